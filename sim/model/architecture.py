@@ -1,0 +1,121 @@
+"""An architecture as layers of operators: parameters, kernels of both directions, tensors kept for backward.
+
+Knows nothing of GPUs, ranks or sharding: an `Architecture` is what one model replica does with one micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from sim.work import DTYPE_BYTES, Kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A trainable tensor, named as PyTorch names it inside its layer, with its shape (dim 0 is what FSDP 2 shards)."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor autograd keeps from forward to backward."""
+
+    name: str
+    elements: int
+    dtype: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes, without allocator rounding. Booleans (dropout masks) are `int8`."""
+        return math.ceil(self.elements * DTYPE_BYTES[self.dtype])
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One operator of a layer.
+
+    Attributes:
+        name: e.g. "qkv", "attention", "up".
+        forward, backward: kernels in launch order; in backward the data gradient comes before the weight gradient.
+        parameters: in the order in which their gradients become ready within this operator's backward.
+        saved: what it adds to the tensors kept for backward.
+        core: part of the attention core, which selective recomputation does not keep.
+        recomputed: whether full recomputation runs its forward again. Non-reentrant checkpointing stops as soon as the
+            last saved tensor exists, so a block's last product is not recomputed there (PyTorch's early stop).
+    """
+
+    name: str
+    forward: tuple[Kernel, ...]
+    backward: tuple[Kernel, ...]
+    parameters: tuple[Parameter, ...] = ()
+    saved: tuple[Tensor, ...] = ()
+    core: bool = False
+    recomputed: bool = True
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Embedding, one block, or head (final norm, logits, loss): what FSDP wraps and checkpointing recomputes.
+
+    Attributes:
+        kind: "embedding", "block" or "head".
+        operators: in forward order; backward runs them reversed.
+        input: the tensor full recomputation keeps instead of `saved`.
+        parameters: in registration order (`module.parameters()`).
+    """
+
+    kind: str
+    operators: tuple[Operator, ...]
+    input: Tensor
+    parameters: tuple[Parameter, ...]
+
+    @cached_property
+    def numel(self) -> int:
+        """Parameters of the layer."""
+        return sum(p.numel for p in self.parameters)
+
+    @cached_property
+    def gradient_order(self) -> tuple[Parameter, ...]:
+        """Parameters in the order in which backward makes their gradients ready."""
+        return tuple(p for op in reversed(self.operators) for p in op.parameters)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One replica and one micro-batch.
+
+    Attributes:
+        stack: embedding, blocks ..., head, in forward order; equal layers are the same object.
+        tied: the head multiplies by the embedding's matrix, which then belongs to the embedding layer only; its
+            gradient is ready with the embedding's, and under FSDP both live in the root unit.
+        batch, sequence: of the micro-batch.
+    """
+
+    stack: tuple[Layer, ...]
+    tied: bool
+    batch: int
+    sequence: int
+
+    @cached_property
+    def parameters(self) -> int:
+        """Trainable parameters."""
+        return sum(layer.numel for layer in self.stack)
+
+    @cached_property
+    def forward_flops(self) -> float:
+        """Matrix-product FLOPs of one forward, attention in full."""
+        return sum(k.flops for layer in self.stack for op in layer.operators for k in op.forward)
+
+    @cached_property
+    def backward_flops(self) -> float:
+        """Matrix-product FLOPs of one backward without recomputation."""
+        return sum(k.flops for layer in self.stack for op in layer.operators for k in op.backward)
