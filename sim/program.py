@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,8 +40,7 @@ class Kind(IntEnum):
     HOST = 3  # payload: -1
 
 
-@dataclass(frozen=True, slots=True)
-class CollectiveCall:
+class CollectiveCall(NamedTuple):
     """One distinct collective: kind, full buffer size and the communicator (index into `Program.communicators`)."""
 
     kind: str
@@ -49,16 +49,14 @@ class CollectiveCall:
     communicator: int
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """A host-device copy: `direction` is h2d or d2h."""
 
     direction: str
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Label:
+class Label(NamedTuple):
     """Names for the report: model layer (block0, embedding, head, optimizer), phase (forward, backward, optimizer)."""
 
     layer: str

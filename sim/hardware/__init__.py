@@ -1,1 +1,6 @@
-""""""
+"""GPUs and how long their kernels take: `gpu(name)`, `Device(gpu).times(kernels, sms_taken, hbm_taken_bps)`."""
+
+from sim.hardware.device import Device
+from sim.hardware.gpu import Gpu, NVLink, canonical_gpu, gpu, gpu_names
+
+__all__ = ["Device", "Gpu", "NVLink", "canonical_gpu", "gpu", "gpu_names"]

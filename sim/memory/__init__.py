@@ -1,1 +1,1 @@
-""""""
+"""The ledger of memory: host-ordered allocations replayed by category."""

@@ -51,6 +51,8 @@ class Operator:
         core: part of the attention core, which selective recomputation does not keep.
         recomputed: whether full recomputation runs its forward again. Non-reentrant checkpointing stops as soon as the
             last saved tensor exists, so a block's last product is not recomputed there (PyTorch's early stop).
+        weight_copies: autocast's half copies of the weights, kept for backward too; under full recomputation they live
+            to the end of forward (autocast's cache), then one layer at a time.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Operator:
     saved: tuple[Tensor, ...] = ()
     core: bool = False
     recomputed: bool = True
+    weight_copies: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,26 @@ class Layer:
         """Parameters in the order in which backward makes their gradients ready."""
         return tuple(p for op in reversed(self.operators) for p in op.parameters)
 
+    @cached_property
+    def forward_flops(self) -> float:
+        """Matrix-product FLOPs of the layer's forward."""
+        return sum(k.flops for op in self.operators for k in op.forward)
+
+    @cached_property
+    def backward_flops(self) -> float:
+        """Matrix-product FLOPs of the layer's backward without recomputation."""
+        return sum(k.flops for op in self.operators for k in op.backward)
+
+    @cached_property
+    def recompute_flops(self) -> float:
+        """Matrix-product FLOPs that full recomputation adds to the layer's backward."""
+        return sum(k.flops for op in self.operators if op.recomputed for k in op.forward)
+
+    @cached_property
+    def saved(self) -> tuple[Tensor, ...]:
+        """Every tensor autograd keeps without recomputation, weight copies apart."""
+        return tuple(t for op in self.operators for t in op.saved)
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -113,9 +136,14 @@ class Architecture:
     @cached_property
     def forward_flops(self) -> float:
         """Matrix-product FLOPs of one forward, attention in full."""
-        return sum(k.flops for layer in self.stack for op in layer.operators for k in op.forward)
+        return sum(layer.forward_flops for layer in self.stack)
 
     @cached_property
     def backward_flops(self) -> float:
         """Matrix-product FLOPs of one backward without recomputation."""
-        return sum(k.flops for layer in self.stack for op in layer.operators for k in op.backward)
+        return sum(layer.backward_flops for layer in self.stack)
+
+    def recompute_flops(self, layers: int | None = None) -> float:
+        """FLOPs that full recomputation of the first `layers` blocks (default all) adds to backward."""
+        blocks = [layer for layer in self.stack if layer.kind == "block"]
+        return sum(block.recompute_flops for block in blocks[:layers])

@@ -1,1 +1,8 @@
-""""""
+"""The network room: topologies as templates, collectives as loads on links, rates shared by weighted max-min."""
+
+from sim.network.collectives import Coflow
+from sim.network.fair_share import LinkId, fair_share
+from sim.network.network import Network
+from sim.network.topology import Topology
+
+__all__ = ["Coflow", "LinkId", "Network", "Topology", "fair_share"]

@@ -1,1 +1,12 @@
-""""""
+"""Published measurements and oracle files, held against the predictions. Floor 6.
+
+`validate(paths, select=..., workers=...) -> Validation`; `sim.validation.text` prints it, `sim.validation.report`
+writes reports/validation.md, `sim.validation.regression` holds it against reports/bounds.yaml. The case format is
+described in sim/validation/cases.py.
+"""
+
+from __future__ import annotations
+
+from sim.validation.runner import Validation, validate
+
+__all__ = ["Validation", "validate"]

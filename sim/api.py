@@ -1,0 +1,138 @@
+"""The verbs, joined: load a scenario, run it, run its sweep. This is the Python API, `import sim`.
+
+    >>> import sim
+    >>> result = sim.run("scenarios/llama2-7b-fsdp.yaml")   # doctest: +SKIP
+    >>> result.step_time_s, result.memory.fits               # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sim.engine import Machine, simulate
+from sim.errors import UserError
+from sim.hardware import Device, gpu
+from sim.network import Network, Topology
+from sim.parallel import Lowered, lower
+from sim.report.result import Result, build_result
+from sim.scenario import Loaded, Scenario, load_scenario
+
+#: What `run` accepts: a resolved scenario, what `load` returned, or the path of a file.
+Source = Scenario | Loaded | str | Path
+
+
+@dataclass
+class Sweep:
+    """The product of a scenario's axes.
+
+    Attributes:
+        axes: dotted field to its values.
+        points: one result per possible point, in the order of the product (last axis fastest); each carries its `set`.
+        skipped: `{set, reason}` of points that are impossible.
+        interrupted: whether Ctrl-C ended it early; what was finished is here.
+    """
+
+    axes: dict[str, list[Any]]
+    points: list[Result] = field(default_factory=list)
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+    interrupted: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """The object `drystep run --json` writes for a sweep (result.md)."""
+        return {"points": [p.to_json() for p in self.points], **self.summary()}
+
+    def summary(self) -> dict[str, Any]:
+        """`to_json` without the points."""
+        early = {"interrupted": True} if self.interrupted else {}
+        return {"skipped": self.skipped, "axes": self.axes, **early}
+
+
+def load(path: str | Path, sets: Sequence[str] = ()) -> Loaded:
+    """Read and resolve a scenario file.
+
+    Args:
+        path: the YAML file.
+        sets: `dotted.path=value` texts put on top, as `--set` on the command line.
+
+    Raises:
+        UserError: with every fault of the file.
+    """
+    return load_scenario(path, sets)
+
+
+def run(source: Source) -> Result:
+    """Predict one steady training step. A `sweep` in the source is left alone: see `run_sweep`.
+
+    Raises:
+        UserError: the file is wrong, or asks for what is not simulated.
+    """
+    return _predict(source if isinstance(source, Scenario) else _loaded(source).scenario, {})
+
+
+def run_sweep(source: Loaded | str | Path, *, progress: Callable[[int, int], None] | None = None,
+              each: Callable[[Result], None] | None = None) -> Sweep:
+    """Predict every point of a scenario's `sweep`; points that are impossible are listed with their reason.
+
+    Args:
+        source: what to run; without `sweep` the only point is the scenario itself.
+        progress: called with (points done, points in all) after each point.
+        each: called with each result as soon as it exists. The sweep then keeps its numbers only (`Result.release`), so
+            that a hundred thousand points fit in memory.
+
+    Raises:
+        UserError: the file is wrong.
+    """
+    loaded = _loaded(source)
+    sweep = Sweep({axis: list(values) for axis, values in loaded.sweep.items()})
+    total = math.prod(len(values) for values in sweep.axes.values())
+    try:
+        for done, (sets, scenario) in enumerate(loaded.points(), 1):
+            outcome = scenario if isinstance(scenario, str) else _attempt(scenario, sets)
+            if isinstance(outcome, str):
+                sweep.skipped.append({"set": dict(sets), "reason": outcome})
+            else:
+                sweep.points.append(outcome)
+                if each is not None:
+                    each(outcome)
+                    outcome.release()
+            if progress is not None:
+                progress(done, total)
+    except KeyboardInterrupt:
+        sweep.interrupted = True
+    return sweep
+
+
+def machine_for(scenario: Scenario, lowered: Lowered) -> Machine:
+    """The machine a lowered scenario runs on."""
+    cluster = scenario.cluster
+    overrides = cluster.gpu.model_dump() if cluster.gpu is not None else None
+    network = Network(Topology.from_mapping(cluster.topology.model_dump()), cluster.nodes, cluster.gpus_per_node,
+                      cluster.intra_gbps_per_gpu, cluster.inter_gbps_per_node, scenario.software.nccl.model_dump())
+    return Machine([Device(gpu(cluster.topology.gpu, overrides))], network, lowered.job)
+
+
+def _predict(scenario: Scenario, sets: Mapping[str, Any]) -> Result:
+    started = time.perf_counter()
+    lowered = lower(scenario)
+    machine = machine_for(scenario, lowered)
+    result = build_result(scenario, lowered, machine, simulate(lowered.job, machine))
+    result.set = dict(sets)
+    result.simulation.wall_s = time.perf_counter() - started
+    return result
+
+
+def _attempt(scenario: Scenario, sets: Mapping[str, Any]) -> Result | str:
+    """The result of a sweep's point, or why there is none."""
+    try:
+        return _predict(scenario, sets)
+    except UserError as error:
+        return "; ".join(": ".join(part for part in (f.field, f.message) if part) for f in error.faults)
+
+
+def _loaded(source: Loaded | str | Path) -> Loaded:
+    return source if isinstance(source, Loaded) else load(source)

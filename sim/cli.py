@@ -1,0 +1,369 @@
+"""The command line `drystep` (click). Every command imports what it needs when it runs: starting up stays cheap.
+
+Results go to standard output, everything else to standard error. Exit codes: 0 good, 2 the user's input is wrong, 3 a
+`--check` failed, 1 a fault of ours, 130 Ctrl-C, 141 the reader of a pipe went away.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from sim import __version__
+from sim.errors import Fault, UserError, nearest
+
+if TYPE_CHECKING:
+    from sim.report.expect import Point
+    from sim.report.result import Result
+    from sim.scenario import Loaded
+
+WRONG_INPUT, CHECK_FAILED, OUR_FAULT, INTERRUPTED, NO_READER = 2, 3, 1, 130, 141
+
+#: Commands of the specification that come with later versions: known by name, absent from --help.
+LATER = ("size", "compare", "collective", "kernel", "memory", "calibrate", "import", "diff", "ui")
+
+
+class Commands(click.Group):
+    """The group of commands; says of an unknown one which is nearest, and of a later one that it is not there yet."""
+
+    def resolve_command(self, ctx: click.Context,
+                        args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """See click."""
+        if args and args[0] in LATER:
+            raise UserError(Fault(f"'{args[0]}' is not available yet in this version", hint="see drystep --help"))
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            hint = nearest(args[0], [*self.commands, *LATER]) or "see drystep --help"
+            raise UserError(Fault(f"there is no command '{args[0]}'", hint=hint))
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="drystep")
+def cli() -> None:
+    """Predict step time, memory and exposed communication of distributed training from one YAML file."""
+
+
+# ---------------------------------------------------------------------------------------------------------------- run
+@cli.command()
+@click.argument("scenarios", nargs=-1, required=True, metavar="SCENARIO...")
+@click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help="Put a value on top, e.g. cluster.nodes=64.")
+@click.option("--json", "json_to", metavar="FILE", help="Write the result as JSON; - is standard output.")
+@click.option("--trace", "trace_to", metavar="FILE", help="Write a trace for ui.perfetto.dev (.gz compresses).")
+@click.option("--report", "report_to", metavar="DIR", help="Write report.txt and result.json into a directory.")
+@click.option("--check", "check", is_flag=True, help="Exit with 3 if a bound of `expect` is broken or memory runs out.")
+@click.pass_context
+def run(ctx: click.Context, scenarios: tuple[str, ...], sets: tuple[str, ...], json_to: str | None,
+        trace_to: str | None, report_to: str | None, check: bool) -> None:
+    """Predict one training step; a scenario with a sweep is run over the whole product."""
+    from sim.api import load
+
+    _writable("--json", json_to)
+    _writable("--trace", trace_to)
+    _writable("--report", report_to and os.path.join(report_to, "report.txt"), parents=True)
+    loaded = _load_all(scenarios, lambda name: load(name, sets))
+    sweeps = [name for name, one in zip(scenarios, loaded, strict=True) if one.sweep]
+    if trace_to and (len(loaded) > 1 or sweeps):
+        raise UserError(Fault("a trace shows one run", "--trace",
+                              hint="give one scenario without a sweep; --set sweep={} leaves the sweep out"))
+    interrupted, failed = False, False
+    with _json_output(json_to, many=len(loaded) > 1) as out:
+        for name, one in zip(scenarios, loaded, strict=True):
+            text = json_to != "-"
+            folder = _report_folder(report_to, name, len(loaded))
+            if one.sweep:
+                points, stopped = _run_sweep(one, out, text, folder, check)
+                interrupted = interrupted or stopped
+            else:
+                points = [_run_one(one, out, text, folder, trace_to)]
+            if interrupted:
+                break
+            failed |= check and not _checked(name, one, points)
+    if interrupted:
+        ctx.exit(INTERRUPTED)
+    if failed:
+        ctx.exit(CHECK_FAILED)
+
+
+def _load_all(names: Sequence[str], load: Callable[[str], Loaded]) -> list[Loaded]:
+    """All scenarios, or the faults of all of them together."""
+    loaded: list[Loaded] = []
+    faults: list[Fault] = []
+    for name in names:
+        try:
+            loaded.append(load(name))
+        except UserError as error:
+            faults += error.faults
+    if faults:
+        raise UserError(faults)
+    return loaded
+
+
+def _run_one(loaded: Loaded, out: JsonOutput | None, text: bool, folder: Path | None, trace_to: str | None) -> Point:
+    from sim import api
+
+    result = api.run(loaded)
+    as_json = result.to_json()
+    if out is not None:
+        out.document(as_json)
+    if trace_to:
+        from sim.report.trace import write_trace
+
+        with _writing("--trace", trace_to):
+            write_trace(result, trace_to)
+    if text:
+        from sim.report.text import console, render
+
+        render(result, console())
+    if folder is not None:
+        from sim.report.text import as_text
+
+        _write_report(folder, as_text(result), as_json)
+    return {}, as_json
+
+
+def _run_sweep(loaded: Loaded, out: JsonOutput | None, text: bool, folder: Path | None,
+               check: bool) -> tuple[list[Point], bool]:
+    from sim import api
+
+    points: list[Point] = []
+    keep = check or folder is not None
+
+    def each(result: Result) -> None:
+        if out is not None or keep:
+            as_json = result.to_json()
+            if out is not None:
+                out.point(as_json)
+            if keep:
+                points.append((result.set, as_json))
+
+    if out is not None:
+        out.begin_sweep()
+    with _progress() as advance:
+        sweep = api.run_sweep(loaded, progress=advance, each=each)
+    rest = sweep.summary()
+    if out is not None:
+        out.end_sweep(rest)
+    if text:
+        from sim.report.text import console, render_sweep
+
+        render_sweep(sweep.points, sweep.skipped, sweep.axes, console())
+    if folder is not None:
+        from sim.report.text import sweep_as_text
+
+        _write_report(folder, sweep_as_text(sweep.points, sweep.skipped, sweep.axes),
+                      {"points": [p for _, p in points], **rest})
+    return points, sweep.interrupted
+
+
+def _checked(name: str, loaded: Loaded, points: Sequence[Point]) -> bool:
+    """Whether every bound of `expect` holds and memory suffices; what does not is printed."""
+    from sim import api
+    from sim.report import expect
+
+    broken = expect.judge(loaded.expect, points, lambda other: api.run(other).to_json())
+    if all(bound.field != "memory.fits" for bound in loaded.expect):
+        broken += [expect.Broken("memory.fits", False, "true", expect.where(sets))
+                   for sets, result in points if not result["memory"]["fits"]]
+    for one in broken:
+        click.echo(f"{name}: check failed: {one}", err=True)
+    if not broken:
+        count = len(loaded.expect)
+        click.echo(f"{name}: " + ("it fits; no bounds to check" if not count else
+                                  f"all {count} bounds hold" if count > 1 else "its bound holds"), err=True)
+    return not broken
+
+
+# ------------------------------------------------------------------------------------------------------------- output
+class JsonOutput:
+    """Writes documents as they come, so that a sweep of any length needs no memory and Ctrl-C leaves valid JSON."""
+
+    def __init__(self, write: Callable[[str], object], many: bool) -> None:
+        self._write, self._many = write, many
+        self._documents = self._points = 0
+        if many:
+            write("[\n")
+
+    def document(self, value: Mapping[str, Any]) -> None:
+        """One finished result."""
+        self._separate()
+        self._write(_dump(value))
+
+    def begin_sweep(self) -> None:
+        """Opens a sweep; its points follow."""
+        self._separate()
+        self._points = 0
+        self._write('{"points": [\n')
+
+    def point(self, value: Mapping[str, Any]) -> None:
+        """One point of the open sweep."""
+        self._write((",\n" if self._points else "") + _dump(value))
+        self._points += 1
+
+    def end_sweep(self, rest: Mapping[str, Any]) -> None:
+        """Closes the sweep with its other fields."""
+        self._write("\n], " + _dump(rest)[1:])
+
+    def close(self) -> None:
+        """Ends the output."""
+        self._write("\n]\n" if self._many else "\n")
+
+    def _separate(self) -> None:
+        if self._documents:
+            self._write(",\n")
+        self._documents += 1
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+@contextmanager
+def _json_output(path: str | None, many: bool) -> Iterator[JsonOutput | None]:
+    if path is None:
+        yield None
+        return
+    if path == "-":
+        out = JsonOutput(sys.stdout.write, many)
+        yield out
+        out.close()
+        return
+    with _writing("--json", path), open(path, "w", encoding="utf-8") as file:
+        out = JsonOutput(file.write, many)
+        yield out
+        out.close()
+
+
+def _writable(option: str, path: str | None, parents: bool = False) -> None:
+    """Refuse a path that cannot be written before anything is computed."""
+    if path is None or (path == "-" and option == "--json"):
+        return
+    target = Path(path)
+    folder = target.parent
+    while parents and not folder.exists():
+        folder = folder.parent
+    if path == "-":
+        reason = "only --json can go to standard output"
+    elif target.is_dir():
+        reason = f"{path} is a directory"
+    elif not folder.is_dir():
+        reason = f"there is no directory {folder}"
+    elif not os.access(target if target.exists() else folder, os.W_OK):
+        reason = f"no permission to write {path}"
+    else:
+        return
+    raise UserError(Fault(reason, option))
+
+
+@contextmanager
+def _writing(option: str, path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise UserError(Fault(f"cannot write {path}: {error.strerror or error}", option)) from error
+
+
+def _report_folder(report_to: str | None, name: str, count: int) -> Path | None:
+    if report_to is None:
+        return None
+    return Path(report_to) if count == 1 else Path(report_to) / Path(name).stem
+
+
+def _write_report(folder: Path, text: str, as_json: Mapping[str, Any]) -> None:
+    with _writing("--report", str(folder)):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "report.txt").write_text(text, encoding="utf-8")
+        (folder / "result.json").write_text(_dump(as_json) + "\n", encoding="utf-8")
+    click.echo(f"wrote {folder / 'report.txt'} and {folder / 'result.json'}", err=True)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on standard error when that is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    with click.progressbar(length=1, label="points", file=sys.stderr) as bar:
+        def advance(done: int, total: int) -> None:
+            bar.length = total
+            bar.update(done - bar.pos)
+        yield advance
+
+
+# ----------------------------------------------------------------------------------------------------- other commands
+@cli.command()
+@click.argument("cases", nargs=-1, required=True, metavar="CASES...")
+@click.option("--json", "json_to", metavar="FILE", help="Write all records as JSON; - is standard output.")
+@click.option("--select", metavar="PATTERN", help="Only cases whose id matches.")
+@click.option("--workers", type=click.IntRange(1, 1024), help="Processes; default one per core.")
+@click.pass_context
+def validate(ctx: click.Context, cases: tuple[str, ...], json_to: str | None, select: str | None,
+             workers: int | None) -> None:
+    """Hold the predictions against published cases and oracle files."""
+    _writable("--json", json_to)
+    from sim.validation import validate_command
+
+    with _writing("--json", json_to or ""):
+        ctx.exit(validate_command(cases, json_out=json_to, select=select, workers=workers))
+
+
+@cli.command()
+def schema() -> None:
+    """Print the JSON Schema of the scenario file, for editors."""
+    from sim.scenario import json_schema
+
+    click.echo(json.dumps(json_schema(), indent=2))
+
+
+@cli.command("list")
+@click.argument("what", type=click.Choice(["gpus", "topologies", "models", "software", "precisions"]))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_(what: str, as_json: bool) -> None:
+    """Print a catalogue: gpus, topologies, models, software or precisions."""
+    from sim.report.catalogue import rows
+
+    found = rows(what)
+    if as_json:
+        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        return
+    from sim.report.text import console, render_catalogue
+
+    render_catalogue(found, console())
+
+
+# --------------------------------------------------------------------------------------------------------------- main
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit: whatever happens, no traceback (unless DRYSTEP_DEBUG=1 and the fault is ours)."""
+    try:
+        code = cli.main(args=None if arguments is None else list(arguments), prog_name="drystep", standalone_mode=False)
+        sys.stdout.flush()
+    except UserError as error:
+        _leave(WRONG_INPUT, "\n".join(str(fault) for fault in error.faults))
+    except click.ClickException as error:
+        error.show()
+        _leave(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        _leave(INTERRUPTED, "interrupted")
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _leave(NO_READER)
+    except Exception as error:
+        if os.environ.get("DRYSTEP_DEBUG") == "1":
+            raise
+        _leave(OUR_FAULT, f"internal fault ({type(error).__name__}: {error}); please report it with the scenario and "
+                          "the output of DRYSTEP_DEBUG=1")
+    _leave(code if isinstance(code, int) else 0)
+
+
+def _leave(code: int, message: str = "") -> NoReturn:
+    if message:
+        click.echo(message, err=True)
+    sys.exit(code)

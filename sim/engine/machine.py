@@ -1,0 +1,291 @@
+"""What the engine asks about time, answered once: the Machine is a set of memos over devices and network.
+
+The event loop never calls a kernel or a collective model twice with the same question. It asks for
+
+* a `Profile`: the prefix sums of a segment's kernel times in one *contention state* (SMs and memory bandwidth taken),
+* a `Flow`: one distinct collective of one communicator, as the network sees it,
+* the `Shares` of a set of active flows: everyone's rate, and with it the contention state of every class of ranks,
+
+and after the first time each answer is one dictionary or list look-up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from sim.engine.plan import SectionPlan, compile_section
+from sim.program import Job, Kind
+
+if TYPE_CHECKING:
+    from sim.hardware import Device
+    from sim.network import Coflow, Network
+
+
+class Profile:
+    """A segment in one contention state; kernel j runs for `elapsed[j + 1] - elapsed[j]` seconds.
+
+    A kernel starts when the one before has ended and the host has launched it, so with the host's launches at
+    issue + launched[j] the end of kernel j obeys end[j] = max(end[j - 1], issue + launched[j]) + time[j]. Unrolled,
+
+        end[j] = elapsed[j + 1] + max(begin, issue + max over i <= j of delay[i]),   delay[i] = launched[i] - elapsed[i]
+
+    which is why `delay` and its suffix maxima are kept: they answer "when does the segment end" without a loop.
+
+    Attributes:
+        elapsed: seconds of kernel time before kernel j, length n + 1 (the last entry is the total).
+        delay: see above, length n.
+        late: late[j] = max(delay[j:]), length n + 1, the last -inf (nothing left to launch).
+        total_s: all kernels, without waiting for the host.
+        first_launch_s: when the first kernel is launched, after the host has begun to issue the segment.
+    """
+
+    __slots__ = ("delay", "elapsed", "first_launch_s", "late", "total_s")
+
+    def __init__(self, times_s: npt.NDArray[np.float64], host_s: Sequence[float]) -> None:
+        elapsed = np.concatenate(([0.0], np.cumsum(times_s)))
+        launched = np.cumsum(np.asarray(host_s, dtype=np.float64))
+        delay = launched - elapsed[:-1]
+        late = np.maximum.accumulate(delay[::-1])[::-1]
+        self.elapsed: list[float] = elapsed.tolist()
+        self.delay: list[float] = delay.tolist()
+        self.late: list[float] = [*late.tolist(), -math.inf]
+        self.total_s: float = self.elapsed[-1]
+        self.first_launch_s: float = float(launched[0]) if len(launched) else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """One distinct collective of one communicator.
+
+    Attributes:
+        number: index into `Machine.flows`; the engine's name for it.
+        communicator: index into `Job.communicators`.
+        classes: simulated classes that take part.
+        latency_s, size_bytes, channels: as in the network's Coflow.
+        hbm_bytes_per_byte: device-memory traffic on each rank per byte of size_bytes.
+        alone_bps: rate with no other flow on its links.
+        coflow: the network's description, None on a network of infinite speed.
+    """
+
+    number: int
+    communicator: int
+    classes: tuple[int, ...]
+    latency_s: float
+    size_bytes: float
+    channels: int
+    hbm_bytes_per_byte: float
+    alone_bps: float
+    coflow: Coflow | None
+
+    @property
+    def alone_s(self) -> float:
+        """Seconds when nothing contends."""
+        return self.latency_s + (self.size_bytes / self.alone_bps if self.size_bytes else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What a set of active flows means: (flow number, rate) of each, and the contention state of every class."""
+
+    rates_bps: tuple[tuple[int, float], ...]
+    states: tuple[int, ...]
+
+
+class Machine:
+    """Devices and a network, as seen by one job.
+
+    Args:
+        devices: hardware kinds, indexed by `RankClass.device`.
+        network: None is a network of infinite speed (a collective still waits for its ranks and its order).
+        job: what will run; its sections are compiled here.
+        drain: whether a collective that starts while a kernel runs waits for thread blocks to drain.
+        contention: False = no flow slows another or any kernel, and nothing drains.
+    """
+
+    def __init__(self, devices: Sequence[Device], network: Network | None, job: Job, *, drain: bool = True,
+                 contention: bool = True) -> None:
+        self.devices = devices
+        self.network = network
+        self.job = job
+        self.contention = contention and network is not None
+        self.drain = drain and self.contention
+        self.flows: list[Flow] = []
+        #: (SMs taken, memory bandwidth taken in bytes/s) of each contention state; state 0 = nothing taken.
+        self.states: list[tuple[int, float]] = [(0, 0.0)]
+        self._state_numbers: dict[tuple[int, float], int] = {(0, 0.0): 0}
+        self._flow_numbers: dict[tuple[int, str, int, str], int] = {}
+        self.known_shares: dict[tuple[int, ...], Shares] = {}
+        self._tables: dict[tuple[int, int, int], list[Profile | None]] = {}
+        self._kernel_s: dict[tuple[int, int, int], npt.NDArray[np.float64]] = {}
+        self._drains: dict[tuple[int, int], list[list[float] | None]] = {}
+        self._copies: dict[tuple[int, int], list[float]] = {}
+        self.plans: list[list[SectionPlan]] = [
+            [compile_section(program, section) for section in program.sections] for program in job.programs]
+        self._parties = self._members()
+        #: For each class and each collective of its program, the number of its flow.
+        self.class_flows: list[list[int]] = [
+            [self.flow(c.communicators[call.communicator], call.kind, call.size_bytes, call.dtype)
+             for call in job.programs[c.program].collectives] for c in job.classes]
+
+    def infinite(self) -> Machine:
+        """The same devices and job on a network of infinite speed."""
+        return Machine(self.devices, None, self.job)
+
+    def _members(self) -> list[tuple[int, ...]]:
+        """Classes that take part in each communicator."""
+        members: list[list[int]] = [[] for _ in self.job.communicators]
+        for number, c in enumerate(self.job.classes):
+            for communicator in dict.fromkeys(c.communicators):
+                members[communicator].append(number)
+        return [tuple(m) for m in members]
+
+    # -- compute ------------------------------------------------------------------------------------------------------
+
+    def table(self, program: int, device: int, state: int) -> list[Profile | None]:
+        """Profiles of a program's segments in one contention state, filled by `profile` as they are asked for."""
+        key = (program, device, state)
+        found = self._tables.get(key)
+        if found is None:
+            found = self._tables[key] = [None] * len(self.job.programs[program].segments)
+        return found
+
+    def profile(self, program: int, device: int, state: int, segment: int) -> Profile:
+        """Prefix sums of `segment` in contention state `state`, memoised."""
+        table = self.table(program, device, state)
+        found = table[segment]
+        if found is None:
+            row = self.job.programs[program].segments[segment]
+            times = self._kernel_times(program, device, state)[np.asarray(row.kernels, dtype=np.intp)]
+            found = table[segment] = Profile(times, row.host_s)
+        return found
+
+    def _kernel_times(self, program: int, device: int, state: int) -> npt.NDArray[np.float64]:
+        """Seconds of every distinct kernel of a program in one state: one call of the device model per state."""
+        key = (program, device, state)
+        found = self._kernel_s.get(key)
+        if found is None:
+            sms, hbm_bps = self.states[state]
+            kernels = self.job.programs[program].kernels
+            times = self.devices[device].times(kernels, sms, hbm_bps) if kernels else np.zeros(0)
+            found = self._kernel_s[key] = np.asarray(times, dtype=np.float64)
+        return found
+
+    def drains_s(self, program: int, device: int, segment: int) -> list[float]:
+        """Mean wait for a free SM while each kernel of a segment runs, memoised."""
+        key = (program, device)
+        table = self._drains.get(key)
+        if table is None:
+            table = self._drains[key] = [None] * len(self.job.programs[program].segments)
+        found = table[segment]
+        if found is None:
+            of = self.devices[device].drain_s
+            kernels = self.job.programs[program].kernels
+            wait_s = {row: float(of(kernels[row])) for row in set(self.job.programs[program].segments[segment].kernels)}
+            found = table[segment] = [wait_s[row] for row in self.job.programs[program].segments[segment].kernels]
+        return found
+
+    def copies_s(self, program: int, device: int) -> list[float]:
+        """Seconds of each distinct host-device copy of a program."""
+        key = (program, device)
+        found = self._copies.get(key)
+        if found is None:
+            copy_s = self.devices[device].copy_s
+            found = self._copies[key] = [
+                float(copy_s(c.direction, c.size_bytes)) for c in self.job.programs[program].copies]
+        return found
+
+    # -- network ------------------------------------------------------------------------------------------------------
+
+    def flow(self, communicator: int, kind: str, size_bytes: int, dtype: str) -> int:
+        """Number of the flow of this collective; a receive is the same flow as its send."""
+        key = (communicator, "send" if kind == "recv" else kind, size_bytes, dtype)
+        found = self._flow_numbers.get(key)
+        if found is None:
+            found = self._flow_numbers[key] = len(self.flows)
+            self.flows.append(self._new_flow(found, *key))
+        return found
+
+    def _new_flow(self, number: int, communicator: int, kind: str, size_bytes: int, dtype: str) -> Flow:
+        classes = self._parties[communicator]
+        if self.network is None:
+            return Flow(number, communicator, classes, 0.0, 0.0, 0, 0.0, math.inf, None)
+        coflow = self.network.coflow(kind, size_bytes, self.job.communicators[communicator].ranks, dtype)
+        alone_bps = coflow.cap_bps
+        for link, load in zip(coflow.links, coflow.loads, strict=True):
+            if load > 0:
+                alone_bps = min(alone_bps, self.network.capacity(link) / load)
+        if coflow.size_bytes > 0 and not alone_bps > 0:
+            raise ValueError(f"{kind} of {size_bytes} bytes on communicator "
+                             f"{self.job.communicators[communicator].name!r} has no bandwidth")
+        return Flow(number, communicator, classes, coflow.latency_s, coflow.size_bytes, coflow.channels,
+                    coflow.hbm_bytes_per_byte, alone_bps, coflow)
+
+    def shares(self, key: tuple[int, ...]) -> Shares:
+        """Rates and contention states while exactly the flows `key` (ascending numbers) are active, memoised."""
+        found = self.known_shares.get(key)
+        if found is None:
+            found = self.known_shares[key] = self._new_shares(key)
+        return found
+
+    def _new_shares(self, key: tuple[int, ...]) -> Shares:
+        flows = [self.flows[number] for number in key]
+        alone = tuple(flow.alone_bps for flow in flows)
+        if not self.contention:
+            return Shares(tuple(zip(key, alone, strict=True)), (0,) * len(self.job.classes))
+        rates = alone if len(flows) < 2 else tuple(self._fair_share(flows))
+        taken = [(0, 0.0)] * len(self.job.classes)
+        for flow, rate in zip(flows, rates, strict=True):
+            for c in flow.classes:
+                sms, hbm_bps = taken[c]
+                taken[c] = (sms + flow.channels, hbm_bps + _memory_traffic_bps(flow, rate))
+        return Shares(tuple(zip(key, rates, strict=True)), tuple(self._state(t) for t in taken))
+
+    def _fair_share(self, flows: list[Flow]) -> list[float]:
+        from sim.network import fair_share  # not needed by a job whose collectives never overlap
+
+        assert self.network is not None
+        return [float(r) for r in fair_share([f.coflow for f in flows if f.coflow is not None], self.network.capacity)]
+
+    def _state(self, taken: tuple[int, float]) -> int:
+        found = self._state_numbers.get(taken)
+        if found is None:
+            found = self._state_numbers[taken] = len(self.states)
+            self.states.append(taken)
+        return found
+
+    # -- without contention -------------------------------------------------------------------------------------------
+
+    def alone_s(self, class_number: int) -> list[npt.NDArray[np.float64]]:
+        """Contention-free seconds of every task, one array per section of the class's program.
+
+        KERNELS: the sum of kernel times, without waits for the host; HOST: its own work.
+        """
+        c = self.job.classes[class_number]
+        copies = self.copies_s(c.program, c.device)
+        flows = self.class_flows[class_number]
+        out = []
+        for plan in self.plans[c.program]:
+            seconds = [
+                self.profile(c.program, c.device, 0, payload).total_s if kind == Kind.KERNELS
+                else self.flows[flows[payload]].alone_s if kind == Kind.COLLECTIVE
+                else copies[payload] if kind == Kind.COPY else host_s
+                for kind, payload, host_s in zip(plan.kind, plan.payload, plan.host_s, strict=True)]
+            out.append(np.array(seconds, dtype=np.float64))
+        return out
+
+
+def _memory_traffic_bps(flow: Flow, rate_bps: float) -> float:
+    """Mean memory bandwidth a flow takes: its bytes over its whole duration, latency included.
+
+    The latency of a ring or tree is spread over its steps, so the traffic is too; the plain rate would charge
+    bytes that never move while a small collective spends its time on latency.
+    """
+    if not flow.size_bytes or not flow.hbm_bytes_per_byte:
+        return 0.0
+    return flow.hbm_bytes_per_byte * flow.size_bytes / (flow.latency_s + flow.size_bytes / rate_bps)

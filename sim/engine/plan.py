@@ -1,0 +1,83 @@
+"""A section compiled for the engine: who waits for whom, as counters and lists of dependents.
+
+Everything CUDA's rules say about order inside a section is known before it runs, so it is worked out once: stream
+order, events and joins all become edges between task numbers. What reaches back before the section (its first task on a
+stream, a join on a stream it has not used yet) depends on what ran before and is left as a list of stream numbers.
+"""
+
+from __future__ import annotations
+
+from sim.program import Kind, Program, Section
+
+
+class SectionPlan:
+    """One section, column by column (lists: the event loop reads them one element at a time).
+
+    Attributes:
+        section: name, for messages.
+        size: number of tasks.
+        kind, stream, payload, host_s: as in `Section`.
+        launches: CUDA kernels of a KERNELS task, 0 for others; what it takes up in the launch queue.
+        dependents: tasks of the section that wait for this one.
+        pending: how many tasks of the section each waits for, plus one for being issued by the host.
+        across: streams whose last task of *earlier* section runs must have finished.
+        tails: for each stream the section uses, its last task.
+        compute: streams that run kernels.
+    """
+
+    __slots__ = ("across", "compute", "dependents", "host_s", "kind", "launches", "payload", "pending", "section",
+                 "size", "stream", "tails")
+
+    def __init__(self, section: Section) -> None:
+        self.section = section.name
+        self.size = len(section)
+        self.kind = [int(k) for k in section.kind]
+        self.stream = list(section.stream)
+        self.payload = list(section.payload)
+        self.host_s = list(section.host_s)
+        self.launches = [0] * self.size
+        self.dependents: list[list[int]] = [[] for _ in range(self.size)]
+        self.pending = [1] * self.size
+        self.across: list[tuple[int, ...]] = [()] * self.size
+        self.tails: dict[int, int] = {}
+        self.compute: set[int] = set()
+
+
+def compile_section(program: Program, section: Section) -> SectionPlan:
+    """Turn waits, joins and stream order into edges.
+
+    A stream finishes its tasks in order, so of several tasks of one stream only the last needs waiting for. A HOST task
+    needs no edge to what comes after it: the host issues nothing until it has ended.
+
+    Raises:
+        ValueError: a task waits for itself or a later one.
+    """
+    plan = SectionPlan(section)
+    launches = [sum(program.kernels[k].launches for k in segment.kernels) for segment in program.segments]
+    host = int(Kind.HOST)
+    kernels = int(Kind.KERNELS)
+    tails = plan.tails
+    for task in range(plan.size):
+        kind = plan.kind[task]
+        newest: dict[int, int] = {}
+        for other in section.waits[task]:
+            if other >= task:
+                raise ValueError(f"section {section.name!r}: task {task} waits for task {other}, which comes later")
+            if plan.kind[other] != host and newest.get(plan.stream[other], -1) < other:
+                newest[plan.stream[other]] = other
+        across = []
+        for stream in section.joins[task] if kind == host else (*section.joins[task], plan.stream[task]):
+            if stream in tails:
+                newest[stream] = tails[stream]
+            elif stream not in across:
+                across.append(stream)
+        for other in newest.values():
+            plan.dependents[other].append(task)
+        plan.pending[task] += len(newest)
+        plan.across[task] = tuple(across)
+        if kind == kernels:
+            plan.launches[task] = launches[plan.payload[task]]
+            plan.compute.add(plan.stream[task])
+        if kind != host:
+            tails[plan.stream[task]] = task
+    return plan

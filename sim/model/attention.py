@@ -1,0 +1,251 @@
+"""Self-attention: projections, rotary embedding, the core (one flash kernel or spelled out), output projection.
+
+What autograd keeps is assigned so that selective recomputation is simply "drop what `core` operators keep": queries,
+keys and values belong to the operator that makes them, the core's output to the projection that reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sim.model.architecture import Operator, Parameter, Tensor
+from sim.model.kernels import cast, chain, elementwise, linear, linear_operator, linear_parameters, product, width
+from sim.model.style import Style
+from sim.work import Kernel
+
+#: FlopCounterMode: a flash backward is five products where the forward is two. (torch/utils/flop_counter.py)
+_FLASH_BACKWARD = 2.5
+
+#: Names of the projections by module style: q/k/v or fused, then output.
+_NAMES = {
+    "plain": ("qkv", "proj"),
+    "gpt2": ("attn.c_attn", "attn.c_proj"),
+    "transformers": ("self_attn", "self_attn.o_proj"),
+    "megatron": ("self_attention.linear_qkv", "self_attention.linear_proj"),
+}
+
+
+def attention_operators(style: Style, source: str) -> tuple[list[Operator], list[Parameter]]:
+    """Operators from the projection of queries to the output projection, and parameters in registration order.
+
+    Args:
+        source: dtype in which the norm's output arrives.
+    """
+    qkv_name, output_name = _NAMES["gpt2" if style.conv1d else style.modules]
+    qkv, parameters = _qkv(style, qkv_name, source)
+    operators = [qkv]
+    if style.positions == "rotary":
+        operators.append(_rotary(style))
+    flash = uses_flash(style)
+    operators.append(_flash(style) if flash else _eager(style))
+    attended = Tensor("attention_output", style.tokens * style.query_width, style.act)
+    projection, more = linear_operator(style, "projection", output_name, style.query_width, style.hidden,
+                                       source=style.act, saved=(attended,))
+    return [*operators, projection], [*parameters, *more]
+
+
+def uses_flash(style: Style) -> bool:
+    """Whether one kernel computes attention: torch's memory-efficient kernel serves fp32, but not grouped heads."""
+    return style.attention == "flash" and not (width(style.act) > 2 and style.heads != style.kv_heads)
+
+
+def _qkv(style: Style, module: str, source: str) -> tuple[Operator, list[Parameter]]:
+    """Query, key and value projections, fused or not, and the tensors attention will need."""
+    outputs = style.query_width + 2 * style.kv_width
+    kept = [] if style.positions == "rotary" else _kept_queries_and_keys(style)
+    kept.append(_kept_values(style))
+    inputs = Tensor("qkv_input", style.tokens * style.hidden, style.act)
+    if not style.separate_qkv:
+        operator, fused = linear_operator(style, "qkv", module, style.hidden, outputs, source=source,
+                                          saved=(inputs, *kept))
+        # the gradients of q, k and v are written side by side again (unbind's, split's backward: stack or cat)
+        gather = elementwise("qkv_gradient_cat", style.tokens * outputs, 2 * width(style.act), style.act)
+        if not style.stack.compile:
+            operator = replace(operator, backward=(gather, *operator.backward))
+        return operator, list(fused)
+    forward: list[Kernel] = []
+    backward: list[Kernel] = []
+    parameters: list[Parameter] = []
+    ready: list[Parameter] = []
+    for name, features in (("q_proj", style.query_width), ("k_proj", style.kv_width), ("v_proj", style.kv_width)):
+        one_forward, one_backward = linear(style, style.tokens, style.hidden, features, source=source, bias=style.bias)
+        forward += one_forward
+        backward = one_backward + backward
+        own = linear_parameters(style, f"{module}.{name}", style.hidden, features, style.bias)
+        parameters += own
+        ready = [*(own if style.autocast else own[::-1]), *ready]
+    sums = elementwise("input_gradient_sum", style.tokens * style.hidden, 3 * width(source), source, 2)
+    # under autocast every projection casts its input for itself
+    saved = (inputs,) * (3 if source != style.act else 1)
+    copies = (Tensor("qkv_weight_copy", style.hidden * outputs, style.act),) if style.autocast else ()
+    return Operator("qkv", tuple(forward), (*backward, sums), tuple(ready), (*saved, *kept),
+                    weight_copies=copies), parameters
+
+
+def _repeated(style: Style) -> bool:
+    """Whether keys and values are copied out to every query head before the scores (Hugging Face's repeat_kv)."""
+    return not uses_flash(style) and style.heads != style.kv_heads
+
+
+def _kept_queries_and_keys(style: Style) -> list[Tensor]:
+    keys = style.query_width if _repeated(style) else style.kv_width
+    return [Tensor("queries", style.tokens * style.query_width, style.act),
+            Tensor("keys", style.tokens * keys, style.act)]
+
+
+def _kept_values(style: Style) -> Tensor:
+    values = style.query_width if _repeated(style) else style.kv_width
+    return Tensor("values", style.tokens * values, style.act)
+
+
+def _rotary(style: Style) -> Operator:
+    """Rotation of queries and keys. cos and sin take the residual stream's dtype, and the products follow it.
+
+    Hugging Face: q*cos, rotate_half (neg, cat), *sin, add, for q and k each; backward the products, rotate_half's
+    slices (zero fill and copy of both halves), neg, and three sums. Source: transformers modeling_llama.py.
+    """
+    elements = style.tokens * (style.query_width + style.kv_width)
+    e, wide = width(style.act), width(style.residual)
+    compiled = style.stack.compile
+    if style.stack.fused_rope:
+        forward = elementwise("rotary", elements, 2 * e, style.act, 2)
+        backward = elementwise("rotary_backward", elements, 2 * e, style.act, 2)
+    else:
+        steps = [e + wide, e, 2 * e, e + wide, 3 * wide]
+        back = [2 * wide, 2 * wide, wide, 2 * wide, wide, 2 * wide, wide, 3 * wide, 3 * wide]
+        if wide != e:
+            steps.append(e + wide)
+            back.append(e + wide)
+        # once over q and once over k: twice the launches
+        forward, backward = (
+            replace(k, launches=2 * k.launches)
+            for k in (chain("rotary", elements, steps, 2 * e, style.act, compiled),
+                      chain("rotary_backward", elements, back, 2 * e, style.act, compiled))
+        )
+    return Operator("rotary", (forward,), (backward,), saved=tuple(_kept_queries_and_keys(style)))
+
+
+def _flash(style: Style) -> Operator:
+    """One kernel forward, three backward (row sums of out*dout, the kernel itself, conversion of dq).
+
+    Keeps the log-sum-exp (fp32, one per head and token) and the random state (two 8-byte scalars). FLOPs count the
+    attended square in full; `causal` lets the device skip half. With a window every query meets at most that many keys
+    and the band's exact area is counted instead.
+    """
+    seq_k, causal = style.sequence, True
+    if style.window:
+        seq_k, causal = round(_band(style.sequence, style.window) / style.sequence), False
+    shape = (style.batch, style.heads, style.kv_heads, style.sequence, seq_k, style.head_dim)
+    flops = 4.0 * style.batch * style.sequence * seq_k * style.query_width
+    e = width(style.act)
+    row_sums = style.tokens * style.heads
+    streams = style.tokens * (2 * style.query_width + 2 * style.kv_width) * e
+    kernel = style.stack.attention_kernel
+    forward = [Kernel("attention", style.act, shape, "forward", flops, streams + 4 * row_sums, "attention", causal,
+                      1, kernel)]
+    backward = [Kernel("attention", style.act, shape, "backward", _FLASH_BACKWARD * flops,
+                       2 * streams + 8 * row_sums, "attention", causal, 3, kernel)]
+    if style.stack.unpad_copies:
+        forward, backward = _unpadded(style, forward, backward)
+    saved = (Tensor("log_sum_exp", row_sums, "fp32"), Tensor("rng_seed", 1, "fp64"), Tensor("rng_offset", 1, "fp64"))
+    return Operator("attention", tuple(forward), tuple(backward), saved=saved, core=True)
+
+
+def _unpadded(style: Style, forward: list[Kernel], backward: list[Kernel]) -> tuple[list[Kernel], list[Kernel]]:
+    """flash-attn 0.2's wrapper: qkv gathered to packed rows, the output scattered back into a zeroed tensor.
+
+    Source: flash_attn/bert_padding.py (unpad_input, pad_input) and their index backward.
+    """
+    e = width(style.act)
+    qkv = style.tokens * (style.query_width + 2 * style.kv_width)
+    out = style.tokens * style.query_width
+    return (
+        [elementwise("unpad", qkv, 2 * e, style.act, 2), *forward, elementwise("pad", out, 3 * e, style.act, 3)],
+        [elementwise("pad_backward", out, 2 * e, style.act, 2), *backward,
+         elementwise("unpad_backward", qkv, 3 * e, style.act, 3)],
+    )
+
+
+def _band(sequence: int, window: int) -> int:
+    """Pairs (query, key) of a causal band: query i meets min(i + 1, window) keys."""
+    return sequence * window - window * (window - 1) // 2
+
+
+def _eager(style: Style) -> Operator:
+    """Scores, scale, mask, softmax, dropout and values as kernels of their own (a window only changes the mask)."""
+    b, a, s, d = style.batch, style.heads, style.sequence, style.head_dim
+    e = width(style.act)
+    operand = style.act
+    scores = product(b * a, s, s, d, "tn", style.act, operand, category="attention")
+    values = product(b * a, s, d, s, "tn", style.act, operand, category="attention")
+    shape_kernels = _score_kernels(style)
+    output = elementwise("output_transpose", style.tokens * style.query_width, 2 * e, style.act, 1, "attention")
+    forward = [scores, *shape_kernels[0], values, output]
+    backward = [
+        product(b * a, s, s, d, "nn", style.act, operand, category="attention"),
+        product(b * a, s, d, s, "nt", style.act, operand, category="attention"),
+        *shape_kernels[1],
+        product(b * a, s, d, s, "nn", style.act, operand, category="attention"),
+        product(b * a, s, d, s, "nt", style.act, operand, category="attention"),
+    ]
+    if _repeated(style):
+        copies = style.tokens * 2 * style.query_width
+        forward.insert(0, elementwise("repeat_kv", copies, 2 * e, style.act, 2, "attention"))
+        backward.append(elementwise("repeat_kv_backward", copies, 2 * e, style.act, 2, "attention"))
+    return Operator("attention", tuple(forward), tuple(backward), saved=tuple(_kept_scores(style)), core=True)
+
+
+def _softmax_dtype(style: Style) -> str:
+    """Autocast runs softmax in fp32, and so does Hugging Face's Llama; otherwise it follows the activations."""
+    return "fp32" if style.autocast or style.separate_qkv else style.act
+
+
+def _kept_scores(style: Style) -> list[Tensor]:
+    """What the spelled-out core keeps: softmax's output, its half copy for the product, dropout's mask and output.
+
+    Plain modules build a boolean mask per block, which masked_fill keeps. Megatron's fused softmax needs none.
+    """
+    elements = style.batch * style.heads * style.sequence**2
+    soft = _softmax_dtype(style)
+    kept = [Tensor("softmax", elements, soft)]
+    if soft != style.act:
+        kept.append(Tensor("softmax_half", elements, style.act))
+    if style.dropout:
+        kept.append(Tensor("attention_dropout_mask", elements, "int8"))
+        if soft == style.act:
+            kept.append(Tensor("attention_dropped", elements, style.act))
+    if style.modules == "plain" and not style.stack.fused_softmax:
+        kept.append(Tensor("causal_mask", style.sequence**2, "int8"))
+    return kept
+
+
+def _score_kernels(style: Style) -> tuple[list[Kernel], list[Kernel]]:
+    """What happens between the two products, forward and backward."""
+    rows, cols = style.batch * style.heads * style.sequence, style.sequence
+    elements = rows * cols
+    e, soft = width(style.act), _softmax_dtype(style)
+    w = width(soft)
+    fused = style.stack.fused_softmax or style.stack.compile
+    forward: list[Kernel] = []
+    backward: list[Kernel] = []
+    if not fused:
+        steps = 3 if style.positions == "alibi" else 2
+        forward.append(elementwise("scale_mask", elements, steps * 2 * e, style.act, steps, "attention"))
+    if w != e and not fused:
+        forward.append(replace(cast("softmax_cast", elements, style.act, soft), category="attention"))
+    forward.append(Kernel("softmax", soft, (rows, cols), "forward", 0.0, elements * 2 * (e if fused else w),
+                          "attention"))
+    if w != e and not fused:
+        forward.append(replace(cast("softmax_cast", elements, soft, style.act), category="attention"))
+    if style.dropout:
+        forward.append(elementwise("attention_dropout", elements, 2 * e + 1, style.act, 1, "attention"))
+        backward.append(elementwise("attention_dropout_backward", elements, 2 * e + 1, style.act, 1, "attention"))
+    if w != e and not fused:
+        backward.append(replace(cast("softmax_gradient_cast", elements, style.act, soft), category="attention"))
+    backward.append(Kernel("softmax", soft, (rows, cols), "backward", 0.0, elements * 3 * (e if fused else w),
+                           "attention"))
+    if not fused:
+        if w != e:
+            backward.append(replace(cast("softmax_gradient_cast", elements, soft, style.act), category="attention"))
+        backward.append(elementwise("scale_mask_backward", elements, 4 * e, style.act, 2, "attention"))
+    return forward, backward

@@ -1,0 +1,59 @@
+"""The embedding layer: token lookup, learned positions, dropout."""
+
+from __future__ import annotations
+
+from sim.model.architecture import Layer, Operator, Parameter, Tensor
+from sim.model.kernels import elementwise, width
+from sim.model.residual import dropout_operator
+from sim.model.style import Style
+from sim.work import Kernel
+
+_NAMES = {"plain": ("wte", "wpe"), "gpt2": ("transformer.wte", "transformer.wpe"),
+          "transformers": ("model.embed_tokens", "model.embed_positions"),
+          "megatron": ("embedding.word_embeddings", "embedding.position_embeddings")}
+
+
+def embedding_layer(style: Style) -> Layer:
+    """Token embedding, learned positions and dropout. A tied head's gradient is added to the table's here."""
+    token_name, position_name = _NAMES["gpt2" if style.conv1d else style.modules]
+    table = Parameter(f"{token_name}.weight", (style.vocab, style.hidden))
+    operators = [_lookup(style, table)]
+    parameters = [table]
+    if style.positions == "learned":
+        positions = Parameter(f"{position_name}.weight", (style.max_positions, style.hidden))
+        operators.append(_positions(style, positions))
+        parameters.append(positions)
+    if style.dropout:
+        operators.append(dropout_operator(style, "embedding_dropout", style.weight))
+    # token numbers are 8-byte integers; fp64 stands for their width
+    tokens = Tensor("tokens", style.tokens, "fp64")
+    return Layer("embedding", tuple(operators), tokens, tuple(parameters))
+
+
+def _lookup(style: Style, table: Parameter) -> Operator:
+    """Gather; backward zeroes a dense gradient, sorts the tokens and scatter-adds.
+
+    Source: aten/src/ATen/native/cuda/Embedding.cu (embedding_dense_backward_cuda).
+    """
+    rows, cols, e = style.tokens, style.hidden, width(style.weight)
+    forward = Kernel("embedding", style.weight, (rows, cols), "forward", 0.0, 2 * rows * cols * e, "memory_bound")
+    backward = [Kernel("embedding", style.weight, (rows, cols), "backward", 0.0,
+                       (3 * rows * cols + table.numel) * e, "memory_bound", launches=6)]
+    if style.tied:
+        backward.append(elementwise("tied_gradient_sum", table.numel, 3 * e, style.weight))
+    return Operator("embedding", (forward,), tuple(backward), (table,))
+
+
+def _positions(style: Style, positions: Parameter) -> Operator:
+    """Lookup of one row per position and its addition to every sequence; backward sums over the batch."""
+    rows, cols, e = style.sequence, style.hidden, width(style.weight)
+    forward = (
+        Kernel("embedding", style.weight, (rows, cols), "forward", 0.0, 2 * rows * cols * e, "memory_bound"),
+        elementwise("position_add", style.tokens * cols, 2 * e + e / style.batch, style.weight),
+    )
+    backward = (
+        elementwise("position_gradient_sum", style.tokens * cols, e, style.weight),
+        Kernel("embedding", style.weight, (rows, cols), "backward", 0.0, (3 * rows * cols + positions.numel) * e,
+               "memory_bound", launches=6),
+    )
+    return Operator("positions", forward, backward, (positions,))

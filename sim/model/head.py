@@ -1,0 +1,103 @@
+"""The head layer: final norm, logits, loss and the metrics some stacks evaluate on the training logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sim.model.architecture import Layer, Operator, Parameter, Tensor
+from sim.model.kernels import cast, elementwise, linear_operator, width
+from sim.model.norms import norm_operator
+from sim.model.style import Style
+from sim.work import Kernel
+
+_NAMES = {"plain": ("ln_f", "head"), "gpt2": ("transformer.ln_f", "lm_head"),
+          "transformers": ("model.norm", "lm_head"), "megatron": ("decoder.final_layernorm", "output_layer")}
+
+#: Bytes per logit of one evaluation of an unfused cross-entropy as a metric: log-softmax in fp32 reads and writes.
+_METRIC_BYTES = 8
+
+#: Bytes per logit of Megatron's vocab-parallel cross-entropy on fp32 logits: maximum (4), subtraction in place (8),
+#: exp in place (8), sum (4), division in place (8); backward scales the kept softmax in place (8).
+#: Source: megatron/core/tensor_parallel/cross_entropy.py.
+_VOCAB_PARALLEL = ((4, 8, 8, 4, 8), 8)
+
+
+def head_layer(style: Style) -> Layer:
+    """Final norm, product with the vocabulary, loss. Tied, the product's weight belongs to the embedding layer."""
+    norm_name, head_name = _NAMES["gpt2" if style.conv1d else style.modules]
+    norm, norm_parameters = norm_operator(style, "final_norm", norm_name)
+    rows = style.batch * style.predicted
+    inputs = Tensor("head_input", rows * style.hidden, style.act)
+    plain_linear = replace(style, gemm=style.act)  # narrow formats leave the head alone
+    logits, weight = linear_operator(plain_linear, "logits", head_name, style.hidden, style.vocab,
+                                     source=style.residual, saved=(inputs,), rows=rows, bias=False)
+    weight = (Parameter(weight[0].name, (style.vocab, style.hidden)),)
+    logits = replace(logits, parameters=() if style.tied else weight)
+    operators = (norm, logits, _loss(style, rows))
+    stream = Tensor("head_input_stream", style.tokens * style.hidden, style.residual)
+    return Layer("head", operators, stream, (*norm_parameters, *(() if style.tied else weight)))
+
+
+def _loss(style: Style, rows: int) -> Operator:
+    """Cross-entropy over the vocabulary in the stack's way, and its metrics (forward only)."""
+    metrics = _metrics(style, rows)
+    if style.stack.loss == "fused":
+        forward, backward, saved = _fused(style, rows)
+    elif style.stack.loss == "vocab_parallel":
+        forward, backward, saved = _vocab_parallel(style, rows)
+    else:
+        forward, backward, saved = _plain(style, rows)
+    kept = () if style.chunked_loss else saved
+    return Operator("loss", (*forward, *metrics), tuple(backward), saved=kept)
+
+
+def _upcast(style: Style) -> bool:
+    """Whether the loss runs in fp32: autocast's cross_entropy does, Hugging Face calls logits.float()."""
+    return width(style.act) < 4 and (style.autocast or style.modules == "transformers")
+
+
+def _plain(style: Style, rows: int) -> tuple[list[Kernel], list[Kernel], tuple[Tensor, ...]]:
+    """log_softmax (read, write) and nll forward; nll's zero-filled gradient and log_softmax's (two reads, a write)."""
+    elements = rows * style.vocab
+    upcast = _upcast(style)
+    dtype = "fp32" if upcast else style.act
+    e = width(dtype)
+    shape = (rows, style.vocab)
+    forward = [Kernel("cross_entropy", dtype, shape, "forward", 0.0, 2 * e * elements, "memory_bound", launches=2)]
+    backward = [Kernel("cross_entropy", dtype, shape, "backward", 0.0, 4 * e * elements, "memory_bound", launches=2)]
+    if upcast and style.stack.compile:
+        forward = [replace(forward[0], bytes=width(style.act) * elements)]
+        backward = [replace(backward[0], bytes=2 * width(style.act) * elements)]
+    elif upcast:
+        forward.insert(0, cast("logits_cast", elements, style.act, dtype))
+        backward.append(cast("logits_gradient_cast", elements, dtype, style.act))
+    return forward, backward, (Tensor("log_softmax", elements, dtype),)
+
+
+def _fused(style: Style, rows: int) -> tuple[list[Kernel], list[Kernel], tuple[Tensor, ...]]:
+    """flash-attn's cross-entropy: one kernel reads the logits, one reads them again and writes their gradient."""
+    elements, e, shape = rows * style.vocab, width(style.act), (rows, style.vocab)
+    forward = Kernel("cross_entropy", style.act, shape, "forward", 0.0, e * elements, "memory_bound")
+    backward = Kernel("cross_entropy", style.act, shape, "backward", 0.0, 2 * e * elements, "memory_bound")
+    return [forward], [backward], (Tensor("logits", elements, style.act), Tensor("loss_statistics", rows, "fp32"))
+
+
+def _vocab_parallel(style: Style, rows: int) -> tuple[list[Kernel], list[Kernel], tuple[Tensor, ...]]:
+    """Megatron's chain of kernels on fp32 logits; the softmax is kept."""
+    elements = rows * style.vocab
+    steps, back = _VOCAB_PARALLEL
+    forward = [elementwise("vocab_parallel_cross_entropy", elements, sum(steps), "fp32", len(steps))]
+    backward = [elementwise("vocab_parallel_cross_entropy_backward", elements, back, "fp32")]
+    if width(style.act) < 4:
+        forward.insert(0, cast("logits_cast", elements, style.act, "fp32"))
+        backward.append(cast("logits_gradient_cast", elements, "fp32", style.act))
+    return forward, backward, (Tensor("softmax", elements, "fp32"),)
+
+
+def _metrics(style: Style, rows: int) -> list[Kernel]:
+    """Losses evaluated again as training metrics, without gradients, under autocast's fp32 rule."""
+    if not style.stack.metric_losses:
+        return []
+    per_logit = _METRIC_BYTES + (width(style.act) + 4 if width(style.act) < 4 else 0)
+    count = style.stack.metric_losses
+    return [elementwise("metric_loss", rows * style.vocab, count * per_logit, "fp32", 3 * count)]

@@ -1,0 +1,168 @@
+"""Constructors of kernels and of the linear layer: shapes, matrix-product FLOPs and honest counts of bytes accessed.
+
+A *chain* is a row of element-wise kernels; each step states the bytes it reads and writes per element. Eager execution
+launches every step; Inductor (`compile`) launches one kernel that reads the chain's inputs and writes what leaves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sim.model.architecture import Operator, Parameter, Tensor
+from sim.model.style import Style
+from sim.work import DTYPE_BYTES, Kernel
+
+
+def width(dtype: str) -> float:
+    """Bytes of an element."""
+    return DTYPE_BYTES[dtype]
+
+
+def elementwise(
+    name: str, elements: int, bytes_per_element: float, dtype: str, launches: int = 1, category: str = "memory_bound",
+) -> Kernel:
+    """A memory-bound kernel of `elements` elements."""
+    return Kernel("elementwise", dtype, (elements,), name, 0.0, elements * bytes_per_element, category, False, launches)
+
+
+def chain(
+    name: str, elements: int, steps: Sequence[float], fused: float, dtype: str, compiled: bool,
+    category: str = "memory_bound",
+) -> Kernel:
+    """A row of element-wise kernels.
+
+    Args:
+        steps: bytes per element read plus written by each kernel of eager execution.
+        fused: bytes per element of the one kernel that replaces them all.
+        compiled: whether the chain is fused.
+    """
+    if compiled:
+        return elementwise(name, elements, fused, dtype, 1, category)
+    return elementwise(name, elements, sum(steps), dtype, len(steps), category)
+
+
+def cast(name: str, elements: int, source: str, target: str, launches: int = 1) -> Kernel:
+    """A change of dtype: one read, one write."""
+    return elementwise(name, elements, width(source) + width(target), target, launches)
+
+
+def product(
+    batch: int, m: int, n: int, k: int, variant: str, dtype: str, operand: str, result: str | None = None,
+    accumulate: bool = False, category: str = "gemm",
+) -> Kernel:
+    """A (batched) matrix product of (m, k) by (k, n): 2·batch·m·n·k FLOPs.
+
+    Args:
+        variant: tn forward, nn data gradient, nt weight gradient.
+        dtype: of the tensor cores; operand: of both inputs in memory; result: of the output, default as `operand`.
+        accumulate: the output is read too (added to what is there).
+    """
+    inputs = width(operand) * batch * (m * k + k * n)
+    output = width(result or operand) * batch * m * n * (2 if accumulate else 1)
+    flops = 2.0 * batch * m * n * k
+    return Kernel("gemm", dtype, (batch, m, n, k), variant, flops, inputs + output, category)
+
+
+def linear(
+    style: Style, rows: int, features_in: int, features_out: int, *, source: str, bias: bool, last_cast: bool = True,
+    dtype: str | None = None, weights: int = 1,
+) -> tuple[list[Kernel], list[Kernel]]:
+    """Forward and backward kernels of `features_out` outputs on `rows` rows.
+
+    Args:
+        source: dtype in which the input arrives; autocast casts it, and the data gradient back.
+        bias: forward it rides in the product's epilogue; backward sums the output gradient over the rows.
+        dtype: of the product, default the style's.
+        weights: parameters that share the product's shape, for counting the small casts.
+
+    Source: torch.nn.functional.linear and its derivative (derivatives.yaml, addmm); autocast's cached_cast;
+    Megatron-LM `LinearWithGradAccumulationAndAsyncCommunication` for the fused accumulation.
+    """
+    act, gemm = style.act, dtype or style.gemm
+    size = features_in * features_out
+    forward: list[Kernel] = []
+    backward: list[Kernel] = []
+    if source != act:
+        forward.append(cast("input_cast", rows * features_in, source, act))
+    if style.autocast:
+        forward.append(cast("weight_cast", size, style.weight, act, 1 + bias))
+    quantise = width(gemm) < width(act)
+    if quantise:
+        forward.append(cast("quantise", rows * features_in + size, act, gemm, 2))
+    forward.append(product(1, rows, features_out, features_in, "tn", gemm, gemm if quantise else act, act))
+    if quantise:
+        backward.append(cast("quantise", rows * features_out, act, gemm))
+    backward.append(product(1, rows, features_in, features_out, "nn", gemm, gemm if quantise else act, act))
+    backward += _weight_gradient(style, rows, features_in, features_out, gemm, gemm if quantise else act)
+    if bias:
+        backward.append(elementwise("bias_gradient", rows * features_out, width(act), act, weights))
+    if style.autocast:
+        backward.append(cast("weight_gradient_cast", size, act, style.gradient, 1 + bias))
+    if source != act and last_cast:
+        backward.append(cast("input_gradient_cast", rows * features_in, act, source))
+    return forward, backward
+
+
+def _weight_gradient(
+    style: Style, rows: int, features_in: int, features_out: int, gemm: str, operand: str,
+) -> list[Kernel]:
+    """The weight-gradient product, and the addition into an fp32 `main_grad` where the stack keeps one."""
+    main_grad = not style.autocast and style.gradient != style.act
+    fused = main_grad and style.stack.gradient_accumulation_fusion
+    kernels = [product(1, features_out, features_in, rows, "nt", gemm, operand,
+                       style.gradient if fused else style.act, accumulate=fused)]
+    if main_grad and not fused:
+        per_element = width(style.act) + 2 * width(style.gradient)
+        kernels.append(elementwise("main_grad_add", features_in * features_out, per_element, style.gradient))
+    return kernels
+
+
+def linear_operator(
+    style: Style, name: str, module: str, features_in: int, features_out: int, *, source: str,
+    saved: Sequence[Tensor] = (), rows: int = 0, bias: bool | None = None,
+) -> tuple[Operator, tuple[Parameter, ...]]:
+    """A linear layer with its input kept for backward.
+
+    Args:
+        module: the module's name inside its layer, e.g. "mlp.c_fc".
+        source: dtype in which the input arrives.
+        saved: tensors it keeps, normally its input.
+        rows: default all tokens.
+        bias: default the style's.
+
+    Returns: the operator, and its parameters in registration order.
+    """
+    has_bias = style.bias if bias is None else bias
+    forward, backward = linear(style, rows or style.tokens, features_in, features_out, source=source, bias=has_bias)
+    parameters = linear_parameters(style, module, features_in, features_out, has_bias)
+    copies = (Tensor(f"{name}_weight_copy", features_in * features_out, style.act),) if style.autocast else ()
+    ready = gradient_ready(style, parameters)
+    return Operator(name, tuple(forward), tuple(backward), ready, tuple(saved), weight_copies=copies), parameters
+
+
+def linear_parameters(
+    style: Style, module: str, features_in: int, features_out: int, bias: bool,
+) -> tuple[Parameter, ...]:
+    """Weight and bias as registered: (out, in), or (in, out) for Hugging Face's Conv1D."""
+    shape = (features_in, features_out) if style.conv1d else (features_out, features_in)
+    weight = Parameter(f"{module}.weight", shape)
+    return (weight, Parameter(f"{module}.bias", (features_out,))) if bias else (weight,)
+
+
+def gradient_ready(style: Style, parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+    """The order in which a linear layer's gradients arrive.
+
+    The bias' AccumulateGrad hangs on addmm's node itself, the weight's behind a transpose: bias first. Under autocast
+    both hang behind a cast, and of two casts the one recorded last in forward runs first; C++ evaluates arguments from
+    the right, so `linear(x, w, b)` records the weight's last, and Conv1D's `addmm(b, x, w)` the bias'.
+    Source: torch/csrc/autograd/engine.cpp (priority by sequence number), aten/src/ATen/autocast_mode.h.
+    """
+    return parameters if style.autocast and not style.conv1d else parameters[::-1]
+
+
+def accumulation_kernels(parameters: int, tensors: int, dtype: str) -> tuple[Kernel, ...]:
+    """AccumulateGrad of a later micro-step: grad += new, one kernel per tensor. The first micro-step only takes over.
+
+    Source: torch/csrc/autograd/functions/accumulate_grad.h.
+    """
+    return (elementwise("accumulate_gradient", parameters, 3 * width(dtype), dtype, tensors),)

@@ -1,0 +1,96 @@
+"""The feed-forward part: up (and gate) projection, activation, down projection."""
+
+from __future__ import annotations
+
+from sim.model.architecture import Operator, Parameter, Tensor
+from sim.model.kernels import chain, elementwise, linear, linear_operator, linear_parameters, width
+from sim.model.style import Style
+from sim.work import Kernel
+
+#: Module names: up, gate, down.
+_NAMES = {
+    "plain": ("up", "gate", "down"),
+    "gpt2": ("mlp.c_fc", "", "mlp.c_proj"),
+    "transformers": ("mlp.up_proj", "mlp.gate_proj", "mlp.down_proj"),
+    "megatron": ("mlp.linear_fc1", "mlp.linear_fc1", "mlp.linear_fc2"),
+}
+
+
+def mlp_operators(style: Style, source: str) -> tuple[list[Operator], list[Parameter]]:
+    """Operators of the feed-forward part and parameters in registration order.
+
+    Args:
+        source: dtype in which the norm's output arrives.
+    """
+    up_name, gate_name, down_name = _NAMES["gpt2" if style.conv1d else style.modules]
+    inputs = Tensor("up_input", style.tokens * style.hidden, style.act)
+    parameters: tuple[Parameter, ...]
+    if style.gated and style.modules != "megatron":
+        up, parameters = _gate_and_up(style, gate_name, up_name, source, inputs)
+    else:
+        outputs = 2 * style.ffn if style.gated else style.ffn
+        up, parameters = linear_operator(style, "up", up_name, style.hidden, outputs, source=source, saved=(inputs,))
+    activation, arrives = _gated_activation(style) if style.gated else _activation(style)
+    product_input = Tensor("down_input", style.tokens * style.ffn, style.act)
+    down, more = linear_operator(style, "down", down_name, style.ffn, style.hidden, source=arrives,
+                                 saved=(product_input,))
+    return [up, activation, down], [*parameters, *more]
+
+
+def _gate_and_up(
+    style: Style, gate_name: str, up_name: str, source: str, inputs: Tensor,
+) -> tuple[Operator, tuple[Parameter, ...]]:
+    """Two projections of the same input; the one that runs last in forward has its gradients first."""
+    forward, backward = linear(style, style.tokens, style.hidden, style.ffn, source=source, bias=style.bias)
+    gate = linear_parameters(style, gate_name, style.hidden, style.ffn, style.bias)
+    up = linear_parameters(style, up_name, style.hidden, style.ffn, style.bias)
+    sums = elementwise("input_gradient_sum", style.tokens * style.hidden, 3 * width(source), source)
+    ready = (*up, *gate) if style.autocast else (*up[::-1], *gate[::-1])
+    saved = (inputs,) * (2 if source != style.act else 1)
+    copies = (Tensor("up_weight_copy", 2 * style.hidden * style.ffn, style.act),) if style.autocast else ()
+    operator = Operator("up", (*forward, *forward), (*backward, *backward, sums), ready, saved, weight_copies=copies)
+    return operator, (*gate, *up)
+
+
+def _gated_activation(style: Style) -> tuple[Operator, str]:
+    """act(gate) * up: two kernels that keep gate, act(gate) and up, or one that keeps gate and up."""
+    elements, e = style.tokens * style.ffn, width(style.act)
+    fused = style.stack.fused_swiglu or style.stack.compile
+    forward = chain("gated_activation", elements, [2 * e, 3 * e], 3 * e, style.act, fused)
+    backward = chain("gated_activation_backward", elements, [3 * e, 3 * e, 3 * e], 5 * e, style.act, fused)
+    kept = ["gate", "up"] if fused else ["gate", "activated_gate", "up"]
+    saved = tuple(Tensor(name, elements, style.act) for name in kept)
+    return Operator("activation", (forward,), (backward,), saved=saved), style.act
+
+
+def _activation(style: Style) -> tuple[Operator, str]:
+    """One kernel that keeps its input; Hugging Face's GPT-2 spells gelu_new out."""
+    elements, e = style.tokens * style.ffn, width(style.act)
+    if style.conv1d and style.activation == "gelu" and not style.stack.fused_bias_gelu:
+        return _gelu_new(style)
+    forward = elementwise("activation", elements, 2 * e, style.act)
+    backward = elementwise("activation_backward", elements, 3 * e, style.act)
+    return Operator("activation", (forward,), (backward,), saved=(Tensor("up_output", elements, style.act),)), style.act
+
+
+def _gelu_new(style: Style) -> tuple[Operator, str]:
+    """0.5 * x * (1 + tanh(sqrt(2/pi) * (x + 0.044715 * pow(x, 3)))) in eight kernels.
+
+    Kept: pow's input, 0.5 * x, tanh's output and 1 + tanh (both factors of the last product). Autocast runs pow in
+    fp32, and everything after it promotes. Source: transformers/activations.py (NewGELUActivation).
+    """
+    elements, e = style.tokens * style.ffn, width(style.act)
+    wide = "fp32" if style.autocast else style.act
+    w = width(wide)
+    compiled = style.stack.compile
+    to = [e + w] if w != e else []
+    steps = [2 * e, *to, 2 * w, 2 * w, e + 2 * w, 2 * w, 2 * w, 2 * w, e + 2 * w]
+    back: list[float] = [2 * w + e, e + 2 * w, 3 * w, 2 * w, 2 * w, 2 * w, 2 * w, 3 * w, 3 * w, *to, 2 * e, 3 * e]
+    forward: Kernel = chain("gelu_new", elements, steps, 2 * e, style.act, compiled)
+    backward: Kernel = chain("gelu_new_backward", elements, back, 3 * e, style.act, compiled)
+    if compiled:
+        saved: tuple[Tensor, ...] = (Tensor("up_output", elements, style.act),)
+        return Operator("activation", (forward,), (backward,), saved=saved), style.act
+    saved = (Tensor("pow_input", elements, wide), Tensor("half_input", elements, style.act),
+             Tensor("tanh", elements, wide), Tensor("one_plus_tanh", elements, wide))
+    return Operator("activation", (forward,), (backward,), saved=saved), wide

@@ -1,0 +1,52 @@
+"""LayerNorm and RMSNorm: kernels, parameters and what they keep."""
+
+from __future__ import annotations
+
+from sim.model.architecture import Operator, Parameter, Tensor
+from sim.model.kernels import chain, width
+from sim.model.style import Style
+from sim.work import Kernel
+
+#: Passes over the activation: forward reads x and writes y; backward reads dy and x and writes dx in one kernel, and
+#: reads dy and x again for the weight gradients in a second. Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu.
+_FORWARD_PASSES, _BACKWARD_PASSES = 2, 5
+
+
+def norm_operator(style: Style, name: str, module: str) -> tuple[Operator, tuple[Parameter, ...]]:
+    """A norm over the residual stream, and its parameters in registration order."""
+    rows, cols = style.tokens, style.hidden
+    layer_norm = style.norm == "layernorm"
+    names = ("weight", "bias") if layer_norm and style.bias else ("weight",)
+    parameters = tuple(Parameter(f"{module}.{n}", (cols,)) for n in names)
+    if not layer_norm and style.modules == "transformers" and not style.stack.fused_rmsnorm:
+        forward, backward, saved = _hugging_face_rmsnorm(style, name)
+    else:
+        per_pass = rows * cols * width(style.residual)
+        forward = Kernel("norm", style.residual, (rows, cols), "forward", 0.0, _FORWARD_PASSES * per_pass,
+                         "memory_bound")
+        backward = Kernel("norm", style.residual, (rows, cols), "backward", 0.0, _BACKWARD_PASSES * per_pass,
+                          "memory_bound", launches=2)
+        statistics = ("mean", "rstd") if layer_norm else ("rstd",)
+        saved = (Tensor(f"{name}_input", rows * cols, style.residual),
+                 *(Tensor(f"{name}_{s}", rows, "fp32") for s in statistics))
+    return Operator(name, (forward,), (backward,), parameters, saved), parameters
+
+
+def _hugging_face_rmsnorm(style: Style, name: str) -> tuple[Kernel, Kernel, tuple[Tensor, ...]]:
+    """LlamaRMSNorm in operators: to fp32, pow, mean, rsqrt, mul, to the input's dtype, mul with the weight.
+
+    What it keeps: the fp32 input (pow and mul), rsqrt's output, and the normalised tensor (mul with the weight). The
+    steps count bytes per element; rows of one element per token (mean's output, rsqrt) are not counted.
+    Source: transformers/models/llama/modeling_llama.py.
+    """
+    elements = style.tokens * style.hidden
+    e = width(style.residual)
+    to = [] if e == 4 else [e + 4.0]
+    forward = chain(name, elements, [*to, 8, 4, 8, *to, 2 * e], 2 * e, style.residual, style.stack.compile)
+    # d weight: mul, sum; d normalised: mul; cast; mul rule: two products and a sum; mean, pow: expand, copy, two
+    # products; accumulation; cast
+    steps = [3 * e, e, 2 * e, *to, 8, 12, 4, 8, 8, 12, 12, *to]
+    backward = chain(name, elements, steps, _BACKWARD_PASSES * e, style.residual, style.stack.compile)
+    saved = (Tensor(f"{name}_input_fp32", elements, "fp32"), Tensor(f"{name}_rsqrt", style.tokens, "fp32"),
+             Tensor(f"{name}_normalised", elements, style.residual))
+    return forward, backward, saved

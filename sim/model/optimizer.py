@@ -1,0 +1,116 @@
+"""The optimizer step and gradient clipping as kernels: bytes per parameter and launches of each implementation."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from sim.model.kernels import width
+from sim.work import Kernel
+
+#: Tensors one multi-tensor launch takes, by number of tensor lists (1 to 5), elements per chunk and chunks per launch.
+#: Source: aten/src/ATen/native/cuda/MultiTensorApply.cuh (depth_to_max_tensors, kChunkSize, depth_to_max_blocks).
+_TENSORS_PER_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
+_CHUNK, _CHUNKS_PER_LAUNCH = 65536, 320
+
+#: Accesses per parameter of each kernel of the unfused implementations, as counts of (parameter, gradient, state)
+#: accesses; temporaries count as parameters. torch/optim/adamw.py `_single_tensor_adamw`, with moments updated by
+#: mul and add as in composer's decoupled_adamw (loop): decay p; m mul; m add g; v mul; v addcmul g; sqrt; divide by the
+#: bias correction; add eps; addcdiv. `_multi_tensor_adamw` (foreach) updates m with one lerp.
+_P, _G, _S = 0, 1, 2
+_STEPS: dict[str, tuple[tuple[int, int, int], ...]] = {
+    "adamw": ((2, 0, 0), (0, 0, 2), (0, 1, 2), (0, 0, 2), (0, 1, 2), (1, 0, 1), (2, 0, 0), (2, 0, 0), (3, 0, 1)),
+    "adamw-foreach": ((2, 0, 0), (0, 1, 2), (0, 0, 2), (0, 1, 2), (1, 0, 1), (2, 0, 0), (2, 0, 0), (3, 0, 1)),
+    "sgd": ((2, 1, 0),),
+    "sgd-momentum": ((0, 0, 2), (0, 1, 2), (2, 0, 1)),
+    # torch/optim/_adafactor.py: decay; g*g row mean and column mean; outer product of the factors; rsqrt; times g;
+    # root mean square; update
+    "adafactor": ((2, 0, 0), (0, 1, 0), (0, 1, 0), (1, 0, 0), (2, 0, 0), (2, 1, 0), (1, 0, 0), (3, 0, 0)),
+    # adamw's update written out, its norm and the parameter's, then the scaled step (You et al. 2020, algorithm 2)
+    "lamb": ((0, 0, 2), (0, 1, 2), (0, 0, 2), (0, 1, 2), (1, 0, 1), (2, 0, 0), (2, 0, 0), (2, 0, 1), (3, 0, 0),
+             (1, 0, 0), (1, 0, 0), (3, 0, 0)),
+}
+#: Accesses of one fused kernel: apex and torch FusedAdam read p, g, m, v and write p, m, v; FusedLAMB writes the update
+#: in a first kernel, takes two norms, and applies it in a third (apex/csrc/multi_tensor_lamb.cu).
+_FUSED: dict[str, tuple[tuple[int, int, int], ...]] = {
+    "adamw": ((2, 1, 4),),
+    "sgd": ((2, 1, 0),),
+    "sgd-momentum": ((2, 1, 2),),
+    "adafactor": _STEPS["adafactor"],
+    "lamb": ((2, 1, 4), (1, 0, 0), (1, 0, 0), (3, 0, 0)),
+}
+
+
+def optimizer_kernels(
+    parameters_local: int, tensors: int, precision: Any, optimizer: str, kernel: str, clip: bool,
+) -> tuple[Kernel, ...]:
+    """The optimizer step of one rank.
+
+    Args:
+        parameters_local: elements this rank updates.
+        tensors: parameters (or shards) it holds.
+        precision: the scenario's precision (`.parameters`, `.master`, `.gradients`, `.optimizer`).
+        optimizer: adamw, adam, adamw-8bit, sgd, sgd-momentum, adafactor, lamb or none.
+        kernel: loop, foreach or fused.
+        clip: whether the gradient norm is computed and applied first.
+
+    Returns: kernels in order. fp32 AdamW moves 88 (loop), 80 (foreach) or 28 (fused) bytes per parameter; a master copy
+        adds the write of the half parameter (fused) or a copy kernel.
+    """
+    if optimizer == "none" or parameters_local == 0:
+        return ()
+    clipping = clip_kernels(parameters_local, tensors, precision.gradients, kernel) if clip else ()
+    name = "adamw" if optimizer in ("adam", "adamw-8bit") else optimizer
+    master = precision.master if precision.master != "none" else precision.parameters
+    # bitsandbytes: one kernel, moments of one byte and a scale per 256 elements (Dettmers et al. 2022)
+    state = 1.0 if optimizer == "adamw-8bit" else width(precision.optimizer)
+    if optimizer == "adamw-8bit":
+        kernel = "fused"
+    steps = _FUSED[name] if kernel == "fused" else _STEPS.get(f"{name}-{kernel}", _STEPS[name])
+    per_parameter = sum(p * width(master) + g * width(precision.gradients) + s * state for p, g, s in steps)
+    launches = sum(_launches(parameters_local, tensors, kernel, _lists(step)) for step in steps)
+    step = _kernel(parameters_local, per_parameter, kernel, master, launches)
+    return (*clipping, step, *_master_copy(parameters_local, tensors, precision, kernel))
+
+
+def clip_kernels(parameters_local: int, tensors: int, gradients: str, kernel: str) -> tuple[Kernel, ...]:
+    """Gradient norm (reads every gradient) and the scaling by the clip coefficient (reads and writes it), which torch
+    applies without looking at it. The scalar reduction across ranks is the caller's.
+
+    Source: torch/nn/utils/clip_grad.py.
+    """
+    foreach = "loop" if kernel == "loop" else "foreach"
+    e = width(gradients)
+    norm = _kernel(parameters_local, e, kernel, gradients, _launches(parameters_local, tensors, foreach, 1) + 4)
+    scale = _kernel(parameters_local, 2 * e, kernel, gradients, _launches(parameters_local, tensors, foreach, 1))
+    return norm, scale
+
+
+def _master_copy(parameters_local: int, tensors: int, precision: Any, kernel: str) -> tuple[Kernel, ...]:
+    """Half parameters written from the fp32 master: inside the fused kernel, else a copy per tensor."""
+    if precision.master == "none" or width(precision.master) == width(precision.parameters):
+        return ()
+    half = width(precision.parameters)
+    per_parameter = half if kernel == "fused" else half + width(precision.master)
+    launches = 0 if kernel == "fused" else _launches(parameters_local, tensors, kernel, 2)
+    return (_kernel(parameters_local, per_parameter, kernel, precision.parameters, launches),)
+
+
+def _lists(step: tuple[int, int, int]) -> int:
+    """Tensor lists one kernel walks: parameters, gradients and one or (fused Adam) two kinds of state."""
+    parameters, gradients, states = step
+    return (parameters > 0) + (gradients > 0) + (2 if states > 2 else states > 0)
+
+
+def _launches(parameters: int, tensors: int, kernel: str, lists: int) -> int:
+    """CUDA launches of one pass over all tensors."""
+    if kernel == "loop":
+        return tensors
+    by_tensors = math.ceil(tensors / _TENSORS_PER_LAUNCH[lists])
+    by_chunks = math.ceil(parameters / (_CHUNK * _CHUNKS_PER_LAUNCH))
+    return max(1, by_tensors, by_chunks)
+
+
+def _kernel(parameters: int, per_parameter: float, variant: str, dtype: str, launches: int) -> Kernel:
+    return Kernel("optimizer", dtype, (parameters,), variant, 0.0, parameters * per_parameter, "optimizer",
+                  launches=launches)

@@ -1,0 +1,114 @@
+"""The network of a machine: coflows of collectives and capacities of links, the room's front door."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sim.errors import Fault, UserError
+from sim.network.collectives import Candidate, Coflow, Site, build, candidates
+from sim.network.fair_share import LinkId, fair_share
+from sim.network.routes import Placement, place
+from sim.network.topology import Topology, speeds
+
+__all__ = ["Coflow", "LinkId", "Network", "fair_share"]
+
+
+class Network:
+    """Links of `nodes` x `gpus_per_node` GPUs and what collectives cost on them.
+
+    Args:
+        topology: the template; `nodes` and `gpus_per_node` override its counts (the first GPUs of each node are used).
+        intra_gbps_per_gpu, inter_gbps_per_node: nominal Gb/s, one direction, in the place of the topology's.
+        nccl: forced choices: `algorithm` (Ring, Tree, NVLS ...), `protocol` (LL, LL128, Simple), `channels`; `version`.
+
+    Raises:
+        UserError: several nodes but no link between them.
+    """
+
+    def __init__(self, topology: Topology, nodes: int, gpus_per_node: int, intra_gbps_per_gpu: float | None = None,
+                 inter_gbps_per_node: float | None = None, nccl: Mapping[str, Any] | None = None) -> None:
+        self.topology = topology
+        self.nodes = nodes
+        self.gpus_per_node = gpus_per_node
+        self.speeds = speeds(topology, intra_gbps_per_gpu, inter_gbps_per_node)
+        self.nccl = {k: v for k, v in (nccl or {}).items() if v is not None}
+        if nodes > 1 and self.speeds.nic <= 0:
+            raise UserError(Fault(
+                f"topology '{topology.name}' has no link between nodes, but {nodes} nodes are asked for",
+                field="cluster.topology.inter", hint="give inter.nics_per_node and inter.gbps_per_nic"))
+        s = self.speeds
+        self._capacity = {"gpu": s.gpu, "pcie": s.pcie, "nic": s.nic, "leaf": s.leaf}
+        self._placements: dict[tuple[tuple[int, ...], bytes], Placement] = {}
+        self._seen: dict[int, tuple[npt.NDArray[np.int64], Placement]] = {}
+        self._candidates: dict[tuple[str, int], list[tuple[Candidate, float]]] = {}
+        self._coflows: dict[tuple[str, int, int], Coflow] = {}
+
+    def capacity(self, link: LinkId) -> float:
+        """Bytes/s of a link, one direction."""
+        return self._capacity[link[0].partition("_")[0]]
+
+    def coflow(self, kind: str, size_bytes: int, ranks: npt.NDArray[np.int64], dtype: str = "bf16") -> Coflow:
+        """Cost of one operation of one instance while all given instances run it in lockstep.
+
+        Args:
+            kind: a name of `sim.work.COLLECTIVES` (or `send_recv`, every rank to the next).
+            size_bytes: the full buffer (see `sim.work`).
+            ranks: global ranks, shape (instances, size). For send and recv of two ranks the first sends.
+            dtype: element type; NCCL's choice does not depend on it.
+        """
+        del dtype
+        where = self.placement(ranks)
+        key = (kind, size_bytes, id(where))
+        if key not in self._coflows:
+            self._coflows[key] = self._choose(kind, size_bytes, where)
+        return self._coflows[key]
+
+    def placement(self, ranks: npt.NDArray[np.int64]) -> Placement:
+        """Where the communicator lies (memoised; `ranks` must not be changed afterwards)."""
+        seen = self._seen.get(id(ranks))
+        if seen is not None:
+            return seen[1]
+        key = (ranks.shape, ranks.tobytes())
+        if key not in self._placements:
+            node = ranks // self.gpus_per_node
+            physical = ranks + node * (self.topology.gpus_per_node - self.gpus_per_node)
+            self._placements[key] = place(physical, self.topology, self.speeds)
+        self._seen[id(ranks)] = (ranks, self._placements[key])  # holding the array keeps its id from being reused
+        return self._placements[key]
+
+    def _choose(self, kind: str, size_bytes: int, where: Placement) -> Coflow:
+        if where.size < 2:
+            return Coflow(0.0, float(size_bytes), (), (), float("inf"), 0, 0.0, 1.0, "none", "none")
+        key = (kind, id(where))
+        if key not in self._candidates:
+            self._candidates[key] = self._options(kind, where)
+        best, rate = min(self._candidates[key], key=lambda c: c[0].latency_at(size_bytes, c[1]) + size_bytes / c[1])
+        return build(best, size_bytes, rate)
+
+    def _options(self, kind: str, where: Placement) -> list[tuple[Candidate, float]]:
+        """Candidates with the rate at which NCCL would judge them: that of one instance, blind to the others."""
+        found = self._allowed(kind, where)
+        if where.instances == 1:
+            return [(c, c.rate(self.capacity)) for c in found]
+        one = where.ranks[where.widest * where.size:(where.widest + 1) * where.size].reshape(1, -1)
+        lone = place(one, self.topology, self.speeds)
+        rates = {(c.algorithm, c.protocol): c.rate(self.capacity) for c in self._allowed(kind, lone)}
+        return [(c, rates.get((c.algorithm, c.protocol), c.cap_bps)) for c in found]
+
+    def _allowed(self, kind: str, where: Placement) -> list[Candidate]:
+        channels = self.nccl.get("channels")
+        site = Site(self.topology, self.speeds, where, int(channels) if channels else None, self._version())
+        found = list(candidates(kind, site))
+        for field in ("algorithm", "protocol"):
+            wanted = str(self.nccl.get(field) or "").lower()
+            found = [c for c in found if getattr(c, field).lower() == wanted] or found
+        return found
+
+    def _version(self) -> tuple[int, ...]:
+        parts = str(self.nccl.get("version", "")).split("+")[0].split(".")
+        numbers = tuple(int(part) for part in parts[:2] if part.isdigit())
+        return numbers or (2, 30)

@@ -1,0 +1,235 @@
+"""Where a communicator lies on the machine, and what one byte of an operation puts on each link.
+
+Everything is numpy over *all* instances' ranks; no loop over ranks. A rank is global: node = rank // gpus_per_node.
+Link kinds: `gpu_out`, `gpu_in` (index = rank), `nic_out`, `nic_in` (index = node * NIC groups + group), `leaf_out`,
+`leaf_in` (index = leaf * rails + rail), `pcie_out`, `pcie_in` (uplink of a PCIe switch shared by its GPUs), one-way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from sim.network.fair_share import LinkId
+from sim.network.rings import ring_count
+from sim.network.topology import Speeds, Topology
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+#: Links and the bytes each carries per byte of the operation.
+Loads = tuple[tuple[LinkId, float], ...]
+
+#: A single instance keeps every link it uses up to this many; above (and for many instances in lockstep) each kind of
+#: link is represented, for each distinct load, by its lowest-numbered one. Job layouts repeat from node to node, so
+#: operations that meet on one node meet on the lowest they share.
+EXACT_LINKS = 160
+#: Digits to which two loads count as equal, relative to the largest.
+_DIGITS = 9
+
+
+@dataclass(slots=True)
+class Placement:
+    """How `instances` groups of `size` ranks lie on the nodes. Arrays have one entry per rank, flattened.
+
+    Attributes:
+        nodes: nodes spanned by the most spread instance; widest: that instance's row.
+        per_node: most ranks any instance has on one node.
+        leaves: leaf switches spanned by the most spread instance.
+        local: ranks of the same instance on the rank's node; sharing: ranks of the same instance on its NIC group;
+            groups: NIC groups the instance uses on the node; on_leaf, on_switch: ranks of the instance under the
+            rank's leaf and PCIe switch.
+        switches: whether some instance spans PCIe switches of one node.
+        rings: NVLink rings through the instance's GPUs in a node (least over distinct sets; 0 = must take PCIe);
+            -1 when a switch makes the question moot.
+        loads: memoised loads by pattern.
+    """
+
+    ranks: Ints
+    instances: int
+    size: int
+    nodes: int
+    widest: int
+    per_node: int
+    leaves: int
+    node: Ints
+    nic: Ints
+    leaf: Ints
+    local: Ints
+    sharing: Ints
+    groups: Ints
+    on_leaf: Ints
+    switch: Ints
+    on_switch: Ints
+    switches: bool
+    rings: int
+    loads: dict[str, Loads] = field(default_factory=dict)
+
+
+def place(ranks: Ints, topology: Topology, speeds: Speeds) -> Placement:
+    """Placement of a communicator; `ranks` has shape (instances, size)."""
+    instances, size = ranks.shape
+    flat = np.ascontiguousarray(ranks, dtype=np.int64).ravel()
+    per_node, groups = topology.gpus_per_node, speeds.nic_groups
+    node = flat // per_node
+    slot = flat - node * per_node
+    nic = node * groups + slot * groups // per_node
+    inter = topology.inter
+    rails = groups if inter.rail_optimized else 1
+    leaf = node // inter.nodes_per_leaf * rails + (nic % groups if inter.rail_optimized else 0)
+    row = np.repeat(np.arange(instances, dtype=np.int64), size)
+    wide = int(flat.max()) + 1 if flat.size else 1
+    local, nodes_of, _ = _together(row, node, wide, instances)
+    sharing, _, nic_first = _together(row, nic, wide * max(groups, 1), instances)
+    on_leaf, leaves_of, _ = _together(row, node // inter.nodes_per_leaf, wide, instances)
+    switch = flat // topology.intra.gpus_per_switch if topology.intra.kind == "pcie" else node
+    on_switch, _, _ = _together(row, switch, wide, instances)
+    groups_used = _sum_by(row * wide + node, nic_first)
+    return Placement(
+        ranks=flat, instances=instances, size=size, nodes=int(nodes_of.max()), widest=int(nodes_of.argmax()),
+        per_node=int(local.max()), leaves=int(leaves_of.max()), node=node, nic=nic, leaf=leaf, local=local,
+        sharing=sharing, groups=groups_used, on_leaf=on_leaf, switch=switch, on_switch=on_switch,
+        switches=bool(np.any(on_switch < local)), rings=_rings(topology, row, node, slot, local))
+
+
+def _runs(key: Ints) -> tuple[Ints, Ints]:
+    """Number of the group (equal keys) each entry belongs to, and the first entry of each group."""
+    ordered = bool(np.all(key[1:] >= key[:-1]))
+    order = None if ordered else np.argsort(key, kind="stable")
+    sorted_key = key if order is None else key[order]
+    edge = np.empty(key.size, dtype=bool)
+    edge[0] = True
+    np.not_equal(sorted_key[1:], sorted_key[:-1], out=edge[1:])
+    group = np.cumsum(edge) - 1
+    first = np.flatnonzero(edge)
+    if order is None:
+        return group, first
+    inverse = np.empty(key.size, dtype=np.int64)
+    inverse[order] = group
+    return inverse, order[first]
+
+
+def _together(row: Ints, where: Ints, wide: int, instances: int) -> tuple[Ints, Ints, Ints]:
+    """For each rank: ranks of its instance at the same place; places of each instance; 1 at each place's first rank."""
+    group, first = _runs(row * wide + where)
+    mark = np.zeros(row.size, dtype=np.int64)
+    mark[first] = 1
+    return np.bincount(group)[group], np.bincount(row[first], minlength=instances), mark
+
+
+def _sum_by(key: Ints, values: Ints) -> Ints:
+    group, _ = _runs(key)
+    return np.bincount(group, weights=values)[group].astype(np.int64)
+
+
+def _rings(topology: Topology, row: Ints, node: Ints, slot: Ints, local: Ints) -> int:
+    """Least number of NVLink rings over the distinct sets of GPUs that instances occupy in a node."""
+    if topology.intra.kind != "nvlink-mesh" or topology.gpus_per_node > 62 or int(local.max()) < 2:
+        return -1
+    inverse, _ = _runs(row * (int(node.max()) + 1) + node)
+    masks = np.zeros(int(inverse.max()) + 1, dtype=np.int64)
+    np.bitwise_or.at(masks, inverse, np.int64(1) << slot)
+    least = []
+    for mask in np.unique(masks):
+        gpus = tuple(i for i in range(topology.gpus_per_node) if int(mask) >> i & 1)
+        if len(gpus) > 1:
+            least.append(ring_count(topology.intra.matrix, gpus))
+    return min(least, default=-1)
+
+
+def compress(kind: str, index: Ints, load: Floats, exact: bool) -> list[tuple[LinkId, float]]:
+    """Sum `load` per link, keep all loaded links (`exact`) or the lowest-numbered of each distinct load."""
+    low = int(index.min()) if index.size else 0
+    total = np.bincount(index - low, weights=load)
+    if exact:
+        used = np.flatnonzero(total)
+    else:
+        values, used = np.unique(np.round(total / max(float(total.max()), 1e-300), _DIGITS), return_index=True)
+        used = used[values > 0]
+    return [((kind, int(i) + low), float(total[i])) for i in used]
+
+
+def _assemble(p: Placement, parts: list[tuple[str, Ints, Floats]]) -> Loads:
+    """Links and loads of a pattern; see `EXACT_LINKS`."""
+    if p.instances == 1 and p.size <= EXACT_LINKS:
+        found = [link for kind, index, load in parts for link in compress(kind, index, load, True)]
+        if len(found) <= EXACT_LINKS:
+            return tuple(found)
+    return tuple(link for kind, index, load in parts for link in compress(kind, index, load, False))
+
+
+def ring_loads(p: Placement) -> Loads:
+    """One unit of data passed along every edge of the rings of all instances.
+
+    On several nodes each ring leaves a node once, at a different GPU for each ring, so of a node's g GPUs each sends
+    (g-1)/g inside and the node's NICs share one unit.
+    """
+    inside = np.where(p.nodes == 1, np.where(p.local > 1, 1.0, 0.0), (p.local - 1) / p.local)
+    return _symmetric(p, "ring", inside, 1.0)
+
+
+def tree_loads(p: Placement, inside: float, outside: float) -> Loads:
+    """Per GPU `inside` x (g-1)/g units to its node's peers and `outside` units out of and into every node."""
+    return _symmetric(p, f"tree {inside} {outside}", inside * (p.local - 1) / p.local, outside)
+
+
+def multicast_loads(p: Placement, outside: float) -> Loads:
+    """NVLink SHARP: each GPU sends its data once to be summed by the switch and its share of the result: 1 + 1/g."""
+    return _symmetric(p, f"nvls {outside}", 1.0 + 1.0 / p.local, outside)
+
+
+def _symmetric(p: Placement, key: str, inside: Floats, outside: float) -> Loads:
+    """A pattern in which every link carries as much in as out."""
+    if key not in p.loads:
+        parts = []
+        for way in ("out", "in"):
+            parts.append((f"gpu_{way}", p.ranks, inside))
+            if p.switches:
+                parts.append((f"pcie_{way}", p.switch, inside / p.on_switch))
+            if p.nodes > 1:
+                parts.append((f"nic_{way}", p.nic, outside / (p.groups * p.sharing)))
+            if p.leaves > 1:
+                parts.append((f"leaf_{way}", p.leaf, outside / p.on_leaf))
+        p.loads[key] = _assemble(p, parts)
+    return p.loads[key]
+
+
+def exchange_loads(p: Placement, nic_share: float) -> Loads:
+    """All-to-all: one unit per rank spread evenly over all ranks; `nic_share` inflates NICs that p2p uses less well."""
+    if "exchange" not in p.loads:
+        inside = (p.local - 1) / p.size
+        outside = (p.size - p.local) / p.size / nic_share
+        far = (p.size - p.on_leaf) / p.size
+        parts = []
+        for way in ("out", "in"):
+            parts.append((f"gpu_{way}", p.ranks, inside))
+            if p.switches:
+                parts.append((f"pcie_{way}", p.switch, (p.local - p.on_switch) / p.size))
+            if p.nodes > 1:
+                parts.append((f"nic_{way}", p.nic, outside))
+            if p.leaves > 1:
+                parts.append((f"leaf_{way}", p.leaf, far))
+        p.loads["exchange"] = _assemble(p, parts)
+    return p.loads["exchange"]
+
+
+def shift_loads(p: Placement, nic_share: float) -> Loads:
+    """Send/recv: of two ranks the first sends one unit to the second; of more, each to the next (as nccl-tests)."""
+    if "shift" not in p.loads:
+        grid = np.arange(p.ranks.size).reshape(p.instances, p.size)
+        source = grid[:, 0] if p.size == 2 else grid.ravel()
+        target = grid[:, 1] if p.size == 2 else np.roll(grid, -1, axis=1).ravel()
+        near = p.node[source] == p.node[target]
+        inside, outside = near.astype(np.float64), (~near).astype(np.float64)
+        far = outside * (p.leaf[source] != p.leaf[target])
+        parts = []
+        for way, end in (("out", source), ("in", target)):
+            parts.append((f"gpu_{way}", p.ranks[end], inside))
+            if p.switches:
+                parts.append((f"pcie_{way}", p.switch[end], inside * (p.switch[source] != p.switch[target])))
+            if p.nodes > 1:
+                parts.append((f"nic_{way}", p.nic[end], outside / nic_share))
+                parts.append((f"leaf_{way}", p.leaf[end], far))
+        p.loads["shift"] = _assemble(p, parts)
+    return p.loads["shift"]

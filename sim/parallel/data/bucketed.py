@@ -1,0 +1,201 @@
+"""Data parallelism with whole parameters on every rank: bucketed gradient reduction, then the optimizer.
+
+One lowering for DDP (PyTorch), ZeRO-1 and 2 (DeepSpeed) and Megatron's DDP and distributed optimizer: they differ in
+the facts of a `Reduction`, not in code. Sources: PyTorch `distributed.py`, `reducer.cpp`; DeepSpeed `stage_1_and_2.py`;
+Megatron-LM `param_and_grad_buffer.py`, `distributed_data_parallel.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sim.model.architecture import Layer
+from sim.parallel.compute import traffic_kernel
+from sim.parallel.data.buckets import Bucket
+from sim.parallel.step import (
+    COMPUTE,
+    Activations,
+    MicroStep,
+    Plan,
+    collective,
+    layer_name,
+    state_bytes,
+    update,
+)
+from sim.program import Label, SectionBuilder
+from sim.work import DTYPE_BYTES, Kernel
+
+NCCL = 1
+STREAMS = ("compute", "nccl")
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How a stack reduces gradients.
+
+    Attributes:
+        buckets: in launch order.
+        kind: all_reduce (every rank keeps all gradients) or reduce_scatter (every rank keeps its shard).
+        shards: ranks over which optimizer states are split (1 = none).
+        gradient_shards: ranks over which kept gradients are split.
+        copy_in, copy_out: bytes moved per gradient element to fill a bucket, and to empty it after backward.
+        buffer_bytes: bucket buffers beside the gradients themselves.
+        transient: whether the buffers exist only during backward.
+        gather_elements: elements per all-gather of updated parameters after the optimizer (0 = none).
+        resident_gradients: gradients live in a buffer that is never freed (Megatron).
+    """
+
+    buckets: list[Bucket]
+    kind: str
+    shards: int
+    gradient_shards: int
+    copy_in: float
+    copy_out: float
+    buffer_bytes: float
+    transient: bool
+    gather_elements: int
+    resident_gradients: bool
+
+
+class Bucketed:
+    """Lowering of one job; see the module."""
+
+    def __init__(self, plan: Plan, reduction: Reduction) -> None:
+        self.plan, self.reduction = plan, reduction
+        self.precision = plan.scenario.training.precision
+        self.ranks = plan.scenario.data_parallel
+        self.wire = self.precision.reduce
+        self.width = DTYPE_BYTES[self.precision.gradients]
+        self.cuts: dict[int, list[tuple[int, list[Bucket]]]] = {}
+        for bucket in reduction.buckets:
+            at = self.cuts.setdefault(bucket.position, [])
+            if at and at[-1][0] == bucket.operator:
+                at[-1][1].append(bucket)
+            else:
+                at.append((bucket.operator, [bucket]))
+
+    def states(self) -> None:
+        """Parameters whole; master copy and optimizer states split over `shards`."""
+        numel = self.plan.architecture.parameters
+        for category, width in state_bytes(self.plan).items():
+            if category == "parameters":
+                self.plan.resident(category, numel * width, category)
+            elif category == "gradients":
+                if self.reduction.resident_gradients:
+                    self.plan.resident(category, numel * width, category)
+            else:
+                self.plan.resident(category, numel * width / self.reduction.shards, category)
+        if not self.reduction.transient:
+            self.plan.resident("gradient buckets", self.reduction.buffer_bytes, "buffers")
+
+    # ------------------------------------------------------------------------------------------- micro-step
+    def micro_step(self, section: SectionBuilder, micro: MicroStep) -> None:
+        """Forward, then backward with every complete bucket on its way."""
+        stack = self.plan.model(micro.batch).stack
+        self.memory = Activations(self.plan, section)
+        for position, layer in enumerate(stack):
+            label = Label(layer_name(position, len(stack)), "forward", layer.kind)
+            section.kernels(COMPUTE, self.plan.compute.forward(layer), label)
+            self.memory.keep(position, layer)
+        if micro.reduce and self.reduction.transient and self.reduction.buffer_bytes:
+            section.allocate("gradient buckets", round(self.reduction.buffer_bytes), "buffers")
+        late: list[Bucket] = []
+        for position in range(len(stack) - 1, -1, -1):
+            self.memory.restore(position, stack[position])
+            if micro.first:
+                self.gradients(section, position, stack[position], allocate=True)
+            late += self.layer_backward(section, position, stack[position], len(stack), micro)
+            self.memory.drop(position, stack[position])
+        for bucket in late:
+            self.reduce(section, bucket, ())
+        if micro.reduce:
+            self.finish(section)
+
+    def layer_backward(self, section: SectionBuilder, position: int, layer: Layer, layers: int,
+                       micro: MicroStep) -> list[Bucket]:
+        """Backward of one layer, cut where buckets complete; returns buckets that wait for the end of backward."""
+        overlap = self.plan.scenario.parallel.overlap
+        complete = self.cuts.get(position, []) if micro.reduce and self.ranks > 1 else []
+        cuts = tuple(operator for operator, _ in complete) if overlap else ()
+        own = self.first_copies if micro.first else self.later_copies
+        parts = self.plan.compute.backward_parts(layer, self.plan.policy(position), cuts, own)
+        name = layer_name(position, layers)
+        label = Label(name, "backward", layer.kind)
+        late: list[Bucket] = []
+        for number, part in enumerate(parts):
+            task = section.kernels(COMPUTE, part, label) if part >= 0 else None
+            if number < len(cuts):
+                for bucket in complete[number][1]:
+                    self.reduce(section, bucket, () if task is None else (task,))
+        if not overlap:
+            late = [bucket for _, buckets in complete for bucket in buckets]
+        return late
+
+    def reduce(self, section: SectionBuilder, bucket: Bucket, waits: Sequence[int]) -> None:
+        """Launch one bucket."""
+        size = bucket.numel * DTYPE_BYTES[self.wire]
+        call = collective(self.plan, self.reduction.kind, size, self.wire, "data")
+        label = Label(f"bucket{self.reduction.buckets.index(bucket)}", "backward", self.reduction.kind)
+        joins = () if waits else (COMPUTE,)
+        section.collective(NCCL, call, self.plan.stack.host_collective_s, label, waits, joins)
+
+    def finish(self, section: SectionBuilder) -> None:
+        """Compute waits for all buckets; gradients are copied back where they are not views."""
+        if self.ranks > 1:
+            numel = self.plan.architecture.parameters
+            kernel = traffic_kernel("bucket copy-out", self.precision.gradients, numel,
+                                    max(1.0, numel * self.reduction.copy_out))
+            section.kernels(COMPUTE, self.plan.compute.segment((), (kernel,)), Label("buckets", "backward", "copy-out"),
+                            joins=(NCCL,))
+        if self.reduction.transient and self.reduction.buffer_bytes:
+            section.free("gradient buckets", round(self.reduction.buffer_bytes), "buffers")
+
+    def first_copies(self, numel: int) -> tuple[Kernel, ...]:
+        """The first micro-step's gradients are stolen, not added; only the bucket is filled."""
+        return self.copies(numel, 0.0)
+
+    def later_copies(self, numel: int) -> tuple[Kernel, ...]:
+        """Later ones are added to what is there: read both, write one."""
+        return self.copies(numel, 3 * self.width)
+
+    def copies(self, numel: int, accumulate: float) -> tuple[Kernel, ...]:
+        """Own traffic behind `numel` fresh gradients."""
+        width = accumulate + (self.reduction.copy_in if self.ranks > 1 else 0.0)
+        return (traffic_kernel("gradient", self.precision.gradients, numel, numel * width),) if width else ()
+
+    # ------------------------------------------------------------------------------------------- optimizer
+    def optimizer_step(self, section: SectionBuilder) -> None:
+        """Optimizer on this rank's share, then the gather of updated parameters."""
+        architecture = self.plan.architecture
+        tensors = sum(len(layer.parameters) for layer in architecture.stack)
+        numel = -(-architecture.parameters // self.reduction.shards)
+        split = self.reduction.gradient_shards > 1
+        task = update(self.plan, section, numel, 1 if split else tensors, (NCCL,) if self.ranks > 1 else (),
+                      "data" if split else None)
+        for position in range(len(architecture.stack) - 1, -1, -1):
+            self.gradients(section, position, architecture.stack[position], allocate=False)
+        if self.reduction.gather_elements and self.ranks > 1:
+            self.gather_parameters(section, task)
+
+    def gather_parameters(self, section: SectionBuilder, updated: int) -> None:
+        """All-gather of parameters in chunks, after the optimizer and exposed (DeepSpeed `all_gather_dp_groups`)."""
+        left, number = self.plan.architecture.parameters, 0
+        while left > 0:
+            numel = min(left, self.reduction.gather_elements)
+            size = numel * DTYPE_BYTES[self.precision.gather]
+            call = collective(self.plan, "all_gather", size, self.precision.gather, "data")
+            section.collective(NCCL, call, self.plan.stack.host_collective_s,
+                               Label(f"parameters{number}", "optimizer", "all_gather"), (updated,))
+            left, number = left - numel, number + 1
+        touch = traffic_kernel("parameters ready", self.precision.gather, 1, 1.0)
+        section.kernels(COMPUTE, self.plan.compute.segment((touch,)), Label("parameters", "optimizer", "wait"),
+                        joins=(NCCL,))
+
+    def gradients(self, section: SectionBuilder, position: int, layer: Layer, *, allocate: bool) -> None:
+        """A layer's gradients come with its first backward and go when the optimizer has used them."""
+        if self.reduction.resident_gradients:
+            return
+        size = round(layer.numel * self.width / self.reduction.gradient_shards)
+        if size:
+            (section.allocate if allocate else section.free)(f"gradient:{position}", size, "gradients")

@@ -1,0 +1,73 @@
+"""Gradient buckets: which gradients travel together and after which operator of backward a bucket is complete."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sim.model.architecture import Architecture
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Gradients that are reduced by one call.
+
+    Attributes:
+        numel: elements.
+        position: layer of the stack whose backward completes it.
+        operator: index of the completing operator, counted in backward order (0 = the layer's last operator).
+    """
+
+    numel: int
+    position: int
+    operator: int
+
+
+def ready_order(architecture: Architecture) -> list[tuple[int, int, int]]:
+    """(position, operator in backward order, elements) of every gradient, in the order in which they become ready."""
+    order: list[tuple[int, int, int]] = []
+    of_layer: dict[int, list[tuple[int, int]]] = {}
+    for position in range(len(architecture.stack) - 1, -1, -1):
+        layer = architecture.stack[position]
+        if id(layer) not in of_layer:
+            of_layer[id(layer)] = [(i, p.numel) for i, op in enumerate(reversed(layer.operators))
+                                   for p in op.parameters]
+        order.extend((position, i, numel) for i, numel in of_layer[id(layer)])
+    return order
+
+
+def fill(architecture: Architecture, first_limit: float, limit: float) -> list[Bucket]:
+    """Buckets by PyTorch's rule: add the gradient, *then* close when the bucket has reached its limit.
+
+    Args:
+        first_limit, limit: elements; the first bucket closes earlier (1 MiB), so that communication starts early.
+
+    Source: PyTorch `reducer.cpp`, `compute_bucket_assignment_by_size`.
+    """
+    buckets: list[Bucket] = []
+    filled, place = 0, (0, 0)
+    for position, operator, numel in ready_order(architecture):
+        filled, place = filled + numel, (position, operator)
+        if filled >= (limit if buckets else first_limit):
+            buckets.append(Bucket(filled, *place))
+            filled = 0
+    if filled:
+        buckets.append(Bucket(filled, *place))
+    return buckets
+
+
+def fill_before(architecture: Architecture, limit: int) -> list[Bucket]:
+    """Buckets by DeepSpeed's rule: flush *before* the gradient that does not fit; a larger one travels alone.
+
+    Source: DeepSpeed `stage_1_and_2.py`, `reduce_independent_p_g_buckets_and_remove_grads`.
+    """
+    buckets: list[Bucket] = []
+    filled, place = 0, (0, 0)
+    for position, operator, numel in ready_order(architecture):
+        if filled and filled + numel > limit:
+            # Flushed when the next gradient arrives, so the bucket waits for that gradient's operator.
+            buckets.append(Bucket(filled, position, operator))
+            filled = 0
+        filled, place = filled + numel, (position, operator)
+    if filled:
+        buckets.append(Bucket(filled, *place))
+    return buckets

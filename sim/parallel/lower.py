@@ -1,0 +1,99 @@
+"""Scenario to Job: chooses the technique, writes its Program, decides which ranks are simulated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sim.model import build
+from sim.model.architecture import Architecture
+from sim.parallel.data import bucketed, reductions
+from sim.parallel.layout import Layout, Ranks, equitable_classes, simulated_ranks
+from sim.parallel.sharded import fsdp, zero3
+from sim.parallel.sharded.fsdp1 import Fsdp1
+from sim.parallel.sharded.fsdp2 import Fsdp2
+from sim.parallel.step import Plan, Technique, micro_steps, write
+from sim.parallel.support import check
+from sim.program import Job
+from sim.scenario.schema import Scenario
+from sim.software import Stack, stack_for
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A Job and what it was made from.
+
+    Attributes:
+        memory_complete: whether the Program's memory operations cover every tensor; false while temporaries inside
+            operators are missing.
+    """
+
+    job: Job
+    architecture: Architecture
+    stack: Stack
+    memory_complete: bool = False
+
+
+def lower(scenario: Scenario, *, fold: bool = True, devices: Ranks | None = None) -> Lowered:
+    """Lower a resolved scenario to a Job.
+
+    Args:
+        scenario: resolved.
+        fold: simulate one rank per class of identical ranks; False simulates every rank (for tests).
+        devices: hardware kind per rank, shape (ranks,), when GPUs differ; default all alike.
+
+    Raises:
+        UserError: the scenario asks for something that is not simulated yet.
+    """
+    check(scenario)
+    software = scenario.software
+    stack = stack_for(software.framework, software.year, software.compile, software.versions, software.modules)
+    architecture = build(scenario, stack, scenario.training.micro_batch)
+    technique = choose(scenario, stack, architecture)
+    write(technique)
+    plan = technique.plan
+    if not fold:
+        classes = np.arange(scenario.gpus, dtype=np.int64)
+    else:
+        colours = np.zeros(scenario.gpus, dtype=np.int64) if devices is None else devices
+        classes = equitable_classes(colours, plan.groups)
+    simulated, communicators = simulated_ranks(classes, plan.groups, devices)
+    job = Job([plan.builder.build()], simulated, communicators, scenario.gpus)
+    return Lowered(job, architecture, stack)
+
+
+def choose(scenario: Scenario, stack: Stack, architecture: Architecture) -> Technique:
+    """The technique behind `parallel.strategy` in this stack."""
+    strategy, engine = scenario.parallel.strategy, stack.sharding_engine
+    layout = Layout({"data": scenario.data_parallel}, ("data",))
+    if strategy == "fsdp" or (strategy in ("zero2", "zero3") and engine != "deepspeed"):
+        return sharded(scenario, stack, architecture, layout)
+    if strategy == "zero3":
+        plan = Plan(scenario, stack, architecture, layout, {"shard": layout.group("data")}, zero3.STREAMS,
+                    micro_steps(scenario))
+        return zero3.Zero3(plan)
+    plan = Plan(scenario, stack, architecture, layout, {"data": layout.group("data")}, bucketed.STREAMS,
+                micro_steps(scenario))
+    if engine == "deepspeed" and strategy in ("zero1", "zero2"):
+        reduction = reductions.deepspeed(plan, int(strategy[-1]))
+    elif engine == "megatron":
+        reduction = reductions.megatron(plan, strategy == "zero1")
+    else:
+        reduction = reductions.ddp(plan, strategy == "zero1")
+    return bucketed.Bucketed(plan, reduction)
+
+
+def sharded(scenario: Scenario, stack: Stack, architecture: Architecture, layout: Layout) -> Technique:
+    """FSDP of the scenario's version; ZeRO-2 of a stack without DeepSpeed is FSDP that keeps parameters."""
+    factor, reshard = scenario.parallel.sharding_factor, scenario.parallel.reshard_after_forward
+    groups: dict[str, Ranks] = {"shard": layout.group("data", factor)}
+    if factor < scenario.data_parallel:
+        groups["replicate"] = layout.group("data", scenario.data_parallel // factor, factor)
+    if not isinstance(reshard, bool) and reshard < factor:
+        groups["reshard"] = layout.group("data", reshard)
+    plan = Plan(scenario, stack, architecture, layout, groups, fsdp.STREAMS, micro_steps(scenario))
+    technique = Fsdp2(plan) if scenario.software.fsdp == 2 else Fsdp1(plan)
+    if scenario.parallel.strategy == "zero2":
+        technique.keep = True
+    return technique

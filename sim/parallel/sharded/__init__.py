@@ -1,0 +1,1 @@
+"""Techniques that shard parameters: FSDP 1, FSDP 2, DeepSpeed ZeRO-3."""

@@ -1,0 +1,140 @@
+"""What FSDP 1 and FSDP 2 share: units, groups, gathers, reductions, states.
+
+Sources: PyTorch `torch/distributed/fsdp/` (FSDP 1: `_runtime_utils.py`, `_flat_param.py`; FSDP 2: `_fully_shard/`);
+Zhao et al., PyTorch FSDP, VLDB 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sim.model.architecture import Layer
+from sim.parallel.compute import traffic_kernel
+from sim.parallel.sharded.units import Unit, units_of
+from sim.parallel.step import (
+    COMPUTE,
+    Activations,
+    MicroStep,
+    Plan,
+    collective,
+    state_bytes,
+    update,
+)
+from sim.program import Label, SectionBuilder
+from sim.work import DTYPE_BYTES, Kernel
+
+GATHER, REDUCE, REPLICATE = 1, 2, 3
+STREAMS = ("compute", "all_gather", "reduce_scatter", "all_reduce")
+
+
+class Fsdp:
+    """State of the lowering of one FSDP job; `micro_step` belongs to the versions."""
+
+    by_row = False  # FSDP 1: flat parameters
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        parallel, precision = plan.scenario.parallel, plan.scenario.training.precision
+        self.factor = parallel.sharding_factor
+        self.replicas = plan.scenario.data_parallel // self.factor
+        self.keep = parallel.reshard_after_forward is False
+        self.units = units_of(plan.architecture, parallel.wrap, self.factor, self.by_row)
+        self.root = self.units[0]
+        self.gather_dtype, self.reduce_dtype = precision.gather, precision.reduce
+        self.gather_bytes, self.reduce_bytes = DTYPE_BYTES[precision.gather], DTYPE_BYTES[precision.reduce]
+        self.distinct = list({u.name: u for u in self.units}.values())
+        self.last = len(self.units) - 1
+        self.host_s = plan.stack.host_collective_s
+
+    # ------------------------------------------------------------------------------------------- states
+    def states(self) -> None:
+        """Shards of parameters, master copy and optimizer states; gradients come and go in the micro-steps."""
+        padded = sum(u.padded for u in self.distinct) // self.factor
+        for category, width in state_bytes(self.plan).items():
+            if category != "gradients":
+                self.plan.resident(category, padded * width, category)
+
+    def optimizer_step(self, section: SectionBuilder) -> None:
+        """Clipping and the optimizer on this rank's shards, after the last reduction."""
+        numel = sum(u.padded for u in self.distinct) // self.factor
+        tensors = sum(u.tensors for u in self.distinct) if self.by_row else len(self.distinct)
+        update(self.plan, section, numel, tensors, self.joined(), "shard" if self.factor > 1 else None)
+        for unit in self.distinct:
+            section.free(f"gradient:{unit.name}", self.gradient_bytes(unit), "gradients", REDUCE)
+
+    def gradient_bytes(self, unit: Unit) -> int:
+        """Sharded gradient the optimizer reads."""
+        width = DTYPE_BYTES[self.plan.scenario.training.precision.gradients]
+        return round(unit.padded // self.factor * width)
+
+    # ------------------------------------------------------------------------------------------- communication
+    def joined(self) -> tuple[int, ...]:
+        """Streams that compute waits for at the end of backward (`_post_backward_final_callback`)."""
+        reduce = (REDUCE,) if self.factor > 1 else ()
+        return (*reduce, *((REPLICATE,) if self.replicas > 1 else ()))
+
+    def gather(self, section: SectionBuilder, unit: Unit, phase: str, waits: Sequence[int] = (),
+               joins: Sequence[int] = ()) -> int | None:
+        """All-gather of a unit's parameters; None when they are whole already (one rank a shard group)."""
+        if self.factor == 1:
+            return None
+        group = "shard"
+        reshard = self.plan.scenario.parallel.reshard_after_forward
+        if phase == "backward" and not isinstance(reshard, bool) and reshard < self.factor:
+            group = "reshard"
+        call = collective(self.plan, "all_gather", unit.padded * self.gather_bytes, self.gather_dtype, group)
+        return section.collective(GATHER, call, self.host_s, Label(unit.name, phase, "all_gather"), waits, joins)
+
+    def reduce(self, section: SectionBuilder, unit: Unit, waits: Sequence[int], first: bool) -> int | None:
+        """Reduce-scatter inside the shard group, then all-reduce of the shard across replicas."""
+        task = None
+        size = unit.padded * self.reduce_bytes
+        if self.factor > 1:
+            call = collective(self.plan, "reduce_scatter", size, self.reduce_dtype, "shard")
+            task = section.collective(REDUCE, call, self.host_s, Label(unit.name, "backward", "reduce_scatter"), waits)
+            waits = (task,)
+        if self.replicas > 1:
+            call = collective(self.plan, "all_reduce", size / self.factor, self.reduce_dtype, "replicate")
+            task = section.collective(REPLICATE, call, self.host_s, Label(unit.name, "backward", "all_reduce"), waits)
+        if first:
+            section.allocate(f"gradient:{unit.name}", self.gradient_bytes(unit), "gradients", REDUCE)
+        return task
+
+    # ------------------------------------------------------------------------------------------- compute
+    def forward(self, section: SectionBuilder, position: int, layer: Layer, waits: Sequence[int],
+                joins: Sequence[int] = (), before: tuple[Kernel, ...] = ()) -> int:
+        """Forward of the layer at `position`, with what it keeps."""
+        label = Label(self.layer_label(position), "forward", layer.kind)
+        task = section.kernels(COMPUTE, self.plan.compute.forward(layer, before), label, waits, joins)
+        self.memory.keep(position, layer)
+        return task
+
+    def backward(self, section: SectionBuilder, position: int, layer: Layer, waits: Sequence[int],
+                 before: tuple[Kernel, ...] = (), after: tuple[Kernel, ...] = ()) -> int:
+        """Recomputation and backward of the layer at `position`."""
+        self.memory.restore(position, layer)
+        label = Label(self.layer_label(position), "backward", layer.kind)
+        segment = self.plan.compute.backward(layer, self.plan.policy(position), before, after)
+        task = section.kernels(COMPUTE, segment, label, waits)
+        self.memory.drop(position, layer)
+        return task
+
+    def layer_label(self, position: int) -> str:
+        """Name of the layer for reports."""
+        kind = self.plan.architecture.stack[position].kind
+        return self.units[position].name if kind == "block" and self.units[position] is not self.root else (
+            kind if kind != "block" else f"block{position - 1}")
+
+    def begin(self, section: SectionBuilder, micro: MicroStep) -> tuple[Layer, ...]:
+        """Start a micro-step: its layers, and a fresh book of activations."""
+        self.memory = Activations(self.plan, section)
+        return self.plan.model(micro.batch).stack
+
+    def copy_kernel(self, name: str, unit: Unit, numel: int, width: float) -> Kernel:
+        """A kernel of FSDP's own over `numel` elements at `width` bytes read and written each."""
+        return traffic_kernel(name, self.gather_dtype, numel, numel * width)
+
+
+def present(*tasks: int | None) -> tuple[int, ...]:
+    """The tasks that exist."""
+    return tuple(t for t in tasks if t is not None)

@@ -1,0 +1,123 @@
+"""FSDP 1 (`FullyShardedDataParallel`): flat parameters, rate limiter, prefetch in backward, late frees.
+
+Order and waits (PyTorch, `fsdp/_runtime_utils.py`, `_limiter_utils.py`, `api.py`):
+
+* every all-gather is issued by the host on the unshard stream; before it, with a limiter of n, the host waits for the
+  oldest free event when n frees are pending (a unit is freed, and its event queued, after its compute is issued).
+* forward: gather of the next unit only because the host runs ahead, or explicitly right after this unit's own gather
+  (`forward_prefetch`). The root is not freed after forward.
+* backward: BACKWARD_PRE issues the next unit's gather before this unit's compute, BACKWARD_POST after it and after
+  resharding, both before this unit's reduce-scatter.
+* reduce-scatter on the post-backward stream after compute; all-gather and reduce-scatter share one communicator.
+* the next forward's root gather waits for the compute stream; compute waits for all reductions at the end of backward.
+
+The casts of shards before a gather (pre-unshard stream) are left out: 6 bytes per shard element.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import pairwise
+
+from sim.model.architecture import Layer
+from sim.parallel.sharded.fsdp import GATHER, REDUCE, Fsdp, present
+from sim.parallel.sharded.units import Unit
+from sim.parallel.step import COMPUTE, MicroStep
+from sim.program import Label, SectionBuilder
+from sim.work import Kernel
+
+
+class Fsdp1(Fsdp):
+    """Lowering of FSDP 1."""
+
+    def micro_step(self, section: SectionBuilder, micro: MicroStep) -> None:
+        """Forward and backward of one micro-batch. Free events of earlier micro-steps are long complete."""
+        stack = self.begin(section, micro)
+        self.frees: deque[int] = deque()
+        self.ready: dict[str, int | None] = {}
+        self.forward_pass(section, stack)
+        self.backward_pass(section, stack, micro)
+
+    def forward_pass(self, section: SectionBuilder, stack: tuple[Layer, ...]) -> None:
+        """Units in order; the root with the first layer."""
+        prefetch = self.plan.scenario.parallel.prefetch.forward
+        for position, layer in enumerate(stack):
+            unit = self.units[position]
+            if unit.name not in self.ready:
+                self.unshard(section, unit, "forward", (COMPUTE, *self.joined()) if position == 0 else ())
+            waits = present(self.ready[unit.name])
+            following = self.units[position + 1] if position < self.last else self.root
+            if prefetch and following.name not in self.ready:
+                self.unshard(section, following, "forward")
+            task = self.forward(section, position, layer, waits, self.joined() if position == 0 else ())
+            if unit is not self.root and not self.keep:
+                self.reshard(section, unit, task)
+
+    def backward_pass(self, section: SectionBuilder, stack: tuple[Layer, ...], micro: MicroStep) -> None:
+        """Units in reverse with the prefetch the scenario asks for."""
+        mode = self.plan.scenario.parallel.prefetch.backward
+        mine = [i for i in range(self.last, -1, -1) if self.units[i] is not self.root]
+        order = [self.last, *mine] if self.units[self.last] is self.root else mine
+        following = dict(pairwise(order))
+        for position in range(self.last, -1, -1):
+            unit, layer = self.units[position], stack[position]
+            own = unit is not self.root
+            if unit.name not in self.ready:
+                self.unshard(section, unit, "backward")
+            waits = present(self.ready[unit.name])
+            target = self.units[following[position]] if position in following else None
+            if mode == "pre" and target is not None and target.name not in self.ready:
+                self.unshard(section, target, "backward")
+            complete = own or position == 0
+            if own or position == self.last:
+                size = round(unit.padded * self.gather_bytes)
+                if micro.first or micro.reduce:
+                    section.allocate(f"unsharded_gradient:{unit.name}", size, "gradients")
+            after = self.flatten(unit, micro) if complete else ()
+            task = self.backward(section, position, layer, waits, after=after)
+            if complete:
+                self.reshard(section, unit, task)
+                if mode == "post" and target is not None and target.name not in self.ready:
+                    self.unshard(section, target, "backward")
+                self.post_backward(section, unit, micro, task)
+
+    def unshard(self, section: SectionBuilder, unit: Unit, phase: str, joins: tuple[int, ...] = ()) -> None:
+        """All-gather, held back by the rate limiter."""
+        limit = self.plan.scenario.parallel.prefetch.limit
+        if self.factor > 1 and limit is not None and len(self.frees) >= limit:
+            section.host(0.0, Label(unit.name, phase, "rate limiter"), waits=(self.frees.popleft(),))
+        if self.factor > 1:
+            section.allocate(f"gathered:{unit.name}", self.gathered_bytes(unit), "gathered_parameters", GATHER)
+        self.ready[unit.name] = self.gather(section, unit, phase, joins=joins)
+
+    def reshard(self, section: SectionBuilder, unit: Unit, task: int) -> None:
+        """Free the unsharded flat parameter; its event is complete when `task` is."""
+        del self.ready[unit.name]
+        if self.factor > 1:
+            self.frees.append(task)
+            section.free(f"gathered:{unit.name}", self.gathered_bytes(unit), "gathered_parameters", GATHER, (COMPUTE,))
+
+    def gathered_bytes(self, unit: Unit) -> int:
+        """The unsharded flat parameter."""
+        return round(unit.padded * self.gather_bytes)
+
+    def flatten(self, unit: Unit, micro: MicroStep) -> tuple[Kernel, ...]:
+        """Gradients of the views into the flat gradient (2 passes), division before the reduction (2), cast (if any).
+
+        The post-backward stream runs division and cast; they are counted in the compute stream, where they compete for
+        the same memory bandwidth.
+        """
+        g, r = self.gather_bytes, self.reduce_bytes
+        width = 2 * g + (0 if micro.first or micro.reduce else g)
+        if micro.reduce and self.factor * self.replicas > 1:
+            width += 2 * r + (g + r if self.gather_dtype != self.reduce_dtype else 0)
+        return (self.copy_kernel("fsdp flatten gradient", unit, unit.numel, width),)
+
+    def post_backward(self, section: SectionBuilder, unit: Unit, micro: MicroStep, task: int) -> None:
+        """Reduction of a unit's gradient; the unsharded gradient is freed behind it."""
+        if not micro.reduce:
+            return
+        first = micro.first or not self.plan.scenario.parallel.reduce_every_micro_step
+        self.reduce(section, unit, (task,), first)
+        size = round(unit.padded * self.gather_bytes)
+        section.free(f"unsharded_gradient:{unit.name}", size, "gradients", COMPUTE, (REDUCE,))

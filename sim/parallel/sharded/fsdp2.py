@@ -1,0 +1,159 @@
+"""FSDP 2 (`fully_shard`): a unit per block with separately padded parameters, explicit copies, deterministic frees.
+
+Order and waits (PyTorch, `_fully_shard/_fsdp_param_group.py`, `_fsdp_collectives.py`, `_fsdp_state.py`):
+
+* forward: all-gather, copy-out on the compute stream, compute. The gathers after next wait for a unit's copy-out
+  (`wait_for_unshard`), so a gather starts at the earliest after the copy-out of the unit before the last. Copy-outs
+  head their unit's segment; "after copy-out k" is approximated by "after segment k - 1", a copy-out earlier.
+* backward: in pre-backward of unit i its own gather is waited for, then the gather of unit i - 1 is issued, free to
+  start once copy-out i is through; after compute the gradients are copied into the reduce buffer, which waits for the
+  reduce-scatter before it (one input buffer in flight), then reduce-scatter, then all-reduce across replicas.
+* the root is gathered first, waits for the compute stream, is not freed after forward and is reduced last.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from sim.model.architecture import Layer
+from sim.parallel.sharded.fsdp import GATHER, Fsdp, present
+from sim.parallel.sharded.units import Unit
+from sim.parallel.step import COMPUTE, MicroStep
+from sim.program import Label, SectionBuilder
+from sim.work import Kernel
+
+
+class Fsdp2(Fsdp):
+    """Lowering of FSDP 2."""
+
+    by_row = True
+
+    def micro_step(self, section: SectionBuilder, micro: MicroStep) -> None:
+        """Forward and backward of one micro-batch."""
+        stack = self.begin(section, micro)
+        self.buffer: Unit | None = None
+        self.forward_pass(section, stack)
+        self.backward_pass(section, stack, micro)
+
+    def forward_pass(self, section: SectionBuilder, stack: tuple[Layer, ...]) -> None:
+        """All-gathers in order of use, two ahead at most."""
+        computed: list[int] = []
+        unit: Unit | None = None
+        for position, layer in enumerate(stack):
+            waits: tuple[int, ...] = ()
+            copy: tuple[Kernel, ...] = ()
+            if self.units[position] is not self.root or position == 0:
+                unit = self.units[position]
+                joins = (COMPUTE, *self.joined()) if position == 0 else ()
+                waits = present(self.unshard(section, unit, "forward", computed[-3:-2], joins))
+                copy = self.copy_out(section, unit)
+                self.free_buffer(section, unit)
+            computed.append(self.forward(section, position, layer, waits, self.joined() if position == 0 else (), copy))
+            if self.units[position] is not self.root and not self.keep:
+                self.release(section, self.units[position])
+        self.free_buffer(section, None)
+
+    def backward_pass(self, section: SectionBuilder, stack: tuple[Layer, ...], micro: MicroStep) -> None:
+        """Blocks in reverse: prefetch one, compute, reduce."""
+        last = len(stack) - 1
+        mine = [i for i in range(last, -1, -1) if self.units[i] is not self.root]
+        following = dict(pairwise([last, *mine] if self.units[last] is self.root else mine))
+        gathered: dict[int, int | None] = {}
+        prefetch = self.plan.scenario.parallel.prefetch.backward != "none"
+        reduced: int | None = None
+        before: int | None = None  # the compute task before, which stands for this unit's copy-out
+        for position in range(last, -1, -1):
+            unit, layer = self.units[position], stack[position]
+            own, again = unit is not self.root, not self.keep
+            if own and again and position not in gathered:
+                gathered[position] = self.unshard(section, unit, "backward", present(before))
+            target = following.get(position)
+            if prefetch and again and target is not None:
+                gathered[target] = self.unshard(section, self.units[target], "backward", present(before))
+            copy = self.copy_out(section, unit) if own and again else ()
+            if own and again and self.factor > 1:
+                section.free(f"gather_buffer:{unit.name}", self.buffer_bytes(unit), "buffers", GATHER)
+            if own or position == last:
+                self.gradients(section, unit)
+            before = self.backward(section, position, layer, present(gathered.get(position)), copy)
+            if own:
+                self.release(section, unit)
+            if own or position == 0:
+                reduced = self.post_backward(section, unit, micro, before, reduced)
+        self.release(section, self.root)
+        if self.held is not None:
+            section.free(*self.held)
+            self.held = None
+
+    # ------------------------------------------------------------------------------------------- pieces
+    held: tuple[str, int, str] | None = None
+
+    def unshard(self, section: SectionBuilder, unit: Unit, phase: str, waits: tuple[int, ...] | list[int],
+                joins: tuple[int, ...] = ()) -> int | None:
+        """All-gather into a buffer of its own."""
+        if self.factor > 1:
+            section.allocate(f"gather_buffer:{unit.name}", self.buffer_bytes(unit), "buffers", GATHER)
+        return self.gather(section, unit, phase, waits, joins)
+
+    def copy_out(self, section: SectionBuilder, unit: Unit) -> tuple[Kernel, ...]:
+        """`split_with_sizes_copy` from the gather buffer into the parameters: read and write on the compute stream."""
+        if self.factor == 1 and self.gather_dtype == self.plan.scenario.training.precision.parameters:
+            return ()
+        section.allocate(f"gathered:{unit.name}", round(unit.numel * self.gather_bytes), "gathered_parameters")
+        return (self.copy_kernel("fsdp copy-out", unit, unit.padded, 2 * self.gather_bytes),)
+
+    def release(self, section: SectionBuilder, unit: Unit) -> None:
+        """Reshard: the whole parameters are freed at once."""
+        if self.factor == 1 and self.gather_dtype == self.plan.scenario.training.precision.parameters:
+            return
+        section.free(f"gathered:{unit.name}", round(unit.numel * self.gather_bytes), "gathered_parameters")
+
+    def free_buffer(self, section: SectionBuilder, unit: Unit | None) -> None:
+        """In forward a gather buffer lives until the next unit's copy-out."""
+        if self.factor > 1:
+            if self.buffer is not None:
+                section.free(f"gather_buffer:{self.buffer.name}", self.buffer_bytes(self.buffer), "buffers", GATHER)
+            self.buffer = unit
+
+    def buffer_bytes(self, unit: Unit) -> int:
+        """All-gather output."""
+        return round(unit.padded * self.gather_bytes)
+
+    def gradients(self, section: SectionBuilder, unit: Unit) -> None:
+        """Unsharded gradients in the dtype of the gathered parameters."""
+        section.allocate(f"unsharded_gradient:{unit.name}", round(unit.numel * self.gather_bytes), "gradients")
+
+    def post_backward(self, section: SectionBuilder, unit: Unit, micro: MicroStep, computed: int,
+                      reduced: int | None) -> int | None:
+        """Copy-in after the reduction before, then this unit's reduction."""
+        gradient = (f"unsharded_gradient:{unit.name}", round(unit.numel * self.gather_bytes), "gradients")
+        if not micro.reduce:
+            width = self.gather_bytes + (2 if not micro.first else 1) * self.reduce_bytes
+            kernel = self.copy_kernel("accumulate unsharded gradient", unit, unit.numel, width)
+            label = Label(unit.name, "backward", "accumulate")
+            section.kernels(COMPUTE, self.plan.compute.segment((), (kernel,)), label)
+            section.free(*gradient)
+            if micro.first:
+                section.allocate(f"accumulated:{unit.name}", round(unit.numel * self.reduce_bytes), "gradients")
+            return reduced
+        if self.factor == 1 and self.replicas == 1:
+            section.free(*gradient)
+            if micro.first:
+                section.allocate(f"gradient:{unit.name}", self.gradient_bytes(unit), "gradients", 2)
+            return None
+        kernel = self.copy_kernel("fsdp copy-in", unit, unit.padded, self.gather_bytes + self.reduce_bytes)
+        label = Label(unit.name, "backward", "copy-in")
+        buffer = (f"reduce_buffer:{unit.name}", round(unit.padded * self.reduce_bytes), "buffers")
+        if self.held is not None:
+            section.free(*self.held)
+        section.allocate(*buffer)
+        task = section.kernels(COMPUTE, self.plan.compute.segment((), (kernel,)), label, present(computed, reduced))
+        section.free(*gradient)
+        accumulating = not self.plan.scenario.parallel.reduce_every_micro_step and len(self.plan.micro_steps) > 1
+        if accumulating:
+            section.free(f"accumulated:{unit.name}", round(unit.numel * self.reduce_bytes), "gradients")
+        self.held = buffer
+        first = micro.first or not self.plan.scenario.parallel.reduce_every_micro_step
+        return self.reduce(section, unit, (task,), first)
+
+

@@ -1,0 +1,64 @@
+"""Units of gathering: which layers one all-gather brings together, and how many bytes padding makes of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sim.model.architecture import Architecture, Layer, Parameter
+from sim.parallel.step import layer_name
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What one all-gather brings together.
+
+    Attributes:
+        name: "root", "block0" ...
+        numel: parameters; padded: with the padding that makes every rank's share equal.
+        tensors: parameter tensors in it.
+    """
+
+    name: str
+    numel: int
+    padded: int
+    tensors: int
+
+
+def flat_padding(parameters: Iterable[Parameter], factor: int) -> int:
+    """FSDP 1 pads the flat parameter to a multiple of the shard group (PyTorch, `_flat_param.py`)."""
+    numel = sum(p.numel for p in parameters)
+    return math.ceil(numel / factor) * factor
+
+
+def row_padding(parameters: Iterable[Parameter], factor: int) -> int:
+    """FSDP 2 pads dim 0 of every parameter to a multiple of the shard group (PyTorch, `_fsdp_param.py`)."""
+    return sum(math.ceil(p.shape[0] / factor) * factor * (p.numel // p.shape[0]) for p in parameters)
+
+
+def units_of(architecture: Architecture, wrap: str | int, factor: int, by_row: bool) -> list[Unit]:
+    """One unit per position of the stack; positions whose layer is in the root unit get the root.
+
+    Blocks are units of their own (with a size-based `wrap`, if they have at least that many parameters); everything
+    else (embeddings, final norm, head) belongs to the root unit.
+    """
+    pad = row_padding if by_row else flat_padding
+    own = [layer.kind == "block" and (wrap == "block" or layer.numel >= int(wrap)) for layer in architecture.stack]
+    rest = [p for layer, mine in zip(architecture.stack, own, strict=True) if not mine for p in layer.parameters]
+    root = Unit("root", sum(p.numel for p in rest), pad(rest, factor), len(rest))
+    sizes: dict[int, tuple[int, int, int]] = {}
+    units = []
+    for position, (layer, mine) in enumerate(zip(architecture.stack, own, strict=True)):
+        if not mine:
+            units.append(root)
+            continue
+        if id(layer) not in sizes:
+            sizes[id(layer)] = (layer.numel, pad(layer.parameters, factor), len(layer.parameters))
+        units.append(Unit(layer_name(position, len(own)), *sizes[id(layer)]))
+    return units
+
+
+def layers_of(architecture: Architecture) -> list[tuple[int, Layer]]:
+    """Positions and layers in forward order."""
+    return list(enumerate(architecture.stack))

@@ -1,0 +1,221 @@
+"""What every data-parallel technique shares: micro-steps in a row, activations, optimizer step, end of the step.
+
+A technique is an object with three verbs (`Technique`); this file strings them into a Program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Protocol
+
+from sim.model import build, clip_kernels, optimizer_kernels
+from sim.model.architecture import Architecture, Layer
+from sim.parallel.compute import Compute
+from sim.parallel.layout import Layout, Ranks
+from sim.program import CollectiveCall, Label, ProgramBuilder, SectionBuilder
+from sim.scenario.schema import Scenario
+from sim.software import Stack
+from sim.work import DTYPE_BYTES
+
+#: Stream numbers every technique uses; its own follow.
+COMPUTE = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MicroStep:
+    """One micro-step: sequences, whether it is the step's first, and whether gradients are reduced in it."""
+
+    batch: int
+    first: bool
+    reduce: bool
+
+
+@dataclass
+class Plan:
+    """Everything a technique needs to lower a scenario.
+
+    Attributes:
+        architecture: of a full micro-batch.
+        groups: communicators by name, in order; shape (instances, members).
+        micro_steps: in order.
+    """
+
+    scenario: Scenario
+    stack: Stack
+    architecture: Architecture
+    layout: Layout
+    groups: dict[str, Ranks]
+    streams: tuple[str, ...]
+    micro_steps: list[MicroStep]
+    builder: ProgramBuilder = field(init=False)
+    compute: Compute = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.builder = ProgramBuilder(self.streams, tuple(self.groups), self.stack.launch_queue)
+        self.compute = Compute(self.builder, self.stack)
+
+    def model(self, batch: int) -> Architecture:
+        """Architecture for a micro-batch of `batch` sequences."""
+        return self.architecture if batch == self.architecture.batch else build(self.scenario, self.stack, batch)
+
+    def policy(self, position: int) -> str:
+        """Recomputation of the layer at `position` of the stack: "none", "full" or "selective"."""
+        if not 0 < position < len(self.architecture.stack) - 1:
+            return "none"
+        recompute = self.scenario.training.recompute
+        if isinstance(recompute, str):
+            return recompute
+        return "full" if position <= recompute.layers else "none"
+
+    def resident(self, name: str, size_bytes: float, category: str) -> None:
+        """Memory held for the whole step."""
+        if size_bytes > 0:
+            self.builder.resident.append((name, round(size_bytes), category))
+
+
+class Technique(Protocol):
+    """A way to split data-parallel training over ranks."""
+
+    plan: Plan
+
+    def states(self) -> None:
+        """Declare memory that is held for the whole step."""
+
+    def micro_step(self, section: SectionBuilder, micro: MicroStep) -> None:
+        """Forward and backward of one micro-batch with its communication."""
+
+    def optimizer_step(self, section: SectionBuilder) -> None:
+        """From complete gradients to updated parameters."""
+
+
+def micro_steps(scenario: Scenario) -> list[MicroStep]:
+    """Micro-steps of one optimizer step; the last may be smaller (spec: global_batch)."""
+    count, every = scenario.micro_steps, scenario.parallel.reduce_every_micro_step
+    sizes = [scenario.training.micro_batch] * (count - 1) + [scenario.last_micro_batch]
+    return [MicroStep(size, i == 0, every or i == count - 1) for i, size in enumerate(sizes)]
+
+
+def write(technique: Technique) -> None:
+    """Write the sections of one optimizer step into the technique's builder."""
+    plan = technique.plan
+    technique.states()
+    for micro, run in groupby(plan.micro_steps):
+        section = plan.builder.section(f"micro-step of {micro.batch}" + (", reduced" if micro.reduce else ""))
+        technique.micro_step(section, micro)
+        plan.builder.run(section, len(list(run)))
+    section = plan.builder.section("optimizer step")
+    technique.optimizer_step(section)
+    end_of_step(plan, section)
+    plan.builder.run(section)
+
+
+def end_of_step(plan: Plan, section: SectionBuilder) -> None:
+    """Fixed host work of a step, and the synchronisation of stacks that read the loss every step."""
+    label = Label("step", "optimizer", "end of step")
+    streams = tuple(range(len(plan.streams))) if plan.stack.step_sync else ()
+    section.host(plan.stack.host_step_s, label, joins=streams)
+
+
+def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins: Sequence[int] = (),
+           ranks: str | None = None) -> int:
+    """Gradient clipping and the optimizer on `numel` local parameters in `tensors` tensors.
+
+    Args:
+        ranks: communicator over which the gradient norm is summed; None if every rank holds all gradients.
+
+    Returns:
+        the optimizer's task.
+    """
+    training, stack = plan.scenario.training, plan.stack
+    implementation = plan.scenario.software.optimizer_kernel
+    if stack.clip_gradients and training.optimizer != "none":
+        norm, scale = clip_kernels(numel, tensors, training.precision.gradients, implementation)
+        label = Label("optimizer", "optimizer", "gradient norm")
+        task = section.kernels(COMPUTE, plan.compute.segment((norm,)), label, joins=joins)
+        if ranks is not None and len(plan.groups[ranks][0]) > 1:
+            call = collective(plan, "all_reduce", 4, "fp32", ranks)
+            task = section.collective(1, call, stack.host_collective_s, label, waits=(task,))
+        section.kernels(COMPUTE, plan.compute.segment((scale,)), Label("optimizer", "optimizer", "clip"), waits=(task,))
+        joins = ()
+    kernels = optimizer_kernels(numel, tensors, training.precision, training.optimizer, implementation, clip=False)
+    label = Label("optimizer", "optimizer", training.optimizer)
+    return section.kernels(COMPUTE, plan.compute.segment(kernels), label, joins=joins)
+
+
+def collective(plan: Plan, kind: str, size_bytes: float, dtype: str, communicator: str) -> CollectiveCall:
+    """A collective on the communicator named `communicator`."""
+    return CollectiveCall(kind, round(size_bytes), dtype, plan.builder.communicators.index(communicator))
+
+
+def state_bytes(plan: Plan) -> dict[str, float]:
+    """Bytes per parameter of parameters, master copy, gradients and optimizer states (spec: precision table)."""
+    precision, optimizer = plan.scenario.training.precision, plan.scenario.training.optimizer
+    states = {"adamw": 2, "adam": 2, "lamb": 2, "sgd-momentum": 1}.get(optimizer, 0)
+    per_state = 1.0 if optimizer == "adamw-8bit" else DTYPE_BYTES[precision.optimizer]
+    return {
+        "parameters": DTYPE_BYTES[precision.parameters],
+        "master_parameters": 0.0 if precision.master == "none" else DTYPE_BYTES[precision.master],
+        "gradients": DTYPE_BYTES[precision.gradients],
+        "optimizer_states": per_state * (2 if optimizer == "adamw-8bit" else states),
+    }
+
+
+class Activations:
+    """Host-ordered memory of what forward keeps for backward, one tensor per layer.
+
+    First version: the sum of a layer's saved tensors, plus what recomputation brings back for a moment. Temporaries
+    inside an operator come with the memory room.
+    """
+
+    def __init__(self, plan: Plan, section: SectionBuilder) -> None:
+        self._plan, self._section = plan, section
+
+    def keep(self, position: int, layer: Layer) -> None:
+        """Forward of the layer at `position` has been issued."""
+        for name, size_bytes, category in self._kept(position, layer):
+            self._section.allocate(name, size_bytes, category)
+
+    def restore(self, position: int, layer: Layer) -> None:
+        """Recomputation is about to be issued: what it makes lives until backward is done."""
+        for name, size_bytes in self._again(position, layer):
+            self._section.allocate(name, size_bytes, "activations")
+
+    def drop(self, position: int, layer: Layer) -> None:
+        """Backward of the layer has been issued."""
+        for name, size_bytes in self._again(position, layer):
+            self._section.free(name, size_bytes, "activations")
+        for name, size_bytes, category in self._kept(position, layer):
+            self._section.free(name, size_bytes, category)
+
+    def _kept(self, position: int, layer: Layer) -> Iterator[tuple[str, int, str]]:
+        policy = self._plan.policy(position)
+        if policy == "full":
+            kept = layer.input.size_bytes
+        elif policy == "selective":
+            kept = sum(t.size_bytes for op in layer.operators if not op.core for t in op.saved)
+        else:
+            kept = layer_saved(layer)
+        category = "logits" if layer.kind == "head" else "activations"
+        if kept:
+            yield f"saved:{position}", kept, category
+
+    def _again(self, position: int, layer: Layer) -> Iterator[tuple[str, int]]:
+        policy = self._plan.policy(position)
+        if policy == "full":
+            yield f"recomputed:{position}", layer_saved(layer)
+        elif policy == "selective":
+            yield f"recomputed:{position}", sum(t.size_bytes for op in layer.operators if op.core for t in op.saved)
+
+
+def layer_saved(layer: Layer) -> int:
+    """Bytes a layer keeps for backward without recomputation."""
+    return sum(t.size_bytes for op in layer.operators for t in op.saved)
+
+
+def layer_name(position: int, layers: int) -> str:
+    """Name of the layer at `position` of a stack of `layers`: embedding, block0 ..., head."""
+    if position == 0:
+        return "embedding"
+    return "head" if position == layers - 1 else f"block{position - 1}"

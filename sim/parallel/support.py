@@ -1,0 +1,33 @@
+"""What can be asked but is not simulated yet: one clear error, never a silent approximation."""
+
+from __future__ import annotations
+
+from sim.errors import Fault, UserError
+from sim.scenario.schema import Scenario
+
+
+def check(scenario: Scenario) -> None:
+    """Raise `UserError` naming every field of the scenario that this version cannot simulate."""
+    training, parallel, model = scenario.training, scenario.parallel, scenario.model
+    asked = {
+        "model.kind": model.kind != "decoder" and model.kind,
+        "model.moe": model.moe is not None and "mixture of experts",
+        "model.mla": model.mla is not None and "latent attention",
+        "training.recompute": training.recompute == "selective-op" and "selective-op",
+        "training.optimizer_in_backward": training.optimizer_in_backward and "gradients freed in backward",
+        "training.chunked_loss": training.chunked_loss and "chunked loss",
+        "training.finetune": training.finetune is not None and training.finetune.method != "full"
+        and training.finetune.method,
+        "training.mode": training.mode != "train" and "inference",
+        "training.precision": training.precision.compute in ("fp8", "mxfp8", "nvfp4", "int8", "int4")
+        and training.precision.compute,
+        "parallel.tensor": parallel.tensor > 1 and "tensor parallelism",
+        "parallel.pipeline": parallel.pipeline > 1 and "pipeline parallelism",
+        "parallel.context": parallel.context > 1 and "context parallelism",
+        "parallel.expert": parallel.expert > 1 and "expert parallelism",
+        "parallel.offload": any(v not in (None, "none") for v in parallel.offload.model_dump().values()) and "offload",
+    }
+    faults = [Fault(f"{what} is understood but not simulated yet in this version", field, hint="remove it, or see "
+                    "the README's validity limits") for field, what in asked.items() if what]
+    if faults:
+        raise UserError(faults)

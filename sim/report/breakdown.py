@@ -1,0 +1,166 @@
+"""The breakdown of a rank's step, from its columns and from the times of its kernels running alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from sim.engine.machine import Profile
+from sim.program import Kind, Program
+from sim.report.columns import Columns
+from sim.report.exposure import Spans, axis, split
+from sim.work import CATEGORIES
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+#: The stream that runs the model's kernels; a technique's own streams follow it (sim/parallel/step.py).
+COMPUTE_STREAM = 0
+_POINT_TO_POINT = ("send", "recv")
+
+
+@dataclass(slots=True)
+class Breakdown:
+    """Where a step of the critical rank goes, seconds; the rows sum to the step.
+
+    Attributes:
+        compute: by kernel category.
+        exposed_communication: by collective kind, then by group.
+        communication_total: seconds in which collectives of a kind and group move data, hidden or not.
+        pipeline_bubble: waiting for another stage.
+        host: the GPU has nothing to do because the host is late.
+        offload: waiting for copies between host and device.
+    """
+
+    compute: dict[str, float]
+    exposed_communication: dict[str, dict[str, float]] = field(default_factory=dict)
+    communication_total: dict[str, dict[str, float]] = field(default_factory=dict)
+    pipeline_bubble: float = 0.0
+    host: float = 0.0
+    offload: float = 0.0
+
+    @property
+    def exposed_s(self) -> float:
+        """All exposed communication."""
+        return sum(s for groups in self.exposed_communication.values() for s in groups.values())
+
+    @property
+    def compute_s(self) -> float:
+        """All compute categories."""
+        return sum(self.compute.values())
+
+    def to_json(self) -> dict[str, object]:
+        """`breakdown_s` of result.md."""
+        return {"compute": dict(self.compute),
+                "exposed_communication": {k: dict(v) for k, v in self.exposed_communication.items()},
+                "pipeline_bubble": self.pipeline_bubble, "host": self.host, "offload": self.offload}
+
+    def communication_json(self) -> dict[str, object]:
+        """`communication_s` of result.md."""
+        return {kind: {group: {"total": total, "exposed": self.exposed_communication[kind][group]}
+                       for group, total in groups.items()} for kind, groups in self.communication_total.items()}
+
+
+def kernel_shares(program: Program, profiles: Sequence[Profile]) -> Floats:
+    """Share of every kernel category in the time of every segment, shape (segments, categories); rows sum to 1.
+
+    Args:
+        profiles: the engine's profile of each segment in the state without contention.
+    """
+    category = np.array([CATEGORIES.index(k.category) for k in program.kernels], dtype=np.int64)
+    shares = np.zeros((len(profiles), len(CATEGORIES)))
+    for i, (segment, profile) in enumerate(zip(program.segments, profiles, strict=True)):
+        rows = np.array(segment.kernels, dtype=np.int64)
+        sums = np.bincount(category[rows], weights=np.diff(profile.elapsed), minlength=len(CATEGORIES))
+        if sums.any():
+            shares[i] = sums / sums.sum()
+        else:
+            shares[i, CATEGORIES.index("memory_bound")] = 1.0
+    return shares
+
+
+def breakdown(columns: Columns, shares: Floats) -> Breakdown:
+    """Split the step of `columns` (see `sim.report.exposure` for the order of precedence).
+
+    Inside a segment the GPU may wait for the launch of its next kernel; that part goes to the host.
+
+    Args:
+        shares: see `kernel_shares`.
+    """
+    program = columns.program
+    kernels = columns.where(Kind.KERNELS)
+    on_compute = columns.stream[kernels] == COMPUTE_STREAM
+    main, aside = kernels[on_compute], kernels[~on_compute]
+    calls, copies = columns.where(Kind.COLLECTIVE), columns.where(Kind.COPY)
+    keys = [(c.kind, program.communicators[c.communicator]) for c in program.collectives]
+    rows = sorted(set(keys))
+    key_of_call = np.array([rows.index(key) for key in keys], dtype=np.int64)
+    call_key = key_of_call[columns.payload[calls]] if len(calls) else calls
+    count = max(1, len(program.segments))
+    layers = [
+        _spans(columns, main, columns.payload[main], count),
+        _spans(columns, calls, call_key, len(rows)),
+        _spans(columns, copies, np.zeros(len(copies), dtype=np.int64), 1),
+        _spans(columns, aside, columns.payload[aside], count),
+        Spans(columns.issue_s[calls] + columns.host_s[calls], columns.start_s[calls], call_key, len(rows)),
+    ]
+    on = axis(layers, columns.step_time_s, columns.windows)
+    (on_main, moving, copying, on_aside, pending), rest = split(on, layers)
+
+    starved = np.minimum(_starved_s(columns, main, count), on_main)
+    busy = on_main - starved + on_aside
+    by_category = busy @ shares if len(program.segments) else np.zeros(len(CATEGORIES))
+    result = Breakdown(dict(zip(CATEGORIES, by_category.tolist(), strict=True)), offload=float(copying.sum()),
+                       host=rest + float(starved.sum()))
+    total = np.zeros(len(rows))
+    np.add.at(total, call_key, (columns.end_s[calls] - columns.start_s[calls]) * columns.times[calls])
+    for i, (kind, group) in enumerate(rows):
+        bubble = float(pending[i]) if kind in _POINT_TO_POINT else 0.0
+        result.pipeline_bubble += bubble
+        result.exposed_communication.setdefault(kind, {})[group] = float(moving[i] + pending[i]) - bubble
+        result.communication_total.setdefault(kind, {})[group] = float(total[i])
+    return result
+
+
+def _starved_s(columns: Columns, rows: Ints, count: int) -> Floats:
+    """Seconds in which kernels of each segment waited for their launch, shape (count,)."""
+    seconds = columns.starved_s[rows] * columns.times[rows]
+    total: Floats = np.bincount(columns.payload[rows], weights=seconds, minlength=count).astype(np.float64)
+    return total
+
+
+def bound(parts: Breakdown) -> str:
+    """What limits the step: making a thing 10% faster saves 10% of the seconds spent on it, so the largest wins."""
+    seconds: Mapping[str, float] = {
+        "compute": parts.compute["gemm"] + parts.compute["attention"],
+        "communication": parts.exposed_s + parts.offload,
+        "memory_bandwidth": parts.compute["memory_bound"] + parts.compute["optimizer"],
+        "host": parts.host,
+        "pipeline": parts.pipeline_bubble,
+    }
+    return max(seconds, key=lambda name: seconds[name])
+
+
+def segment_flops(program: Program) -> Floats:
+    """Matrix-product FLOPs of each segment, shape (segments,)."""
+    flops: Sequence[float] = [k.flops for k in program.kernels]
+    return np.array([sum(flops[k] for k in s.kernels) for s in program.segments], dtype=np.float64)
+
+
+def step_flops(program: Program) -> float:
+    """Matrix-product FLOPs one rank executes in a step, recomputation included."""
+    flops = segment_flops(program)
+    total = 0.0
+    for number, repeats in program.schedule:
+        section = program.sections[number]
+        kind = np.array(section.kind, dtype=np.int64)
+        payload = np.array(section.payload, dtype=np.int64)
+        total += repeats * float(flops[payload[kind == Kind.KERNELS]].sum())
+    return total
+
+
+def _spans(columns: Columns, rows: Ints, key: Ints, keys: int) -> Spans:
+    return Spans(columns.start_s[rows], columns.end_s[rows], key, keys)

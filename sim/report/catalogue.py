@@ -1,0 +1,93 @@
+"""What `drystep list` shows: the catalogues as rows of plain values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sim.catalog import names, table
+
+Row = dict[str, Any]
+
+
+def rows(what: str) -> list[Row]:
+    """The rows of a catalogue; every row of one has the same keys.
+
+    Args:
+        what: gpus, topologies, models, software or precisions.
+    """
+    return {"gpus": gpus, "topologies": topologies, "models": models, "software": software,
+            "precisions": precisions}[what]()
+
+
+def gpus() -> list[Row]:
+    """Every GPU: dense peaks in TFLOP/s, memory in GiB, bandwidth in GB/s, how well its figures are known."""
+    from sim.hardware import gpu, gpu_names
+
+    found = []
+    for name in gpu_names():
+        one = gpu(name)
+        half = one.tflops.get("bf16", one.tflops.get("fp16"))
+        found.append({
+            "name": name, "architecture": one.arch, "half_tflops": half, "fp8_tflops": one.tflops.get("fp8"),
+            "memory_gib": round(one.memory_bytes / 2**30, 1), "bandwidth_gb_s": one.memory_bandwidth_bps / 1e9,
+            "sms": one.sms, "power_limit_w": one.power_limit_w, "confidence": one.confidence})
+    return found
+
+
+def topologies() -> list[Row]:
+    """Every cluster of `topologies/`."""
+    found = []
+    for name in names("topologies"):
+        one = table_of_topology(name)
+        intra, inter = one.get("intra") or {}, one.get("inter") or {}
+        found.append({
+            "name": name, "gpu": one["gpu"], "gpus_per_node": one["gpus_per_node"],
+            "inside_a_node": " ".join(str(part) for part in (intra.get("kind"), intra.get("link")) if part),
+            "between_nodes": _cards(inter)})
+    return found
+
+
+def _cards(inter: Row) -> str:
+    if inter.get("kind", "none") == "none":
+        return ""
+    return f"{inter['fabric']}, {inter['nics_per_node']} × {inter['gbps_per_nic']:g} Gb/s"
+
+
+def table_of_topology(name: str) -> Row:
+    """The mapping that a topology file holds."""
+    from pathlib import Path
+
+    from sim.scenario.topologies import find_topology
+
+    return dict(find_topology(name, Path()).data)
+
+
+def models() -> list[Row]:
+    """Every preset, with its source."""
+    catalogue = table("scenario/models.yaml")
+    keys = ("kind", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+    return [{"name": name, **{key: fields.get(key, "decoder" if key == "kind" else None) for key in keys},
+             "source": catalogue["sources"].get(fields.get("source"), "")}
+            for name, fields in catalogue["presets"].items()]
+
+
+def software() -> list[Row]:
+    """Every stack profile, as it stands without an era."""
+    from sim.software import profile_names, stack_for
+
+    found = []
+    for name in profile_names():
+        stack = stack_for(name, 2024, False, {}, "plain")
+        found.append({
+            "name": name, "sharding": stack.sharding_engine, "host_forward_us": stack.host_forward_s * 1e6,
+            "host_backward_us": stack.host_backward_s * 1e6, "host_collective_us": stack.host_collective_s * 1e6,
+            "clips_gradients": stack.clip_gradients, "attention": stack.attention_kernel,
+            "optimizer": stack.optimizer_kernel})
+    return found
+
+
+def precisions() -> list[Row]:
+    """Every named precision and its seven dtypes."""
+    from sim.scenario.precisions import PRECISIONS
+
+    return [{"name": name, **dtypes} for name, dtypes in PRECISIONS.items()]

@@ -1,0 +1,293 @@
+"""The result of a run: every number of result.md, read off a Timeline without changing it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sim.engine import Machine, Timeline, longest_path
+from sim.memory.ledger import MemoryUse, peak
+from sim.parallel import Lowered
+from sim.program import Kind
+from sim.report.breakdown import COMPUTE_STREAM, Breakdown, bound, breakdown, kernel_shares, step_flops
+from sim.report.columns import Columns, of_class
+from sim.report.traffic import traffic_list
+from sim.scenario.schema import Scenario
+
+#: Below this share of free memory PyTorch's allocator starts to retry (result.md, `warnings`).
+TIGHT_HEADROOM = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryResult:
+    """Memory of the fullest rank against its GPU.
+
+    Attributes:
+        use: the replayed ledger of the fullest rank.
+        stages: one ledger per distinct program (pipeline stage), in order.
+        capacity_bytes: what CUDA reports as total.
+        complete: whether temporaries inside operators and the allocator's fragmentation are counted.
+    """
+
+    use: MemoryUse
+    stages: tuple[MemoryUse, ...]
+    capacity_bytes: int
+    complete: bool
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Blocks the caching allocator holds."""
+        return self.use.peak_allocated_bytes + self.use.at_peak["fragmentation"]
+
+    @property
+    def device_used_bytes(self) -> int:
+        """What nvidia-smi shows: reserved blocks and the driver's context."""
+        return self.reserved_bytes + self.use.at_peak["context"]
+
+    @property
+    def headroom_bytes(self) -> int:
+        """Capacity that is left; negative when the job does not fit."""
+        return self.capacity_bytes - self.device_used_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether what is counted fits."""
+        return self.headroom_bytes >= 0
+
+    def to_json(self) -> dict[str, Any]:
+        """`memory` of result.md."""
+        where = self.use.where
+        return {
+            "peak_allocated_bytes": self.use.peak_allocated_bytes, "peak_reserved_bytes": self.reserved_bytes,
+            "device_used_bytes": self.device_used_bytes, "capacity_bytes": self.capacity_bytes, "fits": self.fits,
+            "headroom_bytes": self.headroom_bytes, "complete": self.complete, "at_peak": dict(self.use.at_peak),
+            "where": None if where is None else {"section": where.section, "layer": where.layer, "phase": where.phase,
+                                                 "task": where.task},
+            "phases": {name: dict(level) for name, level in self.use.phases.items()},
+            "stages": [{"peak_allocated_bytes": stage.peak_allocated_bytes, "at_peak": dict(stage.at_peak),
+                        "phases": {name: dict(level) for name, level in stage.phases.items()}}
+                       for stage in self.stages],
+        }
+
+
+@dataclass(slots=True)
+class Simulation:
+    """What the prediction cost. `wall_s` is filled in by whoever ran all of it."""
+
+    events: int
+    tasks: int
+    ranks_simulated: int
+    ranks_represented: int
+    wall_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Detail:
+    """What a result was read from.
+
+    Attributes:
+        critical: index of the simulated class that computes longest; the breakdown and the traffic are its own.
+    """
+
+    lowered: Lowered
+    machine: Machine
+    timeline: Timeline
+    critical: int
+
+
+@dataclass
+class Result:
+    """One predicted run; fields and units as in result.md.
+
+    Attributes:
+        gpus: GPUs of the job; `gpu` is the catalogue's name of the critical rank's.
+        group_ranks: size of each communicator of the critical class's program, by name.
+        set: the sweep point's dotted fields; empty for a plain run.
+    """
+
+    scenario: Scenario
+    gpus: int
+    gpu: str
+    step_time_s: float
+    tokens_per_second: float
+    samples_per_second: float
+    model_flops: float
+    hardware_flops: float
+    peak_flops_per_gpu: float
+    breakdown: Breakdown
+    slowdown: float
+    bound: str
+    memory: MemoryResult
+    simulation: Simulation
+    group_ranks: dict[str, int]
+    warnings: list[str] = field(default_factory=list)
+    set: dict[str, Any] = field(default_factory=dict)
+    _detail: Detail | None = field(default=None, repr=False)
+
+    @property
+    def detail(self) -> Detail:
+        """Program, machine and timeline behind the numbers.
+
+        Raises:
+            RuntimeError: after `release`.
+        """
+        if self._detail is None:
+            raise RuntimeError("the details of this result were released")
+        return self._detail
+
+    def release(self) -> None:
+        """Drop Program, machine and timeline: a long sweep keeps its numbers only. No trace or JSON after this."""
+        self._detail = None
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """Throughput of one GPU."""
+        return self.tokens_per_second / self.gpus
+
+    @property
+    def model_tflops_per_gpu(self) -> float:
+        """TFLOP/s without recomputation."""
+        return self.model_flops / self.step_time_s / self.gpus / 1e12
+
+    @property
+    def hardware_tflops_per_gpu(self) -> float:
+        """TFLOP/s with recomputation."""
+        return self.hardware_flops / self.step_time_s / self.gpus / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOP/s over the dense peak of the compute dtype."""
+        return self.model_tflops_per_gpu * 1e12 / self.peak_flops_per_gpu
+
+    @property
+    def hfu(self) -> float:
+        """Hardware FLOP/s over the dense peak of the compute dtype."""
+        return self.hardware_tflops_per_gpu * 1e12 / self.peak_flops_per_gpu
+
+    @property
+    def traffic(self) -> list[dict[str, Any]]:
+        """One entry per collective of the critical rank's step, in issue order."""
+        detail = self.detail
+        return traffic_list(detail.lowered.job, detail.timeline, detail.critical)
+
+    def to_json(self) -> dict[str, Any]:
+        """The object `drystep run --json` writes (result.md)."""
+        sets = {"set": dict(self.set)} if self.set else {}
+        return {
+            **sets,
+            "scenario": self.scenario.model_dump(mode="json"),
+            "step_time_s": self.step_time_s,
+            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
+            "samples_per_second": self.samples_per_second,
+            "model_flops": self.model_flops,
+            "hardware_flops": self.hardware_flops,
+            "model_tflops_per_gpu": self.model_tflops_per_gpu,
+            "hardware_tflops_per_gpu": self.hardware_tflops_per_gpu,
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+            "breakdown_s": self.breakdown.to_json(),
+            "communication_s": self.breakdown.communication_json(),
+            "slowdown": self.slowdown,
+            "bound": self.bound,
+            "memory": self.memory.to_json(),
+            "traffic": self.traffic,
+            "simulation": {
+                "events": self.simulation.events, "tasks": self.simulation.tasks,
+                "ranks_simulated": self.simulation.ranks_simulated,
+                "ranks_represented": self.simulation.ranks_represented, "wall_s": self.simulation.wall_s,
+            },
+            "warnings": list(self.warnings),
+        }
+
+
+def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timeline: Timeline) -> Result:
+    """Read every number of result.md off one simulated step.
+
+    Args:
+        scenario: resolved, every default filled in.
+        lowered: what it was lowered to.
+        machine: what the job ran on.
+        timeline: its steady step.
+    """
+    job, step_s = lowered.job, timeline.step_time_s
+    critical, columns = _critical(lowered, timeline)
+    simulated = job.classes[critical]
+    program = job.programs[simulated.program]
+    profiles = [machine.profile(simulated.program, simulated.device, 0, i) for i in range(len(program.segments))]
+    parts = breakdown(columns, kernel_shares(program, profiles))
+    training, architecture = scenario.training, lowered.architecture
+    of_micro_batch = architecture.forward_flops + architecture.backward_flops
+    per_program = [step_flops(p) for p in job.programs]
+    gpu = machine.devices[simulated.device].gpu
+    result = Result(
+        scenario=scenario, gpus=job.ranks, gpu=gpu.name, step_time_s=step_s,
+        tokens_per_second=training.global_batch * _tokens_per_sample(scenario) / step_s,
+        samples_per_second=training.global_batch / step_s,
+        model_flops=of_micro_batch / architecture.batch * training.global_batch,
+        hardware_flops=sum(per_program[c.program] * len(c.members) for c in job.classes),
+        peak_flops_per_gpu=gpu.peak_flops(training.precision.compute), breakdown=parts,
+        slowdown=step_s / longest_path(job, machine, infinite_network=True), bound=bound(parts),
+        memory=_memory(lowered, machine),
+        simulation=Simulation(timeline.events, timeline.tasks, len(job.classes), job.ranks),
+        group_ranks={name: job.communicators[c].size
+                     for name, c in zip(program.communicators, simulated.communicators, strict=True)},
+        _detail=Detail(lowered, machine, timeline, critical))
+    result.warnings = _warnings(result)
+    return result
+
+
+def _tokens_per_sample(scenario: Scenario) -> int:
+    """Tokens of one sequence; an encoder-decoder counts both sides (result.md, `model_flops`)."""
+    both = scenario.model.kind == "encoder-decoder"
+    return int(scenario.training.sequence + (scenario.training.decoder_sequence if both else 0))
+
+
+def _critical(lowered: Lowered, timeline: Timeline) -> tuple[int, Columns]:
+    """The class whose compute stream is busy longest, the first of equals, and its step."""
+    best, chosen = -1.0, None
+    for number in range(len(lowered.job.classes)):
+        columns = of_class(lowered.job, timeline, number)
+        if len(lowered.job.classes) == 1:
+            return number, columns
+        rows = (columns.kind == Kind.KERNELS) & (columns.stream == COMPUTE_STREAM)
+        busy = float(((columns.end_s - columns.start_s) * columns.times)[rows].sum())
+        if busy > best:
+            best, chosen = busy, (number, columns)
+    assert chosen is not None, "a job has at least one class"
+    return chosen
+
+
+def _memory(lowered: Lowered, machine: Machine) -> MemoryResult:
+    """The rank with the least headroom, and every distinct program."""
+    job = lowered.job
+    uses = tuple(peak(program) for program in job.programs)
+    results = [MemoryResult(uses[c.program], uses, int(machine.devices[c.device].gpu.usable_memory_bytes),
+                            lowered.memory_complete) for c in job.classes]
+    return min(results, key=lambda m: m.headroom_bytes)
+
+
+def _warnings(result: Result) -> list[str]:
+    memory, found = result.memory, []
+    if not memory.complete:
+        found.append("memory: temporaries inside operators, fragmentation and the CUDA context are not counted yet; "
+                     "model states are exact, the peak is a lower bound")
+    share = memory.headroom_bytes / memory.capacity_bytes
+    if 0 <= share < TIGHT_HEADROOM:
+        found.append(f"memory: only {100 * share:.1f}% of the GPU's memory is left; allocator retries are likely")
+    if not memory.use.steady:
+        leaks = {name: size for name, size in memory.use.net_bytes.items() if size}
+        found.append(f"memory: the step does not return to the level at which it began ({leaks})")
+    detail = result.detail
+    for device in sorted({c.device for c in detail.lowered.job.classes}):
+        gpu = detail.machine.devices[device].gpu
+        if gpu.confidence != "high":
+            found.append(f"hardware: kernel times of {gpu.name} are not calibrated on this GPU "
+                         f"(confidence {gpu.confidence})")
+    return found
+
+
+def leaves(tree: Mapping[str, Any]) -> float:
+    """Sum of all numbers of a nested mapping, e.g. of `breakdown_s`."""
+    return sum(leaves(v) if isinstance(v, Mapping) else float(v) for v in tree.values())

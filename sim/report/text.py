@@ -1,0 +1,231 @@
+"""The terminal report. The only file that knows rich; import it when something is printed, not before."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from typing import IO, Any
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from sim.memory.ledger import CATEGORIES
+from sim.report.result import Result
+from sim.work import CATEGORIES as KERNEL_CATEGORIES
+
+_COLOURS = {"gemm": "green", "attention": "bright_green", "memory_bound": "cyan", "optimizer": "blue",
+            "communication": "red", "pipeline_bubble": "magenta", "host": "yellow", "offload": "bright_red"}
+_NAMES = {"gemm": "matrix products", "attention": "attention", "memory_bound": "memory-bound kernels",
+          "optimizer": "optimizer", "pipeline_bubble": "pipeline bubble", "host": "waiting for the host",
+          "offload": "waiting for offload"}
+_BOUNDS = {"compute": "the tensor cores", "communication": "communication", "memory_bandwidth": "memory bandwidth",
+           "host": "the host", "pipeline": "the pipeline's bubble"}
+#: Shares of the step below this are summed into their neighbour's silence: they would print as 0.0%.
+_SMALLEST_SHARE = 0.0005
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def console(file: IO[str] | None = None, width: int | None = None) -> Console:
+    """A console on `file` (default standard output); colour only on a terminal that wants it."""
+    return Console(file=file, width=width, highlight=False, soft_wrap=False)
+
+
+def render(result: Result, to: Console) -> None:
+    """Print the report of one run."""
+    to.print(Group(*_headline(result), Text(), *_breakdown(result, to.width), Text(), *_bound(result), Text(),
+                   *_memory(result, to.width), *_notes(result)))
+
+
+def as_text(result: Result, width: int = 100) -> str:
+    """The report without colour, for a file."""
+    buffer = io.StringIO()
+    render(result, Console(file=buffer, width=width, highlight=False, color_system=None))
+    return buffer.getvalue()
+
+
+def render_sweep(points: Sequence[Result], skipped: Sequence[Mapping[str, Any]], axes: Mapping[str, Sequence[Any]],
+                 to: Console) -> None:
+    """Print one row per predicted point of a sweep, and the reasons of those that are impossible."""
+    if points:
+        to.print(Text(points[0].scenario.name, style="bold"))
+        to.print(_sweep_table(points, list(axes)))
+    for point in skipped:
+        sets = ", ".join(f"{k}={v}" for k, v in point["set"].items())
+        to.print(Text.assemble(("skipped ", "yellow"), f"{sets}: {point['reason']}"))
+    warnings = dict.fromkeys(w for p in points for w in p.warnings)
+    to.print(Group(*(_warning(w) for w in warnings)))
+
+
+def sweep_as_text(points: Sequence[Result], skipped: Sequence[Mapping[str, Any]], axes: Mapping[str, Sequence[Any]],
+                  width: int = 160) -> str:
+    """The sweep's table without colour, for a file."""
+    buffer = io.StringIO()
+    render_sweep(points, skipped, axes, Console(file=buffer, width=width, highlight=False, color_system=None))
+    return buffer.getvalue()
+
+
+def render_catalogue(rows: Sequence[Mapping[str, Any]], to: Console) -> None:
+    """Print the rows of a catalogue as a table; columns are the first row's keys."""
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for key in rows[0]:
+        table.add_column(key.replace("_", " "), overflow="fold", no_wrap=key == "name")
+    for row in rows:
+        table.add_row(*("-" if value in (None, "") else f"{value:g}" if isinstance(value, float) else str(value)
+                        for value in row.values()))
+    to.print(table)
+
+
+def seconds(value: float) -> str:
+    """A duration with a unit a person would choose."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if abs(value) >= size:
+            return f"{value / size:.4g} {unit}" if unit == "s" else f"{value / size:.3g} {unit}"
+    return "0" if value == 0 else f"{value * 1e9:.3g} ns"
+
+
+def size(value: float) -> str:
+    """Bytes in binary units, as nvidia-smi and PyTorch show them."""
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(value) >= factor:
+            return f"{value / factor:.3g} {unit}" if abs(value) < 1000 * factor else f"{value / factor:,.0f} {unit}"
+    return f"{value:.0f} B"
+
+
+def rate(value: float) -> str:
+    """A throughput: thousands with commas, small ones with three digits."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def bar(share: float, width: int) -> str:
+    """A bar of `share` of `width` columns, to an eighth of a column."""
+    eighths = round(max(0.0, min(1.0, share)) * width * 8)
+    full, part = divmod(eighths, 8)
+    return "█" * full + (_EIGHTHS[part].strip() if part else "")
+
+
+def _headline(result: Result) -> list[Any]:
+    scenario, training = result.scenario, result.scenario.training
+    cluster, parallel = scenario.cluster, scenario.parallel
+    layout: str = parallel.strategy
+    if parallel.strategy in ("fsdp", "zero1", "zero2", "zero3"):
+        layout += f" over {parallel.sharding_factor}"
+    micro = f"{scenario.micro_steps} × " if scenario.micro_steps > 1 else ""
+    lines = [
+        Text(scenario.name, style="bold"),
+        Text(f"{result.gpus} × {result.gpu} ({cluster.nodes} × {cluster.topology.name}) · {layout} · "
+             f"{training.precision.name} · batch {training.global_batch:,} = {scenario.data_parallel} × {micro}"
+             f"{training.micro_batch} of {training.sequence:,} tokens", style="dim"),
+        Text(),
+    ]
+    grid = Table.grid(padding=(0, 3))
+    grid.add_row(*(Text.assemble((value, "bold"), f" {unit}") for value, unit in (
+        (seconds(result.step_time_s), "per step"),
+        (rate(result.tokens_per_second), "tokens/s"),
+        (rate(result.tokens_per_second_per_gpu), "tokens/s/GPU"))))
+    grid.add_row(*(Text.assemble((value, "bold"), f" {unit}") for value, unit in (
+        (f"{100 * result.mfu:.1f}%", "MFU"),
+        (f"{result.model_tflops_per_gpu:.1f}", f"of {result.peak_flops_per_gpu / 1e12:.0f} TFLOP/s/GPU"),
+        (f"{100 * result.hfu:.1f}%", "HFU (recomputation counted)"))))
+    return [*lines, grid]
+
+
+def _rows(result: Result) -> Iterable[tuple[str, float, str]]:
+    parts = result.breakdown
+    for name in KERNEL_CATEGORIES:
+        yield _NAMES[name], parts.compute[name], _COLOURS[name]
+    for kind, groups in parts.exposed_communication.items():
+        for group, exposed in groups.items():
+            yield f"exposed {kind} ({group}, {result.group_ranks[group]} ranks)", exposed, _COLOURS["communication"]
+    yield _NAMES["pipeline_bubble"], parts.pipeline_bubble, _COLOURS["pipeline_bubble"]
+    yield _NAMES["offload"], parts.offload, _COLOURS["offload"]
+    yield _NAMES["host"], parts.host, _COLOURS["host"]
+
+
+def _breakdown(result: Result, width: int) -> list[Any]:
+    step = result.step_time_s
+    rows = [row for row in _rows(result) if row[1] > _SMALLEST_SHARE * step]
+    name_width = max((len(name) for name, _, _ in rows), default=0)
+    room = max(10, min(48, width - name_width - 24))
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(no_wrap=True)
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_column(no_wrap=True)
+    for name, value, colour in rows:
+        grid.add_row(name, seconds(value), f"{100 * value / step:.1f}%", Text(bar(value / step, room), style=colour))
+    return [Text("where the step goes", style="underline"), grid]
+
+
+def _bound(result: Result) -> list[Any]:
+    total = sum(s for groups in result.breakdown.communication_total.values() for s in groups.values())
+    exposed = result.breakdown.exposed_s
+    lines = [Text.assemble("bound by ", (_BOUNDS[result.bound], "bold"))]
+    if total > 0:
+        lines[0].append(f" · communication is busy {seconds(total)}, {seconds(exposed)} of the step waits for it")
+        lines[0].append(f" · {result.slowdown:.3g}× the step on an infinitely fast network")
+    return list(lines)
+
+
+def _memory(result: Result, width: int) -> list[Any]:
+    memory = result.memory
+    share = memory.device_used_bytes / memory.capacity_bytes
+    colour = "red" if not memory.fits else "yellow" if share > 0.95 else "green"
+    room = max(10, min(40, width - 44))
+    if memory.fits:
+        verdict = Text(f"fits, {size(memory.headroom_bytes)} free" if memory.complete
+                       else f"what is counted fits, {size(memory.headroom_bytes)} free", style=colour)
+    else:
+        most = max(CATEGORIES, key=lambda name: memory.use.at_peak[name])
+        verdict = Text(f"does not fit: {size(-memory.headroom_bytes)} too much, most of it {most.replace('_', ' ')}",
+                       style="bold red")
+    line = Text.assemble(("memory ", "underline"), " ", (bar(share, room).ljust(room, "·"), colour),
+                         f" {size(memory.device_used_bytes)} of {size(memory.capacity_bytes)}  ", verdict)
+    parts = [f"{name.replace('_', ' ')} {size(memory.use.at_peak[name])}" for name in CATEGORIES
+             if memory.use.at_peak[name]]
+    lines = [line, Text("at the peak: " + ", ".join(parts), style="dim")]
+    where = memory.use.where
+    if where is not None:
+        lines.append(Text(f"reached in {where.phase} of {where.layer}", style="dim"))
+    return list(lines)
+
+
+def _warning(text: str) -> Text:
+    return Text.assemble(("! ", "bold yellow"), text)
+
+
+def _notes(result: Result) -> list[Any]:
+    done = result.simulation
+    lines: list[Any] = [Text()] if result.warnings else []
+    lines += [_warning(w) for w in result.warnings]
+    lines.append(Text())
+    lines.append(Text(
+        f"simulated {done.ranks_simulated} of {done.ranks_represented:,} ranks, {done.tasks:,} tasks, "
+        f"{done.events:,} events in {seconds(done.wall_s)}", style="dim"))
+    return lines
+
+
+def _sweep_table(points: Sequence[Result], axes: Sequence[str]) -> Table:
+    scaling = "cluster.nodes" in axes
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    heads = [axis.split(".")[-1] for axis in axes]
+    heads += ["GPUs", "step", "tokens/s/GPU", "MFU", "exposed", "memory", "fits"] + (["scaling"] if scaling else [])
+    for i, head in enumerate(heads):
+        table.add_column(head, justify="left" if i < len(axes) else "right", no_wrap=True)
+    for point in points:
+        memory = point.memory
+        cells = [str(point.set[axis]) for axis in axes]
+        cells += [str(point.gpus), seconds(point.step_time_s), rate(point.tokens_per_second_per_gpu),
+                  f"{100 * point.mfu:.1f}%", f"{100 * point.breakdown.exposed_s / point.step_time_s:.1f}%",
+                  size(memory.device_used_bytes)]
+        fits = Text("yes", style="green") if memory.fits else Text("no", style="bold red")
+        efficiency = [_efficiency(point, points)] if scaling else []
+        table.add_row(*cells, fits, *efficiency)
+    return table
+
+
+def _efficiency(point: Result, points: Sequence[Result]) -> str:
+    """Throughput per GPU over that of the smallest cluster among the points that differ in nothing else."""
+    alike = [p for p in points if all(p.set[k] == v for k, v in point.set.items() if k != "cluster.nodes")]
+    first = min(alike, key=lambda p: p.set["cluster.nodes"])
+    return f"{100 * point.tokens_per_second_per_gpu / first.tokens_per_second_per_gpu:.1f}%"

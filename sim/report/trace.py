@@ -1,0 +1,139 @@
+"""The step as a trace for ui.perfetto.dev or chrome://tracing.
+
+Format: "Trace Event Format" (Google, 2016), JSON object form: complete events (`ph: X`) with times in microseconds, and
+metadata events that name processes and threads. One process per simulated rank; its threads are the host, the device
+streams and one track per communicator.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sim.engine import SectionRun
+from sim.program import Kind, Program, Section
+from sim.report.result import Result
+
+#: Beyond so many events a viewer turns slow; runs that repeat are then shown once, with a mark saying how often.
+EVENT_LIMIT = 200_000
+
+_HOST_TRACK = 1
+_STREAM_TRACKS = 10
+_COMMUNICATOR_TRACKS = 100
+_MICROSECONDS = 1e6
+
+
+def write_trace(result: Result, path: str | Path) -> None:
+    """Write the trace to `path`, compressed when it ends with .gz (Perfetto reads both).
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    text = json.dumps(trace(result), separators=(",", ":"))
+    if str(path).endswith(".gz"):
+        with open(path, "wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as file:
+            file.write(text.encode())
+    else:
+        Path(path).write_text(text, encoding="utf-8")
+
+
+def trace(result: Result, event_limit: int = EVENT_LIMIT) -> dict[str, Any]:
+    """The trace as an object ready for `json.dumps`; beyond `event_limit` events repeats are marked, not drawn."""
+    detail = result.detail
+    job = detail.lowered.job
+    events: list[dict[str, Any]] = []
+    whole = sum(job.programs[c.program].tasks() for c in job.classes) * 2 <= event_limit
+    for number, simulated in enumerate(job.classes):
+        program = job.programs[simulated.program]
+        count = len(simulated.members)
+        name = f"rank {simulated.representative}" + (f" (stands for {count:,} ranks)" if count > 1 else "")
+        events += _names(number, name, program)
+        algorithms = _algorithms(result, number)
+        for run in detail.timeline.classes[number]:
+            drawn = list(run) if whole else [run]
+            mark = {} if len(drawn) == run.repeats else {
+                "repeated": f"{run.repeats - 1} more times, each {run.delta_s:.6g} s later"}
+            templates = [_template(program, run.section, task, algorithms, mark)
+                         for task in range(len(program.sections[run.section]))]
+            for one in drawn:
+                events += _tasks(number, program.sections[run.section], one, templates)
+    return {"traceEvents": events, "displayTimeUnit": "ms",
+            "otherData": {"scenario": result.scenario.name, "step_time_s": result.step_time_s}}
+
+
+def _algorithms(result: Result, number: int) -> list[dict[str, Any]]:
+    """Arguments of every distinct collective of a class: size of the group and what the network runs it as."""
+    detail = result.detail
+    job = detail.lowered.job
+    simulated = job.classes[number]
+    network = detail.machine.network
+    assert network is not None, "a result is of a real network"
+    found = []
+    for call in job.programs[simulated.program].collectives:
+        group = job.communicators[simulated.communicators[call.communicator]]
+        flow = network.coflow(call.kind, call.size_bytes, group.ranks, call.dtype)
+        found.append({"bytes": call.size_bytes, "dtype": call.dtype, "ranks": group.size, "group": group.name,
+                      "algorithm": flow.algorithm, "protocol": flow.protocol})
+    return found
+
+
+def _names(process: int, name: str, program: Program) -> Iterator[dict[str, Any]]:
+    tracks = [(_HOST_TRACK, "host")]
+    used = {stream for section in program.sections for kind, stream in zip(section.kind, section.stream, strict=True)
+            if kind in (Kind.KERNELS, Kind.COPY)}
+    tracks += [(_STREAM_TRACKS + i, f"stream {stream}") for i, stream in enumerate(program.streams) if i in used]
+    tracks += [(_COMMUNICATOR_TRACKS + i, f"communicator {group}") for i, group in enumerate(program.communicators)]
+    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
+    for track, title in tracks:
+        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": track, "args": {"name": title}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": track, "args": {"sort_index": track}}
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """What all events of one task of a section share."""
+
+    track: int
+    name: str
+    category: str
+    host_s: float
+    args: dict[str, Any]
+
+
+def _template(program: Program, number: int, task: int, algorithms: list[dict[str, Any]],
+              mark: dict[str, Any]) -> _Template:
+    section = program.sections[number]
+    label, payload, kind = program.labels[section.label[task]], section.payload[task], section.kind[task]
+    args: dict[str, Any] = {"layer": label.layer, "phase": label.phase, "section": section.name, **mark}
+    if kind == Kind.HOST:
+        return _Template(_HOST_TRACK, label.name, "host", 0.0, args)
+    if kind == Kind.COLLECTIVE:
+        call = program.collectives[payload]
+        return _Template(_COMMUNICATOR_TRACKS + call.communicator, f"{call.kind} {label.layer}", "communication",
+                         section.host_s[task], {**args, **algorithms[payload]})
+    extra = ({"bytes": program.copies[payload].size_bytes} if kind == Kind.COPY
+             else {"kernels": len(program.segments[payload].kernels)})
+    category = "copy" if kind == Kind.COPY else label.phase
+    return _Template(_STREAM_TRACKS + section.stream[task], f"{label.layer} {label.name}", category,
+                     section.host_s[task], {**args, **extra})
+
+
+def _tasks(process: int, section: Section, run: SectionRun, templates: list[_Template]) -> Iterator[dict[str, Any]]:
+    for task, one in enumerate(templates):
+        start, end = float(run.start_s[task]), float(run.end_s[task])
+        yield _event(process, one.track, one.name, one.category, start, end, one.args)
+        if section.kind[task] != Kind.HOST and one.host_s > 0:
+            issued = float(run.issue_s[task])
+            yield _event(process, _HOST_TRACK, f"issue {one.name}", "host", issued, issued + one.host_s, one.args)
+
+
+def _event(process: int, track: int, name: str, category: str, start_s: float, end_s: float,
+           args: dict[str, Any]) -> dict[str, Any]:
+    start = round(start_s * _MICROSECONDS, 3)
+    return {"ph": "X", "pid": process, "tid": track, "name": name, "cat": category, "ts": start,
+            "dur": max(0.0, round(end_s * _MICROSECONDS - start, 3)), "args": args}

@@ -1,0 +1,222 @@
+"""Fills in every default that depends on other fields (spec: the paragraph below the top-level table).
+
+Each function takes what the user wrote, with None where nothing was written, and returns the same with concrete values.
+Nothing is checked here: impossible combinations are `checks`' business, so divisions round.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sim.catalog import table
+from sim.scenario.gpus import gpu_facts
+from sim.scenario.schema import (
+    FULL,
+    Cluster,
+    Finetune,
+    Host,
+    Inter,
+    Intra,
+    Model,
+    Nccl,
+    Offload,
+    Parallel,
+    Precision,
+    Prefetch,
+    Scenario,
+    Software,
+    SplitSlots,
+    TopologySpec,
+    Training,
+    named_precision,
+)
+
+#: Strategies that split something over the data ranks; the others keep whole copies.
+SHARDED = frozenset({"zero1", "zero2", "zero3", "fsdp"})
+#: Strategies that reduce gradients in every micro-step unless told otherwise: accumulation happens in the shard.
+_EAGER_REDUCTION = frozenset({"zero2", "zero3", "fsdp"})
+#: Dtypes of matrix products that the fused attention kernels take.
+_FLASH_DTYPES = frozenset({"fp16", "bf16", "fp8", "mxfp8", "nvfp4"})
+_ORDER = ["tensor", "context", "expert", "data", "pipeline"]
+#: Rank of LoRA's matrices where none is given (Hugging Face PEFT, LoraConfig.r), and the matrices that get them.
+_LORA_RANK = 8
+_LORA_TARGETS = ["query", "value"]
+
+
+def fill(written: Scenario) -> Scenario:
+    """The scenario with every default in place."""
+    cluster = _cluster(written.cluster)
+    parallel = written.parallel if written.parallel is not None else Parallel()
+    training = _training(written.training, written.model, cluster)
+    gpus = cluster.nodes * cluster.gpus_per_node
+    return written.model_copy(update={
+        "cluster": cluster,
+        "model": _model(written.model, training),
+        "training": training,
+        "parallel": _parallel(parallel, gpus),
+        "software": _software(written.software if written.software is not None else Software()),
+        "sweep": written.sweep if written.sweep is not None else {},
+        "expect": written.expect if written.expect is not None else {},
+    })
+
+
+def has_bf16(cluster: Cluster) -> bool:
+    """Whether the GPU has bf16 units, by the catalogue or by the user's own figures."""
+    own = cluster.gpu.tflops if cluster.gpu is not None else None
+    return "bf16" in gpu_facts(cluster.topology.gpu)["tflops"] or (own is not None and "bf16" in own)
+
+
+def _cluster(written: Cluster) -> Cluster:
+    topology = written.topology
+    topology = topology.model_copy(update={
+        "intra": _intra(topology),
+        "inter": topology.inter if topology.inter is not None else Inter(kind="none"),
+        "host": _host(topology),
+    })
+    return written.model_copy(update={
+        "topology": topology,
+        "nodes": _or(written.nodes, topology.nodes),
+        "gpus_per_node": _or(written.gpus_per_node, topology.gpus_per_node),
+    })
+
+
+def _intra(topology: TopologySpec) -> Intra:
+    written = topology.intra
+    if written is None:
+        written = Intra(kind="pcie" if topology.gpus_per_node > 1 else "none")
+    facts = gpu_facts(topology.gpu)
+    pcie = str(facts["pcie"])
+    nvlink = facts.get("nvlink") or {}
+    update: dict[str, Any] = {}
+    if written.kind == "pcie":
+        link = written.link or (f"gen{written.gen}x16" if written.gen else pcie)
+        update = {"link": link, "gen": _or(written.gen, int(link[3]) if link.startswith("gen") else None),
+                  "links_per_gpu": _or(written.links_per_gpu, 1)}
+    elif written.kind == "none":
+        update = {"link": _or(written.link, "none"), "links_per_gpu": _or(written.links_per_gpu, 0)}
+    else:
+        update = {"link": _or(written.link, _nvlink_name(nvlink)),
+                  "links_per_gpu": _or(written.links_per_gpu, _links(written, nvlink))}
+        if written.kind == "nvlink-mesh" and written.matrix is None:
+            peers = max(1, topology.gpus_per_node - 1)
+            update["links_per_pair"] = _or(written.links_per_pair, update["links_per_gpu"] // peers)
+    return written.model_copy(update=update)
+
+
+def _nvlink_name(nvlink: dict[str, Any]) -> str:
+    """Name of a GPU's own links; AMD's Infinity Fabric is generation 0 of the catalogue, told apart by its speed."""
+    generation = nvlink.get("generation", 3)
+    if generation == 0:
+        return "xgmi" if nvlink["gb_s_per_link"] > 50 else "xgmi2"
+    return f"nvlink{generation}"
+
+
+def _links(written: Intra, nvlink: dict[str, Any]) -> int:
+    if written.matrix:
+        return max(sum(row) for row in written.matrix)
+    return int(nvlink.get("links") or 1)
+
+
+def _host(topology: TopologySpec) -> Host:
+    written = topology.host if topology.host is not None else Host()
+    if written.pcie is not None:
+        return written
+    return written.model_copy(update={"pcie": gpu_facts(topology.gpu)["pcie"]})
+
+
+def _model(written: Model, training: Training) -> Model:
+    if written.kind == "layers":
+        return _layer_table(written)
+    heads, hidden = written.heads, written.hidden
+    ffn = _or(written.ffn, 4 * hidden)
+    update: dict[str, Any] = {
+        "decoder_layers": _or(written.decoder_layers, written.layers if written.kind == "encoder-decoder" else 0),
+        "kv_heads": _or(written.kv_heads, heads),
+        "head_dim": _or(written.head_dim, hidden // heads),
+        "ffn": ffn,
+        "activation": _or(written.activation, "silu" if written.gated_mlp else "gelu"),
+        "max_positions": _or(written.max_positions, max(training.sequence, training.decoder_sequence)),
+        "positions": _or(written.positions, "relative" if written.kind == "encoder-decoder" else "learned"),
+    }
+    if written.moe is not None and written.moe.expert_ffn is None:
+        update["moe"] = written.moe.model_copy(update={"expert_ffn": ffn})
+    return written.model_copy(update=update)
+
+
+def _layer_table(written: Model) -> Model:
+    """A table of layers has no transformer sizes: zeros, and nothing that a transformer would have."""
+    sizes = ("layers", "decoder_layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_positions")
+    return written.model_copy(update={
+        **{name: _or(getattr(written, name), 0) for name in sizes},
+        "activation": _or(written.activation, "relu"), "positions": _or(written.positions, "none"),
+        "tied_embeddings": False,
+    })
+
+
+def _training(written: Training, model: Model, cluster: Cluster) -> Training:
+    half = "bf16" if has_bf16(cluster) else "fp16"
+    precision = _or(written.precision, Precision.model_validate(named_precision(f"amp-{half}")))
+    decoder_sequence = _or(written.decoder_sequence, written.sequence)
+    flash = has_bf16(cluster) and precision.compute in _FLASH_DTYPES
+    predicting = decoder_sequence if model.kind == "encoder-decoder" else written.sequence
+    return written.model_copy(update={
+        "decoder_sequence": decoder_sequence,
+        "predicted_tokens": _or(written.predicted_tokens, predicting),
+        "precision": precision,
+        "attention": _or(written.attention, "flash" if flash else "eager"),
+        "finetune": _finetune(written.finetune, precision),
+    })
+
+
+def _finetune(written: Finetune | None, precision: Precision) -> Finetune:
+    finetune = written if written is not None else Finetune()
+    small = finetune.method != "full"
+    plain = precision.parameters if precision.parameters in ("fp32", "bf16", "fp16", "int8", "int4") else "fp32"
+    return finetune.model_copy(update={
+        "rank": _or(finetune.rank, _LORA_RANK if small else 0),
+        "targets": _or(finetune.targets, list(_LORA_TARGETS) if small else []),
+        "base": _or(finetune.base, "nf4" if finetune.method == "qlora" else plain),
+    })
+
+
+def _parallel(written: Parallel, gpus: int) -> Parallel:
+    strategy = _or(written.strategy, "ddp" if gpus > 1 else "none")
+    shards = max(1, gpus // (written.tensor * written.pipeline))
+    factor = written.sharding_factor if strategy in SHARDED or written.sharding_factor else 1
+    v_shaped = written.schedule in ("zb-v", "dualpipe")
+    virtual = _or(written.virtual_stages, 2 if v_shaped else 1)
+    return written.model_copy(update={
+        "strategy": strategy,
+        "sharding_factor": shards if factor is None or factor == FULL else factor,
+        "prefetch": _or(written.prefetch, Prefetch()),
+        "reduce_every_micro_step": _or(written.reduce_every_micro_step, strategy in _EAGER_REDUCTION),
+        "virtual_stages": virtual,
+        "schedule": _or(written.schedule, "interleaved" if virtual > 1 else "1f1b"),
+        "split_slots": _or(written.split_slots, SplitSlots()),
+        "order": _or(written.order, list(_ORDER)),
+        "offload": _or(written.offload, Offload()),
+    })
+
+
+def _software(written: Software) -> Software:
+    by = table("scenario/defaults.yaml")
+    year = _or(written.year, by["year"])
+    name = written.framework
+    return written.model_copy(update={
+        "year": year,
+        "fsdp": _or(written.fsdp, _since(by["fsdp"], year)),
+        "modules": _or(written.modules, by["modules"].get(name, by["modules"]["other"])),
+        "optimizer_kernel": _or(written.optimizer_kernel, _since(by["optimizer_kernel"][name], year)),
+        "versions": _or(written.versions, {}),
+        "nccl": _or(written.nccl, Nccl()),
+        "max_connections": _or(written.max_connections, by["max_connections"].get(name, by["max_connections"]["other"])),
+    })
+
+
+def _since(steps: dict[int, Any], year: int) -> Any:
+    """The value of the latest year that is not after `year`."""
+    return steps[max(y for y in steps if y <= year)]
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value

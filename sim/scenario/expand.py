@@ -1,0 +1,136 @@
+"""Replaces names by what they stand for, before the fields are checked: topology, preset, Hugging Face config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sim.errors import Fault, UserError, nearest
+from sim.scenario.document import Document
+from sim.scenario.gpus import canonical_gpu, gpu_names
+from sim.scenario.presets import preset, preset_names
+from sim.scenario.topologies import find_topology
+
+#: Where presets keep their tables of layers.
+_PRESET_FOLDER = Path(__file__).parent
+#: Fields of an inline GPU mapping that describe it rather than override a figure.
+_GPU_NAMES = ("like", "name")
+
+
+def expand(document: Document, faults: list[Fault]) -> dict[str, Any]:
+    """The document's data with names replaced; faults of the names are added to `faults`.
+
+    A part that cannot be expanded is left out of the result together with its fault, so it is not reported twice.
+    """
+    data: dict[str, Any] = _without_nulls(document.data)
+    cluster, model = data.get("cluster"), data.get("model")
+    if isinstance(cluster, dict):
+        data["cluster"] = cluster = dict(cluster)
+        _topology(cluster, document, faults)
+    if isinstance(model, dict):
+        data["model"] = model = _table(_model(model, document, faults), document, faults)
+        training = data.get("training")
+        if model.get("kind") == "layers" and isinstance(training, dict):  # a table counts samples, not tokens
+            data["training"] = {"sequence": 1, **training}
+    return data
+
+
+def _table(model: dict[str, Any], document: Document, faults: list[Fault]) -> dict[str, Any]:
+    """The model with the path of its table of layers made absolute, and its rows counted."""
+    written = model.get("table")
+    if not isinstance(written, str) or model.get("kind") != "layers":
+        return model
+    from sim.scenario.layer_table import read_table
+
+    asked = document.data.get("model")
+    own = isinstance(asked, dict) and "table" in asked
+    path = document.folder / Path(written).expanduser() if own else _PRESET_FOLDER / written
+    try:
+        rows = read_table(path, written)
+    except UserError as error:
+        faults += _told("model.table", error, document)
+        return {**model, "layers": 1}
+    return {**model, "table": str(path.resolve()), "layers": len(rows)}
+
+
+def _told(path: str, error: UserError, document: Document) -> list[Fault]:
+    """Faults of a file that a field names: those of its contents as they are, those of the file itself at the field."""
+    file, line = document.place(path)
+    return [f if f.line or f.field else
+            Fault(f"'{f.file}' {f.message}" if f.file else f.message, path, file, line, f.hint) for f in error.faults]
+
+
+def _without_nulls(value: Any) -> Any:
+    """A field with no value is a field left out."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value
+
+
+def _topology(cluster: dict[str, Any], document: Document, faults: list[Fault]) -> None:
+    topology = cluster.get("topology")
+    if isinstance(topology, str):
+        try:
+            found = find_topology(topology, document.folder)
+        except UserError as error:
+            faults += _told("cluster.topology", error, document)
+            cluster["topology"] = dict(_STANDIN)
+            return
+        faults += found.faults
+        for path, place in found.places.items():
+            document.places[f"cluster.topology.{path}" if path else "cluster.topology"] = place
+        topology = _without_nulls(found.data)
+    if isinstance(topology, dict):
+        cluster["topology"] = topology = dict(topology)
+        _gpu(cluster, topology, document, faults)
+
+
+#: Takes the place of a topology that was not found, so that only that is reported.
+_STANDIN = {"name": "unknown", "gpu": "a100-80g-sxm", "gpus_per_node": 8, "intra": {"kind": "nvswitch"}}
+
+
+def _gpu(cluster: dict[str, Any], topology: dict[str, Any], document: Document, faults: list[Fault]) -> None:
+    gpu = topology.get("gpu")
+    path = "cluster.topology.gpu"
+    if isinstance(gpu, dict):
+        own = {key: value for key, value in gpu.items() if key not in _GPU_NAMES}
+        written = cluster.get("gpu")
+        cluster["gpu"] = {**own, **written} if isinstance(written, dict) else own
+        for key in own:
+            document.places.setdefault(f"cluster.gpu.{key}", document.place(f"{path}.{key}"))
+        gpu = gpu.get("like", gpu.get("name"))
+        if gpu is None:
+            faults.append(document.fault(path, "an inline GPU needs 'like', the GPU of the catalogue it resembles",
+                                         "add 'like: a100-80g-sxm'; figures beside it override that GPU's"))
+            gpu = _STANDIN["gpu"]
+        topology["gpu"] = gpu
+    if not isinstance(gpu, str):
+        return
+    name = canonical_gpu(gpu)
+    if name is None:
+        hint = nearest(gpu, gpu_names()) or "see 'drystep list gpus'"
+        faults.append(document.fault(path, f"there is no GPU named '{gpu[:80]}' in the catalogue", hint))
+        name = str(_STANDIN["gpu"])
+    topology["gpu"] = name
+
+
+def _model(model: dict[str, Any], document: Document, faults: list[Fault]) -> dict[str, Any]:
+    name, config = model.get("preset"), model.get("hf")
+    if name is not None and config is not None:
+        faults.append(document.fault("model.hf", "'preset' and 'hf' both name an architecture", "keep one of the two"))
+        return model
+    if isinstance(name, str):
+        fields = preset(name)
+        if fields is None:
+            hint = nearest(name, preset_names()) or "see 'drystep list models'"
+            faults.append(document.fault("model.preset", f"there is no model named '{name[:80]}'", hint))
+            return model
+        return {**fields, **model}
+    if isinstance(config, str):
+        from sim.scenario.hf import read_config
+
+        try:
+            return {**read_config(document.folder, config), **model}
+        except UserError as error:
+            faults += _told("model.hf", error, document)
+    return model

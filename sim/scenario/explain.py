@@ -1,0 +1,182 @@
+"""From pydantic's errors to sentences a person can act on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from sim.errors import Fault, nearest
+from sim.scenario.document import Document, describe
+
+_QUOTED = re.compile(r"'([^']*)'")
+_TAGS = frozenset({"name", "table"})
+
+
+def explain(error: ValidationError, root: type[BaseModel], document: Document, inside: str = "") -> list[Fault]:
+    """One fault for each of pydantic's errors, with the place where the user wrote the field.
+
+    With `inside`, only errors of that dotted path or below count, and the path itself may be missing its neighbours.
+    """
+    faults: dict[str, Fault] = {}
+    for item in error.errors(include_url=False, include_context=True):
+        path, model = _path(item["loc"], root)
+        if inside and path != inside and not path.startswith(inside + "."):
+            continue
+        message, hint = _sentence(item["type"], item.get("ctx", {}), item["input"], item["msg"], path, model)
+        faults.setdefault(path, document.fault(path, message, hint))
+    return list(faults.values())
+
+
+def tables_of(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The tables an annotation can hold, looked up inside Annotated, unions and optionals."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif get_origin(annotation) not in (list, dict):
+        for part in get_args(annotation):
+            yield from tables_of(part)
+
+
+def field_table(root: type[BaseModel], parts: list[str]) -> tuple[type[BaseModel] | None, int]:
+    """The table that holds the last part of a path, and how many parts were known before it ended."""
+    model: type[BaseModel] | None = root
+    for depth, part in enumerate(parts):
+        if model is None or part not in model.model_fields:
+            return model, depth
+        if depth == len(parts) - 1:
+            return model, len(parts)
+        model = next(tables_of(model.model_fields[part].annotation), None)
+    return model, len(parts)
+
+
+def _path(location: tuple[int | str, ...], root: type[BaseModel]) -> tuple[str, type[BaseModel] | None]:
+    """Dotted path without pydantic's union tags, and the table that holds its last part."""
+    parts: list[str] = []
+    model: type[BaseModel] | None = root
+    holder: type[BaseModel] | None = root
+    tagged = False
+    for part in location:
+        if tagged and part in _TAGS:
+            tagged = False
+            continue
+        tagged = False
+        parts.append(str(part).removesuffix("[key]") if part != "[key]" else "")
+        holder = model
+        field = model.model_fields.get(str(part)) if model else None
+        model = next(tables_of(field.annotation), None) if field else None
+        tagged = field is not None and str(part) in ("recompute", "mode")
+    return ".".join(p for p in parts if p), holder
+
+
+def _sentence(kind: str, ctx: dict[str, Any], value: Any, message: str, path: str,
+              model: type[BaseModel] | None) -> tuple[str, str]:
+    name = path.rpartition(".")[2]
+    if kind == "missing":
+        return _missing(name, model)
+    if kind == "extra_forbidden":
+        return _unknown_field(name, value, model)
+    if kind == "literal_error":
+        return _not_allowed(value, _QUOTED.findall(ctx["expected"]) or re.findall(r"\d+", ctx["expected"]))
+    if kind == "choice":
+        return _not_allowed(ctx["value"], ctx["allowed"].split(","))
+    if kind == "word":
+        word = ctx["word"]
+        hint = (nearest(value, [word]) or _number_hint(value)) if isinstance(value, str) else ""
+        return f"expected '{word}' or {ctx['or']}, not {describe(value)}", hint
+    if kind == "unit":
+        return message, f"write {ctx['examples']}"
+    if kind == "plain":
+        return message, ""
+    if kind == "range":
+        return _range(value, ctx["low"], ctx["high"])
+    for test in (_wrong_type, _out_of_range):
+        found = test(kind, ctx, value)
+        if found:
+            return found
+    return f"{describe(value)} cannot be used here", ""
+
+
+def _missing(name: str, model: type[BaseModel] | None) -> tuple[str, str]:
+    field = model.model_fields.get(name) if model else None
+    meaning = f": {field.description}" if field is not None and field.description else ""
+    return f"'{name}' is required{meaning}", f"add '{name}: …'"
+
+
+def _unknown_field(name: str, value: Any, model: type[BaseModel] | None) -> tuple[str, str]:
+    known = list(model.model_fields) if model else []
+    hint = nearest(name, known)
+    if not hint:
+        elsewhere = _elsewhere(name)
+        hint = f"did you mean '{elsewhere}'?" if elsewhere else f"known here: {', '.join(known)}"
+    return f"there is no field '{name[:60]}' here", hint
+
+
+def _elsewhere(name: str) -> str:
+    """The dotted path of a field of that name in another table."""
+    from sim.scenario.schema import Scenario
+
+    for table_name, field in Scenario.model_fields.items():
+        for model in tables_of(field.annotation):
+            if name in model.model_fields:
+                return f"{table_name}.{name}"
+    return ""
+
+
+def _not_allowed(value: Any, allowed: list[str]) -> tuple[str, str]:
+    shown = ", ".join(allowed)
+    hint = nearest(value, allowed) if isinstance(value, str) else ""
+    return f"{describe(value)} is not one of {shown}", hint
+
+
+def _number_hint(value: Any) -> str:
+    if isinstance(value, str):
+        bare = value.replace("_", "").replace(",", "").strip()
+        if re.fullmatch(r"[-+]?\d+(\.\d*)?", bare):
+            return f"write {bare} without quotes, commas or underscores"
+    return ""
+
+
+def _wrong_type(kind: str, ctx: dict[str, Any], value: Any) -> tuple[str, str] | None:
+    said = describe(value)
+    if kind in ("int_type", "int_from_float", "int_parsing", "int_parsing_size"):
+        if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+            return f"expected a whole number, not {said}", f"write {int(value)}"
+        return f"expected a whole number, not {said}", _number_hint(value)
+    if kind in ("float_type", "float_parsing"):
+        return f"expected a number, not {said}", _number_hint(value)
+    if kind in ("bool_type", "bool_parsing"):
+        words = {"yes": "true", "on": "true", "no": "false", "off": "false", "1": "true", "0": "false"}
+        wanted = words.get(str(value).lower(), "")
+        return f"expected true or false, not {said}", f"write {wanted}" if wanted else ""
+    if kind == "string_type":
+        return f"expected text, not {said}", f'write "{value}" in quotes' if isinstance(value, int | float) else ""
+    if kind in ("list_type", "tuple_type"):
+        return f"expected a list, not {said}", "write [a, b, …]"
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        return f"expected a mapping of fields, not {said}", "write its fields indented below it"
+    return None
+
+
+def _range(value: Any, low: str, high: str) -> tuple[str, str]:
+    return f"{describe(value)} is outside {low} to {high}", ""
+
+
+def _out_of_range(kind: str, ctx: dict[str, Any], value: Any) -> tuple[str, str] | None:
+    said = describe(value)
+    if kind == "greater_than_equal":
+        return f"{said} is too small: at least {ctx['ge']:,}", ""
+    if kind == "greater_than":
+        return f"{said} is too small: more than {ctx['gt']:,}", ""
+    if kind == "less_than_equal":
+        return f"{said} is absurdly large: at most {ctx['le']:,}", ""
+    if kind == "less_than":
+        return f"{said} is too large: less than {ctx['lt']:,}", ""
+    if kind == "finite_number":
+        return f"{said} is not a finite number", ""
+    if kind == "string_too_short":
+        return "is empty", "write some text"
+    if kind in ("string_too_long", "too_long"):
+        return f"is too long: at most {ctx.get('max_length')} allowed", ""
+    return None

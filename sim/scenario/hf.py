@@ -1,0 +1,187 @@
+"""A Hugging Face `config.json` read into fields of `model`.
+
+Keys and class defaults: transformers, src/transformers/models/<family>/configuration_<family>.py. Biases that only some
+matrices have (Qwen2: query, key, value) are left out: a few thousand parameters per block.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sim.errors import Fault, UserError, nearest
+from sim.scenario.document import describe, read_text
+
+_ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu", "relu": "relu",
+    "gelu_pytorch_tanh": "gelu", "quick_gelu": "gelu",
+}
+
+
+class _Config:
+    """A config with typed look-ups; what is missing or mistyped becomes a fault."""
+
+    def __init__(self, values: dict[str, Any], shown: str, text: str) -> None:
+        self.values, self.shown, self._text = values, shown, text
+        self.faults: list[Fault] = []
+
+    def whole(self, *keys: str, default: int | None = None) -> int:
+        """A whole number under the first of `keys` that is there."""
+        for key in keys:
+            value = self.values.get(key)
+            if value is not None:
+                if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+                    return value
+                self._fault(key, f"expected a whole number, not {describe(value)}")
+                return 1
+        if default is None:
+            self._fault(keys[0], f"the config has no '{keys[0]}'")
+            return 1
+        return default
+
+    def optional(self, key: str) -> int | None:
+        """A whole number, or None where it is absent or null."""
+        return self.whole(key, default=0) or None
+
+    def flag(self, key: str, default: bool) -> bool:
+        """A boolean."""
+        value = self.values.get(key, default)
+        if not isinstance(value, bool):
+            self._fault(key, f"expected true or false, not {describe(value)}")
+            return default
+        return value
+
+    def activation(self, *keys: str, default: str) -> str:
+        """Our name of the activation under the first of `keys` that is there."""
+        for key in keys:
+            if self.values.get(key) is not None:
+                value = self.values[key]
+                if value in _ACTIVATIONS:
+                    return _ACTIVATIONS[value]
+                self._fault(key, f"the activation {describe(value)} is not known",
+                            nearest(str(value), _ACTIVATIONS) or f"known: {', '.join(_ACTIVATIONS)}")
+                return default
+        return default
+
+    def _fault(self, key: str, message: str, hint: str = "") -> None:
+        at = self._text.find(f'"{key}"')
+        line = self._text.count("\n", 0, at) + 1 if at >= 0 else 0
+        self.faults.append(Fault(message, field=key, file=self.shown, line=line, hint=hint))
+
+
+def _sizes(c: _Config) -> dict[str, Any]:
+    fields = {
+        "layers": c.whole("num_hidden_layers"), "hidden": c.whole("hidden_size"), "heads": c.whole("num_attention_heads"),
+        "vocab": c.whole("vocab_size"), "max_positions": c.whole("max_position_embeddings", default=2048),
+        "ffn": c.whole("intermediate_size"),
+    }
+    for ours, theirs in (("kv_heads", "num_key_value_heads"), ("head_dim", "head_dim")):
+        value = c.optional(theirs)
+        if value:
+            fields[ours] = value
+    return fields
+
+
+def _llama(c: _Config, *, tied: bool = False, activation: str = "silu") -> dict[str, Any]:
+    return {**_sizes(c), "gated_mlp": True, "activation": c.activation("hidden_activation", "hidden_act", default=activation),
+            "positions": "rotary", "norm": "rmsnorm", "bias": c.flag("mlp_bias", False),
+            "tied_embeddings": c.flag("tie_word_embeddings", tied)}
+
+
+def _windowed(c: _Config, *, always: bool) -> dict[str, Any]:
+    window = c.optional("sliding_window")
+    return {**_llama(c), **({"window": window} if window and (always or c.flag("use_sliding_window", False)) else {})}
+
+
+def _gemma(c: _Config) -> dict[str, Any]:
+    return _llama(c, tied=True, activation="gelu")
+
+
+def _mixtral(c: _Config) -> dict[str, Any]:
+    return {**_windowed(c, always=True), "moe": {"experts": c.whole("num_local_experts", default=8),
+                                                 "top_k": c.whole("num_experts_per_tok", default=2)}}
+
+
+def _deepseek(c: _Config) -> dict[str, Any]:
+    fields = _llama(c)
+    fields.pop("head_dim", None)
+    moe = {"experts": c.whole("n_routed_experts"), "top_k": c.whole("num_experts_per_tok"),
+           "expert_ffn": c.whole("moe_intermediate_size"), "shared_experts": c.whole("n_shared_experts", default=0),
+           "first_dense": c.whole("first_k_dense_replace", default=0), "every": c.whole("moe_layer_freq", default=1)}
+    mla = {"q_rank": c.whole("q_lora_rank", default=0), "kv_rank": c.whole("kv_lora_rank"),
+           "nope_dim": c.whole("qk_nope_head_dim"), "rope_dim": c.whole("qk_rope_head_dim"),
+           "value_dim": c.whole("v_head_dim")}
+    return {**fields, "moe": moe, "mla": mla}
+
+
+def _phi(c: _Config) -> dict[str, Any]:
+    return {**_sizes(c), "activation": c.activation("hidden_act", default="gelu"), "positions": "rotary",
+            "parallel_block": True, "tied_embeddings": c.flag("tie_word_embeddings", False)}
+
+
+def _gpt2(c: _Config) -> dict[str, Any]:
+    fields = {"layers": c.whole("n_layer"), "hidden": c.whole("n_embd"), "heads": c.whole("n_head"),
+              "vocab": c.whole("vocab_size"), "max_positions": c.whole("n_positions", default=1024),
+              "activation": c.activation("activation_function", default="gelu"),
+              "tied_embeddings": c.flag("tie_word_embeddings", True)}
+    inner = c.optional("n_inner")
+    return {**fields, **({"ffn": inner} if inner else {})}
+
+
+def _gpt_neox(c: _Config) -> dict[str, Any]:
+    return {**_sizes(c), "activation": c.activation("hidden_act", default="gelu"), "positions": "rotary",
+            "parallel_block": c.flag("use_parallel_residual", True), "tied_embeddings": c.flag("tie_word_embeddings", False)}
+
+
+def _bert(c: _Config) -> dict[str, Any]:
+    return {**_sizes(c), "kind": "encoder", "activation": c.activation("hidden_act", default="gelu")}
+
+
+def _t5(c: _Config) -> dict[str, Any]:
+    projection = str(c.values.get("feed_forward_proj", "relu"))
+    layers = c.whole("num_layers")
+    return {"kind": "encoder-decoder", "layers": layers, "decoder_layers": c.whole("num_decoder_layers", default=layers),
+            "hidden": c.whole("d_model"), "heads": c.whole("num_heads"), "head_dim": c.whole("d_kv"), "ffn": c.whole("d_ff"),
+            "vocab": c.whole("vocab_size"), "max_positions": c.whole("n_positions", default=512),
+            "gated_mlp": projection.startswith("gated"), "activation": "gelu" if "gelu" in projection else "relu",
+            "positions": "relative", "norm": "rmsnorm", "bias": False, "tied_embeddings": c.flag("tie_word_embeddings", True)}
+
+
+_FAMILIES: dict[str, Callable[[_Config], dict[str, Any]]] = {
+    "llama": _llama, "mistral": lambda c: _windowed(c, always=True), "qwen2": lambda c: _windowed(c, always=False),
+    "qwen3": lambda c: _windowed(c, always=False), "gemma": _gemma, "gemma2": _gemma, "phi": _phi,
+    "phi3": lambda c: _windowed(c, always=True), "gpt2": _gpt2, "gpt_neox": _gpt_neox, "bert": _bert, "t5": _t5,
+    "mixtral": _mixtral, "deepseek_v3": _deepseek,
+}
+
+
+def read_config(folder: Path, written: str) -> dict[str, Any]:
+    """Fields of `model` from a `config.json`, or from the folder that holds one.
+
+    Raises:
+        UserError: unreadable, not JSON, of an unknown family, or lacking a size.
+    """
+    path = folder / Path(written).expanduser()
+    shown = written
+    if path.is_dir():
+        path, shown = path / "config.json", f"{written.rstrip('/')}/config.json"
+    text = read_text(path, shown)
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        line = getattr(error, "lineno", 0)
+        raise UserError(Fault(f"is not JSON: {getattr(error, 'msg', 'nested too deeply')}", file=shown, line=line)) from None
+    if not isinstance(values, dict):
+        raise UserError(Fault(f"holds {describe(values)} where a config was expected", file=shown, line=1))
+    family = values.get("model_type")
+    if not isinstance(family, str) or family not in _FAMILIES:
+        hint = (nearest(family, _FAMILIES) if isinstance(family, str) else "") or f"known: {', '.join(_FAMILIES)}"
+        message = "the config has no 'model_type'" if family is None else f"the model_type {describe(family)} is not known"
+        raise UserError(Fault(message, field="model_type", file=shown, hint=hint))
+    config = _Config(values, shown, text)
+    fields = _FAMILIES[family](config)
+    if config.faults:
+        raise UserError(config.faults)
+    return fields

@@ -1,0 +1,79 @@
+"""JSON Schema of a scenario file, for editors: what a user may write, units and names included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sim.scenario.gpus import gpu_names
+from sim.scenario.precisions import PRECISIONS
+from sim.scenario.presets import preset_names
+from sim.scenario.schema import Scenario
+from sim.scenario.topologies import topology_names
+
+_POINT = {"type": "object", "description": "dotted field -> value: one point of the sweep", "minProperties": 1}
+
+
+def json_schema() -> dict[str, Any]:
+    """The schema (draft 2020-12)."""
+    schema: dict[str, Any] = Scenario.model_json_schema()
+    _tidy(schema)
+    tables = schema["$defs"]
+    _names(tables)
+    properties = schema["properties"]
+    properties["sweep"] = {
+        "type": "object", "description": "what-if axes: dotted field -> list of values",
+        "additionalProperties": {"type": "array", "minItems": 1}}
+    properties["expect"] = {
+        "type": "object", "description": "regression bounds: result field -> bound",
+        "additionalProperties": {"anyOf": [*_bound(), {"type": "array", "items": {"anyOf": _bound()}}]}}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "drystep scenario",
+            **{key: value for key, value in schema.items() if key != "title"}}
+
+
+def _names(tables: dict[str, Any]) -> None:
+    """Names where a name may stand for a mapping, and the catalogues' names as suggestions or choices."""
+    cluster, topology = tables["Cluster"]["properties"], tables["TopologySpec"]["properties"]
+    model, training = tables["Model"]["properties"], tables["Training"]["properties"]
+    cluster["topology"] = _either({"enum": topology_names()}, {"type": "string", "pattern": r"\.ya?ml$|/"},
+                                  {"$ref": "#/$defs/TopologySpec"}, says=cluster["topology"])
+    gpu = {"$ref": "#/$defs/GpuFigures"}
+    topology["gpu"] = _either({"type": "string", "examples": gpu_names()}, {"type": "object", "properties": {
+        "like": {"enum": gpu_names()}, "name": {"type": "string"},
+        **tables["GpuFigures"]["properties"]}, "required": ["like"], "additionalProperties": False}, says=topology["gpu"])
+    cluster["gpu"] = {**gpu, "description": cluster["gpu"].get("description", "")}
+    model["preset"] = {"enum": preset_names(), "description": model["preset"]["description"]}
+    training["precision"] = _either({"enum": list(PRECISIONS)}, {"$ref": "#/$defs/Precision"}, says=training["precision"])
+
+
+def _either(*choices: dict[str, Any], says: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": list(choices), "description": says.get("description", "")}
+
+
+def _bound() -> list[dict[str, Any]]:
+    share = {"anyOf": [{"type": "string", "pattern": r"^\s*[0-9.]+\s*%\s*$"}, {"type": "number", "minimum": 0, "maximum": 1}]}
+    number = {"type": "number"}
+    kinds = ({"value": {"type": ["number", "string", "boolean"]}, "within": share},
+             {"min": number, "max": number},
+             {"relative_to": {"anyOf": [{"type": "string"}, _POINT]}, "ratio": number, "within": share})
+    tables = [{"type": "object", "properties": {**kind, "at": _POINT}, "additionalProperties": False, "minProperties": 1}
+              for kind in kinds]
+    return [{"type": ["number", "string", "boolean"]}, *tables]
+
+
+def _tidy(node: Any) -> None:
+    """Takes out what only says that a field may be left out: null defaults and null alternatives."""
+    if isinstance(node, list):
+        for item in node:
+            _tidy(item)
+    elif isinstance(node, dict):
+        if "default" in node and node["default"] is None:
+            del node["default"]
+        choices = node.get("anyOf")
+        if isinstance(choices, list) and {"type": "null"} in choices:
+            rest = [choice for choice in choices if choice != {"type": "null"}]
+            del node["anyOf"]
+            node.update(rest[0] if len(rest) == 1 else {"anyOf": rest})
+        if isinstance(node.get("title"), str) and "type" not in node.get("properties", {}):
+            del node["title"]
+        for item in node.values():
+            _tidy(item)

@@ -1,0 +1,456 @@
+"""Everything a user can say, as one typed tree; the field names are the product's main interface.
+
+The same classes serve twice. Validated from what a user wrote, a field that was left out and whose default depends on
+other fields holds None; `defaults.fill` then replaces every such None, so that all other rooms see concrete values of
+the annotated type. Fields made with `late` are those.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, PlainValidator, Tag, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from sim.scenario.precisions import PRECISIONS
+from sim.scenario.units import Bytes, BytesPerSecond, Gbps, Mib, Seconds, Watts
+
+
+class Table(BaseModel):
+    """A mapping of the scenario: no unknown fields, no silent conversions, read-only."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True, protected_namespaces=(),
+                              allow_inf_nan=False)
+
+
+def late(description: str) -> Any:
+    """An optional field whose default depends on other fields."""
+    return Field(default=None, description=description)
+
+
+def has(default: Any, description: str) -> Any:
+    """An optional field with a fixed default."""
+    return Field(default=default, description=description)
+
+
+def needs(description: str) -> Any:
+    """A required field."""
+    return Field(description=description)
+
+
+def _count(limit: int) -> Any:
+    return Field(ge=1, le=limit)
+
+
+def _dtype_or_none(value: Any) -> Any:
+    return "none" if value is None else value
+
+
+# Upper limits of sizes: an order of magnitude or more beyond anything trained, there to catch slips of the keyboard.
+Layers = Annotated[int, _count(10_000)]
+LayersOrNone = Annotated[int, Field(ge=0, le=10_000)]
+Width = Annotated[int, _count(10_000_000)]
+Heads = Annotated[int, _count(100_000)]
+Vocab = Annotated[int, _count(100_000_000)]
+Tokens = Annotated[int, _count(100_000_000)]
+Sequences = Annotated[int, _count(1_000_000_000)]
+Nodes = Annotated[int, _count(200_000)]
+NodeGpus = Annotated[int, _count(1024)]
+Degree = Annotated[int, _count(1_000_000)]
+Experts = Annotated[int, _count(100_000)]
+Year = Annotated[int, Field(ge=2016, le=2040)]
+Text = Annotated[str, Field(min_length=1, max_length=300)]
+
+Dtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8", "int4"]
+DtypeOrNone = Annotated[
+    Literal["none", "fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8", "int4"],
+    BeforeValidator(_dtype_or_none)]
+Framework = Literal["pytorch", "megatron", "deepspeed", "composer", "torchtitan", "nanotron", "ideal"]
+Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "dualpipe"]
+Optimizer = Literal["adamw", "adam", "adamw-8bit", "sgd", "sgd-momentum", "adafactor", "lamb", "none"]
+Place = Literal["none", "cpu", "nvme", "paged"]
+Axis = Literal["tensor", "context", "expert", "data", "pipeline"]
+Target = Literal["query", "key", "value", "projection", "mlp", "head"]
+
+#: `sharding_factor: full` until `defaults.fill` knows the number of ranks.
+FULL = 0
+
+
+# ------------------------------------------------------------------------------------------------------------ cluster
+class Intra(Table):
+    """How the GPUs of a node reach each other."""
+
+    kind: Literal["nvswitch", "nvlink-mesh", "pcie", "none"] = needs("what joins the GPUs of a node")
+    link: Literal["nvlink1", "nvlink2", "nvlink3", "nvlink4", "nvlink5", "xgmi", "xgmi2", "gen3x16", "gen4x16", "gen5x16",
+                  "none"] = late("kind of link")
+    links_per_gpu: Annotated[int, Field(ge=0, le=1000)] = late("links of one GPU")
+    links_per_pair: Annotated[int, Field(ge=0, le=1000)] | None = has(None, "links between every pair of a mesh")
+    matrix: list[list[Annotated[int, Field(ge=0, le=1000)]]] | None = has(None, "links between each pair of a mesh")
+    gpus_per_switch: NodeGpus | None = has(None, "GPUs below one PCIe switch")
+    gen: Annotated[int, Field(ge=3, le=5)] | None = has(None, "PCIe generation")
+
+
+class Inter(Table):
+    """How the nodes reach each other."""
+
+    kind: Literal["fat-tree", "dragonfly", "torus", "ring", "none"] = needs("shape of the network")
+    fabric: Literal["infiniband", "roce", "efa", "omni-path", "slingshot", "tcpx", "ethernet"] = has(
+        "infiniband", "kind of network")
+    nics_per_node: Annotated[int, _count(1024)] = has(1, "network cards of a node")
+    gbps_per_nic: Gbps = has(100.0, "Gb/s of one card, one direction")
+    rail_optimized: bool = has(False, "card i of every node on the same leaf switch")
+    oversubscription: Annotated[float, Field(ge=1, le=1000)] = has(1.0, "leaf down-links over up-links")
+    nodes_per_leaf: Annotated[int, _count(100_000)] = has(16, "nodes below one leaf switch")
+    gpu_direct_rdma: bool = has(True, "cards read and write GPU memory")
+    routing: Literal["adaptive", "ecmp"] = has("adaptive", "how flows choose their path")
+
+
+class Host(Table):
+    """The host side of a node."""
+
+    memory: Bytes = has(1e12, "host memory of a node")
+    pcie: Literal["gen3x16", "gen4x16", "gen5x16", "nvlink-c2c"] = late(
+        "link of a GPU to its host")
+    nvme_read: BytesPerSecond = has(12e9, "sequential read of a node's disks")
+    nvme_write: BytesPerSecond = has(6e9, "sequential write of a node's disks")
+
+
+class GpuFigures(Table):
+    """Single figures of a GPU that replace the catalogue's."""
+
+    memory: Bytes | None = has(None, "device memory")
+    memory_bandwidth: BytesPerSecond | None = has(None, "device memory bandwidth")
+    tflops: dict[Dtype, Annotated[float, Field(gt=0, le=1e6)]] | None = has(None, "dense TFLOP/s by dtype")
+    power_limit_w: Watts | None = has(None, "power limit")
+
+
+class TopologySpec(Table):
+    """A cluster: one node and how many of them, joined how."""
+
+    name: Text = has("inline", "shown in reports")
+    gpu: Text = needs("a GPU of the catalogue")
+    gpus_per_node: NodeGpus = needs("GPUs of a node")
+    nodes: Nodes = has(1, "nodes")
+    intra: Intra = late("links inside a node")
+    inter: Inter = late("network between nodes")
+    host: Host = late("host side of a node")
+    source: Any = has(None, "where the figures come from")
+    notes: Any = has(None, "free text")
+    price_per_gpu_hour: Annotated[float, Field(ge=0, le=1e6)] | None = has(None, "USD")
+
+
+class Cluster(Table):
+    """The hardware."""
+
+    topology: TopologySpec = needs("a name, a path, or the mapping such a file holds")
+    nodes: Nodes = late("overrides the topology's own count")
+    gpus_per_node: NodeGpus = late("use only the first k GPUs of each node")
+    intra_gbps_per_gpu: Gbps | None = has(None, "overrides the link speed inside a node (Gb/s, one direction)")
+    inter_gbps_per_node: Gbps | None = has(None, "overrides the link speed between nodes (Gb/s, one direction)")
+    gpu: GpuFigures | None = has(None, "overrides single GPU figures")
+
+
+# -------------------------------------------------------------------------------------------------------------- model
+class Moe(Table):
+    """Mixture of experts."""
+
+    experts: Experts = needs("routed experts of a block")
+    top_k: Experts = needs("experts a token is sent to")
+    expert_ffn: Width = late("inner width of one expert")
+    shared_experts: Annotated[int, Field(ge=0, le=100_000)] = has(0, "experts that see every token")
+    every: Layers = has(1, "one block of so many is a mixture")
+    first_dense: LayersOrNone = has(0, "blocks at the start that are not")
+
+
+class Mla(Table):
+    """Multi-head latent attention (DeepSeek-V2, section 2.1)."""
+
+    q_rank: Annotated[int, Field(ge=0, le=10_000_000)] = has(0, "rank of the query compression, 0 = none")
+    kv_rank: Width = needs("rank of the key and value compression")
+    nope_dim: Width = needs("head dimension without rotary positions")
+    rope_dim: Width = needs("head dimension with rotary positions")
+    value_dim: Width = needs("head dimension of the values")
+
+
+def _probability(value: Any) -> Any:
+    return 0.1 if value is True else 0.0 if value is False else value
+
+
+class Model(Table):
+    """The architecture."""
+
+    preset: Text | None = has(None, "a known architecture; fields beside it override it")
+    hf: Text | None = has(None, "path of a Hugging Face config.json")
+    kind: Literal["decoder", "encoder", "encoder-decoder", "layers"] = has("decoder", "shape of the transformer")
+    layers: Layers = late("blocks; encoder blocks of an encoder-decoder")
+    decoder_layers: LayersOrNone = late("decoder blocks of an encoder-decoder")
+    hidden: Width = late("width of the residual stream")
+    heads: Heads = late("attention heads")
+    kv_heads: Heads = late("heads of keys and values")
+    head_dim: Width = late("width of one head")
+    ffn: Width = late("inner width of the MLP")
+    gated_mlp: bool = has(False, "three matrices: SwiGLU, GEGLU")
+    activation: Literal["gelu", "relu", "silu"] = late("activation of the MLP")
+    vocab: Vocab = late("rows of the embedding")
+    max_positions: Tokens = late("rows of a learned position embedding, longest sequence")
+    positions: Literal["learned", "rotary", "alibi", "relative", "none"] = late("position encoding")
+    norm: Literal["layernorm", "rmsnorm"] = has("layernorm", "normalisation")
+    bias: bool = has(True, "biases in linear layers and norms")
+    tied_embeddings: bool = has(True, "the head multiplies by the embedding's matrix")
+    dropout: Annotated[float, BeforeValidator(_probability), Field(ge=0, lt=1),
+                       WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "number", "minimum": 0}]})] = has(
+        0.0, "probability; true = 0.1")
+    moe: Moe | None = has(None, "mixture of experts")
+    mla: Mla | None = has(None, "latent attention")
+    window: Tokens | None = has(None, "sliding-window attention, tokens")
+    parallel_block: bool = has(False, "attention and MLP side by side")
+    table: Text | None = has(None, "path of a CSV of layers, for kind layers")
+
+
+# ----------------------------------------------------------------------------------------------------------- training
+class Precision(Table):
+    """Seven dtypes; `gather` and `reduce` are those on the wire for parameters and gradients."""
+
+    name: str = has("custom", "")
+    compute: Dtype = needs("of matrix products")
+    parameters: Dtype = needs("of the parameters the model computes with")
+    master: DtypeOrNone = needs("of the optimizer's copy of the parameters")
+    gradients: Dtype = needs("of stored gradients")
+    optimizer: Dtype = needs("of optimizer states")
+    gather: Dtype = needs("of gathered parameters on the wire")
+    reduce: Dtype = needs("of reduced gradients on the wire")
+
+
+def named_precision(value: Any) -> Any:
+    """The mapping behind a precision's name. A mapping goes through."""
+    if isinstance(value, str):
+        if value not in PRECISIONS:
+            raise PydanticCustomError("choice", "unknown precision", {"value": value, "allowed": ",".join(PRECISIONS)})
+        return {"name": value, **PRECISIONS[value]}
+    if not isinstance(value, dict | Precision):
+        raise PydanticCustomError("plain", "expected the name of a precision or a mapping of its seven dtypes")
+    return value
+
+
+class RecomputeLayers(Table):
+    """Full recomputation of the first blocks only."""
+
+    layers: LayersOrNone = needs("blocks recomputed")
+
+
+def _all_targets(value: Any) -> Any:
+    return ["query", "key", "value", "projection", "mlp", "head"] if value == "all" else value
+
+
+class Finetune(Table):
+    """What is trained: everything, or small matrices beside frozen weights."""
+
+    method: Literal["full", "lora", "qlora", "adapter"] = has("full", "method")
+    rank: Annotated[int, Field(ge=0, le=100_000)] = late("rank of LoRA's matrices, or width of an adapter")
+    targets: Annotated[list[Target], BeforeValidator(_all_targets), Field(max_length=20), WithJsonSchema({
+        "anyOf": [{"const": "all"}, {"type": "array", "items": {"enum": list(Target.__args__)}}]})] = late(
+        "matrices that get one")
+    base: Literal["fp32", "bf16", "fp16", "int8", "int4", "nf4", "nf4-dq"] = late("dtype of the frozen weights")
+
+
+class InferenceRun(Table):
+    """Sizes of an inference run."""
+
+    prompt: Tokens = needs("tokens of the prompt")
+    generate: Tokens = needs("tokens generated")
+    batch: Sequences = needs("sequences at once")
+
+
+class Inference(Table):
+    """Forward only, with a cache of keys and values."""
+
+    inference: InferenceRun = needs("prompt, generate, batch")
+
+
+def _name_or_table(value: Any) -> str:
+    return "table" if isinstance(value, dict | BaseModel) else "name"
+
+
+_BY_KIND = Discriminator(_name_or_table)
+Recompute = Annotated[
+    Annotated[Literal["none", "full", "selective", "selective-op"], Tag("name")]
+    | Annotated[RecomputeLayers, Tag("table")], _BY_KIND]
+Mode = Annotated[Annotated[Literal["train"], Tag("name")] | Annotated[Inference, Tag("table")], _BY_KIND]
+
+
+class Training(Table):
+    """Batch, dtypes, optimizer and what saves memory."""
+
+    micro_batch: Sequences = needs("sequences one replica takes through one forward and backward")
+    global_batch: Sequences = needs("sequences per optimizer step over the whole job")
+    sequence: Tokens = needs("tokens per sequence")
+    decoder_sequence: Tokens = late("tokens per decoder sequence")
+    predicted_tokens: Tokens = late("tokens per sequence that reach the vocabulary head")
+    precision: Annotated[Precision, BeforeValidator(named_precision)] = late("a name or seven dtypes")
+    optimizer: Optimizer = has("adamw", "optimizer")
+    recompute: Recompute = has("none", "activation checkpointing")
+    attention: Literal["eager", "flash"] = late("eager materialises the score matrix")
+    optimizer_in_backward: bool = has(False, "gradients are freed as they are applied")
+    chunked_loss: bool = has(False, "logits and loss in chunks")
+    finetune: Finetune = late("what is trained")
+    mode: Mode = has("train", "train, or inference")
+
+
+# ----------------------------------------------------------------------------------------------------------- parallel
+def _word_or_number(word: str, other: str, limit: float, *, whole: bool = True, result: Any = ...) -> PlainValidator:
+    """Accepts `word` (read as `result`) or a number from 1 (any positive one unless whole) to `limit`."""
+
+    def read(value: Any) -> Any:
+        if isinstance(value, str) and value == word:
+            return word if result is ... else result
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+            raise PydanticCustomError("word", "", {"word": word, "or": other})
+        if value < 1 or value > limit:
+            raise PydanticCustomError("range", "", {"low": "1", "high": f"{limit:,}"})
+        return value
+
+    return PlainValidator(read)
+
+
+def _switch_or_count(value: Any) -> Any:
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, int):
+        raise PydanticCustomError("plain", "expected true, false or a whole number of GPUs")
+    if value < 1 or value > 1_000_000:
+        raise PydanticCustomError("range", "", {"low": "1", "high": "1,000,000"})
+    return value
+
+
+def _or_word(word: str) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": word}]})
+
+
+class Prefetch(Table):
+    """FSDP's prefetch and rate limiter."""
+
+    forward: bool = has(False, "gather the next unit before this one computes")
+    backward: Literal["pre", "post", "none"] = has("pre", "when the next unit of backward is gathered")
+    limit: Annotated[int | None, _word_or_number("none", "a whole number", 10_000, result=None), _or_word("none")] = has(
+        2, "gathers in flight")
+
+
+class SplitSlots(Table):
+    """Work of embedding and head, in blocks, when blocks are split evenly over stages."""
+
+    embedding: Annotated[int, Field(ge=0, le=10_000)] = has(0, "blocks' worth of the embedding")
+    head: Annotated[int, Field(ge=0, le=10_000)] = has(0, "blocks' worth of the head")
+
+
+class Offload(Table):
+    """What lives outside the GPU."""
+
+    parameters: Place = has("none", "where parameters live")
+    optimizer: Place = has("none", "where optimizer states live")
+    activations: Place = has("none", "where activations live")
+
+
+class Parallel(Table):
+    """How the job is laid out on the GPUs."""
+
+    strategy: Strategy = late("data parallelism")
+    sharding_factor: Annotated[int, _word_or_number("full", "a whole number of GPUs", 1_000_000, result=FULL), _or_word("full")] = late(
+        "GPUs over which each parameter is split, or full")
+    reshard_after_forward: Annotated[bool | int, PlainValidator(_switch_or_count), WithJsonSchema(
+        {"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 1}]})] = has(
+        True, "false keeps gathered parameters until backward; int = reshard to that many GPUs")
+    prefetch: Prefetch = late("FSDP's prefetch and rate limiter")
+    wrap: Annotated[Literal["block"] | int, _word_or_number("block", "a number of parameters", 10**13), _or_word("block")] = has(
+        "block", "unit of gathering: a block, or so many parameters")
+    bucket_mb: Mib = has(25.0, "MiB of a gradient bucket")
+    gradient_as_bucket_view: bool = has(False, "DDP's gradients are views of its buckets")
+    reduce_every_micro_step: bool = late("gradient accumulation without no_sync")
+    overlap: bool = has(True, "reduce gradients and gather parameters during compute")
+    tensor: Degree = has(1, "tensor parallelism")
+    sequence_parallel: bool = has(False, "Megatron's sequence parallelism")
+    async_tensor: bool = has(False, "overlapped tensor parallelism")
+    context: Degree = has(1, "ring-attention context parallelism")
+    expert: Degree = has(1, "expert parallelism")
+    pipeline: Degree = has(1, "pipeline stages")
+    virtual_stages: Annotated[int, _count(10_000)] = late("chunks of each pipeline rank")
+    schedule: Schedule = late("order of the pipeline's micro-batches")
+    split: Annotated[list[LayersOrNone], Field(max_length=100_000)] | None = has(None, "blocks per pipeline rank")
+    overlap_p2p: bool = has(False, "transfers between stages overlap with compute")
+    split_slots: SplitSlots = late("work of embedding and head when splitting evenly")
+    pipeline_scatter: bool = has(False, "each tensor rank sends its share between stages")
+    order: list[Axis] = late("which ranks are neighbours, first = same node")
+    offload: Offload = late("what lives outside the GPU")
+
+
+# ------------------------------------------------------------------------------------------------- software and budget
+class Nccl(Table):
+    """Settings of the collective library."""
+
+    version: Text | None = has(None, "version")
+    algorithm: Literal["ring", "tree", "collnet", "nvls", "nvls-tree"] | None = has(None, "forces an algorithm")
+    protocol: Literal["simple", "ll", "ll128"] | None = has(None, "forces a protocol")
+    channels: Annotated[int, _count(64)] | None = has(None, "forces a number of channels")
+
+
+class Software(Table):
+    """Which stack runs the job."""
+
+    framework: Framework = has("pytorch", "framework")
+    year: Year = late("of the stack")
+    compile: bool = has(False, "torch.compile")
+    fused: bool = has(True, "fused kernels of the framework")
+    cuda_graphs: bool = has(False, "kernels launched as graphs")
+    fsdp: Literal[1, 2] = late("FSDP 1 (flat parameters) or 2 (per parameter)")
+    modules: Literal["plain", "transformers", "megatron"] = late("whose layers run")
+    optimizer_kernel: Literal["loop", "foreach", "fused"] = late("how the optimizer's kernels are launched")
+    versions: dict[str, Text] = late("package -> version")
+    nccl: Nccl = late("settings of the collective library")
+    max_connections: Annotated[int, _count(32)] = late("CUDA_DEVICE_MAX_CONNECTIONS")
+
+
+class Budget(Table):
+    """Length of the run and money; times in seconds once read."""
+
+    tokens: Annotated[Literal["chinchilla"] | float, _word_or_number(
+        "chinchilla", "a number of tokens", 10**18, whole=False), WithJsonSchema(
+        {"anyOf": [{"const": "chinchilla"}, {"type": "number", "exclusiveMinimum": 0}]})] | None = has(None, "tokens")
+    price_per_gpu_hour: Annotated[float, Field(ge=0, le=1e6)] | None = has(None, "USD")
+    deadline: Seconds | None = has(None, "longest run allowed")
+    mtbf_per_gpu: Seconds | None = has(None, "mean time between failures of one GPU")
+    checkpoint_every: Seconds | None = has(None, "time between checkpoints")
+
+
+class Scenario(Table):
+    """One resolved scenario: what is trained, on what, and how, with every default filled in."""
+
+    name: Text = needs("shown in every report")
+    cluster: Cluster = needs("hardware")
+    model: Model = needs("architecture")
+    training: Training = needs("batch, precision, optimizer, memory-saving techniques")
+    parallel: Parallel = late("how the job is laid out on the GPUs")
+    software: Software = late("which stack runs it")
+    budget: Budget | None = has(None, "run length and money")
+    sweep: dict[str, list[Any]] = late("what-if axes: dotted field -> list of values")
+    expect: dict[str, Any] = late("regression bounds: result field -> bound")
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the job."""
+        return self.cluster.nodes * self.cluster.gpus_per_node
+
+    @property
+    def data_parallel(self) -> int:
+        """Replicas: GPUs / (tensor · context · pipeline)."""
+        return self.gpus // (self.parallel.tensor * self.parallel.context * self.parallel.pipeline)
+
+    @property
+    def micro_steps(self) -> int:
+        """Forward-backward passes of one replica per optimizer step."""
+        return -(-(self.training.global_batch // self.data_parallel) // self.training.micro_batch)
+
+    @property
+    def last_micro_batch(self) -> int:
+        """Sequences of the last micro-step: less than micro_batch where the replica's share is not a multiple."""
+        share = self.training.global_batch // self.data_parallel
+        return share - (self.micro_steps - 1) * self.training.micro_batch

@@ -1,0 +1,194 @@
+"""A training stack as named facts: what it launches, fuses, keeps and synchronises, and what its host code costs.
+
+Nowhere else does code ask for a framework's name or a year: every difference between stacks is a field of `Stack`,
+read from `profiles.yaml` (value, unit, source and confidence of each).
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+from sim.catalog import table
+from sim.errors import Fault, UserError, nearest
+
+_PROFILES = "software/profiles.yaml"
+_COMPARE: dict[str, Callable[[Any, Any], bool]] = {
+    ">=": operator.ge, "<=": operator.le, "==": operator.eq, "<": operator.lt, ">": operator.gt,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One line of a profile: a value with its unit, where it comes from and how sure it is."""
+
+    value: float | int | bool | str
+    unit: str
+    source: str
+    confidence: str
+
+    @property
+    def free(self) -> bool:
+        """Whether the value is a figure that may be calibrated, not a documented choice of the software."""
+        return self.confidence == "estimated"
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """What a training stack does. Units and sources of each fact: `profiles.yaml`, or `facts_of`.
+
+    Attributes:
+        framework: profile name.
+        modules: whose layers run: plain, transformers or megatron.
+        compile: whether Inductor fuses element-wise chains.
+        host_forward_s, host_backward_s: host time per operator (one `Kernel.launches`) in forward, and by autograd.
+        host_collective_s: host time per collective call.
+        host_step_s: fixed host time per optimizer step.
+        launch_queue: launches the host may be ahead of the GPU.
+        step_sync: whether the host waits for the GPU at the end of every step.
+        clip_gradients: whether the gradient norm is computed and applied every step.
+        loss: "plain" (log-softmax and nll), "fused", or "vocab_parallel" (Megatron).
+        metric_losses: extra forward evaluations of the loss on the training logits per micro-batch.
+        early_stop: recomputation stops at a block's last saved tensor.
+        attention_kernel: implementation behind `attention: flash`: flash1, flash2, flash3 or triton.
+        residual_dtype_follows_autocast: the residual stream is half, not fp32, under autocast.
+        low_precision_norm: norms run in half under autocast.
+        autocast_cache: weights are cast once per forward, not at every use.
+        unpad_copies: the attention wrapper copies qkv and output between padded and packed form.
+        fused_*: one kernel instead of a chain (norm, bias + GELU, SwiGLU, rotary, RMSNorm, scale + mask + softmax,
+            bias + dropout + residual).
+        gradient_accumulation_fusion: the weight-gradient GEMM adds into the gradient buffer itself.
+        optimizer_kernel: loop, foreach or fused, where the scenario does not say.
+        sharding_engine: whose code reduces gradients and splits states: torch (DDP, FSDP), deepspeed or megatron.
+    """
+
+    framework: str
+    modules: str
+    compile: bool
+    host_forward_s: float
+    host_backward_s: float
+    host_collective_s: float
+    host_step_s: float
+    launch_queue: int
+    step_sync: bool
+    clip_gradients: bool
+    loss: str
+    metric_losses: int
+    early_stop: bool
+    attention_kernel: str
+    residual_dtype_follows_autocast: bool
+    low_precision_norm: bool
+    autocast_cache: bool
+    unpad_copies: bool
+    fused_norm: bool
+    fused_bias_gelu: bool
+    fused_swiglu: bool
+    fused_rope: bool
+    fused_rmsnorm: bool
+    fused_softmax: bool
+    fused_dropout_add: bool
+    gradient_accumulation_fusion: bool
+    optimizer_kernel: str
+    sharding_engine: str
+
+
+#: Fields of `Stack` that are not facts of a profile.
+_GIVEN = ("framework", "modules", "compile")
+
+
+def profile_names() -> list[str]:
+    """Names of the profiles, for messages and `drystep list`."""
+    return list(table(_PROFILES)["profiles"])
+
+
+def facts_of(
+    framework: str, year: int, compile_: bool = False, versions: Mapping[str, str] | None = None,
+    fused: bool = True, cuda_graphs: bool = False,
+) -> dict[str, Fact]:
+    """Every fact of a profile in an era, with unit, source and confidence.
+
+    Raises:
+        UserError: no profile of that name.
+    """
+    catalogue = table(_PROFILES)
+    profiles = catalogue["profiles"]
+    if framework not in profiles:
+        message = f"unknown framework '{framework}'; known: {', '.join(profiles)}"
+        raise UserError(Fault(message, field="software.framework", hint=nearest(framework, profiles)))
+    known = {name: _release(by_year, year) for name, by_year in catalogue["releases"].items()} | dict(versions or {})
+    switches = {"compile": compile_, "cuda_graphs": cuda_graphs, "fused": fused}
+    given = {f"{name}_given": True for name in versions or {}}
+    lines: dict[str, Any] = {}
+    for profile in _lineage(profiles, framework):
+        lines |= profile.get("facts", {})
+        for era in profile.get("eras", ()):
+            if all(_holds(key, wanted, year, known, switches | given) for key, wanted in era["when"].items()):
+                lines |= era["facts"]
+    return {name: Fact(**line) for name, line in lines.items()}
+
+
+def stack_for(
+    framework: str = "pytorch", year: int = 2026, compile_: bool = False, versions: Mapping[str, str] | None = None,
+    modules: str = "plain", *, fused: bool = True, cuda_graphs: bool = False,
+) -> Stack:
+    """The stack a scenario's `software` asks for; memoised.
+
+    Args:
+        framework: profile name (`profile_names`).
+        year: selects the release where `versions` is silent.
+        compile_: torch.compile.
+        versions: released versions by package, e.g. {"torch": "2.1.0", "flash_attn": "triton"}.
+        modules: plain, transformers or megatron.
+        fused: false turns off the framework's optional fused kernels.
+        cuda_graphs: forward and backward are replayed as graphs.
+
+    Raises:
+        UserError: no profile of that name.
+    """
+    return _stack(framework, year, compile_, tuple(sorted((versions or {}).items())), modules, fused, cuda_graphs)
+
+
+@lru_cache(maxsize=64)
+def _stack(
+    framework: str, year: int, compile_: bool, versions: tuple[tuple[str, str], ...], modules: str, fused: bool,
+    cuda_graphs: bool,
+) -> Stack:
+    facts = facts_of(framework, year, compile_, dict(versions), fused, cuda_graphs)
+    values: dict[str, Any] = {f.name: facts[f.name].value for f in fields(Stack) if f.name not in _GIVEN}
+    return Stack(framework=framework, modules=modules, compile=compile_, **values)
+
+
+def _lineage(profiles: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    """The profile after all its ancestors, eldest first."""
+    profile = profiles[name]
+    parent = profile.get("inherits")
+    return [*(_lineage(profiles, parent) if parent else ()), profile]
+
+
+def _release(by_year: Mapping[int, str], year: int) -> str:
+    """The latest release of a year not after `year` (the first one for earlier years)."""
+    past = [y for y in by_year if y <= year]
+    return by_year[max(past) if past else min(by_year)]
+
+
+def _holds(
+    key: str, wanted: str | bool, year: int, versions: Mapping[str, str], switches: Mapping[str, bool],
+) -> bool:
+    """Whether one condition of an era is met. A version that is not a number ("triton") meets none."""
+    if isinstance(wanted, bool):
+        return switches.get(key, False) == wanted
+    match = re.fullmatch(r"([<>=]{1,2})([\d.]+)", wanted)
+    if match is None:
+        raise ValueError(f"{_PROFILES}: condition {key}: {wanted!r} is not a comparison")
+    actual = (year,) if key == "year" else _version(versions[key])
+    return bool(actual) and _COMPARE[match[1]](actual, _version(match[2]))
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """The leading numbers of a version, e.g. "2.1.0a3" → (2, 1, 0); () when it has none."""
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()

@@ -1,0 +1,107 @@
+"""Micro-measurements, row by row: NCCL sweeps against `sim.network`, kernel timings against `sim.hardware`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from sim.errors import Fault, UserError
+from sim.hardware import Device, canonical_gpu, gpu
+from sim.network import Coflow, Network, Topology
+from sim.validation.cases import Case
+from sim.validation.statistics import Record
+from sim.work import COLLECTIVES, DTYPE_BYTES, Kernel
+
+#: Element-wise operators of the kernel files: full-size tensors (inputs, outputs) that one call reads and writes.
+#: `add` and `mul` take two tensors; the `u` forms take a tensor and a scalar.
+_ELEMENTWISE = {"add": (2, 1), "addu": (1, 1), "mul": (2, 1), "mulu": (1, 1), "div": (2, 1), "divu": (1, 1),
+                "pow": (2, 1), "powu": (1, 1), "gelu": (1, 1), "relu": (1, 1), "tanh": (1, 1)}
+#: Other row-wise operators: the op of `sim.work.Kernel`, and full-size tensors read and written.
+_ROW_WISE = {"ln": ("norm", 1, 1), "input_layernorm": ("norm", 1, 1), "softmax": ("softmax", 1, 1)}
+#: Resolving a cluster takes a whole scenario: a batch that divides over any 1 to 10 ranks, and over 1,024.
+_ANY_RANKS = 2**10 * 5 * 7 * 9
+#: Layout words of SimuMax's `source` column: forward, data gradient, weight gradient.
+_LAYOUTS = ("TN", "NN", "NT")
+
+
+def collective_rows(case: Case) -> Record:
+    """Time of one collective alone on its cluster, per message size.
+
+    Raises:
+        UserError: an operation or cluster that cannot be expressed.
+    """
+    sweep = case.given
+    kind = {"send_recv": "send"}.get(sweep["op"], sweep["op"])
+    if kind not in COLLECTIVES:
+        raise UserError(Fault(f"unknown collective {sweep['op']!r}", "op"))
+    network, ranks = _network(case), np.arange(sweep["ranks"], dtype=np.int64).reshape(1, -1)
+    rows = []
+    for row in case.rows:
+        flow = network.coflow(kind, int(row["bytes"]), ranks, str(sweep.get("dtype", "fp32")))
+        predicted = 1e6 * alone_s(network, flow)
+        rows.append({**row, "predicted_us": predicted, "error": predicted / row["measured_us"] - 1})
+    return {"nodes": math.ceil(sweep["ranks"] / network.gpus_per_node), "rows": rows}
+
+
+def alone_s(network: Network, flow: Coflow) -> float:
+    """Seconds of a collective that shares no link: latency, then its size at the slowest hop's rate."""
+    hops = (network.capacity(link) / load for link, load in zip(flow.links, flow.loads, strict=True) if load > 0)
+    rate = min(flow.cap_bps, *hops, math.inf)
+    return flow.latency_s + (flow.size_bytes / rate if flow.size_bytes else 0.0)
+
+
+def _network(case: Case) -> Network:
+    from sim.scenario import resolve
+
+    cluster = case.given["cluster"]
+    cluster = {"topology": cluster} if isinstance(cluster, str) else dict(cluster)
+    whole = isinstance(cluster["topology"], Mapping)
+    cluster.setdefault("nodes", 1)
+    spec = resolve({"name": case.id, "cluster": cluster, "model": {"preset": "gpt2"},
+                    "training": {"micro_batch": 1, "global_batch": _ANY_RANKS, "sequence": 1024}},
+                   case.path).cluster
+    per_node = spec.gpus_per_node
+    nodes = spec.nodes if whole else max(spec.nodes, math.ceil(case.given["ranks"] / per_node))
+    return Network(Topology.from_mapping(spec.topology.model_dump()), nodes, per_node)
+
+
+def kernel_rows(case: Case) -> Record:
+    """Time per row of one (GPU, dtype, operator) of a kernel file.
+
+    Raises:
+        UserError: a GPU or operator outside the catalogues.
+    """
+    names = case.given
+    device = Device(gpu(canonical_gpu(names["gpu"])))
+    if "efficiency" in case.rows[0]:
+        raise UserError(Fault(f"efficiency tables of {names['op']} are not compared: they give no times", "op"))
+    kernels = [_kernel(names["op"], names["dtype"], row) for row in case.rows]
+    times = device.times(kernels) * 1e6
+    rows = []
+    for row, predicted in zip(case.rows, times, strict=True):
+        shape = [int(row[k]) for k in ("m", "n", "k", "batch", "rows", "cols") if k in row]
+        rows.append({"shape": shape, "measured_us": row["time_us"], "predicted_us": float(predicted),
+                     "error": float(predicted / row["time_us"] - 1)})
+    return {"rows": rows}
+
+
+def _kernel(op: str, dtype: str, row: Mapping[str, Any]) -> Kernel:
+    if op == "gemm":
+        m, n, k, batch = (int(row[c]) for c in ("m", "n", "k", "batch"))
+        layout = re.search("|".join(_LAYOUTS), str(row["source"]))
+        return Kernel("gemm", dtype, (batch, m, n, k), layout.group().lower() if layout else "tn",
+                      2.0 * batch * m * n * k, batch * (m * k + k * n + m * n) * DTYPE_BYTES[dtype], "gemm")
+    rows, cols = int(row["rows"]), int(row["cols"])
+    if op in _ROW_WISE:
+        name, read, written = _ROW_WISE[op]
+        shape: Sequence[int] = (rows, cols)
+    elif op in _ELEMENTWISE:
+        name, (read, written), shape = "elementwise", _ELEMENTWISE[op], (rows * cols,)
+    else:
+        raise UserError(Fault(f"the operator {op!r} has no kernel of its own", "op"))
+    size = rows * cols * (read + written) * DTYPE_BYTES[dtype]
+    return Kernel(name, dtype, tuple(shape), "forward" if op in _ROW_WISE else op, 0.0, size, "memory_bound")

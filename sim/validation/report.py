@@ -1,0 +1,91 @@
+"""`python -m sim.validation.report`: writes reports/validation.md, the error record shipped with the predictions.
+
+    python -m sim.validation.report [FILE ...] [--out reports] [--check] [--workers N]
+
+Without files: all shipped published cases. `--check` writes nothing and exits with 3 when the file is not current.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sim.catalog import folder
+from sim.errors import UserError
+from sim.validation import table
+from sim.validation.runner import Validation, validate
+from sim.validation.statistics import MEMORY_KEYS, worst
+
+_COMMAND = "python -m sim.validation.report"
+_HEAD = f"""# Predictions held against published measurements
+
+Written by `{_COMMAND}`; do not edit. Every row of every source is predicted from the same catalogues and
+profiles: no number exists per case, per model or per source. Errors are predicted / measured − 1; the columns mean,
+median, p90 and worst are of its absolute value, bias is its signed mean. *cases* had the figure measured, *coverage* is
+the share of them that could be expressed and predicted, and what could not is listed with its reason. Rows that the
+case files mark as read off a plot, outlier, derived, average or bound are reported apart.
+"""
+#: Worst cases listed.
+_WORST = 25
+
+
+def markdown(validation: Validation) -> str:
+    """The report's text; the same validation gives the same text."""
+    summary = validation.summary
+    parts = [_HEAD]
+    parts += _section("Step time", table.HEADLINE, table.headline(summary))
+    parts += _section("The worst, first", ("source", "case", "measured s", "predicted s", "error"),
+                      [table.detail(r) for r in worst(validation.records, _WORST)])
+    parts += _section("Scaling ratios", table.HEADLINE, table.headline(summary, "ratio"))
+    parts += _section("Memory", table.HEADLINE, table.headline(summary, "memory"))
+    for key in MEMORY_KEYS:
+        rows = [table.detail(r, key) for r in worst(validation.records, 5, key) if key != "peak_unknown_bytes"]
+        parts += _section(f"Worst {key}", ("source", "case", "measured", "predicted", "error"), rows)
+    parts += _section("Exact comparisons with PyTorch", ("source", "cases", "coverage", "values", "equal", "unequal"),
+                      table.exact(summary))
+    parts += _section("Reported apart: step time", table.HEADLINE, table.marked(summary))
+    parts += _section("Micro-measurements, per row", table.HEADLINE, table.micro(summary))
+    oom = summary["overall"]["oom"]
+    parts.append(f"\nOut-of-memory verdicts: {oom['right']} right, {oom['wrong']} wrong, "
+                 f"{oom['not_compared']} not compared.\n")
+    parts += _section("Not compared", ("status", "reason", "cases"), table.reasons(validation.records))
+    return "\n".join(parts)
+
+
+def _section(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    if not rows:
+        return []
+    lines = [f"\n## {title}\n", "| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog=_COMMAND, description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("files", nargs="*", help="case files; default: all shipped published cases")
+    parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of validation.md")
+    parser.add_argument("--check", action="store_true", help="only say whether validation.md is current")
+    parser.add_argument("--workers", type=int)
+    given = parser.parse_args(arguments)
+    try:
+        validation = validate(given.files or [folder("scenarios") / "published"], workers=given.workers)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if validation.interrupted:
+        return 130
+    text, target = markdown(validation) + "\n", given.out / "validation.md"
+    if given.check:
+        current = target.is_file() and target.read_text(encoding="utf-8") == text
+        print(f"{target}: {'current' if current else f'not current; run {_COMMAND}'}")
+        return 0 if current else 3
+    given.out.mkdir(parents=True, exist_ok=True)
+    target.write_text(text, encoding="utf-8")
+    print(f"{target}: {len(validation.records)} cases")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

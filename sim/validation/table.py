@@ -1,0 +1,70 @@
+"""The tables of a validation as plain text cells: what the terminal and reports/validation.md both show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sim.validation.statistics import MEMORY_KEYS, Record
+
+HEADLINE = ("source", "cases", "coverage", "compared", "mean", "median", "p90", "worst", "bias")
+
+
+def percent(fraction: float | None, signed: bool = False) -> str:
+    """`0.123` as `12.3%`, None as a dash."""
+    if fraction is None:
+        return "–"
+    return f"{100 * fraction:+.1f}%" if signed else f"{100 * fraction:.1f}%"
+
+
+def headline(summary: Mapping[str, Any], key: str = "step_time") -> list[tuple[str, ...]]:
+    """One row per file that has the measurement and one for all: the unmarked rows' figures of `key`."""
+    groups = [(name.removesuffix(".yaml"), figures) for name, figures in summary["files"].items()]
+    rows = [_row(name, g[key]) for name, g in groups if g[key]["measured"]]
+    total = summary["overall"]
+    return [*rows, _row("all", total[key])] if rows else []
+
+
+def marked(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Step-time figures of the rows reported apart, one per file and mark."""
+    rows = []
+    for name, figures in summary["files"].items():
+        for mark, group in figures["quality"].items():
+            if group["step_time"]["measured"]:
+                rows.append(_row(f"{name.removesuffix('.yaml')} ({mark})", group["step_time"]))
+    return rows
+
+
+def micro(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Figures over rows of collectives and kernel files."""
+    return [_row(name, g["rows"]) for name, g in summary["files"].items() if "rows" in g]
+
+
+def exact(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Oracle files: source, cases, coverage, values compared, equal, unequal."""
+    return [(name.removesuffix(".yaml"), str(g["cases"]), percent(g["coverage"]), str(g["exact"]["compared"]),
+             str(g["exact"]["equal"]), str(g["exact"]["unequal"]))
+            for name, g in summary["files"].items() if "exact" in g]
+
+
+def reasons(records: Sequence[Record]) -> list[tuple[str, str, str]]:
+    """Why cases are not compared: (status, reason, count), most frequent first; numbers in reasons kept as they are."""
+    counts: dict[tuple[str, str], int] = {}
+    for record in records:
+        if record["status"] != "ok":
+            key = (record["status"], record["reason"])
+            counts[key] = counts.get(key, 0) + 1
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    return [(status, reason, str(count)) for (status, reason), count in ordered]
+
+
+def detail(record: Record, key: str = "step_time_s") -> tuple[str, ...]:
+    """file, id, measured, predicted, error of one record."""
+    digits = ".3g" if key in MEMORY_KEYS else ".4g"
+    return (record["file"].removesuffix(".yaml"), record["id"], format(record["measured"][key], digits),
+            format(record["predicted"][key], digits), percent(record["error"][key], signed=True))
+
+
+def _row(name: str, figures: Mapping[str, Any]) -> tuple[str, ...]:
+    return (name, str(figures["measured"]), percent(figures["coverage"]), str(figures["count"]),
+            *(percent(figures[k]) for k in ("mean", "median", "p90", "worst")), percent(figures["bias"], signed=True))

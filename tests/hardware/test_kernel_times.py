@@ -1,0 +1,188 @@
+"""Kernel time models against hand-computed waves, work and traffic."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sim.hardware.attention import attention_time, attention_work
+from sim.hardware.device import Device
+from sim.hardware.gemm import alignment_bytes, gemm_times
+from sim.hardware.gpu import gpu, gpu_names
+from sim.hardware.rates import AttentionRates, GemmRates, Rates
+from sim.work import Kernel
+
+#: 100 SMs of 1 TFLOP/s, one 128 x 128 tile, nothing lost anywhere.
+PLAIN = GemmRates(flops_per_s=100e12, fill_k=0, exposed_output=0.0, start_s=0.0, tiles=((128, 128, 1.0),), splits=(1,),
+                  idle_wave_loss=1.0, bandwidth_share=1.0, alignment={16: 1.0, 8: 0.5, 4: 0.5, 2: 0.25, 1: 0.25})
+WIDE_BPS = 1e18
+
+
+def product(m: int, n: int, k: int, batch: int = 1, variant: str = "tn", output_bytes: float = 2.0) -> Kernel:
+    size_bytes = batch * (2 * (m * k + k * n) + output_bytes * m * n)
+    return Kernel("gemm", "bf16", (batch, m, n, k), variant, 2.0 * batch * m * n * k, size_bytes, "gemm")
+
+
+def attention(variant: str, causal: bool, heads: int = 16, queries: int = 1024, keys: int = 1024,
+              kernel: str = "flash2") -> Kernel:
+    return Kernel("attention", "bf16", (1, heads, heads, queries, keys, 128), variant, 1.0, 1.0, "attention",
+                  causal=causal, kernel=kernel)
+
+
+def changed(rates: GemmRates, **figures: object) -> GemmRates:
+    slots = {name: getattr(rates, name) for name in GemmRates.__slots__}
+    return GemmRates(**(slots | figures))
+
+
+def seconds(kernel: Kernel, rates: GemmRates = PLAIN, sms: int = 100, bandwidth_bps: float = WIDE_BPS) -> float:
+    return float(gemm_times([kernel], rates, sms, bandwidth_bps, 100)[0][0])
+
+
+def test_a_tile_costs_its_products_over_one_sm() -> None:
+    # 128·128·1024 multiply-adds on 1 TFLOP/s: 2·2^24 / 1e12 s.
+    assert seconds(product(128, 128, 1024)) == pytest.approx(2**25 / 1e12)
+
+
+def test_waves_are_whole() -> None:
+    # 10 x 10 tiles fill 100 SMs once; one more row of 10 tiles costs a second wave, as do 20 x 10.
+    one = seconds(product(1280, 1280, 512))
+    assert one == pytest.approx(2 * 128 * 128 * 512 / 1e12)
+    assert seconds(product(1408, 1280, 512)) == pytest.approx(2 * one)
+    assert seconds(product(2560, 1280, 512)) == pytest.approx(2 * one)
+    assert seconds(product(2561, 1280, 512)) == pytest.approx(3 * one)
+
+
+def test_half_of_the_idle_wave_is_lost_when_the_figure_says_so() -> None:
+    # 110 tiles: 2 whole waves, 1.1 of work; half of the difference is lost: 1.55.
+    rates = changed(PLAIN, idle_wave_loss=0.5)
+    assert seconds(product(1408, 1280, 512), rates) == pytest.approx(1.55 * 2 * 128 * 128 * 512 / 1e12)
+
+
+def test_fewer_free_sms_mean_more_waves() -> None:
+    # 100 tiles on 99 SMs: two waves.
+    assert seconds(product(1280, 1280, 512), sms=99) == pytest.approx(2 * seconds(product(1280, 1280, 512)))
+
+
+def test_batches_share_waves() -> None:
+    assert seconds(product(128, 128, 512, batch=100)) == pytest.approx(seconds(product(1280, 1280, 512)))
+
+
+def test_a_tile_pays_its_fill_and_its_exposed_output() -> None:
+    # Fill worth 128 of K on top of 512; half of 128·128·8 bytes at 1/100 of 1 TB/s.
+    rates = changed(PLAIN, fill_k=128, exposed_output=0.5)
+    expected = 2 * 128 * 128 * (512 + 128) / 1e12 + 0.5 * 128 * 128 * 8 / 1e10
+    assert seconds(product(1280, 1280, 512, output_bytes=8.0), rates, bandwidth_bps=1e12) == pytest.approx(expected)
+
+
+def test_split_k_fills_idle_sms() -> None:
+    # One tile, K of 8192: 8 slices take an eighth, plus 9 passes over 128·128 fp32 partial sums.
+    rates = changed(PLAIN, splits=(1, 2, 4, 8))
+    expected = 2 * 128 * 128 * 1024 / 1e12 + 9 * 4 * 128 * 128 / 2e12
+    assert seconds(product(128, 128, 8192, variant="nt"), rates, bandwidth_bps=2e12) == pytest.approx(expected)
+
+
+def test_the_best_tile_is_taken() -> None:
+    # 128 x 10240: 80 tiles of 128 x 128 (1 wave), 40 of 128 x 256 (1 wave of twice the size): the smaller one wins.
+    rates = changed(PLAIN, tiles=((128, 256, 1.0), (128, 128, 0.9)))
+    assert seconds(product(128, 10240, 512), rates) == pytest.approx(2 * 128 * 128 * 512 / 0.9e12)
+
+
+def test_a_thin_product_is_bound_by_memory() -> None:
+    thin = product(16, 4096, 4096)
+    assert seconds(thin, bandwidth_bps=1e11) == pytest.approx(thin.bytes / 1e11)
+
+
+@pytest.mark.parametrize(("m", "n", "k", "variant", "expected"), [
+    (4096, 50264, 1024, "tn", 16), (4096, 50257, 1024, "tn", 2), (4097, 50264, 1024, "tn", 16),
+    (4096, 1024, 50257, "nn", 2), (50257, 1024, 4096, "nt", 2), (1024, 50264, 4097, "nt", 16),
+    (4096, 12564, 1024, "tn", 8), (4096, 6282, 1024, "tn", 4),
+])
+def test_alignment_is_that_of_the_contiguous_dimensions(m: int, n: int, k: int, variant: str, expected: int) -> None:
+    assert alignment_bytes(product(m, n, k, variant=variant)) == expected
+
+
+def test_an_odd_vocabulary_slows_the_head_about_four_times() -> None:
+    """LLM Foundry's head with 50257 columns runs 4.1-4.3 times slower than with 50264 (mechanisms of its version 1)."""
+    odd, even = Device(gpu("a100-40g-sxm")).times([product(16384, 50257, 2048), product(16384, 50264, 2048)])
+    assert 3.8 < odd / even < 4.4
+
+
+def test_causal_attention_does_half_the_square_and_the_diagonal_blocks() -> None:
+    full = 4 * 16 * 1024 * 1024 * 128
+    assert attention_work(attention("forward", causal=False)) == full
+    assert attention_work(attention("forward", causal=True)) == full * (1024 + 128) / 2 / 1024
+    assert attention_work(attention("backward", causal=True)) == 2.5 * full * (1024 + 128) / 2 / 1024
+    # 128 new queries after 896 cached keys see all of those and half of their own block, rounded up to the block.
+    assert attention_work(attention("forward", causal=True, queries=128)) == 4 * 16 * 128 * 1024 * 128
+
+
+def test_attention_blocks_share_the_sms() -> None:
+    # 16 heads x 8 blocks on 100 SMs of 1 TFLOP/s; one block per SM is lost at the end.
+    rates = AttentionRates(flops_per_s=100e12, tail_blocks=1.0, start_s=0.0, bandwidth_share=1.0)
+    block_s = 4 * 128 * 1024 * 128 / 1e12
+    whole_s, each_s = attention_time(attention("forward", causal=False), rates, 100, WIDE_BPS, 100)
+    assert each_s == pytest.approx(block_s)
+    assert whole_s == pytest.approx(block_s * (1.28 + 1.0))
+
+
+def test_attention_reaches_published_rates() -> None:
+    """Forward and backward at 4096, TFLOP/s. A100: FlashAttention-2 about 170, Triton about 95, FlashAttention-1 80."""
+    def both(name: str, kernel: str) -> float:
+        pair = [attention(direction, causal=True, heads=64, queries=4096, keys=4096, kernel=kernel)
+                for direction in ("forward", "backward")]
+        return sum(attention_work(k) for k in pair) / float(Device(gpu(name)).times(pair).sum()) / 1e12
+
+    assert 155 < both("a100-80g-sxm", "flash2") < 185
+    assert 85 < both("a100-80g-sxm", "triton") < 100
+    assert 70 < both("a100-80g-sxm", "flash1") < 85
+    assert both("h100-80g-sxm", "flash3") > 1.5 * both("h100-80g-sxm", "flash2")
+    assert both("h100-80g-sxm", "flash1") == both("h100-80g-sxm", "flash2")
+
+
+def test_measured_products_are_within_a_tenth() -> None:
+    """cuBLASLt, A100 SXM, fp16, after 10,000 warm-up calls (Azure AI benchmarking guide), TFLOP/s."""
+    device = Device(gpu("a100-80g-sxm"))
+    measured = {(4096, 4096, 4096): 228.0, (8192, 8192, 8192): 253.7, (6144, 12288, 12288): 250.8}
+    for (m, n, k), tflops in measured.items():
+        kernel = product(m, n, k)
+        assert kernel.flops / device.times([kernel])[0] / 1e12 == pytest.approx(tflops, rel=0.1)
+
+
+def test_memory_bound_kernels_move_their_bytes() -> None:
+    device = Device(gpu("a100-80g-sxm"))
+    rates = Rates(gpu("a100-80g-sxm"))
+    stream = Kernel("elementwise", "bf16", (2**30,), "gelu", 0.0, 4 * 2**30, "memory_bound", launches=3)
+    expected = 4 * 2**30 / (2039e9 * rates.memory_share("elementwise")) + 3 * rates.start_s
+    assert device.times([stream])[0] == pytest.approx(expected)
+    riding = Kernel("elementwise", "bf16", (2**30,), "gelu", 0.0, 0.0, "memory_bound", launches=0)
+    assert device.times([riding])[0] == 0.0
+
+
+def test_every_kind_of_kernel_has_a_time_on_every_gpu() -> None:
+    shapes = {"norm": (4096, 1024), "softmax": (4096, 1024), "cross_entropy": (4096, 32000), "embedding": (4096, 1024),
+              "elementwise": (2**22,), "optimizer": (2**22,)}
+    kernels = [Kernel(op, "fp16", shape, direction, 0.0, 2.0**24, "memory_bound")
+               for op, shape in shapes.items() for direction in ("forward", "backward")]
+    kernels += [Kernel("gemm", dtype, (1, 512, 512, 512), "tn", 2.0**28, 1.5 * 2**20, "gemm")
+                for dtype in ("fp16", "bf16", "fp32", "tf32", "fp8", "nf4")]
+    kernels += [attention("forward", True, kernel=kernel) for kernel in ("flash1", "flash2", "flash3", "triton", "")]
+    for name in gpu_names():
+        times = Device(gpu(name)).times(kernels)
+        assert np.isfinite(times).all() and (times > 0).all(), name
+
+
+def test_unknown_operations_are_refused() -> None:
+    with pytest.raises(ValueError, match="no time model"):
+        Device(gpu("t4")).times([Kernel("sort", "fp16", (4,), "forward", 0.0, 8.0, "memory_bound")])
+
+
+def test_copies_use_the_measured_link() -> None:
+    # 25.1 GB/s over PCIe gen 4: 40 ms for 1 GB.
+    assert Device(gpu("a100-80g-sxm")).copy_s("h2d", 1e9) == pytest.approx(1 / 25.1, rel=1e-3)
+    assert Device(gpu("v100-16g-sxm")).copy_s("d2h", 1e9) > 0.08
+
+
+def test_an_sm_frees_after_half_a_block_on_average() -> None:
+    device = Device(gpu("a100-80g-sxm"))
+    large = product(8192, 8192, 8192)
+    assert 0 < device.drain_s(large) < device.times([large])[0] / 10

@@ -1,0 +1,244 @@
+"""Coflows: ring times by hand, placement, conservation of bytes, folded against unfolded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from math import ceil
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sim.errors import UserError
+from sim.network import Coflow, Network, Topology, fair_share
+
+GIB = 1 << 30
+SIMPLE = {"algorithm": "Ring", "protocol": "Simple"}
+Machines = dict[str, dict[str, Any]]
+
+
+def network(mapping: dict[str, Any], nodes: int = 1, gpus: int = 8, **more: Any) -> Network:
+    return Network(Topology.from_mapping(mapping), nodes, gpus, **more)
+
+
+def row(*ranks: int) -> npt.NDArray[np.int64]:
+    return np.array([ranks], dtype=np.int64)
+
+
+def world(n: int) -> npt.NDArray[np.int64]:
+    return np.arange(n, dtype=np.int64)[None, :]
+
+
+def rate(flow: Coflow, net: Network) -> float:
+    return fair_share([flow], net.capacity)[0]
+
+
+def total(flow: Coflow, kind: str) -> float:
+    return sum(load for link, load in zip(flow.links, flow.loads, strict=True) if link[0] == kind)
+
+
+@pytest.mark.parametrize(("kind", "passes"), [("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)])
+def test_ring_on_one_switch(machines: Machines, kind: str, passes: int) -> None:
+    """8 A100 on NVSwitch: 12 links x 20 GB/s carry passes x 7/8 of the buffer; passes x 7 steps of 2 x 3.4 us."""
+    net = network(machines["dgx-a100"], nccl=SIMPLE)
+    flow = net.coflow(kind, GIB, world(8))
+    assert rate(flow, net) == pytest.approx(240e9 / (passes * 7 / 8))
+    steps_us = 8.4 + passes * 7 * 6.8
+    assert flow.latency_s == pytest.approx(steps_us * 1.3e-6)  # 30% more for filling the pipeline
+    assert set(flow.links) == {(f"gpu_{way}", i) for way in ("out", "in") for i in range(8)}
+
+
+def test_ring_across_nodes(machines: Machines) -> None:
+    """Two nodes: 15/16 of the buffer leaves each node over 8 NICs of 25 GB/s x 0.945; 7/8 of that stays on NVLink."""
+    net = network(machines["dgx-a100"], nodes=2, nccl=SIMPLE)
+    flow = net.coflow("all_gather", GIB, world(16))
+    loads = dict(zip(flow.links, flow.loads, strict=True))
+    assert loads["nic_out", 0] == pytest.approx(15 / 16 / 8)
+    assert loads["gpu_out", 0] == pytest.approx(15 / 16 * 7 / 8)
+    assert rate(flow, net) == pytest.approx(200e9 * 0.945 / (15 / 16))
+    hops_us = 8.4 + 14 * 6.8 + 1 * 14.0
+    assert flow.latency_s == pytest.approx(hops_us * 1.3e-6)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+@pytest.mark.parametrize(("kind", "passes"), [("all_gather", 1), ("all_reduce", 2)])
+def test_bytes_are_conserved(machines: Machines, kind: str, passes: int, nodes: int) -> None:
+    """A ring of n ranks moves passes x (n-1)/n x size over each of its n edges, inside nodes or between them."""
+    n = 8 * nodes
+    net = network(machines["dgx-a100"], nodes=nodes, nccl=SIMPLE)
+    flow = net.coflow(kind, GIB, world(n))
+    for way in ("out", "in"):
+        assert total(flow, f"gpu_{way}") + total(flow, f"nic_{way}") == pytest.approx(passes * (n - 1))
+
+
+def test_all_to_all_bytes(machines: Machines) -> None:
+    """Every rank sends 1/n of its buffer to each peer: 7 of 16 parts inside, 8 of 16 over its NIC (at 0.85)."""
+    net = network(machines["dgx-a100"], nodes=2)
+    loads = dict.fromkeys(("gpu_out", "nic_out"), 0.0)
+    flow = net.coflow("all_to_all", GIB, world(16))
+    for link, load in zip(flow.links, flow.loads, strict=True):
+        if link[0] in loads:
+            loads[link[0]] += load
+    assert loads["gpu_out"] == pytest.approx(16 * 7 / 16)
+    assert loads["nic_out"] * 0.85 / 0.945 == pytest.approx(16 * 8 / 16)
+
+
+def test_replicas_share_a_nodes_nics(machines: Machines) -> None:
+    """8 groups of one GPU per node: with 8 NICs each has its own; with 2 NICs four groups share one."""
+    groups = np.arange(32, dtype=np.int64).reshape(4, 8).T.copy()
+    own = network(machines["dgx-a100"], nodes=4, nccl=SIMPLE)
+    assert rate(own.coflow("all_gather", GIB, groups), own) == pytest.approx(25e9 * 0.945 / 0.75)
+    mapping = {**machines["dgx-a100"], "inter": {**machines["dgx-a100"]["inter"], "nics_per_node": 2}}
+    shared = network(mapping, nodes=4, nccl=SIMPLE)
+    assert rate(shared.coflow("all_gather", GIB, groups), shared) == pytest.approx(25e9 * 0.945 / 4 / 0.75)
+    alone = shared.coflow("all_gather", GIB, groups[:1])
+    assert rate(alone, shared) == pytest.approx(25e9 * 0.945 / 0.75)
+
+
+def test_group_of_one_gpu_per_node_takes_its_rail(machines: Machines) -> None:
+    """Rail-optimised: GPU 3 of each node uses NIC 3 alone and, across leaves, only the leaf of its rail."""
+    mapping = {**machines["dgx-a100"], "inter": {**machines["dgx-a100"]["inter"], "nodes_per_leaf": 2}}
+    flow = network(mapping, nodes=4).coflow("all_reduce", GIB, row(3, 11, 19, 27))
+    assert {link for link in flow.links if link[0] == "nic_out"} == {("nic_out", 8 * node + 3) for node in range(4)}
+    assert {link for link in flow.links if link[0] == "leaf_out"} == {("leaf_out", 3), ("leaf_out", 8 + 3)}
+    mixed = {**mapping, "inter": {**mapping["inter"], "rail_optimized": False}}
+    flow = network(mixed, nodes=4).coflow("all_reduce", GIB, row(3, 11, 19, 27))
+    assert {link for link in flow.links if link[0] == "leaf_out"} == {("leaf_out", 0), ("leaf_out", 1)}
+
+
+def test_oversubscribed_leaf_slows_what_crosses_it(machines: Machines) -> None:
+    """Leaves of 2 nodes, 8:1: all-to-all over 4 nodes sends half of everything through an eighth of the NICs' speed."""
+    inter = {**machines["dgx-a100"]["inter"], "nodes_per_leaf": 2, "oversubscription": 8.0, "rail_optimized": False}
+    net = network({**machines["dgx-a100"], "inter": inter}, nodes=4)
+    flow = net.coflow("all_to_all", GIB, world(32))
+    node_bps = 200e9 * 0.945
+    assert rate(flow, net) == pytest.approx(2 * node_bps / 8 / (16 * 0.5))
+    inside = net.coflow("all_to_all", GIB, world(16))
+    assert rate(inside, net) > 2 * rate(flow, net)
+
+
+def test_pcie_switch_uplink_is_shared(machines: Machines) -> None:
+    """Two all-gathers that both straddle the two PCIe switches share the uplinks; within one switch they do not."""
+    net = network(machines["pcie"], nccl=SIMPLE)
+    across = np.array([[0, 4], [1, 5]], dtype=np.int64)
+    within = np.array([[0, 1], [2, 3]], dtype=np.int64)
+    assert rate(net.coflow("all_gather", GIB, across), net) == pytest.approx(24e9 / 2 / 0.5)
+    assert rate(net.coflow("all_gather", GIB, within), net) == pytest.approx(24e9 / 0.5)
+
+
+LAYOUTS = {
+    "nodes": lambda n: np.arange(n).reshape(-1, 8), "pairs": lambda n: np.arange(n).reshape(-1, 2),
+    "rails": lambda n: np.arange(n).reshape(-1, 8).T, "halves": lambda n: np.arange(n).reshape(-1, 2, 8)
+    .transpose(0, 2, 1).reshape(-1, 2), "two nodes": lambda n: np.arange(n).reshape(-1, 16),
+    "shifted rails": lambda n: np.arange(n).reshape(2, -1).T,
+}
+
+
+@pytest.mark.parametrize("machine", ["dgx-a100", "dgx-h100", "dgx-1v"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "broadcast"])
+def test_folded_equals_unfolded(machines: Machines, machine: str, layout: str, kind: str) -> None:
+    """All instances at once through fair_share, links by number, take the same time as one that stands for all."""
+    mapping = {**machines[machine], "inter": {**machines[machine]["inter"], "nodes_per_leaf": 2}}
+    net = network(mapping, nodes=4)
+    ranks = np.ascontiguousarray(LAYOUTS[layout](32), dtype=np.int64)
+    if machine == "dgx-1v" and layout == "pairs":
+        ranks = ranks[::2]  # the pairs joined by one link; the others have two
+    for size in (4096, 1 << 22, 1 << 28):
+        folded = net.coflow(kind, size, ranks)
+        single = [net.coflow(kind, size, ranks[i:i + 1]) for i in range(len(ranks))]
+        rates = fair_share(single, net.capacity)
+        expected = folded.latency_s + size / rate(folded, net)
+        times = [flow.latency_s + size / r for flow, r in zip(single, rates, strict=True)]
+        assert times == pytest.approx([expected] * len(times), rel=1e-9)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(kind=st.sampled_from(["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "broadcast"]),
+       size=st.sampled_from([(1, 2), (1, 8), (2, 16), (4, 32)]),
+       machine=st.sampled_from(["dgx-a100", "dgx-h100", "dgx-1v"]))
+def test_never_faster_for_more_bytes(machines: Machines, kind: str, size: tuple[int, int], machine: str) -> None:
+    net = network(machines[machine], nodes=size[0])
+    last = 0.0
+    for exponent in np.arange(8, 34, 0.5):
+        flow = net.coflow(kind, int(2 ** exponent), world(size[1]))
+        time = flow.latency_s + flow.size_bytes / rate(flow, net)
+        assert time >= last * (1 - 1e-12)
+        last = time
+
+
+def test_choice_follows_size_and_place(machines: Machines) -> None:
+    """H100 node: ring and LL for small calls, NVLS for large (switch between 1 and 32 MiB as measured on H200)."""
+    net = network(machines["dgx-h100"])
+    small, large = (net.coflow("all_reduce", size, world(8)) for size in (1 << 16, GIB))
+    assert (small.algorithm, small.protocol) == ("Ring", "LL")
+    assert (large.algorithm, large.protocol) == ("NVLS", "Simple")
+    assert net.coflow("all_gather", GIB, world(8)).algorithm == "Ring"
+    many = network(machines["dgx-a100"], nodes=64)
+    assert many.coflow("all_reduce", 1 << 20, world(512)).algorithm == "Tree"
+    old = network(machines["dgx-h100"], nccl={"version": "2.10.3"})
+    assert old.coflow("all_reduce", GIB, world(8)).algorithm == "Ring"
+
+
+def test_forced_choice_is_honoured(machines: Machines) -> None:
+    net = network(machines["dgx-a100"], nodes=2, nccl={"algorithm": "tree", "protocol": "LL", "channels": 4})
+    flow = net.coflow("all_reduce", GIB, world(16))
+    assert (flow.algorithm, flow.protocol, flow.channels) == ("Tree", "LL", 4)
+
+
+def test_overrides_scale_with_the_link(machines: Machines) -> None:
+    """Nominal figures in Gb/s: 300 GB/s of NVLink is what the node has; half the NICs' speed halves the rate."""
+    plain = network(machines["dgx-a100"], nodes=2, nccl=SIMPLE)
+    same = network(machines["dgx-a100"], nodes=2, nccl=SIMPLE, intra_gbps_per_gpu=2400, inter_gbps_per_node=1600)
+    half = network(machines["dgx-a100"], nodes=2, nccl=SIMPLE, inter_gbps_per_node=800)
+    flows = [net.coflow("all_gather", GIB, world(16)) for net in (plain, same, half)]
+    assert rate(flows[1], same) == pytest.approx(rate(flows[0], plain))
+    assert rate(flows[2], half) == pytest.approx(rate(flows[0], plain) / 2)
+
+
+def test_only_the_first_gpus_of_each_node(machines: Machines) -> None:
+    """4 of 8 GPUs per node: 8 ranks are two nodes and reach only the NICs of their GPUs."""
+    net = network(machines["dgx-a100"], nodes=2, gpus=4, nccl=SIMPLE)
+    flow = net.coflow("all_gather", GIB, world(8))
+    assert {i for kind, i in flow.links if kind == "nic_out"} == {0, 1, 2, 3, 8, 9, 10, 11}
+
+
+def test_host_staged_transfers_are_slow(machines: Machines) -> None:
+    """No GPUDirect: 4 GPUs with 4 Omni-Path NICs get 4 channels of 2.7 GB/s, 8 GPUs 2 (Jean Zay: 10.6, 5.07)."""
+    inter = {"kind": "fat-tree", "fabric": "omni-path", "nics_per_node": 4, "gbps_per_nic": 100}
+    for gpus, bus in ((4, 10.8e9), (8, 5.4e9)):
+        net = network({**machines["dgx-a100"], "gpus_per_node": gpus, "inter": inter}, nodes=4, gpus=gpus)
+        n = 4 * gpus
+        assert rate(net.coflow("all_reduce", 4 * GIB, world(n)), net) * 2 * (n - 1) / n == pytest.approx(bus)
+
+
+def test_nodes_without_a_link_are_refused(machines: Machines) -> None:
+    with pytest.raises(UserError, match="no link between nodes"):
+        network(machines["pcie"], nodes=2)
+
+
+def test_group_of_one_costs_nothing(machines: Machines) -> None:
+    flow = network(machines["dgx-a100"]).coflow("all_reduce", GIB, row(5))
+    assert (flow.latency_s, flow.links, flow.channels) == (0.0, (), 0)
+
+
+def test_links_do_not_grow_with_ranks(machines: Machines) -> None:
+    """16,384 ranks are still a handful of links, and small calls open few channels."""
+    net = network(machines["dgx-a100"], nodes=2048)
+    assert len(net.coflow("all_gather", GIB, world(16384)).links) <= 8
+    small = net.coflow("all_gather", 40_000, world(16384))
+    assert small.channels == ceil(40_000 / (64 * 512))
+
+
+def test_uneven_groups_keep_their_busiest_link(machines: Machines) -> None:
+    """Groups of 12 on nodes of 8: the NIC that carries most bounds all (lockstep)."""
+    net = network(machines["dgx-a100"], nodes=3, nccl=SIMPLE)
+    flow = net.coflow("all_gather", GIB, np.arange(24, dtype=np.int64).reshape(2, 12))
+    loads: dict[str, list[float]] = defaultdict(list)
+    for link, load in zip(flow.links, flow.loads, strict=True):
+        loads[link[0]].append(load)
+    assert max(loads["nic_out"]) == pytest.approx(11 / 12 / 4)
+    assert rate(flow, net) == pytest.approx(25e9 * 0.945 * 4 / (11 / 12))

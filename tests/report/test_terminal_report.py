@@ -1,0 +1,72 @@
+"""The terminal report says what matters, at any width, and is plain when it is not on a terminal."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import pytest
+
+from sim.report.result import Result
+from sim.report.text import as_text, bar, console, render, seconds, size, sweep_as_text
+
+Make = Callable[..., Result]
+
+
+def test_the_report_says_what_matters(result_of: Make) -> None:
+    text = as_text(result_of(1))
+    for words in ("by hand", "21 ms per step", "MFU", "exposed all_gather (shard, 8 ranks)", "exposed reduce_scatter",
+                  "matrix products", "waiting for the host", "bound by the tensor cores", "infinitely fast network",
+                  "3.25 GiB", "optimizer states 2 GiB", "not counted", "simulated 1 of 8 ranks"):
+        assert words in text, words
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_no_line_is_wider_than_the_terminal(result_of: Make, width: int) -> None:
+    assert max(len(line) for line in as_text(result_of(2), width).splitlines()) <= width
+
+
+def test_no_colour_when_not_on_a_terminal(result_of: Make) -> None:
+    buffer = io.StringIO()
+    render(result_of(1), console(buffer))
+    assert "\x1b" not in buffer.getvalue()
+
+
+def test_out_of_memory_says_by_how_much(result_of: Make) -> None:
+    result = result_of(1)
+    use = result.memory.use
+    result.memory = type(result.memory)(use, (use,), 2**30, True)
+    text = as_text(result)
+    assert "does not fit: 2.25 GiB too much" in text
+    assert "optimizer states" in text
+
+
+def test_a_sweep_has_a_row_per_point_and_its_scaling_efficiency(result_of: Make) -> None:
+    points = []
+    for nodes in (1, 2):
+        result = result_of(nodes)
+        result.set = {"cluster.nodes": nodes}
+        result.tokens_per_second, result.gpus = 800.0 if nodes == 1 else 1200.0, 8 * nodes
+        points.append(result)
+    skipped = [{"set": {"cluster.nodes": 3}, "reason": "8 sequences do not divide over 24 ranks"}]
+    lines = sweep_as_text(points, skipped, {"cluster.nodes": [1, 2, 3]}).splitlines()
+    rows = [line.split() for line in lines if line.startswith(("1 ", "2 "))]
+    assert rows[0][-1] == "100.0%"
+    assert rows[1][-1] == "75.0%"
+    assert any("skipped cluster.nodes=3" in line for line in lines)
+
+
+@pytest.mark.parametrize(("value", "text"), [(1.23456, "1.235 s"), (0.0123, "12.3 ms"), (4.2e-5, "42 µs"), (0.0, "0")])
+def test_seconds(value: float, text: str) -> None:
+    assert seconds(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (80 * 2**30, "80 GiB"), (-2**30, "-1 GiB")])
+def test_sizes(value: float, text: str) -> None:
+    assert size(value) == text
+
+
+def test_bars() -> None:
+    assert bar(0.5, 10) == "█" * 5
+    assert bar(2.0, 4) == "████"
+    assert bar(0.0, 4) == ""

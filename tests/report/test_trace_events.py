@@ -1,0 +1,62 @@
+"""The trace is valid trace-event JSON, complete, and no track overlaps itself."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from sim.report.result import Result
+from sim.report.trace import trace, write_trace
+
+Make = Callable[..., Result]
+
+
+def test_tracks_are_named_and_events_complete(result_of: Make) -> None:
+    events = trace(result_of(2))["traceEvents"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert set(names.values()) == {"host", "stream compute", "communicator shard"}
+    (process,) = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert process == "rank 0 (stands for 8 ranks)"
+    work = [e for e in events if e["ph"] == "X"]
+    assert all({"pid", "tid", "name", "cat", "ts", "dur", "args"} <= e.keys() and e["dur"] >= 0 for e in work)
+    assert {(e["pid"], e["tid"]) for e in work} == set(names)
+    moved = [e for e in work if names[e["pid"], e["tid"]] == "communicator shard"]
+    assert len(moved) == 6
+    assert moved[0]["args"] == {"layer": "block0", "phase": "forward", "section": "micro-step", "bytes": 3,
+                                "dtype": "bf16", "ranks": 8, "group": "shard", "algorithm": "Ring",
+                                "protocol": "Simple"}
+
+
+@pytest.mark.parametrize("micro_steps", [2, 12])
+def test_no_track_overlaps_itself_and_repeats_are_drawn(result_of: Make, micro_steps: int) -> None:
+    tracks = defaultdict(list)
+    for event in trace(result_of(micro_steps))["traceEvents"]:
+        if event["ph"] == "X":
+            tracks[event["tid"]].append((event["ts"], event["dur"]))
+    assert len(tracks[100]) == 3 * micro_steps
+    for spans in tracks.values():
+        spans.sort()
+        for (start, duration), (following, _) in pairwise(spans):
+            assert start + duration <= following + 0.01  # times are rounded to a nanosecond
+
+
+def test_beyond_the_limit_repeats_are_marked(result_of: Make) -> None:
+    result = result_of(40)
+    events = [e for e in trace(result, event_limit=20)["traceEvents"] if e["ph"] == "X"]
+    assert len(events) < 40
+    assert any("more times" in e["args"].get("repeated", "") for e in events)
+
+
+def test_a_gz_path_is_compressed_and_reproducible(result_of: Make, tmp_path: Path) -> None:
+    result = result_of(1)
+    write_trace(result, tmp_path / "t.json")
+    write_trace(result, tmp_path / "t.json.gz")
+    plain = (tmp_path / "t.json").read_bytes()
+    assert gzip.decompress((tmp_path / "t.json.gz").read_bytes()) == plain
+    assert json.loads(plain)["otherData"]["step_time_s"] == result.step_time_s

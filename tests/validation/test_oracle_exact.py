@@ -1,0 +1,76 @@
+"""What PyTorch issues and computes, case by case and to the byte: shipped oracle files and those kept for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sim.catalog import folder
+from sim.errors import UserError
+from sim.validation.cases import Case, read
+from sim.validation.oracle import compare_exact, unfold, verdict
+from sim.validation.predict import predict
+
+FILES = [*sorted((folder("scenarios") / "published" / "oracle").glob("*.yaml")),
+         *sorted((Path(__file__).parent / "data").glob("oracle_*.yaml"))]
+
+
+def cases(kind: str) -> list[Case]:
+    return [c for path in FILES for c in read(path).cases if c.kind == kind]
+
+
+def expressible(case: Case) -> bool:
+    return case.sets["model"].get("kind", "decoder") == "decoder"
+
+
+@pytest.mark.parametrize("case", [c for c in cases("oracle-traffic") if expressible(c)], ids=lambda c: c.id)
+def test_traffic_is_what_pytorch_issues(case: Case) -> None:
+    record = compare_exact(case)
+    assert all(record["equal"].values()), record["reason"]
+
+
+@pytest.mark.parametrize("case", [c for c in cases("oracle-flops") if expressible(c)], ids=lambda c: c.id)
+def test_flops_are_what_pytorch_computes(case: Case) -> None:
+    record = compare_exact(case)
+    assert all(record["equal"].values()), record["reason"]
+
+
+def test_there_are_cases_of_both_kinds() -> None:
+    assert len(cases("oracle-traffic")) >= 37
+    assert len(cases("oracle-flops")) >= 18
+
+
+def test_memory_says_that_it_is_not_compared_yet() -> None:
+    case = Case("m.yaml", "m.yaml", 1, "oracle-memory", "m", {}, {"peak_allocated_bytes": 1})
+    with pytest.raises(UserError, match="activations"):
+        compare_exact(case)
+    assert predict(case)["status"] == "unsupported"
+
+
+CALL = {"micro": 0, "phase": "backward", "kind": "all_reduce", "dtype": "float32", "ranks": 8, "bytes": 64}
+
+
+def test_repeats_are_written_out_before_orders_are_compared() -> None:
+    folded, written_out = [{**CALL, "repeat": 3}], [{**CALL, "repeat": 1}, {**CALL, "repeat": 2}]
+    assert unfold(folded) == unfold(written_out)
+    assert verdict({"order": folded}, {"order": written_out})["equal"] == {"order": True}
+
+
+@pytest.mark.parametrize(("change", "reason"), [
+    ({"bytes": 65}, "call 0 is"), ({"repeat": 2}, "2 calls instead of 1"), ({"micro": 1}, "call 0 is"),
+    ({"dtype": "bfloat16"}, "call 0 is"), ({"where": "bucket0"}, ""),
+])
+def test_any_difference_is_unequal_and_named(change: dict[str, object], reason: str) -> None:
+    record = verdict({"order": [CALL]}, {"order": [{**CALL, **change}]})
+    assert record["equal"]["order"] is (reason == "")
+    assert reason in record["reason"]
+
+
+def test_totals_and_numbers_are_exact() -> None:
+    row = {"phase": "forward", "kind": "all_gather", "dtype": "bfloat16", "ranks": 8, "count": 2, "bytes": 10}
+    measured = {"traffic": [row], "parameters": 5}
+    assert verdict(measured, {"traffic": [row], "parameters": 5})["equal"] == {"traffic": True, "parameters": True}
+    record = verdict(measured, {"traffic": [{**row, "count": 3}], "parameters": 6})
+    assert record["equal"] == {"traffic": False, "parameters": False}
+    assert "6 instead of 5" in record["reason"]
