@@ -44,6 +44,7 @@ class Kernel:
     cross_entropy     (rows, cols)                                   forward, backward
     embedding         (rows, cols)                                   forward, backward
     elementwise       (elements,)                                    free text, for reading only
+    reduction         (rows, cols)                                   free text; a sum over the rows
     optimizer         (parameters,)                                  loop, foreach, fused
     ================  =============================================  =====================================
 

@@ -188,6 +188,10 @@ def _eager(style: Style) -> Operator:
         product(b * a, s, d, s, "nn", style.act, operand, category="attention"),
         product(b * a, s, d, s, "nt", style.act, operand, category="attention"),
     ]
+    if style.batch > 1 and style.modules != "megatron":
+        # matmul flattens (batch, head) of transposed views, which takes a copy; Megatron's (s, b, ...) layout does not
+        elements = style.tokens * (style.query_width + 2 * style.kv_width)
+        forward.insert(0, elementwise("head_copies", elements, 2 * e, style.act, 3, "attention"))
     if _repeated(style):
         copies = style.tokens * 2 * style.query_width
         forward.insert(0, elementwise("repeat_kv", copies, 2 * e, style.act, 2, "attention"))

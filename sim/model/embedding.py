@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sim.model.architecture import Layer, Operator, Parameter, Tensor
-from sim.model.kernels import elementwise, width
+from sim.model.kernels import column_sum, elementwise, width
 from sim.model.residual import dropout_operator
 from sim.model.style import Style
 from sim.work import Kernel
@@ -52,7 +52,7 @@ def _positions(style: Style, positions: Parameter) -> Operator:
         elementwise("position_add", style.tokens * cols, 2 * e + e / style.batch, style.weight),
     )
     backward = (
-        elementwise("position_gradient_sum", style.tokens * cols, e, style.weight),
+        column_sum("position_gradient_sum", style.batch, rows * cols, style.weight),
         Kernel("embedding", style.weight, (rows, cols), "backward", 0.0, (3 * rows * cols + positions.numel) * e,
                "memory_bound", launches=6),
     )

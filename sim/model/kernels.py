@@ -41,6 +41,11 @@ def chain(
     return elementwise(name, elements, sum(steps), dtype, len(steps), category)
 
 
+def column_sum(name: str, rows: int, cols: int, dtype: str) -> Kernel:
+    """A sum over the rows, e.g. a bias' gradient: one read."""
+    return Kernel("reduction", dtype, (rows, cols), name, 0.0, rows * cols * width(dtype), "memory_bound")
+
+
 def cast(name: str, elements: int, source: str, target: str, launches: int = 1) -> Kernel:
     """A change of dtype: one read, one write."""
     return elementwise(name, elements, width(source) + width(target), target, launches)
@@ -64,25 +69,23 @@ def product(
 
 
 def linear(
-    style: Style, rows: int, features_in: int, features_out: int, *, source: str, bias: bool, last_cast: bool = True,
-    dtype: str | None = None, weights: int = 1,
+    style: Style, rows: int, features_in: int, features_out: int, *, source: str, bias: bool,
 ) -> tuple[list[Kernel], list[Kernel]]:
     """Forward and backward kernels of `features_out` outputs on `rows` rows.
 
     Args:
         source: dtype in which the input arrives; autocast casts it, and the data gradient back.
         bias: forward it rides in the product's epilogue; backward sums the output gradient over the rows.
-        dtype: of the product, default the style's.
-        weights: parameters that share the product's shape, for counting the small casts.
 
     Source: torch.nn.functional.linear and its derivative (derivatives.yaml, addmm); autocast's cached_cast;
     Megatron-LM `LinearWithGradAccumulationAndAsyncCommunication` for the fused accumulation.
     """
-    act, gemm = style.act, dtype or style.gemm
+    act, gemm = style.act, style.gemm
     size = features_in * features_out
     forward: list[Kernel] = []
     backward: list[Kernel] = []
-    if source != act:
+    casts = source != act and not style.stack.compile  # compiled, they ride in the neighbouring kernels
+    if casts:
         forward.append(cast("input_cast", rows * features_in, source, act))
     if style.autocast:
         forward.append(cast("weight_cast", size, style.weight, act, 1 + bias))
@@ -95,10 +98,10 @@ def linear(
     backward.append(product(1, rows, features_in, features_out, "nn", gemm, gemm if quantise else act, act))
     backward += _weight_gradient(style, rows, features_in, features_out, gemm, gemm if quantise else act)
     if bias:
-        backward.append(elementwise("bias_gradient", rows * features_out, width(act), act, weights))
+        backward.append(column_sum("bias_gradient", rows, features_out, act))
     if style.autocast:
         backward.append(cast("weight_gradient_cast", size, act, style.gradient, 1 + bias))
-    if source != act and last_cast:
+    if casts:
         backward.append(cast("input_gradient_cast", rows * features_in, act, source))
     return forward, backward
 

@@ -47,6 +47,9 @@ def _hugging_face_rmsnorm(style: Style, name: str) -> tuple[Kernel, Kernel, tupl
     # products; accumulation; cast
     steps = [3 * e, e, 2 * e, *to, 8, 12, 4, 8, 8, 12, 12, *to]
     backward = chain(name, elements, steps, _BACKWARD_PASSES * e, style.residual, style.stack.compile)
+    if style.stack.compile:  # one fused kernel, which keeps what a fused norm keeps
+        return forward, backward, (Tensor(f"{name}_input", elements, style.residual),
+                                   Tensor(f"{name}_rstd", style.tokens, "fp32"))
     saved = (Tensor(f"{name}_input_fp32", elements, "fp32"), Tensor(f"{name}_rsqrt", style.tokens, "fp32"),
              Tensor(f"{name}_normalised", elements, style.residual))
     return forward, backward, saved

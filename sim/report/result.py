@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from sim.engine import Machine, Timeline, longest_path
+from sim.engine import Machine, Timeline, simulate
 from sim.memory.ledger import MemoryUse, peak
 from sim.parallel import Lowered
 from sim.program import Kind
@@ -116,7 +117,6 @@ class Result:
     hardware_flops: float
     peak_flops_per_gpu: float
     breakdown: Breakdown
-    slowdown: float
     bound: str
     memory: MemoryResult
     simulation: Simulation
@@ -164,6 +164,13 @@ class Result:
     def hfu(self) -> float:
         """Hardware FLOP/s over the dense peak of the compute dtype."""
         return self.hardware_tflops_per_gpu * 1e12 / self.peak_flops_per_gpu
+
+    @cached_property
+    def slowdown(self) -> float:
+        """Step time over that of the same program on a network of infinite speed, which is simulated when first asked
+        for."""
+        detail = self.detail
+        return self.step_time_s / simulate(detail.lowered.job, detail.machine.infinite()).step_time_s
 
     @property
     def traffic(self) -> list[dict[str, Any]]:
@@ -228,7 +235,7 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         model_flops=of_micro_batch / architecture.batch * training.global_batch,
         hardware_flops=sum(per_program[c.program] * len(c.members) for c in job.classes),
         peak_flops_per_gpu=gpu.peak_flops(training.precision.compute), breakdown=parts,
-        slowdown=step_s / longest_path(job, machine, infinite_network=True), bound=bound(parts),
+        bound=bound(parts),
         memory=_memory(lowered, machine),
         simulation=Simulation(timeline.events, timeline.tasks, len(job.classes), job.ranks),
         group_ranks={name: job.communicators[c].size
@@ -271,8 +278,8 @@ def _memory(lowered: Lowered, machine: Machine) -> MemoryResult:
 def _warnings(result: Result) -> list[str]:
     memory, found = result.memory, []
     if not memory.complete:
-        found.append("memory: temporaries inside operators, fragmentation and the CUDA context are not counted yet; "
-                     "model states are exact, the peak is a lower bound")
+        found.append("memory: model states are exact; temporaries inside operators, fragmentation and the CUDA context "
+                     "are not counted yet, so the peak is a lower bound")
     share = memory.headroom_bytes / memory.capacity_bytes
     if 0 <= share < TIGHT_HEADROOM:
         found.append(f"memory: only {100 * share:.1f}% of the GPU's memory is left; allocator retries are likely")

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sim.memory.ledger import CATEGORIES
-from sim.report.result import Result
+from sim.report.result import TIGHT_HEADROOM, Result
 from sim.work import CATEGORIES as KERNEL_CATEGORIES
 
 _COLOURS = {"gemm": "green", "attention": "bright_green", "memory_bound": "cyan", "optimizer": "blue",
@@ -21,7 +21,7 @@ _NAMES = {"gemm": "matrix products", "attention": "attention", "memory_bound": "
           "offload": "waiting for offload"}
 _BOUNDS = {"compute": "the tensor cores", "communication": "communication", "memory_bandwidth": "memory bandwidth",
            "host": "the host", "pipeline": "the pipeline's bubble"}
-#: Shares of the step below this are summed into their neighbour's silence: they would print as 0.0%.
+#: Rows with less of the step than this would print as 0.0% and are left out.
 _SMALLEST_SHARE = 0.0005
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
@@ -110,12 +110,15 @@ def _headline(result: Result) -> list[Any]:
     layout: str = parallel.strategy
     if parallel.strategy in ("fsdp", "zero1", "zero2", "zero3"):
         layout += f" over {parallel.sharding_factor}"
-    micro = f"{scenario.micro_steps} × " if scenario.micro_steps > 1 else ""
-    lines = [
+    if parallel.sharding_factor < scenario.data_parallel and parallel.strategy == "fsdp":
+        layout += f" × {scenario.data_parallel // parallel.sharding_factor} replicas"
+    micro = f" × {scenario.micro_steps} micro-steps" if scenario.micro_steps > 1 else ""
+    lines: list[Any] = [
         Text(scenario.name, style="bold"),
         Text(f"{result.gpus} × {result.gpu} ({cluster.nodes} × {cluster.topology.name}) · {layout} · "
-             f"{training.precision.name} · batch {training.global_batch:,} = {scenario.data_parallel} × {micro}"
-             f"{training.micro_batch} of {training.sequence:,} tokens", style="dim"),
+             f"{training.precision.name}", style="dim"),
+        Text(f"{training.global_batch:,} sequences of {training.sequence:,} tokens per step = "
+             f"{scenario.data_parallel} replicas × {training.micro_batch}{micro}", style="dim"),
         Text(),
     ]
     grid = Table.grid(padding=(0, 3))
@@ -126,7 +129,7 @@ def _headline(result: Result) -> list[Any]:
     grid.add_row(*(Text.assemble((value, "bold"), f" {unit}") for value, unit in (
         (f"{100 * result.mfu:.1f}%", "MFU"),
         (f"{result.model_tflops_per_gpu:.1f}", f"of {result.peak_flops_per_gpu / 1e12:.0f} TFLOP/s/GPU"),
-        (f"{100 * result.hfu:.1f}%", "HFU (recomputation counted)"))))
+        (f"{100 * result.hfu:.1f}%", "HFU"))))
     return [*lines, grid]
 
 
@@ -136,7 +139,8 @@ def _rows(result: Result) -> Iterable[tuple[str, float, str]]:
         yield _NAMES[name], parts.compute[name], _COLOURS[name]
     for kind, groups in parts.exposed_communication.items():
         for group, exposed in groups.items():
-            yield f"exposed {kind} ({group}, {result.group_ranks[group]} ranks)", exposed, _COLOURS["communication"]
+            words = f"exposed {kind.replace('_', '-')} ({group}, {result.group_ranks[group]} ranks)"
+            yield words, exposed, _COLOURS["communication"]
     yield _NAMES["pipeline_bubble"], parts.pipeline_bubble, _COLOURS["pipeline_bubble"]
     yield _NAMES["offload"], parts.offload, _COLOURS["offload"]
     yield _NAMES["host"], parts.host, _COLOURS["host"]
@@ -146,15 +150,13 @@ def _breakdown(result: Result, width: int) -> list[Any]:
     step = result.step_time_s
     rows = [row for row in _rows(result) if row[1] > _SMALLEST_SHARE * step]
     name_width = max((len(name) for name, _, _ in rows), default=0)
-    room = max(10, min(48, width - name_width - 24))
+    room = max(6, min(48, width - name_width - 19))
     grid = Table.grid(padding=(0, 1))
-    grid.add_column(no_wrap=True)
-    grid.add_column(justify="right", no_wrap=True)
-    grid.add_column(justify="right", no_wrap=True)
-    grid.add_column(no_wrap=True)
+    for column in range(4):
+        grid.add_column(justify="right" if column in (1, 2) else "left", no_wrap=True)
     for name, value, colour in rows:
         grid.add_row(name, seconds(value), f"{100 * value / step:.1f}%", Text(bar(value / step, room), style=colour))
-    return [Text("where the step goes", style="underline"), grid]
+    return [Text("where the step goes", style="bold"), grid]
 
 
 def _bound(result: Result) -> list[Any]:
@@ -162,32 +164,30 @@ def _bound(result: Result) -> list[Any]:
     exposed = result.breakdown.exposed_s
     lines = [Text.assemble("bound by ", (_BOUNDS[result.bound], "bold"))]
     if total > 0:
-        lines[0].append(f" · communication is busy {seconds(total)}, {seconds(exposed)} of the step waits for it")
-        lines[0].append(f" · {result.slowdown:.3g}× the step on an infinitely fast network")
+        lines.append(Text(f"communication: {seconds(total)} on the wire, {100 * (1 - exposed / total):.0f}% hidden "
+                          f"behind compute; {result.slowdown:.3f}× the step on an infinitely fast network"))
     return list(lines)
 
 
 def _memory(result: Result, width: int) -> list[Any]:
     memory = result.memory
     share = memory.device_used_bytes / memory.capacity_bytes
-    colour = "red" if not memory.fits else "yellow" if share > 0.95 else "green"
-    room = max(10, min(40, width - 44))
+    colour = "red" if not memory.fits else "yellow" if share > 1 - TIGHT_HEADROOM else "green"
+    room = max(10, min(48, width - 32))
+    counted = "fits" if memory.complete else "what is counted so far fits"
     if memory.fits:
-        verdict = Text(f"fits, {size(memory.headroom_bytes)} free" if memory.complete
-                       else f"what is counted fits, {size(memory.headroom_bytes)} free", style=colour)
+        verdict = Text(f"{counted}, {size(memory.headroom_bytes)} free", style=colour)
     else:
         most = max(CATEGORIES, key=lambda name: memory.use.at_peak[name])
         verdict = Text(f"does not fit: {size(-memory.headroom_bytes)} too much, most of it {most.replace('_', ' ')}",
                        style="bold red")
-    line = Text.assemble(("memory ", "underline"), " ", (bar(share, room).ljust(room, "·"), colour),
-                         f" {size(memory.device_used_bytes)} of {size(memory.capacity_bytes)}  ", verdict)
-    parts = [f"{name.replace('_', ' ')} {size(memory.use.at_peak[name])}" for name in CATEGORIES
-             if memory.use.at_peak[name]]
-    lines = [line, Text("at the peak: " + ", ".join(parts), style="dim")]
+    line = Text.assemble(("memory ", "bold"), (bar(share, room).ljust(room, "·"), colour),
+                         f" {size(memory.device_used_bytes)} of {size(memory.capacity_bytes)}")
     where = memory.use.where
-    if where is not None:
-        lines.append(Text(f"reached in {where.phase} of {where.layer}", style="dim"))
-    return list(lines)
+    place = f", reached in {where.phase} of {where.layer}" if where is not None else ""
+    parts = sorted(((memory.use.at_peak[name], name.replace("_", " ")) for name in CATEGORIES), reverse=True)
+    detail = ", ".join(f"{name} {size(held)}" for held, name in parts if held)
+    return [line, Text.assemble(verdict, place), Text(detail, style="dim")]
 
 
 def _warning(text: str) -> Text:

@@ -8,7 +8,7 @@ from typing import Any
 from sim.errors import Fault, nearest
 from sim.scenario.defaults import SHARDED
 from sim.scenario.document import Document
-from sim.scenario.schema import FULL, Scenario
+from sim.scenario.schema import FULL, Model, Scenario
 
 #: What a transformer must be told; everything else has a default.
 _TRANSFORMER_SIZES = ("layers", "hidden", "heads", "vocab")
@@ -36,21 +36,18 @@ def check_names(data: dict[str, Any], document: Document) -> list[Fault]:
     missing = [f"'{name}'" for name in _TRANSFORMER_SIZES if name not in model]
     if not missing:
         return []
-    hint = _preset_hint(model) or "give them, or a 'preset' (see 'drystep list models')"
-    return [document.fault("model", f"the model needs {', '.join(missing)}", hint)]
-
-
-def _preset_hint(model: dict[str, Any]) -> str:
-    for name in model:
-        if name != "preset" and nearest(name, ["preset"]):
-            return f"did you mean 'preset' instead of '{name}'?"
-    return ""
+    if any(nearest(name, [*Model.model_fields]) for name in model if name not in Model.model_fields):
+        return []  # a slip of the keyboard, reported as such
+    return [document.fault("model", f"the model needs {', '.join(missing)}",
+                           "give them, or a 'preset': see 'drystep list models'")]
 
 
 def check(written: Scenario, scenario: Scenario, document: Document) -> list[Fault]:
     """Every impossible combination of a scenario whose fields are each well-formed."""
-    findings: list[Finding] = []
-    for rule in (_cluster, _model, _moe, _layout, _batch, _sharding, _tensor, _context, _expert, _pipeline, _modes):
+    findings: list[Finding] = [*_cluster(written, scenario), *_layout(written, scenario)]
+    laid_out = not findings  # else the number of replicas means nothing
+    rules = (_model, _moe, _tensor, _context, _pipeline, _modes, _tokens)
+    for rule in (*rules, _batch, _sharding, _expert) if laid_out else rules:
         findings += rule(written, scenario)
     return [document.fault(path, message, hint) for path, message, hint in findings]
 
@@ -121,7 +118,7 @@ def _model(written: Scenario, s: Scenario) -> Iterator[Finding]:
     if m.positions == "learned" and longest > m.max_positions:
         yield ("training.sequence", f"a sequence of {longest} tokens but the model has {m.max_positions} learned positions "
                "(model.max_positions)", f"set model.max_positions to {longest}, or shorten the sequence")
-    if s.gpus and m.layers + m.decoder_layers > 0 and 12 * m.hidden**2 * m.layers > 10**18:
+    if 12 * m.hidden**2 * m.layers > 10**18:
         yield "model.hidden", f"{m.layers} blocks of width {m.hidden} are over 10^18 parameters, absurdly many", ""
 
 
@@ -143,6 +140,7 @@ def _layout(written: Scenario, s: Scenario) -> Iterator[Finding]:
         yield (f"parallel.{path}", f"tensor {p.tensor} · context {p.context} · pipeline {p.pipeline} = {group} does not "
                f"divide {s.gpus} GPUs ({s.cluster.nodes} nodes of {s.cluster.gpus_per_node})",
                _divisors_near(s.gpus, group))
+        return
     if sorted(p.order) != sorted(["tensor", "context", "expert", "data", "pipeline"]):
         yield ("parallel.order", "order must name each of tensor, context, expert, data and pipeline once", "")
     if s.data_parallel > 1 and p.strategy == "none" and s.training.mode == "train":
@@ -152,8 +150,6 @@ def _layout(written: Scenario, s: Scenario) -> Iterator[Finding]:
 
 def _batch(written: Scenario, s: Scenario) -> Iterator[Finding]:
     t, replicas = s.training, s.data_parallel
-    if replicas < 1:
-        return
     if t.global_batch % replicas:
         nearby = t.global_batch // replicas * replicas
         near = f"{nearby} or {nearby + replicas}" if nearby else str(replicas)
@@ -166,7 +162,10 @@ def _batch(written: Scenario, s: Scenario) -> Iterator[Finding]:
     elif s.micro_steps > MAX_MICRO_STEPS:
         yield ("training.global_batch", f"{s.micro_steps:,} micro-steps per step are absurdly many: at most "
                f"{MAX_MICRO_STEPS:,}", "")
-    kind = s.model.kind
+
+
+def _tokens(written: Scenario, s: Scenario) -> Iterator[Finding]:
+    t, kind = s.training, s.model.kind
     if kind != "encoder-decoder" and t.decoder_sequence != t.sequence:
         yield ("training.decoder_sequence", f"decoder_sequence is for kind encoder-decoder, and the model is a {kind}",
                "remove it")
@@ -183,7 +182,7 @@ def _sharding(written: Scenario, s: Scenario) -> Iterator[Finding]:
     if asked is not None and p.strategy not in SHARDED and asked not in (1, FULL):
         yield ("parallel.sharding_factor", f"sharding_factor {asked} needs a strategy that shards; {p.strategy} keeps whole "
                "copies", "write strategy zero1, zero2, zero3 or fsdp")
-    elif ranks >= 1 and not _divides(p.sharding_factor, ranks):
+    elif not _divides(p.sharding_factor, ranks):
         yield ("parallel.sharding_factor", f"sharding_factor {p.sharding_factor} does not divide the {ranks} data-parallel "
                "ranks" + (f" (data {s.data_parallel} · context {p.context})" if p.context > 1 else ""),
                _divisors_near(ranks, p.sharding_factor))
@@ -233,7 +232,7 @@ def _expert(written: Scenario, s: Scenario) -> Iterator[Finding]:
     elif moe.experts % p.expert:
         yield ("parallel.expert", f"expert {p.expert} does not divide the model's {moe.experts} experts",
                _divisors_near(moe.experts, p.expert))
-    if ranks >= 1 and ranks % p.expert:
+    if ranks % p.expert:
         yield ("parallel.expert", f"expert {p.expert} does not divide data {s.data_parallel} · context {p.context} · tensor "
                f"{p.tensor} = {ranks} ranks", _divisors_near(ranks, p.expert))
 

@@ -53,11 +53,18 @@ def _table(model: dict[str, Any], document: Document, faults: list[Fault]) -> di
     return {**model, "table": str(path.resolve()), "layers": len(rows)}
 
 
+def _over(known: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
+    """A known architecture with the user's fields put over it; inside `moe` and `mla` field by field."""
+    nested = {name: {**known[name], **written[name]} for name in ("moe", "mla")
+              if isinstance(known.get(name), dict) and isinstance(written.get(name), dict)}
+    return {**known, **written, **nested}
+
+
 def _told(path: str, error: UserError, document: Document) -> list[Fault]:
     """Faults of a file that a field names: those of its contents as they are, those of the file itself at the field."""
     file, line = document.place(path)
     return [f if f.line or f.field else
-            Fault(f"'{f.file}' {f.message}" if f.file else f.message, path, file, line, f.hint) for f in error.faults]
+            Fault(f"'{f.file}': {f.message}" if f.file else f.message, path, file, line, f.hint) for f in error.faults]
 
 
 def _without_nulls(value: Any) -> Any:
@@ -125,12 +132,12 @@ def _model(model: dict[str, Any], document: Document, faults: list[Fault]) -> di
             hint = nearest(name, preset_names()) or "see 'drystep list models'"
             faults.append(document.fault("model.preset", f"there is no model named '{name[:80]}'", hint))
             return model
-        return {**fields, **model}
+        return _over(fields, model)
     if isinstance(config, str):
         from sim.scenario.hf import read_config
 
         try:
-            return {**read_config(document.folder, config), **model}
+            return _over(read_config(document.folder, config), model)
         except UserError as error:
             faults += _told("model.hf", error, document)
     return model

@@ -13,6 +13,8 @@ from sim.scenario.document import Document, describe
 
 _QUOTED = re.compile(r"'([^']*)'")
 _TAGS = frozenset({"name", "table"})
+#: Fields that take a name or a table, and how the table is written.
+_OR_TABLE = {"recompute": "or {layers: 4}", "mode": "or {inference: {prompt: 512, generate: 128, batch: 8}}"}
 
 
 def explain(error: ValidationError, root: type[BaseModel], document: Document, inside: str = "") -> list[Fault]:
@@ -21,13 +23,19 @@ def explain(error: ValidationError, root: type[BaseModel], document: Document, i
     With `inside`, only errors of that dotted path or below count, and the path itself may be missing its neighbours.
     """
     faults: dict[str, Fault] = {}
+    missing: set[str] = set()
+    meant: set[str] = set()
     for item in error.errors(include_url=False, include_context=True):
         path, model = _path(item["loc"], root)
         if inside and path != inside and not path.startswith(inside + "."):
             continue
         message, hint = _sentence(item["type"], item.get("ctx", {}), item["input"], item["msg"], path, model)
         faults.setdefault(path, document.fault(path, message, hint))
-    return list(faults.values())
+        if item["type"] == "missing":
+            missing.add(path)
+        elif item["type"] == "extra_forbidden" and (name := _QUOTED.search(hint)):
+            meant.add(".".join([*path.split(".")[:-1], name[1]]))
+    return [fault for path, fault in faults.items() if path not in missing & meant]
 
 
 def tables_of(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -66,7 +74,7 @@ def _path(location: tuple[int | str, ...], root: type[BaseModel]) -> tuple[str, 
         holder = model
         field = model.model_fields.get(str(part)) if model else None
         model = next(tables_of(field.annotation), None) if field else None
-        tagged = field is not None and str(part) in ("recompute", "mode")
+        tagged = field is not None and str(part) in _OR_TABLE
     return ".".join(p for p in parts if p), holder
 
 
@@ -78,7 +86,8 @@ def _sentence(kind: str, ctx: dict[str, Any], value: Any, message: str, path: st
     if kind == "extra_forbidden":
         return _unknown_field(name, value, model)
     if kind == "literal_error":
-        return _not_allowed(value, _QUOTED.findall(ctx["expected"]) or re.findall(r"\d+", ctx["expected"]))
+        message, hint = _not_allowed(value, _QUOTED.findall(ctx["expected"]) or re.findall(r"\d+", ctx["expected"]))
+        return message, hint or _OR_TABLE.get(name, "")
     if kind == "choice":
         return _not_allowed(ctx["value"], ctx["allowed"].split(","))
     if kind == "word":
@@ -88,7 +97,7 @@ def _sentence(kind: str, ctx: dict[str, Any], value: Any, message: str, path: st
     if kind == "unit":
         return message, f"write {ctx['examples']}"
     if kind == "plain":
-        return message, ""
+        return f"{message}, not {describe(value)}", ""
     if kind == "range":
         return _range(value, ctx["low"], ctx["high"])
     for test in (_wrong_type, _out_of_range):
@@ -106,6 +115,9 @@ def _missing(name: str, model: type[BaseModel] | None) -> tuple[str, str]:
 
 def _unknown_field(name: str, value: Any, model: type[BaseModel] | None) -> tuple[str, str]:
     known = list(model.model_fields) if model else []
+    if "." in name:
+        head, _, rest = name.partition(".")
+        return f"there is no field '{name[:60]}' here", f"dotted fields are for sweep and --set: write '{head}:' and '{rest}: …' below it"
     hint = nearest(name, known)
     if not hint:
         elsewhere = _elsewhere(name)
@@ -163,16 +175,21 @@ def _range(value: Any, low: str, high: str) -> tuple[str, str]:
     return f"{describe(value)} is outside {low} to {high}", ""
 
 
+def _figure(value: float) -> str:
+    """A limit as people write it: 2016, 200,000, 1e18."""
+    return f"{value:g}" if isinstance(value, float) else f"{value:,}" if value >= 10_000 else str(value)
+
+
 def _out_of_range(kind: str, ctx: dict[str, Any], value: Any) -> tuple[str, str] | None:
     said = describe(value)
     if kind == "greater_than_equal":
-        return f"{said} is too small: at least {ctx['ge']:,}", ""
+        return f"{said} is too small: at least {_figure(ctx['ge'])}", ""
     if kind == "greater_than":
-        return f"{said} is too small: more than {ctx['gt']:,}", ""
+        return f"{said} is too small: more than {_figure(ctx['gt'])}", ""
     if kind == "less_than_equal":
-        return f"{said} is absurdly large: at most {ctx['le']:,}", ""
+        return f"{said} is absurdly large: at most {_figure(ctx['le'])}", ""
     if kind == "less_than":
-        return f"{said} is too large: less than {ctx['lt']:,}", ""
+        return f"{said} is too large: less than {_figure(ctx['lt'])}", ""
     if kind == "finite_number":
         return f"{said} is not a finite number", ""
     if kind == "string_too_short":

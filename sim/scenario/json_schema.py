@@ -73,7 +73,7 @@ def _tidy(node: Any) -> None:
             rest = [choice for choice in choices if choice != {"type": "null"}]
             del node["anyOf"]
             node.update(rest[0] if len(rest) == 1 else {"anyOf": rest})
-        if isinstance(node.get("title"), str) and "type" not in node.get("properties", {}):
+        if isinstance(node.get("title"), str):
             del node["title"]
         for item in node.values():
             _tidy(item)

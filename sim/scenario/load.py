@@ -158,7 +158,8 @@ def resolve_document(document: Document, faults: Sequence[Fault] = ()) -> Scenar
     except ValidationError as error:
         found += explain(error, Scenario, document)
     if found:
-        raise UserError(_distinct(found))
+        unread = [f.field + "." for f in document.faults if f.field]  # values thrown away: what they lack is no news
+        raise UserError(_distinct([f for f in found if f in document.faults or not f.field.startswith(tuple(unread))]))
     scenario = fill(written)
     found = check(written, scenario, document)
     if found:

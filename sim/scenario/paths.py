@@ -75,6 +75,8 @@ def _opened(path: str, name: str, document: Document) -> Any:
         return dict(found.data)
     if path == "training.precision" and name in PRECISIONS:
         return dict(PRECISIONS[name])
+    if path in ("training.recompute", "training.mode"):
+        return {}
     if path == "model" and preset(name) is not None:
         return {"preset": name}
     return name

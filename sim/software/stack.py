@@ -1,7 +1,7 @@
 """A training stack as named facts: what it launches, fuses, keeps and synchronises, and what its host code costs.
 
 Nowhere else does code ask for a framework's name or a year: every difference between stacks is a field of `Stack`,
-read from `profiles.yaml` (value, unit, source and confidence of each).
+read from `profiles/*.yaml` (value, unit, source and confidence of each).
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from sim.catalog import table
 from sim.errors import Fault, UserError, nearest
 
-_PROFILES = "software/profiles.yaml"
+#: The profile every other one descends from: it also holds the releases of each year.
+_ROOT = "pytorch"
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge, "<=": operator.le, "==": operator.eq, "<": operator.lt, ">": operator.gt,
 }
@@ -39,7 +41,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """What a training stack does. Units and sources of each fact: `profiles.yaml`, or `facts_of`.
+    """What a training stack does. Units and sources of each fact: `profiles/*.yaml`, or `facts_of`.
 
     Attributes:
         framework: profile name.
@@ -57,9 +59,8 @@ class Stack:
         attention_kernel: implementation behind `attention: flash`: flash1, flash2, flash3 or triton.
         residual_dtype_follows_autocast: the residual stream is half, not fp32, under autocast.
         low_precision_norm: norms run in half under autocast.
-        autocast_cache: weights are cast once per forward, not at every use.
         unpad_copies: the attention wrapper copies qkv and output between padded and packed form.
-        fused_*: one kernel instead of a chain (norm, bias + GELU, SwiGLU, rotary, RMSNorm, scale + mask + softmax,
+        fused_*: one kernel instead of a chain (bias + GELU, SwiGLU, rotary, RMSNorm, scale + mask + softmax,
             bias + dropout + residual).
         gradient_accumulation_fusion: the weight-gradient GEMM adds into the gradient buffer itself.
         optimizer_kernel: loop, foreach or fused, where the scenario does not say.
@@ -82,9 +83,7 @@ class Stack:
     attention_kernel: str
     residual_dtype_follows_autocast: bool
     low_precision_norm: bool
-    autocast_cache: bool
     unpad_copies: bool
-    fused_norm: bool
     fused_bias_gelu: bool
     fused_swiglu: bool
     fused_rope: bool
@@ -101,8 +100,13 @@ _GIVEN = ("framework", "modules", "compile")
 
 
 def profile_names() -> list[str]:
-    """Names of the profiles, for messages and `drystep list`."""
-    return list(table(_PROFILES)["profiles"])
+    """Names of the profiles, sorted, for messages and `drystep list`."""
+    return sorted(path.stem for path in (Path(__file__).parent / "profiles").glob("*.yaml"))
+
+
+def _profile(name: str) -> dict[str, Any]:
+    """A profile as written. Each has a file of its own, so that a run parses only the ones it needs."""
+    return table(f"software/profiles/{name}.yaml")
 
 
 def facts_of(
@@ -114,20 +118,20 @@ def facts_of(
     Raises:
         UserError: no profile of that name.
     """
-    catalogue = table(_PROFILES)
-    profiles = catalogue["profiles"]
-    if framework not in profiles:
-        message = f"unknown framework '{framework}'; known: {', '.join(profiles)}"
-        raise UserError(Fault(message, field="software.framework", hint=nearest(framework, profiles)))
-    known = {name: _release(by_year, year) for name, by_year in catalogue["releases"].items()} | dict(versions or {})
+    names = profile_names()
+    if framework not in names:
+        message = f"unknown framework '{framework}'; known: {', '.join(names)}"
+        raise UserError(Fault(message, field="software.framework", hint=nearest(framework, names)))
+    releases = _profile(_ROOT)["releases"]
+    known = {name: _release(by_year, year) for name, by_year in releases.items()} | dict(versions or {})
     switches = {"compile": compile_, "cuda_graphs": cuda_graphs, "fused": fused}
     given = {f"{name}_given": True for name in versions or {}}
-    lines: dict[str, Any] = {}
-    for profile in _lineage(profiles, framework):
-        lines |= profile.get("facts", {})
+    lines: dict[str, dict[str, Any]] = {}
+    for profile in _lineage(framework):
+        _override(lines, profile["facts"])
         for era in profile.get("eras", ()):
             if all(_holds(key, wanted, year, known, switches | given) for key, wanted in era["when"].items()):
-                lines |= era["facts"]
+                _override(lines, era["facts"])
     return {name: Fact(**line) for name, line in lines.items()}
 
 
@@ -162,11 +166,17 @@ def _stack(
     return Stack(framework=framework, modules=modules, compile=compile_, **values)
 
 
-def _lineage(profiles: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+def _lineage(name: str) -> list[dict[str, Any]]:
     """The profile after all its ancestors, eldest first."""
-    profile = profiles[name]
+    profile = _profile(name)
     parent = profile.get("inherits")
-    return [*(_lineage(profiles, parent) if parent else ()), profile]
+    return [*(_lineage(parent) if parent else ()), profile]
+
+
+def _override(lines: dict[str, dict[str, Any]], facts: Mapping[str, dict[str, Any]]) -> None:
+    """Lay facts over those of an ancestor. A fact keeps the unit it was introduced with."""
+    for name, line in facts.items():
+        lines[name] = {"unit": lines[name]["unit"], **line} if name in lines else line
 
 
 def _release(by_year: Mapping[int, str], year: int) -> str:
@@ -183,7 +193,7 @@ def _holds(
         return switches.get(key, False) == wanted
     match = re.fullmatch(r"([<>=]{1,2})([\d.]+)", wanted)
     if match is None:
-        raise ValueError(f"{_PROFILES}: condition {key}: {wanted!r} is not a comparison")
+        raise ValueError(f"software profiles: condition {key}: {wanted!r} is not a comparison")
     actual = (year,) if key == "year" else _version(versions[key])
     return bool(actual) and _COMPARE[match[1]](actual, _version(match[2]))
 

@@ -77,7 +77,7 @@ def _figures(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _key_spread(records: Sequence[Record], keys: Sequence[str]) -> dict[str, float | int | None]:
-    pairs = [(r, k) for r in records for k in keys if k in r.get("measured", ())]
+    pairs = [(r, k) for r in records if r["kind"] == "training" for k in keys if k in r["measured"]]
     errors = [e for e in (_error(r, k) for r, k in pairs) if e is not None]
     return spread(errors, len(pairs))
 

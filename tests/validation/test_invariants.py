@@ -94,7 +94,6 @@ def test_gradients_cross_the_wire_once_per_reduction(job: Mapping) -> None:
     reductions = scenario.micro_steps if scenario.parallel.reduce_every_micro_step else 1
     once = lowered.architecture.parameters * width[scenario.training.precision.reduce]
     if scenario.parallel.strategy == "ddp":
-        once = lowered.architecture.parameters * width[scenario.training.precision.gradients]
         assert sums == {"all_reduce": once * reductions}
     elif scenario.parallel.sharding_factor == scenario.data_parallel:
         assert once * reductions <= sums["reduce_scatter"] <= 1.02 * once * reductions  # padding to the factor
@@ -162,8 +161,9 @@ def test_exposed_communication_is_part_of_the_time_on_the_link(job: Mapping) -> 
 
 
 @quick
-@given(jobs(strategies=("ddp", "fsdp")))
+@given(jobs(strategies=("ddp", "fsdp"), framework="ideal"))
 def test_overlap_never_slows_a_job_without_contention(job: Mapping) -> None:
+    """Without host costs: on a busy host, launching a collective earlier delays the kernels behind it."""
     paths = []
     for overlap in (True, False):
         scenario = resolve(changed(job, parallel={"overlap": overlap}))

@@ -1,0 +1,240 @@
+"""The command line as a user meets it: outputs, exit codes, and no traceback whatever is done to it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sim.cli import LATER, cli, main
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+SCENARIO = """\
+name: small
+cluster: {topology: dgx-a100-80g, nodes: 2}
+model: {preset: gpt2}
+training: {micro_batch: 1, global_batch: 16, sequence: 1024, precision: fsdp-bf16}
+parallel: {strategy: fsdp}
+"""
+SWEEP = SCENARIO + "sweep: {cluster.nodes: [1, 2, 3]}\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "small.yaml").write_text(SCENARIO)
+    (tmp_path / "sweep.yaml").write_text(SWEEP)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+class Ran:
+    """Exit code and both outputs of a command."""
+
+    def __init__(self, capfd: pytest.CaptureFixture[str], *arguments: str) -> None:
+        with pytest.raises(SystemExit) as left:
+            main(arguments)
+        self.code = left.value.code
+        self.out, self.err = capfd.readouterr()
+        assert "Traceback" not in self.err
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def drystep(capfd: pytest.CaptureFixture[str]) -> Any:
+    return lambda *arguments: Ran(capfd, *arguments)
+
+
+def test_run_prints_a_report(folder: Path, drystep: Any) -> None:
+    ran = drystep("run", "small.yaml")
+    assert ran.code == 0
+    assert "per step" in ran.out
+    assert ran.err == ""
+
+
+def test_json_to_standard_output_is_nothing_but_json(folder: Path, drystep: Any) -> None:
+    result = drystep("run", "small.yaml", "--json", "-").json
+    assert result["scenario"]["name"] == "small"
+    assert {"step_time_s", "breakdown_s", "communication_s", "slowdown", "memory", "traffic"} <= result.keys()
+
+
+def test_json_of_a_sweep_and_of_several_scenarios(folder: Path, drystep: Any) -> None:
+    sweep = drystep("run", "sweep.yaml", "--json", "-").json
+    assert [p["set"] for p in sweep["points"]] == [{"cluster.nodes": 1}, {"cluster.nodes": 2}]
+    assert sweep["axes"] == {"cluster.nodes": [1, 2, 3]}
+    (skipped,) = sweep["skipped"]
+    assert skipped["set"] == {"cluster.nodes": 3}
+    assert "24" in skipped["reason"]
+    both = drystep("run", "small.yaml", "sweep.yaml", "--json", "-").json
+    assert both[0]["step_time_s"] == sweep["points"][1]["step_time_s"]
+    assert len(both[1]["points"]) == 2
+
+
+def test_set_goes_on_top(folder: Path, drystep: Any) -> None:
+    result = drystep("run", "small.yaml", "--set", "cluster.nodes=1", "--set", "model.layers=6", "--json", "-").json
+    assert result["scenario"]["cluster"]["nodes"] == 1
+    assert result["scenario"]["model"]["layers"] == 6
+
+
+def test_files_are_written(folder: Path, drystep: Any) -> None:
+    ran = drystep("run", "small.yaml", "--json", "r.json", "--trace", "t.json.gz", "--report", "deep/folder")
+    assert ran.code == 0
+    assert "per step" in ran.out
+    assert json.loads((folder / "r.json").read_text())["step_time_s"] > 0
+    assert json.loads(gzip.decompress((folder / "t.json.gz").read_bytes()))["traceEvents"]
+    assert "per step" in (folder / "deep/folder/report.txt").read_text()
+    assert json.loads((folder / "deep/folder/result.json").read_text())["mfu"] > 0
+
+
+@pytest.mark.parametrize("arguments", [
+    ["run", "missing.yaml"],
+    ["run", "small.yaml", "--json", "no/such/folder/r.json"],
+    ["run", "small.yaml", "--json", "."],
+    ["run", "small.yaml", "--trace", "/proc/no/t.json"],
+    ["run", "small.yaml", "--trace", "-"],
+    ["run", "small.yaml", "--report", "small.yaml"],
+    ["run", "sweep.yaml", "--trace", "t.json"],
+    ["run", "small.yaml", "--set", "cluster.nodes"],
+    ["run", "small.yaml", "--set", "cluster.nods=3"],
+    ["run", "small.yaml", "--set", "cluster.nodes=0"],
+    ["run", "small.yaml", "--no-such-option"],
+    ["run"],
+    ["rnu", "small.yaml"],
+    ["list", "gpu"],
+    *([name] for name in LATER),
+])
+def test_wrong_input_is_exit_code_2_with_a_message(folder: Path, drystep: Any, arguments: list[str]) -> None:
+    ran = drystep(*arguments)
+    assert ran.code == 2
+    assert ran.err.strip()
+    assert ran.out == ""
+
+
+def test_faults_of_several_files_come_together(folder: Path, drystep: Any) -> None:
+    (folder / "a.yaml").write_text(SCENARIO.replace("gpt2", "gpt9"))
+    (folder / "b.yaml").write_text(SCENARIO.replace("nodes: 2", "nodes: two"))
+    ran = drystep("run", "a.yaml", "b.yaml")
+    assert ran.code == 2
+    lines = ran.err.splitlines()
+    assert any(line.startswith("a.yaml:3: model.preset:") for line in lines)
+    assert any(line.startswith("b.yaml:2: cluster.nodes:") for line in lines)
+
+
+def test_an_unknown_command_names_the_nearest(drystep: Any) -> None:
+    assert "did you mean 'validate'" in drystep("valdiate").err
+    assert "not available yet" in drystep("size", "x.yaml").err
+
+
+def test_help_names_only_what_exists(drystep: Any) -> None:
+    ran = drystep("--help")
+    assert ran.code == 0
+    assert {line.split()[0] for line in ran.out.partition("Commands:")[2].splitlines() if line.strip()} == set(cli.commands)
+
+
+def test_version(drystep: Any) -> None:
+    ran = drystep("--version")
+    assert (ran.code, ran.out.split()[0]) == (0, "drystep,")
+
+
+@pytest.mark.parametrize("what", ["gpus", "topologies", "models", "software", "precisions"])
+def test_catalogues(what: str, drystep: Any) -> None:
+    rows = drystep("list", what, "--json").json
+    names = [row["name"] for row in rows]
+    text = drystep("list", what).out
+    assert len(set(names)) == len(names) > 5
+    assert all(name in text for name in names)
+
+
+def test_check(folder: Path, drystep: Any) -> None:
+    good = "expect: {mfu: {min: 0.001, max: 1}, step_time_s: {relative_to: sweep1.yaml, ratio: 1, within: 90%}}\n"
+    (folder / "sweep1.yaml").write_text(SCENARIO)
+    (folder / "good.yaml").write_text(SCENARIO + good)
+    (folder / "bad.yaml").write_text(SCENARIO + "expect: {mfu: {min: 0.99}, bound: pipeline}\n")
+    ran = drystep("run", "good.yaml", "--check")
+    assert (ran.code, ran.err.strip()) == (0, "good.yaml: all 2 bounds hold")
+    ran = drystep("run", "bad.yaml", "--check", "--json", "-")
+    assert ran.code == 3
+    assert ran.json["mfu"] < 0.99
+    assert len(ran.err.splitlines()) == 2
+    assert "mfu: predicted" in ran.err
+    assert "at least 0.99" in ran.err
+
+
+def test_check_fails_when_memory_runs_out_unless_that_is_expected(folder: Path, drystep: Any) -> None:
+    tight = ["run", "small.yaml", "--set", "cluster.gpu.memory=1 GB"]
+    assert drystep(*tight).code == 0
+    ran = drystep(*tight, "--check")
+    assert ran.code == 3
+    assert "memory.fits" in ran.err
+    assert drystep(*tight, "--set", "expect.memory.fits=false", "--check").code == 0
+
+
+def test_check_of_a_sweep_names_the_point(folder: Path, drystep: Any) -> None:
+    (folder / "checked.yaml").write_text(SWEEP + "expect: {step_time_s: {at: {cluster.nodes: 2}, max: 1e-9}}\n")
+    ran = drystep("run", "checked.yaml", "--check")
+    assert ran.code == 3
+    assert "step_time_s at cluster.nodes=2: predicted" in ran.err
+
+
+def test_a_fault_of_ours_is_one_line(folder: Path, drystep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sim.api.run", lambda *_: 1 / 0)
+    ran = drystep("run", "small.yaml")
+    assert ran.code == 1
+    assert len(ran.err.splitlines()) == 1
+    assert "internal fault" in ran.err
+    monkeypatch.setenv("DRYSTEP_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        main(["run", "small.yaml"])
+
+
+def test_control_c(folder: Path, drystep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sim.api.run", stop)
+    assert drystep("run", "small.yaml").code == 130
+
+
+def test_control_c_in_a_sweep_keeps_what_was_finished(
+        folder: Path, drystep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sim import api
+
+    real, calls = api._predict, []
+
+    def second_is_interrupted(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(api, "_predict", second_is_interrupted)
+    ran = drystep("run", "sweep.yaml", "--json", "-")
+    assert ran.code == 130
+    assert len(ran.json["points"]) == 1
+    assert ran.json["interrupted"] is True
+
+
+def test_a_reader_that_goes_away_is_no_fault(folder: Path) -> None:
+    """The process writes into a pipe whose reading end is closed already."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-m", "sim", "list", "topologies", "--json"], stdout=writing,
+                          stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_the_examples_run_and_hold_their_bounds(drystep: Any) -> None:
+    examples = sorted(str(p) for p in (ROOT / "scenarios").glob("*.yaml"))
+    assert len(examples) >= 6
+    ran = drystep("run", *examples, "--check", "--json", os.devnull)
+    assert ran.code == 0, ran.err
