@@ -6,6 +6,7 @@ Results go to standard output, everything else to standard error. Exit codes: 0 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from sim.scenario import Loaded
 
 WRONG_INPUT, CHECK_FAILED, OUR_FAULT, INTERRUPTED, NO_READER = 2, 3, 1, 130, 141
+
+#: What the system says when standard output is full.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 
 #: Commands of the specification that come with later versions: known by name, absent from --help.
 LATER = ("size", "compare", "collective", "kernel", "memory", "calibrate", "import", "diff", "ui")
@@ -302,23 +306,33 @@ def _progress() -> Iterator[Callable[[int, int], None] | None]:
 @cli.command()
 @click.argument("cases", nargs=-1, required=True, metavar="CASES...")
 @click.option("--json", "json_to", metavar="FILE", help="Write all records as JSON; - is standard output.")
-@click.option("--select", metavar="PATTERN", help="Only cases whose id matches.")
+@click.option("--select", metavar="PATTERN", help="Only cases whose file/id holds this text, or matches this glob.")
 @click.option("--workers", type=click.IntRange(1, 1024), help="Processes; default one per core.")
 @click.pass_context
 def validate(ctx: click.Context, cases: tuple[str, ...], json_to: str | None, select: str | None,
              workers: int | None) -> None:
     """Hold the predictions against published cases and oracle files."""
-    _writable("--json", json_to)
-    from sim.validation import validate_command
+    from sim import validation
+    from sim.validation.text import progress_bar, render
 
-    with _writing("--json", json_to or ""):
-        ctx.exit(validate_command(cases, json_out=json_to, select=select, workers=workers))
+    _writable("--json", json_to)
+    with progress_bar() as progress:
+        found = validation.validate(cases, select=select, workers=workers, progress=progress)
+    with _json_output(json_to, many=False) as out:
+        if out is not None:
+            out.document(found.to_json())
+    if json_to != "-":
+        from sim.report.text import console
+
+        render(found, console())
+    if found.interrupted:
+        ctx.exit(INTERRUPTED)
 
 
 @cli.command()
 def schema() -> None:
     """Print the JSON Schema of the scenario file, for editors."""
-    from sim.scenario import json_schema
+    from sim.scenario.json_schema import json_schema
 
     click.echo(json.dumps(json_schema(), indent=2))
 
@@ -336,15 +350,19 @@ def list_(what: str, as_json: bool) -> None:
         return
     from sim.report.text import console, render_catalogue
 
-    render_catalogue(found, console())
+    render_catalogue([{k: v for k, v in row.items() if k != "source"} for row in found], console())
 
 
 # --------------------------------------------------------------------------------------------------------------- main
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: whatever happens, no traceback (unless DRYSTEP_DEBUG=1 and the fault is ours)."""
     try:
-        code = cli.main(args=None if arguments is None else list(arguments), prog_name="drystep", standalone_mode=False)
+        # not cli.main(): it would turn a broken pipe into exit code 1, which here means a fault of ours
+        with cli.make_context("drystep", sys.argv[1:] if arguments is None else list(arguments)) as context:
+            cli.invoke(context)
         sys.stdout.flush()
+    except click.exceptions.Exit as left:
+        _leave(left.exit_code)
     except UserError as error:
         _leave(WRONG_INPUT, "\n".join(str(fault) for fault in error.faults))
     except click.ClickException as error:
@@ -353,14 +371,17 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except (click.Abort, KeyboardInterrupt):
         _leave(INTERRUPTED, "interrupted")
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
         _leave(NO_READER)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _leave(WRONG_INPUT, f"cannot write standard output: {error.strerror}")
         if os.environ.get("DRYSTEP_DEBUG") == "1":
             raise
         _leave(OUR_FAULT, f"internal fault ({type(error).__name__}: {error}); please report it with the scenario and "
                           "the output of DRYSTEP_DEBUG=1")
-    _leave(code if isinstance(code, int) else 0)
+    _leave(0)
 
 
 def _leave(code: int, message: str = "") -> NoReturn:

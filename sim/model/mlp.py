@@ -23,13 +23,15 @@ def mlp_operators(style: Style, source: str) -> tuple[list[Operator], list[Param
         source: dtype in which the norm's output arrives.
     """
     up_name, gate_name, down_name = _NAMES["gpt2" if style.conv1d else style.modules]
-    inputs = Tensor("up_input", style.tokens * style.hidden, style.act)
+    # side by side with attention both read one norm's output, which the query projection has kept already
+    shared = style.parallel_block and source == style.act
+    inputs = () if shared else (Tensor("up_input", style.tokens * style.hidden, style.act),)
     parameters: tuple[Parameter, ...]
     if style.gated and style.modules != "megatron":
         up, parameters = _gate_and_up(style, gate_name, up_name, source, inputs)
     else:
         outputs = 2 * style.ffn if style.gated else style.ffn
-        up, parameters = linear_operator(style, "up", up_name, style.hidden, outputs, source=source, saved=(inputs,))
+        up, parameters = linear_operator(style, "up", up_name, style.hidden, outputs, source=source, saved=inputs)
     activation, arrives = _gated_activation(style) if style.gated else _activation(style)
     product_input = Tensor("down_input", style.tokens * style.ffn, style.act)
     down, more = linear_operator(style, "down", down_name, style.ffn, style.hidden, source=arrives,
@@ -38,7 +40,7 @@ def mlp_operators(style: Style, source: str) -> tuple[list[Operator], list[Param
 
 
 def _gate_and_up(
-    style: Style, gate_name: str, up_name: str, source: str, inputs: Tensor,
+    style: Style, gate_name: str, up_name: str, source: str, inputs: tuple[Tensor, ...],
 ) -> tuple[Operator, tuple[Parameter, ...]]:
     """Two projections of the same input; the one that runs last in forward has its gradients first."""
     forward, backward = linear(style, style.tokens, style.hidden, style.ffn, source=source, bias=style.bias)
@@ -46,7 +48,7 @@ def _gate_and_up(
     up = linear_parameters(style, up_name, style.hidden, style.ffn, style.bias)
     sums = elementwise("input_gradient_sum", style.tokens * style.hidden, 3 * width(source), source)
     ready = (*up, *gate) if style.autocast else (*up[::-1], *gate[::-1])
-    saved = (inputs,) * (2 if source != style.act else 1)
+    saved = inputs * (2 if source != style.act else 1)
     copies = (Tensor("up_weight_copy", 2 * style.hidden * style.ffn, style.act),) if style.autocast else ()
     operator = Operator("up", (*forward, *forward), (*backward, *backward, sums), ready, saved, weight_copies=copies)
     return operator, (*gate, *up)

@@ -136,7 +136,8 @@ def _refuse_unsimulated(model: Any) -> None:
     """Raise for architectures whose layers are not written yet."""
     faults = []
     if model.kind != "decoder":
-        faults.append(Fault(f"models of kind '{model.kind}' are not simulated yet, only decoders", field="model.kind"))
+        message = f"models of kind '{model.kind}' are not simulated yet, only decoders"
+        raise UserError(Fault(message, field="model.kind"))
     if model.moe is not None:
         faults.append(Fault("mixture of experts is not simulated yet", field="model.moe"))
     if model.mla is not None:

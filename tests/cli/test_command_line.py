@@ -137,7 +137,8 @@ def test_an_unknown_command_names_the_nearest(drystep: Any) -> None:
 def test_help_names_only_what_exists(drystep: Any) -> None:
     ran = drystep("--help")
     assert ran.code == 0
-    assert {line.split()[0] for line in ran.out.partition("Commands:")[2].splitlines() if line.strip()} == set(cli.commands)
+    listed = ran.out.partition("Commands:")[2].splitlines()
+    assert {line.split()[0] for line in listed if line.strip()} == set(cli.commands)
 
 
 def test_version(drystep: Any) -> None:
@@ -170,7 +171,7 @@ def test_check(folder: Path, drystep: Any) -> None:
 
 
 def test_check_fails_when_memory_runs_out_unless_that_is_expected(folder: Path, drystep: Any) -> None:
-    tight = ["run", "small.yaml", "--set", "cluster.gpu.memory=1 GB"]
+    tight = ["run", "small.yaml", "--set", "cluster.gpu.memory=300 MB"]
     assert drystep(*tight).code == 0
     ran = drystep(*tight, "--check")
     assert ran.code == 3

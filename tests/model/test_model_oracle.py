@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
 from sim.model import Architecture, build
+from sim.scenario import resolve
 from sim.software import stack_for
 
 DATA = Path(__file__).parent / "data"
 MIB = 1024 * 1024
-
-PRECISIONS = {
-    "fp32": ("fp32", "fp32", "none", "fp32", "fp32", "fp32", "fp32"),
-    "amp-bf16": ("bf16", "fp32", "none", "fp32", "fp32", "fp32", "fp32"),
-    "fsdp-bf16": ("bf16", "fp32", "none", "fp32", "fp32", "bf16", "bf16"),
-    "pure-bf16": ("bf16", "bf16", "none", "bf16", "bf16", "bf16", "bf16"),
-    "megatron-bf16": ("bf16", "bf16", "fp32", "fp32", "fp32", "bf16", "fp32"),
-}
-FIELDS = ("compute", "parameters", "master", "gradients", "optimizer", "gather", "reduce")
-
 
 def cases(name: str) -> list[Any]:
     rows = yaml.safe_load((DATA / f"{name}.yaml").read_text())["cases"]
@@ -32,15 +22,12 @@ def cases(name: str) -> list[Any]:
 
 
 def built(row: dict[str, Any]) -> Architecture:
-    model = {"kv_heads": None, "head_dim": None, "max_positions": None, "activation": None, "dropout": 0.0, "moe": None,
-             "mla": None, "window": None, "parallel_block": False} | row["model"]
-    precision = row["training"]["precision"]
-    named = dict(zip(FIELDS, PRECISIONS[precision], strict=True)) if isinstance(precision, str) else precision
-    training = {"predicted_tokens": None, "chunked_loss": False} | row["training"]
-    training["precision"] = SimpleNamespace(**named)
-    scenario = SimpleNamespace(model=SimpleNamespace(**model), training=SimpleNamespace(**training))
-    stack = stack_for("pytorch", 2026, False, {}, row["modules"])
-    return build(scenario, stack, training["micro_batch"])
+    batch = row["training"]["micro_batch"]
+    scenario = resolve({
+        "name": row["id"], "cluster": {"topology": "single-a100-80g-sxm"}, "model": row["model"],
+        "training": row["training"] | {"global_batch": batch},
+        "software": {"framework": "pytorch", "year": 2026, "modules": row["modules"]}})
+    return build(scenario, stack_for("pytorch", 2026, False, {}, row["modules"]), batch)
 
 
 @pytest.mark.parametrize("row", cases("decoder_flops"))

@@ -62,10 +62,11 @@ def predicted(job: Mapping) -> Result:
 
 
 def traffic(job: Mapping) -> dict[str, int]:
-    """Bytes per collective kind in one step."""
+    """Bytes per collective kind in forward and backward , without the optimizer's."""
     sums: dict[str, int] = {}
     for row in traffic_totals(lower(resolve(job)).job):
-        sums[row["kind"]] = sums.get(row["kind"], 0) + row["bytes"]
+        if row["phase"] != "optimizer":
+            sums[row["kind"]] = sums.get(row["kind"], 0) + row["bytes"]
     return sums
 
 

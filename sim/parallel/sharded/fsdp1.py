@@ -56,6 +56,7 @@ class Fsdp1(Fsdp):
     def backward_pass(self, section: SectionBuilder, stack: tuple[Layer, ...], micro: MicroStep) -> None:
         """Units in reverse with the prefetch the scenario asks for."""
         mode = self.plan.scenario.parallel.prefetch.backward
+        every = self.plan.scenario.parallel.reduce_every_micro_step
         mine = [i for i in range(self.last, -1, -1) if self.units[i] is not self.root]
         order = [self.last, *mine] if self.units[self.last] is self.root else mine
         following = dict(pairwise(order))
@@ -71,7 +72,7 @@ class Fsdp1(Fsdp):
             complete = own or position == 0
             if own or position == self.last:
                 size = round(unit.padded * self.gather_bytes)
-                if micro.first or micro.reduce:
+                if micro.first or every:
                     section.allocate(f"unsharded_gradient:{unit.name}", size, "gradients")
             after = self.flatten(unit, micro) if complete else ()
             task = self.backward(section, position, layer, waits, after=after)
@@ -108,7 +109,8 @@ class Fsdp1(Fsdp):
         the same memory bandwidth.
         """
         g, r = self.gather_bytes, self.reduce_bytes
-        width = 2 * g + (0 if micro.first or micro.reduce else g)
+        every = self.plan.scenario.parallel.reduce_every_micro_step
+        width = 2 * g + (0 if micro.first or every else g)
         if micro.reduce and self.factor * self.replicas > 1:
             width += 2 * r + (g + r if self.gather_dtype != self.reduce_dtype else 0)
         return (self.copy_kernel("fsdp flatten gradient", unit, unit.numel, width),)

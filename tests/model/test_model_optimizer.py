@@ -1,0 +1,56 @@
+"""Bytes and launches of the optimizer step and of clipping."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sim.model import clip_kernels, optimizer_kernels
+
+FP32 = SimpleNamespace(parameters="fp32", master="none", gradients="fp32", optimizer="fp32")
+MIXED = SimpleNamespace(parameters="bf16", master="fp32", gradients="fp32", optimizer="fp32")
+PURE = SimpleNamespace(parameters="bf16", master="none", gradients="bf16", optimizer="bf16")
+N = 1_000_000
+
+
+def per_parameter(precision: SimpleNamespace, optimizer: str, kernel: str, clip: bool = False) -> float:
+    return sum(k.bytes for k in optimizer_kernels(N, 10, precision, optimizer, kernel, clip)) / N
+
+
+@pytest.mark.parametrize(("optimizer", "kernel", "expected"), [
+    ("adamw", "fused", 28), ("adamw", "foreach", 80), ("adamw", "loop", 88), ("adam", "fused", 28),
+    ("adamw-8bit", "fused", 16), ("adamw-8bit", "foreach", 16), ("sgd", "foreach", 12), ("sgd-momentum", "fused", 20),
+    ("sgd-momentum", "loop", 32), ("none", "fused", 0)])
+def test_accesses_in_fp32(optimizer: str, kernel: str, expected: float) -> None:
+    assert per_parameter(FP32, optimizer, kernel) == expected
+
+
+def test_half_states_move_half_the_bytes() -> None:
+    assert per_parameter(PURE, "adamw", "fused") == 14
+    assert per_parameter(PURE, "adamw", "foreach") == 40
+
+
+def test_master_copies_are_written_back_in_half() -> None:
+    assert per_parameter(MIXED, "adamw", "fused") == 28 + 2
+    assert per_parameter(MIXED, "adamw", "foreach") == 80 + 2 + 4
+
+
+def test_clipping_reads_twice_and_writes_once() -> None:
+    norm, scale = clip_kernels(N, 10, "fp32", "fused")
+    assert (norm.bytes, scale.bytes) == (4 * N, 8 * N)
+    assert per_parameter(FP32, "adamw", "fused", clip=True) == 28 + 12
+
+
+def test_launches_by_implementation() -> None:
+    loop, foreach, fused = (optimizer_kernels(N, 100, FP32, "adamw", k, False)[0] for k in ("loop", "foreach", "fused"))
+    assert loop.launches == 9 * 100
+    assert fused.launches == 3  # 36 tensors to a launch with four lists
+    assert fused.launches < foreach.launches < loop.launches
+    assert {k.category for k in (loop, foreach, fused)} == {"optimizer"}
+
+
+def test_every_optimizer_has_every_implementation() -> None:
+    for optimizer in ("adamw", "adam", "adamw-8bit", "sgd", "sgd-momentum", "adafactor", "lamb"):
+        for kernel in ("loop", "foreach", "fused"):
+            assert per_parameter(FP32, optimizer, kernel) >= 12

@@ -1,0 +1,73 @@
+"""The clusters that come with the product."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sim.scenario import Scenario, resolve
+from sim.scenario.gpus import gpu_names
+from sim.scenario.topologies import topology_names
+
+NAMED = ("dgx-1v-16g dgx-1v-32g dgx-2 p3dn jean-zay-v100-32g dgx-a100-40g dgx-a100-80g hgx-a100-40g-1600 hgx-a100-80g-1600 "
+         "hgx-a100-80g-800 p4d p4de jean-zay-a100-80g polaris perlmutter a100-80g-pcie mi300x-8 jean-zay-v100-16g a3-high "
+         "a3-mega dgx-h100 p5 hgx-h100-3200 hgx-h200 hgx-b200 gb200-nvl72").split()
+#: Gb/s between nodes, from the spec's own list.
+GBPS_PER_NODE = {"dgx-1v-32g": 400, "p3dn": 100, "jean-zay-v100-32g": 400, "dgx-a100-80g": 1600, "hgx-a100-80g-1600": 1600,
+                 "hgx-a100-80g-800": 800, "p4d": 400, "p4de": 400, "jean-zay-a100-80g": 400, "dgx-h100": 3200, "p5": 3200}
+
+
+def on(topology: Any, base: Path | str = ".", **cluster: Any) -> Scenario:
+    return resolve({"name": "t", "cluster": {"topology": topology, **cluster}, "model": {"preset": "gpt2"},
+                    "training": {"micro_batch": 1, "global_batch": 7200, "sequence": 512}}, base=base)
+
+
+@pytest.mark.parametrize("name", topology_names())
+def test_every_topology_resolves_with_sources_and_all_figures(name: str) -> None:
+    t = on(name).cluster.topology
+    assert t.name == name and t.source and t.gpu in gpu_names()
+    assert t.host.memory > 1e11 and t.host.pcie and t.intra.link
+    if t.gpus_per_node > 1:
+        assert t.intra.kind != "none" and t.inter.kind != "none"
+
+
+def test_names_of_the_spec_are_all_there() -> None:
+    assert set(NAMED) | {f"single-{gpu}" for gpu in gpu_names()} <= set(topology_names())
+    for name, gbps in GBPS_PER_NODE.items():
+        inter = on(name).cluster.topology.inter
+        assert inter.nics_per_node * inter.gbps_per_nic == gbps
+
+
+def test_dgx1_is_the_hybrid_cube_mesh() -> None:
+    matrix = on("dgx-1v-32g").cluster.topology.intra.matrix
+    assert matrix is not None and all(sum(row) == 6 for row in matrix)
+    quads = ({0, 1, 2, 3}, {4, 5, 6, 7})
+    for quad in quads:
+        assert all(matrix[i][j] > 0 for i in quad for j in quad if i != j)
+    assert sorted((i, j) for i in quads[0] for j in quads[1] if matrix[i][j]) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+def test_path_is_relative_to_the_scenario_and_inline_mapping_works(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "name: mine\ngpu: A100-SXM4-80GB\ngpus_per_node: 4\nintra: {kind: nvswitch}\ninter: {kind: fat-tree, gbps_per_nic: 25 GB/s}\n")
+    t = on("mine.yaml", tmp_path, nodes=3).cluster
+    assert (t.nodes, t.gpus_per_node, t.topology.gpu) == (3, 4, "a100-80g-sxm")
+    assert (t.topology.intra.link, t.topology.intra.links_per_gpu, t.topology.inter.gbps_per_nic) == ("nvlink3", 12, 200.0)
+    inline = on({"gpu": "t4", "gpus_per_node": 2}).cluster.topology
+    assert (inline.intra.kind, inline.intra.link, inline.intra.gen, inline.inter.kind) == ("pcie", "gen3x16", 3, "none")
+
+
+def test_links_per_pair_follows_from_links_per_gpu() -> None:
+    t = on({"gpu": "v100-16g-sxm", "gpus_per_node": 4, "intra": {"kind": "nvlink-mesh"}}).cluster.topology
+    assert (t.intra.link, t.intra.links_per_gpu, t.intra.links_per_pair) == ("nvlink2", 6, 2)
+    amd = on({"gpu": "mi300x", "gpus_per_node": 8, "intra": {"kind": "nvlink-mesh"}}).cluster.topology
+    assert (amd.intra.link, amd.intra.links_per_pair) == ("xgmi", 1)
+
+
+def test_inline_gpu_overrides_figures_of_the_gpu_it_is_like() -> None:
+    gpu = {"like": "H100", "memory": "96 GB", "tflops": {"bf16": 800}}
+    c = on({"gpu": gpu, "gpus_per_node": 2}, gpu={"memory_bandwidth": "4 TB/s"}).cluster
+    assert c.topology.gpu == "h100-80g-sxm" and c.gpu is not None
+    assert (c.gpu.memory, c.gpu.memory_bandwidth, c.gpu.tflops) == (96e9, 4e12, {"bf16": 800})

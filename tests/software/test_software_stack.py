@@ -1,0 +1,103 @@
+"""Profiles: inheritance, eras, sources, and how few figures are free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import sim.software
+from sim.errors import UserError
+from sim.software import facts_of, profile_names, stack_for
+
+PROFILES = Path(sim.software.__file__).parent / "profiles"
+CONFIDENCE = {"documented", "measured", "estimated"}
+
+
+def lines(profile: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    groups = [profile["facts"], *(era["facts"] for era in profile.get("eras", ()))]
+    return [item for group in groups for item in group.items()]
+
+
+def test_the_frameworks_of_the_specification_have_profiles() -> None:
+    assert {"pytorch", "megatron", "deepspeed", "composer", "torchtitan", "nanotron", "ideal"} <= set(profile_names())
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_every_line_has_a_source_and_every_fact_a_unit(name: str) -> None:
+    written = yaml.safe_load((PROFILES / f"{name}.yaml").read_text())
+    known = facts_of("pytorch", 2024)
+    for fact, line in lines(written):
+        assert fact in known, f"{fact} exists in no parent"
+        assert len(line["source"]) > 10
+        assert line["confidence"] in CONFIDENCE
+    assert all(fact.unit for fact in facts_of(name, 2024).values())
+
+
+@pytest.mark.parametrize("name", profile_names())
+@pytest.mark.parametrize("year", [2019, 2022, 2024, 2026])
+def test_few_figures_are_free(name: str, year: int) -> None:
+    assert sum(fact.free for fact in facts_of(name, year).values()) <= 8
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_eras_change_no_free_figure_but_by_a_switch(name: str) -> None:
+    for era in yaml.safe_load((PROFILES / f"{name}.yaml").read_text()).get("eras", ()):
+        if not {"compile", "cuda_graphs"} & set(era["when"]):
+            assert all(line["confidence"] == "documented" for line in era["facts"].values())
+
+
+def test_a_profile_inherits_what_it_does_not_state() -> None:
+    parent, child = stack_for("pytorch", 2024), stack_for("torchtitan", 2024)
+    assert child.host_forward_s == parent.host_forward_s
+    assert child.clip_gradients and not parent.clip_gradients
+
+
+def test_a_child_s_fact_outlives_its_parent_s_era() -> None:
+    assert stack_for("pytorch", 2024).optimizer_kernel == "foreach"
+    assert stack_for("composer", 2024).optimizer_kernel == "loop"
+
+
+def test_torch_releases_change_documented_behaviour() -> None:
+    old, new = stack_for("pytorch", 2023, versions={"torch": "1.13.1"}), stack_for("pytorch", 2023)
+    assert (old.optimizer_kernel, new.optimizer_kernel) == ("loop", "foreach")
+    assert not new.early_stop
+    assert stack_for("pytorch", 2023, versions={"torch": "2.1.0"}).early_stop
+    assert stack_for("pytorch", 2026).attention_kernel == "flash2"
+
+
+@pytest.mark.parametrize(("versions", "kernel", "loss", "fp32_stream", "early_stop"), [
+    ({"composer": "0.11.1", "torch": "1.12.1", "flash_attn": "0.2.2"}, "flash1", "plain", True, False),
+    ({"composer": "0.12.1", "torch": "1.13.1", "flash_attn": "0.2.8"}, "flash1", "plain", True, False),
+    ({"composer": "0.13.3", "torch": "1.13.1", "flash_attn": "triton"}, "triton", "fused", False, False),
+    ({"composer": "0.16.3", "torch": "2.0.1", "flash_attn": "triton"}, "triton", "fused", False, True),
+    ({"composer": "0.17.2", "torch": "2.1.0", "flash_attn": "2.4.2"}, "flash2", "fused", False, True)])
+def test_composer_s_releases(
+    versions: dict[str, str], kernel: str, loss: str, fp32_stream: bool, early_stop: bool,
+) -> None:
+    stack = stack_for("composer", 2023, versions=versions)
+    assert stack.attention_kernel == kernel
+    assert stack.loss == loss
+    assert stack.residual_dtype_follows_autocast is not fp32_stream
+    assert stack.early_stop is early_stop
+
+
+def test_ideal_has_no_host_costs() -> None:
+    for compile_ in (False, True):
+        stack = stack_for("ideal", 2026, compile_)
+        costs = (stack.host_forward_s, stack.host_backward_s, stack.host_collective_s, stack.host_step_s)
+        assert costs == (0, 0, 0, 0)
+        assert not stack.step_sync
+
+
+def test_switches() -> None:
+    assert stack_for("pytorch", 2024, True).host_forward_s < stack_for("pytorch", 2024).host_forward_s
+    assert stack_for("pytorch", 2024, cuda_graphs=True).host_forward_s == 0
+    assert not stack_for("megatron", 2024, fused=False).fused_softmax
+
+
+def test_an_unknown_framework_is_the_user_s_fault() -> None:
+    with pytest.raises(UserError, match="did you mean 'megatron'"):
+        stack_for("megatorn", 2024)
