@@ -1,6 +1,29 @@
 """drystep: a discrete-event simulator of distributed training.
 
-The Python API is the command line's verbs: `load`, `run`, `validate`.
+The Python API is the command line's verbs: `load`, `run`, `run_sweep`, `validate`. They are imported when first used, so
+`import sim` costs nothing.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sim.api import load, run, run_sweep
+    from sim.validation import validate
+
 __version__ = "0.1.0"
+__all__ = ["__version__", "load", "run", "run_sweep", "validate"]
+
+
+def __getattr__(name: str) -> Any:
+    """The verbs, on first use (PEP 562)."""
+    if name in ("load", "run", "run_sweep"):
+        from sim import api
+
+        return getattr(api, name)
+    if name == "validate":
+        from sim.validation import validate
+
+        return validate
+    raise AttributeError(f"module 'sim' has no attribute {name!r}")

@@ -77,8 +77,7 @@ class Segment:
     host_s: tuple[float, ...]
 
 
-@dataclass(slots=True)
-class MemoryOp:
+class MemoryOp(NamedTuple):
     """An allocation (`size_bytes` > 0) or the release (< 0) of a tensor, at a point of the host's order.
 
     Attributes:

@@ -94,6 +94,10 @@ def simulated_ranks(classes: Ranks, groups: Mapping[str, Ranks],
     """
     communicators: list[Communicator] = []
     of_rank: dict[str, Ranks] = {}
+    if not classes.any():  # one class: every group is like every other, and no sorting of ten thousands of rows
+        alike = [Communicator(name, ranks, 1) for name, ranks in groups.items()]
+        device = 0 if devices is None else int(devices[0])
+        return [RankClass(0, np.arange(len(classes)), 0, device, tuple(range(len(alike))))], alike
     for name, ranks in groups.items():
         signatures, kind = np.unique(np.sort(classes[ranks], axis=1), axis=0, return_inverse=True)
         kind = kind.reshape(-1)

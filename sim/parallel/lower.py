@@ -56,8 +56,8 @@ def lower(scenario: Scenario, *, fold: bool = True, devices: Ranks | None = None
     if not fold:
         classes = np.arange(scenario.gpus, dtype=np.int64)
     else:
-        colours = np.zeros(scenario.gpus, dtype=np.int64) if devices is None else devices
-        classes = equitable_classes(colours, plan.groups)
+        zeros = np.zeros(scenario.gpus, dtype=np.int64)
+        classes = zeros if devices is None else equitable_classes(devices, plan.groups)
     simulated, communicators = simulated_ranks(classes, plan.groups, devices)
     job = Job([plan.builder.build()], simulated, communicators, scenario.gpus)
     return Lowered(job, architecture, stack)

@@ -5,7 +5,7 @@ A technique is an object with three verbs (`Technique`); this file strings them 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
@@ -171,47 +171,38 @@ class Activations:
 
     def __init__(self, plan: Plan, section: SectionBuilder) -> None:
         self._plan, self._section = plan, section
+        self._sizes: dict[tuple[int, str], tuple[int, int]] = {}
 
     def keep(self, position: int, layer: Layer) -> None:
         """Forward of the layer at `position` has been issued."""
-        for name, size_bytes, category in self._kept(position, layer):
-            self._section.allocate(name, size_bytes, category)
+        kept, _ = self._bytes(position, layer)
+        if kept:
+            self._section.allocate(f"saved:{position}", kept, "logits" if layer.kind == "head" else "activations")
 
     def restore(self, position: int, layer: Layer) -> None:
         """Recomputation is about to be issued: what it makes lives until backward is done."""
-        for name, size_bytes in self._again(position, layer):
-            self._section.allocate(name, size_bytes, "activations")
+        _, again = self._bytes(position, layer)
+        if again:
+            self._section.allocate(f"recomputed:{position}", again, "activations")
 
     def drop(self, position: int, layer: Layer) -> None:
         """Backward of the layer has been issued."""
-        for name, size_bytes in self._again(position, layer):
-            self._section.free(name, size_bytes, "activations")
-        for name, size_bytes, category in self._kept(position, layer):
-            self._section.free(name, size_bytes, category)
-
-    def _kept(self, position: int, layer: Layer) -> Iterator[tuple[str, int, str]]:
-        policy = self._plan.policy(position)
-        if policy == "full":
-            kept = layer.input.size_bytes
-        elif policy == "selective":
-            kept = sum(t.size_bytes for op in layer.operators if not op.core for t in op.saved)
-        else:
-            kept = layer_saved(layer)
-        category = "logits" if layer.kind == "head" else "activations"
+        kept, again = self._bytes(position, layer)
+        if again:
+            self._section.free(f"recomputed:{position}", again, "activations")
         if kept:
-            yield f"saved:{position}", kept, category
+            self._section.free(f"saved:{position}", kept, "logits" if layer.kind == "head" else "activations")
 
-    def _again(self, position: int, layer: Layer) -> Iterator[tuple[str, int]]:
+    def _bytes(self, position: int, layer: Layer) -> tuple[int, int]:
+        """Bytes kept from forward, and bytes recomputation makes again."""
         policy = self._plan.policy(position)
-        if policy == "full":
-            yield f"recomputed:{position}", layer_saved(layer)
-        elif policy == "selective":
-            yield f"recomputed:{position}", sum(t.size_bytes for op in layer.operators if op.core for t in op.saved)
-
-
-def layer_saved(layer: Layer) -> int:
-    """Bytes a layer keeps for backward without recomputation."""
-    return sum(t.size_bytes for op in layer.operators for t in op.saved)
+        key = (id(layer), policy)
+        if key not in self._sizes:
+            core = sum(t.size_bytes for op in layer.operators if op.core for t in op.saved)
+            rest = sum(t.size_bytes for op in layer.operators if not op.core for t in op.saved)
+            self._sizes[key] = {"full": (layer.input.size_bytes, core + rest), "selective": (rest, core)}.get(
+                policy, (core + rest, 0))
+        return self._sizes[key]
 
 
 def layer_name(position: int, layers: int) -> str:

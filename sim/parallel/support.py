@@ -25,7 +25,7 @@ def check(scenario: Scenario) -> None:
         "parallel.pipeline": parallel.pipeline > 1 and "pipeline parallelism",
         "parallel.context": parallel.context > 1 and "context parallelism",
         "parallel.expert": parallel.expert > 1 and "expert parallelism",
-        "parallel.offload": any(v not in (None, "none") for v in parallel.offload.model_dump().values()) and "offload",
+        "parallel.offload": any(v not in (None, "none") for _, v in parallel.offload) and "offload",
     }
     faults = [Fault(f"{what} is understood but not simulated yet in this version", field, hint="remove it, or see "
                     "the README's validity limits") for field, what in asked.items() if what]

@@ -24,7 +24,7 @@ _BOUNDS = {"compute": "the tensor cores", "communication": "communication", "mem
 #: Rows with less of the step than this would print as 0.0% and are left out.
 _SMALLEST_SHARE = 0.0005
 #: Columns of catalogues whose names are too long for a table head.
-_HEADS = {"architecture": "arch", "half_tflops": "half TF/s", "fp8_tflops": "fp8 TF/s", "memory_gib": "GiB",
+_HEADS = {"architecture": "arch", "half_tflops": "half TF", "fp8_tflops": "fp8 TF", "memory_gib": "GiB",
           "bandwidth_gb_s": "GB/s", "power_limit_w": "W", "gpus_per_node": "GPUs", "sms": "SMs",
           "host_forward_us": "fwd µs", "host_backward_us": "bwd µs", "host_collective_us": "call µs",
           "clips_gradients": "clips"}
@@ -72,14 +72,16 @@ def sweep_as_text(points: Sequence[Result], skipped: Sequence[Mapping[str, Any]]
 
 
 def render_catalogue(rows: Sequence[Mapping[str, Any]], to: Console) -> None:
-    """Print the rows of a catalogue as a table; columns are the first row's keys. A pipe gets whole lines."""
+    """Print the rows of a catalogue as a table; columns are the first row's keys. A pipe gets one line per row."""
+    if not to.is_terminal:
+        to.width = max(to.width, _PIPE_WIDTH)
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for key in rows[0]:
         table.add_column(_HEADS.get(key, key.replace("_", " ")), overflow="fold", no_wrap=key == "name")
     for row in rows:
         table.add_row(*("-" if value in (None, "") else f"{value:g}" if isinstance(value, float) else str(value)
                         for value in row.values()))
-    to.print(table, width=None if to.is_terminal else _PIPE_WIDTH, crop=to.is_terminal, no_wrap=True)
+    to.print(table)
 
 
 def seconds(value: float) -> str:

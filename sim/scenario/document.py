@@ -7,6 +7,7 @@ that neither nesting nor aliases can exhaust anything.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -76,6 +77,11 @@ def read_document(path: Path, shown: str) -> Document:
         UserError: when it cannot be read, is too large or is not YAML; lesser faults are collected in the document.
     """
     return parse_document(read_text(path, shown), shown, path.parent)
+
+
+def beside(folder: Path, written: str) -> Path:
+    """A path as a user wrote it in a file of `folder`; `~` is their home."""
+    return folder / os.path.expanduser(written)
 
 
 def read_text(path: Path, shown: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sim.errors import Fault, UserError, nearest
-from sim.scenario.document import Document
+from sim.scenario.document import Document, beside
 from sim.scenario.gpus import canonical_gpu, gpu_names
 from sim.scenario.presets import preset, preset_names
 from sim.scenario.topologies import find_topology
@@ -44,7 +44,7 @@ def _table(model: dict[str, Any], document: Document, faults: list[Fault]) -> di
 
     asked = document.data.get("model")
     own = isinstance(asked, dict) and "table" in asked
-    path = document.folder / Path(written).expanduser() if own else _PRESET_FOLDER / written
+    path = beside(document.folder, written) if own else _PRESET_FOLDER / written
     try:
         rows = read_table(path, written)
     except UserError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sim.errors import Fault, nearest
-from sim.scenario.document import Document, describe
+from sim.scenario.document import Document, beside, describe
 from sim.scenario.sweep import check_path
 
 #: Fields of a result that hold one figure (result.md); below the second group any dotted path may follow.
@@ -173,7 +173,7 @@ class _Reader:
         if not isinstance(value, str):
             self._fault("relative_to", f"expected a scenario file or a point of the sweep, not {describe(value)}")
             return None
-        path = self.document.folder / value
+        path = beside(self.document.folder, value)
         if not path.is_file():
             self._fault("relative_to", f"there is no file '{value[:80]}' beside this scenario",
                         nearest(path.name, (p.name for p in path.parent.glob("*.yaml"))) if path.parent.is_dir() else "")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sim.errors import Fault, UserError, nearest
-from sim.scenario.document import describe, read_text
+from sim.scenario.document import beside, describe, read_text
 
 _ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu", "relu": "relu",
@@ -163,7 +163,7 @@ def read_config(folder: Path, written: str) -> dict[str, Any]:
     Raises:
         UserError: unreadable, not JSON, of an unknown family, or lacking a size.
     """
-    path = folder / Path(written).expanduser()
+    path = beside(folder, written)
     shown = written
     if path.is_dir():
         path, shown = path / "config.json", f"{written.rstrip('/')}/config.json"

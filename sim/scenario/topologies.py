@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sim.catalog import folder, names
 from sim.errors import Fault, UserError, nearest
-from sim.scenario.document import Document, read_document
+from sim.scenario.document import Document, beside, read_document
 
 
 def topology_names() -> list[str]:
@@ -32,4 +32,4 @@ def find_topology(name: str, base: Path) -> Document:
             return _shipped(name)
         hint = nearest(name, known) or "see 'drystep list topologies', give the path of a file, or write the mapping here"
         raise UserError(Fault(f"there is no topology named '{name[:80]}'", hint=hint))
-    return read_document(base / Path(name).expanduser(), name)
+    return read_document(beside(base, name), name)

@@ -20,6 +20,7 @@ import yaml
 
 from sim.catalog import folder
 from sim.errors import Fault, UserError
+from sim.validation.command import INTERRUPTED
 from sim.validation.runner import validate
 
 #: Figures of one source, and whether more is better.
@@ -116,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     if validation.interrupted:
-        return 130
+        return INTERRUPTED
     now = figures(validation.summary)
     checked = {name: row for name, row in bounds.items() if not given.files or name in now}
     worse = broken(checked, now)

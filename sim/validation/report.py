@@ -1,13 +1,15 @@
 """`python -m sim.validation.report`: writes reports/validation.md, the error record shipped with the predictions.
 
-    python -m sim.validation.report [FILE ...] [--out reports] [--check] [--workers N]
+    python -m sim.validation.report [FILE ...] [--out reports] [--readme README.md] [--check] [--workers N]
 
-Without files: all shipped published cases. `--check` writes nothing and exits with 3 when the file is not current.
+Without files: all shipped published cases. The README's accuracy table, between two comment lines, is rewritten too.
+`--check` writes nothing and exits with 3 when a text is not current.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ from pathlib import Path
 from sim.catalog import folder
 from sim.errors import UserError
 from sim.validation import table
+from sim.validation.command import INTERRUPTED
 from sim.validation.runner import Validation, validate
 from sim.validation.statistics import MEMORY_KEYS, worst
 
@@ -29,6 +32,8 @@ case files mark as read off a plot, outlier, derived, average or bound are repor
 """
 #: Worst cases listed.
 _WORST = 25
+_COMPARED = table.HEADLINE.index("compared")
+_ACCURACY = re.compile(r"(<!-- accuracy:begin[^\n]*-->).*?(<!-- accuracy:end -->)", re.DOTALL)
 
 
 def markdown(validation: Validation) -> str:
@@ -61,12 +66,20 @@ def _section(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -
     return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
 
 
+def readme_with(text: str, validation: Validation) -> str:
+    """`text` with the table between the lines `<!-- accuracy:begin ... -->` and `<!-- accuracy:end -->` renewed."""
+    rows = [row for row in table.headline(validation.summary) if row[_COMPARED] != "0"]
+    lines = _section("", table.HEADLINE, rows)[1:]
+    return _ACCURACY.sub(lambda found: "\n".join([found[1], *lines, found[2]]), text)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(prog=_COMMAND, description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", nargs="*", help="case files; default: all shipped published cases")
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of validation.md")
-    parser.add_argument("--check", action="store_true", help="only say whether validation.md is current")
+    parser.add_argument("--readme", type=Path, default=Path("README.md"), help="file with the accuracy table")
+    parser.add_argument("--check", action="store_true", help="only say whether the texts are current")
     parser.add_argument("--workers", type=int)
     given = parser.parse_args(arguments)
     try:
@@ -75,15 +88,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     if validation.interrupted:
-        return 130
-    text, target = markdown(validation) + "\n", given.out / "validation.md"
+        return INTERRUPTED
+    texts = {given.out / "validation.md": markdown(validation) + "\n"}
+    if given.readme.is_file():
+        texts[given.readme] = readme_with(given.readme.read_text(encoding="utf-8"), validation)
+    stale = [path for path, text in texts.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     if given.check:
-        current = target.is_file() and target.read_text(encoding="utf-8") == text
-        print(f"{target}: {'current' if current else f'not current; run {_COMMAND}'}")
-        return 0 if current else 3
+        print("\n".join(f"{path}: not current; run {_COMMAND}" for path in stale) or "reports are current")
+        return 3 if stale else 0
     given.out.mkdir(parents=True, exist_ok=True)
-    target.write_text(text, encoding="utf-8")
-    print(f"{target}: {len(validation.records)} cases")
+    for path in stale:
+        path.write_text(texts[path], encoding="utf-8")
+    print(f"{len(validation.records)} cases; written: {', '.join(map(str, stale)) or 'nothing, all was current'}")
     return 0
 
 

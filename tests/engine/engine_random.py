@@ -28,9 +28,11 @@ class Recipe:
     joins: tuple[int, ...]
 
 
-# Durations that are not round numbers, so that events which have nothing to do with each other do not coincide.
-DURATIONS = st.integers(1, 400).map(lambda n: n * 0.010123577 + 0.000137 * (n % 7))
-HOST = st.one_of(st.just(0.0), st.integers(1, 90).map(lambda n: n * 0.0071931))
+# Durations that are not round numbers, so that events which have nothing to do with each other do not coincide; some
+# shorter and some longer than what the host takes to launch a kernel.
+SHORT = st.integers(1, 60).map(lambda n: n * 0.010123577 + 0.000137 * (n % 7))
+DURATIONS = st.one_of(SHORT, st.integers(60, 400).map(lambda n: n * 0.010123577 + 0.000137 * (n % 7)))
+HOST = st.one_of(st.just(0.0), SHORT.map(lambda s: 1.1307 * s), SHORT.map(lambda s: 0.1193 * s))
 
 
 @st.composite
@@ -39,7 +41,7 @@ def recipes(draw: st.DrawFn, communicators: int = 2, second_stream: bool = True)
     tasks: list[Recipe] = []
     for number in range(draw(st.integers(2, 9))):
         kind = draw(st.sampled_from(["kernels", "kernels", "collective", "collective", "copy", "host"]))
-        waits = tuple(sorted(draw(st.sets(st.integers(0, number - 1), max_size=2)))) if number else ()
+        waits = tuple(draw(st.lists(st.integers(0, number - 1), max_size=2))) if number else ()
         joins = tuple(sorted(draw(st.sets(st.integers(0, len(STREAMS) - 1), max_size=1))))
         seconds = tuple(draw(st.lists(DURATIONS, min_size=1, max_size=5))) if kind == "kernels" else ()
         stream = {"kernels": draw(st.sampled_from([0, 0, 1] if second_stream else [0])),

@@ -51,6 +51,41 @@ def test_two_communicators_share_a_link() -> None:
     assert simulate(job, free).step_time_s == 5.0 == longest_path(job, free)
 
 
+def test_a_flow_that_begins_during_anothers_latency() -> None:
+    """Latency is not lost or paid twice when rates change in it."""
+    builder = ProgramBuilder(("a", "b"), ("c0", "c1"))
+    s = builder.section("s")
+    s.collective(0, gather(2, 0), 0.0, NAME)
+    s.collective(1, gather(4, 1), 0.75, NAME)
+    s.host(0.0, NAME, joins=(0, 1))
+    builder.run(s)
+    job = folded(builder.build(), communicators=2)
+    (only,) = simulate(job, Machine([FakeDevice()], FakeNetwork(latency_s=1.0), job)).runs(0)
+    # the first: latency until 1, then 2 bytes at 1/2 until 5; the second: latency until 1.75, 3.25 s at 1/2, then
+    # 2.375 bytes alone
+    assert only.start_s[:2].tolist() == [0.0, 0.75]
+    assert only.end_s.tolist() == [5.0, 7.375, 7.375]
+
+
+def test_contention_while_the_host_is_late() -> None:
+    """Kernels launched at 2, 4, 6; 100 SMs taken from 4.5 to 6.75 double what is left of the second and third."""
+    builder = ProgramBuilder(("compute", "gather"), ("c",))
+    s = builder.section("s")
+    s.kernels(0, segment(builder, 1.0, 1.0, 1.0, host_s=2.0), NAME)
+    s.collective(1, gather(1), 0.0, NAME)
+    s.host(0.0, NAME, joins=(0, 1))
+    builder.run(s)
+    t = builder.section("t")
+    other = segment(builder, 4.5)
+    t.kernels(2, other, NAME)
+    del t, other
+    job = folded(builder.build())
+    (only,) = simulate(job, Machine([FakeDevice()], FakeNetwork(channels=100), job)).runs(0)
+    # issued at 6, when the third begins: 6 to 7 half done, then alone until 7.5
+    assert only.end_s.tolist() == [7.5, 7.0, 7.5]
+    assert only.starved_s.tolist() == [2.0, 0.0, 0.0]
+
+
 def test_flows_on_different_links_do_not_meet() -> None:
     builder = ProgramBuilder(("a", "b"), ("c0", "c1"))
     s = builder.section("s")

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from sim.errors import UserError
+from sim.validation import Validation
 from sim.validation.regression import broken, load, save, tightened
+from sim.validation.report import markdown, readme_with
 
 BOUNDS = {"a.yaml": {"coverage": 0.9, "mean": 0.2, "p90": 0.4}}
 
@@ -45,3 +47,15 @@ def test_a_malformed_bounds_file_is_refused(tmp_path: Path) -> None:
     path.write_text("a.yaml: {mean: low}\n", encoding="utf-8")
     with pytest.raises(UserError, match="is not a mapping"):
         load(path)
+
+
+def test_the_readme_table_is_renewed_in_place() -> None:
+    record = {"file": "a.yaml", "id": "x", "kind": "training", "quality": None, "measured": {"step_time_s": 1.0},
+              "predicted": {"step_time_s": 1.1}, "error": {"step_time_s": 0.1}, "status": "ok", "reason": ""}
+    readme = "before\n<!-- accuracy:begin (note) -->\nold\n<!-- accuracy:end -->\nafter\n"
+    once = readme_with(readme, Validation((), (record,)))
+    assert "| a | 1 | 100.0% | 1 | 10.0% |" in once
+    assert "old" not in once
+    assert once.startswith("before\n<!-- accuracy:begin (note) -->\n")
+    assert readme_with(once, Validation((), (record,))) == once
+    assert "| a | x | 1 | 1.1 | +10.0% |" in markdown(Validation((), (record,)))

@@ -45,6 +45,8 @@ class Fsdp:
         self.distinct = list({u.name: u for u in self.units}.values())
         self.last = len(self.units) - 1
         self.host_s = plan.stack.host_collective_s
+        self.kernels: dict[tuple[str, int, float], Kernel] = {}
+        self.segments: dict[tuple[str, int, float], int] = {}
 
     # ------------------------------------------------------------------------------------------- states
     def states(self) -> None:
@@ -130,9 +132,20 @@ class Fsdp:
         self.memory = Activations(self.plan, section)
         return self.plan.model(micro.batch).stack
 
-    def copy_kernel(self, name: str, unit: Unit, numel: int, width: float) -> Kernel:
+    def copy_kernel(self, name: str, numel: int, width: float) -> Kernel:
         """A kernel of FSDP's own over `numel` elements at `width` bytes read and written each."""
-        return traffic_kernel(name, self.gather_dtype, numel, numel * width)
+        key = (name, numel, width)
+        if key not in self.kernels:
+            self.kernels[key] = traffic_kernel(name, self.gather_dtype, numel, numel * width)
+        return self.kernels[key]
+
+    def copy(self, section: SectionBuilder, name: str, unit: Unit, numel: int, width: float,
+             waits: Sequence[int] = ()) -> int:
+        """Such a kernel as a task of its own on the compute stream."""
+        key = (name, numel, width)
+        if key not in self.segments:
+            self.segments[key] = self.plan.compute.segment((), (self.copy_kernel(name, numel, width),))
+        return section.kernels(COMPUTE, self.segments[key], Label(unit.name, "backward", name), waits)
 
 
 def present(*tasks: int | None) -> tuple[int, ...]:

@@ -113,7 +113,7 @@ class Fsdp1(Fsdp):
         width = 2 * g + (0 if micro.first or every else g)
         if micro.reduce and self.factor * self.replicas > 1:
             width += 2 * r + (g + r if self.gather_dtype != self.reduce_dtype else 0)
-        return (self.copy_kernel("fsdp flatten gradient", unit, unit.numel, width),)
+        return (self.copy_kernel("flatten gradient", unit.numel, width),)
 
     def post_backward(self, section: SectionBuilder, unit: Unit, micro: MicroStep, task: int) -> None:
         """Reduction of a unit's gradient; the unsharded gradient is freed behind it."""

@@ -19,7 +19,7 @@ from sim.model.architecture import Layer
 from sim.parallel.sharded.fsdp import GATHER, Fsdp, present
 from sim.parallel.sharded.units import Unit
 from sim.parallel.step import COMPUTE, MicroStep
-from sim.program import Label, SectionBuilder
+from sim.program import SectionBuilder
 from sim.work import Kernel
 
 
@@ -100,7 +100,7 @@ class Fsdp2(Fsdp):
         if self.factor == 1 and self.gather_dtype == self.plan.scenario.training.precision.parameters:
             return ()
         section.allocate(f"gathered:{unit.name}", round(unit.numel * self.gather_bytes), "gathered_parameters")
-        return (self.copy_kernel("fsdp copy-out", unit, unit.padded, 2 * self.gather_bytes),)
+        return (self.copy_kernel("copy-out", unit.padded, 2 * self.gather_bytes),)
 
     def release(self, section: SectionBuilder, unit: Unit) -> None:
         """Reshard: the whole parameters are freed at once."""
@@ -129,9 +129,7 @@ class Fsdp2(Fsdp):
         gradient = (f"unsharded_gradient:{unit.name}", round(unit.numel * self.gather_bytes), "gradients")
         if not micro.reduce:
             width = self.gather_bytes + (2 if not micro.first else 1) * self.reduce_bytes
-            kernel = self.copy_kernel("accumulate unsharded gradient", unit, unit.numel, width)
-            label = Label(unit.name, "backward", "accumulate")
-            section.kernels(COMPUTE, self.plan.compute.segment((), (kernel,)), label)
+            self.copy(section, "accumulate", unit, unit.numel, width)
             section.free(*gradient)
             if micro.first:
                 section.allocate(f"accumulated:{unit.name}", round(unit.numel * self.reduce_bytes), "gradients")
@@ -141,13 +139,12 @@ class Fsdp2(Fsdp):
             if micro.first:
                 section.allocate(f"gradient:{unit.name}", self.gradient_bytes(unit), "gradients", 2)
             return None
-        kernel = self.copy_kernel("fsdp copy-in", unit, unit.padded, self.gather_bytes + self.reduce_bytes)
-        label = Label(unit.name, "backward", "copy-in")
         buffer = (f"reduce_buffer:{unit.name}", round(unit.padded * self.reduce_bytes), "buffers")
         if self.held is not None:
             section.free(*self.held)
         section.allocate(*buffer)
-        task = section.kernels(COMPUTE, self.plan.compute.segment((), (kernel,)), label, present(computed, reduced))
+        width = self.gather_bytes + self.reduce_bytes
+        task = self.copy(section, "copy-in", unit, unit.padded, width, present(computed, reduced))
         section.free(*gradient)
         accumulating = not self.plan.scenario.parallel.reduce_every_micro_step and len(self.plan.micro_steps) > 1
         if accumulating:
