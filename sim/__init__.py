@@ -1,7 +1,7 @@
 """drystep: a discrete-event simulator of distributed training.
 
-The Python API is the command line's verbs: `load`, `run`, `run_sweep`, `validate`. They are imported when first used, so
-`import sim` costs nothing.
+The Python API is the command line's verbs: `load`, `run`, `run_sweep`, `validate`. They are imported when first
+used, so `import sim` costs nothing.
 """
 
 from __future__ import annotations

@@ -33,6 +33,8 @@ class Breakdown:
         pipeline_bubble: waiting for another stage.
         host: the GPU has nothing to do because the host is late.
         offload: waiting for copies between host and device.
+        contention: part of `compute` by which kernels ran longer than alone, because collectives took SMs and memory
+            bandwidth; not a row of its own.
     """
 
     compute: dict[str, float]
@@ -41,6 +43,7 @@ class Breakdown:
     pipeline_bubble: float = 0.0
     host: float = 0.0
     offload: float = 0.0
+    contention: float = 0.0
 
     @property
     def exposed_s(self) -> float:
@@ -82,13 +85,14 @@ def kernel_shares(program: Program, profiles: Sequence[Profile]) -> Floats:
     return shares
 
 
-def breakdown(columns: Columns, shares: Floats) -> Breakdown:
+def breakdown(columns: Columns, shares: Floats, alone_s: Floats) -> Breakdown:
     """Split the step of `columns` (see `sim.report.exposure` for the order of precedence).
 
     Inside a segment the GPU may wait for the launch of its next kernel; that part goes to the host.
 
     Args:
         shares: see `kernel_shares`.
+        alone_s: seconds of each segment's kernels running alone, shape (segments,).
     """
     program = columns.program
     kernels = columns.where(Kind.KERNELS)
@@ -114,7 +118,7 @@ def breakdown(columns: Columns, shares: Floats) -> Breakdown:
     busy = on_main - starved + on_aside
     by_category = busy @ shares if len(program.segments) else np.zeros(len(CATEGORIES))
     result = Breakdown(dict(zip(CATEGORIES, by_category.tolist(), strict=True)), offload=float(copying.sum()),
-                       host=rest + float(starved.sum()))
+                       host=rest + float(starved.sum()), contention=_contention_s(columns, main, alone_s))
     total = np.zeros(len(rows))
     np.add.at(total, call_key, (columns.end_s[calls] - columns.start_s[calls]) * columns.times[calls])
     for i, (kind, group) in enumerate(rows):
@@ -130,6 +134,14 @@ def _starved_s(columns: Columns, rows: Ints, count: int) -> Floats:
     seconds = columns.starved_s[rows] * columns.times[rows]
     total: Floats = np.bincount(columns.payload[rows], weights=seconds, minlength=count).astype(np.float64)
     return total
+
+
+def _contention_s(columns: Columns, rows: Ints, alone_s: Floats) -> float:
+    """Seconds by which kernels ran longer than alone, waits for their launch left out."""
+    if not len(rows):
+        return 0.0
+    longer = columns.end_s[rows] - columns.start_s[rows] - columns.starved_s[rows] - alone_s[columns.payload[rows]]
+    return float((np.maximum(longer, 0.0) * columns.times[rows]).sum())
 
 
 def bound(parts: Breakdown) -> str:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from sim.engine import Machine, Timeline, simulate
 from sim.memory.ledger import MemoryUse, peak
 from sim.parallel import Lowered
@@ -14,6 +16,7 @@ from sim.program import Kind
 from sim.report.breakdown import COMPUTE_STREAM, Breakdown, bound, breakdown, kernel_shares, step_flops
 from sim.report.columns import Columns, of_class
 from sim.report.traffic import traffic_list
+from sim.scenario.dump import dump
 from sim.scenario.schema import Scenario
 
 #: Below this share of free memory PyTorch's allocator starts to retry (result.md, `warnings`).
@@ -183,7 +186,7 @@ class Result:
         sets = {"set": dict(self.set)} if self.set else {}
         return {
             **sets,
-            "scenario": self.scenario.model_dump(mode="json"),
+            "scenario": dump(self.scenario),
             "step_time_s": self.step_time_s,
             "tokens_per_second": self.tokens_per_second,
             "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
@@ -196,6 +199,7 @@ class Result:
             "hfu": self.hfu,
             "breakdown_s": self.breakdown.to_json(),
             "communication_s": self.breakdown.communication_json(),
+            "contention_s": self.breakdown.contention,
             "slowdown": self.slowdown,
             "bound": self.bound,
             "memory": self.memory.to_json(),
@@ -223,7 +227,7 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
     simulated = job.classes[critical]
     program = job.programs[simulated.program]
     profiles = [machine.profile(simulated.program, simulated.device, 0, i) for i in range(len(program.segments))]
-    parts = breakdown(columns, kernel_shares(program, profiles))
+    parts = breakdown(columns, kernel_shares(program, profiles), np.array([p.total_s for p in profiles]))
     training, architecture = scenario.training, lowered.architecture
     of_micro_batch = architecture.forward_flops + architecture.backward_flops
     per_program = [step_flops(p) for p in job.programs]

@@ -174,6 +174,9 @@ def _bound(result: Result) -> list[Any]:
     if total > 0:
         lines.append(Text(f"communication: {seconds(total)} on the wire, {100 * (1 - exposed / total):.0f}% hidden "
                           f"behind compute; {result.slowdown:.3f}× the step on an infinitely fast network"))
+        if result.breakdown.contention > _SMALLEST_SHARE * result.step_time_s:
+            longer = seconds(result.breakdown.contention)
+            lines.append(Text(f"kernels take {longer} longer because collectives hold SMs and memory bandwidth"))
     return list(lines)
 
 

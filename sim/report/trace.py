@@ -119,7 +119,8 @@ def _template(program: Program, number: int, task: int, algorithms: list[dict[st
     extra = ({"bytes": program.copies[payload].size_bytes} if kind == Kind.COPY
              else {"kernels": len(program.segments[payload].kernels)})
     category = "copy" if kind == Kind.COPY else label.phase
-    return _Template(_STREAM_TRACKS + section.stream[task], f"{label.layer} {label.name}", category,
+    name = label.layer if label.name == label.layer else f"{label.layer} {label.name}"
+    return _Template(_STREAM_TRACKS + section.stream[task], name, category,
                      section.host_s[task], {**args, **extra})
 
 

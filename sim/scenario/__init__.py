@@ -1,7 +1,7 @@
 """Everything a user can say and every error they can make.
 
-`load_scenario(path)` reads a file, `resolve(mapping)` plain data; both give a `Scenario` with every default filled in, or
-raise `UserError` with all faults at once.
+`load_scenario(path)` reads a file, `resolve(mapping)` plain data; both give a `Scenario` with every default filled in,
+or raise `UserError` with all faults at once.
 """
 
 from __future__ import annotations

@@ -38,8 +38,11 @@ def check_names(data: dict[str, Any], document: Document) -> list[Fault]:
         return []
     if any(nearest(name, [*Model.model_fields]) for name in model if name not in Model.model_fields):
         return []  # a slip of the keyboard, reported as such
-    return [document.fault("model", f"the model needs {', '.join(missing)}",
-                           "give them, or a 'preset': see 'drystep list models'")]
+    return [
+        document.fault(
+            "model", f"the model needs {', '.join(missing)}", "give them, or a 'preset': see 'drystep list models'"
+        )
+    ]
 
 
 def check(written: Scenario, scenario: Scenario, document: Document) -> list[Fault]:
@@ -71,27 +74,46 @@ def _divisors_near(whole: int, wanted: int) -> str:
 def _cluster(written: Scenario, s: Scenario) -> Iterator[Finding]:
     cluster, topology = s.cluster, s.cluster.topology
     if cluster.gpus_per_node > topology.gpus_per_node:
-        yield ("cluster.gpus_per_node", f"{cluster.gpus_per_node} GPUs per node asked of '{topology.name}', which has "
-               f"{topology.gpus_per_node}", f"at most {topology.gpus_per_node}")
+        yield (
+            "cluster.gpus_per_node",
+            f"{cluster.gpus_per_node} GPUs per node asked of '{topology.name}', which has {topology.gpus_per_node}",
+            f"at most {topology.gpus_per_node}",
+        )
     if s.gpus > MAX_GPUS:
-        yield ("cluster.nodes", f"{cluster.nodes:,} nodes of {cluster.gpus_per_node} are {s.gpus:,} GPUs, absurdly many: "
-               f"at most {MAX_GPUS:,}", "")
+        yield (
+            "cluster.nodes",
+            f"{cluster.nodes:,} nodes of {cluster.gpus_per_node} are {s.gpus:,} GPUs, absurdly many: "
+            f"at most {MAX_GPUS:,}",
+            "",
+        )
     if cluster.nodes > 1 and topology.inter.kind == "none" and cluster.inter_gbps_per_node is None:
-        yield ("cluster.nodes", f"{cluster.nodes} nodes of '{topology.name}', which has no network between nodes",
-               "give topology.inter, or use one node")
+        yield (
+            "cluster.nodes",
+            f"{cluster.nodes} nodes of '{topology.name}', which has no network between nodes",
+            "give topology.inter, or use one node",
+        )
     if cluster.gpus_per_node > 1 and topology.intra.kind == "none":
-        yield ("cluster.topology.intra", f"{cluster.gpus_per_node} GPUs per node but intra.kind is none",
-               "write intra: {kind: pcie} or nvswitch")
+        yield (
+            "cluster.topology.intra",
+            f"{cluster.gpus_per_node} GPUs per node but intra.kind is none",
+            "write intra: {kind: pcie} or nvswitch",
+        )
     matrix, n = topology.intra.matrix, topology.gpus_per_node
     if matrix is not None:
         if len(matrix) != n or any(len(row) != n for row in matrix):
-            yield ("cluster.topology.intra.matrix", f"the link matrix is not {n} rows of {n}, one for each of the "
-                   f"{n} GPUs of a node", "")
+            yield (
+                "cluster.topology.intra.matrix",
+                f"the link matrix is not {n} rows of {n}, one for each of the {n} GPUs of a node",
+                "",
+            )
         elif any(matrix[i][j] != matrix[j][i] or matrix[i][i] for i in range(n) for j in range(n)):
             yield "cluster.topology.intra.matrix", "the link matrix must be symmetric with a zero diagonal", ""
     elif topology.intra.kind == "nvlink-mesh" and n > 1 and not topology.intra.links_per_pair:
-        yield ("cluster.topology.intra", f"{topology.intra.links_per_gpu} links per GPU do not reach the {n - 1} other GPUs",
-               "give links_per_pair, or the matrix of links")
+        yield (
+            "cluster.topology.intra",
+            f"{topology.intra.links_per_gpu} links per GPU do not reach the {n - 1} other GPUs",
+            "give links_per_pair, or the matrix of links",
+        )
     switch = topology.intra.gpus_per_switch
     if switch is not None and switch > n:
         yield ("cluster.topology.intra.gpus_per_switch", f"{switch} GPUs below one switch but only {n} in a node", "")
@@ -104,20 +126,33 @@ def _model(written: Scenario, s: Scenario) -> Iterator[Finding]:
     if m.table is not None:
         yield "model.table", f"a table of layers needs kind layers, and the model is a {m.kind}", "add 'kind: layers'"
     if written.model.head_dim is None and m.mla is None and not _divides(m.heads, m.hidden):
-        yield ("model.heads", f"hidden {m.hidden} is not a multiple of heads {m.heads}",
-               "; ".join(h for h in (_divisors_near(m.hidden, m.heads), "or give head_dim") if h))
+        yield (
+            "model.heads",
+            f"hidden {m.hidden} is not a multiple of heads {m.heads}",
+            "; ".join(h for h in (_divisors_near(m.hidden, m.heads), "or give head_dim") if h),
+        )
     if m.kv_heads > m.heads:
         yield "model.kv_heads", f"kv_heads {m.kv_heads} is more than heads {m.heads}", f"at most {m.heads}"
     elif not _divides(m.kv_heads, m.heads):
-        yield ("model.kv_heads", f"kv_heads {m.kv_heads} does not divide heads {m.heads}",
-               _divisors_near(m.heads, m.kv_heads))
+        yield (
+            "model.kv_heads",
+            f"kv_heads {m.kv_heads} does not divide heads {m.heads}",
+            _divisors_near(m.heads, m.kv_heads),
+        )
     if written.model.decoder_layers and m.kind != "encoder-decoder":
-        yield ("model.decoder_layers", f"decoder_layers is for kind encoder-decoder, and the model is a {m.kind}",
-               "put all blocks in 'layers'")
+        yield (
+            "model.decoder_layers",
+            f"decoder_layers is for kind encoder-decoder, and the model is a {m.kind}",
+            "put all blocks in 'layers'",
+        )
     longest = max(s.training.sequence, s.training.decoder_sequence if m.kind == "encoder-decoder" else 0)
     if m.positions == "learned" and longest > m.max_positions:
-        yield ("training.sequence", f"a sequence of {longest} tokens but the model has {m.max_positions} learned positions "
-               "(model.max_positions)", f"set model.max_positions to {longest}, or shorten the sequence")
+        yield (
+            "training.sequence",
+            f"a sequence of {longest} tokens but the model has {m.max_positions} learned positions "
+            "(model.max_positions)",
+            f"set model.max_positions to {longest}, or shorten the sequence",
+        )
     if 12 * m.hidden**2 * m.layers > 10**18:
         yield "model.hidden", f"{m.layers} blocks of width {m.hidden} are over 10^18 parameters, absurdly many", ""
 
@@ -137,15 +172,21 @@ def _layout(written: Scenario, s: Scenario) -> Iterator[Finding]:
     group = p.tensor * p.context * p.pipeline
     if not _divides(group, s.gpus):
         path = max(("tensor", "context", "pipeline"), key=lambda name: int(getattr(p, name)))
-        yield (f"parallel.{path}", f"tensor {p.tensor} · context {p.context} · pipeline {p.pipeline} = {group} does not "
-               f"divide {s.gpus} GPUs ({s.cluster.nodes} nodes of {s.cluster.gpus_per_node})",
-               _divisors_near(s.gpus, group))
+        yield (
+            f"parallel.{path}",
+            f"tensor {p.tensor} · context {p.context} · pipeline {p.pipeline} = {group} does not "
+            f"divide {s.gpus} GPUs ({s.cluster.nodes} nodes of {s.cluster.gpus_per_node})",
+            _divisors_near(s.gpus, group),
+        )
         return
     if sorted(p.order) != sorted(["tensor", "context", "expert", "data", "pipeline"]):
         yield ("parallel.order", "order must name each of tensor, context, expert, data and pipeline once", "")
     if s.data_parallel > 1 and p.strategy == "none" and s.training.mode == "train":
-        yield ("parallel.strategy", f"strategy none would leave {s.data_parallel} data-parallel replicas unsynchronised",
-               "write ddp, zero1, zero2, zero3 or fsdp")
+        yield (
+            "parallel.strategy",
+            f"strategy none would leave {s.data_parallel} data-parallel replicas unsynchronised",
+            "write ddp, zero1, zero2, zero3 or fsdp",
+        )
 
 
 def _batch(written: Scenario, s: Scenario) -> Iterator[Finding]:
@@ -153,26 +194,42 @@ def _batch(written: Scenario, s: Scenario) -> Iterator[Finding]:
     if t.global_batch % replicas:
         nearby = t.global_batch // replicas * replicas
         near = f"{nearby} or {nearby + replicas}" if nearby else str(replicas)
-        yield ("training.global_batch", f"global_batch {t.global_batch} does not divide over {replicas} data-parallel "
-               "replicas", f"{near} would")
+        yield (
+            "training.global_batch",
+            f"global_batch {t.global_batch} does not divide over {replicas} data-parallel replicas",
+            f"{near} would",
+        )
     elif t.micro_batch > t.global_batch // replicas:
         share = t.global_batch // replicas
-        yield ("training.micro_batch", f"micro_batch {t.micro_batch} is more than the {share} sequences each of {replicas} "
-               f"replicas has of global_batch {t.global_batch}", f"at most {share}")
+        yield (
+            "training.micro_batch",
+            f"micro_batch {t.micro_batch} is more than the {share} sequences each of {replicas} "
+            f"replicas has of global_batch {t.global_batch}",
+            f"at most {share}",
+        )
     elif s.micro_steps > MAX_MICRO_STEPS:
-        yield ("training.global_batch", f"{s.micro_steps:,} micro-steps per step are absurdly many: at most "
-               f"{MAX_MICRO_STEPS:,}", "")
+        yield (
+            "training.global_batch",
+            f"{s.micro_steps:,} micro-steps per step are absurdly many: at most {MAX_MICRO_STEPS:,}",
+            "",
+        )
 
 
 def _tokens(written: Scenario, s: Scenario) -> Iterator[Finding]:
     t, kind = s.training, s.model.kind
     if kind != "encoder-decoder" and t.decoder_sequence != t.sequence:
-        yield ("training.decoder_sequence", f"decoder_sequence is for kind encoder-decoder, and the model is a {kind}",
-               "remove it")
+        yield (
+            "training.decoder_sequence",
+            f"decoder_sequence is for kind encoder-decoder, and the model is a {kind}",
+            "remove it",
+        )
     limit = t.decoder_sequence if kind == "encoder-decoder" else t.sequence
     if t.predicted_tokens > limit:
-        yield ("training.predicted_tokens", f"predicted_tokens {t.predicted_tokens} is more than the {limit} tokens of a "
-               "sequence", f"at most {limit}")
+        yield (
+            "training.predicted_tokens",
+            f"predicted_tokens {t.predicted_tokens} is more than the {limit} tokens of a sequence",
+            f"at most {limit}",
+        )
 
 
 def _sharding(written: Scenario, s: Scenario) -> Iterator[Finding]:
@@ -180,16 +237,25 @@ def _sharding(written: Scenario, s: Scenario) -> Iterator[Finding]:
     asked = written.parallel.sharding_factor if written.parallel is not None else None
     ranks = s.data_parallel * p.context
     if asked is not None and p.strategy not in SHARDED and asked not in (1, FULL):
-        yield ("parallel.sharding_factor", f"sharding_factor {asked} needs a strategy that shards; {p.strategy} keeps whole "
-               "copies", "write strategy zero1, zero2, zero3 or fsdp")
+        yield (
+            "parallel.sharding_factor",
+            f"sharding_factor {asked} needs a strategy that shards; {p.strategy} keeps whole copies",
+            "write strategy zero1, zero2, zero3 or fsdp",
+        )
     elif not _divides(p.sharding_factor, ranks):
-        yield ("parallel.sharding_factor", f"sharding_factor {p.sharding_factor} does not divide the {ranks} data-parallel "
-               "ranks" + (f" (data {s.data_parallel} · context {p.context})" if p.context > 1 else ""),
-               _divisors_near(ranks, p.sharding_factor))
+        yield (
+            "parallel.sharding_factor",
+            f"sharding_factor {p.sharding_factor} does not divide the {ranks} data-parallel "
+            "ranks" + (f" (data {s.data_parallel} · context {p.context})" if p.context > 1 else ""),
+            _divisors_near(ranks, p.sharding_factor),
+        )
     reshard = p.reshard_after_forward
     if not isinstance(reshard, bool) and not _divides(reshard, p.sharding_factor):
-        yield ("parallel.reshard_after_forward", f"reshard_after_forward {reshard} does not divide the sharding factor "
-               f"{p.sharding_factor}", _divisors_near(p.sharding_factor, reshard))
+        yield (
+            "parallel.reshard_after_forward",
+            f"reshard_after_forward {reshard} does not divide the sharding factor {p.sharding_factor}",
+            _divisors_near(p.sharding_factor, reshard),
+        )
 
 
 def _tensor(written: Scenario, s: Scenario) -> Iterator[Finding]:
@@ -202,13 +268,20 @@ def _tensor(written: Scenario, s: Scenario) -> Iterator[Finding]:
     if m.heads % p.tensor:
         yield path, f"tensor {p.tensor} does not divide heads {m.heads}", _divisors_near(m.heads, p.tensor)
     if m.kv_heads % p.tensor and p.tensor % m.kv_heads:
-        yield (path, f"tensor {p.tensor} and kv_heads {m.kv_heads}: neither divides the other",
-               _divisors_near(m.kv_heads, p.tensor))
+        yield (
+            path,
+            f"tensor {p.tensor} and kv_heads {m.kv_heads}: neither divides the other",
+            _divisors_near(m.kv_heads, p.tensor),
+        )
     if m.ffn % p.tensor:
         yield path, f"tensor {p.tensor} does not divide ffn {m.ffn}", _divisors_near(m.ffn, p.tensor)
     if p.sequence_parallel and s.training.sequence % (p.tensor * p.context):
-        yield ("parallel.sequence_parallel", f"a sequence of {s.training.sequence} tokens does not divide over tensor "
-               f"{p.tensor}" + (f" · context {p.context}" if p.context > 1 else ""), "pad the sequence")
+        yield (
+            "parallel.sequence_parallel",
+            f"a sequence of {s.training.sequence} tokens does not divide over tensor "
+            f"{p.tensor}" + (f" · context {p.context}" if p.context > 1 else ""),
+            "pad the sequence",
+        )
 
 
 def _context(written: Scenario, s: Scenario) -> Iterator[Finding]:
@@ -218,8 +291,11 @@ def _context(written: Scenario, s: Scenario) -> Iterator[Finding]:
     if s.model.kind == "layers":
         yield "parallel.context", f"context {context} cannot split a table of layers", "use data parallelism"
     elif s.training.sequence % context:
-        yield ("parallel.context", f"context {context} does not divide the sequence of {s.training.sequence} tokens",
-               _divisors_near(s.training.sequence, context))
+        yield (
+            "parallel.context",
+            f"context {context} does not divide the sequence of {s.training.sequence} tokens",
+            _divisors_near(s.training.sequence, context),
+        )
 
 
 def _expert(written: Scenario, s: Scenario) -> Iterator[Finding]:
@@ -230,33 +306,56 @@ def _expert(written: Scenario, s: Scenario) -> Iterator[Finding]:
     if moe is None:
         yield ("parallel.expert", f"expert {p.expert} but the model has no experts", "give model.moe, or remove it")
     elif moe.experts % p.expert:
-        yield ("parallel.expert", f"expert {p.expert} does not divide the model's {moe.experts} experts",
-               _divisors_near(moe.experts, p.expert))
+        yield (
+            "parallel.expert",
+            f"expert {p.expert} does not divide the model's {moe.experts} experts",
+            _divisors_near(moe.experts, p.expert),
+        )
     if ranks % p.expert:
-        yield ("parallel.expert", f"expert {p.expert} does not divide data {s.data_parallel} · context {p.context} · tensor "
-               f"{p.tensor} = {ranks} ranks", _divisors_near(ranks, p.expert))
+        yield (
+            "parallel.expert",
+            f"expert {p.expert} does not divide data {s.data_parallel} · context {p.context} · tensor "
+            f"{p.tensor} = {ranks} ranks",
+            _divisors_near(ranks, p.expert),
+        )
 
 
 def _pipeline(written: Scenario, s: Scenario) -> Iterator[Finding]:
     p, m = s.parallel, s.model
     blocks = m.layers + m.decoder_layers
     if p.virtual_stages > 1 and p.pipeline == 1 and not (written.parallel and written.parallel.virtual_stages is None):
-        yield ("parallel.virtual_stages", f"virtual_stages {p.virtual_stages} needs a pipeline of 2 or more stages, not 1",
-               "give parallel.pipeline")
+        yield (
+            "parallel.virtual_stages",
+            f"virtual_stages {p.virtual_stages} needs a pipeline of 2 or more stages, not 1",
+            "give parallel.pipeline",
+        )
     elif p.virtual_stages > 1 and p.schedule not in _CHUNKED:
-        yield ("parallel.schedule", f"schedule {p.schedule} has one chunk per rank, and virtual_stages is "
-               f"{p.virtual_stages}", "write interleaved, or remove virtual_stages")
+        yield (
+            "parallel.schedule",
+            f"schedule {p.schedule} has one chunk per rank, and virtual_stages is {p.virtual_stages}",
+            "write interleaved, or remove virtual_stages",
+        )
     if p.schedule in ("zb-v", "dualpipe") and p.virtual_stages != 2:
-        yield ("parallel.virtual_stages", f"schedule {p.schedule} has 2 chunks per rank, not {p.virtual_stages}", "write 2")
+        yield (
+            "parallel.virtual_stages",
+            f"schedule {p.schedule} has 2 chunks per rank, not {p.virtual_stages}",
+            "write 2",
+        )
     if m.kind != "layers" and p.pipeline > 1 and p.pipeline * p.virtual_stages > blocks + 2:
-        yield ("parallel.pipeline", f"pipeline {p.pipeline} · virtual_stages {p.virtual_stages} = "
-               f"{p.pipeline * p.virtual_stages} chunks, but the model has only {blocks} blocks, an embedding and a head",
-               f"at most {(blocks + 2) // p.virtual_stages} stages")
+        yield (
+            "parallel.pipeline",
+            f"pipeline {p.pipeline} · virtual_stages {p.virtual_stages} = "
+            f"{p.pipeline * p.virtual_stages} chunks, but the model has only {blocks} blocks, an embedding and a head",
+            f"at most {(blocks + 2) // p.virtual_stages} stages",
+        )
     if p.split is None:
         return
     if len(p.split) != p.pipeline:
-        yield ("parallel.split", f"split has {len(p.split)} entries for {p.pipeline} pipeline ranks",
-               f"give {p.pipeline} numbers")
+        yield (
+            "parallel.split",
+            f"split has {len(p.split)} entries for {p.pipeline} pipeline ranks",
+            f"give {p.pipeline} numbers",
+        )
     elif sum(p.split) != blocks:
         yield ("parallel.split", f"split adds up to {sum(p.split)} blocks but the model has {blocks}", "")
 
@@ -268,15 +367,25 @@ def _modes(written: Scenario, s: Scenario) -> Iterator[Finding]:
         for name in ("rank", "targets", "base"):
             asked = getattr(written.training.finetune, name)
             if asked and asked != plain.get(name):
-                yield (f"training.finetune.{name}", f"{name} is for lora, qlora and adapter; method is full",
-                       "set finetune.method, or remove it")
+                yield (
+                    f"training.finetune.{name}",
+                    f"{name} is for lora, qlora and adapter; method is full",
+                    "set finetune.method, or remove it",
+                )
     if tuned.method != "full" and (tuned.rank < 1 or not tuned.targets):
         yield ("training.finetune", f"{tuned.method} needs a rank of 1 or more and at least one target", "")
     if tuned.method == "qlora" and tuned.base not in ("int8", "int4", "nf4", "nf4-dq"):
-        yield ("training.finetune.base", f"qlora keeps a quantised base, not {tuned.base}", "write nf4, or use method lora")
+        yield (
+            "training.finetune.base",
+            f"qlora keeps a quantised base, not {tuned.base}",
+            "write nf4, or use method lora",
+        )
     layers = getattr(s.training.recompute, "layers", None)
     if layers is not None and layers > s.model.layers + s.model.decoder_layers:
-        yield ("training.recompute.layers", f"{layers} recomputed blocks but the model has "
-               f"{s.model.layers + s.model.decoder_layers}", "")
+        yield (
+            "training.recompute.layers",
+            f"{layers} recomputed blocks but the model has {s.model.layers + s.model.decoder_layers}",
+            "",
+        )
     if s.training.optimizer == "none" and s.training.optimizer_in_backward:
         yield ("training.optimizer_in_backward", "there is no optimizer to run in backward", "remove it")

@@ -46,18 +46,20 @@ _LORA_TARGETS = ["query", "value"]
 def fill(written: Scenario) -> Scenario:
     """The scenario with every default in place."""
     cluster = _cluster(written.cluster)
-    parallel = written.parallel if written.parallel is not None else Parallel()
+    parallel = written.parallel if written.parallel is not None else Parallel.model_construct()
     training = _training(written.training, written.model, cluster)
     gpus = cluster.nodes * cluster.gpus_per_node
-    return written.model_copy(update={
-        "cluster": cluster,
-        "model": _model(written.model, training),
-        "training": training,
-        "parallel": _parallel(parallel, gpus),
-        "software": _software(written.software if written.software is not None else Software()),
-        "sweep": written.sweep if written.sweep is not None else {},
-        "expect": written.expect if written.expect is not None else {},
-    })
+    return written.model_copy(
+        update={
+            "cluster": cluster,
+            "model": _model(written.model, training),
+            "training": training,
+            "parallel": _parallel(parallel, gpus),
+            "software": _software(written.software if written.software is not None else Software.model_construct()),
+            "sweep": written.sweep if written.sweep is not None else {},
+            "expect": written.expect if written.expect is not None else {},
+        }
+    )
 
 
 def has_bf16(cluster: Cluster) -> bool:
@@ -68,35 +70,44 @@ def has_bf16(cluster: Cluster) -> bool:
 
 def _cluster(written: Cluster) -> Cluster:
     topology = written.topology
-    topology = topology.model_copy(update={
-        "intra": _intra(topology),
-        "inter": topology.inter if topology.inter is not None else Inter(kind="none"),
-        "host": _host(topology),
-    })
-    return written.model_copy(update={
-        "topology": topology,
-        "nodes": _or(written.nodes, topology.nodes),
-        "gpus_per_node": _or(written.gpus_per_node, topology.gpus_per_node),
-    })
+    topology = topology.model_copy(
+        update={
+            "intra": _intra(topology),
+            "inter": topology.inter if topology.inter is not None else Inter.model_construct(kind="none"),
+            "host": _host(topology),
+        }
+    )
+    return written.model_copy(
+        update={
+            "topology": topology,
+            "nodes": _or(written.nodes, topology.nodes),
+            "gpus_per_node": _or(written.gpus_per_node, topology.gpus_per_node),
+        }
+    )
 
 
 def _intra(topology: TopologySpec) -> Intra:
     written = topology.intra
     if written is None:
-        written = Intra(kind="pcie" if topology.gpus_per_node > 1 else "none")
+        written = Intra.model_construct(kind="pcie" if topology.gpus_per_node > 1 else "none")
     facts = gpu_facts(topology.gpu)
     pcie = str(facts["pcie"])
     nvlink = facts.get("nvlink") or {}
     update: dict[str, Any] = {}
     if written.kind == "pcie":
         link = written.link or (f"gen{written.gen}x16" if written.gen else pcie)
-        update = {"link": link, "gen": _or(written.gen, int(link[3]) if link.startswith("gen") else None),
-                  "links_per_gpu": _or(written.links_per_gpu, 1)}
+        update = {
+            "link": link,
+            "gen": _or(written.gen, int(link[3]) if link.startswith("gen") else None),
+            "links_per_gpu": _or(written.links_per_gpu, 1),
+        }
     elif written.kind == "none":
         update = {"link": _or(written.link, "none"), "links_per_gpu": _or(written.links_per_gpu, 0)}
     else:
-        update = {"link": _or(written.link, _nvlink_name(nvlink)),
-                  "links_per_gpu": _or(written.links_per_gpu, _links(written, nvlink))}
+        update = {
+            "link": _or(written.link, _nvlink_name(nvlink)),
+            "links_per_gpu": _or(written.links_per_gpu, _links(written, nvlink)),
+        }
         if written.kind == "nvlink-mesh" and written.matrix is None:
             peers = max(1, topology.gpus_per_node - 1)
             update["links_per_pair"] = _or(written.links_per_pair, update["links_per_gpu"] // peers)
@@ -118,7 +129,7 @@ def _links(written: Intra, nvlink: dict[str, Any]) -> int:
 
 
 def _host(topology: TopologySpec) -> Host:
-    written = topology.host if topology.host is not None else Host()
+    written = topology.host if topology.host is not None else Host.model_construct()
     if written.pcie is not None:
         return written
     return written.model_copy(update={"pcie": gpu_facts(topology.gpu)["pcie"]})
@@ -146,37 +157,44 @@ def _model(written: Model, training: Training) -> Model:
 def _layer_table(written: Model) -> Model:
     """A table of layers has no transformer sizes: zeros, and nothing that a transformer would have."""
     sizes = ("layers", "decoder_layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_positions")
-    return written.model_copy(update={
-        **{name: _or(getattr(written, name), 0) for name in sizes},
-        "activation": _or(written.activation, "relu"), "positions": _or(written.positions, "none"),
-        "tied_embeddings": False,
-    })
+    return written.model_copy(
+        update={
+            **{name: _or(getattr(written, name), 0) for name in sizes},
+            "activation": _or(written.activation, "relu"),
+            "positions": _or(written.positions, "none"),
+            "tied_embeddings": False,
+        }
+    )
 
 
 def _training(written: Training, model: Model, cluster: Cluster) -> Training:
     half = "bf16" if has_bf16(cluster) else "fp16"
-    precision = _or(written.precision, Precision.model_validate(named_precision(f"amp-{half}")))
+    precision = _or(written.precision, Precision.model_construct(**named_precision(f"amp-{half}")))
     decoder_sequence = _or(written.decoder_sequence, written.sequence)
     flash = has_bf16(cluster) and precision.compute in _FLASH_DTYPES
     predicting = decoder_sequence if model.kind == "encoder-decoder" else written.sequence
-    return written.model_copy(update={
-        "decoder_sequence": decoder_sequence,
-        "predicted_tokens": _or(written.predicted_tokens, predicting),
-        "precision": precision,
-        "attention": _or(written.attention, "flash" if flash else "eager"),
-        "finetune": _finetune(written.finetune, precision),
-    })
+    return written.model_copy(
+        update={
+            "decoder_sequence": decoder_sequence,
+            "predicted_tokens": _or(written.predicted_tokens, predicting),
+            "precision": precision,
+            "attention": _or(written.attention, "flash" if flash else "eager"),
+            "finetune": _finetune(written.finetune, precision),
+        }
+    )
 
 
 def _finetune(written: Finetune | None, precision: Precision) -> Finetune:
-    finetune = written if written is not None else Finetune()
+    finetune = written if written is not None else Finetune.model_construct()
     small = finetune.method != "full"
     plain = precision.parameters if precision.parameters in ("fp32", "bf16", "fp16", "int8", "int4") else "fp32"
-    return finetune.model_copy(update={
-        "rank": _or(finetune.rank, _LORA_RANK if small else 0),
-        "targets": _or(finetune.targets, list(_LORA_TARGETS) if small else []),
-        "base": _or(finetune.base, "nf4" if finetune.method == "qlora" else plain),
-    })
+    return finetune.model_copy(
+        update={
+            "rank": _or(finetune.rank, _LORA_RANK if small else 0),
+            "targets": _or(finetune.targets, list(_LORA_TARGETS) if small else []),
+            "base": _or(finetune.base, "nf4" if finetune.method == "qlora" else plain),
+        }
+    )
 
 
 def _parallel(written: Parallel, gpus: int) -> Parallel:
@@ -185,32 +203,38 @@ def _parallel(written: Parallel, gpus: int) -> Parallel:
     factor = written.sharding_factor if strategy in SHARDED or written.sharding_factor else 1
     v_shaped = written.schedule in ("zb-v", "dualpipe")
     virtual = _or(written.virtual_stages, 2 if v_shaped else 1)
-    return written.model_copy(update={
-        "strategy": strategy,
-        "sharding_factor": shards if factor is None or factor == FULL else factor,
-        "prefetch": _or(written.prefetch, Prefetch()),
-        "reduce_every_micro_step": _or(written.reduce_every_micro_step, strategy in _EAGER_REDUCTION),
-        "virtual_stages": virtual,
-        "schedule": _or(written.schedule, "interleaved" if virtual > 1 else "1f1b"),
-        "split_slots": _or(written.split_slots, SplitSlots()),
-        "order": _or(written.order, list(_ORDER)),
-        "offload": _or(written.offload, Offload()),
-    })
+    return written.model_copy(
+        update={
+            "strategy": strategy,
+            "sharding_factor": shards if factor is None or factor == FULL else factor,
+            "prefetch": _or(written.prefetch, Prefetch.model_construct()),
+            "reduce_every_micro_step": _or(written.reduce_every_micro_step, strategy in _EAGER_REDUCTION),
+            "virtual_stages": virtual,
+            "schedule": _or(written.schedule, "interleaved" if virtual > 1 else "1f1b"),
+            "split_slots": _or(written.split_slots, SplitSlots.model_construct()),
+            "order": _or(written.order, list(_ORDER)),
+            "offload": _or(written.offload, Offload.model_construct()),
+        }
+    )
 
 
 def _software(written: Software) -> Software:
     by = table("scenario/defaults.yaml")
     year = _or(written.year, by["year"])
     name = written.framework
-    return written.model_copy(update={
-        "year": year,
-        "fsdp": _or(written.fsdp, _since(by["fsdp"], year)),
-        "modules": _or(written.modules, by["modules"].get(name, by["modules"]["other"])),
-        "optimizer_kernel": _or(written.optimizer_kernel, _since(by["optimizer_kernel"][name], year)),
-        "versions": _or(written.versions, {}),
-        "nccl": _or(written.nccl, Nccl()),
-        "max_connections": _or(written.max_connections, by["max_connections"].get(name, by["max_connections"]["other"])),
-    })
+    return written.model_copy(
+        update={
+            "year": year,
+            "fsdp": _or(written.fsdp, _since(by["fsdp"], year)),
+            "modules": _or(written.modules, by["modules"].get(name, by["modules"]["other"])),
+            "optimizer_kernel": _or(written.optimizer_kernel, _since(by["optimizer_kernel"][name], year)),
+            "versions": _or(written.versions, {}),
+            "nccl": _or(written.nccl, Nccl.model_construct()),
+            "max_connections": _or(
+                written.max_connections, by["max_connections"].get(name, by["max_connections"]["other"])
+            ),
+        }
+    )
 
 
 def _since(steps: dict[int, Any], year: int) -> Any:

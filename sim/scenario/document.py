@@ -29,8 +29,17 @@ _RADIX = re.compile(r"0o[0-7]+\Z|0x[0-9a-fA-F]+\Z")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z")
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)\Z|\.(nan|NaN|NAN)\Z")
 _WORDS: dict[str, bool | None] = {
-    "": None, "~": None, "null": None, "Null": None, "NULL": None,
-    "true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False,
+    "": None,
+    "~": None,
+    "null": None,
+    "Null": None,
+    "NULL": None,
+    "true": True,
+    "True": True,
+    "TRUE": True,
+    "false": False,
+    "False": False,
+    "FALSE": False,
 }
 _PLAIN_TAGS = frozenset({"!", "tag:yaml.org,2002:str", "tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"})
 
@@ -125,13 +134,17 @@ def parse_document(text: str, file: str, folder: Path) -> Document:
     if not isinstance(data, dict):
         if builder.faults:
             raise UserError(builder.faults)
-        _refuse(f"holds {describe(data)} where a mapping of fields was expected", file, 1,
-                "a scenario starts with 'name: …'")
+        _refuse(
+            f"holds {describe(data)} where a mapping of fields was expected",
+            file,
+            1,
+            "a scenario starts with 'name: …'",
+        )
     return Document(data, builder.places, file, folder, builder.faults)
 
 
 def parse_value(text: str, file: str) -> Any:
-    """A value as written after `--set path=`: YAML, so `8`, `true`, `80 GB` and `[1, 2]` mean what they do in a file."""
+    """A value as written after `--set path=`: YAML, so `8`, `true`, `80 GB`, `[1, 2]` mean what they do in a file."""
     builder = _Builder(file)
     try:
         value = builder.build(text)
@@ -184,8 +197,11 @@ def _refuse(message: str, file: str, line: int = 0, hint: str = "") -> NoReturn:
 
 def _similar_file(path: Path) -> str:
     try:
-        return nearest(path.name, (p.name for p in path.parent.iterdir())) if path.parent.is_dir() else (
-            f"there is no folder '{path.parent}'")
+        return (
+            nearest(path.name, (p.name for p in path.parent.iterdir()))
+            if path.parent.is_dir()
+            else (f"there is no folder '{path.parent}'")
+        )
     except OSError:
         return ""
 
@@ -199,7 +215,10 @@ def _yaml_problem(error: yaml.MarkedYAMLError, text: str, line: int) -> tuple[st
     if "undefined alias" in problem:
         return f"is not YAML: {problem}", "write '&name' before the value that '*name' repeats"
     if "mapping values are not allowed" in problem:
-        return "is not YAML: a second ':' on one line", "put each 'field: value' on its own line, and quote text with ': ' in it"
+        return (
+            "is not YAML: a second ':' on one line",
+            "put each 'field: value' on its own line, and quote text with ': ' in it",
+        )
     if "did not find expected" in problem or "could not find expected" in problem:
         return f"is not YAML: {problem}", "check indentation, brackets and quotes here and on the line before"
     return f"is not YAML: {problem}", ""

@@ -55,16 +55,21 @@ def _table(model: dict[str, Any], document: Document, faults: list[Fault]) -> di
 
 def _over(known: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
     """A known architecture with the user's fields put over it; inside `moe` and `mla` field by field."""
-    nested = {name: {**known[name], **written[name]} for name in ("moe", "mla")
-              if isinstance(known.get(name), dict) and isinstance(written.get(name), dict)}
+    nested = {
+        name: {**known[name], **written[name]}
+        for name in ("moe", "mla")
+        if isinstance(known.get(name), dict) and isinstance(written.get(name), dict)
+    }
     return {**known, **written, **nested}
 
 
 def _told(path: str, error: UserError, document: Document) -> list[Fault]:
     """Faults of a file that a field names: those of its contents as they are, those of the file itself at the field."""
     file, line = document.place(path)
-    return [f if f.line or f.field else
-            Fault(f"'{f.file}': {f.message}" if f.file else f.message, path, file, line, f.hint) for f in error.faults]
+    return [
+        f if f.line or f.field else Fault(f"'{f.file}': {f.message}" if f.file else f.message, path, file, line, f.hint)
+        for f in error.faults
+    ]
 
 
 def _without_nulls(value: Any) -> Any:
@@ -107,8 +112,13 @@ def _gpu(cluster: dict[str, Any], topology: dict[str, Any], document: Document, 
             document.places.setdefault(f"cluster.gpu.{key}", document.place(f"{path}.{key}"))
         gpu = gpu.get("like", gpu.get("name"))
         if gpu is None:
-            faults.append(document.fault(path, "an inline GPU needs 'like', the GPU of the catalogue it resembles",
-                                         "add 'like: a100-80g-sxm'; figures beside it override that GPU's"))
+            faults.append(
+                document.fault(
+                    path,
+                    "an inline GPU needs 'like', the GPU of the catalogue it resembles",
+                    "add 'like: a100-80g-sxm'; figures beside it override that GPU's",
+                )
+            )
             gpu = _STANDIN["gpu"]
         topology["gpu"] = gpu
     if not isinstance(gpu, str):

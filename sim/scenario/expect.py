@@ -15,13 +15,34 @@ from sim.scenario.sweep import check_path
 
 #: Fields of a result that hold one figure (result.md); below the second group any dotted path may follow.
 SCALARS = (
-    "step_time_s", "tokens_per_second", "tokens_per_second_per_gpu", "samples_per_second", "model_flops", "hardware_flops",
-    "model_tflops_per_gpu", "hardware_tflops_per_gpu", "mfu", "hfu", "slowdown", "bound",
+    "step_time_s",
+    "tokens_per_second",
+    "tokens_per_second_per_gpu",
+    "samples_per_second",
+    "model_flops",
+    "hardware_flops",
+    "model_tflops_per_gpu",
+    "hardware_tflops_per_gpu",
+    "mfu",
+    "hfu",
+    "slowdown",
+    "bound",
 )
 GROUPS: dict[str, tuple[str, ...]] = {
-    "breakdown_s": (), "communication_s": (), "sensitivity": (),
-    "memory": ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "capacity_bytes", "fits",
-               "headroom_bytes", "at_peak", "phases", "stages"),
+    "breakdown_s": (),
+    "communication_s": (),
+    "sensitivity": (),
+    "memory": (
+        "peak_allocated_bytes",
+        "peak_reserved_bytes",
+        "device_used_bytes",
+        "capacity_bytes",
+        "fits",
+        "headroom_bytes",
+        "at_peak",
+        "phases",
+        "stages",
+    ),
     "budget": ("tokens", "steps", "days", "gpu_hours", "cost", "energy_kwh", "goodput"),
     "inference": ("prompt_time_s", "time_per_token_s", "tokens_per_second", "kv_cache_bytes"),
     "simulation": ("events", "tasks", "ranks_simulated", "ranks_represented", "wall_s"),
@@ -64,8 +85,13 @@ def read_bounds(document: Document, faults: list[Fault]) -> list[Bound]:
     if written is None:
         return []
     if not isinstance(written, dict):
-        faults.append(document.fault("expect", f"expected result fields with bounds, not {describe(written)}",
-                                     "such as step_time_s: {value: 1.2, within: 5%}"))
+        faults.append(
+            document.fault(
+                "expect",
+                f"expected result fields with bounds, not {describe(written)}",
+                "such as step_time_s: {value: 1.2, within: 5%}",
+            )
+        )
         return []
     bounds: list[Bound] = []
     for name, bound in written.items():
@@ -91,13 +117,19 @@ def check_result_field(name: str) -> tuple[str, str]:
     if head in GROUPS:
         allowed = GROUPS[head]
         if not rest:
-            return f"'{head}' of the result is a mapping", f"name one of its fields, such as {head}.{(allowed or ('…',))[0]}"
+            return (
+                f"'{head}' of the result is a mapping",
+                f"name one of its fields, such as {head}.{(allowed or ('…',))[0]}",
+            )
         if not allowed or rest.partition(".")[0] in allowed:
             return "", ""
     elif head in SCALARS and not rest:
         return "", ""
     last = nearest(name, known) or nearest(name, [f for fields in GROUPS.values() for f in fields])
-    return f"the result has no field '{name[:80]}'", last or f"such as {', '.join(SCALARS[:4])}, memory.peak_allocated_bytes"
+    return (
+        f"the result has no field '{name[:80]}'",
+        last or f"such as {', '.join(SCALARS[:4])}, memory.peak_allocated_bytes",
+    )
 
 
 class _Reader:
@@ -112,7 +144,9 @@ class _Reader:
         file, line = self.document.place(self.path)
         if not isinstance(written, dict):
             if written is None or isinstance(written, list):
-                self._fault("", f"expected a value or a bound, not {describe(written)}", "such as {value: 1.2, within: 5%}")
+                self._fault(
+                    "", f"expected a value or a bound, not {describe(written)}", "such as {value: 1.2, within: 5%}"
+                )
                 return None
             return Bound(self.name, value=written, file=file, line=line)
         for key in written:
@@ -120,23 +154,44 @@ class _Reader:
                 self._fault(key, f"a bound has no '{key[:60]}'", nearest(key, _KEYS) or f"known: {', '.join(_KEYS)}")
         if self.faults:
             return None
-        kinds = [k for k, keys in (("value", {"value"}), ("range", {"min", "max"}), ("ratio", {"ratio"})) if keys & set(written)]
+        kinds = [
+            k
+            for k, keys in (("value", {"value"}), ("range", {"min", "max"}), ("ratio", {"ratio"}))
+            if keys & set(written)
+        ]
         if len(kinds) != 1:
-            what = "no bound: give value, min or max, or ratio" if not kinds else f"{' and '.join(kinds)} at once: give one"
+            what = (
+                "no bound: give value, min or max, or ratio"
+                if not kinds
+                else f"{' and '.join(kinds)} at once: give one"
+            )
             self._fault("", f"this is {what}", "such as {value: 1.2, within: 5%} or {min: 0.4}")
             return None
         self._consistent(written, kinds[0])
         return Bound(
-            self.name, value=self._value(written.get("value")), within=self._within(written.get("within")),
-            low=self._number("min", written), high=self._number("max", written), ratio=self._number("ratio", written),
-            relative_to=self._relative(written.get("relative_to")), at=self._point("at", written.get("at")), file=file, line=line)
+            self.name,
+            value=self._value(written.get("value")),
+            within=self._within(written.get("within")),
+            low=self._number("min", written),
+            high=self._number("max", written),
+            ratio=self._number("ratio", written),
+            relative_to=self._relative(written.get("relative_to")),
+            at=self._point("at", written.get("at")),
+            file=file,
+            line=line,
+        )
 
     def _consistent(self, written: dict[str, Any], kind: str) -> None:
         if "within" in written and kind == "range":
-            self._fault("within", "'within' goes with value or ratio, not with min and max", "widen min and max instead")
+            self._fault(
+                "within", "'within' goes with value or ratio, not with min and max", "widen min and max instead"
+            )
         if ("relative_to" in written) != (kind == "ratio"):
-            self._fault("relative_to" if kind != "ratio" else "ratio", "'ratio' and 'relative_to' go together",
-                        "such as {relative_to: other.yaml, ratio: 1.07, within: 2%}")
+            self._fault(
+                "relative_to" if kind != "ratio" else "ratio",
+                "'ratio' and 'relative_to' go together",
+                "such as {relative_to: other.yaml, ratio: 1.07, within: 2%}",
+            )
         low, high = written.get("min"), written.get("max")
         if isinstance(low, int | float) and isinstance(high, int | float) and low > high:
             self._fault("min", f"min {low} is more than max {high}", "swap them")
@@ -175,15 +230,20 @@ class _Reader:
             return None
         path = beside(self.document.folder, value)
         if not path.is_file():
-            self._fault("relative_to", f"there is no file '{value[:80]}' beside this scenario",
-                        nearest(path.name, (p.name for p in path.parent.glob("*.yaml"))) if path.parent.is_dir() else "")
+            self._fault(
+                "relative_to",
+                f"there is no file '{value[:80]}' beside this scenario",
+                nearest(path.name, (p.name for p in path.parent.glob("*.yaml"))) if path.parent.is_dir() else "",
+            )
         return path
 
     def _point(self, key: str, value: Any) -> Mapping[str, Any]:
         if value is None:
             return {}
         if not isinstance(value, dict):
-            self._fault(key, f"expected dotted fields with values, not {describe(value)}", "such as {cluster.nodes: 64}")
+            self._fault(
+                key, f"expected dotted fields with values, not {describe(value)}", "such as {cluster.nodes: 64}"
+            )
             return {}
         axes = self.document.data.get("sweep")
         for path in value:
@@ -191,8 +251,11 @@ class _Reader:
             if message:
                 self._fault(f"{key}.{path}", message, hint)
             elif key == "at" and not (isinstance(axes, dict) and path in axes):
-                self._fault(f"{key}.{path}", f"'{path}' is not an axis of this sweep",
-                            nearest(path, axes) if isinstance(axes, dict) else "add a sweep")
+                self._fault(
+                    f"{key}.{path}",
+                    f"'{path}' is not an axis of this sweep",
+                    nearest(path, axes) if isinstance(axes, dict) else "add a sweep",
+                )
         return value
 
     def _fault(self, key: str, message: str, hint: str = "") -> None:

@@ -78,8 +78,9 @@ def _path(location: tuple[int | str, ...], root: type[BaseModel]) -> tuple[str, 
     return ".".join(p for p in parts if p), holder
 
 
-def _sentence(kind: str, ctx: dict[str, Any], value: Any, message: str, path: str,
-              model: type[BaseModel] | None) -> tuple[str, str]:
+def _sentence(
+    kind: str, ctx: dict[str, Any], value: Any, message: str, path: str, model: type[BaseModel] | None
+) -> tuple[str, str]:
     name = path.rpartition(".")[2]
     if kind == "missing":
         return _missing(name, model)
@@ -117,7 +118,10 @@ def _unknown_field(name: str, value: Any, model: type[BaseModel] | None) -> tupl
     known = list(model.model_fields) if model else []
     if "." in name:
         head, _, rest = name.partition(".")
-        return f"there is no field '{name[:60]}' here", f"dotted fields are for sweep and --set: write '{head}:' and '{rest}: …' below it"
+        return (
+            f"there is no field '{name[:60]}' here",
+            f"dotted fields are for sweep and --set: write '{head}:' and '{rest}: …' below it",
+        )
     hint = nearest(name, known)
     if not hint:
         elsewhere = _elsewhere(name)

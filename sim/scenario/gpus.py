@@ -22,7 +22,9 @@ def canonical_gpu(name: str) -> str | None:
     found = aliases.get(name)
     if found is None:
         lower = name.strip().lower()
-        found = lower if lower in catalogue["gpus"] else next((v for k, v in aliases.items() if k.lower() == lower), None)
+        found = (
+            lower if lower in catalogue["gpus"] else next((v for k, v in aliases.items() if k.lower() == lower), None)
+        )
     return found
 
 

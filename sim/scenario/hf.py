@@ -15,8 +15,14 @@ from sim.errors import Fault, UserError, nearest
 from sim.scenario.document import beside, describe, read_text
 
 _ACTIVATIONS = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu", "relu": "relu",
-    "gelu_pytorch_tanh": "gelu", "quick_gelu": "gelu",
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu",
+    "gelu_fast": "gelu",
+    "relu": "relu",
+    "gelu_pytorch_tanh": "gelu",
+    "quick_gelu": "gelu",
 }
 
 
@@ -60,8 +66,11 @@ class _Config:
                 value = self.values[key]
                 if value in _ACTIVATIONS:
                     return _ACTIVATIONS[value]
-                self._fault(key, f"the activation {describe(value)} is not known",
-                            nearest(str(value), _ACTIVATIONS) or f"known: {', '.join(_ACTIVATIONS)}")
+                self._fault(
+                    key,
+                    f"the activation {describe(value)} is not known",
+                    nearest(str(value), _ACTIVATIONS) or f"known: {', '.join(_ACTIVATIONS)}",
+                )
                 return default
         return default
 
@@ -73,8 +82,11 @@ class _Config:
 
 def _sizes(c: _Config) -> dict[str, Any]:
     fields = {
-        "layers": c.whole("num_hidden_layers"), "hidden": c.whole("hidden_size"), "heads": c.whole("num_attention_heads"),
-        "vocab": c.whole("vocab_size"), "max_positions": c.whole("max_position_embeddings", default=2048),
+        "layers": c.whole("num_hidden_layers"),
+        "hidden": c.whole("hidden_size"),
+        "heads": c.whole("num_attention_heads"),
+        "vocab": c.whole("vocab_size"),
+        "max_positions": c.whole("max_position_embeddings", default=2048),
         "ffn": c.whole("intermediate_size"),
     }
     for ours, theirs in (("kv_heads", "num_key_value_heads"), ("head_dim", "head_dim")):
@@ -85,9 +97,15 @@ def _sizes(c: _Config) -> dict[str, Any]:
 
 
 def _llama(c: _Config, *, tied: bool = False, activation: str = "silu") -> dict[str, Any]:
-    return {**_sizes(c), "gated_mlp": True, "activation": c.activation("hidden_activation", "hidden_act", default=activation),
-            "positions": "rotary", "norm": "rmsnorm", "bias": c.flag("mlp_bias", False),
-            "tied_embeddings": c.flag("tie_word_embeddings", tied)}
+    return {
+        **_sizes(c),
+        "gated_mlp": True,
+        "activation": c.activation("hidden_activation", "hidden_act", default=activation),
+        "positions": "rotary",
+        "norm": "rmsnorm",
+        "bias": c.flag("mlp_bias", False),
+        "tied_embeddings": c.flag("tie_word_embeddings", tied),
+    }
 
 
 def _windowed(c: _Config, *, always: bool) -> dict[str, Any]:
@@ -100,39 +118,65 @@ def _gemma(c: _Config) -> dict[str, Any]:
 
 
 def _mixtral(c: _Config) -> dict[str, Any]:
-    return {**_windowed(c, always=True), "moe": {"experts": c.whole("num_local_experts", default=8),
-                                                 "top_k": c.whole("num_experts_per_tok", default=2)}}
+    return {
+        **_windowed(c, always=True),
+        "moe": {"experts": c.whole("num_local_experts", default=8), "top_k": c.whole("num_experts_per_tok", default=2)},
+    }
 
 
 def _deepseek(c: _Config) -> dict[str, Any]:
     fields = _llama(c)
     fields.pop("head_dim", None)
-    moe = {"experts": c.whole("n_routed_experts"), "top_k": c.whole("num_experts_per_tok"),
-           "expert_ffn": c.whole("moe_intermediate_size"), "shared_experts": c.whole("n_shared_experts", default=0),
-           "first_dense": c.whole("first_k_dense_replace", default=0), "every": c.whole("moe_layer_freq", default=1)}
-    mla = {"q_rank": c.whole("q_lora_rank", default=0), "kv_rank": c.whole("kv_lora_rank"),
-           "nope_dim": c.whole("qk_nope_head_dim"), "rope_dim": c.whole("qk_rope_head_dim"),
-           "value_dim": c.whole("v_head_dim")}
+    moe = {
+        "experts": c.whole("n_routed_experts"),
+        "top_k": c.whole("num_experts_per_tok"),
+        "expert_ffn": c.whole("moe_intermediate_size"),
+        "shared_experts": c.whole("n_shared_experts", default=0),
+        "first_dense": c.whole("first_k_dense_replace", default=0),
+        "every": c.whole("moe_layer_freq", default=1),
+    }
+    mla = {
+        "q_rank": c.whole("q_lora_rank", default=0),
+        "kv_rank": c.whole("kv_lora_rank"),
+        "nope_dim": c.whole("qk_nope_head_dim"),
+        "rope_dim": c.whole("qk_rope_head_dim"),
+        "value_dim": c.whole("v_head_dim"),
+    }
     return {**fields, "moe": moe, "mla": mla}
 
 
 def _phi(c: _Config) -> dict[str, Any]:
-    return {**_sizes(c), "activation": c.activation("hidden_act", default="gelu"), "positions": "rotary",
-            "parallel_block": True, "tied_embeddings": c.flag("tie_word_embeddings", False)}
+    return {
+        **_sizes(c),
+        "activation": c.activation("hidden_act", default="gelu"),
+        "positions": "rotary",
+        "parallel_block": True,
+        "tied_embeddings": c.flag("tie_word_embeddings", False),
+    }
 
 
 def _gpt2(c: _Config) -> dict[str, Any]:
-    fields = {"layers": c.whole("n_layer"), "hidden": c.whole("n_embd"), "heads": c.whole("n_head"),
-              "vocab": c.whole("vocab_size"), "max_positions": c.whole("n_positions", default=1024),
-              "activation": c.activation("activation_function", default="gelu"),
-              "tied_embeddings": c.flag("tie_word_embeddings", True)}
+    fields = {
+        "layers": c.whole("n_layer"),
+        "hidden": c.whole("n_embd"),
+        "heads": c.whole("n_head"),
+        "vocab": c.whole("vocab_size"),
+        "max_positions": c.whole("n_positions", default=1024),
+        "activation": c.activation("activation_function", default="gelu"),
+        "tied_embeddings": c.flag("tie_word_embeddings", True),
+    }
     inner = c.optional("n_inner")
     return {**fields, **({"ffn": inner} if inner else {})}
 
 
 def _gpt_neox(c: _Config) -> dict[str, Any]:
-    return {**_sizes(c), "activation": c.activation("hidden_act", default="gelu"), "positions": "rotary",
-            "parallel_block": c.flag("use_parallel_residual", True), "tied_embeddings": c.flag("tie_word_embeddings", False)}
+    return {
+        **_sizes(c),
+        "activation": c.activation("hidden_act", default="gelu"),
+        "positions": "rotary",
+        "parallel_block": c.flag("use_parallel_residual", True),
+        "tied_embeddings": c.flag("tie_word_embeddings", False),
+    }
 
 
 def _bert(c: _Config) -> dict[str, Any]:
@@ -142,18 +186,40 @@ def _bert(c: _Config) -> dict[str, Any]:
 def _t5(c: _Config) -> dict[str, Any]:
     projection = str(c.values.get("feed_forward_proj", "relu"))
     layers = c.whole("num_layers")
-    return {"kind": "encoder-decoder", "layers": layers, "decoder_layers": c.whole("num_decoder_layers", default=layers),
-            "hidden": c.whole("d_model"), "heads": c.whole("num_heads"), "head_dim": c.whole("d_kv"), "ffn": c.whole("d_ff"),
-            "vocab": c.whole("vocab_size"), "max_positions": c.whole("n_positions", default=512),
-            "gated_mlp": projection.startswith("gated"), "activation": "gelu" if "gelu" in projection else "relu",
-            "positions": "relative", "norm": "rmsnorm", "bias": False, "tied_embeddings": c.flag("tie_word_embeddings", True)}
+    return {
+        "kind": "encoder-decoder",
+        "layers": layers,
+        "decoder_layers": c.whole("num_decoder_layers", default=layers),
+        "hidden": c.whole("d_model"),
+        "heads": c.whole("num_heads"),
+        "head_dim": c.whole("d_kv"),
+        "ffn": c.whole("d_ff"),
+        "vocab": c.whole("vocab_size"),
+        "max_positions": c.whole("n_positions", default=512),
+        "gated_mlp": projection.startswith("gated"),
+        "activation": "gelu" if "gelu" in projection else "relu",
+        "positions": "relative",
+        "norm": "rmsnorm",
+        "bias": False,
+        "tied_embeddings": c.flag("tie_word_embeddings", True),
+    }
 
 
 _FAMILIES: dict[str, Callable[[_Config], dict[str, Any]]] = {
-    "llama": _llama, "mistral": lambda c: _windowed(c, always=True), "qwen2": lambda c: _windowed(c, always=False),
-    "qwen3": lambda c: _windowed(c, always=False), "gemma": _gemma, "gemma2": _gemma, "phi": _phi,
-    "phi3": lambda c: _windowed(c, always=True), "gpt2": _gpt2, "gpt_neox": _gpt_neox, "bert": _bert, "t5": _t5,
-    "mixtral": _mixtral, "deepseek_v3": _deepseek,
+    "llama": _llama,
+    "mistral": lambda c: _windowed(c, always=True),
+    "qwen2": lambda c: _windowed(c, always=False),
+    "qwen3": lambda c: _windowed(c, always=False),
+    "gemma": _gemma,
+    "gemma2": _gemma,
+    "phi": _phi,
+    "phi3": lambda c: _windowed(c, always=True),
+    "gpt2": _gpt2,
+    "gpt_neox": _gpt_neox,
+    "bert": _bert,
+    "t5": _t5,
+    "mixtral": _mixtral,
+    "deepseek_v3": _deepseek,
 }
 
 
@@ -172,13 +238,17 @@ def read_config(folder: Path, written: str) -> dict[str, Any]:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         line = getattr(error, "lineno", 0)
-        raise UserError(Fault(f"is not JSON: {getattr(error, 'msg', 'nested too deeply')}", file=shown, line=line)) from None
+        raise UserError(
+            Fault(f"is not JSON: {getattr(error, 'msg', 'nested too deeply')}", file=shown, line=line)
+        ) from None
     if not isinstance(values, dict):
         raise UserError(Fault(f"holds {describe(values)} where a config was expected", file=shown, line=1))
     family = values.get("model_type")
     if not isinstance(family, str) or family not in _FAMILIES:
         hint = (nearest(family, _FAMILIES) if isinstance(family, str) else "") or f"known: {', '.join(_FAMILIES)}"
-        message = "the config has no 'model_type'" if family is None else f"the model_type {describe(family)} is not known"
+        message = (
+            "the config has no 'model_type'" if family is None else f"the model_type {describe(family)} is not known"
+        )
         raise UserError(Fault(message, field="model_type", file=shown, hint=hint))
     config = _Config(values, shown, text)
     fields = _FAMILIES[family](config)

@@ -21,28 +21,52 @@ def json_schema() -> dict[str, Any]:
     _names(tables)
     properties = schema["properties"]
     properties["sweep"] = {
-        "type": "object", "description": "what-if axes: dotted field -> list of values",
-        "additionalProperties": {"type": "array", "minItems": 1}}
+        "type": "object",
+        "description": "what-if axes: dotted field -> list of values",
+        "additionalProperties": {"type": "array", "minItems": 1},
+    }
     properties["expect"] = {
-        "type": "object", "description": "regression bounds: result field -> bound",
-        "additionalProperties": {"anyOf": [*_bound(), {"type": "array", "items": {"anyOf": _bound()}}]}}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "drystep scenario",
-            **{key: value for key, value in schema.items() if key != "title"}}
+        "type": "object",
+        "description": "regression bounds: result field -> bound",
+        "additionalProperties": {"anyOf": [*_bound(), {"type": "array", "items": {"anyOf": _bound()}}]},
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "drystep scenario",
+        **{key: value for key, value in schema.items() if key != "title"},
+    }
 
 
 def _names(tables: dict[str, Any]) -> None:
     """Names where a name may stand for a mapping, and the catalogues' names as suggestions or choices."""
     cluster, topology = tables["Cluster"]["properties"], tables["TopologySpec"]["properties"]
     model, training = tables["Model"]["properties"], tables["Training"]["properties"]
-    cluster["topology"] = _either({"enum": topology_names()}, {"type": "string", "pattern": r"\.ya?ml$|/"},
-                                  {"$ref": "#/$defs/TopologySpec"}, says=cluster["topology"])
+    cluster["topology"] = _either(
+        {"enum": topology_names()},
+        {"type": "string", "pattern": r"\.ya?ml$|/"},
+        {"$ref": "#/$defs/TopologySpec"},
+        says=cluster["topology"],
+    )
     gpu = {"$ref": "#/$defs/GpuFigures"}
-    topology["gpu"] = _either({"type": "string", "examples": gpu_names()}, {"type": "object", "properties": {
-        "like": {"enum": gpu_names()}, "name": {"type": "string"},
-        **tables["GpuFigures"]["properties"]}, "required": ["like"], "additionalProperties": False}, says=topology["gpu"])
+    topology["gpu"] = _either(
+        {"type": "string", "examples": gpu_names()},
+        {
+            "type": "object",
+            "properties": {
+                "like": {"enum": gpu_names()},
+                "name": {"type": "string"},
+                **tables["GpuFigures"]["properties"],
+            },
+            "required": ["like"],
+            "additionalProperties": False,
+        },
+        says=topology["gpu"],
+    )
     cluster["gpu"] = {**gpu, "description": cluster["gpu"].get("description", "")}
     model["preset"] = {"enum": preset_names(), "description": model["preset"]["description"]}
-    training["precision"] = _either({"enum": list(PRECISIONS)}, {"$ref": "#/$defs/Precision"}, says=training["precision"])
+    training["precision"] = _either(
+        {"enum": list(PRECISIONS)}, {"$ref": "#/$defs/Precision"}, says=training["precision"]
+    )
 
 
 def _either(*choices: dict[str, Any], says: dict[str, Any]) -> dict[str, Any]:
@@ -50,13 +74,19 @@ def _either(*choices: dict[str, Any], says: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bound() -> list[dict[str, Any]]:
-    share = {"anyOf": [{"type": "string", "pattern": r"^\s*[0-9.]+\s*%\s*$"}, {"type": "number", "minimum": 0, "maximum": 1}]}
+    share = {
+        "anyOf": [{"type": "string", "pattern": r"^\s*[0-9.]+\s*%\s*$"}, {"type": "number", "minimum": 0, "maximum": 1}]
+    }
     number = {"type": "number"}
-    kinds = ({"value": {"type": ["number", "string", "boolean"]}, "within": share},
-             {"min": number, "max": number},
-             {"relative_to": {"anyOf": [{"type": "string"}, _POINT]}, "ratio": number, "within": share})
-    tables = [{"type": "object", "properties": {**kind, "at": _POINT}, "additionalProperties": False, "minProperties": 1}
-              for kind in kinds]
+    kinds = (
+        {"value": {"type": ["number", "string", "boolean"]}, "within": share},
+        {"min": number, "max": number},
+        {"relative_to": {"anyOf": [{"type": "string"}, _POINT]}, "ratio": number, "within": share},
+    )
+    tables = [
+        {"type": "object", "properties": {**kind, "at": _POINT}, "additionalProperties": False, "minProperties": 1}
+        for kind in kinds
+    ]
     return [{"type": ["number", "string", "boolean"]}, *tables]
 
 

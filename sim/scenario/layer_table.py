@@ -37,8 +37,16 @@ def read_table(path: Path, shown: str) -> tuple[LayerRow, ...]:
     """Read the CSV of a model of kind `layers`. Raises UserError with every row that is wrong."""
     lines = list(csv.reader(read_text(path, shown).splitlines()))
     header = [cell.strip() for cell in lines[0]] if lines else []
-    faults = [Fault(f"the table has no column '{name}'", file=shown, line=1, hint=nearest(name, header) and
-                    f"is it the column {nearest(name, header)[13:-1]}?") for name in COLUMNS if name not in header]
+    faults = [
+        Fault(
+            f"the table has no column '{name}'",
+            file=shown,
+            line=1,
+            hint=nearest(name, header) and f"is it the column {nearest(name, header)[13:-1]}?",
+        )
+        for name in COLUMNS
+        if name not in header
+    ]
     if faults:
         raise UserError(faults)
     rows: list[LayerRow] = []
@@ -64,8 +72,15 @@ def _row(header: list[str], cells: list[str], shown: str, line: int, faults: lis
         except ValueError:
             number = math.nan
         if not 0 <= number < 1e18:
-            faults.append(Fault(f"'{text[:40]}' is not a size", field=column, file=shown, line=line,
-                                hint="write a number, 0 or more"))
+            faults.append(
+                Fault(
+                    f"'{text[:40]}' is not a size",
+                    field=column,
+                    file=shown,
+                    line=line,
+                    hint="write a number, 0 or more",
+                )
+            )
             number = 0.0
         numbers.append(number)
     return LayerRow(by_name.get("name", "").strip(), int(numbers[0]), *numbers[1:])

@@ -26,7 +26,8 @@ class Loaded:
     """A scenario file, read.
 
     Attributes:
-        scenario: the base point: what the file says outside `sweep` (the first possible point where that alone is none).
+        scenario: the base point: what the file says outside `sweep` (where that alone is impossible, the first
+            possible point).
         sweep: dotted field -> values; empty without a sweep.
         expect: the bounds of `expect`.
         document: the file as written, with its lines.
@@ -128,8 +129,9 @@ def _written(data: Mapping[str, Any], path: str) -> bool:
     return True
 
 
-def resolve(mapping: Mapping[str, Any], source: str = "", sets: Mapping[str, Any] | None = None,
-            base: Path | str = ".") -> Scenario:
+def resolve(
+    mapping: Mapping[str, Any], source: str = "", sets: Mapping[str, Any] | None = None, base: Path | str = "."
+) -> Scenario:
     """A scenario from plain data.
 
     Args:

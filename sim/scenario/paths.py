@@ -26,7 +26,9 @@ def apply_sets(document: Document, sets: Sequence[str], faults: list[Fault]) -> 
             faults.append(Fault(f"'{text[:80]}' has no '='", file="--set", hint="write --set path=value"))
             continue
         if not _PATH.match(path):
-            faults.append(Fault(f"'{path[:80]}' is not a dotted path", file="--set", hint="such as parallel.sharding_factor"))
+            faults.append(
+                Fault(f"'{path[:80]}' is not a dotted path", file="--set", hint="such as parallel.sharding_factor")
+            )
             continue
         try:
             read = parse_value(value, "--set")
@@ -51,8 +53,15 @@ def assign(document: Document, path: str, value: Any, place: Place, faults: list
         elif inner is None:
             inner = {}
         if not isinstance(inner, dict):
-            faults.append(Fault(f"'{walked}' has no fields: it is a single value", field=path, file=place[0], line=place[1],
-                                hint=f"set {walked} itself"))
+            faults.append(
+                Fault(
+                    f"'{walked}' has no fields: it is a single value",
+                    field=path,
+                    file=place[0],
+                    line=place[1],
+                    hint=f"set {walked} itself",
+                )
+            )
             return
         here[part] = inner
         here = inner
@@ -64,7 +73,7 @@ def assign(document: Document, path: str, value: Any, place: Place, faults: list
 
 
 def _opened(path: str, name: str, document: Document) -> Any:
-    """The mapping a name stands for, so that one field inside it can be changed; the name itself if it stands for none."""
+    """The mapping a name stands for, so that one field inside it can be changed; the name if it stands for none."""
     if path == "cluster.topology":
         try:
             found = find_topology(name, document.folder)

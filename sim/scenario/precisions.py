@@ -31,9 +31,11 @@ def _halves() -> dict[str, dict[str, str]]:
 
 
 #: name -> the seven dtypes.
-PRECISIONS = MappingProxyType({
-    "fp32": _row("fp32 fp32 none fp32 fp32 fp32 fp32"),
-    "tf32": _row("tf32 fp32 none fp32 fp32 fp32 fp32"),
-    **_halves(),
-    "fp8": _row("fp8 bf16 fp32 fp32 fp32 bf16 fp32"),
-})
+PRECISIONS = MappingProxyType(
+    {
+        "fp32": _row("fp32 fp32 none fp32 fp32 fp32 fp32"),
+        "tf32": _row("tf32 fp32 none fp32 fp32 fp32 fp32"),
+        **_halves(),
+        "fp8": _row("fp8 bf16 fp32 fp32 fp32 bf16 fp32"),
+    }
+)

@@ -9,62 +9,37 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, PlainValidator, Tag, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, PlainValidator, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from sim.scenario.precisions import PRECISIONS
+from sim.scenario.tables import (
+    Degree,
+    Experts,
+    Heads,
+    Layers,
+    LayersOrNone,
+    NodeGpus,
+    Nodes,
+    Sequences,
+    Table,
+    Text,
+    Tokens,
+    Vocab,
+    Width,
+    Year,
+    count,
+    has,
+    late,
+    needs,
+    or_word,
+    switch_or_count,
+    word_or_number,
+)
 from sim.scenario.units import Bytes, BytesPerSecond, Gbps, Mib, Seconds, Watts
 
-
-class Table(BaseModel):
-    """A mapping of the scenario: no unknown fields, no silent conversions, read-only."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True, protected_namespaces=(),
-                              allow_inf_nan=False)
-
-
-def late(description: str) -> Any:
-    """An optional field whose default depends on other fields."""
-    return Field(default=None, description=description)
-
-
-def has(default: Any, description: str) -> Any:
-    """An optional field with a fixed default."""
-    return Field(default=default, description=description)
-
-
-def needs(description: str) -> Any:
-    """A required field."""
-    return Field(description=description)
-
-
-def _count(limit: int) -> Any:
-    return Field(ge=1, le=limit)
-
-
-def _dtype_or_none(value: Any) -> Any:
-    return "none" if value is None else value
-
-
-# Upper limits of sizes: an order of magnitude or more beyond anything trained, there to catch slips of the keyboard.
-Layers = Annotated[int, _count(10_000)]
-LayersOrNone = Annotated[int, Field(ge=0, le=10_000)]
-Width = Annotated[int, _count(10_000_000)]
-Heads = Annotated[int, _count(100_000)]
-Vocab = Annotated[int, _count(100_000_000)]
-Tokens = Annotated[int, _count(100_000_000)]
-Sequences = Annotated[int, _count(1_000_000_000)]
-Nodes = Annotated[int, _count(200_000)]
-NodeGpus = Annotated[int, _count(1024)]
-Degree = Annotated[int, _count(1_000_000)]
-Experts = Annotated[int, _count(100_000)]
-Year = Annotated[int, Field(ge=2016, le=2040)]
-Text = Annotated[str, Field(min_length=1, max_length=300)]
-
 Dtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8", "int4"]
-DtypeOrNone = Annotated[
-    Literal["none", "fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8", "int4"],
-    BeforeValidator(_dtype_or_none)]
+DtypeOrNone = Literal["none", "fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8", "int4"]
 Framework = Literal["pytorch", "megatron", "deepspeed", "composer", "torchtitan", "nanotron", "ideal"]
 Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "dualpipe"]
@@ -82,8 +57,9 @@ class Intra(Table):
     """How the GPUs of a node reach each other."""
 
     kind: Literal["nvswitch", "nvlink-mesh", "pcie", "none"] = needs("what joins the GPUs of a node")
-    link: Literal["nvlink1", "nvlink2", "nvlink3", "nvlink4", "nvlink5", "xgmi", "xgmi2", "gen3x16", "gen4x16", "gen5x16",
-                  "none"] = late("kind of link")
+    link: Literal[
+        "nvlink1", "nvlink2", "nvlink3", "nvlink4", "nvlink5", "xgmi", "xgmi2", "gen3x16", "gen4x16", "gen5x16", "none"
+    ] = late("kind of link")
     links_per_gpu: Annotated[int, Field(ge=0, le=1000)] = late("links of one GPU")
     links_per_pair: Annotated[int, Field(ge=0, le=1000)] | None = has(None, "links between every pair of a mesh")
     matrix: list[list[Annotated[int, Field(ge=0, le=1000)]]] | None = has(None, "links between each pair of a mesh")
@@ -96,12 +72,13 @@ class Inter(Table):
 
     kind: Literal["fat-tree", "dragonfly", "torus", "ring", "none"] = needs("shape of the network")
     fabric: Literal["infiniband", "roce", "efa", "omni-path", "slingshot", "tcpx", "ethernet"] = has(
-        "infiniband", "kind of network")
-    nics_per_node: Annotated[int, _count(1024)] = has(1, "network cards of a node")
+        "infiniband", "kind of network"
+    )
+    nics_per_node: Annotated[int, count(1024)] = has(1, "network cards of a node")
     gbps_per_nic: Gbps = has(100.0, "Gb/s of one card, one direction")
     rail_optimized: bool = has(False, "card i of every node on the same leaf switch")
     oversubscription: Annotated[float, Field(ge=1, le=1000)] = has(1.0, "leaf down-links over up-links")
-    nodes_per_leaf: Annotated[int, _count(100_000)] = has(16, "nodes below one leaf switch")
+    nodes_per_leaf: Annotated[int, count(100_000)] = has(16, "nodes below one leaf switch")
     gpu_direct_rdma: bool = has(True, "cards read and write GPU memory")
     routing: Literal["adaptive", "ecmp"] = has("adaptive", "how flows choose their path")
 
@@ -110,8 +87,7 @@ class Host(Table):
     """The host side of a node."""
 
     memory: Bytes = has(1e12, "host memory of a node")
-    pcie: Literal["gen3x16", "gen4x16", "gen5x16", "nvlink-c2c"] = late(
-        "link of a GPU to its host")
+    pcie: Literal["gen3x16", "gen4x16", "gen5x16", "nvlink-c2c"] = late("link of a GPU to its host")
     nvme_read: BytesPerSecond = has(12e9, "sequential read of a node's disks")
     nvme_write: BytesPerSecond = has(6e9, "sequential write of a node's disks")
 
@@ -198,9 +174,12 @@ class Model(Table):
     norm: Literal["layernorm", "rmsnorm"] = has("layernorm", "normalisation")
     bias: bool = has(True, "biases in linear layers and norms")
     tied_embeddings: bool = has(True, "the head multiplies by the embedding's matrix")
-    dropout: Annotated[float, BeforeValidator(_probability), Field(ge=0, lt=1),
-                       WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "number", "minimum": 0}]})] = has(
-        0.0, "probability; true = 0.1")
+    dropout: Annotated[
+        float,
+        BeforeValidator(_probability),
+        Field(ge=0, lt=1),
+        WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "number", "minimum": 0}]}),
+    ] = has(0.0, "probability; true = 0.1")
     moe: Moe | None = has(None, "mixture of experts")
     mla: Mla | None = has(None, "latent attention")
     window: Tokens | None = has(None, "sliding-window attention, tokens")
@@ -248,9 +227,12 @@ class Finetune(Table):
 
     method: Literal["full", "lora", "qlora", "adapter"] = has("full", "method")
     rank: Annotated[int, Field(ge=0, le=100_000)] = late("rank of LoRA's matrices, or width of an adapter")
-    targets: Annotated[list[Target], BeforeValidator(_all_targets), Field(max_length=20), WithJsonSchema({
-        "anyOf": [{"const": "all"}, {"type": "array", "items": {"enum": list(Target.__args__)}}]})] = late(
-        "matrices that get one")
+    targets: Annotated[
+        list[Target],
+        BeforeValidator(_all_targets),
+        Field(max_length=20),
+        WithJsonSchema({"anyOf": [{"const": "all"}, {"type": "array", "items": {"enum": list(Target.__args__)}}]}),
+    ] = late("matrices that get one")
     base: Literal["fp32", "bf16", "fp16", "int8", "int4", "nf4", "nf4-dq"] = late("dtype of the frozen weights")
 
 
@@ -275,7 +257,9 @@ def _name_or_table(value: Any) -> str:
 _BY_KIND = Discriminator(_name_or_table)
 Recompute = Annotated[
     Annotated[Literal["none", "full", "selective", "selective-op"], Tag("name")]
-    | Annotated[RecomputeLayers, Tag("table")], _BY_KIND]
+    | Annotated[RecomputeLayers, Tag("table")],
+    _BY_KIND,
+]
 Mode = Annotated[Annotated[Literal["train"], Tag("name")] | Annotated[Inference, Tag("table")], _BY_KIND]
 
 
@@ -298,42 +282,14 @@ class Training(Table):
 
 
 # ----------------------------------------------------------------------------------------------------------- parallel
-def _word_or_number(word: str, other: str, limit: float, *, whole: bool = True, result: Any = ...) -> PlainValidator:
-    """Accepts `word` (read as `result`) or a number from 1 (any positive one unless whole) to `limit`."""
-
-    def read(value: Any) -> Any:
-        if isinstance(value, str) and value == word:
-            return word if result is ... else result
-        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-            raise PydanticCustomError("word", "", {"word": word, "or": other})
-        if value < 1 or value > limit:
-            raise PydanticCustomError("range", "", {"low": "1", "high": f"{limit:,}"})
-        return value
-
-    return PlainValidator(read)
-
-
-def _switch_or_count(value: Any) -> Any:
-    if isinstance(value, bool):
-        return value
-    if not isinstance(value, int):
-        raise PydanticCustomError("plain", "expected true, false or a whole number of GPUs")
-    if value < 1 or value > 1_000_000:
-        raise PydanticCustomError("range", "", {"low": "1", "high": "1,000,000"})
-    return value
-
-
-def _or_word(word: str) -> WithJsonSchema:
-    return WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": word}]})
-
-
 class Prefetch(Table):
     """FSDP's prefetch and rate limiter."""
 
     forward: bool = has(False, "gather the next unit before this one computes")
     backward: Literal["pre", "post", "none"] = has("pre", "when the next unit of backward is gathered")
-    limit: Annotated[int | None, _word_or_number("none", "a whole number", 10_000, result=None), _or_word("none")] = has(
-        2, "gathers in flight")
+    limit: Annotated[int | None, word_or_number("none", "a whole number", 10_000, result=None), or_word("none")] = has(
+        2, "gathers in flight"
+    )
 
 
 class SplitSlots(Table):
@@ -355,14 +311,18 @@ class Parallel(Table):
     """How the job is laid out on the GPUs."""
 
     strategy: Strategy = late("data parallelism")
-    sharding_factor: Annotated[int, _word_or_number("full", "a whole number of GPUs", 1_000_000, result=FULL), _or_word("full")] = late(
-        "GPUs over which each parameter is split, or full")
-    reshard_after_forward: Annotated[bool | int, PlainValidator(_switch_or_count), WithJsonSchema(
-        {"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 1}]})] = has(
-        True, "false keeps gathered parameters until backward; int = reshard to that many GPUs")
+    sharding_factor: Annotated[
+        int, word_or_number("full", "a whole number of GPUs", 1_000_000, result=FULL), or_word("full")
+    ] = late("GPUs over which each parameter is split, or full")
+    reshard_after_forward: Annotated[
+        bool | int,
+        PlainValidator(switch_or_count),
+        WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 1}]}),
+    ] = has(True, "false keeps gathered parameters until backward; int = reshard to that many GPUs")
     prefetch: Prefetch = late("FSDP's prefetch and rate limiter")
-    wrap: Annotated[Literal["block"] | int, _word_or_number("block", "a number of parameters", 10**13), _or_word("block")] = has(
-        "block", "unit of gathering: a block, or so many parameters")
+    wrap: Annotated[
+        Literal["block"] | int, word_or_number("block", "a number of parameters", 10**13), or_word("block")
+    ] = has("block", "unit of gathering: a block, or so many parameters")
     bucket_mb: Mib = has(25.0, "MiB of a gradient bucket")
     gradient_as_bucket_view: bool = has(False, "DDP's gradients are views of its buckets")
     reduce_every_micro_step: bool = late("gradient accumulation without no_sync")
@@ -373,7 +333,7 @@ class Parallel(Table):
     context: Degree = has(1, "ring-attention context parallelism")
     expert: Degree = has(1, "expert parallelism")
     pipeline: Degree = has(1, "pipeline stages")
-    virtual_stages: Annotated[int, _count(10_000)] = late("chunks of each pipeline rank")
+    virtual_stages: Annotated[int, count(10_000)] = late("chunks of each pipeline rank")
     schedule: Schedule = late("order of the pipeline's micro-batches")
     split: Annotated[list[LayersOrNone], Field(max_length=100_000)] | None = has(None, "blocks per pipeline rank")
     overlap_p2p: bool = has(False, "transfers between stages overlap with compute")
@@ -390,7 +350,7 @@ class Nccl(Table):
     version: Text | None = has(None, "version")
     algorithm: Literal["ring", "tree", "collnet", "nvls", "nvls-tree"] | None = has(None, "forces an algorithm")
     protocol: Literal["simple", "ll", "ll128"] | None = has(None, "forces a protocol")
-    channels: Annotated[int, _count(64)] | None = has(None, "forces a number of channels")
+    channels: Annotated[int, count(64)] | None = has(None, "forces a number of channels")
 
 
 class Software(Table):
@@ -406,15 +366,20 @@ class Software(Table):
     optimizer_kernel: Literal["loop", "foreach", "fused"] = late("how the optimizer's kernels are launched")
     versions: dict[str, Text] = late("package -> version")
     nccl: Nccl = late("settings of the collective library")
-    max_connections: Annotated[int, _count(32)] = late("CUDA_DEVICE_MAX_CONNECTIONS")
+    max_connections: Annotated[int, count(32)] = late("CUDA_DEVICE_MAX_CONNECTIONS")
 
 
 class Budget(Table):
     """Length of the run and money; times in seconds once read."""
 
-    tokens: Annotated[Literal["chinchilla"] | float, _word_or_number(
-        "chinchilla", "a number of tokens", 10**18, whole=False), WithJsonSchema(
-        {"anyOf": [{"const": "chinchilla"}, {"type": "number", "exclusiveMinimum": 0}]})] | None = has(None, "tokens")
+    tokens: (
+        Annotated[
+            Literal["chinchilla"] | float,
+            word_or_number("chinchilla", "a number of tokens", 10**18, whole=False),
+            WithJsonSchema({"anyOf": [{"const": "chinchilla"}, {"type": "number", "exclusiveMinimum": 0}]}),
+        ]
+        | None
+    ) = has(None, "tokens")
     price_per_gpu_hour: Annotated[float, Field(ge=0, le=1e6)] | None = has(None, "USD")
     deadline: Seconds | None = has(None, "longest run allowed")
     mtbf_per_gpu: Seconds | None = has(None, "mean time between failures of one GPU")

@@ -27,8 +27,13 @@ def read_axes(document: Document, faults: list[Fault]) -> dict[str, list[Any]]:
     if written is None:
         return {}
     if not isinstance(written, dict):
-        faults.append(document.fault("sweep", f"expected dotted fields with lists, not {describe(written)}",
-                                     "such as cluster.nodes: [1, 2, 4]"))
+        faults.append(
+            document.fault(
+                "sweep",
+                f"expected dotted fields with lists, not {describe(written)}",
+                "such as cluster.nodes: [1, 2, 4]",
+            )
+        )
         return {}
     axes: dict[str, list[Any]] = {}
     for path, values in written.items():
@@ -37,7 +42,9 @@ def read_axes(document: Document, faults: list[Fault]) -> dict[str, list[Any]]:
         if message:
             faults.append(document.fault(here, message, hint))
         elif not isinstance(values, list):
-            faults.append(document.fault(here, f"expected a list of values, not {describe(values)}", f"write [{values}]"))
+            faults.append(
+                document.fault(here, f"expected a list of values, not {describe(values)}", f"write [{values}]")
+            )
         elif not values:
             faults.append(document.fault(here, "an empty list leaves nothing to run", "give at least one value"))
         else:
@@ -46,8 +53,13 @@ def read_axes(document: Document, faults: list[Fault]) -> dict[str, list[Any]]:
     points = math.prod(len(values) for values in axes.values())
     if points > MAX_POINTS:
         sizes = " · ".join(str(len(values)) for values in axes.values())
-        faults.append(document.fault("sweep", f"{sizes} = {points:,} points, more than {MAX_POINTS:,}",
-                                     "shorten the lists, or use 'drystep size' to search"))
+        faults.append(
+            document.fault(
+                "sweep",
+                f"{sizes} = {points:,} points, more than {MAX_POINTS:,}",
+                "shorten the lists, or use 'drystep size' to search",
+            )
+        )
         return {}
     return axes
 
@@ -77,7 +89,7 @@ def check_path(path: str) -> tuple[str, str]:
             return wrong, f"did you mean '{name}.{parts[-1]}'?"
     near = nearest(parts[known], table.model_fields).partition("'")[2].rpartition("'")[0]
     if near:
-        whole = ".".join([*parts[:known], near, *parts[known + 1:]])
+        whole = ".".join([*parts[:known], near, *parts[known + 1 :]])
         return wrong, f"did you mean '{whole}'?"
     return wrong, f"known there: {', '.join(table.model_fields)}"
 

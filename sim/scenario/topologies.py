@@ -30,6 +30,8 @@ def find_topology(name: str, base: Path) -> Document:
         known = topology_names()
         if name in known:
             return _shipped(name)
-        hint = nearest(name, known) or "see 'drystep list topologies', give the path of a file, or write the mapping here"
+        hint = (
+            nearest(name, known) or "see 'drystep list topologies', give the path of a file, or write the mapping here"
+        )
         raise UserError(Fault(f"there is no topology named '{name[:80]}'", hint=hint))
     return read_document(beside(base, name), name)

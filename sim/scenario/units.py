@@ -20,9 +20,28 @@ _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0
 _BYTES = {p + "B": f for p, f in (_DECIMAL | _BINARY).items()}
 _BITS_PER_S = {p + u: f for p, f in _DECIMAL.items() for u in ("b/s", "bit/s", "bps")}
 _SECONDS = {
-    "ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "second": 1.0, "seconds": 1.0, "min": 60.0,
-    "minute": 60.0, "minutes": 60.0, "h": 3600.0, "hour": 3600.0, "hours": 3600.0, "d": 86400.0, "day": 86400.0,
-    "days": 86400.0, "week": 604800.0, "weeks": 604800.0, "month": 2592000.0, "months": 2592000.0, "year": 31536000.0,
+    "ns": 1e-9,
+    "us": 1e-6,
+    "µs": 1e-6,
+    "μs": 1e-6,
+    "ms": 1e-3,
+    "s": 1.0,
+    "second": 1.0,
+    "seconds": 1.0,
+    "min": 60.0,
+    "minute": 60.0,
+    "minutes": 60.0,
+    "h": 3600.0,
+    "hour": 3600.0,
+    "hours": 3600.0,
+    "d": 86400.0,
+    "day": 86400.0,
+    "days": 86400.0,
+    "week": 604800.0,
+    "weeks": 604800.0,
+    "month": 2592000.0,
+    "months": 2592000.0,
+    "year": 31536000.0,
     "years": 31536000.0,
 }
 
@@ -51,8 +70,9 @@ class Unit:
             raise PydanticCustomError("unit", "'{value}' is text without a unit", self._context(value))
         factor = self.factors.get(unit) or self._prefixed(unit)
         if factor is None:
-            raise PydanticCustomError("unit", "'{value}' has the unit '{unit}', which is not {kind}",
-                                      self._context(value, unit))
+            raise PydanticCustomError(
+                "unit", "'{value}' has the unit '{unit}', which is not {kind}", self._context(value, unit)
+            )
         return number * factor
 
     def _prefixed(self, unit: str) -> float | None:
@@ -72,20 +92,33 @@ class Unit:
 
 BYTES = Unit("a size", "bytes", "'80 GB' or '64 GiB'", _BYTES, "B")
 BYTES_PER_S = Unit(
-    "a bandwidth", "bytes per second", "'25 GB/s' or '200 Gb/s'",
-    {u + "/s": f for u, f in _BYTES.items()} | {u: f / 8 for u, f in _BITS_PER_S.items()}, "B/s")
+    "a bandwidth",
+    "bytes per second",
+    "'25 GB/s' or '200 Gb/s'",
+    {u + "/s": f for u, f in _BYTES.items()} | {u: f / 8 for u, f in _BITS_PER_S.items()},
+    "B/s",
+)
 GBPS = Unit(
-    "a link speed in Gb/s", "gigabits per second", "200 (meaning Gb/s), '200 Gb/s' or '25 GB/s'",
-    {u: f / 1e9 for u, f in _BITS_PER_S.items()} | {u + "/s": f * 8 / 1e9 for u, f in _BYTES.items()}, "b/s")
+    "a link speed in Gb/s",
+    "gigabits per second",
+    "200 (meaning Gb/s), '200 Gb/s' or '25 GB/s'",
+    {u: f / 1e9 for u, f in _BITS_PER_S.items()} | {u + "/s": f * 8 / 1e9 for u, f in _BYTES.items()},
+    "b/s",
+)
 SECONDS = Unit("a time", "seconds", "'30 days', '1 h' or '5 us'", _SECONDS, "s")
 MIB = Unit("a size in MiB", "MiB", "25 (meaning MiB) or '25 MiB'", {u: f / 2**20 for u, f in _BYTES.items()}, "")
 WATTS = Unit("a power", "W", "400 (meaning W) or '400 W'", {"W": 1.0, "kW": 1e3}, "W")
 
 
 def _schema(unit: Unit) -> WithJsonSchema:
-    return WithJsonSchema({
-        "anyOf": [{"type": "number", "exclusiveMinimum": 0, "description": unit.plain},
-                  {"type": "string", "pattern": r"^\s*[0-9.eE+-]+\s*\S+", "examples": [unit.examples]}]})
+    return WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "number", "exclusiveMinimum": 0, "description": unit.plain},
+                {"type": "string", "pattern": r"^\s*[0-9.eE+-]+\s*\S+", "examples": [unit.examples]},
+            ]
+        }
+    )
 
 
 Bytes = Annotated[float, BeforeValidator(BYTES.read), Field(gt=0, le=1e18), _schema(BYTES)]

@@ -36,7 +36,7 @@ class Fact:
     @property
     def free(self) -> bool:
         """Whether the value is a figure that may be calibrated, not a documented choice of the software."""
-        return self.confidence == "estimated"
+        return self.confidence in ("estimated", "inferred")
 
 
 @dataclass(frozen=True, slots=True)

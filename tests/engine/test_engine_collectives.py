@@ -9,6 +9,7 @@ from engine_fakes import (
     FakeNetwork,
     folded,
     gather,
+    kernel,
     scatter,
     segment,
     two_classes,
@@ -68,22 +69,35 @@ def test_a_flow_that_begins_during_anothers_latency() -> None:
 
 
 def test_contention_while_the_host_is_late() -> None:
-    """Kernels launched at 2, 4, 6; 100 SMs taken from 4.5 to 6.75 double what is left of the second and third."""
-    builder = ProgramBuilder(("compute", "gather"), ("c",))
+    """Kernels launched at 2, 4, 4.25; 100 SMs taken from 4.5 to 6.5 make them half as fast."""
+    builder = ProgramBuilder(("compute", "other", "gather"), ("c",))
     s = builder.section("s")
-    s.kernels(0, segment(builder, 1.0, 1.0, 1.0, host_s=2.0), NAME)
-    s.collective(1, gather(1), 0.0, NAME)
-    s.host(0.0, NAME, joins=(0, 1))
+    before = s.kernels(1, segment(builder, 4.5), NAME)
+    s.collective(2, gather(2), 0.0, NAME, waits=(before,))
+    s.kernels(0, builder.segment([kernel(1.0)] * 3, [2.0, 2.0, 0.25]), NAME)
+    s.host(0.0, NAME, joins=(0, 1, 2))
     builder.run(s)
-    t = builder.section("t")
-    other = segment(builder, 4.5)
-    t.kernels(2, other, NAME)
-    del t, other
     job = folded(builder.build())
     (only,) = simulate(job, Machine([FakeDevice()], FakeNetwork(channels=100), job)).runs(0)
-    # issued at 6, when the third begins: 6 to 7 half done, then alone until 7.5
-    assert only.end_s.tolist() == [7.5, 7.0, 7.5]
-    assert only.starved_s.tolist() == [2.0, 0.0, 0.0]
+    # the second is half done at 4.5 and ends at 5.5; the third has done half at 6.5 and ends at 7
+    assert only.end_s.tolist() == [4.5, 6.5, 7.0, 7.0]
+    assert only.starved_s.tolist() == [0.0, 0.0, 1.0, 0.0]
+
+
+def test_contention_that_begins_between_two_launches() -> None:
+    """The segment waits for its second launch when the state changes, and again when it changes back."""
+    builder = ProgramBuilder(("compute", "other", "gather"), ("c",))
+    s = builder.section("s")
+    before = s.kernels(1, segment(builder, 3.25), NAME)
+    s.collective(2, gather(1), 0.0, NAME, waits=(before,))
+    s.kernels(0, segment(builder, 1.0, 1.0, 1.0, host_s=2.0), NAME)
+    s.host(0.0, NAME, joins=(0, 1, 2))
+    builder.run(s)
+    job = folded(builder.build())
+    (only,) = simulate(job, Machine([FakeDevice()], FakeNetwork(channels=100), job)).runs(0)
+    # 2-3, then idle until 4; from 4 to 4.25 an eighth is done, the rest until 5.125; 6-7
+    assert only.end_s.tolist() == [3.25, 4.25, 7.0, 7.0]
+    assert only.starved_s.tolist() == [0.0, 0.0, 1.875, 0.0]
 
 
 def test_flows_on_different_links_do_not_meet() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
+from sim.report.breakdown import breakdown
 from sim.report.columns import of_class
 from sim.report.result import Result, leaves
 
@@ -92,3 +94,12 @@ def _flat(tree: object, prefix: str = "") -> dict[str, float]:
     if isinstance(tree, dict):
         return {k: v for name, inner in tree.items() for k, v in _flat(inner, f"{prefix}.{name}").items()}
     return {prefix: float(tree)}  # type: ignore[arg-type]
+
+
+def test_contention_is_what_kernels_take_longer_than_alone(result_of: Make) -> None:
+    result = result_of(6)
+    assert result.breakdown.contention == pytest.approx(0, abs=1e-12)
+    columns = of_class(result.detail.lowered.job, result.detail.timeline, 0)
+    shares = np.full((3, 4), 0.25)
+    slowed = breakdown(columns, shares, np.array([3.0, 6.0, 1.0]) * MS)  # as if forward took 3 ms alone, not 4
+    assert slowed.contention == pytest.approx(6 * MS)

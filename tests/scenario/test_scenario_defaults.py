@@ -13,7 +13,9 @@ from sim.scenario.dump import dump
 from sim.scenario.precisions import PRECISIONS
 
 MINIMAL: dict[str, Any] = {
-    "name": "m", "cluster": {"topology": "dgx-a100-80g"}, "model": {"preset": "llama-2-7b"},
+    "name": "m",
+    "cluster": {"topology": "dgx-a100-80g"},
+    "model": {"preset": "llama-2-7b"},
     "training": {"micro_batch": 2, "global_batch": 64, "sequence": 2048},
 }
 
@@ -25,13 +27,26 @@ def made(**sets: Any) -> Scenario:
 def test_defaults_of_the_paragraph() -> None:
     s = made()
     t, p, w = s.training, s.parallel, s.software
-    assert (t.precision.name, t.optimizer, t.recompute, t.attention, t.mode) == ("amp-bf16", "adamw", "none", "flash", "train")
+    assert (t.precision.name, t.optimizer, t.recompute, t.attention, t.mode) == (
+        "amp-bf16",
+        "adamw",
+        "none",
+        "flash",
+        "train",
+    )
     assert (s.model.dropout, t.decoder_sequence, t.predicted_tokens) == (0.0, 2048, 2048)
     assert (p.strategy, p.sharding_factor, p.wrap, p.reshard_after_forward) == ("ddp", 1, "block", True)
     assert (p.prefetch.forward, p.prefetch.backward, p.prefetch.limit) == (False, "pre", 2)
     assert (p.bucket_mb, p.gradient_as_bucket_view, p.reduce_every_micro_step, p.overlap) == (25.0, False, False, True)
     assert (p.schedule, p.virtual_stages, p.order) == ("1f1b", 1, ["tensor", "context", "expert", "data", "pipeline"])
-    assert (w.framework, w.fsdp, w.compile, w.fused, w.cuda_graphs, w.versions) == ("pytorch", 2, False, True, False, {})
+    assert (w.framework, w.fsdp, w.compile, w.fused, w.cuda_graphs, w.versions) == (
+        "pytorch",
+        2,
+        False,
+        True,
+        False,
+        {},
+    )
     assert (t.finetune.method, t.finetune.rank, s.budget, s.sweep, s.expect) == ("full", 0, None, {}, {})
 
 
@@ -48,15 +63,21 @@ def test_flash_needs_half_precision() -> None:
     assert made(training__precision="fp32", training__attention="flash").training.attention == "flash"
 
 
-@pytest.mark.parametrize(("strategy", "factor", "every"), [
-    ("ddp", 1, False), ("zero1", 8, False), ("zero2", 8, True), ("zero3", 8, True), ("fsdp", 8, True)])
+@pytest.mark.parametrize(
+    ("strategy", "factor", "every"),
+    [("ddp", 1, False), ("zero1", 8, False), ("zero2", 8, True), ("zero3", 8, True), ("fsdp", 8, True)],
+)
 def test_sharding_and_reduction_follow_the_strategy(strategy: str, factor: int, every: bool) -> None:
     p = made(parallel__strategy=strategy).parallel
     assert (p.sharding_factor, p.reduce_every_micro_step) == (factor, every)
 
 
 def test_layout_arithmetic() -> None:
-    s = made(cluster__nodes=4, parallel={"strategy": "fsdp", "tensor": 2, "context": 2, "pipeline": 2}, training__micro_batch=3)
+    s = made(
+        cluster__nodes=4,
+        parallel={"strategy": "fsdp", "tensor": 2, "context": 2, "pipeline": 2},
+        training__micro_batch=3,
+    )
     assert (s.gpus, s.data_parallel, s.parallel.sharding_factor) == (32, 4, 8)
     assert (s.micro_steps, s.last_micro_batch) == (6, 1)  # 64 / 4 = 16 sequences: five micro-steps of 3 and one of 1
     assert made().last_micro_batch == 2
@@ -67,11 +88,18 @@ def test_virtual_stages_choose_the_schedule() -> None:
     assert made(parallel={"pipeline": 2, "schedule": "zb-v"}).parallel.virtual_stages == 2
 
 
-@pytest.mark.parametrize(("software", "fsdp", "modules", "kernel", "connections"), [
-    ({"year": 2024}, 1, "plain", "foreach", 8), ({"year": 2025}, 2, "plain", "foreach", 8), ({"year": 2021}, 1, "plain", "loop", 8),
-    ({"framework": "megatron", "year": 2021}, 1, "megatron", "fused", 1), ({"framework": "ideal"}, 2, "plain", "fused", 8),
-    ({"framework": "composer", "year": 2023}, 1, "plain", "loop", 8), ({"fsdp": 1, "modules": "transformers"}, 1, "transformers",
-                                                                       "foreach", 8)])
+@pytest.mark.parametrize(
+    ("software", "fsdp", "modules", "kernel", "connections"),
+    [
+        ({"year": 2024}, 1, "plain", "foreach", 8),
+        ({"year": 2025}, 2, "plain", "foreach", 8),
+        ({"year": 2021}, 1, "plain", "loop", 8),
+        ({"framework": "megatron", "year": 2021}, 1, "megatron", "fused", 1),
+        ({"framework": "ideal"}, 2, "plain", "fused", 8),
+        ({"framework": "composer", "year": 2023}, 1, "plain", "loop", 8),
+        ({"fsdp": 1, "modules": "transformers"}, 1, "transformers", "foreach", 8),
+    ],
+)
 def test_software_defaults(software: dict[str, Any], fsdp: int, modules: str, kernel: str, connections: int) -> None:
     w = made(software=software).software
     assert (w.fsdp, w.modules, w.optimizer_kernel, w.max_connections) == (fsdp, modules, kernel, connections)
@@ -79,31 +107,67 @@ def test_software_defaults(software: dict[str, Any], fsdp: int, modules: str, ke
 
 def test_model_defaults() -> None:
     m = made(model={"layers": 2, "hidden": 512, "heads": 8, "vocab": 1000}).model
-    assert (m.kind, m.kv_heads, m.head_dim, m.ffn, m.activation, m.max_positions) == ("decoder", 8, 64, 2048, "gelu", 2048)
-    assert made(model={"layers": 2, "hidden": 512, "heads": 8, "vocab": 9, "dropout": True, "gated_mlp": True}).model.dropout == 0.1
+    assert (m.kind, m.kv_heads, m.head_dim, m.ffn, m.activation, m.max_positions) == (
+        "decoder",
+        8,
+        64,
+        2048,
+        "gelu",
+        2048,
+    )
+    assert (
+        made(
+            model={"layers": 2, "hidden": 512, "heads": 8, "vocab": 9, "dropout": True, "gated_mlp": True}
+        ).model.dropout
+        == 0.1
+    )
     t5 = made(model={"preset": "t5-small"}, training__decoder_sequence=128)
     assert (t5.model.decoder_layers, t5.training.predicted_tokens) == (6, 128)
 
 
 #: AdamW bytes per parameter: the last column of the spec's table.
-ADAMW = {"fp32": 16, "tf32": 16, "amp-fp16": 16, "amp-bf16": 16, "fsdp-bf16": 16, "fsdp-fp16": 16, "mixed-fp16": 16,
-         "mixed-bf16": 16, "megatron-bf16": 18, "megatron-fp16": 16, "pure-bf16": 8, "pure-fp16": 8, "fp8": 18}
+ADAMW = {
+    "fp32": 16,
+    "tf32": 16,
+    "amp-fp16": 16,
+    "amp-bf16": 16,
+    "fsdp-bf16": 16,
+    "fsdp-fp16": 16,
+    "mixed-fp16": 16,
+    "mixed-bf16": 16,
+    "megatron-bf16": 18,
+    "megatron-fp16": 16,
+    "pure-bf16": 8,
+    "pure-fp16": 8,
+    "fp8": 18,
+}
 
 
 def test_precisions_match_the_table() -> None:
     size = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "none": 0}
     assert set(ADAMW) == set(PRECISIONS)
     for name, row in PRECISIONS.items():
-        assert size[row["parameters"]] + size[row["master"]] + size[row["gradients"]] + 2 * size[row["optimizer"]] == ADAMW[name]
+        assert (
+            size[row["parameters"]] + size[row["master"]] + size[row["gradients"]] + 2 * size[row["optimizer"]]
+            == ADAMW[name]
+        )
         assert made(training__precision=name).training.precision.name == name
     custom = made(training__precision={**PRECISIONS["fsdp-bf16"], "reduce": "fp32"}).training.precision
     assert (custom.name, custom.gather, custom.reduce) == ("custom", "bf16", "fp32")
 
 
 def test_units() -> None:
-    s = made(budget={"deadline": "30 days", "mtbf_per_gpu": "50000 h", "checkpoint_every": "1 h", "tokens": 1.4e12},
-             parallel__bucket_mb="50 MiB", cluster={"topology": {"gpu": "t4", "gpus_per_node": 8, "host": {
-                 "memory": "64 GiB", "nvme_read": "200 Gb/s", "nvme_write": "2.5e3 MB/s"}}})
+    s = made(
+        budget={"deadline": "30 days", "mtbf_per_gpu": "50000 h", "checkpoint_every": "1 h", "tokens": 1.4e12},
+        parallel__bucket_mb="50 MiB",
+        cluster={
+            "topology": {
+                "gpu": "t4",
+                "gpus_per_node": 8,
+                "host": {"memory": "64 GiB", "nvme_read": "200 Gb/s", "nvme_write": "2.5e3 MB/s"},
+            }
+        },
+    )
     assert s.budget is not None
     assert (s.budget.deadline, s.budget.mtbf_per_gpu, s.budget.checkpoint_every) == (2_592_000, 180_000_000, 3600)
     host = s.cluster.topology.host
@@ -117,13 +181,22 @@ def test_rare_unit_prefixes_go_to_quantiphy() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.fixed_dictionaries({
-    "parallel.strategy": st.sampled_from(["ddp", "zero1", "zero3", "fsdp"]), "training.precision": st.sampled_from(list(PRECISIONS)),
-    "parallel.prefetch.limit": st.sampled_from(["none", 1, 5]), "training.recompute": st.sampled_from(["full", {"layers": 2}]),
-    "model.preset": st.sampled_from(["llama-2-7b", "t5-11b", "deepseek-v3", "gpt3-175b", "resnet-50"]),
-    "software.framework": st.sampled_from(["megatron", "composer", "ideal"]), "cluster.nodes": st.sampled_from([1, 2, 4]),
-    "training.finetune": st.sampled_from([{"method": "lora"}, {"method": "qlora", "targets": "all"}, {"method": "full"}]),
-}))
+@given(
+    st.fixed_dictionaries(
+        {
+            "parallel.strategy": st.sampled_from(["ddp", "zero1", "zero3", "fsdp"]),
+            "training.precision": st.sampled_from(list(PRECISIONS)),
+            "parallel.prefetch.limit": st.sampled_from(["none", 1, 5]),
+            "training.recompute": st.sampled_from(["full", {"layers": 2}]),
+            "model.preset": st.sampled_from(["llama-2-7b", "t5-11b", "deepseek-v3", "gpt3-175b", "resnet-50"]),
+            "software.framework": st.sampled_from(["megatron", "composer", "ideal"]),
+            "cluster.nodes": st.sampled_from([1, 2, 4]),
+            "training.finetune": st.sampled_from(
+                [{"method": "lora"}, {"method": "qlora", "targets": "all"}, {"method": "full"}]
+            ),
+        }
+    )
+)
 def test_a_dump_reads_back_as_the_same_scenario(sets: dict[str, Any]) -> None:
     s = resolve(MINIMAL, sets=sets)
     again = resolve(dump(s))

@@ -76,11 +76,32 @@ FIELDS = [
     ("strategy: fsdp", "strategy: fsdb", "parallel.strategy", 13, "not one of none, ddp", "did you mean 'fsdp'?"),
     ("strategy: fsdp", "strategy: 3", "parallel.strategy", 13, "3 is not one of", ""),
     ("precision: fsdp-bf16", "precision: fsdp-bf61", "training.precision", 11, "not one of fp32", "fsdp-bf16"),
-    ("precision: fsdp-bf16", "precision: {compute: bf16}", "training.precision.parameters", 11, "'parameters' is required", ""),
+    (
+        "precision: fsdp-bf16",
+        "precision: {compute: bf16}",
+        "training.precision.parameters",
+        11,
+        "'parameters' is required",
+        "",
+    ),
     ("precision: fsdp-bf16", "precision: 16", "training.precision", 11, "name of a precision", ""),
     ("precision: fsdp-bf16", "recompute: some", "training.recompute", 11, "not one of none, full", ""),
-    ("precision: fsdp-bf16", "recompute: {layer: 3}", "training.recompute.layer", 11, "no field", "did you mean 'layers'?"),
-    ("precision: fsdp-bf16", "optimizer: adam-w", "training.optimizer", 11, "not one of adamw", "did you mean 'adamw'?"),
+    (
+        "precision: fsdp-bf16",
+        "recompute: {layer: 3}",
+        "training.recompute.layer",
+        11,
+        "no field",
+        "did you mean 'layers'?",
+    ),
+    (
+        "precision: fsdp-bf16",
+        "optimizer: adam-w",
+        "training.optimizer",
+        11,
+        "not one of adamw",
+        "did you mean 'adamw'?",
+    ),
     ("precision: fsdp-bf16", "mode: infer", "training.mode", 11, "not one of train", ""),
     ("precision: fsdp-bf16", "mode: {inference: {prompt: 8}}", "training.mode.inference.generate", 11, "required", ""),
     ("precision: fsdp-bf16", "chunked_loss: yes", "training.chunked_loss", 11, "expected true or false", "write true"),
@@ -88,26 +109,78 @@ FIELDS = [
     ("sharding_factor: full", "sharding_factor: 0", "parallel.sharding_factor", 14, "outside 1 to", ""),
     ("sharding_factor: full", "prefetch: pre", "parallel.prefetch", 14, "expected a mapping of fields", ""),
     ("sharding_factor: full", "prefetch: {limit: nope}", "parallel.prefetch.limit", 14, "expected 'none' or", "'none'"),
-    ("sharding_factor: full", "prefetch: {backward: preload}", "parallel.prefetch.backward", 14, "not one of pre", "'pre'"),
+    (
+        "sharding_factor: full",
+        "prefetch: {backward: preload}",
+        "parallel.prefetch.backward",
+        14,
+        "not one of pre",
+        "'pre'",
+    ),
     ("sharding_factor: full", "wrap: layer", "parallel.wrap", 14, "expected 'block'", ""),
-    ("sharding_factor: full", "reshard_after_forward: maybe", "parallel.reshard_after_forward", 14, "true, false or", ""),
+    (
+        "sharding_factor: full",
+        "reshard_after_forward: maybe",
+        "parallel.reshard_after_forward",
+        14,
+        "true, false or",
+        "",
+    ),
     ("sharding_factor: full", "overlap: on", "parallel.overlap", 14, "expected true or false", "write true"),
     ("sharding_factor: full", "split: 4", "parallel.split", 14, "expected a list", "[a, b"),
     ("sharding_factor: full", "order: [tensor, data]", "parallel.order", 14, "each of tensor, context", ""),
     ("sharding_factor: full", "schedule: 1f1c", "parallel.schedule", 14, "not one of gpipe", "1f1b"),
     ("sharding_factor: full", "bucket_mb: 25 s", "parallel.bucket_mb", 14, "unit 's', which is not a size in MiB", ""),
-    ("sharding_factor: full", "offload: {optimizer: disk}", "parallel.offload.optimizer", 14, "not one of none, cpu", ""),
+    (
+        "sharding_factor: full",
+        "offload: {optimizer: disk}",
+        "parallel.offload.optimizer",
+        14,
+        "not one of none, cpu",
+        "",
+    ),
     ("topology: dgx-a100-80g", "topology: dgx-a100-80gb", "cluster.topology", 3, "no topology named", "'dgx-a100-80g'"),
     ("topology: dgx-a100-80g", "topology: nowhere/t.yaml", "cluster.topology", 3, "no such file", "no folder"),
-    ("topology: dgx-a100-80g", "topology: {gpu: a100-80g, gpus_per_node: 8, intra: {kind: nvswitch}}",
-     "cluster.topology.gpu", 3, "no GPU named 'a100-80g'", "a100-80g-sxm"),
-    ("topology: dgx-a100-80g", "topology: {gpu: {memory: 80 GB}, gpus_per_node: 8}", "cluster.topology.gpu", 3, "'like'", "like:"),
-    ("topology: dgx-a100-80g", "topology: {gpu: t4, gpus_per_node: 8, host: {memory: 2 TB/s}}",
-     "cluster.topology.host.memory", 3, "'TB/s', which is not a size", ""),
-    ("topology: dgx-a100-80g", "topology: {gpu: t4, gpus_per_node: 8, host: {nvme_read: 25 GB}}",
-     "cluster.topology.host.nvme_read", 3, "not a bandwidth", ""),
-    ("topology: dgx-a100-80g", "topology: {gpu: t4, gpus_per_node: 8, inter: {kind: fat-three}}",
-     "cluster.topology.inter.kind", 3, "not one of fat-tree", "did you mean 'fat-tree'?"),
+    (
+        "topology: dgx-a100-80g",
+        "topology: {gpu: a100-80g, gpus_per_node: 8, intra: {kind: nvswitch}}",
+        "cluster.topology.gpu",
+        3,
+        "no GPU named 'a100-80g'",
+        "a100-80g-sxm",
+    ),
+    (
+        "topology: dgx-a100-80g",
+        "topology: {gpu: {memory: 80 GB}, gpus_per_node: 8}",
+        "cluster.topology.gpu",
+        3,
+        "'like'",
+        "like:",
+    ),
+    (
+        "topology: dgx-a100-80g",
+        "topology: {gpu: t4, gpus_per_node: 8, host: {memory: 2 TB/s}}",
+        "cluster.topology.host.memory",
+        3,
+        "'TB/s', which is not a size",
+        "",
+    ),
+    (
+        "topology: dgx-a100-80g",
+        "topology: {gpu: t4, gpus_per_node: 8, host: {nvme_read: 25 GB}}",
+        "cluster.topology.host.nvme_read",
+        3,
+        "not a bandwidth",
+        "",
+    ),
+    (
+        "topology: dgx-a100-80g",
+        "topology: {gpu: t4, gpus_per_node: 8, inter: {kind: fat-three}}",
+        "cluster.topology.inter.kind",
+        3,
+        "not one of fat-tree",
+        "did you mean 'fat-tree'?",
+    ),
     ("topology: dgx-a100-80g", "topology: 8", "cluster.topology", 3, "expected a mapping", ""),
     ("preset: llama-2-7b", "preset: llama2-7b", "model.preset", 6, "no model named", "did you mean 'llama-2-7b'?"),
     ("preset: llama-2-7b", "preset: [x]", "model.preset", 6, "expected text, not a list", ""),
@@ -117,13 +190,34 @@ FIELDS = [
     ("preset: llama-2-7b", "preset: llama-2-7b\n  dropout: 1.5", "model.dropout", 7, "too large", ""),
     ("name: base", "name: base\nbudget: {deadline: 30 GB}", "budget.deadline", 2, "not a time", "30 days"),
     ("name: base", "name: base\nbudget: {tokens: optimal}", "budget.tokens", 2, "expected 'chinchilla' or", ""),
-    ("name: base", "name: base\nsoftware: {framework: torch}", "software.framework", 2, "not one of pytorch", "pytorch"),
+    (
+        "name: base",
+        "name: base\nsoftware: {framework: torch}",
+        "software.framework",
+        2,
+        "not one of pytorch",
+        "pytorch",
+    ),
     ("name: base", "name: base\nsoftware: {fsdp: 3}", "software.fsdp", 2, "3 is not one of 1, 2", ""),
     ("name: base", "name: base\nsoftware: {year: 1999}", "software.year", 2, "too small", ""),
-    ("name: base", "name: base\nsoftware: {versions: {torch: 2.1}}", "software.versions.torch", 2, "expected text", "quotes"),
+    (
+        "name: base",
+        "name: base\nsoftware: {versions: {torch: 2.1}}",
+        "software.versions.torch",
+        2,
+        "expected text",
+        "quotes",
+    ),
     ("name: base", "name: base\ncluster: {nodes: 1}", "cluster", 3, "given twice (first on line 2)", "remove one"),
     ("nodes: 2", "<<: {nodes: 2}", "cluster.<<", 4, "merge keys", "write the fields out"),
-    ("name: base", "name: !!python/object:os.system x", "name", 1, "tag '!!python/object:os.system' is refused", "plain"),
+    (
+        "name: base",
+        "name: !!python/object:os.system x",
+        "name",
+        1,
+        "tag '!!python/object:os.system' is refused",
+        "plain",
+    ),
     ("nodes: 2", "1: 2", "cluster", 4, "the name of a field is 1", ""),
 ]
 
@@ -131,30 +225,120 @@ FIELDS = [
 COMBINATIONS = [
     ("sharding_factor: full", "tensor: 3", "parallel.tensor", 14, "does not divide 16 GPUs", "2 or 4 would divide"),
     ("sharding_factor: full", "pipeline: 32", "parallel.pipeline", 14, "= 32 does not divide 16", "16 would divide"),
-    ("sharding_factor: full", "sharding_factor: 3", "parallel.sharding_factor", 14, "3 does not divide the 16", "2 or 4"),
-    ("sharding_factor: full", "reshard_after_forward: 5", "parallel.reshard_after_forward", 14, "5 does not divide", "4 or 8"),
+    (
+        "sharding_factor: full",
+        "sharding_factor: 3",
+        "parallel.sharding_factor",
+        14,
+        "3 does not divide the 16",
+        "2 or 4",
+    ),
+    (
+        "sharding_factor: full",
+        "reshard_after_forward: 5",
+        "parallel.reshard_after_forward",
+        14,
+        "5 does not divide",
+        "4 or 8",
+    ),
     ("global_batch: 64", "global_batch: 65", "training.global_batch", 9, "65 does not divide over 16", "64 or 80"),
     ("global_batch: 64", "global_batch: 8", "training.global_batch", 9, "8 does not divide over 16", "16 would"),
     ("micro_batch: 2", "micro_batch: 5", "training.micro_batch", 8, "5 is more than the 4", "at most 4"),
-    ("nodes: 2", "gpus_per_node: 9", "cluster.gpus_per_node", 4, "9 GPUs per node asked of 'dgx-a100-80g', which has 8", ""),
+    (
+        "nodes: 2",
+        "gpus_per_node: 9",
+        "cluster.gpus_per_node",
+        4,
+        "9 GPUs per node asked of 'dgx-a100-80g', which has 8",
+        "",
+    ),
     ("nodes: 2", "nodes: 200000", "cluster.nodes", 4, "1,600,000 GPUs, absurdly many", ""),
     ("topology: dgx-a100-80g", "topology: single-t4", "cluster.nodes", 4, "no network between nodes", "topology.inter"),
     ("strategy: fsdp", "strategy: none", "parallel.strategy", 13, "16 data-parallel replicas", "ddp"),
-    ("strategy: fsdp\n  sharding_factor: full", "strategy: ddp\n  sharding_factor: 8", "parallel.sharding_factor", 14,
-     "ddp keeps whole copies", "zero1"),
-    ("preset: llama-2-7b", "preset: llama-2-7b\n  heads: 31", "model.heads", 7, "4096 is not a multiple of heads 31", "32"),
-    ("preset: llama-2-7b", "preset: llama-2-7b\n  kv_heads: 5", "model.kv_heads", 7, "5 does not divide heads 32", "4 or 8"),
+    (
+        "strategy: fsdp\n  sharding_factor: full",
+        "strategy: ddp\n  sharding_factor: 8",
+        "parallel.sharding_factor",
+        14,
+        "ddp keeps whole copies",
+        "zero1",
+    ),
+    (
+        "preset: llama-2-7b",
+        "preset: llama-2-7b\n  heads: 31",
+        "model.heads",
+        7,
+        "4096 is not a multiple of heads 31",
+        "32",
+    ),
+    (
+        "preset: llama-2-7b",
+        "preset: llama-2-7b\n  kv_heads: 5",
+        "model.kv_heads",
+        7,
+        "5 does not divide heads 32",
+        "4 or 8",
+    ),
     ("preset: llama-2-7b", "preset: llama-2-7b\n  kv_heads: 64", "model.kv_heads", 7, "64 is more than heads 32", ""),
-    ("preset: llama-2-7b", "preset: gpt2", "training.sequence", 10, "4096 tokens but the model has 1024 learned", "4096"),
-    ("preset: llama-2-7b", "preset: mixtral-8x7b\n  moe: {experts: 2, top_k: 4}", "model.moe.top_k", 7, "4 is more than", ""),
+    (
+        "preset: llama-2-7b",
+        "preset: gpt2",
+        "training.sequence",
+        10,
+        "4096 tokens but the model has 1024 learned",
+        "4096",
+    ),
+    (
+        "preset: llama-2-7b",
+        "preset: mixtral-8x7b\n  moe: {experts: 2, top_k: 4}",
+        "model.moe.top_k",
+        7,
+        "4 is more than",
+        "",
+    ),
     ("sharding_factor: full", "expert: 2", "parallel.expert", 14, "the model has no experts", ""),
-    ("sharding_factor: full", "context: 16\n  sequence_parallel: true\n  expert: 1\n  tensor: 2", "parallel.context", 14, "= 32", ""),
+    (
+        "sharding_factor: full",
+        "context: 16\n  sequence_parallel: true\n  expert: 1\n  tensor: 2",
+        "parallel.context",
+        14,
+        "= 32",
+        "",
+    ),
     ("sharding_factor: full", "virtual_stages: 2", "parallel.virtual_stages", 14, "pipeline of 2 or more", ""),
-    ("sharding_factor: full", "pipeline: 2\n  virtual_stages: 2\n  schedule: 1f1b", "parallel.schedule", 16, "one chunk", "interleaved"),
+    (
+        "sharding_factor: full",
+        "pipeline: 2\n  virtual_stages: 2\n  schedule: 1f1b",
+        "parallel.schedule",
+        16,
+        "one chunk",
+        "interleaved",
+    ),
     ("sharding_factor: full", "pipeline: 2\n  virtual_stages: 30", "parallel.pipeline", 14, "60 chunks", ""),
-    ("sharding_factor: full", "pipeline: 2\n  split: [16, 15]", "parallel.split", 15, "adds up to 31 blocks but the model has 32", ""),
-    ("sharding_factor: full", "pipeline: 2\n  split: [32]", "parallel.split", 15, "1 entries for 2 pipeline ranks", "2 numbers"),
-    ("precision: fsdp-bf16", "predicted_tokens: 5000", "training.predicted_tokens", 11, "5000 is more than the 4096", ""),
+    (
+        "sharding_factor: full",
+        "pipeline: 2\n  split: [16, 15]",
+        "parallel.split",
+        15,
+        "adds up to 31 blocks but the model has 32",
+        "",
+    ),
+    (
+        "sharding_factor: full",
+        "pipeline: 2\n  split: [32]",
+        "parallel.split",
+        15,
+        "1 entries for 2 pipeline ranks",
+        "2 numbers",
+    ),
+    (
+        "precision: fsdp-bf16",
+        "predicted_tokens: 5000",
+        "training.predicted_tokens",
+        11,
+        "5000 is more than the 4096",
+        "",
+    ),
     ("precision: fsdp-bf16", "decoder_sequence: 50", "training.decoder_sequence", 11, "encoder-decoder", "remove"),
     ("precision: fsdp-bf16", "finetune: {method: full, rank: 8}", "training.finetune.rank", 11, "method is full", ""),
     ("precision: fsdp-bf16", "finetune: {method: qlora, base: bf16}", "training.finetune.base", 11, "quantised", "nf4"),
@@ -163,8 +347,9 @@ COMBINATIONS = [
 
 
 @pytest.mark.parametrize(("old", "new", "field", "line", "message", "hint"), FIELDS + COMBINATIONS)
-def test_fault_names_field_line_and_mend(old: str, new: str, field: str, line: int, message: str, hint: str,
-                                         tmp_path: Path) -> None:
+def test_fault_names_field_line_and_mend(
+    old: str, new: str, field: str, line: int, message: str, hint: str, tmp_path: Path
+) -> None:
     found = faults_of(edited(old, new), tmp_path)
     fault = next((f for f in found if f.field == field), None)
     assert fault is not None, [str(f) for f in found]
@@ -178,11 +363,23 @@ ADDED = [
     ("sweep: [1, 2]", "sweep", 15, "expected dotted fields", "cluster.nodes"),
     ("sweep: {cluster.nodes: 4}", "sweep.cluster.nodes", 15, "expected a list", "[4]"),
     ("sweep: {cluster.nodes: []}", "sweep.cluster.nodes", 15, "empty list", ""),
-    ("sweep:\n  cluster.nods: [1]", "sweep.cluster.nods", 16, "no field 'cluster.nods'", "did you mean 'cluster.nodes'?"),
+    (
+        "sweep:\n  cluster.nods: [1]",
+        "sweep.cluster.nods",
+        16,
+        "no field 'cluster.nods'",
+        "did you mean 'cluster.nodes'?",
+    ),
     ("sweep: {nodes: [1]}", "sweep.nodes", 15, "no field 'nodes'", "did you mean 'cluster.nodes'?"),
     ("sweep: {cluster.nodes.x: [1]}", "sweep.cluster.nodes.x", 15, "has no fields", "'cluster.nodes'"),
     ("sweep:\n  cluster.nodes: [1, two]", "sweep.cluster.nodes.1", 16, "expected a whole number", ""),
-    ("sweep: {cluster.topology: [dgx-a100-80g, dgx-h1000]}", "sweep.cluster.topology.1", 15, "no topology named", "dgx-h100"),
+    (
+        "sweep: {cluster.topology: [dgx-a100-80g, dgx-h1000]}",
+        "sweep.cluster.topology.1",
+        15,
+        "no topology named",
+        "dgx-h100",
+    ),
     ("sweep: {model.preset: [lama-2-7b]}", "sweep.model.preset.0", 15, "no model named", "llama-2-7b"),
     ("sweep: {training.precision: [fp99]}", "sweep.training.precision.0", 15, "not one of", ""),
     ("sweep: {expect: [1]}", "sweep.expect", 15, "cannot vary", ""),
@@ -199,7 +396,13 @@ ADDED = [
     ("expect: {mfu: {ratio: 1.1}}", "expect.mfu.ratio", 15, "go together", "relative_to"),
     ("expect: {mfu: {ratio: 1.1, relative_to: o.yaml}}", "expect.mfu.relative_to", 15, "no file 'o.yaml'", ""),
     ("expect: {mfu: {value: 1, at: {cluster.nodes: 1}}}", "expect.mfu.at.cluster.nodes", 15, "not an axis", "sweep"),
-    ("expect: {mfu: {ratio: 1, relative_to: {cluster.nods: 1}}}", "expect.mfu.relative_to.cluster.nods", 15, "no field", "nodes"),
+    (
+        "expect: {mfu: {ratio: 1, relative_to: {cluster.nods: 1}}}",
+        "expect.mfu.relative_to.cluster.nods",
+        15,
+        "no field",
+        "nodes",
+    ),
 ]
 
 
@@ -229,8 +432,12 @@ TEXTS = [
     (b"x: " + b"y" * (1 << 20), 0, "larger than 1 MiB"),
     (b"? {a: 1}\n: 2\n", 1, "as the name of a field"),
     (b"name: a\x00b\n", 0, "is not YAML"),
-    (b"a: &a [1,1,1,1,1,1,1,1,1,1]\n" + b"".join(
-        b"%c: &%c [%s]\n" % (c, c, b",".join([b"*%c" % (c - 1)] * 10)) for c in range(98, 106)), 6, "expands to more than"),
+    (
+        b"a: &a [1,1,1,1,1,1,1,1,1,1]\n"
+        + b"".join(b"%c: &%c [%s]\n" % (c, c, b",".join([b"*%c" % (c - 1)] * 10)) for c in range(98, 106)),
+        6,
+        "expands to more than",
+    ),
 ]
 
 
@@ -251,11 +458,21 @@ def test_missing_file_names_a_neighbour_and_folder_is_refused(tmp_path: Path) ->
 
 
 def test_several_faults_come_together_in_file_order(tmp_path: Path) -> None:
-    text = BASE.replace("nodes: 2", "nods: 2").replace("llama-2-7b", "lama-2-7b").replace("fsdp-bf16", "bf17").replace(
-        "micro_batch: 2", "micro_batch: true")
+    text = (
+        BASE.replace("nodes: 2", "nods: 2")
+        .replace("llama-2-7b", "lama-2-7b")
+        .replace("fsdp-bf16", "bf17")
+        .replace("micro_batch: 2", "micro_batch: true")
+    )
     found = faults_of(text + "sweep: {cluster.node: [1]}\n", tmp_path, ("parallel.tensr=2",))
-    assert [f.field for f in found] == ["parallel.tensr", "cluster.nods", "model.preset", "training.micro_batch",
-                                        "training.precision", "sweep.cluster.node"]
+    assert [f.field for f in found] == [
+        "parallel.tensr",
+        "cluster.nods",
+        "model.preset",
+        "training.micro_batch",
+        "training.precision",
+        "sweep.cluster.node",
+    ]
     assert [f.line for f in found] == [0, 4, 6, 8, 11, 15]
 
 
@@ -289,20 +506,31 @@ def test_set_faults_cite_the_command_line(text: str, field: str, message: str, h
 
 
 def test_faults_inside_a_topology_file_name_that_file_and_line(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("name: mine\ngpu: a100-80g-sxm\ngpus_per_node: eight\nintra: {kind: nvswitch}\nintre: 1\n")
+    (tmp_path / "mine.yaml").write_text(
+        "name: mine\ngpu: a100-80g-sxm\ngpus_per_node: eight\nintra: {kind: nvswitch}\nintre: 1\n"
+    )
     found = faults_of(BASE.replace("dgx-a100-80g", "mine.yaml"), tmp_path)
     assert [(f.file, f.line, f.field) for f in found] == [
-        ("mine.yaml", 3, "cluster.topology.gpus_per_node"), ("mine.yaml", 5, "cluster.topology.intre")]
+        ("mine.yaml", 3, "cluster.topology.gpus_per_node"),
+        ("mine.yaml", 5, "cluster.topology.intre"),
+    ]
 
 
-@pytest.mark.parametrize(("config", "line", "words"), [
-    ("{", 1, "is not JSON"),
-    ("[]", 1, "holds a list"),
-    ('{"hidden_size": 8}', 0, "no 'model_type'"),
-    ('{"model_type": "lama"}', 0, "did you mean 'llama'"),
-    ('{"model_type": "llama", "num_hidden_layers": 2}', 0, "no 'hidden_size'"),
-    ('{\n"model_type": "gpt2",\n"n_layer": "x", "n_embd": 8, "n_head": 2, "vocab_size": 9}', 3, "expected a whole number"),
-])
+@pytest.mark.parametrize(
+    ("config", "line", "words"),
+    [
+        ("{", 1, "is not JSON"),
+        ("[]", 1, "holds a list"),
+        ('{"hidden_size": 8}', 0, "no 'model_type'"),
+        ('{"model_type": "lama"}', 0, "did you mean 'llama'"),
+        ('{"model_type": "llama", "num_hidden_layers": 2}', 0, "no 'hidden_size'"),
+        (
+            '{\n"model_type": "gpt2",\n"n_layer": "x", "n_embd": 8, "n_head": 2, "vocab_size": 9}',
+            3,
+            "expected a whole number",
+        ),
+    ],
+)
 def test_hugging_face_config_faults_name_the_config(config: str, line: int, words: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(config)
     fault = faults_of(BASE.replace("preset: llama-2-7b", "hf: config.json"), tmp_path)[0]
@@ -311,12 +539,15 @@ def test_hugging_face_config_faults_name_the_config(config: str, line: int, word
     assert not line or (fault.file, fault.line) == ("config.json", line)
 
 
-@pytest.mark.parametrize(("table", "line", "words"), [
-    ("name,parameter,forward_flops,activation_bytes,output_bytes\n", 1, "no column 'parameters'"),
-    ("name,parameters,forward_flops,activation_bytes,output_bytes\n", 1, "no layers"),
-    ("name,parameters,forward_flops,activation_bytes,output_bytes\na,1,2,3,x\n", 2, "'x' is not a size"),
-    ("name,parameters,forward_flops,activation_bytes,output_bytes\na,1,2,-3,4\n", 2, "'-3' is not a size"),
-])
+@pytest.mark.parametrize(
+    ("table", "line", "words"),
+    [
+        ("name,parameter,forward_flops,activation_bytes,output_bytes\n", 1, "no column 'parameters'"),
+        ("name,parameters,forward_flops,activation_bytes,output_bytes\n", 1, "no layers"),
+        ("name,parameters,forward_flops,activation_bytes,output_bytes\na,1,2,3,x\n", 2, "'x' is not a size"),
+        ("name,parameters,forward_flops,activation_bytes,output_bytes\na,1,2,-3,4\n", 2, "'-3' is not a size"),
+    ],
+)
 def test_layer_table_faults_name_the_table(table: str, line: int, words: str, tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(table)
     fault = faults_of(BASE.replace("preset: llama-2-7b", "kind: layers\n  table: t.csv"), tmp_path)[0]

@@ -14,8 +14,15 @@ from sim.scenario.presets import preset, preset_names, preset_source
 
 
 def resolved(model: dict[str, Any], base: Path | str = ".") -> Scenario:
-    return resolve({"name": "t", "cluster": {"topology": "single-h100-80g-sxm"}, "model": model,
-                    "training": {"micro_batch": 1, "global_batch": 1, "sequence": 512}}, base=base)
+    return resolve(
+        {
+            "name": "t",
+            "cluster": {"topology": "single-h100-80g-sxm"},
+            "model": model,
+            "training": {"micro_batch": 1, "global_batch": 1, "sequence": 512},
+        },
+        base=base,
+    )
 
 
 def parameters(m: Any) -> int:
@@ -25,8 +32,15 @@ def parameters(m: Any) -> int:
     if m.mla:
         a = m.mla
         qk = a.nope_dim + a.rope_dim
-        attention = (m.hidden * a.q_rank + a.q_rank + a.q_rank * m.heads * qk + m.hidden * (a.kv_rank + a.rope_dim) + a.kv_rank
-                     + a.kv_rank * m.heads * (a.nope_dim + a.value_dim) + m.heads * a.value_dim * m.hidden)
+        attention = (
+            m.hidden * a.q_rank
+            + a.q_rank
+            + a.q_rank * m.heads * qk
+            + m.hidden * (a.kv_rank + a.rope_dim)
+            + a.kv_rank
+            + a.kv_rank * m.heads * (a.nope_dim + a.value_dim)
+            + m.heads * a.value_dim * m.hidden
+        )
     else:
         attention = m.hidden * (2 * width + 2 * kv) + bias * (width + 2 * kv + m.hidden)
     matrices = 3 if m.gated_mlp else 2
@@ -49,23 +63,68 @@ def parameters(m: Any) -> int:
 
 #: Model cards and papers; exact where the count is printed to the last digit.
 EXACT = {
-    "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
-    "llama-7b": 6_738_415_616, "llama-13b": 13_015_864_320, "llama-33b": 32_528_943_616, "llama-65b": 65_285_660_672,
-    "llama-2-7b": 6_738_415_616, "llama-2-13b": 13_015_864_320, "llama-2-70b": 68_976_648_192,
-    "llama-3-8b": 8_030_261_248, "llama-3-70b": 70_553_706_496, "llama-3-405b": 405_853_388_800,
-    "llama-3.2-1b": 1_235_814_400, "mixtral-8x7b": 46_702_792_704, "t5-small": 60_506_624, "t5-base": 222_903_552,
-    "t5-large": 737_668_096, "t5-3b": 2_851_598_336, "t5-11b": 11_307_321_344,
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama-7b": 6_738_415_616,
+    "llama-13b": 13_015_864_320,
+    "llama-33b": 32_528_943_616,
+    "llama-65b": 65_285_660_672,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "mixtral-8x7b": 46_702_792_704,
+    "t5-small": 60_506_624,
+    "t5-base": 222_903_552,
+    "t5-large": 737_668_096,
+    "t5-3b": 2_851_598_336,
+    "t5-11b": 11_307_321_344,
 }
 #: To 1%: rounded in the source, or with a pooler, token types or a norm that the closed form lacks.
 ROUNDED = {
-    "gpt3-125m": 0.125e9, "gpt3-350m": 0.356e9, "gpt3-760m": 0.76e9, "gpt3-1.3b": 1.314e9, "gpt3-2.7b": 2.65e9,
-    "gpt3-6.7b": 6.66e9, "gpt3-13b": 12.85e9, "gpt3-175b": 174.6e9, "megatron-1.2b": 1.215e9, "megatron-2.5b": 2.49e9,
-    "megatron-4.2b": 4.195e9, "megatron-8.3b": 8.315e9, "megatron-18b": 18.4e9, "megatron-22b": 22.07e9,
-    "megatron-39b": 39.1e9, "megatron-145b": 145.6e9, "megatron-310b": 310.1e9, "megatron-530b": 529.6e9,
-    "megatron-1t": 1008e9, "mpt-125m": 125.3e6, "mpt-350m": 355.9e6, "mpt-760m": 760e6, "mpt-1b": 1.315e9,
-    "mpt-3b": 2.65e9, "mpt-7b": 6.66e9, "mpt-13b": 12.85e9, "mpt-30b": 29.98e9, "mpt-70b": 64.9e9, "deepseek-v3": 671e9,
-    "t5-611m": 611.8e6, "t5-2.28b": 2280.6e6, "bert-base": 109.5e6, "bert-large": 335.1e6, "bloom-176b": 176.25e9,
-    "opt-175b": 174.6e9, "mt-nlg-530b": 530e9, "palm-540b": 540.35e9, "gpt-neox-20b": 20.55e9,
+    "gpt3-125m": 0.125e9,
+    "gpt3-350m": 0.356e9,
+    "gpt3-760m": 0.76e9,
+    "gpt3-1.3b": 1.314e9,
+    "gpt3-2.7b": 2.65e9,
+    "gpt3-6.7b": 6.66e9,
+    "gpt3-13b": 12.85e9,
+    "gpt3-175b": 174.6e9,
+    "megatron-1.2b": 1.215e9,
+    "megatron-2.5b": 2.49e9,
+    "megatron-4.2b": 4.195e9,
+    "megatron-8.3b": 8.315e9,
+    "megatron-18b": 18.4e9,
+    "megatron-22b": 22.07e9,
+    "megatron-39b": 39.1e9,
+    "megatron-145b": 145.6e9,
+    "megatron-310b": 310.1e9,
+    "megatron-530b": 529.6e9,
+    "megatron-1t": 1008e9,
+    "mpt-125m": 125.3e6,
+    "mpt-350m": 355.9e6,
+    "mpt-760m": 760e6,
+    "mpt-1b": 1.315e9,
+    "mpt-3b": 2.65e9,
+    "mpt-7b": 6.66e9,
+    "mpt-13b": 12.85e9,
+    "mpt-30b": 29.98e9,
+    "mpt-70b": 64.9e9,
+    "deepseek-v3": 671e9,
+    "t5-611m": 611.8e6,
+    "t5-2.28b": 2280.6e6,
+    "bert-base": 109.5e6,
+    "bert-large": 335.1e6,
+    "bloom-176b": 176.25e9,
+    "opt-175b": 174.6e9,
+    "mt-nlg-530b": 530e9,
+    "palm-540b": 540.35e9,
+    "gpt-neox-20b": 20.55e9,
 }
 
 
@@ -92,11 +151,13 @@ def test_mpt_presets_follow_llm_foundrys_formula() -> None:
 
 
 def test_spec_names_are_all_there() -> None:
-    wanted = ("gpt2 gpt2-medium gpt2-large gpt2-xl gpt3-{125m,350m,760m,1.3b,2.7b,6.7b,13b,175b} "
-              "megatron-{1.2b,2.5b,4.2b,8.3b,18b,22b,39b,145b,310b,530b,1t} mpt-{125m,350m,760m,1b,3b,7b,13b,30b,70b} "
-              "llama-{7b,13b,33b,65b} llama-2-{7b,13b,70b} llama-3-{8b,70b,405b} mixtral-8x7b deepseek-v3 "
-              "t5-{611m,2.28b,11b,small,base,large,3b} bert-{base,large} bloom-176b opt-175b mt-nlg-530b palm-540b gpt-neox-20b "
-              "resnet-50")
+    wanted = (
+        "gpt2 gpt2-medium gpt2-large gpt2-xl gpt3-{125m,350m,760m,1.3b,2.7b,6.7b,13b,175b} "
+        "megatron-{1.2b,2.5b,4.2b,8.3b,18b,22b,39b,145b,310b,530b,1t} mpt-{125m,350m,760m,1b,3b,7b,13b,30b,70b} "
+        "llama-{7b,13b,33b,65b} llama-2-{7b,13b,70b} llama-3-{8b,70b,405b} mixtral-8x7b deepseek-v3 "
+        "t5-{611m,2.28b,11b,small,base,large,3b} bert-{base,large} bloom-176b opt-175b mt-nlg-530b palm-540b "
+        "gpt-neox-20b resnet-50"
+    )
     for word in wanted.split():
         head, _, sizes = word.partition("{")
         for size in sizes.rstrip("}").split(","):
@@ -110,28 +171,98 @@ def test_fields_beside_a_preset_override_it() -> None:
     assert moe is not None and (moe.top_k, moe.experts, moe.expert_ffn) == (4, 256, 2048)
 
 
-LLAMA = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "vocab_size": 32000,
-         "intermediate_size": 11008, "max_position_embeddings": 4096, "hidden_act": "silu"}
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "hidden_act": "silu",
+}
 CONFIGS = {
     "llama-2-7b": LLAMA,
-    "llama-3-8b": {**LLAMA, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
-                   "max_position_embeddings": 8192},
-    "mixtral-8x7b": {**LLAMA, "model_type": "mixtral", "num_key_value_heads": 8, "intermediate_size": 14336,
-                     "max_position_embeddings": 32768, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
-    "gpt2": {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024,
-             "activation_function": "gelu_new", "n_inner": None},
-    "gpt-neox-20b": {**LLAMA, "model_type": "gpt_neox", "num_hidden_layers": 44, "hidden_size": 6144,
-                     "num_attention_heads": 64, "intermediate_size": 24576, "vocab_size": 50432, "hidden_act": "gelu_fast",
-                     "max_position_embeddings": 2048},
-    "bert-large": {**LLAMA, "model_type": "bert", "num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16,
-                   "vocab_size": 30522, "intermediate_size": 4096, "max_position_embeddings": 512, "hidden_act": "gelu"},
-    "t5-11b": {"model_type": "t5", "d_model": 1024, "d_kv": 128, "d_ff": 65536, "num_layers": 24, "num_heads": 128,
-               "vocab_size": 32128, "n_positions": 512},
-    "deepseek-v3": {**LLAMA, "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "vocab_size": 129280,
-                    "num_attention_heads": 128, "intermediate_size": 18432, "q_lora_rank": 1536, "kv_lora_rank": 512,
-                    "num_key_value_heads": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-                    "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1,
-                    "first_k_dense_replace": 3, "moe_layer_freq": 1},
+    "llama-3-8b": {
+        **LLAMA,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+    },
+    "mixtral-8x7b": {
+        **LLAMA,
+        "model_type": "mixtral",
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    },
+    "gpt2": {
+        "model_type": "gpt2",
+        "n_layer": 12,
+        "n_embd": 768,
+        "n_head": 12,
+        "vocab_size": 50257,
+        "n_positions": 1024,
+        "activation_function": "gelu_new",
+        "n_inner": None,
+    },
+    "gpt-neox-20b": {
+        **LLAMA,
+        "model_type": "gpt_neox",
+        "num_hidden_layers": 44,
+        "hidden_size": 6144,
+        "num_attention_heads": 64,
+        "intermediate_size": 24576,
+        "vocab_size": 50432,
+        "hidden_act": "gelu_fast",
+        "max_position_embeddings": 2048,
+    },
+    "bert-large": {
+        **LLAMA,
+        "model_type": "bert",
+        "num_hidden_layers": 24,
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "vocab_size": 30522,
+        "intermediate_size": 4096,
+        "max_position_embeddings": 512,
+        "hidden_act": "gelu",
+    },
+    "t5-11b": {
+        "model_type": "t5",
+        "d_model": 1024,
+        "d_kv": 128,
+        "d_ff": 65536,
+        "num_layers": 24,
+        "num_heads": 128,
+        "vocab_size": 32128,
+        "n_positions": 512,
+    },
+    "deepseek-v3": {
+        **LLAMA,
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 61,
+        "hidden_size": 7168,
+        "vocab_size": 129280,
+        "num_attention_heads": 128,
+        "intermediate_size": 18432,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "num_key_value_heads": 128,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "moe_layer_freq": 1,
+    },
 }
 
 
@@ -143,13 +274,24 @@ def test_hugging_face_config_reads_as_the_preset(name: str, tmp_path: Path) -> N
     assert read.model_copy(update={"hf": None, "preset": name}) == known
 
 
-@pytest.mark.parametrize(("config", "expected"), [
-    ({**LLAMA, "model_type": "mistral", "sliding_window": 4096}, {"window": 4096, "gated_mlp": True}),
-    ({**LLAMA, "model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, {"window": None, "bias": False}),
-    ({**LLAMA, "model_type": "gemma", "head_dim": 256, "hidden_act": "gelu_pytorch_tanh"},
-     {"head_dim": 256, "activation": "gelu", "tied_embeddings": True, "gated_mlp": True}),
-    ({**LLAMA, "model_type": "phi", "hidden_act": "gelu_new"}, {"parallel_block": True, "norm": "layernorm", "bias": True}),
-])
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({**LLAMA, "model_type": "mistral", "sliding_window": 4096}, {"window": 4096, "gated_mlp": True}),
+        (
+            {**LLAMA, "model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False},
+            {"window": None, "bias": False},
+        ),
+        (
+            {**LLAMA, "model_type": "gemma", "head_dim": 256, "hidden_act": "gelu_pytorch_tanh"},
+            {"head_dim": 256, "activation": "gelu", "tied_embeddings": True, "gated_mlp": True},
+        ),
+        (
+            {**LLAMA, "model_type": "phi", "hidden_act": "gelu_new"},
+            {"parallel_block": True, "norm": "layernorm", "bias": True},
+        ),
+    ],
+)
 def test_hugging_face_families(config: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     m = resolved({"hf": "."}, tmp_path).model

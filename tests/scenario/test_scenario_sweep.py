@@ -35,24 +35,34 @@ def written(tmp_path: Path, text: str) -> Path:
 
 
 def test_sweep_gives_the_product_and_says_why_points_are_skipped(tmp_path: Path) -> None:
-    loaded = load_scenario(written(tmp_path, BASE + "sweep:\n  cluster.nodes: [1, 3]\n  parallel.sharding_factor: [8, full]\n"))
+    loaded = load_scenario(
+        written(tmp_path, BASE + "sweep:\n  cluster.nodes: [1, 3]\n  parallel.sharding_factor: [8, full]\n")
+    )
     got = list(loaded.points())
-    assert [chosen for chosen, _ in got] == [{"cluster.nodes": n, "parallel.sharding_factor": f} for n in (1, 3) for f in (8, "full")]
+    assert [chosen for chosen, _ in got] == [
+        {"cluster.nodes": n, "parallel.sharding_factor": f} for n in (1, 3) for f in (8, "full")
+    ]
     assert isinstance(got[0][1], Scenario) and got[0][1].gpus == 8
     assert isinstance(got[2][1], str) and "global_batch 64 does not divide over 24" in got[2][1]
     assert loaded.scenario.gpus == 16 and list(loaded.sweep) == ["cluster.nodes", "parallel.sharding_factor"]
 
 
 def test_sweep_goes_inside_names(tmp_path: Path) -> None:
-    text = BASE + "sweep:\n  cluster.topology.inter.gbps_per_nic: [100, 25 GB/s]\n  training.precision: [fp32, fsdp-bf16]\n"
+    text = (
+        BASE
+        + "sweep:\n  cluster.topology.inter.gbps_per_nic: [100, 25 GB/s]\n  training.precision: [fp32, fsdp-bf16]\n"
+    )
     points = [s for _, s in load_scenario(written(tmp_path, text)).points()]
-    seen = [(s.cluster.topology.inter.gbps_per_nic, s.training.precision.name) for s in points if isinstance(s, Scenario)]
+    seen = [
+        (s.cluster.topology.inter.gbps_per_nic, s.training.precision.name) for s in points if isinstance(s, Scenario)
+    ]
     assert seen == [(100, "fp32"), (100, "fsdp-bf16"), (200, "fp32"), (200, "fsdp-bf16")]
 
 
 def test_base_may_leave_to_the_sweep_what_it_varies(tmp_path: Path) -> None:
     text = BASE.replace("micro_batch: 2, ", "").replace("nodes: 2", "nodes: 3") + (
-        "sweep: {training.micro_batch: [4, 2], cluster.nodes: [5, 4]}\n")
+        "sweep: {training.micro_batch: [4, 2], cluster.nodes: [5, 4]}\n"
+    )
     loaded = load_scenario(written(tmp_path, text))
     assert (loaded.scenario.training.micro_batch, loaded.scenario.cluster.nodes) == (2, 4)
 
@@ -66,11 +76,30 @@ def test_too_large_a_sweep_is_refused(tmp_path: Path) -> None:
 
 def test_set_overrides_whole_values_and_single_fields(tmp_path: Path) -> None:
     path = written(tmp_path, BASE)
-    s = load_scenario(path, ["parallel.sharding_factor=8", "training.precision=fsdp-bf16", "training.precision.reduce=fp32",
-                             "cluster.topology.intra.links_per_gpu=6", "parallel.prefetch.limit=none", "name=a b",
-                             "training.recompute.layers=4", "cluster={topology: dgx-h100}"]).scenario
-    assert (s.parallel.sharding_factor, s.training.precision.reduce, s.training.precision.compute) == (8, "fp32", "bf16")
-    assert (s.cluster.nodes, s.cluster.topology.gpu, s.name, s.parallel.prefetch.limit) == (1, "h100-80g-sxm", "a b", None)
+    s = load_scenario(
+        path,
+        [
+            "parallel.sharding_factor=8",
+            "training.precision=fsdp-bf16",
+            "training.precision.reduce=fp32",
+            "cluster.topology.intra.links_per_gpu=6",
+            "parallel.prefetch.limit=none",
+            "name=a b",
+            "training.recompute.layers=4",
+            "cluster={topology: dgx-h100}",
+        ],
+    ).scenario
+    assert (s.parallel.sharding_factor, s.training.precision.reduce, s.training.precision.compute) == (
+        8,
+        "fp32",
+        "bf16",
+    )
+    assert (s.cluster.nodes, s.cluster.topology.gpu, s.name, s.parallel.prefetch.limit) == (
+        1,
+        "h100-80g-sxm",
+        "a b",
+        None,
+    )
     assert getattr(s.training.recompute, "layers", None) == 4
     swept = load_scenario(path, ["sweep.cluster.nodes=[1, 2]"])
     assert [s.gpus for _, s in swept.points() if isinstance(s, Scenario)] == [8, 16]
@@ -78,7 +107,9 @@ def test_set_overrides_whole_values_and_single_fields(tmp_path: Path) -> None:
 
 def test_expect_reads_every_form(tmp_path: Path) -> None:
     (tmp_path / "other.yaml").write_text(BASE)
-    text = BASE + """\
+    text = (
+        BASE
+        + """\
 sweep: {cluster.nodes: [1, 2]}
 expect:
   step_time_s: {value: 1.2, within: 5%}
@@ -90,27 +121,64 @@ expect:
     - {at: {cluster.nodes: 2}, relative_to: {cluster.nodes: 1}, ratio: 1.9, within: 0.1}
     - {at: {cluster.nodes: 1}, min: 3}
 """
+    )
     bounds = load_scenario(written(tmp_path, text)).expect
     by_field = {b.field: b for b in bounds}
-    assert (by_field["step_time_s"].value, by_field["step_time_s"].within, by_field["step_time_s"].line) == (1.2, 0.05, 8)
+    assert (by_field["step_time_s"].value, by_field["step_time_s"].within, by_field["step_time_s"].line) == (
+        1.2,
+        0.05,
+        8,
+    )
     assert (by_field["mfu"].low, by_field["mfu"].high, by_field["bound"].value) == (0.4, 0.6, "compute")
     assert by_field["memory.fits"].value is True
     assert by_field["slowdown"].relative_to == tmp_path / "other.yaml" and by_field["slowdown"].ratio == 1.07
     pair = [b for b in bounds if b.field == "tokens_per_second"]
-    assert (pair[0].at, pair[0].relative_to, pair[0].within, pair[1].low) == ({"cluster.nodes": 2}, {"cluster.nodes": 1}, 0.1, 3)
+    assert (pair[0].at, pair[0].relative_to, pair[0].within, pair[1].low) == (
+        {"cluster.nodes": 2},
+        {"cluster.nodes": 1},
+        0.1,
+        3,
+    )
 
 
 def test_plain_scalars_follow_yaml_1_2() -> None:
-    text = ("a: 1.4e12\nb: 1e3\nc: yes\nd: on\ne: 12:30\nf: 0o17\ng: 0x1F\nh: 010\ni: ~\nj: 2024-01-01\nk: 1_000\nl: '7'\n"
-            "m: .5\nn: 1.\no: +3\np: True\nq: n\nr: =\n")
+    text = (
+        "a: 1.4e12\nb: 1e3\nc: yes\nd: on\ne: 12:30\nf: 0o17\ng: 0x1F\nh: 010\ni: ~\nj: 2024-01-01\nk: 1_000\nl: '7'\n"
+        "m: .5\nn: 1.\no: +3\np: True\nq: n\nr: =\n"
+    )
     assert parse_document(text, "t", Path(".")).data == {
-        "a": 1.4e12, "b": 1000.0, "c": "yes", "d": "on", "e": "12:30", "f": 15, "g": 31, "h": 10, "i": None, "j": "2024-01-01",
-        "k": "1_000", "l": "7", "m": 0.5, "n": 1.0, "o": 3, "p": True, "q": "n", "r": "="}
+        "a": 1.4e12,
+        "b": 1000.0,
+        "c": "yes",
+        "d": "on",
+        "e": "12:30",
+        "f": 15,
+        "g": 31,
+        "h": 10,
+        "i": None,
+        "j": "2024-01-01",
+        "k": "1_000",
+        "l": "7",
+        "m": 0.5,
+        "n": 1.0,
+        "o": 3,
+        "p": True,
+        "q": "n",
+        "r": "=",
+    }
 
 
 def test_places_are_lines_of_keys_and_items() -> None:
     places = parse_document("a:\n  b: 1\n  c:\n    - x\n    - {y: 2}\n", "t", Path(".")).places
-    assert {path: line for path, (_, line) in places.items()} == {"": 1, "a": 1, "a.b": 2, "a.c": 3, "a.c.0": 4, "a.c.1": 5, "a.c.1.y": 5}
+    assert {path: line for path, (_, line) in places.items()} == {
+        "": 1,
+        "a": 1,
+        "a.b": 2,
+        "a.c": 3,
+        "a.c.0": 4,
+        "a.c.1": 5,
+        "a.c.1.y": 5,
+    }
 
 
 def test_aliases_repeat_values(tmp_path: Path) -> None:
@@ -135,18 +203,79 @@ def test_schema_describes_what_may_be_written() -> None:
 
 
 WORDS = st.one_of(
-    st.none(), st.booleans(), st.integers(-5, 10**12), st.floats(), st.text(max_size=8), st.sampled_from(
-        ["full", "none", "80 GB", "5 s", "fsdp", "dgx-h100", "*x", "[", "{a: 1}", "!!set {}", "&a b", "1e400", "-", "|", "'"]),
-    st.lists(st.integers(0, 9), max_size=3), st.dictionaries(st.sampled_from(["layers", "x", "memory", "limit"]), st.integers(), max_size=2))
+    st.none(),
+    st.booleans(),
+    st.integers(-5, 10**12),
+    st.floats(),
+    st.text(max_size=8),
+    st.sampled_from(
+        [
+            "full",
+            "none",
+            "80 GB",
+            "5 s",
+            "fsdp",
+            "dgx-h100",
+            "*x",
+            "[",
+            "{a: 1}",
+            "!!set {}",
+            "&a b",
+            "1e400",
+            "-",
+            "|",
+            "'",
+        ]
+    ),
+    st.lists(st.integers(0, 9), max_size=3),
+    st.dictionaries(st.sampled_from(["layers", "x", "memory", "limit"]), st.integers(), max_size=2),
+)
 LEAVES = [
-    ("cluster", "topology"), ("cluster", "nodes"), ("cluster", "gpus_per_node"), ("cluster", "gpu"), ("cluster",), ("model",),
-    ("model", "preset"), ("model", "hf"), ("model", "heads"), ("model", "moe"), ("model", "table"), ("model", "kind"), ("training",),
-    ("training", "micro_batch"), ("training", "global_batch"), ("training", "precision"), ("training", "recompute"),
-    ("training", "mode"), ("training", "finetune"), ("parallel",), ("parallel", "tensor"), ("parallel", "pipeline"),
-    ("parallel", "split"), ("parallel", "prefetch"), ("parallel", "sharding_factor"), ("parallel", "wrap"), ("parallel", "expert"),
-    ("parallel", "order"), ("parallel", "offload"), ("parallel", "virtual_stages"), ("software",), ("software", "versions"),
-    ("software", "year"), ("budget",), ("sweep",), ("expect",), ("name",), ("parallel", "schedule"), ("parallel", "context"),
-    ("sweep", "cluster.nodes"), ("sweep", "model"), ("sweep", "cluster.topology"), ("expect", "mfu"), ("expect", "memory.fits")]
+    ("cluster", "topology"),
+    ("cluster", "nodes"),
+    ("cluster", "gpus_per_node"),
+    ("cluster", "gpu"),
+    ("cluster",),
+    ("model",),
+    ("model", "preset"),
+    ("model", "hf"),
+    ("model", "heads"),
+    ("model", "moe"),
+    ("model", "table"),
+    ("model", "kind"),
+    ("training",),
+    ("training", "micro_batch"),
+    ("training", "global_batch"),
+    ("training", "precision"),
+    ("training", "recompute"),
+    ("training", "mode"),
+    ("training", "finetune"),
+    ("parallel",),
+    ("parallel", "tensor"),
+    ("parallel", "pipeline"),
+    ("parallel", "split"),
+    ("parallel", "prefetch"),
+    ("parallel", "sharding_factor"),
+    ("parallel", "wrap"),
+    ("parallel", "expert"),
+    ("parallel", "order"),
+    ("parallel", "offload"),
+    ("parallel", "virtual_stages"),
+    ("software",),
+    ("software", "versions"),
+    ("software", "year"),
+    ("budget",),
+    ("sweep",),
+    ("expect",),
+    ("name",),
+    ("parallel", "schedule"),
+    ("parallel", "context"),
+    ("sweep", "cluster.nodes"),
+    ("sweep", "model"),
+    ("sweep", "cluster.topology"),
+    ("expect", "mfu"),
+    ("expect", "memory.fits"),
+]
 
 
 def load_text(text: str) -> None:
@@ -173,10 +302,12 @@ def test_mutated_values_never_raise_anything_but_user_errors(changes: list[tuple
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(0, len(BASE)), st.integers(0, 6), st.text(alphabet="\t\n :-[]{}&*!|>'\"%@`#,?ab0.e\x00é", max_size=6))
+@given(
+    st.integers(0, len(BASE)), st.integers(0, 6), st.text(alphabet="\t\n :-[]{}&*!|>'\"%@`#,?ab0.e\x00é", max_size=6)
+)
 def test_mutated_text_never_raises_anything_but_user_errors(at: int, removed: int, added: str) -> None:
     try:
-        document = parse_document(BASE[:at] + added + BASE[at + removed:], "fuzz.yaml", Path("/nonexistent"))
+        document = parse_document(BASE[:at] + added + BASE[at + removed :], "fuzz.yaml", Path("/nonexistent"))
         load_document(document)
     except UserError as error:
         assert error.faults

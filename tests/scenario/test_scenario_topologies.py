@@ -11,17 +11,60 @@ from sim.scenario import Scenario, resolve
 from sim.scenario.gpus import gpu_names
 from sim.scenario.topologies import topology_names
 
-NAMED = ("dgx-1v-16g dgx-1v-32g dgx-2 p3dn jean-zay-v100-32g dgx-a100-40g dgx-a100-80g hgx-a100-40g-1600 hgx-a100-80g-1600 "
-         "hgx-a100-80g-800 p4d p4de jean-zay-a100-80g polaris perlmutter a100-80g-pcie mi300x-8 jean-zay-v100-16g a3-high "
-         "a3-mega dgx-h100 p5 hgx-h100-3200 hgx-h200 hgx-b200 gb200-nvl72").split()
+NAMED = [
+    "dgx-1v-16g",
+    "dgx-1v-32g",
+    "dgx-2",
+    "p3dn",
+    "jean-zay-v100-32g",
+    "dgx-a100-40g",
+    "dgx-a100-80g",
+    "hgx-a100-40g-1600",
+    "hgx-a100-80g-1600",
+    "hgx-a100-80g-800",
+    "p4d",
+    "p4de",
+    "jean-zay-a100-80g",
+    "polaris",
+    "perlmutter",
+    "a100-80g-pcie",
+    "mi300x-8",
+    "jean-zay-v100-16g",
+    "a3-high",
+    "a3-mega",
+    "dgx-h100",
+    "p5",
+    "hgx-h100-3200",
+    "hgx-h200",
+    "hgx-b200",
+    "gb200-nvl72",
+]
 #: Gb/s between nodes, from the spec's own list.
-GBPS_PER_NODE = {"dgx-1v-32g": 400, "p3dn": 100, "jean-zay-v100-32g": 400, "dgx-a100-80g": 1600, "hgx-a100-80g-1600": 1600,
-                 "hgx-a100-80g-800": 800, "p4d": 400, "p4de": 400, "jean-zay-a100-80g": 400, "dgx-h100": 3200, "p5": 3200}
+GBPS_PER_NODE = {
+    "dgx-1v-32g": 400,
+    "p3dn": 100,
+    "jean-zay-v100-32g": 400,
+    "dgx-a100-80g": 1600,
+    "hgx-a100-80g-1600": 1600,
+    "hgx-a100-80g-800": 800,
+    "p4d": 400,
+    "p4de": 400,
+    "jean-zay-a100-80g": 400,
+    "dgx-h100": 3200,
+    "p5": 3200,
+}
 
 
 def on(topology: Any, base: Path | str = ".", **cluster: Any) -> Scenario:
-    return resolve({"name": "t", "cluster": {"topology": topology, **cluster}, "model": {"preset": "gpt2"},
-                    "training": {"micro_batch": 1, "global_batch": 7200, "sequence": 512}}, base=base)
+    return resolve(
+        {
+            "name": "t",
+            "cluster": {"topology": topology, **cluster},
+            "model": {"preset": "gpt2"},
+            "training": {"micro_batch": 1, "global_batch": 7200, "sequence": 512},
+        },
+        base=base,
+    )
 
 
 @pytest.mark.parametrize("name", topology_names())
@@ -51,10 +94,16 @@ def test_dgx1_is_the_hybrid_cube_mesh() -> None:
 
 def test_path_is_relative_to_the_scenario_and_inline_mapping_works(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(
-        "name: mine\ngpu: A100-SXM4-80GB\ngpus_per_node: 4\nintra: {kind: nvswitch}\ninter: {kind: fat-tree, gbps_per_nic: 25 GB/s}\n")
+        "name: mine\ngpu: A100-SXM4-80GB\ngpus_per_node: 4\nintra: {kind: nvswitch}\n"
+        "inter: {kind: fat-tree, gbps_per_nic: 25 GB/s}\n"
+    )
     t = on("mine.yaml", tmp_path, nodes=3).cluster
     assert (t.nodes, t.gpus_per_node, t.topology.gpu) == (3, 4, "a100-80g-sxm")
-    assert (t.topology.intra.link, t.topology.intra.links_per_gpu, t.topology.inter.gbps_per_nic) == ("nvlink3", 12, 200.0)
+    assert (t.topology.intra.link, t.topology.intra.links_per_gpu, t.topology.inter.gbps_per_nic) == (
+        "nvlink3",
+        12,
+        200.0,
+    )
     inline = on({"gpu": "t4", "gpus_per_node": 2}).cluster.topology
     assert (inline.intra.kind, inline.intra.link, inline.intra.gen, inline.inter.kind) == ("pcie", "gen3x16", 3, "none")
 

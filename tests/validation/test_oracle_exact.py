@@ -16,8 +16,11 @@ FILES = [*sorted((folder("scenarios") / "published" / "oracle").glob("*.yaml")),
          *sorted((Path(__file__).parent / "data").glob("oracle_*.yaml"))]
 
 
+CASES = [case for path in FILES for case in read(path).cases]
+
+
 def cases(kind: str) -> list[Case]:
-    return [c for path in FILES for c in read(path).cases if c.kind == kind]
+    return [c for c in CASES if c.kind == kind]
 
 
 def expressible(case: Case) -> bool:
