@@ -91,9 +91,10 @@ class Fifo(Timer):
         """The head of the queue has all its ranks; start it when the last host has issued it."""
         operation.begun = True
         if operation.ready_s > now:
-            self.arm(operation.ready_s)
+            self.arm(operation.ready_s, now)
         else:
             self.engine.starting.append(self)
+            self.engine.unsettled = True
 
     def activate(self, now: float, drain_s: float) -> None:
         """Start the head of the queue; `drain_s` passes before its thread blocks find room."""
@@ -122,9 +123,10 @@ class Fifo(Timer):
                     self.bytes = left if left > 0.0 else 0.0
             self.since_s = now
         self.rate_bps = rate_bps
-        self.arm(now + self.latency_s + (self.bytes / rate_bps if self.bytes else 0.0))
+        self.arm(now + self.latency_s + (self.bytes / rate_bps if self.bytes else 0.0), now)
 
     def elapsed(self, now: float) -> None:
+        """The active operation has ended, or the last host has issued the one that waits."""
         engine = self.engine
         if not self.active:  # the host was late; it has issued the operation now
             engine.starting.append(self)

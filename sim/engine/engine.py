@@ -53,6 +53,7 @@ class Engine:
         known_shares: the machine's memo of `Machine.shares`.
         active: flow number -> the communicator that is running it.
         changed: whether `active` has changed since rates were last set.
+        unsettled: whether `settle` has anything to do.
         starting: communicators whose next operation is to start now.
         states: contention state of each class, as last set.
         offset_s: time of the repeats skipped so far.
@@ -67,6 +68,7 @@ class Engine:
         self.skip = skip_repeats
         self.active: dict[int, Fifo] = {}
         self.changed = False
+        self.unsettled = False
         self.starting: list[Fifo] = []
         self.known_shares = machine.known_shares
         self.states: tuple[int, ...] = (0,) * len(machine.job.classes)
@@ -92,6 +94,7 @@ class Engine:
 
     def settle(self, now: float) -> None:
         """Start collectives that are ready; if the active set has changed, look up everyone's rate and state."""
+        self.unsettled = False
         active = self.active
         starting = self.starting
         if starting:

@@ -123,12 +123,13 @@ class Host(Timer):
                 self._retire()
 
     def elapsed(self, now: float) -> None:
+        """The simulation has caught up with the host: go on."""
         engine = self.engine
         if engine.idle_after_s is not None:
             return
         engine.idle.discard(self.number)
         self.advance(now)
-        if engine.starting or engine.changed:
+        if engine.unsettled:
             engine.settle(now)
 
     def _enter(self, now: float) -> bool:
@@ -144,7 +145,7 @@ class Host(Timer):
         section, repeats = self.schedule[entry]
         opening = step > 0 and entry == 0 and repeat == 0
         if (opening or repeats > 1) and self.clock > now:
-            self.arm(self.clock)
+            self.arm(self.clock, now)
             return False
         if opening and self.asked_idle < step and not self.live:
             self.asked_idle = step

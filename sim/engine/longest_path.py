@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sim.engine.machine import Machine
-from sim.program import Job, Kind, Program
+from sim.program import Job, Kind, Program, Section
 
 Floats = npt.NDArray[np.float64]
 
@@ -52,10 +52,10 @@ class LongestPath:
         self.job = job
         self.machine = machine
         self.steps = steps
-        #: For each class, the contention-free seconds of its program's tasks, sections one after another, shape (tasks,).
+        #: For each class, contention-free seconds of its program's tasks, sections one after another, shape (tasks,).
         self.alone_s: list[Floats] = [
             np.concatenate([np.zeros(0), *machine.alone_s(number)]) for number in range(len(job.classes))]
-        self._graph = _Graph(job, machine, steps)
+        self._graph = _Graph(job, steps)
         self._order = self._graph.order()
 
     def step_time_s(self, durations_s: Sequence[Floats] | None = None) -> Any:
@@ -143,7 +143,7 @@ class _Graph:
         of, column: class and column of durations of each task.
     """
 
-    def __init__(self, job: Job, machine: Machine, steps: int) -> None:
+    def __init__(self, job: Job, steps: int) -> None:
         tasks = steps * sum(job.programs[c.program].tasks() for c in job.classes)
         self.before: list[list[int]] = [[] for _ in range(2 * tasks)]
         self.issued: list[list[tuple[int, float | None]]] = [[] for _ in range(2 * tasks)]
@@ -157,64 +157,63 @@ class _Graph:
             self._add_class(job, number, steps)
 
     def _add_class(self, job: Job, number: int, steps: int) -> None:
-        c = job.classes[number]
-        program = job.programs[c.program]
+        program = job.programs[job.classes[number].program]
         firsts = np.concatenate(([0], np.cumsum([len(s) for s in program.sections]))).tolist()
-        queue = _LaunchQueue(program)
-        tails: dict[int, int] = {}  # node of the last task's end, by stream
-        issued = [0] * len(job.communicators)
-        clock: tuple[int, float] | None = None  # the host is free this long after this node's time
+        walk = _Walk(job, number)
         for step in range(steps):
             for s in program.section_runs():
                 section = program.sections[s]
-                ends: list[int] = []
-                for i, kind in enumerate(section.kind):
+                walk.ends = []
+                for i in range(len(section)):
                     task = self._tasks
                     self._tasks += 1
                     self.of[task], self.column[task] = number, firsts[s] + i
-                    begin, end = 2 * task, 2 * task + 1
-                    self.step[begin] = self.step[end] = step
-                    if clock is not None:
-                        if clock[0] % 2:
-                            self.before[begin].append(clock[0])
-                        else:
-                            self.issued[begin].append((clock[0] // 2, clock[1]))
-                    waits = [ends[w] for w in section.waits[i]]
-                    waits += [tails[j] for j in section.joins[i] if j in tails]
-                    if kind == Kind.HOST:
-                        self.issued[end].append((task, 0.0))
-                        clock = (end, 0.0)
-                    else:
-                        stream = section.stream[i]
-                        if stream in tails:
-                            waits.append(tails[stream])
-                        if kind == Kind.COLLECTIVE:
-                            communicator = c.communicators[program.collectives[section.payload[i]].communicator]
-                            end = self._operation(communicator, issued, step)
-                        self.issued[end].append((task, None if kind == Kind.KERNELS else section.host_s[i]))
-                        if kind == Kind.KERNELS:
-                            room = queue.room_after(section.payload[i], end)
-                            if room >= 0:
-                                self.before[begin].append(room)
-                        tails[stream] = end
-                        clock = (begin, section.host_s[i])
-                    self.before[end] += waits
-                    if self.duration[end] is None:
-                        self.duration[end] = (number, firsts[s] + i)
-                    ends.append(end)
+                    self.step[2 * task] = self.step[2 * task + 1] = step
+                    self._add_task(walk, section, i, task)
 
-    def _operation(self, communicator: int, issued: list[int], step: int) -> int:
+    def _add_task(self, walk: _Walk, section: Section, i: int, task: int) -> None:
+        begin, end = 2 * task, 2 * task + 1
+        kind, stream, host_s = section.kind[i], section.stream[i], section.host_s[i]
+        if walk.host_after >= 0:
+            if walk.host_after % 2:
+                self.before[begin].append(walk.host_after)
+            else:
+                self.issued[begin].append((walk.host_after // 2, walk.host_s))
+        waits = [walk.ends[w] for w in section.waits[i]]
+        waits += [walk.tails[j] for j in section.joins[i] if j in walk.tails]
+        if kind == Kind.HOST:
+            self.issued[end].append((task, 0.0))
+            walk.host_after, walk.host_s = end, 0.0
+        else:
+            if stream in walk.tails:
+                waits.append(walk.tails[stream])
+            if kind == Kind.COLLECTIVE:
+                end = self._operation(walk, section.payload[i], self.step[begin])
+            elif kind == Kind.KERNELS:
+                room = walk.queue.room_after(section.payload[i], end)
+                if room >= 0:
+                    self.before[begin].append(room)
+            self.issued[end].append((task, None if kind == Kind.KERNELS else host_s))
+            walk.tails[stream] = end
+            walk.host_after, walk.host_s = begin, host_s
+        self.before[end] += waits
+        if self.duration[end] is None:
+            self.duration[end] = (self.of[task], self.column[task])
+        walk.ends.append(end)
+
+    def _operation(self, walk: _Walk, collective: int, step: int) -> int:
         """The node of this class's next collective on a communicator; each follows the one before."""
+        communicator = walk.communicators[walk.program.collectives[collective].communicator]
         nodes = self._operations[communicator]
-        if issued[communicator] == len(nodes):
-            node = len(self.before)
-            self.before.append(nodes[-1:])
+        number = walk.issued.get(communicator, 0)
+        walk.issued[communicator] = number + 1
+        if number == len(nodes):
+            nodes.append(len(self.before))
+            self.before.append(nodes[-2:-1])
             self.issued.append([])
             self.duration.append(None)
             self.step.append(step)
-            nodes.append(node)
-        issued[communicator] += 1
-        return nodes[issued[communicator] - 1]
+        return nodes[number]
 
     def order(self) -> list[int]:
         """All nodes, each after those it depends on (Kahn 1962).
@@ -237,6 +236,26 @@ class _Graph:
         if len(order) < len(missing):
             raise ValueError("tasks wait for each other in a circle: the job cannot run")
         return order
+
+
+class _Walk:
+    """Where we are in one class's program.
+
+    Attributes:
+        ends: end nodes of the present section's tasks so far. tails: of the last task on each stream.
+        issued: collectives issued so far on each communicator.
+        host_after, host_s: the host is free `host_s` seconds after this node's time (-1: at the start).
+    """
+
+    def __init__(self, job: Job, number: int) -> None:
+        self.program = job.programs[job.classes[number].program]
+        self.communicators = job.classes[number].communicators
+        self.queue = _LaunchQueue(self.program)
+        self.ends: list[int] = []
+        self.tails: dict[int, int] = {}
+        self.issued: dict[int, int] = {}
+        self.host_after = -1
+        self.host_s = 0.0
 
 
 class _LaunchQueue:

@@ -11,6 +11,7 @@ and after the first time each answer is one dictionary or list look-up.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -111,16 +112,10 @@ class Machine:
     def __init__(self, devices: Sequence[Device], network: Network | None, job: Job, *, drain: bool = True,
                  contention: bool = True) -> None:
         self.devices = devices
-        self.network = network
         self.job = job
-        self.contention = contention and network is not None
-        self.drain = drain and self.contention
-        self.flows: list[Flow] = []
         #: (SMs taken, memory bandwidth taken in bytes/s) of each contention state; state 0 = nothing taken.
         self.states: list[tuple[int, float]] = [(0, 0.0)]
         self._state_numbers: dict[tuple[int, float], int] = {(0, 0.0): 0}
-        self._flow_numbers: dict[tuple[int, str, int, str], int] = {}
-        self.known_shares: dict[tuple[int, ...], Shares] = {}
         self._tables: dict[tuple[int, int, int], list[Profile | None]] = {}
         self._kernel_s: dict[tuple[int, int, int], npt.NDArray[np.float64]] = {}
         self._drains: dict[tuple[int, int], list[list[float] | None]] = {}
@@ -128,14 +123,27 @@ class Machine:
         self.plans: list[list[SectionPlan]] = [
             [compile_section(program, section) for section in program.sections] for program in job.programs]
         self._parties = self._members()
+        self._connect(network, drain, contention)
+
+    def _connect(self, network: Network | None, drain: bool, contention: bool) -> None:
+        """Set what depends on the network; compute times and compiled sections do not."""
+        job = self.job
+        self.network = network
+        self.contention = contention and network is not None
+        self.drain = drain and self.contention
+        self.flows: list[Flow] = []
+        self.known_shares: dict[tuple[int, ...], Shares] = {}
+        self._flow_numbers: dict[tuple[int, str, int, str], int] = {}
         #: For each class and each collective of its program, the number of its flow.
         self.class_flows: list[list[int]] = [
             [self.flow(c.communicators[call.communicator], call.kind, call.size_bytes, call.dtype)
              for call in job.programs[c.program].collectives] for c in job.classes]
 
     def infinite(self) -> Machine:
-        """The same devices and job on a network of infinite speed."""
-        return Machine(self.devices, None, self.job)
+        """The same devices and job on a network of infinite speed; what is known of kernels is shared."""
+        other = copy.copy(self)
+        other._connect(None, drain=False, contention=False)
+        return other
 
     def _members(self) -> list[tuple[int, ...]]:
         """Classes that take part in each communicator."""
@@ -267,14 +275,14 @@ class Machine:
         KERNELS: the sum of kernel times, without waits for the host; HOST: its own work.
         """
         c = self.job.classes[class_number]
-        copies = self.copies_s(c.program, c.device)
+        copies_s = self.copies_s(c.program, c.device)
         flows = self.class_flows[class_number]
         out = []
         for plan in self.plans[c.program]:
             seconds = [
                 self.profile(c.program, c.device, 0, payload).total_s if kind == Kind.KERNELS
                 else self.flows[flows[payload]].alone_s if kind == Kind.COLLECTIVE
-                else copies[payload] if kind == Kind.COPY else host_s
+                else copies_s[payload] if kind == Kind.COPY else host_s
                 for kind, payload, host_s in zip(plan.kind, plan.payload, plan.host_s, strict=True)]
             out.append(np.array(seconds, dtype=np.float64))
         return out

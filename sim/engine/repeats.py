@@ -36,7 +36,7 @@ class Repeats:
         """A section run of the first class has ended; look at the state when this instant has settled."""
         _, entry, repeat = run.entry
         if repeat and host.schedule[entry][1] - repeat > 2:
-            self.due = True
+            self.due = self.engine.unsettled = True
         else:
             self._before = None
 

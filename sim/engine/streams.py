@@ -42,15 +42,13 @@ class Timer(Event):
         self.armed = _NEVER
         self.firings = 0
 
-    def arm(self, time: float) -> None:
+    def arm(self, time: float, now: float) -> None:
         """Go off at `time` (now, if that has passed), and not at any time said before."""
-        env = self.env
-        now = env.now
         delay = time - now if time > now else 0.0
         self.due = due = now + delay
         if due < self.armed:
             self.armed = due
-            env.schedule(self, NORMAL, delay)
+            self.env.schedule(self, NORMAL, delay)
 
     def arm_last(self, now: float) -> None:
         """Go off at this instant, after everything else that happens in it."""
@@ -66,7 +64,7 @@ class Timer(Event):
         self.armed = _NEVER
         if self.due > now:
             if self.due != _NEVER:
-                self.arm(self.due)
+                self.arm(self.due, now)
             return
         self.due = _NEVER
         self.elapsed(now)
@@ -111,7 +109,7 @@ class Stream(Timer):
         run.start[task] = self.base_s = base = now if now > launch else launch
         self.first = 0
         late = issue + profile.late[0]
-        self.arm((base if base > late else late) + profile.total_s)
+        self.arm((base if base > late else late) + profile.total_s, now)
 
     def start_copy(self, run: Run, task: int, now: float) -> None:
         """Copy as soon as the host has issued it."""
@@ -119,9 +117,10 @@ class Stream(Timer):
         self.task = task
         issued = run.issue[task] + run.plan.host_s[task]
         run.start[task] = start = now if now > issued else issued
-        self.arm(start + self.host.copies_s[run.plan.payload[task]])
+        self.arm(start + self.host.copies_s[run.plan.payload[task]], now)
 
     def elapsed(self, now: float) -> None:
+        """The running task has ended."""
         run = self.run
         assert run is not None
         task = self.task
@@ -137,9 +136,8 @@ class Stream(Timer):
         host.complete(run, task, now)
         if host.queue_full:
             host.launch_queue_moved(now)
-        engine = host.engine
-        if engine.starting or engine.changed:
-            engine.settle(now)
+        if host.engine.unsettled:
+            host.engine.settle(now)
 
     def position(self, now: float) -> tuple[int, float, float]:
         """Where the segment is: (kernel, fraction of it done, seconds it waited for the host since `base_s`).
@@ -192,7 +190,7 @@ class Stream(Timer):
                 run.starved[self.task] += waited
         self.profile = new
         late = self.issue_s + new.late[self.first]
-        self.arm((self.base_s if self.base_s > late else late) + new.total_s)
+        self.arm((self.base_s if self.base_s > late else late) + new.total_s, now)
 
     def running_kernel(self, now: float) -> int:
         """Number, within its segment, of the kernel that is on the device now; -1 if none is."""

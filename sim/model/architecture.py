@@ -51,6 +51,7 @@ class Operator:
         core: part of the attention core, which selective recomputation does not keep.
         recomputed: whether full recomputation runs its forward again. Non-reentrant checkpointing stops as soon as the
             last saved tensor exists, so a block's last product is not recomputed there (PyTorch's early stop).
+        core_again: kernels selective recomputation runs again, where they are fewer than `forward` (early stop too).
         weight_copies: autocast's half copies of the weights, kept for backward too; under full recomputation they live
             to the end of forward (autocast's cache), then one layer at a time.
     """
@@ -62,6 +63,7 @@ class Operator:
     saved: tuple[Tensor, ...] = ()
     core: bool = False
     recomputed: bool = True
+    core_again: tuple[Kernel, ...] = ()
     weight_copies: tuple[Tensor, ...] = ()
 
 

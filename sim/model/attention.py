@@ -196,7 +196,10 @@ def _eager(style: Style) -> Operator:
         copies = style.tokens * 2 * style.query_width
         forward.insert(0, elementwise("repeat_kv", copies, 2 * e, style.act, 2, "attention"))
         backward.append(elementwise("repeat_kv_backward", copies, 2 * e, style.act, 2, "attention"))
-    return Operator("attention", tuple(forward), tuple(backward), saved=tuple(_kept_scores(style)), core=True)
+    # softmax's output, which the product with the values reads, is the last thing kept: early stop skips that product
+    again = tuple(k for k in forward if k not in (values, output)) if style.stack.early_stop else ()
+    return Operator("attention", tuple(forward), tuple(backward), saved=tuple(_kept_scores(style)), core=True,
+                    core_again=again)
 
 
 def _softmax_dtype(style: Style) -> str:

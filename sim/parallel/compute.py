@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 
-from sim.model.architecture import Layer, Operator
+from sim.model.architecture import Layer
 from sim.program import ProgramBuilder
 from sim.software import Stack
 from sim.work import Kernel
@@ -49,7 +49,7 @@ class Compute:
                  after: tuple[Kernel, ...] = ()) -> int:
         """Recomputation and backward of a layer between the technique's own kernels."""
         def make() -> int:
-            again = tuple(k for op in layer.operators if again_in_backward(op, policy) for k in op.forward)
+            again = recomputed(layer, policy)
             back = tuple(k for op in reversed(layer.operators) for k in op.backward)
             return self.segment((*before, *again), (*back, *after))
         return self._once(layer, ("backward", policy, before, after), make)
@@ -71,7 +71,7 @@ class Compute:
             chosen = operators[low:high]
             again: tuple[Kernel, ...] = ()
             if part == 0:
-                again = tuple(k for op in layer.operators if again_in_backward(op, policy) for k in op.forward)
+                again = recomputed(layer, policy)
             numel = sum(p.numel for op in chosen for p in op.parameters)
             own = per_parameter(numel) if numel else ()
             back = tuple(k for op in chosen for k in op.backward)
@@ -80,6 +80,10 @@ class Compute:
                 for i in range(len(cuts) + 1)]
 
 
-def again_in_backward(operator: Operator, policy: str) -> bool:
-    """Whether recomputation under `policy` runs the operator's forward again (Korthikanti et al. 2022, section 4)."""
-    return (policy == "full" and operator.recomputed) or (policy == "selective" and operator.core)
+def recomputed(layer: Layer, policy: str) -> tuple[Kernel, ...]:
+    """Kernels recomputation under `policy` runs again in backward (Korthikanti et al. 2022, section 4)."""
+    if policy == "full":
+        return tuple(k for op in layer.operators if op.recomputed for k in op.forward)
+    if policy == "selective":
+        return tuple(k for op in layer.operators if op.core for k in op.core_again or op.forward)
+    return ()

@@ -48,7 +48,8 @@ def lower(scenario: Scenario, *, fold: bool = True, devices: Ranks | None = None
     """
     check(scenario)
     software = scenario.software
-    stack = stack_for(software.framework, software.year, software.compile, software.versions, software.modules)
+    stack = stack_for(software.framework, software.year, software.compile, software.versions, software.modules,
+                      fused=software.fused, cuda_graphs=software.cuda_graphs)
     architecture = build(scenario, stack, scenario.training.micro_batch)
     technique = choose(scenario, stack, architecture)
     write(technique)
@@ -65,9 +66,9 @@ def lower(scenario: Scenario, *, fold: bool = True, devices: Ranks | None = None
 
 def choose(scenario: Scenario, stack: Stack, architecture: Architecture) -> Technique:
     """The technique behind `parallel.strategy` in this stack."""
-    strategy, engine = scenario.parallel.strategy, stack.sharding_engine
+    strategy, path = scenario.parallel.strategy, stack.gradient_path
     layout = Layout({"data": scenario.data_parallel}, ("data",))
-    if strategy == "fsdp" or (strategy in ("zero2", "zero3") and engine != "deepspeed"):
+    if strategy == "fsdp" or (strategy in ("zero2", "zero3") and path != "ipg"):
         return sharded(scenario, stack, architecture, layout)
     if strategy == "zero3":
         plan = Plan(scenario, stack, architecture, layout, {"shard": layout.group("data")}, zero3.STREAMS,
@@ -75,9 +76,9 @@ def choose(scenario: Scenario, stack: Stack, architecture: Architecture) -> Tech
         return zero3.Zero3(plan)
     plan = Plan(scenario, stack, architecture, layout, {"data": layout.group("data")}, bucketed.STREAMS,
                 micro_steps(scenario))
-    if engine == "deepspeed" and strategy in ("zero1", "zero2"):
+    if path == "ipg" and strategy in ("zero1", "zero2"):
         reduction = reductions.deepspeed(plan, int(strategy[-1]))
-    elif engine == "megatron":
+    elif path == "grad_buffer":
         reduction = reductions.megatron(plan, strategy == "zero1")
     else:
         reduction = reductions.ddp(plan, strategy == "zero1")
@@ -90,7 +91,7 @@ def sharded(scenario: Scenario, stack: Stack, architecture: Architecture, layout
     groups: dict[str, Ranks] = {"shard": layout.group("data", factor)}
     if factor < scenario.data_parallel:
         groups["replicate"] = layout.group("data", scenario.data_parallel // factor, factor)
-    if not isinstance(reshard, bool) and reshard < factor:
+    if not isinstance(reshard, bool) and 1 < reshard < factor:
         groups["reshard"] = layout.group("data", reshard)
     plan = Plan(scenario, stack, architecture, layout, groups, fsdp.STREAMS, micro_steps(scenario))
     technique = Fsdp2(plan) if scenario.software.fsdp == 2 else Fsdp1(plan)

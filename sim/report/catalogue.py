@@ -79,7 +79,7 @@ def software() -> list[Row]:
     for name in profile_names():
         stack = stack_for(name, 2024, False, {}, "plain")
         found.append({
-            "name": name, "sharding": stack.sharding_engine, "host_forward_us": stack.host_forward_s * 1e6,
+            "name": name, "gradients": stack.gradient_path, "host_forward_us": stack.host_forward_s * 1e6,
             "host_backward_us": stack.host_backward_s * 1e6, "host_collective_us": stack.host_collective_s * 1e6,
             "clips_gradients": stack.clip_gradients, "attention": stack.attention_kernel,
             "optimizer": stack.optimizer_kernel})

@@ -64,7 +64,8 @@ class Stack:
             bias + dropout + residual).
         gradient_accumulation_fusion: the weight-gradient GEMM adds into the gradient buffer itself.
         optimizer_kernel: loop, foreach or fused, where the scenario does not say.
-        sharding_engine: whose code reduces gradients and splits states: torch (DDP, FSDP), deepspeed or megatron.
+        gradient_path: how data parallelism reduces gradients and splits states: reducer (PyTorch's DDP reducer and
+            FSDP), ipg (DeepSpeed's independent-parameter-gradient buckets) or grad_buffer (one buffer, reduced in place).
     """
 
     framework: str
@@ -92,7 +93,7 @@ class Stack:
     fused_dropout_add: bool
     gradient_accumulation_fusion: bool
     optimizer_kernel: str
-    sharding_engine: str
+    gradient_path: str
 
 
 #: Fields of `Stack` that are not facts of a profile.

@@ -39,7 +39,7 @@ _ACCURACY = re.compile(r"(<!-- accuracy:begin[^\n]*-->).*?(<!-- accuracy:end -->
 def markdown(validation: Validation) -> str:
     """The report's text; the same validation gives the same text."""
     summary = validation.summary
-    parts = [_HEAD]
+    parts = [_HEAD.rstrip()]
     parts += _section("Step time", table.HEADLINE, table.headline(summary))
     parts += _section("The worst, first", ("source", "case", "measured s", "predicted s", "error"),
                       [table.detail(r) for r in worst(validation.records, _WORST)])

@@ -136,6 +136,25 @@ def test_the_hosts_lead_is_carried_into_the_next_step() -> None:
     assert run(builder.build(), steps=1).step_time_s == 4.0
 
 
+def test_equal_micro_steps_are_simulated_a_few_times_only() -> None:
+    """Thirty repeats without any communication, the host held back by its launch queue."""
+    builder = ProgramBuilder(("a",), ("c",), launch_queue=3)
+    s = builder.section("micro-step")
+    s.kernels(0, segment(builder, 1.0, 1.5, host_s=0.125), NAME)
+    s.kernels(0, segment(builder, 2.0, host_s=0.125), NAME)
+    builder.run(s, 30)
+    end = builder.section("end")
+    end.host(0.0, NAME, joins=(0,))
+    builder.run(end)
+    timeline = run(builder.build())
+    assert timeline.step_time_s == 0.125 + 30 * 4.5
+    assert timeline.tasks < 20
+    assert len(list(timeline.runs(0))) == 31
+    full = run(builder.build(), skip_repeats=False)
+    assert full.tasks == 2 * 61
+    assert full.columns(0).start_s.tolist() == timeline.columns(0).start_s.tolist()
+
+
 def test_empty_segments_and_sections() -> None:
     builder = ProgramBuilder(("a",), ("c",))
     builder.run(builder.section("nothing"), 5)

@@ -129,6 +129,11 @@ def test_better_hardware_or_less_work_is_never_slower(job: Mapping) -> None:
     if micro_steps > 1:
         fewer = training["global_batch"] * (micro_steps - 1) // micro_steps
         assert predicted(changed(job, training={"global_batch": fewer})).step_time_s <= base
+    if training["micro_batch"] > 1:
+        smaller = training["micro_batch"] - 1
+        batch = training["global_batch"] // training["micro_batch"] * smaller
+        less = changed(job, training={"micro_batch": smaller, "global_batch": batch})
+        assert predicted(less).step_time_s <= base
 
 
 @quick

@@ -64,7 +64,8 @@ class Bucketed:
     def __init__(self, plan: Plan, reduction: Reduction) -> None:
         self.plan, self.reduction = plan, reduction
         self.precision = plan.scenario.training.precision
-        self.ranks = plan.scenario.data_parallel
+        # DDP asked for on one rank still launches its all-reduces
+        self.reduces = plan.scenario.data_parallel > 1 or plan.scenario.parallel.strategy == "ddp"
         self.wire = self.precision.reduce
         self.width = DTYPE_BYTES[self.precision.gradients]
         self.cuts: dict[int, list[tuple[int, list[Bucket]]]] = {}
@@ -116,7 +117,7 @@ class Bucketed:
                        micro: MicroStep) -> list[Bucket]:
         """Backward of one layer, cut where buckets complete; returns buckets that wait for the end of backward."""
         overlap = self.plan.scenario.parallel.overlap
-        complete = self.cuts.get(position, []) if micro.reduce and self.ranks > 1 else []
+        complete = self.cuts.get(position, []) if micro.reduce and self.reduces else []
         cuts = tuple(operator for operator, _ in complete) if overlap else ()
         own = self.first_copies if micro.first else self.later_copies
         parts = self.plan.compute.backward_parts(layer, self.plan.policy(position), cuts, own)
@@ -142,7 +143,7 @@ class Bucketed:
 
     def finish(self, section: SectionBuilder) -> None:
         """Compute waits for all buckets; gradients are copied back where they are not views."""
-        if self.ranks > 1:
+        if self.reduces:
             numel = self.plan.architecture.parameters
             kernel = traffic_kernel("bucket copy-out", self.precision.gradients, numel,
                                     max(1.0, numel * self.reduction.copy_out))
@@ -161,7 +162,7 @@ class Bucketed:
 
     def copies(self, numel: int, accumulate: float) -> tuple[Kernel, ...]:
         """Own traffic behind `numel` fresh gradients."""
-        width = accumulate + (self.reduction.copy_in if self.ranks > 1 else 0.0)
+        width = accumulate + (self.reduction.copy_in if self.reduces else 0.0)
         return (traffic_kernel("gradient", self.precision.gradients, numel, numel * width),) if width else ()
 
     # ------------------------------------------------------------------------------------------- optimizer
@@ -171,11 +172,11 @@ class Bucketed:
         tensors = sum(len(layer.parameters) for layer in architecture.stack)
         numel = -(-architecture.parameters // self.reduction.shards)
         split = self.reduction.gradient_shards > 1
-        task = update(self.plan, section, numel, 1 if split else tensors, (NCCL,) if self.ranks > 1 else (),
+        task = update(self.plan, section, numel, 1 if split else tensors, (NCCL,) if self.reduces else (),
                       "data" if split else None)
         for position in range(len(architecture.stack) - 1, -1, -1):
             self.gradients(section, position, architecture.stack[position], allocate=False)
-        if self.reduction.gather_elements and self.ranks > 1:
+        if self.reduction.gather_elements and self.reduces:
             self.gather_parameters(section, task)
 
     def gather_parameters(self, section: SectionBuilder, updated: int) -> None:

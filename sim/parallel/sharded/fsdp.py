@@ -37,7 +37,8 @@ class Fsdp:
         parallel, precision = plan.scenario.parallel, plan.scenario.training.precision
         self.factor = parallel.sharding_factor
         self.replicas = plan.scenario.data_parallel // self.factor
-        self.keep = parallel.reshard_after_forward is False
+        # Resharding to groups of one rank keeps a whole copy: nothing to gather in backward.
+        self.keep = parallel.reshard_after_forward in (False, 1) and parallel.reshard_after_forward is not True
         self.units = units_of(plan.architecture, parallel.wrap, self.factor, self.by_row)
         self.root = self.units[0]
         self.gather_dtype, self.reduce_dtype = precision.gather, precision.reduce
