@@ -19,7 +19,6 @@ from sim.parallel.step import (
     MicroStep,
     Plan,
     collective,
-    layer_name,
     state_bytes,
     update,
 )
@@ -96,7 +95,7 @@ class Bucketed:
         stack = self.plan.model(micro.batch).stack
         self.memory = Activations(self.plan, section)
         for position, layer in enumerate(stack):
-            label = Label(layer_name(position, len(stack)), "forward", layer.kind)
+            label = Label(self.plan.architecture.names[position], "forward", layer.kind)
             section.kernels(COMPUTE, self.plan.compute.forward(layer), label)
             self.memory.keep(position, layer)
         if micro.reduce and self.reduction.transient and self.reduction.buffer_bytes:
@@ -106,22 +105,21 @@ class Bucketed:
             self.memory.restore(position, stack[position])
             if micro.first:
                 self.gradients(section, position, stack[position], allocate=True)
-            late += self.layer_backward(section, position, stack[position], len(stack), micro)
+            late += self.layer_backward(section, position, stack[position], micro)
             self.memory.drop(position, stack[position])
         for bucket in late:
             self.reduce(section, bucket, ())
         if micro.reduce:
             self.finish(section)
 
-    def layer_backward(self, section: SectionBuilder, position: int, layer: Layer, layers: int,
-                       micro: MicroStep) -> list[Bucket]:
+    def layer_backward(self, section: SectionBuilder, position: int, layer: Layer, micro: MicroStep) -> list[Bucket]:
         """Backward of one layer, cut where buckets complete; returns buckets that wait for the end of backward."""
         overlap = self.plan.scenario.parallel.overlap
         complete = self.cuts.get(position, []) if micro.reduce and self.reduces else []
         cuts = tuple(operator for operator, _ in complete) if overlap else ()
         own = self.first_copies if micro.first else self.later_copies
         parts = self.plan.compute.backward_parts(layer, self.plan.policy(position), cuts, own)
-        name = layer_name(position, layers)
+        name = self.plan.architecture.names[position]
         label = Label(name, "backward", layer.kind)
         late: list[Bucket] = []
         for number, part in enumerate(parts):

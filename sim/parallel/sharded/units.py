@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sim.model.architecture import Architecture, Layer, Parameter
-from sim.parallel.step import layer_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ def units_of(architecture: Architecture, wrap: str | int, factor: int, by_row: b
             continue
         if id(layer) not in sizes:
             sizes[id(layer)] = (layer.numel, pad(layer.parameters, factor), len(layer.parameters))
-        units.append(Unit(layer_name(position, len(own)), *sizes[id(layer)]))
+        units.append(Unit(architecture.names[position], *sizes[id(layer)]))
     return units
 
 

@@ -6,9 +6,11 @@ coalesced unit of a prefetch; DeepSpeed fetches per sub-module, so its prefetch 
 
 from __future__ import annotations
 
-from sim.model.architecture import Layer
+from collections.abc import Iterable
+
+from sim.model.architecture import Layer, Parameter
 from sim.parallel.compute import traffic_kernel
-from sim.parallel.step import COMPUTE, Activations, MicroStep, Plan, collective, layer_name, state_bytes, update
+from sim.parallel.step import COMPUTE, Activations, MicroStep, Plan, collective, state_bytes, update
 from sim.program import Label, SectionBuilder
 from sim.work import DTYPE_BYTES
 
@@ -27,15 +29,14 @@ class Zero3:
         self.plan = plan
         self.ranks = plan.scenario.data_parallel
         self.precision = plan.scenario.training.precision
-        self.gathered = [self.fetched(layer) for layer in plan.architecture.stack]
-        if plan.architecture.tied:  # the head multiplies by the embedding's matrix and fetches it again
-            self.gathered[-1] += self.gathered[0]
+        # a tied head multiplies by the embedding's matrix and fetches it again
+        self.gathered = [self.fetched((*layer.parameters, *layer.shared)) for layer in plan.architecture.stack]
         self.resident = sum(p.numel for layer in plan.architecture.stack for p in layer.parameters
                             if p.numel < PERSISTENCE_THRESHOLD)
 
-    def fetched(self, layer: Layer) -> int:
+    def fetched(self, parameters: Iterable[Parameter]) -> int:
         """Elements of the parameters that are split and so have to be fetched."""
-        return sum(p.numel for p in layer.parameters if p.numel >= PERSISTENCE_THRESHOLD)
+        return sum(p.numel for p in parameters if p.numel >= PERSISTENCE_THRESHOLD)
 
     def states(self) -> None:
         """Everything split over all ranks, small parameters whole as well."""
@@ -77,7 +78,7 @@ class Zero3:
         numel = self.gathered[position]
         if self.ranks == 1 or not numel:
             return None
-        name = layer_name(position, len(self.plan.architecture.stack))
+        name = self.plan.architecture.names[position]
         if len(done) >= FETCHES_IN_FLIGHT:
             section.host(0.0, Label(name, phase, "fetch limit"), waits=(done[-FETCHES_IN_FLIGHT],))
         size = round(numel * DTYPE_BYTES[self.precision.gather])
@@ -88,7 +89,7 @@ class Zero3:
 
     def compute(self, section: SectionBuilder, position: int, phase: str, layer: Layer, waits: tuple[int, ...]) -> int:
         """One direction of a layer with its activations."""
-        label = Label(layer_name(position, len(self.plan.architecture.stack)), phase, layer.kind)
+        label = Label(self.plan.architecture.names[position], phase, layer.kind)
         if phase == "forward":
             task = section.kernels(COMPUTE, self.plan.compute.forward(layer), label, waits)
             self.memory.keep(position, layer)
@@ -111,7 +112,7 @@ class Zero3:
     def reduce(self, section: SectionBuilder, position: int, numel: int, computed: int) -> None:
         """Reduce-scatter of the filled bucket."""
         if self.ranks > 1:
-            name = layer_name(position, len(self.plan.architecture.stack))
+            name = self.plan.architecture.names[position]
             call = collective(self.plan, "reduce_scatter", numel * DTYPE_BYTES[self.precision.reduce],
                               self.precision.reduce, "shard")
             section.collective(REDUCE, call, self.plan.stack.host_collective_s,
