@@ -112,7 +112,12 @@ def _product(
     style: Style, row: LayerRow, n: int, k: int, inputs: int, outputs: int, data_gradient: bool,
 ) -> tuple[list[Kernel], list[Kernel]]:
     """The product and its two gradients; the first row's input needs none. Bytes count tensors, not the implicit
-    product's repeated reads."""
+    product's repeated reads.
+
+    Tensor cores take channels last. Half precision is trained in that layout (PyTorch's channels_last tutorial); tf32
+    starts from PyTorch's default, channels first, and cuDNN transposes both tensors of every product ("Convolutional
+    Layers User's Guide", section 3.1).
+    """
     m, e = outputs // n, width(style.act)
     padded = math.ceil(k / _PADDED) * _PADDED
     flops = style.batch * row.forward_flops
@@ -121,9 +126,12 @@ def _product(
     def convolution(shape: tuple[int, int, int], variant: str) -> Kernel:
         return Kernel("gemm", style.gemm, (1, *shape), variant, flops, moved, "gemm", kernel="conv")
 
-    forward = [convolution((m, n, padded), "tn")]
-    backward = [convolution((m, padded, n), "nn")] if data_gradient else []
-    backward.append(convolution((n, padded, m), "nt"))
+    transposes = []
+    if style.gemm == "tf32":
+        transposes = [elementwise("layout", inputs + outputs, 2 * e, style.act, 2)]
+    forward = [*transposes, convolution((m, n, padded), "tn")]
+    backward = [*transposes, convolution((m, padded, n), "nn")] if data_gradient else []
+    backward += [*transposes, convolution((n, padded, m), "nt")]
     if style.autocast:
         forward.insert(0, cast("weight_cast", n * k, style.weight, style.act))
         backward.append(cast("weight_gradient_cast", n * k, style.act, style.gradient))

@@ -39,11 +39,12 @@ def row_padding(parameters: Iterable[Parameter], factor: int) -> int:
 def units_of(architecture: Architecture, wrap: str | int, factor: int, by_row: bool) -> list[Unit]:
     """One unit per position of the stack; positions whose layer is in the root unit get the root.
 
-    Blocks are units of their own (with a size-based `wrap`, if they have at least that many parameters); everything
-    else (embeddings, final norm, head) belongs to the root unit.
+    Blocks with parameters are units of their own (with a size-based `wrap`, if they have at least that many);
+    everything else (embeddings, bridge, final norm, head) belongs to the root unit.
     """
     pad = row_padding if by_row else flat_padding
-    own = [layer.kind == "block" and (wrap == "block" or layer.numel >= int(wrap)) for layer in architecture.stack]
+    least = 1 if wrap == "block" else max(1, int(wrap))
+    own = [layer.kind == "block" and layer.numel >= least for layer in architecture.stack]
     rest = [p for layer, mine in zip(architecture.stack, own, strict=True) if not mine for p in layer.parameters]
     root = Unit("root", sum(p.numel for p in rest), pad(rest, factor), len(rest))
     sizes: dict[int, tuple[int, int, int]] = {}
