@@ -49,6 +49,10 @@ def fill(written: Scenario) -> Scenario:
     parallel = written.parallel if written.parallel is not None else Parallel.model_construct()
     training = _training(written.training, written.model, cluster)
     gpus = cluster.nodes * cluster.gpus_per_node
+    if training.global_batch is None:
+        replicas = max(1, gpus // (parallel.tensor * parallel.context * parallel.pipeline))
+        whole = training.micro_batch * replicas * (training.micro_steps or 1)
+        training = training.model_copy(update={"global_batch": whole, "micro_steps": None})
     return written.model_copy(
         update={
             "cluster": cluster,

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, PlainValidator, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from sim.scenario.claim import Claim
 from sim.scenario.precisions import PRECISIONS
 from sim.scenario.tables import (
     Degree,
@@ -267,7 +268,8 @@ class Training(Table):
     """Batch, dtypes, optimizer and what saves memory."""
 
     micro_batch: Sequences = needs("sequences one replica takes through one forward and backward")
-    global_batch: Sequences = needs("sequences per optimizer step over the whole job")
+    global_batch: Sequences = late("sequences per optimizer step over the whole job")
+    micro_steps: Annotated[int, count(1_000_000)] | None = has(None, "instead of global_batch: micro-steps per step")
     sequence: Tokens = needs("tokens per sequence")
     decoder_sequence: Tokens = late("tokens per decoder sequence")
     predicted_tokens: Tokens = late("tokens per sequence that reach the vocabulary head")
@@ -398,6 +400,7 @@ class Scenario(Table):
     budget: Budget | None = has(None, "run length and money")
     sweep: dict[str, list[Any]] = late("what-if axes: dotted field -> list of values")
     expect: dict[str, Any] = late("regression bounds: result field -> bound")
+    claim: Claim | None = has(None, "a claim this scenario puts to the test")
 
     @property
     def gpus(self) -> int:
