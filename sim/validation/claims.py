@@ -129,7 +129,7 @@ def value(figure: Figure, points: Sequence[Point]) -> float:
 def written(number: float, unit: str) -> str:
     """A number as a person reads it, with its unit."""
     if unit == "change":
-        return f"{100 * (number - 1):+.3g}%"
+        return f"{100 * (number - 1):+.3g}%".replace("-", "−")
     if unit in ("%", "x"):
         return f"{_three_digits(100 * number)}%" if unit == "%" else f"{_three_digits(number)}×"
     if unit == "number":
