@@ -197,7 +197,8 @@ def _symmetric(p: Placement, key: str, inside: Floats, outside: float) -> Loads:
 
 def exchange_loads(p: Placement, nic_share: float) -> Loads:
     """All-to-all: one unit per rank spread evenly over all ranks; `nic_share` inflates NICs that p2p uses less well."""
-    if "exchange" not in p.loads:
+    key = f"exchange {nic_share}"
+    if key not in p.loads:
         inside = (p.local - 1) / p.size
         outside = (p.size - p.local) / p.size / nic_share
         far = (p.size - p.on_leaf) / p.size
@@ -210,13 +211,14 @@ def exchange_loads(p: Placement, nic_share: float) -> Loads:
                 parts.append((f"nic_{way}", p.nic, outside))
             if p.leaves > 1:
                 parts.append((f"leaf_{way}", p.leaf, far))
-        p.loads["exchange"] = _assemble(p, parts)
-    return p.loads["exchange"]
+        p.loads[key] = _assemble(p, parts)
+    return p.loads[key]
 
 
 def shift_loads(p: Placement, nic_share: float) -> Loads:
     """Send/recv: of two ranks the first sends one unit to the second; of more, each to the next (as nccl-tests)."""
-    if "shift" not in p.loads:
+    key = f"shift {nic_share}"
+    if key not in p.loads:
         grid = np.arange(p.ranks.size).reshape(p.instances, p.size)
         source = grid[:, 0] if p.size == 2 else grid.ravel()
         target = grid[:, 1] if p.size == 2 else np.roll(grid, -1, axis=1).ravel()
@@ -231,5 +233,5 @@ def shift_loads(p: Placement, nic_share: float) -> Loads:
             if p.nodes > 1:
                 parts.append((f"nic_{way}", p.nic[end], outside / nic_share))
                 parts.append((f"leaf_{way}", p.leaf[end], far))
-        p.loads["shift"] = _assemble(p, parts)
-    return p.loads["shift"]
+        p.loads[key] = _assemble(p, parts)
+    return p.loads[key]
