@@ -44,10 +44,14 @@ class Parameters:
     """The vector a fit moves: one common shift a family, one shift a member; zero is the prior.
 
     A family of one member has the common shift alone.
+
+    Args:
+        center: values that take the place of the priors, by name (a cluster's fit starts at the catalogue's).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, center: Mapping[str, float] | None = None) -> None:
         self.families = families()
+        center = center or {}
         self.spreads: list[float] = []
         self.names: list[str] = []
         self._slots: dict[str, tuple[float, int, int]] = {}
@@ -56,7 +60,8 @@ class Parameters:
             for member, prior in family.members.items():
                 alone = len(family.members) == 1
                 own = -1 if alone else self._add(f"{family.name}.{member}", family.between)
-                self._slots[f"{family.name}.{member}"] = (prior, common, own)
+                name = f"{family.name}.{member}"
+                self._slots[name] = (center.get(name, prior), common, own)
 
     def _add(self, name: str, spread: float) -> int:
         self.names.append(name)

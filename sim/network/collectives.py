@@ -187,7 +187,7 @@ def _ring(kind: str, site: Site, protocol: str) -> Candidate:
         _ring_ramp(site, cap, channels, passes if hops else 0) if simple else 0.0,
         figures["ramp_bytes.ring"] * n * channels,
         figures["free_bytes.LL"] * n * channels if low else 0.0, _messages(site, protocol, steps),
-        ring_loads(site.place), volume * _WIRE[protocol], cap / volume, channels,
+        ring_loads(site.place, channels), volume * _WIRE[protocol], cap / volume, channels,
         3 * volume)
 
 
@@ -214,7 +214,7 @@ def _tree(site: Site, protocol: str) -> Candidate:
     return Candidate(
         "Tree", protocol, judge("all_reduce", "Tree", protocol, site), (figures[f"base_us.{protocol}"] + walk) * _US,
         outside * figures["ramp.tree"] * _US, figures["ramp_bytes.tree"] * channels, 0.0, (),
-        tree_loads(place, 2.0, 2.0 / figures["tree_share.all"]), _WIRE[protocol],
+        tree_loads(place, 2.0, 2.0 / figures["tree_share.all"], channels), _WIRE[protocol],
         _protocol_cap(site, protocol, cap) / 2, channels, 6.0)
 
 
@@ -233,7 +233,7 @@ def _multicast(site: Site) -> Candidate:
     return Candidate(
         name, "Simple", judge("all_reduce", name, "Simple", site), (figures["base_us.Simple"] + walk) * _US, ramp * _US,
         figures["ramp_bytes.nvls"] * channels, 0.0, (),
-        multicast_loads(place, 0.0 if one else 1.0 if place.nodes == 2 else 2.0), 1.0,
+        multicast_loads(place, 0.0 if one else 1.0 if place.nodes == 2 else 2.0, channels), 1.0,
         site.speeds.gpu * efficiency / (1 + 1 / place.per_node), channels, 2.0 + 2.0 / place.per_node)
 
 
