@@ -134,9 +134,8 @@ def _links(written: Intra, nvlink: dict[str, Any]) -> int:
 
 def _host(topology: TopologySpec) -> Host:
     written = topology.host if topology.host is not None else Host.model_construct()
-    if written.pcie is not None:
-        return written
-    return written.model_copy(update={"pcie": gpu_facts(topology.gpu)["pcie"]})
+    pcie = written.pcie if written.pcie is not None else gpu_facts(topology.gpu)["pcie"]
+    return written.model_copy(update={"pcie": pcie, "storage": _or(written.storage, written.nvme_read)})
 
 
 def _model(written: Model, training: Training) -> Model:

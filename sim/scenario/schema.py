@@ -91,6 +91,7 @@ class Host(Table):
     pcie: Literal["gen3x16", "gen4x16", "gen5x16", "nvlink-c2c"] = late("link of a GPU to its host")
     nvme_read: BytesPerSecond = has(12e9, "sequential read of a node's disks")
     nvme_write: BytesPerSecond = has(6e9, "sequential write of a node's disks")
+    storage: BytesPerSecond = late("reading of training data by a node, default nvme_read")
 
 
 class GpuFigures(Table):
@@ -279,6 +280,7 @@ class Training(Table):
     attention: Literal["eager", "flash"] = late("eager materialises the score matrix")
     optimizer_in_backward: bool = has(False, "gradients are freed as they are applied")
     chunked_loss: bool = has(False, "logits and loss in chunks")
+    sample_bytes: Bytes | None = has(None, "read from host.storage per sequence; none = data is in host memory")
     finetune: Finetune = late("what is trained")
     mode: Mode = has("train", "train, or inference")
 
