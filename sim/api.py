@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sim.engine import Machine, simulate
-from sim.errors import UserError
+from sim.errors import Fault, UserError
 from sim.hardware import Device, gpu
 from sim.network import Network, Topology
 from sim.parallel import Lowered, lower
@@ -71,7 +71,13 @@ def run(source: Source) -> Result:
     Raises:
         UserError: the file is wrong, or asks for what is not simulated.
     """
-    return _predict(source if isinstance(source, Scenario) else _loaded(source).scenario, {})
+    if isinstance(source, Scenario):
+        return _predict(source, {})
+    loaded = _loaded(source)
+    try:
+        return _predict(loaded.scenario, {})
+    except UserError as error:
+        raise UserError(_placed(fault, loaded) for fault in error.faults) from None
 
 
 def run_sweep(source: Loaded | str | Path, *, progress: Callable[[int, int], None] | None = None,
@@ -109,11 +115,26 @@ def run_sweep(source: Loaded | str | Path, *, progress: Callable[[int, int], Non
 
 def machine_for(scenario: Scenario, lowered: Lowered) -> Machine:
     """The machine a lowered scenario runs on."""
+    key = scenario.cluster.model_dump_json() + scenario.software.nccl.model_dump_json()
+    if key not in _HARDWARE:
+        if len(_HARDWARE) >= 16:
+            _HARDWARE.pop(next(iter(_HARDWARE)))
+        _HARDWARE[key] = _hardware(scenario)
+    device, network = _HARDWARE[key]
+    return Machine([device], network, lowered.job)
+
+
+#: Devices and networks of the last clusters: they remember kernel and link answers, never a run's.
+_HARDWARE: dict[str, tuple[Device, Network]] = {}
+
+
+def _hardware(scenario: Scenario) -> tuple[Device, Network]:
+    """The GPU and the links of a scenario's cluster."""
     cluster = scenario.cluster
     overrides = cluster.gpu.model_dump() if cluster.gpu is not None else None
     network = Network(Topology.from_mapping(cluster.topology.model_dump()), cluster.nodes, cluster.gpus_per_node,
                       cluster.intra_gbps_per_gpu, cluster.inter_gbps_per_node, scenario.software.nccl.model_dump())
-    return Machine([Device(gpu(cluster.topology.gpu, overrides))], network, lowered.job)
+    return Device(gpu(cluster.topology.gpu, overrides)), network
 
 
 def _predict(scenario: Scenario, sets: Mapping[str, Any]) -> Result:
@@ -132,6 +153,14 @@ def _attempt(scenario: Scenario, sets: Mapping[str, Any]) -> Result | str:
         return _predict(scenario, sets)
     except UserError as error:
         return "; ".join(": ".join(part for part in (f.field, f.message) if part) for f in error.faults)
+
+
+def _placed(fault: Fault, loaded: Loaded) -> Fault:
+    """A fault of a later room with the file and line of the field, or of the nearest parent that was written."""
+    if fault.file or not fault.field:
+        return fault
+    file, line = loaded.document.place(fault.field)
+    return replace(fault, file=file, line=line)
 
 
 def _loaded(source: Loaded | str | Path) -> Loaded:

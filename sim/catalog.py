@@ -6,7 +6,7 @@ Floor 0. In a checkout (editable install) `topologies/` and `scenarios/` stand b
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ def names(name: str) -> list[str]:
     return sorted(p.stem for p in folder(name).glob("*.yaml"))
 
 
-@lru_cache(maxsize=None)
+@cache
 def table(relative: str) -> dict[str, Any]:
     """A catalogue inside the package, e.g. `table("hardware/gpus.yaml")`. Treat it as read-only."""
     with open(_PACKAGE / relative, encoding="utf-8") as file:

@@ -64,8 +64,8 @@ class Stack:
             bias + dropout + residual).
         gradient_accumulation_fusion: the weight-gradient GEMM adds into the gradient buffer itself.
         optimizer_kernel: loop, foreach or fused, where the scenario does not say.
-        gradient_path: how data parallelism reduces gradients and splits states: reducer (PyTorch's DDP reducer and
-            FSDP), ipg (DeepSpeed's independent-parameter-gradient buckets) or grad_buffer (one buffer, reduced in place).
+        gradient_path: how data parallelism reduces gradients and splits states: reducer (PyTorch's DDP and FSDP), ipg
+            (DeepSpeed's independent-parameter-gradient buckets) or grad_buffer (one buffer, reduced in place).
     """
 
     framework: str

@@ -23,8 +23,14 @@ def cases(kind: str) -> list[Case]:
     return [c for c in CASES if c.kind == kind]
 
 
+#: PyTorch on a 1 x 64 mesh (hybrid sharding with one replica) adds all-reduces over one rank, which move nothing. In a
+#: scenario a factor of all ranks means full sharding, so these two cannot be said and are not compared.
+ONE_REPLICA = {f"model_gpt-125m_precision_fsdp_bf16_strategy_hsdp_world_64_factor_64_reshard_{r}"
+               for r in ("true", "false")}
+
+
 def expressible(case: Case) -> bool:
-    return case.sets["model"].get("kind", "decoder") == "decoder"
+    return case.sets["model"].get("kind", "decoder") == "decoder" and case.id not in ONE_REPLICA
 
 
 @pytest.mark.parametrize("case", [c for c in cases("oracle-traffic") if expressible(c)], ids=lambda c: c.id)
