@@ -6,10 +6,14 @@ Knows nothing of GPUs, ranks or sharding: an `Architecture` is what one model re
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from sim.work import DTYPE_BYTES, Kernel
+
+if TYPE_CHECKING:
+    from sim.model.eager.profile import Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +80,14 @@ class Layer:
         operators: in forward order; backward runs them reversed.
         input: the tensor full recomputation keeps instead of `saved`.
         parameters: in registration order (`module.parameters()`).
+        program: the module code behind it, for its memory (`sim.model.eager`); None: estimated from `saved`.
     """
 
     kind: str
     operators: tuple[Operator, ...]
     input: Tensor
     parameters: tuple[Parameter, ...]
+    program: Program | None = field(default=None, compare=False)
 
     @cached_property
     def numel(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 from sim.model.architecture import Architecture, Layer, Operator, Parameter, Tensor
 from sim.model.attention import attention_operators
+from sim.model.eager import Program
 from sim.model.embedding import embedding_layer
 from sim.model.head import head_layer
 from sim.model.mlp import mlp_operators
@@ -38,8 +39,9 @@ def build(scenario: Any, stack: Stack, batch: int) -> Architecture:
 
 @lru_cache(maxsize=256)
 def _architecture(style: Style) -> Architecture:
-    block = _block(style)
-    layers = (embedding_layer(style), *(block,) * style.layers, head_layer(style))
+    block = replace(_block(style), program=Program("block", style))
+    layers = (replace(embedding_layer(style), program=Program("embedding", style)), *(block,) * style.layers,
+              replace(head_layer(style), program=Program("head", style)))
     return Architecture(layers, style.tied, style.batch, style.sequence)
 
 

@@ -151,6 +151,7 @@ class Weight:
 
     def receive(self, run: Run, gradient: Storage) -> None:
         if self.shared and not run.pending:
+            gradient.become(WORKSPACE)
             run.pending.append(gradient)
             return
         complete = run.pending.pop() if self.shared else gradient

@@ -142,7 +142,7 @@ def _eager(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor) ->
 
 
 def _softmax(run: Run, style: Style, weights: Tensor, dtype: str) -> Tensor:
-    from sim.model.attention import _softmax_dtype as softmax_dtype
+    from sim.model.attention import softmax_dtype
 
     soft = softmax_dtype(style)
     if style.stack.fused_softmax or style.stack.compile:

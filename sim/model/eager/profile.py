@@ -71,9 +71,9 @@ def profile(program: Program, policy: str, keep_gradients: bool) -> Profile:
     """
     style = program.style
     run = Run(style.act if style.autocast else "", keep_gradients, style.stack.early_stop)
-    inputs = []
+    inputs, boundary = [], Boundary()  # which holds the input's gradient until all is measured
     if program.layer != "embedding":
-        inputs = [run.tensor(style.tokens * style.hidden, style.residual, Boundary())]
+        inputs = [run.tensor(style.tokens * style.hidden, style.residual, boundary)]
     start = _mark(run)
     out = _forward(run, program, policy, inputs)
     inputs.clear()
@@ -94,7 +94,9 @@ def profile(program: Program, policy: str, keep_gradients: bool) -> Profile:
     del gradient, out
     run.retained.clear()
     run.backward()
-    return Profile(forward, held, cached, _measured(run, start))
+    backward = _measured(run, start)
+    del boundary
+    return Profile(forward, held, cached, backward)
 
 
 def _forward(run: Run, program: Program, policy: str, inputs: list[Tensor]) -> Tensor:

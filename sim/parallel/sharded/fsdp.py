@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sim.model.architecture import Layer
+from sim.parallel.activations import GRADIENT_POOL, Activations
 from sim.parallel.compute import traffic_kernel
 from sim.parallel.sharded.units import Unit, units_of
 from sim.parallel.step import (
     COMPUTE,
-    Activations,
     MicroStep,
     Plan,
     collective,
@@ -108,19 +108,17 @@ class Fsdp:
                 joins: Sequence[int] = (), before: tuple[Kernel, ...] = ()) -> int:
         """Forward of the layer at `position`, with what it keeps."""
         label = Label(self.layer_label(position), "forward", layer.kind)
-        task = section.kernels(COMPUTE, self.plan.compute.forward(layer, before), label, waits, joins)
-        self.memory.keep(position, layer)
-        return task
+        self.memory.forward(position, layer)
+        return section.kernels(COMPUTE, self.plan.compute.forward(layer, before), label, waits, joins)
 
     def backward(self, section: SectionBuilder, position: int, layer: Layer, waits: Sequence[int],
                  before: tuple[Kernel, ...] = (), after: tuple[Kernel, ...] = ()) -> int:
-        """Recomputation and backward of the layer at `position`."""
-        self.memory.restore(position, layer)
+        """Recomputation and backward of the layer at `position`; its gradients are added to those of its unit."""
+        name = self.units[position].name
+        self.unsharded[name] = self.unsharded.get(name, 0) + self.memory.backward(position, layer)
         label = Label(self.layer_label(position), "backward", layer.kind)
         segment = self.plan.compute.backward(layer, self.plan.policy(position), before, after)
-        task = section.kernels(COMPUTE, segment, label, waits)
-        self.memory.drop(position, layer)
-        return task
+        return section.kernels(COMPUTE, segment, label, waits)
 
     def layer_label(self, position: int) -> str:
         """Name of the layer for reports."""
@@ -130,8 +128,16 @@ class Fsdp:
 
     def begin(self, section: SectionBuilder, micro: MicroStep) -> tuple[Layer, ...]:
         """Start a micro-step: its layers, and a fresh book of activations."""
-        self.memory = Activations(self.plan, section)
-        return self.plan.model(micro.batch).stack
+        stack = self.plan.model(micro.batch).stack
+        self.memory = Activations(self.plan, section, len(stack), keep_gradients=True)
+        self.unsharded: dict[str, int] = {}  # bytes of whole gradients by unit
+        return stack
+
+    def drop_unsharded(self, section: SectionBuilder, unit: Unit) -> None:
+        """The unit's whole gradients go."""
+        size = self.unsharded.pop(unit.name, 0)
+        if size:
+            section.free(GRADIENT_POOL, size, "gradients")
 
     def copy_kernel(self, name: str, numel: int, width: float) -> Kernel:
         """A kernel of FSDP's own over `numel` elements at `width` bytes read and written each."""

@@ -67,20 +67,16 @@ class Fsdp2(Fsdp):
             own, again = unit is not self.root, not self.keep
             if own and again and position not in gathered:
                 gathered[position] = self.unshard(section, unit, "backward", present(before))
-            target = following.get(position)
-            if prefetch and again and target is not None:
-                gathered[target] = self.unshard(section, self.units[target], "backward", present(before))
             copy = self.copy_out(section, unit) if own and again else ()
             if own and again and self.factor > 1:
                 section.free(f"gather_buffer:{unit.name}", self.buffer_bytes(unit), "buffers", GATHER)
-            if own or position == last:
-                self.gradients(section, unit)
+            target = following.get(position)
+            if prefetch and again and target is not None:
+                gathered[target] = self.unshard(section, self.units[target], "backward", present(before))
             before = self.backward(section, position, layer, present(gathered.get(position)), copy)
-            if own:
-                self.release(section, unit)
             if own or position == 0:
+                self.release(section, unit)
                 reduced = self.post_backward(section, unit, micro, before, reduced)
-        self.release(section, self.root)
         if self.held is not None:
             section.free(*self.held)
             self.held = None
@@ -90,9 +86,14 @@ class Fsdp2(Fsdp):
 
     def unshard(self, section: SectionBuilder, unit: Unit, phase: str, waits: tuple[int, ...] | list[int],
                 joins: tuple[int, ...] = ()) -> int | None:
-        """All-gather into a buffer of its own."""
+        """All-gather into a buffer of its own, from a copy of the shard where its dtype is another."""
         if self.factor > 1:
+            shard = self.buffer_bytes(unit) // self.factor
+            if self.gather_dtype != self.plan.scenario.training.precision.parameters:
+                section.allocate(f"gather_input:{unit.name}", shard, "buffers", GATHER)
             section.allocate(f"gather_buffer:{unit.name}", self.buffer_bytes(unit), "buffers", GATHER)
+            if self.gather_dtype != self.plan.scenario.training.precision.parameters:
+                section.free(f"gather_input:{unit.name}", shard, "buffers", GATHER)
         return self.gather(section, unit, phase, waits, joins)
 
     def copy_out(self, section: SectionBuilder, unit: Unit) -> tuple[Kernel, ...]:
@@ -119,34 +120,31 @@ class Fsdp2(Fsdp):
         """All-gather output."""
         return round(unit.padded * self.gather_bytes)
 
-    def gradients(self, section: SectionBuilder, unit: Unit) -> None:
-        """Unsharded gradients in the dtype of the gathered parameters."""
-        section.allocate(f"unsharded_gradient:{unit.name}", round(unit.numel * self.gather_bytes), "gradients")
-
     def post_backward(self, section: SectionBuilder, unit: Unit, micro: MicroStep, computed: int,
                       reduced: int | None) -> int | None:
         """Copy-in after the reduction before, then this unit's reduction."""
-        gradient = (f"unsharded_gradient:{unit.name}", round(unit.numel * self.gather_bytes), "gradients")
         if not micro.reduce:
             width = self.gather_bytes + (2 if not micro.first else 1) * self.reduce_bytes
             self.copy(section, "accumulate", unit, unit.numel, width)
-            section.free(*gradient)
+            self.drop_unsharded(section, unit)
             if micro.first:
                 section.allocate(f"accumulated:{unit.name}", round(unit.numel * self.reduce_bytes), "gradients")
             return reduced
         if self.factor == 1 and self.replicas == 1:
-            section.free(*gradient)
+            self.drop_unsharded(section, unit)
             if micro.first:
                 section.allocate(f"gradient:{unit.name}", self.gradient_bytes(unit), "gradients", 2)
             return None
         buffer = (f"reduce_buffer:{unit.name}", round(unit.padded * self.reduce_bytes), "buffers")
+        accumulating = not self.plan.scenario.parallel.reduce_every_micro_step and len(self.plan.micro_steps) > 1
+        if accumulating:
+            self.drop_unsharded(section, unit)
         if self.held is not None:
             section.free(*self.held)
         section.allocate(*buffer)
         width = self.gather_bytes + self.reduce_bytes
         task = self.copy(section, "copy-in", unit, unit.padded, width, present(computed, reduced))
-        section.free(*gradient)
-        accumulating = not self.plan.scenario.parallel.reduce_every_micro_step and len(self.plan.micro_steps) > 1
+        self.drop_unsharded(section, unit)
         if accumulating:
             section.free(f"accumulated:{unit.name}", round(unit.numel * self.reduce_bytes), "gradients")
         self.held = buffer
