@@ -113,6 +113,11 @@ def write(technique: Technique) -> None:
     plan.builder.run(section)
 
 
+def blocks(size_bytes: float) -> int:
+    """Bytes the allocator hands out for a tensor of `size_bytes`."""
+    return rounded(size_bytes, "int8")
+
+
 def batch(plan: Plan) -> None:
     """Token numbers and labels, 8 bytes each, which are there when the step begins."""
     tokens = plan.architecture.batch * plan.architecture.sequence

@@ -14,6 +14,11 @@ from sim.model.style import Style
 from sim.work import DTYPE_BYTES
 
 
+#: silu_backward as PyTorch's composite implementation: sigmoid, ones, three products and a sum beside the gradient. On
+#: fake tensors (the oracle) this runs; a CUDA build has one kernel. Counted, because it is what PyTorch promises at most.
+_SILU_TEMPORARIES = 5
+
+
 def block(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:
     """One block; `policy` "selective" recomputes the attention core."""
     branch = norm(run, style, x, "norm1")
@@ -134,9 +139,9 @@ def _eager(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor) ->
     copies = b > 1 and style.modules != "megatron"
     if repeated:
         key, value = _repeat(run, style, key), _repeat(run, style, value)
-    weights = op.matmul(run, op.clone(run, query, copies and not rotated),
-                        op.clone(run, key, copies and not rotated and not repeated), scores)
-    weights = _softmax(run, style, weights, value.dtype)
+    dtype = value.dtype
+    weights = _softmax(run, style, op.matmul(run, op.clone(run, query, copies and not rotated),
+                                             op.clone(run, key, copies and not rotated and not repeated), scores), dtype)
     out = op.matmul(run, weights, op.clone(run, value, copies and not repeated), style.tokens * style.query_width)
     return op.relayout(run, op.clone(run, out)) if copies else op.clone(run, out)
 
@@ -204,7 +209,7 @@ def _gated(run: Run, style: Style, x: Tensor) -> Tensor:
         return Tensor(run.new(elements, dtype), elements, dtype, op.Output(node, 0))
     gate = _linear(run, style, x, style.hidden, style.ffn)
     run.at("activation")
-    gate = op.unary(run, gate, saves_input=True)
+    gate = op.unary(run, gate, saves_input=True, temporaries=_SILU_TEMPORARIES)
     run.at("up")
     up = _linear(run, style, x, style.hidden, style.ffn)
     run.at("activation")

@@ -6,6 +6,7 @@ Zhao et al., PyTorch FSDP, VLDB 2023.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from sim.model.architecture import Layer
@@ -16,6 +17,7 @@ from sim.parallel.step import (
     COMPUTE,
     MicroStep,
     Plan,
+    blocks,
     collective,
     state_bytes,
     update,
@@ -52,16 +54,18 @@ class Fsdp:
     # ------------------------------------------------------------------------------------------- states
     def states(self) -> None:
         """Shards of parameters, master copy and optimizer states; gradients come and go in the micro-steps."""
-        padded = sum(u.padded for u in self.distinct) // self.factor
+        shards = Counter(u.shards for u in self.distinct)
         for category, width in state_bytes(self.plan).items():
-            if category != "gradients":
-                self.plan.resident(category, padded * width, category)
+            if category != "gradients" and width:
+                size = sum(n * sum(blocks(numel * width) for numel in tensors) for tensors, n in shards.items())
+                self.plan.resident(category, size, category)
 
     def optimizer_step(self, section: SectionBuilder) -> None:
         """Clipping and the optimizer on this rank's shards, after the last reduction."""
         numel = sum(u.padded for u in self.distinct) // self.factor
         tensors = sum(u.tensors for u in self.distinct) if self.by_row else len(self.distinct)
-        update(self.plan, section, numel, tensors, self.joined(), "shard" if self.factor > 1 else None)
+        largest = max(n for u in self.distinct for n in u.shards)
+        update(self.plan, section, numel, tensors, self.joined(), "shard" if self.factor > 1 else None, largest)
         for unit in self.distinct:
             section.free(f"gradient:{unit.name}", self.gradient_bytes(unit), "gradients", REDUCE)
 

@@ -32,6 +32,9 @@ class Fsdp2(Fsdp):
         """Forward and backward of one micro-batch."""
         stack = self.begin(section, micro)
         self.buffer: Unit | None = None
+        reshard = self.plan.scenario.parallel.reshard_after_forward
+        self.part = 0 if isinstance(reshard, bool) or not 1 < reshard < self.factor else reshard
+        self.parts: dict[str, int] = {}  # bytes kept of units that are resharded in part
         self.forward_pass(section, stack)
         self.backward_pass(section, stack, micro)
 
@@ -50,6 +53,7 @@ class Fsdp2(Fsdp):
                 self.free_buffer(section, unit)
             computed.append(self.forward(section, position, layer, waits, self.joined() if position == 0 else (), copy))
             if self.units[position] is not self.root and not self.keep:
+                self.keep_part(section, self.units[position])
                 self.release(section, self.units[position])
         self.free_buffer(section, None)
 
@@ -88,7 +92,7 @@ class Fsdp2(Fsdp):
                 joins: tuple[int, ...] = ()) -> int | None:
         """All-gather into a buffer of its own, from a copy of the shard where its dtype is another."""
         if self.factor > 1:
-            shard = self.buffer_bytes(unit) // self.factor
+            shard = self.buffer_bytes(unit) // (self.part if phase == "backward" and self.part else self.factor)
             if self.gather_dtype != self.plan.scenario.training.precision.parameters:
                 section.allocate(f"gather_input:{unit.name}", shard, "buffers", GATHER)
             section.allocate(f"gather_buffer:{unit.name}", self.buffer_bytes(unit), "buffers", GATHER)
@@ -101,7 +105,15 @@ class Fsdp2(Fsdp):
         if self.factor == 1 and self.gather_dtype == self.plan.scenario.training.precision.parameters:
             return ()
         section.allocate(f"gathered:{unit.name}", round(unit.numel * self.gather_bytes), "gathered_parameters")
+        if unit.name in self.parts:
+            section.free(f"post_forward_shard:{unit.name}", self.parts.pop(unit.name), "gathered_parameters")
         return (self.copy_kernel("copy-out", unit.padded, 2 * self.gather_bytes),)
+
+    def keep_part(self, section: SectionBuilder, unit: Unit) -> None:
+        """With `reshard_after_forward: n` this rank keeps an n-th of the unit until backward."""
+        if self.part:
+            size = self.parts[unit.name] = round(unit.padded * self.gather_bytes / self.part)
+            section.allocate(f"post_forward_shard:{unit.name}", size, "gathered_parameters")
 
     def release(self, section: SectionBuilder, unit: Unit) -> None:
         """Reshard: the whole parameters are freed at once."""
@@ -130,11 +142,6 @@ class Fsdp2(Fsdp):
             if micro.first:
                 section.allocate(f"accumulated:{unit.name}", round(unit.numel * self.reduce_bytes), "gradients")
             return reduced
-        if self.factor == 1 and self.replicas == 1:
-            self.drop_unsharded(section, unit)
-            if micro.first:
-                section.allocate(f"gradient:{unit.name}", self.gradient_bytes(unit), "gradients", 2)
-            return None
         buffer = (f"reduce_buffer:{unit.name}", round(unit.padded * self.reduce_bytes), "buffers")
         accumulating = not self.plan.scenario.parallel.reduce_every_micro_step and len(self.plan.micro_steps) > 1
         if accumulating:
@@ -143,7 +150,9 @@ class Fsdp2(Fsdp):
             section.free(*self.held)
         section.allocate(*buffer)
         width = self.gather_bytes + self.reduce_bytes
-        task = self.copy(section, "copy-in", unit, unit.padded, width, present(computed, reduced))
+        task = computed
+        if self.factor * self.replicas > 1:
+            task = self.copy(section, "copy-in", unit, unit.padded, width, present(computed, reduced))
         self.drop_unsharded(section, unit)
         if accumulating:
             section.free(f"accumulated:{unit.name}", round(unit.numel * self.reduce_bytes), "gradients")
