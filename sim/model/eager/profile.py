@@ -123,6 +123,8 @@ def _measured(run: Run, start: Levels) -> Pass:
 
 def _dropped(run: Run, storages: list[object]) -> Levels:
     """What goes when a list of references is emptied."""
+    if not storages:
+        return NOTHING
     before = tuple(run.memory.live)
     storages.clear()
     return _minus(before, tuple(run.memory.live))

@@ -45,6 +45,7 @@ class Fsdp:
         self.root = self.units[0]
         self.gather_dtype, self.reduce_dtype = precision.gather, precision.reduce
         self.gather_bytes, self.reduce_bytes = DTYPE_BYTES[precision.gather], DTYPE_BYTES[precision.reduce]
+        self.casts = precision.gather != precision.parameters
         self.distinct = list({u.name: u for u in self.units}.values())
         self.last = len(self.units) - 1
         self.host_s = plan.stack.host_collective_s

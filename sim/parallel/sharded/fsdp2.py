@@ -92,17 +92,18 @@ class Fsdp2(Fsdp):
                 joins: tuple[int, ...] = ()) -> int | None:
         """All-gather into a buffer of its own, from a copy of the shard where its dtype is another."""
         if self.factor > 1:
-            shard = self.buffer_bytes(unit) // (self.part if phase == "backward" and self.part else self.factor)
-            if self.gather_dtype != self.plan.scenario.training.precision.parameters:
-                section.allocate(f"gather_input:{unit.name}", shard, "buffers", GATHER)
-            section.allocate(f"gather_buffer:{unit.name}", self.buffer_bytes(unit), "buffers", GATHER)
-            if self.gather_dtype != self.plan.scenario.training.precision.parameters:
-                section.free(f"gather_input:{unit.name}", shard, "buffers", GATHER)
+            size = self.buffer_bytes(unit)
+            shard = size // (self.part if phase == "backward" and self.part else self.factor)
+            if self.casts:
+                section.allocate("gather_input", shard, "buffers", GATHER)
+            section.allocate(f"gather_buffer:{unit.name}", size, "buffers", GATHER)
+            if self.casts:
+                section.free("gather_input", shard, "buffers", GATHER)
         return self.gather(section, unit, phase, waits, joins)
 
     def copy_out(self, section: SectionBuilder, unit: Unit) -> tuple[Kernel, ...]:
         """`split_with_sizes_copy` from the gather buffer into the parameters: read and write on the compute stream."""
-        if self.factor == 1 and self.gather_dtype == self.plan.scenario.training.precision.parameters:
+        if self.factor == 1 and not self.casts:
             return ()
         section.allocate(f"gathered:{unit.name}", round(unit.numel * self.gather_bytes), "gathered_parameters")
         if unit.name in self.parts:
@@ -117,7 +118,7 @@ class Fsdp2(Fsdp):
 
     def release(self, section: SectionBuilder, unit: Unit) -> None:
         """Reshard: the whole parameters are freed at once."""
-        if self.factor == 1 and self.gather_dtype == self.plan.scenario.training.precision.parameters:
+        if self.factor == 1 and not self.casts:
             return
         section.free(f"gathered:{unit.name}", round(unit.numel * self.gather_bytes), "gathered_parameters")
 
