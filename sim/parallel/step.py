@@ -63,12 +63,13 @@ class Plan:
 
     def policy(self, position: int) -> str:
         """Recomputation of the layer at `position` of the stack: "none", "full" or "selective"."""
-        if not 0 < position < len(self.architecture.stack) - 1:
+        number = self.architecture.block_numbers[position]
+        if not number:
             return "none"
         recompute = self.scenario.training.recompute
         if isinstance(recompute, str):
             return recompute
-        return "full" if position <= recompute.layers else "none"
+        return "full" if number <= recompute.layers else "none"
 
     def resident(self, name: str, size_bytes: float, category: str) -> None:
         """Memory held for the whole step."""
@@ -183,8 +184,3 @@ def state_bytes(plan: Plan) -> dict[str, float]:
     }
 
 
-def layer_name(position: int, layers: int) -> str:
-    """Name of the layer at `position` of a stack of `layers`: embedding, block0 ..., head."""
-    if position == 0:
-        return "embedding"
-    return "head" if position == layers - 1 else f"block{position - 1}"

@@ -19,7 +19,6 @@ from sim.parallel.step import (
     MicroStep,
     Plan,
     collective,
-    layer_name,
     state_bytes,
     update,
 )
@@ -100,7 +99,7 @@ class Bucketed:
         keep = self.keeps_gradients(micro)
         memory = Activations(self.plan, section, len(stack), keep_gradients=keep)
         for position, layer in enumerate(stack):
-            label = Label(layer_name(position, len(stack)), "forward", layer.kind)
+            label = Label(self.plan.architecture.names[position], "forward", layer.kind)
             memory.forward(position, layer)
             section.kernels(COMPUTE, self.plan.compute.forward(layer), label)
         if micro.reduce and self.reduction.transient and self.reduction.buffer_bytes:
@@ -109,7 +108,7 @@ class Bucketed:
         for position in range(len(stack) - 1, -1, -1):
             left = memory.backward(position, stack[position])
             self.gradients[position] = self.gradients.get(position, 0) + left
-            late += self.layer_backward(section, position, stack[position], len(stack), micro)
+            late += self.layer_backward(section, position, stack[position], micro)
             if self.reduction.gradient_shards > 1 and micro.first:
                 self.shard(section, position, stack[position])
             if micro.reduce and self.reduction.views and not keep:
@@ -119,15 +118,14 @@ class Bucketed:
         if micro.reduce:
             self.finish(section)
 
-    def layer_backward(self, section: SectionBuilder, position: int, layer: Layer, layers: int,
-                       micro: MicroStep) -> list[Bucket]:
+    def layer_backward(self, section: SectionBuilder, position: int, layer: Layer, micro: MicroStep) -> list[Bucket]:
         """Backward of one layer, cut where buckets complete; returns buckets that wait for the end of backward."""
         overlap = self.plan.scenario.parallel.overlap
         complete = self.cuts.get(position, []) if micro.reduce and self.reduces else []
         cuts = tuple(operator for operator, _ in complete) if overlap else ()
         own = self.first_copies if micro.first else self.later_copies
         parts = self.plan.compute.backward_parts(layer, self.plan.policy(position), cuts, own)
-        name = layer_name(position, layers)
+        name = self.plan.architecture.names[position]
         label = Label(name, "backward", layer.kind)
         late: list[Bucket] = []
         for number, part in enumerate(parts):

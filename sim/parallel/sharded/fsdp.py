@@ -127,9 +127,7 @@ class Fsdp:
 
     def layer_label(self, position: int) -> str:
         """Name of the layer for reports."""
-        kind = self.plan.architecture.stack[position].kind
-        return self.units[position].name if kind == "block" and self.units[position] is not self.root else (
-            kind if kind != "block" else f"block{position - 1}")
+        return self.plan.architecture.names[position]
 
     def begin(self, section: SectionBuilder, micro: MicroStep) -> tuple[Layer, ...]:
         """Start a micro-step: its layers, and a fresh book of activations."""

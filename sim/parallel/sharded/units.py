@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sim.model.architecture import Architecture, Layer, Parameter
-from sim.parallel.step import layer_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +46,16 @@ def row_shards(parameters: Iterable[Parameter], factor: int) -> tuple[int, ...]:
 def units_of(architecture: Architecture, wrap: str | int, factor: int, by_row: bool) -> list[Unit]:
     """One unit per position of the stack; positions whose layer is in the root unit get the root.
 
-    Blocks are units of their own (with a size-based `wrap`, if they have at least that many parameters); everything
-    else (embeddings, final norm, head) belongs to the root unit.
+    Blocks with parameters are units of their own (with a size-based `wrap`, if they have at least that many);
+    everything else (embeddings, bridge, final norm, head) belongs to the root unit.
     """
     pad = row_padding if by_row else flat_padding
+    least = 1 if wrap == "block" else max(1, int(wrap))
 
     def shards(parameters: Sequence[Parameter]) -> tuple[int, ...]:
         return row_shards(parameters, factor) if by_row else (flat_padding(parameters, factor) // factor,)
 
-    own = [layer.kind == "block" and (wrap == "block" or layer.numel >= int(wrap)) for layer in architecture.stack]
+    own = [layer.kind == "block" and layer.numel >= least for layer in architecture.stack]
     rest = [p for layer, mine in zip(architecture.stack, own, strict=True) if not mine for p in layer.parameters]
     root = Unit("root", sum(p.numel for p in rest), pad(rest, factor), len(rest), shards(rest))
     sizes: dict[int, tuple[int, int, int, tuple[int, ...]]] = {}
@@ -67,7 +67,7 @@ def units_of(architecture: Architecture, wrap: str | int, factor: int, by_row: b
         if id(layer) not in sizes:
             sizes[id(layer)] = (layer.numel, pad(layer.parameters, factor), len(layer.parameters),
                                 shards(layer.parameters))
-        units.append(Unit(layer_name(position, len(own)), *sizes[id(layer)]))
+        units.append(Unit(architecture.names[position], *sizes[id(layer)]))
     return units
 
 
