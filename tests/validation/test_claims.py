@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from sim import api
 from sim.errors import UserError
-from sim.scenario import load_scenario
+from sim.report.result import leaves
+from sim.scenario import load_scenario, resolve
 from sim.scenario.claim import Claim, Figure
+from sim.scenario.dump import dump
 from sim.validation import claims
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,3 +104,40 @@ def test_the_table_lands_between_the_two_lines_of_the_readme() -> None:
     text = "a\n<!-- claims:begin (x) -->\nold\n<!-- claims:end -->\nz\n"
     new = claims.readme_with(text, [])
     assert "old" not in new and new.startswith("a\n<!-- claims:begin (x) -->\n| claim") and new.endswith("-->\nz\n")
+
+
+def test_slow_storage_bounds_the_step_and_fast_storage_costs_nothing() -> None:
+    """Reading ahead, the slower of reading and training sets the pace: 8 samples of 1 GB at 1 GB/s take 8 s."""
+    plain = {"name": "loading", "cluster": {"topology": "dgx-a100-80g"}, "model": {"preset": "gpt2"},
+             "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128}}
+    fast = api.run(resolve(plain))
+    sets = {"training.sample_bytes": "1 GB", "cluster.topology.host.storage": "1 GB/s"}
+    slow = api.run(resolve(plain, sets=sets))
+    assert fast.data_loading.waiting_s == 0.0
+    assert slow.step_time_s == pytest.approx(8.0)
+    assert slow.bound == "host"
+    assert leaves(slow.to_json()["breakdown_s"]) == pytest.approx(8.0)
+    assert slow.to_json()["data_loading"]["needed_bytes_per_second"] == pytest.approx(8e9 / fast.step_time_s)
+    assert slow.slowdown == pytest.approx(1.0)
+    quick = api.run(resolve(plain, sets=sets | {"cluster.topology.host.storage": "1e9 GB/s"}))
+    assert quick.step_time_s == fast.step_time_s
+
+
+@pytest.mark.parametrize(("given", "batch"), [
+    ({"micro_steps": 3}, 2 * 8 * 3), ({"global_batch": 32}, 32),
+])
+def test_micro_steps_tell_the_batch_of_any_cluster(given: dict[str, int], batch: int) -> None:
+    training = {"micro_batch": 2, "sequence": 128, **given}
+    scenario = resolve({"name": "batch", "cluster": {"topology": "dgx-a100-80g"}, "model": {"preset": "gpt2"},
+                        "training": training})
+    assert scenario.training.global_batch == batch
+    assert resolve(dump(scenario)) == scenario
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({}, "'global_batch' is required"), ({"micro_steps": 1, "global_batch": 8}, "both tell the batch"),
+])
+def test_the_batch_is_told_once(given: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        resolve({"name": "batch", "cluster": {"topology": "dgx-a100-80g"}, "model": {"preset": "gpt2"},
+                 "training": {"micro_batch": 1, "sequence": 128, **given}})
