@@ -6,10 +6,14 @@ Knows nothing of GPUs, ranks or sharding: an `Architecture` is what one model re
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from sim.work import DTYPE_BYTES, Kernel
+
+if TYPE_CHECKING:
+    from sim.model.eager.profile import Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,7 @@ class Layer:
         input: the tensor full recomputation keeps instead of `saved`.
         parameters: in registration order (`module.parameters()`).
         shared: parameters of an earlier layer that this one multiplies by or looks up (a tied head).
+        program: the module code behind it, for its memory (`sim.model.eager`); None: estimated from `saved`.
     """
 
     kind: str
@@ -84,6 +89,7 @@ class Layer:
     input: Tensor
     parameters: tuple[Parameter, ...]
     shared: tuple[Parameter, ...] = ()
+    program: Program | None = field(default=None, compare=False)
 
     @cached_property
     def numel(self) -> int:

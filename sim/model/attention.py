@@ -251,7 +251,7 @@ def _eager(style: Style) -> Operator:
                     core_again=again)
 
 
-def _softmax_dtype(style: Style) -> str:
+def softmax_dtype(style: Style) -> str:
     """Autocast runs softmax in fp32, and so does Hugging Face's Llama; otherwise it follows the activations."""
     llama = style.separate_qkv and style.kind == "decoder"
     return "fp32" if style.autocast or llama else style.act
@@ -263,7 +263,7 @@ def _kept_scores(style: Style) -> list[Tensor]:
     Plain modules build a boolean mask per block, which masked_fill keeps. Megatron's fused softmax needs none.
     """
     elements = style.batch * style.heads * style.sequence * style.keys
-    soft = _softmax_dtype(style)
+    soft = softmax_dtype(style)
     kept = [Tensor("softmax", elements, soft)]
     if soft != style.act:
         kept.append(Tensor("softmax_half", elements, style.act))
@@ -280,7 +280,7 @@ def _score_kernels(style: Style) -> tuple[list[Kernel], list[Kernel]]:
     """What happens between the two products, forward and backward."""
     rows, cols = style.batch * style.heads * style.sequence, style.keys
     elements = rows * cols
-    e, soft = width(style.act), _softmax_dtype(style)
+    e, soft = width(style.act), softmax_dtype(style)
     w = width(soft)
     fused = style.stack.fused_softmax or style.stack.compile
     forward: list[Kernel] = []

@@ -8,6 +8,7 @@ from dataclasses import replace
 from sim.model.architecture import Architecture, Layer, Parameter
 from sim.model.attention import attention_operators
 from sim.model.blocks import block_layer
+from sim.model.eager import Program
 from sim.model.embedding import embedding_layer
 from sim.model.experts import experts_operators
 from sim.model.head import head_layer
@@ -31,7 +32,9 @@ def decoder(style: Style) -> Architecture:
     if style.biased:
         first = style if blocks[0] is mixed else replace(style, experts=None)
         blocks[0] = _block(first, "relative_attention_bias")
-    return Architecture((embedding_layer(style), *blocks, head_layer(style)), style.tied, style.batch, style.sequence)
+    embedding = replace(embedding_layer(style), program=Program("embedding", style))
+    head = replace(head_layer(style), program=Program("head", style))
+    return Architecture((embedding, *blocks, head), style.tied, style.batch, style.sequence)
 
 
 def _is_mixture(style: Style, number: int) -> bool:
@@ -65,7 +68,7 @@ def _block(style: Style, table: str = "") -> Layer:
         operators.append(norm2)
     operators += [*mlp, *residual_operators(style, "2")]
     parameters = _registered(style, norm1_parameters, attention_parameters, norm2_parameters, mlp_parameters)
-    return block_layer(style, operators, parameters)
+    return replace(block_layer(style, operators, parameters), program=Program("block", style))
 
 
 def _registered(

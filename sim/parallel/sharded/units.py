@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sim.model.architecture import Architecture, Layer, Parameter
@@ -17,12 +17,14 @@ class Unit:
         name: "root", "block0" ...
         numel: parameters; padded: with the padding that makes every rank's share equal.
         tensors: parameter tensors in it.
+        shards: elements of each tensor that this rank keeps (the fullest rank's).
     """
 
     name: str
     numel: int
     padded: int
     tensors: int
+    shards: tuple[int, ...]
 
 
 def flat_padding(parameters: Iterable[Parameter], factor: int) -> int:
@@ -36,6 +38,11 @@ def row_padding(parameters: Iterable[Parameter], factor: int) -> int:
     return sum(math.ceil(p.shape[0] / factor) * factor * (p.numel // p.shape[0]) for p in parameters)
 
 
+def row_shards(parameters: Iterable[Parameter], factor: int) -> tuple[int, ...]:
+    """Elements of each parameter's shard on rank 0 (FSDP 2)."""
+    return tuple(math.ceil(p.shape[0] / factor) * (p.numel // p.shape[0]) for p in parameters)
+
+
 def units_of(architecture: Architecture, wrap: str | int, factor: int, by_row: bool) -> list[Unit]:
     """One unit per position of the stack; positions whose layer is in the root unit get the root.
 
@@ -44,17 +51,22 @@ def units_of(architecture: Architecture, wrap: str | int, factor: int, by_row: b
     """
     pad = row_padding if by_row else flat_padding
     least = 1 if wrap == "block" else max(1, int(wrap))
+
+    def shards(parameters: Sequence[Parameter]) -> tuple[int, ...]:
+        return row_shards(parameters, factor) if by_row else (flat_padding(parameters, factor) // factor,)
+
     own = [layer.kind == "block" and layer.numel >= least for layer in architecture.stack]
     rest = [p for layer, mine in zip(architecture.stack, own, strict=True) if not mine for p in layer.parameters]
-    root = Unit("root", sum(p.numel for p in rest), pad(rest, factor), len(rest))
-    sizes: dict[int, tuple[int, int, int]] = {}
+    root = Unit("root", sum(p.numel for p in rest), pad(rest, factor), len(rest), shards(rest))
+    sizes: dict[int, tuple[int, int, int, tuple[int, ...]]] = {}
     units = []
     for position, (layer, mine) in enumerate(zip(architecture.stack, own, strict=True)):
         if not mine:
             units.append(root)
             continue
         if id(layer) not in sizes:
-            sizes[id(layer)] = (layer.numel, pad(layer.parameters, factor), len(layer.parameters))
+            sizes[id(layer)] = (layer.numel, pad(layer.parameters, factor), len(layer.parameters),
+                                shards(layer.parameters))
         units.append(Unit(architecture.names[position], *sizes[id(layer)]))
     return units
 

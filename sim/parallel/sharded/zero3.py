@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sim.model.architecture import Layer, Parameter
+from sim.parallel.activations import Activations
 from sim.parallel.compute import traffic_kernel
-from sim.parallel.step import COMPUTE, Activations, MicroStep, Plan, collective, state_bytes, update
+from sim.parallel.step import COMPUTE, MicroStep, Plan, collective, state_bytes, update
 from sim.program import Label, SectionBuilder
 from sim.work import DTYPE_BYTES
 
@@ -52,7 +53,7 @@ class Zero3:
     def micro_step(self, section: SectionBuilder, micro: MicroStep) -> None:
         """Forward and backward, each layer fetched one ahead when the prefetch bucket allows."""
         stack = self.plan.model(micro.batch).stack
-        self.memory = Activations(self.plan, section)
+        self.memory = Activations(self.plan, section, len(stack), keep_gradients=False)
         order = [(i, "forward") for i in range(len(stack))] + [(i, "backward") for i in reversed(range(len(stack)))]
         fetches: dict[int, int | None] = {}
         done: list[int] = []
@@ -91,16 +92,13 @@ class Zero3:
         """One direction of a layer with its activations."""
         label = Label(self.plan.architecture.names[position], phase, layer.kind)
         if phase == "forward":
-            task = section.kernels(COMPUTE, self.plan.compute.forward(layer), label, waits)
-            self.memory.keep(position, layer)
-            return task
+            self.memory.forward(position, layer)
+            return section.kernels(COMPUTE, self.plan.compute.forward(layer), label, waits)
         width = DTYPE_BYTES[self.precision.gradients] + DTYPE_BYTES[self.precision.reduce]
         copy = traffic_kernel("gradient into bucket", self.precision.reduce, layer.numel, layer.numel * width)
-        self.memory.restore(position, layer)
+        self.memory.backward(position, layer)
         segment = self.plan.compute.backward(layer, self.plan.policy(position), (), (copy,) if layer.numel else ())
-        task = section.kernels(COMPUTE, segment, label, waits)
-        self.memory.drop(position, layer)
-        return task
+        return section.kernels(COMPUTE, segment, label, waits)
 
     def release(self, section: SectionBuilder, position: int, phase: str) -> None:
         """Parameters are released right after use, in forward too."""
