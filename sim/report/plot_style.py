@@ -35,9 +35,12 @@ BARS: Mapping[str, str] = {
 #: Categories of memory from the bottom of the stack to its top: what stays first, what comes and goes above it.
 MEMORY: Mapping[str, str] = {
     "context": "#777777", "parameters": "#1B2A49", "master_parameters": "#4B6A9B", "optimizer_states": BLUE,
-    "buffers": "#B07AA1", "gradients": ORANGE, "gathered_parameters": GREEN, "activations": "#A6D3EF", "logits": PURPLE,
+    "buffers": "#A0522D", "gradients": ORANGE, "gathered_parameters": GREEN, "activations": "#A6D3EF", "logits": PURPLE,
     "workspace": YELLOW, "fragmentation": PALE,
 }
+
+#: What the host issues, below the stack of memory: greys, which no category has next to it.
+RIBBON: Mapping[str, str] = {"forward": "#E6E6E6", "backward": "#BDBDBD", "optimizer": "#7F7F7F"}
 
 _SETTINGS: Mapping[str, object] = {
     "font.family": "DejaVu Sans", "font.size": 9.0, "axes.titlesize": 9.5, "axes.titlelocation": "left",
@@ -90,7 +93,8 @@ def key(made: Figure, colours: Sequence[tuple[str, str]], bottom: float = 0.0) -
     from matplotlib.patches import Patch
 
     boxes = [Patch(facecolor=colour, edgecolor="none", label=name) for name, colour in colours]
-    made.legend(handles=boxes, loc="lower center", ncols=min(len(boxes), 5), bbox_to_anchor=(0.5, bottom),
+    columns = len(boxes) if len(boxes) < 6 else (len(boxes) + 1) // 2
+    made.legend(handles=boxes, loc="lower center", ncols=columns, bbox_to_anchor=(0.5, bottom),
                 handlelength=1.2, handleheight=0.9, columnspacing=1.6, handletextpad=0.5, borderaxespad=0.3)
 
 

@@ -14,12 +14,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: Inches: a row, what a panel needs beside its rows, head and foot of the picture.
-_ROW, _PANEL, _HEAD, _FOOT = 0.235, 0.62, 0.62, 0.62
+_ROW, _PANEL, _HEAD, _FOOT = 0.24, 0.55, 0.62, 0.52
 _LEFT, _RIGHT = 1.22, 0.15
 #: Width of a panel in bars that can be told apart; narrower neighbours are drawn as one.
 _TELLABLE = 450
 #: Inches a letter needs at the size of a bar's text.
 _LETTER = 0.068
+#: Names are written on the bars of a row only if at least this share of them has the room.
+_WORTH_NAMING = 0.5
+#: Points: the outline of narrow bars, so that none is thinner than a screen can show.
+_HAIR = 0.5
 #: Beyond so many micro-steps their boundaries would be a grey field.
 _MARKED_MICRO_STEPS = 40
 
@@ -90,7 +94,7 @@ def _panel(ax: Axes, rows: Rows, window: Window, title: str, next_window: Window
     ax.set_ylim(count - 0.5, -0.5)
     ax.set_yticks(range(count), [name.replace("_", "-") for name in rows.names])
     ax.set_title(title)
-    ax.set_xlabel(unit, labelpad=1, loc="right")
+    ax.set_title(unit, loc="right", fontsize=8.5, color="#444444")
     look.quiet(ax)
     seen: set[str] = set()
     for number, bars in enumerate(rows.bars):
@@ -113,14 +117,15 @@ def _row(ax: Axes, rows: Rows, bars: Bars, number: int, window: Window) -> set[s
     tellable = (end - start) / _TELLABLE
     host = number == 0
     bars = bars.merged(tellable / 4, tellable * 3)
-    seen = set()
+    seen: set[str] = set()
     half = 0.22 if host else 0.4
     per_inch = (look.WIDTH - _LEFT - _RIGHT) / (end - start)
     for index in sorted(set(bars.key.tolist())):
         name = rows.keys[index]
         chosen = bars.take((bars.key == index).nonzero()[0])
         colour = look.BARS.get(name, look.GREY)
-        seen.add(name)
+        if name != LATE or float((chosen.end_s - chosen.start_s).max()) > tellable:
+            seen.add(name)
         shapes = []
         for s, e, share in zip(chosen.start_s.tolist(), chosen.end_s.tolist(), chosen.share.tolist(), strict=True):
             top = number + half - 2 * half * share
@@ -131,7 +136,7 @@ def _row(ax: Axes, rows: Rows, bars: Bars, number: int, window: Window) -> set[s
             _late(ax, chosen, number, half, factor)
         wide = bool(((chosen.end_s - chosen.start_s) > 4 * tellable).any()) and name != EXPOSED
         ax.add_collection(PolyCollection(shapes, facecolor=colour, edgecolor="white" if wide else colour,
-                                         linewidth=0.4 if wide else 0.15, zorder=3))
+                                         linewidth=0.4 if wide else _HAIR, zorder=3))
         if not host and name not in (EXPOSED, LATE, OTHER):
             _texts(ax, rows, chosen, colour, number, window, per_inch)
     return seen
@@ -151,19 +156,22 @@ def _late(ax: Axes, bars: Bars, number: int, half: float, factor: float) -> None
 def _texts(ax: Axes, rows: Rows, bars: Bars, colour: str, number: int, window: Window, per_inch: float) -> None:
     """Names of layers on bars that have the room."""
     _, factor = look.scale(window[1] - window[0])
+    places = []
     for s, e, text in zip(bars.start_s.tolist(), bars.end_s.tolist(), bars.text.tolist(), strict=True):
         left, right = max(s, window[0]), min(e, window[1])
         room = (right - left) * per_inch / _LETTER - 1
         shown = _fitting(rows.texts[text], room) if text >= 0 else ""
         if shown:
-            ax.text((left + right) / 2 * factor, number, shown, ha="center", va="center", fontsize=7.5,
-                    color=look.legible(colour), zorder=5, clip_on=True)
+            places.append(((left + right) / 2 * factor, shown))
+    if len(places) < len(bars.text) * _WORTH_NAMING:
+        return
+    for x, shown in places:
+        ax.text(x, number, shown, ha="center", va="center_baseline", fontsize=7.5, color=look.legible(colour), zorder=5)
 
 
 def _fitting(layer: str, letters: float) -> str:
-    """A layer's name in so many letters: whole, or its number, or nothing."""
-    digits = layer.lstrip("abcdefghijklmnopqrstuvwxyz_ ")
-    for text in (layer, digits):
+    """A layer's name in so many letters: whole, or a block's number, or nothing."""
+    for text in (layer, layer.removeprefix("block")):
         if text and len(text) <= letters:
             return text
     return ""

@@ -109,6 +109,7 @@ class _Collected:
     stream: list[Ints] = field(default_factory=list)
     key: list[Ints] = field(default_factory=list)
     text: list[Ints] = field(default_factory=list)
+    phase: list[Ints] = field(default_factory=list)
     start_s: list[Floats] = field(default_factory=list)
     end_s: list[Floats] = field(default_factory=list)
     issued_s: list[Floats] = field(default_factory=list)
@@ -124,6 +125,7 @@ class _Fixed:
     stream: Ints
     key: Ints
     text: Ints
+    phase: Ints
     host_s: Floats
 
 
@@ -145,7 +147,7 @@ def rows_of(result: Result) -> Rows:
             _collect(all_runs, program, fixed, one)
             micro_steps += _micro_step(program, fixed, one, keys)
     columns = {name: np.concatenate(getattr(all_runs, name)) for name in
-               ("kind", "stream", "key", "text", "start_s", "end_s", "issued_s", "starved_s")}
+               ("kind", "stream", "key", "text", "phase", "start_s", "end_s", "issued_s", "starved_s")}
     names, bars = _streams(program, columns)
     late = keys.setdefault(LATE, len(keys))
     names.insert(0, "host")
@@ -191,20 +193,22 @@ def close_look(rows: Rows, start_s: float, end_s: float) -> tuple[float, float] 
 
 def _fixed(program: Program, number: int, keys: dict[str, int], texts: dict[str, int]) -> _Fixed:
     section = program.sections[number]
-    names, shown = [], []
+    names, shown, phases = [], [], []
     for kind, payload, label in zip(section.kind, section.payload, section.label, strict=True):
         layer, phase, _ = program.labels[label]
+        phase = phase if phase in _PHASES else OTHER
         if kind == Kind.COLLECTIVE:
             name = program.collectives[payload].kind
         elif kind == Kind.COPY:
             name = COPY
         else:
-            name = phase if phase in _PHASES else OTHER
+            name = phase
+        phases.append(keys.setdefault(phase, len(keys)))
         names.append(keys.setdefault(name, len(keys)))
         shown.append(texts.setdefault(layer, len(texts)))
     return _Fixed(np.array(section.kind, dtype=np.int64), np.array(section.stream, dtype=np.int64),
                   np.array(names, dtype=np.int64), np.array(shown, dtype=np.int64),
-                  np.array(section.host_s, dtype=np.float64))
+                  np.array(phases, dtype=np.int64), np.array(section.host_s, dtype=np.float64))
 
 
 def _collect(to: _Collected, program: Program, fixed: _Fixed, run: SectionRun) -> None:
@@ -212,6 +216,7 @@ def _collect(to: _Collected, program: Program, fixed: _Fixed, run: SectionRun) -
     to.stream.append(fixed.stream)
     to.key.append(fixed.key)
     to.text.append(fixed.text)
+    to.phase.append(fixed.phase)
     to.start_s.append(run.start_s)
     to.end_s.append(run.end_s)
     to.issued_s.append(run.issue_s + fixed.host_s)
@@ -255,7 +260,8 @@ def _host(collected: _Collected, columns: dict[str, npt.NDArray[np.generic]]) ->
     end = np.concatenate([e for _, e in collected.host_s])
     issued = np.asarray(columns["issued_s"], dtype=np.float64)
     busy = np.where(columns["kind"] == Kind.HOST, end, np.minimum(issued, end))
-    return _bars(columns, np.arange(len(start)), start, busy, np.zeros(len(start)))
+    issues = {**columns, "key": columns["phase"]}  # the host's row tells how far ahead it is, not what it sends
+    return _bars(issues, np.arange(len(start)), start, busy, np.zeros(len(start)))
 
 
 def _bars(columns: dict[str, npt.NDArray[np.generic]], rows: Ints, start_s: npt.NDArray[np.generic],
