@@ -84,8 +84,10 @@ def run(ctx: click.Context, scenarios: tuple[str, ...], sets: tuple[str, ...], j
     interrupted, failed = False, False
     folders = _report_folders(report_to, scenarios)
     with _json_output(json_to, many=len(loaded) > 1) as out:
-        for name, one, folder in zip(scenarios, loaded, folders, strict=True):
+        for number, (name, one, folder) in enumerate(zip(scenarios, loaded, folders, strict=True)):
             text = json_to != "-"
+            if text and number:
+                click.echo()
             if one.sweep:
                 points, stopped = _run_sweep(one, out, text, folder, check)
                 interrupted = interrupted or stopped

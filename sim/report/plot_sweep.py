@@ -105,7 +105,7 @@ def sweep_figure(sweep: Sweep) -> Figure:
         ("model FLOPs utilisation (MFU)", "%", lambda p: 100 * p.mfu))
     foot = 0.62 + (height - 3.5)
     for number, (title, in_unit, value) in enumerate(panels):
-        ax = made.add_axes(((0.6 + number * 2.86) / look.WIDTH, foot / height, 2.42 / look.WIDTH,
+        ax = made.add_axes(((0.6 + number * 2.95) / look.WIDTH, foot / height, 2.3 / look.WIDTH,
                             (height - foot - 0.92) / height))
         ax.set_title(title)
         ax.set_title(in_unit, loc="right", fontsize=8.5, color="#444444")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sim.report import plot_style as look
 from sim.report.result import Result
-from sim.report.timeline_rows import EXPOSED, LATE, OTHER, Bars, Rows, close_look, rows_of
+from sim.report.timeline_rows import EXPOSED, LATE, OTHER, WORTH_A_LOOK, Bars, Rows, close_look, rows_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,8 +20,8 @@ _LEFT, _RIGHT = 1.22, 0.15
 _TELLABLE = 450
 #: Inches a letter needs at the size of a bar's text.
 _LETTER = 0.068
-#: Names are written on the bars of a row only if at least this share of them has the room.
-_WORTH_NAMING = 0.5
+#: Mere numbers of layers are written on the bars of a row only if at least this share of them has the room.
+_WORTH_NUMBERING = 0.5
 #: Points: the outline of narrow bars, so that none is thinner than a screen can show.
 _HAIR = 0.5
 #: Beyond so many micro-steps their boundaries would be a grey field.
@@ -41,9 +41,10 @@ def timeline_figure(result: Result) -> Figure:
     others = f", like {len(simulated.members) - 1:,} others" if len(simulated.members) > 1 else ""
     unit, factor = look.scale(result.step_time_s)
     exposed = result.breakdown.exposed_s / result.step_time_s
+    waiting = f", {100 * exposed:.1f}% of it exposed communication" if len(rows.names) > 2 else ", no communication"
     look.heading(made, result.scenario.name,
-                 f"one step of rank {simulated.representative}{others}: {result.step_time_s * factor:.4g} {unit}, "
-                 f"{100 * exposed:.1f}% of it exposed communication")
+                 f"one step of rank {simulated.representative}{others}: {result.step_time_s * factor:.4g} {unit}"
+                 + waiting)
     seen: set[str] = set()
     for number, (title, window) in enumerate(panels):
         top = height - _HEAD - number * per_panel - 0.24
@@ -79,7 +80,7 @@ def _panels(rows: Rows) -> list[tuple[str, Window]]:
         panels.append((f"micro-step {rows.closest + 1} of {count}", (start, end)))
     part = close_look(rows, start, end)
     if part is not None:
-        waits = rows.exposed_s(*part) > (part[1] - part[0]) / 50
+        waits = rows.exposed_s(*part) > (part[1] - part[0]) * WORTH_A_LOOK
         panels.append(("a close look: where most communication is exposed" if waits else
                        "a close look: forward turns into backward", part))
     return panels
@@ -136,7 +137,7 @@ def _row(ax: Axes, rows: Rows, bars: Bars, number: int, window: Window) -> set[s
             _late(ax, chosen, number, half, factor)
         wide = bool(((chosen.end_s - chosen.start_s) > 4 * tellable).any()) and name != EXPOSED
         ax.add_collection(PolyCollection(shapes, facecolor=colour, edgecolor="white" if wide else colour,
-                                         linewidth=0.4 if wide else _HAIR, zorder=3))
+                                         linewidth=0.4 if wide else _HAIR, zorder=3, snap=False))
         if not host and name not in (EXPOSED, LATE, OTHER):
             _texts(ax, rows, chosen, colour, number, window, per_inch)
     return seen
@@ -156,25 +157,19 @@ def _late(ax: Axes, bars: Bars, number: int, half: float, factor: float) -> None
 def _texts(ax: Axes, rows: Rows, bars: Bars, colour: str, number: int, window: Window, per_inch: float) -> None:
     """Names of layers on bars that have the room."""
     _, factor = look.scale(window[1] - window[0])
-    places = []
+    whole, numbers = [], []
     for s, e, text in zip(bars.start_s.tolist(), bars.end_s.tolist(), bars.text.tolist(), strict=True):
         left, right = max(s, window[0]), min(e, window[1])
         room = (right - left) * per_inch / _LETTER - 1
-        shown = _fitting(rows.texts[text], room) if text >= 0 else ""
-        if shown:
-            places.append(((left + right) / 2 * factor, shown))
-    if len(places) < len(bars.text) * _WORTH_NAMING:
-        return
-    for x, shown in places:
+        name = rows.texts[text] if text >= 0 else ""
+        short = name.removeprefix("block")
+        if name and len(name) <= room:
+            whole.append(((left + right) / 2 * factor, name))
+        elif short and len(short) <= room:
+            numbers.append(((left + right) / 2 * factor, short))
+    most = len(whole) + len(numbers) >= len(bars.text) * _WORTH_NUMBERING
+    for x, shown in [*whole, *(numbers if most else [])]:
         ax.text(x, number, shown, ha="center", va="center_baseline", fontsize=7.5, color=look.legible(colour), zorder=5)
-
-
-def _fitting(layer: str, letters: float) -> str:
-    """A layer's name in so many letters: whole, or a block's number, or nothing."""
-    for text in (layer, layer.removeprefix("block")):
-        if text and len(text) <= letters:
-            return text
-    return ""
 
 
 def _bands(ax: Axes, rows: Rows, window: Window, factor: float) -> None:

@@ -28,6 +28,8 @@ _PHASES = ("forward", "backward", "optimizer")
 _CLOSE_LAYERS = 9
 #: Backward's part of the time of a layer, which has two products where forward has one.
 _BACKWARD_SHARE = 2 / 3
+#: Share of exposed communication from which a stretch is shown for it.
+WORTH_A_LOOK = 0.02
 #: Micro-steps whose communication differs by less than this share count as alike.
 _ALIKE = 0.05
 
@@ -176,19 +178,22 @@ def close_look(rows: Rows, start_s: float, end_s: float) -> tuple[float, float] 
     compute = rows.bars[1].within(start_s, end_s)
     phases = np.array([rows.keys.index(p) if p in rows.keys else -1 for p in _PHASES])
     layers = compute.take(np.flatnonzero(np.isin(compute.key, phases) & (compute.text >= 0)))
+    layers = layers.take(np.argsort(layers.start_s, kind="stable"))
     count = len(np.unique(layers.text))
     if count < 2 * _CLOSE_LAYERS:
         return None
-    backward = layers.key == phases[1]
     length = _CLOSE_LAYERS * _BACKWARD_SHARE * (end_s - start_s) / count
     starts = np.clip(layers.start_s - length / 20, start_s, end_s - length)
     waiting = np.array([rows.exposed_s(s, s + length) for s in starts])
-    if waiting.max(initial=0.0) > length / 50:
+    if waiting.max(initial=0.0) > length * WORTH_A_LOOK:
         begin = float(starts[int(np.argmax(waiting > 0.98 * waiting.max()))])
-    else:
-        turn = float(layers.start_s[int(np.argmax(backward))]) if backward.any() else (start_s + end_s) / 2
-        begin = min(max(turn - length / 4, start_s), end_s - length)
-    return begin, begin + length
+        return begin, begin + length
+    changes = np.flatnonzero(np.concatenate(([True], np.diff(layers.text * len(rows.keys) + layers.key) != 0)))
+    backward = np.flatnonzero(layers.key[changes] == phases[1])
+    if not len(backward):
+        return None
+    first, last = max(int(backward[0]) - 4, 0), min(int(backward[0]) + 6, len(changes) - 1)
+    return float(layers.start_s[changes[first]]), float(layers.start_s[changes[last]])
 
 
 def _fixed(program: Program, number: int, keys: dict[str, int], texts: dict[str, int]) -> _Fixed:
@@ -249,7 +254,7 @@ def _streams(program: Program, columns: dict[str, npt.NDArray[np.generic]]) -> t
     names, bars = [], []
     for number, name in enumerate(program.streams):
         rows = np.flatnonzero((columns["stream"] == number) & (columns["kind"] != Kind.HOST))
-        if number == COMPUTE_STREAM or len(rows):
+        if number == COMPUTE_STREAM or (columns["end_s"] > columns["start_s"])[rows].any():
             names.append(name)
             bars.append(_bars(columns, rows, columns["start_s"], columns["end_s"], columns["starved_s"]))
     return names, bars
