@@ -150,6 +150,7 @@ class Weight:
         self.elements, self.dtype, self.shared = elements, dtype, shared
 
     def receive(self, run: Run, gradient: Storage) -> None:
+        """Take a gradient; a shared parameter's is complete with the second."""
         if self.shared and not run.pending:
             gradient.become(WORKSPACE)
             run.pending.append(gradient)
