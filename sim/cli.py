@@ -65,7 +65,7 @@ def cli() -> None:
 @click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help="Put a value on top, e.g. cluster.nodes=64.")
 @click.option("--json", "json_to", metavar="FILE", help="Write the result as JSON; - is standard output.")
 @click.option("--trace", "trace_to", metavar="FILE", help="Write a trace for ui.perfetto.dev (.gz compresses).")
-@click.option("--report", "report_to", metavar="DIR", help="Write report.txt and result.json into a directory.")
+@click.option("--report", "report_to", metavar="DIR", help="Write text, JSON and pictures into a directory.")
 @click.option("--check", "check", is_flag=True, help="Exit with 3 if a bound of `expect` is broken or memory runs out.")
 @click.pass_context
 def run(ctx: click.Context, scenarios: tuple[str, ...], sets: tuple[str, ...], json_to: str | None,
@@ -82,10 +82,12 @@ def run(ctx: click.Context, scenarios: tuple[str, ...], sets: tuple[str, ...], j
         raise UserError(Fault("a trace shows one run", "--trace",
                               hint="give one scenario; --set sweep={} --set expect={} leaves a sweep out"))
     interrupted, failed = False, False
+    folders = _report_folders(report_to, scenarios)
     with _json_output(json_to, many=len(loaded) > 1) as out:
-        for name, one in zip(scenarios, loaded, strict=True):
+        for number, (name, one, folder) in enumerate(zip(scenarios, loaded, folders, strict=True)):
             text = json_to != "-"
-            folder = _report_folder(report_to, name, len(loaded))
+            if text and number:
+                click.echo()
             if one.sweep:
                 points, stopped = _run_sweep(one, out, text, folder, check)
                 interrupted = interrupted or stopped
@@ -94,6 +96,8 @@ def run(ctx: click.Context, scenarios: tuple[str, ...], sets: tuple[str, ...], j
             if interrupted:
                 break
             failed |= check and not _checked(name, one, points)
+    if report_to is not None and len(loaded) > 1 and not interrupted:
+        _write_overview(report_to, [one.scenario.name for one in loaded], folders)
     if interrupted:
         ctx.exit(INTERRUPTED)
     if failed:
@@ -132,9 +136,11 @@ def _run_one(loaded: Loaded, out: JsonOutput | None, text: bool, folder: Path | 
 
         render(result, console())
     if folder is not None:
+        from sim.report.folder import write_run
         from sim.report.text import as_text
 
-        _write_report(folder, as_text(result), as_json)
+        with _reporting(folder) as written:
+            written += write_run(folder, result, as_text(result), as_json)
     return {}, as_json
 
 
@@ -165,10 +171,13 @@ def _run_sweep(loaded: Loaded, out: JsonOutput | None, text: bool, folder: Path 
 
         render_sweep(sweep.points, sweep.skipped, sweep.axes, console())
     if folder is not None:
+        from sim.report.folder import write_sweep
         from sim.report.text import sweep_as_text
 
-        _write_report(folder, sweep_as_text(sweep.points, sweep.skipped, sweep.axes),
-                      {"points": [p for _, p in points], **rest})
+        with _reporting(folder) as written:
+            written += write_sweep(folder, sweep.points, sweep.axes,
+                                   sweep_as_text(sweep.points, sweep.skipped, sweep.axes),
+                                   {"points": [p for _, p in points], **rest})
     return points, sweep.interrupted
 
 
@@ -278,21 +287,38 @@ def _writing(option: str, path: str) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, BrokenPipeError):
             raise
-        raise UserError(Fault(f"cannot write {path}: {error.strerror or error}", option)) from error
+        raise UserError(Fault(f"cannot write {error.filename or path}: {error.strerror or error}", option)) from error
 
 
-def _report_folder(report_to: str | None, name: str, count: int) -> Path | None:
+def _report_folders(report_to: str | None, names: Sequence[str]) -> list[Path | None]:
+    """The directory itself for one scenario, one below it for each of several, equal names told apart by a number."""
     if report_to is None:
-        return None
-    return Path(report_to) if count == 1 else Path(report_to) / Path(name).stem
+        return [None] * len(names)
+    if len(names) == 1:
+        return [Path(report_to)]
+    taken: dict[str, int] = {}
+    folders: list[Path | None] = []
+    for name in names:
+        stem = Path(name).stem
+        taken[stem] = taken.get(stem, 0) + 1
+        folders.append(Path(report_to) / (stem if taken[stem] == 1 else f"{stem}-{taken[stem]}"))
+    return folders
 
 
-def _write_report(folder: Path, text: str, as_json: Mapping[str, Any]) -> None:
+@contextmanager
+def _reporting(folder: Path) -> Iterator[list[Path]]:
+    """Collects what is written into a report's folder, and says so."""
+    written: list[Path] = []
     with _writing("--report", str(folder)):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "report.txt").write_text(text, encoding="utf-8")
-        (folder / "result.json").write_text(_dump(as_json) + "\n", encoding="utf-8")
-    click.echo(f"wrote {folder / 'report.txt'} and {folder / 'result.json'}", err=True)
+        yield written
+    click.echo(f"wrote {folder}: {', '.join(path.name for path in written)}", err=True)
+
+
+def _write_overview(report_to: str, titles: Sequence[str], folders: Sequence[Path | None]) -> None:
+    from sim.report.folder import write_overview
+
+    with _writing("--report", report_to):
+        write_overview(Path(report_to), [(t, f.name) for t, f in zip(titles, folders, strict=True) if f is not None])
 
 
 @contextmanager

@@ -84,6 +84,14 @@ def split(on: Axis, layers: Sequence[Spans]) -> tuple[list[Floats], float]:
     return shares, float(left.sum())
 
 
+def owner(on: Axis, layers: Sequence[Spans]) -> Ints:
+    """Which layer every piece of the axis is given to by the order above, shape (pieces,); `len(layers)` for none."""
+    found = np.full(len(on.weight_s), len(layers), dtype=np.int64)
+    for number in range(len(layers) - 1, -1, -1):
+        found[_active(on, layers[number]).sum(axis=0) > 0] = number
+    return found
+
+
 def _active(on: Axis, layer: Spans) -> Floats:
     """How many spans of each row cover each piece of the axis, shape (keys, pieces)."""
     pieces = len(on.weight_s)

@@ -2,7 +2,8 @@
 
 Format: "Trace Event Format" (Google, 2016), JSON object form: complete events (`ph: X`) with times in microseconds, and
 metadata events that name processes and threads. One process per simulated rank; its threads are the host, the device
-streams and one track per communicator.
+streams and one track per communicator; its counters (`ph: C`) are the bytes it holds, by category, at the times at which
+the host allocates and frees.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sim.engine import SectionRun
+from sim.memory.curve import Replay
+from sim.memory.ledger import CATEGORIES
 from sim.program import Kind, Program, Section
 from sim.report.result import Result
 
@@ -53,6 +58,7 @@ def trace(result: Result, event_limit: int = EVENT_LIMIT) -> dict[str, Any]:
         name = f"rank {simulated.representative}" + (f" (stands for {count:,} ranks)" if count > 1 else "")
         events += _names(number, name, program)
         algorithms = _algorithms(result, number)
+        replay, held = Replay(program), _held(program)
         for run in detail.timeline.classes[number]:
             drawn = list(run) if whole else [run]
             mark = {} if len(drawn) == run.repeats else {
@@ -61,6 +67,8 @@ def trace(result: Result, event_limit: int = EVENT_LIMIT) -> dict[str, Any]:
                          for task in range(len(program.sections[run.section]))]
             for one in drawn:
                 events += _tasks(number, program.sections[run.section], one, templates)
+                events += _memory(number, replay, one, held)
+            replay.skip(run.section, run.repeats - len(drawn))
     return {"traceEvents": events, "displayTimeUnit": "ms",
             "otherData": {"scenario": result.scenario.name, "step_time_s": result.step_time_s}}
 
@@ -131,6 +139,29 @@ def _tasks(process: int, section: Section, run: SectionRun, templates: list[_Tem
         if section.kind[task] != Kind.HOST and one.host_s > 0:
             issued = float(run.issue_s[task])
             yield _event(process, _HOST_TRACK, f"issue {one.name}", "host", issued, issued + one.host_s, one.args)
+
+
+def _held(program: Program) -> list[tuple[int, str]]:
+    """Categories that a program ever holds, with their number."""
+    used = {op.category for section in program.sections for op in section.memory}
+    used |= {category for _, _, category in program.resident}
+    return [(i, name) for i, name in enumerate(CATEGORIES) if name in used]
+
+
+def _memory(process: int, replay: Replay, run: SectionRun, held: list[tuple[int, str]]) -> Iterator[dict[str, Any]]:
+    """Counters of one run: at every moment of the host the fullest level, then the one that lasts."""
+    times, levels = replay.run(run)
+    stamps = np.round(times * _MICROSECONDS, 3)
+    first = np.flatnonzero(np.diff(stamps, prepend=-np.inf) > 0)
+    total = levels.sum(axis=1)
+    for start, stop in zip(first.tolist(), [*first[1:].tolist(), len(stamps)], strict=True):
+        top = start + int(total[start:stop].argmax())
+        for row in dict.fromkeys((top, stop - 1)):
+            level = levels[row]
+            yield {"ph": "C", "pid": process, "tid": 0, "name": "memory", "ts": float(stamps[start]),
+                   "args": {name: int(level[i]) for i, name in held}}
+            yield {"ph": "C", "pid": process, "tid": 0, "name": "memory in all", "ts": float(stamps[start]),
+                   "args": {"bytes": int(total[row])}}
 
 
 def _event(process: int, track: int, name: str, category: str, start_s: float, end_s: float,

@@ -151,6 +151,7 @@ class Weight:
         self.elements, self.dtype, self.shared, self.more = elements, dtype, shared, more
 
     def receive(self, run: Run, gradient: Storage) -> None:
+        """Take a gradient; a shared parameter's is complete with the last."""
         if self.shared and run.pending and self.more:
             return
         if self.shared and not run.pending:

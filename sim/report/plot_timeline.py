@@ -1,0 +1,189 @@
+"""The picture of a step: host, compute and communication as rows, from the whole step down to a few layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from sim.report import plot_style as look
+from sim.report.result import Result
+from sim.report.timeline_rows import EXPOSED, LATE, OTHER, WORTH_A_LOOK, Bars, Rows, close_look, rows_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+#: Inches: a row, what a panel needs beside its rows, head and foot of the picture.
+_ROW, _PANEL, _HEAD, _FOOT = 0.24, 0.55, 0.62, 0.52
+_LEFT, _RIGHT = 1.22, 0.15
+#: Width of a panel in bars that can be told apart; narrower neighbours are drawn as one.
+_TELLABLE = 450
+#: Inches a letter needs at the size of a bar's text.
+_LETTER = 0.068
+#: Mere numbers of layers are written on the bars of a row only if at least this share of them has the room.
+_WORTH_NUMBERING = 0.5
+#: Points: the outline of narrow bars, so that none is thinner than a screen can show.
+_HAIR = 0.5
+#: Beyond so many micro-steps their boundaries would be a grey field.
+_MARKED_MICRO_STEPS = 40
+
+Window = tuple[float, float]
+
+
+def timeline_figure(result: Result) -> Figure:
+    """Draw the critical rank's step; call within `plot_style.style()`."""
+    rows = rows_of(result)
+    panels = _panels(rows)
+    per_panel = len(rows.names) * _ROW + _PANEL
+    height = _HEAD + _FOOT + len(panels) * per_panel
+    made = look.figure(height)
+    simulated = result.detail.lowered.job.classes[result.detail.critical]
+    others = f", like {len(simulated.members) - 1:,} others" if len(simulated.members) > 1 else ""
+    unit, factor = look.scale(result.step_time_s)
+    exposed = result.breakdown.exposed_s / result.step_time_s
+    waiting = f", {100 * exposed:.1f}% of it exposed communication" if len(rows.names) > 2 else ", no communication"
+    look.heading(made, result.scenario.name,
+                 f"one step of rank {simulated.representative}{others}: {result.step_time_s * factor:.4g} {unit}"
+                 + waiting)
+    seen: set[str] = set()
+    for number, (title, window) in enumerate(panels):
+        top = height - _HEAD - number * per_panel - 0.24
+        box = (_LEFT / look.WIDTH, (top - len(rows.names) * _ROW) / height,
+               (look.WIDTH - _LEFT - _RIGHT) / look.WIDTH, len(rows.names) * _ROW / height)
+        ax = made.add_axes(box)
+        seen |= _panel(ax, rows, window, title, panels[number + 1][1] if number + 1 < len(panels) else None)
+    look.key(made, [(name.replace("_", "-"), colour) for name, colour in look.BARS.items() if name in seen])
+    return made
+
+
+def timeline_digest(result: Result) -> dict[str, Any]:
+    """What the picture shows, as a few numbers: whether a stored picture is current can be told without its pixels."""
+    rows = rows_of(result)
+    shown = []
+    for name, bars in zip(rows.names, rows.bars, strict=True):
+        inside = bars.within(0.0, rows.step_time_s)
+        seconds = {rows.keys[k]: float((inside.end_s - inside.start_s)[inside.key == k].sum())
+                   for k in sorted(set(inside.key.tolist()))}
+        shown.append({"row": name, "bars": len(inside.key), "seconds": dict(sorted(seconds.items()))})
+    return {"step_time_s": rows.step_time_s, "exposed_s": rows.exposed_s(0.0, rows.step_time_s), "rows": shown,
+            "panels": [{"title": title, "start_s": window[0], "end_s": window[1]} for title, window in _panels(rows)]}
+
+
+def _panels(rows: Rows) -> list[tuple[str, Window]]:
+    """(title, window), from the whole to the part."""
+    count = len(rows.micro_steps)
+    if count < 1:
+        return [("the step", (0.0, rows.step_time_s))]
+    panels = [(f"the whole step: {count} micro-steps" if count > 1 else "the whole step", (0.0, rows.step_time_s))]
+    start, end = (float(t) for t in rows.micro_steps[rows.closest])
+    if count > 1:
+        panels.append((f"micro-step {rows.closest + 1} of {count}", (start, end)))
+    part = close_look(rows, start, end)
+    if part is not None:
+        waits = rows.exposed_s(*part) > (part[1] - part[0]) * WORTH_A_LOOK
+        panels.append(("a close look: where most communication is exposed" if waits else
+                       "a close look: forward turns into backward", part))
+    return panels
+
+
+def _panel(ax: Axes, rows: Rows, window: Window, title: str, next_window: Window | None) -> set[str]:
+    """One window of the step; returns the keys that it shows."""
+    start, end = window
+    unit, factor = look.scale(end - start)
+    ax.set_xlim(start * factor, end * factor)
+    count = len(rows.names)
+    ax.set_ylim(count - 0.5, -0.5)
+    ax.set_yticks(range(count), [name.replace("_", "-") for name in rows.names])
+    ax.set_title(title)
+    ax.set_title(unit, loc="right", fontsize=8.5, color="#444444")
+    look.quiet(ax)
+    seen: set[str] = set()
+    for number, bars in enumerate(rows.bars):
+        seen |= _row(ax, rows, bars.within(start, end), number, window)
+    _bands(ax, rows, window, factor)
+    boundaries = [t for t in rows.micro_steps[1:, 0].tolist() if start < t < end]
+    if len(boundaries) < _MARKED_MICRO_STEPS:
+        for t in boundaries:
+            ax.axvline(t * factor, color="#666666", lw=0.7, ls=(0, (3, 3)), zorder=4)
+    if next_window is not None:
+        _bracket(ax, next_window, window, factor)
+    return seen
+
+
+def _row(ax: Axes, rows: Rows, bars: Bars, number: int, window: Window) -> set[str]:
+    from matplotlib.collections import PolyCollection
+
+    start, end = window
+    _, factor = look.scale(end - start)
+    tellable = (end - start) / _TELLABLE
+    host = number == 0
+    bars = bars.merged(tellable / 4, tellable * 3)
+    seen: set[str] = set()
+    half = 0.22 if host else 0.4
+    per_inch = (look.WIDTH - _LEFT - _RIGHT) / (end - start)
+    for index in sorted(set(bars.key.tolist())):
+        name = rows.keys[index]
+        chosen = bars.take((bars.key == index).nonzero()[0])
+        colour = look.BARS.get(name, look.GREY)
+        if name != LATE or float((chosen.end_s - chosen.start_s).max()) > tellable:
+            seen.add(name)
+        shapes = []
+        for s, e, share in zip(chosen.start_s.tolist(), chosen.end_s.tolist(), chosen.share.tolist(), strict=True):
+            top = number + half - 2 * half * share
+            shapes.append([(s * factor, number + half), (e * factor, number + half), (e * factor, top),
+                           (s * factor, top)])
+        if (chosen.share < 0.995).any():
+            seen.add(LATE)
+            _late(ax, chosen, number, half, factor)
+        wide = bool(((chosen.end_s - chosen.start_s) > 4 * tellable).any()) and name != EXPOSED
+        ax.add_collection(PolyCollection(shapes, facecolor=colour, edgecolor="white" if wide else colour,
+                                         linewidth=0.4 if wide else _HAIR, zorder=3, snap=False))
+        if not host and name not in (EXPOSED, LATE, OTHER):
+            _texts(ax, rows, chosen, colour, number, window, per_inch)
+    return seen
+
+
+def _late(ax: Axes, bars: Bars, number: int, half: float, factor: float) -> None:
+    """Behind bars whose kernels waited for their launch: the missing height is the share of time that they did."""
+    from matplotlib.collections import PolyCollection
+
+    shapes = [[(s * factor, number - half), (e * factor, number - half), (e * factor, number + half),
+               (s * factor, number + half)]
+              for s, e, share in zip(bars.start_s.tolist(), bars.end_s.tolist(), bars.share.tolist(), strict=True)
+              if share < 0.995]
+    ax.add_collection(PolyCollection(shapes, facecolor=look.BARS[LATE], edgecolor="none", zorder=2))
+
+
+def _texts(ax: Axes, rows: Rows, bars: Bars, colour: str, number: int, window: Window, per_inch: float) -> None:
+    """Names of layers on bars that have the room."""
+    _, factor = look.scale(window[1] - window[0])
+    whole, numbers = [], []
+    for s, e, text in zip(bars.start_s.tolist(), bars.end_s.tolist(), bars.text.tolist(), strict=True):
+        left, right = max(s, window[0]), min(e, window[1])
+        room = (right - left) * per_inch / _LETTER - 1
+        name = rows.texts[text] if text >= 0 else ""
+        short = name.removeprefix("block")
+        if name and len(name) <= room:
+            whole.append(((left + right) / 2 * factor, name))
+        elif short and len(short) <= room:
+            numbers.append(((left + right) / 2 * factor, short))
+    most = len(whole) + len(numbers) >= len(bars.text) * _WORTH_NUMBERING
+    for x, shown in [*whole, *(numbers if most else [])]:
+        ax.text(x, number, shown, ha="center", va="center_baseline", fontsize=7.5, color=look.legible(colour), zorder=5)
+
+
+def _bands(ax: Axes, rows: Rows, window: Window, factor: float) -> None:
+    """A tint through all rows wherever the rank waits for communication for long enough to be seen."""
+    least = (window[1] - window[0]) / _TELLABLE
+    for s, e in rows.exposed.tolist():
+        if e > window[0] and s < window[1] and e - s > least:
+            ax.axvspan(max(s, window[0]) * factor, min(e, window[1]) * factor, color=look.VERMILION, alpha=0.13, lw=0,
+                       zorder=1)
+
+
+def _bracket(ax: Axes, inner: Sequence[float], window: Window, factor: float) -> None:
+    """Below the rows: which stretch the next panel shows."""
+    least = (window[1] - window[0]) / 300
+    middle, half = (inner[0] + inner[1]) / 2, max((inner[1] - inner[0]) / 2, least)
+    ax.plot([(middle - half) * factor, (middle + half) * factor], [0, 0], color=look.BLACK, lw=3, clip_on=False,
+            solid_capstyle="butt", transform=ax.get_xaxis_transform(), zorder=6)
