@@ -148,7 +148,9 @@ def _model(written: Model, training: Training) -> Model:
         "kv_heads": _or(written.kv_heads, heads),
         "head_dim": _or(written.head_dim, hidden // heads),
         "ffn": ffn,
-        "activation": _or(written.activation, "silu" if written.gated_mlp else "gelu"),
+        # T5's feed-forward part is plain with relu (Raffel et al. 2020, section 2.1)
+        "activation": _or(written.activation, "silu" if written.gated_mlp else
+                          "relu" if written.kind == "encoder-decoder" else "gelu"),
         "max_positions": _or(written.max_positions, max(training.sequence, training.decoder_sequence)),
         "positions": _or(written.positions, "relative" if written.kind == "encoder-decoder" else "learned"),
     }
