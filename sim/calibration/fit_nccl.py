@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sim.calibration.nccl_figures import Parameters
+from sim.calibration.nccl_figures import Floats, Parameters
 from sim.calibration.nccl_solver import residuals, solve
 from sim.calibration.nccl_sweeps import Sweep, load, summary
 
@@ -23,7 +23,7 @@ _HEAD = """# Measured figures of links, fabrics and NCCL's protocols. Written by
 """
 
 
-def influence(sweeps: Sequence[Sweep], parameters: Parameters, shifts: np.ndarray) -> dict[str, set[str]]:  # type: ignore[type-arg]
+def influence(sweeps: Sequence[Sweep], parameters: Parameters, shifts: Floats) -> dict[str, set[str]]:
     """Sites whose predictions a figure moves noticeably (a quarter of a percent on average for ten percent of it)."""
     found: dict[str, set[str]] = {}
     parameters.apply(shifts)
@@ -40,7 +40,7 @@ def influence(sweeps: Sequence[Sweep], parameters: Parameters, shifts: np.ndarra
     return found
 
 
-def write(parameters: Parameters, shifts: np.ndarray, sites: dict[str, set[str]], path: Path = FILE) -> None:  # type: ignore[type-arg]
+def write(parameters: Parameters, shifts: Floats, sites: dict[str, set[str]], path: Path = FILE) -> None:
     """Write `figures.yaml`."""
     values = parameters.values(shifts)
     lines = [_HEAD + "families:"]
@@ -57,7 +57,7 @@ def write(parameters: Parameters, shifts: np.ndarray, sites: dict[str, set[str]]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def left_out(sweeps: Sequence[Sweep], parameters: Parameters, shifts: np.ndarray) -> dict[str, float]:  # type: ignore[type-arg]
+def left_out(sweeps: Sequence[Sweep], parameters: Parameters, shifts: Floats) -> dict[str, float]:
     """Error of each sweep predicted by a fit to all sites but its own."""
     errors: dict[str, float] = {}
     for site in sorted({s.site for s in sweeps}):
@@ -81,7 +81,7 @@ def main() -> None:
     if not FILE.exists():
         write(parameters, zero, {})
     sweeps = load()
-    shifts = solve(sweeps, parameters, zero, rounds=12)
+    shifts = solve(sweeps, parameters, zero, rounds=20)
     write(parameters, shifts, influence(sweeps, parameters, shifts))
     residuals(sweeps)
     for sweep in sorted(sweeps, key=lambda s: -s.error()):

@@ -12,7 +12,7 @@ import yaml
 
 from sim.calibration.fit_nccl import influence
 from sim.calibration.nccl_command import OPERATIONS
-from sim.calibration.nccl_figures import Parameters
+from sim.calibration.nccl_figures import Floats, Parameters
 from sim.calibration.nccl_solver import residuals, solve
 from sim.calibration.nccl_sweeps import LEAST_BYTES, Sweep, sweep_of, topology_mapping
 from sim.calibration.nccl_text import Run, parse
@@ -119,7 +119,7 @@ def _sweep(run: Run, mapping: Mapping[str, Any], file: str) -> Sweep:
     return sweep
 
 
-def _held_out(sweeps: Sequence[Sweep], parameters: Parameters, zero: np.ndarray) -> list[float]:  # type: ignore[type-arg]
+def _held_out(sweeps: Sequence[Sweep], parameters: Parameters, zero: Floats) -> list[float]:
     """Error of every second row, predicted by a fit to the others."""
     whole = [(sweep.sizes, sweep.measured_us) for sweep in sweeps]
     for sweep, (at, times) in zip(sweeps, whole, strict=True):

@@ -159,7 +159,8 @@ def compress(kind: str, index: Ints, load: Floats, exact: bool, keep: tuple[int,
         tuple[LinkId, float]]:
     """Sum `load` per link, keep all loaded links (`exact`) or the lowest-numbered of each distinct load and `keep`."""
     low = int(index.min()) if index.size else 0
-    return _representatives(kind, low, np.bincount(index - low, weights=load), exact, keep)
+    total: Floats = np.bincount(index - low, weights=load).astype(np.float64)
+    return _representatives(kind, low, total, exact, keep)
 
 
 def _representatives(kind: str, low: int, total: Floats, exact: bool, keep: tuple[int, ...]) -> list[
