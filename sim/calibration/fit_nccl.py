@@ -17,7 +17,8 @@ from sim.calibration.nccl_solver import residuals, solve
 from sim.calibration.nccl_sweeps import Sweep, load, summary
 
 FILE = Path(__file__).resolve().parents[1] / "network" / "figures.yaml"
-_HEAD = """# Measured figures of links, fabrics and NCCL's protocols. Written by `python -m sim.calibration.fit_nccl`; do not edit.
+_HEAD = """# Measured figures of links, fabrics and NCCL's protocols. Written by
+# `python -m sim.calibration.fit_nccl`; do not edit.
 # value: fitted to the sweeps of sim/calibration/data/collectives.yaml; prior: where the fit began (families' source);
 # sites: clusters whose sweeps the figure moves; confidence: high from 3 sites on, medium from 1, low without data.
 """
@@ -67,7 +68,8 @@ def left_out(sweeps: Sequence[Sweep], parameters: Parameters, shifts: Floats) ->
             if sweep.site == site:
                 sweep.refresh()
                 errors[sweep.id] = sweep.error()
-        print(site, " ".join(f"{100 * errors[s.id]:.1f}" for s in sweeps if s.site == site), file=sys.stderr, flush=True)
+        found = " ".join(f"{100 * errors[s.id]:.1f}" for s in sweeps if s.site == site)
+        print(f"{site}: {found}", file=sys.stderr, flush=True)
     parameters.apply(shifts)
     for sweep in sweeps:
         sweep.refresh()

@@ -1,4 +1,4 @@
-"""`python -m sim.calibration.nccl_report [--quick]`: writes reports/collectives.md and its pictures, worst sweeps first.
+"""`python -m sim.calibration.nccl_report [--quick]`: writes reports/collectives.md and its pictures, worst first.
 
 Without `--quick` every site is left out in turn and predicted by a fit to the others (a few minutes).
 """
@@ -39,13 +39,14 @@ def _figures(errors: Sequence[float]) -> str:
 
 def _table(sweeps: Sequence[Sweep], kept: dict[str, float]) -> list[str]:
     """Median and 90th percentile by place, against the aims."""
-    lines = ["| sweeps | count | aim | in sample | without the host of the benchmark | sweeps without noisy rows, in sample "
+    lines = ["| sweeps | count | aim | in sample | without the host of the benchmark | without sweeps of noisy rows "
              "| site left out | aim |", "|---|---|---|---|---|---|---|---|"]
     for place, (median, high) in _AIMS.items():
         here = [s for s in sweeps if _place(s) == place]
         bare = [float(np.abs(s.predict_us(False) / s.measured_us - 1)[s.counted].mean()) for s in here]
         lines.append(
-            f"| {place} | {len(here)} | {100 * median:.0f} % / {100 * high:.0f} % | {_figures([s.error() for s in here])} "
+            f"| {place} | {len(here)} | {100 * median:.0f} % / {100 * high:.0f} % "
+            f"| {_figures([s.error() for s in here])} "
             f"| {_figures(bare)} | {_figures([s.error() for s in here if not _noisy(s)])} "
             f"| {_figures([kept[s.id] for s in here if s.id in kept])} "
             f"| {130 * median:.1f} % / {130 * high:.1f} % |")

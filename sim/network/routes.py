@@ -242,7 +242,8 @@ def _symmetric(p: Placement, key: str, inside: Floats, outside: float, channels:
             slot = inside + out if p.to_nic.size else inside
             parts.append((f"gpu_{way}", p.ranks, slot, None))
             if p.switches:
-                parts.append((f"pcie_{way}", p.switch, np.where(p.on_switch < p.local, inside / p.on_switch, 0.0), None))
+                crossing = np.where(p.on_switch < p.local, inside / p.on_switch, 0.0)
+                parts.append((f"pcie_{way}", p.switch, crossing, None))
                 parts += _to_nic(p, way, out)
             if p.nodes > 1:
                 parts.append((f"nic_{way}", p.nic, outside / (p.groups * p.sharing), None))

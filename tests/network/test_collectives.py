@@ -58,7 +58,7 @@ def test_ring_on_one_switch(machines: Machines, kind: str, passes: int) -> None:
 
 
 def test_ring_across_nodes(machines: Machines) -> None:
-    """Two nodes: 15/16 of the buffer leaves each node over 8 NICs; 7/8 of that stays on NVLink; 14 steps and one hop."""
+    """Two nodes: 15/16 of the buffer leaves each node over 8 NICs; 7/8 of that stays on NVLink; 14 steps, one hop."""
     net = network(machines["dgx-a100"], nodes=2, nccl=SIMPLE)
     flow = net.coflow("all_gather", 64 * GIB, world(16))
     loads = dict(zip(flow.links, flow.loads, strict=True))
@@ -92,7 +92,7 @@ def test_bytes_are_conserved(machines: Machines, kind: str, passes: int, nodes: 
 
 
 def test_all_to_all_bytes(machines: Machines) -> None:
-    """Every rank sends 1/n of its buffer to each peer: 7 of 16 parts inside, 8 of 16 over its NIC at less than a ring's rate."""
+    """Every rank sends 1/n of its buffer to each peer: 7/16 inside, 8/16 over its NIC at less than a ring's rate."""
     net = network(machines["dgx-a100"], nodes=2)
     loads = dict.fromkeys(("gpu_out", "nic_out"), 0.0)
     flow = net.coflow("all_to_all", GIB, world(16))
