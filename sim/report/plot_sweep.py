@@ -19,7 +19,7 @@ MOST_LINES = 8
 #: Dotted fields that change the number of GPUs and nothing else.
 _CLUSTER = "cluster.nodes"
 #: An axis whose values grow by about a factor each is drawn with powers.
-_GEOMETRIC = 1.5
+_GEOMETRIC = 1.7
 
 
 #: Values this many times apart are drawn on a logarithmic scale.
@@ -63,13 +63,14 @@ class Sweep:
         if not self.numeric or len(self.values) < 3 or min(self.values) <= 0:
             return False
         ordered = sorted(set(self.values))
-        return ordered[-1] / ordered[0] >= _GEOMETRIC ** (len(ordered) - 1)
+        return bool(ordered[-1] / ordered[0] >= _GEOMETRIC ** (len(ordered) - 1))
 
 
 def sweeps(points: Sequence[Result], axes: Mapping[str, Sequence[Any]]) -> list[Sweep]:
-    """The pictures of a sweep: x is the number axis with most values, lines the next axis, the rest one picture each."""
-    axes = {name: list(dict.fromkeys(map(_plain, values))) for name, values in axes.items()}
-    varied = {name: values for name, values in axes.items() if len(values) > 1}
+    """The pictures of a sweep: x is the numeric axis with most values (nodes come first), lines are the next axis, and
+    further axes are held, one picture for each combination of their values."""
+    distinct = {name: list(dict.fromkeys(map(_plain, values))) for name, values in axes.items()}
+    varied = {name: values for name, values in distinct.items() if len(values) > 1}
     if not points or not varied:
         return []
     axis = max(varied, key=lambda name: (name == _CLUSTER, all(map(_number, varied[name])), len(varied[name])))
@@ -112,11 +113,11 @@ def sweep_figure(sweep: Sweep) -> Figure:
         for index, line in enumerate(sweep.lines):
             _line(ax, line, [value(p) for p in line.points], index)
         shown = [value(p) for line in sweep.lines for p in line.points]
-        if max(shown) > _LOGARITHMIC * min(shown):
+        if max(shown) > _LOGARITHMIC * min(shown) > 0:
             ax.set_yscale("log")
             _readable_powers(ax, shown)
         else:
-            ax.set_ylim(0, max(shown) * 1.1)
+            ax.set_ylim(0, max(shown) * 1.1 or 1.0)
             ax.yaxis.set_major_formatter("{x:,g}")
         _x_axis(ax, sweep)
     _legend(made, sweep)
@@ -129,7 +130,7 @@ def scaling_figure(sweep: Sweep) -> Figure:
     extra = 0.25 * ((len(sweep.lines) + 3) // 4) if several else 0.0
     height = 3.7 + extra
     made = look.figure(height)
-    look.heading(made, sweep.title, _subtitle(sweep, "scaling with GPUs; ideal: each works as fast as in the smallest job"))
+    look.heading(made, sweep.title, _subtitle(sweep, "ideal: each GPU as fast as in the smallest job"))
     foot = 0.62 + extra
     boxes = [((0.75 + n * 4.3) / look.WIDTH, foot / height, 3.75 / look.WIDTH, (height - foot - 0.92) / height)
              for n in (0, 1)]
@@ -140,8 +141,8 @@ def scaling_figure(sweep: Sweep) -> Figure:
     for index, line in enumerate(sweep.lines):
         gpus = [float(p.gpus) for p in line.points]
         each = [p.tokens_per_second_per_gpu for p in line.points]
-        rate.plot([gpus[0], gpus[-1]], [gpus[0] * each[0], gpus[-1] * each[0]], color=look.GREY, lw=1.1, ls=(0, (4, 2)),
-                  zorder=2)
+        rate.plot([gpus[0], gpus[-1]], [gpus[0] * each[0], gpus[-1] * each[0]], color=look.GREY, lw=1.1,
+                  ls=(0, (4, 2)), zorder=2)
         over_gpus = Line(line.name, gpus, line.points)
         _line(rate, over_gpus, [p.tokens_per_second for p in line.points], index)
         efficiency = [100 * e / each[0] for e in each]
