@@ -1,4 +1,4 @@
-"""`--report DIR` on the command line: one folder per scenario, an index, and exit code 2 where nothing can be written."""
+"""`--report DIR`: one folder per scenario, an index, and exit code 2 where nothing can be written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SMALL = """\
 name: small
 cluster: {topology: dgx-a100-80g, nodes: 1}
 model: {preset: gpt2}
-training: {micro_batch: 1, global_batch: 8, sequence: 1024, precision: fsdp-bf16}
+training: {micro_batch: 1, global_batch: 16, sequence: 1024, precision: fsdp-bf16}
 parallel: {strategy: fsdp}
 """
 
