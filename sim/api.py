@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sim.engine import Machine, simulate
-from sim.errors import UserError
+from sim.errors import Fault, UserError
 from sim.hardware import Device, gpu
 from sim.network import Network, Topology
 from sim.parallel import Lowered, lower
@@ -71,7 +71,13 @@ def run(source: Source) -> Result:
     Raises:
         UserError: the file is wrong, or asks for what is not simulated.
     """
-    return _predict(source if isinstance(source, Scenario) else _loaded(source).scenario, {})
+    if isinstance(source, Scenario):
+        return _predict(source, {})
+    loaded = _loaded(source)
+    try:
+        return _predict(loaded.scenario, {})
+    except UserError as error:
+        raise UserError(_placed(fault, loaded) for fault in error.faults) from None
 
 
 def run_sweep(source: Loaded | str | Path, *, progress: Callable[[int, int], None] | None = None,
@@ -147,6 +153,14 @@ def _attempt(scenario: Scenario, sets: Mapping[str, Any]) -> Result | str:
         return _predict(scenario, sets)
     except UserError as error:
         return "; ".join(": ".join(part for part in (f.field, f.message) if part) for f in error.faults)
+
+
+def _placed(fault: Fault, loaded: Loaded) -> Fault:
+    """A fault of a later room with the file and line of the field, or of the nearest parent that was written."""
+    if fault.file or not fault.field:
+        return fault
+    file, line = loaded.document.place(fault.field)
+    return replace(fault, file=file, line=line)
 
 
 def _loaded(source: Loaded | str | Path) -> Loaded:

@@ -82,11 +82,13 @@ class MemoryOp(NamedTuple):
 
     Attributes:
         before: number of the task of the section before which the host does it; len(tasks) = at the section's end.
-        tensor: name; an allocation and its release carry the same one.
+        tensor: name; an allocation and its release carry the same one. A pool of tensors (the layers' own) rises and
+            falls in parts; over a step they cancel.
         size_bytes: signed.
         category: one of result.md's memory categories.
         stream: stream whose pool it comes from.
         used_on: other streams it was record_stream'ed on (a release is reusable only after their events).
+        operator: operator of the layer that makes it, where one can be named.
     """
 
     before: int
@@ -95,6 +97,7 @@ class MemoryOp(NamedTuple):
     category: str
     stream: int = 0
     used_on: tuple[int, ...] = ()
+    operator: str = ""
 
 
 @dataclass(slots=True)

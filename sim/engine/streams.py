@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _LAST = EventPriority(NORMAL + 1)  # after all ordinary events of the same instant
 _NEVER = math.inf
+_INSTANT_S = 1e-9  # a thousandth of the shortest kernel; above the rounding of any clock
 
 
 class Timer(Event):
@@ -193,7 +194,12 @@ class Stream(Timer):
         self.arm((self.base_s if self.base_s > late else late) + new.total_s, now)
 
     def running_kernel(self, now: float) -> int:
-        """Number, within its segment, of the kernel that is on the device now; -1 if none is."""
+        """Number, within its segment, of the kernel that is on the device now; -1 if none is.
+
+        A kernel launched in this very instant counts, whatever the rounding of its time: the host issues it before the
+        collective on whose behalf this is asked.
+        """
+        now += _INSTANT_S
         if self.profile is None or now < self.base_s:
             return -1
         kernel, fraction, _ = self.position(now)

@@ -18,7 +18,9 @@ _CLASS = {
 }
 
 #: Where a kernel of this name was not built for a GPU, what runs in its place.
-_REPLACEMENT = {"flash3": "flash2", "flash2": "flash1", "triton": "flash1", "flash1": "flash2"}
+#: `efficient` is PyTorch's memory-efficient kernel (CUTLASS), which takes a bias; about as fast as the first flash
+#: kernels (Dao, FlashAttention-2, 2023, figure 4).
+_REPLACEMENT = {"flash3": "flash2", "flash2": "flash1", "triton": "flash1", "efficient": "flash1", "flash1": "flash2"}
 
 
 @dataclass(frozen=True, slots=True)

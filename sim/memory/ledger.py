@@ -34,12 +34,14 @@ Levels = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A point of the host's order: the section and the label of the task it is about to issue."""
+    """A point of the host's order: the section, the label of the task it is about to issue, and the operator of the
+    layer that allocates there, where one can be named."""
 
     section: str
     layer: str
     phase: str
     task: str
+    operator: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class MemoryUse:
         where: where in the host's order that is; None if nothing is ever allocated above the resident level.
         phases: bytes by category after construction, at the end of forward, at the highest point of backward and of the
             optimizer step; a phase the program does not have is left out.
+        highest: highest sum within each phase of the step: forward, backward, optimizer.
         category_peaks: each category's own highest level.
         net_bytes: level at the end of the step minus level at its start, by category; zero in a steady step.
     """
@@ -60,6 +63,7 @@ class MemoryUse:
     at_peak: dict[str, int]
     where: Place | None
     phases: dict[str, dict[str, int]]
+    highest: dict[str, int]
     category_peaks: dict[str, int]
     net_bytes: dict[str, int]
 
@@ -80,6 +84,7 @@ class _Track:
     phase: Levels  # (samples,) index into _LABEL_PHASES, -1 for others
     forward_ends: Levels  # samples that are marks at which a forward ends
     net: Levels  # (categories,)
+    operations: Levels  # (samples,) number of the operation, -1 for a mark
 
 
 def allocated_bytes(levels: Mapping[str, int]) -> int:
@@ -122,6 +127,7 @@ class _Walk:
         self.best_levels = resident
         self.best_at: tuple[_Track, int] | None = None
         self.phases: dict[str, tuple[int, Levels]] = {}
+        self.highest = dict.fromkeys(_LABEL_PHASES, 0)
 
     def run(self, track: _Track) -> None:
         """One run of a section from the current level."""
@@ -131,8 +137,13 @@ class _Walk:
             self.best, self.best_levels, self.best_at = total, self.level + track.levels[top], (track, top)
         np.maximum(self.category_peaks, self.level + track.levels.max(axis=0), out=self.category_peaks)
         self._highest("end_of_forward", track, track.forward_ends)
-        self._highest("peak_in_backward", track, np.flatnonzero(track.phase == 1))
-        self._highest("optimizer_step", track, np.flatnonzero(track.phase == 2))
+        base = int(self.level[_ALLOCATED].sum())
+        for number, (phase, name) in enumerate(zip(_LABEL_PHASES, ("", *PHASES[2:]), strict=True)):
+            samples = np.flatnonzero(track.phase == number)
+            if len(samples):
+                self.highest[phase] = max(self.highest[phase], base + int(track.totals[samples].max()))
+                if name:
+                    self._highest(name, track, samples)
         self.level = self.level + track.net
 
     def _highest(self, name: str, track: _Track, samples: Levels) -> None:
@@ -150,7 +161,7 @@ class _Walk:
         phases = {"after_init": _named(init)}
         phases |= {name: _named(self.phases[name][1]) for name in PHASES if name in self.phases}
         where = None if self.best_at is None else _place(program, *self.best_at)
-        return MemoryUse(self.best, _named(self.best_levels), where, phases, _named(self.category_peaks),
+        return MemoryUse(self.best, _named(self.best_levels), where, phases, self.highest, _named(self.category_peaks),
                          _named(self.level - resident))
 
 
@@ -175,7 +186,8 @@ def _track(program: Program, section: Section) -> _Track:
     after_forward = task_phase[np.maximum(before - 1, 0)] == 0
     ends = np.flatnonzero(is_mark & after_forward & (before > 0))
     phase = task_phase[np.minimum(before, len(task_phase) - 1)]
-    return _Track(section, before, levels, levels[:, _ALLOCATED].sum(axis=1), phase, ends, levels[-1])
+    return _Track(section, before, levels, levels[:, _ALLOCATED].sum(axis=1), phase, ends, levels[-1],
+                  order - len(changes))
 
 
 def _category(name: str) -> int:
@@ -194,4 +206,6 @@ def _place(program: Program, track: _Track, sample: int) -> Place:
     if not len(section):
         return Place(section.name, "", "", "")
     label = program.labels[section.label[min(int(track.before[sample]), len(section) - 1)]]
-    return Place(section.name, label.layer, label.phase, label.name)
+    operation = int(track.operations[sample])
+    operator = section.memory[operation].operator if operation >= 0 else ""
+    return Place(section.name, label.layer, label.phase, label.name, operator)

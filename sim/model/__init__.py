@@ -1,11 +1,11 @@
 """Architectures as layers of operators: FLOPs, bytes, parameters, tensors autograd keeps."""
 
 from sim.model.architecture import Architecture, Layer, Operator, Parameter, Tensor
-from sim.model.decoder import build
+from sim.model.build import build
 from sim.model.kernels import accumulation_kernels
-from sim.model.optimizer import clip_kernels, optimizer_kernels
+from sim.model.optimizer import clip_kernels, optimizer_kernels, optimizer_temporary_bytes
 
 __all__ = [
     "Architecture", "Layer", "Operator", "Parameter", "Tensor", "accumulation_kernels", "build", "clip_kernels",
-    "optimizer_kernels",
+    "optimizer_kernels", "optimizer_temporary_bytes",
 ]

@@ -6,10 +6,14 @@ Knows nothing of GPUs, ranks or sharding: an `Architecture` is what one model re
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from sim.work import DTYPE_BYTES, Kernel
+
+if TYPE_CHECKING:
+    from sim.model.eager.profile import Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +76,20 @@ class Layer:
     """Embedding, one block, or head (final norm, logits, loss): what FSDP wraps and checkpointing recomputes.
 
     Attributes:
-        kind: "embedding", "block" or "head".
+        kind: "embedding", "block", "bridge" (from an encoder to its decoder) or "head".
         operators: in forward order; backward runs them reversed.
         input: the tensor full recomputation keeps instead of `saved`.
         parameters: in registration order (`module.parameters()`).
+        shared: parameters of an earlier layer that this one multiplies by or looks up (a tied head).
+        program: the module code behind it, for its memory (`sim.model.eager`); None: estimated from `saved`.
     """
 
     kind: str
     operators: tuple[Operator, ...]
     input: Tensor
     parameters: tuple[Parameter, ...]
+    shared: tuple[Parameter, ...] = ()
+    program: Program | None = field(default=None, compare=False)
 
     @cached_property
     def numel(self) -> int:
@@ -119,16 +127,43 @@ class Architecture:
     """One replica and one micro-batch.
 
     Attributes:
-        stack: embedding, blocks ..., head, in forward order; equal layers are the same object.
+        stack: embedding, blocks ..., head, in forward order; equal layers are the same object. An encoder-decoder has a
+            bridge between its two rows of blocks.
         tied: the head multiplies by the embedding's matrix, which then belongs to the embedding layer only; its
             gradient is ready with the embedding's, and under FSDP both live in the root unit.
         batch, sequence: of the micro-batch.
+        given_names: names of the layers, where they have their own.
     """
 
     stack: tuple[Layer, ...]
     tied: bool
     batch: int
     sequence: int
+    given_names: tuple[str, ...] = ()
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the layers for reports: their own, or kinds and numbered blocks ("block0", of two stacks
+        "encoder0" ... "decoder0")."""
+        if self.given_names:
+            return self.given_names
+        kinds = [layer.kind for layer in self.stack]
+        bridge = kinds.index("bridge") if "bridge" in kinds else len(kinds)
+        names, number = [], 0
+        for position, kind in enumerate(kinds):
+            stack = "block" if bridge == len(kinds) else "encoder" if position < bridge else "decoder"
+            names.append(f"{stack}{number}" if kind == "block" else kind)
+            number = number + 1 if kind == "block" else 0
+        return tuple(names)
+
+    @cached_property
+    def block_numbers(self) -> tuple[int, ...]:
+        """For every position of the stack the number of its block, from 1 on; 0 for layers that are no blocks."""
+        numbers, count = [], 0
+        for layer in self.stack:
+            count += layer.kind == "block"
+            numbers.append(count if layer.kind == "block" else 0)
+        return tuple(numbers)
 
     @cached_property
     def parameters(self) -> int:

@@ -1,4 +1,4 @@
-"""Self-attention: projections, rotary embedding, the core (one flash kernel or spelled out), output projection.
+"""Attention: projections, rotary embedding, the core (one fused kernel or spelled out), output projection.
 
 What autograd keeps is assigned so that selective recomputation is simply "drop what `core` operators keep": queries,
 keys and values belong to the operator that makes them, the core's output to the projection that reads it.
@@ -6,42 +6,54 @@ keys and values belong to the operator that makes them, the core's output to the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from sim.model.architecture import Operator, Parameter, Tensor
 from sim.model.kernels import cast, chain, elementwise, linear, linear_operator, linear_parameters, product, width
+from sim.model.relative import bias_backward, bias_forward, kept_bias
 from sim.model.style import Style
 from sim.work import Kernel
 
 #: FlopCounterMode: a flash backward is five products where the forward is two. (torch/utils/flop_counter.py)
 _FLASH_BACKWARD = 2.5
 
-#: Names of the projections by module style: q/k/v or fused, then output.
-_NAMES = {
+#: Names of the query, key, value and output projections by module style; a fused projection has one name.
+_NAMES: dict[str, tuple[str, ...]] = {
     "plain": ("qkv", "proj"),
     "gpt2": ("attn.c_attn", "attn.c_proj"),
-    "transformers": ("self_attn", "self_attn.o_proj"),
+    "transformers": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
     "megatron": ("self_attention.linear_qkv", "self_attention.linear_proj"),
 }
 
 
-def attention_operators(style: Style, source: str) -> tuple[list[Operator], list[Parameter]]:
+def attention_operators(
+    style: Style, source: str, names: Sequence[str] = (),
+) -> tuple[list[Operator], list[Parameter]]:
     """Operators from the projection of queries to the output projection, and parameters in registration order.
+
+    With `style.memory` keys and values come from another stack's output (cross attention).
 
     Args:
         source: dtype in which the norm's output arrives.
+        names: modules of the projections, default those of the module style.
     """
-    qkv_name, output_name = _NAMES["gpt2" if style.conv1d else style.modules]
-    qkv, parameters = _qkv(style, qkv_name, source)
+    names = names or _NAMES["gpt2" if style.conv1d else style.modules]
+    project = _cross_projections if style.memory else _projections
+    qkv, parameters = project(style, names[:-1], source)
     operators = [qkv]
     if style.positions == "rotary":
         operators.append(_rotary(style))
-    flash = uses_flash(style)
-    operators.append(_flash(style) if flash else _eager(style))
+    operators.append(core_operator(style))
     attended = Tensor("attention_output", style.tokens * style.query_width, style.act)
-    projection, more = linear_operator(style, "projection", output_name, style.query_width, style.hidden,
+    projection, more = linear_operator(style, "projection", names[-1], style.query_width, style.hidden,
                                        source=style.act, saved=(attended,))
     return [*operators, projection], [*parameters, *more]
+
+
+def core_operator(style: Style) -> Operator:
+    """From queries, keys and values to the attention output: one fused kernel, or spelled out."""
+    return _flash(style) if uses_flash(style) else _eager(style)
 
 
 def uses_flash(style: Style) -> bool:
@@ -49,37 +61,65 @@ def uses_flash(style: Style) -> bool:
     return style.attention == "flash" and not (width(style.act) > 2 and style.heads != style.kv_heads)
 
 
-def _qkv(style: Style, module: str, source: str) -> tuple[Operator, list[Parameter]]:
-    """Query, key and value projections, fused or not, and the tensors attention will need."""
+def _projections(style: Style, names: Sequence[str], source: str) -> tuple[Operator, list[Parameter]]:
+    """Query, key and value projections of one input, fused or not, and the tensors attention will need."""
     outputs = style.query_width + 2 * style.kv_width
     kept = [] if style.positions == "rotary" else _kept_queries_and_keys(style)
     kept.append(_kept_values(style))
     inputs = Tensor("qkv_input", style.tokens * style.hidden, style.act)
-    if not style.separate_qkv:
-        operator, fused = linear_operator(style, "qkv", module, style.hidden, outputs, source=source,
+    if len(names) == 1:
+        operator, fused = linear_operator(style, "qkv", names[0], style.hidden, outputs, source=source,
                                           saved=(inputs, *kept))
         # the gradients of q, k and v are written side by side again (unbind's, split's backward: stack or cat)
         gather = elementwise("qkv_gradient_cat", style.tokens * outputs, 2 * width(style.act), style.act)
         if not style.stack.compile:
             operator = replace(operator, backward=(gather, *operator.backward))
         return operator, list(fused)
+    features = (style.query_width, style.kv_width, style.kv_width)
+    tokens = (style.tokens,) * 3
+    sums = elementwise("input_gradient_sum", style.tokens * style.hidden, 3 * width(source), source, 2)
+    # under autocast every projection casts its input for itself
+    saved = (inputs,) * (3 if source != style.act else 1)
+    return _separate(style, names, features, tokens, source, (*saved, *kept), [sums])
+
+
+def _cross_projections(style: Style, names: Sequence[str], source: str) -> tuple[Operator, list[Parameter]]:
+    """Queries from the stack's own stream, keys and values from the encoder's output.
+
+    That output is kept once for all blocks, by the layer that makes it; where a projection casts it, the copy is kept.
+    Its gradient is added up over the blocks.
+    """
+    rows = style.batch * style.memory
+    copies = (Tensor("memory_copy", rows * style.hidden, style.act),) * (2 if source != style.act else 0)
+    saved = (Tensor("query_input", style.tokens * style.hidden, style.act), *copies, *_kept_queries_and_keys(style),
+             _kept_values(style))
+    sums = elementwise("memory_gradient_sum", rows * style.hidden, 3 * width(source), source, 2)
+    if len(names) == 2:
+        features: tuple[int, ...] = (style.query_width, 2 * style.kv_width)
+        saved = saved if source == style.act else (saved[0], *saved[2:])
+        return _separate(style, names, features, (style.tokens, rows), source, saved, [sums])
+    features = (style.query_width, style.kv_width, style.kv_width)
+    return _separate(style, names, features, (style.tokens, rows, rows), source, saved, [sums])
+
+
+def _separate(
+    style: Style, names: Sequence[str], features: Sequence[int], rows: Sequence[int], source: str,
+    saved: tuple[Tensor, ...], sums: list[Kernel],
+) -> tuple[Operator, list[Parameter]]:
+    """Projections that are modules of their own; the one that runs last in forward has its gradients first."""
     forward: list[Kernel] = []
     backward: list[Kernel] = []
     parameters: list[Parameter] = []
     ready: list[Parameter] = []
-    for name, features in (("q_proj", style.query_width), ("k_proj", style.kv_width), ("v_proj", style.kv_width)):
-        one_forward, one_backward = linear(style, style.tokens, style.hidden, features, source=source, bias=style.bias)
+    for name, outputs, tokens in zip(names, features, rows, strict=True):
+        one_forward, one_backward = linear(style, tokens, style.hidden, outputs, source=source, bias=style.bias)
         forward += one_forward
         backward = one_backward + backward
-        own = linear_parameters(style, f"{module}.{name}", style.hidden, features, style.bias)
+        own = linear_parameters(style, name, style.hidden, outputs, style.bias)
         parameters += own
         ready = [*(own if style.autocast else own[::-1]), *ready]
-    sums = elementwise("input_gradient_sum", style.tokens * style.hidden, 3 * width(source), source, 2)
-    # under autocast every projection casts its input for itself
-    saved = (inputs,) * (3 if source != style.act else 1)
-    copies = (Tensor("qkv_weight_copy", style.hidden * outputs, style.act),) if style.autocast else ()
-    return Operator("qkv", tuple(forward), (*backward, sums), tuple(ready), (*saved, *kept),
-                    weight_copies=copies), parameters
+    copies = (Tensor("qkv_weight_copy", style.hidden * sum(features), style.act),) if style.autocast else ()
+    return Operator("qkv", tuple(forward), (*backward, *sums), tuple(ready), saved, weight_copies=copies), parameters
 
 
 def _repeated(style: Style) -> bool:
@@ -90,12 +130,12 @@ def _repeated(style: Style) -> bool:
 def _kept_queries_and_keys(style: Style) -> list[Tensor]:
     keys = style.query_width if _repeated(style) else style.kv_width
     return [Tensor("queries", style.tokens * style.query_width, style.act),
-            Tensor("keys", style.tokens * keys, style.act)]
+            Tensor("keys", style.batch * style.keys * keys, style.act)]
 
 
 def _kept_values(style: Style) -> Tensor:
     values = style.query_width if _repeated(style) else style.kv_width
-    return Tensor("values", style.tokens * values, style.act)
+    return Tensor("values", style.batch * style.keys * values, style.act)
 
 
 def _rotary(style: Style) -> Operator:
@@ -130,25 +170,32 @@ def _flash(style: Style) -> Operator:
 
     Keeps the log-sum-exp (fp32, one per head and token) and the random state (two 8-byte scalars). FLOPs count the
     attended square in full; `causal` lets the device skip half. With a window every query meets at most that many keys
-    and the band's exact area is counted instead.
+    and the band's exact area is counted instead. A bias of the scores takes the memory-efficient kernel, which reads it
+    for every sequence and skips nothing, since the mask is part of it.
     """
-    seq_k, causal = style.sequence, True
-    if style.window:
+    seq_k, causal = style.keys, style.causal and not style.biased
+    if style.window and causal:
         seq_k, causal = round(_band(style.sequence, style.window) / style.sequence), False
     shape = (style.batch, style.heads, style.kv_heads, style.sequence, seq_k, style.head_dim)
     flops = 4.0 * style.batch * style.sequence * seq_k * style.query_width
     e = width(style.act)
     row_sums = style.tokens * style.heads
-    streams = style.tokens * (2 * style.query_width + 2 * style.kv_width) * e
-    kernel = style.stack.attention_kernel
-    forward = [Kernel("attention", style.act, shape, "forward", flops, streams + 4 * row_sums, "attention", causal,
-                      1, kernel)]
+    streams = (2 * style.tokens * style.query_width + 2 * style.batch * style.keys * style.kv_width) * e
+    scores = style.batch * style.heads * style.sequence * style.keys * e if style.biased else 0.0
+    kernel = "efficient" if style.biased else style.stack.attention_kernel
+    forward = [Kernel("attention", style.act, shape, "forward", flops, streams + 4 * row_sums + scores, "attention",
+                      causal, 1, kernel)]
+    learned = style.biased and not style.memory
     backward = [Kernel("attention", style.act, shape, "backward", _FLASH_BACKWARD * flops,
-                       2 * streams + 8 * row_sums, "attention", causal, 3, kernel)]
+                       2 * streams + 8 * row_sums + scores * (1 + learned), "attention", causal, 3, kernel)]
     if style.stack.unpad_copies:
         forward, backward = _unpadded(style, forward, backward)
-    saved = (Tensor("log_sum_exp", row_sums, "fp32"), Tensor("rng_seed", 1, "fp64"), Tensor("rng_offset", 1, "fp64"))
-    return Operator("attention", tuple(forward), tuple(backward), saved=saved, core=True)
+    saved = [Tensor("log_sum_exp", row_sums, "fp32"), Tensor("rng_seed", 1, "fp64"), Tensor("rng_offset", 1, "fp64")]
+    if learned:
+        forward = [*bias_forward(style), *forward]
+        backward = [*backward, *bias_backward(style)]
+        saved += kept_bias(style)
+    return Operator("attention", tuple(forward), tuple(backward), saved=tuple(saved), core=True)
 
 
 def _unpadded(style: Style, forward: list[Kernel], backward: list[Kernel]) -> tuple[list[Kernel], list[Kernel]]:
@@ -173,38 +220,41 @@ def _band(sequence: int, window: int) -> int:
 
 def _eager(style: Style) -> Operator:
     """Scores, scale, mask, softmax, dropout and values as kernels of their own (a window only changes the mask)."""
-    b, a, s, d = style.batch, style.heads, style.sequence, style.head_dim
+    b, a, s, t, d = style.batch, style.heads, style.sequence, style.keys, style.head_dim
     e = width(style.act)
     operand = style.act
-    scores = product(b * a, s, s, d, "tn", style.act, operand, category="attention")
-    values = product(b * a, s, d, s, "tn", style.act, operand, category="attention")
+    scores = product(b * a, s, t, d, "tn", style.act, operand, category="attention")
+    values = product(b * a, s, d, t, "tn", style.act, operand, category="attention")
     shape_kernels = _score_kernels(style)
     output = elementwise("output_transpose", style.tokens * style.query_width, 2 * e, style.act, 1, "attention")
     forward = [scores, *shape_kernels[0], values, output]
     backward = [
-        product(b * a, s, s, d, "nn", style.act, operand, category="attention"),
-        product(b * a, s, d, s, "nt", style.act, operand, category="attention"),
+        product(b * a, s, t, d, "nn", style.act, operand, category="attention"),
+        product(b * a, t, d, s, "nt", style.act, operand, category="attention"),
         *shape_kernels[1],
-        product(b * a, s, d, s, "nn", style.act, operand, category="attention"),
-        product(b * a, s, d, s, "nt", style.act, operand, category="attention"),
+        product(b * a, s, d, t, "nn", style.act, operand, category="attention"),
+        product(b * a, t, d, s, "nt", style.act, operand, category="attention"),
     ]
     if style.batch > 1 and style.modules != "megatron":
         # matmul flattens (batch, head) of transposed views, which takes a copy; Megatron's (s, b, ...) layout does not
-        elements = style.tokens * (style.query_width + 2 * style.kv_width)
+        elements = style.tokens * style.query_width + 2 * style.batch * t * style.kv_width
         forward.insert(0, elementwise("head_copies", elements, 2 * e, style.act, 3, "attention"))
     if _repeated(style):
-        copies = style.tokens * 2 * style.query_width
+        copies = style.batch * t * 2 * style.query_width
         forward.insert(0, elementwise("repeat_kv", copies, 2 * e, style.act, 2, "attention"))
         backward.append(elementwise("repeat_kv_backward", copies, 2 * e, style.act, 2, "attention"))
+    if style.biased and not style.memory:
+        backward += bias_backward(style)
     # softmax's output, which the product with the values reads, is the last thing kept: early stop skips that product
     again = tuple(k for k in forward if k not in (values, output)) if style.stack.early_stop else ()
     return Operator("attention", tuple(forward), tuple(backward), saved=tuple(_kept_scores(style)), core=True,
                     core_again=again)
 
 
-def _softmax_dtype(style: Style) -> str:
+def softmax_dtype(style: Style) -> str:
     """Autocast runs softmax in fp32, and so does Hugging Face's Llama; otherwise it follows the activations."""
-    return "fp32" if style.autocast or style.separate_qkv else style.act
+    llama = style.separate_qkv and style.kind == "decoder"
+    return "fp32" if style.autocast or llama else style.act
 
 
 def _kept_scores(style: Style) -> list[Tensor]:
@@ -212,8 +262,8 @@ def _kept_scores(style: Style) -> list[Tensor]:
 
     Plain modules build a boolean mask per block, which masked_fill keeps. Megatron's fused softmax needs none.
     """
-    elements = style.batch * style.heads * style.sequence**2
-    soft = _softmax_dtype(style)
+    elements = style.batch * style.heads * style.sequence * style.keys
+    soft = softmax_dtype(style)
     kept = [Tensor("softmax", elements, soft)]
     if soft != style.act:
         kept.append(Tensor("softmax_half", elements, style.act))
@@ -221,22 +271,22 @@ def _kept_scores(style: Style) -> list[Tensor]:
         kept.append(Tensor("attention_dropout_mask", elements, "int8"))
         if soft == style.act:
             kept.append(Tensor("attention_dropped", elements, style.act))
-    if style.modules == "plain" and not style.stack.fused_softmax:
+    if style.modules == "plain" and style.causal and not style.memory and not style.stack.fused_softmax:
         kept.append(Tensor("causal_mask", style.sequence**2, "int8"))
     return kept
 
 
 def _score_kernels(style: Style) -> tuple[list[Kernel], list[Kernel]]:
     """What happens between the two products, forward and backward."""
-    rows, cols = style.batch * style.heads * style.sequence, style.sequence
+    rows, cols = style.batch * style.heads * style.sequence, style.keys
     elements = rows * cols
-    e, soft = width(style.act), _softmax_dtype(style)
+    e, soft = width(style.act), softmax_dtype(style)
     w = width(soft)
     fused = style.stack.fused_softmax or style.stack.compile
     forward: list[Kernel] = []
     backward: list[Kernel] = []
     if not fused:
-        steps = 3 if style.positions == "alibi" else 2
+        steps = 3 if style.positions in ("alibi", "relative") else 2  # scale, mask (causal or padding), bias
         forward.append(elementwise("scale_mask", elements, steps * 2 * e, style.act, steps, "attention"))
     if w != e and not fused:
         forward.append(replace(cast("softmax_cast", elements, style.act, soft), category="attention"))

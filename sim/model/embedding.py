@@ -17,11 +17,11 @@ def embedding_layer(style: Style) -> Layer:
     """Token embedding, learned positions and dropout. A tied head's gradient is added to the table's here."""
     token_name, position_name = _NAMES["gpt2" if style.conv1d else style.modules]
     table = Parameter(f"{token_name}.weight", (style.vocab, style.hidden))
-    operators = [_lookup(style, table)]
+    operators = [lookup(style, table)]
     parameters = [table]
     if style.positions == "learned":
         positions = Parameter(f"{position_name}.weight", (style.max_positions, style.hidden))
-        operators.append(_positions(style, positions))
+        operators.append(position_lookup(style, positions))
         parameters.append(positions)
     if style.dropout:
         operators.append(dropout_operator(style, "embedding_dropout", style.weight))
@@ -30,8 +30,8 @@ def embedding_layer(style: Style) -> Layer:
     return Layer("embedding", tuple(operators), tokens, tuple(parameters))
 
 
-def _lookup(style: Style, table: Parameter) -> Operator:
-    """Gather; backward zeroes a dense gradient, sorts the tokens and scatter-adds.
+def lookup(style: Style, table: Parameter) -> Operator:
+    """Gather of one row per token; backward zeroes a dense gradient, sorts the tokens and scatter-adds.
 
     Source: aten/src/ATen/native/cuda/Embedding.cu (embedding_dense_backward_cuda).
     """
@@ -44,7 +44,7 @@ def _lookup(style: Style, table: Parameter) -> Operator:
     return Operator("embedding", (forward,), tuple(backward), (table,))
 
 
-def _positions(style: Style, positions: Parameter) -> Operator:
+def position_lookup(style: Style, positions: Parameter) -> Operator:
     """Lookup of one row per position and its addition to every sequence; backward sums over the batch."""
     rows, cols, e = style.sequence, style.hidden, width(style.weight)
     forward = (

@@ -27,18 +27,24 @@ def head_layer(style: Style) -> Layer:
     norm_name, head_name = _NAMES["gpt2" if style.conv1d else style.modules]
     norm, norm_parameters = norm_operator(style, "final_norm", norm_name)
     rows = style.batch * style.predicted
+    logits, weight = logits_operator(style, rows, head_name)
+    stream = Tensor("head_input_stream", style.tokens * style.hidden, style.residual)
+    own = () if style.tied else weight
+    return Layer("head", (norm, logits, loss_operator(style, rows)), stream, (*norm_parameters, *own),
+                 weight if style.tied else ())
+
+
+def logits_operator(style: Style, rows: int, module: str) -> tuple[Operator, tuple[Parameter, ...]]:
+    """The product of `rows` tokens with the vocabulary, and its matrix (which is not its own where tied)."""
     inputs = Tensor("head_input", rows * style.hidden, style.act)
     plain_linear = replace(style, gemm=style.act)  # narrow formats leave the head alone
-    logits, weight = linear_operator(plain_linear, "logits", head_name, style.hidden, style.vocab,
+    logits, weight = linear_operator(plain_linear, "logits", module, style.hidden, style.vocab,
                                      source=style.residual, saved=(inputs,), rows=rows, bias=False)
     weight = (Parameter(weight[0].name, (style.vocab, style.hidden)),)
-    logits = replace(logits, parameters=() if style.tied else weight)
-    operators = (norm, logits, _loss(style, rows))
-    stream = Tensor("head_input_stream", style.tokens * style.hidden, style.residual)
-    return Layer("head", operators, stream, (*norm_parameters, *(() if style.tied else weight)))
+    return replace(logits, parameters=() if style.tied else weight), weight
 
 
-def _loss(style: Style, rows: int) -> Operator:
+def loss_operator(style: Style, rows: int) -> Operator:
     """Cross-entropy over the vocabulary in the stack's way, and its metrics (forward only)."""
     metrics = _metrics(style, rows)
     if style.stack.loss == "fused":
@@ -52,8 +58,9 @@ def _loss(style: Style, rows: int) -> Operator:
 
 
 def _upcast(style: Style) -> bool:
-    """Whether the loss runs in fp32: autocast's cross_entropy does, Hugging Face calls logits.float()."""
-    return width(style.act) < 4 and (style.autocast or style.modules == "transformers")
+    """Whether the loss runs in fp32: autocast's cross_entropy does, Hugging Face's decoders call logits.float()."""
+    hugging_face = style.modules == "transformers" and style.kind == "decoder"
+    return width(style.act) < 4 and (style.autocast or hugging_face)
 
 
 def _plain(style: Style, rows: int) -> tuple[list[Kernel], list[Kernel], tuple[Tensor, ...]]:

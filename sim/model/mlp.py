@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sim.model.architecture import Operator, Parameter, Tensor
-from sim.model.kernels import chain, elementwise, linear, linear_operator, linear_parameters, width
+from sim.model.kernels import cast, chain, elementwise, linear, linear_operator, linear_parameters, width
+from sim.model.residual import dropout_operator
 from sim.model.style import Style
 from sim.work import Kernel
 
@@ -16,13 +19,16 @@ _NAMES = {
 }
 
 
-def mlp_operators(style: Style, source: str) -> tuple[list[Operator], list[Parameter]]:
+def mlp_operators(
+    style: Style, source: str, names: tuple[str, str, str] | None = None,
+) -> tuple[list[Operator], list[Parameter]]:
     """Operators of the feed-forward part and parameters in registration order.
 
     Args:
         source: dtype in which the norm's output arrives.
+        names: modules of the up, gate and down projections, default those of the module style.
     """
-    up_name, gate_name, down_name = _NAMES["gpt2" if style.conv1d else style.modules]
+    up_name, gate_name, down_name = names or _NAMES["gpt2" if style.conv1d else style.modules]
     # side by side with attention both read one norm's output, which the query projection has kept already
     shared = style.parallel_block and source == style.act
     inputs = () if shared else (Tensor("up_input", style.tokens * style.hidden, style.act),)
@@ -32,11 +38,39 @@ def mlp_operators(style: Style, source: str) -> tuple[list[Operator], list[Param
     else:
         outputs = 2 * style.ffn if style.gated else style.ffn
         up, parameters = linear_operator(style, "up", up_name, style.hidden, outputs, source=source, saved=inputs)
-    activation, arrives = _gated_activation(style) if style.gated else _activation(style)
+    activation, arrives = activation_operator(style)
     product_input = Tensor("down_input", style.tokens * style.ffn, style.act)
+    between = [activation]
+    if style.kind == "encoder-decoder":
+        between, arrives = _t5_between(style, activation)
     down, more = linear_operator(style, "down", down_name, style.ffn, style.hidden, source=arrives,
                                  saved=(product_input,))
-    return [up, activation, down], [*parameters, *more]
+    return [up, *between, down], [*parameters, *more]
+
+
+def activation_operator(style: Style) -> tuple[Operator, str]:
+    """The activation (and the product with the gate), and the dtype its result has."""
+    return _gated_activation(style) if style.gated else _activation(style)
+
+
+def _t5_between(style: Style, activation: Operator) -> tuple[list[Operator], str]:
+    """T5 drops out the inner activation, and Hugging Face's code casts it to the weights' dtype, fp32 under autocast.
+
+    relu keeps its result, which is the product's input unless dropout or the casts stand between.
+    Source: transformers modeling_t5.py (T5DenseActDense).
+    """
+    casts = style.modules == "transformers" and style.autocast
+    if (style.dropout or casts) and not style.gated and style.activation == "relu":
+        result = Tensor("activation_output", style.tokens * style.ffn, style.act)
+        activation = replace(activation, saved=(result,))
+    operators = [activation]
+    if style.dropout:
+        operators.append(dropout_operator(style, "inner_dropout", style.act, style.ffn))
+    if not casts:
+        return operators, style.act
+    elements = style.tokens * style.ffn
+    up, down = cast("inner_cast", elements, style.act, "fp32"), cast("inner_cast", elements, "fp32", style.act)
+    return [*operators, Operator("inner_cast", (up,), (down,))], "fp32"
 
 
 def _gate_and_up(
@@ -66,13 +100,15 @@ def _gated_activation(style: Style) -> tuple[Operator, str]:
 
 
 def _activation(style: Style) -> tuple[Operator, str]:
-    """One kernel that keeps its input; Hugging Face's GPT-2 spells gelu_new out."""
+    """One kernel that keeps its input, or its result (relu: the next product's input, kept there); Hugging Face's
+    GPT-2 spells gelu_new out."""
     elements, e = style.tokens * style.ffn, width(style.act)
     if style.conv1d and style.activation == "gelu" and not style.stack.fused_bias_gelu:
         return _gelu_new(style)
     forward = elementwise("activation", elements, 2 * e, style.act)
     backward = elementwise("activation_backward", elements, 3 * e, style.act)
-    return Operator("activation", (forward,), (backward,), saved=(Tensor("up_output", elements, style.act),)), style.act
+    saved = () if style.activation == "relu" else (Tensor("up_output", elements, style.act),)
+    return Operator("activation", (forward,), (backward,), saved=saved), style.act
 
 
 def _gelu_new(style: Style) -> tuple[Operator, str]:

@@ -36,8 +36,9 @@ def _hugging_face_rmsnorm(style: Style, name: str) -> tuple[Kernel, Kernel, tupl
     """LlamaRMSNorm in operators: to fp32, pow, mean, rsqrt, mul, to the input's dtype, mul with the weight.
 
     What it keeps: the fp32 input (pow and mul), rsqrt's output, and the normalised tensor (mul with the weight). The
-    steps count bytes per element; rows of one element per token (mean's output, rsqrt) are not counted.
-    Source: transformers/models/llama/modeling_llama.py.
+    steps count bytes per element; rows of one element per token (mean's output, rsqrt) are not counted. T5LayerNorm
+    multiplies the input as it came, not its fp32 copy, and keeps both where they differ.
+    Source: transformers/models/llama/modeling_llama.py, t5/modeling_t5.py.
     """
     elements = style.tokens * style.hidden
     e = width(style.residual)
@@ -50,6 +51,8 @@ def _hugging_face_rmsnorm(style: Style, name: str) -> tuple[Kernel, Kernel, tupl
     if style.stack.compile:  # one fused kernel, which keeps what a fused norm keeps
         return forward, backward, (Tensor(f"{name}_input", elements, style.residual),
                                    Tensor(f"{name}_rstd", style.tokens, "fp32"))
-    saved = (Tensor(f"{name}_input_fp32", elements, "fp32"), Tensor(f"{name}_rsqrt", style.tokens, "fp32"),
-             Tensor(f"{name}_normalised", elements, style.residual))
-    return forward, backward, saved
+    saved = [Tensor(f"{name}_input_fp32", elements, "fp32"), Tensor(f"{name}_rsqrt", style.tokens, "fp32"),
+             Tensor(f"{name}_normalised", elements, style.residual)]
+    if style.kind == "encoder-decoder" and e != 4:
+        saved.append(Tensor(f"{name}_input", elements, style.residual))
+    return forward, backward, tuple(saved)

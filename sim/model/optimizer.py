@@ -73,6 +73,23 @@ def optimizer_kernels(
     return (*clipping, step, *_master_copy(parameters_local, tensors, precision, kernel))
 
 
+def optimizer_temporary_bytes(parameters_local: int, largest: int, precision: Any, optimizer: str, kernel: str) -> int:
+    """Bytes the optimizer step allocates for a moment.
+
+    AdamW with foreach makes the square root of all second moments at once (`_multi_tensor_adamw`: exp_avg_sq_sqrt, then
+    in place); the loop makes it tensor by tensor, and the quotient by the bias correction as a second tensor
+    (`_single_tensor_adamw`). Adafactor and LAMB make an update of the parameters' size. Fused kernels make nothing, nor
+    do SGD's in-place additions.
+
+    Args:
+        largest: elements of the largest tensor the rank holds.
+    """
+    if kernel == "fused" or optimizer in ("none", "sgd", "sgd-momentum", "adamw-8bit"):
+        return 0
+    width_bytes = width(precision.master if precision.master != "none" else precision.parameters)
+    return round((parameters_local if kernel == "foreach" else 2 * largest) * width_bytes)
+
+
 def clip_kernels(parameters_local: int, tensors: int, gradients: str, kernel: str) -> tuple[Kernel, ...]:
     """Gradient norm (reads every gradient) and the scaling by the clip coefficient (reads and writes it), which torch
     applies without looking at it. The scalar reduction across ranks is the caller's.

@@ -8,9 +8,10 @@ from sim.model.style import Style
 from sim.work import Kernel
 
 
-def dropout_operator(style: Style, name: str, dtype: str) -> Operator:
-    """native_dropout on the hidden width: keeps one byte per element (the mask), not its input."""
-    elements, e = style.tokens * style.hidden, width(dtype)
+def dropout_operator(style: Style, name: str, dtype: str, cols: int = 0) -> Operator:
+    """native_dropout on `cols` columns (default the hidden width): keeps one byte per element (the mask), not its
+    input."""
+    elements, e = style.tokens * (cols or style.hidden), width(dtype)
     return Operator(
         name, (elementwise("dropout", elements, 2 * e + 1, dtype),),
         (elementwise("dropout_backward", elements, 2 * e + 1, dtype),),

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sim.errors import Fault, UserError
 from sim.software import Stack
 from sim.work import DTYPE_BYTES
 
@@ -18,13 +17,45 @@ _NARROW = ("fp8", "mxfp8", "nvfp4", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts: `count` routed experts of width `ffn`, `top_k` per token, `shared` ones that see every
+    token; one block of `every` is a mixture, and the first `first_dense` are not."""
+
+    count: int
+    top_k: int
+    ffn: int
+    shared: int
+    every: int
+    first_dense: int
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Latent attention: ranks of the compressed queries (0 = not compressed) and of keys and values, and the widths of
+    a head: without and with rotary positions, and of its values (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+
+    q_rank: int
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
 class Style:
-    """One micro-batch of one decoder, as its layers see it.
+    """One micro-batch of one transformer, as its layers see it.
+
+    An encoder-decoder has a style per stack: `sequence` is the stack's own, `memory` what its cross attention reads.
 
     Attributes:
+        kind: decoder, encoder, encoder-decoder or layers.
         batch, sequence: sequences and tokens per sequence of the micro-batch.
+        decoder_sequence, decoder_layers: of an encoder-decoder's second stack.
+        memory: tokens per sequence that keys and values come from, 0 = the stack's own.
+        causal: a query sees no later keys.
         predicted: tokens per sequence that reach the vocabulary head.
         hidden, heads, kv_heads, head_dim, ffn, vocab, max_positions, layers: as in the scenario.
+        experts: mixture of experts, None = dense; latent: latent attention, None = plain.
         gemm: dtype of the matrix products; act: of activations; residual: of the residual stream and norms; weight: of
             the module's weights as kernels see them; gradient: dtype the weight gradients accumulate in.
         autocast: weights are fp32 and cast to `act` where they are used.
@@ -32,8 +63,13 @@ class Style:
         dropout: whether dropout masks exist (their probability changes nothing else).
     """
 
+    kind: str
     batch: int
     sequence: int
+    decoder_sequence: int
+    decoder_layers: int
+    memory: int
+    causal: bool
     predicted: int
     hidden: int
     heads: int
@@ -52,6 +88,8 @@ class Style:
     dropout: bool
     window: int
     parallel_block: bool
+    experts: Experts | None
+    latent: Latent | None
     attention: str
     chunked_loss: bool
     gemm: str
@@ -66,6 +104,16 @@ class Style:
     def tokens(self) -> int:
         """Tokens of the micro-batch."""
         return self.batch * self.sequence
+
+    @property
+    def keys(self) -> int:
+        """Keys per sequence that a query may meet."""
+        return self.memory or self.sequence
+
+    @property
+    def biased(self) -> bool:
+        """Whether a tensor is added to the attention scores (relative positions)."""
+        return self.positions == "relative"
 
     @property
     def query_width(self) -> int:
@@ -85,38 +133,39 @@ class Style:
     @property
     def conv1d(self) -> bool:
         """Hugging Face's GPT-2 code: fused `c_attn`, weights stored (in, out), gelu_new spelled out in operators."""
-        return self.modules == "transformers" and self.positions == "learned" and not self.gated
+        gpt2 = self.kind == "decoder" and self.positions == "learned" and not self.gated
+        return self.modules == "transformers" and gpt2
 
     @property
     def separate_qkv(self) -> bool:
-        """Three projections instead of one (Hugging Face's Llama code)."""
+        """Three projections instead of one (Hugging Face's code but GPT-2's)."""
         return self.modules == "transformers" and not self.conv1d
 
 
 def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
-    """The style of a scenario's decoder.
-
-    Raises:
-        UserError: the architecture is not a plain decoder.
-    """
+    """The style of a scenario's model (the encoder's, of an encoder-decoder; a table of layers has sizes of 0)."""
     model, training, precision = scenario.model, scenario.training, scenario.training.precision
-    _refuse_unsimulated(model)
     act = "bf16" if precision.compute in _NARROW else "fp32" if precision.compute == "tf32" else precision.compute
     half = act in _HALF
     autocast = half and precision.parameters not in _HALF and precision.gather not in _HALF
     follows = stack.residual_dtype_follows_autocast or stack.low_precision_norm
     hidden, heads = model.hidden, model.heads
+    predicting = training.decoder_sequence if model.kind == "encoder-decoder" else training.sequence
     return Style(
-        batch=batch, sequence=training.sequence, predicted=training.predicted_tokens or training.sequence,
-        hidden=hidden, heads=heads, kv_heads=model.kv_heads or heads, head_dim=model.head_dim or hidden // heads,
-        ffn=model.ffn or 4 * hidden, vocab=model.vocab, max_positions=model.max_positions or training.sequence,
+        kind=model.kind, batch=batch, sequence=training.sequence,
+        decoder_sequence=training.decoder_sequence or training.sequence, decoder_layers=model.decoder_layers or 0,
+        memory=0, causal=model.kind == "decoder", predicted=training.predicted_tokens or predicting,
+        hidden=hidden, heads=heads, kv_heads=model.kv_heads or heads,
+        head_dim=model.head_dim or hidden // max(1, heads), ffn=model.ffn or 4 * hidden, vocab=model.vocab,
+        max_positions=model.max_positions or training.sequence,
         layers=model.layers, gated=bool(model.gated_mlp), activation=model.activation or "gelu",
         positions=model.positions, norm=model.norm, bias=bool(model.bias), tied=bool(model.tied_embeddings),
         dropout=bool(model.dropout), window=_window(model.window, training.sequence),
-        parallel_block=bool(model.parallel_block), attention=training.attention,
-        chunked_loss=bool(training.chunked_loss), gemm=precision.compute, act=act,
-        residual="fp32" if autocast and not follows else act, weight="fp32" if autocast else act,
-        gradient=_gradient(precision, act, autocast), autocast=autocast, stack=stack,
+        parallel_block=bool(model.parallel_block), experts=_experts(model.moe, model.ffn or 4 * hidden),
+        latent=_latent(model.mla), attention=training.attention, chunked_loss=bool(training.chunked_loss),
+        gemm=precision.compute, act=act, residual="fp32" if autocast and not follows else act,
+        weight="fp32" if autocast else act, gradient=_gradient(precision, act, autocast), autocast=autocast,
+        stack=stack,
     )
 
 
@@ -132,18 +181,13 @@ def _window(window: int | None, sequence: int) -> int:
     return window if window and window < sequence else 0
 
 
-def _refuse_unsimulated(model: Any) -> None:
-    """Raise for architectures whose layers are not written yet."""
-    faults = []
-    if model.kind != "decoder":
-        message = f"models of kind '{model.kind}' are not simulated yet, only decoders"
-        raise UserError(Fault(message, field="model.kind"))
-    if model.moe is not None:
-        faults.append(Fault("mixture of experts is not simulated yet", field="model.moe"))
-    if model.mla is not None:
-        faults.append(Fault("latent attention is not simulated yet", field="model.mla"))
-    if model.positions == "relative":
-        message = "relative positions of a decoder are not simulated yet; use learned, rotary, alibi or none"
-        faults.append(Fault(message, field="model.positions"))
-    if faults:
-        raise UserError(faults)
+def _experts(moe: Any, ffn: int) -> Experts | None:
+    if moe is None:
+        return None
+    return Experts(moe.experts, moe.top_k, moe.expert_ffn or ffn, moe.shared_experts, moe.every, moe.first_dense)
+
+
+def _latent(mla: Any) -> Latent | None:
+    if mla is None:
+        return None
+    return Latent(mla.q_rank, mla.kv_rank, mla.nope_dim, mla.rope_dim, mla.value_dim)

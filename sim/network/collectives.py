@@ -1,7 +1,7 @@
-"""What a collective costs: the algorithm and protocol NCCL would take, its latency, and its load on every link.
+"""What a collective costs: the ways NCCL could serve it, the latency of each and its load on every link.
 
-Cost model: NCCL's own (src/graph/tuning.cc, ncclTopoTuneModel), with loads on real links in the place of its bandwidth
-guesses. For each algorithm and protocol that may serve the call, time = latency + ramp + bytes / rate; the least wins.
+NCCL chooses by its own estimates (`tuner.py`); what the choice then takes is modelled here from links and measured
+figures: time = base + steps x step + ramp(size) + (size - what hides in the steps) / rate.
 """
 
 from __future__ import annotations
@@ -11,20 +11,27 @@ from dataclasses import dataclass
 from math import ceil, log2, sqrt
 
 from sim.network.fair_share import LinkId
-from sim.network.routes import Loads, Placement, exchange_loads, multicast_loads, ring_loads, shift_loads, tree_loads
-from sim.network.topology import Speeds, Topology, facts
+from sim.network.routes import Loads, exchange_loads, multicast_loads, ring_loads, shift_loads, tree_loads
+from sim.network.site import PROTOCOLS, Site
+from sim.network.tuner import Judgement, judge
 
 _US = 1e-6
 _GB = 1e9
-PROTOCOLS = ("LL", "LL128", "Simple")
 #: Bytes on the wire per byte of payload: LL 8 of 16, LL128 120 of 128 (nccl src/include/device.h).
 _WIRE = {"LL": 2.0, "LL128": 128 / 120, "Simple": 1.0}
 #: One channel's thread block is worth opening per this many bytes: 64 B x 512 threads (nccl thread threshold, Simple).
-_BYTES_PER_CHANNEL = 64 * 512
+BYTES_PER_CHANNEL = 64 * 512
 #: Channels of one send/recv pair (nccl opens at least 2 per NIC or NVLink peer; powers of two).
 _P2P_CHANNELS = 4
 #: Slots of a connection's buffer (NCCL_STEPS, nccl src/include/device.h).
 _SLOTS = 8
+#: Bytes per rank and channel from which a Simple step is two slices, hence two messages (nccl: least slice 32 KiB).
+_TWO_SLICES = 65536
+#: Bytes of a message from which libfabric providers take a rendezvous (fi_cxi: 16 KiB receive buffers for two).
+_EAGER_BYTES = 8192
+#: A full slice of a Simple ring: 2 of the 8 steps of a 4 MiB buffer (nccl src/enqueue.cc, NCCL_STEPS).
+_SLICE_BYTES = 1 << 20
+_INFINITE = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,33 +66,43 @@ class Candidate:
     """An (algorithm, protocol) that could serve a call, before the size is known.
 
     Attributes:
-        latency_s: fixed; ramp_s: most the pipeline's filling can add; ramp_bytes: size from which it adds it all.
+        judged: NCCL's estimate of it, None where there is no choice.
+        latency_s: base and steps of the smallest call; ramp_s: most the pipeline's filling adds; ramp_bytes: size from
+            which it adds it all; hidden_bytes: bytes that move within the steps' latency.
+        floors: least time over a fabric whose edges pass one message at a time, as (from this size on, seconds),
+            largest size first.
         loads: per byte of the call; factor: multiplies every load; cap_bps; channels; hbm: as in `Coflow`.
     """
 
     algorithm: str
     protocol: str
+    judged: Judgement | None
     latency_s: float
     ramp_s: float
     ramp_bytes: float
+    hidden_bytes: float
+    floors: tuple[tuple[float, float], ...]
     loads: Loads
     factor: float
     cap_bps: float
     channels: int
     hbm: float
-    correction: tuple[float, ...] = ()
 
     def latency_at(self, size_bytes: float, rate_bps: float) -> float:
-        """Latency, ramp and what a tree's correction costs at `rate_bps` alone, seconds.
+        """Time of a call beyond its bytes at `rate_bps`, seconds.
 
         Chunks of a pipeline grow with the call until they are full, so its filling costs X (1 - (1 - r)^2) with
         r = sqrt(size / ramp_bytes): the square-root law of optimal chunks below, constant above.
         """
         r = min(1.0, sqrt(size_bytes / self.ramp_bytes))
+        moving = size_bytes / rate_bps
         time = self.latency_s + self.ramp_s * r * (2.0 - r)
-        if self.correction:
-            time += size_bytes / rate_bps * (1.0 / interpolate(self.correction, log2(max(size_bytes, 64) / 64)) - 1.0)
-        return time
+        time -= min(min(size_bytes, self.hidden_bytes) / rate_bps, 0.5 * self.latency_s)
+        for least, floor in self.floors:
+            if size_bytes >= least:
+                time = max(time, floor - moving)
+                break
+        return max(time, 0.0)
 
     def rate(self, capacity: Callable[[LinkId], float]) -> float:
         """Rate alone, bytes/s of the call's size."""
@@ -96,50 +113,6 @@ class Candidate:
         return rate
 
 
-def interpolate(values: tuple[float, ...], at: float) -> float:
-    """Linear between the entries of `values`, constant beyond the last."""
-    low = min(int(at), len(values) - 1)
-    high = min(low + 1, len(values) - 1)
-    return values[low] + (values[high] - values[low]) * min(1.0, at - low)
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """What the candidates of one communicator need to know: where it lies, and on what."""
-
-    topology: Topology
-    speeds: Speeds
-    place: Placement
-    channels: int | None = None
-    version: tuple[int, ...] = (2, 30)
-
-    @property
-    def column(self) -> int:
-        """Column of the tuner's tables: 1, 2 or more nodes."""
-        return min(self.place.nodes, 3) - 1
-
-    def generation(self) -> dict[str, object]:
-        """Row of `generations` in links.yaml."""
-        row: dict[str, object] = facts()["generations"][self.topology.generation]
-        return row
-
-    def figure(self, name: str) -> float:
-        """A tuner figure of this generation, by node count where it is a list."""
-        value = self.generation()[name]
-        return float(value[self.column]) if isinstance(value, list) else float(value)  # type: ignore[arg-type]
-
-    def intra_link(self) -> str:
-        """`nvlink` or `pcie`: what joins the group's GPUs inside a node."""
-        return "pcie" if self.topology.intra.kind in ("pcie", "none") or self.place.rings == 0 else "nvlink"
-
-    def inside_bps(self, one_peer: bool = False) -> float:
-        """What one GPU can send to its peers (or to one alone), bytes/s: its rings in a mesh, all links on a switch."""
-        if self.intra_link() == "pcie":
-            return self.speeds.pcie
-        alone = self.speeds.pair if one_peer or self.place.per_node == 2 else 1.0
-        return alone * (self.speeds.link * self.place.rings if self.place.rings > 0 else self.speeds.gpu)
-
-
 def candidates(kind: str, site: Site) -> Iterator[Candidate]:
     """All ways to serve `kind` (a name of `sim.work.COLLECTIVES`) on `site`."""
     if kind in ("send", "recv", "send_recv"):
@@ -148,155 +121,153 @@ def candidates(kind: str, site: Site) -> Iterator[Candidate]:
         yield _exchange(site)
     else:
         for protocol in PROTOCOLS:
-            if protocol != "LL128" or _ll128(site):
+            if protocol != "LL128" or site.ll128():
                 yield _ring(kind, site, protocol)
                 if kind == "all_reduce" and site.place.nodes > 1:
                     yield _tree(site, protocol)
-        if kind == "all_reduce" and _nvls(site):
+        if kind == "all_reduce" and site.multicast():
             yield _multicast(site)
 
 
-def _ll128(site: Site) -> bool:
-    fabric = facts()["fabrics"][site.topology.inter.fabric]
-    return site.intra_link() == "nvlink" and (site.place.nodes == 1 or bool(fabric["ll128"]))
+def _inside_us(site: Site, protocol: str) -> float:
+    """One step between GPUs of a node, us."""
+    if site.intra_link() == "pcie":
+        return site.figures[f"step_us.pcie.{protocol}"]
+    return site.own(f"step_us.nvlink.{protocol}")
 
 
-def _nvls(site: Site) -> bool:
-    """NVLink SHARP: Hopper and later behind a switch, NCCL 2.17 on (release notes)."""
-    return (site.topology.intra.kind == "nvswitch" and site.figure("nvls") > 0 and site.place.per_node > 2
-            and site.version >= (2, 17))
+def _outside_us(site: Site, protocol: str) -> float:
+    """One hop of a ring between nodes, us; Simple crosses the NIC again (the flush after GPUDirect RDMA)."""
+    crossings = site.figures["flush.all"] if protocol == "Simple" else 1.0
+    return site.figures[f"hop_us.{protocol}"] + site.fabric_us() * crossings
 
 
-def _us(name: str, protocol: str) -> float:
-    return float(facts()["latency_us"][name][PROTOCOLS.index(protocol)])
+def _protocol_cap(site: Site, protocol: str, cap_bps: float) -> float:
+    """Payload rate of a ring's edge inside a node in `protocol`, from that of Simple, bytes/s."""
+    if protocol == "LL":
+        channel = site.own("ll_channel_gbps" if site.place.nodes == 1 else "ll_net_channel_gbps")
+        return min(cap_bps / 2, site.channel_count() * channel * _GB)
+    return cap_bps * site.own("ll128_share") if protocol == "LL128" else cap_bps
 
 
-def _plugin_us(site: Site) -> float:
-    """What the network plugin adds to a hop between nodes, us."""
-    value = facts()["fabrics"][site.topology.inter.fabric]["nic_latency_us"]
-    return float(value[site.topology.generation] if isinstance(value, dict) else value)
+def _messages(site: Site, protocol: str, steps: int) -> tuple[tuple[float, float], ...]:
+    """Least time of a ring of `steps` over a fabric whose edges pass one message at a time: `Candidate.floors`.
 
-
-def _hop_us(site: Site, protocol: str, shape: str) -> tuple[float, float]:
-    """Latency of a hop inside a node and between nodes, us."""
-    inside = _us(f"{site.intra_link()}_{shape}", protocol) * site.figure("step")
-    if site.place.nodes > 1 and shape == "ring":
-        inside = max(inside, float(facts()["latency_us"]["net_overhead"]) * (3 if protocol == "Simple" else 1))
-    return inside, _us(f"net_{shape}", protocol) + _plugin_us(site) * (2 if protocol == "Simple" else 1)
-
-
-def _message_us(site: Site, protocol: str, steps: int) -> float:
-    """Least time of a ring of `steps` over a fabric whose edges pass one message at a time, us.
-
-    The first `NCCL_STEPS` messages fill the buffer's slots without waiting; Simple needs a flush for each.
+    The first `NCCL_STEPS` messages fill the buffer's slots without waiting. Messages beyond the fabric's eager limit
+    take a rendezvous, as all of Simple do; a Simple step of more than `_TWO_SLICES` is two of them.
     """
     if site.place.nodes == 1:
-        return 0.0
-    each = float(facts()["fabrics"][site.topology.inter.fabric]["message_us"])
-    return max(0, steps - _SLOTS) * each * (2 if protocol == "Simple" else 1)
-
-
-def channel_count(site: Site) -> int:
-    """Channels of a large call: the generation's inside a node; two per NIC group's NIC between nodes, within that."""
-    if site.channels is not None:
-        return site.channels
-    most = int(site.figure("channels"))
-    if site.place.nodes == 1:
-        return max(1, min(most, 2 * site.place.rings)) if site.place.rings > 0 else most
-    inter = site.topology.inter
-    nics = inter.nics_per_node * int(site.place.groups.max()) / site.speeds.nic_groups
-    return max(2, min(most, int(2 * nics)))
+        return ()
+    figures = site.figures
+    small = max(0, steps - _SLOTS) * figures[f"message_us.{site.fabric}"] * _US
+    slow = small * max(1.0, figures[f"rendezvous.{site.fabric}"])
+    cells = site.place.size * site.channel_count()
+    if protocol == "Simple":
+        return (_TWO_SLICES * cells, 2 * slow), (0.0, slow)
+    return (_EAGER_BYTES / _WIRE[protocol] * cells, slow), (0.0, small)
 
 
 def _ring(kind: str, site: Site, protocol: str) -> Candidate:
     n, nodes = site.place.size, site.place.nodes
     passes = 2 if kind == "all_reduce" else 1
-    rooted = kind in ("broadcast", "reduce")
     steps = passes * (n - 1)
-    volume = 1.0 if rooted else steps / n
+    volume = 1.0 if kind in ("broadcast", "reduce") else steps / n
     hops = passes * (nodes - 1)
-    inside, outside = _hop_us(site, protocol, "ring")
-    latency = _us("base_ring", protocol) + max(
-        (steps - hops) * inside + hops * outside, _message_us(site, protocol, steps))
-    channels = channel_count(site)
-    cap = site.inside_bps() if site.place.per_node > 1 else float("inf")
-    if site.place.nodes > 1 and site.place.per_node > 1:
-        cap *= site.place.per_node / (site.place.per_node - 1)
-    if protocol == "LL":
-        cap = min(cap / 2, site.figure("ll") * _GB)
-    elif protocol == "LL128":
-        cap = min(cap * 0.92, channels * site.figure("ring_ll128") * _GB)
-    return _candidate(site, "Ring", protocol, latency, ring_loads(site.place), volume, cap / volume, channels,
-                      3 * volume)
+    figures, channels = site.figures, site.channel_count()
+    walk = (steps - hops) * _inside_us(site, protocol) + hops * _outside_us(site, protocol)
+    cap = _INFINITE
+    if site.place.per_node > 1:
+        cap = site.inside_bps("ring" if n == 2 else "")
+        if nodes > 1:
+            cap *= site.place.per_node / (site.place.per_node - 1)
+    cap = _protocol_cap(site, protocol, cap)
+    simple, low = protocol == "Simple", protocol == "LL"
+    return Candidate(
+        "Ring", protocol, judge(kind, "Ring", protocol, site), (figures[f"base_us.{protocol}"] + walk) * _US,
+        _ring_ramp(site, cap, channels, passes if hops else 0) if simple else 0.0,
+        figures["ramp_bytes.ring"] * n * channels,
+        figures["free_bytes.LL"] * n * channels if low else 0.0, _messages(site, protocol, steps),
+        ring_loads(site.place, channels), volume * _WIRE[protocol], cap / volume, channels,
+        3 * volume)
+
+
+def _ring_ramp(site: Site, cap_bps: float, channels: int, crossings: int) -> float:
+    """What a Simple ring adds once its slices are full, s: slices at a channel's rate, and slots kept in flight by hops.
+
+    Args:
+        cap_bps: of an edge inside a node, infinite where there is none.
+        channels: that share it.
+        crossings: passes of a ring that crosses nodes.
+    """
+    slice_s = _SLICE_BYTES * channels / cap_bps
+    return (site.own("ramp.ring") * slice_s
+            + site.figures["ramp.ring_net"] * crossings * _outside_us(site, "Simple") * _US)
 
 
 def _tree(site: Site, protocol: str) -> Candidate:
-    """Double binary tree over nodes, a chain inside each; NCCL rates it below a ring, even on two nodes."""
-    place = site.place
-    inside, outside = _hop_us(site, protocol, "tree")
-    latency = _us("base_tree", protocol) + 2 * ((place.per_node - 1) * inside + log2(place.nodes) * outside)
-    channels = channel_count(site)
-    share = float(facts()["efficiency"]["tree"])
-    cap = channels * site.figure("tree") * _GB / 2
-    if protocol == "LL":
-        cap = min(cap / 3.8, site.figure("ll") * _GB / 2)
-    elif protocol == "LL128":
-        cap = min(cap * 120 / 128, channels * site.figure("tree_ll128") * _GB / 2)
-    correction = tuple(float(x) for x in facts()["tree_correction"][protocol])
-    return _candidate(site, "Tree", protocol, latency, tree_loads(place, 2.0, 2.0 / share), 1.0, cap, channels, 6.0,
-                      correction)
+    """Double binary tree over nodes, a chain inside each."""
+    place, figures = site.place, site.figures
+    outside = 2 * log2(place.nodes) * _outside_us(site, protocol) * figures[f"tree_hop.{protocol}"]
+    walk = 2 * (place.per_node - 1) * _inside_us(site, protocol) + outside
+    channels = site.channel_count()
+    cap = site.inside_bps("ring" if place.per_node == 2 else "") if place.per_node > 1 else _INFINITE
+    return Candidate(
+        "Tree", protocol, judge("all_reduce", "Tree", protocol, site), (figures[f"base_us.{protocol}"] + walk) * _US,
+        outside * figures["ramp.tree"] * _US, figures["ramp_bytes.tree"] * channels, 0.0, (),
+        tree_loads(place, 2.0, 2.0 / figures["tree_share.all"], channels), _WIRE[protocol],
+        _protocol_cap(site, protocol, cap) / 2, channels, 6.0)
 
 
 def _multicast(site: Site) -> Candidate:
     """NVLink SHARP inside the nodes; between nodes a double binary tree (NVLSTree): two nodes cross once."""
-    place = site.place
-    table = facts()["latency_us"]
-    outside = 0.0 if place.nodes == 1 else 1.0 if place.nodes == 2 else 2.0
-    latency = _us("base_ring", "Simple") + float(table["nvls"])
-    efficiency = site.figure("nvls")
-    if place.nodes > 1:
-        latency += 2 * log2(place.nodes) * (float(table["nvls_net"]) + 2 * _plugin_us(site))
-        efficiency *= float(facts()["efficiency"]["nvls_tree"])
-    cap = site.speeds.gpu * efficiency / (1 + 1 / place.per_node)
-    channels = site.channels or int(site.figure("nvls_channels"))
-    return _candidate(site, "NVLS" if place.nodes == 1 else "NVLSTree", "Simple", latency,
-                      multicast_loads(place, outside), 1.0, cap, channels, 2.0 + 2.0 / place.per_node)
+    place, figures = site.place, site.figures
+    one = place.nodes == 1
+    walk, ramp = site.own("nvls_us"), figures["ramp.nvls"] * site.own("nvls_us")
+    efficiency = site.own("nvls_share")
+    if not one:
+        outside = 2 * log2(place.nodes) * _outside_us(site, "Simple")
+        walk, ramp = walk + outside, ramp + outside * figures["ramp.nvls_tree"]
+        efficiency *= figures["nvls_tree_share.all"]
+    name = "NVLS" if one else "NVLSTree"
+    channels = site.multicast_channels()
+    return Candidate(
+        name, "Simple", judge("all_reduce", name, "Simple", site), (figures["base_us.Simple"] + walk) * _US, ramp * _US,
+        figures["ramp_bytes.nvls"] * channels, 0.0, (),
+        multicast_loads(place, 0.0 if one else 1.0 if place.nodes == 2 else 2.0, channels), 1.0,
+        site.speeds.gpu * efficiency / (1 + 1 / place.per_node), channels, 2.0 + 2.0 / place.per_node)
 
 
 def _send(site: Site) -> Candidate:
     near = site.place.nodes == 1
-    table = facts()["latency_us"]
-    hop = float(table["p2p_peer"]) if near else float(table["p2p_net_peer"]) + _plugin_us(site)
-    cap = site.inside_bps(one_peer=True) if near else float("inf")
-    loads = shift_loads(site.place, site.speeds.p2p)
-    return _candidate(site, "P2P", "Simple", _us("base_ring", "LL") + hop, loads, 1.0, cap, _P2P_CHANNELS, 3.0)
+    figures = site.figures
+    hop = figures["p2p_us.peer"] if near else figures[f"p2p_net_us.{site.fabric}"] + site.fabric_us()
+    cap = site.inside_bps("send") if near else _INFINITE
+    latency = figures["p2p_us.start"] + hop
+    return _direct(site, latency, latency, shift_loads(site.place, site.speeds.p2p), cap, _P2P_CHANNELS)
 
 
 def _exchange(site: Site) -> Candidate:
-    place = site.place
-    table = facts()["latency_us"]
+    place, figures = site.place, site.figures
     remote = place.size - place.per_node
-    latency = (_us("base_ring", "Simple") + (_plugin_us(site) if remote else 0.0)
-               + (place.per_node - 1) * float(table["p2p_peer"]) + remote * float(table["p2p_net_peer"]))
+    peers = near = (place.per_node - 1) * figures["p2p_us.peer"]
+    if remote:  # NVLink peers are served beside those behind the NICs
+        peers = max(near, site.fabric_us() + remote * figures[f"p2p_net_us.{site.fabric}"])
+    start = figures["p2p_us.start"]
     share = (place.per_node - 1) / place.size
-    cap = site.inside_bps() / share if share > 0 else float("inf")
-    return _candidate(site, "P2P", "Simple", latency, exchange_loads(place, site.speeds.p2p), 1.0, cap,
-                      channel_count(site), 3.0)
+    cap = site.inside_bps() / share if share > 0 else _INFINITE
+    return _direct(site, start + peers, start + near, exchange_loads(place, site.speeds.p2p), cap, site.channel_count())
 
 
-def _candidate(site: Site, algorithm: str, protocol: str, latency_us: float, loads: Loads, volume: float,
-               cap_bps: float, channels: int, hbm: float, correction: tuple[float, ...] = ()) -> Candidate:
-    wire = _WIRE[protocol] if algorithm in ("Ring", "Tree") else 1.0
-    ramp = facts()["ramp"]
-    name = {"Ring": "ring", "Tree": "tree", "P2P": "p2p"}.get(algorithm, "nvls")
-    ramp_us = latency_us * float(ramp[name]) if protocol == "Simple" else 0.0
-    return Candidate(algorithm, protocol, latency_us * _US, ramp_us * _US, channels * float(ramp["bytes_per_channel"]),
-                     loads, volume * wire, cap_bps, channels, hbm, correction)
+def _direct(site: Site, latency_us: float, near_us: float, loads: Loads, cap_bps: float, channels: int) -> Candidate:
+    """A group of sends: `latency_us` to start them all, `near_us` of it before the first bytes of a pipeline move."""
+    figures = site.figures
+    return Candidate("P2P", "Simple", None, latency_us * _US, near_us * figures["ramp.p2p"] * _US,
+                     figures["ramp_bytes.p2p"] * channels, 0.0, (), loads, 1.0, cap_bps, channels, 3.0)
 
 
 def build(choice: Candidate, size_bytes: int, alone_bps: float) -> Coflow:
     """The coflow of a call of `size_bytes` served by `choice`, which alone runs at `alone_bps`."""
-    channels = min(choice.channels, max(1, ceil(size_bytes / _BYTES_PER_CHANNEL)))
+    channels = min(choice.channels, max(1, ceil(size_bytes / BYTES_PER_CHANNEL)))
     return Coflow(
         latency_s=choice.latency_at(size_bytes, alone_bps), size_bytes=float(size_bytes),
         links=tuple(link for link, _ in choice.loads), loads=tuple(load * choice.factor for _, load in choice.loads),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sim.errors import Fault, UserError
-from sim.network.collectives import Candidate, Coflow, Site, build, candidates
+from sim.network.collectives import Candidate, Coflow, build, candidates
 from sim.network.fair_share import LinkId, fair_share
 from sim.network.routes import Placement, place
+from sim.network.site import Site
 from sim.network.topology import Topology, speeds
 
 __all__ = ["Coflow", "LinkId", "Network", "fair_share"]
@@ -34,22 +36,31 @@ class Network:
         self.topology = topology
         self.nodes = nodes
         self.gpus_per_node = gpus_per_node
-        self.speeds = speeds(topology, intra_gbps_per_gpu, inter_gbps_per_node)
+        self._nominal = (intra_gbps_per_gpu, inter_gbps_per_node)
+        self.speeds = speeds(topology, *self._nominal)
         self.nccl = {k: v for k, v in (nccl or {}).items() if v is not None}
         if nodes > 1 and self.speeds.nic <= 0:
             raise UserError(Fault(
                 f"topology '{topology.name}' has no link between nodes, but {nodes} nodes are asked for",
                 field="cluster.topology.inter", hint="give inter.nics_per_node and inter.gbps_per_nic"))
-        s = self.speeds
-        self._capacity = {"gpu": s.gpu, "pcie": s.pcie, "nic": s.nic, "leaf": s.leaf}
+        self._degraded = dict(topology.degraded)
         self._placements: dict[tuple[tuple[int, ...], bytes], Placement] = {}
         self._seen: dict[int, tuple[npt.NDArray[np.int64], Placement]] = {}
         self._candidates: dict[tuple[str, int], list[tuple[Candidate, float]]] = {}
         self._coflows: dict[tuple[str, int, int], Coflow] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take the topology's figures anew: a fit changes them between predictions."""
+        self.speeds = s = speeds(self.topology, *self._nominal)
+        self._capacity = {"gpu": s.gpu, "pcie": s.pcie, "nic": s.nic, "leaf": s.leaf}
+        self._candidates.clear()
+        self._coflows.clear()
 
     def capacity(self, link: LinkId) -> float:
         """Bytes/s of a link, one direction."""
-        return self._capacity[link[0].partition("_")[0]]
+        whole = self._capacity[link[0].partition("_")[0]]
+        return whole * self._degraded.get(link, 1.0) if self._degraded else whole
 
     def coflow(self, kind: str, size_bytes: int, ranks: npt.NDArray[np.int64], dtype: str = "bf16") -> Coflow:
         """Cost of one operation of one instance while all given instances run it in lockstep.
@@ -83,25 +94,32 @@ class Network:
     def _choose(self, kind: str, size_bytes: int, where: Placement) -> Coflow:
         if where.size < 2:
             return Coflow(0.0, float(size_bytes), (), (), float("inf"), 0, 0.0, 1.0, "none", "none")
+        best, rate = choose(self.options(kind, where), size_bytes)
+        return build(best, size_bytes, rate)
+
+    def options(self, kind: str, where: Placement) -> list[tuple[Candidate, float]]:
+        """Candidates with the rate each reaches on the machine by one instance alone, blind to the others, bytes/s."""
         key = (kind, id(where))
         if key not in self._candidates:
             self._candidates[key] = self._options(kind, where)
-        best, rate = min(self._candidates[key], key=lambda c: c[0].latency_at(size_bytes, c[1]) + size_bytes / c[1])
-        return build(best, size_bytes, rate)
+        return self._candidates[key]
 
     def _options(self, kind: str, where: Placement) -> list[tuple[Candidate, float]]:
-        """Candidates with the rate at which NCCL would judge them: that of one instance, blind to the others."""
         found = self._allowed(kind, where)
         if where.instances == 1:
             return [(c, c.rate(self.capacity)) for c in found]
         one = where.ranks[where.widest * where.size:(where.widest + 1) * where.size].reshape(1, -1)
         lone = place(one, self.topology, self.speeds)
-        rates = {(c.algorithm, c.protocol): c.rate(self.capacity) for c in self._allowed(kind, lone)}
-        return [(c, rates.get((c.algorithm, c.protocol), c.cap_bps)) for c in found]
+        alone = self._allowed(kind, lone)
+        rates = {(c.algorithm, c.protocol): c.rate(self.capacity) for c in alone}
+        judged = {(c.algorithm, c.protocol): c.judged for c in alone}
+        return [(replace(c, judged=judged.get((c.algorithm, c.protocol), c.judged)),
+                 rates.get((c.algorithm, c.protocol), c.cap_bps)) for c in found]
 
     def _allowed(self, kind: str, where: Placement) -> list[Candidate]:
         channels = self.nccl.get("channels")
-        site = Site(self.topology, self.speeds, where, int(channels) if channels else None, self._version())
+        site = Site(self.topology, self.speeds, where, self.topology.figures, int(channels) if channels else None,
+                    self._version())
         found = list(candidates(kind, site))
         for field in ("algorithm", "protocol"):
             wanted = str(self.nccl.get(field) or "").lower()
@@ -112,3 +130,10 @@ class Network:
         parts = str(self.nccl.get("version", "")).split("+")[0].split(".")
         numbers = tuple(int(part) for part in parts[:2] if part.isdigit())
         return numbers or (2, 30)
+
+
+def choose(options: Sequence[tuple[Candidate, float]], size_bytes: int) -> tuple[Candidate, float]:
+    """What NCCL would take for a call of `size_bytes`: the least by its own estimate."""
+    if len(options) == 1:
+        return options[0]
+    return min(options, key=lambda option: option[0].judged.time_us(size_bytes) if option[0].judged else 0.0)

@@ -3,6 +3,8 @@
 Everything is numpy over *all* instances' ranks; no loop over ranks. A rank is global: node = rank // gpus_per_node.
 Link kinds: `gpu_out`, `gpu_in` (index = rank), `nic_out`, `nic_in` (index = node * NIC groups + group), `leaf_out`,
 `leaf_in` (index = leaf * rails + rail), `pcie_out`, `pcie_in` (uplink of a PCIe switch shared by its GPUs), one-way.
+In a node of PCIe alone a GPU's slot also carries what it sends to its NIC, and so does the uplink when the NIC sits
+below another switch.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sim.network.fair_share import LinkId
+from sim.network.hashing import collision_loss
 from sim.network.rings import ring_count
 from sim.network.topology import Speeds, Topology
 
@@ -25,6 +28,8 @@ Loads = tuple[tuple[LinkId, float], ...]
 #: link is represented, for each distinct load, by its lowest-numbered one. Job layouts repeat from node to node, so
 #: operations that meet on one node meet on the lowest they share.
 EXACT_LINKS = 160
+#: Connections of one send/recv pair between nodes (nccl opens at least 2 per NIC).
+_PAIR_FLOWS = 2.0
 #: Digits to which two loads count as equal, relative to the largest.
 _DIGITS = 9
 
@@ -43,6 +48,9 @@ class Placement:
         switches: whether some instance spans PCIe switches of one node.
         rings: NVLink rings through the instance's GPUs in a node (least over distinct sets; 0 = must take PCIe);
             -1 when a switch makes the question moot.
+        to_nic: PCIe switch above each rank's NIC where GPUs reach it over PCIe they share with their peers, else empty.
+        uplinks: of one leaf switch where flows are hashed onto them, 0 where they are spread.
+        keep: links that must stay in the loads because they are not like their kind (degraded).
         loads: memoised loads by pattern.
     """
 
@@ -64,6 +72,9 @@ class Placement:
     on_switch: Ints
     switches: bool
     rings: int
+    to_nic: Ints
+    uplinks: int
+    keep: tuple[LinkId, ...]
     loads: dict[str, Loads] = field(default_factory=dict)
 
 
@@ -86,11 +97,17 @@ def place(ranks: Ints, topology: Topology, speeds: Speeds) -> Placement:
     switch = flat // topology.intra.gpus_per_switch if topology.intra.kind == "pcie" else node
     on_switch, _, _ = _together(row, switch, wide, instances)
     groups_used = _sum_by(row * wide + node, nic_first)
+    behind = topology.intra.kind == "pcie" and int(nodes_of.max()) > 1
+    nic_slot = nic % groups * per_node // groups if behind else np.empty(0, dtype=np.int64)
+    to_nic = (node * per_node + nic_slot) // topology.intra.gpus_per_switch if behind else nic_slot
     return Placement(
         ranks=flat, instances=instances, size=size, nodes=int(nodes_of.max()), widest=int(nodes_of.argmax()),
         per_node=int(local.max()), leaves=int(leaves_of.max()), node=node, nic=nic, leaf=leaf, local=local,
         sharing=sharing, groups=groups_used, on_leaf=on_leaf, switch=switch, on_switch=on_switch,
-        switches=bool(np.any(on_switch < local)), rings=_rings(topology, row, node, slot, local))
+        switches=bool(np.any(on_switch < local)) or bool(behind and np.any(to_nic != switch)),
+        rings=_rings(topology, row, node, slot, local), to_nic=to_nic,
+        uplinks=speeds.leaf_uplinks if inter.routing == "ecmp" else 0,
+        keep=tuple(link for link, _ in topology.degraded))
 
 
 def _runs(key: Ints) -> tuple[Ints, Ints]:
@@ -138,98 +155,149 @@ def _rings(topology: Topology, row: Ints, node: Ints, slot: Ints, local: Ints) -
     return min(least, default=-1)
 
 
-def compress(kind: str, index: Ints, load: Floats, exact: bool) -> list[tuple[LinkId, float]]:
-    """Sum `load` per link, keep all loaded links (`exact`) or the lowest-numbered of each distinct load."""
+def compress(kind: str, index: Ints, load: Floats, exact: bool, keep: tuple[int, ...] = ()) -> list[
+        tuple[LinkId, float]]:
+    """Sum `load` per link, keep all loaded links (`exact`) or the lowest-numbered of each distinct load and `keep`."""
     low = int(index.min()) if index.size else 0
-    total = np.bincount(index - low, weights=load)
+    return _representatives(kind, low, np.bincount(index - low, weights=load), exact, keep)
+
+
+def _representatives(kind: str, low: int, total: Floats, exact: bool, keep: tuple[int, ...]) -> list[
+        tuple[LinkId, float]]:
     if exact:
         used = np.flatnonzero(total)
     else:
         values, used = np.unique(np.round(total / max(float(total.max()), 1e-300), _DIGITS), return_index=True)
         used = used[values > 0]
+        special = [i - low for i in keep if 0 <= i - low < total.size and total[i - low] > 0]
+        if special:
+            used = np.union1d(used, np.array(special, dtype=np.int64))
     return [((kind, int(i) + low), float(total[i])) for i in used]
 
 
-def _assemble(p: Placement, parts: list[tuple[str, Ints, Floats]]) -> Loads:
+#: One kind of link of a pattern: kind, link of each rank, load, and flows each rank adds (leaf uplinks only).
+Part = tuple[str, Ints, Floats, Floats | None]
+
+
+def _assemble(p: Placement, parts: list[Part]) -> Loads:
     """Links and loads of a pattern; see `EXACT_LINKS`."""
     if p.instances == 1 and p.size <= EXACT_LINKS:
-        found = [link for kind, index, load in parts for link in compress(kind, index, load, True)]
+        found = _compressed(p, parts, True)
         if len(found) <= EXACT_LINKS:
             return tuple(found)
-    return tuple(link for kind, index, load in parts for link in compress(kind, index, load, False))
+    return tuple(_compressed(p, parts, False))
 
 
-def ring_loads(p: Placement) -> Loads:
-    """One unit of data passed along every edge of the rings of all instances.
+def _compressed(p: Placement, parts: list[Part], exact: bool) -> list[tuple[LinkId, float]]:
+    found: dict[LinkId, float] = {}
+    for kind, index, load, flows in parts:
+        keep = tuple(number for name, number in p.keep if name == kind)
+        if flows is None or not p.uplinks:
+            links = compress(kind, index, load, exact, keep)
+        else:
+            links = _hashed(p.uplinks, kind, index, load, flows, exact, keep)
+        for link, value in links:
+            found[link] = found.get(link, 0.0) + value
+    return list(found.items())
+
+
+def _hashed(uplinks: int, kind: str, index: Ints, load: Floats, flows: Floats, exact: bool,
+            keep: tuple[int, ...]) -> list[tuple[LinkId, float]]:
+    """Leaf loads times what hashing the flows loses: the fullest uplink decides, its share counts for all."""
+    low = int(index.min()) if index.size else 0
+    total = np.bincount(index - low, weights=load)
+    count = np.rint(np.bincount(index - low, weights=flows)).astype(np.int64)
+    values, inverse = np.unique(count, return_inverse=True)
+    loss = np.array([collision_loss(int(v), uplinks) for v in values])
+    return _representatives(kind, low, total * loss[inverse], exact, keep)
+
+
+def ring_loads(p: Placement, channels: int = 1) -> Loads:
+    """One unit of data passed along every edge of the rings of all instances, in `channels` flows between nodes.
 
     On several nodes each ring leaves a node once, at a different GPU for each ring, so of a node's g GPUs each sends
     (g-1)/g inside and the node's NICs share one unit.
     """
     inside = np.where(p.nodes == 1, np.where(p.local > 1, 1.0, 0.0), (p.local - 1) / p.local)
-    return _symmetric(p, "ring", inside, 1.0)
+    return _symmetric(p, f"ring {channels}", inside, 1.0, channels)
 
 
-def tree_loads(p: Placement, inside: float, outside: float) -> Loads:
+def tree_loads(p: Placement, inside: float, outside: float, channels: int = 1) -> Loads:
     """Per GPU `inside` x (g-1)/g units to its node's peers and `outside` units out of and into every node."""
-    return _symmetric(p, f"tree {inside} {outside}", inside * (p.local - 1) / p.local, outside)
+    return _symmetric(p, f"tree {inside} {outside} {channels}", inside * (p.local - 1) / p.local, outside, channels)
 
 
-def multicast_loads(p: Placement, outside: float) -> Loads:
+def multicast_loads(p: Placement, outside: float, channels: int = 1) -> Loads:
     """NVLink SHARP: each GPU sends its data once to be summed by the switch and its share of the result: 1 + 1/g."""
-    return _symmetric(p, f"nvls {outside}", 1.0 + 1.0 / p.local, outside)
+    return _symmetric(p, f"nvls {outside} {channels}", 1.0 + 1.0 / p.local, outside, channels)
 
 
-def _symmetric(p: Placement, key: str, inside: Floats, outside: float) -> Loads:
-    """A pattern in which every link carries as much in as out."""
+def _symmetric(p: Placement, key: str, inside: Floats, outside: float, channels: int) -> Loads:
+    """A pattern in which every link carries as much in as out; `channels` flows leave each leaf an instance spans."""
     if key not in p.loads:
-        parts = []
+        parts: list[Part] = []
+        out = outside / p.local if p.nodes > 1 else np.zeros(p.ranks.size)
         for way in ("out", "in"):
-            parts.append((f"gpu_{way}", p.ranks, inside))
+            slot = inside + out if p.to_nic.size else inside
+            parts.append((f"gpu_{way}", p.ranks, slot, None))
             if p.switches:
-                parts.append((f"pcie_{way}", p.switch, inside / p.on_switch))
+                parts.append((f"pcie_{way}", p.switch, np.where(p.on_switch < p.local, inside / p.on_switch, 0.0), None))
+                parts += _to_nic(p, way, out)
             if p.nodes > 1:
-                parts.append((f"nic_{way}", p.nic, outside / (p.groups * p.sharing)))
+                parts.append((f"nic_{way}", p.nic, outside / (p.groups * p.sharing), None))
             if p.leaves > 1:
-                parts.append((f"leaf_{way}", p.leaf, outside / p.on_leaf))
+                parts.append((f"leaf_{way}", p.leaf, outside / p.on_leaf, channels / p.on_leaf))
         p.loads[key] = _assemble(p, parts)
     return p.loads[key]
 
 
+def _to_nic(p: Placement, way: str, out: Floats) -> list[Part]:
+    """Uplinks on the way from a GPU to a NIC below another PCIe switch: its own, and the NIC's."""
+    if not p.to_nic.size:
+        return []
+    crossing = np.where(p.to_nic != p.switch, out, 0.0)
+    return [(f"pcie_{way}", p.switch, crossing, None), (f"pcie_{way}", p.to_nic, crossing, None)]
+
+
 def exchange_loads(p: Placement, nic_share: float) -> Loads:
     """All-to-all: one unit per rank spread evenly over all ranks; `nic_share` inflates NICs that p2p uses less well."""
-    if "exchange" not in p.loads:
+    key = f"exchange {nic_share}"
+    if key not in p.loads:
         inside = (p.local - 1) / p.size
         outside = (p.size - p.local) / p.size / nic_share
         far = (p.size - p.on_leaf) / p.size
-        parts = []
+        out = (p.size - p.local) / p.size
+        parts: list[Part] = []
         for way in ("out", "in"):
-            parts.append((f"gpu_{way}", p.ranks, inside))
+            parts.append((f"gpu_{way}", p.ranks, inside + out if p.to_nic.size else inside, None))
             if p.switches:
-                parts.append((f"pcie_{way}", p.switch, (p.local - p.on_switch) / p.size))
+                parts.append((f"pcie_{way}", p.switch, (p.local - p.on_switch) / p.size, None))
+                parts += _to_nic(p, way, out)
             if p.nodes > 1:
-                parts.append((f"nic_{way}", p.nic, outside))
+                parts.append((f"nic_{way}", p.nic, outside, None))
             if p.leaves > 1:
-                parts.append((f"leaf_{way}", p.leaf, far))
-        p.loads["exchange"] = _assemble(p, parts)
-    return p.loads["exchange"]
+                parts.append((f"leaf_{way}", p.leaf, far, (p.size - p.on_leaf).astype(np.float64)))
+        p.loads[key] = _assemble(p, parts)
+    return p.loads[key]
 
 
 def shift_loads(p: Placement, nic_share: float) -> Loads:
     """Send/recv: of two ranks the first sends one unit to the second; of more, each to the next (as nccl-tests)."""
-    if "shift" not in p.loads:
+    key = f"shift {nic_share}"
+    if key not in p.loads:
         grid = np.arange(p.ranks.size).reshape(p.instances, p.size)
         source = grid[:, 0] if p.size == 2 else grid.ravel()
         target = grid[:, 1] if p.size == 2 else np.roll(grid, -1, axis=1).ravel()
         near = p.node[source] == p.node[target]
         inside, outside = near.astype(np.float64), (~near).astype(np.float64)
         far = outside * (p.leaf[source] != p.leaf[target])
-        parts = []
+        parts: list[Part] = []
         for way, end in (("out", source), ("in", target)):
-            parts.append((f"gpu_{way}", p.ranks[end], inside))
+            parts.append((f"gpu_{way}", p.ranks[end], inside + outside if p.to_nic.size else inside, None))
             if p.switches:
-                parts.append((f"pcie_{way}", p.switch[end], inside * (p.switch[source] != p.switch[target])))
+                parts.append((f"pcie_{way}", p.switch[end], inside * (p.switch[source] != p.switch[target]), None))
             if p.nodes > 1:
-                parts.append((f"nic_{way}", p.nic[end], outside / nic_share))
-                parts.append((f"leaf_{way}", p.leaf[end], far))
-        p.loads["shift"] = _assemble(p, parts)
-    return p.loads["shift"]
+                parts.append((f"nic_{way}", p.nic[end], outside / nic_share, None))
+                parts.append((f"leaf_{way}", p.leaf[end], far, far * _PAIR_FLOWS))
+        p.loads[key] = _assemble(p, parts)
+    return p.loads[key]

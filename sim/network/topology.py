@@ -1,15 +1,18 @@
 """A cluster as a template with multiplicities: one node, one leaf switch, how many of each; never a graph of all GPUs.
 
-Source of the field names: the scenario's `topology` mapping. All figures come from `links.yaml`.
+Source of the field names: the scenario's `topology` mapping. Nominal speeds come from `links.yaml`, the shares of them
+that are reached from `figures.yaml` or the topology's own `links`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from sim.catalog import table
+from sim.errors import Fault, UserError
+from sim.network.figures import Figures
 
 _GB = 1e9
 _BITS = 8.0
@@ -64,6 +67,8 @@ class Topology:
         name: as the file says.
         generation: key of `generations` in links.yaml; it chooses NCCL's tuner tables.
         gpus_per_node, nodes: multiplicities.
+        figures: measured figures of links and protocols, the topology's own `links` first.
+        degraded: ((link kind, index), share of its capacity left) of links that are slower than their like.
     """
 
     name: str
@@ -72,6 +77,8 @@ class Topology:
     nodes: int
     intra: Intra
     inter: Inter
+    figures: Figures = field(default_factory=Figures)
+    degraded: tuple[tuple[tuple[str, int], float], ...] = ()
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Topology:
@@ -82,7 +89,25 @@ class Topology:
             name=str(mapping.get("name") or ""), generation=generation_of(mapping.get("gpu")),
             gpus_per_node=gpus_per_node, nodes=int(mapping.get("nodes") or 1),
             intra=_intra(mapping.get("intra") or {}, gpus_per_node, str(host.get("pcie") or "gen4x16")),
-            inter=_inter(mapping.get("inter") or {}))
+            inter=_inter(mapping.get("inter") or {}), figures=Figures(mapping.get("links")),
+            degraded=_degraded(mapping.get("degraded") or ()))
+
+
+#: Kinds of links a `degraded` entry may name; each is slowed in both directions (see `routes`).
+_DEGRADABLE = ("gpu", "nic", "leaf", "pcie")
+
+
+def _degraded(entries: Sequence[Mapping[str, Any]]) -> tuple[tuple[tuple[str, int], float], ...]:
+    """Slow links: each entry {link: gpu|nic|leaf|pcie, index: number, share: of its capacity left, in (0, 1]}."""
+    found = []
+    for i, entry in enumerate(entries):
+        kind, share, where = str(entry.get("link")), float(entry.get("share", 1.0)), f"cluster.topology.degraded[{i}]"
+        if kind not in _DEGRADABLE:
+            raise UserError(Fault(f"link must be one of {', '.join(_DEGRADABLE)}, not {kind!r}", where))
+        if not 0 < share <= 1:
+            raise UserError(Fault(f"share must be above 0 and at most 1, not {share}", where))
+        found += [((f"{kind}_{way}", int(entry.get("index", 0))), share) for way in ("out", "in")]
+    return tuple(found)
 
 
 def generation_of(gpu: Any) -> str:
@@ -138,53 +163,59 @@ class Speeds:
     Attributes:
         gpu: one GPU's fast intra-node egress (NVLink, or its PCIe slot).
         link: one NVLink of a mesh (0 elsewhere).
-        pair: share of `gpu` that traffic with a single peer reaches, in (0, 1].
         pcie: one GPU's PCIe slot, and one PCIe switch's uplink.
         nic: one NIC group (the NICs nearest to one GPU; all NICs when GPUs outnumber them).
-        nic_groups: NIC groups of a node.
-        leaf: uplinks of one leaf switch (of one rail when rail-optimised).
-        p2p: share of `nic` that grouped send/recv reaches, in (0, 1].
+        nic_groups: NIC groups of a node; nic_nominal: the nominal speed of one.
+        leaf: uplinks of one leaf switch (of one rail when rail-optimised); leaf_uplinks: how many they are.
+        p2p: share of `nic` that grouped send/recv reaches.
+        tuner_link, tuner_pcie: what NCCL's graph search counts over what is reached.
     """
 
     gpu: float
     link: float
-    pair: float
     pcie: float
     nic: float
     nic_groups: int
+    nic_nominal: float
     leaf: float
+    leaf_uplinks: int
     p2p: float
+    tuner_link: float
+    tuner_pcie: float
 
 
 def speeds(topology: Topology, intra_gbps_per_gpu: float | None = None,
            inter_gbps_per_node: float | None = None) -> Speeds:
     """Capacities of `topology`; the overrides are nominal Gb/s per direction and keep the link's efficiency."""
-    intra, inter = topology.intra, topology.inter
-    pcie = facts()["pcie"][intra.pcie]
+    intra, inter, figures = topology.intra, topology.inter, topology.figures
+    slot = facts()["pcie"][intra.pcie]
+    slot_share = figures[f"pcie_share.{intra.pcie}"]
     row = facts()["links"].get(intra.link) if intra.kind in ("nvswitch", "nvlink-mesh") else None
-    per_link = float(row["achievable"]) * _GB if row else 0.0
-    gpu = per_link * intra.links_per_gpu if row else float(pcie["achievable"]) * _GB
+    used, share = (row, figures[f"link_share.{intra.link}"]) if row else (slot, slot_share)
+    count = intra.links_per_gpu if row else 1
+    nominal_link = float(used["nominal"]) * _GB
     if intra_gbps_per_gpu is not None:
-        figures = row or pcie
-        wanted = intra_gbps_per_gpu / _BITS * _GB * float(figures["achievable"]) / float(figures["nominal"])
-        per_link, gpu = per_link * wanted / gpu, wanted
-    fabric = facts()["fabrics"][inter.fabric]
+        nominal_link = intra_gbps_per_gpu / _BITS * _GB / count
     nominal = inter.nics_per_node * inter.gbps_per_nic if inter_gbps_per_node is None else inter_gbps_per_node
-    node = nominal / _BITS * _GB * float(fabric["efficiency"])
+    node = nominal / _BITS * _GB * figures[f"fabric_share.{inter.fabric}"]
     if not inter.rdma:
-        node = min(node, staged_channels(topology) * float(facts()["staging"]["channel_gbps"]) * _GB)
+        node = min(node, staged_channels(topology) * figures["stage_gbps.all"] * _GB)
     groups = min(inter.nics_per_node, topology.gpus_per_node)
     rails = groups if inter.rail_optimized else 1
     return Speeds(
-        gpu=gpu, link=per_link, pair=float(row["pair"]) if row else 1.0, pcie=float(pcie["achievable"]) * _GB,
-        nic=node / groups, nic_groups=groups, leaf=node * inter.nodes_per_leaf / inter.oversubscription / rails,
-        p2p=float(fabric["p2p"]) / float(fabric["efficiency"]))
+        gpu=nominal_link * share * count, link=nominal_link * share if row else 0.0,
+        pcie=float(slot["nominal"]) * _GB * slot_share, nic=node / groups, nic_groups=groups,
+        nic_nominal=nominal / _BITS * _GB / groups, leaf=node * inter.nodes_per_leaf / inter.oversubscription / rails,
+        leaf_uplinks=max(1, round(inter.nodes_per_leaf * inter.nics_per_node / inter.oversubscription / rails)),
+        p2p=figures[f"exchange_share.{inter.fabric}"],
+        tuner_link=float(used["tuner"]) / float(used["nominal"]) / share,
+        tuner_pcie=float(slot["tuner"]) / float(slot["nominal"]) / slot_share)
 
 
 def staged_channels(topology: Topology) -> int:
-    """Channels NCCL opens without GPUDirect RDMA: one per NIC, a NIC shared by k GPUs counting 1/k.
+    """Channels NCCL opens without GPUDirect RDMA: one per NIC, a NIC shared by k GPUs counting 1/k; two at least.
 
     Source: channel counts in NCCL logs of Jean Zay (4 NICs: 4 channels with 4 V100, 2 with 8 A100).
     """
     nics = topology.inter.nics_per_node
-    return max(1, nics * min(nics, topology.gpus_per_node) // topology.gpus_per_node)
+    return max(2, nics * min(nics, topology.gpus_per_node) // topology.gpus_per_node)

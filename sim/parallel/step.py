@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
 
-from sim.model import build, clip_kernels, optimizer_kernels
-from sim.model.architecture import Architecture, Layer
+from sim.model import build, clip_kernels, optimizer_kernels, optimizer_temporary_bytes
+from sim.model.architecture import Architecture
+from sim.model.eager import rounded
 from sim.parallel.compute import Compute
 from sim.parallel.layout import Layout, Ranks
 from sim.program import CollectiveCall, Label, ProgramBuilder, SectionBuilder
@@ -62,12 +63,13 @@ class Plan:
 
     def policy(self, position: int) -> str:
         """Recomputation of the layer at `position` of the stack: "none", "full" or "selective"."""
-        if not 0 < position < len(self.architecture.stack) - 1:
+        number = self.architecture.block_numbers[position]
+        if not number:
             return "none"
         recompute = self.scenario.training.recompute
         if isinstance(recompute, str):
             return recompute
-        return "full" if position <= recompute.layers else "none"
+        return "full" if number <= recompute.layers else "none"
 
     def resident(self, name: str, size_bytes: float, category: str) -> None:
         """Memory held for the whole step."""
@@ -101,6 +103,7 @@ def write(technique: Technique) -> None:
     """Write the sections of one optimizer step into the technique's builder."""
     plan = technique.plan
     technique.states()
+    batch(plan)
     for micro, run in groupby(plan.micro_steps):
         section = plan.builder.section(f"micro-step of {micro.batch}" + (", reduced" if micro.reduce else ""))
         technique.micro_step(section, micro)
@@ -111,6 +114,17 @@ def write(technique: Technique) -> None:
     plan.builder.run(section)
 
 
+def blocks(size_bytes: float) -> int:
+    """Bytes the allocator hands out for a tensor of `size_bytes`."""
+    return rounded(size_bytes, "int8")
+
+
+def batch(plan: Plan) -> None:
+    """Token numbers and labels, 8 bytes each, which are there when the step begins."""
+    tokens = plan.architecture.batch * plan.architecture.sequence
+    plan.resident("batch", 2 * rounded(tokens, "fp64"), "buffers")
+
+
 def end_of_step(plan: Plan, section: SectionBuilder) -> None:
     """Fixed host work of a step, and the synchronisation of stacks that read the loss every step."""
     label = Label("step", "optimizer", "end of step")
@@ -119,11 +133,12 @@ def end_of_step(plan: Plan, section: SectionBuilder) -> None:
 
 
 def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins: Sequence[int] = (),
-           ranks: str | None = None) -> int:
+           ranks: str | None = None, largest: int = 0) -> int:
     """Gradient clipping and the optimizer on `numel` local parameters in `tensors` tensors.
 
     Args:
         ranks: communicator over which the gradient norm is summed; None if every rank holds all gradients.
+        largest: elements of the largest tensor, default all.
 
     Returns:
         the optimizer's task.
@@ -141,7 +156,14 @@ def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins:
         joins = ()
     kernels = optimizer_kernels(numel, tensors, training.precision, training.optimizer, implementation, clip=False)
     label = Label("optimizer", "optimizer", training.optimizer)
-    return section.kernels(COMPUTE, plan.compute.segment(kernels), label, joins=joins)
+    temporary = optimizer_temporary_bytes(numel, largest or numel, training.precision, training.optimizer,
+                                          implementation)
+    if temporary:
+        section.allocate("optimizer temporaries", temporary, "workspace")
+    task = section.kernels(COMPUTE, plan.compute.segment(kernels), label, joins=joins)
+    if temporary:
+        section.free("optimizer temporaries", temporary, "workspace")
+    return task
 
 
 def collective(plan: Plan, kind: str, size_bytes: float, dtype: str, communicator: str) -> CollectiveCall:
@@ -162,51 +184,3 @@ def state_bytes(plan: Plan) -> dict[str, float]:
     }
 
 
-class Activations:
-    """Host-ordered memory of what forward keeps for backward, one tensor per layer.
-
-    First version: the sum of a layer's saved tensors, plus what recomputation brings back for a moment. Temporaries
-    inside an operator come with the memory room.
-    """
-
-    def __init__(self, plan: Plan, section: SectionBuilder) -> None:
-        self._plan, self._section = plan, section
-        self._sizes: dict[tuple[int, str], tuple[int, int]] = {}
-
-    def keep(self, position: int, layer: Layer) -> None:
-        """Forward of the layer at `position` has been issued."""
-        kept, _ = self._bytes(position, layer)
-        if kept:
-            self._section.allocate(f"saved:{position}", kept, "logits" if layer.kind == "head" else "activations")
-
-    def restore(self, position: int, layer: Layer) -> None:
-        """Recomputation is about to be issued: what it makes lives until backward is done."""
-        _, again = self._bytes(position, layer)
-        if again:
-            self._section.allocate(f"recomputed:{position}", again, "activations")
-
-    def drop(self, position: int, layer: Layer) -> None:
-        """Backward of the layer has been issued."""
-        kept, again = self._bytes(position, layer)
-        if again:
-            self._section.free(f"recomputed:{position}", again, "activations")
-        if kept:
-            self._section.free(f"saved:{position}", kept, "logits" if layer.kind == "head" else "activations")
-
-    def _bytes(self, position: int, layer: Layer) -> tuple[int, int]:
-        """Bytes kept from forward, and bytes recomputation makes again."""
-        policy = self._plan.policy(position)
-        key = (id(layer), policy)
-        if key not in self._sizes:
-            core = sum(t.size_bytes for op in layer.operators if op.core for t in op.saved)
-            rest = sum(t.size_bytes for op in layer.operators if not op.core for t in op.saved)
-            self._sizes[key] = {"full": (layer.input.size_bytes, core + rest), "selective": (rest, core)}.get(
-                policy, (core + rest, 0))
-        return self._sizes[key]
-
-
-def layer_name(position: int, layers: int) -> str:
-    """Name of the layer at `position` of a stack of `layers`: embedding, block0 ..., head."""
-    if position == 0:
-        return "embedding"
-    return "head" if position == layers - 1 else f"block{position - 1}"

@@ -8,11 +8,8 @@ from sim.scenario.schema import Scenario
 
 def check(scenario: Scenario) -> None:
     """Raise `UserError` naming every field of the scenario that this version cannot simulate."""
-    training, parallel, model = scenario.training, scenario.parallel, scenario.model
+    training, parallel = scenario.training, scenario.parallel
     asked = {
-        "model.kind": model.kind != "decoder" and model.kind,
-        "model.moe": model.moe is not None and "mixture of experts",
-        "model.mla": model.mla is not None and "latent attention",
         "training.recompute": training.recompute == "selective-op" and "selective-op",
         "training.optimizer_in_backward": training.optimizer_in_backward and "gradients freed in backward",
         "training.chunked_loss": training.chunked_loss and "chunked loss",

@@ -33,5 +33,8 @@ def validate_command(cases: Sequence[str], json_out: str | None = None, select: 
     else:
         if json_out is not None:
             Path(json_out).write_text(text, encoding="utf-8")
-        render(validation, Console())
+        out = Console()
+        if not out.is_terminal:  # a file or a pipe has no width of its own; 80 columns break the tables
+            out.width = 120
+        render(validation, out)
     return INTERRUPTED if validation.interrupted else 0

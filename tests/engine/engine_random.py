@@ -46,8 +46,8 @@ def recipes(draw: st.DrawFn, communicators: int = 2, second_stream: bool = True)
         seconds = tuple(draw(st.lists(DURATIONS, min_size=1, max_size=5))) if kind == "kernels" else ()
         stream = {"kernels": draw(st.sampled_from([0, 0, 1] if second_stream else [0])),
                   "collective": draw(st.sampled_from([2, 3])), "copy": 4, "host": -1}[kind]
-        # A collective that starts in the very instant in which a kernel of another stream ends may or may not have to wait
-        # for thread blocks, by a rounding error; so the streams' durations are kept incommensurable.
+        # A collective that starts in the very instant in which something unrelated starts or ends a kernel may or may
+        # not wait for thread blocks, by a rounding error; so streams and communicators are kept incommensurable.
         seconds = tuple(s * 1.0371309 for s in seconds) if stream == 1 else seconds
         tasks.append(Recipe(kind, stream, seconds, draw(st.integers(1, 5)), draw(st.integers(0, communicators - 1)),
                             draw(HOST), waits, joins))
@@ -67,7 +67,7 @@ def write(section: SectionBuilder, tasks: Sequence[Recipe], split: bool, drain_s
                                          task.joins)
         elif task.kind == "collective":
             kind = "all_gather" if task.size % 2 else "reduce_scatter"
-            call = CollectiveCall(kind, task.size, "bf16", task.communicator)
+            call = CollectiveCall(kind, 1009 * task.size + 97 * task.communicator, "bf16", task.communicator)
             number = section.collective(task.stream, call, task.host_s, NAME, waits, task.joins)
         elif task.kind == "copy":
             number = section.copy(task.stream, Copy("d2h", task.size), task.host_s, NAME, waits, task.joins)

@@ -13,13 +13,13 @@ from sim.engine import LongestPath, Machine, Timeline, longest_path, simulate
 from sim.program import CollectiveCall, Communicator, Job, Kind, Program, ProgramBuilder, RankClass
 
 SECTIONS = st.lists(st.tuples(random.recipes(), st.integers(1, 7)), min_size=1, max_size=3)
-CONTENDED = {"latency_s": 0.11717, "channels": 20, "hbm": 1.5, "capacities": {"x": 1.7}}
+CONTENDED = {"latency_s": 0.11717, "channels": 20, "hbm": 1.5, "capacities": {"x": 1700.0}}
 SLOW = (1.0, 1.3717)
 
 
 def machine(job: Job, **options: bool) -> Machine:
     """Two kinds of device, one shared link, every sort of contention."""
-    return Machine([FakeDevice(slow, per_bps=0.07) for slow in SLOW], FakeNetwork(**CONTENDED), job, **options)
+    return Machine([FakeDevice(slow, per_bps=0.07e-3) for slow in SLOW], FakeNetwork(**CONTENDED), job, **options)
 
 
 def ends(timeline: Timeline, number: int) -> np.ndarray:
@@ -130,12 +130,10 @@ def test_same_input_same_output_bit_for_bit(sections: list) -> None:
         assert ends(one, number).tobytes() == ends(two, number).tobytes()
 
 
-def sharded(parties: dict[str, int], micro_steps: int) -> Program:
+def sharded(micro_steps: int) -> Program:
     """A small hybrid-sharded step: gathers and scatters in a shard group, all-reduce of the shards across groups."""
-    del parties
     builder = ProgramBuilder(("compute", "gather", "scatter", "reduce"), ("shard", "replicate"))
     section = builder.section("micro")
-    before = -1
     for layer in range(4):
         arrived = section.collective(1, CollectiveCall("all_gather", 3 + layer, "bf16", 0), 0.01, NAME)
         work = builder.segment([kernel(0.31, 0.01), kernel(0.77, 0.02)], [0.05, 0.05])
@@ -167,7 +165,7 @@ class RowNetwork(FakeNetwork):
 @pytest.mark.parametrize("micro_steps", [1, 2, 9])
 def test_folded_and_unfolded_agree(micro_steps: int) -> None:
     """Eight ranks in two shard groups of four: one class, or eight."""
-    program = sharded({}, micro_steps)
+    program = sharded(micro_steps)
     shard = np.arange(8).reshape(2, 4)
     replicate = shard.T
     everyone = np.arange(8, dtype=np.int64)

@@ -64,7 +64,8 @@ def test_many_variants_in_one_sweep(sections: list, parties: int, synchronise: b
     job = random.job([random.program(sections, synchronise=synchronise)], parties)
 
     def machine(slow: float) -> Machine:
-        return Machine([FakeDevice(slow), FakeDevice(1.3 * slow)], FakeNetwork(latency_s=0.1), job)
+        network = FakeNetwork(latency_s=0.1, capacities={"x": 1700.0})
+        return Machine([FakeDevice(slow), FakeDevice(1.3 * slow)], network, job)
 
     path = LongestPath(job, machine(1.0))
     compute = np.concatenate([s.kind for s in job.programs[0].sections]) == Kind.KERNELS

@@ -14,9 +14,13 @@ from hypothesis import strategies as st
 
 from sim.errors import UserError
 from sim.network import Coflow, Network, Topology, fair_share
+from sim.network.figures import Figures
 
 GIB = 1 << 30
 SIMPLE = {"algorithm": "Ring", "protocol": "Simple"}
+F = Figures()
+#: What a rail of the test machines carries: 200 Gb/s of InfiniBand.
+NIC = 25e9 * F["fabric_share.infiniband"]
 Machines = dict[str, dict[str, Any]]
 
 
@@ -42,25 +46,37 @@ def total(flow: Coflow, kind: str) -> float:
 
 @pytest.mark.parametrize(("kind", "passes"), [("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)])
 def test_ring_on_one_switch(machines: Machines, kind: str, passes: int) -> None:
-    """8 A100 on NVSwitch: 12 links x 20 GB/s carry passes x 7/8 of the buffer; passes x 7 steps of 2 x 3.4 us."""
+    """8 A100 on NVSwitch: 12 links of 25 GB/s nominal carry passes x 7/8 of the buffer; passes x 7 steps."""
     net = network(machines["dgx-a100"], nccl=SIMPLE)
-    flow = net.coflow(kind, GIB, world(8))
-    assert rate(flow, net) == pytest.approx(240e9 / (passes * 7 / 8))
-    steps_us = 8.4 + passes * 7 * 6.8
-    assert flow.latency_s == pytest.approx(steps_us * 1.3e-6)  # 30% more for filling the pipeline
+    flow = net.coflow(kind, 8 * GIB, world(8))
+    bus = 300e9 * F["link_share.nvlink3"]
+    assert rate(flow, net) == pytest.approx(bus / (passes * 7 / 8))
+    steps_us = F["base_us.Simple"] + passes * 7 * F["step_us.nvlink.Simple.ampere"]
+    slice_us = (1 << 20) * 24 / bus * 1e6  # 24 channels fill one 1 MiB slice each
+    assert flow.latency_s * 1e6 == pytest.approx(steps_us + F["ramp.ring.ampere"] * slice_us)
     assert set(flow.links) == {(f"gpu_{way}", i) for way in ("out", "in") for i in range(8)}
 
 
 def test_ring_across_nodes(machines: Machines) -> None:
-    """Two nodes: 15/16 of the buffer leaves each node over 8 NICs of 25 GB/s x 0.945; 7/8 of that stays on NVLink."""
+    """Two nodes: 15/16 of the buffer leaves each node over 8 NICs; 7/8 of that stays on NVLink; 14 steps and one hop."""
     net = network(machines["dgx-a100"], nodes=2, nccl=SIMPLE)
-    flow = net.coflow("all_gather", GIB, world(16))
+    flow = net.coflow("all_gather", 64 * GIB, world(16))
     loads = dict(zip(flow.links, flow.loads, strict=True))
     assert loads["nic_out", 0] == pytest.approx(15 / 16 / 8)
     assert loads["gpu_out", 0] == pytest.approx(15 / 16 * 7 / 8)
-    assert rate(flow, net) == pytest.approx(200e9 * 0.945 / (15 / 16))
-    hops_us = 8.4 + 14 * 6.8 + 1 * 14.0
-    assert flow.latency_s == pytest.approx(hops_us * 1.3e-6)
+    assert rate(flow, net) == pytest.approx(8 * NIC / (15 / 16))
+    hop_us = F["hop_us.Simple"] + F["flush.all"] * F["fabric_us.infiniband"]
+    fill_us = F["ramp.ring.ampere"] * (1 << 20) * 16 / (300e9 * F["link_share.nvlink3"] * 8 / 7) * 1e6
+    expected = F["base_us.Simple"] + 14 * F["step_us.nvlink.Simple.ampere"] + hop_us * (1 + F["ramp.ring_net"]) + fill_us
+    assert flow.latency_s * 1e6 == pytest.approx(expected)
+
+
+def test_messages_bound_a_ring_of_hundreds(machines: Machines) -> None:
+    """256 nodes on Slingshot: all but the 8 messages in flight wait their turn, so 1023 steps take 1015 messages."""
+    inter = {**machines["dgx-a100"]["inter"], "fabric": "slingshot", "rail_optimized": False, "nics_per_node": 2}
+    net = network({**machines["dgx-a100"], "inter": inter}, nodes=128, nccl={"algorithm": "Ring", "protocol": "LL"})
+    flow = net.coflow("all_gather", 16384, world(1024))
+    assert flow.latency_s + 16384 / rate(flow, net) == pytest.approx(1015 * F["message_us.slingshot"] * 1e-6)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4])
@@ -75,7 +91,7 @@ def test_bytes_are_conserved(machines: Machines, kind: str, passes: int, nodes: 
 
 
 def test_all_to_all_bytes(machines: Machines) -> None:
-    """Every rank sends 1/n of its buffer to each peer: 7 of 16 parts inside, 8 of 16 over its NIC (at 0.85)."""
+    """Every rank sends 1/n of its buffer to each peer: 7 of 16 parts inside, 8 of 16 over its NIC (at its share of a ring's rate)."""
     net = network(machines["dgx-a100"], nodes=2)
     loads = dict.fromkeys(("gpu_out", "nic_out"), 0.0)
     flow = net.coflow("all_to_all", GIB, world(16))
@@ -83,19 +99,19 @@ def test_all_to_all_bytes(machines: Machines) -> None:
         if link[0] in loads:
             loads[link[0]] += load
     assert loads["gpu_out"] == pytest.approx(16 * 7 / 16)
-    assert loads["nic_out"] * 0.85 / 0.945 == pytest.approx(16 * 8 / 16)
+    assert loads["nic_out"] * F["exchange_share.infiniband"] == pytest.approx(16 * 8 / 16)
 
 
 def test_replicas_share_a_nodes_nics(machines: Machines) -> None:
     """8 groups of one GPU per node: with 8 NICs each has its own; with 2 NICs four groups share one."""
     groups = np.arange(32, dtype=np.int64).reshape(4, 8).T.copy()
     own = network(machines["dgx-a100"], nodes=4, nccl=SIMPLE)
-    assert rate(own.coflow("all_gather", GIB, groups), own) == pytest.approx(25e9 * 0.945 / 0.75)
+    assert rate(own.coflow("all_gather", GIB, groups), own) == pytest.approx(NIC / 0.75)
     mapping = {**machines["dgx-a100"], "inter": {**machines["dgx-a100"]["inter"], "nics_per_node": 2}}
     shared = network(mapping, nodes=4, nccl=SIMPLE)
-    assert rate(shared.coflow("all_gather", GIB, groups), shared) == pytest.approx(25e9 * 0.945 / 4 / 0.75)
+    assert rate(shared.coflow("all_gather", GIB, groups), shared) == pytest.approx(NIC / 4 / 0.75)
     alone = shared.coflow("all_gather", GIB, groups[:1])
-    assert rate(alone, shared) == pytest.approx(25e9 * 0.945 / 0.75)
+    assert rate(alone, shared) == pytest.approx(NIC / 0.75)
 
 
 def test_group_of_one_gpu_per_node_takes_its_rail(machines: Machines) -> None:
@@ -114,7 +130,7 @@ def test_oversubscribed_leaf_slows_what_crosses_it(machines: Machines) -> None:
     inter = {**machines["dgx-a100"]["inter"], "nodes_per_leaf": 2, "oversubscription": 8.0, "rail_optimized": False}
     net = network({**machines["dgx-a100"], "inter": inter}, nodes=4)
     flow = net.coflow("all_to_all", GIB, world(32))
-    node_bps = 200e9 * 0.945
+    node_bps = 8 * NIC
     assert rate(flow, net) == pytest.approx(2 * node_bps / 8 / (16 * 0.5))
     inside = net.coflow("all_to_all", GIB, world(16))
     assert rate(inside, net) > 2 * rate(flow, net)
@@ -123,10 +139,11 @@ def test_oversubscribed_leaf_slows_what_crosses_it(machines: Machines) -> None:
 def test_pcie_switch_uplink_is_shared(machines: Machines) -> None:
     """Two all-gathers that both straddle the two PCIe switches share the uplinks; within one switch they do not."""
     net = network(machines["pcie"], nccl=SIMPLE)
+    slot = 31e9 * F["pcie_share.gen4x16"]
     across = np.array([[0, 4], [1, 5]], dtype=np.int64)
     within = np.array([[0, 1], [2, 3]], dtype=np.int64)
-    assert rate(net.coflow("all_gather", GIB, across), net) == pytest.approx(24e9 / 2 / 0.5)
-    assert rate(net.coflow("all_gather", GIB, within), net) == pytest.approx(24e9 / 0.5)
+    assert rate(net.coflow("all_gather", GIB, across), net) == pytest.approx(slot / 2 / 0.5)
+    assert rate(net.coflow("all_gather", GIB, within), net) == pytest.approx(slot / 0.5)
 
 
 LAYOUTS = {
@@ -161,13 +178,15 @@ def test_folded_equals_unfolded(machines: Machines, machine: str, layout: str, k
        size=st.sampled_from([(1, 2), (1, 8), (2, 16), (4, 32)]),
        machine=st.sampled_from(["dgx-a100", "dgx-h100", "dgx-1v"]))
 def test_never_faster_for_more_bytes(machines: Machines, kind: str, size: tuple[int, int], machine: str) -> None:
+    """One way of serving a call never; where NCCL changes its choice, by at most 35% (V100 at 16 MiB: 300 to 274 us)."""
     net = network(machines[machine], nodes=size[0])
-    last = 0.0
+    last, served = 0.0, ("", "")
     for exponent in np.arange(8, 34, 0.5):
         flow = net.coflow(kind, int(2 ** exponent), world(size[1]))
         time = flow.latency_s + flow.size_bytes / rate(flow, net)
-        assert time >= last * (1 - 1e-12)
-        last = time
+        same = served == (flow.algorithm, flow.protocol)
+        assert time >= last * (1 - 1e-12 if same else 0.65)
+        last, served = time, (flow.algorithm, flow.protocol)
 
 
 def test_choice_follows_size_and_place(machines: Machines) -> None:
@@ -207,12 +226,13 @@ def test_only_the_first_gpus_of_each_node(machines: Machines) -> None:
 
 
 def test_host_staged_transfers_are_slow(machines: Machines) -> None:
-    """No GPUDirect: 4 GPUs with 4 Omni-Path NICs get 4 channels of 2.7 GB/s, 8 GPUs 2 (Jean Zay: 10.6, 5.07)."""
+    """No GPUDirect: 4 GPUs with 4 Omni-Path NICs get 4 channels, 8 GPUs 2 (Jean Zay's logs; 10.6 and 5.07 GB/s)."""
     inter = {"kind": "fat-tree", "fabric": "omni-path", "nics_per_node": 4, "gbps_per_nic": 100}
-    for gpus, bus in ((4, 10.8e9), (8, 5.4e9)):
+    for gpus, channels in ((4, 4), (8, 2)):
         net = network({**machines["dgx-a100"], "gpus_per_node": gpus, "inter": inter}, nodes=4, gpus=gpus)
         n = 4 * gpus
-        assert rate(net.coflow("all_reduce", 4 * GIB, world(n)), net) * 2 * (n - 1) / n == pytest.approx(bus)
+        bus = rate(net.coflow("all_reduce", 4 * GIB, world(n)), net) * 2 * (n - 1) / n
+        assert bus == pytest.approx(channels * F["stage_gbps.all"] * 1e9)
 
 
 def test_nodes_without_a_link_are_refused(machines: Machines) -> None:
@@ -241,4 +261,4 @@ def test_uneven_groups_keep_their_busiest_link(machines: Machines) -> None:
     for link, load in zip(flow.links, flow.loads, strict=True):
         loads[link[0]].append(load)
     assert max(loads["nic_out"]) == pytest.approx(11 / 12 / 4)
-    assert rate(flow, net) == pytest.approx(25e9 * 0.945 * 4 / (11 / 12))
+    assert rate(flow, net) == pytest.approx(NIC * 4 / (11 / 12))

@@ -79,6 +79,10 @@ EXACT = {
     "llama-3-405b": 405_853_388_800,
     "llama-3.2-1b": 1_235_814_400,
     "mixtral-8x7b": 46_702_792_704,
+    "mistral-7b": 7_241_732_096,
+    "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896,
+    "phi-3-mini": 3_821_079_552,
     "t5-small": 60_506_624,
     "t5-base": 222_903_552,
     "t5-large": 737_668_096,
@@ -87,6 +91,11 @@ EXACT = {
 }
 #: To 1%: rounded in the source, or with a pooler, token types or a norm that the closed form lacks.
 ROUNDED = {
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-8b": 8_190_735_360,
+    "phi-2": 2_779_683_840,
     "gpt3-125m": 0.125e9,
     "gpt3-350m": 0.356e9,
     "gpt3-760m": 0.76e9,

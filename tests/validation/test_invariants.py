@@ -19,6 +19,8 @@ from sim.scenario import resolve
 
 #: Kernel times have steps (tiles, waves): more work of a smaller shape may be this much faster.
 KERNEL_STEPS = 0.02
+#: NCCL chooses by its own cost table: a faster link may make it choose an algorithm that takes a little longer.
+ALGORITHM_STEPS = 0.05
 
 Mapping = dict[str, Any]
 quick = settings(max_examples=20, deadline=None)
@@ -119,9 +121,10 @@ def test_a_step_is_never_shorter_than_its_bounds(job: Mapping) -> None:
 @quick
 @given(jobs(framework="ideal"))
 def test_better_hardware_or_less_work_is_never_slower(job: Mapping) -> None:
-    base = predicted(job).step_time_s * (1 + KERNEL_STEPS)
+    step_time_s = predicted(job).step_time_s
+    base = step_time_s * (1 + KERNEL_STEPS)
     faster_links = {"intra_gbps_per_gpu": 9600, "inter_gbps_per_node": 6400}
-    assert predicted(changed(job, cluster=faster_links)).step_time_s <= base
+    assert predicted(changed(job, cluster=faster_links)).step_time_s <= step_time_s * (1 + ALGORITHM_STEPS)
     if job["model"]["layers"] > 1:
         assert predicted(changed(job, model={"layers": job["model"]["layers"] - 1})).step_time_s <= base
     training = job["training"]

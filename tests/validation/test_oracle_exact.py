@@ -30,7 +30,7 @@ ONE_REPLICA = {f"model_gpt-125m_precision_fsdp_bf16_strategy_hsdp_world_64_facto
 
 
 def expressible(case: Case) -> bool:
-    return case.sets["model"].get("kind", "decoder") == "decoder" and case.id not in ONE_REPLICA
+    return case.id not in ONE_REPLICA
 
 
 @pytest.mark.parametrize("case", [c for c in cases("oracle-traffic") if expressible(c)], ids=lambda c: c.id)

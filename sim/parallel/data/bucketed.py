@@ -12,14 +12,13 @@ from dataclasses import dataclass
 
 from sim.model.architecture import Layer
 from sim.parallel.compute import traffic_kernel
+from sim.parallel.activations import GRADIENT_POOL, Activations
 from sim.parallel.data.buckets import Bucket
 from sim.parallel.step import (
     COMPUTE,
-    Activations,
     MicroStep,
     Plan,
     collective,
-    layer_name,
     state_bytes,
     update,
 )
@@ -44,6 +43,7 @@ class Reduction:
         transient: whether the buffers exist only during backward.
         gather_elements: elements per all-gather of updated parameters after the optimizer (0 = none).
         resident_gradients: gradients live in a buffer that is never freed (Megatron).
+        views: gradients become views of their bucket when it is reduced.
     """
 
     buckets: list[Bucket]
@@ -56,6 +56,7 @@ class Reduction:
     transient: bool
     gather_elements: int
     resident_gradients: bool
+    views: bool = False
 
 
 class Bucketed:
@@ -68,6 +69,7 @@ class Bucketed:
         self.reduces = plan.scenario.data_parallel > 1 or plan.scenario.parallel.strategy == "ddp"
         self.wire = self.precision.reduce
         self.width = DTYPE_BYTES[self.precision.gradients]
+        self.gradients: dict[int, int] = {}  # bytes that layers have left behind, by position
         self.cuts: dict[int, list[tuple[int, list[Bucket]]]] = {}
         for bucket in reduction.buckets:
             at = self.cuts.setdefault(bucket.position, [])
@@ -94,34 +96,36 @@ class Bucketed:
     def micro_step(self, section: SectionBuilder, micro: MicroStep) -> None:
         """Forward, then backward with every complete bucket on its way."""
         stack = self.plan.model(micro.batch).stack
-        self.memory = Activations(self.plan, section)
+        keep = self.keeps_gradients(micro)
+        memory = Activations(self.plan, section, len(stack), keep_gradients=keep)
         for position, layer in enumerate(stack):
-            label = Label(layer_name(position, len(stack)), "forward", layer.kind)
+            label = Label(self.plan.architecture.names[position], "forward", layer.kind)
+            memory.forward(position, layer)
             section.kernels(COMPUTE, self.plan.compute.forward(layer), label)
-            self.memory.keep(position, layer)
         if micro.reduce and self.reduction.transient and self.reduction.buffer_bytes:
             section.allocate("gradient buckets", round(self.reduction.buffer_bytes), "buffers")
         late: list[Bucket] = []
         for position in range(len(stack) - 1, -1, -1):
-            self.memory.restore(position, stack[position])
-            if micro.first:
-                self.gradients(section, position, stack[position], allocate=True)
-            late += self.layer_backward(section, position, stack[position], len(stack), micro)
-            self.memory.drop(position, stack[position])
+            left = memory.backward(position, stack[position])
+            self.gradients[position] = self.gradients.get(position, 0) + left
+            late += self.layer_backward(section, position, stack[position], micro)
+            if self.reduction.gradient_shards > 1 and micro.first:
+                self.shard(section, position, stack[position])
+            if micro.reduce and self.reduction.views and not keep:
+                self.drop_gradients(section, position)
         for bucket in late:
             self.reduce(section, bucket, ())
         if micro.reduce:
             self.finish(section)
 
-    def layer_backward(self, section: SectionBuilder, position: int, layer: Layer, layers: int,
-                       micro: MicroStep) -> list[Bucket]:
+    def layer_backward(self, section: SectionBuilder, position: int, layer: Layer, micro: MicroStep) -> list[Bucket]:
         """Backward of one layer, cut where buckets complete; returns buckets that wait for the end of backward."""
         overlap = self.plan.scenario.parallel.overlap
         complete = self.cuts.get(position, []) if micro.reduce and self.reduces else []
         cuts = tuple(operator for operator, _ in complete) if overlap else ()
         own = self.first_copies if micro.first else self.later_copies
         parts = self.plan.compute.backward_parts(layer, self.plan.policy(position), cuts, own)
-        name = layer_name(position, layers)
+        name = self.plan.architecture.names[position]
         label = Label(name, "backward", layer.kind)
         late: list[Bucket] = []
         for number, part in enumerate(parts):
@@ -175,7 +179,7 @@ class Bucketed:
         task = update(self.plan, section, numel, 1 if split else tensors, (NCCL,) if self.reduces else (),
                       "data" if split else None)
         for position in range(len(architecture.stack) - 1, -1, -1):
-            self.gradients(section, position, architecture.stack[position], allocate=False)
+            self.drop_gradients(section, position)
         if self.reduction.gather_elements and self.reduces:
             self.gather_parameters(section, task)
 
@@ -193,10 +197,21 @@ class Bucketed:
         section.kernels(COMPUTE, self.plan.compute.segment((touch,)), Label("parameters", "optimizer", "wait"),
                         joins=(NCCL,))
 
-    def gradients(self, section: SectionBuilder, position: int, layer: Layer, *, allocate: bool) -> None:
-        """A layer's gradients come with its first backward and go when the optimizer has used them."""
-        if self.reduction.resident_gradients:
-            return
+    def keeps_gradients(self, micro: MicroStep) -> bool:
+        """Whether a micro-step's gradients stay as new tensors: not where they go into buckets or buffers at once."""
+        if self.reduction.resident_gradients or self.reduction.gradient_shards > 1:
+            return False
+        return micro.first and not (self.reduction.views and micro.reduce)
+
+    def shard(self, section: SectionBuilder, position: int, layer: Layer) -> None:
+        """This rank's part of a layer's gradients, which stays."""
         size = round(layer.numel * self.width / self.reduction.gradient_shards)
         if size:
-            (section.allocate if allocate else section.free)(f"gradient:{position}", size, "gradients")
+            section.allocate(GRADIENT_POOL, size, "gradients")
+            self.gradients[position] = size
+
+    def drop_gradients(self, section: SectionBuilder, position: int) -> None:
+        """A layer's gradients go: the optimizer has used them, or they have become views of their bucket."""
+        size = self.gradients.pop(position, 0)
+        if size:
+            section.free(GRADIENT_POOL, size, "gradients")

@@ -26,12 +26,13 @@ def ddp(plan: Plan, sharded_optimizer: bool) -> Reduction:
     width, wire = DTYPE_BYTES[precision.gradients], DTYPE_BYTES[precision.reduce]
     view = parallel.gradient_as_bucket_view
     buckets = fill(plan.architecture, FIRST_BUCKET_BYTES / wire, parallel.bucket_mb * MIB / wire)
-    several = plan.scenario.data_parallel > 1
+    wrapped = plan.scenario.data_parallel > 1 or parallel.strategy == "ddp"
     return Reduction(
         buckets=buckets, kind="all_reduce", shards=plan.scenario.data_parallel if sharded_optimizer else 1,
         gradient_shards=1, copy_in=width + wire, copy_out=0.0 if view else width + wire,
-        buffer_bytes=0.0 if view or not several else plan.architecture.parameters * wire, transient=False,
-        gather_elements=plan.architecture.parameters if sharded_optimizer else 0, resident_gradients=False)
+        buffer_bytes=plan.architecture.parameters * wire if wrapped else 0.0, transient=False,
+        gather_elements=plan.architecture.parameters if sharded_optimizer else 0, resident_gradients=False,
+        views=view and wrapped)
 
 
 def deepspeed(plan: Plan, stage: int) -> Reduction:

@@ -6,16 +6,18 @@ Zhao et al., PyTorch FSDP, VLDB 2023.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from sim.model.architecture import Layer
+from sim.parallel.activations import GRADIENT_POOL, Activations
 from sim.parallel.compute import traffic_kernel
 from sim.parallel.sharded.units import Unit, units_of
 from sim.parallel.step import (
     COMPUTE,
-    Activations,
     MicroStep,
     Plan,
+    blocks,
     collective,
     state_bytes,
     update,
@@ -43,6 +45,7 @@ class Fsdp:
         self.root = self.units[0]
         self.gather_dtype, self.reduce_dtype = precision.gather, precision.reduce
         self.gather_bytes, self.reduce_bytes = DTYPE_BYTES[precision.gather], DTYPE_BYTES[precision.reduce]
+        self.casts = precision.gather != precision.parameters
         self.distinct = list({u.name: u for u in self.units}.values())
         self.last = len(self.units) - 1
         self.host_s = plan.stack.host_collective_s
@@ -52,16 +55,18 @@ class Fsdp:
     # ------------------------------------------------------------------------------------------- states
     def states(self) -> None:
         """Shards of parameters, master copy and optimizer states; gradients come and go in the micro-steps."""
-        padded = sum(u.padded for u in self.distinct) // self.factor
+        shards = Counter(u.shards for u in self.distinct)
         for category, width in state_bytes(self.plan).items():
-            if category != "gradients":
-                self.plan.resident(category, padded * width, category)
+            if category != "gradients" and width:
+                size = sum(n * sum(blocks(numel * width) for numel in tensors) for tensors, n in shards.items())
+                self.plan.resident(category, size, category)
 
     def optimizer_step(self, section: SectionBuilder) -> None:
         """Clipping and the optimizer on this rank's shards, after the last reduction."""
         numel = sum(u.padded for u in self.distinct) // self.factor
         tensors = sum(u.tensors for u in self.distinct) if self.by_row else len(self.distinct)
-        update(self.plan, section, numel, tensors, self.joined(), "shard" if self.factor > 1 else None)
+        largest = max(n for u in self.distinct for n in u.shards)
+        update(self.plan, section, numel, tensors, self.joined(), "shard" if self.factor > 1 else None, largest)
         for unit in self.distinct:
             section.free(f"gradient:{unit.name}", self.gradient_bytes(unit), "gradients", REDUCE)
 
@@ -108,30 +113,34 @@ class Fsdp:
                 joins: Sequence[int] = (), before: tuple[Kernel, ...] = ()) -> int:
         """Forward of the layer at `position`, with what it keeps."""
         label = Label(self.layer_label(position), "forward", layer.kind)
-        task = section.kernels(COMPUTE, self.plan.compute.forward(layer, before), label, waits, joins)
-        self.memory.keep(position, layer)
-        return task
+        self.memory.forward(position, layer)
+        return section.kernels(COMPUTE, self.plan.compute.forward(layer, before), label, waits, joins)
 
     def backward(self, section: SectionBuilder, position: int, layer: Layer, waits: Sequence[int],
                  before: tuple[Kernel, ...] = (), after: tuple[Kernel, ...] = ()) -> int:
-        """Recomputation and backward of the layer at `position`."""
-        self.memory.restore(position, layer)
+        """Recomputation and backward of the layer at `position`; its gradients are added to those of its unit."""
+        name = self.units[position].name
+        self.unsharded[name] = self.unsharded.get(name, 0) + self.memory.backward(position, layer)
         label = Label(self.layer_label(position), "backward", layer.kind)
         segment = self.plan.compute.backward(layer, self.plan.policy(position), before, after)
-        task = section.kernels(COMPUTE, segment, label, waits)
-        self.memory.drop(position, layer)
-        return task
+        return section.kernels(COMPUTE, segment, label, waits)
 
     def layer_label(self, position: int) -> str:
         """Name of the layer for reports."""
-        kind = self.plan.architecture.stack[position].kind
-        return self.units[position].name if kind == "block" and self.units[position] is not self.root else (
-            kind if kind != "block" else f"block{position - 1}")
+        return self.plan.architecture.names[position]
 
     def begin(self, section: SectionBuilder, micro: MicroStep) -> tuple[Layer, ...]:
         """Start a micro-step: its layers, and a fresh book of activations."""
-        self.memory = Activations(self.plan, section)
-        return self.plan.model(micro.batch).stack
+        stack = self.plan.model(micro.batch).stack
+        self.memory = Activations(self.plan, section, len(stack), keep_gradients=True)
+        self.unsharded: dict[str, int] = {}  # bytes of whole gradients by unit
+        return stack
+
+    def drop_unsharded(self, section: SectionBuilder, unit: Unit) -> None:
+        """The unit's whole gradients go."""
+        size = self.unsharded.pop(unit.name, 0)
+        if size:
+            section.free(GRADIENT_POOL, size, "gradients")
 
     def copy_kernel(self, name: str, numel: int, width: float) -> Kernel:
         """A kernel of FSDP's own over `numel` elements at `width` bytes read and written each."""

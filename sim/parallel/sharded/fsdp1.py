@@ -70,13 +70,13 @@ class Fsdp1(Fsdp):
             if mode == "pre" and target is not None and target.name not in self.ready:
                 self.unshard(section, target, "backward")
             complete = own or position == 0
-            if own or position == self.last:
-                size = round(unit.padded * self.gather_bytes)
-                if micro.first or every:
-                    section.allocate(f"unsharded_gradient:{unit.name}", size, "gradients")
             after = self.flatten(unit, micro) if complete else ()
             task = self.backward(section, position, layer, waits, after=after)
             if complete:
+                if micro.first or every:  # the flat gradient: autograd writes the views' gradients side by side
+                    size = round(unit.padded * self.gather_bytes)
+                    section.allocate(f"unsharded_gradient:{unit.name}", size, "gradients")
+                self.drop_unsharded(section, unit)
                 self.reshard(section, unit, task)
                 if mode == "post" and target is not None and target.name not in self.ready:
                     self.unshard(section, target, "backward")

@@ -32,6 +32,9 @@ class Fsdp2(Fsdp):
         """Forward and backward of one micro-batch."""
         stack = self.begin(section, micro)
         self.buffer: Unit | None = None
+        reshard = self.plan.scenario.parallel.reshard_after_forward
+        self.part = 0 if isinstance(reshard, bool) or not 1 < reshard < self.factor else reshard
+        self.parts: dict[str, int] = {}  # bytes kept of units that are resharded in part
         self.forward_pass(section, stack)
         self.backward_pass(section, stack, micro)
 
@@ -50,6 +53,7 @@ class Fsdp2(Fsdp):
                 self.free_buffer(section, unit)
             computed.append(self.forward(section, position, layer, waits, self.joined() if position == 0 else (), copy))
             if self.units[position] is not self.root and not self.keep:
+                self.keep_part(section, self.units[position])
                 self.release(section, self.units[position])
         self.free_buffer(section, None)
 
@@ -67,20 +71,16 @@ class Fsdp2(Fsdp):
             own, again = unit is not self.root, not self.keep
             if own and again and position not in gathered:
                 gathered[position] = self.unshard(section, unit, "backward", present(before))
-            target = following.get(position)
-            if prefetch and again and target is not None:
-                gathered[target] = self.unshard(section, self.units[target], "backward", present(before))
             copy = self.copy_out(section, unit) if own and again else ()
             if own and again and self.factor > 1:
                 section.free(f"gather_buffer:{unit.name}", self.buffer_bytes(unit), "buffers", GATHER)
-            if own or position == last:
-                self.gradients(section, unit)
+            target = following.get(position)
+            if prefetch and again and target is not None:
+                gathered[target] = self.unshard(section, self.units[target], "backward", present(before))
             before = self.backward(section, position, layer, present(gathered.get(position)), copy)
-            if own:
-                self.release(section, unit)
             if own or position == 0:
+                self.release(section, unit)
                 reduced = self.post_backward(section, unit, micro, before, reduced)
-        self.release(section, self.root)
         if self.held is not None:
             section.free(*self.held)
             self.held = None
@@ -90,21 +90,35 @@ class Fsdp2(Fsdp):
 
     def unshard(self, section: SectionBuilder, unit: Unit, phase: str, waits: tuple[int, ...] | list[int],
                 joins: tuple[int, ...] = ()) -> int | None:
-        """All-gather into a buffer of its own."""
+        """All-gather into a buffer of its own, from a copy of the shard where its dtype is another."""
         if self.factor > 1:
-            section.allocate(f"gather_buffer:{unit.name}", self.buffer_bytes(unit), "buffers", GATHER)
+            size = self.buffer_bytes(unit)
+            shard = size // (self.part if phase == "backward" and self.part else self.factor)
+            if self.casts:
+                section.allocate("gather_input", shard, "buffers", GATHER)
+            section.allocate(f"gather_buffer:{unit.name}", size, "buffers", GATHER)
+            if self.casts:
+                section.free("gather_input", shard, "buffers", GATHER)
         return self.gather(section, unit, phase, waits, joins)
 
     def copy_out(self, section: SectionBuilder, unit: Unit) -> tuple[Kernel, ...]:
         """`split_with_sizes_copy` from the gather buffer into the parameters: read and write on the compute stream."""
-        if self.factor == 1 and self.gather_dtype == self.plan.scenario.training.precision.parameters:
+        if self.factor == 1 and not self.casts:
             return ()
         section.allocate(f"gathered:{unit.name}", round(unit.numel * self.gather_bytes), "gathered_parameters")
+        if unit.name in self.parts:
+            section.free(f"post_forward_shard:{unit.name}", self.parts.pop(unit.name), "gathered_parameters")
         return (self.copy_kernel("copy-out", unit.padded, 2 * self.gather_bytes),)
+
+    def keep_part(self, section: SectionBuilder, unit: Unit) -> None:
+        """With `reshard_after_forward: n` this rank keeps an n-th of the unit until backward."""
+        if self.part:
+            size = self.parts[unit.name] = round(unit.padded * self.gather_bytes / self.part)
+            section.allocate(f"post_forward_shard:{unit.name}", size, "gathered_parameters")
 
     def release(self, section: SectionBuilder, unit: Unit) -> None:
         """Reshard: the whole parameters are freed at once."""
-        if self.factor == 1 and self.gather_dtype == self.plan.scenario.training.precision.parameters:
+        if self.factor == 1 and not self.casts:
             return
         section.free(f"gathered:{unit.name}", round(unit.numel * self.gather_bytes), "gathered_parameters")
 
@@ -119,34 +133,28 @@ class Fsdp2(Fsdp):
         """All-gather output."""
         return round(unit.padded * self.gather_bytes)
 
-    def gradients(self, section: SectionBuilder, unit: Unit) -> None:
-        """Unsharded gradients in the dtype of the gathered parameters."""
-        section.allocate(f"unsharded_gradient:{unit.name}", round(unit.numel * self.gather_bytes), "gradients")
-
     def post_backward(self, section: SectionBuilder, unit: Unit, micro: MicroStep, computed: int,
                       reduced: int | None) -> int | None:
         """Copy-in after the reduction before, then this unit's reduction."""
-        gradient = (f"unsharded_gradient:{unit.name}", round(unit.numel * self.gather_bytes), "gradients")
         if not micro.reduce:
             width = self.gather_bytes + (2 if not micro.first else 1) * self.reduce_bytes
             self.copy(section, "accumulate", unit, unit.numel, width)
-            section.free(*gradient)
+            self.drop_unsharded(section, unit)
             if micro.first:
                 section.allocate(f"accumulated:{unit.name}", round(unit.numel * self.reduce_bytes), "gradients")
             return reduced
-        if self.factor == 1 and self.replicas == 1:
-            section.free(*gradient)
-            if micro.first:
-                section.allocate(f"gradient:{unit.name}", self.gradient_bytes(unit), "gradients", 2)
-            return None
         buffer = (f"reduce_buffer:{unit.name}", round(unit.padded * self.reduce_bytes), "buffers")
+        accumulating = not self.plan.scenario.parallel.reduce_every_micro_step and len(self.plan.micro_steps) > 1
+        if accumulating:
+            self.drop_unsharded(section, unit)
         if self.held is not None:
             section.free(*self.held)
         section.allocate(*buffer)
         width = self.gather_bytes + self.reduce_bytes
-        task = self.copy(section, "copy-in", unit, unit.padded, width, present(computed, reduced))
-        section.free(*gradient)
-        accumulating = not self.plan.scenario.parallel.reduce_every_micro_step and len(self.plan.micro_steps) > 1
+        task = computed
+        if self.factor * self.replicas > 1:
+            task = self.copy(section, "copy-in", unit, unit.padded, width, present(computed, reduced))
+        self.drop_unsharded(section, unit)
         if accumulating:
             section.free(f"accumulated:{unit.name}", round(unit.numel * self.reduce_bytes), "gradients")
         self.held = buffer

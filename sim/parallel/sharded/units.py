@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sim.model.architecture import Architecture, Layer, Parameter
-from sim.parallel.step import layer_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +17,14 @@ class Unit:
         name: "root", "block0" ...
         numel: parameters; padded: with the padding that makes every rank's share equal.
         tensors: parameter tensors in it.
+        shards: elements of each tensor that this rank keeps (the fullest rank's).
     """
 
     name: str
     numel: int
     padded: int
     tensors: int
+    shards: tuple[int, ...]
 
 
 def flat_padding(parameters: Iterable[Parameter], factor: int) -> int:
@@ -37,25 +38,36 @@ def row_padding(parameters: Iterable[Parameter], factor: int) -> int:
     return sum(math.ceil(p.shape[0] / factor) * factor * (p.numel // p.shape[0]) for p in parameters)
 
 
+def row_shards(parameters: Iterable[Parameter], factor: int) -> tuple[int, ...]:
+    """Elements of each parameter's shard on rank 0 (FSDP 2)."""
+    return tuple(math.ceil(p.shape[0] / factor) * (p.numel // p.shape[0]) for p in parameters)
+
+
 def units_of(architecture: Architecture, wrap: str | int, factor: int, by_row: bool) -> list[Unit]:
     """One unit per position of the stack; positions whose layer is in the root unit get the root.
 
-    Blocks are units of their own (with a size-based `wrap`, if they have at least that many parameters); everything
-    else (embeddings, final norm, head) belongs to the root unit.
+    Blocks with parameters are units of their own (with a size-based `wrap`, if they have at least that many);
+    everything else (embeddings, bridge, final norm, head) belongs to the root unit.
     """
     pad = row_padding if by_row else flat_padding
-    own = [layer.kind == "block" and (wrap == "block" or layer.numel >= int(wrap)) for layer in architecture.stack]
+    least = 1 if wrap == "block" else max(1, int(wrap))
+
+    def shards(parameters: Sequence[Parameter]) -> tuple[int, ...]:
+        return row_shards(parameters, factor) if by_row else (flat_padding(parameters, factor) // factor,)
+
+    own = [layer.kind == "block" and layer.numel >= least for layer in architecture.stack]
     rest = [p for layer, mine in zip(architecture.stack, own, strict=True) if not mine for p in layer.parameters]
-    root = Unit("root", sum(p.numel for p in rest), pad(rest, factor), len(rest))
-    sizes: dict[int, tuple[int, int, int]] = {}
+    root = Unit("root", sum(p.numel for p in rest), pad(rest, factor), len(rest), shards(rest))
+    sizes: dict[int, tuple[int, int, int, tuple[int, ...]]] = {}
     units = []
     for position, (layer, mine) in enumerate(zip(architecture.stack, own, strict=True)):
         if not mine:
             units.append(root)
             continue
         if id(layer) not in sizes:
-            sizes[id(layer)] = (layer.numel, pad(layer.parameters, factor), len(layer.parameters))
-        units.append(Unit(layer_name(position, len(own)), *sizes[id(layer)]))
+            sizes[id(layer)] = (layer.numel, pad(layer.parameters, factor), len(layer.parameters),
+                                shards(layer.parameters))
+        units.append(Unit(architecture.names[position], *sizes[id(layer)]))
     return units
 
 

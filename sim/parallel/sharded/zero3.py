@@ -6,9 +6,12 @@ coalesced unit of a prefetch; DeepSpeed fetches per sub-module, so its prefetch 
 
 from __future__ import annotations
 
-from sim.model.architecture import Layer
+from collections.abc import Iterable
+
+from sim.model.architecture import Layer, Parameter
+from sim.parallel.activations import Activations
 from sim.parallel.compute import traffic_kernel
-from sim.parallel.step import COMPUTE, Activations, MicroStep, Plan, collective, layer_name, state_bytes, update
+from sim.parallel.step import COMPUTE, MicroStep, Plan, collective, state_bytes, update
 from sim.program import Label, SectionBuilder
 from sim.work import DTYPE_BYTES
 
@@ -27,15 +30,14 @@ class Zero3:
         self.plan = plan
         self.ranks = plan.scenario.data_parallel
         self.precision = plan.scenario.training.precision
-        self.gathered = [self.fetched(layer) for layer in plan.architecture.stack]
-        if plan.architecture.tied:  # the head multiplies by the embedding's matrix and fetches it again
-            self.gathered[-1] += self.gathered[0]
+        # a tied head multiplies by the embedding's matrix and fetches it again
+        self.gathered = [self.fetched((*layer.parameters, *layer.shared)) for layer in plan.architecture.stack]
         self.resident = sum(p.numel for layer in plan.architecture.stack for p in layer.parameters
                             if p.numel < PERSISTENCE_THRESHOLD)
 
-    def fetched(self, layer: Layer) -> int:
+    def fetched(self, parameters: Iterable[Parameter]) -> int:
         """Elements of the parameters that are split and so have to be fetched."""
-        return sum(p.numel for p in layer.parameters if p.numel >= PERSISTENCE_THRESHOLD)
+        return sum(p.numel for p in parameters if p.numel >= PERSISTENCE_THRESHOLD)
 
     def states(self) -> None:
         """Everything split over all ranks, small parameters whole as well."""
@@ -51,7 +53,7 @@ class Zero3:
     def micro_step(self, section: SectionBuilder, micro: MicroStep) -> None:
         """Forward and backward, each layer fetched one ahead when the prefetch bucket allows."""
         stack = self.plan.model(micro.batch).stack
-        self.memory = Activations(self.plan, section)
+        self.memory = Activations(self.plan, section, len(stack), keep_gradients=False)
         order = [(i, "forward") for i in range(len(stack))] + [(i, "backward") for i in reversed(range(len(stack)))]
         fetches: dict[int, int | None] = {}
         done: list[int] = []
@@ -77,7 +79,7 @@ class Zero3:
         numel = self.gathered[position]
         if self.ranks == 1 or not numel:
             return None
-        name = layer_name(position, len(self.plan.architecture.stack))
+        name = self.plan.architecture.names[position]
         if len(done) >= FETCHES_IN_FLIGHT:
             section.host(0.0, Label(name, phase, "fetch limit"), waits=(done[-FETCHES_IN_FLIGHT],))
         size = round(numel * DTYPE_BYTES[self.precision.gather])
@@ -88,18 +90,15 @@ class Zero3:
 
     def compute(self, section: SectionBuilder, position: int, phase: str, layer: Layer, waits: tuple[int, ...]) -> int:
         """One direction of a layer with its activations."""
-        label = Label(layer_name(position, len(self.plan.architecture.stack)), phase, layer.kind)
+        label = Label(self.plan.architecture.names[position], phase, layer.kind)
         if phase == "forward":
-            task = section.kernels(COMPUTE, self.plan.compute.forward(layer), label, waits)
-            self.memory.keep(position, layer)
-            return task
+            self.memory.forward(position, layer)
+            return section.kernels(COMPUTE, self.plan.compute.forward(layer), label, waits)
         width = DTYPE_BYTES[self.precision.gradients] + DTYPE_BYTES[self.precision.reduce]
         copy = traffic_kernel("gradient into bucket", self.precision.reduce, layer.numel, layer.numel * width)
-        self.memory.restore(position, layer)
+        self.memory.backward(position, layer)
         segment = self.plan.compute.backward(layer, self.plan.policy(position), (), (copy,) if layer.numel else ())
-        task = section.kernels(COMPUTE, segment, label, waits)
-        self.memory.drop(position, layer)
-        return task
+        return section.kernels(COMPUTE, segment, label, waits)
 
     def release(self, section: SectionBuilder, position: int, phase: str) -> None:
         """Parameters are released right after use, in forward too."""
@@ -111,7 +110,7 @@ class Zero3:
     def reduce(self, section: SectionBuilder, position: int, numel: int, computed: int) -> None:
         """Reduce-scatter of the filled bucket."""
         if self.ranks > 1:
-            name = layer_name(position, len(self.plan.architecture.stack))
+            name = self.plan.architecture.names[position]
             call = collective(self.plan, "reduce_scatter", numel * DTYPE_BYTES[self.precision.reduce],
                               self.precision.reduce, "shard")
             section.collective(REDUCE, call, self.plan.stack.host_collective_s,

@@ -1,0 +1,1 @@
+"""Fits of the catalogues to micro-measurements, never to step times."""

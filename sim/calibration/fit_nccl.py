@@ -1,0 +1,98 @@
+"""`python -m sim.calibration.fit_nccl`: fits `sim/network/figures.yaml` to the sweeps of `data/collectives.yaml`.
+
+Every figure starts at the value NCCL's tuner or a datasheet gives (`data/nccl_priors.yaml`) and moves only as far as
+the sweeps ask. With `--check`, whole sites are left out in turn and predicted from the others.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from sim.calibration.nccl_figures import Parameters
+from sim.calibration.nccl_solver import residuals, solve
+from sim.calibration.nccl_sweeps import Sweep, load, summary
+
+FILE = Path(__file__).resolve().parents[1] / "network" / "figures.yaml"
+_HEAD = """# Measured figures of links, fabrics and NCCL's protocols. Written by `python -m sim.calibration.fit_nccl`; do not edit.
+# value: fitted to the sweeps of sim/calibration/data/collectives.yaml; prior: where the fit began (families' source);
+# sites: clusters whose sweeps the figure moves; confidence: high from 3 sites on, medium from 1, low without data.
+"""
+
+
+def influence(sweeps: Sequence[Sweep], parameters: Parameters, shifts: np.ndarray) -> dict[str, set[str]]:  # type: ignore[type-arg]
+    """Sites whose predictions a figure moves noticeably (a quarter of a percent on average for ten percent of it)."""
+    found: dict[str, set[str]] = {}
+    parameters.apply(shifts)
+    base = residuals(sweeps)
+    edges = np.cumsum([0, *(int(s.fitted.sum()) for s in sweeps)])
+    for name in parameters.figures():
+        moved = shifts.copy()
+        moved[parameters.shifts_of(name)[0]] += 0.1
+        parameters.apply(moved)
+        change = np.abs(residuals(sweeps) - base)
+        found[name] = {s.site for s, a, b in zip(sweeps, edges[:-1], edges[1:], strict=True)
+                       if b > a and change[a:b].mean() > 0.0025}
+    parameters.apply(shifts)
+    return found
+
+
+def write(parameters: Parameters, shifts: np.ndarray, sites: dict[str, set[str]], path: Path = FILE) -> None:  # type: ignore[type-arg]
+    """Write `figures.yaml`."""
+    values = parameters.values(shifts)
+    lines = [_HEAD + "families:"]
+    for family in parameters.families:
+        lines.append(f'  {family.name}: {{unit: "{family.unit}", about: "{family.about}", source: "{family.source}"}}')
+    lines.append("figures:")
+    for family in parameters.families:
+        for member, prior in family.members.items():
+            name = f"{family.name}.{member}"
+            where = sorted(sites.get(name, ()))
+            confidence = "high" if len(where) >= 3 else "medium" if where else "low"
+            lines.append(f"  {name}: {{value: {values[name]:.4g}, prior: {prior:g}, confidence: {confidence}, "
+                         f"sites: [{', '.join(where)}]}}")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def left_out(sweeps: Sequence[Sweep], parameters: Parameters, shifts: np.ndarray) -> dict[str, float]:  # type: ignore[type-arg]
+    """Error of each sweep predicted by a fit to all sites but its own."""
+    errors: dict[str, float] = {}
+    for site in sorted({s.site for s in sweeps}):
+        rest = [s for s in sweeps if s.site != site]
+        solve(rest, parameters, shifts * 0.0, rounds=7)
+        for sweep in sweeps:
+            if sweep.site == site:
+                sweep.refresh()
+                errors[sweep.id] = sweep.error()
+        print(site, " ".join(f"{100 * errors[s.id]:.1f}" for s in sweeps if s.site == site), file=sys.stderr, flush=True)
+    parameters.apply(shifts)
+    for sweep in sweeps:
+        sweep.refresh()
+    return errors
+
+
+def main() -> None:
+    """Fit, write, and with `--check` cross-validate."""
+    parameters = Parameters()
+    zero = np.zeros(len(parameters.names))
+    if not FILE.exists():
+        write(parameters, zero, {})
+    sweeps = load()
+    shifts = solve(sweeps, parameters, zero, rounds=12)
+    write(parameters, shifts, influence(sweeps, parameters, shifts))
+    residuals(sweeps)
+    for sweep in sorted(sweeps, key=lambda s: -s.error()):
+        print(f"{100 * sweep.error():6.1f}% {sweep.id}")
+    print(summary(sweeps))
+    if "--check" in sys.argv[1:]:
+        errors = left_out(sweeps, parameters, shifts)
+        for nodes, name in ((1, "one node"), (2, "several nodes")):
+            found = [e for s, e in ((s, errors[s.id]) for s in sweeps) if min(s.nodes, 2) == nodes]
+            print(f"left out, {name}: median {np.median(found):.3f}, 90th percentile {np.percentile(found, 90):.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Measured NCCL sweeps and what the network predicts for them, fast enough to sit inside a fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import yaml
+
+from sim.catalog import folder, table
+from sim.network import Network, Topology
+from sim.network.collectives import BYTES_PER_CHANNEL, Candidate
+from sim.network.harness import Harness, harness_of
+from sim.network.network import choose
+
+Floats = npt.NDArray[np.float64]
+#: Sizes below this are not counted: some clocks resolve no more (issue 4).
+LEAST_BYTES = 1024
+_KIND = {"send_recv": "send"}
+
+
+@dataclass(slots=True)
+class Sweep:
+    """One sweep on one machine.
+
+    Attributes:
+        id, site, kind: name, cluster it was measured on, a name of `sim.work.COLLECTIVES`.
+        nodes, ranks: of the communicator, which is the first ranks of the machine.
+        sizes, measured_us: shape (rows,).
+        noisy_below: bytes below which the source calls its rows noise.
+        choices: NCCL's algorithm and protocol of each row, as an index into `options()`.
+    """
+
+    id: str
+    site: str
+    kind: str
+    nodes: int
+    ranks: int
+    sizes: list[int]
+    measured_us: Floats
+    network: Network
+    harness: Harness
+    members: npt.NDArray[np.int64]
+    noisy_below: int = 0
+    choices: list[int] = field(default_factory=list)
+
+    @property
+    def fitted(self) -> npt.NDArray[np.bool_]:
+        """Rows a fit looks at: the counted ones that their source does not call noise."""
+        return np.array(self.sizes) >= max(LEAST_BYTES, self.noisy_below)
+
+    @property
+    def counted(self) -> npt.NDArray[np.bool_]:
+        """Rows that count in a sweep's error."""
+        return np.array(self.sizes) >= LEAST_BYTES
+
+    def options(self) -> list[tuple[Candidate, float]]:
+        """Ways to serve the sweep's calls, with the rate of each alone."""
+        return self.network.options(self.kind, self.network.placement(self.members))
+
+    def predict_us(self, with_harness: bool = True) -> Floats:
+        """Time of each row, us; `with_harness` as the benchmark would read it, without as the collective takes."""
+        options = self.options()
+        if not self.choices:
+            self.choices = [options.index(choose(options, size)) for size in self.sizes]
+        times = []
+        for size, choice in zip(self.sizes, self.choices, strict=True):
+            way, rate = options[choice]
+            time = way.latency_at(size, rate) + size / rate
+            if with_harness:
+                open_channels = min(way.channels, -(-size // BYTES_PER_CHANNEL))
+                floor = self.harness.floor_s(self.kind, self.ranks, open_channels, self.network.topology.figures)
+                time = max(time, floor)
+            times.append(time)
+        return np.array(times) * 1e6
+
+    def names(self) -> list[str]:
+        """Algorithm and protocol of each row."""
+        options = self.options()
+        if not self.choices:
+            self.predict_us()
+        return [f"{options[c][0].algorithm}/{options[c][0].protocol}" for c in self.choices]
+
+    def refresh(self) -> None:
+        """Take the figures anew (after a fit has changed them); NCCL's choices do not depend on them."""
+        self.network.refresh()
+
+    def error(self) -> float:
+        """Mean absolute relative error over the counted rows."""
+        errors = np.abs(self.predict_us() / self.measured_us - 1.0)
+        return float(errors[self.counted].mean())
+
+
+def topology_mapping(topology: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    """A topology's mapping, read from the catalogue when it is a name."""
+    if isinstance(topology, Mapping):
+        return topology
+    with open(folder("topologies") / f"{topology}.yaml", encoding="utf-8") as file:
+        loaded: Mapping[str, Any] = yaml.safe_load(file)
+    return loaded
+
+
+def sweep_of(entry: Mapping[str, Any], mapping: Mapping[str, Any] | None = None) -> Sweep:
+    """Build a sweep from its entry in a file of kind `collectives`; `mapping` replaces its topology."""
+    cluster = entry["cluster"]
+    mapping = mapping or topology_mapping(cluster["topology"])
+    nodes, per_node = int(cluster.get("nodes", 1)), int(cluster.get("gpus_per_node") or mapping["gpus_per_node"])
+    ranks = int(entry["ranks"])
+    rows = [row for row in entry["rows"] if row[0] > 0 and row[1] > 0]
+    return Sweep(
+        id=str(entry["id"]), site=str(entry.get("site", entry["id"])), kind=_KIND.get(entry["op"], entry["op"]),
+        nodes=-(-ranks // per_node), ranks=ranks, sizes=[int(row[0]) for row in rows],
+        measured_us=np.array([float(row[1]) for row in rows]),
+        network=Network(Topology.from_mapping(mapping), nodes, per_node), harness=harness_of({**entry, "nodes": nodes}),
+        members=np.arange(ranks, dtype=np.int64).reshape(1, -1), noisy_below=int(entry.get("noisy_below", 0)))
+
+
+def load() -> list[Sweep]:
+    """The project's own sweeps."""
+    return [sweep_of(entry) for entry in table("calibration/data/collectives.yaml")["sweeps"]]
+
+
+def summary(sweeps: Iterable[Sweep]) -> dict[str, tuple[int, float, float]]:
+    """Count, median and 90th percentile of the sweeps' errors, for one node and several."""
+    found: dict[str, list[float]] = {"one node": [], "several nodes": []}
+    for sweep in sweeps:
+        found["one node" if sweep.nodes == 1 else "several nodes"].append(sweep.error())
+    return {name: (len(errors), float(np.median(errors)), float(np.percentile(errors, 90)))
+            for name, errors in found.items() if errors}

@@ -1,0 +1,136 @@
+"""`drystep calibrate --nccl`: the figures of a user's own cluster from what nccl-tests printed there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from sim.calibration.fit_nccl import influence
+from sim.calibration.nccl_command import OPERATIONS
+from sim.calibration.nccl_figures import Parameters
+from sim.calibration.nccl_solver import residuals, solve
+from sim.calibration.nccl_sweeps import LEAST_BYTES, Sweep, sweep_of, topology_mapping
+from sim.calibration.nccl_text import Run, parse
+from sim.errors import Fault, UserError
+from sim.network.figures import catalogue
+
+#: A figure that moved less than this (relative) stays the catalogue's.
+_MOVED = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What came of a fit.
+
+    Attributes:
+        links: figures of this cluster, by name, that its tables moved.
+        tables: of each run its op, nodes, gpus_per_node, rows, and its mean absolute error with the catalogue's figures
+            (before), the cluster's (after), and on the rows left out of a second fit to every other row (checked).
+        topology: the mapping a scenario can name, `links` included.
+    """
+
+    links: Mapping[str, float]
+    tables: Sequence[Mapping[str, Any]]
+    topology: Mapping[str, Any]
+
+    def text(self) -> str:
+        """Quality of the fit and what moved, for people."""
+        lines = ["table                        rows   catalogue   fitted   held-out rows"]
+        lines += [f"{t['op']:<16} {t['nodes']:>2} x {t['gpus_per_node']:<4} {t['rows']:>6} {100 * t['before']:>10.1f}% "
+                  f"{100 * t['after']:>7.1f}% {100 * t['checked']:>12.1f}%" for t in self.tables]
+        rows = catalogue()
+        lines += ["", "figure                            catalogue    this cluster"]
+        lines += [f"{name:<32} {float(rows[name]['value']):>10.4g} {value:>15.4g}" for name, value in self.links.items()]
+        return "\n".join(lines) + "\n"
+
+
+def calibrate_nccl(text_file: str | Path, topology: str | Path | Mapping[str, Any],
+                   out: str | Path | None = None) -> Calibration:
+    """Fit the network's figures to a cluster's nccl-tests output.
+
+    Args:
+        text_file: the programs' standard output, any number of tables and operations.
+        topology: the cluster: a name of `topologies/`, a path or a mapping. Ranks and hosts come from the text.
+        out: where to write the topology with its `links`, for `cluster.topology` of a scenario; None writes nothing.
+
+    Raises:
+        UserError: an unreadable file, no table in it, or ranks the topology cannot hold.
+    """
+    path = Path(text_file)
+    if not path.is_file():
+        raise UserError(Fault("no such file", "--nccl", str(path)))
+    mapping = _mapping(topology)
+    runs = [run for run in parse(path.read_text(encoding="utf-8", errors="replace"), str(path)) if run.op in OPERATIONS]
+    sweeps = [_sweep(run, mapping, str(path)) for run in runs]
+    center = {name: float(row["value"]) for name, row in catalogue().items()}
+    own = {**center, **{str(k): float(v) for k, v in (mapping.get("links") or {}).items()}}
+    parameters = Parameters(own)
+    zero = np.zeros(len(parameters.names))
+    try:
+        parameters.apply(zero)
+        residuals(sweeps)
+        before = [sweep.error() for sweep in sweeps]
+        checked = _held_out(sweeps, parameters, zero)
+        shifts = solve(sweeps, parameters, zero)
+        residuals(sweeps)
+        after = [sweep.error() for sweep in sweeps]
+        moving = influence(sweeps, parameters, shifts)
+    finally:
+        for name, value in center.items():
+            catalogue()[name]["value"] = value
+    fitted = parameters.values(shifts)
+    links = {name: float(f"{value:.5g}") for name, value in fitted.items()
+             if moving[name] and abs(value / center[name] - 1) > _MOVED and not name.startswith("host_us")}
+    tables = [{"op": run.op, "nodes": sweep.nodes, "gpus_per_node": sweep.network.gpus_per_node, "rows": len(run.rows),
+               "before": b, "after": a, "checked": c}
+              for run, sweep, b, a, c in zip(runs, sweeps, before, after, checked, strict=True)]
+    result = Calibration(links, tables, {**mapping, "links": links})
+    if out is not None:
+        head = f"# Written by drystep calibrate from {path.name}: the topology with figures of links measured on it.\n"
+        Path(out).write_text(head + yaml.safe_dump(dict(result.topology), sort_keys=False, default_flow_style=None,
+                                                   width=120), encoding="utf-8")
+    return result
+
+
+def _mapping(topology: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+    from sim.calibration.nccl_command import read_topology
+
+    return topology_mapping(topology) if isinstance(topology, Mapping) else read_topology(str(topology))
+
+
+def _sweep(run: Run, mapping: Mapping[str, Any], file: str) -> Sweep:
+    per_node = int(mapping.get("gpus_per_node") or 1)
+    ranks = run.ranks or per_node
+    nodes = run.nodes or -(-ranks // per_node)
+    if ranks < 2 or ranks % nodes or ranks // nodes > per_node:
+        raise UserError(Fault(f"{ranks} ranks on {nodes} hosts do not fit nodes of {per_node} GPUs", file=file,
+                              line=run.line))
+    entry = {"id": run.op, "op": run.op, "ranks": ranks, "cluster": {"nodes": nodes, "gpus_per_node": ranks // nodes},
+             "harness": {"processes": run.processes}, "rows": [(size, time) for size, time, _ in run.rows]}
+    sweep = sweep_of(entry, mapping)
+    if not bool(sweep.counted.any()):
+        raise UserError(Fault(f"the table of {run.op} has no size of {LEAST_BYTES} bytes or more", file=file,
+                              line=run.line))
+    return sweep
+
+
+def _held_out(sweeps: Sequence[Sweep], parameters: Parameters, zero: np.ndarray) -> list[float]:  # type: ignore[type-arg]
+    """Error of every second row, predicted by a fit to the others."""
+    whole = [(sweep.sizes, sweep.measured_us) for sweep in sweeps]
+    for sweep, (at, times) in zip(sweeps, whole, strict=True):
+        sweep.sizes, sweep.measured_us, sweep.choices = at[::2], times[::2], []
+    used = [sweep for sweep in sweeps if sweep.fitted.any()]
+    if used:
+        solve(used, parameters, zero)
+    errors = []
+    for sweep, (at, times) in zip(sweeps, whole, strict=True):
+        sweep.sizes, sweep.measured_us, sweep.choices = at[1::2], times[1::2], []
+        sweep.refresh()
+        errors.append(sweep.error() if sweep.counted.any() else float("nan"))
+        sweep.sizes, sweep.measured_us, sweep.choices = at, times, []
+    return errors

@@ -1,0 +1,22 @@
+"""Memory of layers, tensor by tensor: a miniature of PyTorch's eager autograd."""
+
+from __future__ import annotations
+
+from sim.model.architecture import Layer
+from sim.model.eager.autograd import KINDS, rounded
+from sim.model.eager.estimate import estimate
+from sim.model.eager.profile import NOTHING, Levels, Pass, Profile, Program, profile
+
+__all__ = ["KINDS", "NOTHING", "Levels", "Pass", "Profile", "Program", "layer_profile", "profile", "rounded"]
+
+
+def layer_profile(layer: Layer, policy: str, keep_gradients: bool) -> Profile:
+    """Memory of a layer: its program's where it has one, else an estimate from what its operators save.
+
+    Args:
+        policy: recomputation: none, full or selective. For an embedding: that of the blocks.
+        keep_gradients: parameter gradients stay as new tensors; else they are added to existing ones or copied away.
+    """
+    if layer.program is not None:
+        return profile(layer.program, policy, keep_gradients)
+    return estimate(layer, policy, keep_gradients)

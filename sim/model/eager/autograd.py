@@ -1,0 +1,294 @@
+"""A miniature of PyTorch's eager autograd that knows sizes only: which tensors are alive, when, and of what kind.
+
+Layers are written down as they are in PyTorch (`decoder.py` ...), in terms of `operations.py`. Nothing is computed; every
+storage adds its bytes to a `Memory` when it is born and takes them back when the last reference to it goes, exactly as
+PyTorch's do: module code holds tensors in local variables, autograd nodes hold what they saved, the engine holds
+gradients on their way. So the order of allocations is the host's order, and peaks need no rules of thumb.
+
+Sources: torch/csrc/autograd/engine.cpp (nodes run by falling sequence number; a node's gradients are dropped when it
+returns, its saved tensors after that), saved_variable.cpp, torch/utils/checkpoint.py (non-reentrant), allocator rounding
+c10/core/AllocatorConfig.h.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from sim.work import DTYPE_BYTES
+
+#: What a live storage can be, by result.md's categories; a `Memory` counts them apart.
+KINDS = ("activations", "logits", "workspace", "gradients", "gathered_parameters")
+ACTIVATIONS, LOGITS, WORKSPACE, GRADIENTS, COPIES = range(len(KINDS))
+#: Every allocation is rounded up to this many bytes (kMinBlockSize).
+BLOCK_BYTES = 512
+
+
+def rounded(elements: float, dtype: str) -> int:
+    """Bytes the allocator hands out for a tensor."""
+    return math.ceil(elements * DTYPE_BYTES[dtype] / BLOCK_BYTES) * BLOCK_BYTES
+
+
+class Memory:
+    """Live bytes by kind, and the highest total since the last `mark` with the operator at which it was reached."""
+
+    __slots__ = ("live", "operator", "top", "top_live", "top_operator", "total")
+
+    def __init__(self) -> None:
+        self.live = [0] * len(KINDS)
+        self.total = 0
+        self.operator = ""
+        self.mark()
+
+    def mark(self) -> None:
+        """Forget the highest point so far."""
+        self.top, self.top_live, self.top_operator = self.total, tuple(self.live), self.operator
+
+    def change(self, kind: int, size: int) -> None:
+        """`size` bytes of a kind come (positive) or go."""
+        self.live[kind] += size
+        self.total += size
+        if self.total > self.top:
+            self.mark()
+
+
+class Storage:
+    """Bytes of one tensor, for as long as somebody holds a reference."""
+
+    __slots__ = ("kind", "memory", "size")
+
+    def __init__(self, memory: Memory, size: int, kind: int) -> None:
+        self.memory, self.size, self.kind = memory, size, kind
+        memory.change(kind, size)
+
+    def __del__(self) -> None:
+        self.memory.change(self.kind, -self.size)
+
+    def become(self, kind: int) -> None:
+        """Count as another kind from now on."""
+        self.memory.live[self.kind] -= self.size
+        self.memory.live[kind] += self.size
+        self.kind = kind
+
+    def hand_over(self) -> None:
+        """From now on somebody else accounts for it."""
+        self.memory.live[self.kind] -= self.size
+        self.memory.total -= self.size
+        self.size = 0
+
+
+class Sink(Protocol):
+    """Where a gradient can go."""
+
+    def receive(self, run: Run, gradient: Storage) -> None:
+        """Take a gradient; one that is there already is added to in place."""
+
+
+class Tensor:
+    """A (view of a) storage with its place in the graph; `sink` is None where no gradient is needed."""
+
+    __slots__ = ("dtype", "elements", "sink", "storage")
+
+    def __init__(self, storage: Storage, elements: int, dtype: str, sink: Sink | None) -> None:
+        self.storage, self.elements, self.dtype, self.sink = storage, elements, dtype, sink
+
+
+Gradients = list["Storage | None"]
+#: From the gradients of a node's outputs to those of its inputs.
+Rule = Callable[["Run", Gradients], Gradients]
+
+
+class Node:
+    """One backward function."""
+
+    __slots__ = ("frame", "gradients", "kind", "operator", "place", "rule", "saved", "sinks")
+
+    def __init__(self, rule: Rule, sinks: tuple[Sink | None, ...], outputs: int, operator: str, kind: int) -> None:
+        self.rule, self.sinks, self.operator, self.kind = rule, sinks, operator, kind
+        self.gradients: Gradients = [None] * outputs
+        self.saved: list[Storage] = []
+        self.frame: Frame | None = None  # checkpointed: what was saved comes back with the frame
+        self.place: list[int] = []
+
+
+class Output:
+    """One output of a node."""
+
+    __slots__ = ("index", "node")
+
+    def __init__(self, node: Node, index: int) -> None:
+        self.node, self.index = node, index
+
+    def receive(self, run: Run, gradient: Storage) -> None:
+        if self.node.gradients[self.index] is None:
+            self.node.gradients[self.index] = gradient
+
+
+class Boundary:
+    """The layer's input: its gradient leaves the layer."""
+
+    def __init__(self) -> None:
+        self.gradient: Storage | None = None
+
+    def receive(self, run: Run, gradient: Storage) -> None:
+        if self.gradient is None:
+            self.gradient = gradient
+
+
+class Weight:
+    """A parameter (no storage of its own here): its gradient is kept, or added to one that exists elsewhere.
+
+    Attributes:
+        elements, dtype: as kernels see it.
+        shared: a second layer's gradient is added before it is complete (tied embeddings).
+    """
+
+    __slots__ = ("dtype", "elements", "shared")
+
+    def __init__(self, elements: int, dtype: str, shared: bool = False) -> None:
+        self.elements, self.dtype, self.shared = elements, dtype, shared
+
+    def receive(self, run: Run, gradient: Storage) -> None:
+        """Take a gradient; a shared parameter's is complete with the second."""
+        if self.shared and not run.pending:
+            gradient.become(WORKSPACE)
+            run.pending.append(gradient)
+            return
+        complete = run.pending.pop() if self.shared else gradient
+        if run.keep_gradients:
+            complete.become(GRADIENTS)
+            run.gradients.append(complete)
+
+
+class _StopError(Exception):
+    """Recomputation has made the last saved tensor."""
+
+
+class Frame:
+    """One checkpointed call: nothing is saved in forward, everything when the first node of it runs backward."""
+
+    def __init__(self, function: Callable[..., object], inputs: Sequence[Tensor]) -> None:
+        self.function = function
+        self.inputs = [Tensor(t.storage, t.elements, t.dtype, t.sink) for t in inputs]
+        self.saves = 0
+        self.restored: list[Storage | None] = []
+        self.done = False
+
+
+class Run:
+    """One layer running: its memory, its graph, and how PyTorch is set up.
+
+    Attributes:
+        autocast: dtype of autocast, "" without.
+        keep_gradients: parameter gradients stay (else they are added to existing ones, or copied away, at once).
+        pending: a tied table's gradient that waits for the other layer's.
+        early_stop: recomputation stops at the last saved tensor.
+    """
+
+    def __init__(self, autocast: str, keep_gradients: bool, early_stop: bool) -> None:
+        self.memory = Memory()
+        self.autocast, self.keep_gradients, self.early_stop = autocast, keep_gradients, early_stop
+        self.kind = ACTIVATIONS
+        self.nodes: list[Node] = []
+        self.gradients: list[Storage] = []
+        self.pending: list[Storage] = []
+        self.cache: list[Storage] = []  # autocast's weight copies
+        self.held: list[object] = []  # by the model's forward, until the head
+        self.retained: list[object] = []  # until this layer's backward
+        self._saving: Frame | None = None
+        self._restoring: Frame | None = None
+
+    # ------------------------------------------------------------------------------------------- making tensors
+    def at(self, operator: str) -> None:
+        """Name what follows."""
+        self.memory.operator = operator
+
+    def new(self, elements: int, dtype: str) -> Storage:
+        """A storage of the current kind."""
+        return Storage(self.memory, rounded(elements, dtype), self.kind)
+
+    def tensor(self, elements: int, dtype: str, sink: Sink | None = None) -> Tensor:
+        """A tensor with a new storage."""
+        return Tensor(self.new(elements, dtype), elements, dtype, sink)
+
+    # ------------------------------------------------------------------------------------------- the graph
+    def node(self, rule: Rule, inputs: Sequence[Sink | None], outputs: int = 1) -> Node:
+        """A backward function; what it needs is saved with `save`."""
+        kind = LOGITS if self.kind == LOGITS else WORKSPACE
+        node = Node(rule, tuple(inputs), outputs, self.memory.operator, kind)
+        if self._restoring is None:
+            self.nodes.append(node)
+        return node
+
+    def save(self, node: Node, *storages: Storage) -> None:
+        """Keep storages for a node's backward, or only note that a checkpoint has to bring them back."""
+        for storage in storages:
+            if self._restoring is not None:
+                self._restore(storage)
+            elif self._saving is not None:
+                node.frame = self._saving
+                node.place.append(self._saving.saves)
+                self._saving.saves += 1
+            else:
+                node.saved.append(storage)
+
+    def checkpoint(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """`torch.utils.checkpoint(function, *inputs, use_reentrant=False)`. Inside another one it changes nothing."""
+        if self._saving is not None or self._restoring is not None:
+            return function(self, *inputs)
+        frame = self._saving = Frame(function, inputs)
+        output = function(self, *inputs)
+        self._saving = None
+        return output
+
+    def _restore(self, storage: Storage) -> None:
+        frame = self._restoring
+        assert frame is not None
+        frame.restored.append(storage)
+        if self.early_stop and len(frame.restored) == frame.saves:
+            raise _StopError
+
+    def _recompute(self, frame: Frame) -> None:
+        """Run the frame's function again; its graph is thrown away, what it saved goes to the first run's nodes."""
+        frame.done = True
+        self._restoring, kind, operator, cache = frame, self.kind, self.memory.operator, self.cache
+        self.kind, self.cache = ACTIVATIONS, []
+        try:
+            frame.function(self, *frame.inputs)
+        except _StopError:
+            pass
+        self._restoring, self.kind, self.memory.operator, self.cache = None, kind, operator, cache
+
+    def backward(self) -> None:
+        """Run every node that has a gradient, the youngest first."""
+        while self.nodes:
+            node = self.nodes.pop()
+            if all(g is None for g in node.gradients):
+                continue
+            if node.frame is not None:
+                self._unpack(node)
+            self.kind, self.memory.operator = node.kind, node.operator
+            self._execute(node)
+        self.kind = ACTIVATIONS
+
+    def _unpack(self, node: Node) -> None:
+        frame = node.frame
+        assert frame is not None
+        if not frame.done:
+            self._recompute(frame)
+        for place in node.place:
+            storage = frame.restored[place]
+            assert storage is not None
+            node.saved.append(storage)
+            frame.restored[place] = None
+
+    def _execute(self, node: Node) -> None:
+        gradients, node.gradients = node.gradients, []
+        results = node.rule(self, gradients)
+        gradients.clear()
+        node.saved.clear()
+        for index, sink in enumerate(node.sinks):
+            result, results[index] = results[index], None
+            if sink is not None and result is not None:
+                sink.receive(self, result)

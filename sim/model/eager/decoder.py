@@ -1,0 +1,323 @@
+"""Decoder layers as PyTorch modules run them: plain modules, Hugging Face's GPT-2 and Llama code, Megatron's.
+
+Local variables are those of the modules, because they decide how long a tensor lives. Operators carry the names of the
+model's operators. Sources: transformers modeling_gpt2.py and modeling_llama.py (5.x), Megatron-LM core/transformer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sim.model.eager import operations as op
+from sim.model.eager.autograd import ACTIVATIONS, LOGITS, Run, Tensor, Weight
+from sim.model.style import Style
+from sim.work import DTYPE_BYTES
+
+
+#: silu_backward as PyTorch's composite implementation: sigmoid, ones, three products and a sum beside the gradient. On
+#: fake tensors (the oracle) this runs; a CUDA build has one kernel. Counted, because it is what PyTorch promises at most.
+_SILU_TEMPORARIES = 5
+
+
+def block(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:
+    """One block; `policy` "selective" recomputes the attention core."""
+    branch = norm(run, style, x, "norm1")
+    if style.parallel_block:
+        return _parallel(run, style, x, branch, policy)
+    branch = attention(run, style, branch, policy)
+    x = residual(run, style, x, branch, "1")
+    branch = norm(run, style, x, "norm2")
+    branch = mlp(run, style, branch)
+    return residual(run, style, x, branch, "2")
+
+
+def _parallel(run: Run, style: Style, x: Tensor, normed: Tensor, policy: str) -> Tensor:
+    attended = attention(run, style, normed, policy)
+    fed = mlp(run, style, normed)
+    del normed
+    return residual(run, style, x, op.add(run, attended, fed), "2")
+
+
+def norm(run: Run, style: Style, x: Tensor, name: str) -> Tensor:
+    """LayerNorm, a fused RMSNorm, or LlamaRMSNorm spelled out."""
+    run.at(name)
+    if style.norm == "layernorm":
+        return op.layer_norm(run, x, style.hidden, 1 + style.bias, 2, style.weight)
+    if style.modules != "transformers" or style.stack.fused_rmsnorm or style.stack.compile:
+        return op.layer_norm(run, x, style.hidden, 1, 1, style.weight)
+    return rms_norm(run, x, style.hidden, style.weight)
+
+
+def rms_norm(run: Run, hidden_states: Tensor, cols: int, dtype: str) -> Tensor:
+    """LlamaRMSNorm, T5LayerNorm."""
+    source, rows = hidden_states.dtype, hidden_states.elements // cols
+    hidden_states = op.to(run, hidden_states, "fp32")
+    variance = op.mean_rows(run, _square(run, hidden_states), rows)
+    hidden_states = op.mul_rows(run, hidden_states, op.unary(run, op.shift(run, variance), saves_output=True))
+    return op.mul_weight(run, op.to(run, hidden_states, source), Weight(cols, dtype))
+
+
+def _square(run: Run, x: Tensor) -> Tensor:
+    return op.unary(run, x, saves_input=True, temporaries=2)
+
+
+def attention(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:
+    """From the norm's output to the output projection."""
+    from sim.model.attention import uses_flash
+
+    run.at("qkv")
+    query, key, value = _projections(run, style, x)
+    del x
+    if style.positions == "rotary":
+        run.at("rotary")
+        query, key = _rotary(run, style, query, key)
+    run.at("attention")
+    core: Callable[..., Tensor] = _flash if uses_flash(style) else _eager
+    if policy == "selective":
+        out = run.checkpoint(lambda run, q, k, v: core(run, style, q, k, v), query, key, value)
+    else:
+        out = core(run, style, query, key, value)
+    run.at("projection")
+    return _linear(run, style, out, style.query_width, style.hidden)
+
+
+def _linear(run: Run, style: Style, x: Tensor, features_in: int, features_out: int, bias: bool | None = None) -> Tensor:
+    return op.linear(run, x, features_in, features_out, style.bias if bias is None else bias, dtype=style.weight,
+                     bias_last=style.conv1d)
+
+
+def _projections(run: Run, style: Style, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values. Plain modules view them as (3, b, a, s, d), so their gradients are copied twice."""
+    widths = (style.query_width, style.kv_width, style.kv_width)
+    if style.separate_qkv:
+        q, k, v = (_linear(run, style, x, style.hidden, width) for width in widths)
+        return q, k, v
+    fused = _linear(run, style, x, style.hidden, sum(widths))
+    if style.modules == "plain" and not style.stack.compile:
+        fused = op.relayout(run, fused)
+    q, k, v = op.split(run, fused, [style.tokens * width for width in widths])
+    return q, k, v
+
+
+def _rotary(run: Run, style: Style, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """apply_rotary_pos_emb; cos and sin are the embedding layer's and in the residual stream's dtype."""
+    if style.stack.fused_rope or style.stack.compile:
+        return op.unary(run, query), op.unary(run, key)
+    return _rotated(run, style, query), _rotated(run, style, key)
+
+
+def _rotated(run: Run, style: Style, x: Tensor) -> Tensor:
+    return op.add(run, _times_table(run, style, x), _times_table(run, style, _rotate_half(run, x)))
+
+
+def _times_table(run: Run, style: Style, x: Tensor) -> Tensor:
+    """A product with cos or sin, which need no gradient: the input is not kept."""
+    elements, source, wide = x.elements, x.dtype, op.promote(x.dtype, style.residual)
+
+    def rule(run: Run, _: object) -> op.Gradients:
+        full = run.new(elements, wide)
+        return [full if wide == source else run.new(elements, source)]
+
+    node = run.node(rule, (x.sink,))
+    return Tensor(run.new(elements, wide), elements, wide, op.Output(node, 0))
+
+
+def _rotate_half(run: Run, x: Tensor) -> Tensor:
+    first, second = op.halves(run, x)
+    return op.cat(run, [op.unary(run, second), first])
+
+
+def _flash(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    q, k, v = (op.to(run, t, run.autocast or t.dtype) for t in (query, key, value))
+    return op.attention(run, q, k, v, style.tokens * style.heads)
+
+
+def _eager(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Scores, scale, mask, softmax, dropout, values. `matmul` copies what it cannot view as one batch of matrices."""
+    b, scores = style.batch, style.batch * style.heads * style.sequence**2
+    rotated, repeated = style.positions == "rotary", style.heads != style.kv_heads
+    copies = b > 1 and style.modules != "megatron"
+    if repeated:
+        key, value = _repeat(run, style, key), _repeat(run, style, value)
+    dtype = value.dtype
+    weights = _softmax(run, style, op.matmul(run, op.clone(run, query, copies and not rotated),
+                                             op.clone(run, key, copies and not rotated and not repeated), scores), dtype)
+    out = op.matmul(run, weights, op.clone(run, value, copies and not repeated), style.tokens * style.query_width)
+    return op.relayout(run, op.clone(run, out)) if copies else op.clone(run, out)
+
+
+def _softmax(run: Run, style: Style, weights: Tensor, dtype: str) -> Tensor:
+    from sim.model.attention import softmax_dtype
+
+    soft = softmax_dtype(style)
+    if style.stack.fused_softmax or style.stack.compile:
+        weights = op.to(run, op.softmax(run, weights, soft), weights.dtype)
+    elif style.modules == "plain":
+        weights = op.scale(run, weights)
+        mask = run.new(style.sequence**2, "int8")  # tril
+        weights = op.masked_fill(run, weights, run.new(style.sequence**2, "int8"))  # ~mask
+        weights = op.softmax(run, weights, soft)
+        weights = op.dropout(run, weights) if style.dropout else weights
+        del mask
+        return weights
+    else:
+        weights = op.scale(run, weights)
+        weights = op.add(run, weights, _mask(style, weights))
+        weights = op.to(run, op.softmax(run, weights, soft), dtype)
+    return op.dropout(run, weights) if style.dropout else weights
+
+
+def _mask(style: Style, like: Tensor) -> Tensor:
+    """The additive mask, which the embedding layer made: only its dtype matters here."""
+    return Tensor(like.storage, 0, style.residual, None)
+
+
+def _repeat(run: Run, style: Style, x: Tensor) -> Tensor:
+    """repeat_kv: copied out to every query head; the gradient is summed over the copies."""
+    elements, source, dtype = style.tokens * style.query_width, x.elements, x.dtype
+    node = run.node(lambda run, _: [run.new(source, dtype)], (x.sink,))
+    return Tensor(run.new(elements, dtype), elements, dtype, op.Output(node, 0))
+
+
+def mlp(run: Run, style: Style, x: Tensor) -> Tensor:
+    """Up (and gate), activation, down."""
+    run.at("up")
+    if style.gated and style.modules != "megatron":
+        hidden = _gated(run, style, x)
+    elif style.gated:
+        both = _linear(run, style, x, style.hidden, 2 * style.ffn)
+        run.at("activation")
+        hidden = _gated_kernel(run, both, style)
+    else:
+        up = _linear(run, style, x, style.hidden, style.ffn)
+        run.at("activation")
+        spelled = style.conv1d and style.activation == "gelu" and not style.stack.fused_bias_gelu
+        hidden = _gelu_new(run, up) if spelled and not style.stack.compile else op.unary(run, up, saves_input=True)
+        del up
+    run.at("down")
+    return _linear(run, style, hidden, style.ffn, style.hidden)
+
+
+def _gated(run: Run, style: Style, x: Tensor) -> Tensor:
+    """act(gate(x)) * up(x)."""
+    if style.stack.fused_swiglu or style.stack.compile:
+        gate, up = (_linear(run, style, x, style.hidden, style.ffn) for _ in range(2))
+        run.at("activation")
+        elements, dtype = gate.elements, gate.dtype
+        node = run.node(lambda run, _: [run.new(elements, dtype), run.new(elements, dtype)], (gate.sink, up.sink))
+        run.save(node, gate.storage, up.storage)
+        return Tensor(run.new(elements, dtype), elements, dtype, op.Output(node, 0))
+    gate = _linear(run, style, x, style.hidden, style.ffn)
+    run.at("activation")
+    gate = op.unary(run, gate, saves_input=True, temporaries=_SILU_TEMPORARIES)
+    run.at("up")
+    up = _linear(run, style, x, style.hidden, style.ffn)
+    run.at("activation")
+    return op.mul(run, gate, up)
+
+
+def _gated_kernel(run: Run, both: Tensor, style: Style) -> Tensor:
+    """Megatron's bias_swiglu on gate and up side by side."""
+    elements, dtype, out = both.elements, both.dtype, style.tokens * style.ffn
+    node = run.node(lambda run, _: [run.new(elements, dtype)], (both.sink,))
+    run.save(node, both.storage)
+    return Tensor(run.new(out, dtype), out, dtype, op.Output(node, 0))
+
+
+def _gelu_new(run: Run, x: Tensor) -> Tensor:
+    """0.5 * x * (1 + tanh(sqrt(2/pi) * (x + 0.044715 * pow(x, 3)))) (transformers NewGELUActivation)."""
+    half = op.scale(run, x)
+    inner = op.unary(run, op.scale(run, op.add(run, x, op.scale(run, op.power(run, x)))), saves_output=True)
+    return op.mul(run, half, op.shift(run, inner))
+
+
+def residual(run: Run, style: Style, x: Tensor, branch: Tensor, suffix: str) -> Tensor:
+    """Dropout of the branch, and the sum."""
+    if style.dropout:
+        run.at(f"dropout{suffix}")
+        branch = op.dropout(run, branch)
+    run.at(f"residual{suffix}")
+    return op.add(run, x, branch)
+
+
+def embedding(run: Run, style: Style, policy: str) -> Tensor:
+    """Tokens, positions, dropout; and what the model's forward holds meanwhile (rotary tables, masks, the embeddings).
+
+    Args:
+        policy: recomputation of the blocks, which keep what they are given until backward.
+    """
+    run.at("embedding")
+    table = Weight(style.vocab * style.hidden, style.weight, style.tied)
+    x = op.embedding(run, style.tokens, style.hidden, table)
+    hugging_face = style.modules == "transformers"
+    if hugging_face and not style.conv1d and policy == "none" and DTYPE_BYTES[x.dtype] < 4:
+        run.held.append(run.new(style.tokens * style.hidden, x.dtype))  # the blocks' norms keep an fp32 copy
+    if style.positions == "learned":
+        run.at("positions")
+        positions = op.embedding(run, style.sequence, style.hidden, Weight(style.max_positions * style.hidden,
+                                                                           style.weight))
+        run.retained.append(run.new(style.sequence, "fp64"))  # position numbers
+        if hugging_face:
+            run.held += [x.storage, positions.storage]
+        x = op.add(run, x, positions)
+        del positions
+    if hugging_face:
+        _held_by_model(run, style, x.dtype, policy)
+    if style.dropout:
+        run.at("embedding_dropout")
+        x = op.dropout(run, x)
+    return x
+
+
+def _held_by_model(run: Run, style: Style, dtype: str, policy: str) -> None:
+    from sim.model.attention import uses_flash
+
+    if style.positions == "rotary":
+        run.retained += [run.new(style.sequence * style.head_dim, dtype) for _ in range(2)]
+    if not uses_flash(style):
+        keep = run.held if policy == "none" else run.retained
+        keep.append(run.new(style.batch * style.sequence**2, dtype))
+
+
+def head(run: Run, style: Style, x: Tensor) -> Tensor:
+    """Final norm, logits, loss."""
+    rows = style.batch * style.predicted
+    x = norm(run, style, x, "final_norm")
+    if rows < style.tokens:
+        x = Tensor(x.storage, rows * style.hidden, x.dtype, x.sink)
+    run.at("logits")
+    run.kind = LOGITS
+    logits = op.linear(run, x, style.hidden, style.vocab, False, dtype=style.weight, shared=style.tied)
+    if style.modules != "transformers":
+        del x  # Hugging Face's model output holds it until the loss is there
+    run.at("loss")
+    loss = _loss(run, style, logits, rows)
+    run.kind = ACTIVATIONS
+    return loss
+
+
+def _loss(run: Run, style: Style, logits: Tensor, rows: int) -> Tensor:
+    """Cross-entropy: Hugging Face casts logits to fp32 first; autocast casts log-softmax's output, which nll keeps."""
+    if style.stack.loss == "fused":
+        return _one_kernel(run, logits, rows)
+    if style.stack.loss == "vocab_parallel":
+        return _nll(run, op.unary(run, op.to(run, logits, "fp32"), saves_output=True), False)
+    wide = logits if style.modules != "transformers" else op.to(run, logits, "fp32")
+    scores = op.softmax(run, wide, wide.dtype)
+    return _nll(run, op.to(run, scores, "fp32") if run.autocast else scores, True)
+
+
+def _nll(run: Run, scores: Tensor, fresh: bool) -> Tensor:
+    """`nll_loss`: keeps its input; the gradient is a tensor of its own (`fresh`), or what was kept, in place."""
+    elements, dtype = scores.elements, scores.dtype
+    node = run.node(lambda run, g: [run.new(elements, dtype) if fresh else g[0]], (scores.sink,))
+    run.save(node, scores.storage, run.new(1, "fp32"))
+    return Tensor(run.new(1, "fp32"), 1, "fp32", op.Output(node, 0))
+
+
+def _one_kernel(run: Run, logits: Tensor, rows: int) -> Tensor:
+    """flash-attn's cross-entropy: keeps the logits and two numbers a row."""
+    elements, dtype = logits.elements, logits.dtype
+    node = run.node(lambda run, _: [run.new(elements, dtype)], (logits.sink,))
+    run.save(node, logits.storage, run.new(rows, "fp32"))
+    return Tensor(run.new(rows, "fp32"), rows, "fp32", op.Output(node, 0))

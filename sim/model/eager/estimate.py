@@ -1,0 +1,54 @@
+"""Memory of layers that no module code is written down for: from what their operators save.
+
+Coarser than the miniature: an operator's gradients are taken to be as large as its largest saved tensor, one coming in
+and one going out, and forward has no temporaries.
+"""
+
+from __future__ import annotations
+
+from sim.model.architecture import Layer, Operator, Tensor
+from sim.model.eager.autograd import ACTIVATIONS, COPIES, GRADIENTS, KINDS, LOGITS, WORKSPACE, rounded
+from sim.model.eager.profile import NOTHING, Levels, Pass, Profile
+
+
+def estimate(layer: Layer, policy: str, keep_gradients: bool) -> Profile:
+    """A layer's memory from `Operator.saved`; arguments as in `profile`."""
+    kind = LOGITS if layer.kind == "head" else ACTIVATIONS
+    saved = [sum(_size(t) for t in op.saved) for op in layer.operators]
+    copies = sum(_size(t) for op in layer.operators for t in op.weight_copies)
+    again = [size if policy == "full" or (policy == "selective" and op.core) else 0
+             for op, size in zip(layer.operators, saved, strict=True)]
+    kept = sum(saved) - sum(again) + (_size(layer.input) if policy == "full" else 0)
+    forward = _levels({kind: kept, COPIES: copies})
+    cached = _levels({COPIES: copies}) if policy == "full" else NOTHING
+    backward = _backward(layer, saved, kind, sum(again), keep_gradients)
+    left = _levels({kind: -kept, GRADIENTS: backward.net[GRADIENTS], COPIES: cached[COPIES] - copies})
+    return Profile(Pass(forward, forward, layer.kind), NOTHING, cached, Pass(backward.peak, left, backward.operator))
+
+
+def _backward(layer: Layer, saved: list[int], kind: int, again: int, keep_gradients: bool) -> Pass:
+    """The highest point while saved tensors go and gradients come, operator by operator."""
+    level = _levels({kind: again})
+    best, where, gradients = level, layer.kind, 0
+    for op, size in zip(reversed(layer.operators), reversed(saved), strict=True):
+        own = _gradient_bytes(op)
+        flowing = 2 * max((_size(t) for t in op.saved), default=0)
+        here = _levels({kind: level[kind], GRADIENTS: gradients, WORKSPACE: flowing + own})
+        if sum(here) > sum(best):
+            best, where = here, op.name
+        level = _levels({kind: level[kind] - size})
+        gradients += own if keep_gradients else 0
+    return Pass(best, _levels({GRADIENTS: gradients}), where)
+
+
+def _gradient_bytes(op: Operator) -> int:
+    dtype = op.backward[-1].dtype if op.backward else "fp32"
+    return sum(rounded(p.numel, dtype) for p in op.parameters)
+
+
+def _size(tensor: Tensor) -> int:
+    return rounded(tensor.elements, tensor.dtype)
+
+
+def _levels(sizes: dict[int, int]) -> Levels:
+    return tuple(sizes.get(kind, 0) for kind in range(len(KINDS)))

@@ -1,0 +1,287 @@
+"""PyTorch operators as allocations: what each makes in forward, saves for backward, and makes in backward.
+
+Names follow torch. What an operator saves and allocates was read off PyTorch 2.13 running on fake tensors (see
+tests/validation/data/README.md) and agrees with tools/autograd/derivatives.yaml. Gradients that differ in dtype from the
+input they belong to are cast by the engine (validate_outputs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sim.model.eager.autograd import COPIES, Gradients, Node, Output, Run, Sink, Storage, Tensor, Weight
+from sim.work import DTYPE_BYTES
+
+
+def promote(*dtypes: str) -> str:
+    """The widest of them."""
+    return max(dtypes, key=lambda d: DTYPE_BYTES[d])
+
+
+def _fit(run: Run, gradient: Storage, elements: int, dtype: str, wanted: str) -> Storage:
+    """The gradient in the dtype of its input."""
+    return gradient if dtype == wanted else run.new(elements, wanted)
+
+
+def _result(run: Run, node: Node, elements: int, dtype: str, index: int = 0) -> Tensor:
+    return Tensor(run.new(elements, dtype), elements, dtype, Output(node, index))
+
+
+def view(x: Tensor) -> Tensor:
+    """Another tensor on the same storage."""
+    return Tensor(x.storage, x.elements, x.dtype, x.sink)
+
+
+def unary(run: Run, x: Tensor, *, saves_input: bool = False, saves_output: bool = False, temporaries: int = 0) -> Tensor:
+    """An element-wise operator with one new gradient in backward, beside `temporaries` of the same size."""
+    elements, dtype = x.elements, x.dtype
+
+    def rule(run: Run, _: Gradients) -> Gradients:
+        spare = [run.new(elements, dtype) for _ in range(temporaries)]
+        gradient = run.new(elements, dtype)
+        spare.clear()
+        return [gradient]
+
+    node = run.node(rule, (x.sink,))
+    if saves_input:
+        run.save(node, x.storage)
+    out = _result(run, node, elements, dtype)
+    if saves_output:
+        run.save(node, out.storage)
+    return out
+
+
+def scale(run: Run, x: Tensor) -> Tensor:
+    """Multiplication by a number."""
+    return unary(run, x)
+
+
+def shift(run: Run, x: Tensor) -> Tensor:
+    """Addition of a number: the gradient passes through."""
+    node = run.node(lambda _, g: [g[0]], (x.sink,))
+    return _result(run, node, x.elements, x.dtype)
+
+
+def power(run: Run, x: Tensor) -> Tensor:
+    """`pow`, in fp32 under autocast; backward pow, a scalar product and a product."""
+    return unary(run, to(run, x, "fp32") if run.autocast else x, saves_input=True, temporaries=2)
+
+
+def to(run: Run, x: Tensor, dtype: str) -> Tensor:
+    """A change of dtype; none if it is there already."""
+    if x.dtype == dtype:
+        return x
+    elements, source = x.elements, x.dtype
+    node = run.node(lambda run, _: [run.new(elements, source)], (x.sink,))
+    return _result(run, node, elements, dtype)
+
+
+def clone(run: Run, x: Tensor, needed: bool = True) -> Tensor:
+    """A contiguous copy where a view cannot be had; its gradient passes through as a view."""
+    if not needed:
+        return x
+    node = run.node(lambda _, g: [g[0]], (x.sink,))
+    return _result(run, node, x.elements, x.dtype)
+
+
+def relayout(run: Run, x: Tensor) -> Tensor:
+    """A view in forward whose gradient has to be copied to be contiguous."""
+    elements, dtype = x.elements, x.dtype
+    node = run.node(lambda run, _: [run.new(elements, dtype)], (x.sink,))
+    return Tensor(x.storage, elements, dtype, Output(node, 0))
+
+
+def add(run: Run, x: Tensor, y: Tensor) -> Tensor:
+    """A sum: its gradient is everybody's, cast where an input is narrower, summed where an input was broadcast."""
+    elements, dtype = max(x.elements, y.elements), promote(x.dtype, y.dtype)
+    shapes = [(t.elements, t.dtype, t.sink is not None) for t in (x, y)]
+
+    def rule(run: Run, gradients: Gradients) -> Gradients:
+        full = gradients[0]
+        return [None if not needed else full if n == elements and d == dtype else run.new(n, d)
+                for n, d, needed in shapes]
+
+    return _result(run, run.node(rule, (x.sink, y.sink)), elements, dtype)
+
+
+def mul(run: Run, x: Tensor, y: Tensor) -> Tensor:
+    """A product of two tensors of one shape; each is kept for the other's gradient."""
+    elements, dtype = x.elements, promote(x.dtype, y.dtype)
+    wanted = [(t.dtype, t.sink is not None) for t in (x, y)]
+
+    def rule(run: Run, _: Gradients) -> Gradients:
+        raw: Gradients = [run.new(elements, dtype) if needed else None for _, needed in wanted]
+        for i, (want, _) in enumerate(wanted):
+            gradient = raw[i]
+            raw[i] = None if gradient is None else _fit(run, gradient, elements, dtype, want)
+        return raw
+
+    node = run.node(rule, (x.sink, y.sink))
+    if y.sink is not None:
+        run.save(node, x.storage)
+    if x.sink is not None:
+        run.save(node, y.storage)
+    return _result(run, node, elements, dtype)
+
+
+def mul_rows(run: Run, x: Tensor, rows: Tensor) -> Tensor:
+    """A product with one number per row; that number's gradient is a full product, then a sum."""
+    elements, dtype, count = x.elements, x.dtype, rows.elements
+
+    def rule(run: Run, _: Gradients) -> Gradients:
+        gradient, full = run.new(elements, dtype), run.new(elements, dtype)
+        total = run.new(count, dtype)
+        del full
+        return [gradient, total]
+
+    node = run.node(rule, (x.sink, rows.sink))
+    run.save(node, x.storage, rows.storage)
+    return _result(run, node, elements, dtype)
+
+
+def mul_weight(run: Run, x: Tensor, weight: Weight) -> Tensor:
+    """A product with one parameter per column."""
+    elements, dtype, count = x.elements, x.dtype, weight.elements
+
+    def rule(run: Run, _: Gradients) -> Gradients:
+        gradient, full = run.new(elements, dtype), run.new(elements, dtype)
+        total = run.new(count, dtype)
+        del full
+        return [gradient, total]
+
+    node = run.node(rule, (x.sink, weight))
+    run.save(node, x.storage)
+    return _result(run, node, elements, dtype)
+
+
+def mean_rows(run: Run, x: Tensor, rows: int) -> Tensor:
+    """Mean of every row; the gradient is spread over the row."""
+    elements, dtype = x.elements, x.dtype
+    node = run.node(lambda run, _: [run.new(elements, dtype)], (x.sink,))
+    return _result(run, node, rows, dtype)
+
+
+def weight_copy(run: Run, weight: Weight) -> tuple[Storage | None, Sink]:
+    """The weight as a product sees it: autocast makes a half copy once per forward and keeps it in its cache."""
+    if not run.autocast or weight.dtype == run.autocast:
+        return None, weight
+    elements, dtype = weight.elements, weight.dtype
+    node = run.node(lambda run, _: [run.new(elements, dtype)], (weight,))
+    kind, run.kind = run.kind, COPIES
+    storage = run.new(elements, run.autocast)
+    run.kind = kind
+    run.cache.append(storage)
+    return storage, Output(node, 0)
+
+
+def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool, *, dtype: str, shared: bool = False,
+           bias_last: bool = False) -> Tensor:
+    """`F.linear`, or Conv1D's `addmm` (`bias_last`: the order of autocast's casts, which is the reverse).
+
+    Args:
+        dtype: of the weight.
+        shared: the weight is another layer's too.
+    """
+    weight = Weight(features_in * features_out, dtype, shared)
+    copy_bias: tuple[Storage | None, Sink] | None = None
+    if bias and not bias_last:
+        copy_bias = weight_copy(run, Weight(features_out, dtype))
+    copy, weight_sink = weight_copy(run, weight)
+    x = to(run, x, run.autocast or x.dtype)
+    if bias and bias_last:
+        copy_bias = weight_copy(run, Weight(features_out, dtype))
+    rows, needed, act = x.elements // features_in, x.sink is not None, x.dtype
+
+    def rule(run: Run, _: Gradients) -> Gradients:
+        return [run.new(rows * features_in, act) if needed else None, run.new(features_in * features_out, act),
+                run.new(features_out, act) if bias else None]
+
+    node = run.node(rule, (x.sink, weight_sink, None if copy_bias is None else copy_bias[1]))
+    run.save(node, x.storage)
+    if copy is not None:
+        run.save(node, copy)
+    return _result(run, node, rows * features_out, act)
+
+
+def layer_norm(run: Run, x: Tensor, cols: int, parameters: int, statistics: int, dtype: str) -> Tensor:
+    """`native_layer_norm` (2 statistics per row) or a fused RMS norm (1), with `parameters` of `cols` elements."""
+    elements, source, rows = x.elements, x.dtype, x.elements // cols
+
+    def rule(run: Run, _: Gradients) -> Gradients:
+        return [run.new(elements, source), *(run.new(cols, dtype) for _ in range(parameters))]
+
+    node = run.node(rule, (x.sink, *(Weight(cols, dtype) for _ in range(parameters))))
+    run.save(node, x.storage)
+    out = _result(run, node, elements, source)
+    for _ in range(statistics):
+        run.save(node, run.new(rows, "fp32"))
+    return out
+
+
+def dropout(run: Run, x: Tensor) -> Tensor:
+    """`native_dropout`: keeps a mask of one byte per element."""
+    elements, dtype = x.elements, x.dtype
+    node = run.node(lambda run, _: [run.new(elements, dtype)], (x.sink,))
+    out = _result(run, node, elements, dtype)
+    run.save(node, run.new(elements, "int8"))
+    return out
+
+
+def matmul(run: Run, x: Tensor, y: Tensor, elements: int) -> Tensor:
+    """A batched product of two activations, in autocast's dtype; keeps both."""
+    x, y = to(run, x, run.autocast or x.dtype), to(run, y, run.autocast or y.dtype)
+    shapes = [(t.elements, t.dtype) for t in (x, y)]
+    node = run.node(lambda run, _: [run.new(n, d) for n, d in reversed(shapes)][::-1], (x.sink, y.sink))
+    run.save(node, x.storage, y.storage)
+    return _result(run, node, elements, x.dtype)
+
+
+def softmax(run: Run, x: Tensor, dtype: str) -> Tensor:
+    """Softmax (or log-softmax) in `dtype`; keeps its output."""
+    return unary(run, to(run, x, dtype), saves_output=True)
+
+
+def masked_fill(run: Run, x: Tensor, mask: Storage) -> Tensor:
+    """Keeps the mask."""
+    elements, dtype = x.elements, x.dtype
+    node = run.node(lambda run, _: [run.new(elements, dtype)], (x.sink,))
+    run.save(node, mask)
+    return _result(run, node, elements, dtype)
+
+
+def split(run: Run, x: Tensor, parts: Sequence[int]) -> list[Tensor]:
+    """Views of one storage side by side; their gradients are copied together (cat, stack)."""
+    elements, dtype = x.elements, x.dtype
+    node = run.node(lambda run, _: [run.new(elements, dtype)], (x.sink,), len(parts))
+    return [Tensor(x.storage, part, dtype, Output(node, i)) for i, part in enumerate(parts)]
+
+
+def halves(run: Run, x: Tensor) -> list[Tensor]:
+    """The two halves of the last dimension, as two slices: each fills a zeroed gradient of the whole."""
+    elements, dtype = x.elements, x.dtype
+    nodes = [run.node(lambda run, _: [run.new(elements, dtype)], (x.sink,)) for _ in range(2)]
+    return [Tensor(x.storage, elements // 2, dtype, Output(node, 0)) for node in nodes]
+
+
+def cat(run: Run, parts: Sequence[Tensor]) -> Tensor:
+    """Gradients are views of the whole's."""
+    count = len(parts)
+    node = run.node(lambda _, g: [g[0]] * count, [p.sink for p in parts])
+    return _result(run, node, sum(p.elements for p in parts), parts[0].dtype)
+
+
+def attention(run: Run, query: Tensor, key: Tensor, value: Tensor, rows: int) -> Tensor:
+    """A flash or memory-efficient kernel: keeps queries, keys, values, output, log-sum-exp and the random state."""
+    shapes = [(t.elements, t.dtype) for t in (query, key, value)]
+    node = run.node(lambda run, _: [run.new(n, d) for n, d in shapes], (query.sink, key.sink, value.sink))
+    run.save(node, query.storage, key.storage, value.storage)
+    out = _result(run, node, query.elements, query.dtype)
+    run.save(node, out.storage, run.new(rows, "fp32"), run.new(1, "fp64"), run.new(1, "fp64"))
+    return out
+
+
+def embedding(run: Run, rows: int, cols: int, weight: Weight) -> Tensor:
+    """A lookup; backward makes a dense gradient of the whole table."""
+    elements, dtype = weight.elements, weight.dtype
+    node = run.node(lambda run, _: [run.new(elements, dtype)], (weight,))
+    return _result(run, node, rows * cols, dtype)

@@ -1,0 +1,134 @@
+"""What a layer does to memory in forward and in backward, reduced to a few numbers per direction.
+
+The miniature runs once per distinct layer, recomputation policy and treatment of gradients; a model of eighty equal
+blocks is measured once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from sim.model.eager import decoder
+from sim.model.eager.autograd import KINDS, WORKSPACE, Boundary, Run, Storage, Tensor, rounded
+from sim.model.style import Style
+
+Levels = tuple[int, ...]
+NOTHING: Levels = (0,) * len(KINDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One direction of a layer, relative to the level before it.
+
+    Attributes:
+        peak: bytes by kind (`KINDS`) at the highest point of their sum.
+        net: bytes by kind at the end.
+        operator: where the highest point is.
+    """
+
+    peak: Levels
+    net: Levels
+    operator: str
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A layer's memory.
+
+    Attributes:
+        forward: including its output, which the next layer takes over, and without its input if nobody keeps that.
+        held: of `forward.net`, bytes that the model's forward lets go before the head.
+        cached: of `forward.net`, bytes that go at the end of forward (autocast's cache), by kind.
+        backward: starts with the gradient of its output, ends with that of its input and of its parameters.
+    """
+
+    forward: Pass
+    held: Levels
+    cached: Levels
+    backward: Pass
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Which layer of which style: everything that decides its memory.
+
+    Attributes:
+        layer: "embedding", "block" or "head".
+    """
+
+    layer: str
+    style: Style
+
+
+@lru_cache(maxsize=512)
+def profile(program: Program, policy: str, keep_gradients: bool) -> Profile:
+    """Measure a layer.
+
+    Args:
+        policy: its recomputation: none, full or selective. For an embedding: that of the blocks.
+        keep_gradients: parameter gradients stay as new tensors; else they are added to existing ones or copied away.
+    """
+    style = program.style
+    run = Run(style.act if style.autocast else "", keep_gradients, style.stack.early_stop)
+    inputs, boundary = [], Boundary()  # which holds the input's gradient until all is measured
+    if program.layer != "embedding":
+        inputs = [run.tensor(style.tokens * style.hidden, style.residual, boundary)]
+    start = _mark(run)
+    out = _forward(run, program, policy, inputs)
+    inputs.clear()
+    forward = _measured(run, start)
+    held, cached = _dropped(run, run.held), _dropped(run, run.cache)
+    run.memory.operator = program.layer
+    if program.layer == "head":
+        start = _mark(run)
+        gradient = run.new(1, "fp32")
+    else:
+        out.storage.hand_over()
+        if program.layer == "embedding" and style.tied:
+            run.pending.append(Storage(run.memory, rounded(style.vocab * style.hidden, style.weight), WORKSPACE))
+        gradient = Storage(run.memory, rounded(out.elements, out.dtype), WORKSPACE)
+        start = _mark(run)
+    assert out.sink is not None
+    out.sink.receive(run, gradient)
+    del gradient, out
+    run.retained.clear()
+    run.backward()
+    backward = _measured(run, start)
+    del boundary
+    return Profile(forward, held, cached, backward)
+
+
+def _forward(run: Run, program: Program, policy: str, inputs: list[Tensor]) -> Tensor:
+    """The caller holds a block's input until it is done, but not the head's."""
+    style = program.style
+    if program.layer == "embedding":
+        return decoder.embedding(run, style, policy)
+    if program.layer == "head":
+        return decoder.head(run, style, inputs.pop())
+    if policy == "full":
+        return run.checkpoint(lambda run, x: decoder.block(run, style, x, "none"), inputs[0])
+    return decoder.block(run, style, inputs[0], policy)
+
+
+def _mark(run: Run) -> Levels:
+    run.memory.mark()
+    return tuple(run.memory.live)
+
+
+def _measured(run: Run, start: Levels) -> Pass:
+    memory = run.memory
+    return Pass(_minus(memory.top_live, start), _minus(tuple(memory.live), start), memory.top_operator)
+
+
+def _dropped(run: Run, storages: list[object]) -> Levels:
+    """What goes when a list of references is emptied."""
+    if not storages:
+        return NOTHING
+    before = tuple(run.memory.live)
+    storages.clear()
+    return _minus(before, tuple(run.memory.live))
+
+
+def _minus(high: Levels, low: Levels) -> Levels:
+    return tuple(a - b for a, b in zip(high, low, strict=True))

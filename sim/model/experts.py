@@ -1,0 +1,138 @@
+"""Mixtures of experts in place of the feed-forward part: router, dispatch, experts' products, combination.
+
+Tokens are taken as spread evenly over the experts. Sources: Jiang et al. 2024 (Mixtral), section 2; DeepSeek-AI 2024
+(DeepSeek-V3), section 2.1.2; transformers modeling_mixtral.py, which loops over the experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from sim.model.architecture import Operator, Parameter, Tensor
+from sim.model.kernels import elementwise, gradient_ready, linear, linear_operator, linear_parameters, width
+from sim.model.mlp import activation_operator, mlp_operators
+from sim.model.style import Experts, Style
+from sim.work import Kernel
+
+#: Kernels on the scores of all experts: softmax or sigmoid, top-k (a sort), gather, sum, divide.
+_ROUTER_LAUNCHES, _ROUTER_PASSES = 6, 8
+#: Kernels a loop over experts adds for each: where, two index reads, multiply, index_add, slicing.
+_LOOP_LAUNCHES = 5
+
+
+def experts_operators(style: Style, source: str) -> tuple[list[Operator], list[Parameter]]:
+    """Operators of a mixture of experts and parameters in registration order.
+
+    Args:
+        source: dtype in which the norm's output arrives.
+    """
+    experts = style.experts
+    assert experts is not None
+    router, router_parameters = _router(style, experts, source)
+    rows = style.tokens * experts.top_k
+    spread = replace(style, batch=1, sequence=rows, ffn=experts.ffn)
+    up, up_parameters = _up(spread, experts, source)
+    activation, arrives = activation_operator(spread)
+    down, down_parameters = _product(
+        spread, experts, "down", "down_proj", experts.ffn, style.hidden, arrives,
+        (Tensor("expert_down_input", rows * experts.ffn, style.act),))
+    operators = [router, _dispatch(style, experts, source), up, activation, down, _combine(style, experts)]
+    parameters = [*router_parameters, *up_parameters, *down_parameters]
+    if experts.shared:
+        shared, more = _shared(style, experts, source)
+        operators += shared
+        parameters += more
+    return operators, parameters
+
+
+def _router(style: Style, experts: Experts, source: str) -> tuple[Operator, tuple[Parameter, ...]]:
+    """Scores of all experts and the choice among them; keeps the tokens, the scores in fp32 and the choice."""
+    inputs = Tensor("router_input", style.tokens * style.hidden, style.act)
+    operator, parameters = linear_operator(replace(style, gemm=style.act), "router", "mlp.gate", style.hidden,
+                                           experts.count, source=source, saved=(inputs,), bias=False)
+    scores = style.tokens * experts.count
+    choose = elementwise("route", scores, 4 * _ROUTER_PASSES, "fp32", _ROUTER_LAUNCHES)
+    back = elementwise("route_backward", scores, 4 * 4, "fp32", 4)
+    kept = (Tensor("router_scores", scores, "fp32"), Tensor("chosen_scores", style.tokens * experts.top_k, "fp32"),
+            Tensor("chosen_experts", style.tokens * experts.top_k, "fp64"))
+    return replace(operator, forward=(*operator.forward, choose), backward=(back, *operator.backward),
+                   saved=(*operator.saved, *kept)), parameters
+
+
+def _loop(style: Style, experts: Experts) -> int:
+    """Launches one operation on all experts takes: a grouped kernel, or a loop over them."""
+    return experts.count if style.modules == "transformers" else 1
+
+
+def _dispatch(style: Style, experts: Experts, source: str) -> Operator:
+    """Every token copied to each of its experts' rows; backward adds the copies' gradients up again."""
+    elements, e = style.tokens * style.hidden, width(source)
+    launches = _loop(style, experts)
+    forward = elementwise("dispatch", elements * experts.top_k, 2 * e, source, 2 * launches)
+    backward = elementwise("dispatch_backward", elements * experts.top_k, 2 * e + e / experts.top_k, source, launches)
+    return Operator("dispatch", (forward,), (backward,))
+
+
+def _combine(style: Style, experts: Experts) -> Operator:
+    """Experts' outputs weighted by their scores and added up; keeps them for the gradient of the scores."""
+    elements, e = style.tokens * style.hidden * experts.top_k, width(style.act)
+    launches = _LOOP_LAUNCHES * _loop(style, experts)
+    forward = elementwise("combine", elements, 4 * e + e / experts.top_k, style.act, launches)
+    backward = elementwise("combine_backward", elements, 5 * e, style.act, launches)
+    return Operator("combine", (forward,), (backward,), saved=(Tensor("expert_outputs", elements, style.act),))
+
+
+def _up(spread: Style, experts: Experts, source: str) -> tuple[Operator, tuple[Parameter, ...]]:
+    """Up (and gate) products of all experts."""
+    inputs = (Tensor("expert_input", spread.tokens * spread.hidden, spread.act),)
+    if not spread.gated:
+        return _product(spread, experts, "up", "up_proj", spread.hidden, experts.ffn, source, inputs)
+    gate, gate_parameters = _product(spread, experts, "gate", "gate_proj", spread.hidden, experts.ffn, source, inputs)
+    up, up_parameters = _product(spread, experts, "up", "up_proj", spread.hidden, experts.ffn, source, ())
+    sums = elementwise("input_gradient_sum", spread.tokens * spread.hidden, 3 * width(source), source)
+    operator = Operator("up", (*gate.forward, *up.forward), (*up.backward, *gate.backward, sums),
+                        (*up.parameters, *gate.parameters), gate.saved,
+                        weight_copies=(*gate.weight_copies, *up.weight_copies))
+    return operator, (*gate_parameters, *up_parameters)
+
+
+def _product(
+    spread: Style, experts: Experts, name: str, module: str, features_in: int, features_out: int, source: str,
+    saved: tuple[Tensor, ...],
+) -> tuple[Operator, tuple[Parameter, ...]]:
+    """One linear layer of every expert on its share of the rows."""
+    rows = spread.tokens
+    busy = min(experts.count, rows)
+    share = max(1, round(rows / busy))
+    times = _repeated(busy, rows / (busy * share), spread.modules == "transformers")
+    forward, backward = linear(spread, share, features_in, features_out, source=source, bias=False)
+    names = (f"mlp.experts.{i}.{module}" for i in range(experts.count))
+    parameters = tuple(p for own in names for p in linear_parameters(spread, own, features_in, features_out, False))
+    size = experts.count * features_in * features_out
+    copies = (Tensor(f"{name}_weight_copy", size, spread.act),) if spread.autocast else ()
+    return Operator(name, tuple(map(times, forward)), tuple(map(times, backward)), gradient_ready(spread, parameters),
+                    saved, weight_copies=copies), parameters
+
+
+def _repeated(experts: int, scale: float, loop: bool) -> Callable[[Kernel], Kernel]:
+    """One expert's kernel as that of all: a grouped product, or as many launches; FLOPs as routed, `scale` corrects
+    the share's rounding."""
+    def all_experts(kernel: Kernel) -> Kernel:
+        shape = (kernel.shape[0] * experts, *kernel.shape[1:])
+        return replace(kernel, shape=shape, flops=kernel.flops * experts * scale, bytes=kernel.bytes * experts,
+                       launches=kernel.launches * (experts if loop else 1))
+    return all_experts
+
+
+def _shared(style: Style, experts: Experts, source: str) -> tuple[list[Operator], list[Parameter]]:
+    """Experts that see every token: a dense part beside the mixture, on the router's input, and their sum."""
+    dense = replace(style, experts=None, ffn=experts.shared * experts.ffn)
+    names = ("mlp.shared_experts.up_proj", "mlp.shared_experts.gate_proj", "mlp.shared_experts.down_proj")
+    operators, parameters = mlp_operators(dense, source, names)
+    if source == style.act:  # its input is kept by the router already
+        operators[0] = replace(operators[0], saved=operators[0].saved[1:])
+    elements, e = style.tokens * style.hidden, width(style.act)
+    add = Operator("shared_add", (elementwise("shared_add", elements, 3 * e, style.act),),
+                   (elementwise("input_gradient_sum", elements, 3 * width(source), source, 2),))
+    return [*operators, add], parameters

@@ -1,0 +1,70 @@
+"""Multi-head latent attention: queries, keys and values through low-rank projections.
+
+Source: DeepSeek-V2, arXiv 2405.04434, section 2.1; transformers modeling_deepseek_v3.py (`DeepseekV3Attention`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sim.model.architecture import Operator, Parameter, Tensor
+from sim.model.attention import core_operator
+from sim.model.kernels import elementwise, linear_operator, width
+from sim.model.norms import norm_operator
+from sim.model.style import Latent, Style
+
+
+def latent_operators(style: Style, source: str) -> tuple[list[Operator], list[Parameter]]:
+    """Operators from the compression of the queries to the output projection, and parameters in registration order.
+
+    Args:
+        source: dtype in which the norm's output arrives.
+    """
+    latent = style.latent
+    assert latent is not None
+    whole = latent.nope + latent.rope
+    queries, query_parameters = _low_rank(style, source, "q", latent.q_rank, 0, style.heads * whole)
+    values, value_parameters = _low_rank(style, source, "kv", latent.kv_rank, latent.rope,
+                                         style.heads * (latent.nope + latent.value))
+    if latent.q_rank and source == style.act:  # both compressions read one input
+        values[0] = replace(values[0], saved=())
+    # products with the keys have nope + rope columns, those with the values their own: the mean counts both exactly
+    core = core_operator(replace(style, head_dim=(whole + latent.value) // 2, kv_heads=style.heads))
+    attended = Tensor("attention_output", style.tokens * style.heads * latent.value, style.act)
+    output, output_parameters = linear_operator(style, "projection", "self_attn.o_proj", style.heads * latent.value,
+                                                style.hidden, source=style.act, saved=(attended,))
+    return ([*queries, *values, _assemble(style, latent), core, output],
+            [*query_parameters, *value_parameters, *output_parameters])
+
+
+def _low_rank(
+    style: Style, source: str, name: str, rank: int, beside: int, outputs: int,
+) -> tuple[list[Operator], list[Parameter]]:
+    """Compression to `rank` (and `beside` columns that skip the rest), norm, expansion; rank 0 is one projection."""
+    inputs = Tensor(f"{name}_input", style.tokens * style.hidden, style.act)
+    if not rank:
+        one, parameters = linear_operator(style, f"{name}_proj", f"self_attn.{name}_proj", style.hidden, outputs,
+                                          source=source, saved=(inputs,))
+        return [one], list(parameters)
+    down, down_parameters = linear_operator(style, f"{name}_down", f"self_attn.{name}_a_proj", style.hidden,
+                                            rank + beside, source=source, saved=(inputs,))
+    narrow = replace(style, hidden=rank, residual=style.act)
+    norm, norm_parameters = norm_operator(narrow, f"{name}_norm", f"self_attn.{name}_a_layernorm")
+    kept = Tensor(f"{name}_compressed", style.tokens * rank, style.act)
+    up, up_parameters = linear_operator(style, f"{name}_up", f"self_attn.{name}_b_proj", rank, outputs,
+                                        source=style.act, saved=(kept,))
+    return [down, norm, up], [*down_parameters, *norm_parameters, *up_parameters]
+
+
+def _assemble(style: Style, latent: Latent) -> Operator:
+    """Rotary on the positional columns (one key for all heads), then queries and keys written whole."""
+    e = width(style.act)
+    rotated = style.tokens * (style.heads + 1) * latent.rope
+    whole = style.tokens * style.heads * (latent.nope + latent.rope)
+    spin = elementwise("rotary", rotated, 10 * e, style.act, 10)
+    join = elementwise("assemble", 2 * whole, 2 * e, style.act, 3)
+    back = (elementwise("assemble_backward", 2 * whole, 2 * e, style.act, 4),
+            elementwise("rotary_backward", rotated, 14 * e, style.act, 18))
+    saved = (Tensor("queries", whole, style.act), Tensor("keys", whole, style.act),
+             Tensor("values", style.tokens * style.heads * latent.value, style.act))
+    return Operator("assemble", (spin, join), back, saved=saved)

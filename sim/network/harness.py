@@ -1,0 +1,62 @@
+"""How a benchmark measured a collective: what the host of the harness adds, which no training step would see.
+
+nccl-tests and its like issue calls back to back and divide by their number, so a small call costs whatever the host
+needs to issue it when that is longer than the collective itself. On one node the usual command is one process that
+drives all GPUs (`-g 8`, nccl-tests README), which launches on them in turn; several nodes need one process per GPU.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sim.network.figures import Figures
+
+#: Words by which a sweep's description says that every GPU had its own process (the launchers that start them so).
+_PER_GPU = re.compile(r"\b(mpi|mpirun|slurm|srun|batch|torchrun|process per gpu)\b", re.IGNORECASE)
+_ONE = re.compile(r"\b(one process|single process|single-process|-g ?\d+)\b", re.IGNORECASE)
+_KERNEL = re.compile(r"\bkernel time\b|\bkernel-only\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Harness:
+    """How a sweep was measured.
+
+    Attributes:
+        processes: `gpu` (one per GPU) or `one` (a single process drives all GPUs of the node).
+        timing: `call` (mean of calls issued back to back) or `kernel` (duration of the kernel alone).
+        per_channel: one launch for all GPUs of a process, each channel set up by the host (NCCL of 2021 and before).
+    """
+
+    processes: str
+    timing: str
+    per_channel: bool = False
+
+    def floor_s(self, kind: str, ranks: int, channels: int = 1, figures: Figures | None = None) -> float:
+        """Least time per call the host allows: one launch per GPU it drives, more for a group of sends, seconds."""
+        if self.processes == "gpu" or self.timing == "kernel":
+            return 0.0
+        figures = figures or Figures()
+        each = figures["host_us.grouped" if self.per_channel else "host_us.call"]
+        if kind == "all_to_all":
+            each += (ranks - 1) * figures["host_us.peer"]
+        elif self.per_channel:
+            each += channels * figures["host_us.channel"]
+        return ranks * each * 1e-6
+
+
+def harness_of(sweep: Mapping[str, Any]) -> Harness:
+    """From a sweep's `harness`, or else from its number of nodes and the words of its note and source.
+
+    Args:
+        sweep: a mapping with `ranks`, and where known `harness`, `nodes`, `note`, `source`.
+    """
+    given = sweep.get("harness") or {}
+    text = f"{sweep.get('note') or ''} {sweep.get('source') or ''}".replace("-batch/", " batch ").replace("/", " ")
+    several = int(sweep.get("nodes") or 1) > 1
+    per_gpu = several or (bool(_PER_GPU.search(text)) and not _ONE.search(text))
+    return Harness(processes=str(given.get("processes") or ("gpu" if per_gpu else "one")),
+                   timing=str(given.get("timing") or ("kernel" if _KERNEL.search(text) else "call")),
+                   per_channel=bool(given.get("per_channel", False)))

@@ -1,0 +1,106 @@
+"""What the ways to serve a call need to know of one communicator: where it lies, on what, with which figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sim.network.figures import Figures
+from sim.network.routes import Placement
+from sim.network.topology import Speeds, Topology, facts
+
+PROTOCOLS = ("LL", "LL128", "Simple")
+_GB = 1e9
+#: Links to one peer from which a pair of GPUs no longer fills them all (pair_share); the one or two of a V100 it does.
+_WIDE_PAIR = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One communicator on one machine.
+
+    Attributes:
+        channels: forced by the user, None for NCCL's own count.
+        version: NCCL's, (major, minor).
+    """
+
+    topology: Topology
+    speeds: Speeds
+    place: Placement
+    figures: Figures
+    channels: int | None = None
+    version: tuple[int, ...] = (2, 30)
+
+    @property
+    def fabric(self) -> str:
+        """Key of `fabrics` in links.yaml."""
+        return self.topology.inter.fabric
+
+    def table(self, name: str) -> float:
+        """A figure of NCCL's tuner for this GPU generation, by node count (1, 2, more) where it is a list."""
+        value: Any = facts()["generations"][self.topology.generation][name]
+        return float(value[min(self.place.nodes, 3) - 1] if isinstance(value, list) else value)
+
+    def own(self, name: str) -> float:
+        """A measured figure of this GPU generation."""
+        return self.figures[f"{name}.{self.topology.generation}"]
+
+    def plugin_us(self) -> float:
+        """NIC latency the network plugin reports to NCCL, us."""
+        value = facts()["fabrics"][self.fabric]["plugin_us"]
+        return float(value[self.topology.generation] if isinstance(value, dict) else value)
+
+    def fabric_us(self) -> float:
+        """What the fabric really adds to a hop between nodes, us."""
+        return self.figures[f"fabric_us.{self.fabric}" + (f".{self.topology.generation}" if self.fabric == "efa" else "")]
+
+    def intra_link(self) -> str:
+        """`nvlink` or `pcie`: what joins the group's GPUs inside a node."""
+        return "pcie" if self.topology.intra.kind in ("pcie", "none") or self.place.rings == 0 else "nvlink"
+
+    def inside_bps(self, peer: str = "") -> float:
+        """What one GPU can send to its peers in Simple, bytes/s: its rings in a mesh, all its links on a switch.
+
+        Args:
+            peer: `ring` or `send` when only one peer is written to, "" otherwise.
+        """
+        if self.intra_link() == "pcie":
+            return self.speeds.pcie
+        rings = self.place.rings
+        wide = rings < 0 or rings >= _WIDE_PAIR
+        alone = self.figures[f"pair_share.{peer}"] if peer and wide else 1.0
+        return alone * (self.speeds.link * rings if rings > 0 else self.speeds.gpu)
+
+    def tuner_inside_bps(self) -> float:
+        """The same as NCCL's graph search counts it."""
+        share = self.speeds.tuner_pcie if self.intra_link() == "pcie" else self.speeds.tuner_link
+        return self.inside_bps() * share
+
+    def tuner_net_bps(self) -> float:
+        """What the NICs of the group's GPUs in a node carry, as NCCL's graph search counts it, bytes/s."""
+        groups = int(self.place.groups.max())
+        return self.speeds.nic_nominal * groups * float(facts()["tuner_net_share"])
+
+    def channel_count(self) -> int:
+        """Channels of a large call: the generation's inside a node; two per NIC between nodes, within that."""
+        if self.channels is not None:
+            return self.channels
+        most = int(self.table("channels"))
+        if self.place.nodes == 1:
+            return max(1, min(most, 2 * self.place.rings)) if self.place.rings > 0 else most
+        nics = self.topology.inter.nics_per_node * int(self.place.groups.max()) / self.speeds.nic_groups
+        return max(2, min(most, int(2 * nics)))
+
+    def multicast_channels(self) -> int:
+        """Channels of NVLink SHARP."""
+        return self.channels or max(2, int(self.table("nvls_channels")))
+
+    def ll128(self) -> bool:
+        """Whether LL128 may serve: NVLink inside, and a fabric that keeps 128-byte stores whole."""
+        crossing = self.place.nodes == 1 or bool(facts()["fabrics"][self.fabric]["ll128"])
+        return self.intra_link() == "nvlink" and crossing and self.version >= (2, 5)
+
+    def multicast(self) -> bool:
+        """NVLink SHARP: Hopper and later behind a switch, NCCL 2.17 on (release notes)."""
+        return (self.topology.intra.kind == "nvswitch" and self.table("nvls") > 0 and self.place.per_node > 2
+                and self.version >= (2, 17))
