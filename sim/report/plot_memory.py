@@ -235,6 +235,7 @@ def _peak(ax: Axes, view: MemoryView, window: tuple[float, float], factor: float
         return
     where = view.result.memory.use.where
     place = f"\n{where.phase} of {where.layer}" if where is not None and where.layer else ""
+    place += f", {where.operator}" if where is not None and where.operator else ""
     x = view.peak_s * factor
     late = view.peak_s > (window[0] + window[1]) / 2
     ax.plot([x], [top], marker="v", color=look.BLACK, ms=6, zorder=7, clip_on=False)
