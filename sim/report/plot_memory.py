@@ -113,8 +113,12 @@ def memory_view(result: Result) -> MemoryView:
                 spans.append((float(begin[0]), float(end[-1])))
     view = MemoryView(result, program, one.representative, len(one.members) - 1, host, gpu,
                       np.array(spans).reshape(-1, 2), 0.0)
-    edges, levels = view.levels(0.0, result.step_time_s)
-    view.peak_s = float(edges[int(levels.sum(axis=1).argmax())])
+    window = (0.0, result.step_time_s)
+    for _ in range(2):  # the bin of the peak, then its place in that bin
+        edges, levels = view.levels(*window)
+        fullest_bin = int(levels.sum(axis=1).argmax())
+        window = (float(edges[fullest_bin]), float(edges[fullest_bin + 1]))
+    view.peak_s = window[0]
     return view
 
 
