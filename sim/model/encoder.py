@@ -10,6 +10,7 @@ from dataclasses import replace
 from sim.model.architecture import Architecture, Layer, Operator, Parameter, Tensor
 from sim.model.attention import attention_operators
 from sim.model.blocks import block_layer
+from sim.model.eager import Program
 from sim.model.embedding import lookup, position_lookup
 from sim.model.head import loss_operator
 from sim.model.kernels import elementwise, linear_operator, width
@@ -28,7 +29,9 @@ _EMBEDDINGS, _HEAD = "bert.embeddings", "cls.predictions"
 
 def encoder(style: Style) -> Architecture:
     """Embedding, blocks, head."""
-    layers = (_embedding(style), *(_block(style),) * style.layers, _head(style))
+    parts = {"embedding": _embedding(style), "block": _block(style), "head": _head(style)}
+    parts = {name: replace(layer, program=Program(name, style)) for name, layer in parts.items()}
+    layers = (parts["embedding"], *(parts["block"],) * style.layers, parts["head"])
     return Architecture(layers, style.tied, style.batch, style.sequence)
 
 

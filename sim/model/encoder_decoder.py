@@ -11,6 +11,7 @@ from dataclasses import replace
 from sim.model.architecture import Architecture, Layer, Operator, Parameter, Tensor
 from sim.model.attention import attention_operators
 from sim.model.blocks import block_layer
+from sim.model.eager import Program
 from sim.model.embedding import lookup, position_lookup
 from sim.model.head import logits_operator, loss_operator
 from sim.model.kernels import elementwise, width
@@ -30,21 +31,27 @@ def encoder_decoder(style: Style) -> Architecture:
     """
     encode = replace(style, causal=False)
     decode = replace(style, sequence=style.decoder_sequence, layers=style.decoder_layers, causal=True)
+    reads = replace(decode, memory=style.sequence)
     stack = (
-        _embedding(encode),
-        *_blocks(encode, style.layers, lambda first: _encoder_block(encode, first)),
-        _bridge(encode, decode),
-        *_blocks(decode, style.decoder_layers, lambda first: _decoder_block(decode, style.sequence, first)),
-        _head(decode),
+        replace(_embedding(encode), program=Program("embedding", encode)),
+        *_blocks(encode, encode, style.layers, lambda first: _encoder_block(encode, first)),
+        replace(_bridge(encode, decode), program=Program("bridge", encode)),
+        *_blocks(decode, reads, style.decoder_layers, lambda first: _decoder_block(decode, style.sequence, first)),
+        replace(_head(decode), program=Program("head", reads)),
     )
     return Architecture(stack, style.tied, style.batch, style.sequence)
 
 
-def _blocks(style: Style, count: int, make: Callable[[bool], Layer]) -> tuple[Layer, ...]:
-    """`count` blocks; the first is an object of its own where it holds the table of relative positions."""
+def _blocks(style: Style, run: Style, count: int, make: Callable[[bool], Layer]) -> tuple[Layer, ...]:
+    """`count` blocks; the first is an object of its own where it holds the table of relative positions.
+
+    Args:
+        run: the style with which their module code runs (a decoder's knows the encoder's length).
+    """
+    block = replace(make(False), program=Program("block", run))
     if not style.biased:
-        return (make(False),) * count
-    return (make(True), *(make(False),) * (count - 1))
+        return (block,) * count
+    return (replace(make(True), program=Program("first block", run)), *(block,) * (count - 1))
 
 
 def _encoder_block(style: Style, first: bool) -> Layer:

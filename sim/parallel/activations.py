@@ -31,10 +31,11 @@ class Activations:
         self._known: dict[tuple[int, str], tuple[Profile, list[_Change], list[_Change]]] = {}
 
     def forward(self, position: int, layer: Layer) -> None:
-        """The layer's forward rises and settles; before the head the model's forward lets go of what it held."""
+        """The layer's forward rises and settles; before a head or bridge a row of blocks lets go of what it held."""
         profile, changes, _ = self._of(position, layer)
-        if position == self._last:
+        if layer.kind in ("bridge", "head") and self._held is not NOTHING:
             self._change(_changes(_negative(self._held)))
+            self._held = NOTHING
         self._change(changes)
         if profile.held is not NOTHING:
             self._held = _sum(self._held, profile.held)
@@ -54,7 +55,8 @@ class Activations:
         return profile.backward.net[_GRADIENTS]
 
     def _of(self, position: int, layer: Layer) -> tuple[Profile, list[_Change], list[_Change]]:
-        policy = self._plan.policy(position or 1)  # the embedding's depends on what the blocks keep
+        # what an embedding or a bridge holds depends on what the blocks keep
+        policy = self._plan.policy(position + 1 if layer.kind in ("embedding", "bridge") else position)
         key = (id(layer), policy)
         if key not in self._known:
             profile = layer_profile(layer, policy, self._keep)

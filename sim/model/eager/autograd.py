@@ -141,16 +141,19 @@ class Weight:
 
     Attributes:
         elements, dtype: as kernels see it.
-        shared: a second layer's gradient is added before it is complete (tied embeddings).
+        shared: another layer's gradient is added before it is complete (tied embeddings).
+        more: a third one's too, after this layer's.
     """
 
-    __slots__ = ("dtype", "elements", "shared")
+    __slots__ = ("dtype", "elements", "more", "shared")
 
-    def __init__(self, elements: int, dtype: str, shared: bool = False) -> None:
-        self.elements, self.dtype, self.shared = elements, dtype, shared
+    def __init__(self, elements: int, dtype: str, shared: bool = False, more: bool = False) -> None:
+        self.elements, self.dtype, self.shared, self.more = elements, dtype, shared, more
 
     def receive(self, run: Run, gradient: Storage) -> None:
-        """Take a gradient; a shared parameter's is complete with the second."""
+        """Take a gradient; a shared parameter's is complete with the last."""
+        if self.shared and run.pending and self.more:
+            return
         if self.shared and not run.pending:
             gradient.become(WORKSPACE)
             run.pending.append(gradient)
@@ -183,6 +186,8 @@ class Run:
         autocast: dtype of autocast, "" without.
         keep_gradients: parameter gradients stay (else they are added to existing ones, or copied away, at once).
         pending: a tied table's gradient that waits for the other layer's.
+        incoming: tensors of this layer that later layers read: the gradients those leave, (sink, elements, dtype).
+        outgoing: gradients of tensors of earlier layers that come to be around this layer's backward, (elements, dtype).
         early_stop: recomputation stops at the last saved tensor.
     """
 
@@ -193,6 +198,8 @@ class Run:
         self.nodes: list[Node] = []
         self.gradients: list[Storage] = []
         self.pending: list[Storage] = []
+        self.incoming: list[tuple[Sink, int, str]] = []
+        self.outgoing: list[tuple[int, str]] = []
         self.cache: list[Storage] = []  # autocast's weight copies
         self.held: list[object] = []  # by the model's forward, until the head
         self.retained: list[object] = []  # until this layer's backward
@@ -211,6 +218,16 @@ class Run:
     def tensor(self, elements: int, dtype: str, sink: Sink | None = None) -> Tensor:
         """A tensor with a new storage."""
         return Tensor(self.new(elements, dtype), elements, dtype, sink)
+
+    def hold(self, storage: Storage, until_backward: bool) -> None:
+        """Keep a storage that module code outside the layer holds. Recomputation does not hold it twice."""
+        if self._restoring is None:
+            (self.retained if until_backward else self.held).append(storage)
+
+    def expect(self, sink: Sink, elements: int, dtype: str) -> None:
+        """Later layers read a tensor of this one; the gradient they leave goes to `sink`."""
+        if self._restoring is None:
+            self.incoming.append((sink, elements, dtype))
 
     # ------------------------------------------------------------------------------------------- the graph
     def node(self, rule: Rule, inputs: Sequence[Sink | None], outputs: int = 1) -> Node:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sim.model.eager import operations as op
-from sim.model.eager.autograd import ACTIVATIONS, LOGITS, Run, Tensor, Weight
+from sim.model.eager.autograd import LOGITS, Run, Tensor, Weight
 from sim.model.style import Style
 from sim.work import DTYPE_BYTES
 
@@ -52,21 +52,26 @@ def rms_norm(run: Run, hidden_states: Tensor, cols: int, dtype: str) -> Tensor:
     """LlamaRMSNorm, T5LayerNorm."""
     source, rows = hidden_states.dtype, hidden_states.elements // cols
     hidden_states = op.to(run, hidden_states, "fp32")
-    variance = op.mean_rows(run, _square(run, hidden_states), rows)
+    variance = op.mean_rows(run, square(run, hidden_states), rows)
     hidden_states = op.mul_rows(run, hidden_states, op.unary(run, op.shift(run, variance), saves_output=True))
     return op.mul_weight(run, op.to(run, hidden_states, source), Weight(cols, dtype))
 
 
-def _square(run: Run, x: Tensor) -> Tensor:
+def square(run: Run, x: Tensor) -> Tensor:
+    """`x.pow(2)` of an fp32 tensor."""
     return op.unary(run, x, saves_input=True, temporaries=2)
 
 
-def attention(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:
-    """From the norm's output to the output projection."""
-    from sim.model.attention import uses_flash
+def attention(run: Run, style: Style, x: Tensor, policy: str, memory: Tensor | None = None,
+              bias: Tensor | None = None) -> Tensor:
+    """From the norm's output to the output projection.
 
+    Args:
+        memory: what keys and values are made from, default `x`.
+        bias: added to the scores.
+    """
     run.at("qkv")
-    query, key, value = _projections(run, style, x)
+    query, key, value = _projections(run, style, x, memory)
     del x
     if style.positions == "rotary":
         run.at("rotary")
@@ -74,9 +79,10 @@ def attention(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:
     run.at("attention")
     core: Callable[..., Tensor] = _flash if uses_flash(style) else _eager
     if policy == "selective":
-        out = run.checkpoint(lambda run, q, k, v: core(run, style, q, k, v), query, key, value)
+        inputs = (query, key, value) if bias is None else (query, key, value, bias)
+        out = run.checkpoint(lambda run, *tensors: core(run, style, *tensors), *inputs)
     else:
-        out = core(run, style, query, key, value)
+        out = core(run, style, query, key, value, bias)
     run.at("projection")
     return _linear(run, style, out, style.query_width, style.hidden)
 
@@ -86,11 +92,20 @@ def _linear(run: Run, style: Style, x: Tensor, features_in: int, features_out: i
                      bias_last=style.conv1d)
 
 
-def _projections(run: Run, style: Style, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def uses_flash(style: Style) -> bool:
+    """Whether one kernel computes attention (`sim.model.attention`, which imports what imports this)."""
+    from sim.model.attention import uses_flash as fused
+
+    return fused(style)
+
+
+def _projections(run: Run, style: Style, x: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values. Plain modules view them as (3, b, a, s, d), so their gradients are copied twice."""
     widths = (style.query_width, style.kv_width, style.kv_width)
-    if style.separate_qkv:
-        q, k, v = (_linear(run, style, x, style.hidden, width) for width in widths)
+    if style.separate_qkv or memory is not None:
+        q = _linear(run, style, x, style.hidden, widths[0])
+        k = _linear(run, style, memory or x, style.hidden, widths[1])
+        v = _linear(run, style, memory or x, style.hidden, widths[2])
         return q, k, v
     fused = _linear(run, style, x, style.hidden, sum(widths))
     if style.modules == "plain" and not style.stack.compile:
@@ -127,32 +142,38 @@ def _rotate_half(run: Run, x: Tensor) -> Tensor:
     return op.cat(run, [op.unary(run, second), first])
 
 
-def _flash(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    q, k, v = (op.to(run, t, run.autocast or t.dtype) for t in (query, key, value))
-    return op.attention(run, q, k, v, style.tokens * style.heads)
+def _flash(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+    rows = style.tokens * style.heads
+    if bias is None:
+        q, k, v = (op.to(run, t, run.autocast or t.dtype) for t in (query, key, value))
+        return op.attention(run, q, k, v, rows)
+    if not style.memory:  # create_position_bias_mask: with the causal mask, contiguous
+        bias = op.clone(run, op.where(run, bias, style.sequence * style.keys) if style.causal else bias)
+    half = op.expanded(run, op.to(run, bias, run.autocast or bias.dtype), style.batch)
+    return op.attention(run, query, key, value, rows, half, style.batch)
 
 
-def _eager(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _eager(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
     """Scores, scale, mask, softmax, dropout, values. `matmul` copies what it cannot view as one batch of matrices."""
-    b, scores = style.batch, style.batch * style.heads * style.sequence**2
+    b, scores = style.batch, style.batch * style.heads * style.sequence * style.keys
     rotated, repeated = style.positions == "rotary", style.heads != style.kv_heads
     copies = b > 1 and style.modules != "megatron"
     if repeated:
         key, value = _repeat(run, style, key), _repeat(run, style, value)
     dtype = value.dtype
     weights = _softmax(run, style, op.matmul(run, op.clone(run, query, copies and not rotated),
-                                             op.clone(run, key, copies and not rotated and not repeated), scores), dtype)
+                                             op.clone(run, key, copies and not rotated and not repeated), scores), dtype, bias)
     out = op.matmul(run, weights, op.clone(run, value, copies and not repeated), style.tokens * style.query_width)
     return op.relayout(run, op.clone(run, out)) if copies else op.clone(run, out)
 
 
-def _softmax(run: Run, style: Style, weights: Tensor, dtype: str) -> Tensor:
+def _softmax(run: Run, style: Style, weights: Tensor, dtype: str, bias: Tensor | None) -> Tensor:
     from sim.model.attention import softmax_dtype
 
     soft = softmax_dtype(style)
     if style.stack.fused_softmax or style.stack.compile:
         weights = op.to(run, op.softmax(run, weights, soft), weights.dtype)
-    elif style.modules == "plain":
+    elif style.modules == "plain" and style.causal and bias is None:
         weights = op.scale(run, weights)
         mask = run.new(style.sequence**2, "int8")  # tril
         weights = op.masked_fill(run, weights, run.new(style.sequence**2, "int8"))  # ~mask
@@ -162,7 +183,10 @@ def _softmax(run: Run, style: Style, weights: Tensor, dtype: str) -> Tensor:
         return weights
     else:
         weights = op.scale(run, weights)
-        weights = op.add(run, weights, _mask(style, weights))
+        if bias is not None:
+            weights = op.add(run, weights, bias)
+        if style.causal and not style.memory:
+            weights = op.add(run, weights, _mask(style, weights))
         weights = op.to(run, op.softmax(run, weights, soft), dtype)
     return op.dropout(run, weights) if style.dropout else weights
 
@@ -174,7 +198,7 @@ def _mask(style: Style, like: Tensor) -> Tensor:
 
 def _repeat(run: Run, style: Style, x: Tensor) -> Tensor:
     """repeat_kv: copied out to every query head; the gradient is summed over the copies."""
-    elements, source, dtype = style.tokens * style.query_width, x.elements, x.dtype
+    elements, source, dtype = style.batch * style.keys * style.query_width, x.elements, x.dtype
     node = run.node(lambda run, _: [run.new(source, dtype)], (x.sink,))
     return Tensor(run.new(elements, dtype), elements, dtype, op.Output(node, 0))
 
@@ -270,8 +294,6 @@ def embedding(run: Run, style: Style, policy: str) -> Tensor:
 
 
 def _held_by_model(run: Run, style: Style, dtype: str, policy: str) -> None:
-    from sim.model.attention import uses_flash
-
     if style.positions == "rotary":
         run.retained += [run.new(style.sequence * style.head_dim, dtype) for _ in range(2)]
     if not uses_flash(style):
@@ -291,18 +313,16 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
     if style.modules != "transformers":
         del x  # Hugging Face's model output holds it until the loss is there
     run.at("loss")
-    loss = _loss(run, style, logits, rows)
-    run.kind = ACTIVATIONS
-    return loss
+    return loss(run, style, logits, rows)
 
 
-def _loss(run: Run, style: Style, logits: Tensor, rows: int) -> Tensor:
-    """Cross-entropy: Hugging Face casts logits to fp32 first; autocast casts log-softmax's output, which nll keeps."""
+def loss(run: Run, style: Style, logits: Tensor, rows: int) -> Tensor:
+    """Cross-entropy: Hugging Face's decoders cast logits to fp32 first; autocast casts log-softmax's output, which nll keeps."""
     if style.stack.loss == "fused":
         return _one_kernel(run, logits, rows)
     if style.stack.loss == "vocab_parallel":
         return _nll(run, op.unary(run, op.to(run, logits, "fp32"), saves_output=True), False)
-    wide = logits if style.modules != "transformers" else op.to(run, logits, "fp32")
+    wide = op.to(run, logits, "fp32") if style.modules == "transformers" and style.kind == "decoder" else logits
     scores = op.softmax(run, wide, wide.dtype)
     return _nll(run, op.to(run, scores, "fp32") if run.autocast else scores, True)
 

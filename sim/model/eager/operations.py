@@ -125,11 +125,12 @@ def mul(run: Run, x: Tensor, y: Tensor) -> Tensor:
 
 
 def mul_rows(run: Run, x: Tensor, rows: Tensor) -> Tensor:
-    """A product with one number per row; that number's gradient is a full product, then a sum."""
-    elements, dtype, count = x.elements, x.dtype, rows.elements
+    """A product with one fp32 number per row; that number's gradient is a full product, then a sum."""
+    elements, source, dtype, count = x.elements, x.dtype, promote(x.dtype, rows.dtype), rows.elements
 
     def rule(run: Run, _: Gradients) -> Gradients:
         gradient, full = run.new(elements, dtype), run.new(elements, dtype)
+        gradient = _fit(run, gradient, elements, dtype, source)
         total = run.new(count, dtype)
         del full
         return [gradient, total]
@@ -241,6 +242,21 @@ def softmax(run: Run, x: Tensor, dtype: str) -> Tensor:
     return unary(run, to(run, x, dtype), saves_output=True)
 
 
+def expanded(run: Run, x: Tensor, copies: int) -> Tensor:
+    """A view that repeats a tensor; its gradient is summed over the copies."""
+    elements, dtype = x.elements, x.dtype
+    node = run.node(lambda run, g: [run.new(elements, dtype) if copies > 1 else g[0]], (x.sink,))
+    return Tensor(x.storage, elements, dtype, Output(node, 0) if x.sink is not None else None)
+
+
+def where(run: Run, x: Tensor, mask: int) -> Tensor:
+    """`torch.where` with a boolean condition of `mask` elements, which is kept."""
+    elements, dtype = x.elements, x.dtype
+    node = run.node(lambda run, _: [run.new(elements, dtype)], (x.sink,))
+    run.save(node, run.new(mask, "int8"))
+    return _result(run, node, elements, dtype)
+
+
 def masked_fill(run: Run, x: Tensor, mask: Storage) -> Tensor:
     """Keeps the mask."""
     elements, dtype = x.elements, x.dtype
@@ -270,11 +286,22 @@ def cat(run: Run, parts: Sequence[Tensor]) -> Tensor:
     return _result(run, node, sum(p.elements for p in parts), parts[0].dtype)
 
 
-def attention(run: Run, query: Tensor, key: Tensor, value: Tensor, rows: int) -> Tensor:
-    """A flash or memory-efficient kernel: keeps queries, keys, values, output, log-sum-exp and the random state."""
-    shapes = [(t.elements, t.dtype) for t in (query, key, value)]
-    node = run.node(lambda run, _: [run.new(n, d) for n, d in shapes], (query.sink, key.sink, value.sink))
-    run.save(node, query.storage, key.storage, value.storage)
+def attention(run: Run, query: Tensor, key: Tensor, value: Tensor, rows: int, bias: Tensor | None = None,
+              batch: int = 1) -> Tensor:
+    """A flash or memory-efficient kernel: keeps queries, keys, values, output, log-sum-exp and the random state.
+
+    Args:
+        rows: log-sum-exps.
+        bias: added to the scores and kept; its gradient is made for every sequence of the batch, then summed.
+    """
+    shapes = [(t.elements, t.dtype, t.sink is not None) for t in (query, key, value)]
+    sinks, saved = [query.sink, key.sink, value.sink], [query.storage, key.storage, value.storage]
+    if bias is not None:
+        shapes.append((bias.elements * batch, bias.dtype, bias.sink is not None))
+        sinks.append(bias.sink)
+        saved.append(bias.storage)
+    node = run.node(lambda run, _: [run.new(n, d) if needed else None for n, d, needed in shapes], sinks)
+    run.save(node, *saved)
     out = _result(run, node, query.elements, query.dtype)
     run.save(node, out.storage, run.new(rows, "fp32"), run.new(1, "fp64"), run.new(1, "fp64"))
     return out

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from sim.model.eager import decoder
-from sim.model.eager.autograd import KINDS, WORKSPACE, Boundary, Run, Storage, Tensor, rounded
+from sim.model.eager import decoder, encoder, encoder_decoder
+from sim.model.eager.autograd import KINDS, WORKSPACE, Boundary, Run, Sink, Storage, Tensor, rounded
 from sim.model.style import Style
 
 Levels = tuple[int, ...]
@@ -54,7 +54,8 @@ class Program:
     """Which layer of which style: everything that decides its memory.
 
     Attributes:
-        layer: "embedding", "block" or "head".
+        layer: "embedding", "block", "bridge" or "head"; "first block" where it makes what the other blocks read.
+        style: of a decoder that reads an encoder's output, with `memory` set.
     """
 
     layer: str
@@ -79,36 +80,64 @@ def profile(program: Program, policy: str, keep_gradients: bool) -> Profile:
     inputs.clear()
     forward = _measured(run, start)
     held, cached = _dropped(run, run.held), _dropped(run, run.cache)
-    run.memory.operator = program.layer
-    if program.layer == "head":
-        start = _mark(run)
-        gradient = run.new(1, "fp32")
-    else:
-        out.storage.hand_over()
-        if program.layer == "embedding" and style.tied:
-            run.pending.append(Storage(run.memory, rounded(style.vocab * style.hidden, style.weight), WORKSPACE))
-        gradient = Storage(run.memory, rounded(out.elements, out.dtype), WORKSPACE)
-        start = _mark(run)
-    assert out.sink is not None
-    out.sink.receive(run, gradient)
-    del gradient, out
+    start, gradients = _before_backward(run, program, out)
+    while gradients:
+        sink, gradient = gradients.pop()
+        sink.receive(run, gradient)
+    del sink, gradient, out
     run.retained.clear()
     run.backward()
+    left = [Storage(run.memory, rounded(elements, dtype), WORKSPACE) for elements, dtype in run.outgoing]
     backward = _measured(run, start)
-    del boundary
+    del left, boundary
     return Profile(forward, held, cached, backward)
+
+
+def _before_backward(run: Run, program: Program, out: Tensor) -> tuple[Levels, list[tuple[Sink, Storage]]]:
+    """The level at which backward starts, and the gradients that are there then (the loss makes its own)."""
+    style, sink = program.style, out.sink
+    assert sink is not None
+    run.memory.operator, run.kind = program.layer, WORKSPACE
+    if program.layer == "head":
+        start = _mark(run)
+        return start, [(sink, run.new(1, "fp32"))]
+    out.storage.hand_over()
+    shared = style.tied or (program.layer == "embedding" and style.kind == "encoder-decoder")
+    if shared and program.layer in ("embedding", "bridge"):
+        run.pending.append(run.new(style.vocab * style.hidden, style.weight))
+    gradients = [(sink, run.new(out.elements, out.dtype))]
+    gradients += [(sink, run.new(elements, dtype)) for sink, elements, dtype in run.incoming]
+    run.incoming.clear()
+    return _mark(run), gradients
 
 
 def _forward(run: Run, program: Program, policy: str, inputs: list[Tensor]) -> Tensor:
     """The caller holds a block's input until it is done, but not the head's."""
-    style = program.style
-    if program.layer == "embedding":
-        return decoder.embedding(run, style, policy)
-    if program.layer == "head":
-        return decoder.head(run, style, inputs.pop())
+    style, layer = program.style, program.layer
+    if style.kind == "encoder-decoder":
+        return _encoder_decoder(run, style, layer, policy, inputs)
+    rows = encoder if style.kind == "encoder" else decoder
+    if layer == "embedding":
+        return rows.embedding(run, style, policy)
+    if layer == "head":
+        return rows.head(run, style, inputs.pop())
     if policy == "full":
-        return run.checkpoint(lambda run, x: decoder.block(run, style, x, "none"), inputs[0])
-    return decoder.block(run, style, inputs[0], policy)
+        return run.checkpoint(lambda run, x: rows.block(run, style, x, "none"), inputs[0])
+    return rows.block(run, style, inputs[0], policy)
+
+
+def _encoder_decoder(run: Run, style: Style, layer: str, policy: str, inputs: list[Tensor]) -> Tensor:
+    if layer == "embedding":
+        return encoder_decoder.embedding(run, style, layer, complete=True)
+    if layer == "bridge":
+        return encoder_decoder.bridge(run, style, inputs[0], policy != "none")
+    if layer == "head":
+        return encoder_decoder.head(run, style, inputs[0])
+    first = layer == "first block"
+    if policy == "full":
+        return run.checkpoint(lambda run, x: encoder_decoder.block(run, style, x, "none", first=first, keep=True),
+                              inputs[0])
+    return encoder_decoder.block(run, style, inputs[0], policy, first=first, keep=False)
 
 
 def _mark(run: Run) -> Levels:

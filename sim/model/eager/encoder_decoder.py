@@ -1,0 +1,154 @@
+"""Encoder-decoder layers as Hugging Face's T5 runs them.
+
+Tensors that live across layers are the encoder's output and, per stack, the bias of the attention scores that the first
+block makes. A layer that only reads one sees a tensor of no size of its own; their gradients, which the blocks add up,
+are counted from the layer before (in backward's order) the first of them.
+Source: transformers modeling_t5.py and integrations/sdpa_attention.py (create_position_bias_mask).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sim.model.eager import decoder
+from sim.model.eager import operations as op
+from sim.model.eager.autograd import LOGITS, Run, Storage, Tensor, Weight
+from sim.model.style import Style
+
+#: Distances fall into this many buckets (T5Config.relative_attention_num_buckets).
+_BUCKETS = 32
+
+
+class _Sum:
+    """Where a gradient is added to one that exists elsewhere."""
+
+    def receive(self, run: Run, gradient: Storage) -> None:
+        """In place: the new one goes."""
+
+
+def block(run: Run, style: Style, x: Tensor, policy: str, *, first: bool, keep: bool) -> Tensor:
+    """T5Block; with `style.memory` a decoder's.
+
+    Args:
+        first: makes the biases that the other blocks of its stack read.
+        keep: those stay until backward (they are arguments of checkpointed blocks).
+    """
+    own = replace(style, memory=0)
+    x = _attend(run, own, x, None, _bias(run, own, first, keep), policy, "1")
+    if style.memory:
+        memory = Tensor(Storage(run.memory, 0, 0), style.batch * style.memory * style.hidden, style.residual, _Sum())
+        x = _attend(run, style, x, memory, _bias(run, style, first, keep), policy, "2")
+    run.at("norm3")
+    branch = norm(run, style, x)
+    branch = _feed_forward(run, style, branch)
+    return decoder.residual(run, style, x, branch, "3")
+
+
+def _attend(run: Run, style: Style, x: Tensor, memory: Tensor | None, bias: Tensor | None, policy: str,
+            suffix: str) -> Tensor:
+    """T5LayerSelfAttention, T5LayerCrossAttention."""
+    run.at(f"norm{suffix}")
+    normed = norm(run, style, x)
+    branch = decoder.attention(run, style, normed, policy, memory, bias)
+    return decoder.residual(run, style, x, branch, suffix)
+
+
+def norm(run: Run, style: Style, x: Tensor) -> Tensor:
+    """T5LayerNorm: unlike Llama's it multiplies the input as it came."""
+    if style.norm == "layernorm" or style.modules != "transformers" or style.stack.compile:
+        return decoder.norm(run, style, x, "norm")
+    variance = op.mean_rows(run, decoder.square(run, op.to(run, x, "fp32")), style.tokens)
+    x = op.mul_rows(run, x, op.unary(run, op.shift(run, variance), saves_output=True))
+    return op.mul_weight(run, op.to(run, x, style.weight), Weight(style.hidden, style.weight))
+
+
+def _bias(run: Run, style: Style, first: bool, keep: bool) -> Tensor | None:
+    """compute_bias in a stack's first block, zeros for cross attention; elsewhere the first block's."""
+    if not style.biased:
+        return None
+    pairs = style.sequence * style.keys
+    dtype = style.act if style.memory else style.weight
+    if not first:
+        return Tensor(Storage(run.memory, 0, 0), pairs * style.heads, dtype, None if style.memory else _Sum())
+    run.at("position_bias")
+    if style.memory:
+        bias = run.tensor(pairs * style.heads, dtype)
+    else:
+        run.hold(run.new(pairs, "fp64"), True)  # bucket numbers
+        bias = op.embedding(run, pairs, style.heads, Weight(_BUCKETS * style.heads, dtype))
+        assert bias.sink is not None
+        run.expect(bias.sink, bias.elements, dtype)
+    run.hold(bias.storage, keep)
+    return bias
+
+
+def _feed_forward(run: Run, style: Style, x: Tensor) -> Tensor:
+    """T5DenseActDense; its result is cast to the weights' dtype before the last product."""
+    if style.gated or style.modules != "transformers":
+        return decoder.mlp(run, style, x)
+    run.at("up")
+    x = op.linear(run, x, style.hidden, style.ffn, style.bias, dtype=style.weight)
+    run.at("activation")
+    x = op.unary(run, x, saves_input=style.activation != "relu", saves_output=style.activation == "relu")
+    if style.dropout:
+        x = op.dropout(run, x)
+    x = op.to(run, x, style.weight)
+    run.at("down")
+    return op.linear(run, x, style.ffn, style.hidden, style.bias, dtype=style.weight)
+
+
+def embedding(run: Run, style: Style, name: str, *, complete: bool) -> Tensor:
+    """A stack's lookup in the shared table, and dropout; the gradient is complete with the encoder's lookup."""
+    run.at(name)
+    table = Weight(style.vocab * style.hidden, style.weight, True, not complete)
+    x = op.embedding(run, style.tokens, style.hidden, table)
+    if style.dropout:
+        x = op.dropout(run, x)
+    return x
+
+
+def bridge(run: Run, style: Style, x: Tensor, keep: bool) -> Tensor:
+    """The encoder's last norm, whose output the decoder's blocks read, and the decoder's lookup.
+
+    Args:
+        style: the encoder's.
+        keep: the blocks are checkpointed and keep the encoder's output.
+    """
+    run.at("encoder_norm")
+    memory = norm(run, style, x)
+    if style.dropout:
+        memory = op.dropout(run, memory)
+    if keep or memory.dtype == style.act:
+        run.retained.append(memory.storage)
+    else:
+        run.cache.append(memory.storage)  # a local of the model's forward
+    assert memory.sink is not None
+    run.expect(memory.sink, memory.elements, memory.dtype)
+    if style.biased:
+        run.outgoing.append((style.heads * style.sequence**2, style.weight))
+    decode = replace(style, sequence=style.decoder_sequence, causal=True)
+    if decode.biased and not decoder.uses_flash(decode):  # the additive mask of a causal stack
+        (run.retained if keep else run.held).append(run.new(style.batch * decode.sequence**2, style.weight))
+    return embedding(run, decode, "decoder_embedding", complete=False)
+
+
+def head(run: Run, style: Style, x: Tensor) -> Tensor:
+    """The decoder's last norm, scaling of a tied head, logits, loss. The model's output holds what it is given.
+
+    Args:
+        style: the decoder's.
+    """
+    run.outgoing.append((style.batch * style.memory * style.hidden, style.residual))
+    if style.biased:
+        run.outgoing.append((style.heads * style.sequence**2, style.weight))
+    rows = style.batch * style.predicted
+    run.at("final_norm")
+    x = norm(run, style, x)
+    if style.dropout:
+        x = op.dropout(run, x)
+    run.at("logits")
+    run.kind = LOGITS
+    scaled = op.scale(run, x) if style.tied else x
+    logits = op.linear(run, scaled, style.hidden, style.vocab, False, dtype=style.weight, shared=style.tied)
+    run.at("loss")
+    return decoder.loss(run, style, logits, rows)
