@@ -25,8 +25,8 @@ class Lowered:
     """A Job and what it was made from.
 
     Attributes:
-        memory_complete: whether the Program's memory operations cover every tensor; false while temporaries inside
-            operators are missing.
+        memory_complete: whether the Program's memory operations come from module code for every layer; false where a
+            layer's temporaries are estimated from what it keeps for backward.
     """
 
     job: Job
@@ -61,7 +61,8 @@ def lower(scenario: Scenario, *, fold: bool = True, devices: Ranks | None = None
         classes = zeros if devices is None else equitable_classes(devices, plan.groups)
     simulated, communicators = simulated_ranks(classes, plan.groups, devices)
     job = Job([plan.builder.build()], simulated, communicators, scenario.gpus)
-    return Lowered(job, architecture, stack)
+    complete = all(layer.program is not None for layer in architecture.stack)
+    return Lowered(job, architecture, stack, complete)
 
 
 def choose(scenario: Scenario, stack: Stack, architecture: Architecture) -> Technique:

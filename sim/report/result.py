@@ -11,6 +11,7 @@ import numpy as np
 
 from sim.engine import Machine, Timeline, simulate
 from sim.memory.ledger import MemoryUse, peak
+from sim.memory.outside import Outside, outside
 from sim.parallel import Lowered
 from sim.program import Kind
 from sim.report.breakdown import COMPUTE_STREAM, Breakdown, bound, breakdown, kernel_shares, step_flops
@@ -31,22 +32,25 @@ class MemoryResult:
         use: the replayed ledger of the fullest rank.
         stages: one ledger per distinct program (pipeline stage), in order.
         capacity_bytes: what CUDA reports as total.
-        complete: whether temporaries inside operators and the allocator's fragmentation are counted.
+        complete: whether every layer's temporaries are counted from its module code, not estimated.
+        outside: what the device holds beside tensors, or None where it is not counted.
     """
 
     use: MemoryUse
     stages: tuple[MemoryUse, ...]
     capacity_bytes: int
     complete: bool
+    outside: Outside | None = None
 
     @property
     def reserved_bytes(self) -> int:
-        """Blocks the caching allocator holds."""
-        return self.use.peak_allocated_bytes + self.use.at_peak["fragmentation"]
+        """Blocks the caching allocator holds: the peak and cuBLAS's workspaces. Fragmentation is not replayed yet."""
+        workspace = 0 if self.outside is None else self.outside.workspace_bytes
+        return self.use.peak_allocated_bytes + self.use.at_peak["fragmentation"] + workspace
 
     @property
     def device_used_bytes(self) -> int:
-        """What nvidia-smi shows: reserved blocks and the driver's context."""
+        """What nvidia-smi shows: reserved blocks, the CUDA context and NCCL's buffers."""
         return self.reserved_bytes + self.use.at_peak["context"]
 
     @property
@@ -59,6 +63,12 @@ class MemoryResult:
         """Whether what is counted fits."""
         return self.headroom_bytes >= 0
 
+    def _outside(self) -> dict[str, Any] | None:
+        beside = self.outside
+        return None if beside is None else {
+            "context_bytes": beside.context_bytes, "nccl_bytes": beside.nccl_bytes,
+            "workspace_bytes": beside.workspace_bytes, "confidence": beside.confidence}
+
     def to_json(self) -> dict[str, Any]:
         """`memory` of result.md."""
         where = self.use.where
@@ -67,8 +77,9 @@ class MemoryResult:
             "device_used_bytes": self.device_used_bytes, "capacity_bytes": self.capacity_bytes, "fits": self.fits,
             "headroom_bytes": self.headroom_bytes, "complete": self.complete, "at_peak": dict(self.use.at_peak),
             "where": None if where is None else {"section": where.section, "layer": where.layer, "phase": where.phase,
-                                                 "task": where.task},
+                                                 "task": where.task, "operator": where.operator},
             "phases": {name: dict(level) for name, level in self.use.phases.items()},
+            "highest": dict(self.use.highest), "outside": self._outside(),
             "stages": [{"peak_allocated_bytes": stage.peak_allocated_bytes, "at_peak": dict(stage.at_peak),
                         "phases": {name: dict(level) for name, level in stage.phases.items()}}
                        for stage in self.stages],
@@ -276,7 +287,7 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         hardware_flops=sum(per_program[c.program] * len(c.members) for c in job.classes),
         peak_flops_per_gpu=gpu.peak_flops(training.precision.compute), breakdown=parts,
         bound=bound(parts),
-        memory=_memory(lowered, machine), data_loading=loading,
+        memory=_memory(lowered, machine, scenario.software.year), data_loading=loading,
         simulation=Simulation(timeline.events, timeline.tasks, len(job.classes), job.ranks),
         group_ranks={name: job.communicators[c].size
                      for name, c in zip(program.communicators, simulated.communicators, strict=True)},
@@ -312,20 +323,29 @@ def _critical(lowered: Lowered, timeline: Timeline) -> tuple[int, Columns]:
     return chosen
 
 
-def _memory(lowered: Lowered, machine: Machine) -> MemoryResult:
+def _memory(lowered: Lowered, machine: Machine, year: int) -> MemoryResult:
     """The rank with the least headroom, and every distinct program."""
     job = lowered.job
-    uses = tuple(peak(program) for program in job.programs)
-    results = [MemoryResult(uses[c.program], uses, int(machine.devices[c.device].gpu.usable_memory_bytes),
-                            lowered.memory_complete) for c in job.classes]
+    results = []
+    uses: dict[tuple[int, Outside], MemoryUse] = {}
+    for c in job.classes:
+        gpu = machine.devices[c.device].gpu
+        sizes = [job.communicators[number].size for number in c.communicators]
+        beside = outside(gpu.compute_capability, year, sizes)
+        key = (c.program, beside)
+        if key not in uses:
+            context = {"context": beside.context_bytes + beside.nccl_bytes}
+            uses[key] = peak(job.programs[c.program], context)
+        results.append(MemoryResult(uses[key], tuple(uses.values()), int(gpu.usable_memory_bytes),
+                                    lowered.memory_complete, beside))
     return min(results, key=lambda m: m.headroom_bytes)
 
 
 def _warnings(result: Result) -> list[str]:
     memory, found = result.memory, []
     if not memory.complete:
-        found.append("memory: model states are exact; temporaries inside operators, fragmentation and the CUDA context "
-                     "are not counted yet, so the peak is a lower bound")
+        found.append("memory: model states are exact; temporaries of layers whose module code is not written down are "
+                     "estimated from what they keep for backward")
     share = memory.headroom_bytes / memory.capacity_bytes
     if 0 <= share < TIGHT_HEADROOM:
         found.append(f"memory: only {100 * share:.1f}% of the GPU's memory is left; allocator retries are likely")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sim.errors import Fault, UserError
 from sim.program import Kind, Program
 from sim.validation.cases import Case
 from sim.validation.statistics import Record
@@ -21,14 +20,19 @@ def compare_exact(case: Case) -> Record:
     """The record of an oracle case: measured, predicted and `equal` (true or false) per compared key.
 
     Raises:
-        UserError: the scenario cannot be expressed, or the kind is not simulated yet.
+        UserError: the scenario cannot be expressed.
     """
     from sim.parallel import lower
     from sim.scenario import resolve
 
+    scenario = resolve(case.given, case.path, case.sets)
+    lowered = lower(scenario)
     if case.kind == "oracle-memory":
-        raise UserError(Fault("byte-exact memory needs activations and workspaces, which are not predicted"))
-    lowered = lower(resolve(case.given, case.path, case.sets))
+        from sim.validation import oracle_memory
+
+        policy = scenario.training.recompute
+        return oracle_memory.compare(case.measured, oracle_memory.predicted(
+            lowered, policy if isinstance(policy, str) else "full", scenario.parallel.strategy == "fsdp"))
     predicted: dict[str, Any] = {"parameters": lowered.architecture.parameters}
     if case.kind == "oracle-flops":
         predicted.update(flops(lowered))

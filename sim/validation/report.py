@@ -50,6 +50,8 @@ def markdown(validation: Validation) -> str:
         parts += _section(f"Worst {key}", ("source", "case", "measured", "predicted", "error"), rows)
     parts += _section("Exact comparisons with PyTorch", ("source", "cases", "coverage", "values", "equal", "unequal"),
                       table.exact(summary))
+    parts += _section("Memory, tensor by tensor against PyTorch", ("source", "bytes", *table.HEADLINE[2:]),
+                      table.allocated(summary))
     parts += _section("Reported apart: step time", table.HEADLINE, table.marked(summary))
     parts += _section("Micro-measurements, per row", table.HEADLINE, table.micro(summary))
     oom = summary["overall"]["oom"]

@@ -70,6 +70,11 @@ def _figures(records: Sequence[Record]) -> dict[str, Any]:
     rows = [row for r in records for row in r.get("rows", ())]
     if rows:
         figures["rows"] = spread([row["error"] for row in rows if row["error"] is not None], len(rows))
+    allocated = [r for r in records if r["kind"] == "oracle-memory"]
+    if allocated:
+        names = dict.fromkeys(name for r in allocated for name in r.get("error") or {})
+        figures["allocated"] = {name: spread([e for r in allocated if (e := _error(r, name)) is not None],
+                                             len(allocated)) for name in names}
     equal = [value for r in records for value in r.get("equal", {}).values()]
     if any("equal" in r for r in records):
         figures["exact"] = {"compared": len(equal), "equal": sum(equal), "unequal": len(equal) - sum(equal)}

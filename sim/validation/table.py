@@ -10,11 +10,11 @@ from sim.validation.statistics import MEMORY_KEYS, Record
 HEADLINE = ("source", "cases", "coverage", "compared", "mean", "median", "p90", "worst", "bias")
 
 
-def percent(fraction: float | None, signed: bool = False) -> str:
+def percent(fraction: float | None, signed: bool = False, digits: int = 1) -> str:
     """`0.123` as `12.3%`, None as a dash."""
     if fraction is None:
         return "–"
-    return f"{100 * fraction:+.1f}%" if signed else f"{100 * fraction:.1f}%"
+    return f"{100 * fraction:+.{digits}f}%" if signed else f"{100 * fraction:.{digits}f}%"
 
 
 def headline(summary: Mapping[str, Any], key: str = "step_time") -> list[tuple[str, ...]]:
@@ -38,6 +38,13 @@ def marked(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
 def micro(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Figures over rows of collectives and kernel files."""
     return [_row(name, g["rows"]) for name, g in summary["files"].items() if "rows" in g]
+
+
+def allocated(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Oracle memory files: errors of the peak, of each phase and of what a block keeps."""
+    return [(name.removesuffix(".yaml"), key.removeprefix("phase_peaks."), *row[2:])
+            for name, figures in summary["files"].items() for key, spread in figures.get("allocated", {}).items()
+            for row in [_row(name, spread, 3)]]
 
 
 def exact(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -65,6 +72,7 @@ def detail(record: Record, key: str = "step_time_s") -> tuple[str, ...]:
             format(record["predicted"][key], digits), percent(record["error"][key], signed=True))
 
 
-def _row(name: str, figures: Mapping[str, Any]) -> tuple[str, ...]:
-    return (name, str(figures["measured"]), percent(figures["coverage"]), str(figures["count"]),
-            *(percent(figures[k]) for k in ("mean", "median", "p90", "worst")), percent(figures["bias"], signed=True))
+def _row(name: str, figures: Mapping[str, Any], digits: int = 1) -> tuple[str, ...]:
+    errors = (percent(figures[k], digits=digits) for k in ("mean", "median", "p90", "worst"))
+    return (name, str(figures["measured"]), percent(figures["coverage"]), str(figures["count"]), *errors,
+            percent(figures["bias"], True, digits))
