@@ -12,18 +12,19 @@ from pathlib import Path
 
 import numpy as np
 
-from sim.calibration.nccl_figures import Parameters
+from sim.calibration.nccl_figures import Floats, Parameters
 from sim.calibration.nccl_solver import residuals, solve
 from sim.calibration.nccl_sweeps import Sweep, load, summary
 
 FILE = Path(__file__).resolve().parents[1] / "network" / "figures.yaml"
-_HEAD = """# Measured figures of links, fabrics and NCCL's protocols. Written by `python -m sim.calibration.fit_nccl`; do not edit.
+_HEAD = """# Measured figures of links, fabrics and NCCL's protocols. Written by
+# `python -m sim.calibration.fit_nccl`; do not edit.
 # value: fitted to the sweeps of sim/calibration/data/collectives.yaml; prior: where the fit began (families' source);
 # sites: clusters whose sweeps the figure moves; confidence: high from 3 sites on, medium from 1, low without data.
 """
 
 
-def influence(sweeps: Sequence[Sweep], parameters: Parameters, shifts: np.ndarray) -> dict[str, set[str]]:  # type: ignore[type-arg]
+def influence(sweeps: Sequence[Sweep], parameters: Parameters, shifts: Floats) -> dict[str, set[str]]:
     """Sites whose predictions a figure moves noticeably (a quarter of a percent on average for ten percent of it)."""
     found: dict[str, set[str]] = {}
     parameters.apply(shifts)
@@ -40,7 +41,7 @@ def influence(sweeps: Sequence[Sweep], parameters: Parameters, shifts: np.ndarra
     return found
 
 
-def write(parameters: Parameters, shifts: np.ndarray, sites: dict[str, set[str]], path: Path = FILE) -> None:  # type: ignore[type-arg]
+def write(parameters: Parameters, shifts: Floats, sites: dict[str, set[str]], path: Path = FILE) -> None:
     """Write `figures.yaml`."""
     values = parameters.values(shifts)
     lines = [_HEAD + "families:"]
@@ -57,7 +58,7 @@ def write(parameters: Parameters, shifts: np.ndarray, sites: dict[str, set[str]]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def left_out(sweeps: Sequence[Sweep], parameters: Parameters, shifts: np.ndarray) -> dict[str, float]:  # type: ignore[type-arg]
+def left_out(sweeps: Sequence[Sweep], parameters: Parameters, shifts: Floats) -> dict[str, float]:
     """Error of each sweep predicted by a fit to all sites but its own."""
     errors: dict[str, float] = {}
     for site in sorted({s.site for s in sweeps}):
@@ -67,7 +68,8 @@ def left_out(sweeps: Sequence[Sweep], parameters: Parameters, shifts: np.ndarray
             if sweep.site == site:
                 sweep.refresh()
                 errors[sweep.id] = sweep.error()
-        print(site, " ".join(f"{100 * errors[s.id]:.1f}" for s in sweeps if s.site == site), file=sys.stderr, flush=True)
+        found = " ".join(f"{100 * errors[s.id]:.1f}" for s in sweeps if s.site == site)
+        print(f"{site}: {found}", file=sys.stderr, flush=True)
     parameters.apply(shifts)
     for sweep in sweeps:
         sweep.refresh()
@@ -81,7 +83,7 @@ def main() -> None:
     if not FILE.exists():
         write(parameters, zero, {})
     sweeps = load()
-    shifts = solve(sweeps, parameters, zero, rounds=12)
+    shifts = solve(sweeps, parameters, zero, rounds=20)
     write(parameters, shifts, influence(sweeps, parameters, shifts))
     residuals(sweeps)
     for sweep in sorted(sweeps, key=lambda s: -s.error()):

@@ -129,7 +129,7 @@ def predict(op: str, network: Network, at: Sequence[int], dtype: str = "fp32") -
 
 
 def text(op: str, network: Network, rows: Sequence[Row], dtype: str = "fp32") -> str:
-    """The layout of nccl-tests (src/common.cu, 2.x) with the prediction in both columns' place and NCCL's choice added."""
+    """The layout of nccl-tests (src/common.cu, 2.x) with the prediction in its place and NCCL's choice added."""
     name = operation(op)
     _, title, reduction = OPERATIONS[name]
     ranks = network.nodes * network.gpus_per_node
@@ -143,7 +143,8 @@ def text(op: str, network: Network, rows: Sequence[Row], dtype: str = "fp32") ->
         "#       size         count      type   redop    root     time   algbw   busbw  choice",
         "#        (B)    (elements)                               (us)  (GB/s)  (GB/s)"]
     lines += [f"{r.size_bytes:>12}  {r.count:>12}  {_TYPES.get(dtype, dtype):>8}  {reduction:>6}  {root:>6}  "
-              f"{_short(r.time_us):>7}  {r.algbw_gbps:>6.2f}  {r.busbw_gbps:>6.2f}  {r.algorithm}/{r.protocol}/{r.channels}"
+              f"{_short(r.time_us):>7}  {r.algbw_gbps:>6.2f}  {r.busbw_gbps:>6.2f}  "
+              f"{r.algorithm}/{r.protocol}/{r.channels}"
               for r in rows]
     lines += ["# Out of bounds values : 0 OK",
               f"# Avg bus bandwidth    : {sum(r.busbw_gbps for r in rows) / len(rows):.5g} "]

@@ -49,9 +49,11 @@ def parse(text: str, file: str = "") -> list[Run]:
     """
     runs, current, hosts, ranks, collected = [], Run(), set[str](), set[int](), False
     for number, line in enumerate(text.splitlines(), 1):
-        named = _PROGRAM.search(line)
-        rank = _RANK.match(line)
-        if (rank or "nThread" in line or "Collective test starting" in line) and collected:
+        named, rank = _PROGRAM.search(line), _RANK.match(line)
+        if named and "concluded" in line:
+            current.op = current.op or _KIND.get(named.group(1), named.group(1))
+            continue
+        if (rank or named or "nThread" in line) and collected:
             runs.append(current)
             current, collected = Run(version=current.version), False
             hosts, ranks = set(), set()
@@ -95,10 +97,12 @@ def _row(line: str, run: Run) -> bool:
     if len(figures) < 3 or figures[0] is None or figures[0] <= 0:
         return False
     size, inside = int(words[0]), figures[4] if len(figures) >= 7 else figures[3] if len(figures) == 6 else None
+    if size == 0:
+        return False
     run.rows.append((size, figures[0], inside if inside and inside > 0 else None))
     if figures[1] and figures[2] and figures[1] >= 1:
         run.ratios.append(figures[2] / figures[1])
-    return size > 0
+    return True
 
 
 def _numbers(words: list[str]) -> Iterator[float | None]:

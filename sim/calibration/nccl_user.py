@@ -12,7 +12,7 @@ import yaml
 
 from sim.calibration.fit_nccl import influence
 from sim.calibration.nccl_command import OPERATIONS
-from sim.calibration.nccl_figures import Parameters
+from sim.calibration.nccl_figures import Floats, Parameters
 from sim.calibration.nccl_solver import residuals, solve
 from sim.calibration.nccl_sweeps import LEAST_BYTES, Sweep, sweep_of, topology_mapping
 from sim.calibration.nccl_text import Run, parse
@@ -45,7 +45,8 @@ class Calibration:
                   f"{100 * t['after']:>7.1f}% {100 * t['checked']:>12.1f}%" for t in self.tables]
         rows = catalogue()
         lines += ["", "figure                            catalogue    this cluster"]
-        lines += [f"{name:<32} {float(rows[name]['value']):>10.4g} {value:>15.4g}" for name, value in self.links.items()]
+        lines += [f"{name:<32} {float(rows[name]['value']):>10.4g} {value:>15.4g}"
+                  for name, value in self.links.items()]
         return "\n".join(lines) + "\n"
 
 
@@ -111,7 +112,7 @@ def _sweep(run: Run, mapping: Mapping[str, Any], file: str) -> Sweep:
         raise UserError(Fault(f"{ranks} ranks on {nodes} hosts do not fit nodes of {per_node} GPUs", file=file,
                               line=run.line))
     entry = {"id": run.op, "op": run.op, "ranks": ranks, "cluster": {"nodes": nodes, "gpus_per_node": ranks // nodes},
-             "harness": {"processes": run.processes}, "rows": [(size, time) for size, time, _ in run.rows]}
+             "nccl": run.version, "harness": {"processes": run.processes}, "rows": [(size, time) for size, time, _ in run.rows]}
     sweep = sweep_of(entry, mapping)
     if not bool(sweep.counted.any()):
         raise UserError(Fault(f"the table of {run.op} has no size of {LEAST_BYTES} bytes or more", file=file,
@@ -119,7 +120,7 @@ def _sweep(run: Run, mapping: Mapping[str, Any], file: str) -> Sweep:
     return sweep
 
 
-def _held_out(sweeps: Sequence[Sweep], parameters: Parameters, zero: np.ndarray) -> list[float]:  # type: ignore[type-arg]
+def _held_out(sweeps: Sequence[Sweep], parameters: Parameters, zero: Floats) -> list[float]:
     """Error of every second row, predicted by a fit to the others."""
     whole = [(sweep.sizes, sweep.measured_us) for sweep in sweeps]
     for sweep, (at, times) in zip(sweeps, whole, strict=True):

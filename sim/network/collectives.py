@@ -192,7 +192,7 @@ def _ring(kind: str, site: Site, protocol: str) -> Candidate:
 
 
 def _ring_ramp(site: Site, cap_bps: float, channels: int, crossings: int) -> float:
-    """What a Simple ring adds once its slices are full, s: slices at a channel's rate, and slots kept in flight by hops.
+    """What a Simple ring adds once its slices are full, s: slices at a channel's rate, and slots in flight over hops.
 
     Args:
         cap_bps: of an edge inside a node, infinite where there is none.

@@ -18,6 +18,8 @@ from sim.network.figures import Figures
 _PER_GPU = re.compile(r"\b(mpi|mpirun|slurm|srun|batch|torchrun|process per gpu)\b", re.IGNORECASE)
 _ONE = re.compile(r"\b(one process|single process|single-process|-g ?\d+)\b", re.IGNORECASE)
 _KERNEL = re.compile(r"\bkernel time\b|\bkernel-only\b", re.IGNORECASE)
+#: NCCL from which every GPU of a process is launched on its own (unverified; the sweeps of 2021 and 2023 differ so).
+_PARALLEL_LAUNCH = (2, 12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +49,14 @@ class Harness:
         return ranks * each * 1e-6
 
 
-def harness_of(sweep: Mapping[str, Any]) -> Harness:
-    """From a sweep's `harness`, or else from its number of nodes and the words of its note and source.
+def harness_of(sweep: Mapping[str, Any], generation: str = "") -> Harness:
+    """From a sweep's `harness`, or else from its number of nodes, NCCL version and the words of its note and source.
+
+    Where no version is told, GPUs that an NCCL of 2021 could drive are taken to have been measured with one.
 
     Args:
-        sweep: a mapping with `ranks`, and where known `harness`, `nodes`, `note`, `source`.
+        sweep: a mapping with `ranks`, and where known `harness`, `nodes`, `nccl`, `note`, `source`.
+        generation: of the GPUs (key of `generations` in links.yaml), "" if unknown.
     """
     given = sweep.get("harness") or {}
     text = f"{sweep.get('note') or ''} {sweep.get('source') or ''}".replace("-batch/", " batch ").replace("/", " ")
@@ -59,4 +64,10 @@ def harness_of(sweep: Mapping[str, Any]) -> Harness:
     per_gpu = several or (bool(_PER_GPU.search(text)) and not _ONE.search(text))
     return Harness(processes=str(given.get("processes") or ("gpu" if per_gpu else "one")),
                    timing=str(given.get("timing") or ("kernel" if _KERNEL.search(text) else "call")),
-                   per_channel=bool(given.get("per_channel", False)))
+                   per_channel=bool(given.get("per_channel", _old(str(sweep.get("nccl") or ""), generation))))
+
+
+def _old(version: str, generation: str) -> bool:
+    """Whether NCCL was one that launched for all GPUs of a process at once and set up channels on the host."""
+    numbers = tuple(int(part) for part in version.split("+")[0].split()[0].split(".")[:2]) if version else ()
+    return numbers < _PARALLEL_LAUNCH if numbers else generation in ("volta", "ampere")

@@ -159,7 +159,8 @@ def compress(kind: str, index: Ints, load: Floats, exact: bool, keep: tuple[int,
         tuple[LinkId, float]]:
     """Sum `load` per link, keep all loaded links (`exact`) or the lowest-numbered of each distinct load and `keep`."""
     low = int(index.min()) if index.size else 0
-    return _representatives(kind, low, np.bincount(index - low, weights=load), exact, keep)
+    total: Floats = np.bincount(index - low, weights=load).astype(np.float64)
+    return _representatives(kind, low, total, exact, keep)
 
 
 def _representatives(kind: str, low: int, total: Floats, exact: bool, keep: tuple[int, ...]) -> list[
@@ -241,7 +242,8 @@ def _symmetric(p: Placement, key: str, inside: Floats, outside: float, channels:
             slot = inside + out if p.to_nic.size else inside
             parts.append((f"gpu_{way}", p.ranks, slot, None))
             if p.switches:
-                parts.append((f"pcie_{way}", p.switch, np.where(p.on_switch < p.local, inside / p.on_switch, 0.0), None))
+                crossing = np.where(p.on_switch < p.local, inside / p.on_switch, 0.0)
+                parts.append((f"pcie_{way}", p.switch, crossing, None))
                 parts += _to_nic(p, way, out)
             if p.nodes > 1:
                 parts.append((f"nic_{way}", p.nic, outside / (p.groups * p.sharing), None))

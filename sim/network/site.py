@@ -52,7 +52,8 @@ class Site:
 
     def fabric_us(self) -> float:
         """What the fabric really adds to a hop between nodes, us."""
-        return self.figures[f"fabric_us.{self.fabric}" + (f".{self.topology.generation}" if self.fabric == "efa" else "")]
+        member = f"efa.{self.topology.generation}" if self.fabric == "efa" else self.fabric
+        return self.figures[f"fabric_us.{member}"]
 
     def intra_link(self) -> str:
         """`nvlink` or `pcie`: what joins the group's GPUs inside a node."""

@@ -77,7 +77,7 @@ def write_sweep(folder: Path, points: Sequence[Result], axes: Mapping[str, Seque
                 written.append(path)
                 digest[path.name] = sweep_digest(one)
     left_out = len(found) - MOST_PICTURES
-    note = f"{left_out} more pictures of this sweep were left out." if left_out > 0 else ""
+    note = f"Pictures of this sweep that were left out: {left_out}." if left_out > 0 else ""
     return _finish(folder, written, points[0].scenario.name if points else "sweep", text, digest, note)
 
 
@@ -120,7 +120,8 @@ def _finish(folder: Path, written: list[Path], title: str, text: str, digest: Ma
     data = folder / "pictures.json"
     data.write_text(json.dumps(rounded(digest), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     pictures = [p.name for p in written if p.suffix == ".png"]
-    parts = [f'<p><img src="{name}" alt="{name.removesuffix(".png")} of {html.escape(title)}"></p>' for name in pictures]
+    of = html.escape(title)
+    parts = [f'<p><img src="{name}" alt="{name.removesuffix(".png")} of {of}"></p>' for name in pictures]
     if note:
         parts.append(f"<p>{html.escape(note)}</p>")
     others = [p.name for p in (*written, data) if p.suffix != ".png"]

@@ -46,8 +46,8 @@ class MemoryView:
 
     Attributes:
         program: of the fullest rank; rank: its number; alike: how many more are as full.
-        host, gpu: phase of what the host issues and of what the GPU computes: (start, end, index into forward, backward,
-            optimizer), seconds.
+        host, gpu: phase of what the host issues and of what the GPU computes: (start, end, index into forward,
+            backward, optimizer), seconds.
         micro_steps: when the host was in each micro-step, shape (m, 2).
         peak_s: when the fullest moment is, on the host's clock.
     """
@@ -145,7 +145,7 @@ def memory_figure(result: Result) -> Figure:
 def memory_digest(result: Result) -> dict[str, Any]:
     """What the picture shows, as a few numbers."""
     view = memory_view(result)
-    edges, levels = view.levels(0.0, result.step_time_s, _DIGEST_SAMPLES)
+    _, levels = view.levels(0.0, result.step_time_s, _DIGEST_SAMPLES)
     return {"capacity_bytes": result.memory.capacity_bytes, "device_used_bytes": result.memory.device_used_bytes,
             "peak_s": view.peak_s, "highest_total_bytes": levels.sum(axis=1).tolist(),
             "panels": [{"title": title, "start_s": window[0], "end_s": window[1]} for title, window in _windows(view)]}
@@ -160,7 +160,8 @@ def _windows(view: MemoryView) -> list[tuple[str, tuple[float, float]]]:
     number = int(inside[0]) if len(inside) else len(spans) - 1
     start, end = max(0.0, float(spans[number, 0])), min(step, float(spans[number, 1]))
     return [(f"the whole step: {len(spans)} micro-steps", (0.0, step)),
-            (f"micro-step {number + 1} of {len(spans)}, which holds the peak; times are the host's, ahead of the GPU", (start, end))]
+            (f"micro-step {number + 1} of {len(spans)}, which holds the peak; times are the host's, ahead of the GPU",
+             (start, end))]
 
 
 def _panel(ax: Axes, view: MemoryView, window: tuple[float, float], title: str, large: bool) -> Ints:
@@ -198,8 +199,8 @@ def _capacity(ax: Axes, capacity: float, seen: bool, fits: bool, label: str | No
     if seen:
         ax.axhline(capacity, color=colour, lw=1.4, ls=(0, (5, 2)), zorder=5)
         if not fits:
-            ax.axhspan(capacity, ax.get_ylim()[1], facecolor="none", edgecolor=colour, hatch="///", alpha=0.35, zorder=4,
-                       lw=0)
+            ax.axhspan(capacity, ax.get_ylim()[1], facecolor="none", edgecolor=colour, hatch="///", alpha=0.35,
+                       zorder=4, lw=0)
     if label is not None:
         text = f"capacity {capacity:.1f} GiB" + ("" if seen else " (far above)")
         y = capacity if seen else ax.get_ylim()[1]
@@ -211,7 +212,7 @@ def _capacity(ax: Axes, capacity: float, seen: bool, fits: bool, label: str | No
 
 def _ribbons(ax: Axes, view: MemoryView, window: tuple[float, float], factor: float) -> None:
     """Below the stack: what the host issues, and what the GPU computes meanwhile."""
-    per_inch = 1 / (ax.get_position().height * _figure_height(ax))
+    per_inch = look.DOTS_PER_INCH / ax.bbox.height
     for row, (who, spans) in enumerate((("host", view.host), ("GPU", view.gpu))):
         high = (-0.03 - row * _RIBBON) * per_inch
         low = high - (_RIBBON - 0.02) * per_inch
@@ -227,13 +228,6 @@ def _ribbons(ax: Axes, view: MemoryView, window: tuple[float, float], factor: fl
                 ax.text((s + e) / 2 * factor, (low + high) / 2, name, transform=ax.get_xaxis_transform(), fontsize=7,
                         ha="center", va="center_baseline", zorder=7, color=look.legible(look.RIBBON[name]))
     ax.tick_params(axis="x", length=0, pad=(2 * _RIBBON + 0.06) * 72)
-
-
-def _figure_height(ax: Axes) -> float:
-    """Height of the figure in inches."""
-    made = ax.get_figure(root=True)
-    assert made is not None
-    return float(made.get_size_inches()[1])
 
 
 def _peak(ax: Axes, view: MemoryView, window: tuple[float, float], factor: float, top: float) -> None:
@@ -268,7 +262,8 @@ def _legend(made: Figure, view: MemoryView, shown: Ints, left: float) -> None:
 
     at_peak = view.result.memory.use.at_peak
     boxes = [Patch(facecolor=colour, label=f"{name.replace('_', ' ')}  {_gib(at_peak[name])}")
-             for name, colour in reversed(look.MEMORY.items()) if shown[CATEGORIES.index(name)]]
+             for name, colour in reversed(list(look.MEMORY.items()))
+             if shown[CATEGORIES.index(name)]]
     height = made.get_size_inches()[1]
     made.legend(handles=boxes, loc="upper left", bbox_to_anchor=(left, 1 - 0.72 / height), handlelength=1.1,
                         handleheight=1.0, labelspacing=0.45, handletextpad=0.5, title="at the peak, GiB",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,7 +42,7 @@ MEMORY: Mapping[str, str] = {
 #: What the host issues, below the stack of memory: greys, which no category has next to it.
 RIBBON: Mapping[str, str] = {"forward": "#E6E6E6", "backward": "#BDBDBD", "optimizer": "#7F7F7F"}
 
-_SETTINGS: Mapping[str, object] = {
+_SETTINGS: Any = {
     "font.family": "DejaVu Sans", "font.size": 9.0, "axes.titlesize": 9.5, "axes.titlelocation": "left",
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#666666", "axes.labelcolor": BLACK,
     "text.color": BLACK, "xtick.color": "#444444", "ytick.color": "#444444", "xtick.labelsize": 8.5,
@@ -58,7 +58,7 @@ def style() -> Iterator[None]:
 
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(dict(_SETTINGS))
+        matplotlib.rcParams.update(_SETTINGS)
         yield
 
 

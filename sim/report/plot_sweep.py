@@ -19,9 +19,11 @@ MOST_LINES = 8
 #: Dotted fields that change the number of GPUs and nothing else.
 _CLUSTER = "cluster.nodes"
 #: An axis whose values grow by about a factor each is drawn with powers.
-_GEOMETRIC = 1.5
+_GEOMETRIC = 1.7
 
 
+#: Letters below an axis that fit side by side; entries in a row of the legend, and inches of a row.
+_LETTERS, _LEGEND_COLUMNS, _LEGEND_ROW = 24, 4, 0.24
 #: Values this many times apart are drawn on a logarithmic scale.
 _LOGARITHMIC = 20
 
@@ -63,13 +65,14 @@ class Sweep:
         if not self.numeric or len(self.values) < 3 or min(self.values) <= 0:
             return False
         ordered = sorted(set(self.values))
-        return ordered[-1] / ordered[0] >= _GEOMETRIC ** (len(ordered) - 1)
+        return bool(ordered[-1] / ordered[0] >= _GEOMETRIC ** (len(ordered) - 1))
 
 
 def sweeps(points: Sequence[Result], axes: Mapping[str, Sequence[Any]]) -> list[Sweep]:
-    """The pictures of a sweep: x is the number axis with most values, lines the next axis, the rest one picture each."""
-    axes = {name: list(dict.fromkeys(map(_plain, values))) for name, values in axes.items()}
-    varied = {name: values for name, values in axes.items() if len(values) > 1}
+    """The pictures of a sweep: x is the numeric axis with most values (nodes come first), lines are the next axis, and
+    further axes are held, one picture for each combination of their values."""
+    distinct = {name: list(dict.fromkeys(map(_plain, values))) for name, values in axes.items()}
+    varied = {name: values for name, values in distinct.items() if len(values) > 1}
     if not points or not varied:
         return []
     axis = max(varied, key=lambda name: (name == _CLUSTER, all(map(_number, varied[name])), len(varied[name])))
@@ -94,8 +97,8 @@ def sweeps(points: Sequence[Result], axes: Mapping[str, Sequence[Any]]) -> list[
 
 def sweep_figure(sweep: Sweep) -> Figure:
     """Step time, tokens per second per GPU and MFU over the axis; call within `plot_style.style()`."""
-    several = len(sweep.lines) > 1
-    height = 3.5 + (0.25 * ((len(sweep.lines) + 3) // 4) if several else 0.0)
+    foot = 0.58 + _slant(sweep) + _LEGEND_ROW * _legend_rows(sweep)
+    height = 2.85 + foot
     made = look.figure(height)
     look.heading(made, sweep.title, _subtitle(sweep, _points(sweep)))
     unit, factor = look.scale(max(p.step_time_s for line in sweep.lines for p in line.points))
@@ -103,20 +106,19 @@ def sweep_figure(sweep: Sweep) -> Figure:
         ("step time", unit, lambda p: p.step_time_s * factor),
         ("tokens per second per GPU", "", lambda p: p.tokens_per_second_per_gpu),
         ("model FLOPs utilisation (MFU)", "%", lambda p: 100 * p.mfu))
-    foot = 0.62 + (height - 3.5)
     for number, (title, in_unit, value) in enumerate(panels):
         ax = made.add_axes(((0.6 + number * 2.95) / look.WIDTH, foot / height, 2.3 / look.WIDTH,
                             (height - foot - 0.92) / height))
         ax.set_title(title)
         ax.set_title(in_unit, loc="right", fontsize=8.5, color="#444444")
         for index, line in enumerate(sweep.lines):
-            _line(ax, line, [value(p) for p in line.points], index)
+            _line(ax, line, [value(p) for p in line.points], index, joined=sweep.numeric)
         shown = [value(p) for line in sweep.lines for p in line.points]
-        if max(shown) > _LOGARITHMIC * min(shown):
+        if max(shown) > _LOGARITHMIC * min(shown) > 0:
             ax.set_yscale("log")
             _readable_powers(ax, shown)
         else:
-            ax.set_ylim(0, max(shown) * 1.1)
+            ax.set_ylim(0, max(shown) * 1.1 or 1.0)
             ax.yaxis.set_major_formatter("{x:,g}")
         _x_axis(ax, sweep)
     _legend(made, sweep)
@@ -126,11 +128,10 @@ def sweep_figure(sweep: Sweep) -> Figure:
 def scaling_figure(sweep: Sweep) -> Figure:
     """Throughput against its ideal, and its efficiency, over GPUs; the ideal is the smallest job times its GPUs."""
     several = len(sweep.lines) > 1
-    extra = 0.25 * ((len(sweep.lines) + 3) // 4) if several else 0.0
-    height = 3.7 + extra
+    foot = 0.58 + _LEGEND_ROW * _legend_rows(sweep)
+    height = 3.05 + foot
     made = look.figure(height)
-    look.heading(made, sweep.title, _subtitle(sweep, "scaling with GPUs; ideal: each works as fast as in the smallest job"))
-    foot = 0.62 + extra
+    look.heading(made, sweep.title, _subtitle(sweep, "ideal: each GPU as fast as in the smallest job"))
     boxes = [((0.75 + n * 4.3) / look.WIDTH, foot / height, 3.75 / look.WIDTH, (height - foot - 0.92) / height)
              for n in (0, 1)]
     rate, share = made.add_axes(boxes[0]), made.add_axes(boxes[1])
@@ -140,8 +141,8 @@ def scaling_figure(sweep: Sweep) -> Figure:
     for index, line in enumerate(sweep.lines):
         gpus = [float(p.gpus) for p in line.points]
         each = [p.tokens_per_second_per_gpu for p in line.points]
-        rate.plot([gpus[0], gpus[-1]], [gpus[0] * each[0], gpus[-1] * each[0]], color=look.GREY, lw=1.1, ls=(0, (4, 2)),
-                  zorder=2)
+        rate.plot([gpus[0], gpus[-1]], [gpus[0] * each[0], gpus[-1] * each[0]], color=look.GREY, lw=1.1,
+                  ls=(0, (4, 2)), zorder=2)
         over_gpus = Line(line.name, gpus, line.points)
         _line(rate, over_gpus, [p.tokens_per_second for p in line.points], index)
         efficiency = [100 * e / each[0] for e in each]
@@ -180,10 +181,13 @@ def sweep_digest(sweep: Sweep) -> dict[str, Any]:
          "mfu": [p.mfu for p in line.points], "fits": [p.memory.fits for p in line.points]} for line in sweep.lines]}
 
 
-def _line(ax: Axes, line: Line, values: Sequence[float], index: int) -> None:
-    """A line with its markers; points that do not fit in memory are hollow."""
+def _line(ax: Axes, line: Line, values: Sequence[float], index: int, joined: bool = True) -> None:
+    """A line with its markers; points that do not fit in memory are hollow. Words are joined faintly."""
     colour, marker = look.LINES[index % len(look.LINES)], look.MARKERS[index % len(look.MARKERS)]
-    ax.plot(line.x, values, color=colour, lw=1.7, zorder=3)
+    if joined:
+        ax.plot(line.x, values, color=colour, lw=1.7, zorder=3)
+    else:
+        ax.plot(line.x, values, color=colour, lw=0.9, ls=":", alpha=0.6, zorder=3)
     for fits, face in ((True, colour), (False, "white")):
         at = [(x, y) for x, y, p in zip(line.x, values, line.points, strict=True) if p.memory.fits is fits]
         if at:
@@ -199,13 +203,19 @@ def _x_axis(ax: Axes, sweep: Sweep) -> None:
     else:
         ax.set_xticks(range(len(sweep.values)), [_say(v) for v in sweep.values])
         ax.set_xlim(-0.4, len(sweep.values) - 0.6)
-        if max(len(_say(v)) for v in sweep.values) * len(sweep.values) > 30:
+        if _slant(sweep):
             ax.tick_params(axis="x", rotation=30)
             for label in ax.get_xticklabels():
                 label.set_horizontalalignment("right")
                 label.set_rotation_mode("anchor")
     ax.set_xlabel(sweep.axis)
     ax.grid(True, color="#EBEBEB", lw=0.8, zorder=0)
+
+
+def _slant(sweep: Sweep) -> float:
+    """Inches that slanted words below the axis need; 0 if they fit side by side."""
+    longest = max(len(_say(v)) for v in sweep.values)
+    return 0.0 if sweep.numeric or longest * len(sweep.values) <= _LETTERS else 0.1 + longest * 0.066 * 0.5
 
 
 def _powers(ax: Axes, values: Sequence[float]) -> None:
@@ -249,17 +259,26 @@ def _points(sweep: Sweep) -> str:
     return f"{count} predictions over {sweep.axis}" + (f" and {sweep.other}" if sweep.other else "")
 
 
+def _tight(sweep: Sweep) -> bool:
+    return any(not p.memory.fits for line in sweep.lines for p in line.points)
+
+
+def _legend_rows(sweep: Sweep) -> int:
+    entries = sum(1 for line in sweep.lines if line.name) + _tight(sweep)
+    return -(-entries // _LEGEND_COLUMNS)
+
+
 def _legend(made: Figure, sweep: Sweep) -> None:
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], color=look.LINES[i % len(look.LINES)], marker=look.MARKERS[i % len(look.MARKERS)],
                       ms=5.5, lw=1.7, label=line.name) for i, line in enumerate(sweep.lines) if line.name]
-    if any(not p.memory.fits for line in sweep.lines for p in line.points):
+    if _tight(sweep):
         handles.append(Line2D([], [], color="#444444", marker="o", mfc="white", mew=1.3, ls="none", ms=5.5,
                               label="hollow: does not fit in memory"))
     if handles:
-        made.legend(handles=handles, loc="lower center", ncols=min(4, len(handles)), bbox_to_anchor=(0.5, 0.0),
-                    borderaxespad=0.3, columnspacing=1.8)
+        made.legend(handles=handles, loc="lower center", ncols=min(_LEGEND_COLUMNS, len(handles)),
+                    bbox_to_anchor=(0.5, 0.0), borderaxespad=0.3, columnspacing=1.8)
 
 
 def _place(value: Any, values: Sequence[Any]) -> float:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 #: Inches: a row, what a panel needs beside its rows, head and foot of the picture.
 _ROW, _PANEL, _HEAD, _FOOT = 0.24, 0.55, 0.62, 0.52
-_LEFT, _RIGHT = 1.22, 0.15
+_RIGHT = 0.15
 #: Width of a panel in bars that can be told apart; narrower neighbours are drawn as one.
 _TELLABLE = 450
 #: Inches a letter needs at the size of a bar's text.
@@ -34,6 +34,7 @@ def timeline_figure(result: Result) -> Figure:
     """Draw the critical rank's step; call within `plot_style.style()`."""
     rows = rows_of(result)
     panels = _panels(rows)
+    left = 0.1 + _LETTER * max(len(name) for name in rows.names)
     per_panel = len(rows.names) * _ROW + _PANEL
     height = _HEAD + _FOOT + len(panels) * per_panel
     made = look.figure(height)
@@ -48,8 +49,8 @@ def timeline_figure(result: Result) -> Figure:
     seen: set[str] = set()
     for number, (title, window) in enumerate(panels):
         top = height - _HEAD - number * per_panel - 0.24
-        box = (_LEFT / look.WIDTH, (top - len(rows.names) * _ROW) / height,
-               (look.WIDTH - _LEFT - _RIGHT) / look.WIDTH, len(rows.names) * _ROW / height)
+        box = (left / look.WIDTH, (top - len(rows.names) * _ROW) / height,
+               (look.WIDTH - left - _RIGHT) / look.WIDTH, len(rows.names) * _ROW / height)
         ax = made.add_axes(box)
         seen |= _panel(ax, rows, window, title, panels[number + 1][1] if number + 1 < len(panels) else None)
     look.key(made, [(name.replace("_", "-"), colour) for name, colour in look.BARS.items() if name in seen])
@@ -120,7 +121,7 @@ def _row(ax: Axes, rows: Rows, bars: Bars, number: int, window: Window) -> set[s
     bars = bars.merged(tellable / 4, tellable * 3)
     seen: set[str] = set()
     half = 0.22 if host else 0.4
-    per_inch = (look.WIDTH - _LEFT - _RIGHT) / (end - start)
+    per_inch = ax.bbox.width / look.DOTS_PER_INCH / (end - start)
     for index in sorted(set(bars.key.tolist())):
         name = rows.keys[index]
         chosen = bars.take((bars.key == index).nonzero()[0])

@@ -78,7 +78,8 @@ def differences(stored: Any, current: Any, where: str = "") -> list[str]:
         names = list(dict.fromkeys((*stored, *current)))
         return [d for name in names for d in differences(stored.get(name), current.get(name), f"{where}/{name}")]
     if isinstance(stored, list) and isinstance(current, list) and len(stored) == len(current):
-        return [d for i, pair in enumerate(zip(stored, current, strict=True))
+        pairs = enumerate(zip(stored, current, strict=True))
+        return [d for i, pair in pairs
                 for d in differences(*pair, f"{where}/{i}")]
     numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in (stored, current))
     alike = math.isclose(stored, current, rel_tol=TOLERANCE, abs_tol=1e-12) if numbers else stored == current
@@ -92,8 +93,8 @@ def terminal(output: str) -> str:
     from rich.text import Text
 
     theme = TerminalTheme((24, 26, 31), (220, 223, 228), [
-        (24, 26, 31), (240, 113, 103), (126, 200, 110), (229, 192, 100), (97, 155, 240), (203, 130, 225), (86, 190, 200),
-        (220, 223, 228)], [
+        (24, 26, 31), (240, 113, 103), (126, 200, 110), (229, 192, 100), (97, 155, 240), (203, 130, 225),
+        (86, 190, 200), (220, 223, 228)], [
         (110, 115, 125), (245, 140, 130), (160, 222, 145), (240, 210, 130), (130, 180, 250), (220, 160, 240),
         (130, 215, 222), (255, 255, 255)])
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor",

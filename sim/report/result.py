@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from sim.engine import Machine, Timeline, simulate
+from sim.hardware.outside import Outside
 from sim.memory.ledger import MemoryUse, peak
-from sim.memory.outside import Outside, outside
 from sim.parallel import Lowered
 from sim.program import Kind
 from sim.report.breakdown import COMPUTE_STREAM, Breakdown, bound, breakdown, kernel_shares, step_flops
@@ -44,13 +44,12 @@ class MemoryResult:
 
     @property
     def reserved_bytes(self) -> int:
-        """Blocks the caching allocator holds: the peak and cuBLAS's workspaces. Fragmentation is not replayed yet."""
-        workspace = 0 if self.outside is None else self.outside.workspace_bytes
-        return self.use.peak_allocated_bytes + self.use.at_peak["fragmentation"] + workspace
+        """Blocks the caching allocator holds. Its fragmentation is not replayed yet."""
+        return self.use.peak_allocated_bytes + self.use.at_peak["fragmentation"]
 
     @property
     def device_used_bytes(self) -> int:
-        """What nvidia-smi shows: reserved blocks, the CUDA context and NCCL's buffers."""
+        """What nvidia-smi shows: reserved blocks, the CUDA context, NCCL's buffers and cuBLAS's workspaces."""
         return self.reserved_bytes + self.use.at_peak["context"]
 
     @property
@@ -98,6 +97,37 @@ class Simulation:
 
 
 @dataclass(frozen=True, slots=True)
+class DataLoading:
+    """What reading the training data asks of each node; batches are read ahead, so the slower of reading and training
+    sets the pace of a steady step.
+
+    Attributes:
+        bytes_per_step: of one node.
+        storage_bytes_per_s: what the node reads (`host.storage`).
+        work_s: the step without waiting for data.
+    """
+
+    bytes_per_step: float
+    storage_bytes_per_s: float
+    work_s: float
+
+    @property
+    def reading_s(self) -> float:
+        """Time to read the data of one step."""
+        return self.bytes_per_step / self.storage_bytes_per_s
+
+    @property
+    def waiting_s(self) -> float:
+        """What reading adds to the step."""
+        return max(0.0, self.reading_s - self.work_s)
+
+    def to_json(self) -> dict[str, float]:
+        """`data_loading` of the result: what training at full speed needs, what there is, what is waited."""
+        return {"needed_bytes_per_second": self.bytes_per_step / self.work_s,
+                "storage_bytes_per_second": self.storage_bytes_per_s, "waiting_s": self.waiting_s}
+
+
+@dataclass(frozen=True, slots=True)
 class Detail:
     """What a result was read from.
 
@@ -133,6 +163,7 @@ class Result:
     breakdown: Breakdown
     bound: str
     memory: MemoryResult
+    data_loading: DataLoading
     simulation: Simulation
     group_ranks: dict[str, int]
     warnings: list[str] = field(default_factory=list)
@@ -184,7 +215,8 @@ class Result:
         """Step time over that of the same program on a network of infinite speed, which is simulated when first asked
         for."""
         detail = self.detail
-        return self.step_time_s / simulate(detail.lowered.job, detail.machine.infinite()).step_time_s
+        infinite = simulate(detail.lowered.job, detail.machine.infinite()).step_time_s
+        return self.step_time_s / max(infinite, self.data_loading.reading_s)
 
     @property
     def traffic(self) -> list[dict[str, Any]]:
@@ -215,6 +247,7 @@ class Result:
             "bound": self.bound,
             "memory": self.memory.to_json(),
             "traffic": self.traffic,
+            "data_loading": self.data_loading.to_json(),
             "simulation": {
                 "events": self.simulation.events, "tasks": self.simulation.tasks,
                 "ranks_simulated": self.simulation.ranks_simulated,
@@ -233,12 +266,14 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         machine: what the job ran on.
         timeline: its steady step.
     """
-    job, step_s = lowered.job, timeline.step_time_s
+    job, loading = lowered.job, _loading(scenario, timeline.step_time_s)
+    step_s = timeline.step_time_s + loading.waiting_s
     critical, columns = _critical(lowered, timeline)
     simulated = job.classes[critical]
     program = job.programs[simulated.program]
     profiles = [machine.profile(simulated.program, simulated.device, 0, i) for i in range(len(program.segments))]
     parts = breakdown(columns, kernel_shares(program, profiles), np.array([p.total_s for p in profiles]))
+    parts = replace(parts, host=parts.host + loading.waiting_s)
     training, architecture = scenario.training, lowered.architecture
     of_micro_batch = architecture.forward_flops + architecture.backward_flops
     per_program = [step_flops(p) for p in job.programs]
@@ -251,13 +286,19 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         hardware_flops=sum(per_program[c.program] * len(c.members) for c in job.classes),
         peak_flops_per_gpu=gpu.peak_flops(training.precision.compute), breakdown=parts,
         bound=bound(parts),
-        memory=_memory(lowered, machine, scenario.software.year),
+        memory=_memory(lowered, machine), data_loading=loading,
         simulation=Simulation(timeline.events, timeline.tasks, len(job.classes), job.ranks),
         group_ranks={name: job.communicators[c].size
                      for name, c in zip(program.communicators, simulated.communicators, strict=True)},
         _detail=Detail(lowered, machine, timeline, critical))
     result.warnings = _warnings(result)
     return result
+
+
+def _loading(scenario: Scenario, work_s: float) -> DataLoading:
+    """Every node reads the samples of its own replicas."""
+    per_step = scenario.training.global_batch * (scenario.training.sample_bytes or 0.0) / scenario.cluster.nodes
+    return DataLoading(per_step, scenario.cluster.topology.host.storage, work_s)
 
 
 def _tokens_per_sample(scenario: Scenario) -> int:
@@ -281,35 +322,30 @@ def _critical(lowered: Lowered, timeline: Timeline) -> tuple[int, Columns]:
     return chosen
 
 
-def _memory(lowered: Lowered, machine: Machine, year: int) -> MemoryResult:
+def _memory(lowered: Lowered, machine: Machine) -> MemoryResult:
     """The rank with the least headroom, and every distinct program."""
     job = lowered.job
-    results = []
-    uses: dict[tuple[int, Outside], MemoryUse] = {}
-    for c in job.classes:
-        gpu = machine.devices[c.device].gpu
-        sizes = [job.communicators[number].size for number in c.communicators]
-        beside = outside(gpu.compute_capability, year, sizes)
-        key = (c.program, beside)
-        if key not in uses:
-            context = {"context": beside.context_bytes + beside.nccl_bytes}
-            uses[key] = peak(job.programs[c.program], context)
-        results.append(MemoryResult(uses[key], tuple(uses.values()), int(gpu.usable_memory_bytes),
-                                    lowered.memory_complete, beside))
+    uses = tuple(peak(program) for program in job.programs)
+    results = [MemoryResult(uses[c.program], uses, int(machine.devices[c.device].gpu.usable_memory_bytes),
+                            lowered.memory_complete, lowered.outside) for c in job.classes]
     return min(results, key=lambda m: m.headroom_bytes)
 
 
 def _warnings(result: Result) -> list[str]:
     memory, found = result.memory, []
     if not memory.complete:
-        found.append("memory: model states are exact; temporaries of layers whose module code is not written down are "
-                     "estimated from what they keep for backward")
+        found.append("memory: model states are exact; temporaries of layers whose module code is not written down "
+                     "are estimated from what they keep for backward")
     share = memory.headroom_bytes / memory.capacity_bytes
     if 0 <= share < TIGHT_HEADROOM:
         found.append(f"memory: only {100 * share:.1f}% of the GPU's memory is left; allocator retries are likely")
     if not memory.use.steady:
         leaks = {name: size for name, size in memory.use.net_bytes.items() if size}
         found.append(f"memory: the step does not return to the level at which it began ({leaks})")
+    loading = result.data_loading
+    if loading.waiting_s > 0:
+        found.append(f"data: training needs {loading.bytes_per_step / loading.work_s / 1e9:.3g} GB/s per node and "
+                     f"storage reads {loading.storage_bytes_per_s / 1e9:.3g} GB/s: it bounds the step")
     detail = result.detail
     for device in sorted({c.device for c in detail.lowered.job.classes}):
         gpu = detail.machine.devices[device].gpu

@@ -60,7 +60,7 @@ def render_sweep(points: Sequence[Result], skipped: Sequence[Mapping[str, Any]],
         sets = ", ".join(f"{k}={v}" for k, v in point["set"].items())
         to.print(Text.assemble(("skipped ", "yellow"), f"{sets}: {point['reason']}"))
     warnings = dict.fromkeys(w for p in points for w in p.warnings)
-    to.print(Group(*(_warning(w) for w in warnings)))
+    to.print(Group(*(_warning(w) for w in warnings), *(_claim(points[0]) if points else [])))
 
 
 def sweep_as_text(points: Sequence[Result], skipped: Sequence[Mapping[str, Any]], axes: Mapping[str, Sequence[Any]],
@@ -205,10 +205,19 @@ def _warning(text: str) -> Text:
     return Text.assemble(("! ", "bold yellow"), text)
 
 
+def _claim(result: Result) -> list[Any]:
+    """What the scenario puts to the test."""
+    claim = result.scenario.claim
+    if claim is None:
+        return []
+    return [Text.assemble("claim: ", (" ".join(claim.text.split()), "italic"), " ", (claim.verdict, "bold"))]
+
+
 def _notes(result: Result) -> list[Any]:
     done = result.simulation
     lines: list[Any] = [Text()] if result.warnings else []
     lines += [_warning(w) for w in result.warnings]
+    lines += _claim(result)
     lines.append(Text())
     lines.append(Text(
         f"simulated {done.ranks_simulated} of {done.ranks_represented:,} ranks, {done.tasks:,} tasks, "

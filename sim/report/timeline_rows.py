@@ -252,9 +252,10 @@ def _closest(communication: Sequence[float]) -> int:
 
 def _streams(program: Program, columns: dict[str, npt.NDArray[np.generic]]) -> tuple[list[str], list[Bars]]:
     names, bars = [], []
+    lasts = np.asarray(columns["end_s"], dtype=np.float64) > np.asarray(columns["start_s"], dtype=np.float64)
     for number, name in enumerate(program.streams):
         rows = np.flatnonzero((columns["stream"] == number) & (columns["kind"] != Kind.HOST))
-        if number == COMPUTE_STREAM or (columns["end_s"] > columns["start_s"])[rows].any():
+        if number == COMPUTE_STREAM or lasts[rows].any():
             names.append(name)
             bars.append(_bars(columns, rows, columns["start_s"], columns["end_s"], columns["starved_s"]))
     return names, bars

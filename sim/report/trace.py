@@ -2,8 +2,8 @@
 
 Format: "Trace Event Format" (Google, 2016), JSON object form: complete events (`ph: X`) with times in microseconds, and
 metadata events that name processes and threads. One process per simulated rank; its threads are the host, the device
-streams and one track per communicator; its counters (`ph: C`) are the bytes it holds, by category, at the times at which
-the host allocates and frees.
+streams and one track per communicator; its counters (`ph: C`) are the bytes it holds, by category, at the times at
+which the host allocates and frees.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import gzip
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -152,9 +153,9 @@ def _memory(process: int, replay: Replay, run: SectionRun, held: list[tuple[int,
     """Counters of one run: at every moment of the host the fullest level, then the one that lasts."""
     times, levels = replay.run(run)
     stamps = np.round(times * _MICROSECONDS, 3)
-    first = np.flatnonzero(np.diff(stamps, prepend=-np.inf) > 0)
+    edges = [*np.flatnonzero(np.diff(stamps, prepend=-np.inf) > 0).tolist(), len(stamps)]
     total = levels.sum(axis=1)
-    for start, stop in zip(first.tolist(), [*first[1:].tolist(), len(stamps)], strict=True):
+    for start, stop in pairwise(edges):
         top = start + int(total[start:stop].argmax())
         for row in dict.fromkeys((top, stop - 1)):
             level = levels[row]

@@ -8,7 +8,7 @@ from typing import Any
 from sim.errors import Fault, nearest
 from sim.scenario.defaults import SHARDED
 from sim.scenario.document import Document
-from sim.scenario.schema import FULL, Model, Scenario
+from sim.scenario.schema import FULL, Model, Scenario, Training
 
 #: What a transformer must be told; everything else has a default.
 _TRANSFORMER_SIZES = ("layers", "hidden", "heads", "vocab")
@@ -24,7 +24,25 @@ Finding = tuple[str, str, str]
 
 def check_names(data: dict[str, Any], document: Document) -> list[Fault]:
     """Faults that are worth reporting together with wrong types, before defaults are filled in."""
-    model = data.get("model")
+    return [*_batch_given(data.get("training"), document), *_model_given(data.get("model"), document)]
+
+
+def _batch_given(training: Any, document: Document) -> list[Fault]:
+    """The batch is told by one of two fields."""
+    if not isinstance(training, dict):
+        return []
+    given = [name for name in ("global_batch", "micro_steps") if name in training]
+    if len(given) == 2:
+        return [document.fault("training.micro_steps", "'global_batch' and 'micro_steps' both tell the batch",
+                               "keep one of the two")]
+    if given or any(nearest(n, [*Training.model_fields]) for n in training if n not in Training.model_fields):
+        return []  # or a slip of the keyboard, reported as such
+    return [document.fault("training.global_batch", "'global_batch' is required: "
+                           f"{Training.model_fields['global_batch'].description}", "add 'global_batch: …'")]
+
+
+def _model_given(model: Any, document: Document) -> list[Fault]:
+    """The architecture is named, or its sizes are there."""
     if not isinstance(model, dict) or model.get("preset") or model.get("hf"):
         return []
     if not model:

@@ -49,6 +49,10 @@ def fill(written: Scenario) -> Scenario:
     parallel = written.parallel if written.parallel is not None else Parallel.model_construct()
     training = _training(written.training, written.model, cluster)
     gpus = cluster.nodes * cluster.gpus_per_node
+    if training.global_batch is None:
+        replicas = max(1, gpus // (parallel.tensor * parallel.context * parallel.pipeline))
+        whole = training.micro_batch * replicas * (training.micro_steps or 1)
+        training = training.model_copy(update={"global_batch": whole, "micro_steps": None})
     return written.model_copy(
         update={
             "cluster": cluster,
@@ -130,9 +134,8 @@ def _links(written: Intra, nvlink: dict[str, Any]) -> int:
 
 def _host(topology: TopologySpec) -> Host:
     written = topology.host if topology.host is not None else Host.model_construct()
-    if written.pcie is not None:
-        return written
-    return written.model_copy(update={"pcie": gpu_facts(topology.gpu)["pcie"]})
+    pcie = written.pcie if written.pcie is not None else gpu_facts(topology.gpu)["pcie"]
+    return written.model_copy(update={"pcie": pcie, "storage": _or(written.storage, written.nvme_read)})
 
 
 def _model(written: Model, training: Training) -> Model:

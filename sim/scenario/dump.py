@@ -13,9 +13,10 @@ def dump(scenario: Scenario) -> dict[str, Any]:
     """JSON-able mapping that reads back as the same scenario (`resolve(dump(s)) == s`)."""
     plain = _plain(scenario)
     assert isinstance(plain, dict)
-    for name in ("sweep", "expect", "budget"):
+    for name in ("sweep", "expect", "budget", "claim"):
         if not plain.get(name):
             plain.pop(name, None)
+    plain["training"].pop("micro_steps")  # told by global_batch
     if scenario.model.kind == "layers":  # a table of layers has no transformer sizes
         plain["model"] = {key: value for key, value in plain["model"].items() if value != 0 or value is False}
     return plain

@@ -45,6 +45,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "budget": ("tokens", "steps", "days", "gpu_hours", "cost", "energy_kwh", "goodput"),
     "inference": ("prompt_time_s", "time_per_token_s", "tokens_per_second", "kv_cache_bytes"),
+    "data_loading": ("needed_bytes_per_second", "storage_bytes_per_second", "waiting_s"),
     "simulation": ("events", "tasks", "ranks_simulated", "ranks_represented", "wall_s"),
     "validated": ("count", "mean_error", "spread"),
 }

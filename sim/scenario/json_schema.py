@@ -64,6 +64,7 @@ def _names(tables: dict[str, Any]) -> None:
     )
     cluster["gpu"] = {**gpu, "description": cluster["gpu"].get("description", "")}
     model["preset"] = {"enum": preset_names(), "description": model["preset"]["description"]}
+    tables["Training"]["oneOf"] = [{"required": ["global_batch"]}, {"required": ["micro_steps"]}]
     training["precision"] = _either(
         {"enum": list(PRECISIONS)}, {"$ref": "#/$defs/Precision"}, says=training["precision"]
     )

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, PlainValidator, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from sim.scenario.claim import Claim
 from sim.scenario.precisions import PRECISIONS
 from sim.scenario.tables import (
     Degree,
@@ -90,6 +91,7 @@ class Host(Table):
     pcie: Literal["gen3x16", "gen4x16", "gen5x16", "nvlink-c2c"] = late("link of a GPU to its host")
     nvme_read: BytesPerSecond = has(12e9, "sequential read of a node's disks")
     nvme_write: BytesPerSecond = has(6e9, "sequential write of a node's disks")
+    storage: BytesPerSecond = late("reading of training data by a node, default nvme_read")
 
 
 class GpuFigures(Table):
@@ -267,7 +269,8 @@ class Training(Table):
     """Batch, dtypes, optimizer and what saves memory."""
 
     micro_batch: Sequences = needs("sequences one replica takes through one forward and backward")
-    global_batch: Sequences = needs("sequences per optimizer step over the whole job")
+    global_batch: Sequences = late("sequences per optimizer step over the whole job")
+    micro_steps: Annotated[int, count(1_000_000)] | None = has(None, "instead of global_batch: micro-steps per step")
     sequence: Tokens = needs("tokens per sequence")
     decoder_sequence: Tokens = late("tokens per decoder sequence")
     predicted_tokens: Tokens = late("tokens per sequence that reach the vocabulary head")
@@ -277,6 +280,7 @@ class Training(Table):
     attention: Literal["eager", "flash"] = late("eager materialises the score matrix")
     optimizer_in_backward: bool = has(False, "gradients are freed as they are applied")
     chunked_loss: bool = has(False, "logits and loss in chunks")
+    sample_bytes: Bytes | None = has(None, "read from host.storage per sequence; none = data is in host memory")
     finetune: Finetune = late("what is trained")
     mode: Mode = has("train", "train, or inference")
 
@@ -398,6 +402,7 @@ class Scenario(Table):
     budget: Budget | None = has(None, "run length and money")
     sweep: dict[str, list[Any]] = late("what-if axes: dotted field -> list of values")
     expect: dict[str, Any] = late("regression bounds: result field -> bound")
+    claim: Claim | None = has(None, "a claim this scenario puts to the test")
 
     @property
     def gpus(self) -> int:

@@ -18,7 +18,7 @@ from sim.scenario.schema import GpuFigures, Scenario
 #: Largest sweep that is run.
 MAX_POINTS = 100_000
 #: Axes that would change what is compared rather than what is run.
-_NO_AXIS = frozenset({"name", "sweep", "expect"})
+_NO_AXIS = frozenset({"name", "sweep", "expect", "claim"})
 
 
 def read_axes(document: Document, faults: list[Fault]) -> dict[str, list[Any]]:

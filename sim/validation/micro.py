@@ -12,6 +12,7 @@ import numpy as np
 from sim.errors import Fault, UserError
 from sim.hardware import Device, canonical_gpu, gpu
 from sim.network import Coflow, Network, Topology
+from sim.network.harness import harness_of
 from sim.validation.cases import Case
 from sim.validation.statistics import Record
 from sim.work import COLLECTIVES, DTYPE_BYTES, Kernel
@@ -29,7 +30,7 @@ _LAYOUTS = ("TN", "NN", "NT")
 
 
 def collective_rows(case: Case) -> Record:
-    """Time of one collective alone on its cluster, per message size.
+    """Time of one collective alone on its cluster, per message size, as the sweep's own harness would read it.
 
     Raises:
         UserError: an operation or cluster that cannot be expressed.
@@ -39,12 +40,14 @@ def collective_rows(case: Case) -> Record:
     if kind not in COLLECTIVES:
         raise UserError(Fault(f"unknown collective {sweep['op']!r}", "op"))
     network, ranks = _network(case), np.arange(sweep["ranks"], dtype=np.int64).reshape(1, -1)
-    rows = []
+    nodes, rows = math.ceil(sweep["ranks"] / network.gpus_per_node), []
+    harness = harness_of({**sweep, "nodes": nodes}, network.topology.generation)
     for row in case.rows:
         flow = network.coflow(kind, int(row["bytes"]), ranks, str(sweep.get("dtype", "fp32")))
-        predicted = 1e6 * alone_s(network, flow)
+        floor = harness.floor_s(kind, ranks.size, flow.channels)
+        predicted = 1e6 * max(alone_s(network, flow), floor)
         rows.append({**row, "predicted_us": predicted, "error": predicted / row["measured_us"] - 1})
-    return {"nodes": math.ceil(sweep["ranks"] / network.gpus_per_node), "rows": rows}
+    return {"nodes": nodes, "rows": rows}
 
 
 def alone_s(network: Network, flow: Coflow) -> float:

@@ -58,7 +58,7 @@ def test_ring_on_one_switch(machines: Machines, kind: str, passes: int) -> None:
 
 
 def test_ring_across_nodes(machines: Machines) -> None:
-    """Two nodes: 15/16 of the buffer leaves each node over 8 NICs; 7/8 of that stays on NVLink; 14 steps and one hop."""
+    """Two nodes: 15/16 of the buffer leaves each node over 8 NICs; 7/8 of that stays on NVLink; 14 steps, one hop."""
     net = network(machines["dgx-a100"], nodes=2, nccl=SIMPLE)
     flow = net.coflow("all_gather", 64 * GIB, world(16))
     loads = dict(zip(flow.links, flow.loads, strict=True))
@@ -67,7 +67,8 @@ def test_ring_across_nodes(machines: Machines) -> None:
     assert rate(flow, net) == pytest.approx(8 * NIC / (15 / 16))
     hop_us = F["hop_us.Simple"] + F["flush.all"] * F["fabric_us.infiniband"]
     fill_us = F["ramp.ring.ampere"] * (1 << 20) * 16 / (300e9 * F["link_share.nvlink3"] * 8 / 7) * 1e6
-    expected = F["base_us.Simple"] + 14 * F["step_us.nvlink.Simple.ampere"] + hop_us * (1 + F["ramp.ring_net"]) + fill_us
+    steps_us = F["base_us.Simple"] + 14 * F["step_us.nvlink.Simple.ampere"]
+    expected = steps_us + hop_us * (1 + F["ramp.ring_net"]) + fill_us
     assert flow.latency_s * 1e6 == pytest.approx(expected)
 
 
@@ -91,7 +92,7 @@ def test_bytes_are_conserved(machines: Machines, kind: str, passes: int, nodes: 
 
 
 def test_all_to_all_bytes(machines: Machines) -> None:
-    """Every rank sends 1/n of its buffer to each peer: 7 of 16 parts inside, 8 of 16 over its NIC (at its share of a ring's rate)."""
+    """Every rank sends 1/n of its buffer to each peer: 7/16 inside, 8/16 over its NIC at less than a ring's rate."""
     net = network(machines["dgx-a100"], nodes=2)
     loads = dict.fromkeys(("gpu_out", "nic_out"), 0.0)
     flow = net.coflow("all_to_all", GIB, world(16))
@@ -178,7 +179,7 @@ def test_folded_equals_unfolded(machines: Machines, machine: str, layout: str, k
        size=st.sampled_from([(1, 2), (1, 8), (2, 16), (4, 32)]),
        machine=st.sampled_from(["dgx-a100", "dgx-h100", "dgx-1v"]))
 def test_never_faster_for_more_bytes(machines: Machines, kind: str, size: tuple[int, int], machine: str) -> None:
-    """One way of serving a call never; where NCCL changes its choice, by at most 35% (V100 at 16 MiB: 300 to 274 us)."""
+    """One way of serving a call never; where NCCL changes its choice, by at most 35% (V100, 16 MiB: 300 to 274)."""
     net = network(machines[machine], nodes=size[0])
     last, served = 0.0, ("", "")
     for exponent in np.arange(8, 34, 0.5):

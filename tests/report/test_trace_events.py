@@ -60,3 +60,17 @@ def test_a_gz_path_is_compressed_and_reproducible(result_of: Make, tmp_path: Pat
     plain = (tmp_path / "t.json").read_bytes()
     assert gzip.decompress((tmp_path / "t.json.gz").read_bytes()) == plain
     assert json.loads(plain)["otherData"]["step_time_s"] == result.step_time_s
+
+
+@pytest.mark.parametrize("micro_steps", [1, 12])
+def test_counters_follow_the_ledger(result_of: Make, micro_steps: int) -> None:
+    result = result_of(micro_steps)
+    counters = [e for e in trace(result)["traceEvents"] if e["ph"] == "C"]
+    held = [e["args"] for e in counters if e["name"] == "memory"]
+    assert max(sum(args.values()) for args in held) == result.memory.use.peak_allocated_bytes
+    assert held[-1]["gathered_parameters"] == 0
+    assert set(held[0]) == {"parameters", "optimizer_states", "gathered_parameters"}
+    in_all = [e["args"]["bytes"] for e in counters if e["name"] == "memory in all"]
+    assert in_all == [sum(args.values()) for args in held]
+    stamps = [e["ts"] for e in counters]
+    assert stamps == sorted(stamps)

@@ -176,8 +176,9 @@ class Bucketed:
         tensors = sum(len(layer.parameters) for layer in architecture.stack)
         numel = -(-architecture.parameters // self.reduction.shards)
         split = self.reduction.gradient_shards > 1
+        largest = max(p.numel for layer in architecture.stack for p in layer.parameters)
         task = update(self.plan, section, numel, 1 if split else tensors, (NCCL,) if self.reduces else (),
-                      "data" if split else None)
+                      "data" if split else None, 0 if split else min(largest, numel))
         for position in range(len(architecture.stack) - 1, -1, -1):
             self.drop_gradients(section, position)
         if self.reduction.gather_elements and self.reduces:

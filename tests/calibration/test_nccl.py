@@ -1,0 +1,154 @@
+"""The collective and calibrate verbs: nccl-tests' text out and in, a cluster's own figures, the project's sweeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from sim.calibration.nccl_command import bus_factor, collective_command, network_for, sizes
+from sim.calibration.nccl_sweeps import load, summary
+from sim.calibration.nccl_text import parse
+from sim.calibration.nccl_user import calibrate_nccl
+from sim.errors import UserError
+from sim.network.figures import Figures, catalogue
+from sim.network.harness import Harness, harness_of
+
+#: As nccl-tests 2.13 and 2.4 print it: both columns, #wrong or error, several programs in one file.
+TEXT = """\
+# nThread 1 nGpus 2 minBytes 8 maxBytes 33554432 step: 2(factor) warmup iters: 5 iters: 20 agg iters: 1 validation: 1
+#
+# Using devices
+#  Rank  0 Group  0 Pid  71232 on     node7 device  0 [0x07] NVIDIA A100-SXM4-80GB
+#  Rank  1 Group  0 Pid  71232 on     node7 device  1 [0x0f] NVIDIA A100-SXM4-80GB
+NCCL version 2.18.5+cuda12.2
+#
+#                                                              out-of-place                       in-place
+#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
+#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
+           0             0     float     sum      -1     5.12    0.00    0.00      0     4.99    0.00    0.00      0
+     1048576        262144     float     sum      -1    38.34   27.35   27.35      0    38.02   27.58   27.58      0
+    33554432       8388608     float     sum      -1    201.2  166.77  166.77    N/A    200.0  167.77  167.77    N/A
+# Out of bounds values : 0 OK
+# Avg bus bandwidth    : 123
+#
+mpirun -np 16 ./build/alltoall_perf -b 1M
+# nThread: 1 nGpus: 1 minBytes: 1048576 maxBytes: 1048576 step: 2(factor) warmup iters: 5 iters: 20 validation: 1
+#   Rank  0 Pid   1 on    a device  0 [0x10] A100
+#   Rank  1 Pid   2 on    b device  0 [0x10] A100
+#                                                     out-of-place                       in-place
+#       size         count    type   redop     time   algbw   busbw  error     time   algbw   busbw  error
+     1048576         16384   float            90.50   11.59   10.86  0e+00    89.47   11.72   10.99    N/A
+"""
+
+
+def test_reads_what_nccl_tests_prints() -> None:
+    first, second = parse(TEXT)
+    assert (first.op, first.ranks, first.nodes, first.processes) == ("all_reduce", 2, 1, "one")
+    assert first.version == "2.18.5"
+    assert first.rows == [(1048576, 38.34, 38.02), (33554432, 201.2, 200.0)]
+    assert (second.op, second.ranks, second.nodes, second.processes) == ("all_to_all", 2, 2, "gpu")
+    assert second.rows == [(1048576, 90.5, 89.47)]
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("hello\n", "no row"), ("   1048576  262144  float  38.34  27.35  27.35\n", "does not tell its operation")])
+def test_a_text_without_a_table_is_refused(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse(text, "x.txt")
+
+
+def test_our_own_table_can_be_read_back() -> None:
+    out, data = collective_command("all_reduce_perf", "dgx-h100", nodes=2, min_bytes=1024, max_bytes=1 << 20, factor=4)
+    run = parse("# all_reduce_perf\n" + out)[0]
+    assert [size for size, *_ in run.rows] == [1024, 4096, 16384, 65536, 262144, 1048576]
+    assert [time for _, time, _ in run.rows] == pytest.approx([row["time_us"] for row in data["rows"]], abs=0.006)
+    last = data["rows"][-1]
+    assert last["busbw_gbps"] == pytest.approx(last["algbw_gbps"] * 30 / 16)
+    assert last["algbw_gbps"] == pytest.approx((1 << 20) / last["time_us"] / 1e3)
+
+
+def test_counts_and_factors_are_those_of_nccl_tests() -> None:
+    _, data = collective_command("alltoall", "dgx-a100-80g", min_bytes=1 << 20, max_bytes=1 << 20, dtype="bf16")
+    assert (data["op"], data["rows"][0]["count"]) == ("all_to_all", (1 << 20) // 2 // 8)
+    assert [bus_factor(k, 4) for k in ("all_reduce", "all_gather", "broadcast")] == [1.5, 0.75, 1.0]
+    assert sizes(8, 100, 3) == [8, 24, 72]
+
+
+@pytest.mark.parametrize(("wrong", "message"), [
+    ({"op": "allgahter"}, "unknown collective"), ({"topology": "dgx-h10"}, "no topology"), ({"nodes": 0}, "nodes"),
+    ({"factor": 1.0}, "factor"), ({"min_bytes": 0}, "sizes"), ({"gpus_per_node": 9}, "8 GPUs"),
+    ({"dtype": "fp23"}, "unknown type")])
+def test_what_the_user_gets_wrong_is_named(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        collective_command(**{"op": "all_reduce", "topology": "dgx-h100", **wrong})  # type: ignore[arg-type]
+
+
+def test_time_does_not_grow_with_the_machine() -> None:
+    """A ring over 16,384 ranks is priced from as few links as one over 512."""
+    links = []
+    for nodes in (64, 2048):
+        network = network_for("dgx-h100", nodes)
+        ranks = np.arange(nodes * 8, dtype=np.int64).reshape(1, -1)
+        links.append(network.coflow("all_gather", 1 << 30, ranks).links)
+    assert links[1] == links[0] and len(links[0]) <= 8
+
+
+def test_calibration_finds_a_slower_cluster(tmp_path: Path) -> None:
+    """Tables of a machine whose NVLink reaches 80% of the catalogue's: that figure moves there, the others stay."""
+    with open(Path(__file__).parents[2] / "topologies" / "dgx-a100-80g.yaml", encoding="utf-8") as file:
+        mapping = yaml.safe_load(file)
+    true = 0.8 * Figures()["link_share.nvlink3"]
+    text, _ = collective_command("all_reduce", {**mapping, "links": {"link_share.nvlink3": true}}, min_bytes=1024)
+    (tmp_path / "log.txt").write_text("# all_reduce_perf\n" + text, encoding="utf-8")
+    before = {name: row["value"] for name, row in catalogue().items()}
+    result = calibrate_nccl(tmp_path / "log.txt", "dgx-a100-80g", tmp_path / "mine.yaml")
+    assert result.links["link_share.nvlink3"] == pytest.approx(true, rel=0.03)
+    assert result.tables[0]["after"] < 0.02 < result.tables[0]["before"]
+    assert result.tables[0]["checked"] < 0.05
+    assert {name: row["value"] for name, row in catalogue().items()} == before
+    assert "log.txt" in (tmp_path / "mine.yaml").read_text(encoding="utf-8")
+    again, _ = collective_command("all_reduce", tmp_path / "mine.yaml", min_bytes=1 << 28, max_bytes=1 << 28)
+    assert again.splitlines()[6].split()[:1] == [str(1 << 28)]
+
+
+def test_ranks_must_fit_the_topology(tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text(TEXT, encoding="utf-8")
+    with pytest.raises(UserError, match="do not fit"):
+        calibrate_nccl(tmp_path / "log.txt", "single-a100-80g-sxm")
+
+
+@pytest.mark.parametrize(("links", "message"), [({"warp_us": 1.0}, "no figure"), ({"flush.all": "x"}, "number")])
+def test_a_clusters_own_figures_are_checked(links: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Figures(links)  # type: ignore[arg-type]
+
+
+def test_harness_is_read_from_the_description() -> None:
+    assert harness_of({"ranks": 8}) == Harness("one", "call")
+    assert harness_of({"ranks": 16, "nodes": 2}) == Harness("gpu", "call")
+    assert harness_of({"note": "run with mpirun"}).processes == "gpu"
+    assert harness_of({"note": "one process, -g 8 (mpi build)"}).processes == "one"
+    assert harness_of({"note": "kernel time only (no launch)"}).timing == "kernel"
+    assert harness_of({"nccl": "2.10.3+cuda11.3"}).per_channel and not harness_of({"nccl": "2.27.7"}, "ampere").per_channel
+    assert harness_of({}, "ampere").per_channel and not harness_of({}, "hopper").per_channel
+    assert harness_of({"harness": {"processes": "gpu", "per_channel": True}}) == Harness("gpu", "call", True)
+
+
+def test_a_single_process_launches_gpu_by_gpu() -> None:
+    """8 GPUs of one process: 8 launches; a kernel's own duration and a process per GPU wait for none."""
+    figures = Figures()
+    floor = Harness("one", "call").floor_s("all_reduce", 8)
+    assert floor == pytest.approx(8e-6 * figures["host_us.call"])
+    assert Harness("one", "call").floor_s("all_to_all", 8) == pytest.approx(floor + 56e-6 * figures["host_us.peer"])
+    assert Harness("gpu", "call").floor_s("all_reduce", 8) == Harness("one", "kernel").floor_s("all_reduce", 8) == 0.0
+
+
+def test_the_figures_fit_the_sweeps_they_came_from() -> None:
+    """Median of sweeps' errors, in sample; a change of the model that spoils it must be seen."""
+    found = summary(load())
+    assert found["one node"][0] == 32 and found["several nodes"][0] == 25
+    assert found["one node"][1] < 0.065 and found["several nodes"][1] < 0.12
+    assert found["several nodes"][2] < 0.25

@@ -1,0 +1,118 @@
+"""What the pictures of a step show: rows, exposed stretches, memory; and that their files are the same twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sim.report import plot_style as look
+from sim.report.folder import rounded, write_overview, write_run
+from sim.report.plot_memory import memory_digest, memory_figure, memory_view
+from sim.report.plot_timeline import timeline_digest, timeline_figure
+from sim.report.result import Result
+from sim.report.timeline_rows import EXPOSED, Bars, rows_of
+from sim.work import COLLECTIVES
+
+Make = Callable[..., Result]
+MS = 1e-3
+
+
+def test_rows_are_host_compute_and_the_streams_that_carry_anything(result_of: Make) -> None:
+    rows = rows_of(result_of(2))
+    assert rows.names == ["host", "compute", "communication"]
+    assert len(rows.micro_steps) == 2
+    compute = rows.bars[1]
+    phases = {rows.keys[k] for k in compute.key.tolist()}
+    assert {"forward", "backward", "optimizer", EXPOSED} <= phases
+    moved = rows.bars[2].within(0.0, rows.step_time_s)
+    assert sorted(rows.keys[k] for k in moved.key.tolist()) == ["all_gather"] * 4 + ["reduce_scatter"] * 2
+    assert float((moved.end_s - moved.start_s).sum()) == pytest.approx(20 * MS)
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2, 12])
+def test_exposed_stretches_are_the_breakdowns(result_of: Make, micro_steps: int) -> None:
+    result = result_of(micro_steps)
+    rows = rows_of(result)
+    assert rows.exposed_s(0.0, rows.step_time_s) == pytest.approx(result.breakdown.exposed_s, abs=1e-12)
+    assert float(np.diff(rows.late).sum()) == pytest.approx(result.breakdown.host, abs=1e-12)
+
+
+@pytest.mark.parametrize("micro_steps", [1, 5])
+def test_the_compute_row_covers_the_step_once(result_of: Make, micro_steps: int) -> None:
+    rows = rows_of(result_of(micro_steps))
+    bars = rows.bars[1].within(0.0, rows.step_time_s)
+    order = np.argsort(bars.start_s)
+    assert (bars.start_s[order][1:] >= bars.end_s[order][:-1] - 1e-12).all()
+    assert float((bars.end_s - bars.start_s).sum()) == pytest.approx(rows.step_time_s)
+
+
+def test_repeats_are_drawn_one_by_one(result_of: Make) -> None:
+    skipped, written = (rows_of(result_of(12, skip)) for skip in (True, False))
+    for some, all_of_them in zip(skipped.bars, written.bars, strict=True):
+        assert np.allclose(np.sort(some.start_s), np.sort(all_of_them.start_s), atol=1e-12)
+
+
+def test_narrow_neighbours_of_one_key_are_drawn_as_one() -> None:
+    bars = Bars(np.array([0.0, 1.0, 2.0, 9.0]), np.array([0.9, 1.9, 2.9, 10.0]), np.array([0, 0, 1, 1]),
+                np.array([5, 6, 7, 8]), np.array([1.0, 0.5, 1.0, 1.0]))
+    merged = bars.merged(gap_s=0.2, narrow_s=2.0)
+    assert merged.start_s.tolist() == [0.0, 2.0, 9.0]
+    assert merged.end_s.tolist() == [1.9, 2.9, 10.0]
+    assert merged.text.tolist() == [-1, 7, 8]
+    assert merged.share.tolist() == pytest.approx([0.75, 1.0, 1.0])
+    assert bars.merged(gap_s=0.2, narrow_s=0.5).text.tolist() == [5, 6, 7, 8]
+
+
+def test_memory_view_reaches_the_results_peak(result_of: Make) -> None:
+    result = result_of(3)
+    view = memory_view(result)
+    assert len(view.micro_steps) == 3
+    digest = memory_digest(result)
+    assert max(digest["highest_total_bytes"]) == result.memory.device_used_bytes == 2**30 + 2**31 + 2**28
+
+
+def test_every_bar_and_category_has_a_colour() -> None:
+    from sim.memory.ledger import CATEGORIES
+
+    assert set(CATEGORIES) == set(look.MEMORY)
+    assert set(COLLECTIVES) <= set(look.BARS)
+    assert len(set(look.MEMORY.values())) == len(look.MEMORY)
+    assert len(set(look.BARS.values())) == len(look.BARS)
+
+
+def test_a_report_folder_holds_what_it_says_and_is_the_same_twice(result_of: Make, tmp_path: Path) -> None:
+    result = result_of(2)
+    result = replace(result, scenario=result.scenario.model_copy(update={"name": "by <hand>"}))
+    first, second = (write_run(tmp_path / name, result, "text", {"a": 1}) for name in ("one", "two"))
+    names = [path.name for path in first]
+    assert names == ["report.txt", "result.json", "timeline.png", "memory.png", "pictures.json", "index.html"]
+    for left, right in zip(first, second, strict=True):
+        assert left.read_bytes() == right.read_bytes()
+    for name in ("timeline.png", "memory.png"):
+        assert (tmp_path / "one" / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+        assert b"matplotlib" not in (tmp_path / "one" / name).read_bytes()
+    page = (tmp_path / "one" / "index.html").read_text()
+    assert "by &lt;hand&gt;" in page
+    assert "<hand>" not in page
+    digest = json.loads((tmp_path / "one" / "pictures.json").read_text())
+    assert digest["timeline.png"] == rounded(timeline_digest(result))
+
+
+def test_figures_are_of_readme_width_and_use_no_window(result_of: Make) -> None:
+    import sys
+
+    with look.style():
+        for made in (timeline_figure(result_of(2)), memory_figure(result_of(2))):
+            assert made.get_size_inches()[0] == look.WIDTH
+    assert "matplotlib.pyplot" not in sys.modules
+
+
+def test_an_overview_links_every_report(tmp_path: Path) -> None:
+    page = write_overview(tmp_path, [("A & B", "a"), ("C", "c")]).read_text()
+    assert 'href="a/index.html">A &amp; B<' in page
+    assert 'href="c/index.html"' in page
