@@ -92,22 +92,17 @@ def allocated_bytes(levels: Mapping[str, int]) -> int:
     return sum(size for name, size in levels.items() if name not in _OUTSIDE)
 
 
-def peak(program: Program, outside: Mapping[str, int] | None = None) -> MemoryUse:
+def peak(program: Program) -> MemoryUse:
     """Replay one steady step of `program` and find its highest point.
 
     A section that repeats is replayed at its first and its last run only: in between the start level moves by the same
     amount each run, so every maximum lies at one of the two.
-
-    Args:
-        outside: further bytes held all the time, by category (the CUDA context).
 
     Raises:
         ValueError: an operation names a category that result.md does not have.
     """
     resident = np.zeros(len(CATEGORIES), dtype=np.int64)
     for _, size, category in program.resident:
-        resident[_category(category)] += size
-    for category, size in (outside or {}).items():
         resident[_category(category)] += size
     walk = _Walk(resident)
     tracks: dict[int, _Track] = {}

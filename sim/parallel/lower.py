@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sim.hardware import gpu
+from sim.hardware.outside import Outside, outside
 from sim.model import build
 from sim.model.architecture import Architecture
 from sim.parallel.data import bucketed, reductions
@@ -27,12 +29,14 @@ class Lowered:
     Attributes:
         memory_complete: whether the Program's memory operations come from module code for every layer; false where a
             layer's temporaries are estimated from what it keeps for backward.
+        outside: what a rank's GPU holds beside tensors (the Program's resident "context").
     """
 
     job: Job
     architecture: Architecture
     stack: Stack
     memory_complete: bool = False
+    outside: Outside | None = None
 
 
 def lower(scenario: Scenario, *, fold: bool = True, devices: Ranks | None = None) -> Lowered:
@@ -54,6 +58,9 @@ def lower(scenario: Scenario, *, fold: bool = True, devices: Ranks | None = None
     technique = choose(scenario, stack, architecture)
     write(technique)
     plan = technique.plan
+    beside = outside(gpu(scenario.cluster.topology.gpu).compute_capability, software.year,
+                     [members.shape[1] for members in plan.groups.values()])
+    plan.resident("CUDA context, NCCL, cuBLAS", beside.total_bytes, "context")
     if not fold:
         classes = np.arange(scenario.gpus, dtype=np.int64)
     else:
@@ -62,7 +69,7 @@ def lower(scenario: Scenario, *, fold: bool = True, devices: Ranks | None = None
     simulated, communicators = simulated_ranks(classes, plan.groups, devices)
     job = Job([plan.builder.build()], simulated, communicators, scenario.gpus)
     complete = all(layer.program is not None for layer in architecture.stack)
-    return Lowered(job, architecture, stack, complete)
+    return Lowered(job, architecture, stack, complete, beside)
 
 
 def choose(scenario: Scenario, stack: Stack, architecture: Architecture) -> Technique:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from sim.engine import Machine, Timeline, simulate
+from sim.hardware.outside import Outside
 from sim.memory.ledger import MemoryUse, peak
-from sim.memory.outside import Outside, outside
 from sim.parallel import Lowered
 from sim.program import Kind
 from sim.report.breakdown import COMPUTE_STREAM, Breakdown, bound, breakdown, kernel_shares, step_flops
@@ -44,13 +44,12 @@ class MemoryResult:
 
     @property
     def reserved_bytes(self) -> int:
-        """Blocks the caching allocator holds: the peak and cuBLAS's workspaces. Fragmentation is not replayed yet."""
-        workspace = 0 if self.outside is None else self.outside.workspace_bytes
-        return self.use.peak_allocated_bytes + self.use.at_peak["fragmentation"] + workspace
+        """Blocks the caching allocator holds. Its fragmentation is not replayed yet."""
+        return self.use.peak_allocated_bytes + self.use.at_peak["fragmentation"]
 
     @property
     def device_used_bytes(self) -> int:
-        """What nvidia-smi shows: reserved blocks, the CUDA context and NCCL's buffers."""
+        """What nvidia-smi shows: reserved blocks, the CUDA context, NCCL's buffers and cuBLAS's workspaces."""
         return self.reserved_bytes + self.use.at_peak["context"]
 
     @property
@@ -287,7 +286,7 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         hardware_flops=sum(per_program[c.program] * len(c.members) for c in job.classes),
         peak_flops_per_gpu=gpu.peak_flops(training.precision.compute), breakdown=parts,
         bound=bound(parts),
-        memory=_memory(lowered, machine, scenario.software.year), data_loading=loading,
+        memory=_memory(lowered, machine), data_loading=loading,
         simulation=Simulation(timeline.events, timeline.tasks, len(job.classes), job.ranks),
         group_ranks={name: job.communicators[c].size
                      for name, c in zip(program.communicators, simulated.communicators, strict=True)},
@@ -323,29 +322,20 @@ def _critical(lowered: Lowered, timeline: Timeline) -> tuple[int, Columns]:
     return chosen
 
 
-def _memory(lowered: Lowered, machine: Machine, year: int) -> MemoryResult:
+def _memory(lowered: Lowered, machine: Machine) -> MemoryResult:
     """The rank with the least headroom, and every distinct program."""
     job = lowered.job
-    results = []
-    uses: dict[tuple[int, Outside], MemoryUse] = {}
-    for c in job.classes:
-        gpu = machine.devices[c.device].gpu
-        sizes = [job.communicators[number].size for number in c.communicators]
-        beside = outside(gpu.compute_capability, year, sizes)
-        key = (c.program, beside)
-        if key not in uses:
-            context = {"context": beside.context_bytes + beside.nccl_bytes}
-            uses[key] = peak(job.programs[c.program], context)
-        results.append(MemoryResult(uses[key], tuple(uses.values()), int(gpu.usable_memory_bytes),
-                                    lowered.memory_complete, beside))
+    uses = tuple(peak(program) for program in job.programs)
+    results = [MemoryResult(uses[c.program], uses, int(machine.devices[c.device].gpu.usable_memory_bytes),
+                            lowered.memory_complete, lowered.outside) for c in job.classes]
     return min(results, key=lambda m: m.headroom_bytes)
 
 
 def _warnings(result: Result) -> list[str]:
     memory, found = result.memory, []
     if not memory.complete:
-        found.append("memory: model states are exact; temporaries of layers whose module code is not written down are "
-                     "estimated from what they keep for backward")
+        found.append("memory: model states are exact; temporaries of layers whose module code is not written down "
+                     "are estimated from what they keep for backward")
     share = memory.headroom_bytes / memory.capacity_bytes
     if 0 <= share < TIGHT_HEADROOM:
         found.append(f"memory: only {100 * share:.1f}% of the GPU's memory is left; allocator retries are likely")

@@ -9,7 +9,7 @@ from typing import Any
 from sim.catalog import table
 
 _GIB = 2**30
-_FIGURES = "memory/outside.yaml"
+_FIGURES = "hardware/outside.yaml"
 #: How sure a figure is, the surest first.
 CONFIDENCE = ("measured", "inferred", "assumed")
 #: Compute capability from which a generation's figures hold.
