@@ -41,6 +41,8 @@ class Gpu:
         usable_memory_bytes: what CUDA reports as total, ECC and firmware taken out.
         tensor_clock_mhz: clock the tensor peak is stated at.
         pcie: generation and lanes, a key of the catalogue's `copies`.
+        power_limit_w: what it may draw on average; `design_power_w` is the datasheet's, which its constant part follows.
+        kernel_figures: figures of this GPU's own calibration that replace its family's (nested as in `kernels.yaml`).
         confidence: high (figures and kernels measured on this GPU), medium or low.
         unverified: figures that no opened source shows.
     """
@@ -60,9 +62,11 @@ class Gpu:
     nvlink: NVLink | None
     pcie: str
     power_limit_w: float
+    design_power_w: float
     confidence: str
     sources: tuple[str, ...]
     unverified: tuple[str, ...] = ()
+    kernel_figures: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def arithmetic(self, dtype: str) -> str:
         """The dtype whose units do the work: `dtype`, or its stand-in where the GPU has none (bf16 on a V100)."""
@@ -147,10 +151,11 @@ def _inline(mapping: Mapping[str, Any]) -> Gpu:
     entries = table(_CATALOGUE)["gpus"]
     base: dict[str, Any] = dict(entries[canonical_gpu(str(mapping["like"]))]) if "like" in mapping else {}
     fields = {key: value for key, value in mapping.items() if key not in ("like", "name")}
-    known = set(next(iter(entries.values()))) | {"tensor_clock_mhz"}
+    known = set(next(iter(entries.values()))) | {"tensor_clock_mhz", "kernel_figures", "calibration"}
     faults = [Fault(f"no such field of a GPU: '{key}'", "cluster.topology.gpu", hint=nearest(key, known))
               for key in fields if key not in known]
-    optional = {"sources", "unverified", "confidence", "tensor_clock_mhz", "nvlink", "usable_memory_gib"}
+    optional = {"sources", "unverified", "confidence", "tensor_clock_mhz", "nvlink", "usable_memory_gib",
+                "kernel_figures", "calibration"}
     missing = sorted(known - optional - set(base) - set(fields))
     if missing:
         faults.append(Fault(f"an inline GPU needs {', '.join(missing)}", "cluster.topology.gpu",
@@ -184,7 +189,9 @@ def _build(name: str, entry: Mapping[str, Any]) -> Gpu:
                                                   bool(nvlink["bridge_pairs_only"])),
         pcie=entry["pcie"],
         power_limit_w=float(entry["tdp_w"]),
+        design_power_w=float(entry["tdp_w"]),
         confidence=entry["confidence"],
         sources=tuple(entry["sources"]),
         unverified=tuple(entry.get("unverified", ())),
+        kernel_figures=entry.get("kernel_figures", {}),
     )

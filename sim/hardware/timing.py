@@ -1,0 +1,53 @@
+"""What a benchmark's clock reads for a kernel: GPU time, the host's part, and the clock its loop settles at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.catalog import table
+from sim.hardware.gpu import canonical_gpu
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """A benchmark's method for one GPU: see the head of `timings.yaml`."""
+
+    lead_s: Mapping[str, float] | float
+    floor_s: Mapping[str, float] | float
+    gap_s: float
+    host: float
+    lead_share: Mapping[str, float] | None
+
+    def read(self, op: str, gpu_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Seconds the benchmark reports for kernels of operator `op` that take `gpu_s` on the GPU."""
+        floor_s = self.host * _of(self.floor_s, op)
+        if self.lead_share is None:
+            lead_s = self.host * _of(self.lead_s, op)
+        else:
+            lead_s = floor_s * _of(self.lead_share, op)
+        read: NDArray[np.float64] = np.maximum(gpu_s + lead_s, floor_s)
+        return read
+
+
+def timing(source: str, label: str) -> Timing:
+    """How the benchmark `source` (`vidur`, `simumax`, `deepbench`, `neusight`) reads kernels on the GPU it calls `label`."""
+    entry: dict[str, Any] = table("hardware/timings.yaml")["sources"][source]
+    return Timing(entry.get("lead_s", 0.0), entry["floor_s"], float(entry["gap_s"]),
+                  float(entry.get("host", {}).get(label, 1.0)), entry.get("lead_share"))
+
+
+def card(source: str, label: str) -> str:
+    """The catalogue's GPU behind a table's label: the benchmark's own statement, else the table of spellings."""
+    stated = table("hardware/timings.yaml")["sources"][source]["card"].get(label)
+    return canonical_gpu(stated or label)
+
+
+def _of(value: Mapping[str, float] | float, op: str) -> float:
+    if isinstance(value, Mapping):
+        return float(value.get(op, value.get("default", max(value.values()))))
+    return float(value)
