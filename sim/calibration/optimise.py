@@ -11,7 +11,7 @@ Vector = NDArray[np.float64]
 
 
 def minimise(cost: Callable[[Vector], float], start: Vector, low: Vector, high: Vector, rounds: int = 250,
-             restarts: int = 2) -> Vector:
+             restarts: int = 3) -> Vector:
     """The point within [low, high] of least `cost` that the simplex search (Nelder and Mead 1965) finds.
 
     Deterministic. Points outside are clipped to the bounds; each restart begins with a fresh simplex at the best point.
@@ -47,6 +47,6 @@ def _search(cost: Callable[[Vector], float], start: Vector, step: Vector, rounds
             else:
                 points = [points[0]] + [0.5 * (points[0] + point) for point in points[1:]]
                 costs = [costs[0]] + [cost(point) for point in points[1:]]
-        if max(costs) - min(costs) < 1e-6:
+        if max(costs) - min(costs) < 1e-7:
             break
     return points[int(np.argmin(costs))]

@@ -29,12 +29,14 @@ class Device:
         sustained: True (training): arithmetic runs at the clock that long sequences of matrix products settle at under
             the power limit, or at the one `settle` finds. False: each kernel at the clock a benchmark of it alone
             settles at, in a loop with the host's gaps between calls, so that short kernels run at full clock.
+        gap_s: that gap, if not the usual one.
     """
 
-    def __init__(self, gpu: Gpu, sustained: bool = True) -> None:
+    def __init__(self, gpu: Gpu, sustained: bool = True, gap_s: float | None = None) -> None:
         self.gpu = gpu
         self._sustained = sustained
         self._rates = Rates(gpu)
+        self._gap_s = self._rates.benchmark_gap_s if gap_s is None else gap_s
         self._clock: float | None = None
         self._sequence_clocks: dict[float, float] = {}
         self._gemm: dict[str, GemmRates] = {}
@@ -151,7 +153,7 @@ class Device:
         if self._sustained:
             return np.full(len(flops), self._sequence_clock(rates.flop_j))
         seconds = overlapped(times.compute_s, times.memory_s, rates.overlap)
-        duty = seconds / (seconds + self._rates.benchmark_gap_s)
+        duty = seconds / (seconds + self._gap_s)
         return self._rates.power.clock(rates.flop_j, flops / seconds, size_bytes / seconds, duty)
 
     def _sequence_clock(self, flop_j: float) -> float:

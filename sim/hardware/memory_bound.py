@@ -1,8 +1,9 @@
 """Time of kernels that only move bytes: element-wise, norms, softmax, loss, embedding, optimizer.
 
 Bytes over the share of the memory bandwidth that the access pattern reaches. Row-wise kernels read a row more than
-once: again from memory, or from L2 when the rows that are worked on at one time fit there. What the kernel before has
-just written is still in L2. Fewer SMs than it takes to keep the memory busy (Little's law) slow the stream down.
+once: again from memory, or from L2 when the rows that are worked on at one time fit there. Inputs of a kernel whose
+tensors fit in L2 are still there from the kernel before. Fewer SMs than it takes to keep the memory busy (Little's law)
+slow the stream down.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ _PATTERN = {
     ("elementwise", "forward"): "elementwise", ("optimizer", "forward"): "elementwise",
     ("reduction", "forward"): "reduction",
 }
+_EVICTION = 4  # how sharply a footprint beyond the cache is evicted; between streaming (1) and a full flush (infinite)
 _NORM_THREADS = 128  # per row: PyTorch's vectorized_layer_norm_kernel launches blocks of 32 x 4 threads
 _LOAD_BYTES = 16  # per thread and load; softmax gives a row one thread per load, at most 1024 (SoftMax.cu)
 _MOST_THREADS = 1024
@@ -39,20 +41,25 @@ def pattern(kernel: Kernel) -> str:
 def memory_time(kernel: Kernel, rates: Rates, gpu: Gpu, sms: int, bandwidth_bps: float) -> float:
     """Seconds: one start per launch, then the bytes that reach device memory at the pattern's rate."""
     share = rates.memory_share(pattern(kernel))
+    if kernel.op == "softmax":
+        share *= rates.memory_share("row_wise")
     reachable_bps = min(share * bandwidth_bps, sms * rates.sm_bandwidth_bps)
     return rates.start_s * kernel.launches + _device_bytes(kernel, rates, gpu) / reachable_bps
 
 
 def _device_bytes(kernel: Kernel, rates: Rates, gpu: Gpu) -> float:
-    """Bytes of device-memory traffic, re-reads from L2 counted at their relative cost."""
+    """Bytes of device-memory traffic; those read from L2 counted at their relative cost."""
+    cache_bytes = rates.l2_share * gpu.l2_bytes
     again, row_bytes, rows_per_sm = _rereads(kernel, rates)
-    total = kernel.bytes
-    if again:
-        resident = rows_per_sm * gpu.sms * row_bytes / (rates.l2_share * gpu.l2_bytes)
-        missed = 1.0 - 1.0 / (1.0 + resident**4)
-        total += again * kernel.bytes / 2 * (missed + (1.0 - missed) * rates.reread_cost)
-    produced = rates.l2_carry * gpu.l2_bytes * max(1, kernel.launches)
-    return total - min(produced, kernel.bytes / 2)
+    read_again = again * kernel.bytes / 2 * _cost(rows_per_sm * gpu.sms * row_bytes / cache_bytes, rates)
+    inputs = kernel.bytes / 2 * _cost(kernel.bytes / max(1, kernel.launches) / cache_bytes, rates)
+    return kernel.bytes / 2 + inputs + read_again
+
+
+def _cost(footprint: float, rates: Rates) -> float:
+    """Cost of a byte over one from memory, by the footprint of what is worked on over what L2 keeps of it."""
+    missed = 1.0 - 1.0 / (1.0 + footprint**_EVICTION)
+    return missed + (1.0 - missed) * rates.reread_cost
 
 
 def _rereads(kernel: Kernel, rates: Rates) -> tuple[int, float, float]:

@@ -72,7 +72,6 @@ class Rates:
         self.start_s = float(self._family["start_s"]["value"])
         self.bandwidth_floor = float(figures["bandwidth_floor"]["value"])
         self.l2_share = float(memory["l2_share"])
-        self.l2_carry = float(figures["l2_carry"]["value"])
         self.reread_cost = float(memory["reread_cost"])
         self.sm_threads = float(self._family["sm_threads"])
         self.sm_bandwidth_bps = float(figures["sm_bandwidth"]["bytes_in_flight"]) / float(

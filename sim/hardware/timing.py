@@ -22,6 +22,12 @@ class Timing:
     gap_s: float
     host: float
     lead_share: Mapping[str, float] | None
+    start_s: float | None = None
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Kernel figures (as in `kernels.yaml`) that the benchmark sees differently from a stream of kernels."""
+        return {} if self.start_s is None else {"start_s": {"value": self.start_s}}
 
     def read(self, op: str, gpu_s: NDArray[np.float64]) -> NDArray[np.float64]:
         """Seconds the benchmark reports for kernels of operator `op` that take `gpu_s` on the GPU."""
@@ -38,7 +44,7 @@ def timing(source: str, label: str) -> Timing:
     """How the benchmark `source` (`vidur`, `simumax`, `deepbench`, `neusight`) reads kernels on the GPU it calls `label`."""
     entry: dict[str, Any] = table("hardware/timings.yaml")["sources"][source]
     return Timing(entry.get("lead_s", 0.0), entry["floor_s"], float(entry["gap_s"]),
-                  float(entry.get("host", {}).get(label, 1.0)), entry.get("lead_share"))
+                  float(entry.get("host", {}).get(label, 1.0)), entry.get("lead_share"), entry.get("start_s", {}).get(label))
 
 
 def card(source: str, label: str) -> str:
