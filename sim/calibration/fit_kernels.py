@@ -103,12 +103,13 @@ def assess(members: Sequence[Group], say: Callable[[str], None] = lambda _: None
 
 def _without_gpu(key: Key, name: str, keyed: Mapping[Key, list[Group]],
                  inside: Mapping[Key, Figures]) -> tuple[Figures, str]:
-    """Figures for a GPU from the tables of all others: its family's, else the nearest generation's."""
+    """Figures for a GPU from the tables of all others: its family's, else the generation's before, else the one after."""
     kind, family, units = key
     siblings = [group for group in keyed[key] if group.gpu.name != name]
     if siblings:
         return fit(key, siblings), ", ".join(sorted({group.gpu.name for group in siblings}))
-    order = sorted((abs(GENERATIONS.index(other) - GENERATIONS.index(family)), other != "ga100", other)
+    own = GENERATIONS.index(family)
+    order = sorted((GENERATIONS.index(other) > own, abs(GENERATIONS.index(other) - own), other)
                    for wanted, other, same in keyed if wanted == kind and same == units and other != family)
     nearest = order[0][2]
     return inside[kind, nearest, units], f"family {nearest}"
@@ -145,23 +146,27 @@ def document(fitted: Mapping[Key, Figures], keyed: Mapping[Key, Sequence[Group]]
         rounded = {name: float(f"{value:.3g}") for name, value in figures.items()}
         rows = sum(len(group.kernels) for group in members)
         origin = {"source": "fit_kernels: " + ", ".join(sorted({f"{group.file} {group.label}" for group in members})),
-                  "rows": rows, "confidence": "high" if rows >= 300 else "medium"}
+                  "gpus": sorted({group.gpu.name for group in members}), "rows": rows, "confidence": "high" if rows >= 300 else "medium"}
         entry = families.setdefault(family, {})
         if kind == "gemm":
+            energy = rounded.pop("energy", None)
             entry.setdefault("gemm", {})[units] = rounded | origin
+            if energy is not None:
+                stated = table("hardware/kernels.yaml")["families"][family]["power"]["pj_per_flop"][units]
+                entry["power"] = {"pj_per_flop": {units: float(f"{energy * stated:.3g}")}}
         elif kind == "memory":
             entry["memory"] = rounded | origin
         else:
-            _attention(entry.setdefault("attention", {}), kind == "sdp_bwd", family, rounded)
+            _attention(entry.setdefault("attention", {}), kind == "sdp_bwd", family, rounded, origin)
     return {"families": families}
 
 
-def _attention(entry: dict[str, Any], backward: bool, family: str, figures: Figures) -> None:
+def _attention(entry: dict[str, Any], backward: bool, family: str, figures: Figures, origin: dict[str, Any]) -> None:
     blocks = entry.setdefault("blocks", {"rows": list(_BLOCK_ROWS.get(family, (128, 128))), "longest_share": [1.0, 1.0],
                                          "balance": [2.0, 2.0]})
     for name in ("longest_share", "balance"):
         blocks[name][int(backward)] = figures[name]
-    shares = entry.setdefault("flash2", {})
+    shares = entry.setdefault("flash2", dict(origin))
     for name, value in figures.items():
         if name.startswith("share_"):
             shares.setdefault(int(name.removeprefix("share_")), [value, value])[int(backward)] = value

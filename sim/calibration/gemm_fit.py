@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from sim.calibration.optimise import Vector, minimise
 from sim.calibration.tables import Group
 from sim.hardware.gemm import Products, as_products, overlapped, product_times
-from sim.hardware.rates import GemmRates, Power, Rates
+from sim.hardware.power import Power
+from sim.hardware.rates import UNITS, GemmRates, Rates
 
 #: Figure, lowest and highest physical value, value expected before any data.
 FIGURES: dict[str, tuple[float, float, float]] = {
@@ -23,7 +24,12 @@ FIGURES: dict[str, tuple[float, float, float]] = {
     "idle_wave_loss": (0.05, 1.0, 0.3),
     "partial_tile": (0.1, 1.0, 0.6),
 }
+#: Energy of a FLOP over the one `kernels.yaml` states: fitted where a table shows short products at full clock beside
+#: throttled long ones, and no other source says more.
+ENERGY = (0.5, 2.0, 1.0)
+ENERGY_FROM_TABLES = (("blackwell", "half"), ("turing", "fp32"))
 _EXPECTED_WEIGHT = 2.0e-4  # pull towards the expected values: decides only where the data do not
+_FEW_ROWS = 1000  # with n rows in all the pull grows by 1 + 1000 / n
 _NOISE = 0.02  # relative; errors below it are not worth fitting
 _SMALL_M_WEIGHT = 0.1  # thin products are bound by memory and by the benchmark's resolution
 MOST_ROWS = 1200  # of a group, evenly spaced by work
@@ -45,6 +51,7 @@ class Sample:
         values = {name: float(value) for name, value in figures.items() if name in FIGURES and name != "eta"}
         if "eta" in figures:
             values["flops_per_s"] = self.group.gpu.peak_flops(self.group.dtype) * float(figures["eta"])
+        values["flop_j"] = rates.flop_j * float(figures.get("energy", 1.0))
         rates = replace(rates, **values)
         card, method = self.group.gpu, self.group.timing
         times = product_times(self.products, rates, card.sms, card.sms, card.memory_bandwidth_bps)
@@ -82,21 +89,24 @@ def sample(group: Group, most: int | None = MOST_ROWS) -> Sample:
     return Sample(group, products, rates, figures.power, weights / weights.sum())
 
 
-def fit(samples: Sequence[Sample], start: Mapping[str, float] | None = None, rounds: int = 220) -> dict[str, float]:
+def fit(samples: Sequence[Sample], rounds: int = 220) -> dict[str, float]:
     """The figures of least robust relative error over the samples, each sample weighing the same."""
-    low, high, expected = (np.array(column) for column in zip(*FIGURES.values(), strict=True))
-    begin = np.array([(start or {}).get(name, expected[i]) for i, name in enumerate(FIGURES)])
+    card = samples[0].group.gpu
+    free = (card.kernels, UNITS[card.arithmetic(samples[0].group.dtype)]) in ENERGY_FROM_TABLES
+    ranges = FIGURES | ({"energy": ENERGY} if free else {})
+    low, high, expected = (np.array(column) for column in zip(*ranges.values(), strict=True))
     logs = [np.log(item.group.measured_s) for item in samples]
+    pull = _EXPECTED_WEIGHT * (1.0 + _FEW_ROWS / sum(len(log) for log in logs))
 
     def cost(scaled: Vector) -> float:
         values = low + scaled * (high - low)
-        figures = dict(zip(FIGURES, values, strict=True))
-        total = _EXPECTED_WEIGHT * float((((values - expected) / (high - low)) ** 2).sum())
+        figures = dict(zip(ranges, values, strict=True))
+        total = pull * float((((values - expected) / (high - low)) ** 2).sum())
         for item, log in zip(samples, logs, strict=True):
             error = np.log(item.predict(figures)) - log
             total += float(item.weights @ np.sqrt(error**2 + _NOISE**2)) / len(samples)
         return total
 
     unit = np.zeros(len(low)), np.ones(len(low))
-    found = minimise(cost, (begin - low) / (high - low), *unit, rounds=rounds)
-    return dict(zip(FIGURES, (low + found * (high - low)).tolist(), strict=True))
+    found = minimise(cost, (expected - low) / (high - low), *unit, rounds=rounds)
+    return dict(zip(ranges, (low + found * (high - low)).tolist(), strict=True))

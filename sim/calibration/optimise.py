@@ -14,12 +14,18 @@ def minimise(cost: Callable[[Vector], float], start: Vector, low: Vector, high: 
              restarts: int = 3) -> Vector:
     """The point within [low, high] of least `cost` that the simplex search (Nelder and Mead 1965) finds.
 
-    Deterministic. Points outside are clipped to the bounds; each restart begins with a fresh simplex at the best point.
+    Deterministic. Points outside are clipped to the bounds; each restart begins with a fresh simplex at the best point;
+    the better of two first simplices, above and below the start, counts.
     """
-    best = np.clip(start, low, high)
-    for restart in range(restarts):
-        best = _search(lambda x: cost(np.clip(x, low, high)), best, 0.15 / (1 + restart) * (high - low), rounds)
-        best = np.clip(best, low, high)
+    best, least = start, np.inf
+    for sign in (1.0, -1.0):
+        found = np.clip(start, low, high)
+        for restart in range(restarts):
+            step = sign * 0.2 / (1 + restart) * (high - low)
+            found = np.clip(_search(lambda x: cost(np.clip(x, low, high)), found, step, rounds), low, high)
+        value = cost(found)
+        if value < least:
+            best, least = found, value
     return best
 
 

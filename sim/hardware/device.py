@@ -12,7 +12,7 @@ from sim.hardware.attention import attention_times, attention_work
 from sim.hardware.gemm import Array, ProductTimes, as_products, overlapped, product_times
 from sim.hardware.gpu import Gpu
 from sim.hardware.memory_bound import memory_time
-from sim.hardware.rates import AttentionRates, GemmRates, Rates
+from sim.hardware.rates import AttentionRates, Basis, GemmRates, Rates
 from sim.work import Kernel
 
 #: What is left free: SMs, and memory bandwidth in bytes/s.
@@ -38,7 +38,6 @@ class Device:
         self._rates = Rates(gpu)
         self._gap_s = self._rates.benchmark_gap_s if gap_s is None else gap_s
         self._clock: float | None = None
-        self._sequence_clocks: dict[float, float] = {}
         self._gemm: dict[str, GemmRates] = {}
         self._attention: dict[tuple[str, str, int, bool], AttentionRates] = {}
         self._known: dict[_State, dict[Kernel, _Times]] = {}
@@ -64,6 +63,10 @@ class Device:
         catalogue = table("hardware/gpus.yaml")
         bandwidth_bps = float(catalogue["copies"][self.gpu.pcie][direction]) * 1e9
         return float(catalogue["copy_start"]["seconds"]) + size_bytes / bandwidth_bps
+
+    def basis(self, kernel: Kernel) -> Basis:
+        """What the time of `kernel` rests on: confidence, source, whether tables of this very GPU entered."""
+        return self._rates.basis(kernel.op, kernel.dtype, kernel.kernel)
 
     def settle(self, kernels: Sequence[Kernel], counts: Sequence[float] | None = None, duty: float = 1.0) -> float:
         """The clock a long run of `kernels` settles at, as a share of the stated one; later `times` use it.
@@ -148,24 +151,21 @@ class Device:
 
     def _clocks(self, times: ProductTimes, rates: GemmRates | AttentionRates, flops: Array, size_bytes: Array) -> Array:
         """Clock of each kernel, as a share of the stated one."""
+        if self._clock is None and self._sustained:
+            self._clock = self._sequence_clock()
         if self._clock is not None:
             return np.full(len(flops), self._clock)
-        if self._sustained:
-            return np.full(len(flops), self._sequence_clock(rates.flop_j))
         seconds = overlapped(times.compute_s, times.memory_s, rates.overlap)
         duty = seconds / (seconds + self._gap_s)
         return self._rates.power.clock(rates.flop_j, flops / seconds, size_bytes / seconds, duty)
 
-    def _sequence_clock(self, flop_j: float) -> float:
+    def _sequence_clock(self) -> float:
         """Clock that a long training run settles at: matrix products in half precision for a stated share of it."""
-        known = self._sequence_clocks.get(flop_j)
-        if known is None:
-            dtype = next(name for name in ("bf16", "fp16", "fp32") if self.gpu.supports(name))
-            rates = self._gemm_rates(dtype)
-            settled = self._rates.power.clock(rates.flop_j, np.array([rates.flops_per_s]), np.zeros(1),
-                                              np.array([self._rates.training_duty]))
-            known = self._sequence_clocks[flop_j] = float(settled[0])
-        return known
+        dtype = next(name for name in ("bf16", "fp16", "fp32") if self.gpu.supports(name))
+        rates = self._gemm_rates(dtype)
+        settled = self._rates.power.clock(rates.flop_j, np.array([rates.flops_per_s]), np.zeros(1),
+                                          np.array([self._rates.training_duty]))
+        return float(settled[0])
 
     def _gemm_rates(self, dtype: str) -> GemmRates:
         return self._gemm.get(dtype) or self._gemm.setdefault(dtype, self._rates.gemm(dtype))

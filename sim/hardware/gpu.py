@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from sim.catalog import table
@@ -113,18 +114,20 @@ def canonical_gpu(name: str) -> str:
     return found
 
 
-def gpu(spec: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Gpu:
-    """A GPU by name or from a mapping, with single figures overridden.
+def gpu(spec: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Gpu:
+    """A GPU by name, from a mapping or from a profile file, with single figures overridden.
 
     Args:
-        spec: any known spelling, or a mapping with the catalogue's fields, the rest taken from the GPU named by `like`.
+        spec: any known spelling; a mapping with the catalogue's fields, the rest taken from the GPU named by `like`; or
+            the path (ending in .yaml or .yml) of a file with such a mapping, as `drystep calibrate --gemm` writes it.
+            A mapping's `kernel_figures` replaces figures of its family in `kernels.yaml`, nested as there.
         overrides: `memory` (bytes), `memory_bandwidth` (bytes/s), `tflops` {dtype: TFLOP/s}, `power_limit_w`; a value
             of None leaves the figure alone.
 
     Raises:
-        UserError: unknown GPU, or an inline mapping with a figure missing or unknown.
+        UserError: unknown GPU, a profile that cannot be read, or a mapping with a figure missing or unknown.
     """
-    base = _from_catalogue(canonical_gpu(spec)) if isinstance(spec, str) else _inline(spec)
+    base = _base(spec)
     given = {key: value for key, value in (overrides or {}).items() if value is not None}
     unknown = sorted(set(given) - {"memory", "memory_bandwidth", "tflops", "power_limit_w"})
     if unknown:
@@ -140,6 +143,26 @@ def gpu(spec: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = Non
         tflops={**base.tflops, **{dtype: float(value) for dtype, value in given.get("tflops", {}).items()}},
         power_limit_w=float(given.get("power_limit_w", base.power_limit_w)),
     )
+
+
+def _base(spec: str | Path | Mapping[str, Any]) -> Gpu:
+    if isinstance(spec, Mapping):
+        return _inline(spec)
+    if isinstance(spec, Path) or spec.endswith((".yaml", ".yml")):
+        return _inline(_profile(Path(spec)))
+    return _from_catalogue(canonical_gpu(spec))
+
+
+def _profile(path: Path) -> Mapping[str, Any]:
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(Fault(f"cannot read the GPU profile {path}: {error}", "cluster.topology.gpu")) from error
+    if not isinstance(loaded, Mapping):
+        raise UserError(Fault(f"{path} holds no GPU profile (a mapping)", "cluster.topology.gpu"))
+    return loaded
 
 
 @cache

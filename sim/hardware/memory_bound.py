@@ -8,6 +8,8 @@ slow the stream down.
 
 from __future__ import annotations
 
+import math
+
 from sim.hardware.gpu import Gpu
 from sim.hardware.rates import Rates
 from sim.work import DTYPE_BYTES, Kernel
@@ -52,7 +54,9 @@ def _device_bytes(kernel: Kernel, rates: Rates, gpu: Gpu) -> float:
     cache_bytes = rates.l2_share * gpu.l2_bytes
     again, row_bytes, rows_per_sm = _rereads(kernel, rates)
     read_again = again * kernel.bytes / 2 * _cost(rows_per_sm * gpu.sms * row_bytes / cache_bytes, rates)
-    inputs = kernel.bytes / 2 * _cost(kernel.bytes / max(1, kernel.launches) / cache_bytes, rates)
+    # A gather reads rows of a large table, which no kernel has just written.
+    produced = math.inf if pattern(kernel) == "gather" else kernel.bytes / max(1, kernel.launches) / cache_bytes
+    inputs = kernel.bytes / 2 * _cost(produced, rates)
     return kernel.bytes / 2 + inputs + read_again
 
 

@@ -59,6 +59,15 @@ class AttentionRates:
     flop_j: float
 
 
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """What a kernel's time rests on: confidence, source, and whether tables of this very GPU entered."""
+
+    confidence: str
+    source: str
+    own_data: bool
+
+
 class Rates:
     """Figures for one GPU."""
 
@@ -118,10 +127,7 @@ class Rates:
     def attention(self, kernel: str, dtype: str, head_dim: int, backward: bool) -> AttentionRates:
         """Figures of a fused attention kernel; a head dimension between two listed ones takes the nearest."""
         family = self._family["attention"]
-        name = kernel if kernel in _REPLACEMENT else "flash2"
-        while name not in family:
-            name = _REPLACEMENT[name]
-        listed = {dim: value for dim, value in family[name].items() if isinstance(dim, int)}
+        listed = {dim: value for dim, value in family[self._attention_kernel(kernel)].items() if isinstance(dim, int)}
         share = listed[min(listed, key=lambda dim: (abs(dim - head_dim), dim))][int(backward)]
         blocks = family["blocks"]
         return AttentionRates(
@@ -134,6 +140,27 @@ class Rates:
             bandwidth_share=self.memory_share("gemm"),
             flop_j=self._flop_j(UNITS[self._gpu.arithmetic(dtype)]),
         )
+
+    def basis(self, op: str, dtype: str, kernel: str = "") -> Basis:
+        """Where the figures for `op` in `dtype` come from; inherited ones are a step less certain than their source."""
+        if op == "gemm":
+            units = UNITS[self._gpu.arithmetic(dtype)]
+            entry = self._family["gemm"].get(units, self._family["gemm"]["half"])
+        elif op == "attention":
+            entry = self._family["attention"][self._attention_kernel(kernel)]
+        else:
+            entry = self._family["memory"]
+        own = "gpus" not in entry or self._gpu.name in entry["gpus"]
+        confidence = str(entry["confidence"])
+        return Basis(confidence if own else {"high": "medium"}.get(confidence, "low"), str(entry["source"]),
+                     "gpus" in entry and own)
+
+    def _attention_kernel(self, kernel: str) -> str:
+        """The kernel of this name, or what runs in its place on this family."""
+        name = kernel if kernel in _REPLACEMENT else "flash2"
+        while name not in self._family["attention"]:
+            name = _REPLACEMENT[name]
+        return name
 
     def _flop_j(self, units: str) -> float:
         energies = self._family["power"]["pj_per_flop"]

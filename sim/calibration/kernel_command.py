@@ -1,0 +1,198 @@
+"""What `drystep kernel` and `drystep calibrate --gemm` do: one kernel's time, and a hardware profile from a user's CSV."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sim.calibration import gemm_fit
+from sim.calibration.tables import PRODUCT_COLUMNS, Group, read_csv, row_kernel
+from sim.errors import Fault, UserError
+from sim.hardware import Device, Gpu, gpu
+from sim.hardware.attention import attention_work
+from sim.hardware.operators import ROW_WISE, attention_kernel, product_kernel, row_wise_kernel
+from sim.hardware.rates import UNITS
+from sim.hardware.timing import Timing
+from sim.work import DTYPE_BYTES, Kernel
+
+_SHAPES = {"gemm": "m,n,k or batch,m,n,k", "attention": "batch,heads,kv_heads,queries,keys,head_dim",
+           "optimizer": "parameters", "": "rows,cols"}
+_ADAM_BYTES = 28  # per parameter: p, g, m, v read in fp32; p, m, v written
+_FEWEST_ROWS = 10
+_FIFTH = 5
+
+
+@dataclass(frozen=True)
+class KernelAnswer:
+    """Predicted times of one kernel. `time_us`: timed alone in a benchmark; `sustained_us`: within a long training run."""
+
+    gpu: str
+    op: str
+    dtype: str
+    shape: tuple[int, ...]
+    time_us: float
+    sustained_us: float
+    beside_24_channels_us: float
+    tflops: float | None
+    gb_s: float
+    share_of_peak: float | None
+    confidence: str
+    rests_on: str
+
+    def to_json(self) -> str:
+        """The answer as one JSON object."""
+        return json.dumps(self.__dict__ | {"shape": list(self.shape)}, indent=1)
+
+    def to_text(self) -> str:
+        """The answer in a few lines."""
+        rate = f"{self.tflops:.1f} TFLOP/s ({100 * (self.share_of_peak or 0):.0f}% of peak), " if self.tflops else ""
+        return (f"{self.op} {'x'.join(map(str, self.shape))} {self.dtype} on {self.gpu}\n"
+                f"  alone          {self.time_us:12.2f} us   {rate}{self.gb_s:.0f} GB/s\n"
+                f"  in a long run  {self.sustained_us:12.2f} us   at the clock the power limit allows\n"
+                f"  beside a collective of 24 channels {self.beside_24_channels_us:.2f} us\n"
+                f"  confidence {self.confidence}: {self.rests_on}")
+
+
+def kernel_command(gpu_name: str | dict[str, Any] | Path, op: str, shape: Sequence[int] | str, dtype: str = "bf16",
+                   layout: str = "tn", backward: bool = False, causal: bool = True,
+                   kernel: str = "flash2") -> KernelAnswer:
+    """Predicted time of one kernel.
+
+    Args:
+        gpu_name: a GPU of the catalogue, a mapping, or the path of a profile that `calibrate_gemm` wrote.
+        op: `gemm`, `attention`, `optimizer`, or a row-wise operator (`softmax`, `ln`, `gelu`, `add`, `mlp_act`, ...).
+        shape: integers, or text such as "4096,4096,4096" or "4096x4096x4096"; by operator: gemm m,n,k or batch,m,n,k;
+            attention batch,heads,kv_heads,queries,keys,head_dim; optimizer parameters; row-wise rows,cols.
+        layout: of a product: tn forward, nn data gradient, nt weight gradient.
+        backward, causal, kernel: of attention; `kernel` = flash1, flash2, flash3, triton.
+
+    Raises:
+        UserError: unknown GPU, operator or dtype, or a shape that does not fit the operator.
+    """
+    if dtype not in DTYPE_BYTES:
+        raise UserError(Fault(f"unknown dtype {dtype!r}; known are {', '.join(DTYPE_BYTES)}", "dtype"))
+    card = gpu(gpu_name)
+    asked = _kernel(op, _integers(op, shape), dtype, layout, backward, causal, kernel)
+    short = float(Device(card, sustained=False).times([asked])[0])
+    device = Device(card)
+    long, beside = (float(device.times([asked], taken)[0]) for taken in (0, 24))
+    basis = device.basis(asked)
+    work = attention_work(asked) if asked.op == "attention" else asked.flops
+    return KernelAnswer(card.name, op, dtype, asked.shape, 1e6 * short, 1e6 * long, 1e6 * beside,
+                        work / short / 1e12 if work else None, asked.bytes / short / 1e9,
+                        work / short / card.peak_flops(dtype) if work else None, basis.confidence, basis.source)
+
+
+def _kernel(op: str, sizes: tuple[int, ...], dtype: str, layout: str, backward: bool, causal: bool,
+            name: str) -> Kernel:
+    if op == "gemm":
+        batch, m, n, k = sizes if len(sizes) == 4 else (1, *sizes)
+        if layout not in ("tn", "nn", "nt"):
+            raise UserError(Fault(f"unknown layout {layout!r}; known are tn, nn, nt", "layout"))
+        return product_kernel(m, n, k, batch, dtype, layout, (DTYPE_BYTES[dtype],))
+    if op == "attention":
+        return attention_kernel(*sizes, dtype, backward, causal, name)
+    if op == "optimizer":
+        return Kernel("optimizer", dtype, sizes, "fused", 0.0, sizes[0] * _ADAM_BYTES, "optimizer")
+    return row_wise_kernel(op, *sizes, dtype)
+
+
+def _integers(op: str, shape: Sequence[int] | str) -> tuple[int, ...]:
+    parts = re.split(r"[,x ]+", shape.strip()) if isinstance(shape, str) else list(shape)
+    try:
+        sizes = tuple(int(part) for part in parts)
+    except ValueError as error:
+        raise UserError(Fault(f"shape {shape!r} is not a row of integers", "shape")) from error
+    known = op in _SHAPES or op in ROW_WISE
+    allowed = {"gemm": (3, 4), "attention": (6,), "optimizer": (1,)}.get(op, (2,))
+    if known and (len(sizes) not in allowed or min(sizes) < 1):
+        wanted = _SHAPES.get(op, _SHAPES[""])
+        raise UserError(Fault(f"{op} wants the shape {wanted} in positive integers, not {shape!r}", "shape"))
+    if not known:
+        row_wise_kernel(op, 1, 1, "fp32")
+    return sizes
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A fitted profile and how good it is; errors are medians of |predicted / measured - 1|."""
+
+    profile: dict[str, Any]
+    fits: tuple[dict[str, Any], ...]
+
+    def to_text(self) -> str:
+        """One line per dtype, and how the profile is used."""
+        out = [f"{fit['dtype']}: {fit['rows']} products, median error {100 * fit['before']:.1f}% before, "
+               f"{100 * fit['median']:.1f}% fitted (90%: {100 * fit['p90']:.1f}%), {100 * fit['left_out']:.1f}% on every "
+               "fifth shape left out" for fit in self.fits]
+        return "\n".join([*out, "use it as cluster.topology.gpu: <this file>, or with `drystep kernel --gpu <this file>`"])
+
+
+def calibrate_gemm(csv_path: str | Path, gpu_name: str, out: str | Path | None = None) -> Calibration:
+    """Fits a GPU's matrix-product figures to a CSV of gpu,dtype,m,n,k,batch,time_us,source.
+
+    Args:
+        csv_path: rows measured on one kind of GPU, in a loop (`python -m sim.calibration.measure_gpu` writes such a file);
+            a `gpu` column naming another GPU is not looked at.
+        gpu_name: the GPU of the catalogue that the profile starts from.
+        out: where the profile (YAML) goes, for `sim.hardware.gpu` and `cluster.topology.gpu` to name; nowhere if None.
+
+    Raises:
+        UserError: file or GPU unknown, a column missing, a value that is no number, or fewer than ten products.
+    """
+    import yaml
+
+    base = gpu(gpu_name)
+    by_dtype: dict[str, list[dict[str, str]]] = {}
+    for row in read_csv(Path(csv_path), PRODUCT_COLUMNS):
+        by_dtype.setdefault(row["dtype"], []).append(row)
+    figures: dict[str, Any] = {}
+    fits = []
+    for dtype, rows in by_dtype.items():
+        group = _user_group(base, dtype, rows, Path(csv_path))
+        values, quality = _fitted(group)
+        figures[UNITS[base.arithmetic(dtype)]] = {name: float(f"{value:.4g}") for name, value in values.items()}
+        fits.append({"dtype": dtype, **quality})
+    profile = {"name": f"{base.name}-calibrated", "like": base.name, "kernel_figures": {"gemm": figures},
+               "confidence": "high", "sources": [f"calibrate: {Path(csv_path).name}"], "calibration": fits}
+    if out is not None:
+        Path(out).write_text(yaml.safe_dump(profile, sort_keys=False), encoding="utf-8")
+    return Calibration(profile, tuple(fits))
+
+
+def _user_group(base: Gpu, dtype: str, rows: list[dict[str, str]], path: Path) -> Group:
+    if dtype not in DTYPE_BYTES:
+        raise UserError(Fault(f"{path.name}: unknown dtype {dtype!r}", str(path)))
+    if len(rows) < _FEWEST_ROWS:
+        raise UserError(Fault(f"{path.name}: {len(rows)} products in {dtype}; a fit needs at least {_FEWEST_ROWS}",
+                              str(path)))
+    try:
+        kernels = tuple(row_kernel(row) for row in rows)
+        measured = np.array([float(row["time_us"]) for row in rows]) * 1e-6
+    except ValueError as error:
+        raise UserError(Fault(f"{path.name}: {error}", str(path))) from error
+    if min(measured) <= 0 or min(min(kernel.shape) for kernel in kernels) < 1:
+        raise UserError(Fault(f"{path.name}: sizes and times must be positive", str(path)))
+    looped = Timing(0.0, 0.0, 0.0, 1.0, None)
+    return Group(path.name, base.name, dtype, "gemm", base, looped, kernels, measured, ("gemm",) * len(rows))
+
+
+def _fitted(group: Group) -> tuple[dict[str, float], dict[str, Any]]:
+    places = np.arange(len(group.kernels))
+    whole, kept = gemm_fit.sample(group), gemm_fit.sample(group.pick(places[places % _FIFTH > 0]))
+    rest = gemm_fit.sample(group.pick(places[places % _FIFTH == 0]), None)
+    values, partial = gemm_fit.fit([whole]), gemm_fit.fit([kept])
+    full = gemm_fit.sample(group, None)
+    errors = np.abs(full.predict(values) / group.measured_s - 1)
+    values.pop("energy", None)
+    return values, {
+        "rows": len(group.kernels), "before": float(np.median(np.abs(full.predict({}) / group.measured_s - 1))),
+        "median": float(np.median(errors)), "p90": float(np.percentile(errors, 90)),
+        "left_out": float(np.median(np.abs(rest.predict(partial) / rest.group.measured_s - 1))),
+    }
