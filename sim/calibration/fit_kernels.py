@@ -103,14 +103,15 @@ def assess(members: Sequence[Group], say: Callable[[str], None] = lambda _: None
 
 def _without_gpu(key: Key, name: str, keyed: Mapping[Key, list[Group]],
                  inside: Mapping[Key, Figures]) -> tuple[Figures, str]:
-    """Figures for a GPU from the tables of all others: its family's, else the generation's before, else the one after."""
+    """Figures for a GPU from the tables of all others: its family's, else the generation's before, else the next."""
     kind, family, units = key
     siblings = [group for group in keyed[key] if group.gpu.name != name]
     if siblings:
         return fit(key, siblings), ", ".join(sorted({group.gpu.name for group in siblings}))
     own = GENERATIONS.index(family)
-    order = sorted((GENERATIONS.index(other) > own, abs(GENERATIONS.index(other) - own), other)
-                   for wanted, other, same in keyed if wanted == kind and same == units and other != family)
+    places = {other: GENERATIONS.index(other) for wanted, other, same in keyed
+              if (wanted, same) == (kind, units) and other != family}
+    order = sorted((place > own, abs(place - own), other) for other, place in places.items())
     nearest = order[0][2]
     return inside[kind, nearest, units], f"family {nearest}"
 
@@ -146,7 +147,8 @@ def document(fitted: Mapping[Key, Figures], keyed: Mapping[Key, Sequence[Group]]
         rounded = {name: float(f"{value:.3g}") for name, value in figures.items()}
         rows = sum(len(group.kernels) for group in members)
         origin = {"source": "fit_kernels: " + ", ".join(sorted({f"{group.file} {group.label}" for group in members})),
-                  "gpus": sorted({group.gpu.name for group in members}), "rows": rows, "confidence": "high" if rows >= 300 else "medium"}
+                  "gpus": sorted({group.gpu.name for group in members}), "rows": rows,
+                  "confidence": "high" if rows >= 300 else "medium"}
         entry = families.setdefault(family, {})
         if kind == "gemm":
             energy = rounded.pop("energy", None)
@@ -179,9 +181,10 @@ def write(path: Path = FITTED) -> dict[str, Any]:
     keyed = by_key(groups())
     fitted = {key: fit(key, members) for key, members in keyed.items()}
     result = document(fitted, keyed)
-    head = ("# Written by `python -m sim.calibration.fit_kernels` from sim/calibration/data; do not edit. Meanings and units: kernels.yaml,\n"
-            "# whose figures of the same name these replace.\n")
-    path.write_text(head + yaml.safe_dump(result, sort_keys=False, width=160, default_flow_style=None), encoding="utf-8")
+    head = ("# Written by `python -m sim.calibration.fit_kernels` from sim/calibration/data; do not edit.\n"
+            "# Meanings and units: kernels.yaml, whose figures of the same name these replace.\n")
+    text = yaml.safe_dump(result, sort_keys=False, width=160, default_flow_style=None)
+    path.write_text(head + text, encoding="utf-8")
     return result
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +49,8 @@ class Sample:
     def predict(self, figures: Mapping[str, float]) -> Vector:
         """Seconds the benchmark would report."""
         rates = self.rates
-        values = {name: float(value) for name, value in figures.items() if name in FIGURES and name != "eta"}
+        named = [name for name in figures if name in FIGURES and name != "eta"]
+        values: dict[str, Any] = {name: float(figures[name]) for name in named}
         if "eta" in figures:
             values["flops_per_s"] = self.group.gpu.peak_flops(self.group.dtype) * float(figures["eta"])
         values["flop_j"] = rates.flop_j * float(figures.get("energy", 1.0))

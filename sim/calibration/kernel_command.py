@@ -1,4 +1,4 @@
-"""What `drystep kernel` and `drystep calibrate --gemm` do: one kernel's time, and a hardware profile from a user's CSV."""
+"""What `drystep kernel` and `drystep calibrate --gemm` do: one kernel's time; a hardware profile from a CSV."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from sim.calibration import gemm_fit
+from sim.calibration.optimise import Vector
 from sim.calibration.tables import PRODUCT_COLUMNS, Group, read_csv, row_kernel
 from sim.errors import Fault, UserError
 from sim.hardware import Device, Gpu, gpu
@@ -26,11 +27,12 @@ _SHAPES = {"gemm": "m,n,k or batch,m,n,k", "attention": "batch,heads,kv_heads,qu
 _ADAM_BYTES = 28  # per parameter: p, g, m, v read in fp32; p, m, v written
 _FEWEST_ROWS = 10
 _FIFTH = 5
+_IDLE_GAP_S = 0.02  # the GPU rests between calls timed alone: far longer than a call
 
 
 @dataclass(frozen=True)
 class KernelAnswer:
-    """Predicted times of one kernel. `time_us`: timed alone in a benchmark; `sustained_us`: within a long training run."""
+    """Predicted times of one kernel; `time_us`: alone in a benchmark, `sustained_us`: within a long training run."""
 
     gpu: str
     op: str
@@ -97,10 +99,11 @@ def _kernel(op: str, sizes: tuple[int, ...], dtype: str, layout: str, backward: 
             raise UserError(Fault(f"unknown layout {layout!r}; known are tn, nn, nt", "layout"))
         return product_kernel(m, n, k, batch, dtype, layout, (DTYPE_BYTES[dtype],))
     if op == "attention":
-        return attention_kernel(*sizes, dtype, backward, causal, name)
+        batch, heads, kv_heads, queries, keys, dim = sizes
+        return attention_kernel(batch, heads, kv_heads, queries, keys, dim, dtype, backward, causal, name)
     if op == "optimizer":
         return Kernel("optimizer", dtype, sizes, "fused", 0.0, sizes[0] * _ADAM_BYTES, "optimizer")
-    return row_wise_kernel(op, *sizes, dtype)
+    return row_wise_kernel(op, sizes[0], sizes[1], dtype)
 
 
 def _integers(op: str, shape: Sequence[int] | str) -> tuple[int, ...]:
@@ -129,19 +132,20 @@ class Calibration:
     def to_text(self) -> str:
         """One line per dtype, and how the profile is used."""
         out = [f"{fit['dtype']}: {fit['rows']} products, median error {100 * fit['before']:.1f}% before, "
-               f"{100 * fit['median']:.1f}% fitted (90%: {100 * fit['p90']:.1f}%), {100 * fit['left_out']:.1f}% on every "
-               "fifth shape left out" for fit in self.fits]
-        return "\n".join([*out, "use it as cluster.topology.gpu: <this file>, or with `drystep kernel --gpu <this file>`"])
+               f"{100 * fit['median']:.1f}% fitted (90%: {100 * fit['p90']:.1f}%), {100 * fit['left_out']:.1f}% on "
+               "every fifth shape left out" for fit in self.fits]
+        use = "use it as cluster.topology.gpu: <this file>, or with `drystep kernel --gpu <this file>`"
+        return "\n".join([*out, use])
 
 
 def calibrate_gemm(csv_path: str | Path, gpu_name: str, out: str | Path | None = None) -> Calibration:
     """Fits a GPU's matrix-product figures to a CSV of gpu,dtype,m,n,k,batch,time_us,source.
 
     Args:
-        csv_path: rows measured on one kind of GPU, in a loop (`python -m sim.calibration.measure_gpu` writes such a file);
-            a `gpu` column naming another GPU is not looked at.
+        csv_path: rows measured on one kind of GPU, as `python -m sim.calibration.measure_gpu` writes them; the `gpu`
+            column is not looked at. A `source` with the word `alone` marks calls with the GPU idle before them.
         gpu_name: the GPU of the catalogue that the profile starts from.
-        out: where the profile (YAML) goes, for `sim.hardware.gpu` and `cluster.topology.gpu` to name; nowhere if None.
+        out: where the profile (YAML) goes, for `cluster.topology.gpu` to name; nowhere if None.
 
     Raises:
         UserError: file or GPU unknown, a column missing, a value that is no number, or fewer than ten products.
@@ -155,8 +159,7 @@ def calibrate_gemm(csv_path: str | Path, gpu_name: str, out: str | Path | None =
     figures: dict[str, Any] = {}
     fits = []
     for dtype, rows in by_dtype.items():
-        group = _user_group(base, dtype, rows, Path(csv_path))
-        values, quality = _fitted(group)
+        values, quality = _fitted(_user_groups(base, dtype, rows, Path(csv_path)))
         figures[UNITS[base.arithmetic(dtype)]] = {name: float(f"{value:.4g}") for name, value in values.items()}
         fits.append({"dtype": dtype, **quality})
     profile = {"name": f"{base.name}-calibrated", "like": base.name, "kernel_figures": {"gemm": figures},
@@ -166,12 +169,20 @@ def calibrate_gemm(csv_path: str | Path, gpu_name: str, out: str | Path | None =
     return Calibration(profile, tuple(fits))
 
 
-def _user_group(base: Gpu, dtype: str, rows: list[dict[str, str]], path: Path) -> Group:
+def _user_groups(base: Gpu, dtype: str, rows: list[dict[str, str]], path: Path) -> list[Group]:
+    """Rows timed alone (the word stands in `source`) ran at full clock, all others in a loop at the settled one."""
     if dtype not in DTYPE_BYTES:
         raise UserError(Fault(f"{path.name}: unknown dtype {dtype!r}", str(path)))
     if len(rows) < _FEWEST_ROWS:
         raise UserError(Fault(f"{path.name}: {len(rows)} products in {dtype}; a fit needs at least {_FEWEST_ROWS}",
                               str(path)))
+    alone = [row for row in rows if "alone" in row["source"].split()]
+    looped = [row for row in rows if "alone" not in row["source"].split()]
+    return [_user_group(base, dtype, some, path, gap_s)
+            for some, gap_s in ((alone, _IDLE_GAP_S), (looped, 0.0)) if some]
+
+
+def _user_group(base: Gpu, dtype: str, rows: list[dict[str, str]], path: Path, gap_s: float) -> Group:
     try:
         kernels = tuple(row_kernel(row) for row in rows)
         measured = np.array([float(row["time_us"]) for row in rows]) * 1e-6
@@ -179,20 +190,23 @@ def _user_group(base: Gpu, dtype: str, rows: list[dict[str, str]], path: Path) -
         raise UserError(Fault(f"{path.name}: {error}", str(path))) from error
     if min(measured) <= 0 or min(min(kernel.shape) for kernel in kernels) < 1:
         raise UserError(Fault(f"{path.name}: sizes and times must be positive", str(path)))
-    looped = Timing(0.0, 0.0, 0.0, 1.0, None)
-    return Group(path.name, base.name, dtype, "gemm", base, looped, kernels, measured, ("gemm",) * len(rows))
+    return Group(path.name, base.name, dtype, "gemm", base, Timing(0.0, 0.0, gap_s, 1.0, None), kernels, measured,
+                 ("gemm",) * len(rows))
 
 
-def _fitted(group: Group) -> tuple[dict[str, float], dict[str, Any]]:
-    places = np.arange(len(group.kernels))
-    whole, kept = gemm_fit.sample(group), gemm_fit.sample(group.pick(places[places % _FIFTH > 0]))
-    rest = gemm_fit.sample(group.pick(places[places % _FIFTH == 0]), None)
-    values, partial = gemm_fit.fit([whole]), gemm_fit.fit([kept])
-    full = gemm_fit.sample(group, None)
-    errors = np.abs(full.predict(values) / group.measured_s - 1)
+def _fitted(groups: Sequence[Group]) -> tuple[dict[str, float], dict[str, Any]]:
+    """Figures from all rows, and errors: before, fitted, and of every fifth shape by a fit without those."""
+    kept = [group.pick(np.flatnonzero(np.arange(len(group.kernels)) % _FIFTH)) for group in groups]
+    out = [group.pick(np.arange(0, len(group.kernels), _FIFTH)) for group in groups]
+    values = gemm_fit.fit([gemm_fit.sample(group) for group in groups])
+    partial = gemm_fit.fit([gemm_fit.sample(group) for group in kept if group.kernels])
     values.pop("energy", None)
-    return values, {
-        "rows": len(group.kernels), "before": float(np.median(np.abs(full.predict({}) / group.measured_s - 1))),
-        "median": float(np.median(errors)), "p90": float(np.percentile(errors, 90)),
-        "left_out": float(np.median(np.abs(rest.predict(partial) / rest.group.measured_s - 1))),
-    }
+    fitted = _errors(groups, values)
+    return values, {"rows": len(fitted), "before": float(np.median(_errors(groups, {}))),
+                    "median": float(np.median(fitted)), "p90": float(np.percentile(fitted, 90)),
+                    "left_out": float(np.median(_errors(out, partial)))}
+
+
+def _errors(groups: Sequence[Group], figures: dict[str, float]) -> Vector:
+    return np.concatenate([np.abs(gemm_fit.sample(group, None).predict(figures) / group.measured_s - 1)
+                           for group in groups if group.kernels])

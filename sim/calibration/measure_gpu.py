@@ -2,11 +2,11 @@
 
 Writes CSVs that `drystep calibrate` reads and that can join `sim/calibration/data`:
 
-* gemm.csv (gpu,dtype,m,n,k,batch,time_us,source): products by shape and layout; `alone` = median of single calls with the
-  host's gaps between, `sequence` = mean within a queue of some seconds, which is at the sustained clock.
+* gemm.csv (gpu,dtype,m,n,k,batch,time_us,source): products by shape and layout; `alone` = median of single calls with
+  the host's gaps between, `sequence` = mean within a queue of some seconds, which is at the sustained clock.
 * rows.csv (gpu,dtype,op,rows,cols,time_us,source): row-wise operators, cross-entropy, optimizers (rows = parameters).
-* attention.csv, host.csv, beside.csv (a product beside a kernel that holds k SMs), memory.csv (context), steps.csv (steps of
-  small transformers with peak allocated and reserved memory).
+* attention.csv, host.csv, beside.csv (a product beside a kernel that holds k SMs), memory.csv (context), steps.csv
+  (steps of small transformers with peak allocated and reserved memory).
 
 PyTorch is imported when measuring, never at import. `--dry-run` measures tiny shapes on the CPU: it tests the script.
 """
@@ -18,25 +18,28 @@ import csv
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sim.calibration.tables import PRODUCT_COLUMNS, ROW_WISE_COLUMNS
 
-ATTENTION_COLUMNS = ("gpu", "dtype", "batch", "heads", "kv_heads", "seq", "head_dim", "causal", "direction", "time_us", "source")
+ATTENTION_COLUMNS = ("gpu", "dtype", "batch", "heads", "kv_heads", "seq", "head_dim", "causal", "direction", "time_us",
+                     "source")
 HOST_COLUMNS = ("gpu", "operator", "time_us", "source")
 BESIDE_COLUMNS = ("gpu", "dtype", "m", "n", "k", "sms_held", "time_us", "source")
 MEMORY_COLUMNS = ("gpu", "what", "bytes", "source")
-STEP_COLUMNS = ("gpu", "dtype", "layers", "hidden", "heads", "vocab", "batch", "seq", "optimizer", "step_us", "peak_allocated",
-                "peak_reserved", "source")
+STEP_COLUMNS = ("gpu", "dtype", "layers", "hidden", "heads", "vocab", "batch", "seq", "optimizer", "step_us",
+                "peak_allocated", "peak_reserved", "source")
 Row = tuple[Any, ...]
 
 _PRODUCTS = [(m, n, k) for m in (128, 512, 1024, 2048, 4096, 8192, 16384)
-             for n, k in ((1024, 1024), (3072, 1024), (4096, 1024), (1024, 4096), (2560, 2560), (4096, 4096), (12288, 4096),
-                          (11008, 4096), (4096, 11008), (5120, 5120), (8192, 8192), (28672, 8192), (8192, 28672), (50304, 4096),
-                          (50257, 2048))]
+             for n, k in ((1024, 1024), (3072, 1024), (4096, 1024), (1024, 4096), (2560, 2560), (4096, 4096),
+                          (12288, 4096), (11008, 4096), (4096, 11008), (5120, 5120), (8192, 8192), (28672, 8192),
+                          (8192, 28672), (50304, 4096), (50257, 2048))]
 _TINY_PRODUCTS = [(32, 48, 16), (16, 16, 64)]
-_ROWS = [(rows, cols) for rows in (256, 2048, 16384, 65536) for cols in (512, 1024, 1600, 2048, 4096, 5120, 8192, 16384)]
+_ROWS = [(rows, cols) for rows in (256, 2048, 16384, 65536)
+         for cols in (512, 1024, 1600, 2048, 4096, 5120, 8192, 16384)]
 _VOCABS = (32000, 50304, 128256)
 _STEPS = [(12, 768, 12, 8, 1024), (12, 1536, 12, 8, 1024), (24, 1024, 16, 4, 2048), (8, 4096, 32, 1, 2048)]
 
@@ -106,15 +109,15 @@ def products(bench: Bench) -> Iterator[Row]:
             a, b = bench.tensor(m, k, dtype=dtype), bench.tensor(n, k, dtype=dtype)
             across, down = bench.tensor(k, n, dtype=dtype), bench.tensor(k, m, dtype=dtype)
             for layout, left, right in (("TN", a, b.t()), ("NN", a, across), ("NT", down.t(), across)):
-                def call(left: Any = left, right: Any = right) -> Any:
-                    return bench.torch.mm(left, right)
+                call = partial(bench.torch.mm, left, right)
                 for how, measured in (("alone", bench.alone_us), ("sequence", bench.sequence_us)):
                     if how == "sequence" and (2.0 * m * n * k < 2e11 and not bench.tiny):
                         continue
                     yield bench.gpu, dtype, m, n, k, 1, round(measured(call), 3), f"measure_gpu {layout} {how}"
-        for batch, m, n, k in [(2, 16, 16, 8)] if bench.tiny else [(64, s, s, d) for s in (512, 2048) for d in (64, 128)]:
+        scores = [(64, seq, seq, dim) for seq in (512, 2048) for dim in (64, 128)]
+        for batch, m, n, k in [(2, 16, 16, 8)] if bench.tiny else scores:
             x, y = bench.tensor(batch, m, k, dtype=dtype), bench.tensor(batch, k, n, dtype=dtype)
-            time_us = bench.alone_us(lambda x=x, y=y: bench.torch.bmm(x, y))
+            time_us = bench.alone_us(partial(bench.torch.bmm, x, y))
             yield bench.gpu, dtype, m, n, k, batch, round(time_us, 3), "measure_gpu NN alone"
 
 
@@ -125,18 +128,24 @@ def rows(bench: Bench) -> Iterator[Row]:
         for count, cols in [(4, 64)] if bench.tiny else _ROWS:
             x, y, w = (bench.tensor(*shape, dtype=dtype) for shape in ((count, cols), (count, cols), (cols,)))
             calls: dict[str, Callable[[], Any]] = {
-                "add": lambda x=x, y=y: x + y, "mul": lambda x=x, y=y: x * y, "gelu": lambda x=x: functional.gelu(x),
-                "tanh": lambda x=x: x.tanh(), "softmax": lambda x=x: x.softmax(-1),
-                "ln": lambda x=x, w=w, cols=cols: functional.layer_norm(x, (cols,), w, w),
-                "dropout": lambda x=x: functional.dropout(x, 0.1),
+                "add": partial(bench.torch.add, x, y), "mul": partial(bench.torch.mul, x, y),
+                "gelu": partial(functional.gelu, x), "tanh": partial(bench.torch.tanh, x),
+                "softmax": partial(bench.torch.softmax, x, -1), "ln": partial(functional.layer_norm, x, (cols,), w, w),
+                "dropout": partial(functional.dropout, x, 0.1),
             }
             for op, call in calls.items():
                 yield bench.gpu, dtype, op, count, cols, round(bench.alone_us(call), 3), "measure_gpu alone"
         for vocab in (64,) if bench.tiny else _VOCABS:
             logits = bench.tensor(4 if bench.tiny else 4096, vocab, dtype=dtype, grad=True)
             target = bench.torch.zeros(len(logits), dtype=bench.torch.long, device=bench.device)
-            forward = bench.alone_us(lambda v=logits, t=target: functional.cross_entropy(v.float(), t))
-            both = bench.alone_us(lambda v=logits, t=target: functional.cross_entropy(v.float(), t).backward())
+
+            def loss(logits: Any = logits, target: Any = target) -> Any:
+                return functional.cross_entropy(logits.float(), target)
+
+            def loss_and_gradient(loss: Callable[[], Any] = loss) -> None:
+                loss().backward()
+
+            forward, both = bench.alone_us(loss), bench.alone_us(loss_and_gradient)
             yield bench.gpu, dtype, "cross_entropy", len(logits), vocab, round(forward, 3), "measure_gpu alone"
             yield bench.gpu, dtype, "cross_entropy_both", len(logits), vocab, round(both, 3), "measure_gpu alone"
     yield from _optimizers(bench)
@@ -152,7 +161,8 @@ def _optimizers(bench: Bench) -> Iterator[Row]:
             for parameter in parameters:
                 parameter.grad = bench.torch.ones_like(parameter)
             optimizer = bench.torch.optim.AdamW(parameters, **options)
-            yield bench.gpu, "fp32", op, tensors * size, 1, round(bench.alone_us(optimizer.step, 5), 3), "measure_gpu alone"
+            time_us = bench.alone_us(optimizer.step, 5)
+            yield bench.gpu, "fp32", op, tensors * size, 1, round(time_us, 3), "measure_gpu alone"
 
 
 def attention(bench: Bench) -> Iterator[Row]:
@@ -173,13 +183,14 @@ def attention(bench: Bench) -> Iterator[Row]:
 
 
 def host(bench: Bench) -> Iterator[Row]:
-    """Host time of an operator: wall clock of a queue of tiny ones that the GPU outruns; and of one launch in a graph."""
+    """Host time of an operator: wall clock of a queue of tiny ones that the GPU outruns; a kernel's time in a graph."""
     x = bench.tensor(64, 64)
     parameter = bench.tensor(64, 64, grad=True)
     count = 5 if bench.tiny else 2000
     calls: dict[str, Callable[[], Any]] = {
-        "add": lambda: x + x, "mm": lambda: bench.torch.mm(x, x), "layer_norm": lambda: bench.torch.layer_norm(x, (64,)),
-        "linear": lambda: bench.torch.nn.functional.linear(x, parameter), "softmax": lambda: x.softmax(-1),
+        "add": lambda: x + x, "mm": lambda: bench.torch.mm(x, x), "softmax": lambda: x.softmax(-1),
+        "layer_norm": lambda: bench.torch.layer_norm(x, (64,)),
+        "linear": lambda: bench.torch.nn.functional.linear(x, parameter),
         "linear_forward_backward": lambda: bench.torch.nn.functional.linear(x, parameter).sum().backward(),
     }
     for name, call in calls.items():
@@ -188,14 +199,16 @@ def host(bench: Bench) -> Iterator[Row]:
         begin = time.perf_counter()
         for _ in range(count):
             call()
-        yield bench.gpu, name, round(1e6 * (time.perf_counter() - begin) / count, 3), "measure_gpu queue of tiny operators"
+        host_us = 1e6 * (time.perf_counter() - begin) / count
+        yield bench.gpu, name, round(host_us, 3), "measure_gpu queue of tiny operators"
         bench.wait()
     if bench.device == "cuda":
         graph = bench.torch.cuda.CUDAGraph()
         with bench.torch.cuda.graph(graph):
             for _ in range(100):
                 x.add_(1.0)
-        yield bench.gpu, "graph_kernel", round(bench.sequence_us(graph.replay, 0.2) / 100, 3), "measure_gpu 100 in a graph"
+        kernel_us = bench.sequence_us(graph.replay, 0.2) / 100
+        yield bench.gpu, "graph_kernel", round(kernel_us, 3), "measure_gpu 100 in a graph"
 
 
 _HOLD = r"""
@@ -208,12 +221,13 @@ extern "C" __global__ void hold(const volatile int* stop, long long most) {
 
 def beside(bench: Bench) -> Iterator[Row]:
     """A product beside a kernel whose blocks hold k SMs each (all of an SM's shared memory), as channels do."""
-    shapes = [(16, 16, 16)] if bench.tiny else [(2048, 4096, 4096), (4096, 4096, 4096), (8192, 8192, 4096), (1408, 3072, 4096)]
+    large = [(2048, 4096, 4096), (4096, 4096, 4096), (8192, 8192, 4096), (1408, 3072, 4096)]
+    shapes = [(16, 16, 16)] if bench.tiny else large
     dtype = bench.dtypes[0]
     for held in (0,) if bench.device == "cpu" else (0, 2, 8, 16, 24, 32):
         for m, n, k in shapes:
             a, b = bench.tensor(m, k, dtype=dtype), bench.tensor(k, n, dtype=dtype)
-            time_us = _beside_us(bench, held, lambda a=a, b=b: bench.torch.mm(a, b))
+            time_us = _beside_us(bench, held, partial(bench.torch.mm, a, b))
             yield bench.gpu, dtype, m, n, k, held, round(time_us, 3), "measure_gpu beside a spinning kernel"
 
 
@@ -221,7 +235,7 @@ def _beside_us(bench: Bench, held: int, call: Callable[[], Any]) -> float:
     if not held:
         return bench.alone_us(call)
     torch = bench.torch
-    from torch.cuda import _compile_kernel  # type: ignore[import-not-found,unused-ignore]  # PyTorch 2.9 and later
+    from torch.cuda import _compile_kernel  # PyTorch 2.9 and later
 
     stop = torch.zeros(1, dtype=torch.int32).pin_memory()
     shared = int(torch.cuda.get_device_properties(0).shared_memory_per_block_optin) - 1024
@@ -265,7 +279,8 @@ def steps(bench: Bench) -> Iterator[Row]:
     for layers, hidden, heads, batch, seq in [(1, 16, 2, 2, 8)] if bench.tiny else _STEPS:
         vocab = 64 if bench.tiny else 50304
         dtype = bench.dtypes[0]
-        block = torch.nn.TransformerEncoderLayer(hidden, heads, 4 * hidden, 0.0, "gelu", batch_first=True, norm_first=True)
+        block = torch.nn.TransformerEncoderLayer(hidden, heads, 4 * hidden, 0.0, "gelu", batch_first=True,
+                                                 norm_first=True)
         body = torch.nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
         model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(vocab, hidden), "body": body,
                                      "head": torch.nn.Linear(hidden, vocab, bias=False)}).to(bench.device)
@@ -288,8 +303,8 @@ def steps(bench: Bench) -> Iterator[Row]:
         time_us = bench.sequence_us(step, 3.0)
         allocated = torch.cuda.max_memory_allocated() if bench.device == "cuda" else 0
         reserved = torch.cuda.max_memory_reserved() if bench.device == "cuda" else 0
-        yield (bench.gpu, dtype, layers, hidden, heads, vocab, batch, seq, "adamw_foreach", round(time_us, 1), allocated,
-               reserved, f"measure_gpu torch {torch.__version__}")
+        yield (bench.gpu, dtype, layers, hidden, heads, vocab, batch, seq, "adamw_foreach", round(time_us, 1),
+               allocated, reserved, f"measure_gpu torch {torch.__version__}")
 
 
 PARTS: dict[str, tuple[Sequence[str], Callable[[Bench], Iterable[Row]]]] = {

@@ -55,4 +55,5 @@ def _search(cost: Callable[[Vector], float], start: Vector, step: Vector, rounds
                 costs = [costs[0]] + [cost(point) for point in points[1:]]
         if max(costs) - min(costs) < 1e-7:
             break
-    return points[int(np.argmin(costs))]
+    best: Vector = points[int(np.argmin(costs))]
+    return best

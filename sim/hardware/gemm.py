@@ -139,10 +139,7 @@ def _waves(blocks: Array, sms: int, idle_loss: float) -> Array:
 def _weights(seconds: Array, spread: float) -> Array:
     """Chance of each choice: falls by e with every `spread` that it is slower than the fastest, in relative terms."""
     slower = seconds / seconds.min(axis=1, keepdims=True) - 1.0
-    if spread <= 0:
-        chances = (slower == 0).astype(np.float64)
-    else:
-        chances = np.exp(-slower / spread)
+    chances = np.exp(-slower / spread) if spread > 0 else (slower == 0).astype(np.float64)
     total: Array = chances / chances.sum(axis=1, keepdims=True)
     return total
 

@@ -42,7 +42,7 @@ class Gpu:
         usable_memory_bytes: what CUDA reports as total, ECC and firmware taken out.
         tensor_clock_mhz: clock the tensor peak is stated at.
         pcie: generation and lanes, a key of the catalogue's `copies`.
-        power_limit_w: what it may draw on average; `design_power_w` is the datasheet's, which its constant part follows.
+        power_limit_w: what it may draw on average; `design_power_w` is the datasheet's.
         kernel_figures: figures of this GPU's own calibration that replace its family's (nested as in `kernels.yaml`).
         confidence: high (figures and kernels measured on this GPU), medium or low.
         unverified: figures that no opened source shows.

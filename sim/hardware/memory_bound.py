@@ -29,7 +29,7 @@ _LOAD_BYTES = 16  # per thread and load; softmax gives a row one thread per load
 _MOST_THREADS = 1024
 _WARP = 32
 _PERSISTENT_COLS = 1024  # up to here a softmax row stays in registers (PersistentSoftmax.cuh)
-_ON_CHIP_ROW_BYTES = 48 * 1024 - 256  # a row of an aligned softmax that fits in shared memory (SoftMax.cu, smem variant)
+_ON_CHIP_ROW_BYTES = 48 * 1024 - 256  # an aligned softmax row that fits in shared memory (SoftMax.cu, smem)
 
 
 def pattern(kernel: Kernel) -> str:

@@ -30,8 +30,8 @@ ROW_WISE = {
     "relu": RowWise("elementwise", 2), "tanh": RowWise("elementwise", 2), "dropout": RowWise("elementwise", 2.25),
     "ln": RowWise("norm", 2), "layernorm": RowWise("norm", 2), "softmax": RowWise("softmax", 2),
     "emb": RowWise("embedding", 2), "embedding": RowWise("embedding", 2),
-    # A copy of the residual, then the norm, which reads its row twice (2 + 3 accesses, two kernels); 5.5 agrees better with
-    # the tables of both A100 and H100: single 2-byte loads.
+    # A copy of the residual, then the norm, which reads its row twice (2 + 3 accesses, two kernels); 5.5 agrees better
+    # with the tables of both A100 and H100: single 2-byte loads.
     "input_layernorm": RowWise("elementwise", 5.5, 2), "rmsnorm": RowWise("norm", 2),
     # silu of one half to a temporary (2), product with the other half (3); columns are those of the output.
     "mlp_act": RowWise("elementwise", 5, 2), "silu_mul": RowWise("elementwise", 3),

@@ -20,7 +20,7 @@ class Timing:
     lead_s: Mapping[str, float] | float
     floor_s: Mapping[str, float] | float
     gap_s: float
-    host: float
+    host: Mapping[str, float] | float
     lead_share: Mapping[str, float] | None
     start_s: float | None = None
 
@@ -31,20 +31,19 @@ class Timing:
 
     def read(self, op: str, gpu_s: NDArray[np.float64]) -> NDArray[np.float64]:
         """Seconds the benchmark reports for kernels of operator `op` that take `gpu_s` on the GPU."""
-        floor_s = self.host * _of(self.floor_s, op)
-        if self.lead_share is None:
-            lead_s = self.host * _of(self.lead_s, op)
-        else:
-            lead_s = floor_s * _of(self.lead_share, op)
+        host = _of(self.host, op)
+        floor_s = host * _of(self.floor_s, op)
+        lead_s = host * _of(self.lead_s, op) if self.lead_share is None else floor_s * _of(self.lead_share, op)
         read: NDArray[np.float64] = np.maximum(gpu_s + lead_s, floor_s)
         return read
 
 
 def timing(source: str, label: str) -> Timing:
-    """How the benchmark `source` (`vidur`, `simumax`, `deepbench`, `neusight`) reads kernels on the GPU it calls `label`."""
+    """How the benchmark `source` (a key of `timings.yaml`) reads kernels on the GPU it calls `label`."""
     entry: dict[str, Any] = table("hardware/timings.yaml")["sources"][source]
-    return Timing(entry.get("lead_s", 0.0), entry["floor_s"], float(entry["gap_s"]),
-                  float(entry.get("host", {}).get(label, 1.0)), entry.get("lead_share"), entry.get("start_s", {}).get(label))
+    return Timing(lead_s=entry.get("lead_s", 0.0), floor_s=entry["floor_s"], gap_s=float(entry["gap_s"]),
+                  host=entry.get("host", {}).get(label, 1.0), lead_share=entry.get("lead_share"),
+                  start_s=entry.get("start_s", {}).get(label))
 
 
 def card(source: str, label: str) -> str:
