@@ -13,11 +13,11 @@ import numpy as np
 
 from sim.calibration import gemm_fit
 from sim.calibration.optimise import Vector
-from sim.calibration.tables import PRODUCT_COLUMNS, Group, read_csv, row_kernel
+from sim.calibration.tables import PRODUCT_COLUMNS, Group, read_csv
 from sim.errors import Fault, UserError
 from sim.hardware import Device, Gpu, gpu
 from sim.hardware.attention import attention_work
-from sim.hardware.operators import ROW_WISE, attention_kernel, product_kernel, row_wise_kernel
+from sim.hardware.operators import ROW_WISE, attention_kernel, product_kernel, row_wise_kernel, table_kernel
 from sim.hardware.rates import UNITS
 from sim.hardware.timing import Timing
 from sim.work import DTYPE_BYTES, Kernel
@@ -184,7 +184,7 @@ def _user_groups(base: Gpu, dtype: str, rows: list[dict[str, str]], path: Path) 
 
 def _user_group(base: Gpu, dtype: str, rows: list[dict[str, str]], path: Path, gap_s: float) -> Group:
     try:
-        kernels = tuple(row_kernel(row) for row in rows)
+        kernels = tuple(table_kernel(row) for row in rows)
         measured = np.array([float(row["time_us"]) for row in rows]) * 1e-6
     except ValueError as error:
         raise UserError(Fault(f"{path.name}: {error}", str(path))) from error

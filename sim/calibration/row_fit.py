@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from sim.calibration.optimise import Vector, minimise
 from sim.calibration.tables import Group
-from sim.hardware import Device
-from sim.hardware.rates import merged
+from sim.hardware.timing import reported_s
 
 #: Figure of `memory`, lowest and highest physical value, value expected before any data.
 MEMORY: dict[str, tuple[float, float, float]] = {
@@ -29,15 +27,7 @@ _FEW_ROWS_WEIGHT = 4.0e-3  # where a table has some ten rows
 
 def predict(group: Group, figures: Mapping[str, Any] | None = None) -> Vector:
     """Seconds the benchmark would report for a group, with some of its GPU's kernel figures replaced."""
-    changes = merged(merged(group.gpu.kernel_figures, figures or {}), group.timing.figures)
-    card = replace(group.gpu, kernel_figures=changes)
-    gpu_s = Device(card, sustained=False, gap_s=group.timing.gap_s).times(group.kernels)
-    hosts = np.array(group.hosts)
-    read = np.empty_like(gpu_s)
-    for host in set(group.hosts):
-        rows = hosts == host
-        read[rows] = group.timing.read(host, gpu_s[rows])
-    return read
+    return reported_s(group.gpu, group.timing, group.kernels, group.hosts, figures)
 
 
 def thinned(group: Group, most: int = _MOST_ROWS) -> Group:

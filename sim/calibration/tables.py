@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import gzip
 import io
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,16 +18,13 @@ from numpy.typing import NDArray
 
 from sim.errors import Fault, UserError
 from sim.hardware import Gpu, gpu
-from sim.hardware.operators import attention_kernel, product_kernel, row_wise_kernel
-from sim.hardware.timing import Timing, card, timing
+from sim.hardware.operators import attention_kernel, table_kernel
+from sim.hardware.timing import SOURCES, Timing, card, timing
 from sim.work import Kernel
 
 DATA = Path(__file__).resolve().parent / "data"
 PRODUCT_COLUMNS = ("gpu", "dtype", "m", "n", "k", "batch", "time_us", "source")
 ROW_WISE_COLUMNS = ("gpu", "dtype", "op", "rows", "cols", "time_us", "source")
-#: Benchmark behind a file, by the start of its name.
-SOURCES = ("vidur", "simumax", "deepbench", "neusight")
-_LAYOUT = re.compile(r"\b(TN|NN|NT)\b")
 
 
 @dataclass(frozen=True)
@@ -96,21 +92,10 @@ def _group(path: Path, source: str) -> Iterator[Group]:
     for row in rows:
         by_group.setdefault((row["gpu"], row["dtype"], row.get("op", "gemm")), []).append(row)
     for (label, dtype, op), members in by_group.items():
-        kernels = tuple(row_kernel(row) for row in members)
+        kernels = tuple(table_kernel(row) for row in members)
         hosts = tuple(op if row_wise else row["source"].split("-")[0] for row in members)
         yield Group(path.name.split(".")[0], label, dtype, op, gpu(card(source, label)), timing(source, label), kernels,
                     np.array([float(row["time_us"]) for row in members]) * 1e-6, hosts)
-
-
-def row_kernel(row: dict[str, str]) -> Kernel:
-    """The kernel behind one row of a product table or a row-wise table."""
-    if "op" in row and row["op"] != "gemm":
-        return row_wise_kernel(row["op"], int(row["rows"]), int(row["cols"]), row["dtype"], row["source"])
-    m, n, k, batch = (int(row[name]) for name in ("m", "n", "k", "batch"))
-    layout = _LAYOUT.search(row["source"])
-    width = 4.0 if row["dtype"] in ("fp32", "tf32") or "out=fp32" in row["source"] else 2.0
-    passes = (width, width) if "acc=True" in row["source"] else (width,)
-    return product_kernel(m, n, k, batch, row["dtype"], layout.group().lower() if layout else "tn", passes)
 
 
 def _attention(path: Path) -> Iterator[Group]:

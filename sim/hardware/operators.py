@@ -6,11 +6,15 @@ many kernels it launches, counted in the source named.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sim.errors import Fault, UserError, nearest
 from sim.work import DTYPE_BYTES, Kernel
+
+_LAYOUT = re.compile(r"\b(TN|NN|NT)\b")  # forward, data gradient, weight gradient, in a table's `source`
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +90,17 @@ def attention_kernel(batch: int, heads: int, kv_heads: int, queries: int, keys: 
     return Kernel("attention", dtype, (batch, heads, kv_heads, queries, keys, round(mean)),
                   "backward" if backward else "forward", flops, tensors * (2.0 if backward else 1.0), "attention",
                   causal=causal, kernel=kernel)
+
+
+def table_kernel(row: Mapping[str, Any]) -> Kernel:
+    """The kernel behind one row of a product table (m, n, k, batch) or a row-wise table (op, rows, cols).
+
+    Both have `dtype` and `source`, whose words tell layout, accumulation and, by the model's name, variants.
+    """
+    if row.get("op", "gemm") != "gemm":
+        return row_wise_kernel(str(row["op"]), int(row["rows"]), int(row["cols"]), row["dtype"], str(row["source"]))
+    m, n, k, batch = (int(row[name]) for name in ("m", "n", "k", "batch"))
+    layout = _LAYOUT.search(str(row["source"]))
+    width = 4.0 if row["dtype"] in ("fp32", "tf32") or "out=fp32" in str(row["source"]) else 2.0
+    passes = (width, width) if "acc=True" in str(row["source"]) else (width,)
+    return product_kernel(m, n, k, batch, row["dtype"], layout.group().lower() if layout else "tn", passes)

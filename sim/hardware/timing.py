@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sim.catalog import table
-from sim.hardware.gpu import canonical_gpu
+from sim.hardware.device import Device
+from sim.hardware.gpu import Gpu, canonical_gpu
+from sim.hardware.rates import merged
+from sim.work import Kernel
+
+#: Benchmarks whose tables are named after them.
+SOURCES = ("vidur", "simumax", "deepbench", "neusight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,32 @@ def timing(source: str, label: str) -> Timing:
     return Timing(lead_s=entry.get("lead_s", 0.0), floor_s=entry["floor_s"], gap_s=float(entry["gap_s"]),
                   host=entry.get("host", {}).get(label, 1.0), lead_share=entry.get("lead_share"),
                   start_s=entry.get("start_s", {}).get(label))
+
+
+def source_of(file_name: str) -> str:
+    """The benchmark behind a table, by the start of its file's name; `loop` for any other."""
+    return next((name for name in SOURCES if file_name.startswith(name)), "loop")
+
+
+def reported_s(gpu: Gpu, method: Timing, kernels: Sequence[Kernel], operators: Sequence[str],
+               figures: Mapping[str, Any] | None = None) -> NDArray[np.float64]:
+    """Seconds a benchmark would report for each kernel.
+
+    Args:
+        gpu: the GPU it ran on (`card` names it).
+        method: how it reads times.
+        kernels: what it timed.
+        operators: each as the host calls it (`add`, `ln`; of a product table, the first word of `source` before "-").
+        figures: kernel figures to use in place of the GPU's (nested as in `kernels.yaml`).
+    """
+    changes = merged(merged(gpu.kernel_figures, figures or {}), method.figures)
+    gpu_s = Device(replace(gpu, kernel_figures=changes), sustained=False, gap_s=method.gap_s).times(kernels)
+    names = np.array(operators)
+    read = np.empty_like(gpu_s)
+    for name in set(operators):
+        rows = names == name
+        read[rows] = method.read(name, gpu_s[rows])
+    return read
 
 
 def card(source: str, label: str) -> str:

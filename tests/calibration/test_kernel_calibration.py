@@ -12,11 +12,11 @@ from sim.calibration import fit_kernels, gemm_fit, measure_gpu
 from sim.calibration.kernel_command import calibrate_gemm, kernel_command
 from sim.calibration.kernels_report import Line, contention, lines, markdown
 from sim.calibration.optimise import minimise
-from sim.calibration.tables import PRODUCT_COLUMNS, Group, groups, row_kernel
+from sim.calibration.tables import PRODUCT_COLUMNS, Group, groups
 from sim.errors import UserError
 from sim.hardware import Device, gpu
-from sim.hardware.operators import product_kernel
-from sim.hardware.timing import Timing, card, timing
+from sim.hardware.operators import product_kernel, row_wise_kernel, table_kernel
+from sim.hardware.timing import Timing, card, reported_s, source_of, timing
 
 SHAPES = [(m, n, k) for m in (256, 640, 1024, 2048, 4096)
           for n, k in ((1024, 1024), (4096, 4096), (11008, 4096), (4096, 768))]
@@ -106,7 +106,7 @@ def test_shipped_tables_have_every_kind_and_their_own_cards() -> None:
 def test_an_accumulating_product_reads_and_writes_its_output() -> None:
     row = {"gpu": "x", "dtype": "bf16", "m": "8", "n": "16", "k": "4", "batch": "1", "time_us": "1",
            "source": "SimuMax NT acc=True out=fp32"}
-    kernel = row_kernel(row)
+    kernel = table_kernel(row)
     assert kernel.variant == "nt" and kernel.bytes == 2 * (8 * 4 + 4 * 16) + 8 * 8 * 16
 
 
@@ -122,6 +122,17 @@ def test_a_benchmark_adds_its_lead_and_never_reads_less_than_the_host_takes() ->
     read = method.read("add", np.array([1e-6, 1e-3]))
     assert read[0] == pytest.approx(26.5e-6)
     assert read[1] == pytest.approx(1e-3 + 0.45 * 26.5e-6)
+    device = Device(gpu("a100-40g-pcie"), sustained=False)
+    kernel = row_wise_kernel("add", 8192, 8192, "fp32")
+    alone_s = device.times([kernel])[0]
+    told = reported_s(gpu("a100-40g-pcie"), method, [kernel], ["add"])
+    assert told[0] == pytest.approx(alone_s + 0.45 * 26.5e-6)
+
+
+def test_a_table_of_an_unknown_benchmark_is_read_as_a_loop() -> None:
+    assert source_of("vidur_fp16_h100.csv") == "vidur" and source_of("mine.csv") == "loop"
+    assert timing("loop", "H200").read("gemm", np.array([1e-6]))[0] == 1e-6
+    assert card("loop", "NVIDIA H200") == "h200"
 
 
 def test_shipped_figures_are_those_of_the_fit_within_the_aims() -> None:
@@ -144,10 +155,12 @@ def test_contention_lies_in_the_published_ranges() -> None:
 
 def test_the_report_puts_the_worst_first_and_names_what_is_missed() -> None:
     kernels = tuple(product_kernel(m, 4096, 4096, 1, "fp16") for m in (1024, 2048, 4096, 8192))
+
     def outcome(name: str, error: float) -> fit_kernels.Outcome:
         method = Timing(0.0, 0.0, 0.0, 1.0, None)
         group = Group(name, "A100", "fp16", "gemm", gpu("A100"), method, kernels, np.ones(4), ("gemm",) * 4)
-        return fit_kernels.Outcome(group, np.full(4, error), np.full(1, error), np.array([0]), np.full(4, error), "none")
+        return fit_kernels.Outcome(group, np.full(4, error), np.full(1, error), np.array([0]), np.full(4, error), "-")
+
     found: list[Line] = lines([outcome("good", 0.01), outcome("bad", 0.2)])
     assert [line.name.split()[0] for line in found] == ["bad", "bad", "good", "good"]
     text = markdown(found)
