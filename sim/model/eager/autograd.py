@@ -189,11 +189,14 @@ class Run:
         incoming: tensors of this layer that later layers read: the gradients those leave, (sink, elements, dtype).
         outgoing: gradients of tensors of earlier layers that come to be around this layer's backward, (elements, dtype).
         early_stop: recomputation stops at the last saved tensor.
+        caches_casts: autocast keeps weight copies to the end of forward; it does so for leaves only, which FSDP 1's
+            views of a flat parameter are not (ATen autocast_mode.cpp, cached_cast).
     """
 
-    def __init__(self, autocast: str, keep_gradients: bool, early_stop: bool) -> None:
+    def __init__(self, autocast: str, keep_gradients: bool, early_stop: bool, caches_casts: bool = True) -> None:
         self.memory = Memory()
         self.autocast, self.keep_gradients, self.early_stop = autocast, keep_gradients, early_stop
+        self.caches_casts = caches_casts
         self.kind = ACTIVATIONS
         self.nodes: list[Node] = []
         self.gradients: list[Storage] = []

@@ -171,7 +171,8 @@ def weight_copy(run: Run, weight: Weight) -> tuple[Storage | None, Sink]:
     kind, run.kind = run.kind, COPIES
     storage = run.new(elements, run.autocast)
     run.kind = kind
-    run.cache.append(storage)
+    if run.caches_casts:
+        run.cache.append(storage)
     return storage, Output(node, 0)
 
 

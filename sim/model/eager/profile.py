@@ -63,15 +63,17 @@ class Program:
 
 
 @lru_cache(maxsize=512)
-def profile(program: Program, policy: str, keep_gradients: bool) -> Profile:
+def profile(program: Program, policy: str, keep_gradients: bool, caches_casts: bool = True) -> Profile:
     """Measure a layer.
 
     Args:
         policy: its recomputation: none, full or selective. For an embedding: that of the blocks.
         keep_gradients: parameter gradients stay as new tensors; else they are added to existing ones or copied away.
+        caches_casts: autocast's weight copies live to the end of forward.
     """
     style = program.style
-    run = Run(style.act if style.autocast else "", keep_gradients, style.stack.early_stop)
+    run = Run(style.act if style.autocast else "", keep_gradients, style.stack.early_stop,
+              caches_casts)
     inputs, boundary = [], Boundary()  # which holds the input's gradient until all is measured
     if program.layer != "embedding":
         inputs = [run.tensor(style.tokens * style.hidden, style.residual, boundary)]
