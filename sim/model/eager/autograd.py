@@ -121,6 +121,7 @@ class Output:
         self.node, self.index = node, index
 
     def receive(self, run: Run, gradient: Storage) -> None:
+        """Take a gradient; one that is there already is added to in place."""
         if self.node.gradients[self.index] is None:
             self.node.gradients[self.index] = gradient
 
@@ -132,7 +133,9 @@ class Boundary:
         self.gradient: Storage | None = None
 
     def receive(self, run: Run, gradient: Storage) -> None:
+        """Take a gradient; one that is there already is added to in place."""
         if self.gradient is None:
+            gradient.become(WORKSPACE)
             self.gradient = gradient
 
 
