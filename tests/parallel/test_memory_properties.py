@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,15 +17,17 @@ STATES = ("parameters", "master_parameters", "gradients", "optimizer_states")
 KEPT = ("activations", "logits")
 KINDS: dict[str, dict[str, Any]] = {
     "gpt": {"kind": "decoder"},
-    "llama": {"kind": "decoder", "gated_mlp": True, "positions": "rotary", "norm": "rmsnorm", "bias": False, "kv_heads": 2,
-              "tied_embeddings": False},
+    "llama": {"kind": "decoder", "gated_mlp": True, "positions": "rotary", "norm": "rmsnorm", "bias": False,
+              "kv_heads": 2, "tied_embeddings": False},
     "bert": {"kind": "encoder"},
     "t5": {"kind": "encoder-decoder", "norm": "rmsnorm", "bias": False},
 }
 
 
-def use(kind: str = "gpt", gpus: int = 8, software: dict[str, Any] | None = None, parallel: dict[str, Any] | None = None,
-        **training: Any) -> MemoryUse:
+def use(
+    kind: str = "gpt", gpus: int = 8, software: dict[str, Any] | None = None, parallel: dict[str, Any] | None = None,
+    **training: Any,
+) -> MemoryUse:
     training = {"micro_batch": 2, "sequence": 128, "precision": "amp-bf16", "optimizer": "adamw", **training}
     modules = "plain" if kind == "gpt" else "transformers"
     return peak(lower(resolve({
@@ -45,8 +48,8 @@ jobs = st.fixed_dictionaries({
     "parallel": st.sampled_from([
         {"strategy": "ddp"}, {"strategy": "ddp", "gradient_as_bucket_view": True},
         {"strategy": "ddp", "reduce_every_micro_step": False, "gradient_as_bucket_view": True},
-        {"strategy": "fsdp"}, {"strategy": "fsdp", "sharding_factor": 2}, {"strategy": "fsdp", "reshard_after_forward": 4},
-        {"strategy": "fsdp", "reshard_after_forward": False}, {"strategy": "fsdp", "reduce_every_micro_step": False}]),
+        {"strategy": "fsdp"}, {"strategy": "fsdp", "sharding_factor": 2},
+        {"strategy": "fsdp", "reshard_after_forward": 4}, {"strategy": "fsdp", "reshard_after_forward": False}, {"strategy": "fsdp", "reduce_every_micro_step": False}]),
     "software": st.sampled_from([{}, {"fsdp": 1}, {"compile": True}, {"optimizer_kernel": "loop"}]),
 })
 
@@ -76,7 +79,7 @@ def test_more_work_never_needs_less(job: dict[str, Any], axis: tuple[str, int, i
 def test_more_sharding_never_needs_more_for_states(kind: str, version: int, precision: str) -> None:
     peaks = [use(kind, 16, {"fsdp": version}, {"strategy": "fsdp", "sharding_factor": factor}, precision=precision)
              for factor in (1, 2, 4, 8, 16)]
-    for wide, narrow in zip(peaks, peaks[1:], strict=False):
+    for wide, narrow in pairwise(peaks):
         assert all(narrow.phases["optimizer_step"][name] <= wide.phases["optimizer_step"][name] for name in STATES)
         assert narrow.highest["optimizer"] <= wide.highest["optimizer"]
 

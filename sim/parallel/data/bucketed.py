@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sim.model.architecture import Layer
-from sim.parallel.compute import traffic_kernel
 from sim.parallel.activations import GRADIENT_POOL, Activations
+from sim.parallel.compute import traffic_kernel
 from sim.parallel.data.buckets import Bucket
 from sim.parallel.step import (
     COMPUTE,

@@ -34,7 +34,8 @@ class Zero3:
         self.precision = plan.scenario.training.precision
         # a tied head multiplies by the embedding's matrix and fetches it again
         self.gathered = [self.fetched((*layer.parameters, *layer.shared)) for layer in plan.architecture.stack]
-        self.live = [self.held(numel, layer) for numel, layer in zip(self.gathered, plan.architecture.stack, strict=True)]
+        stack = plan.architecture.stack
+        self.live = [self.held(numel, layer) for numel, layer in zip(self.gathered, stack, strict=True)]
         self.resident = sum(p.numel for layer in plan.architecture.stack for p in layer.parameters
                             if p.numel < PERSISTENCE_THRESHOLD)
 
