@@ -1,1 +1,1 @@
-"""Fits of the catalogues to micro-measurements, never to step times."""
+"""Fits of the machine models to micro-measurements (never to step times), the script that measures, and reports."""

@@ -13,7 +13,7 @@ from sim.calibration.nccl_sweeps import Sweep
 
 Floats = npt.NDArray[np.float64]
 #: Residuals (logarithm) below this weigh by their square, above by their size: Huber's loss.
-_HUBER = 0.02
+_HUBER = 0.015
 #: Strength of the priors against one sweep's mean residual in units of `_HUBER`.
 _PRIOR = 0.2
 _STEP = 0.02

@@ -112,7 +112,8 @@ def _sweep(run: Run, mapping: Mapping[str, Any], file: str) -> Sweep:
         raise UserError(Fault(f"{ranks} ranks on {nodes} hosts do not fit nodes of {per_node} GPUs", file=file,
                               line=run.line))
     entry = {"id": run.op, "op": run.op, "ranks": ranks, "cluster": {"nodes": nodes, "gpus_per_node": ranks // nodes},
-             "nccl": run.version, "harness": {"processes": run.processes}, "rows": [(size, time) for size, time, _ in run.rows]}
+             "nccl": run.version, "harness": {"processes": run.processes},
+             "rows": [(size, time) for size, time, _ in run.rows]}
     sweep = sweep_of(entry, mapping)
     if not bool(sweep.counted.any()):
         raise UserError(Fault(f"the table of {run.op} has no size of {LEAST_BYTES} bytes or more", file=file,

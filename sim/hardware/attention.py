@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
+from sim.hardware.gemm import ProductTimes
 from sim.hardware.rates import AttentionRates
 from sim.work import Kernel
 
-_BLOCK_ROWS = 128  # queries of one thread block (FlashAttention-2, section 3.3: 64 or 128)
+_DIAGONAL_ROWS = 128  # a causal kernel works in blocks of 64 or 128 keys (FlashAttention-2, section 3.3)
 _BACKWARD_WORK = 2.5  # five products instead of two: the scores are computed again (FlashAttention, Dao et al. 2022)
 
 
@@ -21,20 +24,29 @@ def attention_work(kernel: Kernel) -> float:
     scores: float = full
     if kernel.causal:
         corner = min(queries, keys)
-        scores = min(full, corner * (corner + _BLOCK_ROWS) / 2 + max(0, keys - queries) * queries)
+        scores = min(full, corner * (corner + _DIAGONAL_ROWS) / 2 + max(0, keys - queries) * queries)
     return 4.0 * batch * heads * scores * dim * (_BACKWARD_WORK if kernel.variant == "backward" else 1.0)
 
 
-def attention_time(kernel: Kernel, rates: AttentionRates, sms: int, bandwidth_bps: float,
-                   sms_total: int) -> tuple[float, float]:
-    """Seconds of a fused attention kernel, and of one of its thread blocks.
+def attention_times(kernel: Kernel, rates: AttentionRates, sms: int, bandwidth_bps: float,
+                    sms_total: int) -> ProductTimes:
+    """Seconds of a fused attention kernel: arithmetic, memory, and one of its thread blocks.
 
-    Each of batch · heads · ceil(s / 128) blocks takes one SM; at the end of a launch SMs run dry, which costs
-    `tail_blocks` average blocks. Backward puts its blocks over the keys, forward over the queries.
+    Each of batch · heads · ceil(s / `block_rows`) blocks takes one SM; backward puts its blocks over the keys, forward
+    over the queries. A launch lasts as long as its work spread evenly over the SMs, or as its longest block (causal:
+    twice the average one), joined by the exponent `balance`: the more blocks per SM, the less the longest one shows.
     """
     batch, heads, _, queries, keys, _ = kernel.shape
-    blocks = batch * heads * math.ceil((keys if kernel.variant == "backward" else queries) / _BLOCK_ROWS)
-    block_s = attention_work(kernel) / blocks * sms_total / rates.flops_per_s
-    seconds = block_s * max(1.0, blocks / sms + rates.tail_blocks)
+    rows, columns = (keys, queries) if kernel.variant == "backward" else (queries, keys)
+    blocks = batch * heads * math.ceil(rows / rates.block_rows)
+    work = attention_work(kernel)
+    sm_rate = rates.flops_per_s / sms_total
+    average_s = work / blocks / sm_rate
+    unmasked = 4.0 * batch * heads * rows * columns * kernel.shape[-1]
+    unmasked *= _BACKWARD_WORK if kernel.variant == "backward" else 1.0
+    longest_s = rates.longest_share * unmasked / blocks / sm_rate
+    even_s = max(work / sms / sm_rate, average_s)
+    ratio = min(even_s, longest_s) / max(even_s, longest_s)
+    seconds = max(even_s, longest_s) * float((1.0 + ratio**rates.balance) ** (1.0 / rates.balance))
     memory_s = kernel.bytes / (bandwidth_bps * rates.bandwidth_share)
-    return max(seconds, memory_s) + rates.start_s * kernel.launches, block_s
+    return ProductTimes(np.array([seconds]), np.array([memory_s]), np.array([average_s]))

@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.catalog import table
-from sim.hardware.attention import attention_time
-from sim.hardware.gemm import gemm_times
+from sim.hardware.attention import attention_times, attention_work
+from sim.hardware.gemm import Array, ProductTimes, as_products, overlapped, product_times
 from sim.hardware.gpu import Gpu
 from sim.hardware.memory_bound import memory_time
-from sim.hardware.rates import AttentionRates, GemmRates, Rates
+from sim.hardware.rates import AttentionRates, Basis, GemmRates, Rates
 from sim.work import Kernel
 
 #: What is left free: SMs, and memory bandwidth in bytes/s.
@@ -26,12 +26,18 @@ class Device:
 
     Args:
         gpu: the GPU.
-        sustained: tensor work at the clock a long run settles at; False = at the clock of a kernel timed alone.
+        sustained: True (training): arithmetic runs at the clock that long sequences of matrix products settle at under
+            the power limit, or at the one `settle` finds. False: each kernel at the clock a benchmark of it alone
+            settles at, in a loop with the host's gaps between calls, so that short kernels run at full clock.
+        gap_s: that gap, if not the usual one.
     """
 
-    def __init__(self, gpu: Gpu, sustained: bool = True) -> None:
+    def __init__(self, gpu: Gpu, sustained: bool = True, gap_s: float | None = None) -> None:
         self.gpu = gpu
-        self._rates = Rates(gpu, sustained)
+        self._sustained = sustained
+        self._rates = Rates(gpu)
+        self._gap_s = self._rates.benchmark_gap_s if gap_s is None else gap_s
+        self._clock: float | None = None
         self._gemm: dict[str, GemmRates] = {}
         self._attention: dict[tuple[str, str, int, bool], AttentionRates] = {}
         self._known: dict[_State, dict[Kernel, _Times]] = {}
@@ -58,6 +64,51 @@ class Device:
         bandwidth_bps = float(catalogue["copies"][self.gpu.pcie][direction]) * 1e9
         return float(catalogue["copy_start"]["seconds"]) + size_bytes / bandwidth_bps
 
+    def basis(self, kernel: Kernel) -> Basis:
+        """What the time of `kernel` rests on: confidence, source, whether tables of this very GPU entered."""
+        return self._rates.basis(kernel.op, kernel.dtype, kernel.kernel)
+
+    def settle(self, kernels: Sequence[Kernel], counts: Sequence[float] | None = None, duty: float = 1.0) -> float:
+        """The clock a long run of `kernels` settles at, as a share of the stated one; later `times` use it.
+
+        The fixed point of average power against the limit: arithmetic of every product and attention kernel and the
+        traffic of all, over the time they take at that clock.
+
+        Args:
+            kernels: what one step runs.
+            counts: how often each runs; once by default.
+            duty: share of the time the GPU is busy at all (the rest waits for hosts and links).
+        """
+        if not len(kernels):
+            return 1.0
+        often = np.ones(len(kernels)) if counts is None else np.asarray(counts, dtype=np.float64)
+        energy_j = float(often @ [self._arithmetic_j(kernel) for kernel in kernels])
+        traffic = float(often @ [kernel.bytes for kernel in kernels])
+        clock = 1.0
+        for _ in range(20):
+            self._use(clock)
+            total_s = float(often @ self.times(kernels)) / duty
+            # While it lasts total_s, the arithmetic draws energy_j · clock² / total_s watts.
+            at_full = np.array([energy_j / total_s / clock])
+            found = float(self._rates.power.clock(1.0, at_full, np.array([traffic / total_s]), np.ones(1))[0])
+            if abs(found - clock) < 1e-6:
+                break
+            clock = 0.5 * (clock + found)
+        self._use(clock)
+        return clock
+
+    def _use(self, clock: float) -> None:
+        self._clock = clock
+        self._known.clear()
+
+    def _arithmetic_j(self, kernel: Kernel) -> float:
+        """Energy of a kernel's arithmetic at the stated clock."""
+        if kernel.op == "gemm":
+            return kernel.flops * self._gemm_rates(kernel.dtype).flop_j
+        if kernel.op == "attention":
+            return attention_work(kernel) * self._attention_rates(kernel).flop_j
+        return 0.0
+
     def _states(self, kernels: Sequence[Kernel], sms_taken: int, hbm_taken_bps: float) -> dict[Kernel, _Times]:
         gpu = self.gpu
         sms = max(1, gpu.sms - sms_taken)
@@ -75,13 +126,49 @@ class Device:
             if kernel.op == "gemm":
                 products.setdefault(kernel.dtype, []).append(kernel)
             elif kernel.op == "attention":
-                known[kernel] = attention_time(kernel, self._attention_rates(kernel), sms, bandwidth_bps, self.gpu.sms)
+                known[kernel] = self._attention_time(kernel, sms, bandwidth_bps)
             else:
-                known[kernel] = memory_time(kernel, self._rates, bandwidth_bps), self._rates.start_s
+                seconds = memory_time(kernel, self._rates, self.gpu, sms, bandwidth_bps)
+                known[kernel] = seconds, self._rates.start_s
         for dtype, group in products.items():
-            rates = self._gemm.get(dtype) or self._gemm.setdefault(dtype, self._rates.gemm(dtype))
-            seconds, block_s = gemm_times(group, rates, sms, bandwidth_bps, self.gpu.sms)
-            known.update(zip(group, zip(seconds.tolist(), block_s.tolist(), strict=True), strict=True))
+            seconds_, block_s = self._product_times(group, dtype, sms, bandwidth_bps)
+            known.update(zip(group, zip(seconds_.tolist(), block_s.tolist(), strict=True), strict=True))
+
+    def _product_times(self, group: list[Kernel], dtype: str, sms: int, bandwidth_bps: float) -> tuple[Array, Array]:
+        rates = self._gemm_rates(dtype)
+        products = as_products(group, rates)
+        times = product_times(products, rates, sms, self.gpu.sms, bandwidth_bps)
+        clock = self._clocks(times, rates, products.flops, products.total_bytes)
+        starts_s = rates.start_s * np.array([kernel.launches for kernel in group])
+        return overlapped(times.compute_s / clock, times.memory_s, rates.overlap) + starts_s, times.block_s / clock
+
+    def _attention_time(self, kernel: Kernel, sms: int, bandwidth_bps: float) -> _Times:
+        rates = self._attention_rates(kernel)
+        times = attention_times(kernel, rates, sms, bandwidth_bps, self.gpu.sms)
+        clock = self._clocks(times, rates, np.array([attention_work(kernel)]), np.array([kernel.bytes]))
+        seconds = overlapped(times.compute_s / clock, times.memory_s, rates.overlap) + rates.start_s * kernel.launches
+        return float(seconds[0]), float((times.block_s / clock)[0])
+
+    def _clocks(self, times: ProductTimes, rates: GemmRates | AttentionRates, flops: Array, size_bytes: Array) -> Array:
+        """Clock of each kernel, as a share of the stated one."""
+        if self._clock is None and self._sustained:
+            self._clock = self._sequence_clock()
+        if self._clock is not None:
+            return np.full(len(flops), self._clock)
+        seconds = overlapped(times.compute_s, times.memory_s, rates.overlap)
+        duty = seconds / (seconds + self._gap_s)
+        return self._rates.power.clock(rates.flop_j, flops / seconds, size_bytes / seconds, duty)
+
+    def _sequence_clock(self) -> float:
+        """Clock that a long training run settles at: matrix products in half precision for a stated share of it."""
+        dtype = next(name for name in ("bf16", "fp16", "fp32") if self.gpu.supports(name))
+        rates = self._gemm_rates(dtype)
+        settled = self._rates.power.clock(rates.flop_j, np.array([rates.flops_per_s]), np.zeros(1),
+                                          np.array([self._rates.training_duty]))
+        return float(settled[0])
+
+    def _gemm_rates(self, dtype: str) -> GemmRates:
+        return self._gemm.get(dtype) or self._gemm.setdefault(dtype, self._rates.gemm(dtype))
 
     def _attention_rates(self, kernel: Kernel) -> AttentionRates:
         key = (kernel.kernel, kernel.dtype, kernel.shape[-1], kernel.variant == "backward")

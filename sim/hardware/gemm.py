@@ -1,9 +1,10 @@
-"""Time of matrix products: tiles, waves, split K, alignment, memory.
+"""Time of matrix products: tiles, waves, split K, alignment, memory, clock.
 
 A product of (m, n, k), `batch` times, is cut into output tiles. Each SM works off one tile at a time; a launch lasts
-as many waves as tiles exceed the SMs that are free. A tile costs its main loop over K, a pipeline fill worth `fill_k`
-of K, and the part of its output traffic that no product hides. The library picks the tile and the number of slices of K
-(split K, whose partial sums cost traffic) that are fastest; so does this model. Not faster than memory allows.
+as many waves as tiles exceed the SMs. A tile costs its main loop over K at a rate that falls with the operand traffic
+of small tiles, a pipeline fill, a fixed start and the part of its output traffic that no product hides. The library
+picks tile and number of slices of K (split K, whose partial sums cost traffic) by a heuristic that takes one of the
+nearly fastest: the expected time over those. Compute and memory overlap, imperfectly where they are about equal.
 
 Source: tile and wave quantisation, NVIDIA "Matrix Multiplication Background User's Guide" (DU-09799), sections 2 and 3;
 tiles of CUTLASS's default list. Figures: `kernels.yaml`.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +22,41 @@ from numpy.typing import NDArray
 from sim.hardware.rates import GemmRates
 from sim.work import DTYPE_BYTES, Kernel
 
+Array = NDArray[np.float64]
+
 _ACCUMULATOR_BYTES = 4  # partial sums of split K are written and read in fp32
+_LARGEST = (256.0, 128.0)  # the tile `flops_per_s` is stated for
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """Matrix products of one dtype as columns: sizes, bytes of both inputs, bytes in all, rate by alignment."""
+
+    batch: Array
+    m: Array
+    n: Array
+    k: Array
+    input_bytes: Array
+    total_bytes: Array
+    aligned: Array
+
+    @property
+    def flops(self) -> Array:
+        """FLOPs of each, 2 per multiply-add."""
+        return 2.0 * self.batch * self.m * self.n * self.k
+
+    def take(self, rows: NDArray[np.intp]) -> Products:
+        """The products of some rows."""
+        return Products(*(getattr(self, name)[rows] for name in self.__slots__))
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTimes:
+    """Seconds of each product at the stated clock: arithmetic, memory, and one thread block of its usual tile."""
+
+    compute_s: Array
+    memory_s: Array
+    block_s: Array
 
 
 def alignment_bytes(kernel: Kernel) -> int:
@@ -34,45 +70,78 @@ def alignment_bytes(kernel: Kernel) -> int:
     return math.gcd(16, *(int(size * DTYPE_BYTES[kernel.dtype]) for size in contiguous))
 
 
-def gemm_times(kernels: Sequence[Kernel], rates: GemmRates, sms: int, bandwidth_bps: float,
-               sms_total: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Seconds of each product, and of one thread block of the tile it runs with.
+def as_products(kernels: Sequence[Kernel], rates: GemmRates) -> Products:
+    """Kernels of one dtype (`shape` = (batch, m, n, k), `bytes` = device-memory traffic) as columns."""
+    batch, m, n, k = np.array([kernel.shape for kernel in kernels], dtype=np.float64).reshape(-1, 4).T
+    width = np.array([DTYPE_BYTES[kernel.dtype] for kernel in kernels])
+    return Products(batch, m, n, k, width * batch * (m * k + k * n),
+                    np.array([kernel.bytes for kernel in kernels]),
+                    np.array([_alignment_rate(kernel, rates) for kernel in kernels]))
 
-    Args:
-        kernels: products of one dtype; `shape` = (batch, m, n, k), `bytes` = device-memory traffic.
-        rates: figures of the GPU for this dtype.
-        sms: SMs free for these kernels, of `sms_total` that `rates.flops_per_s` is stated for.
-        bandwidth_bps: device-memory bandwidth left, bytes/s.
+
+def product_times(products: Products, rates: GemmRates, sms: int, sms_total: int, bandwidth_bps: float) -> ProductTimes:
+    """Seconds of each product when `sms` of `sms_total` SMs and `bandwidth_bps` bytes/s are left to it.
+
+    The library picks the tile for the whole GPU: it does not know what collectives hold. With SMs held the tiles need
+    more waves, of which the last is wasted nearly whole.
     """
-    batch, m, n, k = (column[:, None] for column in np.array([kernel.shape for kernel in kernels], dtype=np.float64).T)
-    tile_m, tile_n, tile_rate, split = _choices(rates)
-    aligned = np.array([_alignment_rate(kernel, rates) for kernel in kernels])[:, None]
-    input_bytes = np.array([DTYPE_BYTES[kernel.dtype] for kernel in kernels])[:, None] * batch * (m * k + k * n)
-    total_bytes = np.array([kernel.bytes for kernel in kernels])[:, None]
-    output_bytes = np.maximum(total_bytes - input_bytes, 0.0)
+    tile_m, tile_n, split = (column[None, :] for column in _choices(rates))
+    batch, m, n, k = (column[:, None] for column in (products.batch, products.m, products.n, products.k))
     reachable_bps = bandwidth_bps * rates.bandwidth_share
-
     blocks = batch * np.ceil(m / tile_m) * np.ceil(n / tile_n) * split
-    whole, exact = np.ceil(blocks / sms), blocks / sms
-    waves = np.maximum(1.0, rates.idle_wave_loss * whole + (1.0 - rates.idle_wave_loss) * exact)
+    filled = _filled(m / tile_m, rates.partial_tile) * _filled(n / tile_n, rates.partial_tile)
     area = tile_m * tile_n
-    products_s = 2.0 * area * (k / split + rates.fill_k) * sms_total / (tile_rate * aligned * rates.flops_per_s)
+    output_bytes = np.maximum(products.total_bytes - products.input_bytes, 0.0)[:, None]
+    rate = _tile_rate(tile_m, tile_n, rates.operand_cost) * products.aligned[:, None] * rates.flops_per_s / sms_total
     stored_bytes = area * output_bytes / (batch * m * n * split)
-    block_s = products_s + rates.exposed_output * stored_bytes * sms_total / reachable_bps
-    partial_bytes = np.where(split > 1, _ACCUMULATOR_BYTES * (split + 1) * batch * m * n, 0.0)
-    seconds = waves * block_s + partial_bytes / reachable_bps
+    block_s = filled * (2.0 * area * (k / split + rates.fill_k) / rate
+                        + rates.exposed_output * stored_bytes * sms_total / reachable_bps) + rates.block_start_s
+    partial_s = np.where(split > 1, _ACCUMULATOR_BYTES * (split + 1) * batch * m * n, 0.0) / reachable_bps
 
-    best = np.argmin(seconds, axis=1)
-    row = np.arange(len(kernels))
-    memory_s = total_bytes[:, 0] / reachable_bps
-    start_s = rates.start_s * np.array([kernel.launches for kernel in kernels])
-    return np.maximum(seconds[row, best], memory_s) + start_s, block_s[row, best]
+    alone = _waves(blocks, sms_total, rates.idle_wave_loss) * block_s + partial_s
+    weights = _weights(alone, rates.spread)
+    if sms < sms_total:
+        held = _waves(blocks, sms, rates.held_wave_loss) * block_s + partial_s
+        alone = np.maximum(alone, held)
+    return ProductTimes(compute_s=(weights * alone).sum(axis=1), memory_s=products.total_bytes / reachable_bps,
+                        block_s=(weights * block_s).sum(axis=1))
 
 
-def _choices(rates: GemmRates) -> tuple[NDArray[np.float64], ...]:
-    """Every (tile rows, tile columns, relative rate, slices of K) the library may pick, as four rows."""
-    choices = [(rows, cols, rate, split) for rows, cols, rate in rates.tiles for split in rates.splits]
-    return tuple(np.array(choices, dtype=np.float64).T[:, None, :])
+def overlapped(first_s: Array, second_s: Array, exponent: float) -> Array:
+    """Time of two kinds of work in one kernel: the longer one, plus what cannot hide when they are about equal."""
+    longer, shorter = np.maximum(first_s, second_s), np.minimum(first_s, second_s)
+    ratio = np.divide(shorter, longer, out=np.zeros_like(longer), where=longer > 0)
+    total: Array = longer * (1.0 + ratio**exponent) ** (1.0 / exponent)
+    return total
+
+
+def _choices(rates: GemmRates) -> Array:
+    """Every (tile rows, tile columns, slices of K) the library may pick, as three rows."""
+    return np.array([(rows, cols, split) for rows, cols in rates.tiles for split in rates.splits], dtype=np.float64).T
+
+
+def _tile_rate(tile_m: Array, tile_n: Array, operand_cost: float) -> Array:
+    """Rate of a tile's main loop: per multiply-add a tile loads 1/rows + 1/columns operands from L2."""
+    largest = 1.0 + operand_cost * (128 / _LARGEST[0] + 128 / _LARGEST[1])
+    return np.minimum(1.0, largest / (1.0 + operand_cost * (128 / tile_m + 128 / tile_n)))
+
+
+def _filled(tiles: Array, partial: float) -> Array:
+    """Work of an average tile over a full one: an edge tile costs `partial` of what it lacks."""
+    return partial + (1.0 - partial) * tiles / np.ceil(tiles)
+
+
+def _waves(blocks: Array, sms: int, idle_loss: float) -> Array:
+    exact = blocks / sms
+    return np.maximum(1.0, idle_loss * np.ceil(exact) + (1.0 - idle_loss) * exact)
+
+
+def _weights(seconds: Array, spread: float) -> Array:
+    """Chance of each choice: falls by e with every `spread` that it is slower than the fastest, in relative terms."""
+    slower = seconds / seconds.min(axis=1, keepdims=True) - 1.0
+    chances = np.exp(-slower / spread) if spread > 0 else (slower == 0).astype(np.float64)
+    total: Array = chances / chances.sum(axis=1, keepdims=True)
+    return total
 
 
 def _alignment_rate(kernel: Kernel, rates: GemmRates) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from sim.catalog import table
@@ -41,6 +42,8 @@ class Gpu:
         usable_memory_bytes: what CUDA reports as total, ECC and firmware taken out.
         tensor_clock_mhz: clock the tensor peak is stated at.
         pcie: generation and lanes, a key of the catalogue's `copies`.
+        power_limit_w: what it may draw on average; `design_power_w` is the datasheet's.
+        kernel_figures: figures of this GPU's own calibration that replace its family's (nested as in `kernels.yaml`).
         confidence: high (figures and kernels measured on this GPU), medium or low.
         unverified: figures that no opened source shows.
     """
@@ -60,9 +63,11 @@ class Gpu:
     nvlink: NVLink | None
     pcie: str
     power_limit_w: float
+    design_power_w: float
     confidence: str
     sources: tuple[str, ...]
     unverified: tuple[str, ...] = ()
+    kernel_figures: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def arithmetic(self, dtype: str) -> str:
         """The dtype whose units do the work: `dtype`, or its stand-in where the GPU has none (bf16 on a V100)."""
@@ -109,18 +114,20 @@ def canonical_gpu(name: str) -> str:
     return found
 
 
-def gpu(spec: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Gpu:
-    """A GPU by name or from a mapping, with single figures overridden.
+def gpu(spec: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Gpu:
+    """A GPU by name, from a mapping or from a profile file, with single figures overridden.
 
     Args:
-        spec: any known spelling, or a mapping with the catalogue's fields, the rest taken from the GPU named by `like`.
+        spec: any known spelling; a mapping with the catalogue's fields, the rest taken from the GPU named by `like`; or
+            the path (ending in .yaml or .yml) of a file with such a mapping, as `drystep calibrate --gemm` writes it.
+            A mapping's `kernel_figures` replaces figures of its family in `kernels.yaml`, nested as there.
         overrides: `memory` (bytes), `memory_bandwidth` (bytes/s), `tflops` {dtype: TFLOP/s}, `power_limit_w`; a value
             of None leaves the figure alone.
 
     Raises:
-        UserError: unknown GPU, or an inline mapping with a figure missing or unknown.
+        UserError: unknown GPU, a profile that cannot be read, or a mapping with a figure missing or unknown.
     """
-    base = _from_catalogue(canonical_gpu(spec)) if isinstance(spec, str) else _inline(spec)
+    base = _base(spec)
     given = {key: value for key, value in (overrides or {}).items() if value is not None}
     unknown = sorted(set(given) - {"memory", "memory_bandwidth", "tflops", "power_limit_w"})
     if unknown:
@@ -138,6 +145,26 @@ def gpu(spec: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = Non
     )
 
 
+def _base(spec: str | Path | Mapping[str, Any]) -> Gpu:
+    if isinstance(spec, Mapping):
+        return _inline(spec)
+    if isinstance(spec, Path) or spec.endswith((".yaml", ".yml")):
+        return _inline(_profile(Path(spec)))
+    return _from_catalogue(canonical_gpu(spec))
+
+
+def _profile(path: Path) -> Mapping[str, Any]:
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(Fault(f"cannot read the GPU profile {path}: {error}", "cluster.topology.gpu")) from error
+    if not isinstance(loaded, Mapping):
+        raise UserError(Fault(f"{path} holds no GPU profile (a mapping)", "cluster.topology.gpu"))
+    return loaded
+
+
 @cache
 def _from_catalogue(name: str) -> Gpu:
     return _build(name, table(_CATALOGUE)["gpus"][name])
@@ -147,10 +174,11 @@ def _inline(mapping: Mapping[str, Any]) -> Gpu:
     entries = table(_CATALOGUE)["gpus"]
     base: dict[str, Any] = dict(entries[canonical_gpu(str(mapping["like"]))]) if "like" in mapping else {}
     fields = {key: value for key, value in mapping.items() if key not in ("like", "name")}
-    known = set(next(iter(entries.values()))) | {"tensor_clock_mhz"}
+    known = set(next(iter(entries.values()))) | {"tensor_clock_mhz", "kernel_figures", "calibration"}
     faults = [Fault(f"no such field of a GPU: '{key}'", "cluster.topology.gpu", hint=nearest(key, known))
               for key in fields if key not in known]
-    optional = {"sources", "unverified", "confidence", "tensor_clock_mhz", "nvlink", "usable_memory_gib"}
+    optional = {"sources", "unverified", "confidence", "tensor_clock_mhz", "nvlink", "usable_memory_gib",
+                "kernel_figures", "calibration"}
     missing = sorted(known - optional - set(base) - set(fields))
     if missing:
         faults.append(Fault(f"an inline GPU needs {', '.join(missing)}", "cluster.topology.gpu",
@@ -184,7 +212,9 @@ def _build(name: str, entry: Mapping[str, Any]) -> Gpu:
                                                   bool(nvlink["bridge_pairs_only"])),
         pcie=entry["pcie"],
         power_limit_w=float(entry["tdp_w"]),
+        design_power_w=float(entry["tdp_w"]),
         confidence=entry["confidence"],
         sources=tuple(entry["sources"]),
         unverified=tuple(entry.get("unverified", ())),
+        kernel_figures=entry.get("kernel_figures", {}),
     )

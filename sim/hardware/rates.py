@@ -8,11 +8,13 @@ from typing import Any
 
 from sim.catalog import table
 from sim.hardware.gpu import Gpu
+from sim.hardware.power import Power
 
 _FIGURES = "hardware/kernels.yaml"
+_FITTED = "hardware/kernels_fitted.yaml"
 
 #: Class of arithmetic units by dtype.
-_CLASS = {
+UNITS = {
     "fp16": "half", "bf16": "half", "fp8": "fp8", "mxfp8": "fp8", "int8": "fp8", "nvfp4": "fp4", "tf32": "tf32",
     "fp32": "fp32", "fp64": "fp32",
 }
@@ -29,44 +31,70 @@ class GemmRates:
 
     flops_per_s: float
     fill_k: float
+    block_start_s: float
+    operand_cost: float
     exposed_output: float
     start_s: float
-    tiles: tuple[tuple[int, int, float], ...]
+    tiles: tuple[tuple[int, int], ...]
     splits: tuple[int, ...]
     idle_wave_loss: float
+    held_wave_loss: float
+    partial_tile: float
+    spread: float
+    overlap: float
     bandwidth_share: float
     alignment: Mapping[int, float] | None
+    flop_j: float
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionRates:
-    """A fused attention kernel: sustained FLOP/s on the work it does, and the blocks per SM lost at a launch's end."""
+    """A fused attention kernel: FLOP/s on the work it does with every SM busy, and how its longest block shows."""
 
     flops_per_s: float
-    tail_blocks: float
+    block_rows: int
+    longest_share: float
+    balance: float
     start_s: float
+    overlap: float
     bandwidth_share: float
+    flop_j: float
+
+
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """What a kernel's time rests on: confidence, source, and whether tables of this very GPU entered."""
+
+    confidence: str
+    source: str
+    own_data: bool
 
 
 class Rates:
-    """Figures for one GPU.
+    """Figures for one GPU."""
 
-    Args:
-        gpu: the GPU.
-        sustained: tensor work at the clock a long run settles at (training), or at the clock of a short run, which is
-            how most kernel tables were measured.
-    """
-
-    def __init__(self, gpu: Gpu, sustained: bool = True) -> None:
+    def __init__(self, gpu: Gpu) -> None:
         figures = table(_FIGURES)
         self._gpu = gpu
         self._shared = figures
-        self._family: dict[str, Any] = figures["families"][gpu.kernels]
-        clock = figures["sustained_clock"].get(gpu.name, {"value": 1.0}) if sustained else {"value": 1.0}
-        self._tensor_clock = float(clock["value"])
-        self._simt_clock = self._tensor_clock if clock.get("simt") else 1.0
+        fitted = table(_FITTED)["families"].get(gpu.kernels, {})
+        self._family: dict[str, Any] = merged(merged(figures["families"][gpu.kernels], fitted), gpu.kernel_figures)
+        memory, power = self._family["memory"], self._family["power"]
         self.start_s = float(self._family["start_s"]["value"])
         self.bandwidth_floor = float(figures["bandwidth_floor"]["value"])
+        self.l2_share = float(memory["l2_share"])
+        self.reread_cost = float(memory["reread_cost"])
+        self.sm_threads = float(self._family["sm_threads"])
+        self.sm_bandwidth_bps = float(figures["sm_bandwidth"]["bytes_in_flight"]) / float(
+            figures["sm_bandwidth"]["latency_s"])
+        self.benchmark_gap_s = float(figures["benchmark_gap"]["value"])
+        self.training_duty = float(figures["training_duty"]["value"])
+        self.power = Power(
+            limit_w=gpu.power_limit_w,
+            constant_w=float(power["constant_share"]) * gpu.design_power_w,
+            byte_j=float(power["pj_per_byte"]) * 1e-12,
+            lowest_clock=float(figures["lowest_clock"]["value"]),
+        )
 
     def memory_share(self, op: str) -> float:
         """Share of the stated bandwidth a memory-bound kernel of class `op` reaches."""
@@ -74,36 +102,77 @@ class Rates:
 
     def gemm(self, dtype: str) -> GemmRates:
         """Figures of a matrix product in `dtype`."""
-        units = _CLASS[self._gpu.arithmetic(dtype)]
+        units = UNITS[self._gpu.arithmetic(dtype)]
         family = self._family["gemm"]
         figures = family[units if units in family else "half"]
-        simt = units == "fp32"
-        clock = self._simt_clock if simt else self._tensor_clock
-        rows = self._shared["tiles"]["simt" if simt else "tensor"]
+        kind = self._shared["products"]["simt" if units == "fp32" else "tensor"]
         alignment = self._shared["alignment"]
         return GemmRates(
-            flops_per_s=self._gpu.peak_flops(dtype) * float(figures["eta"]) * clock,
+            flops_per_s=self._gpu.peak_flops(dtype) * float(figures["eta"]),
             fill_k=float(figures["fill_k"]),
+            block_start_s=float(figures["block_start_s"]),
+            operand_cost=float(figures["operand_cost"]),
             exposed_output=float(figures["exposed_output"]),
             start_s=float(family["start_s"]["value"]),
-            tiles=tuple((int(rows_), int(cols), float(rate)) for rows_, cols, rate in rows),
-            splits=tuple(self._shared["split_k"]),
-            idle_wave_loss=float(self._shared["idle_wave_loss"]["value"]),
+            tiles=tuple((int(rows), int(cols)) for rows, cols in kind["tiles"]),
+            splits=tuple(kind["split_k"]),
+            idle_wave_loss=float(figures["idle_wave_loss"]),
+            held_wave_loss=float(self._shared["held_wave_loss"]["value"]),
+            partial_tile=float(figures["partial_tile"]),
+            spread=float(kind["spread"]),
+            overlap=float(kind["overlap"]),
             bandwidth_share=self.memory_share("gemm"),
-            alignment=None if simt else {key: float(alignment[key]) for key in (16, 8, 4, 2, 1)},
+            alignment=None if units == "fp32" else {key: float(alignment[key]) for key in (16, 8, 4, 2, 1)},
+            flop_j=self._flop_j(units),
         )
 
     def attention(self, kernel: str, dtype: str, head_dim: int, backward: bool) -> AttentionRates:
         """Figures of a fused attention kernel; a head dimension between two listed ones takes the nearest."""
         family = self._family["attention"]
-        name = kernel if kernel in _REPLACEMENT else "flash2"
-        while name not in family:
-            name = _REPLACEMENT[name]
-        listed = {dim: value for dim, value in family[name].items() if isinstance(dim, int)}
+        listed = {dim: value for dim, value in family[self._attention_kernel(kernel)].items() if isinstance(dim, int)}
         share = listed[min(listed, key=lambda dim: (abs(dim - head_dim), dim))][int(backward)]
+        blocks = family["blocks"]
         return AttentionRates(
             flops_per_s=self._gpu.peak_flops(dtype) * float(share),
-            tail_blocks=float(family["tail_blocks"][int(backward)]),
+            block_rows=int(blocks["rows"][int(backward)]),
+            longest_share=float(blocks["longest_share"][int(backward)]),
+            balance=float(blocks["balance"][int(backward)]),
             start_s=self.start_s,
+            overlap=float(self._shared["products"]["tensor"]["overlap"]),
             bandwidth_share=self.memory_share("gemm"),
+            flop_j=self._flop_j(UNITS[self._gpu.arithmetic(dtype)]),
         )
+
+    def basis(self, op: str, dtype: str, kernel: str = "") -> Basis:
+        """Where the figures for `op` in `dtype` come from; inherited ones are a step less certain than their source."""
+        if op == "gemm":
+            units = UNITS[self._gpu.arithmetic(dtype)]
+            entry = self._family["gemm"].get(units, self._family["gemm"]["half"])
+        elif op == "attention":
+            entry = self._family["attention"][self._attention_kernel(kernel)]
+        else:
+            entry = self._family["memory"]
+        own = "gpus" not in entry or self._gpu.name in entry["gpus"]
+        confidence = str(entry["confidence"])
+        return Basis(confidence if own else {"high": "medium"}.get(confidence, "low"), str(entry["source"]),
+                     "gpus" in entry and own)
+
+    def _attention_kernel(self, kernel: str) -> str:
+        """The kernel of this name, or what runs in its place on this family."""
+        name = kernel if kernel in _REPLACEMENT else "flash2"
+        while name not in self._family["attention"]:
+            name = _REPLACEMENT[name]
+        return name
+
+    def _flop_j(self, units: str) -> float:
+        energies = self._family["power"]["pj_per_flop"]
+        return float(energies.get(units, energies["half"])) * 1e-12
+
+
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with single figures of nested mappings replaced."""
+    result = dict(base)
+    for key, value in changes.items():
+        nested = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = merged(result[key], value) if nested else value
+    return result

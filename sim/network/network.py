@@ -53,6 +53,7 @@ class Network:
     def refresh(self) -> None:
         """Take the topology's figures anew: a fit changes them between predictions."""
         self.speeds = s = speeds(self.topology, *self._nominal)
+        self._judged = speeds(self.topology)
         self._capacity = {"gpu": s.gpu, "pcie": s.pcie, "nic": s.nic, "leaf": s.leaf}
         self._candidates.clear()
         self._coflows.clear()
@@ -118,8 +119,8 @@ class Network:
 
     def _allowed(self, kind: str, where: Placement) -> list[Candidate]:
         channels = self.nccl.get("channels")
-        site = Site(self.topology, self.speeds, where, self.topology.figures, int(channels) if channels else None,
-                    self._version())
+        site = Site(self.topology, self.speeds, where, self.topology.figures, self._judged,
+                    int(channels) if channels else None, self._version())
         found = list(candidates(kind, site))
         for field in ("algorithm", "protocol"):
             wanted = str(self.nccl.get(field) or "").lower()

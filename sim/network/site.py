@@ -20,6 +20,8 @@ class Site:
     """One communicator on one machine.
 
     Attributes:
+        judged: speeds NCCL judges by: the topology's own, whatever bandwidth the user puts in their place. So a what-if
+            of faster links keeps the choices and can never come out slower.
         channels: forced by the user, None for NCCL's own count.
         version: NCCL's, (major, minor).
     """
@@ -28,6 +30,7 @@ class Site:
     speeds: Speeds
     place: Placement
     figures: Figures
+    judged: Speeds
     channels: int | None = None
     version: tuple[int, ...] = (2, 30)
 
@@ -74,13 +77,16 @@ class Site:
 
     def tuner_inside_bps(self) -> float:
         """The same as NCCL's graph search counts it."""
-        share = self.speeds.tuner_pcie if self.intra_link() == "pcie" else self.speeds.tuner_link
-        return self.inside_bps() * share
+        speeds = self.judged
+        if self.intra_link() == "pcie":
+            return speeds.pcie * speeds.tuner_pcie
+        rings = self.place.rings
+        return (speeds.link * rings if rings > 0 else speeds.gpu) * speeds.tuner_link
 
     def tuner_net_bps(self) -> float:
         """What the NICs of the group's GPUs in a node carry, as NCCL's graph search counts it, bytes/s."""
         groups = int(self.place.groups.max())
-        return self.speeds.nic_nominal * groups * float(facts()["tuner_net_share"])
+        return self.judged.nic_nominal * groups * float(facts()["tuner_net_share"])
 
     def channel_count(self) -> int:
         """Channels of a large call: the generation's inside a node; two per NIC between nodes, within that."""

@@ -30,6 +30,8 @@ _BINS = 1400
 _DIGEST_SAMPLES = 40
 _PHASES = ("forward", "backward", "optimizer")
 _GIB = 2.0**30
+#: A host that has issued forward and backward within this share of the step gets a close look.
+_EARLY = 0.25
 #: Inches below the last panel and above the first.
 _BOTTOM, _TOP = 0.62, 0.9
 #: Inches: height of a ribbon.
@@ -111,8 +113,12 @@ def memory_view(result: Result) -> MemoryView:
                 spans.append((float(begin[0]), float(end[-1])))
     view = MemoryView(result, program, one.representative, len(one.members) - 1, host, gpu,
                       np.array(spans).reshape(-1, 2), 0.0)
-    edges, levels = view.levels(0.0, result.step_time_s)
-    view.peak_s = float(edges[int(levels.sum(axis=1).argmax())])
+    window = (0.0, result.step_time_s)
+    for _ in range(2):  # the bin of the peak, then its place in that bin
+        edges, levels = view.levels(*window)
+        fullest_bin = int(levels.sum(axis=1).argmax())
+        window = (float(edges[fullest_bin]), float(edges[fullest_bin + 1]))
+    view.peak_s = window[0]
     return view
 
 
@@ -155,7 +161,11 @@ def _windows(view: MemoryView) -> list[tuple[str, tuple[float, float]]]:
     step = view.result.step_time_s
     spans = view.micro_steps[view.micro_steps[:, 0] < step]
     if len(spans) < 2:
-        return [("the whole step, at the times at which the host allocates, ahead of the GPU", (0.0, step))]
+        issued = max((end for _, end, phase in view.host if _PHASES[phase] != "optimizer"), default=step)
+        whole = ("the whole step, at the times at which the host allocates, ahead of the GPU", (0.0, step))
+        if issued > _EARLY * step:
+            return [whole]
+        return [whole, ("the part in which the host issues forward and backward", (0.0, 1.15 * issued))]
     inside = np.flatnonzero((spans[:, 0] <= view.peak_s) & (view.peak_s <= spans[:, 1]))
     number = int(inside[0]) if len(inside) else len(spans) - 1
     start, end = max(0.0, float(spans[number, 0])), min(step, float(spans[number, 1]))
@@ -175,7 +185,7 @@ def _panel(ax: Axes, view: MemoryView, window: tuple[float, float], title: str, 
         if held.any():
             ax.fill_between(x, floor, floor + held, facecolor=colour, edgecolor="none", zorder=2)
             floor = floor + held
-    ax.plot(x, floor, color=look.BLACK, lw=0.5, zorder=3)
+    ax.plot(x, floor, color=look.BLACK, lw=0.6, zorder=1.9)
     memory = view.result.memory
     top = memory.device_used_bytes / _GIB
     capacity = memory.capacity_bytes / _GIB
@@ -235,6 +245,8 @@ def _peak(ax: Axes, view: MemoryView, window: tuple[float, float], factor: float
         return
     where = view.result.memory.use.where
     place = f"\n{where.phase} of {where.layer}" if where is not None and where.layer else ""
+    if where is not None and where.operator not in ("", where.layer):
+        place += f", {where.operator}"
     x = view.peak_s * factor
     late = view.peak_s > (window[0] + window[1]) / 2
     ax.plot([x], [top], marker="v", color=look.BLACK, ms=6, zorder=7, clip_on=False)

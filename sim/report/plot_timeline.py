@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ _RIGHT = 0.15
 _TELLABLE = 450
 #: Inches a letter needs at the size of a bar's text.
 _LETTER = 0.068
+#: Layers whose number alone is understood.
+_NUMBERED = re.compile(r"^(block|encoder|decoder)(?=\d+$)")
 #: Mere numbers of layers are written on the bars of a row only if at least this share of them has the room.
 _WORTH_NUMBERING = 0.5
 #: Points: the outline of narrow bars, so that none is thinner than a screen can show.
@@ -34,7 +37,7 @@ def timeline_figure(result: Result) -> Figure:
     """Draw the critical rank's step; call within `plot_style.style()`."""
     rows = rows_of(result)
     panels = _panels(rows)
-    left = 0.1 + _LETTER * max(len(name) for name in rows.names)
+    left = 0.2 + _LETTER * max(len(name) for name in rows.names)
     per_panel = len(rows.names) * _ROW + _PANEL
     height = _HEAD + _FOOT + len(panels) * per_panel
     made = look.figure(height)
@@ -163,7 +166,7 @@ def _texts(ax: Axes, rows: Rows, bars: Bars, colour: str, number: int, window: W
         left, right = max(s, window[0]), min(e, window[1])
         room = (right - left) * per_inch / _LETTER - 1
         name = rows.texts[text] if text >= 0 else ""
-        short = name.removeprefix("block")
+        short = _NUMBERED.sub("", name)
         if name and len(name) <= room:
             whole.append(((left + right) / 2 * factor, name))
         elif short and len(short) <= room:

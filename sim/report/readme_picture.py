@@ -34,6 +34,8 @@ PICTURES: Mapping[str, tuple[str, str]] = {
 COLUMNS = 92
 #: Two machines' arithmetic may differ by so much (relative).
 TOLERANCE = 1e-6
+#: Differences that --check writes out.
+_SHOWN = 12
 #: How long the prediction took is the one thing in the output that is of the day.
 _WALL_TIME = re.compile(r"(events in) [\d.]+ \S+")
 #: A README's picture may load nothing from elsewhere, so the reader's own monospaced font is asked for.
@@ -140,8 +142,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         make(ROOT / "reports")
         return 0
     found = stale(ROOT / "reports")
-    for line in found:
+    for line in found[:_SHOWN]:
         print(f"reports/{line.lstrip('/')}", file=sys.stderr)
+    if len(found) > _SHOWN:
+        print(f"and {len(found) - _SHOWN} more", file=sys.stderr)
     if found:
         print("run: python -m sim.report.readme_picture", file=sys.stderr)
     return 1 if found else 0

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from sim.hardware.attention import attention_time, attention_work
+from sim.hardware.attention import attention_times, attention_work
 from sim.hardware.device import Device
-from sim.hardware.gemm import alignment_bytes, gemm_times
+from sim.hardware.gemm import alignment_bytes, as_products, overlapped, product_times
 from sim.hardware.gpu import gpu, gpu_names
 from sim.hardware.rates import AttentionRates, GemmRates, Rates
 from sim.work import Kernel
 
 #: 100 SMs of 1 TFLOP/s, one 128 x 128 tile, nothing lost anywhere.
-PLAIN = GemmRates(flops_per_s=100e12, fill_k=0, exposed_output=0.0, start_s=0.0, tiles=((128, 128, 1.0),), splits=(1,),
-                  idle_wave_loss=1.0, bandwidth_share=1.0, alignment={16: 1.0, 8: 0.5, 4: 0.5, 2: 0.25, 1: 0.25})
+PLAIN = GemmRates(flops_per_s=100e12, fill_k=0, block_start_s=0.0, operand_cost=0.0, exposed_output=0.0, start_s=0.0,
+                  tiles=((128, 128),), splits=(1,), idle_wave_loss=1.0, held_wave_loss=1.0, partial_tile=1.0,
+                  spread=0.0, overlap=np.inf, bandwidth_share=1.0,
+                  alignment={16: 1.0, 8: 0.5, 4: 0.5, 2: 0.25, 1: 0.25}, flop_j=1e-12)
 WIDE_BPS = 1e18
 
 
@@ -29,13 +33,9 @@ def attention(variant: str, causal: bool, heads: int = 16, queries: int = 1024, 
                   causal=causal, kernel=kernel)
 
 
-def changed(rates: GemmRates, **figures: object) -> GemmRates:
-    slots = {name: getattr(rates, name) for name in GemmRates.__slots__}
-    return GemmRates(**(slots | figures))
-
-
 def seconds(kernel: Kernel, rates: GemmRates = PLAIN, sms: int = 100, bandwidth_bps: float = WIDE_BPS) -> float:
-    return float(gemm_times([kernel], rates, sms, bandwidth_bps, 100)[0][0])
+    times = product_times(as_products([kernel], rates), rates, sms, 100, bandwidth_bps)
+    return float(overlapped(times.compute_s, times.memory_s, rates.overlap)[0])
 
 
 def test_a_tile_costs_its_products_over_one_sm() -> None:
@@ -54,42 +54,72 @@ def test_waves_are_whole() -> None:
 
 def test_half_of_the_idle_wave_is_lost_when_the_figure_says_so() -> None:
     # 110 tiles: 2 whole waves, 1.1 of work; half of the difference is lost: 1.55.
-    rates = changed(PLAIN, idle_wave_loss=0.5)
+    rates = replace(PLAIN, idle_wave_loss=0.5)
     assert seconds(product(1408, 1280, 512), rates) == pytest.approx(1.55 * 2 * 128 * 128 * 512 / 1e12)
 
 
-def test_fewer_free_sms_mean_more_waves() -> None:
-    # 100 tiles on 99 SMs: two waves.
-    assert seconds(product(1280, 1280, 512), sms=99) == pytest.approx(2 * seconds(product(1280, 1280, 512)))
+def test_an_edge_tile_costs_a_share_of_what_it_lacks() -> None:
+    # 320 columns: 3 tiles of 128 hold 2.5; half of the missing half tile is paid: 2.75 of 3.
+    rates = replace(PLAIN, partial_tile=0.5)
+    assert seconds(product(128, 320, 512), rates) == pytest.approx(2.75 / 3 * 2 * 128 * 128 * 512 / 1e12)
+
+
+def test_a_product_of_one_wave_takes_two_beside_held_sms() -> None:
+    # 100 tiles, 82 SMs left: a second wave. With 0.8 of it lost: 0.8 · 2 + 0.2 · 100 / 82.
+    full = product(1280, 1280, 512)
+    assert seconds(full, sms=82) == pytest.approx(2 * seconds(full))
+    partly = replace(PLAIN, held_wave_loss=0.8)
+    assert seconds(full, partly, sms=82) == pytest.approx((0.8 * 2 + 0.2 * 100 / 82) * seconds(full))
+
+
+def test_the_tile_is_picked_for_the_whole_gpu() -> None:
+    # 50 tiles of 256 x 128 or 100 of 128 x 128: alone one wave of small tiles is best, and stays the choice with SMs
+    # held, though 50 large tiles would still fit one wave.
+    rates = replace(PLAIN, tiles=((256, 128), (128, 128)))
+    kernel = product(1280, 1280, 512)
+    assert seconds(kernel, rates, sms=60) == pytest.approx(2 * seconds(kernel))
 
 
 def test_batches_share_waves() -> None:
     assert seconds(product(128, 128, 512, batch=100)) == pytest.approx(seconds(product(1280, 1280, 512)))
 
 
-def test_a_tile_pays_its_fill_and_its_exposed_output() -> None:
-    # Fill worth 128 of K on top of 512; half of 128·128·8 bytes at 1/100 of 1 TB/s.
-    rates = changed(PLAIN, fill_k=128, exposed_output=0.5)
-    expected = 2 * 128 * 128 * (512 + 128) / 1e12 + 0.5 * 128 * 128 * 8 / 1e10
+def test_a_tile_pays_its_start_its_fill_and_its_exposed_output() -> None:
+    # Fill worth 128 of K on top of 512; half of 128·128·8 bytes at 1/100 of 1 TB/s; 1 us to start.
+    rates = replace(PLAIN, fill_k=128, exposed_output=0.5, block_start_s=1e-6)
+    expected = 2 * 128 * 128 * (512 + 128) / 1e12 + 0.5 * 128 * 128 * 8 / 1e10 + 1e-6
     assert seconds(product(1280, 1280, 512, output_bytes=8.0), rates, bandwidth_bps=1e12) == pytest.approx(expected)
+
+
+def test_small_tiles_pay_for_their_operands() -> None:
+    # 0.1 of the products at 128 rows and 128 columns each: 1.2 against 1.15 of the largest tile, 256 x 128.
+    rates = replace(PLAIN, operand_cost=0.1)
+    assert seconds(product(1280, 1280, 512), rates) == pytest.approx(1.2 / 1.15 * seconds(product(1280, 1280, 512)))
 
 
 def test_split_k_fills_idle_sms() -> None:
     # One tile, K of 8192: 8 slices take an eighth, plus 9 passes over 128·128 fp32 partial sums.
-    rates = changed(PLAIN, splits=(1, 2, 4, 8))
+    rates = replace(PLAIN, splits=(1, 2, 4, 8))
     expected = 2 * 128 * 128 * 1024 / 1e12 + 9 * 4 * 128 * 128 / 2e12
     assert seconds(product(128, 128, 8192, variant="nt"), rates, bandwidth_bps=2e12) == pytest.approx(expected)
 
 
-def test_the_best_tile_is_taken() -> None:
-    # 128 x 10240: 80 tiles of 128 x 128 (1 wave), 40 of 128 x 256 (1 wave of twice the size): the smaller one wins.
-    rates = changed(PLAIN, tiles=((128, 256, 1.0), (128, 128, 0.9)))
-    assert seconds(product(128, 10240, 512), rates) == pytest.approx(2 * 128 * 128 * 512 / 0.9e12)
+def test_the_library_takes_one_of_the_nearly_fastest() -> None:
+    # 128 x 10240: 80 tiles of 128 x 128, or 40 of 128 x 256 that take twice as long: weight exp(-1 / 0.5) of the first.
+    sharp, vague = (replace(PLAIN, tiles=((128, 256), (128, 128)), spread=spread) for spread in (0.0, 0.5))
+    fast = 2 * 128 * 128 * 512 / 1e12
+    assert seconds(product(128, 10240, 512), sharp) == pytest.approx(fast)
+    weight = np.exp(-2.0)
+    assert seconds(product(128, 10240, 512), vague) == pytest.approx(fast * (1 + 2 * weight) / (1 + weight))
 
 
 def test_a_thin_product_is_bound_by_memory() -> None:
     thin = product(16, 4096, 4096)
     assert seconds(thin, bandwidth_bps=1e11) == pytest.approx(thin.bytes / 1e11)
+
+
+def test_equal_work_and_traffic_hide_each_other_in_part() -> None:
+    assert overlapped(np.array([1.0, 1.0]), np.array([1.0, 0.0]), 3.0) == pytest.approx([2 ** (1 / 3), 1.0])
 
 
 @pytest.mark.parametrize(("m", "n", "k", "variant", "expected"), [
@@ -117,12 +147,16 @@ def test_causal_attention_does_half_the_square_and_the_diagonal_blocks() -> None
 
 
 def test_attention_blocks_share_the_sms() -> None:
-    # 16 heads x 8 blocks on 100 SMs of 1 TFLOP/s; one block per SM is lost at the end.
-    rates = AttentionRates(flops_per_s=100e12, tail_blocks=1.0, start_s=0.0, bandwidth_share=1.0)
+    # 16 heads x 8 blocks on 100 SMs of 1 TFLOP/s: 1.28 blocks each; the longest is one block. Joined by squares.
+    rates = AttentionRates(flops_per_s=100e12, block_rows=128, longest_share=1.0, balance=2.0, start_s=0.0,
+                           overlap=3.0, bandwidth_share=1.0, flop_j=1e-12)
     block_s = 4 * 128 * 1024 * 128 / 1e12
-    whole_s, each_s = attention_time(attention("forward", causal=False), rates, 100, WIDE_BPS, 100)
-    assert each_s == pytest.approx(block_s)
-    assert whole_s == pytest.approx(block_s * (1.28 + 1.0))
+    times = attention_times(attention("forward", causal=False), rates, 100, WIDE_BPS, 100)
+    assert times.block_s[0] == pytest.approx(block_s)
+    assert times.compute_s[0] == pytest.approx(block_s * np.hypot(1.28, 1.0))
+    # Causal: half the work and the diagonal, but the last block still sees every key.
+    causal = attention_times(attention("forward", causal=True), rates, 100, WIDE_BPS, 100)
+    assert causal.compute_s[0] == pytest.approx(block_s * np.hypot(1.28 * 1152 / 2048, 1.0))
 
 
 def test_attention_reaches_published_rates() -> None:
@@ -153,9 +187,46 @@ def test_memory_bound_kernels_move_their_bytes() -> None:
     rates = Rates(gpu("a100-80g-sxm"))
     stream = Kernel("elementwise", "bf16", (2**30,), "gelu", 0.0, 4 * 2**30, "memory_bound", launches=3)
     expected = 4 * 2**30 / (2039e9 * rates.memory_share("elementwise")) + 3 * rates.start_s
-    assert device.times([stream])[0] == pytest.approx(expected)
+    assert device.times([stream])[0] == pytest.approx(expected, rel=1e-5)
     riding = Kernel("elementwise", "bf16", (2**30,), "gelu", 0.0, 0.0, "memory_bound", launches=0)
     assert device.times([riding])[0] == 0.0
+
+
+def row_wise(op: str, rows: int, cols: int) -> float:
+    """Bytes of one read and one write per second that an fp32 operator reaches on an A100, over its bandwidth."""
+    kernel = Kernel(op, "fp32", (rows, cols), "forward", 0.0, 8.0 * rows * cols, "memory_bound")
+    return float(kernel.bytes / Device(gpu("a100-80g-pcie")).times([kernel])[0] / 1935e9)
+
+
+def test_a_norm_reads_long_rows_twice_from_memory() -> None:
+    # 16 rows on each of 108 SMs: 4 KB rows (7 MB) stay in L2, 64 KB rows (113 MB) do not: 3 accesses instead of 2.
+    share = Rates(gpu("a100-80g-pcie")).memory_share("elementwise")
+    assert row_wise("norm", 2**15, 16384) == pytest.approx(share * 2 / 3, rel=0.02)
+    assert row_wise("norm", 2**19, 1024) > 1.1 * row_wise("norm", 2**15, 16384)
+
+
+def test_softmax_keeps_a_row_on_chip_until_it_is_too_long() -> None:
+    # Shared memory holds an aligned row of 48 KB; an unaligned one of 2050 elements, or a longer one, is read thrice.
+    short, unaligned = row_wise("softmax", 2**18, 2048), row_wise("softmax", 2**18, 2050)
+    long = row_wise("softmax", 2**13, 2**17)
+    assert short > unaligned > long
+    assert long == pytest.approx(short / 2, rel=0.15)
+
+
+def test_tensors_that_fit_in_l2_move_faster() -> None:
+    device = Device(gpu("l4"))  # 48 MiB of L2
+    small, large = (Kernel("elementwise", "fp32", (n,), "mul", 0.0, 8.0 * n, "memory_bound") for n in (10**6, 10**9))
+    small_s, large_s = device.times([small, large])
+    start_s = Rates(gpu("l4")).start_s
+    assert small.bytes / (small_s - start_s) > 1.5 * large.bytes / (large_s - start_s)
+
+
+def test_few_sms_cannot_keep_the_memory_busy() -> None:
+    device = Device(gpu("h100-80g-sxm"))
+    stream = Kernel("elementwise", "bf16", (2**30,), "gelu", 0.0, 4 * 2**30, "memory_bound")
+    alone, beside, crowded = (float(device.times([stream], taken)[0]) for taken in (0, 24, 112))
+    assert beside == alone
+    assert crowded == pytest.approx(4 * 2**30 / (20 * 32768 / 6e-7), rel=1e-3)
 
 
 def test_every_kind_of_kernel_has_a_time_on_every_gpu() -> None:

@@ -263,3 +263,17 @@ def test_uneven_groups_keep_their_busiest_link(machines: Machines) -> None:
         loads[link[0]].append(load)
     assert max(loads["nic_out"]) == pytest.approx(11 / 12 / 4)
     assert rate(flow, net) == pytest.approx(NIC * 4 / (11 / 12))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(kind=st.sampled_from(["all_gather", "all_reduce", "all_to_all", "send"]), exponent=st.floats(8, 32),
+       machine=st.sampled_from(["dgx-a100", "dgx-h100", "dgx-1v"]), faster=st.floats(1, 20),
+       nodes=st.sampled_from([1, 4]))
+def test_more_bandwidth_is_never_slower(machines: Machines, kind: str, exponent: float, machine: str, faster: float,
+                                        nodes: int) -> None:
+    times = []
+    for factor in (1.0, faster):
+        net = network(machines[machine], nodes, intra_gbps_per_gpu=1200 * factor, inter_gbps_per_node=400 * factor)
+        flow = net.coflow(kind, int(2 ** exponent), world(8 * nodes))
+        times.append(flow.latency_s + flow.size_bytes / rate(flow, net))
+    assert times[1] <= times[0] * (1 + 1e-9)

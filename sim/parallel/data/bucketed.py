@@ -70,6 +70,7 @@ class Bucketed:
         self.wire = self.precision.reduce
         self.width = DTYPE_BYTES[self.precision.gradients]
         self.gradients: dict[int, int] = {}  # bytes that layers have left behind, by position
+        self.numbers = {id(bucket): number for number, bucket in enumerate(reduction.buckets)}
         self.cuts: dict[int, list[tuple[int, list[Bucket]]]] = {}
         for bucket in reduction.buckets:
             at = self.cuts.setdefault(bucket.position, [])
@@ -141,7 +142,7 @@ class Bucketed:
         """Launch one bucket."""
         size = bucket.numel * DTYPE_BYTES[self.wire]
         call = collective(self.plan, self.reduction.kind, size, self.wire, "data")
-        label = Label(f"bucket{self.reduction.buckets.index(bucket)}", "backward", self.reduction.kind)
+        label = Label(f"bucket{self.numbers[id(bucket)]}", "backward", self.reduction.kind)
         joins = () if waits else (COMPUTE,)
         section.collective(NCCL, call, self.plan.stack.host_collective_s, label, waits, joins)
 

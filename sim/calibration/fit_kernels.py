@@ -1,0 +1,193 @@
+"""`python -m sim.calibration.fit_kernels`: fits the kernel figures to the shipped tables, writes kernels_fitted.yaml.
+
+Each class of units of each family of GPUs (volta half, ga100 fp32, ...) gets few figures from all its tables together.
+`assess` repeats the fit without every fifth shape, and predicts each GPU from the others alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import sim.hardware
+from sim.calibration import gemm_fit, row_fit
+from sim.calibration.tables import Group, groups
+from sim.catalog import table
+from sim.hardware.rates import UNITS
+
+FITTED = Path(sim.hardware.__file__).parent / "kernels_fitted.yaml"
+#: Families in order of generation: without a table of its own a family takes the figures of the nearest.
+GENERATIONS = ("volta", "turing", "ga100", "ga102", "ada", "hopper", "blackwell")
+_FIFTH = 5
+#: Rows of a thread block (forward, backward) of flash attention where it is not 128: cuDNN's on Blackwell takes 256.
+_BLOCK_ROWS = {"blackwell": (256, 128)}
+
+Figures = dict[str, float]
+#: What is fitted together: kind ("gemm", "memory", "sdp_fwd", "sdp_bwd"), family, units ("" for memory).
+Key = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Relative errors of one group: fitted with its rows, without them, and without its GPU."""
+
+    group: Group
+    inside: NDArray[np.float64]
+    shapes_out: NDArray[np.float64]
+    out_rows: NDArray[np.intp]
+    gpu_out: NDArray[np.float64]
+    stand_in: str
+
+
+def key_of(group: Group) -> Key:
+    """What a group is fitted together with."""
+    if group.op == "gemm":
+        return "gemm", group.gpu.kernels, UNITS[group.gpu.arithmetic(group.dtype)]
+    return (group.op, group.gpu.kernels, "half") if group.op.startswith("sdp") else ("memory", group.gpu.kernels, "")
+
+
+def fit(key: Key, members: Sequence[Group]) -> Figures:
+    """The figures of one key from its groups."""
+    kind, family, _ = key
+    if kind == "gemm":
+        return gemm_fit.fit([gemm_fit.sample(group) for group in members])
+    if kind == "memory":
+        return row_fit.fit_memory(members)
+    dims = sorted({kernel.shape[-1] for group in members for kernel in group.kernels})
+    return row_fit.fit_attention(members, kind == "sdp_bwd", dims, _shares(family), _block_rows(family, kind))
+
+
+def predict(group: Group, figures: Mapping[str, float]) -> NDArray[np.float64]:
+    """Seconds the benchmark would report, with these figures."""
+    kind, family, _ = key_of(group)
+    if kind == "gemm":
+        return gemm_fit.sample(group, None).predict(figures)
+    if kind == "memory":
+        return row_fit.predict(group, {"memory": dict(figures)})
+    return row_fit.predict(group, row_fit.attention_figures(figures, kind == "sdp_bwd", _shares(family),
+                                                            _block_rows(family, kind)))
+
+
+def by_key(members: Sequence[Group]) -> dict[Key, list[Group]]:
+    """Groups that are fitted together."""
+    found: dict[Key, list[Group]] = {}
+    for group in members:
+        found.setdefault(key_of(group), []).append(group)
+    return found
+
+
+def assess(members: Sequence[Group], say: Callable[[str], None] = lambda _: None) -> list[Outcome]:
+    """Errors of every group: inside the fit, for every fifth shape left out, and with its whole GPU left out."""
+    keyed = by_key(members)
+    inside = {key: fit(key, some) for key, some in keyed.items()}
+    say("fitted; now without every fifth shape")
+    without = {key: fit(key, [group.pick(_kept(group)) for group in some]) for key, some in keyed.items()}
+    say("now without whole GPUs")
+    outcomes = []
+    others: dict[tuple[Key, str], tuple[Figures, str]] = {}
+    for group in members:
+        key = key_of(group)
+        if (key, group.gpu.name) not in others:
+            others[key, group.gpu.name] = _without_gpu(key, group.gpu.name, keyed, inside)
+        stand_in, name = others[key, group.gpu.name]
+        rows = np.setdiff1d(np.arange(len(group.kernels)), _kept(group))
+        outcomes.append(Outcome(group, _errors(group, inside[key]), _errors(group.pick(rows), without[key]), rows,
+                                _errors(group, stand_in), name))
+    return outcomes
+
+
+def _without_gpu(key: Key, name: str, keyed: Mapping[Key, list[Group]],
+                 inside: Mapping[Key, Figures]) -> tuple[Figures, str]:
+    """Figures for a GPU from the tables of all others: its family's, else the generation's before, else the next."""
+    kind, family, units = key
+    siblings = [group for group in keyed[key] if group.gpu.name != name]
+    if siblings:
+        return fit(key, siblings), ", ".join(sorted({group.gpu.name for group in siblings}))
+    own = GENERATIONS.index(family)
+    places = {other: GENERATIONS.index(other) for wanted, other, same in keyed
+              if (wanted, same) == (kind, units) and other != family}
+    order = sorted((place > own, abs(place - own), other) for other, place in places.items())
+    nearest = order[0][2]
+    return inside[kind, nearest, units], f"family {nearest}"
+
+
+def _errors(group: Group, figures: Mapping[str, float]) -> NDArray[np.float64]:
+    if not len(group.kernels):
+        return np.empty(0)
+    errors: NDArray[np.float64] = predict(group, figures) / group.measured_s - 1.0
+    return errors
+
+
+def _kept(group: Group) -> NDArray[np.intp]:
+    """Rows whose shape is not every fifth, counted in order of shape: all rows of a shape stay together."""
+    shapes = sorted({kernel.shape for kernel in group.kernels})
+    rank = {shape: place for place, shape in enumerate(shapes)}
+    return np.array([row for row, kernel in enumerate(group.kernels) if rank[kernel.shape] % _FIFTH], dtype=np.intp)
+
+
+def _shares(family: str) -> dict[int, Sequence[float]]:
+    figures = table("hardware/kernels.yaml")["families"][family]["attention"]["flash2"]
+    return {dim: value for dim, value in figures.items() if isinstance(dim, int)}
+
+
+def _block_rows(family: str, kind: str) -> int:
+    return _BLOCK_ROWS.get(family, (128, 128))[int(kind == "sdp_bwd")]
+
+
+def document(fitted: Mapping[Key, Figures], keyed: Mapping[Key, Sequence[Group]]) -> dict[str, Any]:
+    """Fitted figures in the shape of `kernels.yaml`, each set with its source and confidence."""
+    families: dict[str, Any] = {}
+    for (kind, family, units), figures in fitted.items():
+        members = keyed[kind, family, units]
+        rounded = {name: float(f"{value:.3g}") for name, value in figures.items()}
+        rows = sum(len(group.kernels) for group in members)
+        origin = {"source": "fit_kernels: " + ", ".join(sorted({f"{group.file} {group.label}" for group in members})),
+                  "gpus": sorted({group.gpu.name for group in members}), "rows": rows,
+                  "confidence": "high" if rows >= 300 else "medium"}
+        entry = families.setdefault(family, {})
+        if kind == "gemm":
+            energy = rounded.pop("energy", None)
+            entry.setdefault("gemm", {})[units] = rounded | origin
+            if energy is not None:
+                stated = table("hardware/kernels.yaml")["families"][family]["power"]["pj_per_flop"][units]
+                entry["power"] = {"pj_per_flop": {units: float(f"{energy * stated:.3g}")}}
+        elif kind == "memory":
+            entry["memory"] = rounded | origin
+        else:
+            _attention(entry.setdefault("attention", {}), kind == "sdp_bwd", family, rounded, origin)
+    return {"families": families}
+
+
+def _attention(entry: dict[str, Any], backward: bool, family: str, figures: Figures, origin: dict[str, Any]) -> None:
+    blocks = entry.setdefault("blocks", {"rows": list(_BLOCK_ROWS.get(family, (128, 128))), "longest_share": [1.0, 1.0],
+                                         "balance": [2.0, 2.0]})
+    for name in ("longest_share", "balance"):
+        blocks[name][int(backward)] = figures[name]
+    shares = entry.setdefault("flash2", dict(origin))
+    for name, value in figures.items():
+        if name.startswith("share_"):
+            shares.setdefault(int(name.removeprefix("share_")), [value, value])[int(backward)] = value
+
+
+def write(path: Path = FITTED) -> dict[str, Any]:
+    """Fits everything and writes the figures."""
+    import yaml
+
+    keyed = by_key(groups())
+    fitted = {key: fit(key, members) for key, members in keyed.items()}
+    result = document(fitted, keyed)
+    head = ("# Written by `python -m sim.calibration.fit_kernels` from sim/calibration/data; do not edit.\n"
+            "# Meanings and units: kernels.yaml, whose figures of the same name these replace.\n")
+    text = yaml.safe_dump(result, sort_keys=False, width=160, default_flow_style=None)
+    path.write_text(head + text, encoding="utf-8")
+    return result
+
+
+if __name__ == "__main__":
+    write()
+    print(f"wrote {FITTED}")

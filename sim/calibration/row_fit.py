@@ -1,0 +1,92 @@
+"""Fit of the memory-bound figures of a family to row-wise tables, and of the fused-attention figures to theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from sim.calibration.optimise import Vector, minimise
+from sim.calibration.tables import Group
+from sim.hardware.timing import reported_s
+
+#: Figure of `memory`, lowest and highest physical value, value expected before any data.
+MEMORY: dict[str, tuple[float, float, float]] = {
+    "elementwise": (0.60, 0.97, 0.88),
+    "row_wise": (0.60, 1.0, 0.95),
+    "gather": (0.05, 0.90, 0.15),
+    "l2_share": (0.10, 1.20, 0.45),
+    "reread_cost": (0.0, 0.60, 0.20),
+}
+_BULK = 0.06  # relative error beyond which a row hardly counts (Cauchy loss): the smallest tensors measure the host
+_MOST_ROWS = 200
+_EXPECTED_WEIGHT = 1.0e-3  # pull towards the expected values
+_FEW_ROWS_WEIGHT = 4.0e-3  # where a table has some ten rows
+
+
+def predict(group: Group, figures: Mapping[str, Any] | None = None) -> Vector:
+    """Seconds the benchmark would report for a group, with some of its GPU's kernel figures replaced."""
+    return reported_s(group.gpu, group.timing, group.kernels, group.hosts, figures)
+
+
+def thinned(group: Group, most: int = _MOST_ROWS) -> Group:
+    """Rows of a group, evenly spaced by measured time."""
+    if len(group.kernels) <= most:
+        return group
+    order = np.argsort(group.measured_s, kind="stable")
+    return group.pick(order[np.linspace(0, len(order) - 1, most).astype(np.intp)])
+
+
+def fit_memory(groups: Sequence[Group], rounds: int = 150) -> dict[str, float]:
+    """The memory figures of least robust relative error; each operator's table weighs the same."""
+    used = [thinned(group) for group in groups]
+    return _fit(used, MEMORY, lambda values: {"memory": values}, rounds, _EXPECTED_WEIGHT)
+
+
+def fit_attention(groups: Sequence[Group], backward: bool, dims: Sequence[int], other: Mapping[int, Sequence[float]],
+                  rows: int, rounds: int = 120) -> dict[str, float]:
+    """Share of peak by head dimension, and how the longest block shows, of one direction of flash attention.
+
+    Args:
+        groups: tables of that direction.
+        dims: head dimensions they hold.
+        other: the family's shares (forward, backward) by head dimension, whose other direction stays.
+        rows: rows of a thread block.
+    """
+    figures = {f"share_{dim}": (0.1, 0.95, 0.5) for dim in dims}
+    figures |= {"longest_share": (0.3, 2.0, 1.0), "balance": (1.0, 4.0, 2.0)}
+    return _fit(list(groups), figures, lambda values: attention_figures(values, backward, other, rows), rounds,
+                _FEW_ROWS_WEIGHT)
+
+
+def attention_figures(values: Mapping[str, float], backward: bool, other: Mapping[int, Sequence[float]],
+                      rows: int) -> dict[str, Any]:
+    """Fitted values in the shape of `kernels.yaml`."""
+    shares: dict[int, list[float]] = {}
+    for name, value in values.items():
+        if name.startswith("share_"):
+            dim = int(name.removeprefix("share_"))
+            shares[dim] = list(other.get(dim, (value, value)))
+            shares[dim][int(backward)] = value
+    pair = {name: [values[name]] * 2 for name in ("longest_share", "balance")}
+    return {"attention": {"flash2": shares, "blocks": {"rows": [rows, rows], **pair}}}
+
+
+def _fit(groups: Sequence[Group], figures: Mapping[str, tuple[float, float, float]], shape: Any,
+         rounds: int, pull: float) -> dict[str, float]:
+    low, high, expected = (np.array(column) for column in zip(*figures.values(), strict=True))
+    logs = [np.log(group.measured_s) for group in groups]
+
+    def cost(scaled: Vector) -> float:
+        values = low + scaled * (high - low)
+        named = shape(dict(zip(figures, values.tolist(), strict=True)))
+        total = pull * float((((values - expected) / (high - low)) ** 2).sum())
+        for group, log in zip(groups, logs, strict=True):
+            error = np.log(predict(group, named)) - log
+            total += _BULK * float(np.log1p((error / _BULK) ** 2).mean()) / len(groups)
+        return total
+
+    unit = np.zeros(len(low)), np.ones(len(low))
+    found = minimise(cost, (expected - low) / (high - low), *unit, rounds=rounds)
+    return dict(zip(figures, (low + found * (high - low)).tolist(), strict=True))

@@ -1,0 +1,106 @@
+"""Operators by the names that kernel tables and users give them, as the kernels PyTorch or vLLM runs for them.
+
+Each row-wise operator states the full-size accesses of its kernels (reads plus writes of a rows x cols tensor) and how
+many kernels it launches, counted in the source named.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sim.errors import Fault, UserError, nearest
+from sim.work import DTYPE_BYTES, Kernel
+
+_LAYOUT = re.compile(r"\b(TN|NN|NT)\b")  # forward, data gradient, weight gradient, in a table's `source`
+
+
+@dataclass(frozen=True, slots=True)
+class RowWise:
+    """A row-wise operator: what `sim.work.Kernel` calls it, accesses per element, kernels launched."""
+
+    op: str
+    accesses: float
+    launches: int = 1
+
+
+#: `add` and `mul` take two tensors, the `u` forms a tensor and a scalar (NeuSight). Counted per kernel: reads + writes.
+ROW_WISE = {
+    "add": RowWise("elementwise", 3), "mul": RowWise("elementwise", 3), "div": RowWise("elementwise", 3),
+    "pow": RowWise("elementwise", 3), "addu": RowWise("elementwise", 2), "mulu": RowWise("elementwise", 2),
+    "divu": RowWise("elementwise", 2), "powu": RowWise("elementwise", 2), "gelu": RowWise("elementwise", 2),
+    "relu": RowWise("elementwise", 2), "tanh": RowWise("elementwise", 2), "dropout": RowWise("elementwise", 2.25),
+    "ln": RowWise("norm", 2), "layernorm": RowWise("norm", 2), "softmax": RowWise("softmax", 2),
+    "emb": RowWise("embedding", 2), "embedding": RowWise("embedding", 2),
+    # A copy of the residual, then the norm, which reads its row twice (2 + 3 accesses, two kernels); 5.5 agrees better
+    # with the tables of both A100 and H100: single 2-byte loads.
+    "input_layernorm": RowWise("elementwise", 5.5, 2), "rmsnorm": RowWise("norm", 2),
+    # silu of one half to a temporary (2), product with the other half (3); columns are those of the output.
+    "mlp_act": RowWise("elementwise", 5, 2), "silu_mul": RowWise("elementwise", 3),
+    # Queries and keys split off and made contiguous (4), rotated in place (4); columns are the queries'.
+    "attn_rope": RowWise("elementwise", 8, 2), "rope": RowWise("elementwise", 4),
+}
+
+#: What a table's `source` column says of the model changes the kernels behind a name: (operator, word) to operator.
+VARIANTS = {
+    ("add", "phi-2"): RowWise("elementwise", 6, 2),  # a parallel block adds attention and MLP: two sums of two tensors
+    ("mlp_act", "phi-2"): RowWise("elementwise", 2),  # GELU, not gated
+    ("input_layernorm", "phi-2"): RowWise("norm", 2),  # LayerNorm, in place of a copy and an RMSNorm
+    # Keys are an eighth to a quarter of the queries: the four key accesses shrink with them.
+    ("attn_rope", "Llama-3"): RowWise("elementwise", 5, 2),
+}
+
+
+def row_wise_kernel(op: str, rows: int, cols: int, dtype: str, source: str = "") -> Kernel:
+    """The forward kernel of a row-wise operator on a rows x cols tensor.
+
+    Raises:
+        UserError: no such operator.
+    """
+    found = next((variant for (name, word), variant in VARIANTS.items() if name == op and word in source), None)
+    found = found or ROW_WISE.get(op)
+    if found is None:
+        raise UserError(Fault(f"no operator {op!r}; known are {', '.join(ROW_WISE)}", "op", hint=nearest(op, ROW_WISE)))
+    shape = (rows * cols,) if found.op == "elementwise" else (rows, cols)
+    size_bytes = rows * cols * found.accesses * DTYPE_BYTES[dtype]
+    variant = op if found.op == "elementwise" else "forward"
+    return Kernel(found.op, dtype, shape, variant, 0.0, size_bytes, "memory_bound", launches=found.launches)
+
+
+def product_kernel(m: int, n: int, k: int, batch: int, dtype: str, layout: str = "tn",
+                   output_accesses: Sequence[float] = (2.0,)) -> Kernel:
+    """A matrix product of (m, k) by (k, n); `output_accesses` = bytes of each pass over an element of the output."""
+    size_bytes = batch * ((m * k + k * n) * DTYPE_BYTES[dtype] + m * n * sum(output_accesses))
+    return Kernel("gemm", dtype, (batch, m, n, k), layout, 2.0 * batch * m * n * k, size_bytes, "gemm")
+
+
+def attention_kernel(batch: int, heads: int, kv_heads: int, queries: int, keys: int, dim: int, dtype: str,
+                     backward: bool = False, causal: bool = True, kernel: str = "flash2",
+                     value_dim: int | None = None) -> Kernel:
+    """A fused attention kernel; FLOPs as published figures count them, causal not halved; each tensor moved once.
+
+    `value_dim`, where it differs, enters as the mean of both head dimensions in the work.
+    """
+    mean = (dim + (value_dim or dim)) / 2
+    width = DTYPE_BYTES[dtype]
+    tensors = batch * (2 * heads * queries + 2 * kv_heads * keys) * mean * width
+    flops = 4.0 * batch * heads * queries * keys * mean * (2.5 if backward else 1.0)
+    return Kernel("attention", dtype, (batch, heads, kv_heads, queries, keys, round(mean)),
+                  "backward" if backward else "forward", flops, tensors * (2.0 if backward else 1.0), "attention",
+                  causal=causal, kernel=kernel)
+
+
+def table_kernel(row: Mapping[str, Any]) -> Kernel:
+    """The kernel behind one row of a product table (m, n, k, batch) or a row-wise table (op, rows, cols).
+
+    Both have `dtype` and `source`, whose words tell layout, accumulation and, by the model's name, variants.
+    """
+    if row.get("op", "gemm") != "gemm":
+        return row_wise_kernel(str(row["op"]), int(row["rows"]), int(row["cols"]), row["dtype"], str(row["source"]))
+    m, n, k, batch = (int(row[name]) for name in ("m", "n", "k", "batch"))
+    layout = _LAYOUT.search(str(row["source"]))
+    width = 4.0 if row["dtype"] in ("fp32", "tf32") or "out=fp32" in str(row["source"]) else 2.0
+    passes = (width, width) if "acc=True" in str(row["source"]) else (width,)
+    return product_kernel(m, n, k, batch, row["dtype"], layout.group().lower() if layout else "tn", passes)

@@ -1,0 +1,90 @@
+"""What a benchmark's clock reads for a kernel: GPU time, the host's part, and the clock its loop settles at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.catalog import table
+from sim.hardware.device import Device
+from sim.hardware.gpu import Gpu, canonical_gpu
+from sim.hardware.rates import merged
+from sim.work import Kernel
+
+#: Benchmarks whose tables are named after them.
+SOURCES = ("vidur", "simumax", "deepbench", "neusight")
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """A benchmark's method for one GPU: see the head of `timings.yaml`."""
+
+    lead_s: Mapping[str, float] | float
+    floor_s: Mapping[str, float] | float
+    gap_s: float
+    host: Mapping[str, float] | float
+    lead_share: Mapping[str, float] | None
+    start_s: float | None = None
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Kernel figures (as in `kernels.yaml`) that the benchmark sees differently from a stream of kernels."""
+        return {} if self.start_s is None else {"start_s": {"value": self.start_s}}
+
+    def read(self, op: str, gpu_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Seconds the benchmark reports for kernels of operator `op` that take `gpu_s` on the GPU."""
+        host = _of(self.host, op)
+        floor_s = host * _of(self.floor_s, op)
+        lead_s = host * _of(self.lead_s, op) if self.lead_share is None else floor_s * _of(self.lead_share, op)
+        read: NDArray[np.float64] = np.maximum(gpu_s + lead_s, floor_s)
+        return read
+
+
+def timing(source: str, label: str) -> Timing:
+    """How the benchmark `source` (a key of `timings.yaml`) reads kernels on the GPU it calls `label`."""
+    entry: dict[str, Any] = table("hardware/timings.yaml")["sources"][source]
+    return Timing(lead_s=entry.get("lead_s", 0.0), floor_s=entry["floor_s"], gap_s=float(entry["gap_s"]),
+                  host=entry.get("host", {}).get(label, 1.0), lead_share=entry.get("lead_share"),
+                  start_s=entry.get("start_s", {}).get(label))
+
+
+def source_of(file_name: str) -> str:
+    """The benchmark behind a table, by the start of its file's name; `loop` for any other."""
+    return next((name for name in SOURCES if file_name.startswith(name)), "loop")
+
+
+def reported_s(gpu: Gpu, method: Timing, kernels: Sequence[Kernel], operators: Sequence[str],
+               figures: Mapping[str, Any] | None = None) -> NDArray[np.float64]:
+    """Seconds a benchmark would report for each kernel.
+
+    Args:
+        gpu: the GPU it ran on (`card` names it).
+        method: how it reads times.
+        kernels: what it timed.
+        operators: each as the host calls it (`add`, `ln`; of a product table, the first word of `source` before "-").
+        figures: kernel figures to use in place of the GPU's (nested as in `kernels.yaml`).
+    """
+    changes = merged(merged(gpu.kernel_figures, figures or {}), method.figures)
+    gpu_s = Device(replace(gpu, kernel_figures=changes), sustained=False, gap_s=method.gap_s).times(kernels)
+    names = np.array(operators)
+    read = np.empty_like(gpu_s)
+    for name in set(operators):
+        rows = names == name
+        read[rows] = method.read(name, gpu_s[rows])
+    return read
+
+
+def card(source: str, label: str) -> str:
+    """The catalogue's GPU behind a table's label: the benchmark's own statement, else the table of spellings."""
+    stated = table("hardware/timings.yaml")["sources"][source]["card"].get(label)
+    return canonical_gpu(stated or label)
+
+
+def _of(value: Mapping[str, float] | float, op: str) -> float:
+    if isinstance(value, Mapping):
+        return float(value.get(op, value.get("default", max(value.values()))))
+    return float(value)

@@ -1,0 +1,65 @@
+"""The clock under a power limit, by hand, and what of a kernel follows it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sim.hardware.device import Device
+from sim.hardware.gpu import gpu
+from sim.hardware.operators import attention_kernel, product_kernel, row_wise_kernel
+from sim.hardware.power import Power
+
+ONE = np.ones(1)
+CARD = Power(limit_w=300.0, constant_w=50.0, byte_j=50e-12, lowest_clock=0.4)
+
+
+def test_the_clock_meets_the_limit() -> None:
+    # 1 pJ a FLOP at 400 TFLOP/s: 400 W at full clock; 1 TB/s costs 50 W. 200 W are left: f cubed = 200 / 400.
+    assert CARD.clock(1e-12, 400e12 * ONE, 1e12 * ONE, ONE)[0] == pytest.approx(0.5 ** (1 / 3))
+
+
+def test_light_or_rare_work_runs_at_full_clock_and_hard_limits_have_a_floor() -> None:
+    assert CARD.clock(1e-12, 200e12 * ONE, 1e12 * ONE, ONE)[0] == 1.0
+    assert CARD.clock(1e-12, 400e12 * ONE, 1e12 * ONE, 0.5 * ONE)[0] == 1.0
+    assert CARD.clock(1e-12, 1e17 * ONE, 0.0 * ONE, ONE)[0] == 0.4
+
+
+def test_a_lower_limit_slows_arithmetic_only() -> None:
+    full, capped = Device(gpu("h100-80g-sxm")), Device(gpu("h100-80g-sxm", {"power_limit_w": 400}))
+    product = product_kernel(8192, 8192, 8192, 1, "bf16")
+    stream = row_wise_kernel("add", 8192, 8192, "bf16")
+    assert capped.times([product])[0] > 1.15 * full.times([product])[0]
+    assert capped.times([stream])[0] == full.times([stream])[0]
+
+
+def test_long_sequences_run_slower_than_a_short_product_timed_alone() -> None:
+    card = gpu("h100-80g-sxm")
+    short = product_kernel(2048, 2048, 2048, 1, "bf16")
+    assert Device(card).times([short])[0] > 1.1 * Device(card, sustained=False).times([short])[0]
+
+
+def test_settling_finds_the_fixed_point_of_average_power() -> None:
+    device = Device(gpu("h100-80g-sxm"))
+    products = [product_kernel(8192, 8192, 8192, 1, "bf16"), attention_kernel(8, 32, 32, 4096, 4096, 128, "bf16")]
+    streams = [row_wise_kernel("add", 2**13, 8192, "bf16")]
+    hot, mixed, idle = device.settle(products), device.settle(products + streams), device.settle(products, duty=0.3)
+    assert hot < mixed < idle == 1.0
+    assert device.settle(products, counts=[10, 10]) == pytest.approx(hot, abs=1e-4)
+    device.settle(products + streams, counts=[4, 1, 3])
+    seconds = device.times(products + streams) @ [4, 1, 3]
+    rates = device._rates
+    clock = device._clock
+    assert clock is not None
+    energy_j = sum(count * device._arithmetic_j(k) for count, k in zip((4, 1), products, strict=True)) * clock**2
+    traffic_j = rates.power.byte_j * sum(c * k.bytes for c, k in zip((4, 1, 3), products + streams, strict=True))
+    average_w = rates.power.constant_w + (energy_j + traffic_j) / seconds
+    assert average_w == pytest.approx(700, rel=2e-3)
+
+
+def test_figures_say_what_they_rest_on() -> None:
+    product = product_kernel(512, 512, 512, 1, "bf16")
+    h100, h200, rtx = (Device(gpu(name)).basis(product) for name in ("h100-80g-sxm", "h200", "rtx4090"))
+    assert h100.own_data and h100.confidence == "high" and "vidur" in h100.source
+    assert not h200.own_data and h200.confidence == "medium"
+    assert not rtx.own_data and rtx.confidence == "low"
