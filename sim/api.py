@@ -19,6 +19,7 @@ from sim.errors import Fault, UserError
 from sim.hardware import Device, gpu
 from sim.network import Network, Topology
 from sim.parallel import Lowered, lower
+from sim.report.advice import advise
 from sim.report.result import Result, build_result
 from sim.scenario import Loaded, Scenario, load_scenario
 
@@ -72,10 +73,10 @@ def run(source: Source) -> Result:
         UserError: the file is wrong, or asks for what is not simulated.
     """
     if isinstance(source, Scenario):
-        return _predict(source, {})
+        return _advised(_predict(source, {}))
     loaded = _loaded(source)
     try:
-        return _predict(loaded.scenario, {})
+        return _advised(_predict(loaded.scenario, {}))
     except UserError as error:
         raise UserError(_placed(fault, loaded) for fault in error.faults) from None
 
@@ -144,6 +145,12 @@ def _predict(scenario: Scenario, sets: Mapping[str, Any]) -> Result:
     result = build_result(scenario, lowered, machine, simulate(lowered.job, machine))
     result.set = dict(sets)
     result.simulation.wall_s = time.perf_counter() - started
+    return result
+
+
+def _advised(result: Result) -> Result:
+    """The result, able to say what would make it fit."""
+    result.advisor = lambda: advise(result, lambda scenario: _predict(scenario, {}))
     return result
 
 

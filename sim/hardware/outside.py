@@ -58,7 +58,7 @@ def outside(compute_capability: str, year: int, communicators: Sequence[int]) ->
 
 
 def _bytes(figure: dict[str, Any]) -> int:
-    return round(figure["value"] * _GIB)
+    return round(float(figure["value"]) * _GIB)
 
 
 def _capability(text: str) -> float:

@@ -24,9 +24,11 @@ _Change = tuple[str, int, str, int, tuple[int, ...], str]
 class Activations:
     """What the layers of one micro-step hold. Call `forward` and `backward` before a layer's kernels are issued."""
 
-    def __init__(self, plan: Plan, section: SectionBuilder, layers: int, *, keep_gradients: bool) -> None:
-        """`keep_gradients`: parameter gradients stay as new tensors; else they are added to existing ones."""
-        self._plan, self._section, self._last, self._keep = plan, section, layers - 1, keep_gradients
+    def __init__(self, plan: Plan, section: SectionBuilder, layers: int, *, keep_gradients: bool,
+                 caches_casts: bool = True) -> None:
+        """See `layer_profile` for what can be chosen."""
+        self._plan, self._section, self._last = plan, section, layers - 1
+        self._keep, self._caches_casts = keep_gradients, caches_casts
         self._held, self._cached = NOTHING, NOTHING
         self._known: dict[tuple[int, str], tuple[Profile, list[_Change], list[_Change]]] = {}
 
@@ -59,7 +61,7 @@ class Activations:
         policy = self._plan.policy(position + 1 if layer.kind in ("embedding", "bridge") else position)
         key = (id(layer), policy)
         if key not in self._known:
-            profile = layer_profile(layer, policy, self._keep)
+            profile = layer_profile(layer, policy, self._keep, self._caches_casts)
             self._known[key] = (profile, _pass(profile.forward), _pass(profile.backward))
         return self._known[key]
 

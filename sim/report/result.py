@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,7 @@ from sim.hardware.outside import Outside
 from sim.memory.ledger import MemoryUse, peak
 from sim.parallel import Lowered
 from sim.program import Kind
+from sim.report.advice import Change
 from sim.report.breakdown import COMPUTE_STREAM, Breakdown, bound, breakdown, kernel_shares, step_flops
 from sim.report.columns import Columns, of_class
 from sim.report.traffic import traffic_list
@@ -149,6 +150,7 @@ class Result:
         gpus: GPUs of the job; `gpu` is the catalogue's name of the critical rank's.
         group_ranks: size of each communicator of the critical class's program, by name.
         set: the sweep point's dotted fields; empty for a plain run.
+        advisor: works out what would make the job fit.
     """
 
     scenario: Scenario
@@ -168,6 +170,7 @@ class Result:
     group_ranks: dict[str, int]
     warnings: list[str] = field(default_factory=list)
     set: dict[str, Any] = field(default_factory=dict)
+    advisor: Callable[[], list[Change]] | None = field(default=None, repr=False)
     _detail: Detail | None = field(default=None, repr=False)
 
     @property
@@ -180,6 +183,12 @@ class Result:
         if self._detail is None:
             raise RuntimeError("the details of this result were released")
         return self._detail
+
+    @cached_property
+    def changes(self) -> list[Change]:
+        """Single changes that would free memory, the best first; worked out when first asked for, and only for a run of
+        its own that does not fit."""
+        return [] if self.memory.fits or self.advisor is None else self.advisor()
 
     def release(self) -> None:
         """Drop Program, machine and timeline: a long sweep keeps its numbers only. No trace or JSON after this."""
@@ -224,6 +233,9 @@ class Result:
         detail = self.detail
         return traffic_list(detail.lowered.job, detail.timeline, detail.critical)
 
+    def _changes(self) -> dict[str, Any]:
+        return {"changes": [change.to_json() for change in self.changes]} if self.changes else {}
+
     def to_json(self) -> dict[str, Any]:
         """The object `drystep run --json` writes (result.md)."""
         sets = {"set": dict(self.set)} if self.set else {}
@@ -245,7 +257,7 @@ class Result:
             "contention_s": self.breakdown.contention,
             "slowdown": self.slowdown,
             "bound": self.bound,
-            "memory": self.memory.to_json(),
+            "memory": self.memory.to_json() | self._changes(),
             "traffic": self.traffic,
             "data_loading": self.data_loading.to_json(),
             "simulation": {

@@ -14,6 +14,8 @@ from sim.memory.ledger import CATEGORIES
 from sim.report.result import TIGHT_HEADROOM, Result
 from sim.work import CATEGORIES as KERNEL_CATEGORIES
 
+#: Changes listed for a job that does not fit.
+_CHANGES = 5
 _COLOURS = {"gemm": "green", "attention": "bright_green", "memory_bound": "cyan", "optimizer": "blue",
             "communication": "red", "pipeline_bubble": "magenta", "host": "yellow", "offload": "bright_red"}
 _NAMES = {"gemm": "matrix products", "attention": "attention", "memory_bound": "memory-bound kernels",
@@ -195,10 +197,22 @@ def _memory(result: Result, width: int) -> list[Any]:
     line = Text.assemble(("memory ", "bold"), (bar(share, room).ljust(room, "·"), colour),
                          f" {size(memory.device_used_bytes)} of {size(memory.capacity_bytes)}")
     where = memory.use.where
-    place = f", reached in {where.phase} of {where.layer}" if where is not None else ""
+    operator = f" ({where.operator})" if where is not None and where.operator not in ("", where.layer) else ""
+    place = f", reached in {where.phase} of {where.layer}{operator}" if where is not None else ""
     parts = sorted(((memory.use.at_peak[name], name.replace("_", " ")) for name in CATEGORIES), reverse=True)
     detail = ", ".join(f"{name} {size(held)}" for held, name in parts if held)
-    return [line, Text.assemble(verdict, place), Text(detail, style="dim")]
+    return [line, Text.assemble(verdict, place), Text(detail, style="dim"), *_changes(result)]
+
+
+def _changes(result: Result) -> list[Any]:
+    """What would make a job fit that does not, cheapest first; else what comes closest."""
+    fitting = [change for change in result.changes if change.fits]
+    if fitting:
+        return [Text("it would fit with", style="bold")] + [
+            Text(f"  {c.what}: {size(c.headroom_bytes)} free, step {100 * (c.slowdown - 1):+.0f}%")
+            for c in fitting[:_CHANGES]]
+    return [Text(f"no single change makes it fit; closest is {c.what}, {size(-c.headroom_bytes)} too much")
+            for c in result.changes[:1]]
 
 
 def _warning(text: str) -> Text:

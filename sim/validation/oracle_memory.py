@@ -1,4 +1,4 @@
-"""Memory held against what PyTorch itself allocates (files of kind `oracle-memory`): phase peaks, breakdown, a block."""
+"""Memory held against what PyTorch itself allocates (kind `oracle-memory`): phase peaks, breakdown, a block."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def predicted(lowered: Lowered, recompute: str, sharded: bool) -> dict[str, Any]
     use = peak(lowered.job.programs[0])
     phases = {"after_init": allocated_bytes(use.phases["after_init"])}
     phases |= {name: use.highest[ours] for name, ours in _PHASES.items()}
-    return {"peak_allocated_bytes": use.peak_allocated_bytes, "phase_peaks": phases, "at_peak": grouped(use.at_peak, True),
-            "peak_phase": max(_PHASES, key=lambda name: phases[name]), "block_retained": _retained(lowered, recompute, sharded),
-            "parameters": lowered.architecture.parameters}
+    return {"peak_allocated_bytes": use.peak_allocated_bytes, "phase_peaks": phases,
+            "peak_phase": max(_PHASES, key=lambda name: phases[name]), "at_peak": grouped(use.at_peak, True),
+            "block_retained": _retained(lowered, recompute, sharded), "parameters": lowered.architecture.parameters}
 
 
 def _retained(lowered: Lowered, recompute: str, copies: bool) -> int:

@@ -10,13 +10,14 @@ from sim.model.eager.profile import NOTHING, Levels, Pass, Profile, Program, pro
 __all__ = ["KINDS", "NOTHING", "Levels", "Pass", "Profile", "Program", "layer_profile", "profile", "rounded"]
 
 
-def layer_profile(layer: Layer, policy: str, keep_gradients: bool) -> Profile:
+def layer_profile(layer: Layer, policy: str, keep_gradients: bool, caches_casts: bool = True) -> Profile:
     """Memory of a layer: its program's where it has one, else an estimate from what its operators save.
 
     Args:
         policy: recomputation: none, full or selective. For an embedding: that of the blocks.
         keep_gradients: parameter gradients stay as new tensors; else they are added to existing ones or copied away.
+        caches_casts: autocast's weight copies live to the end of forward.
     """
     if layer.program is not None:
-        return profile(layer.program, policy, keep_gradients)
+        return profile(layer.program, policy, keep_gradients, caches_casts)
     return estimate(layer, policy, keep_gradients)

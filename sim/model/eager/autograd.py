@@ -1,12 +1,12 @@
 """A miniature of PyTorch's eager autograd that knows sizes only: which tensors are alive, when, and of what kind.
 
-Layers are written down as they are in PyTorch (`decoder.py` ...), in terms of `operations.py`. Nothing is computed; every
-storage adds its bytes to a `Memory` when it is born and takes them back when the last reference to it goes, exactly as
+Layers are written down as they are in PyTorch (`decoder.py` ...), in terms of `operations.py`. Nothing is computed;
+every storage adds its bytes to a `Memory` when it is born and takes them back when the last reference to it goes, exactly as
 PyTorch's do: module code holds tensors in local variables, autograd nodes hold what they saved, the engine holds
 gradients on their way. So the order of allocations is the host's order, and peaks need no rules of thumb.
 
 Sources: torch/csrc/autograd/engine.cpp (nodes run by falling sequence number; a node's gradients are dropped when it
-returns, its saved tensors after that), saved_variable.cpp, torch/utils/checkpoint.py (non-reentrant), allocator rounding
+returns, its saved tensors after that), saved_variable.cpp, torch/utils/checkpoint.py (non-reentrant); rounding:
 c10/core/AllocatorConfig.h.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from sim.work import DTYPE_BYTES
@@ -96,7 +97,7 @@ class Tensor:
 
 Gradients = list["Storage | None"]
 #: From the gradients of a node's outputs to those of its inputs.
-Rule = Callable[["Run", Gradients], Gradients]
+Rule = Callable[["Run", Gradients], Sequence["Storage | None"]]
 
 
 class Node:
@@ -121,6 +122,7 @@ class Output:
         self.node, self.index = node, index
 
     def receive(self, run: Run, gradient: Storage) -> None:
+        """Take a gradient; one that is there already is added to in place."""
         if self.node.gradients[self.index] is None:
             self.node.gradients[self.index] = gradient
 
@@ -132,7 +134,9 @@ class Boundary:
         self.gradient: Storage | None = None
 
     def receive(self, run: Run, gradient: Storage) -> None:
+        """Take a gradient; one that is there already is added to in place."""
         if self.gradient is None:
+            gradient.become(WORKSPACE)
             self.gradient = gradient
 
 
@@ -187,13 +191,16 @@ class Run:
         keep_gradients: parameter gradients stay (else they are added to existing ones, or copied away, at once).
         pending: a tied table's gradient that waits for the other layer's.
         incoming: tensors of this layer that later layers read: the gradients those leave, (sink, elements, dtype).
-        outgoing: gradients of tensors of earlier layers that come to be around this layer's backward, (elements, dtype).
+        outgoing: gradients of earlier layers' tensors that come to be around this layer's backward, (elements, dtype).
         early_stop: recomputation stops at the last saved tensor.
+        caches_casts: autocast keeps weight copies to the end of forward; it does so for leaves only, which FSDP 1's
+            views of a flat parameter are not (ATen autocast_mode.cpp, cached_cast).
     """
 
-    def __init__(self, autocast: str, keep_gradients: bool, early_stop: bool) -> None:
+    def __init__(self, autocast: str, keep_gradients: bool, early_stop: bool, caches_casts: bool = True) -> None:
         self.memory = Memory()
         self.autocast, self.keep_gradients, self.early_stop = autocast, keep_gradients, early_stop
+        self.caches_casts = caches_casts
         self.kind = ACTIVATIONS
         self.nodes: list[Node] = []
         self.gradients: list[Storage] = []
@@ -254,7 +261,7 @@ class Run:
         """`torch.utils.checkpoint(function, *inputs, use_reentrant=False)`. Inside another one it changes nothing."""
         if self._saving is not None or self._restoring is not None:
             return function(self, *inputs)
-        frame = self._saving = Frame(function, inputs)
+        self._saving = Frame(function, inputs)
         output = function(self, *inputs)
         self._saving = None
         return output
@@ -271,10 +278,8 @@ class Run:
         frame.done = True
         self._restoring, kind, operator, cache = frame, self.kind, self.memory.operator, self.cache
         self.kind, self.cache = ACTIVATIONS, []
-        try:
+        with suppress(_StopError):
             frame.function(self, *frame.inputs)
-        except _StopError:
-            pass
         self._restoring, self.kind, self.memory.operator, self.cache = None, kind, operator, cache
 
     def backward(self) -> None:
@@ -302,7 +307,7 @@ class Run:
 
     def _execute(self, node: Node) -> None:
         gradients, node.gradients = node.gradients, []
-        results = node.rule(self, gradients)
+        results = list(node.rule(self, gradients))
         gradients.clear()
         node.saved.clear()
         for index, sink in enumerate(node.sinks):

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sim.model.eager import operations as op
-from sim.model.eager.autograd import LOGITS, Run, Tensor, Weight
+from sim.model.eager.autograd import LOGITS, Gradients, Output, Run, Tensor, Weight
 from sim.model.style import Style
 from sim.work import DTYPE_BYTES
 
-
-#: silu_backward as PyTorch's composite implementation: sigmoid, ones, three products and a sum beside the gradient. On
-#: fake tensors (the oracle) this runs; a CUDA build has one kernel. Counted, because it is what PyTorch promises at most.
+#: silu_backward as PyTorch composes it from sigmoid, ones, products and a sum: five tensors beside the gradient. That is
+#: what runs on fake tensors, so the oracle has them; a CUDA build has one kernel, and a peak inside this operator (a
+#: recomputed gated block that outweighs the logits) is lower there by these five.
 _SILU_TEMPORARIES = 5
 
 
@@ -129,12 +129,12 @@ def _times_table(run: Run, style: Style, x: Tensor) -> Tensor:
     """A product with cos or sin, which need no gradient: the input is not kept."""
     elements, source, wide = x.elements, x.dtype, op.promote(x.dtype, style.residual)
 
-    def rule(run: Run, _: object) -> op.Gradients:
+    def rule(run: Run, _: object) -> Gradients:
         full = run.new(elements, wide)
         return [full if wide == source else run.new(elements, source)]
 
     node = run.node(rule, (x.sink,))
-    return Tensor(run.new(elements, wide), elements, wide, op.Output(node, 0))
+    return Tensor(run.new(elements, wide), elements, wide, Output(node, 0))
 
 
 def _rotate_half(run: Run, x: Tensor) -> Tensor:
@@ -163,7 +163,8 @@ def _eager(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bi
     dtype = value.dtype
     weights = _softmax(run, style, op.matmul(run, op.clone(run, query, copies and not rotated),
                                              op.clone(run, key, copies and not rotated and not repeated), scores), dtype, bias)
-    out = op.matmul(run, weights, op.clone(run, value, copies and not repeated), style.tokens * style.query_width)
+    value = op.clone(run, value, copies and not repeated)
+    out = op.matmul(run, weights, value, style.tokens * style.query_width)
     return op.relayout(run, op.clone(run, out)) if copies else op.clone(run, out)
 
 
@@ -200,7 +201,7 @@ def _repeat(run: Run, style: Style, x: Tensor) -> Tensor:
     """repeat_kv: copied out to every query head; the gradient is summed over the copies."""
     elements, source, dtype = style.batch * style.keys * style.query_width, x.elements, x.dtype
     node = run.node(lambda run, _: [run.new(source, dtype)], (x.sink,))
-    return Tensor(run.new(elements, dtype), elements, dtype, op.Output(node, 0))
+    return Tensor(run.new(elements, dtype), elements, dtype, Output(node, 0))
 
 
 def mlp(run: Run, style: Style, x: Tensor) -> Tensor:
@@ -230,7 +231,7 @@ def _gated(run: Run, style: Style, x: Tensor) -> Tensor:
         elements, dtype = gate.elements, gate.dtype
         node = run.node(lambda run, _: [run.new(elements, dtype), run.new(elements, dtype)], (gate.sink, up.sink))
         run.save(node, gate.storage, up.storage)
-        return Tensor(run.new(elements, dtype), elements, dtype, op.Output(node, 0))
+        return Tensor(run.new(elements, dtype), elements, dtype, Output(node, 0))
     gate = _linear(run, style, x, style.hidden, style.ffn)
     run.at("activation")
     gate = op.unary(run, gate, saves_input=True, temporaries=_SILU_TEMPORARIES)
@@ -245,7 +246,7 @@ def _gated_kernel(run: Run, both: Tensor, style: Style) -> Tensor:
     elements, dtype, out = both.elements, both.dtype, style.tokens * style.ffn
     node = run.node(lambda run, _: [run.new(elements, dtype)], (both.sink,))
     run.save(node, both.storage)
-    return Tensor(run.new(out, dtype), out, dtype, op.Output(node, 0))
+    return Tensor(run.new(out, dtype), out, dtype, Output(node, 0))
 
 
 def _gelu_new(run: Run, x: Tensor) -> Tensor:
@@ -332,7 +333,7 @@ def _nll(run: Run, scores: Tensor, fresh: bool) -> Tensor:
     elements, dtype = scores.elements, scores.dtype
     node = run.node(lambda run, g: [run.new(elements, dtype) if fresh else g[0]], (scores.sink,))
     run.save(node, scores.storage, run.new(1, "fp32"))
-    return Tensor(run.new(1, "fp32"), 1, "fp32", op.Output(node, 0))
+    return Tensor(run.new(1, "fp32"), 1, "fp32", Output(node, 0))
 
 
 def _one_kernel(run: Run, logits: Tensor, rows: int) -> Tensor:
@@ -340,4 +341,4 @@ def _one_kernel(run: Run, logits: Tensor, rows: int) -> Tensor:
     elements, dtype = logits.elements, logits.dtype
     node = run.node(lambda run, _: [run.new(elements, dtype)], (logits.sink,))
     run.save(node, logits.storage, run.new(rows, "fp32"))
-    return Tensor(run.new(rows, "fp32"), rows, "fp32", op.Output(node, 0))
+    return Tensor(run.new(rows, "fp32"), rows, "fp32", Output(node, 0))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from sim.model.eager import decoder
 from sim.model.eager import operations as op
-from sim.model.eager.autograd import LOGITS, Run, Tensor, Weight
+from sim.model.eager.autograd import LOGITS, Output, Run, Tensor, Weight
 from sim.model.style import Style
 
 #: Sentence A or B (BertConfig.type_vocab_size).
@@ -81,4 +81,4 @@ def _transform(run: Run, style: Style, x: Tensor) -> Tensor:
 def _gather(run: Run, x: Tensor, elements: int) -> Tensor:
     source, dtype = x.elements, x.dtype
     node = run.node(lambda run, _: [run.new(source, dtype)], (x.sink,))
-    return Tensor(run.new(elements, dtype), elements, dtype, op.Output(node, 0))
+    return Tensor(run.new(elements, dtype), elements, dtype, Output(node, 0))

@@ -1,8 +1,8 @@
 """PyTorch operators as allocations: what each makes in forward, saves for backward, and makes in backward.
 
 Names follow torch. What an operator saves and allocates was read off PyTorch 2.13 running on fake tensors (see
-tests/validation/data/README.md) and agrees with tools/autograd/derivatives.yaml. Gradients that differ in dtype from the
-input they belong to are cast by the engine (validate_outputs).
+tests/validation/data/README.md) and agrees with tools/autograd/derivatives.yaml. Gradients that differ in dtype from
+the input they belong to are cast by the engine (validate_outputs).
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def view(x: Tensor) -> Tensor:
     return Tensor(x.storage, x.elements, x.dtype, x.sink)
 
 
-def unary(run: Run, x: Tensor, *, saves_input: bool = False, saves_output: bool = False, temporaries: int = 0) -> Tensor:
+def unary(
+    run: Run, x: Tensor, *, saves_input: bool = False, saves_output: bool = False, temporaries: int = 0,
+) -> Tensor:
     """An element-wise operator with one new gradient in backward, beside `temporaries` of the same size."""
     elements, dtype = x.elements, x.dtype
 
@@ -111,7 +113,7 @@ def mul(run: Run, x: Tensor, y: Tensor) -> Tensor:
 
     def rule(run: Run, _: Gradients) -> Gradients:
         raw: Gradients = [run.new(elements, dtype) if needed else None for _, needed in wanted]
-        for i, (want, _) in enumerate(wanted):
+        for i, (want, _needed) in enumerate(wanted):
             gradient = raw[i]
             raw[i] = None if gradient is None else _fit(run, gradient, elements, dtype, want)
         return raw
@@ -171,7 +173,8 @@ def weight_copy(run: Run, weight: Weight) -> tuple[Storage | None, Sink]:
     kind, run.kind = run.kind, COPIES
     storage = run.new(elements, run.autocast)
     run.kind = kind
-    run.cache.append(storage)
+    if run.caches_casts:
+        run.cache.append(storage)
     return storage, Output(node, 0)
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from sim.model.eager import decoder, encoder, encoder_decoder
 from sim.model.eager.autograd import KINDS, WORKSPACE, Boundary, Run, Sink, Storage, Tensor, rounded
 from sim.model.style import Style
 
 Levels = tuple[int, ...]
+_DECODER = (decoder.embedding, decoder.block, decoder.head)
+_ENCODER = (encoder.embedding, encoder.block, encoder.head)
 NOTHING: Levels = (0,) * len(KINDS)
 
 
@@ -63,15 +66,17 @@ class Program:
 
 
 @lru_cache(maxsize=512)
-def profile(program: Program, policy: str, keep_gradients: bool) -> Profile:
+def profile(program: Program, policy: str, keep_gradients: bool, caches_casts: bool = True) -> Profile:
     """Measure a layer.
 
     Args:
         policy: its recomputation: none, full or selective. For an embedding: that of the blocks.
         keep_gradients: parameter gradients stay as new tensors; else they are added to existing ones or copied away.
+        caches_casts: autocast's weight copies live to the end of forward.
     """
     style = program.style
-    run = Run(style.act if style.autocast else "", keep_gradients, style.stack.early_stop)
+    run = Run(style.act if style.autocast else "", keep_gradients, style.stack.early_stop,
+              caches_casts)
     inputs, boundary = [], Boundary()  # which holds the input's gradient until all is measured
     if program.layer != "embedding":
         inputs = [run.tensor(style.tokens * style.hidden, style.residual, boundary)]
@@ -116,14 +121,14 @@ def _forward(run: Run, program: Program, policy: str, inputs: list[Tensor]) -> T
     style, layer = program.style, program.layer
     if style.kind == "encoder-decoder":
         return _encoder_decoder(run, style, layer, policy, inputs)
-    rows = encoder if style.kind == "encoder" else decoder
+    embedding, block, head = _ENCODER if style.kind == "encoder" else _DECODER
     if layer == "embedding":
-        return rows.embedding(run, style, policy)
+        return embedding(run, style, policy)
     if layer == "head":
-        return rows.head(run, style, inputs.pop())
+        return head(run, style, inputs.pop())
     if policy == "full":
-        return run.checkpoint(lambda run, x: rows.block(run, style, x, "none"), inputs[0])
-    return rows.block(run, style, inputs[0], policy)
+        return run.checkpoint(lambda run, x: block(run, style, x, "none"), inputs[0])
+    return block(run, style, inputs[0], policy)
 
 
 def _encoder_decoder(run: Run, style: Style, layer: str, policy: str, inputs: list[Tensor]) -> Tensor:
@@ -150,7 +155,7 @@ def _measured(run: Run, start: Levels) -> Pass:
     return Pass(_minus(memory.top_live, start), _minus(tuple(memory.live), start), memory.top_operator)
 
 
-def _dropped(run: Run, storages: list[object]) -> Levels:
+def _dropped(run: Run, storages: list[Any]) -> Levels:
     """What goes when a list of references is emptied."""
     if not storages:
         return NOTHING

@@ -132,7 +132,8 @@ class Fsdp:
     def begin(self, section: SectionBuilder, micro: MicroStep) -> tuple[Layer, ...]:
         """Start a micro-step: its layers, and a fresh book of activations."""
         stack = self.plan.model(micro.batch).stack
-        self.memory = Activations(self.plan, section, len(stack), keep_gradients=True)
+        self.memory = Activations(self.plan, section, len(stack), keep_gradients=True,
+                                  caches_casts=self.by_row)
         self.unsharded: dict[str, int] = {}  # bytes of whole gradients by unit
         return stack
 

@@ -19,6 +19,8 @@ from sim.work import DTYPE_BYTES
 PERSISTENCE_THRESHOLD, PREFETCH_BUCKET, REDUCE_BUCKET = 100_000, 50_000_000, 500_000_000
 GATHER, REDUCE = 1, 2
 STREAMS = ("compute", "all_gather", "reduce_and_partition")
+#: `config.py`: elements that stay gathered at most (stage3_max_live_parameters), unless one parameter alone is larger.
+MAX_LIVE = 1_000_000_000
 #: `partitioned_param_coordinator.py`: ongoing fetch events before the host synchronises.
 FETCHES_IN_FLIGHT = 2
 
@@ -32,12 +34,20 @@ class Zero3:
         self.precision = plan.scenario.training.precision
         # a tied head multiplies by the embedding's matrix and fetches it again
         self.gathered = [self.fetched((*layer.parameters, *layer.shared)) for layer in plan.architecture.stack]
+        stack = plan.architecture.stack
+        self.live = [self.held(numel, layer) for numel, layer in zip(self.gathered, stack, strict=True)]
         self.resident = sum(p.numel for layer in plan.architecture.stack for p in layer.parameters
                             if p.numel < PERSISTENCE_THRESHOLD)
 
     def fetched(self, parameters: Iterable[Parameter]) -> int:
         """Elements of the parameters that are split and so have to be fetched."""
         return sum(p.numel for p in parameters if p.numel >= PERSISTENCE_THRESHOLD)
+
+    def held(self, numel: int, layer: Layer) -> int:
+        """Elements of a layer that are whole at one time. Sub-modules are fetched and released one by one; what is in
+        use and what is fetched ahead share the limit."""
+        largest = max((p.numel for p in (*layer.parameters, *layer.shared)), default=0)
+        return min(numel, max(MAX_LIVE // 2, largest))
 
     def states(self) -> None:
         """Everything split over all ranks, small parameters whole as well."""
@@ -83,7 +93,7 @@ class Zero3:
         if len(done) >= FETCHES_IN_FLIGHT:
             section.host(0.0, Label(name, phase, "fetch limit"), waits=(done[-FETCHES_IN_FLIGHT],))
         size = round(numel * DTYPE_BYTES[self.precision.gather])
-        section.allocate(f"fetched:{position}:{phase}", size, "gathered_parameters", GATHER)
+        section.allocate(f"fetched:{position}:{phase}", self.live_bytes(position), "gathered_parameters", GATHER)
         call = collective(self.plan, "all_gather", size, self.precision.gather, "shard")
         return section.collective(GATHER, call, self.plan.stack.host_collective_s, Label(name, phase, "all_gather"),
                                   joins=(COMPUTE, REDUCE) if start else ())
@@ -102,10 +112,13 @@ class Zero3:
 
     def release(self, section: SectionBuilder, position: int, phase: str) -> None:
         """Parameters are released right after use, in forward too."""
-        numel = self.gathered[position]
-        if self.ranks > 1 and numel:
-            size = round(numel * DTYPE_BYTES[self.precision.gather])
+        size = self.live_bytes(position)
+        if self.ranks > 1 and size:
             section.free(f"fetched:{position}:{phase}", size, "gathered_parameters", GATHER, (COMPUTE,))
+
+    def live_bytes(self, position: int) -> int:
+        """What a layer's fetched parameters take."""
+        return round(self.live[position] * DTYPE_BYTES[self.precision.gather])
 
     def reduce(self, section: SectionBuilder, position: int, numel: int, computed: int) -> None:
         """Reduce-scatter of the filled bucket."""

@@ -1,0 +1,109 @@
+"""What would make a job fit: every single change worth trying, predicted, the cheapest in step time first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sim.errors import UserError
+from sim.scenario import Scenario, resolve
+from sim.scenario.dump import dump
+
+if TYPE_CHECKING:
+    from sim.report.result import Result
+
+Sets = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change of a scenario and what it does.
+
+    Attributes:
+        set: dotted fields and their new values.
+        what: in words.
+        fits: whether the job fits with it; headroom_bytes: by how much (negative: not).
+        step_time_s, slowdown: the step with it, and over the step without.
+    """
+
+    set: dict[str, Any]
+    what: str
+    fits: bool
+    headroom_bytes: int
+    step_time_s: float
+    slowdown: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"set": dict(self.set), "what": self.what, "fits": self.fits, "headroom_bytes": self.headroom_bytes,
+                "step_time_s": self.step_time_s, "slowdown": self.slowdown}
+
+
+def advise(result: Result, predict: Callable[[Scenario], Result]) -> list[Change]:
+    """Single changes that free memory: those that make the job fit first, the cheapest in step time before the others,
+    then the rest by what they free. Of changes of the same fields (micro-batches of 8, 4, 2 ...) only the best is
+    there; one that the scenario rules out, or that frees nothing, is left out.
+
+    Args:
+        predict: runs a scenario.
+    """
+    plain = dump(result.scenario)
+    found: dict[tuple[str, ...], Change] = {}
+    for what, sets in candidates(result.scenario):
+        fields = tuple(sets)
+        if fields in found and found[fields].fits:
+            continue
+        try:
+            other = predict(resolve(plain, result.scenario.name, sets))
+        except UserError:
+            continue
+        if other.memory.headroom_bytes > result.memory.headroom_bytes:
+            found[fields] = Change(dict(sets), what, other.memory.fits, other.memory.headroom_bytes, other.step_time_s,
+                                   other.step_time_s / result.step_time_s)
+    return sorted(found.values(), key=lambda c: (not c.fits, c.slowdown if c.fits else -c.headroom_bytes))
+
+
+def candidates(scenario: Scenario) -> Iterator[tuple[str, Sets]]:
+    """Changes that may free memory, in words and as fields; of the same fields the smallest first."""
+    yield from _activations(scenario)
+    yield from _sharding(scenario)
+    if scenario.software.optimizer_kernel != "fused":
+        yield "fused optimizer kernels", {"software.optimizer_kernel": "fused"}
+    if scenario.parallel.strategy == "ddp" and not scenario.parallel.gradient_as_bucket_view:
+        yield "gradients as views of their buckets", {"parallel.gradient_as_bucket_view": True}
+
+
+def _activations(scenario: Scenario) -> Iterator[tuple[str, Sets]]:
+    training = scenario.training
+    if training.recompute != "full":
+        yield "full recomputation", {"training.recompute": "full"}
+    if training.attention == "eager":
+        yield "a fused attention kernel", {"training.attention": "flash"}
+        if training.recompute == "none":
+            yield "recomputation of the attention core", {"training.recompute": "selective"}
+    size = training.micro_batch // 2
+    while size:
+        yield f"micro-batches of {size} instead of {training.micro_batch}", {"training.micro_batch": size}
+        size //= 2
+
+
+def _sharding(scenario: Scenario) -> Iterator[tuple[str, Sets]]:
+    parallel, whole = scenario.parallel, {"parallel.sharding_factor": "full"}
+    strategy = parallel.strategy
+    if strategy in ("none", "ddp") and scenario.data_parallel > 1:
+        yield "FSDP over all ranks", {"parallel.strategy": "fsdp", "parallel.reshard_after_forward": True, **whole}
+    if strategy in ("zero1", "zero2"):
+        for stage in range(int(strategy[-1]) + 1, 4):
+            yield f"ZeRO-{stage}", {"parallel.strategy": f"zero{stage}"}
+    if strategy == "fsdp":
+        factor = parallel.sharding_factor
+        for wider in dict.fromkeys((2 * factor, scenario.data_parallel)):
+            if factor < wider <= scenario.data_parallel:
+                yield f"sharding over {wider} ranks instead of {factor}", {"parallel.sharding_factor": wider}
+        if parallel.reshard_after_forward is not True:
+            yield "resharding after forward", {"parallel.reshard_after_forward": True}
+    if strategy not in ("none", "ddp"):
+        nodes = scenario.cluster.nodes
+        sets: dict[str, Any] = {"cluster.nodes": 2 * nodes}
+        yield f"{2 * nodes} nodes instead of {nodes}", {**sets, **whole} if strategy == "fsdp" else sets

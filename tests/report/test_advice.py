@@ -1,0 +1,55 @@
+"""What makes a job fit: candidates that help, in the order of their cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sim
+from sim.report.advice import candidates
+from sim.report.result import Result
+from sim.scenario import resolve
+
+
+def job(**changes: Any) -> Result:
+    sets = {"training.micro_batch": 16, **changes}
+    return sim.run(resolve({
+        "name": "large", "cluster": {"topology": "dgx-a100-80g", "nodes": 1},
+        "model": {"kind": "decoder", "layers": 24, "hidden": 2048, "heads": 16, "vocab": 50304},
+        "training": {"global_batch": 8 * 64, "sequence": 2048, "precision": "amp-bf16", "attention": "eager"},
+        "parallel": {"strategy": "ddp"}}, "large", sets))
+
+
+def test_a_job_that_fits_needs_no_advice() -> None:
+    assert job(**{"training.micro_batch": 1}).changes == []
+
+
+def test_changes_that_help_come_cheapest_first() -> None:
+    result = job()
+    assert not result.memory.fits
+    changes = result.changes
+    fitting = [change for change in changes if change.fits]
+    assert fitting
+    assert [c.slowdown for c in fitting] == sorted(c.slowdown for c in fitting)
+    assert all(not c.fits for c in changes[len(fitting):])
+    assert all(change.headroom_bytes > result.memory.headroom_bytes for change in changes)
+    assert {"training.recompute", "training.micro_batch"} <= {field for c in changes for field in c.set}
+    assert result.to_json()["memory"]["changes"][0] == fitting[0].to_json()
+
+
+def test_a_change_does_what_it_says() -> None:
+    change = next(c for c in job().changes if "training.micro_batch" in c.set)
+    again = job(**change.set)
+    assert again.memory.headroom_bytes == change.headroom_bytes
+    assert again.step_time_s == change.step_time_s
+
+
+def test_candidates_are_real_changes() -> None:
+    for changes in ({}, {"parallel.strategy": "fsdp", "parallel.sharding_factor": 4}, {"parallel.strategy": "zero1"}):
+        scenario = job(**changes).scenario
+        for what, sets in candidates(scenario):
+            assert what
+            for path, value in sets.items():
+                level: Any = scenario
+                for name in path.split("."):
+                    level = getattr(level, name)
+                assert level != value or path.startswith("parallel."), path
