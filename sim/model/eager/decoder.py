@@ -291,7 +291,7 @@ def embedding(run: Run, style: Style, policy: str) -> Tensor:
     if style.dropout:
         run.at("embedding_dropout")
         x = op.dropout(run, x)
-    return x
+    return op.to(run, x, style.residual)
 
 
 def _held_by_model(run: Run, style: Style, dtype: str, policy: str) -> None:
