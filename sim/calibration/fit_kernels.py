@@ -154,7 +154,7 @@ def document(fitted: Mapping[Key, Figures], keyed: Mapping[Key, Sequence[Group]]
             energy = rounded.pop("energy", None)
             entry.setdefault("gemm", {})[units] = rounded | origin
             if energy is not None:
-                stated = table("hardware/kernels.yaml")["families"][family]["power"]["pj_per_flop"][units]
+                stated = gemm_fit.stated_energy_pj(members[0])
                 entry["power"] = {"pj_per_flop": {units: float(f"{energy * stated:.3g}")}}
         elif kind == "memory":
             entry["memory"] = rounded | origin

@@ -17,10 +17,14 @@ from sim.calibration.nccl_solver import residuals, solve
 from sim.calibration.nccl_sweeps import Sweep, load, summary
 
 FILE = Path(__file__).resolve().parents[1] / "network" / "figures.yaml"
-_HEAD = """# Measured figures of links, fabrics and NCCL's protocols. Written by
-# `python -m sim.calibration.fit_nccl`; do not edit.
-# value: fitted to the sweeps of sim/calibration/data/collectives.yaml; prior: where the fit began (families' source);
-# sites: clusters whose sweeps the figure moves; confidence: high from 3 sites on, medium from 1, low without data.
+ORIGINS = FILE.with_name("figures_origin.yaml")
+_BY = "Written by `python -m sim.calibration.fit_nccl`; do not edit."
+_HEAD = f"""# Measured figures of links, fabrics and NCCL's protocols; what each is and rests on: figures_origin.yaml.
+# {_BY}
+"""
+_ORIGINS_HEAD = f"""# Where the figures of figures.yaml come from. {_BY}
+# prior: where the fit began, and its source; sites: clusters of sim/calibration/data/collectives.yaml whose sweeps the
+# figure moves; confidence: high from 3 sites on, medium from 1, low without data (the family's shift of its prior).
 """
 
 
@@ -42,20 +46,20 @@ def influence(sweeps: Sequence[Sweep], parameters: Parameters, shifts: Floats) -
 
 
 def write(parameters: Parameters, shifts: Floats, sites: dict[str, set[str]], path: Path = FILE) -> None:
-    """Write `figures.yaml`."""
+    """Write `figures.yaml` to `path` and `figures_origin.yaml` beside it."""
     values = parameters.values(shifts)
-    lines = [_HEAD + "families:"]
+    lines, origins = [_HEAD.rstrip()], [_ORIGINS_HEAD.rstrip()]
     for family in parameters.families:
-        lines.append(f'  {family.name}: {{unit: "{family.unit}", about: "{family.about}", source: "{family.source}"}}')
-    lines.append("figures:")
-    for family in parameters.families:
+        origins.append(f"# {family.name}: {family.about}")
         for member, prior in family.members.items():
             name = f"{family.name}.{member}"
             where = sorted(sites.get(name, ()))
             confidence = "high" if len(where) >= 3 else "medium" if where else "low"
-            lines.append(f"  {name}: {{value: {values[name]:.4g}, prior: {prior:g}, confidence: {confidence}, "
-                         f"sites: [{', '.join(where)}]}}")
+            lines.append(f"{name}: {values[name]:.4g}")
+            origins.append(f'{name}: {{unit: "{family.unit}", prior: {prior:g}, source: "{family.source}", '
+                           f"confidence: {confidence}, sites: [{', '.join(where)}]}}")
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    path.with_name(ORIGINS.name).write_text("\n".join(origins) + "\n", encoding="utf-8")
 
 
 def left_out(sweeps: Sequence[Sweep], parameters: Parameters, shifts: Floats) -> dict[str, float]:

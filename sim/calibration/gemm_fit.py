@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from sim.calibration.optimise import Vector, minimise
 from sim.calibration.tables import Group
+from sim.catalog import table
 from sim.hardware.gemm import Products, as_products, overlapped, product_times
 from sim.hardware.power import Power
 from sim.hardware.rates import UNITS, GemmRates, Rates
@@ -53,7 +54,8 @@ class Sample:
         values: dict[str, Any] = {name: float(figures[name]) for name in named}
         if "eta" in figures:
             values["flops_per_s"] = self.group.gpu.peak_flops(self.group.dtype) * float(figures["eta"])
-        values["flop_j"] = rates.flop_j * float(figures.get("energy", 1.0))
+        if "energy" in figures:
+            values["flop_j"] = 1e-12 * stated_energy_pj(self.group) * float(figures["energy"])
         rates = replace(rates, **values)
         card, method = self.group.gpu, self.group.timing
         times = product_times(self.products, rates, card.sms, card.sms, card.memory_bandwidth_bps)
@@ -67,6 +69,12 @@ class Sample:
             rows = hosts == host
             read[rows] = method.read(host, gpu_s[rows])
         return read
+
+
+def stated_energy_pj(group: Group) -> float:
+    """Energy of a FLOP that `kernels.yaml` states for the units a group uses, before any fit."""
+    energies = table("hardware/kernels.yaml")["families"][group.gpu.kernels]["power"]["pj_per_flop"]
+    return float(energies[UNITS[group.gpu.arithmetic(group.dtype)]])
 
 
 def large(products: Products) -> NDArray[np.bool_]:

@@ -80,7 +80,7 @@ class Parameters:
         """Put the figures at `shifts` in the place of the catalogue's (in this process)."""
         rows = catalogue()
         for name, value in self.values(shifts).items():
-            rows.setdefault(name, {})["value"] = value
+            rows[name] = value
 
     def shifts_of(self, name: str) -> list[int]:
         """Indices of the shifts that move one figure."""

@@ -45,7 +45,7 @@ class Calibration:
                   f"{100 * t['after']:>7.1f}% {100 * t['checked']:>12.1f}%" for t in self.tables]
         rows = catalogue()
         lines += ["", "figure                            catalogue    this cluster"]
-        lines += [f"{name:<32} {float(rows[name]['value']):>10.4g} {value:>15.4g}"
+        lines += [f"{name:<32} {float(rows[name]):>10.4g} {value:>15.4g}"
                   for name, value in self.links.items()]
         return "\n".join(lines) + "\n"
 
@@ -68,7 +68,7 @@ def calibrate_nccl(text_file: str | Path, topology: str | Path | Mapping[str, An
     mapping = _mapping(topology)
     runs = [run for run in parse(path.read_text(encoding="utf-8", errors="replace"), str(path)) if run.op in OPERATIONS]
     sweeps = [_sweep(run, mapping, str(path)) for run in runs]
-    center = {name: float(row["value"]) for name, row in catalogue().items()}
+    center = {name: float(value) for name, value in catalogue().items()}
     own = {**center, **{str(k): float(v) for k, v in (mapping.get("links") or {}).items()}}
     parameters = Parameters(own)
     zero = np.zeros(len(parameters.names))
@@ -82,8 +82,7 @@ def calibrate_nccl(text_file: str | Path, topology: str | Path | Mapping[str, An
         after = [sweep.error() for sweep in sweeps]
         moving = influence(sweeps, parameters, shifts)
     finally:
-        for name, value in center.items():
-            catalogue()[name]["value"] = value
+        catalogue().update(center)
     fitted = parameters.values(shifts)
     links = {name: float(f"{value:.5g}") for name, value in fitted.items()
              if moving[name] and abs(value / center[name] - 1) > _MOVED and not name.startswith("host_us")}

@@ -1,7 +1,8 @@
 """The measured figures of links and protocols: `figures.yaml`, with a cluster's own values in their place.
 
-A figure has a dotted name, e.g. `step_us.nvlink.LL.ampere`; `figures.yaml` gives each a value, a unit, a source and a
-confidence, and is written by `python -m sim.calibration.fit_nccl`. A topology may carry `links:`, a mapping of such
+A figure has a dotted name, e.g. `step_us.nvlink.LL.ampere`; `figures.yaml` gives each a value, `figures_origin.yaml`
+its unit, source and confidence (apart, because every run reads the one and hardly any the other). Both are written by
+`python -m sim.calibration.fit_nccl`. A topology may carry `links:`, a mapping of such
 names to values measured on that cluster (written by `drystep calibrate --nccl`).
 """
 
@@ -13,18 +14,16 @@ from typing import Any
 from sim.catalog import table
 from sim.errors import Fault, UserError
 
-_FILE = "network/figures.yaml"
 
-
-def catalogue() -> dict[str, dict[str, Any]]:
-    """All figures: name -> {value, unit, confidence, source}."""
-    rows: dict[str, dict[str, Any]] = table(_FILE)["figures"]
+def catalogue() -> dict[str, float]:
+    """All figures by name."""
+    rows: dict[str, float] = table("network/figures.yaml")
     return rows
 
 
-def families() -> dict[str, dict[str, Any]]:
-    """What the first word of a name means: {unit, about, source}."""
-    rows: dict[str, dict[str, Any]] = table(_FILE)["families"]
+def origins() -> dict[str, dict[str, Any]]:
+    """Where each figure comes from: name -> {unit, prior, source, confidence, sites}."""
+    rows: dict[str, dict[str, Any]] = table("network/figures_origin.yaml")
     return rows
 
 
@@ -46,7 +45,7 @@ class Figures:
 
     def __getitem__(self, name: str) -> float:
         value = self._own.get(name)
-        return float(self._rows[name]["value"]) if value is None else value
+        return float(self._rows[name]) if value is None else value
 
     def own(self) -> dict[str, float]:
         """The cluster's own figures."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import log, pi, sqrt
-from statistics import NormalDist
 
 #: Standard deviation of one rank's arrival at a rendezvous, seconds. Petrini, Kerbyson & Pakin, "The Case of the
 #: Missing Supercomputer Performance" (SC 2003): operating-system noise on 4-way nodes delays a 1 ms computation by some
@@ -35,6 +34,8 @@ def expected_maximum(n: int) -> float:
     if n > _MANY:
         root = sqrt(2 * log(n))
         return root - (log(log(n)) + log(4 * pi)) / (2 * root) + 0.5772156649 / root
+    from statistics import NormalDist  # costs milliseconds to import
+
     return NormalDist().inv_cdf((n - 0.375) / (n + 0.25))
 
 

@@ -13,6 +13,7 @@ from sim.calibration.kernel_command import calibrate_gemm, kernel_command
 from sim.calibration.kernels_report import Line, contention, lines, markdown
 from sim.calibration.optimise import minimise
 from sim.calibration.tables import PRODUCT_COLUMNS, Group, groups
+from sim.catalog import table as catalogue
 from sim.errors import UserError
 from sim.hardware import Device, gpu
 from sim.hardware.operators import product_kernel, row_wise_kernel, table_kernel
@@ -186,3 +187,14 @@ def test_a_dry_run_measures_every_part_on_the_cpu(tmp_path: Path) -> None:
         with path.open(encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         assert rows and all(None not in row and None not in row.values() for row in rows), path.name
+
+
+def test_fitting_twice_gives_the_same_figures() -> None:
+    """Nothing fitted before enters a fit: the shipped B200 figures, energy included, come out again."""
+    keyed = fit_kernels.by_key(groups())
+    key = ("gemm", "blackwell", "half")
+    again = fit_kernels.document({key: fit_kernels.fit(key, keyed[key])}, keyed)["families"]["blackwell"]
+    shipped = catalogue("hardware/kernels_fitted.yaml")["families"]["blackwell"]
+    for name in gemm_fit.FIGURES:
+        assert again["gemm"]["half"][name] == pytest.approx(shipped["gemm"]["half"][name], rel=0.02, abs=1e-8)
+    assert again["power"]["pj_per_flop"]["half"] == pytest.approx(shipped["power"]["pj_per_flop"]["half"], rel=0.02)
