@@ -12,6 +12,8 @@ _GIB = 2**30
 _FIGURES = "hardware/outside.yaml"
 #: How sure a figure is, the surest first.
 CONFIDENCE = ("measured", "inferred", "assumed")
+#: Ways in which a context loads kernels, the fullest first.
+LOADING = ("all", "fewer", "lazy")
 #: Compute capability from which a generation's figures hold.
 _GENERATIONS = ((10.0, "B200"), (9.0, "H100"), (8.0, "A100"), (7.0, "V100"), (0.0, "other"))
 _HOPPER = 9.0
@@ -38,18 +40,19 @@ class Outside:
         return self.context_bytes + self.nccl_bytes + self.workspace_bytes
 
 
-def outside(compute_capability: str, year: int, communicators: Sequence[int]) -> Outside:
+def outside(compute_capability: str, kernel_loading: str, communicators: Sequence[int]) -> Outside:
     """What a rank holds beside tensors.
 
     Args:
         compute_capability: of the GPU, e.g. "9.0"; text that is no number (AMD) takes the general figures.
-        year: of the software, which decides how kernels are loaded.
+        kernel_loading: all, fewer or lazy; a generation without a figure for it takes the one before.
         communicators: ranks of each of the rank's communicators; one of a single rank has no buffers.
     """
     figures = table(_FIGURES)
     capability = _capability(compute_capability)
     generation = next(name for least, name in _GENERATIONS if capability >= least)
-    context = max((row for row in figures["context"][generation] if row["from"] <= year), key=lambda row: row["from"])
+    known = figures["context"][generation]
+    context = next(known[way] for way in LOADING[LOADING.index(kernel_loading)::-1] if way in known)
     several = [ranks for ranks in communicators if ranks > 1]
     nccl = [figures["nccl"]["pair" if ranks == 2 else "further" if i else "first"] for i, ranks in enumerate(several)]
     workspace = figures["cublas"]["hopper" if capability >= _HOPPER else "before_hopper"]

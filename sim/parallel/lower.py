@@ -58,7 +58,7 @@ def lower(scenario: Scenario, *, fold: bool = True, devices: Ranks | None = None
     technique = choose(scenario, stack, architecture)
     write(technique)
     plan = technique.plan
-    beside = outside(gpu(scenario.cluster.topology.gpu).compute_capability, software.year,
+    beside = outside(gpu(scenario.cluster.topology.gpu).compute_capability, stack.kernel_loading,
                      [members.shape[1] for members in plan.groups.values()])
     plan.resident("CUDA context, NCCL, cuBLAS", beside.total_bytes, "context")
     if not fold:

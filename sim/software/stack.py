@@ -66,6 +66,7 @@ class Stack:
         optimizer_kernel: loop, foreach or fused, where the scenario does not say.
         gradient_path: how data parallelism reduces gradients and splits states: reducer (PyTorch's DDP and FSDP), ipg
             (DeepSpeed's independent-parameter-gradient buckets) or grad_buffer (one buffer, reduced in place).
+        kernel_loading: what a CUDA context holds: all kernels, fewer (releases that ship less), or those used (lazy).
     """
 
     framework: str
@@ -94,6 +95,7 @@ class Stack:
     gradient_accumulation_fusion: bool
     optimizer_kernel: str
     gradient_path: str
+    kernel_loading: str
 
 
 #: Fields of `Stack` that are not facts of a profile.

@@ -49,7 +49,8 @@ jobs = st.fixed_dictionaries({
         {"strategy": "ddp"}, {"strategy": "ddp", "gradient_as_bucket_view": True},
         {"strategy": "ddp", "reduce_every_micro_step": False, "gradient_as_bucket_view": True},
         {"strategy": "fsdp"}, {"strategy": "fsdp", "sharding_factor": 2},
-        {"strategy": "fsdp", "reshard_after_forward": 4}, {"strategy": "fsdp", "reshard_after_forward": False}, {"strategy": "fsdp", "reduce_every_micro_step": False}]),
+        {"strategy": "fsdp", "reshard_after_forward": 4}, {"strategy": "fsdp", "reshard_after_forward": False},
+        {"strategy": "fsdp", "reduce_every_micro_step": False}]),
     "software": st.sampled_from([{}, {"fsdp": 1}, {"compile": True}, {"optimizer_kernel": "loop"}]),
 })
 

@@ -197,7 +197,8 @@ def test_overlap_never_slows_a_job_without_contention(job: Mapping) -> None:
 def test_memory_returns_to_where_it_began(job: Mapping) -> None:
     use = peak(lower(resolve(job)).job.programs[0])
     assert use.steady, use.net_bytes
-    assert all(use.peak_allocated_bytes >= level for level in use.category_peaks.values())
+    tensors = {name: level for name, level in use.category_peaks.items() if name not in ("context", "fragmentation")}
+    assert use.peak_allocated_bytes >= max(tensors.values())
 
 
 @quick

@@ -1,7 +1,7 @@
 """A miniature of PyTorch's eager autograd that knows sizes only: which tensors are alive, when, and of what kind.
 
 Layers are written down as they are in PyTorch (`decoder.py` ...), in terms of `operations.py`. Nothing is computed;
-every storage adds its bytes to a `Memory` when it is born and takes them back when the last reference to it goes, exactly as
+every storage adds its bytes to a `Memory` when it is born and takes them back when the last reference to it goes, as
 PyTorch's do: module code holds tensors in local variables, autograd nodes hold what they saved, the engine holds
 gradients on their way. So the order of allocations is the host's order, and peaks need no rules of thumb.
 

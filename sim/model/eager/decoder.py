@@ -13,8 +13,8 @@ from sim.model.eager.autograd import LOGITS, Gradients, Output, Run, Tensor, Wei
 from sim.model.style import Style
 from sim.work import DTYPE_BYTES
 
-#: silu_backward as PyTorch composes it from sigmoid, ones, products and a sum: five tensors beside the gradient. That is
-#: what runs on fake tensors, so the oracle has them; a CUDA build has one kernel, and a peak inside this operator (a
+#: silu_backward as PyTorch composes it from sigmoid, ones, products and a sum: five tensors beside the gradient. That
+#: is what runs on fake tensors, so the oracle has them; a CUDA build has one kernel, and a peak inside this operator (a
 #: recomputed gated block that outweighs the logits) is lower there by these five.
 _SILU_TEMPORARIES = 5
 
@@ -160,9 +160,9 @@ def _eager(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bi
     copies = b > 1 and style.modules != "megatron"
     if repeated:
         key, value = _repeat(run, style, key), _repeat(run, style, value)
-    dtype = value.dtype
-    weights = _softmax(run, style, op.matmul(run, op.clone(run, query, copies and not rotated),
-                                             op.clone(run, key, copies and not rotated and not repeated), scores), dtype, bias)
+    query = op.clone(run, query, copies and not rotated)
+    key = op.clone(run, key, copies and not rotated and not repeated)
+    weights = _softmax(run, style, op.matmul(run, query, key, scores), value.dtype, bias)
     value = op.clone(run, value, copies and not repeated)
     out = op.matmul(run, weights, value, style.tokens * style.query_width)
     return op.relayout(run, op.clone(run, out)) if copies else op.clone(run, out)
@@ -291,7 +291,7 @@ def embedding(run: Run, style: Style, policy: str) -> Tensor:
     if style.dropout:
         run.at("embedding_dropout")
         x = op.dropout(run, x)
-    return x
+    return op.to(run, x, style.residual)
 
 
 def _held_by_model(run: Run, style: Style, dtype: str, policy: str) -> None:
@@ -318,7 +318,8 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
 
 
 def loss(run: Run, style: Style, logits: Tensor, rows: int) -> Tensor:
-    """Cross-entropy: Hugging Face's decoders cast logits to fp32 first; autocast casts log-softmax's output, which nll keeps."""
+    """Cross-entropy: Hugging Face's decoders cast logits to fp32 first; autocast casts log-softmax's output, which
+    nll keeps."""
     if style.stack.loss == "fused":
         return _one_kernel(run, logits, rows)
     if style.stack.loss == "vocab_parallel":

@@ -53,7 +53,7 @@ def embedding(run: Run, style: Style, policy: str) -> Tensor:
         embeddings = op.dropout(run, embeddings)
     if run.autocast and policy == "none":  # the blocks keep half copies only
         run.held.append(run.new(style.tokens * style.hidden, embeddings.dtype))
-    return embeddings
+    return op.to(run, embeddings, style.residual)
 
 
 def head(run: Run, style: Style, x: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ def embedding(run: Run, style: Style, name: str, *, complete: bool) -> Tensor:
     x = op.embedding(run, style.tokens, style.hidden, table)
     if style.dropout:
         x = op.dropout(run, x)
-    return x
+    return op.to(run, x, style.residual)
 
 
 def bridge(run: Run, style: Style, x: Tensor, keep: bool) -> Tensor:
