@@ -116,11 +116,12 @@ def run_sweep(source: Loaded | str | Path, *, progress: Callable[[int, int], Non
 
 def machine_for(scenario: Scenario, lowered: Lowered) -> Machine:
     """The machine a lowered scenario runs on."""
-    key = scenario.cluster.model_dump_json() + scenario.software.nccl.model_dump_json()
+    jitter_s = lowered.stack.rank_jitter_s
+    key = f"{scenario.cluster.model_dump_json()}{scenario.software.nccl.model_dump_json()}{jitter_s}"
     if key not in _HARDWARE:
         if len(_HARDWARE) >= 16:
             _HARDWARE.pop(next(iter(_HARDWARE)))
-        _HARDWARE[key] = _hardware(scenario)
+        _HARDWARE[key] = _hardware(scenario, jitter_s)
     device, network = _HARDWARE[key]
     return Machine([device], network, lowered.job)
 
@@ -129,12 +130,12 @@ def machine_for(scenario: Scenario, lowered: Lowered) -> Machine:
 _HARDWARE: dict[str, tuple[Device, Network]] = {}
 
 
-def _hardware(scenario: Scenario) -> tuple[Device, Network]:
+def _hardware(scenario: Scenario, jitter_s: float) -> tuple[Device, Network]:
     """The GPU and the links of a scenario's cluster."""
     cluster = scenario.cluster
     overrides = cluster.gpu.model_dump() if cluster.gpu is not None else None
     network = Network(Topology.from_mapping(cluster.topology.model_dump()), cluster.nodes, cluster.gpus_per_node,
-                      cluster.intra_gbps_per_gpu, cluster.inter_gbps_per_node, scenario.software.nccl.model_dump())
+                      cluster.intra_gbps_per_gpu, cluster.inter_gbps_per_node, scenario.software.nccl.model_dump(), jitter_s)
     return Device(gpu(cluster.topology.gpu, overrides)), network
 
 

@@ -11,14 +11,24 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from sim import __version__
+from sim.cli_machine import COMMANDS
+from sim.cli_output import (
+    JsonOutput,
+    json_output,
+    progress,
+    report_folders,
+    reporting,
+    writable,
+    write_overview,
+    writing,
+)
 from sim.errors import Fault, UserError, nearest
 
 if TYPE_CHECKING:
@@ -36,7 +46,7 @@ _COLLECT_AFTER = 100_000
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 
 #: Commands of the specification that come with later versions: known by name, absent from --help.
-LATER = ("size", "compare", "collective", "kernel", "memory", "calibrate", "import", "diff", "ui")
+LATER = ("size", "compare", "memory", "import", "diff", "ui")
 
 
 class Commands(click.Group):
@@ -213,8 +223,8 @@ def validate(ctx: click.Context, cases: tuple[str, ...], json_to: str | None, se
     from sim.validation.text import progress_bar, render
 
     writable("--json", json_to)
-    with progress_bar() as progress:
-        found = validation.validate(cases, select=select, workers=workers, progress=progress)
+    with progress_bar() as advance:
+        found = validation.validate(cases, select=select, workers=workers, progress=advance)
     with json_output(json_to, many=False) as out:
         if out is not None:
             out.document(found.to_json())
@@ -248,6 +258,10 @@ def list_(what: str, as_json: bool) -> None:
     from sim.report.text import console, render_catalogue
 
     render_catalogue([{k: v for k, v in row.items() if k != "source"} for row in found], console())
+
+
+for _command in COMMANDS:
+    cli.add_command(_command)
 
 
 # --------------------------------------------------------------------------------------------------------------- main

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from sim.errors import Fault, UserError
 from sim.network.collectives import Candidate, Coflow, build, candidates
 from sim.network.fair_share import LinkId, fair_share
+from sim.network.jitter import rendezvous_s
 from sim.network.routes import Placement, place
 from sim.network.site import Site
 from sim.network.topology import Topology, speeds
@@ -25,6 +26,7 @@ class Network:
     Args:
         topology: the template; `nodes` and `gpus_per_node` override its counts (the first GPUs of each node are used).
         intra_gbps_per_gpu, inter_gbps_per_node: nominal Gb/s, one direction, in the place of the topology's.
+        jitter_s: standard deviation of a rank's arrival; a collective of n ranks waits for the expected latest (rule 7).
         nccl: forced choices: `algorithm` (Ring, Tree, NVLS ...), `protocol` (LL, LL128, Simple), `channels`; `version`.
 
     Raises:
@@ -32,8 +34,10 @@ class Network:
     """
 
     def __init__(self, topology: Topology, nodes: int, gpus_per_node: int, intra_gbps_per_gpu: float | None = None,
-                 inter_gbps_per_node: float | None = None, nccl: Mapping[str, Any] | None = None) -> None:
+                 inter_gbps_per_node: float | None = None, nccl: Mapping[str, Any] | None = None,
+                 jitter_s: float = 0.0) -> None:
         self.topology = topology
+        self.jitter_s = jitter_s
         self.nodes = nodes
         self.gpus_per_node = gpus_per_node
         self._nominal = (intra_gbps_per_gpu, inter_gbps_per_node)
@@ -96,7 +100,10 @@ class Network:
         if where.size < 2:
             return Coflow(0.0, float(size_bytes), (), (), float("inf"), 0, 0.0, 1.0, "none", "none")
         best, rate = choose(self.options(kind, where), size_bytes)
-        return build(best, size_bytes, rate)
+        flow = build(best, size_bytes, rate)
+        if not self.jitter_s:
+            return flow
+        return replace(flow, latency_s=flow.latency_s + rendezvous_s(where.size, self.jitter_s))
 
     def options(self, kind: str, where: Placement) -> list[tuple[Candidate, float]]:
         """Candidates with the rate each reaches on the machine by one instance alone, blind to the others, bytes/s."""

@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, Discriminator, Field, PlainVali
 from pydantic_core import PydanticCustomError
 
 from sim.scenario.claim import Claim
+from sim.scenario.cluster import Cluster, Dtype
 from sim.scenario.precisions import PRECISIONS
 from sim.scenario.tables import (
     Degree,
@@ -20,8 +21,6 @@ from sim.scenario.tables import (
     Heads,
     Layers,
     LayersOrNone,
-    NodeGpus,
-    Nodes,
     Sequences,
     Table,
     Text,
@@ -37,9 +36,8 @@ from sim.scenario.tables import (
     switch_or_count,
     word_or_number,
 )
-from sim.scenario.units import Bytes, BytesPerSecond, Gbps, Mib, Seconds, Watts
+from sim.scenario.units import Bytes, Mib, Seconds
 
-Dtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8", "int4"]
 DtypeOrNone = Literal["none", "fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8", "int4"]
 Framework = Literal["pytorch", "megatron", "deepspeed", "composer", "torchtitan", "nanotron", "ideal"]
 Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp"]
@@ -51,82 +49,6 @@ Target = Literal["query", "key", "value", "projection", "mlp", "head"]
 
 #: `sharding_factor: full` until `defaults.fill` knows the number of ranks.
 FULL = 0
-
-
-# ------------------------------------------------------------------------------------------------------------ cluster
-class Intra(Table):
-    """How the GPUs of a node reach each other."""
-
-    kind: Literal["nvswitch", "nvlink-mesh", "pcie", "none"] = needs("what joins the GPUs of a node")
-    link: Literal[
-        "nvlink1", "nvlink2", "nvlink3", "nvlink4", "nvlink5", "xgmi", "xgmi2", "gen3x16", "gen4x16", "gen5x16", "none"
-    ] = late("kind of link")
-    links_per_gpu: Annotated[int, Field(ge=0, le=1000)] = late("links of one GPU")
-    links_per_pair: Annotated[int, Field(ge=0, le=1000)] | None = has(None, "links between every pair of a mesh")
-    matrix: list[list[Annotated[int, Field(ge=0, le=1000)]]] | None = has(None, "links between each pair of a mesh")
-    gpus_per_switch: NodeGpus | None = has(None, "GPUs below one PCIe switch")
-    gen: Annotated[int, Field(ge=3, le=5)] | None = has(None, "PCIe generation")
-
-
-class Inter(Table):
-    """How the nodes reach each other."""
-
-    kind: Literal["fat-tree", "dragonfly", "torus", "ring", "none"] = needs("shape of the network")
-    fabric: Literal["infiniband", "roce", "efa", "omni-path", "slingshot", "tcpx", "ethernet"] = has(
-        "infiniband", "kind of network"
-    )
-    nics_per_node: Annotated[int, count(1024)] = has(1, "network cards of a node")
-    gbps_per_nic: Gbps = has(100.0, "Gb/s of one card, one direction")
-    rail_optimized: bool = has(False, "card i of every node on the same leaf switch")
-    oversubscription: Annotated[float, Field(ge=1, le=1000)] = has(1.0, "leaf down-links over up-links")
-    nodes_per_leaf: Annotated[int, count(100_000)] = has(16, "nodes below one leaf switch")
-    gpu_direct_rdma: bool = has(True, "cards read and write GPU memory")
-    routing: Literal["adaptive", "ecmp"] = has("adaptive", "how flows choose their path")
-
-
-class Host(Table):
-    """The host side of a node."""
-
-    memory: Bytes = has(1e12, "host memory of a node")
-    pcie: Literal["gen3x16", "gen4x16", "gen5x16", "nvlink-c2c"] = late("link of a GPU to its host")
-    nvme_read: BytesPerSecond = has(12e9, "sequential read of a node's disks")
-    nvme_write: BytesPerSecond = has(6e9, "sequential write of a node's disks")
-    storage: BytesPerSecond = late("reading of training data by a node, default nvme_read")
-
-
-class GpuFigures(Table):
-    """Single figures of a GPU that replace the catalogue's."""
-
-    memory: Bytes | None = has(None, "device memory")
-    memory_bandwidth: BytesPerSecond | None = has(None, "device memory bandwidth")
-    tflops: dict[Dtype, Annotated[float, Field(gt=0, le=1e6)]] | None = has(None, "dense TFLOP/s by dtype")
-    power_limit_w: Watts | None = has(None, "power limit")
-
-
-class TopologySpec(Table):
-    """A cluster: one node and how many of them, joined how."""
-
-    name: Text = has("inline", "shown in reports")
-    gpu: Text = needs("a GPU of the catalogue")
-    gpus_per_node: NodeGpus = needs("GPUs of a node")
-    nodes: Nodes = has(1, "nodes")
-    intra: Intra = late("links inside a node")
-    inter: Inter = late("network between nodes")
-    host: Host = late("host side of a node")
-    source: Any = has(None, "where the figures come from")
-    notes: Any = has(None, "free text")
-    price_per_gpu_hour: Annotated[float, Field(ge=0, le=1e6)] | None = has(None, "USD")
-
-
-class Cluster(Table):
-    """The hardware."""
-
-    topology: TopologySpec = needs("a name, a path, or the mapping such a file holds")
-    nodes: Nodes = late("overrides the topology's own count")
-    gpus_per_node: NodeGpus = late("use only the first k GPUs of each node")
-    intra_gbps_per_gpu: Gbps | None = has(None, "overrides the link speed inside a node (Gb/s, one direction)")
-    inter_gbps_per_node: Gbps | None = has(None, "overrides the link speed between nodes (Gb/s, one direction)")
-    gpu: GpuFigures | None = has(None, "overrides single GPU figures")
 
 
 # -------------------------------------------------------------------------------------------------------------- model

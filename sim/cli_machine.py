@@ -1,0 +1,237 @@
+"""Commands about the machine alone: one kernel, one collective, and calibration to the user's own measurements."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sim.cli_output import writable, writing
+from sim.errors import Fault, UserError, nearest
+from sim.work import DTYPE_BYTES
+
+#: Types by the names of nccl-tests beside ours.
+_NCCL_TYPES = {"float": "fp32", "half": "fp16", "bfloat16": "bf16", "double": "fp64", "fp8_e4m3": "fp8", "f8e4m3": "fp8"}
+_SIZE = re.compile(r"(\d+(?:\.\d*)?)([KMGT]?)(?:i?B)?\Z", re.IGNORECASE)
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+#: Beyond anything that exists; there to catch slips of the keyboard before they take all memory.
+_MOST_BYTES, _MOST_ROWS, _LARGEST_SIDE = 1 << 44, 2000, 10**10
+_KERNELS = ("flash1", "flash2", "flash3", "triton", "efficient")
+
+_AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+class Size(click.ParamType):
+    """Bytes as nccl-tests takes them: 8, 4K, 1M, 2G (powers of 1024)."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """See click."""
+        if isinstance(value, int):
+            return value
+        found = _SIZE.match(str(value).strip())
+        size = int(float(found[1][:30]) * _UNITS[found[2].upper()]) if found else 0
+        if not 1 <= size <= _MOST_BYTES:
+            self.fail(f"{value!r} is not a size from 1 byte to 16T, such as 8, 4K, 1M or 2G", param, ctx)
+        return size
+
+
+def _dtype(value: str) -> str:
+    name = _NCCL_TYPES.get(value.lower(), value.lower())
+    if name not in DTYPE_BYTES:
+        raise UserError(Fault(f"unknown type '{value[:40]}'; known are {', '.join(DTYPE_BYTES)}", "--dtype",
+                              hint=nearest(name, DTYPE_BYTES)))
+    return name
+
+
+# ------------------------------------------------------------------------------------------------------------- kernel
+@click.command()
+@click.argument("gpu")
+@click.argument("op")
+@click.argument("shape")
+@click.option("--dtype", default="bf16", show_default=True, help="Element type.")
+@click.option("--layout", type=click.Choice(["tn", "nn", "nt"]), default="tn", show_default=True,
+              help="Of a product: forward, data gradient, weight gradient.")
+@click.option("--backward", is_flag=True, help="Attention's backward kernel.")
+@click.option("--full/--causal", "full", default=False, help="Attention over all keys, or causal (the default).")
+@click.option("--kernel", "kernel_name", type=click.Choice(_KERNELS), default="flash2", show_default=True,
+              help="Attention's kernel.")
+@_AS_JSON
+def kernel(gpu: str, op: str, shape: str, dtype: str, layout: str, backward: bool, full: bool, kernel_name: str,
+           as_json: bool) -> None:
+    """Predict one kernel: its time, its rate and its share of peak.
+
+    GPU is a name ('drystep list gpus') or the path of a profile that 'calibrate --gemm' wrote. OP and SHAPE: gemm
+    m,n,k or batch,m,n,k; attention batch,heads,kv_heads,queries,keys,head_dim; optimizer parameters; or a row-wise
+    operator (softmax, ln, gelu, add, ...) rows,cols.
+    """
+    from sim.calibration.kernel_command import kernel_command
+
+    if any(len(part) > 11 or int(part) > _LARGEST_SIDE for part in re.findall(r"\d+", shape)):
+        raise UserError(Fault(f"a side of {shape[:80]} is absurdly large: at most {_LARGEST_SIDE:,}", "SHAPE"))
+    answer = kernel_command(_gpu(gpu), op, shape, _dtype(dtype), layout, backward, not full, kernel_name)
+    click.echo(answer.to_json() if as_json else answer.to_text())
+
+
+def _gpu(name: str) -> str | dict[str, Any]:
+    """A name as it is; the checked mapping of a profile's file."""
+    from sim.scenario.gpus import is_profile
+    from sim.scenario.profile import read_profile
+
+    if not is_profile(name):
+        return name
+    try:
+        return read_profile(Path(name), name)
+    except UserError as error:
+        raise _renamed(error, "cluster.topology.gpu", "GPU") from None
+
+
+# --------------------------------------------------------------------------------------------------------- collective
+@click.command()
+@click.argument("op")
+@click.option("--topology", required=True, metavar="T", help="A name ('drystep list topologies') or a path.")
+@click.option("--nodes", type=click.IntRange(1, 100_000), default=1, show_default=True, help="Nodes that take part.")
+@click.option("--gpus-per-node", type=click.IntRange(1, 1024), help="GPUs of each node; all unless given.")
+@click.option("-b", "--min-bytes", type=Size(), default="8", show_default=True, help="Smallest size.")
+@click.option("-e", "--max-bytes", type=Size(), default="1G", show_default=True, help="Largest size.")
+@click.option("-f", "--factor", type=click.FloatRange(1, 1e6), default=2.0, show_default=True,
+              help="Between one size and the next.")
+@click.option("--dtype", "-d", default="float", show_default=True, help="Element type.")
+@_AS_JSON
+def collective(op: str, topology: str, nodes: int, gpus_per_node: int | None, min_bytes: int, max_bytes: int,
+               factor: float, dtype: str, as_json: bool) -> None:
+    """Predict one collective over a range of sizes, in the layout of nccl-tests.
+
+    OP is all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce or send_recv.
+    """
+    from sim.calibration.nccl_command import collective_command
+
+    if (factor > 1 and max_bytes > min_bytes * factor**_MOST_ROWS) or not factor >= 1:
+        raise UserError(Fault(f"a factor of {factor:g} makes more than {_MOST_ROWS} sizes", "--factor"))
+    text, data = collective_command(op, _topology(topology, nodes), nodes, min_bytes, max_bytes, factor, gpus_per_node,
+                                    _dtype(dtype))
+    click.echo(json.dumps(data, indent=1) if as_json else text, nl=as_json)
+
+
+def _topology(name: str, nodes: int) -> dict[str, Any]:
+    """The mapping of a topology with every default filled in, as a scenario that names it would see it."""
+    from sim.scenario import resolve
+
+    try:
+        scenario = resolve({"name": "machine", "cluster": {"topology": name, "nodes": nodes, "gpus_per_node": 1},
+                            "model": {"preset": "gpt2"},
+                            "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 1024}})
+    except UserError as error:
+        raise _renamed(error, "cluster.topology", "--topology") from None
+    return scenario.cluster.topology.model_dump()
+
+
+def _renamed(error: UserError, field: str, argument: str) -> UserError:
+    """Faults of a name told as those of the argument that gave it; those inside its file stay where they are."""
+    return UserError([replace(f, field=argument) if f.field == field else f for f in error.faults])
+
+
+# ---------------------------------------------------------------------------------------------------------- calibrate
+@click.command()
+@click.option("--nccl", metavar="FILE", help="What nccl-tests printed on the cluster; any number of tables.")
+@click.option("--topology", metavar="T", help="The cluster that --nccl was measured on: a name or a path.")
+@click.option("--gemm", metavar="CSV", help="Timings of matrix products: gpu,dtype,m,n,k,batch,time_us,source.")
+@click.option("--gpu", metavar="G", help="The catalogue's GPU that --gemm was measured on.")
+@click.option("--out", required=True, metavar="F", help="Where the topology or the GPU's profile goes (YAML).")
+def calibrate(nccl: str | None, topology: str | None, gemm: str | None, gpu: str | None, out: str) -> None:
+    """Fit the machine to your own measurements; the file written is what a scenario names.
+
+    --nccl writes a topology for 'cluster.topology', --gemm a GPU's profile for 'cluster.topology.gpu'; both together
+    one topology with the profile inside.
+    """
+    if nccl is None and gemm is None:
+        raise UserError(Fault("nothing to calibrate with", hint="give --nccl FILE --topology T, or --gemm CSV --gpu G"))
+    for given, wanted, name, other in ((nccl, topology, "--nccl", "--topology"), (gemm, gpu, "--gemm", "--gpu")):
+        if (given is None) != (wanted is None):
+            raise UserError(Fault(f"{name} and {other} go together", other if wanted is None else name))
+    writable("--out", out)
+    written: dict[str, Any] = {}
+    if gemm is not None and gpu is not None:
+        written = _fit_gemm(gemm, gpu)
+    if nccl is not None and topology is not None:
+        written = _fit_nccl(nccl, topology) | ({"gpu": written} if written else {})
+    _write(out, written, [Path(name).name for name in (nccl, gemm) if name])
+
+
+def _fit_nccl(text_file: str, topology: str) -> dict[str, Any]:
+    """The topology as its file says, with the links' figures of this cluster."""
+    from sim.calibration.nccl_user import calibrate_nccl
+    from sim.scenario.gpus import is_profile
+    from sim.scenario.topologies import find_topology
+
+    mapping = _topology(topology, 1)
+    with _reading("--nccl", text_file):
+        found = calibrate_nccl(text_file, mapping)
+    click.echo(found.text(), nl=False)
+    document = find_topology(topology, Path())
+    plain = {**document.data, "links": dict(found.links)}
+    if is_profile(plain["gpu"]):  # a path is relative to the file that holds it
+        plain["gpu"] = str((document.folder / plain["gpu"]).resolve())
+    return plain
+
+
+def _fit_gemm(table: str, gpu: str) -> dict[str, Any]:
+    from sim.calibration.kernel_command import calibrate_gemm
+
+    with _reading("--gemm", table):
+        _check_products(Path(table))
+        found = calibrate_gemm(table, gpu)
+    click.echo(found.to_text())
+    return found.profile
+
+
+def _check_products(path: Path) -> None:
+    """Refuse rows that lack a cell, or whose numbers are none a product can have."""
+    from sim.calibration.tables import PRODUCT_COLUMNS, read_csv
+
+    limits: Mapping[str, Callable[[str], float]] = {"m": int, "n": int, "k": int, "batch": int, "time_us": float}
+    for line, row in enumerate(read_csv(path, PRODUCT_COLUMNS), 2):
+        for name in PRODUCT_COLUMNS:
+            cell = row[name]
+            if cell is None:
+                raise UserError(Fault(f"the row has no '{name}'", file=str(path), line=line))
+            if name not in limits:
+                continue
+            try:
+                good = 0 < limits[name](cell) <= _LARGEST_SIDE
+            except ValueError:
+                good = False
+            if not good:
+                kind = "number" if name == "time_us" else "whole number"
+                raise UserError(Fault(f"{name} is not a {kind} above 0: '{cell[:40]}'", file=str(path), line=line))
+
+
+def _write(out: str, plain: Mapping[str, Any], sources: list[str]) -> None:
+    import yaml
+
+    text = yaml.safe_dump(dict(plain), sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+    with writing("--out", out):
+        Path(out).write_text(f"# Written by drystep calibrate from {', '.join(sources)}.\n{text}", encoding="utf-8")
+    click.echo(f"wrote {out}", err=True)
+
+
+@contextmanager
+def _reading(option: str, path: str) -> Iterator[None]:
+    """What a file's contents or its place do wrong, as the user's input."""
+    try:
+        yield
+    except (UnicodeDecodeError, csv.Error, EOFError) as error:
+        raise UserError(Fault(f"cannot be read: {error}", option, path)) from error
+    except OSError as error:
+        raise UserError(Fault(f"cannot be read: {error.strerror or error}", option, path)) from error
+
+
+COMMANDS = (kernel, collective, calibrate)
