@@ -73,17 +73,17 @@ def run(ctx: click.Context, scenarios: tuple[str, ...], sets: tuple[str, ...], j
     """Predict one training step; a scenario with a sweep is run over the whole product."""
     from sim.api import load
 
-    _writable("--json", json_to)
-    _writable("--trace", trace_to)
-    _writable("--report", report_to and os.path.join(report_to, "report.txt"), parents=True)
+    writable("--json", json_to)
+    writable("--trace", trace_to)
+    writable("--report", report_to and os.path.join(report_to, "report.txt"), parents=True)
     loaded = _load_all(scenarios, lambda name: load(name, sets))
     sweeps = [name for name, one in zip(scenarios, loaded, strict=True) if one.sweep]
     if trace_to and (len(loaded) > 1 or sweeps):
         raise UserError(Fault("a trace shows one run", "--trace",
                               hint="give one scenario; --set sweep={} --set expect={} leaves a sweep out"))
     interrupted, failed = False, False
-    folders = _report_folders(report_to, scenarios)
-    with _json_output(json_to, many=len(loaded) > 1) as out:
+    folders = report_folders(report_to, scenarios)
+    with json_output(json_to, many=len(loaded) > 1) as out:
         for number, (name, one, folder) in enumerate(zip(scenarios, loaded, folders, strict=True)):
             text = json_to != "-"
             if text and number:
@@ -97,7 +97,7 @@ def run(ctx: click.Context, scenarios: tuple[str, ...], sets: tuple[str, ...], j
                 break
             failed |= check and not _checked(name, one, points)
     if report_to is not None and len(loaded) > 1 and not interrupted:
-        _write_overview(report_to, [one.scenario.name for one in loaded], folders)
+        write_overview(report_to, [one.scenario.name for one in loaded], folders)
     if interrupted:
         ctx.exit(INTERRUPTED)
     if failed:
@@ -129,7 +129,7 @@ def _run_one(loaded: Loaded, out: JsonOutput | None, text: bool, folder: Path | 
     if trace_to:
         from sim.report.trace import write_trace
 
-        with _writing("--trace", trace_to):
+        with writing("--trace", trace_to):
             write_trace(result, trace_to)
     if text:
         from sim.report.text import console, render
@@ -139,7 +139,7 @@ def _run_one(loaded: Loaded, out: JsonOutput | None, text: bool, folder: Path | 
         from sim.report.folder import write_run
         from sim.report.text import as_text
 
-        with _reporting(folder) as written:
+        with reporting(folder) as written:
             written += write_run(folder, result, as_text(result), as_json)
     return {}, as_json
 
@@ -161,7 +161,7 @@ def _run_sweep(loaded: Loaded, out: JsonOutput | None, text: bool, folder: Path 
 
     if out is not None:
         out.begin_sweep()
-    with _progress() as advance:
+    with progress() as advance:
         sweep = api.run_sweep(loaded, progress=advance, each=each)
     rest = sweep.summary()
     if out is not None:
@@ -174,7 +174,7 @@ def _run_sweep(loaded: Loaded, out: JsonOutput | None, text: bool, folder: Path 
         from sim.report.folder import write_sweep
         from sim.report.text import sweep_as_text
 
-        with _reporting(folder) as written:
+        with reporting(folder) as written:
             written += write_sweep(folder, sweep.points, sweep.axes,
                                    sweep_as_text(sweep.points, sweep.skipped, sweep.axes),
                                    {"points": [p for _, p in points], **rest})
@@ -199,141 +199,6 @@ def _checked(name: str, loaded: Loaded, points: Sequence[Point]) -> bool:
     return not broken
 
 
-# ------------------------------------------------------------------------------------------------------------- output
-class JsonOutput:
-    """Writes documents as they come, so that a sweep of any length needs no memory and Ctrl-C leaves valid JSON."""
-
-    def __init__(self, write: Callable[[str], object], many: bool) -> None:
-        self._write, self._many = write, many
-        self._documents = self._points = 0
-        if many:
-            write("[\n")
-
-    def document(self, value: Mapping[str, Any]) -> None:
-        """One finished result."""
-        self._separate()
-        self._write(_dump(value))
-
-    def begin_sweep(self) -> None:
-        """Opens a sweep; its points follow."""
-        self._separate()
-        self._points = 0
-        self._write('{"points": [\n')
-
-    def point(self, value: Mapping[str, Any]) -> None:
-        """One point of the open sweep."""
-        self._write((",\n" if self._points else "") + _dump(value))
-        self._points += 1
-
-    def end_sweep(self, rest: Mapping[str, Any]) -> None:
-        """Closes the sweep with its other fields."""
-        self._write("\n], " + _dump(rest)[1:])
-
-    def close(self) -> None:
-        """Ends the output."""
-        self._write("\n]\n" if self._many else "\n")
-
-    def _separate(self) -> None:
-        if self._documents:
-            self._write(",\n")
-        self._documents += 1
-
-
-def _dump(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
-
-
-@contextmanager
-def _json_output(path: str | None, many: bool) -> Iterator[JsonOutput | None]:
-    if path is None:
-        yield None
-        return
-    if path == "-":
-        out = JsonOutput(sys.stdout.write, many)
-        yield out
-        out.close()
-        return
-    with _writing("--json", path), open(path, "w", encoding="utf-8") as file:
-        out = JsonOutput(file.write, many)
-        yield out
-        out.close()
-
-
-def _writable(option: str, path: str | None, parents: bool = False) -> None:
-    """Refuse a path that cannot be written before anything is computed."""
-    if path is None or (path == "-" and option == "--json"):
-        return
-    target = Path(path)
-    folder = target.parent
-    while parents and not folder.exists():
-        folder = folder.parent
-    if path == "-":
-        reason = "only --json can go to standard output"
-    elif target.is_dir():
-        reason = f"{path} is a directory"
-    elif not folder.is_dir():
-        reason = f"there is no directory {folder}"
-    elif not os.access(target if target.exists() else folder, os.W_OK):
-        reason = f"no permission to write {path}"
-    else:
-        return
-    raise UserError(Fault(reason, option))
-
-
-@contextmanager
-def _writing(option: str, path: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, BrokenPipeError):
-            raise
-        raise UserError(Fault(f"cannot write {error.filename or path}: {error.strerror or error}", option)) from error
-
-
-def _report_folders(report_to: str | None, names: Sequence[str]) -> list[Path | None]:
-    """The directory itself for one scenario, one below it for each of several, equal names told apart by a number."""
-    if report_to is None:
-        return [None] * len(names)
-    if len(names) == 1:
-        return [Path(report_to)]
-    taken: dict[str, int] = {}
-    folders: list[Path | None] = []
-    for name in names:
-        stem = Path(name).stem
-        taken[stem] = taken.get(stem, 0) + 1
-        folders.append(Path(report_to) / (stem if taken[stem] == 1 else f"{stem}-{taken[stem]}"))
-    return folders
-
-
-@contextmanager
-def _reporting(folder: Path) -> Iterator[list[Path]]:
-    """Collects what is written into a report's folder, and says so."""
-    written: list[Path] = []
-    with _writing("--report", str(folder)):
-        yield written
-    click.echo(f"wrote {folder}: {', '.join(path.name for path in written)}", err=True)
-
-
-def _write_overview(report_to: str, titles: Sequence[str], folders: Sequence[Path | None]) -> None:
-    from sim.report.folder import write_overview
-
-    with _writing("--report", report_to):
-        write_overview(Path(report_to), [(t, f.name) for t, f in zip(titles, folders, strict=True) if f is not None])
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on standard error when that is a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    with click.progressbar(length=1, label="points", file=sys.stderr) as bar:
-        def advance(done: int, total: int) -> None:
-            bar.length = total
-            bar.update(done - bar.pos)
-        yield advance
-
-
 # ----------------------------------------------------------------------------------------------------- other commands
 @cli.command()
 @click.argument("cases", nargs=-1, required=True, metavar="CASES...")
@@ -347,10 +212,10 @@ def validate(ctx: click.Context, cases: tuple[str, ...], json_to: str | None, se
     from sim import validation
     from sim.validation.text import progress_bar, render
 
-    _writable("--json", json_to)
+    writable("--json", json_to)
     with progress_bar() as progress:
         found = validation.validate(cases, select=select, workers=workers, progress=progress)
-    with _json_output(json_to, many=False) as out:
+    with json_output(json_to, many=False) as out:
         if out is not None:
             out.document(found.to_json())
     if json_to != "-":

@@ -1,0 +1,149 @@
+"""What commands share: JSON written as it comes, paths checked before anything is computed, a bar of progress."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sim.errors import Fault, UserError
+
+
+class JsonOutput:
+    """Writes documents as they come, so that a sweep of any length needs no memory and Ctrl-C leaves valid JSON."""
+
+    def __init__(self, write: Callable[[str], object], many: bool) -> None:
+        self._write, self._many = write, many
+        self._documents = self._points = 0
+        if many:
+            write("[\n")
+
+    def document(self, value: Mapping[str, Any]) -> None:
+        """One finished result."""
+        self._separate()
+        self._write(_dump(value))
+
+    def begin_sweep(self) -> None:
+        """Opens a sweep; its points follow."""
+        self._separate()
+        self._points = 0
+        self._write('{"points": [\n')
+
+    def point(self, value: Mapping[str, Any]) -> None:
+        """One point of the open sweep."""
+        self._write((",\n" if self._points else "") + _dump(value))
+        self._points += 1
+
+    def end_sweep(self, rest: Mapping[str, Any]) -> None:
+        """Closes the sweep with its other fields."""
+        self._write("\n], " + _dump(rest)[1:])
+
+    def close(self) -> None:
+        """Ends the output."""
+        self._write("\n]\n" if self._many else "\n")
+
+    def _separate(self) -> None:
+        if self._documents:
+            self._write(",\n")
+        self._documents += 1
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+@contextmanager
+def json_output(path: str | None, many: bool) -> Iterator[JsonOutput | None]:
+    if path is None:
+        yield None
+        return
+    if path == "-":
+        out = JsonOutput(sys.stdout.write, many)
+        yield out
+        out.close()
+        return
+    with writing("--json", path), open(path, "w", encoding="utf-8") as file:
+        out = JsonOutput(file.write, many)
+        yield out
+        out.close()
+
+
+def writable(option: str, path: str | None, parents: bool = False) -> None:
+    """Refuse a path that cannot be written before anything is computed."""
+    if path is None or (path == "-" and option == "--json"):
+        return
+    target = Path(path)
+    folder = target.parent
+    while parents and not folder.exists():
+        folder = folder.parent
+    if path == "-":
+        reason = "only --json can go to standard output"
+    elif target.is_dir():
+        reason = f"{path} is a directory"
+    elif not folder.is_dir():
+        reason = f"there is no directory {folder}"
+    elif not os.access(target if target.exists() else folder, os.W_OK):
+        reason = f"no permission to write {path}"
+    else:
+        return
+    raise UserError(Fault(reason, option))
+
+
+@contextmanager
+def writing(option: str, path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise UserError(Fault(f"cannot write {error.filename or path}: {error.strerror or error}", option)) from error
+
+
+def report_folders(report_to: str | None, names: Sequence[str]) -> list[Path | None]:
+    """The directory itself for one scenario, one below it for each of several, equal names told apart by a number."""
+    if report_to is None:
+        return [None] * len(names)
+    if len(names) == 1:
+        return [Path(report_to)]
+    taken: dict[str, int] = {}
+    folders: list[Path | None] = []
+    for name in names:
+        stem = Path(name).stem
+        taken[stem] = taken.get(stem, 0) + 1
+        folders.append(Path(report_to) / (stem if taken[stem] == 1 else f"{stem}-{taken[stem]}"))
+    return folders
+
+
+@contextmanager
+def reporting(folder: Path) -> Iterator[list[Path]]:
+    """Collects what is written into a report's folder, and says so."""
+    written: list[Path] = []
+    with writing("--report", str(folder)):
+        yield written
+    click.echo(f"wrote {folder}: {', '.join(path.name for path in written)}", err=True)
+
+
+def write_overview(report_to: str, titles: Sequence[str], folders: Sequence[Path | None]) -> None:
+    from sim.report.folder import write_overview
+
+    with writing("--report", report_to):
+        write_overview(Path(report_to), [(t, f.name) for t, f in zip(titles, folders, strict=True) if f is not None])
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on standard error when that is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    with click.progressbar(length=1, label="points", file=sys.stderr) as bar:
+        def advance(done: int, total: int) -> None:
+            bar.length = total
+            bar.update(done - bar.pos)
+        yield advance
