@@ -21,6 +21,8 @@ KINDS: dict[str, dict[str, Any]] = {
               "kv_heads": 2, "tied_embeddings": False},
     "bert": {"kind": "encoder"},
     "t5": {"kind": "encoder-decoder", "norm": "rmsnorm", "bias": False},
+    "mixture": {"kind": "decoder", "gated_mlp": True, "positions": "rotary", "norm": "rmsnorm", "bias": False,
+                "moe": {"experts": 4, "top_k": 2}},
 }
 
 
@@ -105,3 +107,14 @@ def test_the_peak_has_a_place_and_an_operator(kind: str) -> None:
     assert where is not None
     assert where.layer in ("head", "block2", "decoder2", "embedding")
     assert where.operator
+
+
+def test_what_is_estimated_says_so() -> None:
+    def complete(model: dict[str, Any]) -> bool:
+        return lower(resolve({
+            "name": "x", "cluster": {"topology": "dgx-a100-80g", "nodes": 1, "gpus_per_node": 8},
+            "model": {"layers": 2, "hidden": 256, "heads": 4, "vocab": 1024, **model},
+            "training": {"micro_batch": 1, "global_batch": 8, "sequence": 128}, "parallel": {"strategy": "ddp"},
+        })).memory_complete
+
+    assert all(complete(model) == (name != "mixture") for name, model in KINDS.items())
