@@ -135,7 +135,8 @@ def _hardware(scenario: Scenario, jitter_s: float) -> tuple[Device, Network]:
     cluster = scenario.cluster
     overrides = cluster.gpu.model_dump() if cluster.gpu is not None else None
     network = Network(Topology.from_mapping(cluster.topology.model_dump()), cluster.nodes, cluster.gpus_per_node,
-                      cluster.intra_gbps_per_gpu, cluster.inter_gbps_per_node, scenario.software.nccl.model_dump(), jitter_s)
+                      cluster.intra_gbps_per_gpu, cluster.inter_gbps_per_node, scenario.software.nccl.model_dump(),
+                      jitter_s)
     return Device(gpu(cluster.topology.gpu, overrides)), network
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from sim.errors import Fault, UserError, nearest
 from sim.work import DTYPE_BYTES
 
 #: Types by the names of nccl-tests beside ours.
-_NCCL_TYPES = {"float": "fp32", "half": "fp16", "bfloat16": "bf16", "double": "fp64", "fp8_e4m3": "fp8", "f8e4m3": "fp8"}
+_NCCL_TYPES = {"float": "fp32", "half": "fp16", "bfloat16": "bf16", "double": "fp64", "f8e4m3": "fp8"}
 _SIZE = re.compile(r"(\d+(?:\.\d*)?)([KMGT]?)(?:i?B)?\Z", re.IGNORECASE)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 #: Beyond anything that exists; there to catch slips of the keyboard before they take all memory.
@@ -28,20 +29,13 @@ _KERNELS = ("flash1", "flash2", "flash3", "triton", "efficient")
 _AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-class Size(click.ParamType):
+def _size(value: str | int) -> int:
     """Bytes as nccl-tests takes them: 8, 4K, 1M, 2G (powers of 1024)."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """See click."""
-        if isinstance(value, int):
-            return value
-        found = _SIZE.match(str(value).strip())
-        size = int(float(found[1][:30]) * _UNITS[found[2].upper()]) if found else 0
-        if not 1 <= size <= _MOST_BYTES:
-            self.fail(f"{value!r} is not a size from 1 byte to 16T, such as 8, 4K, 1M or 2G", param, ctx)
-        return size
+    found = _SIZE.match(str(value).strip())
+    size = int(float(found[1][:30]) * _UNITS[found[2].upper()]) if found else 0
+    if not 1 <= size <= _MOST_BYTES:
+        raise click.BadParameter(f"'{str(value)[:40]}' is not a size from 1 byte to 16T, such as 8, 4K, 1M or 2G")
+    return size
 
 
 def _dtype(value: str) -> str:
@@ -100,8 +94,8 @@ def _gpu(name: str) -> str | dict[str, Any]:
 @click.option("--topology", required=True, metavar="T", help="A name ('drystep list topologies') or a path.")
 @click.option("--nodes", type=click.IntRange(1, 100_000), default=1, show_default=True, help="Nodes that take part.")
 @click.option("--gpus-per-node", type=click.IntRange(1, 1024), help="GPUs of each node; all unless given.")
-@click.option("-b", "--min-bytes", type=Size(), default="8", show_default=True, help="Smallest size.")
-@click.option("-e", "--max-bytes", type=Size(), default="1G", show_default=True, help="Largest size.")
+@click.option("-b", "--min-bytes", type=_size, metavar="SIZE", default="8", show_default=True, help="Smallest size.")
+@click.option("-e", "--max-bytes", type=_size, metavar="SIZE", default="1G", show_default=True, help="Largest size.")
 @click.option("-f", "--factor", type=click.FloatRange(1, 1e6), default=2.0, show_default=True,
               help="Between one size and the next.")
 @click.option("--dtype", "-d", default="float", show_default=True, help="Element type.")
@@ -114,7 +108,7 @@ def collective(op: str, topology: str, nodes: int, gpus_per_node: int | None, mi
     """
     from sim.calibration.nccl_command import collective_command
 
-    if (factor > 1 and max_bytes > min_bytes * factor**_MOST_ROWS) or not factor >= 1:
+    if not factor >= 1 or (factor > 1 and math.log(max_bytes / min_bytes) > _MOST_ROWS * math.log(factor)):
         raise UserError(Fault(f"a factor of {factor:g} makes more than {_MOST_ROWS} sizes", "--factor"))
     text, data = collective_command(op, _topology(topology, nodes), nodes, min_bytes, max_bytes, factor, gpus_per_node,
                                     _dtype(dtype))

@@ -60,6 +60,7 @@ def _dump(value: Any) -> str:
 
 @contextmanager
 def json_output(path: str | None, many: bool) -> Iterator[JsonOutput | None]:
+    """JSON to a file, to standard output (`-`), or nowhere (None); `many` makes a list of the documents."""
     if path is None:
         yield None
         return

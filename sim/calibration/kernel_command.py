@@ -134,7 +134,7 @@ class Calibration:
         out = [f"{fit['dtype']}: {fit['rows']} products, median error {100 * fit['before']:.1f}% before, "
                f"{100 * fit['median']:.1f}% fitted (90%: {100 * fit['p90']:.1f}%), {100 * fit['left_out']:.1f}% on "
                "every fifth shape left out" for fit in self.fits]
-        use = "use it as cluster.topology.gpu: <this file>, or with `drystep kernel --gpu <this file>`"
+        use = "use it as cluster.topology.gpu: <this file>, or in the place of GPU in `drystep kernel`"
         return "\n".join([*out, use])
 
 

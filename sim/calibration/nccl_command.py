@@ -23,6 +23,7 @@ OPERATIONS = {
     "send_recv": ("send_recv", "SendRecv", "sum")}
 _ALIASES = {"alltoall": "all_to_all", "allreduce": "all_reduce", "allgather": "all_gather", "sendrecv": "send_recv",
             "reducescatter": "reduce_scatter", "send": "send_recv"}
+_PROGRAMS = {"all_to_all": "alltoall", "send_recv": "sendrecv"}
 _TYPES = {"fp32": "float", "fp16": "half", "bf16": "bfloat16", "fp8": "f8e4m3", "int8": "int8", "fp64": "double"}
 
 
@@ -135,7 +136,8 @@ def text(op: str, network: Network, rows: Sequence[Row], dtype: str = "fp32") ->
     ranks = network.nodes * network.gpus_per_node
     root = "0" if name in ("broadcast", "reduce") else "-1"
     lines = [
-        f"# Predicted by drystep, not measured: {title} on {network.nodes} x {network.gpus_per_node} "
+        f"# Predicted by drystep, not measured: {title} ({_PROGRAMS.get(name, name)}_perf) on {network.nodes} x "
+        f"{network.gpus_per_node} "
         f"{network.topology.name or 'inline'} ({ranks} ranks)",
         f"# nThread 1 nGpus 1 minBytes {rows[0].size_bytes} maxBytes {rows[-1].size_bytes}",
         "#",

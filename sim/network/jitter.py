@@ -38,7 +38,7 @@ def expected_maximum(n: int) -> float:
 
 
 def _quantile(p: float) -> float:
-    """Standard normal quantile of p >= 1/2 by Newton's method: from 0 it climbs to the root, the CDF being concave there.
+    """Standard normal quantile of p >= 1/2 by Newton's method: from 0 it climbs to the root, the CDF being concave.
 
     `statistics.NormalDist` does the same and costs a run 10 ms of start-up.
     """

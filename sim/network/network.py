@@ -26,7 +26,7 @@ class Network:
     Args:
         topology: the template; `nodes` and `gpus_per_node` override its counts (the first GPUs of each node are used).
         intra_gbps_per_gpu, inter_gbps_per_node: nominal Gb/s, one direction, in the place of the topology's.
-        jitter_s: standard deviation of a rank's arrival; a collective of n ranks waits for the expected latest (rule 7).
+        jitter_s: standard deviation of a rank's arrival; a collective of n ranks waits for the expected latest.
         nccl: forced choices: `algorithm` (Ring, Tree, NVLS ...), `protocol` (LL, LL128, Simple), `channels`; `version`.
 
     Raises:

@@ -115,7 +115,7 @@ def generation_of(gpu: Any) -> str:
     if isinstance(gpu, Mapping):
         if gpu.get("arch") in facts()["generations"]:
             return str(gpu["arch"])
-        gpu = gpu.get("name") or gpu.get("like") or ""
+        gpu = gpu.get("like") or gpu.get("name") or ""
     text = str(gpu).lower()
     for name, generation in facts()["generations"].items():
         if any(text.startswith(prefix) for prefix in generation["gpus"]):

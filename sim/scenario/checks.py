@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from sim.catalog import table
 from sim.errors import Fault, nearest
 from sim.scenario.defaults import SHARDED
 from sim.scenario.document import Document
@@ -24,7 +25,20 @@ Finding = tuple[str, str, str]
 
 def check_names(data: dict[str, Any], document: Document) -> list[Fault]:
     """Faults that are worth reporting together with wrong types, before defaults are filled in."""
-    return [*_batch_given(data.get("training"), document), *_model_given(data.get("model"), document)]
+    return [*_batch_given(data.get("training"), document), *_model_given(data.get("model"), document),
+            *_links_known(data.get("cluster"), document)]
+
+
+def _links_known(cluster: Any, document: Document) -> list[Fault]:
+    """Figures of links measured on a cluster have the catalogue's names."""
+    topology = cluster.get("topology") if isinstance(cluster, dict) else None
+    links = topology.get("links") if isinstance(topology, dict) else None
+    if not isinstance(links, dict):
+        return []
+    known = table("network/figures.yaml")
+    return [document.fault(f"cluster.topology.links.{name}", f"no figure of links is called '{str(name)[:60]}'",
+                           nearest(str(name), known) or "its names are those of sim/network/figures.yaml")
+            for name in links if name not in known]
 
 
 def _batch_given(training: Any, document: Document) -> list[Fault]:

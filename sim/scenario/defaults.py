@@ -9,14 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from sim.catalog import table
+from sim.scenario.cluster import Cluster, Host, Inter, Intra, TopologySpec
 from sim.scenario.gpus import gpu_facts
 from sim.scenario.schema import (
     FULL,
-    Cluster,
     Finetune,
-    Host,
-    Inter,
-    Intra,
     Model,
     Nccl,
     Offload,
@@ -26,7 +23,6 @@ from sim.scenario.schema import (
     Scenario,
     Software,
     SplitSlots,
-    TopologySpec,
     Training,
     named_precision,
 )

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from sim.errors import Fault, UserError, nearest
-from sim.scenario.document import Document, beside
-from sim.scenario.gpus import canonical_gpu, gpu_names
+from sim.scenario.cluster import GpuFigures
+from sim.scenario.document import Document, beside, read_document
+from sim.scenario.gpus import canonical_gpu, gpu_names, is_profile
 from sim.scenario.presets import preset, preset_names
+from sim.scenario.profile import PLACE, check_profile
 from sim.scenario.topologies import find_topology
 
 #: Where presets keep their tables of layers.
 _PRESET_FOLDER = Path(__file__).parent
-#: Fields of an inline GPU mapping that describe it rather than override a figure.
-_GPU_NAMES = ("like", "name")
 
 
 def expand(document: Document, faults: list[Fault]) -> dict[str, Any]:
@@ -81,6 +81,7 @@ def _without_nulls(value: Any) -> Any:
 
 def _topology(cluster: dict[str, Any], document: Document, faults: list[Fault]) -> None:
     topology = cluster.get("topology")
+    folder = document.folder
     if isinstance(topology, str):
         try:
             found = find_topology(topology, document.folder)
@@ -91,44 +92,57 @@ def _topology(cluster: dict[str, Any], document: Document, faults: list[Fault]) 
         faults += found.faults
         for path, place in found.places.items():
             document.places[f"cluster.topology.{path}" if path else "cluster.topology"] = place
-        topology = _without_nulls(found.data)
+        topology, folder = _without_nulls(found.data), found.folder
     if isinstance(topology, dict):
         cluster["topology"] = topology = dict(topology)
-        _gpu(cluster, topology, document, faults)
+        _gpu(cluster, topology, document, folder, faults)
 
 
 #: Takes the place of a topology that was not found, so that only that is reported.
 _STANDIN = {"name": "unknown", "gpu": "a100-80g-sxm", "gpus_per_node": 8, "intra": {"kind": "nvswitch"}}
 
 
-def _gpu(cluster: dict[str, Any], topology: dict[str, Any], document: Document, faults: list[Fault]) -> None:
+def _gpu(cluster: dict[str, Any], topology: dict[str, Any], document: Document, folder: Path,
+         faults: list[Fault]) -> None:
+    """Replaces the topology's GPU by the catalogue's name, or by the mapping of a profile; `folder` holds its file."""
     gpu = topology.get("gpu")
-    path = "cluster.topology.gpu"
+    if isinstance(gpu, str) and is_profile(gpu):
+        try:
+            found = read_document(beside(folder, gpu), gpu)
+        except UserError as error:
+            faults += _told(PLACE, error, document)
+            topology["gpu"] = _STANDIN["gpu"]
+            return
+        faults += found.faults
+        for path, place in found.places.items():
+            document.places[f"{PLACE}.{path}" if path else PLACE] = place
+        gpu = _without_nulls(found.data)
     if isinstance(gpu, dict):
-        own = {key: value for key, value in gpu.items() if key not in _GPU_NAMES}
+        topology["gpu"] = _described(gpu, cluster, document, faults)
+    elif isinstance(gpu, str):
+        name = canonical_gpu(gpu)
+        if name is None:
+            hint = nearest(gpu, gpu_names()) or "see 'drystep list gpus'"
+            faults.append(document.fault(PLACE, f"there is no GPU named '{gpu[:80]}' in the catalogue", hint))
+            name = str(_STANDIN["gpu"])
+        topology["gpu"] = name
+
+
+def _described(gpu: dict[str, Any], cluster: dict[str, Any], document: Document, faults: list[Fault]) -> Any:
+    """The GPU behind a mapping; its single figures go to `cluster.gpu`, where what the user wrote wins."""
+    own = {key: value for key, value in gpu.items() if key in GpuFigures.model_fields}
+    if own:
         written = cluster.get("gpu")
         cluster["gpu"] = {**own, **written} if isinstance(written, dict) else own
         for key in own:
-            document.places.setdefault(f"cluster.gpu.{key}", document.place(f"{path}.{key}"))
-        gpu = gpu.get("like", gpu.get("name"))
-        if gpu is None:
-            faults.append(
-                document.fault(
-                    path,
-                    "an inline GPU needs 'like', the GPU of the catalogue it resembles",
-                    "add 'like: a100-80g-sxm'; figures beside it override that GPU's",
-                )
-            )
-            gpu = _STANDIN["gpu"]
-        topology["gpu"] = gpu
-    if not isinstance(gpu, str):
-        return
-    name = canonical_gpu(gpu)
-    if name is None:
-        hint = nearest(gpu, gpu_names()) or "see 'drystep list gpus'"
-        faults.append(document.fault(path, f"there is no GPU named '{gpu[:80]}' in the catalogue", hint))
-        name = str(_STANDIN["gpu"])
-    topology["gpu"] = name
+            document.places.setdefault(f"cluster.gpu.{key}", document.place(f"{PLACE}.{key}"))
+    rest = {key: value for key, value in gpu.items() if key not in own}
+    if "like" not in rest and canonical_gpu(str(rest.get("name"))) is not None:
+        rest["like"] = rest["name"]
+    checked = check_profile(rest, document, PLACE, faults)
+    if checked is None:
+        return _STANDIN["gpu"]
+    return checked if set(checked) - {"like", "name"} else checked["like"]
 
 
 def _model(model: dict[str, Any], document: Document, faults: list[Fault]) -> dict[str, Any]:

@@ -47,6 +47,12 @@ def tables_of(annotation: Any) -> Iterator[type[BaseModel]]:
             yield from tables_of(part)
 
 
+def _tables_of_items(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The tables a list, looked up in the same places, can hold."""
+    for part in get_args(annotation):
+        yield from tables_of(part) if get_origin(annotation) is list else _tables_of_items(part)
+
+
 def field_table(root: type[BaseModel], parts: list[str]) -> tuple[type[BaseModel] | None, int]:
     """The table that holds the last part of a path, and how many parts were known before it ended."""
     model: type[BaseModel] | None = root
@@ -64,6 +70,7 @@ def _path(location: tuple[int | str, ...], root: type[BaseModel]) -> tuple[str, 
     parts: list[str] = []
     model: type[BaseModel] | None = root
     holder: type[BaseModel] | None = root
+    items: type[BaseModel] | None = None  # what a list holds, until its entry is entered
     tagged = False
     for part in location:
         if tagged and part in _TAGS:
@@ -71,9 +78,10 @@ def _path(location: tuple[int | str, ...], root: type[BaseModel]) -> tuple[str, 
             continue
         tagged = False
         parts.append(str(part).removesuffix("[key]") if part != "[key]" else "")
-        holder = model
-        field = model.model_fields.get(str(part)) if model else None
+        holder = model or items
+        field = holder.model_fields.get(str(part)) if holder and not isinstance(part, int) else None
         model = next(tables_of(field.annotation), None) if field else None
+        items = next(_tables_of_items(field.annotation), None) if field else items if isinstance(part, int) else None
         tagged = field is not None and str(part) in _OR_TABLE
     return ".".join(p for p in parts if p), holder
 

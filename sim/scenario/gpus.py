@@ -28,7 +28,14 @@ def canonical_gpu(name: str) -> str | None:
     return found
 
 
-def gpu_facts(name: str) -> dict[str, Any]:
-    """The catalogue's entry of a GPU by its own name."""
-    facts: dict[str, Any] = table("hardware/gpus.yaml")["gpus"][name]
-    return facts
+def is_profile(spec: Any) -> bool:
+    """Whether a GPU is given as the path of a profile rather than by name."""
+    return isinstance(spec, str) and spec.endswith((".yaml", ".yml"))
+
+
+def gpu_facts(spec: str | Mapping[str, Any]) -> dict[str, Any]:
+    """The catalogue's entry of a GPU by its own name, or of the one a profile is `like` with the profile's fields."""
+    entries: dict[str, dict[str, Any]] = table("hardware/gpus.yaml")["gpus"]
+    if isinstance(spec, str):
+        return entries[spec]
+    return entries[spec["like"]] | {key: value for key, value in spec.items() if key not in ("like", "name")}

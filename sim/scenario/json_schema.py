@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sim.scenario.cluster import GpuProfile
 from sim.scenario.gpus import gpu_names
 from sim.scenario.precisions import PRECISIONS
 from sim.scenario.presets import preset_names
@@ -48,13 +49,15 @@ def _names(tables: dict[str, Any]) -> None:
         says=cluster["topology"],
     )
     gpu = {"$ref": "#/$defs/GpuFigures"}
+    profile = GpuProfile.model_json_schema()
+    _tidy(profile)
     topology["gpu"] = _either(
         {"type": "string", "examples": gpu_names()},
         {
             "type": "object",
             "properties": {
+                **profile["properties"],
                 "like": {"enum": gpu_names()},
-                "name": {"type": "string"},
                 **tables["GpuFigures"]["properties"],
             },
             "required": ["like"],

@@ -10,10 +10,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from sim.errors import Fault, nearest
+from sim.scenario.cluster import GpuFigures, GpuProfile
 from sim.scenario.document import MAX_FAULTS, Document, describe
 from sim.scenario.expand import expand
 from sim.scenario.explain import explain, field_table, tables_of
-from sim.scenario.schema import GpuFigures, Scenario
+from sim.scenario.schema import Scenario
 
 #: Largest sweep that is run.
 MAX_POINTS = 100_000
@@ -98,7 +99,7 @@ def _free_keys(parts: list[str], known: int) -> bool:
     """Whether the path goes into a mapping whose keys the user chooses, or into an inline GPU."""
     inside = ".".join(parts[:known])
     if inside == "cluster.topology.gpu":
-        return len(parts) == known + 1 and (parts[known] in GpuFigures.model_fields or parts[known] in ("like", "name"))
+        return len(parts) == known + 1 and parts[known] in {*GpuFigures.model_fields, *GpuProfile.model_fields}
     return inside in ("software.versions", "cluster.gpu.tflops") and len(parts) == known + 1
 
 

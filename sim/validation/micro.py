@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 
 from sim.errors import Fault, UserError
-from sim.hardware import Device, canonical_gpu, gpu
+from sim.hardware import gpu
+from sim.hardware.operators import table_kernel
+from sim.hardware.timing import card, reported_s, source_of, timing
 from sim.network import Coflow, Network, Topology
 from sim.network.harness import harness_of
 from sim.validation.cases import Case
 from sim.validation.statistics import Record
-from sim.work import COLLECTIVES, DTYPE_BYTES, Kernel
+from sim.work import COLLECTIVES, DTYPE_BYTES
 
-#: Element-wise operators of the kernel files: full-size tensors (inputs, outputs) that one call reads and writes.
-#: `add` and `mul` take two tensors; the `u` forms take a tensor and a scalar.
-_ELEMENTWISE = {"add": (2, 1), "addu": (1, 1), "mul": (2, 1), "mulu": (1, 1), "div": (2, 1), "divu": (1, 1),
-                "pow": (2, 1), "powu": (1, 1), "gelu": (1, 1), "relu": (1, 1), "tanh": (1, 1)}
-#: Other row-wise operators: the op of `sim.work.Kernel`, and full-size tensors read and written.
-_ROW_WISE = {"ln": ("norm", 1, 1), "input_layernorm": ("norm", 1, 1), "softmax": ("softmax", 1, 1)}
 #: Resolving a cluster takes a whole scenario: a batch that divides over any 1 to 10 ranks, and over 1,024.
 _ANY_RANKS = 2**10 * 5 * 7 * 9
-#: Layout words of SimuMax's `source` column: forward, data gradient, weight gradient.
-_LAYOUTS = ("TN", "NN", "NT")
 
 
 def collective_rows(case: Case) -> Record:
@@ -44,7 +37,7 @@ def collective_rows(case: Case) -> Record:
     harness = harness_of({**sweep, "nodes": nodes}, network.topology.generation)
     for row in case.rows:
         flow = network.coflow(kind, int(row["bytes"]), ranks, str(sweep.get("dtype", "fp32")))
-        floor = harness.floor_s(kind, ranks.size, flow.channels)
+        floor = harness.floor_s(kind, ranks.size, flow.channels, network.topology.figures)
         predicted = 1e6 * max(alone_s(network, flow), floor)
         rows.append({**row, "predicted_us": predicted, "error": predicted / row["measured_us"] - 1})
     return {"nodes": nodes, "rows": rows}
@@ -73,38 +66,24 @@ def _network(case: Case) -> Network:
 
 
 def kernel_rows(case: Case) -> Record:
-    """Time per row of one (GPU, dtype, operator) of a kernel file.
+    """Time per row of one (GPU, dtype, operator) of a kernel file, as the benchmark behind the file would read it.
 
     Raises:
         UserError: a GPU or operator outside the catalogues.
     """
     names = case.given
-    device = Device(gpu(canonical_gpu(names["gpu"])))
     if "efficiency" in case.rows[0]:
         raise UserError(Fault(f"efficiency tables of {names['op']} are not compared: they give no times", "op"))
-    kernels = [_kernel(names["op"], names["dtype"], row) for row in case.rows]
-    times = device.times(kernels) * 1e6
+    if names["dtype"] not in DTYPE_BYTES:
+        raise UserError(Fault(f"unknown dtype {names['dtype']!r}", "dtype"))
+    source, product = source_of(Path(case.path).name), names["op"] == "gemm"
+    kernels = [table_kernel({**row, "op": names["op"], "dtype": names["dtype"]}) for row in case.rows]
+    operators = [str(row["source"]).split("-")[0] if product else names["op"] for row in case.rows]
+    method = timing(source, names["gpu"])
+    times = reported_s(gpu(card(source, names["gpu"])), method, kernels, operators) * 1e6
     rows = []
     for row, predicted in zip(case.rows, times, strict=True):
         shape = [int(row[k]) for k in ("m", "n", "k", "batch", "rows", "cols") if k in row]
         rows.append({"shape": shape, "measured_us": row["time_us"], "predicted_us": float(predicted),
                      "error": float(predicted / row["time_us"] - 1)})
     return {"rows": rows}
-
-
-def _kernel(op: str, dtype: str, row: Mapping[str, Any]) -> Kernel:
-    if op == "gemm":
-        m, n, k, batch = (int(row[c]) for c in ("m", "n", "k", "batch"))
-        layout = re.search("|".join(_LAYOUTS), str(row["source"]))
-        return Kernel("gemm", dtype, (batch, m, n, k), layout.group().lower() if layout else "tn",
-                      2.0 * batch * m * n * k, batch * (m * k + k * n + m * n) * DTYPE_BYTES[dtype], "gemm")
-    rows, cols = int(row["rows"]), int(row["cols"])
-    if op in _ROW_WISE:
-        name, read, written = _ROW_WISE[op]
-        shape: Sequence[int] = (rows, cols)
-    elif op in _ELEMENTWISE:
-        name, (read, written), shape = "elementwise", _ELEMENTWISE[op], (rows * cols,)
-    else:
-        raise UserError(Fault(f"the operator {op!r} has no kernel of its own", "op"))
-    size = rows * cols * (read + written) * DTYPE_BYTES[dtype]
-    return Kernel(name, dtype, tuple(shape), "forward" if op in _ROW_WISE else op, 0.0, size, "memory_bound")
