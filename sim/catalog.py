@@ -6,6 +6,10 @@ Floor 0. In a checkout (editable install) `topologies/` and `scenarios/` stand b
 
 from __future__ import annotations
 
+import marshal
+import os
+import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,8 +33,33 @@ def names(name: str) -> list[str]:
 @cache
 def table(relative: str) -> dict[str, Any]:
     """A catalogue inside the package, e.g. `table("hardware/gpus.yaml")`. Treat it as read-only."""
-    with open(_PACKAGE / relative, encoding="utf-8") as file:
-        loaded = yaml.load(file, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    path = _PACKAGE / relative
+    loaded = _compiled(path)
     if not isinstance(loaded, dict):
         raise TypeError(f"{relative}: expected a mapping")
+    return loaded
+
+
+def _compiled(path: Path) -> Any:
+    """The file's content, kept parsed beside it as Python keeps its modules: parsing is a twentieth of a short run.
+
+    As with modules, the copy belongs to one size and time of the file, and a folder that cannot be written is no fault.
+    """
+    status = path.stat()
+    copy = path.parent / "__pycache__" / f"{path.name}.{sys.implementation.cache_tag}"
+    stamp = (status.st_mtime_ns, status.st_size)
+    try:
+        kept = marshal.loads(copy.read_bytes())
+        if kept[0] == stamp:
+            return kept[1]
+    except (OSError, ValueError, EOFError, TypeError, IndexError):
+        pass
+    with open(path, encoding="utf-8") as file:
+        loaded = yaml.load(file, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    if not sys.dont_write_bytecode:
+        with suppress(OSError, ValueError):
+            copy.parent.mkdir(exist_ok=True)
+            whole = copy.with_name(f"{copy.name}.{os.getpid()}")  # written aside, so that no reader meets half a copy
+            whole.write_bytes(marshal.dumps((stamp, loaded)))
+            whole.replace(copy)
     return loaded
