@@ -5,7 +5,7 @@ repeats them. A section is a list of tasks **in the order in which the host issu
 kernel: a compute task names a *segment*, a run of kernels between two communications, and a segment is a list of rows
 of the kernel table.
 
-Meaning of a task (the rules of the machine, ../shared/design.md, kept here because the Program is where they are said):
+Meaning of a task (the rules of the machine, said here because the Program is where they are written down):
 
 * The host takes tasks in list order. Issuing one costs `host_s` of host time. A HOST task is work of the host itself or
   a blocking call: the host waits until everything in `waits` and `joins` has *finished*, then spends `host_s`.

@@ -240,12 +240,9 @@ def _notes(result: Result) -> list[Any]:
 
 
 def _sweep_table(points: Sequence[Result], axes: Sequence[str]) -> Table:
+    """One row per point. On a narrow terminal headings wrap; figures never do."""
     scaling = "cluster.nodes" in axes
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    heads = [axis.split(".")[-1] for axis in axes]
-    heads += ["GPUs", "step", "tokens/s/GPU", "MFU", "exposed", "memory", "fits"] + (["scaling"] if scaling else [])
-    for i, head in enumerate(heads):
-        table.add_column(head, justify="left" if i < len(axes) else "right", no_wrap=True)
+    rows: list[list[Text]] = []
     for point in points:
         memory = point.memory
         cells = [str(point.set[axis]) for axis in axes]
@@ -253,8 +250,16 @@ def _sweep_table(points: Sequence[Result], axes: Sequence[str]) -> Table:
                   f"{100 * point.mfu:.1f}%", f"{100 * point.breakdown.exposed_s / point.step_time_s:.1f}%",
                   size(memory.device_used_bytes)]
         fits = Text("yes", style="green") if memory.fits else Text("no", style="bold red")
-        efficiency = [_efficiency(point, points)] if scaling else []
-        table.add_row(*cells, fits, *efficiency)
+        efficiency = [Text(_efficiency(point, points))] if scaling else []
+        rows.append([*map(Text, cells), fits, *efficiency])
+    heads = [axis.split(".")[-1].replace("_", " ") for axis in axes]
+    heads += ["GPUs", "step", "tokens/s /GPU", "MFU", "exposed", "memory", "fits"] + (["scaling"] if scaling else [])
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for i, head in enumerate(heads):
+        widest = max([row[i].cell_len for row in rows] + [len(word) for word in head.split()])
+        table.add_column(head, justify="left" if i < len(axes) else "right", min_width=widest)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
