@@ -134,6 +134,9 @@ class Calibration:
         out = [f"{fit['dtype']}: {fit['rows']} products, median error {100 * fit['before']:.1f}% before, "
                f"{100 * fit['median']:.1f}% fitted (90%: {100 * fit['p90']:.1f}%), {100 * fit['left_out']:.1f}% on "
                "every fifth shape left out" for fit in self.fits]
+        if self.profile["confidence"] == "low":
+            out.append("this fit is poor: the timings are not of this kind of GPU, or not of calls alone; start from the "
+                       "GPU nearest to yours")
         use = "use it as cluster.topology.gpu: <this file>, or in the place of GPU in `drystep kernel`"
         return "\n".join([*out, use])
 
@@ -163,10 +166,16 @@ def calibrate_gemm(csv_path: str | Path, gpu_name: str, out: str | Path | None =
         figures[UNITS[base.arithmetic(dtype)]] = {name: float(f"{value:.4g}") for name, value in values.items()}
         fits.append({"dtype": dtype, **quality})
     profile = {"name": f"{base.name}-calibrated", "like": base.name, "kernel_figures": {"gemm": figures},
-               "confidence": "high", "sources": [f"calibrate: {Path(csv_path).name}"], "calibration": fits}
+               "confidence": _confidence(fits), "sources": [f"calibrate: {Path(csv_path).name}"], "calibration": fits}
     if out is not None:
         Path(out).write_text(yaml.safe_dump(profile, sort_keys=False), encoding="utf-8")
     return Calibration(profile, tuple(fits))
+
+
+def _confidence(fits: Sequence[dict[str, Any]]) -> str:
+    """By the worst dtype's error on the shapes left out; the catalogue's own fits aim at 5 to 10%."""
+    worst = max((fit["left_out"] for fit in fits), default=1.0)
+    return "high" if worst <= 0.1 else "medium" if worst <= 0.2 else "low"
 
 
 def _user_groups(base: Gpu, dtype: str, rows: list[dict[str, str]], path: Path) -> list[Group]:

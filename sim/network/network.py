@@ -48,11 +48,26 @@ class Network:
                 f"topology '{topology.name}' has no link between nodes, but {nodes} nodes are asked for",
                 field="cluster.topology.inter", hint="give inter.nics_per_node and inter.gbps_per_nic"))
         self._degraded = dict(topology.degraded)
+        self._check_degraded()
         self._placements: dict[tuple[tuple[int, ...], bytes], Placement] = {}
         self._seen: dict[int, tuple[npt.NDArray[np.int64], Placement]] = {}
         self._candidates: dict[tuple[str, int], list[tuple[Candidate, float]]] = {}
         self._coflows: dict[tuple[str, int, int], Coflow] = {}
         self.refresh()
+
+    def _check_degraded(self) -> None:
+        """A slow link that the cluster does not have would slow nothing and say nothing."""
+        inter, per_node = self.topology.inter, self.topology.gpus_per_node
+        rails = self.speeds.nic_groups if inter.rail_optimized else 1
+        switches = -(-per_node // self.topology.intra.gpus_per_switch)
+        links = {"gpu": self.nodes * per_node, "nic": self.nodes * self.speeds.nic_groups,
+                 "leaf": -(-self.nodes // inter.nodes_per_leaf) * rails, "pcie": self.nodes * switches}
+        for kind, index in self._degraded:
+            count = links[kind.partition("_")[0]]
+            if not 0 <= index < count:
+                name = kind.partition("_")[0]
+                raise UserError(Fault(f"{name} link {index} does not exist: {self.nodes} nodes have {count}, counted "
+                                      "from 0", field="cluster.topology.degraded"))
 
     def refresh(self) -> None:
         """Take the topology's figures anew: a fit changes them between predictions."""

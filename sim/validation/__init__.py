@@ -7,7 +7,6 @@ described in sim/validation/cases.py.
 
 from __future__ import annotations
 
-from sim.validation.command import validate_command
 from sim.validation.runner import Validation, validate
 
-__all__ = ["Validation", "validate", "validate_command"]
+__all__ = ["Validation", "validate"]

@@ -21,8 +21,7 @@ import yaml
 
 from sim.catalog import folder
 from sim.errors import Fault, UserError
-from sim.validation.command import INTERRUPTED
-from sim.validation.runner import validate
+from sim.validation.runner import INTERRUPTED, validate
 
 #: Figures of one source, and whether more is better.
 _FIGURES = {"coverage": True, "mean": False, "p90": False, "ratio_mean": False, "rows_mean": False, "equal": True}

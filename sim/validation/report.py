@@ -17,8 +17,7 @@ from pathlib import Path
 from sim.catalog import folder
 from sim.errors import UserError
 from sim.validation import table
-from sim.validation.command import INTERRUPTED
-from sim.validation.runner import Validation, validate
+from sim.validation.runner import INTERRUPTED, Validation, validate
 from sim.validation.statistics import MEMORY_KEYS, worst
 
 _COMMAND = "python -m sim.validation.report"

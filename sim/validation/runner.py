@@ -26,6 +26,9 @@ _CHUNK = 8
 
 Progress = Callable[[int, int], None]
 
+#: Exit code after Ctrl-C, as shells give it (128 + SIGINT).
+INTERRUPTED = 130
+
 
 @dataclass(frozen=True, slots=True)
 class Validation:

@@ -18,9 +18,14 @@ _WORST = ("source", "case", "measured s", "predicted s", "error")
 #: Reasons shown before the rest is only counted.
 _REASONS = 12
 
+#: Columns of the tables where nobody says how wide the page is.
+_PIPE_WIDTH = 120
+
 
 def render(validation: Validation, console: Console) -> None:
     """Print the tables: errors per source, rows reported apart, exact comparisons, the ten worst, what is missing."""
+    if not console.is_terminal:  # a file or a pipe has no width of its own; 80 columns break the tables
+        console.width = max(console.width, _PIPE_WIDTH)
     summary = validation.summary
     _print(console, "Step time, |predicted / measured − 1|", table.HEADLINE, table.headline(summary))
     _print(console, "Memory", table.HEADLINE, table.headline(summary, "memory"))

@@ -198,3 +198,12 @@ def test_fitting_twice_gives_the_same_figures() -> None:
     for name in gemm_fit.FIGURES:
         assert again["gemm"]["half"][name] == pytest.approx(shipped["gemm"]["half"][name], rel=0.02, abs=1e-8)
     assert again["power"]["pj_per_flop"]["half"] == pytest.approx(shipped["power"]["pj_per_flop"]["half"], rel=0.02)
+
+
+@pytest.mark.parametrize(("left_out", "confidence"), [(0.04, "high"), (0.15, "medium"), (1.2, "low")])
+def test_a_profile_is_as_sure_as_its_fit(left_out: float, confidence: str) -> None:
+    from sim.calibration.kernel_command import Calibration, _confidence
+
+    fit = {"dtype": "bf16", "rows": 20, "before": 0.3, "median": 0.03, "p90": 0.1, "left_out": left_out}
+    assert _confidence([fit]) == confidence
+    assert ("this fit is poor" in Calibration({"confidence": confidence}, (fit,)).to_text()) == (confidence == "low")

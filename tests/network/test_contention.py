@@ -137,3 +137,14 @@ def test_expected_most_by_hand() -> None:
 def test_collisions_only_lose(flows: int, uplinks: int) -> None:
     assert collision_loss(flows, uplinks) >= 1.0 - 1e-12
     assert flows / uplinks - 1e-9 <= expected_most(flows, uplinks) <= flows
+
+
+@pytest.mark.parametrize(("link", "index"), [("gpu", 16), ("nic", 16), ("leaf", 8), ("gpu", -1)])
+def test_a_degraded_link_that_does_not_exist_is_refused(link: str, index: int) -> None:
+    mapping = {"name": "two nodes", "gpu": "a100-80g-sxm", "gpus_per_node": 8, "nodes": 2,
+               "intra": {"kind": "nvswitch", "link": "nvlink3", "links_per_gpu": 12},
+               "inter": {"kind": "fat-tree", "fabric": "infiniband", "nics_per_node": 8, "gbps_per_nic": 200,
+                         "rail_optimized": True, "nodes_per_leaf": 16},
+               "degraded": [{"link": link, "index": index, "share": 0.5}]}
+    with pytest.raises(UserError, match="does not exist"):
+        Network(Topology.from_mapping(mapping), 2, 8)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from sim.cli import main
 from sim.errors import Fault, UserError
 from sim.validation import predict as predict_module
-from sim.validation import text, validate, validate_command
+from sim.validation import text, validate
 from sim.validation.cases import Case
 from sim.validation.predict import compare, settle
 
@@ -148,9 +149,14 @@ def test_the_terminal_report_shows_statistics_and_reasons(cases: Path) -> None:
 
 
 def test_the_command_prints_tables_or_json(cases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert validate_command([str(cases)], json_out="-", workers=1) == 0
+    def command(*arguments: str) -> int | str | None:
+        with pytest.raises(SystemExit) as left:
+            main(["validate", str(cases), "--workers", "1", *arguments])
+        return left.value.code
+
+    assert command("--json", "-") == 0
     assert len(json.loads(capsys.readouterr().out)["cases"]) == 6
     target = tmp_path / "out.json"
-    assert validate_command([str(cases)], json_out=str(target), select="fast") == 0
+    assert command("--json", str(target), "--select", "fast") == 0
     assert "fast" in capsys.readouterr().out
     assert json.loads(target.read_text(encoding="utf-8"))["cases"][0]["id"] == "fast"

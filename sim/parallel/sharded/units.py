@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sim.model.architecture import Architecture, Layer, Parameter
+from sim.model.architecture import Architecture, Parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,3 @@ def units_of(architecture: Architecture, wrap: str | int, factor: int, by_row: b
                                 shards(layer.parameters))
         units.append(Unit(architecture.names[position], *sizes[id(layer)]))
     return units
-
-
-def layers_of(architecture: Architecture) -> list[tuple[int, Layer]]:
-    """Positions and layers in forward order."""
-    return list(enumerate(architecture.stack))
