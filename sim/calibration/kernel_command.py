@@ -135,8 +135,8 @@ class Calibration:
                f"{100 * fit['median']:.1f}% fitted (90%: {100 * fit['p90']:.1f}%), {100 * fit['left_out']:.1f}% on "
                "every fifth shape left out" for fit in self.fits]
         if self.profile["confidence"] == "low":
-            out.append("this fit is poor: the timings are not of this kind of GPU, or not of calls alone; start from the "
-                       "GPU nearest to yours")
+            out.append("this fit is poor: the timings are not of this kind of GPU, or not of calls alone; start from "
+                       "the GPU nearest to yours")
         use = "use it as cluster.topology.gpu: <this file>, or in the place of GPU in `drystep kernel`"
         return "\n".join([*out, use])
 
