@@ -22,7 +22,7 @@ FLOORS = {
     "program": 1, "scenario": 1, "software": 1, "hardware": 1, "network": 1,
     "engine": 2, "model": 2,
     "parallel": 3, "memory": 3,
-    "report": 4,
+    "report": 4, "measured": 3,
     "api": 5, "": 5,
     "validation": 6, "sizing": 6, "calibration": 6,
     "cli_output": 7, "cli_machine": 8, "cli": 9, "__main__": 10,

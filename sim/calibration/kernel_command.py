@@ -17,9 +17,10 @@ from sim.calibration.tables import PRODUCT_COLUMNS, Group, read_csv
 from sim.errors import Fault, UserError
 from sim.hardware import Device, Gpu, gpu
 from sim.hardware.attention import attention_work
-from sim.hardware.operators import ROW_WISE, attention_kernel, product_kernel, row_wise_kernel, table_kernel
+from sim.hardware.operators import ROW_WISE, attention_kernel, product_kernel, row_wise_kernel
 from sim.hardware.rates import UNITS
-from sim.hardware.timing import Timing
+from sim.measured.rows import table_kernel
+from sim.measured.timing import Timing
 from sim.work import DTYPE_BYTES, Kernel
 
 _SHAPES = {"gemm": "m,n,k or batch,m,n,k", "attention": "batch,heads,kv_heads,queries,keys,head_dim",

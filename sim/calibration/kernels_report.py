@@ -89,7 +89,7 @@ def markdown(found: Sequence[Line]) -> str:
         "*Left-out GPU*: figures fitted on the other GPUs of the family; where there is none, those of the generation",
         "before, which is what a new generation would get.",
         "The tables under `sim/calibration/data` are thinned copies; times include the benchmark's own host part as",
-        "`sim/hardware/timings.yaml` states it. No training step enters any of it.", "",
+        "`sim/measured/timings.yaml` states it. No training step enters any of it.", "",
         f"{len(kept)} of {len(aimed)} aims are met, inside and on left-out shapes. Missed:", "",
         *(f"* {line.name} ({line.subset}): {_percent(line.median)} inside, {_percent(line.shapes_out)} left out, aim "
           f"{_percent(line.aim or 0)}" for line in missed), "",

@@ -11,9 +11,9 @@ import numpy.typing as npt
 import yaml
 
 from sim.catalog import folder, table
+from sim.measured.harness import Harness, harness_of
 from sim.network import Network, Topology
 from sim.network.collectives import BYTES_PER_CHANNEL, Candidate
-from sim.network.harness import Harness, harness_of
 from sim.network.network import choose
 
 Floats = npt.NDArray[np.float64]

@@ -9,7 +9,7 @@ import numpy as np
 
 from sim.calibration.optimise import Vector, minimise
 from sim.calibration.tables import Group
-from sim.hardware.timing import reported_s
+from sim.measured.timing import reported_s
 
 #: Figure of `memory`, lowest and highest physical value, value expected before any data.
 MEMORY: dict[str, tuple[float, float, float]] = {

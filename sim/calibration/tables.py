@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from sim.errors import Fault, UserError
 from sim.hardware import Gpu, gpu
-from sim.hardware.operators import attention_kernel, table_kernel
-from sim.hardware.timing import SOURCES, Timing, card, timing
+from sim.hardware.operators import attention_kernel
+from sim.measured.rows import table_kernel
+from sim.measured.timing import SOURCES, Timing, card, timing
 from sim.work import Kernel
 
 DATA = Path(__file__).resolve().parent / "data"

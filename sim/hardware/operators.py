@@ -6,15 +6,11 @@ many kernels it launches, counted in the source named.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from sim.errors import Fault, UserError, nearest
 from sim.work import DTYPE_BYTES, Kernel
-
-_LAYOUT = re.compile(r"\b(TN|NN|NT)\b")  # forward, data gradient, weight gradient, in a table's `source`
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +39,13 @@ ROW_WISE = {
     "attn_rope": RowWise("elementwise", 8, 2), "rope": RowWise("elementwise", 4),
 }
 
-#: What a table's `source` column says of the model changes the kernels behind a name: (operator, word) to operator.
-VARIANTS = {
-    ("add", "phi-2"): RowWise("elementwise", 6, 2),  # a parallel block adds attention and MLP: two sums of two tensors
-    ("mlp_act", "phi-2"): RowWise("elementwise", 2),  # GELU, not gated
-    ("input_layernorm", "phi-2"): RowWise("norm", 2),  # LayerNorm, in place of a copy and an RMSNorm
-    # Keys are an eighth to a quarter of the queries: the four key accesses shrink with them.
-    ("attn_rope", "Llama-3"): RowWise("elementwise", 5, 2),
-}
-
-
-def row_wise_kernel(op: str, rows: int, cols: int, dtype: str, source: str = "") -> Kernel:
-    """The forward kernel of a row-wise operator on a rows x cols tensor.
+def row_wise_kernel(op: str, rows: int, cols: int, dtype: str, counted: RowWise | None = None) -> Kernel:
+    """The forward kernel of a row-wise operator on a rows x cols tensor; `counted` stands for other code of that name.
 
     Raises:
         UserError: no such operator.
     """
-    found = next((variant for (name, word), variant in VARIANTS.items() if name == op and word in source), None)
-    found = found or ROW_WISE.get(op)
+    found = counted or ROW_WISE.get(op)
     if found is None:
         raise UserError(Fault(f"no operator {op!r}; known are {', '.join(ROW_WISE)}", "op", hint=nearest(op, ROW_WISE)))
     shape = (rows * cols,) if found.op == "elementwise" else (rows, cols)
@@ -90,17 +75,3 @@ def attention_kernel(batch: int, heads: int, kv_heads: int, queries: int, keys: 
     return Kernel("attention", dtype, (batch, heads, kv_heads, queries, keys, round(mean)),
                   "backward" if backward else "forward", flops, tensors * (2.0 if backward else 1.0), "attention",
                   causal=causal, kernel=kernel)
-
-
-def table_kernel(row: Mapping[str, Any]) -> Kernel:
-    """The kernel behind one row of a product table (m, n, k, batch) or a row-wise table (op, rows, cols).
-
-    Both have `dtype` and `source`, whose words tell layout, accumulation and, by the model's name, variants.
-    """
-    if row.get("op", "gemm") != "gemm":
-        return row_wise_kernel(str(row["op"]), int(row["rows"]), int(row["cols"]), row["dtype"], str(row["source"]))
-    m, n, k, batch = (int(row[name]) for name in ("m", "n", "k", "batch"))
-    layout = _LAYOUT.search(str(row["source"]))
-    width = 4.0 if row["dtype"] in ("fp32", "tf32") or "out=fp32" in str(row["source"]) else 2.0
-    passes = (width, width) if "acc=True" in str(row["source"]) else (width,)
-    return product_kernel(m, n, k, batch, row["dtype"], layout.group().lower() if layout else "tn", passes)

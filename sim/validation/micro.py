@@ -10,10 +10,10 @@ import numpy as np
 
 from sim.errors import Fault, UserError
 from sim.hardware import gpu
-from sim.hardware.operators import table_kernel
-from sim.hardware.timing import card, reported_s, source_of, timing
+from sim.measured.harness import harness_of
+from sim.measured.rows import table_kernel
+from sim.measured.timing import card, reported_s, source_of, timing
 from sim.network import Coflow, Network, Topology
-from sim.network.harness import harness_of
 from sim.validation.cases import Case
 from sim.validation.statistics import Record
 from sim.work import COLLECTIVES, DTYPE_BYTES

@@ -16,8 +16,9 @@ from sim.calibration.tables import PRODUCT_COLUMNS, Group, groups
 from sim.catalog import table as catalogue
 from sim.errors import UserError
 from sim.hardware import Device, gpu
-from sim.hardware.operators import product_kernel, row_wise_kernel, table_kernel
-from sim.hardware.timing import Timing, card, reported_s, source_of, timing
+from sim.hardware.operators import product_kernel, row_wise_kernel
+from sim.measured.rows import table_kernel
+from sim.measured.timing import Timing, card, reported_s, source_of, timing
 
 SHAPES = [(m, n, k) for m in (256, 640, 1024, 2048, 4096)
           for n, k in ((1024, 1024), (4096, 4096), (11008, 4096), (4096, 768))]

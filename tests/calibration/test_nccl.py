@@ -13,8 +13,8 @@ from sim.calibration.nccl_sweeps import load, summary
 from sim.calibration.nccl_text import parse
 from sim.calibration.nccl_user import calibrate_nccl
 from sim.errors import UserError
+from sim.measured.harness import Harness, harness_of
 from sim.network.figures import Figures, catalogue
-from sim.network.harness import Harness, harness_of
 
 #: As nccl-tests 2.13 and 2.4 print it: both columns, #wrong or error, several programs in one file.
 TEXT = """\

@@ -46,7 +46,7 @@ class Timing:
 
 def timing(source: str, label: str) -> Timing:
     """How the benchmark `source` (a key of `timings.yaml`) reads kernels on the GPU it calls `label`."""
-    entry: dict[str, Any] = table("hardware/timings.yaml")["sources"][source]
+    entry: dict[str, Any] = table("measured/timings.yaml")["sources"][source]
     return Timing(lead_s=entry.get("lead_s", 0.0), floor_s=entry["floor_s"], gap_s=float(entry["gap_s"]),
                   host=entry.get("host", {}).get(label, 1.0), lead_share=entry.get("lead_share"),
                   start_s=entry.get("start_s", {}).get(label))
@@ -80,7 +80,7 @@ def reported_s(gpu: Gpu, method: Timing, kernels: Sequence[Kernel], operators: S
 
 def card(source: str, label: str) -> str:
     """The catalogue's GPU behind a table's label: the benchmark's own statement, else the table of spellings."""
-    stated = table("hardware/timings.yaml")["sources"][source]["card"].get(label)
+    stated = table("measured/timings.yaml")["sources"][source]["card"].get(label)
     return canonical_gpu(stated or label)
 
 

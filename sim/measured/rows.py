@@ -1,0 +1,37 @@
+"""Which kernel a row of a published table timed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from sim.hardware.operators import RowWise, product_kernel, row_wise_kernel
+from sim.work import Kernel
+
+_LAYOUT = re.compile(r"\b(TN|NN|NT)\b")  # forward, data gradient, weight gradient, in a table's `source`
+
+#: What a table's `source` column says of the model changes the kernels behind a name: (operator, word) to operator.
+VARIANTS = {
+    ("add", "phi-2"): RowWise("elementwise", 6, 2),  # a parallel block adds attention and MLP: two sums of two tensors
+    ("mlp_act", "phi-2"): RowWise("elementwise", 2),  # GELU, not gated
+    ("input_layernorm", "phi-2"): RowWise("norm", 2),  # LayerNorm, in place of a copy and an RMSNorm
+    # Keys are an eighth to a quarter of the queries: the four key accesses shrink with them.
+    ("attn_rope", "Llama-3"): RowWise("elementwise", 5, 2),
+}
+
+
+def table_kernel(row: Mapping[str, Any]) -> Kernel:
+    """The kernel behind one row of a product table (m, n, k, batch) or a row-wise table (op, rows, cols).
+
+    Both have `dtype` and `source`, whose words tell layout, accumulation and, by the model's name, variants.
+    """
+    if row.get("op", "gemm") != "gemm":
+        op, source = str(row["op"]), str(row["source"])
+        counted = next((variant for (name, word), variant in VARIANTS.items() if name == op and word in source), None)
+        return row_wise_kernel(op, int(row["rows"]), int(row["cols"]), row["dtype"], counted)
+    m, n, k, batch = (int(row[name]) for name in ("m", "n", "k", "batch"))
+    layout = _LAYOUT.search(str(row["source"]))
+    width = 4.0 if row["dtype"] in ("fp32", "tf32") or "out=fp32" in str(row["source"]) else 2.0
+    passes = (width, width) if "acc=True" in str(row["source"]) else (width,)
+    return product_kernel(m, n, k, batch, row["dtype"], layout.group().lower() if layout else "tn", passes)
