@@ -20,15 +20,17 @@ Meaning of a task (the rules of the machine, said here because the Program is wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from sim.work import Kernel
+
+_T = TypeVar("_T")
 
 
 class Kind(IntEnum):
@@ -56,6 +58,28 @@ class Copy(NamedTuple):
     size_bytes: int
 
 
+class Inline(NamedTuple):
+    """A collective within a segment: the compute stream waits for it, as a chain of kernels and all-reduces does.
+
+    Putting a chain into one segment changes no time as long as nothing else of the job is on the same links
+    (`sim.expand` writes it out, and a test compares the two).
+
+    Attributes:
+        collective: row of `Program.collectives`; all its ranks must be of one class.
+        beside: rows of `Program.kernels` that run meanwhile; what follows waits for both.
+    """
+
+    collective: int
+    beside: tuple[int, ...] = ()
+
+
+class InlineCall(NamedTuple):
+    """An `Inline` by contents, as `ProgramBuilder.segment` takes it."""
+
+    call: CollectiveCall
+    beside: tuple[Kernel, ...] = ()
+
+
 class Label(NamedTuple):
     """Names for the report: model layer (block0, embedding, head, optimizer), phase (forward, backward, optimizer)."""
 
@@ -69,7 +93,9 @@ class Segment:
     """A run of kernels between two communications.
 
     Attributes:
-        kernels: rows of `Program.kernels`, in launch order (a kernel that repeats is repeated).
+        kernels: rows of `Program.kernels`, in launch order (a kernel that repeats is repeated); -1 - i stands for
+            `Program.inlines[i]`, so that a list of kernels' values followed by the inlines' in reverse is indexed by
+            either (see `Program.by_row`).
         host_s: host time to launch each of them, seconds, same length. The task's own `host_s` is their sum.
     """
 
@@ -143,6 +169,17 @@ class Program:
     schedule: list[tuple[int, int]]
     launch_queue: int = 1024
     resident: list[tuple[str, int, str]] = field(default_factory=list)
+    inlines: list[Inline] = field(default_factory=list)
+
+    def by_row(self, of_kernel: Callable[[Kernel], _T], of_inline: Callable[[Inline], _T]) -> list[_T]:
+        """A value for every row a segment may name: index it with the entries of `Segment.kernels`."""
+        return [*map(of_kernel, self.kernels), *map(of_inline, reversed(self.inlines))]
+
+    def launches(self) -> list[int]:
+        """CUDA kernels launched by each segment."""
+        own = [k.launches for k in self.kernels]
+        of_row = self.by_row(lambda k: k.launches, lambda i: 1 + sum(own[row] for row in i.beside))
+        return [sum(of_row[row] for row in segment.kernels) for segment in self.segments]
 
     def tasks(self) -> int:
         """Tasks of one step, repeats counted."""
@@ -258,6 +295,7 @@ class ProgramBuilder:
         self._kernels: dict[Kernel, int] = {}
         self._collectives: dict[CollectiveCall, int] = {}
         self._copies: dict[Copy, int] = {}
+        self._inlines: dict[Inline, int] = {}
         self._labels: dict[Label, int] = {}
         self._segments: dict[tuple[tuple[int, ...], tuple[float, ...]], int] = {}
         self.segment_host_s: list[float] = []
@@ -277,10 +315,17 @@ class ProgramBuilder:
     def copy(self, copy: Copy) -> int:
         return self._copies.setdefault(copy, len(self._copies))
 
-    def segment(self, kernels: Sequence[Kernel], host_s: Sequence[float]) -> int:
-        """Number of the segment that runs `kernels` in order, each launched at a cost of `host_s[i]` seconds."""
+    def inline(self, item: InlineCall) -> int:
+        """Number of an inline collective."""
         rows = self._kernels
-        key = (tuple(rows.setdefault(k, len(rows)) for k in kernels), tuple(host_s))
+        row = Inline(self.collective(item.call), tuple(rows.setdefault(k, len(rows)) for k in item.beside))
+        return self._inlines.setdefault(row, len(self._inlines))
+
+    def segment(self, items: Sequence[Kernel | InlineCall], host_s: Sequence[float]) -> int:
+        """Number of the segment that runs `items` in order, each launched at a cost of `host_s[i]` seconds."""
+        rows = self._kernels
+        key = (tuple(rows.setdefault(k, len(rows)) if isinstance(k, Kernel) else -1 - self.inline(k) for k in items),
+               tuple(host_s))
         found = self._segments.setdefault(key, len(self._segments))
         if found == len(self.segment_host_s):
             self.segment_host_s.append(sum(host_s))
@@ -301,4 +346,4 @@ class ProgramBuilder:
             kernels=list(self._kernels), segments=[Segment(*key) for key in self._segments],
             collectives=list(self._collectives), copies=list(self._copies), labels=list(self._labels),
             streams=self.streams, communicators=self.communicators, sections=self._sections, schedule=self._schedule,
-            launch_queue=self.launch_queue, resident=self.resident)
+            launch_queue=self.launch_queue, resident=self.resident, inlines=list(self._inlines))

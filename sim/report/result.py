@@ -15,7 +15,15 @@ from sim.memory.ledger import MemoryUse, peak
 from sim.parallel import Lowered
 from sim.program import Kind
 from sim.report.advice import Change
-from sim.report.breakdown import COMPUTE_STREAM, Breakdown, bound, breakdown, kernel_shares, step_flops
+from sim.report.breakdown import (
+    COMPUTE_STREAM,
+    Breakdown,
+    bound,
+    breakdown,
+    inline_seconds,
+    kernel_shares,
+    step_flops,
+)
 from sim.report.columns import Columns, of_class
 from sim.report.traffic import traffic_list
 from sim.scenario.dump import dump
@@ -283,8 +291,10 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
     critical, columns = _critical(lowered, timeline)
     simulated = job.classes[critical]
     program = job.programs[simulated.program]
-    profiles = [machine.profile(simulated.program, simulated.device, 0, i) for i in range(len(program.segments))]
-    parts = breakdown(columns, kernel_shares(program, profiles), np.array([p.total_s for p in profiles]))
+    profiles = [machine.profile(critical, 0, i) for i in range(len(program.segments))]
+    flows = [machine.flows[number].alone_s for number in machine.class_flows[critical]]
+    parts = breakdown(columns, kernel_shares(program, profiles), np.array([p.total_s for p in profiles]),
+                      inline_seconds(program, flows))
     parts = replace(parts, host=parts.host + loading.waiting_s)
     training, architecture = scenario.training, lowered.architecture
     of_micro_batch = architecture.forward_flops + architecture.backward_flops
