@@ -49,6 +49,7 @@ class Stack:
         compile: whether Inductor fuses element-wise chains.
         host_forward_s, host_backward_s: host time per operator (one `Kernel.launches`) in forward, and by autograd.
         host_collective_s: host time per collective call.
+        host_view_s: host time per view of a tensor (narrow, chunk), which launches nothing.
         host_step_s: fixed host time per optimizer step.
         launch_queue: launches the host may be ahead of the GPU.
         rank_jitter_s: standard deviation of a rank's arrival at a collective.
@@ -67,6 +68,7 @@ class Stack:
         optimizer_kernel: loop, foreach or fused, where the scenario does not say.
         gradient_path: how data parallelism reduces gradients and splits states: reducer (PyTorch's DDP and FSDP), ipg
             (DeepSpeed's independent-parameter-gradient buckets) or grad_buffer (one buffer, reduced in place).
+        parameter_coordinator: how DeepSpeed ZeRO-3 fetches and releases parameters: streamed, or blocking (before 0.6).
         kernel_loading: what a CUDA context holds: all kernels, fewer (releases that ship less), or those used (lazy).
     """
 
@@ -76,6 +78,7 @@ class Stack:
     host_forward_s: float
     host_backward_s: float
     host_collective_s: float
+    host_view_s: float
     host_step_s: float
     launch_queue: int
     rank_jitter_s: float
@@ -97,6 +100,7 @@ class Stack:
     gradient_accumulation_fusion: bool
     optimizer_kernel: str
     gradient_path: str
+    parameter_coordinator: str
     kernel_loading: str
 
 
