@@ -187,9 +187,9 @@ def test_zero_volumes() -> None:
         return dict(total)
     parameters = lower(scenario(strategy="ddp")).architecture.parameters
     assert moved("zero1") == moved("zero2") == {"reduce_scatter": 2 * parameters, "all_gather": 2 * parameters}
-    three = moved("zero3")
+    three = moved("zero3")  # gathered once: all of a model this small is used again within the reuse distance
     assert three["reduce_scatter"] == 2 * parameters
-    assert 1.9 * 2 * parameters < three["all_gather"] < 2.6 * 2 * parameters
+    assert 2 * parameters <= three["all_gather"] < 2.3 * 2 * parameters  # and small parameters in the optimizer step
 
 
 def test_unfolded_jobs_simulate_every_rank() -> None:

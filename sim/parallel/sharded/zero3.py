@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-3: a sub-module's parameters are gathered before use and released after it, gradients reduce-scattered.
+"""DeepSpeed ZeRO-3: parameters of a sub-module are gathered before use, released after it; gradients reduce-scattered.
 
 Sources: DeepSpeed `runtime/zero/stage3.py`, `partition_parameters.py`, `partitioned_param_coordinator.py` and, before
 0.6, the coordinator inside `stage3.py` (versions 0.3.13 and 0.7 recalled, not opened again); Rajbhandari et al.,
