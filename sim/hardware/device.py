@@ -64,6 +64,10 @@ class Device:
         bandwidth_bps = float(catalogue["copies"][self.gpu.pcie][direction]) * 1e9
         return float(catalogue["copy_start"]["seconds"]) + size_bytes / bandwidth_bps
 
+    def like(self, gpu: Gpu) -> Device:
+        """A device of another GPU that is used as this one is."""
+        return Device(gpu, self._sustained, self._gap_s)
+
     def basis(self, kernel: Kernel) -> Basis:
         """What the time of `kernel` rests on: confidence, source, whether tables of this very GPU entered."""
         return self._rates.basis(kernel.op, kernel.dtype, kernel.kernel)

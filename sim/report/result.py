@@ -25,6 +25,7 @@ from sim.report.breakdown import (
     step_flops,
 )
 from sim.report.columns import Columns, of_class
+from sim.report.neighbours import Features, Validated, features, validated
 from sim.report.traffic import traffic_list
 from sim.scenario.dump import dump
 from sim.scenario.schema import Scenario
@@ -157,6 +158,8 @@ class Result:
     Attributes:
         gpus: GPUs of the job; `gpu` is the catalogue's name of the critical rank's.
         group_ranks: size of each communicator of the critical class's program, by name.
+        features: what makes published runs like this one.
+        sensitivity: change of the step for 10% more of each resource, where it was asked for.
         set: the sweep point's dotted fields; empty for a plain run.
         advisor: works out what would make the job fit.
     """
@@ -176,6 +179,8 @@ class Result:
     data_loading: DataLoading
     simulation: Simulation
     group_ranks: dict[str, int]
+    features: Features
+    sensitivity: dict[str, float] | None = None
     warnings: list[str] = field(default_factory=list)
     set: dict[str, Any] = field(default_factory=dict)
     advisor: Callable[[], list[Change]] | None = field(default=None, repr=False)
@@ -236,6 +241,20 @@ class Result:
         return self.step_time_s / max(infinite, self.data_loading.reading_s)
 
     @property
+    def validated(self) -> Validated:
+        """The record of errors of published runs like this one."""
+        return validated(self.features)
+
+    def ask_sensitivity(self) -> dict[str, float]:
+        """Work out `sensitivity`, one simulation per resource; `bound` then follows from it."""
+        from sim.report.sensitivity import bound_by, sensitivity
+
+        detail, step_s = self.detail, self.step_time_s
+        self.sensitivity = sensitivity(detail.lowered.job, detail.machine, step_s, self.data_loading.reading_s)
+        self.bound = bound_by(self.sensitivity, self.breakdown.pipeline_bubble / step_s)
+        return self.sensitivity
+
+    @property
     def traffic(self) -> list[dict[str, Any]]:
         """One entry per collective of the critical rank's step, in issue order."""
         detail = self.detail
@@ -265,9 +284,11 @@ class Result:
             "contention_s": self.breakdown.contention,
             "slowdown": self.slowdown,
             "bound": self.bound,
+            **({} if self.sensitivity is None else {"sensitivity": dict(self.sensitivity)}),
             "memory": self.memory.to_json() | self._changes(),
             "traffic": self.traffic,
             "data_loading": self.data_loading.to_json(),
+            "validated": self.validated.to_json(),
             "simulation": {
                 "events": self.simulation.events, "tasks": self.simulation.tasks,
                 "ranks_simulated": self.simulation.ranks_simulated,
@@ -312,6 +333,7 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         simulation=Simulation(timeline.events, timeline.tasks, len(job.classes), job.ranks),
         group_ranks={name: job.communicators[c].size
                      for name, c in zip(program.communicators, simulated.communicators, strict=True)},
+        features=features(scenario, architecture, gpu.arch),
         _detail=Detail(lowered, machine, timeline, critical))
     result.warnings = _warnings(result)
     return result
@@ -374,6 +396,10 @@ def _warnings(result: Result) -> list[str]:
         if gpu.confidence != "high":
             found.append(f"hardware: kernel times of {gpu.name} are not calibrated on this GPU "
                          f"(confidence {gpu.confidence})")
+    if not result.validated.count:
+        kind = result.features
+        found.append(f"validation: no published run of this kind ({kind.strategy}, {kind.generation}, "
+                     f"{kind.framework}, {kind.gpus:,} GPUs) has been compared: the error is not known")
     return found
 
 

@@ -179,6 +179,11 @@ def _bound(result: Result) -> list[Any]:
         if result.breakdown.contention > _SMALLEST_SHARE * result.step_time_s:
             longer = seconds(result.breakdown.contention)
             lines.append(Text(f"kernels take {longer} longer because collectives hold SMs and memory bandwidth"))
+    if result.sensitivity is not None:
+        lines.append(Text("10% more of: " + ", ".join(
+            f"{name.replace('_', ' ')} {100 * change:+.1f}%" for name, change in result.sensitivity.items())))
+    if result.validated.count:
+        lines.append(Text(str(result.validated), style="dim"))
     return list(lines)
 
 
