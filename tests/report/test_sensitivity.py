@@ -36,14 +36,14 @@ def test_one_gpu_feels_no_links() -> None:
 
 
 def test_across_nodes_the_network_matters_and_latency_costs() -> None:
-    one = result(nodes=32, micro_batch=1, hidden=4096, strategy="fsdp")
+    one = result(nodes=4, topology="p3dn", micro_batch=1, hidden=4096, strategy="fsdp")
     before = one.step_time_s
     found = one.ask_sensitivity()
     assert found["network"] < -0.01
     assert found["latency"] > 0
     assert all(found[name] <= 1e-9 for name in RESOURCES if name != "latency")
     assert one.bound == "communication"
-    again = result(nodes=32, micro_batch=1, hidden=4096, strategy="fsdp")
+    again = result(nodes=4, topology="p3dn", micro_batch=1, hidden=4096, strategy="fsdp")
     assert again.step_time_s == before and again.ask_sensitivity() == found
     assert one.to_json()["sensitivity"] == found
     assert "sensitivity" not in result().to_json()
