@@ -242,6 +242,19 @@ def validate(ctx: click.Context, cases: tuple[str, ...], json_to: str | None, se
 
 
 @cli.command()
+@click.option("--cases", type=click.IntRange(1, 1000), default=16, help="Most cases of a source.")
+@click.option("--out", type=click.Path(dir_okay=False), default="reports/fit.md", help="The report.")
+@click.option("--workers", type=click.IntRange(1, 1024), default=2, help="Processes.")
+@click.pass_context
+def fit(ctx: click.Context, cases: int, out: str, workers: int) -> None:
+    """Estimate free figures of software profiles from published step times; test them on what was left out."""
+    from sim.validation.fit import main as fit_main
+
+    writable("--out", out)
+    ctx.exit(fit_main(["--cases", str(cases), "--out", out, "--workers", str(workers)]))
+
+
+@cli.command()
 def schema() -> None:
     """Print the JSON Schema of the scenario file, for editors."""
     from sim.scenario.json_schema import json_schema

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -26,12 +27,17 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One line of a profile: a value with its unit, where it comes from and how sure it is."""
+    """One line of a profile: a value with its unit, where it comes from and how sure it is.
+
+    Attributes:
+        range: least and largest value that the evidence allows, for a figure that may be fitted.
+    """
 
     value: float | int | bool | str
     unit: str
     source: str
     confidence: str
+    range: tuple[float, float] | None = None
 
     @property
     def free(self) -> bool:
@@ -141,7 +147,7 @@ def facts_of(
         for era in profile.get("eras", ()):
             if all(_holds(key, wanted, year, known, switches | given) for key, wanted in era["when"].items()):
                 _override(lines, era["facts"])
-    return {name: Fact(**line) for name, line in lines.items()}
+    return {name: _fact(line) for name, line in lines.items()}
 
 
 def stack_for(
@@ -175,10 +181,57 @@ def _stack(
     return Stack(framework=framework, modules=modules, compile=compile_, **values)
 
 
+def free_figures(name: str) -> dict[tuple[str, str], Fact]:
+    """Figures that may be fitted, by (profile that states them, fact): a profile's own and those it inherits.
+
+    A figure that differs between eras is none: eras change what software does, not what it costs.
+    """
+    found: dict[tuple[str, str], Fact] = {}
+    units = {fact: line["unit"] for _, lines in _stated(name) for fact, line in lines.items() if "unit" in line}
+    for profile, lines in _stated(name):
+        for fact, line in lines.items():
+            found = {key: value for key, value in found.items() if key[1] != fact}
+            if line["confidence"] == "estimated" and "range" in line:
+                found[profile, fact] = _fact({"unit": units[fact], **line})
+    return found
+
+
+def _fact(line: Mapping[str, Any]) -> Fact:
+    """A line as a fact."""
+    return Fact(**{**line, "range": tuple(line["range"]) if "range" in line else None})
+
+
+def _stated(name: str) -> list[tuple[str, dict[str, dict[str, Any]]]]:
+    """(profile, facts as it states them) of a profile and its ancestors, eldest first."""
+    profile = _profile(name)
+    parent = profile.get("inherits")
+    return [*(_stated(parent) if parent else ()), (name, profile["facts"])]
+
+
+#: Values put in the place of facts, by (profile, fact): see `trial`.
+_TRIAL: dict[tuple[str, str], float] = {}
+
+
+@contextmanager
+def trial(values: Mapping[tuple[str, str], float]) -> Iterator[None]:
+    """Stacks with other values of `free_figures`, for as long as the context lasts."""
+    _TRIAL.update(values)
+    _stack.cache_clear()
+    try:
+        yield
+    finally:
+        _TRIAL.clear()
+        _stack.cache_clear()
+
+
 def _lineage(name: str) -> list[dict[str, Any]]:
     """The profile after all its ancestors, eldest first."""
     profile = _profile(name)
     parent = profile.get("inherits")
+    tried = {fact: value for (where, fact), value in _TRIAL.items() if where == name}
+    if tried:
+        facts = profile["facts"]
+        profile = profile | {"facts": facts | {fact: facts[fact] | {"value": value} for fact, value in tried.items()}}
     return [*(_lineage(parent) if parent else ()), profile]
 
 

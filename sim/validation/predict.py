@@ -49,7 +49,8 @@ def _training(case: Case) -> Record:
     from sim.scenario import resolve
 
     result = run(resolve(case.given, case.path, case.sets))
-    return {**compare(case.measured, result.to_json()), "features": asdict(result.features)}
+    return {**compare(case.measured, result.to_json()), "features": asdict(result.features),
+            "cluster": result.scenario.cluster.topology.name}
 
 
 def compare(measured: Mapping[str, Any], result: Mapping[str, Any]) -> Record:
