@@ -85,7 +85,9 @@ def test_the_report_shows_all_three_and_says_whether_to_take_it() -> None:
     assert "| s | 4 | 5.0% / 5.0% | 2.0% / 2.0% | 3.0% / 3.0% | 4.0% / 4.0% |" in text
     assert "| pytorch | host_step_s | 1 ms | 0 µs to 10 ms | 10 ms, the range's end |" in text
     assert at_end(made(), 0) and not at_end(made(found=np.array([5e-3])), 0)
-    assert "holds beyond" in verdict(made())
+    assert "holds beyond" in verdict(made(found=np.array([5e-3])))
+    assert "Not taken all the same: 1 of 1 figures" in verdict(made())
+    assert "sources get worse (s)" in verdict(made(found=np.array([5e-3]), after=np.full(4, 0.07)))
     assert "Not taken: with what is left out unseen, the mean error is 6.00% (source)" in verdict(
         made(left_out={"source": np.full(4, 0.06)}))
 
