@@ -15,6 +15,7 @@ from sim.model.architecture import Architecture
 from sim.model.eager import rounded
 from sim.parallel.compute import Compute
 from sim.parallel.layout import Layout, Ranks
+from sim.parallel.model.joints import joints
 from sim.program import CollectiveCall, Label, ProgramBuilder, SectionBuilder
 from sim.scenario.schema import Scenario
 from sim.software import Stack
@@ -55,7 +56,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         self.builder = ProgramBuilder(self.streams, tuple(self.groups), self.stack.launch_queue)
-        self.compute = Compute(self.builder, self.stack)
+        parallel = self.scenario.parallel
+        self.compute = Compute(self.builder, self.stack, joints(
+            self.stack, tuple(self.groups), sequence=parallel.sequence_parallel and parallel.tensor > 1,
+            pipelined=parallel.async_tensor))
 
     def model(self, batch: int) -> Architecture:
         """Architecture for a micro-batch of `batch` sequences."""
