@@ -8,6 +8,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from sim.parallel.pipeline.actions import Action, Costs, Places, check, places, placement, predecessor, split, successor
+from sim.parallel.pipeline.automatic import searched
+from sim.parallel.pipeline.zero_bubble import bidirectional, handcrafted, v_shaped
 
 __all__ = ["Action", "Costs", "Places", "check", "order", "placement", "places", "predecessor", "split", "successor"]
 
@@ -35,6 +37,14 @@ def _ordered(schedule: str, pipeline: int, virtual: int, micro_batches: int, cos
         return _gpipe(pipeline, micro_batches)
     if schedule == "interleaved" and virtual > 1:
         return _interleaved(pipeline, virtual, micro_batches)
+    if schedule in ("zb-h1", "zb-h2"):
+        return handcrafted(pipeline, micro_batches, schedule == "zb-h2")
+    if schedule in ("zb-1p", "zb-2p"):
+        return searched(pipeline, micro_batches, costs, pipeline * (1 + (schedule == "zb-2p")), kept_for_weights)
+    if schedule == "zb-v":
+        return v_shaped(pipeline, micro_batches)
+    if schedule == "dualpipe":
+        return bidirectional(pipeline, micro_batches)
     return _one_forward_one_backward(pipeline, micro_batches)
 
 
