@@ -75,6 +75,9 @@ class Stack:
         gradient_path: how data parallelism reduces gradients and splits states: reducer (PyTorch's DDP and FSDP), ipg
             (DeepSpeed's independent-parameter-gradient buckets) or grad_buffer (one buffer, reduced in place).
         parameter_coordinator: how DeepSpeed ZeRO-3 fetches and releases parameters: streamed, or blocking (before 0.6).
+        tensor_overlap: the reduction of a column-cut product's input gradient runs beside its weight gradient.
+        pipeline_p2p: how stages pass tensors on unless overlap is asked for: synchronised (batched, then the host
+            waits for the GPU), stream (the next kernels wait, the host does not).
         kernel_loading: what a CUDA context holds: all kernels, fewer (releases that ship less), or those used (lazy).
     """
 
@@ -108,6 +111,8 @@ class Stack:
     gradient_path: str
     parameter_coordinator: str
     kernel_loading: str
+    tensor_overlap: bool
+    pipeline_p2p: str
 
 
 #: Fields of `Stack` that are not facts of a profile.
