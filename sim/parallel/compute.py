@@ -94,6 +94,14 @@ class Compute:
         return [self._once(layer, ("part", policy, cuts, i, per_parameter), lambda i=i: make(i))  # type: ignore[misc]
                 for i in range(len(cuts) + 1)]
 
+    def forward_items(self, operators: Sequence[Operator]) -> Items:
+        """What forward of operators runs, with the collectives between them."""
+        return tuple(item for op in operators for item in self._joints.forward(op))
+
+    def backward_items(self, operators: Sequence[Operator]) -> Items:
+        """What backward of operators, given in forward order, runs."""
+        return tuple(item for op in reversed(operators) for item in self._joints.backward(op))
+
     def recomputed(self, layer: Layer, policy: str) -> Items:
         """What recomputation under `policy` runs again in backward (Korthikanti et al. 2022, section 4)."""
         if policy == "full":

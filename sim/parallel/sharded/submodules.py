@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sim.model.architecture import Layer, Operator, Parameter
-from sim.work import Kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,16 +15,18 @@ class Submodule:
     Attributes:
         parameters: those that are split. An operator with several modules (queries, keys and values apart, experts)
             has all of theirs at once.
-        forward, again, backward: kernels of forward, of recomputation (empty where it is not run again) and of
-            backward.
+        operators: in forward order.
         gradients: elements of every parameter whose gradient backward makes, in the order in which they are ready.
     """
 
     parameters: tuple[Parameter, ...]
-    forward: tuple[Kernel, ...]
-    again: tuple[Kernel, ...]
-    backward: tuple[Kernel, ...]
+    operators: tuple[Operator, ...]
     gradients: tuple[int, ...]
+
+    @property
+    def again(self) -> tuple[Operator, ...]:
+        """Operators that full recomputation runs again."""
+        return tuple(op for op in self.operators if op.recomputed)
 
 
 def submodules(layer: Layer, threshold: int) -> tuple[Submodule, ...]:
@@ -48,8 +49,5 @@ def submodules(layer: Layer, threshold: int) -> tuple[Submodule, ...]:
 
 def _submodule(run: list[Operator], shared: Iterable[Parameter], threshold: int) -> Submodule:
     split = [p for p in (*shared, *(p for op in run for p in op.parameters)) if p.numel >= threshold]
-    return Submodule(
-        tuple(split), tuple(k for op in run for k in op.forward),
-        tuple(k for op in run if op.recomputed for k in op.forward),
-        tuple(k for op in reversed(run) for k in op.backward),
-        tuple(p.numel for op in reversed(run) for p in op.parameters))
+    gradients = tuple(p.numel for op in reversed(run) for p in op.parameters)
+    return Submodule(tuple(split), tuple(run), gradients)

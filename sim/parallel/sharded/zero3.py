@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from sim.model.architecture import Layer
 from sim.parallel.activations import Activations
-from sim.parallel.compute import recomputed, traffic_kernel
+from sim.parallel.compute import traffic_kernel
 from sim.parallel.sharded.coordinator import COORDINATORS, Limits, Wanted
 from sim.parallel.sharded.submodules import Submodule, submodules
 from sim.parallel.step import COMPUTE, MicroStep, Plan, collective, state_bytes, update
@@ -188,10 +188,12 @@ class Zero3:
         policy = self.plan.policy(use.position)
         key = (id(use.part), use.direction, policy, use.first)
         if key not in self.segments:
-            again = recomputed(use.layer, policy) if use.first and policy == "selective" else ()
+            compute = self.plan.compute
+            again = compute.recomputed(use.layer, policy) if use.first and policy == "selective" else ()
             self.segments[key] = (
-                self.plan.compute.segment(again, use.part.backward) if use.direction == "backward" else
-                self.plan.compute.segment(use.part.again if use.direction == "recompute" else use.part.forward))
+                compute.segment(again, compute.backward_items(use.part.operators)) if use.direction == "backward" else
+                compute.segment(compute.forward_items(
+                    use.part.again if use.direction == "recompute" else use.part.operators)))
         return self.segments[key]
 
     def release(self, section: SectionBuilder, use: Use, wanted: Sequence[Wanted], computed: int) -> None:
