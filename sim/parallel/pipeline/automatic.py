@@ -6,8 +6,8 @@ Qi et al. 2023 (arXiv 2401.10241), section 3.1:
   longest of all ranks; and makes room when the limit of memory is hit;
 * when F and B are used up, all W that are left.
 Here the ranks are simulated together, each deciding when it is idle by what it knows then. Their second binary choice,
-to skip an F that runs ahead, is here whether a B that has come goes before an F whose turn it is. Of all ways tried the
-one with the least bubble wins.
+to skip an F that runs ahead, is here whether a B that has come goes before an F whose turn it is. Of all ways tried, and
+the hand-made schedule that fits the same memory, the one with the least bubble wins.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import heapq
 from itertools import product
 from typing import NamedTuple
 
-from sim.parallel.pipeline.actions import Action, Costs
+from sim.parallel.pipeline.actions import Action, Costs, places
+from sim.parallel.pipeline.evaluate import span
+from sim.parallel.pipeline.zero_bubble import handcrafted
 
 #: Times this close, relative to the work of a micro-batch, are the same.
 _SLACK = 1e-9
@@ -59,6 +61,10 @@ def searched(pipeline: int, micro_batches: int, costs: Costs, limit: float,
             best, least = way, bubble
         if least <= search.slack:
             break
+    generous = limit >= 2 * pipeline - 1
+    work = few * (costs.forward + costs.backward + costs.weight)
+    if span(handcrafted(pipeline, few, generous), places("zb-h1", pipeline, 1), costs) - work < least - search.slack:
+        return handcrafted(pipeline, micro_batches, generous)
     final = Search(pipeline, micro_batches, costs, limit, kept_for_weights, best)
     final.run(float("inf"))
     kinds = {kind: [Action(kind, 0, micro) for micro in range(micro_batches)] for kind in "FBW"}
