@@ -1,13 +1,14 @@
 """ZB-1p and ZB-2p: schedules found by search for given costs and a memory limit.
 
 Qi et al. 2023 (arXiv 2401.10241), section 3.1:
-* warm-up: as many F as memory allows before the first B; whether one that would delay it is still run is tried both ways;
+* warm-up: as many F as memory allows before the first B; whether one that would delay it is still run is tried both
+  ways;
 * then F and B in turn. A W fills a gap at least T_W long, or a shorter one where the rank's bubbles would become the
   longest of all ranks; and makes room when the limit of memory is hit;
 * when F and B are used up, all W that are left.
 Here the ranks are simulated together, each deciding when it is idle by what it knows then. Their second binary choice,
-to skip an F that runs ahead, is here whether a B that has come goes before an F whose turn it is. Of all ways tried, and
-the hand-made schedule that fits the same memory, the one with the least bubble wins.
+to skip an F that runs ahead, is here whether a B that has come goes before an F whose turn it is. Of all ways tried,
+and the hand-made schedule that fits the same memory, the one with the least bubble wins.
 """
 
 from __future__ import annotations
