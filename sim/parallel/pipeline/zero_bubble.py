@@ -133,7 +133,8 @@ def _dual_of_rank(pipeline: int, rank: int, micro_batches: int) -> Iterator[Acti
 def overlapped(actions: Sequence[Action]) -> list[int]:
     """Positions of the forwards of dualpipe that run together with the backward behind them.
 
-    They belong to opposite directions; the backward's "W" follows it.
+    They belong to opposite directions; the backward's "W" follows it. The authors' code runs the first such pair of the
+    two middle ranks apart.
     """
     return [i for i in range(len(actions) - 1)
             if actions[i].kind == "F" and actions[i + 1].kind == "B" and actions[i].chunk != actions[i + 1].chunk]
