@@ -54,17 +54,17 @@ def searched(pipeline: int, micro_batches: int, costs: Costs, limit: float,
         kept_for_weights: share of a micro-batch's activations that stays between "B" and "W".
     """
     few = min(micro_batches, _TRIED * pipeline)
-    best, least = _WAYS[0], float("inf")
-    for way in _WAYS:
-        search = Search(pipeline, few, costs, limit, kept_for_weights, way)
-        bubble = search.run(least)
-        if bubble < least - search.slack:
-            best, least = way, bubble
-        if least <= search.slack:
-            break
     generous = limit >= 2 * pipeline - 1
     work = few * (costs.forward + costs.backward + costs.weight)
-    if span(handcrafted(pipeline, few, generous), places("zb-h1", pipeline, 1), costs) - work < least - search.slack:
+    least = span(handcrafted(pipeline, few, generous), places("zb-h1", pipeline, 1), costs) - work
+    best: Way | None = None
+    for way in _WAYS:
+        if least <= _SLACK * work:
+            break
+        bubble = Search(pipeline, few, costs, limit, kept_for_weights, way).run(least)
+        if bubble < least - _SLACK * work:
+            best, least = way, bubble
+    if best is None:
         return handcrafted(pipeline, micro_batches, generous)
     final = Search(pipeline, micro_batches, costs, limit, kept_for_weights, best)
     final.run(float("inf"))
