@@ -12,7 +12,8 @@ from functools import lru_cache
 from typing import Any
 
 from sim.catalog import table
-from sim.model.architecture import Architecture
+from sim.model import build
+from sim.parallel import Lowered
 from sim.scenario.schema import Scenario
 from sim.work import DTYPE_BYTES
 
@@ -92,7 +93,7 @@ def _percent(error: float) -> str:
     return f"{100 * error:+.0f}%".replace("-", "−").replace("+0%", "0%").replace("−0%", "0%")
 
 
-def features(scenario: Scenario, architecture: Architecture, generation: str) -> Features:
+def features(scenario: Scenario, lowered: Lowered, generation: str) -> Features:
     """Features of a run on GPUs of an architecture."""
     parallel, training = scenario.parallel, scenario.training
     axes = ("tensor", "context", "expert", "pipeline")
@@ -107,7 +108,16 @@ def features(scenario: Scenario, architecture: Architecture, generation: str) ->
         offload=any(place != "none" for place in (offload.parameters, offload.optimizer, offload.activations)),
         generation=generation,
         compute="fp32" if width > 2 else "half" if width > 1 else "fp8", framework=scenario.software.framework,
-        gpus=scenario.gpus, parameters=float(f"{architecture.parameters:.3g}"))
+        gpus=scenario.gpus, parameters=float(f"{_whole(scenario, lowered):.3g}"))
+
+
+def _whole(scenario: Scenario, lowered: Lowered) -> int:
+    """Parameters of the model before it is cut by tensor and expert parallelism."""
+    parallel = scenario.parallel
+    if parallel.tensor * parallel.expert == 1:
+        return lowered.architecture.parameters
+    uncut = parallel.model_copy(update={"tensor": 1, "context": 1, "expert": 1, "sequence_parallel": False})
+    return build(scenario.model_copy(update={"parallel": uncut}), lowered.stack, 1).parameters
 
 
 @lru_cache(maxsize=256)

@@ -333,7 +333,7 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         simulation=Simulation(timeline.events, timeline.tasks, len(job.classes), job.ranks),
         group_ranks={name: job.communicators[c].size
                      for name, c in zip(program.communicators, simulated.communicators, strict=True) if c >= 0},
-        features=features(scenario, architecture, gpu.arch),
+        features=features(scenario, lowered, gpu.arch),
         _detail=Detail(lowered, machine, timeline, critical))
     result.warnings = _warnings(result)
     return result

@@ -78,6 +78,16 @@ def test_the_shipped_record_is_large_and_its_rows_are_features() -> None:
     assert all(abs(error) < 1 for *_, error in record())
 
 
+def test_a_cut_model_counts_whole() -> None:
+    def parameters(**parallel: object) -> float:
+        return sim.run(resolve({
+            "name": "t", "cluster": {"topology": "dgx-a100-80g"}, "model": {"preset": "gpt3-6.7b", "layers": 4},
+            "training": {"micro_batch": 1, "global_batch": 8, "sequence": 512},
+            "parallel": {"strategy": "ddp", **parallel}, "software": {"framework": "megatron", "year": 2022}})
+        ).features.parameters
+    assert parameters() == parameters(tensor=4) == parameters(tensor=2, pipeline=2)
+
+
 def test_a_result_carries_its_record_and_warns_without_one() -> None:
     def result(gpu: str) -> sim.Result:
         return sim.run(resolve({
