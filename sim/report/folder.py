@@ -29,7 +29,7 @@ pre{{overflow-x:auto;background:#f6f6f6;padding:1em;font-size:85%}}</style></hea
 
 
 def write_run(folder: Path, result: Result, text: str, as_json: Mapping[str, Any]) -> list[Path]:
-    """report.txt, result.json, timeline.png, memory.png, pipeline.png of a pipeline, pictures.json, index.html of a run.
+    """report.txt, result.json, timeline.png, memory.png (pipeline.png), pictures.json and index.html of one run.
 
     Args:
         folder: made if it does not exist.
