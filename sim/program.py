@@ -50,7 +50,7 @@ class CollectiveCall(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A host-device copy: `direction` is h2d or d2h."""
+    """A copy: `direction` is h2d or d2h (host memory and device), nvme_read or nvme_write (disks and host memory)."""
 
     direction: str
     size_bytes: int
@@ -130,6 +130,7 @@ class Program:
         sections, schedule: the step is `for s, n in schedule: n times sections[s]`.
         launch_queue: kernels issued but not finished at which the host blocks (CUDA: about 1024).
         resident: memory held for the whole step: (tensor name, bytes, category).
+        host_resident: host memory a rank holds for the whole step: (tensor name, bytes, category).
     """
 
     kernels: list[Kernel]
@@ -143,6 +144,7 @@ class Program:
     schedule: list[tuple[int, int]]
     launch_queue: int = 1024
     resident: list[tuple[str, int, str]] = field(default_factory=list)
+    host_resident: list[tuple[str, int, str]] = field(default_factory=list)
 
     def tasks(self) -> int:
         """Tasks of one step, repeats counted."""
@@ -265,6 +267,7 @@ class ProgramBuilder:
         self.communicators = tuple(communicators)
         self.launch_queue = launch_queue
         self.resident: list[tuple[str, int, str]] = []
+        self.host_resident: list[tuple[str, int, str]] = []
         self._sections: list[Section] = []
         self._schedule: list[tuple[int, int]] = []
 
@@ -301,4 +304,4 @@ class ProgramBuilder:
             kernels=list(self._kernels), segments=[Segment(*key) for key in self._segments],
             collectives=list(self._collectives), copies=list(self._copies), labels=list(self._labels),
             streams=self.streams, communicators=self.communicators, sections=self._sections, schedule=self._schedule,
-            launch_queue=self.launch_queue, resident=self.resident)
+            launch_queue=self.launch_queue, resident=self.resident, host_resident=self.host_resident)

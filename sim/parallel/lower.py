@@ -50,10 +50,10 @@ def lower(scenario: Scenario, *, fold: bool = True, devices: Ranks | None = None
     Raises:
         UserError: the scenario asks for something that is not simulated yet.
     """
-    check(scenario)
     software = scenario.software
     stack = stack_for(software.framework, software.year, software.compile, software.versions, software.modules,
                       fused=software.fused, cuda_graphs=software.cuda_graphs)
+    check(scenario, stack.gradient_path == "ipg")
     architecture = build(scenario, stack, scenario.training.micro_batch)
     technique = choose(scenario, stack, architecture)
     write(technique)
@@ -84,8 +84,8 @@ def choose(scenario: Scenario, stack: Stack, architecture: Architecture) -> Tech
         return zero3.Zero3(plan)
     plan = Plan(scenario, stack, architecture, layout, {"data": layout.group("data")}, bucketed.STREAMS,
                 micro_steps(scenario))
-    if path == "ipg" and strategy in ("zero1", "zero2"):
-        reduction = reductions.deepspeed(plan, int(strategy[-1]))
+    if path == "ipg" and strategy in ("zero1", "zero2"):  # an offloading optimizer takes only this rank's gradients
+        reduction = reductions.deepspeed(plan, 2 if plan.offload.moves_optimizer else int(strategy[-1]))
     elif path == "grad_buffer":
         reduction = reductions.megatron(plan, strategy == "zero1")
     else:

@@ -15,6 +15,7 @@ from sim.model.architecture import Architecture
 from sim.model.eager import rounded
 from sim.parallel.compute import Compute
 from sim.parallel.layout import Layout, Ranks
+from sim.parallel.offload import STREAMS, Offload
 from sim.program import CollectiveCall, Label, ProgramBuilder, SectionBuilder
 from sim.scenario.schema import Scenario
 from sim.software import Stack
@@ -52,10 +53,14 @@ class Plan:
     micro_steps: list[MicroStep]
     builder: ProgramBuilder = field(init=False)
     compute: Compute = field(init=False)
+    offload: Offload = field(init=False)
 
     def __post_init__(self) -> None:
+        if any(place in ("cpu", "nvme") for _, place in self.scenario.parallel.offload):
+            self.streams = (*self.streams, *STREAMS)
         self.builder = ProgramBuilder(self.streams, tuple(self.groups), self.stack.launch_queue)
         self.compute = Compute(self.builder, self.stack)
+        self.offload = Offload(self.scenario, self.stack, self.builder)
 
     def model(self, batch: int) -> Architecture:
         """Architecture for a micro-batch of `batch` sequences."""
@@ -133,16 +138,19 @@ def end_of_step(plan: Plan, section: SectionBuilder) -> None:
 
 
 def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins: Sequence[int] = (),
-           ranks: str | None = None, largest: int = 0) -> int:
+           ranks: str | None = None, largest: int = 0, back_bytes: float = 0.0) -> int:
     """Gradient clipping and the optimizer on `numel` local parameters in `tensors` tensors.
 
     Args:
         ranks: communicator over which the gradient norm is summed; None if every rank holds all gradients.
         largest: elements of the largest tensor, default all.
+        back_bytes: of an optimizer on the CPU, bytes per parameter it copies to the device.
 
     Returns:
         the optimizer's task.
     """
+    if plan.offload.moves_optimizer:
+        return plan.offload.update(section, numel, tensors, joins, back_bytes)
     training, stack = plan.scenario.training, plan.stack
     implementation = plan.scenario.software.optimizer_kernel
     if stack.clip_gradients and training.optimizer != "none":

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from sim.errors import Fault, UserError
 from sim.scenario.schema import Scenario
 
 
-def check(scenario: Scenario) -> None:
-    """Raise `UserError` naming every field of the scenario that this version cannot simulate."""
+def check(scenario: Scenario, ipg: bool = False) -> None:
+    """Raise `UserError` naming every field of the scenario that this version cannot simulate.
+
+    Args:
+        ipg: gradients go through DeepSpeed's buckets (the stack's gradient_path).
+    """
     training, parallel = scenario.training, scenario.parallel
     asked = {
         "training.recompute": training.recompute == "selective-op" and "selective-op",
@@ -22,9 +28,37 @@ def check(scenario: Scenario) -> None:
         "parallel.pipeline": parallel.pipeline > 1 and "pipeline parallelism",
         "parallel.context": parallel.context > 1 and "context parallelism",
         "parallel.expert": parallel.expert > 1 and "expert parallelism",
-        "parallel.offload": any(v not in (None, "none") for _, v in parallel.offload) and "offload",
+        "parallel.offload": any(v == "paged" for _, v in parallel.offload) and "paged memory",
     }
     faults = [Fault(f"{what} is understood but not simulated yet in this version", field, hint="remove it, or see "
                     "the README's validity limits") for field, what in asked.items() if what]
+    faults += _offload(scenario, ipg)
     if faults:
         raise UserError(faults)
+
+
+def _offload(scenario: Scenario, ipg: bool) -> Iterator[Fault]:
+    """Places that the technique of this stack has no code for."""
+    parallel = scenario.parallel
+    offload, strategy = parallel.offload, parallel.strategy
+    parameters, optimizer = (place in ("cpu", "nvme") for place in (offload.parameters, offload.optimizer))
+    sharded = strategy == "fsdp" or (strategy in ("zero2", "zero3") and not ipg)
+    if sharded:
+        if parameters != optimizer:
+            yield Fault("FSDP keeps parameters, gradients and optimizer states in one place", "parallel.offload",
+                        hint="give parameters and optimizer the same place")
+        if "nvme" in (offload.parameters, offload.optimizer):
+            yield Fault("FSDP keeps nothing on disks; it offloads to cpu", "parallel.offload",
+                        hint="use strategy zero3 with framework deepspeed for nvme")
+        if parameters and parallel.sharding_factor == 1:
+            yield Fault("FSDP offloads shards, and sharding_factor is 1", "parallel.offload",
+                        hint="shard over more GPUs, or use zero3 with framework deepspeed")
+    elif parameters and strategy != "zero3":
+        yield Fault(f"parameters of strategy {strategy} stay on the GPU", "parallel.offload.parameters",
+                    hint="use strategy zero3 or fsdp")
+    elif optimizer and not (ipg and strategy in ("zero1", "zero2", "zero3")):
+        yield Fault(f"the optimizer of strategy {strategy} in this framework stays on the GPU",
+                    "parallel.offload.optimizer", hint="use fsdp, or zero1 to zero3 with framework deepspeed")
+    elif parameters and not optimizer:
+        yield Fault("DeepSpeed offloads parameters only together with the optimizer", "parallel.offload.optimizer",
+                    hint="set optimizer: cpu too")

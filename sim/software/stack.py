@@ -67,6 +67,9 @@ class Stack:
         optimizer_kernel: loop, foreach or fused, where the scenario does not say.
         gradient_path: how data parallelism reduces gradients and splits states: reducer (PyTorch's DDP and FSDP), ipg
             (DeepSpeed's independent-parameter-gradient buckets) or grad_buffer (one buffer, reduced in place).
+        cpu_optimizer: an optimizer on the CPU: fused (one vectorised pass) or loop (a pass over memory per operator).
+        cpu_threads: threads of one rank's optimizer on the CPU; 0 = the ranks of a node share its cores.
+        offload_streams: saved tensors go to the host and back on streams of their own, prefetched; else in line.
         kernel_loading: what a CUDA context holds: all kernels, fewer (releases that ship less), or those used (lazy).
     """
 
@@ -97,6 +100,9 @@ class Stack:
     gradient_accumulation_fusion: bool
     optimizer_kernel: str
     gradient_path: str
+    cpu_optimizer: str
+    cpu_threads: int
+    offload_streams: bool
     kernel_loading: str
 
 
