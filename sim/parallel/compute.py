@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 
 from sim.model.architecture import Layer
+from sim.model.recompute import recomputed_but_kept
 from sim.program import ProgramBuilder
 from sim.software import Stack
 from sim.work import Kernel
@@ -19,7 +20,7 @@ def traffic_kernel(name: str, dtype: str, elements: int, bytes_moved: float, cat
 
 
 class Compute:
-    """Makes segments; `policy` is the recomputation of a layer: "none", "full" or "selective"."""
+    """Makes segments; `policy` is the recomputation of a layer: "none", "full", "selective" or "selective-op"."""
 
     def __init__(self, builder: ProgramBuilder, stack: Stack) -> None:
         self._builder = builder
@@ -84,6 +85,8 @@ def recomputed(layer: Layer, policy: str) -> tuple[Kernel, ...]:
     """Kernels recomputation under `policy` runs again in backward (Korthikanti et al. 2022, section 4)."""
     if policy == "full":
         return tuple(k for op in layer.operators if op.recomputed for k in op.forward)
+    if policy == "selective-op":
+        return recomputed_but_kept(layer)
     if policy == "selective":
         return tuple(k for op in layer.operators if op.core for k in op.core_again or op.forward)
     return ()

@@ -67,7 +67,7 @@ class Plan:
         return self.architecture if batch == self.architecture.batch else build(self.scenario, self.stack, batch)
 
     def policy(self, position: int) -> str:
-        """Recomputation of the layer at `position` of the stack: "none", "full" or "selective"."""
+        """Recomputation of the layer at `position` of the stack: "none", "full", "selective" or "selective-op"."""
         number = self.architecture.block_numbers[position]
         if not number:
             return "none"

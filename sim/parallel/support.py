@@ -16,7 +16,6 @@ def check(scenario: Scenario, ipg: bool = False) -> None:
     """
     training, parallel = scenario.training, scenario.parallel
     asked = {
-        "training.recompute": training.recompute == "selective-op" and "selective-op",
         "training.optimizer_in_backward": training.optimizer_in_backward and "gradients freed in backward",
         "training.chunked_loss": training.chunked_loss and "chunked loss",
         "training.finetune": training.finetune is not None and training.finetune.method != "full"

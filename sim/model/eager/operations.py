@@ -204,7 +204,8 @@ def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool,
     run.save(node, x.storage)
     if copy is not None:
         run.save(node, copy)
-    return _result(run, node, rows * features_out, act)
+    out = run.output(rows * features_out, act, product=True)
+    return Tensor(out, rows * features_out, act, Output(node, 0))
 
 
 def layer_norm(run: Run, x: Tensor, cols: int, parameters: int, statistics: int, dtype: str) -> Tensor:
@@ -305,8 +306,8 @@ def attention(run: Run, query: Tensor, key: Tensor, value: Tensor, rows: int, bi
         saved.append(bias.storage)
     node = run.node(lambda run, _: [run.new(n, d) if needed else None for n, d, needed in shapes], sinks)
     run.save(node, *saved)
-    out = _result(run, node, query.elements, query.dtype)
-    run.save(node, out.storage, run.new(rows, "fp32"), run.new(1, "fp64"), run.new(1, "fp64"))
+    out = Tensor(run.output(query.elements, query.dtype), query.elements, query.dtype, Output(node, 0))
+    run.save(node, out.storage, run.output(rows, "fp32"), run.output(1, "fp64"), run.output(1, "fp64"))
     return out
 
 
