@@ -174,6 +174,27 @@ def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins:
     return task
 
 
+def update_in_backward(plan: Plan, section: SectionBuilder, name: str, shards: Sequence[int], stream: int = COMPUTE,
+                       waits: Sequence[int] = ()) -> int:
+    """The optimizer on a layer's or unit's parameters as soon as their gradients are complete, one call each
+    (`register_post_accumulate_grad_hook`; FSDP 2 runs the hooks on the stream of its reductions).
+
+    Args:
+        shards: elements of each parameter's part on this rank.
+    """
+    training, implementation = plan.scenario.training, plan.scenario.software.optimizer_kernel
+    kernels = tuple(kernel for numel in shards for kernel in optimizer_kernels(
+        numel, 1, training.precision, training.optimizer, implementation, clip=False))
+    largest = max(shards, default=0)
+    temporary = optimizer_temporary_bytes(largest, largest, training.precision, training.optimizer, implementation)
+    if temporary:
+        section.allocate("optimizer temporaries", temporary, "workspace", stream)
+    task = section.kernels(stream, plan.compute.segment(kernels), Label(name, "backward", training.optimizer), waits)
+    if temporary:
+        section.free("optimizer temporaries", temporary, "workspace", stream)
+    return task
+
+
 def collective(plan: Plan, kind: str, size_bytes: float, dtype: str, communicator: str) -> CollectiveCall:
     """A collective on the communicator named `communicator`."""
     return CollectiveCall(kind, round(size_bytes), dtype, plan.builder.communicators.index(communicator))

@@ -16,8 +16,8 @@ def check(scenario: Scenario, ipg: bool = False) -> None:
     """
     training, parallel = scenario.training, scenario.parallel
     asked = {
-        "training.optimizer_in_backward": training.optimizer_in_backward and "gradients freed in backward",
-        "training.chunked_loss": training.chunked_loss and "chunked loss",
+        "training.chunked_loss": training.chunked_loss and scenario.model.kind != "decoder"
+        and f"chunked loss of kind {scenario.model.kind}",
         "training.finetune": training.finetune is not None and training.finetune.method != "full"
         and training.finetune.method,
         "training.mode": training.mode != "train" and "inference",
@@ -31,9 +31,24 @@ def check(scenario: Scenario, ipg: bool = False) -> None:
     }
     faults = [Fault(f"{what} is understood but not simulated yet in this version", field, hint="remove it, or see "
                     "the README's validity limits") for field, what in asked.items() if what]
-    faults += _offload(scenario, ipg)
+    faults += [*_in_backward(scenario), *_offload(scenario, ipg)]
     if faults:
         raise UserError(faults)
+
+
+def _in_backward(scenario: Scenario) -> Iterator[Fault]:
+    """What excludes an optimizer that runs in backward."""
+    field, parallel = "training.optimizer_in_backward", scenario.parallel
+    if not scenario.training.optimizer_in_backward:
+        return
+    if not (parallel.strategy == "none" or (parallel.strategy == "fsdp" and scenario.software.fsdp == 2)):
+        yield Fault(f"strategy {parallel.strategy} applies gradients only after backward", field,
+                    hint="use strategy none, or fsdp with software.fsdp 2")
+    if scenario.micro_steps > 1:
+        yield Fault(f"gradients of {scenario.micro_steps} micro-steps have to be kept until the last", field,
+                    hint="make global_batch one micro-step's, or remove it")
+    if parallel.offload.optimizer != "none":
+        yield Fault("the optimizer is offloaded and runs after backward", field, hint="remove one of the two")
 
 
 def _offload(scenario: Scenario, ipg: bool) -> Iterator[Fault]:

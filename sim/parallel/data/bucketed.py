@@ -21,6 +21,7 @@ from sim.parallel.step import (
     collective,
     state_bytes,
     update,
+    update_in_backward,
 )
 from sim.program import Label, SectionBuilder
 from sim.work import DTYPE_BYTES, Kernel
@@ -68,6 +69,7 @@ class Bucketed:
         # DDP asked for on one rank still launches its all-reduces
         self.reduces = plan.scenario.data_parallel > 1 or plan.scenario.parallel.strategy == "ddp"
         self.offload = plan.offload
+        self.at_once = plan.scenario.training.optimizer_in_backward
         self.completes = self.reduces or self.offload.moves_optimizer  # buckets leave, to other ranks or to the host
         self.wire = self.precision.reduce
         self.width = DTYPE_BYTES[self.precision.gradients]
@@ -120,6 +122,9 @@ class Bucketed:
             left = memory.backward(position, stack[position])
             self.gradients[position] = self.gradients.get(position, 0) + left
             late += self.layer_backward(section, position, stack[position], micro)
+            if self.at_once and stack[position].parameters:
+                update_in_backward(self.plan, section, self.plan.architecture.names[position],
+                                   [p.numel for p in stack[position].parameters])
             if self.reduction.gradient_shards > 1 and micro.first and not self.offload.moves_optimizer:
                 self.shard(section, position, stack[position])
             if micro.reduce and self.reduction.views and not keep:
@@ -204,6 +209,8 @@ class Bucketed:
     # ------------------------------------------------------------------------------------------- optimizer
     def optimizer_step(self, section: SectionBuilder) -> None:
         """Optimizer on this rank's share, then the gather of updated parameters."""
+        if self.at_once:
+            return
         architecture = self.plan.architecture
         tensors = sum(len(layer.parameters) for layer in architecture.stack)
         numel = -(-architecture.parameters // self.reduction.shards)
@@ -233,7 +240,7 @@ class Bucketed:
 
     def keeps_gradients(self, micro: MicroStep) -> bool:
         """Whether a micro-step's gradients stay as new tensors: not where they go into buckets or buffers at once."""
-        if self.reduction.resident_gradients or self.reduction.gradient_shards > 1:
+        if self.at_once or self.reduction.resident_gradients or self.reduction.gradient_shards > 1:
             return False
         if self.offload.moves_optimizer:
             return micro.first and not micro.reduce

@@ -21,6 +21,7 @@ from sim.parallel.step import (
     collective,
     state_bytes,
     update,
+    update_in_backward,
 )
 from sim.program import Label, SectionBuilder
 from sim.work import DTYPE_BYTES, Kernel
@@ -50,6 +51,7 @@ class Fsdp:
         self.last = len(self.units) - 1
         self.host_s = plan.stack.host_collective_s
         self.offload = plan.offload
+        self.at_once = plan.scenario.training.optimizer_in_backward
         self.kernels: dict[tuple[str, int, float], Kernel] = {}
         self.segments: dict[tuple[str, int, float], int] = {}
 
@@ -75,6 +77,8 @@ class Fsdp:
 
     def optimizer_step(self, section: SectionBuilder) -> None:
         """Clipping and the optimizer on this rank's shards, after the last reduction."""
+        if self.at_once:
+            return
         numel = sum(u.padded for u in self.distinct) // self.factor
         tensors = sum(u.tensors for u in self.distinct) if self.by_row else len(self.distinct)
         largest = max(n for u in self.distinct for n in u.shards)
@@ -90,7 +94,7 @@ class Fsdp:
     # ------------------------------------------------------------------------------------------- communication
     def joined(self) -> tuple[int, ...]:
         """Streams that compute waits for at the end of backward (`_post_backward_final_callback`)."""
-        reduce = (REDUCE,) if self.factor > 1 else ()
+        reduce = (REDUCE,) if self.factor > 1 or self.at_once else ()
         return (*reduce, *((REPLICATE,) if self.replicas > 1 else ()))
 
     def gather(self, section: SectionBuilder, unit: Unit, phase: str, waits: Sequence[int] = (),
@@ -128,6 +132,11 @@ class Fsdp:
             task = section.collective(REPLICATE, call, self.host_s, Label(unit.name, "backward", "all_reduce"), waits)
         if self.offload.moves_optimizer:
             self.store(section, unit, waits if task is None else (task,), first)
+        elif self.at_once:
+            section.allocate(f"gradient:{unit.name}", self.gradient_bytes(unit), "gradients", REDUCE)
+            stream = REPLICATE if self.replicas > 1 else REDUCE
+            update_in_backward(self.plan, section, unit.name, unit.shards, stream, waits if task is None else (task,))
+            section.free(f"gradient:{unit.name}", self.gradient_bytes(unit), "gradients", REDUCE)
         elif first:
             section.allocate(f"gradient:{unit.name}", self.gradient_bytes(unit), "gradients", REDUCE)
         return task
