@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -54,6 +54,8 @@ def lower(scenario: Scenario, *, fold: bool = True, devices: Ranks | None = None
     stack = stack_for(software.framework, software.year, software.compile, software.versions, software.modules,
                       fused=software.fused, cuda_graphs=software.cuda_graphs)
     check(scenario, stack.gradient_path == "ipg")
+    if scenario.parallel.strategy in ("fsdp", "zero3"):  # gathered weights come and go, and their narrow copies with them
+        stack = replace(stack, narrow_weights_cached=False)
     architecture = build(scenario, stack, scenario.training.micro_batch)
     technique = choose(scenario, stack, architecture)
     write(technique)

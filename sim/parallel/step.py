@@ -13,6 +13,7 @@ from typing import Protocol
 from sim.model import build, clip_kernels, optimizer_kernels, optimizer_temporary_bytes
 from sim.model.architecture import Architecture
 from sim.model.eager import rounded
+from sim.model.kernels import quantisation
 from sim.parallel.compute import Compute
 from sim.parallel.layout import Layout, Ranks
 from sim.parallel.offload import STREAMS, Offload
@@ -115,8 +116,22 @@ def write(technique: Technique) -> None:
         plan.builder.run(section, len(list(run)))
     section = plan.builder.section("optimizer step")
     technique.optimizer_step(section)
+    narrow_weights(plan, section)
     end_of_step(plan, section)
     plan.builder.run(section)
+
+
+def narrow_weights(plan: Plan, section: SectionBuilder) -> None:
+    """Narrow copies of the blocks' matrices that last from step to step: made again from the updated weights."""
+    style = next((layer.program.style for layer in plan.architecture.stack if layer.program is not None), None)
+    compute, act = plan.scenario.training.precision.compute, "bf16"
+    if style is None or not plan.stack.narrow_weights_cached or DTYPE_BYTES[compute] >= DTYPE_BYTES[act]:
+        return
+    numel = sum(p.numel for layer in plan.architecture.stack if layer.kind == "block" for p in layer.parameters
+                if len(p.shape) > 1)
+    plan.resident(f"{compute} weights", 2 * numel * DTYPE_BYTES[compute], "parameters")
+    kernel = quantisation(style, numel)
+    section.kernels(COMPUTE, plan.compute.segment((kernel,)), Label("weights", "optimizer", f"to {compute}"))
 
 
 def blocks(size_bytes: float) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sim.errors import Fault, UserError
+from sim.hardware import gpu
 from sim.scenario.schema import Scenario
 
 
@@ -21,8 +22,7 @@ def check(scenario: Scenario, ipg: bool = False) -> None:
         "training.finetune": training.finetune is not None and training.finetune.method != "full"
         and training.finetune.method,
         "training.mode": training.mode != "train" and "inference",
-        "training.precision": training.precision.compute in ("fp8", "mxfp8", "nvfp4", "int8", "int4")
-        and training.precision.compute,
+        "training.precision": training.precision.compute in ("int8", "int4") and training.precision.compute,
         "parallel.tensor": parallel.tensor > 1 and "tensor parallelism",
         "parallel.pipeline": parallel.pipeline > 1 and "pipeline parallelism",
         "parallel.context": parallel.context > 1 and "context parallelism",
@@ -31,9 +31,18 @@ def check(scenario: Scenario, ipg: bool = False) -> None:
     }
     faults = [Fault(f"{what} is understood but not simulated yet in this version", field, hint="remove it, or see "
                     "the README's validity limits") for field, what in asked.items() if what]
-    faults += [*_in_backward(scenario), *_offload(scenario, ipg)]
+    faults += [*_narrow(scenario), *_in_backward(scenario), *_offload(scenario, ipg)]
     if faults:
         raise UserError(faults)
+
+
+def _narrow(scenario: Scenario) -> Iterator[Fault]:
+    """A narrow dtype that the GPU's tensor cores do not have."""
+    compute = scenario.training.precision.compute
+    card = gpu(scenario.cluster.topology.gpu)
+    if compute in ("fp8", "mxfp8", "nvfp4") and not card.supports(compute):
+        able = ", ".join(dtype for dtype in card.tflops if not dtype.startswith("int"))
+        yield Fault(f"{card.name} has no tensor cores for {compute}", "training.precision", hint=f"it has {able}")
 
 
 def _in_backward(scenario: Scenario) -> Iterator[Fault]:

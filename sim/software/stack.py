@@ -70,6 +70,10 @@ class Stack:
         cpu_optimizer: an optimizer on the CPU: fused (one vectorised pass) or loop (a pass over memory per operator).
         cpu_threads: threads of one rank's optimizer on the CPU; 0 = the ranks of a node share its cores.
         offload_streams: saved tensors go to the host and back on streams of their own, prefetched; else in line.
+        narrow_keeps_inputs: linear layers in fp8 and below keep their inputs and quantise again in backward; else they
+            keep the narrow copies of inputs and weights.
+        narrow_amax_pass: a tensor's scale comes from its own maximum, found in a pass before the cast.
+        narrow_weights_cached: weights are quantised once per optimizer step, not in every micro-step.
         kernel_loading: what a CUDA context holds: all kernels, fewer (releases that ship less), or those used (lazy).
     """
 
@@ -103,6 +107,9 @@ class Stack:
     cpu_optimizer: str
     cpu_threads: int
     offload_streams: bool
+    narrow_keeps_inputs: bool
+    narrow_amax_pass: bool
+    narrow_weights_cached: bool
     kernel_loading: str
 
 

@@ -89,7 +89,13 @@ def attention(run: Run, style: Style, x: Tensor, policy: str, memory: Tensor | N
 
 def _linear(run: Run, style: Style, x: Tensor, features_in: int, features_out: int, bias: bool | None = None) -> Tensor:
     return op.linear(run, x, features_in, features_out, style.bias if bias is None else bias, dtype=style.weight,
-                     bias_last=style.conv1d)
+                     bias_last=style.conv1d, narrow=_narrow(style))
+
+
+def _narrow(style: Style) -> op.Narrow | None:
+    if DTYPE_BYTES[style.gemm] >= DTYPE_BYTES[style.act]:
+        return None
+    return op.Narrow(style.gemm, style.stack.narrow_keeps_inputs, style.stack.narrow_weights_cached)
 
 
 def uses_flash(style: Style) -> bool:

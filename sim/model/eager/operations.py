@@ -179,12 +179,13 @@ def weight_copy(run: Run, weight: Weight) -> tuple[Storage | None, Sink]:
 
 
 def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool, *, dtype: str, shared: bool = False,
-           bias_last: bool = False) -> Tensor:
+           bias_last: bool = False, narrow: Narrow | None = None) -> Tensor:
     """`F.linear`, or Conv1D's `addmm` (`bias_last`: the order of autocast's casts, which is the reverse).
 
     Args:
         dtype: of the weight.
         shared: the weight is another layer's too.
+        narrow: the product runs in a dtype of 8 bits or fewer.
     """
     weight = Weight(features_in * features_out, dtype, shared)
     copy_bias: tuple[Storage | None, Sink] | None = None
@@ -197,15 +198,50 @@ def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool,
     rows, needed, act = x.elements // features_in, x.sink is not None, x.dtype
 
     def rule(run: Run, _: Gradients) -> Gradients:
-        return [run.new(rows * features_in, act) if needed else None, run.new(features_in * features_out, act),
-                run.new(features_out, act) if bias else None]
+        spare = [] if narrow is None else narrow.copies(run, rows * features_out)
+        gradients: Gradients = [run.new(rows * features_in, act) if needed else None,
+                                run.new(features_in * features_out, act), run.new(features_out, act) if bias else None]
+        spare.clear()
+        return gradients
 
     node = run.node(rule, (x.sink, weight_sink, None if copy_bias is None else copy_bias[1]))
-    run.save(node, x.storage)
-    if copy is not None:
-        run.save(node, copy)
+    spare = [] if narrow is None else narrow.forward(run, node, rows * features_in, features_in * features_out)
+    if narrow is None or narrow.keeps_inputs:
+        run.save(node, x.storage)
+        if copy is not None:
+            run.save(node, copy)
     out = run.output(rows * features_out, act, product=True)
+    del spare
     return Tensor(out, rows * features_out, act, Output(node, 0))
+
+
+class Narrow:
+    """Quantised copies around a product: each tensor as it is and transposed (`sim.model.kernels.quantisation`).
+
+    Attributes:
+        keeps_inputs: what is kept is the input, not its copies. caches_weights: the weight's copies are elsewhere.
+    """
+
+    def __init__(self, dtype: str, keeps_inputs: bool, caches_weights: bool) -> None:
+        self.dtype, self.keeps_inputs, self.caches_weights = dtype, keeps_inputs, caches_weights
+
+    def copies(self, run: Run, elements: int) -> list[Storage]:
+        """A tensor's two copies."""
+        return [run.new(elements, self.dtype) for _ in range(2)]
+
+    def forward(self, run: Run, node: Node, inputs: int, weights: int) -> list[Storage]:
+        """Copies of the input and the weight; returns those that last only as long as the product.
+
+        Backward reads the transposed input, and the weight both ways.
+        """
+        spare = self.copies(run, inputs)
+        kind, run.kind = run.kind, COPIES
+        weight = [] if self.caches_weights else self.copies(run, weights)
+        run.kind = kind
+        if self.keeps_inputs:
+            return [*spare, *weight]
+        run.save(node, spare.pop(), *weight)
+        return spare
 
 
 def layer_norm(run: Run, x: Tensor, cols: int, parameters: int, statistics: int, dtype: str) -> Tensor:

@@ -198,8 +198,10 @@ class Bucketed:
         return self.copies(numel, 0.0)
 
     def later_copies(self, numel: int) -> tuple[Kernel, ...]:
-        """Later ones are added to what is there: read both, write one."""
-        return self.copies(numel, 3 * self.width)
+        """Later ones are added to what is there: read both, write one. Into a wider gradient buffer that lasts, the
+        model's own kernels have added them already (`main_grad`), in every micro-step."""
+        added = self.reduction.resident_gradients and self.width > DTYPE_BYTES[self.precision.parameters]
+        return self.copies(numel, 0.0 if added else 3 * self.width)
 
     def copies(self, numel: int, accumulate: float) -> tuple[Kernel, ...]:
         """Own traffic behind `numel` fresh gradients."""
