@@ -49,6 +49,10 @@ class CollectiveCall(NamedTuple):
     communicator: int
 
 
+#: How the label of a HOST task ends that is an offloaded optimizer: reports count the wait for it as offload.
+ON_CPU = "on the CPU"
+
+
 class Copy(NamedTuple):
     """A copy: `direction` is h2d or d2h (host memory and device), nvme_read or nvme_write (disks and host memory)."""
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from sim.hardware import HostShare, host_share
 from sim.model import clip_kernels, optimizer_kernels
-from sim.program import Copy, Label, ProgramBuilder, SectionBuilder
+from sim.program import ON_CPU, Copy, Label, ProgramBuilder, SectionBuilder
 from sim.scenario.schema import Scenario
 from sim.software import Stack
 from sim.work import DTYPE_BYTES
@@ -91,9 +91,14 @@ class Offload:
         precision = training.precision
         count = {"adamw": 2, "adam": 2, "lamb": 2, "sgd-momentum": 1}.get(training.optimizer, 0)
         master = 0.0 if precision.master == "none" else DTYPE_BYTES[precision.master]
-        wide = precision.master if precision.master != "none" else precision.parameters
         return {"master_parameters": master, "optimizer_states": count * DTYPE_BYTES[precision.optimizer],
-                "gradients": max(DTYPE_BYTES[wide], DTYPE_BYTES[precision.gradients])}
+                "gradients": DTYPE_BYTES[self._gradient_dtype()]}
+
+    def _gradient_dtype(self) -> str:
+        """Of the gradients the optimizer reads: the master copy's where that is wider."""
+        precision = self._scenario.training.precision
+        wide = precision.master if precision.master != "none" else precision.parameters
+        return max(precision.gradients, wide, key=lambda dtype: DTYPE_BYTES[dtype])
 
     # ------------------------------------------------------------------------------------------- copies
     def fetch(self, section: SectionBuilder, size_bytes: float, label: Label, waits: Sequence[int] = (),
@@ -143,7 +148,7 @@ class Offload:
         Returns: the last task.
         """
         seconds = self.update_s(numel, tensors)
-        label = Label("optimizer", "optimizer", f"{self._scenario.training.optimizer} on the CPU")
+        label = Label("optimizer", "optimizer", f"{self._scenario.training.optimizer} {ON_CPU}")
         streams = (*joins, self.stream("d2h"), *((self.stream("nvme"),) if self.optimizer == _DISKS else ()))
         task = section.host(seconds, label, joins=streams)
         task = self._swap(section, numel, task) if self.optimizer == _DISKS else task
@@ -167,10 +172,10 @@ class Offload:
         """Seconds of clipping and optimizer on `numel` local parameters: bytes through host memory."""
         scenario, stack = self._scenario, self._stack
         training = scenario.training
-        kernels = optimizer_kernels(numel, tensors, training.precision, training.optimizer, stack.cpu_optimizer,
-                                    clip=False)
+        precision = training.precision.model_copy(update={"gradients": self._gradient_dtype()})
+        kernels = optimizer_kernels(numel, tensors, precision, training.optimizer, stack.cpu_optimizer, clip=False)
         if stack.clip_gradients and training.optimizer != "none":
-            kernels += clip_kernels(numel, tensors, "fp32", stack.cpu_optimizer)
+            kernels += clip_kernels(numel, tensors, precision.gradients, stack.cpu_optimizer)
         return sum(k.bytes for k in kernels) / self._share().optimizer_bps(stack.cpu_optimizer, stack.cpu_threads)
 
     def add_s(self, numel: int) -> float:
