@@ -136,7 +136,7 @@ class Fifo(Timer):
         self.done += 1
         self.active = False
         del engine.active[operation.flow.number]
-        engine.changed = True
+        engine.changed.append(operation.flow)
         for host, run, task in operation.members:
             host.complete(run, task, now)
         if self.queue:

@@ -14,7 +14,7 @@ from simpy import Environment
 
 from sim.engine.communicators import Fifo
 from sim.engine.host import Host, Run
-from sim.engine.machine import Machine
+from sim.engine.machine import Flow, Machine
 from sim.engine.repeats import Repeats
 from sim.engine.streams import Timer
 from sim.engine.timeline import Timeline
@@ -52,10 +52,9 @@ class Engine:
     Attributes:
         known_shares: the machine's memo of `Machine.shares`.
         active: flow number -> the communicator that is running it.
-        changed: whether `active` has changed since rates were last set.
+        changed: flows that have begun or ended since rates were last set.
         unsettled: whether `settle` has anything to do.
         starting: communicators whose next operation is to start now.
-        states: contention state of each class, as last set.
         offset_s: time of the repeats skipped so far.
         idle: classes held back at the beginning of a step on an idle rank.
         idle_after_s: when the first step left the machine idle, so that nothing further needs simulating; else None.
@@ -67,11 +66,10 @@ class Engine:
         self.steps = steps
         self.skip = skip_repeats
         self.active: dict[int, Fifo] = {}
-        self.changed = False
+        self.changed: list[Flow] = []
         self.unsettled = False
         self.starting: list[Fifo] = []
         self.known_shares = machine.known_shares
-        self.states: tuple[int, ...] = (0,) * len(machine.job.classes)
         self.offset_s = 0.0
         self.idle_after_s: float | None = None
         self.idle: set[int] = set()
@@ -109,24 +107,60 @@ class Engine:
                             drain_s = wait_s
                 fifo.activate(now, drain_s)
                 active[operation.flow.number] = fifo
+                self.changed.append(operation.flow)
             starting.clear()
-            self.changed = True
         if self.changed:
-            self.changed = False
-            key = tuple(sorted(active)) if len(active) > 1 else tuple(active)
-            shares = self.known_shares.get(key) or self.machine.shares(key)
-            for number, rate_bps in shares.rates_bps:
-                fifo = active[number]
-                if fifo.rate_bps != rate_bps:
-                    fifo.set_rate(rate_bps, now)
-            states = shares.states
-            if states is not self.states and states != self.states:
-                for host in self.hosts:
-                    if host.state != states[host.number]:
-                        host.contend(states[host.number], now)
-            self.states = states
+            self._share(now)
         if self.repeats is not None and self.repeats.due:
             self.repeats.observe(now)
+
+    def _share(self, now: float) -> None:
+        """New rates and contention states for the active flows that those begun or ended can reach."""
+        active = self.active
+        hosts = self.hosts
+        near = self.machine.near
+        if len(self.changed) == 1 and near(self.changed[0].number).isdisjoint(active):
+            self._share_alone(self.changed.pop(), now)
+            return
+        reached = {flow.number for flow in self.changed}
+        grown = list(reached) if any(number not in reached for number in active) else []
+        for number in grown:
+            for other in near(number):
+                if other in active and other not in reached:
+                    reached.add(other)
+                    grown.append(other)
+        idle = [c for flow in self.changed if flow.number not in active for c in flow.classes]
+        self.changed.clear()
+        key = tuple(sorted(number for number in reached if number in active))
+        shares = self.known_shares.get(key) or self.machine.shares(key)
+        for number, rate_bps in shares.rates_bps:
+            fifo = active[number]
+            if fifo.rate_bps != rate_bps:
+                fifo.set_rate(rate_bps, now)
+        states = shares.states
+        for c, state in states:
+            if hosts[c].state != state:
+                hosts[c].contend(state, now)
+        if idle:
+            busy = {c for c, _ in states}
+            for c in idle:
+                if c not in busy and hosts[c].state:
+                    hosts[c].contend(0, now)
+
+    def _share_alone(self, flow: Flow, now: float) -> None:
+        """A flow that no active one meets has begun or ended."""
+        fifo = self.active.get(flow.number)
+        hosts = self.hosts
+        if fifo is None:
+            for c in flow.classes:
+                if hosts[c].state:
+                    hosts[c].contend(0, now)
+            return
+        shares = self.known_shares.get((flow.number,)) or self.machine.shares((flow.number,))
+        fifo.set_rate(shares.rates_bps[0][1], now)
+        for c, state in shares.states:
+            if hosts[c].state != state:
+                hosts[c].contend(state, now)
 
     def run_ended(self, host: Host, run: Run) -> None:
         """A section run of `host` is over."""

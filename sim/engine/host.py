@@ -79,8 +79,6 @@ class Host(Timer):
         program = machine.job.programs[c.program]
         self.engine = engine
         self.number = number
-        self.program = c.program
-        self.device = c.device
         self.plans = machine.plans[c.program]
         self.schedule = [(s, n) for s, n in program.schedule if n > 0]
         self.launch_queue = program.launch_queue
@@ -89,7 +87,7 @@ class Host(Timer):
         self.streams = [Stream(engine.env, self) for _ in program.streams]
         self.compute = [self.streams[s] for s in sorted({s for plan in self.plans for s in plan.compute})]
         self.state = 0
-        self.profiles = machine.table(c.program, c.device, 0)
+        self.profiles = machine.table(number, 0)
 
         self.clock = 0.0
         self.run: Run | None = None
@@ -279,12 +277,12 @@ class Host(Timer):
 
     def profile(self, segment: int) -> Profile:
         """Prefix sums of a segment in the present contention state."""
-        return self.engine.machine.profile(self.program, self.device, self.state, segment)
+        return self.engine.machine.profile(self.number, self.state, segment)
 
     def contend(self, state: int, now: float) -> None:
         """Collectives have begun or ended on this rank: go on in another contention state."""
         self.state = state
-        self.profiles = self.engine.machine.table(self.program, self.device, state)
+        self.profiles = self.engine.machine.table(self.number, state)
         for stream in self.compute:
             if stream.profile is not None:
                 stream.contend(now)
@@ -296,7 +294,7 @@ class Host(Timer):
             if stream.profile is not None:
                 kernel = stream.running_kernel(now)
                 if kernel >= 0:
-                    wait_s = self.engine.machine.drains_s(self.program, self.device, stream.segment)[kernel]
+                    wait_s = self.engine.machine.drains_s(self.number, stream.segment)[kernel]
                     if wait_s > longest:
                         longest = wait_s
         return longest

@@ -117,7 +117,7 @@ class LongestPath:
                     out.append(0.0)
                 else:
                     launched = np.cumsum(program.segments[payload].host_s)
-                    elapsed = np.array(self.machine.profile(c.program, c.device, 0, payload).elapsed)
+                    elapsed = np.array(self.machine.profile(number, 0, payload).elapsed)
                     if not len(launched):
                         out.append(0.0)
                     elif durations is None or not elapsed[-1]:
@@ -269,7 +269,7 @@ class _LaunchQueue:
         streams = {stream for section in program.sections
                    for kind, stream in zip(section.kind, section.stream, strict=True) if kind == Kind.KERNELS}
         self.limit: float = program.launch_queue if len(streams) == 1 else math.inf
-        self.launches = [sum(program.kernels[k].launches for k in segment.kernels) for segment in program.segments]
+        self.launches = program.launches()
         self.outstanding: list[tuple[int, int]] = []  # (node, launches), oldest first
         self.oldest = 0
         self.sum = 0

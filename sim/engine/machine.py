@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sim.engine.plan import SectionPlan, compile_section
-from sim.program import Job, Kind
+from sim.program import Job, Kind, Program, RankClass
 
 if TYPE_CHECKING:
     from sim.hardware import Device
@@ -92,10 +92,10 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What a set of active flows means: (flow number, rate) of each, and the contention state of every class."""
+    """What a set of active flows means: (flow number, rate) of each, and (class, contention state) of theirs."""
 
     rates_bps: tuple[tuple[int, float], ...]
-    states: tuple[int, ...]
+    states: tuple[tuple[int, int], ...]
 
 
 class Machine:
@@ -116,8 +116,8 @@ class Machine:
         #: (SMs taken, memory bandwidth taken in bytes/s) of each contention state; state 0 = nothing taken.
         self.states: list[tuple[int, float]] = [(0, 0.0)]
         self._state_numbers: dict[tuple[int, float], int] = {(0, 0.0): 0}
-        self._tables: dict[tuple[int, int, int], list[Profile | None]] = {}
-        self._kernel_s: dict[tuple[int, int, int], npt.NDArray[np.float64]] = {}
+        self._tables: dict[tuple[tuple[int, int, tuple[float, ...]], int], list[Profile | None]] = {}
+        self._kernel_s: dict[tuple[int, int, tuple[int, float]], npt.NDArray[np.float64]] = {}
         self._drains: dict[tuple[int, int], list[list[float] | None]] = {}
         self._copies: dict[tuple[int, int], list[float]] = {}
         self.plans: list[list[SectionPlan]] = [
@@ -134,10 +134,18 @@ class Machine:
         self.flows: list[Flow] = []
         self.known_shares: dict[tuple[int, ...], Shares] = {}
         self._flow_numbers: dict[tuple[int, str, int, str], int] = {}
-        #: For each class and each collective of its program, the number of its flow.
-        self.class_flows: list[list[int]] = [
-            [self.flow(c.communicators[call.communicator], call.kind, call.size_bytes, call.dtype)
-             for call in job.programs[c.program].collectives] for c in job.classes]
+        #: For each class and each collective of its program, the number of its flow; -1 where it takes no part.
+        self.class_flows = [self._flows_of(c) for c in job.classes]
+        #: What a class's segments take depends on these alone: program, device and its inline collectives' seconds.
+        self._variants = [(c.program, c.device, self._inline_s(number)) for number, c in enumerate(job.classes)]
+        self._near: dict[int, frozenset[int]] = {}
+        self._by_link: dict[object, list[int]] | None = None
+
+    def _flows_of(self, c: RankClass) -> list[int]:
+        program = self.job.programs[c.program]
+        used = program.calls()
+        return [self.flow(c.communicators[call.communicator], call.kind, call.size_bytes, call.dtype)
+                if number in used else -1 for number, call in enumerate(program.collectives)]
 
     def infinite(self) -> Machine:
         """The same devices and job on a network of infinite speed; what is known of kernels is shared."""
@@ -149,53 +157,88 @@ class Machine:
         """Classes that take part in each communicator."""
         members: list[list[int]] = [[] for _ in self.job.communicators]
         for number, c in enumerate(self.job.classes):
-            for communicator in dict.fromkeys(c.communicators):
+            for communicator in dict.fromkeys(n for n in c.communicators if n >= 0):
                 members[communicator].append(number)
         return [tuple(m) for m in members]
 
     # -- compute ------------------------------------------------------------------------------------------------------
 
-    def table(self, program: int, device: int, state: int) -> list[Profile | None]:
-        """Profiles of a program's segments in one contention state, filled by `profile` as they are asked for."""
-        key = (program, device, state)
+    def table(self, class_number: int, state: int) -> list[Profile | None]:
+        """Profiles of a class's segments in one contention state, filled by `profile` as they are asked for."""
+        key = (self._variants[class_number], state)
         found = self._tables.get(key)
         if found is None:
-            found = self._tables[key] = [None] * len(self.job.programs[program].segments)
+            found = self._tables[key] = [None] * len(self._program(class_number).segments)
         return found
 
-    def profile(self, program: int, device: int, state: int, segment: int) -> Profile:
+    def profile(self, class_number: int, state: int, segment: int) -> Profile:
         """Prefix sums of `segment` in contention state `state`, memoised."""
-        table = self.table(program, device, state)
+        table = self.table(class_number, state)
         found = table[segment]
         if found is None:
-            row = self.job.programs[program].segments[segment]
-            times = self._kernel_times(program, device, state)[np.asarray(row.kernels, dtype=np.intp)]
+            row = self._program(class_number).segments[segment]
+            times = self._row_times(class_number, state)[np.asarray(row.kernels, dtype=np.intp)]
             found = table[segment] = Profile(times, row.host_s)
         return found
 
-    def _kernel_times(self, program: int, device: int, state: int) -> npt.NDArray[np.float64]:
+    def _program(self, class_number: int) -> Program:
+        return self.job.programs[self.job.classes[class_number].program]
+
+    def _kernel_times(self, program: int, device: int, taken: tuple[int, float]) -> npt.NDArray[np.float64]:
         """Seconds of every distinct kernel of a program in one state: one call of the device model per state."""
-        key = (program, device, state)
+        key = (id(self.job.programs[program].kernels), device, taken)
         found = self._kernel_s.get(key)
         if found is None:
-            sms, hbm_bps = self.states[state]
             kernels = self.job.programs[program].kernels
-            times = self.devices[device].times(kernels, sms, hbm_bps) if kernels else np.zeros(0)
+            times = self.devices[device].times(kernels, *taken) if kernels else np.zeros(0)
             found = self._kernel_s[key] = np.asarray(times, dtype=np.float64)
         return found
 
-    def drains_s(self, program: int, device: int, segment: int) -> list[float]:
-        """Mean wait for a free SM while each kernel of a segment runs, memoised."""
-        key = (program, device)
+    def _row_times(self, class_number: int, state: int) -> npt.NDArray[np.float64]:
+        """Seconds of every row a segment of the class may name (see `Program.by_row`), in one state."""
+        c = self.job.classes[class_number]
+        times = self._kernel_times(c.program, c.device, self.states[state])
+        inline_s = self._variants[class_number][2]
+        return np.concatenate((times, inline_s[::-1])) if inline_s else times
+
+    def _inline_s(self, class_number: int) -> tuple[float, ...]:
+        """Seconds of each inline collective: its own, or those of the kernels beside it where they take longer.
+
+        While both run the kernels go at the pace the collective leaves them, then at their own.
+        """
+        c = self.job.classes[class_number]
+        program = self.job.programs[c.program]
+        out = []
+        for inline in program.inlines:
+            number = self.class_flows[class_number][inline.collective]
+            if number < 0:
+                out.append(0.0)
+                continue
+            flow = self.flows[number]
+            seconds = flow.alone_s
+            if inline.beside:
+                taken = (flow.channels, _memory_traffic_bps(flow, flow.alone_bps)) if self.contention else (0, 0.0)
+                rows = np.asarray(inline.beside, dtype=np.intp)
+                slow = float(self._kernel_times(c.program, c.device, taken)[rows].sum())
+                free = float(self._kernel_times(c.program, c.device, (0, 0.0))[rows].sum())
+                seconds = seconds + (slow - seconds) * free / slow if slow > seconds else seconds
+            out.append(seconds)
+        return tuple(out)
+
+    def drains_s(self, class_number: int, segment: int) -> list[float]:
+        """Mean wait for a free SM while each row of a segment runs, memoised; an inline collective holds few."""
+        c = self.job.classes[class_number]
+        key = (c.program, c.device)
         table = self._drains.get(key)
+        program = self.job.programs[c.program]
         if table is None:
-            table = self._drains[key] = [None] * len(self.job.programs[program].segments)
+            table = self._drains[key] = [None] * len(program.segments)
         found = table[segment]
         if found is None:
-            of = self.devices[device].drain_s
-            kernels = self.job.programs[program].kernels
-            wait_s = {row: float(of(kernels[row])) for row in set(self.job.programs[program].segments[segment].kernels)}
-            found = table[segment] = [wait_s[row] for row in self.job.programs[program].segments[segment].kernels]
+            of = self.devices[c.device].drain_s
+            rows = program.segments[segment].kernels
+            wait_s = {row: float(of(program.kernels[row])) if row >= 0 else 0.0 for row in set(rows)}
+            found = table[segment] = [wait_s[row] for row in rows]
         return found
 
     def copies_s(self, program: int, device: int) -> list[float]:
@@ -234,8 +277,22 @@ class Machine:
         return Flow(number, communicator, classes, coflow.latency_s, coflow.size_bytes, coflow.channels,
                     coflow.hbm_bytes_per_byte, alone_bps, coflow)
 
+    def near(self, flow: int) -> frozenset[int]:
+        """Flows that share a link or a rank with `flow`: only they can change its rate or what it slows."""
+        found = self._near.get(flow)
+        if found is None:
+            if self._by_link is None:
+                self._by_link = {}
+                for other in self.flows:
+                    for place in _places(other):
+                        self._by_link.setdefault(place, []).append(other.number)
+            found = frozenset(n for place in _places(self.flows[flow]) for n in self._by_link[place]) - {flow}
+            self._near[flow] = found
+        return found
+
     def shares(self, key: tuple[int, ...]) -> Shares:
-        """Rates and contention states while exactly the flows `key` (ascending numbers) are active, memoised."""
+        """Rates and contention states while exactly the flows `key` (ascending numbers) are active near one another,
+        memoised. Other active flows must share no link and no rank with them."""
         found = self.known_shares.get(key)
         if found is None:
             found = self.known_shares[key] = self._new_shares(key)
@@ -245,14 +302,14 @@ class Machine:
         flows = [self.flows[number] for number in key]
         alone = tuple(flow.alone_bps for flow in flows)
         if not self.contention:
-            return Shares(tuple(zip(key, alone, strict=True)), (0,) * len(self.job.classes))
+            return Shares(tuple(zip(key, alone, strict=True)), tuple((c, 0) for flow in flows for c in flow.classes))
         rates = alone if len(flows) < 2 else tuple(self._fair_share(flows))
-        taken = [(0, 0.0)] * len(self.job.classes)
+        taken: dict[int, tuple[int, float]] = {}
         for flow, rate in zip(flows, rates, strict=True):
             for c in flow.classes:
-                sms, hbm_bps = taken[c]
+                sms, hbm_bps = taken.get(c, (0, 0.0))
                 taken[c] = (sms + flow.channels, hbm_bps + _memory_traffic_bps(flow, rate))
-        return Shares(tuple(zip(key, rates, strict=True)), tuple(self._state(t) for t in taken))
+        return Shares(tuple(zip(key, rates, strict=True)), tuple((c, self._state(t)) for c, t in taken.items()))
 
     def _fair_share(self, flows: list[Flow]) -> list[float]:
         from sim.network import fair_share  # not needed by a job whose collectives never overlap
@@ -280,12 +337,17 @@ class Machine:
         out = []
         for plan in self.plans[c.program]:
             seconds = [
-                self.profile(c.program, c.device, 0, payload).total_s if kind == Kind.KERNELS
+                self.profile(class_number, 0, payload).total_s if kind == Kind.KERNELS
                 else self.flows[flows[payload]].alone_s if kind == Kind.COLLECTIVE
                 else copies_s[payload] if kind == Kind.COPY else host_s
                 for kind, payload, host_s in zip(plan.kind, plan.payload, plan.host_s, strict=True)]
             out.append(np.array(seconds, dtype=np.float64))
         return out
+
+
+def _places(flow: Flow) -> list[object]:
+    """Links and classes of ranks of a flow."""
+    return [*(() if flow.coflow is None else flow.coflow.links), *flow.classes]
 
 
 def _memory_traffic_bps(flow: Flow, rate_bps: float) -> float:

@@ -53,7 +53,7 @@ def compile_section(program: Program, section: Section) -> SectionPlan:
         ValueError: a task waits for itself or a later one.
     """
     plan = SectionPlan(section)
-    launches = [sum(program.kernels[k].launches for k in segment.kernels) for segment in program.segments]
+    launches = program.launches()
     host = int(Kind.HOST)
     kernels = int(Kind.KERNELS)
     tails = plan.tails

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sim.work import DTYPE_BYTES, Kernel
 
@@ -43,6 +43,22 @@ class Tensor:
         return math.ceil(self.elements * DTYPE_BYTES[self.dtype])
 
 
+class Joint(NamedTuple):
+    """Where the slices of an operator depend on one another, said without ranks.
+
+    Attributes:
+        kind: column (every slice reads the same whole input, and makes a partial sum of its gradient), row (the output
+            is a partial sum over the slices), vocabulary_loss (per-token scalars of vocabulary slices), ring (keys and
+            values of the other slices of the sequence), dispatch, combine (tokens travel to their experts and back).
+        elements: of the tensor in question, whole over the slices of the width.
+        dtype: of that tensor.
+    """
+
+    kind: str
+    elements: int
+    dtype: str
+
+
 @dataclass(frozen=True, slots=True)
 class Operator:
     """One operator of a layer.
@@ -69,6 +85,7 @@ class Operator:
     recomputed: bool = True
     core_again: tuple[Kernel, ...] = ()
     weight_copies: tuple[Tensor, ...] = ()
+    joint: Joint | None = None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@ are kept, and of the matrix products of linear layers the first, the third and s
 
 from __future__ import annotations
 
-from sim.model.architecture import Layer
+from dataclasses import replace
+
+from sim.model.architecture import Layer, Operator
 from sim.work import Kernel
 
 
@@ -15,12 +17,11 @@ def kept_kernels(layer: Layer) -> tuple[Kernel, ...]:
     return tuple(kernel for kernel, kept in _forward(layer) if kept)
 
 
-def recomputed_but_kept(layer: Layer) -> tuple[Kernel, ...]:
-    """Kernels of forward that run again in backward."""
-    again = {id(op) for op in layer.operators if op.recomputed}
-    marked = _forward(layer)
-    owners = [id(op) for op in layer.operators for _ in op.forward]
-    return tuple(kernel for (kernel, kept), owner in zip(marked, owners, strict=True) if not kept and owner in again)
+def again_operators(layer: Layer) -> tuple[Operator, ...]:
+    """Operators that run again in backward, with what is left of their forward."""
+    kept = iter(kept for _, kept in _forward(layer))
+    left = [(op, tuple(kernel for kernel in op.forward if not next(kept))) for op in layer.operators]
+    return tuple(replace(op, forward=forward) for op, forward in left if forward and op.recomputed)
 
 
 def output_elements(kernel: Kernel) -> int:

@@ -5,6 +5,7 @@ Floor 3. The only object that is asked for ranks and groups.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,23 +34,34 @@ class Layout:
         """Ranks of the job."""
         return int(np.prod([self.sizes[d] for d in self.order], dtype=np.int64))
 
-    def group(self, dimension: str, size: int | None = None, stride: int = 1) -> Ranks:
-        """All groups along `dimension`: shape (instances, members).
+    def group(self, dimension: str | Sequence[str], size: int | None = None, stride: int = 1) -> Ranks:
+        """All groups along a dimension, or along several taken as one: shape (instances, members).
 
         Args:
-            dimension: name of the dimension.
+            dimension: name of the dimension, or names of several; the innermost of them varies fastest.
             size: members of a group, default all ranks of the dimension; must divide it together with `stride`.
             stride: distance of members along the dimension: (size=f, stride=1) are shard groups of f neighbours,
                 (size=d/f, stride=f) the replica groups across them.
         """
-        axes = [self.sizes[d] for d in self.order]
-        axis = self.order.index(dimension)
-        length = axes[axis]
+        names = (dimension,) if isinstance(dimension, str) else tuple(dimension)
+        outward = list(reversed(self.order))
+        grid = np.arange(self.ranks, dtype=np.int64).reshape([self.sizes[d] for d in outward])
+        along = [i for i, d in enumerate(outward) if d in names]
+        moved = np.moveaxis(grid, along, range(grid.ndim - len(along), grid.ndim))
+        length = math.prod(self.sizes[d] for d in names)
         size = length // stride if size is None else size
-        grid = np.arange(self.ranks, dtype=np.int64).reshape(axes[::-1])
-        moved = np.moveaxis(grid, len(axes) - 1 - axis, -1).reshape(-1, length)
         split = moved.reshape(-1, length // (size * stride), size, stride)
         return np.ascontiguousarray(np.moveaxis(split, 2, 3).reshape(-1, size))
+
+    def coordinate(self, dimension: str) -> Ranks:
+        """Every rank's place along a dimension, shape (ranks,)."""
+        inner = math.prod(self.sizes[d] for d in self.order[:list(self.order).index(dimension)])
+        return np.arange(self.ranks, dtype=np.int64) // inner % self.sizes[dimension]
+
+    def moved(self, dimension: str, here: int, there: int) -> Ranks:
+        """Pairs of ranks that differ along a dimension only: shape (instances, 2), from `here` to `there`."""
+        pairs = self.group(dimension)
+        return np.ascontiguousarray(pairs[:, [here, there]])
 
 
 def equitable_classes(colours: Ranks, groups: Mapping[str, Ranks]) -> Ranks:

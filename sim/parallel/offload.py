@@ -42,8 +42,8 @@ class Offload:
 
     def __init__(self, scenario: Scenario, stack: Stack, builder: ProgramBuilder) -> None:
         places = scenario.parallel.offload
-        self.parameters, self.optimizer, self.activations = (
-            "none" if place == "paged" else place for place in (places.parameters, places.optimizer, places.activations))
+        self.parameters, self.optimizer, self.activations = ("none" if place == "paged" else place for place in (
+            places.parameters, places.optimizer, places.activations))
         self._scenario, self._stack, self._builder = scenario, stack, builder
 
     @property
@@ -67,7 +67,7 @@ class Offload:
 
     # ------------------------------------------------------------------------------------------- host memory
     def hold(self, name: str, size_bytes: float, category: str, *, pinned: bool = False) -> None:
-        """Host memory for the whole step. Pinned blocks are rounded up to a power of two (ATen CachingHostAllocator)."""
+        """Host memory for the whole step; pinned blocks are powers of two (ATen CachingHostAllocator)."""
         size = round(size_bytes)
         if size > 0:
             self._builder.host_resident.append((name, 1 << (size - 1).bit_length() if pinned else size, category))

@@ -16,6 +16,7 @@ from sim.model.eager import rounded
 from sim.model.kernels import quantisation
 from sim.parallel.compute import Compute
 from sim.parallel.layout import Layout, Ranks
+from sim.parallel.model.joints import joints
 from sim.parallel.offload import STREAMS, Offload
 from sim.program import CollectiveCall, Label, ProgramBuilder, SectionBuilder
 from sim.scenario.schema import Scenario
@@ -43,6 +44,10 @@ class Plan:
         architecture: of a full micro-batch.
         groups: communicators by name, in order; shape (instances, members).
         micro_steps: in order.
+        edges: pipeline neighbours this program's ranks exchange tensors with, each way.
+        communicators: names of the job's communicators, default the groups'.
+        sibling: plan of another program of the same job; kernels and segments are shared with it.
+        norm_groups: communicators over which the gradient norm is summed beside the data-parallel one.
     """
 
     scenario: Scenario
@@ -52,16 +57,29 @@ class Plan:
     groups: dict[str, Ranks]
     streams: tuple[str, ...]
     micro_steps: list[MicroStep]
+    edges: int = 0
+    communicators: tuple[str, ...] = ()
+    norm_groups: tuple[str, ...] = ()
+    sibling: Plan | None = None
     builder: ProgramBuilder = field(init=False)
     compute: Compute = field(init=False)
     offload: Offload = field(init=False)
 
     def __post_init__(self) -> None:
-        if any(place in ("cpu", "nvme") for _, place in self.scenario.parallel.offload):
+        offloads = any(place in ("cpu", "nvme") for _, place in self.scenario.parallel.offload)
+        if offloads and self.sibling is None:
             self.streams = (*self.streams, *STREAMS)
-        self.builder = ProgramBuilder(self.streams, tuple(self.groups), self.stack.launch_queue)
-        self.compute = Compute(self.builder, self.stack)
+        self.builder = ProgramBuilder(
+            self.streams, self.communicators or tuple(self.groups), self.stack.launch_queue,
+            self.sibling.builder.tables if self.sibling else None)
         self.offload = Offload(self.scenario, self.stack, self.builder)
+        if self.sibling:
+            self.compute = self.sibling.compute.shared(self.builder)
+            return
+        parallel = self.scenario.parallel
+        self.compute = Compute(self.builder, self.stack, joints(
+            self.stack, tuple(self.groups), sequence=parallel.sequence_parallel and parallel.tensor > 1,
+            pipelined=parallel.async_tensor))
 
     def model(self, batch: int) -> Architecture:
         """Architecture for a micro-batch of `batch` sequences."""
@@ -116,7 +134,6 @@ def write(technique: Technique) -> None:
         plan.builder.run(section, len(list(run)))
     section = plan.builder.section("optimizer step")
     technique.optimizer_step(section)
-    narrow_weights(plan, section)
     end_of_step(plan, section)
     plan.builder.run(section)
 
@@ -172,9 +189,10 @@ def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins:
         norm, scale = clip_kernels(numel, tensors, training.precision.gradients, implementation)
         label = Label("optimizer", "optimizer", "gradient norm")
         task = section.kernels(COMPUTE, plan.compute.segment((norm,)), label, joins=joins)
-        if ranks is not None and len(plan.groups[ranks][0]) > 1:
-            call = collective(plan, "all_reduce", 4, "fp32", ranks)
-            task = section.collective(1, call, stack.host_collective_s, label, waits=(task,))
+        for group in (*(() if ranks is None else (ranks,)), *plan.norm_groups):
+            if len(plan.groups[group][0]) > 1:
+                call = collective(plan, "all_reduce", 4, "fp32", group)
+                task = section.collective(1, call, stack.host_collective_s, label, waits=(task,))
         section.kernels(COMPUTE, plan.compute.segment((scale,)), Label("optimizer", "optimizer", "clip"), waits=(task,))
         joins = ()
     kernels = optimizer_kernels(numel, tensors, training.precision, training.optimizer, implementation, clip=False)

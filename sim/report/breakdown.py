@@ -68,16 +68,24 @@ class Breakdown:
 
 
 def kernel_shares(program: Program, profiles: Sequence[Profile]) -> Floats:
-    """Share of every kernel category in the time of every segment, shape (segments, categories); rows sum to 1.
+    """Share of every kernel category, then of every distinct collective, in the time of every segment.
+
+    An inline collective's share is its time beyond that of the kernels beside it: what is exposed.
 
     Args:
         profiles: the engine's profile of each segment in the state without contention.
+
+    Returns:
+        shape (segments, categories + collectives); rows sum to 1.
     """
-    category = np.array([CATEGORIES.index(k.category) for k in program.kernels], dtype=np.int64)
-    shares = np.zeros((len(profiles), len(CATEGORIES)))
+    kernels = [CATEGORIES.index(k.category) for k in program.kernels]
+    column = np.array([*kernels, *(len(CATEGORIES) + i.collective for i in reversed(program.inlines))], dtype=np.int64)
+    width = len(CATEGORIES) + len(program.collectives)
+    shares = np.zeros((len(profiles), width))
     for i, (segment, profile) in enumerate(zip(program.segments, profiles, strict=True)):
         rows = np.array(segment.kernels, dtype=np.int64)
-        sums = np.bincount(category[rows], weights=np.diff(profile.elapsed), minlength=len(CATEGORIES))
+        seconds = np.diff(profile.elapsed)
+        sums = np.bincount(column[rows], weights=seconds, minlength=width)
         if sums.any():
             shares[i] = sums / sums.sum()
         else:
@@ -85,13 +93,14 @@ def kernel_shares(program: Program, profiles: Sequence[Profile]) -> Floats:
     return shares
 
 
-def breakdown(columns: Columns, shares: Floats, alone_s: Floats) -> Breakdown:
+def breakdown(columns: Columns, shares: Floats, alone_s: Floats, inline_s: Floats | None = None) -> Breakdown:
     """Split the step of `columns` (see `sim.report.exposure` for the order of precedence).
 
     Inside a segment the GPU may wait for the launch of its next kernel; that part goes to the host.
 
     Args:
         shares: see `kernel_shares`.
+        inline_s: seconds collectives inside segments take by themselves, shape (segments, collectives), or None.
         alone_s: seconds of each segment's kernels running alone, shape (segments,).
     """
     program = columns.program
@@ -101,8 +110,8 @@ def breakdown(columns: Columns, shares: Floats, alone_s: Floats) -> Breakdown:
     calls, copies = columns.where(Kind.COLLECTIVE), np.concatenate((columns.where(Kind.COPY), _on_cpu(columns)))
     keys = [(c.kind, program.communicators[c.communicator]) for c in program.collectives]
     rows = sorted(set(keys))
-    key_of_call = np.array([rows.index(key) for key in keys], dtype=np.int64)
-    call_key = key_of_call[columns.payload[calls]] if len(calls) else calls
+    named = np.array([rows.index(key) for key in keys], dtype=np.int64)
+    call_key = named[columns.payload[calls]] if len(calls) else calls
     count = max(1, len(program.segments))
     layers = [
         _spans(columns, main, columns.payload[main], count),
@@ -116,15 +125,19 @@ def breakdown(columns: Columns, shares: Floats, alone_s: Floats) -> Breakdown:
 
     starved = np.minimum(_starved_s(columns, main, count), on_main)
     busy = on_main - starved + on_aside
-    by_category = busy @ shares if len(program.segments) else np.zeros(len(CATEGORIES))
-    result = Breakdown(dict(zip(CATEGORIES, by_category.tolist(), strict=True)), offload=float(copying.sum()),
+    spent = busy @ shares if len(program.segments) else np.zeros(len(CATEGORIES) + len(keys))
+    inside = np.bincount(named, weights=spent[len(CATEGORIES):], minlength=len(rows)) if keys else np.zeros(0)
+    result = Breakdown(dict(zip(CATEGORIES, spent.tolist(), strict=False)), offload=float(copying.sum()),
                        host=rest + float(starved.sum()), contention=_contention_s(columns, main, alone_s))
     total = np.zeros(len(rows))
     np.add.at(total, call_key, (columns.end_s[calls] - columns.start_s[calls]) * columns.times[calls])
+    if inline_s is not None:
+        runs = np.bincount(columns.payload[kernels], weights=columns.times[kernels], minlength=count)
+        np.add.at(total, named, runs[:len(inline_s)] @ inline_s)
     for i, (kind, group) in enumerate(rows):
         bubble = float(pending[i]) if kind in _POINT_TO_POINT else 0.0
         result.pipeline_bubble += bubble
-        result.exposed_communication.setdefault(kind, {})[group] = float(moving[i] + pending[i]) - bubble
+        result.exposed_communication.setdefault(kind, {})[group] = float(moving[i] + pending[i] + inside[i]) - bubble
         result.communication_total.setdefault(kind, {})[group] = float(total[i])
     return result
 
@@ -133,7 +146,8 @@ def _on_cpu(columns: Columns) -> Ints:
     """Rows of an optimizer that runs on the CPU."""
     rows = columns.where(Kind.HOST)
     labels = columns.program.labels
-    return rows[np.array([labels[number].name.endswith(ON_CPU) for number in columns.label[rows]], dtype=bool)]
+    chosen: Ints = rows[np.array([labels[number].name.endswith(ON_CPU) for number in columns.label[rows]], dtype=bool)]
+    return chosen
 
 
 def _starved_s(columns: Columns, rows: Ints, count: int) -> Floats:
@@ -163,9 +177,27 @@ def bound(parts: Breakdown) -> str:
     return max(seconds, key=lambda name: seconds[name])
 
 
+def inline_seconds(program: Program, of_collective: Sequence[float]) -> Floats | None:
+    """Seconds that collectives inside each segment take by themselves, shape (segments, collectives); None: none are.
+
+    Args:
+        of_collective: seconds of each distinct collective alone.
+    """
+    if not program.inlines:
+        return None
+    seconds = np.zeros((len(program.segments), len(program.collectives)))
+    for i, segment in enumerate(program.segments):
+        for row in segment.kernels:
+            if row < 0:
+                collective = program.inlines[-1 - row].collective
+                seconds[i, collective] += of_collective[collective]
+    return seconds
+
+
 def segment_flops(program: Program) -> Floats:
     """Matrix-product FLOPs of each segment, shape (segments,)."""
-    flops: Sequence[float] = [k.flops for k in program.kernels]
+    own = [k.flops for k in program.kernels]
+    flops = program.by_row(lambda k: k.flops, lambda i: sum(own[row] for row in i.beside))
     return np.array([sum(flops[k] for k in s.kernels) for s in program.segments], dtype=np.float64)
 
 

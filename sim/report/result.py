@@ -15,7 +15,15 @@ from sim.memory.ledger import MemoryUse, peak
 from sim.parallel import Lowered
 from sim.program import Job, Kind
 from sim.report.advice import Change
-from sim.report.breakdown import COMPUTE_STREAM, Breakdown, bound, breakdown, kernel_shares, step_flops
+from sim.report.breakdown import (
+    COMPUTE_STREAM,
+    Breakdown,
+    bound,
+    breakdown,
+    inline_seconds,
+    kernel_shares,
+    step_flops,
+)
 from sim.report.columns import Columns, of_class
 from sim.report.traffic import traffic_list
 from sim.scenario.dump import dump
@@ -308,8 +316,10 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
     critical, columns = _critical(lowered, timeline)
     simulated = job.classes[critical]
     program = job.programs[simulated.program]
-    profiles = [machine.profile(simulated.program, simulated.device, 0, i) for i in range(len(program.segments))]
-    parts = breakdown(columns, kernel_shares(program, profiles), np.array([p.total_s for p in profiles]))
+    profiles = [machine.profile(critical, 0, i) for i in range(len(program.segments))]
+    flows = [machine.flows[number].alone_s if number >= 0 else 0.0 for number in machine.class_flows[critical]]
+    parts = breakdown(columns, kernel_shares(program, profiles), np.array([p.total_s for p in profiles]),
+                      inline_seconds(program, flows))
     parts = replace(parts, host=parts.host + loading.waiting_s)
     training, architecture = scenario.training, lowered.architecture
     of_micro_batch = architecture.forward_flops + architecture.backward_flops
@@ -326,7 +336,7 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         memory=_memory(scenario, lowered, machine), data_loading=loading,
         simulation=Simulation(timeline.events, timeline.tasks, len(job.classes), job.ranks),
         group_ranks={name: job.communicators[c].size
-                     for name, c in zip(program.communicators, simulated.communicators, strict=True)},
+                     for name, c in zip(program.communicators, simulated.communicators, strict=True) if c >= 0},
         _detail=Detail(lowered, machine, timeline, critical))
     result.warnings = _warnings(result)
     return result
@@ -388,8 +398,9 @@ def _warnings(result: Result) -> list[str]:
         found.append("memory: model states are exact; temporaries of layers whose module code is not written down "
                      "are estimated from what they keep for backward")
     if memory.host is not None and memory.host.needed_bytes > memory.host.capacity_bytes:
-        found.append(f"memory: the host of a node needs {memory.host.needed_bytes / 2**30:.4g} GiB for what is offloaded "
-                     f"and has {memory.host.capacity_bytes / 2**30:.4g} GiB: it does not fit")
+        needed, capacity = (size / 2**30 for size in (memory.host.needed_bytes, memory.host.capacity_bytes))
+        found.append(f"memory: the host of a node needs {needed:.4g} GiB for what is offloaded and has {capacity:.4g} "
+                     "GiB: it does not fit")
     share = memory.headroom_bytes / memory.capacity_bytes
     if 0 <= share < TIGHT_HEADROOM:
         found.append(f"memory: only {100 * share:.1f}% of the GPU's memory is left; allocator retries are likely")

@@ -214,8 +214,8 @@ def _host(memory: MemoryResult) -> list[Any]:
     parts = sorted(((held, name.replace("_", " ")) for name, held in host.by_category.items()), reverse=True)
     detail = ", ".join(f"{name} {size(held)}" for held, name in parts)
     colour = "red" if host.needed_bytes > host.capacity_bytes else "green"
-    return [Text.assemble(("host ", "bold"), (f"{size(host.needed_bytes)} of {size(host.capacity_bytes)} of a node", colour),
-                          (f": {detail}", "dim"))]
+    used = f"{size(host.needed_bytes)} of {size(host.capacity_bytes)} of a node"
+    return [Text.assemble(("host ", "bold"), (used, colour), (f": {detail}", "dim"))]
 
 
 def _changes(result: Result) -> list[Any]:

@@ -6,36 +6,63 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-from sim.engine import Timeline
+from sim.engine import Machine, Timeline
 from sim.program import Job, Kind, Program
 from sim.work import TORCH_DTYPES
 
 
 def traffic_list(job: Job, timeline: Timeline, rank_class: int) -> list[dict[str, Any]]:
-    """One entry per collective of a class's step, in issue order, as result.md says."""
+    """One entry per collective of a class's step, in issue order, as result.md says.
+
+    A collective inside a segment is placed by its share of the segment's own time.
+    """
     program, sizes = _program(job, rank_class)
-    fixed: dict[int, list[tuple[int, dict[str, Any]]]] = {}
+    fixed: dict[int, list[tuple[int, float, float, dict[str, Any]]]] = {}
     entries: list[dict[str, Any]] = []
+    machine = timeline.machine
     for run in timeline.classes[rank_class]:
         if run.section not in fixed:
-            fixed[run.section] = list(_described(program, run.section, sizes))
+            fixed[run.section] = [
+                (task, *_stretch(machine, rank_class, segment, place), entry)
+                for task, segment, place, entry in _described(program, run.section, sizes)]
         calls = fixed[run.section]
         for again in range(run.repeats):
             shift = again * run.delta_s
-            entries += [{**entry, "start_s": float(run.start_s[task]) + shift, "end_s": float(run.end_s[task]) + shift}
-                        for task, entry in calls]
+            for task, begin, end, entry in calls:
+                start = float(run.start_s[task]) + shift
+                length = float(run.end_s[task]) + shift - start
+                entries.append({**entry, "start_s": start + begin * length, "end_s": start + end * length})
     return entries
 
 
-def _described(program: Program, number: int, sizes: list[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(task, its fields without times) of every collective of a section."""
+def _stretch(machine: Machine, rank_class: int, segment: int, place: int) -> tuple[float, float]:
+    """Begin and end of row `place` of a segment as shares of its time; the whole for a task of its own."""
+    if segment < 0:
+        return 0.0, 1.0
+    elapsed = machine.profile(rank_class, 0, segment).elapsed
+    total = elapsed[-1] or 1.0
+    return elapsed[place] / total, elapsed[place + 1] / total
+
+
+def _calls_of(program: Program, number: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """(task, segment or -1, place in it, collective, label) of every collective of a section, in issue order."""
     section = program.sections[number]
     for task, (kind, payload, label) in enumerate(zip(section.kind, section.payload, section.label, strict=True)):
         if kind == Kind.COLLECTIVE:
-            call, names = program.collectives[payload], program.labels[label]
-            yield task, {"kind": call.kind, "group": program.communicators[call.communicator],
-                         "ranks": sizes[call.communicator], "bytes": call.size_bytes, "dtype": call.dtype,
-                         "layer": names.layer, "phase": names.phase}
+            yield task, -1, 0, payload, label
+        elif kind == Kind.KERNELS and program.inlines:
+            for place, row in enumerate(program.segments[payload].kernels):
+                if row < 0:
+                    yield task, payload, place, program.inlines[-1 - row].collective, label
+
+
+def _described(program: Program, number: int, sizes: list[int]) -> Iterator[tuple[int, int, int, dict[str, Any]]]:
+    """(task, segment, place in it, fields without times) of every collective of a section."""
+    for task, segment, place, collective, label in _calls_of(program, number):
+        call, names = program.collectives[collective], program.labels[label]
+        yield task, segment, place, {
+            "kind": call.kind, "group": program.communicators[call.communicator], "ranks": sizes[call.communicator],
+            "bytes": call.size_bytes, "dtype": call.dtype, "layer": names.layer, "phase": names.phase}
 
 
 def traffic_totals(job: Job, rank_class: int = 0) -> list[dict[str, Any]]:
@@ -82,9 +109,7 @@ def _trains(program: Program, section: int) -> bool:
 
 
 def _calls(program: Program, number: int, sizes: list[int]) -> Iterator[tuple[str, str, str, int, int]]:
-    section = program.sections[number]
-    for kind, payload, label in zip(section.kind, section.payload, section.label, strict=True):
-        if kind == Kind.COLLECTIVE:
-            call = program.collectives[payload]
-            yield (program.labels[label].phase, call.kind, TORCH_DTYPES.get(call.dtype, call.dtype),
-                   sizes[call.communicator], call.size_bytes)
+    for _, _, _, collective, label in _calls_of(program, number):
+        call = program.collectives[collective]
+        yield (program.labels[label].phase, call.kind, TORCH_DTYPES.get(call.dtype, call.dtype),
+               sizes[call.communicator], call.size_bytes)

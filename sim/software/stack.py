@@ -74,6 +74,9 @@ class Stack:
             keep the narrow copies of inputs and weights.
         narrow_amax_pass: a tensor's scale comes from its own maximum, found in a pass before the cast.
         narrow_weights_cached: weights are quantised once per optimizer step, not in every micro-step.
+        tensor_overlap: the reduction of a column-cut product's input gradient runs beside its weight gradient.
+        pipeline_p2p: how stages pass tensors on unless overlap is asked for: synchronised (batched, then the host
+            waits for the GPU), stream (the next kernels wait, the host does not).
         kernel_loading: what a CUDA context holds: all kernels, fewer (releases that ship less), or those used (lazy).
     """
 
@@ -111,6 +114,8 @@ class Stack:
     narrow_amax_pass: bool
     narrow_weights_cached: bool
     kernel_loading: str
+    tensor_overlap: bool
+    pipeline_p2p: str
 
 
 #: Fields of `Stack` that are not facts of a profile.

@@ -70,12 +70,14 @@ def flops(lowered: Lowered) -> dict[str, int]:
 
 
 def _section_flops(program: Program, number: int) -> Iterable[tuple[str, float]]:
+    from sim.report.breakdown import segment_flops
+
     section = program.sections[number]
+    flops = segment_flops(program)
     for kind, payload, label in zip(section.kind, section.payload, section.label, strict=True):
         phase = program.labels[label].phase
         if kind == Kind.KERNELS and phase != "optimizer":
-            amount = sum(program.kernels[row].flops for row in program.segments[payload].kernels)
-            yield ("forward" if phase == "forward" else "backward"), amount
+            yield ("forward" if phase == "forward" else "backward"), float(flops[payload])
 
 
 def unfold(order: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:

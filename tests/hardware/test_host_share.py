@@ -11,7 +11,8 @@ from sim.hardware import Device, HostShare, gpu, host_share
 
 
 def host(**changes: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{"pcie": "gen3x16", "nvme_read": 8e9, "nvme_write": 4e9, "memory_bandwidth": None} | changes)
+    given = {"pcie": "gen3x16", "nvme_read": 8e9, "nvme_write": 4e9, "memory_bandwidth": None}
+    return SimpleNamespace(**given | changes)
 
 
 def test_gpus_below_a_switch_share_its_link_and_all_share_disks_and_memory() -> None:
@@ -26,7 +27,7 @@ def test_copies_of_all_gpus_stay_below_the_memory_s_bandwidth() -> None:
 
 
 def test_memory_of_a_superchip_belongs_to_its_gpus() -> None:
-    assert host_share(host(pcie="nvlink-c2c"), 72).memory_bps == host_share(host(pcie="nvlink-c2c"), 4).memory_bps == 250e9
+    assert [host_share(host(pcie="nvlink-c2c"), gpus).memory_bps for gpus in (72, 4)] == [250e9, 250e9]
 
 
 def test_an_optimizer_on_the_cpu_is_bound_by_memory_or_by_its_threads() -> None:

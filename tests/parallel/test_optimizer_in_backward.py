@@ -48,8 +48,9 @@ def test_one_call_for_each_parameter() -> None:
     p, block = low.job.programs[0], low.architecture.stack[1]
     section = p.sections[0]
     task = next(t for t, label in enumerate(section.label) if p.labels[label] == ("block3", "backward", "adamw"))
-    precision = resolve({"name": "t", "cluster": {"topology": "dgx-a100-80g"}, "model": {"preset": "gpt2"}, "training": {
-        "micro_batch": 1, "global_batch": 8, "sequence": 16, "precision": "pure-bf16"}}).training.precision
+    training = {"micro_batch": 1, "global_batch": 8, "sequence": 16, "precision": "pure-bf16"}
+    given = {"name": "t", "cluster": {"topology": "dgx-a100-80g"}, "model": {"preset": "gpt2"}, "training": training}
+    precision = resolve(given).training.precision
     wanted = [optimizer_kernels(q.numel, 1, precision, "adamw", "fused", clip=False)[0] for q in block.parameters]
     assert [p.kernels[row] for row in p.segments[section.payload[task]].kernels] == wanted
 

@@ -100,6 +100,7 @@ def test_contention_is_what_kernels_take_longer_than_alone(result_of: Make) -> N
     result = result_of(6)
     assert result.breakdown.contention == pytest.approx(0, abs=1e-12)
     columns = of_class(result.detail.lowered.job, result.detail.timeline, 0)
-    shares = np.full((3, 4), 0.25)
+    program = columns.program
+    shares = np.full((3, 4 + len(program.collectives)), 1 / (4 + len(program.collectives)))
     slowed = breakdown(columns, shares, np.array([3.0, 6.0, 1.0]) * MS)  # as if forward took 3 ms alone, not 4
     assert slowed.contention == pytest.approx(6 * MS)

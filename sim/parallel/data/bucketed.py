@@ -19,6 +19,7 @@ from sim.parallel.step import (
     MicroStep,
     Plan,
     collective,
+    narrow_weights,
     state_bytes,
     update,
     update_in_backward,
@@ -153,10 +154,11 @@ class Bucketed:
             late = [bucket for _, buckets in complete for bucket in buckets]
         return late
 
-    def reduce(self, section: SectionBuilder, bucket: Bucket, waits: Sequence[int], micro: MicroStep) -> None:
-        """Launch one bucket; an offloading optimizer's part of it goes on to the host."""
+    def reduce(self, section: SectionBuilder, bucket: Bucket, waits: Sequence[int],
+               micro: MicroStep | None = None) -> None:
+        """Launch one bucket; an offloading optimizer's part of it goes on to the host in every micro-step."""
         task = self.launch(section, bucket, waits) if self.reduces else None
-        if self.offload.moves_optimizer:
+        if self.offload.moves_optimizer and micro is not None:
             self.store(section, bucket, waits if task is None else (task,), micro)
 
     def store(self, section: SectionBuilder, bucket: Bucket, waits: Sequence[int], micro: MicroStep) -> None:
@@ -170,7 +172,8 @@ class Bucketed:
         section.allocate("gradient partition", size, "gradients", NCCL)
         joins = () if waits else (COMPUTE,)
         if not micro.first and self.plan.micro_steps[0].reduce:
-            waits, joins = (*waits, self.offload.fetch(section, numel * self.width, label, waits, joins, place="cpu")), ()
+            earlier = self.offload.fetch(section, numel * self.width, label, waits, joins, place="cpu")
+            waits, joins = (*waits, earlier), ()
         self.offload.store(section, size, label, waits, joins)
         section.free("gradient partition", size, "gradients", NCCL)
 
@@ -212,6 +215,7 @@ class Bucketed:
     def optimizer_step(self, section: SectionBuilder) -> None:
         """Optimizer on this rank's share, then the gather of updated parameters."""
         if self.at_once:
+            narrow_weights(self.plan, section)
             return
         architecture = self.plan.architecture
         tensors = sum(len(layer.parameters) for layer in architecture.stack)
@@ -225,6 +229,7 @@ class Bucketed:
             self.drop_gradients(section, position)
         if self.reduction.gather_elements and self.reduces:
             self.gather_parameters(section, task)
+        narrow_weights(self.plan, section)
 
     def gather_parameters(self, section: SectionBuilder, updated: int) -> None:
         """All-gather of parameters in chunks, after the optimizer and exposed (DeepSpeed `all_gather_dp_groups`)."""

@@ -117,12 +117,14 @@ class Zero3:
             section.host(0.0, Label(name, phase, "fetch limit"), waits=(done[-FETCHES_IN_FLIGHT],))
         size = round(numel * DTYPE_BYTES[self.precision.gather])
         section.allocate(f"fetched:{position}:{phase}", self.live_bytes(position), "gathered_parameters", GATHER)
-        joins, waits = (COMPUTE, REDUCE) if start else (), ()
+        joins = (COMPUTE, REDUCE) if start else ()
+        waits: tuple[int, ...] = ()
         if self.offload.moves_parameters:
             shard = numel / self.ranks * DTYPE_BYTES[self.precision.parameters]
-            waits = (self.offload.fetch(section, shard, Label(name, phase, "partition"), (), joins),)
+            partition = self.offload.fetch(section, shard, Label(name, phase, "partition"), (), joins)
             if self.ranks == 1:
-                return waits[0]
+                return partition
+            waits = (partition,)
         call = collective(self.plan, "all_gather", size, self.precision.gather, "shard")
         return section.collective(GATHER, call, self.plan.stack.host_collective_s, Label(name, phase, "all_gather"),
                                   waits, joins)

@@ -1,0 +1,1 @@
+"""Techniques that cut the model itself: tensor, sequence, context and expert parallelism."""

@@ -1,0 +1,79 @@
+"""Where the slices of a cut model depend on one another: an operator's kernels with the collectives around them.
+
+The model room says what depends on what (`sim.model.architecture.Joint`); which collective that becomes, and what hides
+it, is decided here, one function a technique. A model that is not cut passes through unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sim.model.architecture import Operator
+from sim.parallel.model import context, expert, tensor
+from sim.parallel.model.calls import Calls, Items
+from sim.software import Stack
+
+
+@dataclass(frozen=True)
+class Joints:
+    """How joints become collectives in one job.
+
+    Attributes:
+        calls: the communicators of the cut dimensions.
+        sequence: activations between tensor regions are cut along the sequence.
+        hides: the weight gradients hide the reduction of the input gradient (`Stack.tensor_overlap`).
+        pipelined: products and collectives are cut into pieces that overlap (async tensor parallelism).
+    """
+
+    calls: Calls
+    sequence: bool
+    hides: bool
+    pipelined: bool
+
+    def forward(self, operator: Operator) -> Items:
+        """An operator's forward."""
+        return self._turned(operator, operator.forward, "forward")
+
+    def again(self, operator: Operator) -> Items:
+        """What selective recomputation runs again of an operator."""
+        return self._turned(operator, operator.core_again or operator.forward, "forward")
+
+    def backward(self, operator: Operator) -> Items:
+        """An operator's backward."""
+        return self._turned(operator, operator.backward, "backward")
+
+    def _turned(self, operator: Operator, kernels: Items, direction: str) -> Items:
+        joint = operator.joint
+        if joint is None or not kernels:
+            return kernels
+        if joint.kind in ("dispatch", "combine"):
+            return expert.around(self.calls, joint, kernels, direction)
+        if joint.kind == "ring":
+            return context.around(self.calls, joint, kernels, direction)
+        style = tensor.Style(self.sequence, self.hides, self.pipelined)
+        return tensor.around(self.calls, joint, kernels, direction, style)
+
+
+class Uncut:
+    """A model that is not cut."""
+
+    def forward(self, operator: Operator) -> Items:
+        """An operator's forward."""
+        return operator.forward
+
+    def again(self, operator: Operator) -> Items:
+        """What selective recomputation runs again of an operator."""
+        return operator.core_again or operator.forward
+
+    def backward(self, operator: Operator) -> Items:
+        """An operator's backward."""
+        return operator.backward
+
+
+def joints(stack: Stack, communicators: Sequence[str], *, sequence: bool, pipelined: bool) -> Joints | Uncut:
+    """Joints of a job whose programs have these communicators."""
+    calls = Calls(tuple(communicators))
+    if not any(name in communicators for name in ("tensor", "context", "expert")):
+        return Uncut()
+    return Joints(calls, sequence, stack.tensor_overlap, pipelined)

@@ -1,0 +1,78 @@
+"""Megatron's tensor and sequence parallelism: conjugate collectives around products cut by columns and by rows.
+
+Sources: Shoeybi et al. 2019 (arXiv 1909.08053), section 3, f and g; Korthikanti et al. 2022 (arXiv 2205.05198), section
+4.2, g and its conjugate with sequence parallelism; Megatron-LM `tensor_parallel/layers.py`
+(LinearWithGradAccumulationAndAsyncCommunication: the input is gathered beside the data gradient, the input's gradient
+reduced beside the weight gradient), `mappings.py`, `cross_entropy.py`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sim.model.architecture import Joint
+from sim.parallel.model.calls import Calls, Items, plain
+from sim.work import Kernel
+
+
+class Style(NamedTuple):
+    """See `sim.parallel.model.joints.Joints`."""
+
+    sequence: bool
+    hides: bool
+    pipelined: bool
+
+
+def around(calls: Calls, joint: Joint, kernels: Items, direction: str, style: Style) -> Items:
+    """An operator's kernels with the collectives of its joint."""
+    if not calls.has("tensor"):
+        return kernels
+    own = plain(kernels)
+    if joint.kind == "vocabulary_loss":
+        # the largest logit, the predicted logit and the sum of exponentials of every token
+        scalars = tuple(calls.call("tensor", "all_reduce", joint.elements, joint.dtype) for _ in range(3))
+        return (*own, *scalars) if direction == "forward" else own
+    if joint.kind == "column":
+        return _column_forward(calls, joint, own, style) if direction == "forward" else (
+            _column_backward(calls, joint, own, style))
+    if direction == "forward":
+        return _row_forward(calls, joint, own, style)
+    if not style.sequence:
+        return own
+    return (calls.call("tensor", "all_gather", joint.elements, joint.dtype), *own)
+
+
+def _column_forward(calls: Calls, joint: Joint, own: tuple[Kernel, ...], style: Style) -> Items:
+    """f: nothing to do forward, unless the input is cut along the sequence."""
+    if not style.sequence:
+        return own
+    first = next((i for i, k in enumerate(own) if k.op == "gemm"), 0)
+    if style.pipelined and own[first].op == "gemm":
+        return (*own[:first], calls.call("tensor", "all_gather", joint.elements, joint.dtype, (own[first],)),
+                *own[first + 1:])
+    return (*own[:first], calls.call("tensor", "all_gather", joint.elements, joint.dtype), *own[first:])
+
+
+def _row_forward(calls: Calls, joint: Joint, own: tuple[Kernel, ...], style: Style) -> Items:
+    """g: the partial sums of all slices are added up right behind the product."""
+    kind = "reduce_scatter" if style.sequence else "all_reduce"
+    last = max((i for i, k in enumerate(own) if k.op in ("gemm", "embedding")), default=len(own) - 1)
+    if style.pipelined and own[last].op == "gemm":
+        return (*own[:last], calls.call("tensor", kind, joint.elements, joint.dtype, (own[last],)), *own[last + 1:])
+    return (*own[:last + 1], calls.call("tensor", kind, joint.elements, joint.dtype), *own[last + 1:])
+
+
+def _column_backward(calls: Calls, joint: Joint, own: tuple[Kernel, ...], style: Style) -> Items:
+    """Conjugate of f: the gradient of the input is a sum over slices; the weight gradient can hide it."""
+    data = max((i for i, k in enumerate(own) if k.op == "gemm" and k.variant == "nn"), default=-1)
+    weight = tuple(k for k in own[data + 1:] if k.op == "gemm" and k.variant == "nt")
+    rest = tuple(k for k in own[data + 1:] if k not in weight)
+    kind = "reduce_scatter" if style.sequence else "all_reduce"
+    hides = (style.hides or style.sequence) and data >= 0
+    if not hides:
+        return (*own, calls.call("tensor", kind, joint.elements, joint.dtype))
+    before: Items = own[:data + 1]
+    if style.sequence:
+        gather = calls.call("tensor", "all_gather", joint.elements, joint.dtype, (own[data],))
+        before = (*own[:data], gather)
+    return (*before, calls.call("tensor", kind, joint.elements, joint.dtype, weight), *rest)

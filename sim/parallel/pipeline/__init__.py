@@ -1,0 +1,1 @@
+"""Pipeline parallelism: stages of a model, order lists of their micro-batches, transfers between them."""
