@@ -1,8 +1,8 @@
 """A GPU's share of its host: link, memory and disks, when all GPUs of the node use them at once.
 
-Ranks of a training job run the same program, so they copy at the same time: what a node has is divided by its GPUs, and
-the link of a PCIe switch by those below it. ZeRO-Infinity measures the same on a DGX-2: 12 GB/s of one GPU alone, 3 GB/s
-of each of sixteen (Rajbhandari et al. 2021, figure 2b).
+Ranks of a training job run the same program, so they copy at the same time: what a node has is divided by its GPUs,
+and the link of a PCIe switch by those below it. ZeRO-Infinity measures the same on a DGX-2: 12 GB/s of one GPU alone,
+3 GB/s of each of sixteen (Rajbhandari et al. 2021, figure 2b; recalled).
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ def chunked_operator(style: Style, rows: int, logits: Operator) -> Operator:
     """Logits, loss and their gradients in chunks of rows, all in forward (Liger's fused linear cross-entropy).
 
     For each chunk: the product, a kernel that reads the logits twice and writes their gradient over them, the data
-    gradient, and the weight gradient added to those of the chunks before. Backward has both gradients already; it scales
-    them only where the loss is not the last thing computed.
+    gradient, and the weight gradient added to those of the chunks before. Backward has both gradients already; it
+    scales them only where the loss is not the last thing computed.
 
     Args:
         logits: the whole product, for its parameters and its casts.

@@ -119,7 +119,8 @@ def quantisation(style: Style, elements: int) -> Kernel:
     """
     act, gemm = width(style.act), width(style.gemm)
     maximum = style.stack.narrow_amax_pass and style.gemm != "mxfp8"
-    return elementwise("quantise", elements, act + 2 * gemm + (act if maximum else 0.0), style.gemm, 2 if maximum else 1)
+    per_element = act + 2 * gemm + (act if maximum else 0.0)
+    return elementwise("quantise", elements, per_element, style.gemm, 2 if maximum else 1)
 
 
 def _weight_gradient(

@@ -1,7 +1,8 @@
 """Selective recomputation by operator: which kernels' outputs are kept, and what runs again in backward.
 
-torchtitan's policy (`torchtitan/distributed/activation_checkpoint.py`, `_get_custom_policy`): outputs of fused attention
-are kept, and of the matrix products of linear layers the first, the third and so on; everything else runs again.
+torchtitan's policy (`torchtitan/distributed/activation_checkpoint.py`, `_get_custom_policy`): outputs of fused
+attention are kept, and of the matrix products of linear layers the first, the third and so on; everything else runs
+again.
 """
 
 from __future__ import annotations
