@@ -169,13 +169,16 @@ class Bucketed:
         label = Label(f"bucket{self.numbers[id(bucket)]}", "backward", "partition")
         single = len(self.plan.micro_steps) == 1
         size = round(numel * (self.offload.state_widths()["gradients"] if single else self.width))
-        section.allocate("gradient partition", size, "gradients", NCCL)
+        # parameter by parameter: each cast on the device just before its copy
+        whole = max(p.numel for layer in self.plan.architecture.stack for p in layer.parameters)
+        temporary = round(size * min(1.0, whole / bucket.numel))
+        section.allocate("gradient partition", temporary, "gradients", NCCL)
         joins = () if waits else (COMPUTE,)
         if not micro.first and self.plan.micro_steps[0].reduce:
             earlier = self.offload.fetch(section, numel * self.width, label, waits, joins, place="cpu")
             waits, joins = (*waits, earlier), ()
         self.offload.store(section, size, label, waits, joins)
-        section.free("gradient partition", size, "gradients", NCCL)
+        section.free("gradient partition", temporary, "gradients", NCCL)
 
     def launch(self, section: SectionBuilder, bucket: Bucket, waits: Sequence[int]) -> int:
         """The reduction of one bucket."""
