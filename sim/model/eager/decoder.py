@@ -89,10 +89,11 @@ def attention(run: Run, style: Style, x: Tensor, policy: str, memory: Tensor | N
 
 def _linear(run: Run, style: Style, x: Tensor, features_in: int, features_out: int, bias: bool | None = None) -> Tensor:
     return op.linear(run, x, features_in, features_out, style.bias if bias is None else bias, dtype=style.weight,
-                     bias_last=style.conv1d, narrow=_narrow(style))
+                     bias_last=style.conv1d, narrow=narrow(style))
 
 
-def _narrow(style: Style) -> op.Narrow | None:
+def narrow(style: Style) -> op.Narrow | None:
+    """How the blocks' products are quantised; None where they run in the activations' dtype."""
     if DTYPE_BYTES[style.gemm] >= DTYPE_BYTES[style.act]:
         return None
     return op.Narrow(style.gemm, style.stack.narrow_keeps_inputs, style.stack.narrow_weights_cached)
