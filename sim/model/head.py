@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from sim.model.architecture import Layer, Operator, Parameter, Tensor
-from sim.model.kernels import cast, elementwise, linear_operator, product, width
+from sim.model.architecture import Joint, Layer, Operator, Parameter, Tensor
+from sim.model.kernels import cast, elementwise, joint, linear_operator, product, width
 from sim.model.norms import norm_operator
 from sim.model.style import Style
 from sim.work import Kernel
@@ -26,10 +26,10 @@ _VOCAB_PARALLEL = ((4, 8, 8, 4, 8), 8)
 def head_layer(style: Style) -> Layer:
     """Final norm, product with the vocabulary, loss. Tied, the product's weight belongs to the embedding layer."""
     norm_name, head_name = _NAMES["gpt2" if style.conv1d else style.modules]
-    norm, norm_parameters = norm_operator(style, "final_norm", norm_name)
+    norm, norm_parameters = norm_operator(style.stream, "final_norm", norm_name)
     rows = style.batch * style.predicted
     logits, weight = logits_operator(style, rows, head_name)
-    stream = Tensor("head_input_stream", style.tokens * style.hidden, style.residual)
+    stream = Tensor("head_input_stream", style.stream.tokens * style.hidden, style.residual)
     own = () if style.tied else weight
     last = (chunked_operator(style, rows, logits),) if style.chunked_loss else (logits, loss_operator(style, rows))
     return Layer("head", (norm, *last), stream, (*norm_parameters, *own),
@@ -38,12 +38,14 @@ def head_layer(style: Style) -> Layer:
 
 def logits_operator(style: Style, rows: int, module: str) -> tuple[Operator, tuple[Parameter, ...]]:
     """The product of `rows` tokens with the vocabulary, and its matrix (which is not its own where tied)."""
-    inputs = Tensor("head_input", rows * style.hidden, style.act)
+    kept = rows // style.tensor if style.scattered else rows
+    inputs = Tensor("head_input", kept * style.hidden, style.act)
     plain_linear = replace(style, gemm=style.act)  # narrow formats leave the head alone
     logits, weight = linear_operator(plain_linear, "logits", module, style.hidden, style.vocab,
                                      source=style.residual, saved=(inputs,), rows=rows, bias=False)
     weight = (Parameter(weight[0].name, (style.vocab, style.hidden)),)
-    return replace(logits, parameters=() if style.tied else weight), weight
+    cut = joint(style, "column", rows * style.hidden)
+    return replace(logits, parameters=() if style.tied else weight, joint=cut), weight
 
 
 def loss_operator(style: Style, rows: int) -> Operator:
@@ -55,7 +57,8 @@ def loss_operator(style: Style, rows: int) -> Operator:
         forward, backward, saved = _vocab_parallel(style, rows)
     else:
         forward, backward, saved = _plain(style, rows)
-    return Operator("loss", (*forward, *metrics), tuple(backward), saved=saved)
+    cut = Joint("vocabulary_loss", rows, "fp32") if style.tensor > 1 else None
+    return Operator("loss", (*forward, *metrics), tuple(backward), saved=saved, joint=cut)
 
 
 def chunk_rows(rows: int, hidden: int, vocab: int) -> int:

@@ -23,6 +23,8 @@ def check(scenario: Scenario, ipg: bool = False) -> None:
         and training.finetune.method,
         "training.mode": training.mode != "train" and "inference",
         "training.precision": training.precision.compute in ("int8", "int4") and training.precision.compute,
+        "parallel.pipeline": parallel.pipeline > 1 and parallel.strategy in ("fsdp", "zero2", "zero3")
+        and f"pipeline parallelism with {parallel.strategy}",
         "parallel.offload": any(v == "paged" for _, v in parallel.offload) and "paged memory",
     }
     faults = [Fault(f"{what} is understood but not simulated yet in this version", field, hint="remove it, or see "

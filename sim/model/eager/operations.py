@@ -179,12 +179,13 @@ def weight_copy(run: Run, weight: Weight) -> tuple[Storage | None, Sink]:
 
 
 def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool, *, dtype: str, shared: bool = False,
-           bias_last: bool = False, narrow: Narrow | None = None) -> Tensor:
+           bias_last: bool = False, gathered: int = 1, narrow: Narrow | None = None) -> Tensor:
     """`F.linear`, or Conv1D's `addmm` (`bias_last`: the order of autocast's casts, which is the reverse).
 
     Args:
         dtype: of the weight.
         shared: the weight is another layer's too.
+        gathered: slices of the sequence the input is gathered from, in forward and again in backward.
         narrow: the product runs in a dtype of 8 bits or fewer.
     """
     weight = Weight(features_in * features_out, dtype, shared)
@@ -195,24 +196,38 @@ def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool,
     x = to(run, x, run.autocast or x.dtype)
     if bias and bias_last:
         copy_bias = weight_copy(run, Weight(features_out, dtype))
-    rows, needed, act = x.elements // features_in, x.sink is not None, x.dtype
+    rows, needed, act = gathered * x.elements // features_in, x.sink is not None, x.dtype
+    whole = run.new(rows * features_in, act) if gathered > 1 else None
 
     def rule(run: Run, _: Gradients) -> Gradients:
         spare = [] if narrow is None else narrow.copies(run, rows * features_out)
-        gradients: Gradients = [run.new(rows * features_in, act) if needed else None,
-                                run.new(features_in * features_out, act), run.new(features_out, act) if bias else None]
+        again = run.new(rows * features_in, act) if gathered > 1 else None
+        gradient = run.new(rows * features_in, act) if needed else None
+        if again is not None and gradient is not None:
+            gradient = run.new(rows // gathered * features_in, act)
+        del again
+        made: Gradients = [gradient, run.new(features_in * features_out, act),
+                           run.new(features_out, act) if bias else None]
         spare.clear()
-        return gradients
+        return made
 
     node = run.node(rule, (x.sink, weight_sink, None if copy_bias is None else copy_bias[1]))
-    spare = [] if narrow is None else narrow.forward(run, node, rows * features_in, features_in * features_out)
+    sizes = rows * features_in, features_in * features_out
+    spare = [] if narrow is None else narrow.forward(run, node, *sizes, gathered)
     if narrow is None or narrow.keeps_inputs:
         run.save(node, x.storage)
         if copy is not None:
             run.save(node, copy)
     out = run.output(rows * features_out, act, product=True)
-    del spare
+    del whole, spare
     return Tensor(out, rows * features_out, act, Output(node, 0))
+
+
+def scattered(run: Run, x: Tensor, parts: int) -> Tensor:
+    """A reduce-scatter along the sequence; backward gathers."""
+    elements, dtype = x.elements, x.dtype
+    node = run.node(lambda run, _: [run.new(elements, dtype)], (x.sink,))
+    return _result(run, node, elements // parts, dtype)
 
 
 class Narrow:
@@ -229,10 +244,11 @@ class Narrow:
         """A tensor's two copies."""
         return [run.new(elements, self.dtype) for _ in range(2)]
 
-    def forward(self, run: Run, node: Node, inputs: int, weights: int) -> list[Storage]:
+    def forward(self, run: Run, node: Node, inputs: int, weights: int, gathered: int = 1) -> list[Storage]:
         """Copies of the input and the weight; returns those that last only as long as the product.
 
-        Backward reads the transposed input, and the weight both ways.
+        Backward reads the transposed input, and the weight both ways. Of an input gathered from `gathered` slices only
+        this rank's is kept.
         """
         spare = self.copies(run, inputs)
         kind, run.kind = run.kind, COPIES
@@ -240,7 +256,7 @@ class Narrow:
         run.kind = kind
         if self.keeps_inputs:
             return [*spare, *weight]
-        run.save(node, spare.pop(), *weight)
+        run.save(node, run.new(inputs // gathered, self.dtype) if gathered > 1 else spare.pop(), *weight)
         return spare
 
 
