@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from sim.model.architecture import Layer, Parameter
 from sim.parallel.activations import Activations
 from sim.parallel.compute import traffic_kernel
+from sim.parallel.offload import PARAMETER_BUFFER, PARAMETER_BUFFERS
 from sim.parallel.step import COMPUTE, MicroStep, Plan, collective, state_bytes, update
 from sim.program import Label, SectionBuilder
 from sim.work import DTYPE_BYTES
@@ -32,6 +33,8 @@ class Zero3:
         self.plan = plan
         self.ranks = plan.scenario.data_parallel
         self.precision = plan.scenario.training.precision
+        self.offload = plan.offload
+        self.fetches = self.ranks > 1 or self.offload.moves_parameters
         # a tied head multiplies by the embedding's matrix and fetches it again
         self.gathered = [self.fetched((*layer.parameters, *layer.shared)) for layer in plan.architecture.stack]
         stack = plan.architecture.stack
@@ -53,12 +56,32 @@ class Zero3:
         """Everything split over all ranks, small parameters whole as well."""
         numel = self.plan.architecture.parameters
         for category, width in state_bytes(self.plan).items():
-            self.plan.resident(category, numel * width / self.ranks, category)
-        if self.ranks > 1:
+            if not self.outside(category):
+                self.plan.resident(category, numel * width / self.ranks, category)
+        self.host_states(-(-numel // self.ranks))
+        if self.fetches:
             width = DTYPE_BYTES[self.precision.gather]
             self.plan.resident("persistent parameters", self.resident * width, "parameters")
             bucket = min(REDUCE_BUCKET, self.plan.architecture.parameters)
             self.plan.resident("reduce bucket", bucket * DTYPE_BYTES[self.precision.reduce], "buffers")
+
+    def outside(self, category: str) -> bool:
+        """Whether a state lives in host memory or on disks: gradients where the optimizer is."""
+        return self.offload.moves_parameters if category == "parameters" else self.offload.moves_optimizer
+
+    def host_states(self, numel: int) -> None:
+        """Host memory of this rank's `numel` parameters: the half partition, the gradients' pinned partition, and what
+        the optimizer works on."""
+        if self.offload.parameters == "cpu":
+            self.offload.hold("parameters", numel * DTYPE_BYTES[self.precision.parameters], "parameters", pinned=True)
+        elif self.offload.moves_parameters:
+            self.offload.hold("parameter buffers", PARAMETER_BUFFERS * PARAMETER_BUFFER
+                              * DTYPE_BYTES[self.precision.parameters], "buffers", pinned=True)
+        if self.offload.moves_optimizer:
+            self.offload.hold("gradient partition", numel * DTYPE_BYTES[self.precision.gradients], "gradients",
+                              pinned=True)
+            largest = max(layer.numel for layer in self.plan.architecture.stack)
+            self.offload.hold_optimizer(numel, largest)
 
     def micro_step(self, section: SectionBuilder, micro: MicroStep) -> None:
         """Forward and backward, each layer fetched one ahead when the prefetch bucket allows."""
@@ -81,22 +104,30 @@ class Zero3:
             if phase == "backward" and micro.reduce:
                 pending += stack[position].numel
                 if pending and (position == 0 or pending + stack[position - 1].numel > REDUCE_BUCKET):
-                    self.reduce(section, position, pending, done[-1])
+                    self.reduce(section, position, pending, done[-1], micro.first)
                     pending = 0
 
     def fetch(self, section: SectionBuilder, position: int, phase: str, done: list[int], start: bool) -> int | None:
         """All-gather of a layer; the host lets two fetches be in flight."""
         numel = self.gathered[position]
-        if self.ranks == 1 or not numel:
+        if not self.fetches or not numel:
             return None
         name = self.plan.architecture.names[position]
         if len(done) >= FETCHES_IN_FLIGHT:
             section.host(0.0, Label(name, phase, "fetch limit"), waits=(done[-FETCHES_IN_FLIGHT],))
         size = round(numel * DTYPE_BYTES[self.precision.gather])
         section.allocate(f"fetched:{position}:{phase}", self.live_bytes(position), "gathered_parameters", GATHER)
+        joins = (COMPUTE, REDUCE) if start else ()
+        waits: tuple[int, ...] = ()
+        if self.offload.moves_parameters:
+            shard = numel / self.ranks * DTYPE_BYTES[self.precision.parameters]
+            partition = self.offload.fetch(section, shard, Label(name, phase, "partition"), (), joins)
+            if self.ranks == 1:
+                return partition
+            waits = (partition,)
         call = collective(self.plan, "all_gather", size, self.precision.gather, "shard")
         return section.collective(GATHER, call, self.plan.stack.host_collective_s, Label(name, phase, "all_gather"),
-                                  joins=(COMPUTE, REDUCE) if start else ())
+                                  waits, joins)
 
     def compute(self, section: SectionBuilder, position: int, phase: str, layer: Layer, waits: tuple[int, ...]) -> int:
         """One direction of a layer with its activations."""
@@ -113,23 +144,32 @@ class Zero3:
     def release(self, section: SectionBuilder, position: int, phase: str) -> None:
         """Parameters are released right after use, in forward too."""
         size = self.live_bytes(position)
-        if self.ranks > 1 and size:
+        if self.fetches and size:
             section.free(f"fetched:{position}:{phase}", size, "gathered_parameters", GATHER, (COMPUTE,))
 
     def live_bytes(self, position: int) -> int:
         """What a layer's fetched parameters take."""
         return round(self.live[position] * DTYPE_BYTES[self.precision.gather])
 
-    def reduce(self, section: SectionBuilder, position: int, numel: int, computed: int) -> None:
-        """Reduce-scatter of the filled bucket."""
+    def reduce(self, section: SectionBuilder, position: int, numel: int, computed: int, first: bool) -> None:
+        """Reduce-scatter of the filled bucket; an offloaded partition goes to the host, added there on the device."""
+        name, task = self.plan.architecture.names[position], computed
         if self.ranks > 1:
-            name = self.plan.architecture.names[position]
             call = collective(self.plan, "reduce_scatter", numel * DTYPE_BYTES[self.precision.reduce],
                               self.precision.reduce, "shard")
-            section.collective(REDUCE, call, self.plan.stack.host_collective_s,
-                               Label(name, "backward", "reduce_scatter"), (computed,))
+            task = section.collective(REDUCE, call, self.plan.stack.host_collective_s,
+                                      Label(name, "backward", "reduce_scatter"), (computed,))
+        if self.offload.moves_optimizer:
+            size = round(numel / self.ranks * DTYPE_BYTES[self.precision.gradients])
+            label = Label(name, "backward", "partition")
+            section.allocate("gradient partition", size, "gradients", REDUCE)
+            waits = (task,) if first else (task, self.offload.fetch(section, size, label, (task,), place="cpu"))
+            self.offload.store(section, size, label, waits)
+            section.free("gradient partition", size, "gradients", REDUCE)
 
     def optimizer_step(self, section: SectionBuilder) -> None:
         """The optimizer on this rank's shard, after the last reduction."""
         numel = -(-self.plan.architecture.parameters // self.ranks)
-        update(self.plan, section, numel, 1, (REDUCE,) if self.ranks > 1 else (), "shard" if self.ranks > 1 else None)
+        back = 0.0 if self.offload.moves_parameters else DTYPE_BYTES[self.precision.parameters]
+        update(self.plan, section, numel, 1, (REDUCE,) if self.ranks > 1 else (), "shard" if self.ranks > 1 else None,
+               back_bytes=back)
