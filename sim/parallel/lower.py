@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -51,10 +51,12 @@ def lower(scenario: Scenario, *, fold: bool = True, devices: Ranks | None = None
     Raises:
         UserError: the scenario asks for something that is not simulated yet.
     """
-    check(scenario)
     software = scenario.software
     stack = stack_for(software.framework, software.year, software.compile, software.versions, software.modules,
                       fused=software.fused, cuda_graphs=software.cuda_graphs)
+    check(scenario, stack.gradient_path == "ipg")
+    if scenario.parallel.strategy in ("fsdp", "zero3"):  # gathered weights come and go, narrow copies with them
+        stack = replace(stack, narrow_weights_cached=False)
     architecture = build(scenario, stack, scenario.training.micro_batch)
     layout = layout_of(scenario)
     if scenario.parallel.pipeline > 1:
@@ -135,8 +137,8 @@ def choose(scenario: Scenario, stack: Stack, architecture: Architecture, layout:
 def reduction_of(plan: Plan, stack: Stack) -> bucketed.Reduction:
     """How gradients of whole parameters are reduced in this stack."""
     strategy, path = plan.scenario.parallel.strategy, stack.gradient_path
-    if path == "ipg" and strategy in ("zero1", "zero2"):
-        return reductions.deepspeed(plan, int(strategy[-1]))
+    if path == "ipg" and strategy in ("zero1", "zero2"):  # an offloading optimizer takes only this rank's gradients
+        return reductions.deepspeed(plan, 2 if plan.offload.moves_optimizer else int(strategy[-1]))
     if path == "grad_buffer":
         return reductions.megatron(plan, strategy == "zero1")
     return reductions.ddp(plan, strategy == "zero1")

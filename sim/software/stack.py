@@ -75,6 +75,13 @@ class Stack:
         gradient_path: how data parallelism reduces gradients and splits states: reducer (PyTorch's DDP and FSDP), ipg
             (DeepSpeed's independent-parameter-gradient buckets) or grad_buffer (one buffer, reduced in place).
         parameter_coordinator: how DeepSpeed ZeRO-3 fetches and releases parameters: streamed, or blocking (before 0.6).
+        cpu_optimizer: an optimizer on the CPU: fused (one vectorised pass) or loop (a pass over memory per operator).
+        cpu_threads: threads of one rank's optimizer on the CPU; 0 = the ranks of a node share its cores.
+        offload_streams: saved tensors go to the host and back on streams of their own, prefetched; else in line.
+        narrow_keeps_inputs: linear layers in fp8 and below keep their inputs and quantise again in backward; else they
+            keep the narrow copies of inputs and weights.
+        narrow_amax_pass: a tensor's scale comes from its own maximum, found in a pass before the cast.
+        narrow_weights_cached: weights are quantised once per optimizer step, not in every micro-step.
         tensor_overlap: the reduction of a column-cut product's input gradient runs beside its weight gradient.
         pipeline_p2p: how stages pass tensors on unless overlap is asked for: synchronised (batched, then the host
             waits for the GPU), stream (the next kernels wait, the host does not).
@@ -111,6 +118,12 @@ class Stack:
     optimizer_kernel: str
     gradient_path: str
     parameter_coordinator: str
+    cpu_optimizer: str
+    cpu_threads: int
+    offload_streams: bool
+    narrow_keeps_inputs: bool
+    narrow_amax_pass: bool
+    narrow_weights_cached: bool
     kernel_loading: str
     tensor_overlap: bool
     pipeline_p2p: str

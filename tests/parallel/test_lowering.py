@@ -208,10 +208,10 @@ def test_a_slow_device_splits_the_job() -> None:
 
 
 @pytest.mark.parametrize(("change", "field"), [
-    ({"pipeline": 3}, "parallel.pipeline"),
-    ({"offload": {"optimizer": "cpu"}}, "parallel.offload"),
+    ({"pipeline": 3}, "parallel.pipeline"), ({"offload": {"optimizer": "paged"}}, "parallel.offload"),
+    ({"offload": {"activations": "cpu"}, "pipeline": 3, "strategy": "ddp"}, "parallel.offload"),
 ])
 def test_what_is_not_simulated_says_so(change: dict[str, Any], field: str) -> None:
     with pytest.raises(UserError) as caught:
-        lower(scenario(nodes=3 if "pipeline" in change else 1, global_batch=48, strategy="fsdp", **change))
+        lower(scenario(nodes=3 if "pipeline" in change else 1, global_batch=48, **{"strategy": "fsdp"} | change))
     assert field in [f.field for f in caught.value.faults]

@@ -115,7 +115,8 @@ class Stage:
     def batched(self, actions: Sequence[Action]) -> list[tuple[Action, ...]]:
         """Actions between two exchanges: one, but a forward and the backward behind it where chunks are interleaved and
         exchanges block (Megatron-LM `schedules.py`, send_forward_backward_recv_forward_backward)."""
-        pairs = len(self.chunks) > 1 and self.passing.waits != "overlapped"
+        turns = next((i for i, a in enumerate(actions) if a.kind == "B"), 0) < sum(a.kind == "F" for a in actions)
+        pairs = len(self.chunks) > 1 and self.passing.waits != "overlapped" and turns
         batches: list[tuple[Action, ...]] = []
         i = 0
         while i < len(actions):

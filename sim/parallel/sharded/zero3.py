@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from sim.model.architecture import Layer
 from sim.parallel.activations import Activations
 from sim.parallel.compute import traffic_kernel
+from sim.parallel.offload import PARAMETER_BUFFER, PARAMETER_BUFFERS
 from sim.parallel.sharded.coordinator import COORDINATORS, Limits, Wanted
 from sim.parallel.sharded.submodules import Submodule, submodules
 from sim.parallel.step import COMPUTE, MicroStep, Plan, collective, state_bytes, update
@@ -63,6 +64,8 @@ class Zero3:
         self.plan = plan
         self.ranks = plan.scenario.data_parallel
         self.precision = plan.scenario.training.precision
+        self.offload = plan.offload
+        self.fetching = self.ranks > 1 or self.offload.moves_parameters
         self.blocking = plan.stack.parameter_coordinator == "blocking"
         self.parts: dict[int, tuple[Submodule, ...]] = {}
         self.segments: dict[tuple[int, str, str, bool], int] = {}
@@ -90,7 +93,7 @@ class Zero3:
     def use(self, position: int, layer: Layer, part: Submodule, direction: str, first: bool) -> Use:
         """One use; a shared parameter goes by the layer that owns it."""
         shared = {p.name for p in layer.shared}
-        wanted = () if self.ranks == 1 or (direction == "recompute" and not part.again) else tuple(
+        wanted = () if not self.fetching or (direction == "recompute" and not part.again) else tuple(
             ((self.owners.get(p.name, position) if p.name in shared else position, p.name), p.numel)
             for p in part.parameters)
         return Use(position, layer, part, direction, first, wanted)
@@ -106,12 +109,32 @@ class Zero3:
         """Everything split over all ranks, small parameters whole as well."""
         numel = self.plan.architecture.parameters
         for category, width in state_bytes(self.plan).items():
-            self.plan.resident(category, numel * width / self.ranks, category)
-        if self.ranks > 1:
+            if not self.outside(category):
+                self.plan.resident(category, numel * width / self.ranks, category)
+        self.host_states(-(-numel // self.ranks))
+        if self.fetching:
             width = DTYPE_BYTES[self.precision.gather]
             self.plan.resident("persistent parameters", self.resident * width, "parameters")
             bucket = min(REDUCE_BUCKET, self.plan.architecture.parameters)
             self.plan.resident("reduce bucket", bucket * DTYPE_BYTES[self.precision.reduce], "buffers")
+
+    def outside(self, category: str) -> bool:
+        """Whether a state lives in host memory or on disks: gradients where the optimizer is."""
+        return self.offload.moves_parameters if category == "parameters" else self.offload.moves_optimizer
+
+    def host_states(self, numel: int) -> None:
+        """Host memory of this rank's `numel` parameters: the half partition, the gradients' pinned partition, and what
+        the optimizer works on."""
+        if self.offload.parameters == "cpu":
+            self.offload.hold("parameters", numel * DTYPE_BYTES[self.precision.parameters], "parameters", pinned=True)
+        elif self.offload.moves_parameters:
+            self.offload.hold("parameter buffers", PARAMETER_BUFFERS * PARAMETER_BUFFER
+                              * DTYPE_BYTES[self.precision.parameters], "buffers", pinned=True)
+        if self.offload.moves_optimizer:
+            self.offload.hold("gradient partition", numel * DTYPE_BYTES[self.precision.gradients], "gradients",
+                              pinned=True)
+            largest = max(layer.numel for layer in self.plan.architecture.stack)
+            self.offload.hold_optimizer(numel, largest)
 
     # ------------------------------------------------------------------------------------------- one micro-step
     def micro_step(self, section: SectionBuilder, micro: MicroStep) -> None:
@@ -124,13 +147,15 @@ class Zero3:
         self.fetches: list[int] = []
         self.reductions: list[int] = []
         bucket: list[int] = []
+        self.first = micro.first
+        reduces = micro.reduce and (self.ranks > 1 or self.offload.moves_optimizer)
         for use, decision in zip(self.uses(stack), self.decisions, strict=True):
             self.gather(section, use, decision.fetch, ahead=False)
             waits = tuple(dict.fromkeys(self.arriving.pop(n) for n, _ in use.wanted if n in self.arriving))
             self.gather(section, use, decision.ahead, ahead=True)
             computed = self.compute(section, use, waits)
             self.release(section, use, decision.release, computed)
-            if use.direction == "backward" and micro.reduce and self.ranks > 1:
+            if use.direction == "backward" and reduces:
                 for numel in use.part.gradients:
                     if bucket and sum(bucket) + numel > REDUCE_BUCKET:
                         self.reduce(section, use, bucket)
@@ -149,13 +174,24 @@ class Zero3:
                 self.held[name] = (f"fetched:{name}:{len(self.fetches)}", round(numel * width))
                 section.allocate(*self.held[name], "gathered_parameters", GATHER)
                 self.copies[name] = self.laid_out(numel, alone=len(together) == 1, ahead=ahead)
-            size = sum(numel for _, numel in together) * width
-            call = collective(self.plan, "all_gather", size, self.precision.gather, "shard")
-            views = 1 if self.blocking else len(together) if len(together) > 1 else 0
-            task = section.collective(GATHER, call, self.call_s(views), label,
-                                      joins=() if self.fetches else (COMPUTE, REDUCE))
+            task = self.fetch(section, label, [numel for _, numel in together])
             self.fetches.append(task)
             self.arriving.update((name, task) for name, _ in together)
+
+    def fetch(self, section: SectionBuilder, label: Label, numels: Sequence[int]) -> int:
+        """Copy of the partitions from outside the GPU, where they are there, and the all-gather behind it."""
+        joins: tuple[int, ...] = () if self.fetches else (COMPUTE, REDUCE)
+        waits: tuple[int, ...] = ()
+        if self.offload.moves_parameters:
+            shard = sum(numels) / self.ranks * DTYPE_BYTES[self.precision.parameters]
+            partition = self.offload.fetch(section, shard, label._replace(name="partition"), (), joins)
+            if self.ranks == 1:
+                return partition
+            waits = (partition,)
+        size = sum(numels) * DTYPE_BYTES[self.precision.gather]
+        call = collective(self.plan, "all_gather", size, self.precision.gather, "shard")
+        views = 1 if self.blocking else len(numels) if len(numels) > 1 else 0
+        return section.collective(GATHER, call, self.call_s(views), label, waits, joins)
 
     def laid_out(self, numel: int, alone: bool, ahead: bool) -> tuple[Kernel, ...]:
         """Copies of a gathered parameter into place.
@@ -166,6 +202,8 @@ class Zero3:
         """
         moved = 2 * DTYPE_BYTES[self.precision.gather] * numel
         copy = traffic_kernel("gathered parameter into place", self.precision.gather, numel, moved)
+        if self.ranks == 1:
+            return ()
         if self.blocking:
             return (replace(copy, launches=self.ranks),) * (1 if ahead else 2)
         return () if alone else (copy,)
@@ -213,12 +251,22 @@ class Zero3:
         allowed = 0 if self.blocking else REDUCTIONS_IN_FLIGHT
         if len(self.reductions) > allowed:
             section.host(0.0, label, waits=(self.reductions[-allowed - 1],))
-        computed = section.kernels(COMPUTE, self.plan.compute.segment((), self.prepared(bucket)), label)
-        for together in [[n] for n in bucket] if self.blocking else [bucket]:
+        task = computed = section.kernels(COMPUTE, self.plan.compute.segment((), self.prepared(bucket)), label)
+        for together in [] if self.ranks == 1 else [[n] for n in bucket] if self.blocking else [bucket]:
             call = collective(self.plan, "reduce_scatter", sum(together) * width, self.precision.reduce, "shard")
             views = 2 if self.blocking else len(together) if len(together) > 1 else 0
             task = section.collective(REDUCE, call, self.call_s(views), label, (computed,))
         self.reductions.append(task)
+        if self.offload.moves_optimizer:
+            self.store(section, label._replace(name="partition"), sum(bucket), task)
+
+    def store(self, section: SectionBuilder, label: Label, numel: int, task: int) -> None:
+        """A reduced partition goes to the host, added to what is there on the device."""
+        size = round(numel / self.ranks * DTYPE_BYTES[self.precision.gradients])
+        section.allocate("gradient partition", size, "gradients", REDUCE)
+        waits = (task,) if self.first else (task, self.offload.fetch(section, size, label, (task,), place="cpu"))
+        self.offload.store(section, size, label, waits)
+        section.free("gradient partition", size, "gradients", REDUCE)
 
     def prepared(self, bucket: Sequence[int]) -> tuple[Kernel, ...]:
         """Kernels before the reduction of a bucket's gradients: copies into the bucket (if they fit), division by the
@@ -250,9 +298,13 @@ class Zero3:
         (`stage3.py`, `_post_step`: all-gather of `persistent_parameters`)."""
         several = self.ranks > 1
         numel = -(-self.plan.architecture.parameters // self.ranks)
-        task = update(self.plan, section, numel, 1, (REDUCE,) if several else (), "shard" if several else None)
+        task = update(self.plan, section, numel, 1, (REDUCE,) if several else (), "shard" if several else None,
+                      back_bytes=0.0 if self.offload.moves_parameters else DTYPE_BYTES[self.precision.parameters])
         if several and self.resident:
             size = self.resident * DTYPE_BYTES[self.precision.gather]
             call = collective(self.plan, "all_gather", size, self.precision.gather, "shard")
-            section.collective(GATHER, call, self.plan.stack.host_collective_s,
-                               Label("optimizer", "optimizer", "all_gather"), (task,))
+            label = Label("optimizer", "optimizer", "all_gather")
+            if self.offload.moves_parameters:
+                shard = self.resident / self.ranks * DTYPE_BYTES[self.precision.parameters]
+                task = self.offload.fetch(section, shard, label._replace(name="partition"), (task,), ())
+            section.collective(GATHER, call, self.plan.stack.host_collective_s, label, (task,))
