@@ -76,7 +76,7 @@ class Network:
         inside, outside, _ = self._scale
         s = speeds(self.topology, *self._nominal)
         self.speeds = s = replace(s, gpu=s.gpu * inside, link=s.link * inside, pcie=s.pcie * inside,
-                                  nic=s.nic * outside, leaf=s.leaf * outside)
+                                  nic=s.nic * outside, staged_nic=s.staged_nic * outside, leaf=s.leaf * outside)
         self._judged = speeds(self.topology)
         self._capacity = {"gpu": s.gpu, "pcie": s.pcie, "nic": s.nic, "leaf": s.leaf}
         self._candidates.clear()
@@ -95,6 +95,12 @@ class Network:
         """Bytes/s of a link, one direction."""
         whole = self._capacity[link[0].partition("_")[0]]
         return whole * self._degraded.get(link, 1.0) if self._degraded else whole
+
+    def _staged(self, link: LinkId) -> float:
+        """What one communicator gets of a link."""
+        whole = self.capacity(link)
+        nic = link[0].startswith("nic")
+        return whole * self.speeds.staged_nic / self.speeds.nic if nic and self.speeds.nic else whole
 
     def coflow(self, kind: str, size_bytes: int, ranks: npt.NDArray[np.int64], dtype: str = "bf16") -> Coflow:
         """Cost of one operation of one instance while all given instances run it in lockstep.
@@ -130,6 +136,8 @@ class Network:
             return Coflow(0.0, float(size_bytes), (), (), float("inf"), 0, 0.0, 1.0, "none", "none")
         best, rate = choose(self.options(kind, where), size_bytes)
         flow = build(best, size_bytes, rate)
+        if self.speeds.staged_nic < self.speeds.nic:
+            flow = replace(flow, cap_bps=min(flow.cap_bps, rate))
         latency_s = flow.latency_s * self._scale[2]
         if self.jitter_s:
             latency_s += rendezvous_s(where.size, self.jitter_s)
@@ -145,11 +153,11 @@ class Network:
     def _options(self, kind: str, where: Placement) -> list[tuple[Candidate, float]]:
         found = self._allowed(kind, where)
         if where.instances == 1:
-            return [(c, c.rate(self.capacity)) for c in found]
+            return [(c, c.rate(self._staged)) for c in found]
         one = where.ranks[where.widest * where.size:(where.widest + 1) * where.size].reshape(1, -1)
         lone = place(one, self.topology, self.speeds)
         alone = self._allowed(kind, lone)
-        rates = {(c.algorithm, c.protocol): c.rate(self.capacity) for c in alone}
+        rates = {(c.algorithm, c.protocol): c.rate(self._staged) for c in alone}
         judged = {(c.algorithm, c.protocol): c.judged for c in alone}
         return [(replace(c, judged=judged.get((c.algorithm, c.protocol), c.judged)),
                  rates.get((c.algorithm, c.protocol), c.cap_bps)) for c in found]

@@ -7,15 +7,28 @@ buffers do not change, so the highest point of a step is exact.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from sim.model.architecture import Layer
 from sim.model.eager import KINDS, NOTHING, Levels, Pass, Profile, layer_profile
 from sim.parallel.step import COMPUTE, Plan
 from sim.program import Label, MemoryOp, SectionBuilder
 
+
+class Pool(NamedTuple):
+    """A pool of layers' tensors, and the category it is counted in."""
+
+    name: str
+    category: str
+
+
 _GRADIENTS, _SAVED = KINDS.index("gradients"), KINDS.index("activations")
 _POOLS = tuple(f"layers: {kind}" for kind in KINDS)
 #: Name of the parameter gradients that layers leave behind.
 GRADIENT_POOL = _POOLS[_GRADIENTS]
+
+#: What a layer hands to the next in forward, and gradients on their way back.
+OUTPUT_POOL, FLOWING_POOL = (Pool(f"layers: {kind}", kind) for kind in ("activations", "workspace"))
 
 #: Fields of a `MemoryOp` after `before`.
 _Change = tuple[str, int, str, int, tuple[int, ...], str]

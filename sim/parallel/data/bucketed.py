@@ -116,8 +116,8 @@ class Bucketed:
             label = Label(self.plan.architecture.names[position], "forward", layer.kind)
             memory.forward(position, layer)
             section.kernels(COMPUTE, self.plan.compute.forward(layer), label)
-        if micro.reduce and self.reduction.transient and self.reduction.buffer_bytes:
-            section.allocate("gradient buckets", round(self.reduction.buffer_bytes), "buffers")
+        if micro.reduce:
+            self.open_buckets(section)
         late: list[Bucket] = []
         for position in range(len(stack) - 1, -1, -1):
             left = memory.backward(position, stack[position])
@@ -198,6 +198,11 @@ class Bucketed:
                             joins=(NCCL,))
         if self.reduction.transient and self.reduction.buffer_bytes:
             section.free("gradient buckets", round(self.reduction.buffer_bytes), "buffers")
+
+    def open_buckets(self, section: SectionBuilder) -> None:
+        """Bucket buffers that live only while gradients are reduced."""
+        if self.reduction.transient and self.reduction.buffer_bytes:
+            section.allocate("gradient buckets", round(self.reduction.buffer_bytes), "buffers")
 
     def first_copies(self, numel: int) -> tuple[Kernel, ...]:
         """The first micro-step's gradients are stolen, not added; only the bucket is filled."""

@@ -38,12 +38,13 @@ class Pipelined:
 
 
 def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture, layout: Layout,
-                   groups: Mapping[str, Ranks], reduction: Callable[[Plan], Reduction]) -> Pipelined:
+                   groups: Mapping[str, Ranks], reduction: Callable[[Plan], Reduction], tied: bool) -> Pipelined:
     """Programs of all stages.
 
     Args:
         groups: communicators of every rank by name: their ranks, shape (instances, members).
         reduction: how a stage's gradients are reduced, from its plan.
+        tied: first and last stage hold copies of one table.
 
     Raises:
         UserError: a model that cannot be cut into stages.
@@ -51,6 +52,9 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
     parallel = scenario.parallel
     if any(layer.kind == "bridge" for layer in architecture.stack) or scenario.model.kind == "layers":
         raise UserError(Fault("only decoders and encoders are cut into pipeline stages", field="parallel.pipeline"))
+    if scenario.last_micro_batch != scenario.training.micro_batch:
+        raise UserError(Fault("a pipeline's micro-batches are all of one size: a replica's share of the global batch "
+                              "must be a multiple of the micro-batch", field="training.global_batch"))
     depth, virtual = parallel.pipeline, parallel.virtual_stages
     orders = order(parallel.schedule, depth, virtual, scenario.micro_steps, *_costs(architecture))
     placed = placement(parallel.schedule, depth, virtual)
@@ -61,7 +65,7 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
     moves = Transfers(places(parallel.schedule, depth, virtual))
     edges = sorted({edge for rank, actions in enumerate(orders) for action in actions
                     if (edge := moves.sent(rank, action)) is not None})
-    joined = _Joined(scenario, layout, groups, architecture.tied, placed, edges)
+    joined = _Joined(scenario, layout, groups, tied, placed, edges)
     plans: list[Plan] = []
     for rank, actions in enumerate(orders):
         own = [edge for edge in edges if rank in (edge.source, edge.target)]
@@ -122,7 +126,7 @@ def _passing(scenario: Scenario, stack: Stack, architecture: Architecture) -> Pa
     if parallel.pipeline_scatter and parallel.tensor > 1 and not parallel.sequence_parallel:
         share = parallel.tensor
     waits = "overlapped" if parallel.overlap_p2p or split(parallel.schedule) else stack.pipeline_p2p
-    return Passing(elements // share, block.input.dtype, elements if share > 1 else 0, waits)
+    return Passing(elements, elements // share, block.input.dtype, elements if share > 1 else 0, waits)
 
 
 class _Joined:
