@@ -76,7 +76,8 @@ class Activations:
 
     def _of(self, position: int, layer: Layer) -> tuple[Profile, list[_Change], list[_Change]]:
         # what an embedding or a bridge holds depends on what the blocks keep
-        policy = self._plan.policy(position + 1 if layer.kind in ("embedding", "bridge") else position)
+        ahead = layer.kind in ("embedding", "bridge") and position < self._last
+        policy = self._plan.policy(position + ahead)
         key = (id(layer), policy)
         if key not in self._known:
             profile = layer_profile(layer, policy, self._keep, self._caches_casts)

@@ -133,7 +133,9 @@ def cut_groups(scenario: Scenario, layout: Layout) -> dict[str, Ranks]:
     if parallel.context > 1:
         groups["context"] = layout.group("context")
     if parallel.expert > 1:
-        groups["expert"] = layout.group(REPLICAS, parallel.expert)
+        replicas = scenario.data_parallel * parallel.context
+        wide = REPLICAS if replicas % parallel.expert == 0 else ("tensor", *REPLICAS)
+        groups["expert"] = layout.group(wide, parallel.expert)
     return groups
 
 
