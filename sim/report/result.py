@@ -25,9 +25,10 @@ from sim.report.breakdown import (
     step_flops,
 )
 from sim.report.columns import Columns, of_class
+from sim.report.inference import InferenceResult, inference_result
 from sim.report.traffic import traffic_list
 from sim.scenario.dump import dump
-from sim.scenario.schema import Scenario
+from sim.scenario.schema import Inference, Scenario
 
 #: Below this share of free memory PyTorch's allocator starts to retry (result.md, `warnings`).
 TIGHT_HEADROOM = 0.05
@@ -156,6 +157,7 @@ class Result:
 
     Attributes:
         gpus: GPUs of the job; `gpu` is the catalogue's name of the critical rank's.
+        inference: of an inference run; its step is one request of every replica, its model FLOPs the kernels' own.
         group_ranks: size of each communicator of the critical class's program, by name.
         set: the sweep point's dotted fields; empty for a plain run.
         advisor: works out what would make the job fit.
@@ -176,6 +178,7 @@ class Result:
     data_loading: DataLoading
     simulation: Simulation
     group_ranks: dict[str, int]
+    inference: InferenceResult | None = None
     warnings: list[str] = field(default_factory=list)
     set: dict[str, Any] = field(default_factory=dict)
     advisor: Callable[[], list[Change]] | None = field(default=None, repr=False)
@@ -268,6 +271,7 @@ class Result:
             "memory": self.memory.to_json() | self._changes(),
             "traffic": self.traffic,
             "data_loading": self.data_loading.to_json(),
+            **({} if self.inference is None else {"inference": self.inference.to_json()}),
             "simulation": {
                 "events": self.simulation.events, "tasks": self.simulation.tasks,
                 "ranks_simulated": self.simulation.ranks_simulated,
@@ -300,12 +304,16 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
     of_micro_batch = architecture.forward_flops + architecture.backward_flops
     per_program = [step_flops(p) for p in job.programs]
     gpu = machine.devices[simulated.device].gpu
+    hardware_flops = sum(per_program[c.program] * len(c.members) for c in job.classes)
+    served = inference_result(scenario, lowered, timeline)
+    samples = training.global_batch if served is None else scenario.data_parallel * architecture.batch
     result = Result(
         scenario=scenario, gpus=job.ranks, gpu=gpu.name, step_time_s=step_s,
-        tokens_per_second=training.global_batch * _tokens_per_sample(scenario) / step_s,
-        samples_per_second=training.global_batch / step_s,
-        model_flops=of_micro_batch / architecture.batch * training.global_batch,
-        hardware_flops=sum(per_program[c.program] * len(c.members) for c in job.classes),
+        tokens_per_second=(samples * _tokens_per_sample(scenario) / step_s if served is None
+                           else served.tokens_per_second),
+        samples_per_second=samples / step_s,
+        model_flops=of_micro_batch / architecture.batch * samples if served is None else hardware_flops,
+        hardware_flops=hardware_flops, inference=served,
         peak_flops_per_gpu=gpu.peak_flops(training.precision.compute), breakdown=parts,
         bound=bound(parts),
         memory=_memory(lowered, machine), data_loading=loading,
@@ -318,7 +326,9 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
 
 
 def _loading(scenario: Scenario, work_s: float) -> DataLoading:
-    """Every node reads the samples of its own replicas."""
+    """Every node reads the samples of its own replicas. A request is in memory when it arrives."""
+    if isinstance(scenario.training.mode, Inference):
+        return DataLoading(0.0, scenario.cluster.topology.host.storage, work_s)
     per_step = scenario.training.global_batch * (scenario.training.sample_bytes or 0.0) / scenario.cluster.nodes
     return DataLoading(per_step, scenario.cluster.topology.host.storage, work_s)
 
