@@ -70,8 +70,8 @@ def run_of(scenario: Scenario) -> InferenceRun | None:
 
 
 def pieces_of(prompt: int, generate: int) -> tuple[Piece, ...]:
-    """The generation behind the prompt's own token in at most `PIECES` pieces of about equal length. With a pipeline
-    the last token, which no stage waits for, must be alone: it is the last piece."""
+    """The generation behind the prompt's own token in at most `PIECES` pieces of about equal length, each at the
+    cache length of its middle."""
     steps = generate - 1
     if steps < 1:
         return ()
@@ -154,7 +154,8 @@ class _Stage:
                 self._section(name + ", last", 1, piece.cached, first=False, last=True, repeats=1)
 
     def _section(self, name: str, new: int, cached: int, *, first: bool, last: bool, repeats: int) -> None:
-        """One forward of the whole batch; `first`: no tokens come back from the last stage; `last`: none are sent."""
+        """One forward of the whole batch. `first`: no tokens are on their way back before it; `last`: its own are
+        waited for."""
         if not repeats:
             return
         section = self.builder.section(name)
@@ -162,7 +163,10 @@ class _Stage:
         size = ranks[0].transient_bytes(self._layers(ranks[0]))
         section.allocate("transients", size, "activations")
         for rank in ranks:
-            self._part(section, rank, first, last)
+            self._part(section, rank, first)
+        if last and self.depth > 1 and self.stage == 0:
+            for rank in ranks:  # the request is over when its last token is back
+                self._receive(section, rank)
         if self.stack.step_sync or last:
             # the loop looks at the token: has the sequence ended?
             streams = tuple(range(len(STREAMS))) if last else (COMPUTE,)
@@ -170,32 +174,33 @@ class _Stage:
         section.free("transients", size, "activations")
         self.builder.run(section, repeats)
 
-    def _part(self, section: SectionBuilder, rank: Rank, first: bool, last: bool) -> None:
+    def _part(self, section: SectionBuilder, rank: Rank, first: bool) -> None:
         """One part of the batch through this stage's layers."""
-        style, host_s = rank.style, self._collective_host_s
-        stream_bytes = round(style.tokens * style.hidden * DTYPE_BYTES[style.residual])
-        token_bytes = style.batch * _TOKEN_BYTES
         waits: tuple[int, ...] = ()
         if self.stage > 0 or (self.depth > 1 and not first):
-            edge = (self.stage - 1) % self.depth
-            size, dtype = (stream_bytes, style.residual) if self.stage else (token_bytes, "fp64")
-            waits = (section.collective(_RECEIVE, CollectiveCall("recv", size, dtype, self._edge(edge)), host_s,
-                                        Label("pipeline", "forward", "receive")),)
+            waits = (self._receive(section, rank),)
         names = rank.architecture().names
         task = -1
         for position, layer in zip(self.own, self._layers(rank), strict=True):
             label = Label(names[position], "forward", layer.kind)
             task = section.kernels(COMPUTE, self._segment(rank, layer), label, waits=waits)
             waits = ()
-        if self.depth > 1 and (self.stage < self.depth - 1 or not last):
-            at_end = self.stage == self.depth - 1
-            size, dtype = (token_bytes, "fp64") if at_end else (stream_bytes, style.residual)
-            section.collective(_SEND, CollectiveCall("send", size, dtype, self._edge(self.stage)), host_s,
-                               Label("pipeline", "forward", "send"), waits=(task,))
+        if self.depth > 1:
+            call = CollectiveCall("send", *self._message(rank, self.stage))
+            section.collective(_SEND, call, self._collective_host_s, Label("pipeline", "forward", "send"),
+                               waits=(task,))
 
-    def _edge(self, source: int) -> int:
-        """Communicator from a stage to the next; the last one's leads to the first."""
-        return (self.tensor > 1) + source
+    def _receive(self, section: SectionBuilder, rank: Rank) -> int:
+        """What the stage before sends; the first stage has the chosen tokens from the last."""
+        call = CollectiveCall("recv", *self._message(rank, (self.stage - 1) % self.depth))
+        return section.collective(_RECEIVE, call, self._collective_host_s, Label("pipeline", "forward", "receive"))
+
+    def _message(self, rank: Rank, source: int) -> tuple[int, str, int]:
+        """Bytes, dtype and communicator of what a stage passes on; the last one's goes to the first."""
+        style, edge = rank.style, (self.tensor > 1) + source
+        if source == self.depth - 1:
+            return style.batch * _TOKEN_BYTES, "fp64", edge
+        return round(style.tokens * style.hidden * DTYPE_BYTES[style.residual]), style.residual, edge
 
     def _rank(self, batch: int, new: int, cached: int) -> Rank:
         return rank_of(self.whole, self.tensor, batch, new, cached, self.weights)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sim.engine import Timeline
 from sim.parallel import Lowered
+from sim.program import Kind, Program
 from sim.scenario.schema import Inference, Scenario
 
 
@@ -54,7 +56,7 @@ def inference_result(scenario: Scenario, lowered: Lowered, timeline: Timeline) -
     tokens = [piece.tokens for piece in serving.pieces]
     # with a pipeline the last token has a section of its own behind the last piece
     closing = [*ends[1:len(tokens)], ends[-1]] if tokens else []
-    begins = [ends[0], *closing[:-1]]
+    begins = [ends[0], *closing][:len(tokens)]
     lengths = tuple(TokenTime(piece.cached, (end - begin) / piece.tokens)
                     for piece, begin, end in zip(serving.pieces, begins, closing, strict=True))
     generated = scenario.data_parallel * run.batch * run.generate
@@ -72,6 +74,17 @@ def section_end_s(timeline: Timeline, number: int) -> float:
                for runs in timeline.classes for run in runs if run.section == number)
 
 
-def longest_share(lengths: Sequence[TokenTime]) -> float:
-    """Time of a token at the end of the generation over that at its beginning."""
-    return lengths[-1].time_per_token_s / lengths[0].time_per_token_s if lengths else 1.0
+def waits_for_memory(program: Program, peak_flops: Callable[[str], float], bandwidth_bps: float) -> bool:
+    """Whether the kernels of a step would take longer to move their bytes at full bandwidth than to do their
+    arithmetic at peak: in the generation of tokens every weight is read for one row per sequence."""
+    arithmetic_s = [kernel.flops / peak_flops(kernel.dtype) for kernel in program.kernels]
+    memory_s = [kernel.bytes / bandwidth_bps for kernel in program.kernels]
+    runs = Counter(program.section_runs())
+    balance = 0.0
+    for number, times in runs.items():
+        section = program.sections[number]
+        for kind, payload in zip(section.kind, section.payload, strict=True):
+            if kind == Kind.KERNELS:
+                rows = [row for row in program.segments[payload].kernels if row >= 0]
+                balance += times * sum(memory_s[row] - arithmetic_s[row] for row in rows)
+    return balance > 0

@@ -25,7 +25,7 @@ from sim.report.breakdown import (
     step_flops,
 )
 from sim.report.columns import Columns, of_class
-from sim.report.inference import InferenceResult, inference_result
+from sim.report.inference import InferenceResult, inference_result, waits_for_memory
 from sim.report.traffic import traffic_list
 from sim.scenario.dump import dump
 from sim.scenario.schema import Inference, Scenario
@@ -321,6 +321,9 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         group_ranks={name: job.communicators[c].size
                      for name, c in zip(program.communicators, simulated.communicators, strict=True) if c >= 0},
         _detail=Detail(lowered, machine, timeline, critical))
+    if served is not None and result.bound == "compute" and waits_for_memory(program, gpu.peak_flops,
+                                                                             gpu.memory_bandwidth_bps):
+        result.bound = "memory_bandwidth"
     result.warnings = _warnings(result)
     return result
 
