@@ -12,6 +12,7 @@ travel from the last stage back to the first.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -78,7 +79,7 @@ def pieces_of(prompt: int, generate: int) -> tuple[Piece, ...]:
     count = min(PIECES, steps)
     cuts = [steps * i // count for i in range(count + 1)]
     return tuple(Piece(end - begin, prompt + (begin + end - 1) // 2)
-                 for begin, end in zip(cuts, cuts[1:], strict=False))
+                 for begin, end in pairwise(cuts))
 
 
 def lower_inference(scenario: Scenario, stack: Stack) -> Serving:

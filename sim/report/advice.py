@@ -81,10 +81,10 @@ def candidates(scenario: Scenario) -> Iterator[tuple[str, Sets]]:
 
 def _serving(scenario: Scenario, run: InferenceRun) -> Iterator[tuple[str, Sets]]:
     """Fewer bits per weight, more ranks per replica, fewer sequences at once."""
-    field = "training.precision.parameters"
+    fields = ("training.precision.parameters", "training.finetune.base")  # the second follows the first
     for dtype in ("int8", "int4"):
         if DTYPE_BYTES[dtype] < DTYPE_BYTES.get(scenario.training.precision.parameters, 0.5):
-            yield f"weights in {dtype}", {field: dtype}
+            yield f"weights in {dtype}", dict.fromkeys(fields, dtype)
     size = run.batch // 2
     while size:
         yield f"{size} sequences at once instead of {run.batch}", {"training.mode.inference.batch": size}

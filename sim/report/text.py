@@ -150,8 +150,8 @@ def _headline(result: Result) -> list[Any]:
 
 def _request(scenario: Scenario, run: InferenceRun) -> str:
     weights = scenario.training.precision.parameters
-    split = [f"{name} {n}" for name, n in (("tensor", scenario.parallel.tensor), ("pipeline", scenario.parallel.pipeline))
-             if n > 1]
+    ranks = {"tensor": scenario.parallel.tensor, "pipeline": scenario.parallel.pipeline}
+    split = [f"{name} {n}" for name, n in ranks.items() if n > 1]
     return (f"inference: {run.batch:,} prompts of {run.prompt:,} tokens, {run.generate:,} tokens generated each, "
             f"{weights} weights · {' × '.join([*split, f'{scenario.data_parallel} replicas'])}")
 

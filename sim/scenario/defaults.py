@@ -196,7 +196,8 @@ def _training(written: Training, model: Model, cluster: Cluster) -> Training:
 def _finetune(written: Finetune | None, precision: Precision) -> Finetune:
     finetune = written if written is not None else Finetune.model_construct()
     small = finetune.method != "full"
-    plain = precision.parameters if precision.parameters in ("fp32", "bf16", "fp16", "int8", "int4") else "fp32"
+    bases = ("fp32", "bf16", "fp16", "int8", "int4", "nf4", "nf4-dq")
+    plain = precision.parameters if precision.parameters in bases else "fp32"
     return finetune.model_copy(
         update={
             "rank": _or(finetune.rank, _LORA_RANK if small else 0),
