@@ -274,18 +274,23 @@ def _notes(result: Result) -> list[Any]:
 def _sweep_table(points: Sequence[Result], axes: Sequence[str]) -> Table:
     """One row per point. On a narrow terminal headings wrap; figures never do."""
     scaling = "cluster.nodes" in axes
+    serving = all(point.inference is not None for point in points)
     rows: list[list[Text]] = []
     for point in points:
         memory = point.memory
         cells = [str(point.set[axis]) for axis in axes]
-        cells += [str(point.gpus), seconds(point.step_time_s), rate(point.tokens_per_second_per_gpu),
+        served = point.inference
+        times = [seconds(point.step_time_s)]
+        if serving and served is not None:
+            times = [seconds(served.prompt_time_s), seconds(served.time_per_token_s)]
+        cells += [str(point.gpus), *times, rate(point.tokens_per_second_per_gpu),
                   f"{100 * point.mfu:.1f}%", f"{100 * point.breakdown.exposed_s / point.step_time_s:.1f}%",
                   size(memory.device_used_bytes)]
         fits = Text("yes", style="green") if memory.fits else Text("no", style="bold red")
         efficiency = [Text(_efficiency(point, points))] if scaling else []
         rows.append([*map(Text, cells), fits, *efficiency])
     heads = [axis.split(".")[-1].replace("_", " ") for axis in axes]
-    heads += ["GPUs", "step", "tokens/s /GPU", "MFU", "exposed", "memory", "fits"] + (["scaling"] if scaling else [])
+    heads += ["GPUs", *(["first token", "per token"] if serving else ["step"]), "tokens/s /GPU", "MFU", "exposed", "memory", "fits"] + (["scaling"] if scaling else [])
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for i, head in enumerate(heads):
         widest = max([row[i].cell_len for row in rows] + [len(word) for word in head.split()])
