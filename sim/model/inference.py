@@ -75,14 +75,17 @@ class Rank:
 
     Attributes:
         style: of the slice, for one forward over `style.sequence` new tokens per sequence.
-        tensor: slices.
         cached: tokens per sequence that are in the cache before; 0 = this is the prompt.
     """
 
     style: Style
-    tensor: int
     cached: int
     weights: Weights
+
+    @property
+    def tensor(self) -> int:
+        """Slices of the model."""
+        return self.style.tensor
 
     @property
     def keys(self) -> int:
@@ -220,20 +223,14 @@ class Rank:
         return style.tokens * (style.hidden + (3 if style.gated else 2) * wide) * e
 
 
-def rank_of(style: Style, tensor: int, batch: int, new: int, cached: int, weights: Weights) -> Rank:
+def rank_of(style: Style, batch: int, new: int, cached: int, weights: Weights) -> Rank:
     """One slice of a model for `new` tokens of each of `batch` sequences, `cached` of them known already.
 
     Args:
-        style: of the whole model (`style_of`).
-        tensor: slices; must divide heads and ffn. Heads of keys and values are repeated where there are too few.
+        style: of the slice (`style_of`), its `window` that of the model whatever the length of the sequence.
     """
-    ffn = style.ffn // tensor
-    experts = style.experts and replace(style.experts, ffn=style.experts.ffn // tensor)
     half = replace(style, autocast=False, weight=style.act, residual=style.act) if weights.dtype else style
-    return Rank(replace(
-        half, batch=batch, sequence=new, predicted=1, dropout=False, heads=style.heads // tensor, ffn=ffn,
-        kv_heads=max(1, style.kv_heads // tensor), vocab=-(-style.vocab // tensor), experts=experts),
-        tensor, cached, weights)
+    return Rank(replace(half, batch=batch, sequence=new, predicted=1, dropout=False), cached, weights)
 
 
 @lru_cache(maxsize=64)

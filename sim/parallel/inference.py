@@ -50,7 +50,7 @@ class Serving:
     """A lowered inference run.
 
     Attributes:
-        architecture: of the whole model and one prompt.
+        architecture: of a tensor slice and the prompts of one replica.
         pieces: of the generation, the prompt's own token apart; the job's programs have a section for the prompt and
             then one for each piece.
         cache_bytes: of the fullest rank at the end of the generation.
@@ -89,16 +89,16 @@ def lower_inference(scenario: Scenario, stack: Stack) -> Serving:
     depth = parallel.pipeline
     sizes = {"tensor": parallel.tensor, "data": scenario.data_parallel, "pipeline": depth}
     layout = Layout(sizes, tuple(d for d in parallel.order if d in sizes))
-    whole = replace(style_of(scenario, stack, run.batch), window=scenario.model.window or 0)
+    own_slice = replace(style_of(scenario, stack, run.batch), window=scenario.model.window or 0)
     weights = _weights(scenario, stack)
-    architecture = rank_of(whole, 1, run.batch, run.prompt, 0, weights).architecture()
+    architecture = rank_of(own_slice, run.batch, run.prompt, 0, weights).architecture()
     slots = parallel.split_slots
     counts = blocks_per_chunk(len(architecture.stack) - 2, depth, 1, parallel.split, slots.embedding, slots.head)
     own = positions(architecture, counts, [[stage] for stage in range(depth)])
     pieces = pieces_of(run.prompt, run.generate)
     beside = outside(gpu(scenario.cluster.topology.gpu).compute_capability, stack.kernel_loading,
                      [parallel.tensor] * (parallel.tensor > 1) + [2] * (2 * (depth > 1)))
-    stages = [_Stage(scenario, stack, whole, weights, stage, chunks[0]) for stage, chunks in enumerate(own)]
+    stages = [_Stage(scenario, stack, own_slice, weights, stage, chunks[0]) for stage, chunks in enumerate(own)]
     for stage in stages:
         stage.write(pieces)
         stage.builder.resident.append(("CUDA context, NCCL, cuBLAS", round(beside.total_bytes), "context"))
@@ -119,11 +119,11 @@ class _Stage:
         cache_bytes: of the stage's blocks at the end of the generation.
     """
 
-    def __init__(self, scenario: Scenario, stack: Stack, whole: Style, weights: Weights, stage: int,
+    def __init__(self, scenario: Scenario, stack: Stack, own_slice: Style, weights: Weights, stage: int,
                  own: range) -> None:
         run = run_of(scenario)
         assert run is not None
-        self.run, self.stack, self.whole, self.weights = run, stack, whole, weights
+        self.run, self.stack, self.slice, self.weights = run, stack, own_slice, weights
         self.stage, self.own, self.depth = stage, own, scenario.parallel.pipeline
         self.tensor = scenario.parallel.tensor
         self.graphs = scenario.software.cuda_graphs
@@ -204,7 +204,7 @@ class _Stage:
         return round(style.tokens * style.hidden * DTYPE_BYTES[style.residual]), style.residual, edge
 
     def _rank(self, batch: int, new: int, cached: int) -> Rank:
-        return rank_of(self.whole, self.tensor, batch, new, cached, self.weights)
+        return rank_of(self.slice, batch, new, cached, self.weights)
 
     def _layers(self, rank: Rank) -> tuple[Layer, ...]:
         stack = rank.architecture().stack

@@ -20,6 +20,8 @@ def check(scenario: Scenario) -> None:
         and f"training with {training.precision.parameters} weights",
         "training.precision": training.precision.compute in ("fp8", "mxfp8", "nvfp4", "int8", "int4")
         and training.precision.compute,
+        "parallel.pipeline": parallel.pipeline > 1 and parallel.strategy in ("fsdp", "zero2", "zero3")
+        and f"pipeline parallelism with {parallel.strategy}",
         "parallel.offload": any(v not in (None, "none") for _, v in parallel.offload) and "offload",
     }
     if training.mode != "train":

@@ -290,7 +290,8 @@ def _sweep_table(points: Sequence[Result], axes: Sequence[str]) -> Table:
         efficiency = [Text(_efficiency(point, points))] if scaling else []
         rows.append([*map(Text, cells), fits, *efficiency])
     heads = [axis.split(".")[-1].replace("_", " ") for axis in axes]
-    heads += ["GPUs", *(["first token", "per token"] if serving else ["step"]), "tokens/s /GPU", "MFU", "exposed", "memory", "fits"] + (["scaling"] if scaling else [])
+    heads += ["GPUs", *(["first token", "per token"] if serving else ["step"])]
+    heads += ["tokens/s /GPU", "MFU", "exposed", "memory", "fits"] + (["scaling"] if scaling else [])
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for i, head in enumerate(heads):
         widest = max([row[i].cell_len for row in rows] + [len(word) for word in head.split()])

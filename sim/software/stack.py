@@ -73,6 +73,7 @@ class Stack:
         kv_cache: how inference's cache grows: concatenated (written anew with every token) or in_place.
         quantised_products: products with weights of fewer than 16 bits: expanded (a kernel of its own makes 16-bit
             weights; int8 runs on quantised activations) or fused (the product reads them as stored).
+        vocabulary_multiple: the vocabulary is padded to a multiple of it for every tensor slice.
         kernel_loading: what a CUDA context holds: all kernels, fewer (releases that ship less), or those used (lazy).
     """
 
@@ -108,6 +109,7 @@ class Stack:
     pipeline_p2p: str
     kv_cache: str
     quantised_products: str
+    vocabulary_multiple: int
 
 
 #: Fields of `Stack` that are not facts of a profile.

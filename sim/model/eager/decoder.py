@@ -84,12 +84,22 @@ def attention(run: Run, style: Style, x: Tensor, policy: str, memory: Tensor | N
     else:
         out = core(run, style, query, key, value, bias)
     run.at("projection")
-    return _linear(run, style, out, style.query_width, style.hidden)
+    return row_cut(run, style, _linear(run, style, out, style.query_width, style.hidden))
 
 
-def _linear(run: Run, style: Style, x: Tensor, features_in: int, features_out: int, bias: bool | None = None) -> Tensor:
-    return op.linear(run, x, features_in, features_out, style.bias if bias is None else bias, dtype=style.weight,
-                     bias_last=style.conv1d)
+def _linear(run: Run, style: Style, x: Tensor, features_in: int, features_out: int, gathered: int = 1) -> Tensor:
+    return op.linear(run, x, features_in, features_out, style.bias, dtype=style.weight, bias_last=style.conv1d,
+                     gathered=gathered)
+
+
+def _column(run: Run, style: Style, x: Tensor, features_out: int) -> Tensor:
+    """A product of the stream, which is gathered where it is scattered."""
+    return _linear(run, style, x, style.hidden, features_out, style.tensor if style.scattered else 1)
+
+
+def row_cut(run: Run, style: Style, x: Tensor) -> Tensor:
+    """A sum over the slices of the width, on its way back into the stream."""
+    return op.scattered(run, x, style.tensor) if style.scattered else x
 
 
 def uses_flash(style: Style) -> bool:
@@ -103,11 +113,11 @@ def _projections(run: Run, style: Style, x: Tensor, memory: Tensor | None) -> tu
     """Queries, keys and values. Plain modules view them as (3, b, a, s, d), so their gradients are copied twice."""
     widths = (style.query_width, style.kv_width, style.kv_width)
     if style.separate_qkv or memory is not None:
-        q = _linear(run, style, x, style.hidden, widths[0])
-        k = _linear(run, style, memory or x, style.hidden, widths[1])
-        v = _linear(run, style, memory or x, style.hidden, widths[2])
+        q = _column(run, style, x, widths[0])
+        k = _column(run, style, memory or x, widths[1])
+        v = _column(run, style, memory or x, widths[2])
         return q, k, v
-    fused = _linear(run, style, x, style.hidden, sum(widths))
+    fused = _column(run, style, x, sum(widths))
     if style.modules == "plain" and not style.stack.compile:
         fused = op.relayout(run, fused)
     q, k, v = op.split(run, fused, [style.tokens * width for width in widths])
@@ -210,33 +220,33 @@ def mlp(run: Run, style: Style, x: Tensor) -> Tensor:
     if style.gated and style.modules != "megatron":
         hidden = _gated(run, style, x)
     elif style.gated:
-        both = _linear(run, style, x, style.hidden, 2 * style.ffn)
+        both = _column(run, style, x, 2 * style.ffn)
         run.at("activation")
         hidden = _gated_kernel(run, both, style)
     else:
-        up = _linear(run, style, x, style.hidden, style.ffn)
+        up = _column(run, style, x, style.ffn)
         run.at("activation")
         spelled = style.conv1d and style.activation == "gelu" and not style.stack.fused_bias_gelu
         hidden = _gelu_new(run, up) if spelled and not style.stack.compile else op.unary(run, up, saves_input=True)
         del up
     run.at("down")
-    return _linear(run, style, hidden, style.ffn, style.hidden)
+    return row_cut(run, style, _linear(run, style, hidden, style.ffn, style.hidden))
 
 
 def _gated(run: Run, style: Style, x: Tensor) -> Tensor:
     """act(gate(x)) * up(x)."""
     if style.stack.fused_swiglu or style.stack.compile:
-        gate, up = (_linear(run, style, x, style.hidden, style.ffn) for _ in range(2))
+        gate, up = (_column(run, style, x, style.ffn) for _ in range(2))
         run.at("activation")
         elements, dtype = gate.elements, gate.dtype
         node = run.node(lambda run, _: [run.new(elements, dtype), run.new(elements, dtype)], (gate.sink, up.sink))
         run.save(node, gate.storage, up.storage)
         return Tensor(run.new(elements, dtype), elements, dtype, Output(node, 0))
-    gate = _linear(run, style, x, style.hidden, style.ffn)
+    gate = _column(run, style, x, style.ffn)
     run.at("activation")
     gate = op.unary(run, gate, saves_input=True, temporaries=_SILU_TEMPORARIES)
     run.at("up")
-    up = _linear(run, style, x, style.hidden, style.ffn)
+    up = _column(run, style, x, style.ffn)
     run.at("activation")
     return op.mul(run, gate, up)
 
@@ -273,7 +283,7 @@ def embedding(run: Run, style: Style, policy: str) -> Tensor:
     """
     run.at("embedding")
     table = Weight(style.vocab * style.hidden, style.weight, style.tied)
-    x = op.embedding(run, style.tokens, style.hidden, table)
+    x = row_cut(run, style, op.embedding(run, style.tokens, style.hidden, table))
     hugging_face = style.modules == "transformers"
     if hugging_face and not style.conv1d and policy == "none" and DTYPE_BYTES[x.dtype] < 4:
         run.held.append(run.new(style.tokens * style.hidden, x.dtype))  # the blocks' norms keep an fp32 copy
@@ -310,7 +320,8 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
         x = Tensor(x.storage, rows * style.hidden, x.dtype, x.sink)
     run.at("logits")
     run.kind = LOGITS
-    logits = op.linear(run, x, style.hidden, style.vocab, False, dtype=style.weight, shared=style.tied)
+    logits = op.linear(run, x, style.hidden, style.vocab, False, dtype=style.weight, shared=style.tied,
+                       gathered=style.tensor if style.scattered else 1)
     if style.modules != "transformers":
         del x  # Hugging Face's model output holds it until the loss is there
     run.at("loss")
