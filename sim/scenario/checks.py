@@ -9,7 +9,7 @@ from sim.catalog import table
 from sim.errors import Fault, nearest
 from sim.scenario.defaults import SHARDED
 from sim.scenario.document import Document
-from sim.scenario.schema import FULL, Inference, Model, Scenario, Training
+from sim.scenario.schema import FULL, Model, Scenario, Training
 
 #: What a transformer must be told; everything else has a default.
 _TRANSFORMER_SIZES = ("layers", "hidden", "heads", "vocab")
@@ -415,11 +415,10 @@ def _modes(written: Scenario, s: Scenario) -> Iterator[Finding]:
             f"qlora keeps a quantised base, not {tuned.base}",
             "write nf4, or use method lora",
         )
-    if isinstance(s.training.mode, Inference) and s.model.positions == "learned":
-        tokens = s.training.mode.inference.prompt + s.training.mode.inference.generate
-        if tokens > s.model.max_positions:
-            yield ("training.mode.inference.generate", f"prompt and generation are {tokens} tokens but the model has "
-                   f"{s.model.max_positions} learned positions (model.max_positions)", "generate fewer")
+    run = getattr(s.training.mode, "inference", None)
+    if run and s.model.positions == "learned" and (tokens := run.prompt + run.generate) > s.model.max_positions:
+        yield ("training.mode.inference.generate", f"prompt and generation are {tokens} tokens but the model has "
+               f"{s.model.max_positions} learned positions (model.max_positions)", "generate fewer")
     layers = getattr(s.training.recompute, "layers", None)
     if layers is not None and layers > s.model.layers + s.model.decoder_layers:
         yield (

@@ -21,7 +21,8 @@ def rank(weights: Weights = PLAIN, batch: int = 1, new: int = 1, cached: int = 1
          **model: Any) -> Rank:
     scenario = resolve({
         "name": "t", "cluster": {"topology": "dgx-a100-80g", "gpus_per_node": tensor},
-        "parallel": {"tensor": tensor}, "model": {"kind": "decoder", "layers": 2, "hidden": 512, "heads": 8, "kv_heads": 2, "ffn": 2048, "vocab": 1000,
+        "parallel": {"tensor": tensor},
+        "model": {"kind": "decoder", "layers": 2, "hidden": 512, "heads": 8, "kv_heads": 2, "ffn": 2048, "vocab": 1000,
                   "positions": "rotary", "norm": "rmsnorm", "bias": False, "gated_mlp": True} | model,
         "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 64, "precision": "pure-bf16"}})
     style = replace(style_of(scenario, stack_for(), 1), window=scenario.model.window or 0)
