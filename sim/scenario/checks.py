@@ -415,10 +415,9 @@ def _modes(written: Scenario, s: Scenario) -> Iterator[Finding]:
             f"qlora keeps a quantised base, not {tuned.base}",
             "write nf4, or use method lora",
         )
-    run = getattr(s.training.mode, "inference", None)
-    if run and s.model.positions == "learned" and (tokens := run.prompt + run.generate) > s.model.max_positions:
-        yield ("training.mode.inference.generate", f"prompt and generation are {tokens} tokens but the model has "
-               f"{s.model.max_positions} learned positions (model.max_positions)", "generate fewer")
+    run, longest = getattr(s.training.mode, "inference", None), s.model.max_positions
+    if run and s.model.positions == "learned" and (tokens := run.prompt + run.generate) > longest:
+        yield "training.mode.inference.generate", f"{tokens} tokens but the model has {longest} learned positions", ""
     layers = getattr(s.training.recompute, "layers", None)
     if layers is not None and layers > s.model.layers + s.model.decoder_layers:
         yield (
