@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -25,11 +25,12 @@ from sim.report.breakdown import (
     step_flops,
 )
 from sim.report.columns import Columns, of_class
+from sim.report.inference import InferenceResult, inference_result, waits_for_memory
 from sim.report.loading import DataLoading
 from sim.report.neighbours import Features, Validated, features, validated
 from sim.report.traffic import traffic_list
 from sim.scenario.dump import dump
-from sim.scenario.schema import Scenario
+from sim.scenario.schema import Inference, Scenario
 
 #: Below this share of free memory PyTorch's allocator starts to retry (result.md, `warnings`).
 TIGHT_HEADROOM = 0.05
@@ -152,6 +153,7 @@ class Result:
 
     Attributes:
         gpus: GPUs of the job; `gpu` is the catalogue's name of the critical rank's.
+        inference: of an inference run; its step is one request of every replica, its model FLOPs the kernels' own.
         group_ranks: size of each communicator of the critical class's program, by name.
         features: what makes published runs like this one.
         sensitivity: change of the step for 10% more of each resource, where it was asked for.
@@ -175,6 +177,7 @@ class Result:
     simulation: Simulation
     group_ranks: dict[str, int]
     features: Features
+    inference: InferenceResult | None = None
     sensitivity: dict[str, float] | None = None
     warnings: list[str] = field(default_factory=list)
     set: dict[str, Any] = field(default_factory=dict)
@@ -284,6 +287,7 @@ class Result:
             "traffic": self.traffic,
             "data_loading": self.data_loading.to_json(),
             "validated": self.validated.to_json(),
+            **({} if self.inference is None else {"inference": self.inference.to_json()}),
             "simulation": {
                 "events": self.simulation.events, "tasks": self.simulation.tasks,
                 "ranks_simulated": self.simulation.ranks_simulated,
@@ -316,12 +320,16 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
     of_micro_batch = architecture.forward_flops + architecture.backward_flops
     per_program = [step_flops(p) for p in job.programs]
     gpu = machine.devices[simulated.device].gpu
+    hardware_flops = sum(per_program[c.program] * len(c.members) for c in job.classes)
+    served = inference_result(scenario, lowered, timeline)
+    samples = training.global_batch if served is None else scenario.data_parallel * architecture.batch
     result = Result(
         scenario=scenario, gpus=job.ranks, gpu=gpu.name, step_time_s=step_s,
-        tokens_per_second=training.global_batch * _tokens_per_sample(scenario) / step_s,
-        samples_per_second=training.global_batch / step_s,
-        model_flops=of_micro_batch / architecture.batch * training.global_batch,
-        hardware_flops=sum(per_program[c.program] * len(c.members) for c in job.classes),
+        tokens_per_second=(samples * _tokens_per_sample(scenario) / step_s if served is None
+                           else served.tokens_per_second),
+        samples_per_second=samples / step_s,
+        model_flops=of_micro_batch / architecture.batch * samples if served is None else hardware_flops,
+        hardware_flops=hardware_flops, inference=served,
         peak_flops_per_gpu=gpu.peak_flops(training.precision.compute), breakdown=parts,
         bound=bound(parts),
         memory=_memory(scenario, lowered, machine), data_loading=loading,
@@ -330,12 +338,17 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
                      for name, c in zip(program.communicators, simulated.communicators, strict=True) if c >= 0},
         features=features(scenario, lowered, gpu.arch),
         _detail=Detail(lowered, machine, timeline, critical))
+    if served is not None and result.bound == "compute" and waits_for_memory(program, gpu.peak_flops,
+                                                                             gpu.memory_bandwidth_bps):
+        result.bound = "memory_bandwidth"
     result.warnings = _warnings(result)
     return result
 
 
 def _loading(scenario: Scenario, work_s: float) -> DataLoading:
-    """Every node reads the samples of its own replicas."""
+    """Every node reads the samples of its own replicas. A request is in memory when it arrives."""
+    if isinstance(scenario.training.mode, Inference):
+        return DataLoading(0.0, scenario.cluster.topology.host.storage, work_s)
     per_step = scenario.training.global_batch * (scenario.training.sample_bytes or 0.0) / scenario.cluster.nodes
     return DataLoading(per_step, scenario.cluster.topology.host.storage, work_s)
 
@@ -414,8 +427,3 @@ def _warnings(result: Result) -> list[str]:
         found.append(f"validation: no published run of this kind ({kind.strategy}, {kind.generation}, "
                      f"{kind.framework}, {kind.gpus:,} GPUs) has been compared: the error is not known")
     return found
-
-
-def leaves(tree: Mapping[str, Any]) -> float:
-    """Sum of all numbers of a nested mapping, e.g. of `breakdown_s`."""
-    return sum(leaves(v) if isinstance(v, Mapping) else float(v) for v in tree.values())
