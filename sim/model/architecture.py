@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+from sim.model.tuning import Frozen
 from sim.work import DTYPE_BYTES, Kernel
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ class Layer:
         parameters: in registration order (`module.parameters()`).
         shared: parameters of an earlier layer that this one multiplies by or looks up (a tied head).
         program: the module code behind it, for its memory (`sim.model.eager`); None: estimated from `saved`.
+        frozen: tensors that are not trained and so are no `parameters`.
     """
 
     kind: str
@@ -107,10 +109,11 @@ class Layer:
     parameters: tuple[Parameter, ...]
     shared: tuple[Parameter, ...] = ()
     program: Program | None = field(default=None, compare=False)
+    frozen: tuple[Frozen, ...] = ()
 
     @cached_property
     def numel(self) -> int:
-        """Parameters of the layer."""
+        """Trained parameters of the layer."""
         return sum(p.numel for p in self.parameters)
 
     @cached_property
@@ -196,6 +199,11 @@ class Architecture:
     def backward_flops(self) -> float:
         """Matrix-product FLOPs of one backward without recomputation."""
         return sum(layer.backward_flops for layer in self.stack)
+
+    @cached_property
+    def frozen_parameters(self) -> int:
+        """Parameters that are not trained."""
+        return sum(f.numel for layer in self.stack for f in layer.frozen)
 
     def recompute_flops(self, layers: int | None = None) -> float:
         """FLOPs that full recomputation of the first `layers` blocks (default all) adds to backward."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from sim.model.tuning import Tuned, tuned_of
 from sim.software import Stack
 from sim.work import DTYPE_BYTES
 
@@ -61,6 +62,7 @@ class Style:
         autocast: weights are fp32 and cast to `act` where they are used.
         window: keys each query sees, 0 = all.
         dropout: whether dropout masks exist (their probability changes nothing else).
+        tuned: what is trained where that is not everything.
     """
 
     kind: str
@@ -99,6 +101,7 @@ class Style:
     gradient: str
     autocast: bool
     stack: Stack
+    tuned: Tuned | None = None
 
     @property
     def tokens(self) -> int:
@@ -151,6 +154,9 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
     follows = stack.residual_dtype_follows_autocast or stack.low_precision_norm
     hidden, heads = model.hidden, model.heads
     predicting = training.decoder_sequence if model.kind == "encoder-decoder" else training.sequence
+    tied = bool(model.tied_embeddings)
+    tuned = tuned_of(training, stack.modules == "plain" and not tied)
+    weight = tuned.plain if tuned and autocast else "fp32" if autocast else act
     return Style(
         kind=model.kind, batch=batch, sequence=training.sequence,
         decoder_sequence=training.decoder_sequence or training.sequence, decoder_layers=model.decoder_layers or 0,
@@ -159,13 +165,13 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
         head_dim=model.head_dim or hidden // max(1, heads), ffn=model.ffn or 4 * hidden, vocab=model.vocab,
         max_positions=model.max_positions or training.sequence,
         layers=model.layers, gated=bool(model.gated_mlp), activation=model.activation or "gelu",
-        positions=model.positions, norm=model.norm, bias=bool(model.bias), tied=bool(model.tied_embeddings),
+        positions=model.positions, norm=model.norm, bias=bool(model.bias), tied=tied,
         dropout=bool(model.dropout), window=_window(model.window, training.sequence),
         parallel_block=bool(model.parallel_block), experts=_experts(model.moe, model.ffn or 4 * hidden),
         latent=_latent(model.mla), attention=training.attention, chunked_loss=bool(training.chunked_loss),
-        gemm=precision.compute, act=act, residual="fp32" if autocast and not follows else act,
-        weight="fp32" if autocast else act, gradient=_gradient(precision, act, autocast), autocast=autocast,
-        stack=stack,
+        gemm=precision.compute, act=act,
+        residual="fp32" if autocast and not follows and weight == "fp32" else act,
+        weight=weight, gradient=_gradient(precision, act, autocast), autocast=autocast, stack=stack, tuned=tuned,
     )
 
 

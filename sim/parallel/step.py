@@ -5,13 +5,13 @@ A technique is an object with three verbs (`Technique`); this file strings them 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
 
 from sim.model import build, clip_kernels, optimizer_kernels, optimizer_temporary_bytes
-from sim.model.architecture import Architecture
+from sim.model.architecture import Architecture, Layer
 from sim.model.eager import rounded
 from sim.parallel.compute import Compute
 from sim.parallel.layout import Layout, Ranks
@@ -127,6 +127,11 @@ def batch(plan: Plan) -> None:
     """Token numbers and labels, 8 bytes each, which are there when the step begins."""
     tokens = plan.architecture.batch * plan.architecture.sequence
     plan.resident("batch", 2 * rounded(tokens, "fp64"), "buffers")
+
+
+def frozen_bytes(layers: Iterable[Layer]) -> int:
+    """What tensors that are not trained take as they are stored, each in blocks of the allocator."""
+    return sum(blocks(size) for layer in layers for tensor in layer.frozen for size in tensor.pieces)
 
 
 def end_of_step(plan: Plan, section: SectionBuilder) -> None:

@@ -6,6 +6,20 @@ from sim.errors import Fault, UserError
 from sim.scenario.schema import Scenario
 
 
+def _tuned(scenario: Scenario) -> str:
+    """What of fine-tuning is not simulated."""
+    finetune, model, precision = scenario.training.finetune, scenario.model, scenario.training.precision
+    if finetune is None or finetune.method == "full":
+        return ""
+    if model.kind != "decoder" or model.moe is not None or model.mla is not None or model.positions == "relative":
+        return f"{finetune.method} of anything but a dense decoder"
+    if precision.master != "none":
+        return f"{finetune.method} with a master copy of the parameters"
+    if scenario.software.framework == "megatron" or scenario.software.modules == "megatron":
+        return f"{finetune.method} of Megatron's modules"
+    return ""
+
+
 def check(scenario: Scenario) -> None:
     """Raise `UserError` naming every field of the scenario that this version cannot simulate."""
     training, parallel = scenario.training, scenario.parallel
@@ -13,8 +27,7 @@ def check(scenario: Scenario) -> None:
         "training.recompute": training.recompute == "selective-op" and "selective-op",
         "training.optimizer_in_backward": training.optimizer_in_backward and "gradients freed in backward",
         "training.chunked_loss": training.chunked_loss and "chunked loss",
-        "training.finetune": training.finetune is not None and training.finetune.method != "full"
-        and training.finetune.method,
+        "training.finetune": _tuned(scenario),
         "training.mode": training.mode != "train" and "inference",
         "training.precision": training.precision.compute in ("fp8", "mxfp8", "nvfp4", "int8", "int4")
         and training.precision.compute,

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from sim.model.architecture import Layer
+from sim.model.tuning import QUANTISED
 from sim.parallel.activations import GRADIENT_POOL, Activations
 from sim.parallel.compute import traffic_kernel
 from sim.parallel.sharded.units import Unit, units_of
@@ -55,6 +56,8 @@ class Fsdp:
     # ------------------------------------------------------------------------------------------- states
     def states(self) -> None:
         """Shards of parameters, master copy and optimizer states; gradients come and go in the micro-steps."""
+        frozen = sum(blocks(size / self.factor) for u in self.distinct for f in u.frozen for size in f.pieces)
+        self.plan.resident("frozen parameters", frozen, "parameters")
         shards = Counter(u.shards for u in self.distinct)
         for category, width in state_bytes(self.plan).items():
             if category != "gradients" and width:
@@ -65,7 +68,7 @@ class Fsdp:
         """Clipping and the optimizer on this rank's shards, after the last reduction."""
         numel = sum(u.padded for u in self.distinct) // self.factor
         tensors = sum(u.tensors for u in self.distinct) if self.by_row else len(self.distinct)
-        largest = max(n for u in self.distinct for n in u.shards)
+        largest = max((n for u in self.distinct for n in u.shards), default=0)
         update(self.plan, section, numel, tensors, self.joined(), "shard" if self.factor > 1 else None, largest)
         for unit in self.distinct:
             section.free(f"gradient:{unit.name}", self.gradient_bytes(unit), "gradients", REDUCE)
@@ -90,12 +93,20 @@ class Fsdp:
         reshard = self.plan.scenario.parallel.reshard_after_forward
         if phase == "backward" and not isinstance(reshard, bool) and reshard < self.factor:
             group = "reshard"
-        call = collective(self.plan, "all_gather", unit.padded * self.gather_bytes, self.gather_dtype, group)
+        call = collective(self.plan, "all_gather", self.whole_bytes(unit, unit.padded), self.gather_dtype, group)
         return section.collective(GATHER, call, self.host_s, Label(unit.name, phase, "all_gather"), waits, joins)
+
+    def whole_bytes(self, unit: Unit, numel: int) -> int:
+        """`numel` trained parameters of a unit as they are gathered, and what is gathered with them: quantised weights
+        as they are stored, others in the gathers' dtype."""
+        frozen = sum(f.size_bytes if f.dtype in QUANTISED else f.numel * self.gather_bytes for f in unit.frozen)
+        return round(numel * self.gather_bytes + frozen)
 
     def reduce(self, section: SectionBuilder, unit: Unit, waits: Sequence[int], first: bool) -> int | None:
         """Reduce-scatter inside the shard group, then all-reduce of the shard across replicas."""
         task = None
+        if not unit.numel:
+            return None
         size = unit.padded * self.reduce_bytes
         if self.factor > 1:
             call = collective(self.plan, "reduce_scatter", size, self.reduce_dtype, "shard")
