@@ -134,6 +134,13 @@ class Style:
         return self.stack.modules
 
     @property
+    def spelled_rmsnorm(self) -> bool:
+        """Whether an RMSNorm is a row of operators (LlamaRMSNorm, LitGPT's and Meta's own), not one kernel."""
+        if self.norm == "layernorm" or self.modules == "megatron" or self.stack.fused_rmsnorm:
+            return False
+        return self.modules == "transformers" or not self.stack.rmsnorm_kernel
+
+    @property
     def conv1d(self) -> bool:
         """Hugging Face's GPT-2 code: fused `c_attn`, weights stored (in, out), gelu_new spelled out in operators."""
         gpt2 = self.kind == "decoder" and self.positions == "learned" and not self.gated

@@ -53,7 +53,7 @@ def norm(run: Run, style: Style, x: Tensor, name: str) -> Tensor:
     trained = style.tuned is None or style.tuned.trains_norms
     if style.norm == "layernorm":
         return op.layer_norm(run, x, style.hidden, (1 + style.bias) * trained, 2, style.weight)
-    if style.modules != "transformers" or style.stack.fused_rmsnorm or style.stack.compile:
+    if not style.spelled_rmsnorm or style.stack.compile:
         return op.layer_norm(run, x, style.hidden, int(trained), 1, style.weight)
     return rms_norm(run, x, style.hidden, style.weight, trained)
 

@@ -9,7 +9,7 @@ autograd/_functions.py (MatMul4Bit, MatMul8bitLt), nn/modules.py (Linear4bit); L
 from __future__ import annotations
 
 from sim.model.eager import operations as op
-from sim.model.eager.autograd import COPIES, Gradients, Output, Run, Storage, Tensor
+from sim.model.eager.autograd import COPIES, Gradients, Output, Run, Storage, Tensor, Weight
 from sim.model.style import Style
 from sim.model.tuning import BLOCK, Tuned
 
@@ -47,7 +47,7 @@ def _merged(run: Run, tuned: Tuned, x: Tensor, features_in: int, chosen: Parts, 
     """
     rows, width = x.elements // features_in, sum(w for _, w in chosen)
     down = op.linear(run, x, features_in, tuned.rank * len(chosen), False, dtype=tuned.dtype)
-    up = op.linear(run, down, tuned.rank, width, False, dtype=tuned.dtype)
+    up = _grouped(run, tuned, down, rows, width)
     del down
     if width < outputs:
         zeros = run.new(rows * outputs, up.dtype)
@@ -59,6 +59,17 @@ def _merged(run: Run, tuned: Tuned, x: Tensor, features_in: int, chosen: Parts, 
         up = Tensor(run.new(rows * outputs, dtype), rows * outputs, dtype, Output(node, 0))
         del zeros, source
     return op.scale(run, up)
+
+
+def _grouped(run: Run, tuned: Tuned, x: Tensor, rows: int, width: int) -> Tensor:
+    """`conv1d` with a group per part: each part has its own columns of `x`."""
+    copy, sink = op.weight_copy(run, Weight(tuned.rank * width, tuned.dtype))
+    elements, size, dtype = x.elements, tuned.rank * width, x.dtype
+    node = run.node(lambda run, _: [run.new(elements, dtype), run.new(size, dtype)], (x.sink, sink))
+    run.save(node, x.storage)
+    if copy is not None:
+        run.save(node, copy)
+    return Tensor(run.new(rows * width, dtype), rows * width, dtype, Output(node, 0))
 
 
 def _frozen(run: Run, style: Style, x: Tensor, features_in: int, features_out: int, stored: str) -> Tensor:
