@@ -69,10 +69,10 @@ def _freeze(op: Operator, style: Style, is_linear: bool, tuned: Tuned) -> Operat
     if op.name.startswith(("norm", "final_norm")):
         if tuned.trains_norms:
             return op
-        backward = tuple(replace(k, bytes=k.bytes * (1 - _NORM_WEIGHT / _NORM_BACKWARD),
-                                 launches=max(1, k.launches - 1)) for k in op.backward)
-        return replace(op, backward=backward, parameters=(), saved=tuple(t for t in op.saved if "normalised" not in
-                                                                         t.name))
+        kernels = tuple(replace(k, bytes=k.bytes * (1 - _NORM_WEIGHT / _NORM_BACKWARD),
+                                launches=max(1, k.launches - 1)) for k in op.backward)
+        kept = tuple(t for t in op.saved if "normalised" not in t.name)
+        return replace(op, backward=kernels, parameters=(), saved=kept)
     if not is_linear:
         return op
     stored = tuned.linear_dtype("head" if op.name == "logits" else "query")
@@ -164,8 +164,8 @@ def _with_branches(op: Operator, linears: Sequence[Linear], style: Style, tuned:
         backward = [*branch.backward, *backward]
         saved += branch.saved
         outputs = sum(w for _, w in up)
-        parameters = [Parameter(f"{module}.lora_B", (outputs, tuned.rank)), Parameter(f"{module}.lora_A", (down, inputs)),
-                      *parameters]
+        parameters = [Parameter(f"{module}.lora_B", (outputs, tuned.rank)),
+                      Parameter(f"{module}.lora_A", (down, inputs)), *parameters]
     # a branch of the block's last product is behind it, and so is what keeps its input
     again = op.recomputed or bool(parameters) or (op.name == "down" and tuned.behind("mlp"))
     keeps = tuned.quantised and tuned.base != "int8" and style.stack.quantised_keeps_input
@@ -190,7 +190,8 @@ def _branch(style: Style, rows: int, inputs: int, down: int, up: tuple[tuple[str
     if written < outputs:  # zeros, copy of the parts, index_copy
         forward += [elementwise("zero_pad", rows * outputs, 4 * e + 3 * e * written / outputs, act, 4)]
         backward.insert(0, elementwise("zero_pad_backward", rows * written, 2 * e, act))
-    forward += [elementwise("lora_scale", rows * outputs, 2 * e, act), elementwise("lora_add", rows * outputs, 3 * e, act)]
+    forward += [elementwise("lora_scale", rows * outputs, 2 * e, act),
+                elementwise("lora_add", rows * outputs, 3 * e, act)]
     backward = [elementwise("lora_scale_backward", rows * outputs, 2 * e, act), *backward]
     kept = [Tensor("lora_input", rows * inputs, act), Tensor("lora_rank", rows * down, act)]
     if style.stack.adapter_dropout:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from sim.model.architecture import Layer, Parameter
 from sim.parallel.activations import Activations
 from sim.parallel.compute import traffic_kernel
-from sim.parallel.step import COMPUTE, MicroStep, Plan, collective, state_bytes, update
+from sim.parallel.step import COMPUTE, MicroStep, Plan, collective, frozen_bytes, state_bytes, update
 from sim.program import Label, SectionBuilder
 from sim.work import DTYPE_BYTES
 
@@ -33,8 +33,11 @@ class Zero3:
         self.ranks = plan.scenario.data_parallel
         self.precision = plan.scenario.training.precision
         # a tied head multiplies by the embedding's matrix and fetches it again
-        self.gathered = [self.fetched((*layer.parameters, *layer.shared)) for layer in plan.architecture.stack]
         stack = plan.architecture.stack
+        width = DTYPE_BYTES[self.precision.gather]
+        # what is frozen is split and fetched as well, as it is stored
+        self.gathered = [self.fetched((*layer.parameters, *layer.shared)) + round(frozen_bytes([layer]) / width)
+                         for layer in stack]
         self.live = [self.held(numel, layer) for numel, layer in zip(self.gathered, stack, strict=True)]
         self.resident = sum(p.numel for layer in plan.architecture.stack for p in layer.parameters
                             if p.numel < PERSISTENCE_THRESHOLD)
@@ -52,6 +55,7 @@ class Zero3:
     def states(self) -> None:
         """Everything split over all ranks, small parameters whole as well."""
         numel = self.plan.architecture.parameters
+        self.plan.resident("frozen parameters", frozen_bytes(self.plan.architecture.stack) / self.ranks, "parameters")
         for category, width in state_bytes(self.plan).items():
             self.plan.resident(category, numel * width / self.ranks, category)
         if self.ranks > 1:
