@@ -175,6 +175,20 @@ class Program:
         """A value for every row a segment may name: index it with the entries of `Segment.kernels`."""
         return [*map(of_kernel, self.kernels), *map(of_inline, reversed(self.inlines))]
 
+    def calls(self) -> set[int]:
+        """Rows of `collectives` that this program's own tasks name, inside segments or by themselves."""
+        found: set[int] = set()
+        segments: set[int] = set()
+        for section in self.sections:
+            for kind, payload in zip(section.kind, section.payload, strict=True):
+                if kind == Kind.COLLECTIVE:
+                    found.add(payload)
+                elif kind == Kind.KERNELS:
+                    segments.add(payload)
+        if self.inlines:
+            found |= {self.inlines[-1 - row].collective for s in segments for row in self.segments[s].kernels if row < 0}
+        return found
+
     def launches(self) -> list[int]:
         """CUDA kernels launched by each segment."""
         own = [k.launches for k in self.kernels]
@@ -199,7 +213,8 @@ class RankClass:
         members: global ranks of the class, shape (n,).
         program: what they run (index into `Job.programs`).
         device: index of their hardware kind (0 unless GPUs are mixed or one is slow).
-        communicators: for each name of the program's communicators, the index into `Job.communicators`.
+        communicators: for each name of the program's communicators, the index into `Job.communicators`; -1 where the
+            class takes no part (names are those of the whole job).
     """
 
     representative: int
@@ -288,45 +303,81 @@ class SectionBuilder:
         self.section.memory.append(MemoryOp(len(self.section), tensor, -size_bytes, category, stream, used_on))
 
 
-class ProgramBuilder:
-    """Collects distinct kernels, segments, collectives and labels while sections are written."""
+class Tables:
+    """Distinct kernels, segments, collectives and labels; programs of one job that share them are written once."""
 
-    def __init__(self, streams: Sequence[str], communicators: Sequence[str], launch_queue: int = 1024) -> None:
-        self._kernels: dict[Kernel, int] = {}
-        self._collectives: dict[CollectiveCall, int] = {}
-        self._copies: dict[Copy, int] = {}
-        self._inlines: dict[Inline, int] = {}
-        self._labels: dict[Label, int] = {}
-        self._segments: dict[tuple[tuple[int, ...], tuple[float, ...]], int] = {}
+    def __init__(self) -> None:
+        self.kernels: dict[Kernel, int] = {}
+        self.rows: dict[int, tuple[Kernel, int]] = {}  # by identity: hashing a kernel costs more than a look-up
+        self.collectives: dict[CollectiveCall, int] = {}
+        self.copies: dict[Copy, int] = {}
+        self.inlines: dict[Inline, int] = {}
+        self.labels: dict[Label, int] = {}
+        self.segments: dict[tuple[tuple[int, ...], tuple[float, ...]], int] = {}
         self.segment_host_s: list[float] = []
+        self._lists: tuple[int, tuple[list[Kernel], list[Segment], list[CollectiveCall], list[Copy], list[Label],
+                                      list[Inline]]] | None = None
+
+    def row(self, kernel: Kernel) -> int:
+        """Row of a kernel."""
+        known = self.rows.get(id(kernel))
+        if known is None:
+            known = self.rows[id(kernel)] = (kernel, self.kernels.setdefault(kernel, len(self.kernels)))
+        return known[1]
+
+    def lists(self) -> tuple[list[Kernel], list[Segment], list[CollectiveCall], list[Copy], list[Label],
+                             list[Inline]]:
+        """The columns as lists; the same objects until something is added."""
+        size = (len(self.kernels) + len(self.segments) + len(self.collectives) + len(self.copies) + len(self.labels)
+                + len(self.inlines))
+        if self._lists is None or self._lists[0] != size:
+            self._lists = (size, (list(self.kernels), [Segment(*key) for key in self.segments], list(self.collectives),
+                                  list(self.copies), list(self.labels), list(self.inlines)))
+        return self._lists[1]
+
+
+class ProgramBuilder:
+    """Collects distinct kernels, segments, collectives and labels while sections are written.
+
+    Args:
+        tables: shared with other programs of the job, which must be built after all are written; None = its own.
+    """
+
+    def __init__(self, streams: Sequence[str], communicators: Sequence[str], launch_queue: int = 1024,
+                 tables: Tables | None = None) -> None:
+        self.tables = tables or Tables()
+        self.segment_host_s = self.tables.segment_host_s
         self.streams = tuple(streams)
         self.communicators = tuple(communicators)
         self.launch_queue = launch_queue
         self.resident: list[tuple[str, int, str]] = []
         self._sections: list[Section] = []
+        self._numbers: dict[int, int] = {}
         self._schedule: list[tuple[int, int]] = []
 
     def label(self, label: Label) -> int:
-        return self._labels.setdefault(label, len(self._labels))
+        labels = self.tables.labels
+        return labels.setdefault(label, len(labels))
 
     def collective(self, call: CollectiveCall) -> int:
-        return self._collectives.setdefault(call, len(self._collectives))
+        calls = self.tables.collectives
+        return calls.setdefault(call, len(calls))
 
     def copy(self, copy: Copy) -> int:
-        return self._copies.setdefault(copy, len(self._copies))
+        copies = self.tables.copies
+        return copies.setdefault(copy, len(copies))
 
     def inline(self, item: InlineCall) -> int:
         """Number of an inline collective."""
-        rows = self._kernels
-        row = Inline(self.collective(item.call), tuple(rows.setdefault(k, len(rows)) for k in item.beside))
-        return self._inlines.setdefault(row, len(self._inlines))
+        inlines = self.tables.inlines
+        row = Inline(self.collective(item.call), tuple(map(self.tables.row, item.beside)))
+        return inlines.setdefault(row, len(inlines))
 
     def segment(self, items: Sequence[Kernel | InlineCall], host_s: Sequence[float]) -> int:
         """Number of the segment that runs `items` in order, each launched at a cost of `host_s[i]` seconds."""
-        rows = self._kernels
-        key = (tuple(rows.setdefault(k, len(rows)) if isinstance(k, Kernel) else -1 - self.inline(k) for k in items),
-               tuple(host_s))
-        found = self._segments.setdefault(key, len(self._segments))
+        row, segments = self.tables.row, self.tables.segments
+        key = (tuple([row(k) if isinstance(k, Kernel) else -1 - self.inline(k) for k in items]), tuple(host_s))
+        found = segments.setdefault(key, len(segments))
         if found == len(self.segment_host_s):
             self.segment_host_s.append(sum(host_s))
         return found
@@ -335,15 +386,17 @@ class ProgramBuilder:
         return SectionBuilder(self, name)
 
     def run(self, section: SectionBuilder, repeats: int = 1) -> None:
-        """Append `repeats` runs of a finished section to the schedule."""
+        """Append `repeats` runs of a finished section to the schedule; it may be named again later."""
         if repeats > 0:
-            self._sections.append(section.section)
-            self._schedule.append((len(self._sections) - 1, repeats))
+            number = self._numbers.setdefault(id(section.section), len(self._sections))
+            if number == len(self._sections):
+                self._sections.append(section.section)
+            self._schedule.append((number, repeats))
 
     def build(self) -> Program:
         """The finished Program."""
+        kernels, segments, collectives, copies, labels, inlines = self.tables.lists()
         return Program(
-            kernels=list(self._kernels), segments=[Segment(*key) for key in self._segments],
-            collectives=list(self._collectives), copies=list(self._copies), labels=list(self._labels),
+            kernels=kernels, segments=segments, collectives=collectives, copies=copies, labels=labels,
             streams=self.streams, communicators=self.communicators, sections=self._sections, schedule=self._schedule,
-            launch_queue=self.launch_queue, resident=self.resident, inlines=list(self._inlines))
+            launch_queue=self.launch_queue, resident=self.resident, inlines=inlines)

@@ -119,6 +119,9 @@ class Engine:
         active = self.active
         hosts = self.hosts
         near = self.machine.near
+        if len(self.changed) == 1 and near(self.changed[0].number).isdisjoint(active):
+            self._share_alone(self.changed.pop(), now)
+            return
         reached = {flow.number for flow in self.changed}
         grown = list(reached) if any(number not in reached for number in active) else []
         for number in grown:
@@ -143,6 +146,21 @@ class Engine:
             for c in idle:
                 if c not in busy and hosts[c].state:
                     hosts[c].contend(0, now)
+
+    def _share_alone(self, flow: Flow, now: float) -> None:
+        """A flow that no active one meets has begun or ended."""
+        fifo = self.active.get(flow.number)
+        hosts = self.hosts
+        if fifo is None:
+            for c in flow.classes:
+                if hosts[c].state:
+                    hosts[c].contend(0, now)
+            return
+        shares = self.known_shares.get((flow.number,)) or self.machine.shares((flow.number,))
+        fifo.set_rate(shares.rates_bps[0][1], now)
+        for c, state in shares.states:
+            if hosts[c].state != state:
+                hosts[c].contend(state, now)
 
     def run_ended(self, host: Host, run: Run) -> None:
         """A section run of `host` is over."""

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sim.engine.plan import SectionPlan, compile_section
-from sim.program import Job, Kind, Program
+from sim.program import Job, Kind, Program, RankClass
 
 if TYPE_CHECKING:
     from sim.hardware import Device
@@ -134,14 +134,18 @@ class Machine:
         self.flows: list[Flow] = []
         self.known_shares: dict[tuple[int, ...], Shares] = {}
         self._flow_numbers: dict[tuple[int, str, int, str], int] = {}
-        #: For each class and each collective of its program, the number of its flow.
-        self.class_flows: list[list[int]] = [
-            [self.flow(c.communicators[call.communicator], call.kind, call.size_bytes, call.dtype)
-             for call in job.programs[c.program].collectives] for c in job.classes]
+        #: For each class and each collective of its program, the number of its flow; -1 where it takes no part.
+        self.class_flows = [self._flows_of(c) for c in job.classes]
         #: What a class's segments take depends on these alone: program, device and its inline collectives' seconds.
         self._variants = [(c.program, c.device, self._inline_s(number)) for number, c in enumerate(job.classes)]
         self._near: dict[int, frozenset[int]] = {}
         self._by_link: dict[object, list[int]] | None = None
+
+    def _flows_of(self, c: RankClass) -> list[int]:
+        program = self.job.programs[c.program]
+        used = program.calls()
+        return [self.flow(c.communicators[call.communicator], call.kind, call.size_bytes, call.dtype)
+                if number in used else -1 for number, call in enumerate(program.collectives)]
 
     def infinite(self) -> Machine:
         """The same devices and job on a network of infinite speed; what is known of kernels is shared."""
@@ -153,7 +157,7 @@ class Machine:
         """Classes that take part in each communicator."""
         members: list[list[int]] = [[] for _ in self.job.communicators]
         for number, c in enumerate(self.job.classes):
-            for communicator in dict.fromkeys(c.communicators):
+            for communicator in dict.fromkeys(n for n in c.communicators if n >= 0):
                 members[communicator].append(number)
         return [tuple(m) for m in members]
 
@@ -182,7 +186,7 @@ class Machine:
 
     def _kernel_times(self, program: int, device: int, taken: tuple[int, float]) -> npt.NDArray[np.float64]:
         """Seconds of every distinct kernel of a program in one state: one call of the device model per state."""
-        key = (program, device, taken)
+        key = (id(self.job.programs[program].kernels), device, taken)
         found = self._kernel_s.get(key)
         if found is None:
             kernels = self.job.programs[program].kernels
@@ -206,7 +210,11 @@ class Machine:
         program = self.job.programs[c.program]
         out = []
         for inline in program.inlines:
-            flow = self.flows[self.class_flows[class_number][inline.collective]]
+            number = self.class_flows[class_number][inline.collective]
+            if number < 0:
+                out.append(0.0)
+                continue
+            flow = self.flows[number]
             seconds = flow.alone_s
             if inline.beside:
                 taken = (flow.channels, _memory_traffic_bps(flow, flow.alone_bps)) if self.contention else (0, 0.0)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from sim.model.architecture import Layer, Operator
 from sim.parallel.model.calls import Items
 from sim.parallel.model.joints import Joints, Uncut
-from sim.program import InlineCall, ProgramBuilder
+from sim.program import CollectiveCall, InlineCall, ProgramBuilder
 from sim.software import Stack
 from sim.work import Kernel
 
@@ -30,6 +30,12 @@ class Compute:
         self._joints = joints or Uncut()
         self._made: dict[Hashable, int] = {}
         self._kept: list[object] = []  # keeps layers alive, so that an id stands for one layer only
+
+    def shared(self, builder: ProgramBuilder) -> Compute:
+        """The same segments for another program whose builder shares its tables with this one's."""
+        other = Compute(builder, self._stack, self._joints)
+        other._made, other._kept = self._made, self._kept
+        return other
 
     def _once(self, layer: object, key: Hashable, make: Callable[[], int]) -> int:
         full = (id(layer), key)
@@ -97,25 +103,25 @@ class Compute:
         return ()
 
     # ------------------------------------------------------------------------- rows of layers, for pipeline stages
-    def run(self, layers: Sequence[Layer], key: Hashable) -> int:
-        """Forward of several layers in a row as one segment."""
+    def run(self, layers: Sequence[Layer], before: tuple[CollectiveCall, ...] = ()) -> int:
+        """Forward of several layers in a row as one segment, after the collectives `before`; -1 if it is empty."""
         def make() -> int:
             self._kept.extend(layers)
-            return self.segment(tuple(
-                item for layer in layers for op in layer.operators for item in self._joints.forward(op)))
-        return self._once(tuple, ("run", key, tuple(map(id, layers))), make)
+            items = tuple(item for layer in layers for op in layer.operators for item in self._joints.forward(op))
+            return self.segment((*map(InlineCall, before), *items)) if items or before else -1
+        return self._once(tuple, ("run", before, tuple(map(id, layers))), make)
 
-    def run_backward(self, layers: Sequence[Layer], policies: Sequence[str], key: Hashable, weights: str = "with",
-                     after: tuple[Kernel, ...] = ()) -> int:
+    def run_backward(self, layers: Sequence[Layer], policies: Sequence[str], weights: str = "with",
+                     before: tuple[CollectiveCall, ...] = (), after: tuple[Kernel, ...] = ()) -> int:
         """Recomputation and backward of several layers (given in forward order) as one segment; -1 if it is empty.
 
         Args:
             weights: "with" the weight gradients, "without" them, or "only" them (zero-bubble schedules).
-            after: the technique's own kernels behind it.
+            before, after: collectives in front of it, and the technique's own kernels behind it.
         """
         def make() -> int:
             self._kept.extend(layers)
-            back: list[Kernel | InlineCall] = []
+            back: list[Kernel | InlineCall] = [InlineCall(call) for call in before]
             for layer, policy in zip(reversed(layers), reversed(policies), strict=True):
                 if weights != "only":
                     back += self.recomputed(layer, policy)
@@ -123,7 +129,8 @@ class Compute:
                     back += self._backward_of(op, weights)
             back += after
             return self.segment((), back) if back else -1
-        return self._once(tuple, ("run back", key, tuple(map(id, layers)), tuple(policies), weights, after), make)
+        key = ("run back", before, tuple(map(id, layers)), tuple(policies), weights, after)
+        return self._once(tuple, key, make)
 
     def _backward_of(self, op: Operator, weights: str) -> Items:
         if weights == "with":

@@ -12,6 +12,7 @@ from sim.model import build
 from sim.model.architecture import Architecture
 from sim.parallel.data import bucketed, reductions
 from sim.parallel.layout import Layout, Ranks, equitable_classes, simulated_ranks
+from sim.parallel.pipeline.lower import lower_pipeline
 from sim.parallel.sharded import fsdp, zero3
 from sim.parallel.sharded.fsdp1 import Fsdp1
 from sim.parallel.sharded.fsdp2 import Fsdp2
@@ -55,52 +56,103 @@ def lower(scenario: Scenario, *, fold: bool = True, devices: Ranks | None = None
     stack = stack_for(software.framework, software.year, software.compile, software.versions, software.modules,
                       fused=software.fused, cuda_graphs=software.cuda_graphs)
     architecture = build(scenario, stack, scenario.training.micro_batch)
-    technique = choose(scenario, stack, architecture)
-    write(technique)
-    plan = technique.plan
-    beside = outside(gpu(scenario.cluster.topology.gpu).compute_capability, stack.kernel_loading,
-                     [members.shape[1] for members in plan.groups.values()])
+    layout = layout_of(scenario)
+    if scenario.parallel.pipeline > 1:
+        pipelined = lower_pipeline(scenario, stack, architecture, layout, cut_groups(scenario, layout),
+                                   lambda plan: reduction_of(plan, stack))
+        job, plans = pipelined.job, pipelined.plans
+    else:
+        technique = choose(scenario, stack, architecture, layout)
+        write(technique)
+        plans = [technique.plan]
+    beside = [_outside(scenario, plan) for plan in plans]
+    if scenario.parallel.pipeline == 1:
+        job = _job(scenario, plans[0], fold, devices)
+    complete = all(layer.program is not None for layer in architecture.stack)
+    return Lowered(job, architecture, stack, complete, beside[0])
+
+
+def _outside(scenario: Scenario, plan: Plan) -> Outside:
+    """What a rank's GPU holds beside tensors, which becomes part of its program."""
+    beside = outside(gpu(scenario.cluster.topology.gpu).compute_capability, plan.stack.kernel_loading,
+                     [members.shape[1] for members in plan.groups.values()] + [2] * plan.edges)
     plan.resident("CUDA context, NCCL, cuBLAS", beside.total_bytes, "context")
+    return beside
+
+
+def _job(scenario: Scenario, plan: Plan, fold: bool, devices: Ranks | None) -> Job:
+    """The job of a single program."""
     if not fold:
         classes = np.arange(scenario.gpus, dtype=np.int64)
     else:
         zeros = np.zeros(scenario.gpus, dtype=np.int64)
         classes = zeros if devices is None else equitable_classes(devices, plan.groups)
     simulated, communicators = simulated_ranks(classes, plan.groups, devices)
-    job = Job([plan.builder.build()], simulated, communicators, scenario.gpus)
-    complete = all(layer.program is not None for layer in architecture.stack)
-    return Lowered(job, architecture, stack, complete, beside)
+    return Job([plan.builder.build()], simulated, communicators, scenario.gpus)
 
 
-def choose(scenario: Scenario, stack: Stack, architecture: Architecture) -> Technique:
+def layout_of(scenario: Scenario) -> Layout:
+    """Where the parallel dimensions lie; experts are a re-grouping of data and context ranks."""
+    parallel = scenario.parallel
+    sizes = {"tensor": parallel.tensor, "context": parallel.context, "data": scenario.data_parallel,
+             "pipeline": parallel.pipeline}
+    return Layout(sizes, tuple(d for d in parallel.order if d in sizes))
+
+
+#: Ranks that hold the same parameters: they see other samples, or other parts of the same ones.
+REPLICAS = ("context", "data")
+
+
+def cut_groups(scenario: Scenario, layout: Layout) -> dict[str, Ranks]:
+    """Communicators by name: of the replicas, and of the dimensions the model is cut along."""
+    parallel = scenario.parallel
+    groups = {"data": layout.group(REPLICAS)}
+    if parallel.tensor > 1:
+        groups["tensor"] = layout.group("tensor")
+    if parallel.context > 1:
+        groups["context"] = layout.group("context")
+    if parallel.expert > 1:
+        groups["expert"] = layout.group(REPLICAS, parallel.expert)
+    return groups
+
+
+def choose(scenario: Scenario, stack: Stack, architecture: Architecture, layout: Layout) -> Technique:
     """The technique behind `parallel.strategy` in this stack."""
     strategy, path = scenario.parallel.strategy, stack.gradient_path
-    layout = Layout({"data": scenario.data_parallel}, ("data",))
     if strategy == "fsdp" or (strategy in ("zero2", "zero3") and path != "ipg"):
         return sharded(scenario, stack, architecture, layout)
+    groups = cut_groups(scenario, layout)
     if strategy == "zero3":
-        plan = Plan(scenario, stack, architecture, layout, {"shard": layout.group("data")}, zero3.STREAMS,
-                    micro_steps(scenario))
+        groups = {"shard": groups.pop("data"), **groups}
+        plan = Plan(scenario, stack, architecture, layout, groups, zero3.STREAMS, micro_steps(scenario))
         return zero3.Zero3(plan)
-    plan = Plan(scenario, stack, architecture, layout, {"data": layout.group("data")}, bucketed.STREAMS,
-                micro_steps(scenario))
+    norm = ("tensor",) if "tensor" in groups else ()
+    plan = Plan(scenario, stack, architecture, layout, groups, bucketed.STREAMS, micro_steps(scenario),
+                norm_groups=norm)
+    return bucketed.Bucketed(plan, reduction_of(plan, stack))
+
+
+def reduction_of(plan: Plan, stack: Stack) -> bucketed.Reduction:
+    """How gradients of whole parameters are reduced in this stack."""
+    strategy, path = plan.scenario.parallel.strategy, stack.gradient_path
     if path == "ipg" and strategy in ("zero1", "zero2"):
-        reduction = reductions.deepspeed(plan, int(strategy[-1]))
-    elif path == "grad_buffer":
-        reduction = reductions.megatron(plan, strategy == "zero1")
-    else:
-        reduction = reductions.ddp(plan, strategy == "zero1")
-    return bucketed.Bucketed(plan, reduction)
+        return reductions.deepspeed(plan, int(strategy[-1]))
+    if path == "grad_buffer":
+        return reductions.megatron(plan, strategy == "zero1")
+    return reductions.ddp(plan, strategy == "zero1")
 
 
 def sharded(scenario: Scenario, stack: Stack, architecture: Architecture, layout: Layout) -> Technique:
     """FSDP of the scenario's version; ZeRO-2 of a stack without DeepSpeed is FSDP that keeps parameters."""
     factor, reshard = scenario.parallel.sharding_factor, scenario.parallel.reshard_after_forward
-    groups: dict[str, Ranks] = {"shard": layout.group("data", factor)}
-    if factor < scenario.data_parallel:
-        groups["replicate"] = layout.group("data", scenario.data_parallel // factor, factor)
+    replicas = scenario.data_parallel * scenario.parallel.context
+    groups: dict[str, Ranks] = {"shard": layout.group(REPLICAS, factor)}
+    if factor < replicas:
+        groups["replicate"] = layout.group(REPLICAS, replicas // factor, factor)
     if not isinstance(reshard, bool) and 1 < reshard < factor:
-        groups["reshard"] = layout.group("data", reshard)
+        groups["reshard"] = layout.group(REPLICAS, reshard)
+    cut = cut_groups(scenario, layout)
+    groups |= {name: cut[name] for name in cut if name != "data"}
     plan = Plan(scenario, stack, architecture, layout, groups, fsdp.STREAMS, micro_steps(scenario))
     technique = Fsdp2(plan) if scenario.software.fsdp == 2 else Fsdp1(plan)
     if scenario.parallel.strategy == "zero2":

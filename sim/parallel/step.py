@@ -42,6 +42,10 @@ class Plan:
         architecture: of a full micro-batch.
         groups: communicators by name, in order; shape (instances, members).
         micro_steps: in order.
+        edges: pipeline neighbours this program's ranks exchange tensors with, each way.
+        communicators: names of the job's communicators, default the groups'.
+        sibling: plan of another program of the same job; kernels and segments are shared with it.
+        norm_groups: communicators over which the gradient norm is summed beside the data-parallel one.
     """
 
     scenario: Scenario
@@ -51,11 +55,20 @@ class Plan:
     groups: dict[str, Ranks]
     streams: tuple[str, ...]
     micro_steps: list[MicroStep]
+    edges: int = 0
+    communicators: tuple[str, ...] = ()
+    norm_groups: tuple[str, ...] = ()
+    sibling: Plan | None = None
     builder: ProgramBuilder = field(init=False)
     compute: Compute = field(init=False)
 
     def __post_init__(self) -> None:
-        self.builder = ProgramBuilder(self.streams, tuple(self.groups), self.stack.launch_queue)
+        self.builder = ProgramBuilder(
+            self.streams, self.communicators or tuple(self.groups), self.stack.launch_queue,
+            self.sibling.builder.tables if self.sibling else None)
+        if self.sibling:
+            self.compute = self.sibling.compute.shared(self.builder)
+            return
         parallel = self.scenario.parallel
         self.compute = Compute(self.builder, self.stack, joints(
             self.stack, tuple(self.groups), sequence=parallel.sequence_parallel and parallel.tensor > 1,
@@ -158,9 +171,10 @@ def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins:
         norm, scale = clip_kernels(numel, tensors, training.precision.gradients, implementation)
         label = Label("optimizer", "optimizer", "gradient norm")
         task = section.kernels(COMPUTE, plan.compute.segment((norm,)), label, joins=joins)
-        if ranks is not None and len(plan.groups[ranks][0]) > 1:
-            call = collective(plan, "all_reduce", 4, "fp32", ranks)
-            task = section.collective(1, call, stack.host_collective_s, label, waits=(task,))
+        for group in (*(() if ranks is None else (ranks,)), *plan.norm_groups):
+            if len(plan.groups[group][0]) > 1:
+                call = collective(plan, "all_reduce", 4, "fp32", group)
+                task = section.collective(1, call, stack.host_collective_s, label, waits=(task,))
         section.kernels(COMPUTE, plan.compute.segment((scale,)), Label("optimizer", "optimizer", "clip"), waits=(task,))
         joins = ()
     kernels = optimizer_kernels(numel, tensors, training.precision, training.optimizer, implementation, clip=False)

@@ -31,10 +31,6 @@ def check(scenario: Scenario) -> None:
         "training.mode": training.mode != "train" and "inference",
         "training.precision": training.precision.compute in ("fp8", "mxfp8", "nvfp4", "int8", "int4")
         and training.precision.compute,
-        "parallel.tensor": parallel.tensor > 1 and "tensor parallelism",
-        "parallel.pipeline": parallel.pipeline > 1 and "pipeline parallelism",
-        "parallel.context": parallel.context > 1 and "context parallelism",
-        "parallel.expert": parallel.expert > 1 and "expert parallelism",
         "parallel.offload": any(v not in (None, "none") for _, v in parallel.offload) and "offload",
     }
     faults = [Fault(f"{what} is understood but not simulated yet in this version", field, hint="remove it, or see "

@@ -292,7 +292,7 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
     simulated = job.classes[critical]
     program = job.programs[simulated.program]
     profiles = [machine.profile(critical, 0, i) for i in range(len(program.segments))]
-    flows = [machine.flows[number].alone_s for number in machine.class_flows[critical]]
+    flows = [machine.flows[number].alone_s if number >= 0 else 0.0 for number in machine.class_flows[critical]]
     parts = breakdown(columns, kernel_shares(program, profiles), np.array([p.total_s for p in profiles]),
                       inline_seconds(program, flows))
     parts = replace(parts, host=parts.host + loading.waiting_s)
@@ -311,7 +311,7 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         memory=_memory(lowered, machine), data_loading=loading,
         simulation=Simulation(timeline.events, timeline.tasks, len(job.classes), job.ranks),
         group_ranks={name: job.communicators[c].size
-                     for name, c in zip(program.communicators, simulated.communicators, strict=True)},
+                     for name, c in zip(program.communicators, simulated.communicators, strict=True) if c >= 0},
         _detail=Detail(lowered, machine, timeline, critical))
     result.warnings = _warnings(result)
     return result

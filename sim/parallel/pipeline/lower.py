@@ -1,0 +1,162 @@
+"""A pipelined job: one program per pipeline rank, their communicators joined.
+
+Ranks of one pipeline stage are alike, so a stage is a class of ranks and one of them is simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from sim.errors import Fault, UserError
+from sim.model.architecture import Architecture
+from sim.parallel.data.bucketed import Bucketed, Reduction
+from sim.parallel.layout import Layout, Ranks
+from sim.parallel.pipeline.orders import order, placement, split
+from sim.parallel.pipeline.stage import Passing, Stage
+from sim.parallel.pipeline.stages import blocks_per_chunk, positions
+from sim.parallel.pipeline.transfers import Edge, transfers
+from sim.parallel.step import Plan
+from sim.program import Communicator, Job, RankClass
+from sim.scenario.schema import Scenario
+from sim.software import Stack
+
+#: Streams of every stage: kernels, data-parallel collectives; one per pipeline edge follows.
+STREAMS = ("compute", "nccl")
+
+
+@dataclass(frozen=True)
+class Pipelined:
+    """A lowered pipeline: the job, and the plan of every stage."""
+
+    job: Job
+    plans: list[Plan]
+
+
+def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture, layout: Layout,
+                   groups: Mapping[str, Ranks], reduction: Callable[[Plan], Reduction]) -> Pipelined:
+    """Programs of all stages.
+
+    Args:
+        groups: communicators of every rank by name: their ranks, shape (instances, members).
+        reduction: how a stage's gradients are reduced, from its plan.
+
+    Raises:
+        UserError: a model that cannot be cut into stages.
+    """
+    parallel = scenario.parallel
+    if any(layer.kind == "bridge" for layer in architecture.stack) or scenario.model.kind == "layers":
+        raise UserError(Fault("only decoders and encoders are cut into pipeline stages", field="parallel.pipeline"))
+    depth, virtual = parallel.pipeline, parallel.virtual_stages
+    orders = order(parallel.schedule, depth, virtual, scenario.micro_steps)
+    placed = placement(parallel.schedule, depth, virtual)
+    blocks = len(architecture.stack) - 2
+    slots = parallel.split_slots
+    counts = blocks_per_chunk(blocks, depth, virtual, parallel.split, slots.embedding, slots.head)
+    chunks = positions(architecture, counts, placed)
+    moves = transfers(placed)
+    edges = sorted({edge for rank, actions in enumerate(orders) for action in actions
+                    if (edge := moves.sent(rank, action)) is not None})
+    joined = _Joined(scenario, layout, groups, architecture.tied, edges)
+    plans: list[Plan] = []
+    for rank, actions in enumerate(orders):
+        own = [edge for edge in edges if rank in (edge.source, edge.target)]
+        plan = _plan(scenario, stack, architecture, layout, joined, rank, chunks[rank], len(own),
+                     plans[0] if plans else None)
+        stage = Stage(
+            rank, depth, plan, _rebased(chunks[rank]), Bucketed(plan, reduction(plan)), moves, _passing(scenario, stack,
+            architecture), {edge: joined.number(edge) for edge in own},
+            {edge: len(STREAMS) + i for i, edge in enumerate(own)}, "embedding" in plan.groups,
+            split(parallel.schedule))
+        stage.write(actions)
+        plans.append(plan)
+    return Pipelined(joined.job(plans), plans)
+
+
+def _plan(scenario: Scenario, stack: Stack, architecture: Architecture, layout: Layout, joined: _Joined, rank: int,
+          chunks: list[range], edges: int, sibling: Plan | None) -> Plan:
+    """Plan of one stage: its own layers in a row."""
+    own = [position for chunk in chunks for position in chunk]
+    names = architecture.names
+    stack_of = tuple(architecture.stack[position] for position in own)
+    part = Architecture(stack_of, architecture.tied, architecture.batch, architecture.sequence,
+                        tuple(names[position] for position in own))
+    streams = (*STREAMS, *["pipeline"] * edges)
+    groups = joined.of(rank)
+    norm = tuple(name for name in ("model",) if name in groups)
+    return Plan(scenario, stack, part, layout, groups, streams, [], edges, joined.names, norm, sibling)
+
+
+def _rebased(chunks: list[range]) -> list[range]:
+    """Positions within the stage's own row of layers."""
+    begins = np.cumsum([0, *map(len, chunks)]).tolist()
+    return [range(begin, begin + len(chunk)) for begin, chunk in zip(begins, chunks, strict=False)]
+
+
+def _passing(scenario: Scenario, stack: Stack, architecture: Architecture) -> Passing:
+    """What travels between stages: the residual stream, whole or this tensor rank's share."""
+    parallel = scenario.parallel
+    block = next(layer for layer in architecture.stack if layer.kind == "block")
+    elements, share = block.input.elements, 1
+    if parallel.pipeline_scatter and parallel.tensor > 1 and not parallel.sequence_parallel:
+        share = parallel.tensor
+    waits = "overlapped" if parallel.overlap_p2p else stack.pipeline_p2p
+    return Passing(elements // share, block.input.dtype, elements if share > 1 else 0, waits)
+
+
+class _Joined:
+    """Communicators of all stages: groups within a stage, and those between stages.
+
+    Attributes:
+        names: of every kind of group, then one per edge; the same for the programs of all stages.
+    """
+
+    def __init__(self, scenario: Scenario, layout: Layout, groups: Mapping[str, Ranks], tied: bool,
+                 edges: list[Edge]) -> None:
+        self.layout = layout
+        self.stage_of = layout.coordinate("pipeline")
+        self.groups = groups
+        self.depth = layout.sizes["pipeline"]
+        self.edges = edges
+        self.between: dict[str, tuple[tuple[int, ...], Ranks]] = {}
+        if scenario.parallel.schedule not in _UNSYNCHRONISED:
+            whole = layout.group([d for d in ("tensor", "pipeline") if layout.sizes[d] > 1])
+            self.between["model"] = (tuple(range(self.depth)), whole)
+        if tied:
+            ends = (0, self.depth - 1)
+            self.between["embedding"] = (ends, layout.moved("pipeline", *ends))
+        self.names = (*groups, *self.between, *["pipeline"] * len(edges))
+        self._numbers = {edge: len(groups) + len(self.between) + i for i, edge in enumerate(edges)}
+
+    def number(self, edge: Edge) -> int:
+        """Communicator of an edge among `names`."""
+        return self._numbers[edge]
+
+    def of(self, rank: int) -> dict[str, Ranks]:
+        """Groups of one stage's ranks."""
+        own = {name: ranks[self.stage_of[ranks[:, 0]] == rank] for name, ranks in self.groups.items()}
+        return own | {name: ranks for name, (stages, ranks) in self.between.items() if rank in stages}
+
+    def job(self, plans: list[Plan]) -> Job:
+        """All stages as one job."""
+        communicators = [Communicator(name, ranks, len(stages)) for name, (stages, ranks) in self.between.items()]
+        communicators += [Communicator("pipeline", self.layout.moved("pipeline", edge.source, edge.target), 2)
+                          for edge in self.edges]
+        shared = len(communicators)
+        classes = []
+        for rank, plan in enumerate(plans):
+            own = len(communicators)
+            communicators += [Communicator(name, plan.groups[name], 1) for name in self.groups]
+            takes = [rank in stages for stages, _ in self.between.values()]
+            takes += [rank in (edge.source, edge.target) for edge in self.edges]
+            numbers = (*range(own, own + len(self.groups)), *(i if takes[i] else -1 for i in range(shared)))
+            members = np.flatnonzero(self.stage_of == rank)
+            classes.append(RankClass(int(members[0]), members, rank, 0, numbers))
+        return Job([plan.builder.build() for plan in plans], classes, communicators, self.layout.ranks)
+
+
+#: Schedules whose optimizer step does not wait for the norm of all stages: it is corrected afterwards (Qi et al. 2023,
+#: arXiv 2401.10241, section 4, post-update validation).
+_UNSYNCHRONISED = ("zb-1p", "zb-2p")

@@ -1,0 +1,298 @@
+"""One pipeline rank as a Program: its order list written as sections of compute and transfers.
+
+An action (forward, backward or weight gradients of one micro-batch in one chunk) is one segment; what it sends and what
+the next action waits for follow it in one batch. Distinct actions are few, so a section is written once and the
+schedule names it again and again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from sim.model.architecture import Layer
+from sim.parallel.activations import Activations
+from sim.parallel.data.bucketed import Bucketed
+from sim.parallel.data.buckets import Bucket
+from sim.parallel.pipeline.orders import Action
+from sim.parallel.pipeline.transfers import Edge, Transfers
+from sim.parallel.pipeline.weights import kept_for_weights
+from sim.parallel.step import COMPUTE, MicroStep, Plan, end_of_step
+from sim.program import CollectiveCall, Label, SectionBuilder
+from sim.work import DTYPE_BYTES, Kernel
+
+
+@dataclass(frozen=True)
+class Passing:
+    """How stages pass tensors on.
+
+    Attributes:
+        elements, dtype: of one micro-batch's tensor as a rank sends it.
+        gather: elements the receiver gathers from its tensor ranks before it goes on, 0 = it has all.
+        waits: "synchronised" (host and compute wait for the whole batch), "stream" (compute does), "overlapped" (compute
+            waits for what it needs).
+    """
+
+    elements: int
+    dtype: str
+    gather: int
+    waits: str
+
+
+class _Batch(NamedTuple):
+    """Actions between two exchanges, (kind, chunk, first, final) each, and what the next batch waits for."""
+
+    actions: tuple[tuple[str, int, bool, bool], ...]
+    needs: tuple[Edge, ...]
+
+
+@dataclass
+class Stage:
+    """Writes the program of one pipeline rank.
+
+    Attributes:
+        rank, depth: pipeline rank, and how many there are.
+        plan: of the rank's own layers, all chunks in a row.
+        chunks: positions of each chunk in the plan's architecture.
+        data: the data-parallel technique of the stage.
+        edges: communicator of every edge that touches the rank.
+        streams: stream of every edge.
+        joint_step: ranks of all stages agree on the gradient norm before the optimizer runs.
+    """
+
+    rank: int
+    depth: int
+    plan: Plan
+    chunks: Sequence[range]
+    data: Bucketed
+    transfers: Transfers
+    passing: Passing
+    edges: dict[Edge, int]
+    streams: dict[Edge, int]
+    tied: bool
+    separate: bool
+    _late: list[Bucket] = field(default_factory=list)
+
+    def write(self, actions: Sequence[Action]) -> None:
+        """All sections of a step, in order; what recurs is written once and repeated."""
+        plan = self.plan
+        made: dict[tuple[_Batch, ...], SectionBuilder] = {}
+        self.data.states()
+        batches = self.batched(actions)
+        self._first_receive([edge for action in batches[0] if (edge := self.transfers.needed(self.rank, action))])
+        described = self._described(batches)
+        for begin, length, repeats in fold(described, len(self.chunks) * self.depth):
+            pattern = tuple(described[begin:begin + length])
+            section = made.get(pattern)
+            if section is None:
+                section = made[pattern] = plan.builder.section(", ".join(
+                    f"{_NAMES[kind]} of chunk {chunk}" for batch in pattern for kind, chunk, _, _ in batch.actions))
+                for batch in pattern:
+                    self._act(section, batch)
+            plan.builder.run(section, repeats)
+        section = plan.builder.section("optimizer step")
+        self._finish(section)
+        plan.builder.run(section)
+
+    def _described(self, batches: Sequence[Sequence[Action]]) -> list[_Batch]:
+        """What is written of every batch: equal batches are one."""
+        kinds = {(kind, chunk): self.transfers.needed(self.rank, Action(kind, chunk, 0))
+                 for kind in ("F", "B", "W") for chunk in range(len(self.chunks))}
+        last = "W" if self.separate else "B"
+        final = {a.chunk: a.micro for together in batches for a in together if a.kind == last}
+        firsts = not self.data.reduction.resident_gradients
+        found: list[_Batch] = []
+        needs: list[tuple[Edge, ...]] = [tuple(edge for a in together if (edge := kinds[a.kind, a.chunk]))
+                                         for together in batches]
+        needs.append(())
+        for i, together in enumerate(batches):
+            own = tuple([(a.kind, a.chunk, firsts and a.micro == 0 and a.kind != "F",
+                          a.kind == last and final[a.chunk] == a.micro) for a in together])
+            found.append(_Batch(own, needs[i + 1]))
+        return found
+
+    def batched(self, actions: Sequence[Action]) -> list[tuple[Action, ...]]:
+        """Actions between two exchanges: one, but a forward and the backward behind it where chunks are interleaved and
+        exchanges block (Megatron-LM `schedules.py`, send_forward_backward_recv_forward_backward)."""
+        pairs = len(self.chunks) > 1 and self.passing.waits != "overlapped"
+        batches: list[tuple[Action, ...]] = []
+        i = 0
+        while i < len(actions):
+            paired = pairs and actions[i].kind == "F" and i + 1 < len(actions) and actions[i + 1].kind == "B"
+            batches.append(tuple(actions[i:i + 2]) if paired else (actions[i],))
+            i += len(batches[-1])
+        return batches
+
+    # ------------------------------------------------------------------------------------------------------ actions
+    def _act(self, section: SectionBuilder, batch: _Batch) -> None:
+        verbs = {"F": self._forward, "B": self._backward, "W": self._weights}
+        moved: list[Edge] = []
+        tasks: list[int] = []
+        for kind, chunk, first, final in batch.actions:
+            action, micro = Action(kind, chunk, 0), MicroStep(self.plan.architecture.batch, first, final)
+            task = verbs[kind](section, action, micro, self._waited(action))
+            edge = self.transfers.sent(self.rank, action)
+            if edge is not None:
+                moved.append(edge)
+                tasks.append(task)
+        for edge, task in zip(moved, tasks, strict=True):
+            self._transfer(section, edge, (task,) if task >= 0 else ())
+        for edge in batch.needs:
+            self._transfer(section, edge, ())
+        moved += batch.needs
+        if moved and self.passing.waits == "synchronised":
+            section.host(0.0, Label("pipeline", _PHASES[batch.actions[-1][0]], "synchronise"),
+                         joins=tuple(self.streams[edge] for edge in moved))
+
+    def _waited(self, action: Action) -> tuple[int, ...]:
+        """Streams the action's kernels join."""
+        if self.passing.waits == "stream":
+            return tuple(self.streams.values())
+        need = self.transfers.needed(self.rank, action)
+        return () if need is None else (self.streams[need],)
+
+    def _transfer(self, section: SectionBuilder, edge: Edge, waits: Sequence[int]) -> None:
+        kind = "send" if edge.source == self.rank else "recv"
+        size = round(self.passing.elements * DTYPE_BYTES[self.passing.dtype])
+        call = CollectiveCall(kind, size, self.passing.dtype, self.edges[edge])
+        label = Label("pipeline", "forward" if edge.forward else "backward", kind)
+        joins = () if waits or kind == "recv" else (COMPUTE,)
+        section.collective(self.streams[edge], call, self.plan.stack.host_collective_s, label, waits, joins)
+
+    def _first_receive(self, needs: Sequence[Edge]) -> None:
+        if needs:
+            section = self.plan.builder.section("first receive")
+            for edge in needs:
+                self._transfer(section, edge, ())
+            self.plan.builder.run(section)
+
+    def _layers(self, chunk: int) -> list[Layer]:
+        return [self.plan.architecture.stack[position] for position in self.chunks[chunk]]
+
+    def _forward(self, section: SectionBuilder, action: Action, micro: MicroStep, waiting: tuple[int, ...]) -> int:
+        layers = self._layers(action.chunk)
+        memory = Activations(self.plan, section, self.chunks[action.chunk].stop, keep_gradients=False)
+        for position, layer in zip(self.chunks[action.chunk], layers, strict=True):
+            memory.forward(position, layer)
+        gathered = self._gathered(self.transfers.needed(self.rank, action))
+        segment = self.plan.compute.run(layers, gathered)
+        return self._kernels(section, segment, Label(f"chunk{action.chunk}", "forward", "forward"), waiting)
+
+    def _backward(self, section: SectionBuilder, action: Action, micro: MicroStep, waiting: tuple[int, ...]) -> int:
+        held = self._held_for_weights(action.chunk) if self.separate else 0
+        if self._reduces_early(micro):
+            return self._backward_reduced(section, action, micro, waiting)
+        layers = self._layers(action.chunk)
+        memory = Activations(self.plan, section, self.chunks[action.chunk].stop,
+                             keep_gradients=self.data.keeps_gradients(micro))
+        for position, layer in reversed(list(zip(self.chunks[action.chunk], layers, strict=True))):
+            left = memory.backward(position, layer)
+            self.data.gradients[position] = self.data.gradients.get(position, 0) + left
+        if held:
+            section.allocate("kept for weight gradients", held, "activations")
+        policies = [self.plan.policy(position) for position in self.chunks[action.chunk]]
+        gathered = self._gathered(self.transfers.needed(self.rank, action))
+        after = () if self.separate else self._accumulated(layers, micro)
+        segment = self.plan.compute.run_backward(
+            layers, policies, "without" if self.separate else "with", gathered, after)
+        return self._kernels(section, segment, Label(f"chunk{action.chunk}", "backward", "backward"), waiting)
+
+    def _weights(self, section: SectionBuilder, action: Action, micro: MicroStep, waiting: tuple[int, ...]) -> int:
+        layers = self._layers(action.chunk)
+        held = self._held_for_weights(action.chunk)
+        if held:
+            section.free("kept for weight gradients", held, "activations")
+        segment = self.plan.compute.run_backward(layers, ["none"] * len(layers), "only", (),
+                                                 self._accumulated(layers, micro))
+        return self._kernels(section, segment, Label(f"chunk{action.chunk}", "backward", "weight gradients"), waiting)
+
+    def _kernels(self, section: SectionBuilder, segment: int, label: Label, waiting: tuple[int, ...]) -> int:
+        return -1 if segment < 0 else section.kernels(COMPUTE, segment, label, joins=waiting)
+
+    def _gathered(self, need: Edge | None) -> tuple[CollectiveCall, ...]:
+        if need is None or not self.passing.gather:
+            return ()
+        size = round(self.passing.gather * DTYPE_BYTES[self.passing.dtype])
+        communicator = self.plan.builder.communicators.index("tensor")
+        return (CollectiveCall("all_gather", size, self.passing.dtype, communicator),)
+
+    def _accumulated(self, layers: Sequence[Layer], micro: MicroStep) -> tuple[Kernel, ...]:
+        own = self.data.first_copies if micro.first else self.data.later_copies
+        return own(sum(layer.numel for layer in layers))
+
+    def _held_for_weights(self, chunk: int) -> int:
+        return sum(kept_for_weights(layer) for layer in self._layers(chunk))
+
+    # -------------------------------------------------------------------------------------------- end of the step
+    def _reduces_early(self, micro: MicroStep) -> bool:
+        overlap = self.plan.scenario.parallel.overlap and not self.separate
+        return micro.reduce and overlap and self.data.reduces
+
+    def _backward_reduced(self, section: SectionBuilder, action: Action, micro: MicroStep,
+                          waiting: tuple[int, ...]) -> int:
+        """The last backward of a chunk, layer by layer, with every complete bucket on its way."""
+        chunk = self.chunks[action.chunk]
+        if waiting:
+            section.kernels(COMPUTE, self.plan.compute.segment(()), Label("pipeline", "backward", "wait"),
+                            joins=waiting)
+        memory = Activations(self.plan, section, chunk.stop, keep_gradients=self.data.keeps_gradients(micro))
+        for position in reversed(chunk):
+            layer = self.plan.architecture.stack[position]
+            left = memory.backward(position, layer)
+            self.data.gradients[position] = self.data.gradients.get(position, 0) + left
+            self._late += self.data.layer_backward(section, position, layer, micro)
+        return len(section.section) - 1
+
+    def _finish(self, section: SectionBuilder) -> None:
+        """Gradients of all stages complete, then the optimizer."""
+        if self._reduces_early(MicroStep(0, False, True)):
+            remaining = self._late
+        else:
+            remaining = self.data.reduction.buckets if self.data.reduces else []
+        for bucket in remaining:
+            self.data.reduce(section, bucket, ())
+        self.data.finish(section)
+        if self.tied:
+            self._tie(section)
+        self.data.optimizer_step(section)
+        end_of_step(self.plan, section)
+
+    def _tie(self, section: SectionBuilder) -> None:
+        """First and last stage add up their gradients of the shared embedding (Megatron `finalize_model_grads.py`)."""
+        numel = max(p.numel for layer in self.plan.architecture.stack for p in (*layer.parameters, *layer.shared)
+                    if layer.kind in ("embedding", "head"))
+        precision = self.plan.scenario.training.precision
+        size = round(numel * DTYPE_BYTES[precision.gradients])
+        call = CollectiveCall("all_reduce", size, precision.gradients,
+                              self.plan.builder.communicators.index("embedding"))
+        section.collective(1, call, self.plan.stack.host_collective_s, Label("embedding", "optimizer", "tied gradients"),
+                           joins=(COMPUTE,))
+
+
+def fold(items: Sequence[Hashable], group: int) -> list[tuple[int, int, int]]:
+    """A list as (begin, length, repeats) of patterns that recur one after another.
+
+    Args:
+        group: length over which chunks take turns (chunks x stages); patterns of one to three items, and of one to three
+            groups, are looked for.
+    """
+    lengths = sorted({n * unit for n in (1, 2, 3) for unit in (1, group)})
+    found: list[tuple[int, int, int]] = []
+    at = 0
+    while at < len(items):
+        best = (at, 1, 1)
+        for length in lengths:
+            end = at + length
+            while end < len(items) and items[end] == items[end - length]:
+                end += 1
+            repeats = (end - at) // length
+            if repeats > 1 and repeats * length > best[1] * best[2]:
+                best = (at, length, repeats)
+        found.append(best)
+        at += best[1] * best[2]
+    return found
+
+
+_NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
+_PHASES = {"F": "forward", "B": "backward", "W": "backward"}
