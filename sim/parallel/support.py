@@ -15,8 +15,12 @@ def _tuned(scenario: Scenario) -> str:
         return f"{finetune.method} of anything but a dense decoder"
     if precision.master != "none":
         return f"{finetune.method} with a master copy of the parameters"
-    if scenario.software.framework == "megatron" or scenario.software.modules == "megatron":
+    if scenario.software.modules == "megatron":
         return f"{finetune.method} of Megatron's modules"
+    autocast = precision.compute in ("fp16", "bf16") and precision.parameters == precision.gather == "fp32"
+    if finetune.base in ("fp32", "bf16", "fp16") and finetune.base != precision.parameters and not autocast:
+        return (f"{finetune.method} of {finetune.base} weights beside {precision.parameters} adapters without autocast "
+                "(amp-bf16, amp-fp16)")
     return ""
 
 
