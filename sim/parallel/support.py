@@ -17,6 +17,9 @@ def _tuned(scenario: Scenario) -> str:
         return f"{finetune.method} with a master copy of the parameters"
     if scenario.software.modules == "megatron":
         return f"{finetune.method} of Megatron's modules"
+    parallel = scenario.parallel
+    if max(parallel.tensor, parallel.context, parallel.pipeline, parallel.expert) > 1:
+        return f"{finetune.method} of a model that is cut over GPUs (tensor, context, pipeline, expert)"
     autocast = precision.compute in ("fp16", "bf16") and precision.parameters == precision.gather == "fp32"
     if finetune.base in ("fp32", "bf16", "fp16") and finetune.base != precision.parameters and not autocast:
         return (f"{finetune.method} of {finetune.base} weights beside {precision.parameters} adapters without autocast "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from sim.parallel.pipeline.actions import Action, Costs, Places, check, placement, places, predecessor, split, successor
+from sim.parallel.pipeline.actions import Action, Costs, Places, check, places, placement, predecessor, split, successor
 from sim.parallel.pipeline.automatic import searched
 from sim.parallel.pipeline.zero_bubble import bidirectional, handcrafted, v_shaped
 
