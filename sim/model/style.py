@@ -138,7 +138,7 @@ class Style:
         """Whether an RMSNorm is a row of operators (LlamaRMSNorm, LitGPT's and Meta's own), not one kernel."""
         if self.norm == "layernorm" or self.modules == "megatron" or self.stack.fused_rmsnorm:
             return False
-        return self.modules == "transformers" or not self.stack.rmsnorm_kernel
+        return self.modules == "transformers" or not (self.stack.rmsnorm_kernel or self.stack.compile)
 
     @property
     def conv1d(self) -> bool:
