@@ -29,8 +29,8 @@ LINEARS = ["query", "key", "value", "projection", "mlp"]
 
 
 def scenario(model: dict[str, Any], base: str = "bf16", targets: Any = ("query", "value"), *,
-             precision: str = "pure-bf16", batch: int = 2, sequence: int = 512, recompute: str = "none", rank: int = 8, method: str = "",
-             modules: str = "plain", **parallel: Any) -> Any:
+             precision: str = "pure-bf16", batch: int = 2, sequence: int = 512, recompute: str = "none",
+             rank: int = 8, method: str = "", modules: str = "plain", **parallel: Any) -> Any:
     return resolve({
         "name": "test", "cluster": {"topology": "dgx-a100-80g", "nodes": 1, "gpus_per_node": parallel.pop("gpus", 1)},
         "model": model,
@@ -187,7 +187,9 @@ def test_memory_balances_under_every_strategy(strategy: str, base: str) -> None:
     ({"preset": "mixtral-8x7b"}, "bf16", "pure-bf16", "dense decoder"),
     ({"preset": "bert-large"}, "bf16", "pure-bf16", "dense decoder"),
     (LLAMA, "bf16", "fp32", "without autocast"), (LLAMA, "nf4", "mixed-bf16", "master copy")])
-def test_fine_tuning_that_is_not_simulated_is_refused(model: dict[str, Any], base: str, precision: str, said: str) -> None:
+def test_fine_tuning_that_is_not_simulated_is_refused(
+    model: dict[str, Any], base: str, precision: str, said: str,
+) -> None:
     with pytest.raises(UserError, match=said):
         lower(scenario(model, base, precision=precision))
 
