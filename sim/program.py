@@ -186,7 +186,8 @@ class Program:
                 elif kind == Kind.KERNELS:
                     segments.add(payload)
         if self.inlines:
-            found |= {self.inlines[-1 - row].collective for s in segments for row in self.segments[s].kernels if row < 0}
+            rows = {row for segment in segments for row in self.segments[segment].kernels if row < 0}
+            found |= {self.inlines[-1 - row].collective for row in rows}
         return found
 
     def launches(self) -> list[int]:

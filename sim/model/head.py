@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sim.model.architecture import Layer, Operator, Parameter, Tensor
-from sim.model.kernels import cast, elementwise, linear_operator, width
+from sim.model.architecture import Joint, Layer, Operator, Parameter, Tensor
+from sim.model.kernels import cast, elementwise, joint, linear_operator, width
 from sim.model.norms import norm_operator
 from sim.model.style import Style
 from sim.work import Kernel
@@ -25,10 +25,10 @@ _VOCAB_PARALLEL = ((4, 8, 8, 4, 8), 8)
 def head_layer(style: Style) -> Layer:
     """Final norm, product with the vocabulary, loss. Tied, the product's weight belongs to the embedding layer."""
     norm_name, head_name = _NAMES["gpt2" if style.conv1d else style.modules]
-    norm, norm_parameters = norm_operator(style, "final_norm", norm_name)
+    norm, norm_parameters = norm_operator(style.stream, "final_norm", norm_name)
     rows = style.batch * style.predicted
     logits, weight = logits_operator(style, rows, head_name)
-    stream = Tensor("head_input_stream", style.tokens * style.hidden, style.residual)
+    stream = Tensor("head_input_stream", style.stream.tokens * style.hidden, style.residual)
     own = () if style.tied else weight
     return Layer("head", (norm, logits, loss_operator(style, rows)), stream, (*norm_parameters, *own),
                  weight if style.tied else ())
@@ -36,12 +36,14 @@ def head_layer(style: Style) -> Layer:
 
 def logits_operator(style: Style, rows: int, module: str) -> tuple[Operator, tuple[Parameter, ...]]:
     """The product of `rows` tokens with the vocabulary, and its matrix (which is not its own where tied)."""
-    inputs = Tensor("head_input", rows * style.hidden, style.act)
+    kept = rows // style.tensor if style.scattered else rows
+    inputs = Tensor("head_input", kept * style.hidden, style.act)
     plain_linear = replace(style, gemm=style.act)  # narrow formats leave the head alone
     logits, weight = linear_operator(plain_linear, "logits", module, style.hidden, style.vocab,
                                      source=style.residual, saved=(inputs,), rows=rows, bias=False)
     weight = (Parameter(weight[0].name, (style.vocab, style.hidden)),)
-    return replace(logits, parameters=() if style.tied else weight), weight
+    cut = joint(style, "column", rows * style.hidden)
+    return replace(logits, parameters=() if style.tied else weight, joint=cut), weight
 
 
 def loss_operator(style: Style, rows: int) -> Operator:
@@ -54,7 +56,8 @@ def loss_operator(style: Style, rows: int) -> Operator:
     else:
         forward, backward, saved = _plain(style, rows)
     kept = () if style.chunked_loss else saved
-    return Operator("loss", (*forward, *metrics), tuple(backward), saved=kept)
+    cut = Joint("vocabulary_loss", rows, "fp32") if style.tensor > 1 else None
+    return Operator("loss", (*forward, *metrics), tuple(backward), saved=kept, joint=cut)
 
 
 def _upcast(style: Style) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sim.model.architecture import Operator, Parameter, Tensor
+from sim.model.architecture import Joint, Operator, Parameter, Tensor
 from sim.model.style import Style
 from sim.work import DTYPE_BYTES, Kernel
 
@@ -39,6 +39,11 @@ def chain(
     if compiled:
         return elementwise(name, elements, fused, dtype, 1, category)
     return elementwise(name, elements, sum(steps), dtype, len(steps), category)
+
+
+def joint(style: Style, kind: str, elements: int) -> Joint | None:
+    """Dependence on the other slices of the width; none in a model that is not cut."""
+    return Joint(kind, elements, style.act) if style.tensor > 1 else None
 
 
 def column_sum(name: str, rows: int, cols: int, dtype: str) -> Kernel:

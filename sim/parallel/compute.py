@@ -141,5 +141,6 @@ class Compute:
 
 
 def is_weight_gradient(kernel: Kernel) -> bool:
-    """Whether nothing of the backward pass waits for the kernel: the product that makes a weight's gradient."""
-    return kernel.op == "gemm" and kernel.variant == "nt"
+    """Whether nothing of the backward pass waits for the kernel: the product that makes a weight's gradient
+    (spelled-out attention has products of that shape too)."""
+    return kernel.op == "gemm" and kernel.variant == "nt" and kernel.category == "gemm"

@@ -38,6 +38,8 @@ def check(scenario: Scenario) -> None:
         "training.mode": training.mode != "train" and "inference",
         "training.precision": training.precision.compute in ("fp8", "mxfp8", "nvfp4", "int8", "int4")
         and training.precision.compute,
+        "parallel.pipeline": parallel.pipeline > 1 and parallel.strategy in ("fsdp", "zero2", "zero3")
+        and f"pipeline parallelism with {parallel.strategy}",
         "parallel.offload": any(v not in (None, "none") for _, v in parallel.offload) and "offload",
     }
     faults = [Fault(f"{what} is understood but not simulated yet in this version", field, hint="remove it, or see "

@@ -307,6 +307,9 @@ def _tensor(written: Scenario, s: Scenario) -> Iterator[Finding]:
         )
     if m.ffn % p.tensor:
         yield path, f"tensor {p.tensor} does not divide ffn {m.ffn}", _divisors_near(m.ffn, p.tensor)
+    if p.sequence_parallel and m.kind != "decoder":
+        message = f"sequence parallelism is for decoders, not for an {m.kind}"
+        yield "parallel.sequence_parallel", message, "set it to false"
     if p.sequence_parallel and s.training.sequence % (p.tensor * p.context):
         yield (
             "parallel.sequence_parallel",

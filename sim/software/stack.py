@@ -73,6 +73,7 @@ class Stack:
         tensor_overlap: the reduction of a column-cut product's input gradient runs beside its weight gradient.
         pipeline_p2p: how stages pass tensors on unless overlap is asked for: synchronised (batched, then the host
             waits for the GPU), stream (the next kernels wait, the host does not).
+        vocabulary_multiple: the vocabulary is padded to a multiple of it for every tensor slice.
         kernel_loading: what a CUDA context holds: all kernels, fewer (releases that ship less), or those used (lazy).
     """
 
@@ -109,6 +110,7 @@ class Stack:
     kernel_loading: str
     tensor_overlap: bool
     pipeline_p2p: str
+    vocabulary_multiple: int
 
 
 #: Fields of `Stack` that are not facts of a profile.

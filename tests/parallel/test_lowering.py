@@ -208,7 +208,7 @@ def test_a_slow_device_splits_the_job() -> None:
 
 
 @pytest.mark.parametrize(("change", "field"), [
-    ({"tensor": 2}, "parallel.tensor"), ({"pipeline": 3}, "parallel.pipeline"), ({"context": 2}, "parallel.context"),
+    ({"pipeline": 3}, "parallel.pipeline"),
     ({"offload": {"optimizer": "cpu"}}, "parallel.offload"),
 ])
 def test_what_is_not_simulated_says_so(change: dict[str, Any], field: str) -> None:

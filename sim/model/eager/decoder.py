@@ -95,17 +95,26 @@ def attention(run: Run, style: Style, x: Tensor, policy: str, memory: Tensor | N
     else:
         out = core(run, style, query, key, value, bias)
     run.at("projection")
-    return _linear(run, style, out, style.query_width, (("projection", style.hidden),))
+    return row_cut(run, style, _linear(run, style, out, style.query_width, (("projection", style.hidden),)))
 
 
-def _linear(run: Run, style: Style, x: Tensor, features_in: int, parts: tuned.Parts,
-            bias: bool | None = None) -> Tensor:
+def _linear(run: Run, style: Style, x: Tensor, features_in: int, parts: tuned.Parts, gathered: int = 1) -> Tensor:
     """A linear layer; `parts` names its outputs as fine-tuning does."""
     if style.tuned is not None:
         return tuned.linear(run, style, x, features_in, parts)
     features_out = sum(width for _, width in parts)
-    return op.linear(run, x, features_in, features_out, style.bias if bias is None else bias, dtype=style.weight,
-                     bias_last=style.conv1d)
+    return op.linear(run, x, features_in, features_out, style.bias, dtype=style.weight, bias_last=style.conv1d,
+                     gathered=gathered)
+
+
+def _column(run: Run, style: Style, x: Tensor, parts: tuned.Parts) -> Tensor:
+    """A product of the stream, which is gathered where it is scattered."""
+    return _linear(run, style, x, style.hidden, parts, style.tensor if style.scattered else 1)
+
+
+def row_cut(run: Run, style: Style, x: Tensor) -> Tensor:
+    """A sum over the slices of the width, on its way back into the stream."""
+    return op.scattered(run, x, style.tensor) if style.scattered else x
 
 
 def uses_flash(style: Style) -> bool:
@@ -120,11 +129,11 @@ def _projections(run: Run, style: Style, x: Tensor, memory: Tensor | None) -> tu
     widths = (style.query_width, style.kv_width, style.kv_width)
     parts = tuple(zip(("query", "key", "value"), widths, strict=True))
     if style.separate_qkv or memory is not None:
-        q = _linear(run, style, x, style.hidden, parts[:1])
-        k = _linear(run, style, memory or x, style.hidden, parts[1:2])
-        v = _linear(run, style, memory or x, style.hidden, parts[2:])
+        q = _column(run, style, x, parts[:1])
+        k = _column(run, style, memory or x, parts[1:2])
+        v = _column(run, style, memory or x, parts[2:])
         return q, k, v
-    fused = _linear(run, style, x, style.hidden, parts)
+    fused = _column(run, style, x, parts)
     if style.modules == "plain" and not style.stack.compile:
         fused = op.relayout(run, fused)
     q, k, v = op.split(run, fused, [style.tokens * width for width in widths])
@@ -227,33 +236,33 @@ def mlp(run: Run, style: Style, x: Tensor) -> Tensor:
     if style.gated and style.modules != "megatron":
         hidden = _gated(run, style, x)
     elif style.gated:
-        both = _linear(run, style, x, style.hidden, (("mlp", 2 * style.ffn),))
+        both = _column(run, style, x, (("mlp", 2 * style.ffn),))
         run.at("activation")
         hidden = _gated_kernel(run, both, style)
     else:
-        up = _linear(run, style, x, style.hidden, (("mlp", style.ffn),))
+        up = _column(run, style, x, (("mlp", style.ffn),))
         run.at("activation")
         spelled = style.conv1d and style.activation == "gelu" and not style.stack.fused_bias_gelu
         hidden = _gelu_new(run, up) if spelled and not style.stack.compile else op.unary(run, up, saves_input=True)
         del up
     run.at("down")
-    return _linear(run, style, hidden, style.ffn, (("mlp", style.hidden),))
+    return row_cut(run, style, _linear(run, style, hidden, style.ffn, (("mlp", style.hidden),)))
 
 
 def _gated(run: Run, style: Style, x: Tensor) -> Tensor:
     """act(gate(x)) * up(x)."""
     if style.stack.fused_swiglu or style.stack.compile:
-        gate, up = (_linear(run, style, x, style.hidden, (("mlp", style.ffn),)) for _ in range(2))
+        gate, up = (_column(run, style, x, (("mlp", style.ffn),)) for _ in range(2))
         run.at("activation")
         elements, dtype = gate.elements, gate.dtype
         node = run.node(lambda run, _: [run.new(elements, dtype), run.new(elements, dtype)], (gate.sink, up.sink))
         run.save(node, gate.storage, up.storage)
         return Tensor(run.new(elements, dtype), elements, dtype, Output(node, 0))
-    gate = _linear(run, style, x, style.hidden, (("mlp", style.ffn),))
+    gate = _column(run, style, x, (("mlp", style.ffn),))
     run.at("activation")
     gate = op.unary(run, gate, saves_input=True, temporaries=_SILU_TEMPORARIES)
     run.at("up")
-    up = _linear(run, style, x, style.hidden, (("mlp", style.ffn),))
+    up = _column(run, style, x, (("mlp", style.ffn),))
     run.at("activation")
     return op.mul(run, gate, up)
 
@@ -289,7 +298,7 @@ def embedding(run: Run, style: Style, policy: str) -> Tensor:
         policy: recomputation of the blocks, which keep what they are given until backward.
     """
     run.at("embedding")
-    x = _lookup(run, style, style.tokens, style.vocab, style.tied)
+    x = row_cut(run, style, _lookup(run, style, style.tokens, style.vocab, style.tied))
     hugging_face = style.modules == "transformers"
     if hugging_face and not style.conv1d and policy == "none" and DTYPE_BYTES[x.dtype] < 4:
         run.held.append(run.new(style.tokens * style.hidden, x.dtype))  # the blocks' norms keep an fp32 copy
@@ -334,7 +343,8 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
     if style.tuned is not None:
         logits = tuned.linear(run, style, x, style.hidden, (("head", style.vocab),))
     else:
-        logits = op.linear(run, x, style.hidden, style.vocab, False, dtype=style.weight, shared=style.tied)
+        logits = op.linear(run, x, style.hidden, style.vocab, False, dtype=style.weight, shared=style.tied,
+                           gathered=style.tensor if style.scattered else 1)
     if style.modules != "transformers":
         del x  # Hugging Face's model output holds it until the loss is there
     run.at("loss")

@@ -179,12 +179,13 @@ def weight_copy(run: Run, weight: Weight) -> tuple[Storage | None, Sink]:
 
 
 def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool, *, dtype: str, shared: bool = False,
-           bias_last: bool = False) -> Tensor:
+           bias_last: bool = False, gathered: int = 1) -> Tensor:
     """`F.linear`, or Conv1D's `addmm` (`bias_last`: the order of autocast's casts, which is the reverse).
 
     Args:
         dtype: of the weight.
         shared: the weight is another layer's too.
+        gathered: slices of the sequence the input is gathered from, in forward and again in backward.
     """
     weight = Weight(features_in * features_out, dtype, shared)
     copy_bias: tuple[Storage | None, Sink] | None = None
@@ -194,17 +195,32 @@ def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool,
     x = to(run, x, run.autocast or x.dtype)
     if bias and bias_last:
         copy_bias = weight_copy(run, Weight(features_out, dtype))
-    rows, needed, act = x.elements // features_in, x.sink is not None, x.dtype
+    rows, needed, act = gathered * x.elements // features_in, x.sink is not None, x.dtype
+    whole = run.new(rows * features_in, act) if gathered > 1 else None
 
     def rule(run: Run, _: Gradients) -> Gradients:
-        return [run.new(rows * features_in, act) if needed else None, run.new(features_in * features_out, act),
+        again = run.new(rows * features_in, act) if gathered > 1 else None
+        gradient = run.new(rows * features_in, act) if needed else None
+        if again is not None and gradient is not None:
+            gradient = run.new(rows // gathered * features_in, act)
+        del again
+        return [gradient, run.new(features_in * features_out, act),
                 run.new(features_out, act) if bias else None]
 
     node = run.node(rule, (x.sink, weight_sink, None if copy_bias is None else copy_bias[1]))
     run.save(node, x.storage)
     if copy is not None:
         run.save(node, copy)
-    return _result(run, node, rows * features_out, act)
+    out = _result(run, node, rows * features_out, act)
+    del whole
+    return out
+
+
+def scattered(run: Run, x: Tensor, parts: int) -> Tensor:
+    """A reduce-scatter along the sequence; backward gathers."""
+    elements, dtype = x.elements, x.dtype
+    node = run.node(lambda run, _: [run.new(elements, dtype)], (x.sink,))
+    return _result(run, node, elements // parts, dtype)
 
 
 def layer_norm(run: Run, x: Tensor, cols: int, parameters: int, statistics: int, dtype: str) -> Tensor:

@@ -79,7 +79,7 @@ def profile(program: Program, policy: str, keep_gradients: bool, caches_casts: b
               caches_casts)
     inputs, boundary = [], Boundary()  # which holds the input's gradient until all is measured
     if program.layer != "embedding":
-        inputs = [run.tensor(style.tokens * style.hidden, style.residual, boundary)]
+        inputs = [run.tensor(style.stream.tokens * style.hidden, style.residual, boundary)]
     start = _mark(run)
     out = _forward(run, program, policy, inputs)
     inputs.clear()

@@ -14,10 +14,10 @@ from sim.errors import Fault, UserError
 from sim.model.architecture import Architecture
 from sim.parallel.data.bucketed import Bucketed, Reduction
 from sim.parallel.layout import Layout, Ranks
-from sim.parallel.pipeline.orders import order, placement, split
+from sim.parallel.pipeline.orders import order, placement, places, split
 from sim.parallel.pipeline.stage import Passing, Stage
 from sim.parallel.pipeline.stages import blocks_per_chunk, positions
-from sim.parallel.pipeline.transfers import Edge, transfers
+from sim.parallel.pipeline.transfers import Edge, Transfers
 from sim.parallel.step import Plan
 from sim.program import Communicator, Job, RankClass
 from sim.scenario.schema import Scenario
@@ -56,7 +56,7 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
     slots = parallel.split_slots
     counts = blocks_per_chunk(blocks, depth, virtual, parallel.split, slots.embedding, slots.head)
     chunks = positions(architecture, counts, placed)
-    moves = transfers(placed)
+    moves = Transfers(places(parallel.schedule, depth, virtual))
     edges = sorted({edge for rank, actions in enumerate(orders) for action in actions
                     if (edge := moves.sent(rank, action)) is not None})
     joined = _Joined(scenario, layout, groups, architecture.tied, edges)
@@ -102,7 +102,7 @@ def _passing(scenario: Scenario, stack: Stack, architecture: Architecture) -> Pa
     elements, share = block.input.elements, 1
     if parallel.pipeline_scatter and parallel.tensor > 1 and not parallel.sequence_parallel:
         share = parallel.tensor
-    waits = "overlapped" if parallel.overlap_p2p else stack.pipeline_p2p
+    waits = "overlapped" if parallel.overlap_p2p or split(parallel.schedule) else stack.pipeline_p2p
     return Passing(elements // share, block.input.dtype, elements if share > 1 else 0, waits)
 
 

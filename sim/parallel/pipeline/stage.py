@@ -30,8 +30,8 @@ class Passing:
     Attributes:
         elements, dtype: of one micro-batch's tensor as a rank sends it.
         gather: elements the receiver gathers from its tensor ranks before it goes on, 0 = it has all.
-        waits: "synchronised" (host and compute wait for the whole batch), "stream" (compute does), "overlapped" (compute
-            waits for what it needs).
+        waits: "synchronised" (host and compute wait for the whole batch), "stream" (compute does), "overlapped"
+            (compute waits for what it needs).
     """
 
     elements: int
@@ -266,16 +266,16 @@ class Stage:
         size = round(numel * DTYPE_BYTES[precision.gradients])
         call = CollectiveCall("all_reduce", size, precision.gradients,
                               self.plan.builder.communicators.index("embedding"))
-        section.collective(1, call, self.plan.stack.host_collective_s, Label("embedding", "optimizer", "tied gradients"),
-                           joins=(COMPUTE,))
+        label = Label("embedding", "optimizer", "tied gradients")
+        section.collective(1, call, self.plan.stack.host_collective_s, label, joins=(COMPUTE,))
 
 
 def fold(items: Sequence[Hashable], group: int) -> list[tuple[int, int, int]]:
     """A list as (begin, length, repeats) of patterns that recur one after another.
 
     Args:
-        group: length over which chunks take turns (chunks x stages); patterns of one to three items, and of one to three
-            groups, are looked for.
+        group: length over which chunks take turns (chunks x stages); patterns of one to three items, and of one to
+            three groups, are looked for.
     """
     lengths = sorted({n * unit for n in (1, 2, 3) for unit in (1, group)})
     found: list[tuple[int, int, int]] = []
