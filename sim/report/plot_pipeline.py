@@ -72,11 +72,11 @@ def bubble_share(boxes: Boxes, step_time_s: float | None = None) -> float:
     """Share of all stages' time in which no box is, 0 to 1.
 
     Args:
-        step_time_s: how long a step takes; from the first start to the last end without. It is shorter where stages
-            begin their next step while others are still in this one.
+        step_time_s: how long a step takes. It is shorter than from the first start to the last end where stages begin
+            their next step while others are still in this one.
     """
     start, end = boxes.window
-    whole = boxes.stages * (end - start if step_time_s is None else step_time_s)
+    whole = boxes.stages * (end - start if step_time_s is None else min(end - start, step_time_s))
     return 1 - float((boxes.end_s - boxes.start_s).sum()) / whole if whole > 0 else 0.0
 
 
@@ -108,6 +108,14 @@ def pipeline_figure(title: str, boxes: Boxes, subtitle: str = "", chunk_names: S
         _panel(ax, boxes, window, name, rows / boxes.stages)
     look.key(made, legend)
     return made
+
+
+def pipeline_digest(boxes: Boxes, step_time_s: float | None = None) -> dict[str, Any]:
+    """What the picture shows, as a few numbers: seconds of every stage by kind, and the share of bubbles."""
+    seconds = boxes.end_s - boxes.start_s
+    stages = [{kind: float(seconds[(boxes.stage == stage) & (boxes.kind == kind)].sum()) for kind in _NAMES
+               if (boxes.kind == kind).any()} for stage in range(boxes.stages)]
+    return {"boxes": len(boxes.stage), "bubble_share": bubble_share(boxes, step_time_s), "stages": stages}
 
 
 def _panels(boxes: Boxes) -> list[tuple[str, Window]]:
