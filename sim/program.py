@@ -51,8 +51,12 @@ class CollectiveCall(NamedTuple):
     communicator: int
 
 
+#: How the label of a HOST task ends that is an offloaded optimizer: reports count the wait for it as offload.
+ON_CPU = "on the CPU"
+
+
 class Copy(NamedTuple):
-    """A host-device copy: `direction` is h2d or d2h."""
+    """A copy: `direction` is h2d or d2h (host memory and device), nvme_read or nvme_write (disks and host memory)."""
 
     direction: str
     size_bytes: int
@@ -156,6 +160,7 @@ class Program:
         sections, schedule: the step is `for s, n in schedule: n times sections[s]`.
         launch_queue: kernels issued but not finished at which the host blocks (CUDA: about 1024).
         resident: memory held for the whole step: (tensor name, bytes, category).
+        host_resident: host memory a rank holds for the whole step: (tensor name, bytes, category).
     """
 
     kernels: list[Kernel]
@@ -169,6 +174,7 @@ class Program:
     schedule: list[tuple[int, int]]
     launch_queue: int = 1024
     resident: list[tuple[str, int, str]] = field(default_factory=list)
+    host_resident: list[tuple[str, int, str]] = field(default_factory=list)
     inlines: list[Inline] = field(default_factory=list)
 
     def by_row(self, of_kernel: Callable[[Kernel], _T], of_inline: Callable[[Inline], _T]) -> list[_T]:
@@ -352,6 +358,7 @@ class ProgramBuilder:
         self.communicators = tuple(communicators)
         self.launch_queue = launch_queue
         self.resident: list[tuple[str, int, str]] = []
+        self.host_resident: list[tuple[str, int, str]] = []
         self._sections: list[Section] = []
         self._numbers: dict[int, int] = {}
         self._schedule: list[tuple[int, int]] = []
@@ -400,4 +407,4 @@ class ProgramBuilder:
         return Program(
             kernels=kernels, segments=segments, collectives=collectives, copies=copies, labels=labels,
             streams=self.streams, communicators=self.communicators, sections=self._sections, schedule=self._schedule,
-            launch_queue=self.launch_queue, resident=self.resident, inlines=inlines)
+            launch_queue=self.launch_queue, resident=self.resident, host_resident=self.host_resident, inlines=inlines)

@@ -75,6 +75,7 @@ class Operator:
         core_again: kernels selective recomputation runs again, where they are fewer than `forward` (early stop too).
         weight_copies: autocast's half copies of the weights, kept for backward too; under full recomputation they live
             to the end of forward (autocast's cache), then one layer at a time.
+        frozen: tensors of it that are not trained.
     """
 
     name: str
@@ -87,6 +88,12 @@ class Operator:
     core_again: tuple[Kernel, ...] = ()
     weight_copies: tuple[Tensor, ...] = ()
     joint: Joint | None = None
+    frozen: tuple[Frozen, ...] = ()
+
+    @property
+    def weights(self) -> tuple[Parameter | Frozen, ...]:
+        """Its parameters, trained or not."""
+        return (*self.parameters, *self.frozen)
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,11 @@ class Layer:
     shared: tuple[Parameter, ...] = ()
     program: Program | None = field(default=None, compare=False)
     frozen: tuple[Frozen, ...] = ()
+
+    @property
+    def weights(self) -> tuple[Parameter | Frozen, ...]:
+        """Its parameters, trained or not."""
+        return (*self.parameters, *self.frozen)
 
     @cached_property
     def numel(self) -> int:

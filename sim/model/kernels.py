@@ -96,10 +96,14 @@ def linear(
         forward.append(cast("weight_cast", size, style.weight, act, 1 + bias))
     quantise = width(gemm) < width(act)
     if quantise:
-        forward.append(cast("quantise", rows * features_in + size, act, gemm, 2))
+        forward.append(quantisation(style, rows * features_in))
+        if not style.stack.narrow_weights_cached:
+            forward.append(quantisation(style, size))
     forward.append(product(1, rows, features_out, features_in, "tn", gemm, gemm if quantise else act, act))
     if quantise:
-        backward.append(cast("quantise", rows * features_out, act, gemm))
+        backward.append(quantisation(style, rows * features_out))
+        if style.stack.narrow_keeps_inputs:
+            backward += [quantisation(style, rows * features_in), quantisation(style, size)]
     backward.append(product(1, rows, features_in, features_out, "nn", gemm, gemm if quantise else act, act))
     backward += _weight_gradient(style, rows, features_in, features_out, gemm, gemm if quantise else act)
     if bias:
@@ -109,6 +113,19 @@ def linear(
     if casts:
         backward.append(cast("input_gradient_cast", rows * features_in, act, source))
     return forward, backward
+
+
+def quantisation(style: Style, elements: int) -> Kernel:
+    """A tensor in the products' narrow dtype, as it is and transposed: tensor cores read fp8 operands along the inner
+    dimension only, and backward reads each operand along the other one.
+
+    One kernel reads once and writes both (TransformerEngine `cast_transpose`); a scale from the tensor's own maximum
+    needs a pass before it, which scales per block (mxfp8) and delayed scales do not.
+    """
+    act, gemm = width(style.act), width(style.gemm)
+    maximum = style.stack.narrow_amax_pass and style.gemm != "mxfp8"
+    per_element = act + 2 * gemm + (act if maximum else 0.0)
+    return elementwise("quantise", elements, per_element, style.gemm, 2 if maximum else 1)
 
 
 def _weight_gradient(

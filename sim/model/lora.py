@@ -40,18 +40,24 @@ def _layer(layer: Layer, style: Style) -> Layer:
     tuned = style.tuned
     assert tuned is not None
     operators: list[Operator] = []
+    owned: list[tuple[Parameter, ...]] = []  # each new operator's parameters before they froze
     for op in layer.operators:
         linears = _linears(op, style)
         operators.append(_with_branches(_freeze(op, style, bool(linears), tuned), linears, style, tuned))
+        owned.append(op.parameters)
         sublayer = {"projection": "attention", "down": "mlp"}.get(op.name, "")
         if sublayer and tuned.behind(sublayer):
             operators.append(_bottleneck(style, tuned, sublayer))
+            owned.append(())
     trained = {p.name: p for op in operators for p in op.parameters}
-    frozen = tuple(Frozen(p.name, p.shape, _dtype_of(p, layer, tuned)) for p in layer.parameters
-                   if p.name not in trained)
+    frozen = {p.name: Frozen(p.name, p.shape, _dtype_of(p, layer, tuned)) for p in layer.parameters
+              if p.name not in trained}
+    operators = [replace(op, frozen=tuple(frozen[p.name] for p in own if p.name in frozen))
+                 for op, own in zip(operators, owned, strict=True)]
     kept = tuple(p for p in layer.parameters if p.name in trained)
     added = tuple(p for op in operators for p in reversed(op.parameters) if p not in kept)
-    return replace(layer, operators=tuple(operators), parameters=(*kept, *added), frozen=frozen)
+    return replace(layer, operators=tuple(operators), parameters=(*kept, *added),
+                   frozen=tuple(frozen.values()))
 
 
 def _dtype_of(parameter: Parameter, layer: Layer, tuned: Tuned) -> str:

@@ -68,8 +68,13 @@ def candidates(scenario: Scenario) -> Iterator[tuple[str, Sets]]:
     """Changes that may free memory, in words and as fields; of the same fields the smallest first."""
     yield from _activations(scenario)
     yield from _sharding(scenario)
+    yield from _offload(scenario)
     if scenario.software.optimizer_kernel != "fused":
         yield "fused optimizer kernels", {"software.optimizer_kernel": "fused"}
+    if not scenario.training.chunked_loss and scenario.model.kind == "decoder":
+        yield "logits and loss in chunks", {"training.chunked_loss": True}
+    if not scenario.training.optimizer_in_backward and scenario.micro_steps == 1:
+        yield "the optimizer in backward", {"training.optimizer_in_backward": True}
     if scenario.parallel.strategy == "ddp" and not scenario.parallel.gradient_as_bucket_view:
         yield "gradients as views of their buckets", {"parallel.gradient_as_bucket_view": True}
 
@@ -78,6 +83,8 @@ def _activations(scenario: Scenario) -> Iterator[tuple[str, Sets]]:
     training = scenario.training
     if training.recompute != "full":
         yield "full recomputation", {"training.recompute": "full"}
+    if training.recompute == "none":
+        yield "recomputation of every second product", {"training.recompute": "selective-op"}
     if training.attention == "eager":
         yield "a fused attention kernel", {"training.attention": "flash"}
         if training.recompute == "none":
@@ -86,6 +93,17 @@ def _activations(scenario: Scenario) -> Iterator[tuple[str, Sets]]:
     while size:
         yield f"micro-batches of {size} instead of {training.micro_batch}", {"training.micro_batch": size}
         size //= 2
+
+
+def _offload(scenario: Scenario) -> Iterator[tuple[str, Sets]]:
+    """What can live in host memory; what the strategy of the stack cannot offload, lowering rules out."""
+    field, places = "parallel.offload", scenario.parallel.offload
+    if places.optimizer == "none" and scenario.training.optimizer != "none":
+        yield "the optimizer on the CPU", {f"{field}.optimizer": "cpu"}
+    if places.parameters == "none":
+        yield "parameters and optimizer in host memory", {f"{field}.parameters": "cpu", f"{field}.optimizer": "cpu"}
+    if places.activations == "none":
+        yield "activations in host memory", {f"{field}.activations": "cpu"}
 
 
 def _sharding(scenario: Scenario) -> Iterator[tuple[str, Sets]]:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sim.engine.machine import Profile
-from sim.program import Kind, Program
+from sim.program import ON_CPU, Kind, Program
 from sim.report.columns import Columns
 from sim.report.exposure import Spans, axis, split
 from sim.work import CATEGORIES
@@ -32,7 +32,7 @@ class Breakdown:
         communication_total: seconds in which collectives of a kind and group move data, hidden or not.
         pipeline_bubble: waiting for another stage.
         host: the GPU has nothing to do because the host is late.
-        offload: waiting for copies between host and device.
+        offload: waiting for copies between host and device, and for an optimizer on the CPU.
         contention: part of `compute` by which kernels ran longer than alone, because collectives took SMs and memory
             bandwidth; not a row of its own.
     """
@@ -107,7 +107,7 @@ def breakdown(columns: Columns, shares: Floats, alone_s: Floats, inline_s: Float
     kernels = columns.where(Kind.KERNELS)
     on_compute = columns.stream[kernels] == COMPUTE_STREAM
     main, aside = kernels[on_compute], kernels[~on_compute]
-    calls, copies = columns.where(Kind.COLLECTIVE), columns.where(Kind.COPY)
+    calls, copies = columns.where(Kind.COLLECTIVE), np.concatenate((columns.where(Kind.COPY), _on_cpu(columns)))
     keys = [(c.kind, program.communicators[c.communicator]) for c in program.collectives]
     rows = sorted(set(keys))
     named = np.array([rows.index(key) for key in keys], dtype=np.int64)
@@ -140,6 +140,14 @@ def breakdown(columns: Columns, shares: Floats, alone_s: Floats, inline_s: Float
         result.exposed_communication.setdefault(kind, {})[group] = float(moving[i] + pending[i] + inside[i]) - bubble
         result.communication_total.setdefault(kind, {})[group] = float(total[i])
     return result
+
+
+def _on_cpu(columns: Columns) -> Ints:
+    """Rows of an optimizer that runs on the CPU."""
+    rows = columns.where(Kind.HOST)
+    labels = columns.program.labels
+    chosen: Ints = rows[np.array([labels[number].name.endswith(ON_CPU) for number in columns.label[rows]], dtype=bool)]
+    return chosen
 
 
 def _starved_s(columns: Columns, rows: Ints, count: int) -> Floats:

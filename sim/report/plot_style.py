@@ -72,13 +72,14 @@ def figure(height: float) -> Figure:
     return made
 
 
-def save(made: Figure, path: Path) -> None:
-    """Write a PNG that holds nothing but the picture: no date, no version.
+def save(made: Figure, path: Path, stamp: str = "") -> None:
+    """Write a PNG that holds nothing but the picture, and `stamp` where one is given: no date, no version.
 
     Raises:
         OSError: the file cannot be written.
     """
-    made.savefig(path, format="png", dpi=DOTS_PER_INCH, metadata={"Software": None})
+    said = {"Comment": stamp} if stamp else {}
+    made.savefig(path, format="png", dpi=DOTS_PER_INCH, metadata={"Software": None, **said})
 
 
 def heading(made: Figure, title: str, subtitle: str) -> None:

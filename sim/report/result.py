@@ -13,7 +13,7 @@ from sim.engine import Machine, Timeline, simulate
 from sim.hardware.outside import Outside
 from sim.memory.ledger import MemoryUse, peak
 from sim.parallel import Lowered
-from sim.program import Kind
+from sim.program import Job, Kind
 from sim.report.advice import Change
 from sim.report.breakdown import (
     COMPUTE_STREAM,
@@ -25,12 +25,36 @@ from sim.report.breakdown import (
     step_flops,
 )
 from sim.report.columns import Columns, of_class
+from sim.report.loading import DataLoading
+from sim.report.neighbours import Features, Validated, features, validated
 from sim.report.traffic import traffic_list
 from sim.scenario.dump import dump
 from sim.scenario.schema import Scenario
 
 #: Below this share of free memory PyTorch's allocator starts to retry (result.md, `warnings`).
 TIGHT_HEADROOM = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Host memory that the ranks of a node need for what they offload, against what the node has.
+
+    Attributes:
+        by_category: bytes of one node.
+    """
+
+    by_category: dict[str, int]
+    capacity_bytes: int
+
+    @property
+    def needed_bytes(self) -> int:
+        """All categories."""
+        return sum(self.by_category.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"needed_bytes": self.needed_bytes, "capacity_bytes": self.capacity_bytes,
+                "fits": self.needed_bytes <= self.capacity_bytes, "by_category": dict(self.by_category)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +67,7 @@ class MemoryResult:
         capacity_bytes: what CUDA reports as total.
         complete: whether every layer's temporaries are counted from its module code, not estimated.
         outside: what the device holds beside tensors, or None where it is not counted.
+        host: host memory of an offloading job, of the fullest node.
     """
 
     use: MemoryUse
@@ -50,6 +75,7 @@ class MemoryResult:
     capacity_bytes: int
     complete: bool
     outside: Outside | None = None
+    host: HostMemory | None = None
 
     @property
     def reserved_bytes(self) -> int:
@@ -68,8 +94,8 @@ class MemoryResult:
 
     @property
     def fits(self) -> bool:
-        """Whether what is counted fits."""
-        return self.headroom_bytes >= 0
+        """Whether what is counted fits, on the GPU and in host memory."""
+        return self.headroom_bytes >= 0 and (self.host is None or self.host.needed_bytes <= self.host.capacity_bytes)
 
     def _outside(self) -> dict[str, Any] | None:
         beside = self.outside
@@ -88,6 +114,7 @@ class MemoryResult:
                                                  "task": where.task, "operator": where.operator},
             "phases": {name: dict(level) for name, level in self.use.phases.items()},
             "highest": dict(self.use.highest), "outside": self._outside(),
+            "host": None if self.host is None else self.host.to_json(),
             "stages": [{"peak_allocated_bytes": stage.peak_allocated_bytes, "at_peak": dict(stage.at_peak),
                         "phases": {name: dict(level) for name, level in stage.phases.items()}}
                        for stage in self.stages],
@@ -103,37 +130,6 @@ class Simulation:
     ranks_simulated: int
     ranks_represented: int
     wall_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class DataLoading:
-    """What reading the training data asks of each node; batches are read ahead, so the slower of reading and training
-    sets the pace of a steady step.
-
-    Attributes:
-        bytes_per_step: of one node.
-        storage_bytes_per_s: what the node reads (`host.storage`).
-        work_s: the step without waiting for data.
-    """
-
-    bytes_per_step: float
-    storage_bytes_per_s: float
-    work_s: float
-
-    @property
-    def reading_s(self) -> float:
-        """Time to read the data of one step."""
-        return self.bytes_per_step / self.storage_bytes_per_s
-
-    @property
-    def waiting_s(self) -> float:
-        """What reading adds to the step."""
-        return max(0.0, self.reading_s - self.work_s)
-
-    def to_json(self) -> dict[str, float]:
-        """`data_loading` of the result: what training at full speed needs, what there is, what is waited."""
-        return {"needed_bytes_per_second": self.bytes_per_step / self.work_s,
-                "storage_bytes_per_second": self.storage_bytes_per_s, "waiting_s": self.waiting_s}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +153,8 @@ class Result:
     Attributes:
         gpus: GPUs of the job; `gpu` is the catalogue's name of the critical rank's.
         group_ranks: size of each communicator of the critical class's program, by name.
+        features: what makes published runs like this one.
+        sensitivity: change of the step for 10% more of each resource, where it was asked for.
         set: the sweep point's dotted fields; empty for a plain run.
         advisor: works out what would make the job fit.
     """
@@ -176,6 +174,8 @@ class Result:
     data_loading: DataLoading
     simulation: Simulation
     group_ranks: dict[str, int]
+    features: Features
+    sensitivity: dict[str, float] | None = None
     warnings: list[str] = field(default_factory=list)
     set: dict[str, Any] = field(default_factory=dict)
     advisor: Callable[[], list[Change]] | None = field(default=None, repr=False)
@@ -236,6 +236,20 @@ class Result:
         return self.step_time_s / max(infinite, self.data_loading.reading_s)
 
     @property
+    def validated(self) -> Validated:
+        """The record of errors of published runs like this one."""
+        return validated(self.features)
+
+    def ask_sensitivity(self) -> dict[str, float]:
+        """Work out `sensitivity`, one simulation per resource; `bound` then follows from it."""
+        from sim.report.sensitivity import bound_by, sensitivity
+
+        detail, step_s = self.detail, self.step_time_s
+        self.sensitivity = sensitivity(detail.lowered.job, detail.machine, step_s, self.data_loading.reading_s)
+        self.bound = bound_by(self.sensitivity, self.breakdown.pipeline_bubble / step_s)
+        return self.sensitivity
+
+    @property
     def traffic(self) -> list[dict[str, Any]]:
         """One entry per collective of the critical rank's step, in issue order."""
         detail = self.detail
@@ -265,9 +279,11 @@ class Result:
             "contention_s": self.breakdown.contention,
             "slowdown": self.slowdown,
             "bound": self.bound,
+            **({} if self.sensitivity is None else {"sensitivity": dict(self.sensitivity)}),
             "memory": self.memory.to_json() | self._changes(),
             "traffic": self.traffic,
             "data_loading": self.data_loading.to_json(),
+            "validated": self.validated.to_json(),
             "simulation": {
                 "events": self.simulation.events, "tasks": self.simulation.tasks,
                 "ranks_simulated": self.simulation.ranks_simulated,
@@ -308,10 +324,11 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         hardware_flops=sum(per_program[c.program] * len(c.members) for c in job.classes),
         peak_flops_per_gpu=gpu.peak_flops(training.precision.compute), breakdown=parts,
         bound=bound(parts),
-        memory=_memory(lowered, machine), data_loading=loading,
+        memory=_memory(scenario, lowered, machine), data_loading=loading,
         simulation=Simulation(timeline.events, timeline.tasks, len(job.classes), job.ranks),
         group_ranks={name: job.communicators[c].size
                      for name, c in zip(program.communicators, simulated.communicators, strict=True) if c >= 0},
+        features=features(scenario, lowered, gpu.arch),
         _detail=Detail(lowered, machine, timeline, critical))
     result.warnings = _warnings(result)
     return result
@@ -344,12 +361,26 @@ def _critical(lowered: Lowered, timeline: Timeline) -> tuple[int, Columns]:
     return chosen
 
 
-def _memory(lowered: Lowered, machine: Machine) -> MemoryResult:
+def _host_memory(scenario: Scenario, job: Job) -> HostMemory | None:
+    """The fullest node's: its ranks hold what the rank that holds most does."""
+    needs = []
+    for program in job.programs:
+        by_category: dict[str, int] = {}
+        for _, size, category in program.host_resident:
+            by_category[category] = by_category.get(category, 0) + size * scenario.cluster.gpus_per_node
+        needs.append(by_category)
+    fullest = max(needs, key=lambda n: sum(n.values()))
+    capacity = int(scenario.cluster.topology.host.memory)
+    return HostMemory(fullest, capacity) if fullest else None
+
+
+def _memory(scenario: Scenario, lowered: Lowered, machine: Machine) -> MemoryResult:
     """The rank with the least headroom, and every distinct program."""
     job = lowered.job
     uses = tuple(peak(program) for program in job.programs)
     results = [MemoryResult(uses[c.program], uses, int(machine.devices[c.device].gpu.usable_memory_bytes),
-                            lowered.memory_complete, lowered.outside) for c in job.classes]
+                            lowered.memory_complete, lowered.outside, _host_memory(scenario, job))
+               for c in job.classes]
     return min(results, key=lambda m: m.headroom_bytes)
 
 
@@ -358,6 +389,10 @@ def _warnings(result: Result) -> list[str]:
     if not memory.complete:
         found.append("memory: model states are exact; temporaries of layers whose module code is not written down "
                      "are estimated from what they keep for backward")
+    if memory.host is not None and memory.host.needed_bytes > memory.host.capacity_bytes:
+        needed, capacity = (size / 2**30 for size in (memory.host.needed_bytes, memory.host.capacity_bytes))
+        found.append(f"memory: the host of a node needs {needed:.4g} GiB for what is offloaded and has {capacity:.4g} "
+                     "GiB: it does not fit")
     share = memory.headroom_bytes / memory.capacity_bytes
     if 0 <= share < TIGHT_HEADROOM:
         found.append(f"memory: only {100 * share:.1f}% of the GPU's memory is left; allocator retries are likely")
@@ -374,6 +409,10 @@ def _warnings(result: Result) -> list[str]:
         if gpu.confidence != "high":
             found.append(f"hardware: kernel times of {gpu.name} are not calibrated on this GPU "
                          f"(confidence {gpu.confidence})")
+    if not result.validated.count:
+        kind = result.features
+        found.append(f"validation: no published run of this kind ({kind.strategy}, {kind.generation}, "
+                     f"{kind.framework}, {kind.gpus:,} GPUs) has been compared: the error is not known")
     return found
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sim.memory.ledger import CATEGORIES
-from sim.report.result import TIGHT_HEADROOM, Result
+from sim.report.result import TIGHT_HEADROOM, MemoryResult, Result
 from sim.work import CATEGORIES as KERNEL_CATEGORIES
 
 #: Changes listed for a job that does not fit.
@@ -179,6 +179,11 @@ def _bound(result: Result) -> list[Any]:
         if result.breakdown.contention > _SMALLEST_SHARE * result.step_time_s:
             longer = seconds(result.breakdown.contention)
             lines.append(Text(f"kernels take {longer} longer because collectives hold SMs and memory bandwidth"))
+    if result.sensitivity is not None:
+        lines.append(Text("10% more of: " + ", ".join(
+            f"{name.replace('_', ' ')} {100 * change:+.1f}%" for name, change in result.sensitivity.items())))
+    if result.validated.count:
+        lines.append(Text(str(result.validated), style="dim"))
     return list(lines)
 
 
@@ -190,6 +195,8 @@ def _memory(result: Result, width: int) -> list[Any]:
     counted = "fits" if memory.complete else "what is counted so far fits"
     if memory.fits:
         verdict = Text(f"{counted}, {size(memory.headroom_bytes)} free", style=colour)
+    elif memory.headroom_bytes >= 0:
+        verdict = Text("fits the GPU but not the host", style="bold red")
     else:
         most = max(CATEGORIES, key=lambda name: memory.use.at_peak[name])
         verdict = Text(f"does not fit: {size(-memory.headroom_bytes)} too much, most of it {most.replace('_', ' ')}",
@@ -201,7 +208,19 @@ def _memory(result: Result, width: int) -> list[Any]:
     place = f", reached in {where.phase} of {where.layer}{operator}" if where is not None else ""
     parts = sorted(((memory.use.at_peak[name], name.replace("_", " ")) for name in CATEGORIES), reverse=True)
     detail = ", ".join(f"{name} {size(held)}" for held, name in parts if held)
-    return [line, Text.assemble(verdict, place), Text(detail, style="dim"), *_changes(result)]
+    return [line, *_host(memory), Text.assemble(verdict, place), Text(detail, style="dim"), *_changes(result)]
+
+
+def _host(memory: MemoryResult) -> list[Any]:
+    """Host memory of a node, where anything is offloaded."""
+    host = memory.host
+    if host is None:
+        return []
+    parts = sorted(((held, name.replace("_", " ")) for name, held in host.by_category.items()), reverse=True)
+    detail = ", ".join(f"{name} {size(held)}" for held, name in parts)
+    colour = "red" if host.needed_bytes > host.capacity_bytes else "green"
+    used = f"{size(host.needed_bytes)} of {size(host.capacity_bytes)} of a node"
+    return [Text.assemble(("host ", "bold"), (used, colour), (f": {detail}", "dim"))]
 
 
 def _changes(result: Result) -> list[Any]:

@@ -45,6 +45,7 @@ def fill(written: Scenario) -> Scenario:
     parallel = written.parallel if written.parallel is not None else Parallel.model_construct()
     training = _training(written.training, written.model, cluster)
     gpus = cluster.nodes * cluster.gpus_per_node
+    software = _software(written.software if written.software is not None else Software.model_construct())
     if training.global_batch is None:
         replicas = max(1, gpus // (parallel.tensor * parallel.context * parallel.pipeline))
         whole = training.micro_batch * replicas * (training.micro_steps or 1)
@@ -54,8 +55,8 @@ def fill(written: Scenario) -> Scenario:
             "cluster": cluster,
             "model": _model(written.model, training),
             "training": training,
-            "parallel": _parallel(parallel, gpus),
-            "software": _software(written.software if written.software is not None else Software.model_construct()),
+            "parallel": _parallel(parallel, gpus, software),
+            "software": software,
             "sweep": written.sweep if written.sweep is not None else {},
             "expect": written.expect if written.expect is not None else {},
         }
@@ -198,7 +199,9 @@ def _finetune(written: Finetune | None, precision: Precision) -> Finetune:
     )
 
 
-def _parallel(written: Parallel, gpus: int) -> Parallel:
+def _parallel(written: Parallel, gpus: int, software: Software) -> Parallel:
+    scatter = table("scenario/defaults.yaml")["pipeline_scatter"]
+    scatters = _since(scatter.get(software.framework, scatter["other"]), software.year)
     strategy = _or(written.strategy, "ddp" if gpus > 1 else "none")
     shards = max(1, gpus // (written.tensor * written.pipeline))
     factor = written.sharding_factor if strategy in SHARDED or written.sharding_factor else 1
@@ -215,6 +218,7 @@ def _parallel(written: Parallel, gpus: int) -> Parallel:
             "split_slots": _or(written.split_slots, SplitSlots.model_construct()),
             "order": _or(written.order, list(_ORDER)),
             "offload": _or(written.offload, Offload.model_construct()),
+            "pipeline_scatter": _or(written.pipeline_scatter, scatters),
         }
     )
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from sim.model.eager import operations as op
 from sim.model.eager import tuned
-from sim.model.eager.autograd import LOGITS, Gradients, Output, Run, Tensor, Weight
+from sim.model.eager.autograd import LOGITS, WORKSPACE, Gradients, Output, Run, Tensor, Weight
 from sim.model.style import Style
 from sim.work import DTYPE_BYTES
 
@@ -104,7 +104,14 @@ def _linear(run: Run, style: Style, x: Tensor, features_in: int, parts: tuned.Pa
         return tuned.linear(run, style, x, features_in, parts)
     features_out = sum(width for _, width in parts)
     return op.linear(run, x, features_in, features_out, style.bias, dtype=style.weight, bias_last=style.conv1d,
-                     gathered=gathered)
+                     gathered=gathered, narrow=narrow(style))
+
+
+def narrow(style: Style) -> op.Narrow | None:
+    """How the blocks' products are quantised; None where they run in the activations' dtype."""
+    if DTYPE_BYTES[style.gemm] >= DTYPE_BYTES[style.act]:
+        return None
+    return op.Narrow(style.gemm, style.stack.narrow_keeps_inputs, style.stack.narrow_weights_cached)
 
 
 def _column(run: Run, style: Style, x: Tensor, parts: tuned.Parts) -> Tensor:
@@ -338,6 +345,8 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
     x = norm(run, style, x, "final_norm")
     if rows < style.tokens:
         x = Tensor(x.storage, rows * style.hidden, x.dtype, x.sink)
+    if style.chunked_loss:
+        return _chunked(run, style, x, rows)
     run.at("logits")
     run.kind = LOGITS
     if style.tuned is not None:
@@ -349,6 +358,25 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
         del x  # Hugging Face's model output holds it until the loss is there
     run.at("loss")
     return loss(run, style, logits, rows)
+
+
+def _chunked(run: Run, style: Style, x: Tensor, rows: int) -> Tensor:
+    """Liger's fused linear cross-entropy: a chunk of logits at a time, the gradients of input and weight made in
+    forward and handed out in backward."""
+    from sim.model.head import chunk_rows
+
+    run.at("loss")
+    weight = Weight(style.vocab * style.hidden, style.weight, style.tied)
+    copy, sink = op.weight_copy(run, weight)
+    x = op.to(run, x, run.autocast or x.dtype)
+    kind, run.kind = run.kind, WORKSPACE
+    gradients = [run.new(rows * style.hidden, x.dtype), run.new(style.vocab * style.hidden, style.weight)]
+    run.kind = LOGITS
+    logits = run.new(chunk_rows(rows, style.hidden, style.vocab) * style.vocab, x.dtype)
+    run.kind = kind
+    node = run.node(lambda run, _: [gradients.pop(0), gradients.pop(0)], (x.sink, weight))
+    del logits, copy, sink
+    return Tensor(run.new(1, "fp32"), 1, "fp32", Output(node, 0))
 
 
 def loss(run: Run, style: Style, logits: Tensor, rows: int) -> Tensor:

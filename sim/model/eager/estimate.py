@@ -9,6 +9,7 @@ from __future__ import annotations
 from sim.model.architecture import Layer, Operator, Tensor
 from sim.model.eager.autograd import ACTIVATIONS, COPIES, GRADIENTS, KINDS, LOGITS, WORKSPACE, rounded
 from sim.model.eager.profile import NOTHING, Levels, Pass, Profile
+from sim.model.recompute import kept_kernels, output_elements
 
 
 def estimate(layer: Layer, policy: str, keep_gradients: bool) -> Profile:
@@ -16,11 +17,13 @@ def estimate(layer: Layer, policy: str, keep_gradients: bool) -> Profile:
     kind = LOGITS if layer.kind == "head" else ACTIVATIONS
     saved = [sum(_size(t) for t in op.saved) for op in layer.operators]
     copies = sum(_size(t) for op in layer.operators for t in op.weight_copies)
-    again = [size if policy == "full" or (policy == "selective" and op.core) else 0
+    whole = policy in ("full", "selective-op")
+    again = [size if whole or (policy == "selective" and op.core) else 0
              for op, size in zip(layer.operators, saved, strict=True)]
-    kept = sum(saved) - sum(again) + (_size(layer.input) if policy == "full" else 0)
+    kept = sum(saved) - sum(again) + (_size(layer.input) if whole else 0)
+    kept += _outputs(layer) if policy == "selective-op" else 0
     forward = _levels({kind: kept, COPIES: copies})
-    cached = _levels({COPIES: copies}) if policy == "full" else NOTHING
+    cached = _levels({COPIES: copies}) if whole else NOTHING
     backward = _backward(layer, saved, kind, sum(again), keep_gradients)
     left = _levels({kind: -kept, GRADIENTS: backward.net[GRADIENTS], COPIES: cached[COPIES] - copies})
     return Profile(Pass(forward, forward, layer.kind), NOTHING, cached, Pass(backward.peak, left, backward.operator))
@@ -39,6 +42,11 @@ def _backward(layer: Layer, saved: list[int], kind: int, again: int, keep_gradie
         level = _levels({kind: level[kind] - size})
         gradients += own if keep_gradients else 0
     return Pass(best, _levels({GRADIENTS: gradients}), where)
+
+
+def _outputs(layer: Layer) -> int:
+    """Outputs of attention and of every second product, which selective-op recomputation keeps."""
+    return sum(rounded(output_elements(kernel), "bf16") for kernel in kept_kernels(layer))
 
 
 def _gradient_bytes(op: Operator) -> int:

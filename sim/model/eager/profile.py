@@ -70,7 +70,7 @@ def profile(program: Program, policy: str, keep_gradients: bool, caches_casts: b
     """Measure a layer.
 
     Args:
-        policy: its recomputation: none, full or selective. For an embedding: that of the blocks.
+        policy: its recomputation: none, full, selective or selective-op. For an embedding: that of the blocks.
         keep_gradients: parameter gradients stay as new tensors; else they are added to existing ones or copied away.
         caches_casts: autocast's weight copies live to the end of forward.
     """
@@ -126,8 +126,8 @@ def _forward(run: Run, program: Program, policy: str, inputs: list[Tensor]) -> T
         return embedding(run, style, policy)
     if layer == "head":
         return head(run, style, inputs.pop())
-    if policy == "full":
-        return run.checkpoint(lambda run, x: block(run, style, x, "none"), inputs[0])
+    if policy in ("full", "selective-op"):
+        return run.checkpoint(lambda run, x: block(run, style, x, "none"), inputs[0], selective=policy != "full")
     return block(run, style, inputs[0], policy)
 
 
@@ -139,9 +139,9 @@ def _encoder_decoder(run: Run, style: Style, layer: str, policy: str, inputs: li
     if layer == "head":
         return encoder_decoder.head(run, style, inputs[0])
     first = layer == "first block"
-    if policy == "full":
+    if policy in ("full", "selective-op"):
         return run.checkpoint(lambda run, x: encoder_decoder.block(run, style, x, "none", first=first, keep=True),
-                              inputs[0])
+                              inputs[0], selective=policy != "full")
     return encoder_decoder.block(run, style, inputs[0], policy, first=first, keep=False)
 
 

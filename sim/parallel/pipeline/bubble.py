@@ -65,7 +65,7 @@ def activations(schedule: str, pipeline: int, virtual: int, micro_batches: int, 
     Exact for gpipe, 1f1b, interleaved, zb-h1 and zb-h2; for the others the limit they keep to.
 
     * 1f1b: min(m, p - rank) (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.3);
-    * interleaved: one more than the warm-up, 2(p - rank - 1) + (v - 1)p + 1;
+    * interleaved: one more than the warm-up, 2(p - rank - 1) + (v - 1)p + 1; all m·v where m = p;
     * zb-h1, zb-h2: the warm-up, and what the W that are put off keep: p and 2p - 1 on every rank if W keep all;
     * zb-1p, zb-2p: p and 2p; zb-v: 2p chunks of half the size, 1F1B's; dualpipe: p + 1 (DeepSeek-V3, table 2).
 
@@ -79,6 +79,8 @@ def activations(schedule: str, pipeline: int, virtual: int, micro_batches: int, 
     behind = pipeline - 1 - rank
     if schedule == "gpipe":
         return micro_batches
+    if virtual > 1 and schedule == "interleaved" and micro_batches == pipeline:
+        return micro_batches * virtual
     if schedule in ("1f1b", "interleaved"):
         warm_up = behind if virtual == 1 else 2 * behind + (virtual - 1) * pipeline
         return min(micro_batches * virtual, warm_up + 1)

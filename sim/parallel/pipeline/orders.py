@@ -85,6 +85,8 @@ def _interleaved(pipeline: int, virtual: int, micro_batches: int) -> list[list[A
     forward = [Action("F", chunk, group + i) for group in groups for chunk in range(virtual) for i in range(pipeline)]
     backward = [Action("B", chunk, group + i) for group in groups for chunk in reversed(range(virtual))
                 for i in range(pipeline)]
+    if micro_batches == pipeline:  # Megatron-LM runs all forwards first then
+        return [forward + backward for _ in range(pipeline)]
     return [_alternating(forward, backward, min(len(forward), 2 * (pipeline - rank - 1) + (virtual - 1) * pipeline))
             for rank in range(pipeline)]
 
