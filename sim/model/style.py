@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sim.model.tuning import Tuned, tuned_of
 from sim.software import Stack
 from sim.work import DTYPE_BYTES
 
@@ -67,6 +68,7 @@ class Style:
         tensor, context, expert: slices the width, the sequence, the experts are cut into.
         scattered: between the cut regions activations are cut along the sequence (Korthikanti et al. 2022).
         dropout: whether dropout masks exist (their probability changes nothing else).
+        tuned: what is trained where that is not everything.
     """
 
     kind: str
@@ -109,6 +111,7 @@ class Style:
     context: int = 1
     expert: int = 1
     scattered: bool = False
+    tuned: Tuned | None = None
 
     @property
     def stream(self) -> Style:
@@ -146,6 +149,13 @@ class Style:
         return self.stack.modules
 
     @property
+    def spelled_rmsnorm(self) -> bool:
+        """Whether an RMSNorm is a row of operators (LlamaRMSNorm, LitGPT's and Meta's own), not one kernel."""
+        if self.norm == "layernorm" or self.modules == "megatron" or self.stack.fused_rmsnorm:
+            return False
+        return self.modules == "transformers" or not (self.stack.rmsnorm_kernel or self.stack.compile)
+
+    @property
     def conv1d(self) -> bool:
         """Hugging Face's GPT-2 code: fused `c_attn`, weights stored (in, out), gelu_new spelled out in operators."""
         gpt2 = self.kind == "decoder" and self.positions == "learned" and not self.gated
@@ -167,6 +177,9 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
     hidden, heads = model.hidden, model.heads
     tensor, context = scenario.parallel.tensor, scenario.parallel.context
     predicting = training.decoder_sequence if model.kind == "encoder-decoder" else training.sequence
+    tied = bool(model.tied_embeddings)
+    tuned = tuned_of(training, stack.modules == "plain" and not tied)
+    weight = tuned.plain if tuned and autocast else "fp32" if autocast else act
     return Style(
         kind=model.kind, batch=batch, sequence=training.sequence // context,
         decoder_sequence=(training.decoder_sequence or training.sequence) // context,
@@ -177,15 +190,16 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
         vocab=_vocabulary(model.vocab, tensor, stack.vocabulary_multiple),
         max_positions=model.max_positions or training.sequence,
         layers=model.layers, gated=bool(model.gated_mlp), activation=model.activation or "gelu",
-        positions=model.positions, norm=model.norm, bias=bool(model.bias), tied=bool(model.tied_embeddings),
+        positions=model.positions, norm=model.norm, bias=bool(model.bias), tied=tied,
         dropout=bool(model.dropout), window=_window(model.window, training.sequence),
         parallel_block=bool(model.parallel_block), experts=_experts(model.moe, model.ffn or 4 * hidden, tensor,
                                                                                scenario.parallel.expert),
         latent=_latent(model.mla), attention=training.attention, chunked_loss=bool(training.chunked_loss),
-        gemm=precision.compute, act=act, residual="fp32" if autocast and not follows else act,
-        weight="fp32" if autocast else act, gradient=_gradient(precision, act, autocast), autocast=autocast,
+        gemm=precision.compute, act=act,
+        residual="fp32" if autocast and not follows and weight == "fp32" else act,
+        weight=weight, gradient=_gradient(precision, act, autocast), autocast=autocast,
         stack=stack, tensor=tensor, context=context, expert=scenario.parallel.expert,
-        scattered=scenario.parallel.sequence_parallel and tensor > 1,
+        scattered=scenario.parallel.sequence_parallel and tensor > 1, tuned=tuned,
     )
 
 

@@ -5,13 +5,13 @@ A technique is an object with three verbs (`Technique`); this file strings them 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
 
-from sim.model import build, clip_kernels, optimizer_kernels, optimizer_temporary_bytes
-from sim.model.architecture import Architecture
+from sim.model import build, clip_kernels, optimizer_kernels, optimizer_state_bytes, optimizer_temporary_bytes
+from sim.model.architecture import Architecture, Layer
 from sim.model.eager import rounded
 from sim.model.kernels import quantisation
 from sim.parallel.compute import Compute
@@ -162,6 +162,11 @@ def batch(plan: Plan) -> None:
     plan.resident("batch", 2 * rounded(tokens, "fp64"), "buffers")
 
 
+def frozen_bytes(layers: Iterable[Layer]) -> int:
+    """What tensors that are not trained take as they are stored, each in blocks of the allocator."""
+    return sum(blocks(size) for layer in layers for tensor in layer.frozen for size in tensor.pieces)
+
+
 def end_of_step(plan: Plan, section: SectionBuilder) -> None:
     """Fixed host work of a step, and the synchronisation of stacks that read the loss every step."""
     label = Label("step", "optimizer", "end of step")
@@ -235,14 +240,17 @@ def collective(plan: Plan, kind: str, size_bytes: float, dtype: str, communicato
 
 def state_bytes(plan: Plan) -> dict[str, float]:
     """Bytes per parameter of parameters, master copy, gradients and optimizer states (spec: precision table)."""
-    precision, optimizer = plan.scenario.training.precision, plan.scenario.training.optimizer
-    states = {"adamw": 2, "adam": 2, "lamb": 2, "sgd-momentum": 1}.get(optimizer, 0)
-    per_state = 1.0 if optimizer == "adamw-8bit" else DTYPE_BYTES[precision.optimizer]
+    precision, optimizer, parallel = (plan.scenario.training.precision, plan.scenario.training.optimizer,
+                                      plan.scenario.parallel)
+    flat = parallel.strategy.startswith("zero") or (parallel.strategy == "fsdp" and plan.scenario.software.fsdp == 1)
+    layers = plan.architecture.stack
+    tensors = [(p.shape, layer.kind == "embedding") for layer in layers for p in layer.parameters]
+    states = optimizer_state_bytes(tensors, precision, optimizer, flat)
     return {
         "parameters": DTYPE_BYTES[precision.parameters],
         "master_parameters": 0.0 if precision.master == "none" else DTYPE_BYTES[precision.master],
         "gradients": DTYPE_BYTES[precision.gradients],
-        "optimizer_states": per_state * (2 if optimizer == "adamw-8bit" else states),
+        "optimizer_states": states / max(1, plan.architecture.parameters),
     }
 
 

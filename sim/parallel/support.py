@@ -9,6 +9,37 @@ from sim.hardware import gpu
 from sim.model.inference import QUANTISED
 from sim.scenario.schema import Scenario
 
+#: Compute dtypes below 16 bits.
+_NARROW = ("fp8", "mxfp8", "nvfp4", "int8", "int4")
+
+
+def _tuned(scenario: Scenario) -> str:
+    """What of fine-tuning is not simulated."""
+    finetune, model, precision = scenario.training.finetune, scenario.model, scenario.training.precision
+    if finetune is None or finetune.method == "full":
+        return ""
+    if model.kind != "decoder" or model.moe is not None or model.mla is not None or model.positions == "relative":
+        return f"{finetune.method} of anything but a dense decoder"
+    if precision.master != "none":
+        return f"{finetune.method} with a master copy of the parameters"
+    if scenario.software.modules == "megatron":
+        return f"{finetune.method} of Megatron's modules"
+    parallel = scenario.parallel
+    if max(parallel.tensor, parallel.context, parallel.pipeline, parallel.expert) > 1:
+        return f"{finetune.method} of a model that is cut over GPUs (tensor, context, pipeline, expert)"
+    training = scenario.training
+    for also, asked in (("chunked_loss", training.chunked_loss),
+                        ("optimizer_in_backward", training.optimizer_in_backward),
+                        ("recompute selective-op", training.recompute == "selective-op"),
+                        (f"compute in {precision.compute}", precision.compute in _NARROW)):
+        if asked:
+            return f"{finetune.method} with {also}"
+    autocast = precision.compute in ("fp16", "bf16") and precision.parameters == precision.gather == "fp32"
+    if finetune.base in ("fp32", "bf16", "fp16") and finetune.base != precision.parameters and not autocast:
+        return (f"{finetune.method} of {finetune.base} weights beside {precision.parameters} adapters without autocast "
+                "(amp-bf16, amp-fp16)")
+    return ""
+
 
 def check(scenario: Scenario, ipg: bool = False) -> None:
     """Raise `UserError` naming every field of the scenario that this version cannot simulate.
@@ -20,8 +51,7 @@ def check(scenario: Scenario, ipg: bool = False) -> None:
     asked: dict[str, object] = {
         "training.chunked_loss": training.chunked_loss and (scenario.model.kind != "decoder" or parallel.tensor > 1)
         and "chunked loss of other than an uncut decoder",
-        "training.finetune": training.finetune is not None and training.finetune.method != "full"
-        and training.finetune.method,
+        "training.finetune": _tuned(scenario),
         "training.precision.parameters": training.mode == "train" and training.precision.parameters in QUANTISED
         and f"training with {training.precision.parameters} weights",
         "training.precision": training.precision.compute in ("int8", "int4") and training.precision.compute,

@@ -70,7 +70,10 @@ class Stack:
         unpad_copies: the attention wrapper copies qkv and output between padded and packed form.
         fused_*: one kernel instead of a chain (bias + GELU, SwiGLU, rotary, RMSNorm, scale + mask + softmax,
             bias + dropout + residual).
+        rmsnorm_kernel: torch.nn.RMSNorm is one kernel, which plain modules then use.
         gradient_accumulation_fusion: the weight-gradient GEMM adds into the gradient buffer itself.
+        adapter_dropout: adapters of fine-tuning drop out their input.
+        quantised_keeps_input: a 4-bit linear layer keeps its input for backward, which it does not need.
         optimizer_kernel: loop, foreach or fused, where the scenario does not say.
         gradient_path: how data parallelism reduces gradients and splits states: reducer (PyTorch's DDP and FSDP), ipg
             (DeepSpeed's independent-parameter-gradient buckets) or grad_buffer (one buffer, reduced in place).
@@ -115,9 +118,12 @@ class Stack:
     fused_swiglu: bool
     fused_rope: bool
     fused_rmsnorm: bool
+    rmsnorm_kernel: bool
     fused_softmax: bool
     fused_dropout_add: bool
     gradient_accumulation_fusion: bool
+    adapter_dropout: bool
+    quantised_keeps_input: bool
     optimizer_kernel: str
     gradient_path: str
     parameter_coordinator: str

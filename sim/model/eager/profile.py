@@ -107,7 +107,7 @@ def _before_backward(run: Run, program: Program, out: Tensor) -> tuple[Levels, l
         start = _mark(run)
         return start, [(sink, run.new(1, "fp32"))]
     out.storage.hand_over()
-    shared = style.tied or (program.layer == "embedding" and style.kind == "encoder-decoder")
+    shared = (style.tied and style.tuned is None) or (program.layer == "embedding" and style.kind == "encoder-decoder")
     if shared and program.layer in ("embedding", "bridge"):
         run.pending.append(run.new(style.vocab * style.hidden, style.weight))
     gradients = [(sink, run.new(out.elements, out.dtype))]

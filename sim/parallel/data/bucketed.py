@@ -19,6 +19,7 @@ from sim.parallel.step import (
     MicroStep,
     Plan,
     collective,
+    frozen_bytes,
     narrow_weights,
     state_bytes,
     update,
@@ -87,6 +88,7 @@ class Bucketed:
     def states(self) -> None:
         """Parameters whole; master copy and optimizer states split over `shards`."""
         numel = self.plan.architecture.parameters
+        self.plan.resident("frozen parameters", frozen_bytes(self.plan.architecture.stack), "parameters")
         for category, width in state_bytes(self.plan).items():
             if category == "parameters":
                 self.plan.resident(category, numel * width, category)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from sim.model.architecture import Layer
+from sim.model.tuning import QUANTISED
 from sim.parallel.activations import GRADIENT_POOL, Activations
 from sim.parallel.compute import traffic_kernel
 from sim.parallel.sharded.units import Unit, units_of
@@ -61,6 +62,7 @@ class Fsdp:
         if self.offload.moves_parameters:
             self.host_states()
             return
+        self.plan.resident("frozen parameters", sum(self.frozen_shard(u) for u in self.distinct), "parameters")
         shards = Counter(u.shards for u in self.distinct)
         for category, width in state_bytes(self.plan).items():
             if category != "gradients" and width:
@@ -70,6 +72,8 @@ class Fsdp:
     def host_states(self) -> None:
         """With CPUOffload(offload_params=True) or CPUOffloadPolicy all of them are in host memory, parameters and
         gradients pinned, a block for each unit's shard."""
+        for unit in self.distinct:
+            self.offload.hold(f"frozen parameters:{unit.name}", self.frozen_shard(unit), "parameters", pinned=True)
         for category, width in state_bytes(self.plan).items():
             for unit in self.distinct:
                 self.offload.hold(f"{category}:{unit.name}", unit.padded // self.factor * width, category,
@@ -81,7 +85,7 @@ class Fsdp:
             return
         numel = sum(u.padded for u in self.distinct) // self.factor
         tensors = sum(u.tensors for u in self.distinct) if self.by_row else len(self.distinct)
-        largest = max(n for u in self.distinct for n in u.shards)
+        largest = max((n for u in self.distinct for n in u.shards), default=0)
         update(self.plan, section, numel, tensors, self.joined(), "shard" if self.factor > 1 else None, largest)
         for unit in () if self.offload.moves_optimizer else self.distinct:
             section.free(f"gradient:{unit.name}", self.gradient_bytes(unit), "gradients", REDUCE)
@@ -108,20 +112,33 @@ class Fsdp:
             group = "reshard"
         elif self.offload.moves_parameters:
             waits, joins = (self.fetch(section, unit, phase, waits, joins),), ()
-        call = collective(self.plan, "all_gather", unit.padded * self.gather_bytes, self.gather_dtype, group)
+        call = collective(self.plan, "all_gather", self.whole_bytes(unit, unit.padded), self.gather_dtype, group)
         return section.collective(GATHER, call, self.host_s, Label(unit.name, phase, "all_gather"), waits, joins)
 
     def fetch(self, section: SectionBuilder, unit: Unit, phase: str, waits: Sequence[int], joins: Sequence[int]) -> int:
         """This rank's shard to the device, in the parameters' dtype: casts for the gather run there."""
-        size = round(unit.padded // self.factor * DTYPE_BYTES[self.plan.scenario.training.precision.parameters])
+        width = DTYPE_BYTES[self.plan.scenario.training.precision.parameters]
+        size = round(unit.padded // self.factor * width + self.frozen_shard(unit))
         section.allocate(f"fetched_shard:{unit.name}", size, "buffers", GATHER)
         task = self.offload.fetch(section, size, Label(unit.name, phase, "shard"), waits, joins)
         section.free(f"fetched_shard:{unit.name}", size, "buffers", GATHER)
         return task
 
+    def whole_bytes(self, unit: Unit, numel: int) -> int:
+        """`numel` trained parameters of a unit as they are gathered, and what is gathered with them: quantised weights
+        as they are stored, others in the gathers' dtype."""
+        frozen = sum(f.size_bytes if f.dtype in QUANTISED else f.numel * self.gather_bytes for f in unit.frozen)
+        return round(numel * self.gather_bytes + frozen)
+
+    def frozen_shard(self, unit: Unit) -> int:
+        """This rank's part of what is not trained, as it is stored."""
+        return sum(blocks(size / self.factor) for f in unit.frozen for size in f.pieces)
+
     def reduce(self, section: SectionBuilder, unit: Unit, waits: Sequence[int], first: bool) -> int | None:
         """Reduce-scatter inside the shard group, then all-reduce of the shard across replicas."""
         task = None
+        if not unit.numel:
+            return None
         size = unit.padded * self.reduce_bytes
         if self.factor > 1:
             call = collective(self.plan, "reduce_scatter", size, self.reduce_dtype, "shard")

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sim.model.architecture import Layer, Operator, Parameter
+from sim.model.tuning import Frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,13 +14,13 @@ class Submodule:
     """A run of a layer's operators whose first one (but for the layer's first run) owns split parameters.
 
     Attributes:
-        parameters: those that are split. An operator with several modules (queries, keys and values apart, experts)
-            has all of theirs at once.
+        parameters: those that are split, trained or not. An operator with several modules (queries, keys and values
+            apart, experts) has all of theirs at once.
         operators: in forward order.
         gradients: elements of every parameter whose gradient backward makes, in the order in which they are ready.
     """
 
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[Parameter | Frozen, ...]
     operators: tuple[Operator, ...]
     gradients: tuple[int, ...]
 
@@ -38,7 +39,7 @@ def submodules(layer: Layer, threshold: int) -> tuple[Submodule, ...]:
     runs: list[list[Operator]] = []
     owned = False  # whether the last run has split parameters yet
     for operator in layer.operators:
-        owns = any(p.numel >= threshold for p in operator.parameters)
+        owns = any(p.numel >= threshold for p in operator.weights)
         if not runs or (owns and owned):
             runs.append([])
             owned = False
@@ -48,6 +49,6 @@ def submodules(layer: Layer, threshold: int) -> tuple[Submodule, ...]:
 
 
 def _submodule(run: list[Operator], shared: Iterable[Parameter], threshold: int) -> Submodule:
-    split = [p for p in (*shared, *(p for op in run for p in op.parameters)) if p.numel >= threshold]
+    split = [p for p in (*shared, *(p for op in run for p in op.weights)) if p.numel >= threshold]
     gradients = tuple(p.numel for op in reversed(run) for p in op.parameters)
     return Submodule(tuple(split), tuple(run), gradients)

@@ -16,13 +16,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from sim.model.architecture import Layer
+from sim.model.architecture import Layer, Parameter
+from sim.model.tuning import Frozen
 from sim.parallel.activations import Activations
 from sim.parallel.compute import traffic_kernel
 from sim.parallel.offload import PARAMETER_BUFFER, PARAMETER_BUFFERS
 from sim.parallel.sharded.coordinator import COORDINATORS, Limits, Wanted
 from sim.parallel.sharded.submodules import Submodule, submodules
-from sim.parallel.step import COMPUTE, MicroStep, Plan, collective, state_bytes, update
+from sim.parallel.step import COMPUTE, MicroStep, Plan, collective, frozen_bytes, state_bytes, update
 from sim.program import Label, SectionBuilder
 from sim.work import DTYPE_BYTES, Kernel
 
@@ -71,8 +72,13 @@ class Zero3:
         self.segments: dict[tuple[int, str, str, bool], int] = {}
         self.kept: list[Layer] = []  # keeps layers alive, so that an id stands for one layer only
         stack = plan.architecture.stack
-        self.owners = {p.name: i for i, layer in enumerate(stack) if layer.kind != "block" for p in layer.parameters}
-        self.resident = sum(p.numel for layer in stack for p in layer.parameters if p.numel < PERSISTENCE_THRESHOLD)
+        self.owners = {p.name: i for i, layer in enumerate(stack) if layer.kind != "block"
+                       for p in layer.weights}
+        # what is frozen is gathered as it is stored: packed weights have the gathers' dtype (bnb_4bit_quant_storage)
+        width = DTYPE_BYTES[self.precision.gather]
+        self.stored = {f.name: round(f.size_bytes / width) for layer in stack for f in layer.frozen}
+        self.resident = sum(self.elements(p) for layer in stack for p in layer.weights
+                            if p.numel < PERSISTENCE_THRESHOLD)
         trace = [use.wanted for use in self.uses(stack)]
         self.decisions = COORDINATORS[plan.stack.parameter_coordinator](trace, Limits())
 
@@ -94,9 +100,13 @@ class Zero3:
         """One use; a shared parameter goes by the layer that owns it."""
         shared = {p.name for p in layer.shared}
         wanted = () if not self.fetching or (direction == "recompute" and not part.again) else tuple(
-            ((self.owners.get(p.name, position) if p.name in shared else position, p.name), p.numel)
+            ((self.owners.get(p.name, position) if p.name in shared else position, p.name), self.elements(p))
             for p in part.parameters)
         return Use(position, layer, part, direction, first, wanted)
+
+    def elements(self, parameter: Parameter | Frozen) -> int:
+        """Of the gathers' dtype."""
+        return self.stored.get(parameter.name, parameter.numel)
 
     def parts_of(self, layer: Layer) -> tuple[Submodule, ...]:
         """Sub-modules of a layer, memoised."""
@@ -108,6 +118,11 @@ class Zero3:
     def states(self) -> None:
         """Everything split over all ranks, small parameters whole as well."""
         numel = self.plan.architecture.parameters
+        frozen = frozen_bytes(self.plan.architecture.stack) / self.ranks
+        if self.outside("parameters"):
+            self.offload.hold("frozen parameters", frozen, "parameters", pinned=True)
+        else:
+            self.plan.resident("frozen parameters", frozen, "parameters")
         for category, width in state_bytes(self.plan).items():
             if not self.outside(category):
                 self.plan.resident(category, numel * width / self.ranks, category)
