@@ -5,6 +5,7 @@ A technique is an object with three verbs (`Technique`); this file strings them 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -88,10 +89,12 @@ class Plan:
             return recompute
         return "full" if number <= recompute.layers else "none"
 
-    def resident(self, name: str, size_bytes: float, category: str) -> None:
-        """Memory held for the whole step."""
+    def resident(self, name: str, size_bytes: float, category: str, tensors: Sequence[float] = ()) -> None:
+        """Memory held for the whole step, in tensors of the given bytes (default one)."""
         if size_bytes > 0:
             self.builder.resident.append((name, round(size_bytes), category))
+            if tensors:
+                self.builder.tensors[name] = [math.ceil(size) for size in tensors]
 
 
 class Technique(Protocol):

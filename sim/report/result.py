@@ -12,8 +12,9 @@ import numpy as np
 from sim.engine import Machine, Timeline, simulate
 from sim.hardware.outside import Outside
 from sim.memory.ledger import MemoryUse, peak
+from sim.memory.reserved import Reserved, replayed
 from sim.parallel import Lowered
-from sim.program import Kind
+from sim.program import Kind, Program
 from sim.report.advice import Change
 from sim.report.breakdown import (
     COMPUTE_STREAM,
@@ -33,7 +34,7 @@ from sim.scenario.schema import Scenario
 TIGHT_HEADROOM = 0.05
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MemoryResult:
     """Memory of the fullest rank against its GPU.
 
@@ -42,6 +43,7 @@ class MemoryResult:
         stages: one ledger per distinct program (pipeline stage), in order.
         capacity_bytes: what CUDA reports as total.
         complete: whether every layer's temporaries are counted from its module code, not estimated.
+        program: of the fullest rank.
         outside: what the device holds beside tensors, or None where it is not counted.
     """
 
@@ -49,12 +51,34 @@ class MemoryResult:
     stages: tuple[MemoryUse, ...]
     capacity_bytes: int
     complete: bool
+    program: Program
     outside: Outside | None = None
 
     @property
+    def limit_bytes(self) -> int:
+        """What the caching allocator can have of the device."""
+        return self.capacity_bytes - self.use.at_peak["context"]
+
+    @cached_property
+    def reserved(self) -> Reserved:
+        """The caching allocator's replay, which is asked for when first needed: it costs more than all else here."""
+        return replayed(self.program, self.limit_bytes, self.use.peak_allocated_bytes)
+
+    @property
+    def short(self) -> bool:
+        """Whether the allocator has to give back cached blocks in every step. No allocator holds twice what it hands
+        out, so that small jobs need no replay to know."""
+        return 2 * self.use.peak_allocated_bytes > self.limit_bytes and bool(self.reserved.retries)
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """Bytes by category at the highest point, with what the allocator's blocks waste."""
+        return {**self.use.at_peak, "fragmentation": self.reserved.fragmentation_bytes}
+
+    @property
     def reserved_bytes(self) -> int:
-        """Blocks the caching allocator holds. Its fragmentation is not replayed yet."""
-        return self.use.peak_allocated_bytes + self.use.at_peak["fragmentation"]
+        """Blocks the caching allocator holds at most."""
+        return self.use.peak_allocated_bytes + self.reserved.fragmentation_bytes
 
     @property
     def device_used_bytes(self) -> int:
@@ -68,8 +92,8 @@ class MemoryResult:
 
     @property
     def fits(self) -> bool:
-        """Whether what is counted fits."""
-        return self.headroom_bytes >= 0
+        """Whether every step gets through, if need be by giving back cached blocks."""
+        return self.reserved.retries is not None
 
     def _outside(self) -> dict[str, Any] | None:
         beside = self.outside
@@ -83,7 +107,8 @@ class MemoryResult:
         return {
             "peak_allocated_bytes": self.use.peak_allocated_bytes, "peak_reserved_bytes": self.reserved_bytes,
             "device_used_bytes": self.device_used_bytes, "capacity_bytes": self.capacity_bytes, "fits": self.fits,
-            "headroom_bytes": self.headroom_bytes, "complete": self.complete, "at_peak": dict(self.use.at_peak),
+            "headroom_bytes": self.headroom_bytes, "complete": self.complete, "at_peak": self.at_peak,
+            "allocator_retries": self.reserved.retries or 0,
             "where": None if where is None else {"section": where.section, "layer": where.layer, "phase": where.phase,
                                                  "task": where.task, "operator": where.operator},
             "phases": {name: dict(level) for name, level in self.use.phases.items()},
@@ -287,7 +312,9 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         timeline: its steady step.
     """
     job, loading = lowered.job, _loading(scenario, timeline.step_time_s)
-    step_s = timeline.step_time_s + loading.waiting_s
+    memory = _memory(lowered, machine)
+    retrying_s = memory.reserved.seconds if memory.short else 0.0
+    step_s = timeline.step_time_s + loading.waiting_s + retrying_s
     critical, columns = _critical(lowered, timeline)
     simulated = job.classes[critical]
     program = job.programs[simulated.program]
@@ -295,7 +322,7 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
     flows = [machine.flows[number].alone_s if number >= 0 else 0.0 for number in machine.class_flows[critical]]
     parts = breakdown(columns, kernel_shares(program, profiles), np.array([p.total_s for p in profiles]),
                       inline_seconds(program, flows))
-    parts = replace(parts, host=parts.host + loading.waiting_s)
+    parts = replace(parts, host=parts.host + loading.waiting_s + retrying_s)
     training, architecture = scenario.training, lowered.architecture
     of_micro_batch = architecture.forward_flops + architecture.backward_flops
     per_program = [step_flops(p) for p in job.programs]
@@ -308,7 +335,7 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         hardware_flops=sum(per_program[c.program] * len(c.members) for c in job.classes),
         peak_flops_per_gpu=gpu.peak_flops(training.precision.compute), breakdown=parts,
         bound=bound(parts),
-        memory=_memory(lowered, machine), data_loading=loading,
+        memory=memory, data_loading=loading,
         simulation=Simulation(timeline.events, timeline.tasks, len(job.classes), job.ranks),
         group_ranks={name: job.communicators[c].size
                      for name, c in zip(program.communicators, simulated.communicators, strict=True) if c >= 0},
@@ -349,8 +376,8 @@ def _memory(lowered: Lowered, machine: Machine) -> MemoryResult:
     job = lowered.job
     uses = tuple(peak(program) for program in job.programs)
     results = [MemoryResult(uses[c.program], uses, int(machine.devices[c.device].gpu.usable_memory_bytes),
-                            lowered.memory_complete, lowered.outside) for c in job.classes]
-    return min(results, key=lambda m: m.headroom_bytes)
+                            lowered.memory_complete, job.programs[c.program], lowered.outside) for c in job.classes]
+    return min(results, key=lambda m: m.limit_bytes - m.use.peak_allocated_bytes)
 
 
 def _warnings(result: Result) -> list[str]:
@@ -358,8 +385,12 @@ def _warnings(result: Result) -> list[str]:
     if not memory.complete:
         found.append("memory: model states are exact; temporaries of layers whose module code is not written down "
                      "are estimated from what they keep for backward")
-    share = memory.headroom_bytes / memory.capacity_bytes
-    if 0 <= share < TIGHT_HEADROOM:
+    near = 2 * memory.use.peak_allocated_bytes > memory.limit_bytes
+    share = memory.headroom_bytes / memory.capacity_bytes if near else 1.0
+    if memory.short and memory.fits:
+        found.append(f"memory: the allocator runs short {memory.reserved.retries} times in every step and gives back "
+                     f"cached blocks, which adds {1e3 * memory.reserved.seconds:.0f} ms to it")
+    elif 0 <= share < TIGHT_HEADROOM:
         found.append(f"memory: only {100 * share:.1f}% of the GPU's memory is left; allocator retries are likely")
     if not memory.use.steady:
         leaks = {name: size for name, size in memory.use.net_bytes.items() if size}

@@ -191,7 +191,7 @@ def _memory(result: Result, width: int) -> list[Any]:
     if memory.fits:
         verdict = Text(f"{counted}, {size(memory.headroom_bytes)} free", style=colour)
     else:
-        most = max(CATEGORIES, key=lambda name: memory.use.at_peak[name])
+        most = max(CATEGORIES, key=lambda name: memory.at_peak[name])
         verdict = Text(f"does not fit: {size(-memory.headroom_bytes)} too much, most of it {most.replace('_', ' ')}",
                        style="bold red")
     line = Text.assemble(("memory ", "bold"), (bar(share, room).ljust(room, "·"), colour),
@@ -199,7 +199,7 @@ def _memory(result: Result, width: int) -> list[Any]:
     where = memory.use.where
     operator = f" ({where.operator})" if where is not None and where.operator not in ("", where.layer) else ""
     place = f", reached in {where.phase} of {where.layer}{operator}" if where is not None else ""
-    parts = sorted(((memory.use.at_peak[name], name.replace("_", " ")) for name in CATEGORIES), reverse=True)
+    parts = sorted(((memory.at_peak[name], name.replace("_", " ")) for name in CATEGORIES), reverse=True)
     detail = ", ".join(f"{name} {size(held)}" for held, name in parts if held)
     return [line, Text.assemble(verdict, place), Text(detail, style="dim"), *_changes(result)]
 

@@ -82,16 +82,21 @@ class Bucketed:
     def states(self) -> None:
         """Parameters whole; master copy and optimizer states split over `shards`."""
         numel = self.plan.architecture.parameters
+        each = [p.numel for layer in self.plan.architecture.stack for p in layer.parameters]
         for category, width in state_bytes(self.plan).items():
             if category == "parameters":
-                self.plan.resident(category, numel * width, category)
+                self.plan.resident(category, numel * width, category, [n * width for n in each])
             elif category == "gradients":
                 if self.reduction.resident_gradients:
                     self.plan.resident(category, numel * width, category)
             else:
-                self.plan.resident(category, numel * width / self.reduction.shards, category)
+                copies = 2 if category == "optimizer_states" else 1
+                apart = each if self.reduction.shards == 1 else [numel / self.reduction.shards]
+                self.plan.resident(category, numel * width / self.reduction.shards, category,
+                                   [n * width / copies for n in apart for _ in range(copies)])
         if not self.reduction.transient:
-            self.plan.resident("gradient buckets", self.reduction.buffer_bytes, "buffers")
+            self.plan.resident("gradient buckets", self.reduction.buffer_bytes, "buffers",
+                               [bucket.numel * DTYPE_BYTES[self.wire] for bucket in self.reduction.buckets])
 
     # ------------------------------------------------------------------------------------------- micro-step
     def micro_step(self, section: SectionBuilder, micro: MicroStep) -> None:

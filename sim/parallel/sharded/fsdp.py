@@ -59,7 +59,9 @@ class Fsdp:
         for category, width in state_bytes(self.plan).items():
             if category != "gradients" and width:
                 size = sum(n * sum(blocks(numel * width) for numel in tensors) for tensors, n in shards.items())
-                self.plan.resident(category, size, category)
+                copies = 2 if category == "optimizer_states" else 1
+                self.plan.resident(category, size, category, [
+                    numel * width / copies for u in self.distinct for numel in u.shards for _ in range(copies)])
 
     def optimizer_step(self, section: SectionBuilder) -> None:
         """Clipping and the optimizer on this rank's shards, after the last reduction."""
