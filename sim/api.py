@@ -116,14 +116,22 @@ def run_sweep(source: Loaded | str | Path, *, progress: Callable[[int, int], Non
 
 def machine_for(scenario: Scenario, lowered: Lowered) -> Machine:
     """The machine a lowered scenario runs on."""
-    jitter_s = lowered.stack.rank_jitter_s
+    device, network = hardware_for(scenario, lowered.stack.rank_jitter_s)
+    return Machine([device], network, lowered.job)
+
+
+def hardware_for(scenario: Scenario, jitter_s: float = 0.0) -> tuple[Device, Network]:
+    """GPU and links of a scenario's cluster, remembered.
+
+    Args:
+        jitter_s: of ranks that meet in a collective.
+    """
     key = f"{scenario.cluster.model_dump_json()}{scenario.software.nccl.model_dump_json()}{jitter_s}"
     if key not in _HARDWARE:
         if len(_HARDWARE) >= 16:
             _HARDWARE.pop(next(iter(_HARDWARE)))
         _HARDWARE[key] = _hardware(scenario, jitter_s)
-    device, network = _HARDWARE[key]
-    return Machine([device], network, lowered.job)
+    return _HARDWARE[key]
 
 
 #: Devices and networks of the last clusters: they remember kernel and link answers, never a run's.

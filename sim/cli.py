@@ -29,6 +29,7 @@ from sim.cli_output import (
     write_overview,
     writing,
 )
+from sim.cli_sizing import COMMANDS as SIZING_COMMANDS
 from sim.errors import Fault, UserError, nearest
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ _COLLECT_AFTER = 100_000
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 
 #: Commands of the specification that come with later versions: known by name, absent from --help.
-LATER = ("size", "compare", "memory", "import", "diff", "ui")
+LATER = ("memory", "import", "diff", "ui")
 
 
 class Commands(click.Group):
@@ -278,7 +279,7 @@ def list_(what: str, as_json: bool) -> None:
     render_catalogue([{k: v for k, v in row.items() if k != "source"} for row in found], console())
 
 
-for _command in COMMANDS:
+for _command in (*COMMANDS, *SIZING_COMMANDS):
     cli.add_command(_command)
 
 

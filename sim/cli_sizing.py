@@ -1,0 +1,124 @@
+"""Commands that look at many configurations: `size` and `compare`."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sim.cli_output import json_output, writable
+from sim.errors import Fault, UserError
+
+if TYPE_CHECKING:
+    from sim.sizing import Comparison, Sizing
+
+
+@click.command()
+@click.argument("scenario", metavar="SCENARIO")
+@click.option("--gpus", required=True, help="Numbers of GPUs: 8..512 (powers of two and both ends) or 8,16,24.")
+@click.option("--cluster", "clusters", default="", help="Topologies, separated by commas; default the scenario's.")
+@click.option("--deadline", help="Longest run, e.g. '30 days'; needs tokens in the scenario's budget.")
+@click.option("--budget", type=click.FloatRange(min=0), help="Most money for the run, USD.")
+@click.option("--objective", type=click.Choice(["time", "cost", "gpus"]), default="time", help="What is best.")
+@click.option("--top", type=click.IntRange(1, 1000), default=10, help="How many of the best.")
+@click.option("--out", type=click.Path(dir_okay=False), help="SQLite file that results stream into.")
+@click.option("--resume", is_flag=True, help="Go on with the file of --out.")
+@click.option("--seconds", type=click.FloatRange(min=0), help="Simulate no longer; the best so far, with its gap.")
+@click.option("--workers", type=click.IntRange(1, 1024), default=1, help="Processes.")
+@click.option("--json", "json_to", metavar="FILE", help="Write the result as JSON; - is standard output.")
+def size(scenario: str, gpus: str, clusters: str, deadline: str | None, budget: float | None, objective: str, top: int,
+         out: str | None, resume: bool, seconds: float | None, workers: int, json_to: str | None) -> None:
+    """Search layouts, clusters and numbers of GPUs for the best configuration."""
+    from sim import sizing
+    from sim.api import load
+
+    writable("--json", json_to)
+    writable("--out", out)
+    if resume and out is None:
+        raise UserError(Fault("there is nothing to resume", "--resume", hint="name the file with --out"))
+    loaded = load(scenario, [] if deadline is None else [f"budget.deadline={deadline}"])
+    asked = loaded.scenario.budget
+    training = loaded.scenario.training
+    tokens = asked.tokens if asked is not None and isinstance(asked.tokens, float | int) else None
+    if (deadline or budget is not None) and tokens is None:
+        raise UserError(Fault("a deadline or a budget needs the tokens of the run", "budget.tokens",
+                              hint="give budget.tokens in the scenario"))
+    price = asked.price_per_gpu_hour if asked is not None else None
+    if budget is not None and price is None:
+        raise UserError(Fault("a budget needs a price", "budget.price_per_gpu_hour", hint="give it in the scenario"))
+    step_tokens = (training.global_batch or 0) * training.sequence
+    wish = sizing.Wish(objective, 1.0 if tokens is None else math.ceil(tokens / step_tokens),
+                       asked.deadline if asked is not None and tokens is not None else None, budget,
+                       1.0 if price is None else price)
+    found = sizing.size(loaded, sizing.Choice(sizing.counts(gpus)), wish,
+                        clusters=[c for c in clusters.split(",") if c], top=top, out=Path(out) if out else None,
+                        resume=resume, workers=workers, seconds=math.inf if seconds is None else seconds,
+                        progress=_progress if sys.stderr.isatty() else None)
+    with json_output(json_to, many=False) as to:
+        if to is not None:
+            to.document(found.to_json())
+    if json_to != "-":
+        _print_size(found)
+
+
+def _progress(done: int, _bound: float, _best: float) -> None:
+    click.echo(f"\r{done} simulated", nl=False, err=True)
+
+
+def _print_size(found: Sizing) -> None:
+    pruned = ", ".join(f"{count:,} by {name}" for name, count in found.pruned.items())
+    click.echo(f"{found.covered:,} configurations: {found.impossible:,} impossible, pruned {pruned}, "
+               f"{found.simulated:,} simulated")
+    click.echo("the best is proven" if found.gap == 0 else
+               f"not proven: a configuration not yet simulated may be up to {100 * found.gap:.1f}% better")
+    if not found.best:
+        click.echo("nothing that was simulated fits")
+    for title, rows in (("best", found.best), ("fastest of each number of GPUs, of those simulated", found.front)):
+        if rows:
+            click.echo(f"\n{title}:")
+        for row in rows:
+            click.echo(f"  {row['step_time_s']:10.4g} s  {row['gpus']:6} GPUs  {row['gpu_hours']:10.4g} GPU-hours  "
+                       f"{row['device_used_bytes'] / 2**30:6.1f} GiB  {row['cluster']}  {_layout(row['set'])}")
+
+
+def _layout(sets: dict[str, Any]) -> str:
+    return " ".join(f"{name.rpartition('.')[2]}={value}" for name, value in sets.items()
+                    if name != "cluster.nodes" and value not in (1, False))
+
+
+@click.command()
+@click.argument("scenarios", nargs=-1, required=True, metavar="A B...")
+@click.option("--json", "json_to", metavar="FILE", help="Write the comparison as JSON; - is standard output.")
+def compare(scenarios: tuple[str, ...], json_to: str | None) -> None:
+    """Runs side by side, with what moved and which fields differ."""
+    from sim import sizing
+    from sim.api import run
+
+    writable("--json", json_to)
+    if len(scenarios) < 2:
+        raise UserError(Fault("one scenario cannot be compared", "A B...", hint="give two or more"))
+    found = sizing.compare([run(name) for name in scenarios])
+    with json_output(json_to, many=False) as to:
+        if to is not None:
+            to.document(found.to_json())
+    if json_to != "-":
+        _print_comparison(found)
+
+
+def _print_comparison(found: Comparison) -> None:
+    for i, name in enumerate(found.names):
+        click.echo(f"{name}: {found.step_time_s[i]:.4g} s on {found.gpus[i]} GPUs, "
+                   f"{100 * found.scaling[i]:.0f}% of the first's throughput per GPU")
+    for i, moved in enumerate(found.moved, 1):
+        click.echo(f"\n{found.names[i]} against {found.names[0]}:")
+        for term, seconds in moved[:8]:
+            click.echo(f"  {term}: {seconds:+.4g} s")
+    click.echo("\nfields that differ:")
+    for path, values in found.differs.items():
+        click.echo(f"  {path}: {' | '.join(map(str, values))}")
+
+
+COMMANDS = (size, compare)

@@ -1,0 +1,85 @@
+"""Best-first search with certified lower bounds: the answer of exhaustive search, from few evaluations.
+
+Rows are evaluated in order of their bound, in rounds of a fixed size, until the next bound exceeds the worst of the best
+found: no row left can then do better. Rounds do not depend on how many workers evaluate them, so neither does what is
+evaluated. (Branch and bound with best-first order: Lawler and Wood, Operations Research 14(4), 1966.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+#: Values of rows, in their order; inf = impossible, or does not fit.
+Evaluate = Callable[[Sequence[int]], Sequence[float]]
+
+#: Rows evaluated at once. Many enough for a machine's workers, few enough that little is evaluated in vain.
+ROUND = 8
+
+
+@dataclass
+class Found:
+    """What a search found.
+
+    Attributes:
+        best: (value, row) of the best, ascending; of equal values the lower row first.
+        evaluated: rows that were evaluated, in order.
+        values: of those, by row.
+        next_bound: lowest bound that was left, inf if none: no row left is better.
+        complete: whether the search came to its end; else the best may be off by what `next_bound` allows.
+    """
+
+    best: list[tuple[float, int]] = field(default_factory=list)
+    evaluated: list[int] = field(default_factory=list)
+    values: dict[int, float] = field(default_factory=dict)
+    next_bound: float = math.inf
+    complete: bool = True
+
+    @property
+    def gap(self) -> float:
+        """How much better than the best an unevaluated row could be, as a share of the best."""
+        if self.complete or not self.best:
+            return 0.0 if self.complete else math.inf
+        return max(0.0, 1.0 - self.next_bound / self.best[0][0])
+
+
+def search(bounds: Floats, evaluate: Evaluate, top: int = 1, *, known: dict[int, float] | None = None,
+           stop: Callable[[], bool] = lambda: False, limit: float = math.inf, round_size: int = ROUND) -> Found:
+    """The `top` best rows.
+
+    Args:
+        bounds: of each row, never above its value; inf rules a row out. Shape (rows,).
+        evaluate: values of rows.
+        known: values found before, used and extended.
+        stop: asked between rounds; True ends the search early.
+        limit: rows of higher value are of no interest.
+    """
+    values = known if known is not None else {}
+    candidates = np.flatnonzero(bounds <= limit)
+    candidates = candidates[np.isfinite(bounds[candidates])]
+    order = candidates[np.argsort(bounds[candidates], kind="stable")]
+    found, at = Found(), 0
+    while at < len(order):
+        threshold = found.best[top - 1][0] if len(found.best) >= top else limit
+        found.next_bound = float(bounds[order[at]])
+        if found.next_bound > threshold:
+            break
+        if stop():
+            found.complete = False
+            break
+        rows = [int(row) for row in order[at:at + round_size] if bounds[row] <= threshold]
+        new = [row for row in rows if row not in values]
+        values.update(zip(new, evaluate(new), strict=True))
+        found.evaluated += rows
+        found.values.update((row, values[row]) for row in rows)
+        better = [(values[row], row) for row in rows if values[row] <= limit and math.isfinite(values[row])]
+        found.best = sorted([*found.best, *better])[:top]
+        at += len(rows)
+    else:
+        found.next_bound = math.inf
+    return found

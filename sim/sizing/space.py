@@ -1,0 +1,223 @@
+"""The space of a search: every layout of a model on every number of GPUs of every cluster, as columns.
+
+Options without effect are not repeated: a schedule has no meaning without stages, sequence parallelism none without
+tensor ranks, and k recomputed blocks on stages of k blocks are full recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sim.errors import Fault, UserError
+from sim.scenario import Scenario
+
+Ints = npt.NDArray[np.int64]
+
+#: Columns of a space, in order; `cluster`, `schedule`, `strategy` and `recompute` index the names of their choices.
+COLUMNS = ("cluster", "nodes", "tensor", "sequence_parallel", "context", "expert", "micro_batch", "pipeline",
+           "virtual_stages", "schedule", "strategy", "sharding_factor", "recompute")
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "dualpipe")
+#: Schedules whose chunks are two whatever is asked.
+_TWO_CHUNKS = ("zb-v", "dualpipe")
+STRATEGIES = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp")
+#: Strategies that run under a pipeline (`sim.parallel.support`).
+_PIPELINED = ("none", "ddp", "zero1")
+#: Recomputation other than "the first k blocks": index k + len - 1 of the column stands for k blocks.
+POLICIES = ("none", "selective", "selective-op", "full")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What may vary. An axis left empty takes every value that is possible.
+
+    Attributes:
+        gpus: numbers of GPUs, whole nodes or parts of one.
+        strategies, schedules: names; recompute: policies, and whether the first k blocks are tried for every k.
+        tensor, context, expert, pipeline, virtual_stages, micro_batch: values.
+    """
+
+    gpus: Sequence[int]
+    strategies: Sequence[str] = ()
+    schedules: Sequence[str] = SCHEDULES
+    recompute: Sequence[str] = POLICIES
+    partial_recompute: bool = True
+    tensor: Sequence[int] = ()
+    context: Sequence[int] = ()
+    expert: Sequence[int] = ()
+    pipeline: Sequence[int] = ()
+    virtual_stages: Sequence[int] = ()
+    micro_batch: Sequence[int] = ()
+
+
+@dataclass
+class Space:
+    """Rows of configurations; each row is one that no other row equals in effect.
+
+    Attributes:
+        clusters: scenario of each cluster, resolved, at one node.
+        columns: name to integers, each of shape (rows,).
+    """
+
+    clusters: list[Scenario]
+    columns: dict[str, Ints] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.columns["cluster"])
+
+    @property
+    def gpus(self) -> Ints:
+        """GPUs of every row."""
+        return self.columns["nodes"] * per_node(self.clusters)[self.columns["cluster"]]
+
+    def sets(self, row: int) -> dict[str, Any]:
+        """A row as dotted fields of its cluster's scenario."""
+        v = {name: int(column[row]) for name, column in self.columns.items()}
+        strategy, staged = STRATEGIES[v["strategy"]], v["pipeline"] > 1
+        sets: dict[str, Any] = {
+            "cluster.nodes": v["nodes"], "training.micro_batch": v["micro_batch"],
+            "training.recompute": policy(v["recompute"]), "parallel.strategy": strategy,
+            "parallel.sharding_factor": v["sharding_factor"], "parallel.tensor": v["tensor"],
+            "parallel.sequence_parallel": bool(v["sequence_parallel"]), "parallel.context": v["context"],
+            "parallel.expert": v["expert"], "parallel.pipeline": v["pipeline"],
+            "parallel.virtual_stages": v["virtual_stages"],
+            "parallel.schedule": SCHEDULES[v["schedule"]] if staged else "1f1b",
+        }
+        return sets
+
+
+def policy(index: int) -> Any:
+    """A value of the recompute column as `training.recompute`."""
+    return POLICIES[index] if index < len(POLICIES) else {"layers": index - len(POLICIES) + 1}
+
+
+def per_node(clusters: Sequence[Scenario]) -> Ints:
+    """GPUs of a node of each cluster."""
+    return np.array([s.cluster.gpus_per_node for s in clusters], dtype=np.int64)
+
+
+def build_space(clusters: Sequence[Scenario], choice: Choice) -> Space:
+    """Every configuration of `choice` on `clusters`.
+
+    Raises:
+        UserError: none is possible.
+    """
+    parts: list[tuple[tuple[int, ...], npt.NDArray[np.int64]]] = []
+    for number, scenario in enumerate(clusters):
+        for gpus in choice.gpus:
+            if gpus % scenario.cluster.gpus_per_node == 0:
+                parts += _of_count(number, scenario, gpus // scenario.cluster.gpus_per_node, choice)
+    if not parts:
+        raise UserError(Fault("no layout of this model divides the GPUs and the global batch", "--gpus",
+                              hint="give other numbers of GPUs, or another global_batch"))
+    counts = [len(rows) for _, rows in parts]
+    head = np.repeat(np.array([fixed for fixed, _ in parts], dtype=np.int64), counts, axis=0)
+    table = np.concatenate((head, np.concatenate([rows for _, rows in parts])), axis=1)
+    names = (*COLUMNS[:10], *COLUMNS[10:])
+    return Space(list(clusters), {name: np.ascontiguousarray(table[:, i]) for i, name in enumerate(names)})
+
+
+def _of_count(number: int, scenario: Scenario, nodes: int,
+              choice: Choice) -> Iterator[tuple[tuple[int, ...], npt.NDArray[np.int64]]]:
+    """Blocks of rows: fixed columns, and (strategy, sharding factor, recompute) of each row."""
+    gpus, model, batch = nodes * scenario.cluster.gpus_per_node, scenario.model, scenario.training.global_batch
+    assert batch is not None
+    blocks = model.layers + model.decoder_layers
+    experts = model.moe.experts if model.moe is not None else 1
+    for tensor, context, pipeline in _degrees(scenario, gpus, choice):
+        replicas = gpus // (tensor * context * pipeline)
+        if batch % replicas:
+            continue
+        share = batch // replicas
+        spreads = [e for e in _divisors(experts) if (replicas * context * tensor) % e == 0 and _in(e, choice.expert)]
+        sequences = (0, 1) if tensor > 1 and model.kind == "decoder" and \
+            scenario.training.sequence % (tensor * context) == 0 else (0,)
+        for micro in (m for m in _divisors(share) if _in(m, choice.micro_batch)):
+            for virtual, schedule in _schedules(pipeline, share // micro, blocks, choice):
+                rows = _data_parallel(replicas * context, replicas, pipeline, _policies(
+                    blocks, pipeline * virtual if schedule else pipeline, pipeline, choice), choice)
+                for spread in spreads if len(rows) else ():
+                    for sequence in sequences:
+                        yield ((number, nodes, tensor, sequence, context, spread, micro, pipeline, virtual, schedule),
+                               rows)
+
+
+def _degrees(scenario: Scenario, gpus: int, choice: Choice) -> Iterator[tuple[int, int, int]]:
+    """Tensor, context and pipeline degrees that the model and the GPUs allow."""
+    model, sequence = scenario.model, scenario.training.sequence
+    plain = model.kind == "layers"
+    widths = [t for t in _divisors(gpus) if _in(t, choice.tensor) and (t == 1 or not plain and not (
+        model.heads % t or model.ffn % t or (model.kv_heads % t and t % model.kv_heads)))]
+    contexts = [c for c in _divisors(gpus) if _in(c, choice.context) and (c == 1 or (
+        model.kind == "decoder" and sequence % c == 0))]
+    depths = [p for p in _divisors(gpus) if _in(p, choice.pipeline) and (p == 1 or (
+        model.kind in ("decoder", "encoder") and p <= model.layers + 2))]
+    for t in widths:
+        for c in contexts:
+            for p in depths:
+                if gpus % (t * c * p) == 0:
+                    yield t, c, p
+
+
+def _schedules(pipeline: int, micro_steps: int, blocks: int, choice: Choice) -> Iterator[tuple[int, int]]:
+    """Chunks and schedule of a pipeline that can order this many micro-batches."""
+    if pipeline == 1:
+        yield 1, 0
+        return
+    for index, name in enumerate(SCHEDULES):
+        if name not in choice.schedules:
+            continue
+        if name == "interleaved":
+            if micro_steps % pipeline == 0:
+                for v in range(2, (blocks + 2) // pipeline + 1):
+                    if blocks % (pipeline * v) == 0 and _in(v, choice.virtual_stages):
+                        yield v, index
+        elif name in _TWO_CHUNKS:
+            fits = name == "zb-v" or (pipeline % 2 == 0 and micro_steps % 2 == 0 and micro_steps >= 2 * pipeline)
+            if fits and 2 * pipeline <= blocks + 2 and _in(2, choice.virtual_stages):
+                yield 2, index
+        elif _in(1, choice.virtual_stages):
+            yield 1, index
+
+
+def _policies(blocks: int, stages: int, pipeline: int, choice: Choice) -> list[int]:
+    """Recomputation: named policies, and the first k blocks of each pipeline rank below all of them."""
+    found = [POLICIES.index(name) for name in choice.recompute]
+    if choice.partial_recompute:
+        most = -(-blocks // pipeline)
+        found += [len(POLICIES) + k - 1 for k in range(1, most)]
+    return found
+
+
+def _data_parallel(ranks: int, replicas: int, pipeline: int, policies: Sequence[int],
+                   choice: Choice) -> npt.NDArray[np.int64]:
+    """(strategy, sharding factor, recompute) of every way to keep the states of `ranks` equal ranks."""
+    pairs: list[tuple[int, int]] = []
+    for index, name in enumerate(STRATEGIES):
+        if (choice.strategies and name not in choice.strategies) or (pipeline > 1 and name not in _PIPELINED):
+            continue
+        if name == "none" or ranks == 1:
+            if name == "none" and ranks == 1 and replicas == 1:
+                pairs.append((index, 1))
+        elif name == "fsdp":
+            pairs += [(index, factor) for factor in _divisors(ranks) if factor > 1]
+        else:
+            pairs.append((index, 1 if name == "ddp" else ranks))
+    if not pairs and ranks == 1:
+        pairs.append((STRATEGIES.index("none"), 1))
+    if not pairs or not policies:
+        return np.zeros((0, 3), dtype=np.int64)
+    left = np.repeat(np.array(pairs, dtype=np.int64), len(policies), axis=0)
+    return np.concatenate((left, np.tile(np.array(policies, dtype=np.int64), len(pairs))[:, None]), axis=1)
+
+
+def _in(value: int, allowed: Sequence[int]) -> bool:
+    return not allowed or value in allowed
+
+
+def _divisors(whole: int) -> list[int]:
+    return [d for d in range(1, whole + 1) if whole % d == 0]

@@ -1,0 +1,97 @@
+"""Results of a search in one SQLite file, written as they come: a killed search loses nothing that was finished.
+
+Tables: `meta(key, value)`: what was searched; `runs(key, set, gpus, outcome, step_time_s, fits, device_used_bytes,
+reason)`: one row per simulated configuration, `set` its dotted fields as JSON, `outcome` ok, refused or fault.
+Write-ahead logging, one transaction per round (https://sqlite.org/wal.html).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from sim.errors import Fault, UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One simulated configuration.
+
+    Attributes:
+        key: cluster and fields as canonical JSON: the same configuration has the same key in every search.
+        gpus, step_time_s (inf where there is none), fits, device_used_bytes: see result.md.
+        outcome: ok, refused (by a rule of a technique) or fault (of ours); reason: why not.
+    """
+
+    key: str
+    gpus: int
+    outcome: str
+    step_time_s: float
+    fits: bool
+    device_used_bytes: int
+    reason: str = ""
+
+
+_SCHEMA = """
+create table if not exists meta(key text primary key, value text);
+create table if not exists runs(key text primary key, gpus integer, outcome text, step_time_s real, fits integer,
+                                device_used_bytes integer, reason text);
+"""
+_COLUMNS = tuple(f.name for f in fields(Outcome))
+
+
+class Store:
+    """Outcomes by key, in memory and, with a path, in a file.
+
+    Args:
+        path: the SQLite file, None = memory only.
+        of: what is searched; a file of something else is refused.
+        resume: continue a file that is there.
+
+    Raises:
+        UserError: the file is there and `resume` is false, or it holds another search, or is no such file.
+    """
+
+    def __init__(self, path: Path | None, of: Mapping[str, Any], resume: bool = False) -> None:
+        self.known: dict[str, Outcome] = {}
+        self._file: sqlite3.Connection | None = None
+        if path is None:
+            return
+        if path.exists() and not resume:
+            raise UserError(Fault(f"{path} is there already", "--out", hint="add --resume to go on, or name another"))
+        text = json.dumps(of, sort_keys=True)
+        try:
+            self._file = sqlite3.connect(path)
+            self._file.execute("pragma journal_mode=wal")
+            self._file.executescript(_SCHEMA)
+            row = self._file.execute("select value from meta where key = 'search'").fetchone()
+            if row is None:
+                with self._file:
+                    self._file.execute("insert into meta values('search', ?)", (text,))
+            elif row[0] != text:
+                raise UserError(Fault(f"{path} holds the results of another scenario", "--out", hint="name another"))
+            for values in self._file.execute(f"select {', '.join(_COLUMNS)} from runs"):
+                one = dict(zip(_COLUMNS, values, strict=True))
+                time_s = math.inf if one["step_time_s"] is None else one["step_time_s"]
+                self.known[one["key"]] = Outcome(**{**one, "step_time_s": time_s, "fits": bool(one["fits"])})
+        except sqlite3.DatabaseError as error:
+            raise UserError(Fault(f"{path} cannot be used: {error}", "--out", hint="name another")) from None
+
+    def add(self, outcomes: Sequence[Outcome]) -> None:
+        """Keep outcomes, on disk before this returns."""
+        self.known.update((one.key, one) for one in outcomes)
+        if self._file is None or not outcomes:
+            return
+        rows = [[None if v == math.inf else v for v in asdict(one).values()] for one in outcomes]
+        with self._file:
+            self._file.executemany(f"insert or replace into runs values({', '.join('?' * len(_COLUMNS))})", rows)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
