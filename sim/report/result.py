@@ -228,7 +228,8 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
     program = job.programs[simulated.program]
     profiles = [machine.profile(critical, 0, i) for i in range(len(program.segments))]
     flows = [machine.flows[number].alone_s if number >= 0 else 0.0 for number in machine.class_flows[critical]]
-    parts = breakdown(columns, kernel_shares(program, profiles), np.array([p.total_s for p in profiles]),
+    shares = kernel_shares(program, profiles, machine.kernel_s(critical))
+    parts = breakdown(columns, shares, np.array([p.total_s for p in profiles]),
                       inline_seconds(program, flows))
     parts = replace(parts, host=parts.host + loading.waiting_s + retrying_s)
     training, architecture = scenario.training, lowered.architecture
