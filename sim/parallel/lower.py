@@ -11,6 +11,7 @@ from sim.hardware.outside import Outside, outside
 from sim.model import build
 from sim.model.architecture import Architecture
 from sim.parallel.data import bucketed, reductions
+from sim.parallel.inference import Serving, lower_inference, run_of
 from sim.parallel.layout import Layout, Ranks, equitable_classes, simulated_ranks
 from sim.parallel.pipeline.actions import TWO_CHUNKS
 from sim.parallel.pipeline.lower import lower_pipeline
@@ -33,6 +34,7 @@ class Lowered:
         memory_complete: whether the Program's memory operations come from module code for every layer; false where a
             layer's temporaries are estimated from what it keeps for backward.
         outside: what a rank's GPU holds beside tensors (the Program's resident "context").
+        serving: how an inference run was cut, None in training.
     """
 
     job: Job
@@ -40,6 +42,7 @@ class Lowered:
     stack: Stack
     memory_complete: bool = False
     outside: Outside | None = None
+    serving: Serving | None = None
 
 
 def lower(scenario: Scenario, *, fold: bool = True, devices: Ranks | None = None) -> Lowered:
@@ -57,6 +60,9 @@ def lower(scenario: Scenario, *, fold: bool = True, devices: Ranks | None = None
     stack = stack_for(software.framework, software.year, software.compile, software.versions, software.modules,
                       fused=software.fused, cuda_graphs=software.cuda_graphs)
     check(scenario, stack.gradient_path == "ipg")
+    if run_of(scenario) is not None:
+        serving = lower_inference(scenario, stack)
+        return Lowered(serving.job, serving.architecture, stack, True, serving.outside, serving)
     if scenario.parallel.strategy in ("fsdp", "zero3"):  # gathered weights come and go, narrow copies with them
         stack = replace(stack, narrow_weights_cached=False)
     whole = build(with_parallel(scenario, tensor=1, context=1, expert=1), stack, scenario.training.micro_batch)

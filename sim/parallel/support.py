@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from sim.errors import Fault, UserError
 from sim.hardware import gpu
+from sim.model.tuning import QUANTISED
 from sim.scenario.schema import Scenario
 
 #: Compute dtypes below 16 bits.
@@ -47,16 +48,19 @@ def check(scenario: Scenario, ipg: bool = False) -> None:
         ipg: gradients go through DeepSpeed's buckets (the stack's gradient_path).
     """
     training, parallel = scenario.training, scenario.parallel
-    asked = {
+    asked: dict[str, object] = {
         "training.chunked_loss": training.chunked_loss and (scenario.model.kind != "decoder" or parallel.tensor > 1)
         and "chunked loss of other than an uncut decoder",
         "training.finetune": _tuned(scenario),
-        "training.mode": training.mode != "train" and "inference",
+        "training.precision.parameters": training.mode == "train" and training.precision.parameters in QUANTISED
+        and f"training with {training.precision.parameters} weights",
         "training.precision": training.precision.compute in ("int8", "int4") and training.precision.compute,
         "parallel.pipeline": parallel.pipeline > 1 and parallel.strategy in ("fsdp", "zero2", "zero3")
         and f"pipeline parallelism with {parallel.strategy}",
         "parallel.offload": any(v == "paged" for _, v in parallel.offload) and "paged memory",
     }
+    if training.mode != "train":
+        asked |= _inference(scenario)
     faults = [Fault(f"{what} is understood but not simulated yet in this version", field, hint="remove it, or see "
                     "the README's validity limits") for field, what in asked.items() if what]
     faults += [*_narrow(scenario), *_in_backward(scenario), *_offload(scenario, ipg)]
@@ -118,3 +122,23 @@ def _offload(scenario: Scenario, ipg: bool) -> Iterator[Fault]:
     elif parameters and not optimizer:
         yield Fault("DeepSpeed offloads parameters only together with the optimizer", "parallel.offload.optimizer",
                     hint="set optimizer: cpu too")
+
+
+def _inference(scenario: Scenario) -> dict[str, object]:
+    """What inference cannot be asked: weights are whole on every tensor and pipeline rank."""
+    model, parallel, training = scenario.model, scenario.parallel, scenario.training
+    tuned, compute = training.finetune, training.precision.compute
+    return {
+        "training.finetune": tuned is not None and tuned.method != "full" and f"inference beside {tuned.method}",
+        "training.chunked_loss": training.chunked_loss and "inference with a loss",
+        "training.optimizer_in_backward": training.optimizer_in_backward and "inference with an optimizer",
+        "training.precision": compute in _NARROW and f"inference in {compute}",
+        "parallel.offload": any(v not in (None, "none") for _, v in parallel.offload) and "inference with offload",
+        "model.kind": model.kind != "decoder" and f"inference of kind {model.kind}",
+        "model.positions": model.positions == "relative" and "inference with relative positions",
+        "parallel.strategy": parallel.strategy not in ("none", "ddp") and f"inference with {parallel.strategy}",
+        "parallel.context": parallel.context > 1 and "inference with context parallelism",
+        "parallel.expert": parallel.expert > 1 and "inference with expert parallelism",
+        "parallel.sequence_parallel": parallel.sequence_parallel and "inference with sequence parallelism",
+        "parallel.virtual_stages": parallel.virtual_stages > 1 and "inference with several chunks per rank",
+    }

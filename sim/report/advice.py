@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from sim.errors import UserError
 from sim.scenario import Scenario, resolve
 from sim.scenario.dump import dump
+from sim.scenario.schema import Inference, InferenceRun
+from sim.work import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from sim.report.result import Result
@@ -66,6 +68,9 @@ def advise(result: Result, predict: Callable[[Scenario], Result]) -> list[Change
 
 def candidates(scenario: Scenario) -> Iterator[tuple[str, Sets]]:
     """Changes that may free memory, in words and as fields; of the same fields the smallest first."""
+    if isinstance(scenario.training.mode, Inference):
+        yield from _serving(scenario, scenario.training.mode.inference)
+        return
     yield from _activations(scenario)
     yield from _sharding(scenario)
     yield from _offload(scenario)
@@ -77,6 +82,21 @@ def candidates(scenario: Scenario) -> Iterator[tuple[str, Sets]]:
         yield "the optimizer in backward", {"training.optimizer_in_backward": True}
     if scenario.parallel.strategy == "ddp" and not scenario.parallel.gradient_as_bucket_view:
         yield "gradients as views of their buckets", {"parallel.gradient_as_bucket_view": True}
+
+
+def _serving(scenario: Scenario, run: InferenceRun) -> Iterator[tuple[str, Sets]]:
+    """Fewer bits per weight, more ranks per replica, fewer sequences at once."""
+    fields = ("training.precision.parameters", "training.finetune.base")  # the second follows the first
+    for dtype in ("int8", "int4"):
+        if DTYPE_BYTES[dtype] < DTYPE_BYTES.get(scenario.training.precision.parameters, 0.5):
+            yield f"weights in {dtype}", dict.fromkeys(fields, dtype)
+    size = run.batch // 2
+    while size:
+        yield f"{size} sequences at once instead of {run.batch}", {"training.mode.inference.batch": size}
+        size //= 2
+    tensor, replicas = scenario.parallel.tensor, scenario.data_parallel
+    for factor in (f for f in (2, 4, 8) if replicas % f == 0):
+        yield f"{factor * tensor} tensor ranks", {"parallel.tensor": factor * tensor}
 
 
 def _activations(scenario: Scenario) -> Iterator[tuple[str, Sets]]:

@@ -14,6 +14,7 @@ from sim.scenario.gpus import gpu_facts
 from sim.scenario.schema import (
     FULL,
     Finetune,
+    Inference,
     Model,
     Nccl,
     Offload,
@@ -148,12 +149,19 @@ def _model(written: Model, training: Training) -> Model:
         # T5's feed-forward part is plain with relu (Raffel et al. 2020, section 2.1)
         "activation": _or(written.activation, "silu" if written.gated_mlp else
                           "relu" if written.kind == "encoder-decoder" else "gelu"),
-        "max_positions": _or(written.max_positions, max(training.sequence, training.decoder_sequence)),
+        "max_positions": _or(written.max_positions, longest_sequence(training)),
         "positions": _or(written.positions, "relative" if written.kind == "encoder-decoder" else "learned"),
     }
     if written.moe is not None and written.moe.expert_ffn is None:
         update["moe"] = written.moe.model_copy(update={"expert_ffn": ffn})
     return written.model_copy(update=update)
+
+
+def longest_sequence(training: Training) -> int:
+    """Tokens of the longest sequence the model meets."""
+    mode = training.mode
+    generated = mode.inference.prompt + mode.inference.generate if isinstance(mode, Inference) else 0
+    return max(training.sequence, training.decoder_sequence, generated)
 
 
 def _layer_table(written: Model) -> Model:
@@ -189,7 +197,8 @@ def _training(written: Training, model: Model, cluster: Cluster) -> Training:
 def _finetune(written: Finetune | None, precision: Precision) -> Finetune:
     finetune = written if written is not None else Finetune.model_construct()
     small = finetune.method != "full"
-    plain = precision.parameters if precision.parameters in ("fp32", "bf16", "fp16", "int8", "int4") else "fp32"
+    bases = ("fp32", "bf16", "fp16", "int8", "int4", "nf4", "nf4-dq")
+    plain = precision.parameters if precision.parameters in bases else "fp32"
     return finetune.model_copy(
         update={
             "rank": _or(finetune.rank, _LORA_RANK if small else 0),

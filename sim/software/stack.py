@@ -88,6 +88,9 @@ class Stack:
         tensor_overlap: the reduction of a column-cut product's input gradient runs beside its weight gradient.
         pipeline_p2p: how stages pass tensors on unless overlap is asked for: synchronised (batched, then the host
             waits for the GPU), stream (the next kernels wait, the host does not).
+        kv_cache: how inference's cache grows: concatenated (written anew with every token) or in_place.
+        quantised_products: products with weights of fewer than 16 bits: expanded (a kernel of its own makes 16-bit
+            weights; int8 runs on quantised activations) or fused (the product reads them as stored).
         vocabulary_multiple: the vocabulary is padded to a multiple of it for every tensor slice.
         kernel_loading: what a CUDA context holds: all kernels, fewer (releases that ship less), or those used (lazy).
     """
@@ -133,6 +136,8 @@ class Stack:
     kernel_loading: str
     tensor_overlap: bool
     pipeline_p2p: str
+    kv_cache: str
+    quantised_products: str
     vocabulary_multiple: int
 
 
