@@ -94,9 +94,9 @@ def lower_inference(scenario: Scenario, stack: Stack) -> Serving:
     weights = _weights(scenario, stack)
     architecture = rank_of(own_slice, run.batch, run.prompt, 0, weights).architecture()
     slots = parallel.split_slots
-    placement = [[stage] for stage in range(depth)]
-    counts = blocks_per_stage(len(architecture.stack) - 2, placement, parallel.split, slots.embedding, slots.head)
-    own = positions(architecture, counts, placement)
+    placed = [[stage] for stage in range(depth)]
+    counts = blocks_per_stage(len(architecture.stack) - 2, placed, parallel.split, slots.embedding, slots.head)
+    own = positions(architecture, counts, placed)
     pieces = pieces_of(run.prompt, run.generate)
     beside = outside(gpu(scenario.cluster.topology.gpu).compute_capability, stack.kernel_loading,
                      [parallel.tensor] * (parallel.tensor > 1) + [2] * (2 * (depth > 1)))

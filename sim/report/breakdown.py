@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -215,3 +216,8 @@ def step_flops(program: Program) -> float:
 
 def _spans(columns: Columns, rows: Ints, key: Ints, keys: int) -> Spans:
     return Spans(columns.start_s[rows], columns.end_s[rows], key, keys)
+
+
+def leaves(tree: Mapping[str, Any]) -> float:
+    """Sum of all numbers of a nested mapping, e.g. of `breakdown_s`."""
+    return sum(leaves(v) if isinstance(v, Mapping) else float(v) for v in tree.values())

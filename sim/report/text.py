@@ -12,8 +12,7 @@ from rich.text import Text
 
 from sim.memory.ledger import CATEGORIES
 from sim.report.inference import InferenceResult
-from sim.report.memory import MemoryResult
-from sim.report.result import TIGHT_HEADROOM, Result
+from sim.report.result import TIGHT_HEADROOM, MemoryResult, Result
 from sim.scenario.schema import Inference, InferenceRun, Scenario
 from sim.work import CATEGORIES as KERNEL_CATEGORIES
 

@@ -75,7 +75,7 @@ def test_any_run_can_be_asked_about(gpus: int, parameters: float, strategy: str)
 def test_the_shipped_record_is_large_and_its_rows_are_features() -> None:
     assert len(record()) > 500
     assert {of.generation for _, of, _ in record()} >= {"volta", "ampere", "hopper"}
-    assert all(abs(error) < 1 for *_, error in record())
+    assert all(abs(error) < 3 for *_, error in record())
 
 
 def test_a_cut_model_counts_whole() -> None:
