@@ -62,12 +62,15 @@ class Fsdp:
         if self.offload.moves_parameters:
             self.host_states()
             return
-        self.plan.resident("frozen parameters", sum(self.frozen_shard(u) for u in self.distinct), "parameters")
+        self.plan.resident("frozen parameters", sum(self.frozen_shard(u) for u in self.distinct), "parameters",
+                           [size / self.factor for u in self.distinct for f in u.frozen for size in f.pieces])
         shards = Counter(u.shards for u in self.distinct)
         for category, width in state_bytes(self.plan).items():
             if category != "gradients" and width:
                 size = sum(n * sum(blocks(numel * width) for numel in tensors) for tensors, n in shards.items())
-                self.plan.resident(category, size, category)
+                copies = 2 if category == "optimizer_states" else 1
+                self.plan.resident(category, size, category, [
+                    numel * width / copies for u in self.distinct for numel in u.shards for _ in range(copies)])
 
     def host_states(self) -> None:
         """With CPUOffload(offload_params=True) or CPUOffloadPolicy all of them are in host memory, parameters and
