@@ -28,6 +28,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from sim.tensor_trace import LayerMemory
 from sim.work import Kernel
 
 _T = TypeVar("_T")
@@ -66,7 +67,7 @@ class Inline(NamedTuple):
     """A collective within a segment: the compute stream waits for it, as a chain of kernels and all-reduces does.
 
     Putting a chain into one segment changes no time as long as nothing else of the job is on the same links
-    (`sim.expand` writes it out, and a test compares the two).
+    (`sim.engine.expand` writes it out, and a test compares the two).
 
     Attributes:
         collective: row of `Program.collectives`; all its ranks must be of one class.
@@ -143,6 +144,7 @@ class Section:
     joins: list[tuple[int, ...]] = field(default_factory=list)
     label: list[int] = field(default_factory=list)
     memory: list[MemoryOp] = field(default_factory=list)
+    layers: list[LayerMemory] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -161,6 +163,7 @@ class Program:
         launch_queue: kernels issued but not finished at which the host blocks (CUDA: about 1024).
         resident: memory held for the whole step: (tensor name, bytes, category).
         host_resident: host memory a rank holds for the whole step: (tensor name, bytes, category).
+        tensors: bytes of each tensor of a resident entry or pool, by its name; what is not here is one tensor.
     """
 
     kernels: list[Kernel]
@@ -176,6 +179,7 @@ class Program:
     resident: list[tuple[str, int, str]] = field(default_factory=list)
     host_resident: list[tuple[str, int, str]] = field(default_factory=list)
     inlines: list[Inline] = field(default_factory=list)
+    tensors: dict[str, list[int]] = field(default_factory=dict)
 
     def by_row(self, of_kernel: Callable[[Kernel], _T], of_inline: Callable[[Inline], _T]) -> list[_T]:
         """A value for every row a segment may name: index it with the entries of `Segment.kernels`."""
@@ -359,6 +363,7 @@ class ProgramBuilder:
         self.launch_queue = launch_queue
         self.resident: list[tuple[str, int, str]] = []
         self.host_resident: list[tuple[str, int, str]] = []
+        self.tensors: dict[str, list[int]] = {}
         self._sections: list[Section] = []
         self._numbers: dict[int, int] = {}
         self._schedule: list[tuple[int, int]] = []
@@ -407,4 +412,5 @@ class ProgramBuilder:
         return Program(
             kernels=kernels, segments=segments, collectives=collectives, copies=copies, labels=labels,
             streams=self.streams, communicators=self.communicators, sections=self._sections, schedule=self._schedule,
-            launch_queue=self.launch_queue, resident=self.resident, host_resident=self.host_resident, inlines=inlines)
+            launch_queue=self.launch_queue, resident=self.resident, host_resident=self.host_resident, inlines=inlines,
+            tensors=self.tensors)

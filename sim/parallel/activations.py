@@ -13,6 +13,7 @@ from sim.model.architecture import Layer
 from sim.model.eager import KINDS, NOTHING, Levels, Pass, Profile, layer_profile
 from sim.parallel.step import COMPUTE, Plan
 from sim.program import Label, MemoryOp, SectionBuilder
+from sim.tensor_trace import LayerMemory, Trace
 
 
 class Pool(NamedTuple):
@@ -52,15 +53,15 @@ class Activations:
         if self._away is not None:
             self._away.forward(position, profile.forward.net[_SAVED] if layer.kind == "block" else 0)
         if layer.kind in ("bridge", "head") and self._held is not NOTHING:
-            self._change(_changes(_negative(self._held)))
+            self._change(_changes(_negative(self._held)), "held", position)
             self._held = NOTHING
-        self._change(changes)
+        self._change(changes, "forward", position, profile.trace)
         if profile.held is not NOTHING:
             self._held = _sum(self._held, profile.held)
         if profile.cached is not NOTHING:
             self._cached = _sum(self._cached, profile.cached)
         if position == self._last:
-            self._change(_changes(_negative(self._cached)))
+            self._change(_changes(_negative(self._cached)), "cached", position)
 
     def backward(self, position: int, layer: Layer) -> int:
         """Recomputation and backward of the layer.
@@ -71,7 +72,7 @@ class Activations:
         profile, _, changes = self._of(position, layer)
         if self._away is not None:
             self._away.backward(position)
-        self._change(changes)
+        self._change(changes, "backward", position, profile.trace)
         return profile.backward.net[_GRADIENTS]
 
     def _of(self, position: int, layer: Layer) -> tuple[Profile, list[_Change], list[_Change]]:
@@ -84,9 +85,11 @@ class Activations:
             self._known[key] = (profile, _pass(profile.forward), _pass(profile.backward))
         return self._known[key]
 
-    def _change(self, changes: list[_Change]) -> None:
-        before = len(self._section.section)
-        self._section.section.memory += [MemoryOp._make((before, *change)) for change in changes]
+    def _change(self, changes: list[_Change], verb: str, position: int, trace: Trace | None = None) -> None:
+        section = self._section.section
+        before, start = len(section), len(section.memory)
+        section.memory += [MemoryOp._make((before, *change)) for change in changes]
+        section.layers.append(LayerMemory(start, len(section.memory), verb, position, trace))
 
 
 class SavedTensors:

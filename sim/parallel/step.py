@@ -5,6 +5,7 @@ A technique is an object with three verbs (`Technique`); this file strings them 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -81,6 +82,11 @@ class Plan:
             self.stack, tuple(self.groups), sequence=parallel.sequence_parallel and parallel.tensor > 1,
             pipelined=parallel.async_tensor))
 
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same parameters: those gradients are reduced over."""
+        return int(self.groups["data"].shape[1])
+
     def model(self, batch: int) -> Architecture:
         """Architecture for a micro-batch of `batch` sequences."""
         return self.architecture if batch == self.architecture.batch else build(self.scenario, self.stack, batch)
@@ -95,10 +101,12 @@ class Plan:
             return recompute
         return "full" if number <= recompute.layers else "none"
 
-    def resident(self, name: str, size_bytes: float, category: str) -> None:
-        """Memory held for the whole step."""
+    def resident(self, name: str, size_bytes: float, category: str, tensors: Sequence[float] = ()) -> None:
+        """Memory held for the whole step, in tensors of the given bytes (default one)."""
         if size_bytes > 0:
             self.builder.resident.append((name, round(size_bytes), category))
+            if tensors:
+                self.builder.tensors[name] = [math.ceil(size) for size in tensors]
 
 
 class Technique(Protocol):

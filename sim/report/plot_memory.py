@@ -272,7 +272,7 @@ def _legend(made: Figure, view: MemoryView, shown: Ints, left: float) -> None:
     """Categories from the top of the stack down, with what they hold at the peak."""
     from matplotlib.patches import Patch
 
-    at_peak = view.result.memory.use.at_peak
+    at_peak = view.result.memory.at_peak
     boxes = [Patch(facecolor=colour, label=f"{name.replace('_', ' ')}  {_gib(at_peak[name])}")
              for name, colour in reversed(list(look.MEMORY.items()))
              if shown[CATEGORIES.index(name)]]

@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 
 from sim.engine import Machine, Timeline, simulate
-from sim.hardware.outside import Outside
-from sim.memory.ledger import MemoryUse, peak
 from sim.parallel import Lowered
-from sim.program import Job, Kind
+from sim.program import Kind
 from sim.report.advice import Change
 from sim.report.breakdown import (
     COMPUTE_STREAM,
@@ -28,6 +26,7 @@ from sim.report.budget import BudgetResult, budget_result
 from sim.report.columns import Columns, of_class
 from sim.report.inference import InferenceResult, inference_result, waits_for_memory
 from sim.report.loading import DataLoading
+from sim.report.memory import MemoryResult, fullest
 from sim.report.neighbours import Features, Validated, features, validated
 from sim.report.traffic import traffic_list
 from sim.scenario.dump import dump
@@ -35,92 +34,6 @@ from sim.scenario.schema import Inference, Scenario
 
 #: Below this share of free memory PyTorch's allocator starts to retry (result.md, `warnings`).
 TIGHT_HEADROOM = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class HostMemory:
-    """Host memory that the ranks of a node need for what they offload, against what the node has.
-
-    Attributes:
-        by_category: bytes of one node.
-    """
-
-    by_category: dict[str, int]
-    capacity_bytes: int
-
-    @property
-    def needed_bytes(self) -> int:
-        """All categories."""
-        return sum(self.by_category.values())
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return {"needed_bytes": self.needed_bytes, "capacity_bytes": self.capacity_bytes,
-                "fits": self.needed_bytes <= self.capacity_bytes, "by_category": dict(self.by_category)}
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryResult:
-    """Memory of the fullest rank against its GPU.
-
-    Attributes:
-        use: the replayed ledger of the fullest rank.
-        stages: one ledger per distinct program (pipeline stage), in order.
-        capacity_bytes: what CUDA reports as total.
-        complete: whether every layer's temporaries are counted from its module code, not estimated.
-        outside: what the device holds beside tensors, or None where it is not counted.
-        host: host memory of an offloading job, of the fullest node.
-    """
-
-    use: MemoryUse
-    stages: tuple[MemoryUse, ...]
-    capacity_bytes: int
-    complete: bool
-    outside: Outside | None = None
-    host: HostMemory | None = None
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Blocks the caching allocator holds. Its fragmentation is not replayed yet."""
-        return self.use.peak_allocated_bytes + self.use.at_peak["fragmentation"]
-
-    @property
-    def device_used_bytes(self) -> int:
-        """What nvidia-smi shows: reserved blocks, the CUDA context, NCCL's buffers and cuBLAS's workspaces."""
-        return self.reserved_bytes + self.use.at_peak["context"]
-
-    @property
-    def headroom_bytes(self) -> int:
-        """Capacity that is left; negative when the job does not fit."""
-        return self.capacity_bytes - self.device_used_bytes
-
-    @property
-    def fits(self) -> bool:
-        """Whether what is counted fits, on the GPU and in host memory."""
-        return self.headroom_bytes >= 0 and (self.host is None or self.host.needed_bytes <= self.host.capacity_bytes)
-
-    def _outside(self) -> dict[str, Any] | None:
-        beside = self.outside
-        return None if beside is None else {
-            "context_bytes": beside.context_bytes, "nccl_bytes": beside.nccl_bytes,
-            "workspace_bytes": beside.workspace_bytes, "confidence": beside.confidence}
-
-    def to_json(self) -> dict[str, Any]:
-        """`memory` of result.md."""
-        where = self.use.where
-        return {
-            "peak_allocated_bytes": self.use.peak_allocated_bytes, "peak_reserved_bytes": self.reserved_bytes,
-            "device_used_bytes": self.device_used_bytes, "capacity_bytes": self.capacity_bytes, "fits": self.fits,
-            "headroom_bytes": self.headroom_bytes, "complete": self.complete, "at_peak": dict(self.use.at_peak),
-            "where": None if where is None else {"section": where.section, "layer": where.layer, "phase": where.phase,
-                                                 "task": where.task, "operator": where.operator},
-            "phases": {name: dict(level) for name, level in self.use.phases.items()},
-            "highest": dict(self.use.highest), "outside": self._outside(),
-            "host": None if self.host is None else self.host.to_json(),
-            "stages": [{"peak_allocated_bytes": stage.peak_allocated_bytes, "at_peak": dict(stage.at_peak),
-                        "phases": {name: dict(level) for name, level in stage.phases.items()}}
-                       for stage in self.stages],
-        }
 
 
 @dataclass(slots=True)
@@ -310,7 +223,9 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         timeline: its steady step.
     """
     job, loading = lowered.job, _loading(scenario, timeline.step_time_s)
-    step_s = timeline.step_time_s + loading.waiting_s
+    memory = fullest(scenario, lowered, machine)
+    retrying_s = memory.reserved.seconds if memory.short else 0.0
+    step_s = timeline.step_time_s + loading.waiting_s + retrying_s
     critical, columns = _critical(lowered, timeline)
     simulated = job.classes[critical]
     program = job.programs[simulated.program]
@@ -318,7 +233,7 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
     flows = [machine.flows[number].alone_s if number >= 0 else 0.0 for number in machine.class_flows[critical]]
     parts = breakdown(columns, kernel_shares(program, profiles), np.array([p.total_s for p in profiles]),
                       inline_seconds(program, flows))
-    parts = replace(parts, host=parts.host + loading.waiting_s)
+    parts = replace(parts, host=parts.host + loading.waiting_s + retrying_s)
     training, architecture = scenario.training, lowered.architecture
     of_micro_batch = architecture.forward_flops + architecture.backward_flops
     per_program = [step_flops(p) for p in job.programs]
@@ -336,7 +251,7 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         budget=budget_result(scenario, lowered, step_s, samples * _tokens_per_sample(scenario)),
         peak_flops_per_gpu=gpu.peak_flops(training.precision.compute), breakdown=parts,
         bound=bound(parts),
-        memory=_memory(scenario, lowered, machine), data_loading=loading,
+        memory=memory, data_loading=loading,
         simulation=Simulation(timeline.events, timeline.tasks, len(job.classes), job.ranks),
         group_ranks={name: job.communicators[c].size
                      for name, c in zip(program.communicators, simulated.communicators, strict=True) if c >= 0},
@@ -378,29 +293,6 @@ def _critical(lowered: Lowered, timeline: Timeline) -> tuple[int, Columns]:
     return chosen
 
 
-def _host_memory(scenario: Scenario, job: Job) -> HostMemory | None:
-    """The fullest node's: its ranks hold what the rank that holds most does."""
-    needs = []
-    for program in job.programs:
-        by_category: dict[str, int] = {}
-        for _, size, category in program.host_resident:
-            by_category[category] = by_category.get(category, 0) + size * scenario.cluster.gpus_per_node
-        needs.append(by_category)
-    fullest = max(needs, key=lambda n: sum(n.values()))
-    capacity = int(scenario.cluster.topology.host.memory)
-    return HostMemory(fullest, capacity) if fullest else None
-
-
-def _memory(scenario: Scenario, lowered: Lowered, machine: Machine) -> MemoryResult:
-    """The rank with the least headroom, and every distinct program."""
-    job = lowered.job
-    uses = tuple(peak(program) for program in job.programs)
-    results = [MemoryResult(uses[c.program], uses, int(machine.devices[c.device].gpu.usable_memory_bytes),
-                            lowered.memory_complete, lowered.outside, _host_memory(scenario, job))
-               for c in job.classes]
-    return min(results, key=lambda m: m.headroom_bytes)
-
-
 def _warnings(result: Result) -> list[str]:
     memory, found = result.memory, []
     if not memory.complete:
@@ -410,8 +302,12 @@ def _warnings(result: Result) -> list[str]:
         needed, capacity = (size / 2**30 for size in (memory.host.needed_bytes, memory.host.capacity_bytes))
         found.append(f"memory: the host of a node needs {needed:.4g} GiB for what is offloaded and has {capacity:.4g} "
                      "GiB: it does not fit")
-    share = memory.headroom_bytes / memory.capacity_bytes
-    if 0 <= share < TIGHT_HEADROOM:
+    near = 2 * memory.use.peak_allocated_bytes > memory.limit_bytes
+    share = memory.headroom_bytes / memory.capacity_bytes if near else 1.0
+    if memory.short and memory.fits:
+        found.append(f"memory: the allocator runs short {memory.reserved.retries} times in every step and gives back "
+                     f"cached blocks, which adds {1e3 * memory.reserved.seconds:.0f} ms to it")
+    elif 0 <= share < TIGHT_HEADROOM:
         found.append(f"memory: only {100 * share:.1f}% of the GPU's memory is left; allocator retries are likely")
     if not memory.use.steady:
         leaks = {name: size for name, size in memory.use.net_bytes.items() if size}

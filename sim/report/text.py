@@ -12,7 +12,8 @@ from rich.text import Text
 
 from sim.memory.ledger import CATEGORIES
 from sim.report.inference import InferenceResult
-from sim.report.result import TIGHT_HEADROOM, MemoryResult, Result
+from sim.report.memory import MemoryResult
+from sim.report.result import TIGHT_HEADROOM, Result
 from sim.scenario.schema import Inference, InferenceRun, Scenario
 from sim.work import CATEGORIES as KERNEL_CATEGORIES
 
@@ -230,7 +231,7 @@ def _memory(result: Result, width: int) -> list[Any]:
     elif memory.headroom_bytes >= 0:
         verdict = Text("fits the GPU but not the host", style="bold red")
     else:
-        most = max(CATEGORIES, key=lambda name: memory.use.at_peak[name])
+        most = max(CATEGORIES, key=lambda name: memory.at_peak[name])
         verdict = Text(f"does not fit: {size(-memory.headroom_bytes)} too much, most of it {most.replace('_', ' ')}",
                        style="bold red")
     line = Text.assemble(("memory ", "bold"), (bar(share, room).ljust(room, "·"), colour),
@@ -238,7 +239,7 @@ def _memory(result: Result, width: int) -> list[Any]:
     where = memory.use.where
     operator = f" ({where.operator})" if where is not None and where.operator not in ("", where.layer) else ""
     place = f", reached in {where.phase} of {where.layer}{operator}" if where is not None else ""
-    parts = sorted(((memory.use.at_peak[name], name.replace("_", " ")) for name in CATEGORIES), reverse=True)
+    parts = sorted(((memory.at_peak[name], name.replace("_", " ")) for name in CATEGORIES), reverse=True)
     detail = ", ".join(f"{name} {size(held)}" for held, name in parts if held)
     return [line, *_host(memory), Text.assemble(verdict, place), Text(detail, style="dim"), *_changes(result)]
 

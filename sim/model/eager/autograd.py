@@ -32,12 +32,19 @@ def rounded(elements: float, dtype: str) -> int:
 
 
 class Memory:
-    """Live bytes by kind, and the highest total since the last `mark` with the operator at which it was reached."""
+    """Live bytes by kind, the highest total since the last `mark` with the operator at which it was reached, and a log.
 
-    __slots__ = ("live", "operator", "top", "top_live", "top_operator", "total")
+    Attributes:
+        log: births (number of the storage, its bytes) and deaths (number, 0), in order.
+        born: storages so far.
+    """
+
+    __slots__ = ("born", "live", "log", "operator", "top", "top_live", "top_operator", "total")
 
     def __init__(self) -> None:
         self.live = [0] * len(KINDS)
+        self.log: list[tuple[int, int]] = []
+        self.born = 0
         self.total = 0
         self.operator = ""
         self.mark()
@@ -57,13 +64,17 @@ class Memory:
 class Storage:
     """Bytes of one tensor, for as long as somebody holds a reference."""
 
-    __slots__ = ("kind", "memory", "size")
+    __slots__ = ("kind", "memory", "number", "size")
 
     def __init__(self, memory: Memory, size: int, kind: int) -> None:
         self.memory, self.size, self.kind = memory, size, kind
+        self.number = memory.born
+        memory.born += 1
+        memory.log.append((self.number, size))
         memory.change(kind, size)
 
     def __del__(self) -> None:
+        self.memory.log.append((self.number, 0))
         self.memory.change(self.kind, -self.size)
 
     def become(self, kind: int) -> None:

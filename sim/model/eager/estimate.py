@@ -10,6 +10,7 @@ from sim.model.architecture import Layer, Operator, Tensor
 from sim.model.eager.autograd import ACTIVATIONS, COPIES, GRADIENTS, KINDS, LOGITS, WORKSPACE, rounded
 from sim.model.eager.profile import NOTHING, Levels, Pass, Profile
 from sim.model.recompute import kept_kernels, output_elements
+from sim.tensor_trace import Trace
 
 
 def estimate(layer: Layer, policy: str, keep_gradients: bool) -> Profile:
@@ -26,7 +27,42 @@ def estimate(layer: Layer, policy: str, keep_gradients: bool) -> Profile:
     cached = _levels({COPIES: copies}) if whole else NOTHING
     backward = _backward(layer, saved, kind, sum(again), keep_gradients)
     left = _levels({kind: -kept, GRADIENTS: backward.net[GRADIENTS], COPIES: cached[COPIES] - copies})
-    return Profile(Pass(forward, forward, layer.kind), NOTHING, cached, Pass(backward.peak, left, backward.operator))
+    return Profile(Pass(forward, forward, layer.kind), NOTHING, cached, Pass(backward.peak, left, backward.operator),
+                   _trace(layer, policy, keep_gradients))
+
+
+def _trace(layer: Layer, policy: str, keep_gradients: bool) -> Trace:
+    """The same tensor by tensor: forward makes what is saved, backward walks through the operators with a gradient
+    coming in and one going out, as large as the largest saved tensor each."""
+    sizes: list[int] = []  # by number
+    forward: list[tuple[int, int]] = []
+    backward: list[tuple[int, int]] = []
+    copies: list[int] = []
+    kept: list[int] = []
+
+    def born(events: list[tuple[int, int]], size: int) -> int:
+        sizes.append(size)
+        events.append((len(sizes) - 1, size))
+        return len(sizes) - 1
+
+    saved = []
+    inputs = [born(forward, _size(layer.input))] if policy == "full" else []
+    for op in layer.operators:
+        copied = [born(forward, _size(t)) for t in op.weight_copies]
+        copies += copied if policy == "full" else []
+        again = policy == "full" or (policy == "selective" and op.core)
+        saved.append(([born(backward if again else forward, _size(t)) for t in op.saved],
+                      [] if policy == "full" else copied))
+    flowing = -1
+    for op, (tensors, copied) in zip(reversed(layer.operators), reversed(saved), strict=True):
+        following = born(backward, max((_size(t) for t in op.saved), default=512))
+        gradient = born(backward, _gradient_bytes(op)) if op.parameters else -1
+        kept += [gradient] if keep_gradients and gradient >= 0 else []
+        gone = [*tensors, *copied, flowing, -1 if keep_gradients else gradient]
+        backward += [(number, 0) for number in gone if number >= 0]
+        flowing = following
+    backward += [(number, 0) for number in (*inputs, flowing) if number >= 0]
+    return Trace(tuple(forward), (), tuple(copies), tuple(backward), -1, -1, tuple(kept), -1)
 
 
 def _backward(layer: Layer, saved: list[int], kind: int, again: int, keep_gradients: bool) -> Pass:

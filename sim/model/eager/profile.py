@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from sim.model.eager import decoder, encoder, encoder_decoder
 from sim.model.eager.autograd import KINDS, WORKSPACE, Boundary, Run, Sink, Storage, Tensor, rounded
 from sim.model.style import Style
+from sim.tensor_trace import INPUT, OUTPUT_GRADIENT, TIED, Trace
 
 Levels = tuple[int, ...]
 _DECODER = (decoder.embedding, decoder.block, decoder.head)
@@ -44,12 +46,14 @@ class Profile:
         held: of `forward.net`, bytes that the model's forward lets go before the head.
         cached: of `forward.net`, bytes that go at the end of forward (autocast's cache), by kind.
         backward: starts with the gradient of its output, ends with that of its input and of its parameters.
+        trace: the same tensor by tensor.
     """
 
     forward: Pass
     held: Levels
     cached: Levels
     backward: Pass
+    trace: Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +84,45 @@ def profile(program: Program, policy: str, keep_gradients: bool, caches_casts: b
     inputs, boundary = [], Boundary()  # which holds the input's gradient until all is measured
     if program.layer != "embedding":
         inputs = [run.tensor(style.stream.tokens * style.hidden, style.residual, boundary)]
-    start = _mark(run)
+    log, names = run.memory.log, dict.fromkeys(range(run.memory.born), INPUT)
+    start, begin = _mark(run), len(log)
     out = _forward(run, program, policy, inputs)
     inputs.clear()
-    forward = _measured(run, start)
-    held, cached = _dropped(run, run.held), _dropped(run, run.cache)
+    forward, cuts, output = _measured(run, start), [(begin, len(log))], out.storage.number
+    held, middle = _dropped(run, run.held), len(log)
+    cached, ends = _dropped(run, run.cache), (cuts[0][1], middle, len(log))
     start, gradients = _before_backward(run, program, out)
+    if program.layer != "head":
+        names[gradients[0][1].number] = OUTPUT_GRADIENT
+    names |= {storage.number: TIED for storage in run.pending}
+    cuts.append((ends[2] if program.layer == "head" else len(log), 0))
     while gradients:
         sink, gradient = gradients.pop()
         sink.receive(run, gradient)
     del sink, gradient, out
     run.retained.clear()
     run.backward()
+    cuts[1] = (cuts[1][0], len(log))
     left = [Storage(run.memory, rounded(elements, dtype), WORKSPACE) for elements, dtype in run.outgoing]
     backward = _measured(run, start)
+    trace = _trace(run, names, cuts, ends, -1 if program.layer == "head" else output, boundary)
     del left, boundary
-    return Profile(forward, held, cached, backward)
+    return Profile(forward, held, cached, backward, trace)
+
+
+def _trace(run: Run, names: dict[int, int], cuts: list[tuple[int, int]], ends: tuple[int, int, int], output: int,
+           boundary: Boundary) -> Trace:
+    """The log as a `Trace`; what only other layers make and drop (gradients of what several read) is left out."""
+    log = run.memory.log
+    own = {number for begin, end in cuts for number, size in log[begin:end] if size}
+    forward, backward = (tuple((names.get(n, n), size) for n, size in log[begin:end]
+                               if n in names or (n in own and (size or n != output))) for begin, end in cuts)
+    held, cached = (tuple(n for n, size in log[begin:end] if not size and n in own and n != output)
+                    for begin, end in pairwise(ends))
+    gradient = -1 if boundary.gradient is None else boundary.gradient.number
+    tied = run.pending[0].number if run.pending and run.pending[0].number in own else -1
+    return Trace(forward, held, cached, backward, output, gradient,
+                 tuple(names.get(s.number, s.number) for s in run.gradients), tied)
 
 
 def _before_backward(run: Run, program: Program, out: Tensor) -> tuple[Levels, list[tuple[Sink, Storage]]]:

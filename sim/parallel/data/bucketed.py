@@ -69,7 +69,7 @@ class Bucketed:
         self.plan, self.reduction = plan, reduction
         self.precision = plan.scenario.training.precision
         # DDP asked for on one rank still launches its all-reduces
-        self.reduces = plan.scenario.data_parallel > 1 or plan.scenario.parallel.strategy == "ddp"
+        self.reduces = plan.replicas > 1 or plan.scenario.parallel.strategy == "ddp"
         self.offload = plan.offload
         self.at_once = plan.scenario.training.optimizer_in_backward
         self.completes = self.reduces or self.offload.moves_optimizer  # buckets leave, to other ranks or to the host
@@ -89,18 +89,23 @@ class Bucketed:
         """Parameters whole; master copy and optimizer states split over `shards`."""
         numel = self.plan.architecture.parameters
         self.plan.resident("frozen parameters", frozen_bytes(self.plan.architecture.stack), "parameters")
+        each = [p.numel for layer in self.plan.architecture.stack for p in layer.parameters]
         for category, width in state_bytes(self.plan).items():
             if category == "parameters":
-                self.plan.resident(category, numel * width, category)
+                self.plan.resident(category, numel * width, category, [n * width for n in each])
             elif category == "gradients":
                 if self.reduction.resident_gradients:
                     self.plan.resident(category, numel * width, category)
             elif not self.offload.moves_optimizer:
-                self.plan.resident(category, numel * width / self.reduction.shards, category)
+                copies = 2 if category == "optimizer_states" else 1
+                apart = each if self.reduction.shards == 1 else [numel / self.reduction.shards]
+                self.plan.resident(category, numel * width / self.reduction.shards, category,
+                                   [n * width / copies for n in apart for _ in range(copies)])
         if self.offload.moves_optimizer:
             self.host_states(-(-numel // self.reduction.shards))
         if not self.reduction.transient:
-            self.plan.resident("gradient buckets", self.reduction.buffer_bytes, "buffers")
+            self.plan.resident("gradient buckets", self.reduction.buffer_bytes, "buffers",
+                               [bucket.numel * DTYPE_BYTES[self.wire] for bucket in self.reduction.buckets])
 
     def host_states(self, numel: int) -> None:
         """Host memory of an offloading optimizer; accumulated gradients have a pinned buffer in the model's dtype."""

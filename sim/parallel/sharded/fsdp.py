@@ -67,7 +67,9 @@ class Fsdp:
         for category, width in state_bytes(self.plan).items():
             if category != "gradients" and width:
                 size = sum(n * sum(blocks(numel * width) for numel in tensors) for tensors, n in shards.items())
-                self.plan.resident(category, size, category)
+                copies = 2 if category == "optimizer_states" else 1
+                self.plan.resident(category, size, category, [
+                    numel * width / copies for u in self.distinct for numel in u.shards for _ in range(copies)])
 
     def host_states(self) -> None:
         """With CPUOffload(offload_params=True) or CPUOffloadPolicy all of them are in host memory, parameters and

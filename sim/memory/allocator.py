@@ -1,0 +1,259 @@
+"""PyTorch's caching allocator for CUDA, replayed: segments, blocks, best fit, split and merge, retries.
+
+Addresses are made up (segments one after another); sizes are bytes. Rules and constants: c10/core/AllocatorConfig.h and
+c10/cuda/CUDACachingAllocator.cpp (`round_size`, `get_allocation_size`, `get_free_block`, `should_split`,
+`try_merge_blocks`, `release_cached_blocks`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+#: kMinBlockSize: every request is a multiple of it.
+ROUND_BYTES = 512
+#: kSmallSize: requests up to it are served from the small pool, from segments of kSmallBuffer.
+SMALL_BYTES, SMALL_SEGMENT_BYTES = 2**20, 2 * 2**20
+#: kMinLargeAlloc: requests below it share segments of kLargeBuffer; others have their own, a multiple of kRoundLarge.
+LARGE_BYTES, SHARED_SEGMENT_BYTES, SEGMENT_ROUND_BYTES = 10 * 2**20, 20 * 2**20, 2 * 2**20
+
+
+class OutOfMemoryError(Exception):
+    """The device is full even after every cached block that can be given back has been."""
+
+
+class Block:
+    """A piece of a segment.
+
+    Attributes:
+        previous, following: neighbours in the segment.
+        pool: list of free blocks it belongs to while free.
+        free: whether the cache has it.
+        segment: number of its segment.
+        asked: bytes of the tensor in it, rounded to `ROUND_BYTES`; the rest of `size` is lost.
+    """
+
+    __slots__ = ("address", "asked", "following", "free", "pool", "previous", "segment", "size")
+
+    def __init__(self, address: int, size: int, pool: Pool, segment: int) -> None:
+        self.address, self.size, self.pool, self.segment = address, size, pool, segment
+        self.previous: Block | None = None
+        self.following: Block | None = None
+        self.free = False
+        self.asked = 0
+
+
+@dataclass(slots=True)
+class Pool:
+    """Free blocks of one stream and size class, (bytes, address) ascending: the first large enough fits best."""
+
+    stream: int
+    small: bool
+    free: list[tuple[int, int]]
+
+
+@dataclass(slots=True)
+class Segment:
+    """What one cudaMalloc gave."""
+
+    address: int
+    size: int
+    stream: int
+    small: bool
+
+
+class Allocator:
+    """One device's allocator.
+
+    Attributes:
+        allocated, reserved: bytes of blocks in use and of segments, now; `top_allocated`, `top_reserved`: highest.
+        asked, top_asked: bytes of tensors, which blocks may exceed.
+        retries: times that cached blocks had to be given back before cudaMalloc succeeded; `released`: segments given
+            back so.
+        segments: by number.
+
+    Args:
+        limit_bytes: what cudaMalloc can give; None for no limit.
+        expandable: one growing segment per stream and size class, so that free blocks at its end are always of use
+            (PYTORCH_CUDA_ALLOC_CONF expandable_segments).
+        max_split_bytes: blocks of at least so much are not split (max_split_size_mb); None for no limit.
+    """
+
+    def __init__(self, limit_bytes: int | None = None, *, expandable: bool = False,
+                 max_split_bytes: int | None = None) -> None:
+        self.limit, self.expandable, self.max_split = limit_bytes, expandable, max_split_bytes
+        self.allocated = self.reserved = self.top_allocated = self.top_reserved = 0
+        self.asked = self.top_asked = 0
+        self.retries = self.released = 0
+        self.segments: dict[int, Segment] = {}
+        self._pools: dict[int, Pool] = {}
+        self._blocks: dict[int, Block] = {}  # free ones by address
+        self._end = 0
+        self._numbers = 0
+        self._tails: dict[int, Block] = {}  # expandable: last block of each pool's segment
+
+    def allocate(self, size: int, stream: int = 0) -> Block:
+        """A block of at least `size` bytes.
+
+        Raises:
+            OutOfMemoryError: cudaMalloc fails, and fails again after cached segments are given back.
+        """
+        size = -(-size // ROUND_BYTES) * ROUND_BYTES or ROUND_BYTES
+        small = size <= SMALL_BYTES
+        key = 2 * stream + small
+        pool = self._pools.get(key)
+        if pool is None:
+            pool = self._pools[key] = Pool(stream, small, [])
+        free = pool.free
+        at = bisect_left(free, (size, 0))
+        if at < len(free) and not self._unfit(size, free[at][0]):
+            block = self._blocks.pop(free.pop(at)[1])
+            block.free = False
+        else:
+            block = self._grow(size, pool)
+        rest = block.size - size
+        if rest and self._splits(size, rest, small):
+            self._split(block, size)
+        block.asked = size
+        self.allocated += block.size
+        self.asked += size
+        if self.asked > self.top_asked:
+            self.top_asked = self.asked
+        if self.allocated > self.top_allocated:
+            self.top_allocated = self.allocated
+        return block
+
+    def drop(self, block: Block) -> None:
+        """The tensor is gone, but another stream may still use its block, which is freed later (record_stream)."""
+        self.asked -= block.asked
+        block.asked = 0
+
+    def free(self, block: Block) -> None:
+        """Back into the cache, merged with free neighbours."""
+        self.allocated -= block.size
+        self.asked -= block.asked
+        before, behind = block.previous, block.following
+        if before is not None and before.free:
+            self._take(before)
+            before.size += block.size
+            before.following = behind
+            if behind is not None:
+                behind.previous = before
+            block = before
+        if behind is not None and behind.free:
+            self._take(behind)
+            block.size += behind.size
+            block.following = behind.following
+            if behind.following is not None:
+                behind.following.previous = block
+        block.free = True
+        if self.expandable and block.following is None:
+            self._tails[2 * block.pool.stream + block.pool.small] = block
+        self._blocks[block.address] = block
+        insort(block.pool.free, (block.size, block.address))
+
+    # ------------------------------------------------------------------------------------------------- the rules
+    def _unfit(self, size: int, found: int) -> bool:
+        """Oversize blocks serve oversize requests only, with little waste (`get_free_block`)."""
+        limit = self.max_split
+        if limit is None:
+            return False
+        return (size < limit <= found) or (size >= limit and found >= size + SHARED_SEGMENT_BYTES)
+
+    def _splits(self, size: int, rest: int, small: bool) -> bool:
+        if small or self.expandable:
+            return rest >= ROUND_BYTES
+        return rest > SMALL_BYTES and (self.max_split is None or size < self.max_split)
+
+    def _take(self, block: Block) -> None:
+        """A free block out of its pool."""
+        free = block.pool.free
+        del free[bisect_left(free, (block.size, block.address))]
+        del self._blocks[block.address]
+
+    def _split(self, block: Block, size: int) -> None:
+        rest = Block(block.address + size, block.size - size, block.pool, block.segment)
+        rest.previous, rest.following = block, block.following
+        if block.following is not None:
+            block.following.previous = rest
+        block.following, block.size = rest, size
+        rest.free = True
+        if self.expandable and rest.following is None:
+            self._tails[2 * rest.pool.stream + rest.pool.small] = rest
+        self._blocks[rest.address] = rest
+        insort(rest.pool.free, (rest.size, rest.address))
+
+    def _grow(self, size: int, pool: Pool) -> Block:
+        """cudaMalloc, or pages mapped behind an expandable segment."""
+        if self.expandable:
+            return self._extend(size, pool)
+        wanted = segment_bytes(size)
+        self._make_room(wanted, size)
+        block = Block(self._end, wanted, pool, self._numbers)
+        self._new_segment(wanted, pool)
+        return block
+
+    def _new_segment(self, size: int, pool: Pool) -> None:
+        self.segments[self._numbers] = Segment(self._end, size, pool.stream, pool.small)
+        self._numbers += 1
+        self._end += 2**44 if self.expandable else size
+        self._reserve(size)
+
+    def _reserve(self, size: int) -> None:
+        self.reserved += size
+        if self.reserved > self.top_reserved:
+            self.top_reserved = self.reserved
+
+    def _extend(self, size: int, pool: Pool) -> Block:
+        page = SMALL_SEGMENT_BYTES if pool.small else SHARED_SEGMENT_BYTES
+        tail = self._tails.get(2 * pool.stream + pool.small)
+        have = tail.size if tail is not None and tail.free else 0
+        more = -(-(size - have) // page) * page
+        self._make_room(more, size)
+        if tail is None:
+            block = Block(self._end, more, pool, self._numbers)
+            self._new_segment(more, pool)
+        elif tail.free:
+            self._take(tail)
+            tail.size, tail.free, block = tail.size + more, False, tail
+        else:
+            block = Block(tail.address + tail.size, more, pool, tail.segment)
+            block.previous, tail.following = tail, block
+        if tail is not None:
+            self.segments[tail.segment].size += more
+            self._reserve(more)
+        self._tails[2 * pool.stream + pool.small] = block
+        return block
+
+    def _make_room(self, wanted: int, size: int) -> None:
+        if self.limit is None or self.reserved + wanted <= self.limit:
+            return
+        self.retries += 1
+        if self.max_split is not None and size >= self.max_split:
+            self._release(lambda segment: segment.size >= (self.max_split or 0))
+            if self.reserved + wanted <= self.limit:
+                return
+        self._release(lambda segment: True)
+        if self.reserved + wanted > self.limit:
+            raise OutOfMemoryError(f"{wanted:,} bytes asked for, {self.limit - self.reserved:,} left")
+
+    def _release(self, chosen: object) -> None:
+        """Give back every cached segment that is in one piece."""
+        assert callable(chosen)
+        for block in [b for b in self._blocks.values() if b.previous is None and b.following is None]:
+            segment = self.segments[block.segment]
+            if chosen(segment):
+                self._take(block)
+                self.reserved -= block.size
+                self.released += 1
+                del self.segments[block.segment]
+                self._tails.pop(2 * block.pool.stream + block.pool.small, None)
+
+
+def segment_bytes(size: int) -> int:
+    """What is asked of cudaMalloc for a request that no cached block serves."""
+    if size <= SMALL_BYTES:
+        return SMALL_SEGMENT_BYTES
+    if size < LARGE_BYTES:
+        return SHARED_SEGMENT_BYTES
+    return -(-size // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES

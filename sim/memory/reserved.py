@@ -1,0 +1,85 @@
+"""What PyTorch reserves for a Program: the caching allocator's answer, and what running short of memory does to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sim.catalog import table
+from sim.memory.allocator import Allocator, OutOfMemoryError
+from sim.memory.tensors import TensorReplay
+from sim.program import Program
+
+#: Communicators of a pipeline's stages. Their micro-batches are in flight together, which the replay of one layer after
+#: another does not follow: of them reserved is taken for allocated.
+PIPELINE = "pipeline"
+
+_FIGURES = "memory/retries.yaml"
+
+#: Steps after which nothing new is reserved: the first makes the optimizer states, the second works around them.
+_STEPS = 2
+#: Steps until what is given back and taken again in each is the same.
+_STEPS_SHORT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """The allocator's share of one rank.
+
+    Attributes:
+        fragmentation_bytes: what is reserved at most, less the highest sum of tensors.
+        retries: per steady step, times that cached segments had to be given back; None if that does not help.
+        released: per steady step, segments given back so.
+    """
+
+    fragmentation_bytes: int
+    retries: int | None = 0
+    released: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Host time that retries add to a steady step: each waits until the device is idle, segments are given back
+        one by one, and as many are asked for again."""
+        figures = table(_FIGURES)["seconds"]
+        per_segment = float(figures["free"]["value"]) + float(figures["malloc"]["value"])
+        return (self.retries or 0) * float(figures["synchronise"]["value"]) + self.released * per_segment
+
+
+def replayed(program: Program, limit_bytes: int, allocated_bytes: int) -> Reserved:
+    """The allocator's answer on a device of which it can have `limit_bytes`.
+
+    Args:
+        allocated_bytes: the program's highest sum of tensors (`sim.memory.ledger.peak`).
+    """
+    if PIPELINE in program.communicators:
+        return Reserved(0, 0 if allocated_bytes <= limit_bytes else None)
+    free = fragmentation_bytes(program)
+    if allocated_bytes + free <= limit_bytes:
+        return Reserved(free)
+    found = Reserved(free, None) if allocated_bytes > limit_bytes else under_pressure(program, limit_bytes)
+    return Reserved(free if found.retries is None else limit_bytes - allocated_bytes, found.retries, found.released)
+
+
+def fragmentation_bytes(program: Program) -> int:
+    """Reserved over allocated at most, on a device without limit."""
+    allocator = Allocator()
+    replay = TensorReplay(program, allocator)
+    replay.construct()
+    for _ in range(_STEPS):
+        replay.step()
+    return allocator.top_reserved - allocator.top_asked
+
+
+def under_pressure(program: Program, limit_bytes: int) -> Reserved:
+    """The whole model replayed on a device whose allocator can have `limit_bytes`: whether giving back cached segments
+    saves the step, and how often each steady step does so."""
+    allocator = Allocator(limit_bytes)
+    replay = TensorReplay(program, allocator)
+    try:
+        replay.construct()
+        for _ in range(_STEPS_SHORT):
+            retries, released = allocator.retries, allocator.released
+            replay.step()
+    except OutOfMemoryError:
+        return Reserved(max(0, allocator.top_reserved - allocator.top_asked), None, 0)
+    return Reserved(max(0, allocator.top_reserved - allocator.top_asked), allocator.retries - retries,
+                    allocator.released - released)

@@ -1,0 +1,250 @@
+"""A Program's steps through the caching allocator, tensor by tensor: construction, first step, steady steps.
+
+The ledger sums up what a layer does; here its tensors come and go one by one (`LayerMemory.trace`), and a technique's
+own buffers between them. What needs an event of another stream before its block can be used again (record_stream) comes
+back when the host has waited for work issued later, or at the end of the section (`Allocator`'s caller has no clock).
+PyTorch's optimizers make their states in the first step, after everything else has been cached.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from sim.memory.allocator import Allocator, Block
+from sim.program import Kind, MemoryOp, Program, Section
+from sim.tensor_trace import INPUT, OUTPUT_GRADIENT, TIED, LayerMemory, Trace
+
+_GRADIENTS = "layers: gradients"
+_STATES = "optimizer_states"
+_TEMPORARIES = "optimizer temporaries"
+
+
+class _Sync(NamedTuple):
+    """The host waits for tasks up to `until` of its section."""
+
+    until: int
+
+
+class _Layer(NamedTuple):
+    """A layer of one micro-step: which, and its live tensors by number."""
+
+    position: int
+    live: dict[int, Block]
+    trace: Trace
+
+
+class TensorReplay:
+    """Walks one rank's steps through an allocator."""
+
+    def __init__(self, program: Program, allocator: Allocator) -> None:
+        self.program, self.allocator = program, allocator
+        self._orders: dict[int, list[MemoryOp | LayerMemory | _Sync]] = {}
+        self._named: dict[str, deque[tuple[int, Block]]] = {}
+        self._debts: dict[str, int] = {}
+        self._waiting: list[tuple[int, Block]] = []  # freed, but another stream may still read: (task before, block)
+        self._layers: dict[int, deque[_Layer]] = {}
+        self._last: _Layer | None = None  # whose output the next layer reads
+        self._gradient: tuple[int, Block] | None = None  # of which layer's input
+        self._tied: deque[Block] = deque()
+        self._has_states = False
+        self._ordered = {p: i for i, p in enumerate(_positions(program))}
+
+    def construct(self) -> None:
+        """What the model holds before its first step."""
+        for name, size, category in self.program.resident:
+            if category not in (_STATES, "context"):
+                self._make(self.pieces(name, size))
+
+    def step(self) -> None:
+        """One optimizer step."""
+        schedule = self.program.schedule
+        for place, (number, repeats) in enumerate(schedule):
+            if place == len(schedule) - 1 and not self._has_states:
+                self._states()
+            section = self.program.sections[number]
+            level = sum(op.size_bytes for op in section.memory)
+            for _ in range(min(repeats, 2) if level == 0 else repeats):
+                self._run(number)
+        self._debts.clear()
+
+    def pieces(self, name: str, size: int) -> list[int]:
+        """Bytes of each tensor of a resident entry or a pool."""
+        return self.program.tensors.get(name) or [size]
+
+    def _states(self) -> None:
+        self._has_states = True
+        for name, size, category in self.program.resident:
+            if category == _STATES:
+                self._make(self.pieces(name, size))
+
+    def _make(self, sizes: list[int]) -> list[Block]:
+        return [self.allocator.allocate(size) for size in sizes]
+
+    # ------------------------------------------------------------------------------------------------- a section
+    def _run(self, number: int) -> None:
+        for item in self._order(number):
+            if isinstance(item, MemoryOp):
+                self._operation(item)
+            elif isinstance(item, LayerMemory):
+                self._layer(item)
+            else:
+                self._wait(item.until)
+        self._wait(len(self.program.sections[number]))
+
+    def _order(self, number: int) -> list[MemoryOp | LayerMemory | _Sync]:
+        if number not in self._orders:
+            self._orders[number] = _order(self.program.sections[number])
+        return self._orders[number]
+
+    def _wait(self, until: int) -> None:
+        if self._waiting:
+            for before, block in self._waiting:
+                if before <= until + 1:
+                    self.allocator.free(block)
+            self._waiting = [(before, block) for before, block in self._waiting if before > until + 1]
+
+    # ------------------------------------------------------------------------------------------------- techniques
+    def _operation(self, op: MemoryOp) -> None:
+        name = op.tensor if op.tensor.startswith("layers") else op.tensor.partition(":")[0]
+        if op.size_bytes > 0:
+            held = self._named.setdefault(name, deque())
+            for size in self._parts(op.tensor, op.size_bytes):
+                held.append((size, self.allocator.allocate(size, op.stream)))
+        elif name in self._named:
+            for size in self._parts(op.tensor, -op.size_bytes):
+                for block in self._found(name, size):
+                    if op.used_on:
+                        self.allocator.drop(block)
+                        self._waiting.append((op.before, block))
+                    else:
+                        self.allocator.free(block)
+
+    def _parts(self, tensor: str, size: int) -> list[int]:
+        """Tensors of one operation. The optimizer's temporaries are as large as its states, several times over, or one
+        tensor at a time."""
+        if tensor != _TEMPORARIES:
+            return self.pieces(tensor, size)
+        whole = sum(self.program.tensors.get(_STATES, ()))
+        if not whole or 4 * size < whole:
+            return [size]
+        return [max(1, round(piece * size / whole)) for piece in self.pieces(_STATES, 0)]
+
+    def _found(self, name: str, size: int) -> list[Block]:
+        """The oldest tensor of that name and size; of a pool that falls in other parts than it rose, the oldest."""
+        held = self._named[name]
+        for place, (made, block) in enumerate(held):
+            if made == size:
+                del held[place]
+                return [block]
+        debt, found = self._debts.get(name, 0) + size, []
+        while held and held[0][0] <= debt:
+            made, block = held.popleft()
+            debt -= made
+            found.append(block)
+        self._debts[name] = debt if held else 0
+        return found
+
+    # ------------------------------------------------------------------------------------------------- layers
+    def _layer(self, mark: LayerMemory) -> None:
+        if mark.verb == "forward":
+            self._forward(mark.position, mark.trace)
+        elif mark.verb == "backward":
+            self._backward(mark.position, mark.trace)
+        else:
+            for layers in self._layers.values():
+                one = layers[-1] if layers else None
+                for number in () if one is None else one.trace.held if mark.verb == "held" else one.trace.cached:
+                    self._drop(one, number)
+            if mark.position == max(self._ordered) and self._last is not None and self._last.trace.output < 0:
+                self._last = None
+
+    def _drop(self, layer: _Layer | None, number: int) -> None:
+        block = layer.live.pop(number, None) if layer is not None else None
+        if block is not None:
+            self.allocator.free(block)
+
+    def _events(self, live: dict[int, Block], events: tuple[tuple[int, int], ...]) -> None:
+        allocate, free = self.allocator.allocate, self.allocator.free
+        for number, size in events:
+            if size:
+                live[number] = allocate(size)
+            else:
+                block = live.pop(number, None)
+                if block is not None:
+                    free(block)
+
+    def _follows(self, first: int, second: int) -> bool:
+        return self._ordered[second] == self._ordered[first] + 1
+
+    def _forward(self, position: int, trace: Trace | None) -> None:
+        assert trace is not None
+        one, last = _Layer(position, {}, trace), self._last
+        if last is not None and self._follows(last.position, position):
+            given = last.live.pop(last.trace.output, None)
+            if given is not None:
+                one.live[INPUT] = given
+        elif trace.output >= 0 and self._ordered[position]:
+            one.live[INPUT] = self.allocator.allocate(_output_bytes(trace))  # from the stage before
+        self._layers.setdefault(position, deque()).append(one)
+        self._events(one.live, trace.forward)
+        self._last = one
+
+    def _backward(self, position: int, trace: Trace | None) -> None:
+        assert trace is not None
+        layers = self._layers.get(position)
+        one = layers.popleft() if layers else _Layer(position, {}, trace)
+        live = one.live
+        if self._gradient is not None:
+            after, block = self._gradient
+            if after in self._ordered and self._follows(position, after):
+                live[OUTPUT_GRADIENT] = block
+            else:
+                self.allocator.free(block)
+            self._gradient = None
+        elif trace.output >= 0:
+            live[OUTPUT_GRADIENT] = self.allocator.allocate(_output_bytes(trace))  # from the stage behind
+        if self._tied and any(number == TIED for number, _ in trace.backward + tuple((n, 0) for n in trace.kept)):
+            live[TIED] = self._tied.popleft()
+        self._events(live, trace.backward)
+        if trace.input_gradient in live:
+            self._gradient = (position, live.pop(trace.input_gradient))
+        if trace.tied in live:
+            self._tied.append(live.pop(trace.tied))
+        held = self._named.setdefault(_GRADIENTS, deque())
+        for block in [live.pop(number) for number in trace.kept if number in live]:
+            held.append((block.asked, block))
+        for block in live.values():
+            self.allocator.free(block)
+        if self._ordered.get(position) == 0 and self._gradient is not None:
+            self.allocator.free(self._gradient[1])
+            self._gradient = None
+
+
+def _order(section: Section) -> list[MemoryOp | LayerMemory | _Sync]:
+    """Operations, layers and waits of the host in its order."""
+    syncs = deque((task, max(waits)) for task, (kind, waits) in enumerate(zip(section.kind, section.waits, strict=True))
+                  if kind == Kind.HOST and waits)
+    layers = deque(section.layers)
+    found: list[MemoryOp | LayerMemory | _Sync] = []
+    at = 0
+    while at < len(section.memory) or layers:
+        if layers and layers[0].start <= at:
+            mark = layers.popleft()
+            found.append(mark)
+            at = max(at, mark.stop)
+            continue
+        op = section.memory[at]
+        while syncs and syncs[0][0] < op.before:
+            found.append(_Sync(syncs.popleft()[1]))
+        found.append(op)
+        at += 1
+    return found
+
+
+def _positions(program: Program) -> list[int]:
+    return sorted({mark.position for section in program.sections for mark in section.layers})
+
+
+def _output_bytes(trace: Trace) -> int:
+    return next(size for number, size in trace.forward if number == trace.output and size)
