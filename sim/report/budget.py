@@ -51,7 +51,7 @@ class BudgetResult:
     """`budget` of result.md. What the scenario does not give is None.
 
     Attributes:
-        days: with what failures cost.
+        days: with what failures cost; None (as GPU-hours and cost) where they leave no goodput: the run never ends.
         cost: at `price_per_gpu_hour`, in its currency.
         goodput: share of the days that is work kept; 1 where no failures are asked for.
         checkpoint_s: writing one checkpoint to the disks of the nodes that hold it.
@@ -61,8 +61,8 @@ class BudgetResult:
 
     tokens: float
     steps: int
-    days: float
-    gpu_hours: float
+    days: float | None
+    gpu_hours: float | None
     cost: float | None
     goodput: float
     checkpoint_s: float | None
@@ -94,11 +94,14 @@ def budget_result(scenario: Scenario, lowered: Lowered, step_s: float, tokens_pe
         write_s, read_s = size / (nodes * host.nvme_write), size / (nodes * host.nvme_read)
         every_s = asked.checkpoint_every or best_interval_s(write_s, mtbf_s)
         kept = goodput(every_s, write_s, read_s, mtbf_s)
-    wall_s = steps * step_s / kept if kept > 0 else math.inf
+    price, deadline = asked.price_per_gpu_hour, asked.deadline
+    if kept <= 0:
+        never = None if deadline is None else False
+        return BudgetResult(tokens, steps, None, None, None, kept, write_s, every_s, never)
+    wall_s = steps * step_s / kept
     hours = wall_s / 3600 * lowered.job.ranks
-    price = asked.price_per_gpu_hour
     return BudgetResult(tokens, steps, wall_s / _DAY_S, hours, None if price is None else hours * price, kept, write_s,
-                        every_s, None if asked.deadline is None else wall_s <= asked.deadline)
+                        every_s, None if deadline is None else wall_s <= deadline)
 
 
 def checkpoint_bytes(scenario: Scenario, lowered: Lowered) -> float:

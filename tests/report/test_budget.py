@@ -65,3 +65,9 @@ def test_failures_cost_time(tmp_path: Path) -> None:
     assert found["checkpoint_every_s"] == 3600
     assert 0 < found["goodput"] < 1
     assert found["days"] == pytest.approx(calm["days"] / found["goodput"])
+
+
+def test_a_run_that_never_ends_has_no_length(tmp_path: Path) -> None:
+    found = predicted(tmp_path, ", mtbf_per_gpu: 1 s, checkpoint_every: 100 h").to_json()["budget"]
+    assert found["goodput"] == 0.0 and found["in_time"] is False
+    assert found["days"] is None and found["gpu_hours"] is None and found["cost"] is None
