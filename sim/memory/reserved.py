@@ -57,8 +57,8 @@ def replayed(program: Program, limit_bytes: int, allocated_bytes: int) -> Reserv
         return Reserved(free)
     if allocated_bytes > limit_bytes:
         return Reserved(free, None)
-    # The replay's fragmentation is an estimate: published runs went through that it would stop, so what PyTorch allocates
-    # alone decides whether a job fits.
+    # The replay's fragmentation is an estimate: published runs went through that it would stop, so what PyTorch
+    # allocates alone decides whether a job fits.
     found = under_pressure(program, limit_bytes)
     return Reserved(limit_bytes - allocated_bytes, found.retries or 0, found.released)
 
