@@ -203,7 +203,7 @@ def test_coarsened_and_written_out_are_the_same(tensor: int, sequence: bool, pip
     # exact where nothing overlaps; stages of one node pass tensors over the links of other ranks' all-reduces, and of
     # several products beside a collective the mean pace is taken
     beside = changes["sequence_parallel"] or (tensor > 1 and what.software.framework == "megatron")
-    within = 1e-3 if beside or depth > 1 else 1e-9
+    within = 2e-3 if beside or depth > 1 else 1e-9
     assert fine.step_time_s == pytest.approx(coarse.step_time_s, rel=within)
     for number in range(len(low.job.classes)):
         assert traffic_totals(written, number) == traffic_totals(low.job, number)
