@@ -1,7 +1,7 @@
 """drystep: a discrete-event simulator of distributed training.
 
-The Python API is the command line's verbs: `load`, `run`, `run_sweep`, `validate`. They are imported when first
-used, so `import sim` costs nothing.
+The Python API is the command line's verbs: `load`, `run`, `run_sweep`, `size`, `compare`, `validate`. They are
+imported when first used, so `import sim` costs nothing.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sim.api import load, run, run_sweep
+    from sim.sizing import compare, size
     from sim.validation import validate
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load", "run", "run_sweep", "validate"]
+__all__ = ["__version__", "compare", "load", "run", "run_sweep", "size", "validate"]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,6 +23,10 @@ def __getattr__(name: str) -> Any:
         from sim import api
 
         return getattr(api, name)
+    if name in ("size", "compare"):
+        from sim import sizing
+
+        return getattr(sizing, name)
     if name == "validate":
         from sim.validation import validate
 

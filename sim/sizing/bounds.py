@@ -1,16 +1,17 @@
 """Lower bounds of memory and of step time for all rows of a space at once, from tables of layers.
 
-A table holds, per slice of the model (cluster, tensor, context, expert, micro-batch), what the rooms below say of every
-layer: seconds of its kernels alone (`Device.times`) and of the collectives inside it alone (`Network.coflow`), bytes it
-keeps (`layer_profile`). A row's bound adds them up. Nothing on the GPU is ever faster than alone, so the sum over a rank
-is a lower bound of the step; in a pipeline the rank also waits for the first micro-batch to reach it and, where
-backward is one piece, for its gradients to come back to the first rank.
+A table holds, per slice of the model (cluster, tensor, context, expert, micro-batch), what the rooms below say of
+every layer: seconds of its kernels alone (`Device.times`) and of the collectives inside it alone (`Network.coflow`),
+bytes it keeps (`layer_profile`). A row's bound adds them up. Nothing on the GPU is ever faster than alone, so the sum
+over a rank is a lower bound of the step; in a pipeline the rank also waits for the first micro-batch to reach it and,
+where backward is one piece, for its gradients to come back to the first rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,8 @@ class _Table:
     fixed_bytes: float
     resident_gradients: bool
     blocks: npt.NDArray[np.bool_]
+    kinds: npt.NDArray[np.int16]
+    sums: dict[Any, Floats]
 
 
 def bounds(space: Space) -> Bounds:
@@ -98,7 +101,7 @@ class _Bounding:
         for name in names:  # rows of a group lie together, as `build_space` writes them
             changes[1:] |= columns[name][1:] != columns[name][:-1]
         starts = [*np.flatnonzero(changes).tolist(), rows]
-        for begin, end in zip(starts, starts[1:], strict=False):
+        for begin, end in pairwise(starts):
             key = tuple(int(columns[name][begin]) for name in names)
             try:
                 self._group(key, slice(begin, end), found)
@@ -167,7 +170,8 @@ class _Bounding:
             if pipeline > 1:
                 per_chunk = per_chunk - table.output_bytes
             flight = np.maximum(0.0, flying * per_chunk)[at]
-            states = weights[rank] * (w["parameters"] / shards + (w["master_parameters"] + w["optimizer_states"]) / spread)
+            split_over = (w["master_parameters"] + w["optimizer_states"]) / spread
+            states = weights[rank] * (w["parameters"] / shards + split_over)
             gradients = weights[rank] * w["gradients"] / np.where(whole_gradients, 1.0, spread)
             resident = gradients if table.resident_gradients else 0.0
             highest = np.maximum(highest, states + np.maximum(gradients, resident + flight))
@@ -212,7 +216,8 @@ class _Bounding:
             {p: np.array([r[3][p] for r in rows]) * blocks for p in POLICIES},
             np.array([float(layer.numel) for layer in architecture.stack]),
             block.input.elements * DTYPE_BYTES[block.input.dtype], _widths(scenario, architecture),
-            outside(capability, stack.kernel_loading, ()).total_bytes, stack.gradient_path == "grad_buffer", blocks)
+            outside(capability, stack.kernel_loading, ()).total_bytes, stack.gradient_path == "grad_buffer", blocks,
+            _kinds(architecture), {})
 
     def _layers(self, scenario: Scenario, stack: Any, names: tuple[str, ...]) -> tuple[Architecture, Any]:
         """What every distinct layer runs and keeps; the same for all pipelines and numbers of GPUs."""
@@ -310,10 +315,11 @@ def _over(values: Floats, chunk: range) -> Any:
 def _by_policy(table: _Table, chunks: Sequence[Sequence[range]], policies: npt.NDArray[np.int64]
                ) -> tuple[list[list[Floats]], list[list[Floats]]]:
     """Seconds run again and bytes kept per chunk of each rank, each of shape (policies,)."""
+    through = np.concatenate(([0], np.cumsum(table.blocks)))
     again: list[list[Floats]] = []
     kept: list[list[Floats]] = []
     for own in chunks:
-        number = {c: sum(int(table.blocks[o.start:o.stop].sum()) for o in own if o.start < c.start) for c in own}
+        number = {c: sum(int(through[o.stop] - through[o.start]) for o in own if o.start < c.start) for c in own}
         again.append([_first_blocks(table, table.again_s, c, number[c], policies) for c in own])
         kept.append([_first_blocks(table, table.kept, c, number[c], policies) for c in own])
     return again, kept
@@ -323,14 +329,23 @@ def _first_blocks(table: _Table, of: dict[str, Floats], chunk: range, before: in
                   policies: npt.NDArray[np.int64]) -> Floats:
     """Sum over a chunk for every policy; `before` blocks of the rank come before it."""
     own = slice(chunk.start, chunk.stop)
+    key = (id(of), table.kinds[own].tobytes(), before, policies.tobytes())
+    if key in table.sums:
+        return table.sums[key]
     blocks = table.blocks[own]
     full = np.concatenate(([0.0], np.cumsum(of["full"][own][blocks])))
     none = np.concatenate(([0.0], np.cumsum(of["none"][own][blocks])))
     named = np.array([of[name][own].sum() for name in POLICIES])
     k = np.clip(policies - len(POLICIES) + 1 - before, 0, len(full) - 1)
     partly = full[k] + none[-1] - none[k]
-    result: Floats = np.where(policies < len(POLICIES), named[np.minimum(policies, len(POLICIES) - 1)], partly)
-    return result
+    table.sums[key] = np.where(policies < len(POLICIES), named[np.minimum(policies, len(POLICIES) - 1)], partly)
+    return table.sums[key]
+
+
+def _kinds(architecture: Architecture) -> npt.NDArray[np.int16]:
+    """A number per position; equal layers have equal numbers."""
+    numbers: dict[int, int] = {}
+    return np.array([numbers.setdefault(id(layer), len(numbers)) for layer in architecture.stack], dtype=np.int16)
 
 
 def _shares(strategy: npt.NDArray[np.int64], factor: npt.NDArray[np.int64], ranks: int) -> tuple[Floats, Floats]:

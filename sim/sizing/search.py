@@ -1,8 +1,8 @@
 """Best-first search with certified lower bounds: the answer of exhaustive search, from few evaluations.
 
-Rows are evaluated in order of their bound, in rounds of a fixed size, until the next bound exceeds the worst of the best
-found: no row left can then do better. Rounds do not depend on how many workers evaluate them, so neither does what is
-evaluated. (Branch and bound with best-first order: Lawler and Wood, Operations Research 14(4), 1966.)
+Rows are evaluated in order of their bound, in rounds of a fixed size, until the next bound exceeds the worst of the
+best found: no row left can then do better. Rounds do not depend on how many workers evaluate them, so neither does
+what is evaluated. (Branch and bound with best-first order: Lawler and Wood, Operations Research 14(4), 1966.)
 """
 
 from __future__ import annotations

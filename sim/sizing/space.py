@@ -117,8 +117,7 @@ def build_space(clusters: Sequence[Scenario], choice: Choice) -> Space:
     counts = [len(rows) for _, rows in parts]
     head = np.repeat(np.array([fixed for fixed, _ in parts], dtype=np.int64), counts, axis=0)
     table = np.concatenate((head, np.concatenate([rows for _, rows in parts])), axis=1)
-    names = (*COLUMNS[:10], *COLUMNS[10:])
-    return Space(list(clusters), {name: np.ascontiguousarray(table[:, i]) for i, name in enumerate(names)})
+    return Space(list(clusters), {name: np.ascontiguousarray(table[:, i]) for i, name in enumerate(COLUMNS)})
 
 
 def _of_count(number: int, scenario: Scenario, nodes: int,
@@ -138,8 +137,8 @@ def _of_count(number: int, scenario: Scenario, nodes: int,
             scenario.training.sequence % (tensor * context) == 0 else (0,)
         for micro in (m for m in _divisors(share) if _in(m, choice.micro_batch)):
             for virtual, schedule in _schedules(pipeline, share // micro, blocks, choice):
-                rows = _data_parallel(replicas * context, replicas, pipeline, _policies(
-                    blocks, pipeline * virtual if schedule else pipeline, pipeline, choice), choice)
+                rows = _data_parallel(replicas * context, replicas, pipeline, _policies(blocks, pipeline, choice),
+                                      choice)
                 for spread in spreads if len(rows) else ():
                     for sequence in sequences:
                         yield ((number, nodes, tensor, sequence, context, spread, micro, pipeline, virtual, schedule),
@@ -150,8 +149,8 @@ def _degrees(scenario: Scenario, gpus: int, choice: Choice) -> Iterator[tuple[in
     """Tensor, context and pipeline degrees that the model and the GPUs allow."""
     model, sequence = scenario.model, scenario.training.sequence
     plain = model.kind == "layers"
-    widths = [t for t in _divisors(gpus) if _in(t, choice.tensor) and (t == 1 or not plain and not (
-        model.heads % t or model.ffn % t or (model.kv_heads % t and t % model.kv_heads)))]
+    widths = [t for t in _divisors(gpus) if _in(t, choice.tensor) and (t == 1 or (not plain and not (
+        model.heads % t or model.ffn % t or (model.kv_heads % t and t % model.kv_heads))))]
     contexts = [c for c in _divisors(gpus) if _in(c, choice.context) and (c == 1 or (
         model.kind == "decoder" and sequence % c == 0))]
     depths = [p for p in _divisors(gpus) if _in(p, choice.pipeline) and (p == 1 or (
@@ -184,7 +183,7 @@ def _schedules(pipeline: int, micro_steps: int, blocks: int, choice: Choice) -> 
             yield 1, index
 
 
-def _policies(blocks: int, stages: int, pipeline: int, choice: Choice) -> list[int]:
+def _policies(blocks: int, pipeline: int, choice: Choice) -> list[int]:
     """Recomputation: named policies, and the first k blocks of each pipeline rank below all of them."""
     found = [POLICIES.index(name) for name in choice.recompute]
     if choice.partial_recompute:

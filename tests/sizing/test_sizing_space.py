@@ -1,0 +1,147 @@
+"""Bounds are bounds of what simulation gives; searches of real layouts agree with simulating all of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sim.cli import main
+from sim.errors import UserError
+from sim.scenario import Scenario, resolve
+from sim.scenario.dump import dump
+from sim.sizing import Choice, Wish, counts, size
+from sim.sizing.bounds import bounds
+from sim.sizing.size import _alone, _simulated
+from sim.sizing.space import POLICIES, build_space, policy
+
+PLAIN: dict[str, Any] = {
+    "name": "small", "cluster": {"topology": "dgx-a100-80g"}, "model": {"preset": "gpt2"},
+    "training": {"micro_batch": 1, "global_batch": 16, "sequence": 1024}}
+
+
+def scenario(**changes: Any) -> Scenario:
+    return resolve({**PLAIN, **changes}, "small")
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 10**6), model=st.sampled_from(["gpt2", "llama-7b", "bert-large", "mixtral-8x7b"]),
+       framework=st.sampled_from(["pytorch", "megatron", "deepspeed"]), tensor=st.sampled_from([1, 2, 4]),
+       context=st.sampled_from([1, 2]), pipeline=st.sampled_from([1, 2, 4]))
+def test_bounds_never_exceed_what_is_simulated(seed: int, model: str, framework: str, tensor: int, context: int,
+                                               pipeline: int) -> None:
+    training = {"micro_batch": 1, "global_batch": 16, "sequence": 512}
+    base = _alone(scenario(model={"preset": model}, software={"framework": framework}, training=training), None)
+    choice = Choice([16], tensor=[tensor], context=[context], pipeline=[pipeline], micro_batch=[1, 2])
+    try:
+        space = build_space([base], choice)
+    except UserError:
+        return
+    of, plain = bounds(space), dump(base)
+    for row in np.random.default_rng(seed).choice(len(space), 2):
+        got = _simulated(("", plain, space.sets(int(row)), 16))
+        if got.outcome == "ok":
+            assert of.time_s[row] <= got.step_time_s
+            assert of.memory_bytes[row] <= got.device_used_bytes
+            assert of.time_s[row] > 0.2 * got.step_time_s  # a bound worth having
+
+
+def test_search_agrees_with_simulating_everything() -> None:
+    choice = Choice([8], micro_batch=[1, 2], context=[1], recompute=["none", "full"], partial_recompute=False,
+                    schedules=["1f1b", "interleaved", "zb-h1"], tensor=[1, 2], pipeline=[1, 2], virtual_stages=[1, 2])
+    base = _alone(scenario(), None)
+    space, plain = build_space([base], choice), dump(base)
+    outcomes = [_simulated(("", plain, space.sets(row), 8)) for row in range(len(space))]
+    for objective in ("time", "cost", "gpus"):
+        wish = Wish(objective)
+        every = sorted((float(wish.value(o.step_time_s, o.gpus)), row) for row, o in enumerate(outcomes) if o.fits)
+        found = size(scenario(), choice, wish, top=4)
+        assert [row["set"] for row in found.best] == [space.sets(row) for _, row in every[:4]]
+        assert found.gap == 0.0 and found.simulated < len(space)
+        assert found.covered == len(space) == found.impossible + sum(found.pruned.values()) + found.simulated
+
+
+def test_rows_are_distinct_and_partial_recomputation_is_per_stage() -> None:
+    space = build_space([_alone(scenario(), None)], Choice([8]))
+    texts = {json.dumps(space.sets(row), sort_keys=True) for row in range(len(space))}
+    assert len(texts) == len(space)
+    staged = space.columns["pipeline"] == 4
+    most = int(space.columns["recompute"][staged].max())
+    assert policy(most) == {"layers": 12 // 4 - 1} and policy(3) == "full" == POLICIES[3]
+
+
+def test_workers_change_nothing() -> None:
+    choice = Choice([4, 8], micro_batch=[1, 2], tensor=[1, 2], context=[1], pipeline=[1], partial_recompute=False)
+    four = scenario(cluster={"topology": "dgx-a100-80g", "gpus_per_node": 4})
+    one, two = size(four, choice, top=3), size(four, choice, top=3, workers=2)
+    assert one.best == two.best and one.front == two.front and one.simulated == two.simulated
+
+
+def test_deadline_prunes_and_is_kept() -> None:
+    choice = Choice([8], micro_batch=[1], tensor=[1], context=[1], pipeline=[1], partial_recompute=False)
+    free = size(scenario(), choice, Wish(steps=1000))
+    late = size(scenario(), choice, Wish(steps=1000, deadline_s=free.best[0]["run_s"] / 2))
+    assert not late.best and late.pruned["deadline"] > 0
+
+
+def test_killed_search_resumes_without_repeating(tmp_path: Path) -> None:
+    file, out = tmp_path / "s.yaml", tmp_path / "runs.db"
+    file.write_text(json.dumps(PLAIN))
+    command = [sys.executable, "-m", "sim", "size", str(file), "--gpus", "8", "--top", "40", "--out", str(out)]
+    child = subprocess.Popen(command, env={**os.environ}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    before = 0
+    for _ in range(600):
+        time.sleep(0.05)
+        try:  # read only: to open a file that is not there must not make it
+            before = sqlite3.connect(f"file:{out}?mode=ro", uri=True).execute("select count(*) from runs").fetchone()[0]
+        except sqlite3.Error:
+            before = 0
+        if before >= 8 or child.poll() is not None:
+            break
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    kept = sqlite3.connect(out).execute("select * from runs order by rowid").fetchall()
+    assert len(kept) >= 8
+    with pytest.raises(SystemExit) as refused:
+        main(command[3:])
+    assert refused.value.code == 2
+    with pytest.raises(SystemExit) as done:
+        main([*command[3:], "--resume", "--json", str(tmp_path / "found.json")])
+    assert done.value.code == 0
+    rows = sqlite3.connect(out).execute("select * from runs order by rowid").fetchall()
+    assert rows[:len(kept)] == kept  # nothing lost, nothing simulated again
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["proven"] and found["simulated"] == len(rows)
+
+
+def test_numbers_of_gpus() -> None:
+    assert counts("8..64") == [8, 16, 32, 64] and counts("6, 24..40") == [6, 24, 32, 40]
+    for wrong in ("", "a..b", "9..8", "0"):
+        with pytest.raises(UserError):
+            counts(wrong)
+
+
+def test_compare_names_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, recompute in (("a", "none"), ("b", "full")):
+        training = {**PLAIN["training"], "recompute": recompute}
+        (tmp_path / f"{name}.yaml").write_text(json.dumps({**PLAIN, "name": name, "training": training}))
+    with pytest.raises(SystemExit) as done:
+        main(["compare", str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml"), "--json", "-"])
+    assert done.value.code == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["differs"] == {"training.recompute": ["none", "full"]}
+    total = sum(found["moved_s"][0].values())
+    assert total == pytest.approx(found["step_time_s"][1] - found["step_time_s"][0], rel=0.05)
+    assert max(found["moved_s"][0].values()) > 0 and not math.isnan(total)
