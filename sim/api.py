@@ -16,7 +16,7 @@ from typing import Any
 
 from sim.engine import Machine, simulate
 from sim.errors import Fault, UserError
-from sim.hardware import Device, gpu
+from sim.hardware import Device, gpu, host_share
 from sim.network import Network, Topology
 from sim.parallel import Lowered, lower
 from sim.report.advice import advise
@@ -137,7 +137,8 @@ def _hardware(scenario: Scenario, jitter_s: float) -> tuple[Device, Network]:
     network = Network(Topology.from_mapping(cluster.topology.model_dump()), cluster.nodes, cluster.gpus_per_node,
                       cluster.intra_gbps_per_gpu, cluster.inter_gbps_per_node, scenario.software.nccl.model_dump(),
                       jitter_s)
-    return Device(gpu(cluster.topology.gpu, overrides)), network
+    share = host_share(cluster.topology.host, cluster.gpus_per_node, cluster.topology.intra.gpus_per_switch or 1)
+    return Device(gpu(cluster.topology.gpu, overrides), host=share), network
 
 
 def _predict(scenario: Scenario, sets: Mapping[str, Any]) -> Result:

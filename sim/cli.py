@@ -76,10 +76,11 @@ def cli() -> None:
 @click.option("--json", "json_to", metavar="FILE", help="Write the result as JSON; - is standard output.")
 @click.option("--trace", "trace_to", metavar="FILE", help="Write a trace for ui.perfetto.dev (.gz compresses).")
 @click.option("--report", "report_to", metavar="DIR", help="Write text, JSON and pictures into a directory.")
+@click.option("--sensitivity", "sensitivity", is_flag=True, help="Also simulate 10% more of each resource.")
 @click.option("--check", "check", is_flag=True, help="Exit with 3 if a bound of `expect` is broken or memory runs out.")
 @click.pass_context
 def run(ctx: click.Context, scenarios: tuple[str, ...], sets: tuple[str, ...], json_to: str | None,
-        trace_to: str | None, report_to: str | None, check: bool) -> None:
+        trace_to: str | None, report_to: str | None, sensitivity: bool, check: bool) -> None:
     """Predict one training step; a scenario with a sweep is run over the whole product."""
     from sim.api import load
 
@@ -99,10 +100,10 @@ def run(ctx: click.Context, scenarios: tuple[str, ...], sets: tuple[str, ...], j
             if text and number:
                 click.echo()
             if one.sweep:
-                points, stopped = _run_sweep(one, out, text, folder, check)
+                points, stopped = _run_sweep(one, out, text, folder, sensitivity, check)
                 interrupted = interrupted or stopped
             else:
-                points = [_run_one(one, out, text, folder, trace_to, check)]
+                points = [_run_one(one, out, text, folder, trace_to, sensitivity, check)]
             if interrupted:
                 break
             failed |= check and not _checked(name, one, points)
@@ -129,10 +130,12 @@ def _load_all(names: Sequence[str], load: Callable[[str], Loaded]) -> list[Loade
 
 
 def _run_one(loaded: Loaded, out: JsonOutput | None, text: bool, folder: Path | None, trace_to: str | None,
-             check: bool) -> Point:
+             sensitivity: bool, check: bool) -> Point:
     from sim import api
 
     result = api.run(loaded)
+    if sensitivity:
+        result.ask_sensitivity()
     as_json = result.to_json() if out is not None or folder is not None or check else {}
     if out is not None:
         out.document(as_json)
@@ -155,13 +158,15 @@ def _run_one(loaded: Loaded, out: JsonOutput | None, text: bool, folder: Path | 
 
 
 def _run_sweep(loaded: Loaded, out: JsonOutput | None, text: bool, folder: Path | None,
-               check: bool) -> tuple[list[Point], bool]:
+               sensitivity: bool, check: bool) -> tuple[list[Point], bool]:
     from sim import api
 
     points: list[Point] = []
     keep = check or folder is not None
 
     def each(result: Result) -> None:
+        if sensitivity:
+            result.ask_sensitivity()
         if out is not None or keep:
             as_json = result.to_json()
             if out is not None:
@@ -234,6 +239,19 @@ def validate(ctx: click.Context, cases: tuple[str, ...], json_to: str | None, se
         render(found, console())
     if found.interrupted:
         ctx.exit(INTERRUPTED)
+
+
+@cli.command()
+@click.option("--cases", type=click.IntRange(1, 1000), default=16, help="Most cases of a source.")
+@click.option("--out", type=click.Path(dir_okay=False), default="reports/fit.md", help="The report.")
+@click.option("--workers", type=click.IntRange(1, 1024), default=2, help="Processes.")
+@click.pass_context
+def fit(ctx: click.Context, cases: int, out: str, workers: int) -> None:
+    """Estimate free figures of software profiles from published step times; test them on what was left out."""
+    from sim.validation.fit import main as fit_main
+
+    writable("--out", out)
+    ctx.exit(fit_main(["--cases", str(cases), "--out", out, "--workers", str(workers)]))
 
 
 @cli.command()

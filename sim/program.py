@@ -51,8 +51,12 @@ class CollectiveCall(NamedTuple):
     communicator: int
 
 
+#: How the label of a HOST task ends that is an offloaded optimizer: reports count the wait for it as offload.
+ON_CPU = "on the CPU"
+
+
 class Copy(NamedTuple):
-    """A host-device copy: `direction` is h2d or d2h."""
+    """A copy: `direction` is h2d or d2h (host memory and device), nvme_read or nvme_write (disks and host memory)."""
 
     direction: str
     size_bytes: int
@@ -129,8 +133,8 @@ class MemoryOp(NamedTuple):
 class Trace(NamedTuple):
     """The tensors of one layer, one by one: events are (number, bytes) where one is born and (number, 0) where it dies.
 
-    Numbers are the layer's own; a negative one is somebody else's: `INPUT`, `OUTPUT_GRADIENT` or `TIED`. What is born in
-    forward and not dead then dies in backward, or with `held` or `cached`.
+    Numbers are the layer's own; a negative one is somebody else's: `INPUT`, `OUTPUT_GRADIENT` or `TIED`. What is born
+    in forward and not dead then dies in backward, or with `held` or `cached`.
 
     Attributes:
         held: numbers that the model's forward lets go before the head; cached: at the end of forward.
@@ -159,9 +163,10 @@ class LayerMemory(NamedTuple):
 
     Attributes:
         start, stop: of `Section.memory`.
-        verb: "forward", "backward", or what goes at the end of forward: "held", "cached".
+        verb: "forward", "backward", what goes at the end of forward ("held", "cached"), or a tensor that another stage
+            gave or is given ("passed", one operation).
         position: of the layer in the model.
-        trace: None for "held" and "cached", which end what every layer of the micro-step has there.
+        trace: of a forward or backward; "held" and "cached" end what every layer of the micro-step has there.
     """
 
     start: int
@@ -203,6 +208,7 @@ class Program:
         launch_queue: kernels issued but not finished at which the host blocks (CUDA: about 1024).
         resident: memory held for the whole step: (tensor name, bytes, category).
         tensors: bytes of each tensor of a resident entry or pool, by its name; what is not here is one tensor.
+        host_resident: host memory a rank holds for the whole step: (tensor name, bytes, category).
     """
 
     kernels: list[Kernel]
@@ -216,6 +222,7 @@ class Program:
     schedule: list[tuple[int, int]]
     launch_queue: int = 1024
     resident: list[tuple[str, int, str]] = field(default_factory=list)
+    host_resident: list[tuple[str, int, str]] = field(default_factory=list)
     inlines: list[Inline] = field(default_factory=list)
     tensors: dict[str, list[int]] = field(default_factory=dict)
 
@@ -234,7 +241,8 @@ class Program:
                 elif kind == Kind.KERNELS:
                     segments.add(payload)
         if self.inlines:
-            found |= {self.inlines[-1 - row].collective for s in segments for row in self.segments[s].kernels if row < 0}
+            rows = {row for segment in segments for row in self.segments[segment].kernels if row < 0}
+            found |= {self.inlines[-1 - row].collective for row in rows}
         return found
 
     def launches(self) -> list[int]:
@@ -400,6 +408,7 @@ class ProgramBuilder:
         self.launch_queue = launch_queue
         self.resident: list[tuple[str, int, str]] = []
         self.tensors: dict[str, list[int]] = {}
+        self.host_resident: list[tuple[str, int, str]] = []
         self._sections: list[Section] = []
         self._numbers: dict[int, int] = {}
         self._schedule: list[tuple[int, int]] = []
@@ -448,5 +457,5 @@ class ProgramBuilder:
         return Program(
             kernels=kernels, segments=segments, collectives=collectives, copies=copies, labels=labels,
             streams=self.streams, communicators=self.communicators, sections=self._sections, schedule=self._schedule,
-            launch_queue=self.launch_queue, resident=self.resident, inlines=inlines,
+            launch_queue=self.launch_queue, resident=self.resident, host_resident=self.host_resident, inlines=inlines,
             tensors=self.tensors)

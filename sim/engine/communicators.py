@@ -135,8 +135,11 @@ class Fifo(Timer):
         operation = self.queue.popleft()
         self.done += 1
         self.active = False
-        del engine.active[operation.flow.number]
-        engine.changed.append(operation.flow)
+        flow = operation.flow
+        del engine.active[flow.number]
+        for c in flow.classes:
+            del engine.flowing[c][flow.number]
+        engine.changed.append(flow)
         for host, run, task in operation.members:
             host.complete(run, task, now)
         if self.queue:

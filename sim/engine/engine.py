@@ -50,7 +50,8 @@ class Engine:
     """One simulation.
 
     Attributes:
-        known_shares: the machine's memo of `Machine.shares`.
+        known_shares, known_states: the machine's memos of `Machine.shares` and `Machine.state`.
+        flowing: for each class its active flows and who runs them.
         active: flow number -> the communicator that is running it.
         changed: flows that have begun or ended since rates were last set.
         unsettled: whether `settle` has anything to do.
@@ -66,10 +67,12 @@ class Engine:
         self.steps = steps
         self.skip = skip_repeats
         self.active: dict[int, Fifo] = {}
+        self.flowing: list[dict[int, Fifo]] = [{} for _ in machine.job.classes]
         self.changed: list[Flow] = []
         self.unsettled = False
         self.starting: list[Fifo] = []
         self.known_shares = machine.known_shares
+        self.known_states = machine.known_states
         self.offset_s = 0.0
         self.idle_after_s: float | None = None
         self.idle: set[int] = set()
@@ -106,8 +109,11 @@ class Engine:
                         if wait_s > drain_s:
                             drain_s = wait_s
                 fifo.activate(now, drain_s)
-                active[operation.flow.number] = fifo
-                self.changed.append(operation.flow)
+                flow = operation.flow
+                active[flow.number] = fifo
+                for c in flow.classes:
+                    self.flowing[c][flow.number] = fifo
+                self.changed.append(flow)
             starting.clear()
         if self.changed:
             self._share(now)
@@ -115,52 +121,49 @@ class Engine:
             self.repeats.observe(now)
 
     def _share(self, now: float) -> None:
-        """New rates and contention states for the active flows that those begun or ended can reach."""
+        """New rates for the active flows that those begun or ended can reach, and new contention states."""
         active = self.active
-        hosts = self.hosts
+        changed = self.changed
         near = self.machine.near
-        if len(self.changed) == 1 and near(self.changed[0].number).isdisjoint(active):
-            self._share_alone(self.changed.pop(), now)
-            return
-        reached = {flow.number for flow in self.changed}
-        grown = list(reached) if any(number not in reached for number in active) else []
-        for number in grown:
-            for other in near(number):
-                if other in active and other not in reached:
-                    reached.add(other)
-                    grown.append(other)
-        idle = [c for flow in self.changed if flow.number not in active for c in flow.classes]
-        self.changed.clear()
-        key = tuple(sorted(number for number in reached if number in active))
+        known = {flow.number for flow in changed}  # one may have ended and begun again
+        reached = list(known)
+        for number in reached:  # grows
+            met = near(number)
+            if not met.isdisjoint(active):
+                for other in met:
+                    if other in active and other not in known:
+                        known.add(other)
+                        reached.append(other)
+        running = [number for number in reached if number in active]
+        key = (running[0],) if len(running) == 1 else tuple(sorted(running))
         shares = self.known_shares.get(key) or self.machine.shares(key)
         for number, rate_bps in shares.rates_bps:
             fifo = active[number]
             if fifo.rate_bps != rate_bps:
                 fifo.set_rate(rate_bps, now)
-        states = shares.states
-        for c, state in states:
-            if hosts[c].state != state:
-                hosts[c].contend(state, now)
-        if idle:
-            busy = {c for c, _ in states}
-            for c in idle:
-                if c not in busy and hosts[c].state:
-                    hosts[c].contend(0, now)
+        classes = shares.classes
+        if len(running) < len(reached):
+            classes = tuple({*classes, *(c for flow in changed for c in flow.classes)})
+        changed.clear()
+        for c in classes:
+            self._contend(c, now)
 
-    def _share_alone(self, flow: Flow, now: float) -> None:
-        """A flow that no active one meets has begun or ended."""
-        fifo = self.active.get(flow.number)
-        hosts = self.hosts
-        if fifo is None:
-            for c in flow.classes:
-                if hosts[c].state:
-                    hosts[c].contend(0, now)
-            return
-        shares = self.known_shares.get((flow.number,)) or self.machine.shares((flow.number,))
-        fifo.set_rate(shares.rates_bps[0][1], now)
-        for c, state in shares.states:
-            if hosts[c].state != state:
-                hosts[c].contend(state, now)
+    def _contend(self, c: int, now: float) -> None:
+        """Look up the contention state of a class anew."""
+        fifos = self.flowing[c]
+        host = self.hosts[c]
+        if not fifos:
+            state = 0
+        elif len(fifos) == 1:
+            number, fifo = next(iter(fifos.items()))
+            key = ((number, fifo.rate_bps),)
+            state = self.known_states.get(key, -1)
+            if state < 0:
+                state = self.machine.state(key)
+        else:
+            state = self.machine.state(tuple([(number, fifos[number].rate_bps) for number in sorted(fifos)]))
+        if host.state != state:
+            host.contend(state, now)
 
     def run_ended(self, host: Host, run: Run) -> None:
         """A section run of `host` is over."""

@@ -92,10 +92,10 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What a set of active flows means: (flow number, rate) of each, and (class, contention state) of theirs."""
+    """What a set of active flows means: (flow number, rate) of each, and the classes of ranks they involve."""
 
     rates_bps: tuple[tuple[int, float], ...]
-    states: tuple[tuple[int, int], ...]
+    classes: tuple[int, ...]
 
 
 class Machine:
@@ -138,6 +138,7 @@ class Machine:
         self.class_flows = [self._flows_of(c) for c in job.classes]
         #: What a class's segments take depends on these alone: program, device and its inline collectives' seconds.
         self._variants = [(c.program, c.device, self._inline_s(number)) for number, c in enumerate(job.classes)]
+        self.known_states: dict[tuple[tuple[int, float], ...], int] = {}
         self._near: dict[int, frozenset[int]] = {}
         self._by_link: dict[object, list[int]] | None = None
 
@@ -278,38 +279,43 @@ class Machine:
                     coflow.hbm_bytes_per_byte, alone_bps, coflow)
 
     def near(self, flow: int) -> frozenset[int]:
-        """Flows that share a link or a rank with `flow`: only they can change its rate or what it slows."""
+        """Flows that share a link with `flow`: only they can change its rate."""
         found = self._near.get(flow)
         if found is None:
             if self._by_link is None:
                 self._by_link = {}
                 for other in self.flows:
-                    for place in _places(other):
-                        self._by_link.setdefault(place, []).append(other.number)
-            found = frozenset(n for place in _places(self.flows[flow]) for n in self._by_link[place]) - {flow}
+                    for link in _links(other):
+                        self._by_link.setdefault(link, []).append(other.number)
+            found = frozenset(n for link in _links(self.flows[flow]) for n in self._by_link[link]) - {flow}
             self._near[flow] = found
         return found
 
     def shares(self, key: tuple[int, ...]) -> Shares:
-        """Rates and contention states while exactly the flows `key` (ascending numbers) are active near one another,
-        memoised. Other active flows must share no link and no rank with them."""
+        """Rates while exactly the flows `key` (ascending numbers) are active among those that share links with them,
+        memoised."""
         found = self.known_shares.get(key)
         if found is None:
-            found = self.known_shares[key] = self._new_shares(key)
+            flows = [self.flows[number] for number in key]
+            alone = tuple(flow.alone_bps for flow in flows)
+            rates = alone if len(flows) < 2 or not self.contention else tuple(self._fair_share(flows))
+            classes = tuple(dict.fromkeys(c for flow in flows for c in flow.classes))
+            found = self.known_shares[key] = Shares(tuple(zip(key, rates, strict=True)), classes)
         return found
 
-    def _new_shares(self, key: tuple[int, ...]) -> Shares:
-        flows = [self.flows[number] for number in key]
-        alone = tuple(flow.alone_bps for flow in flows)
+    def state(self, active: Sequence[tuple[int, float]]) -> int:
+        """Contention state of a class that takes part in the active flows (number, rate), ascending."""
         if not self.contention:
-            return Shares(tuple(zip(key, alone, strict=True)), tuple((c, 0) for flow in flows for c in flow.classes))
-        rates = alone if len(flows) < 2 else tuple(self._fair_share(flows))
-        taken: dict[int, tuple[int, float]] = {}
-        for flow, rate in zip(flows, rates, strict=True):
-            for c in flow.classes:
-                sms, hbm_bps = taken.get(c, (0, 0.0))
-                taken[c] = (sms + flow.channels, hbm_bps + _memory_traffic_bps(flow, rate))
-        return Shares(tuple(zip(key, rates, strict=True)), tuple((c, self._state(t)) for c, t in taken.items()))
+            return 0
+        key = tuple(active)
+        found = self.known_states.get(key)
+        if found is None:
+            sms, hbm_bps = 0, 0.0
+            for number, rate in key:
+                flow = self.flows[number]
+                sms, hbm_bps = sms + flow.channels, hbm_bps + _memory_traffic_bps(flow, rate)
+            found = self.known_states[key] = self._state((sms, hbm_bps))
+        return found
 
     def _fair_share(self, flows: list[Flow]) -> list[float]:
         from sim.network import fair_share  # not needed by a job whose collectives never overlap
@@ -345,9 +351,8 @@ class Machine:
         return out
 
 
-def _places(flow: Flow) -> list[object]:
-    """Links and classes of ranks of a flow."""
-    return [*(() if flow.coflow is None else flow.coflow.links), *flow.classes]
+def _links(flow: Flow) -> Sequence[object]:
+    return () if flow.coflow is None else flow.coflow.links
 
 
 def _memory_traffic_bps(flow: Flow, rate_bps: float) -> float:

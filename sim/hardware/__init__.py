@@ -2,5 +2,6 @@
 
 from sim.hardware.device import Device
 from sim.hardware.gpu import Gpu, NVLink, canonical_gpu, gpu, gpu_names
+from sim.hardware.host import HostShare, host_share
 
-__all__ = ["Device", "Gpu", "NVLink", "canonical_gpu", "gpu", "gpu_names"]
+__all__ = ["Device", "Gpu", "HostShare", "NVLink", "canonical_gpu", "gpu", "gpu_names", "host_share"]

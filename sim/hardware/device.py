@@ -11,6 +11,7 @@ from sim.catalog import table
 from sim.hardware.attention import attention_times, attention_work
 from sim.hardware.gemm import Array, ProductTimes, as_products, overlapped, product_times
 from sim.hardware.gpu import Gpu
+from sim.hardware.host import HostShare
 from sim.hardware.memory_bound import memory_time
 from sim.hardware.rates import AttentionRates, Basis, GemmRates, Rates
 from sim.work import Kernel
@@ -30,10 +31,13 @@ class Device:
             the power limit, or at the one `settle` finds. False: each kernel at the clock a benchmark of it alone
             settles at, in a loop with the host's gaps between calls, so that short kernels run at full clock.
         gap_s: that gap, if not the usual one.
+        host: its share of the host; None: alone on its link, without disks.
     """
 
-    def __init__(self, gpu: Gpu, sustained: bool = True, gap_s: float | None = None) -> None:
+    def __init__(self, gpu: Gpu, sustained: bool = True, gap_s: float | None = None,
+                 host: HostShare | None = None) -> None:
         self.gpu = gpu
+        self._host = host
         self._sustained = sustained
         self._rates = Rates(gpu)
         self._gap_s = self._rates.benchmark_gap_s if gap_s is None else gap_s
@@ -59,10 +63,17 @@ class Device:
         return min(block_s, seconds) / 2.0
 
     def copy_s(self, direction: str, size_bytes: float) -> float:
-        """Seconds of a copy between pinned host memory and the device ("h2d" or "d2h"), alone on its link."""
+        """Seconds of a copy between pinned host memory and the device ("h2d", "d2h") or disks ("nvme_read" ...)."""
         catalogue = table("hardware/gpus.yaml")
-        bandwidth_bps = float(catalogue["copies"][self.gpu.pcie][direction]) * 1e9
+        if self._host is not None:
+            bandwidth_bps = self._host.bandwidth_bps(direction)
+        else:
+            bandwidth_bps = float(catalogue["copies"][self.gpu.pcie][direction]) * 1e9
         return float(catalogue["copy_start"]["seconds"]) + size_bytes / bandwidth_bps
+
+    def like(self, gpu: Gpu) -> Device:
+        """A device of another GPU that is used as this one is."""
+        return Device(gpu, self._sustained, self._gap_s)
 
     def basis(self, kernel: Kernel) -> Basis:
         """What the time of `kernel` rests on: confidence, source, whether tables of this very GPU entered."""

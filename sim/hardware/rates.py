@@ -164,6 +164,10 @@ class Rates:
             name = _REPLACEMENT[name]
         return name
 
+    def flop_energies(self) -> dict[str, float]:
+        """Energy per FLOP by class of units, pJ, as `kernels.yaml` writes it."""
+        return {units: float(value) for units, value in self._family["power"]["pj_per_flop"].items()}
+
     def _flop_j(self, units: str) -> float:
         energies = self._family["power"]["pj_per_flop"]
         return float(energies.get(units, energies["half"])) * 1e-12

@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from sim.program import Program, Section
 
-#: Memory categories of result.md, in its order.
+#: Memory categories of result.md, in its order, and the cache of keys and values of inference.
 CATEGORIES = (
     "parameters", "gradients", "optimizer_states", "master_parameters", "gathered_parameters", "activations", "logits",
-    "buffers", "workspace", "fragmentation", "context",
+    "kv_cache", "buffers", "workspace", "fragmentation", "context",
 )
 
 #: Phases of result.md's `memory.phases`, in the order in which a step passes them.

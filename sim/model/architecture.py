@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+from sim.model.tuning import Frozen
 from sim.work import DTYPE_BYTES, Kernel
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Operator:
         core_again: kernels selective recomputation runs again, where they are fewer than `forward` (early stop too).
         weight_copies: autocast's half copies of the weights, kept for backward too; under full recomputation they live
             to the end of forward (autocast's cache), then one layer at a time.
+        frozen: tensors of it that are not trained.
     """
 
     name: str
@@ -86,6 +88,12 @@ class Operator:
     core_again: tuple[Kernel, ...] = ()
     weight_copies: tuple[Tensor, ...] = ()
     joint: Joint | None = None
+    frozen: tuple[Frozen, ...] = ()
+
+    @property
+    def weights(self) -> tuple[Parameter | Frozen, ...]:
+        """Its parameters, trained or not."""
+        return (*self.parameters, *self.frozen)
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,7 @@ class Layer:
         parameters: in registration order (`module.parameters()`).
         shared: parameters of an earlier layer that this one multiplies by or looks up (a tied head).
         program: the module code behind it, for its memory (`sim.model.eager`); None: estimated from `saved`.
+        frozen: tensors that are not trained and so are no `parameters`.
     """
 
     kind: str
@@ -107,10 +116,16 @@ class Layer:
     parameters: tuple[Parameter, ...]
     shared: tuple[Parameter, ...] = ()
     program: Program | None = field(default=None, compare=False)
+    frozen: tuple[Frozen, ...] = ()
+
+    @property
+    def weights(self) -> tuple[Parameter | Frozen, ...]:
+        """Its parameters, trained or not."""
+        return (*self.parameters, *self.frozen)
 
     @cached_property
     def numel(self) -> int:
-        """Parameters of the layer."""
+        """Trained parameters of the layer."""
         return sum(p.numel for p in self.parameters)
 
     @cached_property
@@ -196,6 +211,11 @@ class Architecture:
     def backward_flops(self) -> float:
         """Matrix-product FLOPs of one backward without recomputation."""
         return sum(layer.backward_flops for layer in self.stack)
+
+    @cached_property
+    def frozen_parameters(self) -> int:
+        """Parameters that are not trained."""
+        return sum(f.numel for layer in self.stack for f in layer.frozen)
 
     def recompute_flops(self, layers: int | None = None) -> float:
         """FLOPs that full recomputation of the first `layers` blocks (default all) adds to backward."""

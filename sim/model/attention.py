@@ -9,8 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sim.model.architecture import Operator, Parameter, Tensor
-from sim.model.kernels import cast, chain, elementwise, linear, linear_operator, linear_parameters, product, width
+from sim.model.architecture import Joint, Operator, Parameter, Tensor
+from sim.model.kernels import (
+    cast,
+    chain,
+    elementwise,
+    joint,
+    linear,
+    linear_operator,
+    linear_parameters,
+    product,
+    width,
+)
 from sim.model.relative import bias_backward, bias_forward, kept_bias
 from sim.model.style import Style
 from sim.work import Kernel
@@ -48,12 +58,28 @@ def attention_operators(
     attended = Tensor("attention_output", style.tokens * style.query_width, style.act)
     projection, more = linear_operator(style, "projection", names[-1], style.query_width, style.hidden,
                                        source=style.act, saved=(attended,))
+    elements = style.tokens * style.hidden
+    operators[0] = replace(operators[0], joint=joint(style, "column", elements))
+    projection = replace(projection, joint=joint(style, "row", elements))
     return [*operators, projection], [*parameters, *more]
 
 
 def core_operator(style: Style) -> Operator:
     """From queries, keys and values to the attention output: one fused kernel, or spelled out."""
-    return _flash(style) if uses_flash(style) else _eager(style)
+    operator = _flash(style) if uses_flash(style) else _eager(style)
+    return operator if style.context == 1 else around_the_ring(style, operator)
+
+
+def around_the_ring(style: Style, operator: Operator) -> Operator:
+    """Attention of a slice of the sequence on all keys: as many steps as slices, each on the keys of one.
+
+    A causal mask is balanced by giving every slice an early and a late part, so that each step does half a square.
+    Source: Liu et al. 2023 (arXiv 2310.01889); Megatron-LM context parallelism (TransformerEngine, p2p).
+    """
+    elements = 2 * style.batch * style.keys * style.kv_width
+    return replace(operator, forward=operator.forward * style.context, backward=operator.backward * style.context,
+                   core_again=operator.core_again * style.context,
+                   joint=Joint("ring", elements, style.act))
 
 
 def uses_flash(style: Style) -> bool:
@@ -66,7 +92,7 @@ def _projections(style: Style, names: Sequence[str], source: str) -> tuple[Opera
     outputs = style.query_width + 2 * style.kv_width
     kept = [] if style.positions == "rotary" else _kept_queries_and_keys(style)
     kept.append(_kept_values(style))
-    inputs = Tensor("qkv_input", style.tokens * style.hidden, style.act)
+    inputs = Tensor("qkv_input", style.stream.tokens * style.hidden, style.act)
     if len(names) == 1:
         operator, fused = linear_operator(style, "qkv", names[0], style.hidden, outputs, source=source,
                                           saved=(inputs, *kept))

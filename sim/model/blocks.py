@@ -11,7 +11,7 @@ from sim.model.style import Style
 
 def block_layer(style: Style, operators: Sequence[Operator], parameters: Sequence[Parameter]) -> Layer:
     """A block of `operators`, whose input is the residual stream."""
-    stream = Tensor("block_input", style.tokens * style.hidden, style.residual)
+    stream = Tensor("block_input", style.stream.tokens * style.hidden, style.residual)
     return Layer("block", tuple(_early_stopped(operators, style.stack.early_stop)), stream, tuple(parameters))
 
 

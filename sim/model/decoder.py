@@ -53,7 +53,7 @@ def _block(style: Style, table: str = "") -> Layer:
     """
     first, second = _NORMS["gpt2" if style.conv1d else style.modules]
     source = style.residual
-    norm1, norm1_parameters = norm_operator(style, "norm1", first)
+    norm1, norm1_parameters = norm_operator(style.stream, "norm1", first)
     attend = attention_operators if style.latent is None else latent_operators
     attention, attention_parameters = attend(style, source)
     if table:
@@ -61,12 +61,12 @@ def _block(style: Style, table: str = "") -> Layer:
         attention_parameters += attention[1].parameters
     feed_forward = mlp_operators if style.experts is None else experts_operators
     mlp, mlp_parameters = feed_forward(style, source)
-    operators = [norm1, *attention, *residual_operators(style, "1")]
+    operators = [norm1, *attention, *residual_operators(style.stream, "1")]
     norm2_parameters: tuple[Parameter, ...] = ()
     if not style.parallel_block:
-        norm2, norm2_parameters = norm_operator(style, "norm2", second)
+        norm2, norm2_parameters = norm_operator(style.stream, "norm2", second)
         operators.append(norm2)
-    operators += [*mlp, *residual_operators(style, "2")]
+    operators += [*mlp, *residual_operators(style.stream, "2")]
     parameters = _registered(style, norm1_parameters, attention_parameters, norm2_parameters, mlp_parameters)
     # experts, latent attention and score biases have no module code for their memory yet: it is estimated
     written = style.experts is None and style.latent is None and not style.biased

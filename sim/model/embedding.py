@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sim.model.architecture import Layer, Operator, Parameter, Tensor
-from sim.model.kernels import column_sum, elementwise, width
+from sim.model.kernels import column_sum, elementwise, joint, width
 from sim.model.residual import dropout_operator
 from sim.model.style import Style
 from sim.work import Kernel
@@ -24,7 +24,7 @@ def embedding_layer(style: Style) -> Layer:
         operators.append(position_lookup(style, positions))
         parameters.append(positions)
     if style.dropout:
-        operators.append(dropout_operator(style, "embedding_dropout", style.weight))
+        operators.append(dropout_operator(style.stream, "embedding_dropout", style.weight))
     # token numbers are 8-byte integers; fp64 stands for their width
     tokens = Tensor("tokens", style.tokens, "fp64")
     return Layer("embedding", tuple(operators), tokens, tuple(parameters))
@@ -41,7 +41,7 @@ def lookup(style: Style, table: Parameter) -> Operator:
                        (3 * rows * cols + table.numel) * e, "memory_bound", launches=6)]
     if style.tied:
         backward.append(elementwise("tied_gradient_sum", table.numel, 3 * e, style.weight))
-    return Operator("embedding", (forward,), tuple(backward), (table,))
+    return Operator("embedding", (forward,), tuple(backward), (table,), joint=joint(style, "row", rows * cols))
 
 
 def position_lookup(style: Style, positions: Parameter) -> Operator:
@@ -49,7 +49,7 @@ def position_lookup(style: Style, positions: Parameter) -> Operator:
     rows, cols, e = style.sequence, style.hidden, width(style.weight)
     forward = (
         Kernel("embedding", style.weight, (rows, cols), "forward", 0.0, 2 * rows * cols * e, "memory_bound"),
-        elementwise("position_add", style.tokens * cols, 2 * e + e / style.batch, style.weight),
+        elementwise("position_add", style.stream.tokens * cols, 2 * e + e / style.batch, style.weight),
     )
     backward = (
         column_sum("position_gradient_sum", style.batch, rows * cols, style.weight),

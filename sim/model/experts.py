@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from sim.model.architecture import Operator, Parameter, Tensor
-from sim.model.kernels import elementwise, gradient_ready, linear, linear_operator, linear_parameters, width
+from sim.model.architecture import Joint, Operator, Parameter, Tensor
+from sim.model.kernels import elementwise, gradient_ready, joint, linear, linear_operator, linear_parameters, width
 from sim.model.mlp import activation_operator, mlp_operators
 from sim.model.style import Experts, Style
 from sim.work import Kernel
@@ -31,12 +31,15 @@ def experts_operators(style: Style, source: str) -> tuple[list[Operator], list[P
     assert experts is not None
     router, router_parameters = _router(style, experts, source)
     rows = style.tokens * experts.top_k
-    spread = replace(style, batch=1, sequence=rows, ffn=experts.ffn)
+    spread = replace(style, batch=1, sequence=rows, ffn=experts.ffn, scattered=False)
     up, up_parameters = _up(spread, experts, source)
     activation, arrives = activation_operator(spread)
     down, down_parameters = _product(
         spread, experts, "down", "down_proj", experts.ffn, style.hidden, arrives,
         (Tensor("expert_down_input", rows * experts.ffn, style.act),))
+    elements = rows * style.hidden
+    up, down = (replace(operator, joint=joint(style, kind, elements)) for operator, kind in (
+        (up, "column"), (down, "row")))
     operators = [router, _dispatch(style, experts, source), up, activation, down, _combine(style, experts)]
     parameters = [*router_parameters, *up_parameters, *down_parameters]
     if experts.shared:
@@ -62,7 +65,7 @@ def _router(style: Style, experts: Experts, source: str) -> tuple[Operator, tupl
 
 def _loop(style: Style, experts: Experts) -> int:
     """Launches one operation on all experts takes: a grouped kernel, or a loop over them."""
-    return experts.count if style.modules == "transformers" else 1
+    return experts.held if style.modules == "transformers" else 1
 
 
 def _dispatch(style: Style, experts: Experts, source: str) -> Operator:
@@ -71,7 +74,8 @@ def _dispatch(style: Style, experts: Experts, source: str) -> Operator:
     launches = _loop(style, experts)
     forward = elementwise("dispatch", elements * experts.top_k, 2 * e, source, 2 * launches)
     backward = elementwise("dispatch_backward", elements * experts.top_k, 2 * e + e / experts.top_k, source, launches)
-    return Operator("dispatch", (forward,), (backward,))
+    travels = Joint("dispatch", elements * experts.top_k, source) if style.expert > 1 else None
+    return Operator("dispatch", (forward,), (backward,), joint=travels)
 
 
 def _combine(style: Style, experts: Experts) -> Operator:
@@ -80,7 +84,8 @@ def _combine(style: Style, experts: Experts) -> Operator:
     launches = _LOOP_LAUNCHES * _loop(style, experts)
     forward = elementwise("combine", elements, 4 * e + e / experts.top_k, style.act, launches)
     backward = elementwise("combine_backward", elements, 5 * e, style.act, launches)
-    return Operator("combine", (forward,), (backward,), saved=(Tensor("expert_outputs", elements, style.act),))
+    return Operator("combine", (forward,), (backward,), saved=(Tensor("expert_outputs", elements, style.act),),
+                    joint=Joint("combine", elements, style.act) if style.expert > 1 else None)
 
 
 def _up(spread: Style, experts: Experts, source: str) -> tuple[Operator, tuple[Parameter, ...]]:
@@ -103,13 +108,13 @@ def _product(
 ) -> tuple[Operator, tuple[Parameter, ...]]:
     """One linear layer of every expert on its share of the rows."""
     rows = spread.tokens
-    busy = min(experts.count, rows)
+    busy = min(experts.held, rows)
     share = max(1, round(rows / busy))
     times = _repeated(busy, rows / (busy * share), spread.modules == "transformers")
     forward, backward = linear(spread, share, features_in, features_out, source=source, bias=False)
-    names = (f"mlp.experts.{i}.{module}" for i in range(experts.count))
+    names = (f"mlp.experts.{i}.{module}" for i in range(experts.held))
     parameters = tuple(p for own in names for p in linear_parameters(spread, own, features_in, features_out, False))
-    size = experts.count * features_in * features_out
+    size = experts.held * features_in * features_out
     copies = (Tensor(f"{name}_weight_copy", size, spread.act),) if spread.autocast else ()
     return Operator(name, tuple(map(times, forward)), tuple(map(times, backward)), gradient_ready(spread, parameters),
                     saved, weight_copies=copies), parameters

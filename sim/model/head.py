@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
-from sim.model.architecture import Layer, Operator, Parameter, Tensor
-from sim.model.kernels import cast, elementwise, linear_operator, width
+from sim.model.architecture import Joint, Layer, Operator, Parameter, Tensor
+from sim.model.kernels import cast, elementwise, joint, linear_operator, product, width
 from sim.model.norms import norm_operator
 from sim.model.style import Style
 from sim.work import Kernel
@@ -25,23 +26,26 @@ _VOCAB_PARALLEL = ((4, 8, 8, 4, 8), 8)
 def head_layer(style: Style) -> Layer:
     """Final norm, product with the vocabulary, loss. Tied, the product's weight belongs to the embedding layer."""
     norm_name, head_name = _NAMES["gpt2" if style.conv1d else style.modules]
-    norm, norm_parameters = norm_operator(style, "final_norm", norm_name)
+    norm, norm_parameters = norm_operator(style.stream, "final_norm", norm_name)
     rows = style.batch * style.predicted
     logits, weight = logits_operator(style, rows, head_name)
-    stream = Tensor("head_input_stream", style.tokens * style.hidden, style.residual)
+    stream = Tensor("head_input_stream", style.stream.tokens * style.hidden, style.residual)
     own = () if style.tied else weight
-    return Layer("head", (norm, logits, loss_operator(style, rows)), stream, (*norm_parameters, *own),
+    last = (chunked_operator(style, rows, logits),) if style.chunked_loss else (logits, loss_operator(style, rows))
+    return Layer("head", (norm, *last), stream, (*norm_parameters, *own),
                  weight if style.tied else ())
 
 
 def logits_operator(style: Style, rows: int, module: str) -> tuple[Operator, tuple[Parameter, ...]]:
     """The product of `rows` tokens with the vocabulary, and its matrix (which is not its own where tied)."""
-    inputs = Tensor("head_input", rows * style.hidden, style.act)
+    kept = rows // style.tensor if style.scattered else rows
+    inputs = Tensor("head_input", kept * style.hidden, style.act)
     plain_linear = replace(style, gemm=style.act)  # narrow formats leave the head alone
     logits, weight = linear_operator(plain_linear, "logits", module, style.hidden, style.vocab,
                                      source=style.residual, saved=(inputs,), rows=rows, bias=False)
     weight = (Parameter(weight[0].name, (style.vocab, style.hidden)),)
-    return replace(logits, parameters=() if style.tied else weight), weight
+    cut = joint(style, "column", rows * style.hidden)
+    return replace(logits, parameters=() if style.tied else weight, joint=cut), weight
 
 
 def loss_operator(style: Style, rows: int) -> Operator:
@@ -53,8 +57,38 @@ def loss_operator(style: Style, rows: int) -> Operator:
         forward, backward, saved = _vocab_parallel(style, rows)
     else:
         forward, backward, saved = _plain(style, rows)
-    kept = () if style.chunked_loss else saved
-    return Operator("loss", (*forward, *metrics), tuple(backward), saved=kept)
+    cut = Joint("vocabulary_loss", rows, "fp32") if style.tensor > 1 else None
+    return Operator("loss", (*forward, *metrics), tuple(backward), saved=saved, joint=cut)
+
+
+def chunk_rows(rows: int, hidden: int, vocab: int) -> int:
+    """Rows of logits that exist at a time: as many bytes as the head's input, to the next power of two (Liger Kernel,
+    `fused_linear_cross_entropy.py`: inc_factor = ceil(V / H), chunk = next_power_of_2(ceil(rows / inc_factor)))."""
+    return min(rows, 1 << (math.ceil(rows / math.ceil(vocab / hidden)) - 1).bit_length())
+
+
+def chunked_operator(style: Style, rows: int, logits: Operator) -> Operator:
+    """Logits, loss and their gradients in chunks of rows, all in forward (Liger's fused linear cross-entropy).
+
+    For each chunk: the product, a kernel that reads the logits twice and writes their gradient over them, the data
+    gradient, and the weight gradient added to those of the chunks before. Backward has both gradients already; it
+    scales them only where the loss is not the last thing computed.
+
+    Args:
+        logits: the whole product, for its parameters and its casts.
+    """
+    act, e, vocab, hidden = style.act, width(style.act), style.vocab, style.hidden
+    forward = [kernel for kernel in logits.forward if kernel.op != "gemm"]
+    chunk = chunk_rows(rows, hidden, vocab)
+    sizes = [chunk] * (rows // chunk) + ([rows % chunk] if rows % chunk else [])
+    for size in sizes:
+        loss = Kernel("cross_entropy", act, (size, vocab), "backward", 0.0, 3 * e * size * vocab, "memory_bound")
+        forward += [product(1, size, vocab, hidden, "tn", act, act), loss,
+                    product(1, size, hidden, vocab, "nn", act, act),
+                    product(1, vocab, hidden, size, "nt", act, act, style.weight, accumulate=True)]
+    backward = tuple(kernel for kernel in logits.backward if kernel.op != "gemm" and "weight" not in kernel.variant)
+    saved = (Tensor("head_input_gradient", rows * hidden, act), Tensor("head_gradient", vocab * hidden, style.weight))
+    return Operator("loss", (*forward, *_metrics(style, rows)), backward, logits.parameters, saved)
 
 
 def _upcast(style: Style) -> bool:

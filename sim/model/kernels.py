@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sim.model.architecture import Operator, Parameter, Tensor
+from sim.model.architecture import Joint, Operator, Parameter, Tensor
 from sim.model.style import Style
 from sim.work import DTYPE_BYTES, Kernel
 
@@ -39,6 +39,11 @@ def chain(
     if compiled:
         return elementwise(name, elements, fused, dtype, 1, category)
     return elementwise(name, elements, sum(steps), dtype, len(steps), category)
+
+
+def joint(style: Style, kind: str, elements: int) -> Joint | None:
+    """Dependence on the other slices of the width; none in a model that is not cut."""
+    return Joint(kind, elements, style.act) if style.tensor > 1 else None
 
 
 def column_sum(name: str, rows: int, cols: int, dtype: str) -> Kernel:
@@ -91,10 +96,14 @@ def linear(
         forward.append(cast("weight_cast", size, style.weight, act, 1 + bias))
     quantise = width(gemm) < width(act)
     if quantise:
-        forward.append(cast("quantise", rows * features_in + size, act, gemm, 2))
+        forward.append(quantisation(style, rows * features_in))
+        if not style.stack.narrow_weights_cached:
+            forward.append(quantisation(style, size))
     forward.append(product(1, rows, features_out, features_in, "tn", gemm, gemm if quantise else act, act))
     if quantise:
-        backward.append(cast("quantise", rows * features_out, act, gemm))
+        backward.append(quantisation(style, rows * features_out))
+        if style.stack.narrow_keeps_inputs:
+            backward += [quantisation(style, rows * features_in), quantisation(style, size)]
     backward.append(product(1, rows, features_in, features_out, "nn", gemm, gemm if quantise else act, act))
     backward += _weight_gradient(style, rows, features_in, features_out, gemm, gemm if quantise else act)
     if bias:
@@ -104,6 +113,19 @@ def linear(
     if casts:
         backward.append(cast("input_gradient_cast", rows * features_in, act, source))
     return forward, backward
+
+
+def quantisation(style: Style, elements: int) -> Kernel:
+    """A tensor in the products' narrow dtype, as it is and transposed: tensor cores read fp8 operands along the inner
+    dimension only, and backward reads each operand along the other one.
+
+    One kernel reads once and writes both (TransformerEngine `cast_transpose`); a scale from the tensor's own maximum
+    needs a pass before it, which scales per block (mxfp8) and delayed scales do not.
+    """
+    act, gemm = width(style.act), width(style.gemm)
+    maximum = style.stack.narrow_amax_pass and style.gemm != "mxfp8"
+    per_element = act + 2 * gemm + (act if maximum else 0.0)
+    return elementwise("quantise", elements, per_element, style.gemm, 2 if maximum else 1)
 
 
 def _weight_gradient(

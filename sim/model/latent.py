@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from sim.model.architecture import Operator, Parameter, Tensor
 from sim.model.attention import core_operator
-from sim.model.kernels import elementwise, linear_operator, width
+from sim.model.kernels import elementwise, joint, linear_operator, width
 from sim.model.norms import norm_operator
 from sim.model.style import Latent, Style
 
@@ -31,8 +31,11 @@ def latent_operators(style: Style, source: str) -> tuple[list[Operator], list[Pa
     # products with the keys have nope + rope columns, those with the values their own: the mean counts both exactly
     core = core_operator(replace(style, head_dim=(whole + latent.value) // 2, kv_heads=style.heads))
     attended = Tensor("attention_output", style.tokens * style.heads * latent.value, style.act)
+    queries[-1] = replace(queries[-1], joint=joint(style, "column", style.tokens * (latent.q_rank or style.hidden)))
+    values[-1] = replace(values[-1], joint=joint(style, "column", style.tokens * (latent.kv_rank or style.hidden)))
     output, output_parameters = linear_operator(style, "projection", "self_attn.o_proj", style.heads * latent.value,
                                                 style.hidden, source=style.act, saved=(attended,))
+    output = replace(output, joint=joint(style, "row", style.tokens * style.hidden))
     return ([*queries, *values, _assemble(style, latent), core, output],
             [*query_parameters, *value_parameters, *output_parameters])
 

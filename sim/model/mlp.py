@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sim.model.architecture import Operator, Parameter, Tensor
-from sim.model.kernels import cast, chain, elementwise, linear, linear_operator, linear_parameters, width
+from sim.model.kernels import cast, chain, elementwise, joint, linear, linear_operator, linear_parameters, width
 from sim.model.residual import dropout_operator
 from sim.model.style import Style
 from sim.work import Kernel
@@ -31,7 +31,7 @@ def mlp_operators(
     up_name, gate_name, down_name = names or _NAMES["gpt2" if style.conv1d else style.modules]
     # side by side with attention both read one norm's output, which the query projection has kept already
     shared = style.parallel_block and source == style.act
-    inputs = () if shared else (Tensor("up_input", style.tokens * style.hidden, style.act),)
+    inputs = () if shared else (Tensor("up_input", style.stream.tokens * style.hidden, style.act),)
     parameters: tuple[Parameter, ...]
     if style.gated and style.modules != "megatron":
         up, parameters = _gate_and_up(style, gate_name, up_name, source, inputs)
@@ -45,6 +45,9 @@ def mlp_operators(
         between, arrives = _t5_between(style, activation)
     down, more = linear_operator(style, "down", down_name, style.ffn, style.hidden, source=arrives,
                                  saved=(product_input,))
+    elements = style.tokens * style.hidden
+    up, down = (replace(operator, joint=joint(style, kind, elements)) for operator, kind in (
+        (up, "column"), (down, "row")))
     return [up, *between, down], [*parameters, *more]
 
 

@@ -18,7 +18,7 @@ def norm_operator(style: Style, name: str, module: str) -> tuple[Operator, tuple
     layer_norm = style.norm == "layernorm"
     names = ("weight", "bias") if layer_norm and style.bias else ("weight",)
     parameters = tuple(Parameter(f"{module}.{n}", (cols,)) for n in names)
-    if not layer_norm and style.modules == "transformers" and not style.stack.fused_rmsnorm:
+    if style.spelled_rmsnorm:
         forward, backward, saved = _hugging_face_rmsnorm(style, name)
     else:
         per_pass = rows * cols * width(style.residual)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from sim.model.kernels import width
@@ -30,6 +31,13 @@ _STEPS: dict[str, tuple[tuple[int, int, int], ...]] = {
     "lamb": ((0, 0, 2), (0, 1, 2), (0, 0, 2), (0, 1, 2), (1, 0, 1), (2, 0, 0), (2, 0, 0), (2, 0, 1), (3, 0, 0),
              (1, 0, 0), (1, 0, 0), (3, 0, 0)),
 }
+#: bitsandbytes: moments of one byte with an fp32 absmax per 256 elements (Dettmers et al. 2022, arXiv 2110.02861);
+#: smaller tensors keep fp32 moments (optim/optimizer.py, min_8bit_size), and so do embeddings, which transformers'
+#: Trainer registers for 32 bits. Two lookup tables of 256 fp32 values are there once.
+_EIGHT_BIT_BLOCK, _EIGHT_BIT_LEAST, _EIGHT_BIT_TABLES = 256, 4096, 2 * 256 * 4
+#: States of the parameters' size an optimizer keeps.
+_STATES = {"adamw": 2, "adam": 2, "lamb": 2, "sgd-momentum": 1}
+
 #: Accesses of one fused kernel: apex and torch FusedAdam read p, g, m, v and write p, m, v; FusedLAMB writes the update
 #: in a first kernel, takes two norms, and applies it in a third (apex/csrc/multi_tensor_lamb.cu).
 _FUSED: dict[str, tuple[tuple[int, int, int], ...]] = {
@@ -62,15 +70,49 @@ def optimizer_kernels(
     clipping = clip_kernels(parameters_local, tensors, precision.gradients, kernel) if clip else ()
     name = "adamw" if optimizer in ("adam", "adamw-8bit") else optimizer
     master = precision.master if precision.master != "none" else precision.parameters
-    # bitsandbytes: one kernel, moments of one byte and a scale per 256 elements (Dettmers et al. 2022)
-    state = 1.0 if optimizer == "adamw-8bit" else width(precision.optimizer)
+    state = 1.0 + 4 / _EIGHT_BIT_BLOCK if optimizer == "adamw-8bit" else width(precision.optimizer)
     if optimizer == "adamw-8bit":
         kernel = "fused"
     steps = _FUSED[name] if kernel == "fused" else _STEPS.get(f"{name}-{kernel}", _STEPS[name])
     per_parameter = sum(p * width(master) + g * width(precision.gradients) + s * state for p, g, s in steps)
-    launches = sum(_launches(parameters_local, tensors, kernel, _lists(step)) for step in steps)
+    # bitsandbytes launches its one kernel tensor by tensor
+    launched = "loop" if optimizer == "adamw-8bit" else kernel
+    launches = sum(_launches(parameters_local, tensors, launched, _lists(step)) for step in steps)
     step = _kernel(parameters_local, per_parameter, kernel, master, launches)
     return (*clipping, step, *_master_copy(parameters_local, tensors, precision, kernel))
+
+
+def optimizer_state_bytes(
+    tensors: Iterable[tuple[tuple[int, ...], bool]], precision: Any, optimizer: str, flat: bool = False,
+) -> int:
+    """Bytes of the states an optimizer keeps, without allocator rounding.
+
+    Adafactor keeps the second moment of a matrix as means of its rows and of its columns (Shazeer & Stern 2018), in the
+    gradients' dtype, and no first moment (torch/optim/_adafactor.py, read off fake tensors).
+
+    Args:
+        tensors: shape of each parameter, and whether it is an embedding's table.
+        flat: the optimizer sees one-dimensional slices (a flat parameter), which have no rows.
+    """
+    found = list(tensors)
+    if optimizer == "adafactor":
+        return round(sum(width(precision.optimizer) * _factored(shape, flat) for shape, _ in found))
+    if optimizer != "adamw-8bit":
+        return round(_STATES.get(optimizer, 0) * width(precision.optimizer) * sum(math.prod(s) for s, _ in found))
+    total = _EIGHT_BIT_TABLES if found else 0
+    for shape, embedding in found:
+        numel = math.prod(shape)
+        small = embedding or numel < _EIGHT_BIT_LEAST
+        total += 8 * numel if small else 2 * (numel + 4 * math.ceil(numel / _EIGHT_BIT_BLOCK))
+    return total
+
+
+def _factored(shape: tuple[int, ...], flat: bool) -> int:
+    """Elements of Adafactor's second moment of one tensor."""
+    if flat or len(shape) < 2:
+        return math.prod(shape)
+    outer = math.prod(shape[:-2])
+    return outer * (shape[-2] + shape[-1])
 
 
 def optimizer_temporary_bytes(parameters_local: int, largest: int, precision: Any, optimizer: str, kernel: str) -> int:

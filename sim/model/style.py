@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from sim.model.tuning import Tuned, tuned_of
 from sim.software import Stack
 from sim.work import DTYPE_BYTES
 
@@ -19,7 +20,7 @@ _NARROW = ("fp8", "mxfp8", "nvfp4", "int8", "int4")
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts: `count` routed experts of width `ffn`, `top_k` per token, `shared` ones that see every
-    token; one block of `every` is a mixture, and the first `first_dense` are not."""
+    token; one block of `every` is a mixture, and the first `first_dense` are not. `held`: experts of this slice."""
 
     count: int
     top_k: int
@@ -27,6 +28,7 @@ class Experts:
     shared: int
     every: int
     first_dense: int
+    held: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,10 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """One micro-batch of one transformer, as its layers see it.
+    """One micro-batch of one transformer, or of a slice of it, as its layers see it.
+
+    A slice has its share of the heads, of the inner width and of the vocabulary (`tensor` slices), of the sequence
+    (`context`) and of the experts: the sizes here are the slice's own, but `hidden`, which is never cut.
 
     An encoder-decoder has a style per stack: `sequence` is the stack's own, `memory` what its cross attention reads.
 
@@ -60,7 +65,10 @@ class Style:
             the module's weights as kernels see them; gradient: dtype the weight gradients accumulate in.
         autocast: weights are fp32 and cast to `act` where they are used.
         window: keys each query sees, 0 = all.
+        tensor, context, expert: slices the width, the sequence, the experts are cut into.
+        scattered: between the cut regions activations are cut along the sequence (Korthikanti et al. 2022).
         dropout: whether dropout masks exist (their probability changes nothing else).
+        tuned: what is trained where that is not everything.
     """
 
     kind: str
@@ -99,6 +107,16 @@ class Style:
     gradient: str
     autocast: bool
     stack: Stack
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    scattered: bool = False
+    tuned: Tuned | None = None
+
+    @property
+    def stream(self) -> Style:
+        """The style as norms and sums of the residual stream see it: fewer tokens where they are scattered."""
+        return replace(self, sequence=self.sequence // self.tensor, scattered=False) if self.scattered else self
 
     @property
     def tokens(self) -> int:
@@ -131,6 +149,13 @@ class Style:
         return self.stack.modules
 
     @property
+    def spelled_rmsnorm(self) -> bool:
+        """Whether an RMSNorm is a row of operators (LlamaRMSNorm, LitGPT's and Meta's own), not one kernel."""
+        if self.norm == "layernorm" or self.modules == "megatron" or self.stack.fused_rmsnorm:
+            return False
+        return self.modules == "transformers" or not (self.stack.rmsnorm_kernel or self.stack.compile)
+
+    @property
     def conv1d(self) -> bool:
         """Hugging Face's GPT-2 code: fused `c_attn`, weights stored (in, out), gelu_new spelled out in operators."""
         gpt2 = self.kind == "decoder" and self.positions == "learned" and not self.gated
@@ -150,23 +175,38 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
     autocast = half and precision.parameters not in _HALF and precision.gather not in _HALF
     follows = stack.residual_dtype_follows_autocast or stack.low_precision_norm
     hidden, heads = model.hidden, model.heads
+    tensor, context = scenario.parallel.tensor, scenario.parallel.context
     predicting = training.decoder_sequence if model.kind == "encoder-decoder" else training.sequence
+    tied = bool(model.tied_embeddings)
+    tuned = tuned_of(training, stack.modules == "plain" and not tied)
+    weight = tuned.plain if tuned and autocast else "fp32" if autocast else act
     return Style(
-        kind=model.kind, batch=batch, sequence=training.sequence,
-        decoder_sequence=training.decoder_sequence or training.sequence, decoder_layers=model.decoder_layers or 0,
-        memory=0, causal=model.kind == "decoder", predicted=training.predicted_tokens or predicting,
-        hidden=hidden, heads=heads, kv_heads=model.kv_heads or heads,
-        head_dim=model.head_dim or hidden // max(1, heads), ffn=model.ffn or 4 * hidden, vocab=model.vocab,
+        kind=model.kind, batch=batch, sequence=training.sequence // context,
+        decoder_sequence=(training.decoder_sequence or training.sequence) // context,
+        decoder_layers=model.decoder_layers or 0,
+        memory=0, causal=model.kind == "decoder", predicted=(training.predicted_tokens or predicting) // context,
+        hidden=hidden, heads=max(1, heads // tensor), kv_heads=max(1, (model.kv_heads or heads) // tensor),
+        head_dim=model.head_dim or hidden // max(1, heads), ffn=(model.ffn or 4 * hidden) // tensor,
+        vocab=_vocabulary(model.vocab, tensor, stack.vocabulary_multiple),
         max_positions=model.max_positions or training.sequence,
         layers=model.layers, gated=bool(model.gated_mlp), activation=model.activation or "gelu",
-        positions=model.positions, norm=model.norm, bias=bool(model.bias), tied=bool(model.tied_embeddings),
+        positions=model.positions, norm=model.norm, bias=bool(model.bias), tied=tied,
         dropout=bool(model.dropout), window=_window(model.window, training.sequence),
-        parallel_block=bool(model.parallel_block), experts=_experts(model.moe, model.ffn or 4 * hidden),
+        parallel_block=bool(model.parallel_block), experts=_experts(model.moe, model.ffn or 4 * hidden, tensor,
+                                                                               scenario.parallel.expert),
         latent=_latent(model.mla), attention=training.attention, chunked_loss=bool(training.chunked_loss),
-        gemm=precision.compute, act=act, residual="fp32" if autocast and not follows else act,
-        weight="fp32" if autocast else act, gradient=_gradient(precision, act, autocast), autocast=autocast,
-        stack=stack,
+        gemm=precision.compute, act=act,
+        residual="fp32" if autocast and not follows and weight == "fp32" else act,
+        weight=weight, gradient=_gradient(precision, act, autocast), autocast=autocast,
+        stack=stack, tensor=tensor, context=context, expert=scenario.parallel.expert,
+        scattered=scenario.parallel.sequence_parallel and tensor > 1, tuned=tuned,
     )
+
+
+def _vocabulary(vocab: int, tensor: int, multiple: int) -> int:
+    """Rows of the vocabulary a slice holds, padded so that all slices are equal multiples."""
+    unit = multiple * tensor
+    return -(-vocab // unit) * multiple
 
 
 def _gradient(precision: Any, act: str, autocast: bool) -> str:
@@ -181,10 +221,11 @@ def _window(window: int | None, sequence: int) -> int:
     return window if window and window < sequence else 0
 
 
-def _experts(moe: Any, ffn: int) -> Experts | None:
+def _experts(moe: Any, ffn: int, tensor: int, expert: int) -> Experts | None:
     if moe is None:
         return None
-    return Experts(moe.experts, moe.top_k, moe.expert_ffn or ffn, moe.shared_experts, moe.every, moe.first_dense)
+    return Experts(moe.experts, moe.top_k, (moe.expert_ffn or ffn) // tensor, moe.shared_experts, moe.every,
+                   moe.first_dense, moe.experts // expert)
 
 
 def _latent(mla: Any) -> Latent | None:

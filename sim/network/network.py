@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -47,6 +48,7 @@ class Network:
             raise UserError(Fault(
                 f"topology '{topology.name}' has no link between nodes, but {nodes} nodes are asked for",
                 field="cluster.topology.inter", hint="give inter.nics_per_node and inter.gbps_per_nic"))
+        self._scale = (1.0, 1.0, 1.0)
         self._degraded = dict(topology.degraded)
         self._check_degraded()
         self._placements: dict[tuple[tuple[int, ...], bytes], Placement] = {}
@@ -71,16 +73,34 @@ class Network:
 
     def refresh(self) -> None:
         """Take the topology's figures anew: a fit changes them between predictions."""
-        self.speeds = s = speeds(self.topology, *self._nominal)
+        inside, outside, _ = self._scale
+        s = speeds(self.topology, *self._nominal)
+        self.speeds = s = replace(s, gpu=s.gpu * inside, link=s.link * inside, pcie=s.pcie * inside,
+                                  nic=s.nic * outside, staged_nic=s.staged_nic * outside, leaf=s.leaf * outside)
         self._judged = speeds(self.topology)
         self._capacity = {"gpu": s.gpu, "pcie": s.pcie, "nic": s.nic, "leaf": s.leaf}
         self._candidates.clear()
         self._coflows.clear()
 
+    def scaled(self, intra: float = 1.0, inter: float = 1.0, latency: float = 1.0) -> Network:
+        """The same network with so many times the bandwidth of links inside nodes and between them, and so many times
+        the latency of every collective (ranks' jitter is no property of the network). NCCL's choices stay."""
+        other = copy.copy(self)
+        other._scale = (intra, inter, latency)
+        other._placements, other._seen, other._candidates, other._coflows = {}, {}, {}, {}
+        other.refresh()
+        return other
+
     def capacity(self, link: LinkId) -> float:
         """Bytes/s of a link, one direction."""
         whole = self._capacity[link[0].partition("_")[0]]
         return whole * self._degraded.get(link, 1.0) if self._degraded else whole
+
+    def _staged(self, link: LinkId) -> float:
+        """What one communicator gets of a link."""
+        whole = self.capacity(link)
+        nic = link[0].startswith("nic")
+        return whole * self.speeds.staged_nic / self.speeds.nic if nic and self.speeds.nic else whole
 
     def coflow(self, kind: str, size_bytes: int, ranks: npt.NDArray[np.int64], dtype: str = "bf16") -> Coflow:
         """Cost of one operation of one instance while all given instances run it in lockstep.
@@ -116,9 +136,12 @@ class Network:
             return Coflow(0.0, float(size_bytes), (), (), float("inf"), 0, 0.0, 1.0, "none", "none")
         best, rate = choose(self.options(kind, where), size_bytes)
         flow = build(best, size_bytes, rate)
-        if not self.jitter_s:
-            return flow
-        return replace(flow, latency_s=flow.latency_s + rendezvous_s(where.size, self.jitter_s))
+        if self.speeds.staged_nic < self.speeds.nic:
+            flow = replace(flow, cap_bps=min(flow.cap_bps, rate))
+        latency_s = flow.latency_s * self._scale[2]
+        if self.jitter_s:
+            latency_s += rendezvous_s(where.size, self.jitter_s)
+        return flow if latency_s == flow.latency_s else replace(flow, latency_s=latency_s)
 
     def options(self, kind: str, where: Placement) -> list[tuple[Candidate, float]]:
         """Candidates with the rate each reaches on the machine by one instance alone, blind to the others, bytes/s."""
@@ -130,11 +153,11 @@ class Network:
     def _options(self, kind: str, where: Placement) -> list[tuple[Candidate, float]]:
         found = self._allowed(kind, where)
         if where.instances == 1:
-            return [(c, c.rate(self.capacity)) for c in found]
+            return [(c, c.rate(self._staged)) for c in found]
         one = where.ranks[where.widest * where.size:(where.widest + 1) * where.size].reshape(1, -1)
         lone = place(one, self.topology, self.speeds)
         alone = self._allowed(kind, lone)
-        rates = {(c.algorithm, c.protocol): c.rate(self.capacity) for c in alone}
+        rates = {(c.algorithm, c.protocol): c.rate(self._staged) for c in alone}
         judged = {(c.algorithm, c.protocol): c.judged for c in alone}
         return [(replace(c, judged=judged.get((c.algorithm, c.protocol), c.judged)),
                  rates.get((c.algorithm, c.protocol), c.cap_bps)) for c in found]

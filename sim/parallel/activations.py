@@ -7,15 +7,28 @@ buffers do not change, so the highest point of a step is exact.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from sim.model.architecture import Layer
 from sim.model.eager import KINDS, NOTHING, Levels, Pass, Profile, layer_profile
 from sim.parallel.step import COMPUTE, Plan
-from sim.program import LayerMemory, MemoryOp, SectionBuilder, Trace
+from sim.program import Label, LayerMemory, MemoryOp, SectionBuilder, Trace
 
-_GRADIENTS = KINDS.index("gradients")
+
+class Pool(NamedTuple):
+    """A pool of layers' tensors, and the category it is counted in."""
+
+    name: str
+    category: str
+
+
+_GRADIENTS, _SAVED = KINDS.index("gradients"), KINDS.index("activations")
 _POOLS = tuple(f"layers: {kind}" for kind in KINDS)
 #: Name of the parameter gradients that layers leave behind.
 GRADIENT_POOL = _POOLS[_GRADIENTS]
+
+#: What a layer hands to the next in forward, and gradients on their way back.
+OUTPUT_POOL, FLOWING_POOL = (Pool(f"layers: {kind}", kind) for kind in ("activations", "workspace"))
 
 #: Fields of a `MemoryOp` after `before`.
 _Change = tuple[str, int, str, int, tuple[int, ...], str]
@@ -31,10 +44,13 @@ class Activations:
         self._keep, self._caches_casts = keep_gradients, caches_casts
         self._held, self._cached = NOTHING, NOTHING
         self._known: dict[tuple[int, str], tuple[Profile, list[_Change], list[_Change]]] = {}
+        self._away = SavedTensors(plan, section) if plan.offload.moves_activations else None
 
     def forward(self, position: int, layer: Layer) -> None:
         """The layer's forward rises and settles; before a head or bridge a row of blocks lets go of what it held."""
         profile, changes, _ = self._of(position, layer)
+        if self._away is not None:
+            self._away.forward(position, profile.forward.net[_SAVED] if layer.kind == "block" else 0)
         if layer.kind in ("bridge", "head") and self._held is not NOTHING:
             self._change(_changes(_negative(self._held)), "held", position)
             self._held = NOTHING
@@ -53,12 +69,15 @@ class Activations:
             bytes of the parameter gradients it leaves behind (0 unless they are kept).
         """
         profile, _, changes = self._of(position, layer)
+        if self._away is not None:
+            self._away.backward(position)
         self._change(changes, "backward", position, profile.trace)
         return profile.backward.net[_GRADIENTS]
 
     def _of(self, position: int, layer: Layer) -> tuple[Profile, list[_Change], list[_Change]]:
         # what an embedding or a bridge holds depends on what the blocks keep
-        policy = self._plan.policy(position + 1 if layer.kind in ("embedding", "bridge") else position)
+        ahead = layer.kind in ("embedding", "bridge") and position < self._last
+        policy = self._plan.policy(position + ahead)
         key = (id(layer), policy)
         if key not in self._known:
             profile = layer_profile(layer, policy, self._keep, self._caches_casts)
@@ -70,6 +89,69 @@ class Activations:
         before, start = len(section), len(section.memory)
         section.memory += [MemoryOp._make((before, *change)) for change in changes]
         section.layers.append(LayerMemory(start, len(section.memory), verb, position, trace))
+
+
+class SavedTensors:
+    """Blocks' saved tensors on their way to the host in forward and back in backward.
+
+    With streams of their own (torchtune's OffloadActivations) a block's tensors leave while the next block computes and
+    are freed a block later; in backward they come while the block behind computes. Without (`save_on_cpu`) the copies
+    stand in line with the kernels. Weights are not copied.
+    """
+
+    def __init__(self, plan: Plan, section: SectionBuilder) -> None:
+        self._plan, self._section, self._offload = plan, section, plan.offload
+        self._streams = plan.stack.offload_streams
+        self._sizes: dict[int, int] = {}
+        self._leaving: list[tuple[int, int]] = []  # positions and copies whose tensors are still on the device
+        self._back: dict[int, int] = {}
+        self._last = -1
+        self._nothing = plan.compute.segment(())
+
+    def forward(self, position: int, size_bytes: int) -> None:
+        """Before the forward of `position`, which will keep `size_bytes`: the block before it starts to leave."""
+        if self._last in self._sizes:
+            self._leave(self._last)
+        while len(self._leaving) > (1 if size_bytes and self._streams else 0):
+            self._gone(*self._leaving.pop(0))
+        if size_bytes > 0:
+            self._sizes[position] = size_bytes
+        self._last = position
+
+    def backward(self, position: int) -> None:
+        """Before the backward of `position`: its tensors are there, those of the block in front are on their way."""
+        if position in self._sizes:
+            if position not in self._back:
+                self._fetch(position)
+            if self._streams:
+                self._wait(position, "backward", self._back[position])
+        if self._streams and position - 1 in self._sizes:
+            self._fetch(position - 1)
+
+    def _leave(self, position: int) -> None:
+        stream = self._offload.stream("d2h") if self._streams else COMPUTE
+        task = self._offload.store(self._section, self._sizes[position], self._label(position, "forward"),
+                                   joins=(COMPUTE,), place=self._offload.activations, stream=stream)
+        self._leaving.append((position, task))
+
+    def _gone(self, position: int, task: int) -> None:
+        """The copy is through: compute that reuses the memory waits for it."""
+        if self._streams:
+            self._wait(position, "forward", task)
+        self._section.free(_POOLS[_SAVED], self._sizes[position], "activations")
+
+    def _fetch(self, position: int) -> None:
+        stream = self._offload.stream("h2d") if self._streams else COMPUTE
+        self._section.allocate(_POOLS[_SAVED], self._sizes[position], "activations")
+        self._back[position] = self._offload.fetch(
+            self._section, self._sizes[position], self._label(position, "backward"), joins=(COMPUTE,),
+            place=self._offload.activations, stream=stream)
+
+    def _wait(self, position: int, phase: str, task: int) -> None:
+        self._section.kernels(COMPUTE, self._nothing, self._label(position, phase), waits=(task,))
+
+    def _label(self, position: int, phase: str) -> Label:
+        return Label(self._plan.architecture.names[position], phase, "saved tensors")
 
 
 def _pass(direction: Pass) -> list[_Change]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 from sim.model.architecture import Layer, Operator
+from sim.model.recompute import again_operators
 from sim.parallel.model.calls import Items
 from sim.parallel.model.joints import Joints, Uncut
 from sim.program import CollectiveCall, InlineCall, ProgramBuilder
@@ -22,7 +23,7 @@ def traffic_kernel(name: str, dtype: str, elements: int, bytes_moved: float, cat
 
 
 class Compute:
-    """Makes segments; `policy` is the recomputation of a layer: "none", "full" or "selective"."""
+    """Makes segments; `policy` is the recomputation of a layer: "none", "full", "selective" or "selective-op"."""
 
     def __init__(self, builder: ProgramBuilder, stack: Stack, joints: Joints | Uncut | None = None) -> None:
         self._builder = builder
@@ -94,12 +95,22 @@ class Compute:
         return [self._once(layer, ("part", policy, cuts, i, per_parameter), lambda i=i: make(i))  # type: ignore[misc]
                 for i in range(len(cuts) + 1)]
 
+    def forward_items(self, operators: Sequence[Operator]) -> Items:
+        """What forward of operators runs, with the collectives between them."""
+        return tuple(item for op in operators for item in self._joints.forward(op))
+
+    def backward_items(self, operators: Sequence[Operator]) -> Items:
+        """What backward of operators, given in forward order, runs."""
+        return tuple(item for op in reversed(operators) for item in self._joints.backward(op))
+
     def recomputed(self, layer: Layer, policy: str) -> Items:
         """What recomputation under `policy` runs again in backward (Korthikanti et al. 2022, section 4)."""
         if policy == "full":
             return tuple(item for op in layer.operators if op.recomputed for item in self._joints.forward(op))
         if policy == "selective":
             return tuple(item for op in layer.operators if op.core for item in self._joints.again(op))
+        if policy == "selective-op":
+            return tuple(item for op in again_operators(layer) for item in self._joints.forward(op))
         return ()
 
     # ------------------------------------------------------------------------- rows of layers, for pipeline stages
@@ -141,5 +152,6 @@ class Compute:
 
 
 def is_weight_gradient(kernel: Kernel) -> bool:
-    """Whether nothing of the backward pass waits for the kernel: the product that makes a weight's gradient."""
-    return kernel.op == "gemm" and kernel.variant == "nt"
+    """Whether nothing of the backward pass waits for the kernel: the product that makes a weight's gradient
+    (spelled-out attention has products of that shape too)."""
+    return kernel.op == "gemm" and kernel.variant == "nt" and kernel.category == "gemm"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,7 +11,9 @@ from sim.hardware.outside import Outside, outside
 from sim.model import build
 from sim.model.architecture import Architecture
 from sim.parallel.data import bucketed, reductions
+from sim.parallel.inference import Serving, lower_inference, run_of
 from sim.parallel.layout import Layout, Ranks, equitable_classes, simulated_ranks
+from sim.parallel.pipeline.actions import TWO_CHUNKS
 from sim.parallel.pipeline.lower import lower_pipeline
 from sim.parallel.sharded import fsdp, zero3
 from sim.parallel.sharded.fsdp1 import Fsdp1
@@ -28,9 +30,11 @@ class Lowered:
     """A Job and what it was made from.
 
     Attributes:
+        architecture: of the whole model, however it is cut.
         memory_complete: whether the Program's memory operations come from module code for every layer; false where a
             layer's temporaries are estimated from what it keeps for backward.
         outside: what a rank's GPU holds beside tensors (the Program's resident "context").
+        serving: how an inference run was cut, None in training.
     """
 
     job: Job
@@ -38,6 +42,7 @@ class Lowered:
     stack: Stack
     memory_complete: bool = False
     outside: Outside | None = None
+    serving: Serving | None = None
 
 
 def lower(scenario: Scenario, *, fold: bool = True, devices: Ranks | None = None) -> Lowered:
@@ -51,15 +56,21 @@ def lower(scenario: Scenario, *, fold: bool = True, devices: Ranks | None = None
     Raises:
         UserError: the scenario asks for something that is not simulated yet.
     """
-    check(scenario)
     software = scenario.software
     stack = stack_for(software.framework, software.year, software.compile, software.versions, software.modules,
                       fused=software.fused, cuda_graphs=software.cuda_graphs)
-    architecture = build(scenario, stack, scenario.training.micro_batch)
+    check(scenario, stack.gradient_path == "ipg")
+    if run_of(scenario) is not None:
+        serving = lower_inference(scenario, stack)
+        return Lowered(serving.job, serving.architecture, stack, True, serving.outside, serving)
+    if scenario.parallel.strategy in ("fsdp", "zero3"):  # gathered weights come and go, narrow copies with them
+        stack = replace(stack, narrow_weights_cached=False)
+    whole = build(with_parallel(scenario, tensor=1, context=1, expert=1), stack, scenario.training.micro_batch)
+    architecture = build(held(scenario), stack, scenario.training.micro_batch)
     layout = layout_of(scenario)
     if scenario.parallel.pipeline > 1:
         pipelined = lower_pipeline(scenario, stack, architecture, layout, cut_groups(scenario, layout),
-                                   lambda plan: reduction_of(plan, stack))
+                                   lambda plan: reduction_of(plan, stack), whole.tied and not architecture.tied)
         job, plans = pipelined.job, pipelined.plans
     else:
         technique = choose(scenario, stack, architecture, layout)
@@ -69,7 +80,23 @@ def lower(scenario: Scenario, *, fold: bool = True, devices: Ranks | None = None
     if scenario.parallel.pipeline == 1:
         job = _job(scenario, plans[0], fold, devices)
     complete = all(layer.program is not None for layer in architecture.stack)
-    return Lowered(job, architecture, stack, complete, beside[0])
+    return Lowered(job, whole, stack, complete, beside[0])
+
+
+def with_parallel(scenario: Scenario, **changes: int) -> Scenario:
+    """The scenario with other parallel degrees, for asking what a model is like."""
+    return scenario.model_copy(update={"parallel": scenario.parallel.model_copy(update=changes)})
+
+
+def held(scenario: Scenario) -> Scenario:
+    """The scenario whose model is what ranks hold: cut into stages, a tied head has a copy of the table of its own.
+
+    Source: Megatron-LM `language_module.py`, setup_embeddings_and_output_layer. Stages of a V are on one rank.
+    """
+    parallel = scenario.parallel
+    if parallel.pipeline == 1 or not scenario.model.tied_embeddings or parallel.schedule in TWO_CHUNKS:
+        return scenario
+    return scenario.model_copy(update={"model": scenario.model.model_copy(update={"tied_embeddings": False})})
 
 
 def _outside(scenario: Scenario, plan: Plan) -> Outside:
@@ -112,7 +139,9 @@ def cut_groups(scenario: Scenario, layout: Layout) -> dict[str, Ranks]:
     if parallel.context > 1:
         groups["context"] = layout.group("context")
     if parallel.expert > 1:
-        groups["expert"] = layout.group(REPLICAS, parallel.expert)
+        replicas = scenario.data_parallel * parallel.context
+        wide = REPLICAS if replicas % parallel.expert == 0 else ("tensor", *REPLICAS)
+        groups["expert"] = layout.group(wide, parallel.expert)
     return groups
 
 
@@ -135,8 +164,8 @@ def choose(scenario: Scenario, stack: Stack, architecture: Architecture, layout:
 def reduction_of(plan: Plan, stack: Stack) -> bucketed.Reduction:
     """How gradients of whole parameters are reduced in this stack."""
     strategy, path = plan.scenario.parallel.strategy, stack.gradient_path
-    if path == "ipg" and strategy in ("zero1", "zero2"):
-        return reductions.deepspeed(plan, int(strategy[-1]))
+    if path == "ipg" and strategy in ("zero1", "zero2"):  # an offloading optimizer takes only this rank's gradients
+        return reductions.deepspeed(plan, 2 if plan.offload.moves_optimizer else int(strategy[-1]))
     if path == "grad_buffer":
         return reductions.megatron(plan, strategy == "zero1")
     return reductions.ddp(plan, strategy == "zero1")

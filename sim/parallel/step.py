@@ -6,17 +6,19 @@ A technique is an object with three verbs (`Technique`); this file strings them 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
 
-from sim.model import build, clip_kernels, optimizer_kernels, optimizer_temporary_bytes
-from sim.model.architecture import Architecture
+from sim.model import build, clip_kernels, optimizer_kernels, optimizer_state_bytes, optimizer_temporary_bytes
+from sim.model.architecture import Architecture, Layer
 from sim.model.eager import rounded
+from sim.model.kernels import quantisation
 from sim.parallel.compute import Compute
 from sim.parallel.layout import Layout, Ranks
 from sim.parallel.model.joints import joints
+from sim.parallel.offload import STREAMS, Offload
 from sim.program import CollectiveCall, Label, ProgramBuilder, SectionBuilder
 from sim.scenario.schema import Scenario
 from sim.software import Stack
@@ -62,11 +64,16 @@ class Plan:
     sibling: Plan | None = None
     builder: ProgramBuilder = field(init=False)
     compute: Compute = field(init=False)
+    offload: Offload = field(init=False)
 
     def __post_init__(self) -> None:
+        offloads = any(place in ("cpu", "nvme") for _, place in self.scenario.parallel.offload)
+        if offloads and self.sibling is None:
+            self.streams = (*self.streams, *STREAMS)
         self.builder = ProgramBuilder(
             self.streams, self.communicators or tuple(self.groups), self.stack.launch_queue,
             self.sibling.builder.tables if self.sibling else None)
+        self.offload = Offload(self.scenario, self.stack, self.builder)
         if self.sibling:
             self.compute = self.sibling.compute.shared(self.builder)
             return
@@ -80,7 +87,7 @@ class Plan:
         return self.architecture if batch == self.architecture.batch else build(self.scenario, self.stack, batch)
 
     def policy(self, position: int) -> str:
-        """Recomputation of the layer at `position` of the stack: "none", "full" or "selective"."""
+        """Recomputation of the layer at `position` of the stack: "none", "full", "selective" or "selective-op"."""
         number = self.architecture.block_numbers[position]
         if not number:
             return "none"
@@ -134,6 +141,19 @@ def write(technique: Technique) -> None:
     plan.builder.run(section)
 
 
+def narrow_weights(plan: Plan, section: SectionBuilder) -> None:
+    """Narrow copies of the blocks' matrices that last from step to step: made again from the updated weights."""
+    style = next((layer.program.style for layer in plan.architecture.stack if layer.program is not None), None)
+    compute, act = plan.scenario.training.precision.compute, "bf16"
+    if style is None or not plan.stack.narrow_weights_cached or DTYPE_BYTES[compute] >= DTYPE_BYTES[act]:
+        return
+    numel = sum(p.numel for layer in plan.architecture.stack if layer.kind == "block" for p in layer.parameters
+                if len(p.shape) > 1)
+    plan.resident(f"{compute} weights", 2 * numel * DTYPE_BYTES[compute], "parameters")
+    kernel = quantisation(style, numel)
+    section.kernels(COMPUTE, plan.compute.segment((kernel,)), Label("weights", "optimizer", f"to {compute}"))
+
+
 def blocks(size_bytes: float) -> int:
     """Bytes the allocator hands out for a tensor of `size_bytes`."""
     return rounded(size_bytes, "int8")
@@ -145,6 +165,11 @@ def batch(plan: Plan) -> None:
     plan.resident("batch", 2 * rounded(tokens, "fp64"), "buffers")
 
 
+def frozen_bytes(layers: Iterable[Layer]) -> int:
+    """What tensors that are not trained take as they are stored, each in blocks of the allocator."""
+    return sum(blocks(size) for layer in layers for tensor in layer.frozen for size in tensor.pieces)
+
+
 def end_of_step(plan: Plan, section: SectionBuilder) -> None:
     """Fixed host work of a step, and the synchronisation of stacks that read the loss every step."""
     label = Label("step", "optimizer", "end of step")
@@ -153,16 +178,19 @@ def end_of_step(plan: Plan, section: SectionBuilder) -> None:
 
 
 def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins: Sequence[int] = (),
-           ranks: str | None = None, largest: int = 0) -> int:
+           ranks: str | None = None, largest: int = 0, back_bytes: float = 0.0) -> int:
     """Gradient clipping and the optimizer on `numel` local parameters in `tensors` tensors.
 
     Args:
         ranks: communicator over which the gradient norm is summed; None if every rank holds all gradients.
         largest: elements of the largest tensor, default all.
+        back_bytes: of an optimizer on the CPU, bytes per parameter it copies to the device.
 
     Returns:
         the optimizer's task.
     """
+    if plan.offload.moves_optimizer:
+        return plan.offload.update(section, numel, tensors, joins, back_bytes)
     training, stack = plan.scenario.training, plan.stack
     implementation = plan.scenario.software.optimizer_kernel
     if stack.clip_gradients and training.optimizer != "none":
@@ -187,6 +215,27 @@ def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins:
     return task
 
 
+def update_in_backward(plan: Plan, section: SectionBuilder, name: str, shards: Sequence[int], stream: int = COMPUTE,
+                       waits: Sequence[int] = ()) -> int:
+    """The optimizer on a layer's or unit's parameters as soon as their gradients are complete, one call each
+    (`register_post_accumulate_grad_hook`; FSDP 2 runs the hooks on the stream of its reductions).
+
+    Args:
+        shards: elements of each parameter's part on this rank.
+    """
+    training, implementation = plan.scenario.training, plan.scenario.software.optimizer_kernel
+    kernels = tuple(kernel for numel in shards for kernel in optimizer_kernels(
+        numel, 1, training.precision, training.optimizer, implementation, clip=False))
+    largest = max(shards, default=0)
+    temporary = optimizer_temporary_bytes(largest, largest, training.precision, training.optimizer, implementation)
+    if temporary:
+        section.allocate("optimizer temporaries", temporary, "workspace", stream)
+    task = section.kernels(stream, plan.compute.segment(kernels), Label(name, "backward", training.optimizer), waits)
+    if temporary:
+        section.free("optimizer temporaries", temporary, "workspace", stream)
+    return task
+
+
 def collective(plan: Plan, kind: str, size_bytes: float, dtype: str, communicator: str) -> CollectiveCall:
     """A collective on the communicator named `communicator`."""
     return CollectiveCall(kind, round(size_bytes), dtype, plan.builder.communicators.index(communicator))
@@ -194,14 +243,17 @@ def collective(plan: Plan, kind: str, size_bytes: float, dtype: str, communicato
 
 def state_bytes(plan: Plan) -> dict[str, float]:
     """Bytes per parameter of parameters, master copy, gradients and optimizer states (spec: precision table)."""
-    precision, optimizer = plan.scenario.training.precision, plan.scenario.training.optimizer
-    states = {"adamw": 2, "adam": 2, "lamb": 2, "sgd-momentum": 1}.get(optimizer, 0)
-    per_state = 1.0 if optimizer == "adamw-8bit" else DTYPE_BYTES[precision.optimizer]
+    precision, optimizer, parallel = (plan.scenario.training.precision, plan.scenario.training.optimizer,
+                                      plan.scenario.parallel)
+    flat = parallel.strategy.startswith("zero") or (parallel.strategy == "fsdp" and plan.scenario.software.fsdp == 1)
+    layers = plan.architecture.stack
+    tensors = [(p.shape, layer.kind == "embedding") for layer in layers for p in layer.parameters]
+    states = optimizer_state_bytes(tensors, precision, optimizer, flat)
     return {
         "parameters": DTYPE_BYTES[precision.parameters],
         "master_parameters": 0.0 if precision.master == "none" else DTYPE_BYTES[precision.master],
         "gradients": DTYPE_BYTES[precision.gradients],
-        "optimizer_states": per_state * (2 if optimizer == "adamw-8bit" else states),
+        "optimizer_states": states / max(1, plan.architecture.parameters),
     }
 
 

@@ -2,25 +2,137 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from sim.errors import Fault, UserError
+from sim.hardware import gpu
+from sim.model.inference import QUANTISED
 from sim.scenario.schema import Scenario
 
+#: Compute dtypes below 16 bits.
+_NARROW = ("fp8", "mxfp8", "nvfp4", "int8", "int4")
 
-def check(scenario: Scenario) -> None:
-    """Raise `UserError` naming every field of the scenario that this version cannot simulate."""
+
+def _tuned(scenario: Scenario) -> str:
+    """What of fine-tuning is not simulated."""
+    finetune, model, precision = scenario.training.finetune, scenario.model, scenario.training.precision
+    if finetune is None or finetune.method == "full":
+        return ""
+    if model.kind != "decoder" or model.moe is not None or model.mla is not None or model.positions == "relative":
+        return f"{finetune.method} of anything but a dense decoder"
+    if precision.master != "none":
+        return f"{finetune.method} with a master copy of the parameters"
+    if scenario.software.modules == "megatron":
+        return f"{finetune.method} of Megatron's modules"
+    parallel = scenario.parallel
+    if max(parallel.tensor, parallel.context, parallel.pipeline, parallel.expert) > 1:
+        return f"{finetune.method} of a model that is cut over GPUs (tensor, context, pipeline, expert)"
+    training = scenario.training
+    for also, asked in (("chunked_loss", training.chunked_loss),
+                        ("optimizer_in_backward", training.optimizer_in_backward),
+                        ("recompute selective-op", training.recompute == "selective-op"),
+                        (f"compute in {precision.compute}", precision.compute in _NARROW)):
+        if asked:
+            return f"{finetune.method} with {also}"
+    autocast = precision.compute in ("fp16", "bf16") and precision.parameters == precision.gather == "fp32"
+    if finetune.base in ("fp32", "bf16", "fp16") and finetune.base != precision.parameters and not autocast:
+        return (f"{finetune.method} of {finetune.base} weights beside {precision.parameters} adapters without autocast "
+                "(amp-bf16, amp-fp16)")
+    return ""
+
+
+def check(scenario: Scenario, ipg: bool = False) -> None:
+    """Raise `UserError` naming every field of the scenario that this version cannot simulate.
+
+    Args:
+        ipg: gradients go through DeepSpeed's buckets (the stack's gradient_path).
+    """
     training, parallel = scenario.training, scenario.parallel
-    asked = {
-        "training.recompute": training.recompute == "selective-op" and "selective-op",
-        "training.optimizer_in_backward": training.optimizer_in_backward and "gradients freed in backward",
-        "training.chunked_loss": training.chunked_loss and "chunked loss",
-        "training.finetune": training.finetune is not None and training.finetune.method != "full"
-        and training.finetune.method,
-        "training.mode": training.mode != "train" and "inference",
-        "training.precision": training.precision.compute in ("fp8", "mxfp8", "nvfp4", "int8", "int4")
-        and training.precision.compute,
-        "parallel.offload": any(v not in (None, "none") for _, v in parallel.offload) and "offload",
+    asked: dict[str, object] = {
+        "training.chunked_loss": training.chunked_loss and (scenario.model.kind != "decoder" or parallel.tensor > 1)
+        and "chunked loss of other than an uncut decoder",
+        "training.finetune": _tuned(scenario),
+        "training.precision.parameters": training.mode == "train" and training.precision.parameters in QUANTISED
+        and f"training with {training.precision.parameters} weights",
+        "training.precision": training.precision.compute in ("int8", "int4") and training.precision.compute,
+        "parallel.pipeline": parallel.pipeline > 1 and parallel.strategy in ("fsdp", "zero2", "zero3")
+        and f"pipeline parallelism with {parallel.strategy}",
+        "parallel.offload": any(v == "paged" for _, v in parallel.offload) and "paged memory",
     }
+    if training.mode != "train":
+        asked |= _inference(scenario)
     faults = [Fault(f"{what} is understood but not simulated yet in this version", field, hint="remove it, or see "
                     "the README's validity limits") for field, what in asked.items() if what]
+    faults += [*_narrow(scenario), *_in_backward(scenario), *_offload(scenario, ipg)]
     if faults:
         raise UserError(faults)
+
+
+def _narrow(scenario: Scenario) -> Iterator[Fault]:
+    """A narrow dtype that the GPU's tensor cores do not have."""
+    compute = scenario.training.precision.compute
+    card = gpu(scenario.cluster.topology.gpu)
+    if compute in ("fp8", "mxfp8", "nvfp4") and not card.supports(compute):
+        able = ", ".join(dtype for dtype in card.tflops if not dtype.startswith("int"))
+        yield Fault(f"{card.name} has no tensor cores for {compute}", "training.precision", hint=f"it has {able}")
+
+
+def _in_backward(scenario: Scenario) -> Iterator[Fault]:
+    """What excludes an optimizer that runs in backward."""
+    field, parallel = "training.optimizer_in_backward", scenario.parallel
+    if not scenario.training.optimizer_in_backward:
+        return
+    if not (parallel.strategy == "none" or (parallel.strategy == "fsdp" and scenario.software.fsdp == 2)):
+        yield Fault(f"strategy {parallel.strategy} applies gradients only after backward", field,
+                    hint="use strategy none, or fsdp with software.fsdp 2")
+    if scenario.micro_steps > 1:
+        yield Fault(f"gradients of {scenario.micro_steps} micro-steps have to be kept until the last", field,
+                    hint="make global_batch one micro-step's, or remove it")
+    if parallel.offload.optimizer != "none":
+        yield Fault("the optimizer is offloaded and runs after backward", field, hint="remove one of the two")
+    if parallel.pipeline > 1:
+        yield Fault("a pipeline's stages apply gradients only after the last micro-batch", field, hint="remove it")
+
+
+def _offload(scenario: Scenario, ipg: bool) -> Iterator[Fault]:
+    """Places that the technique of this stack has no code for."""
+    parallel = scenario.parallel
+    offload, strategy = parallel.offload, parallel.strategy
+    parameters, optimizer = (place in ("cpu", "nvme") for place in (offload.parameters, offload.optimizer))
+    if parallel.pipeline > 1 and any(place in ("cpu", "nvme") for _, place in offload):
+        yield Fault("offload with pipeline stages is understood but not simulated yet", "parallel.offload",
+                    hint="set pipeline: 1, or remove it")
+    sharded = strategy == "fsdp" or (strategy in ("zero2", "zero3") and not ipg)
+    if sharded:
+        if parameters != optimizer:
+            yield Fault("FSDP keeps parameters, gradients and optimizer states in one place", "parallel.offload",
+                        hint="give parameters and optimizer the same place")
+        if "nvme" in (offload.parameters, offload.optimizer):
+            yield Fault("FSDP keeps nothing on disks; it offloads to cpu", "parallel.offload",
+                        hint="use strategy zero3 with framework deepspeed for nvme")
+        if parameters and parallel.sharding_factor == 1:
+            yield Fault("FSDP offloads shards, and sharding_factor is 1", "parallel.offload",
+                        hint="shard over more GPUs, or use zero3 with framework deepspeed")
+    elif parameters and strategy != "zero3":
+        yield Fault(f"parameters of strategy {strategy} stay on the GPU", "parallel.offload.parameters",
+                    hint="use strategy zero3 or fsdp")
+    elif optimizer and not (ipg and strategy in ("zero1", "zero2", "zero3")):
+        yield Fault(f"the optimizer of strategy {strategy} in this framework stays on the GPU",
+                    "parallel.offload.optimizer", hint="use fsdp, or zero1 to zero3 with framework deepspeed")
+    elif parameters and not optimizer:
+        yield Fault("DeepSpeed offloads parameters only together with the optimizer", "parallel.offload.optimizer",
+                    hint="set optimizer: cpu too")
+
+
+def _inference(scenario: Scenario) -> dict[str, object]:
+    """What inference cannot be asked: weights are whole on every tensor and pipeline rank."""
+    model, parallel = scenario.model, scenario.parallel
+    return {
+        "model.kind": model.kind != "decoder" and f"inference of kind {model.kind}",
+        "model.positions": model.positions == "relative" and "inference with relative positions",
+        "parallel.strategy": parallel.strategy not in ("none", "ddp") and f"inference with {parallel.strategy}",
+        "parallel.context": parallel.context > 1 and "inference with context parallelism",
+        "parallel.expert": parallel.expert > 1 and "inference with expert parallelism",
+        "parallel.sequence_parallel": parallel.sequence_parallel and "inference with sequence parallelism",
+        "parallel.virtual_stages": parallel.virtual_stages > 1 and "inference with several chunks per rank",
+    }

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from sim.errors import UserError
 from sim.scenario import Scenario, resolve
 from sim.scenario.dump import dump
+from sim.scenario.schema import Inference, InferenceRun
+from sim.work import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from sim.report.result import Result
@@ -66,18 +68,43 @@ def advise(result: Result, predict: Callable[[Scenario], Result]) -> list[Change
 
 def candidates(scenario: Scenario) -> Iterator[tuple[str, Sets]]:
     """Changes that may free memory, in words and as fields; of the same fields the smallest first."""
+    if isinstance(scenario.training.mode, Inference):
+        yield from _serving(scenario, scenario.training.mode.inference)
+        return
     yield from _activations(scenario)
     yield from _sharding(scenario)
+    yield from _offload(scenario)
     if scenario.software.optimizer_kernel != "fused":
         yield "fused optimizer kernels", {"software.optimizer_kernel": "fused"}
+    if not scenario.training.chunked_loss and scenario.model.kind == "decoder":
+        yield "logits and loss in chunks", {"training.chunked_loss": True}
+    if not scenario.training.optimizer_in_backward and scenario.micro_steps == 1:
+        yield "the optimizer in backward", {"training.optimizer_in_backward": True}
     if scenario.parallel.strategy == "ddp" and not scenario.parallel.gradient_as_bucket_view:
         yield "gradients as views of their buckets", {"parallel.gradient_as_bucket_view": True}
+
+
+def _serving(scenario: Scenario, run: InferenceRun) -> Iterator[tuple[str, Sets]]:
+    """Fewer bits per weight, more ranks per replica, fewer sequences at once."""
+    fields = ("training.precision.parameters", "training.finetune.base")  # the second follows the first
+    for dtype in ("int8", "int4"):
+        if DTYPE_BYTES[dtype] < DTYPE_BYTES.get(scenario.training.precision.parameters, 0.5):
+            yield f"weights in {dtype}", dict.fromkeys(fields, dtype)
+    size = run.batch // 2
+    while size:
+        yield f"{size} sequences at once instead of {run.batch}", {"training.mode.inference.batch": size}
+        size //= 2
+    tensor, replicas = scenario.parallel.tensor, scenario.data_parallel
+    for factor in (f for f in (2, 4, 8) if replicas % f == 0):
+        yield f"{factor * tensor} tensor ranks", {"parallel.tensor": factor * tensor}
 
 
 def _activations(scenario: Scenario) -> Iterator[tuple[str, Sets]]:
     training = scenario.training
     if training.recompute != "full":
         yield "full recomputation", {"training.recompute": "full"}
+    if training.recompute == "none":
+        yield "recomputation of every second product", {"training.recompute": "selective-op"}
     if training.attention == "eager":
         yield "a fused attention kernel", {"training.attention": "flash"}
         if training.recompute == "none":
@@ -86,6 +113,17 @@ def _activations(scenario: Scenario) -> Iterator[tuple[str, Sets]]:
     while size:
         yield f"micro-batches of {size} instead of {training.micro_batch}", {"training.micro_batch": size}
         size //= 2
+
+
+def _offload(scenario: Scenario) -> Iterator[tuple[str, Sets]]:
+    """What can live in host memory; what the strategy of the stack cannot offload, lowering rules out."""
+    field, places = "parallel.offload", scenario.parallel.offload
+    if places.optimizer == "none" and scenario.training.optimizer != "none":
+        yield "the optimizer on the CPU", {f"{field}.optimizer": "cpu"}
+    if places.parameters == "none":
+        yield "parameters and optimizer in host memory", {f"{field}.parameters": "cpu", f"{field}.optimizer": "cpu"}
+    if places.activations == "none":
+        yield "activations in host memory", {f"{field}.activations": "cpu"}
 
 
 def _sharding(scenario: Scenario) -> Iterator[tuple[str, Sets]]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sim.engine.machine import Profile
-from sim.program import Kind, Program
+from sim.program import ON_CPU, Kind, Program
 from sim.report.columns import Columns
 from sim.report.exposure import Spans, axis, split
 from sim.work import CATEGORIES
@@ -32,7 +33,7 @@ class Breakdown:
         communication_total: seconds in which collectives of a kind and group move data, hidden or not.
         pipeline_bubble: waiting for another stage.
         host: the GPU has nothing to do because the host is late.
-        offload: waiting for copies between host and device.
+        offload: waiting for copies between host and device, and for an optimizer on the CPU.
         contention: part of `compute` by which kernels ran longer than alone, because collectives took SMs and memory
             bandwidth; not a row of its own.
     """
@@ -107,7 +108,7 @@ def breakdown(columns: Columns, shares: Floats, alone_s: Floats, inline_s: Float
     kernels = columns.where(Kind.KERNELS)
     on_compute = columns.stream[kernels] == COMPUTE_STREAM
     main, aside = kernels[on_compute], kernels[~on_compute]
-    calls, copies = columns.where(Kind.COLLECTIVE), columns.where(Kind.COPY)
+    calls, copies = columns.where(Kind.COLLECTIVE), np.concatenate((columns.where(Kind.COPY), _on_cpu(columns)))
     keys = [(c.kind, program.communicators[c.communicator]) for c in program.collectives]
     rows = sorted(set(keys))
     named = np.array([rows.index(key) for key in keys], dtype=np.int64)
@@ -140,6 +141,14 @@ def breakdown(columns: Columns, shares: Floats, alone_s: Floats, inline_s: Float
         result.exposed_communication.setdefault(kind, {})[group] = float(moving[i] + pending[i] + inside[i]) - bubble
         result.communication_total.setdefault(kind, {})[group] = float(total[i])
     return result
+
+
+def _on_cpu(columns: Columns) -> Ints:
+    """Rows of an optimizer that runs on the CPU."""
+    rows = columns.where(Kind.HOST)
+    labels = columns.program.labels
+    chosen: Ints = rows[np.array([labels[number].name.endswith(ON_CPU) for number in columns.label[rows]], dtype=bool)]
+    return chosen
 
 
 def _starved_s(columns: Columns, rows: Ints, count: int) -> Floats:
@@ -207,3 +216,8 @@ def step_flops(program: Program) -> float:
 
 def _spans(columns: Columns, rows: Ints, key: Ints, keys: int) -> Spans:
     return Spans(columns.start_s[rows], columns.end_s[rows], key, keys)
+
+
+def leaves(tree: Mapping[str, Any]) -> float:
+    """Sum of all numbers of a nested mapping, e.g. of `breakdown_s`."""
+    return sum(leaves(v) if isinstance(v, Mapping) else float(v) for v in tree.values())

@@ -5,7 +5,7 @@ sum to the step time. An instant is given to the first of these that is going on
 
 1. a kernel or copy kernel on the compute stream;
 2. a collective that moves data (exposed communication; equal shares when several move at once);
-3. a copy between host and device (offload);
+3. a copy between host and device, or an optimizer on the CPU (offload);
 4. a kernel on another stream, e.g. the casts of a gathering stream;
 5. a collective that was issued and has not started: it waits for other ranks. A send or recv then is a pipeline bubble,
    any other collective is exposed communication;

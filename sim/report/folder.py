@@ -29,7 +29,7 @@ pre{{overflow-x:auto;background:#f6f6f6;padding:1em;font-size:85%}}</style></hea
 
 
 def write_run(folder: Path, result: Result, text: str, as_json: Mapping[str, Any]) -> list[Path]:
-    """report.txt, result.json, timeline.png, memory.png, pictures.json and index.html of one run.
+    """report.txt, result.json, timeline.png, memory.png (pipeline.png), pictures.json and index.html of one run.
 
     Args:
         folder: made if it does not exist.
@@ -43,15 +43,25 @@ def write_run(folder: Path, result: Result, text: str, as_json: Mapping[str, Any
         OSError: the folder or a file cannot be written.
     """
     from sim.report import plot_style as look
+    from sim.report.pipeline_rows import boxes_of, chunk_names
     from sim.report.plot_memory import memory_digest, memory_figure
+    from sim.report.plot_pipeline import pipeline_digest, pipeline_figure
     from sim.report.plot_timeline import timeline_digest, timeline_figure
 
     written = _begin(folder, text, as_json)
+    digest = {"timeline.png": timeline_digest(result), "memory.png": memory_digest(result)}
+    boxes = boxes_of(result)
     with look.style():
-        for name, made in (("timeline.png", timeline_figure(result)), ("memory.png", memory_figure(result))):
+        pictures = [("timeline.png", timeline_figure(result)), ("memory.png", memory_figure(result))]
+        if boxes is not None:
+            scenario = result.scenario
+            how = f"{scenario.parallel.schedule}, {boxes.stages} stages, {scenario.micro_steps} micro-batches"
+            pictures.append(("pipeline.png", pipeline_figure(scenario.name, boxes, how, chunk_names(result),
+                                                             result.step_time_s)))
+            digest["pipeline.png"] = pipeline_digest(boxes, result.step_time_s)
+        for name, made in pictures:
             look.save(made, folder / name)
             written.append(folder / name)
-    digest = {"timeline.png": timeline_digest(result), "memory.png": memory_digest(result)}
     return _finish(folder, written, result.scenario.name, text, digest)
 
 

@@ -35,8 +35,8 @@ BARS: Mapping[str, str] = {
 #: Categories of memory from the bottom of the stack to its top: what stays first, what comes and goes above it.
 MEMORY: Mapping[str, str] = {
     "context": "#777777", "parameters": "#1B2A49", "master_parameters": "#4B6A9B", "optimizer_states": BLUE,
-    "buffers": "#A0522D", "gradients": ORANGE, "gathered_parameters": GREEN, "activations": "#A6D3EF", "logits": PURPLE,
-    "workspace": YELLOW, "fragmentation": PALE,
+    "kv_cache": VERMILION, "buffers": "#A0522D", "gradients": ORANGE, "gathered_parameters": GREEN,
+    "activations": "#A6D3EF", "logits": PURPLE, "workspace": YELLOW, "fragmentation": PALE,
 }
 
 #: What the host issues, below the stack of memory: greys, which no category has next to it.
@@ -72,13 +72,14 @@ def figure(height: float) -> Figure:
     return made
 
 
-def save(made: Figure, path: Path) -> None:
-    """Write a PNG that holds nothing but the picture: no date, no version.
+def save(made: Figure, path: Path, stamp: str = "") -> None:
+    """Write a PNG that holds nothing but the picture, and `stamp` where one is given: no date, no version.
 
     Raises:
         OSError: the file cannot be written.
     """
-    made.savefig(path, format="png", dpi=DOTS_PER_INCH, metadata={"Software": None})
+    said = {"Comment": stamp} if stamp else {}
+    made.savefig(path, format="png", dpi=DOTS_PER_INCH, metadata={"Software": None, **said})
 
 
 def heading(made: Figure, title: str, subtitle: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 
 from sim.engine import Machine, Timeline, simulate
-from sim.hardware.outside import Outside
-from sim.memory.ledger import MemoryUse, peak
-from sim.memory.reserved import Reserved, replayed
+from sim.memory.ledger import peak
 from sim.parallel import Lowered
-from sim.program import Kind, Program
+from sim.program import Job, Kind
 from sim.report.advice import Change
 from sim.report.breakdown import (
     COMPUTE_STREAM,
@@ -26,97 +24,16 @@ from sim.report.breakdown import (
     step_flops,
 )
 from sim.report.columns import Columns, of_class
+from sim.report.inference import InferenceResult, inference_result, waits_for_memory
+from sim.report.loading import DataLoading
+from sim.report.memory import HostMemory, MemoryResult
+from sim.report.neighbours import Features, Validated, features, validated
 from sim.report.traffic import traffic_list
 from sim.scenario.dump import dump
-from sim.scenario.schema import Scenario
+from sim.scenario.schema import Inference, Scenario
 
 #: Below this share of free memory PyTorch's allocator starts to retry (result.md, `warnings`).
 TIGHT_HEADROOM = 0.05
-
-
-@dataclass(frozen=True)
-class MemoryResult:
-    """Memory of the fullest rank against its GPU.
-
-    Attributes:
-        use: the replayed ledger of the fullest rank.
-        stages: one ledger per distinct program (pipeline stage), in order.
-        capacity_bytes: what CUDA reports as total.
-        complete: whether every layer's temporaries are counted from its module code, not estimated.
-        program: of the fullest rank.
-        outside: what the device holds beside tensors, or None where it is not counted.
-    """
-
-    use: MemoryUse
-    stages: tuple[MemoryUse, ...]
-    capacity_bytes: int
-    complete: bool
-    program: Program
-    outside: Outside | None = None
-
-    @property
-    def limit_bytes(self) -> int:
-        """What the caching allocator can have of the device."""
-        return self.capacity_bytes - self.use.at_peak["context"]
-
-    @cached_property
-    def reserved(self) -> Reserved:
-        """The caching allocator's replay, which is asked for when first needed: it costs more than all else here."""
-        return replayed(self.program, self.limit_bytes, self.use.peak_allocated_bytes)
-
-    @property
-    def short(self) -> bool:
-        """Whether the allocator has to give back cached blocks in every step. No allocator holds twice what it hands
-        out, so that small jobs need no replay to know."""
-        return 2 * self.use.peak_allocated_bytes > self.limit_bytes and bool(self.reserved.retries)
-
-    @property
-    def at_peak(self) -> dict[str, int]:
-        """Bytes by category at the highest point, with what the allocator's blocks waste."""
-        return {**self.use.at_peak, "fragmentation": self.reserved.fragmentation_bytes}
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Blocks the caching allocator holds at most."""
-        return self.use.peak_allocated_bytes + self.reserved.fragmentation_bytes
-
-    @property
-    def device_used_bytes(self) -> int:
-        """What nvidia-smi shows: reserved blocks, the CUDA context, NCCL's buffers and cuBLAS's workspaces."""
-        return self.reserved_bytes + self.use.at_peak["context"]
-
-    @property
-    def headroom_bytes(self) -> int:
-        """Capacity that is left; negative when the job does not fit."""
-        return self.capacity_bytes - self.device_used_bytes
-
-    @property
-    def fits(self) -> bool:
-        """Whether every step gets through, if need be by giving back cached blocks."""
-        return self.reserved.retries is not None
-
-    def _outside(self) -> dict[str, Any] | None:
-        beside = self.outside
-        return None if beside is None else {
-            "context_bytes": beside.context_bytes, "nccl_bytes": beside.nccl_bytes,
-            "workspace_bytes": beside.workspace_bytes, "confidence": beside.confidence}
-
-    def to_json(self) -> dict[str, Any]:
-        """`memory` of result.md."""
-        where = self.use.where
-        return {
-            "peak_allocated_bytes": self.use.peak_allocated_bytes, "peak_reserved_bytes": self.reserved_bytes,
-            "device_used_bytes": self.device_used_bytes, "capacity_bytes": self.capacity_bytes, "fits": self.fits,
-            "headroom_bytes": self.headroom_bytes, "complete": self.complete, "at_peak": self.at_peak,
-            "allocator_retries": self.reserved.retries or 0,
-            "where": None if where is None else {"section": where.section, "layer": where.layer, "phase": where.phase,
-                                                 "task": where.task, "operator": where.operator},
-            "phases": {name: dict(level) for name, level in self.use.phases.items()},
-            "highest": dict(self.use.highest), "outside": self._outside(),
-            "stages": [{"peak_allocated_bytes": stage.peak_allocated_bytes, "at_peak": dict(stage.at_peak),
-                        "phases": {name: dict(level) for name, level in stage.phases.items()}}
-                       for stage in self.stages],
-        }
 
 
 @dataclass(slots=True)
@@ -128,37 +45,6 @@ class Simulation:
     ranks_simulated: int
     ranks_represented: int
     wall_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class DataLoading:
-    """What reading the training data asks of each node; batches are read ahead, so the slower of reading and training
-    sets the pace of a steady step.
-
-    Attributes:
-        bytes_per_step: of one node.
-        storage_bytes_per_s: what the node reads (`host.storage`).
-        work_s: the step without waiting for data.
-    """
-
-    bytes_per_step: float
-    storage_bytes_per_s: float
-    work_s: float
-
-    @property
-    def reading_s(self) -> float:
-        """Time to read the data of one step."""
-        return self.bytes_per_step / self.storage_bytes_per_s
-
-    @property
-    def waiting_s(self) -> float:
-        """What reading adds to the step."""
-        return max(0.0, self.reading_s - self.work_s)
-
-    def to_json(self) -> dict[str, float]:
-        """`data_loading` of the result: what training at full speed needs, what there is, what is waited."""
-        return {"needed_bytes_per_second": self.bytes_per_step / self.work_s,
-                "storage_bytes_per_second": self.storage_bytes_per_s, "waiting_s": self.waiting_s}
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +67,10 @@ class Result:
 
     Attributes:
         gpus: GPUs of the job; `gpu` is the catalogue's name of the critical rank's.
+        inference: of an inference run; its step is one request of every replica, its model FLOPs the kernels' own.
         group_ranks: size of each communicator of the critical class's program, by name.
+        features: what makes published runs like this one.
+        sensitivity: change of the step for 10% more of each resource, where it was asked for.
         set: the sweep point's dotted fields; empty for a plain run.
         advisor: works out what would make the job fit.
     """
@@ -201,6 +90,9 @@ class Result:
     data_loading: DataLoading
     simulation: Simulation
     group_ranks: dict[str, int]
+    features: Features
+    inference: InferenceResult | None = None
+    sensitivity: dict[str, float] | None = None
     warnings: list[str] = field(default_factory=list)
     set: dict[str, Any] = field(default_factory=dict)
     advisor: Callable[[], list[Change]] | None = field(default=None, repr=False)
@@ -261,6 +153,20 @@ class Result:
         return self.step_time_s / max(infinite, self.data_loading.reading_s)
 
     @property
+    def validated(self) -> Validated:
+        """The record of errors of published runs like this one."""
+        return validated(self.features)
+
+    def ask_sensitivity(self) -> dict[str, float]:
+        """Work out `sensitivity`, one simulation per resource; `bound` then follows from it."""
+        from sim.report.sensitivity import bound_by, sensitivity
+
+        detail, step_s = self.detail, self.step_time_s
+        self.sensitivity = sensitivity(detail.lowered.job, detail.machine, step_s, self.data_loading.reading_s)
+        self.bound = bound_by(self.sensitivity, self.breakdown.pipeline_bubble / step_s)
+        return self.sensitivity
+
+    @property
     def traffic(self) -> list[dict[str, Any]]:
         """One entry per collective of the critical rank's step, in issue order."""
         detail = self.detail
@@ -290,9 +196,12 @@ class Result:
             "contention_s": self.breakdown.contention,
             "slowdown": self.slowdown,
             "bound": self.bound,
+            **({} if self.sensitivity is None else {"sensitivity": dict(self.sensitivity)}),
             "memory": self.memory.to_json() | self._changes(),
             "traffic": self.traffic,
             "data_loading": self.data_loading.to_json(),
+            "validated": self.validated.to_json(),
+            **({} if self.inference is None else {"inference": self.inference.to_json()}),
             "simulation": {
                 "events": self.simulation.events, "tasks": self.simulation.tasks,
                 "ranks_simulated": self.simulation.ranks_simulated,
@@ -312,7 +221,7 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         timeline: its steady step.
     """
     job, loading = lowered.job, _loading(scenario, timeline.step_time_s)
-    memory = _memory(lowered, machine)
+    memory = _memory(scenario, lowered, machine)
     retrying_s = memory.reserved.seconds if memory.short else 0.0
     step_s = timeline.step_time_s + loading.waiting_s + retrying_s
     critical, columns = _critical(lowered, timeline)
@@ -327,25 +236,35 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
     of_micro_batch = architecture.forward_flops + architecture.backward_flops
     per_program = [step_flops(p) for p in job.programs]
     gpu = machine.devices[simulated.device].gpu
+    hardware_flops = sum(per_program[c.program] * len(c.members) for c in job.classes)
+    served = inference_result(scenario, lowered, timeline)
+    samples = training.global_batch if served is None else scenario.data_parallel * architecture.batch
     result = Result(
         scenario=scenario, gpus=job.ranks, gpu=gpu.name, step_time_s=step_s,
-        tokens_per_second=training.global_batch * _tokens_per_sample(scenario) / step_s,
-        samples_per_second=training.global_batch / step_s,
-        model_flops=of_micro_batch / architecture.batch * training.global_batch,
-        hardware_flops=sum(per_program[c.program] * len(c.members) for c in job.classes),
+        tokens_per_second=(samples * _tokens_per_sample(scenario) / step_s if served is None
+                           else served.tokens_per_second),
+        samples_per_second=samples / step_s,
+        model_flops=of_micro_batch / architecture.batch * samples if served is None else hardware_flops,
+        hardware_flops=hardware_flops, inference=served,
         peak_flops_per_gpu=gpu.peak_flops(training.precision.compute), breakdown=parts,
         bound=bound(parts),
         memory=memory, data_loading=loading,
         simulation=Simulation(timeline.events, timeline.tasks, len(job.classes), job.ranks),
         group_ranks={name: job.communicators[c].size
                      for name, c in zip(program.communicators, simulated.communicators, strict=True) if c >= 0},
+        features=features(scenario, lowered, gpu.arch),
         _detail=Detail(lowered, machine, timeline, critical))
+    if served is not None and result.bound == "compute" and waits_for_memory(program, gpu.peak_flops,
+                                                                             gpu.memory_bandwidth_bps):
+        result.bound = "memory_bandwidth"
     result.warnings = _warnings(result)
     return result
 
 
 def _loading(scenario: Scenario, work_s: float) -> DataLoading:
-    """Every node reads the samples of its own replicas."""
+    """Every node reads the samples of its own replicas. A request is in memory when it arrives."""
+    if isinstance(scenario.training.mode, Inference):
+        return DataLoading(0.0, scenario.cluster.topology.host.storage, work_s)
     per_step = scenario.training.global_batch * (scenario.training.sample_bytes or 0.0) / scenario.cluster.nodes
     return DataLoading(per_step, scenario.cluster.topology.host.storage, work_s)
 
@@ -371,12 +290,26 @@ def _critical(lowered: Lowered, timeline: Timeline) -> tuple[int, Columns]:
     return chosen
 
 
-def _memory(lowered: Lowered, machine: Machine) -> MemoryResult:
+def _host_memory(scenario: Scenario, job: Job) -> HostMemory | None:
+    """The fullest node's: its ranks hold what the rank that holds most does."""
+    needs = []
+    for program in job.programs:
+        by_category: dict[str, int] = {}
+        for _, size, category in program.host_resident:
+            by_category[category] = by_category.get(category, 0) + size * scenario.cluster.gpus_per_node
+        needs.append(by_category)
+    fullest = max(needs, key=lambda n: sum(n.values()))
+    capacity = int(scenario.cluster.topology.host.memory)
+    return HostMemory(fullest, capacity) if fullest else None
+
+
+def _memory(scenario: Scenario, lowered: Lowered, machine: Machine) -> MemoryResult:
     """The rank with the least headroom, and every distinct program."""
     job = lowered.job
     uses = tuple(peak(program) for program in job.programs)
     results = [MemoryResult(uses[c.program], uses, int(machine.devices[c.device].gpu.usable_memory_bytes),
-                            lowered.memory_complete, job.programs[c.program], lowered.outside) for c in job.classes]
+                            lowered.memory_complete, job.programs[c.program], lowered.outside,
+                            _host_memory(scenario, job)) for c in job.classes]
     return min(results, key=lambda m: m.limit_bytes - m.use.peak_allocated_bytes)
 
 
@@ -385,6 +318,10 @@ def _warnings(result: Result) -> list[str]:
     if not memory.complete:
         found.append("memory: model states are exact; temporaries of layers whose module code is not written down "
                      "are estimated from what they keep for backward")
+    if memory.host is not None and memory.host.needed_bytes > memory.host.capacity_bytes:
+        needed, capacity = (size / 2**30 for size in (memory.host.needed_bytes, memory.host.capacity_bytes))
+        found.append(f"memory: the host of a node needs {needed:.4g} GiB for what is offloaded and has {capacity:.4g} "
+                     "GiB: it does not fit")
     near = 2 * memory.use.peak_allocated_bytes > memory.limit_bytes
     share = memory.headroom_bytes / memory.capacity_bytes if near else 1.0
     if memory.short and memory.fits:
@@ -405,9 +342,8 @@ def _warnings(result: Result) -> list[str]:
         if gpu.confidence != "high":
             found.append(f"hardware: kernel times of {gpu.name} are not calibrated on this GPU "
                          f"(confidence {gpu.confidence})")
+    if not result.validated.count:
+        kind = result.features
+        found.append(f"validation: no published run of this kind ({kind.strategy}, {kind.generation}, "
+                     f"{kind.framework}, {kind.gpus:,} GPUs) has been compared: the error is not known")
     return found
-
-
-def leaves(tree: Mapping[str, Any]) -> float:
-    """Sum of all numbers of a nested mapping, e.g. of `breakdown_s`."""
-    return sum(leaves(v) if isinstance(v, Mapping) else float(v) for v in tree.values())

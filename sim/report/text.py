@@ -11,7 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from sim.memory.ledger import CATEGORIES
+from sim.report.inference import InferenceResult
+from sim.report.memory import MemoryResult
 from sim.report.result import TIGHT_HEADROOM, Result
+from sim.scenario.schema import Inference, InferenceRun, Scenario
 from sim.work import CATEGORIES as KERNEL_CATEGORIES
 
 #: Changes listed for a job that does not fit.
@@ -127,11 +130,14 @@ def _headline(result: Result) -> list[Any]:
         Text(scenario.name, style="bold"),
         Text(f"{result.gpus} × {result.gpu} ({cluster.nodes} × {cluster.topology.name}) · {layout} · "
              f"{training.precision.name}", style="dim"),
-        Text(f"{training.global_batch:,} sequences of {training.sequence:,} tokens per step = "
+        Text(_request(scenario, training.mode.inference) if isinstance(training.mode, Inference) else
+             f"{training.global_batch:,} sequences of {training.sequence:,} tokens per step = "
              f"{scenario.data_parallel} replicas × {training.micro_batch}{micro}", style="dim"),
         Text(),
     ]
     grid = Table.grid(padding=(0, 3))
+    if result.inference is not None:
+        return [*lines, *_inference(result, result.inference)]
     grid.add_row(*(Text.assemble((value, "bold"), f" {unit}") for value, unit in (
         (seconds(result.step_time_s), "per step"),
         (rate(result.tokens_per_second), "tokens/s"),
@@ -141,6 +147,33 @@ def _headline(result: Result) -> list[Any]:
         (f"{result.model_tflops_per_gpu:.1f}", f"of {result.peak_flops_per_gpu / 1e12:.0f} TFLOP/s/GPU"),
         (f"{100 * result.hfu:.1f}%", "HFU"))))
     return [*lines, grid]
+
+
+def _request(scenario: Scenario, run: InferenceRun) -> str:
+    weights = scenario.training.precision.parameters
+    ranks = {"tensor": scenario.parallel.tensor, "pipeline": scenario.parallel.pipeline}
+    split = [f"{name} {n}" for name, n in ranks.items() if n > 1]
+    return (f"inference: {run.batch:,} prompts of {run.prompt:,} tokens, {run.generate:,} tokens generated each, "
+            f"{weights} weights · {' × '.join([*split, f'{scenario.data_parallel} replicas'])}")
+
+
+def _inference(result: Result, served: InferenceResult) -> list[Any]:
+    """What a request takes, and how a token slows down as the cache grows."""
+    grid = Table.grid(padding=(0, 3))
+    grid.add_row(*(Text.assemble((value, "bold"), f" {unit}") for value, unit in (
+        (seconds(served.prompt_time_s), "to the first token"), (seconds(served.time_per_token_s), "per further token"),
+        (rate(served.tokens_per_second), "tokens/s"))))
+    grid.add_row(*(Text.assemble((value, "bold"), f" {unit}") for value, unit in (
+        (seconds(result.step_time_s), "per request"), (size(served.kv_cache_bytes), "cache per GPU"),
+        (rate(result.tokens_per_second_per_gpu), "tokens/s/GPU"))))
+    if len(served.lengths) < 2:
+        return [grid]
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 3, 0, 0))
+    for head in ("tokens in the cache", "per token"):
+        table.add_column(head, justify="right")
+    for at in (served.lengths[0], served.lengths[len(served.lengths) // 2], served.lengths[-1]):
+        table.add_row(f"{at.cached_tokens:,}", seconds(at.time_per_token_s))
+    return [grid, Text(), table]
 
 
 def _rows(result: Result) -> Iterable[tuple[str, float, str]]:
@@ -179,6 +212,11 @@ def _bound(result: Result) -> list[Any]:
         if result.breakdown.contention > _SMALLEST_SHARE * result.step_time_s:
             longer = seconds(result.breakdown.contention)
             lines.append(Text(f"kernels take {longer} longer because collectives hold SMs and memory bandwidth"))
+    if result.sensitivity is not None:
+        lines.append(Text("10% more of: " + ", ".join(
+            f"{name.replace('_', ' ')} {100 * change:+.1f}%" for name, change in result.sensitivity.items())))
+    if result.validated.count:
+        lines.append(Text(str(result.validated), style="dim"))
     return list(lines)
 
 
@@ -190,6 +228,8 @@ def _memory(result: Result, width: int) -> list[Any]:
     counted = "fits" if memory.complete else "what is counted so far fits"
     if memory.fits:
         verdict = Text(f"{counted}, {size(memory.headroom_bytes)} free", style=colour)
+    elif memory.headroom_bytes >= 0:
+        verdict = Text("fits the GPU but not the host", style="bold red")
     else:
         most = max(CATEGORIES, key=lambda name: memory.at_peak[name])
         verdict = Text(f"does not fit: {size(-memory.headroom_bytes)} too much, most of it {most.replace('_', ' ')}",
@@ -201,7 +241,19 @@ def _memory(result: Result, width: int) -> list[Any]:
     place = f", reached in {where.phase} of {where.layer}{operator}" if where is not None else ""
     parts = sorted(((memory.at_peak[name], name.replace("_", " ")) for name in CATEGORIES), reverse=True)
     detail = ", ".join(f"{name} {size(held)}" for held, name in parts if held)
-    return [line, Text.assemble(verdict, place), Text(detail, style="dim"), *_changes(result)]
+    return [line, *_host(memory), Text.assemble(verdict, place), Text(detail, style="dim"), *_changes(result)]
+
+
+def _host(memory: MemoryResult) -> list[Any]:
+    """Host memory of a node, where anything is offloaded."""
+    host = memory.host
+    if host is None:
+        return []
+    parts = sorted(((held, name.replace("_", " ")) for name, held in host.by_category.items()), reverse=True)
+    detail = ", ".join(f"{name} {size(held)}" for held, name in parts)
+    colour = "red" if host.needed_bytes > host.capacity_bytes else "green"
+    used = f"{size(host.needed_bytes)} of {size(host.capacity_bytes)} of a node"
+    return [Text.assemble(("host ", "bold"), (used, colour), (f": {detail}", "dim"))]
 
 
 def _changes(result: Result) -> list[Any]:
@@ -242,18 +294,24 @@ def _notes(result: Result) -> list[Any]:
 def _sweep_table(points: Sequence[Result], axes: Sequence[str]) -> Table:
     """One row per point. On a narrow terminal headings wrap; figures never do."""
     scaling = "cluster.nodes" in axes
+    serving = all(point.inference is not None for point in points)
     rows: list[list[Text]] = []
     for point in points:
         memory = point.memory
         cells = [str(point.set[axis]) for axis in axes]
-        cells += [str(point.gpus), seconds(point.step_time_s), rate(point.tokens_per_second_per_gpu),
+        served = point.inference
+        times = [seconds(point.step_time_s)]
+        if serving and served is not None:
+            times = [seconds(served.prompt_time_s), seconds(served.time_per_token_s)]
+        cells += [str(point.gpus), *times, rate(point.tokens_per_second_per_gpu),
                   f"{100 * point.mfu:.1f}%", f"{100 * point.breakdown.exposed_s / point.step_time_s:.1f}%",
                   size(memory.device_used_bytes)]
         fits = Text("yes", style="green") if memory.fits else Text("no", style="bold red")
         efficiency = [Text(_efficiency(point, points))] if scaling else []
         rows.append([*map(Text, cells), fits, *efficiency])
     heads = [axis.split(".")[-1].replace("_", " ") for axis in axes]
-    heads += ["GPUs", "step", "tokens/s /GPU", "MFU", "exposed", "memory", "fits"] + (["scaling"] if scaling else [])
+    heads += ["GPUs", *(["first token", "per token"] if serving else ["step"])]
+    heads += ["tokens/s /GPU", "MFU", "exposed", "memory", "fits"] + (["scaling"] if scaling else [])
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for i, head in enumerate(heads):
         widest = max([row[i].cell_len for row in rows] + [len(word) for word in head.split()])

@@ -307,6 +307,9 @@ def _tensor(written: Scenario, s: Scenario) -> Iterator[Finding]:
         )
     if m.ffn % p.tensor:
         yield path, f"tensor {p.tensor} does not divide ffn {m.ffn}", _divisors_near(m.ffn, p.tensor)
+    if p.sequence_parallel and m.kind != "decoder":
+        message = f"sequence parallelism is for decoders, not for an {m.kind}"
+        yield "parallel.sequence_parallel", message, "set it to false"
     if p.sequence_parallel and s.training.sequence % (p.tensor * p.context):
         yield (
             "parallel.sequence_parallel",
@@ -412,6 +415,9 @@ def _modes(written: Scenario, s: Scenario) -> Iterator[Finding]:
             f"qlora keeps a quantised base, not {tuned.base}",
             "write nf4, or use method lora",
         )
+    run, longest = getattr(s.training.mode, "inference", None), s.model.max_positions
+    if run and s.model.positions == "learned" and (tokens := run.prompt + run.generate) > longest:
+        yield "training.mode.inference.generate", f"{tokens} tokens but the model has {longest} learned positions", ""
     layers = getattr(s.training.recompute, "layers", None)
     if layers is not None and layers > s.model.layers + s.model.decoder_layers:
         yield (

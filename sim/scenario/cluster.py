@@ -54,6 +54,7 @@ class Host(Table):
     nvme_read: BytesPerSecond = has(12e9, "sequential read of a node's disks")
     nvme_write: BytesPerSecond = has(6e9, "sequential write of a node's disks")
     storage: BytesPerSecond = late("reading of training data by a node, default nvme_read")
+    memory_bandwidth: BytesPerSecond | None = has(None, "host memory of a node, default by its PCIe generation")
 
 
 class GpuFigures(Table):

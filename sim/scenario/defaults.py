@@ -14,6 +14,7 @@ from sim.scenario.gpus import gpu_facts
 from sim.scenario.schema import (
     FULL,
     Finetune,
+    Inference,
     Model,
     Nccl,
     Offload,
@@ -45,6 +46,7 @@ def fill(written: Scenario) -> Scenario:
     parallel = written.parallel if written.parallel is not None else Parallel.model_construct()
     training = _training(written.training, written.model, cluster)
     gpus = cluster.nodes * cluster.gpus_per_node
+    software = _software(written.software if written.software is not None else Software.model_construct())
     if training.global_batch is None:
         replicas = max(1, gpus // (parallel.tensor * parallel.context * parallel.pipeline))
         whole = training.micro_batch * replicas * (training.micro_steps or 1)
@@ -54,8 +56,8 @@ def fill(written: Scenario) -> Scenario:
             "cluster": cluster,
             "model": _model(written.model, training),
             "training": training,
-            "parallel": _parallel(parallel, gpus),
-            "software": _software(written.software if written.software is not None else Software.model_construct()),
+            "parallel": _parallel(parallel, gpus, software),
+            "software": software,
             "sweep": written.sweep if written.sweep is not None else {},
             "expect": written.expect if written.expect is not None else {},
         }
@@ -147,12 +149,19 @@ def _model(written: Model, training: Training) -> Model:
         # T5's feed-forward part is plain with relu (Raffel et al. 2020, section 2.1)
         "activation": _or(written.activation, "silu" if written.gated_mlp else
                           "relu" if written.kind == "encoder-decoder" else "gelu"),
-        "max_positions": _or(written.max_positions, max(training.sequence, training.decoder_sequence)),
+        "max_positions": _or(written.max_positions, longest_sequence(training)),
         "positions": _or(written.positions, "relative" if written.kind == "encoder-decoder" else "learned"),
     }
     if written.moe is not None and written.moe.expert_ffn is None:
         update["moe"] = written.moe.model_copy(update={"expert_ffn": ffn})
     return written.model_copy(update=update)
+
+
+def longest_sequence(training: Training) -> int:
+    """Tokens of the longest sequence the model meets."""
+    mode = training.mode
+    generated = mode.inference.prompt + mode.inference.generate if isinstance(mode, Inference) else 0
+    return max(training.sequence, training.decoder_sequence, generated)
 
 
 def _layer_table(written: Model) -> Model:
@@ -188,7 +197,8 @@ def _training(written: Training, model: Model, cluster: Cluster) -> Training:
 def _finetune(written: Finetune | None, precision: Precision) -> Finetune:
     finetune = written if written is not None else Finetune.model_construct()
     small = finetune.method != "full"
-    plain = precision.parameters if precision.parameters in ("fp32", "bf16", "fp16", "int8", "int4") else "fp32"
+    bases = ("fp32", "bf16", "fp16", "int8", "int4", "nf4", "nf4-dq")
+    plain = precision.parameters if precision.parameters in bases else "fp32"
     return finetune.model_copy(
         update={
             "rank": _or(finetune.rank, _LORA_RANK if small else 0),
@@ -198,7 +208,9 @@ def _finetune(written: Finetune | None, precision: Precision) -> Finetune:
     )
 
 
-def _parallel(written: Parallel, gpus: int) -> Parallel:
+def _parallel(written: Parallel, gpus: int, software: Software) -> Parallel:
+    scatter = table("scenario/defaults.yaml")["pipeline_scatter"]
+    scatters = _since(scatter.get(software.framework, scatter["other"]), software.year)
     strategy = _or(written.strategy, "ddp" if gpus > 1 else "none")
     shards = max(1, gpus // (written.tensor * written.pipeline))
     factor = written.sharding_factor if strategy in SHARDED or written.sharding_factor else 1
@@ -215,6 +227,7 @@ def _parallel(written: Parallel, gpus: int) -> Parallel:
             "split_slots": _or(written.split_slots, SplitSlots.model_construct()),
             "order": _or(written.order, list(_ORDER)),
             "offload": _or(written.offload, Offload.model_construct()),
+            "pipeline_scatter": _or(written.pipeline_scatter, scatters),
         }
     )
 

@@ -117,7 +117,7 @@ class Precision(Table):
 
     name: str = has("custom", "")
     compute: Dtype = needs("of matrix products")
-    parameters: Dtype = needs("of the parameters the model computes with")
+    parameters: Dtype | Literal["nf4", "nf4-dq"] = needs("of the parameters the model computes with")
     master: DtypeOrNone = needs("of the optimizer's copy of the parameters")
     gradients: Dtype = needs("of stored gradients")
     optimizer: Dtype = needs("of optimizer states")
@@ -264,7 +264,7 @@ class Parallel(Table):
     split: Annotated[list[LayersOrNone], Field(max_length=100_000)] | None = has(None, "blocks per pipeline rank")
     overlap_p2p: bool = has(False, "transfers between stages overlap with compute")
     split_slots: SplitSlots = late("work of embedding and head when splitting evenly")
-    pipeline_scatter: bool = has(False, "each tensor rank sends its share between stages")
+    pipeline_scatter: bool = late("each tensor rank sends its share between stages")
     order: list[Axis] = late("which ranks are neighbours, first = same node")
     offload: Offload = late("what lives outside the GPU")
 

@@ -1,5 +1,5 @@
 """Software stacks as tables of named facts."""
 
-from sim.software.stack import Fact, Stack, facts_of, profile_names, stack_for
+from sim.software.stack import Fact, Stack, facts_of, free_figures, profile_names, stack_for, trial
 
-__all__ = ["Fact", "Stack", "facts_of", "profile_names", "stack_for"]
+__all__ = ["Fact", "Stack", "facts_of", "free_figures", "profile_names", "stack_for", "trial"]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -26,12 +27,17 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One line of a profile: a value with its unit, where it comes from and how sure it is."""
+    """One line of a profile: a value with its unit, where it comes from and how sure it is.
+
+    Attributes:
+        range: least and largest value that the evidence allows, for a figure that may be fitted.
+    """
 
     value: float | int | bool | str
     unit: str
     source: str
     confidence: str
+    range: tuple[float, float] | None = None
 
     @property
     def free(self) -> bool:
@@ -49,6 +55,7 @@ class Stack:
         compile: whether Inductor fuses element-wise chains.
         host_forward_s, host_backward_s: host time per operator (one `Kernel.launches`) in forward, and by autograd.
         host_collective_s: host time per collective call.
+        host_view_s: host time per view of a tensor (narrow, chunk), which launches nothing.
         host_step_s: fixed host time per optimizer step.
         launch_queue: launches the host may be ahead of the GPU.
         rank_jitter_s: standard deviation of a rank's arrival at a collective.
@@ -63,13 +70,28 @@ class Stack:
         unpad_copies: the attention wrapper copies qkv and output between padded and packed form.
         fused_*: one kernel instead of a chain (bias + GELU, SwiGLU, rotary, RMSNorm, scale + mask + softmax,
             bias + dropout + residual).
+        rmsnorm_kernel: torch.nn.RMSNorm is one kernel, which plain modules then use.
         gradient_accumulation_fusion: the weight-gradient GEMM adds into the gradient buffer itself.
+        adapter_dropout: adapters of fine-tuning drop out their input.
+        quantised_keeps_input: a 4-bit linear layer keeps its input for backward, which it does not need.
         optimizer_kernel: loop, foreach or fused, where the scenario does not say.
         gradient_path: how data parallelism reduces gradients and splits states: reducer (PyTorch's DDP and FSDP), ipg
             (DeepSpeed's independent-parameter-gradient buckets) or grad_buffer (one buffer, reduced in place).
+        parameter_coordinator: how DeepSpeed ZeRO-3 fetches and releases parameters: streamed, or blocking (before 0.6).
+        cpu_optimizer: an optimizer on the CPU: fused (one vectorised pass) or loop (a pass over memory per operator).
+        cpu_threads: threads of one rank's optimizer on the CPU; 0 = the ranks of a node share its cores.
+        offload_streams: saved tensors go to the host and back on streams of their own, prefetched; else in line.
+        narrow_keeps_inputs: linear layers in fp8 and below keep their inputs and quantise again in backward; else they
+            keep the narrow copies of inputs and weights.
+        narrow_amax_pass: a tensor's scale comes from its own maximum, found in a pass before the cast.
+        narrow_weights_cached: weights are quantised once per optimizer step, not in every micro-step.
         tensor_overlap: the reduction of a column-cut product's input gradient runs beside its weight gradient.
         pipeline_p2p: how stages pass tensors on unless overlap is asked for: synchronised (batched, then the host
             waits for the GPU), stream (the next kernels wait, the host does not).
+        kv_cache: how inference's cache grows: concatenated (written anew with every token) or in_place.
+        quantised_products: products with weights of fewer than 16 bits: expanded (a kernel of its own makes 16-bit
+            weights; int8 runs on quantised activations) or fused (the product reads them as stored).
+        vocabulary_multiple: the vocabulary is padded to a multiple of it for every tensor slice.
         kernel_loading: what a CUDA context holds: all kernels, fewer (releases that ship less), or those used (lazy).
     """
 
@@ -79,6 +101,7 @@ class Stack:
     host_forward_s: float
     host_backward_s: float
     host_collective_s: float
+    host_view_s: float
     host_step_s: float
     launch_queue: int
     rank_jitter_s: float
@@ -95,14 +118,27 @@ class Stack:
     fused_swiglu: bool
     fused_rope: bool
     fused_rmsnorm: bool
+    rmsnorm_kernel: bool
     fused_softmax: bool
     fused_dropout_add: bool
     gradient_accumulation_fusion: bool
+    adapter_dropout: bool
+    quantised_keeps_input: bool
     optimizer_kernel: str
     gradient_path: str
+    parameter_coordinator: str
+    cpu_optimizer: str
+    cpu_threads: int
+    offload_streams: bool
+    narrow_keeps_inputs: bool
+    narrow_amax_pass: bool
+    narrow_weights_cached: bool
     kernel_loading: str
     tensor_overlap: bool
     pipeline_p2p: str
+    kv_cache: str
+    quantised_products: str
+    vocabulary_multiple: int
 
 
 #: Fields of `Stack` that are not facts of a profile.
@@ -142,7 +178,7 @@ def facts_of(
         for era in profile.get("eras", ()):
             if all(_holds(key, wanted, year, known, switches | given) for key, wanted in era["when"].items()):
                 _override(lines, era["facts"])
-    return {name: Fact(**line) for name, line in lines.items()}
+    return {name: _fact(line) for name, line in lines.items()}
 
 
 def stack_for(
@@ -176,10 +212,57 @@ def _stack(
     return Stack(framework=framework, modules=modules, compile=compile_, **values)
 
 
+def free_figures(name: str) -> dict[tuple[str, str], Fact]:
+    """Figures that may be fitted, by (profile that states them, fact): a profile's own and those it inherits.
+
+    A figure that differs between eras is none: eras change what software does, not what it costs.
+    """
+    found: dict[tuple[str, str], Fact] = {}
+    units = {fact: line["unit"] for _, lines in _stated(name) for fact, line in lines.items() if "unit" in line}
+    for profile, lines in _stated(name):
+        for fact, line in lines.items():
+            found = {key: value for key, value in found.items() if key[1] != fact}
+            if line["confidence"] == "estimated" and "range" in line:
+                found[profile, fact] = _fact({"unit": units[fact], **line})
+    return found
+
+
+def _fact(line: Mapping[str, Any]) -> Fact:
+    """A line as a fact."""
+    return Fact(**{**line, "range": tuple(line["range"]) if "range" in line else None})
+
+
+def _stated(name: str) -> list[tuple[str, dict[str, dict[str, Any]]]]:
+    """(profile, facts as it states them) of a profile and its ancestors, eldest first."""
+    profile = _profile(name)
+    parent = profile.get("inherits")
+    return [*(_stated(parent) if parent else ()), (name, profile["facts"])]
+
+
+#: Values put in the place of facts, by (profile, fact): see `trial`.
+_TRIAL: dict[tuple[str, str], float] = {}
+
+
+@contextmanager
+def trial(values: Mapping[tuple[str, str], float]) -> Iterator[None]:
+    """Stacks with other values of `free_figures`, for as long as the context lasts."""
+    _TRIAL.update(values)
+    _stack.cache_clear()
+    try:
+        yield
+    finally:
+        _TRIAL.clear()
+        _stack.cache_clear()
+
+
 def _lineage(name: str) -> list[dict[str, Any]]:
     """The profile after all its ancestors, eldest first."""
     profile = _profile(name)
     parent = profile.get("inherits")
+    tried = {fact: value for (where, fact), value in _TRIAL.items() if where == name}
+    if tried:
+        facts = profile["facts"]
+        profile = profile | {"facts": facts | {fact: facts[fact] | {"value": value} for fact, value in tried.items()}}
     return [*(_lineage(parent) if parent else ()), profile]
 
 

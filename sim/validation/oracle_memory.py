@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 #: whatever it is: a gradient on its way, a recomputed activation, a weight gradient before its parameter has it.
 GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "states": (("param", "opt_state"), ("parameters", "master_parameters", "optimizer_states")),
-    "buffers": (("input", "buffer", "fsdp_allgather_buf", "fsdp_reduce_buf", "ddp_bucket"), ("buffers",)),
+    "buffers": (("input", "buffer", "fsdp_allgather_buf", "fsdp_reduce_buf", "ddp_bucket"), ("buffers", "kv_cache")),
     # autocast's half copies of gathered parameters are `activation` there: FSDP's own tensors hide what they came from
     "working": (("activation", "bwd_temp", "grad", "unsharded_grad", "opt_temp", "amp_weight_copy",
                  "fsdp_unsharded_param", "fsdp_post_forward_shard", "init_temp"),

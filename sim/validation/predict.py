@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,9 @@ def _training(case: Case) -> Record:
     from sim.api import run
     from sim.scenario import resolve
 
-    return compare(case.measured, run(resolve(case.given, case.path, case.sets)).to_json())
+    result = run(resolve(case.given, case.path, case.sets))
+    return {**compare(case.measured, result.to_json()), "features": asdict(result.features),
+            "cluster": result.scenario.cluster.topology.name}
 
 
 def compare(measured: Mapping[str, Any], result: Mapping[str, Any]) -> Record:

@@ -1,9 +1,10 @@
-"""`python -m sim.validation.report`: writes reports/validation.md, the error record shipped with the predictions.
+"""`python -m sim.validation.report`: writes reports/validation.md with its pictures, and the record of errors.
 
     python -m sim.validation.report [FILE ...] [--out reports] [--readme README.md] [--check] [--workers N]
 
-Without files: all shipped published cases. The README's accuracy table, between two comment lines, is rewritten too.
-`--check` writes nothing and exits with 3 when a text is not current.
+Without files: all shipped published cases; then the record of errors that ships with the package (`sim/report/
+record.yaml`) and the README's accuracy table, between two comment lines, are rewritten too. `--check` writes nothing
+and exits with 3 when a text or a picture is not current.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from pathlib import Path
 
 from sim.catalog import folder
 from sim.errors import UserError
-from sim.validation import table
+from sim.validation import pictures, record, table
+from sim.validation.misses import LIMIT, misses
 from sim.validation.runner import INTERRUPTED, Validation, validate
 from sim.validation.statistics import MEMORY_KEYS, worst
 
@@ -40,6 +42,9 @@ def markdown(validation: Validation) -> str:
     summary = validation.summary
     parts = [_HEAD.rstrip()]
     parts += _section("Step time", table.HEADLINE, table.headline(summary))
+    parts += [f"\n![{said}]({name})" for name, said in pictures.PICTURES.items()]
+    parts += _section(f"Missed by more than {LIMIT:.0%}, and why it is believed to be",
+                      ("believed", "reason", "sources", "rows", "errors"), table.missed(misses(validation.records)))
     parts += _section("The worst, first", ("source", "case", "measured s", "predicted s", "error"),
                       [table.detail(r) for r in worst(validation.records, _WORST)])
     parts += _section("Scaling ratios", table.HEADLINE, table.headline(summary, "ratio"))
@@ -56,7 +61,8 @@ def markdown(validation: Validation) -> str:
     oom = summary["overall"]["oom"]
     parts.append(f"\nOut-of-memory verdicts: {oom['right']} right, {oom['wrong']} wrong, "
                  f"{oom['not_compared']} not compared.\n")
-    parts += _section("Not compared", ("status", "reason", "cases"), table.reasons(validation.records))
+    parts += _section("Not compared", ("source", "status", "reason", "cases"),
+                      table.reasons_by_file(validation.records))
     return "\n".join(parts)
 
 
@@ -93,13 +99,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     texts = {given.out / "validation.md": markdown(validation) + "\n"}
     if given.readme.is_file():
         texts[given.readme] = readme_with(given.readme.read_text(encoding="utf-8"), validation)
+    if not given.files:
+        texts[record.PATH] = record.text(record.rows(validation.records))
     stale = [path for path, text in texts.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    drawn = not pictures.points(validation.records) or pictures.current(given.out, validation.records)
     if given.check:
-        print("\n".join(f"{path}: not current; run {_COMMAND}" for path in stale) or "reports are current")
-        return 3 if stale else 0
+        behind = stale + ([] if drawn else [given.out / name for name in pictures.PICTURES])
+        print("\n".join(f"{path}: not current; run {_COMMAND}" for path in behind) or "reports are current")
+        return 3 if behind else 0
     given.out.mkdir(parents=True, exist_ok=True)
     for path in stale:
         path.write_text(texts[path], encoding="utf-8")
+    stale += [] if drawn else pictures.draw(given.out, validation.records)
     print(f"{len(validation.records)} cases; written: {', '.join(map(str, stale)) or 'nothing, all was current'}")
     return 0
 

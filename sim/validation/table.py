@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sim.validation.misses import Miss
 from sim.validation.statistics import MEMORY_KEYS, Record
 
 HEADLINE = ("source", "cases", "coverage", "compared", "mean", "median", "p90", "worst", "bias")
@@ -63,6 +64,20 @@ def reasons(records: Sequence[Record]) -> list[tuple[str, str, str]]:
             counts[key] = counts.get(key, 0) + 1
     ordered = sorted(counts.items(), key=lambda item: -item[1])
     return [(status, reason, str(count)) for (status, reason), count in ordered]
+
+
+def reasons_by_file(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """`reasons` of each file with cases that are not compared, in the files' order."""
+    files = dict.fromkeys(r["file"] for r in records)
+    return [(name.removesuffix(".yaml"), *row) for name in files
+            for row in reasons([r for r in records if r["file"] == name])]
+
+
+def missed(groups: Sequence[Miss]) -> list[tuple[str, ...]]:
+    """Rows of the table of misses: kind, reason, sources, count, range of errors."""
+    return [(m.kind, m.reason, ", ".join(m.sources), str(m.count),
+             percent(m.lowest, True) if m.count == 1 else f"{percent(m.lowest, True)} to {percent(m.highest, True)}")
+            for m in groups]
 
 
 def detail(record: Record, key: str = "step_time_s") -> tuple[str, ...]:

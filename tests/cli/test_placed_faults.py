@@ -14,7 +14,7 @@ def test_a_fault_of_the_lowering_has_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "tensor.yaml"
     path.write_text("name: tensor\ncluster: {topology: dgx-a100-80g}\nmodel: {preset: gpt2}\n"
                     "training: {micro_batch: 1, global_batch: 8, sequence: 128}\n"
-                    "parallel:\n  strategy: ddp\n  pipeline: 2\n")
+                    "parallel:\n  strategy: fsdp\n  pipeline: 2\n")
     with pytest.raises(UserError) as caught:
         sim.run(path)
     fault = caught.value.faults[0]

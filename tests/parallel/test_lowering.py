@@ -187,9 +187,9 @@ def test_zero_volumes() -> None:
         return dict(total)
     parameters = lower(scenario(strategy="ddp")).architecture.parameters
     assert moved("zero1") == moved("zero2") == {"reduce_scatter": 2 * parameters, "all_gather": 2 * parameters}
-    three = moved("zero3")
+    three = moved("zero3")  # gathered once: all of a model this small is used again within the reuse distance
     assert three["reduce_scatter"] == 2 * parameters
-    assert 1.9 * 2 * parameters < three["all_gather"] < 2.6 * 2 * parameters
+    assert 2 * parameters <= three["all_gather"] < 2.3 * 2 * parameters  # and small parameters in the optimizer step
 
 
 def test_unfolded_jobs_simulate_every_rank() -> None:
@@ -208,10 +208,10 @@ def test_a_slow_device_splits_the_job() -> None:
 
 
 @pytest.mark.parametrize(("change", "field"), [
-    ({"tensor": 2}, "parallel.tensor"), ({"pipeline": 3}, "parallel.pipeline"), ({"context": 2}, "parallel.context"),
-    ({"offload": {"optimizer": "cpu"}}, "parallel.offload"),
+    ({"pipeline": 3}, "parallel.pipeline"), ({"offload": {"optimizer": "paged"}}, "parallel.offload"),
+    ({"offload": {"activations": "cpu"}, "pipeline": 3, "strategy": "ddp"}, "parallel.offload"),
 ])
 def test_what_is_not_simulated_says_so(change: dict[str, Any], field: str) -> None:
     with pytest.raises(UserError) as caught:
-        lower(scenario(nodes=3 if "pipeline" in change else 1, global_batch=48, strategy="fsdp", **change))
+        lower(scenario(nodes=3 if "pipeline" in change else 1, global_batch=48, **{"strategy": "fsdp"} | change))
     assert field in [f.field for f in caught.value.faults]

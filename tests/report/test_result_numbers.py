@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from sim.report.breakdown import breakdown
+from sim.report.breakdown import breakdown, leaves
 from sim.report.columns import of_class
-from sim.report.result import Result, leaves
+from sim.report.result import Result
 
 Make = Callable[..., Result]
 MS = 1e-3

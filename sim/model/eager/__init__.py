@@ -14,7 +14,7 @@ def layer_profile(layer: Layer, policy: str, keep_gradients: bool, caches_casts:
     """Memory of a layer: its program's where it has one, else an estimate from what its operators save.
 
     Args:
-        policy: recomputation: none, full or selective. For an embedding: that of the blocks.
+        policy: recomputation: none, full, selective or selective-op. For an embedding: that of the blocks.
         keep_gradients: parameter gradients stay as new tensors; else they are added to existing ones or copied away.
         caches_casts: autocast's weight copies live to the end of forward.
     """

@@ -184,10 +184,19 @@ class _StopError(Exception):
 
 
 class Frame:
-    """One checkpointed call: nothing is saved in forward, everything when the first node of it runs backward."""
+    """One checkpointed call: nothing is saved in forward, everything when the first node of it runs backward.
 
-    def __init__(self, function: Callable[..., object], inputs: Sequence[Tensor]) -> None:
+    Attributes:
+        selective: outputs of attention and of every second product (the first, the third ...) are kept and not
+            computed again.
+        kept: those outputs, in order; products: how many products have run.
+    """
+
+    def __init__(self, function: Callable[..., object], inputs: Sequence[Tensor], selective: bool = False) -> None:
         self.function = function
+        self.selective = selective
+        self.kept: list[Storage] = []
+        self.products = 0
         self.inputs = [Tensor(t.storage, t.elements, t.dtype, t.sink) for t in inputs]
         self.saves = 0
         self.restored: list[Storage | None] = []
@@ -268,11 +277,30 @@ class Run:
             else:
                 node.saved.append(storage)
 
-    def checkpoint(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """`torch.utils.checkpoint(function, *inputs, use_reentrant=False)`. Inside another one it changes nothing."""
+    def output(self, elements: int, dtype: str, *, product: bool = False) -> Storage:
+        """An output of attention or of a product, which selective recomputation may keep (torch.utils.checkpoint
+        create_selective_checkpoint_contexts with torchtitan's policy)."""
+        frame = self._saving or self._restoring
+        if frame is None or not frame.selective:
+            return self.new(elements, dtype)
+        frame.products += product
+        keep = not product or frame.products % 2 == 1
+        if keep and self._restoring is not None:
+            return frame.kept.pop(0)
+        storage = self.new(elements, dtype)
+        if keep:
+            frame.kept.append(storage)
+        return storage
+
+    def checkpoint(self, function: Callable[..., Tensor], *inputs: Tensor, selective: bool = False) -> Tensor:
+        """`torch.utils.checkpoint(function, *inputs, use_reentrant=False)`. Inside another one it changes nothing.
+
+        Args:
+            selective: see `output`.
+        """
         if self._saving is not None or self._restoring is not None:
             return function(self, *inputs)
-        self._saving = Frame(function, inputs)
+        self._saving = Frame(function, inputs, selective)
         output = function(self, *inputs)
         self._saving = None
         return output
@@ -286,7 +314,7 @@ class Run:
 
     def _recompute(self, frame: Frame) -> None:
         """Run the frame's function again; its graph is thrown away, what it saved goes to the first run's nodes."""
-        frame.done = True
+        frame.done, frame.products = True, 0
         self._restoring, kind, operator, cache = frame, self.kind, self.memory.operator, self.cache
         self.kind, self.cache = ACTIVATIONS, []
         with suppress(_StopError):

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sim.model.eager import operations as op
-from sim.model.eager.autograd import LOGITS, Gradients, Output, Run, Tensor, Weight
+from sim.model.eager import tuned
+from sim.model.eager.autograd import LOGITS, WORKSPACE, Gradients, Output, Run, Tensor, Weight
 from sim.model.style import Style
 from sim.work import DTYPE_BYTES
 
@@ -24,16 +25,24 @@ def block(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:
     branch = norm(run, style, x, "norm1")
     if style.parallel_block:
         return _parallel(run, style, x, branch, policy)
-    branch = attention(run, style, branch, policy)
+    branch = _behind(run, style, attention(run, style, branch, policy), "attention")
     x = residual(run, style, x, branch, "1")
     branch = norm(run, style, x, "norm2")
-    branch = mlp(run, style, branch)
+    branch = _behind(run, style, mlp(run, style, branch), "mlp")
     return residual(run, style, x, branch, "2")
 
 
+def _behind(run: Run, style: Style, x: Tensor, sublayer: str) -> Tensor:
+    """A sub-layer's output after its adapter, if it has one."""
+    if style.tuned is None or not style.tuned.behind(sublayer):
+        return x
+    run.at(f"{sublayer}_adapter")
+    return tuned.bottleneck(run, style, x)
+
+
 def _parallel(run: Run, style: Style, x: Tensor, normed: Tensor, policy: str) -> Tensor:
-    attended = attention(run, style, normed, policy)
-    fed = mlp(run, style, normed)
+    attended = _behind(run, style, attention(run, style, normed, policy), "attention")
+    fed = _behind(run, style, mlp(run, style, normed), "mlp")
     del normed
     return residual(run, style, x, op.add(run, attended, fed), "2")
 
@@ -41,20 +50,22 @@ def _parallel(run: Run, style: Style, x: Tensor, normed: Tensor, policy: str) ->
 def norm(run: Run, style: Style, x: Tensor, name: str) -> Tensor:
     """LayerNorm, a fused RMSNorm, or LlamaRMSNorm spelled out."""
     run.at(name)
+    trained = style.tuned is None or style.tuned.trains_norms
     if style.norm == "layernorm":
-        return op.layer_norm(run, x, style.hidden, 1 + style.bias, 2, style.weight)
-    if style.modules != "transformers" or style.stack.fused_rmsnorm or style.stack.compile:
-        return op.layer_norm(run, x, style.hidden, 1, 1, style.weight)
-    return rms_norm(run, x, style.hidden, style.weight)
+        return op.layer_norm(run, x, style.hidden, (1 + style.bias) * trained, 2, style.weight)
+    if not style.spelled_rmsnorm or style.stack.compile:
+        return op.layer_norm(run, x, style.hidden, int(trained), 1, style.weight)
+    return rms_norm(run, x, style.hidden, style.weight, trained)
 
 
-def rms_norm(run: Run, hidden_states: Tensor, cols: int, dtype: str) -> Tensor:
-    """LlamaRMSNorm, T5LayerNorm."""
+def rms_norm(run: Run, hidden_states: Tensor, cols: int, dtype: str, trained: bool = True) -> Tensor:
+    """LlamaRMSNorm, T5LayerNorm; a frozen weight needs nothing kept."""
     source, rows = hidden_states.dtype, hidden_states.elements // cols
     hidden_states = op.to(run, hidden_states, "fp32")
     variance = op.mean_rows(run, square(run, hidden_states), rows)
     hidden_states = op.mul_rows(run, hidden_states, op.unary(run, op.shift(run, variance), saves_output=True))
-    return op.mul_weight(run, op.to(run, hidden_states, source), Weight(cols, dtype))
+    normalised = op.to(run, hidden_states, source)
+    return op.mul_weight(run, normalised, Weight(cols, dtype)) if trained else op.scale(run, normalised)
 
 
 def square(run: Run, x: Tensor) -> Tensor:
@@ -84,12 +95,33 @@ def attention(run: Run, style: Style, x: Tensor, policy: str, memory: Tensor | N
     else:
         out = core(run, style, query, key, value, bias)
     run.at("projection")
-    return _linear(run, style, out, style.query_width, style.hidden)
+    return row_cut(run, style, _linear(run, style, out, style.query_width, (("projection", style.hidden),)))
 
 
-def _linear(run: Run, style: Style, x: Tensor, features_in: int, features_out: int, bias: bool | None = None) -> Tensor:
-    return op.linear(run, x, features_in, features_out, style.bias if bias is None else bias, dtype=style.weight,
-                     bias_last=style.conv1d)
+def _linear(run: Run, style: Style, x: Tensor, features_in: int, parts: tuned.Parts, gathered: int = 1) -> Tensor:
+    """A linear layer; `parts` names its outputs as fine-tuning does."""
+    if style.tuned is not None:
+        return tuned.linear(run, style, x, features_in, parts)
+    features_out = sum(width for _, width in parts)
+    return op.linear(run, x, features_in, features_out, style.bias, dtype=style.weight, bias_last=style.conv1d,
+                     gathered=gathered, narrow=narrow(style))
+
+
+def narrow(style: Style) -> op.Narrow | None:
+    """How the blocks' products are quantised; None where they run in the activations' dtype."""
+    if DTYPE_BYTES[style.gemm] >= DTYPE_BYTES[style.act]:
+        return None
+    return op.Narrow(style.gemm, style.stack.narrow_keeps_inputs, style.stack.narrow_weights_cached)
+
+
+def _column(run: Run, style: Style, x: Tensor, parts: tuned.Parts) -> Tensor:
+    """A product of the stream, which is gathered where it is scattered."""
+    return _linear(run, style, x, style.hidden, parts, style.tensor if style.scattered else 1)
+
+
+def row_cut(run: Run, style: Style, x: Tensor) -> Tensor:
+    """A sum over the slices of the width, on its way back into the stream."""
+    return op.scattered(run, x, style.tensor) if style.scattered else x
 
 
 def uses_flash(style: Style) -> bool:
@@ -102,12 +134,13 @@ def uses_flash(style: Style) -> bool:
 def _projections(run: Run, style: Style, x: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values. Plain modules view them as (3, b, a, s, d), so their gradients are copied twice."""
     widths = (style.query_width, style.kv_width, style.kv_width)
+    parts = tuple(zip(("query", "key", "value"), widths, strict=True))
     if style.separate_qkv or memory is not None:
-        q = _linear(run, style, x, style.hidden, widths[0])
-        k = _linear(run, style, memory or x, style.hidden, widths[1])
-        v = _linear(run, style, memory or x, style.hidden, widths[2])
+        q = _column(run, style, x, parts[:1])
+        k = _column(run, style, memory or x, parts[1:2])
+        v = _column(run, style, memory or x, parts[2:])
         return q, k, v
-    fused = _linear(run, style, x, style.hidden, sum(widths))
+    fused = _column(run, style, x, parts)
     if style.modules == "plain" and not style.stack.compile:
         fused = op.relayout(run, fused)
     q, k, v = op.split(run, fused, [style.tokens * width for width in widths])
@@ -210,33 +243,33 @@ def mlp(run: Run, style: Style, x: Tensor) -> Tensor:
     if style.gated and style.modules != "megatron":
         hidden = _gated(run, style, x)
     elif style.gated:
-        both = _linear(run, style, x, style.hidden, 2 * style.ffn)
+        both = _column(run, style, x, (("mlp", 2 * style.ffn),))
         run.at("activation")
         hidden = _gated_kernel(run, both, style)
     else:
-        up = _linear(run, style, x, style.hidden, style.ffn)
+        up = _column(run, style, x, (("mlp", style.ffn),))
         run.at("activation")
         spelled = style.conv1d and style.activation == "gelu" and not style.stack.fused_bias_gelu
         hidden = _gelu_new(run, up) if spelled and not style.stack.compile else op.unary(run, up, saves_input=True)
         del up
     run.at("down")
-    return _linear(run, style, hidden, style.ffn, style.hidden)
+    return row_cut(run, style, _linear(run, style, hidden, style.ffn, (("mlp", style.hidden),)))
 
 
 def _gated(run: Run, style: Style, x: Tensor) -> Tensor:
     """act(gate(x)) * up(x)."""
     if style.stack.fused_swiglu or style.stack.compile:
-        gate, up = (_linear(run, style, x, style.hidden, style.ffn) for _ in range(2))
+        gate, up = (_column(run, style, x, (("mlp", style.ffn),)) for _ in range(2))
         run.at("activation")
         elements, dtype = gate.elements, gate.dtype
         node = run.node(lambda run, _: [run.new(elements, dtype), run.new(elements, dtype)], (gate.sink, up.sink))
         run.save(node, gate.storage, up.storage)
         return Tensor(run.new(elements, dtype), elements, dtype, Output(node, 0))
-    gate = _linear(run, style, x, style.hidden, style.ffn)
+    gate = _column(run, style, x, (("mlp", style.ffn),))
     run.at("activation")
     gate = op.unary(run, gate, saves_input=True, temporaries=_SILU_TEMPORARIES)
     run.at("up")
-    up = _linear(run, style, x, style.hidden, style.ffn)
+    up = _column(run, style, x, (("mlp", style.ffn),))
     run.at("activation")
     return op.mul(run, gate, up)
 
@@ -272,15 +305,13 @@ def embedding(run: Run, style: Style, policy: str) -> Tensor:
         policy: recomputation of the blocks, which keep what they are given until backward.
     """
     run.at("embedding")
-    table = Weight(style.vocab * style.hidden, style.weight, style.tied)
-    x = op.embedding(run, style.tokens, style.hidden, table)
+    x = row_cut(run, style, _lookup(run, style, style.tokens, style.vocab, style.tied))
     hugging_face = style.modules == "transformers"
     if hugging_face and not style.conv1d and policy == "none" and DTYPE_BYTES[x.dtype] < 4:
         run.held.append(run.new(style.tokens * style.hidden, x.dtype))  # the blocks' norms keep an fp32 copy
     if style.positions == "learned":
         run.at("positions")
-        positions = op.embedding(run, style.sequence, style.hidden, Weight(style.max_positions * style.hidden,
-                                                                           style.weight))
+        positions = _lookup(run, style, style.sequence, style.max_positions)
         run.retained.append(run.new(style.sequence, "fp64"))  # position numbers
         if hugging_face:
             run.held += [x.storage, positions.storage]
@@ -292,6 +323,12 @@ def embedding(run: Run, style: Style, policy: str) -> Tensor:
         run.at("embedding_dropout")
         x = op.dropout(run, x)
     return op.to(run, x, style.residual)
+
+
+def _lookup(run: Run, style: Style, rows: int, table: int, shared: bool = False) -> Tensor:
+    if style.tuned is not None:
+        return tuned.embedding(run, rows, style.hidden, style.weight)
+    return op.embedding(run, rows, style.hidden, Weight(table * style.hidden, style.weight, shared))
 
 
 def _held_by_model(run: Run, style: Style, dtype: str, policy: str) -> None:
@@ -308,13 +345,38 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
     x = norm(run, style, x, "final_norm")
     if rows < style.tokens:
         x = Tensor(x.storage, rows * style.hidden, x.dtype, x.sink)
+    if style.chunked_loss:
+        return _chunked(run, style, x, rows)
     run.at("logits")
     run.kind = LOGITS
-    logits = op.linear(run, x, style.hidden, style.vocab, False, dtype=style.weight, shared=style.tied)
+    if style.tuned is not None:
+        logits = tuned.linear(run, style, x, style.hidden, (("head", style.vocab),))
+    else:
+        logits = op.linear(run, x, style.hidden, style.vocab, False, dtype=style.weight, shared=style.tied,
+                           gathered=style.tensor if style.scattered else 1)
     if style.modules != "transformers":
         del x  # Hugging Face's model output holds it until the loss is there
     run.at("loss")
     return loss(run, style, logits, rows)
+
+
+def _chunked(run: Run, style: Style, x: Tensor, rows: int) -> Tensor:
+    """Liger's fused linear cross-entropy: a chunk of logits at a time, the gradients of input and weight made in
+    forward and handed out in backward."""
+    from sim.model.head import chunk_rows
+
+    run.at("loss")
+    weight = Weight(style.vocab * style.hidden, style.weight, style.tied)
+    copy, sink = op.weight_copy(run, weight)
+    x = op.to(run, x, run.autocast or x.dtype)
+    kind, run.kind = run.kind, WORKSPACE
+    gradients = [run.new(rows * style.hidden, x.dtype), run.new(style.vocab * style.hidden, style.weight)]
+    run.kind = LOGITS
+    logits = run.new(chunk_rows(rows, style.hidden, style.vocab) * style.vocab, x.dtype)
+    run.kind = kind
+    node = run.node(lambda run, _: [gradients.pop(0), gradients.pop(0)], (x.sink, weight))
+    del logits, copy, sink
+    return Tensor(run.new(1, "fp32"), 1, "fp32", Output(node, 0))
 
 
 def loss(run: Run, style: Style, logits: Tensor, rows: int) -> Tensor:

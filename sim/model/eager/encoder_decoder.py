@@ -87,14 +87,14 @@ def _feed_forward(run: Run, style: Style, x: Tensor) -> Tensor:
     if style.gated or style.modules != "transformers":
         return decoder.mlp(run, style, x)
     run.at("up")
-    x = op.linear(run, x, style.hidden, style.ffn, style.bias, dtype=style.weight)
+    x = op.linear(run, x, style.hidden, style.ffn, style.bias, dtype=style.weight, narrow=decoder.narrow(style))
     run.at("activation")
     x = op.unary(run, x, saves_input=style.activation != "relu", saves_output=style.activation == "relu")
     if style.dropout:
         x = op.dropout(run, x)
     x = op.to(run, x, style.weight)
     run.at("down")
-    return op.linear(run, x, style.ffn, style.hidden, style.bias, dtype=style.weight)
+    return op.linear(run, x, style.ffn, style.hidden, style.bias, dtype=style.weight, narrow=decoder.narrow(style))
 
 
 def embedding(run: Run, style: Style, name: str, *, complete: bool) -> Tensor:

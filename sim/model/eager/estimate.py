@@ -9,6 +9,7 @@ from __future__ import annotations
 from sim.model.architecture import Layer, Operator, Tensor
 from sim.model.eager.autograd import ACTIVATIONS, COPIES, GRADIENTS, KINDS, LOGITS, WORKSPACE, rounded
 from sim.model.eager.profile import NOTHING, Levels, Pass, Profile
+from sim.model.recompute import kept_kernels, output_elements
 from sim.program import Trace
 
 
@@ -17,11 +18,13 @@ def estimate(layer: Layer, policy: str, keep_gradients: bool) -> Profile:
     kind = LOGITS if layer.kind == "head" else ACTIVATIONS
     saved = [sum(_size(t) for t in op.saved) for op in layer.operators]
     copies = sum(_size(t) for op in layer.operators for t in op.weight_copies)
-    again = [size if policy == "full" or (policy == "selective" and op.core) else 0
+    whole = policy in ("full", "selective-op")
+    again = [size if whole or (policy == "selective" and op.core) else 0
              for op, size in zip(layer.operators, saved, strict=True)]
-    kept = sum(saved) - sum(again) + (_size(layer.input) if policy == "full" else 0)
+    kept = sum(saved) - sum(again) + (_size(layer.input) if whole else 0)
+    kept += _outputs(layer) if policy == "selective-op" else 0
     forward = _levels({kind: kept, COPIES: copies})
-    cached = _levels({COPIES: copies}) if policy == "full" else NOTHING
+    cached = _levels({COPIES: copies}) if whole else NOTHING
     backward = _backward(layer, saved, kind, sum(again), keep_gradients)
     left = _levels({kind: -kept, GRADIENTS: backward.net[GRADIENTS], COPIES: cached[COPIES] - copies})
     return Profile(Pass(forward, forward, layer.kind), NOTHING, cached, Pass(backward.peak, left, backward.operator),
@@ -42,14 +45,16 @@ def _trace(layer: Layer, policy: str, keep_gradients: bool) -> Trace:
         events.append((len(sizes) - 1, size))
         return len(sizes) - 1
 
-    saved = []
-    inputs = [born(forward, _size(layer.input))] if policy == "full" else []
+    saved, whole = [], policy in ("full", "selective-op")
+    inputs = [born(forward, _size(layer.input))] if whole else []
+    if policy == "selective-op":
+        inputs.append(born(forward, _outputs(layer)))
     for op in layer.operators:
         copied = [born(forward, _size(t)) for t in op.weight_copies]
-        copies += copied if policy == "full" else []
-        again = policy == "full" or (policy == "selective" and op.core)
+        copies += copied if whole else []
+        again = whole or (policy == "selective" and op.core)
         saved.append(([born(backward if again else forward, _size(t)) for t in op.saved],
-                      [] if policy == "full" else copied))
+                      [] if whole else copied))
     flowing = -1
     for op, (tensors, copied) in zip(reversed(layer.operators), reversed(saved), strict=True):
         following = born(backward, max((_size(t) for t in op.saved), default=512))
@@ -75,6 +80,11 @@ def _backward(layer: Layer, saved: list[int], kind: int, again: int, keep_gradie
         level = _levels({kind: level[kind] - size})
         gradients += own if keep_gradients else 0
     return Pass(best, _levels({GRADIENTS: gradients}), where)
+
+
+def _outputs(layer: Layer) -> int:
+    """Outputs of attention and of every second product, which selective-op recomputation keeps."""
+    return sum(rounded(output_elements(kernel), "bf16") for kernel in kept_kernels(layer))
 
 
 def _gradient_bytes(op: Operator) -> int:

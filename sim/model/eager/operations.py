@@ -179,12 +179,14 @@ def weight_copy(run: Run, weight: Weight) -> tuple[Storage | None, Sink]:
 
 
 def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool, *, dtype: str, shared: bool = False,
-           bias_last: bool = False) -> Tensor:
+           bias_last: bool = False, gathered: int = 1, narrow: Narrow | None = None) -> Tensor:
     """`F.linear`, or Conv1D's `addmm` (`bias_last`: the order of autocast's casts, which is the reverse).
 
     Args:
         dtype: of the weight.
         shared: the weight is another layer's too.
+        gathered: slices of the sequence the input is gathered from, in forward and again in backward.
+        narrow: the product runs in a dtype of 8 bits or fewer.
     """
     weight = Weight(features_in * features_out, dtype, shared)
     copy_bias: tuple[Storage | None, Sink] | None = None
@@ -194,17 +196,68 @@ def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool,
     x = to(run, x, run.autocast or x.dtype)
     if bias and bias_last:
         copy_bias = weight_copy(run, Weight(features_out, dtype))
-    rows, needed, act = x.elements // features_in, x.sink is not None, x.dtype
+    rows, needed, act = gathered * x.elements // features_in, x.sink is not None, x.dtype
+    whole = run.new(rows * features_in, act) if gathered > 1 else None
 
     def rule(run: Run, _: Gradients) -> Gradients:
-        return [run.new(rows * features_in, act) if needed else None, run.new(features_in * features_out, act),
-                run.new(features_out, act) if bias else None]
+        spare = [] if narrow is None else narrow.copies(run, rows * features_out)
+        again = run.new(rows * features_in, act) if gathered > 1 else None
+        gradient = run.new(rows * features_in, act) if needed else None
+        if again is not None and gradient is not None:
+            gradient = run.new(rows // gathered * features_in, act)
+        del again
+        made: Gradients = [gradient, run.new(features_in * features_out, act),
+                           run.new(features_out, act) if bias else None]
+        spare.clear()
+        return made
 
     node = run.node(rule, (x.sink, weight_sink, None if copy_bias is None else copy_bias[1]))
-    run.save(node, x.storage)
-    if copy is not None:
-        run.save(node, copy)
-    return _result(run, node, rows * features_out, act)
+    sizes = rows * features_in, features_in * features_out
+    spare = [] if narrow is None else narrow.forward(run, node, *sizes, gathered)
+    if narrow is None or narrow.keeps_inputs:
+        run.save(node, x.storage)
+        if copy is not None:
+            run.save(node, copy)
+    out = run.output(rows * features_out, act, product=True)
+    del whole, spare
+    return Tensor(out, rows * features_out, act, Output(node, 0))
+
+
+def scattered(run: Run, x: Tensor, parts: int) -> Tensor:
+    """A reduce-scatter along the sequence; backward gathers."""
+    elements, dtype = x.elements, x.dtype
+    node = run.node(lambda run, _: [run.new(elements, dtype)], (x.sink,))
+    return _result(run, node, elements // parts, dtype)
+
+
+class Narrow:
+    """Quantised copies around a product: each tensor as it is and transposed (`sim.model.kernels.quantisation`).
+
+    Attributes:
+        keeps_inputs: what is kept is the input, not its copies. caches_weights: the weight's copies are elsewhere.
+    """
+
+    def __init__(self, dtype: str, keeps_inputs: bool, caches_weights: bool) -> None:
+        self.dtype, self.keeps_inputs, self.caches_weights = dtype, keeps_inputs, caches_weights
+
+    def copies(self, run: Run, elements: int) -> list[Storage]:
+        """A tensor's two copies."""
+        return [run.new(elements, self.dtype) for _ in range(2)]
+
+    def forward(self, run: Run, node: Node, inputs: int, weights: int, gathered: int = 1) -> list[Storage]:
+        """Copies of the input and the weight; returns those that last only as long as the product.
+
+        Backward reads the transposed input, and the weight both ways. Of an input gathered from `gathered` slices only
+        this rank's is kept.
+        """
+        spare = self.copies(run, inputs)
+        kind, run.kind = run.kind, COPIES
+        weight = [] if self.caches_weights else self.copies(run, weights)
+        run.kind = kind
+        if self.keeps_inputs:
+            return [*spare, *weight]
+        run.save(node, run.new(inputs // gathered, self.dtype) if gathered > 1 else spare.pop(), *weight)
+        return spare
 
 
 def layer_norm(run: Run, x: Tensor, cols: int, parameters: int, statistics: int, dtype: str) -> Tensor:
@@ -305,8 +358,8 @@ def attention(run: Run, query: Tensor, key: Tensor, value: Tensor, rows: int, bi
         saved.append(bias.storage)
     node = run.node(lambda run, _: [run.new(n, d) if needed else None for n, d, needed in shapes], sinks)
     run.save(node, *saved)
-    out = _result(run, node, query.elements, query.dtype)
-    run.save(node, out.storage, run.new(rows, "fp32"), run.new(1, "fp64"), run.new(1, "fp64"))
+    out = Tensor(run.output(query.elements, query.dtype), query.elements, query.dtype, Output(node, 0))
+    run.save(node, out.storage, run.output(rows, "fp32"), run.output(1, "fp64"), run.output(1, "fp64"))
     return out
 
 

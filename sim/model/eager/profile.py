@@ -74,7 +74,7 @@ def profile(program: Program, policy: str, keep_gradients: bool, caches_casts: b
     """Measure a layer.
 
     Args:
-        policy: its recomputation: none, full or selective. For an embedding: that of the blocks.
+        policy: its recomputation: none, full, selective or selective-op. For an embedding: that of the blocks.
         keep_gradients: parameter gradients stay as new tensors; else they are added to existing ones or copied away.
         caches_casts: autocast's weight copies live to the end of forward.
     """
@@ -83,8 +83,8 @@ def profile(program: Program, policy: str, keep_gradients: bool, caches_casts: b
               caches_casts)
     inputs, boundary = [], Boundary()  # which holds the input's gradient until all is measured
     if program.layer != "embedding":
-        inputs = [run.tensor(style.tokens * style.hidden, style.residual, boundary)]
-    log, names = run.memory.log, {i: INPUT for i in range(run.memory.born)}
+        inputs = [run.tensor(style.stream.tokens * style.hidden, style.residual, boundary)]
+    log, names = run.memory.log, dict.fromkeys(range(run.memory.born), INPUT)
     start, begin = _mark(run), len(log)
     out = _forward(run, program, policy, inputs)
     inputs.clear()
@@ -112,7 +112,7 @@ def profile(program: Program, policy: str, keep_gradients: bool, caches_casts: b
 
 def _trace(run: Run, names: dict[int, int], cuts: list[tuple[int, int]], ends: tuple[int, int, int], output: int,
            boundary: Boundary) -> Trace:
-    """The log as a `Trace`; what only other layers make and drop (gradients of what several layers read) is left out."""
+    """The log as a `Trace`; what only other layers make and drop is left out."""
     log = run.memory.log
     own = {number for begin, end in cuts for number, size in log[begin:end] if size}
     forward, backward = (tuple((names.get(n, n), size) for n, size in log[begin:end]
@@ -134,7 +134,7 @@ def _before_backward(run: Run, program: Program, out: Tensor) -> tuple[Levels, l
         start = _mark(run)
         return start, [(sink, run.new(1, "fp32"))]
     out.storage.hand_over()
-    shared = style.tied or (program.layer == "embedding" and style.kind == "encoder-decoder")
+    shared = (style.tied and style.tuned is None) or (program.layer == "embedding" and style.kind == "encoder-decoder")
     if shared and program.layer in ("embedding", "bridge"):
         run.pending.append(run.new(style.vocab * style.hidden, style.weight))
     gradients = [(sink, run.new(out.elements, out.dtype))]
@@ -153,8 +153,8 @@ def _forward(run: Run, program: Program, policy: str, inputs: list[Tensor]) -> T
         return embedding(run, style, policy)
     if layer == "head":
         return head(run, style, inputs.pop())
-    if policy == "full":
-        return run.checkpoint(lambda run, x: block(run, style, x, "none"), inputs[0])
+    if policy in ("full", "selective-op"):
+        return run.checkpoint(lambda run, x: block(run, style, x, "none"), inputs[0], selective=policy != "full")
     return block(run, style, inputs[0], policy)
 
 
@@ -166,9 +166,9 @@ def _encoder_decoder(run: Run, style: Style, layer: str, policy: str, inputs: li
     if layer == "head":
         return encoder_decoder.head(run, style, inputs[0])
     first = layer == "first block"
-    if policy == "full":
+    if policy in ("full", "selective-op"):
         return run.checkpoint(lambda run, x: encoder_decoder.block(run, style, x, "none", first=first, keep=True),
-                              inputs[0])
+                              inputs[0], selective=policy != "full")
     return encoder_decoder.block(run, style, inputs[0], policy, first=first, keep=False)
 
 

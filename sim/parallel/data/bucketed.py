@@ -19,8 +19,11 @@ from sim.parallel.step import (
     MicroStep,
     Plan,
     collective,
+    frozen_bytes,
+    narrow_weights,
     state_bytes,
     update,
+    update_in_backward,
 )
 from sim.program import Label, SectionBuilder
 from sim.work import DTYPE_BYTES, Kernel
@@ -67,6 +70,9 @@ class Bucketed:
         self.precision = plan.scenario.training.precision
         # DDP asked for on one rank still launches its all-reduces
         self.reduces = plan.scenario.data_parallel > 1 or plan.scenario.parallel.strategy == "ddp"
+        self.offload = plan.offload
+        self.at_once = plan.scenario.training.optimizer_in_backward
+        self.completes = self.reduces or self.offload.moves_optimizer  # buckets leave, to other ranks or to the host
         self.wire = self.precision.reduce
         self.width = DTYPE_BYTES[self.precision.gradients]
         self.gradients: dict[int, int] = {}  # bytes that layers have left behind, by position
@@ -83,20 +89,29 @@ class Bucketed:
         """Parameters whole; master copy and optimizer states split over `shards`."""
         numel = self.plan.architecture.parameters
         each = [p.numel for layer in self.plan.architecture.stack for p in layer.parameters]
+        self.plan.resident("frozen parameters", frozen_bytes(self.plan.architecture.stack), "parameters")
         for category, width in state_bytes(self.plan).items():
             if category == "parameters":
                 self.plan.resident(category, numel * width, category, [n * width for n in each])
             elif category == "gradients":
                 if self.reduction.resident_gradients:
                     self.plan.resident(category, numel * width, category)
-            else:
+            elif not self.offload.moves_optimizer:
                 copies = 2 if category == "optimizer_states" else 1
                 apart = each if self.reduction.shards == 1 else [numel / self.reduction.shards]
                 self.plan.resident(category, numel * width / self.reduction.shards, category,
                                    [n * width / copies for n in apart for _ in range(copies)])
+        if self.offload.moves_optimizer:
+            self.host_states(-(-numel // self.reduction.shards))
         if not self.reduction.transient:
             self.plan.resident("gradient buckets", self.reduction.buffer_bytes, "buffers",
                                [bucket.numel * DTYPE_BYTES[self.wire] for bucket in self.reduction.buckets])
+
+    def host_states(self, numel: int) -> None:
+        """Host memory of an offloading optimizer; accumulated gradients have a pinned buffer in the model's dtype."""
+        self.offload.hold_optimizer(numel)
+        if len(self.plan.micro_steps) > 1:
+            self.offload.hold("accumulated gradients", numel * self.width, "gradients", pinned=True)
 
     # ------------------------------------------------------------------------------------------- micro-step
     def micro_step(self, section: SectionBuilder, micro: MicroStep) -> None:
@@ -108,26 +123,29 @@ class Bucketed:
             label = Label(self.plan.architecture.names[position], "forward", layer.kind)
             memory.forward(position, layer)
             section.kernels(COMPUTE, self.plan.compute.forward(layer), label)
-        if micro.reduce and self.reduction.transient and self.reduction.buffer_bytes:
-            section.allocate("gradient buckets", round(self.reduction.buffer_bytes), "buffers")
+        if micro.reduce:
+            self.open_buckets(section)
         late: list[Bucket] = []
         for position in range(len(stack) - 1, -1, -1):
             left = memory.backward(position, stack[position])
             self.gradients[position] = self.gradients.get(position, 0) + left
             late += self.layer_backward(section, position, stack[position], micro)
-            if self.reduction.gradient_shards > 1 and micro.first:
+            if self.at_once and stack[position].parameters:
+                update_in_backward(self.plan, section, self.plan.architecture.names[position],
+                                   [p.numel for p in stack[position].parameters])
+            if self.reduction.gradient_shards > 1 and micro.first and not self.offload.moves_optimizer:
                 self.shard(section, position, stack[position])
             if micro.reduce and self.reduction.views and not keep:
                 self.drop_gradients(section, position)
         for bucket in late:
-            self.reduce(section, bucket, ())
+            self.reduce(section, bucket, (), micro)
         if micro.reduce:
             self.finish(section)
 
     def layer_backward(self, section: SectionBuilder, position: int, layer: Layer, micro: MicroStep) -> list[Bucket]:
         """Backward of one layer, cut where buckets complete; returns buckets that wait for the end of backward."""
         overlap = self.plan.scenario.parallel.overlap
-        complete = self.cuts.get(position, []) if micro.reduce and self.reduces else []
+        complete = self.cuts.get(position, []) if micro.reduce and self.completes else []
         cuts = tuple(operator for operator, _ in complete) if overlap else ()
         own = self.first_copies if micro.first else self.later_copies
         parts = self.plan.compute.backward_parts(layer, self.plan.policy(position), cuts, own)
@@ -138,18 +156,44 @@ class Bucketed:
             task = section.kernels(COMPUTE, part, label) if part >= 0 else None
             if number < len(cuts):
                 for bucket in complete[number][1]:
-                    self.reduce(section, bucket, () if task is None else (task,))
+                    self.reduce(section, bucket, () if task is None else (task,), micro)
         if not overlap:
             late = [bucket for _, buckets in complete for bucket in buckets]
         return late
 
-    def reduce(self, section: SectionBuilder, bucket: Bucket, waits: Sequence[int]) -> None:
-        """Launch one bucket."""
+    def reduce(self, section: SectionBuilder, bucket: Bucket, waits: Sequence[int],
+               micro: MicroStep | None = None) -> None:
+        """Launch one bucket; an offloading optimizer's part of it goes on to the host in every micro-step."""
+        task = self.launch(section, bucket, waits) if self.reduces else None
+        if self.offload.moves_optimizer and micro is not None:
+            self.store(section, bucket, waits if task is None else (task,), micro)
+
+    def store(self, section: SectionBuilder, bucket: Bucket, waits: Sequence[int], micro: MicroStep) -> None:
+        """This rank's part to the host: as fp32, or of several micro-steps in the model's dtype, each added on the
+        device to what is fetched back (DeepSpeed `async_inplace_copy_grad_to_fp32_buffer_from_gpu`,
+        `async_accumulate_grad_in_cpu_via_gpu`)."""
+        numel = bucket.numel / self.reduction.shards
+        label = Label(f"bucket{self.numbers[id(bucket)]}", "backward", "partition")
+        single = len(self.plan.micro_steps) == 1
+        size = round(numel * (self.offload.state_widths()["gradients"] if single else self.width))
+        # parameter by parameter: each cast on the device just before its copy
+        whole = max(p.numel for layer in self.plan.architecture.stack for p in layer.parameters)
+        temporary = round(size * min(1.0, whole / bucket.numel))
+        section.allocate("gradient partition", temporary, "gradients", NCCL)
+        joins = () if waits else (COMPUTE,)
+        if not micro.first and self.plan.micro_steps[0].reduce:
+            earlier = self.offload.fetch(section, numel * self.width, label, waits, joins, place="cpu")
+            waits, joins = (*waits, earlier), ()
+        self.offload.store(section, size, label, waits, joins)
+        section.free("gradient partition", temporary, "gradients", NCCL)
+
+    def launch(self, section: SectionBuilder, bucket: Bucket, waits: Sequence[int]) -> int:
+        """The reduction of one bucket."""
         size = bucket.numel * DTYPE_BYTES[self.wire]
         call = collective(self.plan, self.reduction.kind, size, self.wire, "data")
         label = Label(f"bucket{self.numbers[id(bucket)]}", "backward", self.reduction.kind)
         joins = () if waits else (COMPUTE,)
-        section.collective(NCCL, call, self.plan.stack.host_collective_s, label, waits, joins)
+        return section.collective(NCCL, call, self.plan.stack.host_collective_s, label, waits, joins)
 
     def finish(self, section: SectionBuilder) -> None:
         """Compute waits for all buckets; gradients are copied back where they are not views."""
@@ -162,13 +206,20 @@ class Bucketed:
         if self.reduction.transient and self.reduction.buffer_bytes:
             section.free("gradient buckets", round(self.reduction.buffer_bytes), "buffers")
 
+    def open_buckets(self, section: SectionBuilder) -> None:
+        """Bucket buffers that live only while gradients are reduced."""
+        if self.reduction.transient and self.reduction.buffer_bytes:
+            section.allocate("gradient buckets", round(self.reduction.buffer_bytes), "buffers")
+
     def first_copies(self, numel: int) -> tuple[Kernel, ...]:
         """The first micro-step's gradients are stolen, not added; only the bucket is filled."""
         return self.copies(numel, 0.0)
 
     def later_copies(self, numel: int) -> tuple[Kernel, ...]:
-        """Later ones are added to what is there: read both, write one."""
-        return self.copies(numel, 3 * self.width)
+        """Later ones are added to what is there: read both, write one. Into a wider gradient buffer that lasts, the
+        model's own kernels have added them already (`main_grad`), in every micro-step."""
+        added = self.reduction.resident_gradients and self.width > DTYPE_BYTES[self.precision.parameters]
+        return self.copies(numel, 0.0 if added else 3 * self.width)
 
     def copies(self, numel: int, accumulate: float) -> tuple[Kernel, ...]:
         """Own traffic behind `numel` fresh gradients."""
@@ -178,17 +229,22 @@ class Bucketed:
     # ------------------------------------------------------------------------------------------- optimizer
     def optimizer_step(self, section: SectionBuilder) -> None:
         """Optimizer on this rank's share, then the gather of updated parameters."""
+        if self.at_once:
+            narrow_weights(self.plan, section)
+            return
         architecture = self.plan.architecture
         tensors = sum(len(layer.parameters) for layer in architecture.stack)
         numel = -(-architecture.parameters // self.reduction.shards)
         split = self.reduction.gradient_shards > 1
         largest = max(p.numel for layer in architecture.stack for p in layer.parameters)
         task = update(self.plan, section, numel, 1 if split else tensors, (NCCL,) if self.reduces else (),
-                      "data" if split else None, 0 if split else min(largest, numel))
+                      "data" if split else None, 0 if split else min(largest, numel),
+                      self.offload.state_widths()["gradients"])
         for position in range(len(architecture.stack) - 1, -1, -1):
             self.drop_gradients(section, position)
         if self.reduction.gather_elements and self.reduces:
             self.gather_parameters(section, task)
+        narrow_weights(self.plan, section)
 
     def gather_parameters(self, section: SectionBuilder, updated: int) -> None:
         """All-gather of parameters in chunks, after the optimizer and exposed (DeepSpeed `all_gather_dp_groups`)."""
@@ -206,8 +262,10 @@ class Bucketed:
 
     def keeps_gradients(self, micro: MicroStep) -> bool:
         """Whether a micro-step's gradients stay as new tensors: not where they go into buckets or buffers at once."""
-        if self.reduction.resident_gradients or self.reduction.gradient_shards > 1:
+        if self.at_once or self.reduction.resident_gradients or self.reduction.gradient_shards > 1:
             return False
+        if self.offload.moves_optimizer:
+            return micro.first and not micro.reduce
         return micro.first and not (self.reduction.views and micro.reduce)
 
     def shard(self, section: SectionBuilder, position: int, layer: Layer) -> None:

@@ -41,6 +41,10 @@ class Costs(NamedTuple):
     transfer: float = 0.0
 
 
+#: Forward, backward and weights take the same time, transfers none.
+UNIFORM = Costs()
+
+
 class Chunk(NamedTuple):
     """A place: chunk `chunk` of pipeline rank `rank`."""
 
@@ -154,9 +158,9 @@ def _misfits(schedule: str, pipeline: int, virtual: int, micro_batches: int | No
     if micro_batches < 1:
         found.append(("training.global_batch", f"a step has 1 or more micro-batches, not {micro_batches}"))
     elif schedule == "interleaved" and virtual > 1 and pipeline > 0 and micro_batches % pipeline:
-        found.append(("training.global_batch", f"interleaved chunks take micro-batches in groups of pipeline {pipeline}, "
-                                               f"which does not divide {micro_batches} micro-batches"))
+        found.append(("training.global_batch", f"interleaved chunks take micro-batches in groups of pipeline {pipeline}"
+                                               f", which does not divide {micro_batches} micro-batches"))
     elif schedule == "dualpipe" and (micro_batches % 2 or micro_batches < 2 * pipeline):
-        found.append(("training.global_batch", f"schedule dualpipe needs an even number of micro-batches, at least twice "
-                                               f"pipeline {pipeline}, not {micro_batches}"))
+        found.append(("training.global_batch", f"schedule dualpipe needs an even number of micro-batches, at least "
+                                               f"twice pipeline {pipeline}, not {micro_batches}"))
     return found

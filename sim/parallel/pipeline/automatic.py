@@ -1,13 +1,14 @@
 """ZB-1p and ZB-2p: schedules found by search for given costs and a memory limit.
 
 Qi et al. 2023 (arXiv 2401.10241), section 3.1:
-* warm-up: as many F as memory allows before the first B; whether one that would delay it is still run is tried both ways;
+* warm-up: as many F as memory allows before the first B; whether one that would delay it is still run is tried both
+  ways;
 * then F and B in turn. A W fills a gap at least T_W long, or a shorter one where the rank's bubbles would become the
   longest of all ranks; and makes room when the limit of memory is hit;
 * when F and B are used up, all W that are left.
 Here the ranks are simulated together, each deciding when it is idle by what it knows then. Their second binary choice,
-to skip an F that runs ahead, is here whether a B that has come goes before an F whose turn it is. Of all ways tried the
-one with the least bubble wins.
+to skip an F that runs ahead, is here whether a B that has come goes before an F whose turn it is. Of all ways tried,
+and the hand-made schedule that fits the same memory, the one with the least bubble wins.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import heapq
 from itertools import product
 from typing import NamedTuple
 
-from sim.parallel.pipeline.actions import Action, Costs
+from sim.parallel.pipeline.actions import Action, Costs, places
+from sim.parallel.pipeline.evaluate import span
+from sim.parallel.pipeline.zero_bubble import handcrafted
 
 #: Times this close, relative to the work of a micro-batch, are the same.
 _SLACK = 1e-9
@@ -51,14 +54,18 @@ def searched(pipeline: int, micro_batches: int, costs: Costs, limit: float,
         kept_for_weights: share of a micro-batch's activations that stays between "B" and "W".
     """
     few = min(micro_batches, _TRIED * pipeline)
-    best, least = _WAYS[0], float("inf")
+    generous = limit >= 2 * pipeline - 1
+    work = few * (costs.forward + costs.backward + costs.weight)
+    least = span(handcrafted(pipeline, few, generous), places("zb-h1", pipeline, 1), costs) - work
+    best: Way | None = None
     for way in _WAYS:
-        search = Search(pipeline, few, costs, limit, kept_for_weights, way)
-        bubble = search.run(least)
-        if bubble < least - search.slack:
-            best, least = way, bubble
-        if least <= search.slack:
+        if least <= _SLACK * work:
             break
+        bubble = Search(pipeline, few, costs, limit, kept_for_weights, way).run(least)
+        if bubble < least - _SLACK * work:
+            best, least = way, bubble
+    if best is None:
+        return handcrafted(pipeline, micro_batches, generous)
     final = Search(pipeline, micro_batches, costs, limit, kept_for_weights, best)
     final.run(float("inf"))
     kinds = {kind: [Action(kind, 0, micro) for micro in range(micro_batches)] for kind in "FBW"}

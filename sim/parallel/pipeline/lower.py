@@ -12,12 +12,14 @@ import numpy as np
 
 from sim.errors import Fault, UserError
 from sim.model.architecture import Architecture
+from sim.parallel.compute import is_weight_gradient
 from sim.parallel.data.bucketed import Bucketed, Reduction
 from sim.parallel.layout import Layout, Ranks
-from sim.parallel.pipeline.orders import order, placement, split
+from sim.parallel.pipeline.orders import Costs, order, placement, places, split
 from sim.parallel.pipeline.stage import Passing, Stage
-from sim.parallel.pipeline.stages import blocks_per_chunk, positions
-from sim.parallel.pipeline.transfers import Edge, transfers
+from sim.parallel.pipeline.stages import blocks_per_stage, positions
+from sim.parallel.pipeline.transfers import Edge, Transfers
+from sim.parallel.pipeline.weights import kept_for_weights
 from sim.parallel.step import Plan
 from sim.program import Communicator, Job, RankClass
 from sim.scenario.schema import Scenario
@@ -36,12 +38,13 @@ class Pipelined:
 
 
 def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture, layout: Layout,
-                   groups: Mapping[str, Ranks], reduction: Callable[[Plan], Reduction]) -> Pipelined:
+                   groups: Mapping[str, Ranks], reduction: Callable[[Plan], Reduction], tied: bool) -> Pipelined:
     """Programs of all stages.
 
     Args:
         groups: communicators of every rank by name: their ranks, shape (instances, members).
         reduction: how a stage's gradients are reduced, from its plan.
+        tied: first and last stage hold copies of one table.
 
     Raises:
         UserError: a model that cannot be cut into stages.
@@ -49,17 +52,20 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
     parallel = scenario.parallel
     if any(layer.kind == "bridge" for layer in architecture.stack) or scenario.model.kind == "layers":
         raise UserError(Fault("only decoders and encoders are cut into pipeline stages", field="parallel.pipeline"))
+    if scenario.last_micro_batch != scenario.training.micro_batch:
+        raise UserError(Fault("a pipeline's micro-batches are all of one size: a replica's share of the global batch "
+                              "must be a multiple of the micro-batch", field="training.global_batch"))
     depth, virtual = parallel.pipeline, parallel.virtual_stages
-    orders = order(parallel.schedule, depth, virtual, scenario.micro_steps)
+    orders = order(parallel.schedule, depth, virtual, scenario.micro_steps, *_costs(architecture))
     placed = placement(parallel.schedule, depth, virtual)
     blocks = len(architecture.stack) - 2
     slots = parallel.split_slots
-    counts = blocks_per_chunk(blocks, depth, virtual, parallel.split, slots.embedding, slots.head)
+    counts = blocks_per_stage(blocks, placed, parallel.split, slots.embedding, slots.head)
     chunks = positions(architecture, counts, placed)
-    moves = transfers(placed)
+    moves = Transfers(places(parallel.schedule, depth, virtual))
     edges = sorted({edge for rank, actions in enumerate(orders) for action in actions
                     if (edge := moves.sent(rank, action)) is not None})
-    joined = _Joined(scenario, layout, groups, architecture.tied, edges)
+    joined = _Joined(scenario, layout, groups, tied, placed, edges)
     plans: list[Plan] = []
     for rank, actions in enumerate(orders):
         own = [edge for edge in edges if rank in (edge.source, edge.target)]
@@ -78,7 +84,7 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
 def _plan(scenario: Scenario, stack: Stack, architecture: Architecture, layout: Layout, joined: _Joined, rank: int,
           chunks: list[range], edges: int, sibling: Plan | None) -> Plan:
     """Plan of one stage: its own layers in a row."""
-    own = [position for chunk in chunks for position in chunk]
+    own = [position for chunk in sorted(chunks, key=_begin) for position in chunk]
     names = architecture.names
     stack_of = tuple(architecture.stack[position] for position in own)
     part = Architecture(stack_of, architecture.tied, architecture.batch, architecture.sequence,
@@ -90,9 +96,26 @@ def _plan(scenario: Scenario, stack: Stack, architecture: Architecture, layout: 
 
 
 def _rebased(chunks: list[range]) -> list[range]:
-    """Positions within the stage's own row of layers."""
-    begins = np.cumsum([0, *map(len, chunks)]).tolist()
-    return [range(begin, begin + len(chunk)) for begin, chunk in zip(begins, chunks, strict=False)]
+    """Positions within the rank's own row of layers, which is in the order of the model."""
+    found, begin = {}, 0
+    for chunk in sorted(chunks, key=_begin):
+        found[chunk] = range(begin, begin + len(chunk))
+        begin += len(chunk)
+    return [found[chunk] for chunk in chunks]
+
+
+def _begin(chunk: range) -> int:
+    return chunk.start
+
+
+def _costs(architecture: Architecture) -> tuple[Costs, float]:
+    """What searched schedules go by: relative times of a block's forward, input and weight gradients, counted as
+    matrix-product FLOPs, and the share of its activations that stays for the weight gradients."""
+    block = next(layer for layer in architecture.stack if layer.kind == "block")
+    weight = sum(k.flops for op in block.operators for k in op.backward if is_weight_gradient(k))
+    saved = sum(tensor.size_bytes for tensor in block.saved)
+    costs = Costs(block.forward_flops, block.backward_flops - weight, weight)
+    return costs, min(1.0, kept_for_weights(block) / saved) if saved else 1.0
 
 
 def _passing(scenario: Scenario, stack: Stack, architecture: Architecture) -> Passing:
@@ -102,8 +125,8 @@ def _passing(scenario: Scenario, stack: Stack, architecture: Architecture) -> Pa
     elements, share = block.input.elements, 1
     if parallel.pipeline_scatter and parallel.tensor > 1 and not parallel.sequence_parallel:
         share = parallel.tensor
-    waits = "overlapped" if parallel.overlap_p2p else stack.pipeline_p2p
-    return Passing(elements // share, block.input.dtype, elements if share > 1 else 0, waits)
+    waits = "overlapped" if parallel.overlap_p2p or split(parallel.schedule) else stack.pipeline_p2p
+    return Passing(elements, elements // share, block.input.dtype, elements if share > 1 else 0, waits)
 
 
 class _Joined:
@@ -114,18 +137,20 @@ class _Joined:
     """
 
     def __init__(self, scenario: Scenario, layout: Layout, groups: Mapping[str, Ranks], tied: bool,
-                 edges: list[Edge]) -> None:
+                 placed: list[list[int]], edges: list[Edge]) -> None:
         self.layout = layout
         self.stage_of = layout.coordinate("pipeline")
         self.groups = groups
         self.depth = layout.sizes["pipeline"]
         self.edges = edges
+        self.twice = sum(map(len, placed)) > 1 + max(map(max, placed))
         self.between: dict[str, tuple[tuple[int, ...], Ranks]] = {}
         if scenario.parallel.schedule not in _UNSYNCHRONISED:
             whole = layout.group([d for d in ("tensor", "pipeline") if layout.sizes[d] > 1])
             self.between["model"] = (tuple(range(self.depth)), whole)
-        if tied:
-            ends = (0, self.depth - 1)
+        ends = tuple(next(rank for rank, own in enumerate(placed) if stage in own)
+                     for stage in (0, max(map(max, placed))))
+        if tied and ends[0] != ends[1] and not self.twice:
             self.between["embedding"] = (ends, layout.moved("pipeline", *ends))
         self.names = (*groups, *self.between, *["pipeline"] * len(edges))
         self._numbers = {edge: len(groups) + len(self.between) + i for i, edge in enumerate(edges)}
@@ -137,6 +162,11 @@ class _Joined:
     def of(self, rank: int) -> dict[str, Ranks]:
         """Groups of one stage's ranks."""
         own = {name: ranks[self.stage_of[ranks[:, 0]] == rank] for name, ranks in self.groups.items()}
+        if self.twice:  # both copies of a stage see half of the micro-batches each
+            first, second = sorted((rank, self.depth - 1 - rank))
+            ranks = self.groups["data"]
+            own["data"] = np.concatenate(
+                [ranks[self.stage_of[ranks[:, 0]] == held] for held in (first, second)], axis=1)
         return own | {name: ranks for name, (stages, ranks) in self.between.items() if rank in stages}
 
     def job(self, plans: list[Plan]) -> Job:
@@ -146,12 +176,17 @@ class _Joined:
                           for edge in self.edges]
         shared = len(communicators)
         classes = []
+        data: dict[int, int] = {}
         for rank, plan in enumerate(plans):
             own = len(communicators)
-            communicators += [Communicator(name, plan.groups[name], 1) for name in self.groups]
+            mirrored = self.depth - 1 - rank
+            communicators += [Communicator(name, plan.groups[name], 2 if self.twice and name == "data" else 1)
+                              for name in self.groups]
+            data[rank] = data[mirrored] if self.twice and mirrored in data else own
             takes = [rank in stages for stages, _ in self.between.values()]
             takes += [rank in (edge.source, edge.target) for edge in self.edges]
-            numbers = (*range(own, own + len(self.groups)), *(i if takes[i] else -1 for i in range(shared)))
+            within = [data[rank] if name == "data" else own + i for i, name in enumerate(self.groups)]
+            numbers = (*within, *(i if takes[i] else -1 for i in range(shared)))
             members = np.flatnonzero(self.stage_of == rank)
             classes.append(RankClass(int(members[0]), members, rank, 0, numbers))
         return Job([plan.builder.build() for plan in plans], classes, communicators, self.layout.ranks)

@@ -7,14 +7,25 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from sim.parallel.pipeline.actions import Action, Costs, Places, check, places, placement, predecessor, split, successor
+from sim.parallel.pipeline.actions import (
+    UNIFORM,
+    Action,
+    Costs,
+    Places,
+    check,
+    placement,
+    places,
+    predecessor,
+    split,
+    successor,
+)
 from sim.parallel.pipeline.automatic import searched
 from sim.parallel.pipeline.zero_bubble import bidirectional, handcrafted, v_shaped
 
 __all__ = ["Action", "Costs", "Places", "check", "order", "placement", "places", "predecessor", "split", "successor"]
 
 
-def order(schedule: str, pipeline: int, virtual: int, micro_batches: int, costs: Costs = Costs(),
+def order(schedule: str, pipeline: int, virtual: int, micro_batches: int, costs: Costs = UNIFORM,
           kept_for_weights: float = 1.0) -> list[list[Action]]:
     """Actions of every pipeline rank, in the order in which it runs them.
 
@@ -74,6 +85,8 @@ def _interleaved(pipeline: int, virtual: int, micro_batches: int) -> list[list[A
     forward = [Action("F", chunk, group + i) for group in groups for chunk in range(virtual) for i in range(pipeline)]
     backward = [Action("B", chunk, group + i) for group in groups for chunk in reversed(range(virtual))
                 for i in range(pipeline)]
+    if micro_batches == pipeline:  # Megatron-LM runs all forwards first then
+        return [forward + backward for _ in range(pipeline)]
     return [_alternating(forward, backward, min(len(forward), 2 * (pipeline - rank - 1) + (virtual - 1) * pipeline))
             for rank in range(pipeline)]
 

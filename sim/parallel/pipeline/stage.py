@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sim.model.architecture import Layer
-from sim.parallel.activations import Activations
+from sim.parallel.activations import FLOWING_POOL, OUTPUT_POOL, Activations
 from sim.parallel.data.bucketed import Bucketed
 from sim.parallel.data.buckets import Bucket
 from sim.parallel.pipeline.orders import Action
 from sim.parallel.pipeline.transfers import Edge, Transfers
 from sim.parallel.pipeline.weights import kept_for_weights
-from sim.parallel.step import COMPUTE, MicroStep, Plan, end_of_step
-from sim.program import CollectiveCall, Label, SectionBuilder
+from sim.parallel.step import COMPUTE, MicroStep, Plan, blocks, end_of_step
+from sim.program import CollectiveCall, Kind, Label, LayerMemory, MemoryOp, SectionBuilder
 from sim.work import DTYPE_BYTES, Kernel
 
 
@@ -28,12 +28,14 @@ class Passing:
     """How stages pass tensors on.
 
     Attributes:
-        elements, dtype: of one micro-batch's tensor as a rank sends it.
+        whole: elements of one micro-batch's tensor between two layers of a rank.
+        elements, dtype: of it as a rank sends it.
         gather: elements the receiver gathers from its tensor ranks before it goes on, 0 = it has all.
-        waits: "synchronised" (host and compute wait for the whole batch), "stream" (compute does), "overlapped" (compute
-            waits for what it needs).
+        waits: "synchronised" (host and compute wait for the whole batch), "stream" (compute does), "overlapped"
+            (compute waits for what it needs).
     """
 
+    whole: int
     elements: int
     dtype: str
     gather: int
@@ -73,6 +75,7 @@ class Stage:
     tied: bool
     separate: bool
     _late: list[Bucket] = field(default_factory=list)
+    _open: bool = False
 
     def write(self, actions: Sequence[Action]) -> None:
         """All sections of a step, in order; what recurs is written once and repeated."""
@@ -115,7 +118,8 @@ class Stage:
     def batched(self, actions: Sequence[Action]) -> list[tuple[Action, ...]]:
         """Actions between two exchanges: one, but a forward and the backward behind it where chunks are interleaved and
         exchanges block (Megatron-LM `schedules.py`, send_forward_backward_recv_forward_backward)."""
-        pairs = len(self.chunks) > 1 and self.passing.waits != "overlapped"
+        turns = next((i for i, a in enumerate(actions) if a.kind == "B"), 0) < sum(a.kind == "F" for a in actions)
+        pairs = len(self.chunks) > 1 and self.passing.waits != "overlapped" and turns
         batches: list[tuple[Action, ...]] = []
         i = 0
         while i < len(actions):
@@ -130,6 +134,9 @@ class Stage:
         moved: list[Edge] = []
         tasks: list[int] = []
         for kind, chunk, first, final in batch.actions:
+            arrived = self.transfers.needed(self.rank, Action(kind, chunk, 0))
+            if arrived is not None:
+                self._passed(section, arrived, 1)
             action, micro = Action(kind, chunk, 0), MicroStep(self.plan.architecture.batch, first, final)
             task = verbs[kind](section, action, micro, self._waited(action))
             edge = self.transfers.sent(self.rank, action)
@@ -138,6 +145,7 @@ class Stage:
                 tasks.append(task)
         for edge, task in zip(moved, tasks, strict=True):
             self._transfer(section, edge, (task,) if task >= 0 else ())
+            self._passed(section, edge, -1)
         for edge in batch.needs:
             self._transfer(section, edge, ())
         moved += batch.needs
@@ -159,6 +167,17 @@ class Stage:
         label = Label("pipeline", "forward" if edge.forward else "backward", kind)
         joins = () if waits or kind == "recv" else (COMPUTE,)
         section.collective(self.streams[edge], call, self.plan.stack.host_collective_s, label, waits, joins)
+
+    def _passed(self, section: SectionBuilder, edge: Edge, sign: int) -> None:
+        """A stage's output or its input's gradient changes hands: layers count theirs as taken over by their neighbour.
+
+        The sender drops an output as soon as it is on its way (Megatron-LM `schedules.py`, deallocate_output_tensor).
+        """
+        pool = OUTPUT_POOL if edge.forward else FLOWING_POOL
+        size = sign * blocks(self.passing.whole * DTYPE_BYTES[self.passing.dtype])
+        memory = section.section.memory
+        memory.append(MemoryOp(len(section.section), pool.name, size, pool.category))
+        section.section.layers.append(LayerMemory(len(memory) - 1, len(memory), "passed", -1, None))
 
     def _first_receive(self, needs: Sequence[Edge]) -> None:
         if needs:
@@ -233,6 +252,9 @@ class Stage:
                           waiting: tuple[int, ...]) -> int:
         """The last backward of a chunk, layer by layer, with every complete bucket on its way."""
         chunk = self.chunks[action.chunk]
+        if not self._open:
+            self.data.open_buckets(section)
+            self._open = True
         if waiting:
             section.kernels(COMPUTE, self.plan.compute.segment(()), Label("pipeline", "backward", "wait"),
                             joins=waiting)
@@ -242,7 +264,8 @@ class Stage:
             left = memory.backward(position, layer)
             self.data.gradients[position] = self.data.gradients.get(position, 0) + left
             self._late += self.data.layer_backward(section, position, layer, micro)
-        return len(section.section) - 1
+        kinds = section.section.kind
+        return max((task for task, kind in enumerate(kinds) if kind == Kind.KERNELS), default=-1)
 
     def _finish(self, section: SectionBuilder) -> None:
         """Gradients of all stages complete, then the optimizer."""
@@ -250,6 +273,7 @@ class Stage:
             remaining = self._late
         else:
             remaining = self.data.reduction.buckets if self.data.reduces else []
+            self.data.open_buckets(section)
         for bucket in remaining:
             self.data.reduce(section, bucket, ())
         self.data.finish(section)
@@ -266,16 +290,16 @@ class Stage:
         size = round(numel * DTYPE_BYTES[precision.gradients])
         call = CollectiveCall("all_reduce", size, precision.gradients,
                               self.plan.builder.communicators.index("embedding"))
-        section.collective(1, call, self.plan.stack.host_collective_s, Label("embedding", "optimizer", "tied gradients"),
-                           joins=(COMPUTE,))
+        label = Label("embedding", "optimizer", "tied gradients")
+        section.collective(1, call, self.plan.stack.host_collective_s, label, joins=(COMPUTE,))
 
 
 def fold(items: Sequence[Hashable], group: int) -> list[tuple[int, int, int]]:
     """A list as (begin, length, repeats) of patterns that recur one after another.
 
     Args:
-        group: length over which chunks take turns (chunks x stages); patterns of one to three items, and of one to three
-            groups, are looked for.
+        group: length over which chunks take turns (chunks x stages); patterns of one to three items, and of one to
+            three groups, are looked for.
     """
     lengths = sorted({n * unit for n in (1, 2, 3) for unit in (1, group)})
     found: list[tuple[int, int, int]] = []

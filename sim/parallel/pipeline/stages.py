@@ -12,43 +12,47 @@ from collections.abc import Sequence
 from sim.model.architecture import Architecture
 
 
-def blocks_per_chunk(blocks: int, pipeline: int, virtual: int, split: Sequence[int] | None, embedding_slots: int = 0,
-                     head_slots: int = 0) -> list[list[int]]:
-    """Blocks of every chunk, by pipeline rank, for chunks laid out round robin: shape (pipeline, virtual).
+def blocks_per_stage(blocks: int, placement: Sequence[Sequence[int]], split: Sequence[int] | None,
+                     embedding_slots: int = 0, head_slots: int = 0) -> list[int]:
+    """Blocks of every stage along the model.
 
     Args:
-        split: blocks per pipeline rank; its chunks are filled as evenly as possible, earlier chunks first.
+        placement: for each rank the stages of its chunks; a stage may be held twice (dualpipe).
+        split: blocks per pipeline rank; its chunks are filled as evenly as possible, earlier chunks first. Where stages
+            are held twice it is per stage.
         embedding_slots, head_slots: blocks' worth of work that count for embedding and head in an even split.
     """
+    stages = 1 + max(stage for own in placement for stage in own)
     if split is not None:
-        return [_even(of_rank, virtual) for of_rank in split]
-    chunks = pipeline * virtual
-    slots = _even(blocks + embedding_slots + head_slots, chunks)
+        if stages == len(split):
+            return list(split)
+        found = [0] * stages
+        for own, of_rank in zip(placement, split, strict=True):
+            for stage, count in zip(own, _even(of_rank, len(own)), strict=True):
+                found[stage] = count
+        return found
+    slots = _even(blocks + embedding_slots + head_slots, stages)
     slots[0] -= embedding_slots
     slots[-1] -= head_slots
-    for i, j in ((0, 1), (-1, -2)):  # more slots than a chunk has: its neighbours take the rest
+    for i, j in ((0, 1), (-1, -2)):  # more slots than a stage has: its neighbour takes the rest
         while slots[i] < 0:
             slots[i], slots[j] = slots[i] + 1, slots[j] - 1
-    return [[slots[chunk * pipeline + rank] for chunk in range(virtual)] for rank in range(pipeline)]
+    return slots
 
 
-def positions(architecture: Architecture, counts: Sequence[Sequence[int]],
+def positions(architecture: Architecture, counts: Sequence[int],
               placement: Sequence[Sequence[int]]) -> list[list[range]]:
     """Positions of the stack that each chunk of each rank holds.
 
     Args:
-        counts: blocks of each chunk of each rank.
-        placement: for each rank the number of its chunks' stages along the model.
+        counts: blocks of each stage.
+        placement: for each rank the stages of its chunks.
     """
-    stages = {stage: counts[rank][chunk] for rank, own in enumerate(placement) for chunk, stage in enumerate(own)}
-    last = len(stages) - 1
-    begins, at = {}, 0
-    for stage in range(len(stages)):
-        begins[stage] = at
-        at += stages[stage] + (stage == 0) + (stage == last)
-    if at != len(architecture.stack):
-        raise ValueError(f"chunks hold {at} layers of {len(architecture.stack)}")
-    begins[last + 1] = at
+    last, begins = len(counts) - 1, [0]
+    for stage, count in enumerate(counts):
+        begins.append(begins[-1] + count + (stage == 0) + (stage == last))
+    if begins[-1] != len(architecture.stack):
+        raise ValueError(f"stages hold {begins[-1]} layers of {len(architecture.stack)}")
     return [[range(begins[stage], begins[stage + 1]) for stage in own] for own in placement]
 
 

@@ -8,11 +8,10 @@ section 4.1), torch.distributed.pipelining `stage.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sim.parallel.pipeline.orders import Action
+from sim.parallel.pipeline.actions import Action, Places
 
 
 class Edge(NamedTuple):
@@ -24,49 +23,26 @@ class Edge(NamedTuple):
     chunk: int
 
 
-class Chunk(NamedTuple):
-    """A chunk of a pipeline rank."""
-
-    rank: int
-    chunk: int
-
-
 @dataclass(frozen=True)
 class Transfers:
-    """Who follows whom.
+    """What an action passes on to another rank, and what it waits for from one."""
 
-    Attributes:
-        after: for every chunk the chunk its output goes to, None for the last stage of the model.
-        before: for every chunk the one its input comes from, None for the first stage.
-    """
-
-    after: dict[Chunk, Chunk | None]
-    before: dict[Chunk, Chunk | None]
+    places: Places
 
     def sent(self, rank: int, action: Action) -> Edge | None:
         """What an action passes on to another rank; nothing if it stays here or ends here."""
-        here = Chunk(rank, action.chunk)
         if action.kind == "W":
             return None
-        there = self.after[here] if action.kind == "F" else self.before[here]
+        there = (self.places.after if action.kind == "F" else self.places.before)[rank][action.chunk]
         if there is None or there.rank == rank:
             return None
         return Edge(rank, there.rank, action.kind == "F", action.chunk)
 
     def needed(self, rank: int, action: Action) -> Edge | None:
         """What an action waits for from another rank."""
-        here = Chunk(rank, action.chunk)
         if action.kind == "W":
             return None
-        there = self.before[here] if action.kind == "F" else self.after[here]
+        there = (self.places.before if action.kind == "F" else self.places.after)[rank][action.chunk]
         if there is None or there.rank == rank:
             return None
         return Edge(there.rank, rank, action.kind == "F", there.chunk)
-
-
-def transfers(placement: Sequence[Sequence[int]]) -> Transfers:
-    """Neighbours of every chunk, where chunk c of rank r holds stage `placement[r][c]` of the model."""
-    of_stage = {stage: Chunk(rank, chunk) for rank, own in enumerate(placement) for chunk, stage in enumerate(own)}
-    after = {here: of_stage.get(stage + 1) for stage, here in of_stage.items()}
-    before = {here: of_stage.get(stage - 1) for stage, here in of_stage.items()}
-    return Transfers(after, before)

@@ -10,9 +10,9 @@ from sim.parallel.pipeline.actions import Action
 def handcrafted(pipeline: int, micro_batches: int, generous: bool) -> list[list[Action]]:
     """ZB-H1, and ZB-H2 if `generous`: shape (pipeline, 3 · micro-batches).
 
-    Qi et al. 2023 (arXiv 2401.10241), sections 2.1 and 2.2. ZB-H1 has 1F1B's warm-up and ZB-H2 twice it less one. Each rank
-    puts off so many W that all ranks hold as many micro-batches as the first: p, or 2p - 1. Of ZB-H1 that is the authors'
-    Megatron-LM patch (`zbpp_light`): rank r skips the W of its first r backwards.
+    Qi et al. 2023 (arXiv 2401.10241), sections 2.1 and 2.2. ZB-H1 has 1F1B's warm-up and ZB-H2 twice as much. Rank r
+    puts off the W of its first r (or 2r) backwards, so that all ranks hold as many micro-batches as the first: p, or
+    2p - 1.
     """
     forward, backward, weight = ([Action(kind, 0, micro) for micro in range(micro_batches)] for kind in "FBW")
     orders = []
@@ -32,8 +32,8 @@ def v_shaped(pipeline: int, micro_batches: int) -> list[list[Action]]:
     """ZB-V: stages r and 2p - 1 - r on rank r, no bubble if F, B and W take the same time, 1F1B's memory.
 
     Qi et al. 2023 (arXiv 2401.10241), section 6, and 2024 (arXiv 2405.15362), as PyTorch writes it
-    (`torch/distributed/pipelining/schedules.py`, ScheduleZBVZeroBubble): fewer micro-batches than 2p - 1 are the beginning
-    of a longer schedule.
+    (`torch/distributed/pipelining/schedules.py`, ScheduleZBVZeroBubble): fewer micro-batches than 2p - 1 are the
+    beginning of a longer schedule.
     """
     counted = max(2 * pipeline - 1, micro_batches)
     return [[action for action in _v_of_rank(pipeline, rank, counted) if action.micro < micro_batches]
@@ -73,8 +73,8 @@ def bidirectional(pipeline: int, micro_batches: int) -> list[list[Action]]:
     """DualPipe: half of the micro-batches flow up the ranks (chunk 0), half down (chunk 1).
 
     DeepSeek-V3 (arXiv 2412.19437), section 3.2.1 and figure 5; the eight steps are those of
-    `github.com/deepseek-ai/DualPipe`, `dualpipe.py`, DualPipe.step. A backward whose weights' part is not put off is a "B"
-    with its "W" behind it; a forward with the backward of the other direction behind it is run as one
+    `github.com/deepseek-ai/DualPipe`, `dualpipe.py`, DualPipe.step. A backward whose weights' part is not put off is a
+    "B" with its "W" behind it; a forward with the backward of the other direction behind it is run as one
     (`overlapped`).
     """
     return [list(_dual_of_rank(pipeline, rank, micro_batches // 2)) for rank in range(pipeline)]
@@ -133,7 +133,8 @@ def _dual_of_rank(pipeline: int, rank: int, micro_batches: int) -> Iterator[Acti
 def overlapped(actions: Sequence[Action]) -> list[int]:
     """Positions of the forwards of dualpipe that run together with the backward behind them.
 
-    They belong to opposite directions; the backward's "W" follows it.
+    They belong to opposite directions; the backward's "W" follows it. The authors' code runs the first such pair of the
+    two middle ranks apart.
     """
     return [i for i in range(len(actions) - 1)
             if actions[i].kind == "F" and actions[i + 1].kind == "B" and actions[i].chunk != actions[i + 1].chunk]

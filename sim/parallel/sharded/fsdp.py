@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from sim.model.architecture import Layer
+from sim.model.tuning import QUANTISED
 from sim.parallel.activations import GRADIENT_POOL, Activations
 from sim.parallel.compute import traffic_kernel
 from sim.parallel.sharded.units import Unit, units_of
@@ -21,6 +22,7 @@ from sim.parallel.step import (
     collective,
     state_bytes,
     update,
+    update_in_backward,
 )
 from sim.program import Label, SectionBuilder
 from sim.work import DTYPE_BYTES, Kernel
@@ -49,12 +51,18 @@ class Fsdp:
         self.distinct = list({u.name: u for u in self.units}.values())
         self.last = len(self.units) - 1
         self.host_s = plan.stack.host_collective_s
+        self.offload = plan.offload
+        self.at_once = plan.scenario.training.optimizer_in_backward
         self.kernels: dict[tuple[str, int, float], Kernel] = {}
         self.segments: dict[tuple[str, int, float], int] = {}
 
     # ------------------------------------------------------------------------------------------- states
     def states(self) -> None:
         """Shards of parameters, master copy and optimizer states; gradients come and go in the micro-steps."""
+        if self.offload.moves_parameters:
+            self.host_states()
+            return
+        self.plan.resident("frozen parameters", sum(self.frozen_shard(u) for u in self.distinct), "parameters")
         shards = Counter(u.shards for u in self.distinct)
         for category, width in state_bytes(self.plan).items():
             if category != "gradients" and width:
@@ -63,13 +71,25 @@ class Fsdp:
                 self.plan.resident(category, size, category, [
                     numel * width / copies for u in self.distinct for numel in u.shards for _ in range(copies)])
 
+    def host_states(self) -> None:
+        """With CPUOffload(offload_params=True) or CPUOffloadPolicy all of them are in host memory, parameters and
+        gradients pinned, a block for each unit's shard."""
+        for unit in self.distinct:
+            self.offload.hold(f"frozen parameters:{unit.name}", self.frozen_shard(unit), "parameters", pinned=True)
+        for category, width in state_bytes(self.plan).items():
+            for unit in self.distinct:
+                self.offload.hold(f"{category}:{unit.name}", unit.padded // self.factor * width, category,
+                                  pinned=category in ("parameters", "gradients"))
+
     def optimizer_step(self, section: SectionBuilder) -> None:
         """Clipping and the optimizer on this rank's shards, after the last reduction."""
+        if self.at_once:
+            return
         numel = sum(u.padded for u in self.distinct) // self.factor
         tensors = sum(u.tensors for u in self.distinct) if self.by_row else len(self.distinct)
-        largest = max(n for u in self.distinct for n in u.shards)
+        largest = max((n for u in self.distinct for n in u.shards), default=0)
         update(self.plan, section, numel, tensors, self.joined(), "shard" if self.factor > 1 else None, largest)
-        for unit in self.distinct:
+        for unit in () if self.offload.moves_optimizer else self.distinct:
             section.free(f"gradient:{unit.name}", self.gradient_bytes(unit), "gradients", REDUCE)
 
     def gradient_bytes(self, unit: Unit) -> int:
@@ -80,7 +100,7 @@ class Fsdp:
     # ------------------------------------------------------------------------------------------- communication
     def joined(self) -> tuple[int, ...]:
         """Streams that compute waits for at the end of backward (`_post_backward_final_callback`)."""
-        reduce = (REDUCE,) if self.factor > 1 else ()
+        reduce = (REDUCE,) if self.factor > 1 or self.at_once else ()
         return (*reduce, *((REPLICATE,) if self.replicas > 1 else ()))
 
     def gather(self, section: SectionBuilder, unit: Unit, phase: str, waits: Sequence[int] = (),
@@ -92,12 +112,35 @@ class Fsdp:
         reshard = self.plan.scenario.parallel.reshard_after_forward
         if phase == "backward" and not isinstance(reshard, bool) and reshard < self.factor:
             group = "reshard"
-        call = collective(self.plan, "all_gather", unit.padded * self.gather_bytes, self.gather_dtype, group)
+        elif self.offload.moves_parameters:
+            waits, joins = (self.fetch(section, unit, phase, waits, joins),), ()
+        call = collective(self.plan, "all_gather", self.whole_bytes(unit, unit.padded), self.gather_dtype, group)
         return section.collective(GATHER, call, self.host_s, Label(unit.name, phase, "all_gather"), waits, joins)
+
+    def fetch(self, section: SectionBuilder, unit: Unit, phase: str, waits: Sequence[int], joins: Sequence[int]) -> int:
+        """This rank's shard to the device, in the parameters' dtype: casts for the gather run there."""
+        width = DTYPE_BYTES[self.plan.scenario.training.precision.parameters]
+        size = round(unit.padded // self.factor * width + self.frozen_shard(unit))
+        section.allocate(f"fetched_shard:{unit.name}", size, "buffers", GATHER)
+        task = self.offload.fetch(section, size, Label(unit.name, phase, "shard"), waits, joins)
+        section.free(f"fetched_shard:{unit.name}", size, "buffers", GATHER)
+        return task
+
+    def whole_bytes(self, unit: Unit, numel: int) -> int:
+        """`numel` trained parameters of a unit as they are gathered, and what is gathered with them: quantised weights
+        as they are stored, others in the gathers' dtype."""
+        frozen = sum(f.size_bytes if f.dtype in QUANTISED else f.numel * self.gather_bytes for f in unit.frozen)
+        return round(numel * self.gather_bytes + frozen)
+
+    def frozen_shard(self, unit: Unit) -> int:
+        """This rank's part of what is not trained, as it is stored."""
+        return sum(blocks(size / self.factor) for f in unit.frozen for size in f.pieces)
 
     def reduce(self, section: SectionBuilder, unit: Unit, waits: Sequence[int], first: bool) -> int | None:
         """Reduce-scatter inside the shard group, then all-reduce of the shard across replicas."""
         task = None
+        if not unit.numel:
+            return None
         size = unit.padded * self.reduce_bytes
         if self.factor > 1:
             call = collective(self.plan, "reduce_scatter", size, self.reduce_dtype, "shard")
@@ -106,9 +149,25 @@ class Fsdp:
         if self.replicas > 1:
             call = collective(self.plan, "all_reduce", size / self.factor, self.reduce_dtype, "replicate")
             task = section.collective(REPLICATE, call, self.host_s, Label(unit.name, "backward", "all_reduce"), waits)
-        if first:
+        if self.offload.moves_optimizer:
+            self.store(section, unit, waits if task is None else (task,), first)
+        elif self.at_once:
+            section.allocate(f"gradient:{unit.name}", self.gradient_bytes(unit), "gradients", REDUCE)
+            stream = REPLICATE if self.replicas > 1 else REDUCE
+            update_in_backward(self.plan, section, unit.name, unit.shards, stream, waits if task is None else (task,))
+            section.free(f"gradient:{unit.name}", self.gradient_bytes(unit), "gradients", REDUCE)
+        elif first:
             section.allocate(f"gradient:{unit.name}", self.gradient_bytes(unit), "gradients", REDUCE)
         return task
+
+    def store(self, section: SectionBuilder, unit: Unit, waits: Sequence[int], first: bool) -> None:
+        """The gradient shard to the host; a later micro-step's is added to what is there, on the CPU."""
+        size, label = self.gradient_bytes(unit), Label(unit.name, "backward", "gradient")
+        section.allocate(f"gradient:{unit.name}", size, "gradients", REDUCE)
+        task = self.offload.store(section, size, label, waits)
+        section.free(f"gradient:{unit.name}", size, "gradients", REDUCE)
+        if not first:
+            section.host(self.offload.add_s(unit.padded // self.factor), label, waits=(task,))
 
     # ------------------------------------------------------------------------------------------- compute
     def forward(self, section: SectionBuilder, position: int, layer: Layer, waits: Sequence[int],

@@ -100,7 +100,7 @@ class Fsdp1(Fsdp):
 
     def gathered_bytes(self, unit: Unit) -> int:
         """The unsharded flat parameter."""
-        return round(unit.padded * self.gather_bytes)
+        return self.whole_bytes(unit, unit.padded)
 
     def flatten(self, unit: Unit, micro: MicroStep) -> tuple[Kernel, ...]:
         """Gradients of the views into the flat gradient (2 passes), division before the reduction (2), cast (if any).
@@ -108,6 +108,8 @@ class Fsdp1(Fsdp):
         The post-backward stream runs division and cast; they are counted in the compute stream, where they compete for
         the same memory bandwidth.
         """
+        if not unit.numel:
+            return ()
         g, r = self.gather_bytes, self.reduce_bytes
         every = self.plan.scenario.parallel.reduce_every_micro_step
         width = 2 * g + (0 if micro.first or every else g)

@@ -105,22 +105,27 @@ class Fsdp2(Fsdp):
         """`split_with_sizes_copy` from the gather buffer into the parameters: read and write on the compute stream."""
         if self.factor == 1 and not self.casts:
             return ()
-        section.allocate(f"gathered:{unit.name}", round(unit.numel * self.gather_bytes), "gathered_parameters")
+        section.allocate(f"gathered:{unit.name}", self.whole_bytes(unit, unit.numel), "gathered_parameters")
         if unit.name in self.parts:
             section.free(f"post_forward_shard:{unit.name}", self.parts.pop(unit.name), "gathered_parameters")
-        return (self.copy_kernel("copy-out", unit.padded, 2 * self.gather_bytes),)
+        return (self.copy_kernel("copy-out", *self.copied(unit)),)
+
+    def copied(self, unit: Unit) -> tuple[int, float]:
+        """Elements that copy-out reads and writes, and bytes of both per element."""
+        numel = unit.padded + sum(f.numel for f in unit.frozen)
+        return numel, 2 * self.buffer_bytes(unit) / max(1, numel)
 
     def keep_part(self, section: SectionBuilder, unit: Unit) -> None:
         """With `reshard_after_forward: n` this rank keeps an n-th of the unit until backward."""
         if self.part:
-            size = self.parts[unit.name] = round(unit.padded * self.gather_bytes / self.part)
+            size = self.parts[unit.name] = round(self.buffer_bytes(unit) / self.part)
             section.allocate(f"post_forward_shard:{unit.name}", size, "gathered_parameters")
 
     def release(self, section: SectionBuilder, unit: Unit) -> None:
         """Reshard: the whole parameters are freed at once."""
         if self.factor == 1 and not self.casts:
             return
-        section.free(f"gathered:{unit.name}", round(unit.numel * self.gather_bytes), "gathered_parameters")
+        section.free(f"gathered:{unit.name}", self.whole_bytes(unit, unit.numel), "gathered_parameters")
 
     def free_buffer(self, section: SectionBuilder, unit: Unit | None) -> None:
         """In forward a gather buffer lives until the next unit's copy-out."""
@@ -131,7 +136,7 @@ class Fsdp2(Fsdp):
 
     def buffer_bytes(self, unit: Unit) -> int:
         """All-gather output."""
-        return round(unit.padded * self.gather_bytes)
+        return self.whole_bytes(unit, unit.padded)
 
     def post_backward(self, section: SectionBuilder, unit: Unit, micro: MicroStep, computed: int,
                       reduced: int | None) -> int | None:

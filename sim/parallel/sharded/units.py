@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sim.model.architecture import Architecture, Parameter
+from sim.model.architecture import Architecture, Layer, Parameter
+from sim.model.tuning import Frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class Unit:
         numel: parameters; padded: with the padding that makes every rank's share equal.
         tensors: parameter tensors in it.
         shards: elements of each tensor that this rank keeps (the fullest rank's).
+        frozen: tensors that are gathered with it but not trained.
     """
 
     name: str
@@ -25,6 +27,7 @@ class Unit:
     padded: int
     tensors: int
     shards: tuple[int, ...]
+    frozen: tuple[Frozen, ...] = ()
 
 
 def flat_padding(parameters: Iterable[Parameter], factor: int) -> int:
@@ -55,10 +58,11 @@ def units_of(architecture: Architecture, wrap: str | int, factor: int, by_row: b
     def shards(parameters: Sequence[Parameter]) -> tuple[int, ...]:
         return row_shards(parameters, factor) if by_row else (flat_padding(parameters, factor) // factor,)
 
-    own = [layer.kind == "block" and layer.numel >= least for layer in architecture.stack]
+    own = [layer.kind == "block" and _size(layer) >= least for layer in architecture.stack]
     rest = [p for layer, mine in zip(architecture.stack, own, strict=True) if not mine for p in layer.parameters]
-    root = Unit("root", sum(p.numel for p in rest), pad(rest, factor), len(rest), shards(rest))
-    sizes: dict[int, tuple[int, int, int, tuple[int, ...]]] = {}
+    root = Unit("root", sum(p.numel for p in rest), pad(rest, factor), len(rest), shards(rest),
+                tuple(f for layer, mine in zip(architecture.stack, own, strict=True) if not mine for f in layer.frozen))
+    sizes: dict[int, tuple[int, int, int, tuple[int, ...], tuple[Frozen, ...]]] = {}
     units = []
     for position, (layer, mine) in enumerate(zip(architecture.stack, own, strict=True)):
         if not mine:
@@ -66,6 +70,11 @@ def units_of(architecture: Architecture, wrap: str | int, factor: int, by_row: b
             continue
         if id(layer) not in sizes:
             sizes[id(layer)] = (layer.numel, pad(layer.parameters, factor), len(layer.parameters),
-                                shards(layer.parameters))
+                                shards(layer.parameters), layer.frozen)
         units.append(Unit(architecture.names[position], *sizes[id(layer)]))
     return units
+
+
+def _size(layer: Layer) -> int:
+    """Parameters of a layer, trained or not."""
+    return layer.numel + sum(f.numel for f in layer.frozen)

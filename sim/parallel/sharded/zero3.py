@@ -1,28 +1,61 @@
-"""DeepSpeed ZeRO-3: a layer's parameters are gathered before use and released after it, gradients reduce-scattered.
+"""DeepSpeed ZeRO-3: parameters of a sub-module are gathered before use, released after it; gradients reduce-scattered.
 
-Source: DeepSpeed `partitioned_param_coordinator.py`, `stage3.py`. Modelled per layer (embedding, block, head), the
-coalesced unit of a prefetch; DeepSpeed fetches per sub-module, so its prefetch can be a fraction of a block.
+Sources: DeepSpeed `runtime/zero/stage3.py`, `partition_parameters.py`, `partitioned_param_coordinator.py` and, before
+0.6, the coordinator inside `stage3.py` (versions 0.3.13 and 0.7 recalled, not opened again); Rajbhandari et al.,
+ZeRO-Infinity, SC 2021, section 4.1: with recomputation parameters can be loaded a third time. What differs between the
+two generations is one fact of the stack, `parameter_coordinator`:
+
+* streamed: gathers and reductions are single calls on contiguous buffers; a bucket's gradients are laid out by rank
+  (`torch.cat`) and divided first.
+* blocking: `torch.distributed` calls over lists of per-rank tensors, which NCCL's wrapper copies one by one, every
+  gradient reduced by itself, and a release that waits for the GPU (a new one-element tensor is copied to the device).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from sim.model.architecture import Layer, Parameter
+from sim.model.tuning import Frozen
 from sim.parallel.activations import Activations
 from sim.parallel.compute import traffic_kernel
-from sim.parallel.step import COMPUTE, MicroStep, Plan, collective, state_bytes, update
+from sim.parallel.offload import PARAMETER_BUFFER, PARAMETER_BUFFERS
+from sim.parallel.sharded.coordinator import COORDINATORS, Limits, Wanted
+from sim.parallel.sharded.submodules import Submodule, submodules
+from sim.parallel.step import COMPUTE, MicroStep, Plan, collective, frozen_bytes, state_bytes, update
 from sim.program import Label, SectionBuilder
-from sim.work import DTYPE_BYTES
+from sim.work import DTYPE_BYTES, Kernel
 
-#: DeepSpeed `config.py`, elements: parameters below stay whole; at most this many prefetched; reduce bucket.
-PERSISTENCE_THRESHOLD, PREFETCH_BUCKET, REDUCE_BUCKET = 100_000, 50_000_000, 500_000_000
+#: DeepSpeed `config.py`, elements: parameters below stay whole; size of the reduce bucket.
+PERSISTENCE_THRESHOLD, REDUCE_BUCKET = 100_000, 500_000_000
 GATHER, REDUCE = 1, 2
 STREAMS = ("compute", "all_gather", "reduce_and_partition")
-#: `config.py`: elements that stay gathered at most (stage3_max_live_parameters), unless one parameter alone is larger.
-MAX_LIVE = 1_000_000_000
-#: `partitioned_param_coordinator.py`: ongoing fetch events before the host synchronises.
-FETCHES_IN_FLIGHT = 2
+#: Calls in flight before the host waits for the oldest: gathers (`max_ongoing_fetch_events`), reductions
+#: (`max_param_reduce_events`).
+FETCHES_IN_FLIGHT, REDUCTIONS_IN_FLIGHT = 2, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One direction of one sub-module: what it needs, and its kernels.
+
+    Attributes:
+        direction: "forward", "recompute" or "backward".
+        first: whether it is the first use of its layer in forward, or in backward with recomputation.
+    """
+
+    position: int
+    layer: Layer
+    part: Submodule
+    direction: str
+    first: bool
+    wanted: tuple[Wanted, ...]
+
+    @property
+    def phase(self) -> str:
+        """Recomputation belongs to backward."""
+        return "forward" if self.direction == "forward" else "backward"
 
 
 class Zero3:
@@ -32,104 +65,261 @@ class Zero3:
         self.plan = plan
         self.ranks = plan.scenario.data_parallel
         self.precision = plan.scenario.training.precision
-        # a tied head multiplies by the embedding's matrix and fetches it again
-        self.gathered = [self.fetched((*layer.parameters, *layer.shared)) for layer in plan.architecture.stack]
+        self.offload = plan.offload
+        self.fetching = self.ranks > 1 or self.offload.moves_parameters
+        self.blocking = plan.stack.parameter_coordinator == "blocking"
+        self.parts: dict[int, tuple[Submodule, ...]] = {}
+        self.segments: dict[tuple[int, str, str, bool], int] = {}
+        self.kept: list[Layer] = []  # keeps layers alive, so that an id stands for one layer only
         stack = plan.architecture.stack
-        self.live = [self.held(numel, layer) for numel, layer in zip(self.gathered, stack, strict=True)]
-        self.resident = sum(p.numel for layer in plan.architecture.stack for p in layer.parameters
+        self.owners = {p.name: i for i, layer in enumerate(stack) if layer.kind != "block"
+                       for p in layer.weights}
+        # what is frozen is gathered as it is stored: packed weights have the gathers' dtype (bnb_4bit_quant_storage)
+        width = DTYPE_BYTES[self.precision.gather]
+        self.stored = {f.name: round(f.size_bytes / width) for layer in stack for f in layer.frozen}
+        self.resident = sum(self.elements(p) for layer in stack for p in layer.weights
                             if p.numel < PERSISTENCE_THRESHOLD)
+        trace = [use.wanted for use in self.uses(stack)]
+        self.decisions = COORDINATORS[plan.stack.parameter_coordinator](trace, Limits())
 
-    def fetched(self, parameters: Iterable[Parameter]) -> int:
-        """Elements of the parameters that are split and so have to be fetched."""
-        return sum(p.numel for p in parameters if p.numel >= PERSISTENCE_THRESHOLD)
+    def uses(self, stack: Sequence[Layer]) -> Iterator[Use]:
+        """Every use of a micro-step, in order."""
+        for position, layer in enumerate(stack):
+            for number, part in enumerate(self.parts_of(layer)):
+                yield self.use(position, layer, part, "forward", number == 0)
+        for position, layer in reversed(list(enumerate(stack))):
+            again = self.plan.policy(position) == "full"
+            parts = self.parts_of(layer)
+            if again:
+                for number, part in enumerate(parts):
+                    yield self.use(position, layer, part, "recompute", number == 0)
+            for number, part in enumerate(reversed(parts)):
+                yield self.use(position, layer, part, "backward", number == 0 and not again)
 
-    def held(self, numel: int, layer: Layer) -> int:
-        """Elements of a layer that are whole at one time. Sub-modules are fetched and released one by one; what is in
-        use and what is fetched ahead share the limit."""
-        largest = max((p.numel for p in (*layer.parameters, *layer.shared)), default=0)
-        return min(numel, max(MAX_LIVE // 2, largest))
+    def use(self, position: int, layer: Layer, part: Submodule, direction: str, first: bool) -> Use:
+        """One use; a shared parameter goes by the layer that owns it."""
+        shared = {p.name for p in layer.shared}
+        wanted = () if not self.fetching or (direction == "recompute" and not part.again) else tuple(
+            ((self.owners.get(p.name, position) if p.name in shared else position, p.name), self.elements(p))
+            for p in part.parameters)
+        return Use(position, layer, part, direction, first, wanted)
+
+    def elements(self, parameter: Parameter | Frozen) -> int:
+        """Of the gathers' dtype."""
+        return self.stored.get(parameter.name, parameter.numel)
+
+    def parts_of(self, layer: Layer) -> tuple[Submodule, ...]:
+        """Sub-modules of a layer, memoised."""
+        if id(layer) not in self.parts:
+            self.kept.append(layer)
+            self.parts[id(layer)] = submodules(layer, PERSISTENCE_THRESHOLD)
+        return self.parts[id(layer)]
 
     def states(self) -> None:
         """Everything split over all ranks, small parameters whole as well."""
         numel = self.plan.architecture.parameters
+        frozen = frozen_bytes(self.plan.architecture.stack) / self.ranks
+        if self.outside("parameters"):
+            self.offload.hold("frozen parameters", frozen, "parameters", pinned=True)
+        else:
+            self.plan.resident("frozen parameters", frozen, "parameters")
         for category, width in state_bytes(self.plan).items():
-            self.plan.resident(category, numel * width / self.ranks, category)
-        if self.ranks > 1:
+            if not self.outside(category):
+                self.plan.resident(category, numel * width / self.ranks, category)
+        self.host_states(-(-numel // self.ranks))
+        if self.fetching:
             width = DTYPE_BYTES[self.precision.gather]
             self.plan.resident("persistent parameters", self.resident * width, "parameters")
             bucket = min(REDUCE_BUCKET, self.plan.architecture.parameters)
             self.plan.resident("reduce bucket", bucket * DTYPE_BYTES[self.precision.reduce], "buffers")
 
+    def outside(self, category: str) -> bool:
+        """Whether a state lives in host memory or on disks: gradients where the optimizer is."""
+        return self.offload.moves_parameters if category == "parameters" else self.offload.moves_optimizer
+
+    def host_states(self, numel: int) -> None:
+        """Host memory of this rank's `numel` parameters: the half partition, the gradients' pinned partition, and what
+        the optimizer works on."""
+        if self.offload.parameters == "cpu":
+            self.offload.hold("parameters", numel * DTYPE_BYTES[self.precision.parameters], "parameters", pinned=True)
+        elif self.offload.moves_parameters:
+            self.offload.hold("parameter buffers", PARAMETER_BUFFERS * PARAMETER_BUFFER
+                              * DTYPE_BYTES[self.precision.parameters], "buffers", pinned=True)
+        if self.offload.moves_optimizer:
+            self.offload.hold("gradient partition", numel * DTYPE_BYTES[self.precision.gradients], "gradients",
+                              pinned=True)
+            largest = max(layer.numel for layer in self.plan.architecture.stack)
+            self.offload.hold_optimizer(numel, largest)
+
+    # ------------------------------------------------------------------------------------------- one micro-step
     def micro_step(self, section: SectionBuilder, micro: MicroStep) -> None:
-        """Forward and backward, each layer fetched one ahead when the prefetch bucket allows."""
+        """Forward and backward, use by use, as the coordinator decided."""
         stack = self.plan.model(micro.batch).stack
         self.memory = Activations(self.plan, section, len(stack), keep_gradients=False)
-        order = [(i, "forward") for i in range(len(stack))] + [(i, "backward") for i in reversed(range(len(stack)))]
-        fetches: dict[int, int | None] = {}
-        done: list[int] = []
-        pending = 0
-        for step, (position, phase) in enumerate(order):
-            if step not in fetches:
-                fetches[step] = self.fetch(section, position, phase, done, start=step == 0)
-            ahead = step + 1
-            if ahead < len(order) and self.gathered[order[ahead][0]]:
-                fetches[ahead] = self.fetch(section, *order[ahead], done, start=False)
-            task = fetches[step]
-            waits = () if task is None else (task,)
-            done.append(self.compute(section, position, phase, stack[position], waits))
-            self.release(section, position, phase)
-            if phase == "backward" and micro.reduce:
-                pending += stack[position].numel
-                if pending and (position == 0 or pending + stack[position - 1].numel > REDUCE_BUCKET):
-                    self.reduce(section, position, pending, done[-1])
-                    pending = 0
+        self.held: dict[Hashable, tuple[str, int]] = {}  # memory of gathered parameters
+        self.arriving: dict[Hashable, int] = {}  # their gathers, until somebody waited
+        self.copies: dict[Hashable, tuple[Kernel, ...]] = {}  # what lays them out, until somebody did
+        self.fetches: list[int] = []
+        self.reductions: list[int] = []
+        bucket: list[int] = []
+        self.first = micro.first
+        reduces = micro.reduce and (self.ranks > 1 or self.offload.moves_optimizer)
+        for use, decision in zip(self.uses(stack), self.decisions, strict=True):
+            self.gather(section, use, decision.fetch, ahead=False)
+            waits = tuple(dict.fromkeys(self.arriving.pop(n) for n, _ in use.wanted if n in self.arriving))
+            self.gather(section, use, decision.ahead, ahead=True)
+            computed = self.compute(section, use, waits)
+            self.release(section, use, decision.release, computed)
+            if use.direction == "backward" and reduces:
+                for numel in use.part.gradients:
+                    if bucket and sum(bucket) + numel > REDUCE_BUCKET:
+                        self.reduce(section, use, bucket)
+                        bucket = []
+                    bucket.append(numel)
+        if bucket:
+            self.reduce(section, use, bucket)
 
-    def fetch(self, section: SectionBuilder, position: int, phase: str, done: list[int], start: bool) -> int | None:
-        """All-gather of a layer; the host lets two fetches be in flight."""
-        numel = self.gathered[position]
-        if self.ranks == 1 or not numel:
-            return None
-        name = self.plan.architecture.names[position]
-        if len(done) >= FETCHES_IN_FLIGHT:
-            section.host(0.0, Label(name, phase, "fetch limit"), waits=(done[-FETCHES_IN_FLIGHT],))
-        size = round(numel * DTYPE_BYTES[self.precision.gather])
-        section.allocate(f"fetched:{position}:{phase}", self.live_bytes(position), "gathered_parameters", GATHER)
+    def gather(self, section: SectionBuilder, use: Use, wanted: Sequence[Wanted], ahead: bool) -> None:
+        """All-gathers of parameters: one call, but what the blocking coordinator fetches ahead goes one by one."""
+        label, width = self.label(use, "all_gather"), DTYPE_BYTES[self.precision.gather]
+        for together in [[w] for w in wanted] if self.blocking and ahead else [wanted] if wanted else []:
+            if not self.blocking and len(self.fetches) > FETCHES_IN_FLIGHT:
+                section.host(0.0, label, waits=(self.fetches[-FETCHES_IN_FLIGHT - 1],))
+            for name, numel in together:
+                self.held[name] = (f"fetched:{name}:{len(self.fetches)}", round(numel * width))
+                section.allocate(*self.held[name], "gathered_parameters", GATHER)
+                self.copies[name] = self.laid_out(numel, alone=len(together) == 1, ahead=ahead)
+            task = self.fetch(section, label, [numel for _, numel in together])
+            self.fetches.append(task)
+            self.arriving.update((name, task) for name, _ in together)
+
+    def fetch(self, section: SectionBuilder, label: Label, numels: Sequence[int]) -> int:
+        """Copy of the partitions from outside the GPU, where they are there, and the all-gather behind it."""
+        joins: tuple[int, ...] = () if self.fetches else (COMPUTE, REDUCE)
+        waits: tuple[int, ...] = ()
+        if self.offload.moves_parameters:
+            shard = sum(numels) / self.ranks * DTYPE_BYTES[self.precision.parameters]
+            partition = self.offload.fetch(section, shard, label._replace(name="partition"), (), joins)
+            if self.ranks == 1:
+                return partition
+            waits = (partition,)
+        size = sum(numels) * DTYPE_BYTES[self.precision.gather]
         call = collective(self.plan, "all_gather", size, self.precision.gather, "shard")
-        return section.collective(GATHER, call, self.plan.stack.host_collective_s, Label(name, phase, "all_gather"),
-                                  joins=(COMPUTE, REDUCE) if start else ())
+        views = 1 if self.blocking else len(numels) if len(numels) > 1 else 0
+        return section.collective(GATHER, call, self.call_s(views), label, waits, joins)
 
-    def compute(self, section: SectionBuilder, position: int, phase: str, layer: Layer, waits: tuple[int, ...]) -> int:
-        """One direction of a layer with its activations."""
-        label = Label(self.plan.architecture.names[position], phase, layer.kind)
-        if phase == "forward":
-            self.memory.forward(position, layer)
-            return section.kernels(COMPUTE, self.plan.compute.forward(layer), label, waits)
-        width = DTYPE_BYTES[self.precision.gradients] + DTYPE_BYTES[self.precision.reduce]
-        copy = traffic_kernel("gradient into bucket", self.precision.reduce, layer.numel, layer.numel * width)
-        self.memory.backward(position, layer)
-        segment = self.plan.compute.backward(layer, self.plan.policy(position), (), (copy,) if layer.numel else ())
-        return section.kernels(COMPUTE, segment, label, waits)
+    def laid_out(self, numel: int, alone: bool, ahead: bool) -> tuple[Kernel, ...]:
+        """Copies of a gathered parameter into place.
 
-    def release(self, section: SectionBuilder, position: int, phase: str) -> None:
-        """Parameters are released right after use, in forward too."""
-        size = self.live_bytes(position)
-        if self.ranks > 1 and size:
-            section.free(f"fetched:{position}:{phase}", size, "gathered_parameters", GATHER, (COMPUTE,))
+        streamed: none for one that came alone, `torch.cat` of all ranks' pieces for one of several. blocking: NCCL's
+        wrapper copies its result into the listed tensors; a parameter that was not fetched ahead is then copied again,
+        piece by piece, into a tensor of its own (`_allgather_params`).
+        """
+        moved = 2 * DTYPE_BYTES[self.precision.gather] * numel
+        copy = traffic_kernel("gathered parameter into place", self.precision.gather, numel, moved)
+        if self.ranks == 1:
+            return ()
+        if self.blocking:
+            return (replace(copy, launches=self.ranks),) * (1 if ahead else 2)
+        return () if alone else (copy,)
 
-    def live_bytes(self, position: int) -> int:
-        """What a layer's fetched parameters take."""
-        return round(self.live[position] * DTYPE_BYTES[self.precision.gather])
+    def compute(self, section: SectionBuilder, use: Use, waits: tuple[int, ...]) -> int:
+        """One use with its activations; parameters that have just arrived are laid out first."""
+        label = self.label(use, use.layer.kind)
+        if use.first:
+            if use.direction == "forward":
+                self.memory.forward(use.position, use.layer)
+            else:
+                self.memory.backward(use.position, use.layer)
+        copies = tuple(k for name, _ in use.wanted for k in self.copies.pop(name, ()))
+        if copies:
+            waits = (section.kernels(COMPUTE, self.plan.compute.segment(copies), label, waits),)
+        return section.kernels(COMPUTE, self.segment(use), label, waits)
 
-    def reduce(self, section: SectionBuilder, position: int, numel: int, computed: int) -> None:
-        """Reduce-scatter of the filled bucket."""
-        if self.ranks > 1:
-            name = self.plan.architecture.names[position]
-            call = collective(self.plan, "reduce_scatter", numel * DTYPE_BYTES[self.precision.reduce],
-                              self.precision.reduce, "shard")
-            section.collective(REDUCE, call, self.plan.stack.host_collective_s,
-                               Label(name, "backward", "reduce_scatter"), (computed,))
+    def segment(self, use: Use) -> int:
+        """Kernels of a use, memoised."""
+        policy = self.plan.policy(use.position)
+        key = (id(use.part), use.direction, policy, use.first)
+        if key not in self.segments:
+            compute = self.plan.compute
+            again = compute.recomputed(use.layer, policy) if use.first and policy == "selective" else ()
+            self.segments[key] = (
+                compute.segment(again, compute.backward_items(use.part.operators)) if use.direction == "backward" else
+                compute.segment(compute.forward_items(
+                    use.part.again if use.direction == "recompute" else use.part.operators)))
+        return self.segments[key]
+
+    def release(self, section: SectionBuilder, use: Use, wanted: Sequence[Wanted], computed: int) -> None:
+        """Parameters go right after use; the blocking coordinator waits for the GPU."""
+        if wanted and self.blocking:
+            section.host(0.0, self.label(use, "release"), waits=(computed,))
+        for name, _ in wanted:
+            section.free(*self.held.pop(name), "gathered_parameters", GATHER, (COMPUTE,))
+
+    # ------------------------------------------------------------------------------------------- reduction
+    def reduce(self, section: SectionBuilder, use: Use, bucket: Sequence[int]) -> None:
+        """Reduce-scatter of the filled bucket: in one call, or every gradient by itself (blocking).
+
+        The host waits for reductions in flight: all of them (`reduction_stream.synchronize`), or all but the last two.
+        """
+        label, width = self.label(use, "reduce_scatter"), DTYPE_BYTES[self.precision.reduce]
+        allowed = 0 if self.blocking else REDUCTIONS_IN_FLIGHT
+        if len(self.reductions) > allowed:
+            section.host(0.0, label, waits=(self.reductions[-allowed - 1],))
+        task = computed = section.kernels(COMPUTE, self.plan.compute.segment((), self.prepared(bucket)), label)
+        for together in [] if self.ranks == 1 else [[n] for n in bucket] if self.blocking else [bucket]:
+            call = collective(self.plan, "reduce_scatter", sum(together) * width, self.precision.reduce, "shard")
+            views = 2 if self.blocking else len(together) if len(together) > 1 else 0
+            task = section.collective(REDUCE, call, self.call_s(views), label, (computed,))
+        self.reductions.append(task)
+        if self.offload.moves_optimizer:
+            self.store(section, label._replace(name="partition"), sum(bucket), task)
+
+    def store(self, section: SectionBuilder, label: Label, numel: int, task: int) -> None:
+        """A reduced partition goes to the host, added to what is there on the device."""
+        size = round(numel / self.ranks * DTYPE_BYTES[self.precision.gradients])
+        section.allocate("gradient partition", size, "gradients", REDUCE)
+        waits = (task,) if self.first else (task, self.offload.fetch(section, size, label, (task,), place="cpu"))
+        self.offload.store(section, size, label, waits)
+        section.free("gradient partition", size, "gradients", REDUCE)
+
+    def prepared(self, bucket: Sequence[int]) -> tuple[Kernel, ...]:
+        """Kernels before the reduction of a bucket's gradients: copies into the bucket (if they fit), division by the
+        ranks, and the layout by rank: `torch.cat` of several, or one copy per rank into NCCL's flat tensor."""
+        reduce = self.precision.reduce
+        width, gradient = DTYPE_BYTES[reduce], DTYPE_BYTES[self.precision.gradients]
+        total = sum(bucket)
+        kernels = [traffic_kernel("gradients averaged", reduce, total, 2 * width * total)]
+        if total < REDUCE_BUCKET:
+            copies = traffic_kernel("gradients into bucket", reduce, total, (gradient + width) * total)
+            kernels.append(replace(copies, launches=len(bucket)))
+        if self.blocking:
+            lists = traffic_kernel("gradients into lists", reduce, total, 2 * width * total)
+            kernels.append(replace(lists, launches=self.ranks * len(bucket)))
+        elif len(bucket) > 1:
+            kernels.append(traffic_kernel("gradients by rank", reduce, total, 2 * width * total))
+        return tuple(kernels)
+
+    def call_s(self, views: int) -> float:
+        """Host time of a collective call that takes `views` views of every rank's part."""
+        return self.plan.stack.host_collective_s + views * self.ranks * self.plan.stack.host_view_s
+
+    def label(self, use: Use, task: str) -> Label:
+        """Name of a task of a use for reports."""
+        return Label(self.plan.architecture.names[use.position], use.phase, task)
 
     def optimizer_step(self, section: SectionBuilder) -> None:
-        """The optimizer on this rank's shard, after the last reduction."""
+        """The optimizer on this rank's shard, after the last reduction; then small parameters are made whole again
+        (`stage3.py`, `_post_step`: all-gather of `persistent_parameters`)."""
+        several = self.ranks > 1
         numel = -(-self.plan.architecture.parameters // self.ranks)
-        update(self.plan, section, numel, 1, (REDUCE,) if self.ranks > 1 else (), "shard" if self.ranks > 1 else None)
+        task = update(self.plan, section, numel, 1, (REDUCE,) if several else (), "shard" if several else None,
+                      back_bytes=0.0 if self.offload.moves_parameters else DTYPE_BYTES[self.precision.parameters])
+        if several and self.resident:
+            size = self.resident * DTYPE_BYTES[self.precision.gather]
+            call = collective(self.plan, "all_gather", size, self.precision.gather, "shard")
+            label = Label("optimizer", "optimizer", "all_gather")
+            if self.offload.moves_parameters:
+                shard = self.resident / self.ranks * DTYPE_BYTES[self.precision.parameters]
+                task = self.offload.fetch(section, shard, label._replace(name="partition"), (task,), ())
+            section.collective(GATHER, call, self.plan.stack.host_collective_s, label, (task,))

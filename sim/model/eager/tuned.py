@@ -1,0 +1,124 @@
+"""Linear layers with frozen weights and what is trained beside them, as allocations.
+
+A frozen weight has no gradient, so its layer does not keep its input; a quantised one is dequantised into a temporary
+in both directions. Local variables are those of the modules. Sources: peft tuners/lora/layer.py, bnb.py; bitsandbytes
+autograd/_functions.py (MatMul4Bit, MatMul8bitLt), nn/modules.py (Linear4bit); LitGPT lora.py and loralib layers.py
+(one module for a fused projection: LoRAQKVLinear, MergedLinear); Houlsby et al. 2019, section 2.1.
+"""
+
+from __future__ import annotations
+
+from sim.model.eager import operations as op
+from sim.model.eager.autograd import COPIES, Gradients, Output, Run, Storage, Tensor, Weight
+from sim.model.style import Style
+from sim.model.tuning import BLOCK, Tuned
+
+#: Target of a linear layer's outputs, and how many of them there are.
+Parts = tuple[tuple[str, int], ...]
+
+
+def linear(run: Run, style: Style, x: Tensor, features_in: int, parts: Parts) -> Tensor:
+    """A frozen linear layer and LoRA's branch where one of its parts is a target."""
+    tuned = style.tuned
+    assert tuned is not None
+    outputs = sum(width for _, width in parts)
+    result = _frozen(run, style, x, features_in, outputs, tuned.linear_dtype(parts[0][0]))
+    chosen = tuple(part for part in parts if part[0] in tuned.targets)
+    if tuned.method != "lora" or not chosen:
+        return result
+    if not run.autocast:
+        x = op.to(run, x, tuned.dtype)
+    if style.stack.adapter_dropout:
+        x = op.dropout(run, x)
+    if len(parts) > 1 and style.modules == "plain":
+        update = _merged(run, tuned, x, features_in, chosen, outputs)
+    else:
+        down = op.linear(run, x, features_in, tuned.rank, False, dtype=tuned.dtype)
+        update = op.scale(run, op.linear(run, down, tuned.rank, outputs, False, dtype=tuned.dtype))
+        del down
+    del x
+    return op.add(run, result, op.to(run, update, result.dtype))
+
+
+def _merged(run: Run, tuned: Tuned, x: Tensor, features_in: int, chosen: Parts, outputs: int) -> Tensor:
+    """Parts of a fused projection: one A, a grouped product, and the result spread over all outputs.
+
+    `index_copy` keeps its source, because its derivative expands to the source's shape (derivatives.yaml).
+    """
+    rows, width = x.elements // features_in, sum(w for _, w in chosen)
+    down = op.linear(run, x, features_in, tuned.rank * len(chosen), False, dtype=tuned.dtype)
+    up = _grouped(run, tuned, down, rows, width)
+    del down
+    if width < outputs:
+        zeros = run.new(rows * outputs, up.dtype)
+        source = op.clone(run, up)
+        del up
+        dtype = source.dtype
+        node = run.node(lambda run, _: [run.new(rows * width, dtype)], (source.sink,))
+        run.save(node, source.storage)
+        up = Tensor(run.new(rows * outputs, dtype), rows * outputs, dtype, Output(node, 0))
+        del zeros, source
+    return op.scale(run, up)
+
+
+def _grouped(run: Run, tuned: Tuned, x: Tensor, rows: int, width: int) -> Tensor:
+    """`conv1d` with a group per part: each part has its own columns of `x`."""
+    copy, sink = op.weight_copy(run, Weight(tuned.rank * width, tuned.dtype))
+    elements, size, dtype = x.elements, tuned.rank * width, x.dtype
+    node = run.node(lambda run, _: [run.new(elements, dtype), run.new(size, dtype)], (x.sink, sink))
+    run.save(node, x.storage)
+    if copy is not None:
+        run.save(node, copy)
+    return Tensor(run.new(rows * width, dtype), rows * width, dtype, Output(node, 0))
+
+
+def _frozen(run: Run, style: Style, x: Tensor, features_in: int, features_out: int, stored: str) -> Tensor:
+    """The product with a frozen weight; its output has the input's dtype again if it was quantised."""
+    tuned, source = style.tuned, x.dtype
+    assert tuned is not None
+    x = op.to(run, x, run.autocast or style.act)
+    rows, needed, act, size = x.elements // features_in, x.sink is not None, x.dtype, features_in * features_out
+    four_bit, eight_bit = stored in ("int4", "nf4", "nf4-dq"), stored == "int8"
+
+    def weight(run: Run) -> list[Storage]:
+        """The weight as the product reads it, and the constants it is made from."""
+        if not four_bit and not eight_bit:
+            return []
+        constants = [run.new(size // BLOCK, "fp32")] if stored == "nf4-dq" else []
+        return [*constants, run.new(size, act)]
+
+    def rule(run: Run, _: Gradients) -> Gradients:
+        held = weight(run)
+        gradient = run.new(rows * features_in, act) if needed else None
+        held.clear()
+        return [gradient]
+
+    node = run.node(rule, (x.sink,))
+    if four_bit and style.stack.quantised_keeps_input:
+        run.save(node, x.storage)
+    if run.autocast and not four_bit and not eight_bit and stored != run.autocast:
+        kind, run.kind = run.kind, COPIES  # autocast's cache holds copies of what is trained only
+        run.save(node, run.new(size, run.autocast))
+        run.kind = kind
+    held = [run.new(rows * features_in, "int8"), run.new(rows * features_out, "fp32")] if eight_bit else weight(run)
+    out = Tensor(run.new(rows * features_out, act), rows * features_out, act, Output(node, 0))
+    held.clear()
+    return op.to(run, out, source) if four_bit or eight_bit else out
+
+
+def bottleneck(run: Run, style: Style, x: Tensor) -> Tensor:
+    """Houlsby's adapter: down, activation, up, and the sum with its input."""
+    tuned = style.tuned
+    assert tuned is not None
+    down = op.linear(run, x, style.hidden, tuned.rank, True, dtype=tuned.dtype)
+    inner = op.unary(run, down, saves_input=True)
+    del down
+    up = op.linear(run, inner, tuned.rank, style.hidden, True, dtype=tuned.dtype)
+    del inner
+    return op.add(run, x, op.to(run, up, x.dtype))
+
+
+def embedding(run: Run, rows: int, cols: int, dtype: str) -> Tensor:
+    """A lookup in a frozen table: what comes back stops here."""
+    node = run.node(lambda _, g: [None], (None,))
+    return Tensor(run.new(rows * cols, dtype), rows * cols, dtype, Output(node, 0))

@@ -1,0 +1,254 @@
+"""Forward passes of inference as one tensor rank runs them: the prompt at once, then one token per sequence.
+
+The kernels are those of the training model's forward on a style whose heads, inner widths and vocabulary are cut over
+the tensor ranks; what differs is the cache of keys and values, the attention of one query over it, and weights stored
+in fewer bits.
+
+A slice needs the sums of all slices twice per block (Shoeybi et al. 2019, arXiv 1909.08053, section 3): a `Sum` says
+where, without ranks. Latent attention caches the compressed keys and values and folds the expansion into queries and
+outputs, whose products have the expansion's weights and FLOPs (DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from sim.model.architecture import Architecture, Layer, Parameter
+from sim.model.attention import core_operator, softmax_dtype, uses_flash
+from sim.model.decoder import decoder
+from sim.model.kernels import cast, elementwise, product, width
+from sim.model.style import Style
+from sim.work import Kernel
+
+#: Bytes per weight and per row of outputs of weights stored in fewer bits, their scales included.
+#: int8: one fp32 scale per row (LLM.int8(), arXiv 2208.07339, section 3.1). int4: groups of 128 with a 16-bit scale and
+#: a 4-bit zero (GPTQ, arXiv 2210.17323, section 4; AWQ). nf4: blocks of 64 with an fp32 scale; double quantisation
+#: stores that in 8 bits, with an fp32 scale per 256 of them (QLoRA, arXiv 2305.14314, section 3).
+_STORED: dict[str, tuple[float, float]] = {
+    "int8": (1.0, 4.0), "int4": (0.5 + 2.5 / 128, 0.0), "nf4": (0.5 + 4 / 64, 0.0),
+    "nf4-dq": (0.5 + 1 / 64 + 4 / (64 * 256), 0.0),
+}
+QUANTISED = tuple(_STORED)
+
+#: Kernels of greedy sampling beside the largest logit: tokens appended, masks and stopping criteria updated
+#: (transformers generation/utils.py, `_sample`). From memory.
+_SAMPLING_LAUNCHES = 9
+#: Launches by which bitsandbytes' int8 product looks for outlier columns and adds their 16-bit product
+#: (bitsandbytes/autograd/_functions.py, MatMul8bitLt.forward). From memory.
+_OUTLIER_LAUNCHES = 4
+
+
+class Sum(NamedTuple):
+    """What the slices exchange at this point: `kind` (all_reduce, all_gather) over `elements` of `dtype`."""
+
+    kind: str
+    elements: int
+    dtype: str
+
+
+Items = tuple[Kernel | Sum, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """How the blocks' matrices are stored.
+
+    Attributes:
+        dtype: one of `QUANTISED`, or "" = as the kernels read them.
+        fused: the product reads them as stored; else a kernel of its own expands them to 16 bits first (int8: the
+            product runs in int8 on quantised activations).
+        appended: the cache grows by concatenation (read and written whole); else new rows are written in place.
+    """
+
+    dtype: str
+    fused: bool
+    appended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One slice of a decoder in inference.
+
+    Attributes:
+        style: of the slice, for one forward over `style.sequence` new tokens per sequence.
+        cached: tokens per sequence that are in the cache before; 0 = this is the prompt.
+    """
+
+    style: Style
+    cached: int
+    weights: Weights
+
+    @property
+    def tensor(self) -> int:
+        """Slices of the model."""
+        return self.style.tensor
+
+    @property
+    def keys(self) -> int:
+        """Keys a new token meets."""
+        whole = self.cached + self.style.sequence
+        return min(whole, self.style.window) if self.style.window else whole
+
+    def architecture(self) -> Architecture:
+        """The slice's layers."""
+        return _decoder(self.style)
+
+    def forward(self, layer: Layer) -> Items:
+        """Kernels and exchanges of one layer, in order; the head's end with the choice of the next token."""
+        return tuple(self._items(layer))
+
+    def _items(self, layer: Layer) -> Iterator[Kernel | Sum]:
+        style, cut = self.style, self.tensor > 1
+        last_add = max((i for i, op in enumerate(layer.operators) if op.name.startswith("residual")), default=-1)
+        for number, op in enumerate(layer.operators):
+            if op.name == "loss":
+                continue
+            # side by side, attention and MLP are summed up together
+            if cut and op.name.startswith("residual") and (number == last_add or not style.parallel_block):
+                yield Sum("all_reduce", style.tokens * style.hidden, style.act)
+            if op.core:
+                yield self._cache_update()
+            for kernel in self._core() if op.core and self.cached else op.forward:
+                yield from self._stored_product(kernel) if layer.kind == "block" else (kernel,)
+        if cut and layer.kind == "embedding":
+            yield Sum("all_reduce", style.tokens * style.hidden, style.weight)
+        if layer.kind == "head":
+            yield from self._sample()
+
+    def _cache_update(self) -> Kernel:
+        style = self.style
+        rows = style.batch * (self.keys if self.weights.appended else style.sequence)
+        return elementwise("cache_update", rows * cache_width(style), 2 * width(style.act), style.act, 2, "attention")
+
+    def _core(self) -> tuple[Kernel, ...]:
+        """One query per sequence and head over the cache, which is read once."""
+        style = replace(self.style, memory=self.keys, causal=False, window=0)
+        if style.latent is None:
+            return core_operator(style).forward
+        rank, rope = style.latent.kv_rank, style.latent.rope
+        style = replace(style, latent=None, kv_heads=1, head_dim=(2 * rank + rope) // 2)
+        twice = style.batch * self.keys * rank * width(style.act)  # keys and values are the same columns, read once
+        return tuple(replace(k, bytes=k.bytes - twice) if k.op == "attention" else k
+                     for k in core_operator(style).forward)
+
+    def _stored_product(self, kernel: Kernel) -> Iterator[Kernel]:
+        """A product with the weights as stored, and the kernels around it."""
+        dtype = self.weights.dtype
+        if not dtype or kernel.op != "gemm" or kernel.category != "gemm":
+            yield kernel
+            return
+        batch, m, n, k = kernel.shape
+        act, e = self.style.act, width(self.style.act)
+        stored = batch * stored_bytes((n, k), dtype)
+        in_product = replace(kernel, bytes=kernel.bytes - batch * n * k * e + stored)
+        # bitsandbytes' gemv_4bit serves a single row
+        if self.weights.fused or (m == 1 and width_of(dtype) < 1):
+            yield in_product
+        elif dtype == "int8":
+            yield cast("quantise", batch * m * k, act, "int8", 1)
+            yield replace(product(batch, m, n, k, "tn", "int8", "int8", "fp32"), flops=kernel.flops,
+                          launches=kernel.launches)
+            yield elementwise("dequantise_outputs", batch * m * n, 4 + e, act, 1 + _OUTLIER_LAUNCHES)
+        else:
+            yield elementwise("dequantise", batch * n * k, stored / (batch * n * k) + e, act, kernel.launches)
+            yield kernel
+
+    def _sample(self) -> Iterator[Kernel | Sum]:
+        """The largest logit of every sequence's last token."""
+        style = self.style
+        if self.tensor > 1:
+            yield Sum("all_gather", style.batch * style.vocab * self.tensor, style.act)
+        logits = style.batch * style.vocab * self.tensor
+        yield elementwise("argmax", logits, width(style.act), style.act, 1 if style.stack.compile else
+                          1 + _SAMPLING_LAUNCHES)
+
+    def weight_bytes(self, layer: Layer) -> float:
+        """Bytes of the slice's weights of a layer, scales included. Norms, embedding and head are not quantised."""
+        return sum(self._parameter_bytes(p, layer.kind == "block") for p in layer.parameters)
+
+    def shared_bytes(self, layer: Layer) -> float:
+        """Bytes of the matrix a tied head needs of the embedding, where that is on another rank."""
+        return sum(self._parameter_bytes(p, False) for p in layer.shared)
+
+    def _parameter_bytes(self, parameter: Parameter, in_block: bool) -> float:
+        if self.weights.dtype and in_block and len(parameter.shape) == 2:
+            return stored_bytes(parameter.shape, self.weights.dtype)
+        return parameter.numel * width(self.style.weight)
+
+    def cache_bytes(self, tokens: int, layers: int) -> int:
+        """Bytes of the cache of `layers` blocks for `tokens` tokens of each sequence.
+
+        2 (keys and values) · kv heads · head width per token and block; latent: compression rank + rotary width.
+        """
+        style = self.style
+        kept = min(tokens, style.window) if style.window else tokens
+        return round(style.batch * kept * layers * cache_width(style) * width(style.act))
+
+    def transient_bytes(self, layers: Sequence[Layer]) -> int:
+        """The most a forward pass through `layers` holds at once beside weights and cache: no tensor is kept, so the
+        stream, an operator's inputs and outputs, a matrix expanded to 16 bits, and a cache being concatenated."""
+        return max((math.ceil(self._layer_peak(layer)) for layer in layers), default=0)
+
+    def _layer_peak(self, layer: Layer) -> float:
+        style, e = self.style, width(self.style.act)
+        stream = style.tokens * style.hidden * width(style.residual)
+        if layer.kind == "embedding":
+            return stream
+        if layer.kind == "head":
+            return 2 * stream + style.batch * style.vocab * self.tensor * (e + e * (self.tensor > 1))
+        expanded = 0.0
+        if style.autocast or (self.weights.dtype and not self.weights.fused and self.weights.dtype != "int8"):
+            expanded = e * max(k.shape[2] * k.shape[3] * k.shape[0] for op in layer.operators for k in op.forward
+                               if k.op == "gemm" and k.category == "gemm")
+        old = style.batch * cache_width(style) * e * self.keys if self.weights.appended else 0.0
+        return 2 * stream + max(self._attention_peak() + old, expanded + self._mlp_peak())
+
+    def _attention_peak(self) -> float:
+        style, e = self.style, width(self.style.act)
+        projected = style.tokens * (style.query_width + 2 * style.kv_width) * e
+        scores = 0.0
+        if not uses_flash(style):
+            elements = style.batch * style.heads * style.sequence * self.keys
+            scores = elements * (e + width(softmax_dtype(style)))
+        return 2 * projected + scores
+
+    def _mlp_peak(self) -> float:
+        style, e = self.style, width(self.style.act)
+        experts = style.experts
+        wide = style.ffn if experts is None else experts.top_k * experts.ffn + experts.shared * experts.ffn
+        return style.tokens * (style.hidden + (3 if style.gated else 2) * wide) * e
+
+
+def rank_of(style: Style, batch: int, new: int, cached: int, weights: Weights) -> Rank:
+    """One slice of a model for `new` tokens of each of `batch` sequences, `cached` of them known already.
+
+    Args:
+        style: of the slice (`style_of`), its `window` that of the model whatever the length of the sequence.
+    """
+    half = replace(style, autocast=False, weight=style.act, residual=style.act) if weights.dtype else style
+    return Rank(replace(half, batch=batch, sequence=new, predicted=1, dropout=False), cached, weights)
+
+
+@lru_cache(maxsize=64)
+def _decoder(style: Style) -> Architecture:
+    return decoder(replace(style, window=style.window if style.window < style.sequence else 0))
+
+
+def cache_width(style: Style) -> int:
+    """Elements one token adds to one block's cache."""
+    return style.latent.kv_rank + style.latent.rope if style.latent is not None else 2 * style.kv_width
+
+
+def stored_bytes(shape: tuple[int, ...], dtype: str) -> float:
+    """Bytes of a quantised matrix (out, in) with its scales."""
+    per_weight, per_row = _STORED[dtype]
+    return math.prod(shape) * per_weight + shape[0] * per_row
+
+
+def width_of(dtype: str) -> float:
+    """Bytes of a quantised weight without its scales, rounded down to half bytes."""
+    return math.floor(2 * _STORED[dtype][0]) / 2

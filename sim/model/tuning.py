@@ -1,0 +1,139 @@
+"""Fine-tuning of small matrices beside frozen weights: what is trained, and how the frozen rest is stored.
+
+Sources: LoRA: Hu et al. 2021 (arXiv 2106.09685); QLoRA: Dettmers et al. 2023 (arXiv 2305.14314), section 3; adapters:
+Houlsby et al. 2019 (arXiv 1902.00751), section 2.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from sim.work import DTYPE_BYTES
+
+#: Elements that share one constant in 4-bit storage, and 4-bit constants that share one in double quantisation
+#: (QLoRA, section 3: blocks of 64 with fp32 absmax = 0.5 bit a weight; 8-bit constants in blocks of 256 = 0.127 bit).
+BLOCK, BLOCKS_OF_CONSTANTS = 64, 256
+_FOUR_BIT = ("int4", "nf4", "nf4-dq")
+QUANTISED = ("int8", *_FOUR_BIT)
+#: Matrices a scenario can name, in the order in which a block uses them.
+TARGETS = ("query", "key", "value", "projection", "mlp", "head")
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """A tensor that is not trained.
+
+    Attributes:
+        shape: as the module has it, (out, in).
+        dtype: how it is stored: a dtype of `DTYPE_BYTES`, or nf4-dq.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """Bytes of each tensor behind it: the weight and its constants."""
+        return stored(self.numel, self.shape[0], self.dtype)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes, without allocator rounding."""
+        return sum(self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What is trained.
+
+    Attributes:
+        method: lora (small matrices beside a linear layer) or adapter (a bottleneck behind a sub-layer).
+        rank: of LoRA's matrices, or width of the bottleneck.
+        targets: of `TARGETS`; a bottleneck sits behind attention if one of its four matrices is a target, and behind
+            the feed-forward part if `mlp` is.
+        base: how the frozen linear layers are stored.
+        plain: dtype of what is frozen but not quantised (embeddings, norms, biases; a head that is left out).
+        dtype: of what is trained.
+        quantised_head: the head is stored like the other linear layers.
+    """
+
+    method: str
+    rank: int
+    targets: tuple[str, ...]
+    base: str
+    plain: str
+    dtype: str
+    quantised_head: bool
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the linear layers have to be dequantised before they are used."""
+        return self.base in QUANTISED
+
+    @property
+    def trains_norms(self) -> bool:
+        """Whether the norms are trained too, as they are beside Houlsby's adapters (section 2.1)."""
+        return self.method == "adapter"
+
+    def linear_dtype(self, target: str) -> str:
+        """How the weight of a target's linear layer is stored."""
+        return self.plain if target == "head" and not self.quantised_head else self.base
+
+    def behind(self, sublayer: str) -> bool:
+        """Whether a bottleneck sits behind "attention" or "mlp"."""
+        if self.method != "adapter":
+            return False
+        return "mlp" in self.targets if sublayer == "mlp" else any(t in self.targets for t in TARGETS[:4])
+
+
+def tuned_of(training: Any, quantises_head: bool) -> Tuned | None:
+    """What a scenario's `training.finetune` trains; None = everything.
+
+    A base of 16 or 32 bits holds every frozen tensor. Beside a quantised base, what is not quantised has the dtype of
+    the trained parameters: fp32 under autocast, which is what peft's `prepare_model_for_kbit_training` casts it to.
+
+    Args:
+        quantises_head: Lightning's BitsandbytesPrecision replaces every linear layer; transformers leaves the head
+            (`get_keys_to_not_convert`).
+    """
+    finetune = training.finetune
+    if finetune is None or finetune.method == "full":
+        return None
+    dtype = str(training.precision.parameters)
+    plain = dtype if finetune.base in QUANTISED else str(finetune.base)
+    method = "adapter" if finetune.method == "adapter" else "lora"
+    targets = tuple(t for t in TARGETS if t in finetune.targets)
+    return Tuned(method, finetune.rank, targets, str(finetune.base), plain, dtype, quantises_head)
+
+
+def stored(elements: int, rows: int, dtype: str) -> tuple[int, ...]:
+    """Bytes of each tensor that holds `elements` weights in `rows` rows: packed weights, then constants.
+
+    int8 keeps an fp32 scale per row (bitsandbytes `Int8Params.SCB`); double quantisation 8-bit constants, an fp32
+    absmax per 256 of them, and their mean (bitsandbytes `quantize_4bit`, compress_statistics).
+    """
+    if dtype == "int8":
+        return elements, 4 * rows
+    if dtype not in _FOUR_BIT:
+        return (math.ceil(elements * DTYPE_BYTES[dtype]),)
+    constants = math.ceil(elements / BLOCK)
+    packed = math.ceil(elements / 2)
+    if dtype != "nf4-dq":
+        return packed, 4 * constants
+    return packed, constants, 4 * math.ceil(constants / BLOCKS_OF_CONSTANTS), 4
+
+
+def stored_width(dtype: str) -> float:
+    """Bytes read per weight when a weight stored in `dtype` is used, constants included."""
+    if dtype not in _FOUR_BIT:
+        return DTYPE_BYTES[dtype]
+    constant = 4.0 if dtype != "nf4-dq" else 1.0 + 4.0 / BLOCKS_OF_CONSTANTS
+    return 0.5 + constant / BLOCK

@@ -1,0 +1,256 @@
+"""Inference: a prompt at once, then one token after another, over tensor ranks and pipeline stages.
+
+A step of the Program is one request of `batch` sequences per replica: a section for the prompt, then sections of one
+token each that repeat. The cache grows with every token; the generation is cut into pieces of equal length and each is
+simulated at the cache length of its middle, which is exact for costs that grow evenly with the length.
+
+Pipeline stages work in sequence on a token. As many parts of the batch as there are stages are on their way at once
+(Pope et al. 2022, arXiv 2211.05102, section 3, leaves it at that: latency is the sum of the stages); the chosen tokens
+travel from the last stage back to the first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from sim.hardware import gpu
+from sim.hardware.outside import Outside, outside
+from sim.model.architecture import Architecture, Layer
+from sim.model.inference import QUANTISED, Items, Rank, Sum, Weights, rank_of
+from sim.model.style import Style, style_of
+from sim.parallel.layout import Layout
+from sim.parallel.pipeline.stages import blocks_per_stage, positions
+from sim.parallel.step import COMPUTE
+from sim.program import CollectiveCall, Communicator, InlineCall, Job, Label, ProgramBuilder, RankClass, SectionBuilder
+from sim.scenario.schema import Inference, InferenceRun, Scenario
+from sim.software import Stack
+from sim.work import DTYPE_BYTES, Kernel
+
+#: Pieces of the generation, each simulated at one cache length.
+PIECES = 8
+#: Streams of every stage: kernels; what arrives from the stage before; what goes to the next.
+STREAMS = ("compute", "receive", "send")
+_RECEIVE, _SEND = 1, 2
+_TOKEN_BYTES = 8  # a token's number
+
+
+class Piece(NamedTuple):
+    """Tokens of the generation that are simulated alike: how many, and tokens in the cache before each."""
+
+    tokens: int
+    cached: int
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A lowered inference run.
+
+    Attributes:
+        architecture: of a tensor slice and the prompts of one replica.
+        pieces: of the generation, the prompt's own token apart; the job's programs have a section for the prompt and
+            then one for each piece.
+        cache_bytes: of the fullest rank at the end of the generation.
+        outside: what a rank's GPU holds beside tensors.
+    """
+
+    job: Job
+    architecture: Architecture
+    pieces: tuple[Piece, ...]
+    cache_bytes: int
+    outside: Outside
+
+
+def run_of(scenario: Scenario) -> InferenceRun | None:
+    """Sizes of the scenario's inference run, None if it trains."""
+    mode = scenario.training.mode
+    return mode.inference if isinstance(mode, Inference) else None
+
+
+def pieces_of(prompt: int, generate: int) -> tuple[Piece, ...]:
+    """The generation behind the prompt's own token in at most `PIECES` pieces of about equal length, each at the
+    cache length of its middle."""
+    steps = generate - 1
+    if steps < 1:
+        return ()
+    count = min(PIECES, steps)
+    cuts = [steps * i // count for i in range(count + 1)]
+    return tuple(Piece(end - begin, prompt + (begin + end - 1) // 2)
+                 for begin, end in pairwise(cuts))
+
+
+def lower_inference(scenario: Scenario, stack: Stack) -> Serving:
+    """Programs of all pipeline stages; the tensor ranks of a stage are alike, and so are the replicas."""
+    run, parallel = run_of(scenario), scenario.parallel
+    assert run is not None
+    depth = parallel.pipeline
+    sizes = {"tensor": parallel.tensor, "data": scenario.data_parallel, "pipeline": depth}
+    layout = Layout(sizes, tuple(d for d in parallel.order if d in sizes))
+    own_slice = replace(style_of(scenario, stack, run.batch), window=scenario.model.window or 0)
+    weights = _weights(scenario, stack)
+    architecture = rank_of(own_slice, run.batch, run.prompt, 0, weights).architecture()
+    slots = parallel.split_slots
+    placed = [[stage] for stage in range(depth)]
+    counts = blocks_per_stage(len(architecture.stack) - 2, placed, parallel.split, slots.embedding, slots.head)
+    own = positions(architecture, counts, placed)
+    pieces = pieces_of(run.prompt, run.generate)
+    beside = outside(gpu(scenario.cluster.topology.gpu).compute_capability, stack.kernel_loading,
+                     [parallel.tensor] * (parallel.tensor > 1) + [2] * (2 * (depth > 1)))
+    stages = [_Stage(scenario, stack, own_slice, weights, stage, chunks[0]) for stage, chunks in enumerate(own)]
+    for stage in stages:
+        stage.write(pieces)
+        stage.builder.resident.append(("CUDA context, NCCL, cuBLAS", round(beside.total_bytes), "context"))
+    return Serving(_job(stages, layout), architecture, pieces, max(stage.cache_bytes for stage in stages), beside)
+
+
+def _weights(scenario: Scenario, stack: Stack) -> Weights:
+    stored = scenario.training.precision.parameters
+    return Weights(stored if stored in QUANTISED else "", stack.quantised_products == "fused",
+                   stack.kv_cache == "concatenated")
+
+
+class _Stage:
+    """The program of one pipeline stage.
+
+    Attributes:
+        parts: sequences of each part of the batch that is on its way by itself.
+        cache_bytes: of the stage's blocks at the end of the generation.
+    """
+
+    def __init__(self, scenario: Scenario, stack: Stack, own_slice: Style, weights: Weights, stage: int,
+                 own: range) -> None:
+        run = run_of(scenario)
+        assert run is not None
+        self.run, self.stack, self.slice, self.weights = run, stack, own_slice, weights
+        self.stage, self.own, self.depth = stage, own, scenario.parallel.pipeline
+        self.tensor = scenario.parallel.tensor
+        self.graphs = scenario.software.cuda_graphs
+        count = min(self.depth, run.batch)
+        self.parts = [run.batch // count + (i < run.batch % count) for i in range(count)]
+        names = (*(("tensor",) if self.tensor > 1 else ()), *["pipeline"] * (self.depth if self.depth > 1 else 0))
+        self.builder = ProgramBuilder(STREAMS, names, stack.launch_queue)
+        self.cache_bytes = 0
+        self._segments: dict[tuple[Rank, int], int] = {}
+
+    def write(self, pieces: tuple[Piece, ...]) -> None:
+        """All sections and what is held throughout."""
+        run = self.run
+        final = self._rank(run.batch, run.prompt, 0)
+        layers = self._layers(final)
+        held = sum(final.weight_bytes(layer) for layer in layers)
+        if self.depth > 1 and self.stage == self.depth - 1:
+            held += final.shared_bytes(layers[-1])
+        self.cache_bytes = final.cache_bytes(run.prompt + run.generate, sum(la.kind == "block" for la in layers))
+        self.builder.resident += [("weights", round(held), "parameters"),
+                                  ("cache of keys and values", self.cache_bytes, "kv_cache"),
+                                  ("tokens", run.batch * (run.prompt + run.generate) * _TOKEN_BYTES, "buffers")]
+        self._section("prompt", run.prompt, 0, first=True, last=not pieces, repeats=1)
+        for number, piece in enumerate(pieces):
+            ends = number == len(pieces) - 1 and self.depth > 1
+            name = f"token at {piece.cached} cached"
+            self._section(name, 1, piece.cached, first=False, last=False, repeats=piece.tokens - ends)
+            if ends:
+                self._section(name + ", last", 1, piece.cached, first=False, last=True, repeats=1)
+
+    def _section(self, name: str, new: int, cached: int, *, first: bool, last: bool, repeats: int) -> None:
+        """One forward of the whole batch. `first`: no tokens are on their way back before it; `last`: its own are
+        waited for."""
+        if not repeats:
+            return
+        section = self.builder.section(name)
+        ranks = [self._rank(part, new, cached) for part in self.parts]
+        size = ranks[0].transient_bytes(self._layers(ranks[0]))
+        section.allocate("transients", size, "activations")
+        for rank in ranks:
+            self._part(section, rank, first)
+        if last and self.depth > 1 and self.stage == 0:
+            for rank in ranks:  # the request is over when its last token is back
+                self._receive(section, rank)
+        if self.stack.step_sync or last:
+            # the loop looks at the token: has the sequence ended?
+            streams = tuple(range(len(STREAMS))) if last else (COMPUTE,)
+            section.host(0.0, Label("token", "forward", "read the token"), joins=streams)
+        section.free("transients", size, "activations")
+        self.builder.run(section, repeats)
+
+    def _part(self, section: SectionBuilder, rank: Rank, first: bool) -> None:
+        """One part of the batch through this stage's layers."""
+        waits: tuple[int, ...] = ()
+        if self.stage > 0 or (self.depth > 1 and not first):
+            waits = (self._receive(section, rank),)
+        names = rank.architecture().names
+        task = -1
+        for position, layer in zip(self.own, self._layers(rank), strict=True):
+            label = Label(names[position], "forward", layer.kind)
+            task = section.kernels(COMPUTE, self._segment(rank, layer), label, waits=waits)
+            waits = ()
+        if self.depth > 1:
+            call = CollectiveCall("send", *self._message(rank, self.stage))
+            section.collective(_SEND, call, self._collective_host_s, Label("pipeline", "forward", "send"),
+                               waits=(task,))
+
+    def _receive(self, section: SectionBuilder, rank: Rank) -> int:
+        """What the stage before sends; the first stage has the chosen tokens from the last."""
+        call = CollectiveCall("recv", *self._message(rank, (self.stage - 1) % self.depth))
+        return section.collective(_RECEIVE, call, self._collective_host_s, Label("pipeline", "forward", "receive"))
+
+    def _message(self, rank: Rank, source: int) -> tuple[int, str, int]:
+        """Bytes, dtype and communicator of what a stage passes on; the last one's goes to the first."""
+        style, edge = rank.style, (self.tensor > 1) + source
+        if source == self.depth - 1:
+            return style.batch * _TOKEN_BYTES, "fp64", edge
+        return round(style.tokens * style.hidden * DTYPE_BYTES[style.residual]), style.residual, edge
+
+    def _rank(self, batch: int, new: int, cached: int) -> Rank:
+        return rank_of(self.slice, batch, new, cached, self.weights)
+
+    def _layers(self, rank: Rank) -> tuple[Layer, ...]:
+        stack = rank.architecture().stack
+        return stack[self.own.start:self.own.stop]
+
+    @property
+    def _collective_host_s(self) -> float:
+        """Host time of a call; a graph replays collectives with the kernels."""
+        return 0.0 if self.graphs else self.stack.host_collective_s
+
+    def _segment(self, rank: Rank, layer: Layer) -> int:
+        """A layer's forward; equal layers share one."""
+        key = (rank, id(layer))
+        if key not in self._segments:
+            self._segments[key] = self._made(rank.forward(layer))
+        return self._segments[key]
+
+    def _made(self, items: Items) -> int:
+        made: list[Kernel | InlineCall] = []
+        host: list[float] = []
+        for item in items:
+            if isinstance(item, Sum):
+                size = round(item.elements * DTYPE_BYTES[item.dtype])
+                made.append(InlineCall(CollectiveCall(item.kind, size, item.dtype, 0)))
+                host.append(self._collective_host_s)
+            else:
+                made.append(item)
+                host.append(self.stack.host_forward_s * item.launches)
+        return self.builder.segment(made, host)
+
+
+def _job(stages: list[_Stage], layout: Layout) -> Job:
+    """All stages as one job: a class of ranks per stage."""
+    depth = len(stages)
+    stage_of = layout.coordinate("pipeline")
+    edges = [Communicator("pipeline", layout.moved("pipeline", stage, (stage + 1) % depth), 2)
+             for stage in range(depth if depth > 1 else 0)]
+    communicators, classes = list(edges), []
+    for number, stage in enumerate(stages):
+        mine: tuple[int, ...] = ()
+        if stage.tensor > 1:
+            groups = layout.group("tensor")
+            mine = (len(communicators),)
+            communicators.append(Communicator("tensor", groups[stage_of[groups[:, 0]] == number], 1))
+        takes = [edge if number in (edge, (edge + 1) % depth) else -1 for edge in range(len(edges))]
+        members = np.flatnonzero(stage_of == number)
+        classes.append(RankClass(int(members[0]), members, number, 0, (*mine, *takes)))
+    return Job([stage.builder.build() for stage in stages], classes, communicators, layout.ranks)

@@ -1,0 +1,188 @@
+"""What a job keeps outside its GPUs: copies over PCIe, disks, the optimizer on the CPU, and host memory.
+
+A technique asks `Offload` at the points where its framework does:
+
+* `fetch` before an all-gather of offloaded parameters (FSDP 1 `_pre_unshard`, FSDP 2 `foreach_all_gather`, DeepSpeed
+  `partitioned_param_coordinator.py`): this rank's shard, host to device, on a stream of its own;
+* `store` after a reduction: this rank's gradient shard, device to host (FSDP 1 `_post_backward_hook`, FSDP 2
+  `foreach_reduce`, DeepSpeed `async_inplace_copy_grad_to_fp32_buffer_from_gpu`), behind the rest of backward;
+* `update` for the optimizer step: the host waits for the last gradient, then runs the optimizer itself, then copies
+  updated parameters to the device where they live there.
+
+On disks (ZeRO-Infinity, Rajbhandari et al. 2021) every fetch is read and every store written first, and the optimizer
+swaps its states in and out, one after the other: DeepSpeed's `pipeline_read` and `pipeline_write` are off by default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sim.hardware import HostShare, host_share
+from sim.model import clip_kernels, optimizer_kernels
+from sim.program import ON_CPU, Copy, Label, ProgramBuilder, SectionBuilder
+from sim.scenario.schema import Scenario
+from sim.software import Stack
+from sim.work import DTYPE_BYTES
+
+#: Streams an offloading job has beside its technique's.
+STREAMS = ("h2d", "d2h", "nvme")
+#: DeepSpeed `offload_config.py`: host buffers through which states and parameters on disks pass, and their elements.
+SWAP_BUFFERS, PARAMETER_BUFFERS, PARAMETER_BUFFER = 4, 5, 100_000_000
+#: DeepSpeed `zero/config.py`, sub_group_size: elements the optimizer swaps in at once.
+SUB_GROUP = 1_000_000_000
+_DISKS = "nvme"
+
+
+class Offload:
+    """Places of a job's states and the tasks they need.
+
+    Attributes:
+        parameters, optimizer, activations: none, cpu or nvme (paged memory is no offload of this kind).
+    """
+
+    def __init__(self, scenario: Scenario, stack: Stack, builder: ProgramBuilder) -> None:
+        places = scenario.parallel.offload
+        self.parameters, self.optimizer, self.activations = ("none" if place == "paged" else place for place in (
+            places.parameters, places.optimizer, places.activations))
+        self._scenario, self._stack, self._builder = scenario, stack, builder
+
+    @property
+    def moves_parameters(self) -> bool:
+        """Whether parameters live outside the GPU."""
+        return self.parameters != "none"
+
+    @property
+    def moves_optimizer(self) -> bool:
+        """Whether the optimizer and its states live outside the GPU."""
+        return self.optimizer != "none"
+
+    @property
+    def moves_activations(self) -> bool:
+        """Whether blocks' saved tensors leave the GPU between forward and backward."""
+        return self.activations != "none"
+
+    def stream(self, name: str) -> int:
+        """Number of one of `STREAMS`."""
+        return self._builder.streams.index(name)
+
+    # ------------------------------------------------------------------------------------------- host memory
+    def hold(self, name: str, size_bytes: float, category: str, *, pinned: bool = False) -> None:
+        """Host memory for the whole step; pinned blocks are powers of two (ATen CachingHostAllocator)."""
+        size = round(size_bytes)
+        if size > 0:
+            self._builder.host_resident.append((name, 1 << (size - 1).bit_length() if pinned else size, category))
+
+    def hold_optimizer(self, numel: int, largest: int = 0) -> None:
+        """Master copy, optimizer states and fp32 gradients of `numel` local parameters, or the buffers they swap in.
+
+        Args:
+            largest: elements of the largest tensor that is swapped at once, default all.
+        """
+        if self.optimizer == _DISKS:
+            chunk = min(largest or numel, SUB_GROUP)
+            self.hold("optimizer swap buffers", SWAP_BUFFERS * chunk * 4, "buffers", pinned=True)
+            return
+        for category, width in self.state_widths().items():
+            self.hold(category, numel * width, category, pinned=category == "gradients")
+
+    def state_widths(self) -> dict[str, float]:
+        """Bytes per parameter of what the optimizer on the CPU reads beside the parameters themselves."""
+        training = self._scenario.training
+        precision = training.precision
+        count = {"adamw": 2, "adam": 2, "lamb": 2, "sgd-momentum": 1}.get(training.optimizer, 0)
+        master = 0.0 if precision.master == "none" else DTYPE_BYTES[precision.master]
+        return {"master_parameters": master, "optimizer_states": count * DTYPE_BYTES[precision.optimizer],
+                "gradients": DTYPE_BYTES[self._gradient_dtype()]}
+
+    def _gradient_dtype(self) -> str:
+        """Of the gradients the optimizer reads: the master copy's where that is wider."""
+        precision = self._scenario.training.precision
+        wide = precision.master if precision.master != "none" else precision.parameters
+        return max(precision.gradients, wide, key=lambda dtype: DTYPE_BYTES[dtype])
+
+    # ------------------------------------------------------------------------------------------- copies
+    def fetch(self, section: SectionBuilder, size_bytes: float, label: Label, waits: Sequence[int] = (),
+              joins: Sequence[int] = (), *, place: str = "", stream: int | None = None) -> int:
+        """Host (or disks, through the host) to device.
+
+        Args:
+            place: where it lives, default where parameters do.
+            stream: default the one for this direction.
+        """
+        if (place or self.parameters) == _DISKS:
+            waits = (self._copy(section, None, "nvme_read", size_bytes, label, waits, joins),)
+            joins = ()
+        return self._copy(section, stream, "h2d", size_bytes, label, waits, joins)
+
+    def store(self, section: SectionBuilder, size_bytes: float, label: Label, waits: Sequence[int] = (),
+              joins: Sequence[int] = (), *, place: str = "", stream: int | None = None) -> int:
+        """Device to host (and on to disks); returns the copy that frees the device's tensor.
+
+        Args:
+            place: where it goes, default where the optimizer is.
+            stream: default the one for this direction.
+        """
+        task = self._copy(section, stream, "d2h", size_bytes, label, waits, joins)
+        if (place or self.optimizer) == _DISKS:
+            self._copy(section, None, "nvme_write", size_bytes, label, (task,), ())
+        return task
+
+    def _copy(self, section: SectionBuilder, stream: int | None, direction: str, size_bytes: float, label: Label,
+              waits: Sequence[int], joins: Sequence[int]) -> int:
+        named = Label(label.layer, label.phase, f"{label.name} {direction}")
+        if stream is None:
+            stream = self.stream(direction.split("_")[0])
+        return section.copy(stream, Copy(direction, round(size_bytes)), self._stack.host_forward_s, named,
+                            waits, joins)
+
+    # ------------------------------------------------------------------------------------------- optimizer
+    def update(self, section: SectionBuilder, numel: int, tensors: int, joins: Sequence[int],
+               back_bytes: float = 0.0) -> int:
+        """The optimizer on the CPU: blocks the host, which is where it runs.
+
+        Args:
+            numel, tensors: local parameters and how many tensors they are.
+            joins: the technique's own streams that have to be through.
+            back_bytes: bytes per parameter copied to the device afterwards.
+
+        Returns: the last task.
+        """
+        seconds = self.update_s(numel, tensors)
+        label = Label("optimizer", "optimizer", f"{self._scenario.training.optimizer} {ON_CPU}")
+        streams = (*joins, self.stream("d2h"), *((self.stream("nvme"),) if self.optimizer == _DISKS else ()))
+        task = section.host(seconds, label, joins=streams)
+        task = self._swap(section, numel, task) if self.optimizer == _DISKS else task
+        if back_bytes:
+            task = self._copy(section, None, "h2d", numel * back_bytes, Label("parameters", "optimizer", "updated"),
+                              (), ())
+            task = section.host(0.0, Label("parameters", "optimizer", "wait"), waits=(task,))
+        return task
+
+    def _swap(self, section: SectionBuilder, numel: int, task: int) -> int:
+        """States, master copy and gradients read, all but gradients written back; the host waits for both."""
+        widths = self.state_widths()
+        read = sum(widths.values())
+        for way, width in (("nvme_read", read), ("nvme_write", read - widths["gradients"])):
+            label = Label("optimizer", "optimizer", "states")
+            copied = self._copy(section, None, way, numel * width, label, (), ())
+            task = section.host(0.0, Label("optimizer", "optimizer", "swap"), waits=(copied,))
+        return task
+
+    def update_s(self, numel: int, tensors: int) -> float:
+        """Seconds of clipping and optimizer on `numel` local parameters: bytes through host memory."""
+        scenario, stack = self._scenario, self._stack
+        training = scenario.training
+        precision = training.precision.model_copy(update={"gradients": self._gradient_dtype()})
+        kernels = optimizer_kernels(numel, tensors, precision, training.optimizer, stack.cpu_optimizer, clip=False)
+        if stack.clip_gradients and training.optimizer != "none":
+            kernels += clip_kernels(numel, tensors, precision.gradients, stack.cpu_optimizer)
+        return sum(k.bytes for k in kernels) / self._share().optimizer_bps(stack.cpu_optimizer, stack.cpu_threads)
+
+    def add_s(self, numel: int) -> float:
+        """Seconds of adding a gradient of `numel` elements to one in host memory."""
+        width = DTYPE_BYTES[self._scenario.training.precision.gradients]
+        return 3 * width * numel / self._share().optimizer_bps("loop", self._stack.cpu_threads)
+
+    def _share(self) -> HostShare:
+        cluster = self._scenario.cluster
+        return host_share(cluster.topology.host, cluster.gpus_per_node, cluster.topology.intra.gpus_per_switch or 1)

@@ -1,0 +1,136 @@
+"""When DeepSpeed ZeRO-3 gathers a parameter, how far ahead, and when it lets it go: its parameter coordinator.
+
+A micro-step is a trace of *uses*: one per direction of every sub-module. DeepSpeed records the trace once and then
+decides by it, counting elements on the host, whatever the GPU is doing. The decisions are replayed here; nothing is
+estimated. Two coordinators have existed:
+
+* `streamed`, DeepSpeed 0.6 and later (`partitioned_param_coordinator.py`: `fetch_sub_module`, `release_sub_module`,
+  `__params_to_release`): while fewer than the prefetch bucket's elements are on their way the next parameter of the
+  trace is taken along, so that one parameter larger than the bucket is still fetched ahead.
+* `blocking`, before 0.6 (`stage3.py`: `PrefetchCoordinator`, `PartitionedParameterCoordinator`): prefetching stops
+  *before* the bucket would overflow, so that a parameter larger than the bucket is never fetched ahead.
+
+Parameters below the persistence threshold are whole at all times and are not in the trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+#: A parameter of the trace and its elements.
+Wanted = tuple[Hashable, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """DeepSpeed's `config.py`, in elements.
+
+    Attributes:
+        prefetch: `stage3_prefetch_bucket_size`.
+        live: `stage3_max_live_parameters`; nothing is fetched ahead beyond it.
+        reuse: `stage3_max_reuse_distance`; a parameter that is used again within it stays.
+    """
+
+    prefetch: int = 50_000_000
+    live: int = 1_000_000_000
+    reuse: int = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the host does about one use, in this order.
+
+    Attributes:
+        fetch: parameters gathered now because the use needs them, in one call.
+        ahead: parameters gathered for later uses, in one call.
+        release: parameters dropped after the use.
+    """
+
+    fetch: tuple[Wanted, ...]
+    ahead: tuple[Wanted, ...]
+    release: tuple[Wanted, ...]
+
+
+def streamed(trace: Sequence[Sequence[Wanted]], limits: Limits) -> list[Decision]:
+    """Decisions of the coordinator since 0.6 for every use of the trace."""
+    queue = [(wanted, step) for step, use in enumerate(trace) for wanted in use]
+    place, live = 0, 0
+    held: set[Hashable] = set()
+    seen: dict[Hashable, int] = {}  # the last use a parameter was fetched or passed over for
+    decisions = []
+    for step, use in enumerate(trace):
+        fetch = tuple(w for w in use if w[0] not in held)
+        held.update(name for name, _ in fetch)
+        live += sum(numel for _, numel in fetch)
+        unseen = len({name for name, _ in use if seen.get(name, -1) < step})
+        for (name, _), used_at in queue[place:place + unseen]:
+            seen[name] = max(seen.get(name, -1), used_at)
+        place += unseen
+        ahead: list[Wanted] = []
+        coming, room = 0, min(limits.live - live, limits.prefetch)
+        while place < len(queue) and coming < room:
+            (name, numel), used_at = queue[place]
+            place += 1
+            seen[name] = max(seen.get(name, -1), used_at)
+            if name not in held:
+                held.add(name)
+                ahead.append((name, numel))
+                coming += numel
+        live += coming
+        release = tuple(w for w in use if seen.get(w[0], -1) <= step and not _reused(trace, step, w, limits.reuse))
+        held.difference_update(name for name, _ in release)
+        live -= sum(numel for _, numel in release)
+        decisions.append(Decision(fetch, tuple(ahead), release))
+    return decisions
+
+
+def blocking(trace: Sequence[Sequence[Wanted]], limits: Limits) -> list[Decision]:
+    """Decisions of the coordinator before 0.6 for every use of the trace."""
+    live = 0
+    held: set[Hashable] = set()
+    decisions = []
+    for step, use in enumerate(trace):
+        fetch = tuple(w for w in use if w[0] not in held)
+        held.update(name for name, _ in fetch)
+        live += sum(numel for _, numel in fetch)
+        ahead = _fitting(trace, step, held, limits.prefetch) if live < limits.live else ()
+        held.update(name for name, _ in ahead)
+        live += sum(numel for _, numel in ahead)
+        numel_of_use = sum(numel for _, numel in use)
+        release = tuple(w for w in use if not _reused(trace, step, w, limits.reuse - numel_of_use))
+        held.difference_update(name for name, _ in release)
+        live -= sum(numel for _, numel in release)
+        decisions.append(Decision(fetch, ahead, release))
+    return decisions
+
+
+def _fitting(trace: Sequence[Sequence[Wanted]], step: int, held: set[Hashable], bucket: int) -> tuple[Wanted, ...]:
+    """The next parameters of the trace that are not there, up to the first one that overflows the bucket."""
+    found: dict[Hashable, int] = {}
+    total = 0
+    for use in trace[step + 1:]:
+        for name, numel in use:
+            if name not in held and name not in found:
+                total += numel
+                if total >= bucket:
+                    return tuple(found.items())
+                found[name] = numel
+    return tuple(found.items())
+
+
+def _reused(trace: Sequence[Sequence[Wanted]], step: int, wanted: Wanted, distance: int) -> bool:
+    """Whether a parameter is used again before `distance` elements of later uses have passed."""
+    passed = 0
+    for use in trace[step + 1:]:
+        if passed >= distance:
+            return False
+        for later in use:
+            if later[0] == wanted[0]:
+                return True
+            passed += later[1]
+    return False
+
+
+#: By the fact `parameter_coordinator` of the software profiles.
+COORDINATORS = {"streamed": streamed, "blocking": blocking}

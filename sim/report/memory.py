@@ -1,0 +1,123 @@
+"""Memory of a run's fullest rank: ledger, allocator, device, and whether it fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from sim.hardware.outside import Outside
+from sim.memory.ledger import MemoryUse
+from sim.memory.reserved import Reserved, replayed
+from sim.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Host memory that the ranks of a node need for what they offload, against what the node has.
+
+    Attributes:
+        by_category: bytes of one node.
+    """
+
+    by_category: dict[str, int]
+    capacity_bytes: int
+
+    @property
+    def needed_bytes(self) -> int:
+        """All categories."""
+        return sum(self.by_category.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"needed_bytes": self.needed_bytes, "capacity_bytes": self.capacity_bytes,
+                "fits": self.needed_bytes <= self.capacity_bytes, "by_category": dict(self.by_category)}
+
+
+@dataclass(frozen=True)
+class MemoryResult:
+    """Memory of the fullest rank against its GPU.
+
+    Attributes:
+        use: the replayed ledger of the fullest rank.
+        stages: one ledger per distinct program (pipeline stage), in order.
+        capacity_bytes: what CUDA reports as total.
+        complete: whether every layer's temporaries are counted from its module code, not estimated.
+        program: of the fullest rank.
+        outside: what the device holds beside tensors, or None where it is not counted.
+        host: host memory of an offloading job, of the fullest node.
+    """
+
+    use: MemoryUse
+    stages: tuple[MemoryUse, ...]
+    capacity_bytes: int
+    complete: bool
+    program: Program
+    outside: Outside | None = None
+    host: HostMemory | None = None
+
+    @property
+    def limit_bytes(self) -> int:
+        """What the caching allocator can have of the device."""
+        return self.capacity_bytes - self.use.at_peak["context"]
+
+    @cached_property
+    def reserved(self) -> Reserved:
+        """The caching allocator's replay, which is asked for when first needed: it costs more than all else here."""
+        return replayed(self.program, self.limit_bytes, self.use.peak_allocated_bytes)
+
+    @property
+    def short(self) -> bool:
+        """Whether the allocator has to give back cached blocks in every step. No allocator holds twice what it hands
+        out, so that small jobs need no replay to know."""
+        return 2 * self.use.peak_allocated_bytes > self.limit_bytes and bool(self.reserved.retries)
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """Bytes by category at the highest point, with what the allocator's blocks waste."""
+        return {**self.use.at_peak, "fragmentation": self.reserved.fragmentation_bytes}
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Blocks the caching allocator holds at most."""
+        return self.use.peak_allocated_bytes + self.reserved.fragmentation_bytes
+
+    @property
+    def device_used_bytes(self) -> int:
+        """What nvidia-smi shows: reserved blocks, the CUDA context, NCCL's buffers and cuBLAS's workspaces."""
+        return self.reserved_bytes + self.use.at_peak["context"]
+
+    @property
+    def headroom_bytes(self) -> int:
+        """Capacity that is left; negative when the job does not fit."""
+        return self.capacity_bytes - self.device_used_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether every step gets through, if need be by giving back cached blocks, and the host has what it holds."""
+        enough = self.host is None or self.host.needed_bytes <= self.host.capacity_bytes
+        return enough and self.reserved.retries is not None
+
+    def _outside(self) -> dict[str, Any] | None:
+        beside = self.outside
+        return None if beside is None else {
+            "context_bytes": beside.context_bytes, "nccl_bytes": beside.nccl_bytes,
+            "workspace_bytes": beside.workspace_bytes, "confidence": beside.confidence}
+
+    def to_json(self) -> dict[str, Any]:
+        """`memory` of result.md."""
+        where = self.use.where
+        return {
+            "peak_allocated_bytes": self.use.peak_allocated_bytes, "peak_reserved_bytes": self.reserved_bytes,
+            "device_used_bytes": self.device_used_bytes, "capacity_bytes": self.capacity_bytes, "fits": self.fits,
+            "headroom_bytes": self.headroom_bytes, "complete": self.complete, "at_peak": self.at_peak,
+            "allocator_retries": self.reserved.retries or 0,
+            "where": None if where is None else {"section": where.section, "layer": where.layer, "phase": where.phase,
+                                                 "task": where.task, "operator": where.operator},
+            "phases": {name: dict(level) for name, level in self.use.phases.items()},
+            "highest": dict(self.use.highest), "outside": self._outside(),
+            "host": None if self.host is None else self.host.to_json(),
+            "stages": [{"peak_allocated_bytes": stage.peak_allocated_bytes, "at_peak": dict(stage.at_peak),
+                        "phases": {name: dict(level) for name, level in stage.phases.items()}}
+                       for stage in self.stages],
+        }

@@ -1,0 +1,161 @@
+"""The record of errors: published runs like this one, and how far their predictions were off.
+
+`record.yaml` beside this file holds one row per published run that was compared, written by
+`python -m sim.validation.report`. It is read when a result is asked about it, never by a prediction.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, astuple, dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+from sim.catalog import table
+from sim.model import build
+from sim.parallel import Lowered
+from sim.scenario.schema import Scenario
+from sim.work import DTYPE_BYTES
+
+RECORD = "report/record.yaml"
+#: Runs from which a mean says something; fewer are taken only where no wider search finds more.
+ENOUGH = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What makes runs alike. Every field but the last two must agree for runs to be of one kind.
+
+    Attributes:
+        model: shape of the model (`model.kind`), "mixture" with experts.
+        mode: train, infer, or the method of fine-tuning.
+        strategy: data parallelism.
+        splits: other axes that split the model, e.g. "tensor+pipeline"; "" for none.
+        offload: whether anything lives outside the GPU.
+        generation: architecture of the GPU.
+        compute: fp32, half or fp8: class of the products' dtype.
+        framework: profile of the training stack.
+        gpus, parameters: scale.
+    """
+
+    model: str
+    mode: str
+    strategy: str
+    splits: str
+    offload: bool
+    generation: str
+    compute: str
+    framework: str
+    gpus: int
+    parameters: float
+
+
+#: What a wider search no longer asks for, one after the other, and how many times larger or smaller a run may be.
+_SEARCHES: tuple[tuple[tuple[str, ...], float], ...] = (
+    ((), 4.0), ((), 16.0), (("framework",), 16.0), (("framework", "splits"), 64.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Validated:
+    """Record of the nearest published runs (`validated` of result.md).
+
+    Attributes:
+        count: runs found; 0 leaves the figures None.
+        mean_error: signed mean of predicted / measured - 1.
+        spread: their standard deviation, None for one run.
+        worst: the error largest in size.
+        differs: features in which those runs need not agree with this one.
+        sources: files they are from.
+    """
+
+    count: int
+    mean_error: float | None = None
+    spread: float | None = None
+    worst: float | None = None
+    differs: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The field of the result."""
+        return {**asdict(self), "differs": list(self.differs), "sources": list(self.sources)}
+
+    def __str__(self) -> str:
+        """As the report prints it: "34 published runs like this: −1% ± 3%"."""
+        if not self.count or self.mean_error is None:
+            return "no published run like this has been compared"
+        runs = "1 published run" if self.count == 1 else f"{self.count} published runs"
+        but = f" but for {' and '.join(self.differs)}" if self.differs else ""
+        spread = "" if self.spread is None else f" ± {100 * self.spread:.0f}%"
+        return f"{runs} like this{but}: {_percent(self.mean_error)}{spread}"
+
+
+def _percent(error: float) -> str:
+    return f"{100 * error:+.0f}%".replace("-", "−").replace("+0%", "0%").replace("−0%", "0%")
+
+
+def features(scenario: Scenario, lowered: Lowered, generation: str) -> Features:
+    """Features of a run on GPUs of an architecture."""
+    parallel, training = scenario.parallel, scenario.training
+    axes = ("tensor", "context", "expert", "pipeline")
+    offload = parallel.offload
+    width = DTYPE_BYTES[training.precision.compute]
+    mode = "train" if isinstance(training.mode, str) else "infer"
+    method = training.finetune.method if training.finetune is not None else "full"
+    return Features(
+        model="mixture" if scenario.model.moe is not None else scenario.model.kind,
+        mode=method if mode == "train" and method != "full" else mode,
+        strategy=parallel.strategy, splits="+".join(axis for axis in axes if getattr(parallel, axis) > 1),
+        offload=any(place != "none" for place in (offload.parameters, offload.optimizer, offload.activations)),
+        generation=generation,
+        compute="fp32" if width > 2 else "half" if width > 1 else "fp8", framework=scenario.software.framework,
+        gpus=scenario.gpus, parameters=float(f"{_whole(scenario, lowered):.3g}"))
+
+
+def _whole(scenario: Scenario, lowered: Lowered) -> int:
+    """Parameters of the model before it is cut by tensor and expert parallelism."""
+    parallel = scenario.parallel
+    if parallel.tensor * parallel.expert == 1:
+        return lowered.architecture.parameters
+    uncut = parallel.model_copy(update={"tensor": 1, "context": 1, "expert": 1, "sequence_parallel": False})
+    return build(scenario.model_copy(update={"parallel": uncut}), lowered.stack, 1).parameters
+
+
+@lru_cache(maxsize=256)
+def validated(of: Features) -> Validated:
+    """The record of published runs like `of`: the nearest kind with enough runs, else the widest with any."""
+    best: list[tuple[str, Features, float]] = []
+    differs: tuple[str, ...] = ()
+    for ignored, factor in _SEARCHES:
+        found = [row for row in record() if _alike(row[1], of, ignored, factor)]
+        if len(found) > len(best):
+            best, differs = found, ignored
+        if len(best) >= ENOUGH:
+            break
+    if not best:
+        return Validated(0)
+    errors = [error for _, _, error in best]
+    mean = sum(errors) / len(errors)
+    spread = math.sqrt(sum((e - mean) ** 2 for e in errors) / (len(errors) - 1)) if len(errors) > 1 else None
+    return Validated(len(errors), mean, spread, max(errors, key=abs), differs,
+                     tuple(sorted({source for source, _, _ in best})))
+
+
+def _alike(one: Features, other: Features, ignored: tuple[str, ...], factor: float) -> bool:
+    near = factor * (1 + 1e-9)
+    return (all(getattr(one, name) == getattr(other, name) for name in _KIND if name not in ignored)
+            and one.gpus <= near * other.gpus and other.gpus <= near * one.gpus
+            and one.parameters <= near * other.parameters and other.parameters <= near * one.parameters)
+
+
+_KIND = tuple(f.name for f in fields(Features) if f.name not in ("gpus", "parameters"))
+
+
+@lru_cache(maxsize=1)
+def record() -> tuple[tuple[str, Features, float], ...]:
+    """(source, features, error) of every published run that was compared."""
+    return tuple((row[0], Features(*row[1:-1]), row[-1]) for row in table(RECORD)["rows"])
+
+
+def row(source: str, of: Features, error: float) -> list[Any]:
+    """A run as a row of the record."""
+    return [source, *astuple(of), round(error, 3)]

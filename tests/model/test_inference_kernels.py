@@ -1,0 +1,133 @@
+"""Kernels, weights and cache of one slice of a decoder in inference, counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sim.errors import UserError
+from sim.model.inference import Rank, Sum, Weights, cache_width, rank_of, stored_bytes
+from sim.model.style import style_of
+from sim.scenario import resolve
+from sim.software import stack_for
+from sim.work import Kernel
+
+PLAIN = Weights("", True, False)
+
+
+def rank(weights: Weights = PLAIN, batch: int = 1, new: int = 1, cached: int = 100, tensor: int = 1,
+         **model: Any) -> Rank:
+    scenario = resolve({
+        "name": "t", "cluster": {"topology": "dgx-a100-80g", "gpus_per_node": tensor},
+        "parallel": {"tensor": tensor},
+        "model": {"kind": "decoder", "layers": 2, "hidden": 512, "heads": 8, "kv_heads": 2, "ffn": 2048, "vocab": 1000,
+                  "positions": "rotary", "norm": "rmsnorm", "bias": False, "gated_mlp": True} | model,
+        "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 64, "precision": "pure-bf16"}})
+    style = replace(style_of(scenario, stack_for(), 1), window=scenario.model.window or 0)
+    return rank_of(style, batch, new, cached, weights)
+
+
+def block(of: Rank) -> tuple[Kernel | Sum, ...]:
+    return of.forward(of.architecture().stack[1])
+
+
+def products(of: Rank) -> list[Kernel]:
+    return [k for k in block(of) if isinstance(k, Kernel) and k.op == "gemm"]
+
+
+def named(of: Rank, name: str) -> list[Kernel]:
+    return [k for k in block(of) if isinstance(k, Kernel) and k.variant == name]
+
+
+def test_one_token_multiplies_every_weight_once() -> None:
+    of = rank(batch=3)
+    weights = 512 * (512 + 2 * 128) + 512 * 512 + 3 * 512 * 2048
+    assert sum(k.flops for k in products(of)) == 2 * 3 * weights
+
+
+def test_attention_of_a_token_reads_the_cache_once() -> None:
+    (core,) = [k for k in block(rank(batch=3, cached=99)) if isinstance(k, Kernel) and k.op == "attention"]
+    assert core.shape == (3, 8, 2, 1, 100, 64) and not core.causal
+    assert core.flops == 4 * 3 * 8 * 100 * 64
+    cache = 2 * 3 * 100 * 2 * 64 * 2
+    assert cache < core.bytes < cache + 3 * 8 * 64 * 2 * 2 + 1000
+
+
+def test_a_window_bounds_what_is_read() -> None:
+    of = rank(cached=99, window=10)
+    assert of.style.window == 10 and of.keys == 10
+
+
+def test_the_cache_is_written_in_place_or_anew() -> None:
+    (place,) = named(rank(batch=3), "cache_update")
+    (anew,) = named(rank(Weights("", False, True), batch=3), "cache_update")
+    row = 2 * 2 * 64 * 3  # elements of one token
+    assert (place.bytes, anew.bytes) == (2 * 2 * row, 2 * 2 * row * 101)
+
+
+def test_fused_products_read_weights_as_stored() -> None:
+    plain, small = products(rank()), products(rank(Weights("int4", True, False)))
+    saved = sum(a.bytes - b.bytes for a, b in zip(plain, small, strict=True))
+    count = sum(k.shape[2] * k.shape[3] for k in plain)
+    assert saved == pytest.approx(count * (2 - 0.5 - 2.5 / 128))
+    assert [k.flops for k in plain] == [k.flops for k in small]
+
+
+def test_expanded_weights_are_written_and_read_in_16_bits() -> None:
+    of = rank(Weights("nf4", False, False), batch=2)
+    count = sum(k.shape[2] * k.shape[3] for k in products(of))
+    assert sum(k.bytes for k in named(of, "dequantise")) == pytest.approx(count * (0.5625 + 2))
+    assert [k.bytes for k in products(of)] == [k.bytes for k in products(rank(batch=2))]
+    assert not named(rank(Weights("nf4", False, False)), "dequantise")  # a single row: gemv_4bit
+
+
+def test_int8_runs_in_int8_between_quantised_activations() -> None:
+    of = rank(Weights("int8", False, False))
+    assert {k.dtype for k in products(of)} == {"int8"}
+    assert len(named(of, "quantise")) == len(named(of, "dequantise_outputs")) == len(products(of))
+
+
+@pytest.mark.parametrize("parallel_block", [False, True])
+def test_sums_of_slices(parallel_block: bool) -> None:
+    sums = [k for k in block(rank(tensor=4, batch=3, parallel_block=parallel_block)) if isinstance(k, Sum)]
+    assert sums == [Sum("all_reduce", 3 * 512, "bf16")] * (1 if parallel_block else 2)
+
+
+def test_slices_share_the_work_and_repeat_few_key_heads() -> None:
+    whole, part = rank(), rank(tensor=4)
+    assert (part.style.heads, part.style.kv_heads, part.style.ffn) == (2, 1, 512)
+    ratio = sum(k.flops for k in products(part)) / sum(k.flops for k in products(whole))
+    assert 0.25 < ratio < 0.27  # keys and values of two heads on four ranks are computed twice
+    assert part.weight_bytes(part.architecture().stack[1]) < 0.27 * whole.weight_bytes(whole.architecture().stack[1])
+
+
+def test_latent_attention_caches_what_is_compressed() -> None:
+    mla = {"q_rank": 96, "kv_rank": 64, "nope_dim": 32, "rope_dim": 16, "value_dim": 32}
+    of = rank(mla=mla, kv_heads=8, cached=99)
+    assert cache_width(of.style) == 64 + 16
+    (core,) = [k for k in block(of) if isinstance(k, Kernel) and k.op == "attention"]
+    cache = 100 * 80 * 2
+    assert cache < core.bytes < cache + 8 * 80 * 2 * 2 + 1000
+
+
+def test_scales_are_stored_too() -> None:
+    assert stored_bytes((100, 1000), "int8") == 100_000 + 400
+    assert stored_bytes((128, 128), "int4") == 128 * 128 / 2 + 128 * 2.5
+    assert stored_bytes((64, 64), "nf4") == 64 * 64 / 2 + 64 * 4
+
+
+def test_a_prompt_takes_no_more_memory_than_its_widest_operator_needs() -> None:
+    of = rank(new=1000, cached=0)
+    size = of.transient_bytes(of.architecture().stack)
+    assert size >= 1000 * 3 * 2048 * 2
+    assert size < 3 * 1000 * 3 * 2048 * 2
+    assert rank(new=2000, cached=0).transient_bytes(rank(new=2000, cached=0).architecture().stack) > size
+
+
+def test_learned_positions_bound_the_generation() -> None:
+    with pytest.raises(UserError, match="1025 tokens but the model has 1024 learned positions"):
+        resolve({"name": "t", "cluster": {"topology": "single-a100-80g-sxm"}, "model": {"preset": "gpt2"},
+                 "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 64,
+                              "mode": {"inference": {"prompt": 1000, "generate": 25, "batch": 1}}}})

@@ -1,0 +1,203 @@
+"""Inference: hand-computed sizes, what is exchanged, and how latency and throughput move."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sim import api
+from sim.engine import simulate
+from sim.errors import UserError
+from sim.parallel import inference, lower
+from sim.parallel.inference import PIECES, pieces_of
+from sim.report.result import Result
+from sim.scenario import resolve
+from sim.scenario.schema import Scenario
+
+SMALL = {"kind": "decoder", "layers": 4, "hidden": 1024, "heads": 8, "vocab": 8192, "positions": "rotary",
+         "norm": "rmsnorm", "bias": False, "tied_embeddings": False}
+ENGINE = {"compile": True, "cuda_graphs": True}
+
+
+def scenario(model: Any = None, gpus: int = 1, prompt: int = 64, generate: int = 20, batch: int = 1,
+             precision: Any = "pure-bf16", software: Any = None, topology: str = "dgx-a100-80g",
+             **parallel: Any) -> Scenario:
+    return resolve({
+        "name": "test", "cluster": {"topology": topology, "gpus_per_node": gpus}, "model": model or SMALL,
+        "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 512, "precision": precision,
+                     "mode": {"inference": {"prompt": prompt, "generate": generate, "batch": batch}}},
+        "parallel": parallel, "software": {"year": 2024, **(software or {})}})
+
+
+def weights(dtype: str) -> dict[str, str]:
+    fields = ("compute", "gradients", "optimizer", "gather", "reduce")
+    return {**dict.fromkeys(fields, "bf16"), "parameters": dtype, "master": "none"}
+
+
+def predicted(*args: Any, **fields: Any) -> Result:
+    return api.run(scenario(*args, **fields))
+
+
+def served(result: Result) -> Any:
+    assert result.inference is not None
+    return result.inference
+
+
+def test_cache_of_llama_2_7b() -> None:
+    run = predicted({"preset": "llama-2-7b"}, prompt=512, generate=200, batch=3)
+    assert served(run).kv_cache_bytes == 3 * 2 * 32 * 4096 * 712 * 2
+    assert run.memory.use.at_peak["kv_cache"] == served(run).kv_cache_bytes
+
+
+def test_cache_of_grouped_heads_latents_and_windows() -> None:
+    grouped = lower(scenario({"preset": "llama-3-8b"}, prompt=100, generate=28)).serving
+    assert grouped is not None and grouped.cache_bytes == 2 * 32 * 8 * 128 * 128 * 2
+    latent = lower(scenario({"preset": "deepseek-v3"}, prompt=100, generate=28)).serving
+    assert latent is not None and latent.cache_bytes == 61 * (512 + 64) * 128 * 2  # DeepSeek-V3: 70 KB a token
+    windowed = lower(scenario({**SMALL, "window": 50}, prompt=100, generate=28)).serving
+    assert windowed is not None and windowed.cache_bytes == 2 * 4 * 1024 * 50 * 2
+
+
+@pytest.mark.parametrize(("dtype", "per_weight"), [
+    ("bf16", 2.0), ("int8", 1 + 4 / 1024), ("int4", 0.5 + 2.5 / 128), ("nf4", 0.5625), ("nf4-dq", 0.516)])
+def test_weights_in_fewer_bits(dtype: str, per_weight: float) -> None:
+    held = predicted(precision=weights(dtype)).memory.use.at_peak["parameters"]
+    matrices, rest = 4 * 12 * 1024**2, 2 * 8192 * 1024 + 9 * 1024
+    assert held == pytest.approx(matrices * per_weight + rest * 2, rel=2e-3)
+
+
+def test_a_token_takes_at_least_the_weights_through_memory() -> None:
+    run = predicted({"preset": "llama-2-7b"}, software=ENGINE)
+    read = 6.74e9 - 32000 * 4096  # all but the embedding's table
+    floor = 2 * read / 2.039e12
+    assert floor < served(run).time_per_token_s < 1.6 * floor
+    assert run.bound == "memory_bandwidth"
+
+
+def test_tensor_ranks_sum_twice_per_block() -> None:
+    program = lower(scenario(gpus=4, tensor=4, generate=2, batch=3)).job.programs[0]
+    token = program.sections[1]
+    found: Counter[tuple[str, int]] = Counter()
+    for kind, payload in zip(token.kind, token.payload, strict=True):
+        for row in program.segments[payload].kernels if kind == 0 else ():
+            if row < 0:
+                call = program.collectives[program.inlines[-1 - row].collective]
+                found[call.kind, call.size_bytes] += 1
+    # two sums per block and one of the embedding; the logits of three sequences
+    assert found == {("all_reduce", 3 * 1024 * 2): 2 * 4 + 1, ("all_gather", 3 * 8192 * 2): 1}
+
+
+def test_ranks_hold_their_share() -> None:
+    whole = predicted().memory.use.at_peak
+    for split in ({"tensor": 4}, {"pipeline": 2, "tensor": 2}):
+        part = predicted(gpus=4, **split).memory.use.at_peak
+        assert part["parameters"] == pytest.approx(whole["parameters"] / 4, rel=0.01)
+        assert part["kv_cache"] == whole["kv_cache"] / 4
+
+
+def test_stages_work_in_sequence() -> None:
+    one, two = predicted(software=ENGINE), predicted(gpus=2, pipeline=2, software=ENGINE)
+    assert served(two).time_per_token_s > served(one).time_per_token_s
+    assert served(two).prompt_time_s > served(one).prompt_time_s
+    alone = served(predicted(gpus=2, pipeline=2, batch=1, software=ENGINE)).tokens_per_second
+    parts = served(predicted(gpus=2, pipeline=2, batch=2, software=ENGINE)).tokens_per_second
+    assert parts > 1.5 * alone  # one sequence in each stage
+
+
+def test_tied_head_is_held_by_the_last_stage_too() -> None:
+    tied = lower(scenario({**SMALL, "tied_embeddings": True}, gpus=2, pipeline=2)).job
+    loose = lower(scenario(gpus=2, pipeline=2)).job
+    held = [[size for name, size, _ in p.resident if name == "weights"] for job in (tied, loose) for p in job.programs]
+    assert held[:2] == held[2:]
+
+
+def test_one_token_needs_no_generation() -> None:
+    for split in ({}, {"gpus": 2, "pipeline": 2}):
+        run = predicted(generate=1, **split)
+        assert served(run).time_per_token_s == 0 and served(run).lengths == ()
+        assert served(run).prompt_time_s == pytest.approx(run.step_time_s)
+
+
+@given(prompt=st.integers(1, 5000), generate=st.integers(1, 3000))
+def test_pieces_cover_the_generation(prompt: int, generate: int) -> None:
+    pieces = pieces_of(prompt, generate)
+    assert sum(p.tokens for p in pieces) == generate - 1 and len(pieces) <= PIECES
+    assert all(p.tokens > 0 for p in pieces)
+    mean = sum(p.tokens * p.cached for p in pieces) / max(1, generate - 1)
+    if pieces:  # the mean cache length is that of the tokens, to half a token
+        assert abs(mean - (prompt + (generate - 2) / 2)) <= 0.5
+
+
+def test_pieces_stand_for_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_pieces = served(predicted(generate=120, batch=8)).time_per_token_s
+    monkeypatch.setattr(inference, "PIECES", 10_000)
+    assert in_pieces == pytest.approx(served(predicted(generate=120, batch=8)).time_per_token_s, rel=1e-3)
+
+
+@pytest.mark.parametrize("split", [{}, {"gpus": 4, "tensor": 2, "pipeline": 2}])
+def test_skipped_repeats_change_nothing(split: dict[str, int]) -> None:
+    wanted = scenario(generate=40, batch=2, **split)
+    lowered = lower(wanted)
+    machine = api.machine_for(wanted, lowered)
+    whole = simulate(lowered.job, machine, skip_repeats=False).step_time_s
+    assert simulate(lowered.job, machine).step_time_s == pytest.approx(whole, rel=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(batch=st.integers(1, 24), more=st.integers(1, 24), prompt=st.integers(1, 600), engine=st.booleans(),
+       split=st.sampled_from([{}, {"gpus": 2, "tensor": 2}]))
+def test_more_sequences_never_slow_throughput_nor_hasten_tokens(
+    batch: int, more: int, prompt: int, engine: bool, split: dict[str, int],
+) -> None:
+    software = ENGINE if engine else {}
+    few = served(predicted(batch=batch, prompt=prompt, software=software, **split))
+    many = served(predicted(batch=batch + more, prompt=prompt, software=software, **split))
+    assert many.time_per_token_s >= few.time_per_token_s * 0.98  # kernels have steps
+    assert many.tokens_per_second >= few.tokens_per_second * 0.98
+    assert many.kv_cache_bytes > few.kv_cache_bytes
+
+
+@settings(max_examples=25, deadline=None)
+@given(prompt=st.integers(1, 1500), longer=st.integers(64, 1500), batch=st.integers(1, 8))
+def test_a_longer_prompt_takes_longer(prompt: int, longer: int, batch: int) -> None:
+    short, long = (served(predicted(batch=batch, prompt=p, software=ENGINE)) for p in (prompt, prompt + longer))
+    assert long.prompt_time_s >= short.prompt_time_s * 0.98
+    assert long.time_per_token_s >= short.time_per_token_s * (1 - 1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(batch=st.integers(1, 16), software=st.sampled_from([{}, ENGINE, {"compile": True}]),
+       tensor=st.sampled_from([1, 2, 4]))
+def test_fewer_bits_never_need_more_memory(batch: int, software: dict[str, bool], tensor: int) -> None:
+    def device(dtype: str) -> int:
+        run = predicted(batch=batch, gpus=4, tensor=tensor, software=software, precision=weights(dtype))
+        assert run.memory.use.steady
+        return run.memory.use.at_peak["parameters"]
+
+    assert device("int4") < device("int8") < device("bf16")
+
+
+def test_an_engine_with_graphs_beats_launching_kernel_by_kernel() -> None:
+    eager = served(predicted({"preset": "gpt2"}, software={"modules": "transformers"}, topology="single-h100-80g-sxm"))
+    graph = served(predicted({"preset": "gpt2"}, software=ENGINE, topology="single-h100-80g-sxm"))
+    assert graph.time_per_token_s < eager.time_per_token_s / 2
+
+
+def test_what_is_not_simulated_is_refused() -> None:
+    for fields, field in (({"gpus": 4, "strategy": "fsdp"}, "parallel.strategy"),
+                          ({"model": {"preset": "bert-base"}}, "model.kind"),
+                          ({"gpus": 2, "tensor": 2, "sequence_parallel": True}, "parallel.sequence_parallel")):
+        with pytest.raises(UserError) as raised:
+            lower(scenario(**fields))
+        assert field in [fault.field for fault in raised.value.faults]
+
+
+def test_training_with_quantised_weights_is_refused() -> None:
+    with pytest.raises(UserError, match="int4 weights"):
+        lower(resolve({"name": "t", "cluster": {"topology": "single-a100-80g-sxm"}, "model": SMALL,
+                       "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128,
+                                    "precision": weights("int4")}}))

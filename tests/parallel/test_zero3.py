@@ -1,0 +1,122 @@
+"""DeepSpeed ZeRO-3: the coordinators' decisions by hand, what is conserved, and what recomputation adds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sim.parallel import lower
+from sim.parallel.sharded.coordinator import COORDINATORS, Decision, Limits, Wanted
+from sim.parallel.sharded.submodules import submodules
+from sim.program import Kind, Program
+from sim.scenario import resolve
+
+A, B, C, D = ("a", 100), ("b", 10), ("c", 100), ("d", 100)
+#: Forward and backward of two modules each with one parameter, no recomputation.
+THERE_AND_BACK = [[A], [C], [C], [A]]
+
+
+def test_streamed_takes_one_parameter_ahead_however_large() -> None:
+    found = COORDINATORS["streamed"](THERE_AND_BACK, Limits(prefetch=20, live=1000, reuse=1))
+    assert found == [
+        Decision((A,), (C,), (A,)),
+        Decision((), (A,), ()),  # c is used next: it stays. a is next in the queue after c, and taken along
+        Decision((), (), (C,)),
+        Decision((), (), (A,))]
+
+
+def test_blocking_never_takes_a_parameter_larger_than_the_bucket() -> None:
+    found = COORDINATORS["blocking"](THERE_AND_BACK, Limits(prefetch=20, live=1000, reuse=101))
+    assert found == [Decision((A,), (), (A,)), Decision((C,), (), ()), Decision((), (), (C,)),
+                     Decision((A,), (), (A,))]
+
+
+def test_blocking_takes_small_ones_until_the_bucket_is_full() -> None:
+    first, *_ = COORDINATORS["blocking"]([[A], [B], [C]], Limits(prefetch=20, live=1000, reuse=0))
+    assert first == Decision((A,), (B,), (A,))
+
+
+@pytest.mark.parametrize("name", COORDINATORS)
+def test_nothing_is_taken_ahead_beyond_the_live_limit(name: str) -> None:
+    found = COORDINATORS[name]([[A], [B], [C]], Limits(prefetch=1000, live=100, reuse=0))
+    assert found[0] == Decision((A,), (), (A,))
+
+
+@pytest.mark.parametrize("name", COORDINATORS)
+def test_a_parameter_used_again_within_the_distance_stays(name: str) -> None:
+    near = COORDINATORS[name](THERE_AND_BACK, Limits(prefetch=0, live=1000, reuse=1000))
+    assert [d.release for d in near] == [(), (), (C,), (A,)]
+    assert [d.fetch for d in near] == [(A,), (C,), (), ()]
+
+
+traces = st.lists(st.lists(st.sampled_from([A, B, C, D]), max_size=3, unique=True), min_size=1, max_size=12)
+
+
+@settings(max_examples=50, deadline=None)
+@given(traces, st.sampled_from(sorted(COORDINATORS)), st.integers(0, 250), st.integers(0, 400), st.integers(0, 400))
+def test_every_use_finds_its_parameters_and_nothing_is_left(trace: list[list[Wanted]], name: str, prefetch: int,
+                                                            live: int, reuse: int) -> None:
+    held: set[str] = set()
+    for use, decision in zip(trace, COORDINATORS[name](trace, Limits(prefetch, live, reuse)), strict=True):
+        for gathered, _ in (*decision.fetch, *decision.ahead):
+            assert gathered not in held
+            held.add(str(gathered))
+        assert {n for n, _ in use} <= held
+        assert set(decision.release) <= set(use)
+        held -= {str(n) for n, _ in decision.release}
+    assert not held
+
+
+def job(recompute: str, year: int = 2023, nodes: int = 16) -> Any:
+    return resolve({
+        "name": "test", "cluster": {"topology": "dgx-a100-80g", "nodes": nodes}, "model": {"preset": "gpt3-175b",
+                                                                                       "layers": 4},
+        "training": {"micro_batch": 1, "global_batch": 8 * nodes, "sequence": 512, "precision": "mixed-fp16",
+                     "recompute": recompute},
+        "parallel": {"strategy": "zero3"}, "software": {"framework": "deepspeed", "year": year}})
+
+
+def moved(program: Program, kind: str) -> list[int]:
+    """Bytes of every collective of a kind in a step."""
+    return [program.collectives[p].size_bytes for n in program.section_runs() for s in [program.sections[n]]
+            for k, p in zip(s.kind, s.payload, strict=True)
+            if k == Kind.COLLECTIVE and program.collectives[p].kind == kind]
+
+
+def test_recomputation_gathers_large_layers_a_third_time() -> None:
+    """A block of GPT-3 has 12 h^2 elements: of queries-keys-values, projection, up and down (3, 1, 4 and 4 h^2) only
+    the last is used again within 1e9 elements (h^2 = 0.15e9), so recomputation gathers the other 8 h^2 once more."""
+    h2 = 12288**2 * 2
+    plain, again = (sum(moved(lower(job(r)).job.programs[0], "all_gather")) for r in ("none", "full"))
+    # the last block's sub-modules are used again sooner: nothing of them is gathered for recomputation but by its end
+    assert 3 * 8 * h2 <= again - plain <= 4 * 8 * h2
+
+
+@pytest.mark.parametrize("year", [2021, 2023])
+def test_every_gradient_is_scattered_once_and_a_list_call_per_gradient_before_0_6(year: int) -> None:
+    lowered = lower(job("full", year))
+    sent = moved(lowered.job.programs[0], "reduce_scatter")
+    assert sum(sent) == 2 * lowered.architecture.parameters
+    parameters = sum(len(layer.parameters) for layer in lowered.architecture.stack)
+    assert len(sent) == parameters if year == 2021 else len(sent) < parameters / 2
+
+
+def test_the_old_coordinator_waits_for_the_gpu_at_every_release() -> None:
+    old, new = (lower(job("full", year)).job.programs[0] for year in (2021, 2023))
+
+    def waits(program: Program) -> int:
+        return sum(program.labels[label].name == "release" for label in program.sections[0].label)
+    assert waits(old) > 4 * 4 * 2
+    assert waits(new) == 0
+
+
+def test_submodules_keep_every_kernel_and_parameter() -> None:
+    lowered = lower(job("full"))
+    for layer in lowered.architecture.stack:
+        parts = submodules(layer, 100_000)
+        assert [op for p in parts for op in p.operators] == list(layer.operators)
+        assert sorted(n for p in parts for n in p.gradients) == sorted(p.numel for p in layer.parameters)
+    assert len(submodules(lowered.architecture.stack[1], 100_000)) == 4

@@ -1,0 +1,69 @@
+"""What an inference run reports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sim import api
+from sim.report.text import as_text
+from sim.scenario import resolve
+
+
+def run(**fields: Any) -> Any:
+    gpus = fields.pop("gpus", 1)
+    return api.run(resolve({
+        "name": "asks", "cluster": {"topology": "dgx-a100-80g", "gpus_per_node": gpus},
+        "model": {"preset": "gpt3-125m"},
+        "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 512, "precision": "pure-bf16",
+                     "mode": {"inference": {"prompt": 32, "generate": 33, "batch": 2} | fields}}}))
+
+
+def test_fields_add_up() -> None:
+    result = run()
+    found = result.to_json()["inference"]
+    assert found["prompt_time_s"] + 32 * found["time_per_token_s"] == pytest.approx(result.step_time_s)
+    assert found["tokens_per_second"] == pytest.approx(2 * 33 / result.step_time_s)
+    assert found["tokens_per_second"] == result.tokens_per_second
+    weighted = [t["time_per_token_s"] for t in found["lengths"]]  # eight pieces of four tokens
+    assert sum(weighted) / len(weighted) == pytest.approx(found["time_per_token_s"])
+    assert result.samples_per_second == pytest.approx(2 / result.step_time_s)
+
+
+def test_flops_are_two_per_weight_and_token() -> None:
+    result = run(batch=1)
+    blocks = 12 * 12 * 768**2
+    head = 50257 * 768
+    exact = 2 * (blocks * (32 + 32) + head * 33)
+    attention = result.model_flops - exact
+    assert 0 < attention < 0.1 * exact
+
+
+def test_replicas_serve_side_by_side() -> None:
+    one, four = run(), run(gpus=4)
+    assert four.step_time_s == pytest.approx(one.step_time_s)
+    assert four.tokens_per_second == pytest.approx(4 * one.tokens_per_second)
+
+
+def test_terminal_report_names_the_times() -> None:
+    text = as_text(run())
+    for words in ("to the first token", "per further token", "cache per GPU", "tokens in the cache"):
+        assert words in text
+
+
+def test_training_has_no_inference_fields() -> None:
+    result = api.run(resolve({
+        "name": "trains", "cluster": {"topology": "single-a100-80g-sxm"}, "model": {"preset": "gpt3-125m"},
+        "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128}}))
+    assert "inference" not in result.to_json()
+
+
+def test_advice_names_fewer_bits() -> None:
+    result = api.run(resolve({
+        "name": "too large", "cluster": {"topology": "single-a100-40g-sxm"}, "model": {"preset": "llama-33b"},
+        "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 512, "precision": "pure-bf16",
+                     "mode": {"inference": {"prompt": 32, "generate": 8, "batch": 1}}}}))
+    assert not result.memory.fits
+    assert [c.what for c in result.changes if c.fits] != []
+    assert all("weights in int" in c.what for c in result.changes if c.fits)
