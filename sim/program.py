@@ -28,6 +28,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from sim.tensor_trace import LayerMemory
 from sim.work import Kernel
 
 _T = TypeVar("_T")
@@ -130,52 +131,6 @@ class MemoryOp(NamedTuple):
     operator: str = ""
 
 
-class Trace(NamedTuple):
-    """The tensors of one layer, one by one: events are (number, bytes) where one is born and (number, 0) where it dies.
-
-    Numbers are the layer's own; a negative one is somebody else's: `INPUT`, `OUTPUT_GRADIENT` or `TIED`. What is born
-    in forward and not dead then dies in backward, or with `held` or `cached`.
-
-    Attributes:
-        held: numbers that the model's forward lets go before the head; cached: at the end of forward.
-        output: number of the tensor the next layer reads, -1 for none.
-        input_gradient: number of the gradient that backward leaves for the layer before, -1 for none.
-        kept: numbers of parameter gradients that stay.
-        tied: number of a shared parameter's gradient that waits for the other layer's, -1 for none.
-    """
-
-    forward: tuple[tuple[int, int], ...]
-    held: tuple[int, ...]
-    cached: tuple[int, ...]
-    backward: tuple[tuple[int, int], ...]
-    output: int
-    input_gradient: int
-    kept: tuple[int, ...]
-    tied: int
-
-
-#: Tensors of a `Trace` that another layer made: its input, its output's gradient, a shared parameter's gradient.
-INPUT, OUTPUT_GRADIENT, TIED = -2, -3, -4
-
-
-class LayerMemory(NamedTuple):
-    """Which operations of a section's `memory` sum up what one direction of a layer does, and its tensors one by one.
-
-    Attributes:
-        start, stop: of `Section.memory`.
-        verb: "forward", "backward", what goes at the end of forward ("held", "cached"), or a tensor that another stage
-            gave or is given ("passed", one operation).
-        position: of the layer in the model.
-        trace: of a forward or backward; "held" and "cached" end what every layer of the micro-step has there.
-    """
-
-    start: int
-    stop: int
-    verb: str
-    position: int
-    trace: Trace | None
-
-
 @dataclass(slots=True)
 class Section:
     """Tasks in host order, one list per column, all of equal length (see the module's docstring for their meaning)."""
@@ -207,8 +162,8 @@ class Program:
         sections, schedule: the step is `for s, n in schedule: n times sections[s]`.
         launch_queue: kernels issued but not finished at which the host blocks (CUDA: about 1024).
         resident: memory held for the whole step: (tensor name, bytes, category).
-        tensors: bytes of each tensor of a resident entry or pool, by its name; what is not here is one tensor.
         host_resident: host memory a rank holds for the whole step: (tensor name, bytes, category).
+        tensors: bytes of each tensor of a resident entry or pool, by its name; what is not here is one tensor.
     """
 
     kernels: list[Kernel]
@@ -407,8 +362,8 @@ class ProgramBuilder:
         self.communicators = tuple(communicators)
         self.launch_queue = launch_queue
         self.resident: list[tuple[str, int, str]] = []
-        self.tensors: dict[str, list[int]] = {}
         self.host_resident: list[tuple[str, int, str]] = []
+        self.tensors: dict[str, list[int]] = {}
         self._sections: list[Section] = []
         self._numbers: dict[int, int] = {}
         self._schedule: list[tuple[int, int]] = []

@@ -45,7 +45,7 @@ class Block:
 
 @dataclass(slots=True)
 class Pool:
-    """Free blocks of one stream and size class, (bytes, address) rising: the first large enough fits best."""
+    """Free blocks of one stream and size class, (bytes, address) ascending: the first large enough fits best."""
 
     stream: int
     small: bool

@@ -12,7 +12,8 @@ from collections import deque
 from typing import NamedTuple
 
 from sim.memory.allocator import Allocator, Block
-from sim.program import INPUT, OUTPUT_GRADIENT, TIED, Kind, LayerMemory, MemoryOp, Program, Section, Trace
+from sim.program import Kind, MemoryOp, Program, Section
+from sim.tensor_trace import INPUT, OUTPUT_GRADIENT, TIED, LayerMemory, Trace
 
 _GRADIENTS = "layers: gradients"
 _ACTIVATIONS = "layers: activations"

@@ -12,7 +12,8 @@ from typing import NamedTuple
 from sim.model.architecture import Layer
 from sim.model.eager import KINDS, NOTHING, Levels, Pass, Profile, layer_profile
 from sim.parallel.step import COMPUTE, Plan
-from sim.program import Label, LayerMemory, MemoryOp, SectionBuilder, Trace
+from sim.program import Label, MemoryOp, SectionBuilder
+from sim.tensor_trace import LayerMemory, Trace
 
 
 class Pool(NamedTuple):

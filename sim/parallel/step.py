@@ -82,6 +82,11 @@ class Plan:
             self.stack, tuple(self.groups), sequence=parallel.sequence_parallel and parallel.tensor > 1,
             pipelined=parallel.async_tensor))
 
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same parameters: those gradients are reduced over."""
+        return int(self.groups["data"].shape[1])
+
     def model(self, batch: int) -> Architecture:
         """Architecture for a micro-batch of `batch` sequences."""
         return self.architecture if batch == self.architecture.batch else build(self.scenario, self.stack, batch)

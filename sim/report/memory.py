@@ -1,4 +1,4 @@
-"""Memory of a run's fullest rank: ledger, allocator, device, and whether it fits."""
+"""Memory of a run: the fullest rank against its GPU, and the hosts of an offloading job."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from sim.engine import Machine
 from sim.hardware.outside import Outside
-from sim.memory.ledger import MemoryUse
+from sim.memory.ledger import MemoryUse, peak
 from sim.memory.reserved import Reserved, replayed
-from sim.program import Program
+from sim.parallel import Lowered
+from sim.program import Job, Program
+from sim.scenario.schema import Scenario
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +97,9 @@ class MemoryResult:
 
     @property
     def fits(self) -> bool:
-        """Whether every step gets through, if need be by giving back cached blocks, and the host has what it holds."""
-        enough = self.host is None or self.host.needed_bytes <= self.host.capacity_bytes
-        return enough and self.reserved.retries is not None
+        """Whether every step gets through, if need be by giving back cached blocks, and the host's memory suffices."""
+        host = self.host is None or self.host.needed_bytes <= self.host.capacity_bytes
+        return host and self.reserved.retries is not None
 
     def _outside(self) -> dict[str, Any] | None:
         beside = self.outside
@@ -121,3 +124,26 @@ class MemoryResult:
                         "phases": {name: dict(level) for name, level in stage.phases.items()}}
                        for stage in self.stages],
         }
+
+
+def _host_memory(scenario: Scenario, job: Job) -> HostMemory | None:
+    """The fullest node's: its ranks hold what the rank that holds most does."""
+    needs = []
+    for program in job.programs:
+        by_category: dict[str, int] = {}
+        for _, size, category in program.host_resident:
+            by_category[category] = by_category.get(category, 0) + size * scenario.cluster.gpus_per_node
+        needs.append(by_category)
+    fullest = max(needs, key=lambda n: sum(n.values()))
+    capacity = int(scenario.cluster.topology.host.memory)
+    return HostMemory(fullest, capacity) if fullest else None
+
+
+def fullest(scenario: Scenario, lowered: Lowered, machine: Machine) -> MemoryResult:
+    """The rank with the least headroom, and every distinct program."""
+    job = lowered.job
+    uses = tuple(peak(program) for program in job.programs)
+    results = [MemoryResult(uses[c.program], uses, int(machine.devices[c.device].gpu.usable_memory_bytes),
+                            lowered.memory_complete, job.programs[c.program], lowered.outside,
+                            _host_memory(scenario, job)) for c in job.classes]
+    return min(results, key=lambda m: m.limit_bytes - m.use.peak_allocated_bytes)

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from sim.engine import Machine, Timeline, simulate
-from sim.memory.ledger import peak
 from sim.parallel import Lowered
-from sim.program import Job, Kind
+from sim.program import Kind
 from sim.report.advice import Change
 from sim.report.breakdown import (
     COMPUTE_STREAM,
@@ -26,7 +25,7 @@ from sim.report.breakdown import (
 from sim.report.columns import Columns, of_class
 from sim.report.inference import InferenceResult, inference_result, waits_for_memory
 from sim.report.loading import DataLoading
-from sim.report.memory import HostMemory, MemoryResult
+from sim.report.memory import MemoryResult, fullest
 from sim.report.neighbours import Features, Validated, features, validated
 from sim.report.traffic import traffic_list
 from sim.scenario.dump import dump
@@ -221,7 +220,7 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         timeline: its steady step.
     """
     job, loading = lowered.job, _loading(scenario, timeline.step_time_s)
-    memory = _memory(scenario, lowered, machine)
+    memory = fullest(scenario, lowered, machine)
     retrying_s = memory.reserved.seconds if memory.short else 0.0
     step_s = timeline.step_time_s + loading.waiting_s + retrying_s
     critical, columns = _critical(lowered, timeline)
@@ -288,29 +287,6 @@ def _critical(lowered: Lowered, timeline: Timeline) -> tuple[int, Columns]:
             best, chosen = busy, (number, columns)
     assert chosen is not None, "a job has at least one class"
     return chosen
-
-
-def _host_memory(scenario: Scenario, job: Job) -> HostMemory | None:
-    """The fullest node's: its ranks hold what the rank that holds most does."""
-    needs = []
-    for program in job.programs:
-        by_category: dict[str, int] = {}
-        for _, size, category in program.host_resident:
-            by_category[category] = by_category.get(category, 0) + size * scenario.cluster.gpus_per_node
-        needs.append(by_category)
-    fullest = max(needs, key=lambda n: sum(n.values()))
-    capacity = int(scenario.cluster.topology.host.memory)
-    return HostMemory(fullest, capacity) if fullest else None
-
-
-def _memory(scenario: Scenario, lowered: Lowered, machine: Machine) -> MemoryResult:
-    """The rank with the least headroom, and every distinct program."""
-    job = lowered.job
-    uses = tuple(peak(program) for program in job.programs)
-    results = [MemoryResult(uses[c.program], uses, int(machine.devices[c.device].gpu.usable_memory_bytes),
-                            lowered.memory_complete, job.programs[c.program], lowered.outside,
-                            _host_memory(scenario, job)) for c in job.classes]
-    return min(results, key=lambda m: m.limit_bytes - m.use.peak_allocated_bytes)
 
 
 def _warnings(result: Result) -> list[str]:

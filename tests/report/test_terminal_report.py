@@ -35,7 +35,7 @@ def test_no_colour_when_not_on_a_terminal(result_of: Make) -> None:
 def test_out_of_memory_says_by_how_much(result_of: Make) -> None:
     result = result_of(1)
     use = result.memory.use
-    result.memory = type(result.memory)(use, (use,), 2**30, True)
+    result.memory = type(result.memory)(use, (use,), 2**30, True, result.memory.program)
     text = as_text(result)
     assert "does not fit: 2.25 GiB too much" in text
     assert "optimizer states" in text

@@ -10,7 +10,7 @@ from sim.model.architecture import Layer, Operator, Tensor
 from sim.model.eager.autograd import ACTIVATIONS, COPIES, GRADIENTS, KINDS, LOGITS, WORKSPACE, rounded
 from sim.model.eager.profile import NOTHING, Levels, Pass, Profile
 from sim.model.recompute import kept_kernels, output_elements
-from sim.program import Trace
+from sim.tensor_trace import Trace
 
 
 def estimate(layer: Layer, policy: str, keep_gradients: bool) -> Profile:
@@ -45,16 +45,14 @@ def _trace(layer: Layer, policy: str, keep_gradients: bool) -> Trace:
         events.append((len(sizes) - 1, size))
         return len(sizes) - 1
 
-    saved, whole = [], policy in ("full", "selective-op")
-    inputs = [born(forward, _size(layer.input))] if whole else []
-    if policy == "selective-op":
-        inputs.append(born(forward, _outputs(layer)))
+    saved = []
+    inputs = [born(forward, _size(layer.input))] if policy == "full" else []
     for op in layer.operators:
         copied = [born(forward, _size(t)) for t in op.weight_copies]
-        copies += copied if whole else []
-        again = whole or (policy == "selective" and op.core)
+        copies += copied if policy == "full" else []
+        again = policy == "full" or (policy == "selective" and op.core)
         saved.append(([born(backward if again else forward, _size(t)) for t in op.saved],
-                      [] if whole else copied))
+                      [] if policy == "full" else copied))
     flowing = -1
     for op, (tensors, copied) in zip(reversed(layer.operators), reversed(saved), strict=True):
         following = born(backward, max((_size(t) for t in op.saved), default=512))

@@ -14,7 +14,7 @@ from typing import Any
 from sim.model.eager import decoder, encoder, encoder_decoder
 from sim.model.eager.autograd import KINDS, WORKSPACE, Boundary, Run, Sink, Storage, Tensor, rounded
 from sim.model.style import Style
-from sim.program import INPUT, OUTPUT_GRADIENT, TIED, Trace
+from sim.tensor_trace import INPUT, OUTPUT_GRADIENT, TIED, Trace
 
 Levels = tuple[int, ...]
 _DECODER = (decoder.embedding, decoder.block, decoder.head)
@@ -112,7 +112,7 @@ def profile(program: Program, policy: str, keep_gradients: bool, caches_casts: b
 
 def _trace(run: Run, names: dict[int, int], cuts: list[tuple[int, int]], ends: tuple[int, int, int], output: int,
            boundary: Boundary) -> Trace:
-    """The log as a `Trace`; what only other layers make and drop is left out."""
+    """The log as a `Trace`; what only other layers make and drop (gradients of what several read) is left out."""
     log = run.memory.log
     own = {number for begin, end in cuts for number, size in log[begin:end] if size}
     forward, backward = (tuple((names.get(n, n), size) for n, size in log[begin:end]

@@ -69,7 +69,7 @@ class Bucketed:
         self.plan, self.reduction = plan, reduction
         self.precision = plan.scenario.training.precision
         # DDP asked for on one rank still launches its all-reduces
-        self.reduces = plan.scenario.data_parallel > 1 or plan.scenario.parallel.strategy == "ddp"
+        self.reduces = plan.replicas > 1 or plan.scenario.parallel.strategy == "ddp"
         self.offload = plan.offload
         self.at_once = plan.scenario.training.optimizer_in_backward
         self.completes = self.reduces or self.offload.moves_optimizer  # buckets leave, to other ranks or to the host
@@ -88,8 +88,8 @@ class Bucketed:
     def states(self) -> None:
         """Parameters whole; master copy and optimizer states split over `shards`."""
         numel = self.plan.architecture.parameters
-        each = [p.numel for layer in self.plan.architecture.stack for p in layer.parameters]
         self.plan.resident("frozen parameters", frozen_bytes(self.plan.architecture.stack), "parameters")
+        each = [p.numel for layer in self.plan.architecture.stack for p in layer.parameters]
         for category, width in state_bytes(self.plan).items():
             if category == "parameters":
                 self.plan.resident(category, numel * width, category, [n * width for n in each])

@@ -26,9 +26,9 @@ def ddp(plan: Plan, sharded_optimizer: bool) -> Reduction:
     width, wire = DTYPE_BYTES[precision.gradients], DTYPE_BYTES[precision.reduce]
     view = parallel.gradient_as_bucket_view
     buckets = fill(plan.architecture, FIRST_BUCKET_BYTES / wire, parallel.bucket_mb * MIB / wire)
-    wrapped = plan.scenario.data_parallel > 1 or parallel.strategy == "ddp"
+    wrapped = plan.replicas > 1 or parallel.strategy == "ddp"
     return Reduction(
-        buckets=buckets, kind="all_reduce", shards=plan.scenario.data_parallel if sharded_optimizer else 1,
+        buckets=buckets, kind="all_reduce", shards=plan.replicas if sharded_optimizer else 1,
         gradient_shards=1, copy_in=width + wire, copy_out=0.0 if view else width + wire,
         buffer_bytes=plan.architecture.parameters * wire if wrapped else 0.0, transient=False,
         gather_elements=plan.architecture.parameters if sharded_optimizer else 0, resident_gradients=False,
@@ -42,7 +42,7 @@ def deepspeed(plan: Plan, stage: int) -> Reduction:
     buffers = 2 if plan.scenario.parallel.overlap else 1
     return Reduction(
         buckets=fill_before(plan.architecture, DEEPSPEED_BUCKET), kind="reduce_scatter",
-        shards=plan.scenario.data_parallel, gradient_shards=plan.scenario.data_parallel if stage == 2 else 1,
+        shards=plan.replicas, gradient_shards=plan.replicas if stage == 2 else 1,
         copy_in=DTYPE_BYTES[precision.gradients] + width, copy_out=0.0,
         buffer_bytes=buffers * min(DEEPSPEED_BUCKET, parameters) * width, transient=True,
         gather_elements=DEEPSPEED_BUCKET, resident_gradients=False)
@@ -50,7 +50,7 @@ def deepspeed(plan: Plan, stage: int) -> Reduction:
 
 def megatron(plan: Plan, distributed_optimizer: bool) -> Reduction:
     """Megatron: gradients accumulate straight into one buffer, reduced in place; one bucket if not overlapped."""
-    ranks, parameters = plan.scenario.data_parallel, plan.architecture.parameters
+    ranks, parameters = plan.replicas, plan.architecture.parameters
     limit = max(MEGATRON_BUCKET, MEGATRON_BUCKET_PER_RANK * ranks)
     buckets = fill(plan.architecture, limit, limit)
     if not plan.scenario.parallel.overlap:

@@ -19,7 +19,8 @@ from sim.parallel.pipeline.orders import Action
 from sim.parallel.pipeline.transfers import Edge, Transfers
 from sim.parallel.pipeline.weights import kept_for_weights
 from sim.parallel.step import COMPUTE, MicroStep, Plan, blocks, end_of_step
-from sim.program import CollectiveCall, Kind, Label, LayerMemory, MemoryOp, SectionBuilder
+from sim.program import CollectiveCall, Kind, Label, MemoryOp, SectionBuilder
+from sim.tensor_trace import LayerMemory
 from sim.work import DTYPE_BYTES, Kernel
 
 
