@@ -14,7 +14,8 @@ class Trace(NamedTuple):
     Attributes:
         held: numbers that the model's forward lets go before the head; cached: at the end of forward.
         output: number of the tensor the next layer reads, -1 for none.
-        input_gradient: number of the gradient that backward leaves for the layer before, -1 for none.
+        input_gradient: number of the gradient that backward leaves for the layer before (`OUTPUT_GRADIENT` where it is
+            added to in place), -1 for none.
         kept: numbers of parameter gradients that stay.
         tied: number of a shared parameter's gradient that waits for the other layer's, -1 for none.
     """

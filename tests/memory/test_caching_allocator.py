@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -104,7 +106,7 @@ def test_blocks_never_overlap_and_reserved_is_never_below_allocated(
             allocator.free(live.pop(gone))
         assert allocator.asked <= allocator.allocated <= allocator.reserved
         spans = sorted((b.address, b.address + b.size) for b in live)
-        assert all(one[1] <= other[0] for one, other in zip(spans, spans[1:], strict=False))
+        assert all(one[1] <= other[0] for one, other in pairwise(spans))
         assert sum(b.size for b in live) == allocator.allocated
     for block in live:
         allocator.free(block)
