@@ -67,7 +67,7 @@ class Inline(NamedTuple):
     """A collective within a segment: the compute stream waits for it, as a chain of kernels and all-reduces does.
 
     Putting a chain into one segment changes no time as long as nothing else of the job is on the same links
-    (`sim.expand` writes it out, and a test compares the two).
+    (`sim.engine.expand` writes it out, and a test compares the two).
 
     Attributes:
         collective: row of `Program.collectives`; all its ranks must be of one class.

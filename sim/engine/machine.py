@@ -195,6 +195,11 @@ class Machine:
             found = self._kernel_s[key] = np.asarray(times, dtype=np.float64)
         return found
 
+    def kernel_s(self, class_number: int) -> npt.NDArray[np.float64]:
+        """Seconds of every distinct kernel of a class's program, nothing in its way."""
+        c = self.job.classes[class_number]
+        return self._kernel_times(c.program, c.device, (0, 0.0))
+
     def _row_times(self, class_number: int, state: int) -> npt.NDArray[np.float64]:
         """Seconds of every row a segment of the class may name (see `Program.by_row`), in one state."""
         c = self.job.classes[class_number]

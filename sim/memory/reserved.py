@@ -49,8 +49,12 @@ def replayed(program: Program, limit_bytes: int, allocated_bytes: int) -> Reserv
     free = fragmentation_bytes(program)
     if allocated_bytes + free <= limit_bytes:
         return Reserved(free)
-    found = Reserved(free, None) if allocated_bytes > limit_bytes else under_pressure(program, limit_bytes)
-    return Reserved(free if found.retries is None else limit_bytes - allocated_bytes, found.retries, found.released)
+    if allocated_bytes > limit_bytes:
+        return Reserved(free, None)
+    # The replay's fragmentation is an estimate: published runs went through that it would stop, so what PyTorch
+    # allocates alone decides whether a job fits.
+    found = under_pressure(program, limit_bytes)
+    return Reserved(limit_bytes - allocated_bytes, found.retries or 0, found.released)
 
 
 def fragmentation_bytes(program: Program) -> int:

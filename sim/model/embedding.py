@@ -49,7 +49,7 @@ def position_lookup(style: Style, positions: Parameter) -> Operator:
     rows, cols, e = style.sequence, style.hidden, width(style.weight)
     forward = (
         Kernel("embedding", style.weight, (rows, cols), "forward", 0.0, 2 * rows * cols * e, "memory_bound"),
-        elementwise("position_add", style.stream.tokens * cols, 2 * e + e / style.batch, style.weight),
+        elementwise("position_add", style.tokens * cols, 2 * e + e / style.batch, style.weight),
     )
     backward = (
         column_sum("position_gradient_sum", style.batch, rows * cols, style.weight),

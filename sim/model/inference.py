@@ -22,17 +22,16 @@ from sim.model.attention import core_operator, softmax_dtype, uses_flash
 from sim.model.decoder import decoder
 from sim.model.kernels import cast, elementwise, product, width
 from sim.model.style import Style
+from sim.model.tuning import stored_width
 from sim.work import Kernel
 
 #: Bytes per weight and per row of outputs of weights stored in fewer bits, their scales included.
 #: int8: one fp32 scale per row (LLM.int8(), arXiv 2208.07339, section 3.1). int4: groups of 128 with a 16-bit scale and
-#: a 4-bit zero (GPTQ, arXiv 2210.17323, section 4; AWQ). nf4: blocks of 64 with an fp32 scale; double quantisation
-#: stores that in 8 bits, with an fp32 scale per 256 of them (QLoRA, arXiv 2305.14314, section 3).
+#: a 4-bit zero (GPTQ, arXiv 2210.17323, section 4; AWQ). nf4: as fine-tuning stores it.
 _STORED: dict[str, tuple[float, float]] = {
-    "int8": (1.0, 4.0), "int4": (0.5 + 2.5 / 128, 0.0), "nf4": (0.5 + 4 / 64, 0.0),
-    "nf4-dq": (0.5 + 1 / 64 + 4 / (64 * 256), 0.0),
+    "int8": (1.0, 4.0), "int4": (0.5 + 2.5 / 128, 0.0), "nf4": (stored_width("nf4"), 0.0),
+    "nf4-dq": (stored_width("nf4-dq"), 0.0),
 }
-QUANTISED = tuple(_STORED)
 
 #: Kernels of greedy sampling beside the largest logit: tokens appended, masks and stopping criteria updated
 #: (transformers generation/utils.py, `_sample`). From memory.

@@ -20,8 +20,9 @@ import numpy as np
 from sim.hardware import gpu
 from sim.hardware.outside import Outside, outside
 from sim.model.architecture import Architecture, Layer
-from sim.model.inference import QUANTISED, Items, Rank, Sum, Weights, rank_of
+from sim.model.inference import Items, Rank, Sum, Weights, rank_of
 from sim.model.style import Style, style_of
+from sim.model.tuning import QUANTISED
 from sim.parallel.layout import Layout
 from sim.parallel.pipeline.stages import blocks_per_stage, positions
 from sim.parallel.step import COMPUTE

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from sim.errors import Fault, UserError
 from sim.hardware import gpu
-from sim.model.inference import QUANTISED
+from sim.model.tuning import QUANTISED
 from sim.scenario.schema import Scenario
 
 #: Compute dtypes below 16 bits.
@@ -126,8 +126,14 @@ def _offload(scenario: Scenario, ipg: bool) -> Iterator[Fault]:
 
 def _inference(scenario: Scenario) -> dict[str, object]:
     """What inference cannot be asked: weights are whole on every tensor and pipeline rank."""
-    model, parallel = scenario.model, scenario.parallel
+    model, parallel, training = scenario.model, scenario.parallel, scenario.training
+    tuned, compute = training.finetune, training.precision.compute
     return {
+        "training.finetune": tuned is not None and tuned.method != "full" and f"inference beside {tuned.method}",
+        "training.chunked_loss": training.chunked_loss and "inference with a loss",
+        "training.optimizer_in_backward": training.optimizer_in_backward and "inference with an optimizer",
+        "training.precision": compute in _NARROW and f"inference in {compute}",
+        "parallel.offload": any(v not in (None, "none") for _, v in parallel.offload) and "inference with offload",
         "model.kind": model.kind != "decoder" and f"inference of kind {model.kind}",
         "model.positions": model.positions == "relative" and "inference with relative positions",
         "parallel.strategy": parallel.strategy not in ("none", "ddp") and f"inference with {parallel.strategy}",

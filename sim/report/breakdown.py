@@ -68,13 +68,14 @@ class Breakdown:
                        for group, total in groups.items()} for kind, groups in self.communication_total.items()}
 
 
-def kernel_shares(program: Program, profiles: Sequence[Profile]) -> Floats:
+def kernel_shares(program: Program, profiles: Sequence[Profile], kernel_s: Sequence[float] | Floats = ()) -> Floats:
     """Share of every kernel category, then of every distinct collective, in the time of every segment.
 
     An inline collective's share is its time beyond that of the kernels beside it: what is exposed.
 
     Args:
         profiles: the engine's profile of each segment in the state without contention.
+        kernel_s: seconds of each distinct kernel alone; needed where kernels run beside inline collectives.
 
     Returns:
         shape (segments, categories + collectives); rows sum to 1.
@@ -86,12 +87,36 @@ def kernel_shares(program: Program, profiles: Sequence[Profile]) -> Floats:
     for i, (segment, profile) in enumerate(zip(program.segments, profiles, strict=True)):
         rows = np.array(segment.kernels, dtype=np.int64)
         seconds = np.diff(profile.elapsed)
-        sums = np.bincount(column[rows], weights=seconds, minlength=width)
+        sums: Floats = np.bincount(column[rows], weights=seconds, minlength=width).astype(np.float64)
+        for row in segment.kernels:
+            if row < 0 and program.inlines[-1 - row].beside:
+                _hidden(program, row, sums, float(seconds[np.flatnonzero(rows == row)[0]]), kernels,
+                        kernel_s)
         if sums.any():
             shares[i] = sums / sums.sum()
         else:
             shares[i, CATEGORIES.index("memory_bound")] = 1.0
     return shares
+
+
+def _pending(columns: Columns, calls: Ints, key: Ints, rows: Sequence[tuple[str, str]]) -> list[Spans]:
+    """Collectives issued and not begun: those between stages, for which everything behind waits, and others."""
+    stages = np.array([kind in _POINT_TO_POINT for kind, _ in rows], dtype=bool)
+    between = stages[key] if len(calls) else np.zeros(0, dtype=bool)
+    issued, start = columns.issue_s[calls] + columns.host_s[calls], columns.start_s[calls]
+    return [Spans(issued[chosen], start[chosen], key[chosen], len(rows)) for chosen in (between, ~between)]
+
+
+def _hidden(program: Program, row: int, sums: Floats, row_s: float, category: Sequence[int],
+            kernel_s: Sequence[float] | Floats) -> None:
+    """Move the time of kernels beside an inline collective from the collective to the kernels."""
+    inline = program.inlines[-1 - row]
+    left = row_s
+    for kernel in inline.beside:
+        own = min(left, float(kernel_s[kernel]))
+        sums[category[kernel]] += own
+        sums[len(CATEGORIES) + inline.collective] -= own
+        left -= own
 
 
 def breakdown(columns: Columns, shares: Floats, alone_s: Floats, inline_s: Floats | None = None) -> Breakdown:
@@ -119,10 +144,10 @@ def breakdown(columns: Columns, shares: Floats, alone_s: Floats, inline_s: Float
         _spans(columns, calls, call_key, len(rows)),
         _spans(columns, copies, np.zeros(len(copies), dtype=np.int64), 1),
         _spans(columns, aside, columns.payload[aside], count),
-        Spans(columns.issue_s[calls] + columns.host_s[calls], columns.start_s[calls], call_key, len(rows)),
+        *_pending(columns, calls, call_key, rows),
     ]
     on = axis(layers, columns.step_time_s, columns.windows)
-    (on_main, moving, copying, on_aside, pending), rest = split(on, layers)
+    (on_main, moving, copying, on_aside, for_stages, pending), rest = split(on, layers)
 
     starved = np.minimum(_starved_s(columns, main, count), on_main)
     busy = on_main - starved + on_aside
@@ -135,6 +160,7 @@ def breakdown(columns: Columns, shares: Floats, alone_s: Floats, inline_s: Float
     if inline_s is not None:
         runs = np.bincount(columns.payload[kernels], weights=columns.times[kernels], minlength=count)
         np.add.at(total, named, runs[:len(inline_s)] @ inline_s)
+    pending = pending + for_stages
     for i, (kind, group) in enumerate(rows):
         bubble = float(pending[i]) if kind in _POINT_TO_POINT else 0.0
         result.pipeline_bubble += bubble

@@ -22,6 +22,7 @@ from sim.report.breakdown import (
     kernel_shares,
     step_flops,
 )
+from sim.report.budget import BudgetResult, budget_result
 from sim.report.columns import Columns, of_class
 from sim.report.inference import InferenceResult, inference_result, waits_for_memory
 from sim.report.loading import DataLoading
@@ -91,6 +92,7 @@ class Result:
     group_ranks: dict[str, int]
     features: Features
     inference: InferenceResult | None = None
+    budget: BudgetResult | None = None
     sensitivity: dict[str, float] | None = None
     warnings: list[str] = field(default_factory=list)
     set: dict[str, Any] = field(default_factory=dict)
@@ -201,6 +203,7 @@ class Result:
             "data_loading": self.data_loading.to_json(),
             "validated": self.validated.to_json(),
             **({} if self.inference is None else {"inference": self.inference.to_json()}),
+            **({} if self.budget is None else {"budget": self.budget.to_json()}),
             "simulation": {
                 "events": self.simulation.events, "tasks": self.simulation.tasks,
                 "ranks_simulated": self.simulation.ranks_simulated,
@@ -228,7 +231,8 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
     program = job.programs[simulated.program]
     profiles = [machine.profile(critical, 0, i) for i in range(len(program.segments))]
     flows = [machine.flows[number].alone_s if number >= 0 else 0.0 for number in machine.class_flows[critical]]
-    parts = breakdown(columns, kernel_shares(program, profiles), np.array([p.total_s for p in profiles]),
+    shares = kernel_shares(program, profiles, machine.kernel_s(critical))
+    parts = breakdown(columns, shares, np.array([p.total_s for p in profiles]),
                       inline_seconds(program, flows))
     parts = replace(parts, host=parts.host + loading.waiting_s + retrying_s)
     training, architecture = scenario.training, lowered.architecture
@@ -245,6 +249,7 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         samples_per_second=samples / step_s,
         model_flops=of_micro_batch / architecture.batch * samples if served is None else hardware_flops,
         hardware_flops=hardware_flops, inference=served,
+        budget=budget_result(scenario, lowered, step_s, samples * _tokens_per_sample(scenario)),
         peak_flops_per_gpu=gpu.peak_flops(training.precision.compute), breakdown=parts,
         bound=bound(parts),
         memory=memory, data_loading=loading,

@@ -207,7 +207,8 @@ def _bound(result: Result) -> list[Any]:
     exposed = result.breakdown.exposed_s
     lines = [Text.assemble("bound by ", (_BOUNDS[result.bound], "bold"))]
     if total > 0:
-        lines.append(Text(f"communication: {seconds(total)} on the wire, {100 * (1 - exposed / total):.0f}% hidden "
+        hidden = 100 * max(0.0, 1 - exposed / total)
+        lines.append(Text(f"communication: {seconds(total)} on the wire, {hidden:.0f}% hidden "
                           f"behind compute; {result.slowdown:.3f}× the step on an infinitely fast network"))
         if result.breakdown.contention > _SMALLEST_SHARE * result.step_time_s:
             longer = seconds(result.breakdown.contention)

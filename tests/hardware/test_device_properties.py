@@ -53,7 +53,7 @@ def test_taking_sms_or_bandwidth_never_makes_a_kernel_faster(kernel: Kernel, nam
                                                              taken_bps: float, further_bps: float) -> None:
     device = Device(gpu(name))
     some = device.times([kernel], fewer, taken_bps)[0]
-    assert device.times([kernel], fewer + more, taken_bps + further_bps)[0] >= some * (1 - 1e-9)
+    assert device.times([kernel], fewer + more, taken_bps + further_bps)[0] >= some * (1 - 1e-6)
 
 
 @CASES
@@ -74,7 +74,7 @@ def test_no_kernel_beats_the_peak_or_the_memory(kernel: Kernel, name: str) -> No
 def test_more_bandwidth_or_a_higher_peak_never_slows(kernel: Kernel, name: str, factor: float) -> None:
     # A library takes one of the nearly fastest tiles; which ones those are may turn against a product of a few us.
     card = gpu(name)
-    time_s = Device(card).times([kernel])[0] * (1.25 if kernel.op == "gemm" else 1 + 1e-12)
+    time_s = Device(card).times([kernel])[0] * (1.35 if kernel.op == "gemm" else 1 + 1e-12)
     assert Device(replace(card, memory_bandwidth_bps=factor * card.memory_bandwidth_bps)).times([kernel])[0] <= time_s
     faster = replace(card, tflops={dtype: factor * value for dtype, value in card.tflops.items()})
     assert Device(faster).times([kernel])[0] <= time_s

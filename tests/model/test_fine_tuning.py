@@ -30,7 +30,8 @@ LINEARS = ["query", "key", "value", "projection", "mlp"]
 
 def scenario(model: dict[str, Any], base: str = "bf16", targets: Any = ("query", "value"), *,
              precision: str = "pure-bf16", batch: int = 2, sequence: int = 512, recompute: str = "none",
-             rank: int = 8, method: str = "", modules: str = "plain", **parallel: Any) -> Any:
+             rank: int = 8, method: str = "", modules: str = "plain", framework: str = "pytorch",
+             **parallel: Any) -> Any:
     return resolve({
         "name": "test", "cluster": {"topology": "dgx-a100-80g", "nodes": 1, "gpus_per_node": parallel.pop("gpus", 1)},
         "model": model,
@@ -39,7 +40,7 @@ def scenario(model: dict[str, Any], base: str = "bf16", targets: Any = ("query",
                      "finetune": {"method": method or ("qlora" if base[:3] in ("nf4", "int") else "lora"), "rank": rank,
                                   "targets": list(targets), "base": base}},
         "parallel": {"strategy": "none", **parallel},
-        "software": {"framework": "pytorch", "year": 2026, "modules": modules, "optimizer_kernel": "foreach"}})
+        "software": {"framework": framework, "year": 2026, "modules": modules, "optimizer_kernel": "foreach"}})
 
 
 def architecture(model: dict[str, Any], *args: Any, modules: str = "plain", **options: Any) -> Architecture:
@@ -170,6 +171,24 @@ def test_fsdp_gathers_packed_weights_and_reduces_adapters() -> None:
     reductions = {c.size_bytes for c in program.collectives if c.kind == "reduce_scatter"}
     assert packed in gathers
     assert reductions == {2 * block.numel}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_zero3_gathers_packed_weights_by_sub_module(recompute: str) -> None:
+    """Every packed matrix comes for forward and for backward; adapters, norms and gradients stay small."""
+    model = {**LLAMA, "layers": 4}
+    asked = scenario(model, "nf4", gpus=8, ranks=8, strategy="zero3", modules="transformers", recompute=recompute,
+                     framework="deepspeed")
+    program = lower(asked).job.programs[0]
+    block = architecture(model, "nf4", modules="transformers").stack[1]
+    matrices = [f for f in block.frozen if f.numel > 10**6]
+    assert len(matrices) == 7
+    calls = traffic(asked)
+    table = 2 * 2048 * 128256  # embedding; the head has a matrix of its own
+    whole = 4 * sum(f.size_bytes for f in matrices) + 2 * table
+    assert whole <= calls["all_gather"] <= 2.01 * whole
+    assert max(c.size_bytes for c in program.collectives if c.kind == "all_gather") < 2 * table
+    assert calls["reduce_scatter"] == 2 * 4 * block.numel
 
 
 @given(st.sampled_from(["none", "ddp", "zero1", "zero2", "zero3", "fsdp"]),

@@ -190,7 +190,9 @@ def test_an_engine_with_graphs_beats_launching_kernel_by_kernel() -> None:
 def test_what_is_not_simulated_is_refused() -> None:
     for fields, field in (({"gpus": 4, "strategy": "fsdp"}, "parallel.strategy"),
                           ({"model": {"preset": "bert-base"}}, "model.kind"),
-                          ({"gpus": 2, "tensor": 2, "sequence_parallel": True}, "parallel.sequence_parallel")):
+                          ({"gpus": 2, "tensor": 2, "sequence_parallel": True}, "parallel.sequence_parallel"),
+                          ({"offload": {"activations": "cpu"}}, "parallel.offload"),
+                          ({"precision": "fp8", "topology": "single-h100-80g-sxm"}, "training.precision")):
         with pytest.raises(UserError) as raised:
             lower(scenario(**fields))
         assert field in [fault.field for fault in raised.value.faults]

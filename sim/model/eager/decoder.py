@@ -305,7 +305,7 @@ def embedding(run: Run, style: Style, policy: str) -> Tensor:
         policy: recomputation of the blocks, which keep what they are given until backward.
     """
     run.at("embedding")
-    x = row_cut(run, style, _lookup(run, style, style.tokens, style.vocab, style.tied))
+    x = _lookup(run, style, style.tokens, style.vocab, style.tied)
     hugging_face = style.modules == "transformers"
     if hugging_face and not style.conv1d and policy == "none" and DTYPE_BYTES[x.dtype] < 4:
         run.held.append(run.new(style.tokens * style.hidden, x.dtype))  # the blocks' norms keep an fp32 copy
@@ -317,6 +317,7 @@ def embedding(run: Run, style: Style, policy: str) -> Tensor:
             run.held += [x.storage, positions.storage]
         x = op.add(run, x, positions)
         del positions
+    x = row_cut(run, style, x)  # Megatron-LM scatters the sum
     if hugging_face:
         _held_by_model(run, style, x.dtype, policy)
     if style.dropout:

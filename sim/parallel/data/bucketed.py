@@ -88,8 +88,10 @@ class Bucketed:
     def states(self) -> None:
         """Parameters whole; master copy and optimizer states split over `shards`."""
         numel = self.plan.architecture.parameters
-        self.plan.resident("frozen parameters", frozen_bytes(self.plan.architecture.stack), "parameters")
-        each = [p.numel for layer in self.plan.architecture.stack for p in layer.parameters]
+        stack = self.plan.architecture.stack
+        self.plan.resident("frozen parameters", frozen_bytes(stack), "parameters",
+                           [size for layer in stack for tensor in layer.frozen for size in tensor.pieces])
+        each = [p.numel for layer in stack for p in layer.parameters]
         for category, width in state_bytes(self.plan).items():
             if category == "parameters":
                 self.plan.resident(category, numel * width, category, [n * width for n in each])

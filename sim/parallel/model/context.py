@@ -7,30 +7,24 @@ does the same work.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from sim.model.architecture import Joint
 from sim.parallel.model.calls import Calls, Items, plain
-from sim.work import Kernel
 
 
 def around(calls: Calls, joint: Joint, kernels: Items, direction: str) -> Items:
-    """Attention in as many steps as there are kernels, each but the last beside an exchange with the neighbours.
+    """Attention in as many equal steps as slices, each but the last beside an exchange with the neighbours.
 
     Backward sends the gradients of keys and values along with them, and once more home at the end.
     """
     if not calls.has("context"):
         return kernels
     own = plain(kernels)
-    steps = [i for i, k in enumerate(own) if k.op == "attention"]
-    if not steps:
+    steps = sum(k.op in ("attention", "softmax") for k in own)
+    if not steps or len(own) % steps:
         return own
-    first, last = steps[0], steps[-1] + 1
+    each = len(own) // steps
     elements = joint.elements * (1 if direction == "forward" else 2)
-    inner = _steps(calls, joint, own[first:last], elements)
+    exchanged: Items = tuple(calls.call("context", "send", elements, joint.dtype, own[i * each:(i + 1) * each])
+                             for i in range(steps - 1))
     home: Items = () if direction == "forward" else (calls.call("context", "send", joint.elements, joint.dtype),)
-    return (*own[:first], *inner, *home, *own[last:])
-
-
-def _steps(calls: Calls, joint: Joint, own: Sequence[Kernel], elements: int) -> Items:
-    return (*(calls.call("context", "send", elements, joint.dtype, (kernel,)) for kernel in own[:-1]), own[-1])
+    return (*exchanged, *own[-each:], *home)

@@ -62,7 +62,8 @@ class Fsdp:
         if self.offload.moves_parameters:
             self.host_states()
             return
-        self.plan.resident("frozen parameters", sum(self.frozen_shard(u) for u in self.distinct), "parameters")
+        self.plan.resident("frozen parameters", sum(self.frozen_shard(u) for u in self.distinct), "parameters",
+                           [size / self.factor for u in self.distinct for f in u.frozen for size in f.pieces])
         shards = Counter(u.shards for u in self.distinct)
         for category, width in state_bytes(self.plan).items():
             if category != "gradients" and width:
