@@ -14,7 +14,8 @@ class Trace(NamedTuple):
     Attributes:
         held: numbers that the model's forward lets go before the head; cached: at the end of forward.
         output: number of the tensor the next layer reads, -1 for none.
-        input_gradient: number of the gradient that backward leaves for the layer before, -1 for none.
+        input_gradient: number of the gradient that backward leaves for the layer before (`OUTPUT_GRADIENT` where it is
+            added to in place), -1 for none.
         kept: numbers of parameter gradients that stay.
         tied: number of a shared parameter's gradient that waits for the other layer's, -1 for none.
     """
@@ -38,9 +39,10 @@ class LayerMemory(NamedTuple):
 
     Attributes:
         start, stop: of `Section.memory`.
-        verb: "forward", "backward", or what goes at the end of forward: "held", "cached".
+        verb: "forward", "backward", what goes at the end of forward ("held", "cached"), or a tensor that another stage
+            gave or is given ("passed", one operation).
         position: of the layer in the model.
-        trace: None for "held" and "cached", which end what every layer of the micro-step has there.
+        trace: of a forward or backward; "held" and "cached" end what every layer of the micro-step has there.
     """
 
     start: int

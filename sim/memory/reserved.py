@@ -9,10 +9,6 @@ from sim.memory.allocator import Allocator, OutOfMemoryError
 from sim.memory.tensors import TensorReplay
 from sim.program import Program
 
-#: Communicators of a pipeline's stages. Their micro-batches are in flight together, which the replay of one layer after
-#: another does not follow: of them reserved is taken for allocated.
-PIPELINE = "pipeline"
-
 _FIGURES = "memory/retries.yaml"
 
 #: Steps after which nothing new is reserved: the first makes the optimizer states, the second works around them.
@@ -50,8 +46,6 @@ def replayed(program: Program, limit_bytes: int, allocated_bytes: int) -> Reserv
     Args:
         allocated_bytes: the program's highest sum of tensors (`sim.memory.ledger.peak`).
     """
-    if PIPELINE in program.communicators:
-        return Reserved(0, 0 if allocated_bytes <= limit_bytes else None)
     free = fragmentation_bytes(program)
     if allocated_bytes + free <= limit_bytes:
         return Reserved(free)

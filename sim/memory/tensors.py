@@ -16,6 +16,7 @@ from sim.program import Kind, MemoryOp, Program, Section
 from sim.tensor_trace import INPUT, OUTPUT_GRADIENT, TIED, LayerMemory, Trace
 
 _GRADIENTS = "layers: gradients"
+_ACTIVATIONS = "layers: activations"
 _STATES = "optimizer_states"
 _TEMPORARIES = "optimizer temporaries"
 
@@ -26,6 +27,12 @@ class _Sync(NamedTuple):
     until: int
 
 
+class _Passed(NamedTuple):
+    """A tensor comes from another stage or is on its way to one."""
+
+    op: MemoryOp
+
+
 class _Layer(NamedTuple):
     """A layer of one micro-step: which, and its live tensors by number."""
 
@@ -34,21 +41,25 @@ class _Layer(NamedTuple):
     trace: Trace
 
 
+_Item = MemoryOp | LayerMemory | _Sync | _Passed
+
+
 class TensorReplay:
     """Walks one rank's steps through an allocator."""
 
     def __init__(self, program: Program, allocator: Allocator) -> None:
         self.program, self.allocator = program, allocator
-        self._orders: dict[int, list[MemoryOp | LayerMemory | _Sync]] = {}
+        self._orders: dict[int, list[_Item]] = {}
         self._named: dict[str, deque[tuple[int, Block]]] = {}
         self._debts: dict[str, int] = {}
         self._waiting: list[tuple[int, Block]] = []  # freed, but another stream may still read: (task before, block)
         self._layers: dict[int, deque[_Layer]] = {}
         self._last: _Layer | None = None  # whose output the next layer reads
-        self._gradient: tuple[int, Block] | None = None  # of which layer's input
+        self._received: Block | None = None  # the next layer's input, from another stage
+        self._gradient: Block | None = None  # of the last backward's input
         self._tied: deque[Block] = deque()
         self._has_states = False
-        self._ordered = {p: i for i, p in enumerate(_positions(program))}
+        self._whole = _whole(program)
 
     def construct(self) -> None:
         """What the model holds before its first step."""
@@ -88,13 +99,15 @@ class TensorReplay:
                 self._operation(item)
             elif isinstance(item, LayerMemory):
                 self._layer(item)
+            elif isinstance(item, _Passed):
+                self._handed(item.op)
             else:
                 self._wait(item.until)
         self._wait(len(self.program.sections[number]))
 
-    def _order(self, number: int) -> list[MemoryOp | LayerMemory | _Sync]:
+    def _order(self, number: int) -> list[_Item]:
         if number not in self._orders:
-            self._orders[number] = _order(self.program.sections[number])
+            self._orders[number] = _order(self.program.sections[number], self._whole)
         return self._orders[number]
 
     def _wait(self, until: int) -> None:
@@ -156,8 +169,6 @@ class TensorReplay:
                 one = layers[-1] if layers else None
                 for number in () if one is None else one.trace.held if mark.verb == "held" else one.trace.cached:
                     self._drop(one, number)
-            if mark.position == max(self._ordered) and self._last is not None and self._last.trace.output < 0:
-                self._last = None
 
     def _drop(self, layer: _Layer | None, number: int) -> None:
         block = layer.live.pop(number, None) if layer is not None else None
@@ -174,21 +185,33 @@ class TensorReplay:
                 if block is not None:
                     free(block)
 
-    def _follows(self, first: int, second: int) -> bool:
-        return self._ordered[second] == self._ordered[first] + 1
-
     def _forward(self, position: int, trace: Trace | None) -> None:
         assert trace is not None
         one, last = _Layer(position, {}, trace), self._last
-        if last is not None and self._follows(last.position, position):
+        given = self._received
+        if given is None and last is not None:
             given = last.live.pop(last.trace.output, None)
-            if given is not None:
-                one.live[INPUT] = given
-        elif trace.output >= 0 and self._ordered[position]:
-            one.live[INPUT] = self.allocator.allocate(_output_bytes(trace))  # from the stage before
+        if given is not None:
+            one.live[INPUT] = given
+        self._received = None
         self._layers.setdefault(position, deque()).append(one)
         self._events(one.live, trace.forward)
         self._last = one
+
+    def _handed(self, op: MemoryOp) -> None:
+        """A tensor between stages: a layer's input or its output's gradient comes, its output or its input's gradient
+        goes."""
+        allocator, gradient = self.allocator, self._gradient
+        if op.tensor == _ACTIVATIONS:
+            if op.size_bytes > 0:
+                self._received = allocator.allocate(op.size_bytes, op.stream)
+            elif self._last is not None:
+                self._drop(self._last, self._last.trace.output)
+        elif op.size_bytes > 0:
+            self._gradient = allocator.allocate(op.size_bytes, op.stream)
+        elif gradient is not None:
+            allocator.free(gradient)
+            self._gradient = None
 
     def _backward(self, position: int, trace: Trace | None) -> None:
         assert trace is not None
@@ -196,42 +219,31 @@ class TensorReplay:
         one = layers.popleft() if layers else _Layer(position, {}, trace)
         live = one.live
         if self._gradient is not None:
-            after, block = self._gradient
-            if after in self._ordered and self._follows(position, after):
-                live[OUTPUT_GRADIENT] = block
-            else:
-                self.allocator.free(block)
-            self._gradient = None
-        elif trace.output >= 0:
-            live[OUTPUT_GRADIENT] = self.allocator.allocate(_output_bytes(trace))  # from the stage behind
+            live[OUTPUT_GRADIENT], self._gradient = self._gradient, None
         if self._tied and any(number == TIED for number, _ in trace.backward + tuple((n, 0) for n in trace.kept)):
             live[TIED] = self._tied.popleft()
         self._events(live, trace.backward)
         if trace.input_gradient in live:
-            self._gradient = (position, live.pop(trace.input_gradient))
+            self._gradient = live.pop(trace.input_gradient)
         if trace.tied in live:
             self._tied.append(live.pop(trace.tied))
         held = self._named.setdefault(_GRADIENTS, deque())
-        for block in [live.pop(number) for number in trace.kept if number in live]:
-            held.append((block.asked, block))
+        held.extend((live[number].asked, live.pop(number)) for number in trace.kept if number in live)
         for block in live.values():
             self.allocator.free(block)
-        if self._ordered.get(position) == 0 and self._gradient is not None:
-            self.allocator.free(self._gradient[1])
-            self._gradient = None
 
 
-def _order(section: Section) -> list[MemoryOp | LayerMemory | _Sync]:
-    """Operations, layers and waits of the host in its order."""
+def _order(section: Section, whole: bool) -> list[_Item]:
+    """Operations, layers (if they are to be taken as a `whole`) and waits of the host in its order."""
     syncs = deque((task, max(waits)) for task, (kind, waits) in enumerate(zip(section.kind, section.waits, strict=True))
                   if kind == Kind.HOST and waits)
-    layers = deque(section.layers)
-    found: list[MemoryOp | LayerMemory | _Sync] = []
+    layers = deque(section.layers if whole else ())
+    found: list[_Item] = []
     at = 0
     while at < len(section.memory) or layers:
         if layers and layers[0].start <= at:
             mark = layers.popleft()
-            found.append(mark)
+            found.append(mark if mark.verb != "passed" else _Passed(section.memory[mark.start]))
             at = max(at, mark.stop)
             continue
         op = section.memory[at]
@@ -242,9 +254,11 @@ def _order(section: Section) -> list[MemoryOp | LayerMemory | _Sync]:
     return found
 
 
-def _positions(program: Program) -> list[int]:
-    return sorted({mark.position for section in program.sections for mark in section.layers})
-
-
-def _output_bytes(trace: Trace) -> int:
-    return next(size for number, size in trace.forward if number == trace.output and size)
+def _whole(program: Program) -> bool:
+    """Whether layers alone decide about what they save: not where saved tensors leave for the host in between, of which
+    only sums are known."""
+    for section in program.sections:
+        inside = {place for mark in section.layers for place in range(mark.start, mark.stop)}
+        if any(op.tensor == _ACTIVATIONS and place not in inside for place, op in enumerate(section.memory)):
+            return False
+    return True

@@ -119,7 +119,7 @@ def _trace(run: Run, names: dict[int, int], cuts: list[tuple[int, int]], ends: t
                                if n in names or (n in own and (size or n != output))) for begin, end in cuts)
     held, cached = (tuple(n for n, size in log[begin:end] if not size and n in own and n != output)
                     for begin, end in pairwise(ends))
-    gradient = -1 if boundary.gradient is None else boundary.gradient.number
+    gradient = -1 if boundary.gradient is None else names.get(boundary.gradient.number, boundary.gradient.number)
     tied = run.pending[0].number if run.pending and run.pending[0].number in own else -1
     return Trace(forward, held, cached, backward, output, gradient,
                  tuple(names.get(s.number, s.number) for s in run.gradients), tied)

@@ -20,6 +20,7 @@ from sim.parallel.pipeline.transfers import Edge, Transfers
 from sim.parallel.pipeline.weights import kept_for_weights
 from sim.parallel.step import COMPUTE, MicroStep, Plan, blocks, end_of_step
 from sim.program import CollectiveCall, Kind, Label, MemoryOp, SectionBuilder
+from sim.tensor_trace import LayerMemory
 from sim.work import DTYPE_BYTES, Kernel
 
 
@@ -175,7 +176,9 @@ class Stage:
         """
         pool = OUTPUT_POOL if edge.forward else FLOWING_POOL
         size = sign * blocks(self.passing.whole * DTYPE_BYTES[self.passing.dtype])
-        section.section.memory.append(MemoryOp(len(section.section), pool.name, size, pool.category))
+        memory = section.section.memory
+        memory.append(MemoryOp(len(section.section), pool.name, size, pool.category))
+        section.section.layers.append(LayerMemory(len(memory) - 1, len(memory), "passed", -1, None))
 
     def _first_receive(self, needs: Sequence[Edge]) -> None:
         if needs:

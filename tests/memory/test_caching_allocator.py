@@ -1,0 +1,114 @@
+"""The caching allocator against cases worked out by hand from PyTorch's rules, and what must hold of any requests."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sim.memory.allocator import Allocator, Block, OutOfMemoryError, segment_bytes
+
+KIB, MIB = 2**10, 2**20
+
+
+@pytest.mark.parametrize(("asked", "segment"), [
+    (1, 2 * MIB), (MIB, 2 * MIB), (MIB + 512, 20 * MIB), (10 * MIB - 512, 20 * MIB), (10 * MIB, 10 * MIB),
+    (11 * MIB, 12 * MIB), (100 * MIB + 1, 102 * MIB),
+])
+def test_segments_are_of_the_sizes_pytorch_asks_for(asked: int, segment: int) -> None:
+    allocator = Allocator()
+    allocator.allocate(asked)
+    assert allocator.reserved == segment == segment_bytes(-(-asked // 512) * 512)
+
+
+def test_small_requests_share_a_segment_and_are_rounded_to_512_bytes() -> None:
+    allocator = Allocator()
+    blocks = [allocator.allocate(1) for _ in range(4096)]
+    assert (allocator.allocated, allocator.reserved) == (4096 * 512, 2 * MIB)
+    allocator.allocate(1)
+    assert allocator.reserved == 4 * MIB
+    assert {b.size for b in blocks} == {512}
+
+
+def test_a_large_block_keeps_up_to_one_mebibyte_too_much() -> None:
+    allocator = Allocator()
+    allocator.allocate(11 * MIB)  # in a segment of 12: the rest is no larger than 1 MiB, so it stays
+    assert (allocator.allocated, allocator.asked) == (12 * MIB, 11 * MIB)
+    allocator.allocate(10 * MIB + 512)
+    assert allocator.allocated == 12 * MIB + 10 * MIB + 512  # 1.9995 MiB are split off
+
+
+def test_the_smallest_block_that_is_large_enough_serves_on_the_same_stream_only() -> None:
+    allocator = Allocator()
+    large, fitting = allocator.allocate(40 * MIB), allocator.allocate(24 * MIB)
+    allocator.free(large)
+    allocator.free(fitting)
+    assert allocator.allocate(23 * MIB).address == fitting.address
+    allocator.allocate(23 * MIB, stream=1)
+    assert allocator.reserved == (40 + 24 + 24) * MIB
+
+
+def test_neighbours_merge_when_both_are_free() -> None:
+    allocator = Allocator()
+    parts = [allocator.allocate(5 * MIB) for _ in range(4)]
+    assert allocator.reserved == 20 * MIB
+    for part in (parts[1], parts[3], parts[2]):
+        allocator.free(part)
+    assert allocator.allocate(15 * MIB).address == parts[1].address
+    assert allocator.reserved == 20 * MIB
+
+
+def test_a_full_device_gives_back_whole_segments_and_tries_again() -> None:
+    allocator = Allocator(50 * MIB)
+    cached, split = allocator.allocate(20 * MIB), allocator.allocate(6 * MIB)
+    allocator.free(cached)
+    allocator.allocate(24 * MIB)
+    assert (allocator.retries, allocator.released, allocator.reserved) == (1, 1, 44 * MIB)
+    with pytest.raises(OutOfMemoryError):
+        allocator.allocate(12 * MIB)  # 14 MiB are free beside `split`, but that segment is not in one piece
+        allocator.allocate(12 * MIB)
+    assert not split.free
+
+
+def test_expandable_segments_grow_where_fixed_ones_leave_holes() -> None:
+    fixed, growing = Allocator(), Allocator(expandable=True)
+    for allocator in (fixed, growing):
+        for size in (40, 60, 80):
+            allocator.free(allocator.allocate(size * MIB))
+    assert (fixed.reserved, growing.reserved) == (180 * MIB, 80 * MIB)
+
+
+def test_oversize_blocks_are_neither_split_nor_wasted() -> None:
+    allocator = Allocator(max_split_bytes=32 * MIB)
+    allocator.free(allocator.allocate(64 * MIB))
+    allocator.allocate(16 * MIB)
+    assert allocator.reserved == 80 * MIB
+    assert allocator.allocate(60 * MIB).size == 64 * MIB
+    allocator.free(allocator.allocate(100 * MIB))
+    allocator.allocate(40 * MIB)
+    assert allocator.reserved == (80 + 100 + 40) * MIB
+
+
+requests = st.lists(st.tuples(st.integers(1, 30 * MIB), st.integers(0, 2), st.integers(0, 40)), max_size=60)
+
+
+@settings(max_examples=50, deadline=None)
+@given(requests, st.booleans())
+def test_blocks_never_overlap_and_reserved_is_never_below_allocated(
+        wanted: list[tuple[int, int, int]], expandable: bool) -> None:
+    allocator = Allocator(expandable=expandable)
+    live: list[Block] = []
+    for size, stream, gone in wanted:
+        live.append(allocator.allocate(size, stream))
+        if gone < len(live):
+            allocator.free(live.pop(gone))
+        assert allocator.asked <= allocator.allocated <= allocator.reserved
+        spans = sorted((b.address, b.address + b.size) for b in live)
+        assert all(one[1] <= other[0] for one, other in pairwise(spans))
+        assert sum(b.size for b in live) == allocator.allocated
+    for block in live:
+        allocator.free(block)
+    assert allocator.allocated == allocator.asked == 0
+    assert sum(s.size for s in allocator.segments.values()) == allocator.reserved

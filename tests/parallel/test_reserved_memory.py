@@ -1,0 +1,80 @@
+"""Steps replayed tensor by tensor: the allocator is asked for what the ledger counts, and nothing leaks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sim.memory.allocator import Allocator
+from sim.memory.ledger import peak
+from sim.memory.reserved import replayed, under_pressure
+from sim.memory.tensors import TensorReplay
+from sim.parallel import lower
+from sim.program import Program
+from sim.scenario import resolve
+
+
+def programs(parallel: dict[str, Any] | None = None, sequence: int = 256, batch: int = 2, micro_steps: int = 2,
+             **training: Any) -> list[Program]:
+    parallel = {"strategy": "ddp", **(parallel or {})}
+    replicas = 8 // parallel.get("pipeline", 1)
+    return lower(resolve({
+        "name": "x", "cluster": {"topology": "dgx-a100-80g", "nodes": 1},
+        "model": {"kind": "decoder", "layers": 8, "hidden": 1024, "heads": 8, "vocab": 8192},
+        "training": {"global_batch": batch * replicas * micro_steps, "micro_batch": batch, "sequence": sequence,
+                     "precision": "amp-bf16", "optimizer": "adamw", **training},
+        "parallel": parallel, "software": {"modules": "plain", "optimizer_kernel": "foreach"}})).job.programs
+
+
+jobs = st.fixed_dictionaries({
+    "recompute": st.sampled_from(["none", "selective", "full"]),
+    "parallel": st.sampled_from([
+        {"strategy": "ddp"}, {"strategy": "ddp", "gradient_as_bucket_view": True}, {"strategy": "fsdp"},
+        {"strategy": "fsdp", "sharding_factor": 2}, {"pipeline": 2, "schedule": "1f1b"},
+        {"pipeline": 4, "schedule": "1f1b"}, {"pipeline": 2, "schedule": "gpipe"}]),
+    "micro_steps": st.sampled_from([2, 5]),
+    "batch": st.sampled_from([1, 2]),
+})
+
+
+@settings(max_examples=25, deadline=None)
+@given(jobs)
+def test_the_allocator_is_asked_for_what_the_ledger_counts(job: dict[str, Any]) -> None:
+    for program in programs(**job):
+        allocator = Allocator()
+        replay = TensorReplay(program, allocator)
+        replay.construct()
+        replay.step()
+        after_first = allocator.asked
+        replay.step()
+        assert allocator.asked == after_first
+        counted = peak(program).peak_allocated_bytes
+        assert allocator.top_asked == pytest.approx(counted, rel=0.01)
+        assert allocator.top_reserved >= allocator.top_allocated >= allocator.top_asked
+
+
+@pytest.mark.parametrize(("field", "values"), [("batch", (1, 2, 4)), ("sequence", (256, 512, 1024))])
+def test_reserved_grows_with_the_work(field: str, values: tuple[int, ...]) -> None:
+    found = []
+    for value in values:
+        program = programs(**{field: value})[0]
+        allocated = peak(program).peak_allocated_bytes
+        found.append(allocated + replayed(program, 2**40, allocated).fragmentation_bytes)
+    assert found == sorted(found)
+
+
+def test_short_of_memory_cached_blocks_are_given_back_before_a_job_is_lost() -> None:
+    program = programs({"strategy": "fsdp"}, sequence=1024, batch=4)[0]
+    allocated = peak(program).peak_allocated_bytes
+    enough = allocated + replayed(program, 2**40, allocated).fragmentation_bytes
+    assert replayed(program, enough, allocated).retries == 0
+    short = replayed(program, enough - 2**20, allocated)
+    assert short.retries is not None
+    assert allocated + short.fragmentation_bytes <= enough - 2**20
+    lost = replayed(program, allocated - 1, allocated)
+    assert lost.retries is None
+    assert lost.seconds == 0
+    assert under_pressure(program, allocated // 2).retries is None
