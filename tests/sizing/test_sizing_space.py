@@ -98,14 +98,16 @@ def test_deadline_prunes_and_is_kept() -> None:
 
 def test_killed_search_resumes_without_repeating(tmp_path: Path) -> None:
     file, out = tmp_path / "s.yaml", tmp_path / "runs.db"
-    file.write_text(json.dumps(PLAIN))
-    command = [sys.executable, "-m", "sim", "size", str(file), "--gpus", "8", "--top", "40", "--out", str(out)]
-    child = subprocess.Popen(command, env={**os.environ}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    file.write_text(json.dumps({**PLAIN, "cluster": {"topology": "dgx-a100-80g", "gpus_per_node": 2}}))
+    command = [sys.executable, "-m", "sim", "size", str(file), "--gpus", "2", "--top", "40", "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}  # wherever the tests run
+    child = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     before = 0
-    for _ in range(600):
+    for _ in range(2000):
         time.sleep(0.05)
         try:  # read only: to open a file that is not there must not make it
-            before = sqlite3.connect(f"file:{out}?mode=ro", uri=True).execute("select count(*) from runs").fetchone()[0]
+            reader = sqlite3.connect(f"file:{out}?mode=ro", uri=True)
+            before = reader.execute("select count(*) from runs").fetchone()[0]
         except sqlite3.Error:
             before = 0
         if before >= 8 or child.poll() is not None:
