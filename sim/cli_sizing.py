@@ -71,9 +71,13 @@ def _progress(done: int, _bound: float, _best: float) -> None:
 def _print_size(found: Sizing) -> None:
     pruned = ", ".join(f"{count:,} by {name}" for name, count in found.pruned.items())
     click.echo(f"{found.covered:,} configurations: {found.impossible:,} impossible, pruned {pruned}, "
-               f"{found.simulated:,} simulated")
-    click.echo("the best is proven" if found.gap == 0 else
-               f"not proven: a configuration not yet simulated may be up to {100 * found.gap:.1f}% better")
+               f"{found.simulated:,} simulated ({found.refused:,} refused)")
+    if found.faults:
+        click.echo(f"the simulation failed on {found.faults:,} of them, a fault of ours: the best is not proven")
+    elif found.proven:
+        click.echo("the best is proven")
+    else:
+        click.echo(f"not proven: a configuration not yet simulated may be up to {100 * found.gap:.1f}% better")
     if not found.best:
         click.echo("nothing that was simulated fits")
     for title, rows in (("best", found.best), ("fastest of each number of GPUs, of those simulated", found.front)):

@@ -70,7 +70,8 @@ class Sizing:
         covered, impossible, simulated: configurations in all, those that lowering refuses, those simulated.
         pruned: configurations ruled out, by the bound that did it.
         front: rows that no simulated row beats in both time and GPUs.
-        gap: how much better than the best an unsimulated row could be; 0 = the best is proven.
+        refused, faults: of those simulated, rows a technique refused, and rows the simulation failed on (ours).
+        gap: how much better than the best an unsimulated row could be.
         seconds: of wall clock, by part.
     """
 
@@ -79,6 +80,8 @@ class Sizing:
     covered: int = 0
     impossible: int = 0
     simulated: int = 0
+    refused: int = 0
+    faults: int = 0
     pruned: dict[str, int] = field(default_factory=dict)
     front: list[dict[str, Any]] = field(default_factory=list)
     gap: float = 0.0
@@ -87,8 +90,14 @@ class Sizing:
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return {"objective": self.wish.objective, "best": self.best, "front": self.front, "covered": self.covered,
-                "impossible": self.impossible, "pruned": self.pruned, "simulated": self.simulated, "gap": self.gap,
-                "proven": self.gap == 0.0, "seconds": self.seconds}
+                "impossible": self.impossible, "pruned": self.pruned, "simulated": self.simulated,
+                "refused": self.refused, "faults": self.faults, "gap": self.gap, "proven": self.proven,
+                "seconds": self.seconds}
+
+    @property
+    def proven(self) -> bool:
+        """Whether nothing better can be among what was covered; a row that failed might be."""
+        return self.gap == 0.0 and not self.faults
 
     def table(self) -> Any:
         """`best` as a pandas DataFrame where pandas is installed, else as it is."""
@@ -141,6 +150,8 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
 
         result = search(value, runner.values, top, stop=stop)
     _fill(found, space, result, runner)
+    outcomes = [one.outcome for one in runner.rows.values()]
+    found.refused, found.faults = outcomes.count("refused"), outcomes.count("fault")
     found.seconds = {"space": listed - started, "bounds": bounded - listed, "simulation": time.monotonic() - bounded}
     return found
 
