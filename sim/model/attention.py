@@ -201,7 +201,8 @@ def _flash(style: Style) -> Operator:
     """
     seq_k, causal = style.keys, style.causal and not style.biased
     if style.window and causal:
-        seq_k, causal = round(_band(style.sequence, style.window) / style.sequence), False
+        whole = style.sequence * style.context
+        seq_k, causal = round(_band(whole, style.window) / (whole * style.context)), False
     shape = (style.batch, style.heads, style.kv_heads, style.sequence, seq_k, style.head_dim)
     flops = 4.0 * style.batch * style.sequence * seq_k * style.query_width
     e = width(style.act)

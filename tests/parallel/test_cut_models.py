@@ -110,6 +110,19 @@ def test_context_passes_keys_and_values_round_the_ring() -> None:
     assert found["backward", "send", 4] == 4 * LAYERS * 4  # with their gradients, and these once more home
 
 
+def test_a_window_is_a_band_of_the_whole_sequence_however_it_is_cut() -> None:
+    def flops(context: int) -> float:
+        what = resolve({
+            "name": "window", "cluster": {"topology": "dgx-a100-80g"},
+            "model": {"kind": "decoder", "layers": 2, "hidden": HIDDEN, "heads": 8, "vocab": VOCAB, "window": 1024,
+                      "positions": "rotary", "norm": "rmsnorm", "bias": False, "tied_embeddings": False},
+            "training": {"micro_batch": 1, "global_batch": 8, "sequence": 2048, "precision": "pure-bf16"},
+            "parallel": {"strategy": "ddp", "context": context}})
+        result = sim.run(what)
+        return result.hardware_flops / what.training.global_batch
+    assert flops(4) == pytest.approx(flops(1), rel=0.01)
+
+
 def test_tokens_travel_to_their_experts_and_back() -> None:
     moe = {"moe": {"experts": 8, "top_k": 2, "expert_ffn": 512, "shared_experts": 0, "every": 1, "first_dense": 0},
            "gated_mlp": True, "bias": False}
