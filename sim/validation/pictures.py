@@ -122,8 +122,8 @@ def _histogram(data: Sequence[Any]) -> Figure:
 
 
 def _scale(data: Sequence[Any]) -> Figure:
-    made = look.figure(4.4)
-    ax = made.add_axes((0.085, 0.13, 0.63, 0.71))
+    made = look.figure(5.6)
+    ax = made.add_axes((0.085, 0.11, 0.63, 0.75))
     ax.axhspan(-0.1, 0.1, color=look.PALE, zorder=1)
     ax.axhline(0.0, color=look.GREY, linewidth=0.8, zorder=2)
     # rows of one count stand side by side, in the order of their sources
@@ -140,6 +140,6 @@ def _scale(data: Sequence[Any]) -> Figure:
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter(lambda x, _: f"{x:.0f}")
     ax.yaxis.set_major_formatter(lambda y, _: f"{y:+.0%}")
-    look.heading(made, "Errors against scale", "the band is ±10%")
+    look.heading(made, "Errors against scale", f"the band is ±10%; what is above {EDGE:+.0%} stands at the edge")
     _legend(made, ax)
     return made
