@@ -19,6 +19,7 @@ from sim.errors import Fault, UserError
 from sim.hardware import Device, gpu, host_share
 from sim.network import Network, Topology
 from sim.parallel import Lowered, lower
+from sim.parallel.variety import GpuKind
 from sim.report.advice import advise
 from sim.report.result import Result, build_result
 from sim.scenario import Loaded, Scenario, load_scenario
@@ -117,7 +118,16 @@ def run_sweep(source: Loaded | str | Path, *, progress: Callable[[int, int], Non
 def machine_for(scenario: Scenario, lowered: Lowered) -> Machine:
     """The machine a lowered scenario runs on."""
     device, network = hardware_for(scenario, lowered.stack.rank_jitter_s)
-    return Machine([device], network, lowered.job)
+    return Machine([_of_kind(device, kind) for kind in lowered.variety.kinds], network, lowered.job)
+
+
+def _of_kind(device: Device, kind: GpuKind) -> Device:
+    """The cluster's device, or one that differs from it as `kind` says."""
+    if kind == GpuKind():
+        return device
+    card = gpu(kind.gpu) if kind.gpu else device.gpu
+    card = replace(card, memory_bandwidth_bps=card.memory_bandwidth_bps * kind.memory_bandwidth)
+    return device.like(card, kind.clock)
 
 
 def hardware_for(scenario: Scenario, jitter_s: float = 0.0) -> tuple[Device, Network]:
@@ -142,7 +152,7 @@ def _hardware(scenario: Scenario, jitter_s: float) -> tuple[Device, Network]:
     """The GPU and the links of a scenario's cluster."""
     cluster = scenario.cluster
     overrides = cluster.gpu.model_dump() if cluster.gpu is not None else None
-    network = Network(Topology.from_mapping(cluster.topology.model_dump()), cluster.nodes, cluster.gpus_per_node,
+    network = Network(Topology.from_mapping(cluster.template()), cluster.nodes, cluster.gpus_per_node,
                       cluster.intra_gbps_per_gpu, cluster.inter_gbps_per_node, scenario.software.nccl.model_dump(),
                       jitter_s)
     share = host_share(cluster.topology.host, cluster.gpus_per_node, cluster.topology.intra.gpus_per_switch or 1)

@@ -9,6 +9,7 @@ below another switch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -78,14 +79,21 @@ class Placement:
     loads: dict[str, Loads] = field(default_factory=dict)
 
 
-def place(ranks: Ints, topology: Topology, speeds: Speeds) -> Placement:
-    """Placement of a communicator; `ranks` has shape (instances, size)."""
+def place(ranks: Ints, topology: Topology, speeds: Speeds, detours: Mapping[int, int] | None = None) -> Placement:
+    """Placement of a communicator.
+
+    Args:
+        ranks: shape (instances, size).
+        detours: failed NIC groups, and the one of the same node that carries the traffic of each.
+    """
     instances, size = ranks.shape
     flat = np.ascontiguousarray(ranks, dtype=np.int64).ravel()
     per_node, groups = topology.gpus_per_node, speeds.nic_groups
     node = flat // per_node
     slot = flat - node * per_node
     nic = node * groups + slot * groups // per_node
+    for failed, instead in (detours or {}).items():
+        nic[nic == failed] = instead
     inter = topology.inter
     rails = groups if inter.rail_optimized else 1
     leaf = node // inter.nodes_per_leaf * rails + (nic % groups if inter.rail_optimized else 0)

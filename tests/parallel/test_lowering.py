@@ -199,14 +199,6 @@ def test_unfolded_jobs_simulate_every_rank() -> None:
     assert all(c.parties == 4 for c in low.job.communicators)
 
 
-def test_a_slow_device_splits_the_job() -> None:
-    devices = np.zeros(16, dtype=np.int64)
-    devices[3] = 1
-    low = lower(scenario(nodes=2, global_batch=32, strategy="fsdp"), devices=devices)
-    assert sorted(len(c.members) for c in low.job.classes) == [1, 15]
-    assert [c.parties for c in low.job.communicators] == [2]
-
-
 @pytest.mark.parametrize(("change", "field"), [
     ({"pipeline": 3}, "parallel.pipeline"), ({"offload": {"optimizer": "paged"}}, "parallel.offload"),
     ({"offload": {"activations": "cpu"}, "pipeline": 3, "strategy": "ddp"}, "parallel.offload"),
