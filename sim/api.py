@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sim.engine import Machine, simulate
 from sim.errors import Fault, UserError
 from sim.hardware import Device, gpu, host_share
@@ -118,6 +120,8 @@ def run_sweep(source: Loaded | str | Path, *, progress: Callable[[int, int], Non
 def machine_for(scenario: Scenario, lowered: Lowered) -> Machine:
     """The machine a lowered scenario runs on."""
     device, network = hardware_for(scenario, lowered.stack.rank_jitter_s)
+    if lowered.variety.colours is not None:
+        network = network.watching(np.array([c.representative for c in lowered.job.classes], dtype=np.int64))
     return Machine([_of_kind(device, kind) for kind in lowered.variety.kinds], network, lowered.job)
 
 
@@ -170,7 +174,8 @@ def _predict(scenario: Scenario, sets: Mapping[str, Any]) -> Result:
 
 
 def _advised(result: Result) -> Result:
-    """The result, able to say what would make it fit."""
+    """The result, able to say what would make it fit and what each trouble of its cluster costs."""
+    result.predictor = lambda scenario: _predict(scenario, {}).step_time_s
     result.advisor = lambda: advise(result, lambda scenario: _predict(scenario, {}))
     return result
 

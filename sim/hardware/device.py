@@ -111,6 +111,22 @@ class Device:
         self._use(clock)
         return clock
 
+    def energy_j(self, kernels: Sequence[Kernel], counts: Sequence[float] | NDArray[np.float64],
+                 seconds: float) -> float:
+        """Energy the GPU draws over `seconds` in which it runs each kernel so often, joules; its board alone.
+
+        Power as in `power.py`: a constant part for the whole time, traffic of device memory, and arithmetic at the
+        clock the GPU runs at (energy per FLOP goes as its square).
+        """
+        often = np.asarray(counts, dtype=np.float64)
+        if self._clock is None:
+            self._clock = self._sequence_clock()
+        clock = self._clock * self.clock_share
+        arithmetic_j = float(often @ [self._arithmetic_j(kernel) for kernel in kernels]) if len(kernels) else 0.0
+        traffic = float(often @ [kernel.bytes for kernel in kernels]) if len(kernels) else 0.0
+        power = self._rates.power
+        return power.constant_w * seconds + power.byte_j * traffic + arithmetic_j * clock**2
+
     def _use(self, clock: float) -> None:
         self._clock = clock
         self._known.clear()

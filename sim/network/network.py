@@ -17,7 +17,7 @@ from sim.network.jitter import rendezvous_s
 from sim.network.routes import Placement, place
 from sim.network.site import Site
 from sim.network.topology import Topology, speeds
-from sim.network.trouble import check_links, detours
+from sim.network.trouble import check_links, detours, links_of
 
 __all__ = ["Coflow", "LinkId", "Network", "fair_share"]
 
@@ -53,6 +53,7 @@ class Network:
         self._degraded = dict(topology.degraded)
         check_links(topology, self.speeds, nodes)
         self._detours = detours(topology, self.speeds, nodes)
+        self._keep: tuple[LinkId, ...] = ()
         self._placements: dict[tuple[tuple[int, ...], bytes], Placement] = {}
         self._seen: dict[int, tuple[npt.NDArray[np.int64], Placement]] = {}
         self._candidates: dict[tuple[str, int], list[tuple[Candidate, float]]] = {}
@@ -77,6 +78,16 @@ class Network:
         other._scale = (intra, inter, latency)
         other._placements, other._seen, other._candidates, other._coflows = {}, {}, {}, {}
         other.refresh()
+        return other
+
+    def watching(self, ranks: npt.NDArray[np.int64]) -> Network:
+        """The same network for a job whose ranks are not all alike: the links of `ranks`, one of each class, always
+        stand in the loads, so that what meets on them is seen for every class."""
+        other = copy.copy(self)
+        node = ranks // self.gpus_per_node
+        physical = ranks + node * (self.topology.gpus_per_node - self.gpus_per_node)
+        other._keep = links_of(physical, self.topology, self.speeds, self._detours)
+        other._placements, other._seen, other._candidates, other._coflows = {}, {}, {}, {}
         return other
 
     def capacity(self, link: LinkId) -> float:
@@ -115,7 +126,8 @@ class Network:
         if key not in self._placements:
             node = ranks // self.gpus_per_node
             physical = ranks + node * (self.topology.gpus_per_node - self.gpus_per_node)
-            self._placements[key] = place(physical, self.topology, self.speeds, self._detours)
+            self._placements[key] = place(physical, self.topology, self.speeds, self._detours,
+                                          self._keep)
         self._seen[id(ranks)] = (ranks, self._placements[key])  # holding the array keeps its id from being reused
         return self._placements[key]
 
@@ -143,7 +155,7 @@ class Network:
         if where.instances == 1:
             return [(c, c.rate(self._staged)) for c in found]
         one = where.ranks[where.widest * where.size:(where.widest + 1) * where.size].reshape(1, -1)
-        lone = place(one, self.topology, self.speeds, self._detours)
+        lone = place(one, self.topology, self.speeds, self._detours, self._keep)
         alone = self._allowed(kind, lone)
         rates = {(c.algorithm, c.protocol): c.rate(self._staged) for c in alone}
         judged = {(c.algorithm, c.protocol): c.judged for c in alone}

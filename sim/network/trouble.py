@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 
 from sim.errors import Fault, UserError
+from sim.network.fair_share import LinkId
 from sim.network.topology import Speeds, Topology
 
 Ints = npt.NDArray[np.int64]
@@ -85,21 +88,38 @@ def link_colours(topology: Topology, speeds: Speeds, nodes: int, gpus_per_node: 
     if not topology.degraded:
         return None
     rank = np.arange(nodes * gpus_per_node, dtype=np.int64)
-    node, slot = rank // gpus_per_node, rank % gpus_per_node
-    per_node, groups, inter = topology.gpus_per_node, speeds.nic_groups, topology.inter
-    nic = node * groups + slot * groups // per_node
+    gpu = rank // gpus_per_node * topology.gpus_per_node + rank % gpus_per_node
     around = detours(topology, speeds, nodes)
-    moved = nic.copy()
-    for failed, instead in around.items():
-        moved[nic == failed] = instead
-    rails = groups if inter.rail_optimized else 1
-    leaf = node // inter.nodes_per_leaf * rails + (moved % groups if inter.rail_optimized else 0)
-    gpu = node * per_node + slot
-    places = {"gpu": gpu, "nic": moved, "leaf": leaf, "pcie": gpu // topology.intra.gpus_per_switch}
+    places = _places(gpu, topology, speeds, around)
+    at_home = _places(gpu, topology, speeds, {})["nic"]
     columns = {name: np.ones(rank.size) for name in places}
     for (kind, index), share in topology.degraded:
         name = kind.partition("_")[0]
         columns[name][places[name] == index] = share
-    doubled = np.isin(moved, list(around.values())) + (moved != nic)  # on a NIC that serves two, at home there or not
+    doubled = np.isin(places["nic"], list(around.values())) + (places["nic"] != at_home)  # a NIC that serves two
     _, colours = np.unique(np.column_stack([*columns.values(), doubled]), axis=0, return_inverse=True)
     return colours.reshape(-1).astype(np.int64) if colours.any() else None
+
+
+def links_of(gpus: Ints, topology: Topology, speeds: Speeds, around: Mapping[int, int]) -> tuple[LinkId, ...]:
+    """The links that some GPUs use, both ways, each once.
+
+    Args:
+        gpus: counted over whole nodes.
+        around: see `detours`.
+    """
+    places = _places(gpus, topology, speeds, around)
+    return tuple((f"{name}_{way}", int(index)) for name, column in places.items() for way in ("out", "in")
+                 for index in np.unique(column))
+
+
+def _places(gpus: Ints, topology: Topology, speeds: Speeds, around: Mapping[int, int]) -> dict[str, Ints]:
+    """Link of each kind that each GPU uses (numbered as in `routes`)."""
+    per_node, groups, inter = topology.gpus_per_node, speeds.nic_groups, topology.inter
+    node, slot = gpus // per_node, gpus % per_node
+    nic = node * groups + slot * groups // per_node
+    for failed, instead in around.items():
+        nic[nic == failed] = instead
+    rails = groups if inter.rail_optimized else 1
+    leaf = node // inter.nodes_per_leaf * rails + (nic % groups if inter.rail_optimized else 0)
+    return {"gpu": gpus, "nic": nic, "leaf": leaf, "pcie": gpus // topology.intra.gpus_per_switch}

@@ -20,7 +20,7 @@ from sim.parallel.sharded.fsdp1 import Fsdp1
 from sim.parallel.sharded.fsdp2 import Fsdp2
 from sim.parallel.step import Plan, Technique, micro_steps, write
 from sim.parallel.support import check
-from sim.parallel.variety import Variety, variety
+from sim.parallel.variety import ALIKE, Variety, variety
 from sim.program import Job
 from sim.scenario.schema import Scenario
 from sim.software import Stack, stack_for
@@ -45,7 +45,7 @@ class Lowered:
     memory_complete: bool = False
     outside: Outside | None = None
     serving: Serving | None = None
-    variety: Variety = Variety()
+    variety: Variety = ALIKE
 
 
 def lower(scenario: Scenario, *, fold: bool = True) -> Lowered:

@@ -63,6 +63,10 @@ class Variety:
         return self.devices * (int(self.links.max()) + 1) + self.links
 
 
+#: All ranks alike.
+ALIKE = Variety()
+
+
 def variety(scenario: Scenario, layout: Layout, groups: Mapping[str, Ranks]) -> Variety:
     """What the scenario says of GPUs and links that are not like the others.
 
@@ -76,7 +80,7 @@ def variety(scenario: Scenario, layout: Layout, groups: Mapping[str, Ranks]) -> 
     cluster = scenario.cluster
     if not (cluster.slow_gpus or cluster.other_gpus or cluster.clock_spread or cluster.degraded
             or cluster.topology.degraded):
-        return Variety()
+        return ALIKE
     links = _links(scenario, groups)
     if cluster.clock_spread is None:
         return _kinds(scenario, np.ones(scenario.gpus), links, 0.0)

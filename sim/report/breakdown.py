@@ -240,6 +240,23 @@ def step_flops(program: Program) -> float:
     return total
 
 
+def kernel_counts(program: Program) -> Floats:
+    """How often each distinct kernel of a program runs in a step, those beside inline collectives included."""
+    of_segment = np.zeros(len(program.segments))
+    for number, repeats in program.schedule:
+        section = program.sections[number]
+        for kind, payload in zip(section.kind, section.payload, strict=True):
+            if kind == Kind.KERNELS:
+                of_segment[payload] += repeats
+    counts = np.zeros(len(program.kernels))
+    for segment, often in zip(program.segments, of_segment, strict=True):
+        if often:
+            for row in segment.kernels:
+                for kernel in (row,) if row >= 0 else program.inlines[-1 - row].beside:
+                    counts[kernel] += often
+    return counts
+
+
 def _spans(columns: Columns, rows: Ints, key: Ints, keys: int) -> Spans:
     return Spans(columns.start_s[rows], columns.end_s[rows], key, keys)
 

@@ -14,6 +14,7 @@ from sim.memory.ledger import CATEGORIES
 from sim.report.inference import InferenceResult
 from sim.report.memory import MemoryResult
 from sim.report.result import TIGHT_HEADROOM, Result
+from sim.report.text_run import budget_lines, trouble_lines
 from sim.scenario.schema import Inference, InferenceRun, Scenario
 from sim.work import CATEGORIES as KERNEL_CATEGORIES
 
@@ -44,8 +45,8 @@ def console(file: IO[str] | None = None, width: int | None = None) -> Console:
 
 def render(result: Result, to: Console) -> None:
     """Print the report of one run."""
-    to.print(Group(*_headline(result), Text(), *_breakdown(result, to.width), Text(), *_bound(result), Text(),
-                   *_memory(result, to.width), *_notes(result)))
+    to.print(Group(*_headline(result), Text(), *_breakdown(result, to.width), Text(), *_bound(result),
+                   *trouble_lines(result), Text(), *_memory(result, to.width), *budget_lines(result), *_notes(result)))
 
 
 def as_text(result: Result, width: int = 100) -> str:

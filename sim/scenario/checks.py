@@ -107,11 +107,8 @@ def _divisors_near(whole: int, wanted: int) -> str:
 def _cluster(written: Scenario, s: Scenario) -> Iterator[Finding]:
     cluster, topology = s.cluster, s.cluster.topology
     if cluster.gpus_per_node > topology.gpus_per_node:
-        yield (
-            "cluster.gpus_per_node",
-            f"{cluster.gpus_per_node} GPUs per node asked of '{topology.name}', which has {topology.gpus_per_node}",
-            f"at most {topology.gpus_per_node}",
-        )
+        asked = f"{cluster.gpus_per_node} GPUs per node asked of '{topology.name}', which has {topology.gpus_per_node}"
+        yield "cluster.gpus_per_node", asked, f"at most {topology.gpus_per_node}"
     if s.gpus > MAX_GPUS:
         yield (
             "cluster.nodes",

@@ -14,7 +14,7 @@ def trouble(written: Scenario, s: Scenario) -> Iterator[tuple[str, str, str]]:
     del written
     cluster, taken = s.cluster, set()
     for i, slow in enumerate(cluster.slow_gpus or ()):
-        field = f"cluster.slow_gpus[{i}]"
+        field = f"cluster.slow_gpus.{i}"
         if slow.gpu >= s.gpus:
             yield (f"{field}.gpu", f"GPU {slow.gpu} does not exist: the job has {s.gpus}, counted from 0",
                    f"at most {s.gpus - 1}")
@@ -22,7 +22,7 @@ def trouble(written: Scenario, s: Scenario) -> Iterator[tuple[str, str, str]]:
             yield f"{field}.gpu", f"GPU {slow.gpu} is named twice", "say what is slow about it in one entry"
         taken.add(slow.gpu)
     for i, other in enumerate(cluster.other_gpus or ()):
-        field = f"cluster.other_gpus[{i}]"
+        field = f"cluster.other_gpus.{i}"
         if canonical_gpu(other.gpu) is None:
             yield (f"{field}.gpu", f"unknown GPU '{other.gpu[:40]}'",
                    nearest(other.gpu, gpu_names()) or "see 'drystep list gpus'")
