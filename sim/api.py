@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,7 +24,11 @@ from sim.parallel import Lowered, lower
 from sim.parallel.variety import GpuKind
 from sim.report.advice import advise
 from sim.report.result import Result, build_result
+from sim.report.tables import Frame, as_table, row_of
 from sim.scenario import Loaded, Scenario, load_scenario
+
+if TYPE_CHECKING:
+    from sim.report.scaling import Scaling
 
 #: What `run` accepts: a resolved scenario, what `load` returned, or the path of a file.
 Source = Scenario | Loaded | str | Path
@@ -46,6 +50,16 @@ class Sweep:
     skipped: list[dict[str, Any]] = field(default_factory=list)
     interrupted: bool = False
 
+    def table(self) -> Frame:
+        """One row per point: its `set`, then the columns of `Result.table`; a DataFrame where pandas is installed."""
+        return as_table([row_of(point) for point in self.points])
+
+    def scaling(self) -> list[Scaling]:
+        """Efficiency along the sweep's axis, and where communication starts to bound."""
+        from sim.report.scaling import scaling
+
+        return scaling(self.points, self.axes)
+
     def to_json(self) -> dict[str, Any]:
         """The object `drystep run --json` writes for a sweep (result.md)."""
         return {"points": [p.to_json() for p in self.points], **self.summary()}
@@ -53,7 +67,8 @@ class Sweep:
     def summary(self) -> dict[str, Any]:
         """`to_json` without the points."""
         early = {"interrupted": True} if self.interrupted else {}
-        return {"skipped": self.skipped, "axes": self.axes, **early}
+        lines = {"scaling": [one.to_json() for one in found]} if (found := self.scaling()) else {}
+        return {"skipped": self.skipped, "axes": self.axes, **lines, **early}
 
 
 def load(path: str | Path, sets: Sequence[str] = ()) -> Loaded:

@@ -32,8 +32,8 @@ class Device:
             settles at, in a loop with the host's gaps between calls, so that short kernels run at full clock.
         gap_s: that gap, if not the usual one.
         host: its share of the host; None: alone on its link, without disks.
-        clock_share: of the clock its like settle at: what a throttled GPU has left. Traffic of device memory, whose clock
-            is its own, is not slowed.
+        clock_share: of the clock its like settle at: what a throttled GPU has left. Traffic of device memory, which has
+            a clock of its own, is not slowed.
     """
 
     def __init__(self, gpu: Gpu, sustained: bool = True, gap_s: float | None = None,

@@ -29,6 +29,7 @@ from sim.report.inference import InferenceResult, inference_result, waits_for_me
 from sim.report.loading import DataLoading
 from sim.report.memory import MemoryResult, fullest
 from sim.report.neighbours import Features, Validated, features, validated
+from sim.report.tables import Frame, as_table, row_of
 from sim.report.traffic import traffic_list
 from sim.report.troubles import Trouble, troubles
 from sim.scenario.dump import dump
@@ -125,6 +126,10 @@ class Result:
         """What of the cluster is not like the rest and what each costs, the dearest first; worked out when first asked
         for (one prediction each), and only for a run of its own."""
         return [] if self.predictor is None else troubles(self.scenario, self.step_time_s, self.predictor)
+
+    def table(self) -> Frame:
+        """The main numbers as a table of one row: a pandas DataFrame, or a list of one mapping without pandas."""
+        return as_table([row_of(self)])
 
     def release(self) -> None:
         """Drop Program, machine and timeline: a long sweep keeps its numbers only. No trace or JSON after this."""

@@ -14,6 +14,7 @@ from sim.memory.ledger import CATEGORIES
 from sim.report.inference import InferenceResult
 from sim.report.memory import MemoryResult
 from sim.report.result import TIGHT_HEADROOM, Result
+from sim.report.scaling import scaling
 from sim.report.text_run import budget_lines, trouble_lines
 from sim.scenario.schema import Inference, InferenceRun, Scenario
 from sim.work import CATEGORIES as KERNEL_CATEGORIES
@@ -62,6 +63,8 @@ def render_sweep(points: Sequence[Result], skipped: Sequence[Mapping[str, Any]],
     if points:
         to.print(Text(points[0].scenario.name, style="bold"))
         to.print(_sweep_table(points, list(axes)))
+        for line in scaling(points, axes):
+            to.print(Text(str(line), style="dim"))
     for point in skipped:
         sets = ", ".join(f"{k}={v}" for k, v in point["set"].items())
         to.print(Text.assemble(("skipped ", "yellow"), f"{sets}: {point['reason']}"))

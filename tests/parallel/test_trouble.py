@@ -131,7 +131,8 @@ def test_spread_clocks_are_drawn_by_seed() -> None:
 
 def test_sixteen_thousand_gpus_with_a_slow_one_stay_few_classes() -> None:
     of = resolve({
-        "name": "big", "cluster": {"topology": "hgx-h100-3200", "nodes": 2048, "slow_gpus": [{"gpu": 77, "clock": 0.7}]},
+        "name": "big",
+        "cluster": {"topology": "hgx-h100-3200", "nodes": 2048, "slow_gpus": [{"gpu": 77, "clock": 0.7}]},
         "model": {"preset": "llama-3-405b"},
         "training": {"micro_batch": 1, "global_batch": 2048, "sequence": 8192, "precision": "megatron-bf16"},
         "parallel": {"strategy": "zero1", "tensor": 8, "sequence_parallel": True, "pipeline": 16},
