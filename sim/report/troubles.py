@@ -57,7 +57,8 @@ def troubled(scenario: Scenario) -> bool:
 def _taken_away(cluster: Cluster) -> Iterator[tuple[str, str, Cluster]]:
     """(trouble in words, its field, the cluster without it)."""
     lists = {"slow_gpus": [_slow(s.gpu, s.clock, s.memory_bandwidth) for s in cluster.slow_gpus or ()],
-             "other_gpus": [f"{o.gpu} in {o.nodes} nodes from node {o.first_node}" for o in cluster.other_gpus or ()],
+             "other_gpus": [f"{o.gpu} from node {o.first_node} to {o.first_node + o.nodes - 1}"
+                            for o in cluster.other_gpus or ()],
              "degraded": [_link(d) for d in cluster.degraded or ()]}
     whole = sum(map(len, lists.values())) > _SINGLY
     for field, words in lists.items():

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("agg")
-
-from pathlib import Path
-
 import pytest
-from matplotlib import pyplot
-from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 import sim
 from sim.api import Sweep
@@ -76,20 +71,26 @@ def test_a_sweep_over_words_has_no_scaling() -> None:
 
 def test_every_picture_is_drawn_on_the_axes_given(sweep: Sweep) -> None:
     results = [sim.run(loaded()), sim.run(loaded(parallel={"strategy": "fsdp"}))]
-    _, grid = pyplot.subplots(1, 5)
+    grid = Figure().subplots(1, 5)
     drawn = [sim.plot_breakdown(results, ax=grid[0]), sim.plot_memory(results[0], ax=grid[1]),
              sim.plot_sweep(sweep, "mfu", ax=grid[2]), sim.plot_scaling(sweep, ax=grid[3]),
              sim.plot_comparison(sim.compare(results), ax=grid[4])]
     assert drawn == list(grid)
-    assert isinstance(sim.plot_breakdown(results[0]), Axes)
     widths = sum(bar.get_width() for bar in grid[0].patches)
     shown = sum(sum(terms_of(r).values()) for r in results)
     assert widths == pytest.approx(shown * (1 if max(r.step_time_s for r in results) >= 2 else 1e3))
     heights = grid[3].lines[0].get_ydata()
     assert heights[0] == 100
-    pyplot.close("all")
 
 
 def test_nothing_that_varies_is_no_picture() -> None:
     with pytest.raises(ValueError, match="nothing varies"):
         sim.plot_sweep(sim.run_sweep(loaded()))
+
+
+def test_without_axes_a_figure_is_made() -> None:
+    """In a process of its own: pyplot, which a notebook needs, must not be loaded by anything else."""
+    code = ("import matplotlib; matplotlib.use('agg'); import sim; from sim.scenario.load import resolve\n"
+            f"ax = sim.plot_memory(sim.run(resolve({ {**PLAIN, 'name': 'own'}!r})))\n"
+            "assert ax.get_xlabel() == 'GiB' and ax.figure.get_size_inches()[0] == 8.0")
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parents[2])
