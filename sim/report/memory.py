@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from sim.engine import Machine
+from sim.hardware import Device
 from sim.hardware.outside import Outside
 from sim.memory.ledger import MemoryUse, peak
 from sim.memory.reserved import Reserved, replayed
@@ -76,6 +77,11 @@ class MemoryResult:
         return 2 * self.use.peak_allocated_bytes > self.limit_bytes and bool(self.reserved.retries)
 
     @property
+    def pressed(self) -> bool:
+        """Whether the allocator meets the end of the device's memory."""
+        return self.use.peak_allocated_bytes > self.limit_bytes or self.short
+
+    @property
     def at_peak(self) -> dict[str, int]:
         """Bytes by category at the highest point, with what the allocator's blocks waste."""
         return {**self.use.at_peak, "fragmentation": self.reserved.fragmentation_bytes}
@@ -99,7 +105,7 @@ class MemoryResult:
     def fits(self) -> bool:
         """Whether every step gets through, if need be by giving back cached blocks, and the host's memory suffices."""
         host = self.host is None or self.host.needed_bytes <= self.host.capacity_bytes
-        return host and self.reserved.retries is not None
+        return host and self.use.peak_allocated_bytes <= self.limit_bytes  # `replayed` says the same, and takes longer
 
     def _outside(self) -> dict[str, Any] | None:
         beside = self.outside
@@ -139,11 +145,19 @@ def _host_memory(scenario: Scenario, job: Job) -> HostMemory | None:
     return HostMemory(fullest, capacity) if fullest else None
 
 
-def fullest(scenario: Scenario, lowered: Lowered, machine: Machine) -> MemoryResult:
-    """The rank with the least headroom, and every distinct program."""
+def by_class(scenario: Scenario, lowered: Lowered, devices: Sequence[Device]) -> list[MemoryResult]:
+    """Memory of every simulated class of ranks; neither engine nor network is asked.
+
+    Args:
+        devices: kinds of hardware, as `RankClass.device` counts them.
+    """
     job = lowered.job
     uses = tuple(peak(program) for program in job.programs)
-    results = [MemoryResult(uses[c.program], uses, int(machine.devices[c.device].gpu.usable_memory_bytes),
-                            lowered.memory_complete, job.programs[c.program], lowered.outside,
-                            _host_memory(scenario, job)) for c in job.classes]
+    host = _host_memory(scenario, job)
+    return [MemoryResult(uses[c.program], uses, int(devices[c.device].gpu.usable_memory_bytes), lowered.memory_complete,
+                         job.programs[c.program], lowered.outside, host) for c in job.classes]
+
+
+def fullest(results: Sequence[MemoryResult]) -> MemoryResult:
+    """The rank with the least headroom."""
     return min(results, key=lambda m: m.limit_bytes - m.use.peak_allocated_bytes)

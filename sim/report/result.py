@@ -26,7 +26,7 @@ from sim.report.budget import BudgetResult, budget_result
 from sim.report.columns import Columns, of_class
 from sim.report.inference import InferenceResult, inference_result, waits_for_memory
 from sim.report.loading import DataLoading
-from sim.report.memory import MemoryResult, fullest
+from sim.report.memory import MemoryResult, by_class, fullest
 from sim.report.neighbours import Features, Validated, features, validated
 from sim.report.traffic import traffic_list
 from sim.scenario.dump import dump
@@ -223,7 +223,7 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         timeline: its steady step.
     """
     job, loading = lowered.job, _loading(scenario, timeline.step_time_s)
-    memory = fullest(scenario, lowered, machine)
+    memory = fullest(by_class(scenario, lowered, machine.devices))
     retrying_s = memory.reserved.seconds if memory.short else 0.0
     step_s = timeline.step_time_s + loading.waiting_s + retrying_s
     critical, columns = _critical(lowered, timeline)
