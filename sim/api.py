@@ -154,8 +154,10 @@ def _plan(scenario: Scenario, sets: Mapping[str, Any]) -> MemoryPlan:
     lowered, device = lower(scenario), hardware_for(scenario)[0]
     memories = by_class(scenario, lowered, [device])
     cut = scenario.parallel.pipeline > 1
-    stages = tuple(StageMemory(f"stage {number}" if cut else "every rank", one.representative, len(one.members), memory)
-                   for number, (one, memory) in enumerate(zip(lowered.job.classes, memories, strict=True)))
+    stages = tuple(
+        StageMemory(f"stage {one.program}" if cut else "every rank", one.representative, len(one.members),
+                    lowered.layers[one.program] if lowered.layers else (), memory)
+        for one, memory in zip(lowered.job.classes, memories, strict=True))
 
     def step_s(other: Scenario) -> float:
         return _predict(other, {}).step_time_s

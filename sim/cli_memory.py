@@ -54,7 +54,7 @@ def _one(loaded: Loaded, out: JsonOutput | None, text: bool, stages: bool, snaps
         from sim.report.snapshot import write_snapshot
 
         with writing("--snapshot", snapshot_to):
-            write_snapshot(Path(snapshot_to), plan.memory, plan.lowered.architecture.names)
+            write_snapshot(Path(snapshot_to), plan.memory, plan.fullest.layers)
     if text:
         from sim.report.text import console
         from sim.report.text_memory import render_memory

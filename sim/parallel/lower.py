@@ -35,6 +35,7 @@ class Lowered:
             layer's temporaries are estimated from what it keeps for backward.
         outside: what a rank's GPU holds beside tensors (the Program's resident "context").
         serving: how an inference run was cut, None in training.
+        layers: names of the layers of each program of the job, by the positions that its memory's marks have.
     """
 
     job: Job
@@ -43,6 +44,7 @@ class Lowered:
     memory_complete: bool = False
     outside: Outside | None = None
     serving: Serving | None = None
+    layers: tuple[tuple[str, ...], ...] = ()
 
 
 def lower(scenario: Scenario, *, fold: bool = True, devices: Ranks | None = None) -> Lowered:
@@ -80,7 +82,7 @@ def lower(scenario: Scenario, *, fold: bool = True, devices: Ranks | None = None
     if scenario.parallel.pipeline == 1:
         job = _job(scenario, plans[0], fold, devices)
     complete = all(layer.program is not None for layer in architecture.stack)
-    return Lowered(job, whole, stack, complete, beside[0])
+    return Lowered(job, whole, stack, complete, beside[0], layers=tuple(plan.architecture.names for plan in plans))
 
 
 def with_parallel(scenario: Scenario, **changes: int) -> Scenario:

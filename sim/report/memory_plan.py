@@ -25,11 +25,13 @@ class StageMemory:
     Attributes:
         name: "stage 3" of a pipeline, else "every rank".
         rank: the first of them; ranks: how many they are.
+        layers: what of the model they hold, by position.
     """
 
     name: str
     rank: int
     ranks: int
+    layers: tuple[str, ...]
     memory: MemoryResult
 
 
@@ -104,7 +106,8 @@ class MemoryPlan:
         return {
             **sets, "scenario": dump(self.scenario), "gpu": self.gpu, "gpus": self.scenario.gpus,
             "parameters": self.parameters, "memory": self.memory.to_json(),
-            "stages": [{"name": stage.name, "rank": stage.rank, "ranks": stage.ranks, **_levels(stage.memory)}
+            "stages": [{"name": stage.name, "rank": stage.rank, "ranks": stage.ranks,
+                        "layers": list(stage.layers), **_levels(stage.memory)}
                        for stage in self.stages],
             "rules_of_thumb": [rule.to_json() for rule in self.rules],
             **found, "warnings": self.warnings,

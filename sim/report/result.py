@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from sim.engine import Machine, Timeline, simulate
 from sim.parallel import Lowered
 from sim.program import Kind
@@ -17,9 +15,7 @@ from sim.report.breakdown import (
     COMPUTE_STREAM,
     Breakdown,
     bound,
-    breakdown,
-    inline_seconds,
-    kernel_shares,
+    of_rank,
     step_flops,
 )
 from sim.report.budget import BudgetResult, budget_result
@@ -28,6 +24,7 @@ from sim.report.inference import InferenceResult, inference_result, waits_for_me
 from sim.report.loading import DataLoading
 from sim.report.memory import MemoryResult, by_class, fullest
 from sim.report.neighbours import Features, Validated, features, validated
+from sim.report.stages import StageUse, stages_of
 from sim.report.traffic import traffic_list
 from sim.scenario.dump import dump
 from sim.scenario.schema import Inference, Scenario
@@ -153,6 +150,12 @@ class Result:
         infinite = simulate(detail.lowered.job, detail.machine.infinite()).step_time_s
         return self.step_time_s / max(infinite, self.data_loading.reading_s)
 
+    @cached_property
+    def stages(self) -> list[StageUse]:
+        """What each stage of a pipeline did, worked out when first asked for; nothing without a pipeline."""
+        detail = self.detail
+        return stages_of(self.scenario, detail.lowered, detail.machine, detail.timeline)
+
     @property
     def validated(self) -> Validated:
         """The record of errors of published runs like this one."""
@@ -200,6 +203,7 @@ class Result:
             **({} if self.sensitivity is None else {"sensitivity": dict(self.sensitivity)}),
             "memory": self.memory.to_json() | self._changes(),
             "traffic": self.traffic,
+            **({"stages": [stage.to_json() for stage in self.stages]} if self.stages else {}),
             "data_loading": self.data_loading.to_json(),
             "validated": self.validated.to_json(),
             **({} if self.inference is None else {"inference": self.inference.to_json()}),
@@ -229,11 +233,7 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
     critical, columns = _critical(lowered, timeline)
     simulated = job.classes[critical]
     program = job.programs[simulated.program]
-    profiles = [machine.profile(critical, 0, i) for i in range(len(program.segments))]
-    flows = [machine.flows[number].alone_s if number >= 0 else 0.0 for number in machine.class_flows[critical]]
-    shares = kernel_shares(program, profiles, machine.kernel_s(critical))
-    parts = breakdown(columns, shares, np.array([p.total_s for p in profiles]),
-                      inline_seconds(program, flows))
+    parts = of_rank(machine, columns, critical)
     parts = replace(parts, host=parts.host + loading.waiting_s + retrying_s)
     training, architecture = scenario.training, lowered.architecture
     of_micro_batch = architecture.forward_flops + architecture.backward_flops

@@ -15,6 +15,7 @@ from sim.report.advice import Change
 from sim.report.inference import InferenceResult
 from sim.report.memory import MemoryResult
 from sim.report.result import TIGHT_HEADROOM, Result
+from sim.report.text_stages import stage_lines
 from sim.report.units import rate, seconds, size
 from sim.scenario.schema import Inference, InferenceRun, Scenario
 from sim.work import CATEGORIES as KERNEL_CATEGORIES
@@ -47,7 +48,7 @@ def console(file: IO[str] | None = None, width: int | None = None) -> Console:
 def render(result: Result, to: Console) -> None:
     """Print the report of one run."""
     to.print(Group(*_headline(result), Text(), *_breakdown(result, to.width), Text(), *_bound(result), Text(),
-                   *_memory(result, to.width), *_notes(result)))
+                   *_memory(result, to.width), *stage_lines(result), *_notes(result)))
 
 
 def as_text(result: Result, width: int = 100) -> str:

@@ -85,7 +85,8 @@ def _title(stage: StageMemory, plan: MemoryPlan) -> Text:
     if len(plan.stages) == 1:
         return Text("when and what", style="bold")
     mark = ", the fullest" if stage.memory is plan.memory else ""
-    return Text(f"{stage.name} ({stage.ranks:,} ranks{mark})", style="bold")
+    ends = f": {stage.layers[0]} to {stage.layers[-1]}" if stage.layers else ""
+    return Text(f"{stage.name}{ends} ({stage.ranks:,} ranks{mark})", style="bold")
 
 
 def _stages_table(plan: MemoryPlan) -> Table:
