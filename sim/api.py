@@ -156,8 +156,8 @@ def _plan(scenario: Scenario, sets: Mapping[str, Any]) -> MemoryPlan:
     cut = scenario.parallel.pipeline > 1
     stages = tuple(
         StageMemory(f"stage {one.program}" if cut else "every rank", one.representative, len(one.members),
-                    lowered.layers[one.program] if lowered.layers else (), memory)
-        for one, memory in zip(lowered.job.classes, memories, strict=True))
+                    lowered.layers_of(number), memory)
+        for number, (one, memory) in enumerate(zip(lowered.job.classes, memories, strict=True)))
 
     def step_s(other: Scenario) -> float:
         return _predict(other, {}).step_time_s
@@ -213,6 +213,7 @@ def _predict(scenario: Scenario, sets: Mapping[str, Any]) -> Result:
 
 def _advised(result: Result) -> Result:
     """The result, able to say what would make it fit."""
+    result.searcher = lambda: largest(result.scenario, memory_of)
     result.advisor = lambda: advise(result.scenario, result.memory, memory_of,
                                     lambda scenario: _predict(scenario, {}).step_time_s, result.step_time_s)
     return result

@@ -51,7 +51,7 @@ class Change:
 def advise(scenario: Scenario, memory: MemoryResult, measure: Measure, step_time_s: Callable[[Scenario], float],
            now_s: float) -> list[Change]:
     """Single changes that free memory: those that make the job fit first, the cheapest in GPU time before the others,
-    then the rest by what they free. Of changes of one group (micro-batches of 8, 4, 2 ...) only the mildest that
+    then the rest by what they free on the GPU. Of changes of one group (micro-batches of 8, 4, 2 ...) only the mildest that
     suffices is there, else the strongest; one that the scenario rules out, or that frees nothing, is left out.
 
     Args:
@@ -69,7 +69,8 @@ def advise(scenario: Scenario, memory: MemoryResult, measure: Measure, step_time
             after = measure(other)
         except UserError:
             return False
-        if after.fits or after.use.peak_allocated_bytes < memory.use.peak_allocated_bytes:
+        frees = after.use.peak_allocated_bytes < memory.use.peak_allocated_bytes
+        if after.fits or (frees and not memory.fits_device):
             found[group] = _Tried(what, sets, other, after)
         return after.fits
 

@@ -171,6 +171,13 @@ def _offload(scenario: Scenario) -> Iterator[Candidate]:
                         {f"{field}.parameters": "cpu", f"{field}.optimizer": "cpu"})
     if places.activations == "none":
         yield Candidate("activation offload", "activations in host memory", {f"{field}.activations": "cpu"})
+    states = [name for name in ("parameters", "optimizer") if getattr(places, name) == "cpu"]
+    if states:
+        what = " and ".join(states)
+        yield Candidate("disks", f"{what} on NVMe", {f"{field}.{name}": "nvme" for name in states})
+        yield Candidate("back", f"{what} on the GPU", {f"{field}.{name}": "none" for name in states})
+    if places.activations != "none":
+        yield Candidate("kept", "activations kept on the GPU", {f"{field}.activations": "none"})
 
 
 def _resharded(scenario: Scenario) -> Sets:

@@ -15,8 +15,8 @@ from sim.scenario.schema import Inference
 
 #: Where the search stops: more sequences or tokens than any published run has had.
 _MOST_SEQUENCES, _MOST_TOKENS = 2**17, 2**24
-#: Sequences are tried in multiples of so many tokens: a tile of the matrix products.
-_TOKENS = 128
+#: Sequences are tried in multiples of so many tokens (a tile of the matrix products), short ones in finer steps.
+_TOKENS, _SHORT, _FEW_TOKENS = 128, 1024, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def _axes(scenario: Scenario) -> Iterator[_Axis]:
         run, field = training.mode.inference, "training.mode.inference"
         yield _Axis("sequences at once", f"{field}.batch", run.batch, 1, _MOST_SEQUENCES,
                     lambda size: {f"{field}.batch": size})
-        yield _Axis("prompt", f"{field}.prompt", run.prompt, math.gcd(run.prompt, _TOKENS), _MOST_TOKENS,
+        yield _Axis("prompt", f"{field}.prompt", run.prompt, _unit(run.prompt), _MOST_TOKENS,
                     lambda tokens: {f"{field}.prompt": tokens})
         return
     micro, sequence = "training.micro_batch", "training.sequence"
@@ -109,5 +109,10 @@ def _axes(scenario: Scenario) -> Iterator[_Axis]:
     cut = math.lcm(2 * parallel.context if parallel.context > 1 else 1, parallel.tensor)
     alike = [name for name in ("decoder_sequence", "predicted_tokens")
              if getattr(training, name) == training.sequence]
-    yield _Axis("sequence", sequence, training.sequence, math.lcm(math.gcd(training.sequence, _TOKENS), cut),
+    yield _Axis("sequence", sequence, training.sequence, math.lcm(_unit(training.sequence), cut),
                 _MOST_TOKENS, lambda tokens: {sequence: tokens, **{f"training.{name}": tokens for name in alike}})
+
+
+def _unit(tokens: int) -> int:
+    """The step in which a sequence's length is tried."""
+    return math.gcd(tokens, _FEW_TOKENS if tokens < _SHORT else _TOKENS)

@@ -79,7 +79,7 @@ class MemoryResult:
     @property
     def pressed(self) -> bool:
         """Whether the allocator meets the end of the device's memory."""
-        return self.use.peak_allocated_bytes > self.limit_bytes or self.short
+        return not self.fits_device or self.short
 
     @property
     def at_peak(self) -> dict[str, int]:
@@ -104,8 +104,12 @@ class MemoryResult:
     @property
     def fits(self) -> bool:
         """Whether every step gets through, if need be by giving back cached blocks, and the host's memory suffices."""
-        host = self.host is None or self.host.needed_bytes <= self.host.capacity_bytes
-        return host and self.use.peak_allocated_bytes <= self.limit_bytes  # `replayed` says the same, and takes longer
+        return self.fits_device and (self.host is None or self.host.needed_bytes <= self.host.capacity_bytes)
+
+    @property
+    def fits_device(self) -> bool:
+        """Whether the GPU's memory suffices: what PyTorch allocates alone decides, as `replayed` says at more length."""
+        return self.use.peak_allocated_bytes <= self.limit_bytes
 
     def _outside(self) -> dict[str, Any] | None:
         beside = self.outside
@@ -155,7 +159,8 @@ def by_class(scenario: Scenario, lowered: Lowered, devices: Sequence[Device]) ->
     uses = tuple(peak(program) for program in job.programs)
     host = _host_memory(scenario, job)
     return [MemoryResult(uses[c.program], uses, int(devices[c.device].gpu.usable_memory_bytes), lowered.memory_complete,
-                         job.programs[c.program], lowered.outside, host) for c in job.classes]
+                         job.programs[c.program], lowered.outside[c.program] if lowered.outside else None, host)
+            for c in job.classes]
 
 
 def fullest(results: Sequence[MemoryResult]) -> MemoryResult:

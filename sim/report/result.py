@@ -21,6 +21,7 @@ from sim.report.breakdown import (
 from sim.report.budget import BudgetResult, budget_result
 from sim.report.columns import Columns, of_class
 from sim.report.inference import InferenceResult, inference_result, waits_for_memory
+from sim.report.largest import Largest
 from sim.report.loading import DataLoading
 from sim.report.memory import MemoryResult, by_class, fullest
 from sim.report.neighbours import Features, Validated, features, validated
@@ -69,7 +70,7 @@ class Result:
         features: what makes published runs like this one.
         sensitivity: change of the step for 10% more of each resource, where it was asked for.
         set: the sweep point's dotted fields; empty for a plain run.
-        advisor: works out what would make the job fit.
+        advisor: works out what would make the job fit; searcher: the largest sizes that do.
     """
 
     scenario: Scenario
@@ -94,6 +95,7 @@ class Result:
     warnings: list[str] = field(default_factory=list)
     set: dict[str, Any] = field(default_factory=dict)
     advisor: Callable[[], list[Change]] | None = field(default=None, repr=False)
+    searcher: Callable[[], list[Largest]] | None = field(default=None, repr=False)
     _detail: Detail | None = field(default=None, repr=False)
 
     @property
@@ -112,6 +114,11 @@ class Result:
         """Single changes that would free memory, the best first; worked out when first asked for, and only for a run of
         its own that does not fit."""
         return [] if self.memory.fits or self.advisor is None else self.advisor()
+
+    @cached_property
+    def largest(self) -> list[Largest]:
+        """Largest micro-batch and longest sequence that fit, for a run of its own that does not."""
+        return [] if self.memory.fits or self.searcher is None else self.searcher()
 
     def release(self) -> None:
         """Drop Program, machine and timeline: a long sweep keeps its numbers only. No trace or JSON after this."""
@@ -177,7 +184,9 @@ class Result:
         return traffic_list(detail.lowered.job, detail.timeline, detail.critical)
 
     def _changes(self) -> dict[str, Any]:
-        return {"changes": [change.to_json() for change in self.changes]} if self.changes else {}
+        found = {"changes": [change.to_json() for change in self.changes],
+                 "largest": [one.to_json() for one in self.largest]}
+        return {name: rows for name, rows in found.items() if rows}
 
     def to_json(self) -> dict[str, Any]:
         """The object `drystep run --json` writes (result.md)."""

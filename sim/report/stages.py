@@ -69,5 +69,4 @@ def _blocks(lowered: Lowered, number: int) -> int:
     """Blocks of the model that a class of ranks holds."""
     architecture = lowered.architecture
     numbers = dict(zip(architecture.names, architecture.block_numbers, strict=True))
-    names = lowered.layers[lowered.job.classes[number].program] if lowered.layers else ()
-    return sum(1 for name in names if numbers.get(name))
+    return sum(1 for name in lowered.layers_of(number) if numbers.get(name))

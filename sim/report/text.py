@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from rich.console import Console, Group
@@ -13,6 +13,7 @@ from rich.text import Text
 from sim.memory.ledger import CATEGORIES
 from sim.report.advice import Change
 from sim.report.inference import InferenceResult
+from sim.report.largest import Largest
 from sim.report.memory import MemoryResult
 from sim.report.result import TIGHT_HEADROOM, Result
 from sim.report.text_stages import stage_lines
@@ -167,6 +168,8 @@ def _rows(result: Result) -> Iterable[tuple[str, float, str]]:
         yield _NAMES[name], parts.compute[name], _COLOURS[name]
     for kind, groups in parts.exposed_communication.items():
         for group, exposed in groups.items():
+            if group not in result.group_ranks:  # a stage between the first and the last ties no embedding
+                continue
             words = f"exposed {kind.replace('_', '-')} ({group}, {result.group_ranks[group]} ranks)"
             yield words, exposed, _COLOURS["communication"]
     yield _NAMES["pipeline_bubble"], parts.pipeline_bubble, _COLOURS["pipeline_bubble"]
@@ -214,7 +217,7 @@ def _memory(result: Result, width: int) -> list[Any]:
     parts = sorted(((memory.at_peak[name], name.replace("_", " ")) for name in CATEGORIES), reverse=True)
     detail = ", ".join(f"{name} {size(held)}" for held, name in parts if held)
     return [memory_bar(memory, width), *host_line(memory), Text.assemble(memory_verdict(memory), place),
-            Text(detail, style="dim"), *changes_lines(result.changes)]
+            Text(detail, style="dim"), *changes_lines(result.changes), *largest_lines(result.largest)]
 
 
 def memory_bar(memory: MemoryResult, width: int) -> Text:
@@ -230,7 +233,7 @@ def memory_verdict(memory: MemoryResult) -> Text:
     counted = "fits" if memory.complete else "what is counted so far fits"
     if memory.fits:
         return Text(f"{counted}, {size(memory.headroom_bytes)} free", style=_colour(memory))
-    if memory.use.peak_allocated_bytes <= memory.limit_bytes:
+    if memory.fits_device:
         return Text("fits the GPU but not the host", style="bold red")
     most = max(CATEGORIES, key=lambda name: memory.at_peak[name])
     return Text(f"does not fit: {size(-memory.headroom_bytes)} too much, most of it {most.replace('_', ' ')}",
@@ -260,10 +263,28 @@ def changes_lines(changes: Sequence[Change], most: int = _CHANGES) -> list[Any]:
     if not fitting:
         return [Text(f"no single change makes it fit; closest is {c.what}, {size(-c.headroom_bytes)} too much")
                 for c in changes[:1]]
-    lines = [Text(f"  {c.what}: {size(c.headroom_bytes)} free, {_cost(c)}") for c in fitting[:most]]
+    lines = [Text(f"  {c.what}: " + (f"{size(c.headroom_bytes)} free, " if c.headroom_bytes > 0 else
+                                     "only just (the allocator runs short), ") + _cost(c)) for c in fitting[:most]]
     rest = len(fitting) - most
     return [Text("it would fit with", style="bold"), *lines,
             *([Text(f"  and {rest} more, dearer ones (--json has all)", style="dim")] if rest > 0 else [])]
+
+
+def largest_lines(found: Sequence[Largest]) -> list[Any]:
+    """The largest sizes that fit, and why not more."""
+    return [Text.assemble(*_largest(one)) for one in found]
+
+
+def _largest(one: Largest) -> Iterator[tuple[str, str] | str]:
+    yield f"largest {one.what} " if one.what != "sequence" else "longest sequence "
+    yield (f"{one.value:,}" if one.value else f"none (not even {one.step:,})", "bold green" if one.value >= one.now
+           else "bold red")
+    tokens = " tokens" if one.what in ("sequence", "prompt") and one.value else ""
+    yield f"{tokens}, now {one.now:,}"
+    if one.what == "micro-batch" and one.value not in (0, one.now):
+        yield ", with as many micro-steps as now"
+    if one.value and one.ends != "memory":
+        yield f"; beyond it: {one.ends}"
 
 
 def _cost(change: Change) -> str:

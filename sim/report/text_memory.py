@@ -10,10 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from sim.memory.ledger import CATEGORIES, PHASES, allocated_bytes
-from sim.report.largest import Largest
 from sim.report.memory import MemoryResult
 from sim.report.memory_plan import MemoryPlan, StageMemory
-from sim.report.text import changes_lines, described, host_line, memory_bar, memory_verdict
+from sim.report.text import changes_lines, described, host_line, largest_lines, memory_bar, memory_verdict
 from sim.report.units import size
 
 #: Stages whose tables by phase are all printed; of more only the fullest's, unless asked for.
@@ -43,7 +42,7 @@ def render_memory(plan: MemoryPlan, to: Console, every_stage: bool = False) -> N
         to.print(_title(stage, plan), _phases_table(stage.memory), Text())
     if not every:
         to.print(Text(f"the phases of the other {len(plan.stages) - 1} stages: --stages", style="dim"), Text())
-    to.print(Group(*(Text.assemble(*_largest(one)) for one in plan.largest), Text(),
+    to.print(Group(*largest_lines(plan.largest), Text(),
                    Text(f"rules of thumb, per GPU, {plan.parameters / 1e9:.4g}B parameters", style="bold"),
                    _rules_table(plan), *(Text.assemble(("! ", "bold yellow"), w) for w in plan.warnings)))
 
@@ -140,26 +139,13 @@ def _phases_table(memory: MemoryResult) -> Table:
 def _outside(memory: MemoryResult) -> Iterator[tuple[str, int]]:
     """What the driver and the libraries hold beside tensors."""
     beside = memory.outside
-    if beside is None or beside.total_bytes != memory.at_peak["context"]:
+    if beside is None:
         yield "CUDA context, NCCL, cuBLAS", memory.at_peak["context"]
         return
     yield "CUDA context and kernels", beside.context_bytes
     if beside.nccl_bytes:
         yield "NCCL buffers", beside.nccl_bytes
     yield "cuBLAS workspaces", beside.workspace_bytes
-
-
-def _largest(one: Largest) -> Iterator[tuple[str, str] | str]:
-    """The most that fits, and why not more."""
-    yield f"largest {one.what} " if one.what != "sequence" else "longest sequence "
-    yield (f"{one.value:,}" if one.value else f"none (not even {one.step:,})", "bold green" if one.value >= one.now
-           else "bold red")
-    tokens = " tokens" if one.what in ("sequence", "prompt") and one.value else ""
-    yield f"{tokens}, now {one.now:,}"
-    if one.what == "micro-batch" and one.value not in (0, one.now):
-        yield ", with as many micro-steps as now"
-    if one.value and one.ends != "memory":
-        yield f"; beyond it: {one.ends}"
 
 
 def _rules_table(plan: MemoryPlan) -> Table:

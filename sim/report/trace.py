@@ -89,7 +89,7 @@ def _process(result: Result, number: int) -> str:
     name = f"rank {simulated.representative}" + (f" (stands for {count:,} ranks)" if count > 1 else "")
     if result.scenario.parallel.pipeline < 2:
         return name
-    layers = lowered.layers[simulated.program] if lowered.layers else ()
+    layers = lowered.layers_of(number)
     holds = f", {layers[0]} to {layers[-1]}" if layers else ""
     return f"stage {simulated.program}: {name}{holds}"
 
