@@ -108,7 +108,7 @@ class MemoryResult:
 
     @property
     def fits_device(self) -> bool:
-        """Whether the GPU's memory suffices: what PyTorch allocates alone decides, as `replayed` says at more length."""
+        """Whether the GPU's memory suffices: what PyTorch allocates alone decides it (see `replayed`)."""
         return self.use.peak_allocated_bytes <= self.limit_bytes
 
     def _outside(self) -> dict[str, Any] | None:
