@@ -15,6 +15,9 @@ from sim.parallel import Lowered
 from sim.program import Job, Program
 from sim.scenario.schema import Scenario
 
+#: Below this share of free memory PyTorch's allocator starts to retry (result.md, `warnings`).
+TIGHT_HEADROOM = 0.05
+
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
@@ -110,6 +113,25 @@ class MemoryResult:
     def fits_device(self) -> bool:
         """Whether the GPU's memory suffices: what PyTorch allocates alone decides it (see `replayed`)."""
         return self.use.peak_allocated_bytes <= self.limit_bytes
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the figures rest on where that is less than module code, and what is close to its limit."""
+        found, host, gib = [], self.host, 2**30
+        if not self.complete:
+            found.append("model states are exact; temporaries of layers whose module code is not written down are "
+                         "estimated from what they keep for backward")
+        if host is not None and host.needed_bytes > host.capacity_bytes:
+            found.append(f"the host of a node needs {host.needed_bytes / gib:.4g} GiB for what is offloaded and has "
+                         f"{host.capacity_bytes / gib:.4g} GiB: it does not fit")
+        near = 2 * self.use.peak_allocated_bytes > self.limit_bytes
+        share = self.headroom_bytes / self.capacity_bytes if near else 1.0
+        if self.short and self.fits:
+            found.append(f"the allocator runs short {self.reserved.retries} times in every step and gives back cached "
+                         f"blocks, which adds {1e3 * self.reserved.seconds:.0f} ms to it")
+        elif 0 <= share < TIGHT_HEADROOM:
+            found.append(f"only {100 * share:.1f}% of the GPU's memory is left; allocator retries are likely")
+        return found
 
     def _outside(self) -> dict[str, Any] | None:
         beside = self.outside

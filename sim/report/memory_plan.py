@@ -87,13 +87,6 @@ class MemoryPlan:
         """What would make the job fit; nothing where it does."""
         return [] if self.memory.fits else self.advised()
 
-    @property
-    def warnings(self) -> list[str]:
-        """What the figures rest on, where that is less than module code."""
-        return [] if self.memory.complete else [
-            "model states are exact; temporaries of layers whose module code is not written down are estimated from "
-            "what they keep for backward"]
-
     def to_json(self, searched: bool = True) -> dict[str, Any]:
         """The object `drystep memory --json` writes: `memory` as in result.md, and what stands beside it.
 
@@ -110,7 +103,7 @@ class MemoryPlan:
                         "layers": list(stage.layers), **_levels(stage.memory)}
                        for stage in self.stages],
             "rules_of_thumb": [rule.to_json() for rule in self.rules],
-            **found, "warnings": self.warnings,
+            **found, "warnings": self.memory.warnings,
         }
 
 

@@ -30,9 +30,6 @@ from sim.report.traffic import traffic_list
 from sim.scenario.dump import dump
 from sim.scenario.schema import Inference, Scenario
 
-#: Below this share of free memory PyTorch's allocator starts to retry (result.md, `warnings`).
-TIGHT_HEADROOM = 0.05
-
 
 @dataclass(slots=True)
 class Simulation:
@@ -304,21 +301,8 @@ def _critical(lowered: Lowered, timeline: Timeline) -> tuple[int, Columns]:
 
 
 def _warnings(result: Result) -> list[str]:
-    memory, found = result.memory, []
-    if not memory.complete:
-        found.append("memory: model states are exact; temporaries of layers whose module code is not written down "
-                     "are estimated from what they keep for backward")
-    if memory.host is not None and memory.host.needed_bytes > memory.host.capacity_bytes:
-        needed, capacity = (size / 2**30 for size in (memory.host.needed_bytes, memory.host.capacity_bytes))
-        found.append(f"memory: the host of a node needs {needed:.4g} GiB for what is offloaded and has {capacity:.4g} "
-                     "GiB: it does not fit")
-    near = 2 * memory.use.peak_allocated_bytes > memory.limit_bytes
-    share = memory.headroom_bytes / memory.capacity_bytes if near else 1.0
-    if memory.short and memory.fits:
-        found.append(f"memory: the allocator runs short {memory.reserved.retries} times in every step and gives back "
-                     f"cached blocks, which adds {1e3 * memory.reserved.seconds:.0f} ms to it")
-    elif 0 <= share < TIGHT_HEADROOM:
-        found.append(f"memory: only {100 * share:.1f}% of the GPU's memory is left; allocator retries are likely")
+    memory = result.memory
+    found = [f"memory: {text}" for text in memory.warnings]
     if not memory.use.steady:
         leaks = {name: size for name, size in memory.use.net_bytes.items() if size}
         found.append(f"memory: the step does not return to the level at which it began ({leaks})")

@@ -14,8 +14,8 @@ from sim.memory.ledger import CATEGORIES
 from sim.report.advice import Change
 from sim.report.inference import InferenceResult
 from sim.report.largest import Largest
-from sim.report.memory import MemoryResult
-from sim.report.result import TIGHT_HEADROOM, Result
+from sim.report.memory import TIGHT_HEADROOM, MemoryResult
+from sim.report.result import Result
 from sim.report.text_stages import stage_lines
 from sim.report.units import rate, seconds, size
 from sim.scenario.schema import Inference, InferenceRun, Scenario
@@ -232,7 +232,8 @@ def memory_verdict(memory: MemoryResult) -> Text:
     """Whether it fits, and by how much."""
     counted = "fits" if memory.complete else "what is counted so far fits"
     if memory.fits:
-        return Text(f"{counted}, {size(memory.headroom_bytes)} free", style=_colour(memory))
+        free = f"{size(memory.headroom_bytes)} free" if memory.headroom_bytes > 0 else "with nothing to spare"
+        return Text(f"{counted}, {free}", style=_colour(memory))
     if memory.fits_device:
         return Text("fits the GPU but not the host", style="bold red")
     most = max(CATEGORIES, key=lambda name: memory.at_peak[name])

@@ -44,7 +44,7 @@ def render_memory(plan: MemoryPlan, to: Console, every_stage: bool = False) -> N
         to.print(Text(f"the phases of the other {len(plan.stages) - 1} stages: --stages", style="dim"), Text())
     to.print(Group(*largest_lines(plan.largest), Text(),
                    Text(f"rules of thumb, per GPU, {plan.parameters / 1e9:.4g}B parameters", style="bold"),
-                   _rules_table(plan), *(Text.assemble(("! ", "bold yellow"), w) for w in plan.warnings)))
+                   _rules_table(plan), *(Text.assemble(("! ", "bold yellow"), w) for w in plan.memory.warnings)))
 
 
 def render_memory_sweep(plans: Sequence[MemoryPlan], skipped: Sequence[Mapping[str, Any]], axes: Sequence[str],

@@ -110,7 +110,7 @@ def _why(rule: Rule, scenario: Scenario, memory: MemoryResult, per_parameter: fl
         narrow, wide = scenario.training.precision.parameters, scenario.training.precision.gradients
         if narrow in ("bf16", "fp16") and wide == "fp32":
             return "the right one for these dtypes, and as blind to everything but model states as 16"
-        return f"not for these dtypes: weights are {narrow} and gradients {wide}, so nothing is kept twice"
+        return f"meant for 16-bit weights with fp32 gradients; here weights are {narrow} and gradients {wide}"
     if rule.bytes_per_parameter == 20:
         copies = {name: held[name] for name in ("buffers", "workspace", "gathered_parameters")}
         total = sum(copies.values()) / per_parameter
@@ -158,9 +158,10 @@ def _reason(scenario: Scenario, own: Mapping[str, float]) -> str:
         reasons.append("the gradients of a unit are there whole before they are split")
     if parallel.pipeline > 1:
         reasons.append("stages are not equal")
-    dtypes = training.precision
-    master = f", {dtypes.master} master" if dtypes.master != "none" else ""
-    reasons.append(f"{dtypes.parameters} weights, {dtypes.gradients} gradients{master}")
+    if not reasons:
+        dtypes = training.precision
+        master = f", {dtypes.master} master" if dtypes.master != "none" else ""
+        reasons.append(f"{dtypes.parameters} weights, {dtypes.gradients} gradients{master}")
     return _and(reasons[:2])
 
 

@@ -107,7 +107,7 @@ def test_adam_with_autocast_has_the_sixteen_bytes() -> None:
 @pytest.mark.parametrize(("changes", "rule", "words"), [
     (PIPELINE, 1, "on each of the 2 GPUs that split the optimizer"),
     (PIPELINE, 2, "the right one for these dtypes"),
-    ({}, 2, "not for these dtypes"),
+    ({}, 2, "meant for 16-bit weights"),
     ({"training.optimizer": "adamw-8bit"}, 1, "the optimizer is adamw-8bit"),
     ({"training.finetune": {"method": "lora"}, "training.precision": "pure-bf16"}, 1, "trains few of the parameters"),
     ({"training.mode": {"inference": {"prompt": 8, "generate": 8, "batch": 1}}}, 1, "no gradients and no optimizer"),
