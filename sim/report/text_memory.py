@@ -17,8 +17,8 @@ from sim.report.units import size
 
 #: Stages whose tables by phase are all printed; of more only the fullest's, unless asked for.
 FEW_STAGES = 4
-#: Stages that stand side by side.
-_COLUMNS = 8
+#: Stages that stand side by side; stages of which each has a row; rows at both ends of more.
+_COLUMNS, _ROWS, _ENDS = 8, 16, 4
 _HEADS = dict(zip(PHASES, ("after init", "end of forward", "backward", "optimizer step"), strict=True))
 #: Changes listed of a job that does not fit.
 _CHANGES = 10
@@ -36,7 +36,7 @@ def render_memory(plan: MemoryPlan, to: Console, every_stage: bool = False) -> N
     to.print(Group(*described(plan.scenario, plan.gpu), Text(), memory_bar(memory, to.width), *host_line(memory),
                    memory_verdict(memory), *_peak(plan), *changes_lines(plan.changes, _CHANGES), Text()))
     if len(plan.stages) > 1:
-        to.print(_stages_table(plan), Text())
+        to.print(_stages_table(plan, every_stage), Text())
     every = every_stage or len(plan.stages) <= FEW_STAGES
     for stage in plan.stages if every else [plan.fullest]:
         to.print(_title(stage, plan), _phases_table(stage.memory), Text())
@@ -88,10 +88,10 @@ def _title(stage: StageMemory, plan: MemoryPlan) -> Text:
     return Text(f"{stage.name}{ends} ({stage.ranks:,} ranks{mark})", style="bold")
 
 
-def _stages_table(plan: MemoryPlan) -> Table:
+def _stages_table(plan: MemoryPlan, every_stage: bool) -> Table:
     """Categories at every stage's own peak, a column per stage; of many stages a row each."""
     if len(plan.stages) > _COLUMNS:
-        return _stage_rows(plan)
+        return _stage_rows(plan, every_stage)
     memories = [stage.memory for stage in plan.stages]
     table = _table("GiB at the peak", *(stage.name.removeprefix("stage ") for stage in plan.stages), left=1)
     for name in CATEGORIES:
@@ -105,10 +105,18 @@ def _stages_table(plan: MemoryPlan) -> Table:
     return table
 
 
-def _stage_rows(plan: MemoryPlan) -> Table:
+def _stage_rows(plan: MemoryPlan, every_stage: bool) -> Table:
+    """A row per stage; of very many only those at the ends and the fullest, unless all are asked for."""
     table = _table("stage", "allocated", "reserved", "device", "free", "peak in", "most of it", left=1)
-    for stage in plan.stages:
-        memory, where = stage.memory, stage.memory.use.where
+    last = len(plan.stages) - 1
+    few = every_stage or last < _ROWS
+    before = -1
+    for number, stage in enumerate(plan.stages):
+        if not (few or min(number, last - number) < _ENDS or stage is plan.fullest):
+            continue
+        if number > before + 1:
+            table.add_row("…")
+        memory, where, before = stage.memory, stage.memory.use.where, number
         most = max(CATEGORIES, key=lambda name: memory.at_peak[name])
         table.add_row(stage.name.removeprefix("stage "), size(memory.use.peak_allocated_bytes),
                       size(memory.reserved_bytes), size(memory.device_used_bytes), size(memory.headroom_bytes),

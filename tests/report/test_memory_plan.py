@@ -59,6 +59,26 @@ def test_every_stage_has_its_layers_and_its_own_memory() -> None:
     assert [row["peak_allocated_bytes"] for row in rows] == peaks
 
 
+def test_of_very_many_stages_only_the_ends_have_a_row_unless_asked_for() -> None:
+    plan = sim.plan_memory(scenario(**PIPELINE | {
+        "model.layers": 18, "parallel.pipeline": 18, "cluster.nodes": 9, "model.hidden": 256, "model.vocab": 512,
+        "training.global_batch": 4}))
+
+    def rows(every_stage: bool) -> list[int]:
+        buffer = io.StringIO()
+        render_memory(plan, console(buffer, 100), every_stage)
+        lines = buffer.getvalue().splitlines()
+        begin = next(n for n, line in enumerate(lines) if line.startswith("stage  allocated"))
+        table = lines[begin + 1:lines.index("", begin)]
+        assert ("…" in [line.strip() for line in table]) is not every_stage
+        assert any("--stages" in line for line in lines) is not every_stage
+        assert any(line.startswith("stage 9: block9 ") for line in lines) is every_stage
+        return [int(line.split()[0]) for line in table if "…" not in line]
+
+    assert rows(False) == [0, 1, 2, 3, 14, 15, 16, 17]
+    assert rows(True) == list(range(18))
+
+
 def test_the_report_names_what_matters_at_any_width() -> None:
     plan = sim.plan_memory(scenario())
     for width in (60, 80, 120):

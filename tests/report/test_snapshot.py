@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import pickletools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ from sim.memory.tensors import TensorReplay
 from sim.report.snapshot import snapshot, write_snapshot
 from sim.scenario import resolve
 
+#: What the viewer's reader knows: the opcodes that CPython 3.8 to 3.13 writes for a real snapshot (protocol 4).
+OPCODES = {"APPEND", "APPENDS", "BINFLOAT", "BINGET", "BININT", "BININT1", "BININT2", "BINUNICODE", "EMPTY_DICT",
+           "EMPTY_LIST", "EMPTY_TUPLE", "FRAME", "LONG1", "LONG_BINGET", "MARK", "MEMOIZE", "NEWFALSE", "NEWTRUE",
+           "NONE", "PROTO", "SETITEM", "SETITEMS", "SHORT_BINUNICODE", "STOP", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"}
 ACTIONS = {"alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "oom"}
 
 
@@ -49,6 +54,7 @@ def test_events_lead_to_the_segments_at_the_end(changes: dict[str, Any], tmp_pat
     one = plan(**changes)
     write_snapshot(tmp_path / "s.pickle", one.memory, one.fullest.layers)
     found = read(tmp_path / "s.pickle")
+    assert {opcode.name for opcode, _, _ in pickletools.genops((tmp_path / "s.pickle").read_bytes())} <= OPCODES
     assert set(found) == {"segments", "device_traces", "external_annotations", "allocator_settings"}
     (events,) = found["device_traces"]
     assert {event["action"] for event in events} <= ACTIONS
