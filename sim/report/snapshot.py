@@ -89,7 +89,7 @@ class _Recorder(Allocator):
         try:
             block = super().allocate(size, stream)
         except OutOfMemoryError:
-            self._event("oom", 0, size, stream, device_free=(self.limit or 0) - self.reserved)
+            self._event("oom", None, size, stream, device_free=(self.limit or 0) - self.reserved)
             raise
         self._held[block.address] = (block, size, self._frames())
         self._event("alloc", _BASE + block.address, size, stream)
@@ -123,8 +123,9 @@ class _Recorder(Allocator):
             if number not in self.segments:
                 self._event("segment_free", _BASE + segment.address, segment.size, segment.stream)
 
-    def _event(self, action: str, address: int, size: int, stream: int, **more: int) -> None:
-        self.events.append({"action": action, "addr": address, "size": size, "stream": stream, "device": 0,
+    def _event(self, action: str, address: int | None, size: int, stream: int, **more: int) -> None:
+        where = {} if address is None else {"addr": address}
+        self.events.append({"action": action, **where, "size": size, "stream": stream, "device": 0,
                             "frames": self._frames(), "time_us": _TICK_US * (len(self.events) + 1), **more})
 
     def _frames(self) -> Frames:

@@ -119,4 +119,5 @@ def test_running_out_of_memory_is_the_last_event() -> None:
     assert not one.memory.fits
     (events,) = snapshot(one.memory.program, one.fullest.layers, one.memory.limit_bytes)["device_traces"]
     assert events[-1]["action"] == "oom"
+    assert "addr" not in events[-1]
     assert events[-1]["size"] > events[-1]["device_free"]
