@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from sim.network import Network, Topology
 from sim.parallel import Lowered, lower
 from sim.parallel.variety import GpuKind
 from sim.report.advice import advise
+from sim.report.largest import largest
+from sim.report.memory import MemoryResult, by_class, fullest
+from sim.report.memory_plan import MemoryPlan, StageMemory
 from sim.report.result import Result, build_result
 from sim.report.tables import Frame, as_table, row_of
 from sim.scenario import Loaded, Scenario, load_scenario
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 
 #: What `run` accepts: a resolved scenario, what `load` returned, or the path of a file.
 Source = Scenario | Loaded | str | Path
+
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -117,7 +122,7 @@ def run_sweep(source: Loaded | str | Path, *, progress: Callable[[int, int], Non
     total = math.prod(len(values) for values in sweep.axes.values())
     try:
         for done, (sets, scenario) in enumerate(loaded.points(), 1):
-            outcome = scenario if isinstance(scenario, str) else _attempt(scenario, sets)
+            outcome = scenario if isinstance(scenario, str) else _attempt(_predict, scenario, sets)
             if isinstance(outcome, str):
                 sweep.skipped.append({"set": dict(sets), "reason": outcome})
             else:
@@ -132,12 +137,72 @@ def run_sweep(source: Loaded | str | Path, *, progress: Callable[[int, int], Non
     return sweep
 
 
+def plan_memory(source: Source) -> MemoryPlan:
+    """Memory alone, without simulating a step: per phase and category, largest sizes that fit, rules of thumb.
+
+    Raises:
+        UserError: the file is wrong, or asks for what is not simulated.
+    """
+    if isinstance(source, Scenario):
+        return _plan(source, {})
+    loaded = _loaded(source)
+    try:
+        return _plan(loaded.scenario, {})
+    except UserError as error:
+        raise UserError(_placed(fault, loaded) for fault in error.faults) from None
+
+
+def plan_points(loaded: Loaded) -> Iterator[tuple[dict[str, Any], MemoryPlan | str, int]]:
+    """Each point of a sweep as (set, its memory or why there is none, points in all)."""
+    total = math.prod(len(values) for values in loaded.sweep.values())
+    for sets, scenario in loaded.points():
+        yield dict(sets), scenario if isinstance(scenario, str) else _attempt(_plan, scenario, sets), total
+
+
+def memory_of(scenario: Scenario) -> MemoryResult:
+    """Memory of the fullest rank.
+
+    Raises:
+        UserError: the scenario asks for what is not simulated.
+    """
+    lowered = lower(scenario)
+    return fullest(by_class(scenario, lowered, _devices(scenario, lowered)))
+
+
+def _plan(scenario: Scenario, sets: Mapping[str, Any]) -> MemoryPlan:
+    lowered = lower(scenario)
+    devices = _devices(scenario, lowered)
+    memories = by_class(scenario, lowered, devices)
+    alike: dict[tuple[int, str], list[int]] = {}  # classes that only their neighbours or clocks tell apart
+    for number, one in enumerate(lowered.job.classes):
+        alike.setdefault((one.program, devices[one.device].gpu.name), []).append(number)
+    cut, mixed = scenario.parallel.pipeline > 1, len({name for _, name in alike}) > 1
+    stages = tuple(
+        StageMemory((f"stage {program}" if cut else "every rank") + (f" on {name}" if mixed else ""),
+                    lowered.job.classes[numbers[0]].representative,
+                    sum(len(lowered.job.classes[number].members) for number in numbers),
+                    lowered.layers_of(numbers[0]), memories[numbers[0]])
+        for (program, name), numbers in sorted(alike.items()))
+
+    def step_s(other: Scenario) -> float:
+        return _predict(other, {}).step_time_s
+
+    return MemoryPlan(scenario, devices[0].gpu.name, lowered, stages, lambda: largest(scenario, memory_of),
+                      lambda: advise(scenario, fullest(memories), memory_of, step_s, step_s(scenario)), dict(sets))
+
+
 def machine_for(scenario: Scenario, lowered: Lowered) -> Machine:
     """The machine a lowered scenario runs on."""
-    device, network = hardware_for(scenario, lowered.stack.rank_jitter_s)
+    _, network = hardware_for(scenario, lowered.stack.rank_jitter_s)
     if lowered.variety.colours is not None:
         network = network.watching(np.array([c.representative for c in lowered.job.classes], dtype=np.int64))
-    return Machine([_of_kind(device, kind) for kind in lowered.variety.kinds], network, lowered.job)
+    return Machine(_devices(scenario, lowered), network, lowered.job)
+
+
+def _devices(scenario: Scenario, lowered: Lowered) -> list[Device]:
+    """The hardware kinds of a lowered scenario, as `RankClass.device` counts them."""
+    device = hardware_for(scenario, lowered.stack.rank_jitter_s)[0]
+    return [_of_kind(device, kind) for kind in lowered.variety.kinds]
 
 
 def _of_kind(device: Device, kind: GpuKind) -> Device:
@@ -190,15 +255,20 @@ def _predict(scenario: Scenario, sets: Mapping[str, Any]) -> Result:
 
 def _advised(result: Result) -> Result:
     """The result, able to say what would make it fit and what each trouble of its cluster costs."""
-    result.predictor = lambda scenario: _predict(scenario, {}).step_time_s
-    result.advisor = lambda: advise(result, lambda scenario: _predict(scenario, {}))
+    def step_s(scenario: Scenario) -> float:
+        return _predict(scenario, {}).step_time_s
+
+    result.predictor = step_s
+    result.searcher = lambda: largest(result.scenario, memory_of)
+    result.advisor = lambda: advise(result.scenario, result.memory, memory_of, step_s, result.step_time_s)
     return result
 
 
-def _attempt(scenario: Scenario, sets: Mapping[str, Any]) -> Result | str:
-    """The result of a sweep's point, or why there is none."""
+def _attempt(predict: Callable[[Scenario, Mapping[str, Any]], _T], scenario: Scenario,
+             sets: Mapping[str, Any]) -> _T | str:
+    """What is predicted of a sweep's point, or why nothing is."""
     try:
-        return _predict(scenario, sets)
+        return predict(scenario, sets)
     except UserError as error:
         return "; ".join(": ".join(part for part in (f.field, f.message) if part) for f in error.faults)
 

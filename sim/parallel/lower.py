@@ -34,18 +34,24 @@ class Lowered:
         architecture: of the whole model, however it is cut.
         memory_complete: whether the Program's memory operations come from module code for every layer; false where a
             layer's temporaries are estimated from what it keeps for backward.
-        outside: what a rank's GPU holds beside tensors (the Program's resident "context").
+        outside: what a GPU of each program's ranks holds beside tensors (the Program's resident "context").
         serving: how an inference run was cut, None in training.
         variety: what is not like the rest of the cluster; its kinds are those of `RankClass.device`.
+        layers: names of the layers of each program of the job, by the positions that its memory's marks have.
     """
 
     job: Job
     architecture: Architecture
     stack: Stack
     memory_complete: bool = False
-    outside: Outside | None = None
+    outside: tuple[Outside, ...] = ()
     serving: Serving | None = None
     variety: Variety = ALIKE
+    layers: tuple[tuple[str, ...], ...] = ()
+
+    def layers_of(self, number: int) -> tuple[str, ...]:
+        """Layers that a simulated class of ranks holds; none where they are not known."""
+        return self.layers[self.job.classes[number].program] if self.layers else ()
 
 
 def lower(scenario: Scenario, *, fold: bool = True) -> Lowered:
@@ -64,7 +70,8 @@ def lower(scenario: Scenario, *, fold: bool = True) -> Lowered:
     check(scenario, stack.gradient_path == "ipg")
     if run_of(scenario) is not None:
         serving = lower_inference(scenario, stack)
-        return Lowered(serving.job, serving.architecture, stack, True, serving.outside, serving)
+        return Lowered(serving.job, serving.architecture, stack, True, (serving.outside,) * len(serving.job.programs),
+                       serving)
     if scenario.parallel.strategy in ("fsdp", "zero3"):  # gathered weights come and go, narrow copies with them
         stack = replace(stack, narrow_weights_cached=False)
     whole = build(with_parallel(scenario, tensor=1, context=1, expert=1), stack, scenario.training.micro_batch)
@@ -84,7 +91,8 @@ def lower(scenario: Scenario, *, fold: bool = True) -> Lowered:
     beside = [_outside(scenario, plan) for plan in plans]
     job = _job(scenario, plans[0], fold, varied) if scenario.parallel.pipeline == 1 else pipelined.job(fold, varied)
     complete = all(layer.program is not None for layer in architecture.stack)
-    return Lowered(job, whole, stack, complete, beside[0], variety=varied)
+    names = tuple(plan.architecture.names for plan in plans)
+    return Lowered(job, whole, stack, complete, tuple(beside), variety=varied, layers=names)
 
 
 def with_parallel(scenario: Scenario, **changes: int) -> Scenario:

@@ -154,3 +154,21 @@ def test_trouble_that_cannot_be_is_refused(cluster: dict[str, Any], field: str) 
     with pytest.raises(UserError) as caught:
         scenario({"strategy": "ddp"}, **cluster)
     assert field in [fault.field for fault in caught.value.faults]
+
+
+def test_a_stage_is_told_once_by_its_slowest_ranks() -> None:
+    parallel = {"strategy": "ddp", "tensor": 2, "pipeline": 4}
+    result = sim.run(scenario(parallel, framework="megatron", slow_gpus=[{"gpu": 5, "clock": 0.5}]))
+    assert [stage.stage for stage in result.stages] == [0, 1, 2, 3]
+    assert [stage.rank for stage in result.stages if stage.ranks == 1 and stage.stage == 1] == [5]
+    # its tensor peer waits for it inside the stage: exposed communication, not a bubble
+    assert result.stages[1].busy_s == max(stage.busy_s for stage in result.stages)
+
+
+def test_memory_alone_tells_kinds_of_gpus_apart() -> None:
+    plan = sim.plan_memory(scenario({"strategy": "ddp"}, slow_gpus=[{"gpu": 5, "clock": 0.5}],
+                                    other_gpus=[{"gpu": "a100-40g-sxm", "first_node": 1}]))
+    assert sorted((stage.name, stage.ranks) for stage in plan.stages) == [
+        ("every rank on a100-40g-sxm", 8), ("every rank on a100-80g-sxm", 8)]
+    capacity = {stage.name.split()[-1]: stage.memory.capacity_bytes for stage in plan.stages}
+    assert capacity["a100-40g-sxm"] < 45e9 < 80e9 < capacity["a100-80g-sxm"]
