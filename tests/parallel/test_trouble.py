@@ -12,6 +12,7 @@ from sim.api import machine_for
 from sim.engine import simulate
 from sim.errors import UserError
 from sim.parallel import Lowered, lower
+from sim.report.pipeline_rows import boxes_of
 from sim.scenario import Scenario
 from sim.scenario.load import resolve
 
@@ -162,6 +163,9 @@ def test_a_stage_is_told_once_by_its_slowest_ranks() -> None:
     assert [stage.stage for stage in result.stages] == [0, 1, 2, 3]
     assert [stage.rank for stage in result.stages if stage.ranks == 1 and stage.stage == 1] == [5]
     # its tensor peer waits for it inside the stage: exposed communication, not a bubble
+    boxes = boxes_of(result)
+    assert boxes is not None  # the picture shows one rank of each stage: 8 micro-batches forwards and backwards on each
+    assert len(boxes.stage) == 4 * 8 * 2
     assert result.stages[1].busy_s == max(stage.busy_s for stage in result.stages)
 
 
