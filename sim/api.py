@@ -19,6 +19,7 @@ import numpy as np
 from sim.engine import Machine, simulate
 from sim.errors import Fault, UserError
 from sim.hardware import Device, gpu, host_share
+from sim.hardware.whatif import with_products
 from sim.network import Network, Topology
 from sim.parallel import Lowered, lower
 from sim.parallel.variety import GpuKind
@@ -29,6 +30,7 @@ from sim.report.memory_plan import MemoryPlan, StageMemory
 from sim.report.result import Result, build_result
 from sim.report.tables import Frame, as_table, row_of
 from sim.scenario import Loaded, Scenario, load_scenario
+from sim.software import stack_for
 
 if TYPE_CHECKING:
     from sim.report.scaling import Scaling
@@ -220,11 +222,14 @@ def hardware_for(scenario: Scenario, jitter_s: float = 0.0) -> tuple[Device, Net
     Args:
         jitter_s: of ranks that meet in a collective.
     """
-    key = f"{scenario.cluster.model_dump_json()}{scenario.software.nccl.model_dump_json()}{jitter_s}"
+    software = scenario.software
+    stack = stack_for(software.framework, software.year, versions=software.versions, modules=software.modules)
+    rate = stack.product_rate
+    key = f"{scenario.cluster.model_dump_json()}{software.nccl.model_dump_json()}{jitter_s} {rate}"
     if key not in _HARDWARE:
         if len(_HARDWARE) >= 16:
             _HARDWARE.pop(next(iter(_HARDWARE)))
-        _HARDWARE[key] = _hardware(scenario, jitter_s)
+        _HARDWARE[key] = _hardware(scenario, jitter_s, rate)
     return _HARDWARE[key]
 
 
@@ -232,7 +237,7 @@ def hardware_for(scenario: Scenario, jitter_s: float = 0.0) -> tuple[Device, Net
 _HARDWARE: dict[str, tuple[Device, Network]] = {}
 
 
-def _hardware(scenario: Scenario, jitter_s: float) -> tuple[Device, Network]:
+def _hardware(scenario: Scenario, jitter_s: float, product_rate: float) -> tuple[Device, Network]:
     """The GPU and the links of a scenario's cluster."""
     cluster = scenario.cluster
     overrides = cluster.gpu.model_dump() if cluster.gpu is not None else None
@@ -240,7 +245,7 @@ def _hardware(scenario: Scenario, jitter_s: float) -> tuple[Device, Network]:
                       cluster.intra_gbps_per_gpu, cluster.inter_gbps_per_node, scenario.software.nccl.model_dump(),
                       jitter_s)
     share = host_share(cluster.topology.host, cluster.gpus_per_node, cluster.topology.intra.gpus_per_switch or 1)
-    return Device(gpu(cluster.topology.gpu, overrides), host=share), network
+    return Device(with_products(gpu(cluster.topology.gpu, overrides), product_rate), host=share), network
 
 
 def _predict(scenario: Scenario, sets: Mapping[str, Any]) -> Result:
