@@ -204,14 +204,14 @@ def machine_for(scenario: Scenario, lowered: Lowered) -> Machine:
 def _devices(scenario: Scenario, lowered: Lowered) -> list[Device]:
     """The hardware kinds of a lowered scenario, as `RankClass.device` counts them."""
     device = hardware_for(scenario, lowered.stack.rank_jitter_s)[0]
-    return [_of_kind(device, kind) for kind in lowered.variety.kinds]
+    return [_of_kind(device, kind, lowered.stack.product_rate) for kind in lowered.variety.kinds]
 
 
-def _of_kind(device: Device, kind: GpuKind) -> Device:
+def _of_kind(device: Device, kind: GpuKind, product_rate: float) -> Device:
     """The cluster's device, or one that differs from it as `kind` says."""
     if kind == GpuKind():
         return device
-    card = gpu(kind.gpu) if kind.gpu else device.gpu
+    card = with_products(gpu(kind.gpu), product_rate) if kind.gpu else device.gpu
     card = replace(card, memory_bandwidth_bps=card.memory_bandwidth_bps * kind.memory_bandwidth)
     return device.like(card, kind.clock)
 
