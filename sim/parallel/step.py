@@ -45,7 +45,7 @@ class Plan:
         architecture: of a full micro-batch.
         groups: communicators by name, in order; shape (instances, members).
         micro_steps: in order.
-        edges: pipeline neighbours this program's ranks exchange tensors with, each way.
+        peers: pipeline stages this program's ranks exchange tensors with.
         communicators: names of the job's communicators, default the groups'.
         sibling: plan of another program of the same job; kernels and segments are shared with it.
         norm_groups: communicators over which the gradient norm is summed beside the data-parallel one.
@@ -58,7 +58,7 @@ class Plan:
     groups: dict[str, Ranks]
     streams: tuple[str, ...]
     micro_steps: list[MicroStep]
-    edges: int = 0
+    peers: int = 0
     communicators: tuple[str, ...] = ()
     norm_groups: tuple[str, ...] = ()
     sibling: Plan | None = None
