@@ -85,6 +85,7 @@ class Stack:
             keep the narrow copies of inputs and weights.
         narrow_amax_pass: a tensor's scale comes from its own maximum, found in a pass before the cast.
         narrow_weights_cached: weights are quantised once per optimizer step, not in every micro-step.
+        narrow_parameters: the blocks' matrices are parameters in 8 bits, without a wider copy beside the master.
         tensor_overlap: the reduction of a column-cut product's input gradient runs beside its weight gradient.
         pipeline_p2p: how stages pass tensors on unless overlap is asked for: synchronised (batched, then the host
             waits for the GPU), stream (the next kernels wait, the host does not).
@@ -133,6 +134,7 @@ class Stack:
     narrow_keeps_inputs: bool
     narrow_amax_pass: bool
     narrow_weights_cached: bool
+    narrow_parameters: bool
     kernel_loading: str
     tensor_overlap: bool
     pipeline_p2p: str

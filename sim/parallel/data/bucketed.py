@@ -20,6 +20,7 @@ from sim.parallel.step import (
     Plan,
     collective,
     frozen_bytes,
+    narrow_only,
     narrow_weights,
     state_bytes,
     update,
@@ -99,7 +100,9 @@ class Bucketed:
         each = [p.numel for layer in stack for p in layer.parameters]
         for category, width in state_bytes(self.plan).items():
             if category == "parameters":
-                self.plan.resident(category, numel * width, category, [n * width for n in each])
+                kept = numel - narrow_only(self.plan)
+                self.plan.resident(category, kept * width, category,
+                                   [n * width for n in each] if kept == numel else [])
             elif category == "gradients":
                 if self.reduction.resident_gradients or self.sums_wide:
                     self.plan.resident(category, numel * width, category)
