@@ -74,6 +74,8 @@ class Stack:
         gradient_accumulation_fusion: the weight-gradient GEMM adds into the gradient buffer itself.
         adapter_dropout: adapters of fine-tuning drop out their input.
         quantised_keeps_input: a 4-bit linear layer keeps its input for backward, which it does not need.
+        frozen_apart: what is not trained has flat parameters of its own in FSDP 1; else it shares the trained tensors', and
+            has gradients with them.
         optimizer_kernel: loop, foreach or fused, where the scenario does not say.
         gradient_path: how data parallelism reduces gradients and splits states: reducer (PyTorch's DDP and FSDP), ipg
             (DeepSpeed's independent-parameter-gradient buckets) or grad_buffer (one buffer, reduced in place).
@@ -125,6 +127,7 @@ class Stack:
     gradient_accumulation_fusion: bool
     adapter_dropout: bool
     quantised_keeps_input: bool
+    frozen_apart: bool
     optimizer_kernel: str
     gradient_path: str
     parameter_coordinator: str
