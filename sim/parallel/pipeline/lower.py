@@ -85,8 +85,8 @@ def _plan(scenario: Scenario, stack: Stack, architecture: Architecture, layout: 
           chunks: list[range], edges: list[Edge], sibling: Plan | None) -> Plan:
     """Plan of one stage: its own layers in a row.
 
-    Both directions between two ranks, and all model chunks on them, are one communicator (PyTorch, ProcessGroupNCCL.cpp,
-    `getKeySendRecv`: the lower rank and the higher).
+    Both directions between two ranks, and all model chunks on them, are one communicator (PyTorch,
+    ProcessGroupNCCL.cpp, `getKeySendRecv`: the lower rank and the higher).
     """
     own = [position for chunk in sorted(chunks, key=_begin) for position in chunk]
     names = architecture.names
