@@ -226,6 +226,10 @@ class Allocator:
             self._tails[2 * block.pool.stream + block.pool.small] = block
         insort(block.pool.free, (block.size, block.address, block))
 
+    def cached(self) -> list[Block]:
+        """Free blocks, pool by pool, the smallest first."""
+        return [block for pool in self._pools.values() for _, _, block in pool.free]
+
     # ------------------------------------------------------------------------------------------------- the rules
     def _unfit(self, size: int, found: int) -> bool:
         """Oversize blocks serve oversize requests only, with little waste (`get_free_block`)."""
@@ -312,8 +316,7 @@ class Allocator:
     def _release(self, chosen: object) -> None:
         """Give back every cached segment that is in one piece."""
         assert callable(chosen)
-        free = [block for pool in self._pools.values() for _, _, block in pool.free]
-        for block in [b for b in free if b.previous is None and b.following is None]:
+        for block in [b for b in self.cached() if b.previous is None and b.following is None]:
             segment = self.segments[block.segment]
             if chosen(segment):
                 self._take(block)

@@ -64,7 +64,7 @@ def _row_forward(calls: Calls, joint: Joint, own: tuple[Kernel, ...], style: Sty
 
 
 def _column_backward(calls: Calls, joint: Joint, own: tuple[Kernel, ...], style: Style) -> Items:
-    """Conjugate of f: the gradient of the input is a sum over slices; the weight gradient can hide it. An input that was
+    """Conjugate of f: the gradient of the input is a sum over slices; the weight gradient can hide it. An input
     kept as gathered needs no second gathering; its sum is then a node of autograd behind the whole product's."""
     data = max((i for i, k in enumerate(own) if k.op == "gemm" and k.variant == "nn"), default=-1)
     weight = tuple(k for k in own[data + 1:] if k.op == "gemm" and k.variant == "nt")
