@@ -62,7 +62,7 @@ def test_chunks_on_two_stages_share_a_communicator() -> None:
     def nccl(parallel: dict[str, Any]) -> int:
         found = lowered("megatron-bf16", parallel, {"framework": "megatron", "year": 2023})
         assert found.outside is not None
-        return found.outside.nccl_bytes
+        return found.outside[0].nccl_bytes
 
     two = nccl({"pipeline": 2, "schedule": "1f1b"})
     assert nccl({"pipeline": 2, "schedule": "interleaved", "virtual_stages": 4}) == two
