@@ -96,7 +96,15 @@ class Fsdp:
     def gradient_bytes(self, unit: Unit) -> int:
         """Sharded gradient the optimizer reads."""
         width = DTYPE_BYTES[self.plan.scenario.training.precision.gradients]
-        return round(unit.padded // self.factor * width)
+        return round(self.graded(unit) // self.factor * width)
+
+    def graded(self, unit: Unit) -> int:
+        """Elements of a unit's gradient: what is trained in it, and in FSDP 1 what shares its flat parameter, which has
+        one dtype (torch/distributed/fsdp/_flat_param.py: views of frozen tensors are autograd's too)."""
+        if self.by_row or self.plan.stack.frozen_apart or not unit.numel:
+            return unit.padded
+        dtype = self.plan.scenario.training.precision.parameters
+        return unit.padded + sum(f.numel for f in unit.frozen if f.dtype == dtype)
 
     # ------------------------------------------------------------------------------------------- communication
     def joined(self) -> tuple[int, ...]:
@@ -142,7 +150,7 @@ class Fsdp:
         task = None
         if not unit.numel:
             return None
-        size = unit.padded * self.reduce_bytes
+        size = self.graded(unit) * self.reduce_bytes
         if self.factor > 1:
             call = collective(self.plan, "reduce_scatter", size, self.reduce_dtype, "shard")
             task = section.collective(REDUCE, call, self.host_s, Label(unit.name, "backward", "reduce_scatter"), waits)
