@@ -19,10 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A trainable tensor, named as PyTorch names it inside its layer, with its shape (dim 0 is what FSDP 2 shards)."""
+    """A trainable tensor, named as PyTorch names it inside its layer, with its shape (dim 0 is what FSDP 2 shards).
+
+    Attributes:
+        routed: of an expert that tokens are routed to: only the ranks that hold the same experts have its like.
+    """
 
     name: str
     shape: tuple[int, ...]
+    routed: bool = False
 
     @property
     def numel(self) -> int:
@@ -129,6 +134,11 @@ class Layer:
         return sum(p.numel for p in self.parameters)
 
     @cached_property
+    def routed(self) -> int:
+        """Trained parameters of routed experts."""
+        return sum(p.numel for p in self.parameters if p.routed)
+
+    @cached_property
     def gradient_order(self) -> tuple[Parameter, ...]:
         """Parameters in the order in which backward makes their gradients ready."""
         return tuple(p for op in reversed(self.operators) for p in op.parameters)
@@ -201,6 +211,11 @@ class Architecture:
     def parameters(self) -> int:
         """Trainable parameters."""
         return sum(layer.numel for layer in self.stack)
+
+    @cached_property
+    def routed(self) -> int:
+        """Trainable parameters of routed experts, a part of `parameters`."""
+        return sum(layer.routed for layer in self.stack)
 
     @cached_property
     def forward_flops(self) -> float:

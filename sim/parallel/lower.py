@@ -139,9 +139,10 @@ def cut_groups(scenario: Scenario, layout: Layout) -> dict[str, Ranks]:
     if parallel.context > 1:
         groups["context"] = layout.group("context")
     if parallel.expert > 1:
-        replicas = scenario.data_parallel * parallel.context
-        wide = REPLICAS if replicas % parallel.expert == 0 else ("tensor", *REPLICAS)
+        wide = REPLICAS if scenario.expert_tensor == parallel.tensor else ("tensor", *REPLICAS)
+        ranks = layout.group(wide).shape[1]
         groups["expert"] = layout.group(wide, parallel.expert)
+        groups["expert_data"] = layout.group(wide, ranks // parallel.expert, parallel.expert)
     return groups
 
 
@@ -152,7 +153,7 @@ def choose(scenario: Scenario, stack: Stack, architecture: Architecture, layout:
         return sharded(scenario, stack, architecture, layout)
     groups = cut_groups(scenario, layout)
     if strategy == "zero3":
-        groups = {"shard": groups.pop("data"), **groups}
+        groups = {"shard": groups.pop("data"), **groups}  # experts are not spread (see support)
         plan = Plan(scenario, stack, architecture, layout, groups, zero3.STREAMS, micro_steps(scenario))
         return zero3.Zero3(plan)
     norm = ("tensor",) if "tensor" in groups else ()
@@ -181,7 +182,9 @@ def sharded(scenario: Scenario, stack: Stack, architecture: Architecture, layout
     if not isinstance(reshard, bool) and 1 < reshard < factor:
         groups["reshard"] = layout.group(REPLICAS, reshard)
     cut = cut_groups(scenario, layout)
-    groups |= {name: cut[name] for name in cut if name != "data"}
+    if "expert_data" in cut:
+        groups["expert_shard"] = layout.group(REPLICAS, factor // scenario.parallel.expert, scenario.parallel.expert)
+    groups |= {name: cut[name] for name in cut if name not in ("data", "expert_data")}
     plan = Plan(scenario, stack, architecture, layout, groups, fsdp.STREAMS, micro_steps(scenario))
     technique = Fsdp2(plan) if scenario.software.fsdp == 2 else Fsdp1(plan)
     if scenario.parallel.strategy == "zero2":

@@ -63,7 +63,7 @@ def check(scenario: Scenario, ipg: bool = False) -> None:
         asked |= _inference(scenario)
     faults = [Fault(f"{what} is understood but not simulated yet in this version", field, hint="remove it, or see "
                     "the README's validity limits") for field, what in asked.items() if what]
-    faults += [*_narrow(scenario), *_in_backward(scenario), *_offload(scenario, ipg)]
+    faults += [*_narrow(scenario), *_in_backward(scenario), *_offload(scenario, ipg), *_expert(scenario, ipg)]
     if faults:
         raise UserError(faults)
 
@@ -75,6 +75,26 @@ def _narrow(scenario: Scenario) -> Iterator[Fault]:
     if compute in ("fp8", "mxfp8", "nvfp4") and not card.supports(compute):
         able = ", ".join(dtype for dtype in card.tflops if not dtype.startswith("int"))
         yield Fault(f"{card.name} has no tensor cores for {compute}", "training.precision", hint=f"it has {able}")
+
+
+def _expert(scenario: Scenario, ipg: bool) -> Iterator[Fault]:
+    """Ways to spread experts that a technique has no groups for."""
+    parallel, field = scenario.parallel, "parallel.expert"
+    if parallel.expert == 1 or scenario.model.moe is None:
+        return
+    if scenario.expert_tensor < parallel.tensor and not parallel.sequence_parallel:
+        yield Fault(f"expert {parallel.expert} spreads experts over tensor ranks too, which all hold the same tokens",
+                    field, hint="set sequence_parallel: true, so that every tensor rank sends its own tokens")
+    if ipg and parallel.strategy == "zero3":
+        yield Fault("DeepSpeed has no expert parallelism in ZeRO-3 (runtime/engine.py: MoE not supported with Stage 3)",
+                    field, hint="use zero1, zero2 or fsdp")
+    elif parallel.strategy == "fsdp" or (parallel.strategy in ("zero2", "zero3") and not ipg):
+        if parallel.sharding_factor % parallel.expert:
+            yield Fault(f"expert {parallel.expert} does not divide the sharding factor {parallel.sharding_factor}: a "
+                        "shard group holds every expert once or more", field, hint="use a larger sharding_factor")
+        elif parallel.reshard_after_forward not in (True, False):
+            yield Fault("experts that are spread are not resharded to fewer GPUs", "parallel.reshard_after_forward",
+                        hint="use true or false")
 
 
 def _in_backward(scenario: Scenario) -> Iterator[Fault]:

@@ -71,9 +71,10 @@ class Uncut:
         return operator.backward
 
 
-def joints(stack: Stack, communicators: Sequence[str], *, sequence: bool, pipelined: bool) -> Joints | Uncut:
-    """Joints of a job whose programs have these communicators."""
-    calls = Calls(tuple(communicators))
+def joints(stack: Stack, communicators: Sequence[str], *, sequence: bool, pipelined: bool,
+           dispatched: float = 1.0) -> Joints | Uncut:
+    """Joints of a job whose programs have these communicators; see `Joints` and `Calls`."""
+    calls = Calls(tuple(communicators), dispatched)
     if not any(name in communicators for name in ("tensor", "context", "expert")):
         return Uncut()
     return Joints(calls, sequence, stack.tensor_overlap, pipelined)

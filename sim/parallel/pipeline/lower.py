@@ -164,9 +164,10 @@ class _Joined:
         own = {name: ranks[self.stage_of[ranks[:, 0]] == rank] for name, ranks in self.groups.items()}
         if self.twice:  # both copies of a stage see half of the micro-batches each
             first, second = sorted((rank, self.depth - 1 - rank))
-            ranks = self.groups["data"]
-            own["data"] = np.concatenate(
-                [ranks[self.stage_of[ranks[:, 0]] == held] for held in (first, second)], axis=1)
+            for name in _REPLICATED & self.groups.keys():
+                ranks = self.groups[name]
+                own[name] = np.concatenate(
+                    [ranks[self.stage_of[ranks[:, 0]] == held] for held in (first, second)], axis=1)
         return own | {name: ranks for name, (stages, ranks) in self.between.items() if rank in stages}
 
     def job(self, plans: list[Plan]) -> Job:
@@ -176,21 +177,25 @@ class _Joined:
                           for edge in self.edges]
         shared = len(communicators)
         classes = []
-        data: dict[int, int] = {}
+        common: dict[tuple[str, int], int] = {}
         for rank, plan in enumerate(plans):
             own = len(communicators)
             mirrored = self.depth - 1 - rank
-            communicators += [Communicator(name, plan.groups[name], 2 if self.twice and name == "data" else 1)
+            communicators += [Communicator(name, plan.groups[name], 2 if self.twice and name in _REPLICATED else 1)
                               for name in self.groups]
-            data[rank] = data[mirrored] if self.twice and mirrored in data else own
+            for i, name in enumerate(self.groups):
+                common[name, rank] = common.get((name, mirrored), own + i) if (
+                    self.twice and name in _REPLICATED) else own + i
             takes = [rank in stages for stages, _ in self.between.values()]
             takes += [rank in (edge.source, edge.target) for edge in self.edges]
-            within = [data[rank] if name == "data" else own + i for i, name in enumerate(self.groups)]
-            numbers = (*within, *(i if takes[i] else -1 for i in range(shared)))
+            numbers = (*(common[name, rank] for name in self.groups), *(i if takes[i] else -1 for i in range(shared)))
             members = np.flatnonzero(self.stage_of == rank)
             classes.append(RankClass(int(members[0]), members, rank, 0, numbers))
         return Job([plan.builder.build() for plan in plans], classes, communicators, self.layout.ranks)
 
+
+#: Groups of ranks that hold the same parameters: both copies of a stage belong to them.
+_REPLICATED = {"data", "expert_data"}
 
 #: Schedules whose optimizer step does not wait for the norm of all stages: it is corrected afterwards (Qi et al. 2023,
 #: arXiv 2401.10241, section 4, post-update validation).
