@@ -69,8 +69,14 @@ def lower(scenario: Scenario, *, fold: bool = True, devices: Ranks | None = None
     architecture = build(held(scenario), stack, scenario.training.micro_batch)
     layout = layout_of(scenario)
     if scenario.parallel.pipeline > 1:
-        pipelined = lower_pipeline(scenario, stack, architecture, layout, cut_groups(scenario, layout),
-                                   lambda plan: reduction_of(plan, stack), whole.tied and not architecture.tied)
+        tied = whole.tied and not architecture.tied
+        if shards(scenario, stack):
+            pipelined = lower_pipeline(scenario, stack, architecture, layout, sharded_groups(scenario, layout),
+                                       fsdp_of, tied)
+        else:
+            pipelined = lower_pipeline(
+                scenario, stack, architecture, layout, cut_groups(scenario, layout),
+                lambda plan: bucketed.Bucketed(plan, reduction_of(plan, stack)), tied)
         job, plans = pipelined.job, pipelined.plans
     else:
         technique = choose(scenario, stack, architecture, layout)
@@ -148,9 +154,10 @@ def cut_groups(scenario: Scenario, layout: Layout) -> dict[str, Ranks]:
 
 def choose(scenario: Scenario, stack: Stack, architecture: Architecture, layout: Layout) -> Technique:
     """The technique behind `parallel.strategy` in this stack."""
-    strategy, path = scenario.parallel.strategy, stack.gradient_path
-    if strategy == "fsdp" or (strategy in ("zero2", "zero3") and path != "ipg"):
-        return sharded(scenario, stack, architecture, layout)
+    strategy = scenario.parallel.strategy
+    if shards(scenario, stack):
+        groups = sharded_groups(scenario, layout)
+        return fsdp_of(Plan(scenario, stack, architecture, layout, groups, fsdp.STREAMS, micro_steps(scenario)))
     groups = cut_groups(scenario, layout)
     if strategy == "zero3":
         groups = {"shard": groups.pop("data"), **groups}  # experts are not spread (see support)
@@ -172,8 +179,14 @@ def reduction_of(plan: Plan, stack: Stack) -> bucketed.Reduction:
     return reductions.ddp(plan, strategy == "zero1")
 
 
-def sharded(scenario: Scenario, stack: Stack, architecture: Architecture, layout: Layout) -> Technique:
-    """FSDP of the scenario's version; ZeRO-2 of a stack without DeepSpeed is FSDP that keeps parameters."""
+def shards(scenario: Scenario, stack: Stack) -> bool:
+    """Whether parameters are sharded as FSDP does it; so is ZeRO-2 and 3 of a stack without DeepSpeed's buckets."""
+    strategy = scenario.parallel.strategy
+    return strategy == "fsdp" or (strategy in ("zero2", "zero3") and stack.gradient_path != "ipg")
+
+
+def sharded_groups(scenario: Scenario, layout: Layout) -> dict[str, Ranks]:
+    """Communicators of FSDP by name: of shards and replicas, and of the dimensions the model is cut along."""
     factor, reshard = scenario.parallel.sharding_factor, scenario.parallel.reshard_after_forward
     replicas = scenario.data_parallel * scenario.parallel.context
     groups: dict[str, Ranks] = {"shard": layout.group(REPLICAS, factor)}
@@ -184,9 +197,12 @@ def sharded(scenario: Scenario, stack: Stack, architecture: Architecture, layout
     cut = cut_groups(scenario, layout)
     if "expert_data" in cut:
         groups["expert_shard"] = layout.group(REPLICAS, factor // scenario.parallel.expert, scenario.parallel.expert)
-    groups |= {name: cut[name] for name in cut if name not in ("data", "expert_data")}
-    plan = Plan(scenario, stack, architecture, layout, groups, fsdp.STREAMS, micro_steps(scenario))
-    technique = Fsdp2(plan) if scenario.software.fsdp == 2 else Fsdp1(plan)
-    if scenario.parallel.strategy == "zero2":
+    return groups | {name: cut[name] for name in cut if name not in ("data", "expert_data")}
+
+
+def fsdp_of(plan: Plan) -> Fsdp1 | Fsdp2:
+    """FSDP of the scenario's version; ZeRO-2 keeps parameters after forward."""
+    technique: Fsdp1 | Fsdp2 = Fsdp2(plan) if plan.scenario.software.fsdp == 2 else Fsdp1(plan)
+    if plan.scenario.parallel.strategy == "zero2":
         technique.keep = True
     return technique

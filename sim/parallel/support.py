@@ -55,15 +55,14 @@ def check(scenario: Scenario, ipg: bool = False) -> None:
         "training.precision.parameters": training.mode == "train" and training.precision.parameters in QUANTISED
         and f"training with {training.precision.parameters} weights",
         "training.precision": training.precision.compute in ("int8", "int4") and training.precision.compute,
-        "parallel.pipeline": parallel.pipeline > 1 and parallel.strategy in ("fsdp", "zero2", "zero3")
-        and f"pipeline parallelism with {parallel.strategy}",
         "parallel.offload": any(v == "paged" for _, v in parallel.offload) and "paged memory",
     }
     if training.mode != "train":
         asked |= _inference(scenario)
     faults = [Fault(f"{what} is understood but not simulated yet in this version", field, hint="remove it, or see "
                     "the README's validity limits") for field, what in asked.items() if what]
-    faults += [*_narrow(scenario), *_in_backward(scenario), *_offload(scenario, ipg), *_expert(scenario, ipg)]
+    faults += [*_narrow(scenario), *_in_backward(scenario), *_offload(scenario, ipg), *_expert(scenario, ipg),
+               *_stages(scenario, ipg)]
     if faults:
         raise UserError(faults)
 
@@ -75,6 +74,26 @@ def _narrow(scenario: Scenario) -> Iterator[Fault]:
     if compute in ("fp8", "mxfp8", "nvfp4") and not card.supports(compute):
         able = ", ".join(dtype for dtype in card.tflops if not dtype.startswith("int"))
         yield Fault(f"{card.name} has no tensor cores for {compute}", "training.precision", hint=f"it has {able}")
+
+
+def _stages(scenario: Scenario, ipg: bool) -> Iterator[Fault]:
+    """Sharded parameters or gradients that a pipeline's stages exclude."""
+    parallel = scenario.parallel
+    if parallel.pipeline == 1 or parallel.strategy not in ("fsdp", "zero2", "zero3"):
+        return
+    if ipg and parallel.strategy != "fsdp":
+        yield Fault("DeepSpeed refuses ZeRO-2 and ZeRO-3 with pipeline parallelism (runtime/pipe/engine.py)",
+                    "parallel.strategy", hint="use zero1, or fsdp with framework pytorch or torchtitan")
+        return
+    if parallel.schedule == "dualpipe":
+        yield Fault("a stage that two ranks hold is not sharded over both yet", "parallel.schedule",
+                    hint="use another schedule, or strategy zero1")
+    if scenario.model.tied_embeddings:
+        yield Fault("FSDP shards no table that first and last stage share (torchtitan refuses tied embeddings with a "
+                    "pipeline)", "model.tied_embeddings", hint="set it to false, or use zero1")
+    if parallel.reshard_after_forward not in (True, False):
+        yield Fault("stages of a pipeline are not resharded to fewer GPUs", "parallel.reshard_after_forward",
+                    hint="use true or false")
 
 
 def _expert(scenario: Scenario, ipg: bool) -> Iterator[Fault]:

@@ -7,19 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from sim.errors import Fault, UserError
 from sim.model.architecture import Architecture
 from sim.parallel.compute import is_weight_gradient
-from sim.parallel.data.bucketed import Bucketed, Reduction
+from sim.parallel.data.bucketed import Bucketed
 from sim.parallel.layout import Layout, Ranks
 from sim.parallel.pipeline.orders import Costs, order, placement, places, split
+from sim.parallel.pipeline.sharded import ShardedStage
 from sim.parallel.pipeline.stage import Passing, Stage
 from sim.parallel.pipeline.stages import blocks_per_stage, positions
 from sim.parallel.pipeline.transfers import Edge, Transfers
 from sim.parallel.pipeline.weights import kept_for_weights
+from sim.parallel.pipeline.whole import WholeStage
+from sim.parallel.sharded import fsdp
+from sim.parallel.sharded.fsdp import Fsdp
 from sim.parallel.step import Plan
 from sim.program import Communicator, Job, RankClass
 from sim.scenario.schema import Scenario
@@ -38,12 +43,12 @@ class Pipelined:
 
 
 def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture, layout: Layout,
-                   groups: Mapping[str, Ranks], reduction: Callable[[Plan], Reduction], tied: bool) -> Pipelined:
+                   groups: Mapping[str, Ranks], technique: Callable[[Plan], Bucketed | Fsdp], tied: bool) -> Pipelined:
     """Programs of all stages.
 
     Args:
         groups: communicators of every rank by name: their ranks, shape (instances, members).
-        reduction: how a stage's gradients are reduced, from its plan.
+        technique: data parallelism of a stage, from its plan.
         tied: first and last stage hold copies of one table.
 
     Raises:
@@ -69,27 +74,31 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
     plans: list[Plan] = []
     for rank, actions in enumerate(orders):
         own = [edge for edge in edges if rank in (edge.source, edge.target)]
+        streams = fsdp.STREAMS if "shard" in groups else STREAMS
         plan = _plan(scenario, stack, architecture, layout, joined, rank, chunks[rank], len(own),
-                     plans[0] if plans else None)
-        stage = Stage(
-            rank, depth, plan, _rebased(chunks[rank]), Bucketed(plan, reduction(plan)), moves, _passing(scenario, stack,
-            architecture), {edge: joined.number(edge) for edge in own},
-            {edge: len(STREAMS) + i for i, edge in enumerate(own)}, "embedding" in plan.groups,
-            split(parallel.schedule))
+                     plans[0] if plans else None, streams)
+        data = technique(plan)
+        make: Callable[..., Stage] = (partial(ShardedStage, sharded=data) if isinstance(data, Fsdp)
+                else partial(WholeStage, data=data))
+        stage = make(
+            rank=rank, depth=depth, plan=plan, chunks=_rebased(chunks[rank]), transfers=moves,
+            passing=_passing(scenario, stack, architecture), edges={edge: joined.number(edge) for edge in own},
+            streams={edge: len(streams) + i for i, edge in enumerate(own)}, tied="embedding" in plan.groups,
+            separate=split(parallel.schedule))
         stage.write(actions)
         plans.append(plan)
     return Pipelined(joined.job(plans), plans)
 
 
 def _plan(scenario: Scenario, stack: Stack, architecture: Architecture, layout: Layout, joined: _Joined, rank: int,
-          chunks: list[range], edges: int, sibling: Plan | None) -> Plan:
+          chunks: list[range], edges: int, sibling: Plan | None, streams: tuple[str, ...]) -> Plan:
     """Plan of one stage: its own layers in a row."""
     own = [position for chunk in sorted(chunks, key=_begin) for position in chunk]
     names = architecture.names
     stack_of = tuple(architecture.stack[position] for position in own)
     part = Architecture(stack_of, architecture.tied, architecture.batch, architecture.sequence,
                         tuple(names[position] for position in own))
-    streams = (*STREAMS, *["pipeline"] * edges)
+    streams = (*streams, *["pipeline"] * edges)
     groups = joined.of(rank)
     norm = tuple(name for name in ("model",) if name in groups)
     return Plan(scenario, stack, part, layout, groups, streams, [], edges, joined.names, norm, sibling)

@@ -40,23 +40,27 @@ class Fsdp:
         self.plan = plan
         parallel, precision = plan.scenario.parallel, plan.scenario.training.precision
         self.factor = parallel.sharding_factor
-        self.replicas = plan.scenario.data_parallel // self.factor
+        self.replicas = plan.scenario.data_parallel * parallel.context // self.factor
         # Resharding to groups of one rank keeps a whole copy: nothing to gather in backward.
         self.keep = parallel.reshard_after_forward in (False, 1) and parallel.reshard_after_forward is not True
         spread = parallel.expert if "expert_shard" in plan.groups else 0
-        self.units = units_of(plan.architecture, parallel.wrap, self.factor, self.by_row,
-                              self.factor // spread if spread else 0)
-        self.root = self.units[0]
+        self.routed_factor = self.factor // spread if spread else 0
+        self.take(units_of(plan.architecture, parallel.wrap, self.factor, self.by_row, self.routed_factor))
         self.gather_dtype, self.reduce_dtype = precision.gather, precision.reduce
         self.gather_bytes, self.reduce_bytes = DTYPE_BYTES[precision.gather], DTYPE_BYTES[precision.reduce]
         self.casts = precision.gather != precision.parameters
-        self.distinct = list({u.name: u for u in self.units}.values())
-        self.last = len(self.units) - 1
         self.host_s = plan.stack.host_collective_s
         self.offload = plan.offload
         self.at_once = plan.scenario.training.optimizer_in_backward
         self.kernels: dict[tuple[str, int, float], Kernel] = {}
         self.segments: dict[tuple[str, int, float], int] = {}
+
+    def take(self, units: list[Unit]) -> None:
+        """Units by position of the stack; those of one name are one."""
+        self.units = units
+        self.root = units[0]
+        self.distinct = list({u.name: u for u in units}.values())
+        self.last = len(units) - 1
 
     # ------------------------------------------------------------------------------------------- states
     def states(self) -> None:
