@@ -54,8 +54,9 @@ class Joint(NamedTuple):
 
     Attributes:
         kind: column (every slice reads the same whole input, and makes a partial sum of its gradient), row (the output
-            is a partial sum over the slices), vocabulary_loss (per-token scalars of vocabulary slices), ring (keys and
-            values of the other slices of the sequence), dispatch, combine (tokens travel to their experts and back).
+            is a partial sum over the slices), vocabulary_loss (per-token scalars of vocabulary slices), ring, gather
+            (keys and values of the other slices of the sequence, one after another or all at once), dispatch, combine
+            (tokens travel to their experts and back).
         elements: of the tensor in question, whole over the slices of the width.
         dtype: of that tensor.
     """

@@ -78,6 +78,7 @@ class Style:
         autocast: weights are fp32 and cast to `act` where they are used.
         window: keys each query sees, 0 = all.
         tensor, context, expert: slices the width, the sequence, the experts are cut into.
+        gathers: keys and values of the whole sequence are gathered before attention, else they go round a ring.
         scattered: between the cut regions activations are cut along the sequence (Korthikanti et al. 2022).
         dropout: whether dropout masks exist (their probability changes nothing else).
         tuned: what is trained where that is not everything.
@@ -122,6 +123,7 @@ class Style:
     tensor: int = 1
     context: int = 1
     expert: int = 1
+    gathers: bool = False
     scattered: bool = False
     tuned: Tuned | None = None
 
@@ -210,6 +212,7 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
         residual="fp32" if autocast and not follows and weight == "fp32" else act,
         weight=weight, gradient=_gradient(precision, act, autocast), autocast=autocast,
         stack=stack, tensor=tensor, context=context, expert=scenario.parallel.expert,
+        gathers=scenario.parallel.context_exchange == "all-gather" and context > 1,
         scattered=scenario.parallel.sequence_parallel and tensor > 1, tuned=tuned,
     )
 

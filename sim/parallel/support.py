@@ -62,7 +62,7 @@ def check(scenario: Scenario, ipg: bool = False) -> None:
     faults = [Fault(f"{what} is understood but not simulated yet in this version", field, hint="remove it, or see "
                     "the README's validity limits") for field, what in asked.items() if what]
     faults += [*_narrow(scenario), *_in_backward(scenario), *_offload(scenario, ipg), *_expert(scenario, ipg),
-               *_stages(scenario, ipg)]
+               *_stages(scenario, ipg), *_whole_slices(scenario)]
     if faults:
         raise UserError(faults)
 
@@ -74,6 +74,30 @@ def _narrow(scenario: Scenario) -> Iterator[Fault]:
     if compute in ("fp8", "mxfp8", "nvfp4") and not card.supports(compute):
         able = ", ".join(dtype for dtype in card.tflops if not dtype.startswith("int"))
         yield Fault(f"{card.name} has no tensor cores for {compute}", "training.precision", hint=f"it has {able}")
+
+
+def _whole_slices(scenario: Scenario) -> Iterator[Fault]:
+    """Sizes that the slices of a cut model cannot share evenly."""
+    parallel, model, training = scenario.parallel, scenario.model, scenario.training
+    if model.moe is not None:
+        width, cut = model.moe.expert_ffn or model.ffn, scenario.expert_tensor
+        if width % cut:
+            yield Fault(f"tensor {cut} does not divide expert_ffn {width}", "model.moe.expert_ffn",
+                        hint="use a tensor degree that divides it, or experts over tensor ranks too")
+        if model.moe.shared_experts * width % parallel.tensor:
+            yield Fault(f"tensor {parallel.tensor} does not divide the width {model.moe.shared_experts * width} of the "
+                        "shared experts", "model.moe.expert_ffn", hint="use a tensor degree that divides it")
+    if parallel.context == 1:
+        return
+    for field, tokens in (("decoder_sequence", training.decoder_sequence),
+                          ("predicted_tokens", training.predicted_tokens)):
+        if tokens % parallel.context:
+            yield Fault(f"context {parallel.context} does not divide {field} {tokens}", f"training.{field}",
+                        hint=f"use a multiple of {parallel.context}")
+    if model.kind == "decoder" and training.sequence % (2 * parallel.context):
+        yield Fault(f"a causal sequence of {training.sequence} tokens does not divide into {2 * parallel.context} "
+                    f"parts: each of {parallel.context} context ranks takes an early and a late one",
+                    "parallel.context", hint=f"use a sequence that is a multiple of {2 * parallel.context}")
 
 
 def _stages(scenario: Scenario, ipg: bool) -> Iterator[Fault]:

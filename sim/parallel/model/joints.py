@@ -49,6 +49,8 @@ class Joints:
             return kernels
         if joint.kind in ("dispatch", "combine"):
             return expert.around(self.calls, joint, kernels, direction)
+        if joint.kind == "gather":
+            return context.gathered(self.calls, joint, kernels, direction)
         if joint.kind == "ring":
             return context.around(self.calls, joint, kernels, direction)
         style = tensor.Style(self.sequence, self.hides, self.pipelined)
