@@ -1,7 +1,7 @@
 """drystep: a discrete-event simulator of distributed training.
 
-The Python API is the command line's verbs: `load`, `run`, `run_sweep`, `size`, `compare`, `validate`. They are
-imported when first used, so `import sim` costs nothing.
+The Python API is the command line's verbs: `load`, `plan_memory`, `run`, `run_sweep`, `size`, `compare`, `validate`.
+They are imported when first used, so `import sim` costs nothing.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sim.api import load, run, run_sweep
+    from sim.api import load, plan_memory, run, run_sweep
     from sim.sizing import compare, size
     from sim.validation import validate
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "compare", "load", "run", "run_sweep", "size", "validate"]
+__all__ = ["__version__", "compare", "load", "plan_memory", "run", "run_sweep", "size", "validate"]
 
 
 def __getattr__(name: str) -> Any:
     """The verbs, on first use (PEP 562)."""
-    if name in ("load", "run", "run_sweep"):
+    if name in ("load", "plan_memory", "run", "run_sweep"):
         from sim import api
 
         return getattr(api, name)

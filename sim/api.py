@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sim.engine import Machine, simulate
 from sim.errors import Fault, UserError
@@ -20,11 +20,16 @@ from sim.hardware import Device, gpu, host_share
 from sim.network import Network, Topology
 from sim.parallel import Lowered, lower
 from sim.report.advice import advise
+from sim.report.largest import largest
+from sim.report.memory import MemoryResult, by_class, fullest
+from sim.report.memory_plan import MemoryPlan, StageMemory
 from sim.report.result import Result, build_result
 from sim.scenario import Loaded, Scenario, load_scenario
 
 #: What `run` accepts: a resolved scenario, what `load` returned, or the path of a file.
 Source = Scenario | Loaded | str | Path
+
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -99,7 +104,7 @@ def run_sweep(source: Loaded | str | Path, *, progress: Callable[[int, int], Non
     total = math.prod(len(values) for values in sweep.axes.values())
     try:
         for done, (sets, scenario) in enumerate(loaded.points(), 1):
-            outcome = scenario if isinstance(scenario, str) else _attempt(scenario, sets)
+            outcome = scenario if isinstance(scenario, str) else _attempt(_predict, scenario, sets)
             if isinstance(outcome, str):
                 sweep.skipped.append({"set": dict(sets), "reason": outcome})
             else:
@@ -112,6 +117,53 @@ def run_sweep(source: Loaded | str | Path, *, progress: Callable[[int, int], Non
     except KeyboardInterrupt:
         sweep.interrupted = True
     return sweep
+
+
+def plan_memory(source: Source) -> MemoryPlan:
+    """Memory alone, without simulating a step: per phase and category, largest sizes that fit, rules of thumb.
+
+    Raises:
+        UserError: the file is wrong, or asks for what is not simulated.
+    """
+    if isinstance(source, Scenario):
+        return _plan(source, {})
+    loaded = _loaded(source)
+    try:
+        return _plan(loaded.scenario, {})
+    except UserError as error:
+        raise UserError(_placed(fault, loaded) for fault in error.faults) from None
+
+
+def plan_points(loaded: Loaded) -> Iterator[tuple[dict[str, Any], MemoryPlan | str, int]]:
+    """Each point of a sweep as (set, its memory or why there is none, points in all)."""
+    total = math.prod(len(values) for values in loaded.sweep.values())
+    for sets, scenario in loaded.points():
+        yield dict(sets), scenario if isinstance(scenario, str) else _attempt(_plan, scenario, sets), total
+
+
+def memory_of(scenario: Scenario) -> MemoryResult:
+    """Memory of the fullest rank.
+
+    Raises:
+        UserError: the scenario asks for what is not simulated.
+    """
+    return fullest(by_class(scenario, lower(scenario), [hardware_for(scenario)[0]]))
+
+
+def _plan(scenario: Scenario, sets: Mapping[str, Any]) -> MemoryPlan:
+    lowered, device = lower(scenario), hardware_for(scenario)[0]
+    memories = by_class(scenario, lowered, [device])
+    cut = scenario.parallel.pipeline > 1
+    stages = tuple(
+        StageMemory(f"stage {one.program}" if cut else "every rank", one.representative, len(one.members),
+                    lowered.layers_of(number), memory)
+        for number, (one, memory) in enumerate(zip(lowered.job.classes, memories, strict=True)))
+
+    def step_s(other: Scenario) -> float:
+        return _predict(other, {}).step_time_s
+
+    return MemoryPlan(scenario, device.gpu.name, lowered, stages, lambda: largest(scenario, memory_of),
+                      lambda: advise(scenario, fullest(memories), memory_of, step_s, step_s(scenario)), dict(sets))
 
 
 def machine_for(scenario: Scenario, lowered: Lowered) -> Machine:
@@ -161,14 +213,17 @@ def _predict(scenario: Scenario, sets: Mapping[str, Any]) -> Result:
 
 def _advised(result: Result) -> Result:
     """The result, able to say what would make it fit."""
-    result.advisor = lambda: advise(result, lambda scenario: _predict(scenario, {}))
+    result.searcher = lambda: largest(result.scenario, memory_of)
+    result.advisor = lambda: advise(result.scenario, result.memory, memory_of,
+                                    lambda scenario: _predict(scenario, {}).step_time_s, result.step_time_s)
     return result
 
 
-def _attempt(scenario: Scenario, sets: Mapping[str, Any]) -> Result | str:
-    """The result of a sweep's point, or why there is none."""
+def _attempt(predict: Callable[[Scenario, Mapping[str, Any]], _T], scenario: Scenario,
+             sets: Mapping[str, Any]) -> _T | str:
+    """What is predicted of a sweep's point, or why nothing is."""
     try:
-        return _predict(scenario, sets)
+        return predict(scenario, sets)
     except UserError as error:
         return "; ".join(": ".join(part for part in (f.field, f.message) if part) for f in error.faults)
 

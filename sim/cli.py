@@ -11,7 +11,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -19,9 +19,11 @@ import click
 
 from sim import __version__
 from sim.cli_machine import COMMANDS
+from sim.cli_memory import COMMANDS as MEMORY_COMMANDS
 from sim.cli_output import (
     JsonOutput,
     json_output,
+    load_all,
     progress,
     report_folders,
     reporting,
@@ -47,7 +49,7 @@ _COLLECT_AFTER = 100_000
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 
 #: Commands of the specification that come with later versions: known by name, absent from --help.
-LATER = ("memory", "import", "diff", "ui")
+LATER = ("import", "diff", "ui")
 
 
 class Commands(click.Group):
@@ -88,7 +90,7 @@ def run(ctx: click.Context, scenarios: tuple[str, ...], sets: tuple[str, ...], j
     writable("--json", json_to)
     writable("--trace", trace_to)
     writable("--report", report_to and os.path.join(report_to, "report.txt"), parents=True)
-    loaded = _load_all(scenarios, lambda name: load(name, sets))
+    loaded = load_all(scenarios, lambda name: load(name, sets))
     sweeps = [name for name, one in zip(scenarios, loaded, strict=True) if one.sweep]
     if trace_to and (len(loaded) > 1 or sweeps):
         raise UserError(Fault("a trace shows one run", "--trace",
@@ -114,20 +116,6 @@ def run(ctx: click.Context, scenarios: tuple[str, ...], sets: tuple[str, ...], j
         ctx.exit(INTERRUPTED)
     if failed:
         ctx.exit(CHECK_FAILED)
-
-
-def _load_all(names: Sequence[str], load: Callable[[str], Loaded]) -> list[Loaded]:
-    """All scenarios, or the faults of all of them together."""
-    loaded: list[Loaded] = []
-    faults: list[Fault] = []
-    for name in names:
-        try:
-            loaded.append(load(name))
-        except UserError as error:
-            faults += error.faults
-    if faults:
-        raise UserError(faults)
-    return loaded
 
 
 def _run_one(loaded: Loaded, out: JsonOutput | None, text: bool, folder: Path | None, trace_to: str | None,
@@ -279,7 +267,7 @@ def list_(what: str, as_json: bool) -> None:
     render_catalogue([{k: v for k, v in row.items() if k != "source"} for row in found], console())
 
 
-for _command in (*COMMANDS, *SIZING_COMMANDS):
+for _command in (*COMMANDS, *MEMORY_COMMANDS, *SIZING_COMMANDS):
     cli.add_command(_command)
 
 

@@ -8,11 +8,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from sim.errors import Fault, UserError
+
+if TYPE_CHECKING:
+    from sim.scenario import Loaded
 
 
 class JsonOutput:
@@ -104,6 +107,20 @@ def writing(option: str, path: str) -> Iterator[None]:
         if isinstance(error, BrokenPipeError):
             raise
         raise UserError(Fault(f"cannot write {error.filename or path}: {error.strerror or error}", option)) from error
+
+
+def load_all(names: Sequence[str], load: Callable[[str], Loaded]) -> list[Loaded]:
+    """All scenarios, or the faults of all of them together."""
+    loaded: list[Loaded] = []
+    faults: list[Fault] = []
+    for name in names:
+        try:
+            loaded.append(load(name))
+        except UserError as error:
+            faults += error.faults
+    if faults:
+        raise UserError(faults)
+    return loaded
 
 
 def report_folders(report_to: str | None, names: Sequence[str]) -> list[Path | None]:

@@ -18,6 +18,7 @@ class Trace(NamedTuple):
             added to in place), -1 for none.
         kept: numbers of parameter gradients that stay.
         tied: number of a shared parameter's gradient that waits for the other layer's, -1 for none.
+        made: by number, the operator that makes a tensor and its memory category; empty where that is not known.
     """
 
     forward: tuple[tuple[int, int], ...]
@@ -28,6 +29,7 @@ class Trace(NamedTuple):
     input_gradient: int
     kept: tuple[int, ...]
     tied: int
+    made: tuple[tuple[str, str], ...] = ()
 
 
 #: Tensors of a `Trace` that another layer made: its input, its output's gradient, a shared parameter's gradient.

@@ -145,4 +145,7 @@ def _weights(seconds: Array, spread: float) -> Array:
 
 
 def _alignment_rate(kernel: Kernel, rates: GemmRates) -> float:
-    return 1.0 if rates.alignment is None else rates.alignment[alignment_bytes(kernel)]
+    if rates.alignment is None:
+        return 1.0
+    size_bytes = alignment_bytes(kernel)
+    return rates.batched_unaligned if size_bytes < 16 and kernel.shape[0] > 1 else rates.alignment[size_bytes]

@@ -44,6 +44,7 @@ class GemmRates:
     overlap: float
     bandwidth_share: float
     alignment: Mapping[int, float] | None
+    batched_unaligned: float
     flop_j: float
 
 
@@ -107,8 +108,9 @@ class Rates:
         figures = family[units if units in family else "half"]
         kind = self._shared["products"]["simt" if units == "fp32" else "tensor"]
         alignment = self._shared["alignment"]
+        rate = self._gpu.peak_flops(dtype) * float(figures["eta"])
         return GemmRates(
-            flops_per_s=self._gpu.peak_flops(dtype) * float(figures["eta"]),
+            flops_per_s=rate,
             fill_k=float(figures["fill_k"]),
             block_start_s=float(figures["block_start_s"]),
             operand_cost=float(figures["operand_cost"]),
@@ -123,8 +125,12 @@ class Rates:
             overlap=float(kind["overlap"]),
             bandwidth_share=self.memory_share("gemm"),
             alignment=None if units == "fp32" else {key: float(alignment[key]) for key in (16, 8, 4, 2, 1)},
+            batched_unaligned=min(1.0, self._on_fp32_units() / rate),
             flop_j=self._flop_j(units),
         )
+
+    def _on_fp32_units(self) -> float:
+        return float(self._shared["batched_unaligned"]["value"]) * self._gpu.peak_flops("fp32")
 
     def attention(self, kernel: str, dtype: str, head_dim: int, backward: bool) -> AttentionRates:
         """Figures of a fused attention kernel; a head dimension between two listed ones takes the nearest."""

@@ -26,7 +26,8 @@ PHASES = ("after_init", "end_of_forward", "peak_in_backward", "optimizer_step")
 _INDEX = {name: i for i, name in enumerate(CATEGORIES)}
 #: Held by the driver or lost inside blocks: not part of what `torch.cuda.memory_allocated` counts.
 _OUTSIDE = ("fragmentation", "context")
-_ALLOCATED = np.array([name not in _OUTSIDE for name in CATEGORIES])
+#: Which of `CATEGORIES` are tensors, which `memory_allocated` counts.
+TENSORS = np.array([name not in _OUTSIDE for name in CATEGORIES])
 _LABEL_PHASES = ("forward", "backward", "optimizer")
 
 Levels = npt.NDArray[np.int64]
@@ -123,7 +124,7 @@ class _Walk:
     def __init__(self, resident: Levels) -> None:
         self.level = resident
         self.category_peaks = resident.copy()
-        self.best = int(resident[_ALLOCATED].sum())
+        self.best = int(resident[TENSORS].sum())
         self.best_levels = resident
         self.best_at: tuple[_Track, int] | None = None
         self.phases: dict[str, tuple[int, Levels]] = {}
@@ -132,12 +133,12 @@ class _Walk:
     def run(self, track: _Track) -> None:
         """One run of a section from the current level."""
         top = int(track.totals.argmax())
-        total = int(self.level[_ALLOCATED].sum() + track.totals[top])
+        total = int(self.level[TENSORS].sum() + track.totals[top])
         if total > self.best:
             self.best, self.best_levels, self.best_at = total, self.level + track.levels[top], (track, top)
         np.maximum(self.category_peaks, self.level + track.levels.max(axis=0), out=self.category_peaks)
         self._highest("end_of_forward", track, track.forward_ends)
-        base = int(self.level[_ALLOCATED].sum())
+        base = int(self.level[TENSORS].sum())
         for number, (phase, name) in enumerate(zip(_LABEL_PHASES, ("", *PHASES[2:]), strict=True)):
             samples = np.flatnonzero(track.phase == number)
             if len(samples):
@@ -150,7 +151,7 @@ class _Walk:
         if not len(samples):
             return
         levels = self.level + track.levels[samples[int(track.totals[samples].argmax())]]
-        total = int(levels[_ALLOCATED].sum())
+        total = int(levels[TENSORS].sum())
         if name not in self.phases or total > self.phases[name][0]:
             self.phases[name] = (total, levels)
 
@@ -186,7 +187,7 @@ def _track(program: Program, section: Section) -> _Track:
     after_forward = task_phase[np.maximum(before - 1, 0)] == 0
     ends = np.flatnonzero(is_mark & after_forward & (before > 0))
     phase = task_phase[np.minimum(before, len(task_phase) - 1)]
-    return _Track(section, before, levels, levels[:, _ALLOCATED].sum(axis=1), phase, ends, levels[-1],
+    return _Track(section, before, levels, levels[:, TENSORS].sum(axis=1), phase, ends, levels[-1],
                   order - len(changes))
 
 

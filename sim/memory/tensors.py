@@ -65,7 +65,7 @@ class TensorReplay:
         """What the model holds before its first step."""
         for name, size, category in self.program.resident:
             if category not in (_STATES, "context"):
-                self._make(self.pieces(name, size))
+                self._make(name, size, category)
 
     def step(self) -> None:
         """One optimizer step."""
@@ -87,10 +87,11 @@ class TensorReplay:
         self._has_states = True
         for name, size, category in self.program.resident:
             if category == _STATES:
-                self._make(self.pieces(name, size))
+                self._make(name, size, category)
 
-    def _make(self, sizes: list[int]) -> list[Block]:
-        return [self.allocator.allocate(size) for size in sizes]
+    def _make(self, name: str, size: int, category: str) -> None:
+        for piece in self.pieces(name, size):
+            self.allocator.allocate(piece)
 
     # ------------------------------------------------------------------------------------------------- a section
     def _run(self, number: int) -> None:

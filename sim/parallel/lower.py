@@ -33,16 +33,22 @@ class Lowered:
         architecture: of the whole model, however it is cut.
         memory_complete: whether the Program's memory operations come from module code for every layer; false where a
             layer's temporaries are estimated from what it keeps for backward.
-        outside: what a rank's GPU holds beside tensors (the Program's resident "context").
+        outside: what a GPU of each program's ranks holds beside tensors (the Program's resident "context").
         serving: how an inference run was cut, None in training.
+        layers: names of the layers of each program of the job, by the positions that its memory's marks have.
     """
 
     job: Job
     architecture: Architecture
     stack: Stack
     memory_complete: bool = False
-    outside: Outside | None = None
+    outside: tuple[Outside, ...] = ()
     serving: Serving | None = None
+    layers: tuple[tuple[str, ...], ...] = ()
+
+    def layers_of(self, number: int) -> tuple[str, ...]:
+        """Layers that a simulated class of ranks holds; none where they are not known."""
+        return self.layers[self.job.classes[number].program] if self.layers else ()
 
 
 def lower(scenario: Scenario, *, fold: bool = True, devices: Ranks | None = None) -> Lowered:
@@ -62,7 +68,8 @@ def lower(scenario: Scenario, *, fold: bool = True, devices: Ranks | None = None
     check(scenario, stack.gradient_path == "ipg")
     if run_of(scenario) is not None:
         serving = lower_inference(scenario, stack)
-        return Lowered(serving.job, serving.architecture, stack, True, serving.outside, serving)
+        return Lowered(serving.job, serving.architecture, stack, True, (serving.outside,) * len(serving.job.programs),
+                       serving)
     if scenario.parallel.strategy in ("fsdp", "zero3"):  # gathered weights come and go, narrow copies with them
         stack = replace(stack, narrow_weights_cached=False)
     whole = build(with_parallel(scenario, tensor=1, context=1, expert=1), stack, scenario.training.micro_batch)
@@ -86,7 +93,7 @@ def lower(scenario: Scenario, *, fold: bool = True, devices: Ranks | None = None
     if scenario.parallel.pipeline == 1:
         job = _job(scenario, plans[0], fold, devices)
     complete = all(layer.program is not None for layer in architecture.stack)
-    return Lowered(job, whole, stack, complete, beside[0])
+    return Lowered(job, whole, stack, complete, tuple(beside), layers=tuple(plan.architecture.names for plan in plans))
 
 
 def with_parallel(scenario: Scenario, **changes: int) -> Scenario:

@@ -1,21 +1,22 @@
-"""What would make a job fit: every single change worth trying, predicted, the cheapest in step time first."""
+"""What would make a job fit: every single change worth trying, and what it costs in step time, the cheapest first.
+
+Memory follows the host's order, so that what a change frees is known without simulating a step; only changes after
+which the job fits are simulated for their step time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from sim.errors import UserError
+from sim.report.candidates import Sets, candidates
+from sim.report.memory import MemoryResult
 from sim.scenario import Scenario, resolve
 from sim.scenario.dump import dump
-from sim.scenario.schema import Inference, InferenceRun
-from sim.work import DTYPE_BYTES
 
-if TYPE_CHECKING:
-    from sim.report.result import Result
-
-Sets = Mapping[str, Any]
+Measure = Callable[[Scenario], MemoryResult]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,122 +27,96 @@ class Change:
         set: dotted fields and their new values.
         what: in words.
         fits: whether the job fits with it; headroom_bytes: by how much (negative: not).
-        step_time_s, slowdown: the step with it, and over the step without.
+        gpus: GPUs of the changed job.
+        step_time_s, slowdown: the step with it, and over the step without; None where the job still does not fit.
+        gpu_time: GPU-seconds of a step over those without the change: what a change to more GPUs costs.
     """
 
     set: dict[str, Any]
     what: str
     fits: bool
     headroom_bytes: int
-    step_time_s: float
-    slowdown: float
+    gpus: int
+    step_time_s: float | None = None
+    slowdown: float | None = None
+    gpu_time: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return {"set": dict(self.set), "what": self.what, "fits": self.fits, "headroom_bytes": self.headroom_bytes,
-                "step_time_s": self.step_time_s, "slowdown": self.slowdown}
+                "gpus": self.gpus, "step_time_s": self.step_time_s, "slowdown": self.slowdown,
+                "gpu_time": self.gpu_time}
 
 
-def advise(result: Result, predict: Callable[[Scenario], Result]) -> list[Change]:
-    """Single changes that free memory: those that make the job fit first, the cheapest in step time before the others,
-    then the rest by what they free. Of changes of the same fields (micro-batches of 8, 4, 2 ...) only the best is
-    there; one that the scenario rules out, or that frees nothing, is left out.
+def advise(scenario: Scenario, memory: MemoryResult, measure: Measure, step_time_s: Callable[[Scenario], float],
+           now_s: float) -> list[Change]:
+    """Single changes that free memory: those that make the job fit first, the cheapest in GPU time before the others,
+    then the rest by what they free on the GPU. Of changes of one group (micro-batches of 8, 4, 2 ...) only the mildest
+    that suffices is there, else the strongest; one that the scenario rules out, or that frees nothing, is left out.
 
     Args:
-        predict: runs a scenario.
+        memory: of the scenario as it is; `now_s`: its step.
+        measure: memory of a scenario.
+        step_time_s: predicts a scenario's step; asked only for those that fit.
     """
-    plain = dump(result.scenario)
-    found: dict[tuple[str, ...], Change] = {}
-    for what, sets in candidates(result.scenario):
-        fields = tuple(sets)
-        if fields in found and found[fields].fits:
-            continue
+    plain = dump(scenario)
+    found: dict[str, _Tried] = {}
+
+    def tried(group: str, what: str, sets: Sets) -> bool:
+        """Whether the job fits with a change, which is kept if it frees anything."""
         try:
-            other = predict(resolve(plain, result.scenario.name, sets))
+            other = resolve(plain, scenario.name, sets)
+            after = measure(other)
         except UserError:
-            continue
-        if other.memory.headroom_bytes > result.memory.headroom_bytes:
-            found[fields] = Change(dict(sets), what, other.memory.fits, other.memory.headroom_bytes, other.step_time_s,
-                                   other.step_time_s / result.step_time_s)
-    return sorted(found.values(), key=lambda c: (not c.fits, c.slowdown if c.fits else -c.headroom_bytes))
+            return False
+        frees = after.use.peak_allocated_bytes < memory.use.peak_allocated_bytes
+        if after.fits or (frees and not memory.fits_device):
+            found[group] = _Tried(what, sets, other, after)
+        return after.fits
+
+    for group, what, sets in candidates(scenario):
+        if not (group in found and found[group].after.fits):
+            tried(group, what, sets)
+    if "recompute" in found and found["recompute"].after.fits:
+        _fewest_blocks(scenario, lambda what, sets: tried("blocks", what, sets)
+                       and found["blocks"].after.headroom_bytes > 0)
+    priced = [_change(one, step_time_s, now_s, scenario.gpus) for one in found.values()]
+    return sorted(priced, key=lambda c: (not c.fits, c.gpu_time if c.gpu_time is not None else -c.headroom_bytes))
 
 
-def candidates(scenario: Scenario) -> Iterator[tuple[str, Sets]]:
-    """Changes that may free memory, in words and as fields; of the same fields the smallest first."""
-    if isinstance(scenario.training.mode, Inference):
-        yield from _serving(scenario, scenario.training.mode.inference)
-        return
-    yield from _activations(scenario)
-    yield from _sharding(scenario)
-    yield from _offload(scenario)
-    if scenario.software.optimizer_kernel != "fused":
-        yield "fused optimizer kernels", {"software.optimizer_kernel": "fused"}
-    if not scenario.training.chunked_loss and scenario.model.kind == "decoder":
-        yield "logits and loss in chunks", {"training.chunked_loss": True}
-    if not scenario.training.optimizer_in_backward and scenario.micro_steps == 1:
-        yield "the optimizer in backward", {"training.optimizer_in_backward": True}
-    if scenario.parallel.strategy == "ddp" and not scenario.parallel.gradient_as_bucket_view:
-        yield "gradients as views of their buckets", {"parallel.gradient_as_bucket_view": True}
+class _Tried(NamedTuple):
+    """A change and the scenario and memory with it."""
+
+    what: str
+    sets: Sets
+    scenario: Scenario
+    after: MemoryResult
 
 
-def _serving(scenario: Scenario, run: InferenceRun) -> Iterator[tuple[str, Sets]]:
-    """Fewer bits per weight, more ranks per replica, fewer sequences at once."""
-    fields = ("training.precision.parameters", "training.finetune.base")  # the second follows the first
-    for dtype in ("int8", "int4"):
-        if DTYPE_BYTES[dtype] < DTYPE_BYTES.get(scenario.training.precision.parameters, 0.5):
-            yield f"weights in {dtype}", dict.fromkeys(fields, dtype)
-    size = run.batch // 2
-    while size:
-        yield f"{size} sequences at once instead of {run.batch}", {"training.mode.inference.batch": size}
-        size //= 2
-    tensor, replicas = scenario.parallel.tensor, scenario.data_parallel
-    for factor in (f for f in (2, 4, 8) if replicas % f == 0):
-        yield f"{factor * tensor} tensor ranks", {"parallel.tensor": factor * tensor}
+def _change(one: _Tried, step_time_s: Callable[[Scenario], float], now_s: float, gpus: int) -> Change:
+    plain = Change(dict(one.sets), one.what, one.after.fits, one.after.headroom_bytes, one.scenario.gpus)
+    if not one.after.fits:
+        return plain
+    step_s = step_time_s(one.scenario)
+    return replace(plain, step_time_s=step_s, slowdown=step_s / now_s,
+                   gpu_time=step_s / now_s * one.scenario.gpus / gpus)
 
 
-def _activations(scenario: Scenario) -> Iterator[tuple[str, Sets]]:
-    training = scenario.training
-    if training.recompute != "full":
-        yield "full recomputation", {"training.recompute": "full"}
-    if training.recompute == "none":
-        yield "recomputation of every second product", {"training.recompute": "selective-op"}
-    if training.attention == "eager":
-        yield "a fused attention kernel", {"training.attention": "flash"}
-        if training.recompute == "none":
-            yield "recomputation of the attention core", {"training.recompute": "selective"}
-    size = training.micro_batch // 2
-    while size:
-        yield f"micro-batches of {size} instead of {training.micro_batch}", {"training.micro_batch": size}
-        size //= 2
+def _fewest_blocks(scenario: Scenario, tried: Callable[[str, Sets], bool]) -> None:
+    """The fewest recomputed blocks that suffice without the allocator running short, where all of them suffice."""
+    blocks = scenario.model.layers + (scenario.model.decoder_layers or 0)
+
+    def suffice(count: int) -> bool:
+        return tried(f"full recomputation of {count} of {blocks} blocks", {"training.recompute": {"layers": count}})
+
+    fewest = next_above(0, blocks, suffice)
+    if fewest < blocks:
+        suffice(fewest)
 
 
-def _offload(scenario: Scenario) -> Iterator[tuple[str, Sets]]:
-    """What can live in host memory; what the strategy of the stack cannot offload, lowering rules out."""
-    field, places = "parallel.offload", scenario.parallel.offload
-    if places.optimizer == "none" and scenario.training.optimizer != "none":
-        yield "the optimizer on the CPU", {f"{field}.optimizer": "cpu"}
-    if places.parameters == "none":
-        yield "parameters and optimizer in host memory", {f"{field}.parameters": "cpu", f"{field}.optimizer": "cpu"}
-    if places.activations == "none":
-        yield "activations in host memory", {f"{field}.activations": "cpu"}
-
-
-def _sharding(scenario: Scenario) -> Iterator[tuple[str, Sets]]:
-    parallel, whole = scenario.parallel, {"parallel.sharding_factor": "full"}
-    strategy = parallel.strategy
-    if strategy in ("none", "ddp") and scenario.data_parallel > 1:
-        yield "FSDP over all ranks", {"parallel.strategy": "fsdp", "parallel.reshard_after_forward": True, **whole}
-    if strategy in ("zero1", "zero2"):
-        for stage in range(int(strategy[-1]) + 1, 4):
-            yield f"ZeRO-{stage}", {"parallel.strategy": f"zero{stage}"}
-    if strategy == "fsdp":
-        factor = parallel.sharding_factor
-        for wider in dict.fromkeys((2 * factor, scenario.data_parallel)):
-            if factor < wider <= scenario.data_parallel:
-                yield f"sharding over {wider} ranks instead of {factor}", {"parallel.sharding_factor": wider}
-        if parallel.reshard_after_forward is not True:
-            yield "resharding after forward", {"parallel.reshard_after_forward": True}
-    if strategy not in ("none", "ddp"):
-        nodes = scenario.cluster.nodes
-        sets: dict[str, Any] = {"cluster.nodes": 2 * nodes}
-        yield f"{2 * nodes} nodes instead of {nodes}", {**sets, **whole} if strategy == "fsdp" else sets
+def next_above(low: int, high: int, suffices: Callable[[int], bool]) -> int:
+    """The smallest number above `low` that suffices, where `high` is known to and so does everything above one."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if suffices(middle) else (middle, high)
+    return high

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from sim.engine import Machine
 from sim.engine.machine import Profile
 from sim.program import ON_CPU, Kind, Program
 from sim.report.columns import Columns
@@ -20,7 +21,8 @@ Ints = npt.NDArray[np.int64]
 
 #: The stream that runs the model's kernels; a technique's own streams follow it (sim/parallel/step.py).
 COMPUTE_STREAM = 0
-_POINT_TO_POINT = ("send", "recv")
+#: Transfers between stages.
+POINT_TO_POINT = ("send", "recv")
 
 
 @dataclass(slots=True)
@@ -99,12 +101,18 @@ def kernel_shares(program: Program, profiles: Sequence[Profile], kernel_s: Seque
     return shares
 
 
-def _pending(columns: Columns, calls: Ints, key: Ints, rows: Sequence[tuple[str, str]]) -> list[Spans]:
+def _pending(columns: Columns, calls: Ints, key: Ints, rows: Sequence[tuple[str, str]],
+             across: Collection[str]) -> list[Spans]:
     """Collectives issued and not begun: those between stages, for which everything behind waits, and others."""
-    stages = np.array([kind in _POINT_TO_POINT for kind, _ in rows], dtype=bool)
+    stages = np.array([_between(row, across) for row in rows], dtype=bool)
     between = stages[key] if len(calls) else np.zeros(0, dtype=bool)
     issued, start = columns.issue_s[calls] + columns.host_s[calls], columns.start_s[calls]
     return [Spans(issued[chosen], start[chosen], key[chosen], len(rows)) for chosen in (between, ~between)]
+
+
+def _between(row: tuple[str, str], across: Collection[str]) -> bool:
+    """Whether a kind of collective in a group is one for which a stage waits for another."""
+    return row[0] in POINT_TO_POINT or row[1] in across
 
 
 def _hidden(program: Program, row: int, sums: Floats, row_s: float, category: Sequence[int],
@@ -119,7 +127,8 @@ def _hidden(program: Program, row: int, sums: Floats, row_s: float, category: Se
         left -= own
 
 
-def breakdown(columns: Columns, shares: Floats, alone_s: Floats, inline_s: Floats | None = None) -> Breakdown:
+def breakdown(columns: Columns, shares: Floats, alone_s: Floats, inline_s: Floats | None = None,
+              across: Collection[str] = ()) -> Breakdown:
     """Split the step of `columns` (see `sim.report.exposure` for the order of precedence).
 
     Inside a segment the GPU may wait for the launch of its next kernel; that part goes to the host.
@@ -128,6 +137,7 @@ def breakdown(columns: Columns, shares: Floats, alone_s: Floats, inline_s: Float
         shares: see `kernel_shares`.
         inline_s: seconds collectives inside segments take by themselves, shape (segments, collectives), or None.
         alone_s: seconds of each segment's kernels running alone, shape (segments,).
+        across: groups that span stages of a pipeline; waiting for one of them to begin is waiting for another stage.
     """
     program = columns.program
     kernels = columns.where(Kind.KERNELS)
@@ -144,7 +154,7 @@ def breakdown(columns: Columns, shares: Floats, alone_s: Floats, inline_s: Float
         _spans(columns, calls, call_key, len(rows)),
         _spans(columns, copies, np.zeros(len(copies), dtype=np.int64), 1),
         _spans(columns, aside, columns.payload[aside], count),
-        *_pending(columns, calls, call_key, rows),
+        *_pending(columns, calls, call_key, rows, across),
     ]
     on = axis(layers, columns.step_time_s, columns.windows)
     (on_main, moving, copying, on_aside, for_stages, pending), rest = split(on, layers)
@@ -162,11 +172,31 @@ def breakdown(columns: Columns, shares: Floats, alone_s: Floats, inline_s: Float
         np.add.at(total, named, runs[:len(inline_s)] @ inline_s)
     pending = pending + for_stages
     for i, (kind, group) in enumerate(rows):
-        bubble = float(pending[i]) if kind in _POINT_TO_POINT else 0.0
+        bubble = float(pending[i]) if _between((kind, group), across) else 0.0
         result.pipeline_bubble += bubble
         result.exposed_communication.setdefault(kind, {})[group] = float(moving[i] + pending[i] + inside[i]) - bubble
         result.communication_total.setdefault(kind, {})[group] = float(total[i])
     return result
+
+
+def of_rank(machine: Machine, columns: Columns, number: int) -> Breakdown:
+    """The breakdown of simulated class `number`, whose step `columns` is."""
+    program = columns.program
+    profiles = [machine.profile(number, 0, i) for i in range(len(program.segments))]
+    flows = [machine.flows[flow].alone_s if flow >= 0 else 0.0 for flow in machine.class_flows[number]]
+    return breakdown(columns, kernel_shares(program, profiles, machine.kernel_s(number)),
+                     np.array([p.total_s for p in profiles]), inline_seconds(program, flows), _across(machine, number))
+
+
+def _across(machine: Machine, number: int) -> set[str]:
+    """Groups of a class whose operations wait for other programs of the job: the norm of all gradients, tied tables."""
+    job = machine.job
+    if len(job.programs) < 2:
+        return set()
+    simulated = job.classes[number]
+    names = job.programs[simulated.program].communicators
+    return {name for name, c in zip(names, simulated.communicators, strict=True)
+            if c >= 0 and job.communicators[c].parties > 1}
 
 
 def _on_cpu(columns: Columns) -> Ints:

@@ -29,7 +29,8 @@ pre{{overflow-x:auto;background:#f6f6f6;padding:1em;font-size:85%}}</style></hea
 
 
 def write_run(folder: Path, result: Result, text: str, as_json: Mapping[str, Any]) -> list[Path]:
-    """report.txt, result.json, timeline.png, memory.png (pipeline.png), pictures.json and index.html of one run.
+    """report.txt, result.json, timeline.png, memory.png (pipeline.png), memory.pickle (a snapshot for PyTorch's
+    memory_viz, of the fullest rank), pictures.json and index.html of one run.
 
     Args:
         folder: made if it does not exist.
@@ -44,9 +45,10 @@ def write_run(folder: Path, result: Result, text: str, as_json: Mapping[str, Any
     """
     from sim.report import plot_style as look
     from sim.report.pipeline_rows import boxes_of, chunk_names
-    from sim.report.plot_memory import memory_digest, memory_figure
+    from sim.report.plot_memory import fullest, memory_digest, memory_figure
     from sim.report.plot_pipeline import pipeline_digest, pipeline_figure
     from sim.report.plot_timeline import timeline_digest, timeline_figure
+    from sim.report.snapshot import write_snapshot
 
     written = _begin(folder, text, as_json)
     digest = {"timeline.png": timeline_digest(result), "memory.png": memory_digest(result)}
@@ -62,6 +64,8 @@ def write_run(folder: Path, result: Result, text: str, as_json: Mapping[str, Any
         for name, made in pictures:
             look.save(made, folder / name)
             written.append(folder / name)
+    written.append(folder / "memory.pickle")
+    write_snapshot(written[-1], result.memory, result.detail.lowered.layers_of(fullest(result)))
     return _finish(folder, written, result.scenario.name, text, digest)
 
 

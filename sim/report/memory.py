@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from sim.engine import Machine
+from sim.hardware import Device
 from sim.hardware.outside import Outside
 from sim.memory.ledger import MemoryUse, peak
 from sim.memory.reserved import Reserved, replayed
 from sim.parallel import Lowered
 from sim.program import Job, Program
 from sim.scenario.schema import Scenario
+
+#: Below this share of free memory PyTorch's allocator starts to retry (result.md, `warnings`).
+TIGHT_HEADROOM = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,11 @@ class MemoryResult:
         return 2 * self.use.peak_allocated_bytes > self.limit_bytes and bool(self.reserved.retries)
 
     @property
+    def pressed(self) -> bool:
+        """Whether the allocator meets the end of the device's memory."""
+        return not self.fits_device or self.short
+
+    @property
     def at_peak(self) -> dict[str, int]:
         """Bytes by category at the highest point, with what the allocator's blocks waste."""
         return {**self.use.at_peak, "fragmentation": self.reserved.fragmentation_bytes}
@@ -98,8 +107,31 @@ class MemoryResult:
     @property
     def fits(self) -> bool:
         """Whether every step gets through, if need be by giving back cached blocks, and the host's memory suffices."""
-        host = self.host is None or self.host.needed_bytes <= self.host.capacity_bytes
-        return host and self.reserved.retries is not None
+        return self.fits_device and (self.host is None or self.host.needed_bytes <= self.host.capacity_bytes)
+
+    @property
+    def fits_device(self) -> bool:
+        """Whether the GPU's memory suffices: what PyTorch allocates alone decides it (see `replayed`)."""
+        return self.use.peak_allocated_bytes <= self.limit_bytes
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the figures rest on where that is less than module code, and what is close to its limit."""
+        found, host, gib = [], self.host, 2**30
+        if not self.complete:
+            found.append("model states are exact; temporaries of layers whose module code is not written down are "
+                         "estimated from what they keep for backward")
+        if host is not None and host.needed_bytes > host.capacity_bytes:
+            found.append(f"the host of a node needs {host.needed_bytes / gib:.4g} GiB for what is offloaded and has "
+                         f"{host.capacity_bytes / gib:.4g} GiB: it does not fit")
+        near = 2 * self.use.peak_allocated_bytes > self.limit_bytes
+        share = self.headroom_bytes / self.capacity_bytes if near else 1.0
+        if self.short and self.fits:
+            found.append(f"the allocator runs short {self.reserved.retries} times in every step and gives back cached "
+                         f"blocks, which adds {1e3 * self.reserved.seconds:.0f} ms to it")
+        elif 0 <= share < TIGHT_HEADROOM:
+            found.append(f"only {100 * share:.1f}% of the GPU's memory is left; allocator retries are likely")
+        return found
 
     def _outside(self) -> dict[str, Any] | None:
         beside = self.outside
@@ -139,11 +171,20 @@ def _host_memory(scenario: Scenario, job: Job) -> HostMemory | None:
     return HostMemory(fullest, capacity) if fullest else None
 
 
-def fullest(scenario: Scenario, lowered: Lowered, machine: Machine) -> MemoryResult:
-    """The rank with the least headroom, and every distinct program."""
+def by_class(scenario: Scenario, lowered: Lowered, devices: Sequence[Device]) -> list[MemoryResult]:
+    """Memory of every simulated class of ranks; neither engine nor network is asked.
+
+    Args:
+        devices: kinds of hardware, as `RankClass.device` counts them.
+    """
     job = lowered.job
     uses = tuple(peak(program) for program in job.programs)
-    results = [MemoryResult(uses[c.program], uses, int(machine.devices[c.device].gpu.usable_memory_bytes),
-                            lowered.memory_complete, job.programs[c.program], lowered.outside,
-                            _host_memory(scenario, job)) for c in job.classes]
+    host = _host_memory(scenario, job)
+    return [MemoryResult(uses[c.program], uses, int(devices[c.device].gpu.usable_memory_bytes), lowered.memory_complete,
+                         job.programs[c.program], lowered.outside[c.program] if lowered.outside else None, host)
+            for c in job.classes]
+
+
+def fullest(results: Sequence[MemoryResult]) -> MemoryResult:
+    """The rank with the least headroom."""
     return min(results, key=lambda m: m.limit_bytes - m.use.peak_allocated_bytes)

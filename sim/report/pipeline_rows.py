@@ -11,7 +11,7 @@ from collections import Counter
 
 import numpy as np
 
-from sim.program import Kind
+from sim.program import Kind, Label
 from sim.report.breakdown import COMPUTE_STREAM
 from sim.report.plot_pipeline import Boxes
 from sim.report.result import Result
@@ -23,6 +23,25 @@ _KINDS = {"forward": "F", "backward": "B", "weight gradients": "W"}
 _REVERSED = ("gpipe",)
 
 _Box = tuple[int, str, int, int, float, float]
+
+
+class MicroBatches:
+    """Numbers a stage's actions: the count of what was done to a chunk is its micro-batch, for which schedules that run
+    backwards count down."""
+
+    def __init__(self, schedule: str, micro_steps: int) -> None:
+        self._last = micro_steps - 1 if schedule in _REVERSED else None
+        self._counted: Counter[tuple[str, int]] = Counter()
+
+    def of(self, label: Label) -> int | None:
+        """The micro-batch of the next action with this label; None for what is no action of a chunk."""
+        named = _CHUNK.match(label.layer)
+        if not named or label.name not in _KINDS:
+            return None
+        key = (_KINDS[label.name], int(named[1]))
+        number = self._counted[key]
+        self._counted[key] += 1
+        return self._last - number if self._last is not None and key[0] == "B" else number
 
 
 def boxes_of(result: Result) -> Boxes | None:

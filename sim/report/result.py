@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from sim.engine import Machine, Timeline, simulate
 from sim.parallel import Lowered
 from sim.program import Kind
@@ -17,23 +15,20 @@ from sim.report.breakdown import (
     COMPUTE_STREAM,
     Breakdown,
     bound,
-    breakdown,
-    inline_seconds,
-    kernel_shares,
+    of_rank,
     step_flops,
 )
 from sim.report.budget import BudgetResult, budget_result
 from sim.report.columns import Columns, of_class
 from sim.report.inference import InferenceResult, inference_result, waits_for_memory
+from sim.report.largest import Largest
 from sim.report.loading import DataLoading
-from sim.report.memory import MemoryResult, fullest
+from sim.report.memory import MemoryResult, by_class, fullest
 from sim.report.neighbours import Features, Validated, features, validated
+from sim.report.stages import StageUse, stages_of
 from sim.report.traffic import traffic_list
 from sim.scenario.dump import dump
 from sim.scenario.schema import Inference, Scenario
-
-#: Below this share of free memory PyTorch's allocator starts to retry (result.md, `warnings`).
-TIGHT_HEADROOM = 0.05
 
 
 @dataclass(slots=True)
@@ -72,7 +67,7 @@ class Result:
         features: what makes published runs like this one.
         sensitivity: change of the step for 10% more of each resource, where it was asked for.
         set: the sweep point's dotted fields; empty for a plain run.
-        advisor: works out what would make the job fit.
+        advisor: works out what would make the job fit; searcher: the largest sizes that do.
     """
 
     scenario: Scenario
@@ -97,6 +92,7 @@ class Result:
     warnings: list[str] = field(default_factory=list)
     set: dict[str, Any] = field(default_factory=dict)
     advisor: Callable[[], list[Change]] | None = field(default=None, repr=False)
+    searcher: Callable[[], list[Largest]] | None = field(default=None, repr=False)
     _detail: Detail | None = field(default=None, repr=False)
 
     @property
@@ -115,6 +111,11 @@ class Result:
         """Single changes that would free memory, the best first; worked out when first asked for, and only for a run of
         its own that does not fit."""
         return [] if self.memory.fits or self.advisor is None else self.advisor()
+
+    @cached_property
+    def largest(self) -> list[Largest]:
+        """Largest micro-batch and longest sequence that fit, for a run of its own that does not."""
+        return [] if self.memory.fits or self.searcher is None else self.searcher()
 
     def release(self) -> None:
         """Drop Program, machine and timeline: a long sweep keeps its numbers only. No trace or JSON after this."""
@@ -153,6 +154,12 @@ class Result:
         infinite = simulate(detail.lowered.job, detail.machine.infinite()).step_time_s
         return self.step_time_s / max(infinite, self.data_loading.reading_s)
 
+    @cached_property
+    def stages(self) -> list[StageUse]:
+        """What each stage of a pipeline did, worked out when first asked for; nothing without a pipeline."""
+        detail = self.detail
+        return stages_of(self.scenario, detail.lowered, detail.machine, detail.timeline)
+
     @property
     def validated(self) -> Validated:
         """The record of errors of published runs like this one."""
@@ -174,7 +181,9 @@ class Result:
         return traffic_list(detail.lowered.job, detail.timeline, detail.critical)
 
     def _changes(self) -> dict[str, Any]:
-        return {"changes": [change.to_json() for change in self.changes]} if self.changes else {}
+        found = {"changes": [change.to_json() for change in self.changes],
+                 "largest": [one.to_json() for one in self.largest]}
+        return {name: rows for name, rows in found.items() if rows}
 
     def to_json(self) -> dict[str, Any]:
         """The object `drystep run --json` writes (result.md)."""
@@ -200,6 +209,7 @@ class Result:
             **({} if self.sensitivity is None else {"sensitivity": dict(self.sensitivity)}),
             "memory": self.memory.to_json() | self._changes(),
             "traffic": self.traffic,
+            **({"stages": [stage.to_json() for stage in self.stages]} if self.stages else {}),
             "data_loading": self.data_loading.to_json(),
             "validated": self.validated.to_json(),
             **({} if self.inference is None else {"inference": self.inference.to_json()}),
@@ -223,17 +233,13 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         timeline: its steady step.
     """
     job, loading = lowered.job, _loading(scenario, timeline.step_time_s)
-    memory = fullest(scenario, lowered, machine)
+    memory = fullest(by_class(scenario, lowered, machine.devices))
     retrying_s = memory.reserved.seconds if memory.short else 0.0
     step_s = timeline.step_time_s + loading.waiting_s + retrying_s
     critical, columns = _critical(lowered, timeline)
     simulated = job.classes[critical]
     program = job.programs[simulated.program]
-    profiles = [machine.profile(critical, 0, i) for i in range(len(program.segments))]
-    flows = [machine.flows[number].alone_s if number >= 0 else 0.0 for number in machine.class_flows[critical]]
-    shares = kernel_shares(program, profiles, machine.kernel_s(critical))
-    parts = breakdown(columns, shares, np.array([p.total_s for p in profiles]),
-                      inline_seconds(program, flows))
+    parts = of_rank(machine, columns, critical)
     parts = replace(parts, host=parts.host + loading.waiting_s + retrying_s)
     training, architecture = scenario.training, lowered.architecture
     of_micro_batch = architecture.forward_flops + architecture.backward_flops
@@ -295,21 +301,8 @@ def _critical(lowered: Lowered, timeline: Timeline) -> tuple[int, Columns]:
 
 
 def _warnings(result: Result) -> list[str]:
-    memory, found = result.memory, []
-    if not memory.complete:
-        found.append("memory: model states are exact; temporaries of layers whose module code is not written down "
-                     "are estimated from what they keep for backward")
-    if memory.host is not None and memory.host.needed_bytes > memory.host.capacity_bytes:
-        needed, capacity = (size / 2**30 for size in (memory.host.needed_bytes, memory.host.capacity_bytes))
-        found.append(f"memory: the host of a node needs {needed:.4g} GiB for what is offloaded and has {capacity:.4g} "
-                     "GiB: it does not fit")
-    near = 2 * memory.use.peak_allocated_bytes > memory.limit_bytes
-    share = memory.headroom_bytes / memory.capacity_bytes if near else 1.0
-    if memory.short and memory.fits:
-        found.append(f"memory: the allocator runs short {memory.reserved.retries} times in every step and gives back "
-                     f"cached blocks, which adds {1e3 * memory.reserved.seconds:.0f} ms to it")
-    elif 0 <= share < TIGHT_HEADROOM:
-        found.append(f"memory: only {100 * share:.1f}% of the GPU's memory is left; allocator retries are likely")
+    memory = result.memory
+    found = [f"memory: {text}" for text in memory.warnings]
     if not memory.use.steady:
         leaks = {name: size for name, size in memory.use.net_bytes.items() if size}
         found.append(f"memory: the step does not return to the level at which it began ({leaks})")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from rich.console import Console, Group
@@ -11,9 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from sim.memory.ledger import CATEGORIES
+from sim.report.advice import Change
 from sim.report.inference import InferenceResult
-from sim.report.memory import MemoryResult
-from sim.report.result import TIGHT_HEADROOM, Result
+from sim.report.largest import Largest
+from sim.report.memory import TIGHT_HEADROOM, MemoryResult
+from sim.report.result import Result
+from sim.report.text_stages import stage_lines
+from sim.report.units import rate, seconds, size
 from sim.scenario.schema import Inference, InferenceRun, Scenario
 from sim.work import CATEGORIES as KERNEL_CATEGORIES
 
@@ -45,7 +49,7 @@ def console(file: IO[str] | None = None, width: int | None = None) -> Console:
 def render(result: Result, to: Console) -> None:
     """Print the report of one run."""
     to.print(Group(*_headline(result), Text(), *_breakdown(result, to.width), Text(), *_bound(result), Text(),
-                   *_memory(result, to.width), *_notes(result)))
+                   *_memory(result, to.width), *stage_lines(result), *_notes(result)))
 
 
 def as_text(result: Result, width: int = 100) -> str:
@@ -89,27 +93,6 @@ def render_catalogue(rows: Sequence[Mapping[str, Any]], to: Console) -> None:
     to.print(table)
 
 
-def seconds(value: float) -> str:
-    """A duration with a unit a person would choose."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if abs(value) >= size:
-            return f"{value / size:.4g} {unit}" if unit == "s" else f"{value / size:.3g} {unit}"
-    return "0" if value == 0 else f"{value * 1e9:.3g} ns"
-
-
-def size(value: float) -> str:
-    """Bytes in binary units, as nvidia-smi and PyTorch show them."""
-    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(value) >= factor:
-            return f"{value / factor:.3g} {unit}" if abs(value) < 1000 * factor else f"{value / factor:,.0f} {unit}"
-    return f"{value:.0f} B"
-
-
-def rate(value: float) -> str:
-    """A throughput: thousands with commas, small ones with three digits."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-
 def bar(share: float, width: int) -> str:
     """A bar of `share` of `width` columns, to an eighth of a column."""
     eighths = round(max(0.0, min(1.0, share)) * width * 8)
@@ -117,24 +100,27 @@ def bar(share: float, width: int) -> str:
     return "█" * full + (_EIGHTHS[part].strip() if part else "")
 
 
-def _headline(result: Result) -> list[Any]:
-    scenario, training = result.scenario, result.scenario.training
-    cluster, parallel = scenario.cluster, scenario.parallel
+def described(scenario: Scenario, gpu: str) -> list[Any]:
+    """Three lines: name, machine and layout, sizes."""
+    training, cluster, parallel = scenario.training, scenario.cluster, scenario.parallel
     layout: str = parallel.strategy
     if parallel.strategy in ("fsdp", "zero1", "zero2", "zero3"):
         layout += f" over {parallel.sharding_factor}"
     if parallel.sharding_factor < scenario.data_parallel and parallel.strategy == "fsdp":
         layout += f" × {scenario.data_parallel // parallel.sharding_factor} replicas"
     micro = f" × {scenario.micro_steps} micro-steps" if scenario.micro_steps > 1 else ""
-    lines: list[Any] = [
+    return [
         Text(scenario.name, style="bold"),
-        Text(f"{result.gpus} × {result.gpu} ({cluster.nodes} × {cluster.topology.name}) · {layout} · "
+        Text(f"{scenario.gpus} × {gpu} ({cluster.nodes} × {cluster.topology.name}) · {layout} · "
              f"{training.precision.name}", style="dim"),
         Text(_request(scenario, training.mode.inference) if isinstance(training.mode, Inference) else
              f"{training.global_batch:,} sequences of {training.sequence:,} tokens per step = "
              f"{scenario.data_parallel} replicas × {training.micro_batch}{micro}", style="dim"),
-        Text(),
     ]
+
+
+def _headline(result: Result) -> list[Any]:
+    lines = [*described(result.scenario, result.gpu), Text()]
     grid = Table.grid(padding=(0, 3))
     if result.inference is not None:
         return [*lines, *_inference(result, result.inference)]
@@ -182,6 +168,8 @@ def _rows(result: Result) -> Iterable[tuple[str, float, str]]:
         yield _NAMES[name], parts.compute[name], _COLOURS[name]
     for kind, groups in parts.exposed_communication.items():
         for group, exposed in groups.items():
+            if group not in result.group_ranks:  # a stage between the first and the last ties no embedding
+                continue
             words = f"exposed {kind.replace('_', '-')} ({group}, {result.group_ranks[group]} ranks)"
             yield words, exposed, _COLOURS["communication"]
     yield _NAMES["pipeline_bubble"], parts.pipeline_bubble, _COLOURS["pipeline_bubble"]
@@ -223,29 +211,42 @@ def _bound(result: Result) -> list[Any]:
 
 def _memory(result: Result, width: int) -> list[Any]:
     memory = result.memory
-    share = memory.device_used_bytes / memory.capacity_bytes
-    colour = "red" if not memory.fits else "yellow" if share > 1 - TIGHT_HEADROOM else "green"
-    room = max(10, min(48, width - 32))
-    counted = "fits" if memory.complete else "what is counted so far fits"
-    if memory.fits:
-        verdict = Text(f"{counted}, {size(memory.headroom_bytes)} free", style=colour)
-    elif memory.headroom_bytes >= 0:
-        verdict = Text("fits the GPU but not the host", style="bold red")
-    else:
-        most = max(CATEGORIES, key=lambda name: memory.at_peak[name])
-        verdict = Text(f"does not fit: {size(-memory.headroom_bytes)} too much, most of it {most.replace('_', ' ')}",
-                       style="bold red")
-    line = Text.assemble(("memory ", "bold"), (bar(share, room).ljust(room, "·"), colour),
-                         f" {size(memory.device_used_bytes)} of {size(memory.capacity_bytes)}")
     where = memory.use.where
     operator = f" ({where.operator})" if where is not None and where.operator not in ("", where.layer) else ""
     place = f", reached in {where.phase} of {where.layer}{operator}" if where is not None else ""
     parts = sorted(((memory.at_peak[name], name.replace("_", " ")) for name in CATEGORIES), reverse=True)
     detail = ", ".join(f"{name} {size(held)}" for held, name in parts if held)
-    return [line, *_host(memory), Text.assemble(verdict, place), Text(detail, style="dim"), *_changes(result)]
+    return [memory_bar(memory, width), *host_line(memory), Text.assemble(memory_verdict(memory), place),
+            Text(detail, style="dim"), *changes_lines(result.changes), *largest_lines(result.largest)]
 
 
-def _host(memory: MemoryResult) -> list[Any]:
+def memory_bar(memory: MemoryResult, width: int) -> Text:
+    """The device's memory as a bar."""
+    share = memory.device_used_bytes / memory.capacity_bytes
+    room = max(10, min(48, width - 32))
+    return Text.assemble(("memory ", "bold"), (bar(share, room).ljust(room, "·"), _colour(memory)),
+                         f" {size(memory.device_used_bytes)} of {size(memory.capacity_bytes)}")
+
+
+def memory_verdict(memory: MemoryResult) -> Text:
+    """Whether it fits, and by how much."""
+    counted = "fits" if memory.complete else "what is counted so far fits"
+    if memory.fits:
+        free = f"{size(memory.headroom_bytes)} free" if memory.headroom_bytes > 0 else "with nothing to spare"
+        return Text(f"{counted}, {free}", style=_colour(memory))
+    if memory.fits_device:
+        return Text("fits the GPU but not the host", style="bold red")
+    most = max(CATEGORIES, key=lambda name: memory.at_peak[name])
+    return Text(f"does not fit: {size(-memory.headroom_bytes)} too much, most of it {most.replace('_', ' ')}",
+                style="bold red")
+
+
+def _colour(memory: MemoryResult) -> str:
+    share = memory.device_used_bytes / memory.capacity_bytes
+    return "red" if not memory.fits else "yellow" if share > 1 - TIGHT_HEADROOM else "green"
+
+
+def host_line(memory: MemoryResult) -> list[Any]:
     """Host memory of a node, where anything is offloaded."""
     host = memory.host
     if host is None:
@@ -257,15 +258,41 @@ def _host(memory: MemoryResult) -> list[Any]:
     return [Text.assemble(("host ", "bold"), (used, colour), (f": {detail}", "dim"))]
 
 
-def _changes(result: Result) -> list[Any]:
+def changes_lines(changes: Sequence[Change], most: int = _CHANGES) -> list[Any]:
     """What would make a job fit that does not, cheapest first; else what comes closest."""
-    fitting = [change for change in result.changes if change.fits]
-    if fitting:
-        return [Text("it would fit with", style="bold")] + [
-            Text(f"  {c.what}: {size(c.headroom_bytes)} free, step {100 * (c.slowdown - 1):+.0f}%")
-            for c in fitting[:_CHANGES]]
-    return [Text(f"no single change makes it fit; closest is {c.what}, {size(-c.headroom_bytes)} too much")
-            for c in result.changes[:1]]
+    fitting = [change for change in changes if change.fits]
+    if not fitting:
+        return [Text(f"no single change makes it fit; closest is {c.what}, {size(-c.headroom_bytes)} too much")
+                for c in changes[:1]]
+    lines = [Text(f"  {c.what}: " + (f"{size(c.headroom_bytes)} free, " if c.headroom_bytes > 0 else
+                                     "only just (the allocator runs short), ") + _cost(c)) for c in fitting[:most]]
+    rest = len(fitting) - most
+    return [Text("it would fit with", style="bold"), *lines,
+            *([Text(f"  and {rest} more, dearer ones (--json has all)", style="dim")] if rest > 0 else [])]
+
+
+def largest_lines(found: Sequence[Largest]) -> list[Any]:
+    """The largest sizes that fit, and why not more."""
+    return [Text.assemble(*_largest(one)) for one in found]
+
+
+def _largest(one: Largest) -> Iterator[tuple[str, str] | str]:
+    yield f"largest {one.what} " if one.what != "sequence" else "longest sequence "
+    yield (f"{one.value:,}" if one.value else f"none (not even {one.step:,})", "bold green" if one.value >= one.now
+           else "bold red")
+    tokens = " tokens" if one.what in ("sequence", "prompt") and one.value else ""
+    yield f"{tokens}, now {one.now:,}"
+    if one.what == "micro-batch" and one.value not in (0, one.now):
+        yield ", with as many micro-steps as now"
+    if one.value and one.ends != "memory":
+        yield f"; beyond it: {one.ends}"
+
+
+def _cost(change: Change) -> str:
+    """Step time with a change against without it, and GPU time where the number of GPUs changes."""
+    slowdown, gpu_time = change.slowdown or 1.0, change.gpu_time or 1.0
+    more = f", GPU time {100 * (gpu_time - 1):+.0f}%" if gpu_time != slowdown else ""
+    return f"step {100 * (slowdown - 1):+.0f}%{more}"
 
 
 def _warning(text: str) -> Text:

@@ -2,16 +2,17 @@
 
 Format: "Trace Event Format" (Google, 2016), JSON object form: complete events (`ph: X`) with times in microseconds, and
 metadata events that name processes and threads. One process per simulated rank; its threads are the host, the device
-streams and one track per communicator; its counters (`ph: C`) are the bytes it holds, by category, at the times at
-which the host allocates and frees.
+streams and one track per communicator; its counters (`ph: C`) are the bytes it holds, by category and in all
+("allocated"), at the times at which the host allocates and frees, and what the allocator reserves. Of a pipeline every
+stage is a process, and what it does carries the number of its micro-batch.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ import numpy as np
 
 from sim.engine import SectionRun
 from sim.memory.curve import Replay
-from sim.memory.ledger import CATEGORIES
-from sim.program import Kind, Program, Section
+from sim.memory.ledger import CATEGORIES, TENSORS
+from sim.program import Job, Kind, Program, Section
+from sim.report.memory import MemoryResult, by_class
+from sim.report.pipeline_rows import MicroBatches
 from sim.report.result import Result
 
 #: Beyond so many events a viewer turns slow; runs that repeat are then shown once, with a mark saying how often.
@@ -53,13 +56,14 @@ def trace(result: Result, event_limit: int = EVENT_LIMIT) -> dict[str, Any]:
     job = detail.lowered.job
     events: list[dict[str, Any]] = []
     whole = sum(job.programs[c.program].tasks() for c in job.classes) * 2 <= event_limit
+    memories = by_class(result.scenario, detail.lowered, detail.machine.devices)
     for number, simulated in enumerate(job.classes):
         program = job.programs[simulated.program]
-        count = len(simulated.members)
-        name = f"rank {simulated.representative}" + (f" (stands for {count:,} ranks)" if count > 1 else "")
-        events += _names(number, name, program)
+        events += _names(number, _process(result, number), program, _peers(job, number))
         algorithms = _algorithms(result, number)
         replay, held = Replay(program), _held(program)
+        micro_batches = MicroBatches(result.scenario.parallel.schedule, result.scenario.micro_steps)
+        counters: list[dict[str, Any]] = []
         for run in detail.timeline.classes[number]:
             drawn = list(run) if whole else [run]
             mark = {} if len(drawn) == run.repeats else {
@@ -67,11 +71,57 @@ def trace(result: Result, event_limit: int = EVENT_LIMIT) -> dict[str, Any]:
             templates = [_template(program, run.section, task, algorithms, mark)
                          for task in range(len(program.sections[run.section]))]
             for one in drawn:
-                events += _tasks(number, program.sections[run.section], one, templates)
-                events += _memory(number, replay, one, held)
+                numbered = _numbered(program, program.sections[run.section], templates, micro_batches)
+                events += _tasks(number, program.sections[run.section], one, numbered)
+                counters += _memory(number, replay, one, held)
             replay.skip(run.section, run.repeats - len(drawn))
+        events += _reserved(number, counters, memories[number])
+        events += counters
     return {"traceEvents": events, "displayTimeUnit": "ms",
             "otherData": {"scenario": result.scenario.name, "step_time_s": result.step_time_s}}
+
+
+def _process(result: Result, number: int) -> str:
+    """A rank's name; a pipeline's begins with its stage."""
+    lowered = result.detail.lowered
+    simulated = lowered.job.classes[number]
+    count = len(simulated.members)
+    name = f"rank {simulated.representative}" + (f" (stands for {count:,} ranks)" if count > 1 else "")
+    if result.scenario.parallel.pipeline < 2:
+        return name
+    layers = lowered.layers_of(number)
+    holds = f", {layers[0]} to {layers[-1]}" if layers else ""
+    return f"stage {simulated.program}: {name}{holds}"
+
+
+def _peers(job: Job, number: int) -> list[str]:
+    """For each communicator of a class, which stage is at its other end, where that is one."""
+    found = []
+    for own in job.classes[number].communicators:
+        others = {c.program for n, c in enumerate(job.classes) if n != number and own >= 0 and own in c.communicators}
+        found.append(f" with stage {others.pop()}" if len(others) == 1 else "")
+    return found
+
+
+def _numbered(program: Program, section: Section, templates: list[_Template],
+              micro_batches: MicroBatches) -> list[_Template]:
+    """A pipeline's actions with the number of their micro-batch; other tasks as they are."""
+    found = list(templates)
+    for task, label in enumerate(section.label):
+        if section.kind[task] == Kind.KERNELS:
+            number = micro_batches.of(program.labels[label])
+            if number is not None:
+                one = templates[task]
+                found[task] = replace(one, name=f"{one.name} {number}", args={**one.args, "micro_batch": number})
+    return found
+
+
+def _reserved(process: int, counters: list[dict[str, Any]], memory: MemoryResult) -> Iterator[dict[str, Any]]:
+    """What the caching allocator keeps: all it ever took, from the first step on."""
+    if counters:
+        for event in (counters[0], counters[-1]):
+            yield {"ph": "C", "pid": process, "tid": 0, "name": "reserved", "ts": event["ts"],
+                   "args": {"bytes": memory.reserved_bytes}}
 
 
 def _algorithms(result: Result, number: int) -> list[dict[str, Any]]:
@@ -90,12 +140,18 @@ def _algorithms(result: Result, number: int) -> list[dict[str, Any]]:
     return found
 
 
-def _names(process: int, name: str, program: Program) -> Iterator[dict[str, Any]]:
+def _names(process: int, name: str, program: Program, peers: Sequence[str]) -> Iterator[dict[str, Any]]:
+    used: dict[bool, set[int]] = {False: set(), True: set()}
+    for section in program.sections:
+        for kind, stream, payload in zip(section.kind, section.stream, section.payload, strict=True):
+            if kind == Kind.COLLECTIVE:
+                used[True].add(program.collectives[payload].communicator)
+            elif kind != Kind.HOST:
+                used[False].add(stream)
     tracks = [(_HOST_TRACK, "host")]
-    used = {stream for section in program.sections for kind, stream in zip(section.kind, section.stream, strict=True)
-            if kind in (Kind.KERNELS, Kind.COPY)}
-    tracks += [(_STREAM_TRACKS + i, f"stream {stream}") for i, stream in enumerate(program.streams) if i in used]
-    tracks += [(_COMMUNICATOR_TRACKS + i, f"communicator {group}") for i, group in enumerate(program.communicators)]
+    tracks += [(_STREAM_TRACKS + i, f"stream {program.streams[i]}") for i in sorted(used[False])]
+    tracks += [(_COMMUNICATOR_TRACKS + i, f"communicator {program.communicators[i]}{peers[i]}")
+               for i in sorted(used[True])]
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
     for track, title in tracks:
@@ -154,14 +210,14 @@ def _memory(process: int, replay: Replay, run: SectionRun, held: list[tuple[int,
     times, levels = replay.run(run)
     stamps = np.round(times * _MICROSECONDS, 3)
     edges = [*np.flatnonzero(np.diff(stamps, prepend=-np.inf) > 0).tolist(), len(stamps)]
-    total = levels.sum(axis=1)
+    total = levels[:, TENSORS].sum(axis=1)
     for start, stop in pairwise(edges):
         top = start + int(total[start:stop].argmax())
         for row in dict.fromkeys((top, stop - 1)):
             level = levels[row]
             yield {"ph": "C", "pid": process, "tid": 0, "name": "memory", "ts": float(stamps[start]),
                    "args": {name: int(level[i]) for i, name in held}}
-            yield {"ph": "C", "pid": process, "tid": 0, "name": "memory in all", "ts": float(stamps[start]),
+            yield {"ph": "C", "pid": process, "tid": 0, "name": "allocated", "ts": float(stamps[start]),
                    "args": {"bytes": int(total[row])}}
 
 

@@ -34,6 +34,8 @@ SHARDED = frozenset({"zero1", "zero2", "zero3", "fsdp"})
 _EAGER_REDUCTION = frozenset({"zero2", "zero3", "fsdp"})
 #: Dtypes of matrix products that the fused attention kernels take.
 _FLASH_DTYPES = frozenset({"fp16", "bf16", "fp8", "mxfp8", "nvfp4"})
+#: Dtypes of matrix products that only TransformerEngine's layers offer.
+_FLOAT_NARROW = frozenset({"fp8", "mxfp8", "nvfp4"})
 _ORDER = ["tensor", "context", "expert", "data", "pipeline"]
 #: Rank of LoRA's matrices where none is given (Hugging Face PEFT, LoraConfig.r), and the matrices that get them.
 _LORA_RANK = 8
@@ -56,7 +58,7 @@ def fill(written: Scenario) -> Scenario:
             "cluster": cluster,
             "model": _model(written.model, training),
             "training": training,
-            "parallel": _parallel(parallel, gpus, software),
+            "parallel": _parallel(parallel, gpus, software, training.precision.compute in _FLOAT_NARROW),
             "software": software,
             "sweep": written.sweep if written.sweep is not None else {},
             "expect": written.expect if written.expect is not None else {},
@@ -208,9 +210,8 @@ def _finetune(written: Finetune | None, precision: Precision) -> Finetune:
     )
 
 
-def _parallel(written: Parallel, gpus: int, software: Software) -> Parallel:
-    scatter = table("scenario/defaults.yaml")["pipeline_scatter"]
-    scatters = _since(scatter.get(software.framework, scatter["other"]), software.year)
+def _parallel(written: Parallel, gpus: int, software: Software, narrow: bool) -> Parallel:
+    scatters, buffers = (_of_stack(fact, software) for fact in ("pipeline_scatter", "tensor_user_buffers"))
     strategy = _or(written.strategy, "ddp" if gpus > 1 else "none")
     shards = max(1, gpus // (written.tensor * written.pipeline))
     factor = written.sharding_factor if strategy in SHARDED or written.sharding_factor else 1
@@ -231,8 +232,14 @@ def _parallel(written: Parallel, gpus: int, software: Software) -> Parallel:
             "order": _or(written.order, list(_ORDER)),
             "offload": _or(written.offload, Offload.model_construct()),
             "pipeline_scatter": _or(written.pipeline_scatter, scatters),
+            "async_tensor": _or(written.async_tensor, buffers and narrow and written.sequence_parallel),
         }
     )
+
+
+def _of_stack(fact: str, software: Software) -> Any:
+    by = table("scenario/defaults.yaml")[fact]
+    return _since(by.get(software.framework, by["other"]), software.year)
 
 
 def _software(written: Software) -> Software:

@@ -259,7 +259,7 @@ class Parallel(Table):
     overlap: bool = has(True, "reduce gradients and gather parameters during compute")
     tensor: Degree = has(1, "tensor parallelism")
     sequence_parallel: bool = has(False, "Megatron's sequence parallelism")
-    async_tensor: bool = has(False, "overlapped tensor parallelism")
+    async_tensor: bool = late("overlapped tensor parallelism")
     context: Degree = has(1, "context parallelism")
     context_exchange: Literal["ring", "all-gather"] = has("ring", "keys and values go round a ring, or are gathered")
     expert: Degree = has(1, "expert parallelism")

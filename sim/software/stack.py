@@ -163,7 +163,7 @@ def _profile(name: str) -> dict[str, Any]:
 
 def facts_of(
     framework: str, year: int, compile_: bool = False, versions: Mapping[str, str] | None = None,
-    fused: bool = True, cuda_graphs: bool = False,
+    fused: bool = True, cuda_graphs: bool = False, modules: str = "plain",
 ) -> dict[str, Fact]:
     """Every fact of a profile in an era, with unit, source and confidence.
 
@@ -176,7 +176,7 @@ def facts_of(
         raise UserError(Fault(message, field="software.framework", hint=nearest(framework, names)))
     releases = _profile(_ROOT)["releases"]
     known = {name: _release(by_year, year) for name, by_year in releases.items()} | dict(versions or {})
-    switches = {"compile": compile_, "cuda_graphs": cuda_graphs, "fused": fused}
+    switches = {"compile": compile_, "cuda_graphs": cuda_graphs, "fused": fused, f"{modules}_modules": True}
     given = {f"{name}_given": True for name in versions or {}}
     lines: dict[str, dict[str, Any]] = {}
     for profile in _lineage(framework):
@@ -213,7 +213,7 @@ def _stack(
     framework: str, year: int, compile_: bool, versions: tuple[tuple[str, str], ...], modules: str, fused: bool,
     cuda_graphs: bool,
 ) -> Stack:
-    facts = facts_of(framework, year, compile_, dict(versions), fused, cuda_graphs)
+    facts = facts_of(framework, year, compile_, dict(versions), fused, cuda_graphs, modules)
     values: dict[str, Any] = {f.name: facts[f.name].value for f in fields(Stack) if f.name not in _GIVEN}
     return Stack(framework=framework, modules=modules, compile=compile_, **values)
 

@@ -18,7 +18,7 @@ from sim.work import Kernel
 PLAIN = GemmRates(flops_per_s=100e12, fill_k=0, block_start_s=0.0, operand_cost=0.0, exposed_output=0.0, start_s=0.0,
                   tiles=((128, 128),), splits=(1,), idle_wave_loss=1.0, held_wave_loss=1.0, partial_tile=1.0,
                   spread=0.0, overlap=np.inf, bandwidth_share=1.0,
-                  alignment={16: 1.0, 8: 0.5, 4: 0.5, 2: 0.25, 1: 0.25}, flop_j=1e-12)
+                  alignment={16: 1.0, 8: 0.5, 4: 0.5, 2: 0.25, 1: 0.25}, batched_unaligned=0.1, flop_j=1e-12)
 WIDE_BPS = 1e18
 
 

@@ -69,7 +69,7 @@ def test_fsdp_gathers_both_stacks_in_order_and_the_shared_embedding_with_the_roo
 
 def test_zero3_fetches_the_shared_embedding_once_while_it_is_used_again_soon() -> None:
     found = calls(program(scenario(T5, "deepspeed", strategy="zero3")))
-    table = 8000 * 512 * 4
+    table = 8064 * 512 * 4  # Megatron-DeepSpeed pads the vocabulary of 8000 to a multiple of 128
     users = Counter(layer for _, kind, layer, size in found if kind == "all_gather" and size == table)
     assert users == {"embedding": 1}
 

@@ -90,7 +90,8 @@ def test_a_report_folder_holds_what_it_says_and_is_the_same_twice(result_of: Mak
     result = replace(result, scenario=result.scenario.model_copy(update={"name": "by <hand>"}))
     first, second = (write_run(tmp_path / name, result, "text", {"a": 1}) for name in ("one", "two"))
     names = [path.name for path in first]
-    assert names == ["report.txt", "result.json", "timeline.png", "memory.png", "pictures.json", "index.html"]
+    assert names == ["report.txt", "result.json", "timeline.png", "memory.png", "memory.pickle", "pictures.json",
+                     "index.html"]
     for left, right in zip(first, second, strict=True):
         assert left.read_bytes() == right.read_bytes()
     for name in ("timeline.png", "memory.png"):

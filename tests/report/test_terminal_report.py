@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from sim.report.result import Result
-from sim.report.text import as_text, bar, console, render, seconds, size, sweep_as_text
+from sim.report.text import as_text, bar, console, render, sweep_as_text
+from sim.report.units import seconds, size
 
 Make = Callable[..., Result]
 

@@ -70,7 +70,11 @@ def test_counters_follow_the_ledger(result_of: Make, micro_steps: int) -> None:
     assert max(sum(args.values()) for args in held) == result.memory.use.peak_allocated_bytes
     assert held[-1]["gathered_parameters"] == 0
     assert set(held[0]) == {"parameters", "optimizer_states", "gathered_parameters"}
-    in_all = [e["args"]["bytes"] for e in counters if e["name"] == "memory in all"]
-    assert in_all == [sum(args.values()) for args in held]
-    stamps = [e["ts"] for e in counters]
-    assert stamps == sorted(stamps)
+    allocated = [e["args"]["bytes"] for e in counters if e["name"] == "allocated"]
+    assert allocated == [sum(args.values()) for args in held]
+    reserved = {e["args"]["bytes"] for e in counters if e["name"] == "reserved"}
+    assert reserved == {result.memory.reserved_bytes}
+    assert max(allocated) <= result.memory.reserved_bytes
+    for name in ("memory", "allocated", "reserved"):
+        stamps = [e["ts"] for e in counters if e["name"] == name]
+        assert stamps == sorted(stamps)

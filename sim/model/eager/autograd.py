@@ -37,13 +37,15 @@ class Memory:
     Attributes:
         log: births (number of the storage, its bytes) and deaths (number, 0), in order.
         born: storages so far.
+        made: by number, the operator that was at work at a storage's birth, and its kind then.
     """
 
-    __slots__ = ("born", "live", "log", "operator", "top", "top_live", "top_operator", "total")
+    __slots__ = ("born", "live", "log", "made", "operator", "top", "top_live", "top_operator", "total")
 
     def __init__(self) -> None:
         self.live = [0] * len(KINDS)
         self.log: list[tuple[int, int]] = []
+        self.made: list[tuple[str, str]] = []
         self.born = 0
         self.total = 0
         self.operator = ""
@@ -71,6 +73,7 @@ class Storage:
         self.number = memory.born
         memory.born += 1
         memory.log.append((self.number, size))
+        memory.made.append((memory.operator, KINDS[kind]))
         memory.change(kind, size)
 
     def __del__(self) -> None:

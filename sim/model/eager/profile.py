@@ -122,7 +122,7 @@ def _trace(run: Run, names: dict[int, int], cuts: list[tuple[int, int]], ends: t
     gradient = -1 if boundary.gradient is None else names.get(boundary.gradient.number, boundary.gradient.number)
     tied = run.pending[0].number if run.pending and run.pending[0].number in own else -1
     return Trace(forward, held, cached, backward, output, gradient,
-                 tuple(names.get(s.number, s.number) for s in run.gradients), tied)
+                 tuple(names.get(s.number, s.number) for s in run.gradients), tied, tuple(run.memory.made))
 
 
 def _before_backward(run: Run, program: Program, out: Tensor) -> tuple[Levels, list[tuple[Sink, Storage]]]:

@@ -1,0 +1,192 @@
+"""Single changes of a scenario that may free memory, in words and as fields; nothing is predicted here.
+
+Changes of one group are degrees of the same thing (micro-batches of 8, 4, 2 ...), the mildest first: of a group only
+the first that suffices is worth its cost. What a stack or a model rules out is found by who resolves and lowers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from sim.scenario.schema import Inference, InferenceRun, Scenario
+from sim.work import DTYPE_BYTES
+
+Sets = Mapping[str, Any]
+
+#: Degrees to which a number of ranks is raised.
+_FACTORS = (2, 4, 8)
+#: Schedules that hold fewer micro-batches than others do.
+_LEANER = {"gpipe": ("1f1b",), "interleaved": ("1f1b",), "zb-2p": ("zb-1p", "1f1b"), "zb-h2": ("zb-h1", "1f1b"),
+           "zb-1p": ("zb-h1", "1f1b"), "zb-h1": ("1f1b",), "zb-v": ("1f1b",), "dualpipe": ("zb-v",)}
+
+
+class Candidate(NamedTuple):
+    """One change.
+
+    Attributes:
+        group: what it is a degree of.
+        what: in words.
+        set: dotted fields and their new values.
+    """
+
+    group: str
+    what: str
+    set: Sets
+
+
+def candidates(scenario: Scenario) -> Iterator[Candidate]:
+    """Changes that may free memory, group by group, the mildest of a group first."""
+    if isinstance(scenario.training.mode, Inference):
+        yield from _serving(scenario, scenario.training.mode.inference)
+        return
+    yield from _activations(scenario)
+    yield from _optimizer(scenario)
+    yield from _dtypes(scenario)
+    yield from _sharding(scenario)
+    yield from _cuts(scenario)
+    yield from _offload(scenario)
+
+
+def _serving(scenario: Scenario, run: InferenceRun) -> Iterator[Candidate]:
+    """Fewer bits per weight, more ranks per replica, fewer sequences at once."""
+    fields = ("training.precision.parameters", "training.finetune.base")  # the second follows the first
+    for dtype in ("int8", "int4"):
+        if DTYPE_BYTES[dtype] < DTYPE_BYTES.get(scenario.training.precision.parameters, 0.5):
+            yield Candidate("weights", f"weights in {dtype}", dict.fromkeys(fields, dtype))
+    for size in _halves(run.batch):
+        yield Candidate("batch", f"{size} sequences at once instead of {run.batch}",
+                        {"training.mode.inference.batch": size})
+    for name in ("tensor", "pipeline"):
+        yield from _more_ranks(scenario, name)
+
+
+def _activations(scenario: Scenario) -> Iterator[Candidate]:
+    training = scenario.training
+    if training.recompute == "none":
+        yield Candidate("selective-op", "recomputation of every second product", {"training.recompute": "selective-op"})
+        if training.attention == "eager":
+            yield Candidate("selective", "recomputation of the attention core", {"training.recompute": "selective"})
+    if training.recompute != "full":
+        yield Candidate("recompute", "full recomputation", {"training.recompute": "full"})
+    if training.attention == "eager":
+        yield Candidate("attention", "a fused attention kernel", {"training.attention": "flash"})
+    for size in _halves(training.micro_batch):
+        yield Candidate("micro-batch", f"micro-batches of {size} instead of {training.micro_batch}",
+                        {"training.micro_batch": size})
+    if not training.chunked_loss and scenario.model.kind == "decoder":
+        yield Candidate("loss", "logits and loss in chunks", {"training.chunked_loss": True})
+
+
+def _optimizer(scenario: Scenario) -> Iterator[Candidate]:
+    training, parallel = scenario.training, scenario.parallel
+    if scenario.software.optimizer_kernel != "fused":
+        yield Candidate("kernel", "fused optimizer kernels", {"software.optimizer_kernel": "fused"})
+    if not training.optimizer_in_backward and scenario.micro_steps == 1:
+        yield Candidate("in backward", "the optimizer in backward", {"training.optimizer_in_backward": True})
+    if training.optimizer in ("adam", "adamw"):
+        yield Candidate("8-bit", "an 8-bit optimizer (AdamW's states in 8 bits)", {"training.optimizer": "adamw-8bit"})
+    if training.optimizer in ("adam", "adamw", "adamw-8bit"):
+        yield Candidate("adafactor", "Adafactor instead of Adam", {"training.optimizer": "adafactor"})
+    if parallel.strategy == "ddp" and not parallel.gradient_as_bucket_view:
+        yield Candidate("view", "gradients as views of their buckets", {"parallel.gradient_as_bucket_view": True})
+
+
+def _dtypes(scenario: Scenario) -> Iterator[Candidate]:
+    precision, tuned = scenario.training.precision, scenario.training.finetune
+    if tuned.method == "lora":
+        yield Candidate("base", "a frozen base in 4 bits (QLoRA)",
+                        {"training.finetune.method": "qlora", "training.finetune.base": "nf4"})
+    if precision.compute in ("fp32", "tf32"):
+        sharded = scenario.parallel.strategy in ("fsdp", "zero3")
+        for half in ("bf16", "fp16"):
+            name = f"fsdp-{half}" if sharded else f"amp-{half}"
+            yield Candidate("half", f"mixed precision ({name})", {"training.precision": name})
+    elif precision.compute in ("bf16", "fp16") and tuned.method == "full":
+        yield Candidate("fp8", "products in fp8", {"training.precision": "fp8"})
+
+
+def _sharding(scenario: Scenario) -> Iterator[Candidate]:
+    parallel, whole = scenario.parallel, {"parallel.sharding_factor": "full"}
+    strategy, replicas = parallel.strategy, scenario.data_parallel
+    if strategy in ("none", "ddp", "zero1", "zero2") and replicas > 1:
+        at = int(strategy[-1]) if strategy.startswith("zero") else 0
+        for stage in range(at + 1, 4):
+            yield Candidate("ZeRO", f"ZeRO-{stage}", {"parallel.strategy": f"zero{stage}", **whole})
+        yield Candidate("FSDP", "FSDP over all ranks",
+                        {"parallel.strategy": "fsdp", "parallel.reshard_after_forward": True, **whole})
+    if strategy == "fsdp":
+        factor = parallel.sharding_factor
+        for wider in dict.fromkeys((2 * factor, replicas)):
+            if factor < wider <= replicas:
+                yield Candidate("sharding", f"sharding over {wider} ranks instead of {factor}",
+                                {"parallel.sharding_factor": wider})
+        if parallel.reshard_after_forward is not True:
+            yield Candidate("reshard", "resharding after forward", {"parallel.reshard_after_forward": True})
+        if parallel.prefetch.backward != "none":
+            yield Candidate("prefetch", "no prefetch in backward", {"parallel.prefetch.backward": "none"})
+    if strategy not in ("none", "ddp"):
+        nodes = scenario.cluster.nodes
+        for factor in _FACTORS:
+            yield Candidate("nodes", f"{factor * nodes} nodes instead of {nodes}",
+                            {"cluster.nodes": factor * nodes, **_resharded(scenario)})
+
+
+def _cuts(scenario: Scenario) -> Iterator[Candidate]:
+    """The model over more ranks, and what a cut model holds more of than it needs."""
+    parallel = scenario.parallel
+    if parallel.tensor > 1 and not parallel.sequence_parallel:
+        yield Candidate("sequence parallel", "sequence parallelism", {"parallel.sequence_parallel": True})
+    for leaner in _LEANER.get(parallel.schedule, ()) if parallel.pipeline > 1 else ():
+        chunks = {"parallel.virtual_stages": 1} if leaner != "zb-v" else {}
+        yield Candidate(leaner, f"schedule {leaner} instead of {parallel.schedule}",
+                        {"parallel.schedule": leaner, **chunks})
+    names = ["tensor", "pipeline", "context"] + (["expert"] if scenario.model.moe is not None else [])
+    for name in names:
+        yield from _more_ranks(scenario, name)
+
+
+def _more_ranks(scenario: Scenario, name: str) -> Iterator[Candidate]:
+    """A cut over more ranks: of the same GPUs where replicas can be given up for it, else of more nodes."""
+    now, nodes = getattr(scenario.parallel, name), scenario.cluster.nodes
+    words = {"tensor": "tensor ranks", "pipeline": "pipeline stages", "context": "context ranks",
+             "expert": "expert ranks"}[name]
+    for factor in _FACTORS:
+        sets: dict[str, Any] = {f"parallel.{name}": factor * now}
+        if name == "expert" or scenario.data_parallel % factor == 0:
+            again = {} if name == "expert" else _resharded(scenario)
+            yield Candidate(name, f"{factor * now} {words} instead of {now}", {**sets, **again})
+        else:
+            yield Candidate(name, f"{factor * now} {words} instead of {now}, on {factor * nodes} nodes",
+                            {**sets, "cluster.nodes": factor * nodes})
+
+
+def _offload(scenario: Scenario) -> Iterator[Candidate]:
+    """What can live in host memory; what the strategy of the stack cannot offload, lowering rules out."""
+    field, places = "parallel.offload", scenario.parallel.offload
+    if places.optimizer == "none" and scenario.training.optimizer != "none":
+        yield Candidate("optimizer offload", "the optimizer on the CPU", {f"{field}.optimizer": "cpu"})
+    if places.parameters == "none":
+        yield Candidate("parameter offload", "parameters and optimizer in host memory",
+                        {f"{field}.parameters": "cpu", f"{field}.optimizer": "cpu"})
+    if places.activations == "none":
+        yield Candidate("activation offload", "activations in host memory", {f"{field}.activations": "cpu"})
+    states = [name for name in ("parameters", "optimizer") if getattr(places, name) == "cpu"]
+    if states:
+        what = " and ".join(states)
+        yield Candidate("disks", f"{what} on NVMe", {f"{field}.{name}": "nvme" for name in states})
+        yield Candidate("back", f"{what} on the GPU", {f"{field}.{name}": "none" for name in states})
+    if places.activations != "none":
+        yield Candidate("kept", "activations kept on the GPU", {f"{field}.activations": "none"})
+
+
+def _resharded(scenario: Scenario) -> Sets:
+    """Shards over all replicas stay over all replicas when their number changes."""
+    parallel = scenario.parallel
+    whole = parallel.strategy not in ("none", "ddp") and parallel.sharding_factor == scenario.data_parallel
+    return {"parallel.sharding_factor": "full"} if whole else {}
+
+
+def _halves(size: int) -> Iterator[int]:
+    while size := size // 2:
+        yield size

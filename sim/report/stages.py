@@ -1,0 +1,72 @@
+"""What each stage of a pipeline did in a step: busy, waiting for other stages, exposed transfers, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sim.engine import Machine, Timeline
+from sim.parallel import Lowered
+from sim.report.breakdown import POINT_TO_POINT, of_rank
+from sim.report.columns import of_class
+from sim.report.memory import by_class
+from sim.scenario.schema import Scenario
+
+
+@dataclass(frozen=True, slots=True)
+class StageUse:
+    """One stage's step on its representative rank; the seconds sum to the step.
+
+    Attributes:
+        stage: number; rank: representative; ranks: how many are alike.
+        blocks: of the model, on this stage.
+        busy_s: computing; bubble_s: waiting for another stage.
+        transfers_s: exposed sends and receives; collectives_s: other exposed communication.
+        host_s: waiting for the host or for offloaded tensors.
+        peak_allocated_bytes: of tensors; capacity_bytes: of the GPU.
+    """
+
+    stage: int
+    rank: int
+    ranks: int
+    blocks: int
+    busy_s: float
+    bubble_s: float
+    transfers_s: float
+    collectives_s: float
+    host_s: float
+    peak_allocated_bytes: int
+    capacity_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def stages_of(scenario: Scenario, lowered: Lowered, machine: Machine, timeline: Timeline) -> list[StageUse]:
+    """Every stage in order; nothing for a job without a pipeline."""
+    if scenario.parallel.pipeline < 2:
+        return []
+    job, found = lowered.job, []
+    for number, memory in enumerate(by_class(scenario, lowered, machine.devices)):
+        simulated = job.classes[number]
+        parts = of_rank(machine, of_class(job, timeline, number), number)
+        transfers = sum(s for kind in POINT_TO_POINT for s in parts.exposed_communication.get(kind, {}).values())
+        found.append(StageUse(
+            simulated.program, simulated.representative, len(simulated.members),
+            _blocks(lowered, number), parts.compute_s, parts.pipeline_bubble, transfers, parts.exposed_s - transfers,
+            parts.host + parts.offload, memory.use.peak_allocated_bytes, memory.capacity_bytes))
+    return found
+
+
+def critical(stages: Sequence[StageUse]) -> StageUse:
+    """The stage the others wait for: the one that computes longest, the first of equals."""
+    return max(stages, key=lambda s: (round(s.busy_s, 9), -s.stage))
+
+
+def _blocks(lowered: Lowered, number: int) -> int:
+    """Blocks of the model that a class of ranks holds."""
+    architecture = lowered.architecture
+    numbers = dict(zip(architecture.names, architecture.block_numbers, strict=True))
+    return sum(1 for name in lowered.layers_of(number) if numbers.get(name))
