@@ -115,7 +115,7 @@ def held(scenario: Scenario) -> Scenario:
 def _outside(scenario: Scenario, plan: Plan) -> Outside:
     """What a rank's GPU holds beside tensors, which becomes part of its program."""
     beside = outside(gpu(scenario.cluster.topology.gpu).compute_capability, plan.stack.kernel_loading,
-                     [members.shape[1] for members in plan.groups.values()] + [2] * plan.edges)
+                     [members.shape[1] for members in plan.groups.values()] + [2] * plan.peers)
     plan.resident("CUDA context, NCCL, cuBLAS", beside.total_bytes, "context")
     return beside
 

@@ -20,6 +20,7 @@ from sim.parallel.step import (
     Plan,
     collective,
     frozen_bytes,
+    narrow_only,
     narrow_weights,
     state_bytes,
     update,
@@ -75,6 +76,11 @@ class Bucketed:
         self.at_once = plan.scenario.training.optimizer_in_backward
         self.completes = self.reduces or self.offload.moves_optimizer  # buckets leave, to other ranks or to the host
         self.wire = self.precision.reduce
+        # Gradients of the backward pass keep the parameters' dtype beside them (DeepSpeed runtime/bf16_optimizer.py:
+        # fp32_groups_gradients of whole, not of split, groups; update_hp_grads(clear_lp_grads=False)).
+        self.sums_wide = (plan.stack.gradient_path == "ipg" and not self.offload.moves_optimizer
+                          and self.precision.master != "none" and reduction.gradient_shards == 1
+                          and DTYPE_BYTES[self.precision.gradients] > DTYPE_BYTES[self.precision.parameters])
         self.width = DTYPE_BYTES[self.precision.gradients]
         self.gradients: dict[int, int] = {}  # bytes that layers have left behind, by position
         self.numbers = {id(bucket): number for number, bucket in enumerate(reduction.buckets)}
@@ -96,9 +102,11 @@ class Bucketed:
         each = [p.numel for layer in stack for p in layer.parameters]
         for category, width in state_bytes(self.plan).items():
             if category == "parameters":
-                self.plan.resident(category, numel * width, category, [n * width for n in each])
+                kept = numel - narrow_only(self.plan)
+                self.plan.resident(category, kept * width, category,
+                                   [n * width for n in each] if kept == numel else [])
             elif category == "gradients":
-                if self.reduction.resident_gradients:
+                if self.reduction.resident_gradients or self.sums_wide:
                     self.plan.resident(category, numel * width, category)
             elif not self.offload.moves_optimizer:
                 copies = 2 if category == "optimizer_states" else 1

@@ -24,12 +24,14 @@ class Joints:
         sequence: activations between tensor regions are cut along the sequence.
         hides: the weight gradients hide the reduction of the input gradient (`Stack.tensor_overlap`).
         pipelined: products and collectives are cut into pieces that overlap (async tensor parallelism).
+        keeps: gathered inputs are kept for backward (`Stack.gathered_inputs_kept`).
     """
 
     calls: Calls
     sequence: bool
     hides: bool
     pipelined: bool
+    keeps: bool
 
     def forward(self, operator: Operator) -> Items:
         """An operator's forward."""
@@ -53,7 +55,7 @@ class Joints:
             return context.gathered(self.calls, joint, kernels, direction)
         if joint.kind == "ring":
             return context.around(self.calls, joint, kernels, direction)
-        style = tensor.Style(self.sequence, self.hides, self.pipelined)
+        style = tensor.Style(self.sequence, self.hides, self.pipelined, self.keeps)
         return tensor.around(self.calls, joint, kernels, direction, style)
 
 
@@ -79,4 +81,4 @@ def joints(stack: Stack, communicators: Sequence[str], *, sequence: bool, pipeli
     calls = Calls(tuple(communicators), dispatched)
     if not any(name in communicators for name in ("tensor", "context", "expert")):
         return Uncut()
-    return Joints(calls, sequence, stack.tensor_overlap, pipelined)
+    return Joints(calls, sequence, stack.tensor_overlap, pipelined, stack.gathered_inputs_kept)

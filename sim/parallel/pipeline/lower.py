@@ -89,7 +89,7 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
     for rank, actions in enumerate(orders):
         own = [edge for edge in edges if rank in (edge.source, edge.target)]
         streams = fsdp.STREAMS if "shard" in groups else STREAMS
-        plan = _plan(scenario, stack, architecture, layout, joined, rank, chunks[rank], len(own),
+        plan = _plan(scenario, stack, architecture, layout, joined, rank, chunks[rank], own,
                      plans[0] if plans else None, streams)
         data = technique(plan)
         make: Callable[..., Stage] = (partial(ShardedStage, sharded=data) if isinstance(data, Fsdp)
@@ -105,17 +105,22 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
 
 
 def _plan(scenario: Scenario, stack: Stack, architecture: Architecture, layout: Layout, joined: _Joined, rank: int,
-          chunks: list[range], edges: int, sibling: Plan | None, streams: tuple[str, ...]) -> Plan:
-    """Plan of one stage: its own layers in a row."""
+          chunks: list[range], edges: list[Edge], sibling: Plan | None, streams: tuple[str, ...]) -> Plan:
+    """Plan of one stage: its own layers in a row.
+
+    Both directions between two ranks, and all model chunks on them, are one communicator (PyTorch,
+    ProcessGroupNCCL.cpp, `getKeySendRecv`: the lower rank and the higher).
+    """
     own = [position for chunk in sorted(chunks, key=_begin) for position in chunk]
     names = architecture.names
     stack_of = tuple(architecture.stack[position] for position in own)
     part = Architecture(stack_of, architecture.tied, architecture.batch, architecture.sequence,
                         tuple(names[position] for position in own))
-    streams = (*streams, *["pipeline"] * edges)
+    streams = (*streams, *["pipeline"] * len(edges))
+    peers = {end for edge in edges for end in (edge.source, edge.target)} - {rank}
     groups = joined.of(rank)
     norm = tuple(name for name in ("model",) if name in groups)
-    return Plan(scenario, stack, part, layout, groups, streams, [], edges, joined.names, norm, sibling)
+    return Plan(scenario, stack, part, layout, groups, streams, [], len(peers), joined.names, norm, sibling)
 
 
 def _rebased(chunks: list[range]) -> list[range]:

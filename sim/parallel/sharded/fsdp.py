@@ -102,7 +102,15 @@ class Fsdp:
     def gradient_bytes(self, unit: Unit) -> int:
         """Sharded gradient the optimizer reads."""
         width = DTYPE_BYTES[self.plan.scenario.training.precision.gradients]
-        return round(unit.own * width)
+        return round((unit.own + (self.graded(unit) - unit.padded) // self.factor) * width)
+
+    def graded(self, unit: Unit) -> int:
+        """Elements of a unit's gradient: what is trained in it, and in FSDP 1 what shares its flat parameter, which has
+        one dtype (torch/distributed/fsdp/_flat_param.py: views of frozen tensors are autograd's too)."""
+        if self.by_row or self.plan.stack.frozen_apart or not unit.numel:
+            return unit.padded
+        dtype = self.plan.scenario.training.precision.parameters
+        return unit.padded + sum(f.numel for f in unit.frozen if f.dtype == dtype)
 
     # ------------------------------------------------------------------------------------------- communication
     def joined(self) -> tuple[int, ...]:
@@ -160,13 +168,14 @@ class Fsdp:
             return None
         if self.factor > 1:
             ratio = self.reduce_bytes / self.gather_bytes
-            for size, over in self.moved(unit, unit.dense * self.gather_bytes):
+            for size, over in self.moved(unit, (self.graded(unit) - unit.routed) * self.gather_bytes):
                 call = collective(self.plan, "reduce_scatter", size * ratio, self.reduce_dtype, over)
                 task = section.collective(REDUCE, call, self.host_s, Label(unit.name, "backward", "reduce_scatter"),
                                           waits)
             waits = waits if task is None else (task,)
         if self.replicas > 1:
-            call = collective(self.plan, "all_reduce", unit.own * self.reduce_bytes, self.reduce_dtype, "replicate")
+            own = unit.own + (self.graded(unit) - unit.padded) // self.factor
+            call = collective(self.plan, "all_reduce", own * self.reduce_bytes, self.reduce_dtype, "replicate")
             task = section.collective(REPLICATE, call, self.host_s, Label(unit.name, "backward", "all_reduce"), waits)
         if self.offload.moves_optimizer:
             self.store(section, unit, waits if task is None else (task,), first)
