@@ -17,6 +17,7 @@ from sim.model.eager import rounded
 from sim.model.kernels import quantisation
 from sim.parallel.compute import Compute
 from sim.parallel.layout import Layout, Ranks
+from sim.parallel.model.expert import dispatched
 from sim.parallel.model.joints import joints
 from sim.parallel.offload import STREAMS, Offload
 from sim.program import CollectiveCall, Label, ProgramBuilder, SectionBuilder
@@ -78,14 +79,31 @@ class Plan:
             self.compute = self.sibling.compute.shared(self.builder)
             return
         parallel = self.scenario.parallel
+        sent = dispatched(self.scenario, self.stack, self.groups.get("expert"))
         self.compute = Compute(self.builder, self.stack, joints(
             self.stack, tuple(self.groups), sequence=parallel.sequence_parallel and parallel.tensor > 1,
-            pipelined=parallel.async_tensor))
+            pipelined=parallel.async_tensor, dispatched=sent))
+
 
     @property
     def replicas(self) -> int:
         """Ranks that hold the same parameters: those gradients are reduced over."""
         return int(self.groups["data"].shape[1])
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that hold the same routed experts; `replicas` where experts are not spread over ranks."""
+        return int(self.groups.get("expert_data", self.groups["data"]).shape[1])
+
+    @property
+    def routed(self) -> int:
+        """Parameters of routed experts that are reduced and split apart from the rest."""
+        return self.architecture.routed if "expert_data" in self.groups else 0
+
+    def share(self, split: bool) -> int:
+        """Parameters whose states this rank keeps: all of them, or its part where they are split over replicas."""
+        dense = self.architecture.parameters - self.routed
+        return -(-dense // self.replicas) - (-self.routed // self.expert_replicas) if split else dense + self.routed
 
     def model(self, batch: int) -> Architecture:
         """Architecture for a micro-batch of `batch` sequences."""

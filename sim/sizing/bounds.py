@@ -26,6 +26,7 @@ from sim.model.eager import KINDS, layer_profile
 from sim.parallel.compute import Compute
 from sim.parallel.layout import Layout
 from sim.parallel.lower import cut_groups, held, layout_of
+from sim.parallel.model.expert import dispatched
 from sim.parallel.model.joints import joints
 from sim.parallel.pipeline.actions import placement, split
 from sim.parallel.pipeline.bubble import activations
@@ -190,13 +191,14 @@ class _Bounding:
         software = scenario.software
         stack = stack_for(software.framework, software.year, software.compile, software.versions, software.modules,
                           fused=software.fused, cuda_graphs=software.cuda_graphs)
-        sliced = (key[0], key[2], key[3], key[4], key[5], key[6], key[7] > 1)
         layout = layout_of(scenario)
         groups = cut_groups(scenario, layout)
+        sent = dispatched(scenario, stack, groups.get("expert"))
+        sliced = (key[0], key[2], key[3], key[4], key[5], key[6], key[7] > 1, scenario.expert_tensor, sent)
         if sliced not in self.layers:
             if len(self.layers) > 256:
                 self.layers.pop(next(iter(self.layers)))
-            self.layers[sliced] = self._layers(scenario, stack, tuple(groups))
+            self.layers[sliced] = self._layers(scenario, stack, tuple(groups), sent)
         architecture, parts = self.layers[sliced]
         device, network = hardware_for(scenario)
         stage = _Stage(layout, scenario, network, self.call_s, (key[0], *(layout.sizes.values()), key[5]))
@@ -219,12 +221,13 @@ class _Bounding:
             outside(capability, stack.kernel_loading, ()).total_bytes, stack.gradient_path == "grad_buffer", blocks,
             _kinds(architecture), {})
 
-    def _layers(self, scenario: Scenario, stack: Any, names: tuple[str, ...]) -> tuple[Architecture, Any]:
+    def _layers(self, scenario: Scenario, stack: Any, names: tuple[str, ...], sent: float) -> tuple[Architecture, Any]:
         """What every distinct layer runs and keeps; the same for all pipelines and numbers of GPUs."""
         architecture = build(held(scenario), stack, scenario.training.micro_batch)
         parallel = scenario.parallel
         compute = Compute(ProgramBuilder(("compute",), names), stack, joints(
-            stack, names, sequence=parallel.sequence_parallel and parallel.tensor > 1, pipelined=parallel.async_tensor))
+            stack, names, sequence=parallel.sequence_parallel and parallel.tensor > 1, pipelined=parallel.async_tensor,
+            dispatched=sent))
         parts = {}
         for layer in {id(x): x for x in architecture.stack}.values():
             again = {p: compute.recomputed(layer, p) if layer.kind == "block" else () for p in POLICIES}

@@ -72,6 +72,10 @@ class Stack:
         fused_*: one kernel instead of a chain (bias + GELU, SwiGLU, rotary, RMSNorm, scale + mask + softmax,
             bias + dropout + residual).
         rmsnorm_kernel: torch.nn.RMSNorm is one kernel, which plain modules then use.
+        fused_permutation: tokens are copied to their experts and added up again by one kernel each, and the experts'
+            scores weigh the activation instead of the output.
+        dispatch_once: a token travels once to every node (within a node: GPU) that holds some of its experts, and is
+            copied there; else once to each expert.
         gradient_accumulation_fusion: the weight-gradient GEMM adds into the gradient buffer itself.
         adapter_dropout: adapters of fine-tuning drop out their input.
         quantised_keeps_input: a 4-bit linear layer keeps its input for backward, which it does not need.
@@ -128,6 +132,8 @@ class Stack:
     rmsnorm_kernel: bool
     fused_softmax: bool
     fused_dropout_add: bool
+    fused_permutation: bool
+    dispatch_once: bool
     gradient_accumulation_fusion: bool
     adapter_dropout: bool
     quantised_keeps_input: bool

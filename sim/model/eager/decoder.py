@@ -188,14 +188,14 @@ def _flash(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bi
         q, k, v = (op.to(run, t, run.autocast or t.dtype) for t in (query, key, value))
         return op.attention(run, q, k, v, rows)
     if not style.memory:  # create_position_bias_mask: with the causal mask, contiguous
-        bias = op.clone(run, op.where(run, bias, style.sequence * style.keys) if style.causal else bias)
+        bias = op.clone(run, op.where(run, bias, style.sequence * style.keys * style.context) if style.causal else bias)
     half = op.expanded(run, op.to(run, bias, run.autocast or bias.dtype), style.batch)
     return op.attention(run, query, key, value, rows, half, style.batch)
 
 
 def _eager(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
     """Scores, scale, mask, softmax, dropout, values. `matmul` copies what it cannot view as one batch of matrices."""
-    b, scores = style.batch, style.batch * style.heads * style.sequence * style.keys
+    b, scores = style.batch, style.batch * style.heads * style.sequence * style.keys * style.context
     rotated, repeated = style.positions == "rotary", style.heads != style.kv_heads
     copies = b > 1 and style.modules != "megatron"
     if repeated:

@@ -51,6 +51,8 @@ class Joints:
             return kernels
         if joint.kind in ("dispatch", "combine"):
             return expert.around(self.calls, joint, kernels, direction)
+        if joint.kind == "gather":
+            return context.gathered(self.calls, joint, kernels, direction)
         if joint.kind == "ring":
             return context.around(self.calls, joint, kernels, direction)
         style = tensor.Style(self.sequence, self.hides, self.pipelined, self.keeps)
@@ -73,9 +75,10 @@ class Uncut:
         return operator.backward
 
 
-def joints(stack: Stack, communicators: Sequence[str], *, sequence: bool, pipelined: bool) -> Joints | Uncut:
-    """Joints of a job whose programs have these communicators."""
-    calls = Calls(tuple(communicators))
+def joints(stack: Stack, communicators: Sequence[str], *, sequence: bool, pipelined: bool,
+           dispatched: float = 1.0) -> Joints | Uncut:
+    """Joints of a job whose programs have these communicators; see `Joints` and `Calls`."""
+    calls = Calls(tuple(communicators), dispatched)
     if not any(name in communicators for name in ("tensor", "context", "expert")):
         return Uncut()
     return Joints(calls, sequence, stack.tensor_overlap, pipelined, stack.gathered_inputs_kept)
