@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 @click.option("--resume", is_flag=True, help="Go on with the file of --out.")
 @click.option("--seconds", type=click.FloatRange(min=0), help="Simulate no longer; the best so far, with its gap.")
 @click.option("--workers", type=click.IntRange(1, 1024), default=1, help="Processes.")
+@click.option("--dask", metavar="ADDRESS", help="Dask scheduler whose workers simulate instead, tcp://host:port.")
 @click.option("--json", "json_to", metavar="FILE", help="Write the result as JSON; - is standard output.")
 def size(scenario: str, gpus: str, clusters: str, deadline: str | None, budget: float | None, objective: str, top: int,
-         out: str | None, resume: bool, seconds: float | None, workers: int, json_to: str | None) -> None:
+         out: str | None, resume: bool, seconds: float | None, workers: int, dask: str | None,
+         json_to: str | None) -> None:
     """Search layouts, clusters and numbers of GPUs for the best configuration."""
     from sim import sizing
     from sim.api import load
@@ -56,7 +58,8 @@ def size(scenario: str, gpus: str, clusters: str, deadline: str | None, budget: 
                        1.0 if price is None else price)
     found = sizing.size(loaded, sizing.Choice(sizing.counts(gpus)), wish,
                         clusters=[c for c in clusters.split(",") if c], top=top, out=Path(out) if out else None,
-                        resume=resume, workers=workers, seconds=math.inf if seconds is None else seconds,
+                        resume=resume, workers=workers, dask=dask,
+                        seconds=math.inf if seconds is None else seconds,
                         progress=_progress if sys.stderr.isatty() else None)
     with json_output(json_to, many=False) as to:
         if to is not None:

@@ -7,7 +7,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +24,8 @@ from sim.sizing.bounds import Bounds, bounds
 from sim.sizing.search import Found, search
 from sim.sizing.space import Choice, Space, build_space
 from sim.sizing.store import Outcome, Store
+from sim.sizing.workers import Workers
+from sim.sizing.workers import workers as started_workers
 
 Floats = npt.NDArray[np.float64]
 OBJECTIVES = ("time", "cost", "gpus")
@@ -111,7 +112,7 @@ class Sizing:
 
 def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | None = None, *,
          clusters: Sequence[str] = (), top: int = 10, out: Path | None = None, resume: bool = False,
-         workers: int = 1, seconds: float = math.inf,
+         workers: int = 1, dask: str | None = None, seconds: float = math.inf,
          progress: Callable[[int, float, float], None] | None = None) -> Sizing:
     """Search the layouts of a scenario's model for the best.
 
@@ -121,6 +122,7 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
         top: how many of the best are proven and returned.
         out: SQLite file of outcomes (see `sim.sizing.store`); `resume` goes on with one that is there.
         workers: processes; they do not change what is found or simulated.
+        dask: address of a Dask scheduler, whose workers simulate instead.
         seconds: simulate no longer than this; what is found then is the best so far, with its gap.
         progress: told (simulated, next bound, best value) after every round.
 
@@ -145,7 +147,7 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
     value = _bound_values(space, of, wish, found)
     with ExitStack() as stack:
         stack.callback(store.close)
-        pool = stack.enter_context(ProcessPoolExecutor(workers)) if workers > 1 else None
+        pool = stack.enter_context(started_workers(workers, dask))
         runner = _Runner(space, plain, wish, store, pool)
 
         def stop() -> bool:
@@ -203,7 +205,7 @@ class _Runner:
     """Simulates rows, in this process or in others; what the store knows is not simulated again."""
 
     def __init__(self, space: Space, plain: list[dict[str, Any]], wish: Wish, store: Store,
-                 pool: Executor | None) -> None:
+                 pool: Workers) -> None:
         self.space, self.plain, self.wish, self.store, self.pool = space, plain, wish, store, pool
         self.heads = [hashlib.sha256(json.dumps(p, sort_keys=True).encode()).hexdigest()[:12] for p in plain]
         self.rows: dict[int, Outcome] = {}
@@ -216,7 +218,8 @@ class _Runner:
             key = f"{self.heads[cluster]} {json.dumps(sets, sort_keys=True)}"
             jobs.append((key, self.plain[cluster], sets, int(self.space.gpus[row])))
         new = [job for job in jobs if job[0] not in self.store.known]
-        self.store.add(list((self.pool.map if self.pool else map)(_simulated, new)))
+        for one in self.pool.each(_simulated, new):
+            self.store.add([one])
         self.rows.update((row, self.store.known[job[0]]) for row, job in zip(rows, jobs, strict=True))
         return [float(self.wish.value(one.step_time_s, one.gpus)) if one.fits else math.inf
                 for one in (self.rows[row] for row in rows)]

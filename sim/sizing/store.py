@@ -1,8 +1,16 @@
 """Results of a search in one SQLite file, written as they come: a killed search loses nothing that was finished.
 
-Tables: `meta(key, value)`: what was searched; `runs(key, set, gpus, outcome, step_time_s, fits, device_used_bytes,
-reason)`: one row per simulated configuration, `set` its dotted fields as JSON, `outcome` ok, refused or fault.
-Write-ahead logging, one transaction per round (https://sqlite.org/wal.html).
+Tables:
+
+- `meta(key text primary key, value text)`: one row, `search`: the scenarios of the clusters searched, as JSON.
+- `runs`: one row per simulated configuration, in the order in which they were finished:
+    - `key text primary key`: 12 digits of the SHA-256 of the cluster's scenario, a blank, and the dotted fields of the
+      configuration as canonical JSON;
+    - `gpus integer`; `outcome text`: ok, refused or fault; `reason text`: why not, else empty;
+    - `step_time_s real`: null where there is none; `fits integer`: 0 or 1; `device_used_bytes integer`.
+
+Which rows there are, and what they say, does not depend on the workers; only their order does. Write-ahead logging,
+one transaction per configuration, on disk before the next (https://sqlite.org/wal.html).
 """
 
 from __future__ import annotations
@@ -83,13 +91,23 @@ class Store:
             raise UserError(Fault(f"{path} cannot be used: {error}", "--out", hint="name another")) from None
 
     def add(self, outcomes: Sequence[Outcome]) -> None:
-        """Keep outcomes, on disk before this returns."""
+        """Keep outcomes, on disk before this returns.
+
+        Raises:
+            UserError: they cannot be written (the disk is full, say); what was kept before stays as it is.
+        """
+        if self._file is not None and outcomes:
+            self._write(self._file, outcomes)
         self.known.update((one.key, one) for one in outcomes)
-        if self._file is None or not outcomes:
-            return
+
+    def _write(self, file: sqlite3.Connection, outcomes: Sequence[Outcome]) -> None:
         rows = [[None if v == math.inf else v for v in asdict(one).values()] for one in outcomes]
-        with self._file:
-            self._file.executemany(f"insert or replace into runs values({', '.join('?' * len(_COLUMNS))})", rows)
+        try:
+            with file:
+                file.executemany(f"insert or replace into runs values({', '.join('?' * len(_COLUMNS))})", rows)
+        except sqlite3.DatabaseError as error:
+            raise UserError(Fault(f"results cannot be written: {error}", "--out",
+                                  hint="what was written is kept: mend it, then go on with --resume")) from None
 
     def close(self) -> None:
         """Close the file."""
