@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from importlib import import_module
+from typing import Any, TypeVar
 
 from sim.errors import Fault, UserError
 
@@ -44,9 +45,11 @@ class Workers:
             yield from map(work, jobs)
             return
         try:
-            futures = [self.executor.submit(work, job) for job in jobs]
-            for future in as_completed(futures):
-                yield future.result()
+            # no future is held once it is read: Dask would work it out again if its worker is lost
+            for future in as_completed([self.executor.submit(work, job) for job in jobs]):
+                done = future.result()
+                del future
+                yield done
         except self.losses as error:
             raise UserError(Fault(f"workers were lost: {type(error).__name__}: {error}"[:500], "--workers / --dask",
                                   hint="what is in --out is kept: add --resume to go on")) from None
@@ -76,15 +79,14 @@ def workers(processes: int = 1, dask: str | None = None) -> Iterator[Workers]:
 @contextmanager
 def _cluster(address: str) -> Iterator[Workers]:
     try:
-        from distributed import Client, KilledWorker
-        from distributed.comm import CommClosedError
+        distributed: Any = import_module("distributed")
     except ImportError:
         raise UserError(Fault("Dask is not installed", "--dask", hint="pip install 'drystep[dask]'")) from None
     try:
-        client = Client(address, timeout=CONNECT_S, set_as_default=False)
+        client = distributed.Client(address, timeout=CONNECT_S, set_as_default=False)
     except (OSError, ValueError, TypeError) as error:
         raise UserError(Fault(f"no Dask scheduler answers at '{address}': {error}"[:300], "--dask",
                               hint="start one with 'dask scheduler' and give its tcp://host:8786")) from None
     with client, client.get_executor(pure=False) as executor:
         # an import that fails is a worker without drystep
-        yield Workers(executor, (BrokenExecutor, CancelledError, KilledWorker, CommClosedError, ImportError))
+        yield Workers(executor, (BrokenExecutor, CancelledError, distributed.KilledWorker, ImportError, OSError))

@@ -58,7 +58,7 @@ def test_a_full_disk_is_told_and_what_was_kept_is_resumed(tmp_path: Path) -> Non
     assert store._file is not None
     store._file.execute("pragma max_page_count = 8")  # SQLite then says what it says of a full disk
     kept = 0
-    with pytest.raises(UserError, match="is full.*--resume"):
+    with pytest.raises(UserError, match=r"is full.*--resume"):
         for kept in range(1000):
             store.add([_outcome(kept)])
     assert 0 < kept == len(store.known) == len(table(tmp_path / "runs.db"))
@@ -77,7 +77,7 @@ def _die(number: int) -> int:
 
 
 def test_a_dead_process_is_told() -> None:
-    with workers(2) as started, pytest.raises(UserError, match="workers were lost.*--resume"):
+    with workers(2) as started, pytest.raises(UserError, match=r"workers were lost.*--resume"):
         list(started.each(_die, [0, 1]))
 
 
@@ -149,11 +149,11 @@ def test_a_killed_worker_changes_nothing(cluster: tuple[str, list[subprocess.Pop
         keep(self, outcomes)
         added.extend(one.key for one in outcomes)
         if len(added) == 12:  # midway
-            before.update(added)
+            before.update(added[:-1])  # Dask may not have let go of the last one yet
             threading.Thread(target=started[2].kill).start()
 
     monkeypatch.setattr(Store, "add", add)
-    monkeypatch.setattr("sim.sizing.size._simulated", partial(logged, str(log)))
+    monkeypatch.setattr(sys.modules["sim.sizing.size"], "_simulated", partial(logged, str(log)))
     far = size(SMALL, CHOICE, top=40, dask=address, out=tmp_path / "far.db")
     assert started[2].wait(10) == -signal.SIGKILL and started[1].poll() is None
     assert len(added) > 24 and len(added) == len(set(added))
