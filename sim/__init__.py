@@ -1,7 +1,9 @@
 """drystep: a discrete-event simulator of distributed training.
 
 The Python API is the command line's verbs: `load`, `plan_memory`, `run`, `run_sweep`, `size`, `compare`, `validate`.
-They are imported when first used, so `import sim` costs nothing.
+They are imported when first used, so `import sim` costs nothing. `.table()` of a result, a sweep or a comparison is a
+pandas DataFrame where pandas is installed; `plot_breakdown`, `plot_memory`, `plot_sweep`, `plot_scaling` and
+`plot_comparison` draw on matplotlib axes.
 """
 
 from __future__ import annotations
@@ -10,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sim.api import load, plan_memory, run, run_sweep
+    from sim.report.axes import plot_breakdown, plot_memory, plot_scaling, plot_sweep
     from sim.sizing import compare, size
+    from sim.sizing.compare_text import plot_comparison
     from sim.validation import validate
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "compare", "load", "plan_memory", "run", "run_sweep", "size", "validate"]
+__all__ = ["__version__", "compare", "load", "plan_memory", "plot_breakdown", "plot_comparison", "plot_memory",
+           "plot_scaling", "plot_sweep", "run", "run_sweep", "size", "validate"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,7 +28,11 @@ def __getattr__(name: str) -> Any:
         from sim import api
 
         return getattr(api, name)
-    if name in ("size", "compare"):
+    if name in ("plot_breakdown", "plot_memory", "plot_scaling", "plot_sweep"):
+        from sim.report import axes
+
+        return getattr(axes, name)
+    if name in ("size", "compare", "plot_comparison"):
         from sim import sizing
 
         return getattr(sizing, name)

@@ -12,19 +12,28 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
 
 from sim.engine import Machine, simulate
 from sim.errors import Fault, UserError
 from sim.hardware import Device, gpu, host_share
+from sim.hardware.whatif import with_products
 from sim.network import Network, Topology
 from sim.parallel import Lowered, lower
+from sim.parallel.variety import GpuKind
 from sim.report.advice import advise
 from sim.report.largest import largest
 from sim.report.memory import MemoryResult, by_class, fullest
 from sim.report.memory_plan import MemoryPlan, StageMemory
 from sim.report.result import Result, build_result
+from sim.report.tables import Frame, as_table, row_of
 from sim.scenario import Loaded, Scenario, load_scenario
+from sim.software import stack_for
+
+if TYPE_CHECKING:
+    from sim.report.scaling import Scaling
 
 #: What `run` accepts: a resolved scenario, what `load` returned, or the path of a file.
 Source = Scenario | Loaded | str | Path
@@ -48,6 +57,16 @@ class Sweep:
     skipped: list[dict[str, Any]] = field(default_factory=list)
     interrupted: bool = False
 
+    def table(self) -> Frame:
+        """One row per point: its `set`, then the columns of `Result.table`; a DataFrame where pandas is installed."""
+        return as_table([row_of(point) for point in self.points])
+
+    def scaling(self) -> list[Scaling]:
+        """Efficiency along the sweep's axis, and where communication starts to bound."""
+        from sim.report.scaling import scaling
+
+        return scaling(self.points, self.axes)
+
     def to_json(self) -> dict[str, Any]:
         """The object `drystep run --json` writes for a sweep (result.md)."""
         return {"points": [p.to_json() for p in self.points], **self.summary()}
@@ -55,7 +74,8 @@ class Sweep:
     def summary(self) -> dict[str, Any]:
         """`to_json` without the points."""
         early = {"interrupted": True} if self.interrupted else {}
-        return {"skipped": self.skipped, "axes": self.axes, **early}
+        lines = {"scaling": [one.to_json() for one in found]} if (found := self.scaling()) else {}
+        return {"skipped": self.skipped, "axes": self.axes, **lines, **early}
 
 
 def load(path: str | Path, sets: Sequence[str] = ()) -> Loaded:
@@ -147,29 +167,53 @@ def memory_of(scenario: Scenario) -> MemoryResult:
     Raises:
         UserError: the scenario asks for what is not simulated.
     """
-    return fullest(by_class(scenario, lower(scenario), [hardware_for(scenario)[0]]))
+    lowered = lower(scenario)
+    return fullest(by_class(scenario, lowered, _devices(scenario, lowered)))
 
 
 def _plan(scenario: Scenario, sets: Mapping[str, Any]) -> MemoryPlan:
-    lowered, device = lower(scenario), hardware_for(scenario)[0]
-    memories = by_class(scenario, lowered, [device])
-    cut = scenario.parallel.pipeline > 1
+    lowered = lower(scenario)
+    devices = _devices(scenario, lowered)
+    memories = by_class(scenario, lowered, devices)
+    alike: dict[tuple[int, str], list[int]] = {}  # classes that only their neighbours or clocks tell apart
+    for number, one in enumerate(lowered.job.classes):
+        alike.setdefault((one.program, devices[one.device].gpu.name), []).append(number)
+    cut, mixed = scenario.parallel.pipeline > 1, len({name for _, name in alike}) > 1
     stages = tuple(
-        StageMemory(f"stage {one.program}" if cut else "every rank", one.representative, len(one.members),
-                    lowered.layers_of(number), memory)
-        for number, (one, memory) in enumerate(zip(lowered.job.classes, memories, strict=True)))
+        StageMemory((f"stage {program}" if cut else "every rank") + (f" on {name}" if mixed else ""),
+                    lowered.job.classes[numbers[0]].representative,
+                    sum(len(lowered.job.classes[number].members) for number in numbers),
+                    lowered.layers_of(numbers[0]), memories[numbers[0]])
+        for (program, name), numbers in sorted(alike.items()))
 
     def step_s(other: Scenario) -> float:
         return _predict(other, {}).step_time_s
 
-    return MemoryPlan(scenario, device.gpu.name, lowered, stages, lambda: largest(scenario, memory_of),
+    return MemoryPlan(scenario, devices[0].gpu.name, lowered, stages, lambda: largest(scenario, memory_of),
                       lambda: advise(scenario, fullest(memories), memory_of, step_s, step_s(scenario)), dict(sets))
 
 
 def machine_for(scenario: Scenario, lowered: Lowered) -> Machine:
     """The machine a lowered scenario runs on."""
-    device, network = hardware_for(scenario, lowered.stack.rank_jitter_s)
-    return Machine([device], network, lowered.job)
+    _, network = hardware_for(scenario, lowered.stack.rank_jitter_s)
+    if lowered.variety.colours is not None:
+        network = network.watching(np.array([c.representative for c in lowered.job.classes], dtype=np.int64))
+    return Machine(_devices(scenario, lowered), network, lowered.job)
+
+
+def _devices(scenario: Scenario, lowered: Lowered) -> list[Device]:
+    """The hardware kinds of a lowered scenario, as `RankClass.device` counts them."""
+    device = hardware_for(scenario, lowered.stack.rank_jitter_s)[0]
+    return [_of_kind(device, kind, lowered.stack.product_rate) for kind in lowered.variety.kinds]
+
+
+def _of_kind(device: Device, kind: GpuKind, product_rate: float) -> Device:
+    """The cluster's device, or one that differs from it as `kind` says."""
+    if kind == GpuKind():
+        return device
+    card = with_products(gpu(kind.gpu), product_rate) if kind.gpu else device.gpu
+    card = replace(card, memory_bandwidth_bps=card.memory_bandwidth_bps * kind.memory_bandwidth)
+    return device.like(card, kind.clock)
 
 
 def hardware_for(scenario: Scenario, jitter_s: float = 0.0) -> tuple[Device, Network]:
@@ -178,11 +222,14 @@ def hardware_for(scenario: Scenario, jitter_s: float = 0.0) -> tuple[Device, Net
     Args:
         jitter_s: of ranks that meet in a collective.
     """
-    key = f"{scenario.cluster.model_dump_json()}{scenario.software.nccl.model_dump_json()}{jitter_s}"
+    software = scenario.software
+    stack = stack_for(software.framework, software.year, versions=software.versions, modules=software.modules)
+    rate = stack.product_rate
+    key = f"{scenario.cluster.model_dump_json()}{software.nccl.model_dump_json()}{jitter_s} {rate}"
     if key not in _HARDWARE:
         if len(_HARDWARE) >= 16:
             _HARDWARE.pop(next(iter(_HARDWARE)))
-        _HARDWARE[key] = _hardware(scenario, jitter_s)
+        _HARDWARE[key] = _hardware(scenario, jitter_s, rate)
     return _HARDWARE[key]
 
 
@@ -190,15 +237,15 @@ def hardware_for(scenario: Scenario, jitter_s: float = 0.0) -> tuple[Device, Net
 _HARDWARE: dict[str, tuple[Device, Network]] = {}
 
 
-def _hardware(scenario: Scenario, jitter_s: float) -> tuple[Device, Network]:
+def _hardware(scenario: Scenario, jitter_s: float, product_rate: float) -> tuple[Device, Network]:
     """The GPU and the links of a scenario's cluster."""
     cluster = scenario.cluster
     overrides = cluster.gpu.model_dump() if cluster.gpu is not None else None
-    network = Network(Topology.from_mapping(cluster.topology.model_dump()), cluster.nodes, cluster.gpus_per_node,
+    network = Network(Topology.from_mapping(cluster.template()), cluster.nodes, cluster.gpus_per_node,
                       cluster.intra_gbps_per_gpu, cluster.inter_gbps_per_node, scenario.software.nccl.model_dump(),
                       jitter_s)
     share = host_share(cluster.topology.host, cluster.gpus_per_node, cluster.topology.intra.gpus_per_switch or 1)
-    return Device(gpu(cluster.topology.gpu, overrides), host=share), network
+    return Device(with_products(gpu(cluster.topology.gpu, overrides), product_rate), host=share), network
 
 
 def _predict(scenario: Scenario, sets: Mapping[str, Any]) -> Result:
@@ -212,10 +259,13 @@ def _predict(scenario: Scenario, sets: Mapping[str, Any]) -> Result:
 
 
 def _advised(result: Result) -> Result:
-    """The result, able to say what would make it fit."""
+    """The result, able to say what would make it fit and what each trouble of its cluster costs."""
+    def step_s(scenario: Scenario) -> float:
+        return _predict(scenario, {}).step_time_s
+
+    result.predictor = step_s
     result.searcher = lambda: largest(result.scenario, memory_of)
-    result.advisor = lambda: advise(result.scenario, result.memory, memory_of,
-                                    lambda scenario: _predict(scenario, {}).step_time_s, result.step_time_s)
+    result.advisor = lambda: advise(result.scenario, result.memory, memory_of, step_s, result.step_time_s)
     return result
 
 

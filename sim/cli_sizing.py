@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from sim.cli_output import json_output, writable
+from sim.cli_output import json_output, reporting, writable
 from sim.errors import Fault, UserError
 
 if TYPE_CHECKING:
-    from sim.sizing import Comparison, Sizing
+    from sim.sizing import Sizing
 
 
 @click.command()
@@ -98,33 +99,29 @@ def _layout(sets: dict[str, Any]) -> str:
 @click.command()
 @click.argument("scenarios", nargs=-1, required=True, metavar="A B...")
 @click.option("--json", "json_to", metavar="FILE", help="Write the comparison as JSON; - is standard output.")
-def compare(scenarios: tuple[str, ...], json_to: str | None) -> None:
-    """Runs side by side, with what moved and which fields differ."""
+@click.option("--report", "report_to", metavar="DIR", help="Write the comparison and its picture into a directory.")
+def compare(scenarios: tuple[str, ...], json_to: str | None, report_to: str | None) -> None:
+    """Runs side by side: which term of the step and of memory moved, why, and which fields differ."""
     from sim import sizing
     from sim.api import run
+    from sim.sizing.compare_text import lines, write_picture
 
     writable("--json", json_to)
+    writable("--report", report_to and os.path.join(report_to, "comparison.png"), parents=True)
     if len(scenarios) < 2:
         raise UserError(Fault("one scenario cannot be compared", "A B...", hint="give two or more"))
     found = sizing.compare([run(name) for name in scenarios])
     with json_output(json_to, many=False) as to:
         if to is not None:
             to.document(found.to_json())
+    text = "\n".join(lines(found))
     if json_to != "-":
-        _print_comparison(found)
-
-
-def _print_comparison(found: Comparison) -> None:
-    for i, name in enumerate(found.names):
-        click.echo(f"{name}: {found.step_time_s[i]:.4g} s on {found.gpus[i]} GPUs, "
-                   f"{100 * found.scaling[i]:.0f}% of the first's throughput per GPU")
-    for i, moved in enumerate(found.moved, 1):
-        click.echo(f"\n{found.names[i]} against {found.names[0]}:")
-        for term, seconds in moved[:8]:
-            click.echo(f"  {term}: {seconds:+.4g} s")
-    click.echo("\nfields that differ:")
-    for path, values in found.differs.items():
-        click.echo(f"  {path}: {' | '.join(map(str, values))}")
+        click.echo(text)
+    if report_to is not None:
+        with reporting(Path(report_to)) as written:
+            written.append(write_picture(Path(report_to), found))
+            written.append(Path(report_to) / "comparison.txt")
+            written[-1].write_text(text + "\n", encoding="utf-8")
 
 
 COMMANDS = (size, compare)

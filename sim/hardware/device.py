@@ -32,11 +32,14 @@ class Device:
             settles at, in a loop with the host's gaps between calls, so that short kernels run at full clock.
         gap_s: that gap, if not the usual one.
         host: its share of the host; None: alone on its link, without disks.
+        clock_share: of the clock its like settle at: what a throttled GPU has left. Traffic of device memory, which has
+            a clock of its own, is not slowed.
     """
 
     def __init__(self, gpu: Gpu, sustained: bool = True, gap_s: float | None = None,
-                 host: HostShare | None = None) -> None:
+                 host: HostShare | None = None, clock_share: float = 1.0) -> None:
         self.gpu = gpu
+        self.clock_share = clock_share
         self._host = host
         self._sustained = sustained
         self._rates = Rates(gpu)
@@ -71,9 +74,9 @@ class Device:
             bandwidth_bps = float(catalogue["copies"][self.gpu.pcie][direction]) * 1e9
         return float(catalogue["copy_start"]["seconds"]) + size_bytes / bandwidth_bps
 
-    def like(self, gpu: Gpu) -> Device:
-        """A device of another GPU that is used as this one is."""
-        return Device(gpu, self._sustained, self._gap_s)
+    def like(self, gpu: Gpu, clock_share: float = 1.0) -> Device:
+        """A device of another GPU that is used as this one is, with so much of this one's share of the clock."""
+        return Device(gpu, self._sustained, self._gap_s, self._host, self.clock_share * clock_share)
 
     def basis(self, kernel: Kernel) -> Basis:
         """What the time of `kernel` rests on: confidence, source, whether tables of this very GPU entered."""
@@ -107,6 +110,22 @@ class Device:
             clock = 0.5 * (clock + found)
         self._use(clock)
         return clock
+
+    def energy_j(self, kernels: Sequence[Kernel], counts: Sequence[float] | NDArray[np.float64],
+                 seconds: float) -> float:
+        """Energy the GPU draws over `seconds` in which it runs each kernel so often, joules; its board alone.
+
+        Power as in `power.py`: a constant part for the whole time, traffic of device memory, and arithmetic at the
+        clock the GPU runs at (energy per FLOP goes as its square).
+        """
+        often = np.asarray(counts, dtype=np.float64)
+        if self._clock is None:
+            self._clock = self._sequence_clock()
+        clock = self._clock * self.clock_share
+        arithmetic_j = float(often @ [self._arithmetic_j(kernel) for kernel in kernels]) if len(kernels) else 0.0
+        traffic = float(often @ [kernel.bytes for kernel in kernels]) if len(kernels) else 0.0
+        power = self._rates.power
+        return power.constant_w * seconds + power.byte_j * traffic + arithmetic_j * clock**2
 
     def _use(self, clock: float) -> None:
         self._clock = clock
@@ -165,10 +184,11 @@ class Device:
         if self._clock is None and self._sustained:
             self._clock = self._sequence_clock()
         if self._clock is not None:
-            return np.full(len(flops), self._clock)
+            return np.full(len(flops), self._clock * self.clock_share)
         seconds = overlapped(times.compute_s, times.memory_s, rates.overlap)
         duty = seconds / (seconds + self._gap_s)
-        return self._rates.power.clock(rates.flop_j, flops / seconds, size_bytes / seconds, duty)
+        settled: Array = self._rates.power.clock(rates.flop_j, flops / seconds, size_bytes / seconds, duty)
+        return settled * self.clock_share
 
     def _sequence_clock(self) -> float:
         """Clock that a long training run settles at: matrix products in half precision for a stated share of it."""

@@ -108,7 +108,8 @@ class Rates:
         figures = family[units if units in family else "half"]
         kind = self._shared["products"]["simt" if units == "fp32" else "tensor"]
         alignment = self._shared["alignment"]
-        rate = self._gpu.peak_flops(dtype) * float(figures["eta"])
+        library = 1.0 if units == "fp32" else float(self._family.get("library_rate", 1.0))
+        rate = self._gpu.peak_flops(dtype) * float(figures["eta"]) * library
         return GemmRates(
             flops_per_s=rate,
             fill_k=float(figures["fill_k"]),

@@ -22,6 +22,11 @@ def with_arithmetic(gpu: Gpu, factor: float) -> Gpu:
     return replace(gpu, tflops=peaks, kernel_figures=figures)
 
 
+def with_products(gpu: Gpu, rate: float) -> Gpu:
+    """`gpu` whose tensor-core products run at `rate` times their calibrated rate: another release of the library."""
+    return gpu if rate == 1.0 else replace(gpu, kernel_figures=merged(gpu.kernel_figures, {"library_rate": rate}))
+
+
 def scaled(device: Device, arithmetic: float = 1.0, memory_bandwidth: float = 1.0) -> Device:
     """A device with `arithmetic` times the peak of its tensor cores and `memory_bandwidth` times the bandwidth."""
     gpu = device.gpu if arithmetic == 1.0 else with_arithmetic(device.gpu, arithmetic)

@@ -17,6 +17,7 @@ from sim.network.jitter import rendezvous_s
 from sim.network.routes import Placement, place
 from sim.network.site import Site
 from sim.network.topology import Topology, speeds
+from sim.network.trouble import check_links, detours, links_of
 
 __all__ = ["Coflow", "LinkId", "Network", "fair_share"]
 
@@ -50,26 +51,14 @@ class Network:
                 field="cluster.topology.inter", hint="give inter.nics_per_node and inter.gbps_per_nic"))
         self._scale = (1.0, 1.0, 1.0)
         self._degraded = dict(topology.degraded)
-        self._check_degraded()
+        check_links(topology, self.speeds, nodes)
+        self._detours = detours(topology, self.speeds, nodes)
+        self._keep: tuple[LinkId, ...] = ()
         self._placements: dict[tuple[tuple[int, ...], bytes], Placement] = {}
         self._seen: dict[int, tuple[npt.NDArray[np.int64], Placement]] = {}
         self._candidates: dict[tuple[str, int], list[tuple[Candidate, float]]] = {}
         self._coflows: dict[tuple[str, int, int], Coflow] = {}
         self.refresh()
-
-    def _check_degraded(self) -> None:
-        """A slow link that the cluster does not have would slow nothing and say nothing."""
-        inter, per_node = self.topology.inter, self.topology.gpus_per_node
-        rails = self.speeds.nic_groups if inter.rail_optimized else 1
-        switches = -(-per_node // self.topology.intra.gpus_per_switch)
-        links = {"gpu": self.nodes * per_node, "nic": self.nodes * self.speeds.nic_groups,
-                 "leaf": -(-self.nodes // inter.nodes_per_leaf) * rails, "pcie": self.nodes * switches}
-        for kind, index in self._degraded:
-            count = links[kind.partition("_")[0]]
-            if not 0 <= index < count:
-                name = kind.partition("_")[0]
-                raise UserError(Fault(f"{name} link {index} does not exist: {self.nodes} nodes have {count}, counted "
-                                      "from 0", field="cluster.topology.degraded"))
 
     def refresh(self) -> None:
         """Take the topology's figures anew: a fit changes them between predictions."""
@@ -89,6 +78,16 @@ class Network:
         other._scale = (intra, inter, latency)
         other._placements, other._seen, other._candidates, other._coflows = {}, {}, {}, {}
         other.refresh()
+        return other
+
+    def watching(self, ranks: npt.NDArray[np.int64]) -> Network:
+        """The same network for a job whose ranks are not all alike: the links of `ranks`, one of each class, always
+        stand in the loads, so that what meets on them is seen for every class."""
+        other = copy.copy(self)
+        node = ranks // self.gpus_per_node
+        physical = ranks + node * (self.topology.gpus_per_node - self.gpus_per_node)
+        other._keep = links_of(physical, self.topology, self.speeds, self._detours)
+        other._placements, other._seen, other._candidates, other._coflows = {}, {}, {}, {}
         return other
 
     def capacity(self, link: LinkId) -> float:
@@ -127,7 +126,8 @@ class Network:
         if key not in self._placements:
             node = ranks // self.gpus_per_node
             physical = ranks + node * (self.topology.gpus_per_node - self.gpus_per_node)
-            self._placements[key] = place(physical, self.topology, self.speeds)
+            self._placements[key] = place(physical, self.topology, self.speeds, self._detours,
+                                          self._keep)
         self._seen[id(ranks)] = (ranks, self._placements[key])  # holding the array keeps its id from being reused
         return self._placements[key]
 
@@ -155,7 +155,7 @@ class Network:
         if where.instances == 1:
             return [(c, c.rate(self._staged)) for c in found]
         one = where.ranks[where.widest * where.size:(where.widest + 1) * where.size].reshape(1, -1)
-        lone = place(one, self.topology, self.speeds)
+        lone = place(one, self.topology, self.speeds, self._detours, self._keep)
         alone = self._allowed(kind, lone)
         rates = {(c.algorithm, c.protocol): c.rate(self._staged) for c in alone}
         judged = {(c.algorithm, c.protocol): c.judged for c in alone}

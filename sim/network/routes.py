@@ -9,6 +9,7 @@ below another switch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -50,7 +51,8 @@ class Placement:
             -1 when a switch makes the question moot.
         to_nic: PCIe switch above each rank's NIC where GPUs reach it over PCIe they share with their peers, else empty.
         uplinks: of one leaf switch where flows are hashed onto them, 0 where they are spread.
-        keep: links that must stay in the loads because they are not like their kind (degraded).
+        keep: links that must stay in the loads because they are not like their kind: degraded, or of a simulated rank
+            among several classes.
         loads: memoised loads by pattern.
     """
 
@@ -78,14 +80,23 @@ class Placement:
     loads: dict[str, Loads] = field(default_factory=dict)
 
 
-def place(ranks: Ints, topology: Topology, speeds: Speeds) -> Placement:
-    """Placement of a communicator; `ranks` has shape (instances, size)."""
+def place(ranks: Ints, topology: Topology, speeds: Speeds, detours: Mapping[int, int] | None = None,
+          keep: Sequence[LinkId] = ()) -> Placement:
+    """Placement of a communicator.
+
+    Args:
+        ranks: shape (instances, size).
+        detours: failed NIC groups, and the one of the same node that carries the traffic of each.
+        keep: links that must stay in the loads beside the degraded ones.
+    """
     instances, size = ranks.shape
     flat = np.ascontiguousarray(ranks, dtype=np.int64).ravel()
     per_node, groups = topology.gpus_per_node, speeds.nic_groups
     node = flat // per_node
     slot = flat - node * per_node
     nic = node * groups + slot * groups // per_node
+    for failed, instead in (detours or {}).items():
+        nic[nic == failed] = instead
     inter = topology.inter
     rails = groups if inter.rail_optimized else 1
     leaf = node // inter.nodes_per_leaf * rails + (nic % groups if inter.rail_optimized else 0)
@@ -107,7 +118,7 @@ def place(ranks: Ints, topology: Topology, speeds: Speeds) -> Placement:
         switches=bool(np.any(on_switch < local)) or bool(behind and np.any(to_nic != switch)),
         rings=_rings(topology, row, node, slot, local), to_nic=to_nic,
         uplinks=speeds.leaf_uplinks if inter.routing == "ecmp" else 0,
-        keep=tuple(link for link, _ in topology.degraded))
+        keep=(*(link for link, _ in topology.degraded), *keep))
 
 
 def _runs(key: Ints) -> tuple[Ints, Ints]:

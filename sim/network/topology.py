@@ -68,7 +68,7 @@ class Topology:
         generation: key of `generations` in links.yaml; it chooses NCCL's tuner tables.
         gpus_per_node, nodes: multiplicities.
         figures: measured figures of links and protocols, the topology's own `links` first.
-        degraded: ((link kind, index), share of its capacity left) of links that are slower than their like.
+        degraded: ((link kind, index), share of its capacity left) of links that are slower than their like; 0 = failed.
     """
 
     name: str
@@ -98,14 +98,14 @@ _DEGRADABLE = ("gpu", "nic", "leaf", "pcie")
 
 
 def _degraded(entries: Sequence[Mapping[str, Any]]) -> tuple[tuple[tuple[str, int], float], ...]:
-    """Slow links: each entry {link: gpu|nic|leaf|pcie, index: number, share: of its capacity left, in (0, 1]}."""
+    """Slow links: each entry {link: gpu|nic|leaf|pcie, index: number, share: of its capacity left, in [0, 1]}."""
     found = []
     for i, entry in enumerate(entries):
         kind, share, where = str(entry.get("link")), float(entry.get("share", 1.0)), f"cluster.topology.degraded[{i}]"
         if kind not in _DEGRADABLE:
             raise UserError(Fault(f"link must be one of {', '.join(_DEGRADABLE)}, not {kind!r}", where))
-        if not 0 < share <= 1:
-            raise UserError(Fault(f"share must be above 0 and at most 1, not {share}", where))
+        if not 0 <= share <= 1:
+            raise UserError(Fault(f"share must be from 0 (failed) to 1, not {share}", where))
         found += [((f"{kind}_{way}", int(entry.get("index", 0))), share) for way in ("out", "in")]
     return tuple(found)
 

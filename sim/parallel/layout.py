@@ -96,13 +96,16 @@ def equitable_classes(colours: Ranks, groups: Mapping[str, Ranks]) -> Ranks:
 
 
 def simulated_ranks(classes: Ranks, groups: Mapping[str, Ranks],
-                    devices: Ranks | None = None) -> tuple[list[RankClass], list[Communicator]]:
+                    devices: Ranks | None = None, programs: Ranks | None = None) -> tuple[list[RankClass],
+                                                                                          list[Communicator]]:
     """One simulated rank per class, and the communicators they share.
 
     Args:
         classes: class per rank (equitable with respect to `groups`); `arange(ranks)` simulates every rank.
-        groups: per communicator name, in the order of `Program.communicators`.
+        groups: per communicator name, in the order of `Program.communicators`; a number behind a "/" tells groups of
+            one name apart.
         devices: hardware kind per rank, default all 0.
+        programs: program per rank, default all 0.
     """
     communicators: list[Communicator] = []
     of_rank: dict[str, Ranks] = {}
@@ -117,14 +120,16 @@ def simulated_ranks(classes: Ranks, groups: Mapping[str, Ranks],
         column[ranks] = (kind + len(communicators)).reshape(-1, 1)
         of_rank[name] = column
         for number, signature in enumerate(signatures):
-            communicators.append(Communicator(name, ranks[kind == number], len(np.unique(signature))))
+            of_kind = ranks[kind == number]
+            communicators.append(Communicator(name.partition("/")[0], of_kind, len(np.unique(signature))))
     result = []
     order = np.argsort(classes, kind="stable")
     bounds = np.flatnonzero(np.diff(classes[order], prepend=-1))
     for number, members in enumerate(np.split(order, bounds[1:])):
         representative = int(members[0])
         result.append(RankClass(
-            representative=representative, members=members.astype(np.int64), program=0,
+            representative=representative, members=members.astype(np.int64),
+            program=int(programs[representative]) if programs is not None else 0,
             device=int(devices[representative]) if devices is not None else 0,
             communicators=tuple(int(of_rank[name][representative]) for name in groups)))
         assert number == int(classes[representative])

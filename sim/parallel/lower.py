@@ -20,6 +20,7 @@ from sim.parallel.sharded.fsdp1 import Fsdp1
 from sim.parallel.sharded.fsdp2 import Fsdp2
 from sim.parallel.step import Plan, Technique, micro_steps, write
 from sim.parallel.support import check
+from sim.parallel.variety import ALIKE, Variety, variety
 from sim.program import Job
 from sim.scenario.schema import Scenario
 from sim.software import Stack, stack_for
@@ -35,6 +36,7 @@ class Lowered:
             layer's temporaries are estimated from what it keeps for backward.
         outside: what a GPU of each program's ranks holds beside tensors (the Program's resident "context").
         serving: how an inference run was cut, None in training.
+        variety: what is not like the rest of the cluster; its kinds are those of `RankClass.device`.
         layers: names of the layers of each program of the job, by the positions that its memory's marks have.
     """
 
@@ -44,6 +46,7 @@ class Lowered:
     memory_complete: bool = False
     outside: tuple[Outside, ...] = ()
     serving: Serving | None = None
+    variety: Variety = ALIKE
     layers: tuple[tuple[str, ...], ...] = ()
 
     def layers_of(self, number: int) -> tuple[str, ...]:
@@ -51,13 +54,12 @@ class Lowered:
         return self.layers[self.job.classes[number].program] if self.layers else ()
 
 
-def lower(scenario: Scenario, *, fold: bool = True, devices: Ranks | None = None) -> Lowered:
+def lower(scenario: Scenario, *, fold: bool = True) -> Lowered:
     """Lower a resolved scenario to a Job.
 
     Args:
         scenario: resolved.
         fold: simulate one rank per class of identical ranks; False simulates every rank (for tests).
-        devices: hardware kind per rank, shape (ranks,), when GPUs differ; default all alike.
 
     Raises:
         UserError: the scenario asks for something that is not simulated yet.
@@ -76,18 +78,21 @@ def lower(scenario: Scenario, *, fold: bool = True, devices: Ranks | None = None
     architecture = build(held(scenario), stack, scenario.training.micro_batch)
     layout = layout_of(scenario)
     if scenario.parallel.pipeline > 1:
-        pipelined = lower_pipeline(scenario, stack, architecture, layout, cut_groups(scenario, layout),
+        groups = cut_groups(scenario, layout)
+        varied = variety(scenario, layout, groups)
+        pipelined = lower_pipeline(scenario, stack, architecture, layout, groups,
                                    lambda plan: reduction_of(plan, stack), whole.tied and not architecture.tied)
-        job, plans = pipelined.job, pipelined.plans
+        plans = pipelined.plans
     else:
         technique = choose(scenario, stack, architecture, layout)
         write(technique)
         plans = [technique.plan]
+        varied = variety(scenario, layout, technique.plan.groups)
     beside = [_outside(scenario, plan) for plan in plans]
-    if scenario.parallel.pipeline == 1:
-        job = _job(scenario, plans[0], fold, devices)
+    job = _job(scenario, plans[0], fold, varied) if scenario.parallel.pipeline == 1 else pipelined.job(fold, varied)
     complete = all(layer.program is not None for layer in architecture.stack)
-    return Lowered(job, whole, stack, complete, tuple(beside), layers=tuple(plan.architecture.names for plan in plans))
+    names = tuple(plan.architecture.names for plan in plans)
+    return Lowered(job, whole, stack, complete, tuple(beside), variety=varied, layers=names)
 
 
 def with_parallel(scenario: Scenario, **changes: int) -> Scenario:
@@ -114,14 +119,14 @@ def _outside(scenario: Scenario, plan: Plan) -> Outside:
     return beside
 
 
-def _job(scenario: Scenario, plan: Plan, fold: bool, devices: Ranks | None) -> Job:
+def _job(scenario: Scenario, plan: Plan, fold: bool, varied: Variety) -> Job:
     """The job of a single program."""
     if not fold:
         classes = np.arange(scenario.gpus, dtype=np.int64)
     else:
-        zeros = np.zeros(scenario.gpus, dtype=np.int64)
-        classes = zeros if devices is None else equitable_classes(devices, plan.groups)
-    simulated, communicators = simulated_ranks(classes, plan.groups, devices)
+        zeros, colours = np.zeros(scenario.gpus, dtype=np.int64), varied.colours
+        classes = zeros if colours is None else equitable_classes(colours, plan.groups)
+    simulated, communicators = simulated_ranks(classes, plan.groups, varied.devices)
     return Job([plan.builder.build()], simulated, communicators, scenario.gpus)
 
 

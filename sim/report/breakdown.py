@@ -189,14 +189,18 @@ def of_rank(machine: Machine, columns: Columns, number: int) -> Breakdown:
 
 
 def _across(machine: Machine, number: int) -> set[str]:
-    """Groups of a class whose operations wait for other programs of the job: the norm of all gradients, tied tables."""
+    """Groups of a class whose operations wait for other programs of the job: the norm of all gradients, tied tables.
+
+    Classes of one program (ranks of a stage, one of them slow) that meet in a group wait for no other stage.
+    """
     job = machine.job
     if len(job.programs) < 2:
         return set()
     simulated = job.classes[number]
     names = job.programs[simulated.program].communicators
     return {name for name, c in zip(names, simulated.communicators, strict=True)
-            if c >= 0 and job.communicators[c].parties > 1}
+            if c >= 0 and job.communicators[c].parties > 1
+            and any(c in other.communicators and other.program != simulated.program for other in job.classes)}
 
 
 def _on_cpu(columns: Columns) -> Ints:
@@ -268,6 +272,23 @@ def step_flops(program: Program) -> float:
         payload = np.array(section.payload, dtype=np.int64)
         total += repeats * float(flops[payload[kind == Kind.KERNELS]].sum())
     return total
+
+
+def kernel_counts(program: Program) -> Floats:
+    """How often each distinct kernel of a program runs in a step, those beside inline collectives included."""
+    of_segment = np.zeros(len(program.segments))
+    for number, repeats in program.schedule:
+        section = program.sections[number]
+        for kind, payload in zip(section.kind, section.payload, strict=True):
+            if kind == Kind.KERNELS:
+                of_segment[payload] += repeats
+    counts = np.zeros(len(program.kernels))
+    for segment, often in zip(program.segments, of_segment, strict=True):
+        if often:
+            for row in segment.kernels:
+                for kernel in (row,) if row >= 0 else program.inlines[-1 - row].beside:
+                    counts[kernel] += often
+    return counts
 
 
 def _spans(columns: Columns, rows: Ints, key: Ints, keys: int) -> Spans:

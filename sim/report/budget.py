@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sim.model.kernels import width
@@ -29,6 +29,32 @@ def best_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
         return mtbf_s
     ratio = checkpoint_s / (2 * mtbf_s)
     return math.sqrt(2 * checkpoint_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - checkpoint_s
+
+
+def young_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
+    """The best interval to first order, seconds (Young, A first order approximation to the optimum checkpoint interval,
+    CACM 17 (1974))."""
+    return math.sqrt(2 * checkpoint_s * mtbf_s)
+
+
+def overheads(interval_s: float, checkpoint_s: float, restart_s: float, mtbf_s: float) -> dict[str, float]:
+    """Shares of the time that are not work kept, by cause.
+
+    An interval of work t and its checkpoint d meets e^{(t+d)/M} - 1 failures on average before it is through (each try
+    succeeds with e^{-(t+d)/M}), and each takes M (e^{R/M} - 1) of restarts, which may fail as well; the sum of all is
+    Daly's equation 20. What is left is work and checkpoints that a failure undid.
+
+    Args:
+        interval_s, checkpoint_s, restart_s, mtbf_s: as in `goodput`.
+    """
+    kept = goodput(interval_s, checkpoint_s, restart_s, mtbf_s)
+    if kept <= 0:
+        return {}
+    wall_s = interval_s / kept
+    failures = math.expm1((interval_s + checkpoint_s) / mtbf_s)
+    restarts = failures * mtbf_s * math.expm1(restart_s / mtbf_s) / wall_s
+    writing = checkpoint_s / wall_s
+    return {"checkpoints": writing, "restarts": restarts, "lost_work": max(0.0, 1 - kept - writing - restarts)}
 
 
 def goodput(interval_s: float, checkpoint_s: float, restart_s: float, mtbf_s: float) -> float:
@@ -57,6 +83,11 @@ class BudgetResult:
         checkpoint_s: writing one checkpoint to the disks of the nodes that hold it.
         checkpoint_every_s: as given, or the best interval.
         in_time: whether the deadline is kept.
+        energy_kwh: of the GPUs alone, without hosts, network and cooling.
+        mtbf_s: mean time between failures of the whole job.
+        restart_s: from a failure until work goes on from the last checkpoint.
+        young_every_s: the best interval to first order, beside which `checkpoint_every_s` can be judged.
+        overhead: share of the days lost to checkpoints, restarts and work done twice; with goodput they sum to 1.
     """
 
     tokens: float
@@ -68,18 +99,25 @@ class BudgetResult:
     checkpoint_s: float | None
     checkpoint_every_s: float | None
     in_time: bool | None
+    energy_kwh: float | None = None
+    mtbf_s: float | None = None
+    restart_s: float | None = None
+    young_every_s: float | None = None
+    overhead: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return {name: value for name in self.__slots__ if (value := getattr(self, name)) != {}}
 
 
-def budget_result(scenario: Scenario, lowered: Lowered, step_s: float, tokens_per_step: float) -> BudgetResult | None:
+def budget_result(scenario: Scenario, lowered: Lowered, step_s: float, tokens_per_step: float,
+                  step_j: float | None = None) -> BudgetResult | None:
     """The whole run at a steady step; None without `budget.tokens` and for inference.
 
     Args:
         step_s: time of one optimizer step.
         tokens_per_step: of the whole job.
+        step_j: energy of all GPUs over one step, joules.
     """
     asked = scenario.budget
     if asked is None or asked.tokens is None or isinstance(scenario.training.mode, Inference):
@@ -87,21 +125,64 @@ def budget_result(scenario: Scenario, lowered: Lowered, step_s: float, tokens_pe
     tokens = (float(CHINCHILLA_TOKENS_PER_PARAMETER * _parameters(lowered)) if asked.tokens == "chinchilla"
               else float(asked.tokens))
     steps = math.ceil(tokens / tokens_per_step)
-    kept, write_s, every_s = 1.0, None, None
-    if asked.mtbf_per_gpu is not None:
-        host, size = scenario.cluster.topology.host, checkpoint_bytes(scenario, lowered)
-        nodes, mtbf_s = _writing_nodes(scenario), asked.mtbf_per_gpu / lowered.job.ranks
-        write_s, read_s = size / (nodes * host.nvme_write), size / (nodes * host.nvme_read)
-        every_s = asked.checkpoint_every or best_interval_s(write_s, mtbf_s)
-        kept = goodput(every_s, write_s, read_s, mtbf_s)
-    price, deadline = asked.price_per_gpu_hour, asked.deadline
-    if kept <= 0:
+    loss = _losses(scenario, lowered)
+    price, deadline = price_per_gpu_hour(scenario), asked.deadline
+    if loss.goodput <= 0:
         never = None if deadline is None else False
-        return BudgetResult(tokens, steps, None, None, None, kept, write_s, every_s, never)
-    wall_s = steps * step_s / kept
+        return BudgetResult(tokens, steps, None, None, None, loss.goodput, loss.checkpoint_s, loss.every_s, never, None,
+                            loss.mtbf_s, loss.restart_s, loss.young_s)
+    wall_s = steps * step_s / loss.goodput
     hours = wall_s / 3600 * lowered.job.ranks
-    return BudgetResult(tokens, steps, wall_s / _DAY_S, hours, None if price is None else hours * price, kept, write_s,
-                        every_s, None if deadline is None else wall_s <= deadline)
+    energy = None if step_j is None else steps * step_j / loss.goodput / 3.6e6
+    return BudgetResult(tokens, steps, wall_s / _DAY_S, hours, None if price is None else hours * price, loss.goodput,
+                        loss.checkpoint_s, loss.every_s, None if deadline is None else wall_s <= deadline, energy,
+                        loss.mtbf_s, loss.restart_s, loss.young_s, loss.overhead)
+
+
+def price_per_gpu_hour(scenario: Scenario) -> float | None:
+    """The budget's price, else the topology's own (its file names the source); None where neither has one."""
+    asked = scenario.budget
+    given = None if asked is None else asked.price_per_gpu_hour
+    return scenario.cluster.topology.price_per_gpu_hour if given is None else given
+
+
+@dataclass(frozen=True, slots=True)
+class _Losses:
+    """What failures and checkpoints take; names as in `BudgetResult`."""
+
+    goodput: float = 1.0
+    checkpoint_s: float | None = None
+    every_s: float | None = None
+    mtbf_s: float | None = None
+    restart_s: float | None = None
+    young_s: float | None = None
+    overhead: dict[str, float] = field(default_factory=dict)
+
+
+def _losses(scenario: Scenario, lowered: Lowered) -> _Losses:
+    asked = scenario.budget
+    if asked is None or (asked.mtbf_per_gpu is None and asked.checkpoint_every is None):
+        return _Losses()
+    write_s, read_s = checkpoint_times_s(scenario, lowered)
+    restart_s = (asked.restart or 0.0) + read_s
+    if asked.mtbf_per_gpu is None:
+        every_s = asked.checkpoint_every
+        assert every_s is not None, "one of the two is given"
+        kept = every_s / (every_s + write_s)
+        return _Losses(kept, write_s, every_s, overhead={"checkpoints": 1 - kept})
+    mtbf_s = asked.mtbf_per_gpu / lowered.job.ranks
+    every_s = asked.checkpoint_every or best_interval_s(write_s, mtbf_s)
+    kept = goodput(every_s, write_s, restart_s, mtbf_s)
+    return _Losses(kept, write_s, every_s, mtbf_s, restart_s, young_interval_s(write_s, mtbf_s),
+                   overheads(every_s, write_s, restart_s, mtbf_s))
+
+
+def checkpoint_times_s(scenario: Scenario, lowered: Lowered) -> tuple[float, float]:
+    """Seconds to write and to read one checkpoint: the nodes that hold one set of states, each over its own disks, all
+    together no faster than `budget.storage`."""
+    host, size, nodes = scenario.cluster.topology.host, checkpoint_bytes(scenario, lowered), _writing_nodes(scenario)
+    shared = math.inf if scenario.budget is None or scenario.budget.storage is None else scenario.budget.storage
+    return size / min(nodes * host.nvme_write, shared), size / min(nodes * host.nvme_read, shared)
 
 
 def checkpoint_bytes(scenario: Scenario, lowered: Lowered) -> float:

@@ -15,6 +15,7 @@ from sim.program import Kind, Label
 from sim.report.breakdown import COMPUTE_STREAM
 from sim.report.plot_pipeline import Boxes
 from sim.report.result import Result
+from sim.report.stages import replica_of
 
 #: Labels of actions: the chunk, and what is done to it.
 _CHUNK = re.compile(r"chunk(\d+)$")
@@ -45,7 +46,7 @@ class MicroBatches:
 
 
 def boxes_of(result: Result) -> Boxes | None:
-    """The boxes of all stages; None if the job is no pipeline.
+    """The boxes of all stages, of the replica with the critical rank; None if the job is no pipeline.
 
     The last backward of a chunk may stand in the Program layer by layer: its layers, one behind the other, are one box.
     Copies into and out of gradient buckets are none.
@@ -55,7 +56,7 @@ def boxes_of(result: Result) -> Boxes | None:
         return None
     count = result.scenario.micro_steps
     found: list[_Box] = []
-    for number in range(len(result.detail.lowered.job.classes)):
+    for number in replica_of(result.detail.lowered.job, result.detail.critical):
         own = _of_class(result, number)
         if parallel.schedule in _REVERSED:
             own = [(*box[:3], count - 1 - box[3], *box[4:]) if box[1] == "B" else box for box in own]

@@ -15,6 +15,7 @@ from sim.report.breakdown import (
     COMPUTE_STREAM,
     Breakdown,
     bound,
+    kernel_counts,
     of_rank,
     step_flops,
 )
@@ -26,7 +27,9 @@ from sim.report.loading import DataLoading
 from sim.report.memory import MemoryResult, by_class, fullest
 from sim.report.neighbours import Features, Validated, features, validated
 from sim.report.stages import StageUse, stages_of
+from sim.report.tables import Frame, as_table, row_of
 from sim.report.traffic import traffic_list
+from sim.report.troubles import Trouble, troubles
 from sim.scenario.dump import dump
 from sim.scenario.schema import Inference, Scenario
 
@@ -68,6 +71,7 @@ class Result:
         sensitivity: change of the step for 10% more of each resource, where it was asked for.
         set: the sweep point's dotted fields; empty for a plain run.
         advisor: works out what would make the job fit; searcher: the largest sizes that do.
+        predictor: step time of another scenario, for what each trouble of the cluster costs.
     """
 
     scenario: Scenario
@@ -92,6 +96,7 @@ class Result:
     warnings: list[str] = field(default_factory=list)
     set: dict[str, Any] = field(default_factory=dict)
     advisor: Callable[[], list[Change]] | None = field(default=None, repr=False)
+    predictor: Callable[[Scenario], float] | None = field(default=None, repr=False)
     searcher: Callable[[], list[Largest]] | None = field(default=None, repr=False)
     _detail: Detail | None = field(default=None, repr=False)
 
@@ -116,6 +121,16 @@ class Result:
     def largest(self) -> list[Largest]:
         """Largest micro-batch and longest sequence that fit, for a run of its own that does not."""
         return [] if self.memory.fits or self.searcher is None else self.searcher()
+
+    @cached_property
+    def troubles(self) -> list[Trouble]:
+        """What of the cluster is not like the rest and what each costs, the dearest first; worked out when first asked
+        for (one prediction each), and only for a run of its own."""
+        return [] if self.predictor is None else troubles(self.scenario, self.step_time_s, self.predictor)
+
+    def table(self) -> Frame:
+        """The main numbers as a table of one row: a pandas DataFrame, or a list of one mapping without pandas."""
+        return as_table([row_of(self)])
 
     def release(self) -> None:
         """Drop Program, machine and timeline: a long sweep keeps its numbers only. No trace or JSON after this."""
@@ -207,6 +222,7 @@ class Result:
             "slowdown": self.slowdown,
             "bound": self.bound,
             **({} if self.sensitivity is None else {"sensitivity": dict(self.sensitivity)}),
+            **({"troubles": [one.to_json() for one in self.troubles]} if self.troubles else {}),
             "memory": self.memory.to_json() | self._changes(),
             "traffic": self.traffic,
             **({"stages": [stage.to_json() for stage in self.stages]} if self.stages else {}),
@@ -255,7 +271,8 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         samples_per_second=samples / step_s,
         model_flops=of_micro_batch / architecture.batch * samples if served is None else hardware_flops,
         hardware_flops=hardware_flops, inference=served,
-        budget=budget_result(scenario, lowered, step_s, samples * _tokens_per_sample(scenario)),
+        budget=budget_result(scenario, lowered, step_s, samples * _tokens_per_sample(scenario),
+                             step_energy_j(lowered, machine, step_s) if scenario.budget is not None else None),
         peak_flops_per_gpu=gpu.peak_flops(training.precision.compute), breakdown=parts,
         bound=bound(parts),
         memory=memory, data_loading=loading,
@@ -269,6 +286,14 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         result.bound = "memory_bandwidth"
     result.warnings = _warnings(result)
     return result
+
+
+def step_energy_j(lowered: Lowered, machine: Machine, step_s: float) -> float:
+    """Energy of all GPUs over one step, joules: their boards alone."""
+    counts = [kernel_counts(program) for program in lowered.job.programs]
+    return sum(len(c.members) * machine.devices[c.device].energy_j(lowered.job.programs[c.program].kernels,
+                                                                  counts[c.program], step_s)
+               for c in lowered.job.classes)
 
 
 def _loading(scenario: Scenario, work_s: float) -> DataLoading:

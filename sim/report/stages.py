@@ -8,6 +8,7 @@ from typing import Any
 
 from sim.engine import Machine, Timeline
 from sim.parallel import Lowered
+from sim.program import Job
 from sim.report.breakdown import POINT_TO_POINT, of_rank
 from sim.report.columns import of_class
 from sim.report.memory import by_class
@@ -45,7 +46,8 @@ class StageUse:
 
 
 def stages_of(scenario: Scenario, lowered: Lowered, machine: Machine, timeline: Timeline) -> list[StageUse]:
-    """Every stage in order; nothing for a job without a pipeline."""
+    """Every stage in order; nothing for a job without a pipeline. Of a stage whose ranks are not all alike (a slow GPU)
+    the replica of those that compute longest is told."""
     if scenario.parallel.pipeline < 2:
         return []
     job, found = lowered.job, []
@@ -57,7 +59,23 @@ def stages_of(scenario: Scenario, lowered: Lowered, machine: Machine, timeline: 
             simulated.program, simulated.representative, len(simulated.members),
             _blocks(lowered, number), parts.compute_s, parts.pipeline_bubble, transfers, parts.exposed_s - transfers,
             parts.host + parts.offload, memory.use.peak_allocated_bytes, memory.capacity_bytes))
-    return found
+    if len(found) == len(job.programs):
+        return found
+    busiest = max(range(len(found)), key=lambda number: found[number].busy_s)
+    return sorted((found[number] for number in replica_of(job, busiest)), key=lambda s: s.stage)
+
+
+def replica_of(job: Job, number: int) -> list[int]:
+    """The classes that pass tensors on to class `number` or from it, itself included: one for each pipeline stage."""
+    chain, ends = {number}, [number]
+    while ends:
+        here = job.classes[ends.pop()]
+        links = {c for c in here.communicators if c >= 0 and job.communicators[c].name == "pipeline"}
+        for other, there in enumerate(job.classes):
+            if other not in chain and links.intersection(there.communicators):
+                chain.add(other)
+                ends.append(other)
+    return sorted(chain, key=lambda one: job.classes[one].program)
 
 
 def critical(stages: Sequence[StageUse]) -> StageUse:

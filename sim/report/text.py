@@ -16,6 +16,8 @@ from sim.report.inference import InferenceResult
 from sim.report.largest import Largest
 from sim.report.memory import TIGHT_HEADROOM, MemoryResult
 from sim.report.result import Result
+from sim.report.scaling import scaling
+from sim.report.text_run import budget_lines, trouble_lines
 from sim.report.text_stages import stage_lines
 from sim.report.units import rate, seconds, size
 from sim.scenario.schema import Inference, InferenceRun, Scenario
@@ -48,8 +50,9 @@ def console(file: IO[str] | None = None, width: int | None = None) -> Console:
 
 def render(result: Result, to: Console) -> None:
     """Print the report of one run."""
-    to.print(Group(*_headline(result), Text(), *_breakdown(result, to.width), Text(), *_bound(result), Text(),
-                   *_memory(result, to.width), *stage_lines(result), *_notes(result)))
+    to.print(Group(*_headline(result), Text(), *_breakdown(result, to.width), Text(), *_bound(result),
+                   *trouble_lines(result), Text(), *_memory(result, to.width), *stage_lines(result),
+                   *budget_lines(result), *_notes(result)))
 
 
 def as_text(result: Result, width: int = 100) -> str:
@@ -65,6 +68,8 @@ def render_sweep(points: Sequence[Result], skipped: Sequence[Mapping[str, Any]],
     if points:
         to.print(Text(points[0].scenario.name, style="bold"))
         to.print(_sweep_table(points, list(axes)))
+        for line in scaling(points, axes):
+            to.print(Text(str(line), style="dim"))
     for point in skipped:
         sets = ", ".join(f"{k}={v}" for k, v in point["set"].items())
         to.print(Text.assemble(("skipped ", "yellow"), f"{sets}: {point['reason']}"))

@@ -10,6 +10,7 @@ from sim.errors import Fault, nearest
 from sim.scenario.defaults import SHARDED
 from sim.scenario.document import Document
 from sim.scenario.schema import FULL, Model, Scenario, Training
+from sim.scenario.trouble import trouble
 
 #: What a transformer must be told; everything else has a default.
 _TRANSFORMER_SIZES = ("layers", "hidden", "heads", "vocab")
@@ -81,7 +82,7 @@ def check(written: Scenario, scenario: Scenario, document: Document) -> list[Fau
     """Every impossible combination of a scenario whose fields are each well-formed."""
     findings: list[Finding] = [*_cluster(written, scenario), *_layout(written, scenario)]
     laid_out = not findings  # else the number of replicas means nothing
-    rules = (_model, _moe, _tensor, _context, _pipeline, _modes, _tokens)
+    rules = (trouble, _model, _moe, _tensor, _context, _pipeline, _modes, _tokens)
     for rule in (*rules, _batch, _sharding, _expert) if laid_out else rules:
         findings += rule(written, scenario)
     return [document.fault(path, message, hint) for path, message, hint in findings]
@@ -106,11 +107,8 @@ def _divisors_near(whole: int, wanted: int) -> str:
 def _cluster(written: Scenario, s: Scenario) -> Iterator[Finding]:
     cluster, topology = s.cluster, s.cluster.topology
     if cluster.gpus_per_node > topology.gpus_per_node:
-        yield (
-            "cluster.gpus_per_node",
-            f"{cluster.gpus_per_node} GPUs per node asked of '{topology.name}', which has {topology.gpus_per_node}",
-            f"at most {topology.gpus_per_node}",
-        )
+        asked = f"{cluster.gpus_per_node} GPUs per node asked of '{topology.name}', which has {topology.gpus_per_node}"
+        yield "cluster.gpus_per_node", asked, f"at most {topology.gpus_per_node}"
     if s.gpus > MAX_GPUS:
         yield (
             "cluster.nodes",

@@ -86,11 +86,37 @@ class GpuProfile(Table):
 
 
 class Degraded(Table):
-    """A link that is slower than its like, in both directions."""
+    """A link that is slower than its like, in both directions, or failed."""
 
     link: Literal["gpu", "nic", "leaf", "pcie"] = needs("kind of link")
-    share: Annotated[float, Field(gt=0, le=1)] = needs("share of its capacity left")
+    share: Annotated[float, Field(ge=0, le=1)] = needs("share of its capacity left; 0 = failed")
     index: Annotated[int, Field(ge=0, le=1_000_000)] = has(0, "which of its kind")
+
+
+_Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class SlowGpu(Table):
+    """A GPU that is slower than its like: throttled, or with memory that retires rows."""
+
+    gpu: Annotated[int, Field(ge=0, le=1_000_000)] = needs("which of the job's GPUs, counted from 0, node by node")
+    clock: _Share = has(1.0, "share of the clock its like run at")
+    memory_bandwidth: _Share = has(1.0, "share of its device memory's bandwidth")
+
+
+class OtherGpus(Table):
+    """Nodes whose GPUs are of another kind; links and hosts are as everywhere."""
+
+    gpu: Text = needs("a GPU of the catalogue")
+    first_node: Annotated[int, Field(ge=0, le=200_000)] = needs("first node that has them, counted from 0")
+    nodes: Nodes = has(1, "how many nodes from there on")
+
+
+class ClockSpread(Table):
+    """GPUs of one kind do not run at one clock: each draws its own, normally distributed around its kind's."""
+
+    sigma: Annotated[float, Field(gt=0, le=0.1)] = needs("standard deviation, share of the clock")
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = has(0, "of the draws: the same seed, the same GPUs")
 
 
 def _name_or_profile(value: Any) -> Any:
@@ -129,3 +155,15 @@ class Cluster(Table):
     intra_gbps_per_gpu: Gbps | None = has(None, "overrides the link speed inside a node (Gb/s, one direction)")
     inter_gbps_per_node: Gbps | None = has(None, "overrides the link speed between nodes (Gb/s, one direction)")
     gpu: GpuFigures | None = has(None, "overrides single GPU figures")
+    slow_gpus: Annotated[list[SlowGpu], Field(max_length=10_000)] | None = has(None, "GPUs slower than their like")
+    other_gpus: Annotated[list[OtherGpus], Field(max_length=1000)] | None = has(None, "nodes with other GPUs")
+    clock_spread: ClockSpread | None = has(None, "how far apart the clocks of GPUs of one kind are")
+    degraded: Annotated[list[Degraded], Field(max_length=10_000)] | None = has(
+        None, "links of this cluster slower than their like, beside the topology's own"
+    )
+
+    def template(self) -> dict[str, Any]:
+        """The topology as plain data, this cluster's own degraded links beside the template's."""
+        plain = self.topology.model_dump()
+        plain["degraded"] = [*(plain["degraded"] or ()), *(one.model_dump() for one in self.degraded or ())]
+        return plain

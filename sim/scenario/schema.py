@@ -36,7 +36,7 @@ from sim.scenario.tables import (
     switch_or_count,
     word_or_number,
 )
-from sim.scenario.units import Bytes, Mib, Seconds
+from sim.scenario.units import Bytes, BytesPerSecond, Mib, Seconds
 
 DtypeOrNone = Literal["none", "fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8", "int4"]
 Framework = Literal["pytorch", "megatron", "deepspeed", "composer", "torchtitan", "nanotron", "ideal"]
@@ -309,7 +309,9 @@ class Budget(Table):
     price_per_gpu_hour: Annotated[float, Field(ge=0, le=1e6)] | None = has(None, "USD")
     deadline: Seconds | None = has(None, "longest run allowed")
     mtbf_per_gpu: Seconds | None = has(None, "mean time between failures of one GPU")
-    checkpoint_every: Seconds | None = has(None, "time between checkpoints")
+    checkpoint_every: Seconds | None = has(None, "work between two checkpoints; none = the best")
+    restart: Seconds | None = has(None, "from a failure to reading the last checkpoint: spare node, start of the job")
+    storage: BytesPerSecond | None = has(None, "checkpoints of the whole job, no faster than this; none = nodes' disks")
 
 
 class Scenario(Table):

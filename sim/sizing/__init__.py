@@ -1,7 +1,8 @@
 """What-if sizing: which cluster, how many GPUs and which layout are best, over millions of configurations."""
 
 from sim.sizing.compare import Comparison, compare
+from sim.sizing.compare_text import plot_comparison
 from sim.sizing.size import OBJECTIVES, Sizing, Wish, counts, size
 from sim.sizing.space import Choice
 
-__all__ = ["OBJECTIVES", "Choice", "Comparison", "Sizing", "Wish", "compare", "counts", "size"]
+__all__ = ["OBJECTIVES", "Choice", "Comparison", "Sizing", "Wish", "compare", "counts", "plot_comparison", "size"]

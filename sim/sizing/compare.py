@@ -1,13 +1,17 @@
-"""`compare`: runs side by side, and which term of the step moved by how much."""
+"""`compare`: runs side by side, which term of the step and of memory moved by how much, and what stands behind it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sim.report.result import Result
+from sim.report.tables import Frame, as_table
 from sim.scenario.dump import dump
+
+_EXPOSED = "exposed_communication"
+_GIB = 2.0**30
 
 
 @dataclass(frozen=True)
@@ -17,10 +21,14 @@ class Comparison:
     Attributes:
         names: of the runs.
         step_time_s, gpus: of each.
-        terms: term of the breakdown to its seconds in each run.
+        terms: term of the breakdown to its seconds in each run; they sum to the step.
         moved: for each run but the first, terms by how far they moved, the farthest first: (term, seconds).
+        why: for each run but the first, what stands behind each term that moved, in words.
         differs: field to its value in each run, where runs differ.
         scaling: throughput per GPU of each over the first's.
+        memory: category to its bytes at the peak of the fullest rank in each run.
+        memory_moved: as `moved`, in bytes.
+        bound: what bounds each run.
     """
 
     names: list[str]
@@ -30,29 +38,118 @@ class Comparison:
     moved: list[list[tuple[str, float]]]
     differs: dict[str, list[Any]]
     scaling: list[float]
+    why: list[dict[str, str]] = field(default_factory=list)
+    memory: dict[str, list[float]] = field(default_factory=dict)
+    memory_moved: list[list[tuple[str, float]]] = field(default_factory=list)
+    bound: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        return {"names": self.names, "step_time_s": self.step_time_s, "gpus": self.gpus, "terms_s": self.terms,
-                "moved_s": [dict(row) for row in self.moved], "differs": self.differs, "scaling": self.scaling}
+        return {"names": self.names, "step_time_s": self.step_time_s, "gpus": self.gpus, "bound": self.bound,
+                "terms_s": self.terms, "moved_s": [dict(row) for row in self.moved], "why": self.why,
+                "memory_bytes": self.memory, "memory_moved_bytes": [dict(row) for row in self.memory_moved],
+                "differs": self.differs, "scaling": self.scaling}
+
+    def table(self) -> Frame:
+        """One row per run: name, GPUs, step, what bounds it, scaling, and every term's seconds."""
+        return as_table([
+            {"name": name, "gpus": self.gpus[i], "step_time_s": self.step_time_s[i], "bound": self.bound[i],
+             "scaling": self.scaling[i], **{f"{term}_s": values[i] for term, values in self.terms.items()},
+             **{f"memory_{part}_bytes": values[i] for part, values in self.memory.items()}}
+            for i, name in enumerate(self.names)])
 
 
 def compare(results: Sequence[Result]) -> Comparison:
     """Lay runs side by side; the first is what the others are held against."""
-    flat = [dict(_terms(r.to_json()["breakdown_s"])) for r in results]
-    names = list(dict.fromkeys(name for one in flat for name in one))
-    terms = {name: [one.get(name, 0.0) for one in flat] for name in names}
-    moved = []
-    for i in range(1, len(results)):
-        shifts = [(name, values[i] - values[0]) for name, values in terms.items()]
-        moved.append(sorted((s for s in shifts if abs(s[1]) > 1e-12), key=lambda s: -abs(s[1])))
+    terms = _side_by_side([dict(_terms(r.breakdown.to_json())) for r in results])
+    memory = _side_by_side([{name: float(held) for name, held in r.memory.at_peak.items()} for r in results])
+    moved = _moved(terms, 1e-12)
+    why = [{term: reason for term, _ in row if (reason := _reason(term, results[0], results[i]))}
+           for i, row in enumerate(moved, 1)]
     fields = [dict(_leaves(dump(r.scenario))) for r in results]
     paths = list(dict.fromkeys(path for one in fields for path in one))
     differs = {path: [one.get(path) for one in fields] for path in paths
                if path != "name" and any(one.get(path) != fields[0].get(path) for one in fields)}
-    first = results[0].tokens_per_second_per_gpu or results[0].step_time_s
+    first = _throughput(results[0])
     return Comparison([r.scenario.name for r in results], [r.step_time_s for r in results], [r.gpus for r in results],
-                      terms, moved, differs, [(r.tokens_per_second_per_gpu or r.step_time_s) / first for r in results])
+                      terms, moved, differs, [_throughput(r) / first for r in results], why, memory,
+                      _moved(memory, 0.5), [r.bound for r in results])
+
+
+def _throughput(result: Result) -> float:
+    """Of one GPU: tokens, or steps where samples are no tokens, per second."""
+    return result.tokens_per_second_per_gpu or 1 / result.step_time_s
+
+
+def _side_by_side(columns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    names = dict.fromkeys(name for one in columns for name in one)
+    return {name: values for name in names if any(values := [one.get(name, 0.0) for one in columns])}
+
+
+def _moved(terms: Mapping[str, Sequence[float]], least: float) -> list[list[tuple[str, float]]]:
+    runs = len(next(iter(terms.values()), ()))
+    shifts = [[(name, values[i] - values[0]) for name, values in terms.items()] for i in range(1, runs)]
+    return [sorted((s for s in row if abs(s[1]) > least), key=lambda s: -abs(s[1])) for row in shifts]
+
+
+# ----------------------------------------------------------------------------------------------------------- reasons
+def _reason(term: str, before: Result, after: Result) -> str:
+    """What changed in the quantities a term is made of: its work and its pace, or its traffic and what is hidden."""
+    if term.startswith(_EXPOSED):
+        return _communication(term.split(".")[1:], before, after)
+    if term in ("compute.gemm", "compute.attention"):
+        return _arithmetic(term.rpartition(".")[2], before, after)
+    if term == "compute.optimizer":
+        states = [r.memory.at_peak["optimizer_states"] / _GIB for r in (before, after)]
+        return f"optimizer states of a GPU {states[0]:.3g} -> {states[1]:.3g} GiB" if states[0] != states[1] else ""
+    if term == "pipeline_bubble":
+        return _bubble(before, after)
+    if term == "compute.memory_bound":
+        tokens = [r.scenario.training.sequence * r.scenario.training.global_batch / r.gpus for r in (before, after)]
+        return _times("tokens per GPU and step", *tokens)
+    if term == "host":
+        busy = [r.breakdown.compute_s / r.detail.timeline.tasks for r in (before, after)]
+        return f"mean task of kernels and calls {1e6 * busy[0]:.3g} -> {1e6 * busy[1]:.3g} us"
+    return ""
+
+
+def _arithmetic(category: str, before: Result, after: Result) -> str:
+    """Time = work / pace: FLOP of one GPU, and what is left for the FLOP/s (the category's share of them unchanged)."""
+    work = (after.hardware_flops / after.gpus) / (before.hardware_flops / before.gpus)
+    seconds = after.breakdown.compute[category] / max(before.breakdown.compute[category], 1e-30)
+    gpus = "" if before.gpu == after.gpu else f", {before.gpu} -> {after.gpu}"
+    return f"work per GPU x{work:.3g}, pace x{work / seconds:.3g}{gpus}"
+
+
+def _communication(path: Sequence[str], before: Result, after: Result) -> str:
+    """Seconds on the wire, the share of them that is hidden, and the ranks that take part."""
+    kind, group = path[0], path[1] if len(path) > 1 else ""
+    said = []
+    for result in (before, after):
+        total = result.breakdown.communication_total.get(kind, {}).get(group, 0.0)
+        exposed = result.breakdown.exposed_communication.get(kind, {}).get(group, 0.0)
+        said.append((total, 1 - exposed / total if total > exposed else 0.0, result.group_ranks.get(group, 0)))
+    (wire, hidden, ranks), (wire2, hidden2, ranks2) = said
+    if not wire2:
+        return "none of it any more"
+    if not wire:
+        return f"new: {1e3 * wire2:.3g} ms on the wire, {100 * hidden2:.0f}% hidden, {ranks2} ranks"
+    among = f"{ranks} ranks" if ranks == ranks2 else f"{ranks} -> {ranks2} ranks"
+    share = f"hidden {100 * hidden:.0f}% -> {100 * hidden2:.0f}%"
+    return f"on the wire {1e3 * wire:.3g} -> {1e3 * wire2:.3g} ms, {share}, {among}"
+
+
+def _bubble(before: Result, after: Result) -> str:
+    said = []
+    for result in (before, after):
+        parallel, micro = result.scenario.parallel, result.scenario.micro_steps
+        said.append(f"{parallel.pipeline} stages x {parallel.virtual_stages} chunks, {micro} micro-batches, "
+                    f"{parallel.schedule}")
+    return " -> ".join(dict.fromkeys(said))
+
+
+def _times(what: str, before: float, after: float) -> str:
+    return f"{what} x{after / before:.3g}" if before and after != before else ""
 
 
 def _terms(value: Mapping[str, Any], head: str = "") -> list[tuple[str, float]]:

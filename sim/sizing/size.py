@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from sim import api
 from sim.errors import Fault, UserError
+from sim.report.troubles import troubled
 from sim.scenario import Loaded, Scenario, resolve
 from sim.scenario.dump import dump
 from sim.sizing.bounds import Bounds, bounds
@@ -132,6 +133,10 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
     wish, started = wish or Wish(), time.monotonic()
     scenario = source if isinstance(source, Scenario) else (
         source if isinstance(source, Loaded) else api.load(source)).scenario
+    if troubled(scenario):
+        raise UserError(Fault("sizing looks for layouts of a cluster whose GPUs and links are alike: its bounds do not "
+                              "hold where some differ", "cluster", hint="take slow_gpus, other_gpus, clock_spread and "
+                              "degraded out, size, then 'drystep run' the best with them"))
     bases = [_alone(scenario, name) for name in clusters] or [_alone(scenario, None)]
     space = build_space(bases, choice)
     listed = time.monotonic()

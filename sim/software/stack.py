@@ -59,6 +59,7 @@ class Stack:
         host_step_s: fixed host time per optimizer step.
         launch_queue: launches the host may be ahead of the GPU.
         rank_jitter_s: standard deviation of a rank's arrival at a collective.
+        product_rate: tensor-core products of this stack's libraries over those of the calibrated kernel tables.
         step_sync: whether the host waits for the GPU at the end of every step.
         clip_gradients: whether the gradient norm is computed and applied every step.
         loss: "plain" (log-softmax and nll), "fused", or "vocab_parallel" (Megatron).
@@ -105,6 +106,7 @@ class Stack:
     host_step_s: float
     launch_queue: int
     rank_jitter_s: float
+    product_rate: float
     step_sync: bool
     clip_gradients: bool
     loss: str

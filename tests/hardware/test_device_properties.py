@@ -53,7 +53,7 @@ def test_taking_sms_or_bandwidth_never_makes_a_kernel_faster(kernel: Kernel, nam
                                                              taken_bps: float, further_bps: float) -> None:
     device = Device(gpu(name))
     some = device.times([kernel], fewer, taken_bps)[0]
-    assert device.times([kernel], fewer + more, taken_bps + further_bps)[0] >= some * (1 - 1e-6)
+    assert device.times([kernel], fewer + more, taken_bps + further_bps)[0] >= some * (1 - 1e-4)
 
 
 @CASES

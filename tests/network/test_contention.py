@@ -106,7 +106,7 @@ def test_degraded_link_is_kept_at_scale(machines: Machines) -> None:
     assert fair_share([flow], net.capacity) == pytest.approx([8 * NIC / 2 / (16383 / 16384)])
 
 
-@pytest.mark.parametrize("entry", [{"link": "fan", "index": 0}, {"link": "nic", "share": 0.0}])
+@pytest.mark.parametrize("entry", [{"link": "fan", "index": 0}, {"link": "nic", "share": -0.1}])
 def test_degraded_entries_are_checked(machines: Machines, entry: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="degraded"):
         Topology.from_mapping({**machines["dgx-a100"], "degraded": [entry]})

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
 
 from sim.errors import UserError
@@ -198,14 +197,6 @@ def test_unfolded_jobs_simulate_every_rank() -> None:
     assert len(low.job.classes) == 16
     assert Counter(c.name for c in low.job.communicators) == {"shard": 4, "replicate": 4}
     assert all(c.parties == 4 for c in low.job.communicators)
-
-
-def test_a_slow_device_splits_the_job() -> None:
-    devices = np.zeros(16, dtype=np.int64)
-    devices[3] = 1
-    low = lower(scenario(nodes=2, global_batch=32, strategy="fsdp"), devices=devices)
-    assert sorted(len(c.members) for c in low.job.classes) == [1, 15]
-    assert [c.parties for c in low.job.communicators] == [2]
 
 
 @pytest.mark.parametrize(("change", "field"), [

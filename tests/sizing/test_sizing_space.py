@@ -177,3 +177,9 @@ def test_compare_names_what_differs(tmp_path: Path, capsys: pytest.CaptureFixtur
     total = sum(found["moved_s"][0].values())
     assert total == pytest.approx(found["step_time_s"][1] - found["step_time_s"][0], rel=0.05)
     assert max(found["moved_s"][0].values()) > 0 and not math.isnan(total)
+
+
+def test_a_cluster_with_trouble_is_not_sized() -> None:
+    troubled = {**PLAIN, "cluster": {**PLAIN["cluster"], "degraded": [{"link": "gpu", "index": 0, "share": 0.5}]}}
+    with pytest.raises(UserError, match="alike"):
+        size(resolve(troubled), Choice(counts("8")))

@@ -14,14 +14,15 @@ from sim.errors import Fault, UserError
 from sim.model.architecture import Architecture
 from sim.parallel.compute import is_weight_gradient
 from sim.parallel.data.bucketed import Bucketed, Reduction
-from sim.parallel.layout import Layout, Ranks
+from sim.parallel.layout import Layout, Ranks, equitable_classes, simulated_ranks
 from sim.parallel.pipeline.orders import Costs, order, placement, places, split
 from sim.parallel.pipeline.stage import Passing, Stage
 from sim.parallel.pipeline.stages import blocks_per_stage, positions
 from sim.parallel.pipeline.transfers import Edge, Transfers
 from sim.parallel.pipeline.weights import kept_for_weights
 from sim.parallel.step import Plan
-from sim.program import Communicator, Job, RankClass
+from sim.parallel.variety import Variety
+from sim.program import Communicator, Job, Program, RankClass
 from sim.scenario.schema import Scenario
 from sim.software import Stack
 
@@ -31,10 +32,23 @@ STREAMS = ("compute", "nccl")
 
 @dataclass(frozen=True)
 class Pipelined:
-    """A lowered pipeline: the job, and the plan of every stage."""
+    """A lowered pipeline: the plan of every stage, and what joins them to a job."""
 
-    job: Job
     plans: list[Plan]
+    joined: _Joined
+
+    def job(self, fold: bool = True, varied: Variety | None = None) -> Job:
+        """All stages as one job; call it when the plans are complete.
+
+        Args:
+            fold: simulate one rank per class of identical ranks; False simulates every rank.
+            varied: ranks that are not like the others of their stage.
+        """
+        programs = [plan.builder.build() for plan in self.plans]
+        varied = Variety() if varied is None else varied
+        if fold and varied.colours is None:
+            return self.joined.alike(programs, self.plans)
+        return self.joined.unlike(programs, fold, varied)
 
 
 def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture, layout: Layout,
@@ -78,7 +92,7 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
             split(parallel.schedule))
         stage.write(actions)
         plans.append(plan)
-    return Pipelined(joined.job(plans), plans)
+    return Pipelined(plans, joined)
 
 
 def _plan(scenario: Scenario, stack: Stack, architecture: Architecture, layout: Layout, joined: _Joined, rank: int,
@@ -169,8 +183,32 @@ class _Joined:
                 [ranks[self.stage_of[ranks[:, 0]] == held] for held in (first, second)], axis=1)
         return own | {name: ranks for name, (stages, ranks) in self.between.items() if rank in stages}
 
-    def job(self, plans: list[Plan]) -> Job:
-        """All stages as one job."""
+    def unlike(self, programs: list[Program], fold: bool, varied: Variety) -> Job:
+        """Ranks of a stage that are not alike are classes of their own, and so are those that meet them."""
+        groups: dict[str, Ranks] = {}
+        for name, ranks in self.groups.items():
+            groups[name] = self._both_copies(ranks) if self.twice and name == "data" else ranks
+        groups |= {name: ranks for name, (_, ranks) in self.between.items()}
+        for number, edge in enumerate(self.edges):
+            groups[f"pipeline/{number}"] = self.layout.moved("pipeline", edge.source, edge.target)
+        if fold:
+            own = np.zeros(self.layout.ranks, dtype=np.int64) if varied.colours is None else varied.colours
+            distinct = {(tuple(ranks[0]), ranks.shape): name for name, ranks in reversed(groups.items())}
+            classes = equitable_classes(own * self.depth + self.stage_of,
+                                        {name: groups[name] for name in distinct.values()})
+        else:
+            classes = np.arange(self.layout.ranks, dtype=np.int64)
+        simulated, communicators = simulated_ranks(classes, groups, varied.devices, self.stage_of)
+        return Job(programs, simulated, communicators, self.layout.ranks)
+
+    def _both_copies(self, ranks: Ranks) -> Ranks:
+        """Replicas of a stage that two pipeline ranks hold: groups of both joined."""
+        stage = self.stage_of[ranks[:, 0]]
+        return np.concatenate([np.concatenate([ranks[stage == held] for held in (low, self.depth - 1 - low)], axis=1)
+                               for low in range(self.depth // 2)])
+
+    def alike(self, programs: list[Program], plans: list[Plan]) -> Job:
+        """All stages as one job; ranks of a stage are alike."""
         communicators = [Communicator(name, ranks, len(stages)) for name, (stages, ranks) in self.between.items()]
         communicators += [Communicator("pipeline", self.layout.moved("pipeline", edge.source, edge.target), 2)
                           for edge in self.edges]
@@ -189,7 +227,7 @@ class _Joined:
             numbers = (*within, *(i if takes[i] else -1 for i in range(shared)))
             members = np.flatnonzero(self.stage_of == rank)
             classes.append(RankClass(int(members[0]), members, rank, 0, numbers))
-        return Job([plan.builder.build() for plan in plans], classes, communicators, self.layout.ranks)
+        return Job(programs, classes, communicators, self.layout.ranks)
 
 
 #: Schedules whose optimizer step does not wait for the norm of all stages: it is corrected afterwards (Qi et al. 2023,

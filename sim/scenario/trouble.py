@@ -1,0 +1,36 @@
+"""Trouble that cannot be: GPUs and nodes the cluster does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sim.errors import nearest
+from sim.scenario.gpus import canonical_gpu, gpu_names
+from sim.scenario.schema import Scenario
+
+
+def trouble(written: Scenario, s: Scenario) -> Iterator[tuple[str, str, str]]:
+    """Findings (dotted field, message, hint) about `cluster.slow_gpus`, `other_gpus` and `clock_spread`."""
+    del written
+    cluster, taken = s.cluster, set()
+    for i, slow in enumerate(cluster.slow_gpus or ()):
+        field = f"cluster.slow_gpus.{i}"
+        if slow.gpu >= s.gpus:
+            yield (f"{field}.gpu", f"GPU {slow.gpu} does not exist: the job has {s.gpus}, counted from 0",
+                   f"at most {s.gpus - 1}")
+        elif slow.gpu in taken:
+            yield f"{field}.gpu", f"GPU {slow.gpu} is named twice", "say what is slow about it in one entry"
+        taken.add(slow.gpu)
+    for i, other in enumerate(cluster.other_gpus or ()):
+        field = f"cluster.other_gpus.{i}"
+        if canonical_gpu(other.gpu) is None:
+            yield (f"{field}.gpu", f"unknown GPU '{other.gpu[:40]}'",
+                   nearest(other.gpu, gpu_names()) or "see 'drystep list gpus'")
+        if other.first_node + other.nodes > cluster.nodes:
+            yield (f"{field}.nodes", f"nodes {other.first_node} to {other.first_node + other.nodes - 1} have other "
+                   f"GPUs, but the last of {cluster.nodes} nodes is {cluster.nodes - 1}", "")
+    if s.training.mode != "train":
+        for name in ("slow_gpus", "other_gpus", "clock_spread"):
+            if getattr(cluster, name):
+                yield (f"cluster.{name}", "inference on GPUs that differ is understood but not simulated yet",
+                       "remove it")

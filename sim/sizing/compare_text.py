@@ -1,0 +1,96 @@
+"""A comparison in words and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sim.sizing.compare import Comparison
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+#: Terms and categories told of each run, and the least share of the step or of memory that is worth a line.
+_MOST, _LEAST = 8, 0.002
+_GIB = 2.0**30
+
+
+def lines(found: Comparison) -> Iterator[str]:
+    """The comparison for a terminal: the runs, what moved in each and why, what they differ in."""
+    widest = max(map(len, found.names))
+    for i, name in enumerate(found.names):
+        yield (f"{name:{widest}}  {found.step_time_s[i]:.4g} s on {found.gpus[i]:,} GPUs, bound by "
+               f"{found.bound[i].replace('_', ' ')}, {100 * found.scaling[i]:.1f}% of the first's throughput per GPU")
+    for i, moved in enumerate(found.moved, 1):
+        change = found.step_time_s[i] - found.step_time_s[0]
+        yield ""
+        percent = 100 * change / found.step_time_s[0]
+        yield f"{found.names[i]} against {found.names[0]}: {_seconds(change)} ({percent:+.1f}%)"
+        shown = [m for m in moved if abs(m[1]) > _LEAST * found.step_time_s[0]][:_MOST]
+        for term, seconds in shown:
+            reason = found.why[i - 1].get(term, "")
+            yield f"  {_words(term):42} {_seconds(seconds):>11}" + (f"   {reason}" if reason else "")
+        rest = sum(seconds for _, seconds in moved) - sum(seconds for _, seconds in shown)
+        if len(moved) > len(shown):
+            yield f"  {'everything else':42} {_seconds(rest):>11}"
+        parts = [f"{name.replace('_', ' ')} {_gib(size)}" for name, size in found.memory_moved[i - 1]
+                 if abs(size) > _LEAST * sum(values[0] for values in found.memory.values())][:_MOST]
+        yield f"  memory: {', '.join(parts) or 'the same'}"
+    yield ""
+    yield "fields that differ:"
+    for path, values in found.differs.items():
+        yield f"  {path}: {' | '.join(map(str, values))}"
+
+
+def plot_comparison(found: Comparison, ax: Axes | None = None) -> Axes:
+    """Where the step of each run goes, bars side by side.
+
+    Args:
+        ax: where to draw; None makes a figure.
+    """
+    from sim.report.axes import stacked
+
+    bars: list[dict[str, float]] = [{} for _ in found.names]
+    for term, values in found.terms.items():
+        head, _, rest = term.partition(".")
+        name = rest if head == "compute" else head.replace("_", " ")
+        for bar, seconds in zip(bars, values, strict=True):
+            bar[name] = bar.get(name, 0.0) + seconds
+    return stacked(found.names, bars, ax)
+
+
+def write_picture(folder: Path, found: Comparison) -> Path:
+    """comparison.png in a folder, made if it does not exist.
+
+    Raises:
+        OSError: the folder or the file cannot be written.
+    """
+    from sim.report import plot_style as look
+
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "comparison.png"
+    with look.style():
+        height = 1.5 + 0.45 * len(found.names)
+        made = look.figure(height)
+        look.heading(made, "Where the step goes", f"{len(found.names)} runs side by side")
+        left = min(0.4, 0.03 + 0.0085 * max(map(len, found.names)))
+        ax = made.add_axes((left, 0.5 / height, 0.97 - left, (height - 1.5) / height))
+        plot_comparison(found, ax)
+        look.save(made, path)
+    return path
+
+
+def _words(term: str) -> str:
+    parts = term.split(".")
+    if parts[0] == "exposed_communication":
+        return f"exposed {parts[1].replace('_', '-')} ({', '.join(parts[2:])})"
+    return parts[-1].replace("_", " ")
+
+
+def _seconds(value: float) -> str:
+    return f"{value:+.3f} s" if abs(value) >= 1 else f"{1e3 * value:+.3g} ms"
+
+
+def _gib(size: float) -> str:
+    return f"{size / _GIB:+.3g} GiB"

@@ -1,0 +1,79 @@
+"""compare: every moved term adds up to the change of the step, and has what stands behind it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sim
+from sim.cli import main
+from sim.scenario.load import resolve
+from sim.sizing import Comparison, compare
+from sim.sizing.compare_text import lines
+
+PLAIN: dict[str, Any] = {
+    "name": "plain", "cluster": {"topology": "dgx-a100-80g", "nodes": 2}, "model": {"preset": "gpt3-1.3b"},
+    "training": {"micro_batch": 4, "global_batch": 64, "sequence": 1024}, "parallel": {"strategy": "ddp"}}
+
+
+def against(**changes: Any) -> Comparison:
+    other = {**PLAIN, "name": "other", **{k: {**PLAIN[k], **v} for k, v in changes.items()}}
+    return compare([sim.run(resolve(PLAIN)), sim.run(resolve(other))])
+
+
+@pytest.mark.parametrize("changes", [
+    {"training": {"recompute": "full"}}, {"parallel": {"strategy": "fsdp"}}, {"cluster": {"inter_gbps_per_node": 100}},
+    {"parallel": {"pipeline": 2}}, {"training": {"sequence": 512}}], ids=str)
+def test_moved_terms_sum_to_the_change(changes: dict[str, Any]) -> None:
+    found = against(**changes)
+    change = found.step_time_s[1] - found.step_time_s[0]
+    assert sum(seconds for _, seconds in found.moved[0]) == pytest.approx(change, abs=1e-9)
+    assert sum(v[0] for v in found.terms.values()) == pytest.approx(found.step_time_s[0])
+    assert abs(found.moved[0][0][1]) == max(abs(s) for _, s in found.moved[0])
+
+
+def test_full_recomputation_is_more_work_at_the_same_pace() -> None:
+    found = against(training={"recompute": "full"})
+    reason = found.why[0]["compute.gemm"]
+    work = float(reason.split("work per GPU x")[1].split(",")[0])
+    # blocks are forwarded again, but for their last product (a third of a block's), whose output nothing needs: PyTorch
+    # stops there. Head and embedding (8% of the work) are not: 1 + 0.92 / 3 * 2 / 3
+    assert work == pytest.approx(1.204, abs=0.015)
+    assert dict(found.memory_moved[0])["activations"] < 0
+    assert found.differs == {"training.recompute": ["none", "full"]}
+
+
+def test_slower_links_are_more_on_the_wire_and_less_hidden() -> None:
+    found = against(cluster={"inter_gbps_per_node": 50})
+    reason = found.why[0]["exposed_communication.all_reduce.data"]
+    before, after = (float(x) for x in reason.split("wire ")[1].split(" ms")[0].split(" -> "))
+    assert after > 4 * before and "16 ranks" in reason
+
+
+def test_sharding_explains_the_optimizer_and_new_collectives() -> None:
+    why = against(parallel={"strategy": "fsdp"}).why[0]
+    assert "optimizer states of a GPU" in why["compute.optimizer"]
+    assert why["exposed_communication.all_gather.shard"].startswith("new: ")
+
+
+def test_the_command_tells_the_reasons_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, recompute in (("a", "none"), ("b", "full")):
+        training = {**PLAIN["training"], "recompute": recompute}
+        (tmp_path / f"{name}.yaml").write_text(json.dumps({**PLAIN, "name": name, "training": training}))
+    with pytest.raises(SystemExit) as done:
+        main(["compare", str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml"), "--report", str(tmp_path / "out")])
+    assert done.value.code == 0
+    said = capsys.readouterr().out
+    assert "work per GPU x1.2" in said and "training.recompute: none | full" in said and "memory: activations -" in said
+    assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out" / "comparison.txt").read_text() == said
+
+
+def test_runs_that_are_alike_differ_in_nothing() -> None:
+    same = sim.run(resolve(PLAIN))
+    found = compare([same, same])
+    assert found.moved == [[]] and found.differs == {} and found.scaling == [1.0, 1.0]
+    assert any("memory: the same" in line for line in lines(found))
