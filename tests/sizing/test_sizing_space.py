@@ -87,7 +87,7 @@ def test_a_row_that_fails_is_kept_and_named(monkeypatch: pytest.MonkeyPatch, tmp
     def failing(_: Any) -> Any:
         raise ValueError("ranks disagree")
 
-    monkeypatch.setattr("sim.sizing.size.api.run", failing)
+    monkeypatch.setattr("sim.api.run", failing)
     choice = Choice([8], micro_batch=[1], tensor=[1], context=[1], pipeline=[1], recompute=["none"],
                     partial_recompute=False, strategies=["ddp"])
     found = size(scenario(), choice, out=tmp_path / "runs.db")
