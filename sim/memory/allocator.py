@@ -8,6 +8,7 @@ c10/cuda/CUDACachingAllocator.cpp (`round_size`, `get_allocation_size`, `get_fre
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 #: kMinBlockSize: every request is a multiple of it.
@@ -45,11 +46,11 @@ class Block:
 
 @dataclass(slots=True)
 class Pool:
-    """Free blocks of one stream and size class, (bytes, address) ascending: the first large enough fits best."""
+    """Free blocks of one stream and size class, (bytes, address, block) ascending: the first large enough fits best."""
 
     stream: int
     small: bool
-    free: list[tuple[int, int]]
+    free: list[tuple[int, int, Block]]
 
 
 @dataclass(slots=True)
@@ -87,7 +88,6 @@ class Allocator:
         self.retries = self.released = 0
         self.segments: dict[int, Segment] = {}
         self._pools: dict[int, Pool] = {}
-        self._blocks: dict[int, Block] = {}  # free ones by address
         self._end = 0
         self._numbers = 0
         self._tails: dict[int, Block] = {}  # expandable: last block of each pool's segment
@@ -98,16 +98,16 @@ class Allocator:
         Raises:
             OutOfMemoryError: cudaMalloc fails, and fails again after cached segments are given back.
         """
-        size = -(-size // ROUND_BYTES) * ROUND_BYTES or ROUND_BYTES
+        size = rounded(size)
         small = size <= SMALL_BYTES
         key = 2 * stream + small
         pool = self._pools.get(key)
         if pool is None:
             pool = self._pools[key] = Pool(stream, small, [])
         free = pool.free
-        at = bisect_left(free, (size, 0))
+        at = bisect_left(free, (size,))
         if at < len(free) and not self._unfit(size, free[at][0]):
-            block = self._blocks.pop(free.pop(at)[1])
+            block = free.pop(at)[2]
             block.free = False
         else:
             block = self._grow(size, pool)
@@ -122,6 +122,81 @@ class Allocator:
         if self.allocated > self.top_allocated:
             self.top_allocated = self.allocated
         return block
+
+    def play(self, live: dict[int, Block], events: Sequence[tuple[int, int]]) -> None:
+        """Tensors that come and go in order on the first stream: `allocate` and `free`, written out for speed.
+
+        Args:
+            live: blocks by the tensor's number; changed in place.
+            events: (number, bytes as `rounded` makes them); 0 bytes frees the tensor, if it is there.
+        """
+        if self.expandable or self.max_split is not None:
+            for number, size in events:
+                if size:
+                    live[number] = self.allocate(size)
+                elif number in live:
+                    self.free(live.pop(number))
+            return
+        counts = [self.allocated, self.asked, self.top_allocated, self.top_asked]
+        try:
+            self._play(live, events, counts)
+        finally:
+            self.allocated, self.asked, self.top_allocated, self.top_asked = counts
+
+    def _play(self, live: dict[int, Block], events: Sequence[tuple[int, int]], counts: list[int]) -> None:
+        pools = [self._pools.setdefault(key, Pool(0, bool(key), [])) for key in (0, 1)]
+        allocated, asked, top_allocated, top_asked = counts
+        for number, size in events:
+            if size:
+                pool = pools[size <= SMALL_BYTES]
+                free = pool.free
+                at = bisect_left(free, (size,))
+                if at < len(free):
+                    block = free.pop(at)[2]
+                    block.free = False
+                else:
+                    counts[:] = allocated, asked, top_allocated, top_asked
+                    block = self._grow(size, pool)
+                rest = block.size - size
+                if rest > SMALL_BYTES or (rest and size <= SMALL_BYTES):
+                    other = Block(block.address + size, rest, pool, block.segment)
+                    behind = block.following
+                    other.previous, other.following, other.free = block, behind, True
+                    if behind is not None:
+                        behind.previous = other
+                    block.following, block.size = other, size
+                    insort(free, (rest, other.address, other))
+                block.asked = size
+                allocated += block.size
+                asked += size
+                if asked > top_asked:
+                    top_asked = asked
+                if allocated > top_allocated:
+                    top_allocated = allocated
+                live[number] = block
+            elif number in live:
+                block = live.pop(number)
+                size = block.size
+                allocated -= size
+                asked -= block.asked
+                free = block.pool.free
+                before, behind = block.previous, block.following
+                if before is not None and before.free:
+                    del free[bisect_left(free, (before.size, before.address))]
+                    size += before.size
+                    before.following = behind
+                    if behind is not None:
+                        behind.previous = before
+                    block = before
+                if behind is not None and behind.free:
+                    del free[bisect_left(free, (behind.size, behind.address))]
+                    size += behind.size
+                    after = block.following = behind.following
+                    if after is not None:
+                        after.previous = block
+                block.free, block.size = True, size
+                insort(free, (size, block.address, block))
+        counts[:] = allocated, asked, top_allocated, top_asked
 
     def drop(self, block: Block) -> None:
         """The tensor is gone, but another stream may still use its block, which is freed later (record_stream)."""
@@ -149,8 +224,11 @@ class Allocator:
         block.free = True
         if self.expandable and block.following is None:
             self._tails[2 * block.pool.stream + block.pool.small] = block
-        self._blocks[block.address] = block
-        insort(block.pool.free, (block.size, block.address))
+        insort(block.pool.free, (block.size, block.address, block))
+
+    def cached(self) -> list[Block]:
+        """Free blocks, pool by pool, the smallest first."""
+        return [block for pool in self._pools.values() for _, _, block in pool.free]
 
     # ------------------------------------------------------------------------------------------------- the rules
     def _unfit(self, size: int, found: int) -> bool:
@@ -169,7 +247,6 @@ class Allocator:
         """A free block out of its pool."""
         free = block.pool.free
         del free[bisect_left(free, (block.size, block.address))]
-        del self._blocks[block.address]
 
     def _split(self, block: Block, size: int) -> None:
         rest = Block(block.address + size, block.size - size, block.pool, block.segment)
@@ -180,8 +257,7 @@ class Allocator:
         rest.free = True
         if self.expandable and rest.following is None:
             self._tails[2 * rest.pool.stream + rest.pool.small] = rest
-        self._blocks[rest.address] = rest
-        insort(rest.pool.free, (rest.size, rest.address))
+        insort(rest.pool.free, (rest.size, rest.address, rest))
 
     def _grow(self, size: int, pool: Pool) -> Block:
         """cudaMalloc, or pages mapped behind an expandable segment."""
@@ -240,7 +316,7 @@ class Allocator:
     def _release(self, chosen: object) -> None:
         """Give back every cached segment that is in one piece."""
         assert callable(chosen)
-        for block in [b for b in self._blocks.values() if b.previous is None and b.following is None]:
+        for block in [b for b in self.cached() if b.previous is None and b.following is None]:
             segment = self.segments[block.segment]
             if chosen(segment):
                 self._take(block)
@@ -248,6 +324,11 @@ class Allocator:
                 self.released += 1
                 del self.segments[block.segment]
                 self._tails.pop(2 * block.pool.stream + block.pool.small, None)
+
+
+def rounded(size: int) -> int:
+    """Bytes of the block that a request for `size` is looked for with (`round_size`)."""
+    return -(-size // ROUND_BYTES) * ROUND_BYTES or ROUND_BYTES
 
 
 def segment_bytes(size: int) -> int:

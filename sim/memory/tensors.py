@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from sim.memory.allocator import Allocator, Block
+from sim.memory.allocator import Allocator, Block, rounded
 from sim.program import Kind, MemoryOp, Program, Section
 from sim.tensor_trace import INPUT, OUTPUT_GRADIENT, TIED, LayerMemory, Trace
 
@@ -52,6 +52,8 @@ class TensorReplay:
         self._orders: dict[int, list[_Item]] = {}
         self._named: dict[str, deque[tuple[int, Block]]] = {}
         self._debts: dict[str, int] = {}
+        # A trace's events with rounded sizes; the trace beside them lives as long, so that its id stays its own.
+        self._rounded: dict[int, tuple[list[tuple[int, int]], tuple[tuple[int, int], ...]]] = {}
         self._waiting: list[tuple[int, Block]] = []  # freed, but another stream may still read: (task before, block)
         self._layers: dict[int, deque[_Layer]] = {}
         self._last: _Layer | None = None  # whose output the next layer reads
@@ -177,14 +179,11 @@ class TensorReplay:
             self.allocator.free(block)
 
     def _events(self, live: dict[int, Block], events: tuple[tuple[int, int], ...]) -> None:
-        allocate, free = self.allocator.allocate, self.allocator.free
-        for number, size in events:
-            if size:
-                live[number] = allocate(size)
-            else:
-                block = live.pop(number, None)
-                if block is not None:
-                    free(block)
+        known = self._rounded.get(id(events))
+        if known is None:
+            rows = [(number, rounded(size) if size else 0) for number, size in events]
+            known = self._rounded[id(events)] = (rows, events)
+        self.allocator.play(live, known[0])
 
     def _forward(self, position: int, trace: Trace | None) -> None:
         assert trace is not None

@@ -19,10 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A trainable tensor, named as PyTorch names it inside its layer, with its shape (dim 0 is what FSDP 2 shards)."""
+    """A trainable tensor, named as PyTorch names it inside its layer, with its shape (dim 0 is what FSDP 2 shards).
+
+    Attributes:
+        routed: of an expert that tokens are routed to: only the ranks that hold the same experts have its like.
+    """
 
     name: str
     shape: tuple[int, ...]
+    routed: bool = False
 
     @property
     def numel(self) -> int:
@@ -49,8 +54,9 @@ class Joint(NamedTuple):
 
     Attributes:
         kind: column (every slice reads the same whole input, and makes a partial sum of its gradient), row (the output
-            is a partial sum over the slices), vocabulary_loss (per-token scalars of vocabulary slices), ring (keys and
-            values of the other slices of the sequence), dispatch, combine (tokens travel to their experts and back).
+            is a partial sum over the slices), vocabulary_loss (per-token scalars of vocabulary slices), ring, gather
+            (keys and values of the other slices of the sequence, one after another or all at once), dispatch, combine
+            (tokens travel to their experts and back).
         elements: of the tensor in question, whole over the slices of the width.
         dtype: of that tensor.
     """
@@ -129,6 +135,11 @@ class Layer:
         return sum(p.numel for p in self.parameters)
 
     @cached_property
+    def routed(self) -> int:
+        """Trained parameters of routed experts."""
+        return sum(p.numel for p in self.parameters if p.routed)
+
+    @cached_property
     def gradient_order(self) -> tuple[Parameter, ...]:
         """Parameters in the order in which backward makes their gradients ready."""
         return tuple(p for op in reversed(self.operators) for p in op.parameters)
@@ -201,6 +212,11 @@ class Architecture:
     def parameters(self) -> int:
         """Trainable parameters."""
         return sum(layer.numel for layer in self.stack)
+
+    @cached_property
+    def routed(self) -> int:
+        """Trainable parameters of routed experts, a part of `parameters`."""
+        return sum(layer.routed for layer in self.stack)
 
     @cached_property
     def forward_flops(self) -> float:

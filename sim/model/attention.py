@@ -66,6 +66,8 @@ def attention_operators(
 
 def core_operator(style: Style) -> Operator:
     """From queries, keys and values to the attention output: one fused kernel, or spelled out."""
+    if style.gathers:
+        return _gathered(style)
     operator = _flash(style) if uses_flash(style) else _eager(style)
     return operator if style.context == 1 else around_the_ring(style, operator)
 
@@ -80,6 +82,33 @@ def around_the_ring(style: Style, operator: Operator) -> Operator:
     return replace(operator, forward=operator.forward * style.context, backward=operator.backward * style.context,
                    core_again=operator.core_again * style.context,
                    joint=Joint("ring", elements, style.act))
+
+
+def _gathered(style: Style) -> Operator:
+    """Attention of a slice of the queries on the gathered keys and values of the whole sequence.
+
+    Under a causal mask a slice is an early and a late part of the sequence, of as many keys together as any other's: a
+    fused kernel each, here those of the first slice. Source: Llama 3 (arXiv 2407.21783), section 3.3.2;
+    TransformerEngine `AttnFuncWithCPAndKVAllGather`, which gathers again in backward and keeps the slice's own.
+    """
+    whole = style.sequence * style.context
+    every = replace(style, memory=whole, context=1, gathers=False)
+    joint = Joint("gather", 2 * style.batch * whole * style.kv_width, style.act)
+    if not uses_flash(style):
+        return replace(_eager(every), joint=joint)
+    saved = _flash(style).saved
+    if not style.causal or style.window or style.biased:  # a window's band has one size wherever it is
+        one = _flash(style if style.window else every)
+        return replace(one, saved=saved, joint=joint)
+    half = style.sequence // 2
+    early, late = (_flash(replace(every, sequence=half, memory=keys)) for keys in (half, whole))
+
+    def attended(operator: Operator, direction: str) -> tuple[Kernel, ...]:
+        # FLOPs count the square in full: half of the slice's queries on all keys
+        scale = whole / (half if operator is early else whole)
+        return tuple(replace(k, flops=k.flops * scale) for k in getattr(operator, direction))
+    return Operator("attention", attended(early, "forward") + attended(late, "forward"),
+                    attended(early, "backward") + attended(late, "backward"), saved=saved, core=True, joint=joint)
 
 
 def uses_flash(style: Style) -> bool:
@@ -289,7 +318,7 @@ def _kept_scores(style: Style) -> list[Tensor]:
 
     Plain modules build a boolean mask per block, which masked_fill keeps. Megatron's fused softmax needs none.
     """
-    elements = style.batch * style.heads * style.sequence * style.keys
+    elements = style.batch * style.heads * style.sequence * style.keys * style.context
     soft = softmax_dtype(style)
     kept = [Tensor("softmax", elements, soft)]
     if soft != style.act:
@@ -299,7 +328,7 @@ def _kept_scores(style: Style) -> list[Tensor]:
         if soft == style.act:
             kept.append(Tensor("attention_dropped", elements, style.act))
     if style.modules == "plain" and style.causal and not style.memory and not style.stack.fused_softmax:
-        kept.append(Tensor("causal_mask", style.sequence**2, "int8"))
+        kept.append(Tensor("causal_mask", style.sequence**2 * style.context, "int8"))
     return kept
 
 

@@ -1,7 +1,8 @@
 """Mixtures of experts in place of the feed-forward part: router, dispatch, experts' products, combination.
 
-Tokens are taken as spread evenly over the experts. Sources: Jiang et al. 2024 (Mixtral), section 2; DeepSeek-AI 2024
-(DeepSeek-V3), section 2.1.2; transformers modeling_mixtral.py, which loops over the experts.
+A slice computes what the slice that is asked most computes (`Experts.load`): all wait for it. Sources: Jiang et al.
+2024 (Mixtral), section 2; DeepSeek-AI 2024 (DeepSeek-V3), section 2.1.2; transformers modeling_mixtral.py, which loops
+over the experts; Megatron-LM `moe/experts.py` (TEGroupedMLP), `moe/token_dispatcher.py`.
 """
 
 from __future__ import annotations
@@ -29,18 +30,20 @@ def experts_operators(style: Style, source: str) -> tuple[list[Operator], list[P
     """
     experts = style.experts
     assert experts is not None
-    router, router_parameters = _router(style, experts, source)
-    rows = style.tokens * experts.top_k
+    local = style.stream  # where activations are scattered every tensor rank routes and sends its own tokens
+    router, router_parameters = _router(local, experts, source)
+    slices = experts.tensor if style.scattered else 1  # whose tokens meet before the products of cut experts
+    rows = max(1, round(local.tokens * experts.top_k * experts.load * slices))
     spread = replace(style, batch=1, sequence=rows, ffn=experts.ffn, scattered=False)
     up, up_parameters = _up(spread, experts, source)
     activation, arrives = activation_operator(spread)
     down, down_parameters = _product(
         spread, experts, "down", "down_proj", experts.ffn, style.hidden, arrives,
         (Tensor("expert_down_input", rows * experts.ffn, style.act),))
-    elements = rows * style.hidden
-    up, down = (replace(operator, joint=joint(style, kind, elements)) for operator, kind in (
-        (up, "column"), (down, "row")))
-    operators = [router, _dispatch(style, experts, source), up, activation, down, _combine(style, experts)]
+    if experts.tensor > 1:
+        up, down = (replace(operator, joint=joint(style, kind, rows * style.hidden)) for operator, kind in (
+            (up, "column"), (down, "row")))
+    operators = [router, _dispatch(local, experts, source), up, activation, down, _combine(local, experts)]
     parameters = [*router_parameters, *up_parameters, *down_parameters]
     if experts.shared:
         shared, more = _shared(style, experts, source)
@@ -68,31 +71,47 @@ def _loop(style: Style, experts: Experts) -> int:
     return experts.held if style.modules == "transformers" else 1
 
 
+def _travels(style: Style, experts: Experts, kind: str, dtype: str) -> Joint | None:
+    """Rows that leave for their experts or come back, those of the busiest slice."""
+    if style.expert == 1:
+        return None
+    return Joint(kind, round(style.tokens * style.hidden * experts.top_k * experts.load), dtype)
+
+
 def _dispatch(style: Style, experts: Experts, source: str) -> Operator:
     """Every token copied to each of its experts' rows; backward adds the copies' gradients up again."""
     elements, e = style.tokens * style.hidden, width(source)
     launches = _loop(style, experts)
     forward = elementwise("dispatch", elements * experts.top_k, 2 * e, source, 2 * launches)
     backward = elementwise("dispatch_backward", elements * experts.top_k, 2 * e + e / experts.top_k, source, launches)
-    travels = Joint("dispatch", elements * experts.top_k, source) if style.expert > 1 else None
-    return Operator("dispatch", (forward,), (backward,), joint=travels)
+    return Operator("dispatch", (forward,), (backward,), joint=_travels(style, experts, "dispatch", source))
 
 
 def _combine(style: Style, experts: Experts) -> Operator:
-    """Experts' outputs weighted by their scores and added up; keeps them for the gradient of the scores."""
+    """Experts' outputs weighted by their scores and added up; keeps them for the gradient of the scores.
+
+    Fused, one kernel reads every row and writes the sums, and the scores weigh the activation in its own kernel, whose
+    inputs are kept anyway.
+    """
     elements, e = style.tokens * style.hidden * experts.top_k, width(style.act)
+    travels = _travels(style, experts, "combine", style.act)
+    if style.stack.fused_permutation:
+        one = e + e / experts.top_k
+        return Operator("combine", (elementwise("combine", elements, one, style.act),),
+                        (elementwise("combine_backward", elements, one, style.act),), joint=travels)
     launches = _LOOP_LAUNCHES * _loop(style, experts)
     forward = elementwise("combine", elements, 4 * e + e / experts.top_k, style.act, launches)
     backward = elementwise("combine_backward", elements, 5 * e, style.act, launches)
     return Operator("combine", (forward,), (backward,), saved=(Tensor("expert_outputs", elements, style.act),),
-                    joint=Joint("combine", elements, style.act) if style.expert > 1 else None)
+                    joint=travels)
 
 
 def _up(spread: Style, experts: Experts, source: str) -> tuple[Operator, tuple[Parameter, ...]]:
-    """Up (and gate) products of all experts."""
+    """Up (and gate) products of all experts; Megatron's modules hold both in one matrix."""
     inputs = (Tensor("expert_input", spread.tokens * spread.hidden, spread.act),)
-    if not spread.gated:
-        return _product(spread, experts, "up", "up_proj", spread.hidden, experts.ffn, source, inputs)
+    if not spread.gated or spread.modules == "megatron":
+        outputs = experts.ffn * (2 if spread.gated else 1)
+        return _product(spread, experts, "up", "up_proj", spread.hidden, outputs, source, inputs)
     gate, gate_parameters = _product(spread, experts, "gate", "gate_proj", spread.hidden, experts.ffn, source, inputs)
     up, up_parameters = _product(spread, experts, "up", "up_proj", spread.hidden, experts.ffn, source, ())
     sums = elementwise("input_gradient_sum", spread.tokens * spread.hidden, 3 * width(source), source)
@@ -110,10 +129,11 @@ def _product(
     rows = spread.tokens
     busy = min(experts.held, rows)
     share = max(1, round(rows / busy))
-    times = _repeated(busy, rows / (busy * share), spread.modules == "transformers")
+    times = _repeated(busy, rows / (busy * share * experts.load), spread.modules == "transformers")
     forward, backward = linear(spread, share, features_in, features_out, source=source, bias=False)
     names = (f"mlp.experts.{i}.{module}" for i in range(experts.held))
-    parameters = tuple(p for own in names for p in linear_parameters(spread, own, features_in, features_out, False))
+    parameters = tuple(replace(p, routed=True) for own in names
+                       for p in linear_parameters(spread, own, features_in, features_out, False))
     size = experts.held * features_in * features_out
     copies = (Tensor(f"{name}_weight_copy", size, spread.act),) if spread.autocast else ()
     return Operator(name, tuple(map(times, forward)), tuple(map(times, backward)), gradient_ready(spread, parameters),
@@ -121,8 +141,8 @@ def _product(
 
 
 def _repeated(experts: int, scale: float, loop: bool) -> Callable[[Kernel], Kernel]:
-    """One expert's kernel as that of all: a grouped product, or as many launches; FLOPs as routed, `scale` corrects
-    the share's rounding."""
+    """One expert's kernel as that of all: a grouped product, or as many launches; FLOPs as routed on average, `scale`
+    corrects the share's rounding and the load of a slice that computes more."""
     def all_experts(kernel: Kernel) -> Kernel:
         shape = (kernel.shape[0] * experts, *kernel.shape[1:])
         return replace(kernel, shape=shape, flops=kernel.flops * experts * scale, bytes=kernel.bytes * experts,
@@ -132,12 +152,12 @@ def _repeated(experts: int, scale: float, loop: bool) -> Callable[[Kernel], Kern
 
 def _shared(style: Style, experts: Experts, source: str) -> tuple[list[Operator], list[Parameter]]:
     """Experts that see every token: a dense part beside the mixture, on the router's input, and their sum."""
-    dense = replace(style, experts=None, ffn=experts.shared * experts.ffn)
+    dense = replace(style, experts=None, ffn=experts.shared_ffn)
     names = ("mlp.shared_experts.up_proj", "mlp.shared_experts.gate_proj", "mlp.shared_experts.down_proj")
     operators, parameters = mlp_operators(dense, source, names)
     if source == style.act:  # its input is kept by the router already
         operators[0] = replace(operators[0], saved=operators[0].saved[1:])
-    elements, e = style.tokens * style.hidden, width(style.act)
+    elements, e = style.stream.tokens * style.hidden, width(style.act)
     add = Operator("shared_add", (elementwise("shared_add", elements, 3 * e, style.act),),
                    (elementwise("input_gradient_sum", elements, 3 * width(source), source, 2),))
     return [*operators, add], parameters

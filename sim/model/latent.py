@@ -32,7 +32,8 @@ def latent_operators(style: Style, source: str) -> tuple[list[Operator], list[Pa
     core = core_operator(replace(style, head_dim=(whole + latent.value) // 2, kv_heads=style.heads))
     attended = Tensor("attention_output", style.tokens * style.heads * latent.value, style.act)
     queries[-1] = replace(queries[-1], joint=joint(style, "column", style.tokens * (latent.q_rank or style.hidden)))
-    values[-1] = replace(values[-1], joint=joint(style, "column", style.tokens * (latent.kv_rank or style.hidden)))
+    narrow = latent.kv_rank + latent.rope * style.scattered
+    values[-1] = replace(values[-1], joint=joint(style, "column", style.tokens * narrow))
     output, output_parameters = linear_operator(style, "projection", "self_attn.o_proj", style.heads * latent.value,
                                                 style.hidden, source=style.act, saved=(attended,))
     output = replace(output, joint=joint(style, "row", style.tokens * style.hidden))
@@ -43,17 +44,22 @@ def latent_operators(style: Style, source: str) -> tuple[list[Operator], list[Pa
 def _low_rank(
     style: Style, source: str, name: str, rank: int, beside: int, outputs: int,
 ) -> tuple[list[Operator], list[Parameter]]:
-    """Compression to `rank` (and `beside` columns that skip the rest), norm, expansion; rank 0 is one projection."""
-    inputs = Tensor(f"{name}_input", style.tokens * style.hidden, style.act)
+    """Compression to `rank` (and `beside` columns that skip the rest), norm, expansion; rank 0 is one projection.
+
+    Compression and norm are whole on every slice of the width; where activations are scattered each does its own tokens
+    (Megatron-LM multi_latent_attention.py: duplicated linear layers), and the narrow result is gathered.
+    """
+    local = style.stream
+    inputs = Tensor(f"{name}_input", local.tokens * style.hidden, style.act)
     if not rank:
         one, parameters = linear_operator(style, f"{name}_proj", f"self_attn.{name}_proj", style.hidden, outputs,
                                           source=source, saved=(inputs,))
         return [one], list(parameters)
-    down, down_parameters = linear_operator(style, f"{name}_down", f"self_attn.{name}_a_proj", style.hidden,
+    down, down_parameters = linear_operator(local, f"{name}_down", f"self_attn.{name}_a_proj", style.hidden,
                                             rank + beside, source=source, saved=(inputs,))
-    narrow = replace(style, hidden=rank, residual=style.act)
+    narrow = replace(local, hidden=rank, residual=style.act)
     norm, norm_parameters = norm_operator(narrow, f"{name}_norm", f"self_attn.{name}_a_layernorm")
-    kept = Tensor(f"{name}_compressed", style.tokens * rank, style.act)
+    kept = Tensor(f"{name}_compressed", local.tokens * rank, style.act)
     up, up_parameters = linear_operator(style, f"{name}_up", f"self_attn.{name}_b_proj", rank, outputs,
                                         source=style.act, saved=(kept,))
     return [down, norm, up], [*down_parameters, *norm_parameters, *up_parameters]

@@ -123,13 +123,24 @@ def optimizer_temporary_bytes(parameters_local: int, largest: int, precision: An
     (`_single_tensor_adamw`). Adafactor and LAMB make an update of the parameters' size. Fused kernels make nothing, nor
     do SGD's in-place additions.
 
+    An optimizer of wider master parameters reads gradients in their dtype: narrower ones are copied first, all of them
+    (Megatron-LM `_copy_model_grads_to_main_grads`, `.float()`; DeepSpeed runtime/fp16/fused_optimizer.py, step;
+    stage_1_and_2.py, `single_grad_partition`).
+
     Args:
         largest: elements of the largest tensor the rank holds.
     """
+    copied = 0.0
+    if precision.master != "none" and width(precision.gradients) < width(precision.master) and optimizer != "none":
+        copied = parameters_local * width(precision.master)
+    return round(copied + _own_temporaries(parameters_local, largest, precision, optimizer, kernel))
+
+
+def _own_temporaries(parameters_local: int, largest: int, precision: Any, optimizer: str, kernel: str) -> float:
     if kernel == "fused" or optimizer in ("none", "sgd", "sgd-momentum", "adamw-8bit"):
-        return 0
+        return 0.0
     width_bytes = width(precision.master if precision.master != "none" else precision.parameters)
-    return round((parameters_local if kernel == "foreach" else 2 * largest) * width_bytes)
+    return (parameters_local if kernel == "foreach" else 2 * largest) * width_bytes
 
 
 def clip_kernels(parameters_local: int, tensors: int, gradients: str, kernel: str) -> tuple[Kernel, ...]:

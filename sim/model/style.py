@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from sim.model.tuning import Tuned, tuned_of
+from sim.network import expected_maximum
 from sim.software import Stack
 from sim.work import DTYPE_BYTES
 
@@ -20,7 +22,14 @@ _NARROW = ("fp8", "mxfp8", "nvfp4", "int8", "int4")
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts: `count` routed experts of width `ffn`, `top_k` per token, `shared` ones that see every
-    token; one block of `every` is a mixture, and the first `first_dense` are not. `held`: experts of this slice."""
+    token; one block of `every` is a mixture, and the first `first_dense` are not.
+
+    Attributes:
+        ffn: of a routed expert as this slice holds it; shared_ffn: of all shared experts together.
+        held: routed experts of this slice.
+        tensor: slices an expert's width is cut into (1 where the experts are spread over the tensor ranks too).
+        load: rows of the slice that is asked most, over the mean of all.
+    """
 
     count: int
     top_k: int
@@ -29,6 +38,9 @@ class Experts:
     every: int
     first_dense: int
     held: int
+    shared_ffn: int
+    tensor: int = 1
+    load: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +78,7 @@ class Style:
         autocast: weights are fp32 and cast to `act` where they are used.
         window: keys each query sees, 0 = all.
         tensor, context, expert: slices the width, the sequence, the experts are cut into.
+        gathers: keys and values of the whole sequence are gathered before attention, else they go round a ring.
         scattered: between the cut regions activations are cut along the sequence (Korthikanti et al. 2022).
         dropout: whether dropout masks exist (their probability changes nothing else).
         tuned: what is trained where that is not everything.
@@ -110,6 +123,7 @@ class Style:
     tensor: int = 1
     context: int = 1
     expert: int = 1
+    gathers: bool = False
     scattered: bool = False
     tuned: Tuned | None = None
 
@@ -192,13 +206,13 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
         layers=model.layers, gated=bool(model.gated_mlp), activation=model.activation or "gelu",
         positions=model.positions, norm=model.norm, bias=bool(model.bias), tied=tied,
         dropout=bool(model.dropout), window=_window(model.window, training.sequence),
-        parallel_block=bool(model.parallel_block), experts=_experts(model.moe, model.ffn or 4 * hidden, tensor,
-                                                                               scenario.parallel.expert),
+        parallel_block=bool(model.parallel_block), experts=_experts(scenario, model.ffn or 4 * hidden),
         latent=_latent(model.mla), attention=training.attention, chunked_loss=bool(training.chunked_loss),
         gemm=precision.compute, act=act,
         residual="fp32" if autocast and not follows and weight == "fp32" else act,
         weight=weight, gradient=_gradient(precision, act, autocast), autocast=autocast,
         stack=stack, tensor=tensor, context=context, expert=scenario.parallel.expert,
+        gathers=scenario.parallel.context_exchange == "all-gather" and context > 1,
         scattered=scenario.parallel.sequence_parallel and tensor > 1, tuned=tuned,
     )
 
@@ -221,11 +235,28 @@ def _window(window: int | None, sequence: int) -> int:
     return window if window and window < sequence else 0
 
 
-def _experts(moe: Any, ffn: int, tensor: int, expert: int) -> Experts | None:
+def _experts(scenario: Any, ffn: int) -> Experts | None:
+    """The experts of a slice; shared ones are cut over the tensor ranks like any dense part."""
+    moe, parallel = scenario.model.moe, scenario.parallel
     if moe is None:
         return None
-    return Experts(moe.experts, moe.top_k, (moe.expert_ffn or ffn) // tensor, moe.shared_experts, moe.every,
-                   moe.first_dense, moe.experts // expert)
+    width, held = moe.expert_ffn or ffn, moe.experts // parallel.expert
+    return Experts(moe.experts, moe.top_k, width // scenario.expert_tensor, moe.shared_experts, moe.every,
+                   moe.first_dense, held, moe.shared_experts * width // parallel.tensor, scenario.expert_tensor,
+                   busiest(moe, parallel.expert, held))
+
+
+def busiest(moe: Any, slices: int, held: int) -> float:
+    """Rows of the slice of experts that is asked most, over the mean: every block waits for it.
+
+    Loads of experts are taken as independent, with a standard deviation of `imbalance` means; a slice of `held` of them
+    varies by a share of sqrt(held) less, and the slowest of `slices` is the expected maximum of that many. All rows on
+    one slice is the most there is. With a capacity every expert computes as many rows, empty or not (Lepikhin et al.
+    2020, arXiv 2006.16668, section 2.2).
+    """
+    if moe.capacity:
+        return float(moe.capacity)
+    return min(float(slices), 1.0 + float(moe.imbalance) / math.sqrt(held) * expected_maximum(slices))
 
 
 def _latent(mla: Any) -> Latent | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -78,10 +79,10 @@ def lower(scenario: Scenario, *, fold: bool = True) -> Lowered:
     architecture = build(held(scenario), stack, scenario.training.micro_batch)
     layout = layout_of(scenario)
     if scenario.parallel.pipeline > 1:
-        groups = cut_groups(scenario, layout)
+        groups = sharded_groups(scenario, layout) if shards(scenario, stack) else cut_groups(scenario, layout)
         varied = variety(scenario, layout, groups)
-        pipelined = lower_pipeline(scenario, stack, architecture, layout, groups,
-                                   lambda plan: reduction_of(plan, stack), whole.tied and not architecture.tied)
+        pipelined = lower_pipeline(scenario, stack, architecture, layout, groups, technique_of(scenario, stack),
+                                   whole.tied and not architecture.tied)
         plans = pipelined.plans
     else:
         technique = choose(scenario, stack, architecture, layout)
@@ -114,7 +115,7 @@ def held(scenario: Scenario) -> Scenario:
 def _outside(scenario: Scenario, plan: Plan) -> Outside:
     """What a rank's GPU holds beside tensors, which becomes part of its program."""
     beside = outside(gpu(scenario.cluster.topology.gpu).compute_capability, plan.stack.kernel_loading,
-                     [members.shape[1] for members in plan.groups.values()] + [2] * plan.edges)
+                     [members.shape[1] for members in plan.groups.values()] + [2] * plan.peers)
     plan.resident("CUDA context, NCCL, cuBLAS", beside.total_bytes, "context")
     return beside
 
@@ -151,26 +152,35 @@ def cut_groups(scenario: Scenario, layout: Layout) -> dict[str, Ranks]:
     if parallel.context > 1:
         groups["context"] = layout.group("context")
     if parallel.expert > 1:
-        replicas = scenario.data_parallel * parallel.context
-        wide = REPLICAS if replicas % parallel.expert == 0 else ("tensor", *REPLICAS)
+        wide = REPLICAS if scenario.expert_tensor == parallel.tensor else ("tensor", *REPLICAS)
+        ranks = layout.group(wide).shape[1]
         groups["expert"] = layout.group(wide, parallel.expert)
+        groups["expert_data"] = layout.group(wide, ranks // parallel.expert, parallel.expert)
     return groups
 
 
 def choose(scenario: Scenario, stack: Stack, architecture: Architecture, layout: Layout) -> Technique:
     """The technique behind `parallel.strategy` in this stack."""
-    strategy, path = scenario.parallel.strategy, stack.gradient_path
-    if strategy == "fsdp" or (strategy in ("zero2", "zero3") and path != "ipg"):
-        return sharded(scenario, stack, architecture, layout)
+    strategy = scenario.parallel.strategy
+    if shards(scenario, stack):
+        groups = sharded_groups(scenario, layout)
+        return fsdp_of(Plan(scenario, stack, architecture, layout, groups, fsdp.STREAMS, micro_steps(scenario)))
     groups = cut_groups(scenario, layout)
     if strategy == "zero3":
-        groups = {"shard": groups.pop("data"), **groups}
+        groups = {"shard": groups.pop("data"), **groups}  # experts are not spread (see support)
         plan = Plan(scenario, stack, architecture, layout, groups, zero3.STREAMS, micro_steps(scenario))
         return zero3.Zero3(plan)
     norm = ("tensor",) if "tensor" in groups else ()
     plan = Plan(scenario, stack, architecture, layout, groups, bucketed.STREAMS, micro_steps(scenario),
                 norm_groups=norm)
     return bucketed.Bucketed(plan, reduction_of(plan, stack))
+
+
+def technique_of(scenario: Scenario, stack: Stack) -> Callable[[Plan], bucketed.Bucketed | fsdp.Fsdp]:
+    """Data parallelism of a pipeline's stage, from the stage's plan."""
+    if shards(scenario, stack):
+        return fsdp_of
+    return lambda plan: bucketed.Bucketed(plan, reduction_of(plan, stack))
 
 
 def reduction_of(plan: Plan, stack: Stack) -> bucketed.Reduction:
@@ -183,8 +193,14 @@ def reduction_of(plan: Plan, stack: Stack) -> bucketed.Reduction:
     return reductions.ddp(plan, strategy == "zero1")
 
 
-def sharded(scenario: Scenario, stack: Stack, architecture: Architecture, layout: Layout) -> Technique:
-    """FSDP of the scenario's version; ZeRO-2 of a stack without DeepSpeed is FSDP that keeps parameters."""
+def shards(scenario: Scenario, stack: Stack) -> bool:
+    """Whether parameters are sharded as FSDP does it; so is ZeRO-2 and 3 of a stack without DeepSpeed's buckets."""
+    strategy = scenario.parallel.strategy
+    return strategy == "fsdp" or (strategy in ("zero2", "zero3") and stack.gradient_path != "ipg")
+
+
+def sharded_groups(scenario: Scenario, layout: Layout) -> dict[str, Ranks]:
+    """Communicators of FSDP by name: of shards and replicas, and of the dimensions the model is cut along."""
     factor, reshard = scenario.parallel.sharding_factor, scenario.parallel.reshard_after_forward
     replicas = scenario.data_parallel * scenario.parallel.context
     groups: dict[str, Ranks] = {"shard": layout.group(REPLICAS, factor)}
@@ -193,9 +209,14 @@ def sharded(scenario: Scenario, stack: Stack, architecture: Architecture, layout
     if not isinstance(reshard, bool) and 1 < reshard < factor:
         groups["reshard"] = layout.group(REPLICAS, reshard)
     cut = cut_groups(scenario, layout)
-    groups |= {name: cut[name] for name in cut if name != "data"}
-    plan = Plan(scenario, stack, architecture, layout, groups, fsdp.STREAMS, micro_steps(scenario))
-    technique = Fsdp2(plan) if scenario.software.fsdp == 2 else Fsdp1(plan)
-    if scenario.parallel.strategy == "zero2":
+    if "expert_data" in cut:
+        groups["expert_shard"] = layout.group(REPLICAS, factor // scenario.parallel.expert, scenario.parallel.expert)
+    return groups | {name: cut[name] for name in cut if name not in ("data", "expert_data")}
+
+
+def fsdp_of(plan: Plan) -> Fsdp1 | Fsdp2:
+    """FSDP of the scenario's version; ZeRO-2 keeps parameters after forward."""
+    technique: Fsdp1 | Fsdp2 = Fsdp2(plan) if plan.scenario.software.fsdp == 2 else Fsdp1(plan)
+    if plan.scenario.parallel.strategy == "zero2":
         technique.keep = True
     return technique

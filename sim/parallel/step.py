@@ -17,6 +17,7 @@ from sim.model.eager import rounded
 from sim.model.kernels import quantisation
 from sim.parallel.compute import Compute
 from sim.parallel.layout import Layout, Ranks
+from sim.parallel.model.expert import dispatched
 from sim.parallel.model.joints import joints
 from sim.parallel.offload import STREAMS, Offload
 from sim.program import CollectiveCall, Label, ProgramBuilder, SectionBuilder
@@ -45,7 +46,7 @@ class Plan:
         architecture: of a full micro-batch.
         groups: communicators by name, in order; shape (instances, members).
         micro_steps: in order.
-        edges: pipeline neighbours this program's ranks exchange tensors with, each way.
+        peers: pipeline stages this program's ranks exchange tensors with.
         communicators: names of the job's communicators, default the groups'.
         sibling: plan of another program of the same job; kernels and segments are shared with it.
         norm_groups: communicators over which the gradient norm is summed beside the data-parallel one.
@@ -58,7 +59,7 @@ class Plan:
     groups: dict[str, Ranks]
     streams: tuple[str, ...]
     micro_steps: list[MicroStep]
-    edges: int = 0
+    peers: int = 0
     communicators: tuple[str, ...] = ()
     norm_groups: tuple[str, ...] = ()
     sibling: Plan | None = None
@@ -78,14 +79,31 @@ class Plan:
             self.compute = self.sibling.compute.shared(self.builder)
             return
         parallel = self.scenario.parallel
+        sent = dispatched(self.scenario, self.stack, self.groups.get("expert"))
         self.compute = Compute(self.builder, self.stack, joints(
             self.stack, tuple(self.groups), sequence=parallel.sequence_parallel and parallel.tensor > 1,
-            pipelined=parallel.async_tensor))
+            pipelined=parallel.async_tensor, dispatched=sent))
+
 
     @property
     def replicas(self) -> int:
         """Ranks that hold the same parameters: those gradients are reduced over."""
         return int(self.groups["data"].shape[1])
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that hold the same routed experts; `replicas` where experts are not spread over ranks."""
+        return int(self.groups.get("expert_data", self.groups["data"]).shape[1])
+
+    @property
+    def routed(self) -> int:
+        """Parameters of routed experts that are reduced and split apart from the rest."""
+        return self.architecture.routed if "expert_data" in self.groups else 0
+
+    def share(self, split: bool) -> int:
+        """Parameters whose states this rank keeps: all of them, or its part where they are split over replicas."""
+        dense = self.architecture.parameters - self.routed
+        return -(-dense // self.replicas) - (-self.routed // self.expert_replicas) if split else dense + self.routed
 
     def model(self, batch: int) -> Architecture:
         """Architecture for a micro-batch of `batch` sequences."""
@@ -146,14 +164,29 @@ def write(technique: Technique) -> None:
     plan.builder.run(section)
 
 
+def _narrow_matrices(plan: Plan) -> int:
+    """Elements of the blocks' matrices that have narrow copies from step to step."""
+    compute = plan.scenario.training.precision.compute
+    if not plan.stack.narrow_weights_cached or DTYPE_BYTES[compute] >= DTYPE_BYTES["bf16"]:
+        return 0
+    return sum(p.numel for layer in plan.architecture.stack if layer.kind == "block" and layer.program is not None
+               for p in layer.parameters if len(p.shape) > 1)
+
+
+def narrow_only(plan: Plan) -> int:
+    """Elements that have no copy in the parameters' dtype, because their narrow copies are the parameters. Formats of
+    4 bits are made from wider parameters (Megatron-Bridge training/mixed_precision.py, bf16_with_nvfp4_mixed)."""
+    eight_bits = DTYPE_BYTES[plan.scenario.training.precision.compute] == 1
+    return _narrow_matrices(plan) if plan.stack.narrow_parameters and eight_bits else 0
+
+
 def narrow_weights(plan: Plan, section: SectionBuilder) -> None:
     """Narrow copies of the blocks' matrices that last from step to step: made again from the updated weights."""
+    numel = _narrow_matrices(plan)
     style = next((layer.program.style for layer in plan.architecture.stack if layer.program is not None), None)
-    compute, act = plan.scenario.training.precision.compute, "bf16"
-    if style is None or not plan.stack.narrow_weights_cached or DTYPE_BYTES[compute] >= DTYPE_BYTES[act]:
+    if not numel or style is None:
         return
-    numel = sum(p.numel for layer in plan.architecture.stack if layer.kind == "block" for p in layer.parameters
-                if len(p.shape) > 1)
+    compute = plan.scenario.training.precision.compute
     plan.resident(f"{compute} weights", 2 * numel * DTYPE_BYTES[compute], "parameters")
     kernel = quantisation(style, numel)
     section.kernels(COMPUTE, plan.compute.segment((kernel,)), Label("weights", "optimizer", f"to {compute}"))

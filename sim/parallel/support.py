@@ -55,15 +55,14 @@ def check(scenario: Scenario, ipg: bool = False) -> None:
         "training.precision.parameters": training.mode == "train" and training.precision.parameters in QUANTISED
         and f"training with {training.precision.parameters} weights",
         "training.precision": training.precision.compute in ("int8", "int4") and training.precision.compute,
-        "parallel.pipeline": parallel.pipeline > 1 and parallel.strategy in ("fsdp", "zero2", "zero3")
-        and f"pipeline parallelism with {parallel.strategy}",
         "parallel.offload": any(v == "paged" for _, v in parallel.offload) and "paged memory",
     }
     if training.mode != "train":
         asked |= _inference(scenario)
     faults = [Fault(f"{what} is understood but not simulated yet in this version", field, hint="remove it, or see "
                     "the README's validity limits") for field, what in asked.items() if what]
-    faults += [*_narrow(scenario), *_in_backward(scenario), *_offload(scenario, ipg)]
+    faults += [*_narrow(scenario), *_in_backward(scenario), *_offload(scenario, ipg), *_expert(scenario, ipg),
+               *_stages(scenario, ipg), *_whole_slices(scenario)]
     if faults:
         raise UserError(faults)
 
@@ -75,6 +74,70 @@ def _narrow(scenario: Scenario) -> Iterator[Fault]:
     if compute in ("fp8", "mxfp8", "nvfp4") and not card.supports(compute):
         able = ", ".join(dtype for dtype in card.tflops if not dtype.startswith("int"))
         yield Fault(f"{card.name} has no tensor cores for {compute}", "training.precision", hint=f"it has {able}")
+
+
+def _whole_slices(scenario: Scenario) -> Iterator[Fault]:
+    """Sizes that the slices of a cut model cannot share evenly."""
+    parallel, model, training = scenario.parallel, scenario.model, scenario.training
+    if model.moe is not None:
+        width, cut = model.moe.expert_ffn or model.ffn, scenario.expert_tensor
+        if width % cut:
+            yield Fault(f"tensor {cut} does not divide expert_ffn {width}", "model.moe.expert_ffn",
+                        hint="use a tensor degree that divides it, or experts over tensor ranks too")
+        if model.moe.shared_experts * width % parallel.tensor:
+            yield Fault(f"tensor {parallel.tensor} does not divide the width {model.moe.shared_experts * width} of the "
+                        "shared experts", "model.moe.expert_ffn", hint="use a tensor degree that divides it")
+    if parallel.context == 1:
+        return
+    for field, tokens in (("decoder_sequence", training.decoder_sequence),
+                          ("predicted_tokens", training.predicted_tokens)):
+        if tokens % parallel.context:
+            yield Fault(f"context {parallel.context} does not divide {field} {tokens}", f"training.{field}",
+                        hint=f"use a multiple of {parallel.context}")
+    if model.kind == "decoder" and training.sequence % (2 * parallel.context):
+        yield Fault(f"a causal sequence of {training.sequence} tokens does not divide into {2 * parallel.context} "
+                    f"parts: each of {parallel.context} context ranks takes an early and a late one",
+                    "parallel.context", hint=f"use a sequence that is a multiple of {2 * parallel.context}")
+
+
+def _stages(scenario: Scenario, ipg: bool) -> Iterator[Fault]:
+    """Sharded parameters or gradients that a pipeline's stages exclude."""
+    parallel = scenario.parallel
+    if parallel.pipeline == 1 or parallel.strategy not in ("fsdp", "zero2", "zero3"):
+        return
+    if ipg and parallel.strategy != "fsdp":
+        yield Fault("DeepSpeed refuses ZeRO-2 and ZeRO-3 with pipeline parallelism (runtime/pipe/engine.py)",
+                    "parallel.strategy", hint="use zero1, or fsdp with framework pytorch or torchtitan")
+        return
+    if parallel.schedule == "dualpipe":
+        yield Fault("a stage that two ranks hold is not sharded over both yet", "parallel.schedule",
+                    hint="use another schedule, or strategy zero1")
+    if scenario.model.tied_embeddings:
+        yield Fault("FSDP shards no table that first and last stage share (torchtitan refuses tied embeddings with a "
+                    "pipeline)", "model.tied_embeddings", hint="set it to false, or use zero1")
+    if parallel.reshard_after_forward not in (True, False):
+        yield Fault("stages of a pipeline are not resharded to fewer GPUs", "parallel.reshard_after_forward",
+                    hint="use true or false")
+
+
+def _expert(scenario: Scenario, ipg: bool) -> Iterator[Fault]:
+    """Ways to spread experts that a technique has no groups for."""
+    parallel, field = scenario.parallel, "parallel.expert"
+    if parallel.expert == 1 or scenario.model.moe is None:
+        return
+    if scenario.expert_tensor < parallel.tensor and not parallel.sequence_parallel:
+        yield Fault(f"expert {parallel.expert} spreads experts over tensor ranks too, which all hold the same tokens",
+                    field, hint="set sequence_parallel: true, so that every tensor rank sends its own tokens")
+    if ipg and parallel.strategy == "zero3":
+        yield Fault("DeepSpeed has no expert parallelism in ZeRO-3 (runtime/engine.py: MoE not supported with Stage 3)",
+                    field, hint="use zero1, zero2 or fsdp")
+    elif parallel.strategy == "fsdp" or (parallel.strategy in ("zero2", "zero3") and not ipg):
+        if parallel.sharding_factor % parallel.expert:
+            yield Fault(f"expert {parallel.expert} does not divide the sharding factor {parallel.sharding_factor}: a "
+                        "shard group holds every expert once or more", field, hint="use a larger sharding_factor")
+        elif parallel.reshard_after_forward not in (True, False):
+            yield Fault("experts that are spread are not resharded to fewer GPUs", "parallel.reshard_after_forward",
+                        hint="use true or false")
 
 
 def _in_backward(scenario: Scenario) -> Iterator[Fault]:

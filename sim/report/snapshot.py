@@ -137,7 +137,7 @@ class _Recorder(Allocator):
         """Segments as they are now, each with its blocks in order of address."""
         held = [block for block, _, _ in self._held.values()]
         of_segment: dict[int, list[Block]] = {}
-        for block in sorted([*held, *self._blocks.values()], key=lambda b: b.address):
+        for block in sorted([*held, *self.cached()], key=lambda b: b.address):
             of_segment.setdefault(block.segment, []).append(block)
         found = []
         for number, segment in self.segments.items():
@@ -209,8 +209,11 @@ class _NamedReplay(TensorReplay):
         super()._layer(mark)
 
     def _events(self, live: dict[int, Block], events: tuple[tuple[int, int], ...]) -> None:
-        for event in events:
-            operator, category = self._made[event[0]] if 0 <= event[0] < len(self._made) else ("", "")
+        for number, size in events:
+            operator, category = self._made[number] if 0 <= number < len(self._made) else ("", "")
             self._recorder.within = (("category", category), ("operator", operator), *self._outer)
-            super()._events(live, (event,))
+            if size:
+                live[number] = self._recorder.allocate(size)
+            elif number in live:
+                self._recorder.free(live.pop(number))
         self._recorder.within = self._outer

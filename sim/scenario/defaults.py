@@ -223,6 +223,9 @@ def _parallel(written: Parallel, gpus: int, software: Software, narrow: bool) ->
             "sharding_factor": shards if factor is None or factor == FULL else factor,
             "prefetch": _or(written.prefetch, Prefetch.model_construct()),
             "reduce_every_micro_step": _or(written.reduce_every_micro_step, strategy in _EAGER_REDUCTION),
+            "reshard_after_forward": written.reshard_after_forward if (
+                "reshard_after_forward" in written.model_fields_set or written.pipeline == 1 or software.fsdp != 2
+            ) else False,  # torchtitan's policy "default" keeps parameters whole in a pipeline
             "virtual_stages": virtual,
             "schedule": _or(written.schedule, "interleaved" if virtual > 1 else "1f1b"),
             "split_slots": _or(written.split_slots, SplitSlots.model_construct()),

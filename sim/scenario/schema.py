@@ -61,6 +61,10 @@ class Moe(Table):
     shared_experts: Annotated[int, Field(ge=0, le=100_000)] = has(0, "experts that see every token")
     every: Layers = has(1, "one block of so many is a mixture")
     first_dense: LayersOrNone = has(0, "blocks at the start that are not")
+    capacity: Annotated[float, Field(ge=0, le=1000)] = has(
+        0.0, "rows an expert computes over its mean share, the rest is dropped; 0 = dropless")
+    imbalance: Annotated[float, Field(ge=0, le=100)] = has(
+        0.0, "standard deviation of the experts' loads over their mean; 0 = balanced")
 
 
 class Mla(Table):
@@ -256,7 +260,8 @@ class Parallel(Table):
     tensor: Degree = has(1, "tensor parallelism")
     sequence_parallel: bool = has(False, "Megatron's sequence parallelism")
     async_tensor: bool = late("overlapped tensor parallelism")
-    context: Degree = has(1, "ring-attention context parallelism")
+    context: Degree = has(1, "context parallelism")
+    context_exchange: Literal["ring", "all-gather"] = has("ring", "keys and values go round a ring, or are gathered")
     expert: Degree = has(1, "expert parallelism")
     pipeline: Degree = has(1, "pipeline stages")
     virtual_stages: Annotated[int, count(10_000)] = late("chunks of each pipeline rank")
@@ -337,6 +342,12 @@ class Scenario(Table):
     def data_parallel(self) -> int:
         """Replicas: GPUs / (tensor · context · pipeline)."""
         return self.gpus // (self.parallel.tensor * self.parallel.context * self.parallel.pipeline)
+
+    @property
+    def expert_tensor(self) -> int:
+        """Slices an expert's width is cut into: the tensor ranks, unless the experts are spread over these too."""
+        parallel = self.parallel
+        return parallel.tensor if self.data_parallel * parallel.context % parallel.expert == 0 else 1
 
     @property
     def micro_steps(self) -> int:

@@ -25,6 +25,7 @@ from sim.model.architecture import Architecture, Layer
 from sim.model.eager import KINDS, layer_profile
 from sim.parallel.compute import Compute
 from sim.parallel.lower import cut_groups, held, layout_of
+from sim.parallel.model.expert import dispatched
 from sim.parallel.model.joints import joints
 from sim.parallel.pipeline.actions import placement, split
 from sim.parallel.pipeline.bubble import activations
@@ -211,11 +212,13 @@ class _Bounding:
     def _make(self, key: tuple[int, ...]) -> _Table:
         scenario = self.scenario(key)
         stack = _stack(scenario)
-        sliced = (key[0], key[2], key[3], key[4], key[5], key[6], key[7] > 1)
+        groups = cut_groups(scenario, layout_of(scenario))
+        sent = dispatched(scenario, stack, groups.get("expert"))
+        sliced = (key[0], key[2], key[3], key[4], key[5], key[6], key[7] > 1, scenario.expert_tensor, sent)
         if sliced not in self.layers:
             if len(self.layers) > 256:
                 self.layers.pop(next(iter(self.layers)))
-            self.layers[sliced] = self._layers(scenario, stack, tuple(cut_groups(scenario, layout_of(scenario))))
+            self.layers[sliced] = self._layers(scenario, stack, tuple(groups), sent)
         architecture, parts, kept, rises, head, widths = self.layers[sliced]
         row = architecture.stack
         block = next((layer for layer in row if layer.kind == "block"), row[0])
@@ -249,12 +252,13 @@ class _Bounding:
         table.again_s = np.array([_before([r[3][i] for r in rows if r[0].kind == "block"])
                                   for i in range(len(POLICIES))])
 
-    def _layers(self, scenario: Scenario, stack: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
+    def _layers(self, scenario: Scenario, stack: Any, names: tuple[str, ...], sent: float) -> tuple[Any, ...]:
         """What every distinct layer runs and keeps; the same for all pipelines and numbers of GPUs."""
         architecture = build(held(scenario), stack, scenario.training.micro_batch)
         parallel = scenario.parallel
         compute = Compute(ProgramBuilder(("compute",), names), stack, joints(
-            stack, names, sequence=parallel.sequence_parallel and parallel.tensor > 1, pipelined=parallel.async_tensor))
+            stack, names, sequence=parallel.sequence_parallel and parallel.tensor > 1, pipelined=parallel.async_tensor,
+            dispatched=sent))
         parts, kept, rises, head = {}, {}, {}, 0.0
         for layer in {id(x): x for x in architecture.stack}.values():
             block = layer.kind == "block"

@@ -72,9 +72,15 @@ class Stack:
         fused_*: one kernel instead of a chain (bias + GELU, SwiGLU, rotary, RMSNorm, scale + mask + softmax,
             bias + dropout + residual).
         rmsnorm_kernel: torch.nn.RMSNorm is one kernel, which plain modules then use.
+        fused_permutation: tokens are copied to their experts and added up again by one kernel each, and the experts'
+            scores weigh the activation instead of the output.
+        dispatch_once: a token travels once to every node (within a node: GPU) that holds some of its experts, and is
+            copied there; else once to each expert.
         gradient_accumulation_fusion: the weight-gradient GEMM adds into the gradient buffer itself.
         adapter_dropout: adapters of fine-tuning drop out their input.
         quantised_keeps_input: a 4-bit linear layer keeps its input for backward, which it does not need.
+        frozen_apart: what is not trained has flat parameters of its own in FSDP 1; else it shares the trained tensors'
+            and has gradients with them.
         optimizer_kernel: loop, foreach or fused, where the scenario does not say.
         gradient_path: how data parallelism reduces gradients and splits states: reducer (PyTorch's DDP and FSDP), ipg
             (DeepSpeed's independent-parameter-gradient buckets) or grad_buffer (one buffer, reduced in place).
@@ -86,6 +92,9 @@ class Stack:
             keep the narrow copies of inputs and weights.
         narrow_amax_pass: a tensor's scale comes from its own maximum, found in a pass before the cast.
         narrow_weights_cached: weights are quantised once per optimizer step, not in every micro-step.
+        narrow_parameters: the blocks' matrices are parameters in 8 bits, without a wider copy beside the master.
+        gathered_inputs_kept: a column-cut product keeps its input as gathered along the sequence; else its own share,
+            gathered again in backward.
         tensor_overlap: the reduction of a column-cut product's input gradient runs beside its weight gradient.
         pipeline_p2p: how stages pass tensors on unless overlap is asked for: synchronised (batched, then the host
             waits for the GPU), stream (the next kernels wait, the host does not).
@@ -123,9 +132,12 @@ class Stack:
     rmsnorm_kernel: bool
     fused_softmax: bool
     fused_dropout_add: bool
+    fused_permutation: bool
+    dispatch_once: bool
     gradient_accumulation_fusion: bool
     adapter_dropout: bool
     quantised_keeps_input: bool
+    frozen_apart: bool
     optimizer_kernel: str
     gradient_path: str
     parameter_coordinator: str
@@ -135,7 +147,9 @@ class Stack:
     narrow_keeps_inputs: bool
     narrow_amax_pass: bool
     narrow_weights_cached: bool
+    narrow_parameters: bool
     kernel_loading: str
+    gathered_inputs_kept: bool
     tensor_overlap: bool
     pipeline_p2p: str
     kv_cache: str

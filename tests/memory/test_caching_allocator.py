@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.memory.allocator import Allocator, Block, OutOfMemoryError, segment_bytes
+from sim.memory.allocator import Allocator, Block, OutOfMemoryError, rounded, segment_bytes
 
 KIB, MIB = 2**10, 2**20
 
@@ -112,3 +112,37 @@ def test_blocks_never_overlap_and_reserved_is_never_below_allocated(
         allocator.free(block)
     assert allocator.allocated == allocator.asked == 0
     assert sum(s.size for s in allocator.segments.values()) == allocator.reserved
+
+
+events = st.lists(st.tuples(st.integers(0, 12), st.one_of(st.just(0), st.integers(1, 30 * MIB))), max_size=80)
+
+
+@settings(max_examples=50, deadline=None)
+@given(events, st.sampled_from([None, 64 * MIB, 200 * MIB]))
+def test_a_row_of_events_is_what_single_calls_do(row: list[tuple[int, int]], limit: int | None) -> None:
+    named: set[int] = set()
+    made: list[tuple[int, int]] = []
+    for number, size in row:  # a number is taken again only when its tensor is gone
+        if bool(size) != (number in named):
+            made.append((number, rounded(size) if size else 0))
+            (named.add if size else named.discard)(number)
+    one, other = Allocator(limit), Allocator(limit)
+    live: dict[int, Block] = {}
+    singly: dict[int, Block] = {}
+    ends = []
+    for allocator in (one, other):
+        try:
+            if allocator is one:
+                allocator.play(live, made)
+            else:
+                for number, size in made:
+                    if size:
+                        singly[number] = allocator.allocate(size)
+                    else:
+                        allocator.free(singly.pop(number))
+        except OutOfMemoryError:
+            pass
+        ends.append((allocator.allocated, allocator.asked, allocator.reserved, allocator.top_allocated,
+                     allocator.top_asked, allocator.top_reserved, allocator.retries, allocator.released))
+    assert ends[0] == ends[1]
+    assert {n: (b.address, b.size) for n, b in live.items()} == {n: (b.address, b.size) for n, b in singly.items()}

@@ -110,6 +110,38 @@ def test_context_passes_keys_and_values_round_the_ring() -> None:
     assert found["backward", "send", 4] == 4 * LAYERS * 4  # with their gradients, and these once more home
 
 
+def test_context_gathers_keys_and_values_at_once() -> None:
+    low = lower(scenario(context=4, context_exchange="all-gather", micro_batches=4))
+    rows = [r for r in traffic_totals(low.job) if r["ranks"] == 4]
+    found = {(r["phase"], r["kind"]): r["count"] for r in rows}
+    assert found == {("forward", "all_gather"): 4 * LAYERS, ("backward", "all_gather"): 4 * LAYERS,
+                     ("backward", "reduce_scatter"): 4 * LAYERS}
+    # keys and values of the whole sequence of two sequences, eight heads of 64, bf16
+    assert all(r["bytes"] == r["count"] * 2 * 2 * SEQUENCE * HIDDEN * 2 for r in rows)
+
+
+@pytest.mark.parametrize("attention", ["eager", "flash"])
+def test_context_does_as_much_and_keeps_its_share_however_keys_travel(attention: str) -> None:
+    def run(context: int, exchange: str) -> tuple[float, float]:
+        what = scenario(context=context, context_exchange=exchange, year=2024, model={"max_positions": 2048})
+        training = what.training.model_copy(update={
+            "attention": attention, "sequence": 2048, "decoder_sequence": 2048, "predicted_tokens": 2048})
+        result = sim.run(what.model_copy(update={"training": training}))
+        return result.hardware_flops / training.global_batch, result.memory.use.category_peaks["activations"]
+    flops, kept = run(1, "ring")
+    for exchange in ("ring", "all-gather"):
+        assert run(4, exchange) == pytest.approx((flops, kept / 4), rel=1e-3)
+
+
+@pytest.mark.parametrize(("training", "match"), [
+    ({"predicted_tokens": 254}, "does not divide predicted_tokens 254"),
+    ({"sequence": 252, "predicted_tokens": 252, "decoder_sequence": 252}, "252 tokens does not divide into 8 parts")])
+def test_slices_of_the_sequence_are_whole(training: dict[str, int], match: str) -> None:
+    what = scenario(context=4)
+    with pytest.raises(UserError, match=match):
+        lower(what.model_copy(update={"training": what.training.model_copy(update=training)}))
+
+
 def test_a_window_is_a_band_of_the_whole_sequence_however_it_is_cut() -> None:
     def flops(context: int) -> float:
         what = resolve({
@@ -187,11 +219,6 @@ def test_what_is_cut_over_nodes_is_slower() -> None:
     inside = sim.run(scenario(nodes=4, tensor=8, pipeline=4))
     across = sim.run(scenario(nodes=4, tensor=8, pipeline=4, order=["pipeline", "tensor", "context", "expert", "data"]))
     assert across.step_time_s > inside.step_time_s
-
-
-def test_pipelines_with_sharded_parameters_say_so() -> None:
-    with pytest.raises(UserError, match="pipeline parallelism with fsdp"):
-        lower(scenario(pipeline=2, strategy="fsdp"))
 
 
 @settings(max_examples=25, deadline=None)

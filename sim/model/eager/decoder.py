@@ -115,8 +115,14 @@ def narrow(style: Style) -> op.Narrow | None:
 
 
 def _column(run: Run, style: Style, x: Tensor, parts: tuned.Parts) -> Tensor:
-    """A product of the stream, which is gathered where it is scattered."""
-    return _linear(run, style, x, style.hidden, parts, style.tensor if style.scattered else 1)
+    """A product of the stream, which is gathered where it is scattered, unless `_entered` has done so."""
+    again = style.scattered and not style.stack.gathered_inputs_kept
+    return _linear(run, style, x, style.hidden, parts, style.tensor if again else 1)
+
+
+def _entered(run: Run, style: Style, x: Tensor) -> Tensor:
+    """The stream as column-cut products read it where they keep it so (`Stack.gathered_inputs_kept`)."""
+    return op.gathered(run, x, style.tensor) if style.scattered and style.stack.gathered_inputs_kept else x
 
 
 def row_cut(run: Run, style: Style, x: Tensor) -> Tensor:
@@ -135,6 +141,7 @@ def _projections(run: Run, style: Style, x: Tensor, memory: Tensor | None) -> tu
     """Queries, keys and values. Plain modules view them as (3, b, a, s, d), so their gradients are copied twice."""
     widths = (style.query_width, style.kv_width, style.kv_width)
     parts = tuple(zip(("query", "key", "value"), widths, strict=True))
+    x = _entered(run, style, x)
     if style.separate_qkv or memory is not None:
         q = _column(run, style, x, parts[:1])
         k = _column(run, style, memory or x, parts[1:2])
@@ -181,14 +188,14 @@ def _flash(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bi
         q, k, v = (op.to(run, t, run.autocast or t.dtype) for t in (query, key, value))
         return op.attention(run, q, k, v, rows)
     if not style.memory:  # create_position_bias_mask: with the causal mask, contiguous
-        bias = op.clone(run, op.where(run, bias, style.sequence * style.keys) if style.causal else bias)
+        bias = op.clone(run, op.where(run, bias, style.sequence * style.keys * style.context) if style.causal else bias)
     half = op.expanded(run, op.to(run, bias, run.autocast or bias.dtype), style.batch)
     return op.attention(run, query, key, value, rows, half, style.batch)
 
 
 def _eager(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
     """Scores, scale, mask, softmax, dropout, values. `matmul` copies what it cannot view as one batch of matrices."""
-    b, scores = style.batch, style.batch * style.heads * style.sequence * style.keys
+    b, scores = style.batch, style.batch * style.heads * style.sequence * style.keys * style.context
     rotated, repeated = style.positions == "rotary", style.heads != style.kv_heads
     copies = b > 1 and style.modules != "megatron"
     if repeated:
@@ -240,6 +247,7 @@ def _repeat(run: Run, style: Style, x: Tensor) -> Tensor:
 def mlp(run: Run, style: Style, x: Tensor) -> Tensor:
     """Up (and gate), activation, down."""
     run.at("up")
+    x = _entered(run, style, x)
     if style.gated and style.modules != "megatron":
         hidden = _gated(run, style, x)
     elif style.gated:
@@ -353,8 +361,10 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
     if style.tuned is not None:
         logits = tuned.linear(run, style, x, style.hidden, (("head", style.vocab),))
     else:
+        x = _entered(run, style, x)
+        again = style.scattered and not style.stack.gathered_inputs_kept
         logits = op.linear(run, x, style.hidden, style.vocab, False, dtype=style.weight, shared=style.tied,
-                           gathered=style.tensor if style.scattered else 1)
+                           gathered=style.tensor if again else 1)
     if style.modules != "transformers":
         del x  # Hugging Face's model output holds it until the loss is there
     run.at("loss")

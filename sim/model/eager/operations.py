@@ -230,6 +230,13 @@ def scattered(run: Run, x: Tensor, parts: int) -> Tensor:
     return _result(run, node, elements // parts, dtype)
 
 
+def gathered(run: Run, x: Tensor, parts: int) -> Tensor:
+    """An all-gather along the sequence as a node of its own; backward reduces and scatters."""
+    elements, dtype = x.elements, x.dtype
+    node = run.node(lambda run, _: [run.new(elements, dtype)], (x.sink,))
+    return _result(run, node, elements * parts, dtype)
+
+
 class Narrow:
     """Quantised copies around a product: each tensor as it is and transposed (`sim.model.kernels.quantisation`).
 

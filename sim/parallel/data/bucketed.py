@@ -20,6 +20,7 @@ from sim.parallel.step import (
     Plan,
     collective,
     frozen_bytes,
+    narrow_only,
     narrow_weights,
     state_bytes,
     update,
@@ -39,8 +40,9 @@ class Reduction:
     Attributes:
         buckets: in launch order.
         kind: all_reduce (every rank keeps all gradients) or reduce_scatter (every rank keeps its shard).
-        shards: ranks over which optimizer states are split (1 = none).
-        gradient_shards: ranks over which kept gradients are split.
+        shards: ranks over which optimizer states are split (1 = none), those of routed experts over as many as hold
+            the same ones.
+        gradient_shards: ranks over which kept gradients are split, likewise.
         copy_in, copy_out: bytes moved per gradient element to fill a bucket, and to empty it after backward.
         buffer_bytes: bucket buffers beside the gradients themselves.
         transient: whether the buffers exist only during backward.
@@ -74,6 +76,11 @@ class Bucketed:
         self.at_once = plan.scenario.training.optimizer_in_backward
         self.completes = self.reduces or self.offload.moves_optimizer  # buckets leave, to other ranks or to the host
         self.wire = self.precision.reduce
+        # Gradients of the backward pass keep the parameters' dtype beside them (DeepSpeed runtime/bf16_optimizer.py:
+        # fp32_groups_gradients of whole, not of split, groups; update_hp_grads(clear_lp_grads=False)).
+        self.sums_wide = (plan.stack.gradient_path == "ipg" and not self.offload.moves_optimizer
+                          and self.precision.master != "none" and reduction.gradient_shards == 1
+                          and DTYPE_BYTES[self.precision.gradients] > DTYPE_BYTES[self.precision.parameters])
         self.width = DTYPE_BYTES[self.precision.gradients]
         self.gradients: dict[int, int] = {}  # bytes that layers have left behind, by position
         self.numbers = {id(bucket): number for number, bucket in enumerate(reduction.buckets)}
@@ -88,23 +95,26 @@ class Bucketed:
     def states(self) -> None:
         """Parameters whole; master copy and optimizer states split over `shards`."""
         numel = self.plan.architecture.parameters
+        part = self.plan.share(self.reduction.shards > 1)
         stack = self.plan.architecture.stack
         self.plan.resident("frozen parameters", frozen_bytes(stack), "parameters",
                            [size for layer in stack for tensor in layer.frozen for size in tensor.pieces])
         each = [p.numel for layer in stack for p in layer.parameters]
         for category, width in state_bytes(self.plan).items():
             if category == "parameters":
-                self.plan.resident(category, numel * width, category, [n * width for n in each])
+                kept = numel - narrow_only(self.plan)
+                self.plan.resident(category, kept * width, category,
+                                   [n * width for n in each] if kept == numel else [])
             elif category == "gradients":
-                if self.reduction.resident_gradients:
+                if self.reduction.resident_gradients or self.sums_wide:
                     self.plan.resident(category, numel * width, category)
             elif not self.offload.moves_optimizer:
                 copies = 2 if category == "optimizer_states" else 1
-                apart = each if self.reduction.shards == 1 else [numel / self.reduction.shards]
-                self.plan.resident(category, numel * width / self.reduction.shards, category,
+                apart = each if self.reduction.shards == 1 else [part]
+                self.plan.resident(category, part * width, category,
                                    [n * width / copies for n in apart for _ in range(copies)])
         if self.offload.moves_optimizer:
-            self.host_states(-(-numel // self.reduction.shards))
+            self.host_states(part)
         if not self.reduction.transient:
             self.plan.resident("gradient buckets", self.reduction.buffer_bytes, "buffers",
                                [bucket.numel * DTYPE_BYTES[self.wire] for bucket in self.reduction.buckets])
@@ -166,7 +176,7 @@ class Bucketed:
     def reduce(self, section: SectionBuilder, bucket: Bucket, waits: Sequence[int],
                micro: MicroStep | None = None) -> None:
         """Launch one bucket; an offloading optimizer's part of it goes on to the host in every micro-step."""
-        task = self.launch(section, bucket, waits) if self.reduces else None
+        task = self.launch(section, bucket, waits) if self.reduces and self.ranks(bucket) else None
         if self.offload.moves_optimizer and micro is not None:
             self.store(section, bucket, waits if task is None else (task,), micro)
 
@@ -174,7 +184,7 @@ class Bucketed:
         """This rank's part to the host: as fp32, or of several micro-steps in the model's dtype, each added on the
         device to what is fetched back (DeepSpeed `async_inplace_copy_grad_to_fp32_buffer_from_gpu`,
         `async_accumulate_grad_in_cpu_via_gpu`)."""
-        numel = bucket.numel / self.reduction.shards
+        numel = bucket.numel / self.split(bucket.group)
         label = Label(f"bucket{self.numbers[id(bucket)]}", "backward", "partition")
         single = len(self.plan.micro_steps) == 1
         size = round(numel * (self.offload.state_widths()["gradients"] if single else self.width))
@@ -192,7 +202,7 @@ class Bucketed:
     def launch(self, section: SectionBuilder, bucket: Bucket, waits: Sequence[int]) -> int:
         """The reduction of one bucket."""
         size = bucket.numel * DTYPE_BYTES[self.wire]
-        call = collective(self.plan, self.reduction.kind, size, self.wire, "data")
+        call = collective(self.plan, self.reduction.kind, size, self.wire, bucket.group)
         label = Label(f"bucket{self.numbers[id(bucket)]}", "backward", self.reduction.kind)
         joins = () if waits else (COMPUTE,)
         return section.collective(NCCL, call, self.plan.stack.host_collective_s, label, waits, joins)
@@ -236,7 +246,7 @@ class Bucketed:
             return
         architecture = self.plan.architecture
         tensors = sum(len(layer.parameters) for layer in architecture.stack)
-        numel = -(-architecture.parameters // self.reduction.shards)
+        numel = self.plan.share(self.reduction.shards > 1)
         split = self.reduction.gradient_shards > 1
         largest = max(p.numel for layer in architecture.stack for p in layer.parameters)
         task = update(self.plan, section, numel, 1 if split else tensors, (NCCL,) if self.reduces else (),
@@ -250,17 +260,28 @@ class Bucketed:
 
     def gather_parameters(self, section: SectionBuilder, updated: int) -> None:
         """All-gather of parameters in chunks, after the optimizer and exposed (DeepSpeed `all_gather_dp_groups`)."""
-        left, number = self.plan.architecture.parameters, 0
-        while left > 0:
-            numel = min(left, self.reduction.gather_elements)
-            size = numel * DTYPE_BYTES[self.precision.gather]
-            call = collective(self.plan, "all_gather", size, self.precision.gather, "data")
-            section.collective(NCCL, call, self.plan.stack.host_collective_s,
-                               Label(f"parameters{number}", "optimizer", "all_gather"), (updated,))
-            left, number = left - numel, number + 1
+        number, routed = 0, self.plan.routed
+        for group, left in (("data", self.plan.architecture.parameters - routed), ("expert_data", routed)):
+            while left > 0 and len(self.plan.groups[group][0]) > 1:
+                numel = min(left, self.reduction.gather_elements)
+                size = numel * DTYPE_BYTES[self.precision.gather]
+                call = collective(self.plan, "all_gather", size, self.precision.gather, group)
+                section.collective(NCCL, call, self.plan.stack.host_collective_s,
+                                   Label(f"parameters{number}", "optimizer", "all_gather"), (updated,))
+                left, number = left - numel, number + 1
         touch = traffic_kernel("parameters ready", self.precision.gather, 1, 1.0)
         section.kernels(COMPUTE, self.plan.compute.segment((touch,)), Label("parameters", "optimizer", "wait"),
                         joins=(NCCL,))
+
+    def split(self, group: str) -> int:
+        """Ranks over which states of parameters that are reduced over `group` are split."""
+        if max(self.reduction.shards, self.reduction.gradient_shards) == 1:
+            return 1
+        return self.plan.replicas if group == "data" else self.plan.expert_replicas
+
+    def ranks(self, bucket: Bucket) -> bool:
+        """Whether a bucket has anybody to be reduced with: experts that no other rank holds have not."""
+        return bucket.group == "data" or self.plan.expert_replicas > 1
 
     def keeps_gradients(self, micro: MicroStep) -> bool:
         """Whether a micro-step's gradients stay as new tensors: not where they go into buckets or buffers at once."""
@@ -272,7 +293,8 @@ class Bucketed:
 
     def shard(self, section: SectionBuilder, position: int, layer: Layer) -> None:
         """This rank's part of a layer's gradients, which stays."""
-        size = round(layer.numel * self.width / self.reduction.gradient_shards)
+        routed = layer.routed if self.plan.routed else 0
+        size = round(self.width * ((layer.numel - routed) / self.split("data") + routed / self.split("expert_data")))
         if size:
             section.allocate(GRADIENT_POOL, size, "gradients")
             self.gradients[position] = size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sim.model.architecture import Architecture
@@ -15,14 +16,34 @@ class Bucket:
         numel: elements.
         position: layer of the stack whose backward completes it.
         operator: index of the completing operator, counted in backward order (0 = the layer's last operator).
+        group: communicator it is reduced over: of all replicas, or of the ranks that hold the same experts.
     """
 
     numel: int
     position: int
     operator: int
+    group: str = "data"
 
 
-def ready_order(architecture: Architecture) -> list[tuple[int, int, int]]:
+#: Which gradients a row of buckets takes: those of routed experts, the others, or all (None).
+Routed = bool | None
+
+
+def apart(make: Callable[[Routed, str], list[Bucket]], experts: bool) -> list[Bucket]:
+    """Buckets of dense and of routed parameters, which never share one, in the order in which they are launched.
+
+    Args:
+        make: buckets of one kind of gradients on a communicator.
+        experts: whether routed experts are spread over ranks, so that theirs go over another group.
+
+    Source: Megatron-LM `distributed_data_parallel.py` (buffers, expert_parallel_buffers).
+    """
+    if not experts:
+        return make(None, "data")
+    return sorted([*make(False, "data"), *make(True, "expert_data")], key=lambda b: (-b.position, b.operator))
+
+
+def ready_order(architecture: Architecture, routed: Routed = None) -> list[tuple[int, int, int]]:
     """(position, operator in backward order, elements) of every gradient, in the order in which they become ready."""
     order: list[tuple[int, int, int]] = []
     of_layer: dict[int, list[tuple[int, int]]] = {}
@@ -30,12 +51,13 @@ def ready_order(architecture: Architecture) -> list[tuple[int, int, int]]:
         layer = architecture.stack[position]
         if id(layer) not in of_layer:
             of_layer[id(layer)] = [(i, p.numel) for i, op in enumerate(reversed(layer.operators))
-                                   for p in op.parameters]
+                                   for p in op.parameters if routed is None or p.routed == routed]
         order.extend((position, i, numel) for i, numel in of_layer[id(layer)])
     return order
 
 
-def fill(architecture: Architecture, first_limit: float, limit: float) -> list[Bucket]:
+def fill(architecture: Architecture, first_limit: float, limit: float, routed: Routed = None,
+         group: str = "data") -> list[Bucket]:
     """Buckets by PyTorch's rule: add the gradient, *then* close when the bucket has reached its limit.
 
     Args:
@@ -45,29 +67,30 @@ def fill(architecture: Architecture, first_limit: float, limit: float) -> list[B
     """
     buckets: list[Bucket] = []
     filled, place = 0, (0, 0)
-    for position, operator, numel in ready_order(architecture):
+    for position, operator, numel in ready_order(architecture, routed):
         filled, place = filled + numel, (position, operator)
         if filled >= (limit if buckets else first_limit):
-            buckets.append(Bucket(filled, *place))
+            buckets.append(Bucket(filled, *place, group))
             filled = 0
     if filled:
-        buckets.append(Bucket(filled, *place))
+        buckets.append(Bucket(filled, *place, group))
     return buckets
 
 
-def fill_before(architecture: Architecture, limit: int) -> list[Bucket]:
+def fill_before(architecture: Architecture, limit: int, routed: Routed = None,
+                group: str = "data") -> list[Bucket]:
     """Buckets by DeepSpeed's rule: flush *before* the gradient that does not fit; a larger one travels alone.
 
     Source: DeepSpeed `stage_1_and_2.py`, `reduce_independent_p_g_buckets_and_remove_grads`.
     """
     buckets: list[Bucket] = []
     filled, place = 0, (0, 0)
-    for position, operator, numel in ready_order(architecture):
+    for position, operator, numel in ready_order(architecture, routed):
         if filled and filled + numel > limit:
             # Flushed when the next gradient arrives, so the bucket waits for that gradient's operator.
-            buckets.append(Bucket(filled, position, operator))
+            buckets.append(Bucket(filled, position, operator, group))
             filled = 0
         filled, place = filled + numel, (position, operator)
     if filled:
-        buckets.append(Bucket(filled, *place))
+        buckets.append(Bucket(filled, *place, group))
     return buckets

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sim.parallel.data.bucketed import Reduction
-from sim.parallel.data.buckets import Bucket, fill, fill_before
+from sim.parallel.data.buckets import Bucket, Routed, apart, fill, fill_before
 from sim.parallel.step import Plan
 from sim.work import DTYPE_BYTES
 
@@ -16,6 +16,11 @@ DEEPSPEED_BUCKET = 500_000_000
 MEGATRON_BUCKET, MEGATRON_BUCKET_PER_RANK = 40_000_000, 1_000_000
 
 
+def _spread(plan: Plan) -> bool:
+    """Whether routed experts are spread over ranks."""
+    return "expert_data" in plan.groups
+
+
 def ddp(plan: Plan, sharded_optimizer: bool) -> Reduction:
     """PyTorch DDP; with `sharded_optimizer` ZeroRedundancyOptimizer on top (ZeRO-1 of PyTorch).
 
@@ -25,7 +30,9 @@ def ddp(plan: Plan, sharded_optimizer: bool) -> Reduction:
     parallel, precision = plan.scenario.parallel, plan.scenario.training.precision
     width, wire = DTYPE_BYTES[precision.gradients], DTYPE_BYTES[precision.reduce]
     view = parallel.gradient_as_bucket_view
-    buckets = fill(plan.architecture, FIRST_BUCKET_BYTES / wire, parallel.bucket_mb * MIB / wire)
+    limit = parallel.bucket_mb * MIB / wire
+    buckets = apart(lambda routed, group: fill(
+        plan.architecture, limit if routed else FIRST_BUCKET_BYTES / wire, limit, routed, group), _spread(plan))
     wrapped = plan.replicas > 1 or parallel.strategy == "ddp"
     return Reduction(
         buckets=buckets, kind="all_reduce", shards=plan.replicas if sharded_optimizer else 1,
@@ -41,7 +48,8 @@ def deepspeed(plan: Plan, stage: int) -> Reduction:
     width = DTYPE_BYTES[precision.reduce]
     buffers = 2 if plan.scenario.parallel.overlap else 1
     return Reduction(
-        buckets=fill_before(plan.architecture, DEEPSPEED_BUCKET), kind="reduce_scatter",
+        buckets=apart(lambda routed, group: fill_before(plan.architecture, DEEPSPEED_BUCKET, routed, group),
+                      _spread(plan)), kind="reduce_scatter",
         shards=plan.replicas, gradient_shards=plan.replicas if stage == 2 else 1,
         copy_in=DTYPE_BYTES[precision.gradients] + width, copy_out=0.0,
         buffer_bytes=buffers * min(DEEPSPEED_BUCKET, parameters) * width, transient=True,
@@ -50,11 +58,16 @@ def deepspeed(plan: Plan, stage: int) -> Reduction:
 
 def megatron(plan: Plan, distributed_optimizer: bool) -> Reduction:
     """Megatron: gradients accumulate straight into one buffer, reduced in place; one bucket if not overlapped."""
-    ranks, parameters = plan.replicas, plan.architecture.parameters
+    ranks = plan.replicas
     limit = max(MEGATRON_BUCKET, MEGATRON_BUCKET_PER_RANK * ranks)
-    buckets = fill(plan.architecture, limit, limit)
-    if not plan.scenario.parallel.overlap:
-        buckets = [Bucket(parameters, buckets[-1].position, buckets[-1].operator)]
+
+    def whole(routed: Routed, group: str) -> list[Bucket]:
+        buckets = fill(plan.architecture, limit, limit, routed, group)
+        if plan.scenario.parallel.overlap or not buckets:
+            return buckets
+        numel = sum(bucket.numel for bucket in buckets)
+        return [Bucket(numel, buckets[-1].position, buckets[-1].operator, group)]
+    buckets = apart(whole, _spread(plan))
     return Reduction(
         buckets=buckets, kind="reduce_scatter" if distributed_optimizer else "all_reduce",
         shards=ranks if distributed_optimizer else 1, gradient_shards=1, copy_in=0.0, copy_out=0.0, buffer_bytes=0.0,

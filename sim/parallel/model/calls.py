@@ -17,9 +17,11 @@ class Calls:
 
     Attributes:
         communicators: names of the program's communicators.
+        dispatched: share of the rows for experts that travels (`expert.sent_once`).
     """
 
     communicators: tuple[str, ...]
+    dispatched: float = 1.0
 
     def has(self, group: str) -> bool:
         """Whether the model is cut along that dimension."""

@@ -2,18 +2,45 @@
 
 Source: Lepikhin et al. 2020, "GShard" (arXiv 2006.16668), section 3.2; Megatron-LM `moe/token_dispatcher.py`
 (MoEAlltoAllTokenDispatcher): one all-to-all behind the permutation, one before it is undone, their conjugates backward.
+DeepSeek-AI 2024 (arXiv 2412.19437), section 3.2.2, and its DeepEP: a token is sent once to a node.
 """
 
 from __future__ import annotations
 
 from sim.model.architecture import Joint
+from sim.parallel.layout import Ranks
 from sim.parallel.model.calls import Calls, Items
+from sim.scenario.schema import Scenario
+from sim.software import Stack
+
+
+def sent_once(top_k: int, places: int) -> float:
+    """Share of a token's `top_k` rows that travels where it is sent once to each place: the expected number of places
+    that hold one of its experts, drawn evenly, over `top_k`.
+
+    Args:
+        places: nodes of an expert group, or its ranks where all are on one node.
+    """
+    return places * (1.0 - (1.0 - 1.0 / places) ** top_k) / top_k
+
+
+def dispatched(scenario: Scenario, stack: Stack, ranks: Ranks | None) -> float:
+    """Share of the rows for experts that travels in this stack.
+
+    Args:
+        ranks: expert groups, shape (instances, members); None where experts are not spread.
+    """
+    moe = scenario.model.moe
+    if moe is None or ranks is None or not stack.dispatch_once:
+        return 1.0
+    nodes = len(set((ranks[0] // scenario.cluster.gpus_per_node).tolist()))
+    return sent_once(moe.top_k, nodes if nodes > 1 else ranks.shape[1])
 
 
 def around(calls: Calls, joint: Joint, kernels: Items, direction: str) -> Items:
     """Dispatch sends behind its kernels, combine receives before its own; backward the other way round."""
     if not calls.has("expert"):
         return kernels
-    travel = calls.call("expert", "all_to_all", joint.elements, joint.dtype)
+    travel = calls.call("expert", "all_to_all", joint.elements * calls.dispatched, joint.dtype)
     behind = (joint.kind == "dispatch") == (direction == "forward")
     return (*kernels, travel) if behind else (travel, *kernels)

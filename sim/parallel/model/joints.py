@@ -24,12 +24,14 @@ class Joints:
         sequence: activations between tensor regions are cut along the sequence.
         hides: the weight gradients hide the reduction of the input gradient (`Stack.tensor_overlap`).
         pipelined: products and collectives are cut into pieces that overlap (async tensor parallelism).
+        keeps: gathered inputs are kept for backward (`Stack.gathered_inputs_kept`).
     """
 
     calls: Calls
     sequence: bool
     hides: bool
     pipelined: bool
+    keeps: bool
 
     def forward(self, operator: Operator) -> Items:
         """An operator's forward."""
@@ -49,9 +51,11 @@ class Joints:
             return kernels
         if joint.kind in ("dispatch", "combine"):
             return expert.around(self.calls, joint, kernels, direction)
+        if joint.kind == "gather":
+            return context.gathered(self.calls, joint, kernels, direction)
         if joint.kind == "ring":
             return context.around(self.calls, joint, kernels, direction)
-        style = tensor.Style(self.sequence, self.hides, self.pipelined)
+        style = tensor.Style(self.sequence, self.hides, self.pipelined, self.keeps)
         return tensor.around(self.calls, joint, kernels, direction, style)
 
 
@@ -71,9 +75,10 @@ class Uncut:
         return operator.backward
 
 
-def joints(stack: Stack, communicators: Sequence[str], *, sequence: bool, pipelined: bool) -> Joints | Uncut:
-    """Joints of a job whose programs have these communicators."""
-    calls = Calls(tuple(communicators))
+def joints(stack: Stack, communicators: Sequence[str], *, sequence: bool, pipelined: bool,
+           dispatched: float = 1.0) -> Joints | Uncut:
+    """Joints of a job whose programs have these communicators; see `Joints` and `Calls`."""
+    calls = Calls(tuple(communicators), dispatched)
     if not any(name in communicators for name in ("tensor", "context", "expert")):
         return Uncut()
-    return Joints(calls, sequence, stack.tensor_overlap, pipelined)
+    return Joints(calls, sequence, stack.tensor_overlap, pipelined, stack.gathered_inputs_kept)

@@ -21,6 +21,7 @@ class Style(NamedTuple):
     sequence: bool
     hides: bool
     pipelined: bool
+    keeps: bool
 
 
 def around(calls: Calls, joint: Joint, kernels: Items, direction: str, style: Style) -> Items:
@@ -63,12 +64,13 @@ def _row_forward(calls: Calls, joint: Joint, own: tuple[Kernel, ...], style: Sty
 
 
 def _column_backward(calls: Calls, joint: Joint, own: tuple[Kernel, ...], style: Style) -> Items:
-    """Conjugate of f: the gradient of the input is a sum over slices; the weight gradient can hide it."""
+    """Conjugate of f: the gradient of the input is a sum over slices; the weight gradient can hide it. An input
+    kept as gathered needs no second gathering; its sum is then a node of autograd behind the whole product's."""
     data = max((i for i, k in enumerate(own) if k.op == "gemm" and k.variant == "nn"), default=-1)
     weight = tuple(k for k in own[data + 1:] if k.op == "gemm" and k.variant == "nt")
     rest = tuple(k for k in own[data + 1:] if k not in weight)
     kind = "reduce_scatter" if style.sequence else "all_reduce"
-    hides = (style.hides or style.sequence) and data >= 0
+    hides = (style.hides or style.sequence) and data >= 0 and not (style.sequence and style.keeps)
     if not hides:
         return (*own, calls.call("tensor", kind, joint.elements, joint.dtype))
     before: Items = own[:data + 1]

@@ -7,19 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from sim.errors import Fault, UserError
 from sim.model.architecture import Architecture
 from sim.parallel.compute import is_weight_gradient
-from sim.parallel.data.bucketed import Bucketed, Reduction
+from sim.parallel.data.bucketed import Bucketed
 from sim.parallel.layout import Layout, Ranks, equitable_classes, simulated_ranks
 from sim.parallel.pipeline.orders import Costs, order, placement, places, split
+from sim.parallel.pipeline.sharded import ShardedStage
 from sim.parallel.pipeline.stage import Passing, Stage
 from sim.parallel.pipeline.stages import blocks_per_stage, positions
 from sim.parallel.pipeline.transfers import Edge, Transfers
 from sim.parallel.pipeline.weights import kept_for_weights
+from sim.parallel.pipeline.whole import WholeStage
+from sim.parallel.sharded import fsdp
+from sim.parallel.sharded.fsdp import Fsdp
 from sim.parallel.step import Plan
 from sim.parallel.variety import Variety
 from sim.program import Communicator, Job, Program, RankClass
@@ -52,12 +57,12 @@ class Pipelined:
 
 
 def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture, layout: Layout,
-                   groups: Mapping[str, Ranks], reduction: Callable[[Plan], Reduction], tied: bool) -> Pipelined:
+                   groups: Mapping[str, Ranks], technique: Callable[[Plan], Bucketed | Fsdp], tied: bool) -> Pipelined:
     """Programs of all stages.
 
     Args:
         groups: communicators of every rank by name: their ranks, shape (instances, members).
-        reduction: how a stage's gradients are reduced, from its plan.
+        technique: data parallelism of a stage, from its plan.
         tied: first and last stage hold copies of one table.
 
     Raises:
@@ -83,30 +88,39 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
     plans: list[Plan] = []
     for rank, actions in enumerate(orders):
         own = [edge for edge in edges if rank in (edge.source, edge.target)]
-        plan = _plan(scenario, stack, architecture, layout, joined, rank, chunks[rank], len(own),
-                     plans[0] if plans else None)
-        stage = Stage(
-            rank, depth, plan, _rebased(chunks[rank]), Bucketed(plan, reduction(plan)), moves, _passing(scenario, stack,
-            architecture), {edge: joined.number(edge) for edge in own},
-            {edge: len(STREAMS) + i for i, edge in enumerate(own)}, "embedding" in plan.groups,
-            split(parallel.schedule))
+        streams = fsdp.STREAMS if "shard" in groups else STREAMS
+        plan = _plan(scenario, stack, architecture, layout, joined, rank, chunks[rank], own,
+                     plans[0] if plans else None, streams)
+        data = technique(plan)
+        make: Callable[..., Stage] = (partial(ShardedStage, sharded=data) if isinstance(data, Fsdp)
+                else partial(WholeStage, data=data))
+        stage = make(
+            rank=rank, depth=depth, plan=plan, chunks=_rebased(chunks[rank]), transfers=moves,
+            passing=_passing(scenario, stack, architecture), edges={edge: joined.number(edge) for edge in own},
+            streams={edge: len(streams) + i for i, edge in enumerate(own)}, tied="embedding" in plan.groups,
+            separate=split(parallel.schedule))
         stage.write(actions)
         plans.append(plan)
     return Pipelined(plans, joined)
 
 
 def _plan(scenario: Scenario, stack: Stack, architecture: Architecture, layout: Layout, joined: _Joined, rank: int,
-          chunks: list[range], edges: int, sibling: Plan | None) -> Plan:
-    """Plan of one stage: its own layers in a row."""
+          chunks: list[range], edges: list[Edge], sibling: Plan | None, streams: tuple[str, ...]) -> Plan:
+    """Plan of one stage: its own layers in a row.
+
+    Both directions between two ranks, and all model chunks on them, are one communicator (PyTorch,
+    ProcessGroupNCCL.cpp, `getKeySendRecv`: the lower rank and the higher).
+    """
     own = [position for chunk in sorted(chunks, key=_begin) for position in chunk]
     names = architecture.names
     stack_of = tuple(architecture.stack[position] for position in own)
     part = Architecture(stack_of, architecture.tied, architecture.batch, architecture.sequence,
                         tuple(names[position] for position in own))
-    streams = (*STREAMS, *["pipeline"] * edges)
+    streams = (*streams, *["pipeline"] * len(edges))
+    peers = {end for edge in edges for end in (edge.source, edge.target)} - {rank}
     groups = joined.of(rank)
     norm = tuple(name for name in ("model",) if name in groups)
-    return Plan(scenario, stack, part, layout, groups, streams, [], edges, joined.names, norm, sibling)
+    return Plan(scenario, stack, part, layout, groups, streams, [], len(peers), joined.names, norm, sibling)
 
 
 def _rebased(chunks: list[range]) -> list[range]:
@@ -178,16 +192,17 @@ class _Joined:
         own = {name: ranks[self.stage_of[ranks[:, 0]] == rank] for name, ranks in self.groups.items()}
         if self.twice:  # both copies of a stage see half of the micro-batches each
             first, second = sorted((rank, self.depth - 1 - rank))
-            ranks = self.groups["data"]
-            own["data"] = np.concatenate(
-                [ranks[self.stage_of[ranks[:, 0]] == held] for held in (first, second)], axis=1)
+            for name in _REPLICATED & self.groups.keys():
+                ranks = self.groups[name]
+                own[name] = np.concatenate(
+                    [ranks[self.stage_of[ranks[:, 0]] == held] for held in (first, second)], axis=1)
         return own | {name: ranks for name, (stages, ranks) in self.between.items() if rank in stages}
 
     def unlike(self, programs: list[Program], fold: bool, varied: Variety) -> Job:
         """Ranks of a stage that are not alike are classes of their own, and so are those that meet them."""
         groups: dict[str, Ranks] = {}
         for name, ranks in self.groups.items():
-            groups[name] = self._both_copies(ranks) if self.twice and name == "data" else ranks
+            groups[name] = self._both_copies(ranks) if self.twice and name in _REPLICATED else ranks
         groups |= {name: ranks for name, (_, ranks) in self.between.items()}
         for number, edge in enumerate(self.edges):
             groups[f"pipeline/{number}"] = self.layout.moved("pipeline", edge.source, edge.target)
@@ -214,21 +229,25 @@ class _Joined:
                           for edge in self.edges]
         shared = len(communicators)
         classes = []
-        data: dict[int, int] = {}
+        common: dict[tuple[str, int], int] = {}
         for rank, plan in enumerate(plans):
             own = len(communicators)
             mirrored = self.depth - 1 - rank
-            communicators += [Communicator(name, plan.groups[name], 2 if self.twice and name == "data" else 1)
+            communicators += [Communicator(name, plan.groups[name], 2 if self.twice and name in _REPLICATED else 1)
                               for name in self.groups]
-            data[rank] = data[mirrored] if self.twice and mirrored in data else own
+            for i, name in enumerate(self.groups):
+                common[name, rank] = common.get((name, mirrored), own + i) if (
+                    self.twice and name in _REPLICATED) else own + i
             takes = [rank in stages for stages, _ in self.between.values()]
             takes += [rank in (edge.source, edge.target) for edge in self.edges]
-            within = [data[rank] if name == "data" else own + i for i, name in enumerate(self.groups)]
-            numbers = (*within, *(i if takes[i] else -1 for i in range(shared)))
+            numbers = (*(common[name, rank] for name in self.groups), *(i if takes[i] else -1 for i in range(shared)))
             members = np.flatnonzero(self.stage_of == rank)
             classes.append(RankClass(int(members[0]), members, rank, 0, numbers))
         return Job(programs, classes, communicators, self.layout.ranks)
 
+
+#: Groups of ranks that hold the same parameters: both copies of a stage belong to them.
+_REPLICATED = {"data", "expert_data"}
 
 #: Schedules whose optimizer step does not wait for the norm of all stages: it is corrected afterwards (Qi et al. 2023,
 #: arXiv 2401.10241, section 4, post-update validation).

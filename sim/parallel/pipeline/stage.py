@@ -1,4 +1,5 @@
-"""One pipeline rank as a Program: its order list written as sections of compute and transfers.
+"""One pipeline rank as a Program: its order list written as sections of compute and transfers. How its parameters and
+gradients are held is said by `whole.py` and `sharded.py`.
 
 An action (forward, backward or weight gradients of one micro-batch in one chunk) is one segment; what it sends and what
 the next action waits for follow it in one batch. Distinct actions are few, so a section is written once and the
@@ -8,18 +9,16 @@ schedule names it again and again.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from sim.model.architecture import Layer
 from sim.parallel.activations import FLOWING_POOL, OUTPUT_POOL, Activations
-from sim.parallel.data.bucketed import Bucketed
-from sim.parallel.data.buckets import Bucket
 from sim.parallel.pipeline.orders import Action
 from sim.parallel.pipeline.transfers import Edge, Transfers
 from sim.parallel.pipeline.weights import kept_for_weights
-from sim.parallel.step import COMPUTE, MicroStep, Plan, blocks, end_of_step
-from sim.program import CollectiveCall, Kind, Label, MemoryOp, SectionBuilder
+from sim.parallel.step import COMPUTE, MicroStep, Plan, blocks
+from sim.program import CollectiveCall, Label, MemoryOp, SectionBuilder
 from sim.tensor_trace import LayerMemory
 from sim.work import DTYPE_BYTES, Kernel
 
@@ -44,9 +43,9 @@ class Passing:
 
 
 class _Batch(NamedTuple):
-    """Actions between two exchanges, (kind, chunk, first, final) each, and what the next batch waits for."""
+    """Actions between two exchanges, (kind, chunk, first, final, gathers) each, and what the next batch waits for."""
 
-    actions: tuple[tuple[str, int, bool, bool], ...]
+    actions: tuple[tuple[str, int, bool, bool, int], ...]
     needs: tuple[Edge, ...]
 
 
@@ -58,31 +57,28 @@ class Stage:
         rank, depth: pipeline rank, and how many there are.
         plan: of the rank's own layers, all chunks in a row.
         chunks: positions of each chunk in the plan's architecture.
-        data: the data-parallel technique of the stage.
         edges: communicator of every edge that touches the rank.
         streams: stream of every edge.
-        joint_step: ranks of all stages agree on the gradient norm before the optimizer runs.
+        tied: first and last stage hold copies of one table.
+        separate: weight gradients are actions of their own.
     """
 
     rank: int
     depth: int
     plan: Plan
     chunks: Sequence[range]
-    data: Bucketed
     transfers: Transfers
     passing: Passing
     edges: dict[Edge, int]
     streams: dict[Edge, int]
     tied: bool
     separate: bool
-    _late: list[Bucket] = field(default_factory=list)
-    _open: bool = False
 
     def write(self, actions: Sequence[Action]) -> None:
         """All sections of a step, in order; what recurs is written once and repeated."""
         plan = self.plan
         made: dict[tuple[_Batch, ...], SectionBuilder] = {}
-        self.data.states()
+        self._states()
         batches = self.batched(actions)
         self._first_receive([edge for action in batches[0] if (edge := self.transfers.needed(self.rank, action))])
         described = self._described(batches)
@@ -91,7 +87,7 @@ class Stage:
             section = made.get(pattern)
             if section is None:
                 section = made[pattern] = plan.builder.section(", ".join(
-                    f"{_NAMES[kind]} of chunk {chunk}" for batch in pattern for kind, chunk, _, _ in batch.actions))
+                    f"{_NAMES[kind]} of chunk {chunk}" for batch in pattern for kind, chunk, *_ in batch.actions))
                 for batch in pattern:
                     self._act(section, batch)
             plan.builder.run(section, repeats)
@@ -105,16 +101,29 @@ class Stage:
                  for kind in ("F", "B", "W") for chunk in range(len(self.chunks))}
         last = "W" if self.separate else "B"
         final = {a.chunk: a.micro for together in batches for a in together if a.kind == last}
-        firsts = not self.data.reduction.resident_gradients
+        firsts = not self._resident()
         found: list[_Batch] = []
         needs: list[tuple[Edge, ...]] = [tuple(edge for a in together if (edge := kinds[a.kind, a.chunk]))
                                          for together in batches]
         needs.append(())
         for i, together in enumerate(batches):
-            own = tuple([(a.kind, a.chunk, firsts and a.micro == 0 and a.kind != "F",
-                          a.kind == last and final[a.chunk] == a.micro) for a in together])
+            ends = [a.kind == last and final[a.chunk] == a.micro for a in together]
+            own = tuple([(a.kind, a.chunk, firsts and a.micro == 0 and a.kind != "F", end, self._gathers(a, end))
+                         for a, end in zip(together, ends, strict=True)])
             found.append(_Batch(own, needs[i + 1]))
         return found
+
+    def _states(self) -> None:
+        """Memory that is held for the whole step."""
+        raise NotImplementedError
+
+    def _resident(self) -> bool:
+        """Whether gradients live in a buffer, so that the first micro-batch's are like the others'."""
+        return False
+
+    def _gathers(self, action: Action, final: bool) -> int:
+        """What of sharded parameters an action gathers; called once for every action in order."""
+        return 0
 
     def batched(self, actions: Sequence[Action]) -> list[tuple[Action, ...]]:
         """Actions between two exchanges: one, but a forward and the backward behind it where chunks are interleaved and
@@ -134,12 +143,12 @@ class Stage:
         verbs = {"F": self._forward, "B": self._backward, "W": self._weights}
         moved: list[Edge] = []
         tasks: list[int] = []
-        for kind, chunk, first, final in batch.actions:
+        for kind, chunk, first, final, gathers in batch.actions:
             arrived = self.transfers.needed(self.rank, Action(kind, chunk, 0))
             if arrived is not None:
                 self._passed(section, arrived, 1)
             action, micro = Action(kind, chunk, 0), MicroStep(self.plan.architecture.batch, first, final)
-            task = verbs[kind](section, action, micro, self._waited(action))
+            task = verbs[kind](section, action, micro, self._waited(action), gathers)
             edge = self.transfers.sent(self.rank, action)
             if edge is not None:
                 moved.append(edge)
@@ -190,7 +199,8 @@ class Stage:
     def _layers(self, chunk: int) -> list[Layer]:
         return [self.plan.architecture.stack[position] for position in self.chunks[chunk]]
 
-    def _forward(self, section: SectionBuilder, action: Action, micro: MicroStep, waiting: tuple[int, ...]) -> int:
+    def _forward(self, section: SectionBuilder, action: Action, micro: MicroStep, waiting: tuple[int, ...],
+                 gathers: int = 0) -> int:
         layers = self._layers(action.chunk)
         memory = Activations(self.plan, section, self.chunks[action.chunk].stop, keep_gradients=False)
         for position, layer in zip(self.chunks[action.chunk], layers, strict=True):
@@ -199,26 +209,21 @@ class Stage:
         segment = self.plan.compute.run(layers, gathered)
         return self._kernels(section, segment, Label(f"chunk{action.chunk}", "forward", "forward"), waiting)
 
-    def _backward(self, section: SectionBuilder, action: Action, micro: MicroStep, waiting: tuple[int, ...]) -> int:
-        held = self._held_for_weights(action.chunk) if self.separate else 0
-        if self._reduces_early(micro):
-            return self._backward_reduced(section, action, micro, waiting)
-        layers = self._layers(action.chunk)
-        memory = Activations(self.plan, section, self.chunks[action.chunk].stop,
-                             keep_gradients=self.data.keeps_gradients(micro))
-        for position, layer in reversed(list(zip(self.chunks[action.chunk], layers, strict=True))):
-            left = memory.backward(position, layer)
-            self.data.gradients[position] = self.data.gradients.get(position, 0) + left
-        if held:
-            section.allocate("kept for weight gradients", held, "activations")
-        policies = [self.plan.policy(position) for position in self.chunks[action.chunk]]
-        gathered = self._gathered(self.transfers.needed(self.rank, action))
-        after = () if self.separate else self._accumulated(layers, micro)
-        segment = self.plan.compute.run_backward(
-            layers, policies, "without" if self.separate else "with", gathered, after)
-        return self._kernels(section, segment, Label(f"chunk{action.chunk}", "backward", "backward"), waiting)
+    def _backward(self, section: SectionBuilder, action: Action, micro: MicroStep, waiting: tuple[int, ...],
+                  gathers: int = 0) -> int:
+        """One backward pass of a chunk; returns its last task, -1 if there is none."""
+        raise NotImplementedError
 
-    def _weights(self, section: SectionBuilder, action: Action, micro: MicroStep, waiting: tuple[int, ...]) -> int:
+    def _accumulated(self, layers: Sequence[Layer], micro: MicroStep) -> tuple[Kernel, ...]:
+        """Traffic behind the fresh gradients of layers."""
+        raise NotImplementedError
+
+    def _finish(self, section: SectionBuilder) -> None:
+        """Gradients of all stages complete, then the optimizer."""
+        raise NotImplementedError
+
+    def _weights(self, section: SectionBuilder, action: Action, micro: MicroStep, waiting: tuple[int, ...],
+                 gathers: int = 0) -> int:
         layers = self._layers(action.chunk)
         held = self._held_for_weights(action.chunk)
         if held:
@@ -237,62 +242,8 @@ class Stage:
         communicator = self.plan.builder.communicators.index("tensor")
         return (CollectiveCall("all_gather", size, self.passing.dtype, communicator),)
 
-    def _accumulated(self, layers: Sequence[Layer], micro: MicroStep) -> tuple[Kernel, ...]:
-        own = self.data.first_copies if micro.first else self.data.later_copies
-        return own(sum(layer.numel for layer in layers))
-
     def _held_for_weights(self, chunk: int) -> int:
         return sum(kept_for_weights(layer) for layer in self._layers(chunk))
-
-    # -------------------------------------------------------------------------------------------- end of the step
-    def _reduces_early(self, micro: MicroStep) -> bool:
-        overlap = self.plan.scenario.parallel.overlap and not self.separate
-        return micro.reduce and overlap and self.data.reduces
-
-    def _backward_reduced(self, section: SectionBuilder, action: Action, micro: MicroStep,
-                          waiting: tuple[int, ...]) -> int:
-        """The last backward of a chunk, layer by layer, with every complete bucket on its way."""
-        chunk = self.chunks[action.chunk]
-        if not self._open:
-            self.data.open_buckets(section)
-            self._open = True
-        if waiting:
-            section.kernels(COMPUTE, self.plan.compute.segment(()), Label("pipeline", "backward", "wait"),
-                            joins=waiting)
-        memory = Activations(self.plan, section, chunk.stop, keep_gradients=self.data.keeps_gradients(micro))
-        for position in reversed(chunk):
-            layer = self.plan.architecture.stack[position]
-            left = memory.backward(position, layer)
-            self.data.gradients[position] = self.data.gradients.get(position, 0) + left
-            self._late += self.data.layer_backward(section, position, layer, micro)
-        kinds = section.section.kind
-        return max((task for task, kind in enumerate(kinds) if kind == Kind.KERNELS), default=-1)
-
-    def _finish(self, section: SectionBuilder) -> None:
-        """Gradients of all stages complete, then the optimizer."""
-        if self._reduces_early(MicroStep(0, False, True)):
-            remaining = self._late
-        else:
-            remaining = self.data.reduction.buckets if self.data.reduces else []
-            self.data.open_buckets(section)
-        for bucket in remaining:
-            self.data.reduce(section, bucket, ())
-        self.data.finish(section)
-        if self.tied:
-            self._tie(section)
-        self.data.optimizer_step(section)
-        end_of_step(self.plan, section)
-
-    def _tie(self, section: SectionBuilder) -> None:
-        """First and last stage add up their gradients of the shared embedding (Megatron `finalize_model_grads.py`)."""
-        numel = max(p.numel for layer in self.plan.architecture.stack for p in (*layer.parameters, *layer.shared)
-                    if layer.kind in ("embedding", "head"))
-        precision = self.plan.scenario.training.precision
-        size = round(numel * DTYPE_BYTES[precision.gradients])
-        call = CollectiveCall("all_reduce", size, precision.gradients,
-                              self.plan.builder.communicators.index("embedding"))
-        label = Label("embedding", "optimizer", "tied gradients")
-        section.collective(1, call, self.plan.stack.host_collective_s, label, joins=(COMPUTE,))
 
 
 def fold(items: Sequence[Hashable], group: int) -> list[tuple[int, int, int]]:

@@ -40,21 +40,27 @@ class Fsdp:
         self.plan = plan
         parallel, precision = plan.scenario.parallel, plan.scenario.training.precision
         self.factor = parallel.sharding_factor
-        self.replicas = plan.scenario.data_parallel // self.factor
+        self.replicas = plan.scenario.data_parallel * parallel.context // self.factor
         # Resharding to groups of one rank keeps a whole copy: nothing to gather in backward.
         self.keep = parallel.reshard_after_forward in (False, 1) and parallel.reshard_after_forward is not True
-        self.units = units_of(plan.architecture, parallel.wrap, self.factor, self.by_row)
-        self.root = self.units[0]
+        spread = parallel.expert if "expert_shard" in plan.groups else 0
+        self.routed_factor = self.factor // spread if spread else 0
+        self.take(units_of(plan.architecture, parallel.wrap, self.factor, self.by_row, self.routed_factor))
         self.gather_dtype, self.reduce_dtype = precision.gather, precision.reduce
         self.gather_bytes, self.reduce_bytes = DTYPE_BYTES[precision.gather], DTYPE_BYTES[precision.reduce]
         self.casts = precision.gather != precision.parameters
-        self.distinct = list({u.name: u for u in self.units}.values())
-        self.last = len(self.units) - 1
         self.host_s = plan.stack.host_collective_s
         self.offload = plan.offload
         self.at_once = plan.scenario.training.optimizer_in_backward
         self.kernels: dict[tuple[str, int, float], Kernel] = {}
         self.segments: dict[tuple[str, int, float], int] = {}
+
+    def take(self, units: list[Unit]) -> None:
+        """Units by position of the stack; those of one name are one."""
+        self.units = units
+        self.root = units[0]
+        self.distinct = list({u.name: u for u in units}.values())
+        self.last = len(units) - 1
 
     # ------------------------------------------------------------------------------------------- states
     def states(self) -> None:
@@ -79,14 +85,14 @@ class Fsdp:
             self.offload.hold(f"frozen parameters:{unit.name}", self.frozen_shard(unit), "parameters", pinned=True)
         for category, width in state_bytes(self.plan).items():
             for unit in self.distinct:
-                self.offload.hold(f"{category}:{unit.name}", unit.padded // self.factor * width, category,
+                self.offload.hold(f"{category}:{unit.name}", unit.own * width, category,
                                   pinned=category in ("parameters", "gradients"))
 
     def optimizer_step(self, section: SectionBuilder) -> None:
         """Clipping and the optimizer on this rank's shards, after the last reduction."""
         if self.at_once:
             return
-        numel = sum(u.padded for u in self.distinct) // self.factor
+        numel = sum(u.own for u in self.distinct)
         tensors = sum(u.tensors for u in self.distinct) if self.by_row else len(self.distinct)
         largest = max((n for u in self.distinct for n in u.shards), default=0)
         update(self.plan, section, numel, tensors, self.joined(), "shard" if self.factor > 1 else None, largest)
@@ -96,7 +102,15 @@ class Fsdp:
     def gradient_bytes(self, unit: Unit) -> int:
         """Sharded gradient the optimizer reads."""
         width = DTYPE_BYTES[self.plan.scenario.training.precision.gradients]
-        return round(unit.padded // self.factor * width)
+        return round((unit.own + (self.graded(unit) - unit.padded) // self.factor) * width)
+
+    def graded(self, unit: Unit) -> int:
+        """Elements of a unit's gradient: what is trained in it, and in FSDP 1 what shares its flat parameter, which has
+        one dtype (torch/distributed/fsdp/_flat_param.py: views of frozen tensors are autograd's too)."""
+        if self.by_row or self.plan.stack.frozen_apart or not unit.numel:
+            return unit.padded
+        dtype = self.plan.scenario.training.precision.parameters
+        return unit.padded + sum(f.numel for f in unit.frozen if f.dtype == dtype)
 
     # ------------------------------------------------------------------------------------------- communication
     def joined(self) -> tuple[int, ...]:
@@ -115,13 +129,23 @@ class Fsdp:
             group = "reshard"
         elif self.offload.moves_parameters:
             waits, joins = (self.fetch(section, unit, phase, waits, joins),), ()
-        call = collective(self.plan, "all_gather", self.whole_bytes(unit, unit.padded), self.gather_dtype, group)
-        return section.collective(GATHER, call, self.host_s, Label(unit.name, phase, "all_gather"), waits, joins)
+        task = None
+        for size, over in self.moved(unit, self.whole_bytes(unit, unit.dense), group):
+            call = collective(self.plan, "all_gather", size, self.gather_dtype, over)
+            task = section.collective(GATHER, call, self.host_s, Label(unit.name, phase, "all_gather"), waits, joins)
+        return task
+
+    def moved(self, unit: Unit, dense_bytes: float, group: str = "shard") -> list[tuple[float, str]]:
+        """What of a unit moves over which group, as it is gathered; routed experts over the ranks that hold them."""
+        found = [(dense_bytes, group)] if dense_bytes else []
+        if unit.routed and len(self.plan.groups["expert_shard"][0]) > 1:
+            found.append((unit.routed * self.gather_bytes, "expert_shard"))
+        return found
 
     def fetch(self, section: SectionBuilder, unit: Unit, phase: str, waits: Sequence[int], joins: Sequence[int]) -> int:
         """This rank's shard to the device, in the parameters' dtype: casts for the gather run there."""
         width = DTYPE_BYTES[self.plan.scenario.training.precision.parameters]
-        size = round(unit.padded // self.factor * width + self.frozen_shard(unit))
+        size = round(unit.own * width + self.frozen_shard(unit))
         section.allocate(f"fetched_shard:{unit.name}", size, "buffers", GATHER)
         task = self.offload.fetch(section, size, Label(unit.name, phase, "shard"), waits, joins)
         section.free(f"fetched_shard:{unit.name}", size, "buffers", GATHER)
@@ -142,13 +166,16 @@ class Fsdp:
         task = None
         if not unit.numel:
             return None
-        size = unit.padded * self.reduce_bytes
         if self.factor > 1:
-            call = collective(self.plan, "reduce_scatter", size, self.reduce_dtype, "shard")
-            task = section.collective(REDUCE, call, self.host_s, Label(unit.name, "backward", "reduce_scatter"), waits)
-            waits = (task,)
+            ratio = self.reduce_bytes / self.gather_bytes
+            for size, over in self.moved(unit, (self.graded(unit) - unit.routed) * self.gather_bytes):
+                call = collective(self.plan, "reduce_scatter", size * ratio, self.reduce_dtype, over)
+                task = section.collective(REDUCE, call, self.host_s, Label(unit.name, "backward", "reduce_scatter"),
+                                          waits)
+            waits = waits if task is None else (task,)
         if self.replicas > 1:
-            call = collective(self.plan, "all_reduce", size / self.factor, self.reduce_dtype, "replicate")
+            own = unit.own + (self.graded(unit) - unit.padded) // self.factor
+            call = collective(self.plan, "all_reduce", own * self.reduce_bytes, self.reduce_dtype, "replicate")
             task = section.collective(REPLICATE, call, self.host_s, Label(unit.name, "backward", "all_reduce"), waits)
         if self.offload.moves_optimizer:
             self.store(section, unit, waits if task is None else (task,), first)
@@ -168,7 +195,7 @@ class Fsdp:
         task = self.offload.store(section, size, label, waits)
         section.free(f"gradient:{unit.name}", size, "gradients", REDUCE)
         if not first:
-            section.host(self.offload.add_s(unit.padded // self.factor), label, waits=(task,))
+            section.host(self.offload.add_s(unit.own), label, waits=(task,))
 
     # ------------------------------------------------------------------------------------------- compute
     def forward(self, section: SectionBuilder, position: int, layer: Layer, waits: Sequence[int],

@@ -74,7 +74,7 @@ class Fsdp1(Fsdp):
             task = self.backward(section, position, layer, waits, after=after)
             if complete:
                 if micro.first or every:  # the flat gradient: autograd writes the views' gradients side by side
-                    size = round(unit.padded * self.gather_bytes)
+                    size = round(self.graded(unit) * self.gather_bytes)
                     section.allocate(f"unsharded_gradient:{unit.name}", size, "gradients")
                 self.drop_unsharded(section, unit)
                 self.reshard(section, unit, task)
@@ -115,7 +115,8 @@ class Fsdp1(Fsdp):
         width = 2 * g + (0 if micro.first or every else g)
         if micro.reduce and self.factor * self.replicas > 1:
             width += 2 * r + (g + r if self.gather_dtype != self.reduce_dtype else 0)
-        return (self.copy_kernel("flatten gradient", unit.numel, width),)
+        numel = unit.numel + self.graded(unit) - unit.padded
+        return (self.copy_kernel("flatten gradient", numel, width),)
 
     def post_backward(self, section: SectionBuilder, unit: Unit, micro: MicroStep, task: int) -> None:
         """Reduction of a unit's gradient; the unsharded gradient is freed behind it."""
@@ -123,5 +124,5 @@ class Fsdp1(Fsdp):
             return
         first = micro.first or not self.plan.scenario.parallel.reduce_every_micro_step
         self.reduce(section, unit, (task,), first)
-        size = round(unit.padded * self.gather_bytes)
+        size = round(self.graded(unit) * self.gather_bytes)
         section.free(f"unsharded_gradient:{unit.name}", size, "gradients", COMPUTE, (REDUCE,))

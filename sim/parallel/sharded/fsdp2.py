@@ -27,6 +27,8 @@ class Fsdp2(Fsdp):
     """Lowering of FSDP 2."""
 
     by_row = True
+    part = 0  # ranks of a group to which units are resharded in part after forward
+    parts: dict[str, int]  # bytes kept of such units
 
     def micro_step(self, section: SectionBuilder, micro: MicroStep) -> None:
         """Forward and backward of one micro-batch."""
@@ -34,7 +36,7 @@ class Fsdp2(Fsdp):
         self.buffer: Unit | None = None
         reshard = self.plan.scenario.parallel.reshard_after_forward
         self.part = 0 if isinstance(reshard, bool) or not 1 < reshard < self.factor else reshard
-        self.parts: dict[str, int] = {}  # bytes kept of units that are resharded in part
+        self.parts = {}
         self.forward_pass(section, stack)
         self.backward_pass(section, stack, micro)
 
@@ -106,7 +108,7 @@ class Fsdp2(Fsdp):
         if self.factor == 1 and not self.casts:
             return ()
         section.allocate(f"gathered:{unit.name}", self.whole_bytes(unit, unit.numel), "gathered_parameters")
-        if unit.name in self.parts:
+        if self.part and unit.name in self.parts:
             section.free(f"post_forward_shard:{unit.name}", self.parts.pop(unit.name), "gathered_parameters")
         return (self.copy_kernel("copy-out", *self.copied(unit)),)
 

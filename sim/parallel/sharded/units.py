@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sim.model.architecture import Architecture, Layer, Parameter
 from sim.model.tuning import Frozen
@@ -20,6 +20,8 @@ class Unit:
         tensors: parameter tensors in it.
         shards: elements of each tensor that this rank keeps (the fullest rank's).
         frozen: tensors that are gathered with it but not trained.
+        routed: the part of `padded` that is gathered over the ranks which hold the same experts.
+        own: elements this rank keeps.
     """
 
     name: str
@@ -28,6 +30,13 @@ class Unit:
     tensors: int
     shards: tuple[int, ...]
     frozen: tuple[Frozen, ...] = ()
+    routed: int = 0
+    own: int = 0
+
+    @property
+    def dense(self) -> int:
+        """The part of `padded` that is gathered over the whole shard group."""
+        return self.padded - self.routed
 
 
 def flat_padding(parameters: Iterable[Parameter], factor: int) -> int:
@@ -46,32 +55,45 @@ def row_shards(parameters: Iterable[Parameter], factor: int) -> tuple[int, ...]:
     return tuple(math.ceil(p.shape[0] / factor) * (p.numel // p.shape[0]) for p in parameters)
 
 
-def units_of(architecture: Architecture, wrap: str | int, factor: int, by_row: bool) -> list[Unit]:
+def units_of(architecture: Architecture, wrap: str | int, factor: int, by_row: bool,
+             routed_factor: int = 0) -> list[Unit]:
     """One unit per position of the stack; positions whose layer is in the root unit get the root.
 
     Blocks with parameters are units of their own (with a size-based `wrap`, if they have at least that many);
     everything else (embeddings, bridge, final norm, head) belongs to the root unit.
+
+    Args:
+        routed_factor: ranks over which routed experts are sharded, where that is another group (0 = the same).
     """
     pad = row_padding if by_row else flat_padding
     least = 1 if wrap == "block" else max(1, int(wrap))
 
-    def shards(parameters: Sequence[Parameter]) -> tuple[int, ...]:
+    def shards(parameters: Sequence[Parameter], factor: int) -> tuple[int, ...]:
+        if not parameters:
+            return ()
         return row_shards(parameters, factor) if by_row else (flat_padding(parameters, factor) // factor,)
+
+    def unit(name: str, parameters: Sequence[Parameter], frozen: tuple[Frozen, ...]) -> Unit:
+        routed = [p for p in parameters if p.routed and routed_factor]
+        dense = [p for p in parameters if not (p.routed and routed_factor)]
+        whole, apart = pad(dense, factor), pad(routed, routed_factor or 1)
+        return Unit(name, sum(p.numel for p in parameters), whole + apart, len(parameters),
+                    (*shards(dense, factor), *shards(routed, routed_factor)), frozen, apart,
+                    whole // factor + apart // (routed_factor or 1))
 
     own = [layer.kind == "block" and _size(layer) >= least for layer in architecture.stack]
     rest = [p for layer, mine in zip(architecture.stack, own, strict=True) if not mine for p in layer.parameters]
-    root = Unit("root", sum(p.numel for p in rest), pad(rest, factor), len(rest), shards(rest),
-                tuple(f for layer, mine in zip(architecture.stack, own, strict=True) if not mine for f in layer.frozen))
-    sizes: dict[int, tuple[int, int, int, tuple[int, ...], tuple[Frozen, ...]]] = {}
+    root = unit("root", rest, tuple(
+        f for layer, mine in zip(architecture.stack, own, strict=True) if not mine for f in layer.frozen))
+    made: dict[int, Unit] = {}
     units = []
     for position, (layer, mine) in enumerate(zip(architecture.stack, own, strict=True)):
         if not mine:
             units.append(root)
             continue
-        if id(layer) not in sizes:
-            sizes[id(layer)] = (layer.numel, pad(layer.parameters, factor), len(layer.parameters),
-                                shards(layer.parameters), layer.frozen)
-        units.append(Unit(architecture.names[position], *sizes[id(layer)]))
+        if id(layer) not in made:
+            made[id(layer)] = unit("", layer.parameters, layer.frozen)
+        units.append(replace(made[id(layer)], name=architecture.names[position]))
     return units
 
 

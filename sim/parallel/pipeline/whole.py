@@ -1,0 +1,109 @@
+"""A pipeline stage that holds its parameters whole: gradients are added up and reduced once per step, in buckets beside
+the last backward or behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from sim.model.architecture import Layer
+from sim.parallel.activations import Activations
+from sim.parallel.data.bucketed import Bucketed
+from sim.parallel.data.buckets import Bucket
+from sim.parallel.pipeline.actions import Action
+from sim.parallel.pipeline.stage import Stage
+from sim.parallel.step import COMPUTE, MicroStep, end_of_step
+from sim.program import CollectiveCall, Kind, Label, SectionBuilder
+from sim.work import DTYPE_BYTES, Kernel
+
+
+@dataclass
+class WholeStage(Stage):
+    """Writes the program of one pipeline rank under data parallelism with whole parameters.
+
+    Attributes:
+        data: the data-parallel technique of the stage.
+    """
+
+    data: Bucketed = field(kw_only=True)
+    _late: list[Bucket] = field(default_factory=list)
+    _open: bool = False
+
+    def _states(self) -> None:
+        self.data.states()
+
+    def _resident(self) -> bool:
+        return self.data.reduction.resident_gradients
+
+    def _backward(self, section: SectionBuilder, action: Action, micro: MicroStep, waiting: tuple[int, ...],
+                  gathers: int = 0) -> int:
+        held = self._held_for_weights(action.chunk) if self.separate else 0
+        if self._reduces_early(micro):
+            return self._backward_reduced(section, action, micro, waiting)
+        layers = self._layers(action.chunk)
+        memory = Activations(self.plan, section, self.chunks[action.chunk].stop,
+                             keep_gradients=self.data.keeps_gradients(micro))
+        for position, layer in reversed(list(zip(self.chunks[action.chunk], layers, strict=True))):
+            left = memory.backward(position, layer)
+            self.data.gradients[position] = self.data.gradients.get(position, 0) + left
+        if held:
+            section.allocate("kept for weight gradients", held, "activations")
+        policies = [self.plan.policy(position) for position in self.chunks[action.chunk]]
+        gathered = self._gathered(self.transfers.needed(self.rank, action))
+        after = () if self.separate else self._accumulated(layers, micro)
+        segment = self.plan.compute.run_backward(
+            layers, policies, "without" if self.separate else "with", gathered, after)
+        return self._kernels(section, segment, Label(f"chunk{action.chunk}", "backward", "backward"), waiting)
+
+    def _accumulated(self, layers: Sequence[Layer], micro: MicroStep) -> tuple[Kernel, ...]:
+        own = self.data.first_copies if micro.first else self.data.later_copies
+        return own(sum(layer.numel for layer in layers))
+
+    def _reduces_early(self, micro: MicroStep) -> bool:
+        overlap = self.plan.scenario.parallel.overlap and not self.separate
+        return micro.reduce and overlap and self.data.reduces
+
+    def _backward_reduced(self, section: SectionBuilder, action: Action, micro: MicroStep,
+                          waiting: tuple[int, ...]) -> int:
+        """The last backward of a chunk, layer by layer, with every complete bucket on its way."""
+        chunk = self.chunks[action.chunk]
+        if not self._open:
+            self.data.open_buckets(section)
+            self._open = True
+        if waiting:
+            section.kernels(COMPUTE, self.plan.compute.segment(()), Label("pipeline", "backward", "wait"),
+                            joins=waiting)
+        memory = Activations(self.plan, section, chunk.stop, keep_gradients=self.data.keeps_gradients(micro))
+        for position in reversed(chunk):
+            layer = self.plan.architecture.stack[position]
+            left = memory.backward(position, layer)
+            self.data.gradients[position] = self.data.gradients.get(position, 0) + left
+            self._late += self.data.layer_backward(section, position, layer, micro)
+        kinds = section.section.kind
+        return max((task for task, kind in enumerate(kinds) if kind == Kind.KERNELS), default=-1)
+
+    def _finish(self, section: SectionBuilder) -> None:
+        """Gradients of all stages complete, then the optimizer."""
+        if self._reduces_early(MicroStep(0, False, True)):
+            remaining = self._late
+        else:
+            remaining = self.data.reduction.buckets if self.data.reduces else []
+            self.data.open_buckets(section)
+        for bucket in remaining:
+            self.data.reduce(section, bucket, ())
+        self.data.finish(section)
+        if self.tied:
+            self._tie(section)
+        self.data.optimizer_step(section)
+        end_of_step(self.plan, section)
+
+    def _tie(self, section: SectionBuilder) -> None:
+        """First and last stage add up their gradients of the shared embedding (Megatron `finalize_model_grads.py`)."""
+        numel = max(p.numel for layer in self.plan.architecture.stack for p in (*layer.parameters, *layer.shared)
+                    if layer.kind in ("embedding", "head"))
+        precision = self.plan.scenario.training.precision
+        size = round(numel * DTYPE_BYTES[precision.gradients])
+        call = CollectiveCall("all_reduce", size, precision.gradients,
+                              self.plan.builder.communicators.index("embedding"))
+        label = Label("embedding", "optimizer", "tied gradients")
+        section.collective(1, call, self.plan.stack.host_collective_s, label, joins=(COMPUTE,))
