@@ -78,6 +78,8 @@ def _print_size(found: Sizing) -> None:
                f"{found.simulated:,} simulated ({found.refused:,} refused)")
     if found.faults:
         click.echo(f"the simulation failed on {found.faults:,} of them, a fault of ours: the best is not proven")
+        if found.first_fault is not None:
+            click.echo(f"  the first: {_layout(found.first_fault['set'])}: {found.first_fault['reason']}")
     elif found.proven:
         click.echo("the best is proven")
     else:

@@ -73,6 +73,7 @@ class Sizing:
         pruned: configurations ruled out, by the bound that did it.
         front: rows that no simulated row beats in both time and GPUs.
         refused, faults: of those simulated, rows a technique refused, and rows the simulation failed on (ours).
+        first_fault: `{set, reason}` of the first row that the simulation failed on; the store has all.
         gap: how much better than the best an unsimulated row could be.
         seconds: of wall clock, by part.
     """
@@ -84,6 +85,7 @@ class Sizing:
     simulated: int = 0
     refused: int = 0
     faults: int = 0
+    first_fault: dict[str, Any] | None = None
     pruned: dict[str, int] = field(default_factory=dict)
     front: list[dict[str, Any]] = field(default_factory=list)
     gap: float = 0.0
@@ -93,7 +95,8 @@ class Sizing:
         """Plain data."""
         return {"objective": self.wish.objective, "best": self.best, "front": self.front, "covered": self.covered,
                 "impossible": self.impossible, "pruned": self.pruned, "simulated": self.simulated,
-                "refused": self.refused, "faults": self.faults, "gap": self.gap, "proven": self.proven,
+                "refused": self.refused, "faults": self.faults,
+                "first_fault": self.first_fault, "gap": self.gap, "proven": self.proven,
                 "seconds": self.seconds}
 
     @property
@@ -159,6 +162,8 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
     _fill(found, space, result, runner)
     outcomes = [one.outcome for one in runner.rows.values()]
     found.refused, found.faults = outcomes.count("refused"), outcomes.count("fault")
+    found.first_fault = next(({"set": space.sets(row), "reason": one.reason} for row, one in runner.rows.items()
+                              if one.outcome == "fault"), None)
     found.seconds = {"space": listed - started, "bounds": bounded - listed, "simulation": time.monotonic() - bounded}
     return found
 
