@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,8 @@ def _progress(done: int, _bound: float, _best: float) -> None:
 
 
 def _print_size(found: Sizing) -> None:
+    from sim.sizing.why import why_lines
+
     pruned = ", ".join(f"{count:,} by {name}" for name, count in found.pruned.items())
     click.echo(f"{found.covered:,} configurations: {found.impossible:,} impossible, pruned {pruned}, "
                f"{found.simulated:,} simulated ({found.refused:,} refused)")
@@ -81,17 +84,35 @@ def _print_size(found: Sizing) -> None:
         click.echo(f"not proven: a configuration not yet simulated may be up to {100 * found.gap:.1f}% better")
     if not found.best:
         click.echo("nothing that was simulated fits")
-    for title, rows in (("best", found.best), ("fastest of each number of GPUs, of those simulated", found.front)):
+    proven = "no layout beats them in" if found.front_proven else "of those simulated, by"
+    for title, rows in (("best", found.best), (f"Pareto front ({proven} time, GPUs and cost)", found.front)):
         if rows:
             click.echo(f"\n{title}:")
         for row in rows:
-            click.echo(f"  {row['step_time_s']:10.4g} s  {row['gpus']:6} GPUs  {row['gpu_hours']:10.4g} GPU-hours  "
-                       f"{row['device_used_bytes'] / 2**30:6.1f} GiB  {row['cluster']}  {_layout(row['set'])}")
+            click.echo(f"  {_told(row)}")
+    for line in ("", *why_lines(found.why, _brief, found.wish.told)):
+        click.echo(line)
 
 
-def _layout(sets: dict[str, Any]) -> str:
-    return " ".join(f"{name.rpartition('.')[2]}={value}" for name, value in sets.items()
-                    if name != "cluster.nodes" and value not in (1, False))
+def _told(row: Mapping[str, Any]) -> str:
+    return (f"{row['step_time_s']:10.4g} s  {row['gpus']:6} GPUs  {row['gpu_hours']:10.4g} GPU-hours  "
+            f"{row['device_used_bytes'] / 2**30:6.1f} GiB  {row['cluster']}  {_layout(row['set'])}")
+
+
+def _brief(row: Mapping[str, Any]) -> str:
+    return f"{row['step_time_s']:.4g} s on {row['gpus']:,} GPUs of {row['cluster']}, {_layout(row['set'])}"
+
+
+def _layout(sets: Mapping[str, Any]) -> str:
+    shown = {name.rpartition(".")[2]: value for name, value in sets.items()
+             if name != "cluster.nodes" and value not in (1, False)
+             and (name != "parallel.schedule" or sets["parallel.pipeline"] > 1)}
+    return " ".join(f"{name}={_said(value)}"
+                    for name, value in shown.items())
+
+
+def _said(value: Any) -> str:
+    return f"first-{value['layers']}-blocks" if isinstance(value, dict) else str(value)
 
 
 @click.command()

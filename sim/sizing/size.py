@@ -22,9 +22,11 @@ from sim.report.troubles import troubled
 from sim.scenario import Loaded, Scenario, resolve
 from sim.scenario.dump import dump
 from sim.sizing.bounds import Bounds, bounds
+from sim.sizing.front import complete, pareto
 from sim.sizing.search import Found, search
 from sim.sizing.space import Choice, Space, build_space
 from sim.sizing.store import Outcome, Store
+from sim.sizing.why import Why, explain, families
 
 Floats = npt.NDArray[np.float64]
 OBJECTIVES = ("time", "cost", "gpus")
@@ -61,6 +63,12 @@ class Wish:
         chosen = {"time": run_s, "cost": cost, "gpus": ranked}[self.objective]
         return np.where(broken, np.inf, chosen)
 
+    def told(self, value: float) -> str:
+        """A value of the objective with its unit."""
+        if self.objective == "gpus":
+            return f"{value:,.0f} GPUs"
+        return f"{value / self.steps:.4g} s a step" if self.objective == "time" else f"cost {value:,.4g}"
+
 
 @dataclass
 class Sizing:
@@ -70,7 +78,8 @@ class Sizing:
         best: rows of a table, the best first: fields, step time, run time, GPUs, GPU-hours, cost, memory.
         covered, impossible, simulated: configurations in all, those that lowering refuses, those simulated.
         pruned: configurations ruled out, by the bound that did it.
-        front: rows that no simulated row beats in both time and GPUs.
+        front: rows that no simulated row beats in time, GPUs and cost; `front_proven`: nor any row left out.
+        why: what the best has ahead of the runner-up and of the best of each family.
         refused, faults: of those simulated, rows a technique refused, and rows the simulation failed on (ours).
         gap: how much better than the best an unsimulated row could be.
         seconds: of wall clock, by part.
@@ -85,12 +94,15 @@ class Sizing:
     faults: int = 0
     pruned: dict[str, int] = field(default_factory=dict)
     front: list[dict[str, Any]] = field(default_factory=list)
+    front_proven: bool = False
+    why: Why = field(default_factory=Why)
     gap: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        return {"objective": self.wish.objective, "best": self.best, "front": self.front, "covered": self.covered,
+        return {"objective": self.wish.objective, "best": self.best, "front": self.front,
+                "front_proven": self.front_proven, "why": self.why.to_json(), "covered": self.covered,
                 "impossible": self.impossible, "pruned": self.pruned, "simulated": self.simulated,
                 "refused": self.refused, "faults": self.faults, "gap": self.gap, "proven": self.proven,
                 "seconds": self.seconds}
@@ -154,9 +166,9 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
             return time.monotonic() - bounded > seconds
 
         result = search(value, runner.values, top, stop=stop)
+        found.front_proven = complete(space, np.where(np.isfinite(value), of.time_s, np.inf), runner.steps, stop)
     _fill(found, space, result, runner)
-    outcomes = [one.outcome for one in runner.rows.values()]
-    found.refused, found.faults = outcomes.count("refused"), outcomes.count("fault")
+    found.why = _why(found, space, result, runner, value)
     found.seconds = {"space": listed - started, "bounds": bounded - listed, "simulation": time.monotonic() - bounded}
     return found
 
@@ -222,6 +234,12 @@ class _Runner:
                 for one in (self.rows[row] for row in rows)]
 
 
+    def steps(self, rows: Sequence[int]) -> list[float]:
+        """Seconds of a step of rows; inf for what breaks a limit, does not fit or is refused."""
+        return [self.rows[row].step_time_s if math.isfinite(value) else math.inf
+                for row, value in zip(rows, self.values(rows), strict=True)]
+
+
 def _simulated(job: tuple[str, dict[str, Any], dict[str, Any], int]) -> Outcome:
     """One configuration, whatever comes of it."""
     key, plain, sets, gpus = job
@@ -236,19 +254,31 @@ def _simulated(job: tuple[str, dict[str, Any], dict[str, Any], int]) -> Outcome:
 
 def _fill(found: Sizing, space: Space, result: Found, runner: _Runner) -> None:
     """Tables of the result."""
+    outcomes = [one.outcome for one in runner.rows.values()]
+    found.refused, found.faults = outcomes.count("refused"), outcomes.count("fault")
     found.simulated = len(runner.rows)
     found.pruned["time"] -= found.simulated
     if not result.complete:
         found.pruned.pop("time")
         found.gap = min(1.0, result.gap)
     found.best = [_row(space, runner, row, found.wish) for _, row in result.best]
-    fitting = sorted((row for row, one in runner.rows.items() if one.fits and one.outcome == "ok"),
-                     key=lambda row: (runner.rows[row].gpus, runner.rows[row].step_time_s))
-    fastest = math.inf
-    for row in fitting:
-        if runner.rows[row].step_time_s < fastest:
-            fastest = runner.rows[row].step_time_s
-            found.front.append(_row(space, runner, row, found.wish))
+    fitting = [_row(space, runner, row, found.wish) for row in sorted(runner.rows)
+               if runner.rows[row].fits and math.isfinite(found.wish.value(runner.rows[row].step_time_s,
+                                                                           runner.rows[row].gpus))]
+    found.front = [fitting[i] for i in pareto(fitting)]
+    found.front_proven = found.front_proven and not found.faults
+
+
+def _why(found: Sizing, space: Space, result: Found, runner: _Runner, bound: Floats) -> Why:
+    """The best against others: they are simulated once more, for their terms."""
+    values = {row: float(found.wish.value(one.step_time_s, one.gpus)) if one.fits else math.inf
+              for row, one in runner.rows.items()}
+    ranks = {scenario.cluster.topology.name: i for i, scenario in enumerate(space.clusters)}
+    kinds = families(space, bound, values, lambda row: _row(space, runner, row, found.wish),
+                     result.best[0][1] if result.best else None)
+    second = [row for row in sorted(values, key=lambda row: (values[row], row)) if math.isfinite(values[row])][:2]
+    ordered = [_row(space, runner, row, found.wish) for row in second]
+    return explain(ordered, kinds, lambda row: api.run(resolve(runner.plain[ranks[row["cluster"]]], "", row["set"])))
 
 
 def _row(space: Space, runner: _Runner, row: int, wish: Wish) -> dict[str, Any]:
