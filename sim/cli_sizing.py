@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 @click.option("--cluster", "clusters", default="", help="Topologies, separated by commas; default the scenario's.")
 @click.option("--deadline", help="Longest run, e.g. '30 days'; needs tokens in the scenario's budget.")
 @click.option("--budget", type=click.FloatRange(min=0), help="Most money for the run, USD.")
+@click.option("--price", help="USD per GPU-hour, or a kind of cloud instance: 2.5, p5, or A=2.5,B=p5 by cluster.")
 @click.option("--objective", type=click.Choice(["time", "cost", "gpus"]), default="time", help="What is best.")
 @click.option("--top", type=click.IntRange(1, 1000), default=10, help="How many of the best.")
 @click.option("--out", type=click.Path(dir_okay=False), help="SQLite file that results stream into.")
@@ -31,14 +32,17 @@ if TYPE_CHECKING:
 @click.option("--seconds", type=click.FloatRange(min=0), help="Simulate no longer; the best so far, with its gap.")
 @click.option("--workers", type=click.IntRange(1, 1024), default=1, help="Processes.")
 @click.option("--json", "json_to", metavar="FILE", help="Write the result as JSON; - is standard output.")
+@click.option("--report", "report_to", metavar="DIR", help="Write the text and a picture of the front there.")
 def size(scenario: str, gpus: str, clusters: str, deadline: str | None, budget: float | None, objective: str, top: int,
-         out: str | None, resume: bool, seconds: float | None, workers: int, json_to: str | None) -> None:
+         out: str | None, resume: bool, seconds: float | None, workers: int, price: str | None,
+         json_to: str | None, report_to: str | None) -> None:
     """Search layouts, clusters and numbers of GPUs for the best configuration."""
     from sim import sizing
     from sim.api import load
 
     writable("--json", json_to)
     writable("--out", out)
+    writable("--report", report_to and os.path.join(report_to, "front.png"), parents=True)
     if resume and out is None:
         raise UserError(Fault("there is nothing to resume", "--resume", hint="name the file with --out"))
     loaded = load(scenario, [] if deadline is None else [f"budget.deadline={deadline}"])
@@ -48,54 +52,61 @@ def size(scenario: str, gpus: str, clusters: str, deadline: str | None, budget: 
     if (deadline or budget is not None) and tokens is None:
         raise UserError(Fault("a deadline or a budget needs the tokens of the run", "budget.tokens",
                               hint="give budget.tokens in the scenario"))
-    price = asked.price_per_gpu_hour if asked is not None else None
-    if budget is not None and price is None:
-        raise UserError(Fault("a budget needs a price", "budget.price_per_gpu_hour", hint="give it in the scenario"))
     step_tokens = (training.global_batch or 0) * training.sequence
     wish = sizing.Wish(objective, 1.0 if tokens is None else math.ceil(tokens / step_tokens),
-                       asked.deadline if asked is not None and tokens is not None else None, budget,
-                       1.0 if price is None else price)
+                       asked.deadline if asked is not None and tokens is not None else None, budget)
     found = sizing.size(loaded, sizing.Choice(sizing.counts(gpus)), wish,
                         clusters=[c for c in clusters.split(",") if c], top=top, out=Path(out) if out else None,
-                        resume=resume, workers=workers, seconds=math.inf if seconds is None else seconds,
+                        resume=resume, price=price, workers=workers, seconds=math.inf if seconds is None else seconds,
                         progress=_progress if sys.stderr.isatty() else None)
     with json_output(json_to, many=False) as to:
         if to is not None:
             to.document(found.to_json())
+    text = "\n".join(_size_lines(found))
     if json_to != "-":
-        _print_size(found)
+        click.echo(text)
+    if report_to is not None:
+        from sim.sizing.front_picture import write_front
+
+        with reporting(Path(report_to)) as written:
+            written.append(write_front(Path(report_to), found))
+            written.append(Path(report_to) / "sizing.txt")
+            written[-1].write_text(text + "\n", encoding="utf-8")
 
 
 def _progress(done: int, _bound: float, _best: float) -> None:
     click.echo(f"\r{done} simulated", nl=False, err=True)
 
 
-def _print_size(found: Sizing) -> None:
+def _size_lines(found: Sizing) -> Iterator[str]:
     from sim.sizing.why import why_lines
 
     pruned = ", ".join(f"{count:,} by {name}" for name, count in found.pruned.items())
-    click.echo(f"{found.covered:,} configurations: {found.impossible:,} impossible, pruned {pruned}, "
-               f"{found.simulated:,} simulated ({found.refused:,} refused)")
+    yield (f"{found.covered:,} configurations: {found.impossible:,} impossible, pruned {pruned}, "
+           f"{found.simulated:,} simulated ({found.refused:,} refused)")
     if found.faults:
-        click.echo(f"the simulation failed on {found.faults:,} of them, a fault of ours: the best is not proven")
+        yield f"the simulation failed on {found.faults:,} of them, a fault of ours: the best is not proven"
     elif found.proven:
-        click.echo("the best is proven")
+        yield "the best is proven"
     else:
-        click.echo(f"not proven: a configuration not yet simulated may be up to {100 * found.gap:.1f}% better")
+        yield f"not proven: a configuration not yet simulated may be up to {100 * found.gap:.1f}% better"
     if not found.best:
-        click.echo("nothing that was simulated fits")
+        yield "nothing that was simulated fits"
     proven = "no layout beats them in" if found.front_proven else "of those simulated, by"
     for title, rows in (("best", found.best), (f"Pareto front ({proven} time, GPUs and cost)", found.front)):
         if rows:
-            click.echo(f"\n{title}:")
+            yield f"\n{title}:"
         for row in rows:
-            click.echo(f"  {_told(row)}")
-    for line in ("", *why_lines(found.why, _brief, found.wish.told)):
-        click.echo(line)
+            yield f"  {_told(row)}"
+    for name, origin in found.price_origin.items():
+        yield f"\n{name}: {found.wish.prices[name]:g} USD per GPU-hour ({origin})"
+    yield ""
+    yield from why_lines(found.why, _brief, found.wish.told)
 
 
 def _told(row: Mapping[str, Any]) -> str:
-    return (f"{row['step_time_s']:10.4g} s  {row['gpus']:6} GPUs  {row['gpu_hours']:10.4g} GPU-hours  "
+    cost = "" if row["usd"] is None else f"{row['usd']:10.4g} USD  "
+    return (f"{row['step_time_s']:10.4g} s  {row['gpus']:6} GPUs  {row['gpu_hours']:10.4g} GPU-hours  {cost}"
             f"{row['device_used_bytes'] / 2**30:6.1f} GiB  {row['cluster']}  {_layout(row['set'])}")
 
 

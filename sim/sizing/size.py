@@ -6,10 +6,10 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from sim.scenario import Loaded, Scenario, resolve
 from sim.scenario.dump import dump
 from sim.sizing.bounds import Bounds, bounds
 from sim.sizing.front import complete, pareto
+from sim.sizing.prices import prices_of
 from sim.sizing.search import Found, search
 from sim.sizing.space import Choice, Space, build_space
 from sim.sizing.store import Outcome, Store
@@ -40,7 +41,8 @@ class Wish:
         objective: time, cost (GPU-hours times price; GPU-hours where no price is given) or gpus.
         steps: optimizer steps of the run; 1 where no tokens are given.
         deadline_s, budget: longest run, most money; None = no limit.
-        price_per_gpu_hour: of every cluster alike.
+        price_per_gpu_hour: of clusters that `prices` does not name; prices: by name of the topology.
+        priced: whether that is money; else cost means GPU-hours.
     """
 
     objective: str = "time"
@@ -48,11 +50,20 @@ class Wish:
     deadline_s: float | None = None
     budget: float | None = None
     price_per_gpu_hour: float = 1.0
+    priced: bool = False
+    prices: Mapping[str, float] = field(default_factory=dict)
 
-    def value(self, step_s: Any, gpus: Any) -> Any:
-        """The objective, inf where a limit is broken; never falls when `step_s` rises, so bounds keep bounding."""
+    def price(self, scenario: Scenario) -> float:
+        """Of one GPU-hour on a scenario's cluster."""
+        return self.prices.get(scenario.cluster.topology.name, self.price_per_gpu_hour)
+
+    def value(self, step_s: Any, gpus: Any, price: Any = None) -> Any:
+        """The objective at a price per GPU-hour (None = `price_per_gpu_hour`), inf where a limit is broken.
+
+        It never falls when `step_s` rises, so bounds keep bounding.
+        """
         run_s = np.asarray(step_s, dtype=np.float64) * self.steps
-        cost = run_s / 3600.0 * gpus * self.price_per_gpu_hour
+        cost = run_s / 3600.0 * gpus * (self.price_per_gpu_hour if price is None else price)
         broken = np.zeros(np.shape(run_s), dtype=bool)
         if self.deadline_s is not None:
             broken |= run_s > self.deadline_s
@@ -67,7 +78,8 @@ class Wish:
         """A value of the objective with its unit."""
         if self.objective == "gpus":
             return f"{value:,.0f} GPUs"
-        return f"{value / self.steps:.4g} s a step" if self.objective == "time" else f"cost {value:,.4g}"
+        return f"{value / self.steps:.4g} s a step" if self.objective == "time" else (
+            f"{value:,.4g} {'USD' if self.priced else 'GPU-hours'}")
 
 
 @dataclass
@@ -82,6 +94,7 @@ class Sizing:
         why: what the best has ahead of the runner-up and of the best of each family.
         refused, faults: of those simulated, rows a technique refused, and rows the simulation failed on (ours).
         gap: how much better than the best an unsimulated row could be.
+        price_origin: where the price of each cluster comes from.
         seconds: of wall clock, by part.
     """
 
@@ -96,12 +109,14 @@ class Sizing:
     front: list[dict[str, Any]] = field(default_factory=list)
     front_proven: bool = False
     why: Why = field(default_factory=Why)
+    price_origin: dict[str, str] = field(default_factory=dict)
     gap: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        return {"objective": self.wish.objective, "best": self.best, "front": self.front,
+        return {"objective": self.wish.objective, "prices_usd_per_gpu_hour": dict(self.wish.prices),
+                "price_origin": self.price_origin, "best": self.best, "front": self.front,
                 "front_proven": self.front_proven, "why": self.why.to_json(), "covered": self.covered,
                 "impossible": self.impossible, "pruned": self.pruned, "simulated": self.simulated,
                 "refused": self.refused, "faults": self.faults, "gap": self.gap, "proven": self.proven,
@@ -123,7 +138,7 @@ class Sizing:
 
 def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | None = None, *,
          clusters: Sequence[str] = (), top: int = 10, out: Path | None = None, resume: bool = False,
-         workers: int = 1, seconds: float = math.inf,
+         workers: int = 1, seconds: float = math.inf, price: str | None = None,
          progress: Callable[[int, float, float], None] | None = None) -> Sizing:
     """Search the layouts of a scenario's model for the best.
 
@@ -134,6 +149,7 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
         out: SQLite file of outcomes (see `sim.sizing.store`); `resume` goes on with one that is there.
         workers: processes; they do not change what is found or simulated.
         seconds: simulate no longer than this; what is found then is the best so far, with its gap.
+        price: what a GPU-hour costs, as `--price` says it (`sim.sizing.prices`); a wish with a price keeps its own.
         progress: told (simulated, next bound, best value) after every round.
 
     Raises:
@@ -147,13 +163,14 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
                               "hold where some differ", "cluster", hint="take slow_gpus, other_gpus, clock_spread and "
                               "degraded out, size, then 'drystep run' the best with them"))
     bases = [_alone(scenario, name) for name in clusters] or [_alone(scenario, None)]
+    wish, origin = _priced(wish, bases, price)
     space = build_space(bases, choice)
     listed = time.monotonic()
     of = bounds(space)
     bounded = time.monotonic()
     plain = [dump(base) for base in bases]
     store = Store(out, {"clusters": plain}, resume)
-    found = Sizing(wish, covered=len(space))
+    found = Sizing(wish, covered=len(space), price_origin=origin)
     value = _bound_values(space, of, wish, found)
     with ExitStack() as stack:
         stack.callback(store.close)
@@ -193,6 +210,22 @@ def _multiple(batch: int | None, plain: dict[str, Any], cluster: dict[str, Any])
     return 4608 if batch is None else batch * 4608
 
 
+def _priced(wish: Wish, clusters: Sequence[Scenario], price: str | None) -> tuple[Wish, dict[str, str]]:
+    """The wish with the prices of all clusters, where all have one, and where they come from.
+
+    Raises:
+        UserError: money is asked for, and a cluster has no price.
+    """
+    if price is None and (wish.priced or wish.prices or wish.price_per_gpu_hour != 1.0):
+        return wish, {}
+    prices, origin = prices_of(clusters, price)
+    without = [name for one in clusters if (name := one.cluster.topology.name) not in prices]
+    if without and (wish.budget is not None or (wish.objective == "cost" and prices)):
+        raise UserError(Fault(f"nothing says what a GPU-hour of {', '.join(without)} costs", "--price",
+                              hint="give --price, e.g. --price 2.5, or budget.price_per_gpu_hour"))
+    return (wish, {}) if without else (replace(wish, priced=True, prices=prices), origin)
+
+
 def _bound_values(space: Space, of: Bounds, wish: Wish, found: Sizing) -> Floats:
     """Bounds in units of the objective; what is ruled out is counted by what does it, and inf."""
     possible = np.isfinite(of.time_s)
@@ -200,13 +233,14 @@ def _bound_values(space: Space, of: Bounds, wish: Wish, found: Sizing) -> Floats
     alive = possible & of.fits
     found.pruned["memory"] = int(possible.sum() - alive.sum())
     run_s = of.time_s * wish.steps
+    price = np.array([wish.price(one) for one in space.clusters])[space.columns["cluster"]]
     if wish.deadline_s is not None:
         late = alive & (run_s > wish.deadline_s)
         found.pruned["deadline"], alive = int(late.sum()), alive & ~late
     if wish.budget is not None:
-        dear = alive & (run_s / 3600 * space.gpus * wish.price_per_gpu_hour > wish.budget)
+        dear = alive & (run_s / 3600 * space.gpus * price > wish.budget)
         found.pruned["budget"], alive = int(dear.sum()), alive & ~dear
-    values: Floats = np.where(alive, wish.value(np.where(possible, of.time_s, 0.0), space.gpus), np.inf)
+    values: Floats = np.where(alive, wish.value(np.where(possible, of.time_s, 0.0), space.gpus, price), np.inf)
     found.pruned["time"] = int(np.isfinite(values).sum())
     return values
 
@@ -230,9 +264,16 @@ class _Runner:
         new = [job for job in jobs if job[0] not in self.store.known]
         self.store.add(list((self.pool.map if self.pool else map)(_simulated, new)))
         self.rows.update((row, self.store.known[job[0]]) for row, job in zip(rows, jobs, strict=True))
-        return [float(self.wish.value(one.step_time_s, one.gpus)) if one.fits else math.inf
-                for one in (self.rows[row] for row in rows)]
+        return [self.value(row) for row in rows]
 
+    def price(self, row: int) -> float:
+        """Of one GPU-hour of a row's cluster."""
+        return self.wish.price(self.space.clusters[int(self.space.columns["cluster"][row])])
+
+    def value(self, row: int) -> float:
+        """The objective of a row that was simulated."""
+        one = self.rows[row]
+        return float(self.wish.value(one.step_time_s, one.gpus, self.price(row))) if one.fits else math.inf
 
     def steps(self, rows: Sequence[int]) -> list[float]:
         """Seconds of a step of rows; inf for what breaks a limit, does not fit or is refused."""
@@ -263,16 +304,14 @@ def _fill(found: Sizing, space: Space, result: Found, runner: _Runner) -> None:
         found.gap = min(1.0, result.gap)
     found.best = [_row(space, runner, row, found.wish) for _, row in result.best]
     fitting = [_row(space, runner, row, found.wish) for row in sorted(runner.rows)
-               if runner.rows[row].fits and math.isfinite(found.wish.value(runner.rows[row].step_time_s,
-                                                                           runner.rows[row].gpus))]
+               if math.isfinite(runner.value(row))]
     found.front = [fitting[i] for i in pareto(fitting)]
     found.front_proven = found.front_proven and not found.faults
 
 
 def _why(found: Sizing, space: Space, result: Found, runner: _Runner, bound: Floats) -> Why:
     """The best against others: they are simulated once more, for their terms."""
-    values = {row: float(found.wish.value(one.step_time_s, one.gpus)) if one.fits else math.inf
-              for row, one in runner.rows.items()}
+    values = {row: runner.value(row) for row in runner.rows}
     ranks = {scenario.cluster.topology.name: i for i, scenario in enumerate(space.clusters)}
     kinds = families(space, bound, values, lambda row: _row(space, runner, row, found.wish),
                      result.best[0][1] if result.best else None)
@@ -286,8 +325,9 @@ def _row(space: Space, runner: _Runner, row: int, wish: Wish) -> dict[str, Any]:
     run_s = one.step_time_s * wish.steps
     return {"cluster": space.clusters[int(space.columns["cluster"][row])].cluster.topology.name, "gpus": one.gpus,
             "step_time_s": one.step_time_s, "run_s": run_s, "gpu_hours": run_s / 3600 * one.gpus,
-            "cost": run_s / 3600 * one.gpus * wish.price_per_gpu_hour, "device_used_bytes": one.device_used_bytes,
-            "set": space.sets(row)}
+            "cost": run_s / 3600 * one.gpus * runner.price(row),
+            "usd": run_s / 3600 * one.gpus * runner.price(row) if wish.priced else None,
+            "device_used_bytes": one.device_used_bytes, "set": space.sets(row)}
 
 
 def counts(text: str) -> list[int]:
