@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from sim.cli_output import json_output, reporting, writable
+from sim.cli_output import json_output, reporting, writable, writing
 from sim.errors import Fault, UserError
 
 if TYPE_CHECKING:
@@ -32,16 +34,23 @@ if TYPE_CHECKING:
 @click.option("--seconds", type=click.FloatRange(min=0), help="Simulate no longer; the best so far, with its gap.")
 @click.option("--workers", type=click.IntRange(1, 1024), default=1, help="Processes.")
 @click.option("--json", "json_to", metavar="FILE", help="Write the result as JSON; - is standard output.")
+@click.option("--csv", "csv_to", metavar="FILE", help="Write every simulated configuration as CSV.")
+@click.option("--parquet", "parquet_to", metavar="FILE", help="The same as Parquet; needs drystep[parquet].")
 @click.option("--report", "report_to", metavar="DIR", help="Write the text and a picture of the front there.")
 def size(scenario: str, gpus: str, clusters: str, deadline: str | None, budget: float | None, objective: str, top: int,
          out: str | None, resume: bool, seconds: float | None, workers: int, price: str | None,
-         json_to: str | None, report_to: str | None) -> None:
+         json_to: str | None, csv_to: str | None, parquet_to: str | None, report_to: str | None) -> None:
     """Search layouts, clusters and numbers of GPUs for the best configuration."""
     from sim import sizing
     from sim.api import load
+    from sim.sizing import export
 
     writable("--json", json_to)
     writable("--out", out)
+    writable("--csv", csv_to)
+    writable("--parquet", parquet_to)
+    if parquet_to is not None:
+        export.need_parquet()
     writable("--report", report_to and os.path.join(report_to, "front.png"), parents=True)
     if resume and out is None:
         raise UserError(Fault("there is nothing to resume", "--resume", hint="name the file with --out"))
@@ -55,13 +64,23 @@ def size(scenario: str, gpus: str, clusters: str, deadline: str | None, budget: 
     step_tokens = (training.global_batch or 0) * training.sequence
     wish = sizing.Wish(objective, 1.0 if tokens is None else math.ceil(tokens / step_tokens),
                        asked.deadline if asked is not None and tokens is not None else None, budget)
-    found = sizing.size(loaded, sizing.Choice(sizing.counts(gpus)), wish,
-                        clusters=[c for c in clusters.split(",") if c], top=top, out=Path(out) if out else None,
-                        resume=resume, price=price, workers=workers, seconds=math.inf if seconds is None else seconds,
-                        progress=_progress if sys.stderr.isatty() else None)
+    longest_s = math.inf if seconds is None else seconds
+    with _keeping(out):
+        found = sizing.size(loaded, sizing.Choice(sizing.counts(gpus)), wish,
+                            clusters=[c for c in clusters.split(",") if c], top=top, out=Path(out) if out else None,
+                            resume=resume, price=price, workers=workers,
+                            seconds=longest_s, progress=_progress(longest_s) if sys.stderr.isatty() else None)
+    if sys.stderr.isatty():
+        click.echo(err=True)
     with json_output(json_to, many=False) as to:
         if to is not None:
             to.document(found.to_json())
+    if csv_to is not None:
+        with writing("--csv", csv_to):
+            export.write_csv(Path(csv_to), found.rows)
+    if parquet_to is not None:
+        with writing("--parquet", parquet_to):
+            export.write_parquet(Path(parquet_to), found.rows)
     text = "\n".join(_size_lines(found))
     if json_to != "-":
         click.echo(text)
@@ -74,8 +93,28 @@ def size(scenario: str, gpus: str, clusters: str, deadline: str | None, budget: 
             written[-1].write_text(text + "\n", encoding="utf-8")
 
 
-def _progress(done: int, _bound: float, _best: float) -> None:
-    click.echo(f"\r{done} simulated", nl=False, err=True)
+@contextmanager
+def _keeping(out: str | None) -> Iterator[None]:
+    """A file of results that cannot grow, e.g. on a full disk, ends the search; what it holds stays."""
+    import sqlite3
+
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        raise UserError(Fault(f"cannot write {out}: {error}; what was written before is kept", "--out",
+                              hint="make room, then go on with --resume")) from error
+
+
+def _progress(seconds: float) -> Callable[[int, float, float], None]:
+    """A line on the terminal: how many were simulated, how fast, and how long --seconds leaves."""
+    started = time.monotonic()
+
+    def advance(done: int, _bound: float, _best: float) -> None:
+        passed = time.monotonic() - started
+        left = "" if math.isinf(seconds) else f", at most {max(0.0, seconds - passed):.0f} s left"
+        click.echo(f"\r\x1b[K{done:,} simulated, {done / max(passed, 1e-9):.1f}/s{left}", nl=False, err=True)
+
+    return advance
 
 
 def _size_lines(found: Sizing) -> Iterator[str]:

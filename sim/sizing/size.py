@@ -94,6 +94,7 @@ class Sizing:
         why: what the best has ahead of the runner-up and of the best of each family.
         refused, faults: of those simulated, rows a technique refused, and rows the simulation failed on (ours).
         gap: how much better than the best an unsimulated row could be.
+        rows: every simulated row, with its outcome and why it has no time, in the order of the space.
         price_origin: where the price of each cluster comes from.
         seconds: of wall clock, by part.
     """
@@ -109,6 +110,7 @@ class Sizing:
     front: list[dict[str, Any]] = field(default_factory=list)
     front_proven: bool = False
     why: Why = field(default_factory=Why)
+    rows: list[dict[str, Any]] = field(default_factory=list)
     price_origin: dict[str, str] = field(default_factory=dict)
     gap: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -303,6 +305,7 @@ def _fill(found: Sizing, space: Space, result: Found, runner: _Runner) -> None:
         found.pruned.pop("time")
         found.gap = min(1.0, result.gap)
     found.best = [_row(space, runner, row, found.wish) for _, row in result.best]
+    found.rows = [_kept(_row(space, runner, row, found.wish), runner.rows[row]) for row in sorted(runner.rows)]
     fitting = [_row(space, runner, row, found.wish) for row in sorted(runner.rows)
                if math.isfinite(runner.value(row))]
     found.front = [fitting[i] for i in pareto(fitting)]
@@ -318,6 +321,12 @@ def _why(found: Sizing, space: Space, result: Found, runner: _Runner, bound: Flo
     second = [row for row in sorted(values, key=lambda row: (values[row], row)) if math.isfinite(values[row])][:2]
     ordered = [_row(space, runner, row, found.wish) for row in second]
     return explain(ordered, kinds, lambda row: api.run(resolve(runner.plain[ranks[row["cluster"]]], "", row["set"])))
+
+
+def _kept(row: dict[str, Any], one: Outcome) -> dict[str, Any]:
+    """A row of `Sizing.rows`; what is not finite is None."""
+    plain = {name: None if value == math.inf else value for name, value in row.items()}
+    return {**plain, "fits": one.fits, "outcome": one.outcome, "reason": one.reason}
 
 
 def _row(space: Space, runner: _Runner, row: int, wish: Wish) -> dict[str, Any]:
