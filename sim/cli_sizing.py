@@ -125,6 +125,8 @@ def _size_lines(found: Sizing) -> Iterator[str]:
            f"{found.simulated:,} simulated ({found.refused:,} refused)")
     if found.faults:
         yield f"the simulation failed on {found.faults:,} of them, a fault of ours: the best is not proven"
+        if found.first_fault is not None:
+            yield f"  the first: {_layout(found.first_fault['set'])}: {found.first_fault['reason']}"
     elif found.proven:
         yield "the best is proven"
     else:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,6 @@ from sim.model import build, optimizer_kernels, optimizer_state_bytes
 from sim.model.architecture import Architecture, Layer
 from sim.model.eager import KINDS, layer_profile
 from sim.parallel.compute import Compute
-from sim.parallel.layout import Layout
 from sim.parallel.lower import cut_groups, held, layout_of
 from sim.parallel.model.expert import dispatched
 from sim.parallel.model.joints import joints
@@ -33,6 +32,7 @@ from sim.parallel.pipeline.bubble import activations
 from sim.parallel.pipeline.stages import blocks_per_stage, positions
 from sim.program import InlineCall, ProgramBuilder
 from sim.scenario import Scenario
+from sim.sizing.alone import Alone
 from sim.sizing.space import POLICIES, SCHEDULES, STRATEGIES, Space
 from sim.software import stack_for
 from sim.work import DTYPE_BYTES
@@ -59,23 +59,47 @@ class Bounds:
         return self.memory_bytes <= self.capacity_bytes
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Table:
-    """Layers of one slice, by position: forward, backward and again[policy] seconds, kept[policy] bytes, elements."""
+    """Layers of one slice by position: elements and bytes; seconds only once a row of the slice may fit.
+
+    Attributes:
+        kept, rises: bytes a block keeps, and its backward's highest point above that, per policy and block; shape
+            (policies, blocks), `kept` summed from the first block on: (policies, blocks + 1).
+        head_rises: bytes the head's forward needs for a while.
+        numel: elements of the layers before each position, shape (positions + 1,).
+        accumulated: bytes per element of whole gradients that FSDP accumulates between reductions.
+        forward_s, backward_s: of the layers before each position; again_s as `kept`.
+    """
 
     architecture: Architecture
-    forward_s: Floats
-    backward_s: Floats
-    again_s: dict[str, Floats]
-    kept: dict[str, Floats]
+    parts: Any
+    kept: Floats
+    rises: Floats
+    head_rises: float
     numel: Floats
     output_bytes: float
     widths: dict[str, float]
     fixed_bytes: float
     resident_gradients: bool
-    blocks: npt.NDArray[np.bool_]
-    kinds: npt.NDArray[np.int16]
-    sums: dict[Any, Floats]
+    sharded: tuple[str, ...]
+    accumulated: float
+    through: npt.NDArray[np.int64]
+    staged: dict[Any, _Places]
+    forward_s: Floats | None = None
+    backward_s: Floats | None = None
+    again_s: Floats | None = None
+
+
+class _Places(NamedTuple):
+    """Chunks of pipeline ranks as positions and as blocks, each of shape (ranks, chunks); `before`: blocks of the rank
+    that come before the chunk."""
+
+    start: npt.NDArray[np.int64]
+    stop: npt.NDArray[np.int64]
+    first: npt.NDArray[np.int64]
+    end: npt.NDArray[np.int64]
+    before: npt.NDArray[np.int64]
 
 
 def bounds(space: Space) -> Bounds:
@@ -90,7 +114,9 @@ class _Bounding:
         self.kernel_s: dict[Any, dict[Any, float]] = {}
         self.call_s: dict[Any, float] = {}
         self.update_s: dict[Any, float] = {}
-        self.layers: dict[Any, tuple[Architecture, Any]] = {}
+        self.layers: dict[Any, tuple[Any, ...]] = {}
+        self.capacity = [hardware_for(one)[0].gpu.usable_memory_bytes for one in space.clusters]
+        self.offloads = any(place in ("cpu", "nvme") for one in space.clusters for _, place in one.parallel.offload)
 
     def run(self) -> Bounds:
         space, columns = self.space, self.space.columns
@@ -115,68 +141,65 @@ class _Bounding:
         cluster, nodes, tensor, _, context, _, micro, pipeline, virtual, scheduled = key
         scenario = self.space.clusters[cluster]
         table = self._table(key[:len(_SLICE)])
-        gpus = nodes * scenario.cluster.gpus_per_node
-        replicas = gpus // (tensor * context * pipeline)
+        replicas = nodes * scenario.cluster.gpus_per_node // (tensor * context * pipeline)
         steps = (scenario.training.global_batch or 0) // (replicas * micro)
         schedule = SCHEDULES[scheduled] if pipeline > 1 else ""
-        chunks = self._chunks(table, pipeline, virtual, schedule)
+        places = self._places(table, pipeline, virtual, schedule)
         recompute, factor = self.space.columns["recompute"][rows], self.space.columns["sharding_factor"][rows]
         strategy = self.space.columns["strategy"][rows]
         policies, at = np.unique(recompute, return_inverse=True)
-        again, kept = _by_policy(table, chunks, policies)
-        busy = self._busy(table, chunks, again, steps, schedule)  # (policies,)
-        time_s = busy[at]
-        weights = np.array([sum(table.numel[c.start:c.stop].sum() for c in own) for own in chunks])
+        weights = (table.numel[places.stop] - table.numel[places.start]).sum(axis=1)
         shards, spread = _shares(strategy, factor, replicas * context)
+        flight = _flight(table, places, policies, schedule, steps)
+        found.memory_bytes[rows] = self._memory(table, flight, weights, steps, strategy, shards, spread, at)
+        capacity = self.capacity[cluster]
+        found.capacity_bytes[rows] = capacity
+        if not (found.memory_bytes[rows] <= capacity).any():
+            found.time_s[rows] = 0.0  # never asked for: none fits
+            return
+        self._timed(table, key)
+        busy = _busy(table, places, policies, steps, schedule)  # (policies,)
         update = {part: self._update(scenario, cluster, weights[0], int(part)) for part in np.unique(spread)}
-        time_s = time_s + np.array([update[part] for part in spread])
-        found.time_s[rows] = time_s * _SURE
-        found.memory_bytes[rows] = self._memory(table, chunks, kept, weights, schedule, steps, strategy, shards,
-                                                spread, at)
-        found.capacity_bytes[rows] = hardware_for(scenario)[0].gpu.usable_memory_bytes
+        found.time_s[rows] = (busy[at] + np.array([update[part] for part in spread])) * _SURE
 
-    def _chunks(self, table: _Table, pipeline: int, virtual: int, schedule: str) -> list[list[range]]:
-        """Positions of the chunks of every pipeline rank."""
-        if pipeline == 1:
-            return [[range(len(table.numel))]]
-        placed = placement(schedule, pipeline, virtual)
-        slots = self.space.clusters[0].parallel.split_slots
-        counts = blocks_per_stage(len(table.numel) - 2, placed, None, slots.embedding, slots.head)
-        return positions(table.architecture, counts, placed)
-
-    def _busy(self, table: _Table, chunks: Sequence[Sequence[range]], again: list[list[Floats]], steps: int,
-              schedule: str) -> Floats:
-        """Seconds of the slowest way through the ranks, per policy."""
-        half = 0.5 if schedule == "dualpipe" else 1.0
-        one_piece = schedule != "" and not split(schedule)
-        fill = np.zeros(len(again[0][0]))
-        slowest = np.zeros(len(fill))
-        for own, redone in zip(chunks, again, strict=True):
-            work = sum((_over(table.forward_s, c) + _over(table.backward_s, c) + r
-                        for c, r in zip(own, redone, strict=True)), np.zeros(len(fill)))
-            slowest = np.maximum(slowest, steps * half * work + (fill if one_piece else 0.0))
-            fill = fill + _over(table.forward_s, own[0]) + _over(table.backward_s, own[0]) + redone[0]
-        return slowest
-
-    def _memory(self, table: _Table, chunks: Sequence[Sequence[range]], kept: list[list[Floats]], weights: Floats,
-                schedule: str, steps: int, strategy: npt.NDArray[np.int64], shards: Floats, spread: Floats,
-                at: npt.NDArray[np.int64]) -> Floats:
-        """Bytes of the fullest rank: states with gradients, or with the activations in flight."""
-        w, highest = table.widths, np.zeros(len(at))
-        whole_gradients = np.array([STRATEGIES[s] in ("none", "ddp", "zero1") for s in strategy])
-        pipeline = len(chunks)
-        for rank, (own, held_bytes) in enumerate(zip(chunks, kept, strict=True)):
-            flying = _in_flight(schedule, pipeline, len(own), steps, rank)
-            per_chunk = np.min(np.array(held_bytes), axis=0)  # (policies,)
+    def _places(self, table: _Table, pipeline: int, virtual: int, schedule: str) -> _Places:
+        """Where the chunks of every pipeline rank are."""
+        key = (pipeline, virtual, schedule)
+        if key not in table.staged:
+            chunks = [[range(len(table.numel) - 1)]]
             if pipeline > 1:
-                per_chunk = per_chunk - table.output_bytes
-            flight = np.maximum(0.0, flying * per_chunk)[at]
-            split_over = (w["master_parameters"] + w["optimizer_states"]) / spread
-            states = weights[rank] * (w["parameters"] / shards + split_over)
-            gradients = weights[rank] * w["gradients"] / np.where(whole_gradients, 1.0, spread)
-            resident = gradients if table.resident_gradients else 0.0
-            highest = np.maximum(highest, states + np.maximum(gradients, resident + flight))
-        return highest * _SURE + table.fixed_bytes
+                placed = placement(schedule, pipeline, virtual)
+                slots = self.space.clusters[0].parallel.split_slots
+                counts = blocks_per_stage(len(table.numel) - 3, placed, None, slots.embedding, slots.head)
+                chunks = positions(table.architecture, counts, placed)
+            start = np.array([[c.start for c in own] for own in chunks])
+            stop = np.array([[c.stop for c in own] for own in chunks])
+            first, end = table.through[start], table.through[stop]
+            lower = start[:, None, :] < start[:, :, None]  # (ranks, chunks, chunks before)
+            before = (lower * (end - first)[:, None, :]).sum(axis=2)
+            table.staged[key] = _Places(start, stop, first, end, before)
+        return table.staged[key]
+
+    def _memory(self, table: _Table, flight: Floats, weights: Floats, steps: int, strategy: npt.NDArray[np.int64],
+                shards: Floats, spread: Floats, at: npt.NDArray[np.int64]) -> Floats:
+        """Bytes of the fullest rank: states with gradients, or with the activations in flight (ranks, policies)."""
+        w = table.widths
+        if self.offloads:
+            return np.full(len(at), table.fixed_bytes)
+        ways, way = np.unique(np.stack((strategy, shards, spread)), axis=1, return_inverse=True)
+        highest = np.empty((ways.shape[1], flight.shape[1]))
+        for i, (index, shard, part) in enumerate(ways.T.tolist()):
+            name = STRATEGIES[int(index)]
+            states = weights * (w["parameters"] / shard + (w["master_parameters"] + w["optimizer_states"]) / part)
+            gradients = weights * w["gradients"] / (1.0 if name in ("none", "ddp", "zero1") else part)
+            lasting = np.zeros(len(weights))
+            if name in table.sharded:  # FSDP keeps whole gradients from micro-step to micro-step (no_sync)
+                lasting = weights * table.accumulated * (steps > 1)
+            elif table.resident_gradients:
+                lasting = gradients
+            peak = states[:, None] + np.maximum(gradients[:, None], lasting[:, None] + flight)
+            highest[i] = peak.max(axis=0)
+        return highest[way.reshape(-1), at] * _SURE + table.fixed_bytes
 
     # ------------------------------------------------------------------------------------------------------- tables
     def _table(self, key: tuple[int, ...]) -> _Table:
@@ -188,53 +211,68 @@ class _Bounding:
 
     def _make(self, key: tuple[int, ...]) -> _Table:
         scenario = self.scenario(key)
-        software = scenario.software
-        stack = stack_for(software.framework, software.year, software.compile, software.versions, software.modules,
-                          fused=software.fused, cuda_graphs=software.cuda_graphs)
-        layout = layout_of(scenario)
-        groups = cut_groups(scenario, layout)
+        stack = _stack(scenario)
+        groups = cut_groups(scenario, layout_of(scenario))
         sent = dispatched(scenario, stack, groups.get("expert"))
         sliced = (key[0], key[2], key[3], key[4], key[5], key[6], key[7] > 1, scenario.expert_tensor, sent)
         if sliced not in self.layers:
             if len(self.layers) > 256:
                 self.layers.pop(next(iter(self.layers)))
             self.layers[sliced] = self._layers(scenario, stack, tuple(groups), sent)
-        architecture, parts = self.layers[sliced]
+        architecture, parts, kept, rises, head, widths = self.layers[sliced]
+        row = architecture.stack
+        block = next((layer for layer in row if layer.kind == "block"), row[0])
+        capability, precision = hardware_for(scenario)[0].gpu.compute_capability, scenario.training.precision
+        every = scenario.parallel.reduce_every_micro_step
+        return _Table(
+            architecture, parts, kept, rises, head, _before([float(layer.numel) for layer in row]),
+            block.input.elements * DTYPE_BYTES[block.input.dtype], widths,
+            outside(capability, stack.kernel_loading, ()).total_bytes, stack.gradient_path == "grad_buffer",
+            ("fsdp",) if stack.gradient_path == "ipg" else ("fsdp", "zero2", "zero3"),
+            0.0 if every else min(DTYPE_BYTES[precision.gather], DTYPE_BYTES[precision.reduce]),
+            np.concatenate(([0], np.cumsum([layer.kind == "block" for layer in row]))).astype(np.int64), {})
+
+    def _timed(self, table: _Table, key: tuple[int, ...]) -> None:
+        """Fill in a table's seconds."""
+        if table.forward_s is not None:
+            return
+        scenario = self.scenario(key[:len(_SLICE)])
+        layout = layout_of(scenario)
+        groups = cut_groups(scenario, layout)
         device, network = hardware_for(scenario)
-        stage = _Stage(layout, scenario, network, self.call_s, (key[0], *(layout.sizes.values()), key[5]))
-        seconds: dict[int, tuple[float, float, dict[str, float], dict[str, float]]] = {}
-        for layer in {id(x): x for x in architecture.stack}.values():
-            forward, backward, again, keeps = parts[id(layer)]
+        stage = Alone(layout, scenario, network, self.call_s, (key[0], *(layout.sizes.values()), key[5]))
+        seconds: dict[int, tuple[float, float, list[float]]] = {}
+        for layer in {id(x): x for x in table.architecture.stack}.values():
+            forward, backward, again = table.parts[id(layer)]
             seconds[id(layer)] = (self._seconds(key[0], device, stage, groups, forward),
                                   self._seconds(key[0], device, stage, groups, backward),
-                                  {p: self._seconds(key[0], device, stage, groups, i) for p, i in again.items()}, keeps)
-        rows = [seconds[id(layer)] for layer in architecture.stack]
-        blocks = np.array([layer.kind == "block" for layer in architecture.stack])
-        block = next((layer for layer in architecture.stack if layer.kind == "block"), architecture.stack[0])
-        capability = device.gpu.compute_capability
-        return _Table(
-            architecture, np.array([r[0] for r in rows]), np.array([r[1] for r in rows]),
-            {p: np.array([r[2][p] for r in rows]) * blocks for p in POLICIES},
-            {p: np.array([r[3][p] for r in rows]) * blocks for p in POLICIES},
-            np.array([float(layer.numel) for layer in architecture.stack]),
-            block.input.elements * DTYPE_BYTES[block.input.dtype], _widths(scenario, architecture),
-            outside(capability, stack.kernel_loading, ()).total_bytes, stack.gradient_path == "grad_buffer", blocks,
-            _kinds(architecture), {})
+                                  [self._seconds(key[0], device, stage, groups, again[p]) for p in POLICIES])
+        rows = [(layer, *seconds[id(layer)]) for layer in table.architecture.stack]
+        table.forward_s, table.backward_s = _before([r[1] for r in rows]), _before([r[2] for r in rows])
+        table.again_s = np.array([_before([r[3][i] for r in rows if r[0].kind == "block"])
+                                  for i in range(len(POLICIES))])
 
-    def _layers(self, scenario: Scenario, stack: Any, names: tuple[str, ...], sent: float) -> tuple[Architecture, Any]:
+    def _layers(self, scenario: Scenario, stack: Any, names: tuple[str, ...], sent: float) -> tuple[Any, ...]:
         """What every distinct layer runs and keeps; the same for all pipelines and numbers of GPUs."""
         architecture = build(held(scenario), stack, scenario.training.micro_batch)
         parallel = scenario.parallel
         compute = Compute(ProgramBuilder(("compute",), names), stack, joints(
             stack, names, sequence=parallel.sequence_parallel and parallel.tensor > 1, pipelined=parallel.async_tensor,
             dispatched=sent))
-        parts = {}
+        parts, kept, rises, head = {}, {}, {}, 0.0
         for layer in {id(x): x for x in architecture.stack}.values():
-            again = {p: compute.recomputed(layer, p) if layer.kind == "block" else () for p in POLICIES}
-            keeps = {p: _kept(layer, p) if layer.kind == "block" else 0.0 for p in POLICIES}
-            parts[id(layer)] = (compute.forward_items(layer.operators), compute.backward_items(layer.operators), again,
-                                keeps)
-        return architecture, parts
+            block = layer.kind == "block"
+            again = {p: compute.recomputed(layer, p) if block else () for p in POLICIES}
+            parts[id(layer)] = compute.forward_items(layer.operators), compute.backward_items(layer.operators), again
+            if block:
+                kept[id(layer)], rises[id(layer)] = zip(*(_held(layer, p) for p in POLICIES), strict=True)
+            elif layer.kind == "head":
+                head = max(0.0, min(float(sum(layer_profile(layer, "none", True, casts).forward.peak))
+                                    for casts in (False, True)))
+        blocks = [id(layer) for layer in architecture.stack if layer.kind == "block"]
+        return (architecture, parts, np.array([_before([kept[b][i] for b in blocks]) for i in range(len(POLICIES))]),
+                np.array([[rises[b][i] for b in blocks] for i in range(len(POLICIES))]).reshape(len(POLICIES), -1),
+                head, _widths(scenario, architecture))
 
     def scenario(self, key: Sequence[int]) -> Scenario:
         """The scenario of a slice, by columns of `_SLICE`."""
@@ -247,7 +285,7 @@ class _Bounding:
             "cluster": base.cluster.model_copy(update={"nodes": nodes}), "parallel": parallel,
             "training": base.training.model_copy(update={"micro_batch": micro})})
 
-    def _seconds(self, cluster: int, device: Any, stage: _Stage, groups: Any, items: Any) -> float:
+    def _seconds(self, cluster: int, device: Any, stage: Alone, groups: Any, items: Any) -> float:
         """Kernels and inline collectives alone, one after another."""
         known = self.kernel_s.setdefault(cluster, {})
         new = [k for item in items for k in (item.beside if isinstance(item, InlineCall) else (item,))
@@ -276,79 +314,73 @@ class _Bounding:
         return self.update_s[key]
 
 
-class _Stage:
-    """Collectives inside layers, alone on the links, among the ranks of the first pipeline stage."""
-
-    def __init__(self, layout: Layout, scenario: Scenario, network: Any, known: dict[Any, float], key: Any) -> None:
-        self.layout, self.scenario, self.network, self.known, self.key = layout, scenario, network, known, key
-
-    def alone_s(self, group: str, call: Any) -> float:
-        key = (self.key, group, call.kind, call.size_bytes, call.dtype)
-        if key not in self.known:
-            ranks = cut_groups(self.scenario, self.layout)[group]
-            coordinate = self.layout.coordinate("pipeline")
-            own = ranks[coordinate[ranks[:, 0]] == 0]
-            per = self.scenario.cluster.gpus_per_node
-            width = self.layout.ranks // self.layout.sizes["pipeline"]
-            if width % per and per % width:
-                own = own[:1]  # stages begin anywhere within a node: fewer neighbours than the first has are possible
-            coflow = self.network.coflow(call.kind, call.size_bytes, own, call.dtype)
-            bps = coflow.cap_bps
-            for link, load in zip(coflow.links, coflow.loads, strict=True):
-                if load > 0:
-                    bps = min(bps, self.network.capacity(link) / load)
-            self.known[key] = coflow.latency_s + (coflow.size_bytes / bps if coflow.size_bytes else 0.0)
-        return self.known[key]
-
-
 #: Sums of floats in another order differ by rounding; a bound stays below by this much.
 _SURE = 1.0 - 1e-9
 
 
-def _kept(layer: Layer, name: str) -> float:
-    """Bytes a block keeps from forward to backward."""
+def _stack(scenario: Scenario) -> Any:
+    software = scenario.software
+    return stack_for(software.framework, software.year, software.compile, software.versions, software.modules,
+                     fused=software.fused, cuda_graphs=software.cuda_graphs)
+
+
+def _before(values: Sequence[float]) -> Floats:
+    """Sums of what is before each place, and of all."""
+    return np.concatenate(([0.0], np.cumsum(np.array(values, dtype=np.float64))))
+
+
+def _held(layer: Layer, name: str) -> tuple[float, float]:
+    """Bytes a block keeps from forward to backward, and what its backward needs above that for a while, at least."""
     profile = layer_profile(layer, name, True)
-    return float(profile.forward.net[_KEPT] - profile.held[_KEPT] - profile.cached[_KEPT])
+    added = layer_profile(layer, name, False)
+    kept = float(profile.forward.net[_KEPT] - profile.held[_KEPT] - profile.cached[_KEPT])
+    return kept, max(0.0, float(min(sum(profile.backward.peak), sum(added.backward.peak))))
 
 
-def _over(values: Floats, chunk: range) -> Any:
-    return values[chunk.start:chunk.stop].sum()
+def _summed(of: Floats, places: _Places, policies: npt.NDArray[np.int64]) -> Floats:
+    """Sums of a table over the blocks of each chunk, by policy: shape (ranks, chunks, policies)."""
+    first, end = places.first[..., None], places.end[..., None]
+    named, none, full = np.minimum(policies, len(POLICIES) - 1), of[POLICIES.index("none")], of[POLICIES.index("full")]
+    turn = first + np.clip(policies - len(POLICIES) + 1 - places.before[..., None], 0, end - first)
+    partly = full[turn] - full[first] + none[end] - none[turn]
+    found: Floats = np.where(policies < len(POLICIES), of[named, end] - of[named, first], partly)
+    return found
 
 
-def _by_policy(table: _Table, chunks: Sequence[Sequence[range]], policies: npt.NDArray[np.int64]
-               ) -> tuple[list[list[Floats]], list[list[Floats]]]:
-    """Seconds run again and bytes kept per chunk of each rank, each of shape (policies,)."""
-    through = np.concatenate(([0], np.cumsum(table.blocks)))
-    again: list[list[Floats]] = []
-    kept: list[list[Floats]] = []
-    for own in chunks:
-        number = {c: sum(int(through[o.stop] - through[o.start]) for o in own if o.start < c.start) for c in own}
-        again.append([_first_blocks(table, table.again_s, c, number[c], policies) for c in own])
-        kept.append([_first_blocks(table, table.kept, c, number[c], policies) for c in own])
-    return again, kept
+def _flight(table: _Table, places: _Places, policies: npt.NDArray[np.int64], schedule: str, steps: int) -> Floats:
+    """Bytes of activations of every rank when its first backward reaches its first block, shape (ranks, policies).
+
+    All chunks of one micro-batch are there (of dualpipe, whose chunks see different ones, one chunk), those of the
+    warm-up, and what the block's backward needs; or, on the rank of the head, what the head needs.
+    """
+    ranks, chunks = places.start.shape
+    kept = np.maximum(0.0, _summed(table.kept, places, policies) - table.output_bytes)
+    one = kept.max(axis=1) if schedule == "dualpipe" else kept.sum(axis=1)
+    flying = np.array([_in_flight(schedule, ranks, chunks, steps, rank) for rank in range(ranks)])
+    more = np.maximum(0.0, flying - chunks)[:, None] * kept.min(axis=1)
+    last = np.maximum(places.end - 1, 0)[..., None]
+    count = (places.end - places.first)[..., None]
+    partly = policies - len(POLICIES) + 1 - places.before[..., None] >= count  # the chunk's last block is among them
+    policy = np.where(policies < len(POLICIES), policies, np.where(
+        partly, POLICIES.index("full"), POLICIES.index("none")))
+    rises = np.where(count > 0, table.rises[policy, last], 0.0).min(axis=1) if table.rises.size else 0.0
+    head = np.where((places.stop == len(table.numel) - 1).any(axis=1), table.head_rises, 0.0)[:, None]
+    if schedule == "dualpipe":
+        head = np.zeros_like(head)
+    found: Floats = np.maximum(one + more + rises, one + head - table.output_bytes)
+    return found
 
 
-def _first_blocks(table: _Table, of: dict[str, Floats], chunk: range, before: int,
-                  policies: npt.NDArray[np.int64]) -> Floats:
-    """Sum over a chunk for every policy; `before` blocks of the rank come before it."""
-    own = slice(chunk.start, chunk.stop)
-    key = (id(of), table.kinds[own].tobytes(), before, policies.tobytes())
-    if key in table.sums:
-        return table.sums[key]
-    blocks = table.blocks[own]
-    full = np.concatenate(([0.0], np.cumsum(of["full"][own][blocks])))
-    none = np.concatenate(([0.0], np.cumsum(of["none"][own][blocks])))
-    named = np.array([of[name][own].sum() for name in POLICIES])
-    k = np.clip(policies - len(POLICIES) + 1 - before, 0, len(full) - 1)
-    partly = full[k] + none[-1] - none[k]
-    table.sums[key] = np.where(policies < len(POLICIES), named[np.minimum(policies, len(POLICIES) - 1)], partly)
-    return table.sums[key]
-
-
-def _kinds(architecture: Architecture) -> npt.NDArray[np.int16]:
-    """A number per position; equal layers have equal numbers."""
-    numbers: dict[int, int] = {}
-    return np.array([numbers.setdefault(id(layer), len(numbers)) for layer in architecture.stack], dtype=np.int16)
+def _busy(table: _Table, places: _Places, policies: npt.NDArray[np.int64], steps: int, schedule: str) -> Floats:
+    """Seconds of the slowest way through the ranks, per policy."""
+    assert table.forward_s is not None and table.backward_s is not None and table.again_s is not None
+    both = table.forward_s + table.backward_s
+    each = (both[places.stop] - both[places.start])[..., None] + _summed(table.again_s, places, policies)
+    work = each.sum(axis=1) * steps * (0.5 if schedule == "dualpipe" else 1.0)
+    if schedule and not split(schedule):
+        work[1:] += np.cumsum(each[:-1, 0], axis=0)
+    slowest: Floats = work.max(axis=0)
+    return slowest
 
 
 def _shares(strategy: npt.NDArray[np.int64], factor: npt.NDArray[np.int64], ranks: int) -> tuple[Floats, Floats]:
@@ -366,10 +398,12 @@ def _shares(strategy: npt.NDArray[np.int64], factor: npt.NDArray[np.int64], rank
 
 
 def _in_flight(schedule: str, pipeline: int, chunks: int, steps: int, rank: int) -> float:
-    """Chunks whose activations a rank holds at once, at least."""
+    """Chunks whose forward a rank has run when its first backward begins, at least."""
     if schedule in ("gpipe", "1f1b", "interleaved"):
-        return float(activations(schedule, pipeline, chunks, steps, rank)) - (1.0 if pipeline > 1 else 0.0)
-    return 1.0
+        return float(activations(schedule, pipeline, chunks, steps, rank))
+    if schedule in ("zb-h1", "zb-h2"):
+        return float(activations(schedule, pipeline, chunks, steps, rank, kept_for_weights=0.0))
+    return float(chunks)
 
 
 def _widths(scenario: Scenario, architecture: Architecture) -> dict[str, float]:

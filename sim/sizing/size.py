@@ -93,6 +93,7 @@ class Sizing:
         front: rows that no simulated row beats in time, GPUs and cost; `front_proven`: nor any row left out.
         why: what the best has ahead of the runner-up and of the best of each family.
         refused, faults: of those simulated, rows a technique refused, and rows the simulation failed on (ours).
+        first_fault: `{set, reason}` of the first row that the simulation failed on; the store has all.
         gap: how much better than the best an unsimulated row could be.
         rows: every simulated row, with its outcome and why it has no time, in the order of the space.
         price_origin: where the price of each cluster comes from.
@@ -106,6 +107,7 @@ class Sizing:
     simulated: int = 0
     refused: int = 0
     faults: int = 0
+    first_fault: dict[str, Any] | None = None
     pruned: dict[str, int] = field(default_factory=dict)
     front: list[dict[str, Any]] = field(default_factory=list)
     front_proven: bool = False
@@ -121,7 +123,8 @@ class Sizing:
                 "price_origin": self.price_origin, "best": self.best, "front": self.front,
                 "front_proven": self.front_proven, "why": self.why.to_json(), "covered": self.covered,
                 "impossible": self.impossible, "pruned": self.pruned, "simulated": self.simulated,
-                "refused": self.refused, "faults": self.faults, "gap": self.gap, "proven": self.proven,
+                "refused": self.refused, "faults": self.faults,
+                "first_fault": self.first_fault, "gap": self.gap, "proven": self.proven,
                 "seconds": self.seconds}
 
     @property
@@ -188,6 +191,8 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
         found.front_proven = complete(space, np.where(np.isfinite(value), of.time_s, np.inf), runner.steps, stop)
     _fill(found, space, result, runner)
     found.why = _why(found, space, result, runner, value)
+    found.first_fault = next(({"set": space.sets(row), "reason": one.reason} for row, one in runner.rows.items()
+                              if one.outcome == "fault"), None)
     found.seconds = {"space": listed - started, "bounds": bounded - listed, "simulation": time.monotonic() - bounded}
     return found
 
