@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import os
 import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from sim.cli_output import json_output, reporting, writable
+from sim.cli_output import json_output, reporting, writable, writing
 from sim.errors import Fault, UserError
 
 if TYPE_CHECKING:
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 @click.option("--cluster", "clusters", default="", help="Topologies, separated by commas; default the scenario's.")
 @click.option("--deadline", help="Longest run, e.g. '30 days'; needs tokens in the scenario's budget.")
 @click.option("--budget", type=click.FloatRange(min=0), help="Most money for the run, USD.")
+@click.option("--price", help="USD per GPU-hour, or a kind of cloud instance: 2.5, p5, or A=2.5,B=p5 by cluster.")
 @click.option("--objective", type=click.Choice(["time", "cost", "gpus"]), default="time", help="What is best.")
 @click.option("--top", type=click.IntRange(1, 1000), default=10, help="How many of the best.")
 @click.option("--out", type=click.Path(dir_okay=False), help="SQLite file that results stream into.")
@@ -31,15 +35,24 @@ if TYPE_CHECKING:
 @click.option("--workers", type=click.IntRange(1, 1024), default=1, help="Processes.")
 @click.option("--dask", metavar="ADDRESS", help="Dask scheduler whose workers simulate instead, tcp://host:port.")
 @click.option("--json", "json_to", metavar="FILE", help="Write the result as JSON; - is standard output.")
+@click.option("--csv", "csv_to", metavar="FILE", help="Write every simulated configuration as CSV.")
+@click.option("--parquet", "parquet_to", metavar="FILE", help="The same as Parquet; needs drystep[parquet].")
+@click.option("--report", "report_to", metavar="DIR", help="Write the text and a picture of the front there.")
 def size(scenario: str, gpus: str, clusters: str, deadline: str | None, budget: float | None, objective: str, top: int,
-         out: str | None, resume: bool, seconds: float | None, workers: int, dask: str | None,
-         json_to: str | None) -> None:
+         out: str | None, resume: bool, seconds: float | None, workers: int, dask: str | None, price: str | None,
+         json_to: str | None, csv_to: str | None, parquet_to: str | None, report_to: str | None) -> None:
     """Search layouts, clusters and numbers of GPUs for the best configuration."""
     from sim import sizing
     from sim.api import load
+    from sim.sizing import export
 
     writable("--json", json_to)
     writable("--out", out)
+    writable("--csv", csv_to)
+    writable("--parquet", parquet_to)
+    if parquet_to is not None:
+        export.need_parquet()
+    writable("--report", report_to and os.path.join(report_to, "front.png"), parents=True)
     if resume and out is None:
         raise UserError(Fault("there is nothing to resume", "--resume", hint="name the file with --out"))
     loaded = load(scenario, [] if deadline is None else [f"budget.deadline={deadline}"])
@@ -49,54 +62,110 @@ def size(scenario: str, gpus: str, clusters: str, deadline: str | None, budget: 
     if (deadline or budget is not None) and tokens is None:
         raise UserError(Fault("a deadline or a budget needs the tokens of the run", "budget.tokens",
                               hint="give budget.tokens in the scenario"))
-    price = asked.price_per_gpu_hour if asked is not None else None
-    if budget is not None and price is None:
-        raise UserError(Fault("a budget needs a price", "budget.price_per_gpu_hour", hint="give it in the scenario"))
     step_tokens = (training.global_batch or 0) * training.sequence
     wish = sizing.Wish(objective, 1.0 if tokens is None else math.ceil(tokens / step_tokens),
-                       asked.deadline if asked is not None and tokens is not None else None, budget,
-                       1.0 if price is None else price)
-    found = sizing.size(loaded, sizing.Choice(sizing.counts(gpus)), wish,
-                        clusters=[c for c in clusters.split(",") if c], top=top, out=Path(out) if out else None,
-                        resume=resume, workers=workers, dask=dask,
-                        seconds=math.inf if seconds is None else seconds,
-                        progress=_progress if sys.stderr.isatty() else None)
+                       asked.deadline if asked is not None and tokens is not None else None, budget)
+    longest_s = math.inf if seconds is None else seconds
+    with _keeping(out):
+        found = sizing.size(loaded, sizing.Choice(sizing.counts(gpus)), wish,
+                            clusters=[c for c in clusters.split(",") if c], top=top, out=Path(out) if out else None,
+                            resume=resume, price=price, workers=workers, dask=dask,
+                            seconds=longest_s, progress=_progress(longest_s) if sys.stderr.isatty() else None)
+    if sys.stderr.isatty():
+        click.echo(err=True)
     with json_output(json_to, many=False) as to:
         if to is not None:
             to.document(found.to_json())
+    if csv_to is not None:
+        with writing("--csv", csv_to):
+            export.write_csv(Path(csv_to), found.rows)
+    if parquet_to is not None:
+        with writing("--parquet", parquet_to):
+            export.write_parquet(Path(parquet_to), found.rows)
+    text = "\n".join(_size_lines(found))
     if json_to != "-":
-        _print_size(found)
+        click.echo(text)
+    if report_to is not None:
+        from sim.sizing.front_picture import write_front
+
+        with reporting(Path(report_to)) as written:
+            written.append(write_front(Path(report_to), found))
+            written.append(Path(report_to) / "sizing.txt")
+            written[-1].write_text(text + "\n", encoding="utf-8")
 
 
-def _progress(done: int, _bound: float, _best: float) -> None:
-    click.echo(f"\r{done} simulated", nl=False, err=True)
+@contextmanager
+def _keeping(out: str | None) -> Iterator[None]:
+    """A file of results that cannot grow, e.g. on a full disk, ends the search; what it holds stays."""
+    import sqlite3
+
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        raise UserError(Fault(f"cannot write {out}: {error}; what was written before is kept", "--out",
+                              hint="make room, then go on with --resume")) from error
 
 
-def _print_size(found: Sizing) -> None:
+def _progress(seconds: float) -> Callable[[int, float, float], None]:
+    """A line on the terminal: how many were simulated, how fast, and how long --seconds leaves."""
+    started = time.monotonic()
+
+    def advance(done: int, _bound: float, _best: float) -> None:
+        passed = time.monotonic() - started
+        left = "" if math.isinf(seconds) else f", at most {max(0.0, seconds - passed):.0f} s left"
+        click.echo(f"\r\x1b[K{done:,} simulated, {done / max(passed, 1e-9):.1f}/s{left}", nl=False, err=True)
+
+    return advance
+
+
+def _size_lines(found: Sizing) -> Iterator[str]:
+    from sim.sizing.why import why_lines
+
     pruned = ", ".join(f"{count:,} by {name}" for name, count in found.pruned.items())
-    click.echo(f"{found.covered:,} configurations: {found.impossible:,} impossible, pruned {pruned}, "
-               f"{found.simulated:,} simulated ({found.refused:,} refused)")
+    yield (f"{found.covered:,} configurations: {found.impossible:,} impossible, pruned {pruned}, "
+           f"{found.simulated:,} simulated ({found.refused:,} refused)")
     if found.faults:
-        click.echo(f"the simulation failed on {found.faults:,} of them, a fault of ours: the best is not proven")
+        yield f"the simulation failed on {found.faults:,} of them, a fault of ours: the best is not proven"
         if found.first_fault is not None:
-            click.echo(f"  the first: {_layout(found.first_fault['set'])}: {found.first_fault['reason']}")
+            yield f"  the first: {_layout(found.first_fault['set'])}: {found.first_fault['reason']}"
     elif found.proven:
-        click.echo("the best is proven")
+        yield "the best is proven"
     else:
-        click.echo(f"not proven: a configuration not yet simulated may be up to {100 * found.gap:.1f}% better")
+        yield f"not proven: a configuration not yet simulated may be up to {100 * found.gap:.1f}% better"
     if not found.best:
-        click.echo("nothing that was simulated fits")
-    for title, rows in (("best", found.best), ("fastest of each number of GPUs, of those simulated", found.front)):
+        yield "nothing that was simulated fits"
+    proven = "no layout beats them in" if found.front_proven else "of those simulated, by"
+    for title, rows in (("best", found.best), (f"Pareto front ({proven} time, GPUs and cost)", found.front)):
         if rows:
-            click.echo(f"\n{title}:")
+            yield f"\n{title}:"
         for row in rows:
-            click.echo(f"  {row['step_time_s']:10.4g} s  {row['gpus']:6} GPUs  {row['gpu_hours']:10.4g} GPU-hours  "
-                       f"{row['device_used_bytes'] / 2**30:6.1f} GiB  {row['cluster']}  {_layout(row['set'])}")
+            yield f"  {_told(row)}"
+    for name, origin in found.price_origin.items():
+        yield f"\n{name}: {found.wish.prices[name]:g} USD per GPU-hour ({origin})"
+    yield ""
+    yield from why_lines(found.why, _brief, found.wish.told)
 
 
-def _layout(sets: dict[str, Any]) -> str:
-    return " ".join(f"{name.rpartition('.')[2]}={value}" for name, value in sets.items()
-                    if name != "cluster.nodes" and value not in (1, False))
+def _told(row: Mapping[str, Any]) -> str:
+    cost = "" if row["usd"] is None else f"{row['usd']:10.4g} USD  "
+    return (f"{row['step_time_s']:10.4g} s  {row['gpus']:6} GPUs  {row['gpu_hours']:10.4g} GPU-hours  {cost}"
+            f"{row['device_used_bytes'] / 2**30:6.1f} GiB  {row['cluster']}  {_layout(row['set'])}")
+
+
+def _brief(row: Mapping[str, Any]) -> str:
+    return f"{row['step_time_s']:.4g} s on {row['gpus']:,} GPUs of {row['cluster']}, {_layout(row['set'])}"
+
+
+def _layout(sets: Mapping[str, Any]) -> str:
+    shown = {name.rpartition(".")[2]: value for name, value in sets.items()
+             if name != "cluster.nodes" and value not in (1, False)
+             and (name != "parallel.schedule" or sets["parallel.pipeline"] > 1)}
+    return " ".join(f"{name}={_said(value)}"
+                    for name, value in shown.items())
+
+
+def _said(value: Any) -> str:
+    return f"first-{value['layers']}-blocks" if isinstance(value, dict) else str(value)
 
 
 @click.command()

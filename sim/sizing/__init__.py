@@ -2,7 +2,9 @@
 
 from sim.sizing.compare import Comparison, compare
 from sim.sizing.compare_text import plot_comparison
+from sim.sizing.front_picture import plot_front
 from sim.sizing.size import OBJECTIVES, Sizing, Wish, counts, size
 from sim.sizing.space import Choice
 
-__all__ = ["OBJECTIVES", "Choice", "Comparison", "Sizing", "Wish", "compare", "counts", "plot_comparison", "size"]
+__all__ = ["OBJECTIVES", "Choice", "Comparison", "Sizing", "Wish", "compare", "counts", "plot_comparison", "plot_front",
+           "size"]

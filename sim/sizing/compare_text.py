@@ -22,25 +22,31 @@ def lines(found: Comparison) -> Iterator[str]:
     for i, name in enumerate(found.names):
         yield (f"{name:{widest}}  {found.step_time_s[i]:.4g} s on {found.gpus[i]:,} GPUs, bound by "
                f"{found.bound[i].replace('_', ' ')}, {100 * found.scaling[i]:.1f}% of the first's throughput per GPU")
-    for i, moved in enumerate(found.moved, 1):
+    for i in range(1, len(found.names)):
         change = found.step_time_s[i] - found.step_time_s[0]
         yield ""
         percent = 100 * change / found.step_time_s[0]
-        yield f"{found.names[i]} against {found.names[0]}: {_seconds(change)} ({percent:+.1f}%)"
-        shown = [m for m in moved if abs(m[1]) > _LEAST * found.step_time_s[0]][:_MOST]
-        for term, seconds in shown:
-            reason = found.why[i - 1].get(term, "")
-            yield f"  {_words(term):42} {_seconds(seconds):>11}" + (f"   {reason}" if reason else "")
-        rest = sum(seconds for _, seconds in moved) - sum(seconds for _, seconds in shown)
-        if len(moved) > len(shown):
-            yield f"  {'everything else':42} {_seconds(rest):>11}"
-        parts = [f"{name.replace('_', ' ')} {_gib(size)}" for name, size in found.memory_moved[i - 1]
-                 if abs(size) > _LEAST * sum(values[0] for values in found.memory.values())][:_MOST]
-        yield f"  memory: {', '.join(parts) or 'the same'}"
+        yield f"{found.names[i]} against {found.names[0]}: {seconds_of(change)} ({percent:+.1f}%)"
+        yield from moved_lines(found, i)
     yield ""
     yield "fields that differ:"
     for path, values in found.differs.items():
         yield f"  {path}: {' | '.join(map(str, values))}"
+
+
+def moved_lines(found: Comparison, i: int) -> Iterator[str]:
+    """What moved in run `i` (1 or later) against the first, each with what stands behind it, and its memory."""
+    moved = found.moved[i - 1]
+    shown = [m for m in moved if abs(m[1]) > _LEAST * found.step_time_s[0]][:_MOST]
+    for term, seconds in shown:
+        reason = found.why[i - 1].get(term, "")
+        yield f"  {words(term):42} {seconds_of(seconds):>11}" + (f"   {reason}" if reason else "")
+    rest = sum(seconds for _, seconds in moved) - sum(seconds for _, seconds in shown)
+    if len(moved) > len(shown):
+        yield f"  {'everything else':42} {seconds_of(rest):>11}"
+    parts = [f"{name.replace('_', ' ')} {_gib(size)}" for name, size in found.memory_moved[i - 1]
+             if abs(size) > _LEAST * sum(values[0] for values in found.memory.values())][:_MOST]
+    yield f"  memory: {', '.join(parts) or 'the same'}"
 
 
 def plot_comparison(found: Comparison, ax: Axes | None = None) -> Axes:
@@ -81,14 +87,16 @@ def write_picture(folder: Path, found: Comparison) -> Path:
     return path
 
 
-def _words(term: str) -> str:
+def words(term: str) -> str:
+    """A term of the breakdown as one says it."""
     parts = term.split(".")
     if parts[0] == "exposed_communication":
         return f"exposed {parts[1].replace('_', '-')} ({', '.join(parts[2:])})"
     return parts[-1].replace("_", " ")
 
 
-def _seconds(value: float) -> str:
+def seconds_of(value: float) -> str:
+    """A change of time, signed."""
     return f"{value:+.3f} s" if abs(value) >= 1 else f"{1e3 * value:+.3g} ms"
 
 

@@ -1,0 +1,70 @@
+"""Every simulated configuration as a flat table: CSV, and Parquet where pyarrow is installed."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sim.errors import Fault, UserError
+
+
+def flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with one column per field of its layout; a recomputation of the first k blocks is `layers:k`."""
+    sets = {name: f"layers:{value['layers']}" if isinstance(value, Mapping) else value
+            for name, value in row["set"].items()}
+    return {**{name: value for name, value in row.items() if name != "set"}, **sets}
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Rows of `Sizing.rows`, one line each under a line of names; what there is not is empty.
+
+    The file appears when it is whole: what was there before is kept until then.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with part.open("w", encoding="utf-8", newline="") as file:
+            table = [flat(row) for row in rows]
+            writer = csv.DictWriter(file, list(table[0]) if table else ["cluster"], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(table)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def need_parquet() -> None:
+    """Refuse before anything is computed.
+
+    Raises:
+        UserError: pyarrow is not installed.
+    """
+    try:
+        import pyarrow.parquet  # noqa: F401
+    except ImportError:
+        raise UserError(Fault("Parquet needs pyarrow, which is not installed", "--parquet",
+                              hint="pip install 'drystep[parquet]', or use --csv")) from None
+
+
+def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """As `write_csv`, typed (zstd-compressed Parquet).
+
+    Raises:
+        UserError: pyarrow is not installed.
+        OSError: it cannot be written.
+    """
+    need_parquet()
+    import pyarrow
+    from pyarrow import parquet
+
+    part = path.with_name(f".{path.name}.part")
+    try:
+        parquet.write_table(pyarrow.Table.from_pylist([flat(row) for row in rows]), part, compression="zstd")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

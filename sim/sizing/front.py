@@ -1,0 +1,64 @@
+"""The Pareto front of a search: for every number of GPUs of every cluster its fastest layout, less what others beat."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from sim.sizing.search import search
+from sim.sizing.space import Space
+
+Floats = npt.NDArray[np.float64]
+
+#: Columns of a row that the front trades off, less of each is better.
+AXES = ("step_time_s", "gpus", "cost")
+
+
+class Stopped(Protocol):
+    """Asked between rounds; True ends the search early."""
+
+    def __call__(self) -> bool: ...
+
+
+def complete(space: Space, bounds_s: Floats, step_s: Callable[[Sequence[int]], Sequence[float]],
+             stop: Stopped) -> bool:
+    """Simulate what the front needs: the fastest row of every number of GPUs of every cluster.
+
+    Of one cluster and number of GPUs the fastest row has the least GPU-hours and cost as well, so these rows hold the
+    front over time, GPUs and cost. On one cluster a row is of interest only if it is faster than every row on fewer
+    GPUs.
+
+    Args:
+        bounds_s: lower bounds of the step, inf for rows ruled out; shape (rows,).
+        step_s: simulated steps of rows, seconds, inf for what does not fit.
+
+    Returns:
+        Whether every search came to its end.
+    """
+    fastest = math.inf
+    groups = sorted(set(zip(space.gpus.tolist(), space.columns["cluster"].tolist(), strict=True)))
+    for gpus, cluster in groups:
+        mine = (space.gpus == gpus) & (space.columns["cluster"] == cluster)
+        limit = fastest if len(space.clusters) == 1 else math.inf
+        found = search(np.where(mine, bounds_s, np.inf), step_s, 1, stop=stop, limit=limit)
+        if not found.complete:
+            return False
+        if found.best:
+            fastest = min(fastest, found.best[0][0])
+    return True
+
+
+def pareto(rows: Sequence[Mapping[str, Any]], axes: Sequence[str] = AXES) -> list[int]:
+    """Indices of rows that no other row equals or beats in all axes; of equal rows the first. Fewest GPUs first."""
+    values = np.array([[float(row[axis]) for axis in axes] for row in rows]).reshape(len(rows), len(axes))
+    # what beats a row stands before it in this order, so each row needs to be held against the front so far alone
+    order = np.lexsort((np.arange(len(rows)), *values.T[::-1]))
+    front: list[int] = []
+    for row in order.tolist():
+        if not front or not bool((values[front] <= values[row]).all(axis=1).any()):
+            front.append(row)
+    return sorted(front, key=lambda row: (rows[row]["gpus"], rows[row]["step_time_s"], row))

@@ -1,0 +1,88 @@
+"""The Pareto front as a picture: step time over GPUs, and money over time where there is a price."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sim.sizing.size import Sizing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_DAY_S = 86_400.0
+
+
+def plot_front(found: Sizing, ax: Axes | None = None) -> Axes:
+    """Step time of the front over its GPUs, one line per cluster, the best ringed.
+
+    Args:
+        ax: where to draw; None makes a figure.
+    """
+    if ax is None:
+        from matplotlib import pyplot
+
+        ax = pyplot.subplots(figsize=(8.0, 3.4), layout="constrained")[1]
+    _draw(ax, found, "gpus", "step_time_s", labels=True)
+    ax.set_xlabel("GPUs")
+    ax.set_ylabel("step, s")
+    return ax
+
+
+def write_front(folder: Path, found: Sizing) -> Path:
+    """front.png in a folder, made if it does not exist.
+
+    Raises:
+        OSError: the folder or the file cannot be written.
+    """
+    from sim.report import plot_style as look
+
+    folder.mkdir(parents=True, exist_ok=True)
+    path, height = folder / "front.png", 4.2
+    with look.style():
+        made = look.figure(height)
+        proven = "no other layout beats them" if found.front_proven else "of the layouts simulated"
+        look.heading(made, "What more GPUs buy", f"Pareto front over time, GPUs and cost: {proven}; "
+                                                 f"{found.covered:,} layouts covered, {found.simulated:,} simulated")
+        left = made.add_axes((0.10, 0.14, 0.37, 0.62))
+        plot_front(found, left)
+        right = made.add_axes((0.60, 0.14, 0.37, 0.62))
+        spent = "cost" if found.wish.priced else "gpu_hours"
+        longest_s = max((row["run_s"] for row in found.front), default=0.0)
+        _draw(right, found, "run_s", spent, unit=_DAY_S if longest_s > _DAY_S else 1.0)
+        right.set_xlabel("run, days" if longest_s > _DAY_S else "run, s" if found.wish.steps > 1 else "step, s")
+        right.set_ylabel("cost, USD" if found.wish.priced else "GPU-hours")
+        look.save(made, path)
+    return path
+
+
+def _draw(ax: Axes, found: Sizing, x: str, y: str, labels: bool = False, unit: float = 1.0) -> None:
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    from sim.report import plot_style as look
+
+    rows: list[dict[str, Any]] = found.front
+    for index, cluster in enumerate(dict.fromkeys(row["cluster"] for row in rows)):
+        mine = sorted((row for row in rows if row["cluster"] == cluster), key=lambda row: float(row[x]))
+        colour, marker = look.LINES[index % len(look.LINES)], look.MARKERS[index % len(look.MARKERS)]
+        ax.plot([row[x] / unit for row in mine], [row[y] for row in mine], color=colour, marker=marker, lw=1.4, ms=5,
+                label=cluster)
+    if found.best:
+        ax.plot([found.best[0][x] / unit], [found.best[0][y]], marker="o", ms=12, clip_on=False, mfc="none",
+                mec=look.BLACK, ls="none", label=f"best by {found.wish.objective}")
+    plain = FuncFormatter(lambda value, _: f"{value:,.3g}")
+    if rows:
+        ax.set_xscale("log", base=2 if x == "gpus" else 10)
+        ax.set_yscale("log")
+        for axis, column, per in ((ax.xaxis, x, unit), (ax.yaxis, y, 1.0)):
+            values = sorted({float(row[column]) / per for row in rows})
+            axis.set_major_formatter(plain)
+            axis.set_minor_formatter(NullFormatter())
+            shown = values if len(values) <= 6 else values[::-(-len(values) // 6)]
+            axis.set_ticks(shown)
+            axis.set_ticks([], minor=True)
+    else:
+        ax.text(0.5, 0.5, "nothing that was simulated fits", ha="center", transform=ax.transAxes)
+    ax.spines[["top", "right"]].set_visible(False)
+    if labels and rows:
+        ax.legend(ncols=3, loc="lower left", bbox_to_anchor=(0, 1.0), frameon=False, fontsize=8)
