@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,11 +65,10 @@ def size(scenario: str, gpus: str, clusters: str, deadline: str | None, budget: 
     wish = sizing.Wish(objective, 1.0 if tokens is None else math.ceil(tokens / step_tokens),
                        asked.deadline if asked is not None and tokens is not None else None, budget)
     longest_s = math.inf if seconds is None else seconds
-    with _keeping(out):
-        found = sizing.size(loaded, sizing.Choice(sizing.counts(gpus)), wish,
-                            clusters=[c for c in clusters.split(",") if c], top=top, out=Path(out) if out else None,
-                            resume=resume, price=price, workers=workers, dask=dask,
-                            seconds=longest_s, progress=_progress(longest_s) if sys.stderr.isatty() else None)
+    found = sizing.size(loaded, sizing.Choice(sizing.counts(gpus)), wish,
+                        clusters=[c for c in clusters.split(",") if c], top=top, out=Path(out) if out else None,
+                        resume=resume, price=price, workers=workers, dask=dask,
+                        seconds=longest_s, progress=_progress(longest_s) if sys.stderr.isatty() else None)
     if sys.stderr.isatty():
         click.echo(err=True)
     with json_output(json_to, many=False) as to:
@@ -92,18 +90,6 @@ def size(scenario: str, gpus: str, clusters: str, deadline: str | None, budget: 
             written.append(write_front(Path(report_to), found))
             written.append(Path(report_to) / "sizing.txt")
             written[-1].write_text(text + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _keeping(out: str | None) -> Iterator[None]:
-    """A file of results that cannot grow, e.g. on a full disk, ends the search; what it holds stays."""
-    import sqlite3
-
-    try:
-        yield
-    except sqlite3.OperationalError as error:
-        raise UserError(Fault(f"cannot write {out}: {error}; what was written before is kept", "--out",
-                              hint="make room, then go on with --resume")) from error
 
 
 def _progress(seconds: float) -> Callable[[int, float, float], None]:

@@ -71,8 +71,9 @@ def test_a_full_disk_is_said_and_keeps_what_was_written(tmp_path: Path, monkeypa
 
     def add(self: Store, outcomes: list[object]) -> None:
         calls.append(1)
-        if len(calls) > 1:
-            raise sqlite3.OperationalError("database or disk is full")
+        if len(calls) == 9 and self._file is not None:
+            pages = self._file.execute("pragma page_count").fetchone()[0]
+            self._file.execute(f"pragma max_page_count = {pages}")
         kept(self, outcomes)
 
     monkeypatch.setattr(Store, "add", add)
@@ -80,7 +81,7 @@ def test_a_full_disk_is_said_and_keeps_what_was_written(tmp_path: Path, monkeypa
     err = capfd.readouterr().err
     assert "disk is full" in err and "--resume" in err and "Traceback" not in err
     before = sqlite3.connect(out).execute("select count(*) from runs").fetchone()[0]
-    assert before == 8
+    assert before == len(calls) - 1 >= 8
     monkeypatch.undo()
     assert leave(tmp_path, "--out", str(out), "--resume", "--seconds", "0") == 0
     after = sqlite3.connect(out).execute("select count(*) from runs").fetchone()[0]
