@@ -157,7 +157,7 @@ def why_lines(why: Why, tell: Callable[[Row], str], unit: Callable[[float], str]
         unit: a value of the objective in words.
     """
     if (second := why.runner_up) is not None:
-        yield f"why the best wins, against the runner-up ({tell(second.row)}):"
+        yield f"why the best wins: what the runner-up ({tell(second.row)}) has more or less of:"
         yield f"  {_behind(second)}"
         yield from moved_lines(second.found, 1)
         yield f"  memory left free: {second.margin_bytes[0] / _GIB:.1f} GiB, runner-up {_free(second)}"
