@@ -1,0 +1,38 @@
+"""Over five thousand real layouts, with ties, pipelines and hybrid sharding: what simulating every one of them says."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+
+import numpy as np
+
+from sim.scenario import resolve
+from sim.scenario.dump import dump
+from sim.sizing import Choice, Wish, size
+from sim.sizing.size import _alone, _simulated
+from sim.sizing.space import build_space
+
+GPUS, TOP = 8, 10
+
+
+def test_the_answer_is_that_of_simulating_everything() -> None:
+    small = resolve({"name": "small", "cluster": {"topology": "dgx-a100-80g"}, "model": {"preset": "gpt2", "layers": 4},
+                     "training": {"micro_batch": 1, "global_batch": 16, "sequence": 128}}, "small")
+    base, choice = _alone(small, None), Choice([GPUS])
+    space, plain = build_space([base], choice), dump(base)
+    factor, pipeline = space.columns["sharding_factor"], space.columns["pipeline"]
+    assert len(space) >= 5000 and (pipeline > 1).any()
+    assert ((factor > 1) & (factor < GPUS // pipeline) & (space.columns["tensor"] == 1)).any()
+    with ProcessPoolExecutor(2) as pool:
+        jobs = (("", plain, space.sets(row), GPUS) for row in range(len(space)))
+        outcomes = list(pool.map(_simulated, jobs, chunksize=50))
+    times = [one.step_time_s for one in outcomes if one.fits]
+    assert len(set(times)) < len(times)  # ties
+    for objective in ("time", "cost", "gpus"):
+        wish = Wish(objective)
+        values = np.array([float(wish.value(one.step_time_s, one.gpus)) if one.fits else np.inf for one in outcomes])
+        every = sorted((value, row) for row, value in enumerate(values) if np.isfinite(value))
+        found = size(small, choice, wish, top=TOP)
+        assert found.proven and found.covered == len(space)
+        assert [row["set"] for row in found.best] == [space.sets(row) for _, row in every[:TOP]]
+        assert [row["step_time_s"] for row in found.best] == [outcomes[row].step_time_s for _, row in every[:TOP]]
