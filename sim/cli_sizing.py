@@ -44,6 +44,7 @@ def size(scenario: str, gpus: str, clusters: str, deadline: str | None, budget: 
     from sim import sizing
     from sim.api import load
     from sim.sizing import export
+    from sim.sizing.front_picture import write_front
 
     writable("--json", json_to)
     writable("--out", out)
@@ -80,15 +81,17 @@ def size(scenario: str, gpus: str, clusters: str, deadline: str | None, budget: 
     if parquet_to is not None:
         with writing("--parquet", parquet_to):
             export.write_parquet(Path(parquet_to), found.rows)
-    text = "\n".join(_size_lines(found))
+    _deliver("\n".join(_size_lines(found)), json_to, report_to, "sizing.txt", lambda folder: write_front(folder, found))
+
+
+def _deliver(text: str, json_to: str | None, report_to: str | None, name: str, picture: Callable[[Path], Path]) -> None:
+    """The text on standard output, unless JSON goes there; with a folder, the text as `name` and a picture in it."""
     if json_to != "-":
         click.echo(text)
     if report_to is not None:
-        from sim.sizing.front_picture import write_front
-
         with reporting(Path(report_to)) as written:
-            written.append(write_front(Path(report_to), found))
-            written.append(Path(report_to) / "sizing.txt")
+            written.append(picture(Path(report_to)))
+            written.append(Path(report_to) / name)
             written[-1].write_text(text + "\n", encoding="utf-8")
 
 
@@ -172,14 +175,7 @@ def compare(scenarios: tuple[str, ...], json_to: str | None, report_to: str | No
     with json_output(json_to, many=False) as to:
         if to is not None:
             to.document(found.to_json())
-    text = "\n".join(lines(found))
-    if json_to != "-":
-        click.echo(text)
-    if report_to is not None:
-        with reporting(Path(report_to)) as written:
-            written.append(write_picture(Path(report_to), found))
-            written.append(Path(report_to) / "comparison.txt")
-            written[-1].write_text(text + "\n", encoding="utf-8")
+    _deliver("\n".join(lines(found)), json_to, report_to, "comparison.txt", lambda folder: write_picture(folder, found))
 
 
 COMMANDS = (size, compare)

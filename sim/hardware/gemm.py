@@ -148,4 +148,5 @@ def _alignment_rate(kernel: Kernel, rates: GemmRates) -> float:
     if rates.alignment is None:
         return 1.0
     size_bytes = alignment_bytes(kernel)
-    return rates.batched_unaligned if size_bytes < 16 and kernel.shape[0] > 1 else rates.alignment[size_bytes]
+    alone = rates.alignment[size_bytes]
+    return min(alone, rates.batched_unaligned) if size_bytes < 16 and kernel.shape[0] > 1 else alone
