@@ -42,17 +42,20 @@ class Profile:
         elapsed: seconds of kernel time before kernel j, length n + 1 (the last entry is the total).
         delay: see above, length n.
         late: late[j] = max(delay[j:]), length n + 1, the last -inf (nothing left to launch).
+        elapsed_column, delay_column: elapsed and delay as arrays, for questions about many kernels at once.
         total_s: all kernels, without waiting for the host.
         first_launch_s: when the first kernel is launched, after the host has begun to issue the segment.
     """
 
-    __slots__ = ("delay", "elapsed", "first_launch_s", "late", "total_s")
+    __slots__ = ("delay", "delay_column", "elapsed", "elapsed_column", "first_launch_s", "late", "total_s")
 
     def __init__(self, times_s: npt.NDArray[np.float64], host_s: Sequence[float]) -> None:
         elapsed = np.concatenate(([0.0], np.cumsum(times_s)))
         launched = np.cumsum(np.asarray(host_s, dtype=np.float64))
         delay = launched - elapsed[:-1]
         late = np.maximum.accumulate(delay[::-1])[::-1]
+        self.elapsed_column = elapsed
+        self.delay_column = delay
         self.elapsed: list[float] = elapsed.tolist()
         self.delay: list[float] = delay.tolist()
         self.late: list[float] = [*late.tolist(), -math.inf]
