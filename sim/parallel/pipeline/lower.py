@@ -16,7 +16,8 @@ from sim.model.architecture import Architecture
 from sim.parallel.compute import is_weight_gradient
 from sim.parallel.data.bucketed import Bucketed
 from sim.parallel.layout import Layout, Ranks, equitable_classes, simulated_ranks
-from sim.parallel.pipeline.orders import Costs, order, placement, places, split
+from sim.parallel.pipeline.orders import Action, Costs, check, placement, places, split
+from sim.parallel.pipeline.patterns import Schedule
 from sim.parallel.pipeline.sharded import ShardedStage
 from sim.parallel.pipeline.stage import Passing, Stage
 from sim.parallel.pipeline.stages import blocks_per_stage, positions
@@ -75,18 +76,19 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
         raise UserError(Fault("a pipeline's micro-batches are all of one size: a replica's share of the global batch "
                               "must be a multiple of the micro-batch", field="training.global_batch"))
     depth, virtual = parallel.pipeline, parallel.virtual_stages
-    orders = order(parallel.schedule, depth, virtual, scenario.micro_steps, *_costs(architecture))
+    schedule = Schedule(parallel.schedule, depth, virtual, scenario.micro_steps, *_costs(architecture))
+    check(parallel.schedule, depth, virtual, scenario.micro_steps)
     placed = placement(parallel.schedule, depth, virtual)
     blocks = len(architecture.stack) - 2
     slots = parallel.split_slots
     counts = blocks_per_stage(blocks, placed, parallel.split, slots.embedding, slots.head)
     chunks = positions(architecture, counts, placed)
     moves = Transfers(places(parallel.schedule, depth, virtual))
-    edges = sorted({edge for rank, actions in enumerate(orders) for action in actions
-                    if (edge := moves.sent(rank, action)) is not None})
+    edges = sorted({edge for rank, own in enumerate(placed) for chunk in range(len(own)) for kind in "FB"
+                    if (edge := moves.sent(rank, Action(kind, chunk, 0))) is not None})
     joined = _Joined(scenario, layout, groups, tied, placed, edges)
     plans: list[Plan] = []
-    for rank, actions in enumerate(orders):
+    for rank in range(depth):
         own = [edge for edge in edges if rank in (edge.source, edge.target)]
         streams = fsdp.STREAMS if "shard" in groups else STREAMS
         plan = _plan(scenario, stack, architecture, layout, joined, rank, chunks[rank], own,
@@ -99,7 +101,7 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
             passing=_passing(scenario, stack, architecture), edges={edge: joined.number(edge) for edge in own},
             streams={edge: len(streams) + i for i, edge in enumerate(own)}, tied="embedding" in plan.groups,
             separate=split(parallel.schedule))
-        stage.write(actions)
+        stage.write(schedule)
         plans.append(plan)
     return Pipelined(plans, joined)
 
