@@ -83,6 +83,7 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
     slots = parallel.split_slots
     counts = blocks_per_stage(blocks, placed, parallel.split, slots.embedding, slots.head)
     chunks = positions(architecture, counts, placed)
+    _occupied(chunks, parallel.split is not None)
     moves = Transfers(places(parallel.schedule, depth, virtual))
     edges = sorted({edge for rank, own in enumerate(placed) for chunk in range(len(own)) for kind in "FB"
                     if (edge := moves.sent(rank, Action(kind, chunk, 0))) is not None})
@@ -104,6 +105,19 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
         stage.write(schedule)
         plans.append(plan)
     return Pipelined(plans, joined)
+
+
+def _occupied(chunks: list[list[range]], given: bool) -> None:
+    """Every rank holds something.
+
+    Raises:
+        UserError: a rank without a layer.
+    """
+    empty = [rank for rank, own in enumerate(chunks) if not any(own)]
+    if empty:
+        raise UserError(Fault(f"pipeline rank {empty[0]} holds no block, embedding or head",
+                              field="parallel.split" if given else "parallel.pipeline",
+                              hint="give it a block" if given else "use fewer stages, or give blocks in parallel.split"))
 
 
 def _plan(scenario: Scenario, stack: Stack, architecture: Architecture, layout: Layout, joined: _Joined, rank: int,
