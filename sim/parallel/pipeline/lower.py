@@ -88,6 +88,7 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
     edges = sorted({edge for rank, own in enumerate(placed) for chunk in range(len(own)) for kind in "FB"
                     if (edge := moves.sent(rank, Action(kind, chunk, 0))) is not None})
     joined = _Joined(scenario, layout, groups, tied, placed, edges)
+    table = _table(architecture) if tied else 0
     plans: list[Plan] = []
     for rank in range(depth):
         own = [edge for edge in edges if rank in (edge.source, edge.target)]
@@ -100,11 +101,17 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
         stage = make(
             rank=rank, depth=depth, plan=plan, chunks=_rebased(chunks[rank]), transfers=moves,
             passing=_passing(scenario, stack, architecture), edges={edge: joined.number(edge) for edge in own},
-            streams={edge: len(streams) + i for i, edge in enumerate(own)}, tied="embedding" in plan.groups,
+            streams={edge: len(streams) + i for i, edge in enumerate(own)}, tied=table if "embedding" in plan.groups else 0,
             separate=split(parallel.schedule))
         stage.write(schedule)
         plans.append(plan)
     return Pipelined(plans, joined)
+
+
+def _table(architecture: Architecture) -> int:
+    """Elements of the table that embedding and head have copies of (of this tensor rank's rows, where it is cut): the
+    head's last parameter. It need not be the largest: positions and an encoder's transformation may be."""
+    return architecture.stack[-1].parameters[-1].numel
 
 
 def _occupied(chunks: list[list[range]], given: bool) -> None:

@@ -52,7 +52,7 @@ class Stage:
         chunks: positions of each chunk in the plan's architecture.
         edges: communicator of every edge that touches the rank.
         streams: stream of every edge.
-        tied: first and last stage hold copies of one table.
+        tied: elements of the table of which first and last stage hold copies; 0 where this one has none.
         separate: weight gradients are actions of their own.
     """
 
@@ -64,7 +64,7 @@ class Stage:
     passing: Passing
     edges: dict[Edge, int]
     streams: dict[Edge, int]
-    tied: bool
+    tied: int
     separate: bool
 
     def write(self, schedule: Schedule) -> None:

@@ -99,10 +99,8 @@ class WholeStage(Stage):
 
     def _tie(self, section: SectionBuilder) -> None:
         """First and last stage add up their gradients of the shared embedding (Megatron `finalize_model_grads.py`)."""
-        numel = max(p.numel for layer in self.plan.architecture.stack for p in (*layer.parameters, *layer.shared)
-                    if layer.kind in ("embedding", "head"))
         precision = self.plan.scenario.training.precision
-        size = round(numel * DTYPE_BYTES[precision.gradients])
+        size = round(self.tied * DTYPE_BYTES[precision.gradients])
         call = CollectiveCall("all_reduce", size, precision.gradients,
                               self.plan.builder.communicators.index("embedding"))
         label = Label("embedding", "optimizer", "tied gradients")
