@@ -386,10 +386,18 @@ class ProgramBuilder:
         row = Inline(self.collective(item.call), tuple(map(self.tables.row, item.beside)))
         return inlines.setdefault(row, len(inlines))
 
+    def rows(self, items: Sequence[Kernel | InlineCall]) -> tuple[int, ...]:
+        """What a segment's `kernels` say of items."""
+        row = self.tables.row
+        return tuple([row(k) if isinstance(k, Kernel) else -1 - self.inline(k) for k in items])
+
     def segment(self, items: Sequence[Kernel | InlineCall], host_s: Sequence[float]) -> int:
         """Number of the segment that runs `items` in order, each launched at a cost of `host_s[i]` seconds."""
-        row, segments = self.tables.row, self.tables.segments
-        key = (tuple([row(k) if isinstance(k, Kernel) else -1 - self.inline(k) for k in items]), tuple(host_s))
+        return self.segment_of(self.rows(items), tuple(host_s))
+
+    def segment_of(self, rows: tuple[int, ...], host_s: tuple[float, ...]) -> int:
+        """`segment`, of what `rows` says of its items."""
+        segments, key = self.tables.segments, (rows, host_s)
         found = segments.setdefault(key, len(segments))
         if found == len(self.segment_host_s):
             self.segment_host_s.append(sum(host_s))

@@ -5,21 +5,27 @@ Segments are made once per distinct layer; a model of eighty equal blocks has th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from sim.model.architecture import Layer, Operator
 from sim.model.recompute import again_operators
 from sim.parallel.model.calls import Items
 from sim.parallel.model.joints import Joints, Uncut
-from sim.program import CollectiveCall, InlineCall, ProgramBuilder
+from sim.program import CollectiveCall, InlineCall, MemoryOp, ProgramBuilder
 from sim.software import Stack
+from sim.tensor_trace import LayerMemory
 from sim.work import Kernel
 
 
 def traffic_kernel(name: str, dtype: str, elements: int, bytes_moved: float, category: str = "memory_bound") -> Kernel:
     """An element-wise kernel of a technique's own (a copy, a cast, a scaling)."""
     return Kernel("elementwise", dtype, (max(1, elements),), name, 0.0, bytes_moved, category)
+
+
+#: Rows of a segment, and the host time of each.
+_Part = tuple[tuple[int, ...], tuple[float, ...]]
 
 
 class Compute:
@@ -30,12 +36,16 @@ class Compute:
         self._stack = stack
         self._joints = joints or Uncut()
         self._made: dict[Hashable, int] = {}
+        self._parts: dict[Hashable, _Part] = {}
+        #: What `Activations.row` has worked out: memory operations, what they belong to, gradients left behind.
+        self.rows_of_memory: dict[Hashable, tuple[list[MemoryOp], list[LayerMemory], list[int]]] = {}
         self._kept: list[object] = []  # keeps layers alive, so that an id stands for one layer only
 
     def shared(self, builder: ProgramBuilder) -> Compute:
         """The same segments for another program whose builder shares its tables with this one's."""
         other = Compute(builder, self._stack, self._joints)
-        other._made, other._kept = self._made, self._kept
+        other._made, other._parts, other._kept = self._made, self._parts, self._kept
+        other.rows_of_memory = self.rows_of_memory
         return other
 
     def _once(self, layer: object, key: Hashable, make: Callable[[], int]) -> int:
@@ -47,9 +57,24 @@ class Compute:
 
     def segment(self, forward: Sequence[Kernel | InlineCall], backward: Sequence[Kernel | InlineCall] = ()) -> int:
         """A segment whose `forward` items are launched by module code and `backward` ones by autograd."""
-        f, b = self._stack.host_forward_s, self._stack.host_backward_s
-        host = [self._launch_s(item, f) for item in forward] + [self._launch_s(item, b) for item in backward]
-        return self._builder.segment((*forward, *backward), host)
+        return self._row((self._part(forward, self._stack.host_forward_s),
+                          self._part(backward, self._stack.host_backward_s)))
+
+    def _part(self, items: Sequence[Kernel | InlineCall], of_operator: float) -> _Part:
+        return self._builder.rows(items), tuple([self._launch_s(item, of_operator) for item in items])
+
+    def _row(self, parts: Iterable[_Part]) -> int:
+        rows, host = zip(*parts, strict=True)
+        return self._builder.segment_of(tuple(chain.from_iterable(rows)), tuple(chain.from_iterable(host)))
+
+    def _of(self, layer: Layer, key: Hashable, items: Callable[[], Iterable[Kernel | InlineCall]],
+            of_operator: float) -> _Part:
+        """A part that is the same wherever the layer stands."""
+        full = (id(layer), key)
+        if full not in self._parts:
+            self._kept.append(layer)
+            self._parts[full] = self._part(tuple(items()), of_operator)
+        return self._parts[full]
 
     def _launch_s(self, item: Kernel | InlineCall, of_operator: float) -> float:
         if isinstance(item, Kernel):
@@ -118,8 +143,11 @@ class Compute:
         """Forward of several layers in a row as one segment, after the collectives `before`; -1 if it is empty."""
         def make() -> int:
             self._kept.extend(layers)
-            items = tuple(item for layer in layers for op in layer.operators for item in self._joints.forward(op))
-            return self.segment((*map(InlineCall, before), *items)) if items or before else -1
+            cost = self._stack.host_forward_s
+            parts = [self._part([InlineCall(call) for call in before], cost)]
+            parts += [self._of(layer, "forward", lambda layer=layer: self.forward_items(layer.operators), cost)
+                      for layer in layers]
+            return self._row(parts) if any(rows for rows, _ in parts) else -1
         return self._once(tuple, ("run", before, tuple(map(id, layers))), make)
 
     def run_backward(self, layers: Sequence[Layer], policies: Sequence[str], weights: str = "with",
@@ -130,16 +158,18 @@ class Compute:
             weights: "with" the weight gradients, "without" them, or "only" them (zero-bubble schedules).
             before, after: collectives in front of it, and the technique's own kernels behind it.
         """
+        def items(layer: Layer, policy: str) -> Items:
+            again = () if weights == "only" else self.recomputed(layer, policy)
+            return (*again, *(item for op in reversed(layer.operators) for item in self._backward_of(op, weights)))
+
         def make() -> int:
             self._kept.extend(layers)
-            back: list[Kernel | InlineCall] = [InlineCall(call) for call in before]
-            for layer, policy in zip(reversed(layers), reversed(policies), strict=True):
-                if weights != "only":
-                    back += self.recomputed(layer, policy)
-                for op in reversed(layer.operators):
-                    back += self._backward_of(op, weights)
-            back += after
-            return self.segment((), back) if back else -1
+            cost = self._stack.host_backward_s
+            parts = [self._part([InlineCall(call) for call in before], cost)]
+            parts += [self._of(layer, (weights, policy), lambda layer=layer, policy=policy: items(layer, policy), cost)
+                      for layer, policy in zip(reversed(layers), reversed(policies), strict=True)]
+            parts.append(self._part(after, cost))
+            return self._row(parts) if any(rows for rows, _ in parts) else -1
         key = ("run back", before, tuple(map(id, layers)), tuple(policies), weights, after)
         return self._once(tuple, key, make)
 

@@ -163,8 +163,7 @@ class Stage:
                  gathers: int = 0) -> int:
         layers = self._layers(action.chunk)
         memory = Activations(self.plan, section, self.chunks[action.chunk].stop, keep_gradients=False)
-        for position, layer in zip(self.chunks[action.chunk], layers, strict=True):
-            memory.forward(position, layer)
+        memory.row("forward", self.chunks[action.chunk], layers)
         gathered = self._gathered(self.transfers.needed(self.rank, action))
         segment = self.plan.compute.run(layers, gathered)
         return self._kernels(section, segment, Label(f"chunk{action.chunk}", "forward", "forward"), waiting)

@@ -43,8 +43,8 @@ class WholeStage(Stage):
         layers = self._layers(action.chunk)
         memory = Activations(self.plan, section, self.chunks[action.chunk].stop,
                              keep_gradients=self.data.keeps_gradients(micro))
-        for position, layer in reversed(list(zip(self.chunks[action.chunk], layers, strict=True))):
-            left = memory.backward(position, layer)
+        chunk = self.chunks[action.chunk]
+        for position, left in zip(chunk, memory.row("backward", chunk, layers), strict=True):
             self.data.gradients[position] = self.data.gradients.get(position, 0) + left
         if held:
             section.allocate("kept for weight gradients", held, "activations")
