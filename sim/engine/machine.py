@@ -142,7 +142,7 @@ class Machine:
         #: What a class's segments take depends on these alone: program, device and its inline collectives' seconds.
         self._variants = [(c.program, c.device, self._inline_s(number)) for number, c in enumerate(job.classes)]
         self.known_states: dict[tuple[tuple[int, float], ...], int] = {}
-        self._near: dict[int, frozenset[int]] = {}
+        self.known_near: dict[int, frozenset[int]] = {}
         self._by_link: dict[object, list[int]] | None = None
 
     def _flows_of(self, c: RankClass) -> list[int]:
@@ -288,7 +288,7 @@ class Machine:
 
     def near(self, flow: int) -> frozenset[int]:
         """Flows that share a link with `flow`: only they can change its rate."""
-        found = self._near.get(flow)
+        found = self.known_near.get(flow)
         if found is None:
             if self._by_link is None:
                 self._by_link = {}
@@ -296,7 +296,7 @@ class Machine:
                     for link in _links(other):
                         self._by_link.setdefault(link, []).append(other.number)
             found = frozenset(n for link in _links(self.flows[flow]) for n in self._by_link[link]) - {flow}
-            self._near[flow] = found
+            self.known_near[flow] = found
         return found
 
     def shares(self, key: tuple[int, ...]) -> Shares:

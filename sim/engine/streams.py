@@ -181,7 +181,8 @@ class Stream(Timer):
             return
         host = self.host
         new = host.profiles[self.segment] or host.profile(self.segment)
-        if now > self.base_s:
+        base = self.base_s
+        if now > base:
             kernel, fraction, waited = self.position(now)
             elapsed = new.elapsed
             done = elapsed[kernel]
@@ -189,12 +190,12 @@ class Stream(Timer):
                 done += fraction * (elapsed[kernel + 1] - done)
                 kernel += 1
             self.first = kernel
-            self.base_s = now - done
+            self.base_s = base = now - done
             if waited > 0:
                 run.starved[self.task] += waited
         self.profile = new
         late = self.issue_s + new.late[self.first]
-        self.arm((self.base_s if self.base_s > late else late) + new.total_s, now)
+        self.arm((base if base > late else late) + new.total_s, now)
 
     def running_kernel(self, now: float) -> int:
         """Number, within its segment, of the kernel that is on the device now; -1 if none is.
