@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from sim.engine.plan import SectionPlan, compile_section
+from sim.engine.plan import SectionPlan, compile_programs
 from sim.program import Job, Kind, Program, RankClass
 
 if TYPE_CHECKING:
@@ -123,8 +123,7 @@ class Machine:
         self._kernel_s: dict[tuple[int, int, tuple[int, float]], npt.NDArray[np.float64]] = {}
         self._drains: dict[tuple[int, int], list[list[float] | None]] = {}
         self._copies: dict[tuple[int, int], list[float]] = {}
-        self.plans: list[list[SectionPlan]] = [
-            [compile_section(program, section) for section in program.sections] for program in job.programs]
+        self.plans: list[list[SectionPlan]] = compile_programs(job.programs)
         self._parties = self._members()
         self._connect(network, drain, contention)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 from sim.model.architecture import Layer, Operator
@@ -145,7 +146,7 @@ class Compute:
             self._kept.extend(layers)
             cost = self._stack.host_forward_s
             parts = [self._part([InlineCall(call) for call in before], cost)]
-            parts += [self._of(layer, "forward", lambda layer=layer: self.forward_items(layer.operators), cost)
+            parts += [self._of(layer, "forward", partial(self.forward_items, layer.operators), cost)
                       for layer in layers]
             return self._row(parts) if any(rows for rows, _ in parts) else -1
         return self._once(tuple, ("run", before, tuple(map(id, layers))), make)
@@ -166,7 +167,7 @@ class Compute:
             self._kept.extend(layers)
             cost = self._stack.host_backward_s
             parts = [self._part([InlineCall(call) for call in before], cost)]
-            parts += [self._of(layer, (weights, policy), lambda layer=layer, policy=policy: items(layer, policy), cost)
+            parts += [self._of(layer, (weights, policy), partial(items, layer, policy), cost)
                       for layer, policy in zip(reversed(layers), reversed(policies), strict=True)]
             parts.append(self._part(after, cost))
             return self._row(parts) if any(rows for rows, _ in parts) else -1

@@ -101,8 +101,8 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
         stage = make(
             rank=rank, depth=depth, plan=plan, chunks=_rebased(chunks[rank]), transfers=moves,
             passing=_passing(scenario, stack, architecture), edges={edge: joined.number(edge) for edge in own},
-            streams={edge: len(streams) + i for i, edge in enumerate(own)}, tied=table if "embedding" in plan.groups else 0,
-            separate=split(parallel.schedule))
+            streams={edge: len(streams) + i for i, edge in enumerate(own)},
+            tied=table if "embedding" in plan.groups else 0, separate=split(parallel.schedule))
         stage.write(schedule)
         plans.append(plan)
     return Pipelined(plans, joined)
@@ -122,9 +122,9 @@ def _occupied(chunks: list[list[range]], given: bool) -> None:
     """
     empty = [rank for rank, own in enumerate(chunks) if not any(own)]
     if empty:
-        raise UserError(Fault(f"pipeline rank {empty[0]} holds no block, embedding or head",
-                              field="parallel.split" if given else "parallel.pipeline",
-                              hint="give it a block" if given else "use fewer stages, or give blocks in parallel.split"))
+        field, hint = (("parallel.split", "give it a block") if given
+                       else ("parallel.pipeline", "use fewer stages, or say in parallel.split who holds what"))
+        raise UserError(Fault(f"pipeline rank {empty[0]} holds no block, embedding or head", field=field, hint=hint))
 
 
 def _plan(scenario: Scenario, stack: Stack, architecture: Architecture, layout: Layout, joined: _Joined, rank: int,

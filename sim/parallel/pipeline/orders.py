@@ -41,6 +41,11 @@ def order(schedule: str, pipeline: int, virtual: int, micro_batches: int, costs:
     return [list(actions) for actions in _ordered(schedule, pipeline, virtual, micro_batches, costs, kept_for_weights)]
 
 
+def forget() -> None:
+    """Empty the memo of order lists (benchmarks do)."""
+    _ordered.cache_clear()
+
+
 @lru_cache(maxsize=32)
 def _ordered(schedule: str, pipeline: int, virtual: int, micro_batches: int, costs: Costs,
              kept_for_weights: float) -> list[list[Action]]:

@@ -1,4 +1,4 @@
-"""What a rank writes of its order list: actions between two exchanges are a batch, and batches that recur are a pattern.
+"""What a rank writes of its order list: actions between two exchanges are a batch, batches that recur are a pattern.
 
 Distinct actions are few, so a pattern is written once and named again and again. All of it follows from the schedule
 alone and is remembered like the order lists themselves.
