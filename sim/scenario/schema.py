@@ -59,6 +59,8 @@ class Moe(Table):
     top_k: Experts = needs("experts a token is sent to")
     expert_ffn: Width = late("inner width of one expert")
     shared_experts: Annotated[int, Field(ge=0, le=100_000)] = has(0, "experts that see every token")
+    groups: Experts = has(1, "groups of neighbouring experts; a token's experts come from the best top_groups of them")
+    top_groups: Experts = has(1, "groups a token's experts come from; with 1 group there is no limit")
     every: Layers = has(1, "one block of so many is a mixture")
     first_dense: LayersOrNone = has(0, "blocks at the start that are not")
     capacity: Annotated[float, Field(ge=0, le=1000)] = has(

@@ -7,6 +7,8 @@ DeepSeek-AI 2024 (arXiv 2412.19437), section 3.2.2, and its DeepEP: a token is s
 
 from __future__ import annotations
 
+import math
+
 from sim.model.architecture import Joint
 from sim.parallel.layout import Ranks
 from sim.parallel.model.calls import Calls, Items
@@ -14,14 +16,24 @@ from sim.scenario.schema import Scenario
 from sim.software import Stack
 
 
-def sent_once(top_k: int, places: int) -> float:
+def sent_once(top_k: int, places: int, groups: int = 1, top_groups: int = 1) -> float:
     """Share of a token's `top_k` rows that travels where it is sent once to each place: the expected number of places
     that hold one of its experts, drawn evenly, over `top_k`.
 
     Args:
         places: nodes of an expert group, or its ranks where all are on one node.
+        groups, top_groups: a token's experts come from so many of these groups of neighbouring experts, drawn evenly
+            too (node-limited routing, DeepSeek-V3, arXiv 2412.19437, section 2.1.2). A place holds whole groups, or a
+            group several places whole.
     """
-    return places * (1.0 - (1.0 - 1.0 / places) ** top_k) / top_k
+    if places > groups:  # a chosen group is spread over several places
+        apart = places / groups
+        return places * top_groups / groups * (1.0 - (1.0 - 1.0 / (top_groups * apart)) ** top_k) / top_k
+    held = max(1, groups // places)
+    drawn = math.comb(groups, top_groups)
+    hit = sum(math.comb(held, n) * math.comb(groups - held, top_groups - n) / drawn
+              * (1.0 - (1.0 - n / top_groups) ** top_k) for n in range(1, min(held, top_groups) + 1))
+    return places * hit / top_k
 
 
 def dispatched(scenario: Scenario, stack: Stack, ranks: Ranks | None) -> float:
@@ -34,7 +46,7 @@ def dispatched(scenario: Scenario, stack: Stack, ranks: Ranks | None) -> float:
     if moe is None or ranks is None or not stack.dispatch_once:
         return 1.0
     nodes = len(set((ranks[0] // scenario.cluster.gpus_per_node).tolist()))
-    return sent_once(moe.top_k, nodes if nodes > 1 else ranks.shape[1])
+    return sent_once(moe.top_k, nodes if nodes > 1 else ranks.shape[1], moe.groups, moe.top_groups)
 
 
 def around(calls: Calls, joint: Joint, kernels: Items, direction: str) -> Items:
