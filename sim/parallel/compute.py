@@ -14,6 +14,7 @@ from sim.model.architecture import Layer, Operator
 from sim.model.recompute import again_operators
 from sim.parallel.model.calls import Items
 from sim.parallel.model.joints import Joints, Uncut
+from sim.parallel.model.overlap import Timed, together
 from sim.program import CollectiveCall, InlineCall, MemoryOp, ProgramBuilder
 from sim.software import Stack
 from sim.tensor_trace import LayerMemory
@@ -85,14 +86,14 @@ class Compute:
     def forward(self, layer: Layer, before: tuple[Kernel, ...] = ()) -> int:
         """Forward of a layer, after the technique's own kernels `before`."""
         return self._once(layer, ("forward", before), lambda: self.segment(
-            (*before, *(item for op in layer.operators for item in self._joints.forward(op)))))
+            (*before, *self.forward_items(layer.operators))))
 
     def backward(self, layer: Layer, policy: str, before: tuple[Kernel, ...] = (),
                  after: tuple[Kernel, ...] = ()) -> int:
         """Recomputation and backward of a layer between the technique's own kernels."""
         def make() -> int:
             again = self.recomputed(layer, policy)
-            back = tuple(item for op in reversed(layer.operators) for item in self._joints.backward(op))
+            back = self.backward_items(layer.operators)
             return self.segment((*before, *again), (*back, *after))
         return self._once(layer, ("backward", policy, before, after), make)
 
@@ -116,23 +117,23 @@ class Compute:
                 again = self.recomputed(layer, policy)
             numel = sum(p.numel for op in chosen for p in op.parameters)
             own = per_parameter(numel) if numel else ()
-            back = tuple(item for op in chosen for item in self._joints.backward(op))
+            back = self.backward_items(tuple(reversed(chosen)))
             return self.segment(again, (*back, *own)) if again or back or own else -1
         return [self._once(layer, ("part", policy, cuts, i, per_parameter), lambda i=i: make(i))  # type: ignore[misc]
                 for i in range(len(cuts) + 1)]
 
     def forward_items(self, operators: Sequence[Operator]) -> Items:
         """What forward of operators runs, with the collectives between them."""
-        return tuple(item for op in operators for item in self._joints.forward(op))
+        return self._joints.row([(op.name, self._joints.forward(op)) for op in operators])
 
-    def backward_items(self, operators: Sequence[Operator]) -> Items:
-        """What backward of operators, given in forward order, runs."""
-        return tuple(item for op in reversed(operators) for item in self._joints.backward(op))
+    def backward_items(self, operators: Sequence[Operator], weights: str = "with") -> Items:
+        """What backward of operators, given in forward order, runs; `weights` as in `run_backward`."""
+        return self._joints.row([(op.name, self._backward_of(op, weights)) for op in reversed(operators)])
 
     def recomputed(self, layer: Layer, policy: str) -> Items:
         """What recomputation under `policy` runs again in backward (Korthikanti et al. 2022, section 4)."""
         if policy == "full":
-            return tuple(item for op in layer.operators if op.recomputed for item in self._joints.forward(op))
+            return self.forward_items([op for op in layer.operators if op.recomputed])
         if policy == "selective":
             return tuple(item for op in layer.operators if op.core for item in self._joints.again(op))
         if policy == "selective-op":
@@ -159,20 +160,46 @@ class Compute:
             weights: "with" the weight gradients, "without" them, or "only" them (zero-bubble schedules).
             before, after: collectives in front of it, and the technique's own kernels behind it.
         """
-        def items(layer: Layer, policy: str) -> Items:
-            again = () if weights == "only" else self.recomputed(layer, policy)
-            return (*again, *(item for op in reversed(layer.operators) for item in self._backward_of(op, weights)))
-
         def make() -> int:
             self._kept.extend(layers)
             cost = self._stack.host_backward_s
             parts = [self._part([InlineCall(call) for call in before], cost)]
-            parts += [self._of(layer, (weights, policy), partial(items, layer, policy), cost)
+            parts += [self._of(layer, (weights, policy), partial(self._backward_row, layer, policy, weights), cost)
                       for layer, policy in zip(reversed(layers), reversed(policies), strict=True)]
             parts.append(self._part(after, cost))
             return self._row(parts) if any(rows for rows, _ in parts) else -1
         key = ("run back", before, tuple(map(id, layers)), tuple(policies), weights, after)
         return self._once(tuple, key, make)
+
+    def run_together(self, ahead: Sequence[Layer], back: Sequence[Layer], policies: Sequence[str],
+                     weights: str = "with", before: tuple[CollectiveCall, ...] = (),
+                     after: tuple[Kernel, ...] = ()) -> int:
+        """Forward of layers and backward of others as one segment, in which either side's tokens travel to their
+        experts while the other side computes (`sim.parallel.model.overlap.together`).
+
+        Args:
+            ahead, back: layers of the forward and of the backward pass, both in forward order.
+            policies, weights, before, after: as in `run_backward`.
+        """
+        def timed(items: Items, of_operator: float) -> list[Timed]:
+            return [(item, self._launch_s(item, of_operator)) for item in items]
+
+        def make() -> int:
+            self._kept += (*ahead, *back)
+            f, b = self._stack.host_forward_s, self._stack.host_backward_s
+            merged = together((timed(self.forward_items(layer.operators), f) for layer in ahead),
+                              (timed(self._backward_row(layer, policy, weights), b)
+                               for layer, policy in zip(reversed(back), reversed(policies), strict=True)),
+                              is_weight_gradient)
+            found = [*timed(tuple(map(InlineCall, before)), f), *merged, *timed(after, b)]
+            return self._builder.segment([item for item, _ in found], [launch_s for _, launch_s in found])
+        key = ("together", before, tuple(map(id, ahead)), tuple(map(id, back)), tuple(policies), weights, after)
+        return self._once(tuple, key, make)
+
+    def _backward_row(self, layer: Layer, policy: str, weights: str) -> Items:
+        """Recomputation and backward of a layer."""
+        again = () if weights == "only" else self.recomputed(layer, policy)
+        return (*again, *self.backward_items(layer.operators, weights))
 
     def _backward_of(self, op: Operator, weights: str) -> Items:
         if weights == "with":

@@ -265,6 +265,9 @@ class Parallel(Table):
     context: Degree = has(1, "context parallelism")
     context_exchange: Literal["ring", "all-gather"] = has("ring", "keys and values go round a ring, or are gathered")
     expert: Degree = has(1, "expert parallelism")
+    overlap_experts: Literal["none", "shared", "batches"] | None = has(
+        None, "what hides tokens on their way to experts: nothing, shared experts, another micro-batch's compute; none "
+        "given = what the stack does")
     pipeline: Degree = has(1, "pipeline stages")
     virtual_stages: Annotated[int, count(10_000)] = late("chunks of each pipeline rank")
     schedule: Schedule = late("order of the pipeline's micro-batches")

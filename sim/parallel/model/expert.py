@@ -49,6 +49,35 @@ def dispatched(scenario: Scenario, stack: Stack, ranks: Ranks | None) -> float:
     return sent_once(moe.top_k, nodes if nodes > 1 else ranks.shape[1], moe.groups, moe.top_groups)
 
 
+def hidden_by(scenario: Scenario, stack: Stack) -> str:
+    """What hides tokens on their way: "none", "shared" (experts) or "batches"; asked for, or the stack's habit where
+    the layout has it at hand."""
+    asked = scenario.parallel.overlap_experts
+    if asked is not None:
+        return asked
+    return "none" if misfit(scenario, stack.expert_overlap) else stack.expert_overlap
+
+
+def misfit(scenario: Scenario, overlap: str) -> tuple[str, str] | None:
+    """Why tokens cannot travel beside that in this layout, and what would help."""
+    parallel, moe = scenario.parallel, scenario.model.moe
+    if overlap == "none" or parallel.expert == 1 or moe is None:
+        return None
+    if overlap == "shared":
+        return None if moe.shared_experts else ("the model has no shared experts to hide the all-to-alls behind",
+                                                "remove it")
+    if parallel.pipeline == 1 or parallel.schedule not in ("interleaved", "dualpipe"):
+        return ("a forward and a backward run as one where chunks of a pipeline take turns",
+                "use schedule interleaved with virtual_stages, or dualpipe")
+    if parallel.strategy in ("fsdp", "zero2", "zero3"):
+        return ("stages whose parameters are sharded run forward and backward one after the other",
+                "use zero1, or remove it")
+    if scenario.training.recompute == "full":
+        return ("Megatron-LM refuses full recomputation beside the overlap of micro-batches (training/arguments.py)",
+                "recompute less, or remove it")
+    return None
+
+
 def around(calls: Calls, joint: Joint, kernels: Items, direction: str) -> Items:
     """Dispatch sends behind its kernels, combine receives before its own; backward the other way round."""
     if not calls.has("expert"):

@@ -16,6 +16,7 @@ from sim.model.architecture import Architecture
 from sim.parallel.compute import is_weight_gradient
 from sim.parallel.data.bucketed import Bucketed
 from sim.parallel.layout import Layout, Ranks, equitable_classes, simulated_ranks
+from sim.parallel.model.expert import hidden_by
 from sim.parallel.pipeline.orders import Action, Costs, check, placement, places, split
 from sim.parallel.pipeline.patterns import Schedule
 from sim.parallel.pipeline.sharded import ShardedStage
@@ -76,7 +77,8 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
         raise UserError(Fault("a pipeline's micro-batches are all of one size: a replica's share of the global batch "
                               "must be a multiple of the micro-batch", field="training.global_batch"))
     depth, virtual = parallel.pipeline, parallel.virtual_stages
-    schedule = Schedule(parallel.schedule, depth, virtual, scenario.micro_steps, *_costs(architecture))
+    merged = parallel.expert > 1 and hidden_by(scenario, stack) == "batches"
+    schedule = Schedule(parallel.schedule, depth, virtual, scenario.micro_steps, *_costs(architecture), int(merged))
     check(parallel.schedule, depth, virtual, scenario.micro_steps)
     placed = placement(parallel.schedule, depth, virtual)
     blocks = len(architecture.stack) - 2
@@ -102,7 +104,7 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
             rank=rank, depth=depth, plan=plan, chunks=_rebased(chunks[rank]), transfers=moves,
             passing=_passing(scenario, stack, architecture), edges={edge: joined.number(edge) for edge in own},
             streams={edge: len(streams) + i for i, edge in enumerate(own)},
-            tied=table if "embedding" in plan.groups else 0, separate=split(parallel.schedule))
+            tied=table if "embedding" in plan.groups else 0, separate=split(parallel.schedule), merged=merged)
         stage.write(schedule)
         plans.append(plan)
     return Pipelined(plans, joined)

@@ -48,6 +48,7 @@ class Schedule(NamedTuple):
     micro_batches: int
     costs: Costs
     kept_for_weights: float
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,14 @@ class Habits:
     """What tells a stage's actions apart.
 
     Attributes:
-        blocks: exchanges block, so that chunks that take turns exchange once per forward and backward.
+        pairs: chunks that take turns exchange once per forward and backward: because exchanges block, or because both
+            run as one.
         firsts: gradients of the first micro-batch are not treated like those of the others.
         keeps: whether sharded parameters stay whole behind a forward, and behind a backward that is not the last; None
             where parameters are not sharded.
     """
 
-    blocks: bool
+    pairs: bool
     firsts: bool
     keeps: tuple[bool, bool] | None = None
 
@@ -76,13 +78,16 @@ def rows(schedule: Schedule, habits: Habits) -> tuple[Row, ...]:
     orders = order(*schedule)
     moves = Transfers(places(schedule.name, schedule.pipeline, schedule.virtual))
     last = "W" if split(schedule.name) else "B"
-    return tuple(_row(rank, actions, moves, last, schedule.virtual, habits) for rank, actions in enumerate(orders))
+    apart = schedule.name == "dualpipe"
+    return tuple(_row(rank, actions, moves, last, schedule.virtual, apart, habits)
+                 for rank, actions in enumerate(orders))
 
 
-def _row(rank: int, actions: Sequence[Action], moves: Transfers, last: str, chunks: int, habits: Habits) -> Row:
-    pairs = habits.blocks and chunks > 1
+def _row(rank: int, actions: Sequence[Action], moves: Transfers, last: str, chunks: int, apart: bool,
+         habits: Habits) -> Row:
+    pairs = habits.pairs and chunks > 1
     needs = {(kind, chunk): moves.needed(rank, Action(kind, chunk, 0)) for kind in "FBW" for chunk in range(chunks)}
-    together = batched(actions, pairs)
+    together = batched(actions, pairs, apart)
     described = _described(together, needs, last, habits)
     found = tuple(Pattern(tuple(described[begin:begin + length]), repeats)
                   for begin, length, repeats in fold(described, chunks * len(moves.places.stage)))
@@ -93,15 +98,20 @@ def _needed(batch: Sequence[Action], needs: dict[tuple[str, int], Edge | None]) 
     return tuple([edge for a in batch if (edge := needs[a.kind, a.chunk])])
 
 
-def batched(actions: Sequence[Action], pairs: bool) -> list[tuple[Action, ...]]:
+def batched(actions: Sequence[Action], pairs: bool, apart: bool = False) -> list[tuple[Action, ...]]:
     """Actions between two exchanges: one, but a forward and the backward behind it where chunks take turns (`pairs`)
-    and exchanges block (Megatron-LM `schedules.py`, send_forward_backward_recv_forward_backward)."""
+    and exchanges block (Megatron-LM `schedules.py`, send_forward_backward_recv_forward_backward).
+
+    Args:
+        apart: only pairs of two directions are made (dualpipe).
+    """
     if not pairs or next((i for i, a in enumerate(actions) if a.kind == "B"), 0) >= sum(a.kind == "F" for a in actions):
         return [(action,) for action in actions]
     batches: list[tuple[Action, ...]] = []
     i = 0
     while i < len(actions):
-        paired = actions[i].kind == "F" and i + 1 < len(actions) and actions[i + 1].kind == "B"
+        paired = (actions[i].kind == "F" and i + 1 < len(actions) and actions[i + 1].kind == "B"
+                  and (not apart or actions[i].chunk != actions[i + 1].chunk))
         batches.append(tuple(actions[i:i + 2]) if paired else (actions[i],))
         i += len(batches[-1])
     return batches

@@ -54,6 +54,7 @@ class Stage:
         streams: stream of every edge.
         tied: elements of the table of which first and last stage hold copies; 0 where this one has none.
         separate: weight gradients are actions of their own.
+        merged: a forward and the backward behind it run as one, so that tokens travel to experts beside compute.
     """
 
     rank: int
@@ -66,13 +67,15 @@ class Stage:
     streams: dict[Edge, int]
     tied: int
     separate: bool
+    merged: bool
 
     def write(self, schedule: Schedule) -> None:
         """All sections of a step, in order; what recurs is written once and repeated."""
         plan = self.plan
         made: dict[tuple[Batch, ...], SectionBuilder] = {}
         self._states()
-        row = rows(schedule, Habits(self.passing.waits != "overlapped", not self._resident(), self._keeps()))[self.rank]
+        pairs = self.merged or self.passing.waits != "overlapped"
+        row = rows(schedule, Habits(pairs, not self._resident(), self._keeps()))[self.rank]
         self._first_receive(row.first)
         for batches, repeats in row.patterns:
             section = made.get(batches)
@@ -103,12 +106,17 @@ class Stage:
         verbs = {"F": self._forward, "B": self._backward, "W": self._weights}
         moved: list[Edge] = []
         tasks: list[int] = []
+        one = self.merged and self._merges(batch)
+        ahead = batch.actions[0][1]
         for kind, chunk, first, final, gathers in batch.actions:
             arrived = self.transfers.needed(self.rank, Action(kind, chunk, 0))
             if arrived is not None:
                 self._passed(section, arrived, 1)
             action, micro = Action(kind, chunk, 0), MicroStep(self.plan.architecture.batch, first, final)
-            task = verbs[kind](section, action, micro, self._waited(action), gathers)
+            if not one:
+                task = verbs[kind](section, action, micro, self._waited(action), gathers)
+            else:  # written with the backward; what the forward sends waits for all compute in front of it
+                task = self._pair(section, Action("F", ahead, 0), action, micro) if kind == "B" else -1
             edge = self.transfers.sent(self.rank, action)
             if edge is not None:
                 moved.append(edge)
@@ -171,6 +179,14 @@ class Stage:
     def _backward(self, section: SectionBuilder, action: Action, micro: MicroStep, waiting: tuple[int, ...],
                   gathers: int = 0) -> int:
         """One backward pass of a chunk; returns its last task, -1 if there is none."""
+        raise NotImplementedError
+
+    def _merges(self, batch: Batch) -> bool:
+        """Whether a batch is a forward and a backward that can run as one."""
+        return False
+
+    def _pair(self, section: SectionBuilder, forward: Action, backward: Action, micro: MicroStep) -> int:
+        """A forward and a backward of another micro-batch as one; returns its task."""
         raise NotImplementedError
 
     def _accumulated(self, layers: Sequence[Layer], micro: MicroStep) -> tuple[Kernel, ...]:
