@@ -25,8 +25,7 @@ from sim.model.architecture import Architecture, Layer
 from sim.model.eager import KINDS, layer_profile
 from sim.parallel.compute import Compute
 from sim.parallel.lower import cut_groups, held, layout_of
-from sim.parallel.model.calls import Items
-from sim.parallel.model.expert import dispatched
+from sim.parallel.model.expert import dispatched, staying
 from sim.parallel.model.joints import joints
 from sim.parallel.pipeline.actions import placement, split
 from sim.parallel.pipeline.bubble import activations
@@ -257,7 +256,7 @@ class _Bounding:
         """What every distinct layer runs and keeps; the same for all pipelines and numbers of GPUs."""
         architecture = build(held(scenario), stack, scenario.training.micro_batch)
         parallel = scenario.parallel
-        hidden = parallel.overlap_experts or stack.expert_overlap  # whatever the schedule will be
+        hidden = parallel.overlap_experts or stack.expert_overlap
         compute = Compute(ProgramBuilder(("compute",), names), stack, joints(
             stack, names, sequence=parallel.sequence_parallel and parallel.tensor > 1, pipelined=parallel.async_tensor,
             dispatched=sent, shares=hidden == "shared"))
@@ -265,9 +264,9 @@ class _Bounding:
         for layer in {id(x): x for x in architecture.stack}.values():
             block = layer.kind == "block"
             again = {p: compute.recomputed(layer, p) if block else () for p in POLICIES}
-            ahead, back = compute.forward_items(layer.operators), compute.backward_items(layer.operators)
-            if hidden == "batches":  # another micro-batch may hide all of what travels
-                ahead, back, again = _stays(ahead), _stays(back), {p: _stays(items) for p, items in again.items()}
+            ahead, back = (items(layer.operators) for items in (compute.forward_items, compute.backward_items))
+            if hidden == "batches":  # another micro-batch may hide what travels, under some schedules
+                ahead, back, again = staying(ahead), staying(back), {p: staying(items) for p, items in again.items()}
             parts[id(layer)] = ahead, back, again
             if block:
                 kept[id(layer)], rises[id(layer)] = zip(*(_held(layer, p) for p in POLICIES), strict=True)
@@ -409,11 +408,6 @@ def _in_flight(schedule: str, pipeline: int, chunks: int, steps: int, rank: int)
     if schedule in ("zb-h1", "zb-h2"):
         return float(activations(schedule, pipeline, chunks, steps, rank, kept_for_weights=0.0))
     return float(chunks)
-
-
-def _stays(items: Items) -> Items:
-    """What runs on the compute stream in any case: all but tokens on their way to experts."""
-    return tuple(item for item in items if not (isinstance(item, InlineCall) and item.call.kind == "all_to_all"))
 
 
 def _widths(scenario: Scenario, architecture: Architecture) -> dict[str, float]:

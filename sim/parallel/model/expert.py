@@ -12,6 +12,7 @@ import math
 from sim.model.architecture import Joint
 from sim.parallel.layout import Ranks
 from sim.parallel.model.calls import Calls, Items
+from sim.program import InlineCall
 from sim.scenario.schema import Scenario
 from sim.software import Stack
 
@@ -76,6 +77,11 @@ def misfit(scenario: Scenario, overlap: str) -> tuple[str, str] | None:
         return ("Megatron-LM refuses full recomputation beside the overlap of micro-batches (training/arguments.py)",
                 "recompute less, or remove it")
     return None
+
+
+def staying(items: Items) -> Items:
+    """Items without tokens on their way, which may travel beside them."""
+    return tuple(item for item in items if not isinstance(item, InlineCall) or item.call.kind != "all_to_all")
 
 
 def around(calls: Calls, joint: Joint, kernels: Items, direction: str) -> Items:

@@ -74,7 +74,7 @@ class WholeStage(Stage):
             "without" if self.separate else "with", gathered,
             () if self.separate else self._accumulated(back, micro))
         waiting = dict.fromkeys((*self._waited(forward), *self._waited(backward)))
-        label = Label(f"chunk{backward.chunk}", "backward", "forward and backward")
+        label = Label(f"chunk{forward.chunk}+{backward.chunk}", "backward", "forward and backward")
         return self._kernels(section, segment, label, tuple(waiting))
 
     def _accumulated(self, layers: Sequence[Layer], micro: MicroStep) -> tuple[Kernel, ...]:
