@@ -58,7 +58,7 @@ def write_run(folder: Path, result: Result, text: str, as_json: Mapping[str, Any
         if boxes is not None:
             scenario = result.scenario
             how = f"{scenario.parallel.schedule}, {boxes.stages} stages, {scenario.micro_steps} micro-batches"
-            how += "; a forward and a backward that run as one have half of their time each" * merges(result)
+            how += "; what runs as one is drawn in halves" * merges(result)
             pictures.append(("pipeline.png", pipeline_figure(scenario.name, boxes, how, chunk_names(result),
                                                              result.step_time_s)))
             digest["pipeline.png"] = pipeline_digest(boxes, result.step_time_s)

@@ -73,7 +73,8 @@ def misfit(scenario: Scenario, overlap: str) -> tuple[str, str] | None:
     if parallel.strategy in ("fsdp", "zero2", "zero3"):
         return ("stages whose parameters are sharded run forward and backward one after the other",
                 "use zero1, or remove it")
-    if scenario.training.recompute == "full":
+    recompute = scenario.training.recompute
+    if recompute == "full" or (not isinstance(recompute, str) and recompute.layers):
         return ("Megatron-LM refuses full recomputation beside the overlap of micro-batches (training/arguments.py)",
                 "recompute less, or remove it")
     return None
