@@ -25,7 +25,7 @@ from sim.model.architecture import Architecture, Layer
 from sim.model.eager import KINDS, layer_profile
 from sim.parallel.compute import Compute
 from sim.parallel.lower import cut_groups, held, layout_of
-from sim.parallel.model.expert import dispatched
+from sim.parallel.model.expert import dispatched, staying
 from sim.parallel.model.joints import joints
 from sim.parallel.pipeline.actions import placement, split
 from sim.parallel.pipeline.bubble import activations
@@ -256,14 +256,18 @@ class _Bounding:
         """What every distinct layer runs and keeps; the same for all pipelines and numbers of GPUs."""
         architecture = build(held(scenario), stack, scenario.training.micro_batch)
         parallel = scenario.parallel
+        hidden = parallel.overlap_experts or stack.expert_overlap
         compute = Compute(ProgramBuilder(("compute",), names), stack, joints(
             stack, names, sequence=parallel.sequence_parallel and parallel.tensor > 1, pipelined=parallel.async_tensor,
-            dispatched=sent))
+            dispatched=sent, shares=hidden == "shared"))
         parts, kept, rises, head = {}, {}, {}, 0.0
         for layer in {id(x): x for x in architecture.stack}.values():
             block = layer.kind == "block"
             again = {p: compute.recomputed(layer, p) if block else () for p in POLICIES}
-            parts[id(layer)] = compute.forward_items(layer.operators), compute.backward_items(layer.operators), again
+            ahead, back = (items(layer.operators) for items in (compute.forward_items, compute.backward_items))
+            if hidden == "batches":  # another micro-batch may hide what travels, under some schedules
+                ahead, back, again = staying(ahead), staying(back), {p: staying(items) for p, items in again.items()}
+            parts[id(layer)] = ahead, back, again
             if block:
                 kept[id(layer)], rises[id(layer)] = zip(*(_held(layer, p) for p in POLICIES), strict=True)
             elif layer.kind == "head":
