@@ -208,6 +208,15 @@ def frozen_bytes(layers: Iterable[Layer]) -> int:
     return sum(blocks(size) for layer in layers for tensor in layer.frozen for size in tensor.pieces)
 
 
+def weight_placeholders(layers: Iterable[Layer]) -> list[int]:
+    """Bytes of the tensors that autograd gets instead of gradients of the blocks' matrices where a stack keeps them: one
+    for each shape (`Stack.weight_placeholders`)."""
+    shapes = {(*p.shape, DTYPE_BYTES[layer.program.style.act]) for layer in layers if layer.kind == "block"
+              and layer.program is not None and layer.program.style.weight_placeholder
+              for p in layer.parameters if len(p.shape) > 1}
+    return [blocks(math.prod(shape)) for shape in sorted(shapes)]
+
+
 def end_of_step(plan: Plan, section: SectionBuilder) -> None:
     """Fixed host work of a step, and the synchronisation of stacks that read the loss every step."""
     label = Label("step", "optimizer", "end of step")

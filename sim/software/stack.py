@@ -77,6 +77,8 @@ class Stack:
         dispatch_once: a token travels once to every node (within a node: GPU) that holds some of its experts, and is
             copied there; else once to each expert.
         gradient_accumulation_fusion: the weight-gradient GEMM adds into the gradient buffer itself.
+        weight_placeholders: what autograd gets instead of such a gradient is kept from step to step, one tensor for
+            each shape of weight in the blocks; else it is made anew each time.
         adapter_dropout: adapters of fine-tuning drop out their input.
         quantised_keeps_input: a 4-bit linear layer keeps its input for backward, which it does not need.
         frozen_apart: what is not trained has flat parameters of its own in FSDP 1; else it shares the trained tensors'
@@ -135,6 +137,7 @@ class Stack:
     fused_permutation: bool
     dispatch_once: bool
     gradient_accumulation_fusion: bool
+    weight_placeholders: bool
     adapter_dropout: bool
     quantised_keeps_input: bool
     frozen_apart: bool
