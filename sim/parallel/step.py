@@ -209,7 +209,7 @@ def frozen_bytes(layers: Iterable[Layer]) -> int:
 
 
 def weight_placeholders(layers: Iterable[Layer]) -> list[int]:
-    """Bytes of the tensors that autograd gets instead of gradients of the blocks' matrices where a stack keeps them: one
+    """Bytes of what autograd gets instead of gradients of the blocks' matrices where a stack keeps such tensors: one
     for each shape (`Stack.weight_placeholders`)."""
     shapes = {(*p.shape, DTYPE_BYTES[layer.program.style.act]) for layer in layers if layer.kind == "block"
               and layer.program is not None and layer.program.style.weight_placeholder
