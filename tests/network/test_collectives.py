@@ -236,6 +236,17 @@ def test_host_staged_transfers_are_slow(machines: Machines) -> None:
         assert bus == pytest.approx(channels * F["stage_gbps.all"] * 1e9)
 
 
+@pytest.mark.parametrize(("groups", "channels"), [(1, 2.0), (2, 2.0), (4, 1.0), (8, 0.5)])
+def test_groups_of_one_gpu_per_node_share_what_the_host_stages(machines: Machines, groups: int,
+                                                               channels: float) -> None:
+    """A group of two ranks opens two channels whatever the node holds; all groups share one stream per NIC."""
+    inter = {"kind": "fat-tree", "fabric": "omni-path", "nics_per_node": 4, "gbps_per_nic": 100}
+    net = network({**machines["dgx-a100"], "inter": inter}, nodes=2)
+    ranks = np.array([[4 * (i % 2) + i // 2, 8 + 4 * (i % 2) + i // 2] for i in range(groups)])
+    flow = net.coflow("all_reduce", 4 * GIB, ranks)
+    assert rate(flow, net) == pytest.approx(channels * F["stage_gbps.all"] * 1e9)
+
+
 def test_nodes_without_a_link_are_refused(machines: Machines) -> None:
     with pytest.raises(UserError, match="no link between nodes"):
         network(machines["pcie"], nodes=2)
