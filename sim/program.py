@@ -164,6 +164,7 @@ class Program:
         resident: memory held for the whole step: (tensor name, bytes, category).
         host_resident: host memory a rank holds for the whole step: (tensor name, bytes, category).
         tensors: bytes of each tensor of a resident entry or pool, by its name; what is not here is one tensor.
+        managed_bytes: optimizer states in unified memory, which no caching allocator has.
     """
 
     kernels: list[Kernel]
@@ -180,6 +181,7 @@ class Program:
     host_resident: list[tuple[str, int, str]] = field(default_factory=list)
     inlines: list[Inline] = field(default_factory=list)
     tensors: dict[str, list[int]] = field(default_factory=dict)
+    managed_bytes: int = 0
 
     def by_row(self, of_kernel: Callable[[Kernel], _T], of_inline: Callable[[Inline], _T]) -> list[_T]:
         """A value for every row a segment may name: index it with the entries of `Segment.kernels`."""
@@ -364,6 +366,7 @@ class ProgramBuilder:
         self.resident: list[tuple[str, int, str]] = []
         self.host_resident: list[tuple[str, int, str]] = []
         self.tensors: dict[str, list[int]] = {}
+        self.managed_bytes = 0
         self._sections: list[Section] = []
         self._numbers: dict[int, int] = {}
         self._schedule: list[tuple[int, int]] = []
@@ -413,4 +416,4 @@ class ProgramBuilder:
             kernels=kernels, segments=segments, collectives=collectives, copies=copies, labels=labels,
             streams=self.streams, communicators=self.communicators, sections=self._sections, schedule=self._schedule,
             launch_queue=self.launch_queue, resident=self.resident, host_resident=self.host_resident, inlines=inlines,
-            tensors=self.tensors)
+            tensors=self.tensors, managed_bytes=self.managed_bytes)

@@ -9,6 +9,8 @@ from sim.hardware import gpu
 from sim.model.tuning import QUANTISED
 from sim.scenario.schema import Scenario
 
+#: Optimizers that bitsandbytes keeps in unified memory where asked (optim/adamw.py, adam.py).
+_PAGED = ("adamw", "adam", "adamw-8bit")
 #: Compute dtypes below 16 bits.
 _NARROW = ("fp8", "mxfp8", "nvfp4", "int8", "int4")
 
@@ -44,6 +46,22 @@ def _tuned(scenario: Scenario) -> str:
     return ""
 
 
+def _paged(scenario: Scenario, ipg: bool) -> str:
+    """What of unified memory is not simulated: it is bitsandbytes' way to keep optimizer states, nothing else's."""
+    offload, training, parallel = scenario.parallel.offload, scenario.training, scenario.parallel
+    if "paged" in (offload.parameters, offload.activations):
+        return "paged memory of anything but the optimizer's states"
+    if offload.optimizer != "paged":
+        return ""
+    if training.optimizer not in _PAGED:
+        return f"paged {training.optimizer} (bitsandbytes pages {', '.join(_PAGED)})"
+    if ipg or parallel.strategy.startswith("zero"):
+        return f"a paged optimizer in {parallel.strategy}"
+    if training.optimizer_in_backward:
+        return "a paged optimizer in backward"
+    return ""
+
+
 def check(scenario: Scenario, ipg: bool = False) -> None:
     """Raise `UserError` naming every field of the scenario that this version cannot simulate.
 
@@ -58,7 +76,7 @@ def check(scenario: Scenario, ipg: bool = False) -> None:
         "training.precision.parameters": training.mode == "train" and training.precision.parameters in QUANTISED
         and f"training with {training.precision.parameters} weights",
         "training.precision": training.precision.compute in ("int8", "int4") and training.precision.compute,
-        "parallel.offload": any(v == "paged" for _, v in parallel.offload) and "paged memory",
+        "parallel.offload": _paged(scenario, ipg),
     }
     if training.mode != "train":
         asked |= _inference(scenario)
