@@ -136,15 +136,16 @@ class TensorReplay:
         return self._alike[number]
 
     def _state(self) -> object:
-        """All that a section's run depends on, by address; None in the middle of a micro-step."""
+        """All that a section's run depends on, by address, and the level it starts from, which decides how high it gets;
+        None in the middle of a micro-step."""
         if self._waiting or any(self._layers.values()):
             return None
         last = self._last
         single = tuple(block.address if block is not None else -1 for block in (self._received, self._gradient))
         held = tuple((name, tuple((size, block.address) for size, block in pool)) for name, pool in self._named.items())
         live = () if last is None else (last.trace.output, *((n, b.address) for n, b in last.live.items()))
-        return (self.allocator.free_blocks(), held, live, single, tuple(b.address for b in self._tied),
-                tuple(self._debts.items()))
+        return (self.allocator.free_blocks(), self.allocator.asked, self.allocator.allocated, held, live, single,
+                tuple(b.address for b in self._tied), tuple(self._debts.items()))
 
     def _run(self, number: int) -> None:
         for item in self._order(number):
