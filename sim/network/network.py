@@ -65,10 +65,10 @@ class Network:
         inside, outside, _ = self._scale
         s = speeds(self.topology, *self._nominal)
         self.speeds = s = replace(s, gpu=s.gpu * inside, link=s.link * inside, pcie=s.pcie * inside,
-                                  nic=s.nic * outside, stage=s.stage * outside, host=s.host * outside,
-                                  leaf=s.leaf * outside)
+                                  uplink=s.uplink * inside, nic=s.nic * outside, stage=s.stage * outside,
+                                  host=s.host * outside, leaf=s.leaf * outside)
         self._judged = speeds(self.topology)
-        self._capacity = {"gpu": s.gpu, "pcie": s.pcie, "nic": s.nic, "leaf": s.leaf, "host": s.host}
+        self._capacity = {"gpu": s.gpu, "pcie": s.uplink, "nic": s.nic, "leaf": s.leaf, "host": s.host}
         self._candidates.clear()
         self._coflows.clear()
 

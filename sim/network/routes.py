@@ -107,7 +107,9 @@ def place(ranks: Ints, topology: Topology, speeds: Speeds, detours: Mapping[int,
     local, nodes_of, _ = _together(row, node, wide, instances)
     sharing, _, nic_first = _together(row, nic, wide * max(groups, 1), instances)
     on_leaf, leaves_of, _ = _together(row, node // inter.nodes_per_leaf, wide, instances)
-    switch = flat // topology.intra.gpus_per_switch if topology.intra.kind == "pcie" else node
+    rings = _rings(topology, row, node, slot, local)
+    over_pcie = topology.intra.kind == "pcie" or rings == 0
+    switch = flat // topology.intra.gpus_per_switch if over_pcie else node
     on_switch, _, _ = _together(row, switch, wide, instances)
     groups_used = _sum_by(row * wide + node, nic_first)
     behind = topology.intra.kind == "pcie" and int(nodes_of.max()) > 1
@@ -118,7 +120,7 @@ def place(ranks: Ints, topology: Topology, speeds: Speeds, detours: Mapping[int,
         per_node=int(local.max()), leaves=int(leaves_of.max()), node=node, nic=nic, leaf=leaf, local=local,
         sharing=sharing, groups=groups_used, on_leaf=on_leaf, switch=switch, on_switch=on_switch,
         switches=bool(np.any(on_switch < local)) or bool(behind and np.any(to_nic != switch)),
-        rings=_rings(topology, row, node, slot, local), to_nic=to_nic,
+        rings=rings, to_nic=to_nic,
         uplinks=speeds.leaf_uplinks if inter.routing == "ecmp" else 0, staged=speeds.stage > 0,
         keep=(*(link for link, _ in topology.degraded), *keep))
 

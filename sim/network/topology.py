@@ -163,7 +163,7 @@ class Speeds:
     Attributes:
         gpu: one GPU's fast intra-node egress (NVLink, or its PCIe slot).
         link: one NVLink of a mesh (0 elsewhere).
-        pcie: one GPU's PCIe slot, and one PCIe switch's uplink.
+        pcie: one GPU's PCIe slot; uplink: what a PCIe switch exchanges with GPUs and NICs below the other CPU.
         nic: one NIC group (the NICs nearest to one GPU; all NICs when GPUs outnumber them).
         stage: what one channel of a communicator moves where messages are staged through the host, 0 elsewhere;
             host: what all channels of a node move together there, one stream per NIC.
@@ -176,6 +176,7 @@ class Speeds:
     gpu: float
     link: float
     pcie: float
+    uplink: float
     nic: float
     stage: float
     host: float
@@ -207,7 +208,7 @@ def speeds(topology: Topology, intra_gbps_per_gpu: float | None = None,
     rails = groups if inter.rail_optimized else 1
     return Speeds(
         gpu=nominal_link * share * count, link=nominal_link * share if row else 0.0,
-        pcie=float(slot["nominal"]) * _GB * slot_share,
+        pcie=float(slot["nominal"]) * _GB * slot_share, uplink=float(slot["bridge"]) * _GB,
         nic=node / groups, stage=stage, host=max(2, inter.nics_per_node) * stage,
         nic_groups=groups,
         nic_nominal=nominal / _BITS * _GB / groups, leaf=node * inter.nodes_per_leaf / inter.oversubscription / rails,
