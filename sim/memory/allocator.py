@@ -7,7 +7,7 @@ c10/cuda/CUDACachingAllocator.cpp (`round_size`, `get_allocation_size`, `get_fre
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +17,11 @@ ROUND_BYTES = 512
 SMALL_BYTES, SMALL_SEGMENT_BYTES = 2**20, 2 * 2**20
 #: kMinLargeAlloc: requests below it share segments of kLargeBuffer; others have their own, a multiple of kRoundLarge.
 LARGE_BYTES, SHARED_SEGMENT_BYTES, SEGMENT_ROUND_BYTES = 10 * 2**20, 20 * 2**20, 2 * 2**20
+
+#: A free block is found by one number, its bytes above its address: integers compare several times as fast as tuples.
+_ADDRESS_BITS = 50
+#: Address space of an expandable segment, which grows in place: more than any device holds.
+_EXPANDABLE_BYTES = 2**42
 
 
 class OutOfMemoryError(Exception):
@@ -44,13 +49,31 @@ class Block:
         self.asked = 0
 
 
-@dataclass(slots=True)
 class Pool:
-    """Free blocks of one stream and size class, (bytes, address, block) ascending: the first large enough fits best."""
+    """Free blocks of one stream and size class, by bytes and address ascending: the first large enough fits best.
 
-    stream: int
-    small: bool
-    free: list[tuple[int, int, Block]]
+    Attributes:
+        keys, blocks: bytes and address in one number, and the block, in the same order.
+    """
+
+    __slots__ = ("blocks", "keys", "small", "stream")
+
+    def __init__(self, stream: int, small: bool) -> None:
+        self.stream, self.small = stream, small
+        self.keys: list[int] = []
+        self.blocks: list[Block] = []
+
+    def put(self, block: Block) -> None:
+        """A block becomes free."""
+        key = block.size << _ADDRESS_BITS | block.address
+        at = bisect_left(self.keys, key)
+        self.keys.insert(at, key)
+        self.blocks.insert(at, block)
+
+    def take(self, block: Block) -> None:
+        """A free block that is merged or grows."""
+        at = bisect_left(self.keys, block.size << _ADDRESS_BITS | block.address)
+        del self.keys[at], self.blocks[at]
 
 
 @dataclass(slots=True)
@@ -98,16 +121,17 @@ class Allocator:
         Raises:
             OutOfMemoryError: cudaMalloc fails, and fails again after cached segments are given back.
         """
-        size = rounded(size)
+        size = -(-size // ROUND_BYTES) * ROUND_BYTES or ROUND_BYTES
         small = size <= SMALL_BYTES
         key = 2 * stream + small
         pool = self._pools.get(key)
         if pool is None:
-            pool = self._pools[key] = Pool(stream, small, [])
-        free = pool.free
-        at = bisect_left(free, (size,))
-        if at < len(free) and not self._unfit(size, free[at][0]):
-            block = free.pop(at)[2]
+            pool = self._pools[key] = Pool(stream, small)
+        keys = pool.keys
+        at = bisect_left(keys, size << _ADDRESS_BITS)
+        if at < len(keys) and (self.max_split is None or not self._unfit(size, pool.blocks[at].size)):
+            del keys[at]
+            block = pool.blocks.pop(at)
             block.free = False
         else:
             block = self._grow(size, pool)
@@ -115,13 +139,18 @@ class Allocator:
         if rest and self._splits(size, rest, small):
             self._split(block, size)
         block.asked = size
-        self.allocated += block.size
-        self.asked += size
-        if self.asked > self.top_asked:
-            self.top_asked = self.asked
-        if self.allocated > self.top_allocated:
-            self.top_allocated = self.allocated
+        allocated = self.allocated = self.allocated + block.size
+        asked = self.asked = self.asked + size
+        if asked > self.top_asked:
+            self.top_asked = asked
+        if allocated > self.top_allocated:
+            self.top_allocated = allocated
         return block
+
+    def free_blocks(self) -> tuple[tuple[int, ...], ...]:
+        """What the cache has, by stream and size class: as long as it is the same, and tensors lie where they lay, the
+        same requests get the same answers."""
+        return tuple(tuple(self._pools[key].keys) for key in sorted(self._pools))
 
     def play(self, live: dict[int, Block], events: Sequence[tuple[int, int]]) -> None:
         """Tensors that come and go in order on the first stream: `allocate` and `free`, written out for speed.
@@ -144,30 +173,37 @@ class Allocator:
             self.allocated, self.asked, self.top_allocated, self.top_asked = counts
 
     def _play(self, live: dict[int, Block], events: Sequence[tuple[int, int]], counts: list[int]) -> None:
-        pools = [self._pools.setdefault(key, Pool(0, bool(key), [])) for key in (0, 1)]
+        pools = [self._pools.setdefault(key, Pool(0, bool(key))) for key in (0, 1)]
         allocated, asked, top_allocated, top_asked = counts
+        find, bits = bisect_left, _ADDRESS_BITS
         for number, size in events:
             if size:
                 pool = pools[size <= SMALL_BYTES]
-                free = pool.free
-                at = bisect_left(free, (size,))
-                if at < len(free):
-                    block = free.pop(at)[2]
+                keys = pool.keys
+                at = find(keys, size << bits)
+                if at < len(keys):
+                    del keys[at]
+                    block = pool.blocks.pop(at)
                     block.free = False
                 else:
                     counts[:] = allocated, asked, top_allocated, top_asked
                     block = self._grow(size, pool)
                 rest = block.size - size
                 if rest > SMALL_BYTES or (rest and size <= SMALL_BYTES):
-                    other = Block(block.address + size, rest, pool, block.segment)
-                    behind = block.following
+                    address, behind = block.address + size, block.following
+                    other = Block(address, rest, pool, block.segment)
                     other.previous, other.following, other.free = block, behind, True
                     if behind is not None:
                         behind.previous = other
                     block.following, block.size = other, size
-                    insort(free, (rest, other.address, other))
+                    key = rest << bits | address
+                    at = find(keys, key)
+                    keys.insert(at, key)
+                    pool.blocks.insert(at, other)
+                    allocated += size
+                else:
+                    allocated += size + rest
                 block.asked = size
-                allocated += block.size
                 asked += size
                 if asked > top_asked:
                     top_asked = asked
@@ -179,23 +215,29 @@ class Allocator:
                 size = block.size
                 allocated -= size
                 asked -= block.asked
-                free = block.pool.free
+                pool = block.pool
+                keys, blocks = pool.keys, pool.blocks
                 before, behind = block.previous, block.following
                 if before is not None and before.free:
-                    del free[bisect_left(free, (before.size, before.address))]
+                    at = find(keys, before.size << bits | before.address)
+                    del keys[at], blocks[at]
                     size += before.size
                     before.following = behind
                     if behind is not None:
                         behind.previous = before
                     block = before
                 if behind is not None and behind.free:
-                    del free[bisect_left(free, (behind.size, behind.address))]
+                    at = find(keys, behind.size << bits | behind.address)
+                    del keys[at], blocks[at]
                     size += behind.size
                     after = block.following = behind.following
                     if after is not None:
                         after.previous = block
                 block.free, block.size = True, size
-                insort(free, (size, block.address, block))
+                key = size << bits | block.address
+                at = find(keys, key)
+                keys.insert(at, key)
+                blocks.insert(at, block)
         counts[:] = allocated, asked, top_allocated, top_asked
 
     def drop(self, block: Block) -> None:
@@ -209,14 +251,14 @@ class Allocator:
         self.asked -= block.asked
         before, behind = block.previous, block.following
         if before is not None and before.free:
-            self._take(before)
+            before.pool.take(before)
             before.size += block.size
             before.following = behind
             if behind is not None:
                 behind.previous = before
             block = before
         if behind is not None and behind.free:
-            self._take(behind)
+            behind.pool.take(behind)
             block.size += behind.size
             block.following = behind.following
             if behind.following is not None:
@@ -224,11 +266,11 @@ class Allocator:
         block.free = True
         if self.expandable and block.following is None:
             self._tails[2 * block.pool.stream + block.pool.small] = block
-        insort(block.pool.free, (block.size, block.address, block))
+        block.pool.put(block)
 
     def cached(self) -> list[Block]:
         """Free blocks, pool by pool, the smallest first."""
-        return [block for pool in self._pools.values() for _, _, block in pool.free]
+        return [block for pool in self._pools.values() for block in pool.blocks]
 
     # ------------------------------------------------------------------------------------------------- the rules
     def _unfit(self, size: int, found: int) -> bool:
@@ -243,11 +285,6 @@ class Allocator:
             return rest >= ROUND_BYTES
         return rest > SMALL_BYTES and (self.max_split is None or size < self.max_split)
 
-    def _take(self, block: Block) -> None:
-        """A free block out of its pool."""
-        free = block.pool.free
-        del free[bisect_left(free, (block.size, block.address))]
-
     def _split(self, block: Block, size: int) -> None:
         rest = Block(block.address + size, block.size - size, block.pool, block.segment)
         rest.previous, rest.following = block, block.following
@@ -257,7 +294,7 @@ class Allocator:
         rest.free = True
         if self.expandable and rest.following is None:
             self._tails[2 * rest.pool.stream + rest.pool.small] = rest
-        insort(rest.pool.free, (rest.size, rest.address, rest))
+        rest.pool.put(rest)
 
     def _grow(self, size: int, pool: Pool) -> Block:
         """cudaMalloc, or pages mapped behind an expandable segment."""
@@ -272,7 +309,7 @@ class Allocator:
     def _new_segment(self, size: int, pool: Pool) -> None:
         self.segments[self._numbers] = Segment(self._end, size, pool.stream, pool.small)
         self._numbers += 1
-        self._end += 2**44 if self.expandable else size
+        self._end += _EXPANDABLE_BYTES if self.expandable else size
         self._reserve(size)
 
     def _reserve(self, size: int) -> None:
@@ -290,7 +327,7 @@ class Allocator:
             block = Block(self._end, more, pool, self._numbers)
             self._new_segment(more, pool)
         elif tail.free:
-            self._take(tail)
+            tail.pool.take(tail)
             tail.size, tail.free, block = tail.size + more, False, tail
         else:
             block = Block(tail.address + tail.size, more, pool, tail.segment)
@@ -319,7 +356,7 @@ class Allocator:
         for block in [b for b in self.cached() if b.previous is None and b.following is None]:
             segment = self.segments[block.segment]
             if chosen(segment):
-                self._take(block)
+                block.pool.take(block)
                 self.reserved -= block.size
                 self.released += 1
                 del self.segments[block.segment]

@@ -33,6 +33,19 @@ class _Passed(NamedTuple):
     op: MemoryOp
 
 
+class Buffers(NamedTuple):
+    """A technique's own tensors come or go.
+
+    Attributes:
+        name: of the pool they belong to.
+        sizes: bytes of each.
+    """
+
+    op: MemoryOp
+    name: str
+    sizes: tuple[int, ...]
+
+
 class _Layer(NamedTuple):
     """A layer of one micro-step: which, and its live tensors by number."""
 
@@ -41,11 +54,17 @@ class _Layer(NamedTuple):
     trace: Trace
 
 
-_Item = MemoryOp | LayerMemory | _Sync | _Passed
+_Item = Buffers | LayerMemory | _Sync | _Passed
 
 
 class TensorReplay:
-    """Walks one rank's steps through an allocator."""
+    """Walks one rank's steps through an allocator.
+
+    A section that starts where it started before, and left everything as it was then, is skipped: nothing would come of
+    it (a class that has to see every run sets `skips` to false).
+    """
+
+    skips = True
 
     def __init__(self, program: Program, allocator: Allocator) -> None:
         self.program, self.allocator = program, allocator
@@ -62,6 +81,9 @@ class TensorReplay:
         self._tied: deque[Block] = deque()
         self._has_states = False
         self._whole = _whole(program)
+        self._alike: dict[int, int] = {}
+        self._sections: dict[object, int] = {}  # by what they ask of the allocator
+        self._idle: dict[int, set[object]] = {}  # by section: states that it leaves as they are
 
     def construct(self) -> None:
         """What the model holds before its first step."""
@@ -78,7 +100,10 @@ class TensorReplay:
             section = self.program.sections[number]
             level = sum(op.size_bytes for op in section.memory)
             for _ in range(min(repeats, 2) if level == 0 else repeats):
-                self._run(number)
+                if level == 0 and self.skips:
+                    self._run_or_skip(number)
+                else:
+                    self._run(number)
         self._debts.clear()
 
     def pieces(self, name: str, size: int) -> list[int]:
@@ -96,9 +121,35 @@ class TensorReplay:
             self.allocator.allocate(piece)
 
     # ------------------------------------------------------------------------------------------------- a section
+    def _run_or_skip(self, number: int) -> None:
+        idle, before = self._idle.setdefault(self._first_alike(number), set()), self._state()
+        if before in idle:
+            return
+        self._run(number)
+        if before is not None and before == self._state():
+            idle.add(before)
+
+    def _first_alike(self, number: int) -> int:
+        """The first section seen that asks the same of the allocator."""
+        if number not in self._alike:
+            self._alike[number] = self._sections.setdefault(_asked(self._order(number)), number)
+        return self._alike[number]
+
+    def _state(self) -> object:
+        """All that a section's run depends on, by address, and the level it starts from, which decides how high it gets;
+        None in the middle of a micro-step."""
+        if self._waiting or any(self._layers.values()):
+            return None
+        last = self._last
+        single = tuple(block.address if block is not None else -1 for block in (self._received, self._gradient))
+        held = tuple((name, tuple((size, block.address) for size, block in pool)) for name, pool in self._named.items())
+        live = () if last is None else (last.trace.output, *((n, b.address) for n, b in last.live.items()))
+        return (self.allocator.free_blocks(), self.allocator.asked, self.allocator.allocated, held, live, single,
+                tuple(b.address for b in self._tied), tuple(self._debts.items()))
+
     def _run(self, number: int) -> None:
         for item in self._order(number):
-            if isinstance(item, MemoryOp):
+            if isinstance(item, Buffers):
                 self._operation(item)
             elif isinstance(item, LayerMemory):
                 self._layer(item)
@@ -110,7 +161,9 @@ class TensorReplay:
 
     def _order(self, number: int) -> list[_Item]:
         if number not in self._orders:
-            self._orders[number] = _order(self.program.sections[number], self._whole)
+            section = self.program.sections[number]
+            self._orders[number] = [self._buffers(item) if isinstance(item, MemoryOp) else item
+                                    for item in _order(section, self._whole)]
         return self._orders[number]
 
     def _wait(self, until: int) -> None:
@@ -121,20 +174,28 @@ class TensorReplay:
             self._waiting = [(before, block) for before, block in self._waiting if before > until + 1]
 
     # ------------------------------------------------------------------------------------------------- techniques
-    def _operation(self, op: MemoryOp) -> None:
+    def _buffers(self, op: MemoryOp) -> Buffers:
         name = op.tensor if op.tensor.startswith("layers") else op.tensor.partition(":")[0]
+        return Buffers(op, name, tuple(self._parts(op.tensor, abs(op.size_bytes))))
+
+    def _operation(self, item: Buffers) -> None:
+        op, name, sizes = item
+        held = self._named.get(name)
         if op.size_bytes > 0:
-            held = self._named.setdefault(name, deque())
-            for size in self._parts(op.tensor, op.size_bytes):
-                held.append((size, self.allocator.allocate(size, op.stream)))
-        elif name in self._named:
-            for size in self._parts(op.tensor, -op.size_bytes):
-                for block in self._found(name, size):
+            if held is None:
+                held = self._named[name] = deque()
+            allocate, stream = self.allocator.allocate, op.stream
+            for size in sizes:
+                held.append((size, allocate(size, stream)))
+        elif held is not None:
+            free = self.allocator.free
+            for size in sizes:
+                for block in (held.popleft()[1],) if held and held[0][0] == size else self._found(name, size):
                     if op.used_on:
                         self.allocator.drop(block)
                         self._waiting.append((op.before, block))
                     else:
-                        self.allocator.free(block)
+                        free(block)
 
     def _parts(self, tensor: str, size: int) -> list[int]:
         """Tensors of one operation. The optimizer's temporaries are as large as its states, several times over, or one
@@ -233,12 +294,12 @@ class TensorReplay:
             self.allocator.free(block)
 
 
-def _order(section: Section, whole: bool) -> list[_Item]:
+def _order(section: Section, whole: bool) -> list[MemoryOp | LayerMemory | _Sync | _Passed]:
     """Operations, layers (if they are to be taken as a `whole`) and waits of the host in its order."""
     syncs = deque((task, max(waits)) for task, (kind, waits) in enumerate(zip(section.kind, section.waits, strict=True))
                   if kind == Kind.HOST and waits)
     layers = deque(section.layers if whole else ())
-    found: list[_Item] = []
+    found: list[MemoryOp | LayerMemory | _Sync | _Passed] = []
     at = 0
     while at < len(section.memory) or layers:
         if layers and layers[0].start <= at:
@@ -252,6 +313,23 @@ def _order(section: Section, whole: bool) -> list[_Item]:
         found.append(op)
         at += 1
     return found
+
+
+def _asked(items: list[_Item]) -> object:
+    """What makes two sections alike. When the host waits matters only to what other streams still read."""
+    late = any(isinstance(item, Buffers) and item.op.used_on for item in items)
+    found: list[object] = []
+    for item in items:
+        if isinstance(item, Buffers):
+            op = item.op
+            found.append((item.name, item.sizes, op.size_bytes > 0, op.stream, bool(op.used_on), late and op.before))
+        elif isinstance(item, LayerMemory):
+            found.append((item.verb, item.position, id(item.trace)))
+        elif isinstance(item, _Passed):
+            found.append((item.op.tensor, item.op.size_bytes, item.op.stream))
+        elif late:
+            found.append(item.until)
+    return tuple(found)
 
 
 def _whole(program: Program) -> bool:

@@ -132,11 +132,10 @@ def _weight_gradient(
     style: Style, rows: int, features_in: int, features_out: int, gemm: str, operand: str,
 ) -> list[Kernel]:
     """The weight-gradient product, and the addition into an fp32 `main_grad` where the stack keeps one."""
-    main_grad = not style.autocast and style.gradient != style.act
-    fused = main_grad and style.stack.gradient_accumulation_fusion
+    fused = style.main_grad and style.stack.gradient_accumulation_fusion
     kernels = [product(1, features_out, features_in, rows, "nt", gemm, operand,
                        style.gradient if fused else style.act, accumulate=fused)]
-    if main_grad and not fused:
+    if style.main_grad and not fused:
         per_element = width(style.act) + 2 * width(style.gradient)
         kernels.append(elementwise("main_grad_add", features_in * features_out, per_element, style.gradient))
     return kernels

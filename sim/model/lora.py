@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sim.model.architecture import Architecture, Layer, Operator, Parameter, Tensor
-from sim.model.kernels import elementwise, linear, product, width
+from sim.model.architecture import Architecture, Joint, Layer, Operator, Parameter, Tensor
+from sim.model.kernels import elementwise, joint, linear, product, width
 from sim.model.style import Style
 from sim.model.tuning import BLOCK, Frozen, Tuned, stored_width
 from sim.work import Kernel
@@ -43,8 +43,9 @@ def _layer(layer: Layer, style: Style) -> Layer:
     owned: list[tuple[Parameter, ...]] = []  # each new operator's parameters before they froze
     for op in layer.operators:
         linears = _linears(op, style)
-        operators.append(_with_branches(_freeze(op, style, bool(linears), tuned), linears, style, tuned))
-        owned.append(op.parameters)
+        made = _with_branches(_freeze(op, style, bool(linears), tuned), linears, style, tuned)
+        operators += made
+        owned += [op.parameters, *(() for _ in made[1:])]
         sublayer = {"projection": "attention", "down": "mlp"}.get(op.name, "")
         if sublayer and tuned.behind(sublayer):
             operators.append(_bottleneck(style, tuned, sublayer))
@@ -153,44 +154,57 @@ def _linears(op: Operator, style: Style) -> list[Linear]:
     return []
 
 
-def _with_branches(op: Operator, linears: Sequence[Linear], style: Style, tuned: Tuned) -> Operator:
-    """LoRA's products beside the linear layers that are targets."""
-    forward, backward = list(op.forward), list(op.backward)
-    parameters: list[Parameter] = []
-    saved = list(op.saved)
+def _with_branches(op: Operator, linears: Sequence[Linear], style: Style, tuned: Tuned) -> list[Operator]:
+    """LoRA's products beside the linear layers that are targets: in the operator, or of a cut model behind it, because
+    slices depend on one another there too."""
     rows = style.batch * style.predicted if op.name == "logits" else style.tokens
+    branches: list[Operator] = []
     for _, module, inputs, parts in linears:
         chosen = tuple(part for part in parts if part[0] in tuned.targets)
         if tuned.method != "lora" or not chosen:
             continue
         merged = len(parts) > 1 and style.modules == "plain"
         down, up = tuned.rank * (len(chosen) if merged else 1), chosen if merged else parts
-        branch = _branch(style, rows, inputs, down, up, sum(w for _, w in parts))
-        forward += branch.forward
-        backward = [*branch.backward, *backward]
-        saved += branch.saved
-        outputs = sum(w for _, w in up)
-        parameters = [Parameter(f"{module}.lora_B", (outputs, tuned.rank)),
-                      Parameter(f"{module}.lora_A", (down, inputs)), *parameters]
+        pair = _branch(style, rows, inputs, down, up, sum(w for _, w in parts))
+        matrices = (down, inputs), (sum(w for _, w in up), tuned.rank)
+        branches += [replace(half, name=f"{op.name}_{half.name}", joint=_cut(op, half, style, rows * down), parameters=(
+            Parameter(f"{module}.{half.name}", shape),)) for half, shape in zip(pair, matrices, strict=True)]
     # a branch of the block's last product is behind it, and so is what keeps its input
-    again = op.recomputed or bool(parameters) or (op.name == "down" and tuned.behind("mlp"))
+    again = op.recomputed or bool(branches) or (op.name == "down" and tuned.behind("mlp"))
     keeps = tuned.quantised and tuned.base != "int8" and style.stack.quantised_keeps_input
-    return replace(op, forward=tuple(forward), backward=tuple(backward), saved=tuple(saved), recomputed=again or keeps,
-                   parameters=(*op.parameters, *parameters))
+    base = replace(op, recomputed=again or keeps)
+    if style.tensor > 1:
+        return [base, *branches]
+    reverse = branches[::-1]
+    return [replace(
+        base, forward=(*op.forward, *(k for half in branches for k in half.forward)),
+        backward=(*(k for half in reverse for k in half.backward), *op.backward),
+        parameters=(*op.parameters, *(p for half in reverse for p in half.parameters)),
+        saved=(*op.saved, *(t for half in branches for t in half.saved)))]
 
 
-def _branch(style: Style, rows: int, inputs: int, down: int, up: tuple[tuple[str, int], ...], outputs: int) -> Operator:
-    """LoRA's branch: dropout, A, B (one product per part), zeros around parts of a fused projection, scale, sum."""
+def _cut(op: Operator, half: Operator, style: Style, between: int) -> Joint | None:
+    """Where one of LoRA's matrices depends on other slices. Beside a product cut by columns A is whole on every rank
+    and B is cut like the product, so that the gradient of the `between` elements in the middle is a sum over ranks;
+    beside one cut by rows A is cut and makes partial sums, and B is whole (peft tuners/lora/tp_layer.py,
+    LoraParallelLinear)."""
+    if op.joint is None or half.name != {"column": "lora_B", "row": "lora_A"}.get(op.joint.kind):
+        return None
+    return joint(style, op.joint.kind, between)
+
+
+def _branch(style: Style, rows: int, inputs: int, down: int, up: tuple[tuple[str, int], ...],
+            outputs: int) -> tuple[Operator, Operator]:
+    """LoRA's branch: dropout and A; B (one product per part), zeros around parts of a fused projection, scale, sum."""
     tuned = style.tuned
     assert tuned is not None
     e, act = width(style.act), style.act
     half = replace(style, gemm=act)
     parts = len(up) if len(up) > 1 or down > tuned.rank else 1
     written = sum(w for _, w in up)
-    pairs = [linear(half, rows, inputs, down, source=act, bias=False)]
-    rank = down // parts
+    first, first_back = linear(half, rows, inputs, down, source=act, bias=False)
     widths = [w for _, w in up] if parts > 1 else [written]
-    pairs += [linear(half, rows, rank, w, source=act, bias=False) for w in widths]
+    pairs = [linear(half, rows, down // parts, w, source=act, bias=False) for w in widths]
     forward = [k for f, _ in pairs for k in f]
     backward = [k for _, b in reversed(pairs) for k in b]
     if written < outputs:  # zeros, copy of the parts, index_copy
@@ -199,13 +213,14 @@ def _branch(style: Style, rows: int, inputs: int, down: int, up: tuple[tuple[str
     forward += [elementwise("lora_scale", rows * outputs, 2 * e, act),
                 elementwise("lora_add", rows * outputs, 3 * e, act)]
     backward = [elementwise("lora_scale_backward", rows * outputs, 2 * e, act), *backward]
-    kept = [Tensor("lora_input", rows * inputs, act), Tensor("lora_rank", rows * down, act)]
+    kept = [Tensor("lora_input", rows * inputs, act)]
     if style.stack.adapter_dropout:
-        forward.insert(0, elementwise("lora_dropout", rows * inputs, 2 * e + 1, act))
-        backward.append(elementwise("lora_dropout_backward", rows * inputs, 2 * e + 1, act))
+        first.insert(0, elementwise("lora_dropout", rows * inputs, 2 * e + 1, act))
+        first_back.append(elementwise("lora_dropout_backward", rows * inputs, 2 * e + 1, act))
         kept.append(Tensor("lora_dropout_mask", rows * inputs, "int8"))
-    backward.append(elementwise("lora_gradient_sum", rows * inputs, 3 * e, act))
-    return Operator("lora", tuple(forward), tuple(backward), saved=tuple(kept))
+    first_back.append(elementwise("lora_gradient_sum", rows * inputs, 3 * e, act))
+    return (Operator("lora_A", tuple(first), tuple(first_back), saved=tuple(kept)),
+            Operator("lora_B", tuple(forward), tuple(backward), saved=(Tensor("lora_rank", rows * down, act),)))
 
 
 def _bottleneck(style: Style, tuned: Tuned, sublayer: str) -> Operator:

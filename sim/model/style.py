@@ -170,6 +170,18 @@ class Style:
         return self.modules == "transformers" or not (self.stack.rmsnorm_kernel or self.stack.compile)
 
     @property
+    def main_grad(self) -> bool:
+        """Whether weight gradients are added to wider ones in a buffer (Megatron's `main_grad`)."""
+        return not self.autocast and self.gradient != self.act
+
+    @property
+    def weight_placeholder(self) -> bool:
+        """Whether the blocks' products add into `main_grad` and autograd gets a tensor that is always there."""
+        stack = self.stack
+        return (self.main_grad and stack.gradient_accumulation_fusion and stack.weight_placeholders
+                and self.kind == "decoder")
+
+    @property
     def conv1d(self) -> bool:
         """Hugging Face's GPT-2 code: fused `c_attn`, weights stored (in, out), gelu_new spelled out in operators."""
         gpt2 = self.kind == "decoder" and self.positions == "learned" and not self.gated

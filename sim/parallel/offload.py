@@ -30,6 +30,8 @@ STREAMS = ("h2d", "d2h", "nvme")
 SWAP_BUFFERS, PARAMETER_BUFFERS, PARAMETER_BUFFER = 4, 5, 100_000_000
 #: DeepSpeed `zero/config.py`, sub_group_size: elements the optimizer swaps in at once.
 SUB_GROUP = 1_000_000_000
+#: bitsandbytes optim/optimizer.py, get_state_buffer: states of smaller parameters are ordinary tensors.
+PAGED_LEAST = 100_000
 _DISKS = "nvme"
 
 
@@ -44,6 +46,8 @@ class Offload:
         places = scenario.parallel.offload
         self.parameters, self.optimizer, self.activations = ("none" if place == "paged" else place for place in (
             places.parameters, places.optimizer, places.activations))
+        #: bitsandbytes' paged optimizers: states in unified memory
+        self.pages_optimizer = places.optimizer == "paged"
         self._scenario, self._stack, self._builder = scenario, stack, builder
 
     @property
@@ -60,6 +64,12 @@ class Offload:
     def moves_activations(self) -> bool:
         """Whether blocks' saved tensors leave the GPU between forward and backward."""
         return self.activations != "none"
+
+    def stays(self, state_bytes: float) -> bool:
+        """Whether a paged optimizer's state of that size is an ordinary tensor, because its parameter is small."""
+        training = self._scenario.training
+        return state_bytes < PAGED_LEAST * (1 if training.optimizer == "adamw-8bit" else
+                                            DTYPE_BYTES[training.precision.optimizer])
 
     def stream(self, name: str) -> int:
         """Number of one of `STREAMS`."""

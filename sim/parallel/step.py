@@ -121,7 +121,12 @@ class Plan:
         return "full" if number <= recompute.layers else "none"
 
     def resident(self, name: str, size_bytes: float, category: str, tensors: Sequence[float] = ()) -> None:
-        """Memory held for the whole step, in tensors of the given bytes (default one)."""
+        """Memory held for the whole step, in tensors of the given bytes (default one). Paged optimizer states are in
+        unified memory, but for the small ones."""
+        if category == "optimizer_states" and self.offload.pages_optimizer:
+            small = [size for size in tensors if self.offload.stays(size)]
+            self.builder.managed_bytes += round(size_bytes - sum(small))
+            size_bytes, tensors = sum(map(blocks, small)), small
         if size_bytes > 0:
             self.builder.resident.append((name, round(size_bytes), category))
             if tensors:
@@ -209,6 +214,15 @@ def frozen_bytes(layers: Iterable[Layer]) -> int:
     return sum(blocks(size) for layer in layers for tensor in layer.frozen for size in tensor.pieces)
 
 
+def weight_placeholders(layers: Iterable[Layer]) -> list[int]:
+    """Bytes of what autograd gets instead of gradients of the blocks' matrices where a stack keeps such tensors: one
+    for each shape (`Stack.weight_placeholders`)."""
+    shapes = {(*p.shape, DTYPE_BYTES[layer.program.style.act]) for layer in layers if layer.kind == "block"
+              and layer.program is not None and layer.program.style.weight_placeholder
+              for p in layer.parameters if len(p.shape) > 1}
+    return [blocks(math.prod(shape)) for shape in sorted(shapes)]
+
+
 def end_of_step(plan: Plan, section: SectionBuilder) -> None:
     """Fixed host work of a step, the wait for the latest node's, and the synchronisation of stacks that read the loss
     every step."""
@@ -234,7 +248,7 @@ def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins:
     if plan.offload.moves_optimizer:
         return plan.offload.update(section, numel, tensors, joins, back_bytes)
     training, stack = plan.scenario.training, plan.stack
-    implementation = plan.scenario.software.optimizer_kernel
+    implementation = "fused" if plan.offload.pages_optimizer else plan.scenario.software.optimizer_kernel
     if stack.clip_gradients and training.optimizer != "none":
         norm, scale = clip_kernels(numel, tensors, training.precision.gradients, implementation)
         label = Label("optimizer", "optimizer", "gradient norm")
@@ -254,6 +268,8 @@ def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins:
     task = section.kernels(COMPUTE, plan.compute.segment(kernels), label, joins=joins)
     if temporary:
         section.free("optimizer temporaries", temporary, "workspace")
+    if plan.offload.pages_optimizer:  # bitsandbytes optim/optimizer.py, step: torch.cuda.synchronize()
+        section.host(0.0, Label("optimizer", "optimizer", "pages in place"), waits=(task,))
     return task
 
 

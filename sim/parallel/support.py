@@ -10,6 +10,8 @@ from sim.model.tuning import QUANTISED
 from sim.parallel.model.expert import misfit
 from sim.scenario.schema import Scenario
 
+#: Optimizers that bitsandbytes keeps in unified memory where asked (optim/adamw.py, adam.py).
+_PAGED = ("adamw", "adam", "adamw-8bit")
 #: Compute dtypes below 16 bits.
 _NARROW = ("fp8", "mxfp8", "nvfp4", "int8", "int4")
 
@@ -26,8 +28,11 @@ def _tuned(scenario: Scenario) -> str:
     if scenario.software.modules == "megatron":
         return f"{finetune.method} of Megatron's modules"
     parallel = scenario.parallel
-    if max(parallel.tensor, parallel.context, parallel.pipeline, parallel.expert) > 1:
-        return f"{finetune.method} of a model that is cut over GPUs (tensor, context, pipeline, expert)"
+    if max(parallel.context, parallel.expert) > 1:
+        return f"{finetune.method} of a model that is cut over GPUs (context, expert)"
+    if parallel.tensor > 1 and (finetune.method != "lora" or finetune.base in QUANTISED or parallel.sequence_parallel):
+        return (f"{finetune.method} of a {finetune.base} base cut by tensor parallelism"
+                + (" with sequence_parallel" if parallel.sequence_parallel else ""))
     training = scenario.training
     for also, asked in (("chunked_loss", training.chunked_loss),
                         ("optimizer_in_backward", training.optimizer_in_backward),
@@ -39,6 +44,22 @@ def _tuned(scenario: Scenario) -> str:
     if finetune.base in ("fp32", "bf16", "fp16") and finetune.base != precision.parameters and not autocast:
         return (f"{finetune.method} of {finetune.base} weights beside {precision.parameters} adapters without autocast "
                 "(amp-bf16, amp-fp16)")
+    return ""
+
+
+def _paged(scenario: Scenario, ipg: bool) -> str:
+    """What of unified memory is not simulated: it is bitsandbytes' way to keep optimizer states, nothing else's."""
+    offload, training, parallel = scenario.parallel.offload, scenario.training, scenario.parallel
+    if "paged" in (offload.parameters, offload.activations):
+        return "paged memory of anything but the optimizer's states"
+    if offload.optimizer != "paged":
+        return ""
+    if training.optimizer not in _PAGED:
+        return f"paged {training.optimizer} (bitsandbytes pages {', '.join(_PAGED)})"
+    if ipg or parallel.strategy.startswith("zero"):
+        return f"a paged optimizer in {parallel.strategy}"
+    if training.optimizer_in_backward:
+        return "a paged optimizer in backward"
     return ""
 
 
@@ -56,7 +77,7 @@ def check(scenario: Scenario, ipg: bool = False) -> None:
         "training.precision.parameters": training.mode == "train" and training.precision.parameters in QUANTISED
         and f"training with {training.precision.parameters} weights",
         "training.precision": training.precision.compute in ("int8", "int4") and training.precision.compute,
-        "parallel.offload": any(v == "paged" for _, v in parallel.offload) and "paged memory",
+        "parallel.offload": _paged(scenario, ipg),
     }
     if training.mode != "train":
         asked |= _inference(scenario)

@@ -161,6 +161,7 @@ class Program:
         resident: memory held for the whole step: (tensor name, bytes, category).
         host_resident: host memory a rank holds for the whole step: (tensor name, bytes, category).
         tensors: bytes of each tensor of a resident entry or pool, by its name; what is not here is one tensor.
+        managed_bytes: optimizer states in unified memory, which no caching allocator has.
     """
 
     kernels: list[Kernel]
@@ -177,6 +178,7 @@ class Program:
     host_resident: list[tuple[str, int, str]] = field(default_factory=list)
     inlines: list[Inline] = field(default_factory=list)
     tensors: dict[str, list[int]] = field(default_factory=dict)
+    managed_bytes: int = 0
 
     def by_row(self, of_kernel: Callable[[Kernel], _T], of_inline: Callable[[Inline], _T]) -> list[_T]:
         """A value for every row a segment may name: index it with the entries of `Segment.kernels`."""

@@ -166,6 +166,8 @@ def _offload(scenario: Scenario) -> Iterator[Candidate]:
     field, places = "parallel.offload", scenario.parallel.offload
     if places.optimizer == "none" and scenario.training.optimizer != "none":
         yield Candidate("optimizer offload", "the optimizer on the CPU", {f"{field}.optimizer": "cpu"})
+        yield Candidate("paged optimizer", "the optimizer's states in unified memory",
+                        {f"{field}.optimizer": "paged"})
     if places.parameters == "none":
         yield Candidate("parameter offload", "parameters and optimizer in host memory",
                         {f"{field}.parameters": "cpu", f"{field}.optimizer": "cpu"})

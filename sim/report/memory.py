@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from sim.hardware import Device
+from sim.hardware import Device, host_share
 from sim.hardware.outside import Outside
 from sim.memory.ledger import MemoryUse, peak
 from sim.memory.reserved import Reserved, replayed
 from sim.parallel import Lowered
 from sim.program import Job, Program
+from sim.report.paging import Paging
 from sim.scenario.schema import Scenario
 
 #: Below this share of free memory PyTorch's allocator starts to retry (result.md, `warnings`).
@@ -53,6 +54,7 @@ class MemoryResult:
         program: of the fullest rank.
         outside: what the device holds beside tensors, or None where it is not counted.
         host: host memory of an offloading job, of the fullest node.
+        paging: optimizer states in unified memory, None without.
     """
 
     use: MemoryUse
@@ -62,6 +64,7 @@ class MemoryResult:
     program: Program
     outside: Outside | None = None
     host: HostMemory | None = None
+    paging: Paging | None = None
 
     @property
     def limit_bytes(self) -> int:
@@ -96,8 +99,10 @@ class MemoryResult:
 
     @property
     def device_used_bytes(self) -> int:
-        """What nvidia-smi shows: reserved blocks, the CUDA context, NCCL's buffers and cuBLAS's workspaces."""
-        return self.reserved_bytes + self.use.at_peak["context"]
+        """What nvidia-smi shows: reserved blocks, the CUDA context, NCCL's buffers and cuBLAS's workspaces, and the
+        pages of unified memory that find room beside them."""
+        pages = 0 if self.paging is None else self.paging.resident_bytes
+        return self.reserved_bytes + self.use.at_peak["context"] + pages
 
     @property
     def headroom_bytes(self) -> int:
@@ -124,8 +129,13 @@ class MemoryResult:
         if host is not None and host.needed_bytes > host.capacity_bytes:
             found.append(f"the host of a node needs {host.needed_bytes / gib:.4g} GiB for what is offloaded and has "
                          f"{host.capacity_bytes / gib:.4g} GiB: it does not fit")
+        if self.paging is not None and self.paging.moved_bytes:
+            found.append(f"{self.paging.states_bytes / gib:.3g} GiB of paged optimizer states do not fit beside the "
+                         f"tensors: they travel to the device and back in every step, which adds "
+                         f"{self.paging.seconds:.3g} s to it")
         near = 2 * self.use.peak_allocated_bytes > self.limit_bytes
-        share = self.headroom_bytes / self.capacity_bytes if near else 1.0
+        pages = 0 if self.paging is None else self.paging.resident_bytes  # which give way
+        share = (self.headroom_bytes + pages) / self.capacity_bytes if near else 1.0
         if self.short and self.fits:
             found.append(f"the allocator runs short {self.reserved.retries} times in every step and gives back cached "
                          f"blocks, which adds {1e3 * self.reserved.seconds:.0f} ms to it")
@@ -180,9 +190,22 @@ def by_class(scenario: Scenario, lowered: Lowered, devices: Sequence[Device]) ->
     job = lowered.job
     uses = tuple(peak(program) for program in job.programs)
     host = _host_memory(scenario, job)
-    return [MemoryResult(uses[c.program], uses, int(devices[c.device].gpu.usable_memory_bytes), lowered.memory_complete,
-                         job.programs[c.program], lowered.outside[c.program] if lowered.outside else None, host)
-            for c in job.classes]
+    found = [MemoryResult(uses[c.program], uses, int(devices[c.device].gpu.usable_memory_bytes),
+                          lowered.memory_complete, job.programs[c.program],
+                          lowered.outside[c.program] if lowered.outside else None, host) for c in job.classes]
+    return [_paged(scenario, one) if one.program.managed_bytes else one for one in found]
+
+
+def _paged(scenario: Scenario, memory: MemoryResult) -> MemoryResult:
+    """With the pages of unified memory, those that find no room on the device in the node's host memory."""
+    cluster = scenario.cluster
+    share = host_share(cluster.topology.host, cluster.gpus_per_node, cluster.topology.intra.gpus_per_switch or 1)
+    paging = Paging(memory.program.managed_bytes, memory.limit_bytes - memory.reserved_bytes, share)
+    held = dict(memory.host.by_category) if memory.host is not None else {}
+    if paging.host_bytes:
+        held["optimizer_states"] = held.get("optimizer_states", 0) + paging.host_bytes * cluster.gpus_per_node
+    host = HostMemory(held, int(cluster.topology.host.memory)) if held else None
+    return replace(memory, paging=paging, host=host)
 
 
 def fullest(results: Sequence[MemoryResult]) -> MemoryResult:

@@ -251,12 +251,13 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
     job, loading = lowered.job, _loading(scenario, timeline.step_time_s)
     memory = fullest(by_class(scenario, lowered, machine.devices))
     retrying_s = memory.reserved.seconds if memory.short else 0.0
-    step_s = timeline.step_time_s + loading.waiting_s + retrying_s
+    paging_s = memory.paging.seconds if memory.paging is not None else 0.0
+    step_s = timeline.step_time_s + loading.waiting_s + retrying_s + paging_s
     critical, columns = _critical(lowered, timeline)
     simulated = job.classes[critical]
     program = job.programs[simulated.program]
     parts = of_rank(machine, columns, critical)
-    parts = replace(parts, host=parts.host + loading.waiting_s + retrying_s)
+    parts = replace(parts, host=parts.host + loading.waiting_s + retrying_s, offload=parts.offload + paging_s)
     training, architecture = scenario.training, lowered.architecture
     of_micro_batch = architecture.forward_flops + architecture.backward_flops
     per_program = [step_flops(p) for p in job.programs]

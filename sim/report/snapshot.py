@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sim.memory.allocator import Allocator, Block, OutOfMemoryError, Pool
-from sim.memory.tensors import TensorReplay
+from sim.memory.tensors import Buffers, TensorReplay
 from sim.program import MemoryOp, Program, Section
 from sim.report.memory import MemoryResult
 from sim.tensor_trace import LayerMemory
@@ -166,6 +166,8 @@ class _Recorder(Allocator):
 class _NamedReplay(TensorReplay):
     """A replay that tells its recorder what it is at."""
 
+    skips = False
+
     def __init__(self, program: Program, recorder: _Recorder, layers: Sequence[str]) -> None:
         super().__init__(program, recorder)
         self._recorder, self._names = recorder, layers
@@ -185,9 +187,9 @@ class _NamedReplay(TensorReplay):
         self._section = self.program.sections[number]
         super()._run(number)
 
-    def _operation(self, op: MemoryOp) -> None:
-        self._at(op)
-        super()._operation(op)
+    def _operation(self, item: Buffers) -> None:
+        self._at(item.op)
+        super()._operation(item)
 
     def _handed(self, op: MemoryOp) -> None:
         self._at(op)

@@ -80,6 +80,8 @@ class Stack:
         expert_overlap: what hides tokens on their way to experts: none, shared (experts), batches (a forward and a
             backward of two micro-batches run as one), where the layout allows it.
         gradient_accumulation_fusion: the weight-gradient GEMM adds into the gradient buffer itself.
+        weight_placeholders: what autograd gets instead of such a gradient is kept from step to step, one tensor for
+            each shape of weight in the blocks; else it is made anew each time.
         adapter_dropout: adapters of fine-tuning drop out their input.
         quantised_keeps_input: a 4-bit linear layer keeps its input for backward, which it does not need.
         frozen_apart: what is not trained has flat parameters of its own in FSDP 1; else it shares the trained tensors'
@@ -140,6 +142,7 @@ class Stack:
     dispatch_once: bool
     expert_overlap: str
     gradient_accumulation_fusion: bool
+    weight_placeholders: bool
     adapter_dropout: bool
     quantised_keeps_input: bool
     frozen_apart: bool

@@ -146,3 +146,48 @@ def test_a_row_of_events_is_what_single_calls_do(row: list[tuple[int, int]], lim
                      allocator.top_asked, allocator.top_reserved, allocator.retries, allocator.released))
     assert ends[0] == ends[1]
     assert {n: (b.address, b.size) for n, b in live.items()} == {n: (b.address, b.size) for n, b in singly.items()}
+
+
+class _Plain:
+    """PyTorch's rules in the plainest form: each segment a row of (bytes, tensor or None), searched from end to end."""
+
+    def __init__(self) -> None:
+        self.segments: list[tuple[bool, list[tuple[int, int | None]]]] = []
+
+    def allocate(self, tensor: int, size: int) -> None:
+        small = size <= MIB
+        fits = [(part, number, place) for number, (kind, row) in enumerate(self.segments) if kind == small
+                for place, (part, owner) in enumerate(row) if owner is None and part >= size]
+        if not fits:
+            self.segments.append((small, [(segment_bytes(size), None)]))
+            fits = [(segment_bytes(size), len(self.segments) - 1, 0)]
+        part, number, place = min(fits)  # of equal ones the lowest address
+        rest = part - size
+        split = rest >= 512 if small else rest > MIB
+        self.segments[number][1][place:place + 1] = [(size, tensor), (rest, None)] if split else [(part, tensor)]
+
+    def free(self, tensor: int) -> None:
+        for _, row in self.segments:
+            row[:] = [(part, None if owner == tensor else owner) for part, owner in row]
+            for place in range(len(row) - 1, 0, -1):
+                if row[place][1] is row[place - 1][1] is None:
+                    row[place - 1:place + 1] = [(row[place - 1][0] + row[place][0], None)]
+
+    def blocks(self) -> list[int]:
+        return sorted(part for _, row in self.segments for part, owner in row if owner is None)
+
+
+@settings(max_examples=50, deadline=None)
+@given(events)
+def test_the_same_blocks_are_free_as_by_the_plainest_search(row: list[tuple[int, int]]) -> None:
+    plain, fast = _Plain(), Allocator()
+    live: dict[int, Block] = {}
+    for number, size in row:
+        if size and number not in live:
+            plain.allocate(number, rounded(size))
+            fast.play(live, [(number, rounded(size))])
+        elif number in live:
+            plain.free(number)
+            fast.play(live, [(number, 0)])
+        assert sorted(block.size for block in fast.cached()) == plain.blocks()
+        assert fast.reserved == sum(part for _, cut in plain.segments for part, _ in cut)

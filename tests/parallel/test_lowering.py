@@ -201,7 +201,7 @@ def test_unfolded_jobs_simulate_every_rank() -> None:
 
 @pytest.mark.parametrize(("change", "field"), [
     ({"pipeline": 3, "reshard_after_forward": 2}, "parallel.reshard_after_forward"),
-    ({"offload": {"optimizer": "paged"}}, "parallel.offload"),
+    ({"offload": {"activations": "paged"}}, "parallel.offload"),
     ({"offload": {"activations": "cpu"}, "pipeline": 3, "strategy": "ddp"}, "parallel.offload"),
 ])
 def test_what_is_not_simulated_says_so(change: dict[str, Any], field: str) -> None:

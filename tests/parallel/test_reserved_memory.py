@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.memory.allocator import Allocator
+from sim.memory.allocator import Allocator, OutOfMemoryError
 from sim.memory.ledger import peak
 from sim.memory.reserved import replayed, under_pressure
 from sim.memory.tensors import TensorReplay
 from sim.parallel import lower
-from sim.program import Program
+from sim.program import Program, ProgramBuilder
 from sim.scenario import resolve
 
 
@@ -78,3 +78,68 @@ def test_short_of_memory_cached_blocks_are_given_back_before_a_job_is_lost() -> 
     assert lost.retries is None
     assert lost.seconds == 0
     assert under_pressure(program, allocated // 2).retries is None
+
+
+class _EveryRun(TensorReplay):
+    skips = False
+
+
+def _counted(replay: TensorReplay) -> list[int]:
+    """Numbers of the sections that are run, in order."""
+    runs: list[int] = []
+    run = replay._run
+
+    def counting(number: int) -> None:
+        runs.append(number)
+        run(number)
+
+    replay._run = counting  # type: ignore[method-assign]
+    return runs
+
+
+def _after_three_steps(program: Program, kind: type[TensorReplay], limit: int | None) -> tuple[object, list[int]]:
+    allocator = Allocator(limit)
+    replay = kind(program, allocator)
+    runs = _counted(replay)
+    try:
+        replay.construct()
+        for _ in range(3):
+            replay.step()
+    except OutOfMemoryError:
+        return "out of memory", runs
+    return (allocator.free_blocks(), allocator.reserved, allocator.top_reserved, allocator.top_allocated,
+            allocator.top_asked, allocator.asked, allocator.retries, allocator.released), runs
+
+
+@settings(max_examples=25, deadline=None)
+@given(jobs, st.sampled_from([None, 1.0, 0.7, 0.3, 0.05]))
+def test_skipping_what_changes_nothing_changes_no_answer(job: dict[str, Any], share: float | None) -> None:
+    for program in programs(**job):
+        limit = None
+        if share is not None:
+            allocated = peak(program).peak_allocated_bytes
+            limit = allocated + int(share * replayed(program, 2**40, allocated).fragmentation_bytes)
+        skipped, few = _after_three_steps(program, TensorReplay, limit)
+        every, all_runs = _after_three_steps(program, _EveryRun, limit)
+        assert skipped == every
+        assert len(few) <= len(all_runs)
+
+
+def test_a_micro_step_that_leaves_all_as_it_was_runs_once() -> None:
+    program = programs({"strategy": "fsdp"}, micro_steps=5)[0]
+    _, few = _after_three_steps(program, TensorReplay, None)
+    _, every = _after_three_steps(program, _EveryRun, None)
+    assert len(few) < len(every)
+
+
+def test_a_run_that_gets_higher_than_before_is_no_repeat() -> None:
+    builder = ProgramBuilder(("compute",), ())
+    builder.resident = [("weights", 2**30, "parameters"), ("moments", 2**31, "optimizer_states")]
+    step = builder.section("micro-step")
+    step.allocate("work", 2**28, "workspace")
+    step.free("work", 2**28, "workspace")
+    builder.run(step, 3)
+    builder.run(builder.section("optimizer step"))
+    program = builder.build()
+    # the first step has no moments yet: the same blocks are free in the second, which is higher all the same
+    assert replayed(program, 2**40, peak(program).peak_allocated_bytes).fragmentation_bytes == 0

@@ -104,7 +104,7 @@ def _linear(run: Run, style: Style, x: Tensor, features_in: int, parts: tuned.Pa
         return tuned.linear(run, style, x, features_in, parts)
     features_out = sum(width for _, width in parts)
     return op.linear(run, x, features_in, features_out, style.bias, dtype=style.weight, bias_last=style.conv1d,
-                     gathered=gathered, narrow=narrow(style))
+                     gathered=gathered, narrow=narrow(style), placeholder=style.weight_placeholder)
 
 
 def narrow(style: Style) -> op.Narrow | None:
@@ -396,16 +396,25 @@ def loss(run: Run, style: Style, logits: Tensor, rows: int) -> Tensor:
     if style.stack.loss == "fused":
         return _one_kernel(run, logits, rows)
     if style.stack.loss == "vocab_parallel":
-        return _nll(run, op.unary(run, op.to(run, logits, "fp32"), saves_output=True), False)
+        return _in_place(run, op.to(run, logits, "fp32"))
     wide = op.to(run, logits, "fp32") if style.modules == "transformers" and style.kind == "decoder" else logits
     scores = op.softmax(run, wide, wide.dtype)
-    return _nll(run, op.to(run, scores, "fp32") if run.autocast else scores, True)
+    return _nll(run, op.to(run, scores, "fp32") if run.autocast else scores)
 
 
-def _nll(run: Run, scores: Tensor, fresh: bool) -> Tensor:
-    """`nll_loss`: keeps its input; the gradient is a tensor of its own (`fresh`), or what was kept, in place."""
+def _in_place(run: Run, wide: Tensor) -> Tensor:
+    """Megatron's loss: maximum, exponential and quotient overwrite the fp32 logits, and backward makes the gradient of
+    the softmax that is left (megatron/core/tensor_parallel/cross_entropy.py: `vocab_parallel_logits -=`,
+    `torch.exp(..., out=)`, `div_`; `grad_input = softmax`)."""
+    kept = [wide.storage]
+    node = run.node(lambda run, _: [kept.pop()], (wide.sink,))
+    return Tensor(run.new(1, "fp32"), 1, "fp32", Output(node, 0))
+
+
+def _nll(run: Run, scores: Tensor) -> Tensor:
+    """`nll_loss`: keeps its input; the gradient is a tensor of its own."""
     elements, dtype = scores.elements, scores.dtype
-    node = run.node(lambda run, g: [run.new(elements, dtype) if fresh else g[0]], (scores.sink,))
+    node = run.node(lambda run, _: [run.new(elements, dtype)], (scores.sink,))
     run.save(node, scores.storage, run.new(1, "fp32"))
     return Tensor(run.new(1, "fp32"), 1, "fp32", Output(node, 0))
 

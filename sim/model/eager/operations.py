@@ -179,7 +179,8 @@ def weight_copy(run: Run, weight: Weight) -> tuple[Storage | None, Sink]:
 
 
 def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool, *, dtype: str, shared: bool = False,
-           bias_last: bool = False, gathered: int = 1, narrow: Narrow | None = None) -> Tensor:
+           bias_last: bool = False, gathered: int = 1, narrow: Narrow | None = None,
+           placeholder: bool = False) -> Tensor:
     """`F.linear`, or Conv1D's `addmm` (`bias_last`: the order of autocast's casts, which is the reverse).
 
     Args:
@@ -187,6 +188,7 @@ def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool,
         shared: the weight is another layer's too.
         gathered: slices of the sequence the input is gathered from, in forward and again in backward.
         narrow: the product runs in a dtype of 8 bits or fewer.
+        placeholder: what autograd gets for the weight's gradient is there already (`Style.weight_placeholder`).
     """
     weight = Weight(features_in * features_out, dtype, shared)
     copy_bias: tuple[Storage | None, Sink] | None = None
@@ -206,7 +208,7 @@ def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool,
         if again is not None and gradient is not None:
             gradient = run.new(rows // gathered * features_in, act)
         del again
-        made: Gradients = [gradient, run.new(features_in * features_out, act),
+        made: Gradients = [gradient, None if placeholder else run.new(features_in * features_out, act),
                            run.new(features_out, act) if bias else None]
         spare.clear()
         return made

@@ -25,6 +25,7 @@ from sim.parallel.step import (
     state_bytes,
     update,
     update_in_backward,
+    weight_placeholders,
 )
 from sim.program import Label, SectionBuilder
 from sim.work import DTYPE_BYTES, Kernel
@@ -118,6 +119,8 @@ class Bucketed:
         if not self.reduction.transient:
             self.plan.resident("gradient buckets", self.reduction.buffer_bytes, "buffers",
                                [bucket.numel * DTYPE_BYTES[self.wire] for bucket in self.reduction.buckets])
+        placeholders = weight_placeholders(stack)
+        self.plan.resident("weight placeholders", sum(placeholders), "workspace", placeholders)
 
     def host_states(self, numel: int) -> None:
         """Host memory of an offloading optimizer; accumulated gradients have a pinned buffer in the model's dtype."""
