@@ -65,8 +65,8 @@ def _dtype(value: str) -> str:
               help="Attention's kernel.")
 @_AS_JSON
 @click.pass_context
-def kernel(ctx: click.Context, gpu: str, op: str, shape: str, dtype: str, layout: str, backward: bool, full: bool, kernel_name: str,
-           as_json: bool) -> None:
+def kernel(ctx: click.Context, gpu: str, op: str, shape: str, dtype: str, layout: str, backward: bool, full: bool,
+           kernel_name: str, as_json: bool) -> None:
     """Predict one kernel: its time, its rate and its share of peak.
 
     GPU is a name ('drystep list gpus') or the path of a profile that 'calibrate --gemm' wrote. OP and SHAPE: gemm

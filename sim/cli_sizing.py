@@ -39,9 +39,10 @@ if TYPE_CHECKING:
 @click.option("--csv", "csv_to", metavar="FILE", help="Write every simulated configuration as CSV.")
 @click.option("--parquet", "parquet_to", metavar="FILE", help="The same as Parquet; needs drystep[parquet].")
 @click.option("--report", "report_to", metavar="DIR", help="Write the text and a picture of the front there.")
-def size(scenario: str, gpus: str, clusters: str | None, deadline: str | None, budget: float | None, objective: str, top: int,
-         out: str | None, resume: bool, seconds: float | None, workers: int, dask: str | None, price: str | None,
-         json_to: str | None, csv_to: str | None, parquet_to: str | None, report_to: str | None) -> None:
+def size(scenario: str, gpus: str, clusters: str | None, deadline: str | None, budget: float | None,
+         objective: str, top: int, out: str | None, resume: bool, seconds: float | None, workers: int,
+         dask: str | None, price: str | None, json_to: str | None, csv_to: str | None, parquet_to: str | None,
+         report_to: str | None) -> None:
     """Search layouts, clusters and numbers of GPUs for the best configuration."""
     from sim import sizing
     from sim.api import load

@@ -123,10 +123,11 @@ WATTS = Unit("a power", "W", "400 (meaning W) or '400 W'", {"W": 1.0, "kW": 1e3}
 
 
 def _schema(unit: Unit) -> WithJsonSchema:
+    bound = {"minimum": unit.least} if unit.least else {"exclusiveMinimum": 0}
     return WithJsonSchema(
         {
             "anyOf": [
-                {"type": "number", **({"minimum": unit.least} if unit.least else {"exclusiveMinimum": 0}), "description": unit.plain},
+                {"type": "number", **bound, "description": unit.plain},
                 {"type": "string", "pattern": r"^\s*[0-9.eE+-]+\s*\S+", "examples": [unit.examples]},
             ]
         }

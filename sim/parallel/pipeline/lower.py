@@ -91,6 +91,10 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
         streams = fsdp.STREAMS if "shard" in groups else STREAMS
         plan = _plan(scenario, stack, architecture, layout, joined, rank, chunks[rank], own,
                      plans[0] if plans else None, streams)
+        if not plan.architecture.stack:
+            raise UserError(Fault(f"pipeline rank {rank} of {depth} has no layer: no block, embedding or head",
+                                  field="parallel.split" if parallel.split is not None else "parallel.pipeline",
+                                  hint="only the first and the last rank can be without a block"))
         data = technique(plan)
         make: Callable[..., Stage] = (partial(ShardedStage, sharded=data) if isinstance(data, Fsdp)
                 else partial(WholeStage, data=data))
