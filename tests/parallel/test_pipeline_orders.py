@@ -256,6 +256,6 @@ def test_a_rank_without_a_layer_is_refused(strategy: str) -> None:
         "model": {"kind": "decoder", "layers": 4, "hidden": 64, "heads": 4, "vocab": 256, "tied_embeddings": False},
         "training": {"micro_batch": 1, "global_batch": 8, "sequence": 64},
         "parallel": {"strategy": strategy, "pipeline": 4, "split": [2, 0, 0, 2]}})
-    with pytest.raises(UserError, match="pipeline rank 1 of 4 has no layer") as caught:
+    with pytest.raises(UserError, match="pipeline rank 1 holds no block") as caught:
         lower(scenario)
     assert caught.value.faults[0].field == "parallel.split"

@@ -81,6 +81,7 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
     slots = parallel.split_slots
     counts = blocks_per_stage(blocks, placed, parallel.split, slots.embedding, slots.head)
     chunks = positions(architecture, counts, placed)
+    _occupied(chunks, parallel.split is not None)
     moves = Transfers(places(parallel.schedule, depth, virtual))
     edges = sorted({edge for rank, actions in enumerate(orders) for action in actions
                     if (edge := moves.sent(rank, action)) is not None})
@@ -91,10 +92,6 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
         streams = fsdp.STREAMS if "shard" in groups else STREAMS
         plan = _plan(scenario, stack, architecture, layout, joined, rank, chunks[rank], own,
                      plans[0] if plans else None, streams)
-        if not plan.architecture.stack:
-            raise UserError(Fault(f"pipeline rank {rank} of {depth} has no layer: no block, embedding or head",
-                                  field="parallel.split" if parallel.split is not None else "parallel.pipeline",
-                                  hint="only the first and the last rank can be without a block"))
         data = technique(plan)
         make: Callable[..., Stage] = (partial(ShardedStage, sharded=data) if isinstance(data, Fsdp)
                 else partial(WholeStage, data=data))
@@ -106,6 +103,19 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
         stage.write(actions)
         plans.append(plan)
     return Pipelined(plans, joined)
+
+
+def _occupied(chunks: list[list[range]], given: bool) -> None:
+    """Every rank holds something.
+
+    Raises:
+        UserError: a rank without a layer.
+    """
+    empty = [rank for rank, own in enumerate(chunks) if not any(own)]
+    if empty:
+        field, hint = (("parallel.split", "give it a block") if given
+                       else ("parallel.pipeline", "use fewer stages, or say in parallel.split who holds what"))
+        raise UserError(Fault(f"pipeline rank {empty[0]} holds no block, embedding or head", field=field, hint=hint))
 
 
 def _plan(scenario: Scenario, stack: Stack, architecture: Architecture, layout: Layout, joined: _Joined, rank: int,
