@@ -50,6 +50,16 @@ def test_kernel_prints_one_kernels_time(drystep: Any) -> None:
     assert "confidence" in out
 
 
+def test_the_bytes_and_flops_of_a_kernel_are_those_of_its_definition(drystep: Any) -> None:
+    """Adam reads p, g, m, v and writes p, m, v in fp32; attention's backward has 5 products where forward has 2."""
+    adam = drystep("kernel", "a100-80g-sxm", "optimizer", "100000000", "--json").json
+    assert adam["gb_s"] * adam["time_us"] * 1e3 == pytest.approx(7 * 4 * 1e8)
+    shape = ("kernel", "a100-80g-sxm", "attention", "2,8,8,4096,4096,128", "--full", "--json")
+    forward, backward = (drystep(*shape, *more).json for more in ((), ("--backward",)))
+    flops = [one["tflops"] * one["time_us"] * 1e6 for one in (forward, backward)]
+    assert flops == pytest.approx([4 * 2 * 8 * 4096**2 * 128, 10 * 2 * 8 * 4096**2 * 128])
+
+
 def test_all_keys_cost_more_than_causal_ones(drystep: Any) -> None:
     shape = ("kernel", "a100-80g-sxm", "attention", "1,32,32,4096,4096,128", "--json")
     times = [json.loads(drystep(*shape, *more)[1])["time_us"] for more in ((), ("--full",), ("--full", "--backward"))]
