@@ -22,6 +22,7 @@ from sim.cli_machine import COMMANDS
 from sim.cli_memory import COMMANDS as MEMORY_COMMANDS
 from sim.cli_output import (
     JsonOutput,
+    apart,
     json_output,
     load_all,
     progress,
@@ -89,7 +90,8 @@ def run(ctx: click.Context, scenarios: tuple[str, ...], sets: tuple[str, ...], j
 
     writable("--json", json_to)
     writable("--trace", trace_to)
-    writable("--report", report_to and os.path.join(report_to, "report.txt"), parents=True)
+    writable("--report", None if report_to is None else os.path.join(report_to, "report.txt"), parents=True)
+    apart(scenarios, {"--json": json_to, "--trace": trace_to})
     loaded = load_all(scenarios, lambda name: load(name, sets))
     sweeps = [name for name, one in zip(scenarios, loaded, strict=True) if one.sweep]
     if trace_to and (len(loaded) > 1 or sweeps):
@@ -190,6 +192,9 @@ def _checked(name: str, loaded: Loaded, points: Sequence[Point]) -> bool:
     from sim import api
     from sim.report import expect
 
+    if not points:
+        click.echo(f"{name}: check failed: no point of the sweep can be run", err=True)
+        return False
     broken = expect.judge(loaded.expect, points, lambda other: api.run(other).to_json())
     if all(bound.field != "memory.fits" for bound in loaded.expect):
         broken += [expect.Broken("memory.fits", False, "true", expect.where(sets))
@@ -217,6 +222,7 @@ def validate(ctx: click.Context, cases: tuple[str, ...], json_to: str | None, se
     from sim.validation.text import progress_bar, render
 
     writable("--json", json_to)
+    apart(cases, {"--json": json_to})
     with progress_bar() as advance:
         found = validation.validate(cases, select=select, workers=workers, progress=advance)
     with json_output(json_to, many=False) as out:

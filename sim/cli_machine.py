@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from sim.cli_output import writable, writing
+from sim.cli_output import apart, writable, writing
 from sim.errors import Fault, UserError, nearest
 from sim.work import DTYPE_BYTES
 
@@ -25,6 +26,10 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 #: Beyond anything that exists; there to catch slips of the keyboard before they take all memory.
 _MOST_BYTES, _MOST_ROWS, _LARGEST_SIDE = 1 << 44, 2000, 10**10
 _KERNELS = ("flash1", "flash2", "flash3", "triton", "efficient")
+
+#: Options of `kernel` by parameter that only one operator has, and how they are written where that differs.
+_OF_ONE = {"layout": "gemm", "backward": "attention", "full": "attention", "kernel_name": "attention"}
+_SAID = {"full": "full/--causal", "kernel_name": "kernel"}
 
 _AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -59,8 +64,9 @@ def _dtype(value: str) -> str:
 @click.option("--kernel", "kernel_name", type=click.Choice(_KERNELS), default="flash2", show_default=True,
               help="Attention's kernel.")
 @_AS_JSON
-def kernel(gpu: str, op: str, shape: str, dtype: str, layout: str, backward: bool, full: bool, kernel_name: str,
-           as_json: bool) -> None:
+@click.pass_context
+def kernel(ctx: click.Context, gpu: str, op: str, shape: str, dtype: str, layout: str, backward: bool, full: bool,
+           kernel_name: str, as_json: bool) -> None:
     """Predict one kernel: its time, its rate and its share of peak.
 
     GPU is a name ('drystep list gpus') or the path of a profile that 'calibrate --gemm' wrote. OP and SHAPE: gemm
@@ -71,19 +77,22 @@ def kernel(gpu: str, op: str, shape: str, dtype: str, layout: str, backward: boo
 
     if any(len(part) > 11 or int(part) > _LARGEST_SIDE for part in re.findall(r"\d+", shape)):
         raise UserError(Fault(f"a side of {shape[:80]} is absurdly large: at most {_LARGEST_SIDE:,}", "SHAPE"))
+    for option, only in _OF_ONE.items():
+        if op != only and ctx.get_parameter_source(option) is ParameterSource.COMMANDLINE:
+            raise UserError(Fault(f"an option of {only}, not of {op[:40]}", f"--{_SAID.get(option, option)}",
+                                  hint="leave it out"))
     answer = kernel_command(_gpu(gpu), op, shape, _dtype(dtype), layout, backward, not full, kernel_name)
     click.echo(answer.to_json() if as_json else answer.to_text())
 
 
 def _gpu(name: str) -> str | dict[str, Any]:
     """A name as it is; the checked mapping of a profile's file."""
+    from sim.hardware.gpu import canonical_gpu
     from sim.scenario.gpus import is_profile
     from sim.scenario.profile import read_profile
 
-    if not is_profile(name):
-        return name
     try:
-        return read_profile(Path(name), name)
+        return read_profile(Path(name), name) if is_profile(name) else canonical_gpu(name)
     except UserError as error:
         raise _renamed(error, "cluster.topology.gpu", "GPU") from None
 
@@ -152,6 +161,7 @@ def calibrate(nccl: str | None, topology: str | None, gemm: str | None, gpu: str
         if (given is None) != (wanted is None):
             raise UserError(Fault(f"{name} and {other} go together", other if wanted is None else name))
     writable("--out", out)
+    apart([name for name in (nccl, gemm) if name], {"--out": out})
     written: dict[str, Any] = {}
     if gemm is not None and gpu is not None:
         written = _fit_gemm(gemm, gpu)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sim.cli_output import JsonOutput, json_output, load_all, progress, writable, writing
+from sim.cli_output import JsonOutput, apart, json_output, load_all, progress, writable, writing
 from sim.errors import Fault, UserError
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def memory(scenarios: tuple[str, ...], sets: tuple[str, ...], json_to: str | Non
 
     writable("--json", json_to)
     writable("--snapshot", snapshot_to)
+    apart(scenarios, {"--json": json_to, "--snapshot": snapshot_to})
     loaded = load_all(scenarios, lambda name: load(name, sets))
     if snapshot_to and (len(loaded) > 1 or loaded[0].sweep):
         raise UserError(Fault("a snapshot shows one job", "--snapshot",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -86,17 +87,42 @@ def writable(option: str, path: str | None, parents: bool = False) -> None:
     folder = target.parent
     while parents and not folder.exists():
         folder = folder.parent
-    if path == "-":
+    if not path:
+        reason = "an empty name is no file"
+    elif path == "-":
         reason = "only --json can go to standard output"
     elif target.is_dir():
         reason = f"{path} is a directory"
     elif not folder.is_dir():
-        reason = f"there is no directory {folder}"
+        reason = f"{folder} is not a directory" if folder.exists() else f"there is no directory {folder}"
     elif not os.access(target if target.exists() else folder, os.W_OK):
         reason = f"no permission to write {path}"
     else:
         return
     raise UserError(Fault(reason, option))
+
+
+class Finite(click.FloatRange):
+    """A range of numbers without nan and inf, which no comparison with its ends would find."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """See click."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a number that can be used.", param, ctx)
+        return number
+
+
+def apart(inputs: Sequence[str], outputs: Mapping[str, str | None]) -> None:
+    """Refuse an output (option -> path) that would overwrite a file that is read, or another output."""
+    taken = {os.path.realpath(name): "it is read" for name in inputs}
+    for option, path in outputs.items():
+        if path is None or path == "-":
+            continue
+        place = os.path.realpath(path)
+        if place in taken:
+            raise UserError(Fault(f"{path} cannot be written: {taken[place]}", option, hint="name another file"))
+        taken[place] = f"{option} goes there"
 
 
 @contextmanager
@@ -120,6 +146,8 @@ def load_all(names: Sequence[str], load: Callable[[str], Loaded]) -> list[Loaded
             faults += error.faults
     if faults:
         raise UserError(faults)
+    for note in (note for one in loaded for note in one.notes):
+        click.echo(note, err=True)
     return loaded
 
 

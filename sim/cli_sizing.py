@@ -7,12 +7,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from sim.cli_output import json_output, reporting, writable, writing
+from sim.cli_output import Finite, apart, json_output, reporting, writable, writing
 from sim.errors import Fault, UserError
 
 if TYPE_CHECKING:
@@ -22,24 +24,25 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("scenario", metavar="SCENARIO")
 @click.option("--gpus", required=True, help="Numbers of GPUs: 8..512 (powers of two and both ends) or 8,16,24.")
-@click.option("--cluster", "clusters", default="", help="Topologies, separated by commas; default the scenario's.")
+@click.option("--cluster", "clusters", help="Topologies, separated by commas; default the scenario's.")
 @click.option("--deadline", help="Longest run, e.g. '30 days'; needs tokens in the scenario's budget.")
-@click.option("--budget", type=click.FloatRange(min=0), help="Most money for the run, USD.")
+@click.option("--budget", type=Finite(min=0), help="Most money for the run, USD.")
 @click.option("--price", help="USD per GPU-hour, or a kind of cloud instance: 2.5, p5, or A=2.5,B=p5 by cluster.")
 @click.option("--objective", type=click.Choice(["time", "cost", "gpus"]), default="time", help="What is best.")
 @click.option("--top", type=click.IntRange(1, 1000), default=10, help="How many of the best.")
 @click.option("--out", type=click.Path(dir_okay=False), help="SQLite file that results stream into.")
 @click.option("--resume", is_flag=True, help="Go on with the file of --out.")
-@click.option("--seconds", type=click.FloatRange(min=0), help="Simulate no longer; the best so far, with its gap.")
+@click.option("--seconds", type=Finite(min=0), help="Simulate no longer; the best so far, with its gap.")
 @click.option("--workers", type=click.IntRange(1, 1024), default=1, help="Processes.")
 @click.option("--dask", metavar="ADDRESS", help="Dask scheduler whose workers simulate instead, tcp://host:port.")
 @click.option("--json", "json_to", metavar="FILE", help="Write the result as JSON; - is standard output.")
 @click.option("--csv", "csv_to", metavar="FILE", help="Write every simulated configuration as CSV.")
 @click.option("--parquet", "parquet_to", metavar="FILE", help="The same as Parquet; needs drystep[parquet].")
 @click.option("--report", "report_to", metavar="DIR", help="Write the text and a picture of the front there.")
-def size(scenario: str, gpus: str, clusters: str, deadline: str | None, budget: float | None, objective: str, top: int,
-         out: str | None, resume: bool, seconds: float | None, workers: int, dask: str | None, price: str | None,
-         json_to: str | None, csv_to: str | None, parquet_to: str | None, report_to: str | None) -> None:
+def size(scenario: str, gpus: str, clusters: str | None, deadline: str | None, budget: float | None,
+         objective: str, top: int, out: str | None, resume: bool, seconds: float | None, workers: int,
+         dask: str | None, price: str | None, json_to: str | None, csv_to: str | None, parquet_to: str | None,
+         report_to: str | None) -> None:
     """Search layouts, clusters and numbers of GPUs for the best configuration."""
     from sim import sizing
     from sim.api import load
@@ -50,12 +53,14 @@ def size(scenario: str, gpus: str, clusters: str, deadline: str | None, budget: 
     writable("--out", out)
     writable("--csv", csv_to)
     writable("--parquet", parquet_to)
+    apart([scenario], {"--json": json_to, "--out": out, "--csv": csv_to, "--parquet": parquet_to})
     if parquet_to is not None:
         export.need_parquet()
     writable("--report", report_to and os.path.join(report_to, "front.png"), parents=True)
     if resume and out is None:
         raise UserError(Fault("there is nothing to resume", "--resume", hint="name the file with --out"))
-    loaded = load(scenario, [] if deadline is None else [f"budget.deadline={deadline}"])
+    with _renaming("budget.deadline", "--deadline"):
+        loaded = load(scenario, [] if deadline is None else [f"budget.deadline={deadline}"])
     asked = loaded.scenario.budget
     training = loaded.scenario.training
     tokens = asked.tokens if asked is not None and isinstance(asked.tokens, float | int) else None
@@ -67,7 +72,7 @@ def size(scenario: str, gpus: str, clusters: str, deadline: str | None, budget: 
                        asked.deadline if asked is not None and tokens is not None else None, budget)
     longest_s = math.inf if seconds is None else seconds
     found = sizing.size(loaded, sizing.Choice(sizing.counts(gpus)), wish,
-                        clusters=[c for c in clusters.split(",") if c], top=top, out=Path(out) if out else None,
+                        clusters=_clusters(clusters), top=top, out=Path(out) if out else None,
                         resume=resume, price=price, workers=workers, dask=dask,
                         seconds=longest_s, progress=_progress(longest_s) if sys.stderr.isatty() else None)
     if sys.stderr.isatty():
@@ -82,6 +87,29 @@ def size(scenario: str, gpus: str, clusters: str, deadline: str | None, budget: 
         with writing("--parquet", parquet_to):
             export.write_parquet(Path(parquet_to), found.rows)
     _deliver("\n".join(_size_lines(found)), json_to, report_to, "sizing.txt", lambda folder: write_front(folder, found))
+
+
+def _clusters(text: str | None) -> list[str]:
+    """The topologies that --cluster names, each one that exists; none asked for is the scenario's own."""
+    from sim.scenario.topologies import find_topology
+
+    names = [] if text is None else [name.strip() for name in text.split(",") if name.strip()]
+    if text is not None and not names:
+        raise UserError(Fault("names no topology", "--cluster", hint="see 'drystep list topologies'"))
+    with _renaming("", "--cluster"):
+        for name in names:
+            find_topology(name, Path())
+    return names
+
+
+@contextmanager
+def _renaming(field: str, option: str) -> Iterator[None]:
+    """Faults of what an option gave, told as that option's."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError([replace(f, field=option, file="") if f.field == field and f.file in ("", "--set") else f
+                         for f in error.faults]) from None
 
 
 def _deliver(text: str, json_to: str | None, report_to: str | None, name: str, picture: Callable[[Path], Path]) -> None:
@@ -169,6 +197,7 @@ def compare(scenarios: tuple[str, ...], json_to: str | None, report_to: str | No
 
     writable("--json", json_to)
     writable("--report", report_to and os.path.join(report_to, "comparison.png"), parents=True)
+    apart(scenarios, {"--json": json_to})
     if len(scenarios) < 2:
         raise UserError(Fault("one scenario cannot be compared", "A B...", hint="give two or more"))
     found = sizing.compare([run(name) for name in scenarios])

@@ -6,6 +6,9 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+#: A part of a name tells which name is meant from so many letters on, and where so few names have it.
+_TELLING, _FEW = 4, 3
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -39,7 +42,18 @@ class UserError(Exception):
         super().__init__("\n".join(str(f) for f in self.faults))
 
 
+def closest(name: str, allowed: Iterable[str]) -> list[str]:
+    """The allowed names that `name` is part of where they are few (`dgx-a100`: both its sizes), else the most alike."""
+    given, known = name.lower(), list(allowed)
+    longer = sorted((one for one in known if given in one.lower()), key=lambda one: (len(one), one))
+    if len(given) >= _TELLING and 0 < len(longer) <= _FEW:
+        return longer
+    return difflib.get_close_matches(given, known, n=1, cutoff=0.6)
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str:
-    """A hint naming the closest allowed name, or "" when none is close."""
-    close = difflib.get_close_matches(name.lower(), list(allowed), n=1, cutoff=0.6)
-    return f"did you mean '{close[0]}'?" if close else ""
+    """A hint naming the closest allowed name or names, or "" when none is close."""
+    quoted = [f"'{one}'" for one in closest(name, allowed)]
+    if not quoted:
+        return ""
+    return f"did you mean {' or '.join([', '.join(quoted[:-1]), quoted[-1]] if len(quoted) > 1 else quoted)}?"

@@ -14,7 +14,7 @@ import numpy as np
 from sim.calibration import gemm_fit
 from sim.calibration.optimise import Vector
 from sim.calibration.tables import PRODUCT_COLUMNS, Group, read_csv
-from sim.errors import Fault, UserError
+from sim.errors import Fault, UserError, nearest
 from sim.hardware import Device, Gpu, gpu
 from sim.hardware.attention import attention_work
 from sim.hardware.operators import ROW_WISE, attention_kernel, product_kernel, row_wise_kernel
@@ -119,7 +119,10 @@ def _integers(op: str, shape: Sequence[int] | str) -> tuple[int, ...]:
         wanted = _SHAPES.get(op, _SHAPES[""])
         raise UserError(Fault(f"{op} wants the shape {wanted} in positive integers, not {shape!r}", "shape"))
     if not known:
-        row_wise_kernel(op, 1, 1, "fp32")
+        names = ["gemm", "attention", "optimizer", *ROW_WISE]
+        raise UserError(Fault(f"no operator '{op[:40]}'; known are {', '.join(names)}", "OP", hint=nearest(op, names)))
+    if op == "attention" and sizes[1] % sizes[2]:
+        raise UserError(Fault(f"{sizes[1]} heads are no multiple of {sizes[2]} kv_heads", "shape"))
     return sizes
 
 
@@ -182,9 +185,9 @@ def _confidence(fits: Sequence[dict[str, Any]]) -> str:
 def _user_groups(base: Gpu, dtype: str, rows: list[dict[str, str]], path: Path) -> list[Group]:
     """Rows timed alone (the word stands in `source`) ran at full clock, all others in a loop at the settled one."""
     if dtype not in DTYPE_BYTES:
-        raise UserError(Fault(f"{path.name}: unknown dtype {dtype!r}", str(path)))
+        raise UserError(Fault(f"unknown dtype {dtype!r}", str(path)))
     if len(rows) < _FEWEST_ROWS:
-        raise UserError(Fault(f"{path.name}: {len(rows)} products in {dtype}; a fit needs at least {_FEWEST_ROWS}",
+        raise UserError(Fault(f"{len(rows)} products in {dtype}; a fit needs at least {_FEWEST_ROWS}",
                               str(path)))
     alone = [row for row in rows if "alone" in row["source"].split()]
     looped = [row for row in rows if "alone" not in row["source"].split()]
@@ -197,9 +200,9 @@ def _user_group(base: Gpu, dtype: str, rows: list[dict[str, str]], path: Path, g
         kernels = tuple(table_kernel(row) for row in rows)
         measured = np.array([float(row["time_us"]) for row in rows]) * 1e-6
     except ValueError as error:
-        raise UserError(Fault(f"{path.name}: {error}", str(path))) from error
+        raise UserError(Fault(str(error), str(path))) from error
     if min(measured) <= 0 or min(min(kernel.shape) for kernel in kernels) < 1:
-        raise UserError(Fault(f"{path.name}: sizes and times must be positive", str(path)))
+        raise UserError(Fault("sizes and times must be positive", str(path)))
     return Group(path.name, base.name, dtype, "gemm", base, Timing(0.0, 0.0, gap_s, 1.0, None), kernels, measured,
                  ("gemm",) * len(rows))
 

@@ -68,7 +68,7 @@ def read_csv(path: Path, columns: Iterable[str]) -> list[dict[str, str]]:
     reader = csv.DictReader(io.StringIO(text.decode("utf-8")))
     missing = [name for name in columns if name not in (reader.fieldnames or ())]
     if missing:
-        raise UserError(Fault(f"{path.name}: no column {', '.join(missing)}; expected {','.join(columns)}", str(path)))
+        raise UserError(Fault(f"no column {', '.join(missing)}; expected {','.join(columns)}", str(path)))
     return list(reader)
 
 

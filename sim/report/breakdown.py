@@ -104,13 +104,13 @@ def kernel_shares(program: Program, profiles: Sequence[Profile], kernel_s: Seque
 def _pending(columns: Columns, calls: Ints, key: Ints, rows: Sequence[tuple[str, str]],
              across: Collection[str]) -> list[Spans]:
     """Collectives issued and not begun: those between stages, for which everything behind waits, and others."""
-    stages = np.array([_between(row, across) for row in rows], dtype=bool)
+    stages = np.array([between_stages(row, across) for row in rows], dtype=bool)
     between = stages[key] if len(calls) else np.zeros(0, dtype=bool)
     issued, start = columns.issue_s[calls] + columns.host_s[calls], columns.start_s[calls]
     return [Spans(issued[chosen], start[chosen], key[chosen], len(rows)) for chosen in (between, ~between)]
 
 
-def _between(row: tuple[str, str], across: Collection[str]) -> bool:
+def between_stages(row: tuple[str, str], across: Collection[str]) -> bool:
     """Whether a kind of collective in a group is one for which a stage waits for another."""
     return row[0] in POINT_TO_POINT or row[1] in across
 
@@ -172,7 +172,7 @@ def breakdown(columns: Columns, shares: Floats, alone_s: Floats, inline_s: Float
         np.add.at(total, named, runs[:len(inline_s)] @ inline_s)
     pending = pending + for_stages
     for i, (kind, group) in enumerate(rows):
-        bubble = float(pending[i]) if _between((kind, group), across) else 0.0
+        bubble = float(pending[i]) if between_stages((kind, group), across) else 0.0
         result.pipeline_bubble += bubble
         result.exposed_communication.setdefault(kind, {})[group] = float(moving[i] + pending[i] + inside[i]) - bubble
         result.communication_total.setdefault(kind, {})[group] = float(total[i])
@@ -185,10 +185,10 @@ def of_rank(machine: Machine, columns: Columns, number: int) -> Breakdown:
     profiles = [machine.profile(number, 0, i) for i in range(len(program.segments))]
     flows = [machine.flows[flow].alone_s if flow >= 0 else 0.0 for flow in machine.class_flows[number]]
     return breakdown(columns, kernel_shares(program, profiles, machine.kernel_s(number)),
-                     np.array([p.total_s for p in profiles]), inline_seconds(program, flows), _across(machine, number))
+                     np.array([p.total_s for p in profiles]), inline_seconds(program, flows), across(machine, number))
 
 
-def _across(machine: Machine, number: int) -> set[str]:
+def across(machine: Machine, number: int) -> set[str]:
     """Groups of a class whose operations wait for other programs of the job: the norm of all gradients, tied tables.
 
     Classes of one program (ranks of a stage, one of them slow) that meet in a group wait for no other stage.

@@ -15,7 +15,7 @@ from sim.program import Job, Kind, Program
 from sim.report import plot_style as look
 from sim.report.breakdown import COMPUTE_STREAM
 from sim.report.result import Result
-from sim.report.timeline_rows import steady
+from sim.report.timeline_rows import counted, steady
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -103,12 +103,12 @@ def memory_view(result: Result) -> MemoryView:
                     & (np.array(section.stream, dtype=np.int64) == COMPUTE_STREAM))
         for each in run:
             begin, end = host_spans(section, each)
-            for phase in sorted(set(phases[phases >= 0].tolist())):
-                rows = np.flatnonzero(phases == phase)
-                host.append((float(begin[rows[0]]), float(end[rows[-1]]), int(phase)))
+            for rows in _stretches(phases):
+                phase = int(phases[rows[0]])
+                host.append((float(begin[rows[0]]), float(end[rows[-1]]), phase))
                 rows = rows[computes[rows]]
                 if len(rows):
-                    gpu.append((float(each.start_s[rows].min()), float(each.end_s[rows].max()), int(phase)))
+                    gpu.append((float(each.start_s[rows].min()), float(each.end_s[rows].max()), phase))
             if (phases == 0).any() or (phases == 1).any():
                 spans.append((float(begin[0]), float(end[-1])))
     view = MemoryView(result, program, one.representative, len(one.members) - 1, host, gpu,
@@ -120,6 +120,12 @@ def memory_view(result: Result) -> MemoryView:
         window = (float(edges[fullest_bin]), float(edges[fullest_bin + 1]))
     view.peak_s = window[0]
     return view
+
+
+def _stretches(phases: Ints) -> list[Ints]:
+    """Rows of a section in stretches of one phase: a pipeline's section may go forward and backward in turn."""
+    rows = np.flatnonzero(phases >= 0)
+    return np.split(rows, np.flatnonzero(np.diff(phases[rows])) + 1) if len(rows) else []
 
 
 def memory_figure(result: Result) -> Figure:
@@ -169,8 +175,9 @@ def _windows(view: MemoryView) -> list[tuple[str, tuple[float, float]]]:
     inside = np.flatnonzero((spans[:, 0] <= view.peak_s) & (view.peak_s <= spans[:, 1]))
     number = int(inside[0]) if len(inside) else len(spans) - 1
     start, end = max(0.0, float(spans[number, 0])), min(step, float(spans[number, 1]))
-    return [(f"the whole step: {len(spans)} micro-steps", (0.0, step)),
-            (f"micro-step {number + 1} of {len(spans)}, which holds the peak; times are the host's, ahead of the GPU",
+    several, piece = counted(view.result.scenario, len(spans))
+    return [(f"the whole step: {several}", (0.0, step)),
+            (f"{piece} {number + 1} of {len(spans)}, which holds the peak; times are the host's, ahead of the GPU",
              (start, end))]
 
 

@@ -30,7 +30,8 @@ BARS: Mapping[str, str] = {
     "forward": "#A6D3EF", "backward": BLUE, "optimizer": "#1B2A49", "other": PALE,
     "all_gather": GREEN, "reduce_scatter": ORANGE, "all_reduce": PURPLE, "all_to_all": "#8C6D00", "send": "#7A5195",
     "recv": "#B79BC9", "broadcast": "#66C2A5", "reduce": "#B35806",
-    "host-device copy": "#8C564B", "exposed communication": VERMILION, "waiting for the host": YELLOW,
+    "host-device copy": "#8C564B", "exposed communication": VERMILION, "pipeline bubble": "#F0DCE6",
+    "waiting for the host": YELLOW,
 }
 #: Categories of memory from the bottom of the stack to its top: what stays first, what comes and goes above it.
 MEMORY: Mapping[str, str] = {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sim.report import plot_style as look
 from sim.report.result import Result
-from sim.report.timeline_rows import EXPOSED, LATE, OTHER, WORTH_A_LOOK, Bars, Rows, close_look, rows_of
+from sim.report.timeline_rows import BUBBLE, EXPOSED, LATE, OTHER, WORTH_A_LOOK, Bars, Rows, close_look, rows_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,10 +78,10 @@ def _panels(rows: Rows) -> list[tuple[str, Window]]:
     count = len(rows.micro_steps)
     if count < 1:
         return [("the step", (0.0, rows.step_time_s))]
-    panels = [(f"the whole step: {count} micro-steps" if count > 1 else "the whole step", (0.0, rows.step_time_s))]
+    panels = [("the whole step" + (f": {rows.counted}" if rows.counted else ""), (0.0, rows.step_time_s))]
     start, end = (float(t) for t in rows.micro_steps[rows.closest])
     if count > 1:
-        panels.append((f"micro-step {rows.closest + 1} of {count}", (start, end)))
+        panels.append((f"{rows.piece} {rows.closest + 1} of {count}", (start, end)))
     part = close_look(rows, start, end)
     if part is not None:
         waits = rows.exposed_s(*part) > (part[1] - part[0]) * WORTH_A_LOOK
@@ -139,10 +139,10 @@ def _row(ax: Axes, rows: Rows, bars: Bars, number: int, window: Window) -> set[s
         if (chosen.share < 0.995).any():
             seen.add(LATE)
             _late(ax, chosen, number, half, factor)
-        wide = bool(((chosen.end_s - chosen.start_s) > 4 * tellable).any()) and name != EXPOSED
+        wide = bool(((chosen.end_s - chosen.start_s) > 4 * tellable).any()) and name not in (EXPOSED, BUBBLE)
         ax.add_collection(PolyCollection(shapes, facecolor=colour, edgecolor="white" if wide else colour,
                                          linewidth=0.4 if wide else _HAIR, zorder=3, snap=False))
-        if not host and name not in (EXPOSED, LATE, OTHER):
+        if not host and name not in (EXPOSED, BUBBLE, LATE, OTHER):
             _texts(ax, rows, chosen, colour, number, window, per_inch)
     return seen
 

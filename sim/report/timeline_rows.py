@@ -5,7 +5,7 @@ The rows are those of the critical rank, repeats written out. A bar is a task; i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,15 +14,17 @@ import numpy.typing as npt
 from sim.engine import SectionRun
 from sim.memory.curve import host_spans
 from sim.program import Kind, Program
-from sim.report.breakdown import COMPUTE_STREAM
+from sim.report.breakdown import COMPUTE_STREAM, across, between_stages
 from sim.report.exposure import Spans, axis, owner
 from sim.report.result import Result
+from sim.scenario import Scenario
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 #: Keys of what is no phase and no collective.
-EXPOSED, LATE, COPY, OTHER = "exposed communication", "waiting for the host", "host-device copy", "other"
+EXPOSED, BUBBLE, LATE = "exposed communication", "pipeline bubble", "waiting for the host"
+COPY, OTHER = "host-device copy", "other"
 _PHASES = ("forward", "backward", "optimizer")
 #: A close look shows about so many layers.
 _CLOSE_LAYERS = 9
@@ -81,8 +83,11 @@ class Rows:
         bars: one per row.
         keys, texts: what the numbers in `Bars.key` and `Bars.text` mean (text -1: none).
         exposed: stretches in which the rank waits for communication, shape (n, 2) seconds.
+        bubbles: stretches in which it waits for another stage.
         late: stretches in which it waits for the host.
-        micro_steps: start and end of the compute of every micro-step, shape (m, 2) seconds.
+        micro_steps: start and end of the compute of every micro-step, or stretch of a pipeline's schedule, shape (m, 2)
+            seconds.
+        counted: how many there are, in words ("" for a single one); piece: what one of them is called.
         closest: the micro-step worth a look.
         step_time_s: length of the axis.
     """
@@ -92,8 +97,11 @@ class Rows:
     keys: list[str]
     texts: list[str]
     exposed: Floats
+    bubbles: Floats
     late: Floats
     micro_steps: Floats
+    counted: str
+    piece: str
     closest: int
     step_time_s: float
 
@@ -112,6 +120,7 @@ class _Collected:
     key: list[Ints] = field(default_factory=list)
     text: list[Ints] = field(default_factory=list)
     phase: list[Ints] = field(default_factory=list)
+    between: list[npt.NDArray[np.bool_]] = field(default_factory=list)
     start_s: list[Floats] = field(default_factory=list)
     end_s: list[Floats] = field(default_factory=list)
     issued_s: list[Floats] = field(default_factory=list)
@@ -128,6 +137,7 @@ class _Fixed:
     key: Ints
     text: Ints
     phase: Ints
+    between: npt.NDArray[np.bool_]
     host_s: Floats
 
 
@@ -136,6 +146,7 @@ def rows_of(result: Result) -> Rows:
     detail = result.detail
     job = detail.lowered.job
     program = job.programs[job.classes[detail.critical].program]
+    groups = across(detail.machine, detail.critical)
     keys: dict[str, int] = {}
     texts: dict[str, int] = {}
     known: dict[int, _Fixed] = {}
@@ -143,24 +154,33 @@ def rows_of(result: Result) -> Rows:
     micro_steps: list[tuple[float, float, float]] = []
     for run in steady(detail.timeline.classes[detail.critical], result.step_time_s):
         if run.section not in known:
-            known[run.section] = _fixed(program, run.section, keys, texts)
+            known[run.section] = _fixed(program, run.section, keys, texts, groups)
         fixed = known[run.section]
         for one in run:
             _collect(all_runs, program, fixed, one)
             micro_steps += _micro_step(program, fixed, one, keys)
     columns = {name: np.concatenate(getattr(all_runs, name)) for name in
-               ("kind", "stream", "key", "text", "phase", "start_s", "end_s", "issued_s", "starved_s")}
-    names, bars = _streams(program, columns)
-    late = keys.setdefault(LATE, len(keys))
+               ("kind", "stream", "key", "text", "phase", "between", "start_s", "end_s", "issued_s", "starved_s")}
+    names, bars = _streams(program, columns, list(keys))
     names.insert(0, "host")
     bars.insert(0, _host(all_runs, columns))
-    exposed, waits = _waits(columns, result.step_time_s)
-    bars[1] = _joined(bars[1], exposed, keys.setdefault(EXPOSED, len(keys)))
-    bars[1] = _joined(bars[1], waits, late)
+    exposed, bubbles, waits = _waits(columns, result.step_time_s)
+    for name, spans in ((EXPOSED, exposed), (BUBBLE, bubbles), (LATE, waits)):
+        bars[1] = _joined(bars[1], spans, keys.setdefault(name, len(keys)))
     inside = [m for m in micro_steps if m[0] < result.step_time_s]
-    spans = np.array([m[:2] for m in inside]).reshape(-1, 2)
-    return Rows(names, bars, list(keys), list(texts), exposed, waits, spans, _closest([m[2] for m in inside]),
-                result.step_time_s)
+    windows = np.array([m[:2] for m in inside]).reshape(-1, 2)
+    return Rows(names, bars, list(keys), list(texts), exposed, bubbles, waits, windows,
+                *counted(result.scenario, len(windows)), _closest([m[2] for m in inside]), result.step_time_s)
+
+
+def counted(scenario: Scenario, windows: int) -> tuple[str, str]:
+    """What a step's windows are, in words: how many ("" for one), and the name of one of them.
+
+    A pipeline rank's sections are no micro-steps: a section may hold several actions of its schedule, or one.
+    """
+    if scenario.parallel.pipeline > 1:
+        return f"{scenario.micro_steps} micro-batches", "stretch"
+    return (f"{windows} micro-steps" if windows > 1 else ""), "micro-step"
 
 
 def steady(runs: Sequence[SectionRun], step_time_s: float) -> Iterator[SectionRun]:
@@ -196,9 +216,10 @@ def close_look(rows: Rows, start_s: float, end_s: float) -> tuple[float, float] 
     return float(layers.start_s[changes[first]]), float(layers.start_s[changes[last]])
 
 
-def _fixed(program: Program, number: int, keys: dict[str, int], texts: dict[str, int]) -> _Fixed:
+def _fixed(program: Program, number: int, keys: dict[str, int], texts: dict[str, int],
+           groups: Collection[str]) -> _Fixed:
     section = program.sections[number]
-    names, shown, phases = [], [], []
+    names, shown, phases, between = [], [], [], []
     for kind, payload, label in zip(section.kind, section.payload, section.label, strict=True):
         layer, phase, _ = program.labels[label]
         phase = phase if phase in _PHASES else OTHER
@@ -208,12 +229,16 @@ def _fixed(program: Program, number: int, keys: dict[str, int], texts: dict[str,
             name = COPY
         else:
             name = phase
+        call = program.collectives[payload] if kind == Kind.COLLECTIVE else None
+        between.append(call is not None and between_stages(
+            (call.kind, program.communicators[call.communicator]), groups))
         phases.append(keys.setdefault(phase, len(keys)))
         names.append(keys.setdefault(name, len(keys)))
         shown.append(texts.setdefault(layer, len(texts)))
     return _Fixed(np.array(section.kind, dtype=np.int64), np.array(section.stream, dtype=np.int64),
                   np.array(names, dtype=np.int64), np.array(shown, dtype=np.int64),
-                  np.array(phases, dtype=np.int64), np.array(section.host_s, dtype=np.float64))
+                  np.array(phases, dtype=np.int64), np.array(between, dtype=bool),
+                  np.array(section.host_s, dtype=np.float64))
 
 
 def _collect(to: _Collected, program: Program, fixed: _Fixed, run: SectionRun) -> None:
@@ -222,6 +247,7 @@ def _collect(to: _Collected, program: Program, fixed: _Fixed, run: SectionRun) -
     to.key.append(fixed.key)
     to.text.append(fixed.text)
     to.phase.append(fixed.phase)
+    to.between.append(fixed.between)
     to.start_s.append(run.start_s)
     to.end_s.append(run.end_s)
     to.issued_s.append(run.issue_s + fixed.host_s)
@@ -250,15 +276,23 @@ def _closest(communication: Sequence[float]) -> int:
     return alike[min(1, len(alike) - 1)]
 
 
-def _streams(program: Program, columns: dict[str, npt.NDArray[np.generic]]) -> tuple[list[str], list[Bars]]:
+def _streams(program: Program, columns: dict[str, npt.NDArray[np.generic]],
+             keys: Sequence[str]) -> tuple[list[str], list[Bars]]:
     names, bars = [], []
     lasts = np.asarray(columns["end_s"], dtype=np.float64) > np.asarray(columns["start_s"], dtype=np.float64)
     for number, name in enumerate(program.streams):
         rows = np.flatnonzero((columns["stream"] == number) & (columns["kind"] != Kind.HOST))
         if number == COMPUTE_STREAM or lasts[rows].any():
-            names.append(name)
+            names.append(name if program.streams.count(name) == 1 else _told(columns, rows, keys))
             bars.append(_bars(columns, rows, columns["start_s"], columns["end_s"], columns["starved_s"]))
     return names, bars
+
+
+def _told(columns: dict[str, npt.NDArray[np.generic]], rows: Ints, keys: Sequence[str]) -> str:
+    """Name of one of several streams of a name, those to other stages: what goes over it, and in which phase."""
+    parts = [" and ".join(keys[number] for number in sorted({int(n) for n in columns[name][rows]}))
+             for name in ("key", "phase")]
+    return ", ".join(parts)
 
 
 def _host(collected: _Collected, columns: dict[str, npt.NDArray[np.generic]]) -> Bars:
@@ -285,19 +319,22 @@ def _joined(bars: Bars, spans: Floats, key: int) -> Bars:
                 np.concatenate((bars.share, np.ones(count))))
 
 
-def _waits(columns: dict[str, npt.NDArray[np.generic]], step_time_s: float) -> tuple[Floats, Floats]:
-    """Stretches of exposed communication and of waiting for the host, by the precedence of `sim.report.exposure`."""
-    kind, stream = columns["kind"], columns["stream"]
+def _waits(columns: dict[str, npt.NDArray[np.generic]], step_time_s: float) -> tuple[Floats, Floats, Floats]:
+    """Stretches of exposed communication, of waiting for another stage and of waiting for the host, by the precedence
+    of `sim.report.exposure`."""
+    kind, stream, between = columns["kind"], columns["stream"], np.asarray(columns["between"], dtype=bool)
     start, end = (np.asarray(columns[name], dtype=np.float64) for name in ("start_s", "end_s"))
     issued = np.asarray(columns["issued_s"], dtype=np.float64)
     kernels = (kind == Kind.KERNELS) & (stream == COMPUTE_STREAM)
     aside = (kind == Kind.KERNELS) & (stream != COMPUTE_STREAM)
     calls = kind == Kind.COLLECTIVE
     layers = [_layer(start, end, kernels), _layer(start, end, calls), _layer(start, end, kind == Kind.COPY),
-              _layer(start, end, aside), _layer(issued, start, calls)]
+              _layer(start, end, aside), _layer(issued, start, calls & between),
+              _layer(issued, start, calls & ~between)]
     on = axis(layers, step_time_s)
     given = owner(on, layers)
-    return (_stretches(on.cuts, (given == 1) | (given == 4)), _stretches(on.cuts, given == len(layers)))
+    exposed, bubble, late = (given == 1) | (given == 5), given == 4, given == len(layers)
+    return _stretches(on.cuts, exposed), _stretches(on.cuts, bubble), _stretches(on.cuts, late)
 
 
 def _layer(start_s: Floats, end_s: Floats, rows: npt.NDArray[np.bool_]) -> Spans:

@@ -97,8 +97,10 @@ def _process(result: Result, number: int) -> str:
 def _peers(job: Job, number: int) -> list[str]:
     """For each communicator of a class, which stage is at its other end, where that is one."""
     found = []
-    for own in job.classes[number].communicators:
-        others = {c.program for n, c in enumerate(job.classes) if n != number and own >= 0 and own in c.communicators}
+    simulated = job.classes[number]
+    for own in simulated.communicators:
+        others = {c.program for c in job.classes if c.program != simulated.program and own >= 0
+                  and own in c.communicators}
         found.append(f" with stage {others.pop()}" if len(others) == 1 else "")
     return found
 

@@ -223,9 +223,7 @@ def _parallel(written: Parallel, gpus: int, software: Software, narrow: bool) ->
             "sharding_factor": shards if factor is None or factor == FULL else factor,
             "prefetch": _or(written.prefetch, Prefetch.model_construct()),
             "reduce_every_micro_step": _or(written.reduce_every_micro_step, strategy in _EAGER_REDUCTION),
-            "reshard_after_forward": written.reshard_after_forward if (
-                "reshard_after_forward" in written.model_fields_set or written.pipeline == 1 or software.fsdp != 2
-            ) else False,  # torchtitan's policy "default" keeps parameters whole in a pipeline
+            "reshard_after_forward": _reshard(written, software),
             "virtual_stages": virtual,
             "schedule": _or(written.schedule, "interleaved" if virtual > 1 else "1f1b"),
             "split_slots": _or(written.split_slots, SplitSlots.model_construct()),
@@ -235,6 +233,13 @@ def _parallel(written: Parallel, gpus: int, software: Software, narrow: bool) ->
             "async_tensor": _or(written.async_tensor, buffers and narrow and written.sequence_parallel),
         }
     )
+
+
+def _reshard(written: Parallel, software: Software) -> bool | int:
+    if written.pipeline == 1 or "reshard_after_forward" in written.model_fields_set:
+        return written.reshard_after_forward
+    in_pipeline: dict[int | None, bool] = table("scenario/defaults.yaml")["reshard_after_forward_in_pipeline"]
+    return in_pipeline[software.fsdp]
 
 
 def _of_stack(fact: str, software: Software) -> Any:

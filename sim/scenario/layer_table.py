@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from sim.errors import Fault, UserError, nearest
+from sim.errors import Fault, UserError, closest
 from sim.scenario.document import read_text
 
 COLUMNS = ("name", "parameters", "forward_flops", "activation_bytes", "output_bytes")
@@ -42,7 +42,7 @@ def read_table(path: Path, shown: str) -> tuple[LayerRow, ...]:
             f"the table has no column '{name}'",
             file=shown,
             line=1,
-            hint=nearest(name, header) and f"is it the column {nearest(name, header)[13:-1]}?",
+            hint=" or ".join(f"is it the column '{other}'?" for other in closest(name, header)[:1]),
         )
         for name in COLUMNS
         if name not in header

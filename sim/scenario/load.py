@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from sim.scenario.expect import Bound, read_bounds
 from sim.scenario.explain import explain
 from sim.scenario.paths import apply_sets, assign
 from sim.scenario.schema import Scenario
-from sim.scenario.sweep import points, read_axes
+from sim.scenario.sweep import fix_axes, points, read_axes
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,14 @@ class Loaded:
         sweep: dotted field -> values; empty without a sweep.
         expect: the bounds of `expect`.
         document: the file as written, with its lines.
+        notes: what a user should know of how the file and the sets were read together.
     """
 
     scenario: Scenario
     sweep: dict[str, list[Any]]
     expect: tuple[Bound, ...]
     document: Document
+    notes: tuple[str, ...] = ()
 
     def points(self) -> Iterator[tuple[dict[str, Any], Scenario | str]]:
         """Each point of the sweep as (set, scenario), or (set, reason) where it is impossible.
@@ -67,8 +69,8 @@ def load_scenario(path: str | Path, sets: Sequence[str] = ()) -> Loaded:
 def load_document(document: Document, sets: Sequence[str] = ()) -> Loaded:
     """As `load_scenario`, from text already parsed (the document is changed by `sets`)."""
     faults: list[Fault] = []
-    apply_sets(document, sets, faults)
-    return _load(document, faults)
+    notes = fix_axes(document, apply_sets(document, sets, faults), faults)
+    return replace(_load(document, faults), notes=notes)
 
 
 def _load(document: Document, faults: list[Fault]) -> Loaded:

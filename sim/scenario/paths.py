@@ -17,8 +17,13 @@ _PATH = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*\Z")
 _DOTTED_KEYS = ("sweep", "expect")
 
 
-def apply_sets(document: Document, sets: Sequence[str], faults: list[Fault]) -> None:
-    """Puts `path=value` texts of the command line on top of a document; their faults cite `--set`."""
+def apply_sets(document: Document, sets: Sequence[str], faults: list[Fault]) -> list[str]:
+    """Puts `path=value` texts of the command line on top of a document; their faults cite `--set`.
+
+    Returns:
+        The dotted paths that were set.
+    """
+    done: list[str] = []
     for text in sets:
         path, equals, value = text.partition("=")
         path = path.strip()
@@ -36,6 +41,8 @@ def apply_sets(document: Document, sets: Sequence[str], faults: list[Fault]) -> 
             faults += [Fault(f.message, field=path, file="--set", hint=f.hint) for f in error.faults]
             continue
         assign(document, path, read, ("--set", 0), faults)
+        done.append(path)
+    return done
 
 
 def assign(document: Document, path: str, value: Any, place: Place, faults: list[Fault]) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
-from sim.errors import Fault, nearest
+from sim.errors import Fault, closest
 from sim.scenario.cluster import GpuFigures, GpuProfile
 from sim.scenario.document import MAX_FAULTS, Document, describe
 from sim.scenario.expand import expand
@@ -71,6 +71,42 @@ def points(axes: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
         yield dict(zip(axes, values, strict=True))
 
 
+def fix_axes(document: Document, fixed: Sequence[str], faults: list[Fault]) -> tuple[str, ...]:
+    """Takes the axes out of a document's `sweep` whose field `--set` gives: the field has that value everywhere.
+
+    Bounds of `expect` that name a point of such an axis go with it. An axis of whole mappings around such a field would
+    take its value away again at every point: that is a fault.
+
+    Returns:
+        A note for each axis taken out.
+    """
+    axes = document.data.get("sweep")
+    if not isinstance(axes, dict):
+        return ()
+    for path in fixed:
+        for around in (axis for axis in axes if path.startswith(f"{axis}.")):
+            faults.append(Fault(f"the sweep gives '{around}' whole at every point, '{path}' in it included", path,
+                                "--set", hint=f"change sweep.{around}, or leave the sweep out with --set sweep={{}}"))
+    gone = [axis for axis in axes if axis in fixed]
+    if not gone:
+        return ()
+    document.data["sweep"] = {axis: values for axis, values in axes.items() if axis not in gone}
+    bounds = document.data.get("expect")
+    if isinstance(bounds, dict):
+        left = {name: _without_points(bound, gone) for name, bound in bounds.items()}
+        document.data["expect"] = {name: bound for name, bound in left.items() if bound != []}
+    return tuple(f"{document.file}: {axis} is given by --set: it is not swept" for axis in gone)
+
+
+def _without_points(bound: Any, gone: Sequence[str]) -> Any:
+    """A result field's bound, or its list of bounds, without those that name a point of the axes that are gone."""
+    named = {key for part in ("at", "relative_to") if isinstance(bound, dict) and isinstance(bound.get(part), dict)
+             for key in bound[part]}
+    if isinstance(bound, list):
+        return [one for one in bound if _without_points(one, gone) != []]
+    return [] if named & set(gone) else bound
+
+
 def check_path(path: str) -> tuple[str, str]:
     """("", "") where a dotted path names a field of the scenario, else what is wrong with it and a hint."""
     parts = path.split(".")
@@ -88,9 +124,9 @@ def check_path(path: str) -> tuple[str, str]:
     for name, field in Scenario.model_fields.items():
         if any(parts[-1] in model.model_fields for model in tables_of(field.annotation)):
             return wrong, f"did you mean '{name}.{parts[-1]}'?"
-    near = nearest(parts[known], table.model_fields).partition("'")[2].rpartition("'")[0]
+    near = closest(parts[known], table.model_fields)
     if near:
-        whole = ".".join([*parts[:known], near, *parts[known + 1 :]])
+        whole = ".".join([*parts[:known], near[0], *parts[known + 1 :]])
         return wrong, f"did you mean '{whole}'?"
     return wrong, f"known there: {', '.join(table.model_fields)}"
 

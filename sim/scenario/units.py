@@ -48,20 +48,24 @@ _SECONDS = {
 
 @dataclass(frozen=True)
 class Unit:
-    """A kind of quantity: its units as factors to the unit a plain number is in, and examples for messages."""
+    """A kind of quantity: its units as factors to the unit a plain number is in, and examples for messages.
+
+    `least` is what no machine goes below: a smaller number was meant in a larger unit (`memory: 80`).
+    """
 
     kind: str
     plain: str
     examples: str
     factors: dict[str, float]
     si: str
+    least: float = 0.0
 
     def read(self, value: Any) -> float:
         """The value in the kind's own unit. Raises PydanticCustomError, which `explain` passes on as it is."""
         if isinstance(value, bool) or not isinstance(value, int | float | str):
             raise PydanticCustomError("unit", "expected {kind}", self._context())
         if not isinstance(value, str):
-            return float(value)
+            return self._enough(float(value), str(value))
         match = _TEXT.match(value)
         if not match:
             raise PydanticCustomError("unit", "'{value}' is not {kind}", self._context(value))
@@ -73,7 +77,14 @@ class Unit:
             raise PydanticCustomError(
                 "unit", "'{value}' has the unit '{unit}', which is not {kind}", self._context(value, unit)
             )
-        return number * factor
+        return self._enough(number * factor, value)
+
+    def _enough(self, value: float, written: str) -> float:
+        if 0 < value < self.least:
+            raise PydanticCustomError(
+                "unit", "{value} is too little to be {kind} of a machine; a plain number is in {plain}",
+                self._context(written) | {"plain": self.plain})
+        return value
 
     def _prefixed(self, unit: str) -> float | None:
         if not self.si or not unit.endswith(self.si):
@@ -90,13 +101,14 @@ class Unit:
         return {"kind": self.kind, "examples": self.examples, "value": value[:40], "unit": unit[:20]}
 
 
-BYTES = Unit("a size", "bytes", "'80 GB' or '64 GiB'", _BYTES, "B")
+BYTES = Unit("a size", "bytes", "'80 GB' or '64 GiB'", _BYTES, "B", least=1e6)
 BYTES_PER_S = Unit(
     "a bandwidth",
     "bytes per second",
     "'25 GB/s' or '200 Gb/s'",
     {u + "/s": f for u, f in _BYTES.items()} | {u: f / 8 for u, f in _BITS_PER_S.items()},
     "B/s",
+    least=1e6,
 )
 GBPS = Unit(
     "a link speed in Gb/s",
@@ -107,14 +119,15 @@ GBPS = Unit(
 )
 SECONDS = Unit("a time", "seconds", "'30 days', '1 h' or '5 us'", _SECONDS, "s")
 MIB = Unit("a size in MiB", "MiB", "25 (meaning MiB) or '25 MiB'", {u: f / 2**20 for u, f in _BYTES.items()}, "")
-WATTS = Unit("a power", "W", "400 (meaning W) or '400 W'", {"W": 1.0, "kW": 1e3}, "W")
+WATTS = Unit("a power", "W", "400 (meaning W) or '400 W'", {"W": 1.0, "kW": 1e3}, "W", least=10.0)
 
 
 def _schema(unit: Unit) -> WithJsonSchema:
+    bound = {"minimum": unit.least} if unit.least else {"exclusiveMinimum": 0}
     return WithJsonSchema(
         {
             "anyOf": [
-                {"type": "number", "exclusiveMinimum": 0, "description": unit.plain},
+                {"type": "number", **bound, "description": unit.plain},
                 {"type": "string", "pattern": r"^\s*[0-9.eE+-]+\s*\S+", "examples": [unit.examples]},
             ]
         }

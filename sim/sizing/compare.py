@@ -59,6 +59,10 @@ class Comparison:
             for i, name in enumerate(self.names)])
 
 
+#: What a scenario says about itself, and not of the run.
+_SAID = ("name", "expect", "claim", "sweep")
+
+
 def compare(results: Sequence[Result]) -> Comparison:
     """Lay runs side by side; the first is what the others are held against."""
     terms = _side_by_side([dict(_terms(r.breakdown.to_json())) for r in results])
@@ -69,7 +73,7 @@ def compare(results: Sequence[Result]) -> Comparison:
     fields = [dict(_leaves(dump(r.scenario))) for r in results]
     paths = list(dict.fromkeys(path for one in fields for path in one))
     differs = {path: [one.get(path) for one in fields] for path in paths
-               if path != "name" and any(one.get(path) != fields[0].get(path) for one in fields)}
+               if path.partition(".")[0] not in _SAID and any(one.get(path) != fields[0].get(path) for one in fields)}
     first = _throughput(results[0])
     return Comparison([r.scenario.name for r in results], [r.step_time_s for r in results], [r.gpus for r in results],
                       terms, moved, differs, [_throughput(r) / first for r in results], why, memory,

@@ -34,26 +34,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-class Ran:
-    """Exit code and both outputs of a command."""
-
-    def __init__(self, capfd: pytest.CaptureFixture[str], *arguments: str) -> None:
-        with pytest.raises(SystemExit) as left:
-            main(arguments)
-        self.code = left.value.code
-        self.out, self.err = capfd.readouterr()
-        assert "Traceback" not in self.err
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-@pytest.fixture
-def drystep(capfd: pytest.CaptureFixture[str]) -> Any:
-    return lambda *arguments: Ran(capfd, *arguments)
-
-
 def test_run_prints_a_report(folder: Path, drystep: Any) -> None:
     ran = drystep("run", "small.yaml")
     assert ran.code == 0
@@ -239,3 +219,69 @@ def test_the_examples_run_and_hold_their_bounds(drystep: Any) -> None:
     assert len(examples) >= 6
     ran = drystep("run", *examples, "--check", "--json", os.devnull)
     assert ran.code == 0, ran.err
+
+
+def test_a_set_field_is_not_swept(folder: Path, drystep: Any) -> None:
+    ran = drystep("run", "sweep.yaml", "--set", "cluster.nodes=1", "--json", "-")
+    assert ran.err == "sweep.yaml: cluster.nodes is given by --set: it is not swept\n"
+    assert ran.json["scenario"]["cluster"]["nodes"] == 1
+    assert ran.json["step_time_s"] == drystep("run", "small.yaml", "--set", "cluster.nodes=1", "--json",
+                                              "-").json["step_time_s"]
+    other = drystep("run", "sweep.yaml", "--set", "training.sequence=512", "--json", "-")
+    assert (other.err, len(other.json["points"])) == ("", 2)
+
+
+def test_bounds_of_an_axis_that_is_set_go_with_it(folder: Path, drystep: Any) -> None:
+    (folder / "bounds.yaml").write_text(SWEEP + """expect:
+  tokens_per_second: {at: {cluster.nodes: 2}, relative_to: {cluster.nodes: 1}, min: 0, ratio: 9}
+  mfu: [{at: {cluster.nodes: 1}, min: 0.99}, {max: 0.9}]
+""".replace("min: 0, ", ""))
+    assert drystep("run", "bounds.yaml", "--check").code == 3
+    ran = drystep("run", "bounds.yaml", "--check", "--set", "cluster.nodes=1")
+    assert ran.code == 0
+    assert "its bound holds" in ran.err
+
+
+def test_a_field_inside_an_axis_of_mappings_cannot_be_set(folder: Path, drystep: Any) -> None:
+    (folder / "whole.yaml").write_text(SCENARIO + "sweep: {parallel: [{strategy: fsdp}, {strategy: ddp}]}\n")
+    ran = drystep("run", "whole.yaml", "--set", "parallel.sharding_factor=8")
+    assert ran.code == 2
+    assert "parallel.sharding_factor" in ran.err and "sweep.parallel" in ran.err
+
+
+@pytest.mark.parametrize("arguments", [
+    ["run", "small.yaml", "--json", "small.yaml"],
+    ["run", "small.yaml", "--trace", "./small.yaml"],
+    ["run", "small.yaml", "--json", "out", "--trace", "out"],
+    ["memory", "small.yaml", "--snapshot", "small.yaml"],
+    ["compare", "small.yaml", "sweep.yaml", "--json", "sweep.yaml"],
+    ["size", "small.yaml", "--gpus", "8", "--csv", "small.yaml"],
+    ["calibrate", "--gemm", "small.yaml", "--gpu", "a100-80g-sxm", "--out", "small.yaml"],
+    ["validate", "small.yaml", "--json", "small.yaml"],
+], ids=lambda arguments: " ".join(arguments))
+def test_nothing_that_is_read_is_overwritten(folder: Path, drystep: Any, arguments: list[str]) -> None:
+    ran = drystep(*arguments)
+    assert ran.code == 2
+    assert f"{arguments[-2]}: {arguments[-1]} cannot be written: " in ran.err
+    assert (folder / "small.yaml").read_text() == SCENARIO
+    assert not (folder / "out").exists()
+
+
+def test_check_of_a_sweep_of_which_nothing_can_run_fails(folder: Path, drystep: Any) -> None:
+    ran = drystep("run", "small.yaml", "--check", "--set", "sweep={cluster.nodes: [3]}")
+    assert ran.code == 3
+    assert "no point of the sweep can be run" in ran.err
+
+
+@pytest.mark.parametrize(("option", "value", "message"), [
+    ("--seconds", "nan", "not a number that can be used"), ("--budget", "inf", "not a number that can be used"),
+    ("--cluster", " , ", "--cluster: names no topology"),
+    ("--cluster", "dgx-a100", "--cluster: there is no topology named 'dgx-a100' (did you mean 'dgx-a100-40g' or "
+                              "'dgx-a100-80g'?)"),
+    ("--deadline", "soon", "--deadline: 'soon' is not a time"), ("--json", "", "--json: an empty name"),
+])
+def test_an_option_of_size_that_says_nothing_is_wrong_input(folder: Path, drystep: Any, option: str, value: str,
+                                                            message: str) -> None:
+    ran = drystep("size", "small.yaml", "--gpus", "8", option, value)
+    assert ran.code == 2
+    assert message in ran.err

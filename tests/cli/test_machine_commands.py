@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 import sim
-from sim.cli import main
 from sim.errors import UserError
 from sim.hardware import Device, gpu
 from sim.hardware.operators import product_kernel
@@ -24,20 +23,6 @@ model: {preset: gpt2-xl}
 training: {micro_batch: 1, global_batch: 16, sequence: 1024, precision: fsdp-bf16}
 parallel: {strategy: fsdp}
 """
-
-
-@pytest.fixture
-def drystep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[object, str, str]:
-        with pytest.raises(SystemExit) as left:
-            main(arguments)
-        out, err = capfd.readouterr()
-        assert "Traceback" not in err
-        return left.value.code, out, err
-
-    return run
 
 
 def step_s(topology: str | Path) -> float:
@@ -65,6 +50,16 @@ def test_kernel_prints_one_kernels_time(drystep: Any) -> None:
     assert "confidence" in out
 
 
+def test_the_bytes_and_flops_of_a_kernel_are_those_of_its_definition(drystep: Any) -> None:
+    """Adam reads p, g, m, v and writes p, m, v in fp32; attention's backward has 5 products where forward has 2."""
+    adam = drystep("kernel", "a100-80g-sxm", "optimizer", "100000000", "--json").json
+    assert adam["gb_s"] * adam["time_us"] * 1e3 == pytest.approx(7 * 4 * 1e8)
+    shape = ("kernel", "a100-80g-sxm", "attention", "2,8,8,4096,4096,128", "--full", "--json")
+    forward, backward = (drystep(*shape, *more).json for more in ((), ("--backward",)))
+    flops = [one["tflops"] * one["time_us"] * 1e6 for one in (forward, backward)]
+    assert flops == pytest.approx([4 * 2 * 8 * 4096**2 * 128, 10 * 2 * 8 * 4096**2 * 128])
+
+
 def test_all_keys_cost_more_than_causal_ones(drystep: Any) -> None:
     shape = ("kernel", "a100-80g-sxm", "attention", "1,32,32,4096,4096,128", "--json")
     times = [json.loads(drystep(*shape, *more)[1])["time_us"] for more in ((), ("--full",), ("--full", "--backward"))]
@@ -88,6 +83,10 @@ def test_collective_prints_the_layout_of_nccl_tests(drystep: Any) -> None:
     ("kernel h100-80g-sxm gemm 1,2", "wants the shape"), ("kernel h100-80g-sxm gem 1,2", "no operator"),
     ("kernel h100-80g-sxm gemm 1,2,99999999999999", "absurdly large"),
     ("kernel h100-80g-sxm gemm 1,2,3 --dtype bf61", "unknown type"),
+    ("kernel h100-80g-sxm gem 1,2", "did you mean 'gemm'"),
+    ("kernel h100-80g-sxm attention 1,8,3,64,64,64", "8 heads are no multiple of 3 kv_heads"),
+    ("kernel h100-80g-sxm gemm 1,2,3 --backward", "--backward: an option of attention, not of gemm"),
+    ("kernel h100-80g-sxm softmax 1,2 --layout nn", "--layout: an option of gemm, not of softmax"),
     ("collective all_reduc --topology dgx-h100", "did you mean 'all_reduce'"),
     ("collective all_reduce --topology dgx-h10", "--topology: there is no topology"),
     ("collective all_reduce --topology dgx-h100 -b 3Q", "is not a size"),

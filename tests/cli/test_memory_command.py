@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from sim.cli import main
-
 SCENARIO = """\
 name: small
 cluster: {topology: dgx-a100-80g, nodes: 1}
@@ -22,22 +20,10 @@ SWEEP = SCENARIO + "sweep: {training.micro_batch: [1, 4, 64], training.recompute
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def memory(tmp_path: Path, drystep: Any) -> Any:
     (tmp_path / "small.yaml").write_text(SCENARIO)
     (tmp_path / "sweep.yaml").write_text(SWEEP)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def memory(folder: Path, capfd: pytest.CaptureFixture[str]) -> Any:
-    def call(*arguments: str) -> tuple[Any, str, str]:
-        with pytest.raises(SystemExit) as left:
-            main(["memory", *arguments])
-        out, err = capfd.readouterr()
-        assert "Traceback" not in err
-        return left.value.code, out, err
-    return call
+    return lambda *arguments: drystep("memory", *arguments)
 
 
 def test_text_says_phases_largest_sizes_and_rules(memory: Any) -> None:

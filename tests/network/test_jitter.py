@@ -13,8 +13,8 @@ from sim.network.jitter import SIGMA_S, expected_maximum, latest, rendezvous_s
 @pytest.mark.parametrize(("n", "exact"), [(1, 0.0), (2, 1 / sqrt(pi)), (3, 1.5 / sqrt(pi)), (4, 1.02938), (10, 1.53875),
                                           (100, 2.50759), (1000, 3.24144)])
 def test_expected_maximum_against_tables(n: int, exact: float) -> None:
-    """Order statistics of the normal distribution (Harter 1961)."""
-    assert expected_maximum(n) == pytest.approx(exact, rel=0.03)
+    """Order statistics of the normal distribution (Harter 1961); Blom's approximation is best for many."""
+    assert expected_maximum(n) == pytest.approx(exact, rel=0.006 if n > 8 else 0.03)
 
 
 def test_it_grows_slowly_and_never_falls() -> None:

@@ -7,11 +7,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sim.errors import UserError
+from sim.parallel import lower
 from sim.parallel.pipeline.actions import SCHEDULES, TWO_CHUNKS, Action, Chunk, Costs, batches_of, places, split
 from sim.parallel.pipeline.bubble import activations, bubble_fraction, bubble_time, bubble_together
 from sim.parallel.pipeline.evaluate import evaluate, in_flight, span, step_time
 from sim.parallel.pipeline.orders import order, placement, predecessor, successor
+from sim.parallel.pipeline.stages import blocks_per_stage
 from sim.parallel.pipeline.zero_bubble import overlapped
+from sim.scenario import resolve
 
 #: Where ranks agree before the next step, a step lasts from the first action to the last; else steps slide.
 SYNCHRONOUS = ("gpipe", "1f1b", "interleaved")
@@ -237,3 +240,22 @@ def test_orders_that_block_each_other_are_found() -> None:
         evaluate(orders, places("1f1b", 2, 1), UNIT)
     with pytest.raises(ValueError, match=r"rank 0 waits for ever at .*'W'"):
         evaluate([read("F0.0 W0.0 B0.0")], places("zb-h1", 1, 1), UNIT)
+
+
+def test_a_block_per_stage_leaves_embedding_and_head_stages_of_their_own() -> None:
+    """126 blocks on 128 stages (Llama 3, arXiv 2407.21783, section 3.3.2); with 127 stages only the head is alone."""
+    assert blocks_per_stage(126, [[rank] for rank in range(128)], None) == [0, *[1] * 126, 0]
+    assert blocks_per_stage(126, [[rank] for rank in range(127)], None) == [*[1] * 126, 0]
+    assert blocks_per_stage(126, [[rank] for rank in range(128)], None, 1, 1) == [0, *[1] * 126, 0]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_a_rank_without_a_layer_is_refused(strategy: str) -> None:
+    scenario = resolve({
+        "name": "empty rank", "cluster": {"topology": "dgx-h100", "gpus_per_node": 4},
+        "model": {"kind": "decoder", "layers": 4, "hidden": 64, "heads": 4, "vocab": 256, "tied_embeddings": False},
+        "training": {"micro_batch": 1, "global_batch": 8, "sequence": 64},
+        "parallel": {"strategy": strategy, "pipeline": 4, "split": [2, 0, 0, 2]}})
+    with pytest.raises(UserError, match="pipeline rank 1 holds no block") as caught:
+        lower(scenario)
+    assert caught.value.faults[0].field == "parallel.split"

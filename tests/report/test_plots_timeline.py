@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,12 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import sim
 from sim.report import plot_style as look
 from sim.report.folder import rounded, write_overview, write_run
 from sim.report.plot_memory import memory_digest, memory_figure, memory_view
 from sim.report.plot_timeline import timeline_digest, timeline_figure
 from sim.report.result import Result
-from sim.report.timeline_rows import EXPOSED, Bars, rows_of
+from sim.report.timeline_rows import BUBBLE, EXPOSED, Bars, rows_of
+from sim.scenario import resolve
 from sim.work import COLLECTIVES
 
 Make = Callable[..., Result]
@@ -55,6 +58,43 @@ def test_repeats_are_drawn_one_by_one(result_of: Make) -> None:
     skipped, written = (rows_of(result_of(12, skip)) for skip in (True, False))
     for some, all_of_them in zip(skipped.bars, written.bars, strict=True):
         assert np.allclose(np.sort(some.start_s), np.sort(all_of_them.start_s), atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def staged() -> Result:
+    """Two stages of two ranks each, four micro-batches."""
+    return sim.run(resolve({
+        "name": "two stages", "cluster": {"topology": "dgx-a100-80g", "gpus_per_node": 4},
+        "model": {"kind": "decoder", "layers": 4, "hidden": 1024, "heads": 8, "vocab": 4096, "tied_embeddings": False},
+        "training": {"micro_batch": 1, "global_batch": 8, "sequence": 1024, "precision": "megatron-bf16"},
+        "parallel": {"strategy": "zero1", "pipeline": 2}, "software": {"framework": "megatron", "year": 2023}}))
+
+
+def test_waiting_for_another_stage_is_no_exposed_communication(staged: Result) -> None:
+    rows, parts = rows_of(staged), staged.breakdown
+    assert parts.pipeline_bubble > 0.1 * staged.step_time_s
+    assert float(np.diff(rows.bubbles).sum()) == pytest.approx(parts.pipeline_bubble, rel=1e-6)
+    assert rows.exposed_s(0.0, rows.step_time_s) == pytest.approx(parts.exposed_s, rel=1e-6)
+    compute = rows.bars[1].within(0.0, rows.step_time_s)
+    drawn = compute.key == rows.keys.index(BUBBLE)
+    assert float((compute.end_s - compute.start_s)[drawn].sum()) == pytest.approx(parts.pipeline_bubble, rel=1e-6)
+
+
+def test_connections_to_stages_are_told_apart_and_micro_batches_counted(staged: Result) -> None:
+    rows = rows_of(staged)
+    assert len(set(rows.names)) == len(rows.names)
+    assert set(rows.names[-2:]) in ({"recv, forward", "send, backward"}, {"send, forward", "recv, backward"})
+    assert (rows.counted, rows.piece) == ("4 micro-batches", "stretch")
+    assert timeline_digest(staged)["panels"][0]["title"] == "the whole step: 4 micro-batches"
+    assert memory_digest(staged)["panels"][0]["title"] == "the whole step: 4 micro-batches"
+
+
+def test_the_ribbons_below_memory_never_lie_on_each_other(staged: Result) -> None:
+    view = memory_view(staged)
+    for spans in (view.host, view.gpu):
+        ordered = sorted(spans)
+        assert all(one[1] <= other[0] + 1e-12 for one, other in itertools.pairwise(ordered))
+        assert {phase for _, _, phase in ordered} == {0, 1, 2}
 
 
 def test_narrow_neighbours_of_one_key_are_drawn_as_one() -> None:

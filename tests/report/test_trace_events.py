@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+import sim
 from sim.report.result import Result
 from sim.report.trace import trace, write_trace
+from sim.scenario import resolve
 
 Make = Callable[..., Result]
 
@@ -31,6 +33,15 @@ def test_tracks_are_named_and_events_complete(result_of: Make) -> None:
     assert moved[0]["args"] == {"layer": "block0", "phase": "forward", "section": "micro-step", "bytes": 3,
                                 "dtype": "bf16", "ranks": 8, "group": "shard", "algorithm": "Ring",
                                 "protocol": "Simple"}
+
+
+def test_a_slow_gpu_is_no_stage() -> None:
+    result = sim.run(resolve({
+        "name": "slow", "cluster": {"topology": "dgx-a100-80g", "slow_gpus": [{"gpu": 5, "clock": 0.7}]},
+        "model": {"preset": "gpt2"}, "training": {"micro_batch": 1, "global_batch": 8, "sequence": 256}}))
+    named = [e["args"]["name"] for e in trace(result)["traceEvents"] if e["ph"] == "M" and "name" in e["args"]]
+    assert {"rank 5", "rank 0 (stands for 7 ranks)"} <= set(named)
+    assert not [name for name in named if "stage" in name]
 
 
 @pytest.mark.parametrize("micro_steps", [2, 12])

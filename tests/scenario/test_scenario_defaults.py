@@ -201,3 +201,9 @@ def test_a_dump_reads_back_as_the_same_scenario(sets: dict[str, Any]) -> None:
     s = resolve(MINIMAL, sets=sets)
     again = resolve(dump(s))
     assert again == s and dump(again) == dump(s)
+
+
+def test_lora_without_figures_is_pefts() -> None:
+    """Rank 8 on query and value (Hugging Face PEFT, LoraConfig.r; Hu et al. 2021, arXiv 2106.09685, section 4.2)."""
+    tuned = made(**{"training.finetune": {"method": "lora"}}).training.finetune
+    assert (tuned.rank, tuned.targets) == (8, ["query", "value"])

@@ -74,6 +74,7 @@ def test_the_command_tells_the_reasons_and_draws(tmp_path: Path, capsys: pytest.
 
 def test_runs_that_are_alike_differ_in_nothing() -> None:
     same = sim.run(resolve(PLAIN))
-    found = compare([same, same])
+    other = sim.run(resolve({**PLAIN, "name": "by another name", "expect": {"mfu": {"min": 0.1}}}))
+    found = compare([same, other])
     assert found.moved == [[]] and found.differs == {} and found.scaling == [1.0, 1.0]
     assert any("memory: the same" in line for line in lines(found))

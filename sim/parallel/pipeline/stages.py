@@ -37,6 +37,8 @@ def blocks_per_stage(blocks: int, placement: Sequence[Sequence[int]], split: Seq
     for i, j in ((0, 1), (-1, -2)):  # more slots than a stage has: its neighbour takes the rest
         while slots[i] < 0:
             slots[i], slots[j] = slots[i] + 1, slots[j] - 1
+    if 0 in slots[1:-1] and blocks == stages - 2:  # the embedding and the head are stages of their own
+        return [0, *[1] * blocks, 0]
     return slots
 
 
