@@ -99,9 +99,9 @@ class Compute:
         """What forward of operators runs, with the collectives between them."""
         return tuple(item for op in operators for item in self._joints.forward(op))
 
-    def backward_items(self, operators: Sequence[Operator]) -> Items:
-        """What backward of operators, given in forward order, runs."""
-        return tuple(item for op in reversed(operators) for item in self._joints.backward(op))
+    def backward_items(self, operators: Sequence[Operator], weights: str = "with") -> Items:
+        """What backward of operators, given in forward order, runs: with, without or only their weight gradients."""
+        return tuple(item for op in reversed(operators) for item in self._backward_of(op, weights))
 
     def recomputed(self, layer: Layer, policy: str) -> Items:
         """What recomputation under `policy` runs again in backward (Korthikanti et al. 2022, section 4)."""
