@@ -26,10 +26,9 @@ class Alone:
         self._known: dict[Any, float] = {}
         self._groups: dict[Any, Any] = {}
 
-    def group_s(self, layout: Layout, scenario: Scenario, group: str, kind: str, size_bytes: int,
-                expert: int = 1) -> float:
+    def group_s(self, layout: Layout, scenario: Scenario, group: str, kind: str, size_bytes: int) -> float:
         """Seconds of a collective on the communicator named `group`, among the ranks of the first pipeline stage."""
-        where = (*layout.sizes.values(), scenario.cluster.nodes, expert, group)
+        where = (*layout.sizes.values(), scenario.cluster.nodes, scenario.parallel.expert, group)
         key = (where, kind, size_bytes)
         if key not in self._known:
             if where not in self._groups:
@@ -61,10 +60,10 @@ class Alone:
                 for choice, _ in self.network.options(kind, place))
         return self._known[key] * size_bytes
 
-    def hops_s(self, layout: Layout, size_bytes: int, expert: int = 1) -> Floats:
+    def hops_s(self, layout: Layout, size_bytes: int) -> Floats:
         """Seconds of a transfer from each pipeline rank to the next, the last to the first: shape (ranks,)."""
         depth = layout.sizes["pipeline"]
-        key = (tuple(layout.sizes.values()), expert, "hops", size_bytes)
+        key = (tuple(layout.sizes.values()), "hops", size_bytes)
         if key not in self._groups:
             self._groups[key] = np.array([
                 self.seconds("send", size_bytes, layout.moved("pipeline", rank, (rank + 1) % depth))

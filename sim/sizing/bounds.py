@@ -1,21 +1,20 @@
-"""Lower bounds of memory and of step time for all rows of a space at once, from tables of layers.
+"""Lower bounds of memory and of step time for the rows of a space, from tables of layers.
 
-Rows of one slice of the model and one schedule are a group and worked out together (`held`: bytes, `times`: seconds).
-Where one micro-batch of a size is too much for any layout of a slice, larger ones are not looked at. Groups may be
-shared out over processes: what comes out is the same.
+In two passes. A slice of the model (`tables.SLICE`) first gets a coarse bound, what its layers alone take a mean rank;
+rows of the slices that a search comes to are then bounded finely, schedule by schedule (`held`: bytes, `times`:
+seconds). Where one micro-batch of a size is too much for any layout of a slice, larger ones are not looked at. Slices
+may be shared out over processes: what comes out is the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
-from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from sim.api import hardware_for
 from sim.errors import UserError
 from sim.parallel.pipeline.actions import placement
 from sim.parallel.pipeline.stages import blocks_per_stage, positions
@@ -23,145 +22,227 @@ from sim.scenario import Scenario
 from sim.sizing.held import Places, flight, fullest, least, ways_of
 from sim.sizing.orders import facts
 from sim.sizing.space import SCHEDULES, STRATEGIES, Space
-from sim.sizing.tables import SLICE, Floats, Table, Tables
+from sim.sizing.tables import SLICE, Floats, Ints, Table, Tables
 from sim.sizing.times import Times
 
-#: Columns that decide a group, beside those of its slice.
+#: Columns that decide a group of rows, beside those of its slice.
 _STAGED = ("virtual_stages", "schedule")
-#: Columns of what is shared out: rows of one value of all of them stay together, micro-batches ascending.
-_FAMILY = ("cluster", "nodes", "tensor", "context", "pipeline")
+#: Columns of a slice that are shared out together: micro-batches and pipelines of one cut have layers in common.
+_CUT = 5
 #: Sums of floats in another order differ by rounding; a bound stays below by this much.
 _SURE = 1.0 - 1e-9
-#: Rows from which sharing out is worth starting for.
-_MANY = 200_000
+#: Groups from which sharing out is worth it.
+_MANY = 500
+#: A step of the fine pass goes at least this far beyond the lowest coarse bound that is left.
+_STRIDE = 1.04
 
 
-@dataclass(frozen=True)
+class _Group(NamedTuple):
+    """Rows that share a slice and a schedule: every way of data parallelism with every policy, in this order."""
+
+    key: tuple[int, ...]
+    strategy: Ints
+    factor: Ints
+    policies: Ints
+
+
 class Bounds:
-    """Of every row, shape (rows,): seconds of a step at least, bytes of the fullest rank at least, its capacity."""
+    """Lower bounds of all rows, the finer the more was asked of them.
 
-    time_s: Floats
-    memory_bytes: Floats
-    capacity_bytes: Floats
+    Args:
+        executor: processes that work out a share each, where there is enough to do; shares: how many of them.
+
+    Attributes:
+        time_s, memory_bytes, capacity_bytes: of every row, shape (rows,): seconds of a step at least (inf: lowering
+            refuses it), bytes of the fullest rank at least, its capacity. Memory is 0 where the fine pass has not been.
+        coarse: rows where it has not.
+    """
+
+    def __init__(self, space: Space, executor: Executor | None = None, shares: int = 1) -> None:
+        self.space, self.executor, self.shares = space, executor, shares
+        columns = space.columns
+        starts = np.flatnonzero(_changes(space, (*SLICE, *_STAGED)))  # rows of a group lie together
+        self.edges = np.concatenate((starts, [len(space)]))
+        keys = np.stack([columns[name][starts] for name in (*SLICE, *_STAGED)], axis=1)
+        self._keys = [tuple(key) for key in keys.tolist()]
+        slices, of = np.unique(keys[:, :len(SLICE)], axis=0, return_inverse=True)
+        found = self._shared(_coarse, [tuple(key) for key in slices.tolist()])
+        self._group_s = np.array(found)[of.reshape(-1)]
+        self._left = np.isfinite(self._group_s)
+        sizes = np.diff(self.edges)
+        self.time_s, self.coarse = np.repeat(self._group_s, sizes), np.repeat(self._left, sizes)
+        self.memory_bytes = np.zeros(len(space))
+        capacity = [device.gpu.usable_memory_bytes for device in _tables(space.clusters).devices]
+        self.capacity_bytes = np.array(capacity, dtype=np.float64)[columns["cluster"]]
 
     @property
     def fits(self) -> npt.NDArray[np.bool_]:
         """Whether memory does not rule the row out."""
         return self.memory_bytes <= self.capacity_bytes
 
+    def refine(self, level_s: float = np.inf, among: npt.NDArray[np.bool_] | None = None) -> None:
+        """Bound finely what may take `level_s` or less, and some more at once.
 
-def bounds(space: Space, executor: Executor | None = None, shares: int = 1) -> Bounds:
-    """Bounds of all rows.
+        Args:
+            among: rows that are asked for, all if not given.
+        """
+        left = self._left if among is None else self._left & np.logical_or.reduceat(among, self.edges[:-1])
+        if not left.any():
+            return
+        chosen = np.flatnonzero(left & (self._group_s <= max(level_s, self._group_s[left].min() * _STRIDE)))
+        found = self._shared(_fine, [self._group(number) for number in chosen.tolist()])
+        for number, (seconds, size_bytes) in zip(chosen.tolist(), found, strict=True):
+            rows = slice(self.edges[number], self.edges[number + 1])
+            self.time_s[rows], self.memory_bytes[rows], self.coarse[rows] = seconds, size_bytes, False
+        self._left[chosen] = False
 
-    Args:
-        executor: processes that work out a share each, where there are rows enough.
-        shares: how many of them.
-    """
-    if executor is None or shares < 2 or len(space) < _MANY:
-        return _Bounding(space).run()
-    edges = np.flatnonzero(_changes(space, _FAMILY))
-    family = np.searchsorted(edges, np.arange(len(space)), side="right")
-    # larger families first would be fairer still; taking turns is enough
-    parts = [np.flatnonzero(family % (4 * shares) == i) for i in range(4 * shares)]
-    jobs = [(space.clusters, {name: column[rows] for name, column in space.columns.items()}) for rows in parts]
-    found = Bounds(*(np.zeros(len(space)) for _ in range(3)))
-    for rows, done in zip(parts, executor.map(_share, jobs), strict=True):
-        for whole, part in zip((found.time_s, found.memory_bytes, found.capacity_bytes), done, strict=True):
-            whole[rows] = part
+    def _group(self, number: int) -> _Group:
+        rows = slice(self.edges[number], self.edges[number + 1])
+        strategy, factor, recompute = (self.space.columns[name][rows]
+                                       for name in ("strategy", "sharding_factor", "recompute"))
+        turns = np.flatnonzero((strategy != strategy[0]) | (factor != factor[0]))
+        width = int(turns[0]) if len(turns) else len(strategy)
+        return _Group(self._keys[number], strategy[::width], factor[::width], recompute[:width])
+
+    def _shared(self, work: Callable[[Any], list[Any]], items: list[Any]) -> list[Any]:
+        """What `work` makes of items, slices or groups, in their order."""
+        if self.executor is None or self.shares < 2 or len(items) < _MANY:
+            return work((self.space.clusters, items))
+        cuts: dict[tuple[int, ...], list[int]] = {}
+        for number, item in enumerate(items):
+            key = item.key if isinstance(item, _Group) else item
+            cuts.setdefault(key[:_CUT], []).append(number)
+        parts: list[list[int]] = [[] for _ in range(4 * self.shares)]
+        for numbers in sorted(cuts.values(), key=len, reverse=True):  # the largest to whom has least
+            min(parts, key=len).extend(numbers)
+        found: list[Any] = [None] * len(items)
+        jobs = [(self.space.clusters, [items[number] for number in part]) for part in parts]
+        for part, done in zip(parts, self.executor.map(work, jobs), strict=True):
+            for number, one in zip(part, done, strict=True):
+                found[number] = one
+        return found
+
+
+def bounds(space: Space) -> Bounds:
+    """Fine bounds of all rows."""
+    found = Bounds(space)
+    found.refine()
     return found
-
-
-def _share(job: tuple[list[Scenario], dict[str, npt.NDArray[np.int64]]]) -> tuple[Floats, Floats, Floats]:
-    """Bounds of some rows of a space."""
-    found = _Bounding(Space(*job)).run() if len(job[1]["cluster"]) else Bounds(*(np.zeros(0),) * 3)
-    return found.time_s, found.memory_bytes, found.capacity_bytes
 
 
 def _changes(space: Space, names: Sequence[str]) -> npt.NDArray[np.bool_]:
     """Rows that differ from the row before in any of some columns; the first does."""
     changes = np.zeros(len(space), dtype=bool)
-    changes[0] = True
+    changes[:1] = True
     for name in names:
         changes[1:] |= space.columns[name][1:] != space.columns[name][:-1]
     return changes
 
 
+#: Tables of the last search of this process: its passes share them.
+_TABLES: dict[str, Tables] = {}
+
+
+def _tables(clusters: Sequence[Scenario]) -> Tables:
+    key = "".join(one.model_dump_json() for one in clusters)
+    if key not in _TABLES:
+        _TABLES.clear()
+        _TABLES[key] = Tables(clusters)
+    return _TABLES[key]
+
+
+def _in_turn(keys: Sequence[tuple[int, ...]]) -> list[int]:
+    """Slices of one cut one after another, micro-batches ascending, then pipelines: neighbours have layers in common,
+    and a micro-batch that is too large rules out those behind it."""
+    return sorted(range(len(keys)), key=lambda number: keys[number])
+
+
+def _coarse(job: tuple[Sequence[Scenario], list[tuple[int, ...]]]) -> list[float]:
+    """What all layers alone take a mean rank, in every slice: the slowest rank takes no less. inf: refused."""
+    clusters, slices = job
+    tables, found = _tables(clusters), [np.inf] * len(slices)
+    for number in _in_turn(slices):
+        key = slices[number]
+        try:
+            table = tables.table(key)
+        except UserError:
+            continue  # what lowering refuses stays at inf
+        found[number] = table.work_s * _micro_steps(table) / key[-1] * _SURE
+    return found
+
+
+def _micro_steps(table: Table) -> int:
+    training, layout = table.scenario.training, table.layout
+    return (training.global_batch or 0) // (layout.sizes["data"] * training.micro_batch)
+
+
+def _fine(job: tuple[Sequence[Scenario], list[_Group]]) -> list[tuple[Floats | float, Floats | float]]:
+    """Seconds and bytes of the rows of every group."""
+    clusters, groups = job
+    bounding = _Bounding(_tables(clusters))
+    found: list[tuple[Floats | float, Floats | float]] = [(np.inf, 0.0)] * len(groups)
+    for number in _in_turn([group.key for group in groups]):
+        try:
+            found[number] = bounding.group(groups[number])
+        except UserError:
+            continue
+    return found
+
+
 class _Bounding:
-    def __init__(self, space: Space) -> None:
-        self.space = space
-        self.tables, self.times = Tables(space.clusters), Times()
-        self.capacity = [hardware_for(one)[0].gpu.usable_memory_bytes for one in space.clusters]
-        self.offloads = any(place in ("cpu", "nvme") for one in space.clusters for _, place in one.parallel.offload)
+    def __init__(self, tables: Tables) -> None:
+        self.tables, self.times = tables, Times()
         #: Slice without its micro-batch to what it holds at least, where that is too much.
         self.hopeless: dict[tuple[int, ...], float] = {}
+        self._last: tuple[tuple[int, ...], Table] | None = None
 
-    def run(self) -> Bounds:
-        space, columns = self.space, self.space.columns
-        rows = len(space)
-        found = Bounds(np.full(rows, np.inf), np.zeros(rows), np.zeros(rows))
-        names = (*SLICE, *_STAGED)  # rows of a group lie together, as `build_space` writes them
-        starts = np.flatnonzero(_changes(space, names))
-        keys = np.stack([columns[name][starts] for name in names], axis=1).tolist()
-        for key, (begin, end) in zip(keys, pairwise([*starts.tolist(), rows]), strict=True):
-            try:
-                self._group(tuple(key), slice(begin, end), found)
-            except UserError:
-                continue  # what lowering refuses stays at inf
-        return found
-
-    def _group(self, key: tuple[int, ...], rows: slice, found: Bounds) -> None:
-        cluster, nodes, tensor, _, context, _, micro, pipeline, virtual, scheduled = key
-        scenario, capacity = self.space.clusters[cluster], self.capacity[cluster]
-        found.capacity_bytes[rows] = capacity
+    def group(self, group: _Group) -> tuple[Floats | float, Floats | float]:
+        """Seconds and bytes of a group's rows; 0 seconds where memory rules all out."""
+        key, pipeline, (virtual, scheduled) = group.key[:len(SLICE)], group.key[7], group.key[len(SLICE):]
         family = (*key[:6], pipeline)
         if family in self.hopeless:
-            found.memory_bytes[rows], found.time_s[rows] = self.hopeless[family], 0.0
-            return
-        table = self.tables.table(key[:len(SLICE)])
-        columns = self.space.columns
-        replicas = nodes * scenario.cluster.gpus_per_node // (tensor * context * pipeline)
-        ways = ways_of(columns["strategy"][rows], columns["sharding_factor"][rows], replicas * context)
-        if not self.offloads:
+            return 0.0, self.hopeless[family]
+        if self._last is None or self._last[0] != key:
+            self._last = key, self.tables.table(key)
+        table = self._last[1]
+        offload = table.scenario.parallel.offload
+        offloads = any(place in ("cpu", "nvme") for _, place in offload)
+        ranks = table.layout.sizes["data"] * table.layout.sizes["context"]
+        ways = ways_of(group.strategy, group.factor, ranks)
+        capacity, steps = table.device.gpu.usable_memory_bytes, _micro_steps(table)
+        if not offloads:
             kinds = frozenset(STRATEGIES[i] for i in ways.strategy.tolist())
-            one = least(table, replicas * context, kinds) * _SURE + table.fixed_bytes
+            one = least(table, ranks, kinds) * _SURE + table.fixed_bytes
             if one > capacity:
                 self.hopeless[family] = one
-                found.memory_bytes[rows], found.time_s[rows] = one, 0.0
-                return
-        steps = (scenario.training.global_batch or 0) // (replicas * micro)
+                return 0.0, one
         schedule = SCHEDULES[scheduled] if pipeline > 1 else ""
-        places = self._places(table, pipeline, virtual, schedule)
-        policies, at = np.unique(columns["recompute"][rows], return_inverse=True)
-        said = facts(schedule, pipeline, virtual, steps, table.split_cost)
-        if self.offloads:
-            found.memory_bytes[rows] = table.fixed_bytes
-        else:
-            flying = flight(table, places, policies, said)
+        places = _places(table, pipeline, virtual, schedule)
+        said = facts(schedule, pipeline, virtual, steps, table.layers.split_cost)
+        held: Floats = np.full((len(ways.strategy), len(group.policies)), table.fixed_bytes)
+        if not offloads:
+            flying = flight(table.layers, places, group.policies, said)
             held = fullest(table, places, flying, steps, ways) * _SURE + table.fixed_bytes
-            found.memory_bytes[rows] = held[ways.at, at]
             if not (held <= capacity).any():
-                found.time_s[rows] = 0.0  # never asked for: none fits
-                return
-        seconds = self.tables.timed(table, key[:len(SLICE)])
-        steps_s = self.times.steps_s(table, seconds, places, policies, said, schedule, self.tables.alone[cluster],
-                                     ways)
-        found.time_s[rows] = steps_s[ways.at, at] * _SURE
+                return 0.0, held.reshape(-1)  # never asked for: none fits
+        steps_s = self.times.steps_s(table, places, group.policies, said, schedule, ways)
+        return steps_s.reshape(-1) * _SURE, held.reshape(-1)
 
-    def _places(self, table: Table, pipeline: int, virtual: int, schedule: str) -> Places:
-        """Where the chunks of every pipeline rank are."""
-        placed = placement(schedule, pipeline, virtual) if pipeline > 1 else [[0]]
-        key = tuple(map(tuple, placed))
-        if key not in table.staged:
-            chunks = [[range(len(table.numel) - 1)]]
-            if pipeline > 1:
-                slots = table.scenario.parallel.split_slots
-                counts = blocks_per_stage(len(table.numel) - 3, placed, None, slots.embedding, slots.head)
-                chunks = positions(table.architecture, counts, placed)
-            start = np.array([[c.start for c in own] for own in chunks])
-            stop = np.array([[c.stop for c in own] for own in chunks])
-            first, end = table.through[start], table.through[stop]
-            lower = start[:, None, :] < start[:, :, None]  # (ranks, chunks, chunks before)
-            before = (lower * (end - first)[:, None, :]).sum(axis=2)
-            numel = (table.numel[stop] - table.numel[start]).sum(axis=1)
-            table.staged[key] = Places(start, stop, first, end, before, numel)
-        return table.staged[key]
+
+def _places(table: Table, pipeline: int, virtual: int, schedule: str) -> Places:
+    """Where the chunks of every pipeline rank are."""
+    placed = placement(schedule, pipeline, virtual) if pipeline > 1 else [[0]]
+    key, numel = tuple(map(tuple, placed)), table.layers.numel
+    if key not in table.staged:
+        chunks = [[range(len(numel) - 1)]]
+        if pipeline > 1:
+            slots = table.scenario.parallel.split_slots
+            counts = blocks_per_stage(len(numel) - 3, placed, None, slots.embedding, slots.head)
+            chunks = positions(table.layers.architecture, counts, placed)
+        start = np.array([[c.start for c in own] for own in chunks])
+        stop = np.array([[c.stop for c in own] for own in chunks])
+        first, end = table.layers.through[start], table.layers.through[stop]
+        lower = start[:, None, :] < start[:, :, None]  # (ranks, chunks, chunks before)
+        before = (lower * (end - first)[:, None, :]).sum(axis=2)
+        table.staged[key] = Places(start, stop, first, end, before, (numel[stop] - numel[start]).sum(axis=1))
+    return table.staged[key]

@@ -1,20 +1,22 @@
 """Tables of layers: what a slice of the model costs, layer by layer, from which the bounds of all its rows are added up.
 
-A slice is what rows with one cluster, tensor, context, expert and micro-batch share. Its table holds what the rooms
-below say of every layer: seconds of its kernels alone (`Device.times`) and of the collectives inside it alone
-(`Network.coflow`), bytes it keeps (`layer_profile`).
+A slice is what rows with one cluster, tensor, context, expert, pipeline and micro-batch share. Its table holds what the
+rooms below say of every layer: seconds of its kernels alone (`Device.times`) and of the collectives inside it alone
+(`Network.coflow`), and, once asked for, bytes it keeps (`layer_profile`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from sim.api import hardware_for
+from sim.hardware import Device
 from sim.hardware.outside import outside
 from sim.model import build, optimizer_state_bytes
 from sim.model.architecture import Architecture, Layer
@@ -30,7 +32,7 @@ from sim.scenario import Scenario
 from sim.sizing.alone import Alone
 from sim.sizing.space import POLICIES
 from sim.software import Stack, stack_for
-from sim.work import DTYPE_BYTES
+from sim.work import DTYPE_BYTES, Kernel
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -38,10 +40,35 @@ _KEPT = KINDS.index("activations")
 
 #: Columns that decide a table of layers.
 SLICE = ("cluster", "nodes", "tensor", "sequence_parallel", "context", "expert", "micro_batch", "pipeline")
+#: Parts of a layer that take time: forward, backward, its inputs' and its weights' part where a schedule splits it.
+_PARTS = 4
 
 
-@dataclass
-class Seconds:
+class Span(NamedTuple):
+    """A row of kernels and collectives: seconds of the kernels, and of each collective (group, kind, bytes) how long
+    the kernels beside it take."""
+
+    kernels_s: float
+    calls: tuple[tuple[str, str, int, float], ...]
+
+
+class Kept(NamedTuple):
+    """Bytes of layers.
+
+    Attributes:
+        kept, rises: bytes a block keeps, and its backward's highest point above that, per policy and block; shape
+            (policies, blocks), `kept` summed from the first block on: (policies, blocks + 1).
+        head_rises: bytes the head's forward needs for a while.
+        for_weights: bytes the layers before each position keep between "B" and "W", shape (positions + 1,).
+    """
+
+    kept: Floats
+    rises: Floats
+    head_rises: float
+    for_weights: Floats
+
+
+class Seconds(NamedTuple):
     """Kernels and collectives of the layers before each position, alone, one after another; shape (positions + 1,).
 
     Attributes:
@@ -56,40 +83,103 @@ class Seconds:
     again: Floats
 
 
+class Layers:
+    """The layers of a slice, which are the same for all pipelines and numbers of GPUs.
+
+    Attributes:
+        index: number of every position's layer among the distinct ones.
+        spans: of every distinct layer the parts of `Seconds`, then recomputation by policy.
+        numel: elements of the layers before each position, shape (positions + 1,); `through`: blocks.
+        split_cost: time of a block's backward without its weights in its forwards', counted in FLOPs.
+        widths: bytes per parameter by category, at least.
+    """
+
+    def __init__(self, scenario: Scenario, stack: Stack, names: tuple[str, ...], sent: float, device: Device) -> None:
+        self.architecture = build(held(scenario), stack, scenario.training.micro_batch)
+        row, parallel = self.architecture.stack, scenario.parallel
+        self.distinct = list({id(x): x for x in row}.values())
+        number = {id(layer): i for i, layer in enumerate(self.distinct)}
+        self.index = np.array([number[id(layer)] for layer in row])
+        compute = Compute(ProgramBuilder(("compute",), names), stack, joints(
+            stack, names, sequence=parallel.sequence_parallel and parallel.tensor > 1, pipelined=parallel.async_tensor,
+            dispatched=sent))
+        items = [[compute.forward_items(layer.operators), *(
+            compute.backward_items(layer.operators, weights) for weights in ("with", "without", "only")), *(
+            compute.recomputed(layer, p) if layer.kind == "block" else () for p in POLICIES)]
+            for layer in self.distinct]
+        kernels = list(dict.fromkeys(k for of in items for part in of for item in part for k in _kernels(item)))
+        known = dict(zip(kernels, device.times(kernels).tolist(), strict=True))
+        self.spans = [[_span(part, names, known) for part in of] for of in items]
+        self.blocks = np.array([layer.kind == "block" for layer in row])
+        self.through = np.concatenate(([0], np.cumsum(self.blocks))).astype(np.int64)
+        self.numel = before([float(layer.numel) for layer in row])
+        self.widths = _widths(scenario, self.architecture)
+        self.block = next((layer for layer in row if layer.kind == "block"), row[0])
+        self.output_bytes = self.block.input.elements * DTYPE_BYTES[self.block.input.dtype]
+
+    @cached_property
+    def split_cost(self) -> float:
+        """As `sim.parallel.pipeline.lower` counts it for searched orders."""
+        block = self.block
+        if not block.forward_flops:
+            return 1.0
+        weight = sum(k.flops for op in block.operators for k in op.backward if is_weight_gradient(k))
+        return max(0.0, block.backward_flops - weight) / block.forward_flops
+
+    @cached_property
+    def kept(self) -> Kept:
+        """What layers keep."""
+        kept, rises, head = {}, {}, 0.0
+        for layer in self.distinct:
+            if layer.kind == "block":
+                kept[id(layer)], rises[id(layer)] = zip(*(_held(layer, p) for p in POLICIES), strict=True)
+            elif layer.kind == "head":
+                head = max(0.0, min(float(sum(layer_profile(layer, "none", True, casts).forward.peak))
+                                    for casts in (False, True)))
+        blocks = [id(layer) for layer in self.architecture.stack if layer.kind == "block"]
+        waiting = np.array([float(kept_for_weights(layer)) for layer in self.distinct])
+        return Kept(np.array([before([kept[b][i] for b in blocks]) for i in range(len(POLICIES))]),
+                    np.array([[rises[b][i] for b in blocks] for i in range(len(POLICIES))]).reshape(len(POLICIES), -1),
+                    head, before(waiting[self.index]))
+
+
 @dataclass
 class Table:
-    """Layers of one slice by position: elements and bytes; seconds only once a row of the slice may fit.
+    """A slice.
 
     Attributes:
         scenario, stack, layout: of the slice, without data parallelism's strategy.
-        kept, rises: bytes a block keeps, and its backward's highest point above that, per policy and block; shape
-            (policies, blocks), `kept` summed from the first block on: (policies, blocks + 1).
-        head_rises: bytes the head's forward needs for a while.
-        for_weights: bytes the layers before each position keep between "B" and "W", shape (positions + 1,).
-        numel: elements of the layers before each position, shape (positions + 1,).
-        through: blocks before each position.
-        accumulated: bytes per element of whole gradients that FSDP accumulates between reductions.
-        split_cost: time of a block's backward without its weights in its forwards', counted in FLOPs.
+        device, alone: of its cluster.
+        seconds: see there.
+        staged: places of chunks, by what decides them.
     """
 
     scenario: Scenario
     stack: Stack
     layout: Layout
-    architecture: Architecture
-    parts: Any
-    kept: Floats
-    rises: Floats
-    head_rises: float
-    for_weights: Floats
-    numel: Floats
-    output_bytes: float
-    widths: dict[str, float]
-    fixed_bytes: float
-    through: Ints
-    accumulated: float
-    split_cost: float
+    device: Device
+    alone: Alone
+    layers: Layers
+    seconds: Seconds
     staged: dict[Any, Any] = field(default_factory=dict)
-    seconds: Seconds | None = None
+
+    @property
+    def accumulated(self) -> float:
+        """Bytes per element of whole gradients that FSDP accumulates between reductions."""
+        precision = self.scenario.training.precision
+        if self.scenario.parallel.reduce_every_micro_step:
+            return 0.0
+        return min(DTYPE_BYTES[precision.gather], DTYPE_BYTES[precision.reduce])
+
+    @property
+    def fixed_bytes(self) -> float:
+        """What a GPU holds beside tensors, without communicators."""
+        return float(outside(self.device.gpu.compute_capability, self.stack.kernel_loading, ()).total_bytes)
+
+    @property
+    def work_s(self) -> float:
+        """All layers' forward and backward of one micro-batch."""
+        return float(self.seconds.forward[-1] + self.seconds.backward[-1])
 
 
 class Tables:
@@ -101,19 +191,35 @@ class Tables:
 
     def __init__(self, clusters: Sequence[Scenario]) -> None:
         self.clusters = clusters
-        self.kernel_s: dict[Any, dict[Any, float]] = {}
-        self.alone = [Alone(hardware_for(one, _stack(one).rank_jitter_s)[1]) for one in clusters]
-        self.layers: dict[Any, tuple[Any, ...]] = {}
-        self._key: tuple[int, ...] | None = None
-        self._table: Table | None = None
+        self.stacks = [_stack(one) for one in clusters]
+        hardware = [hardware_for(one, stack.rank_jitter_s)
+                    for one, stack in zip(clusters, self.stacks, strict=True)]
+        self.devices = [device for device, _ in hardware]
+        self.alone = [Alone(network) for _, network in hardware]
+        self._layers: dict[Any, Layers] = {}
 
     def table(self, key: tuple[int, ...]) -> Table:
-        """The table of a slice, by columns of `SLICE`; slices are asked for one after another."""
-        if self._key != key or self._table is None:
-            self._key, self._table = key, self._make(key)
-        return self._table
+        """The table of a slice, by columns of `SLICE`.
 
-    def scenario(self, key: Sequence[int]) -> Scenario:
+        Raises:
+            UserError: the model cannot be cut so.
+        """
+        cluster, scenario = key[0], self._scenario(key)
+        stack, layout = self.stacks[cluster], layout_of(scenario)
+        groups = cut_groups(scenario, layout) if key[5] > 1 else None
+        names = tuple(groups) if groups is not None else (
+            "data", *(name for name in ("tensor", "context") if getattr(scenario.parallel, name) > 1))
+        sent = dispatched(scenario, stack, groups.get("expert") if groups is not None else None)
+        same = (key[0], key[2], key[3], key[4], key[5], key[6], key[7] > 1, scenario.expert_tensor, sent)
+        if same not in self._layers:
+            if len(self._layers) > 4096:
+                self._layers.pop(next(iter(self._layers)))
+            self._layers[same] = Layers(scenario, stack, names, sent, self.devices[cluster])
+        layers, alone = self._layers[same], self.alone[cluster]
+        return Table(scenario, stack, layout, self.devices[cluster], alone, layers,
+                     _seconds(layers, alone, layout, scenario))
+
+    def _scenario(self, key: Sequence[int]) -> Scenario:
         """The scenario of a slice, by columns of `SLICE`."""
         cluster, nodes, tensor, sequence, context, expert, micro, pipeline = key
         base = self.clusters[cluster]
@@ -124,103 +230,26 @@ class Tables:
             "cluster": base.cluster.model_copy(update={"nodes": nodes}), "parallel": parallel,
             "training": base.training.model_copy(update={"micro_batch": micro})})
 
-    def _make(self, key: tuple[int, ...]) -> Table:
-        scenario = self.scenario(key)
-        stack, layout = _stack(scenario), layout_of(scenario)
-        groups = cut_groups(scenario, layout)
-        sent = dispatched(scenario, stack, groups.get("expert"))
-        sliced = (key[0], key[2], key[3], key[4], key[5], key[6], key[7] > 1, scenario.expert_tensor, sent)
-        if sliced not in self.layers:
-            if len(self.layers) > 256:
-                self.layers.pop(next(iter(self.layers)))
-            self.layers[sliced] = _layers(scenario, stack, tuple(groups), sent)
-        architecture, parts, kept, rises, head, for_weights, widths, cost = self.layers[sliced]
-        row = architecture.stack
-        block = next((layer for layer in row if layer.kind == "block"), row[0])
-        capability = hardware_for(scenario)[0].gpu.compute_capability
-        return Table(
-            scenario, stack, layout, architecture, parts, kept, rises, head, for_weights,
-            _before([float(layer.numel) for layer in row]), block.input.elements * DTYPE_BYTES[block.input.dtype],
-            widths, outside(capability, stack.kernel_loading, ()).total_bytes,
-            np.concatenate(([0], np.cumsum([layer.kind == "block" for layer in row]))).astype(np.int64),
-            _accumulated(scenario), cost)
 
-    def timed(self, table: Table, key: tuple[int, ...]) -> Seconds:
-        """A table's seconds."""
-        if table.seconds is None:
-            groups = cut_groups(table.scenario, table.layout)
-            seconds = {id(layer): self._layer_s(key, table, groups, layer)
-                       for layer in {id(x): x for x in table.architecture.stack}.values()}
-            rows = [(layer, *seconds[id(layer)]) for layer in table.architecture.stack]
-            again = [_before([r[5][i] for r in rows if r[0].kind == "block"]) for i in range(len(POLICIES))]
-            table.seconds = Seconds(*(_before([r[i] for r in rows]) for i in range(1, 5)), np.array(again))
-        return table.seconds
-
-    def _layer_s(self, key: tuple[int, ...], table: Table, groups: Any, layer: Layer) -> tuple[Any, ...]:
-        forward, backward, inputs, weights, again = table.parts[id(layer)]
-        return (*(self._seconds(key, table, groups, items) for items in (forward, backward, inputs, weights)),
-                [self._seconds(key, table, groups, again[p]) for p in POLICIES])
-
-    def _seconds(self, key: tuple[int, ...], table: Table, groups: Any, items: Any) -> float:
-        """Kernels and inline collectives alone, one after another."""
-        known, device = self.kernel_s.setdefault(key[0], {}), hardware_for(table.scenario)[0]
-        new = [k for item in items for k in (item.beside if isinstance(item, InlineCall) else (item,))
-               if k not in known]
-        if new:
-            known.update(zip(new, device.times(new).tolist(), strict=True))
-        total, names = 0.0, tuple(groups)
-        for item in items:
-            if isinstance(item, InlineCall):
-                call = item.call
-                total += max(
-                    self.alone[key[0]].group_s(table.layout, table.scenario, names[call.communicator], call.kind,
-                                               call.size_bytes, key[5]),
-                    sum(known[k] for k in item.beside))
-            else:
-                total += known[item]
-        return total
+def _kernels(item: Kernel | InlineCall) -> tuple[Kernel, ...]:
+    return item.beside if isinstance(item, InlineCall) else (item,)
 
 
-def _layers(scenario: Scenario, stack: Stack, names: tuple[str, ...], sent: float) -> tuple[Any, ...]:
-    """What every distinct layer runs and keeps; the same for all pipelines and numbers of GPUs."""
-    architecture = build(held(scenario), stack, scenario.training.micro_batch)
-    parallel = scenario.parallel
-    compute = Compute(ProgramBuilder(("compute",), names), stack, joints(
-        stack, names, sequence=parallel.sequence_parallel and parallel.tensor > 1, pipelined=parallel.async_tensor,
-        dispatched=sent))
-    parts, kept, rises, waiting, head = {}, {}, {}, {}, 0.0
-    for layer in {id(x): x for x in architecture.stack}.values():
-        block = layer.kind == "block"
-        again = {p: compute.recomputed(layer, p) if block else () for p in POLICIES}
-        parts[id(layer)] = (compute.forward_items(layer.operators), *(
-            compute.backward_items(layer.operators, weights) for weights in ("with", "without", "only")), again)
-        waiting[id(layer)] = float(kept_for_weights(layer))
-        if block:
-            kept[id(layer)], rises[id(layer)] = zip(*(_held(layer, p) for p in POLICIES), strict=True)
-        elif layer.kind == "head":
-            head = max(0.0, min(float(sum(layer_profile(layer, "none", True, casts).forward.peak))
-                                for casts in (False, True)))
-    blocks = [id(layer) for layer in architecture.stack if layer.kind == "block"]
-    return (architecture, parts, np.array([_before([kept[b][i] for b in blocks]) for i in range(len(POLICIES))]),
-            np.array([[rises[b][i] for b in blocks] for i in range(len(POLICIES))]).reshape(len(POLICIES), -1),
-            head, _before([waiting[id(layer)] for layer in architecture.stack]), _widths(scenario, architecture),
-            _split_cost(architecture))
+def _span(items: Sequence[Kernel | InlineCall], names: tuple[str, ...], known: dict[Kernel, float]) -> Span:
+    calls = tuple((names[item.call.communicator], item.call.kind, item.call.size_bytes,
+                   sum(known[k] for k in item.beside)) for item in items if isinstance(item, InlineCall))
+    return Span(sum(known[item] for item in items if isinstance(item, Kernel)), calls)
 
 
-def _accumulated(scenario: Scenario) -> float:
-    precision = scenario.training.precision
-    if scenario.parallel.reduce_every_micro_step:
-        return 0.0
-    return min(DTYPE_BYTES[precision.gather], DTYPE_BYTES[precision.reduce])
-
-
-def _split_cost(architecture: Architecture) -> float:
-    """As `sim.parallel.pipeline.lower` counts it for searched orders."""
-    block = next((layer for layer in architecture.stack if layer.kind == "block"), None)
-    if block is None or not block.forward_flops:
-        return 1.0
-    weight = sum(k.flops for op in block.operators for k in op.backward if is_weight_gradient(k))
-    return max(0.0, block.backward_flops - weight) / block.forward_flops
+def _seconds(layers: Layers, alone: Alone, layout: Layout, scenario: Scenario) -> Seconds:
+    """Spans on the links of a slice."""
+    each = np.array([[span.kernels_s + sum(max(beside, alone.group_s(layout, scenario, group, kind, size))
+                                           for group, kind, size, beside in span.calls) for span in of]
+                     for of in layers.spans])
+    rows = each[layers.index]
+    sums = np.concatenate((np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0))).T
+    again = np.cumsum(rows[layers.blocks, _PARTS:], axis=0)
+    return Seconds(*sums[:_PARTS], np.concatenate((np.zeros((1, len(POLICIES))), again)).T)
 
 
 def _stack(scenario: Scenario) -> Stack:
@@ -229,7 +258,7 @@ def _stack(scenario: Scenario) -> Stack:
                      fused=software.fused, cuda_graphs=software.cuda_graphs)
 
 
-def _before(values: Sequence[float]) -> Floats:
+def before(values: Sequence[float] | Floats) -> Floats:
     """Sums of what is before each place, and of all."""
     return np.concatenate(([0.0], np.cumsum(np.array(values, dtype=np.float64))))
 

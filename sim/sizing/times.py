@@ -15,15 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sim.api import hardware_for
 from sim.model import optimizer_kernels
 from sim.parallel.compute import traffic_kernel
 from sim.parallel.pipeline.actions import split
-from sim.sizing.alone import Alone
 from sim.sizing.held import Places, Ways, summed
 from sim.sizing.orders import SEARCHED, Facts
 from sim.sizing.space import STRATEGIES
-from sim.sizing.tables import Floats, Ints, Seconds, Table
+from sim.sizing.tables import Floats, Ints, Table
 from sim.work import DTYPE_BYTES
 
 
@@ -44,10 +42,10 @@ class Times:
         self._update_s: dict[Any, float] = {}
         self._traffic_s: dict[Any, float] = {}
 
-    def steps_s(self, table: Table, seconds: Seconds, places: Places, policies: Ints, facts: Facts, schedule: str,
-                alone: Alone, ways: Ways) -> Floats:
+    def steps_s(self, table: Table, places: Places, policies: Ints, facts: Facts, schedule: str,
+                ways: Ways) -> Floats:
         """Seconds of a step at least: shape (ways, policies)."""
-        own = _own(table, seconds, places, policies, schedule, alone)
+        own = _own(table, places, policies, schedule)
         together = _together(table, schedule)
         begun, work, behind, back = _path(own, facts, schedule, together, _waited(table, schedule))
         hidden = np.zeros_like(work) if schedule and split(schedule) else (
@@ -55,7 +53,7 @@ class Times:
         found = []
         for index, part in zip(ways.strategy.tolist(), ways.spread.tolist(), strict=True):
             name = STRATEGIES[index]
-            reduced, gathered, added = self._tail(table, places, name, facts.batches, alone)
+            reduced, gathered, added = self._tail(table, places, name, facts.batches)
             shown = np.maximum(0.0, reduced[:, None] - hidden) if table.scenario.parallel.overlap else \
                 np.broadcast_to(reduced[:, None], hidden.shape)
             update = np.array([self._update(table, numel, part) for numel in places.numel.tolist()])
@@ -64,8 +62,7 @@ class Times:
             found.append(through.max(axis=0) + after.max() if together else (through + after).max(axis=0))
         return np.array(found)
 
-    def _tail(self, table: Table, places: Places, name: str, batches: int,
-              alone: Alone) -> tuple[Floats, Floats, Floats]:
+    def _tail(self, table: Table, places: Places, name: str, batches: int) -> tuple[Floats, Floats, Floats]:
         """Of every rank: its gradients' reduction, the gather of parameters behind the optimizer, and the traffic that
         adds its gradients up; shape (ranks,)."""
         zero = np.zeros(len(places.numel))
@@ -84,7 +81,7 @@ class Times:
         kind = "reduce_scatter" if scattered and name != "ddp" else "all_reduce"
 
         def moved(kind: str, width: float) -> Floats:
-            return places.numel * alone.moved_s(table.layout, scenario, "data", kind, width)
+            return places.numel * table.alone.moved_s(table.layout, scenario, "data", kind, width)
 
         gathered = moved("all_gather", DTYPE_BYTES[precision.gather]) if name == "zero1" else zero
         return moved(kind, DTYPE_BYTES[precision.reduce]), gathered, added
@@ -92,17 +89,17 @@ class Times:
     def _traffic(self, table: Table, numel: float, width: float) -> float:
         if not width or numel < 1:
             return 0.0
-        key = (id(hardware_for(table.scenario)[0]), numel, width)
+        key = (table.device, numel, width)
         if key not in self._traffic_s:
             kernel = traffic_kernel("gradient", table.scenario.training.precision.gradients, int(numel), numel * width)
-            self._traffic_s[key] = float(hardware_for(table.scenario)[0].times((kernel,))[0])
+            self._traffic_s[key] = float(table.device.times((kernel,))[0])
         return self._traffic_s[key]
 
     def _update(self, table: Table, numel: float, shards: int) -> float:
         """The optimizer's own kernels on one rank's share."""
         local = int(numel) // max(1, shards)
-        device, training = hardware_for(table.scenario)[0], table.scenario.training
-        key = (id(device), local)
+        device, training = table.device, table.scenario.training
+        key = (device, local)
         if key not in self._update_s:
             kernels = optimizer_kernels(local, 1, training.precision, training.optimizer,
                                         table.scenario.software.optimizer_kernel, clip=False)
@@ -110,7 +107,9 @@ class Times:
         return self._update_s[key]
 
 
-def _own(table: Table, seconds: Seconds, places: Places, policies: Ints, schedule: str, alone: Alone) -> Own:
+def _own(table: Table, places: Places, policies: Ints, schedule: str) -> Own:
+    seconds = table.seconds
+
     def of(column: Floats) -> Floats:
         found: Floats = (column[places.stop] - column[places.start])[..., None]
         return found
@@ -123,13 +122,12 @@ def _own(table: Table, seconds: Seconds, places: Places, policies: Ints, schedul
         backward, weights = of(seconds.backward) + again, np.zeros_like(forward)
     hops = np.zeros(1)
     if schedule:
-        scenario, block = table.scenario, next(x for x in table.architecture.stack if x.kind == "block")
+        scenario, block = table.scenario, table.layers.block
         elements, share = block.input.elements, 1
         if scenario.parallel.pipeline_scatter and scenario.parallel.tensor > 1 and not (
                 scenario.parallel.sequence_parallel):
             share = scenario.parallel.tensor
-        hops = alone.hops_s(table.layout, round(elements // share * DTYPE_BYTES[block.input.dtype]),
-                            scenario.parallel.expert)
+        hops = table.alone.hops_s(table.layout, round(elements // share * DTYPE_BYTES[block.input.dtype]))
     return Own(forward, backward, weights, hops)
 
 
