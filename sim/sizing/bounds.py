@@ -19,7 +19,7 @@ from sim.errors import UserError
 from sim.parallel.pipeline.actions import placement
 from sim.parallel.pipeline.stages import blocks_per_stage, positions
 from sim.scenario import Scenario
-from sim.sizing.held import Places, flight, fullest, least, ways_of
+from sim.sizing.held import Places, flight, fullest, least, summed, ways_of
 from sim.sizing.orders import facts
 from sim.sizing.space import SCHEDULES, STRATEGIES, Space
 from sim.sizing.tables import SLICE, Floats, Ints, Table, Tables
@@ -55,6 +55,7 @@ class Bounds:
     Attributes:
         time_s, memory_bytes, capacity_bytes: of every row, shape (rows,): seconds of a step at least (inf: lowering
             refuses it), bytes of the fullest rank at least, its capacity. Memory is 0 where the fine pass has not been.
+        work_j: energy of a step's kernels on all GPUs at least, beside the GPUs' constant power.
         coarse: rows where it has not.
     """
 
@@ -67,18 +68,25 @@ class Bounds:
         self._keys = [tuple(key) for key in keys.tolist()]
         slices, of = np.unique(keys[:, :len(SLICE)], axis=0, return_inverse=True)
         found = self._shared(_coarse, [tuple(key) for key in slices.tolist()])
-        self._group_s = np.array(found)[of.reshape(-1)]
+        self._group_s, group_j = np.array(found).T[:, of.reshape(-1)]
         self._left = np.isfinite(self._group_s)
         sizes = np.diff(self.edges)
         self.time_s, self.coarse = np.repeat(self._group_s, sizes), np.repeat(self._left, sizes)
-        self.memory_bytes = np.zeros(len(space))
-        capacity = [device.gpu.usable_memory_bytes for device in _tables(space.clusters).devices]
+        self.memory_bytes, self.work_j = np.zeros(len(space)), np.repeat(group_j, sizes)
+        devices = _tables(space.clusters).devices
+        self._constant_w = np.array([device.energy_j((), (), 1.0) for device in devices])[columns["cluster"]]
+        capacity = [device.gpu.usable_memory_bytes for device in devices]
         self.capacity_bytes = np.array(capacity, dtype=np.float64)[columns["cluster"]]
 
     @property
     def fits(self) -> npt.NDArray[np.bool_]:
         """Whether memory does not rule the row out."""
         return self.memory_bytes <= self.capacity_bytes
+
+    def energy_j(self, step_s: Floats, gpus: Ints) -> Floats:
+        """Energy of a step that takes `step_s` at least, joules."""
+        found: Floats = self.work_j + self._constant_w * gpus * step_s * _SURE
+        return found
 
     def refine(self, level_s: float = np.inf, among: npt.NDArray[np.bool_] | None = None) -> None:
         """Bound finely what may take `level_s` or less, and some more at once.
@@ -91,9 +99,10 @@ class Bounds:
             return
         chosen = np.flatnonzero(left & (self._group_s <= max(level_s, self._group_s[left].min() * _STRIDE)))
         found = self._shared(_fine, [self._group(number) for number in chosen.tolist()])
-        for number, (seconds, size_bytes) in zip(chosen.tolist(), found, strict=True):
+        for number, (seconds, size_bytes, joules) in zip(chosen.tolist(), found, strict=True):
             rows = slice(self.edges[number], self.edges[number + 1])
-            self.time_s[rows], self.memory_bytes[rows], self.coarse[rows] = seconds, size_bytes, False
+            self.time_s[rows], self.memory_bytes[rows], self.work_j[rows] = seconds, size_bytes, joules
+            self.coarse[rows] = False
         self._left[chosen] = False
 
     def _group(self, number: int) -> _Group:
@@ -157,17 +166,18 @@ def _in_turn(keys: Sequence[tuple[int, ...]]) -> list[int]:
     return sorted(range(len(keys)), key=lambda number: keys[number])
 
 
-def _coarse(job: tuple[Sequence[Scenario], list[tuple[int, ...]]]) -> list[float]:
-    """What all layers alone take a mean rank, in every slice: the slowest rank takes no less. inf: refused."""
+def _coarse(job: tuple[Sequence[Scenario], list[tuple[int, ...]]]) -> list[tuple[float, float]]:
+    """What all layers alone take a mean rank, in every slice: the slowest rank takes no less. inf: refused. Their
+    energy beside it."""
     clusters, slices = job
-    tables, found = _tables(clusters), [np.inf] * len(slices)
+    tables, found = _tables(clusters), [(np.inf, 0.0)] * len(slices)
     for number in _in_turn(slices):
         key = slices[number]
         try:
             table = tables.table(key)
         except UserError:
             continue  # what lowering refuses stays at inf
-        found[number] = table.work_s * _micro_steps(table) / key[-1] * _SURE
+        found[number] = table.work_s * _micro_steps(table) / key[-1] * _SURE, _energy(table, table.layers.work_j)
     return found
 
 
@@ -176,11 +186,20 @@ def _micro_steps(table: Table) -> int:
     return (training.global_batch or 0) // (layout.sizes["data"] * training.micro_batch)
 
 
-def _fine(job: tuple[Sequence[Scenario], list[_Group]]) -> list[tuple[Floats | float, Floats | float]]:
-    """Seconds and bytes of the rows of every group."""
+def _energy(table: Table, work_j: float) -> float:
+    """Of a step: every layer runs on as many ranks as there are for one stage, in every micro-step."""
+    return work_j * _micro_steps(table) * table.layout.ranks / table.layout.sizes["pipeline"] * _SURE
+
+
+#: Seconds, bytes and joules of a group's rows, or one figure for all.
+_Figures = tuple[Floats | float, Floats | float, Floats | float]
+
+
+def _fine(job: tuple[Sequence[Scenario], list[_Group]]) -> list[_Figures]:
+    """Figures of every group."""
     clusters, groups = job
     bounding = _Bounding(_tables(clusters))
-    found: list[tuple[Floats | float, Floats | float]] = [(np.inf, 0.0)] * len(groups)
+    found: list[_Figures] = [(np.inf, 0.0, 0.0)] * len(groups)
     for number in _in_turn([group.key for group in groups]):
         try:
             found[number] = bounding.group(groups[number])
@@ -196,12 +215,12 @@ class _Bounding:
         self.hopeless: dict[tuple[int, ...], float] = {}
         self._last: tuple[tuple[int, ...], Table] | None = None
 
-    def group(self, group: _Group) -> tuple[Floats | float, Floats | float]:
-        """Seconds and bytes of a group's rows; 0 seconds where memory rules all out."""
+    def group(self, group: _Group) -> _Figures:
+        """Figures of a group; 0 seconds where memory rules all rows out."""
         key, pipeline, (virtual, scheduled) = group.key[:len(SLICE)], group.key[7], group.key[len(SLICE):]
         family = (*key[:6], pipeline)
         if family in self.hopeless:
-            return 0.0, self.hopeless[family]
+            return 0.0, self.hopeless[family], 0.0
         if self._last is None or self._last[0] != key:
             self._last = key, self.tables.table(key)
         table = self._last[1]
@@ -215,7 +234,7 @@ class _Bounding:
             one = least(table, ranks, kinds) * _SURE + table.fixed_bytes
             if one > capacity:
                 self.hopeless[family] = one
-                return 0.0, one
+                return 0.0, one, 0.0
         schedule = SCHEDULES[scheduled] if pipeline > 1 else ""
         places = _places(table, pipeline, virtual, schedule)
         said = facts(schedule, pipeline, virtual, steps, table.layers.split_cost)
@@ -224,9 +243,12 @@ class _Bounding:
             flying = flight(table.layers, places, group.policies, said)
             held = fullest(table, places, flying, steps, ways) * _SURE + table.fixed_bytes
             if not (held <= capacity).any():
-                return 0.0, held.reshape(-1)  # never asked for: none fits
+                return 0.0, held.reshape(-1), 0.0  # never asked for: none fits
         steps_s = self.times.steps_s(table, places, group.policies, said, schedule, ways)
-        return steps_s.reshape(-1) * _SURE, held.reshape(-1)
+        again_j = summed(table.layers.again_j, places, group.policies).sum(axis=(0, 1)) * (
+            0.5 if schedule == "dualpipe" else 1.0)
+        joules = [_energy(table, table.layers.work_j + again) for again in again_j.tolist()]
+        return steps_s.reshape(-1) * _SURE, held.reshape(-1), np.tile(joules, len(ways.strategy))
 
 
 def _places(table: Table, pipeline: int, virtual: int, schedule: str) -> Places:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from sim.sizing.search import search
+from sim.sizing.search import Tighten, search
 from sim.sizing.space import Space
 
 Floats = npt.NDArray[np.float64]
@@ -25,7 +25,7 @@ class Stopped(Protocol):
 
 
 def complete(space: Space, bounds_s: Floats, step_s: Callable[[Sequence[int]], Sequence[float]],
-             stop: Stopped) -> bool:
+             stop: Stopped, tighten: Tighten = lambda rows: None) -> bool:
     """Simulate what the front needs: the fastest row of every number of GPUs of every cluster.
 
     Of one cluster and number of GPUs the fastest row has the least GPU-hours and cost as well, so these rows hold the
@@ -34,6 +34,7 @@ def complete(space: Space, bounds_s: Floats, step_s: Callable[[Sequence[int]], S
 
     Args:
         bounds_s: lower bounds of the step, inf for rows ruled out; shape (rows,).
+        tighten: tighter bounds, as `search` asks for them.
         step_s: simulated steps of rows, seconds, inf for what does not fit.
 
     Returns:
@@ -44,7 +45,14 @@ def complete(space: Space, bounds_s: Floats, step_s: Callable[[Sequence[int]], S
     for gpus, cluster in groups:
         mine = (space.gpus == gpus) & (space.columns["cluster"] == cluster)
         limit = fastest if len(space.clusters) == 1 else math.inf
-        found = search(np.where(mine, bounds_s, np.inf), step_s, 1, stop=stop, limit=limit)
+
+        def mended(rows: Sequence[int], mine: npt.NDArray[np.bool_] = mine) -> Floats | None:
+            nonlocal bounds_s
+            tighter = tighten(rows)
+            bounds_s = bounds_s if tighter is None else tighter
+            return None if tighter is None else np.where(mine, tighter, np.inf)
+
+        found = search(np.where(mine, bounds_s, np.inf), step_s, 1, stop=stop, limit=limit, tighten=mended)
         if not found.complete:
             return False
         if found.best:

@@ -45,10 +45,11 @@ _PARTS = 4
 
 
 class Span(NamedTuple):
-    """A row of kernels and collectives: seconds of the kernels, and of each collective (group, kind, bytes) how long
-    the kernels beside it take."""
+    """A row of kernels and collectives: seconds of the kernels, joules of all of them, and of each collective (group,
+    kind, bytes) how long the kernels beside it take."""
 
     kernels_s: float
+    work_j: float
     calls: tuple[tuple[str, str, int, float], ...]
 
 
@@ -92,6 +93,8 @@ class Layers:
         numel: elements of the layers before each position, shape (positions + 1,); `through`: blocks.
         split_cost: time of a block's backward without its weights in its forwards', counted in FLOPs.
         widths: bytes per parameter by category, at least.
+        work_j: energy of forward and backward of all layers beside a GPU's constant part; again_j: of recomputation,
+            per policy and block, summed from the first block on.
     """
 
     def __init__(self, scenario: Scenario, stack: Stack, names: tuple[str, ...], sent: float, device: Device) -> None:
@@ -108,9 +111,14 @@ class Layers:
             compute.recomputed(layer, p) if layer.kind == "block" else () for p in POLICIES)]
             for layer in self.distinct]
         kernels = list(dict.fromkeys(k for of in items for part in of for item in part for k in _kernels(item)))
-        known = dict(zip(kernels, device.times(kernels).tolist(), strict=True))
+        known = dict(zip(kernels, zip(device.times(kernels).tolist(), device.work_j(kernels).tolist(), strict=True),
+                         strict=True))
         self.spans = [[_span(part, names, known) for part in of] for of in items]
+        joules = np.array([[span.work_j for span in of] for of in self.spans])[self.index]
         self.blocks = np.array([layer.kind == "block" for layer in row])
+        self.work_j = float(joules[:, :2].sum())
+        self.again_j = np.concatenate((np.zeros((1, len(POLICIES))),
+                                       np.cumsum(joules[self.blocks, _PARTS:], axis=0))).T
         self.through = np.concatenate(([0], np.cumsum(self.blocks))).astype(np.int64)
         self.numel = before([float(layer.numel) for layer in row])
         self.widths = _widths(scenario, self.architecture)
@@ -235,10 +243,11 @@ def _kernels(item: Kernel | InlineCall) -> tuple[Kernel, ...]:
     return item.beside if isinstance(item, InlineCall) else (item,)
 
 
-def _span(items: Sequence[Kernel | InlineCall], names: tuple[str, ...], known: dict[Kernel, float]) -> Span:
+def _span(items: Sequence[Kernel | InlineCall], names: tuple[str, ...], known: dict[Kernel, tuple[float, float]]) -> Span:
     calls = tuple((names[item.call.communicator], item.call.kind, item.call.size_bytes,
-                   sum(known[k] for k in item.beside)) for item in items if isinstance(item, InlineCall))
-    return Span(sum(known[item] for item in items if isinstance(item, Kernel)), calls)
+                   sum(known[k][0] for k in item.beside)) for item in items if isinstance(item, InlineCall))
+    return Span(sum(known[item][0] for item in items if isinstance(item, Kernel)),
+                sum(known[k][1] for item in items for k in _kernels(item)), calls)
 
 
 def _seconds(layers: Layers, alone: Alone, layout: Layout, scenario: Scenario) -> Seconds:

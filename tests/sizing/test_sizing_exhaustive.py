@@ -9,7 +9,8 @@ import numpy as np
 from sim.scenario import resolve
 from sim.scenario.dump import dump
 from sim.sizing import Choice, Wish, size
-from sim.sizing.size import _alone, _simulated
+from sim.sizing.runner import simulated as _simulated
+from sim.sizing.size import _alone
 from sim.sizing.space import build_space
 
 GPUS, TOP = 8, 10

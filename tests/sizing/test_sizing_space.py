@@ -24,7 +24,8 @@ from sim.scenario import Scenario, resolve
 from sim.scenario.dump import dump
 from sim.sizing import Choice, Wish, counts, size
 from sim.sizing.bounds import bounds
-from sim.sizing.size import _alone, _simulated
+from sim.sizing.runner import simulated as _simulated
+from sim.sizing.size import _alone
 from sim.sizing.space import POLICIES, build_space, policy
 
 PLAIN: dict[str, Any] = {

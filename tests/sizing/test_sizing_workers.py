@@ -22,7 +22,7 @@ from sim.cli import main
 from sim.errors import UserError
 from sim.scenario import resolve
 from sim.sizing import Choice, Sizing, size
-from sim.sizing.size import _simulated
+from sim.sizing.runner import simulated as _simulated
 from sim.sizing.store import Outcome, Store
 from sim.sizing.workers import workers
 
@@ -153,7 +153,7 @@ def test_a_killed_worker_changes_nothing(cluster: tuple[str, list[subprocess.Pop
             threading.Thread(target=started[2].kill).start()
 
     monkeypatch.setattr(Store, "add", add)
-    monkeypatch.setattr(sys.modules["sim.sizing.size"], "_simulated", partial(logged, str(log)))
+    monkeypatch.setattr(sys.modules["sim.sizing.runner"], "simulated", partial(logged, str(log)))
     far = size(SMALL, CHOICE, top=40, dask=address, out=tmp_path / "far.db")
     assert started[2].wait(10) == -signal.SIGKILL and started[1].poll() is None
     assert len(added) > 24 and len(added) == len(set(added))
