@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -27,14 +28,23 @@ class Alone:
         self._groups: dict[Any, Any] = {}
 
     def group_s(self, layout: Layout, scenario: Scenario, group: str, kind: str, size_bytes: int) -> float:
-        """Seconds of a collective on the communicator named `group`, among the ranks of the first pipeline stage."""
+        """Seconds of a collective on the communicator named `group`, of the pipeline stage where it is fastest."""
         where = (*layout.sizes.values(), scenario.cluster.nodes, scenario.parallel.expert, group)
         key = (where, kind, size_bytes)
         if key not in self._known:
-            if where not in self._groups:
-                self._groups[where] = _of_first_stage(layout, scenario, group)
-            self._known[key] = self.seconds(kind, size_bytes, self._groups[where])
+            self._known[key] = min(self.seconds(kind, size_bytes, ranks)
+                                   for ranks in self._stages(where, layout, scenario, group))
         return self._known[key]
+
+    def _stages(self, where: Any, layout: Layout, scenario: Scenario, group: str) -> list[npt.NDArray[np.int64]]:
+        if where not in self._groups:
+            self._groups[where] = _of_stages(layout, scenario, group)
+            first = self.network.coflow("all_gather", 1 << 30, self._groups[where][0])
+            whole = layout.ranks // layout.sizes["pipeline"] % scenario.cluster.gpus_per_node == 0
+            if whole and not any(link[0].startswith("leaf") for link in first.links):
+                self._groups[where] = self._groups[where][:1]  # stages of whole nodes are all alike
+        found: list[npt.NDArray[np.int64]] = self._groups[where]
+        return found
 
     def seconds(self, kind: str, size_bytes: float, ranks: npt.NDArray[np.int64]) -> float:
         """Seconds of a collective of all given instances; shape (instances, members)."""
@@ -51,14 +61,18 @@ class Alone:
         where = (*layout.sizes.values(), scenario.cluster.nodes, scenario.parallel.expert, group)
         key = (where, kind, "rate")
         if key not in self._known:
-            if where not in self._groups:
-                self._groups[where] = _of_first_stage(layout, scenario, group)
-            place = self.network.placement(self._groups[where])
-            self._known[key] = 0.0 if place.size < 2 else 1.0 / max(
-                min([choice.cap_bps, *(self.network.capacity(link) / (load * choice.factor)
-                                       for link, load in choice.loads if load > 0)])
-                for choice, _ in self.network.options(kind, place))
+            self._known[key] = 1.0 / max(self._fastest_bps(kind, ranks)
+                                         for ranks in self._stages(where, layout, scenario, group))
         return self._known[key] * size_bytes
+
+    def _fastest_bps(self, kind: str, ranks: npt.NDArray[np.int64]) -> float:
+        place = self.network.placement(ranks)
+        if place.size < 2:
+            return math.inf
+        return float(max(
+            min([choice.cap_bps, *(self.network.capacity(link) / (load * choice.factor)
+                                   for link, load in choice.loads if load > 0)])
+            for choice, _ in self.network.options(kind, place)))
 
     def hops_s(self, layout: Layout, size_bytes: int) -> Floats:
         """Seconds of a transfer from each pipeline rank to the next, the last to the first: shape (ranks,)."""
@@ -72,12 +86,13 @@ class Alone:
         return found
 
 
-def _of_first_stage(layout: Layout, scenario: Scenario, group: str) -> npt.NDArray[np.int64]:
+def _of_stages(layout: Layout, scenario: Scenario, group: str) -> list[npt.NDArray[np.int64]]:
+    """Groups of every pipeline stage, shape (instances, members) each."""
     ranks = cut_groups(scenario, layout)[group]
-    coordinate = layout.coordinate("pipeline")
-    own = ranks[coordinate[ranks[:, 0]] == 0]
+    coordinate = layout.coordinate("pipeline")[ranks[:, 0]]
+    own = [np.ascontiguousarray(ranks[coordinate == stage]) for stage in range(layout.sizes["pipeline"])]
     per = scenario.cluster.gpus_per_node
     width = layout.ranks // layout.sizes["pipeline"]
     if width % per and per % width:
-        own = own[:1]  # stages begin anywhere within a node: fewer neighbours than the first has are possible
-    return own
+        return [one[:1] for one in own]  # stages begin anywhere within a node, and some have fewer neighbours
+    return own[:per // width] if width < per else own  # nodes are alike

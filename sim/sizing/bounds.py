@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sim.errors import UserError
-from sim.parallel.pipeline.actions import placement
+from sim.parallel.pipeline.actions import TWO_CHUNKS, placement
 from sim.parallel.pipeline.stages import blocks_per_stage, positions
 from sim.scenario import Scenario
 from sim.sizing.held import Places, flight, fullest, least, summed, ways_of
@@ -213,7 +213,7 @@ class _Bounding:
         self.tables, self.times = tables, Times()
         #: Slice without its micro-batch to what it holds at least, where that is too much.
         self.hopeless: dict[tuple[int, ...], float] = {}
-        self._last: tuple[tuple[int, ...], Table] | None = None
+        self._last: tuple[tuple[tuple[int, ...], str], Table] | None = None
 
     def group(self, group: _Group) -> _Figures:
         """Figures of a group; 0 seconds where memory rules all rows out."""
@@ -221,8 +221,10 @@ class _Bounding:
         family = (*key[:6], pipeline)
         if family in self.hopeless:
             return 0.0, self.hopeless[family], 0.0
-        if self._last is None or self._last[0] != key:
-            self._last = key, self.tables.table(key)
+        schedule = SCHEDULES[scheduled] if pipeline > 1 else ""
+        two = schedule if schedule in TWO_CHUNKS else "1f1b"
+        if self._last is None or self._last[0] != (key, two):
+            self._last = (key, two), self.tables.table(key, two)
         table = self._last[1]
         offload = table.scenario.parallel.offload
         offloads = any(place in ("cpu", "nvme") for _, place in offload)
@@ -235,7 +237,6 @@ class _Bounding:
             if one > capacity:
                 self.hopeless[family] = one
                 return 0.0, one, 0.0
-        schedule = SCHEDULES[scheduled] if pipeline > 1 else ""
         places = _places(table, pipeline, virtual, schedule)
         said = facts(schedule, pipeline, virtual, steps, table.layers.split_cost)
         held: Floats = np.full((len(ways.strategy), len(group.policies)), table.fixed_bytes)

@@ -206,19 +206,23 @@ class Tables:
         self.alone = [Alone(network) for _, network in hardware]
         self._layers: dict[Any, Layers] = {}
 
-    def table(self, key: tuple[int, ...]) -> Table:
+    def table(self, key: tuple[int, ...], schedule: str = "1f1b") -> Table:
         """The table of a slice, by columns of `SLICE`.
+
+        Args:
+            schedule: stages of some are on one rank, which then holds a tied table once.
 
         Raises:
             UserError: the model cannot be cut so.
         """
-        cluster, scenario = key[0], self._scenario(key)
+        cluster, scenario = key[0], self._scenario(key, schedule)
         stack, layout = self.stacks[cluster], layout_of(scenario)
         groups = cut_groups(scenario, layout) if key[5] > 1 else None
         names = tuple(groups) if groups is not None else (
             "data", *(name for name in ("tensor", "context") if getattr(scenario.parallel, name) > 1))
         sent = dispatched(scenario, stack, groups.get("expert") if groups is not None else None)
-        same = (key[0], key[2], key[3], key[4], key[5], key[6], key[7] > 1, scenario.expert_tensor, sent)
+        same = (key[0], key[2], key[3], key[4], key[5], key[6], key[7] > 1, scenario.expert_tensor, sent,
+                held(scenario).model.tied_embeddings)
         if same not in self._layers:
             if len(self._layers) > 4096:
                 self._layers.pop(next(iter(self._layers)))
@@ -227,13 +231,12 @@ class Tables:
         return Table(scenario, stack, layout, self.devices[cluster], alone, layers,
                      _seconds(layers, alone, layout, scenario))
 
-    def _scenario(self, key: Sequence[int]) -> Scenario:
-        """The scenario of a slice, by columns of `SLICE`."""
+    def _scenario(self, key: Sequence[int], schedule: str) -> Scenario:
         cluster, nodes, tensor, sequence, context, expert, micro, pipeline = key
         base = self.clusters[cluster]
         parallel = base.parallel.model_copy(update={
             "strategy": "ddp", "sharding_factor": 1, "tensor": tensor, "sequence_parallel": bool(sequence),
-            "context": context, "expert": expert, "pipeline": pipeline, "virtual_stages": 1, "schedule": "1f1b"})
+            "context": context, "expert": expert, "pipeline": pipeline, "virtual_stages": 1, "schedule": schedule})
         return base.model_copy(update={
             "cluster": base.cluster.model_copy(update={"nodes": nodes}), "parallel": parallel,
             "training": base.training.model_copy(update={"micro_batch": micro})})

@@ -47,24 +47,26 @@ class Times:
         """Seconds of a step at least: shape (ways, policies)."""
         own = _own(table, places, policies, schedule)
         together = _together(table, schedule)
-        begun, work, behind, back = _path(own, facts, schedule, together, _waited(table, schedule))
-        hidden = np.zeros_like(work) if schedule and split(schedule) else (
+        way = _path(own, facts, schedule, together, _waited(table, schedule))
+        hidden = np.zeros_like(way.work) if schedule and split(schedule) else (
             facts.ends[:, 0, :, None] * own.forward + facts.ends[:, 1, :, None] * own.backward).sum(axis=1)
         found = []
         for index, part in zip(ways.strategy.tolist(), ways.spread.tolist(), strict=True):
-            name = STRATEGIES[index]
-            reduced, gathered, added = self._tail(table, places, name, facts.batches)
-            shown = np.maximum(0.0, reduced[:, None] - hidden) if table.scenario.parallel.overlap else \
-                np.broadcast_to(reduced[:, None], hidden.shape)
+            reduced, gathered, added = self._tail(table, places, STRATEGIES[index])
+            shown = np.maximum(0.0, reduced[:, None] - hidden) if table.scenario.parallel.overlap else reduced[:, None]
             update = np.array([self._update(table, numel, part) for numel in places.numel.tolist()])
-            through = begun + work + added[:, None] + np.maximum(behind + shown, back)
-            after = (update + gathered)[:, None]
-            found.append(through.max(axis=0) + after.max() if together else (through + after).max(axis=0))
+            after = (update + gathered)[:, None]  # with which the next step begins
+            begun = after + way.begun
+            if together:
+                begun = np.maximum(begun, after[facts.along[:, 0] // own.forward.shape[1]].min() + way.filled)
+            late = way.late[:, None] * added[:, None]
+            through = begun + way.work + (facts.batches - 1) * added[:, None] - late
+            found.append((through + np.maximum(way.behind + late + shown, way.back)).max(axis=0))
         return np.array(found)
 
-    def _tail(self, table: Table, places: Places, name: str, batches: int) -> tuple[Floats, Floats, Floats]:
+    def _tail(self, table: Table, places: Places, name: str) -> tuple[Floats, Floats, Floats]:
         """Of every rank: its gradients' reduction, the gather of parameters behind the optimizer, and the traffic that
-        adds its gradients up; shape (ranks,)."""
+        adds one micro-batch's gradients to those before; shape (ranks,)."""
         zero = np.zeros(len(places.numel))
         path, scenario = table.stack.gradient_path, table.scenario
         precision, replicas = scenario.training.precision, table.layout.sizes["data"] * table.layout.sizes["context"]
@@ -73,7 +75,7 @@ class Times:
             return zero, zero, zero
         wide = DTYPE_BYTES[precision.gradients]
         fused = path == "grad_buffer" and wide > DTYPE_BYTES[precision.parameters]
-        per = 0.0 if fused else 3 * wide * (batches - 1)
+        per = 0.0 if fused else 3 * wide
         added = np.array([self._traffic(table, numel, per) for numel in places.numel.tolist()])
         if replicas < 2:
             return zero, zero, added
@@ -143,39 +145,50 @@ def _waited(table: Table, schedule: str) -> bool:
     return not overlapped and table.stack.pipeline_p2p != "overlapped"
 
 
-def _path(own: Own, facts: Facts, schedule: str, together: bool, waited: bool) -> tuple[Floats, ...]:
-    """Of every rank and policy: when its first backward begins at the earliest, its own work from then to its last
-    backward, its work behind that, and how long what it passes back last takes to the first stage."""
+class _Way(NamedTuple):
+    """Of every rank and policy, shape (ranks, policies), seconds.
+
+    Attributes:
+        begun: from a rank's first action to its first backward; `filled`: to it from the first action of all.
+        work: from then to the end of its last backward; `behind`: of its own work behind that, `back`: of what it
+            passed back on the way to the first stage.
+        late: weights' gradients behind the last backward, of every rank, in micro-batches.
+    """
+
+    begun: Floats
+    filled: Floats
+    work: Floats
+    behind: Floats
+    back: Floats
+    late: Floats
+
+
+def _path(own: Own, facts: Facts, schedule: str, together: bool, waited: bool) -> _Way:
     f, b, w, _ = own
-    ranks = len(f)
+    ranks, chunks, _ = f.shape
     work = facts.batches * (f + b + w).sum(axis=1)
+    ahead = (facts.ahead[..., None] * f).sum(axis=1)
+    behind = (facts.late[..., None] * w).sum(axis=1)
+    late = facts.late.sum(axis=1) / chunks
+    rest = work - ahead - behind
     if not schedule:
-        ahead = f.sum(axis=1)
-        return np.broadcast_to(ahead, work.shape), work - ahead, np.zeros_like(work), np.zeros_like(work)
+        zero = np.zeros_like(work)
+        return _Way(np.broadcast_to(ahead, work.shape), zero, rest, zero, zero, late)
     before_f, after_f = _passed(f, facts, own.hops)
     before_b, after_b = _passed(b, facts, own.hops)
-    rows = np.arange(ranks)
-    ahead = (facts.ahead[..., None] * f).sum(axis=1)
-    first, back = facts.first, facts.back
+    rows, first, back = np.arange(ranks), facts.first, facts.back
     around = after_f[rows, back] + after_b[rows, back]
-    begun = (facts.through[..., None] * f).sum(axis=1) + around
+    # of an order that is not known the most forwards that may come before are counted: what is less comes behind
+    begun = np.maximum((facts.through[..., None] * f).sum(axis=1) + around, ahead)
     if schedule != "dualpipe":  # the first forward and the first backward are of one micro-batch
         begun = np.maximum(begun, f[rows, first] + after_f[rows, first] + after_b[rows, back])
-    if facts.certain:
-        begun = np.maximum(begun, ahead)
-    if together:
-        begun = np.maximum(before_f[rows, first] + begun, before_f[rows, back] + f[rows, back] + around)
-    behind = (facts.late[..., None] * w).sum(axis=1)
-    rest = work - ahead - behind
+    filled = np.maximum(before_f[rows, first] + begun, before_f[rows, back] + f[rows, back] + around)
     if waited:
         nearest = np.minimum(own.hops, np.roll(own.hops, 1))
-        chunks = f.shape[1]
         turns = np.maximum(0, facts.sends - facts.ahead.sum(axis=1) - 1) // (1 if chunks == 1 else 2)
         rest = rest + (turns * nearest)[:, None]
-    if not facts.certain:  # fewer forwards before the first backward leave more to do behind it
-        begun = np.maximum(begun, ahead)
     passes = before_b[rows, facts.last] if together else np.zeros_like(behind)
-    return begun, rest, behind, passes
+    return _Way(begun, filled, rest, behind, passes, late)
 
 
 def _passed(each: Floats, facts: Facts, hops: Floats) -> tuple[Floats, Floats]:
