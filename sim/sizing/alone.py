@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,21 @@ class Alone:
                 self._groups[where] = self._groups[where][:1]  # stages of whole nodes are all alike
         found: list[npt.NDArray[np.int64]] = self._groups[where]
         return found
+
+    def group(self, layout: Layout, scenario: Scenario, name: Any,
+              make: Callable[[], npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+        """Ranks of groups that `make` lists, remembered by name."""
+        key = (*layout.sizes.values(), scenario.cluster.nodes, name)
+        if key not in self._groups:
+            self._groups[key] = make()
+        found: npt.NDArray[np.int64] = self._groups[key]
+        return found
+
+    def taken(self, kind: str, size_bytes: float, ranks: npt.NDArray[np.int64]) -> tuple[int, float]:
+        """SMs and memory bandwidth that a collective holds on every rank while it runs alone."""
+        coflow = self.network.coflow(kind, size_bytes, ranks)
+        seconds = self.seconds(kind, size_bytes, ranks)
+        return coflow.channels, coflow.hbm_bytes_per_byte * coflow.size_bytes / seconds if seconds else 0.0
 
     def seconds(self, kind: str, size_bytes: float, ranks: npt.NDArray[np.int64]) -> float:
         """Seconds of a collective of all given instances; shape (instances, members)."""

@@ -7,6 +7,7 @@ rooms below say of every layer: seconds of its kernels alone (`Device.times`) an
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -113,6 +114,7 @@ class Layers:
         kernels = list(dict.fromkeys(k for of in items for part in of for item in part for k in _kernels(item)))
         known = dict(zip(kernels, zip(device.times(kernels).tolist(), device.work_j(kernels).tolist(), strict=True),
                          strict=True))
+        self.names, self._items = names, items
         self.spans = [[_span(part, names, known) for part in of] for of in items]
         joules = np.array([[span.work_j for span in of] for of in self.spans])[self.index]
         self.blocks = np.array([layer.kind == "block" for layer in row])
@@ -133,6 +135,22 @@ class Layers:
             return 1.0
         weight = sum(k.flops for op in block.operators for k in op.backward if is_weight_gradient(k))
         return max(0.0, block.backward_flops - weight) / block.forward_flops
+
+    @cached_property
+    def kernel_counts(self) -> tuple[Counter[Kernel], list[Counter[Kernel]]] | None:
+        """How often kernels outside collectives run in forward and backward of all layers, and in recomputing one
+        block, by policy; None where blocks differ."""
+        base: Counter[Kernel] = Counter()
+        for i, often in Counter(self.index.tolist()).items():
+            for part in self._items[i][:2]:
+                for item in part:
+                    if isinstance(item, Kernel):
+                        base[item] += often
+        kinds = {i for i, layer in enumerate(self.distinct) if layer.kind == "block"}
+        if len(kinds) != 1:
+            return None
+        return base, [Counter(item for item in part if isinstance(item, Kernel))
+                      for part in self._items[kinds.pop()][_PARTS:]]
 
     @cached_property
     def kept(self) -> Kept:

@@ -20,6 +20,7 @@ from sim.parallel.compute import traffic_kernel
 from sim.parallel.pipeline.actions import split
 from sim.sizing.held import Places, Ways, summed
 from sim.sizing.orders import SEARCHED, Facts
+from sim.sizing.sharded import is_sharded, sharded_s
 from sim.sizing.space import STRATEGIES
 from sim.sizing.tables import Floats, Ints, Table
 from sim.work import DTYPE_BYTES
@@ -52,9 +53,14 @@ class Times:
             facts.ends[:, 0, :, None] * own.forward + facts.ends[:, 1, :, None] * own.backward).sum(axis=1)
         found = []
         for index, part in zip(ways.strategy.tolist(), ways.spread.tolist(), strict=True):
-            reduced, gathered, added = self._tail(table, places, STRATEGIES[index])
-            shown = np.maximum(0.0, reduced[:, None] - hidden) if table.scenario.parallel.overlap else reduced[:, None]
+            name = STRATEGIES[index]
+            if is_sharded(table, name) and not schedule:
+                local = self._update(table, places.numel[0], part)
+                found.append(sharded_s(table, places, policies, name, part, facts.batches) + local)
+                continue
             update = np.array([self._update(table, numel, part) for numel in places.numel.tolist()])
+            reduced, gathered, added = self._tail(table, places, name)
+            shown = np.maximum(0.0, reduced[:, None] - hidden) if table.scenario.parallel.overlap else reduced[:, None]
             after = (update + gathered)[:, None]  # with which the next step begins
             begun = after + way.begun
             if together:
@@ -70,7 +76,7 @@ class Times:
         zero = np.zeros(len(places.numel))
         path, scenario = table.stack.gradient_path, table.scenario
         precision, replicas = scenario.training.precision, table.layout.sizes["data"] * table.layout.sizes["context"]
-        whole = name in ("none", "ddp", "zero1") and not scenario.parallel.offload.optimizer not in ("none", None)
+        whole = name in ("none", "ddp", "zero1") and scenario.parallel.offload.optimizer in ("none", None)
         if not whole or scenario.parallel.expert > 1 or scenario.training.optimizer_in_backward:
             return zero, zero, zero
         wide = DTYPE_BYTES[precision.gradients]
@@ -169,7 +175,7 @@ def _path(own: Own, facts: Facts, schedule: str, together: bool, waited: bool) -
     work = facts.batches * (f + b + w).sum(axis=1)
     ahead = (facts.ahead[..., None] * f).sum(axis=1)
     behind = (facts.late[..., None] * w).sum(axis=1)
-    late = facts.late.sum(axis=1) / chunks
+    late = facts.late.max(axis=1).astype(np.float64)
     rest = work - ahead - behind
     if not schedule:
         zero = np.zeros_like(work)
