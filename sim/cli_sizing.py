@@ -111,7 +111,7 @@ def _size_lines(found: Sizing) -> Iterator[str]:
     from sim.sizing.why import why_lines
 
     pruned = ", ".join(f"{count:,} by {name}" for name, count in found.pruned.items())
-    yield (f"{found.covered:,} configurations: {found.impossible:,} impossible, pruned {pruned}, "
+    yield (f"{found.raw:,} configurations, {found.covered:,} that differ in effect: {found.impossible:,} impossible, pruned {pruned}, "
            f"{found.simulated:,} simulated ({found.refused:,} refused)")
     if found.faults:
         yield f"the simulation failed on {found.faults:,} of them, a fault of ours: the best is not proven"

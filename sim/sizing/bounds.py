@@ -25,6 +25,9 @@ from sim.sizing.space import SCHEDULES, STRATEGIES, Space
 from sim.sizing.tables import SLICE, Floats, Ints, Table, Tables
 from sim.sizing.times import Times
 
+#: Numbers of rows.
+Rows = npt.NDArray[np.int64] | slice
+
 #: Columns that decide a group of rows, beside those of its slice.
 _STAGED = ("virtual_stages", "schedule")
 #: Columns of a slice that are shared out together: micro-batches and pipelines of one cut have layers in common.
@@ -74,7 +77,7 @@ class Bounds:
         self.time_s, self.coarse = np.repeat(self._group_s, sizes), np.repeat(self._left, sizes)
         self.memory_bytes, self.work_j = np.zeros(len(space)), np.repeat(group_j, sizes)
         devices = _tables(space.clusters).devices
-        self._constant_w = np.array([device.energy_j((), (), 1.0) for device in devices])[columns["cluster"]]
+        self._constant_w = np.array([device.energy_j((), (), 1.0) for device in devices])
         capacity = [device.gpu.usable_memory_bytes for device in devices]
         self.capacity_bytes = np.array(capacity, dtype=np.float64)[columns["cluster"]]
 
@@ -83,20 +86,24 @@ class Bounds:
         """Whether memory does not rule the row out."""
         return self.memory_bytes <= self.capacity_bytes
 
-    def energy_j(self, step_s: Floats, gpus: Ints) -> Floats:
-        """Energy of a step that takes `step_s` at least, joules."""
-        found: Floats = self.work_j + self._constant_w * gpus * step_s * _SURE
+    def energy_j(self, rows: Rows) -> Floats:
+        """Energy of a step of rows that takes no longer than `time_s`, joules."""
+        found: Floats = self.work_j[rows] + self._constant_w[self.space.columns["cluster"][rows]] * (
+            self.space.gpus[rows] * self.time_s[rows] * _SURE)
         return found
 
-    def refine(self, level_s: float = np.inf, among: npt.NDArray[np.bool_] | None = None) -> None:
+    def refine(self, level_s: float = np.inf, among: npt.NDArray[np.bool_] | None = None) -> Rows:
         """Bound finely what may take `level_s` or less, and some more at once.
 
         Args:
-            among: rows that are asked for, all if not given.
+            among: rows that are asked for, all if not given; coarse rows of a group are asked for together.
+
+        Returns:
+            rows whose bounds have changed.
         """
-        left = self._left if among is None else self._left & np.logical_or.reduceat(among, self.edges[:-1])
+        left = self._left if among is None else self._left & among[self.edges[:-1]]
         if not left.any():
-            return
+            return np.zeros(0, dtype=np.int64)
         chosen = np.flatnonzero(left & (self._group_s <= max(level_s, self._group_s[left].min() * _STRIDE)))
         found = self._shared(_fine, [self._group(number) for number in chosen.tolist()])
         for number, (seconds, size_bytes, joules) in zip(chosen.tolist(), found, strict=True):
@@ -104,6 +111,9 @@ class Bounds:
             self.time_s[rows], self.memory_bytes[rows], self.work_j[rows] = seconds, size_bytes, joules
             self.coarse[rows] = False
         self._left[chosen] = False
+        sizes = np.diff(self.edges)[chosen]
+        begins = np.repeat(self.edges[chosen] - np.concatenate(([0], np.cumsum(sizes)[:-1])), sizes)
+        return begins + np.arange(len(begins))
 
     def _group(self, number: int) -> _Group:
         rows = slice(self.edges[number], self.edges[number + 1])

@@ -181,12 +181,12 @@ def _stacked(found: Sequence[set[tuple[int, ...]]]) -> Floats:
     """Moments that no other of the rank exceeds in everything, padded to as many for every rank."""
     tops: list[list[tuple[int, ...]]] = []
     for moments in found:
-        array = np.array(sorted(moments, key=sum, reverse=True))
-        kept: list[int] = []
-        for i, row in enumerate(array):
-            if not any((array[k] >= row).all() for k in kept):
-                kept.append(i)
-        tops.append([tuple(array[k]) for k in kept])
+        if not moments:
+            tops.append([])
+            continue
+        array = np.array(sorted(moments))
+        over = (array[:, None, :] >= array[None, :, :]).all(axis=2).sum(axis=0)  # each is over itself, and all differ
+        tops.append([tuple(row) for row in array[over == 1].tolist()])
     width = next((len(rows[0]) for rows in tops if rows), 2)
     most = max(1, max(map(len, tops)))
     return np.array([[*rows, *[rows[0] if rows else (0,) * width] * (most - len(rows))] for rows in tops],

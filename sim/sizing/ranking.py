@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from sim.sizing.bounds import Bounds
+from sim.sizing.bounds import Bounds, Rows
 from sim.sizing.space import Space
 from sim.sizing.wish import Wish
 
@@ -24,17 +24,21 @@ class Ranking:
 
     def __init__(self, space: Space, of: Bounds, wish: Wish) -> None:
         self.space, self.of, self.wish = space, of, wish
-        self.gpus = space.gpus
-        self.price = np.array([wish.price(one) for one in space.clusters])[space.columns["cluster"]]
-        self._renew()
+        self.gpus, self._prices = space.gpus, np.array([wish.price(one) for one in space.clusters])
+        self.alive = np.zeros(len(space), dtype=bool)
+        self.values: Floats = np.full(len(space), np.inf)
+        self.times: Floats = np.full(len(space), np.inf)
+        self._renew(slice(None))
 
-    def _renew(self) -> None:
-        of = self.of
-        self.alive = np.isfinite(of.time_s) & of.fits
-        step_s = np.where(self.alive, of.time_s, 0.0)
-        value = self.wish.value(step_s, self.gpus, self.price, of.energy_j(step_s, self.gpus))
-        self.values: Floats = np.where(self.alive, value, np.inf)
-        self.times: Floats = np.where(np.isfinite(self.values), of.time_s, np.inf)
+    def _renew(self, rows: Rows) -> None:
+        """Take over what the bounds of rows have become."""
+        of, step_s = self.of, self.of.time_s[rows]
+        alive = np.isfinite(step_s) & (of.memory_bytes[rows] <= of.capacity_bytes[rows] - self.wish.margin_bytes)
+        energy = of.energy_j(rows) if self.wish.objective == "energy" else 0.0
+        price = self._prices[self.space.columns["cluster"][rows]]
+        value = np.where(alive, self.wish.value(np.where(alive, step_s, 0.0), self.gpus[rows], price, energy), np.inf)
+        self.alive[rows], self.values[rows] = alive, value
+        self.times[rows] = np.where(np.isfinite(value), step_s, np.inf)
 
     @property
     def impossible(self) -> int:
@@ -54,8 +58,7 @@ class Ranking:
         if not coarse:
             return False
         # what is as good in the objective; the bounds themselves go a little further
-        self.of.refine(float(self.of.time_s[coarse].max()), ranked <= ranked[coarse].max() * _FURTHER)
-        self._renew()
+        self._renew(self.of.refine(float(self.of.time_s[coarse].max()), ranked <= ranked[coarse].max() * _FURTHER))
         return True
 
     def pruned(self) -> dict[str, int]:
@@ -69,7 +72,8 @@ class Ranking:
             late = alive & (run_s > wish.deadline_s)
             found["deadline"], alive = int(late.sum()), alive & ~late
         if wish.budget is not None:
-            dear = alive & (run_s / 3600 * self.gpus * self.price > wish.budget)
+            price = self._prices[self.space.columns["cluster"]]
+            dear = alive & (run_s / 3600 * self.gpus * price > wish.budget)
             found["budget"] = int(dear.sum())
         found["time"] = int(np.isfinite(self.values).sum())
         return found

@@ -10,6 +10,7 @@ from typing import Any
 
 from sim import api
 from sim.errors import UserError
+from sim.hardware import gpu
 from sim.scenario import resolve
 from sim.sizing.space import Space
 from sim.sizing.store import Outcome, Store
@@ -25,6 +26,8 @@ class Runner:
         self.space, self.plain, self.wish, self.store, self.pool = space, plain, wish, store, pool
         self.heads = [hashlib.sha256(json.dumps(p, sort_keys=True).encode()).hexdigest()[:12] for p in plain]
         self.rows: dict[int, Outcome] = {}
+        self.capacity = [gpu(one.cluster.topology.gpu, None if one.cluster.gpu is None else one.cluster.gpu.model_dump()
+                             ).usable_memory_bytes for one in space.clusters]
 
     def values(self, rows: Sequence[int]) -> list[float]:
         """The objective of rows; inf for what does not fit or is refused."""
@@ -46,7 +49,13 @@ class Runner:
     def value(self, row: int) -> float:
         """The objective of a row that was simulated."""
         one = self.rows[row]
-        return float(self.wish.value(one.step_time_s, one.gpus, self.price(row), one.step_energy_j)) if one.fits else math.inf
+        return float(self.wish.value(one.step_time_s, one.gpus, self.price(row), one.step_energy_j)) if self.fits(row) else math.inf
+
+    def fits(self, row: int) -> bool:
+        """Whether a row that was simulated fits, with the memory that is to stay free."""
+        one, cluster = self.rows[row], int(self.space.columns["cluster"][row])
+        return one.fits and one.device_used_bytes <= self.capacity[cluster] - self.wish.margin_bytes if (
+            self.wish.margin_bytes) else one.fits
 
     def steps(self, rows: Sequence[int]) -> list[float]:
         """Seconds of a step of rows; inf for what breaks a limit, does not fit or is refused."""

@@ -33,7 +33,8 @@ class Sizing:
 
     Attributes:
         best: rows of a table, the best first: fields, step time, run time, GPUs, GPU-hours, cost, memory.
-        covered, impossible, simulated: configurations in all, those that lowering refuses, those simulated.
+        raw: configurations as they can be written; covered: those that differ in effect.
+        impossible, simulated: those that lowering refuses, those simulated.
         pruned: configurations ruled out, by the bound that did it.
         front: rows that no simulated row beats in time, GPUs and cost; `front_proven`: nor any row left out.
         why: what the best has ahead of the runner-up and of the best of each family.
@@ -47,6 +48,7 @@ class Sizing:
 
     wish: Wish
     best: list[dict[str, Any]] = field(default_factory=list)
+    raw: int = 0
     covered: int = 0
     impossible: int = 0
     simulated: int = 0
@@ -66,7 +68,7 @@ class Sizing:
         """Plain data."""
         return {"objective": self.wish.objective, "prices_usd_per_gpu_hour": dict(self.wish.prices),
                 "price_origin": self.price_origin, "best": self.best, "front": self.front,
-                "front_proven": self.front_proven, "why": self.why.to_json(), "covered": self.covered,
+                "front_proven": self.front_proven, "why": self.why.to_json(), "raw": self.raw, "covered": self.covered,
                 "impossible": self.impossible, "pruned": self.pruned, "simulated": self.simulated,
                 "refused": self.refused, "faults": self.faults,
                 "first_fault": self.first_fault, "gap": self.gap, "proven": self.proven,
@@ -119,7 +121,7 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
     listed = time.monotonic()
     plain = [dump(base) for base in bases]
     store = Store(out, {"clusters": plain}, resume)
-    found = Sizing(wish, covered=len(space), price_origin=origin)
+    found = Sizing(wish, raw=space.raw, covered=len(space), price_origin=origin)
     with ExitStack() as stack:
         stack.callback(store.close)
         pool = stack.enter_context(started_workers(workers, dask))

@@ -92,8 +92,6 @@ class Layers:
         index: number of every position's layer among the distinct ones.
         spans: of every distinct layer the parts of `Seconds`, then recomputation by policy.
         numel: elements of the layers before each position, shape (positions + 1,); `through`: blocks.
-        split_cost: time of a block's backward without its weights in its forwards', counted in FLOPs.
-        widths: bytes per parameter by category, at least.
         work_j: energy of forward and backward of all layers beside a GPU's constant part; again_j: of recomputation,
             per policy and block, summed from the first block on.
     """
@@ -123,13 +121,19 @@ class Layers:
                                        np.cumsum(joules[self.blocks, _PARTS:], axis=0))).T
         self.through = np.concatenate(([0], np.cumsum(self.blocks))).astype(np.int64)
         self.numel = before([float(layer.numel) for layer in row])
-        self.widths = _widths(scenario, self.architecture)
+        self._scenario = scenario
         self.block = next((layer for layer in row if layer.kind == "block"), row[0])
         self.output_bytes = self.block.input.elements * DTYPE_BYTES[self.block.input.dtype]
 
     @cached_property
+    def widths(self) -> dict[str, float]:
+        """Bytes per parameter by category, at least."""
+        return _widths(self._scenario, self.architecture)
+
+    @cached_property
     def split_cost(self) -> float:
-        """As `sim.parallel.pipeline.lower` counts it for searched orders."""
+        """Time of a block's backward without its weights in its forwards', counted in FLOPs as for searched orders
+        (`sim.parallel.pipeline.lower`)."""
         block = self.block
         if not block.forward_flops:
             return 1.0

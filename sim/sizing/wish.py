@@ -25,6 +25,7 @@ class Wish:
             boards, joules).
         steps: optimizer steps of the run; 1 where no tokens are given.
         deadline_s, budget: longest run, most money; None = no limit.
+        margin_bytes: device memory that is to stay free.
         price_per_gpu_hour: of clusters that `prices` does not name; prices: by name of the topology.
         priced: whether that is money; else cost means GPU-hours.
     """
@@ -33,6 +34,7 @@ class Wish:
     steps: float = 1.0
     deadline_s: float | None = None
     budget: float | None = None
+    margin_bytes: float = 0.0
     price_per_gpu_hour: float = 1.0
     priced: bool = False
     prices: Mapping[str, float] = field(default_factory=dict)
