@@ -121,7 +121,9 @@ class Bounds:
                                        for name in ("strategy", "sharding_factor", "recompute"))
         turns = np.flatnonzero((strategy != strategy[0]) | (factor != factor[0]))
         width = int(turns[0]) if len(turns) else len(strategy)
-        return _Group(self._keys[number], strategy[::width], factor[::width], recompute[:width])
+        whole = np.int64
+        return _Group(self._keys[number], strategy[::width].astype(whole), factor[::width].astype(whole),
+                      recompute[:width].astype(whole))
 
     def _shared(self, work: Callable[[Any], list[Any]], items: list[Any]) -> list[Any]:
         """What `work` makes of items, slices or groups, in their order."""
@@ -278,4 +280,5 @@ def _places(table: Table, pipeline: int, virtual: int, schedule: str) -> Places:
         lower = start[:, None, :] < start[:, :, None]  # (ranks, chunks, chunks before)
         before = (lower * (end - first)[:, None, :]).sum(axis=2)
         table.staged[key] = Places(start, stop, first, end, before, (numel[stop] - numel[start]).sum(axis=1))
-    return table.staged[key]
+    found: Places = table.staged[key]
+    return found

@@ -78,7 +78,7 @@ def flight(layers: Layers, places: Places, policies: Ints, facts: Facts) -> Floa
         found = found + np.where(count > 0, of.rises[policy, last], 0.0).min(axis=1)
     if of.head_rises:
         at_head = _highest(facts.at_head, kept, of, places) + of.head_rises - layers.output_bytes
-        found = np.where(facts.at_head.any(axis=(1, 2))[:, None], np.maximum(found, at_head), found)
+        found = np.where(facts.at_head.max(axis=(1, 2))[:, None] > 0, np.maximum(found, at_head), found)
     return found
 
 
@@ -103,7 +103,7 @@ def fullest(table: Table, places: Places, flying: Floats, steps: int, ways: Ways
         name = STRATEGIES[index]
         states = numel * (w["parameters"] / shard + (w["master_parameters"] + w["optimizer_states"]) / part)
         gradients = numel * w["gradients"] / (1.0 if name in ("none", "ddp", "zero1") else part)
-        lasting = 0.0
+        lasting = np.zeros(len(numel))
         if name in sharded:  # FSDP keeps whole gradients from micro-step to micro-step (no_sync)
             lasting = numel * table.accumulated * (steps > 1)
         elif resident:

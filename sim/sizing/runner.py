@@ -49,7 +49,9 @@ class Runner:
     def value(self, row: int) -> float:
         """The objective of a row that was simulated."""
         one = self.rows[row]
-        return float(self.wish.value(one.step_time_s, one.gpus, self.price(row), one.step_energy_j)) if self.fits(row) else math.inf
+        if not self.fits(row):
+            return math.inf
+        return float(self.wish.value(one.step_time_s, one.gpus, self.price(row), one.step_energy_j))
 
     def fits(self, row: int) -> bool:
         """Whether a row that was simulated fits, with the memory that is to stay free."""

@@ -17,7 +17,7 @@ from sim.scenario import Loaded, Scenario, resolve
 from sim.scenario.dump import dump
 from sim.sizing.bounds import Bounds
 from sim.sizing.front import complete, pareto
-from sim.sizing.ranking import Ranking
+from sim.sizing.ranking import Floats, Ranking
 from sim.sizing.runner import Runner
 from sim.sizing.search import Found, search
 from sim.sizing.space import Choice, Space, build_space
@@ -32,11 +32,12 @@ class Sizing:
     """What `size` found.
 
     Attributes:
-        best: rows of a table, the best first: fields, step time, run time, GPUs, GPU-hours, cost, memory.
+        best: rows of a table, the best first: fields, step time, run time, GPUs, GPU-hours, cost, energy, memory.
         raw: configurations as they can be written; covered: those that differ in effect.
         impossible, simulated: those that lowering refuses, those simulated.
         pruned: configurations ruled out, by the bound that did it.
-        front: rows that no simulated row beats in time, GPUs and cost; `front_proven`: nor any row left out.
+        front: rows that no simulated row beats in time, GPUs, cost and energy; `front_proven`: nor any row left out in
+            time, GPUs and cost, and, where energy is the objective, none left out takes less on as many GPUs.
         why: what the best has ahead of the runner-up and of the best of each family.
         refused, faults: of those simulated, rows a technique refused, and rows the simulation failed on (ours).
         first_fault: `{set, reason}` of the first row that the simulation failed on; the store has all.
@@ -136,6 +137,8 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
 
         result = search(ranking.values, runner.values, top, stop=stop, tighten=ranking.tighten)
         found.front_proven = complete(space, ranking.times, runner.steps, stop, ranking.tighten_times)
+        if wish.objective == "energy":
+            found.front_proven &= complete(space, ranking.values, runner.values, stop, ranking.tighten)
     found.impossible, found.pruned = ranking.impossible, ranking.pruned()
     _fill(found, space, result, runner)
     found.why = _why(found, space, result, runner, ranking.values)

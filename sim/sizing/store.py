@@ -88,9 +88,9 @@ class Store:
             elif row[0] != text:
                 raise UserError(Fault(f"{path} holds the results of another scenario", "--out", hint="name another"))
             for values in self._file.execute(f"select {', '.join(_COLUMNS)} from runs"):
-                one = dict(zip(_COLUMNS, values, strict=True))
-                finite = {name: math.inf if value is None else value for name, value in one.items()}
-                self.known[one["key"]] = Outcome(**{**finite, "fits": bool(one["fits"])})
+                one: dict[str, Any] = dict(zip(_COLUMNS, values, strict=True))
+                read: dict[str, Any] = {name: math.inf if value is None else value for name, value in one.items()}
+                self.known[one["key"]] = Outcome(**{**read, "fits": bool(one["fits"])})
         except sqlite3.DatabaseError as error:
             raise UserError(Fault(f"{path} cannot be used: {error}", "--out", hint="name another")) from None
 

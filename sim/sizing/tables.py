@@ -1,4 +1,4 @@
-"""Tables of layers: what a slice of the model costs, layer by layer, from which the bounds of all its rows are added up.
+"""Tables of layers: what a slice of the model costs, layer by layer, from which bounds of all its rows are added up.
 
 A slice is what rows with one cluster, tensor, context, expert, pipeline and micro-batch share. Its table holds what the
 rooms below say of every layer: seconds of its kernels alone (`Device.times`) and of the collectives inside it alone
@@ -268,7 +268,8 @@ def _kernels(item: Kernel | InlineCall) -> tuple[Kernel, ...]:
     return item.beside if isinstance(item, InlineCall) else (item,)
 
 
-def _span(items: Sequence[Kernel | InlineCall], names: tuple[str, ...], known: dict[Kernel, tuple[float, float]]) -> Span:
+def _span(items: Sequence[Kernel | InlineCall], names: tuple[str, ...],
+          known: dict[Kernel, tuple[float, float]]) -> Span:
     calls = tuple((names[item.call.communicator], item.call.kind, item.call.size_bytes,
                    sum(known[k][0] for k in item.beside)) for item in items if isinstance(item, InlineCall))
     return Span(sum(known[item][0] for item in items if isinstance(item, Kernel)),
@@ -283,7 +284,8 @@ def _seconds(layers: Layers, alone: Alone, layout: Layout, scenario: Scenario) -
     rows = each[layers.index]
     sums = np.concatenate((np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0))).T
     again = np.cumsum(rows[layers.blocks, _PARTS:], axis=0)
-    return Seconds(*sums[:_PARTS], np.concatenate((np.zeros((1, len(POLICIES))), again)).T)
+    forward, backward, inputs, weights = sums[:_PARTS]
+    return Seconds(forward, backward, inputs, weights, np.concatenate((np.zeros((1, len(POLICIES))), again)).T)
 
 
 def _stack(scenario: Scenario) -> Stack:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,8 +10,13 @@ from typing import Any
 import numpy as np
 
 from sim.errors import Fault, UserError
+from sim.model import build
+from sim.parallel.lower import with_parallel
+from sim.report.budget import tokens_of
+from sim.report.result import tokens_per_sample
 from sim.scenario import Scenario
 from sim.sizing.prices import prices_of
+from sim.software import stack_for
 
 OBJECTIVES = ("time", "cost", "gpus", "energy")
 _J_PER_KWH = 3.6e6
@@ -69,6 +75,22 @@ class Wish:
             return f"{value / self.steps / _J_PER_KWH:.4g} kWh a step"
         return f"{value / self.steps:.4g} s a step" if self.objective == "time" else (
             f"{value:,.4g} {'USD' if self.priced else 'GPU-hours'}")
+
+
+def steps_of(scenario: Scenario) -> float | None:
+    """Optimizer steps of a scenario's run; None where its budget names no tokens.
+
+    Args:
+        scenario: resolved; its own layout does not matter.
+    """
+    asked, training, software = scenario.budget, scenario.training, scenario.software
+    if asked is None or asked.tokens is None:
+        return None
+    stack = stack_for(software.framework, software.year, software.compile, software.versions, software.modules,
+                      fused=software.fused, cuda_graphs=software.cuda_graphs)
+    whole = build(with_parallel(scenario, tensor=1, context=1, expert=1), stack, 1)
+    tokens = tokens_of(asked.tokens, whole.parameters + whole.frozen_parameters)
+    return float(math.ceil(tokens / ((training.global_batch or 1) * tokens_per_sample(scenario))))
 
 
 def priced(wish: Wish, clusters: Sequence[Scenario], price: str | None) -> tuple[Wish, dict[str, str]]:

@@ -22,7 +22,7 @@ from sim.cli import main
 from sim.errors import UserError
 from sim.scenario import resolve
 from sim.sizing import Choice, Sizing, size
-from sim.sizing.runner import simulated as _simulated
+from sim.sizing.runner import simulated
 from sim.sizing.store import Outcome, Store
 from sim.sizing.workers import workers
 
@@ -105,7 +105,7 @@ def logged(log: str, job: Any) -> Outcome:
     """A simulation that writes down who does it."""
     with open(log, "a", encoding="utf-8") as file:
         file.write(f"{os.getpid()}\t{job[0]}\n")
-    return _simulated(job)
+    return simulated(job)
 
 
 @pytest.fixture
