@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 @click.option("--out", type=click.Path(dir_okay=False), help="SQLite file that results stream into.")
 @click.option("--resume", is_flag=True, help="Go on with the file of --out.")
 @click.option("--seconds", type=click.FloatRange(min=0), help="Simulate no longer; the best so far, with its gap.")
-@click.option("--workers", type=click.IntRange(1, 1024), default=1, help="Processes.")
+@click.option("--workers", type=click.IntRange(1, 1024), help="Processes; default one for each CPU.")
 @click.option("--dask", metavar="ADDRESS", help="Dask scheduler whose workers simulate instead, tcp://host:port.")
 @click.option("--json", "json_to", metavar="FILE", help="Write the result as JSON; - is standard output.")
 @click.option("--csv", "csv_to", metavar="FILE", help="Write every simulated configuration as CSV.")
 @click.option("--parquet", "parquet_to", metavar="FILE", help="The same as Parquet; needs drystep[parquet].")
 @click.option("--report", "report_to", metavar="DIR", help="Write the text and a picture of the front there.")
 def size(scenario: str, gpus: str, clusters: str, deadline: str | None, budget: float | None, objective: str, top: int,
-         out: str | None, resume: bool, seconds: float | None, workers: int, dask: str | None, price: str | None,
+         out: str | None, resume: bool, seconds: float | None, workers: int | None, dask: str | None, price: str | None,
          memory_margin: float, json_to: str | None, csv_to: str | None, parquet_to: str | None,
          report_to: str | None) -> None:
     """Search layouts, clusters and numbers of GPUs for the best configuration."""
@@ -71,7 +71,7 @@ def size(scenario: str, gpus: str, clusters: str, deadline: str | None, budget: 
     longest_s = math.inf if seconds is None else seconds
     found = sizing.size(loaded, sizing.Choice(sizing.counts(gpus)), wish,
                         clusters=[c for c in clusters.split(",") if c], top=top, out=Path(out) if out else None,
-                        resume=resume, price=price, workers=workers, dask=dask,
+                        resume=resume, price=price, workers=workers or _cpus(), dask=dask,
                         seconds=longest_s, progress=_progress(longest_s) if sys.stderr.isatty() else None)
     if sys.stderr.isatty():
         click.echo(err=True)
@@ -85,6 +85,11 @@ def size(scenario: str, gpus: str, clusters: str, deadline: str | None, budget: 
         with writing("--parquet", parquet_to):
             export.write_parquet(Path(parquet_to), found.rows)
     _deliver("\n".join(_size_lines(found)), json_to, report_to, "sizing.txt", lambda folder: write_front(folder, found))
+
+
+def _cpus() -> int:
+    """CPUs this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _deliver(text: str, json_to: str | None, report_to: str | None, name: str, picture: Callable[[Path], Path]) -> None:

@@ -108,7 +108,7 @@ class Store:
         rows = [[None if v == math.inf else v for v in asdict(one).values()] for one in outcomes]
         try:
             with file:
-                file.executemany(f"insert or replace into runs values({', '.join('?' * len(_COLUMNS))})", rows)
+                file.executemany(f"insert or ignore into runs values({', '.join('?' * len(_COLUMNS))})", rows)
         except sqlite3.DatabaseError as error:
             raise UserError(Fault(f"results cannot be written: {error}", "--out",
                                   hint="what was written is kept: mend it, then go on with --resume")) from None
