@@ -53,8 +53,9 @@ def sharded_s(table: Table, places: Places, policies: Ints, name: str, factor: i
     parallel = scenario.parallel
     again = summed(seconds.again, places, policies)[0, 0]
     work = seconds.forward[-1] + seconds.backward[-1] + again
-    if parallel.expert > 1 or factor < 2 or scenario.training.finetune is not None or (
-            parallel.offload.parameters not in ("none", None)):
+    finetune = scenario.training.finetune
+    tuned = finetune is not None and finetune.method != "full"
+    if parallel.expert > 1 or factor < 2 or tuned or parallel.offload.parameters not in ("none", None):
         return np.asarray(batches * work)
     units = units_of(layers.architecture, parallel.wrap, factor, scenario.software.fsdp == 2)
     own = [i for i, unit in enumerate(units) if unit is not units[0]]
