@@ -83,7 +83,8 @@ def product_times(products: Products, rates: GemmRates, sms: int, sms_total: int
     """Seconds of each product when `sms` of `sms_total` SMs and `bandwidth_bps` bytes/s are left to it.
 
     The library picks the tile for the whole GPU: it does not know what collectives hold. With SMs held the tiles need
-    more waves, of which the last is wasted nearly whole.
+    more waves, of which the last is wasted nearly whole; a persistent kernel, which starts as many blocks as there are
+    SMs and deals its tiles out among them beforehand, needs a second pass.
     """
     tile_m, tile_n, split = (column[None, :] for column in _choices(rates))
     batch, m, n, k = (column[:, None] for column in (products.batch, products.m, products.n, products.k))
@@ -101,7 +102,10 @@ def product_times(products: Products, rates: GemmRates, sms: int, sms_total: int
     alone = _waves(blocks, sms_total, rates.idle_wave_loss) * block_s + partial_s
     weights = _weights(alone, rates.spread)
     if sms < sms_total:
-        held = _waves(blocks, sms, rates.held_wave_loss) * block_s + partial_s
+        if rates.persistent:
+            held = alone * np.ceil(np.minimum(blocks, sms_total) / sms)
+        else:
+            held = _waves(blocks, sms, rates.held_wave_loss) * block_s + partial_s
         alone = np.maximum(alone, held)
     return ProductTimes(compute_s=(weights * alone).sum(axis=1), memory_s=products.total_bytes / reachable_bps,
                         block_s=(weights * block_s).sum(axis=1))

@@ -39,6 +39,7 @@ class GemmRates:
     splits: tuple[int, ...]
     idle_wave_loss: float
     held_wave_loss: float
+    persistent: bool
     partial_tile: float
     spread: float
     overlap: float
@@ -121,6 +122,7 @@ class Rates:
             splits=tuple(kind["split_k"]),
             idle_wave_loss=float(figures["idle_wave_loss"]),
             held_wave_loss=float(self._shared["held_wave_loss"]["value"]),
+            persistent=bool(family.get("persistent", {}).get("value", False)) and units == "half",
             partial_tile=float(figures["partial_tile"]),
             spread=float(kind["spread"]),
             overlap=float(kind["overlap"]),

@@ -2,8 +2,8 @@
 
 from sim.network.collectives import Coflow
 from sim.network.fair_share import LinkId, fair_share
-from sim.network.jitter import expected_maximum, rendezvous_s
+from sim.network.jitter import expected_maximum, latest, rendezvous_s
 from sim.network.network import Network
 from sim.network.topology import Topology
 
-__all__ = ["Coflow", "LinkId", "Network", "Topology", "expected_maximum", "fair_share", "rendezvous_s"]
+__all__ = ["Coflow", "LinkId", "Network", "Topology", "expected_maximum", "fair_share", "latest", "rendezvous_s"]

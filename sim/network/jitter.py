@@ -15,6 +15,8 @@ SIGMA_S = 3e-6
 
 #: Above this many ranks the asymptote is used, below it the quantile; they agree to a percent there.
 _MANY = 10**7
+#: Up to this many terms a harmonic number is summed.
+_EXACT = 1000
 
 
 @lru_cache(maxsize=1024)
@@ -35,6 +37,18 @@ def expected_maximum(n: int) -> float:
         root = sqrt(2 * log(n))
         return root - (log(log(n)) + log(4 * pi)) / (2 * root) + 0.5772156649 / root
     return _quantile((n - 0.375) / (n + 0.25))
+
+
+@lru_cache(maxsize=1024)
+def latest(n: int) -> float:
+    """Expected maximum of n independent exponential delays of mean 1: the harmonic number 1 + 1/2 + ... + 1/n.
+
+    Source: Renyi's representation of exponential order statistics (David & Nagaraja, Order Statistics, section 2.5);
+    above a thousand Euler's asymptote.
+    """
+    if n > _EXACT:
+        return log(n) + 0.5772156649 + 0.5 / n
+    return sum(1 / k for k in range(1, n + 1))
 
 
 def _quantile(p: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from sim.network.fair_share import LinkId, fair_share
 from sim.network.jitter import rendezvous_s
 from sim.network.routes import Placement, place
 from sim.network.site import Site
-from sim.network.topology import Topology, speeds
+from sim.network.topology import Topology, speeds, staged_channels
 from sim.network.trouble import check_links, detours, links_of
 
 __all__ = ["Coflow", "LinkId", "Network", "fair_share"]
@@ -65,9 +65,10 @@ class Network:
         inside, outside, _ = self._scale
         s = speeds(self.topology, *self._nominal)
         self.speeds = s = replace(s, gpu=s.gpu * inside, link=s.link * inside, pcie=s.pcie * inside,
-                                  nic=s.nic * outside, staged_nic=s.staged_nic * outside, leaf=s.leaf * outside)
+                                  uplink=s.uplink * inside, nic=s.nic * outside, stage=s.stage * outside,
+                                  host=s.host * outside, leaf=s.leaf * outside)
         self._judged = speeds(self.topology)
-        self._capacity = {"gpu": s.gpu, "pcie": s.pcie, "nic": s.nic, "leaf": s.leaf}
+        self._capacity = {"gpu": s.gpu, "pcie": s.uplink, "nic": s.nic, "leaf": s.leaf, "host": s.host}
         self._candidates.clear()
         self._coflows.clear()
 
@@ -95,11 +96,14 @@ class Network:
         whole = self._capacity[link[0].partition("_")[0]]
         return whole * self._degraded.get(link, 1.0) if self._degraded else whole
 
-    def _staged(self, link: LinkId) -> float:
-        """What one communicator gets of a link."""
-        whole = self.capacity(link)
-        nic = link[0].startswith("nic")
-        return whole * self.speeds.staged_nic / self.speeds.nic if nic and self.speeds.nic else whole
+    def _own(self, where: Placement) -> Callable[[LinkId], float]:
+        """What a communicator that lies at `where` gets of a link if no other uses it: messages staged through the
+        host take its own channels only."""
+        if not self.speeds.stage:
+            return self.capacity
+        channels = staged_channels(int(where.groups.max()), where.per_node)
+        return lambda link: min(self.capacity(link), channels * self.speeds.stage if link[0].startswith("host")
+                                else float("inf"))
 
     def coflow(self, kind: str, size_bytes: int, ranks: npt.NDArray[np.int64], dtype: str = "bf16") -> Coflow:
         """Cost of one operation of one instance while all given instances run it in lockstep.
@@ -136,7 +140,7 @@ class Network:
             return Coflow(0.0, float(size_bytes), (), (), float("inf"), 0, 0.0, 1.0, "none", "none")
         best, rate = choose(self.options(kind, where), size_bytes)
         flow = build(best, size_bytes, rate)
-        if self.speeds.staged_nic < self.speeds.nic:
+        if self.speeds.stage:
             flow = replace(flow, cap_bps=min(flow.cap_bps, rate))
         latency_s = flow.latency_s * self._scale[2]
         if self.jitter_s:
@@ -153,11 +157,12 @@ class Network:
     def _options(self, kind: str, where: Placement) -> list[tuple[Candidate, float]]:
         found = self._allowed(kind, where)
         if where.instances == 1:
-            return [(c, c.rate(self._staged)) for c in found]
+            return [(c, c.rate(self._own(where))) for c in found]
         one = where.ranks[where.widest * where.size:(where.widest + 1) * where.size].reshape(1, -1)
         lone = place(one, self.topology, self.speeds, self._detours, self._keep)
         alone = self._allowed(kind, lone)
-        rates = {(c.algorithm, c.protocol): c.rate(self._staged) for c in alone}
+        own = self._own(lone)
+        rates = {(c.algorithm, c.protocol): c.rate(own) for c in alone}
         judged = {(c.algorithm, c.protocol): c.judged for c in alone}
         return [(replace(c, judged=judged.get((c.algorithm, c.protocol), c.judged)),
                  rates.get((c.algorithm, c.protocol), c.cap_bps)) for c in found]

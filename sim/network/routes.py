@@ -51,6 +51,7 @@ class Placement:
             -1 when a switch makes the question moot.
         to_nic: PCIe switch above each rank's NIC where GPUs reach it over PCIe they share with their peers, else empty.
         uplinks: of one leaf switch where flows are hashed onto them, 0 where they are spread.
+        staged: whether what leaves a node is copied through its host's memory.
         keep: links that must stay in the loads because they are not like their kind: degraded, or of a simulated rank
             among several classes.
         loads: memoised loads by pattern.
@@ -76,6 +77,7 @@ class Placement:
     rings: int
     to_nic: Ints
     uplinks: int
+    staged: bool
     keep: tuple[LinkId, ...]
     loads: dict[str, Loads] = field(default_factory=dict)
 
@@ -105,7 +107,9 @@ def place(ranks: Ints, topology: Topology, speeds: Speeds, detours: Mapping[int,
     local, nodes_of, _ = _together(row, node, wide, instances)
     sharing, _, nic_first = _together(row, nic, wide * max(groups, 1), instances)
     on_leaf, leaves_of, _ = _together(row, node // inter.nodes_per_leaf, wide, instances)
-    switch = flat // topology.intra.gpus_per_switch if topology.intra.kind == "pcie" else node
+    rings = _rings(topology, row, node, slot, local)
+    over_pcie = topology.intra.kind == "pcie" or rings == 0
+    switch = flat // topology.intra.gpus_per_switch if over_pcie else node
     on_switch, _, _ = _together(row, switch, wide, instances)
     groups_used = _sum_by(row * wide + node, nic_first)
     behind = topology.intra.kind == "pcie" and int(nodes_of.max()) > 1
@@ -116,8 +120,8 @@ def place(ranks: Ints, topology: Topology, speeds: Speeds, detours: Mapping[int,
         per_node=int(local.max()), leaves=int(leaves_of.max()), node=node, nic=nic, leaf=leaf, local=local,
         sharing=sharing, groups=groups_used, on_leaf=on_leaf, switch=switch, on_switch=on_switch,
         switches=bool(np.any(on_switch < local)) or bool(behind and np.any(to_nic != switch)),
-        rings=_rings(topology, row, node, slot, local), to_nic=to_nic,
-        uplinks=speeds.leaf_uplinks if inter.routing == "ecmp" else 0,
+        rings=rings, to_nic=to_nic,
+        uplinks=speeds.leaf_uplinks if inter.routing == "ecmp" else 0, staged=speeds.stage > 0,
         keep=(*(link for link, _ in topology.degraded), *keep))
 
 
@@ -257,7 +261,7 @@ def _symmetric(p: Placement, key: str, inside: Floats, outside: float, channels:
                 parts.append((f"pcie_{way}", p.switch, crossing, None))
                 parts += _to_nic(p, way, out)
             if p.nodes > 1:
-                parts.append((f"nic_{way}", p.nic, outside / (p.groups * p.sharing), None))
+                parts += _to_fabric(p, way, slice(None), outside / (p.groups * p.sharing), outside / p.local)
             if p.leaves > 1:
                 parts.append((f"leaf_{way}", p.leaf, outside / p.on_leaf, channels / p.on_leaf))
         p.loads[key] = _assemble(p, parts)
@@ -270,6 +274,12 @@ def _to_nic(p: Placement, way: str, out: Floats) -> list[Part]:
         return []
     crossing = np.where(p.to_nic != p.switch, out, 0.0)
     return [(f"pcie_{way}", p.switch, crossing, None), (f"pcie_{way}", p.to_nic, crossing, None)]
+
+
+def _to_fabric(p: Placement, way: str, which: Ints | slice, nic: Floats, host: Floats) -> list[Part]:
+    """What a node's ranks send or receive over its NICs, and through the host's memory where it is staged there."""
+    parts: list[Part] = [(f"nic_{way}", p.nic[which], nic, None)]
+    return [*parts, (f"host_{way}", p.node[which], host, None)] if p.staged else parts
 
 
 def exchange_loads(p: Placement, nic_share: float) -> Loads:
@@ -287,7 +297,7 @@ def exchange_loads(p: Placement, nic_share: float) -> Loads:
                 parts.append((f"pcie_{way}", p.switch, (p.local - p.on_switch) / p.size, None))
                 parts += _to_nic(p, way, out)
             if p.nodes > 1:
-                parts.append((f"nic_{way}", p.nic, outside, None))
+                parts += _to_fabric(p, way, slice(None), outside, out)
             if p.leaves > 1:
                 parts.append((f"leaf_{way}", p.leaf, far, (p.size - p.on_leaf).astype(np.float64)))
         p.loads[key] = _assemble(p, parts)
@@ -310,7 +320,7 @@ def shift_loads(p: Placement, nic_share: float) -> Loads:
             if p.switches:
                 parts.append((f"pcie_{way}", p.switch[end], inside * (p.switch[source] != p.switch[target]), None))
             if p.nodes > 1:
-                parts.append((f"nic_{way}", p.nic[end], outside / nic_share, None))
+                parts += _to_fabric(p, way, end, outside / nic_share, outside)
                 parts.append((f"leaf_{way}", p.leaf[end], far, far * _PAIR_FLOWS))
         p.loads[key] = _assemble(p, parts)
     return p.loads[key]

@@ -163,10 +163,10 @@ class Speeds:
     Attributes:
         gpu: one GPU's fast intra-node egress (NVLink, or its PCIe slot).
         link: one NVLink of a mesh (0 elsewhere).
-        pcie: one GPU's PCIe slot, and one PCIe switch's uplink.
+        pcie: one GPU's PCIe slot; uplink: what a PCIe switch exchanges with GPUs and NICs below the other CPU.
         nic: one NIC group (the NICs nearest to one GPU; all NICs when GPUs outnumber them).
-        staged_nic: what one communicator gets through a NIC group; less than `nic` where messages are staged through
-            the host, by the proxy threads and channels of each communicator.
+        stage: what one channel of a communicator moves where messages are staged through the host, 0 elsewhere;
+            host: what all channels of a node move together there, one stream per NIC.
         nic_groups: NIC groups of a node; nic_nominal: the nominal speed of one.
         leaf: uplinks of one leaf switch (of one rail when rail-optimised); leaf_uplinks: how many they are.
         p2p: share of `nic` that grouped send/recv reaches.
@@ -176,8 +176,10 @@ class Speeds:
     gpu: float
     link: float
     pcie: float
+    uplink: float
     nic: float
-    staged_nic: float
+    stage: float
+    host: float
     nic_groups: int
     nic_nominal: float
     leaf: float
@@ -201,13 +203,14 @@ def speeds(topology: Topology, intra_gbps_per_gpu: float | None = None,
         nominal_link = intra_gbps_per_gpu / _BITS * _GB / count
     nominal = inter.nics_per_node * inter.gbps_per_nic if inter_gbps_per_node is None else inter_gbps_per_node
     node = nominal / _BITS * _GB * figures[f"fabric_share.{inter.fabric}"]
-    staged = node if inter.rdma else min(node, staged_channels(topology) * figures["stage_gbps.all"] * _GB)
+    stage = 0.0 if inter.rdma else figures["stage_gbps.all"] * _GB
     groups = min(inter.nics_per_node, topology.gpus_per_node)
     rails = groups if inter.rail_optimized else 1
     return Speeds(
         gpu=nominal_link * share * count, link=nominal_link * share if row else 0.0,
-        pcie=float(slot["nominal"]) * _GB * slot_share,
-        nic=node / groups, staged_nic=staged / groups, nic_groups=groups,
+        pcie=float(slot["nominal"]) * _GB * slot_share, uplink=float(slot["bridge"]) * _GB,
+        nic=node / groups, stage=stage, host=max(2, inter.nics_per_node) * stage,
+        nic_groups=groups,
         nic_nominal=nominal / _BITS * _GB / groups, leaf=node * inter.nodes_per_leaf / inter.oversubscription / rails,
         leaf_uplinks=max(1, round(inter.nodes_per_leaf * inter.nics_per_node / inter.oversubscription / rails)),
         p2p=figures[f"exchange_share.{inter.fabric}"],
@@ -215,10 +218,12 @@ def speeds(topology: Topology, intra_gbps_per_gpu: float | None = None,
         tuner_pcie=float(slot["tuner"]) / float(slot["nominal"]) / slot_share)
 
 
-def staged_channels(topology: Topology) -> int:
+def staged_channels(nics: int, gpus: int) -> int:
     """Channels NCCL opens without GPUDirect RDMA: one per NIC, a NIC shared by k GPUs counting 1/k; two at least.
+
+    Args:
+        nics: of a node that a communicator reaches; gpus: of a node that belong to it.
 
     Source: channel counts in NCCL logs of Jean Zay (4 NICs: 4 channels with 4 V100, 2 with 8 A100).
     """
-    nics = topology.inter.nics_per_node
-    return max(2, nics * min(nics, topology.gpus_per_node) // topology.gpus_per_node)
+    return max(2, nics * min(nics, gpus) // gpus)

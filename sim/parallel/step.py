@@ -15,6 +15,7 @@ from sim.model import build, clip_kernels, optimizer_kernels, optimizer_state_by
 from sim.model.architecture import Architecture, Layer
 from sim.model.eager import rounded
 from sim.model.kernels import quantisation
+from sim.network import latest
 from sim.parallel.compute import Compute
 from sim.parallel.layout import Layout, Ranks
 from sim.parallel.model.expert import dispatched
@@ -209,10 +210,13 @@ def frozen_bytes(layers: Iterable[Layer]) -> int:
 
 
 def end_of_step(plan: Plan, section: SectionBuilder) -> None:
-    """Fixed host work of a step, and the synchronisation of stacks that read the loss every step."""
+    """Fixed host work of a step, the wait for the latest node's, and the synchronisation of stacks that read the loss
+    every step."""
     label = Label("step", "optimizer", "end of step")
     streams = tuple(range(len(plan.streams))) if plan.stack.step_sync else ()
-    section.host(plan.stack.host_step_s, label, joins=streams)
+    stack = plan.stack
+    late_s = stack.host_spread_s * (latest(plan.scenario.cluster.nodes) - 1)
+    section.host(stack.host_step_s + late_s, label, joins=streams)
 
 
 def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins: Sequence[int] = (),

@@ -57,6 +57,7 @@ class Stack:
         host_collective_s: host time per collective call.
         host_view_s: host time per view of a tensor (narrow, chunk), which launches nothing.
         host_step_s: fixed host time per optimizer step.
+        host_spread_s: mean of what comes and goes on top of it on each node, where all hosts meet once per step.
         launch_queue: launches the host may be ahead of the GPU.
         rank_jitter_s: standard deviation of a rank's arrival at a collective.
         product_rate: tensor-core products of this stack's libraries over those of the calibrated kernel tables.
@@ -113,6 +114,7 @@ class Stack:
     host_collective_s: float
     host_view_s: float
     host_step_s: float
+    host_spread_s: float
     launch_queue: int
     rank_jitter_s: float
     product_rate: float

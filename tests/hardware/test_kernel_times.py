@@ -16,7 +16,8 @@ from sim.work import Kernel
 
 #: 100 SMs of 1 TFLOP/s, one 128 x 128 tile, nothing lost anywhere.
 PLAIN = GemmRates(flops_per_s=100e12, fill_k=0, block_start_s=0.0, operand_cost=0.0, exposed_output=0.0, start_s=0.0,
-                  tiles=((128, 128),), splits=(1,), idle_wave_loss=1.0, held_wave_loss=1.0, partial_tile=1.0,
+                  tiles=((128, 128),), splits=(1,), idle_wave_loss=1.0, held_wave_loss=1.0, persistent=False,
+                  partial_tile=1.0,
                   spread=0.0, overlap=np.inf, bandwidth_share=1.0,
                   alignment={16: 1.0, 8: 0.5, 4: 0.5, 2: 0.25, 1: 0.25}, batched_unaligned=0.1, flop_j=1e-12)
 WIDE_BPS = 1e18
@@ -70,6 +71,15 @@ def test_a_product_of_one_wave_takes_two_beside_held_sms() -> None:
     assert seconds(full, sms=82) == pytest.approx(2 * seconds(full))
     partly = replace(PLAIN, held_wave_loss=0.8)
     assert seconds(full, partly, sms=82) == pytest.approx((0.8 * 2 + 0.2 * 100 / 82) * seconds(full))
+
+
+def test_a_persistent_product_takes_a_second_pass_beside_held_sms() -> None:
+    # 1,000 tiles in 100 blocks of 10: with 82 SMs left 18 blocks run after the others; 50 tiles fit beside anything.
+    persistent = replace(PLAIN, persistent=True)
+    many, few = product(12800, 1280, 512), product(640, 1280, 512)
+    assert seconds(many, persistent, sms=82) == pytest.approx(2 * seconds(many))
+    assert seconds(many, sms=82) == pytest.approx(1.3 * seconds(many))
+    assert seconds(few, persistent, sms=82) == pytest.approx(seconds(few))
 
 
 def test_the_tile_is_picked_for_the_whole_gpu() -> None:

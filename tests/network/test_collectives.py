@@ -138,12 +138,13 @@ def test_oversubscribed_leaf_slows_what_crosses_it(machines: Machines) -> None:
 
 
 def test_pcie_switch_uplink_is_shared(machines: Machines) -> None:
-    """Two all-gathers that both straddle the two PCIe switches share the uplinks; within one switch they do not."""
+    """Two all-gathers that both straddle the two PCIe switches share what the CPUs pass on (12.5 GB/s); within
+    one switch they do not."""
     net = network(machines["pcie"], nccl=SIMPLE)
     slot = 31e9 * F["pcie_share.gen4x16"]
     across = np.array([[0, 4], [1, 5]], dtype=np.int64)
     within = np.array([[0, 1], [2, 3]], dtype=np.int64)
-    assert rate(net.coflow("all_gather", GIB, across), net) == pytest.approx(slot / 2 / 0.5)
+    assert rate(net.coflow("all_gather", GIB, across), net) == pytest.approx(12.5e9 / 2 / 0.5)
     assert rate(net.coflow("all_gather", GIB, within), net) == pytest.approx(slot / 0.5)
 
 
@@ -234,6 +235,17 @@ def test_host_staged_transfers_are_slow(machines: Machines) -> None:
         n = 4 * gpus
         bus = rate(net.coflow("all_reduce", 4 * GIB, world(n)), net) * 2 * (n - 1) / n
         assert bus == pytest.approx(channels * F["stage_gbps.all"] * 1e9)
+
+
+@pytest.mark.parametrize(("groups", "channels"), [(1, 2.0), (2, 2.0), (4, 1.0), (8, 0.5)])
+def test_groups_of_one_gpu_per_node_share_what_the_host_stages(machines: Machines, groups: int,
+                                                               channels: float) -> None:
+    """A group of two ranks opens two channels whatever the node holds; all groups share one stream per NIC."""
+    inter = {"kind": "fat-tree", "fabric": "omni-path", "nics_per_node": 4, "gbps_per_nic": 100}
+    net = network({**machines["dgx-a100"], "inter": inter}, nodes=2)
+    ranks = np.array([[4 * (i % 2) + i // 2, 8 + 4 * (i % 2) + i // 2] for i in range(groups)])
+    flow = net.coflow("all_reduce", 4 * GIB, ranks)
+    assert rate(flow, net) == pytest.approx(channels * F["stage_gbps.all"] * 1e9)
 
 
 def test_nodes_without_a_link_are_refused(machines: Machines) -> None:

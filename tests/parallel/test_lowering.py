@@ -208,3 +208,12 @@ def test_what_is_not_simulated_says_so(change: dict[str, Any], field: str) -> No
     with pytest.raises(UserError) as caught:
         lower(scenario(nodes=3 if "pipeline" in change else 1, global_batch=48, **{"strategy": "fsdp"} | change))
     assert field in [f.field for f in caught.value.faults]
+
+
+def test_hosts_that_meet_every_step_wait_for_the_latest_node() -> None:
+    """Composer sums samples over all ranks on the host: 15 ms times 1/2 + 1/3 + 1/4 beyond one node's own work."""
+    def step_s(nodes: int) -> float:
+        section = program(scenario(nodes=nodes, global_batch=64, strategy="fsdp",
+                                   software={"framework": "composer", "year": 2023})).sections[-1]
+        return max(section.host_s)
+    assert step_s(4) - step_s(1) == pytest.approx(15e-3 * (1 / 2 + 1 / 3 + 1 / 4))
