@@ -102,7 +102,7 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
         out: SQLite file of outcomes (see `sim.sizing.store`); `resume` goes on with one that is there.
         workers: processes; they do not change what is found or simulated.
         dask: address of a Dask scheduler, whose workers simulate instead.
-        seconds: simulate no longer than this; what is found then is the best so far, with its gap.
+        seconds: go on no longer than this once simulation has begun; what is found then is the best so far, with its gap.
         price: what a GPU-hour costs, as `--price` says it (`sim.sizing.prices`); a wish with a price keeps its own.
         progress: told (simulated, next bound, best value) after every round.
 
@@ -133,7 +133,7 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
         def stop() -> bool:
             if progress is not None:
                 progress(len(runner.rows), math.nan, math.nan)
-            return time.monotonic() - bounded > seconds
+            return runner.began is not None and time.monotonic() - runner.began > seconds
 
         result = search(ranking.values, runner.values, top, stop=stop, tighten=ranking.tighten)
         found.front_proven = complete(space, ranking.times, runner.steps, stop, ranking.tighten_times)
