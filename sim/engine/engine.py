@@ -50,7 +50,7 @@ class Engine:
     """One simulation.
 
     Attributes:
-        known_shares, known_states: the machine's memos of `Machine.shares` and `Machine.state`.
+        known_shares, known_states, known_near: the machine's memos of `Machine.shares`, `state` and `near`.
         flowing: for each class its active flows and who runs them.
         active: flow number -> the communicator that is running it.
         changed: flows that have begun or ended since rates were last set.
@@ -73,6 +73,7 @@ class Engine:
         self.starting: list[Fifo] = []
         self.known_shares = machine.known_shares
         self.known_states = machine.known_states
+        self.known_near = machine.known_near
         self.offset_s = 0.0
         self.idle_after_s: float | None = None
         self.idle: set[int] = set()
@@ -124,6 +125,8 @@ class Engine:
         """New rates for the active flows that those begun or ended can reach, and new contention states."""
         active = self.active
         changed = self.changed
+        if len(changed) == 1 and self._share_alone(changed[0], now):
+            return
         near = self.machine.near
         known = {flow.number for flow in changed}  # one may have ended and begun again
         reached = list(known)
@@ -147,6 +150,29 @@ class Engine:
         changed.clear()
         for c in classes:
             self._contend(c, now)
+
+    def _share_alone(self, flow: Flow, now: float) -> bool:
+        """`_share` for one flow that has begun or ended and meets no active one; False if it does meet one."""
+        number = flow.number
+        met = self.known_near.get(number)
+        if met is None:
+            met = self.known_near[number] = self.machine.near(number)
+        active = self.active
+        if not met.isdisjoint(active):
+            return False
+        self.changed.clear()
+        classes = flow.classes
+        fifo = active.get(number)
+        if fifo is not None:
+            key = (number,)
+            shares = self.known_shares.get(key) or self.machine.shares(key)
+            rate_bps = shares.rates_bps[0][1]
+            if fifo.rate_bps != rate_bps:
+                fifo.set_rate(rate_bps, now)
+            classes = shares.classes
+        for c in classes:
+            self._contend(c, now)
+        return True
 
     def _contend(self, c: int, now: float) -> None:
         """Look up the contention state of a class anew."""

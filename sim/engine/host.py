@@ -88,6 +88,7 @@ class Host(Timer):
         self.compute = [self.streams[s] for s in sorted({s for plan in self.plans for s in plan.compute})]
         self.state = 0
         self.profiles = machine.table(number, 0)
+        self.tables = {0: self.profiles}  # of the contention states met so far
 
         self.clock = 0.0
         self.run: Run | None = None
@@ -282,7 +283,10 @@ class Host(Timer):
     def contend(self, state: int, now: float) -> None:
         """Collectives have begun or ended on this rank: go on in another contention state."""
         self.state = state
-        self.profiles = self.engine.machine.table(self.number, state)
+        profiles = self.tables.get(state)
+        if profiles is None:
+            profiles = self.tables[state] = self.engine.machine.table(self.number, state)
+        self.profiles = profiles
         for stream in self.compute:
             if stream.profile is not None:
                 stream.contend(now)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from sim.engine.plan import SectionPlan, compile_section
+from sim.engine.plan import SectionPlan, compile_programs
 from sim.program import Job, Kind, Program, RankClass
 
 if TYPE_CHECKING:
@@ -42,17 +42,20 @@ class Profile:
         elapsed: seconds of kernel time before kernel j, length n + 1 (the last entry is the total).
         delay: see above, length n.
         late: late[j] = max(delay[j:]), length n + 1, the last -inf (nothing left to launch).
+        elapsed_column, delay_column: elapsed and delay as arrays, for questions about many kernels at once.
         total_s: all kernels, without waiting for the host.
         first_launch_s: when the first kernel is launched, after the host has begun to issue the segment.
     """
 
-    __slots__ = ("delay", "elapsed", "first_launch_s", "late", "total_s")
+    __slots__ = ("delay", "delay_column", "elapsed", "elapsed_column", "first_launch_s", "late", "total_s")
 
     def __init__(self, times_s: npt.NDArray[np.float64], host_s: Sequence[float]) -> None:
         elapsed = np.concatenate(([0.0], np.cumsum(times_s)))
         launched = np.cumsum(np.asarray(host_s, dtype=np.float64))
         delay = launched - elapsed[:-1]
         late = np.maximum.accumulate(delay[::-1])[::-1]
+        self.elapsed_column = elapsed
+        self.delay_column = delay
         self.elapsed: list[float] = elapsed.tolist()
         self.delay: list[float] = delay.tolist()
         self.late: list[float] = [*late.tolist(), -math.inf]
@@ -120,8 +123,7 @@ class Machine:
         self._kernel_s: dict[tuple[int, int, tuple[int, float]], npt.NDArray[np.float64]] = {}
         self._drains: dict[tuple[int, int], list[list[float] | None]] = {}
         self._copies: dict[tuple[int, int], list[float]] = {}
-        self.plans: list[list[SectionPlan]] = [
-            [compile_section(program, section) for section in program.sections] for program in job.programs]
+        self.plans: list[list[SectionPlan]] = compile_programs(job.programs)
         self._parties = self._members()
         self._connect(network, drain, contention)
 
@@ -139,7 +141,7 @@ class Machine:
         #: What a class's segments take depends on these alone: program, device and its inline collectives' seconds.
         self._variants = [(c.program, c.device, self._inline_s(number)) for number, c in enumerate(job.classes)]
         self.known_states: dict[tuple[tuple[int, float], ...], int] = {}
-        self._near: dict[int, frozenset[int]] = {}
+        self.known_near: dict[int, frozenset[int]] = {}
         self._by_link: dict[object, list[int]] | None = None
 
     def _flows_of(self, c: RankClass) -> list[int]:
@@ -285,7 +287,7 @@ class Machine:
 
     def near(self, flow: int) -> frozenset[int]:
         """Flows that share a link with `flow`: only they can change its rate."""
-        found = self._near.get(flow)
+        found = self.known_near.get(flow)
         if found is None:
             if self._by_link is None:
                 self._by_link = {}
@@ -293,7 +295,7 @@ class Machine:
                     for link in _links(other):
                         self._by_link.setdefault(link, []).append(other.number)
             found = frozenset(n for link in _links(self.flows[flow]) for n in self._by_link[link]) - {flow}
-            self._near[flow] = found
+            self.known_near[flow] = found
         return found
 
     def shares(self, key: tuple[int, ...]) -> Shares:

@@ -7,6 +7,8 @@ stream, a join on a stream it has not used yet) depends on what ran before and i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sim.program import Kind, Program, Section
 
 
@@ -43,17 +45,33 @@ class SectionPlan:
         self.compute: set[int] = set()
 
 
-def compile_section(program: Program, section: Section) -> SectionPlan:
+def compile_programs(programs: Sequence[Program]) -> list[list[SectionPlan]]:
+    """Every section of every program; programs that share their segments count the launches of these once.
+
+    Raises:
+        ValueError: as `compile_section`.
+    """
+    launches: dict[int, list[int]] = {}
+    for program in programs:
+        if id(program.segments) not in launches:
+            launches[id(program.segments)] = program.launches()
+    return [[compile_section(section, launches[id(program.segments)]) for section in program.sections]
+            for program in programs]
+
+
+def compile_section(section: Section, launches: Sequence[int]) -> SectionPlan:
     """Turn waits, joins and stream order into edges.
 
     A stream finishes its tasks in order, so of several tasks of one stream only the last needs waiting for. A HOST task
     needs no edge to what comes after it: the host issues nothing until it has ended.
 
+    Args:
+        launches: CUDA kernels launched by each segment of the program.
+
     Raises:
         ValueError: a task waits for itself or a later one.
     """
     plan = SectionPlan(section)
-    launches = program.launches()
     host = int(Kind.HOST)
     kernels = int(Kind.KERNELS)
     tails = plan.tails

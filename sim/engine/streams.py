@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from simpy import Environment, Event
 from simpy.events import NORMAL, EventPriority
 
@@ -158,17 +159,19 @@ class Stream(Timer):
             if kernel >= last:
                 return last, 0.0, 0.0
             return kernel, (done - elapsed[kernel]) / (elapsed[kernel + 1] - elapsed[kernel]), 0.0
-        begin = base  # when kernel 0 would have begun, waits for launches so far included
-        delay = profile.delay
-        for kernel in range(max(self.first - 1, 0), last):
-            if kernel >= self.first:
-                begin = max(begin, self.issue_s + delay[kernel])
-            if begin + elapsed[kernel + 1] > now:
-                done = now - begin - elapsed[kernel]
-                if done <= 0.0:
-                    return kernel, 0.0, now - elapsed[kernel] - base
-                return kernel, done / (elapsed[kernel + 1] - elapsed[kernel]), begin - base
-        return last, 0.0, begin - base
+        first, issue = self.first, self.issue_s
+        if first and base + elapsed[first] > now:  # the kernel before the first that may wait was not through
+            begin, kernel = base, first - 1
+        else:  # kernel j ends at elapsed[j + 1] after the latest of its own launch and those before it (see Profile)
+            begins = np.maximum(base, issue + np.maximum.accumulate(profile.delay_column[first:]))
+            kernel = first + int(np.searchsorted(begins + profile.elapsed_column[first + 1:], now, "right"))
+            if kernel >= last:
+                return last, 0.0, float(begins[-1]) - base
+            begin = float(begins[kernel - first])
+        done = now - begin - elapsed[kernel]
+        if done <= 0.0:
+            return kernel, 0.0, now - elapsed[kernel] - base
+        return kernel, done / (elapsed[kernel + 1] - elapsed[kernel]), begin - base
 
     def contend(self, now: float) -> None:
         """The contention state has changed: carry the progress over to the new state's prefix sums."""
@@ -178,7 +181,8 @@ class Stream(Timer):
             return
         host = self.host
         new = host.profiles[self.segment] or host.profile(self.segment)
-        if now > self.base_s:
+        base = self.base_s
+        if now > base:
             kernel, fraction, waited = self.position(now)
             elapsed = new.elapsed
             done = elapsed[kernel]
@@ -186,12 +190,12 @@ class Stream(Timer):
                 done += fraction * (elapsed[kernel + 1] - done)
                 kernel += 1
             self.first = kernel
-            self.base_s = now - done
+            self.base_s = base = now - done
             if waited > 0:
                 run.starved[self.task] += waited
         self.profile = new
         late = self.issue_s + new.late[self.first]
-        self.arm((self.base_s if self.base_s > late else late) + new.total_s, now)
+        self.arm((base if base > late else late) + new.total_s, now)
 
     def running_kernel(self, now: float) -> int:
         """Number, within its segment, of the kernel that is on the device now; -1 if none is.

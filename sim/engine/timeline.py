@@ -6,9 +6,10 @@ host issued ahead of that, and communication that began early, has negative time
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -117,7 +118,7 @@ class Timeline:
                     finish = max(finish, end)
         if idle_after_s is not None:
             finish = idle_after_s
-        classes = [[_section_run(run, begin) for run in runs if run.entry[0] == last] for runs in ended]
+        classes = [_section_runs([run for run in runs if run.entry[0] == last], begin) for runs in ended]
         return Timeline(finish - begin, classes, events, sum(run.plan.size for runs in ended for run in runs), last + 1,
                         machine)
 
@@ -180,7 +181,19 @@ class Timeline:
         return np.concatenate(begins), np.concatenate(ends)
 
 
-def _section_run(run: Run, begin: float) -> SectionRun:
-    shift = run.shift_s - begin
-    return SectionRun(run.section, np.array(run.issue) + shift, np.array(run.start) + shift, np.array(run.end) + shift,
-                      np.array(run.starved), 1 + run.copies, run.delta_s)
+def _section_runs(runs: Sequence[Run], begin: float) -> list[SectionRun]:
+    """Runs of one class as arrays; one conversion for all, of which each run has its part."""
+    ends = np.cumsum([run.plan.size for run in runs]).tolist()
+    shifts = np.repeat([run.shift_s - begin for run in runs], [run.plan.size for run in runs])
+
+    def column(of: Callable[[Run], list[float]]) -> Floats:
+        return np.array([time for run in runs for time in of(run)], dtype=np.float64)
+
+    issue, start, end = (column(of) + shifts for of in (_ISSUE, _START, _END))
+    starved = column(_STARVED)
+    return [SectionRun(run.section, issue[low:high], start[low:high], end[low:high], starved[low:high],
+                       1 + run.copies, run.delta_s)
+            for run, low, high in zip(runs, [0, *ends], ends, strict=False)]
+
+
+_ISSUE, _START, _END, _STARVED = map(attrgetter, ("issue", "start", "end", "starved"))

@@ -7,6 +7,7 @@ buffers do not change, so the highest point of a step is exact.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from sim.model.architecture import Layer
@@ -74,6 +75,32 @@ class Activations:
             self._away.backward(position)
         self._change(changes, "backward", position, profile.trace)
         return profile.backward.net[_GRADIENTS]
+
+    def row(self, verb: str, positions: range, layers: Sequence[Layer]) -> list[int]:
+        """`forward` or `backward` of layers in a row with nothing between them, in that direction's order. Equal rows
+        of a job's programs are worked out once.
+
+        Returns:
+            of backward, what it returns for each layer, in the order of `positions`.
+        """
+        section, known = self._section.section, self._plan.compute.rows_of_memory
+        start, first = len(section.memory), len(section.layers)
+        key = (verb, positions, tuple(map(id, layers)), tuple([self._plan.policy(p) for p in positions]), self._last,
+               self._keep, self._caches_casts, len(section), start)
+        if self._away is None and key in known:
+            memory, described, left = known[key]
+            section.memory += memory
+            section.layers += described
+            return left
+        if verb == "forward":
+            left = []
+            for position, layer in zip(positions, layers, strict=True):
+                self.forward(position, layer)
+        else:
+            left = [self.backward(position, layer)
+                    for position, layer in reversed(list(zip(positions, layers, strict=True)))][::-1]
+        known[key] = (section.memory[start:], section.layers[first:], left)
+        return left
 
     def _of(self, position: int, layer: Layer) -> tuple[Profile, list[_Change], list[_Change]]:
         # what an embedding or a bridge holds depends on what the blocks keep

@@ -5,21 +5,29 @@ Segments are made once per distinct layer; a model of eighty equal blocks has th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 
 from sim.model.architecture import Layer, Operator
 from sim.model.recompute import again_operators
 from sim.parallel.model.calls import Items
 from sim.parallel.model.joints import Joints, Uncut
-from sim.program import CollectiveCall, InlineCall, ProgramBuilder
+from sim.parallel.model.overlap import Timed, together
+from sim.program import CollectiveCall, InlineCall, MemoryOp, ProgramBuilder
 from sim.software import Stack
+from sim.tensor_trace import LayerMemory
 from sim.work import Kernel
 
 
 def traffic_kernel(name: str, dtype: str, elements: int, bytes_moved: float, category: str = "memory_bound") -> Kernel:
     """An element-wise kernel of a technique's own (a copy, a cast, a scaling)."""
     return Kernel("elementwise", dtype, (max(1, elements),), name, 0.0, bytes_moved, category)
+
+
+#: Rows of a segment, and the host time of each.
+_Part = tuple[tuple[int, ...], tuple[float, ...]]
 
 
 class Compute:
@@ -30,12 +38,16 @@ class Compute:
         self._stack = stack
         self._joints = joints or Uncut()
         self._made: dict[Hashable, int] = {}
+        self._parts: dict[Hashable, _Part] = {}
+        #: What `Activations.row` has worked out: memory operations, what they belong to, gradients left behind.
+        self.rows_of_memory: dict[Hashable, tuple[list[MemoryOp], list[LayerMemory], list[int]]] = {}
         self._kept: list[object] = []  # keeps layers alive, so that an id stands for one layer only
 
     def shared(self, builder: ProgramBuilder) -> Compute:
         """The same segments for another program whose builder shares its tables with this one's."""
         other = Compute(builder, self._stack, self._joints)
-        other._made, other._kept = self._made, self._kept
+        other._made, other._parts, other._kept = self._made, self._parts, self._kept
+        other.rows_of_memory = self.rows_of_memory
         return other
 
     def _once(self, layer: object, key: Hashable, make: Callable[[], int]) -> int:
@@ -47,9 +59,24 @@ class Compute:
 
     def segment(self, forward: Sequence[Kernel | InlineCall], backward: Sequence[Kernel | InlineCall] = ()) -> int:
         """A segment whose `forward` items are launched by module code and `backward` ones by autograd."""
-        f, b = self._stack.host_forward_s, self._stack.host_backward_s
-        host = [self._launch_s(item, f) for item in forward] + [self._launch_s(item, b) for item in backward]
-        return self._builder.segment((*forward, *backward), host)
+        return self._row((self._part(forward, self._stack.host_forward_s),
+                          self._part(backward, self._stack.host_backward_s)))
+
+    def _part(self, items: Sequence[Kernel | InlineCall], of_operator: float) -> _Part:
+        return self._builder.rows(items), tuple([self._launch_s(item, of_operator) for item in items])
+
+    def _row(self, parts: Iterable[_Part]) -> int:
+        rows, host = zip(*parts, strict=True)
+        return self._builder.segment_of(tuple(chain.from_iterable(rows)), tuple(chain.from_iterable(host)))
+
+    def _of(self, layer: Layer, key: Hashable, items: Callable[[], Iterable[Kernel | InlineCall]],
+            of_operator: float) -> _Part:
+        """A part that is the same wherever the layer stands."""
+        full = (id(layer), key)
+        if full not in self._parts:
+            self._kept.append(layer)
+            self._parts[full] = self._part(tuple(items()), of_operator)
+        return self._parts[full]
 
     def _launch_s(self, item: Kernel | InlineCall, of_operator: float) -> float:
         if isinstance(item, Kernel):
@@ -59,14 +86,14 @@ class Compute:
     def forward(self, layer: Layer, before: tuple[Kernel, ...] = ()) -> int:
         """Forward of a layer, after the technique's own kernels `before`."""
         return self._once(layer, ("forward", before), lambda: self.segment(
-            (*before, *(item for op in layer.operators for item in self._joints.forward(op)))))
+            (*before, *self.forward_items(layer.operators))))
 
     def backward(self, layer: Layer, policy: str, before: tuple[Kernel, ...] = (),
                  after: tuple[Kernel, ...] = ()) -> int:
         """Recomputation and backward of a layer between the technique's own kernels."""
         def make() -> int:
             again = self.recomputed(layer, policy)
-            back = tuple(item for op in reversed(layer.operators) for item in self._joints.backward(op))
+            back = self.backward_items(layer.operators)
             return self.segment((*before, *again), (*back, *after))
         return self._once(layer, ("backward", policy, before, after), make)
 
@@ -90,23 +117,23 @@ class Compute:
                 again = self.recomputed(layer, policy)
             numel = sum(p.numel for op in chosen for p in op.parameters)
             own = per_parameter(numel) if numel else ()
-            back = tuple(item for op in chosen for item in self._joints.backward(op))
+            back = self.backward_items(tuple(reversed(chosen)))
             return self.segment(again, (*back, *own)) if again or back or own else -1
         return [self._once(layer, ("part", policy, cuts, i, per_parameter), lambda i=i: make(i))  # type: ignore[misc]
                 for i in range(len(cuts) + 1)]
 
     def forward_items(self, operators: Sequence[Operator]) -> Items:
         """What forward of operators runs, with the collectives between them."""
-        return tuple(item for op in operators for item in self._joints.forward(op))
+        return self._joints.row([(op.name, self._joints.forward(op)) for op in operators])
 
     def backward_items(self, operators: Sequence[Operator], weights: str = "with") -> Items:
-        """What backward of operators, given in forward order, runs: with, without or only their weight gradients."""
-        return tuple(item for op in reversed(operators) for item in self._backward_of(op, weights))
+        """What backward of operators, given in forward order, runs; `weights` as in `run_backward`."""
+        return self._joints.row([(op.name, self._backward_of(op, weights)) for op in reversed(operators)])
 
     def recomputed(self, layer: Layer, policy: str) -> Items:
         """What recomputation under `policy` runs again in backward (Korthikanti et al. 2022, section 4)."""
         if policy == "full":
-            return tuple(item for op in layer.operators if op.recomputed for item in self._joints.forward(op))
+            return self.forward_items([op for op in layer.operators if op.recomputed])
         if policy == "selective":
             return tuple(item for op in layer.operators if op.core for item in self._joints.again(op))
         if policy == "selective-op":
@@ -118,8 +145,11 @@ class Compute:
         """Forward of several layers in a row as one segment, after the collectives `before`; -1 if it is empty."""
         def make() -> int:
             self._kept.extend(layers)
-            items = tuple(item for layer in layers for op in layer.operators for item in self._joints.forward(op))
-            return self.segment((*map(InlineCall, before), *items)) if items or before else -1
+            cost = self._stack.host_forward_s
+            parts = [self._part([InlineCall(call) for call in before], cost)]
+            parts += [self._of(layer, "forward", partial(self.forward_items, layer.operators), cost)
+                      for layer in layers]
+            return self._row(parts) if any(rows for rows, _ in parts) else -1
         return self._once(tuple, ("run", before, tuple(map(id, layers))), make)
 
     def run_backward(self, layers: Sequence[Layer], policies: Sequence[str], weights: str = "with",
@@ -132,16 +162,44 @@ class Compute:
         """
         def make() -> int:
             self._kept.extend(layers)
-            back: list[Kernel | InlineCall] = [InlineCall(call) for call in before]
-            for layer, policy in zip(reversed(layers), reversed(policies), strict=True):
-                if weights != "only":
-                    back += self.recomputed(layer, policy)
-                for op in reversed(layer.operators):
-                    back += self._backward_of(op, weights)
-            back += after
-            return self.segment((), back) if back else -1
+            cost = self._stack.host_backward_s
+            parts = [self._part([InlineCall(call) for call in before], cost)]
+            parts += [self._of(layer, (weights, policy), partial(self._backward_row, layer, policy, weights), cost)
+                      for layer, policy in zip(reversed(layers), reversed(policies), strict=True)]
+            parts.append(self._part(after, cost))
+            return self._row(parts) if any(rows for rows, _ in parts) else -1
         key = ("run back", before, tuple(map(id, layers)), tuple(policies), weights, after)
         return self._once(tuple, key, make)
+
+    def run_together(self, ahead: Sequence[Layer], back: Sequence[Layer], policies: Sequence[str],
+                     weights: str = "with", before: tuple[CollectiveCall, ...] = (),
+                     after: tuple[Kernel, ...] = ()) -> int:
+        """Forward of layers and backward of others as one segment, in which either side's tokens travel to their
+        experts while the other side computes (`sim.parallel.model.overlap.together`).
+
+        Args:
+            ahead, back: layers of the forward and of the backward pass, both in forward order.
+            policies, weights, before, after: as in `run_backward`.
+        """
+        def timed(items: Items, of_operator: float) -> list[Timed]:
+            return [(item, self._launch_s(item, of_operator)) for item in items]
+
+        def make() -> int:
+            self._kept += (*ahead, *back)
+            f, b = self._stack.host_forward_s, self._stack.host_backward_s
+            merged = together((timed(self.forward_items(layer.operators), f) for layer in ahead),
+                              (timed(self._backward_row(layer, policy, weights), b)
+                               for layer, policy in zip(reversed(back), reversed(policies), strict=True)),
+                              is_weight_gradient)
+            found = [*timed(tuple(map(InlineCall, before)), f), *merged, *timed(after, b)]
+            return self._builder.segment([item for item, _ in found], [launch_s for _, launch_s in found])
+        key = ("together", before, tuple(map(id, ahead)), tuple(map(id, back)), tuple(policies), weights, after)
+        return self._once(tuple, key, make)
+
+    def _backward_row(self, layer: Layer, policy: str, weights: str) -> Items:
+        """Recomputation and backward of a layer."""
+        again = () if weights == "only" else self.recomputed(layer, policy)
+        return (*again, *self.backward_items(layer.operators, weights))
 
     def _backward_of(self, op: Operator, weights: str) -> Items:
         if weights == "with":

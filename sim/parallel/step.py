@@ -18,7 +18,7 @@ from sim.model.kernels import quantisation
 from sim.network import latest
 from sim.parallel.compute import Compute
 from sim.parallel.layout import Layout, Ranks
-from sim.parallel.model.expert import dispatched
+from sim.parallel.model.expert import dispatched, hidden_by
 from sim.parallel.model.joints import joints
 from sim.parallel.offload import STREAMS, Offload
 from sim.program import CollectiveCall, Label, ProgramBuilder, SectionBuilder
@@ -83,7 +83,7 @@ class Plan:
         sent = dispatched(self.scenario, self.stack, self.groups.get("expert"))
         self.compute = Compute(self.builder, self.stack, joints(
             self.stack, tuple(self.groups), sequence=parallel.sequence_parallel and parallel.tensor > 1,
-            pipelined=parallel.async_tensor, dispatched=sent))
+            pipelined=parallel.async_tensor, dispatched=sent, shares=hidden_by(self.scenario, self.stack) == "shared"))
 
 
     @property

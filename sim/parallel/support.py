@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from sim.errors import Fault, UserError
 from sim.hardware import gpu
 from sim.model.tuning import QUANTISED
+from sim.parallel.model.expert import misfit
 from sim.scenario.schema import Scenario
 
 #: Compute dtypes below 16 bits.
@@ -128,6 +129,8 @@ def _expert(scenario: Scenario, ipg: bool) -> Iterator[Fault]:
     if scenario.expert_tensor < parallel.tensor and not parallel.sequence_parallel:
         yield Fault(f"expert {parallel.expert} spreads experts over tensor ranks too, which all hold the same tokens",
                     field, hint="set sequence_parallel: true, so that every tensor rank sends its own tokens")
+    if parallel.overlap_experts is not None and (why := misfit(scenario, parallel.overlap_experts)):
+        yield Fault(why[0], "parallel.overlap_experts", hint=why[1])
     if ipg and parallel.strategy == "zero3":
         yield Fault("DeepSpeed has no expert parallelism in ZeRO-3 (runtime/engine.py: MoE not supported with Stage 3)",
                     field, hint="use zero1, zero2 or fsdp")

@@ -44,7 +44,7 @@ def write_run(folder: Path, result: Result, text: str, as_json: Mapping[str, Any
         OSError: the folder or a file cannot be written.
     """
     from sim.report import plot_style as look
-    from sim.report.pipeline_rows import boxes_of, chunk_names
+    from sim.report.pipeline_rows import boxes_of, chunk_names, merges
     from sim.report.plot_memory import fullest, memory_digest, memory_figure
     from sim.report.plot_pipeline import pipeline_digest, pipeline_figure
     from sim.report.plot_timeline import timeline_digest, timeline_figure
@@ -58,6 +58,7 @@ def write_run(folder: Path, result: Result, text: str, as_json: Mapping[str, Any
         if boxes is not None:
             scenario = result.scenario
             how = f"{scenario.parallel.schedule}, {boxes.stages} stages, {scenario.micro_steps} micro-batches"
+            how += "; what runs as one is drawn in halves" * merges(result)
             pictures.append(("pipeline.png", pipeline_figure(scenario.name, boxes, how, chunk_names(result),
                                                              result.step_time_s)))
             digest["pipeline.png"] = pipeline_digest(boxes, result.step_time_s)

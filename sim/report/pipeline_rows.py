@@ -17,9 +17,9 @@ from sim.report.plot_pipeline import Boxes
 from sim.report.result import Result
 from sim.report.stages import replica_of
 
-#: Labels of actions: the chunk, and what is done to it.
-_CHUNK = re.compile(r"chunk(\d+)$")
-_KINDS = {"forward": "F", "backward": "B", "weight gradients": "W"}
+#: Labels of actions: the chunk (of a forward that runs as one with a backward, in front), and what is done to it.
+_CHUNK = re.compile(r"chunk(?:(\d+)\+)?(\d+)$")
+_KINDS = {"forward": "F", "backward": "B", "weight gradients": "W", "forward and backward": "B"}
 #: Schedules that run backwards from the last micro-batch to the first.
 _REVERSED = ("gpipe",)
 
@@ -39,7 +39,9 @@ class MicroBatches:
         named = _CHUNK.match(label.layer)
         if not named or label.name not in _KINDS:
             return None
-        key = (_KINDS[label.name], int(named[1]))
+        key = (_KINDS[label.name], int(named[2]))
+        if named[1]:
+            self._counted["F", int(named[1])] += 1
         number = self._counted[key]
         self._counted[key] += 1
         return self._last - number if self._last is not None and key[0] == "B" else number
@@ -72,6 +74,12 @@ def chunk_names(result: Result) -> tuple[str, ...]:
     return ("upwards", "downwards") if result.scenario.parallel.schedule == "dualpipe" else ()
 
 
+def merges(result: Result) -> bool:
+    """Whether forwards and backwards run as one (`parallel.overlap_experts`), so that their boxes' edge is no event."""
+    return any("+" in label.layer and label.name in _KINDS
+               for program in result.detail.lowered.job.programs for label in program.labels)
+
+
 def _of_class(result: Result, number: int) -> list[_Box]:
     """Boxes of one class of ranks, in order."""
     job = result.detail.lowered.job
@@ -89,7 +97,12 @@ def _of_class(result: Result, number: int) -> list[_Box]:
         start, end = float(columns.start_s[row]), float(columns.end_s[row])
         named = _CHUNK.match(label.layer)
         if named and label.name in _KINDS:
-            kind, chunk = _KINDS[label.name], int(named[1])
+            kind, chunk = _KINDS[label.name], int(named[2])
+            if named[1]:  # as one with a forward: each is drawn in half of their time
+                ahead = int(named[1])
+                boxes.append((simulated.program, "F", ahead, counted["F", ahead], start, (start + end) / 2))
+                counted["F", ahead] += 1
+                start = (start + end) / 2
         elif label.phase == "backward" and label.layer in layers:
             if joined:
                 boxes[-1] = (*boxes[-1][:5], end)

@@ -105,7 +105,8 @@ def pipeline_figure(title: str, boxes: Boxes, subtitle: str = "", chunk_names: S
         bottom = height - _HEAD - number * per_panel - 0.2 - rows
         ax = made.add_axes((_LEFT / look.WIDTH, bottom / height, (look.WIDTH - _LEFT - _RIGHT) / look.WIDTH,
                             rows / height))
-        _panel(ax, boxes, window, name, rows / boxes.stages)
+        # where parts of it follow, the whole is an overview: numbers on some of its boxes would only confuse
+        _panel(ax, boxes, window, name, rows / boxes.stages, numbered=len(panels) < 3 or number > 0)
     look.key(made, legend)
     return made
 
@@ -135,7 +136,7 @@ def _panels(boxes: Boxes) -> list[tuple[str, Window]]:
             ("the pipeline empties", (end - wide, end))]
 
 
-def _panel(ax: Axes, boxes: Boxes, window: Window, title: str, row_inches: float) -> None:
+def _panel(ax: Axes, boxes: Boxes, window: Window, title: str, row_inches: float, numbered: bool) -> None:
     start, end = window
     unit, factor = look.scale(end - start)
     ax.set_xlim(start * factor, end * factor)
@@ -153,7 +154,7 @@ def _panel(ax: Axes, boxes: Boxes, window: Window, title: str, row_inches: float
             own = inside.take((inside.kind == kind) & (inside.chunk == chunk))
             if len(own.stage):
                 _draw(ax, own, colour(kind, chunk, boxes.chunks), factor, per_second)
-    if row_inches >= _READABLE:
+    if numbered and row_inches >= _READABLE:
         _number(ax, inside, window, boxes.chunks, factor, per_second)
 
 

@@ -7,8 +7,10 @@ from typing import Any
 
 from sim.catalog import table
 from sim.errors import Fault, nearest
+from sim.scenario.checks_experts import mixture, spread
 from sim.scenario.defaults import SHARDED
 from sim.scenario.document import Document
+from sim.scenario.findings import Finding, divisors_near
 from sim.scenario.schema import FULL, Model, Scenario, Training
 from sim.scenario.trouble import trouble
 
@@ -19,9 +21,6 @@ MAX_GPUS = 1_000_000
 MAX_MICRO_STEPS = 1_000_000
 #: Schedules that hold several chunks of the model on each rank.
 _CHUNKED = frozenset({"interleaved", "zb-v", "dualpipe"})
-
-#: (dotted field, message, hint)
-Finding = tuple[str, str, str]
 
 
 def check_names(data: dict[str, Any], document: Document) -> list[Fault]:
@@ -82,26 +81,14 @@ def check(written: Scenario, scenario: Scenario, document: Document) -> list[Fau
     """Every impossible combination of a scenario whose fields are each well-formed."""
     findings: list[Finding] = [*_cluster(written, scenario), *_layout(written, scenario)]
     laid_out = not findings  # else the number of replicas means nothing
-    rules = (trouble, _model, _moe, _tensor, _context, _pipeline, _modes, _tokens)
-    for rule in (*rules, _batch, _sharding, _expert) if laid_out else rules:
+    rules = (trouble, _model, mixture, _tensor, _context, _pipeline, _modes, _tokens)
+    for rule in (*rules, _batch, _sharding, spread) if laid_out else rules:
         findings += rule(written, scenario)
     return [document.fault(path, message, hint) for path, message, hint in findings]
 
 
 def _divides(part: int, whole: int) -> bool:
     return part > 0 and whole % part == 0
-
-
-def _divisors_near(whole: int, wanted: int) -> str:
-    """A hint naming the divisors of `whole` around `wanted`."""
-    if whole > 10**9:
-        return ""
-    small = [d for d in range(1, int(whole**0.5) + 1) if whole % d == 0]
-    divisors = sorted({*small, *(whole // d for d in small)})
-    below = [d for d in divisors if d < wanted][-1:]
-    above = [d for d in divisors if d > wanted][:1]
-    near = " or ".join(str(d) for d in below + above)
-    return f"{near} would divide" if near else ""
 
 
 def _cluster(written: Scenario, s: Scenario) -> Iterator[Finding]:
@@ -159,7 +146,7 @@ def _model(written: Scenario, s: Scenario) -> Iterator[Finding]:
         yield (
             "model.heads",
             f"hidden {m.hidden} is not a multiple of heads {m.heads}",
-            "; ".join(h for h in (_divisors_near(m.hidden, m.heads), "or give head_dim") if h),
+            "; ".join(h for h in (divisors_near(m.hidden, m.heads), "or give head_dim") if h),
         )
     if m.kv_heads > m.heads:
         yield "model.kv_heads", f"kv_heads {m.kv_heads} is more than heads {m.heads}", f"at most {m.heads}"
@@ -167,7 +154,7 @@ def _model(written: Scenario, s: Scenario) -> Iterator[Finding]:
         yield (
             "model.kv_heads",
             f"kv_heads {m.kv_heads} does not divide heads {m.heads}",
-            _divisors_near(m.heads, m.kv_heads),
+            divisors_near(m.heads, m.kv_heads),
         )
     if written.model.decoder_layers and m.kind != "encoder-decoder":
         yield (
@@ -187,16 +174,6 @@ def _model(written: Scenario, s: Scenario) -> Iterator[Finding]:
         yield "model.hidden", f"{m.layers} blocks of width {m.hidden} are over 10^18 parameters, absurdly many", ""
 
 
-def _moe(written: Scenario, s: Scenario) -> Iterator[Finding]:
-    moe = s.model.moe
-    if moe is None:
-        return
-    if moe.top_k > moe.experts:
-        yield "model.moe.top_k", f"top_k {moe.top_k} is more than experts {moe.experts}", f"at most {moe.experts}"
-    if moe.first_dense > s.model.layers:
-        yield ("model.moe.first_dense", f"first_dense {moe.first_dense} is more than layers {s.model.layers}", "")
-
-
 def _layout(written: Scenario, s: Scenario) -> Iterator[Finding]:
     p = s.parallel
     group = p.tensor * p.context * p.pipeline
@@ -206,7 +183,7 @@ def _layout(written: Scenario, s: Scenario) -> Iterator[Finding]:
             f"parallel.{path}",
             f"tensor {p.tensor} · context {p.context} · pipeline {p.pipeline} = {group} does not "
             f"divide {s.gpus} GPUs ({s.cluster.nodes} nodes of {s.cluster.gpus_per_node})",
-            _divisors_near(s.gpus, group),
+            divisors_near(s.gpus, group),
         )
         return
     if sorted(p.order) != sorted(["tensor", "context", "expert", "data", "pipeline"]):
@@ -277,14 +254,14 @@ def _sharding(written: Scenario, s: Scenario) -> Iterator[Finding]:
             "parallel.sharding_factor",
             f"sharding_factor {p.sharding_factor} does not divide the {ranks} data-parallel "
             "ranks" + (f" (data {s.data_parallel} · context {p.context})" if p.context > 1 else ""),
-            _divisors_near(ranks, p.sharding_factor),
+            divisors_near(ranks, p.sharding_factor),
         )
     reshard = p.reshard_after_forward
     if not isinstance(reshard, bool) and not _divides(reshard, p.sharding_factor):
         yield (
             "parallel.reshard_after_forward",
             f"reshard_after_forward {reshard} does not divide the sharding factor {p.sharding_factor}",
-            _divisors_near(p.sharding_factor, reshard),
+            divisors_near(p.sharding_factor, reshard),
         )
 
 
@@ -296,15 +273,15 @@ def _tensor(written: Scenario, s: Scenario) -> Iterator[Finding]:
         return
     path = "parallel.tensor"
     if m.heads % p.tensor:
-        yield path, f"tensor {p.tensor} does not divide heads {m.heads}", _divisors_near(m.heads, p.tensor)
+        yield path, f"tensor {p.tensor} does not divide heads {m.heads}", divisors_near(m.heads, p.tensor)
     if m.kv_heads % p.tensor and p.tensor % m.kv_heads:
         yield (
             path,
             f"tensor {p.tensor} and kv_heads {m.kv_heads}: neither divides the other",
-            _divisors_near(m.kv_heads, p.tensor),
+            divisors_near(m.kv_heads, p.tensor),
         )
     if m.ffn % p.tensor:
-        yield path, f"tensor {p.tensor} does not divide ffn {m.ffn}", _divisors_near(m.ffn, p.tensor)
+        yield path, f"tensor {p.tensor} does not divide ffn {m.ffn}", divisors_near(m.ffn, p.tensor)
     if p.sequence_parallel and m.kind != "decoder":
         message = f"sequence parallelism is for decoders, not for an {m.kind}"
         yield "parallel.sequence_parallel", message, "set it to false"
@@ -327,29 +304,7 @@ def _context(written: Scenario, s: Scenario) -> Iterator[Finding]:
         yield (
             "parallel.context",
             f"context {context} does not divide the sequence of {s.training.sequence} tokens",
-            _divisors_near(s.training.sequence, context),
-        )
-
-
-def _expert(written: Scenario, s: Scenario) -> Iterator[Finding]:
-    p, moe = s.parallel, s.model.moe
-    if p.expert == 1:
-        return
-    ranks = s.data_parallel * p.context * p.tensor
-    if moe is None:
-        yield ("parallel.expert", f"expert {p.expert} but the model has no experts", "give model.moe, or remove it")
-    elif moe.experts % p.expert:
-        yield (
-            "parallel.expert",
-            f"expert {p.expert} does not divide the model's {moe.experts} experts",
-            _divisors_near(moe.experts, p.expert),
-        )
-    if ranks % p.expert:
-        yield (
-            "parallel.expert",
-            f"expert {p.expert} does not divide data {s.data_parallel} · context {p.context} · tensor "
-            f"{p.tensor} = {ranks} ranks",
-            _divisors_near(ranks, p.expert),
+            divisors_near(s.training.sequence, context),
         )
 
 

@@ -132,6 +132,8 @@ def _deepseek(c: _Config) -> dict[str, Any]:
         "top_k": c.whole("num_experts_per_tok"),
         "expert_ffn": c.whole("moe_intermediate_size"),
         "shared_experts": c.whole("n_shared_experts", default=0),
+        "groups": c.whole("n_group", default=1),
+        "top_groups": c.whole("topk_group", default=1),
         "first_dense": c.whole("first_k_dense_replace", default=0),
         "every": c.whole("moe_layer_freq", default=1),
     }

@@ -59,6 +59,8 @@ class Moe(Table):
     top_k: Experts = needs("experts a token is sent to")
     expert_ffn: Width = late("inner width of one expert")
     shared_experts: Annotated[int, Field(ge=0, le=100_000)] = has(0, "experts that see every token")
+    groups: Experts = has(1, "groups of neighbouring experts; a token's experts come from the best top_groups of them")
+    top_groups: Experts = has(1, "groups a token's experts come from; with 1 group there is no limit")
     every: Layers = has(1, "one block of so many is a mixture")
     first_dense: LayersOrNone = has(0, "blocks at the start that are not")
     capacity: Annotated[float, Field(ge=0, le=1000)] = has(
@@ -263,6 +265,9 @@ class Parallel(Table):
     context: Degree = has(1, "context parallelism")
     context_exchange: Literal["ring", "all-gather"] = has("ring", "keys and values go round a ring, or are gathered")
     expert: Degree = has(1, "expert parallelism")
+    overlap_experts: Literal["none", "shared", "batches"] | None = has(
+        None, "what hides tokens on their way to experts: nothing, shared experts, another micro-batch's compute; none "
+        "given = what the stack does")
     pipeline: Degree = has(1, "pipeline stages")
     virtual_stages: Annotated[int, count(10_000)] = late("chunks of each pipeline rank")
     schedule: Schedule = late("order of the pipeline's micro-batches")

@@ -25,7 +25,7 @@ from sim.model.eager import KINDS, layer_profile
 from sim.parallel.compute import Compute, is_weight_gradient
 from sim.parallel.layout import Layout
 from sim.parallel.lower import cut_groups, held, layout_of
-from sim.parallel.model.expert import dispatched
+from sim.parallel.model.expert import dispatched, staying
 from sim.parallel.model.joints import joints
 from sim.parallel.pipeline.weights import kept_for_weights
 from sim.program import InlineCall, ProgramBuilder
@@ -102,13 +102,16 @@ class Layers:
         self.distinct = list({id(x): x for x in row}.values())
         number = {id(layer): i for i, layer in enumerate(self.distinct)}
         self.index = np.array([number[id(layer)] for layer in row])
+        hidden = parallel.overlap_experts or stack.expert_overlap
         compute = Compute(ProgramBuilder(("compute",), names), stack, joints(
             stack, names, sequence=parallel.sequence_parallel and parallel.tensor > 1, pipelined=parallel.async_tensor,
-            dispatched=sent))
+            dispatched=sent, shares=hidden == "shared"))
         items = [[compute.forward_items(layer.operators), *(
             compute.backward_items(layer.operators, weights) for weights in ("with", "without", "only")), *(
             compute.recomputed(layer, p) if layer.kind == "block" else () for p in POLICIES)]
             for layer in self.distinct]
+        if hidden == "batches":  # another micro-batch may hide what travels, under some schedules
+            items = [[staying(part) for part in of] for of in items]
         kernels = list(dict.fromkeys(k for of in items for part in of for item in part for k in _kernels(item)))
         known = dict(zip(kernels, zip(device.times(kernels).tolist(), device.work_j(kernels).tolist(), strict=True),
                          strict=True))

@@ -77,6 +77,8 @@ class Stack:
             scores weigh the activation instead of the output.
         dispatch_once: a token travels once to every node (within a node: GPU) that holds some of its experts, and is
             copied there; else once to each expert.
+        expert_overlap: what hides tokens on their way to experts: none, shared (experts), batches (a forward and a
+            backward of two micro-batches run as one), where the layout allows it.
         gradient_accumulation_fusion: the weight-gradient GEMM adds into the gradient buffer itself.
         adapter_dropout: adapters of fine-tuning drop out their input.
         quantised_keeps_input: a 4-bit linear layer keeps its input for backward, which it does not need.
@@ -136,6 +138,7 @@ class Stack:
     fused_dropout_add: bool
     fused_permutation: bool
     dispatch_once: bool
+    expert_overlap: str
     gradient_accumulation_fusion: bool
     adapter_dropout: bool
     quantised_keeps_input: bool

@@ -62,6 +62,26 @@ def test_a_linear_layer_by_hand() -> None:
     assert run.memory.live[ACTIVATIONS] == 0
 
 
+@pytest.mark.parametrize("slices", [1, 4])
+def test_gathered_keys_and_values_live_as_long_as_the_kernel(slices: int) -> None:
+    """q, k, v and the output are 4 KiB each, whole keys and values 16 KiB each: beside the output forward, and with
+    their gradients beside dq, dk, dv backward; nothing of them is kept."""
+    run, x, _ = started()
+    parts = [op.to(run, op.clone(run, x), "fp32") for _ in range(3)]
+    before = run.memory.total
+    run.memory.mark()
+    out = op.attention(run, parts[0], parts[1], parts[2], 16, gathered=slices)
+    whole = 2 * 4 * slices * KIB if slices > 1 else 0
+    assert run.memory.top == before + 4 * KIB + 3 * 512 + whole
+    assert run.memory.total == before + 4 * KIB + 3 * 512
+    del x, parts
+    out.storage.hand_over()
+    run.memory.mark()
+    held = run.memory.total
+    go_back(run, out)
+    assert run.memory.top == held + (4 + 3 * 4) * KIB + 2 * whole
+
+
 def test_autocast_keeps_half_copies_and_drops_the_cache() -> None:
     run, x, boundary = started(16 * 64, autocast="bf16")
     y = op.linear(run, x, 64, 128, True, dtype="fp32")

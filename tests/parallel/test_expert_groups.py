@@ -179,6 +179,26 @@ def test_a_token_sent_once_goes_to_no_more_places_than_there_are(top_k: int, pla
     assert math.isclose(sent_once(1, places), 1.0)
 
 
+def test_limited_groups_are_on_fewer_places() -> None:
+    # one of two groups, a place each: all rows go to one place; groups of two places each: as two places would
+    assert sent_once(4, 2, 2, 1) * 4 == 1.0
+    assert sent_once(4, 4, 2, 1) == pytest.approx(sent_once(4, 2))
+    # DeepSeek-V3 on four nodes, two groups each, four groups chosen: a node has one of them in 4/7 of all draws, both
+    # in 3/14, and is then missed by all eight experts with (3/4)^8 and (1/2)^8
+    assert sent_once(8, 4, 8, 4) * 8 == pytest.approx(4 * (4 / 7 * (1 - 0.75**8) + 3 / 14 * (1 - 0.5**8)))
+
+
+@given(top_k=st.integers(1, 16), places=st.sampled_from([1, 2, 4, 8, 16, 32]), groups=st.sampled_from([1, 2, 4, 8]),
+       top_groups=st.integers(1, 8))
+@settings(max_examples=50)
+def test_a_limit_never_sends_more(top_k: int, places: int, groups: int, top_groups: int) -> None:
+    top_groups = min(top_groups, groups)
+    limited = sent_once(top_k, places, groups, top_groups)
+    assert limited <= sent_once(top_k, places) * (1 + 1e-12)
+    assert math.isclose(sent_once(top_k, places, groups, groups), sent_once(top_k, places), rel_tol=0.12)
+    assert math.isclose(sent_once(1, places, groups, top_groups), 1.0)
+
+
 def test_stacks_that_send_a_token_once_send_less() -> None:
     # one node: places are the four ranks, two experts a token: 4 (1 - (3/4)^2) = 1.75 copies instead of two
     often, once = (moved(scenario(expert=4, year=year), "all_to_all")[4] for year in (2024, 2025))

@@ -266,6 +266,8 @@ CONFIGS = {
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
         "n_routed_experts": 256,
+        "n_group": 8,
+        "topk_group": 4,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 2048,
         "n_shared_experts": 1,

@@ -186,7 +186,7 @@ def _flash(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bi
     rows = style.tokens * style.heads
     if bias is None:
         q, k, v = (op.to(run, t, run.autocast or t.dtype) for t in (query, key, value))
-        return op.attention(run, q, k, v, rows)
+        return op.attention(run, q, k, v, rows, gathered=style.context if style.gathers else 1)
     if not style.memory:  # create_position_bias_mask: with the causal mask, contiguous
         bias = op.clone(run, op.where(run, bias, style.sequence * style.keys * style.context) if style.causal else bias)
     half = op.expanded(run, op.to(run, bias, run.autocast or bias.dtype), style.batch)

@@ -350,11 +350,14 @@ def cat(run: Run, parts: Sequence[Tensor]) -> Tensor:
 
 
 def attention(run: Run, query: Tensor, key: Tensor, value: Tensor, rows: int, bias: Tensor | None = None,
-              batch: int = 1) -> Tensor:
+              batch: int = 1, gathered: int = 1) -> Tensor:
     """A flash or memory-efficient kernel: keeps queries, keys, values, output, log-sum-exp and the random state.
 
     Args:
         rows: log-sum-exps.
+        gathered: slices of the sequence that keys and values are gathered from. The whole ones live as long as the
+            kernel and are gathered again in backward, where their gradients are whole until they are scattered
+            (TransformerEngine `AttnFuncWithCPAndKVAllGather`).
         bias: added to the scores and kept; its gradient is made for every sequence of the batch, then summed.
     """
     shapes = [(t.elements, t.dtype, t.sink is not None) for t in (query, key, value)]
@@ -363,10 +366,19 @@ def attention(run: Run, query: Tensor, key: Tensor, value: Tensor, rows: int, bi
         shapes.append((bias.elements * batch, bias.dtype, bias.sink is not None))
         sinks.append(bias.sink)
         saved.append(bias.storage)
-    node = run.node(lambda run, _: [run.new(n, d) if needed else None for n, d, needed in shapes], sinks)
+
+    def rule(run: Run, _: Gradients) -> Gradients:
+        whole = [run.new(n * gathered, d) for n, d, _ in shapes[1:3] * 2] if gathered > 1 else []
+        made: Gradients = [run.new(n, d) if needed else None for n, d, needed in shapes]
+        whole.clear()
+        return made
+
+    node = run.node(rule, sinks)
     run.save(node, *saved)
+    whole = [run.new(n * gathered, d) for n, d, _ in shapes[1:3]] if gathered > 1 else []
     out = Tensor(run.output(query.elements, query.dtype), query.elements, query.dtype, Output(node, 0))
     run.save(node, out.storage, run.output(rows, "fp32"), run.output(1, "fp64"), run.output(1, "fp64"))
+    whole.clear()
     return out
 
 

@@ -7,21 +7,34 @@ DeepSeek-AI 2024 (arXiv 2412.19437), section 3.2.2, and its DeepEP: a token is s
 
 from __future__ import annotations
 
+import math
+
 from sim.model.architecture import Joint
 from sim.parallel.layout import Ranks
 from sim.parallel.model.calls import Calls, Items
+from sim.program import InlineCall
 from sim.scenario.schema import Scenario
 from sim.software import Stack
 
 
-def sent_once(top_k: int, places: int) -> float:
+def sent_once(top_k: int, places: int, groups: int = 1, top_groups: int = 1) -> float:
     """Share of a token's `top_k` rows that travels where it is sent once to each place: the expected number of places
     that hold one of its experts, drawn evenly, over `top_k`.
 
     Args:
         places: nodes of an expert group, or its ranks where all are on one node.
+        groups, top_groups: a token's experts come from so many of these groups of neighbouring experts, drawn evenly
+            too (node-limited routing, DeepSeek-V3, arXiv 2412.19437, section 2.1.2). A place holds whole groups, or a
+            group several places whole.
     """
-    return places * (1.0 - (1.0 - 1.0 / places) ** top_k) / top_k
+    if places > groups:  # a chosen group is spread over several places
+        apart = places / groups
+        return places * top_groups / groups * (1.0 - (1.0 - 1.0 / (top_groups * apart)) ** top_k) / top_k
+    held = max(1, groups // places)
+    drawn = math.comb(groups, top_groups)
+    hit = sum(math.comb(held, n) * math.comb(groups - held, top_groups - n) / drawn
+              * (1.0 - (1.0 - n / top_groups) ** top_k) for n in range(1, min(held, top_groups) + 1))
+    return places * hit / top_k
 
 
 def dispatched(scenario: Scenario, stack: Stack, ranks: Ranks | None) -> float:
@@ -34,7 +47,42 @@ def dispatched(scenario: Scenario, stack: Stack, ranks: Ranks | None) -> float:
     if moe is None or ranks is None or not stack.dispatch_once:
         return 1.0
     nodes = len(set((ranks[0] // scenario.cluster.gpus_per_node).tolist()))
-    return sent_once(moe.top_k, nodes if nodes > 1 else ranks.shape[1])
+    return sent_once(moe.top_k, nodes if nodes > 1 else ranks.shape[1], moe.groups, moe.top_groups)
+
+
+def hidden_by(scenario: Scenario, stack: Stack) -> str:
+    """What hides tokens on their way: "none", "shared" (experts) or "batches"; asked for, or the stack's habit where
+    the layout has it at hand."""
+    asked = scenario.parallel.overlap_experts
+    if asked is not None:
+        return asked
+    return "none" if misfit(scenario, stack.expert_overlap) else stack.expert_overlap
+
+
+def misfit(scenario: Scenario, overlap: str) -> tuple[str, str] | None:
+    """Why tokens cannot travel beside that in this layout, and what would help."""
+    parallel, moe = scenario.parallel, scenario.model.moe
+    if overlap == "none" or parallel.expert == 1 or moe is None:
+        return None
+    if overlap == "shared":
+        return None if moe.shared_experts else ("the model has no shared experts to hide the all-to-alls behind",
+                                                "remove it")
+    if parallel.pipeline == 1 or parallel.schedule not in ("interleaved", "dualpipe"):
+        return ("a forward and a backward run as one where chunks of a pipeline take turns",
+                "use schedule interleaved with virtual_stages, or dualpipe")
+    if parallel.strategy in ("fsdp", "zero2", "zero3"):
+        return ("stages whose parameters are sharded run forward and backward one after the other",
+                "use zero1, or remove it")
+    recompute = scenario.training.recompute
+    if recompute == "full" or (not isinstance(recompute, str) and recompute.layers):
+        return ("Megatron-LM refuses full recomputation beside the overlap of micro-batches (training/arguments.py)",
+                "recompute less, or remove it")
+    return None
+
+
+def staying(items: Items) -> Items:
+    """Items without tokens on their way, which may travel beside them."""
+    return tuple(item for item in items if not isinstance(item, InlineCall) or item.call.kind != "all_to_all")
 
 
 def around(calls: Calls, joint: Joint, kernels: Items, direction: str) -> Items:

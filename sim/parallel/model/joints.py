@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from sim.model.architecture import Operator
-from sim.parallel.model import context, expert, tensor
+from sim.parallel.model import context, expert, overlap, tensor
 from sim.parallel.model.calls import Calls, Items
 from sim.software import Stack
 
@@ -25,6 +26,7 @@ class Joints:
         hides: the weight gradients hide the reduction of the input gradient (`Stack.tensor_overlap`).
         pipelined: products and collectives are cut into pieces that overlap (async tensor parallelism).
         keeps: gathered inputs are kept for backward (`Stack.gathered_inputs_kept`).
+        shares: tokens travel to their experts and back beside the shared experts.
     """
 
     calls: Calls
@@ -32,6 +34,7 @@ class Joints:
     hides: bool
     pipelined: bool
     keeps: bool
+    shares: bool = False
 
     def forward(self, operator: Operator) -> Items:
         """An operator's forward."""
@@ -44,6 +47,10 @@ class Joints:
     def backward(self, operator: Operator) -> Items:
         """An operator's backward."""
         return self._turned(operator, operator.backward, "backward")
+
+    def row(self, turned: Sequence[tuple[str, Items]]) -> Items:
+        """Operators one after another: name and items of each, in the order of the direction."""
+        return overlap.beside_shared(turned) if self.shares else tuple(chain.from_iterable(i for _, i in turned))
 
     def _turned(self, operator: Operator, kernels: Items, direction: str) -> Items:
         joint = operator.joint
@@ -74,11 +81,15 @@ class Uncut:
         """An operator's backward."""
         return operator.backward
 
+    def row(self, turned: Sequence[tuple[str, Items]]) -> Items:
+        """Operators one after another."""
+        return tuple(chain.from_iterable(items for _, items in turned))
+
 
 def joints(stack: Stack, communicators: Sequence[str], *, sequence: bool, pipelined: bool,
-           dispatched: float = 1.0) -> Joints | Uncut:
+           dispatched: float = 1.0, shares: bool = False) -> Joints | Uncut:
     """Joints of a job whose programs have these communicators; see `Joints` and `Calls`."""
     calls = Calls(tuple(communicators), dispatched)
     if not any(name in communicators for name in ("tensor", "context", "expert")):
         return Uncut()
-    return Joints(calls, sequence, stack.tensor_overlap, pipelined, stack.gathered_inputs_kept)
+    return Joints(calls, sequence, stack.tensor_overlap, pipelined, stack.gathered_inputs_kept, shares)

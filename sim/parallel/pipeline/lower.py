@@ -16,7 +16,9 @@ from sim.model.architecture import Architecture
 from sim.parallel.compute import is_weight_gradient
 from sim.parallel.data.bucketed import Bucketed
 from sim.parallel.layout import Layout, Ranks, equitable_classes, simulated_ranks
-from sim.parallel.pipeline.orders import Costs, order, placement, places, split
+from sim.parallel.model.expert import hidden_by
+from sim.parallel.pipeline.orders import Action, Costs, check, placement, places, split
+from sim.parallel.pipeline.patterns import Schedule
 from sim.parallel.pipeline.sharded import ShardedStage
 from sim.parallel.pipeline.stage import Passing, Stage
 from sim.parallel.pipeline.stages import blocks_per_stage, positions
@@ -75,18 +77,22 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
         raise UserError(Fault("a pipeline's micro-batches are all of one size: a replica's share of the global batch "
                               "must be a multiple of the micro-batch", field="training.global_batch"))
     depth, virtual = parallel.pipeline, parallel.virtual_stages
-    orders = order(parallel.schedule, depth, virtual, scenario.micro_steps, *_costs(architecture))
+    merged = parallel.expert > 1 and hidden_by(scenario, stack) == "batches"
+    schedule = Schedule(parallel.schedule, depth, virtual, scenario.micro_steps, *_costs(architecture), int(merged))
+    check(parallel.schedule, depth, virtual, scenario.micro_steps)
     placed = placement(parallel.schedule, depth, virtual)
     blocks = len(architecture.stack) - 2
     slots = parallel.split_slots
     counts = blocks_per_stage(blocks, placed, parallel.split, slots.embedding, slots.head)
     chunks = positions(architecture, counts, placed)
+    _occupied(chunks, parallel.split is not None)
     moves = Transfers(places(parallel.schedule, depth, virtual))
-    edges = sorted({edge for rank, actions in enumerate(orders) for action in actions
-                    if (edge := moves.sent(rank, action)) is not None})
+    edges = sorted({edge for rank, own in enumerate(placed) for chunk in range(len(own)) for kind in "FB"
+                    if (edge := moves.sent(rank, Action(kind, chunk, 0))) is not None})
     joined = _Joined(scenario, layout, groups, tied, placed, edges)
+    table = _table(architecture) if tied else 0
     plans: list[Plan] = []
-    for rank, actions in enumerate(orders):
+    for rank in range(depth):
         own = [edge for edge in edges if rank in (edge.source, edge.target)]
         streams = fsdp.STREAMS if "shard" in groups else STREAMS
         plan = _plan(scenario, stack, architecture, layout, joined, rank, chunks[rank], own,
@@ -97,11 +103,30 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
         stage = make(
             rank=rank, depth=depth, plan=plan, chunks=_rebased(chunks[rank]), transfers=moves,
             passing=_passing(scenario, stack, architecture), edges={edge: joined.number(edge) for edge in own},
-            streams={edge: len(streams) + i for i, edge in enumerate(own)}, tied="embedding" in plan.groups,
-            separate=split(parallel.schedule))
-        stage.write(actions)
+            streams={edge: len(streams) + i for i, edge in enumerate(own)},
+            tied=table if "embedding" in plan.groups else 0, separate=split(parallel.schedule), merged=merged)
+        stage.write(schedule)
         plans.append(plan)
     return Pipelined(plans, joined)
+
+
+def _table(architecture: Architecture) -> int:
+    """Elements of the table that embedding and head have copies of (of this tensor rank's rows, where it is cut): the
+    head's last parameter. It need not be the largest: positions and an encoder's transformation may be."""
+    return architecture.stack[-1].parameters[-1].numel
+
+
+def _occupied(chunks: list[list[range]], given: bool) -> None:
+    """Every rank holds something.
+
+    Raises:
+        UserError: a rank without a layer.
+    """
+    empty = [rank for rank, own in enumerate(chunks) if not any(own)]
+    if empty:
+        field, hint = (("parallel.split", "give it a block") if given
+                       else ("parallel.pipeline", "use fewer stages, or say in parallel.split who holds what"))
+        raise UserError(Fault(f"pipeline rank {empty[0]} holds no block, embedding or head", field=field, hint=hint))
 
 
 def _plan(scenario: Scenario, stack: Stack, architecture: Architecture, layout: Layout, joined: _Joined, rank: int,

@@ -26,28 +26,37 @@ __all__ = ["Action", "Costs", "Places", "check", "order", "placement", "places",
 
 
 def order(schedule: str, pipeline: int, virtual: int, micro_batches: int, costs: Costs = UNIFORM,
-          kept_for_weights: float = 1.0) -> list[list[Action]]:
+          kept_for_weights: float = 1.0, ahead: int = 0) -> list[list[Action]]:
     """Actions of every pipeline rank, in the order in which it runs them.
 
     Args:
         costs: of one chunk; only the schedules found by search (zb-1p, zb-2p) look at them.
         kept_for_weights: share of a micro-batch's activations that stays between "B" and "W" (M_W / M_B of Qi et al.
             2023); only zb-1p and zb-2p look at it.
+        ahead: forwards by which warm-up of interleaved chunks is longer. Where a forward and a backward run as one it
+            is 1, for the last rank's first backward needs the forward in front of it (Megatron-LM `schedules.py`,
+            get_pp_rank_microbatches, overlap_moe_expert_parallel_comm).
 
     Raises:
         UserError: as `check`.
     """
     check(schedule, pipeline, virtual, micro_batches)
-    return [list(actions) for actions in _ordered(schedule, pipeline, virtual, micro_batches, costs, kept_for_weights)]
+    return [list(actions) for actions in _ordered(schedule, pipeline, virtual, micro_batches, costs, kept_for_weights,
+                                                  ahead)]
+
+
+def forget() -> None:
+    """Empty the memo of order lists (benchmarks do)."""
+    _ordered.cache_clear()
 
 
 @lru_cache(maxsize=32)
 def _ordered(schedule: str, pipeline: int, virtual: int, micro_batches: int, costs: Costs,
-             kept_for_weights: float) -> list[list[Action]]:
+             kept_for_weights: float, ahead: int) -> list[list[Action]]:
     if schedule == "gpipe":
         return _gpipe(pipeline, micro_batches)
     if schedule == "interleaved" and virtual > 1:
-        return _interleaved(pipeline, virtual, micro_batches)
+        return _interleaved(pipeline, virtual, micro_batches, ahead)
     if schedule in ("zb-h1", "zb-h2"):
         return handcrafted(pipeline, micro_batches, schedule == "zb-h2")
     if schedule in ("zb-1p", "zb-2p"):
@@ -76,7 +85,7 @@ def _one_forward_one_backward(pipeline: int, micro_batches: int) -> list[list[Ac
     return [_alternating(forward, backward, min(micro_batches, pipeline - rank - 1)) for rank in range(pipeline)]
 
 
-def _interleaved(pipeline: int, virtual: int, micro_batches: int) -> list[list[Action]]:
+def _interleaved(pipeline: int, virtual: int, micro_batches: int, ahead: int) -> list[list[Action]]:
     """Groups of p micro-batches through one chunk after another; 2(p - rank - 1) + (v - 1)p forwards of warm-up.
 
     Source: Megatron-LM `core/pipeline_parallel/schedules.py`, get_pp_rank_microbatches and get_schedule_table.
@@ -87,7 +96,8 @@ def _interleaved(pipeline: int, virtual: int, micro_batches: int) -> list[list[A
                 for i in range(pipeline)]
     if micro_batches == pipeline:  # Megatron-LM runs all forwards first then
         return [forward + backward for _ in range(pipeline)]
-    return [_alternating(forward, backward, min(len(forward), 2 * (pipeline - rank - 1) + (virtual - 1) * pipeline))
+    return [_alternating(forward, backward, min(len(forward), 2 * (pipeline - rank - 1) + (virtual - 1) * pipeline
+                                                    + ahead))
             for rank in range(pipeline)]
 
 

@@ -21,6 +21,7 @@ from sim.model.architecture import Architecture, Layer
 from sim.parallel.activations import GRADIENT_POOL, Activations
 from sim.parallel.compute import traffic_kernel
 from sim.parallel.pipeline.actions import Action
+from sim.parallel.pipeline.patterns import ALL, NOTHING
 from sim.parallel.pipeline.stage import Stage
 from sim.parallel.sharded.fsdp import Fsdp, present
 from sim.parallel.sharded.fsdp2 import Fsdp2
@@ -28,9 +29,6 @@ from sim.parallel.sharded.units import Unit, units_of
 from sim.parallel.step import COMPUTE, MicroStep, end_of_step
 from sim.program import Label, SectionBuilder
 from sim.work import Kernel
-
-#: What an action gathers: nothing, its blocks, or its root too.
-NOTHING, BLOCKS, ALL = 0, 1, 2
 
 
 @dataclass
@@ -42,7 +40,6 @@ class ShardedStage(Stage):
     """
 
     sharded: Fsdp = field(kw_only=True)
-    _whole: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         units: list[Unit] = []
@@ -66,16 +63,8 @@ class ShardedStage(Stage):
     def _states(self) -> None:
         self.sharded.states()
 
-    def _gathers(self, action: Action, final: bool) -> int:
-        """What an action gathers, given those before it."""
-        if action.kind == "W":
-            if final:
-                self._whole[action.chunk] = NOTHING
-            return NOTHING
-        whole = self._whole.get(action.chunk, NOTHING)  # ALL: everything is; BLOCKS: only the root is
-        stays = self.sharded.keep if action.kind == "F" else self._after_backward
-        self._whole[action.chunk] = NOTHING if final else ALL if stays else BLOCKS
-        return {NOTHING: ALL, BLOCKS: BLOCKS, ALL: NOTHING}[whole]
+    def _keeps(self) -> tuple[bool, bool]:
+        return self.sharded.keep, self._after_backward
 
     # -------------------------------------------------------------------------------------------------------- actions
     def _forward(self, section: SectionBuilder, action: Action, micro: MicroStep, waiting: tuple[int, ...],

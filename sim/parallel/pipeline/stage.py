@@ -8,13 +8,13 @@ schedule names it again and again.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from sim.model.architecture import Layer
 from sim.parallel.activations import FLOWING_POOL, OUTPUT_POOL, Activations
 from sim.parallel.pipeline.orders import Action
+from sim.parallel.pipeline.patterns import Batch, Habits, Schedule, rows
 from sim.parallel.pipeline.transfers import Edge, Transfers
 from sim.parallel.pipeline.weights import kept_for_weights
 from sim.parallel.step import COMPUTE, MicroStep, Plan, blocks
@@ -42,13 +42,6 @@ class Passing:
     waits: str
 
 
-class _Batch(NamedTuple):
-    """Actions between two exchanges, (kind, chunk, first, final, gathers) each, and what the next batch waits for."""
-
-    actions: tuple[tuple[str, int, bool, bool, int], ...]
-    needs: tuple[Edge, ...]
-
-
 @dataclass
 class Stage:
     """Writes the program of one pipeline rank.
@@ -59,8 +52,9 @@ class Stage:
         chunks: positions of each chunk in the plan's architecture.
         edges: communicator of every edge that touches the rank.
         streams: stream of every edge.
-        tied: first and last stage hold copies of one table.
+        tied: elements of the table of which first and last stage hold copies; 0 where this one has none.
         separate: weight gradients are actions of their own.
+        merged: a forward and the backward behind it run as one, so that tokens travel to experts beside compute.
     """
 
     rank: int
@@ -71,47 +65,29 @@ class Stage:
     passing: Passing
     edges: dict[Edge, int]
     streams: dict[Edge, int]
-    tied: bool
+    tied: int
     separate: bool
+    merged: bool
 
-    def write(self, actions: Sequence[Action]) -> None:
+    def write(self, schedule: Schedule) -> None:
         """All sections of a step, in order; what recurs is written once and repeated."""
         plan = self.plan
-        made: dict[tuple[_Batch, ...], SectionBuilder] = {}
+        made: dict[tuple[Batch, ...], SectionBuilder] = {}
         self._states()
-        batches = self.batched(actions)
-        self._first_receive([edge for action in batches[0] if (edge := self.transfers.needed(self.rank, action))])
-        described = self._described(batches)
-        for begin, length, repeats in fold(described, len(self.chunks) * self.depth):
-            pattern = tuple(described[begin:begin + length])
-            section = made.get(pattern)
+        pairs = self.merged or self.passing.waits != "overlapped"
+        row = rows(schedule, Habits(pairs, not self._resident(), self._keeps()))[self.rank]
+        self._first_receive(row.first)
+        for batches, repeats in row.patterns:
+            section = made.get(batches)
             if section is None:
-                section = made[pattern] = plan.builder.section(", ".join(
-                    f"{_NAMES[kind]} of chunk {chunk}" for batch in pattern for kind, chunk, *_ in batch.actions))
-                for batch in pattern:
+                section = made[batches] = plan.builder.section(", ".join(
+                    f"{_NAMES[kind]} of chunk {chunk}" for batch in batches for kind, chunk, *_ in batch.actions))
+                for batch in batches:
                     self._act(section, batch)
             plan.builder.run(section, repeats)
         section = plan.builder.section("optimizer step")
         self._finish(section)
         plan.builder.run(section)
-
-    def _described(self, batches: Sequence[Sequence[Action]]) -> list[_Batch]:
-        """What is written of every batch: equal batches are one."""
-        kinds = {(kind, chunk): self.transfers.needed(self.rank, Action(kind, chunk, 0))
-                 for kind in ("F", "B", "W") for chunk in range(len(self.chunks))}
-        last = "W" if self.separate else "B"
-        final = {a.chunk: a.micro for together in batches for a in together if a.kind == last}
-        firsts = not self._resident()
-        found: list[_Batch] = []
-        needs: list[tuple[Edge, ...]] = [tuple(edge for a in together if (edge := kinds[a.kind, a.chunk]))
-                                         for together in batches]
-        needs.append(())
-        for i, together in enumerate(batches):
-            ends = [a.kind == last and final[a.chunk] == a.micro for a in together]
-            own = tuple([(a.kind, a.chunk, firsts and a.micro == 0 and a.kind != "F", end, self._gathers(a, end))
-                         for a, end in zip(together, ends, strict=True)])
-            found.append(_Batch(own, needs[i + 1]))
-        return found
 
     def _states(self) -> None:
         """Memory that is held for the whole step."""
@@ -121,34 +97,26 @@ class Stage:
         """Whether gradients live in a buffer, so that the first micro-batch's are like the others'."""
         return False
 
-    def _gathers(self, action: Action, final: bool) -> int:
-        """What of sharded parameters an action gathers; called once for every action in order."""
-        return 0
-
-    def batched(self, actions: Sequence[Action]) -> list[tuple[Action, ...]]:
-        """Actions between two exchanges: one, but a forward and the backward behind it where chunks are interleaved and
-        exchanges block (Megatron-LM `schedules.py`, send_forward_backward_recv_forward_backward)."""
-        turns = next((i for i, a in enumerate(actions) if a.kind == "B"), 0) < sum(a.kind == "F" for a in actions)
-        pairs = len(self.chunks) > 1 and self.passing.waits != "overlapped" and turns
-        batches: list[tuple[Action, ...]] = []
-        i = 0
-        while i < len(actions):
-            paired = pairs and actions[i].kind == "F" and i + 1 < len(actions) and actions[i + 1].kind == "B"
-            batches.append(tuple(actions[i:i + 2]) if paired else (actions[i],))
-            i += len(batches[-1])
-        return batches
+    def _keeps(self) -> tuple[bool, bool] | None:
+        """Whether sharded parameters stay whole behind a forward, and behind a backward that is not the last."""
+        return None
 
     # ------------------------------------------------------------------------------------------------------ actions
-    def _act(self, section: SectionBuilder, batch: _Batch) -> None:
+    def _act(self, section: SectionBuilder, batch: Batch) -> None:
         verbs = {"F": self._forward, "B": self._backward, "W": self._weights}
         moved: list[Edge] = []
         tasks: list[int] = []
+        one = self.merged and self._merges(batch)
+        ahead = batch.actions[0][1]
         for kind, chunk, first, final, gathers in batch.actions:
             arrived = self.transfers.needed(self.rank, Action(kind, chunk, 0))
             if arrived is not None:
                 self._passed(section, arrived, 1)
             action, micro = Action(kind, chunk, 0), MicroStep(self.plan.architecture.batch, first, final)
-            task = verbs[kind](section, action, micro, self._waited(action), gathers)
+            if not one:
+                task = verbs[kind](section, action, micro, self._waited(action), gathers)
+            else:  # written with the backward; what the forward sends waits for all compute in front of it
+                task = self._pair(section, Action("F", ahead, 0), action, micro) if kind == "B" else -1
             edge = self.transfers.sent(self.rank, action)
             if edge is not None:
                 moved.append(edge)
@@ -203,8 +171,7 @@ class Stage:
                  gathers: int = 0) -> int:
         layers = self._layers(action.chunk)
         memory = Activations(self.plan, section, self.chunks[action.chunk].stop, keep_gradients=False)
-        for position, layer in zip(self.chunks[action.chunk], layers, strict=True):
-            memory.forward(position, layer)
+        memory.row("forward", self.chunks[action.chunk], layers)
         gathered = self._gathered(self.transfers.needed(self.rank, action))
         segment = self.plan.compute.run(layers, gathered)
         return self._kernels(section, segment, Label(f"chunk{action.chunk}", "forward", "forward"), waiting)
@@ -212,6 +179,14 @@ class Stage:
     def _backward(self, section: SectionBuilder, action: Action, micro: MicroStep, waiting: tuple[int, ...],
                   gathers: int = 0) -> int:
         """One backward pass of a chunk; returns its last task, -1 if there is none."""
+        raise NotImplementedError
+
+    def _merges(self, batch: Batch) -> bool:
+        """Whether a batch is a forward and a backward that can run as one."""
+        return False
+
+    def _pair(self, section: SectionBuilder, forward: Action, backward: Action, micro: MicroStep) -> int:
+        """A forward and a backward of another micro-batch as one; returns its task."""
         raise NotImplementedError
 
     def _accumulated(self, layers: Sequence[Layer], micro: MicroStep) -> tuple[Kernel, ...]:
@@ -244,30 +219,6 @@ class Stage:
 
     def _held_for_weights(self, chunk: int) -> int:
         return sum(kept_for_weights(layer) for layer in self._layers(chunk))
-
-
-def fold(items: Sequence[Hashable], group: int) -> list[tuple[int, int, int]]:
-    """A list as (begin, length, repeats) of patterns that recur one after another.
-
-    Args:
-        group: length over which chunks take turns (chunks x stages); patterns of one to three items, and of one to
-            three groups, are looked for.
-    """
-    lengths = sorted({n * unit for n in (1, 2, 3) for unit in (1, group)})
-    found: list[tuple[int, int, int]] = []
-    at = 0
-    while at < len(items):
-        best = (at, 1, 1)
-        for length in lengths:
-            end = at + length
-            while end < len(items) and items[end] == items[end - length]:
-                end += 1
-            repeats = (end - at) // length
-            if repeats > 1 and repeats * length > best[1] * best[2]:
-                best = (at, length, repeats)
-        found.append(best)
-        at += best[1] * best[2]
-    return found
 
 
 _NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}

@@ -11,6 +11,7 @@ from sim.parallel.activations import Activations
 from sim.parallel.data.bucketed import Bucketed
 from sim.parallel.data.buckets import Bucket
 from sim.parallel.pipeline.actions import Action
+from sim.parallel.pipeline.patterns import Batch
 from sim.parallel.pipeline.stage import Stage
 from sim.parallel.step import COMPUTE, MicroStep, end_of_step
 from sim.program import CollectiveCall, Kind, Label, SectionBuilder
@@ -41,19 +42,40 @@ class WholeStage(Stage):
         if self._reduces_early(micro):
             return self._backward_reduced(section, action, micro, waiting)
         layers = self._layers(action.chunk)
-        memory = Activations(self.plan, section, self.chunks[action.chunk].stop,
-                             keep_gradients=self.data.keeps_gradients(micro))
-        for position, layer in reversed(list(zip(self.chunks[action.chunk], layers, strict=True))):
-            left = memory.backward(position, layer)
-            self.data.gradients[position] = self.data.gradients.get(position, 0) + left
-        if held:
-            section.allocate("kept for weight gradients", held, "activations")
+        self._backward_memory(section, action, micro, held)
         policies = [self.plan.policy(position) for position in self.chunks[action.chunk]]
         gathered = self._gathered(self.transfers.needed(self.rank, action))
         after = () if self.separate else self._accumulated(layers, micro)
         segment = self.plan.compute.run_backward(
             layers, policies, "without" if self.separate else "with", gathered, after)
         return self._kernels(section, segment, Label(f"chunk{action.chunk}", "backward", "backward"), waiting)
+
+    def _backward_memory(self, section: SectionBuilder, action: Action, micro: MicroStep, held: int) -> None:
+        chunk = self.chunks[action.chunk]
+        memory = Activations(self.plan, section, chunk.stop, keep_gradients=self.data.keeps_gradients(micro))
+        for position, left in zip(chunk, memory.row("backward", chunk, self._layers(action.chunk)), strict=True):
+            self.data.gradients[position] = self.data.gradients.get(position, 0) + left
+        if held:
+            section.allocate("kept for weight gradients", held, "activations")
+
+    def _merges(self, batch: Batch) -> bool:
+        kinds = [kind for kind, *_ in batch.actions]
+        return kinds == ["F", "B"] and not self._reduces_early(MicroStep(0, False, batch.actions[1][3]))
+
+    def _pair(self, section: SectionBuilder, forward: Action, backward: Action, micro: MicroStep) -> int:
+        ahead, back = self._layers(forward.chunk), self._layers(backward.chunk)
+        chunk = self.chunks[forward.chunk]
+        Activations(self.plan, section, chunk.stop, keep_gradients=False).row("forward", chunk, ahead)
+        self._backward_memory(section, backward, micro, self._held_for_weights(backward.chunk) if self.separate else 0)
+        gathered = tuple(call for action in (forward, backward)
+                         for call in self._gathered(self.transfers.needed(self.rank, action)))
+        segment = self.plan.compute.run_together(
+            ahead, back, [self.plan.policy(position) for position in self.chunks[backward.chunk]],
+            "without" if self.separate else "with", gathered,
+            () if self.separate else self._accumulated(back, micro))
+        waiting = dict.fromkeys((*self._waited(forward), *self._waited(backward)))
+        label = Label(f"chunk{forward.chunk}+{backward.chunk}", "backward", "forward and backward")
+        return self._kernels(section, segment, label, tuple(waiting))
 
     def _accumulated(self, layers: Sequence[Layer], micro: MicroStep) -> tuple[Kernel, ...]:
         own = self.data.first_copies if micro.first else self.data.later_copies
@@ -99,10 +121,8 @@ class WholeStage(Stage):
 
     def _tie(self, section: SectionBuilder) -> None:
         """First and last stage add up their gradients of the shared embedding (Megatron `finalize_model_grads.py`)."""
-        numel = max(p.numel for layer in self.plan.architecture.stack for p in (*layer.parameters, *layer.shared)
-                    if layer.kind in ("embedding", "head"))
         precision = self.plan.scenario.training.precision
-        size = round(numel * DTYPE_BYTES[precision.gradients])
+        size = round(self.tied * DTYPE_BYTES[precision.gradients])
         call = CollectiveCall("all_reduce", size, precision.gradients,
                               self.plan.builder.communicators.index("embedding"))
         label = Label("embedding", "optimizer", "tied gradients")

@@ -1,0 +1,20 @@
+"""The Program and Job: what ranks run, as plain columns (see `columns.py` for the rules of the machine)."""
+
+from sim.program.builder import ProgramBuilder, SectionBuilder, Tables
+from sim.program.columns import (
+    ON_CPU,
+    CollectiveCall,
+    Copy,
+    Inline,
+    InlineCall,
+    Kind,
+    Label,
+    MemoryOp,
+    Program,
+    Section,
+    Segment,
+)
+from sim.program.job import Communicator, Job, RankClass
+
+__all__ = ["ON_CPU", "CollectiveCall", "Communicator", "Copy", "Inline", "InlineCall", "Job", "Kind", "Label",
+           "MemoryOp", "Program", "ProgramBuilder", "RankClass", "Section", "SectionBuilder", "Segment", "Tables"]
