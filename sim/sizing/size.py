@@ -102,7 +102,8 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
         out: SQLite file of outcomes (see `sim.sizing.store`); `resume` goes on with one that is there.
         workers: processes; they do not change what is found or simulated.
         dask: address of a Dask scheduler, whose workers simulate instead.
-        seconds: go on no longer than this once simulation has begun; what is found then is the best so far, with its gap.
+        seconds: go on no longer than this once simulation has begun; what is found then is the best so far, with its
+            gap.
         price: what a GPU-hour costs, as `--price` says it (`sim.sizing.prices`); a wish with a price keeps its own.
         progress: told (simulated, next bound, best value) after every round.
 
