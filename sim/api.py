@@ -27,7 +27,7 @@ from sim.report.advice import advise
 from sim.report.largest import largest
 from sim.report.memory import MemoryResult, by_class, fullest
 from sim.report.memory_plan import MemoryPlan, StageMemory
-from sim.report.result import Result, build_result
+from sim.report.result import Result, build_result, step_energy_j
 from sim.report.tables import Frame, as_table, row_of
 from sim.scenario import Loaded, Scenario, load_scenario
 from sim.software import stack_for
@@ -256,6 +256,21 @@ def _predict(scenario: Scenario, sets: Mapping[str, Any]) -> Result:
     result.set = dict(sets)
     result.simulation.wall_s = time.perf_counter() - started
     return result
+
+
+def measure(scenario: Scenario) -> tuple[MemoryResult, float | None, float | None]:
+    """Memory of the fullest rank, seconds of a step and its energy in joules; what does not fit is not simulated.
+
+    Raises:
+        UserError: the scenario asks for what is not simulated.
+    """
+    lowered = lower(scenario)
+    memory = fullest(by_class(scenario, lowered, _devices(scenario, lowered)))
+    if not memory.fits:
+        return memory, None, None
+    machine = machine_for(scenario, lowered)
+    result = build_result(scenario, lowered, machine, simulate(lowered.job, machine))
+    return result.memory, result.step_time_s, step_energy_j(lowered, machine, result.step_time_s)
 
 
 def _advised(result: Result) -> Result:

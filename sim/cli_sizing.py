@@ -28,26 +28,31 @@ if TYPE_CHECKING:
 @click.option("--deadline", help="Longest run, e.g. '30 days'; needs tokens in the scenario's budget.")
 @click.option("--budget", type=Finite(min=0), help="Most money for the run, USD.")
 @click.option("--price", help="USD per GPU-hour, or a kind of cloud instance: 2.5, p5, or A=2.5,B=p5 by cluster.")
-@click.option("--objective", type=click.Choice(["time", "cost", "gpus"]), default="time", help="What is best.")
+@click.option("--objective", type=click.Choice(["time", "cost", "gpus", "energy"]), default="time",
+              help="What is best.")
+@click.option("--memory-margin", type=Finite(min=0), default=0.0, metavar="GIB",
+              help="GiB of every GPU's memory that are to stay free.")
 @click.option("--top", type=click.IntRange(1, 1000), default=10, help="How many of the best.")
 @click.option("--out", type=click.Path(dir_okay=False), help="SQLite file that results stream into.")
 @click.option("--resume", is_flag=True, help="Go on with the file of --out.")
 @click.option("--seconds", type=Finite(min=0), help="Simulate no longer; the best so far, with its gap.")
-@click.option("--workers", type=click.IntRange(1, 1024), default=1, help="Processes.")
+@click.option("--workers", type=click.IntRange(1, 1024), help="Processes; default one for each CPU.")
 @click.option("--dask", metavar="ADDRESS", help="Dask scheduler whose workers simulate instead, tcp://host:port.")
 @click.option("--json", "json_to", metavar="FILE", help="Write the result as JSON; - is standard output.")
 @click.option("--csv", "csv_to", metavar="FILE", help="Write every simulated configuration as CSV.")
 @click.option("--parquet", "parquet_to", metavar="FILE", help="The same as Parquet; needs drystep[parquet].")
 @click.option("--report", "report_to", metavar="DIR", help="Write the text and a picture of the front there.")
 def size(scenario: str, gpus: str, clusters: str | None, deadline: str | None, budget: float | None,
-         objective: str, top: int, out: str | None, resume: bool, seconds: float | None, workers: int,
-         dask: str | None, price: str | None, json_to: str | None, csv_to: str | None, parquet_to: str | None,
+         objective: str, top: int, out: str | None, resume: bool, seconds: float | None, workers: int | None,
+         dask: str | None, price: str | None, memory_margin: float, json_to: str | None, csv_to: str | None,
+         parquet_to: str | None,
          report_to: str | None) -> None:
     """Search layouts, clusters and numbers of GPUs for the best configuration."""
     from sim import sizing
     from sim.api import load
     from sim.sizing import export
     from sim.sizing.front_picture import write_front
+    from sim.sizing.wish import steps_of
 
     writable("--json", json_to)
     writable("--out", out)
@@ -61,19 +66,17 @@ def size(scenario: str, gpus: str, clusters: str | None, deadline: str | None, b
         raise UserError(Fault("there is nothing to resume", "--resume", hint="name the file with --out"))
     with _renaming("budget.deadline", "--deadline"):
         loaded = load(scenario, [] if deadline is None else [f"budget.deadline={deadline}"])
-    asked = loaded.scenario.budget
-    training = loaded.scenario.training
-    tokens = asked.tokens if asked is not None and isinstance(asked.tokens, float | int) else None
-    if (deadline or budget is not None) and tokens is None:
+    asked, steps = loaded.scenario.budget, steps_of(loaded.scenario)
+    if (deadline or budget is not None) and steps is None:
         raise UserError(Fault("a deadline or a budget needs the tokens of the run", "budget.tokens",
                               hint="give budget.tokens in the scenario"))
-    step_tokens = (training.global_batch or 0) * training.sequence
-    wish = sizing.Wish(objective, 1.0 if tokens is None else math.ceil(tokens / step_tokens),
-                       asked.deadline if asked is not None and tokens is not None else None, budget)
+    wish = sizing.Wish(objective, 1.0 if steps is None else steps,
+                       asked.deadline if asked is not None and steps is not None else None, budget,
+                       memory_margin * 2**30)
     longest_s = math.inf if seconds is None else seconds
     found = sizing.size(loaded, sizing.Choice(sizing.counts(gpus)), wish,
                         clusters=_clusters(clusters), top=top, out=Path(out) if out else None,
-                        resume=resume, price=price, workers=workers, dask=dask,
+                        resume=resume, price=price, workers=workers or _cpus(), dask=dask,
                         seconds=longest_s, progress=_progress(longest_s) if sys.stderr.isatty() else None)
     if sys.stderr.isatty():
         click.echo(err=True)
@@ -112,6 +115,11 @@ def _renaming(field: str, option: str) -> Iterator[None]:
                          for f in error.faults]) from None
 
 
+def _cpus() -> int:
+    """CPUs this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _deliver(text: str, json_to: str | None, report_to: str | None, name: str, picture: Callable[[Path], Path]) -> None:
     """The text on standard output, unless JSON goes there; with a folder, the text as `name` and a picture in it."""
     if json_to != "-":
@@ -139,7 +147,8 @@ def _size_lines(found: Sizing) -> Iterator[str]:
     from sim.sizing.why import why_lines
 
     pruned = ", ".join(f"{count:,} by {name}" for name, count in found.pruned.items())
-    yield (f"{found.covered:,} configurations: {found.impossible:,} impossible, pruned {pruned}, "
+    yield f"{found.raw:,} configurations can be written, {found.covered:,} of them differ in effect"
+    yield (f"of these {found.impossible:,} impossible, pruned {pruned}, "
            f"{found.simulated:,} simulated ({found.refused:,} refused)")
     if found.faults:
         yield f"the simulation failed on {found.faults:,} of them, a fault of ours: the best is not proven"
@@ -151,8 +160,11 @@ def _size_lines(found: Sizing) -> Iterator[str]:
         yield f"not proven: a configuration not yet simulated may be up to {100 * found.gap:.1f}% better"
     if not found.best:
         yield "nothing that was simulated fits"
-    proven = "no layout beats them in" if found.front_proven else "of those simulated, by"
-    for title, rows in (("best", found.best), (f"Pareto front ({proven} time, GPUs and cost)", found.front)):
+    proven = "no layout beats them in time, GPUs and cost; by energy of those simulated" if found.front_proven else (
+        "of those simulated, by time, GPUs, cost and energy")
+    if found.front_proven and found.wish.objective == "energy":
+        proven = "the fastest and the least energy of every number of GPUs; of those simulated between them"
+    for title, rows in (("best", found.best), (f"Pareto front ({proven})", found.front)):
         if rows:
             yield f"\n{title}:"
         for row in rows:
@@ -165,7 +177,8 @@ def _size_lines(found: Sizing) -> Iterator[str]:
 
 def _told(row: Mapping[str, Any]) -> str:
     cost = "" if row["usd"] is None else f"{row['usd']:10.4g} USD  "
-    return (f"{row['step_time_s']:10.4g} s  {row['gpus']:6} GPUs  {row['gpu_hours']:10.4g} GPU-hours  {cost}"
+    return (f"{row['step_time_s']:10.4g} s  {row['gpus']:6} GPUs  {row['gpu_hours']:10.4g} GPU-hours  "
+            f"{row['energy_kwh']:9.4g} kWh  {cost}"
             f"{row['device_used_bytes'] / 2**30:6.1f} GiB  {row['cluster']}  {_layout(row['set'])}")
 
 

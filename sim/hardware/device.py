@@ -119,13 +119,18 @@ class Device:
         clock the GPU runs at (energy per FLOP goes as its square).
         """
         often = np.asarray(counts, dtype=np.float64)
+        return self._rates.power.constant_w * seconds + float(often @ self.work_j(kernels)) if len(kernels) else (
+            self._rates.power.constant_w * seconds)
+
+    def work_j(self, kernels: Sequence[Kernel]) -> NDArray[np.float64]:
+        """Energy of each kernel's own work, joules: what it takes beside the constant part."""
         if self._clock is None:
             self._clock = self._sequence_clock()
         clock = self._clock * self.clock_share
-        arithmetic_j = float(often @ [self._arithmetic_j(kernel) for kernel in kernels]) if len(kernels) else 0.0
-        traffic = float(often @ [kernel.bytes for kernel in kernels]) if len(kernels) else 0.0
-        power = self._rates.power
-        return power.constant_w * seconds + power.byte_j * traffic + arithmetic_j * clock**2
+        arithmetic_j = np.array([self._arithmetic_j(kernel) for kernel in kernels])
+        traffic = np.array([kernel.bytes for kernel in kernels], dtype=np.float64)
+        found: NDArray[np.float64] = self._rates.power.byte_j * traffic + arithmetic_j * clock**2
+        return found
 
     def _use(self, clock: float) -> None:
         self._clock = clock

@@ -136,7 +136,7 @@ class TensorReplay:
         return self._alike[number]
 
     def _state(self) -> object:
-        """All that a section's run depends on, by address, and the level it starts from, which decides how high it gets;
+        """All that a section's run depends on, by address, and the level it starts from, which decides its height;
         None in the middle of a micro-step."""
         if self._waiting or any(self._layers.values()):
             return None

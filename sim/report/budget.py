@@ -122,8 +122,7 @@ def budget_result(scenario: Scenario, lowered: Lowered, step_s: float, tokens_pe
     asked = scenario.budget
     if asked is None or asked.tokens is None or isinstance(scenario.training.mode, Inference):
         return None
-    tokens = (float(CHINCHILLA_TOKENS_PER_PARAMETER * _parameters(lowered)) if asked.tokens == "chinchilla"
-              else float(asked.tokens))
+    tokens = tokens_of(asked.tokens, _parameters(lowered))
     steps = math.ceil(tokens / tokens_per_step)
     loss = _losses(scenario, lowered)
     price, deadline = price_per_gpu_hour(scenario), asked.deadline
@@ -137,6 +136,11 @@ def budget_result(scenario: Scenario, lowered: Lowered, step_s: float, tokens_pe
     return BudgetResult(tokens, steps, wall_s / _DAY_S, hours, None if price is None else hours * price, loss.goodput,
                         loss.checkpoint_s, loss.every_s, None if deadline is None else wall_s <= deadline, energy,
                         loss.mtbf_s, loss.restart_s, loss.young_s, loss.overhead)
+
+
+def tokens_of(asked: float | str, parameters: int) -> float:
+    """Tokens of a run: as asked, or "chinchilla" as many as are optimal for the parameters."""
+    return float(CHINCHILLA_TOKENS_PER_PARAMETER * parameters) if isinstance(asked, str) else float(asked)
 
 
 def price_per_gpu_hour(scenario: Scenario) -> float | None:

@@ -267,12 +267,12 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
     samples = training.global_batch if served is None else scenario.data_parallel * architecture.batch
     result = Result(
         scenario=scenario, gpus=job.ranks, gpu=gpu.name, step_time_s=step_s,
-        tokens_per_second=(samples * _tokens_per_sample(scenario) / step_s if served is None
+        tokens_per_second=(samples * tokens_per_sample(scenario) / step_s if served is None
                            else served.tokens_per_second),
         samples_per_second=samples / step_s,
         model_flops=of_micro_batch / architecture.batch * samples if served is None else hardware_flops,
         hardware_flops=hardware_flops, inference=served,
-        budget=budget_result(scenario, lowered, step_s, samples * _tokens_per_sample(scenario),
+        budget=budget_result(scenario, lowered, step_s, samples * tokens_per_sample(scenario),
                              step_energy_j(lowered, machine, step_s) if scenario.budget is not None else None),
         peak_flops_per_gpu=gpu.peak_flops(training.precision.compute), breakdown=parts,
         bound=bound(parts),
@@ -305,7 +305,7 @@ def _loading(scenario: Scenario, work_s: float) -> DataLoading:
     return DataLoading(per_step, scenario.cluster.topology.host.storage, work_s)
 
 
-def _tokens_per_sample(scenario: Scenario) -> int:
+def tokens_per_sample(scenario: Scenario) -> int:
     """Tokens of one sequence; an encoder-decoder counts both sides (result.md, `model_flops`)."""
     both = scenario.model.kind == "encoder-decoder"
     return int(scenario.training.sequence + (scenario.training.decoder_sequence if both else 0))

@@ -1,35 +1,114 @@
-"""Collectives inside layers, alone on the links: what they take at least, whatever else runs."""
+"""Collectives alone on the links: what they take at least, whatever else runs."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from sim.parallel.layout import Layout
 from sim.parallel.lower import cut_groups
 from sim.scenario import Scenario
 
+Floats = npt.NDArray[np.float64]
+
 
 class Alone:
-    """Collectives inside layers, alone on the links, among the ranks of the first pipeline stage."""
+    """Collectives alone on the links of one cluster, remembered.
 
-    def __init__(self, layout: Layout, scenario: Scenario, network: Any, known: dict[Any, float], key: Any) -> None:
-        self.layout, self.scenario, self.network, self.known, self.key = layout, scenario, network, known, key
+    Args:
+        network: of the cluster, with the jitter of its ranks.
+    """
 
-    def alone_s(self, group: str, call: Any) -> float:
-        """Seconds of a call on the communicator named `group`."""
-        key = (self.key, group, call.kind, call.size_bytes, call.dtype)
-        if key not in self.known:
-            ranks = cut_groups(self.scenario, self.layout)[group]
-            coordinate = self.layout.coordinate("pipeline")
-            own = ranks[coordinate[ranks[:, 0]] == 0]
-            per = self.scenario.cluster.gpus_per_node
-            width = self.layout.ranks // self.layout.sizes["pipeline"]
-            if width % per and per % width:
-                own = own[:1]  # stages begin anywhere within a node: fewer neighbours than the first has are possible
-            coflow = self.network.coflow(call.kind, call.size_bytes, own, call.dtype)
-            bps = coflow.cap_bps
-            for link, load in zip(coflow.links, coflow.loads, strict=True):
-                if load > 0:
-                    bps = min(bps, self.network.capacity(link) / load)
-            self.known[key] = coflow.latency_s + (coflow.size_bytes / bps if coflow.size_bytes else 0.0)
-        return self.known[key]
+    def __init__(self, network: Any) -> None:
+        self.network = network
+        self._known: dict[Any, float] = {}
+        self._groups: dict[Any, Any] = {}
+
+    def group_s(self, layout: Layout, scenario: Scenario, group: str, kind: str, size_bytes: int) -> float:
+        """Seconds of a collective on the communicator named `group`, of the pipeline stage where it is fastest."""
+        where = (*layout.sizes.values(), scenario.cluster.nodes, scenario.parallel.expert, group)
+        key = (where, kind, size_bytes)
+        if key not in self._known:
+            self._known[key] = min(self.seconds(kind, size_bytes, ranks)
+                                   for ranks in self._stages(where, layout, scenario, group))
+        return self._known[key]
+
+    def _stages(self, where: Any, layout: Layout, scenario: Scenario, group: str) -> list[npt.NDArray[np.int64]]:
+        if where not in self._groups:
+            self._groups[where] = _of_stages(layout, scenario, group)
+            first = self.network.coflow("all_gather", 1 << 30, self._groups[where][0])
+            whole = layout.ranks // layout.sizes["pipeline"] % scenario.cluster.gpus_per_node == 0
+            if whole and not any(link[0].startswith("leaf") for link in first.links):
+                self._groups[where] = self._groups[where][:1]  # stages of whole nodes are all alike
+        found: list[npt.NDArray[np.int64]] = self._groups[where]
+        return found
+
+    def group(self, layout: Layout, scenario: Scenario, name: Any,
+              make: Callable[[], npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+        """Ranks of groups that `make` lists, remembered by name."""
+        key = (*layout.sizes.values(), scenario.cluster.nodes, name)
+        if key not in self._groups:
+            self._groups[key] = make()
+        found: npt.NDArray[np.int64] = self._groups[key]
+        return found
+
+    def taken(self, kind: str, size_bytes: float, ranks: npt.NDArray[np.int64]) -> tuple[int, float]:
+        """SMs and memory bandwidth that a collective holds on every rank while it runs alone."""
+        coflow = self.network.coflow(kind, size_bytes, ranks)
+        seconds = self.seconds(kind, size_bytes, ranks)
+        return coflow.channels, coflow.hbm_bytes_per_byte * coflow.size_bytes / seconds if seconds else 0.0
+
+    def seconds(self, kind: str, size_bytes: float, ranks: npt.NDArray[np.int64]) -> float:
+        """Seconds of a collective of all given instances; shape (instances, members)."""
+        coflow = self.network.coflow(kind, size_bytes, ranks)
+        bps = coflow.cap_bps
+        for link, load in zip(coflow.links, coflow.loads, strict=True):
+            if load > 0:
+                bps = min(bps, self.network.capacity(link) / load)
+        return float(coflow.latency_s + (coflow.size_bytes / bps if coflow.size_bytes else 0.0))
+
+    def moved_s(self, layout: Layout, scenario: Scenario, group: str, kind: str, size_bytes: float) -> float:
+        """Seconds in which collectives that move so much together are through at best, into however many they are cut
+        and whatever NCCL chooses: at the rate of its fastest choice, without latencies."""
+        where = (*layout.sizes.values(), scenario.cluster.nodes, scenario.parallel.expert, group)
+        key = (where, kind, "rate")
+        if key not in self._known:
+            self._known[key] = 1.0 / max(self._fastest_bps(kind, ranks)
+                                         for ranks in self._stages(where, layout, scenario, group))
+        return self._known[key] * size_bytes
+
+    def _fastest_bps(self, kind: str, ranks: npt.NDArray[np.int64]) -> float:
+        place = self.network.placement(ranks)
+        if place.size < 2:
+            return math.inf
+        return float(max(
+            min([choice.cap_bps, *(self.network.capacity(link) / (load * choice.factor)
+                                   for link, load in choice.loads if load > 0)])
+            for choice, _ in self.network.options(kind, place)))
+
+    def hops_s(self, layout: Layout, size_bytes: int) -> Floats:
+        """Seconds of a transfer from each pipeline rank to the next, the last to the first: shape (ranks,)."""
+        depth = layout.sizes["pipeline"]
+        key = (tuple(layout.sizes.values()), "hops", size_bytes)
+        if key not in self._groups:
+            self._groups[key] = np.array([
+                self.seconds("send", size_bytes, layout.moved("pipeline", rank, (rank + 1) % depth))
+                for rank in range(depth)])
+        found: Floats = self._groups[key]
+        return found
+
+
+def _of_stages(layout: Layout, scenario: Scenario, group: str) -> list[npt.NDArray[np.int64]]:
+    """Groups of every pipeline stage, shape (instances, members) each."""
+    ranks = cut_groups(scenario, layout)[group]
+    coordinate = layout.coordinate("pipeline")[ranks[:, 0]]
+    own = [np.ascontiguousarray(ranks[coordinate == stage]) for stage in range(layout.sizes["pipeline"])]
+    per = scenario.cluster.gpus_per_node
+    width = layout.ranks // layout.sizes["pipeline"]
+    if width % per and per % width:
+        return [one[:1] for one in own]  # stages begin anywhere within a node, and some have fewer neighbours
+    return own[:per // width] if width < per else own  # nodes are alike

@@ -1,424 +1,284 @@
-"""Lower bounds of memory and of step time for all rows of a space at once, from tables of layers.
+"""Lower bounds of memory and of step time for the rows of a space, from tables of layers.
 
-A table holds, per slice of the model (cluster, tensor, context, expert, micro-batch), what the rooms below say of
-every layer: seconds of its kernels alone (`Device.times`) and of the collectives inside it alone (`Network.coflow`),
-bytes it keeps (`layer_profile`). A row's bound adds them up. Nothing on the GPU is ever faster than alone, so the sum
-over a rank is a lower bound of the step; in a pipeline the rank also waits for the first micro-batch to reach it and,
-where backward is one piece, for its gradients to come back to the first rank.
+In two passes. A slice of the model (`tables.SLICE`) first gets a coarse bound, what its layers alone take a mean rank;
+rows of the slices that a search comes to are then bounded finely, schedule by schedule (`held`: bytes, `times`:
+seconds). Where one micro-batch of a size is too much for any layout of a slice, larger ones are not looked at. Slices
+may be shared out over processes: what comes out is the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from sim.api import hardware_for
 from sim.errors import UserError
-from sim.hardware.outside import outside
-from sim.model import build, optimizer_kernels, optimizer_state_bytes
-from sim.model.architecture import Architecture, Layer
-from sim.model.eager import KINDS, layer_profile
-from sim.parallel.compute import Compute
-from sim.parallel.lower import cut_groups, held, layout_of
-from sim.parallel.model.expert import dispatched, staying
-from sim.parallel.model.joints import joints
-from sim.parallel.pipeline.actions import placement, split
-from sim.parallel.pipeline.bubble import activations
+from sim.parallel.pipeline.actions import TWO_CHUNKS, placement
 from sim.parallel.pipeline.stages import blocks_per_stage, positions
-from sim.program import InlineCall, ProgramBuilder
 from sim.scenario import Scenario
-from sim.sizing.alone import Alone
-from sim.sizing.space import POLICIES, SCHEDULES, STRATEGIES, Space
-from sim.software import stack_for
-from sim.work import DTYPE_BYTES
+from sim.sizing.held import Places, flight, fullest, least, summed, ways_of
+from sim.sizing.orders import facts
+from sim.sizing.space import SCHEDULES, STRATEGIES, Space
+from sim.sizing.tables import SLICE, Floats, Ints, Table, Tables
+from sim.sizing.times import Times
 
-Floats = npt.NDArray[np.float64]
-_KEPT = KINDS.index("activations")
+#: Numbers of rows.
+Rows = npt.NDArray[np.int64] | slice
 
-#: Columns that decide a table of layers, and those that decide what a pipeline makes of it.
-_SLICE = ("cluster", "nodes", "tensor", "sequence_parallel", "context", "expert", "micro_batch", "pipeline")
+#: Columns that decide a group of rows, beside those of its slice.
 _STAGED = ("virtual_stages", "schedule")
+#: Columns of a slice that are shared out together: micro-batches and pipelines of one cut have layers in common.
+_CUT = 5
+#: Sums of floats in another order differ by rounding; a bound stays below by this much.
+_SURE = 1.0 - 1e-9
+#: Groups from which sharing out is worth it.
+_MANY = 500
+#: A step of the fine pass goes at least this far beyond the lowest coarse bound that is left.
+_STRIDE = 1.04
 
 
-@dataclass(frozen=True)
+class _Group(NamedTuple):
+    """Rows that share a slice and a schedule: every way of data parallelism with every policy, in this order."""
+
+    key: tuple[int, ...]
+    strategy: Ints
+    factor: Ints
+    policies: Ints
+
+
 class Bounds:
-    """Of every row, shape (rows,): seconds of a step at least, bytes of the fullest rank at least, its capacity."""
+    """Lower bounds of all rows, the finer the more was asked of them.
 
-    time_s: Floats
-    memory_bytes: Floats
-    capacity_bytes: Floats
+    Args:
+        executor: processes that work out a share each, where there is enough to do; shares: how many of them.
+
+    Attributes:
+        time_s, memory_bytes, capacity_bytes: of every row, shape (rows,): seconds of a step at least (inf: lowering
+            refuses it), bytes of the fullest rank at least, its capacity. Memory is 0 where the fine pass has not been.
+        work_j: energy of a step's kernels on all GPUs at least, beside the GPUs' constant power.
+        coarse: rows where it has not.
+    """
+
+    def __init__(self, space: Space, executor: Executor | None = None, shares: int = 1) -> None:
+        self.space, self.executor, self.shares = space, executor, shares
+        columns = space.columns
+        starts = np.flatnonzero(_changes(space, (*SLICE, *_STAGED)))  # rows of a group lie together
+        self.edges = np.concatenate((starts, [len(space)]))
+        keys = np.stack([columns[name][starts] for name in (*SLICE, *_STAGED)], axis=1)
+        self._keys = [tuple(key) for key in keys.tolist()]
+        slices, of = np.unique(keys[:, :len(SLICE)], axis=0, return_inverse=True)
+        found = self._shared(_coarse, [tuple(key) for key in slices.tolist()])
+        self._group_s, group_j = np.array(found).T[:, of.reshape(-1)]
+        self._left = np.isfinite(self._group_s)
+        sizes = np.diff(self.edges)
+        self.time_s, self.coarse = np.repeat(self._group_s, sizes), np.repeat(self._left, sizes)
+        self.memory_bytes, self.work_j = np.zeros(len(space)), np.repeat(group_j, sizes)
+        devices = _tables(space.clusters).devices
+        self._constant_w = np.array([device.energy_j((), (), 1.0) for device in devices])
+        capacity = [device.gpu.usable_memory_bytes for device in devices]
+        self.capacity_bytes = np.array(capacity, dtype=np.float64)[columns["cluster"]]
 
     @property
     def fits(self) -> npt.NDArray[np.bool_]:
         """Whether memory does not rule the row out."""
         return self.memory_bytes <= self.capacity_bytes
 
+    def energy_j(self, rows: Rows) -> Floats:
+        """Energy of a step of rows that takes no longer than `time_s`, joules."""
+        found: Floats = self.work_j[rows] + self._constant_w[self.space.columns["cluster"][rows]] * (
+            self.space.gpus[rows] * self.time_s[rows] * _SURE)
+        return found
 
-@dataclass
-class _Table:
-    """Layers of one slice by position: elements and bytes; seconds only once a row of the slice may fit.
+    def refine(self, level_s: float = np.inf, among: npt.NDArray[np.bool_] | None = None) -> Rows:
+        """Bound finely what may take `level_s` or less, and some more at once.
 
-    Attributes:
-        kept, rises: bytes a block keeps, and its backward's highest point above that, per policy and block; shape
-            (policies, blocks), `kept` summed from the first block on: (policies, blocks + 1).
-        head_rises: bytes the head's forward needs for a while.
-        numel: elements of the layers before each position, shape (positions + 1,).
-        accumulated: bytes per element of whole gradients that FSDP accumulates between reductions.
-        forward_s, backward_s: of the layers before each position; again_s as `kept`.
-    """
+        Args:
+            among: rows that are asked for, all if not given; coarse rows of a group are asked for together.
 
-    architecture: Architecture
-    parts: Any
-    kept: Floats
-    rises: Floats
-    head_rises: float
-    numel: Floats
-    output_bytes: float
-    widths: dict[str, float]
-    fixed_bytes: float
-    resident_gradients: bool
-    sharded: tuple[str, ...]
-    accumulated: float
-    through: npt.NDArray[np.int64]
-    staged: dict[Any, _Places]
-    forward_s: Floats | None = None
-    backward_s: Floats | None = None
-    again_s: Floats | None = None
+        Returns:
+            rows whose bounds have changed.
+        """
+        left = self._left if among is None else self._left & among[self.edges[:-1]]
+        if not left.any():
+            return np.zeros(0, dtype=np.int64)
+        chosen = np.flatnonzero(left & (self._group_s <= max(level_s, self._group_s[left].min() * _STRIDE)))
+        found = self._shared(_fine, [self._group(number) for number in chosen.tolist()])
+        for number, (seconds, size_bytes, joules) in zip(chosen.tolist(), found, strict=True):
+            rows = slice(self.edges[number], self.edges[number + 1])
+            self.time_s[rows], self.memory_bytes[rows], self.work_j[rows] = seconds, size_bytes, joules
+            self.coarse[rows] = False
+        self._left[chosen] = False
+        sizes = np.diff(self.edges)[chosen]
+        begins = np.repeat(self.edges[chosen] - np.concatenate(([0], np.cumsum(sizes)[:-1])), sizes)
+        return begins + np.arange(len(begins))
 
+    def _group(self, number: int) -> _Group:
+        rows = slice(self.edges[number], self.edges[number + 1])
+        strategy, factor, recompute = (self.space.columns[name][rows]
+                                       for name in ("strategy", "sharding_factor", "recompute"))
+        turns = np.flatnonzero((strategy != strategy[0]) | (factor != factor[0]))
+        width = int(turns[0]) if len(turns) else len(strategy)
+        whole = np.int64
+        return _Group(self._keys[number], strategy[::width].astype(whole), factor[::width].astype(whole),
+                      recompute[:width].astype(whole))
 
-class _Places(NamedTuple):
-    """Chunks of pipeline ranks as positions and as blocks, each of shape (ranks, chunks); `before`: blocks of the rank
-    that come before the chunk."""
-
-    start: npt.NDArray[np.int64]
-    stop: npt.NDArray[np.int64]
-    first: npt.NDArray[np.int64]
-    end: npt.NDArray[np.int64]
-    before: npt.NDArray[np.int64]
+    def _shared(self, work: Callable[[Any], list[Any]], items: list[Any]) -> list[Any]:
+        """What `work` makes of items, slices or groups, in their order."""
+        if self.executor is None or self.shares < 2 or len(items) < _MANY:
+            return work((self.space.clusters, items))
+        cuts: dict[tuple[int, ...], list[int]] = {}
+        for number, item in enumerate(items):
+            key = item.key if isinstance(item, _Group) else item
+            cuts.setdefault(key[:_CUT], []).append(number)
+        parts: list[list[int]] = [[] for _ in range(4 * self.shares)]
+        for numbers in sorted(cuts.values(), key=len, reverse=True):  # the largest to whom has least
+            min(parts, key=len).extend(numbers)
+        found: list[Any] = [None] * len(items)
+        jobs = [(self.space.clusters, [items[number] for number in part]) for part in parts]
+        for part, done in zip(parts, self.executor.map(work, jobs), strict=True):
+            for number, one in zip(part, done, strict=True):
+                found[number] = one
+        return found
 
 
 def bounds(space: Space) -> Bounds:
-    """Bounds of all rows. Rows of one slice and schedule are worked out together."""
-    return _Bounding(space).run()
+    """Fine bounds of all rows."""
+    found = Bounds(space)
+    found.refine()
+    return found
+
+
+def _changes(space: Space, names: Sequence[str]) -> npt.NDArray[np.bool_]:
+    """Rows that differ from the row before in any of some columns; the first does."""
+    changes = np.zeros(len(space), dtype=bool)
+    changes[:1] = True
+    for name in names:
+        changes[1:] |= space.columns[name][1:] != space.columns[name][:-1]
+    return changes
+
+
+#: Tables of the last search of this process: its passes share them.
+_TABLES: dict[str, Tables] = {}
+
+
+def _tables(clusters: Sequence[Scenario]) -> Tables:
+    key = "".join(one.model_dump_json() for one in clusters)
+    if key not in _TABLES:
+        _TABLES.clear()
+        _TABLES[key] = Tables(clusters)
+    return _TABLES[key]
+
+
+def _in_turn(keys: Sequence[tuple[int, ...]]) -> list[int]:
+    """Slices of one cut one after another, micro-batches ascending, then pipelines: neighbours have layers in common,
+    and a micro-batch that is too large rules out those behind it."""
+    return sorted(range(len(keys)), key=lambda number: keys[number])
+
+
+def _coarse(job: tuple[Sequence[Scenario], list[tuple[int, ...]]]) -> list[tuple[float, float]]:
+    """What all layers alone take a mean rank, in every slice: the slowest rank takes no less. inf: refused. Their
+    energy beside it."""
+    clusters, slices = job
+    tables, found = _tables(clusters), [(np.inf, 0.0)] * len(slices)
+    for number in _in_turn(slices):
+        key = slices[number]
+        try:
+            table = tables.table(key)
+        except UserError:
+            continue  # what lowering refuses stays at inf
+        found[number] = table.work_s * _micro_steps(table) / key[-1] * _SURE, _energy(table, table.layers.work_j)
+    return found
+
+
+def _micro_steps(table: Table) -> int:
+    training, layout = table.scenario.training, table.layout
+    return (training.global_batch or 0) // (layout.sizes["data"] * training.micro_batch)
+
+
+def _energy(table: Table, work_j: float) -> float:
+    """Of a step: every layer runs on as many ranks as there are for one stage, in every micro-step."""
+    return work_j * _micro_steps(table) * table.layout.ranks / table.layout.sizes["pipeline"] * _SURE
+
+
+#: Seconds, bytes and joules of a group's rows, or one figure for all.
+_Figures = tuple[Floats | float, Floats | float, Floats | float]
+
+
+def _fine(job: tuple[Sequence[Scenario], list[_Group]]) -> list[_Figures]:
+    """Figures of every group."""
+    clusters, groups = job
+    bounding = _Bounding(_tables(clusters))
+    found: list[_Figures] = [(np.inf, 0.0, 0.0)] * len(groups)
+    for number in _in_turn([group.key for group in groups]):
+        try:
+            found[number] = bounding.group(groups[number])
+        except UserError:
+            continue
+    return found
 
 
 class _Bounding:
-    def __init__(self, space: Space) -> None:
-        self.space = space
-        self.tables: dict[tuple[int, ...], _Table] = {}
-        self.kernel_s: dict[Any, dict[Any, float]] = {}
-        self.call_s: dict[Any, float] = {}
-        self.update_s: dict[Any, float] = {}
-        self.layers: dict[Any, tuple[Any, ...]] = {}
-        self.capacity = [hardware_for(one)[0].gpu.usable_memory_bytes for one in space.clusters]
-        self.offloads = any(place in ("cpu", "nvme") for one in space.clusters for _, place in one.parallel.offload)
+    def __init__(self, tables: Tables) -> None:
+        self.tables, self.times = tables, Times()
+        #: Slice without its micro-batch to what it holds at least, where that is too much.
+        self.hopeless: dict[tuple[int, ...], float] = {}
+        self._last: tuple[tuple[tuple[int, ...], str], Table] | None = None
 
-    def run(self) -> Bounds:
-        space, columns = self.space, self.space.columns
-        rows = len(space)
-        found = Bounds(np.full(rows, np.inf), np.zeros(rows), np.zeros(rows))
-        names = (*_SLICE, *_STAGED)
-        changes = np.zeros(rows, dtype=bool)
-        changes[0] = True
-        for name in names:  # rows of a group lie together, as `build_space` writes them
-            changes[1:] |= columns[name][1:] != columns[name][:-1]
-        starts = [*np.flatnonzero(changes).tolist(), rows]
-        for begin, end in pairwise(starts):
-            key = tuple(int(columns[name][begin]) for name in names)
-            try:
-                self._group(key, slice(begin, end), found)
-            except UserError:
-                continue  # what lowering refuses stays at inf
-        return found
-
-    # ------------------------------------------------------------------------------------------------------- a group
-    def _group(self, key: tuple[int, ...], rows: slice, found: Bounds) -> None:
-        cluster, nodes, tensor, _, context, _, micro, pipeline, virtual, scheduled = key
-        scenario = self.space.clusters[cluster]
-        table = self._table(key[:len(_SLICE)])
-        replicas = nodes * scenario.cluster.gpus_per_node // (tensor * context * pipeline)
-        steps = (scenario.training.global_batch or 0) // (replicas * micro)
+    def group(self, group: _Group) -> _Figures:
+        """Figures of a group; 0 seconds where memory rules all rows out."""
+        key, pipeline, (virtual, scheduled) = group.key[:len(SLICE)], group.key[7], group.key[len(SLICE):]
+        family = (*key[:6], pipeline)
+        if family in self.hopeless:
+            return 0.0, self.hopeless[family], 0.0
         schedule = SCHEDULES[scheduled] if pipeline > 1 else ""
-        places = self._places(table, pipeline, virtual, schedule)
-        recompute, factor = self.space.columns["recompute"][rows], self.space.columns["sharding_factor"][rows]
-        strategy = self.space.columns["strategy"][rows]
-        policies, at = np.unique(recompute, return_inverse=True)
-        weights = (table.numel[places.stop] - table.numel[places.start]).sum(axis=1)
-        shards, spread = _shares(strategy, factor, replicas * context)
-        flight = _flight(table, places, policies, schedule, steps)
-        found.memory_bytes[rows] = self._memory(table, flight, weights, steps, strategy, shards, spread, at)
-        capacity = self.capacity[cluster]
-        found.capacity_bytes[rows] = capacity
-        if not (found.memory_bytes[rows] <= capacity).any():
-            found.time_s[rows] = 0.0  # never asked for: none fits
-            return
-        self._timed(table, key)
-        busy = _busy(table, places, policies, steps, schedule)  # (policies,)
-        update = {part: self._update(scenario, cluster, weights[0], int(part)) for part in np.unique(spread)}
-        found.time_s[rows] = (busy[at] + np.array([update[part] for part in spread])) * _SURE
-
-    def _places(self, table: _Table, pipeline: int, virtual: int, schedule: str) -> _Places:
-        """Where the chunks of every pipeline rank are."""
-        key = (pipeline, virtual, schedule)
-        if key not in table.staged:
-            chunks = [[range(len(table.numel) - 1)]]
-            if pipeline > 1:
-                placed = placement(schedule, pipeline, virtual)
-                slots = self.space.clusters[0].parallel.split_slots
-                counts = blocks_per_stage(len(table.numel) - 3, placed, None, slots.embedding, slots.head)
-                chunks = positions(table.architecture, counts, placed)
-            start = np.array([[c.start for c in own] for own in chunks])
-            stop = np.array([[c.stop for c in own] for own in chunks])
-            first, end = table.through[start], table.through[stop]
-            lower = start[:, None, :] < start[:, :, None]  # (ranks, chunks, chunks before)
-            before = (lower * (end - first)[:, None, :]).sum(axis=2)
-            table.staged[key] = _Places(start, stop, first, end, before)
-        return table.staged[key]
-
-    def _memory(self, table: _Table, flight: Floats, weights: Floats, steps: int, strategy: npt.NDArray[np.int64],
-                shards: Floats, spread: Floats, at: npt.NDArray[np.int64]) -> Floats:
-        """Bytes of the fullest rank: states with gradients, or with the activations in flight (ranks, policies)."""
-        w = table.widths
-        if self.offloads:
-            return np.full(len(at), table.fixed_bytes)
-        ways, way = np.unique(np.stack((strategy, shards, spread)), axis=1, return_inverse=True)
-        highest = np.empty((ways.shape[1], flight.shape[1]))
-        for i, (index, shard, part) in enumerate(ways.T.tolist()):
-            name = STRATEGIES[int(index)]
-            states = weights * (w["parameters"] / shard + (w["master_parameters"] + w["optimizer_states"]) / part)
-            gradients = weights * w["gradients"] / (1.0 if name in ("none", "ddp", "zero1") else part)
-            lasting = np.zeros(len(weights))
-            if name in table.sharded:  # FSDP keeps whole gradients from micro-step to micro-step (no_sync)
-                lasting = weights * table.accumulated * (steps > 1)
-            elif table.resident_gradients:
-                lasting = gradients
-            peak = states[:, None] + np.maximum(gradients[:, None], lasting[:, None] + flight)
-            highest[i] = peak.max(axis=0)
-        return highest[way.reshape(-1), at] * _SURE + table.fixed_bytes
-
-    # ------------------------------------------------------------------------------------------------------- tables
-    def _table(self, key: tuple[int, ...]) -> _Table:
-        if key not in self.tables:
-            if len(self.tables) > 64:
-                self.tables.pop(next(iter(self.tables)))
-            self.tables[key] = self._make(key)
-        return self.tables[key]
-
-    def _make(self, key: tuple[int, ...]) -> _Table:
-        scenario = self.scenario(key)
-        stack = _stack(scenario)
-        groups = cut_groups(scenario, layout_of(scenario))
-        sent = dispatched(scenario, stack, groups.get("expert"))
-        sliced = (key[0], key[2], key[3], key[4], key[5], key[6], key[7] > 1, scenario.expert_tensor, sent)
-        if sliced not in self.layers:
-            if len(self.layers) > 256:
-                self.layers.pop(next(iter(self.layers)))
-            self.layers[sliced] = self._layers(scenario, stack, tuple(groups), sent)
-        architecture, parts, kept, rises, head, widths = self.layers[sliced]
-        row = architecture.stack
-        block = next((layer for layer in row if layer.kind == "block"), row[0])
-        capability, precision = hardware_for(scenario)[0].gpu.compute_capability, scenario.training.precision
-        every = scenario.parallel.reduce_every_micro_step
-        return _Table(
-            architecture, parts, kept, rises, head, _before([float(layer.numel) for layer in row]),
-            block.input.elements * DTYPE_BYTES[block.input.dtype], widths,
-            outside(capability, stack.kernel_loading, ()).total_bytes, stack.gradient_path == "grad_buffer",
-            ("fsdp",) if stack.gradient_path == "ipg" else ("fsdp", "zero2", "zero3"),
-            0.0 if every else min(DTYPE_BYTES[precision.gather], DTYPE_BYTES[precision.reduce]),
-            np.concatenate(([0], np.cumsum([layer.kind == "block" for layer in row]))).astype(np.int64), {})
-
-    def _timed(self, table: _Table, key: tuple[int, ...]) -> None:
-        """Fill in a table's seconds."""
-        if table.forward_s is not None:
-            return
-        scenario = self.scenario(key[:len(_SLICE)])
-        layout = layout_of(scenario)
-        groups = cut_groups(scenario, layout)
-        device, network = hardware_for(scenario)
-        stage = Alone(layout, scenario, network, self.call_s, (key[0], *(layout.sizes.values()), key[5]))
-        seconds: dict[int, tuple[float, float, list[float]]] = {}
-        for layer in {id(x): x for x in table.architecture.stack}.values():
-            forward, backward, again = table.parts[id(layer)]
-            seconds[id(layer)] = (self._seconds(key[0], device, stage, groups, forward),
-                                  self._seconds(key[0], device, stage, groups, backward),
-                                  [self._seconds(key[0], device, stage, groups, again[p]) for p in POLICIES])
-        rows = [(layer, *seconds[id(layer)]) for layer in table.architecture.stack]
-        table.forward_s, table.backward_s = _before([r[1] for r in rows]), _before([r[2] for r in rows])
-        table.again_s = np.array([_before([r[3][i] for r in rows if r[0].kind == "block"])
-                                  for i in range(len(POLICIES))])
-
-    def _layers(self, scenario: Scenario, stack: Any, names: tuple[str, ...], sent: float) -> tuple[Any, ...]:
-        """What every distinct layer runs and keeps; the same for all pipelines and numbers of GPUs."""
-        architecture = build(held(scenario), stack, scenario.training.micro_batch)
-        parallel = scenario.parallel
-        hidden = parallel.overlap_experts or stack.expert_overlap
-        compute = Compute(ProgramBuilder(("compute",), names), stack, joints(
-            stack, names, sequence=parallel.sequence_parallel and parallel.tensor > 1, pipelined=parallel.async_tensor,
-            dispatched=sent, shares=hidden == "shared"))
-        parts, kept, rises, head = {}, {}, {}, 0.0
-        for layer in {id(x): x for x in architecture.stack}.values():
-            block = layer.kind == "block"
-            again = {p: compute.recomputed(layer, p) if block else () for p in POLICIES}
-            ahead, back = (items(layer.operators) for items in (compute.forward_items, compute.backward_items))
-            if hidden == "batches":  # another micro-batch may hide what travels, under some schedules
-                ahead, back, again = staying(ahead), staying(back), {p: staying(items) for p, items in again.items()}
-            parts[id(layer)] = ahead, back, again
-            if block:
-                kept[id(layer)], rises[id(layer)] = zip(*(_held(layer, p) for p in POLICIES), strict=True)
-            elif layer.kind == "head":
-                head = max(0.0, min(float(sum(layer_profile(layer, "none", True, casts).forward.peak))
-                                    for casts in (False, True)))
-        blocks = [id(layer) for layer in architecture.stack if layer.kind == "block"]
-        return (architecture, parts, np.array([_before([kept[b][i] for b in blocks]) for i in range(len(POLICIES))]),
-                np.array([[rises[b][i] for b in blocks] for i in range(len(POLICIES))]).reshape(len(POLICIES), -1),
-                head, _widths(scenario, architecture))
-
-    def scenario(self, key: Sequence[int]) -> Scenario:
-        """The scenario of a slice, by columns of `_SLICE`."""
-        cluster, nodes, tensor, sequence, context, expert, micro, pipeline = key
-        base = self.space.clusters[cluster]
-        parallel = base.parallel.model_copy(update={
-            "strategy": "ddp", "sharding_factor": 1, "tensor": tensor, "sequence_parallel": bool(sequence),
-            "context": context, "expert": expert, "pipeline": pipeline, "virtual_stages": 1, "schedule": "1f1b"})
-        return base.model_copy(update={
-            "cluster": base.cluster.model_copy(update={"nodes": nodes}), "parallel": parallel,
-            "training": base.training.model_copy(update={"micro_batch": micro})})
-
-    def _seconds(self, cluster: int, device: Any, stage: Alone, groups: Any, items: Any) -> float:
-        """Kernels and inline collectives alone, one after another."""
-        known = self.kernel_s.setdefault(cluster, {})
-        new = [k for item in items for k in (item.beside if isinstance(item, InlineCall) else (item,))
-               if k not in known]
-        if new:
-            known.update(zip(new, device.times(new).tolist(), strict=True))
-        total = 0.0
-        for item in items:
-            if isinstance(item, InlineCall):
-                total += max(stage.alone_s(tuple(groups)[item.call.communicator], item.call),
-                             sum(known[k] for k in item.beside))
-            else:
-                total += known[item]
-        return total
-
-    def _update(self, scenario: Scenario, cluster: int, numel: float, shards: int) -> float:
-        """The optimizer's own kernels on one rank's share."""
-        local = int(numel) // max(1, shards)
-        key = (cluster, local)
-        if key not in self.update_s:
-            training = scenario.training
-            kernels = optimizer_kernels(local, 1, training.precision, training.optimizer,
-                                        scenario.software.optimizer_kernel, clip=False)
-            times = hardware_for(scenario)[0].times(kernels)
-            self.update_s[key] = 0.0 if training.optimizer_in_backward else float(times.sum())
-        return self.update_s[key]
+        two = schedule if schedule in TWO_CHUNKS else "1f1b"
+        if self._last is None or self._last[0] != (key, two):
+            self._last = (key, two), self.tables.table(key, two)
+        table = self._last[1]
+        offload = table.scenario.parallel.offload
+        offloads = any(place in ("cpu", "nvme") for _, place in offload)
+        ranks = table.layout.sizes["data"] * table.layout.sizes["context"]
+        ways = ways_of(group.strategy, group.factor, ranks)
+        capacity, steps = table.device.gpu.usable_memory_bytes, _micro_steps(table)
+        if not offloads:
+            kinds = frozenset(STRATEGIES[i] for i in ways.strategy.tolist())
+            one = least(table, ranks, kinds) * _SURE + table.fixed_bytes
+            if one > capacity:
+                self.hopeless[family] = one
+                return 0.0, one, 0.0
+        places = _places(table, pipeline, virtual, schedule)
+        said = facts(schedule, pipeline, virtual, steps, table.layers.split_cost)
+        held: Floats = np.full((len(ways.strategy), len(group.policies)), table.fixed_bytes)
+        if not offloads:
+            flying = flight(table.layers, places, group.policies, said)
+            held = fullest(table, places, flying, steps, ways) * _SURE + table.fixed_bytes
+            if not (held <= capacity).any():
+                return 0.0, held.reshape(-1), 0.0  # never asked for: none fits
+        steps_s = self.times.steps_s(table, places, group.policies, said, schedule, ways)
+        again_j = summed(table.layers.again_j, places, group.policies).sum(axis=(0, 1)) * (
+            0.5 if schedule == "dualpipe" else 1.0)
+        joules = [_energy(table, table.layers.work_j + again) for again in again_j.tolist()]
+        return steps_s.reshape(-1) * _SURE, held.reshape(-1), np.tile(joules, len(ways.strategy))
 
 
-#: Sums of floats in another order differ by rounding; a bound stays below by this much.
-_SURE = 1.0 - 1e-9
-
-
-def _stack(scenario: Scenario) -> Any:
-    software = scenario.software
-    return stack_for(software.framework, software.year, software.compile, software.versions, software.modules,
-                     fused=software.fused, cuda_graphs=software.cuda_graphs)
-
-
-def _before(values: Sequence[float]) -> Floats:
-    """Sums of what is before each place, and of all."""
-    return np.concatenate(([0.0], np.cumsum(np.array(values, dtype=np.float64))))
-
-
-def _held(layer: Layer, name: str) -> tuple[float, float]:
-    """Bytes a block keeps from forward to backward, and what its backward needs above that for a while, at least."""
-    profile = layer_profile(layer, name, True)
-    added = layer_profile(layer, name, False)
-    kept = float(profile.forward.net[_KEPT] - profile.held[_KEPT] - profile.cached[_KEPT])
-    return kept, max(0.0, float(min(sum(profile.backward.peak), sum(added.backward.peak))))
-
-
-def _summed(of: Floats, places: _Places, policies: npt.NDArray[np.int64]) -> Floats:
-    """Sums of a table over the blocks of each chunk, by policy: shape (ranks, chunks, policies)."""
-    first, end = places.first[..., None], places.end[..., None]
-    named, none, full = np.minimum(policies, len(POLICIES) - 1), of[POLICIES.index("none")], of[POLICIES.index("full")]
-    turn = first + np.clip(policies - len(POLICIES) + 1 - places.before[..., None], 0, end - first)
-    partly = full[turn] - full[first] + none[end] - none[turn]
-    found: Floats = np.where(policies < len(POLICIES), of[named, end] - of[named, first], partly)
+def _places(table: Table, pipeline: int, virtual: int, schedule: str) -> Places:
+    """Where the chunks of every pipeline rank are."""
+    placed = placement(schedule, pipeline, virtual) if pipeline > 1 else [[0]]
+    key, numel = tuple(map(tuple, placed)), table.layers.numel
+    if key not in table.staged:
+        chunks = [[range(len(numel) - 1)]]
+        if pipeline > 1:
+            slots = table.scenario.parallel.split_slots
+            counts = blocks_per_stage(len(numel) - 3, placed, None, slots.embedding, slots.head)
+            chunks = positions(table.layers.architecture, counts, placed)
+        start = np.array([[c.start for c in own] for own in chunks])
+        stop = np.array([[c.stop for c in own] for own in chunks])
+        first, end = table.layers.through[start], table.layers.through[stop]
+        lower = start[:, None, :] < start[:, :, None]  # (ranks, chunks, chunks before)
+        before = (lower * (end - first)[:, None, :]).sum(axis=2)
+        table.staged[key] = Places(start, stop, first, end, before, (numel[stop] - numel[start]).sum(axis=1))
+    found: Places = table.staged[key]
     return found
-
-
-def _flight(table: _Table, places: _Places, policies: npt.NDArray[np.int64], schedule: str, steps: int) -> Floats:
-    """Bytes of activations of every rank when its first backward reaches its first block, shape (ranks, policies).
-
-    All chunks of one micro-batch are there (of dualpipe, whose chunks see different ones, one chunk), those of the
-    warm-up, and what the block's backward needs; or, on the rank of the head, what the head needs.
-    """
-    ranks, chunks = places.start.shape
-    kept = np.maximum(0.0, _summed(table.kept, places, policies) - table.output_bytes)
-    one = kept.max(axis=1) if schedule == "dualpipe" else kept.sum(axis=1)
-    flying = np.array([_in_flight(schedule, ranks, chunks, steps, rank) for rank in range(ranks)])
-    more = np.maximum(0.0, flying - chunks)[:, None] * kept.min(axis=1)
-    last = np.maximum(places.end - 1, 0)[..., None]
-    count = (places.end - places.first)[..., None]
-    partly = policies - len(POLICIES) + 1 - places.before[..., None] >= count  # the chunk's last block is among them
-    policy = np.where(policies < len(POLICIES), policies, np.where(
-        partly, POLICIES.index("full"), POLICIES.index("none")))
-    rises = np.where(count > 0, table.rises[policy, last], 0.0).min(axis=1) if table.rises.size else 0.0
-    head = np.where((places.stop == len(table.numel) - 1).any(axis=1), table.head_rises, 0.0)[:, None]
-    if schedule == "dualpipe":
-        head = np.zeros_like(head)
-    found: Floats = np.maximum(one + more + rises, one + head - table.output_bytes)
-    return found
-
-
-def _busy(table: _Table, places: _Places, policies: npt.NDArray[np.int64], steps: int, schedule: str) -> Floats:
-    """Seconds of the slowest way through the ranks, per policy."""
-    assert table.forward_s is not None and table.backward_s is not None and table.again_s is not None
-    both = table.forward_s + table.backward_s
-    each = (both[places.stop] - both[places.start])[..., None] + _summed(table.again_s, places, policies)
-    work = each.sum(axis=1) * steps * (0.5 if schedule == "dualpipe" else 1.0)
-    if schedule and not split(schedule):
-        work[1:] += np.cumsum(each[:-1, 0], axis=0)
-    slowest: Floats = work.max(axis=0)
-    return slowest
-
-
-def _shares(strategy: npt.NDArray[np.int64], factor: npt.NDArray[np.int64], ranks: int) -> tuple[Floats, Floats]:
-    """Over how many ranks parameters, and optimizer states, are split at most."""
-    parameters, optimizer = np.ones(len(strategy)), np.ones(len(strategy))
-    for index, name in enumerate(STRATEGIES):
-        chosen = strategy == index
-        if name == "fsdp":
-            parameters[chosen] = optimizer[chosen] = factor[chosen]
-        elif name in ("zero1", "zero2", "zero3"):
-            optimizer[chosen] = ranks
-            if name == "zero3":
-                parameters[chosen] = ranks
-    return parameters, optimizer
-
-
-def _in_flight(schedule: str, pipeline: int, chunks: int, steps: int, rank: int) -> float:
-    """Chunks whose forward a rank has run when its first backward begins, at least."""
-    if schedule in ("gpipe", "1f1b", "interleaved"):
-        return float(activations(schedule, pipeline, chunks, steps, rank))
-    if schedule in ("zb-h1", "zb-h2"):
-        return float(activations(schedule, pipeline, chunks, steps, rank, kept_for_weights=0.0))
-    return float(chunks)
-
-
-def _widths(scenario: Scenario, architecture: Architecture) -> dict[str, float]:
-    """Bytes per parameter by category, at least (factored states differ from matrix to matrix: none are counted)."""
-    precision, optimizer = scenario.training.precision, scenario.training.optimizer
-    tensors = [(p.shape, layer.kind == "embedding") for layer in architecture.stack for p in layer.parameters]
-    states = 0.0 if optimizer == "adafactor" else min(
-        optimizer_state_bytes(tensors, precision, optimizer, flat) for flat in (False, True))
-    return {
-        "parameters": DTYPE_BYTES[precision.parameters],
-        "master_parameters": 0.0 if precision.master == "none" else DTYPE_BYTES[precision.master],
-        "gradients": 0.0 if scenario.training.optimizer_in_backward else DTYPE_BYTES[precision.gradients],
-        "optimizer_states": states / max(1, architecture.parameters),
-    }

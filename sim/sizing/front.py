@@ -9,13 +9,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from sim.sizing.search import search
+from sim.sizing.search import Tighten, search
 from sim.sizing.space import Space
 
 Floats = npt.NDArray[np.float64]
 
 #: Columns of a row that the front trades off, less of each is better.
-AXES = ("step_time_s", "gpus", "cost")
+AXES = ("step_time_s", "gpus", "cost", "energy_kwh")
 
 
 class Stopped(Protocol):
@@ -24,31 +24,39 @@ class Stopped(Protocol):
     def __call__(self) -> bool: ...
 
 
-def complete(space: Space, bounds_s: Floats, step_s: Callable[[Sequence[int]], Sequence[float]],
-             stop: Stopped) -> bool:
-    """Simulate what the front needs: the fastest row of every number of GPUs of every cluster.
+def complete(space: Space, bounds: Floats, value: Callable[[Sequence[int]], Sequence[float]],
+             stop: Stopped, tighten: Tighten = lambda rows: None) -> bool:
+    """Simulate what the front needs: the best row of every number of GPUs of every cluster, by time or energy.
 
     Of one cluster and number of GPUs the fastest row has the least GPU-hours and cost as well, so these rows hold the
-    front over time, GPUs and cost. On one cluster a row is of interest only if it is faster than every row on fewer
+    front over time, GPUs and cost. On one cluster a row is of interest only if it is better than every row on fewer
     GPUs.
 
     Args:
-        bounds_s: lower bounds of the step, inf for rows ruled out; shape (rows,).
-        step_s: simulated steps of rows, seconds, inf for what does not fit.
+        bounds: lower bounds of what is sought, inf for rows ruled out; shape (rows,).
+        tighten: tighter bounds, as `search` asks for them.
+        value: of rows simulated, inf for what does not fit.
 
     Returns:
         Whether every search came to its end.
     """
-    fastest = math.inf
+    best = math.inf
     groups = sorted(set(zip(space.gpus.tolist(), space.columns["cluster"].tolist(), strict=True)))
     for gpus, cluster in groups:
         mine = (space.gpus == gpus) & (space.columns["cluster"] == cluster)
-        limit = fastest if len(space.clusters) == 1 else math.inf
-        found = search(np.where(mine, bounds_s, np.inf), step_s, 1, stop=stop, limit=limit)
+        limit = best if len(space.clusters) == 1 else math.inf
+
+        def mended(rows: Sequence[int], mine: npt.NDArray[np.bool_] = mine) -> Floats | None:
+            nonlocal bounds
+            tighter = tighten(rows)
+            bounds = bounds if tighter is None else tighter
+            return None if tighter is None else np.where(mine, tighter, np.inf)
+
+        found = search(np.where(mine, bounds, np.inf), value, 1, stop=stop, limit=limit, tighten=mended)
         if not found.complete:
             return False
         if found.best:
-            fastest = min(fastest, found.best[0][0])
+            best = min(best, found.best[0][0])
     return True
 
 

@@ -18,6 +18,11 @@ Floats = npt.NDArray[np.float64]
 #: Values of rows, in their order; inf = impossible, or does not fit.
 Evaluate = Callable[[Sequence[int]], Sequence[float]]
 
+#: Asked with the rows about to be evaluated: bounds of all rows anew, where theirs could be tightened, else None.
+Tighten = Callable[[Sequence[int]], Floats | None]
+
+#: Rows sorted at once.
+_SORTED = 20_000
 #: Rows evaluated at once. Many enough for a machine's workers, few enough that little is evaluated in vain.
 ROUND = 8
 
@@ -49,7 +54,8 @@ class Found:
 
 
 def search(bounds: Floats, evaluate: Evaluate, top: int = 1, *, known: dict[int, float] | None = None,
-           stop: Callable[[], bool] = lambda: False, limit: float = math.inf, round_size: int = ROUND) -> Found:
+           stop: Callable[[], bool] = lambda: False, limit: float = math.inf, round_size: int = ROUND,
+           tighten: Tighten = lambda rows: None) -> Found:
     """The `top` best rows.
 
     Args:
@@ -58,14 +64,17 @@ def search(bounds: Floats, evaluate: Evaluate, top: int = 1, *, known: dict[int,
         known: values found before, used and extended.
         stop: asked between rounds; True ends the search early.
         limit: rows of higher value are of no interest.
+        tighten: bounds that cost more to work out, asked for only where the search comes to.
     """
     values = known if known is not None else {}
-    candidates = np.flatnonzero(bounds <= limit)
-    candidates = candidates[np.isfinite(bounds[candidates])]
-    order = candidates[np.argsort(bounds[candidates], kind="stable")]
     found, at = Found(), 0
-    while at < len(order):
+    order, more = _ordered(bounds, limit)
+    while at < len(order) or more:
         threshold = found.best[top - 1][0] if len(found.best) >= top else limit
+        if at == len(order):
+            bounds, at = _without(bounds, found.evaluated), 0
+            order, more = _ordered(bounds, limit)
+            continue
         found.next_bound = float(bounds[order[at]])
         if found.next_bound > threshold:
             break
@@ -73,6 +82,10 @@ def search(bounds: Floats, evaluate: Evaluate, top: int = 1, *, known: dict[int,
             found.complete = False
             break
         rows = [int(row) for row in order[at:at + round_size] if bounds[row] <= threshold]
+        if (tighter := tighten(rows)) is not None:
+            bounds, at = _without(tighter, found.evaluated), 0
+            order, more = _ordered(bounds, limit)
+            continue
         new = [row for row in rows if row not in values]
         values.update(zip(new, evaluate(new), strict=True))
         found.evaluated += rows
@@ -82,4 +95,21 @@ def search(bounds: Floats, evaluate: Evaluate, top: int = 1, *, known: dict[int,
         at += len(rows)
     else:
         found.next_bound = math.inf
+    return found
+
+
+def _ordered(bounds: Floats, limit: float) -> tuple[npt.NDArray[np.int64], bool]:
+    """Rows of interest, the lowest bound first, of equal bounds the lower row; whether there are more behind them."""
+    candidates = np.flatnonzero((bounds <= limit) & np.isfinite(bounds))
+    more = len(candidates) > _SORTED
+    if more:
+        lowest = bounds[candidates]
+        candidates = candidates[lowest <= np.partition(lowest, _SORTED)[_SORTED]]
+    order: npt.NDArray[np.int64] = candidates[np.argsort(bounds[candidates], kind="stable")]
+    return order, more
+
+
+def _without(bounds: Floats, rows: Sequence[int]) -> Floats:
+    found = bounds.copy()
+    found[rows] = np.inf
     return found

@@ -1,13 +1,15 @@
 """The space of a search: every layout of a model on every number of GPUs of every cluster, as columns.
 
 Options without effect are not repeated: a schedule has no meaning without stages, sequence parallelism none without
-tensor ranks, and k recomputed blocks on stages of k blocks are full recomputation.
+tensor ranks, k recomputed blocks on stages of k blocks are full recomputation, and ZeRO-3 is FSDP over all ranks where
+one code does both. Stages and chunks may differ by a block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,9 @@ import numpy.typing as npt
 
 from sim.errors import Fault, UserError
 from sim.scenario import Scenario
+from sim.software import stack_for
 
-Ints = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.int32]
 
 #: Columns of a space, in order; `cluster`, `schedule`, `strategy` and `recompute` index the names of their choices.
 COLUMNS = ("cluster", "nodes", "tensor", "sequence_parallel", "context", "expert", "micro_batch", "pipeline",
@@ -61,16 +64,18 @@ class Space:
     Attributes:
         clusters: scenario of each cluster, resolved, at one node.
         columns: name to integers, each of shape (rows,).
+        raw: configurations as they can be written, of which rows are those that differ in effect.
     """
 
     clusters: list[Scenario]
     columns: dict[str, Ints] = field(default_factory=dict)
+    raw: int = 0
 
     def __len__(self) -> int:
         return len(self.columns["cluster"])
 
-    @property
-    def gpus(self) -> Ints:
+    @cached_property
+    def gpus(self) -> npt.NDArray[np.int64]:
         """GPUs of every row."""
         return self.columns["nodes"] * per_node(self.clusters)[self.columns["cluster"]]
 
@@ -95,7 +100,7 @@ def policy(index: int) -> Any:
     return POLICIES[index] if index < len(POLICIES) else {"layers": index - len(POLICIES) + 1}
 
 
-def per_node(clusters: Sequence[Scenario]) -> Ints:
+def per_node(clusters: Sequence[Scenario]) -> npt.NDArray[np.int64]:
     """GPUs of a node of each cluster."""
     return np.array([s.cluster.gpus_per_node for s in clusters], dtype=np.int64)
 
@@ -106,27 +111,36 @@ def build_space(clusters: Sequence[Scenario], choice: Choice) -> Space:
     Raises:
         UserError: none is possible.
     """
-    parts: list[tuple[tuple[int, ...], npt.NDArray[np.int64]]] = []
+    heads: list[tuple[int, ...]] = []
+    parts: list[Ints] = []
+    raw = 0
     for number, scenario in enumerate(clusters):
         for gpus in choice.gpus:
-            if gpus % scenario.cluster.gpus_per_node == 0:
-                parts += _of_count(number, scenario, gpus // scenario.cluster.gpus_per_node, choice)
+            if gpus % scenario.cluster.gpus_per_node:
+                continue
+            for head, rows, said in _of_count(number, scenario, gpus // scenario.cluster.gpus_per_node, choice):
+                heads.append(head)
+                parts.append(rows)
+                raw += said
     if not parts:
         raise UserError(Fault("no layout of this model divides the GPUs and the global batch", "--gpus",
                               hint="give other numbers of GPUs, or another global_batch"))
-    counts = [len(rows) for _, rows in parts]
-    head = np.repeat(np.array([fixed for fixed, _ in parts], dtype=np.int64), counts, axis=0)
-    table = np.concatenate((head, np.concatenate([rows for _, rows in parts])), axis=1)
-    return Space(list(clusters), {name: np.ascontiguousarray(table[:, i]) for i, name in enumerate(COLUMNS)})
+    counts = [rows.shape[1] for rows in parts]
+    fixed = np.array(heads, dtype=np.int32)
+    columns = {name: np.repeat(fixed[:, i], counts) for i, name in enumerate(COLUMNS[:fixed.shape[1]])}
+    columns |= {name: np.concatenate([rows[i] for rows in parts]) for i, name in enumerate(COLUMNS[fixed.shape[1]:])}
+    return Space(list(clusters), columns, raw)
 
 
 def _of_count(number: int, scenario: Scenario, nodes: int,
-              choice: Choice) -> Iterator[tuple[tuple[int, ...], npt.NDArray[np.int64]]]:
-    """Blocks of rows: fixed columns, and (strategy, sharding factor, recompute) of each row."""
+              choice: Choice) -> Iterator[tuple[tuple[int, ...], Ints, int]]:
+    """Blocks of rows: fixed columns, (strategy, sharding factor, recompute) of each row, and how many configurations
+    they stand for."""
     gpus, model, batch = nodes * scenario.cluster.gpus_per_node, scenario.model, scenario.training.global_batch
     assert batch is not None
     blocks = model.layers + model.decoder_layers
     experts = model.moe.experts if model.moe is not None else 1
+    same = _same_sharding(scenario)
     for tensor, context, pipeline in _degrees(scenario, gpus, choice):
         replicas = gpus // (tensor * context * pipeline)
         if batch % replicas:
@@ -135,14 +149,15 @@ def _of_count(number: int, scenario: Scenario, nodes: int,
         spreads = [e for e in _divisors(experts) if (replicas * context * tensor) % e == 0 and _in(e, choice.expert)]
         sequences = (0, 1) if tensor > 1 and model.kind == "decoder" and \
             scenario.training.sequence % (tensor * context) == 0 else (0,)
+        rows, said = _data_parallel(replicas * context, replicas, pipeline, blocks, choice, same)
+        if not rows.shape[1]:
+            continue
         for micro in (m for m in _divisors(share) if _in(m, choice.micro_batch)):
             for virtual, schedule in _schedules(pipeline, share // micro, blocks, choice):
-                rows = _data_parallel(replicas * context, replicas, pipeline, _policies(blocks, pipeline, choice),
-                                      choice)
-                for spread in spreads if len(rows) else ():
+                for spread in spreads:
                     for sequence in sequences:
                         yield ((number, nodes, tensor, sequence, context, spread, micro, pipeline, virtual, schedule),
-                               rows)
+                               rows, said)
 
 
 def _degrees(scenario: Scenario, gpus: int, choice: Choice) -> Iterator[tuple[int, int, int]]:
@@ -172,9 +187,7 @@ def _schedules(pipeline: int, micro_steps: int, blocks: int, choice: Choice) -> 
             continue
         if name == "interleaved":
             if micro_steps % pipeline == 0:
-                for v in range(2, (blocks + 2) // pipeline + 1):
-                    if blocks % (pipeline * v) == 0 and _in(v, choice.virtual_stages):
-                        yield v, index
+                yield from ((v, index) for v in range(2, (blocks + 2) // pipeline + 1) if _in(v, choice.virtual_stages))
         elif name in _TWO_CHUNKS:
             fits = name == "zb-v" or (pipeline % 2 == 0 and micro_steps % 2 == 0 and micro_steps >= 2 * pipeline)
             if fits and 2 * pipeline <= blocks + 2 and _in(2, choice.virtual_stages):
@@ -183,38 +196,58 @@ def _schedules(pipeline: int, micro_steps: int, blocks: int, choice: Choice) -> 
             yield 1, index
 
 
-def _policies(blocks: int, pipeline: int, choice: Choice) -> list[int]:
-    """Recomputation: named policies, and the first k blocks of each pipeline rank below all of them."""
+def _policies(blocks: int, pipeline: int, choice: Choice) -> tuple[list[int], int]:
+    """Recomputation: named policies, and the first k blocks of each pipeline rank below all of them; and how many more
+    can be written that are the same as full recomputation."""
     found = [POLICIES.index(name) for name in choice.recompute]
-    if choice.partial_recompute:
-        most = -(-blocks // pipeline)
-        found += [len(POLICIES) + k - 1 for k in range(1, most)]
-    return found
+    if not choice.partial_recompute:
+        return found, 0
+    most = -(-blocks // pipeline)
+    return found + [len(POLICIES) + k - 1 for k in range(1, most)], blocks - most + 1
 
 
-def _data_parallel(ranks: int, replicas: int, pipeline: int, policies: Sequence[int],
-                   choice: Choice) -> npt.NDArray[np.int64]:
-    """(strategy, sharding factor, recompute) of every way to keep the states of `ranks` equal ranks."""
+def _same_sharding(scenario: Scenario) -> bool:
+    """Whether ZeRO-3 is FSDP over all ranks in this stack, program for program (`sim.parallel.lower.shards`).
+
+    Adafactor's states alone differ, where FSDP 2 keeps the shape of matrices.
+    """
+    software = scenario.software
+    stack = stack_for(software.framework, software.year, versions=software.versions, modules=software.modules)
+    return stack.gradient_path != "ipg" and scenario.training.optimizer != "adafactor"
+
+
+def _data_parallel(ranks: int, replicas: int, pipeline: int, blocks: int, choice: Choice,
+                   same: bool) -> tuple[Ints, int]:
+    """(strategy, sharding factor, recompute) of every way to keep the states of `ranks` equal ranks, shape (3, rows),
+    and how many can be written.
+
+    Args:
+        same: ZeRO-3 is FSDP over all ranks.
+    """
     pairs: list[tuple[int, int]] = []
+    merged = 0
     for index, name in enumerate(STRATEGIES):
         if (choice.strategies and name not in choice.strategies) or (pipeline > 1 and name not in _PIPELINED):
             continue
         if name == "none" or ranks == 1:
             if name == "none" and ranks == 1 and replicas == 1:
                 pairs.append((index, 1))
+        elif name == "zero3" and same and _in("fsdp", choice.strategies):
+            merged += 1
         elif name == "fsdp":
             pairs += [(index, factor) for factor in _divisors(ranks) if factor > 1]
         else:
             pairs.append((index, 1 if name == "ddp" else ranks))
     if not pairs and ranks == 1:
         pairs.append((STRATEGIES.index("none"), 1))
-    if not pairs or not policies:
-        return np.zeros((0, 3), dtype=np.int64)
-    left = np.repeat(np.array(pairs, dtype=np.int64), len(policies), axis=0)
-    return np.concatenate((left, np.tile(np.array(policies, dtype=np.int64), len(pairs))[:, None]), axis=1)
+    policies, more = _policies(blocks, pipeline, choice)
+    said = (len(pairs) + merged) * (len(policies) + more) * (len(choice.schedules) if pipeline == 1 else 1)
+    columns = np.repeat(np.array(pairs, dtype=np.int32).reshape(-1, 2), len(policies), axis=0).T
+    last = np.tile(np.array(policies, dtype=np.int32), len(pairs))
+    return np.ascontiguousarray(np.concatenate((columns, last[None, :]))), said
 
 
-def _in(value: int, allowed: Sequence[int]) -> bool:
+def _in(value: Any, allowed: Sequence[Any]) -> bool:
     return not allowed or value in allowed
 
 

@@ -7,7 +7,9 @@ Tables:
     - `key text primary key`: 12 digits of the SHA-256 of the cluster's scenario, a blank, and the dotted fields of the
       configuration as canonical JSON;
     - `gpus integer`; `outcome text`: ok, refused or fault; `reason text`: why not, else empty;
-    - `step_time_s real`: null where there is none; `fits integer`: 0 or 1; `device_used_bytes integer`.
+    - `step_time_s real`: null where there is none: what does not fit is not simulated; `fits integer`: 0 or 1;
+    - `device_used_bytes integer`: of what does not fit, without what the allocator's blocks would waste;
+    - `step_energy_j real`: of all GPUs' boards over a step, joules; null where there is no step.
 
 Which rows there are, and what they say, does not depend on the workers; only their order does. Write-ahead logging,
 one transaction per configuration, on disk before the next (https://sqlite.org/wal.html).
@@ -32,7 +34,8 @@ class Outcome:
 
     Attributes:
         key: cluster and fields as canonical JSON: the same configuration has the same key in every search.
-        gpus, step_time_s (inf where there is none), fits, device_used_bytes: see result.md.
+        gpus, step_time_s (inf where there is none), fits, device_used_bytes: see result.md; step_energy_j: of all GPUs'
+            boards, joules, inf where there is no step.
         outcome: ok, refused (by a rule of a technique) or fault (of ours); reason: why not.
     """
 
@@ -42,13 +45,14 @@ class Outcome:
     step_time_s: float
     fits: bool
     device_used_bytes: int
+    step_energy_j: float
     reason: str = ""
 
 
 _SCHEMA = """
 create table if not exists meta(key text primary key, value text);
 create table if not exists runs(key text primary key, gpus integer, outcome text, step_time_s real, fits integer,
-                                device_used_bytes integer, reason text);
+                                device_used_bytes integer, step_energy_j real, reason text);
 """
 _COLUMNS = tuple(f.name for f in fields(Outcome))
 
@@ -84,9 +88,9 @@ class Store:
             elif row[0] != text:
                 raise UserError(Fault(f"{path} holds the results of another scenario", "--out", hint="name another"))
             for values in self._file.execute(f"select {', '.join(_COLUMNS)} from runs"):
-                one = dict(zip(_COLUMNS, values, strict=True))
-                time_s = math.inf if one["step_time_s"] is None else one["step_time_s"]
-                self.known[one["key"]] = Outcome(**{**one, "step_time_s": time_s, "fits": bool(one["fits"])})
+                one: dict[str, Any] = dict(zip(_COLUMNS, values, strict=True))
+                read: dict[str, Any] = {name: math.inf if value is None else value for name, value in one.items()}
+                self.known[one["key"]] = Outcome(**{**read, "fits": bool(one["fits"])})
         except sqlite3.DatabaseError as error:
             raise UserError(Fault(f"{path} cannot be used: {error}", "--out", hint="name another")) from None
 
@@ -104,7 +108,7 @@ class Store:
         rows = [[None if v == math.inf else v for v in asdict(one).values()] for one in outcomes]
         try:
             with file:
-                file.executemany(f"insert or replace into runs values({', '.join('?' * len(_COLUMNS))})", rows)
+                file.executemany(f"insert or ignore into runs values({', '.join('?' * len(_COLUMNS))})", rows)
         except sqlite3.DatabaseError as error:
             raise UserError(Fault(f"results cannot be written: {error}", "--out",
                                   hint="what was written is kept: mend it, then go on with --resume")) from None

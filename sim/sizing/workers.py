@@ -7,6 +7,10 @@ finished is kept even when the rest is lost. Dask runs the jobs of a lost worker
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -19,6 +23,8 @@ from sim.errors import Fault, UserError
 Job = TypeVar("Job")
 Done = TypeVar("Done")
 
+#: Linux `sys/prctl.h`: the signal a process gets when its parent dies.
+_PDEATHSIG = 1
 #: Seconds to wait for a scheduler: it answers at once where there is one.
 CONNECT_S = 10.0
 
@@ -70,10 +76,19 @@ def workers(processes: int = 1, dask: str | None = None) -> Iterator[Workers]:
         with _cluster(dask) as found:
             yield found
     elif processes > 1:
-        with ProcessPoolExecutor(processes) as pool:
+        with ProcessPoolExecutor(processes, initializer=_end_with_parent, initargs=(os.getpid(),)) as pool:
             yield Workers(pool)
     else:
         yield Workers()
+
+
+def _end_with_parent(parent: int) -> None:
+    """A process of a search that was killed ends too, where the system can see to it (Linux prctl(2),
+    PR_SET_PDEATHSIG)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # killed before the call
+            os._exit(1)
 
 
 @contextmanager

@@ -9,8 +9,9 @@ import numpy as np
 from sim.scenario import resolve
 from sim.scenario.dump import dump
 from sim.sizing import Choice, Wish, size
-from sim.sizing.size import _alone, _simulated
-from sim.sizing.space import build_space
+from sim.sizing.runner import simulated
+from sim.sizing.size import _alone
+from sim.sizing.space import SCHEDULES, build_space
 
 GPUS, TOP = 8, 10
 
@@ -25,12 +26,15 @@ def test_the_answer_is_that_of_simulating_everything() -> None:
     assert ((factor > 1) & (factor < GPUS // pipeline) & (space.columns["tensor"] == 1)).any()
     with ProcessPoolExecutor(2) as pool:
         jobs = (("", plain, space.sets(row), GPUS) for row in range(len(space)))
-        outcomes = list(pool.map(_simulated, jobs, chunksize=50))
+        outcomes = list(pool.map(simulated, jobs, chunksize=50))
     times = [one.step_time_s for one in outcomes if one.fits]
     assert len(set(times)) < len(times)  # ties
-    for objective in ("time", "cost", "gpus"):
+    assert {"zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "dualpipe"} <= {
+        SCHEDULES[i] for i in space.columns["schedule"][pipeline > 1]}
+    for objective in ("time", "cost", "gpus", "energy"):
         wish = Wish(objective)
-        values = np.array([float(wish.value(one.step_time_s, one.gpus)) if one.fits else np.inf for one in outcomes])
+        values = np.array([float(wish.value(one.step_time_s, one.gpus, None, one.step_energy_j)) if one.fits else np.inf
+                           for one in outcomes])
         every = sorted((value, row) for row, value in enumerate(values) if np.isfinite(value))
         found = size(small, choice, wish, top=TOP)
         assert found.proven and found.covered == len(space)

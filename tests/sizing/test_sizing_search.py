@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -28,6 +29,29 @@ def test_same_answer_as_exhaustive_search_with_ties(seed: int, top: int, size: i
     found = search(bounds, lambda rows: [float(values[r]) for r in rows], top, round_size=round_size)
     assert found.complete and found.best == exhaustive(values, top)
     assert len(found.evaluated) == len(set(found.evaluated))
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), top=st.integers(1, 12), size=st.sampled_from([1, 300, 50_000]))
+def test_bounds_that_become_finer_on_the_way_change_no_answer(seed: int, top: int, size: int) -> None:
+    rng = np.random.default_rng(seed)
+    values = rng.integers(1, 40, size) / 8.0
+    values[rng.random(size) < 0.3] = math.inf
+    known = np.where(np.isfinite(values), values, rng.integers(1, 40, size) / 8.0)
+    fine = np.where(rng.random(size) < 0.2, math.inf, known * rng.choice([1.0, 0.9], size))
+    fine = np.where(np.isfinite(values), np.minimum(fine, known), fine)  # only what has no value may be ruled out
+    bounds, left = known * 0.4, np.ones(size, dtype=bool)
+
+    def tighten(rows: Sequence[int]) -> np.ndarray | None:
+        if not left[list(rows)].any():
+            return None
+        chosen = left & (bounds <= bounds[list(rows)].max() * 1.3)
+        bounds[chosen], left[chosen] = fine[chosen], False
+        return bounds
+
+    found = search(bounds.copy(), lambda rows: [float(values[r]) for r in rows], top, tighten=tighten)
+    assert found.complete and found.best == exhaustive(values, top)
+    assert len(found.evaluated) == len(set(found.evaluated)) and not left[found.evaluated].any()
 
 
 def test_tight_bounds_leave_most_rows_alone() -> None:

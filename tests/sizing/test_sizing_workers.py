@@ -22,7 +22,7 @@ from sim.cli import main
 from sim.errors import UserError
 from sim.scenario import resolve
 from sim.sizing import Choice, Sizing, size
-from sim.sizing.size import _simulated
+from sim.sizing.runner import simulated
 from sim.sizing.store import Outcome, Store
 from sim.sizing.workers import workers
 
@@ -105,7 +105,7 @@ def logged(log: str, job: Any) -> Outcome:
     """A simulation that writes down who does it."""
     with open(log, "a", encoding="utf-8") as file:
         file.write(f"{os.getpid()}\t{job[0]}\n")
-    return _simulated(job)
+    return simulated(job)
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_a_killed_worker_changes_nothing(cluster: tuple[str, list[subprocess.Pop
             threading.Thread(target=started[2].kill).start()
 
     monkeypatch.setattr(Store, "add", add)
-    monkeypatch.setattr(sys.modules["sim.sizing.size"], "_simulated", partial(logged, str(log)))
+    monkeypatch.setattr(sys.modules["sim.sizing.runner"], "simulated", partial(logged, str(log)))
     far = size(SMALL, CHOICE, top=40, dask=address, out=tmp_path / "far.db")
     assert started[2].wait(10) == -signal.SIGKILL and started[1].poll() is None
     assert len(added) > 24 and len(added) == len(set(added))
@@ -165,3 +165,39 @@ def test_a_killed_worker_changes_nothing(cluster: tuple[str, list[subprocess.Pop
     twice = {key for key, times in Counter(key for _, key in done).items() if times > 1}
     assert {key for _, key in done} == set(added)
     assert twice <= killed - before  # only what the killed worker had in hand
+
+
+def _pids(parent: int) -> set[int]:
+    """Processes of a parent (Linux)."""
+    return {int(pid) for task in Path(f"/proc/{parent}/task").iterdir()
+            for pid in (task / "children").read_text(encoding="ascii").split()}
+
+
+def _runs(pid: int) -> bool:
+    """Whether there is such a process that has not ended (Linux)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not end children with their parent")
+def test_processes_of_a_killed_search_end() -> None:
+    code = "from sim.sizing.workers import workers\nimport time\n" \
+           "with workers(2) as w: list(w.each(time.sleep, [60, 60]))"
+    child = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    started: set[int] = set()
+    for _ in range(400):
+        started |= _pids(child.pid)
+        if len(started) >= 2:
+            break
+        time.sleep(0.02)
+    child.kill()
+    child.wait()
+    assert len(started) >= 2
+    for _ in range(200):
+        alive = [pid for pid in started if _runs(pid)]
+        if not alive:
+            break
+        time.sleep(0.02)
+    assert not alive

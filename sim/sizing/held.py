@@ -1,0 +1,130 @@
+"""What the fullest rank holds at least: states with gradients, or with the activations its order list has in flight."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sim.sizing.orders import Facts
+from sim.sizing.space import POLICIES, STRATEGIES
+from sim.sizing.tables import Floats, Kept, Layers, Table
+
+Ints = npt.NDArray[np.int64]
+
+
+class Places(NamedTuple):
+    """Chunks of pipeline ranks as positions and as blocks, each of shape (ranks, chunks); `before`: blocks of the rank
+    that come before the chunk; `numel`: elements of every rank."""
+
+    start: Ints
+    stop: Ints
+    first: Ints
+    end: Ints
+    before: Ints
+    numel: Floats
+
+
+class Ways(NamedTuple):
+    """Ways of data parallelism: strategy, ranks that parameters are split over, and optimizer states; of shape
+    (ways,)."""
+
+    strategy: Ints
+    shards: Ints
+    spread: Ints
+
+
+def ways_of(strategy: Ints, factor: Ints, ranks: int) -> Ways:
+    """Ways on `ranks` equal ranks, by strategy and sharding factor."""
+    names = [STRATEGIES[i] for i in strategy.tolist()]
+    shards = [f if name == "fsdp" else ranks if name == "zero3" else 1
+              for name, f in zip(names, factor.tolist(), strict=True)]
+    spread = [f if name == "fsdp" else ranks if name in ("zero1", "zero2", "zero3") else 1
+              for name, f in zip(names, factor.tolist(), strict=True)]
+    return Ways(strategy, np.array(shards, dtype=np.int64), np.array(spread, dtype=np.int64))
+
+
+def summed(of: Floats, places: Places, policies: Ints) -> Floats:
+    """Sums of a table over the blocks of each chunk, by policy: shape (ranks, chunks, policies)."""
+    first, end = places.first[..., None], places.end[..., None]
+    named, none, full = np.minimum(policies, len(POLICIES) - 1), of[POLICIES.index("none")], of[POLICIES.index("full")]
+    found: Floats = of[named, end] - of[named, first]
+    partial = policies >= len(POLICIES)
+    if partial.any():
+        turn = first + np.minimum(np.maximum(policies - len(POLICIES) + 1 - places.before[..., None], 0), end - first)
+        partly = full[turn] - full[first] + none[end] - none[turn]
+        found = np.where(partial, partly, found)
+    return found
+
+
+def flight(layers: Layers, places: Places, policies: Ints, facts: Facts) -> Floats:
+    """Bytes of activations of every rank at its highest point at least, shape (ranks, policies).
+
+    That is when a backward begins: what is in flight then, what is kept for weights' gradients, and what the backward
+    of a block needs; or, on the rank of the head, when the head's forward runs. Of a chunk of a pipeline the output is
+    left out: it is on its way.
+    """
+    of = layers.kept
+    kept = np.maximum(0.0, summed(of.kept, places, policies) - layers.output_bytes)
+    found = _highest(facts.held, kept, of, places)
+    last = np.maximum(places.end - 1, 0)[..., None]
+    count = (places.end - places.first)[..., None]
+    # of blocks recomputed in part, the chunk's last is among them or not
+    partly = policies - len(POLICIES) + 1 - places.before[..., None] >= count
+    policy = np.where(policies < len(POLICIES), policies, np.where(
+        partly, POLICIES.index("full"), POLICIES.index("none")))
+    if of.rises.size:
+        found = found + np.where(count > 0, of.rises[policy, last], 0.0).min(axis=1)
+    if of.head_rises:
+        at_head = _highest(facts.at_head, kept, of, places) + of.head_rises - layers.output_bytes
+        found = np.where(facts.at_head.max(axis=(1, 2))[:, None] > 0, np.maximum(found, at_head), found)
+    return found
+
+
+def _highest(held: Floats, kept: Floats, of: Kept, places: Places) -> Floats:
+    """Most bytes at any of a rank's moments: shape (ranks, policies)."""
+    chunks = kept.shape[1]
+    found: Floats = np.matmul(held[:, :, :chunks], kept)
+    if held[:, :, chunks:].any():
+        waiting = of.for_weights[places.stop] - of.for_weights[places.start]
+        found = found + np.matmul(held[:, :, chunks:], waiting[..., None])
+    highest: Floats = found.max(axis=1)
+    return highest
+
+
+def fullest(table: Table, places: Places, flying: Floats, steps: int, ways: Ways) -> Floats:
+    """Bytes of the fullest rank: states with gradients, or with the activations in flight; shape (ways, policies)."""
+    w, numel = table.layers.widths, places.numel
+    sharded = ("fsdp",) if table.stack.gradient_path == "ipg" else ("fsdp", "zero2", "zero3")
+    resident = table.stack.gradient_path == "grad_buffer"
+    found = np.empty((len(ways.strategy), flying.shape[1]))
+    for i, (index, shard, part) in enumerate(zip(*(x.tolist() for x in ways), strict=True)):
+        name = STRATEGIES[index]
+        states = numel * (w["parameters"] / shard + (w["master_parameters"] + w["optimizer_states"]) / part)
+        gradients = numel * w["gradients"] / (1.0 if name in ("none", "ddp", "zero1") else part)
+        lasting = np.zeros(len(numel))
+        if name in sharded:  # FSDP keeps whole gradients from micro-step to micro-step (no_sync)
+            lasting = numel * table.accumulated * (steps > 1)
+        elif resident:
+            lasting = gradients
+        found[i] = np.maximum((states + gradients)[:, None], (states + lasting)[:, None] + flying).max(axis=0)
+    return found
+
+
+def least(table: Table, ranks: int, strategies: frozenset[str]) -> float:
+    """Bytes of the fullest rank of any layout of the slice at least, whatever its schedule and recomputation: as much
+    as the mean rank holds of one micro-batch.
+
+    It never falls when micro-batches grow, so where it is too much, it is for every larger one.
+    """
+    layers, w, of = table.layers, table.layers.widths, table.layers.kept
+    depth, blocks = table.scenario.parallel.pipeline, int(layers.through[-1])
+    part = ranks if strategies & {"zero1", "zero2", "zero3", "fsdp"} else 1
+    shard = ranks if strategies & {"zero3", "fsdp"} else 1
+    resident = table.stack.gradient_path == "grad_buffer" and strategies <= {"none", "ddp", "zero1"}
+    width = w["parameters"] / shard + (w["master_parameters"] + w["optimizer_states"]) / part + (
+        w["gradients"] if resident else 0.0)
+    kept = float(of.kept[:, -1].min()) - (layers.output_bytes * blocks if depth > 1 else 0.0)
+    rises = float(of.rises.min()) if of.rises.size and depth <= blocks else 0.0
+    return (float(layers.numel[-1]) * width + max(0.0, kept)) / depth + rises

@@ -1,0 +1,83 @@
+"""Bounds of rows in units of the objective, made finer where a search comes to, and what ruled which rows out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from sim.sizing.bounds import Bounds, Rows
+from sim.sizing.space import Space
+from sim.sizing.wish import Wish
+
+Floats = npt.NDArray[np.float64]
+
+
+class Ranking:
+    """Lower bounds of all rows for one wish.
+
+    Attributes:
+        values: in units of the objective, inf where a bound rules the row out; shape (rows,).
+        times: of a step in seconds, inf likewise.
+    """
+
+    def __init__(self, space: Space, of: Bounds, wish: Wish) -> None:
+        self.space, self.of, self.wish = space, of, wish
+        self.gpus, self._prices = space.gpus, np.array([wish.price(one) for one in space.clusters])
+        self.alive = np.zeros(len(space), dtype=bool)
+        self.values: Floats = np.full(len(space), np.inf)
+        self.times: Floats = np.full(len(space), np.inf)
+        self._renew(slice(None))
+
+    def _renew(self, rows: Rows) -> None:
+        """Take over what the bounds of rows have become."""
+        of, step_s = self.of, self.of.time_s[rows]
+        alive = np.isfinite(step_s) & (of.memory_bytes[rows] <= of.capacity_bytes[rows] - self.wish.margin_bytes)
+        energy = of.energy_j(rows) if self.wish.objective == "energy" else 0.0
+        price = self._prices[self.space.columns["cluster"][rows]]
+        value = np.where(alive, self.wish.value(np.where(alive, step_s, 0.0), self.gpus[rows], price, energy), np.inf)
+        self.alive[rows], self.values[rows] = alive, value
+        self.times[rows] = np.where(np.isfinite(value), step_s, np.inf)
+
+    @property
+    def impossible(self) -> int:
+        """Rows that lowering refuses."""
+        return int((~np.isfinite(self.of.time_s)).sum())
+
+    def tighten(self, rows: Sequence[int]) -> Floats | None:
+        """New values if the bounds of any of the rows were coarse, else None."""
+        return self.values if self._refined(rows, self.values) else None
+
+    def tighten_times(self, rows: Sequence[int]) -> Floats | None:
+        """The same of `times`."""
+        return self.times if self._refined(rows, self.times) else None
+
+    def _refined(self, rows: Sequence[int], ranked: Floats) -> bool:
+        coarse = [row for row in rows if self.of.coarse[row]]
+        if not coarse:
+            return False
+        # what is as good in the objective; the bounds themselves go a little further
+        self._renew(self.of.refine(float(self.of.time_s[coarse].max()), ranked <= ranked[coarse].max() * _FURTHER))
+        return True
+
+    def pruned(self) -> dict[str, int]:
+        """Rows that were ruled out, by what did it; "time": those a search may leave."""
+        of, wish = self.of, self.wish
+        possible = np.isfinite(of.time_s)
+        alive = self.alive
+        found = {"memory": int(possible.sum() - alive.sum())}
+        run_s = of.time_s * wish.steps
+        if wish.deadline_s is not None:
+            late = alive & (run_s > wish.deadline_s)
+            found["deadline"], alive = int(late.sum()), alive & ~late
+        if wish.budget is not None:
+            price = self._prices[self.space.columns["cluster"]]
+            dear = alive & (run_s / 3600 * self.gpus * price > wish.budget)
+            found["budget"] = int(dear.sum())
+        found["time"] = int(np.isfinite(self.values).sum())
+        return found
+
+
+#: Rows whose bound is so much higher are made finer at once.
+_FURTHER = 1.04

@@ -1,0 +1,184 @@
+"""How long a step of FSDP takes at least: what its gathers and reductions add to the kernels.
+
+All collectives of a shard group run one after another, and some run while no kernel can: the root's gather before the
+first layer of every micro-step, the first block's as far as the embedding does not hide it, the reductions of the root
+and of the first block behind the last layer. The others run beside kernels, which they slow (SMs and memory bandwidth
+that they hold): how little they slow them together is a fractional knapsack over the kernels (Dantzig, Operations
+Research 5(2), 1957): they are put beside those first that suffer least.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
+
+from sim.parallel.compute import traffic_kernel
+from sim.parallel.lower import REPLICAS
+from sim.parallel.sharded.units import Unit, units_of
+from sim.sizing.held import Places, summed
+from sim.sizing.space import POLICIES
+from sim.sizing.tables import Floats, Ints, Table
+from sim.work import DTYPE_BYTES, Kernel
+
+#: Memory bandwidth that collectives hold is rounded down to multiples of this, bytes/s: few states are asked for.
+_STATE_BPS = 2e10
+
+
+class _Wire(NamedTuple):
+    """Seconds of the collectives of one micro-step.
+
+    Attributes:
+        forward, backward, reduced: of all gathers in each direction, and of all reductions.
+        root, block, root_reduced, block_reduced: of the root's and the first block's.
+        replicated: of the root's reduction over replicas.
+        slowed: kernels' seconds beside them against alone, from both kinds of collective the less.
+    """
+
+    forward: float
+    backward: float
+    reduced: float
+    root: float
+    block: float
+    root_reduced: float
+    block_reduced: float
+    replicated: float
+    slowed: tuple[tuple[int, float], ...]
+
+
+def sharded_s(table: Table, places: Places, policies: Ints, name: str, factor: int, batches: int) -> Floats:
+    """Seconds of the micro-steps of a step at least, without the optimizer: shape (policies,)."""
+    scenario, seconds, layers = table.scenario, table.seconds, table.layers
+    parallel = scenario.parallel
+    again = summed(seconds.again, places, policies)[0, 0]
+    work = seconds.forward[-1] + seconds.backward[-1] + again
+    finetune = scenario.training.finetune
+    tuned = finetune is not None and finetune.method != "full"
+    if parallel.expert > 1 or factor < 2 or tuned or parallel.offload.parameters not in ("none", None):
+        return np.asarray(batches * work)
+    units = units_of(layers.architecture, parallel.wrap, factor, scenario.software.fsdp == 2)
+    own = [i for i, unit in enumerate(units) if unit is not units[0]]
+    if not own:
+        return np.asarray(batches * work)
+    wire = _wire(table, units, own, name, factor)
+    begin, end = seconds.forward[own[0]], seconds.backward[own[0]]
+    alone_s = wire.root + max(0.0, wire.block - begin)
+    behind_s = wire.root_reduced + max(0.0, wire.block_reduced - end) + wire.replicated
+    gathers = wire.forward + wire.backward
+    last = seconds.backward[own[0] + 1]  # of the first block and what is before it
+    reduces = batches if parallel.reduce_every_micro_step else 1
+    total = np.zeros(len(policies))
+    for reduced, first, often in _turns(batches, reduces):
+        kernels = _own_kernels(table, units, name, reduced, first)
+        shown = alone_s + (behind_s if reduced else 0.0)
+        beside = max(0.0, gathers + (wire.reduced + wire.replicated if reduced else 0.0) - shown)
+        added, slowed = _slowed(table, policies, places, kernels, wire.slowed, beside)
+        wired = gathers + last + (wire.root_reduced + wire.replicated if reduced else 0.0)
+        if reduced:
+            wired = max(wired, gathers + wire.reduced)
+        total += often * np.maximum(wired, shown + work + added + slowed)
+    return total
+
+
+def _turns(batches: int, reduces: int) -> list[tuple[bool, bool, int]]:
+    """Micro-steps as (whether gradients are reduced, whether it is the first, how often)."""
+    if reduces == batches:
+        return [(True, True, 1), (True, False, batches - 1)]
+    return [(False, True, 1), (False, False, batches - 2), (True, False, 1)] if batches > 1 else [(True, True, 1)]
+
+
+def _wire(table: Table, units: list[Unit], own: list[int], name: str, factor: int) -> _Wire:
+    parallel, precision = table.scenario.parallel, table.scenario.training.precision
+    gather, reduce = DTYPE_BYTES[precision.gather], DTYPE_BYTES[precision.reduce]
+    ranks = table.alone.group(table.layout, table.scenario, ("shard", factor),
+                              lambda: table.layout.group(REPLICAS, factor))
+    keep = name == "zero2" or parallel.reshard_after_forward is not True
+    counted = Counter(unit.padded for unit in (units[i] for i in own))
+
+    def each(kind: str, padded: int, width: float) -> float:
+        return table.alone.seconds(kind, round(padded * width), ranks) if padded else 0.0
+
+    blocks_s = sum(n * each("all_gather", padded, gather) for padded, n in counted.items())
+    reduced_s = sum(n * each("reduce_scatter", padded, reduce) for padded, n in counted.items())
+    root, block = units[0].padded, units[own[0]].padded
+    replicas = table.layout.sizes["data"] * table.layout.sizes["context"] // factor
+    replicated = 0.0
+    if replicas > 1:
+        across = table.alone.group(table.layout, table.scenario, ("replicate", factor),
+                                   lambda: table.layout.group(REPLICAS, replicas, factor))
+        replicated = table.alone.seconds("all_reduce", round(units[0].own * reduce), across) if root else 0.0
+    lonely = replicas == 1 and len(table.layers.names) == 1  # no other flow shares the links and lowers the rate
+    states = []
+    for kind, width in (("all_gather", gather), ("reduce_scatter", reduce)):
+        channels, bps = table.alone.taken(kind, round(block * width), ranks)
+        states.append((channels, bps // _STATE_BPS * _STATE_BPS if lonely else 0.0))
+    root_s, root_reduced = each("all_gather", root, gather), each("reduce_scatter", root, reduce)
+    return _Wire(root_s + blocks_s, 0.0 if keep else blocks_s, root_reduced + reduced_s, root_s,
+                 each("all_gather", block, gather), root_reduced, each("reduce_scatter", block, reduce), replicated,
+                 tuple(states))
+
+
+def _own_kernels(table: Table, units: list[Unit], name: str, reduced: bool, first: bool) -> Counter[Kernel]:
+    """FSDP's own copies and additions of one micro-step (`sim.parallel.sharded.fsdp1`, `fsdp2`)."""
+    scenario = table.scenario
+    precision, every = scenario.training.precision, scenario.parallel.reduce_every_micro_step
+    g, r = DTYPE_BYTES[precision.gather], DTYPE_BYTES[precision.reduce]
+    two, keep = scenario.software.fsdp == 2, name == "zero2" or scenario.parallel.reshard_after_forward is not True
+    found: Counter[Kernel] = Counter()
+    distinct = Counter((unit.numel, unit.padded, unit is units[0]) for unit in {u.name: u for u in units}.values())
+
+    def add(label: str, numel: int, width: float, often: int) -> None:
+        if numel and width:
+            found[traffic_kernel(label, precision.gather, numel, numel * width)] += often
+
+    for (numel, padded, root), often in distinct.items():
+        if not two:
+            add("flatten gradient", numel, 2 * g + (0 if first or every else g) + (
+                2 * r + (g + r if precision.gather != precision.reduce else 0) if reduced else 0), often)
+            continue
+        add("copy-out", padded, 2 * round(padded * g) / max(1, padded), often * (1 if keep or root else 2))
+        if reduced:
+            add("copy-in", padded, g + r, often)
+        else:
+            add("accumulate", numel, g + (1 if first else 2) * r, often)
+    return found
+
+
+def _slowed(table: Table, policies: Ints, places: Places, extra: Counter[Kernel],
+            states: tuple[tuple[int, float], ...], beside_s: float) -> tuple[float, Floats]:
+    """Seconds of `extra` kernels, and by how much all kernels of a micro-step are slowed at least while collectives of
+    `beside_s` run beside them, by policy."""
+    device, layers = table.device, table.layers
+    added = float(device.times(list(extra)) @ list(extra.values())) if extra else 0.0
+    counts = layers.kernel_counts
+    if counts is None or beside_s <= 0.0:
+        return added, np.zeros(len(policies))
+    base, again = counts
+    kernels = list(dict.fromkeys([*base, *extra, *(k for of in again for k in of)]))
+    alone = device.times(kernels)
+    slow = np.minimum(*(device.times(kernels, *state) for state in states))
+    slow = np.maximum(slow, alone)
+    often = np.array([base[k] + extra[k] for k in kernels], dtype=np.float64)
+    blocks = int(layers.through[-1])
+    full = POLICIES.index("full")
+    more = np.array([[of[k] for k in kernels] for of in again], dtype=np.float64)
+    times = np.where(policies < len(POLICIES), blocks, np.minimum(policies - len(POLICIES) + 1, blocks))
+    ran = often + more[np.where(policies < len(POLICIES), policies, full)] * times[:, None]
+    share = 1.0 - alone / np.maximum(slow, 1e-30)
+    order = np.argsort(share, kind="stable")
+    room = np.cumsum(ran[:, order] * slow[order], axis=1)
+    # collectives inside layers are slowed by nothing that is sure: they come first
+    inline = (table.seconds.forward[-1] + table.seconds.backward[-1] + summed(
+        table.seconds.again, places, policies)[0, 0]) - (often - np.array([extra[k] for k in kernels])) @ alone - (
+        more[np.where(policies < len(POLICIES), policies, full)] * times[:, None]) @ alone
+    left = np.maximum(0.0, beside_s - np.maximum(inline, 0.0))[:, None]
+    before = np.concatenate((np.zeros((len(policies), 1)), room[:, :-1]), axis=1)
+    filled = np.clip(left - before, 0.0, room - before)
+    found: Floats = (filled * share[order]).sum(axis=1)
+    return added, found
+
+
+def is_sharded(table: Table, name: str) -> bool:
+    """Whether a strategy is FSDP in this stack (`sim.parallel.lower.shards`)."""
+    return name == "fsdp" or (name in ("zero2", "zero3") and table.stack.gradient_path != "ipg")

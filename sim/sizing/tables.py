@@ -1,0 +1,332 @@
+"""Tables of layers: what a slice of the model costs, layer by layer, from which bounds of all its rows are added up.
+
+A slice is what rows with one cluster, tensor, context, expert, pipeline and micro-batch share. Its table holds what the
+rooms below say of every layer: seconds of its kernels alone (`Device.times`) and of the collectives inside it alone
+(`Network.coflow`), and, once asked for, bytes it keeps (`layer_profile`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sim.api import hardware_for
+from sim.hardware import Device
+from sim.hardware.outside import outside
+from sim.model import build, optimizer_state_bytes
+from sim.model.architecture import Architecture, Layer
+from sim.model.eager import KINDS, layer_profile
+from sim.parallel.compute import Compute, is_weight_gradient
+from sim.parallel.layout import Layout
+from sim.parallel.lower import cut_groups, held, layout_of
+from sim.parallel.model.expert import dispatched, staying
+from sim.parallel.model.joints import joints
+from sim.parallel.pipeline.weights import kept_for_weights
+from sim.program import InlineCall, ProgramBuilder
+from sim.scenario import Scenario
+from sim.sizing.alone import Alone
+from sim.sizing.space import POLICIES
+from sim.software import Stack, stack_for
+from sim.work import DTYPE_BYTES, Kernel
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+_KEPT = KINDS.index("activations")
+
+#: Columns that decide a table of layers.
+SLICE = ("cluster", "nodes", "tensor", "sequence_parallel", "context", "expert", "micro_batch", "pipeline")
+#: Parts of a layer that take time: forward, backward, its inputs' and its weights' part where a schedule splits it.
+_PARTS = 4
+
+
+class Span(NamedTuple):
+    """A row of kernels and collectives: seconds of the kernels, joules of all of them, and of each collective (group,
+    kind, bytes) how long the kernels beside it take."""
+
+    kernels_s: float
+    work_j: float
+    calls: tuple[tuple[str, str, int, float], ...]
+
+
+class Kept(NamedTuple):
+    """Bytes of layers.
+
+    Attributes:
+        kept, rises: bytes a block keeps, and its backward's highest point above that, per policy and block; shape
+            (policies, blocks), `kept` summed from the first block on: (policies, blocks + 1).
+        head_rises: bytes the head's forward needs for a while.
+        for_weights: bytes the layers before each position keep between "B" and "W", shape (positions + 1,).
+    """
+
+    kept: Floats
+    rises: Floats
+    head_rises: float
+    for_weights: Floats
+
+
+class Seconds(NamedTuple):
+    """Kernels and collectives of the layers before each position, alone, one after another; shape (positions + 1,).
+
+    Attributes:
+        forward, backward: of layers; `inputs` and `weights`: its parts where a schedule splits it.
+        again: what recomputation runs again, per policy and block, summed from the first block on.
+    """
+
+    forward: Floats
+    backward: Floats
+    inputs: Floats
+    weights: Floats
+    again: Floats
+
+
+class Layers:
+    """The layers of a slice, which are the same for all pipelines and numbers of GPUs.
+
+    Attributes:
+        index: number of every position's layer among the distinct ones.
+        spans: of every distinct layer the parts of `Seconds`, then recomputation by policy.
+        numel: elements of the layers before each position, shape (positions + 1,); `through`: blocks.
+        work_j: energy of forward and backward of all layers beside a GPU's constant part; again_j: of recomputation,
+            per policy and block, summed from the first block on.
+    """
+
+    def __init__(self, scenario: Scenario, stack: Stack, names: tuple[str, ...], sent: float, device: Device) -> None:
+        self.architecture = build(held(scenario), stack, scenario.training.micro_batch)
+        row, parallel = self.architecture.stack, scenario.parallel
+        self.distinct = list({id(x): x for x in row}.values())
+        number = {id(layer): i for i, layer in enumerate(self.distinct)}
+        self.index = np.array([number[id(layer)] for layer in row])
+        hidden = parallel.overlap_experts or stack.expert_overlap
+        compute = Compute(ProgramBuilder(("compute",), names), stack, joints(
+            stack, names, sequence=parallel.sequence_parallel and parallel.tensor > 1, pipelined=parallel.async_tensor,
+            dispatched=sent, shares=hidden == "shared"))
+        items = [[compute.forward_items(layer.operators), *(
+            compute.backward_items(layer.operators, weights) for weights in ("with", "without", "only")), *(
+            compute.recomputed(layer, p) if layer.kind == "block" else () for p in POLICIES)]
+            for layer in self.distinct]
+        if hidden == "batches":  # another micro-batch may hide what travels, under some schedules
+            items = [[staying(part) for part in of] for of in items]
+        kernels = list(dict.fromkeys(k for of in items for part in of for item in part for k in _kernels(item)))
+        known = dict(zip(kernels, zip(device.times(kernels).tolist(), device.work_j(kernels).tolist(), strict=True),
+                         strict=True))
+        self.names, self._items = names, items
+        self.spans = [[_span(part, names, known) for part in of] for of in items]
+        joules = np.array([[span.work_j for span in of] for of in self.spans])[self.index]
+        self.blocks = np.array([layer.kind == "block" for layer in row])
+        self.work_j = float(joules[:, :2].sum())
+        self.again_j = np.concatenate((np.zeros((1, len(POLICIES))),
+                                       np.cumsum(joules[self.blocks, _PARTS:], axis=0))).T
+        self.through = np.concatenate(([0], np.cumsum(self.blocks))).astype(np.int64)
+        self.numel = before([float(layer.numel) for layer in row])
+        self._scenario = scenario
+        self.block = next((layer for layer in row if layer.kind == "block"), row[0])
+        self.output_bytes = self.block.input.elements * DTYPE_BYTES[self.block.input.dtype]
+
+    @cached_property
+    def widths(self) -> dict[str, float]:
+        """Bytes per parameter by category, at least."""
+        return _widths(self._scenario, self.architecture)
+
+    @cached_property
+    def split_cost(self) -> float:
+        """Time of a block's backward without its weights in its forwards', counted in FLOPs as for searched orders
+        (`sim.parallel.pipeline.lower`)."""
+        block = self.block
+        if not block.forward_flops:
+            return 1.0
+        weight = sum(k.flops for op in block.operators for k in op.backward if is_weight_gradient(k))
+        return max(0.0, block.backward_flops - weight) / block.forward_flops
+
+    @cached_property
+    def kernel_counts(self) -> tuple[Counter[Kernel], list[Counter[Kernel]]] | None:
+        """How often kernels outside collectives run in forward and backward of all layers, and in recomputing one
+        block, by policy; None where blocks differ."""
+        base: Counter[Kernel] = Counter()
+        for i, often in Counter(self.index.tolist()).items():
+            for part in self._items[i][:2]:
+                for item in part:
+                    if isinstance(item, Kernel):
+                        base[item] += often
+        kinds = {i for i, layer in enumerate(self.distinct) if layer.kind == "block"}
+        if len(kinds) != 1:
+            return None
+        return base, [Counter(item for item in part if isinstance(item, Kernel))
+                      for part in self._items[kinds.pop()][_PARTS:]]
+
+    @cached_property
+    def kept(self) -> Kept:
+        """What layers keep."""
+        kept, rises, head = {}, {}, 0.0
+        for layer in self.distinct:
+            if layer.kind == "block":
+                kept[id(layer)], rises[id(layer)] = zip(*(_held(layer, p) for p in POLICIES), strict=True)
+            elif layer.kind == "head":
+                head = max(0.0, min(float(sum(layer_profile(layer, "none", True, casts).forward.peak))
+                                    for casts in (False, True)))
+        blocks = [id(layer) for layer in self.architecture.stack if layer.kind == "block"]
+        waiting = np.array([float(kept_for_weights(layer)) for layer in self.distinct])
+        return Kept(np.array([before([kept[b][i] for b in blocks]) for i in range(len(POLICIES))]),
+                    np.array([[rises[b][i] for b in blocks] for i in range(len(POLICIES))]).reshape(len(POLICIES), -1),
+                    head, before(waiting[self.index]))
+
+
+@dataclass
+class Table:
+    """A slice.
+
+    Attributes:
+        scenario, stack, layout: of the slice, without data parallelism's strategy.
+        device, alone: of its cluster.
+        seconds: see there.
+        staged: places of chunks, by what decides them.
+    """
+
+    scenario: Scenario
+    stack: Stack
+    layout: Layout
+    device: Device
+    alone: Alone
+    layers: Layers
+    seconds: Seconds
+    staged: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def accumulated(self) -> float:
+        """Bytes per element of whole gradients that FSDP accumulates between reductions."""
+        precision = self.scenario.training.precision
+        if self.scenario.parallel.reduce_every_micro_step:
+            return 0.0
+        return min(DTYPE_BYTES[precision.gather], DTYPE_BYTES[precision.reduce])
+
+    @cached_property
+    def fixed_bytes(self) -> float:
+        """What a GPU holds beside tensors, with the communicators that every rank has: of the dimensions the model is
+        cut along, of its replicas (at least one where they are sharded), and one to a neighbouring stage."""
+        sizes, parallel = self.layout.sizes, self.scenario.parallel
+        replicas = sizes["data"] * sizes["context"]
+        members = [replicas, *(sizes[name] for name in ("tensor", "context"))]
+        if sizes["pipeline"] > 1:
+            members.append(2)
+        if parallel.expert > 1:
+            members.append(parallel.expert)
+        return float(outside(self.device.gpu.compute_capability, self.stack.kernel_loading, members).total_bytes)
+
+    @property
+    def work_s(self) -> float:
+        """All layers' forward and backward of one micro-batch."""
+        return float(self.seconds.forward[-1] + self.seconds.backward[-1])
+
+
+class Tables:
+    """Tables of slices, made when first asked for.
+
+    Args:
+        clusters: scenario of each cluster.
+    """
+
+    def __init__(self, clusters: Sequence[Scenario]) -> None:
+        self.clusters = clusters
+        self.stacks = [_stack(one) for one in clusters]
+        hardware = [hardware_for(one, stack.rank_jitter_s)
+                    for one, stack in zip(clusters, self.stacks, strict=True)]
+        self.devices = [device for device, _ in hardware]
+        self.alone = [Alone(network) for _, network in hardware]
+        self._layers: dict[Any, Layers] = {}
+
+    def table(self, key: tuple[int, ...], schedule: str = "1f1b") -> Table:
+        """The table of a slice, by columns of `SLICE`.
+
+        Args:
+            schedule: stages of some are on one rank, which then holds a tied table once.
+
+        Raises:
+            UserError: the model cannot be cut so.
+        """
+        cluster, scenario = key[0], self._scenario(key, schedule)
+        stack, layout = self.stacks[cluster], layout_of(scenario)
+        groups = cut_groups(scenario, layout) if key[5] > 1 else None
+        names = tuple(groups) if groups is not None else (
+            "data", *(name for name in ("tensor", "context") if getattr(scenario.parallel, name) > 1))
+        sent = dispatched(scenario, stack, groups.get("expert") if groups is not None else None)
+        same = (key[0], key[2], key[3], key[4], key[5], key[6], key[7] > 1, scenario.expert_tensor, sent,
+                held(scenario).model.tied_embeddings)
+        if same not in self._layers:
+            if len(self._layers) > 4096:
+                self._layers.pop(next(iter(self._layers)))
+            self._layers[same] = Layers(scenario, stack, names, sent, self.devices[cluster])
+        layers, alone = self._layers[same], self.alone[cluster]
+        return Table(scenario, stack, layout, self.devices[cluster], alone, layers,
+                     _seconds(layers, alone, layout, scenario))
+
+    def _scenario(self, key: Sequence[int], schedule: str) -> Scenario:
+        cluster, nodes, tensor, sequence, context, expert, micro, pipeline = key
+        base = self.clusters[cluster]
+        parallel = base.parallel.model_copy(update={
+            "strategy": "ddp", "sharding_factor": 1, "tensor": tensor, "sequence_parallel": bool(sequence),
+            "context": context, "expert": expert, "pipeline": pipeline, "virtual_stages": 1, "schedule": schedule})
+        return base.model_copy(update={
+            "cluster": base.cluster.model_copy(update={"nodes": nodes}), "parallel": parallel,
+            "training": base.training.model_copy(update={"micro_batch": micro})})
+
+
+def _kernels(item: Kernel | InlineCall) -> tuple[Kernel, ...]:
+    return item.beside if isinstance(item, InlineCall) else (item,)
+
+
+def _span(items: Sequence[Kernel | InlineCall], names: tuple[str, ...],
+          known: dict[Kernel, tuple[float, float]]) -> Span:
+    calls = tuple((names[item.call.communicator], item.call.kind, item.call.size_bytes,
+                   sum(known[k][0] for k in item.beside)) for item in items if isinstance(item, InlineCall))
+    return Span(sum(known[item][0] for item in items if isinstance(item, Kernel)),
+                sum(known[k][1] for item in items for k in _kernels(item)), calls)
+
+
+def _seconds(layers: Layers, alone: Alone, layout: Layout, scenario: Scenario) -> Seconds:
+    """Spans on the links of a slice."""
+    each = np.array([[span.kernels_s + sum(max(beside, alone.group_s(layout, scenario, group, kind, size))
+                                           for group, kind, size, beside in span.calls) for span in of]
+                     for of in layers.spans])
+    rows = each[layers.index]
+    sums = np.concatenate((np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0))).T
+    again = np.cumsum(rows[layers.blocks, _PARTS:], axis=0)
+    forward, backward, inputs, weights = sums[:_PARTS]
+    return Seconds(forward, backward, inputs, weights, np.concatenate((np.zeros((1, len(POLICIES))), again)).T)
+
+
+def _stack(scenario: Scenario) -> Stack:
+    software = scenario.software
+    return stack_for(software.framework, software.year, software.compile, software.versions, software.modules,
+                     fused=software.fused, cuda_graphs=software.cuda_graphs)
+
+
+def before(values: Sequence[float] | Floats) -> Floats:
+    """Sums of what is before each place, and of all."""
+    return np.concatenate(([0.0], np.cumsum(np.array(values, dtype=np.float64))))
+
+
+def _held(layer: Layer, name: str) -> tuple[float, float]:
+    """Bytes a block keeps from forward to backward, and what its backward needs above that for a while, at least."""
+    profile = layer_profile(layer, name, True)
+    added = layer_profile(layer, name, False)
+    kept = float(profile.forward.net[_KEPT] - profile.held[_KEPT] - profile.cached[_KEPT])
+    return kept, max(0.0, float(min(sum(profile.backward.peak), sum(added.backward.peak))))
+
+
+def _widths(scenario: Scenario, architecture: Architecture) -> dict[str, float]:
+    """Bytes per parameter by category, at least (factored states differ from matrix to matrix: none are counted)."""
+    precision, optimizer = scenario.training.precision, scenario.training.optimizer
+    tensors = [(p.shape, layer.kind == "embedding") for layer in architecture.stack for p in layer.parameters]
+    states = 0.0 if optimizer == "adafactor" else min(
+        optimizer_state_bytes(tensors, precision, optimizer, flat) for flat in (False, True))
+    return {
+        "parameters": DTYPE_BYTES[precision.parameters],
+        "master_parameters": 0.0 if precision.master == "none" else DTYPE_BYTES[precision.master],
+        "gradients": 0.0 if scenario.training.optimizer_in_backward else DTYPE_BYTES[precision.gradients],
+        "optimizer_states": states / max(1, architecture.parameters),
+    }

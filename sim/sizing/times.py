@@ -1,0 +1,216 @@
+"""How long a step takes at least, from tables of layers and what order lists say for certain.
+
+A rank of a pipeline cannot begin its first backward before the micro-batch has passed all stages and come back; from
+then on it has the rest of its own work; and what it passes back last goes through all stages before it. Reductions
+that nothing hides, the optimizer and the gather of its results follow. Nothing is ever faster than alone, so all of
+this is a lower bound (a part of the longest path of Baccelli et al. 1992, chapter 2).
+
+Ranks wait for each other at the end of a step where the norm of all gradients is summed (clipping) and schedules
+synchronise; elsewhere steps slide into each other, and a rank is held to the span of its own actions alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sim.model import optimizer_kernels
+from sim.parallel.compute import traffic_kernel
+from sim.parallel.pipeline.actions import split
+from sim.sizing.held import Places, Ways, summed
+from sim.sizing.orders import SEARCHED, Facts
+from sim.sizing.sharded import is_sharded, sharded_s
+from sim.sizing.space import STRATEGIES
+from sim.sizing.tables import Floats, Ints, Table
+from sim.work import DTYPE_BYTES
+
+
+class Own(NamedTuple):
+    """Seconds of a rank's actions alone, of shape (ranks, chunks, policies); weights' gradients are 0 where they are
+    part of backward. `hops`: a transfer from each rank to the next."""
+
+    forward: Floats
+    backward: Floats
+    weights: Floats
+    hops: Floats
+
+
+class Times:
+    """Lower bounds of steps; remembers the optimizer's seconds."""
+
+    def __init__(self) -> None:
+        self._update_s: dict[Any, float] = {}
+        self._traffic_s: dict[Any, float] = {}
+
+    def steps_s(self, table: Table, places: Places, policies: Ints, facts: Facts, schedule: str,
+                ways: Ways) -> Floats:
+        """Seconds of a step at least: shape (ways, policies)."""
+        own = _own(table, places, policies, schedule)
+        together = _together(table, schedule)
+        way = _path(own, facts, schedule, together, _waited(table, schedule))
+        hidden = np.zeros_like(way.work) if schedule and split(schedule) else (
+            facts.ends[:, 0, :, None] * own.forward + facts.ends[:, 1, :, None] * own.backward).sum(axis=1)
+        found = []
+        for index, part in zip(ways.strategy.tolist(), ways.spread.tolist(), strict=True):
+            name = STRATEGIES[index]
+            if is_sharded(table, name) and not schedule:
+                local = self._update(table, places.numel[0], part)
+                found.append(sharded_s(table, places, policies, name, part, facts.batches) + local)
+                continue
+            update = np.array([self._update(table, numel, part) for numel in places.numel.tolist()])
+            reduced, gathered, added = self._tail(table, places, name)
+            shown = np.maximum(0.0, reduced[:, None] - hidden) if table.scenario.parallel.overlap else reduced[:, None]
+            after = (update + gathered)[:, None]  # with which the next step begins
+            begun = after + way.begun
+            if together:
+                begun = np.maximum(begun, after[facts.along[:, 0] // own.forward.shape[1]].min() + way.filled)
+            late = way.late[:, None] * added[:, None]
+            through = begun + way.work + (facts.batches - 1) * added[:, None] - late
+            found.append((through + np.maximum(way.behind + late + shown, way.back)).max(axis=0))
+        return np.array(found)
+
+    def _tail(self, table: Table, places: Places, name: str) -> tuple[Floats, Floats, Floats]:
+        """Of every rank: its gradients' reduction, the gather of parameters behind the optimizer, and the traffic that
+        adds one micro-batch's gradients to those before; shape (ranks,)."""
+        zero = np.zeros(len(places.numel))
+        path, scenario = table.stack.gradient_path, table.scenario
+        precision, replicas = scenario.training.precision, table.layout.sizes["data"] * table.layout.sizes["context"]
+        whole = name in ("none", "ddp", "zero1") and scenario.parallel.offload.optimizer in ("none", None)
+        if not whole or scenario.parallel.expert > 1 or scenario.training.optimizer_in_backward:
+            return zero, zero, zero
+        wide = DTYPE_BYTES[precision.gradients]
+        fused = path == "grad_buffer" and wide > DTYPE_BYTES[precision.parameters]
+        per = 0.0 if fused else 3 * wide
+        added = np.array([self._traffic(table, numel, per) for numel in places.numel.tolist()])
+        if replicas < 2:
+            return zero, zero, added
+        scattered = path == "ipg" or (path == "grad_buffer" and name == "zero1")
+        kind = "reduce_scatter" if scattered and name != "ddp" else "all_reduce"
+
+        def moved(kind: str, width: float) -> Floats:
+            return places.numel * table.alone.moved_s(table.layout, scenario, "data", kind, width)
+
+        gathered = moved("all_gather", DTYPE_BYTES[precision.gather]) if name == "zero1" else zero
+        return moved(kind, DTYPE_BYTES[precision.reduce]), gathered, added
+
+    def _traffic(self, table: Table, numel: float, width: float) -> float:
+        if not width or numel < 1:
+            return 0.0
+        key = (table.device, numel, width)
+        if key not in self._traffic_s:
+            kernel = traffic_kernel("gradient", table.scenario.training.precision.gradients, int(numel), numel * width)
+            self._traffic_s[key] = float(table.device.times((kernel,))[0])
+        return self._traffic_s[key]
+
+    def _update(self, table: Table, numel: float, shards: int) -> float:
+        """The optimizer's own kernels on one rank's share."""
+        local = int(numel) // max(1, shards)
+        device, training = table.device, table.scenario.training
+        key = (device, local)
+        if key not in self._update_s:
+            kernels = optimizer_kernels(local, 1, training.precision, training.optimizer,
+                                        table.scenario.software.optimizer_kernel, clip=False)
+            self._update_s[key] = 0.0 if training.optimizer_in_backward else float(device.times(kernels).sum())
+        return self._update_s[key]
+
+
+def _own(table: Table, places: Places, policies: Ints, schedule: str) -> Own:
+    seconds = table.seconds
+
+    def of(column: Floats) -> Floats:
+        found: Floats = (column[places.stop] - column[places.start])[..., None]
+        return found
+
+    again = summed(seconds.again, places, policies)
+    forward = of(seconds.forward)
+    if schedule and split(schedule):
+        backward, weights = of(seconds.inputs) + again, of(seconds.weights)
+    else:
+        backward, weights = of(seconds.backward) + again, np.zeros_like(forward)
+    hops = np.zeros(1)
+    if schedule:
+        scenario, block = table.scenario, table.layers.block
+        elements, share = block.input.elements, 1
+        if scenario.parallel.pipeline_scatter and scenario.parallel.tensor > 1 and not (
+                scenario.parallel.sequence_parallel):
+            share = scenario.parallel.tensor
+        hops = table.alone.hops_s(table.layout, round(elements // share * DTYPE_BYTES[block.input.dtype]))
+    return Own(forward, backward, weights, hops)
+
+
+def _together(table: Table, schedule: str) -> bool:
+    """Whether no rank begins the next step before all have finished their backward."""
+    clips = table.stack.clip_gradients and table.scenario.training.optimizer != "none"
+    return bool(schedule) and schedule not in SEARCHED and clips
+
+
+def _waited(table: Table, schedule: str) -> bool:
+    """Whether a rank goes on only when what it sent has arrived."""
+    overlapped = not schedule or table.scenario.parallel.overlap_p2p or split(schedule)
+    return not overlapped and table.stack.pipeline_p2p != "overlapped"
+
+
+class _Way(NamedTuple):
+    """Of every rank and policy, shape (ranks, policies), seconds.
+
+    Attributes:
+        begun: from a rank's first action to its first backward; `filled`: to it from the first action of all.
+        work: from then to the end of its last backward; `behind`: of its own work behind that, `back`: of what it
+            passed back on the way to the first stage.
+        late: weights' gradients behind the last backward, of every rank, in micro-batches.
+    """
+
+    begun: Floats
+    filled: Floats
+    work: Floats
+    behind: Floats
+    back: Floats
+    late: Floats
+
+
+def _path(own: Own, facts: Facts, schedule: str, together: bool, waited: bool) -> _Way:
+    f, b, w, _ = own
+    ranks, chunks, _ = f.shape
+    work = facts.batches * (f + b + w).sum(axis=1)
+    ahead = (facts.ahead[..., None] * f).sum(axis=1)
+    behind = (facts.late[..., None] * w).sum(axis=1)
+    late = facts.late.max(axis=1).astype(np.float64)
+    rest = work - ahead - behind
+    if not schedule:
+        zero = np.zeros_like(work)
+        return _Way(np.broadcast_to(ahead, work.shape), zero, rest, zero, zero, late)
+    before_f, after_f = _passed(f, facts, own.hops)
+    before_b, after_b = _passed(b, facts, own.hops)
+    rows, first, back = np.arange(ranks), facts.first, facts.back
+    around = after_f[rows, back] + after_b[rows, back]
+    # of an order that is not known the most forwards that may come before are counted: what is less comes behind
+    begun = np.maximum((facts.through[..., None] * f).sum(axis=1) + around, ahead)
+    if schedule != "dualpipe":  # the first forward and the first backward are of one micro-batch
+        begun = np.maximum(begun, f[rows, first] + after_f[rows, first] + after_b[rows, back])
+    filled = np.maximum(before_f[rows, first] + begun, before_f[rows, back] + f[rows, back] + around)
+    if waited:
+        nearest = np.minimum(own.hops, np.roll(own.hops, 1))
+        turns = np.maximum(0, facts.sends - facts.ahead.sum(axis=1) - 1) // (1 if chunks == 1 else 2)
+        rest = rest + (turns * nearest)[:, None]
+    passes = before_b[rows, facts.last] if together else np.zeros_like(behind)
+    return _Way(begun, filled, rest, behind, passes, late)
+
+
+def _passed(each: Floats, facts: Facts, hops: Floats) -> tuple[Floats, Floats]:
+    """Seconds of the chunks before and after each chunk along the model, transfers between ranks included; shape of
+    `each`."""
+    ranks, chunks, policies = each.shape
+    flat = each.reshape(ranks * chunks, policies)
+    before, after = np.empty_like(flat), np.empty_like(flat)
+    for along in facts.along:
+        place = along // chunks
+        here, there = place[:-1], place[1:]
+        lower = np.where((there - here) % ranks == 1, here, there)
+        hop = np.where(here == there, 0.0, hops[lower])[:, None]
+        row = flat[along]
+        moved = np.concatenate((np.zeros((1, 1)), np.cumsum(hop, axis=0)))
+        total = np.cumsum(row, axis=0)
+        before[along] = total - row + moved
+        after[along] = total[-1] - total + moved[-1] - moved
+    return before.reshape(each.shape), after.reshape(each.shape)
