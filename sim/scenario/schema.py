@@ -36,7 +36,7 @@ from sim.scenario.tables import (
     switch_or_count,
     word_or_number,
 )
-from sim.scenario.units import Bytes, BytesPerSecond, Mib, Seconds
+from sim.scenario.units import BytesPerSecond, Mib, SampleBytes, Seconds
 
 DtypeOrNone = Literal["none", "fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8", "int4"]
 Framework = Literal["pytorch", "megatron", "deepspeed", "composer", "torchtitan", "nanotron", "ideal"]
@@ -208,7 +208,7 @@ class Training(Table):
     attention: Literal["eager", "flash"] = late("eager materialises the score matrix")
     optimizer_in_backward: bool = has(False, "gradients are freed as they are applied")
     chunked_loss: bool = has(False, "logits and loss in chunks")
-    sample_bytes: Bytes | None = has(None, "read from host.storage per sequence; none = data is in host memory")
+    sample_bytes: SampleBytes | None = has(None, "read from host.storage per sequence; none = data is in host memory")
     finetune: Finetune = late("what is trained")
     mode: Mode = has("train", "train, or inference")
 

@@ -7,7 +7,7 @@ up; anything else with an SI prefix goes to `quantiphy`, imported only then beca
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
@@ -134,7 +134,10 @@ def _schema(unit: Unit) -> WithJsonSchema:
     )
 
 
+_SAMPLE = replace(BYTES, least=0.0)
+
 Bytes = Annotated[float, BeforeValidator(BYTES.read), Field(gt=0, le=1e18), _schema(BYTES)]
+SampleBytes = Annotated[float, BeforeValidator(_SAMPLE.read), Field(gt=0, le=1e18), _schema(_SAMPLE)]
 BytesPerSecond = Annotated[float, BeforeValidator(BYTES_PER_S.read), Field(gt=0, le=1e18), _schema(BYTES_PER_S)]
 Gbps = Annotated[float, BeforeValidator(GBPS.read), Field(gt=0, le=1e7), _schema(GBPS)]
 Seconds = Annotated[float, BeforeValidator(SECONDS.read), Field(gt=0, le=1e12), _schema(SECONDS)]
