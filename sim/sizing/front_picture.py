@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _DAY_S = 86_400.0
+#: Share of an axis that a label takes.
+_LABEL = 0.06
 
 
 def plot_front(found: Sizing, ax: Axes | None = None) -> Axes:
@@ -56,12 +58,23 @@ def write_front(folder: Path, found: Sizing) -> Path:
     return path
 
 
+def _legible(values: list[float]) -> list[float]:
+    """Positive values in rising order without those whose labels would lie on the one before, on a logarithmic axis."""
+    apart = (values[-1] / values[0]) ** _LABEL if values else 1.0
+    kept = values[:1]
+    for value in values[1:]:
+        if value >= kept[-1] * apart:
+            kept.append(value)
+    return kept
+
+
 def _draw(ax: Axes, found: Sizing, x: str, y: str, labels: bool = False, unit: float = 1.0) -> None:
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
     from sim.report import plot_style as look
 
     rows: list[dict[str, Any]] = found.front
+    told = False
     for index, cluster in enumerate(dict.fromkeys(row["cluster"] for row in rows)):
         mine = sorted((row for row in rows if row["cluster"] == cluster), key=lambda row: float(row[x]))
         colour, marker = look.LINES[index % len(look.LINES)], look.MARKERS[index % len(look.MARKERS)]
@@ -73,7 +86,8 @@ def _draw(ax: Axes, found: Sizing, x: str, y: str, labels: bool = False, unit: f
         ax.plot([row[x] / unit for row in lines], [row[y] for row in lines], color=colour, marker=marker, lw=1.4, ms=5,
                 label=cluster)
         ax.plot([row[x] / unit for row in others], [row[y] for row in others], color=colour, marker=marker, ls="none",
-                ms=4, mfc="none")
+                ms=4, mfc="none", label="slower, less energy" if others and not told else None)
+        told = told or bool(others)
     if found.best:
         ax.plot([found.best[0][x] / unit], [found.best[0][y]], marker="o", ms=12, clip_on=False, mfc="none",
                 mec=look.BLACK, ls="none", label=f"best by {found.wish.objective}")
@@ -82,7 +96,7 @@ def _draw(ax: Axes, found: Sizing, x: str, y: str, labels: bool = False, unit: f
         ax.set_xscale("log", base=2 if x == "gpus" else 10)
         ax.set_yscale("log")
         for axis, column, per in ((ax.xaxis, x, unit), (ax.yaxis, y, 1.0)):
-            values = sorted({float(row[column]) / per for row in rows})
+            values = _legible(sorted({float(row[column]) / per for row in rows}))
             axis.set_major_formatter(plain)
             axis.set_minor_formatter(NullFormatter())
             shown = values if len(values) <= 6 else values[::-(-len(values) // 6)]
