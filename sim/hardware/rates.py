@@ -162,8 +162,10 @@ class Rates:
         else:
             entry = self._family["memory"]
         own = "gpus" not in entry or self._gpu.name in entry["gpus"]
-        confidence = str(entry["confidence"])
-        return Basis(confidence if own else {"high": "medium"}.get(confidence, "low"), str(entry["source"]),
+        confidence, source = str(entry["confidence"]), str(entry["source"])
+        if op == "attention" and (stands_in := self._attention_kernel(kernel)) != kernel:
+            source = f"no figures of {kernel} on this family, {stands_in} stands in: {source}"
+        return Basis(confidence if own else {"high": "medium"}.get(confidence, "low"), source,
                      "gpus" in entry and own)
 
     def _attention_kernel(self, kernel: str) -> str:

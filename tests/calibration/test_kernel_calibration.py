@@ -82,6 +82,8 @@ def test_the_kernel_command_answers_in_text_and_json() -> None:
     assert "TFLOP/s" in answer.to_text() and '"time_us"' in answer.to_json()
     assert kernel_command("A100", "softmax", (4096, 2048), "fp32").tflops is None
     assert kernel_command("B200", "attention", "1,32,8,4096,4096,128").confidence in ("high", "medium")
+    other = kernel_command("A100", "attention", "1,32,8,4096,4096,128", kernel="flash3")
+    assert "no figures of flash3 on this family, flash2 stands in" in other.to_text()
     assert kernel_command("RTX-4090", "gemm", "512,512,512").confidence == "low"
     assert kernel_command("A100", "optimizer", "1000000").gb_s > 500
 
