@@ -45,7 +45,6 @@ class Activations:
         self._plan, self._section, self._last = plan, section, layers - 1
         self._keep, self._caches_casts = keep_gradients, caches_casts
         self._held, self._cached = NOTHING, NOTHING
-        self._known: dict[tuple[int, str], tuple[Profile, list[_Change], list[_Change]]] = {}
         self._away = SavedTensors(plan, section) if plan.offload.moves_activations else None
 
     def forward(self, position: int, layer: Layer) -> None:
@@ -106,11 +105,11 @@ class Activations:
         # what an embedding or a bridge holds depends on what the blocks keep
         ahead = layer.kind in ("embedding", "bridge") and position < self._last
         policy = self._plan.policy(position + ahead)
-        key = (id(layer), policy)
-        if key not in self._known:
+        def make() -> tuple[Profile, list[_Change], list[_Change]]:
             profile = layer_profile(layer, policy, self._keep, self._caches_casts)
-            self._known[key] = (profile, _pass(profile.forward), _pass(profile.backward))
-        return self._known[key]
+            return profile, _pass(profile.forward), _pass(profile.backward)
+
+        return self._plan.compute.memory_of(layer, (policy, self._keep, self._caches_casts), make)
 
     def _change(self, changes: list[_Change], verb: str, position: int, trace: Trace | None = None) -> None:
         section = self._section.section

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import Any, TypeVar
 
 from sim.model.architecture import Layer, Operator
 from sim.model.recompute import again_operators
@@ -26,6 +27,8 @@ def traffic_kernel(name: str, dtype: str, elements: int, bytes_moved: float, cat
     return Kernel("elementwise", dtype, (max(1, elements),), name, 0.0, bytes_moved, category)
 
 
+T = TypeVar("T")
+
 #: Rows of a segment, and the host time of each.
 _Part = tuple[tuple[int, ...], tuple[float, ...]]
 
@@ -41,14 +44,24 @@ class Compute:
         self._parts: dict[Hashable, _Part] = {}
         #: What `Activations.row` has worked out: memory operations, what they belong to, gradients left behind.
         self.rows_of_memory: dict[Hashable, tuple[list[MemoryOp], list[LayerMemory], list[int]]] = {}
+        self._memory: dict[Hashable, Any] = {}
         self._kept: list[object] = []  # keeps layers alive, so that an id stands for one layer only
 
     def shared(self, builder: ProgramBuilder) -> Compute:
         """The same segments for another program whose builder shares its tables with this one's."""
         other = Compute(builder, self._stack, self._joints)
         other._made, other._parts, other._kept = self._made, self._parts, self._kept
-        other.rows_of_memory = self.rows_of_memory
+        other.rows_of_memory, other._memory = self.rows_of_memory, self._memory
         return other
+
+    def memory_of(self, layer: Layer, key: Hashable, make: Callable[[], T]) -> T:
+        """What a layer holds, worked out once for all programs and sections of a job."""
+        full = (id(layer), key)
+        if full not in self._memory:
+            self._kept.append(layer)
+            self._memory[full] = make()
+        found: T = self._memory[full]
+        return found
 
     def _once(self, layer: object, key: Hashable, make: Callable[[], int]) -> int:
         full = (id(layer), key)

@@ -44,10 +44,11 @@ class SectionBuilder:
         host_s = self.program.segment_host_s[segment]
         return self._add(Kind.KERNELS, stream, segment, host_s, waits, joins, label)
 
-    def collective(self, stream: int, call: CollectiveCall, host_s: float, label: Label, waits: Sequence[int] = (),
-                   joins: Sequence[int] = ()) -> int:
-        """A collective on one of this rank's communicators."""
-        return self._add(Kind.COLLECTIVE, stream, self.program.collective(call), host_s, waits, joins, label)
+    def collective(self, stream: int, call: CollectiveCall | int, host_s: float, label: Label,
+                   waits: Sequence[int] = (), joins: Sequence[int] = ()) -> int:
+        """A collective on one of this rank's communicators; `call` may be what `ProgramBuilder.collective` gave."""
+        row = call if isinstance(call, int) else self.program.collective(call)
+        return self._add(Kind.COLLECTIVE, stream, row, host_s, waits, joins, label)
 
     def copy(self, stream: int, copy: Copy, host_s: float, label: Label, waits: Sequence[int] = (),
              joins: Sequence[int] = ()) -> int:

@@ -25,6 +25,7 @@ from sim.parallel.pipeline.stages import blocks_per_stage, positions
 from sim.parallel.pipeline.transfers import Edge, Transfers
 from sim.parallel.pipeline.weights import kept_for_weights
 from sim.parallel.pipeline.whole import WholeStage
+from sim.parallel.pipeline.written import Written
 from sim.parallel.sharded import fsdp
 from sim.parallel.sharded.fsdp import Fsdp
 from sim.parallel.step import Plan
@@ -92,6 +93,7 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
     joined = _Joined(scenario, layout, groups, tied, placed, edges)
     table = _table(architecture) if tied else 0
     plans: list[Plan] = []
+    written = Written()
     for rank in range(depth):
         own = [edge for edge in edges if rank in (edge.source, edge.target)]
         streams = fsdp.STREAMS if "shard" in groups else STREAMS
@@ -104,7 +106,8 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
             rank=rank, depth=depth, plan=plan, chunks=_rebased(chunks[rank]), transfers=moves,
             passing=_passing(scenario, stack, architecture), edges={edge: joined.number(edge) for edge in own},
             streams={edge: len(streams) + i for i, edge in enumerate(own)},
-            tied=table if "embedding" in plan.groups else 0, separate=split(parallel.schedule), merged=merged)
+            tied=table if "embedding" in plan.groups else 0, separate=split(parallel.schedule), merged=merged,
+            written=written)
         stage.write(schedule)
         plans.append(plan)
     return Pipelined(plans, joined)

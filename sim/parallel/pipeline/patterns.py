@@ -26,10 +26,11 @@ class Batch(NamedTuple):
 
 
 class Pattern(NamedTuple):
-    """Batches that run one after another, so many times."""
+    """Batches that run one after another, so many times; equal batches have the same number within a row."""
 
     batches: tuple[Batch, ...]
     repeats: int
+    number: int
 
 
 class Row(NamedTuple):
@@ -89,9 +90,12 @@ def _row(rank: int, actions: Sequence[Action], moves: Transfers, last: str, chun
     needs = {(kind, chunk): moves.needed(rank, Action(kind, chunk, 0)) for kind in "FBW" for chunk in range(chunks)}
     together = batched(actions, pairs, apart)
     described = _described(together, needs, last, habits)
-    found = tuple(Pattern(tuple(described[begin:begin + length]), repeats)
-                  for begin, length, repeats in fold(described, chunks * len(moves.places.stage)))
-    return Row(_needed(together[0], needs), found)
+    numbers: dict[tuple[Batch, ...], int] = {}
+    found = []
+    for begin, length, repeats in fold(described, chunks * len(moves.places.stage)):
+        batches = tuple(described[begin:begin + length])
+        found.append(Pattern(batches, repeats, numbers.setdefault(batches, len(numbers))))
+    return Row(_needed(together[0], needs), tuple(found))
 
 
 def _needed(batch: Sequence[Action], needs: dict[tuple[str, int], Edge | None]) -> tuple[Edge, ...]:

@@ -9,7 +9,8 @@ schedule names it again and again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 from sim.model.architecture import Layer
 from sim.parallel.activations import FLOWING_POOL, OUTPUT_POOL, Activations
@@ -17,6 +18,7 @@ from sim.parallel.pipeline.orders import Action
 from sim.parallel.pipeline.patterns import Batch, Habits, Schedule, rows
 from sim.parallel.pipeline.transfers import Edge, Transfers
 from sim.parallel.pipeline.weights import kept_for_weights
+from sim.parallel.pipeline.written import Exchange, Mark, Piece, Written
 from sim.parallel.step import COMPUTE, MicroStep, Plan, blocks
 from sim.program import CollectiveCall, Label, MemoryOp, SectionBuilder
 from sim.tensor_trace import LayerMemory
@@ -68,26 +70,67 @@ class Stage:
     tied: int
     separate: bool
     merged: bool
+    written: Written = field(default_factory=Written)
+    _calls: dict[Edge, int] = field(default_factory=dict)
+    _exchanged: list[tuple[int, Edge]] = field(default_factory=list)
+    _left: list[tuple[int, int]] = field(default_factory=list)
 
     def write(self, schedule: Schedule) -> None:
         """All sections of a step, in order; what recurs is written once and repeated."""
         plan = self.plan
-        made: dict[tuple[Batch, ...], SectionBuilder] = {}
+        made: dict[int, SectionBuilder] = {}
         self._states()
         pairs = self.merged or self.passing.waits != "overlapped"
         row = rows(schedule, Habits(pairs, not self._resident(), self._keeps()))[self.rank]
         self._first_receive(row.first)
-        for batches, repeats in row.patterns:
-            section = made.get(batches)
+        own, slots = self._likeness(), {edge: slot for slot, edge in enumerate(self.edges)}
+        calls = [self._call(edge) for edge in self.edges]
+        for batches, repeats, number in row.patterns:
+            section = made.get(number)
             if section is None:
-                section = made[batches] = plan.builder.section(", ".join(
-                    f"{_NAMES[kind]} of chunk {chunk}" for batch in batches for kind, chunk, *_ in batch.actions))
+                section = made[number] = plan.builder.section(", ".join(
+                    [f"{_NAMES[kind]} of chunk {chunk}" for batch in batches for kind, chunk, *_ in batch.actions]))
                 for batch in batches:
-                    self._act(section, batch)
+                    self._again_or_anew(section, batch, own, slots, calls)
             plan.builder.run(section, repeats)
         section = plan.builder.section("optimizer step")
         self._finish(section)
         plan.builder.run(section)
+
+    def _likeness(self) -> int:
+        """A number that stages share which write the same batches alike, but for the communicators of their edges."""
+        own, known = self.transfers, {edge: slot for slot, edge in enumerate(self.edges)}
+        passes = tuple([(known.get(own.sent(self.rank, action)), known.get(own.needed(self.rank, action)))
+                        for chunk in range(len(self.chunks)) for action in (Action("F", chunk, 0),
+                                                                            Action("B", chunk, 0))])
+        edges = tuple([(edge.source == self.rank, edge.forward) for edge in self.edges])
+        layers = tuple([(chunk, tuple(map(id, self._layers(number)))) for number, chunk in enumerate(self.chunks)])
+        return self.written.likeness((layers, edges, passes))
+
+    def _again_or_anew(self, section: SectionBuilder, batch: Batch, own: int, slots: dict[Edge, int],
+                       calls: list[int]) -> None:
+        """Write a batch, or what it was when this stage or another wrote it before."""
+        if not self._recurs(batch):
+            self._act(section, batch)
+            return
+        key = (own, batch.actions, tuple([slots[edge] for edge in batch.needs]))
+        piece = self.written.pieces.get(key)
+        if piece is not None:
+            piece.add(section.section, calls.__getitem__)
+            self._leave(piece.left)
+            return
+        begin = Mark.of(section.section)
+        self._exchanged, self._left = [], []
+        self._act(section, batch)
+        exchanges = [Exchange(task - begin.tasks, slots[edge]) for task, edge in self._exchanged]
+        self.written.pieces[key] = Piece(section.section, begin, Mark.of(section.section), exchanges, self._left)
+
+    def _recurs(self, batch: Batch) -> bool:
+        """Whether a batch is written alike by any stage of the same layers, whenever it comes."""
+        return False
+
+    def _leave(self, left: Sequence[tuple[int, int]]) -> None:
+        """Gradients that layers leave behind, (position, bytes) each."""
 
     def _states(self) -> None:
         """Memory that is held for the whole step."""
@@ -140,11 +183,21 @@ class Stage:
 
     def _transfer(self, section: SectionBuilder, edge: Edge, waits: Sequence[int]) -> None:
         kind = "send" if edge.source == self.rank else "recv"
-        size = round(self.passing.elements * DTYPE_BYTES[self.passing.dtype])
-        call = CollectiveCall(kind, size, self.passing.dtype, self.edges[edge])
         label = Label("pipeline", "forward" if edge.forward else "backward", kind)
         joins = () if waits or kind == "recv" else (COMPUTE,)
-        section.collective(self.streams[edge], call, self.plan.stack.host_collective_s, label, waits, joins)
+        task = section.collective(self.streams[edge], self._call(edge), self.plan.stack.host_collective_s, label,
+                                  waits, joins)
+        self._exchanged.append((task, edge))
+
+    def _call(self, edge: Edge) -> int:
+        """Row of the transfer over an edge."""
+        known = self._calls.get(edge)
+        if known is None:
+            size = round(self.passing.elements * DTYPE_BYTES[self.passing.dtype])
+            kind = "send" if edge.source == self.rank else "recv"
+            call = CollectiveCall(kind, size, self.passing.dtype, self.edges[edge])
+            known = self._calls[edge] = self.plan.builder.collective(call)
+        return known
 
     def _passed(self, section: SectionBuilder, edge: Edge, sign: int) -> None:
         """A stage's output or its input's gradient changes hands: layers count theirs as taken over by their neighbour.
@@ -218,7 +271,8 @@ class Stage:
         return (CollectiveCall("all_gather", size, self.passing.dtype, communicator),)
 
     def _held_for_weights(self, chunk: int) -> int:
-        return sum(kept_for_weights(layer) for layer in self._layers(chunk))
+        known = self.plan.compute.memory_of
+        return sum(known(layer, "kept for weights", partial(kept_for_weights, layer)) for layer in self._layers(chunk))
 
 
 _NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}

@@ -54,9 +54,22 @@ class WholeStage(Stage):
         chunk = self.chunks[action.chunk]
         memory = Activations(self.plan, section, chunk.stop, keep_gradients=self.data.keeps_gradients(micro))
         for position, left in zip(chunk, memory.row("backward", chunk, self._layers(action.chunk)), strict=True):
-            self.data.gradients[position] = self.data.gradients.get(position, 0) + left
+            if left:
+                self._left.append((position, left))
+                self._leave(((position, left),))
         if held:
             section.allocate("kept for weight gradients", held, "activations")
+
+    def _leave(self, left: Sequence[tuple[int, int]]) -> None:
+        gradients = self.data.gradients
+        for position, size in left:
+            gradients[position] = gradients.get(position, 0) + size
+
+    def _recurs(self, batch: Batch) -> bool:
+        if self.plan.offload.moves_activations:
+            return False
+        final = any(kind == "B" and last for kind, _, _, last, _ in batch.actions)
+        return not (final and self._reduces_early(MicroStep(0, False, True)))
 
     def _merges(self, batch: Batch) -> bool:
         kinds = [kind for kind, *_ in batch.actions]
