@@ -46,7 +46,7 @@ class SectionPlan:
 
 
 def compile_programs(programs: Sequence[Program]) -> list[list[SectionPlan]]:
-    """Every section of every program; programs that share their segments count the launches of these once.
+    """Every section of every program; what programs share (segments, whole sections) is compiled once.
 
     Raises:
         ValueError: as `compile_section`.
@@ -55,8 +55,15 @@ def compile_programs(programs: Sequence[Program]) -> list[list[SectionPlan]]:
     for program in programs:
         if id(program.segments) not in launches:
             launches[id(program.segments)] = program.launches()
-    return [[compile_section(section, launches[id(program.segments)]) for section in program.sections]
-            for program in programs]
+    known: dict[tuple[int, int], SectionPlan] = {}
+    plans = []
+    for program in programs:
+        segments = id(program.segments)
+        for section in program.sections:
+            if (id(section), segments) not in known:
+                known[id(section), segments] = compile_section(section, launches[segments])
+        plans.append([known[id(section), segments] for section in program.sections])
+    return plans
 
 
 def compile_section(section: Section, launches: Sequence[int]) -> SectionPlan:

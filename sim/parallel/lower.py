@@ -180,7 +180,15 @@ def technique_of(scenario: Scenario, stack: Stack) -> Callable[[Plan], bucketed.
     """Data parallelism of a pipeline's stage, from the stage's plan."""
     if shards(scenario, stack):
         return fsdp_of
-    return lambda plan: bucketed.Bucketed(plan, reduction_of(plan, stack))
+    known: dict[tuple[int, ...], bucketed.Reduction] = {}
+
+    def whole(plan: Plan) -> bucketed.Bucketed:
+        layers = tuple(map(id, plan.architecture.stack))
+        if layers not in known:
+            known[layers] = reduction_of(plan, stack)
+        return bucketed.Bucketed(plan, known[layers])
+
+    return whole
 
 
 def reduction_of(plan: Plan, stack: Stack) -> bucketed.Reduction:

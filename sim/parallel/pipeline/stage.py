@@ -8,7 +8,7 @@ schedule names it again and again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -79,7 +79,8 @@ class Stage:
         """All sections of a step, in order; what recurs is written once and repeated."""
         plan = self.plan
         made: dict[int, SectionBuilder] = {}
-        self._states()
+        layers = tuple(map(id, plan.architecture.stack))
+        self.written.hold(layers, plan.builder, self._states)
         pairs = self.merged or self.passing.waits != "overlapped"
         row = rows(schedule, Habits(pairs, not self._resident(), self._keeps()))[self.rank]
         self._first_receive(row.first)
@@ -93,9 +94,16 @@ class Stage:
                 for batch in batches:
                     self._again_or_anew(section, batch, own, slots, calls)
             plan.builder.run(section, repeats)
-        section = plan.builder.section("optimizer step")
-        self._finish(section)
+        end = self._end()
+        section = self.written.ends.get((own, end)) if end is not None else None
+        if section is None:
+            section = self.written.ends[own, end] = plan.builder.section("optimizer step")
+            self._finish(section)
         plan.builder.run(section)
+
+    def _end(self) -> Hashable:
+        """What the end of the step depends on beside the layers; None where stages do not share theirs."""
+        return None
 
     def _likeness(self) -> int:
         """A number that stages share which write the same batches alike, but for the communicators of their edges."""

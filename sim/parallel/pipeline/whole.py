@@ -3,7 +3,7 @@ the last backward or behind it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from sim.model.architecture import Layer
@@ -70,6 +70,10 @@ class WholeStage(Stage):
             return False
         final = any(kind == "B" and last for kind, _, _, last, _ in batch.actions)
         return not (final and self._reduces_early(MicroStep(0, False, True)))
+
+    def _end(self) -> Hashable:
+        late = tuple([(bucket.position, bucket.operator, bucket.group) for bucket in self._late])
+        return (*sorted(self.data.gradients.items()), late, self._open, self.tied, tuple(self.plan.groups))
 
     def _merges(self, batch: Batch) -> bool:
         kinds = [kind for kind, *_ in batch.actions]

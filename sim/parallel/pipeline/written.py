@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sim.program import MemoryOp, Section
+from sim.program import MemoryOp, ProgramBuilder, Section, SectionBuilder
 from sim.tensor_trace import LayerMemory
 
 
@@ -86,12 +86,26 @@ class Written:
 
     Attributes:
         pieces: by the likeness of the stage and what tells its batches apart.
+        ends: sections behind the last batch, by likeness and what the batches left behind.
     """
 
     def __init__(self) -> None:
         self.pieces: dict[Hashable, Piece] = {}
+        self.ends: dict[Hashable, SectionBuilder] = {}
+        self._held: dict[Hashable, ProgramBuilder] = {}
         self._kinds: dict[Hashable, int] = {}
 
     def likeness(self, key: Hashable) -> int:
         """A number for stages that write the same."""
         return self._kinds.setdefault(key, len(self._kinds))
+
+    def hold(self, key: Hashable, builder: ProgramBuilder, make: Callable[[], None]) -> None:
+        """What a stage holds for the whole step: `make` declares it, unless one of the same layers has (`key`)."""
+        other = self._held.setdefault(key, builder)
+        if other is builder:
+            make()
+            return
+        builder.resident = list(other.resident)
+        builder.host_resident = list(other.host_resident)
+        builder.tensors = dict(other.tensors)
+        builder.managed_bytes = other.managed_bytes
