@@ -11,11 +11,13 @@ released by the same event always meet in the same order.
 from __future__ import annotations
 
 from simpy import Environment
+from simpy.core import StopSimulation
 
 from sim.engine.communicators import Fifo
 from sim.engine.host import Host, Run
 from sim.engine.machine import Flow, Machine
 from sim.engine.repeats import Repeats
+from sim.engine.steady import Steady
 from sim.engine.streams import Timer
 from sim.engine.timeline import Timeline
 from sim.program import Job
@@ -79,6 +81,8 @@ class Engine:
         self.idle: set[int] = set()
         self.fifos = [Fifo(self, communicator.parties) for communicator in machine.job.communicators]
         self.hosts = [Host(self, number) for number in range(len(machine.job.classes))]
+        several = skip_repeats and steps > 1 and len(self.hosts) > 1  # one alone is idle between steps
+        self.steady = Steady(self) if several else None
         self.repeats = Repeats(self) if skip_repeats and any(n > 3 for h in self.hosts for _, n in h.schedule) else None
 
     def run(self) -> Timeline:
@@ -87,11 +91,14 @@ class Engine:
             host.advance(0.0)
         self.settle(0.0)
         self.env.run()
-        if self.idle_after_s is None:
+        ended = [host.ended for host in self.hosts]
+        if self.steady is not None and self.steady.found:
+            ended = self.steady.ended(ended)
+        elif self.idle_after_s is None:
             self._check_all_ended()
         timers: list[Timer] = [*self.hosts, *self.fifos, *(s for h in self.hosts for s in h.streams)]
         return Timeline.collect(
-            self.machine, [host.ended for host in self.hosts],
+            self.machine, ended, tasks=sum(run.plan.size for host in self.hosts for run in host.ended),
             idle_after_s=self.idle_after_s, events=sum(timer.firings for timer in timers))
 
     def settle(self, now: float) -> None:
@@ -118,8 +125,10 @@ class Engine:
             starting.clear()
         if self.changed:
             self._share(now)
-        if self.repeats is not None and self.repeats.due:
-            self.repeats.observe(now)
+        if self.steady is not None and self.steady.due and self.steady.observe(now):
+            raise StopSimulation(None)
+        if self.repeats is not None and self.repeats.due and self.repeats.observe(now) and self.steady is not None:
+            self.steady.skipped()
 
     def _share(self, now: float) -> None:
         """New rates for the active flows that those begun or ended can reach, and new contention states."""
@@ -193,8 +202,11 @@ class Engine:
 
     def run_ended(self, host: Host, run: Run) -> None:
         """A section run of `host` is over."""
-        if self.repeats is not None and host.number == 0:
-            self.repeats.run_ended(host, run)
+        if host.number == 0:
+            if self.repeats is not None:
+                self.repeats.run_ended(host, run)
+            if self.steady is not None:
+                self.steady.run_ended(run)
 
     def hold_if_idle(self, host: Host, now: float) -> bool:
         """A host is at a new step and nothing of its rank is in flight: hold it back, if steps may be skipped.

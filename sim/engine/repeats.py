@@ -40,20 +40,22 @@ class Repeats:
         else:
             self._before = None
 
-    def observe(self, now: float) -> None:
-        """Compare with the state at the end of the run before, and skip if it is the same."""
+    def observe(self, now: float) -> bool:
+        """Compare with the state at the end of the run before; skip if it is the same, and say so."""
         self.due = False
         before, self._before = self._before, None
         remaining = min(self._remaining(host) for host in self.engine.hosts)
         if remaining < 2:
-            return
+            return False
         facts, times = self._state(now)
         self._before = (facts, times, now)
         if before is None or before[0] != facts or len(before[1]) != len(times):
-            return
+            return False
         if np.all(np.abs(times - before[1]) <= TOLERANCE_S * (1.0 + np.abs(times))):
             self._skip(remaining - 1, now - before[2])
             self._before = None
+            return True
+        return False
 
     def _remaining(self, host: Host) -> int:
         """Repeats the host has not entered yet, 0 if what is in flight does not all belong to one schedule entry."""

@@ -99,11 +99,13 @@ class Timeline:
     machine: Machine
 
     @staticmethod
-    def collect(machine: Machine, ended: Sequence[Sequence[Run]], idle_after_s: float | None, events: int) -> Timeline:
+    def collect(machine: Machine, ended: Sequence[Sequence[Run]], idle_after_s: float | None, events: int,
+                tasks: int) -> Timeline:
         """Cut the last step out of what the engine recorded.
 
         Args:
             ended: section runs of each class, in order.
+            tasks: how many were simulated.
             idle_after_s: when the first step left the machine idle, so that later steps equal it; else None.
         """
         last = max((run.entry[0] for runs in ended for run in runs), default=0)
@@ -119,8 +121,7 @@ class Timeline:
         if idle_after_s is not None:
             finish = idle_after_s
         classes = [_section_runs([run for run in runs if run.entry[0] == last], begin) for runs in ended]
-        return Timeline(finish - begin, classes, events, sum(run.plan.size for runs in ended for run in runs), last + 1,
-                        machine)
+        return Timeline(finish - begin, classes, events, tasks, last + 1, machine)
 
     @cached_property
     def alone_s(self) -> list[list[Floats]]:
