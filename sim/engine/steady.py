@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from sim.engine.engine import Engine
     from sim.engine.host import Host
 
-#: Section runs of the first class after which the machine is looked at: one to four, then ever more (x 1.5).
-POINTS = frozenset((1, 2, 3, 4, 6, 9, 13, 20, 30, 45, 67, 100, 150, 225, 337, 500))
+#: Section runs of the first class after which the machine is looked at.
+POINTS = frozenset((1, 3, 10, 30, 100, 300))
 #: Stands for a time that no longer matters.
 _PAST = -1e9
 
@@ -155,12 +155,14 @@ class Steady:
         own: list[float] = []
         for host in hosts:
             self._host(host, now, facts, times, own)
-        for fifo in self.engine.fifos:
-            facts += [fifo.active, len(fifo.queue), [issued - fifo.done if issued else 0 for issued in fifo.issued]]
+        for number, fifo in enumerate(self.engine.fifos):
+            if not fifo.queue:
+                continue
+            facts += [number, fifo.active, len(fifo.queue), [issued and issued - fifo.done for issued in fifo.issued]]
             for operation in fifo.queue:
                 facts += [operation.flow.number, operation.missing, operation.begun]
                 own.append(max(operation.ready_s - now, 0.0))
-            if fifo.queue and fifo.queue[0].begun:
+            if fifo.queue[0].begun:
                 own.append(fifo.due - now)
             if fifo.active:
                 own += [fifo.since_s - now, fifo.latency_s, fifo.bytes / fifo.rate_bps]
