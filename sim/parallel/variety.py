@@ -6,7 +6,7 @@ The colours are refined to classes (`layout.equitable_classes`); what is slow sp
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from sim.errors import Fault, UserError
 from sim.network.topology import Topology, speeds
 from sim.network.trouble import link_colours
 from sim.parallel.layout import Layout, Ranks, equitable_classes
+from sim.parallel.places import place_colours
 from sim.scenario.schema import Scenario
 
 #: Classes of ranks that are simulated at most: trouble in very many places at once costs minutes beyond it.
@@ -47,6 +48,7 @@ class Variety:
         kinds: hardware kinds, indexed by `devices`.
         devices: kind of each rank, shape (ranks,); None = all are kind 0.
         links: colour of the links each rank uses, shape (ranks,); None = alike.
+        places: colour of how each rank's groups lie on nodes, shape (ranks,); None = alike in every stage.
         step: clocks were drawn and rounded to multiples of this share, 0 = none were.
     """
 
@@ -54,13 +56,16 @@ class Variety:
     devices: Ranks | None = None
     links: Ranks | None = None
     step: float = 0.0
+    places: Ranks | None = None
 
     @property
     def colours(self) -> Ranks | None:
         """Initial colour per rank, None where all ranks are alike."""
-        if self.devices is None or self.links is None:
-            return self.links if self.devices is None else self.devices
-        return self.devices * (int(self.links.max()) + 1) + self.links
+        found: Ranks | None = None
+        for own in (self.devices, self.links, self.places):
+            if own is not None:
+                found = own if found is None else found * (int(own.max()) + 1) + own
+        return found
 
 
 #: All ranks alike.
@@ -77,13 +82,13 @@ def variety(scenario: Scenario, layout: Layout, groups: Mapping[str, Ranks]) -> 
     Raises:
         UserError: clocks spread over a layout in which hardly two ranks would be alike.
     """
-    cluster = scenario.cluster
+    cluster, places = scenario.cluster, place_colours(scenario, layout, groups)
     if not (cluster.slow_gpus or cluster.other_gpus or cluster.clock_spread or cluster.degraded
             or cluster.topology.degraded):
-        return ALIKE
+        return ALIKE if places is None else Variety(places=places)
     links = _links(scenario, groups)
     if cluster.clock_spread is None:
-        return _kinds(scenario, np.ones(scenario.gpus), links, 0.0)
+        return replace(_kinds(scenario, np.ones(scenario.gpus), links, 0.0), places=places)
     step = _FIRST_STEP
     while True:
         found = _kinds(scenario, _drawn(scenario, layout, step), links, step * cluster.clock_spread.sigma)
