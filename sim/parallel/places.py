@@ -25,7 +25,7 @@ def place_colours(scenario: Scenario, layout: Layout, groups: Mapping[str, Ranks
         groups: of all ranks by name, shape (instances, members).
     """
     depth, per_node = layout.sizes["pipeline"], scenario.cluster.gpus_per_node
-    if depth == 1 or scenario.cluster.nodes == 1 or _aligned(scenario, layout):
+    if depth == 1 or scenario.cluster.nodes == 1 or aligned(scenario, layout):
         return None
     rows = layout.group("pipeline")
     together = {**groups, "pipeline": rows, "node": np.arange(layout.ranks).reshape(-1, per_node)}
@@ -42,8 +42,9 @@ def place_colours(scenario: Scenario, layout: Layout, groups: Mapping[str, Ranks
     return None if count == depth or count > MOST_CLASSES else found
 
 
-def _aligned(scenario: Scenario, layout: Layout) -> bool:
-    """Whether every block of neighbouring ranks either fills whole nodes or divides one."""
+def aligned(scenario: Scenario, layout: Layout) -> bool:
+    """Whether every block of neighbouring ranks either fills whole nodes or divides one, so that the ranks of a stage
+    lie alike."""
     per_node = scenario.cluster.gpus_per_node
     return all(per_node % block == 0 or block % per_node == 0 for block in _blocks(scenario, layout))
 

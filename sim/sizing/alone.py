@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from sim.parallel.layout import Layout
 from sim.parallel.lower import cut_groups
+from sim.parallel.places import aligned
 from sim.scenario import Scenario
 
 Floats = npt.NDArray[np.float64]
@@ -41,7 +42,8 @@ class Alone:
         if where not in self._groups:
             self._groups[where] = _of_stages(layout, scenario, group)
             first = self.network.coflow("all_gather", 1 << 30, self._groups[where][0])
-            whole = layout.ranks // layout.sizes["pipeline"] % scenario.cluster.gpus_per_node == 0
+            whole = (layout.ranks // layout.sizes["pipeline"] % scenario.cluster.gpus_per_node == 0
+                     and aligned(scenario, layout))
             if whole and not any(link[0].startswith("leaf") for link in first.links):
                 self._groups[where] = self._groups[where][:1]  # stages of whole nodes are all alike
         found: list[npt.NDArray[np.int64]] = self._groups[where]
@@ -90,14 +92,17 @@ class Alone:
                                    for link, load in choice.loads if load > 0)])
             for choice, _ in self.network.options(kind, place)))
 
-    def hops_s(self, layout: Layout, size_bytes: int) -> Floats:
-        """Seconds of a transfer from each pipeline rank to the next, the last to the first: shape (ranks,)."""
-        depth = layout.sizes["pipeline"]
+    def hops_s(self, layout: Layout, scenario: Scenario, size_bytes: int) -> Floats:
+        """Seconds of a transfer from each pipeline rank to the next, the last to the first: shape (ranks,). Of
+        replicas that lie differently it is the nearest's."""
+        depth, alike = layout.sizes["pipeline"], aligned(scenario, layout)
         key = (tuple(layout.sizes.values()), "hops", size_bytes)
         if key not in self._groups:
+            pairs = [layout.moved("pipeline", rank, (rank + 1) % depth) for rank in range(depth)]
             self._groups[key] = np.array([
-                self.seconds("send", size_bytes, layout.moved("pipeline", rank, (rank + 1) % depth))
-                for rank in range(depth)])
+                self.seconds("send", size_bytes, own) if alike else
+                min(self.seconds("send", size_bytes, one) for one in _distinct(own, scenario.cluster.gpus_per_node))
+                for own in pairs])
         found: Floats = self._groups[key]
         return found
 
@@ -109,6 +114,12 @@ def _of_stages(layout: Layout, scenario: Scenario, group: str) -> list[npt.NDArr
     own = [np.ascontiguousarray(ranks[coordinate == stage]) for stage in range(layout.sizes["pipeline"])]
     per = scenario.cluster.gpus_per_node
     width = layout.ranks // layout.sizes["pipeline"]
-    if width % per and per % width:
-        return [one[:1] for one in own]  # stages begin anywhere within a node, and some have fewer neighbours
+    if layout.sizes["pipeline"] > 1 and not aligned(scenario, layout):
+        return [one for of_stage in own for one in _distinct(of_stage, per)]  # some have fewer neighbours
     return own[:per // width] if width < per else own  # nodes are alike
+
+
+def _distinct(ranks: npt.NDArray[np.int64], per_node: int) -> list[npt.NDArray[np.int64]]:
+    """Groups of every kind, one of each: those that lie alike within nodes are of one kind. Shape (1, members) each."""
+    _, first = np.unique(ranks - ranks[:, :1] // per_node * per_node, axis=0, return_index=True)
+    return [np.ascontiguousarray(ranks[i:i + 1]) for i in first.tolist()]

@@ -135,7 +135,7 @@ def _own(table: Table, places: Places, policies: Ints, schedule: str) -> Own:
         if scenario.parallel.pipeline_scatter and scenario.parallel.tensor > 1 and not (
                 scenario.parallel.sequence_parallel):
             share = scenario.parallel.tensor
-        hops = table.alone.hops_s(table.layout, round(elements // share * DTYPE_BYTES[block.input.dtype]))
+        hops = table.alone.hops_s(table.layout, scenario, round(elements // share * DTYPE_BYTES[block.input.dtype]))
     return Own(forward, backward, weights, hops)
 
 
