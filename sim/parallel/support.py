@@ -132,8 +132,10 @@ def _stages(scenario: Scenario, ipg: bool) -> Iterator[Fault]:
                     "parallel.strategy", hint="use zero1, or fsdp with framework pytorch or torchtitan")
         return
     if parallel.schedule == "dualpipe":
-        yield Fault("a stage that two ranks hold is not sharded over both yet", "parallel.schedule",
-                    hint="use another schedule, or strategy zero1")
+        yield Fault("DualPipe is not sharded: the two ranks that hold a stage come to their two stages in opposite "
+                    "orders, so gathers over both would wait for each other for ever; DeepSeek-V3 (arXiv 2412.19437, "
+                    "section 3.2) keeps parameters whole, with ZeRO-1", "parallel.schedule",
+                    hint="use strategy zero1, or a schedule that holds every stage once (interleaved, zb-v)")
     if scenario.model.tied_embeddings:
         yield Fault("FSDP shards no table that first and last stage share (torchtitan refuses tied embeddings with a "
                     "pipeline)", "model.tied_embeddings", hint="set it to false, or use zero1")

@@ -82,6 +82,24 @@ def test_gathered_keys_and_values_live_as_long_as_the_kernel(slices: int) -> Non
     assert run.memory.top == held + (4 + 3 * 4) * KIB + 2 * whole
 
 
+@pytest.mark.parametrize("slices", [1, 4])
+def test_gathered_keys_of_a_spelled_out_product(slices: int) -> None:
+    """q and k are 4 KiB each, whole keys 16 KiB: beside the scores forward, with their gradient backward."""
+    run, x, _ = started()
+    q, k = (op.to(run, op.clone(run, x), "fp32") for _ in range(2))
+    before = run.memory.total
+    run.memory.mark()
+    scores = op.matmul(run, q, k, 512, slices)
+    whole = 4 * slices * KIB if slices > 1 else 0
+    assert (run.memory.top, run.memory.total) == (before + 2 * KIB + whole, before + 2 * KIB)
+    del x, q, k
+    scores.storage.hand_over()
+    run.memory.mark()
+    held = run.memory.total
+    go_back(run, scores)
+    assert run.memory.top == held + (2 + 2 * 4) * KIB + 2 * whole
+
+
 def test_autocast_keeps_half_copies_and_drops_the_cache() -> None:
     run, x, boundary = started(16 * 64, autocast="bf16")
     y = op.linear(run, x, 64, 128, True, dtype="fp32")

@@ -134,7 +134,7 @@ def test_zero_2_and_3_without_deepspeed_are_fsdp() -> None:
 @pytest.mark.parametrize(("changes", "match"), [
     ({"framework": "deepspeed", "strategy": "zero2"}, "DeepSpeed refuses ZeRO-2 and ZeRO-3 with pipeline"),
     ({"framework": "deepspeed", "strategy": "zero3"}, "DeepSpeed refuses ZeRO-2 and ZeRO-3 with pipeline"),
-    ({"schedule": "dualpipe", "virtual_stages": 2}, "two ranks hold"),
+    ({"schedule": "dualpipe", "virtual_stages": 2}, "in opposite orders"),
     ({"model": {"tied_embeddings": True}}, "tied embeddings"),
     ({"reshard_after_forward": 2}, "resharded to fewer")])
 def test_what_stages_exclude_is_refused(changes: dict[str, Any], match: str) -> None:

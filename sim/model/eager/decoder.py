@@ -197,14 +197,14 @@ def _eager(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bi
     """Scores, scale, mask, softmax, dropout, values. `matmul` copies what it cannot view as one batch of matrices."""
     b, scores = style.batch, style.batch * style.heads * style.sequence * style.keys * style.context
     rotated, repeated = style.positions == "rotary", style.heads != style.kv_heads
-    copies = b > 1 and style.modules != "megatron"
+    copies, slices = b > 1 and style.modules != "megatron", style.context if style.gathers else 1
     if repeated:
         key, value = _repeat(run, style, key), _repeat(run, style, value)
     query = op.clone(run, query, copies and not rotated)
     key = op.clone(run, key, copies and not rotated and not repeated)
-    weights = _softmax(run, style, op.matmul(run, query, key, scores), value.dtype, bias)
+    weights = _softmax(run, style, op.matmul(run, query, key, scores, slices), value.dtype, bias)
     value = op.clone(run, value, copies and not repeated)
-    out = op.matmul(run, weights, value, style.tokens * style.query_width)
+    out = op.matmul(run, weights, value, style.tokens * style.query_width, slices)
     return op.relayout(run, op.clone(run, out)) if copies else op.clone(run, out)
 
 

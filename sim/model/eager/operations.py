@@ -293,13 +293,29 @@ def dropout(run: Run, x: Tensor) -> Tensor:
     return out
 
 
-def matmul(run: Run, x: Tensor, y: Tensor, elements: int) -> Tensor:
-    """A batched product of two activations, in autocast's dtype; keeps both."""
+def matmul(run: Run, x: Tensor, y: Tensor, elements: int, gathered: int = 1) -> Tensor:
+    """A batched product of two activations, in autocast's dtype; keeps both.
+
+    Args:
+        gathered: slices of the sequence that `y` (keys or values) is gathered from, as in `attention`: the whole lives
+            as long as the product and is gathered again in backward, beside its whole gradient.
+    """
     x, y = to(run, x, run.autocast or x.dtype), to(run, y, run.autocast or y.dtype)
     shapes = [(t.elements, t.dtype) for t in (x, y)]
-    node = run.node(lambda run, _: [run.new(n, d) for n, d in reversed(shapes)][::-1], (x.sink, y.sink))
+    size, dtype = y.elements * gathered, y.dtype
+
+    def rule(run: Run, _: Gradients) -> Gradients:
+        whole = [run.new(size, dtype) for _ in range(2)] if gathered > 1 else []
+        made: Gradients = [run.new(n, d) for n, d in reversed(shapes)][::-1]
+        whole.clear()
+        return made
+
+    node = run.node(rule, (x.sink, y.sink))
     run.save(node, x.storage, y.storage)
-    return _result(run, node, elements, x.dtype)
+    whole = [run.new(size, dtype)] if gathered > 1 else []
+    result = _result(run, node, elements, x.dtype)
+    whole.clear()
+    return result
 
 
 def softmax(run: Run, x: Tensor, dtype: str) -> Tensor:
