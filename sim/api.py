@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 #: What `run` accepts: a resolved scenario, what `load` returned, or the path of a file.
 Source = Scenario | Loaded | str | Path
 
+#: Ranks that are simulated one by one at most: each takes as long as a whole class of them does folded.
+MOST_UNFOLDED = 4096
+
 _T = TypeVar("_T")
 
 
@@ -91,17 +94,21 @@ def load(path: str | Path, sets: Sequence[str] = ()) -> Loaded:
     return load_scenario(path, sets)
 
 
-def run(source: Source) -> Result:
+def run(source: Source, *, fold: bool = True) -> Result:
     """Predict one steady training step. A `sweep` in the source is left alone: see `run_sweep`.
+
+    Args:
+        fold: simulate one of each class of ranks that are alike; False simulates every rank, which takes as many times
+            longer as there are ranks in a class and should say the same.
 
     Raises:
         UserError: the file is wrong, or asks for what is not simulated.
     """
     if isinstance(source, Scenario):
-        return _advised(_predict(source, {}))
+        return _advised(_predict(source, {}, fold))
     loaded = _loaded(source)
     try:
-        return _advised(_predict(loaded.scenario, {}))
+        return _advised(_predict(loaded.scenario, {}, fold))
     except UserError as error:
         raise UserError(_placed(fault, loaded) for fault in error.faults) from None
 
@@ -248,9 +255,12 @@ def _hardware(scenario: Scenario, jitter_s: float, product_rate: float) -> tuple
     return Device(with_products(gpu(cluster.topology.gpu, overrides), product_rate), host=share), network
 
 
-def _predict(scenario: Scenario, sets: Mapping[str, Any]) -> Result:
+def _predict(scenario: Scenario, sets: Mapping[str, Any], fold: bool = True) -> Result:
+    if not fold and scenario.gpus > MOST_UNFOLDED:
+        raise UserError(Fault(f"{scenario.gpus:,} ranks are more than are simulated one by one ({MOST_UNFOLDED:,})",
+                              "--unfolded", hint="use fewer nodes for the check: --set cluster.nodes=..."))
     started = time.perf_counter()
-    lowered = lower(scenario)
+    lowered = lower(scenario, fold=fold)
     machine = machine_for(scenario, lowered)
     result = build_result(scenario, lowered, machine, simulate(lowered.job, machine))
     result.set = dict(sets)

@@ -81,10 +81,11 @@ def cli() -> None:
 @click.option("--trace", "trace_to", metavar="FILE", help="Write a trace for ui.perfetto.dev (.gz compresses).")
 @click.option("--report", "report_to", metavar="DIR", help="Write text, JSON and pictures into a directory.")
 @click.option("--sensitivity", "sensitivity", is_flag=True, help="Also simulate 10% more of each resource.")
+@click.option("--unfolded", "unfolded", is_flag=True, help="Simulate every rank, not one of each kind: a check; slow.")
 @click.option("--check", "check", is_flag=True, help="Exit with 3 if a bound of `expect` is broken or memory runs out.")
 @click.pass_context
 def run(ctx: click.Context, scenarios: tuple[str, ...], sets: tuple[str, ...], json_to: str | None,
-        trace_to: str | None, report_to: str | None, sensitivity: bool, check: bool) -> None:
+        trace_to: str | None, report_to: str | None, sensitivity: bool, unfolded: bool, check: bool) -> None:
     """Predict one training step; a scenario with a sweep is run over the whole product."""
     from sim.api import load
 
@@ -97,6 +98,9 @@ def run(ctx: click.Context, scenarios: tuple[str, ...], sets: tuple[str, ...], j
     if trace_to and (len(loaded) > 1 or sweeps):
         raise UserError(Fault("a trace shows one run", "--trace",
                               hint="give one scenario; --set sweep={} --set expect={} leaves a sweep out"))
+    if unfolded and sweeps:
+        raise UserError(Fault("--unfolded checks one run", "--unfolded",
+                              hint="--set sweep={} --set expect={} leaves a sweep out"))
     interrupted, failed = False, False
     folders = report_folders(report_to, scenarios)
     with json_output(json_to, many=len(loaded) > 1) as out:
@@ -108,7 +112,7 @@ def run(ctx: click.Context, scenarios: tuple[str, ...], sets: tuple[str, ...], j
                 points, stopped = _run_sweep(one, out, text, folder, sensitivity, check)
                 interrupted = interrupted or stopped
             else:
-                points = [_run_one(one, out, text, folder, trace_to, sensitivity, check)]
+                points = [_run_one(one, out, text, folder, trace_to, sensitivity, check, unfolded)]
             if interrupted:
                 break
             failed |= check and not _checked(name, one, points)
@@ -121,10 +125,10 @@ def run(ctx: click.Context, scenarios: tuple[str, ...], sets: tuple[str, ...], j
 
 
 def _run_one(loaded: Loaded, out: JsonOutput | None, text: bool, folder: Path | None, trace_to: str | None,
-             sensitivity: bool, check: bool) -> Point:
+             sensitivity: bool, check: bool, unfolded: bool) -> Point:
     from sim import api
 
-    result = api.run(loaded)
+    result = api.run(loaded, fold=not unfolded)
     if sensitivity:
         result.ask_sensitivity()
     as_json = result.to_json() if out is not None or folder is not None or check else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -92,6 +92,8 @@ def pipeline_figure(title: str, boxes: Boxes, subtitle: str = "", chunk_names: S
         chunk_names: what to call the chunks; "chunk 0", "chunk 1", ... without.
         step_time_s: as in `bubble_share`.
     """
+    begin = boxes.window[0]  # before 0 where a stage begins its step while others are still in the one before
+    boxes = replace(boxes, start_s=boxes.start_s - begin, end_s=boxes.end_s - begin)
     panels = _panels(boxes)
     rows = min(_ROWS, boxes.stages * _ROW)
     per_panel = rows + _PANEL
@@ -175,7 +177,7 @@ def _number(ax: Axes, inside: Boxes, window: Window, chunks: int, factor: float,
     left, right = np.maximum(inside.start_s, window[0]), np.minimum(inside.end_s, window[1])
     for i in range(len(left)):
         text = str(int(inside.micro[i]) + 1)
-        if (right[i] - left[i]) * per_second < len(text) * _DIGIT + _BESIDE * 0.6:
+        if (right[i] - left[i]) * per_second < len(text) * _DIGIT + _BESIDE * 0.3:
             continue
         filled = colour(str(inside.kind[i]), int(inside.chunk[i]), chunks)
         ax.text((left[i] + right[i]) / 2 * factor, int(inside.stage[i]) + 0.03, text, ha="center", va="center",
