@@ -97,15 +97,15 @@ def fullest(table: Table, places: Places, flying: Floats, steps: int, ways: Ways
     """Bytes of the fullest rank: states with gradients, or with the activations in flight; shape (ways, policies)."""
     w, numel = table.layers.widths, places.numel
     sharded = ("fsdp",) if table.stack.gradient_path == "ipg" else ("fsdp", "zero2", "zero3")
-    resident = table.stack.gradient_path == "grad_buffer"
+    resident, staged = table.stack.gradient_path == "grad_buffer", table.scenario.parallel.pipeline > 1
     found = np.empty((len(ways.strategy), flying.shape[1]))
     for i, (index, shard, part) in enumerate(zip(*(x.tolist() for x in ways), strict=True)):
         name = STRATEGIES[index]
         states = numel * (w["parameters"] / shard + (w["master_parameters"] + w["optimizer_states"]) / part)
         gradients = numel * w["gradients"] / (1.0 if name in ("none", "ddp", "zero1") else part)
         lasting = np.zeros(len(numel))
-        if name in sharded:  # FSDP keeps whole gradients from micro-step to micro-step (no_sync)
-            lasting = numel * table.accumulated * (steps > 1)
+        if name in sharded:  # FSDP keeps whole gradients from micro-step to micro-step (no_sync); a stage holds most
+            lasting = numel * table.accumulated * (steps > 1 and not staged)  # when its first backward begins
         elif resident:
             lasting = gradients
         found[i] = np.maximum((states + gradients)[:, None], (states + lasting)[:, None] + flying).max(axis=0)

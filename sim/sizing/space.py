@@ -28,8 +28,8 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-1p", "zb-2p",
 #: Schedules whose chunks are two whatever is asked.
 _TWO_CHUNKS = ("zb-v", "dualpipe")
 STRATEGIES = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp")
-#: Strategies that run under a pipeline (`sim.parallel.support`).
-_PIPELINED = ("none", "ddp", "zero1")
+#: Strategies that run under any pipeline, and those that shard the parameters of its stages (`sim.parallel.support`).
+_PIPELINED, _SHARDED = ("none", "ddp", "zero1"), ("zero2", "zero3", "fsdp")
 #: Recomputation other than "the first k blocks": index k + len - 1 of the column stands for k blocks.
 POLICIES = ("none", "selective", "selective-op", "full")
 
@@ -92,6 +92,8 @@ class Space:
             "parallel.virtual_stages": v["virtual_stages"],
             "parallel.schedule": SCHEDULES[v["schedule"]] if staged else "1f1b",
         }
+        if staged and strategy in _SHARDED:  # whole from the first micro-batch to the last, as torchtitan has it
+            sets["parallel.reshard_after_forward"] = False
         return sets
 
 
@@ -149,11 +151,13 @@ def _of_count(number: int, scenario: Scenario, nodes: int,
         spreads = [e for e in _divisors(experts) if (replicas * context * tensor) % e == 0 and _in(e, choice.expert)]
         sequences = (0, 1) if tensor > 1 and model.kind == "decoder" and \
             scenario.training.sequence % (tensor * context) == 0 else (0,)
-        rows, said = _data_parallel(replicas * context, replicas, pipeline, blocks, choice, same)
-        if not rows.shape[1]:
-            continue
+        ways = {two: _data_parallel(replicas * context, replicas, pipeline, blocks, choice, same,
+                                    _strategies(scenario, pipeline, two, same)) for two in (False, True)}
         for micro in (m for m in _divisors(share) if _in(m, choice.micro_batch)):
             for virtual, schedule in _schedules(pipeline, share // micro, blocks, choice):
+                rows, said = ways[SCHEDULES[schedule] == "dualpipe"]
+                if not rows.shape[1]:
+                    continue
                 for spread in spreads:
                     for sequence in sequences:
                         yield ((number, nodes, tensor, sequence, context, spread, micro, pipeline, virtual, schedule),
@@ -216,8 +220,22 @@ def _same_sharding(scenario: Scenario) -> bool:
     return stack.gradient_path != "ipg" and scenario.training.optimizer != "adafactor"
 
 
+def _strategies(scenario: Scenario, pipeline: int, held_twice: bool, same: bool) -> tuple[str, ...]:
+    """Strategies that a pipeline's stages allow. ZeRO-2 keeps gathered parameters, which is what FSDP does there.
+
+    Args:
+        held_twice: two ranks hold every stage (dualpipe).
+        same: ZeRO-2 and 3 are FSDP over all ranks.
+    """
+    if pipeline == 1:
+        return STRATEGIES
+    if held_twice or scenario.model.tied_embeddings:
+        return _PIPELINED
+    return (*_PIPELINED, "fsdp") if same else _PIPELINED
+
+
 def _data_parallel(ranks: int, replicas: int, pipeline: int, blocks: int, choice: Choice,
-                   same: bool) -> tuple[Ints, int]:
+                   same: bool, allowed: Sequence[str]) -> tuple[Ints, int]:
     """(strategy, sharding factor, recompute) of every way to keep the states of `ranks` equal ranks, shape (3, rows),
     and how many can be written.
 
@@ -227,7 +245,7 @@ def _data_parallel(ranks: int, replicas: int, pipeline: int, blocks: int, choice
     pairs: list[tuple[int, int]] = []
     merged = 0
     for index, name in enumerate(STRATEGIES):
-        if (choice.strategies and name not in choice.strategies) or (pipeline > 1 and name not in _PIPELINED):
+        if (choice.strategies and name not in choice.strategies) or name not in allowed:
             continue
         if name == "none" or ranks == 1:
             if name == "none" and ranks == 1 and replicas == 1:

@@ -18,6 +18,7 @@ import numpy as np
 from sim.model import optimizer_kernels
 from sim.parallel.compute import traffic_kernel
 from sim.parallel.pipeline.actions import split
+from sim.parallel.places import aligned
 from sim.sizing.held import Places, Ways, summed
 from sim.sizing.orders import SEARCHED, Facts
 from sim.sizing.sharded import is_sharded, sharded_s
@@ -59,7 +60,7 @@ class Times:
                 found.append(sharded_s(table, places, policies, name, part, facts.batches) + local)
                 continue
             update = np.array([self._update(table, numel, part) for numel in places.numel.tolist()])
-            reduced, gathered, added = self._tail(table, places, name)
+            reduced, gathered, added = self._tail(table, places, name, schedule)
             shown = np.maximum(0.0, reduced[:, None] - hidden) if table.scenario.parallel.overlap else reduced[:, None]
             after = (update + gathered)[:, None]  # with which the next step begins
             begun = after + way.begun
@@ -70,7 +71,7 @@ class Times:
             found.append((through + np.maximum(way.behind + late + shown, way.back)).max(axis=0))
         return np.array(found)
 
-    def _tail(self, table: Table, places: Places, name: str) -> tuple[Floats, Floats, Floats]:
+    def _tail(self, table: Table, places: Places, name: str, schedule: str) -> tuple[Floats, Floats, Floats]:
         """Of every rank: its gradients' reduction, the gather of parameters behind the optimizer, and the traffic that
         adds one micro-batch's gradients to those before; shape (ranks,)."""
         zero = np.zeros(len(places.numel))
@@ -83,7 +84,8 @@ class Times:
         fused = path == "grad_buffer" and wide > DTYPE_BYTES[precision.parameters]
         per = 0.0 if fused else 3 * wide
         added = np.array([self._traffic(table, numel, per) for numel in places.numel.tolist()])
-        if replicas < 2:
+        joined = schedule == "dualpipe" and not aligned(scenario, table.layout)  # both copies of a stage may lie better
+        if replicas < 2 or joined:
             return zero, zero, added
         scattered = path == "ipg" or (path == "grad_buffer" and name == "zero1")
         kind = "reduce_scatter" if scattered and name != "ddp" else "all_reduce"

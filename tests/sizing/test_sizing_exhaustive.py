@@ -9,16 +9,18 @@ import numpy as np
 from sim.scenario import resolve
 from sim.scenario.dump import dump
 from sim.sizing import Choice, Wish, size
+from sim.sizing.bounds import bounds
 from sim.sizing.runner import simulated
 from sim.sizing.size import _alone
-from sim.sizing.space import SCHEDULES, build_space
+from sim.sizing.space import SCHEDULES, STRATEGIES, build_space
 
 GPUS, TOP = 8, 10
+SMALL = {"name": "small", "cluster": {"topology": "dgx-a100-80g"}, "model": {"preset": "gpt2", "layers": 4},
+         "training": {"micro_batch": 1, "global_batch": 16, "sequence": 128}}
 
 
 def test_the_answer_is_that_of_simulating_everything() -> None:
-    small = resolve({"name": "small", "cluster": {"topology": "dgx-a100-80g"}, "model": {"preset": "gpt2", "layers": 4},
-                     "training": {"micro_batch": 1, "global_batch": 16, "sequence": 128}}, "small")
+    small = resolve(SMALL, "small")
     base, choice = _alone(small, None), Choice([GPUS])
     space, plain = build_space([base], choice), dump(base)
     factor, pipeline = space.columns["sharding_factor"], space.columns["pipeline"]
@@ -40,3 +42,28 @@ def test_the_answer_is_that_of_simulating_everything() -> None:
         assert found.proven and found.covered == len(space)
         assert [row["set"] for row in found.best] == [space.sets(row) for _, row in every[:TOP]]
         assert [row["step_time_s"] for row in found.best] == [outcomes[row].step_time_s for _, row in every[:TOP]]
+
+
+def test_sharded_stages_and_stages_that_straddle_nodes_too() -> None:
+    """FSDP inside pipelines; three nodes of four GPUs, so that two stages share a node."""
+    model = {"preset": "gpt2", "layers": 6, "tied_embeddings": False}
+    cluster = {"topology": "dgx-a100-80g", "gpus_per_node": 4}
+    small = resolve({**SMALL, "model": model, "cluster": cluster,
+                     "training": {"micro_batch": 1, "global_batch": 24, "sequence": 128}}, "small")
+    gpus = 12
+    base, choice = _alone(small, None), Choice(
+        [gpus], strategies=["zero1", "fsdp"], schedules=["1f1b", "interleaved", "zb-2p", "dualpipe"], context=[1],
+        tensor=[1], micro_batch=[1, 2], recompute=["none"], partial_recompute=False)
+    space, plain = build_space([base], choice), dump(base)
+    strategy, pipeline, schedule = (space.columns[name] for name in ("strategy", "pipeline", "schedule"))
+    sharded = (strategy == STRATEGIES.index("fsdp")) & (pipeline > 1)
+    assert sharded.sum() > 30 and not (sharded & (schedule == SCHEDULES.index("dualpipe"))).any()
+    outcomes = [simulated(("", plain, space.sets(row), gpus)) for row in range(len(space))]
+    assert {one.outcome for one in outcomes} == {"ok"}
+    every = sorted((one.step_time_s, row) for row, one in enumerate(outcomes) if one.fits)
+    found = size(small, choice, top=TOP)
+    assert found.proven and found.covered == len(space)
+    assert [row["set"] for row in found.best] == [space.sets(row) for _, row in every[:TOP]]
+    below = bounds(space)
+    assert all(below.time_s[row] <= one.step_time_s and below.memory_bytes[row] <= one.device_used_bytes
+               for row, one in enumerate(outcomes))
