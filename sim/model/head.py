@@ -44,7 +44,7 @@ def logits_operator(style: Style, rows: int, module: str) -> tuple[Operator, tup
     logits, weight = linear_operator(plain_linear, "logits", module, style.hidden, style.vocab,
                                      source=style.residual, saved=(inputs,), rows=rows, bias=False)
     weight = (Parameter(weight[0].name, (style.vocab, style.hidden)),)
-    cut = joint(style, "column", rows * style.hidden)
+    cut = joint(plain_linear, "column", rows * style.hidden)
     return replace(logits, parameters=() if style.tied else weight, joint=cut), weight
 
 

@@ -98,6 +98,7 @@ class Stack:
         narrow_amax_pass: a tensor's scale comes from its own maximum, found in a pass before the cast.
         narrow_weights_cached: weights are quantised once per optimizer step, not in every micro-step.
         narrow_parameters: the blocks' matrices are parameters in 8 bits, without a wider copy beside the master.
+        narrow_gathers: what sequence parallelism gathers for narrow products travels in their dtype.
         gathered_inputs_kept: a column-cut product keeps its input as gathered along the sequence; else its own share,
             gathered again in backward.
         tensor_overlap: the reduction of a column-cut product's input gradient runs beside its weight gradient.
@@ -156,6 +157,7 @@ class Stack:
     narrow_amax_pass: bool
     narrow_weights_cached: bool
     narrow_parameters: bool
+    narrow_gathers: bool
     kernel_loading: str
     gathered_inputs_kept: bool
     tensor_overlap: bool
