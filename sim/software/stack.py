@@ -64,6 +64,9 @@ class Stack:
         step_sync: whether the host waits for the GPU at the end of every step.
         clip_gradients: whether the gradient norm is computed and applied every step.
         loss: "plain" (log-softmax and nll), "fused", or "vocab_parallel" (Megatron).
+        chunked_logits_kept: a loss in chunks keeps the logits of all of them, in the model's dtype; else it makes the
+            gradients in forward.
+        loss_upcast: logits are cast to fp32 in front of an unfused loss.
         metric_losses: extra forward evaluations of the loss on the training logits per micro-batch.
         early_stop: recomputation stops at a block's last saved tensor.
         attention_kernel: implementation behind `attention: flash`: flash1, flash2, flash3 or triton.
@@ -126,6 +129,8 @@ class Stack:
     step_sync: bool
     clip_gradients: bool
     loss: str
+    chunked_logits_kept: bool
+    loss_upcast: bool
     metric_losses: int
     early_stop: bool
     attention_kernel: str
