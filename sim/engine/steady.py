@@ -142,10 +142,10 @@ class Steady:
                         continue
                     if start + shift_s < ends_s[host.number]:
                         return True
-                    if kind == Kind.COLLECTIVE and any(
-                            start + shift_s < ends_s[c] for number in machine.near(host.flows[run.plan.payload[task]].number)
-                            for c in machine.flows[number].classes):
-                        return True
+                    if kind == Kind.COLLECTIVE:
+                        met = machine.near(host.flows[run.plan.payload[task]].number)
+                        if any(start + shift_s < ends_s[c] for number in met for c in machine.flows[number].classes):
+                            return True
         return False
 
     def _mark(self, now: float) -> Mark:

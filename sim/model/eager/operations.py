@@ -306,7 +306,8 @@ def matmul(run: Run, x: Tensor, y: Tensor, elements: int, gathered: int = 1) -> 
 
     def rule(run: Run, _: Gradients) -> Gradients:
         whole = [run.new(size, dtype) for _ in range(2)] if gathered > 1 else []
-        made: Gradients = [run.new(n, d) for n, d in reversed(shapes)][::-1]
+        made: Gradients = []
+        made += [run.new(n, d) for n, d in reversed(shapes)][::-1]
         whole.clear()
         return made
 

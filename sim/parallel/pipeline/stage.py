@@ -107,7 +107,8 @@ class Stage:
 
     def _likeness(self) -> int:
         """A number that stages share which write the same batches alike, but for the communicators of their edges."""
-        own, known = self.transfers, {edge: slot for slot, edge in enumerate(self.edges)}
+        own = self.transfers
+        known: dict[Edge | None, int] = {edge: slot for slot, edge in enumerate(self.edges)}
         passes = tuple([(known.get(own.sent(self.rank, action)), known.get(own.needed(self.rank, action)))
                         for chunk in range(len(self.chunks)) for action in (Action("F", chunk, 0),
                                                                             Action("B", chunk, 0))])
