@@ -132,13 +132,15 @@ def _deliver(text: str, json_to: str | None, report_to: str | None, name: str, p
 
 
 def _progress(seconds: float) -> Callable[[int, float, float], None]:
-    """A line on the terminal: how many were simulated, how fast, and how long --seconds leaves."""
+    """A line on the terminal: how many were simulated, how fast, how far the bound of what is left is below
+    the best, and how long --seconds leaves."""
     started = time.monotonic()
 
-    def advance(done: int, _bound: float, _best: float) -> None:
+    def advance(done: int, bound: float, best: float) -> None:
         passed = time.monotonic() - started
         left = "" if math.isinf(seconds) else f", at most {max(0.0, seconds - passed):.0f} s left"
-        click.echo(f"\r\x1b[K{done:,} simulated, {done / max(passed, 1e-9):.1f}/s{left}", nl=False, err=True)
+        gap = f", {100 * (best / bound - 1):.1f}% from proof" if 0 < bound < best < math.inf else ""
+        click.echo(f"\r\x1b[K{done:,} simulated, {done / max(passed, 1e-9):.1f}/s{gap}{left}", nl=False, err=True)
 
     return advance
 

@@ -2,7 +2,8 @@
 
 Tables:
 
-- `meta(key text primary key, value text)`: one row, `search`: the scenarios of the clusters searched, as JSON.
+- `meta(key text primary key, value text)`: `search`: the scenarios of the clusters searched, as JSON; `drystep`: the
+  version that wrote the file, whose figures another may not go on from.
 - `runs`: one row per simulated configuration, in the order in which they were finished:
     - `key text primary key`: 12 digits of the SHA-256 of the cluster's scenario, a blank, and the dotted fields of the
       configuration as canonical JSON;
@@ -25,6 +26,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from sim import __version__
 from sim.errors import Fault, UserError
 
 
@@ -55,6 +57,8 @@ create table if not exists runs(key text primary key, gpus integer, outcome text
                                 device_used_bytes integer, step_energy_j real, reason text);
 """
 _COLUMNS = tuple(f.name for f in fields(Outcome))
+#: What a file is marked with: the version, and the columns it has.
+_WRITER = f"{__version__} {','.join(_COLUMNS)}"
 
 
 class Store:
@@ -81,11 +85,14 @@ class Store:
             self._file = sqlite3.connect(path)
             self._file.execute("pragma journal_mode=wal")
             self._file.executescript(_SCHEMA)
-            row = self._file.execute("select value from meta where key = 'search'").fetchone()
-            if row is None:
+            known = dict(self._file.execute("select key, value from meta").fetchall())
+            if not known:
                 with self._file:
-                    self._file.execute("insert into meta values('search', ?)", (text,))
-            elif row[0] != text:
+                    self._file.executemany("insert into meta values(?, ?)", [("search", text), ("drystep", _WRITER)])
+            elif known.get("drystep") != _WRITER:
+                raise UserError(Fault(f"{path} was written by another version of drystep, whose figures may differ: it "
+                                      "is not resumed", "--out", hint="name another file"))
+            elif known.get("search") != text:
                 raise UserError(Fault(f"{path} holds the results of another scenario", "--out", hint="name another"))
             for values in self._file.execute(f"select {', '.join(_COLUMNS)} from runs"):
                 one: dict[str, Any] = dict(zip(_COLUMNS, values, strict=True))

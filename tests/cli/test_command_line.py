@@ -59,6 +59,20 @@ def test_json_of_a_sweep_and_of_several_scenarios(folder: Path, drystep: Any) ->
     assert len(both[1]["points"]) == 2
 
 
+def test_every_rank_on_its_own_says_the_same(folder: Path, drystep: Any) -> None:
+    (folder / "stages.yaml").write_text(json.dumps({
+        "name": "stages", "cluster": {"topology": "dgx-a100-80g"},
+        "model": {"kind": "decoder", "layers": 4, "hidden": 256, "heads": 8, "ffn": 1024, "vocab": 1024},
+        "training": {"micro_batch": 1, "global_batch": 16, "sequence": 256},
+        "parallel": {"strategy": "zero1", "pipeline": 4}, "software": {"framework": "megatron", "year": 2023}}))
+    name = str(folder / "stages.yaml")
+    folded, every = (drystep("run", name, "--json", "-", *more).json for more in ((), ("--unfolded",)))
+    assert every["step_time_s"] == pytest.approx(folded["step_time_s"], rel=1e-9)
+    assert (folded["simulation"]["ranks_simulated"], every["simulation"]["ranks_simulated"]) == (4, 8)
+    many = drystep("run", name, "--unfolded", "--set", "cluster.nodes=1024", "--set", "training.global_batch=16384")
+    assert many.code == 2 and "more than are simulated one by one" in many.err
+
+
 def test_set_goes_on_top(folder: Path, drystep: Any) -> None:
     result = drystep("run", "small.yaml", "--set", "cluster.nodes=1", "--set", "model.layers=6", "--json", "-").json
     assert result["scenario"]["cluster"]["nodes"] == 1

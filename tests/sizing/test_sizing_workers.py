@@ -70,6 +70,17 @@ def test_a_full_disk_is_told_and_what_was_kept_is_resumed(tmp_path: Path) -> Non
     assert len(table(tmp_path / "runs.db")) == kept + 1
 
 
+def test_a_file_of_another_version_is_not_resumed(tmp_path: Path) -> None:
+    Store(tmp_path / "runs.db", {"a": 1}).close()
+    with sqlite3.connect(tmp_path / "runs.db") as file:
+        file.execute("delete from meta where key = 'drystep'")  # as files of older searches are
+    with pytest.raises(UserError, match="another version of drystep"):
+        Store(tmp_path / "runs.db", {"a": 1}, resume=True)
+    Store(tmp_path / "again.db", {"a": 1}).close()
+    with pytest.raises(UserError, match="another scenario"):
+        Store(tmp_path / "again.db", {"a": 2}, resume=True)
+
+
 def _die(number: int) -> int:
     if number:
         os.kill(os.getpid(), signal.SIGKILL)
