@@ -128,7 +128,7 @@ def _run_one(loaded: Loaded, out: JsonOutput | None, text: bool, folder: Path | 
              sensitivity: bool, check: bool, unfolded: bool) -> Point:
     from sim import api
 
-    result = api.run(loaded, fold=not unfolded)
+    result = api.run(loaded, fold=False) if unfolded else api.run(loaded)
     if sensitivity:
         result.ask_sensitivity()
     as_json = result.to_json() if out is not None or folder is not None or check else {}
