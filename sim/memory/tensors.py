@@ -306,16 +306,16 @@ def _order(section: Section, whole: bool) -> list[MemoryOp | LayerMemory | _Sync
     found: list[MemoryOp | LayerMemory | _Sync | _Passed] = []
     at = 0
     while at < len(section.memory) or layers:
+        op = section.memory[at] if at < len(section.memory) else None
+        while syncs and op is not None and syncs[0][0] < op.before:
+            found.append(_Sync(syncs.popleft()[1]))
         if layers and layers[0].start <= at:
             mark = layers.popleft()
             found.append(mark if mark.verb != "passed" else _Passed(section.memory[mark.start]))
             at = max(at, mark.stop)
-            continue
-        op = section.memory[at]
-        while syncs and syncs[0][0] < op.before:
-            found.append(_Sync(syncs.popleft()[1]))
-        found.append(op)
-        at += 1
+        elif op is not None:
+            found.append(op)
+            at += 1
     return found
 
 
