@@ -90,6 +90,7 @@ class TensorReplay:
         for name, size, category in self.program.resident:
             if category != "context" and (category != _STATES or name in self.program.construction):
                 self._make(name, size, category)
+        self.allocator.top_asked = self.allocator.asked  # what counts is the steps' highest point, as in the ledger
 
     def step(self) -> None:
         """One optimizer step."""

@@ -48,8 +48,8 @@ def remapped(sizes: Sequence[int]) -> Events:
 def widened(narrow: Sequence[int], wide: Sequence[int]) -> Events:
     """Master parameters, each from a narrow copy that then goes: `.clone().float()`.
 
-    Source: DeepSpeed stage_1_and_2.py and fused_optimizer.py; Megatron-LM optimizer.py, `param.detach().clone().float()`
-    and distrib_optimizer.py, `shard_model_param.clone().float()`.
+    Source: DeepSpeed stage_1_and_2.py and fused_optimizer.py; Megatron-LM optimizer.py, `main_param` as a clone, and
+    distrib_optimizer.py, `shard_model_param.clone().float()`.
     """
     events: list[tuple[int, int]] = []
     for number, (half, whole) in enumerate(zip(narrow, wide, strict=True)):

@@ -75,6 +75,8 @@ def lower(scenario: Scenario, *, fold: bool = True) -> Lowered:
                        serving)
     if scenario.parallel.strategy in ("fsdp", "zero3"):  # gathered weights come and go, narrow copies with them
         stack = replace(stack, narrow_weights_cached=False)
+    if scenario.parallel.strategy != "zero3":
+        stack = replace(stack, partition_checkpoints=False)
     whole = build(with_parallel(scenario, tensor=1, context=1, expert=1), stack, scenario.training.micro_batch)
     architecture = build(held(scenario), stack, scenario.training.micro_batch)
     layout = layout_of(scenario)

@@ -14,7 +14,16 @@ from math import ceil
 from sim.model.architecture import Layer
 from sim.parallel.activations import GRADIENT_POOL, Activations
 from sim.parallel.compute import traffic_kernel
-from sim.parallel.construction import APART, FLATTENED, REMAPPED, cloned_into_one, moved_into_one, remapped, stepped, widened
+from sim.parallel.construction import (
+    APART,
+    FLATTENED,
+    REMAPPED,
+    cloned_into_one,
+    moved_into_one,
+    remapped,
+    stepped,
+    widened,
+)
 from sim.parallel.data.buckets import Bucket, fragments
 from sim.parallel.step import (
     COMPUTE,
