@@ -100,7 +100,7 @@ class _Tried(NamedTuple):
     sets: Sets
     scenario: Scenario
     after: MemoryResult
-    count: int = 1
+    changes: int = 1
 
 
 def _pairs(tries: list[_Tried], changed: Callable[[Sets], Scenario], measure: Measure, gpus: int) -> list[_Tried]:
@@ -119,12 +119,13 @@ def _pairs(tries: list[_Tried], changed: Callable[[Sets], Scenario], measure: Me
             continue
         if after.fits:
             found.append(_Tried(f"{first.what} and {second.what}", sets, other, after, 2))
-    return sorted(found, key=lambda one: (one.scenario.gpus > gpus, one.after.short, one.after.headroom_bytes))[:_PRICED]
+    found.sort(key=lambda one: (one.scenario.gpus > gpus, one.after.short, one.after.headroom_bytes))
+    return found[:_PRICED]
 
 
 def _change(one: _Tried, step_time_s: Callable[[Scenario], float], now_s: float, gpus: int) -> Change:
     plain = Change(dict(one.sets), one.what, one.after.fits, one.after.headroom_bytes, one.scenario.gpus,
-                   count=one.count)
+                   count=one.changes)
     if not one.after.fits:
         return plain
     step_s = step_time_s(one.scenario)
