@@ -57,8 +57,10 @@ class Change:
 def advise(scenario: Scenario, memory: MemoryResult, measure: Measure, step_time_s: Callable[[Scenario], float],
            now_s: float) -> list[Change]:
     """Single changes that free memory: those that make the job fit first, the cheapest in GPU time before the others,
-    then the rest by what they free on the GPU. Where none suffices, two of those that free most may. Of changes of one group (micro-batches of 8, 4, 2 ...) only the mildest
-    that suffices is there, else the strongest; one that the scenario rules out, or that frees nothing, is left out.
+    then the rest by what they free on the GPU. Where none suffices, two of those that free most may.
+
+    Of changes of one group (micro-batches of 8, 4, 2 ...) only the mildest that suffices is there, else the strongest;
+    one that the scenario rules out, or that frees nothing, is left out.
 
     Args:
         memory: of the scenario as it is; `now_s`: its step.
