@@ -84,9 +84,9 @@ def product_times(products: Products, rates: GemmRates, sms: int, sms_total: int
     """Seconds of each product when `sms` of `sms_total` SMs and `bandwidth_bps` bytes/s are left to it.
 
     The library picks the tile for the whole GPU, all its SMs and `bandwidth_total_bps` (what is left, if not stated):
-    it does not know what collectives hold, so taking something away never turns its choice, nor makes it faster. With SMs held the tiles need
-    more waves, of which the last is wasted nearly whole; a persistent kernel, which starts as many blocks as there are
-    SMs and deals its tiles out among them beforehand, needs a second pass.
+    it does not know what collectives hold, so taking something away never turns its choice, nor makes it faster. With
+    SMs held the tiles need more waves, of which the last is wasted nearly whole; a persistent kernel, which starts as
+    many blocks as there are SMs and deals its tiles out among them beforehand, needs a second pass.
     """
     tile_m, tile_n, split = (column[None, :] for column in _choices(rates))
     batch, m, n, k = (column[:, None] for column in (products.batch, products.m, products.n, products.k))

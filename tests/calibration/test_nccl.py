@@ -144,12 +144,13 @@ def test_a_single_process_launches_gpu_by_gpu() -> None:
     figures = Figures()
     floor = Harness("one", "call").floor_s("all_reduce", 8)
     assert floor == pytest.approx(8e-6 * figures["host_us.call"])
-    assert Harness("one", "call").floor_s("all_to_all", 8) == pytest.approx(floor + 56e-6 * figures["host_part_us.peer"])
+    peers = 56e-6 * figures["host_part_us.peer"]
+    assert Harness("one", "call").floor_s("all_to_all", 8) == pytest.approx(floor + peers)
     assert Harness("gpu", "call").floor_s("all_reduce", 8) == Harness("one", "kernel").floor_s("all_reduce", 8) == 0.0
 
 
 def test_a_sweep_rests_only_on_the_figures_it_reads() -> None:
-    """What a sweep reads is its own generation, link and fabric; any other figure leaves its predictions as they are."""
+    """What a sweep reads is its own generation, link and fabric; no other figure moves its predictions."""
     sweep = next(s for s in load() if s.id == "polaris-a100-n2-nccl221-allreduce-env4")
     read = sweep.reads()
     assert {"fabric_us.slingshot", "hop_us.Simple", "step_us.nvlink.LL.ampere"} <= read

@@ -84,7 +84,7 @@ def test_a_lone_send_is_faster_than_one_that_also_receives(machines: Machines) -
 
 
 def test_remote_peers_of_an_exchange_come_one_after_another(machines: Machines) -> None:
-    """Two nodes of eight, Slingshot: the first of eight remote peers costs the fabric's latency, seven wait behind it."""
+    """Two nodes of eight, Slingshot: the first of eight remote peers waits for the fabric, seven behind it."""
     inter = {**machines["dgx-a100"]["inter"], "fabric": "slingshot"}
     net = network({**machines["dgx-a100"], "inter": inter}, nodes=2)
     remote_us = F["fabric_us.slingshot"] + 7 * F["p2p_net_us.slingshot"]
