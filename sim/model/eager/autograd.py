@@ -219,14 +219,16 @@ class Run:
         incoming: tensors of this layer that later layers read: the gradients those leave, (sink, elements, dtype).
         outgoing: gradients of earlier layers' tensors that come to be around this layer's backward, (elements, dtype).
         early_stop: recomputation stops at the last saved tensor.
+        compiled: what a graph keeps by policy and nothing reads in backward (a block's last product) is dropped.
         caches_casts: autocast keeps weight copies to the end of forward; it does so for leaves only, which FSDP 1's
             views of a flat parameter are not (ATen autocast_mode.cpp, cached_cast).
     """
 
-    def __init__(self, autocast: str, keep_gradients: bool, early_stop: bool, caches_casts: bool = True) -> None:
+    def __init__(self, autocast: str, keep_gradients: bool, early_stop: bool, caches_casts: bool = True,
+                 compiled: bool = False) -> None:
         self.memory = Memory()
         self.autocast, self.keep_gradients, self.early_stop = autocast, keep_gradients, early_stop
-        self.caches_casts = caches_casts
+        self.caches_casts, self.compiled = caches_casts, compiled
         self.kind = ACTIVATIONS
         self.nodes: list[Node] = []
         self.gradients: list[Storage] = []
@@ -290,7 +292,7 @@ class Run:
         if frame is None or not frame.selective:
             return self.new(elements, dtype)
         frame.products += product
-        keep = not product or frame.products % 2 == 1
+        keep = not product or (frame.products % 2 == 1 and not (self.compiled and self.memory.operator == "down"))
         if keep and self._restoring is not None:
             return frame.kept.pop(0)
         storage = self.new(elements, dtype)
