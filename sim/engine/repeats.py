@@ -35,7 +35,7 @@ class Repeats:
         self.due = False
         self._before: tuple[object, npt.NDArray[np.float64], float] | None = None
         self._short = False
-        self._last_s = self._interval_s = 0.0
+        self._ends_s: list[float] = []
 
     def run_ended(self, host: Host, run: Run) -> None:
         """A section run of the first class has ended; look at the state when this instant has settled."""
@@ -45,14 +45,22 @@ class Repeats:
             self._short = run.plan.size < _SHORT
         else:
             self._before = None
+            self._ends_s.clear()
+
+    def _drifts(self, now: float) -> bool:
+        """Whether the last two runs took different times, so that this state is another than the one before."""
+        ends_s = self._ends_s
+        ends_s.append(now)
+        if len(ends_s) < 3:
+            return False
+        return abs((now - ends_s[-2]) - (ends_s[-2] - ends_s[-3])) > _LIKE * (now - ends_s[-2])
 
     def observe(self, now: float) -> bool:
         """Compare with the state at the end of the run before; skip if it is the same, and say so."""
         self.due = False
         before, self._before = self._before, None
-        interval_s, self._interval_s, self._last_s = self._interval_s, now - self._last_s, now
-        if self._short and abs(self._interval_s - interval_s) > _LIKE * self._interval_s:
-            return False  # the run before took another time, so this state is another: not worth looking at
+        if self._short and self._drifts(now):
+            return False
         remaining = min(self._remaining(host) for host in self.engine.hosts)
         if remaining < 2:
             return False

@@ -40,10 +40,15 @@ class Activations:
     """What the layers of one micro-step hold. Call `forward` and `backward` before a layer's kernels are issued."""
 
     def __init__(self, plan: Plan, section: SectionBuilder, layers: int, *, keep_gradients: bool,
-                 caches_casts: bool = True) -> None:
-        """See `layer_profile` for what can be chosen."""
+                 caches_casts: bool = True, blocks_keep: bool | None = None) -> None:
+        """See `layer_profile` for what can be chosen.
+
+        Args:
+            blocks_keep: `keep_gradients` of blocks, default the others'.
+        """
         self._plan, self._section, self._last = plan, section, layers - 1
         self._keep, self._caches_casts = keep_gradients, caches_casts
+        self._blocks_keep = keep_gradients if blocks_keep is None else blocks_keep
         self._held, self._cached = NOTHING, NOTHING
         self._away = SavedTensors(plan, section) if plan.offload.moves_activations else None
 
@@ -85,7 +90,7 @@ class Activations:
         section, known = self._section.section, self._plan.compute.rows_of_memory
         start, first = len(section.memory), len(section.layers)
         key = (verb, positions, tuple(map(id, layers)), tuple([self._plan.policy(p) for p in positions]), self._last,
-               self._keep, self._caches_casts, len(section), start)
+               self._keep, self._blocks_keep, self._caches_casts, len(section), start)
         if self._away is None and key in known:
             memory, described, left = known[key]
             section.memory += memory
@@ -105,11 +110,13 @@ class Activations:
         # what an embedding or a bridge holds depends on what the blocks keep
         ahead = layer.kind in ("embedding", "bridge") and position < self._last
         policy = self._plan.policy(position + ahead)
+        keep = self._blocks_keep if layer.kind == "block" else self._keep
+
         def make() -> tuple[Profile, list[_Change], list[_Change]]:
-            profile = layer_profile(layer, policy, self._keep, self._caches_casts)
+            profile = layer_profile(layer, policy, keep, self._caches_casts)
             return profile, _pass(profile.forward), _pass(profile.backward)
 
-        return self._plan.compute.memory_of(layer, (policy, self._keep, self._caches_casts), make)
+        return self._plan.compute.memory_of(layer, (policy, keep, self._caches_casts), make)
 
     def _change(self, changes: list[_Change], verb: str, position: int, trace: Trace | None = None) -> None:
         section = self._section.section

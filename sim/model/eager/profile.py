@@ -154,7 +154,8 @@ def _forward(run: Run, program: Program, policy: str, inputs: list[Tensor]) -> T
     if layer == "head":
         return head(run, style, inputs.pop())
     if policy in ("full", "selective-op"):
-        return run.checkpoint(lambda run, x: block(run, style, x, "none"), inputs[0], selective=policy != "full")
+        return run.checkpoint(lambda run, x: block(run, style, x, "none"), inputs[0], selective=policy != "full",
+                              parts=style.checkpoint_parts if policy == "full" else 1)
     return block(run, style, inputs[0], policy)
 
 
