@@ -75,7 +75,7 @@ def validate(paths: Sequence[str | Path], *, select: str | None = None, workers:
     if select is not None and not chosen:
         raise UserError(Fault(f"no case matches {select!r}", "--select"))
     wanted = chosen + _references(files, chosen)
-    finished, interrupted = _predict_all(wanted, _worker_count(workers, len(wanted)), progress)
+    finished, interrupted = _predict_all(wanted, worker_count(workers, len(wanted)), progress)
     records = [finished.get(i) or _not_run(case) for i, case in enumerate(wanted)]
     _settle_all(wanted, records)
     return Validation(tuple(files), tuple(records[:len(chosen)]), interrupted)
@@ -101,7 +101,8 @@ def _references(files: Sequence[CaseFile], chosen: Sequence[Case]) -> list[Case]
     return [c for f in files for c in f.cases if (c.path, c.id) in need]
 
 
-def _worker_count(workers: int | None, cases: int) -> int:
+def worker_count(workers: int | None, cases: int) -> int:
+    """Processes for that many cases: as asked, else one per core where processes are worth their start."""
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is not None and not os.path.exists(script):
         return 1  # a program read from standard input: a spawned process could not import it
