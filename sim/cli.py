@@ -240,7 +240,7 @@ def validate(ctx: click.Context, cases: tuple[str, ...], json_to: str | None, se
 @click.argument("cases", nargs=-1, metavar="[CASES...]")
 @click.option("--figure", "figures", multiple=True, metavar="NAME",
               help="Fit this one only, e.g. composer.host_step_s; repeatable.")
-@click.option("--sample", type=click.IntRange(1, 1000), default=16, show_default=True,
+@click.option("--sample", type=click.IntRange(1, 1000), default=10, show_default=True,
               help="Most runs of a source that are simulated with every figure.")
 @click.option("--workers", type=click.IntRange(1, 1024), help="Processes; default one per core.")
 @click.option("--json", "json_to", metavar="FILE", help="Write figures and errors as JSON; - is standard output.")

@@ -155,7 +155,7 @@ def chosen(paths: Sequence[str] = ()) -> list[Case]:
     return found
 
 
-def fit(cases: Sequence[Case], *, most: int = 16, workers: int | None = None, only: Sequence[str] = (),
+def fit(cases: Sequence[Case], *, most: int = 10, workers: int | None = None, only: Sequence[str] = (),
         progress: Progress | None = None) -> Fit:
     """Estimate the free figures on the cases.
 

@@ -32,8 +32,8 @@ Progress = Callable[[int, int], None]
 
 #: Runs per message to a worker: neighbours of a file share clusters and models, hence the worker's memoised parts.
 _CHUNK = 3
-#: Runs with more events than this (about half a second each) are not simulated with every figure.
-MOST_EVENTS = 30_000
+#: Runs with more events than this (about a quarter of a second each) are not simulated with every figure.
+MOST_EVENTS = 15_000
 
 
 @dataclass(frozen=True, slots=True)
