@@ -32,6 +32,10 @@ from sim.validation.runner import worker_count
 
 #: Step of a slope, as a share of the figure's range.
 _STEP = 0.25
+#: A gain smaller than a tenth of a point is left alone: published steps are stated to no more than that.
+WORTH = 1e-3
+#: Units of what the host does again and again, beside the GPU: it shows in a step only where the GPU waits for it.
+_BESIDE = ("s per operator", "s per call")
 #: What is left out.
 GROUPS = ("source", "cluster", "model size")
 
@@ -68,8 +72,8 @@ class Estimate:
 
     @property
     def recommended(self) -> bool:
-        """Whether left-out errors fall by more than noise and the value stands inside its range."""
-        return self.sure and not self.at_end
+        """Whether left-out errors fall by more than noise and by enough to matter, from inside the range."""
+        return self.sure and self.gain >= WORTH and not self.at_end
 
     @property
     def sure(self) -> bool:
@@ -206,19 +210,30 @@ class _Fitting:
 
     def _slopes(self, start: Array, low: Array, high: Array) -> Array:
         """Change of every error per unit of every figure, towards the wider side of its range; (rows, figures)."""
+        moved = start + _STEP * (high - low) * np.where(high - start >= start - low, 1, -1)
+        late = self._waiting({figure: float(moved[i]) for i, figure in enumerate(self.figures)
+                              if self.units[i] in _BESIDE and moved[i] > start[i]})
         asked, spots = [], []
         for i, figure in enumerate(self.figures):
-            step = _STEP * (high[i] - low[i])
-            moved = start[i] + (step if high[i] - start[i] > start[i] - low[i] else -step)
-            values = {figure: float(moved)}
+            values = {figure: float(moved[i])}
+            beside = self.units[i] in _BESIDE and moved[i] > start[i]
             for place in self.trials.touched(self.drawn, values):
-                asked.append((place, values))
-                spots.append((self.drawn.index(place), i, moved - start[i]))
+                if not beside or place in late:
+                    asked.append((place, values))
+                    spots.append((self.drawn.index(place), i, moved[i] - start[i]))
         slopes = np.zeros((len(self.drawn), len(self.figures)))
         for (row, column, step), (place, _), error in zip(spots, asked, self.trials.errors("slopes", asked),
                                                           strict=True):
             slopes[row, column] = (error - self.trials.own[place]) / step
         return slopes
+
+    def _waiting(self, values: Mapping[Figure, float]) -> set[int]:
+        """The runs of the sample that change when all of the host's repeated work takes longer at once: the others
+        need not be simulated with each figure of it."""
+        places = self.trials.touched(self.drawn, values)
+        errors = self.trials.errors("host", [(place, values) for place in places])
+        own = self.trials.own[places]
+        return {place for place, error, before in zip(places, errors, own, strict=True) if abs(error - before) > 1e-9}
 
     def _found(self) -> Array:
         """The figures: the slopes' solution, and that after the errors which it gives; the better of both."""

@@ -15,7 +15,7 @@ from sim.software import trial
 from sim.validation import fit_trials
 from sim.validation.cases import Case
 from sim.validation.fit import chosen, fit
-from sim.validation.fit_trials import Trials, again, first
+from sim.validation.fit_trials import First, Trials, again, first
 
 pytest.importorskip("scipy")
 FORWARD, MEGATRON = ("pytorch", "host_forward_s"), ("megatron", "host_step_s")
@@ -59,6 +59,23 @@ def test_only_what_a_figure_changes_is_simulated(monkeypatch: pytest.MonkeyPatch
         trials.errors("x", asked)
         assert len(seen) == 2
         assert trials.touched(range(4), {MEGATRON: 9e-3}) == [2, 3]
+
+
+def test_one_trial_tells_which_hosts_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the second run of each source feels the host: the others are not asked about each of its costs."""
+    seen: list[tuple[str, int]] = []
+
+    def slower(job: tuple[First, dict[tuple[str, str], float]]) -> float:
+        known, values = job
+        seen.append((known.row.name, len(values)))
+        return known.step_s * (1.01 if known.row.name in late else 1.0)
+
+    late = {cases()[1].id, cases()[3].id}
+    monkeypatch.setattr(fit_trials, "_again_of", slower)
+    found = fit(cases(), workers=1, only=["pytorch.host_forward_s", "pytorch.host_backward_s"])
+    alone = [name for name, count in seen if count == 1]
+    assert set(alone) == late and len(alone) == 4
+    assert [one.runs for one in found.estimates] == [2, 2]
 
 
 def test_a_run_that_is_not_predicted_is_counted() -> None:

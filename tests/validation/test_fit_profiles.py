@@ -14,7 +14,16 @@ from sim.errors import UserError
 from sim.software import facts_of, free_figures, profile_names, stack_for, trial
 from sim.validation import fit_solve
 from sim.validation.fit import Estimate, Fit, chosen, free
-from sim.validation.fit_report import error_table, judged, markdown, short, verdict, worse_sources
+from sim.validation.fit_report import (
+    beyond,
+    error_table,
+    judged,
+    limit_of,
+    markdown,
+    short,
+    verdict,
+    worse_sources,
+)
 from sim.validation.fit_solve import Problem, at_end, cost, folds, gain, gain_alone, jackknife, solve, weights_of
 from sim.validation.fit_trials import Row, sample
 
@@ -176,10 +185,20 @@ def test_the_report_shows_all_side_by_side() -> None:
         "source": "s", "runs": "3", "unfitted": "5.0 / 5.0%", "fitted": "2.0 / 2.0%", "recommended": "2.0 / 2.0%",
         "sample": "2", "sample unfitted": "5.0 / 5.0%", "sample fitted": "2.0 / 2.0%",
         "left out: source": "3.0 / 3.0%", "left out: cluster": "4.0 / 4.0%",
-        "recommended, source left out": "3.0 / 3.0%"}
+        "recommended, source left out": "3.0 / 3.0%", "limit": "–"}
     text = markdown(made())
     assert "| composer.host_step_s | 5 ms | 1 ms to 20 ms | 10 ms ± 1 ms | 4 / 2 | +2.00% ± 0.10% |" in text
     assert "recommended, source" not in markdown(made(taken={}))
+
+
+def test_limits_are_one_and_a_half_times_what_is_asked() -> None:
+    assert limit_of("llm_foundry_v5_h100") == (pytest.approx(0.03), pytest.approx(0.075))
+    assert limit_of("llm_foundry_v1_a100_40g") == (pytest.approx(0.0525), pytest.approx(0.12))
+    assert limit_of("nanotron") == (pytest.approx(0.09), None)
+    assert limit_of("somebody") is None
+    assert beyond(made()) == []
+    late = made(rows=rows("nemo", "nemo", "nemo", "t"), left_out={"source": np.full(3, 0.07)})
+    assert "nemo (7.0%, limit 6.0%)" in beyond(late)[1]
 
 
 def test_the_verdict_says_what_to_take_and_what_it_harms() -> None:
@@ -195,6 +214,7 @@ def test_what_becomes_of_a_figure() -> None:
     assert judged(figure) == "recommended" and figure.recommended
     assert judged(replace(figure, found=2e-2)) == "at its range's end"
     assert judged(replace(figure, gain_error=0.009)) == "within noise"
+    assert judged(replace(figure, gain=0.0009, gain_error=1e-5)) == "too little to matter"
     assert judged(replace(figure, gain=-0.01)) == "left out, no better"
     assert judged(replace(figure, gain_error=np.inf)) == "one source alone knows it"
     assert judged(replace(figure, runs=0)) == "no run knows it"
