@@ -51,6 +51,7 @@ class Estimate:
         runs, sources: of the sample, that the figure changes.
         gain: fall of the mean |error| when this figure alone is fitted, each source by the others' value; gain_error:
             standard error of that (infinite where fewer than two sources know the figure).
+        tests: figures that are judged at once.
     """
 
     figure: Figure
@@ -64,6 +65,7 @@ class Estimate:
     sources: int
     gain: float
     gain_error: float
+    tests: int = 1
 
     @property
     def at_end(self) -> bool:
@@ -78,7 +80,7 @@ class Estimate:
     @property
     def sure(self) -> bool:
         """Whether the gain is more than noise."""
-        return fit_solve.sure(self.gain, self.gain_error, self.sources)
+        return fit_solve.sure(self.gain, self.gain_error, self.sources, self.tests)
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ class Fit:
                          "recommended": e.recommended, "taken": self.taken.get(e.figure)} for e in self.estimates],
             "runs": [{"source": row.source, "id": row.name, "unfitted": float(self.before[i]),
                       "fitted": float(self.after[i]),
+                      **({"recommended": float(self.taken_after[i])} if self.taken else {}),
                       **({"left_out": {by: float(errors[place[i]]) for by, errors in self.left_out.items()}}
                          if i in place else {})} for i, row in enumerate(self.rows)],
             "unpredicted": self.unpredicted, "simulations": self.simulations,
@@ -202,7 +205,9 @@ class _Fitting:
     def result(self) -> Fit:
         found = self._found()
         left_out, nonlinear, errors = self._left_out()
-        estimates = tuple(self._estimate(i, found[i], errors[i]) for i in range(len(self.figures)))
+        made = [self._estimate(i, found[i], errors[i]) for i in range(len(self.figures))]
+        tests = max(1, sum(bool(np.isfinite(one.gain_error)) for one in made))
+        estimates = tuple(replace(one, tests=tests) for one in made)
         after = self._everywhere(self._values(found))
         taken, taken_after, taken_left_out = self._taken([i for i, e in enumerate(estimates) if e.recommended])
         return Fit(estimates, self.trials.rows, self.trials.own, after, tuple(self.drawn), left_out, nonlinear, taken,

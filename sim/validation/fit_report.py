@@ -26,8 +26,8 @@ runs which say nothing of a figure leave it alone. Nothing is written into a pro
 *fitted*: all figures together, ± the standard error from leaving out one source after the other. *gain*: by how much
 the mean error of the runs that a figure changes falls when it alone is fitted and every source gets the value that the
 other sources ask for; ± its standard error over sources. A figure is recommended when that gain is above zero
-with {sure:.0%} confidence (t test over sources) and at least a tenth of a point, and the value stands inside its range:
-at an end, it takes up errors of other origin.
+with {sure:.0%} confidence (t tests over sources, corrected for the number of figures) and at least a tenth of a point, and
+the value stands inside its range: at an end, it takes up errors of other origin.
 """
 _ERRORS = """
 ## Errors
@@ -57,7 +57,7 @@ FIGURES = ("figure", "value", "range", "fitted", "runs / sources", "gain", "verd
 
 def figure_rows(fit: Fit) -> list[tuple[str, ...]]:
     """One row per figure."""
-    return [(".".join(e.figure), short(e.own, e.unit), f"{short(e.low, e.unit)} to {short(e.high, e.unit)}",
+    return [(".".join(e.figure), short(e.own, e.unit), _range(e),
              f"{short(e.found, e.unit)} ± {short(e.error, e.unit, digits=2)}", f"{e.runs} / {e.sources}", _gain(e),
              judged(e))
             for e in fit.estimates]
@@ -66,11 +66,11 @@ def figure_rows(fit: Fit) -> list[tuple[str, ...]]:
 def judged(estimate: Estimate) -> str:
     """What becomes of a figure, in a few words."""
     if not estimate.runs:
-        return "no run knows it"
+        return "no run"
     if not np.isfinite(estimate.gain_error):
-        return "one source alone knows it"
+        return "one source only"
     if estimate.gain <= 0:
-        return "left out, no better"
+        return "no better"
     if not estimate.sure:
         return "within noise"
     if estimate.gain < WORTH:
@@ -159,6 +159,12 @@ def short(value: float, unit: str, digits: int = 3) -> str:
     if unit.split(" ")[0] != "s":
         return f"{value:g}"
     return f"{1e6 * value:g} µs" if abs(value) < 1e-3 else f"{1e3 * value:g} ms"
+
+
+def _range(estimate: Estimate) -> str:
+    low, high = (short(end, estimate.unit) for end in (estimate.low, estimate.high))
+    same = low.split(" ")[1:] == high.split(" ")[1:]
+    return f"{low.split(' ')[0] if same else low} to {high}"
 
 
 def _gain(estimate: Estimate) -> str:

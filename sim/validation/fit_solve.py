@@ -18,8 +18,8 @@ from sim.validation.fit_trials import Array, Row
 SCALE = 0.03
 #: Widths of a range per standard deviation of what is known of a figure beforehand: the range holds 95% of it.
 _DEVIATIONS = 4.0
-#: A gain counts where it is above zero with this probability of a t distribution of the sources (both tails), and a
-#: figure within this share of its range from an end is not found.
+#: Gains count where they are above zero with this confidence for all figures together, and a figure within this share
+#: of its range from an end is not found.
 SURE, _END = 0.95, 0.05
 
 #: Change of an error over a figure's whole range from which the figure has a say in it.
@@ -154,11 +154,16 @@ def gain_alone(problem: Problem, figure: int) -> tuple[float, float]:
     return gain(alone.errors_at(alone.start), after, alone.rows)
 
 
-def sure(fall: float, error: float, sources: int) -> bool:
-    """Whether a gain is more than noise: Student's t test (1908) with the sources as draws."""
+def sure(fall: float, error: float, sources: int, tests: int = 1) -> bool:
+    """Whether a gain is more than noise: Student's t test (1908) with the sources as draws.
+
+    Args:
+        tests: figures that are judged at once; of twenty that do nothing one would pass a test of its own
+            (Bonferroni's correction: Dunn, Multiple Comparisons among Means, 1961).
+    """
     from scipy.stats import t
 
-    return sources > 1 and bool(fall > t.ppf((1 + SURE) / 2, sources - 1) * error)
+    return sources > 1 and bool(fall > t.ppf(1 - (1 - SURE) / 2 / tests, sources - 1) * error)
 
 
 def at_end(value: float, low: float, high: float) -> bool:
