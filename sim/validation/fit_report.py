@@ -25,8 +25,8 @@ runs which say nothing of a figure leave it alone. Nothing is written into a pro
 
 *fitted*: all figures together, ± the standard error from leaving out one source after the other. *gain*: by how much
 the mean error of the runs that a figure changes falls when it alone is fitted and every source gets the value that the
-other sources ask for; ± its standard error over sources. A figure is recommended when that gain is above zero
-with {sure:.0%} confidence (t tests over sources, corrected for the number of figures) and at least a tenth of a point, and
+other sources ask for; ± its standard error over sources. A figure is recommended when that gain is above zero with
+{sure:.0%} confidence (t tests over sources, corrected for the number of figures) and at least a tenth of a point, and
 the value stands inside its range: at an end, it takes up errors of other origin.
 """
 _ERRORS = """
