@@ -8,7 +8,6 @@ out: what retries and paging add to its step is that of the first one, since no 
 from __future__ import annotations
 
 import multiprocessing
-import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -22,6 +21,7 @@ from sim.errors import Fault, UserError
 from sim.scenario import Scenario
 from sim.software import Stack, stack_for, trial
 from sim.validation.cases import Case
+from sim.validation.runner import as_worker
 
 Array = NDArray[np.float64]
 #: A figure: the profile that states it, and what it is called there (`sim.software.free_figures`).
@@ -130,7 +130,7 @@ class Trials:
     def __enter__(self) -> Trials:
         if self._workers > 1:
             self._pool = ProcessPoolExecutor(self._workers, mp_context=multiprocessing.get_context("spawn"),
-                                             initializer=_leave_interrupts_to_the_parent)
+                                             initializer=as_worker)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -271,7 +271,3 @@ def _again_of(job: tuple[First, Values]) -> float:
 
 def _each(work: Callable[[Any], Any], chunk: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
     return [(number, work(job)) for number, job in chunk]
-
-
-def _leave_interrupts_to_the_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import islice
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +135,7 @@ def _serial(cases: Sequence[Case]) -> Iterator[tuple[Sequence[int], Sequence[Rec
 
 def _pooled(cases: Sequence[Case], workers: int) -> Iterator[tuple[Sequence[int], Sequence[Record]]]:
     """Chunks as they finish. Processes are spawned: no state of the parent leaks in, on every platform alike."""
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_leave_interrupts_to_the_parent)
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=as_worker)
     try:
         places = iter(range(len(cases)))
         futures: dict[Future[list[Record]], list[int]] = {}
@@ -148,8 +150,16 @@ def _pooled(cases: Sequence[Case], workers: int) -> Iterator[tuple[Sequence[int]
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _leave_interrupts_to_the_parent() -> None:
+def as_worker() -> None:
+    """What a worker process starts with: Ctrl-C is the parent's business, and nobody outlives the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(parent_process(),), daemon=True).start()
+
+
+def _end_with(parent: BaseProcess | None) -> None:
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _predict_chunk(cases: list[Case]) -> list[Record]:
