@@ -124,6 +124,12 @@ class ProgramBuilder:
         self._numbers: dict[int, int] = {}
         self._schedule: list[tuple[int, int]] = []
 
+    def hold_as(self, other: ProgramBuilder) -> None:
+        """Hold for the whole step what another program of the job has declared."""
+        self.resident, self.host_resident = list(other.resident), list(other.host_resident)
+        self.tensors, self.construction = dict(other.tensors), dict(other.construction)
+        self.managed_bytes = other.managed_bytes
+
     def label(self, label: Label) -> int:
         labels = self.tables.labels
         return labels.setdefault(label, len(labels))

@@ -104,8 +104,5 @@ class Written:
         other = self._held.setdefault(key, builder)
         if other is builder:
             make()
-            return
-        builder.resident = list(other.resident)
-        builder.host_resident = list(other.host_resident)
-        builder.tensors = dict(other.tensors)
-        builder.managed_bytes = other.managed_bytes
+        else:
+            builder.hold_as(other)
