@@ -30,8 +30,8 @@ def _post_norm(run: Run, style: Style, branch: Tensor, x: Tensor, suffix: str) -
 
 
 def _norm(run: Run, style: Style, x: Tensor) -> Tensor:
-    """LayerNorm, which autocast runs in fp32."""
-    return op.layer_norm(run, op.to(run, x, "fp32") if run.autocast else x, style.hidden, 2, 2, style.weight)
+    """LayerNorm, which autocast runs in fp32 unless the stack keeps its norms in the residual stream's dtype."""
+    return op.layer_norm(run, op.to(run, x, style.residual) if run.autocast else x, style.hidden, 2, 2, style.weight)
 
 
 def embedding(run: Run, style: Style, policy: str) -> Tensor:

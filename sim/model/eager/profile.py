@@ -79,8 +79,7 @@ def profile(program: Program, policy: str, keep_gradients: bool, caches_casts: b
         caches_casts: autocast's weight copies live to the end of forward.
     """
     style = program.style
-    run = Run(style.act if style.autocast else "", keep_gradients, style.stack.early_stop,
-              caches_casts)
+    run = Run(style.act if style.autocast else "", keep_gradients, style.stack.early_stop, caches_casts, style.widened)
     inputs, boundary = [], Boundary()  # which holds the input's gradient until all is measured
     if program.layer != "embedding":
         inputs = [run.tensor(style.stream.tokens * style.hidden, style.residual, boundary)]
