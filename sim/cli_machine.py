@@ -17,10 +17,8 @@ from click.core import ParameterSource
 
 from sim.cli_output import apart, writable, writing
 from sim.errors import Fault, UserError, nearest
-from sim.work import DTYPE_BYTES
+from sim.work import DTYPE_BYTES, dtype_name
 
-#: Types by the names of nccl-tests beside ours.
-_NCCL_TYPES = {"float": "fp32", "half": "fp16", "bfloat16": "bf16", "double": "fp64", "f8e4m3": "fp8"}
 _SIZE = re.compile(r"(\d+(?:\.\d*)?)([KMGT]?)(?:i?B)?\Z", re.IGNORECASE)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 #: Beyond anything that exists; there to catch slips of the keyboard before they take all memory.
@@ -44,7 +42,7 @@ def _size(value: str | int) -> int:
 
 
 def _dtype(value: str) -> str:
-    name = _NCCL_TYPES.get(value.lower(), value.lower())
+    name = dtype_name(value)
     if name not in DTYPE_BYTES:
         raise UserError(Fault(f"unknown type '{value[:40]}'; known are {', '.join(DTYPE_BYTES)}", "--dtype",
                               hint=nearest(name, DTYPE_BYTES)))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
-from sim.catalog import table
+from sim.catalog import plain_spelling, table
 
 
 def gpu_names() -> list[str]:
@@ -15,17 +16,16 @@ def gpu_names() -> list[str]:
 
 def canonical_gpu(name: str) -> str | None:
     """The catalogue's name of a GPU given by that name or a vendor's spelling, None if there is none."""
-    catalogue = table("hardware/gpus.yaml")
-    if name in catalogue["gpus"]:
+    if name in table("hardware/gpus.yaml")["gpus"]:
         return name
-    aliases: Mapping[str, str] = catalogue.get("aliases", {})
-    found = aliases.get(name)
-    if found is None:
-        lower = name.strip().lower()
-        found = (
-            lower if lower in catalogue["gpus"] else next((v for k, v in aliases.items() if k.lower() == lower), None)
-        )
-    return found
+    return _spellings().get(plain_spelling(name))
+
+
+@cache
+def _spellings() -> dict[str, str]:
+    catalogue = table("hardware/gpus.yaml")
+    spelled = {**catalogue["aliases"], **{name: name for name in catalogue["gpus"]}}
+    return {plain_spelling(spelling): name for spelling, name in spelled.items()}
 
 
 def is_profile(spec: Any) -> bool:
