@@ -1,4 +1,4 @@
-"""Case files that users write, away from the checkout: paths beside the file, other people's names, unknown machines."""
+"""Case files that users write, away from the checkout: paths beside the file, names of other people, new machines."""
 
 from __future__ import annotations
 
