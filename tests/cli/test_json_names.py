@@ -1,4 +1,4 @@
-"""The names, types and units of what `--json` writes: the interface other programs read. Names may be added, none may go."""
+"""The names, types and units of what `--json` writes: other programs read it. Names may be added, none may go."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def test_a_sweep(drystep: Any, scenario: str) -> None:
 
 
 def test_inference(drystep: Any, scenario: str) -> None:
-    asked = ("training.mode={inference: {prompt: 32, generate: 4, batch: 2}}", "parallel={strategy: ddp}", "budget=null")
+    asked = ("training.mode={inference: {prompt: 32, generate: 4, batch: 2}}", "parallel={strategy: ddp}",
+             "budget=null")
     result = drystep("run", scenario, *(part for text in asked for part in ("--set", text)), "--json", "-").json
     assert all(is_number(result["inference"][name]) for name in INFERENCE)
 
