@@ -13,11 +13,12 @@ from typing import Any
 
 from sim.model.eager import decoder, encoder, encoder_decoder
 from sim.model.eager.autograd import KINDS, WORKSPACE, Boundary, Run, Sink, Storage, Tensor, rounded
+from sim.model.eager.head import head as decoder_head
 from sim.model.style import Style
 from sim.tensor_trace import INPUT, OUTPUT_GRADIENT, TIED, Trace
 
 Levels = tuple[int, ...]
-_DECODER = (decoder.embedding, decoder.block, decoder.head)
+_DECODER = (decoder.embedding, decoder.block, decoder_head)
 _ENCODER = (encoder.embedding, encoder.block, encoder.head)
 NOTHING: Levels = (0,) * len(KINDS)
 
