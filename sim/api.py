@@ -20,7 +20,7 @@ from sim.engine import Machine, simulate
 from sim.errors import Fault, UserError
 from sim.hardware import Device, gpu, host_share
 from sim.hardware.whatif import with_products
-from sim.network import Network, Topology
+from sim.network import Network, Topology, expected_maximum
 from sim.parallel import Lowered, lower
 from sim.parallel.variety import GpuKind
 from sim.report.advice import advise
@@ -245,7 +245,9 @@ def _hardware(scenario: Scenario, jitter_s: float, product_rate: float) -> tuple
                       cluster.intra_gbps_per_gpu, cluster.inter_gbps_per_node, scenario.software.nccl.model_dump(),
                       jitter_s)
     share = host_share(cluster.topology.host, cluster.gpus_per_node, cluster.topology.intra.gpus_per_switch or 1)
-    return Device(with_products(gpu(cluster.topology.gpu, overrides), product_rate), host=share), network
+    drawn = 1 if cluster.clock_spread else cluster.nodes * cluster.gpus_per_node  # else their clocks are known
+    card = with_products(gpu(cluster.topology.gpu, overrides), product_rate)
+    return Device(card, host=share, deviation=expected_maximum(drawn)), network
 
 
 def _predict(scenario: Scenario, sets: Mapping[str, Any]) -> Result:

@@ -34,15 +34,19 @@ class Device:
         host: its share of the host; None: alone on its link, without disks.
         clock_share: of the clock its like settle at: what a throttled GPU has left. Traffic of device memory, which has
             a clock of its own, is not slowed.
+        deviation: standard deviations by which its arithmetic draws more energy than the kind's mean. A job waits for
+            the worst of its chips: give the expected maximum over them.
     """
 
     def __init__(self, gpu: Gpu, sustained: bool = True, gap_s: float | None = None,
-                 host: HostShare | None = None, clock_share: float = 1.0) -> None:
+                 host: HostShare | None = None, clock_share: float = 1.0, deviation: float = 0.0) -> None:
         self.gpu = gpu
         self.clock_share = clock_share
+        self._deviation = deviation
         self._host = host
         self._sustained = sustained
         self._rates = Rates(gpu)
+        self._hunger = 1.0 + deviation * self._rates.chip_spread
         self._gap_s = self._rates.benchmark_gap_s if gap_s is None else gap_s
         self._clock: float | None = None
         self._gemm: dict[str, GemmRates] = {}
@@ -76,7 +80,7 @@ class Device:
 
     def like(self, gpu: Gpu, clock_share: float = 1.0) -> Device:
         """A device of another GPU that is used as this one is, with so much of this one's share of the clock."""
-        return Device(gpu, self._sustained, self._gap_s, self._host, self.clock_share * clock_share)
+        return Device(gpu, self._sustained, self._gap_s, self._host, self.clock_share * clock_share, self._deviation)
 
     def basis(self, kernel: Kernel) -> Basis:
         """What the time of `kernel` rests on: confidence, source, whether tables of this very GPU entered."""
@@ -103,7 +107,7 @@ class Device:
             self._use(clock)
             total_s = float(often @ self.times(kernels)) / duty
             # While it lasts total_s, the arithmetic draws energy_j · clock² / total_s watts.
-            at_full = np.array([energy_j / total_s / clock])
+            at_full = np.array([self._hunger * energy_j / total_s / clock])
             found = float(self._rates.power.clock(1.0, at_full, np.array([traffic / total_s]), np.ones(1))[0])
             if abs(found - clock) < 1e-6:
                 break
@@ -199,7 +203,7 @@ class Device:
         """Clock that a long training run settles at: matrix products in half precision for a stated share of it."""
         dtype = next(name for name in ("bf16", "fp16", "fp32") if self.gpu.supports(name))
         rates = self._gemm_rates(dtype)
-        settled = self._rates.power.clock(rates.flop_j, np.array([rates.flops_per_s]), np.zeros(1),
+        settled = self._rates.power.clock(self._hunger * rates.flop_j, np.array([rates.flops_per_s]), np.zeros(1),
                                           np.array([self._rates.training_duty]))
         return float(settled[0])
 

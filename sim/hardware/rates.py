@@ -91,6 +91,7 @@ class Rates:
             figures["sm_bandwidth"]["latency_s"])
         self.benchmark_gap_s = float(figures["benchmark_gap"]["value"])
         self.training_duty = float(figures["training_duty"]["value"])
+        self.chip_spread = float(figures["chip_spread"]["value"])
         self.power = Power(
             limit_w=gpu.power_limit_w,
             constant_w=float(power["constant_share"]) * gpu.design_power_w,

@@ -59,11 +59,13 @@ class Joint(NamedTuple):
             (tokens travel to their experts and back).
         elements: of the tensor in question, whole over the slices of the width.
         dtype: of that tensor.
+        gathered: dtype in which it is gathered, where it is cast before; default as it is.
     """
 
     kind: str
     elements: int
     dtype: str
+    gathered: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,8 @@ def lookup(style: Style, table: Parameter) -> Operator:
                        (3 * rows * cols + table.numel) * e, "memory_bound", launches=6)]
     if style.tied:
         backward.append(elementwise("tied_gradient_sum", table.numel, 3 * e, style.weight))
-    return Operator("embedding", (forward,), tuple(backward), (table,), joint=joint(style, "row", rows * cols))
+    cut = joint(style, "row", rows * cols, narrow=False)
+    return Operator("embedding", (forward,), tuple(backward), (table,), joint=cut)
 
 
 def position_lookup(style: Style, positions: Parameter) -> Operator:

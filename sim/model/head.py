@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
+from functools import partial
 
 from sim.model.architecture import Joint, Layer, Operator, Parameter, Tensor
-from sim.model.kernels import cast, elementwise, joint, linear_operator, product, width
+from sim.model.chunked import Ways, chunked_forward, chunked_kept
+from sim.model.kernels import cast, elementwise, joint, linear_operator, width
 from sim.model.norms import norm_operator
 from sim.model.style import Style
 from sim.work import Kernel
@@ -31,7 +32,7 @@ def head_layer(style: Style) -> Layer:
     logits, weight = logits_operator(style, rows, head_name)
     stream = Tensor("head_input_stream", style.stream.tokens * style.hidden, style.residual)
     own = () if style.tied else weight
-    last = (chunked_operator(style, rows, logits),) if style.chunked_loss else (logits, loss_operator(style, rows))
+    last = (_chunked(style, rows, logits),) if style.chunked_loss else (logits, loss_operator(style, rows))
     return Layer("head", (norm, *last), stream, (*norm_parameters, *own),
                  weight if style.tied else ())
 
@@ -44,7 +45,7 @@ def logits_operator(style: Style, rows: int, module: str) -> tuple[Operator, tup
     logits, weight = linear_operator(plain_linear, "logits", module, style.hidden, style.vocab,
                                      source=style.residual, saved=(inputs,), rows=rows, bias=False)
     weight = (Parameter(weight[0].name, (style.vocab, style.hidden)),)
-    cut = joint(style, "column", rows * style.hidden)
+    cut = joint(plain_linear, "column", rows * style.hidden)
     return replace(logits, parameters=() if style.tied else weight, joint=cut), weight
 
 
@@ -56,51 +57,32 @@ def loss_operator(style: Style, rows: int) -> Operator:
     elif style.stack.loss == "vocab_parallel":
         forward, backward, saved = _vocab_parallel(style, rows)
     else:
-        forward, backward, saved = _plain(style, rows)
+        forward, backward, saved = plain_loss(style, rows, upcast=_upcast(style))
     cut = Joint("vocabulary_loss", rows, "fp32") if style.tensor > 1 else None
     return Operator("loss", (*forward, *metrics), tuple(backward), saved=saved, joint=cut)
 
 
-def chunk_rows(rows: int, hidden: int, vocab: int) -> int:
-    """Rows of logits that exist at a time: as many bytes as the head's input, to the next power of two (Liger Kernel,
-    `fused_linear_cross_entropy.py`: inc_factor = ceil(V / H), chunk = next_power_of_2(ceil(rows / inc_factor)))."""
-    return min(rows, 1 << (math.ceil(rows / math.ceil(vocab / hidden)) - 1).bit_length())
-
-
-def chunked_operator(style: Style, rows: int, logits: Operator) -> Operator:
-    """Logits, loss and their gradients in chunks of rows, all in forward (Liger's fused linear cross-entropy).
-
-    For each chunk: the product, a kernel that reads the logits twice and writes their gradient over them, the data
-    gradient, and the weight gradient added to those of the chunks before. Backward has both gradients already; it
-    scales them only where the loss is not the last thing computed.
-
-    Args:
-        logits: the whole product, for its parameters and its casts.
-    """
-    act, e, vocab, hidden = style.act, width(style.act), style.vocab, style.hidden
-    forward = [kernel for kernel in logits.forward if kernel.op != "gemm"]
-    chunk = chunk_rows(rows, hidden, vocab)
-    sizes = [chunk] * (rows // chunk) + ([rows % chunk] if rows % chunk else [])
-    for size in sizes:
-        loss = Kernel("cross_entropy", act, (size, vocab), "backward", 0.0, 3 * e * size * vocab, "memory_bound")
-        forward += [product(1, size, vocab, hidden, "tn", act, act), loss,
-                    product(1, size, hidden, vocab, "nn", act, act),
-                    product(1, vocab, hidden, size, "nt", act, act, style.weight, accumulate=True)]
-    backward = tuple(kernel for kernel in logits.backward if kernel.op != "gemm" and "weight" not in kernel.variant)
-    saved = (Tensor("head_input_gradient", rows * hidden, act), Tensor("head_gradient", vocab * hidden, style.weight))
-    return Operator("loss", (*forward, *_metrics(style, rows)), backward, logits.parameters, saved)
+def _chunked(style: Style, rows: int, logits: Operator) -> Operator:
+    """Product and loss, a chunk of rows at a time, in the stack's way."""
+    if style.keeps_chunks:
+        forward, backward, saved = chunked_kept(style, rows, logits, partial(plain_loss, upcast=width(style.act) < 4))
+    else:
+        forward, backward, saved = chunked_forward(style, rows, logits)
+    return Operator("loss", (*forward, *_metrics(style, rows)), tuple(backward), logits.parameters, saved)
 
 
 def _upcast(style: Style) -> bool:
-    """Whether the loss runs in fp32: autocast's cross_entropy does, Hugging Face's decoders call logits.float()."""
-    hugging_face = style.modules == "transformers" and style.kind == "decoder"
-    return width(style.act) < 4 and (style.autocast or hugging_face)
+    """Whether the loss runs in fp32: autocast's cross_entropy does, others call logits.float()."""
+    return width(style.act) < 4 and (style.autocast or style.widens_logits)
 
 
-def _plain(style: Style, rows: int) -> tuple[list[Kernel], list[Kernel], tuple[Tensor, ...]]:
-    """log_softmax (read, write) and nll forward; nll's zero-filled gradient and log_softmax's (two reads, a write)."""
+def plain_loss(style: Style, rows: int, *, upcast: bool) -> Ways:
+    """log_softmax (read, write) and nll forward; nll's zero-filled gradient and log_softmax's (two reads, a write).
+
+    Args:
+        upcast: whether it runs in fp32 on narrower logits.
+    """
     elements = rows * style.vocab
-    upcast = _upcast(style)
     dtype = "fp32" if upcast else style.act
     e = width(dtype)
     shape = (rows, style.vocab)

@@ -41,9 +41,14 @@ def chain(
     return elementwise(name, elements, sum(steps), dtype, len(steps), category)
 
 
-def joint(style: Style, kind: str, elements: int) -> Joint | None:
-    """Dependence on the other slices of the width; none in a model that is not cut."""
-    return Joint(kind, elements, style.act) if style.tensor > 1 else None
+def joint(style: Style, kind: str, elements: int, *, narrow: bool = True) -> Joint | None:
+    """Dependence on the other slices of the width; none in a model that is not cut.
+
+    Args:
+        narrow: the tensor feeds products in `style.gemm`, whose narrow copy may be what is gathered.
+    """
+    casts_first = narrow and style.stack.narrow_gathers and width(style.gemm) < width(style.act)
+    return Joint(kind, elements, style.act, style.gemm if casts_first else "") if style.tensor > 1 else None
 
 
 def column_sum(name: str, rows: int, cols: int, dtype: str) -> Kernel:
@@ -120,10 +125,11 @@ def quantisation(style: Style, elements: int) -> Kernel:
     dimension only, and backward reads each operand along the other one.
 
     One kernel reads once and writes both (TransformerEngine `cast_transpose`); a scale from the tensor's own maximum
-    needs a pass before it, which scales per block (mxfp8) and delayed scales do not.
+    needs a pass before it, which scales per block (mxfp8) and delayed scales do not. Compiled, the maximum is found by
+    the kernel that makes the tensor (torchao float8 README: scaling and casting are left to torch.compile to fuse).
     """
     act, gemm = width(style.act), width(style.gemm)
-    maximum = style.stack.narrow_amax_pass and style.gemm != "mxfp8"
+    maximum = style.stack.narrow_amax_pass and style.gemm != "mxfp8" and not style.stack.compile
     per_element = act + 2 * gemm + (act if maximum else 0.0)
     return elementwise("quantise", elements, per_element, style.gemm, 2 if maximum else 1)
 

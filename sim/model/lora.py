@@ -80,6 +80,12 @@ def _freeze(op: Operator, style: Style, is_linear: bool, tuned: Tuned) -> Operat
                                 launches=max(1, k.launches - 1)) for k in op.backward)
         kept = tuple(t for t in op.saved if "normalised" not in t.name)
         return replace(op, backward=kernels, parameters=(), saved=kept)
+    if op.name == "loss":  # logits in chunks: the head's product is in it
+        kept = tuple(t for t in op.saved if t.name != "head_gradient")
+        idle = ("nt",) if tuned.plain == "fp32" and style.autocast else ("nt", "weight_cast")
+        forward, backward = ([k for k in way if k.variant not in idle] for way in (op.forward, op.backward))
+        return replace(op, forward=tuple(forward), parameters=(), saved=kept, backward=tuple(
+            k for k in backward if k.variant not in _WEIGHT_GRADIENT))
     if not is_linear:
         return op
     stored = tuned.linear_dtype("head" if op.name == "logits" else "query")
@@ -207,17 +213,23 @@ def _branch(style: Style, rows: int, inputs: int, down: int, up: tuple[tuple[str
     pairs = [linear(half, rows, down // parts, w, source=act, bias=False) for w in widths]
     forward = [k for f, _ in pairs for k in f]
     backward = [k for _, b in reversed(pairs) for k in b]
-    if written < outputs:  # zeros, copy of the parts, index_copy
-        forward += [elementwise("zero_pad", rows * outputs, 4 * e + 3 * e * written / outputs, act, 4)]
-        backward.insert(0, elementwise("zero_pad_backward", rows * written, 2 * e, act))
-    forward += [elementwise("lora_scale", rows * outputs, 2 * e, act),
-                elementwise("lora_add", rows * outputs, 3 * e, act)]
-    backward = [elementwise("lora_scale_backward", rows * outputs, 2 * e, act), *backward]
+    compiled = style.stack.compile
+    if compiled:  # parts, scale and sum in one kernel; the scaled gradient is written where the gradient is made
+        forward.append(elementwise("lora_add", rows * outputs, 2 * e + e * written / outputs, act))
+        backward.insert(0, elementwise("lora_scale_backward", rows * written, e, act))
+    else:
+        if written < outputs:  # zeros, copy of the parts, index_copy
+            forward += [elementwise("zero_pad", rows * outputs, 4 * e + 3 * e * written / outputs, act, 4)]
+            backward.insert(0, elementwise("zero_pad_backward", rows * written, 2 * e, act))
+        forward += [elementwise("lora_scale", rows * outputs, 2 * e, act),
+                    elementwise("lora_add", rows * outputs, 3 * e, act)]
+        backward = [elementwise("lora_scale_backward", rows * outputs, 2 * e, act), *backward]
     kept = [Tensor("lora_input", rows * inputs, act)]
     if style.stack.adapter_dropout:
-        first.insert(0, elementwise("lora_dropout", rows * inputs, 2 * e + 1, act))
-        first_back.append(elementwise("lora_dropout_backward", rows * inputs, 2 * e + 1, act))
-        kept.append(Tensor("lora_dropout_mask", rows * inputs, "int8"))
+        first.insert(0, elementwise("lora_dropout", rows * inputs, 2 * e + (not compiled), act))
+        if not compiled:  # compiled, it rides in the sum behind it, and the mask is drawn again
+            first_back.append(elementwise("lora_dropout_backward", rows * inputs, 2 * e + 1, act))
+            kept.append(Tensor("lora_dropout_mask", rows * inputs, "int8"))
     first_back.append(elementwise("lora_gradient_sum", rows * inputs, 3 * e, act))
     return (Operator("lora_A", tuple(first), tuple(first_back), saved=tuple(kept)),
             Operator("lora_B", tuple(forward), tuple(backward), saved=(Tensor("lora_rank", rows * down, act),)))

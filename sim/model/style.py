@@ -174,6 +174,16 @@ class Style:
         return self.modules == "transformers" or not (self.stack.rmsnorm_kernel or self.stack.compile)
 
     @property
+    def widens_logits(self) -> bool:
+        """Whether logits are cast to fp32 before the loss: Hugging Face's decoders do, and what the stack says."""
+        return self.stack.loss_upcast or (self.modules == "transformers" and self.kind == "decoder")
+
+    @property
+    def keeps_chunks(self) -> bool:
+        """Whether a loss in chunks keeps their logits for backward (torchtune's), not their gradients (Liger's)."""
+        return self.stack.chunked_logits_kept and self.modules != "transformers"
+
+    @property
     def main_grad(self) -> bool:
         """Whether weight gradients are added to wider ones in a buffer (Megatron's `main_grad`)."""
         return not self.autocast and self.gradient != self.act
@@ -209,7 +219,7 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
     tensor, context = scenario.parallel.tensor, scenario.parallel.context
     predicting = training.decoder_sequence if model.kind == "encoder-decoder" else training.sequence
     tied = bool(model.tied_embeddings)
-    tuned = tuned_of(training, stack.modules == "plain" and not tied)
+    tuned = tuned_of(training, stack.modules == "plain" and not tied and not training.chunked_loss)
     weight = tuned.plain if tuned and autocast else "fp32" if autocast else act
     gradient = _gradient(precision, act, autocast)
     whole = stack.gradient_path == "reducer" and scenario.parallel.strategy not in _GATHERING

@@ -102,7 +102,7 @@ def tuned_of(training: Any, quantises_head: bool) -> Tuned | None:
 
     Args:
         quantises_head: Lightning's BitsandbytesPrecision replaces every linear layer; transformers leaves the head
-            (`get_keys_to_not_convert`).
+            (`get_keys_to_not_convert`); a loss in chunks reads the head's weight itself, as it is.
     """
     finetune = training.finetune
     if finetune is None or finetune.method == "full":

@@ -34,7 +34,8 @@ def _tuned(scenario: Scenario) -> str:
         return (f"{finetune.method} of a {finetune.base} base cut by tensor parallelism"
                 + (" with sequence_parallel" if parallel.sequence_parallel else ""))
     training = scenario.training
-    for also, asked in (("chunked_loss", training.chunked_loss),
+    for also, asked in (("chunked_loss and the head among its targets",
+                         training.chunked_loss and "head" in finetune.targets),
                         ("optimizer_in_backward", training.optimizer_in_backward),
                         ("recompute selective-op", training.recompute == "selective-op"),
                         (f"compute in {precision.compute}", precision.compute in _NARROW)):

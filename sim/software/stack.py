@@ -64,6 +64,9 @@ class Stack:
         step_sync: whether the host waits for the GPU at the end of every step.
         clip_gradients: whether the gradient norm is computed and applied every step.
         loss: "plain" (log-softmax and nll), "fused", or "vocab_parallel" (Megatron).
+        chunked_logits_kept: a loss in chunks keeps the logits of all of them, in the model's dtype; else it makes the
+            gradients in forward.
+        loss_upcast: logits are cast to fp32 in front of an unfused loss.
         metric_losses: extra forward evaluations of the loss on the training logits per micro-batch.
         early_stop: recomputation stops at a block's last saved tensor.
         attention_kernel: implementation behind `attention: flash`: flash1, flash2, flash3 or triton.
@@ -98,6 +101,7 @@ class Stack:
         narrow_amax_pass: a tensor's scale comes from its own maximum, found in a pass before the cast.
         narrow_weights_cached: weights are quantised once per optimizer step, not in every micro-step.
         narrow_parameters: the blocks' matrices are parameters in 8 bits, without a wider copy beside the master.
+        narrow_gathers: what sequence parallelism gathers for narrow products travels in their dtype.
         gathered_inputs_kept: a column-cut product keeps its input as gathered along the sequence; else its own share,
             gathered again in backward.
         tensor_overlap: the reduction of a column-cut product's input gradient runs beside its weight gradient.
@@ -125,6 +129,8 @@ class Stack:
     step_sync: bool
     clip_gradients: bool
     loss: str
+    chunked_logits_kept: bool
+    loss_upcast: bool
     metric_losses: int
     early_stop: bool
     attention_kernel: str
@@ -156,6 +162,7 @@ class Stack:
     narrow_amax_pass: bool
     narrow_weights_cached: bool
     narrow_parameters: bool
+    narrow_gathers: bool
     kernel_loading: str
     gathered_inputs_kept: bool
     tensor_overlap: bool

@@ -39,6 +39,18 @@ def test_long_sequences_run_slower_than_a_short_product_timed_alone() -> None:
     assert Device(card).times([short])[0] > 1.1 * Device(card, sustained=False).times([short])[0]
 
 
+def test_a_hungrier_chip_is_slower_where_the_limit_binds_and_nowhere_else() -> None:
+    product = product_kernel(16384, 16384, 16384, 1, "bf16")
+    mean, hungry = (Device(gpu("h100-80g-sxm"), deviation=d) for d in (0.0, 3.0))
+    power, rates = mean._rates.power, mean._gemm_rates("bf16")
+    # energy of a FLOP 1 + 3 * 0.045 times the mean's: the clock falls with its cube root, whatever the constant part
+    assert hungry._sequence_clock() / mean._sequence_clock() == pytest.approx((1 + 3 * 0.045) ** (-1 / 3))
+    assert hungry.times([product])[0] > 1.03 * mean.times([product])[0]
+    assert power.constant_w + rates.flop_j * rates.flops_per_s > power.limit_w
+    alike, other = (Device(gpu("a100-80g-sxm"), deviation=d) for d in (0.0, 3.0))  # its limit is not in reach
+    assert alike.times([product])[0] == other.times([product])[0]
+
+
 def test_settling_finds_the_fixed_point_of_average_power() -> None:
     device = Device(gpu("h100-80g-sxm"))
     products = [product_kernel(8192, 8192, 8192, 1, "bf16"), attention_kernel(8, 32, 32, 4096, 4096, 128, "bf16")]

@@ -1,4 +1,4 @@
-"""The loss in chunks (Liger Kernel): the same products, a fraction of the logits."""
+"""The loss in chunks: Liger Kernel's way (the same products, a fraction of the logits) and torchtune's."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ import pytest
 
 from sim.errors import UserError
 from sim.memory.ledger import peak
-from sim.model.head import chunk_rows
+from sim.model.chunked import chunk_rows, output_chunks
 from sim.parallel import Lowered, lower
 from sim.scenario import resolve
 
 
-def lowered(chunked: bool, precision: str = "pure-bf16", tied: bool = False, **model: Any) -> Lowered:
+def lowered(chunked: bool, precision: str = "pure-bf16", tied: bool = False, modules: str = "transformers",
+            compiled: bool = False, finetune: dict[str, Any] | None = None, **model: Any) -> Lowered:
     return lower(resolve({
         "name": "t", "cluster": {"topology": "dgx-a100-80g", "gpus_per_node": 1},
         "model": {"kind": "decoder", "layers": 2, "hidden": 512, "heads": 8, "vocab": 32000, "positions": "rotary",
                   "tied_embeddings": tied} | model,
         "training": {"micro_batch": 4, "global_batch": 4, "sequence": 1024, "precision": precision, "recompute": "full",
-                     "chunked_loss": chunked}, "software": {"framework": "pytorch", "year": 2025}}))
+                     "chunked_loss": chunked} | ({"finetune": finetune} if finetune else {}),
+        "software": {"framework": "pytorch", "year": 2025, "modules": modules, "compile": compiled}}))
 
 
 @pytest.mark.parametrize(("rows", "hidden", "vocab", "chunk"), [
@@ -53,3 +55,38 @@ def test_an_encoder_has_no_chunked_loss() -> None:
     with pytest.raises(UserError) as caught:
         lowered(True, kind="encoder", positions="learned")
     assert caught.value.faults[0].field == "training.chunked_loss"
+
+
+def test_torchtune_makes_eight_chunks_the_last_smaller() -> None:
+    assert output_chunks(4096) == [512] * 8
+    assert output_chunks(1001) == [126] * 7 + [119]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_torchtune_keeps_the_logits_and_widens_a_chunk(tied: bool) -> None:
+    """By hand: 4,096 rows of 32,000 logits. Compiled, they stay in bf16 and backward adds the gradient of a chunk;
+    eager, the log-softmax of all stays in fp32, made from logits of 2 bytes and a chunk in fp32."""
+    compiled, eager = (lowered(True, tied=tied, modules="plain", compiled=c) for c in (True, False))
+    logits = 4096 * 32000
+    assert peak(compiled.job.programs[0]).category_peaks["logits"] == 2 * logits + 2 * logits // 8
+    assert peak(eager.job.programs[0]).category_peaks["logits"] == 2 * logits + 4 * logits + 4 * logits // 8
+    whole = lowered(False, tied=tied, modules="plain", compiled=True)
+    flops = [low.architecture.forward_flops + low.architecture.backward_flops for low in (whole, compiled)]
+    assert flops[0] == pytest.approx(flops[1])
+    assert peak(compiled.job.programs[0]).steady
+
+
+@pytest.mark.parametrize("modules", ["plain", "transformers"])
+def test_a_frozen_head_makes_no_weight_gradient(modules: str) -> None:
+    lora = {"method": "lora", "rank": 8, "targets": ["query", "value"], "base": "bf16"}
+    frozen, trained = lowered(True, modules=modules, finetune=lora), lowered(True, modules=modules)
+    head = [low.architecture.stack[-1].operators[-1] for low in (frozen, trained)]
+    products = [[k.variant for k in (*op.forward, *op.backward) if k.op == "gemm"] for op in head]
+    assert products[0] == [variant for variant in products[1] if variant != "nt"]
+    assert peak(frozen.job.programs[0]).steady
+
+
+def test_a_head_that_is_trained_beside_is_refused() -> None:
+    with pytest.raises(UserError) as caught:
+        lowered(True, finetune={"method": "lora", "rank": 8, "targets": ["query", "head"], "base": "bf16"})
+    assert "head among its targets" in str(caught.value)

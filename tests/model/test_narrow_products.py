@@ -50,6 +50,12 @@ def test_dynamic_scaling_takes_a_pass_for_the_maximum_and_quantises_again_in_bac
     assert quantised(low, True) == (OUTPUTS + INPUTS + WEIGHTS) * 6
 
 
+def test_compiled_the_maximum_is_found_where_the_tensor_is_made() -> None:
+    low = lowered("fp8", "torchtitan", **{"software.compile": True})
+    assert quantised(low, False) == (INPUTS + WEIGHTS) * 4
+    assert quantised(low, True) == (OUTPUTS + INPUTS + WEIGHTS) * 4
+
+
 def test_scales_per_block_need_no_pass_before() -> None:
     assert quantised(lowered("mxfp8", "torchtitan"), False) == (INPUTS + WEIGHTS) * 4
     assert quantised(lowered("nvfp4", "torchtitan"), False) == (INPUTS + WEIGHTS) * (2 + 2 + 1)

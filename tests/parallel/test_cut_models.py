@@ -57,6 +57,24 @@ def test_megatrons_four_all_reduces_a_layer() -> None:
     assert found["backward", "all_reduce", 8] == 4 * (2 * LAYERS + 1)
 
 
+@pytest.mark.parametrize("framework", ["megatron", "pytorch"])
+def test_transformer_engine_gathers_what_its_fp8_products_read(framework: str) -> None:
+    """By hand: bytes of the sequence-parallel gathers; the embedding's and the head's stay in 16 bits."""
+    what = scenario(framework, 2024, tensor=8, micro_batches=1, precision="fp8", sequence_parallel=True)
+    low = lower(what.model_copy(update={"cluster": resolve({
+        **what.model_dump(exclude_unset=True), "cluster": {"topology": "dgx-h100"}}).cluster}))
+    sizes = Counter({size: sum(row["count"] for row in traffic_totals(low.job, 0) if row["kind"] == "all_gather"
+                               and row["ranks"] == 8 and row["bytes"] // row["count"] == size)
+                     for size in (2 * SEQUENCE * HIDDEN, 4 * SEQUENCE * HIDDEN)})
+    wide = 3  # input and output's gradient of the head's product, gradient of the embedding
+    # a block: two inputs forward, twice gathered by Megatron, and two gradients of outputs
+    inside = LAYERS * (2 + 2 + (2 if framework == "megatron" else 0))
+    if framework == "megatron":
+        assert sizes == {2 * SEQUENCE * HIDDEN: inside, 4 * SEQUENCE * HIDDEN: wide}
+    else:
+        assert sizes[2 * SEQUENCE * HIDDEN] == 0 and sizes[4 * SEQUENCE * HIDDEN] >= inside
+
+
 def test_full_recomputation_repeats_the_forward_all_reduces() -> None:
     found = totals(scenario(tensor=8, micro_batches=4, recompute="full"))
     assert found["backward", "all_reduce", 8] == 4 * (4 * LAYERS + 1)

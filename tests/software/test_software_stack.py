@@ -103,7 +103,7 @@ def test_switches() -> None:
 
 
 @pytest.mark.parametrize(("framework", "facts"), [
-    ("pytorch", {"rmsnorm_kernel": False}), ("torchtitan", {"fused_rmsnorm": False}),
+    ("pytorch", {"rmsnorm_kernel": False}), ("torchtitan", {"rmsnorm_kernel": False}),
     ("nanotron", {"fused_rmsnorm": False, "fused_rope": False}), ("composer", {"loss": "plain"}),
     ("megatron", {"fused_swiglu": False, "fused_rope": False, "fused_bias_gelu": False, "fused_permutation": False}),
 ])

@@ -1,14 +1,14 @@
-"""The vocabulary and the losses: plain, in chunks, in one kernel, or cut over tensor ranks.
+"""The vocabulary and the losses: plain, in one kernel, or cut over tensor ranks (in chunks: `chunked.py`).
 
-Sources: torch/nn/functional.py (cross_entropy), flash-attn losses/cross_entropy.py, Liger's fused linear cross-entropy,
-Megatron-LM core/tensor_parallel/cross_entropy.py.
+Sources: torch/nn/functional.py (cross_entropy), flash-attn losses/cross_entropy.py, Megatron-LM
+core/tensor_parallel/cross_entropy.py.
 """
 
 from __future__ import annotations
 
+from sim.model.eager import chunked, tuned
 from sim.model.eager import operations as op
-from sim.model.eager import tuned
-from sim.model.eager.autograd import LOGITS, WORKSPACE, Output, Run, Tensor, Weight
+from sim.model.eager.autograd import LOGITS, Output, Run, Tensor
 from sim.model.eager.decoder import norm
 from sim.model.eager.products import entered
 from sim.model.style import Style
@@ -21,7 +21,7 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
     if rows < style.tokens:
         x = Tensor(x.storage, rows * style.hidden, x.dtype, x.sink)
     if style.chunked_loss:
-        return _chunked(run, style, x, rows)
+        return chunked.loss(run, style, x, rows)
     run.at("logits")
     run.kind = LOGITS
     if style.tuned is not None:
@@ -37,25 +37,6 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
     return loss(run, style, logits, rows)
 
 
-def _chunked(run: Run, style: Style, x: Tensor, rows: int) -> Tensor:
-    """Liger's fused linear cross-entropy: a chunk of logits at a time, the gradients of input and weight made in
-    forward and handed out in backward."""
-    from sim.model.head import chunk_rows
-
-    run.at("loss")
-    weight = Weight(style.vocab * style.hidden, style.weight, style.tied)
-    copy, sink = op.weight_copy(run, weight)
-    x = op.to(run, x, run.autocast or x.dtype)
-    kind, run.kind = run.kind, WORKSPACE
-    gradients = [run.new(rows * style.hidden, x.dtype), run.new(style.vocab * style.hidden, style.weight)]
-    run.kind = LOGITS
-    logits = run.new(chunk_rows(rows, style.hidden, style.vocab) * style.vocab, x.dtype)
-    run.kind = kind
-    node = run.node(lambda run, _: [gradients.pop(0), gradients.pop(0)], (x.sink, weight))
-    del logits, copy, sink
-    return Tensor(run.new(1, "fp32"), 1, "fp32", Output(node, 0))
-
-
 def loss(run: Run, style: Style, logits: Tensor, rows: int) -> Tensor:
     """Cross-entropy: Hugging Face's decoders cast logits to fp32 first; autocast casts log-softmax's output, which
     nll keeps."""
@@ -63,7 +44,7 @@ def loss(run: Run, style: Style, logits: Tensor, rows: int) -> Tensor:
         return _one_kernel(run, logits, rows)
     if style.stack.loss == "vocab_parallel":
         return _in_place(run, op.to(run, logits, "fp32"))
-    wide = op.to(run, logits, "fp32") if style.modules == "transformers" and style.kind == "decoder" else logits
+    wide = op.to(run, logits, "fp32") if style.widens_logits else logits
     scores = op.softmax(run, wide, wide.dtype)
     return _nll(run, op.to(run, scores, "fp32") if run.autocast else scores)
 

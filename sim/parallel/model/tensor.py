@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from sim.model.architecture import Joint
 from sim.parallel.model.calls import Calls, Items, plain
+from sim.program import InlineCall
 from sim.work import Kernel
 
 
@@ -40,7 +41,12 @@ def around(calls: Calls, joint: Joint, kernels: Items, direction: str, style: St
         return _row_forward(calls, joint, own, style)
     if not style.sequence:
         return own
-    return (calls.call("tensor", "all_gather", joint.elements, joint.dtype), *own)
+    return (_gather(calls, joint), *own)
+
+
+def _gather(calls: Calls, joint: Joint, *beside: Kernel) -> InlineCall:
+    """The whole of a tensor cut along the sequence, in the dtype its product reads where that is made before."""
+    return calls.call("tensor", "all_gather", joint.elements, joint.gathered or joint.dtype, beside)
 
 
 def _column_forward(calls: Calls, joint: Joint, own: tuple[Kernel, ...], style: Style) -> Items:
@@ -49,9 +55,8 @@ def _column_forward(calls: Calls, joint: Joint, own: tuple[Kernel, ...], style: 
         return own
     first = next((i for i, k in enumerate(own) if k.op == "gemm"), 0)
     if style.pipelined and own[first].op == "gemm":
-        return (*own[:first], calls.call("tensor", "all_gather", joint.elements, joint.dtype, (own[first],)),
-                *own[first + 1:])
-    return (*own[:first], calls.call("tensor", "all_gather", joint.elements, joint.dtype), *own[first:])
+        return (*own[:first], _gather(calls, joint, own[first]), *own[first + 1:])
+    return (*own[:first], _gather(calls, joint), *own[first:])
 
 
 def _row_forward(calls: Calls, joint: Joint, own: tuple[Kernel, ...], style: Style) -> Items:
@@ -75,6 +80,5 @@ def _column_backward(calls: Calls, joint: Joint, own: tuple[Kernel, ...], style:
         return (*own, calls.call("tensor", kind, joint.elements, joint.dtype))
     before: Items = own[:data + 1]
     if style.sequence:
-        gather = calls.call("tensor", "all_gather", joint.elements, joint.dtype, (own[data],))
-        before = (*own[:data], gather)
+        before = (*own[:data], _gather(calls, joint, own[data]))
     return (*before, calls.call("tensor", kind, joint.elements, joint.dtype, weight), *rest)

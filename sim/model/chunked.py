@@ -1,0 +1,84 @@
+"""Logits and loss a chunk of rows at a time, so that the wide logits of one chunk exist at a time.
+
+Two ways. Liger Kernel's makes the gradients in forward and keeps no logits. torchtune's keeps every chunk's logits in
+the model's dtype and runs only the loss, its fp32 copies and their gradients by chunks. Sources: Liger
+`fused_linear_cross_entropy.py`; torchtune `modules/transformer.py` (TransformerDecoder.chunked_output) and
+`modules/loss/ce_chunked_output_loss.py` (both from memory).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import chain
+
+from sim.model.architecture import Operator, Tensor
+from sim.model.kernels import product, width
+from sim.model.style import Style
+from sim.work import Kernel
+
+#: Kernels forward and backward, and what is kept between.
+Ways = tuple[list[Kernel], list[Kernel], tuple[Tensor, ...]]
+
+#: Chunks of torchtune's CEWithChunkedOutputLoss (num_output_chunks).
+OUTPUT_CHUNKS = 8
+
+
+def chunk_rows(rows: int, hidden: int, vocab: int) -> int:
+    """Rows of logits that exist at a time: as many bytes as the head's input, to the next power of two (Liger Kernel,
+    `fused_linear_cross_entropy.py`: inc_factor = ceil(V / H), chunk = next_power_of_2(ceil(rows / inc_factor)))."""
+    return min(rows, 1 << (math.ceil(rows / math.ceil(vocab / hidden)) - 1).bit_length())
+
+
+def output_chunks(rows: int) -> list[int]:
+    """Rows of each of torchtune's chunks (torch.chunk: equal ones, the last smaller)."""
+    chunk = math.ceil(rows / OUTPUT_CHUNKS)
+    return _parts(rows, chunk)
+
+
+def chunked_forward(style: Style, rows: int, logits: Operator) -> Ways:
+    """Logits, loss and their gradients in chunks of rows, all in forward (Liger's fused linear cross-entropy).
+
+    For each chunk: the product, a kernel that reads the logits twice and writes their gradient over them, the data
+    gradient, and the weight gradient added to those of the chunks before. Backward has both gradients already; it
+    scales them only where the loss is not the last thing computed.
+
+    Args:
+        logits: the whole product, for its casts.
+    """
+    act, e, vocab, hidden = style.act, width(style.act), style.vocab, style.hidden
+    forward = [kernel for kernel in logits.forward if kernel.op != "gemm"]
+    for size in _parts(rows, chunk_rows(rows, hidden, vocab)):
+        loss = Kernel("cross_entropy", act, (size, vocab), "backward", 0.0, 3 * e * size * vocab, "memory_bound")
+        forward += [product(1, size, vocab, hidden, "tn", act, act), loss,
+                    product(1, size, hidden, vocab, "nn", act, act),
+                    product(1, vocab, hidden, size, "nt", act, act, style.weight, accumulate=True)]
+    backward = [kernel for kernel in logits.backward if kernel.op != "gemm" and "weight" not in kernel.variant]
+    saved = (Tensor("head_input_gradient", rows * hidden, act), Tensor("head_gradient", vocab * hidden, style.weight))
+    return forward, backward, saved
+
+
+def chunked_kept(style: Style, rows: int, logits: Operator, loss: Callable[[Style, int], Ways]) -> Ways:
+    """Every chunk's product, then every chunk's loss; backward takes the chunks one by one.
+
+    Args:
+        logits: the whole product, for its casts.
+        loss: kernels of the loss of so many rows.
+    """
+    act, vocab, hidden = style.act, style.vocab, style.hidden
+    sizes = output_chunks(rows)
+    losses = [loss(style, size) for size in sizes]
+    forward = [kernel for kernel in logits.forward if kernel.op != "gemm"]
+    forward += [product(1, size, vocab, hidden, "tn", act, act) for size in sizes]
+    forward += chain.from_iterable(part[0] for part in losses)
+    backward: list[Kernel] = []
+    for number, (size, part) in enumerate(zip(sizes, losses, strict=True)):
+        backward += [*part[1], product(1, size, hidden, vocab, "nn", act, act),
+                     product(1, vocab, hidden, size, "nt", act, act, accumulate=number > 0)]
+    backward += [kernel for kernel in logits.backward if kernel.op != "gemm"]
+    kept = ("logits", act) if style.stack.compile else ("log_softmax", "fp32")
+    return forward, backward, (Tensor("head_input", rows * hidden, act), Tensor(kept[0], rows * vocab, kept[1]))
+
+
+def _parts(rows: int, chunk: int) -> list[int]:
+    return [chunk] * (rows // chunk) + ([rows % chunk] if rows % chunk else [])
