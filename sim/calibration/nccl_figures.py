@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import exp
 from typing import Any
@@ -86,6 +86,10 @@ class Parameters:
         """Indices of the shifts that move one figure."""
         _, common, own = self._slots[name]
         return [i for i in (own, common) if i >= 0]
+
+    def moved_by(self, names: Iterable[str]) -> frozenset[int]:
+        """Indices of the shifts that move any of the figures named."""
+        return frozenset(i for name in names for i in self.shifts_of(name))
 
     def figures(self) -> list[str]:
         """Names of all figures."""

@@ -41,7 +41,7 @@ def solve(sweeps: Sequence[Sweep], parameters: Parameters, start: Floats, rounds
     spreads = np.array(parameters.spreads)
     parameters.apply(shifts)
     found = residuals(sweeps)
-    active = list(range(len(shifts)))
+    active = [parameters.moved_by(sweep.reads()) for sweep in sweeps]
     damping = 0.01
     best = _loss(found, weight, shifts, spreads)
     jacobian = _jacobian(sweeps, parameters, shifts, found, active)
@@ -77,12 +77,17 @@ def _loss(found: Floats, weight: Floats, shifts: Floats, spreads: Floats) -> flo
 
 
 def _jacobian(sweeps: Sequence[Sweep], parameters: Parameters, shifts: Floats, found: Floats,
-              active: list[int]) -> Floats:
+              active: Sequence[frozenset[int]]) -> Floats:
+    """Change of every residual with every shift; `active`: of each sweep, the shifts its figures depend on."""
     columns = np.zeros((len(found), len(shifts)))
-    for i in active:
+    edges = np.cumsum([0, *(int(s.fitted.sum()) for s in sweeps)])
+    for i in range(len(shifts)):
         moved = shifts.copy()
         moved[i] += _STEP
         parameters.apply(moved)
-        columns[:, i] = (residuals(sweeps) - found) / _STEP
+        for k, sweep in enumerate(sweeps):
+            if i in active[k]:
+                rows = slice(edges[k], edges[k + 1])
+                columns[rows, i] = (residuals([sweep]) - found[rows]) / _STEP
     parameters.apply(shifts)
     return columns

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from sim.catalog import folder, table
 from sim.measured.harness import Harness, harness_of
 from sim.network import Network, Topology
 from sim.network.collectives import BYTES_PER_CHANNEL, Candidate
+from sim.network.figures import Figures
 from sim.network.network import choose
 
 Floats = npt.NDArray[np.float64]
@@ -88,10 +89,34 @@ class Sweep:
         """Take the figures anew (after a fit has changed them); NCCL's choices do not depend on them."""
         self.network.refresh()
 
+    def reads(self) -> frozenset[str]:
+        """Names of the figures its predictions rest on, the others' shifts need not be tried by a fit."""
+        own, reader = self.network.topology, _Reader(self.network.topology.figures.own())
+        self.network.topology = replace(own, figures=reader)
+        self.network.refresh()
+        self.predict_us()
+        self.network.topology = own
+        self.network.refresh()
+        return frozenset(reader.names)
+
     def error(self) -> float:
         """Mean absolute relative error over the counted rows."""
         errors = np.abs(self.predict_us() / self.measured_us - 1.0)
         return float(errors[self.counted].mean())
+
+
+class _Reader(Figures):
+    """Figures that remember which of them were looked up."""
+
+    __slots__ = ("names",)
+
+    def __init__(self, own: Mapping[str, float]) -> None:
+        super().__init__(own)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> float:
+        self.names.add(name)
+        return super().__getitem__(name)
 
 
 def topology_mapping(topology: str | Mapping[str, Any]) -> Mapping[str, Any]:

@@ -85,7 +85,7 @@ def calibrate_nccl(text_file: str | Path, topology: str | Path | Mapping[str, An
         catalogue().update(center)
     fitted = parameters.values(shifts)
     links = {name: float(f"{value:.5g}") for name, value in fitted.items()
-             if moving[name] and abs(value / center[name] - 1) > _MOVED and not name.startswith("host_us")}
+             if moving[name] and abs(value / center[name] - 1) > _MOVED and not name.startswith("host_")}
     tables = [{"op": run.op, "nodes": sweep.nodes, "gpus_per_node": sweep.network.gpus_per_node, "rows": len(run.rows),
                "before": b, "after": a, "checked": c}
               for run, sweep, b, a, c in zip(runs, sweeps, before, after, checked, strict=True)]

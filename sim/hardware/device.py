@@ -176,7 +176,7 @@ class Device:
     def _product_times(self, group: list[Kernel], dtype: str, sms: int, bandwidth_bps: float) -> tuple[Array, Array]:
         rates = self._gemm_rates(dtype)
         products = as_products(group, rates)
-        times = product_times(products, rates, sms, self.gpu.sms, bandwidth_bps)
+        times = product_times(products, rates, sms, self.gpu.sms, bandwidth_bps, self.gpu.memory_bandwidth_bps)
         clock = self._clocks(times, rates, products.flops, products.total_bytes)
         starts_s = rates.start_s * np.array([kernel.launches for kernel in group])
         return overlapped(times.compute_s / clock, times.memory_s, rates.overlap) + starts_s, times.block_s / clock

@@ -79,28 +79,33 @@ def as_products(kernels: Sequence[Kernel], rates: GemmRates) -> Products:
                     np.array([_alignment_rate(kernel, rates) for kernel in kernels]))
 
 
-def product_times(products: Products, rates: GemmRates, sms: int, sms_total: int, bandwidth_bps: float) -> ProductTimes:
+def product_times(products: Products, rates: GemmRates, sms: int, sms_total: int, bandwidth_bps: float,
+                  bandwidth_total_bps: float | None = None) -> ProductTimes:
     """Seconds of each product when `sms` of `sms_total` SMs and `bandwidth_bps` bytes/s are left to it.
 
-    The library picks the tile for the whole GPU: it does not know what collectives hold. With SMs held the tiles need
-    more waves, of which the last is wasted nearly whole; a persistent kernel, which starts as many blocks as there are
-    SMs and deals its tiles out among them beforehand, needs a second pass.
+    The library picks the tile for the whole GPU, all its SMs and `bandwidth_total_bps` (what is left, if not stated):
+    it does not know what collectives hold, so taking something away never turns its choice, nor makes it faster. With
+    SMs held the tiles need more waves, of which the last is wasted nearly whole; a persistent kernel, which starts as
+    many blocks as there are SMs and deals its tiles out among them beforehand, needs a second pass.
     """
     tile_m, tile_n, split = (column[None, :] for column in _choices(rates))
     batch, m, n, k = (column[:, None] for column in (products.batch, products.m, products.n, products.k))
     reachable_bps = bandwidth_bps * rates.bandwidth_share
+    whole_bps = (bandwidth_total_bps or bandwidth_bps) * rates.bandwidth_share
     blocks = batch * np.ceil(m / tile_m) * np.ceil(n / tile_n) * split
     filled = _filled(m / tile_m, rates.partial_tile) * _filled(n / tile_n, rates.partial_tile)
     area = tile_m * tile_n
     output_bytes = np.maximum(products.total_bytes - products.input_bytes, 0.0)[:, None]
     rate = _tile_rate(tile_m, tile_n, rates.operand_cost) * products.aligned[:, None] * rates.flops_per_s / sms_total
     stored_bytes = area * output_bytes / (batch * m * n * split)
-    block_s = filled * (2.0 * area * (k / split + rates.fill_k) / rate
-                        + rates.exposed_output * stored_bytes * sms_total / reachable_bps) + rates.block_start_s
-    partial_s = np.where(split > 1, _ACCUMULATOR_BYTES * (split + 1) * batch * m * n, 0.0) / reachable_bps
+    loop_s = filled * 2.0 * area * (k / split + rates.fill_k) / rate + rates.block_start_s
+    exposed_bytes = filled * rates.exposed_output * stored_bytes * sms_total
+    partial_bytes = np.where(split > 1, _ACCUMULATOR_BYTES * (split + 1) * batch * m * n, 0.0)
+    waves = _waves(blocks, sms_total, rates.idle_wave_loss)
+    weights = _weights(waves * (loop_s + exposed_bytes / whole_bps) + partial_bytes / whole_bps, rates.spread)
 
-    alone = _waves(blocks, sms_total, rates.idle_wave_loss) * block_s + partial_s
-    weights = _weights(alone, rates.spread)
+    block_s, partial_s = loop_s + exposed_bytes / reachable_bps, partial_bytes / reachable_bps
+    alone = waves * block_s + partial_s
     if sms < sms_total:
         if rates.persistent:
             held = alone * np.ceil(np.minimum(blocks, sms_total) / sms)

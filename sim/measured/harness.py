@@ -43,9 +43,9 @@ class Harness:
         figures = figures or Figures()
         each = figures["host_us.grouped" if self.per_channel else "host_us.call"]
         if kind == "all_to_all":
-            each += (ranks - 1) * figures["host_us.peer"]
+            each += (ranks - 1) * figures["host_part_us.peer"]
         elif self.per_channel:
-            each += channels * figures["host_us.channel"]
+            each += channels * figures["host_part_us.channel"]
         return ranks * each * 1e-6
 
 

@@ -88,8 +88,9 @@ class TensorReplay:
     def construct(self) -> None:
         """What the model holds before its first step."""
         for name, size, category in self.program.resident:
-            if category not in (_STATES, "context"):
+            if category != "context" and (category != _STATES or name in self.program.construction):
                 self._make(name, size, category)
+        self.allocator.top_asked = self.allocator.asked  # what counts is the steps' highest point, as in the ledger
 
     def step(self) -> None:
         """One optimizer step."""
@@ -113,12 +114,16 @@ class TensorReplay:
     def _states(self) -> None:
         self._has_states = True
         for name, size, category in self.program.resident:
-            if category == _STATES:
+            if category == _STATES and name not in self.program.construction:
                 self._make(name, size, category)
 
     def _make(self, name: str, size: int, category: str) -> None:
-        for piece in self.pieces(name, size):
-            self.allocator.allocate(piece)
+        allocator, live = self.allocator, dict[int, Block]()
+        for number, piece in self.program.construction.get(name) or enumerate(map(rounded, self.pieces(name, size))):
+            if piece:
+                live[number] = allocator.allocate(piece)
+            else:
+                allocator.free(live.pop(number))
 
     # ------------------------------------------------------------------------------------------------- a section
     def _run_or_skip(self, number: int) -> None:
@@ -200,7 +205,7 @@ class TensorReplay:
     def _parts(self, tensor: str, size: int) -> list[int]:
         """Tensors of one operation. The optimizer's temporaries are as large as its states, several times over, or one
         tensor at a time."""
-        if tensor != _TEMPORARIES:
+        if tensor != _TEMPORARIES or tensor in self.program.tensors:
             return self.pieces(tensor, size)
         whole = sum(self.program.tensors.get(_STATES, ()))
         if not whole or 4 * size < whole:
@@ -302,16 +307,16 @@ def _order(section: Section, whole: bool) -> list[MemoryOp | LayerMemory | _Sync
     found: list[MemoryOp | LayerMemory | _Sync | _Passed] = []
     at = 0
     while at < len(section.memory) or layers:
+        op = section.memory[at] if at < len(section.memory) else None
+        while syncs and op is not None and syncs[0][0] < op.before:
+            found.append(_Sync(syncs.popleft()[1]))
         if layers and layers[0].start <= at:
             mark = layers.popleft()
             found.append(mark if mark.verb != "passed" else _Passed(section.memory[mark.start]))
             at = max(at, mark.stop)
-            continue
-        op = section.memory[at]
-        while syncs and syncs[0][0] < op.before:
-            found.append(_Sync(syncs.popleft()[1]))
-        found.append(op)
-        at += 1
+        elif op is not None:
+            found.append(op)
+            at += 1
     return found
 
 

@@ -196,6 +196,11 @@ class Style:
                 and self.kind == "decoder")
 
     @property
+    def checkpoint_parts(self) -> int:
+        """Tensor ranks that share the input a recomputed block keeps."""
+        return self.tensor if self.stack.partition_checkpoints and not self.scattered else 1
+
+    @property
     def conv1d(self) -> bool:
         """Hugging Face's GPT-2 code: fused `c_attn`, weights stored (in, out), gelu_new spelled out in operators."""
         gpt2 = self.kind == "decoder" and self.positions == "learned" and not self.gated

@@ -137,9 +137,8 @@ def _inside_us(site: Site, protocol: str) -> float:
 
 
 def _outside_us(site: Site, protocol: str) -> float:
-    """One hop of a ring between nodes, us; Simple crosses the NIC again (the flush after GPUDirect RDMA)."""
-    crossings = site.figures["flush.all"] if protocol == "Simple" else 1.0
-    return site.figures[f"hop_us.{protocol}"] + site.fabric_us() * crossings
+    """One hop of a ring between nodes, us."""
+    return site.figures[f"hop_us.{protocol}"] + site.fabric_us()
 
 
 def _protocol_cap(site: Site, protocol: str, cap_bps: float) -> float:
@@ -160,7 +159,7 @@ def _messages(site: Site, protocol: str, steps: int) -> tuple[tuple[float, float
         return ()
     figures = site.figures
     small = max(0, steps - _SLOTS) * figures[f"message_us.{site.fabric}"] * _US
-    slow = small * max(1.0, figures[f"rendezvous.{site.fabric}"])
+    slow = small * max(1.0, figures["rendezvous.all"])
     cells = site.place.size * site.channel_count()
     if protocol == "Simple":
         return (_TWO_SLICES * cells, 2 * slow), (0.0, slow)
@@ -207,7 +206,7 @@ def _ring_ramp(site: Site, cap_bps: float, channels: int, crossings: int) -> flo
 def _tree(site: Site, protocol: str) -> Candidate:
     """Double binary tree over nodes, a chain inside each."""
     place, figures = site.place, site.figures
-    outside = 2 * log2(place.nodes) * _outside_us(site, protocol) * figures[f"tree_hop.{protocol}"]
+    outside = 2 * log2(place.nodes) * _outside_us(site, protocol) * figures["tree_hop.all"]
     walk = 2 * (place.per_node - 1) * _inside_us(site, protocol) + outside
     channels = site.channel_count()
     cap = site.inside_bps("ring" if place.per_node == 2 else "") if place.per_node > 1 else _INFINITE
@@ -241,7 +240,7 @@ def _send(site: Site) -> Candidate:
     near = site.place.nodes == 1
     figures = site.figures
     hop = figures["p2p_us.peer"] if near else figures[f"p2p_net_us.{site.fabric}"] + site.fabric_us()
-    cap = site.inside_bps("send") if near else _INFINITE
+    cap = site.inside_bps("one_way" if site.place.size == 2 else "send") if near else _INFINITE
     latency = figures["p2p_us.start"] + hop
     return _direct(site, latency, latency, shift_loads(site.place, site.speeds.p2p), cap, _P2P_CHANNELS)
 
@@ -250,8 +249,8 @@ def _exchange(site: Site) -> Candidate:
     place, figures = site.place, site.figures
     remote = place.size - place.per_node
     peers = near = (place.per_node - 1) * figures["p2p_us.peer"]
-    if remote:  # NVLink peers are served beside those behind the NICs
-        peers = max(near, site.fabric_us() + remote * figures[f"p2p_net_us.{site.fabric}"])
+    if remote:  # NVLink peers are served beside those behind the NICs, which come one after another
+        peers = max(near, site.fabric_us() + (remote - 1) * figures[f"p2p_net_us.{site.fabric}"])
     start = figures["p2p_us.start"]
     share = (place.per_node - 1) / place.size
     cap = site.inside_bps() / share if share > 0 else _INFINITE

@@ -66,7 +66,7 @@ class Site:
         """What one GPU can send to its peers in Simple, bytes/s: its rings in a mesh, all its links on a switch.
 
         Args:
-            peer: `ring` or `send` when only one peer is written to, "" otherwise.
+            peer: where only one peer is written to, `ring`, `send` (while receiving) or `one_way`; "" otherwise.
         """
         if self.intra_link() == "pcie":
             return self.speeds.pcie

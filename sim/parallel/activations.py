@@ -40,10 +40,15 @@ class Activations:
     """What the layers of one micro-step hold. Call `forward` and `backward` before a layer's kernels are issued."""
 
     def __init__(self, plan: Plan, section: SectionBuilder, layers: int, *, keep_gradients: bool,
-                 caches_casts: bool = True) -> None:
-        """See `layer_profile` for what can be chosen."""
+                 caches_casts: bool = True, blocks_keep: bool | None = None) -> None:
+        """See `layer_profile` for what can be chosen.
+
+        Args:
+            blocks_keep: `keep_gradients` of blocks, default the others'.
+        """
         self._plan, self._section, self._last = plan, section, layers - 1
         self._keep, self._caches_casts = keep_gradients, caches_casts
+        self._blocks_keep = keep_gradients if blocks_keep is None else blocks_keep
         self._held, self._cached = NOTHING, NOTHING
         self._known: dict[tuple[int, str], tuple[Profile, list[_Change], list[_Change]]] = {}
         self._away = SavedTensors(plan, section) if plan.offload.moves_activations else None
@@ -114,7 +119,8 @@ class Activations:
         policy = self._plan.policy(position + ahead)
         key = (id(layer), policy)
         if key not in self._known:
-            profile = layer_profile(layer, policy, self._keep, self._caches_casts)
+            keep = self._blocks_keep if layer.kind == "block" else self._keep
+            profile = layer_profile(layer, policy, keep, self._caches_casts)
             self._known[key] = (profile, _pass(profile.forward), _pass(profile.backward))
         return self._known[key]
 

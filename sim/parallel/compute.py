@@ -133,12 +133,16 @@ class Compute:
     def recomputed(self, layer: Layer, policy: str) -> Items:
         """What recomputation under `policy` runs again in backward (Korthikanti et al. 2022, section 4)."""
         if policy == "full":
-            return self.forward_items([op for op in layer.operators if op.recomputed])
+            return (*self.checkpoint(layer), *self.forward_items([op for op in layer.operators if op.recomputed]))
         if policy == "selective":
             return tuple(item for op in layer.operators if op.core for item in self._joints.again(op))
         if policy == "selective-op":
             return tuple(item for op in again_operators(layer) for item in self._joints.forward(op))
         return ()
+
+    def checkpoint(self, layer: Layer) -> Items:
+        """What full recomputation of a layer begins with where ranks share its input."""
+        return self._joints.checkpoint(layer)
 
     # ------------------------------------------------------------------------- rows of layers, for pipeline stages
     def run(self, layers: Sequence[Layer], before: tuple[CollectiveCall, ...] = ()) -> int:

@@ -19,6 +19,7 @@ from sim.parallel.pipeline.actions import TWO_CHUNKS
 from sim.parallel.pipeline.lower import lower_pipeline
 from sim.parallel.sharded import fsdp, zero3
 from sim.parallel.sharded.fsdp1 import Fsdp1
+from sim.parallel.sharded.fsdp1_sized import Fsdp1Sized, wraps_parts
 from sim.parallel.sharded.fsdp2 import Fsdp2
 from sim.parallel.step import Plan, Technique, micro_steps, write
 from sim.parallel.support import check
@@ -76,6 +77,8 @@ def lower(scenario: Scenario, *, fold: bool = True) -> Lowered:
                        serving)
     if scenario.parallel.strategy in ("fsdp", "zero3"):  # gathered weights come and go, narrow copies with them
         stack = replace(stack, narrow_weights_cached=False)
+    if scenario.parallel.strategy != "zero3":
+        stack = replace(stack, partition_checkpoints=False)
     whole = build(with_parallel(scenario, tensor=1, context=1, expert=1), stack, scenario.training.micro_batch)
     architecture = build(held(scenario), stack, scenario.training.micro_batch)
     layout = layout_of(scenario)
@@ -217,7 +220,11 @@ def sharded_groups(scenario: Scenario, layout: Layout) -> dict[str, Ranks]:
 
 def fsdp_of(plan: Plan) -> Fsdp1 | Fsdp2:
     """FSDP of the scenario's version; ZeRO-2 keeps parameters after forward."""
-    technique: Fsdp1 | Fsdp2 = Fsdp2(plan) if plan.scenario.software.fsdp == 2 else Fsdp1(plan)
+    technique: Fsdp1 | Fsdp2
+    if plan.scenario.software.fsdp == 2:
+        technique = Fsdp2(plan)
+    else:
+        technique = Fsdp1Sized(plan) if wraps_parts(plan) else Fsdp1(plan)
     if plan.scenario.parallel.strategy == "zero2":
         technique.keep = True
     return technique

@@ -28,8 +28,6 @@ def _tuned(scenario: Scenario) -> str:
     if scenario.software.modules == "megatron":
         return f"{finetune.method} of Megatron's modules"
     parallel = scenario.parallel
-    if max(parallel.context, parallel.expert) > 1:
-        return f"{finetune.method} of a model that is cut over GPUs (context, expert)"
     if parallel.tensor > 1 and (finetune.method != "lora" or finetune.base in QUANTISED or parallel.sequence_parallel):
         return (f"{finetune.method} of a {finetune.base} base cut by tensor parallelism"
                 + (" with sequence_parallel" if parallel.sequence_parallel else ""))

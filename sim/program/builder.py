@@ -118,6 +118,7 @@ class ProgramBuilder:
         self.host_resident: list[tuple[str, int, str]] = []
         self.tensors: dict[str, list[int]] = {}
         self.managed_bytes = 0
+        self.construction: dict[str, tuple[tuple[int, int], ...]] = {}
         self._sections: list[Section] = []
         self._numbers: dict[int, int] = {}
         self._schedule: list[tuple[int, int]] = []
@@ -175,4 +176,4 @@ class ProgramBuilder:
             kernels=kernels, segments=segments, collectives=collectives, copies=copies, labels=labels,
             streams=self.streams, communicators=self.communicators, sections=self._sections, schedule=self._schedule,
             launch_queue=self.launch_queue, resident=self.resident, host_resident=self.host_resident, inlines=inlines,
-            tensors=self.tensors, managed_bytes=self.managed_bytes)
+            tensors=self.tensors, managed_bytes=self.managed_bytes, construction=self.construction)

@@ -162,6 +162,9 @@ class Program:
         host_resident: host memory a rank holds for the whole step: (tensor name, bytes, category).
         tensors: bytes of each tensor of a resident entry or pool, by its name; what is not here is one tensor.
         managed_bytes: optimizer states in unified memory, which no caching allocator has.
+        construction: how a resident entry comes about where more than its tensors is made on the way, by its name:
+            (number, bytes) where a tensor is born, (number, 0) where it goes. Optimizer states named here are made
+            before the first step, others in it.
     """
 
     kernels: list[Kernel]
@@ -179,6 +182,7 @@ class Program:
     inlines: list[Inline] = field(default_factory=list)
     tensors: dict[str, list[int]] = field(default_factory=dict)
     managed_bytes: int = 0
+    construction: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
     def by_row(self, of_kernel: Callable[[Kernel], _T], of_inline: Callable[[Inline], _T]) -> list[_T]:
         """A value for every row a segment may name: index it with the entries of `Segment.kernels`."""

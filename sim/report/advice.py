@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any, NamedTuple
 
 from sim.errors import UserError
@@ -15,6 +16,9 @@ from sim.report.candidates import Sets, candidates
 from sim.report.memory import MemoryResult
 from sim.scenario import Scenario, resolve
 from sim.scenario.dump import dump
+
+#: Single changes of which pairs are tried, and pairs whose step is predicted.
+_STRONGEST, _PRICED = 10, 8
 
 Measure = Callable[[Scenario], MemoryResult]
 
@@ -30,6 +34,7 @@ class Change:
         gpus: GPUs of the changed job.
         step_time_s, slowdown: the step with it, and over the step without; None where the job still does not fit.
         gpu_time: GPU-seconds of a step over those without the change: what a change to more GPUs costs.
+        count: single changes it takes, two where no one suffices.
     """
 
     set: dict[str, Any]
@@ -40,19 +45,22 @@ class Change:
     step_time_s: float | None = None
     slowdown: float | None = None
     gpu_time: float | None = None
+    count: int = 1
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return {"set": dict(self.set), "what": self.what, "fits": self.fits, "headroom_bytes": self.headroom_bytes,
                 "gpus": self.gpus, "step_time_s": self.step_time_s, "slowdown": self.slowdown,
-                "gpu_time": self.gpu_time}
+                "gpu_time": self.gpu_time, "count": self.count}
 
 
 def advise(scenario: Scenario, memory: MemoryResult, measure: Measure, step_time_s: Callable[[Scenario], float],
            now_s: float) -> list[Change]:
     """Single changes that free memory: those that make the job fit first, the cheapest in GPU time before the others,
-    then the rest by what they free on the GPU. Of changes of one group (micro-batches of 8, 4, 2 ...) only the mildest
-    that suffices is there, else the strongest; one that the scenario rules out, or that frees nothing, is left out.
+    then the rest by what they free on the GPU. Where none suffices, two of those that free most may.
+
+    Of changes of one group (micro-batches of 8, 4, 2 ...) only the mildest that suffices is there, else the strongest;
+    one that the scenario rules out, or that frees nothing, is left out.
 
     Args:
         memory: of the scenario as it is; `now_s`: its step.
@@ -80,7 +88,10 @@ def advise(scenario: Scenario, memory: MemoryResult, measure: Measure, step_time
     if "recompute" in found and found["recompute"].after.fits:
         _fewest_blocks(scenario, lambda what, sets: tried("blocks", what, sets)
                        and found["blocks"].after.headroom_bytes > 0)
-    priced = [_change(one, step_time_s, now_s, scenario.gpus) for one in found.values()]
+    tries = list(found.values())
+    if not memory.fits and not any(one.after.fits for one in tries):
+        tries += _pairs(tries, lambda sets: resolve(plain, scenario.name, sets), measure, scenario.gpus)
+    priced = [_change(one, step_time_s, now_s, scenario.gpus) for one in tries]
     return sorted(priced, key=lambda c: (not c.fits, c.gpu_time if c.gpu_time is not None else -c.headroom_bytes))
 
 
@@ -91,10 +102,32 @@ class _Tried(NamedTuple):
     sets: Sets
     scenario: Scenario
     after: MemoryResult
+    changes: int = 1
+
+
+def _pairs(tries: list[_Tried], changed: Callable[[Sets], Scenario], measure: Measure, gpus: int) -> list[_Tried]:
+    """Two changes at once with which the job fits, of those that free most by themselves; without more GPUs before
+    with more, and each with the mildest partner that suffices first."""
+    strongest = sorted(tries, key=lambda one: -one.after.headroom_bytes)[:_STRONGEST]
+    found = []
+    for first, second in combinations(strongest, 2):
+        if set(first.sets) & set(second.sets):
+            continue
+        sets = {**first.sets, **second.sets}
+        try:
+            other = changed(sets)
+            after = measure(other)
+        except UserError:
+            continue
+        if after.fits:
+            found.append(_Tried(f"{first.what} and {second.what}", sets, other, after, 2))
+    found.sort(key=lambda one: (one.scenario.gpus > gpus, one.after.short, one.after.headroom_bytes))
+    return found[:_PRICED]
 
 
 def _change(one: _Tried, step_time_s: Callable[[Scenario], float], now_s: float, gpus: int) -> Change:
-    plain = Change(dict(one.sets), one.what, one.after.fits, one.after.headroom_bytes, one.scenario.gpus)
+    plain = Change(dict(one.sets), one.what, one.after.fits, one.after.headroom_bytes, one.scenario.gpus,
+                   count=one.changes)
     if not one.after.fits:
         return plain
     step_s = step_time_s(one.scenario)

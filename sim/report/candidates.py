@@ -103,6 +103,10 @@ def _dtypes(scenario: Scenario) -> Iterator[Candidate]:
             name = f"fsdp-{half}" if sharded else f"amp-{half}"
             yield Candidate("half", f"mixed precision ({name})", {"training.precision": name})
     elif precision.compute in ("bf16", "fp16") and tuned.method == "full":
+        if scenario.parallel.strategy == "fsdp" and precision.gather == "fp32":
+            name = f"fsdp-{precision.compute}"
+            yield Candidate("gathers", f"gathers in {precision.compute} ({name}) instead of autocast",
+                            {"training.precision": name})
         yield Candidate("fp8", "products in fp8", {"training.precision": "fp8"})
 
 
@@ -123,6 +127,9 @@ def _sharding(scenario: Scenario) -> Iterator[Candidate]:
                                 {"parallel.sharding_factor": wider})
         if parallel.reshard_after_forward is not True:
             yield Candidate("reshard", "resharding after forward", {"parallel.reshard_after_forward": True})
+        if not parallel.reduce_every_micro_step and scenario.micro_steps > 1:
+            yield Candidate("reduction", "gradients reduced in every micro-step",
+                            {"parallel.reduce_every_micro_step": True})
         if parallel.prefetch.backward != "none":
             yield Candidate("prefetch", "no prefetch in backward", {"parallel.prefetch.backward": "none"})
     if strategy not in ("none", "ddp"):

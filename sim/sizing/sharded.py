@@ -55,7 +55,8 @@ def sharded_s(table: Table, places: Places, policies: Ints, name: str, factor: i
     work = seconds.forward[-1] + seconds.backward[-1] + again
     finetune = scenario.training.finetune
     tuned = finetune is not None and finetune.method != "full"
-    if parallel.expert > 1 or factor < 2 or tuned or parallel.offload.parameters not in ("none", None):
+    sized = parallel.wrap != "block"  # blocks may fall into several units
+    if sized or parallel.expert > 1 or factor < 2 or tuned or parallel.offload.parameters not in ("none", None):
         return np.asarray(batches * work)
     units = units_of(layers.architecture, parallel.wrap, factor, scenario.software.fsdp == 2)
     own = [i for i, unit in enumerate(units) if unit is not units[0]]

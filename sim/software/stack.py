@@ -92,6 +92,9 @@ class Stack:
         optimizer_kernel: loop, foreach or fused, where the scenario does not say.
         gradient_path: how data parallelism reduces gradients and splits states: reducer (PyTorch's DDP and FSDP), ipg
             (DeepSpeed's independent-parameter-gradient buckets) or grad_buffer (one buffer, reduced in place).
+        parameter_storage: apart (each parameter a tensor), flattened (one flat tensor, whose optimizer states are made
+            before the first step) or remapped (views of one buffer, with the distributed optimizer).
+        partition_checkpoints: under ZeRO-3, tensor ranks share the inputs that recomputed blocks keep.
         parameter_coordinator: how DeepSpeed ZeRO-3 fetches and releases parameters: streamed, or blocking (before 0.6).
         cpu_optimizer: an optimizer on the CPU: fused (one vectorised pass) or loop (a pass over memory per operator).
         cpu_threads: threads of one rank's optimizer on the CPU; 0 = the ranks of a node share its cores.
@@ -154,6 +157,8 @@ class Stack:
     frozen_apart: bool
     optimizer_kernel: str
     gradient_path: str
+    parameter_storage: str
+    partition_checkpoints: bool
     parameter_coordinator: str
     cpu_optimizer: str
     cpu_threads: int

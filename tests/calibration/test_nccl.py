@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from sim.calibration.nccl_command import bus_factor, collective_command, network_for, sizes
+from sim.calibration.nccl_figures import Parameters
 from sim.calibration.nccl_sweeps import load, summary
 from sim.calibration.nccl_text import parse
 from sim.calibration.nccl_user import calibrate_nccl
@@ -120,7 +121,7 @@ def test_ranks_must_fit_the_topology(tmp_path: Path) -> None:
         calibrate_nccl(tmp_path / "log.txt", "single-a100-80g-sxm")
 
 
-@pytest.mark.parametrize(("links", "message"), [({"warp_us": 1.0}, "no figure"), ({"flush.all": "x"}, "number")])
+@pytest.mark.parametrize(("links", "message"), [({"warp_us": 1.0}, "no figure"), ({"rendezvous.all": "x"}, "number")])
 def test_a_clusters_own_figures_are_checked(links: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Figures(links)  # type: ignore[arg-type]
@@ -143,8 +144,28 @@ def test_a_single_process_launches_gpu_by_gpu() -> None:
     figures = Figures()
     floor = Harness("one", "call").floor_s("all_reduce", 8)
     assert floor == pytest.approx(8e-6 * figures["host_us.call"])
-    assert Harness("one", "call").floor_s("all_to_all", 8) == pytest.approx(floor + 56e-6 * figures["host_us.peer"])
+    peers = 56e-6 * figures["host_part_us.peer"]
+    assert Harness("one", "call").floor_s("all_to_all", 8) == pytest.approx(floor + peers)
     assert Harness("gpu", "call").floor_s("all_reduce", 8) == Harness("one", "kernel").floor_s("all_reduce", 8) == 0.0
+
+
+def test_a_sweep_rests_only_on_the_figures_it_reads() -> None:
+    """What a sweep reads is its own generation, link and fabric; no other figure moves its predictions."""
+    sweep = next(s for s in load() if s.id == "polaris-a100-n2-nccl221-allreduce-env4")
+    read = sweep.reads()
+    assert {"fabric_us.slingshot", "hop_us.Simple", "step_us.nvlink.LL.ampere"} <= read
+    assert not {"fabric_us.efa.ampere", "nvls_us.hopper", "host_us.call", "pcie_share.gen3x16"} & read
+    parameters = Parameters(catalogue())
+    moved = parameters.moved_by(read)
+    shifts = np.zeros(len(parameters.names))
+    shifts[[i for i in range(len(shifts)) if i not in moved]] = 0.5
+    before, center = sweep.predict_us(), dict(catalogue())
+    try:
+        parameters.apply(shifts)
+        sweep.refresh()
+        assert sweep.predict_us() == pytest.approx(before)
+    finally:
+        catalogue().update(center)
 
 
 def test_the_figures_fit_the_sweeps_they_came_from() -> None:

@@ -191,3 +191,27 @@ def test_the_same_blocks_are_free_as_by_the_plainest_search(row: list[tuple[int,
             fast.play(live, [(number, 0)])
         assert sorted(block.size for block in fast.cached()) == plain.blocks()
         assert fast.reserved == sum(part for _, cut in plain.segments for part, _ in cut)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 60 * MIB)), min_size=1, max_size=60))
+def test_events_in_a_row_do_what_one_request_after_another_does(wishes: list[tuple[int, int]]) -> None:
+    """Of each wish the tensor goes if it is there, else it comes: `play` against `allocate` and `free`."""
+    events, there = [], set()
+    for number, size in wishes:
+        events.append((number, 0 if number in there else rounded(size)))
+        there ^= {number}
+    written_out, one_by_one = Allocator(), Allocator()
+    live: dict[int, Block] = {}
+    other: dict[int, Block] = {}
+    written_out.play(live, events)
+    for number, size in events:
+        if size:
+            other[number] = one_by_one.allocate(size)
+        else:
+            one_by_one.free(other.pop(number))
+    assert {n: (b.address, b.size, b.asked) for n, b in live.items()} == {
+        n: (b.address, b.size, b.asked) for n, b in other.items()}
+    assert [pool for pool in written_out.free_blocks() if pool] == [pool for pool in one_by_one.free_blocks() if pool]
+    for name in ("allocated", "asked", "reserved", "top_allocated", "top_asked", "top_reserved"):
+        assert getattr(written_out, name) == getattr(one_by_one, name)

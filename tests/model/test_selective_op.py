@@ -24,14 +24,15 @@ LLAMA = {"kind": "decoder", "gated_mlp": True, "activation": "silu", "positions"
          "head_dim": 64, "ffn": 8192, "vocab": 128256}
 
 
-def lowered(model: dict[str, Any], modules: str, recompute: str, **training: Any) -> Lowered:
+def lowered(model: dict[str, Any], modules: str, recompute: str, compiled: bool = False, **training: Any) -> Lowered:
     batch = training.setdefault("micro_batch", 1)
     return lower(resolve({
         "name": "t", "cluster": {"topology": "dgx-a100-80g", "gpus_per_node": 1}, "model": model,
         "training": {"global_batch": batch, "optimizer": "adamw", "recompute": recompute, "attention": "flash",
                      **training},
         "parallel": {"strategy": "none"},
-        "software": {"framework": "pytorch", "year": 2026, "modules": modules, "optimizer_kernel": "foreach"}}))
+        "software": {"framework": "pytorch", "year": 2026, "modules": modules, "optimizer_kernel": "foreach",
+                     "compile": compiled}}))
 
 
 @pytest.mark.parametrize(("model", "modules", "training", "block", "forward", "backward"), [
@@ -50,6 +51,13 @@ def test_a_block_keeps_to_the_byte_what_pytorch_keeps(
     assert got["block_retained"] == block
     assert got["phase_peaks"]["forward"] == pytest.approx(forward, rel=1e-5)
     assert got["phase_peaks"]["backward"] == pytest.approx(backward, rel=1e-5)
+
+
+def test_compiled_the_last_product_is_not_kept() -> None:
+    """Nothing reads it in backward: its 2048 x 2048 elements of 2 bytes are dead code, where eager keeps by policy."""
+    eager, compiled = (predicted(lowered(LLAMA, "plain", "selective-op", compiled=c, sequence=2048, micro_batch=1,
+                                         precision="pure-bf16"), "selective-op", False) for c in (False, True))
+    assert eager["block_retained"] - compiled["block_retained"] == 2048 * 2048 * 2
 
 
 def test_a_llama_block_keeps_query_value_attention_and_gate() -> None:

@@ -65,11 +65,32 @@ def test_ring_across_nodes(machines: Machines) -> None:
     assert loads["nic_out", 0] == pytest.approx(15 / 16 / 8)
     assert loads["gpu_out", 0] == pytest.approx(15 / 16 * 7 / 8)
     assert rate(flow, net) == pytest.approx(8 * NIC / (15 / 16))
-    hop_us = F["hop_us.Simple"] + F["flush.all"] * F["fabric_us.infiniband"]
+    hop_us = F["hop_us.Simple"] + F["fabric_us.infiniband"]
     fill_us = F["ramp.ring.ampere"] * (1 << 20) * 16 / (300e9 * F["link_share.nvlink3"] * 8 / 7) * 1e6
     steps_us = F["base_us.Simple"] + 14 * F["step_us.nvlink.Simple.ampere"]
     expected = steps_us + hop_us * (1 + F["ramp.ring_net"]) + fill_us
     assert flow.latency_s * 1e6 == pytest.approx(expected)
+
+
+def test_a_lone_send_is_faster_than_one_that_also_receives(machines: Machines) -> None:
+    """Two GPUs, one way, against eight that pass on in a circle: the same start, less of the links."""
+    net = network(machines["dgx-a100"])
+    links_bps = 300e9 * F["link_share.nvlink3"]
+    for ranks, peer in ((2, "one_way"), (8, "send")):
+        flow = net.coflow("send", 64 * GIB, world(ranks))
+        assert rate(flow, net) == pytest.approx(links_bps * F[f"pair_share.{peer}"])
+        assert flow.latency_s * 1e6 == pytest.approx((F["p2p_us.start"] + F["p2p_us.peer"]) * (1 + F["ramp.p2p"]))
+    assert F["pair_share.one_way"] > F["pair_share.send"]
+
+
+def test_remote_peers_of_an_exchange_come_one_after_another(machines: Machines) -> None:
+    """Two nodes of eight, Slingshot: the first of eight remote peers waits for the fabric, seven behind it."""
+    inter = {**machines["dgx-a100"]["inter"], "fabric": "slingshot"}
+    net = network({**machines["dgx-a100"], "inter": inter}, nodes=2)
+    remote_us = F["fabric_us.slingshot"] + 7 * F["p2p_net_us.slingshot"]
+    assert remote_us > 7 * F["p2p_us.peer"]  # those beside it on NVLink are served meanwhile
+    latency_us = net.coflow("all_to_all", 16, world(16)).latency_s * 1e6
+    assert latency_us == pytest.approx(F["p2p_us.start"] + remote_us, rel=0.01)
 
 
 def test_messages_bound_a_ring_of_hundreds(machines: Machines) -> None:

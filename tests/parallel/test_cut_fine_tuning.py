@@ -105,6 +105,28 @@ def test_stages_share_what_is_trained(base: str, schedule: str) -> None:
     assert all(peak(stage).steady for stage in stages)
 
 
+@pytest.mark.parametrize(("method", "base"), [("lora", "bf16"), ("qlora", "nf4"), ("adapter", "bf16")])
+def test_context_ranks_share_tokens_and_reduce_adapters_with_the_replicas(method: str, base: str) -> None:
+    def products(lowered: Lowered) -> float:
+        program = lowered.job.programs[0]
+        section = program.sections[0]
+        rows = [row for kind, payload in zip(section.kind, section.payload, strict=True) if kind == Kind.KERNELS
+                for row in program.segments[payload].kernels if row >= 0]
+        return sum(program.kernels[row].flops for row in rows if program.kernels[row].op == "gemm")
+
+    whole, cut = (tuned(method=method, base=base, context=context) for context in (1, 2))
+    assert products(cut) == pytest.approx(products(whole) / 2)
+    uses = [peak(one.job.programs[0]) for one in (whole, cut)]
+    assert uses[1].steady
+    # flash attention's keys and values of the neighbour come on top
+    assert 0.45 < uses[1].category_peaks["activations"] / uses[0].category_peaks["activations"] < 0.6
+    program = cut.job.programs[0]
+    reduced = [call for call in program.collectives if call.kind == "all_reduce"]
+    groups = {program.communicators[call.communicator] for call in reduced}
+    assert groups == {"data"}
+    assert {c.size for c in cut.job.communicators if c.name == "data"} == {8}
+
+
 @pytest.mark.parametrize("more", [
     {"tensor": 2, "base": "nf4"}, {"tensor": 2, "method": "adapter"}, {"tensor": 2, "sequence_parallel": True}])
 def test_what_is_not_simulated_is_refused(more: dict[str, Any]) -> None:

@@ -55,3 +55,21 @@ def test_candidates_are_real_changes() -> None:
                 for name in path.split("."):
                     level = getattr(level, name)
                 assert level != value or path.startswith("parallel."), path
+
+
+def test_where_no_single_change_suffices_two_at_once_do() -> None:
+    result = job(**{"training.micro_batch": 32, "model.layers": 96, "training.sequence": 4096})
+    assert not result.memory.fits
+    fitting = [change for change in result.changes if change.fits]
+    assert fitting
+    assert {change.count for change in fitting} == {2}
+    assert all(" and " in change.what and change.step_time_s for change in fitting)
+    assert [c.gpu_time for c in fitting] == sorted(c.gpu_time or 0.0 for c in fitting)
+
+
+def test_under_sharding_half_gathers_and_reductions_of_every_micro_step_are_tried() -> None:
+    scenario = job(**{"parallel.strategy": "fsdp", "parallel.reduce_every_micro_step": False,
+                      "training.micro_batch": 4}).scenario
+    sets = {group: given for group, _, given in candidates(scenario)}
+    assert sets["gathers"] == {"training.precision": "fsdp-bf16"}
+    assert sets["reduction"] == {"parallel.reduce_every_micro_step": True}

@@ -195,10 +195,13 @@ class Frame:
         selective: outputs of attention and of every second product (the first, the third ...) are kept and not
             computed again.
         kept: those outputs, in order; products: how many products have run.
+        parts: ranks that share the inputs; gathered: the whole ones, until the frame has run backward.
     """
 
-    def __init__(self, function: Callable[..., object], inputs: Sequence[Tensor], selective: bool = False) -> None:
-        self.function = function
+    def __init__(self, function: Callable[..., object], inputs: Sequence[Tensor], selective: bool = False,
+                 parts: int = 1) -> None:
+        self.function, self.parts = function, parts
+        self.gathered: list[Tensor] = []
         self.selective = selective
         self.kept: list[Storage] = []
         self.products = 0
@@ -218,16 +221,17 @@ class Run:
         incoming: tensors of this layer that later layers read: the gradients those leave, (sink, elements, dtype).
         outgoing: gradients of earlier layers' tensors that come to be around this layer's backward, (elements, dtype).
         early_stop: recomputation stops at the last saved tensor.
+        compiled: what a graph keeps by policy and nothing reads in backward (a block's last product) is dropped.
         caches_casts: autocast keeps weight copies to the end of forward; it does so for leaves only, which FSDP 1's
             views of a flat parameter are not (ATen autocast_mode.cpp, cached_cast).
         widened: dtype a kept gradient is copied to when it is complete, "" = it stays as it came.
     """
 
     def __init__(self, autocast: str, keep_gradients: bool, early_stop: bool, caches_casts: bool = True,
-                 widened: str = "") -> None:
+                 compiled: bool = False, widened: str = "") -> None:
         self.memory, self.widened = Memory(), widened
         self.autocast, self.keep_gradients, self.early_stop = autocast, keep_gradients, early_stop
-        self.caches_casts = caches_casts
+        self.caches_casts, self.compiled = caches_casts, compiled
         self.kind = ACTIVATIONS
         self.nodes: list[Node] = []
         self.gradients: list[Storage] = []
@@ -291,7 +295,7 @@ class Run:
         if frame is None or not frame.selective:
             return self.new(elements, dtype)
         frame.products += product
-        keep = not product or frame.products % 2 == 1
+        keep = not product or (frame.products % 2 == 1 and not (self.compiled and self.memory.operator == "down"))
         if keep and self._restoring is not None:
             return frame.kept.pop(0)
         storage = self.new(elements, dtype)
@@ -299,15 +303,20 @@ class Run:
             frame.kept.append(storage)
         return storage
 
-    def checkpoint(self, function: Callable[..., Tensor], *inputs: Tensor, selective: bool = False) -> Tensor:
+    def checkpoint(self, function: Callable[..., Tensor], *inputs: Tensor, selective: bool = False,
+                   parts: int = 1) -> Tensor:
         """`torch.utils.checkpoint(function, *inputs, use_reentrant=False)`. Inside another one it changes nothing.
 
         Args:
             selective: see `output`.
+            parts: ranks of which each keeps a part of the inputs, copied before the function runs (DeepSpeed
+                runtime/activation_checkpointing/checkpointing.py, partition_activations).
         """
         if self._saving is not None or self._restoring is not None:
             return function(self, *inputs)
-        self._saving = Frame(function, inputs, selective)
+        frame = self._saving = Frame(function, inputs, selective, parts)
+        if parts > 1:
+            frame.inputs = [self.tensor(x.elements // parts, x.dtype, x.sink) for x in inputs]
         output = function(self, *inputs)
         self._saving = None
         return output
@@ -324,8 +333,10 @@ class Run:
         frame.done, frame.products = True, 0
         self._restoring, kind, operator, cache = frame, self.kind, self.memory.operator, self.cache
         self.kind, self.cache = ACTIVATIONS, []
+        frame.gathered = [self.tensor(x.elements * frame.parts, x.dtype, x.sink) for x in frame.inputs
+                          ] if frame.parts > 1 else frame.inputs
         with suppress(_StopError):
-            frame.function(self, *frame.inputs)
+            frame.function(self, *frame.gathered)
         self._restoring, self.kind, self.memory.operator, self.cache = None, kind, operator, cache
 
     def backward(self) -> None:

@@ -80,7 +80,8 @@ def profile(program: Program, policy: str, keep_gradients: bool, caches_casts: b
         caches_casts: autocast's weight copies live to the end of forward.
     """
     style = program.style
-    run = Run(style.act if style.autocast else "", keep_gradients, style.stack.early_stop, caches_casts, style.widened)
+    run = Run(style.act if style.autocast else "", keep_gradients, style.stack.early_stop, caches_casts,
+              style.stack.compile, style.widened)
     inputs, boundary = [], Boundary()  # which holds the input's gradient until all is measured
     if program.layer != "embedding":
         inputs = [run.tensor(style.stream.tokens * style.hidden, style.residual, boundary)]
@@ -154,7 +155,8 @@ def _forward(run: Run, program: Program, policy: str, inputs: list[Tensor]) -> T
     if layer == "head":
         return head(run, style, inputs.pop())
     if policy in ("full", "selective-op"):
-        return run.checkpoint(lambda run, x: block(run, style, x, "none"), inputs[0], selective=policy != "full")
+        return run.checkpoint(lambda run, x: block(run, style, x, "none"), inputs[0], selective=policy != "full",
+                              parts=style.checkpoint_parts if policy == "full" else 1)
     return block(run, style, inputs[0], policy)
 
 

@@ -9,11 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from sim.model.architecture import Layer
 from sim.parallel.activations import GRADIENT_POOL, Activations
 from sim.parallel.compute import traffic_kernel
-from sim.parallel.data.buckets import Bucket
+from sim.parallel.construction import (
+    APART,
+    FLATTENED,
+    REMAPPED,
+    cloned_into_one,
+    moved_into_one,
+    remapped,
+    stepped,
+    widened,
+)
+from sim.parallel.data.buckets import Bucket, fragments
 from sim.parallel.step import (
     COMPUTE,
     MicroStep,
@@ -101,19 +112,20 @@ class Bucketed:
         self.plan.resident("frozen parameters", frozen_bytes(stack), "parameters",
                            [size for layer in stack for tensor in layer.frozen for size in tensor.pieces])
         each = [p.numel for layer in stack for p in layer.parameters]
+        one = self.storage != APART
         for category, width in state_bytes(self.plan).items():
             if category == "parameters":
                 kept = numel - narrow_only(self.plan)
                 self.plan.resident(category, kept * width, category,
-                                   [n * width for n in each] if kept == numel else [])
+                                   [n * width for n in each] if kept == numel and not one else [])
             elif category == "gradients":
                 if self.reduction.resident_gradients or self.sums_wide:
                     self.plan.resident(category, numel * width, category)
             elif not self.offload.moves_optimizer:
                 copies = 2 if category == "optimizer_states" else 1
-                apart = each if self.reduction.shards == 1 else [part]
                 self.plan.resident(category, part * width, category,
-                                   [n * width / copies for n in apart for _ in range(copies)])
+                                   [n * width / copies for n in self.kept(each, part) for _ in range(copies)])
+        self.construction(each)
         if self.offload.moves_optimizer:
             self.host_states(part)
         if not self.reduction.transient:
@@ -121,6 +133,48 @@ class Bucketed:
                                [bucket.numel * DTYPE_BYTES[self.wire] for bucket in self.reduction.buckets])
         placeholders = weight_placeholders(stack)
         self.plan.resident("weight placeholders", sum(placeholders), "workspace", placeholders)
+
+    def kept(self, each: list[int], part: int) -> list[int]:
+        """Elements of each tensor of the master copy and of an optimizer state."""
+        if self.storage == FLATTENED:
+            return [part]
+        if self.reduction.shards == 1:
+            return each
+        if self.reduction.resident_gradients and not self.plan.routed:
+            return fragments(self.plan.architecture, self.reduction.buckets, self.reduction.shards)
+        return [part]
+
+    @property
+    def storage(self) -> str:
+        """How this technique stores parameters; only what has wider master parameters is flattened or remapped."""
+        storage = self.plan.stack.parameter_storage
+        remaps = self.reduction.kind == "reduce_scatter" or self.plan.replicas == 1  # recipes ask for it on any number
+        wide = self.precision.master != "none" and DTYPE_BYTES[self.precision.master] > self.width_of_parameters
+        if not wide or narrow_only(self.plan) or (storage == REMAPPED and not remaps):
+            return APART
+        return storage
+
+    @property
+    def width_of_parameters(self) -> float:
+        """Bytes of an element of the model's parameters."""
+        return DTYPE_BYTES[self.precision.parameters]
+
+    def construction(self, each: Sequence[int]) -> None:
+        """What is made on the way to parameters, master copy and states, and gone before the first step."""
+        builder, width, storage = self.plan.builder, self.width_of_parameters, self.storage
+        whole = [ceil(n * width) for n in each]
+        if storage == REMAPPED:
+            builder.construction["parameters"] = remapped(whole)
+        if storage != FLATTENED:
+            return
+        split = self.plan.scenario.parallel.strategy in ("zero1", "zero2")
+        builder.construction["parameters"] = moved_into_one(whole) if split else cloned_into_one(whole)
+        master, states = (builder.tensors.get(name) for name in ("master_parameters", "optimizer_states"))
+        if master:
+            builder.construction["master_parameters"] = widened([ceil(n * width / DTYPE_BYTES[self.precision.master])
+                                                                 for n in master], master)
+        if states and master and not self.offload.pages_optimizer:
+            builder.construction["optimizer_states"] = stepped(sum(master), states)
 
     def host_states(self, numel: int) -> None:
         """Host memory of an offloading optimizer; accumulated gradients have a pinned buffer in the model's dtype."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sim.model.architecture import Architecture
@@ -75,6 +75,33 @@ def fill(architecture: Architecture, first_limit: float, limit: float, routed: R
     if filled:
         buckets.append(Bucket(filled, *place, group))
     return buckets
+
+
+def fragments(architecture: Architecture, buckets: Sequence[Bucket], ranks: int) -> list[int]:
+    """Elements of each piece of a parameter that the first rank keeps, where every bucket is cut into `ranks` equal
+    parts whatever parameters they run through.
+
+    Args:
+        buckets: of all parameters, in the order in which gradients become ready.
+
+    Source: Megatron-LM `distrib_optimizer.py`, _build_model_gbuf_range_map.
+    """
+    numels = [numel for _, _, numel in ready_order(architecture)]
+    found: list[int] = []
+    at, start = 0, 0  # the parameter that the bucket begins with, and how much of the buffer lies before it
+    begin = 0
+    for bucket in buckets:
+        end = begin + -(-bucket.numel // ranks)
+        while at < len(numels) and start < end:
+            piece = min(start + numels[at], end) - max(start, begin)
+            found += [piece] if piece > 0 else []
+            if start + numels[at] > end:
+                break
+            start, at = start + numels[at], at + 1
+        begin += bucket.numel
+        while at < len(numels) and start + numels[at] <= begin:
+            start, at = start + numels[at], at + 1
+    return found
 
 
 def fill_before(architecture: Architecture, limit: int, routed: Routed = None,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from sim.model.architecture import Operator
+from sim.model.architecture import Layer, Operator
 from sim.parallel.model import context, expert, overlap, tensor
 from sim.parallel.model.calls import Calls, Items
 from sim.software import Stack
@@ -48,6 +48,13 @@ class Joints:
         """An operator's backward."""
         return self._turned(operator, operator.backward, "backward")
 
+    def checkpoint(self, layer: Layer) -> Items:
+        """What brings a recomputed layer's input together where tensor ranks share it."""
+        style = layer.program.style if layer.program is not None else None
+        if style is None or layer.kind != "block" or style.checkpoint_parts == 1:
+            return ()
+        return (self.calls.call("tensor", "all_gather", style.tokens * style.hidden, style.residual),)
+
     def row(self, turned: Sequence[tuple[str, Items]]) -> Items:
         """Operators one after another: name and items of each, in the order of the direction."""
         return overlap.beside_shared(turned) if self.shares else tuple(chain.from_iterable(i for _, i in turned))
@@ -80,6 +87,10 @@ class Uncut:
     def backward(self, operator: Operator) -> Items:
         """An operator's backward."""
         return operator.backward
+
+    def checkpoint(self, layer: Layer) -> Items:
+        """What brings a recomputed layer's input together: it is whole."""
+        return ()
 
     def row(self, turned: Sequence[tuple[str, Items]]) -> Items:
         """Operators one after another."""

@@ -249,10 +249,11 @@ class Zero3:
         if key not in self.segments:
             compute = self.plan.compute
             again = compute.recomputed(use.layer, policy) if use.first and policy == "selective" else ()
+            whole = compute.checkpoint(use.layer) if use.first and use.direction == "recompute" else ()
             self.segments[key] = (
                 compute.segment(again, compute.backward_items(use.part.operators)) if use.direction == "backward" else
-                compute.segment(compute.forward_items(
-                    use.part.again if use.direction == "recompute" else use.part.operators)))
+                compute.segment((*whole, *compute.forward_items(
+                    use.part.again if use.direction == "recompute" else use.part.operators))))
         return self.segments[key]
 
     def release(self, section: SectionBuilder, use: Use, wanted: Sequence[Wanted], computed: int) -> None:

@@ -1,0 +1,77 @@
+"""Tensors that exist only while a job's model and optimizer are made: what they leave behind is cached segments.
+
+PyTorch's allocator keeps what is freed, so that a copy made and dropped before the first step decides where later
+tensors find room and how much is reserved. Allocated bytes never see it: the steps' own highest point lies above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Events = tuple[tuple[int, int], ...]
+#: as `Trace` has them: (number, bytes) where a tensor is born, (number, 0) where it goes
+
+#: How a stack stores parameters (`Stack.parameter_storage`).
+APART, FLATTENED, REMAPPED = "apart", "flattened", "remapped"
+
+
+def moved_into_one(sizes: Sequence[int]) -> Events:
+    """Parameters that leave for the host one by one and come back as one flat tensor.
+
+    Source: DeepSpeed runtime/zero/stage_1_and_2.py (stage2.py before 0.5.3), `move_to_cpu(self.fp16_groups[i])`, then
+    `flatten_dense_tensors_aligned(...).cuda()`.
+
+    Args:
+        sizes: bytes of each parameter.
+    """
+    return (*_made(sizes, 1), *_freed(len(sizes), 1), (0, sum(sizes)))
+
+
+def cloned_into_one(sizes: Sequence[int]) -> Events:
+    """Parameters that are cloned and flattened on the device.
+
+    Source: DeepSpeed runtime/fp16/fused_optimizer.py, `_flatten_dense_tensors([p.clone().detach() for p in ...])`, of
+    which the model's parameters become views.
+    """
+    count = len(sizes)
+    return (*_made(sizes, 1), *_made(sizes, 1 + count), (0, sum(sizes)), *_freed(count, 1 + count), *_freed(count, 1))
+
+
+def remapped(sizes: Sequence[int]) -> Events:
+    """Parameters that become views of one buffer, which is there before the first of them goes.
+
+    Source: megatron/core/distributed/param_and_grad_buffer.py, `param_data`, with the distributed optimizer.
+    """
+    return (*_made(sizes, 1), (0, sum(sizes)), *_freed(len(sizes), 1))
+
+
+def widened(narrow: Sequence[int], wide: Sequence[int]) -> Events:
+    """Master parameters, each from a narrow copy that then goes: `.clone().float()`.
+
+    Source: DeepSpeed stage_1_and_2.py and fused_optimizer.py; Megatron-LM optimizer.py, `main_param` as a clone, and
+    distrib_optimizer.py, `shard_model_param.clone().float()`.
+    """
+    events: list[tuple[int, int]] = []
+    for number, (half, whole) in enumerate(zip(narrow, wide, strict=True)):
+        events += [(2 * number, half), (2 * number + 1, whole), (2 * number, 0)]
+    return tuple(events)
+
+
+def stepped(gradients: int, states: Sequence[int]) -> Events:
+    """Optimizer states made by a step with zero gradients before training.
+
+    Source: DeepSpeed `initialize_optimizer_states` of both optimizers.
+
+    Args:
+        gradients: bytes of the zero gradients.
+        states: bytes of each state.
+    """
+    return ((0, gradients), *_made(states, 1), (0, 0))
+
+
+def _made(sizes: Sequence[int], first: int) -> Events:
+    return tuple((first + i, size) for i, size in enumerate(sizes))
+
+
+def _freed(count: int, first: int) -> Events:
+    return tuple((first + i, 0) for i in range(count))
