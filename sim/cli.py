@@ -240,16 +240,40 @@ def validate(ctx: click.Context, cases: tuple[str, ...], json_to: str | None, se
 
 
 @cli.command()
-@click.option("--cases", type=click.IntRange(1, 1000), default=16, help="Most cases of a source.")
-@click.option("--out", type=click.Path(dir_okay=False), default="reports/fit.md", help="The report.")
-@click.option("--workers", type=click.IntRange(1, 1024), default=2, help="Processes.")
-@click.pass_context
-def fit(ctx: click.Context, cases: int, out: str, workers: int) -> None:
-    """Estimate free figures of software profiles from published step times; test them on what was left out."""
-    from sim.validation.fit import main as fit_main
+@click.argument("cases", nargs=-1, metavar="[CASES...]")
+@click.option("--figure", "figures", multiple=True, metavar="NAME",
+              help="Fit this one only, e.g. composer.host_step_s; repeatable.")
+@click.option("--sample", type=click.IntRange(1, 1000), default=10, show_default=True,
+              help="Most runs of a source that are simulated with every figure.")
+@click.option("--workers", type=click.IntRange(1, 1024), help="Processes; default one per core.")
+@click.option("--json", "json_to", metavar="FILE", help="Write figures and errors as JSON; - is standard output.")
+@click.option("--out", metavar="FILE", help="Write the report as Markdown.")
+def fit(cases: tuple[str, ...], figures: tuple[str, ...], sample: int, workers: int | None, json_to: str | None,
+        out: str | None) -> None:
+    """Estimate free figures of software profiles from published step times; test them on what was left out.
 
+    CASES are case files; default all that are shipped, which takes some minutes. Profiles are not changed.
+    """
+    from sim.validation import fit as fitting
+    from sim.validation.fit_report import markdown
+    from sim.validation.text import progress_bar, render_fit
+
+    writable("--json", json_to)
     writable("--out", out)
-    ctx.exit(fit_main(["--cases", str(cases), "--out", out, "--workers", str(workers)]))
+    apart(cases, {"--json": json_to, "--out": out})
+    chosen = fitting.chosen(cases)
+    with progress_bar("fitting") as advance:
+        found = fitting.fit(chosen, most=sample, workers=workers, only=figures, progress=advance)
+    with json_output(json_to, many=False) as written:
+        if written is not None:
+            written.document(found.to_json())
+    if out is not None:
+        with writing("--out", out):
+            Path(out).write_text(markdown(found), encoding="utf-8")
+    if json_to != "-":
+        from sim.report.text import console
+
+        render_fit(found, console())
 
 
 @cli.command()

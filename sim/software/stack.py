@@ -249,18 +249,27 @@ def _stack(
 
 
 def free_figures(name: str) -> dict[tuple[str, str], Fact]:
-    """Figures that may be fitted, by (profile that states them, fact): a profile's own and those it inherits.
+    """Figures that may be fitted, by (profile that states them, figure): a profile's own and those it inherits.
 
-    A figure that differs between eras is none: eras change what software does, not what it costs.
+    They are the facts with a range whose value is a judgement (`Fact.free`). A figure that an era states is named with
+    the era: "product_rate (year >=2022)".
     """
     found: dict[tuple[str, str], Fact] = {}
-    units = {fact: line["unit"] for _, lines in _stated(name) for fact, line in lines.items() if "unit" in line}
-    for profile, lines in _stated(name):
-        for fact, line in lines.items():
-            found = {key: value for key, value in found.items() if key[1] != fact}
-            if line["confidence"] == "estimated" and "range" in line:
-                found[profile, fact] = _fact({"unit": units[fact], **line})
+    stated = _stated(name)
+    units = {fact: line["unit"] for _, profile in stated for fact, line in profile["facts"].items() if "unit" in line}
+    for where, profile in stated:
+        found = {key: value for key, value in found.items() if key[1] not in profile["facts"]}
+        for era in ({"facts": profile["facts"]}, *profile.get("eras", ())):
+            for fact, line in era["facts"].items():
+                if "range" in line and (made := _fact({"unit": units[fact], **line})).free:
+                    found[where, _figure(fact, era)] = made
     return found
+
+
+def _figure(fact: str, era: Mapping[str, Any]) -> str:
+    """What a fact is called as a free figure."""
+    when = ", ".join(f"{key} {wanted}" for key, wanted in era.get("when", {}).items())
+    return f"{fact} ({when})" if when else fact
 
 
 def _fact(line: Mapping[str, Any]) -> Fact:
@@ -268,11 +277,11 @@ def _fact(line: Mapping[str, Any]) -> Fact:
     return Fact(**{**line, "range": tuple(line["range"]) if "range" in line else None})
 
 
-def _stated(name: str) -> list[tuple[str, dict[str, dict[str, Any]]]]:
-    """(profile, facts as it states them) of a profile and its ancestors, eldest first."""
+def _stated(name: str) -> list[tuple[str, dict[str, Any]]]:
+    """(name, profile as written) of a profile and its ancestors, eldest first."""
     profile = _profile(name)
     parent = profile.get("inherits")
-    return [*(_stated(parent) if parent else ()), (name, profile["facts"])]
+    return [*(_stated(parent) if parent else ()), (name, profile)]
 
 
 #: Values put in the place of facts, by (profile, fact): see `trial`.
@@ -297,8 +306,10 @@ def _lineage(name: str) -> list[dict[str, Any]]:
     parent = profile.get("inherits")
     tried = {fact: value for (where, fact), value in _TRIAL.items() if where == name}
     if tried:
-        facts = profile["facts"]
-        profile = profile | {"facts": facts | {fact: facts[fact] | {"value": value} for fact, value in tried.items()}}
+        own, *eras = (era | {"facts": {fact: line | {"value": tried.get(_figure(fact, era), line["value"])}
+                                       for fact, line in era["facts"].items()}}
+                      for era in ({"facts": profile["facts"]}, *profile.get("eras", ())))
+        profile = profile | own | {"eras": eras}
     return [*(_lineage(parent) if parent else ()), profile]
 
 

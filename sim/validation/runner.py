@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import islice
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +78,7 @@ def validate(paths: Sequence[str | Path], *, select: str | None = None, workers:
     if select is not None and not chosen:
         raise UserError(Fault(f"no case matches {select!r}", "--select"))
     wanted = chosen + _references(files, chosen)
-    finished, interrupted = _predict_all(wanted, _worker_count(workers, len(wanted)), progress)
+    finished, interrupted = _predict_all(wanted, worker_count(workers, len(wanted)), progress)
     records = [finished.get(i) or _not_run(case) for i, case in enumerate(wanted)]
     _settle_all(wanted, records)
     return Validation(tuple(files), tuple(records[:len(chosen)]), interrupted)
@@ -113,7 +115,8 @@ def _references(files: Sequence[CaseFile], chosen: Sequence[Case]) -> list[Case]
     return [c for f in files for c in f.cases if (c.path, c.id) in need]
 
 
-def _worker_count(workers: int | None, cases: int) -> int:
+def worker_count(workers: int | None, cases: int) -> int:
+    """Processes for that many cases: as asked, else one per core where processes are worth their start."""
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is not None and not os.path.exists(script):
         return 1  # a program read from standard input: a spawned process could not import it
@@ -144,7 +147,7 @@ def _serial(cases: Sequence[Case]) -> Iterator[tuple[Sequence[int], Sequence[Rec
 
 def _pooled(cases: Sequence[Case], workers: int) -> Iterator[tuple[Sequence[int], Sequence[Record]]]:
     """Chunks as they finish. Processes are spawned: no state of the parent leaks in, on every platform alike."""
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_leave_interrupts_to_the_parent)
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=as_worker)
     try:
         places = iter(range(len(cases)))
         futures: dict[Future[list[Record]], list[int]] = {}
@@ -159,8 +162,16 @@ def _pooled(cases: Sequence[Case], workers: int) -> Iterator[tuple[Sequence[int]
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _leave_interrupts_to_the_parent() -> None:
+def as_worker() -> None:
+    """What a worker process starts with: Ctrl-C is the parent's business, and nobody outlives the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(parent_process(),), daemon=True).start()
+
+
+def _end_with(parent: BaseProcess | None) -> None:
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _predict_chunk(cases: list[Case]) -> list[Record]:

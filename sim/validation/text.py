@@ -13,6 +13,8 @@ from sim.validation.statistics import worst
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from sim.validation.fit import Fit
+
 _EXACT = ("source", "cases", "coverage", "values", "equal", "unequal")
 _WORST = ("source", "case", "measured s", "predicted s", "error")
 #: Reasons shown before the rest is only counted.
@@ -48,8 +50,19 @@ def render(validation: Validation, console: Console) -> None:
         console.print("[bold]Interrupted[/bold]: cases that had not run are counted as failed")
 
 
+def render_fit(fit: Fit, console: Console) -> None:
+    """Print a fit: figures, errors by source, what to take from it."""
+    from sim.validation import fit_report
+
+    if not console.is_terminal:
+        console.width = max(console.width, _PIPE_WIDTH)
+    _print(console, "Free figures", fit_report.FIGURES, fit_report.figure_rows(fit))
+    _print(console, "Step time, mean |predicted / measured − 1|", *fit_report.error_table(fit, brief=True))
+    console.print(fit_report.verdict(fit), soft_wrap=True)
+
+
 @contextmanager
-def progress_bar() -> Iterator[Progress | None]:
+def progress_bar(what: str = "validating") -> Iterator[Progress | None]:
     """A bar on standard error where that is a terminal, else None; feed it to `validate(progress=...)`."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -59,7 +72,7 @@ def progress_bar() -> Iterator[Progress | None]:
     if not console.is_terminal:
         yield None
         return
-    columns = (TextColumn("validating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Bar(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -76,8 +76,8 @@ def test_what_a_stack_does_not_flatten_is_made_as_it_stays() -> None:
     assert not program("megatron", "ddp").construction
     assert set(program("megatron", "zero1").construction) == {"parameters"}
     assert not program("deepspeed", "zero1").construction
-    assert set(program("deepspeed", "zero1", year=2021).construction) == {
-        "parameters", "master_parameters", "optimizer_states"}
+    early = program("deepspeed", "zero1", year=2021).construction
+    assert set(early) == {"parameters", "master_parameters", "optimizer_states"}
 
 
 @settings(max_examples=30, deadline=None)

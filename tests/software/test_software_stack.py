@@ -44,7 +44,7 @@ def test_few_figures_are_free(name: str, year: int) -> None:
 
 @pytest.mark.parametrize("name", profile_names())
 def test_eras_change_documented_facts_but_for_those_named_here(name: str) -> None:
-    """Facts of a release that measurements gave: some inferred ones, and the rate of the vendor's libraries by year."""
+    """Facts of a release that measurements gave: seven inferred, and the rate of the vendor's libraries by year."""
     free = [(name, fact) for era in yaml.safe_load((PROFILES / f"{name}.yaml").read_text()).get("eras", ())
             if not {"compile", "cuda_graphs"} & set(era["when"])
             for fact, line in era["facts"].items() if line["confidence"] not in ("documented", "recalled")]

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +164,40 @@ def test_the_command_prints_tables_or_json(cases: Path, tmp_path: Path, capsys: 
     assert command("--json", str(target), "--select", "fast") == 0
     assert "fast" in capsys.readouterr().out
     assert json.loads(target.read_text(encoding="utf-8"))["cases"][0]["id"] == "fast"
+
+
+PARENT = """
+import os, time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from sim.validation.runner import as_worker
+if __name__ == "__main__":
+    pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=as_worker)
+    print(pool.submit(os.getpid).result(), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_no_worker_outlives_its_parent(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT, encoding="utf-8")
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                          text=True) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        parent.kill()
+    waited = 0
+    while not gone(worker) and waited < 200:
+        waited += 1
+        time.sleep(0.05)
+    assert gone(worker)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, be it that nobody has asked for its exit code yet."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    status = Path(f"/proc/{pid}/stat")
+    return status.is_file() and status.read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] == "Z"
