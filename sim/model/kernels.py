@@ -102,13 +102,14 @@ def linear(
     quantise = width(gemm) < width(act)
     if quantise:
         forward.append(quantisation(style, rows * features_in))
-        if not style.stack.narrow_weights_cached:
+        if not style.stack.narrow_weights_cached and not style.arrives_narrow:
             forward.append(quantisation(style, size))
     forward.append(product(1, rows, features_out, features_in, "tn", gemm, gemm if quantise else act, act))
     if quantise:
         backward.append(quantisation(style, rows * features_out))
         if style.stack.narrow_keeps_inputs:
-            backward += [quantisation(style, rows * features_in), quantisation(style, size)]
+            kept = (rows * features_in,) if style.arrives_narrow else (rows * features_in, size)
+            backward += [quantisation(style, elements) for elements in kept]
     backward.append(product(1, rows, features_in, features_out, "nn", gemm, gemm if quantise else act, act))
     backward += _weight_gradient(style, rows, features_in, features_out, gemm, gemm if quantise else act)
     if bias:

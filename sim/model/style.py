@@ -81,6 +81,7 @@ class Style:
         autocast: weights are fp32 and cast to `act` where they are used.
         window: keys each query sees, 0 = all.
         tensor, context, expert: slices the width, the sequence, the experts are cut into.
+        arrives_narrow: weights are gathered in the products' narrow dtype (torchao's enable_fsdp_float8_all_gather).
         gathers: keys and values of the whole sequence are gathered before attention, else they go round a ring.
         scattered: between the cut regions activations are cut along the sequence (Korthikanti et al. 2022).
         dropout: whether dropout masks exist (their probability changes nothing else).
@@ -126,6 +127,7 @@ class Style:
     tensor: int = 1
     context: int = 1
     expert: int = 1
+    arrives_narrow: bool = False
     gathers: bool = False
     scattered: bool = False
     tuned: Tuned | None = None
@@ -218,7 +220,8 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
     act = "bf16" if precision.compute in _NARROW else "fp32" if precision.compute == "tf32" else precision.compute
     half = act in _HALF
     cast_on_the_wire = precision.gather in _HALF and scenario.parallel.strategy in _GATHERING
-    autocast = half and precision.parameters not in _HALF and not cast_on_the_wire
+    narrow = precision.gather in _NARROW and scenario.parallel.strategy in ("fsdp", "zero3")
+    autocast = half and precision.parameters not in _HALF and not cast_on_the_wire and not narrow
     follows = stack.residual_dtype_follows_autocast or stack.low_precision_norm
     hidden, heads = model.hidden, model.heads
     tensor, context = scenario.parallel.tensor, scenario.parallel.context
@@ -245,7 +248,7 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
         gemm=precision.compute, act=act,
         residual="fp32" if autocast and not follows and weight == "fp32" else act,
         weight=weight, gradient=gradient, autocast=autocast,
-        stack=stack, tensor=tensor, context=context, expert=scenario.parallel.expert,
+        stack=stack, tensor=tensor, context=context, expert=scenario.parallel.expert, arrives_narrow=narrow,
         gathers=scenario.parallel.context_exchange == "all-gather" and context > 1,
         scattered=scenario.parallel.sequence_parallel and tensor > 1, tuned=tuned,
         widened=gradient if whole and tuned is None and DTYPE_BYTES[gradient] > DTYPE_BYTES[weight] else "",

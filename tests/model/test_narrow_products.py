@@ -92,3 +92,24 @@ def test_a_gpu_without_the_tensor_cores_is_refused(compute: str) -> None:
     with pytest.raises(UserError) as caught:
         lowered(compute, "pytorch", topology="dgx-a100-80g")
     assert "training.precision" in [f.field for f in caught.value.faults]
+
+
+def test_weights_gathered_in_fp8_need_no_cast_and_no_autocast() -> None:
+    """torchao's enable_fsdp_float8_all_gather: of the weights' quantisation nothing is left on the gathered side, and
+    the module stays in bf16 as with gathers in bf16."""
+    def sharded(gather: str) -> Lowered:
+        return lower(resolve({
+            "name": "t", "cluster": {"topology": "dgx-h100"},
+            "model": {"kind": "decoder", "layers": 2, "hidden": HIDDEN, "heads": 8, "ffn": FFN, "vocab": 1000,
+                      "positions": "rotary", "bias": False},
+            "training": {"micro_batch": 1, "global_batch": 8, "sequence": TOKENS, "precision": {
+                "compute": "fp8", "parameters": "fp32", "master": "none", "gradients": "fp32", "optimizer": "fp32",
+                "gather": gather, "reduce": "fp32"}},
+            "parallel": {"strategy": "fsdp"}, "software": {"framework": "torchtitan", "year": 2024}}))
+
+    wide, narrow = sharded("bf16"), sharded("fp8")
+    assert quantised(wide, False) - quantised(narrow, False) == WEIGHTS * 6
+    assert quantised(wide, True) - quantised(narrow, True) == WEIGHTS * 6
+    blocks = [low.architecture.stack[1] for low in (wide, narrow)]
+    assert [[k.dtype for op in block.operators for k in op.forward] for block in blocks][1].count("fp32") == 0
+    assert peak(narrow.job.programs[0]).steady
