@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+_BRANDS = ("nvidia", "amd", "geforce", "tesla", "instinct")
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -28,6 +29,14 @@ def folder(name: str) -> Path:
 def names(name: str) -> list[str]:
     """Names (without .yaml) of the files in the folder `topologies` or `scenarios`, sorted."""
     return sorted(p.stem for p in folder(name).glob("*.yaml"))
+
+
+def plain_spelling(name: str) -> str:
+    """A vendor's product name without case, punctuation and brand: `NVIDIA GeForce RTX 4090` and `rtx-4090` are one."""
+    text = "".join(c for c in name.lower() if c.isalnum())
+    for brand in _BRANDS:
+        text = text.removeprefix(brand)
+    return text
 
 
 @cache

@@ -21,14 +21,17 @@ from sim import __version__
 from sim.cli_machine import COMMANDS
 from sim.cli_memory import COMMANDS as MEMORY_COMMANDS
 from sim.cli_output import (
+    JsonCommand,
     JsonOutput,
     apart,
+    json_option,
     json_output,
     load_all,
     progress,
     report_folders,
     reporting,
     writable,
+    write_json,
     write_overview,
     writing,
 )
@@ -77,7 +80,7 @@ def cli() -> None:
 @cli.command()
 @click.argument("scenarios", nargs=-1, required=True, metavar="SCENARIO...")
 @click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help="Put a value on top, e.g. cluster.nodes=64.")
-@click.option("--json", "json_to", metavar="FILE", help="Write the result as JSON; - is standard output.")
+@json_option("the result")
 @click.option("--trace", "trace_to", metavar="FILE", help="Write a trace for ui.perfetto.dev (.gz compresses).")
 @click.option("--report", "report_to", metavar="DIR", help="Write text, JSON and pictures into a directory.")
 @click.option("--sensitivity", "sensitivity", is_flag=True, help="Also simulate 10% more of each resource.")
@@ -215,7 +218,7 @@ def _checked(name: str, loaded: Loaded, points: Sequence[Point]) -> bool:
 # ----------------------------------------------------------------------------------------------------- other commands
 @cli.command()
 @click.argument("cases", nargs=-1, required=True, metavar="CASES...")
-@click.option("--json", "json_to", metavar="FILE", help="Write all records as JSON; - is standard output.")
+@json_option("all records")
 @click.option("--select", metavar="PATTERN", help="Only cases whose file/id holds this text, or matches this glob.")
 @click.option("--workers", type=click.IntRange(1, 1024), help="Processes; default one per core.")
 @click.pass_context
@@ -285,16 +288,16 @@ def schema() -> None:
     click.echo(json.dumps(json_schema(), indent=2))
 
 
-@cli.command("list")
+@cli.command("list", cls=JsonCommand)
 @click.argument("what", type=click.Choice(["gpus", "topologies", "models", "software", "precisions"]))
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def list_(what: str, as_json: bool) -> None:
+@json_option("the catalogue")
+def list_(what: str, json_to: str | None) -> None:
     """Print a catalogue: gpus, topologies, models, software or precisions."""
     from sim.report.catalogue import rows
 
+    writable("--json", json_to)
     found = rows(what)
-    if as_json:
-        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+    if write_json(json_to, found):
         return
     from sim.report.text import console, render_catalogue
 

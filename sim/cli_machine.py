@@ -15,12 +15,10 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from sim.cli_output import apart, writable, writing
+from sim.cli_output import JsonCommand, answer, apart, json_option, writable, writing
 from sim.errors import Fault, UserError, nearest
-from sim.work import DTYPE_BYTES
+from sim.work import DTYPE_BYTES, dtype_name
 
-#: Types by the names of nccl-tests beside ours.
-_NCCL_TYPES = {"float": "fp32", "half": "fp16", "bfloat16": "bf16", "double": "fp64", "f8e4m3": "fp8"}
 _SIZE = re.compile(r"(\d+(?:\.\d*)?)([KMGT]?)(?:i?B)?\Z", re.IGNORECASE)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 #: Beyond anything that exists; there to catch slips of the keyboard before they take all memory.
@@ -31,7 +29,7 @@ _KERNELS = ("flash1", "flash2", "flash3", "triton", "efficient")
 _OF_ONE = {"layout": "gemm", "backward": "attention", "full": "attention", "kernel_name": "attention"}
 _SAID = {"full": "full/--causal", "kernel_name": "kernel"}
 
-_AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_AS_JSON = json_option("the answer")
 
 
 def _size(value: str | int) -> int:
@@ -44,7 +42,7 @@ def _size(value: str | int) -> int:
 
 
 def _dtype(value: str) -> str:
-    name = _NCCL_TYPES.get(value.lower(), value.lower())
+    name = dtype_name(value)
     if name not in DTYPE_BYTES:
         raise UserError(Fault(f"unknown type '{value[:40]}'; known are {', '.join(DTYPE_BYTES)}", "--dtype",
                               hint=nearest(name, DTYPE_BYTES)))
@@ -52,7 +50,7 @@ def _dtype(value: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------- kernel
-@click.command()
+@click.command(cls=JsonCommand)
 @click.argument("gpu")
 @click.argument("op")
 @click.argument("shape")
@@ -66,7 +64,7 @@ def _dtype(value: str) -> str:
 @_AS_JSON
 @click.pass_context
 def kernel(ctx: click.Context, gpu: str, op: str, shape: str, dtype: str, layout: str, backward: bool, full: bool,
-           kernel_name: str, as_json: bool) -> None:
+           kernel_name: str, json_to: str | None) -> None:
     """Predict one kernel: its time, its rate and its share of peak.
 
     GPU is a name ('drystep list gpus') or the path of a profile that 'calibrate --gemm' wrote. OP and SHAPE: gemm
@@ -81,8 +79,9 @@ def kernel(ctx: click.Context, gpu: str, op: str, shape: str, dtype: str, layout
         if op != only and ctx.get_parameter_source(option) is ParameterSource.COMMANDLINE:
             raise UserError(Fault(f"an option of {only}, not of {op[:40]}", f"--{_SAID.get(option, option)}",
                                   hint="leave it out"))
-    answer = kernel_command(_gpu(gpu), op, shape, _dtype(dtype), layout, backward, not full, kernel_name)
-    click.echo(answer.to_json() if as_json else answer.to_text())
+    writable("--json", json_to)
+    found = kernel_command(_gpu(gpu), op, shape, _dtype(dtype), layout, backward, not full, kernel_name)
+    answer(json_to, found.to_text(), json.loads(found.to_json()))
 
 
 def _gpu(name: str) -> str | dict[str, Any]:
@@ -98,7 +97,7 @@ def _gpu(name: str) -> str | dict[str, Any]:
 
 
 # --------------------------------------------------------------------------------------------------------- collective
-@click.command()
+@click.command(cls=JsonCommand)
 @click.argument("op")
 @click.option("--topology", required=True, metavar="T", help="A name ('drystep list topologies') or a path.")
 @click.option("--nodes", type=click.IntRange(1, 100_000), default=1, show_default=True, help="Nodes that take part.")
@@ -110,7 +109,7 @@ def _gpu(name: str) -> str | dict[str, Any]:
 @click.option("--dtype", "-d", default="float", show_default=True, help="Element type.")
 @_AS_JSON
 def collective(op: str, topology: str, nodes: int, gpus_per_node: int | None, min_bytes: int, max_bytes: int,
-               factor: float, dtype: str, as_json: bool) -> None:
+               factor: float, dtype: str, json_to: str | None) -> None:
     """Predict one collective over a range of sizes, in the layout of nccl-tests.
 
     OP is all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce or send_recv.
@@ -119,9 +118,10 @@ def collective(op: str, topology: str, nodes: int, gpus_per_node: int | None, mi
 
     if not factor >= 1 or (factor > 1 and math.log(max_bytes / min_bytes) > _MOST_ROWS * math.log(factor)):
         raise UserError(Fault(f"a factor of {factor:g} makes more than {_MOST_ROWS} sizes", "--factor"))
+    writable("--json", json_to)
     text, data = collective_command(op, _topology(topology, nodes), nodes, min_bytes, max_bytes, factor, gpus_per_node,
                                     _dtype(dtype))
-    click.echo(json.dumps(data, indent=1) if as_json else text, nl=as_json)
+    answer(json_to, text, data)
 
 
 def _topology(name: str, nodes: int) -> dict[str, Any]:
@@ -143,13 +143,15 @@ def _renamed(error: UserError, field: str, argument: str) -> UserError:
 
 
 # ---------------------------------------------------------------------------------------------------------- calibrate
-@click.command()
+@click.command(cls=JsonCommand)
 @click.option("--nccl", metavar="FILE", help="What nccl-tests printed on the cluster; any number of tables.")
 @click.option("--topology", metavar="T", help="The cluster that --nccl was measured on: a name or a path.")
 @click.option("--gemm", metavar="CSV", help="Timings of matrix products: gpu,dtype,m,n,k,batch,time_us,source.")
 @click.option("--gpu", metavar="G", help="The catalogue's GPU that --gemm was measured on.")
 @click.option("--out", required=True, metavar="F", help="Where the topology or the GPU's profile goes (YAML).")
-def calibrate(nccl: str | None, topology: str | None, gemm: str | None, gpu: str | None, out: str) -> None:
+@json_option("what was fitted and how well")
+def calibrate(nccl: str | None, topology: str | None, gemm: str | None, gpu: str | None, out: str,
+              json_to: str | None) -> None:
     """Fit the machine to your own measurements; the file written is what a scenario names.
 
     --nccl writes a topology for 'cluster.topology', --gemm a GPU's profile for 'cluster.topology.gpu'; both together
@@ -161,17 +163,24 @@ def calibrate(nccl: str | None, topology: str | None, gemm: str | None, gpu: str
         if (given is None) != (wanted is None):
             raise UserError(Fault(f"{name} and {other} go together", other if wanted is None else name))
     writable("--out", out)
-    apart([name for name in (nccl, gemm) if name], {"--out": out})
+    writable("--json", json_to)
+    apart([name for name in (nccl, gemm) if name], {"--out": out, "--json": json_to})
     written: dict[str, Any] = {}
+    quality: dict[str, Any] = {"out": out}
+    texts = []
     if gemm is not None and gpu is not None:
-        written = _fit_gemm(gemm, gpu)
+        written, quality["gemm"], text = _fit_gemm(gemm, gpu)
+        texts.append(text)
     if nccl is not None and topology is not None:
-        written = _fit_nccl(nccl, topology) | ({"gpu": written} if written else {})
+        fitted, quality["nccl"], text = _fit_nccl(nccl, topology)
+        written = fitted | ({"gpu": written} if written else {})
+        texts.append(text)
     _write(out, written, [Path(name).name for name in (nccl, gemm) if name])
+    answer(json_to, "\n".join(text.rstrip("\n") for text in texts), quality)
 
 
-def _fit_nccl(text_file: str, topology: str) -> dict[str, Any]:
-    """The topology as its file says, with the links' figures of this cluster."""
+def _fit_nccl(text_file: str, topology: str) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """The topology as its file says, with the links' figures of this cluster; how good they are, as data and text."""
     from sim.calibration.nccl_user import calibrate_nccl
     from sim.scenario.gpus import is_profile
     from sim.scenario.topologies import find_topology
@@ -179,22 +188,23 @@ def _fit_nccl(text_file: str, topology: str) -> dict[str, Any]:
     mapping = _topology(topology, 1)
     with _reading("--nccl", text_file):
         found = calibrate_nccl(text_file, mapping)
-    click.echo(found.text(), nl=False)
     document = find_topology(topology, Path())
     plain = {**document.data, "links": dict(found.links)}
     if is_profile(plain["gpu"]):  # a path is relative to the file that holds it
         plain["gpu"] = str((document.folder / plain["gpu"]).resolve())
-    return plain
+    return plain, {"links": dict(found.links), "tables": [dict(row) for row in found.tables]}, found.text()
 
 
-def _fit_gemm(table: str, gpu: str) -> dict[str, Any]:
+def _fit_gemm(table: str, gpu: str) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """The GPU's profile, how good it is, and that as text."""
     from sim.calibration.kernel_command import calibrate_gemm
 
     with _reading("--gemm", table):
         _check_products(Path(table))
         found = calibrate_gemm(table, gpu)
-    click.echo(found.to_text())
-    return found.profile
+    quality = {"kernel_figures": found.profile["kernel_figures"], "confidence": found.profile["confidence"],
+               "fits": list(found.fits)}
+    return found.profile, quality, found.to_text()
 
 
 def _check_products(path: Path) -> None:

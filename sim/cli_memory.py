@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sim.cli_output import JsonOutput, apart, json_output, load_all, progress, writable, writing
+from sim.cli_output import JsonOutput, apart, json_option, json_output, load_all, progress, writable, writing
 from sim.errors import Fault, UserError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("scenarios", nargs=-1, required=True, metavar="SCENARIO...")
 @click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help="Put a value on top, e.g. cluster.nodes=64.")
-@click.option("--json", "json_to", metavar="FILE", help="Write the result as JSON; - is standard output.")
+@json_option("the result")
 @click.option("--snapshot", "snapshot_to", metavar="FILE",
               help="Write a snapshot for pytorch.org/memory_viz (the fullest rank's; FILE.pickle).")
 @click.option("--stages", "stages", is_flag=True, help="Print the phases of every stage of a pipeline.")

@@ -19,6 +19,41 @@ if TYPE_CHECKING:
     from sim.scenario import Loaded
 
 
+def json_option(what: str) -> Callable[[Any], Any]:
+    """`--json FILE`; without a name, or with -, it goes to standard output."""
+    return click.option("--json", "json_to", is_flag=False, flag_value="-", metavar="FILE",
+                        help=f"Write {what} as JSON; - is standard output.")
+
+
+class JsonCommand(click.Command):
+    """A command whose `--json` may stand before its arguments: what follows is its file only if it is - or *.json."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """See click."""
+        spelled = [f"{arg}=-" if arg == "--json" and not (following == "-" or following.endswith(".json")) else arg
+                   for arg, following in zip(args, [*args[1:], ""], strict=True)]
+        return super().parse_args(ctx, spelled)
+
+
+def write_json(json_to: str | None, data: Mapping[str, Any] | Sequence[Any]) -> bool:
+    """Write `data` where JSON was asked for; whether standard output is taken by it."""
+    if json_to is None:
+        return False
+    dumped = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
+    if json_to == "-":
+        click.echo(dumped)
+        return True
+    with writing("--json", json_to):
+        Path(json_to).write_text(dumped + "\n", encoding="utf-8")
+    return False
+
+
+def answer(json_to: str | None, text: str, data: Mapping[str, Any]) -> None:
+    """Print `text`, and write `data` as JSON where it was asked for (in place of the text on standard output)."""
+    if not write_json(json_to, data):
+        click.echo(text, nl=not text.endswith("\n"))
+
+
 class JsonOutput:
     """Writes documents as they come, so that a sweep of any length needs no memory and Ctrl-C leaves valid JSON."""
 

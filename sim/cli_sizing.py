@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sim.cli_output import Finite, apart, json_output, reporting, writable, writing
+from sim.cli_output import Finite, apart, json_option, json_output, reporting, writable, writing
 from sim.errors import Fault, UserError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 @click.option("--seconds", type=Finite(min=0), help="Simulate no longer; the best so far, with its gap.")
 @click.option("--workers", type=click.IntRange(1, 1024), help="Processes; default one for each CPU.")
 @click.option("--dask", metavar="ADDRESS", help="Dask scheduler whose workers simulate instead, tcp://host:port.")
-@click.option("--json", "json_to", metavar="FILE", help="Write the result as JSON; - is standard output.")
+@json_option("the result")
 @click.option("--csv", "csv_to", metavar="FILE", help="Write every simulated configuration as CSV.")
 @click.option("--parquet", "parquet_to", metavar="FILE", help="The same as Parquet; needs drystep[parquet].")
 @click.option("--report", "report_to", metavar="DIR", help="Write the text and a picture of the front there.")
@@ -202,7 +202,7 @@ def _said(value: Any) -> str:
 
 @click.command()
 @click.argument("scenarios", nargs=-1, required=True, metavar="A B...")
-@click.option("--json", "json_to", metavar="FILE", help="Write the comparison as JSON; - is standard output.")
+@json_option("the comparison")
 @click.option("--report", "report_to", metavar="DIR", help="Write the comparison and its picture into a directory.")
 def compare(scenarios: tuple[str, ...], json_to: str | None, report_to: str | None) -> None:
     """Runs side by side: which term of the step and of memory moved, why, and which fields differ."""

@@ -24,6 +24,30 @@ TORCH_DTYPES: dict[str, str] = {
 #: all-reduce tensor, all-to-all send buffer of one rank, send/recv message.
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv", "broadcast", "reduce")
 
+#: Other people's names: nccl-tests' types and numpy's or PyTorch's, and collectives without underscores.
+_DTYPE_SPELLINGS = {
+    "double": "fp64", "float": "fp32", "half": "fp16", "f8e4m3": "fp8",
+    "float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8",
+}
+_COLLECTIVE_SPELLINGS = {
+    "alltoall": "all_to_all", "allreduce": "all_reduce", "allgather": "all_gather", "sendrecv": "send_recv",
+    "reducescatter": "reduce_scatter",
+}
+
+
+def dtype_name(spelling: str) -> str:
+    """The name of a dtype here, from any usual spelling; an unknown one comes back in lower case."""
+    name = spelling.strip().lower().removeprefix("torch.")
+    return _DTYPE_SPELLINGS.get(name, name)
+
+
+def collective_name(spelling: str) -> str:
+    """The name of a collective here (`AllReduce`, `all-reduce`, `all_reduce_perf`: all_reduce); an unknown one comes
+    back in lower case. `send_recv` is nccl-tests' exchange of neighbours."""
+    name = spelling.strip().lower().removesuffix("_perf").replace("-", "_")
+    return _COLLECTIVE_SPELLINGS.get(name, name)
+
+
 #: Rows of `breakdown_s` that kernels can fall in.
 CATEGORIES = ("gemm", "attention", "memory_bound", "optimizer")
 

@@ -13,7 +13,7 @@ from sim.catalog import names
 from sim.errors import Fault, UserError, nearest
 from sim.network import Network, Topology
 from sim.network.network import choose
-from sim.work import DTYPE_BYTES
+from sim.work import DTYPE_BYTES, collective_name
 
 #: Operations by the names of nccl-tests' programs and ours -> (kind, title, reduction shown).
 OPERATIONS = {
@@ -21,8 +21,6 @@ OPERATIONS = {
     "reduce_scatter": ("reduce_scatter", "ReduceScatter", "sum"), "all_to_all": ("all_to_all", "AlltoAll", "none"),
     "broadcast": ("broadcast", "Broadcast", "none"), "reduce": ("reduce", "Reduce", "sum"),
     "send_recv": ("send_recv", "SendRecv", "sum")}
-_ALIASES = {"alltoall": "all_to_all", "allreduce": "all_reduce", "allgather": "all_gather", "sendrecv": "send_recv",
-            "reducescatter": "reduce_scatter", "send": "send_recv"}
 _PROGRAMS = {"all_to_all": "alltoall", "send_recv": "sendrecv"}
 _TYPES = {"fp32": "float", "fp16": "half", "bf16": "bfloat16", "fp8": "f8e4m3", "int8": "int8", "fp64": "double"}
 
@@ -54,8 +52,8 @@ def operation(op: str) -> str:
     Raises:
         UserError: an unknown one.
     """
-    name = op.lower().removesuffix("_perf").replace("-", "_")
-    name = _ALIASES.get(name, name)
+    name = collective_name(op)
+    name = "send_recv" if name == "send" else name
     if name not in OPERATIONS:
         raise UserError(Fault(f"unknown collective {op!r}: it is one of {', '.join(OPERATIONS)}", "OP",
                               hint=nearest(name, OPERATIONS)))

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sim.catalog import table
+from sim.catalog import plain_spelling, table
 from sim.errors import Fault, UserError, nearest
 
 _CATALOGUE = "hardware/gpus.yaml"
@@ -95,18 +95,23 @@ def gpu_names() -> list[str]:
 @cache
 def _spellings() -> dict[str, str]:
     catalogue = table(_CATALOGUE)
-    aliases = {spelling.lower(): name for spelling, name in catalogue["aliases"].items()}
-    return aliases | {name: name for name in catalogue["gpus"]}
+    return {**catalogue["aliases"], **{name: name for name in catalogue["gpus"]}}
+
+
+@cache
+def _plainly_spelled() -> dict[str, str]:
+    return {plain_spelling(spelling): name for spelling, name in _spellings().items()}
 
 
 def canonical_gpu(name: str) -> str:
-    """The catalogue's name for any known spelling (`A100-SXM4-80GB` -> `a100-80g-sxm`), whatever its case.
+    """The catalogue's name for any known spelling (`A100-SXM4-80GB` -> `a100-80g-sxm`), whatever its case, punctuation
+    and brand.
 
     Raises:
         UserError: no such GPU; the nearest name is given.
     """
     known = _spellings()
-    found = known.get(name.strip().lower())
+    found = _plainly_spelled().get(plain_spelling(name))
     if found is None:
         fault = Fault(f"unknown GPU '{name}'; known are {', '.join(gpu_names())}", "cluster.topology.gpu",
                       hint=nearest(name, known))

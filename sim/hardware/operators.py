@@ -45,7 +45,7 @@ def row_wise_kernel(op: str, rows: int, cols: int, dtype: str, counted: RowWise 
     Raises:
         UserError: no such operator.
     """
-    found = counted or ROW_WISE.get(op)
+    found = counted or ROW_WISE.get(op) or ROW_WISE.get(op.lower().replace("_", ""))
     if found is None:
         raise UserError(Fault(f"no operator {op!r}; known are {', '.join(ROW_WISE)}", "op", hint=nearest(op, ROW_WISE)))
     shape = (rows * cols,) if found.op == "elementwise" else (rows, cols)

@@ -17,6 +17,8 @@ from sim.work import DTYPE_BYTES
 _HALF = ("fp16", "bf16")
 #: Compute dtypes below 16 bits run their matrix products in them and everything else in bf16 (TransformerEngine).
 _NARROW = ("fp8", "mxfp8", "nvfp4", "int8", "int4")
+#: Strategies that gather parameters before they are used; the others have no wire on which to narrow them.
+_GATHERING = ("fsdp", "zero2", "zero3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,8 @@ class Style:
         hidden, heads, kv_heads, head_dim, ffn, vocab, max_positions, layers: as in the scenario.
         experts: mixture of experts, None = dense; latent: latent attention, None = plain.
         gemm: dtype of the matrix products; act: of activations; residual: of the residual stream and norms; weight: of
-            the module's weights as kernels see them; gradient: dtype the weight gradients accumulate in.
+            the module's weights as kernels see them; gradient: dtype the weight gradients accumulate in; widened: dtype
+            a kept gradient is copied to as soon as it is complete, "" = it stays as it came.
         autocast: weights are fp32 and cast to `act` where they are used.
         window: keys each query sees, 0 = all.
         tensor, context, expert: slices the width, the sequence, the experts are cut into.
@@ -128,6 +131,7 @@ class Style:
     gathers: bool = False
     scattered: bool = False
     tuned: Tuned | None = None
+    widened: str = ""
 
     @property
     def stream(self) -> Style:
@@ -215,8 +219,9 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
     model, training, precision = scenario.model, scenario.training, scenario.training.precision
     act = "bf16" if precision.compute in _NARROW else "fp32" if precision.compute == "tf32" else precision.compute
     half = act in _HALF
+    cast_on_the_wire = precision.gather in _HALF and scenario.parallel.strategy in _GATHERING
     narrow = precision.gather in _NARROW and scenario.parallel.strategy in ("fsdp", "zero3")
-    autocast = half and precision.parameters not in _HALF and precision.gather not in _HALF and not narrow
+    autocast = half and precision.parameters not in _HALF and not cast_on_the_wire and not narrow
     follows = stack.residual_dtype_follows_autocast or stack.low_precision_norm
     hidden, heads = model.hidden, model.heads
     tensor, context = scenario.parallel.tensor, scenario.parallel.context
@@ -224,6 +229,8 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
     tied = bool(model.tied_embeddings)
     tuned = tuned_of(training, stack.modules == "plain" and not tied and not training.chunked_loss)
     weight = tuned.plain if tuned and autocast else "fp32" if autocast else act
+    gradient = _gradient(precision, act, autocast)
+    whole = stack.gradient_path == "reducer" and scenario.parallel.strategy not in _GATHERING
     return Style(
         kind=model.kind, batch=batch, sequence=training.sequence // context,
         decoder_sequence=(training.decoder_sequence or training.sequence) // context,
@@ -240,10 +247,11 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
         latent=_latent(model.mla), attention=training.attention, chunked_loss=bool(training.chunked_loss),
         gemm=precision.compute, act=act,
         residual="fp32" if autocast and not follows and weight == "fp32" else act,
-        weight=weight, gradient=_gradient(precision, act, autocast), autocast=autocast,
+        weight=weight, gradient=gradient, autocast=autocast,
         stack=stack, tensor=tensor, context=context, expert=scenario.parallel.expert, arrives_narrow=narrow,
         gathers=scenario.parallel.context_exchange == "all-gather" and context > 1,
         scattered=scenario.parallel.sequence_parallel and tensor > 1, tuned=tuned,
+        widened=gradient if whole and tuned is None and DTYPE_BYTES[gradient] > DTYPE_BYTES[weight] else "",
     )
 
 

@@ -200,7 +200,7 @@ def speeds(topology: Topology, intra_gbps_per_gpu: float | None = None,
     count = intra.links_per_gpu if row else 1
     nominal_link = float(used["nominal"]) * _GB
     if intra_gbps_per_gpu is not None:
-        nominal_link = intra_gbps_per_gpu / _BITS * _GB / count
+        nominal_link = intra_gbps_per_gpu / _BITS * _GB / max(1, count)  # a mesh of one GPU has no links
     nominal = inter.nics_per_node * inter.gbps_per_nic if inter_gbps_per_node is None else inter_gbps_per_node
     node = nominal / _BITS * _GB * figures[f"fabric_share.{inter.fabric}"]
     stage = 0.0 if inter.rdma else figures["stage_gbps.all"] * _GB

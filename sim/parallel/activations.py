@@ -53,20 +53,26 @@ class Activations:
         self._away = SavedTensors(plan, section) if plan.offload.moves_activations else None
 
     def forward(self, position: int, layer: Layer) -> None:
-        """The layer's forward rises and settles; before a head or bridge a row of blocks lets go of what it held."""
+        """The layer's forward rises and settles; a row of blocks lets go of what it held before a head or bridge, or
+        where the stage ends."""
         profile, changes, _ = self._of(position, layer)
         if self._away is not None:
             self._away.forward(position, profile.forward.net[_SAVED] if layer.kind == "block" else 0)
-        if layer.kind in ("bridge", "head") and self._held is not NOTHING:
-            self._change(_changes(_negative(self._held)), "held", position)
-            self._held = NOTHING
+        if layer.kind in ("bridge", "head"):
+            self._let_go(position)
         self._change(changes, "forward", position, profile.trace)
         if profile.held is not NOTHING:
             self._held = _sum(self._held, profile.held)
         if profile.cached is not NOTHING:
             self._cached = _sum(self._cached, profile.cached)
         if position == self._last:
+            self._let_go(position)
             self._change(_changes(_negative(self._cached)), "cached", position)
+
+    def _let_go(self, position: int) -> None:
+        if self._held is not NOTHING:
+            self._change(_changes(_negative(self._held)), "held", position)
+            self._held = NOTHING
 
     def backward(self, position: int, layer: Layer) -> int:
         """Recomputation and backward of the layer.

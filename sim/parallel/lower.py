@@ -11,6 +11,7 @@ from sim.hardware import gpu
 from sim.hardware.outside import Outside, outside
 from sim.model import build
 from sim.model.architecture import Architecture
+from sim.model.tuning import tuned_of
 from sim.parallel.data import bucketed, reductions
 from sim.parallel.inference import Serving, lower_inference, run_of
 from sim.parallel.layout import Layout, Ranks, equitable_classes, simulated_ranks
@@ -84,8 +85,8 @@ def lower(scenario: Scenario, *, fold: bool = True) -> Lowered:
     if scenario.parallel.pipeline > 1:
         groups = sharded_groups(scenario, layout) if shards(scenario, stack) else cut_groups(scenario, layout)
         varied = variety(scenario, layout, groups)
-        pipelined = lower_pipeline(scenario, stack, architecture, layout, groups, technique_of(scenario, stack),
-                                   whole.tied and not architecture.tied)
+        copied = whole.tied and not architecture.tied and tuned_of(scenario.training, False) is None
+        pipelined = lower_pipeline(scenario, stack, architecture, layout, groups, technique_of(scenario, stack), copied)
         plans = pipelined.plans
     else:
         technique = choose(scenario, stack, architecture, layout)

@@ -169,7 +169,8 @@ def breakdown(columns: Columns, shares: Floats, alone_s: Floats, inline_s: Float
     np.add.at(total, call_key, (columns.end_s[calls] - columns.start_s[calls]) * columns.times[calls])
     if inline_s is not None:
         runs = np.bincount(columns.payload[kernels], weights=columns.times[kernels], minlength=count)
-        np.add.at(total, named, runs[:len(inline_s)] @ inline_s)
+        alone = np.bincount(named, weights=runs[:len(inline_s)] @ inline_s, minlength=len(rows))
+        total += np.maximum(alone, inside)  # others on their links make them longer
     pending = pending + for_stages
     for i, (kind, group) in enumerate(rows):
         bubble = float(pending[i]) if between_stages((kind, group), across) else 0.0

@@ -8,7 +8,7 @@ from typing import Any
 from sim.errors import Fault, UserError, nearest
 from sim.scenario.cluster import GpuFigures
 from sim.scenario.document import Document, beside, read_document
-from sim.scenario.gpus import canonical_gpu, gpu_names, is_profile
+from sim.scenario.gpus import canonical_gpu, gpu_names, is_profile, resembled
 from sim.scenario.presets import preset, preset_names
 from sim.scenario.profile import PLACE, check_profile
 from sim.scenario.topologies import find_topology
@@ -139,6 +139,8 @@ def _described(gpu: dict[str, Any], cluster: dict[str, Any], document: Document,
     rest = {key: value for key, value in gpu.items() if key not in own}
     if "like" not in rest and canonical_gpu(str(rest.get("name"))) is not None:
         rest["like"] = rest["name"]
+    if "like" not in rest and (nearest_card := resembled(own)) is not None:
+        rest = {"confidence": "low", **rest, "like": nearest_card}
     checked = check_profile(rest, document, PLACE, faults)
     if checked is None:
         return _STANDIN["gpu"]

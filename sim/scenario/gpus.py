@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
-from sim.catalog import table
+from pydantic_core import PydanticCustomError
+
+from sim.catalog import plain_spelling, table
 
 
 def gpu_names() -> list[str]:
@@ -15,22 +19,48 @@ def gpu_names() -> list[str]:
 
 def canonical_gpu(name: str) -> str | None:
     """The catalogue's name of a GPU given by that name or a vendor's spelling, None if there is none."""
-    catalogue = table("hardware/gpus.yaml")
-    if name in catalogue["gpus"]:
+    if name in table("hardware/gpus.yaml")["gpus"]:
         return name
-    aliases: Mapping[str, str] = catalogue.get("aliases", {})
-    found = aliases.get(name)
-    if found is None:
-        lower = name.strip().lower()
-        found = (
-            lower if lower in catalogue["gpus"] else next((v for k, v in aliases.items() if k.lower() == lower), None)
-        )
-    return found
+    return _spellings().get(plain_spelling(name))
+
+
+@cache
+def _spellings() -> dict[str, str]:
+    catalogue = table("hardware/gpus.yaml")
+    spelled = {**catalogue["aliases"], **{name: name for name in catalogue["gpus"]}}
+    return {plain_spelling(spelling): name for spelling, name in spelled.items()}
 
 
 def is_profile(spec: Any) -> bool:
     """Whether a GPU is given as the path of a profile rather than by name."""
     return isinstance(spec, str) and spec.endswith((".yaml", ".yml"))
+
+
+def resembled(figures: Mapping[str, Any]) -> str | None:
+    """The GPU of the catalogue whose 16-bit products and memory bandwidth are nearest, in ratio, to those given; None
+    where neither is."""
+    from sim.scenario.units import BYTES_PER_S
+
+    tflops = figures.get("tflops")
+    halves = [tflops.get(name) for name in ("bf16", "fp16")] if isinstance(tflops, Mapping) else []
+    try:
+        bandwidth = BYTES_PER_S.read(figures["memory_bandwidth"]) / 1e9 if "memory_bandwidth" in figures else None
+    except PydanticCustomError:
+        return None
+    wanted = (next((half for half in halves if _positive(half)), None), bandwidth)
+    if not any(map(_positive, wanted)):
+        return None
+    entries: Mapping[str, dict[str, Any]] = table("hardware/gpus.yaml")["gpus"]
+
+    def off(name: str) -> float:
+        has = (entries[name]["tflops"].get("fp16"), entries[name]["memory_bandwidth_gb_s"])
+        return sum(abs(math.log(mine / theirs)) for mine, theirs in zip(wanted, has, strict=True) if _positive(mine))
+
+    return min(entries, key=off)
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def gpu_facts(spec: str | Mapping[str, Any]) -> dict[str, Any]:

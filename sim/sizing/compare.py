@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sim.api import Source, run
+from sim.errors import Fault, UserError
 from sim.report.result import Result
 from sim.report.tables import Frame, as_table
 from sim.scenario.dump import dump
@@ -63,8 +65,18 @@ class Comparison:
 _SAID = ("name", "expect", "claim", "sweep")
 
 
-def compare(results: Sequence[Result]) -> Comparison:
-    """Lay runs side by side; the first is what the others are held against."""
+def compare(runs: Sequence[Result | Source]) -> Comparison:
+    """Lay runs side by side; the first is what the others are held against.
+
+    Args:
+        runs: results, or what `run` takes: it is run first.
+
+    Raises:
+        UserError: nothing to compare, or a scenario is wrong.
+    """
+    if not runs:
+        raise UserError(Fault("there is nothing to compare", "runs"))
+    results = [one if isinstance(one, Result) else run(one) for one in runs]
     terms = _side_by_side([dict(_terms(r.breakdown.to_json())) for r in results])
     memory = _side_by_side([{name: float(held) for name, held in r.memory.at_peak.items()} for r in results])
     moved = _moved(terms, 1e-12)

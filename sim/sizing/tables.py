@@ -97,7 +97,7 @@ class Layers:
     """
 
     def __init__(self, scenario: Scenario, stack: Stack, names: tuple[str, ...], sent: float, device: Device) -> None:
-        self.architecture = build(held(scenario), stack, scenario.training.micro_batch)
+        self.architecture = build(held(_gathering(scenario)), stack, scenario.training.micro_batch)
         row, parallel = self.architecture.stack, scenario.parallel
         self.distinct = list({id(x): x for x in row}.values())
         number = {id(layer): i for i, layer in enumerate(self.distinct)}
@@ -273,6 +273,12 @@ class Tables:
         return base.model_copy(update={
             "cluster": base.cluster.model_copy(update={"nodes": nodes}), "parallel": parallel,
             "training": base.training.model_copy(update={"micro_batch": micro})})
+
+
+def _gathering(scenario: Scenario) -> Scenario:
+    """The scenario under a strategy that gathers parameters: where these are narrowed on the wire there are no casts in
+    the layers, so that no other strategy's layers take less."""
+    return scenario.model_copy(update={"parallel": scenario.parallel.model_copy(update={"strategy": "fsdp"})})
 
 
 def _kernels(item: Kernel | InlineCall) -> tuple[Kernel, ...]:

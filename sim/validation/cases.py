@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import fnmatch
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,7 +108,7 @@ def read(path: Path) -> CaseFile:
     """
     try:
         size = path.stat().st_size
-        text = path.read_text(encoding="utf-8") if size <= LIMIT_BYTES else ""
+        text = path.read_text(encoding="utf-8-sig") if size <= LIMIT_BYTES else ""
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(Fault(f"cannot be read: {error}", file=str(path))) from error
     if size > LIMIT_BYTES:
@@ -149,7 +150,7 @@ def _read_yaml(path: Path, text: str) -> CaseFile:
     if kind not in KINDS:
         check.fault(f"unknown kind {kind!r}; allowed: {', '.join(KINDS[1:])}", 1, "kind", nearest(str(kind), KINDS))
         check.raise_any()
-    key = "sweeps" if kind == "collectives" else "cases"
+    key = "sweeps" if kind == "collectives" and "cases" not in data else "cases"
     entries = data.get(key)
     if not isinstance(entries, list) or not entries:
         raise UserError(Fault(f"needs a list '{key}' with at least one entry", key, str(path), 1))
@@ -171,9 +172,17 @@ def _read_yaml(path: Path, text: str) -> CaseFile:
     return CaseFile(path.name, str(path), kind, str(data.get("title", path.stem)), tuple(cases))
 
 
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """YAML 1.2's numbers, as in scenario files: `5.2e10` is one, which PyYAML takes for text."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+\Z"),
+                              list("-+.0123456789"))
+
+
 def _parse(path: Path, text: str) -> tuple[Any, yaml.Node | None]:
     """The file's data and its node tree, which knows lines; libyaml's parser where PyYAML was built with it."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
+    loader = _Loader(text)
     try:
         node = loader.get_single_node()
         data = None if node is None else loader.construct_document(node)
@@ -253,10 +262,11 @@ def _sweep(path: Path, kind: str, line: int, defaults: dict[str, Any], entry: di
     if not isinstance(rows, list) or not all(
             isinstance(r, list) and len(r) == 2 and all(_positive(v) for v in r) for r in rows):
         check.fault("must be a list of [bytes, time_us]", line, f"{entry['id']}.rows")
-    if not isinstance(entry.get("ranks"), int) or not isinstance(entry.get("op"), str):
-        check.fault("needs 'op' and a whole number of 'ranks'", line, entry["id"])
-    if not isinstance(entry.get("cluster"), str | dict):
-        check.fault("needs a 'cluster'", line, entry["id"])
+    ranks, cluster = entry.get("ranks"), entry.get("cluster")
+    if type(ranks) is not int or ranks < 1 or not isinstance(entry.get("op"), str):
+        check.fault("needs 'op' and a whole number of 'ranks' from 1 on", line, entry["id"])
+    if not isinstance(cluster, str) and not (isinstance(cluster, dict) and cluster.get("topology")):
+        check.fault("needs a 'cluster': the name of a topology, or a mapping with 'topology'", line, entry["id"])
     if len(check.faults) > before or not isinstance(rows, list):
         return None
     given = {key: value for key, value in entry.items() if key != "rows"}
@@ -264,28 +274,30 @@ def _sweep(path: Path, kind: str, line: int, defaults: dict[str, Any], entry: di
     return Case(path.name, str(path), line, kind, entry["id"], given, {}, quality=entry.get("quality"), rows=table)
 
 
-#: Headers of the three layouts of kernel files: matrix products, row-wise kernels, and SimuMax's efficiencies.
+#: Columns of the three layouts of kernel files: matrix products, row-wise kernels, and SimuMax's efficiencies. Others
+#: may stand beside them, in any order; `source` may be left out.
 _LAYOUTS = (("gpu", "dtype", "m", "n", "k", "batch", "time_us", "source"),
             ("gpu", "dtype", "op", "rows", "cols", "time_us", "source"),
             ("gpu", "op", "peak_tflops", "key", "efficiency"))
+#: Columns that hold sizes, and those that hold other numbers: all above 0.
+_SIZES, _NUMBERS = frozenset({"m", "n", "k", "batch", "rows", "cols"}), ("time_us", "peak_tflops", "efficiency")
 
 
 def _read_csv(path: Path, text: str) -> CaseFile:
     """One case per (gpu, dtype, op) of a kernel file; matrix products are the operator `gemm`."""
     check = _Checker(path)
-    reader = csv.DictReader(text.splitlines())
+    reader = csv.DictReader(text.splitlines(), skipinitialspace=True)
     header = tuple(reader.fieldnames or ())
-    if header not in _LAYOUTS:
+    layout = next((columns for columns in _LAYOUTS if {*columns} <= {*header, "source"}), None)
+    if layout is None:
         allowed = " | ".join(",".join(layout) for layout in _LAYOUTS)
         raise UserError(Fault(f"unknown header {','.join(header)!r}; allowed: {allowed}", file=str(path), line=1))
-    numbers = set(header) & {"m", "n", "k", "batch", "rows", "cols", "time_us", "peak_tflops", "efficiency"}
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     first: dict[tuple[str, str, str], int] = {}
-    for line, raw in enumerate(reader, start=2):
-        try:
-            row: dict[str, Any] = {k: float(v) if k in numbers else v for k, v in raw.items()}
-        except (TypeError, ValueError):
-            check.fault(f"a number is missing or malformed in {list(raw.values())!r}", line)
+    for raw in reader:
+        row, line = _row(raw, layout), reader.line_num
+        if isinstance(row, str):
+            check.fault(row, line)
             continue
         key = (row["gpu"], row.get("dtype", "bf16"), row.get("op", "gemm"))
         groups.setdefault(key, []).append(row)
@@ -294,3 +306,23 @@ def _read_csv(path: Path, text: str) -> CaseFile:
     cases = tuple(Case(path.name, str(path), first[k], "kernels", ":".join(k),
                        {"gpu": k[0], "dtype": k[1], "op": k[2]}, {}, rows=tuple(rows)) for k, rows in groups.items())
     return CaseFile(path.name, str(path), "kernels", path.stem, cases)
+
+
+def _row(raw: Mapping[str, str | None], layout: Sequence[str]) -> dict[str, Any] | str:
+    """A row of a kernel file with its numbers read, or what is wrong with it."""
+    row: dict[str, Any] = {}
+    for name in layout:
+        cell = raw.get(name)
+        if cell is None and name != "source":
+            return f"the row has no '{name}'"
+        row[name] = cell or ""
+        if name in _SIZES or name in _NUMBERS:
+            try:
+                value = float(row[name])
+            except ValueError:
+                value = math.nan
+            if not 0 < value < 1e12 or (name in _SIZES and value != int(value)):
+                kind = "whole number" if name in _SIZES else "number"
+                return f"{name} is not a {kind} above 0: '{row[name][:40]}'"
+            row[name] = value
+    return row

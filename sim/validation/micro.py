@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +15,7 @@ from sim.measured.timing import card, reported_s, source_of, timing
 from sim.network import Coflow, Network, Topology
 from sim.validation.cases import Case
 from sim.validation.statistics import Record
-from sim.work import COLLECTIVES, DTYPE_BYTES
-
-#: Resolving a cluster takes a whole scenario: a batch that divides over any 1 to 10 ranks, and over 1,024.
-_ANY_RANKS = 2**10 * 5 * 7 * 9
+from sim.work import COLLECTIVES, DTYPE_BYTES, collective_name, dtype_name
 
 
 def collective_rows(case: Case) -> Record:
@@ -29,14 +25,18 @@ def collective_rows(case: Case) -> Record:
         UserError: an operation or cluster that cannot be expressed.
     """
     sweep = case.given
-    kind = {"send_recv": "send"}.get(sweep["op"], sweep["op"])
+    kind = collective_name(sweep["op"])
+    kind = "send" if kind == "send_recv" else kind
     if kind not in COLLECTIVES:
         raise UserError(Fault(f"unknown collective {sweep['op']!r}", "op"))
+    dtype = dtype_name(str(sweep.get("dtype", "fp32")))
+    if dtype not in DTYPE_BYTES:
+        raise UserError(Fault(f"unknown dtype {sweep['dtype']!r}", "dtype"))
     network, ranks = _network(case), np.arange(sweep["ranks"], dtype=np.int64).reshape(1, -1)
     nodes, rows = math.ceil(sweep["ranks"] / network.gpus_per_node), []
     harness = harness_of({**sweep, "nodes": nodes}, network.topology.generation)
     for row in case.rows:
-        flow = network.coflow(kind, int(row["bytes"]), ranks, str(sweep.get("dtype", "fp32")))
+        flow = network.coflow(kind, int(row["bytes"]), ranks, dtype)
         floor = harness.floor_s(kind, ranks.size, flow.channels, network.topology.figures)
         predicted = 1e6 * max(alone_s(network, flow), floor)
         rows.append({**row, "predicted_us": predicted, "error": predicted / row["measured_us"] - 1})
@@ -55,13 +55,15 @@ def _network(case: Case) -> Network:
 
     cluster = case.given["cluster"]
     cluster = {"topology": cluster} if isinstance(cluster, str) else dict(cluster)
-    whole = isinstance(cluster["topology"], Mapping)
     cluster.setdefault("nodes", 1)
     spec = resolve({"name": case.id, "cluster": cluster, "model": {"preset": "gpt2"},
-                    "training": {"micro_batch": 1, "global_batch": _ANY_RANKS, "sequence": 1024}},
-                   case.path).cluster
-    per_node = spec.gpus_per_node
-    nodes = spec.nodes if whole else max(spec.nodes, math.ceil(case.given["ranks"] / per_node))
+                    "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 1024}},
+                   case.path, base=Path(case.path).parent).cluster
+    ranks, per_node = case.given["ranks"], spec.gpus_per_node
+    nodes = max(spec.nodes, math.ceil(ranks / per_node))
+    if nodes > 1 and spec.topology.inter.kind == "none":
+        raise UserError(Fault(f"{ranks} ranks need {nodes} nodes of '{spec.topology.name}', which has no network "
+                              "between nodes", "cluster"))
     return Network(Topology.from_mapping(spec.topology.model_dump()), nodes, per_node)
 
 
@@ -74,10 +76,11 @@ def kernel_rows(case: Case) -> Record:
     names = case.given
     if "efficiency" in case.rows[0]:
         raise UserError(Fault(f"efficiency tables of {names['op']} are not compared: they give no times", "op"))
-    if names["dtype"] not in DTYPE_BYTES:
+    dtype = dtype_name(names["dtype"])
+    if dtype not in DTYPE_BYTES:
         raise UserError(Fault(f"unknown dtype {names['dtype']!r}", "dtype"))
     source, product = source_of(Path(case.path).name), names["op"] == "gemm"
-    kernels = [table_kernel({**row, "op": names["op"], "dtype": names["dtype"]}) for row in case.rows]
+    kernels = [table_kernel({**row, "op": names["op"], "dtype": dtype}) for row in case.rows]
     operators = [str(row["source"]).split("-")[0] if product else names["op"] for row in case.rows]
     method = timing(source, names["gpu"])
     times = reported_s(gpu(card(source, names["gpu"])), method, kernels, operators) * 1e6

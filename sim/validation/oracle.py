@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sim.program import Kind, Program
@@ -25,7 +26,7 @@ def compare_exact(case: Case) -> Record:
     from sim.parallel import lower
     from sim.scenario import resolve
 
-    scenario = resolve(case.given, case.path, case.sets)
+    scenario = resolve(case.given, case.path, case.sets, Path(case.path).parent)
     lowered = lower(scenario)
     if case.kind == "oracle-memory":
         from sim.validation import oracle_memory

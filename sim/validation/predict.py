@@ -48,7 +48,7 @@ def _training(case: Case) -> Record:
     from sim.api import run
     from sim.scenario import resolve
 
-    result = run(resolve(case.given, case.path, case.sets))
+    result = run(resolve(case.given, case.path, case.sets, Path(case.path).parent))
     return {**compare(case.measured, result.to_json()), "features": asdict(result.features),
             "cluster": result.scenario.cluster.topology.name}
 

@@ -19,9 +19,8 @@ from typing import Any
 
 import yaml
 
-from sim.catalog import folder
 from sim.errors import Fault, UserError
-from sim.validation.runner import INTERRUPTED, validate
+from sim.validation.runner import WRONG_INPUT, published
 
 #: Figures of one source, and whether more is better.
 _FIGURES = {"coverage": True, "mean": False, "p90": False, "ratio_mean": False, "rows_mean": False, "equal": True}
@@ -115,12 +114,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         bounds = load(given.bounds)
-        validation = validate(given.files or [folder("scenarios") / "published"], workers=given.workers)
     except UserError as error:
         print(error, file=sys.stderr)
-        return 2
-    if validation.interrupted:
-        return INTERRUPTED
+        return WRONG_INPUT
+    validation = published(given.files, given.workers)
+    if isinstance(validation, int):
+        return validation
     now = figures(validation.summary)
     checked = {name: row for name, row in bounds.items() if not given.files or name in now}
     worse = broken(checked, now)

@@ -15,11 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sim.catalog import folder
-from sim.errors import UserError
 from sim.validation import pictures, record, table
 from sim.validation.misses import LIMIT, misses
-from sim.validation.runner import INTERRUPTED, Validation, validate
+from sim.validation.runner import Validation, published
 from sim.validation.statistics import MEMORY_KEYS, worst
 
 _COMMAND = "python -m sim.validation.report"
@@ -89,13 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="only say whether the texts are current")
     parser.add_argument("--workers", type=int)
     given = parser.parse_args(arguments)
-    try:
-        validation = validate(given.files or [folder("scenarios") / "published"], workers=given.workers)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    if validation.interrupted:
-        return INTERRUPTED
+    validation = published(given.files, given.workers)
+    if isinstance(validation, int):
+        return validation
     texts = {given.out / "validation.md": markdown(validation) + "\n"}
     if given.readme.is_file():
         texts[given.readme] = readme_with(given.readme.read_text(encoding="utf-8"), validation)

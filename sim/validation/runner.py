@@ -16,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from sim.catalog import folder
 from sim.errors import Fault, UserError
 from sim.validation.cases import Case, CaseFile, expand, read, selects
 from sim.validation.predict import predict, settle
@@ -28,8 +29,8 @@ _CHUNK = 8
 
 Progress = Callable[[int, int], None]
 
-#: Exit code after Ctrl-C, as shells give it (128 + SIGINT).
-INTERRUPTED = 130
+#: Exit codes: after Ctrl-C, as shells give it (128 + SIGINT), and where the user's input is wrong.
+INTERRUPTED, WRONG_INPUT = 130, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,17 @@ def validate(paths: Sequence[str | Path], *, select: str | None = None, workers:
     records = [finished.get(i) or _not_run(case) for i, case in enumerate(wanted)]
     _settle_all(wanted, records)
     return Validation(tuple(files), tuple(records[:len(chosen)]), interrupted)
+
+
+def published(files: Sequence[str], workers: int | None) -> Validation | int:
+    """For commands: the validation of the files, of all shipped published cases where none are named; or the exit code
+    where the input is wrong (the faults are printed) or Ctrl-C came."""
+    try:
+        found = validate(files or [folder("scenarios") / "published"], workers=workers)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return WRONG_INPUT
+    return INTERRUPTED if found.interrupted else found
 
 
 def _read_all(paths: Sequence[Path]) -> list[CaseFile]:

@@ -25,8 +25,9 @@ def made(model: dict[str, Any] | None = None, batch: int = 2, **given_fields: An
     """The architecture of a small scenario; keywords starting with a framework's fact go to `software`."""
     software = given_fields.pop("software", {})
     training = {"micro_batch": batch, "global_batch": batch, "sequence": 128, "precision": "pure-bf16"} | given_fields
+    strategy = "fsdp" if str(training["precision"]).startswith("fsdp") else "none"
     scenario = resolve({"name": "small", "cluster": {"topology": "single-a100-80g-sxm"}, "model": model or GPT,
-                        "training": training, "software": software})
+                        "training": training, "parallel": {"strategy": strategy}, "software": software})
     named = scenario.software
     stack = stack_for(named.framework, named.year, named.compile, named.versions, named.modules)
     return build(scenario, stack, batch)

@@ -23,9 +23,10 @@ def cases(name: str) -> list[Any]:
 
 def built(row: dict[str, Any]) -> Architecture:
     batch = row["training"]["micro_batch"]
+    strategy = "fsdp" if "precision_fsdp" in row["id"] else "none"
     scenario = resolve({
         "name": row["id"], "cluster": {"topology": "single-a100-80g-sxm"}, "model": row["model"],
-        "training": row["training"] | {"global_batch": batch},
+        "training": row["training"] | {"global_batch": batch}, "parallel": {"strategy": strategy},
         "software": {"framework": "pytorch", "year": 2026, "modules": row["modules"]}})
     return build(scenario, stack_for("pytorch", 2026, False, {}, row["modules"]), batch)
 

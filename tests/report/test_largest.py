@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from report_scenarios import small
 
 from sim.api import memory_of
 from sim.report.advice import next_above
 from sim.report.largest import largest, search
-from sim.scenario import Scenario, resolve
 
-
-def scenario(**sets: Any) -> Scenario:
-    return resolve({
-        "name": "small", "cluster": {"topology": "dgx-a100-80g", "nodes": 1},
-        "model": {"kind": "decoder", "layers": 8, "hidden": 2048, "heads": 16, "vocab": 32000, "positions": "rotary"},
-        "training": {"micro_batch": 2, "global_batch": 64, "sequence": 1024, "precision": "fsdp-bf16"},
-        "parallel": {"strategy": "fsdp"}}, "small", sets)
+scenario = partial(small, 2048, 2, "fsdp-bf16", "fsdp")
 
 
 @settings(max_examples=50, deadline=None)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 from typing import Any
 
 import pytest
+from report_scenarios import small
 
 import sim
 from sim.memory.ledger import allocated_bytes
@@ -13,19 +15,13 @@ from sim.report.memory_plan import MemoryPlan
 from sim.report.text import console
 from sim.report.text_memory import render_memory
 from sim.report.thumb import RULES, rules_of_thumb
-from sim.scenario import Scenario, resolve
 
 PIPELINE: dict[str, Any] = {
     "software.framework": "megatron", "parallel.strategy": "zero1", "parallel.pipeline": 4, "parallel.tensor": 1,
     "training.precision": "megatron-bf16"}
 
 
-def scenario(**sets: Any) -> Scenario:
-    return resolve({
-        "name": "small", "cluster": {"topology": "dgx-a100-80g", "nodes": 1},
-        "model": {"kind": "decoder", "layers": 8, "hidden": 1024, "heads": 16, "vocab": 32000, "positions": "rotary"},
-        "training": {"micro_batch": 1, "global_batch": 64, "sequence": 1024, "precision": "amp-bf16"},
-        "parallel": {"strategy": "ddp"}}, "small", sets)
+scenario = partial(small, 1024, 1, "amp-bf16", "ddp")
 
 
 def printed(plan: MemoryPlan, width: int = 110) -> str:

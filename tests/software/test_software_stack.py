@@ -103,6 +103,17 @@ def test_switches() -> None:
     assert not stack_for("megatron", 2024, fused=False).fused_softmax
 
 
+@pytest.mark.parametrize(("framework", "facts"), [
+    ("pytorch", {"rmsnorm_kernel": False}), ("torchtitan", {"rmsnorm_kernel": False}),
+    ("nanotron", {"fused_rmsnorm": False, "fused_rope": False}), ("composer", {"loss": "plain"}),
+    ("megatron", {"fused_swiglu": False, "fused_rope": False, "fused_bias_gelu": False, "fused_permutation": False}),
+])
+def test_unfused_stacks_do_without_their_optional_kernels(framework: str, facts: dict[str, object]) -> None:
+    fused, plain = (stack_for(framework, 2026, fused=fused) for fused in (True, False))
+    assert {name: getattr(plain, name) for name in facts} == facts
+    assert all(getattr(fused, name) != value for name, value in facts.items())
+
+
 def test_an_unknown_framework_is_the_user_s_fault() -> None:
     with pytest.raises(UserError, match="did you mean 'megatron'"):
         stack_for("megatorn", 2024)

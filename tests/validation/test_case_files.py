@@ -101,3 +101,50 @@ def test_selecting_by_part_or_glob() -> None:
     case = Case("f.yaml", "f.yaml", 1, "training", "mpt-7b-g8", {}, {})
     assert all(selects(p, case) for p in (None, "7b", "mpt-*", "f.yaml/*", "*g8"))
     assert not any(selects(p, case) for p in ("13b", "7b*", "g.yaml/*"))
+
+
+def test_numbers_are_those_of_scenario_files(tmp_path: Path) -> None:
+    text = GOOD.replace("step_time_s: 1.5", "step_time_s: 15e-1, peak_allocated_bytes: 5.2e10")
+    assert read(written(tmp_path, text)).cases[0].measured == {
+        "step_time_s": 1.5, "peak_allocated_bytes": 5.2e10, "oom": False}
+
+
+SWEEPS = """kind: collectives
+sweeps:
+  - {id: s, op: all_reduce, ranks: 8, cluster: dgx-h100, rows: [[8, 20]]}
+"""
+
+
+@pytest.mark.parametrize("key", ["sweeps", "cases"])
+def test_sweeps_may_be_called_cases(tmp_path: Path, key: str) -> None:
+    (case,) = read(written(tmp_path, SWEEPS.replace("sweeps", key))).cases
+    assert case.rows == ({"bytes": 8, "measured_us": 20.0},)
+
+
+@pytest.mark.parametrize(("old", "new", "expected"), [
+    ("ranks: 8", "ranks: 0", "from 1 on"), ("ranks: 8", "ranks: true", "from 1 on"),
+    ("cluster: dgx-h100", "cluster: {nodes: 2}", "a mapping with 'topology'"),
+    ("[[8, 20]]", "[[8, 0]]", "[bytes, time_us]"),
+])
+def test_a_sweep_that_cannot_be_is_a_fault(tmp_path: Path, old: str, new: str, expected: str) -> None:
+    assert any(expected in fault and "cases.yaml:3" in fault for fault in faults(tmp_path, SWEEPS.replace(old, new)))
+
+
+PRODUCTS = "\ufeffgpu,time_us,m,n,k,batch,dtype,comment\r\nA100-80GB,600,4096,4096,4096,1,bf16,mine\r\n"
+
+
+def test_a_table_may_have_other_columns_in_any_order_and_no_source(tmp_path: Path) -> None:
+    (case,) = read(written(tmp_path, PRODUCTS, "mine.csv")).cases
+    assert case.id == "A100-80GB:bf16:gemm"
+    assert case.rows[0] | {"m": 4096.0, "time_us": 600.0, "source": ""} == case.rows[0]
+
+
+@pytest.mark.parametrize(("old", "new", "expected"), [
+    (",600,", ",0,", "time_us is not a number above 0: '0'"), (",600,", ",nan,", "time_us is not a number"),
+    (",4096,4096,4096,", ",0,4096,4096,", "m is not a whole number above 0"),
+    (",4096,4096,4096,", ",4096,1.5,4096,", "n is not a whole number above 0"),
+    (",1,bf16,mine", "", "the row has no 'dtype'"),
+])
+def test_a_row_that_no_kernel_can_have_is_a_fault(tmp_path: Path, old: str, new: str, expected: str) -> None:
+    assert any(expected in fault and "mine.csv:2" in fault
+               for fault in faults(tmp_path, PRODUCTS.replace(old, new), "mine.csv"))

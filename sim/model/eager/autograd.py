@@ -178,6 +178,8 @@ class Weight:
             return
         complete = run.pending.pop() if self.shared else gradient
         if run.keep_gradients:
+            if run.widened:
+                complete = Storage(run.memory, rounded(self.elements, run.widened), GRADIENTS)
             complete.become(GRADIENTS)
             run.gradients.append(complete)
 
@@ -222,11 +224,12 @@ class Run:
         compiled: what a graph keeps by policy and nothing reads in backward (a block's last product) is dropped.
         caches_casts: autocast keeps weight copies to the end of forward; it does so for leaves only, which FSDP 1's
             views of a flat parameter are not (ATen autocast_mode.cpp, cached_cast).
+        widened: dtype a kept gradient is copied to when it is complete, "" = it stays as it came.
     """
 
     def __init__(self, autocast: str, keep_gradients: bool, early_stop: bool, caches_casts: bool = True,
-                 compiled: bool = False) -> None:
-        self.memory = Memory()
+                 compiled: bool = False, widened: str = "") -> None:
+        self.memory, self.widened = Memory(), widened
         self.autocast, self.keep_gradients, self.early_stop = autocast, keep_gradients, early_stop
         self.caches_casts, self.compiled = caches_casts, compiled
         self.kind = ACTIVATIONS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sim.model.chunked import chunk_rows, output_chunks
 from sim.model.eager import operations as op
-from sim.model.eager.autograd import LOGITS, WORKSPACE, Gradients, Output, Run, Storage, Tensor, Weight
+from sim.model.eager.autograd import LOGITS, WORKSPACE, Gradients, Output, Run, Sink, Storage, Tensor, Weight
 from sim.model.style import Style
 
 
@@ -13,10 +13,10 @@ def loss(run: Run, style: Style, x: Tensor, rows: int) -> Tensor:
     run.at("loss")
     size = style.vocab * style.hidden
     weight = None if style.tuned else Weight(size, style.weight, style.tied)
-    copy = op.weight_copy(run, weight or Weight(size, style.tuned.plain if style.tuned else style.weight))[0]
+    copy, cast = op.weight_copy(run, weight or Weight(size, style.tuned.plain if style.tuned else style.weight))
     x = op.to(run, x, run.autocast or x.dtype)
     if style.keeps_chunks:
-        return _kept(run, style, x, rows, weight, copy)
+        return _kept(run, style, x, rows, cast if weight else None, copy)
     return _forward(run, style, x, rows, weight)
 
 
@@ -35,7 +35,7 @@ def _forward(run: Run, style: Style, x: Tensor, rows: int, weight: Weight | None
     return Tensor(run.new(1, "fp32"), 1, "fp32", Output(node, 0))
 
 
-def _kept(run: Run, style: Style, x: Tensor, rows: int, weight: Weight | None, copy: Storage | None) -> Tensor:
+def _kept(run: Run, style: Style, x: Tensor, rows: int, weight: Sink | None, copy: Storage | None) -> Tensor:
     """torchtune's: the logits of all chunks, then the loss of each. Compiled, a chunk's loss keeps its logits; eager,
     its fp32 log-softmax. Backward frees chunk by chunk."""
     act, hidden, vocab = x.dtype, style.hidden, style.vocab

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from sim.model.eager import decoder
 from sim.model.eager import operations as op
+from sim.model.eager.attention import attention
 from sim.model.eager.autograd import LOGITS, Output, Run, Tensor, Weight
+from sim.model.eager.head import loss
 from sim.model.style import Style
 
 #: Sentence A or B (BertConfig.type_vocab_size).
@@ -16,7 +18,7 @@ _TOKEN_TYPES = 2
 
 def block(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:
     """BertLayer."""
-    attended = _post_norm(run, style, decoder.attention(run, style, x, policy), x, "1")
+    attended = _post_norm(run, style, attention(run, style, x, policy), x, "1")
     return _post_norm(run, style, decoder.mlp(run, style, attended), attended, "2")
 
 
@@ -30,8 +32,8 @@ def _post_norm(run: Run, style: Style, branch: Tensor, x: Tensor, suffix: str) -
 
 
 def _norm(run: Run, style: Style, x: Tensor) -> Tensor:
-    """LayerNorm, which autocast runs in fp32."""
-    return op.layer_norm(run, op.to(run, x, "fp32") if run.autocast else x, style.hidden, 2, 2, style.weight)
+    """LayerNorm, which autocast runs in fp32 unless the stack keeps its norms in the residual stream's dtype."""
+    return op.layer_norm(run, op.to(run, x, style.residual) if run.autocast else x, style.hidden, 2, 2, style.weight)
 
 
 def embedding(run: Run, style: Style, policy: str) -> Tensor:
@@ -67,7 +69,7 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
     logits = op.linear(run, _transform(run, style, x), style.hidden, style.vocab, True, dtype=style.weight,
                        shared=style.tied)
     run.at("loss")
-    return decoder.loss(run, style, logits, rows)
+    return loss(run, style, logits, rows)
 
 
 def _transform(run: Run, style: Style, x: Tensor) -> Tensor:

@@ -12,7 +12,10 @@ from dataclasses import replace
 
 from sim.model.eager import decoder
 from sim.model.eager import operations as op
+from sim.model.eager.attention import attention, uses_flash
 from sim.model.eager.autograd import LOGITS, Run, Storage, Tensor, Weight
+from sim.model.eager.head import loss
+from sim.model.eager.products import narrow
 from sim.model.style import Style
 
 #: Distances fall into this many buckets (T5Config.relative_attention_num_buckets).
@@ -49,7 +52,7 @@ def _attend(run: Run, style: Style, x: Tensor, memory: Tensor | None, bias: Tens
     """T5LayerSelfAttention, T5LayerCrossAttention."""
     run.at(f"norm{suffix}")
     normed = norm(run, style, x)
-    branch = decoder.attention(run, style, normed, policy, memory, bias)
+    branch = attention(run, style, normed, policy, memory, bias)
     return decoder.residual(run, style, x, branch, suffix)
 
 
@@ -87,14 +90,14 @@ def _feed_forward(run: Run, style: Style, x: Tensor) -> Tensor:
     if style.gated or style.modules != "transformers":
         return decoder.mlp(run, style, x)
     run.at("up")
-    x = op.linear(run, x, style.hidden, style.ffn, style.bias, dtype=style.weight, narrow=decoder.narrow(style))
+    x = op.linear(run, x, style.hidden, style.ffn, style.bias, dtype=style.weight, narrow=narrow(style))
     run.at("activation")
     x = op.unary(run, x, saves_input=style.activation != "relu", saves_output=style.activation == "relu")
     if style.dropout:
         x = op.dropout(run, x)
     x = op.to(run, x, style.weight)
     run.at("down")
-    return op.linear(run, x, style.ffn, style.hidden, style.bias, dtype=style.weight, narrow=decoder.narrow(style))
+    return op.linear(run, x, style.ffn, style.hidden, style.bias, dtype=style.weight, narrow=narrow(style))
 
 
 def embedding(run: Run, style: Style, name: str, *, complete: bool) -> Tensor:
@@ -127,7 +130,7 @@ def bridge(run: Run, style: Style, x: Tensor, keep: bool) -> Tensor:
     if style.biased:
         run.outgoing.append((style.heads * style.sequence**2, style.weight))
     decode = replace(style, sequence=style.decoder_sequence, causal=True)
-    if decode.biased and not decoder.uses_flash(decode):  # the additive mask of a causal stack
+    if decode.biased and not uses_flash(decode):  # the additive mask of a causal stack
         (run.retained if keep else run.held).append(run.new(style.batch * decode.sequence**2, style.weight))
     return embedding(run, decode, "decoder_embedding", complete=False)
 
@@ -151,4 +154,4 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
     scaled = op.scale(run, x) if style.tied else x
     logits = op.linear(run, scaled, style.hidden, style.vocab, False, dtype=style.weight, shared=style.tied)
     run.at("loss")
-    return decoder.loss(run, style, logits, rows)
+    return loss(run, style, logits, rows)

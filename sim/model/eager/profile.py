@@ -13,11 +13,12 @@ from typing import Any
 
 from sim.model.eager import decoder, encoder, encoder_decoder
 from sim.model.eager.autograd import KINDS, WORKSPACE, Boundary, Run, Sink, Storage, Tensor, rounded
+from sim.model.eager.head import head as decoder_head
 from sim.model.style import Style
 from sim.tensor_trace import INPUT, OUTPUT_GRADIENT, TIED, Trace
 
 Levels = tuple[int, ...]
-_DECODER = (decoder.embedding, decoder.block, decoder.head)
+_DECODER = (decoder.embedding, decoder.block, decoder_head)
 _ENCODER = (encoder.embedding, encoder.block, encoder.head)
 NOTHING: Levels = (0,) * len(KINDS)
 
@@ -80,7 +81,7 @@ def profile(program: Program, policy: str, keep_gradients: bool, caches_casts: b
     """
     style = program.style
     run = Run(style.act if style.autocast else "", keep_gradients, style.stack.early_stop, caches_casts,
-              style.stack.compile)
+              style.stack.compile, style.widened)
     inputs, boundary = [], Boundary()  # which holds the input's gradient until all is measured
     if program.layer != "embedding":
         inputs = [run.tensor(style.stream.tokens * style.hidden, style.residual, boundary)]

@@ -66,7 +66,7 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
     Args:
         groups: communicators of every rank by name: their ranks, shape (instances, members).
         technique: data parallelism of a stage, from its plan.
-        tied: first and last stage hold copies of one table.
+        tied: first and last stage train copies of one table.
 
     Raises:
         UserError: a model that cannot be cut into stages.

@@ -49,6 +49,8 @@ class Fsdp:
         self.gather_dtype, self.reduce_dtype = precision.gather, precision.reduce
         self.gather_bytes, self.reduce_bytes = DTYPE_BYTES[precision.gather], DTYPE_BYTES[precision.reduce]
         self.casts = precision.gather != precision.parameters
+        self.serial = not parallel.overlap  # compute and communication take turns
+        self.reduced: int | None = None  # reduction that compute waits for then
         self.host_s = plan.stack.host_collective_s
         self.offload = plan.offload
         self.at_once = plan.scenario.training.optimizer_in_backward
@@ -123,6 +125,8 @@ class Fsdp:
         """All-gather of a unit's parameters; None when they are whole already (one rank a shard group)."""
         if self.factor == 1:
             return None
+        if self.serial:
+            joins = (COMPUTE, *self.joined(), *joins)
         group = "shard"
         reshard = self.plan.scenario.parallel.reshard_after_forward
         if phase == "backward" and not isinstance(reshard, bool) and reshard < self.factor:
@@ -177,6 +181,8 @@ class Fsdp:
             own = unit.own + (self.graded(unit) - unit.padded) // self.factor
             call = collective(self.plan, "all_reduce", own * self.reduce_bytes, self.reduce_dtype, "replicate")
             task = section.collective(REPLICATE, call, self.host_s, Label(unit.name, "backward", "all_reduce"), waits)
+        if self.serial:
+            self.reduced = task
         if self.offload.moves_optimizer:
             self.store(section, unit, waits if task is None else (task,), first)
         elif self.at_once:
@@ -205,6 +211,11 @@ class Fsdp:
         self.memory.forward(position, layer)
         return section.kernels(COMPUTE, self.plan.compute.forward(layer, before), label, waits, joins)
 
+    @property
+    def backward_prefetch(self) -> str:
+        """When the next unit of backward is gathered."""
+        return "none" if self.serial else str(self.plan.scenario.parallel.prefetch.backward)
+
     def backward(self, section: SectionBuilder, position: int, layer: Layer, waits: Sequence[int],
                  before: tuple[Kernel, ...] = (), after: tuple[Kernel, ...] = ()) -> int:
         """Recomputation and backward of the layer at `position`; its gradients are added to those of its unit."""
@@ -212,7 +223,7 @@ class Fsdp:
         self.unsharded[name] = self.unsharded.get(name, 0) + self.memory.backward(position, layer)
         label = Label(self.layer_label(position), "backward", layer.kind)
         segment = self.plan.compute.backward(layer, self.plan.policy(position), before, after)
-        return section.kernels(COMPUTE, segment, label, waits)
+        return section.kernels(COMPUTE, segment, label, (*waits, *present(self.reduced)))
 
     def layer_label(self, position: int) -> str:
         """Name of the layer for reports."""
@@ -223,6 +234,7 @@ class Fsdp:
         stack = self.plan.model(micro.batch).stack
         self.memory = Activations(self.plan, section, len(stack), keep_gradients=True,
                                   caches_casts=self.by_row)
+        self.reduced = None
         self.unsharded: dict[str, int] = {}  # bytes of whole gradients by unit
         return stack
 

@@ -40,7 +40,7 @@ class Fsdp1(Fsdp):
 
     def forward_pass(self, section: SectionBuilder, stack: tuple[Layer, ...]) -> None:
         """Units in order; the root with the first layer."""
-        prefetch = self.plan.scenario.parallel.prefetch.forward
+        prefetch = self.plan.scenario.parallel.prefetch.forward and not self.serial
         for position, layer in enumerate(stack):
             unit = self.units[position]
             if unit.name not in self.ready:
@@ -55,7 +55,7 @@ class Fsdp1(Fsdp):
 
     def backward_pass(self, section: SectionBuilder, stack: tuple[Layer, ...], micro: MicroStep) -> None:
         """Units in reverse with the prefetch the scenario asks for."""
-        mode = self.plan.scenario.parallel.prefetch.backward
+        mode = self.backward_prefetch
         every = self.plan.scenario.parallel.reduce_every_micro_step
         mine = [i for i in range(self.last, -1, -1) if self.units[i] is not self.root]
         order = [self.last, *mine] if self.units[self.last] is self.root else mine

@@ -65,7 +65,7 @@ class Fsdp2(Fsdp):
         mine = [i for i in range(last, -1, -1) if self.units[i] is not self.root]
         following = dict(pairwise([last, *mine] if self.units[last] is self.root else mine))
         gathered: dict[int, int | None] = {}
-        prefetch = self.plan.scenario.parallel.prefetch.backward != "none"
+        prefetch = self.backward_prefetch != "none"
         reduced: int | None = None
         before: int | None = None  # the compute task before, which stands for this unit's copy-out
         for position in range(last, -1, -1):

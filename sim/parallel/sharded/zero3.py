@@ -68,6 +68,9 @@ class Zero3:
         self.offload = plan.offload
         self.fetching = self.ranks > 1 or self.offload.moves_parameters
         self.blocking = plan.stack.parameter_coordinator == "blocking"
+        # without overlap_comm gathers and reductions are issued on the default stream (runtime/zero/stage3.py)
+        self.serial = not plan.scenario.parallel.overlap
+        self.moved: int | None = None  # the last of them, which compute waits for then
         self.parts: dict[int, tuple[Submodule, ...]] = {}
         self.segments: dict[tuple[int, str, str, bool], int] = {}
         self.kept: list[Layer] = []  # keeps layers alive, so that an id stands for one layer only
@@ -162,7 +165,7 @@ class Zero3:
         self.fetches: list[int] = []
         self.reductions: list[int] = []
         bucket: list[int] = []
-        self.first = micro.first
+        self.first, self.moved = micro.first, None
         reduces = micro.reduce and (self.ranks > 1 or self.offload.moves_optimizer)
         for use, decision in zip(self.uses(stack), self.decisions, strict=True):
             self.gather(section, use, decision.fetch, ahead=False)
@@ -191,11 +194,12 @@ class Zero3:
                 self.copies[name] = self.laid_out(numel, alone=len(together) == 1, ahead=ahead)
             task = self.fetch(section, label, [numel for _, numel in together])
             self.fetches.append(task)
+            self.moved = task if self.serial else None
             self.arriving.update((name, task) for name, _ in together)
 
     def fetch(self, section: SectionBuilder, label: Label, numels: Sequence[int]) -> int:
         """Copy of the partitions from outside the GPU, where they are there, and the all-gather behind it."""
-        joins: tuple[int, ...] = () if self.fetches else (COMPUTE, REDUCE)
+        joins: tuple[int, ...] = () if self.fetches and not self.serial else (COMPUTE, REDUCE)
         waits: tuple[int, ...] = ()
         if self.offload.moves_parameters:
             shard = sum(numels) / self.ranks * DTYPE_BYTES[self.precision.parameters]
@@ -226,6 +230,8 @@ class Zero3:
     def compute(self, section: SectionBuilder, use: Use, waits: tuple[int, ...]) -> int:
         """One use with its activations; parameters that have just arrived are laid out first."""
         label = self.label(use, use.layer.kind)
+        if self.moved is not None:
+            waits = (*waits, self.moved)
         if use.first:
             if use.direction == "forward":
                 self.memory.forward(use.position, use.layer)
@@ -273,6 +279,7 @@ class Zero3:
             views = 2 if self.blocking else len(together) if len(together) > 1 else 0
             task = section.collective(REDUCE, call, self.call_s(views), label, (computed,))
         self.reductions.append(task)
+        self.moved = task if self.serial else None
         if self.offload.moves_optimizer:
             self.store(section, label._replace(name="partition"), sum(bucket), task)
 

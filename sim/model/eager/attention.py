@@ -1,0 +1,152 @@
+"""Attention as PyTorch modules run it: projections, rotary positions, and the core as one kernel or spelled out.
+
+Sources: transformers modeling_gpt2.py and modeling_llama.py (5.x), Megatron-LM core/transformer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sim.model.eager import operations as op
+from sim.model.eager.autograd import Gradients, Output, Run, Tensor
+from sim.model.eager.products import column, entered, linear, row_cut
+from sim.model.style import Style
+
+
+def attention(run: Run, style: Style, x: Tensor, policy: str, memory: Tensor | None = None,
+              bias: Tensor | None = None) -> Tensor:
+    """From the norm's output to the output projection.
+
+    Args:
+        memory: what keys and values are made from, default `x`.
+        bias: added to the scores.
+    """
+    run.at("qkv")
+    query, key, value = _projections(run, style, x, memory)
+    del x
+    if style.positions == "rotary":
+        run.at("rotary")
+        query, key = _rotary(run, style, query, key)
+    run.at("attention")
+    core: Callable[..., Tensor] = _flash if uses_flash(style) else _eager
+    if policy == "selective":
+        inputs = (query, key, value) if bias is None else (query, key, value, bias)
+        out = run.checkpoint(lambda run, *tensors: core(run, style, *tensors), *inputs)
+    else:
+        out = core(run, style, query, key, value, bias)
+    run.at("projection")
+    return row_cut(run, style, linear(run, style, out, style.query_width, (("projection", style.hidden),)))
+
+
+def uses_flash(style: Style) -> bool:
+    """Whether one kernel computes attention (`sim.model.attention`, which imports what imports this)."""
+    from sim.model.attention import uses_flash as fused
+
+    return fused(style)
+
+
+def _projections(run: Run, style: Style, x: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values. Plain modules view them as (3, b, a, s, d), so their gradients are copied twice."""
+    widths = (style.query_width, style.kv_width, style.kv_width)
+    parts = tuple(zip(("query", "key", "value"), widths, strict=True))
+    x = entered(run, style, x)
+    if style.separate_qkv or memory is not None:
+        q = column(run, style, x, parts[:1])
+        k = column(run, style, memory or x, parts[1:2])
+        v = column(run, style, memory or x, parts[2:])
+        return q, k, v
+    fused = column(run, style, x, parts)
+    if style.modules == "plain" and not style.stack.compile:
+        fused = op.relayout(run, fused)
+    q, k, v = op.split(run, fused, [style.tokens * width for width in widths])
+    return q, k, v
+
+
+def _rotary(run: Run, style: Style, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """apply_rotary_pos_emb; cos and sin are the embedding layer's and in the residual stream's dtype."""
+    if style.stack.fused_rope or style.stack.compile:
+        return op.unary(run, query), op.unary(run, key)
+    return _rotated(run, style, query), _rotated(run, style, key)
+
+
+def _rotated(run: Run, style: Style, x: Tensor) -> Tensor:
+    return op.add(run, _times_table(run, style, x), _times_table(run, style, _rotate_half(run, x)))
+
+
+def _times_table(run: Run, style: Style, x: Tensor) -> Tensor:
+    """A product with cos or sin, which need no gradient: the input is not kept."""
+    elements, source, wide = x.elements, x.dtype, op.promote(x.dtype, style.residual)
+
+    def rule(run: Run, _: object) -> Gradients:
+        full = run.new(elements, wide)
+        return [full if wide == source else run.new(elements, source)]
+
+    node = run.node(rule, (x.sink,))
+    return Tensor(run.new(elements, wide), elements, wide, Output(node, 0))
+
+
+def _rotate_half(run: Run, x: Tensor) -> Tensor:
+    first, second = op.halves(run, x)
+    return op.cat(run, [op.unary(run, second), first])
+
+
+def _flash(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+    rows = style.tokens * style.heads
+    if bias is None:
+        q, k, v = (op.to(run, t, run.autocast or t.dtype) for t in (query, key, value))
+        return op.attention(run, q, k, v, rows, gathered=style.context if style.gathers else 1)
+    if not style.memory:  # create_position_bias_mask: with the causal mask, contiguous
+        bias = op.clone(run, op.where(run, bias, style.sequence * style.keys * style.context) if style.causal else bias)
+    half = op.expanded(run, op.to(run, bias, run.autocast or bias.dtype), style.batch)
+    return op.attention(run, query, key, value, rows, half, style.batch)
+
+
+def _eager(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Scores, scale, mask, softmax, dropout, values. `matmul` copies what it cannot view as one batch of matrices."""
+    b, scores = style.batch, style.batch * style.heads * style.sequence * style.keys * style.context
+    rotated, repeated = style.positions == "rotary", style.heads != style.kv_heads
+    copies, slices = b > 1 and style.modules != "megatron", style.context if style.gathers else 1
+    if repeated:
+        key, value = _repeat(run, style, key), _repeat(run, style, value)
+    query = op.clone(run, query, copies and not rotated)
+    key = op.clone(run, key, copies and not rotated and not repeated)
+    weights = _softmax(run, style, op.matmul(run, query, key, scores, slices), value.dtype, bias)
+    value = op.clone(run, value, copies and not repeated)
+    out = op.matmul(run, weights, value, style.tokens * style.query_width, slices)
+    return op.relayout(run, op.clone(run, out)) if copies else op.clone(run, out)
+
+
+def _softmax(run: Run, style: Style, weights: Tensor, dtype: str, bias: Tensor | None) -> Tensor:
+    from sim.model.attention import softmax_dtype
+
+    soft = softmax_dtype(style)
+    if style.stack.fused_softmax or style.stack.compile:
+        weights = op.to(run, op.softmax(run, weights, soft), weights.dtype)
+    elif style.modules == "plain" and style.causal and bias is None:
+        weights = op.scale(run, weights)
+        mask = run.new(style.sequence**2, "int8")  # tril
+        weights = op.masked_fill(run, weights, run.new(style.sequence**2, "int8"))  # ~mask
+        weights = op.softmax(run, weights, soft)
+        weights = op.dropout(run, weights) if style.dropout else weights
+        del mask
+        return weights
+    else:
+        weights = op.scale(run, weights)
+        if bias is not None:
+            weights = op.add(run, weights, bias)
+        if style.causal and not style.memory:
+            weights = op.add(run, weights, _mask(style, weights))
+        weights = op.to(run, op.softmax(run, weights, soft), dtype)
+    return op.dropout(run, weights) if style.dropout else weights
+
+
+def _mask(style: Style, like: Tensor) -> Tensor:
+    """The additive mask, which the embedding layer made: only its dtype matters here."""
+    return Tensor(like.storage, 0, style.residual, None)
+
+
+def _repeat(run: Run, style: Style, x: Tensor) -> Tensor:
+    """repeat_kv: copied out to every query head; the gradient is summed over the copies."""
+    elements, source, dtype = style.batch * style.keys * style.query_width, x.elements, x.dtype
+    node = run.node(lambda run, _: [run.new(source, dtype)], (x.sink,))
+    return Tensor(run.new(elements, dtype), elements, dtype, Output(node, 0))

@@ -1,0 +1,45 @@
+"""Linear layers as PyTorch modules run them: fine-tuned, quantised, or cut over tensor ranks.
+
+Sources: Megatron-LM core/tensor_parallel/layers.py, transformers pytorch_utils.py (Conv1D).
+"""
+
+from __future__ import annotations
+
+from sim.model.eager import operations as op
+from sim.model.eager import tuned
+from sim.model.eager.autograd import Run, Tensor
+from sim.model.style import Style
+from sim.work import DTYPE_BYTES
+
+
+def linear(run: Run, style: Style, x: Tensor, features_in: int, parts: tuned.Parts, gathered: int = 1) -> Tensor:
+    """A linear layer; `parts` names its outputs as fine-tuning does."""
+    if style.tuned is not None:
+        return tuned.linear(run, style, x, features_in, parts)
+    features_out = sum(width for _, width in parts)
+    return op.linear(run, x, features_in, features_out, style.bias, dtype=style.weight, bias_last=style.conv1d,
+                     gathered=gathered, narrow=narrow(style), placeholder=style.weight_placeholder)
+
+
+def narrow(style: Style) -> op.Narrow | None:
+    """How the blocks' products are quantised; None where they run in the activations' dtype."""
+    if DTYPE_BYTES[style.gemm] >= DTYPE_BYTES[style.act]:
+        return None
+    stack = style.stack
+    return op.Narrow(style.gemm, stack.narrow_keeps_inputs, stack.narrow_weights_cached or style.arrives_narrow)
+
+
+def column(run: Run, style: Style, x: Tensor, parts: tuned.Parts) -> Tensor:
+    """A product of the stream, which is gathered where it is scattered, unless `_entered` has done so."""
+    again = style.scattered and not style.stack.gathered_inputs_kept
+    return linear(run, style, x, style.hidden, parts, style.tensor if again else 1)
+
+
+def entered(run: Run, style: Style, x: Tensor) -> Tensor:
+    """The stream as column-cut products read it where they keep it so (`Stack.gathered_inputs_kept`)."""
+    return op.gathered(run, x, style.tensor) if style.scattered and style.stack.gathered_inputs_kept else x
+
+
+def row_cut(run: Run, style: Style, x: Tensor) -> Tensor:
+    """A sum over the slices of the width, on its way back into the stream."""
+    return op.scattered(run, x, style.tensor) if style.scattered else x
