@@ -59,6 +59,7 @@ def markdown(validation: Validation) -> str:
     oom = summary["overall"]["oom"]
     parts.append(f"\nOut-of-memory verdicts: {oom['right']} right, {oom['wrong']} wrong, "
                  f"{oom['not_compared']} not compared.\n")
+    parts += _section("Wrong verdicts", table.VERDICTS, table.wrong_verdicts(validation.records))
     parts += _section("Not compared", ("source", "status", "reason", "cases"),
                       table.reasons_by_file(validation.records))
     return "\n".join(parts)

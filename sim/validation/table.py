@@ -87,6 +87,25 @@ def detail(record: Record, key: str = "step_time_s") -> tuple[str, ...]:
             format(record["predicted"][key], digits), percent(record["error"][key], signed=True))
 
 
+#: Columns of `wrong_verdicts`.
+VERDICTS = ("source", "case", "really", "predicted", "GPU holds")
+
+
+def wrong_verdicts(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """Cases that ran and are predicted not to fit, or the other way round; GiB PyTorch allocates and the GPU has."""
+    found = []
+    for r in records:
+        measured, predicted = r.get("measured"), r.get("predicted") or {}
+        if not isinstance(measured, Mapping) or "oom" not in measured or predicted.get("oom") is None:
+            continue
+        if predicted["oom"] != measured["oom"]:
+            memory = predicted.get("memory") or {}
+            sizes = [f"{memory[key] / 2**30:.1f} GiB" if key in memory else "-"
+                     for key in ("peak_allocated_bytes", "capacity_bytes")]
+            found.append((r["file"].removesuffix(".yaml"), r["id"], "ran out" if measured["oom"] else "ran", *sizes))
+    return sorted(found)
+
+
 def _row(name: str, figures: Mapping[str, Any], digits: int = 1) -> tuple[str, ...]:
     errors = (percent(figures[k], digits=digits) for k in ("mean", "median", "p90", "worst"))
     return (name, str(figures["measured"]), percent(figures["coverage"]), str(figures["count"]), *errors,

@@ -46,6 +46,7 @@ def render(validation: Validation, console: Console) -> None:
     oom = summary["overall"]["oom"]
     console.print(f"Out-of-memory verdicts: {oom['right']} right, {oom['wrong']} wrong, "
                   f"{oom['not_compared']} not compared")
+    _print(console, "Wrong verdicts", table.VERDICTS, table.wrong_verdicts(validation.records)[:_REASONS])
     if validation.interrupted:
         console.print("[bold]Interrupted[/bold]: cases that had not run are counted as failed")
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from sim.validation.statistics import overall, spread, summarize, worst
+from sim.validation.table import wrong_verdicts
 
 
 def record(name: str, step_error: float | None, quality: str | None = None, **more: Any) -> dict[str, Any]:
@@ -74,3 +75,14 @@ def test_rows_and_exact_values() -> None:
     summary = summarize([rows, equal])
     assert summary["rows"]["mean"] == pytest.approx(0.3)
     assert summary["exact"] == {"compared": 2, "equal": 1, "unequal": 1}
+
+
+def test_wrong_verdicts_are_listed_with_what_was_needed() -> None:
+    def ran(name: str, really: bool, said: bool | None, size: float) -> dict[str, Any]:
+        memory = {"peak_allocated_bytes": size * 2**30, "capacity_bytes": 80 * 2**30}
+        return record(name, 0.0, measured={"oom": really}, predicted={"oom": said, "memory": memory})
+
+    records = [ran("right", False, False, 40), ran("never fits", False, True, 81.25), ran("fits", True, False, 70),
+               ran("not said", True, None, 70), record("no verdict", 0.1)]
+    assert wrong_verdicts(records) == [("f", "fits", "ran out", "70.0 GiB", "80.0 GiB"),
+                                       ("f", "never fits", "ran", "81.2 GiB", "80.0 GiB")]
