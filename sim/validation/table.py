@@ -88,11 +88,12 @@ def detail(record: Record, key: str = "step_time_s") -> tuple[str, ...]:
 
 
 #: Columns of `wrong_verdicts`.
-VERDICTS = ("source", "case", "really", "predicted", "GPU holds")
+VERDICTS = ("source", "case", "really", "allocated", "GPU holds")
 
 
 def wrong_verdicts(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Cases that ran and are predicted not to fit, or the other way round; GiB PyTorch allocates and the GPU has."""
+    """Cases that ran and are predicted not to fit, or the other way round; GiB that PyTorch is predicted to allocate and
+    that the GPU has, for these and for the context and NCCL's buffers."""
     found = []
     for r in records:
         measured, predicted = r.get("measured"), r.get("predicted") or {}
