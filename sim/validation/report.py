@@ -58,8 +58,8 @@ def markdown(validation: Validation) -> str:
     parts += _section("Micro-measurements, per row", table.HEADLINE, table.micro(summary))
     oom = summary["overall"]["oom"]
     parts.append(f"\nOut-of-memory verdicts: {oom['right']} right, {oom['wrong']} wrong, "
-                 f"{oom['not_compared']} not compared. *allocated* below is what PyTorch is predicted to; the GPU holds "
-                 "the CUDA context and NCCL's buffers (1 to 3 GiB) beside it.\n")
+                 f"{oom['not_compared']} not compared. *allocated* below is what PyTorch is predicted to; the GPU "
+                 "holds the CUDA context and NCCL's buffers (1 to 3 GiB) beside it.\n")
     parts += _section("Wrong verdicts", table.VERDICTS, table.wrong_verdicts(validation.records))
     parts += _section("Not compared", ("source", "status", "reason", "cases"),
                       table.reasons_by_file(validation.records))

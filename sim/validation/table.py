@@ -92,8 +92,8 @@ VERDICTS = ("source", "case", "really", "allocated", "GPU holds")
 
 
 def wrong_verdicts(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Cases that ran and are predicted not to fit, or the other way round; GiB that PyTorch is predicted to allocate and
-    that the GPU has, for these and for the context and NCCL's buffers."""
+    """Cases that ran and are predicted not to fit, or the other way round; GiB that PyTorch is predicted to allocate
+    and that the GPU has, for these and for the context and NCCL's buffers."""
     found = []
     for r in records:
         measured, predicted = r.get("measured"), r.get("predicted") or {}
