@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 @click.argument("scenario", metavar="SCENARIO")
 @click.option("--gpus", required=True, help="Numbers of GPUs: 8..512 (powers of two and both ends) or 8,16,24.")
 @click.option("--cluster", "clusters", help="Topologies, separated by commas; default the scenario's.")
+@click.option("--offload", help="What to try on the host, separated by commas: none, activations, optimizer, states, "
+              "everything; default what the scenario says.")
 @click.option("--deadline", help="Longest run, e.g. '30 days'; needs tokens in the scenario's budget.")
 @click.option("--budget", type=Finite(min=0), help="Most money for the run, USD.")
 @click.option("--price", help="USD per GPU-hour, or a kind of cloud instance: 2.5, p5, or A=2.5,B=p5 by cluster.")
@@ -42,11 +44,10 @@ if TYPE_CHECKING:
 @click.option("--csv", "csv_to", metavar="FILE", help="Write every simulated configuration as CSV.")
 @click.option("--parquet", "parquet_to", metavar="FILE", help="The same as Parquet; needs drystep[parquet].")
 @click.option("--report", "report_to", metavar="DIR", help="Write the text and a picture of the front there.")
-def size(scenario: str, gpus: str, clusters: str | None, deadline: str | None, budget: float | None,
-         objective: str, top: int, out: str | None, resume: bool, seconds: float | None, workers: int | None,
-         dask: str | None, price: str | None, memory_margin: float, json_to: str | None, csv_to: str | None,
-         parquet_to: str | None,
-         report_to: str | None) -> None:
+def size(scenario: str, gpus: str, clusters: str | None, offload: str | None, deadline: str | None,
+         budget: float | None, objective: str, top: int, out: str | None, resume: bool, seconds: float | None,
+         workers: int | None, dask: str | None, price: str | None, memory_margin: float, json_to: str | None,
+         csv_to: str | None, parquet_to: str | None, report_to: str | None) -> None:
     """Search layouts, clusters and numbers of GPUs for the best configuration."""
     from sim import sizing
     from sim.api import load
@@ -75,7 +76,7 @@ def size(scenario: str, gpus: str, clusters: str | None, deadline: str | None, b
                        memory_margin * 2**30)
     longest_s = math.inf if seconds is None else seconds
     found = sizing.size(loaded, sizing.Choice(sizing.counts(gpus)), wish,
-                        clusters=_clusters(clusters), top=top, out=Path(out) if out else None,
+                        clusters=_clusters(clusters), offload=_listed(offload), top=top, out=Path(out) if out else None,
                         resume=resume, price=price, workers=workers or _cpus(), dask=dask,
                         seconds=longest_s, progress=_progress(longest_s) if sys.stderr.isatty() else None)
     if sys.stderr.isatty():
@@ -103,6 +104,11 @@ def _clusters(text: str | None) -> list[str]:
         for name in names:
             find_topology(name, Path())
     return names
+
+
+def _listed(text: str | None) -> list[str]:
+    """Names separated by commas."""
+    return [] if text is None else [name.strip() for name in text.split(",")]
 
 
 @contextmanager
@@ -189,8 +195,8 @@ def _brief(row: Mapping[str, Any]) -> str:
 
 
 def _layout(sets: Mapping[str, Any]) -> str:
-    shown = {name.rpartition(".")[2]: value for name, value in sets.items()
-             if name != "cluster.nodes" and value not in (1, False)
+    shown = {name.removeprefix("parallel.").removeprefix("training."): value for name, value in sets.items()
+             if name != "cluster.nodes" and value not in (1, False) and (value != "none" or "offload" not in name)
              and (name != "parallel.schedule" or sets["parallel.pipeline"] > 1)}
     return " ".join(f"{name}={_said(value)}"
                     for name, value in shown.items())

@@ -17,6 +17,7 @@ from sim.scenario import Loaded, Scenario, resolve
 from sim.scenario.dump import dump
 from sim.sizing.bounds import Bounds
 from sim.sizing.front import complete, pareto
+from sim.sizing.offloads import narrowed, variants
 from sim.sizing.ranking import Floats, Ranking
 from sim.sizing.runner import Runner
 from sim.sizing.search import Found, search
@@ -90,14 +91,15 @@ class Sizing:
 
 
 def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | None = None, *,
-         clusters: Sequence[str] = (), top: int = 10, out: Path | None = None, resume: bool = False,
-         workers: int = 1, dask: str | None = None, seconds: float = math.inf, price: str | None = None,
-         progress: Callable[[int, float, float], None] | None = None) -> Sizing:
+         clusters: Sequence[str] = (), offload: Sequence[str] = (), top: int = 10, out: Path | None = None,
+         resume: bool = False, workers: int = 1, dask: str | None = None, seconds: float = math.inf,
+         price: str | None = None, progress: Callable[[int, float, float], None] | None = None) -> Sizing:
     """Search the layouts of a scenario's model for the best.
 
     Args:
         source: gives the model, batch and precision; its own layout does not matter.
         clusters: topologies, default the scenario's.
+        offload: of `sim.sizing.offloads.OFFLOADS`, what to try outside the GPUs; default what the scenario says.
         top: how many of the best are proven and returned.
         out: SQLite file of outcomes (see `sim.sizing.store`); `resume` goes on with one that is there.
         workers: processes; they do not change what is found or simulated.
@@ -119,7 +121,8 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
                               "degraded out, size, then 'drystep run' the best with them"))
     bases = [_alone(scenario, name) for name in clusters] or [_alone(scenario, None)]
     wish, origin = priced(wish, bases, price)
-    space = build_space(bases, choice)
+    bases = variants(bases, offload)
+    space = build_space(bases, choice, narrowed)
     listed = time.monotonic()
     plain = [dump(base) for base in bases]
     store = Store(out, {"clusters": plain}, resume)

@@ -7,7 +7,7 @@ one code does both. Stages and chunks may differ by a block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -92,6 +92,9 @@ class Space:
             "parallel.virtual_stages": v["virtual_stages"],
             "parallel.schedule": SCHEDULES[v["schedule"]] if staged else "1f1b",
         }
+        if len({one.parallel.offload.model_dump_json() for one in self.clusters}) > 1:
+            places = self.clusters[v["cluster"]].parallel.offload
+            sets |= {f"parallel.offload.{name}": place for name, place in places}
         if staged and strategy in _SHARDED:  # whole from the first micro-batch to the last, as torchtitan has it
             sets["parallel.reshard_after_forward"] = False
         return sets
@@ -107,8 +110,12 @@ def per_node(clusters: Sequence[Scenario]) -> npt.NDArray[np.int64]:
     return np.array([s.cluster.gpus_per_node for s in clusters], dtype=np.int64)
 
 
-def build_space(clusters: Sequence[Scenario], choice: Choice) -> Space:
+def build_space(clusters: Sequence[Scenario], choice: Choice,
+                narrowed: Callable[[Scenario, Choice], Choice | None] = lambda _, choice: choice) -> Space:
     """Every configuration of `choice` on `clusters`.
+
+    Args:
+        narrowed: the part of the choice that one of `clusters` can have; None if nothing.
 
     Raises:
         UserError: none is possible.
@@ -117,10 +124,11 @@ def build_space(clusters: Sequence[Scenario], choice: Choice) -> Space:
     parts: list[Ints] = []
     raw = 0
     for number, scenario in enumerate(clusters):
-        for gpus in choice.gpus:
-            if gpus % scenario.cluster.gpus_per_node:
+        mine = narrowed(scenario, choice)
+        for gpus in choice.gpus if mine is not None else ():
+            if mine is None or gpus % scenario.cluster.gpus_per_node:
                 continue
-            for head, rows, said in _of_count(number, scenario, gpus // scenario.cluster.gpus_per_node, choice):
+            for head, rows, said in _of_count(number, scenario, gpus // scenario.cluster.gpus_per_node, mine):
                 heads.append(head)
                 parts.append(rows)
                 raw += said
@@ -143,9 +151,10 @@ def _of_count(number: int, scenario: Scenario, nodes: int,
     blocks = model.layers + model.decoder_layers
     experts = model.moe.experts if model.moe is not None else 1
     same = _same_sharding(scenario)
+    states = scenario.parallel.offload.optimizer in ("cpu", "nvme")  # of shards, which one rank has none of
     for tensor, context, pipeline in _degrees(scenario, gpus, choice):
         replicas = gpus // (tensor * context * pipeline)
-        if batch % replicas:
+        if batch % replicas or (states and replicas * context == 1):
             continue
         share = batch // replicas
         spreads = [e for e in _divisors(experts) if (replicas * context * tensor) % e == 0 and _in(e, choice.expert)]

@@ -1,0 +1,59 @@
+"""What a search may keep outside the GPUs. Each choice is a variant of a cluster's scenario, with tables and bounds of
+its own, and with only those layouts that have code for it (`sim.parallel.support`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sim.errors import Fault, UserError, nearest
+from sim.scenario import Scenario
+from sim.scenario.schema import Offload
+from sim.sizing.space import STRATEGIES, Choice
+from sim.software import stack_for
+
+#: What `--offload` may name: fields of `parallel.offload` that go to the host.
+OFFLOADS: dict[str, tuple[str, ...]] = {
+    "none": (), "activations": ("activations",), "optimizer": ("optimizer",), "states": ("parameters", "optimizer"),
+    "everything": ("parameters", "optimizer", "activations")}
+
+
+def variants(bases: Sequence[Scenario], names: Sequence[str]) -> list[Scenario]:
+    """Every base with every choice; with none named the bases as they are.
+
+    Raises:
+        UserError: a name is not one of `OFFLOADS`.
+    """
+    wrong = [name for name in names if name not in OFFLOADS]
+    if wrong:
+        raise UserError([Fault(f"{name!r} is not one of {', '.join(OFFLOADS)}", "--offload", hint=nearest(
+            name, list(OFFLOADS))) for name in wrong])
+    if not names:
+        return list(bases)
+    made = []
+    for base in bases:
+        for name in dict.fromkeys(names):
+            places = Offload.model_validate(dict.fromkeys(OFFLOADS[name], "cpu"))
+            made.append(base.model_copy(update={"parallel": base.parallel.model_copy(update={"offload": places})}))
+    return made
+
+
+def narrowed(scenario: Scenario, choice: Choice) -> Choice | None:
+    """The part of `choice` that can keep what `scenario` keeps outside; None: nothing of it can."""
+    offload = scenario.parallel.offload
+    outside = {field for field, place in offload if place in ("cpu", "nvme")}
+    if not outside:
+        return choice
+    if choice.pipeline and 1 not in choice.pipeline:
+        return None
+    software = scenario.software
+    stack = stack_for(software.framework, software.year, versions=software.versions, modules=software.modules)
+    ipg = stack.gradient_path == "ipg"
+    if "parameters" in outside:
+        able: Sequence[str] = ("zero3", "fsdp") if ipg else ("zero2", "zero3", "fsdp")
+    elif "optimizer" in outside:
+        able = ("zero1", "zero2", "zero3") if ipg else ()
+    else:
+        able = STRATEGIES
+    left = [name for name in able if not choice.strategies or name in choice.strategies]
+    return replace(choice, strategies=left, pipeline=(1,)) if left else None
