@@ -65,6 +65,7 @@ class Bounds:
     def __init__(self, space: Space, executor: Executor | None = None, shares: int = 1) -> None:
         self.space, self.executor, self.shares = space, executor, shares
         columns = space.columns
+        self.clusters = _least(space)
         starts = np.flatnonzero(_changes(space, (*SLICE, *_STAGED)))  # rows of a group lie together
         self.edges = np.concatenate((starts, [len(space)]))
         keys = np.stack([columns[name][starts] for name in (*SLICE, *_STAGED)], axis=1)
@@ -76,7 +77,7 @@ class Bounds:
         sizes = np.diff(self.edges)
         self.time_s, self.coarse = np.repeat(self._group_s, sizes), np.repeat(self._left, sizes)
         self.memory_bytes, self.work_j = np.zeros(len(space)), np.repeat(group_j, sizes)
-        devices = _tables(space.clusters).devices
+        devices = _tables(self.clusters).devices
         self._constant_w = np.array([device.energy_j((), (), 1.0) for device in devices])
         capacity = [device.gpu.usable_memory_bytes for device in devices]
         self.capacity_bytes = np.array(capacity, dtype=np.float64)[columns["cluster"]]
@@ -128,7 +129,7 @@ class Bounds:
     def _shared(self, work: Callable[[Any], list[Any]], items: list[Any]) -> list[Any]:
         """What `work` makes of items, slices or groups, in their order."""
         if self.executor is None or self.shares < 2 or len(items) < _MANY:
-            return work((self.space.clusters, items))
+            return work((self.clusters, items))
         cuts: dict[tuple[int, ...], list[int]] = {}
         for number, item in enumerate(items):
             key = item.key if isinstance(item, _Group) else item
@@ -137,7 +138,7 @@ class Bounds:
         for numbers in sorted(cuts.values(), key=len, reverse=True):  # the largest to whom has least
             min(parts, key=len).extend(numbers)
         found: list[Any] = [None] * len(items)
-        jobs = [(self.space.clusters, [items[number] for number in part]) for part in parts]
+        jobs = [(self.clusters, [items[number] for number in part]) for part in parts]
         for part, done in zip(parts, self.executor.map(work, jobs), strict=True):
             for number, one in zip(part, done, strict=True):
                 found[number] = one
@@ -148,6 +149,16 @@ def bounds(space: Space) -> Bounds:
     """Fine bounds of all rows."""
     found = Bounds(space)
     found.refine()
+    return found
+
+
+def _least(space: Space) -> list[Scenario]:
+    """The clusters with as many nodes as the smallest of their rows has: the more GPUs, the slower the slowest."""
+    found = []
+    for number, one in enumerate(space.clusters):
+        nodes = space.columns["nodes"][space.columns["cluster"] == number]
+        cluster = one.cluster.model_copy(update={"nodes": int(nodes.min()) if len(nodes) else 1})
+        found.append(one.model_copy(update={"cluster": cluster}))
     return found
 
 

@@ -227,16 +227,16 @@ class Tables:
     """Tables of slices, made when first asked for.
 
     Args:
-        clusters: scenario of each cluster.
+        clusters: scenario of each cluster, with the fewest nodes that are asked for.
     """
 
     def __init__(self, clusters: Sequence[Scenario]) -> None:
         self.clusters = clusters
         self.stacks = [_stack(one) for one in clusters]
-        hardware = [hardware_for(one, stack.rank_jitter_s)
-                    for one, stack in zip(clusters, self.stacks, strict=True)]
-        self.devices = [device for device, _ in hardware]
-        self.alone = [Alone(network) for _, network in hardware]
+        jitters_s = [stack.rank_jitter_s for stack in self.stacks]
+        self.devices = [hardware_for(one, jitter_s)[0] for one, jitter_s in zip(clusters, jitters_s, strict=True)]
+        self.alone = [Alone(hardware_for(_on_one_node(one), jitter_s)[1])
+                      for one, jitter_s in zip(clusters, jitters_s, strict=True)]
         self._layers: dict[Any, Layers] = {}
 
     def table(self, key: tuple[int, ...], schedule: str = "1f1b") -> Table:
@@ -336,3 +336,7 @@ def _widths(scenario: Scenario, architecture: Architecture) -> dict[str, float]:
         "gradients": 0.0 if scenario.training.optimizer_in_backward else DTYPE_BYTES[precision.gradients],
         "optimizer_states": states / max(1, architecture.parameters),
     }
+
+
+def _on_one_node(scenario: Scenario) -> Scenario:
+    return scenario.model_copy(update={"cluster": scenario.cluster.model_copy(update={"nodes": 1})})
