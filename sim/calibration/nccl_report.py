@@ -117,13 +117,15 @@ def _sweep_picture(sweeps: Sequence[Sweep], path: Path, title: str) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import NullFormatter
 
     fig, axes = plt.subplots(4, 4, figsize=(15, 12))
     for axis, s in zip(axes.flat, sweeps, strict=False):
         axis.loglog(s.sizes, s.measured_us, "o", ms=3, label="measured")
-        axis.loglog(s.sizes, s.predict_us(), "-", lw=1.2, label="predicted")
+        axis.loglog(s.sizes, s.predict_us(), "-" if len(s.sizes) > 1 else "x", lw=1.2, label="predicted")
         axis.set_title(f"{s.id}\n{100 * s.error():.1f} %", fontsize=8)
         axis.tick_params(labelsize=7)
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.grid(alpha=0.3)
     for axis in list(axes.flat)[len(sweeps):]:
         axis.axis("off")

@@ -122,6 +122,9 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
     bases = [_alone(scenario, name) for name in clusters] or [_alone(scenario, None)]
     wish, origin = priced(wish, bases, price)
     bases = variants(bases, offload)
+    if offload and all(narrowed(one, choice) is None for one in bases):
+        raise UserError(Fault(f"nothing of this framework keeps {' or '.join(offload)} on the host", "--offload",
+                              hint="FSDP offloads states, DeepSpeed's ZeRO the optimizer too; without pipelines"))
     space = build_space(bases, choice, narrowed)
     listed = time.monotonic()
     plain = [dump(base) for base in bases]

@@ -79,6 +79,11 @@ class Space:
         """GPUs of every row."""
         return self.columns["nodes"] * per_node(self.clusters)[self.columns["cluster"]]
 
+    @cached_property
+    def _varies_offload(self) -> bool:
+        """Whether what is kept on the host is an axis."""
+        return any(one.parallel.offload != self.clusters[0].parallel.offload for one in self.clusters)
+
     def sets(self, row: int) -> dict[str, Any]:
         """A row as dotted fields of its cluster's scenario."""
         v = {name: int(column[row]) for name, column in self.columns.items()}
@@ -92,9 +97,9 @@ class Space:
             "parallel.virtual_stages": v["virtual_stages"],
             "parallel.schedule": SCHEDULES[v["schedule"]] if staged else "1f1b",
         }
-        if len({one.parallel.offload.model_dump_json() for one in self.clusters}) > 1:
-            places = self.clusters[v["cluster"]].parallel.offload
-            sets |= {f"parallel.offload.{name}": place for name, place in places}
+        if self._varies_offload:
+            sets |= {f"parallel.offload.{name}": place for name, place in
+                     self.clusters[v["cluster"]].parallel.offload}
         if staged and strategy in _SHARDED:  # whole from the first micro-batch to the last, as torchtitan has it
             sets["parallel.reshard_after_forward"] = False
         return sets

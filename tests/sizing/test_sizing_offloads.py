@@ -66,3 +66,9 @@ def test_one_place_says_nothing_of_it_and_a_wrong_one_is_named() -> None:
     with pytest.raises(UserError) as caught:
         variants([base], ["state"])
     assert caught.value.faults[0].field == "--offload" and "states" in str(caught.value)
+
+
+def test_what_a_framework_keeps_nowhere_else_is_refused_by_name() -> None:
+    with pytest.raises(UserError) as caught:
+        size(scenario("pytorch"), CHOICE, offload=["optimizer"])
+    assert caught.value.faults[0].field == "--offload" and "optimizer" in str(caught.value)

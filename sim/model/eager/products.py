@@ -8,6 +8,7 @@ from __future__ import annotations
 from sim.model.eager import operations as op
 from sim.model.eager import tuned
 from sim.model.eager.autograd import Run, Tensor
+from sim.model.eager.narrow import Narrow
 from sim.model.style import Style
 from sim.work import DTYPE_BYTES
 
@@ -21,12 +22,12 @@ def linear(run: Run, style: Style, x: Tensor, features_in: int, parts: tuned.Par
                      gathered=gathered, narrow=narrow(style), placeholder=style.weight_placeholder)
 
 
-def narrow(style: Style) -> op.Narrow | None:
+def narrow(style: Style) -> Narrow | None:
     """How the blocks' products are quantised; None where they run in the activations' dtype."""
     if DTYPE_BYTES[style.gemm] >= DTYPE_BYTES[style.act]:
         return None
     stack = style.stack
-    return op.Narrow(style.gemm, stack.narrow_keeps_inputs, stack.narrow_weights_cached or style.arrives_narrow)
+    return Narrow(style.gemm, stack.narrow_keeps_inputs, stack.narrow_weights_cached or style.arrives_narrow)
 
 
 def column(run: Run, style: Style, x: Tensor, parts: tuned.Parts) -> Tensor:

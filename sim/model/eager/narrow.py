@@ -1,0 +1,35 @@
+"""Products in 8 bits and below, as allocations: the quantised copies of what they read."""
+
+from __future__ import annotations
+
+from sim.model.eager.autograd import COPIES, Node, Run, Storage
+
+
+class Narrow:
+    """Quantised copies around a product: each tensor as it is and transposed (`sim.model.kernels.quantisation`).
+
+    Attributes:
+        keeps_inputs: what is kept is the input, not its copies. caches_weights: the weight's copies are elsewhere.
+    """
+
+    def __init__(self, dtype: str, keeps_inputs: bool, caches_weights: bool) -> None:
+        self.dtype, self.keeps_inputs, self.caches_weights = dtype, keeps_inputs, caches_weights
+
+    def copies(self, run: Run, elements: int) -> list[Storage]:
+        """A tensor's two copies."""
+        return [run.new(elements, self.dtype) for _ in range(2)]
+
+    def forward(self, run: Run, node: Node, inputs: int, weights: int, gathered: int = 1) -> list[Storage]:
+        """Copies of the input and the weight; returns those that last only as long as the product.
+
+        Backward reads the transposed input, and the weight both ways. Of an input gathered from `gathered` slices only
+        this rank's is kept.
+        """
+        spare = self.copies(run, inputs)
+        kind, run.kind = run.kind, COPIES
+        weight = [] if self.caches_weights else self.copies(run, weights)
+        run.kind = kind
+        if self.keeps_inputs:
+            return [*spare, *weight]
+        run.save(node, run.new(inputs // gathered, self.dtype) if gathered > 1 else spare.pop(), *weight)
+        return spare
