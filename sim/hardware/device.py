@@ -127,10 +127,9 @@ class Device:
             self._rates.power.constant_w * seconds)
 
     def work_j(self, kernels: Sequence[Kernel]) -> NDArray[np.float64]:
-        """Energy of each kernel's own work, joules: what it takes beside the constant part."""
-        if self._clock is None:
-            self._clock = self._sequence_clock()
-        clock = self._clock * self.clock_share
+        """Energy of each kernel's own work, joules: what it takes beside the constant part. It is the mean chip's, at
+        the clock that one runs at before it waits for the hungriest."""
+        clock = (self._clock if self._clock and not self._deviation else self._sequence_clock(1.0)) * self.clock_share
         arithmetic_j = np.array([self._arithmetic_j(kernel) for kernel in kernels])
         traffic = np.array([kernel.bytes for kernel in kernels], dtype=np.float64)
         found: NDArray[np.float64] = self._rates.power.byte_j * traffic + arithmetic_j * clock**2
@@ -191,7 +190,7 @@ class Device:
     def _clocks(self, times: ProductTimes, rates: GemmRates | AttentionRates, flops: Array, size_bytes: Array) -> Array:
         """Clock of each kernel, as a share of the stated one."""
         if self._clock is None and self._sustained:
-            self._clock = self._sequence_clock()
+            self._clock = self._sequence_clock(self._hunger)
         if self._clock is not None:
             return np.full(len(flops), self._clock * self.clock_share)
         seconds = overlapped(times.compute_s, times.memory_s, rates.overlap)
@@ -199,11 +198,15 @@ class Device:
         settled: Array = self._rates.power.clock(rates.flop_j, flops / seconds, size_bytes / seconds, duty)
         return settled * self.clock_share
 
-    def _sequence_clock(self) -> float:
-        """Clock that a long training run settles at: matrix products in half precision for a stated share of it."""
+    def _sequence_clock(self, hunger: float) -> float:
+        """Clock that a long training run settles at: matrix products in half precision for a stated share of it.
+
+        Args:
+            hunger: energy of the chip's arithmetic over the kind's mean.
+        """
         dtype = next(name for name in ("bf16", "fp16", "fp32") if self.gpu.supports(name))
         rates = self._gemm_rates(dtype)
-        settled = self._rates.power.clock(self._hunger * rates.flop_j, np.array([rates.flops_per_s]), np.zeros(1),
+        settled = self._rates.power.clock(hunger * rates.flop_j, np.array([rates.flops_per_s]), np.zeros(1),
                                           np.array([self._rates.training_duty]))
         return float(settled[0])
 

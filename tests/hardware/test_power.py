@@ -44,9 +44,12 @@ def test_a_hungrier_chip_is_slower_where_the_limit_binds_and_nowhere_else() -> N
     mean, hungry = (Device(gpu("h100-80g-sxm"), deviation=d) for d in (0.0, 3.0))
     power, rates = mean._rates.power, mean._gemm_rates("bf16")
     # energy of a FLOP 1 + 3 * 0.045 times the mean's: the clock falls with its cube root, whatever the constant part
-    assert hungry._sequence_clock() / mean._sequence_clock() == pytest.approx((1 + 3 * 0.045) ** (-1 / 3))
+    slower = hungry._sequence_clock(hungry._hunger) / mean._sequence_clock(1.0)
+    assert slower == pytest.approx((1 + 3 * 0.045) ** (-1 / 3))
     assert hungry.times([product])[0] > 1.03 * mean.times([product])[0]
     assert power.constant_w + rates.flop_j * rates.flops_per_s > power.limit_w
+    # the energy of a job is that of its mean chips
+    assert hungry.work_j([product])[0] == mean.work_j([product])[0]
     alike, other = (Device(gpu("a100-80g-sxm"), deviation=d) for d in (0.0, 3.0))  # its limit is not in reach
     assert alike.times([product])[0] == other.times([product])[0]
 
