@@ -148,6 +148,12 @@ class Technique(Protocol):
         """From complete gradients to updated parameters."""
 
 
+def fetch_batch(stack: Stack, section: SectionBuilder) -> None:
+    """The host fetches a micro-batch and waits for the GPU on the way, where the stack's loop does (`host_batch_s`)."""
+    if stack.host_batch_s:
+        section.host(stack.host_batch_s, Label("batch", "forward", "fetch"), joins=(COMPUTE,))
+
+
 def micro_steps(scenario: Scenario) -> list[MicroStep]:
     """Micro-steps of one optimizer step; the last may be smaller (spec: global_batch)."""
     count, every = scenario.micro_steps, scenario.parallel.reduce_every_micro_step
@@ -162,6 +168,7 @@ def write(technique: Technique) -> None:
     batch(plan)
     for micro, run in groupby(plan.micro_steps):
         section = plan.builder.section(f"micro-step of {micro.batch}" + (", reduced" if micro.reduce else ""))
+        fetch_batch(plan.stack, section)
         technique.micro_step(section, micro)
         plan.builder.run(section, len(list(run)))
     section = plan.builder.section("optimizer step")

@@ -272,7 +272,8 @@ class Parallel(Table):
     virtual_stages: Annotated[int, count(10_000)] = late("chunks of each pipeline rank")
     schedule: Schedule = late("order of the pipeline's micro-batches")
     split: Annotated[list[LayersOrNone], Field(max_length=100_000)] | None = has(None, "blocks per pipeline rank")
-    overlap_p2p: bool = has(False, "transfers between stages overlap with compute")
+    overlap_p2p: bool | None = has(
+        None, "transfers between stages overlap with compute; none given = what the stack does")
     split_slots: SplitSlots = late("work of embedding and head when splitting evenly")
     pipeline_scatter: bool = late("each tensor rank sends its share between stages")
     order: list[Axis] = late("which ranks are neighbours, first = same node")

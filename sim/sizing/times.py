@@ -17,7 +17,7 @@ import numpy as np
 
 from sim.model import optimizer_kernels
 from sim.parallel.compute import traffic_kernel
-from sim.parallel.pipeline.actions import split
+from sim.parallel.pipeline.actions import passing, split
 from sim.parallel.places import aligned
 from sim.sizing.held import Places, Ways, summed
 from sim.sizing.orders import SEARCHED, Facts
@@ -149,8 +149,7 @@ def _together(table: Table, schedule: str) -> bool:
 
 def _waited(table: Table, schedule: str) -> bool:
     """Whether a rank goes on only when what it sent has arrived."""
-    overlapped = not schedule or table.scenario.parallel.overlap_p2p or split(schedule)
-    return not overlapped and table.stack.pipeline_p2p != "overlapped"
+    return bool(schedule) and not split(schedule) and passing(table.scenario, table.stack, schedule) != "overlapped"
 
 
 class _Way(NamedTuple):

@@ -58,6 +58,9 @@ class Stack:
         host_view_s: host time per view of a tensor (narrow, chunk), which launches nothing.
         host_step_s: fixed host time per optimizer step.
         host_spread_s: mean of what comes and goes on top of it on each node, where all hosts meet once per step.
+        host_batch_s: host time of fetching a micro-batch in front of every forward, which waits for the GPU; 0 where
+            the loop hides it.
+        host_exchange_s: host time between the end of a synchronised exchange of stages and the next launch.
         launch_queue: launches the host may be ahead of the GPU.
         rank_jitter_s: standard deviation of a rank's arrival at a collective.
         product_rate: tensor-core products of this stack's libraries over those of the calibrated kernel tables.
@@ -110,6 +113,7 @@ class Stack:
         tensor_overlap: the reduction of a column-cut product's input gradient runs beside its weight gradient.
         pipeline_p2p: how stages pass tensors on unless overlap is asked for: synchronised (batched, then the host
             waits for the GPU), stream (the next kernels wait, the host does not).
+        overlap_interleaved: the interleaved schedule passes tensors on beside compute unless told otherwise.
         kv_cache: how inference's cache grows: concatenated (written anew with every token) or in_place.
         quantised_products: products with weights of fewer than 16 bits: expanded (a kernel of its own makes 16-bit
             weights; int8 runs on quantised activations) or fused (the product reads them as stored).
@@ -126,6 +130,8 @@ class Stack:
     host_view_s: float
     host_step_s: float
     host_spread_s: float
+    host_batch_s: float
+    host_exchange_s: float
     launch_queue: int
     rank_jitter_s: float
     product_rate: float
@@ -172,6 +178,7 @@ class Stack:
     gathered_inputs_kept: bool
     tensor_overlap: bool
     pipeline_p2p: str
+    overlap_interleaved: bool
     kv_cache: str
     quantised_products: str
     vocabulary_multiple: int

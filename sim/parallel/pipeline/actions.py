@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sim.errors import Fault, UserError, nearest
+from sim.scenario.schema import Scenario
+from sim.software import Stack
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "dualpipe")
 #: Two stages of the model (zb-v), or one stage in each direction (dualpipe), on every rank.
@@ -65,6 +67,19 @@ class Places:
     stage: list[list[int]]
     before: list[list[Chunk | None]]
     after: list[list[Chunk | None]]
+
+
+def passing(scenario: Scenario, stack: Stack, schedule: str | None = None) -> str:
+    """How stages wait for one another: "synchronised", "stream" or "overlapped" (see `Stack.pipeline_p2p`).
+
+    Schedules that split the backward run on a runtime of their own, which overlaps (Qi et al. 2024, section 5).
+    `schedule` stands for the scenario's own, where another is tried.
+    """
+    schedule = schedule or scenario.parallel.schedule
+    asked = scenario.parallel.overlap_p2p
+    if asked is None:
+        asked = stack.overlap_interleaved and schedule == "interleaved"
+    return "overlapped" if asked or split(schedule) else stack.pipeline_p2p
 
 
 def split(schedule: str) -> bool:

@@ -17,6 +17,7 @@ from sim.parallel.compute import is_weight_gradient
 from sim.parallel.data.bucketed import Bucketed
 from sim.parallel.layout import Layout, Ranks, equitable_classes, simulated_ranks
 from sim.parallel.model.expert import hidden_by
+from sim.parallel.pipeline.actions import passing
 from sim.parallel.pipeline.orders import Action, Costs, check, placement, places, split
 from sim.parallel.pipeline.patterns import Schedule
 from sim.parallel.pipeline.sharded import ShardedStage
@@ -181,8 +182,8 @@ def _passing(scenario: Scenario, stack: Stack, architecture: Architecture) -> Pa
     elements, share = block.input.elements, 1
     if parallel.pipeline_scatter and parallel.tensor > 1 and not parallel.sequence_parallel:
         share = parallel.tensor
-    waits = "overlapped" if parallel.overlap_p2p or split(parallel.schedule) else stack.pipeline_p2p
-    return Passing(elements, elements // share, block.input.dtype, elements if share > 1 else 0, waits)
+    return Passing(elements, elements // share, block.input.dtype, elements if share > 1 else 0,
+                   passing(scenario, stack))
 
 
 class _Joined:

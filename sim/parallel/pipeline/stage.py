@@ -19,7 +19,7 @@ from sim.parallel.pipeline.patterns import Batch, Habits, Schedule, rows
 from sim.parallel.pipeline.transfers import Edge, Transfers
 from sim.parallel.pipeline.weights import kept_for_weights
 from sim.parallel.pipeline.written import Exchange, Mark, Piece, Written
-from sim.parallel.step import COMPUTE, MicroStep, Plan, blocks
+from sim.parallel.step import COMPUTE, MicroStep, Plan, blocks, fetch_batch
 from sim.program import CollectiveCall, Label, MemoryOp, SectionBuilder
 from sim.tensor_trace import LayerMemory
 from sim.work import DTYPE_BYTES, Kernel
@@ -165,6 +165,8 @@ class Stage:
             if arrived is not None:
                 self._passed(section, arrived, 1)
             action, micro = Action(kind, chunk, 0), MicroStep(self.plan.architecture.batch, first, final)
+            if kind == "F" and not one:
+                fetch_batch(self.plan.stack, section)
             if not one:
                 task = verbs[kind](section, action, micro, self._waited(action), gathers)
             else:  # written with the backward; what the forward sends waits for all compute in front of it
@@ -180,8 +182,8 @@ class Stage:
             self._transfer(section, edge, ())
         moved += batch.needs
         if moved and self.passing.waits == "synchronised":
-            section.host(0.0, Label("pipeline", _PHASES[batch.actions[-1][0]], "synchronise"),
-                         joins=tuple(self.streams[edge] for edge in moved))
+            label = Label("pipeline", _PHASES[batch.actions[-1][0]], "synchronise")
+            section.host(self.plan.stack.host_exchange_s, label, joins=tuple(self.streams[edge] for edge in moved))
 
     def _waited(self, action: Action) -> tuple[int, ...]:
         """Streams the action's kernels join."""
