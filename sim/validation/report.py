@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sim.validation import pictures, record, table
+from sim.validation.corrections import effects
 from sim.validation.misses import LIMIT, misses
 from sim.validation.runner import Validation, published
 from sim.validation.statistics import MEMORY_KEYS, worst
@@ -29,6 +30,8 @@ median, p90 and worst are of its absolute value, bias is its signed mean. *cases
 the share of them that could be expressed and predicted, and what could not is listed with its reason. Rows that the
 case files mark as read off a plot, outlier, derived, average or bound are reported apart.
 """
+_CORRECTED = ("source", "field", "as given", "as used", "figure", "rows", "mean error (bias) as given", "as used",
+              "evidence, other than the measurements")
 #: Worst cases listed.
 _WORST = 25
 _COMPARED = table.HEADLINE.index("compared")
@@ -45,6 +48,8 @@ def markdown(validation: Validation) -> str:
                       ("believed", "reason", "sources", "rows", "errors"), table.missed(misses(validation.records)))
     parts += _section("The worst, first", ("source", "case", "measured s", "predicted s", "error"),
                       [table.detail(r) for r in worst(validation.records, _WORST)])
+    parts += _section("Values that were corrected, and what they change", _CORRECTED,
+                      effects(validation.files, validation.records))
     parts += _section("Scaling ratios", table.HEADLINE, table.headline(summary, "ratio"))
     parts += _section("Memory", table.HEADLINE, table.headline(summary, "memory"))
     for key in MEMORY_KEYS:

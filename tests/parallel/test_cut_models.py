@@ -227,8 +227,8 @@ def test_stages_hold_as_many_micro_batches_as_are_in_flight() -> None:
 
 
 def test_an_uneven_split_shows() -> None:
-    even = sim.run(scenario(pipeline=4, layers=16, split=[4, 4, 4, 4]))
-    uneven = sim.run(scenario(pipeline=4, layers=16, split=[2, 2, 2, 10]))
+    even = sim.run(scenario(pipeline=4, layers=16, split=[4, 4, 4, 4], model={"hidden": 2048}))
+    uneven = sim.run(scenario(pipeline=4, layers=16, split=[2, 2, 2, 10], model={"hidden": 2048}))
     assert uneven.step_time_s > 1.5 * even.step_time_s
     assert uneven.breakdown.pipeline_bubble < 0.3 * uneven.step_time_s
 
