@@ -139,7 +139,8 @@ class Rates:
     def attention(self, kernel: str, dtype: str, head_dim: int, backward: bool) -> AttentionRates:
         """Figures of a fused attention kernel; a head dimension between two listed ones takes the nearest."""
         family = self._family["attention"]
-        listed = {dim: value for dim, value in family[self._attention_kernel(kernel)].items() if isinstance(dim, int)}
+        figures = family[self._attention_kernel(kernel)]
+        listed = {dim: value for dim, value in figures.items() if isinstance(dim, int)}
         share = listed[min(listed, key=lambda dim: (abs(dim - head_dim), dim))][int(backward)]
         blocks = family["blocks"]
         return AttentionRates(
@@ -150,7 +151,7 @@ class Rates:
             start_s=self.start_s,
             overlap=float(self._shared["products"]["tensor"]["overlap"]),
             bandwidth_share=self.memory_share("gemm"),
-            flop_j=self._flop_j(UNITS[self._gpu.arithmetic(dtype)]),
+            flop_j=self._flop_j(UNITS[self._gpu.arithmetic(dtype)]) * float(figures.get("energy", 1.0)),
         )
 
     def basis(self, op: str, dtype: str, kernel: str = "") -> Basis:

@@ -1,4 +1,4 @@
-"""What a stage's host does between actions: it fetches batches and waits for exchanges, and the GPU stands meanwhile."""
+"""What a stage's host does between actions: it fetches batches, waits for exchanges, and the GPU stands meanwhile."""
 
 from __future__ import annotations
 
