@@ -10,7 +10,7 @@ from sim.model.eager import operations as op
 from sim.model.eager import tuned
 from sim.model.eager.attention import attention, uses_flash
 from sim.model.eager.autograd import Output, Run, Tensor, Weight
-from sim.model.eager.products import column, entered, linear, row_cut
+from sim.model.eager.products import column, entered, row, row_cut
 from sim.model.style import Style
 from sim.work import DTYPE_BYTES
 
@@ -90,7 +90,7 @@ def mlp(run: Run, style: Style, x: Tensor) -> Tensor:
         hidden = _gelu_new(run, up) if spelled and not style.stack.compile else op.unary(run, up, saves_input=True)
         del up
     run.at("down")
-    return row_cut(run, style, linear(run, style, hidden, style.ffn, (("mlp", style.hidden),)))
+    return row(run, style, hidden, style.ffn, (("mlp", style.hidden),))
 
 
 def _gated(run: Run, style: Style, x: Tensor) -> Tensor:

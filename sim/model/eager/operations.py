@@ -240,6 +240,15 @@ def gathered(run: Run, x: Tensor, parts: int) -> Tensor:
     return _result(run, node, elements * parts, dtype)
 
 
+def widened(run: Run, x: Tensor, parts: int) -> Tensor:
+    """Columns of all slices gathered (`gather_from_tensor_model_parallel_region`); backward takes its own."""
+    if parts == 1:
+        return x
+    elements, dtype = x.elements, x.dtype
+    node = run.node(lambda run, _: [run.new(elements, dtype)], (x.sink,))
+    return _result(run, node, elements * parts, dtype)
+
+
 def layer_norm(run: Run, x: Tensor, cols: int, parameters: int, statistics: int, dtype: str) -> Tensor:
     """`native_layer_norm` (2 statistics per row) or a fused RMS norm (1), with `parameters` of `cols` elements."""
     elements, source, rows = x.elements, x.dtype, x.elements // cols

@@ -16,7 +16,7 @@ from sim.work import DTYPE_BYTES
 def linear(run: Run, style: Style, x: Tensor, features_in: int, parts: tuned.Parts, gathered: int = 1) -> Tensor:
     """A linear layer; `parts` names its outputs as fine-tuning does."""
     if style.tuned is not None:
-        return tuned.linear(run, style, x, features_in, parts)
+        return tuned.linear(run, style, x, features_in, parts, gathered)
     features_out = sum(width for _, width in parts)
     return op.linear(run, x, features_in, features_out, style.bias, dtype=style.weight, bias_last=style.conv1d,
                      gathered=gathered, narrow=narrow(style), placeholder=style.weight_placeholder)
@@ -39,6 +39,13 @@ def column(run: Run, style: Style, x: Tensor, parts: tuned.Parts) -> Tensor:
 def entered(run: Run, style: Style, x: Tensor) -> Tensor:
     """The stream as column-cut products read it where they keep it so (`Stack.gathered_inputs_kept`)."""
     return op.gathered(run, x, style.tensor) if style.scattered and style.stack.gathered_inputs_kept else x
+
+
+def row(run: Run, style: Style, x: Tensor, features_in: int, parts: tuned.Parts) -> Tensor:
+    """A product whose outputs are sums over the slices of the width; a branch beside it comes back by itself."""
+    if style.tuned is None or not style.cuts_branches:
+        return row_cut(run, style, linear(run, style, x, features_in, parts))
+    return tuned.row(run, style, x, features_in, parts)
 
 
 def row_cut(run: Run, style: Style, x: Tensor) -> Tensor:
