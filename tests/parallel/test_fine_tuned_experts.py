@@ -24,8 +24,8 @@ TOKENS = 2 * SEQUENCE
 EXPERT = 2 * (RANK * HIDDEN + FFN * RANK) + RANK * FFN + HIDDEN * RANK
 
 
-def asked(modules: str = "transformers", base: str = "bf16", targets: list[str] | None = None, framework: str = "pytorch",
-          recompute: str = "none", precision: str = "pure-bf16", shared: int = 0, rank: int = RANK,
+def asked(modules: str = "transformers", base: str = "bf16", targets: list[str] | None = None,
+          framework: str = "pytorch", recompute: str = "none", precision: str = "pure-bf16", shared: int = 0, rank: int = RANK,
           **parallel: Any) -> Any:
     return resolve({
         "name": "x", "cluster": {"topology": "dgx-a100-80g", "nodes": 1},
