@@ -128,7 +128,8 @@ def test_context_ranks_share_tokens_and_reduce_adapters_with_the_replicas(method
 
 
 @pytest.mark.parametrize(("more", "said"), [
-    ({"tensor": 2, "method": "adapter"}, "finetune"), ({"tensor": 8, "sequence_parallel": True, "rank": 12}, "rank 12")])
+    ({"tensor": 2, "method": "adapter"}, "finetune"),
+    ({"tensor": 8, "sequence_parallel": True, "rank": 12}, "rank 12")])
 def test_what_is_not_simulated_is_refused(more: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         tuned(**more)
@@ -219,3 +220,12 @@ def test_a_slice_of_quantised_weights_is_dequantised_where_it_is() -> None:
     program = tuned(base="nf4", method="qlora", tensor=4).job.programs[0]
     made = sorted({k.shape[0] for k in program.kernels if k.variant == "dequantise"})
     assert made == sorted({3 * HIDDEN * HIDDEN // 4, HIDDEN * HIDDEN // 4, HIDDEN * FFN // 4, VOCAB * HIDDEN // 4})
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_a_stage_without_anything_trained(strategy: str) -> None:
+    """The embedding alone: its table is frozen, and the stage only passes on."""
+    stages = tuned(pipeline=2, split=[0, LAYERS], strategy=strategy).job.programs
+    assert states(stages[0]) == 0
+    assert states(stages[1]) > 0
+    assert all(peak(stage).steady for stage in stages)

@@ -25,7 +25,7 @@ EXPERT = 2 * (RANK * HIDDEN + FFN * RANK) + RANK * FFN + HIDDEN * RANK
 
 
 def asked(modules: str = "transformers", base: str = "bf16", targets: list[str] | None = None,
-          framework: str = "pytorch", recompute: str = "none", precision: str = "pure-bf16", shared: int = 0, rank: int = RANK,
+          framework: str = "pytorch", recompute: str = "none", precision: str = "pure-bf16", shared: int = 0,
           **parallel: Any) -> Any:
     return resolve({
         "name": "x", "cluster": {"topology": "dgx-a100-80g", "nodes": 1},
@@ -34,7 +34,7 @@ def asked(modules: str = "transformers", base: str = "bf16", targets: list[str] 
                   "tied_embeddings": False, "moe": {"experts": EXPERTS, "top_k": TOP, "shared_experts": shared}},
         "training": {"micro_batch": 2, "global_batch": 2 * 8 // parallel.get("tensor", 1), "sequence": SEQUENCE,
                      "precision": precision, "optimizer": "adamw", "recompute": recompute,
-                     "finetune": {"method": "lora" if base == "bf16" else "qlora", "rank": rank, "base": base,
+                     "finetune": {"method": "lora" if base == "bf16" else "qlora", "rank": RANK, "base": base,
                                   "targets": targets or ALL}},
         "parallel": {"strategy": "ddp", **parallel},
         "software": {"framework": framework, "modules": modules}})

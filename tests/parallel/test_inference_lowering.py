@@ -79,8 +79,8 @@ def test_a_token_takes_at_least_the_weights_through_memory() -> None:
 
 
 def test_eager_tokens_wait_for_python() -> None:
-    """A 7B model of Hugging Face's modules: 25 us for each launch, 7 of them the operator's own, is more than the weights
-    take through memory; compiled code has no modules to call."""
+    """A 7B model of Hugging Face's modules: 25 us for each launch, 7 of them the operator's own, is more than the
+    weights take through memory; compiled code has no modules to call."""
     from sim.software import stack_for
 
     eager, compiled = ({"modules": "transformers", "compile": way} for way in (False, True))
