@@ -29,6 +29,9 @@ from sim.work import Kernel
 #: What numbers an expert in a module's name.
 ROUTED = re.compile(r"\.experts\.\d+\.")
 
+#: Products that are whole on every slice and, scattered, of its own tokens (`latent.py`).
+_OWN_TOKENS = ("q_down", "kv_down")
+
 Kernels = tuple[list[Kernel], list[Kernel]]
 
 
@@ -87,6 +90,8 @@ def _rows(op: Operator, one: Linear, style: Style) -> int:
     if one.routed:
         assert style.experts is not None
         return expert_rows(style, style.experts)
+    if op.name in _OWN_TOKENS:
+        return style.stream.tokens
     return style.batch * style.predicted if op.name == "logits" else style.tokens
 
 

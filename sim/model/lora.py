@@ -26,8 +26,12 @@ _NORM_BACKWARD, _NORM_WEIGHT = 5, 2
 #: Modules that choose among experts: never trained beside frozen weights. peft's and bitsandbytes' rule is every
 #: `torch.nn.Linear` but the head, which a router is in Hugging Face's and plain modules and is not in Megatron's.
 _ROUTER = "router"
-#: Which target an operator's linear layers are.
-_TARGETS = {"projection": "projection", "up": "mlp", "down": "mlp", "logits": "head"}
+#: Which targets an operator's linear layers are; latent attention's compression and expansion make keys and values.
+_TARGETS = {"projection": ("projection",), "up": ("mlp",), "down": ("mlp",), "logits": ("head",),
+            "q_proj": ("query",), "q_down": ("query",), "q_up": ("query",),
+            "kv_down": ("key", "value"), "kv_up": ("key", "value")}
+#: What begins the name of a norm.
+_NORMS = ("norm", "final_norm", "q_norm", "kv_norm")
 
 
 def finetuned(architecture: Architecture, style: Style) -> Architecture:
@@ -85,7 +89,7 @@ def _freeze(op: Operator, style: Style, is_linear: bool, tuned: Tuned) -> Operat
     """The operator without what serves the gradients of its weights."""
     if op.name in _LOOKUPS:
         return replace(op, backward=(), parameters=())
-    if op.name.startswith(("norm", "final_norm")):
+    if op.name.startswith(_NORMS):
         if tuned.trains_norms:
             return op
         kernels = tuple(replace(k, bytes=k.bytes * (1 - _NORM_WEIGHT / _NORM_BACKWARD),
@@ -104,7 +108,7 @@ def _freeze(op: Operator, style: Style, is_linear: bool, tuned: Tuned) -> Operat
     copied = stored == "fp32" and style.autocast
     forward = [k for k in op.forward if copied or k.variant != "weight_cast"]
     backward = [k for k in op.backward if k.variant not in _WEIGHT_GRADIENT]
-    saved = tuple(t for t in op.saved if not t.name.endswith("input"))
+    saved = tuple(t for t in op.saved if not t.name.endswith(("input", "compressed")))
     if stored_width(stored) < width(style.act) or "nf4" in stored:
         forward, backward = (_dequantised(kernels, stored, style) for kernels in (forward, backward))
         if style.stack.quantised_keeps_input and stored != "int8":
@@ -163,7 +167,9 @@ def _linears(op: Operator, style: Style) -> list[Linear]:
             return [Linear(modules[0], style.hidden, heads)]
         ordered = {m: next(h for h in heads if h[0][0] + "_proj" in m) for m in modules}
         return [Linear(m, style.hidden, (h,)) for m, h in sorted(ordered.items(), key=lambda x: heads.index(x[1]))]
-    target = _TARGETS.get(op.name, "")
+    assert style.tuned is not None
+    targets = _TARGETS.get(op.name, ("",))
+    target = next((name for name in targets if name in style.tuned.targets), targets[0])
     if target == "head" and not op.parameters:  # the embedding's table
         return [Linear("lm_head", style.hidden, ((target, style.vocab),))]
     found: dict[str, Linear] = {}

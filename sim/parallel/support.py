@@ -21,12 +21,12 @@ def _tuned(scenario: Scenario) -> str:
     finetune, model, precision = scenario.training.finetune, scenario.model, scenario.training.precision
     if finetune is None or finetune.method == "full":
         return ""
-    if model.kind != "decoder" or model.mla is not None or model.positions == "relative":
-        return f"{finetune.method} of anything but a decoder with plain attention"
+    if model.kind != "decoder" or model.positions == "relative":
+        return f"{finetune.method} of anything but a decoder without relative positions"
     if precision.master != "none" and scenario.software.modules != "megatron":
         return f"{finetune.method} with a master copy of the parameters"
-    if finetune.method == "adapter" and (scenario.parallel.tensor > 1 or model.moe is not None):
-        return "an adapter behind a sub-layer that is cut by tensor parallelism or holds experts"
+    if finetune.method == "adapter" and (scenario.parallel.tensor > 1 or model.moe or model.mla):
+        return "an adapter behind a sub-layer that is cut by tensor parallelism, latent or a mixture"
     training = scenario.training
     for also, asked in (("chunked_loss and the head among its targets",
                          training.chunked_loss and "head" in finetune.targets),
