@@ -93,7 +93,8 @@ def _dispatch(style: Style, experts: Experts, source: str) -> Operator:
 
 
 def _combine(style: Style, experts: Experts) -> Operator:
-    """Experts' outputs weighted by their scores and added up; keeps them for the gradient of the scores.
+    """Experts' outputs weighted by their scores and added up; keeps them for the gradient of the scores. A loop keeps
+    what it adds, too (`index_add_`, derivatives.yaml).
 
     Fused, one kernel reads every row and writes the sums, and the scores weigh the activation in its own kernel, whose
     inputs are kept anyway.
@@ -107,8 +108,9 @@ def _combine(style: Style, experts: Experts) -> Operator:
     launches = _LOOP_LAUNCHES * loop(style, experts)
     forward = elementwise("combine", elements, 4 * e + e / experts.top_k, style.act, launches)
     backward = elementwise("combine_backward", elements, 5 * e, style.act, launches)
-    return Operator("combine", (forward,), (backward,), saved=(Tensor("expert_outputs", elements, style.act),),
-                    joint=travels)
+    names = ("expert_outputs", "weighted_outputs") if style.modules == "transformers" else ("expert_outputs",)
+    return Operator("combine", (forward,), (backward,), joint=travels,
+                    saved=tuple(Tensor(name, elements, style.act) for name in names))
 
 
 def _up(spread: Style, experts: Experts, source: str) -> tuple[Operator, tuple[Parameter, ...]]:

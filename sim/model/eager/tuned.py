@@ -17,12 +17,14 @@ from sim.model.tuning import BLOCK, Tuned
 Parts = tuple[tuple[str, int], ...]
 
 
-def linear(run: Run, style: Style, x: Tensor, features_in: int, parts: Parts, gathered: int = 1) -> Tensor:
+def linear(run: Run, style: Style, x: Tensor, features_in: int, parts: Parts, gathered: int = 1,
+           matrices: int = 1) -> Tensor:
     """A frozen linear layer and LoRA's branch where one of its parts is a target.
 
     Args:
         gathered: slices of the sequence the input is gathered from; a branch keeps the whole (Megatron-Bridge
             peft/utils.py: `return_layernorm_output_gathered`), and its gradient goes back with the layer's own.
+        matrices: of experts, each for its share of the rows; a grouped module of Megatron's has one branch for all.
     """
     tuned = style.tuned
     assert tuned is not None
@@ -30,41 +32,55 @@ def linear(run: Run, style: Style, x: Tensor, features_in: int, parts: Parts, ga
     chosen = _chosen(tuned, parts)
     if chosen and gathered > 1:
         x, gathered = op.gathered(run, x, gathered), 1
-    result = _frozen(run, style, x, features_in, outputs, tuned.linear_dtype(parts[0][0]), gathered)
+    result = _frozen(run, style, x, features_in, outputs, tuned.linear_dtype(parts[0][0]), gathered, matrices)
     if not chosen:
         return result
-    x = _read(run, style, x)
+    x, own = _read(run, style, x), _branches(style, matrices)
     if len(parts) > 1 and style.modules == "plain" and not style.cuts_branches:
         update = _merged(run, tuned, x, features_in, chosen, outputs)
     else:
         share = style.tensor if style.cuts_branches else 1
-        down = op.linear(run, x, features_in, tuned.rank // share, False, dtype=tuned.dtype)
+        down = op.linear(run, x, features_in, tuned.rank // share, False, dtype=tuned.dtype, matrices=own)
         down = op.widened(run, down, share)
-        update = op.scale(run, op.linear(run, down, tuned.rank, outputs, False, dtype=tuned.dtype))
+        update = op.scale(run, op.linear(run, down, tuned.rank, outputs, False, dtype=tuned.dtype, matrices=own))
         del down
     del x
     return op.add(run, result, op.to(run, update, result.dtype))
 
 
-def row(run: Run, style: Style, x: Tensor, features_in: int, parts: Parts) -> Tensor:
+def row(run: Run, style: Style, x: Tensor, features_in: int, parts: Parts, matrices: int = 1) -> Tensor:
     """The same where outputs are sums over slices of the width and both matrices are cut: B's columns of all slices
     are gathered, then each takes its own tokens of them."""
     tuned = style.tuned
     assert tuned is not None
     outputs, chosen = sum(width for _, width in parts), _chosen(tuned, parts)
-    result = _frozen(run, style, x, features_in, outputs, tuned.linear_dtype(parts[0][0]))
+    result = _frozen(run, style, x, features_in, outputs, tuned.linear_dtype(parts[0][0]), matrices=matrices)
     if style.scattered:
         result = op.scattered(run, result, style.tensor)
     if not chosen:
         return result
-    down = op.linear(run, _read(run, style, x), features_in, tuned.rank, False, dtype=tuned.dtype)
+    own = _branches(style, matrices)
+    down = op.linear(run, _read(run, style, x), features_in, tuned.rank, False, dtype=tuned.dtype, matrices=own)
     del x
-    update = op.linear(run, down, tuned.rank, outputs // style.tensor, False, dtype=tuned.dtype)
+    update = op.linear(run, down, tuned.rank, outputs // style.tensor, False, dtype=tuned.dtype, matrices=own)
     del down
     update = op.widened(run, update, style.tensor)
     if style.scattered:
         update = op.scattered(run, update, style.tensor)
     return op.add(run, result, op.to(run, op.scale(run, update), result.dtype))
+
+
+def router(run: Run, style: Style, x: Tensor, experts: int) -> Tensor:
+    """A frozen router: Megatron's is no linear layer, and so stays as it is."""
+    tuned = style.tuned
+    assert tuned is not None
+    stored = tuned.plain if style.modules == "megatron" else tuned.base
+    return _frozen(run, style, x, style.hidden, experts, stored)
+
+
+def _branches(style: Style, matrices: int) -> int:
+    """Pairs of A and B beside `matrices` weights of experts."""
+    return 1 if style.modules == "megatron" else matrices
 
 
 def _chosen(tuned: Tuned, parts: Parts) -> Parts:
@@ -113,12 +129,12 @@ def _grouped(run: Run, tuned: Tuned, x: Tensor, rows: int, width: int) -> Tensor
 
 
 def _frozen(run: Run, style: Style, x: Tensor, features_in: int, features_out: int, stored: str,
-            gathered: int = 1) -> Tensor:
+            gathered: int = 1, matrices: int = 1) -> Tensor:
     """The product with a frozen weight; its output has the input's dtype again if it was quantised."""
     tuned, source = style.tuned, x.dtype
     assert tuned is not None
     x = op.to(run, x, run.autocast or style.act)
-    rows, size = gathered * x.elements // features_in, features_in * features_out
+    rows, size = gathered * x.elements // features_in, matrices * features_in * features_out
     needed, act = x.sink is not None, x.dtype
     whole = run.new(rows * features_in, act) if gathered > 1 else None
     four_bit, eight_bit = stored in ("int4", "nf4", "nf4-dq"), stored == "int8"
