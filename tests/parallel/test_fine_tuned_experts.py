@@ -18,8 +18,11 @@ from sim.model.eager.autograd import Boundary, Run
 from sim.model.eager.experts import experts
 from sim.model.style import style_of
 from sim.parallel import Lowered, lower
+from sim.parallel.model.overlap import beside_shared
+from sim.program import CollectiveCall, InlineCall
 from sim.scenario import resolve
 from sim.software import stack_for
+from sim.work import Kernel
 
 HIDDEN, FFN, LAYERS, HEADS, VOCAB, SEQUENCE, RANK, EXPERTS, TOP = 512, 1536, 4, 8, 4096, 256, 8, 8, 2
 ALL = ["query", "key", "value", "projection", "mlp"]
@@ -233,3 +236,14 @@ def test_master_copies_of_megatrons_are_of_what_is_trained() -> None:
     sizes = {category: size for _, size, category in got.job.programs[0].resident}
     assert sizes["master_parameters"] == 4 * LAYERS * pair
     assert states(got) == 8 * LAYERS * pair
+
+
+def test_a_branch_beside_the_shared_experts_second_product_hides_the_way_back() -> None:
+    """The first product and its branch run beside the dispatch, the second and its own beside the combination."""
+    travel = InlineCall(CollectiveCall("all_to_all", 1, "bf16", 0))
+    names = ["dispatch", "up", "down", "combine", "up", "up_lora_A", "down", "down_lora_A", "down_lora_B", "shared_add"]
+    turned = [(name, (travel,) if name in ("dispatch", "combine") else (Kernel(
+        "elementwise", "bf16", (1,), name, 0.0, 1.0, "memory_bound"),)) for name in names]
+    for order, first, second in ((turned, names[4:6], names[6:9]), (turned[::-1], names[8:5:-1], names[5:3:-1])):
+        beside = [[k.variant for k in item.beside] for item in beside_shared(order) if isinstance(item, InlineCall)]
+        assert beside == [first, second]
