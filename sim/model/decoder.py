@@ -68,8 +68,8 @@ def _block(style: Style, table: str = "") -> Layer:
         operators.append(norm2)
     operators += [*mlp, *residual_operators(style.stream, "2")]
     parameters = _registered(style, norm1_parameters, attention_parameters, norm2_parameters, mlp_parameters)
-    # experts, latent attention and score biases have no module code for their memory yet: it is estimated
-    written = style.experts is None and style.latent is None and not style.biased
+    # latent attention and score biases have no module code for their memory yet: it is estimated
+    written = style.latent is None and not style.biased
     return replace(block_layer(style, operators, parameters), program=Program("block", style) if written else None)
 
 

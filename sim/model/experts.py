@@ -32,8 +32,7 @@ def experts_operators(style: Style, source: str) -> tuple[list[Operator], list[P
     assert experts is not None
     local = style.stream  # where activations are scattered every tensor rank routes and sends its own tokens
     router, router_parameters = _router(local, experts, source)
-    slices = experts.tensor if style.scattered else 1  # whose tokens meet before the products of cut experts
-    rows = max(1, round(local.tokens * experts.top_k * experts.load * slices))
+    rows = expert_rows(style, experts)
     spread = replace(style, batch=1, sequence=rows, ffn=experts.ffn, scattered=False)
     up, up_parameters = _up(spread, experts, source)
     activation, arrives = activation_operator(spread)
@@ -52,6 +51,12 @@ def experts_operators(style: Style, source: str) -> tuple[list[Operator], list[P
     return operators, parameters
 
 
+def expert_rows(style: Style, experts: Experts) -> int:
+    """Rows that the experts of a slice compute: its tokens' copies, of all slices an expert's width is cut into."""
+    slices = experts.tensor if style.scattered else 1  # whose tokens meet before the products of cut experts
+    return max(1, round(style.stream.tokens * experts.top_k * experts.load * slices))
+
+
 def _router(style: Style, experts: Experts, source: str) -> tuple[Operator, tuple[Parameter, ...]]:
     """Scores of all experts and the choice among them; keeps the tokens, the scores in fp32 and the choice."""
     inputs = Tensor("router_input", style.tokens * style.hidden, style.act)
@@ -66,7 +71,7 @@ def _router(style: Style, experts: Experts, source: str) -> tuple[Operator, tupl
                    saved=(*operator.saved, *kept)), parameters
 
 
-def _loop(style: Style, experts: Experts) -> int:
+def loop(style: Style, experts: Experts) -> int:
     """Launches one operation on all experts takes: a grouped kernel, or a loop over them."""
     return experts.held if style.modules == "transformers" else 1
 
@@ -81,14 +86,15 @@ def _travels(style: Style, experts: Experts, kind: str, dtype: str) -> Joint | N
 def _dispatch(style: Style, experts: Experts, source: str) -> Operator:
     """Every token copied to each of its experts' rows; backward adds the copies' gradients up again."""
     elements, e = style.tokens * style.hidden, width(source)
-    launches = _loop(style, experts)
+    launches = loop(style, experts)
     forward = elementwise("dispatch", elements * experts.top_k, 2 * e, source, 2 * launches)
     backward = elementwise("dispatch_backward", elements * experts.top_k, 2 * e + e / experts.top_k, source, launches)
     return Operator("dispatch", (forward,), (backward,), joint=_travels(style, experts, "dispatch", source))
 
 
 def _combine(style: Style, experts: Experts) -> Operator:
-    """Experts' outputs weighted by their scores and added up; keeps them for the gradient of the scores.
+    """Experts' outputs weighted by their scores and added up; keeps them for the gradient of the scores. A loop keeps
+    what it adds, too (`index_add_`, derivatives.yaml).
 
     Fused, one kernel reads every row and writes the sums, and the scores weigh the activation in its own kernel, whose
     inputs are kept anyway.
@@ -99,11 +105,12 @@ def _combine(style: Style, experts: Experts) -> Operator:
         one = e + e / experts.top_k
         return Operator("combine", (elementwise("combine", elements, one, style.act),),
                         (elementwise("combine_backward", elements, one, style.act),), joint=travels)
-    launches = _LOOP_LAUNCHES * _loop(style, experts)
+    launches = _LOOP_LAUNCHES * loop(style, experts)
     forward = elementwise("combine", elements, 4 * e + e / experts.top_k, style.act, launches)
     backward = elementwise("combine_backward", elements, 5 * e, style.act, launches)
-    return Operator("combine", (forward,), (backward,), saved=(Tensor("expert_outputs", elements, style.act),),
-                    joint=travels)
+    names = ("expert_outputs", "weighted_outputs") if style.modules == "transformers" else ("expert_outputs",)
+    return Operator("combine", (forward,), (backward,), joint=travels,
+                    saved=tuple(Tensor(name, elements, style.act) for name in names))
 
 
 def _up(spread: Style, experts: Experts, source: str) -> tuple[Operator, tuple[Parameter, ...]]:
@@ -126,18 +133,24 @@ def _product(
     saved: tuple[Tensor, ...],
 ) -> tuple[Operator, tuple[Parameter, ...]]:
     """One linear layer of every expert on its share of the rows."""
-    rows = spread.tokens
-    busy = min(experts.held, rows)
-    share = max(1, round(rows / busy))
-    times = _repeated(busy, rows / (busy * share * experts.load), spread.modules == "transformers")
-    forward, backward = linear(spread, share, features_in, features_out, source=source, bias=False)
+    forward, backward = every_expert(spread, experts, spread.tokens, features_in, features_out, source)
     names = (f"mlp.experts.{i}.{module}" for i in range(experts.held))
     parameters = tuple(replace(p, routed=True) for own in names
                        for p in linear_parameters(spread, own, features_in, features_out, False))
     size = experts.held * features_in * features_out
     copies = (Tensor(f"{name}_weight_copy", size, spread.act),) if spread.autocast else ()
-    return Operator(name, tuple(map(times, forward)), tuple(map(times, backward)), gradient_ready(spread, parameters),
-                    saved, weight_copies=copies), parameters
+    return Operator(name, tuple(forward), tuple(backward), gradient_ready(spread, parameters), saved,
+                    weight_copies=copies), parameters
+
+
+def every_expert(style: Style, experts: Experts, rows: int, features_in: int, features_out: int,
+                 source: str) -> tuple[list[Kernel], list[Kernel]]:
+    """Forward and backward kernels of one linear layer of every expert on its share of `rows`."""
+    busy = min(experts.held, rows)
+    share = max(1, round(rows / busy))
+    times = _repeated(busy, rows / (busy * share * experts.load), style.modules == "transformers")
+    forward, backward = linear(style, share, features_in, features_out, source=source, bias=False)
+    return [times(k) for k in forward], [times(k) for k in backward]
 
 
 def _repeated(experts: int, scale: float, loop: bool) -> Callable[[Kernel], Kernel]:

@@ -1,8 +1,8 @@
 """Fine-tuning as a change of an architecture: weights freeze, and small trained matrices appear beside or behind them.
 
 A frozen layer's backward loses the products that make weight gradients; a quantised one dequantises its weight before
-every product, in both directions. Sources: peft tuners/lora/layer.py, LitGPT lora.py, loralib layers.py; bitsandbytes
-csrc/kernels.cu (kDequantizeBlockwise) and functional.py; Houlsby et al. 2019, section 2.1.
+every product, in both directions. What is trained beside them: `branches.py`. Sources: peft tuners/lora/layer.py;
+bitsandbytes csrc/kernels.cu (kDequantizeBlockwise) and functional.py; Houlsby et al. 2019, section 2.1.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sim.model.architecture import Architecture, Joint, Layer, Operator, Parameter, Tensor
-from sim.model.kernels import elementwise, joint, linear, product, width
+from sim.model.architecture import Architecture, Layer, Operator, Parameter, Tensor
+from sim.model.branches import ROUTED, Linear, with_branches
+from sim.model.kernels import elementwise, linear, product, width
 from sim.model.style import Style
 from sim.model.tuning import BLOCK, Frozen, Tuned, stored_width
 from sim.work import Kernel
@@ -22,9 +23,15 @@ _LOOKUPS = ("embedding", "positions")
 _WEIGHT_GRADIENT = ("nt", "bias_gradient", "weight_gradient_cast", "main_grad_add", "tied_gradient_sum")
 #: Passes over the activation in backward of a norm, and those of them that make its weight's gradient (`norms.py`).
 _NORM_BACKWARD, _NORM_WEIGHT = 5, 2
-
-#: One linear layer of an operator: target, module, inputs and outputs by target (several if fused).
-Linear = tuple[str, str, int, tuple[tuple[str, int], ...]]
+#: Modules that choose among experts: never trained beside frozen weights. peft's and bitsandbytes' rule is every
+#: `torch.nn.Linear` but the head, which a router is in Hugging Face's and plain modules and is not in Megatron's.
+_ROUTER = "router"
+#: Which targets an operator's linear layers are; latent attention's compression and expansion make keys and values.
+_TARGETS = {"projection": ("projection",), "up": ("mlp",), "down": ("mlp",), "logits": ("head",),
+            "q_proj": ("query",), "q_down": ("query",), "q_up": ("query",),
+            "kv_down": ("key", "value"), "kv_up": ("key", "value")}
+#: What begins the name of a norm.
+_NORMS = ("norm", "final_norm", "q_norm", "kv_norm")
 
 
 def finetuned(architecture: Architecture, style: Style) -> Architecture:
@@ -43,7 +50,7 @@ def _layer(layer: Layer, style: Style) -> Layer:
     owned: list[tuple[Parameter, ...]] = []  # each new operator's parameters before they froze
     for op in layer.operators:
         linears = _linears(op, style)
-        made = _with_branches(_freeze(op, style, bool(linears), tuned), linears, style, tuned)
+        made = with_branches(_freeze(op, style, bool(linears) or op.name == _ROUTER, tuned), linears, style)
         operators += made
         owned += [op.parameters, *(() for _ in made[1:])]
         sublayer = {"projection": "attention", "down": "mlp"}.get(op.name, "")
@@ -51,8 +58,8 @@ def _layer(layer: Layer, style: Style) -> Layer:
             operators.append(_bottleneck(style, tuned, sublayer))
             owned.append(())
     trained = {p.name: p for op in operators for p in op.parameters}
-    frozen = {p.name: Frozen(p.name, p.shape, _dtype_of(p, layer, tuned)) for p in layer.parameters
-              if p.name not in trained}
+    frozen = {p.name: Frozen(p.name, p.shape, _dtype_of(p, layer, style, tuned), p.routed)
+              for p in layer.parameters if p.name not in trained}
     operators = [replace(op, frozen=tuple(frozen[p.name] for p in own if p.name in frozen))
                  for op, own in zip(operators, owned, strict=True)]
     kept = tuple(p for p in layer.parameters if p.name in trained)
@@ -61,11 +68,20 @@ def _layer(layer: Layer, style: Style) -> Layer:
                    frozen=tuple(frozen.values()))
 
 
-def _dtype_of(parameter: Parameter, layer: Layer, tuned: Tuned) -> str:
+def _dtype_of(parameter: Parameter, layer: Layer, style: Style, tuned: Tuned) -> str:
     """How a frozen parameter is stored: matrices of linear layers in the base's way, the rest plain."""
     if len(parameter.shape) < 2 or layer.kind == "embedding":
         return tuned.plain
-    return tuned.linear_dtype("head" if layer.kind == "head" else "query")
+    router = next((op.parameters for op in layer.operators if op.name == _ROUTER), ())
+    name = _ROUTER if parameter in router else "logits" if layer.kind == "head" else ""
+    return _stored(name, style, tuned)
+
+
+def _stored(name: str, style: Style, tuned: Tuned) -> str:
+    """How the weights of an operator's linear layers are stored."""
+    if name == _ROUTER and style.modules == "megatron":
+        return tuned.plain
+    return tuned.linear_dtype("head" if name == "logits" else "query")
 
 
 # ----------------------------------------------------------------------------------------------------------- freezing
@@ -73,7 +89,7 @@ def _freeze(op: Operator, style: Style, is_linear: bool, tuned: Tuned) -> Operat
     """The operator without what serves the gradients of its weights."""
     if op.name in _LOOKUPS:
         return replace(op, backward=(), parameters=())
-    if op.name.startswith(("norm", "final_norm")):
+    if op.name.startswith(_NORMS):
         if tuned.trains_norms:
             return op
         kernels = tuple(replace(k, bytes=k.bytes * (1 - _NORM_WEIGHT / _NORM_BACKWARD),
@@ -88,16 +104,17 @@ def _freeze(op: Operator, style: Style, is_linear: bool, tuned: Tuned) -> Operat
             k for k in backward if k.variant not in _WEIGHT_GRADIENT))
     if not is_linear:
         return op
-    stored = tuned.linear_dtype("head" if op.name == "logits" else "query")
+    stored = _stored(op.name, style, tuned)
     copied = stored == "fp32" and style.autocast
     forward = [k for k in op.forward if copied or k.variant != "weight_cast"]
     backward = [k for k in op.backward if k.variant not in _WEIGHT_GRADIENT]
-    saved = tuple(t for t in op.saved if not t.name.endswith("input"))
+    saved = tuple(t for t in op.saved if not t.name.endswith(("input", "compressed")))
     if stored_width(stored) < width(style.act) or "nf4" in stored:
         forward, backward = (_dequantised(kernels, stored, style) for kernels in (forward, backward))
         if style.stack.quantised_keeps_input and stored != "int8":
             saved = op.saved
-    return replace(op, forward=tuple(forward), backward=tuple(backward), parameters=(), saved=saved,
+    cut = op.joint and op.joint._replace(again=False)
+    return replace(op, forward=tuple(forward), backward=tuple(backward), parameters=(), saved=saved, joint=cut,
                    weight_copies=op.weight_copies if copied else ())
 
 
@@ -113,14 +130,17 @@ def _dequantised(kernels: Sequence[Kernel], stored: str, style: Style) -> list[K
         if kernel.op != "gemm":
             result.append(kernel)
             continue
-        _, m, n, k = kernel.shape
+        count, m, n, k = kernel.shape  # several matrices of experts: one launch, or as many
+        times = kernel.launches
         if stored == "int8" and kernel.variant == "tn":
             e = width(style.act)
-            result += [elementwise("quantise_rows", m * k, e + 1, "int8", 2),
-                       product(1, m, n, k, "tn", "int8", "int8", "fp32"),
-                       elementwise("scale_rows", m * n, 4 + e, style.act)]
+            whole = product(count, m, n, k, "tn", "int8", "int8", "fp32")
+            result += [elementwise("quantise_rows", count * m * k, e + 1, "int8", 2 * times),
+                       replace(whole, flops=kernel.flops, launches=times),
+                       elementwise("scale_rows", count * m * n, 4 + e, style.act, times)]
             continue
-        result += dequantisation(n * k, stored, style.act)
+        result += [replace(made, launches=made.launches * times)
+                   for made in dequantisation(count * n * k, stored, style.act)]
         result.append(kernel)
     return result
 
@@ -138,103 +158,31 @@ def dequantisation(elements: int, stored: str, dtype: str) -> list[Kernel]:
     return [*constants, elementwise("dequantise", elements, own + width(dtype), dtype)]
 
 
-# ----------------------------------------------------------------------------------------------------------- branches
 def _linears(op: Operator, style: Style) -> list[Linear]:
     """The linear layers behind an operator, in the order of its modules."""
-    modules = list(dict.fromkeys(p.name.rsplit(".", 1)[0] for p in op.parameters))
-    heads = (("query", style.query_width), ("key", style.kv_width), ("value", style.kv_width))
-    if op.name == "qkv" and len(modules) == 1:
-        return [("query", modules[0], style.hidden, heads)]
     if op.name == "qkv":
+        heads = (("query", style.query_width), ("key", style.kv_width), ("value", style.kv_width))
+        modules = list(dict.fromkeys(p.name.rsplit(".", 1)[0] for p in op.parameters))
+        if len(modules) == 1:
+            return [Linear(modules[0], style.hidden, heads)]
         ordered = {m: next(h for h in heads if h[0][0] + "_proj" in m) for m in modules}
-        return [(h[0], m, style.hidden, (h,)) for m, h in sorted(ordered.items(), key=lambda x: heads.index(x[1]))]
-    if op.name == "projection":
-        return [("projection", modules[0], style.query_width, (("projection", style.hidden),))]
-    if op.name == "up":
-        outputs = 2 * style.ffn if style.gated and style.modules == "megatron" else style.ffn
-        return [("mlp", m, style.hidden, (("mlp", outputs),)) for m in modules]
-    if op.name == "down":
-        return [("mlp", modules[0], style.ffn, (("mlp", style.hidden),))]
-    if op.name == "logits":
-        return [("head", modules[0] if modules else "lm_head", style.hidden, (("head", style.vocab),))]
-    return []
+        return [Linear(m, style.hidden, (h,)) for m, h in sorted(ordered.items(), key=lambda x: heads.index(x[1]))]
+    assert style.tuned is not None
+    targets = _TARGETS.get(op.name, ("",))
+    target = next((name for name in targets if name in style.tuned.targets), targets[0])
+    if target == "head" and not op.parameters:  # the embedding's table
+        return [Linear("lm_head", style.hidden, ((target, style.vocab),))]
+    found: dict[str, Linear] = {}
+    for parameter in op.parameters if target else ():
+        module, last = parameter.name.rsplit(".", 1)
+        if last == "weight":
+            outputs, inputs = parameter.shape[::-1] if style.conv1d else parameter.shape
+            name = ROUTED.sub(".experts.", module)
+            found[name] = Linear(name, inputs, ((target, outputs),), parameter.routed)
+    return list(found.values())
 
 
-def _with_branches(op: Operator, linears: Sequence[Linear], style: Style, tuned: Tuned) -> list[Operator]:
-    """LoRA's products beside the linear layers that are targets: in the operator, or of a cut model behind it, because
-    slices depend on one another there too."""
-    rows = style.batch * style.predicted if op.name == "logits" else style.tokens
-    branches: list[Operator] = []
-    for _, module, inputs, parts in linears:
-        chosen = tuple(part for part in parts if part[0] in tuned.targets)
-        if tuned.method != "lora" or not chosen:
-            continue
-        merged = len(parts) > 1 and style.modules == "plain"
-        down, up = tuned.rank * (len(chosen) if merged else 1), chosen if merged else parts
-        pair = _branch(style, rows, inputs, down, up, sum(w for _, w in parts))
-        matrices = (down, inputs), (sum(w for _, w in up), tuned.rank)
-        branches += [replace(half, name=f"{op.name}_{half.name}", joint=_cut(op, half, style, rows * down), parameters=(
-            Parameter(f"{module}.{half.name}", shape),)) for half, shape in zip(pair, matrices, strict=True)]
-    # a branch of the block's last product is behind it, and so is what keeps its input
-    again = op.recomputed or bool(branches) or (op.name == "down" and tuned.behind("mlp"))
-    keeps = tuned.quantised and tuned.base != "int8" and style.stack.quantised_keeps_input
-    base = replace(op, recomputed=again or keeps)
-    if style.tensor > 1:
-        return [base, *branches]
-    reverse = branches[::-1]
-    return [replace(
-        base, forward=(*op.forward, *(k for half in branches for k in half.forward)),
-        backward=(*(k for half in reverse for k in half.backward), *op.backward),
-        parameters=(*op.parameters, *(p for half in reverse for p in half.parameters)),
-        saved=(*op.saved, *(t for half in branches for t in half.saved)))]
-
-
-def _cut(op: Operator, half: Operator, style: Style, between: int) -> Joint | None:
-    """Where one of LoRA's matrices depends on other slices. Beside a product cut by columns A is whole on every rank
-    and B is cut like the product, so that the gradient of the `between` elements in the middle is a sum over ranks;
-    beside one cut by rows A is cut and makes partial sums, and B is whole (peft tuners/lora/tp_layer.py,
-    LoraParallelLinear)."""
-    if op.joint is None or half.name != {"column": "lora_B", "row": "lora_A"}.get(op.joint.kind):
-        return None
-    return joint(style, op.joint.kind, between)
-
-
-def _branch(style: Style, rows: int, inputs: int, down: int, up: tuple[tuple[str, int], ...],
-            outputs: int) -> tuple[Operator, Operator]:
-    """LoRA's branch: dropout and A; B (one product per part), zeros around parts of a fused projection, scale, sum."""
-    tuned = style.tuned
-    assert tuned is not None
-    e, act = width(style.act), style.act
-    half = replace(style, gemm=act)
-    parts = len(up) if len(up) > 1 or down > tuned.rank else 1
-    written = sum(w for _, w in up)
-    first, first_back = linear(half, rows, inputs, down, source=act, bias=False)
-    widths = [w for _, w in up] if parts > 1 else [written]
-    pairs = [linear(half, rows, down // parts, w, source=act, bias=False) for w in widths]
-    forward = [k for f, _ in pairs for k in f]
-    backward = [k for _, b in reversed(pairs) for k in b]
-    compiled = style.stack.compile
-    if compiled:  # parts, scale and sum in one kernel; the scaled gradient is written where the gradient is made
-        forward.append(elementwise("lora_add", rows * outputs, 2 * e + e * written / outputs, act))
-        backward.insert(0, elementwise("lora_scale_backward", rows * written, e, act))
-    else:
-        if written < outputs:  # zeros, copy of the parts, index_copy
-            forward += [elementwise("zero_pad", rows * outputs, 4 * e + 3 * e * written / outputs, act, 4)]
-            backward.insert(0, elementwise("zero_pad_backward", rows * written, 2 * e, act))
-        forward += [elementwise("lora_scale", rows * outputs, 2 * e, act),
-                    elementwise("lora_add", rows * outputs, 3 * e, act)]
-        backward = [elementwise("lora_scale_backward", rows * outputs, 2 * e, act), *backward]
-    kept = [Tensor("lora_input", rows * inputs, act)]
-    if style.stack.adapter_dropout:
-        first.insert(0, elementwise("lora_dropout", rows * inputs, 2 * e + (not compiled), act))
-        if not compiled:  # compiled, it rides in the sum behind it, and the mask is drawn again
-            first_back.append(elementwise("lora_dropout_backward", rows * inputs, 2 * e + 1, act))
-            kept.append(Tensor("lora_dropout_mask", rows * inputs, "int8"))
-    first_back.append(elementwise("lora_gradient_sum", rows * inputs, 3 * e, act))
-    return (Operator("lora_A", tuple(first), tuple(first_back), saved=tuple(kept)),
-            Operator("lora_B", tuple(forward), tuple(backward), saved=(Tensor("lora_rank", rows * down, act),)))
-
-
+# --------------------------------------------------------------------------------------------------------- bottlenecks
 def _bottleneck(style: Style, tuned: Tuned, sublayer: str) -> Operator:
     """Houlsby's adapter behind a sub-layer: down, activation, up, sum."""
     rows, hidden, rank, act = style.tokens, style.hidden, tuned.rank, style.act

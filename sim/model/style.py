@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sim.model.tuning import Tuned, tuned_of
+from sim.model.tuning import Tuned, cut_both, tuned_of
 from sim.network import expected_maximum
 from sim.software import Stack
 from sim.work import DTYPE_BYTES
@@ -167,6 +167,11 @@ class Style:
     def modules(self) -> str:
         """Whose layers run: plain, transformers or megatron."""
         return self.stack.modules
+
+    @property
+    def cuts_branches(self) -> bool:
+        """Whether both matrices of LoRA's branches are cut with the model."""
+        return cut_both(self.tensor, self.scattered, self.modules)
 
     @property
     def spelled_rmsnorm(self) -> bool:

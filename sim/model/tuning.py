@@ -28,11 +28,13 @@ class Frozen:
     Attributes:
         shape: as the module has it, (out, in).
         dtype: how it is stored: a dtype of `DTYPE_BYTES`, or nf4-dq.
+        routed: of an expert that tokens are routed to.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    routed: bool = False
 
     @property
     def numel(self) -> int:
@@ -112,6 +114,15 @@ def tuned_of(training: Any, quantises_head: bool) -> Tuned | None:
     method = "adapter" if finetune.method == "adapter" else "lora"
     targets = tuple(t for t in TARGETS if t in finetune.targets)
     return Tuned(method, finetune.rank, targets, str(finetune.base), plain, dtype, quantises_head)
+
+
+def cut_both(tensor: int, scattered: bool, modules: str) -> bool:
+    """Whether branches of a model in `tensor` slices have both matrices cut, as Megatron's (`branches.py`).
+
+    Args:
+        scattered: activations between cut regions are cut along the sequence, which only Megatron's branches know.
+    """
+    return tensor > 1 and (scattered or modules == "megatron")
 
 
 def stored(elements: int, rows: int, dtype: str) -> tuple[int, ...]:

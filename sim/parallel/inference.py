@@ -234,7 +234,7 @@ class _Stage:
                 host.append(self._collective_host_s)
             else:
                 made.append(item)
-                host.append(self.stack.host_forward_s * item.launches)
+                host.append((self.stack.host_forward_s + self.stack.host_module_s) * item.launches)
         return self.builder.segment(made, host)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from sim.errors import Fault, UserError
 from sim.hardware import gpu
-from sim.model.tuning import QUANTISED
+from sim.model.tuning import QUANTISED, cut_both
 from sim.parallel.model.expert import misfit
 from sim.scenario.schema import Scenario
 
@@ -21,16 +21,12 @@ def _tuned(scenario: Scenario) -> str:
     finetune, model, precision = scenario.training.finetune, scenario.model, scenario.training.precision
     if finetune is None or finetune.method == "full":
         return ""
-    if model.kind != "decoder" or model.moe is not None or model.mla is not None or model.positions == "relative":
-        return f"{finetune.method} of anything but a dense decoder"
-    if precision.master != "none":
+    if model.kind != "decoder" or model.positions == "relative":
+        return f"{finetune.method} of anything but a decoder without relative positions"
+    if precision.master != "none" and scenario.software.modules != "megatron":
         return f"{finetune.method} with a master copy of the parameters"
-    if scenario.software.modules == "megatron":
-        return f"{finetune.method} of Megatron's modules"
-    parallel = scenario.parallel
-    if parallel.tensor > 1 and (finetune.method != "lora" or finetune.base in QUANTISED or parallel.sequence_parallel):
-        return (f"{finetune.method} of a {finetune.base} base cut by tensor parallelism"
-                + (" with sequence_parallel" if parallel.sequence_parallel else ""))
+    if finetune.method == "adapter" and (scenario.parallel.tensor > 1 or model.moe or model.mla):
+        return "an adapter behind a sub-layer that is cut by tensor parallelism, latent or a mixture"
     training = scenario.training
     for also, asked in (("chunked_loss and the head among its targets",
                          training.chunked_loss and "head" in finetune.targets),
@@ -100,6 +96,12 @@ def _narrow(scenario: Scenario) -> Iterator[Fault]:
 def _whole_slices(scenario: Scenario) -> Iterator[Fault]:
     """Sizes that the slices of a cut model cannot share evenly."""
     parallel, model, training = scenario.parallel, scenario.model, scenario.training
+    tuned = training.finetune
+    if tuned is not None and tuned.method in ("lora", "qlora") and tuned.rank % parallel.tensor and cut_both(
+            parallel.tensor, parallel.sequence_parallel, str(scenario.software.modules)):
+        yield Fault(f"tensor {parallel.tensor} does not divide the rank {tuned.rank}, whose columns the tensor ranks "
+                    "share (Megatron-Bridge's ParallelLinearAdapter)", "training.finetune.rank",
+                    hint=f"use a multiple of {parallel.tensor}")
     if model.moe is not None:
         width, cut = model.moe.expert_ffn or model.ffn, scenario.expert_tensor
         if width % cut:

@@ -20,7 +20,7 @@ ALL = ["query", "key", "value", "projection", "mlp"]
 
 
 def tuned(modules: str = "plain", base: str = "bf16", method: str = "lora", targets: list[str] | None = None,
-          batch: int = 2, recompute: str = "none", **parallel: Any) -> Lowered:
+          batch: int = 2, recompute: str = "none", rank: int = RANK, **parallel: Any) -> Lowered:
     cut = parallel.get("tensor", 1) * parallel.get("pipeline", 1)
     return lower(resolve({
         "name": "x", "cluster": {"topology": "dgx-a100-80g", "nodes": 1},
@@ -29,7 +29,7 @@ def tuned(modules: str = "plain", base: str = "bf16", method: str = "lora", targ
                   "tied_embeddings": False},
         "training": {"micro_batch": batch, "global_batch": batch * 4 * 8 // cut, "sequence": SEQUENCE,
                      "precision": "pure-bf16", "optimizer": "adamw", "recompute": recompute,
-                     "finetune": {"method": method, "rank": RANK, "base": base, "targets": targets or ALL}},
+                     "finetune": {"method": method, "rank": rank, "base": base, "targets": targets or ALL}},
         "parallel": {"strategy": "ddp", **parallel},
         "software": {"framework": "pytorch", "modules": modules}}))
 
@@ -127,8 +127,105 @@ def test_context_ranks_share_tokens_and_reduce_adapters_with_the_replicas(method
     assert {c.size for c in cut.job.communicators if c.name == "data"} == {8}
 
 
-@pytest.mark.parametrize("more", [
-    {"tensor": 2, "base": "nf4"}, {"tensor": 2, "method": "adapter"}, {"tensor": 2, "sequence_parallel": True}])
-def test_what_is_not_simulated_is_refused(more: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="finetune"):
+@pytest.mark.parametrize(("more", "said"), [
+    ({"tensor": 2, "method": "adapter"}, "finetune"),
+    ({"tensor": 8, "sequence_parallel": True, "rank": 12}, "rank 12")])
+def test_what_is_not_simulated_is_refused(more: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
         tuned(**more)
+
+
+# -------------------------------------------------------------------------------------------- both matrices cut (NeMo)
+def both_cut(tensor: int, parts: bool) -> int:
+    """Elements of one rank's matrices in Megatron-Bridge's ParallelLinearAdapter: A and B cut over the ranks.
+
+    Args:
+        parts: projections are modules of their own (Hugging Face's), not fused as Megatron's.
+    """
+    columns = [HIDDEN] * 3 + [FFN] * 2 if parts else [3 * HIDDEN, 2 * FFN]
+    beside = sum(RANK * HIDDEN + outputs * RANK for outputs in columns)
+    behind = sum(RANK * inputs + HIDDEN * RANK for inputs in (HIDDEN, FFN))
+    return LAYERS * (beside + behind) // tensor
+
+
+@pytest.mark.parametrize("tensor", [2, 4, 8])
+@pytest.mark.parametrize(("modules", "sequence"), [("megatron", False), ("megatron", True), ("transformers", True)])
+def test_both_matrices_are_cut(tensor: int, modules: str, sequence: bool) -> None:
+    program = tuned(modules, tensor=tensor, sequence_parallel=sequence).job.programs[0]
+    assert states(program) == 2 * 2 * both_cut(tensor, modules == "transformers")
+
+
+def kinds(program: Program) -> Counter[tuple[str, int]]:
+    """Collectives of the tensor group in one micro-step, by kind and bytes."""
+    number, found = program.communicators.index("tensor"), Counter[tuple[str, int]]()
+    section = program.sections[0]
+    for kind, payload in zip(section.kind, section.payload, strict=True):
+        rows = [payload] if kind == Kind.COLLECTIVE else [
+            program.inlines[-1 - row].collective for row in program.segments[payload].kernels if row < 0
+        ] if kind == Kind.KERNELS else []
+        for row in rows:
+            call = program.collectives[row]
+            if call.communicator == number:
+                found[call.kind, call.size_bytes] += 1
+    return found
+
+
+def test_branches_of_scattered_activations_gather_columns_and_outputs() -> None:
+    """ParallelLinearAdapter in a block: beside qkv and fc1 A's columns are gathered and B's input gradient summed;
+    beside the other two A's partial sums are summed, B's outputs gathered and B's input gradient summed; their
+    output's gradient is gathered as scatter_to_sequence_parallel_region's derivative. The base gathers its input and
+    scatters its output both ways, and nothing again for weights that are frozen."""
+    between, stream = 2 * 2 * SEQUENCE * RANK, 2 * 2 * SEQUENCE * HIDDEN
+    bare = kinds(tuned("megatron", tensor=4, sequence_parallel=True, targets=["head"]).job.programs[0])
+    found = kinds(tuned("megatron", tensor=4, sequence_parallel=True).job.programs[0])
+    assert bare["all_gather", stream] >= 2 * LAYERS * 2
+    more = Counter({key: n - bare[key] for key, n in found.items() if n != bare[key]})
+    head = Counter({("all_gather", between): 1, ("all_reduce", between): 1})  # only where it is a target
+    assert more + head == Counter({
+        ("all_gather", between): 2 * LAYERS, ("all_reduce", between): (2 + 2 + 2) * LAYERS,
+        ("all_gather", stream): (2 + 2) * LAYERS})
+
+
+def test_branches_of_whole_activations_sum_the_inputs_gradient_themselves() -> None:
+    between, stream = 2 * 2 * SEQUENCE * RANK, 2 * 2 * SEQUENCE * HIDDEN
+    bare, found = (kinds(tuned("megatron", tensor=4, targets=targets).job.programs[0])
+                   for targets in (["head"], ["query", "mlp", "head"]))
+    assert found["all_reduce", stream] - bare["all_reduce", stream] == 2 * LAYERS  # of qkv's A and fc1's A
+    assert found["all_gather", stream] - bare["all_gather", stream] == LAYERS  # fc2's outputs
+    assert found["all_gather", between] - bare["all_gather", between] == 2 * LAYERS
+
+
+def test_a_frozen_scattered_product_gathers_its_input_once() -> None:
+    """Without a weight gradient the second gathering, of backward, has nothing to serve."""
+    stream = 2 * 2 * SEQUENCE * HIDDEN
+    found = kinds(tuned("megatron", tensor=4, sequence_parallel=True, targets=["head"]).job.programs[0])
+    # forward: qkv, fc1 of every block and the head; backward: the gradient before projection and fc2
+    assert found["all_gather", stream] == 2 * LAYERS + 1 + 2 * LAYERS
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from([2, 4, 8]), st.sampled_from(["plain", "transformers", "megatron"]), st.booleans(),
+       st.sampled_from(["bf16", "nf4", "int8"]), st.sampled_from(["none", "full", "selective"]),
+       st.lists(st.sampled_from(ALL), min_size=1, unique=True))
+def test_cut_branches_of_any_base_are_steady(tensor: int, modules: str, sequence: bool, base: str, recompute: str,
+                                             targets: list[str]) -> None:
+    method = "lora" if base == "bf16" else "qlora"
+    uses = [peak(tuned(modules, base, method, targets, recompute=recompute, tensor=t,
+                       sequence_parallel=sequence and t > 1).job.programs[0]) for t in (1, tensor)]
+    assert all(use.steady for use in uses)
+    assert uses[1].peak_allocated_bytes < uses[0].peak_allocated_bytes
+
+
+def test_a_slice_of_quantised_weights_is_dequantised_where_it_is() -> None:
+    program = tuned(base="nf4", method="qlora", tensor=4).job.programs[0]
+    made = sorted({k.shape[0] for k in program.kernels if k.variant == "dequantise"})
+    assert made == sorted({3 * HIDDEN * HIDDEN // 4, HIDDEN * HIDDEN // 4, HIDDEN * FFN // 4, VOCAB * HIDDEN // 4})
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_a_stage_without_anything_trained(strategy: str) -> None:
+    """The embedding alone: its table is frozen, and the stage only passes on."""
+    stages = tuned(pipeline=2, split=[0, LAYERS], strategy=strategy).job.programs
+    assert states(stages[0]) == 0
+    assert states(stages[1]) > 0
+    assert all(peak(stage).steady for stage in stages)

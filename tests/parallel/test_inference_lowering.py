@@ -78,6 +78,33 @@ def test_a_token_takes_at_least_the_weights_through_memory() -> None:
     assert run.bound == "memory_bandwidth"
 
 
+def test_eager_tokens_wait_for_python() -> None:
+    """A 7B model of Hugging Face's modules: 25 us for each launch, 7 of them the operator's own, is more than the
+    weights take through memory; compiled code has no modules to call."""
+    from sim.software import stack_for
+
+    eager, compiled = ({"modules": "transformers", "compile": way} for way in (False, True))
+    program = lower(scenario({"preset": "llama-2-7b"}, software=eager)).job.programs[0]
+    token = program.sections[1]
+    launches = sum(program.kernels[row].launches for kind, payload in zip(token.kind, token.payload, strict=True)
+                   if kind == 0 for row in program.segments[payload].kernels)
+    stack = stack_for("pytorch", 2024, modules="transformers")
+    each = stack.host_forward_s + stack.host_module_s
+    slow, fast = (served(predicted({"preset": "llama-2-7b"}, software=way)).time_per_token_s
+                  for way in (eager, compiled))
+    assert slow == pytest.approx(launches * each, rel=0.01)
+    assert slow > 2 * fast
+    assert stack_for("pytorch", 2024, True).host_module_s == 0
+
+
+def test_many_sequences_hide_python() -> None:
+    """The cache of 128 sequences, read and written anew with every token, takes longer than the launches."""
+    times = [served(predicted({"preset": "llama-2-7b"}, batch=batch, prompt=512,
+                              software={"modules": "transformers"})).time_per_token_s for batch in (1, 8, 128)]
+    assert times[1] == pytest.approx(times[0], rel=0.02)
+    assert times[2] > 2 * times[0]
+
+
 def test_tensor_ranks_sum_twice_per_block() -> None:
     program = lower(scenario(gpus=4, tensor=4, generate=2, batch=3)).job.programs[0]
     token = program.sections[1]

@@ -117,4 +117,6 @@ def test_what_is_estimated_says_so() -> None:
             "training": {"micro_batch": 1, "global_batch": 8, "sequence": 128}, "parallel": {"strategy": "ddp"},
         })).memory_complete
 
-    assert all(complete(model) == (name != "mixture") for name, model in KINDS.items())
+    assert all(complete(model) for model in KINDS.values())
+    latent = {"q_rank": 64, "kv_rank": 32, "nope_dim": 32, "rope_dim": 16, "value_dim": 32}
+    assert not complete({**KINDS["mixture"], "mla": latent})

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from sim.model.eager import operations as op
 from sim.model.eager.autograd import Gradients, Output, Run, Tensor
-from sim.model.eager.products import column, entered, linear, row_cut
+from sim.model.eager.products import column, entered, row
 from sim.model.style import Style
 
 
@@ -35,7 +35,7 @@ def attention(run: Run, style: Style, x: Tensor, policy: str, memory: Tensor | N
     else:
         out = core(run, style, query, key, value, bias)
     run.at("projection")
-    return row_cut(run, style, linear(run, style, out, style.query_width, (("projection", style.hidden),)))
+    return row(run, style, out, style.query_width, (("projection", style.hidden),))
 
 
 def uses_flash(style: Style) -> bool:

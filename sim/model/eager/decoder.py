@@ -9,15 +9,12 @@ from __future__ import annotations
 from sim.model.eager import operations as op
 from sim.model.eager import tuned
 from sim.model.eager.attention import attention, uses_flash
-from sim.model.eager.autograd import Output, Run, Tensor, Weight
-from sim.model.eager.products import column, entered, linear, row_cut
+from sim.model.eager.autograd import Run, Tensor, Weight
+from sim.model.eager.experts import experts
+from sim.model.eager.mlp import mlp
+from sim.model.eager.products import row_cut
 from sim.model.style import Style
 from sim.work import DTYPE_BYTES
-
-#: silu_backward as PyTorch composes it from sigmoid, ones, products and a sum: five tensors beside the gradient. That
-#: is what runs on fake tensors, so the oracle has them; a CUDA build has one kernel, and a peak inside this operator (a
-#: recomputed gated block that outweighs the logits) is lower there by these five.
-_SILU_TEMPORARIES = 5
 
 
 def block(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:
@@ -28,8 +25,13 @@ def block(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:
     branch = _behind(run, style, attention(run, style, branch, policy), "attention")
     x = residual(run, style, x, branch, "1")
     branch = norm(run, style, x, "norm2")
-    branch = _behind(run, style, mlp(run, style, branch), "mlp")
+    branch = _behind(run, style, _fed(run, style, branch), "mlp")
     return residual(run, style, x, branch, "2")
+
+
+def _fed(run: Run, style: Style, x: Tensor) -> Tensor:
+    """The feed-forward part, dense or a mixture."""
+    return mlp(run, style, x) if style.experts is None else experts(run, style, x)
 
 
 def _behind(run: Run, style: Style, x: Tensor, sublayer: str) -> Tensor:
@@ -42,7 +44,7 @@ def _behind(run: Run, style: Style, x: Tensor, sublayer: str) -> Tensor:
 
 def _parallel(run: Run, style: Style, x: Tensor, normed: Tensor, policy: str) -> Tensor:
     attended = _behind(run, style, attention(run, style, normed, policy), "attention")
-    fed = _behind(run, style, mlp(run, style, normed), "mlp")
+    fed = _behind(run, style, _fed(run, style, normed), "mlp")
     del normed
     return residual(run, style, x, op.add(run, attended, fed), "2")
 
@@ -71,59 +73,6 @@ def rms_norm(run: Run, hidden_states: Tensor, cols: int, dtype: str, trained: bo
 def square(run: Run, x: Tensor) -> Tensor:
     """`x.pow(2)` of an fp32 tensor."""
     return op.unary(run, x, saves_input=True, temporaries=2)
-
-
-def mlp(run: Run, style: Style, x: Tensor) -> Tensor:
-    """Up (and gate), activation, down."""
-    run.at("up")
-    x = entered(run, style, x)
-    if style.gated and style.modules != "megatron":
-        hidden = _gated(run, style, x)
-    elif style.gated:
-        both = column(run, style, x, (("mlp", 2 * style.ffn),))
-        run.at("activation")
-        hidden = _gated_kernel(run, both, style)
-    else:
-        up = column(run, style, x, (("mlp", style.ffn),))
-        run.at("activation")
-        spelled = style.conv1d and style.activation == "gelu" and not style.stack.fused_bias_gelu
-        hidden = _gelu_new(run, up) if spelled and not style.stack.compile else op.unary(run, up, saves_input=True)
-        del up
-    run.at("down")
-    return row_cut(run, style, linear(run, style, hidden, style.ffn, (("mlp", style.hidden),)))
-
-
-def _gated(run: Run, style: Style, x: Tensor) -> Tensor:
-    """act(gate(x)) * up(x)."""
-    if style.stack.fused_swiglu or style.stack.compile:
-        gate, up = (column(run, style, x, (("mlp", style.ffn),)) for _ in range(2))
-        run.at("activation")
-        elements, dtype = gate.elements, gate.dtype
-        node = run.node(lambda run, _: [run.new(elements, dtype), run.new(elements, dtype)], (gate.sink, up.sink))
-        run.save(node, gate.storage, up.storage)
-        return Tensor(run.new(elements, dtype), elements, dtype, Output(node, 0))
-    gate = column(run, style, x, (("mlp", style.ffn),))
-    run.at("activation")
-    gate = op.unary(run, gate, saves_input=True, temporaries=_SILU_TEMPORARIES)
-    run.at("up")
-    up = column(run, style, x, (("mlp", style.ffn),))
-    run.at("activation")
-    return op.mul(run, gate, up)
-
-
-def _gated_kernel(run: Run, both: Tensor, style: Style) -> Tensor:
-    """Megatron's bias_swiglu on gate and up side by side."""
-    elements, dtype, out = both.elements, both.dtype, style.tokens * style.ffn
-    node = run.node(lambda run, _: [run.new(elements, dtype)], (both.sink,))
-    run.save(node, both.storage)
-    return Tensor(run.new(out, dtype), out, dtype, Output(node, 0))
-
-
-def _gelu_new(run: Run, x: Tensor) -> Tensor:
-    """0.5 * x * (1 + tanh(sqrt(2/pi) * (x + 0.044715 * pow(x, 3)))) (transformers NewGELUActivation)."""
-    half = op.scale(run, x)
-    inner = op.unary(run, op.scale(run, op.add(run, x, op.scale(run, op.power(run, x)))), saves_output=True)
-    return op.mul(run, half, op.shift(run, inner))
 
 
 def residual(run: Run, style: Style, x: Tensor, branch: Tensor, suffix: str) -> Tensor:

@@ -5,11 +5,11 @@ Source: transformers modeling_bert.py.
 
 from __future__ import annotations
 
-from sim.model.eager import decoder
 from sim.model.eager import operations as op
 from sim.model.eager.attention import attention
 from sim.model.eager.autograd import LOGITS, Output, Run, Tensor, Weight
 from sim.model.eager.head import loss
+from sim.model.eager.mlp import mlp
 from sim.model.style import Style
 
 #: Sentence A or B (BertConfig.type_vocab_size).
@@ -19,7 +19,7 @@ _TOKEN_TYPES = 2
 def block(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:
     """BertLayer."""
     attended = _post_norm(run, style, attention(run, style, x, policy), x, "1")
-    return _post_norm(run, style, decoder.mlp(run, style, attended), attended, "2")
+    return _post_norm(run, style, mlp(run, style, attended), attended, "2")
 
 
 def _post_norm(run: Run, style: Style, branch: Tensor, x: Tensor, suffix: str) -> Tensor:

@@ -15,6 +15,7 @@ from sim.model.eager import operations as op
 from sim.model.eager.attention import attention, uses_flash
 from sim.model.eager.autograd import LOGITS, Run, Storage, Tensor, Weight
 from sim.model.eager.head import loss
+from sim.model.eager.mlp import mlp
 from sim.model.eager.products import narrow
 from sim.model.style import Style
 
@@ -88,7 +89,7 @@ def _bias(run: Run, style: Style, first: bool, keep: bool) -> Tensor | None:
 def _feed_forward(run: Run, style: Style, x: Tensor) -> Tensor:
     """T5DenseActDense; its result is cast to the weights' dtype before the last product."""
     if style.gated or style.modules != "transformers":
-        return decoder.mlp(run, style, x)
+        return mlp(run, style, x)
     run.at("up")
     x = op.linear(run, x, style.hidden, style.ffn, style.bias, dtype=style.weight, narrow=narrow(style))
     run.at("activation")

@@ -1,7 +1,7 @@
 """Memory of layers that no module code is written down for: from what their operators save.
 
 Coarser than the miniature: an operator's gradients are taken to be as large as its largest saved tensor, one coming in
-and one going out, and forward has no temporaries.
+and one going out, and forward has no temporaries but weights that are dequantised, one at a time.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ def estimate(layer: Layer, policy: str, keep_gradients: bool) -> Profile:
     kept = sum(saved) - sum(again) + (_size(layer.input) if whole else 0)
     kept += _outputs(layer) if policy == "selective-op" else 0
     forward = _levels({kind: kept, COPIES: copies})
+    highest = _levels({kind: kept, COPIES: copies, WORKSPACE: max(map(_dequantised, layer.operators), default=0)})
     cached = _levels({COPIES: copies}) if whole else NOTHING
     backward = _backward(layer, saved, kind, sum(again), keep_gradients)
     left = _levels({kind: -kept, GRADIENTS: backward.net[GRADIENTS], COPIES: cached[COPIES] - copies})
-    return Profile(Pass(forward, forward, layer.kind), NOTHING, cached, Pass(backward.peak, left, backward.operator),
+    return Profile(Pass(highest, forward, layer.kind), NOTHING, cached, Pass(backward.peak, left, backward.operator),
                    _trace(layer, policy, keep_gradients))
 
 
@@ -49,6 +50,8 @@ def _trace(layer: Layer, policy: str, keep_gradients: bool) -> Trace:
     inputs = [born(forward, _size(layer.input))] if policy == "full" else []
     for op in layer.operators:
         copied = [born(forward, _size(t)) for t in op.weight_copies]
+        if readable := _dequantised(op):
+            forward.append((born(forward, readable), 0))
         copies += copied if policy == "full" else []
         again = policy == "full" or (policy == "selective" and op.core)
         saved.append(([born(backward if again else forward, _size(t)) for t in op.saved],
@@ -56,6 +59,8 @@ def _trace(layer: Layer, policy: str, keep_gradients: bool) -> Trace:
     flowing = -1
     for op, (tensors, copied) in zip(reversed(layer.operators), reversed(saved), strict=True):
         following = born(backward, max((_size(t) for t in op.saved), default=512))
+        if readable := _dequantised(op):
+            backward.append((born(backward, readable), 0))
         gradient = born(backward, _gradient_bytes(op)) if op.parameters else -1
         kept += [gradient] if keep_gradients and gradient >= 0 else []
         gone = [*tensors, *copied, flowing, -1 if keep_gradients else gradient]
@@ -71,7 +76,7 @@ def _backward(layer: Layer, saved: list[int], kind: int, again: int, keep_gradie
     best, where, gradients = level, layer.kind, 0
     for op, size in zip(reversed(layer.operators), reversed(saved), strict=True):
         own = _gradient_bytes(op)
-        flowing = 2 * max((_size(t) for t in op.saved), default=0)
+        flowing = 2 * max((_size(t) for t in op.saved), default=0) + _dequantised(op)
         here = _levels({kind: level[kind], GRADIENTS: gradients, WORKSPACE: flowing + own})
         if sum(here) > sum(best):
             best, where = here, op.name
@@ -83,6 +88,11 @@ def _backward(layer: Layer, saved: list[int], kind: int, again: int, keep_gradie
 def _outputs(layer: Layer) -> int:
     """Outputs of attention and of every second product, which selective-op recomputation keeps."""
     return sum(rounded(output_elements(kernel), "bf16") for kernel in kept_kernels(layer))
+
+
+def _dequantised(op: Operator) -> int:
+    """The largest weight that is made readable: of a loop over experts, one of them."""
+    return max((rounded(k.shape[0] // k.launches, "bf16") for k in op.forward if k.variant == "dequantise"), default=0)
 
 
 def _gradient_bytes(op: Operator) -> int:

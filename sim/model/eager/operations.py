@@ -181,7 +181,7 @@ def weight_copy(run: Run, weight: Weight) -> tuple[Storage | None, Sink]:
 
 def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool, *, dtype: str, shared: bool = False,
            bias_last: bool = False, gathered: int = 1, narrow: Narrow | None = None,
-           placeholder: bool = False) -> Tensor:
+           placeholder: bool = False, matrices: int = 1) -> Tensor:
     """`F.linear`, or Conv1D's `addmm` (`bias_last`: the order of autocast's casts, which is the reverse).
 
     Args:
@@ -190,8 +190,10 @@ def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool,
         gathered: slices of the sequence the input is gathered from, in forward and again in backward.
         narrow: the product runs in a dtype of 8 bits or fewer.
         placeholder: what autograd gets for the weight's gradient is there already (`Style.weight_placeholder`).
+        matrices: as many weights as that, each for its share of the rows.
     """
-    weight = Weight(features_in * features_out, dtype, shared)
+    size = matrices * features_in * features_out
+    weight = Weight(size, dtype, shared)
     copy_bias: tuple[Storage | None, Sink] | None = None
     if bias and not bias_last:
         copy_bias = weight_copy(run, Weight(features_out, dtype))
@@ -209,14 +211,13 @@ def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool,
         if again is not None and gradient is not None:
             gradient = run.new(rows // gathered * features_in, act)
         del again
-        made: Gradients = [gradient, None if placeholder else run.new(features_in * features_out, act),
+        made: Gradients = [gradient, None if placeholder else run.new(size, act),
                            run.new(features_out, act) if bias else None]
         spare.clear()
         return made
 
     node = run.node(rule, (x.sink, weight_sink, None if copy_bias is None else copy_bias[1]))
-    sizes = rows * features_in, features_in * features_out
-    spare = [] if narrow is None else narrow.forward(run, node, *sizes, gathered)
+    spare = [] if narrow is None else narrow.forward(run, node, rows * features_in, size, gathered)
     if narrow is None or narrow.keeps_inputs:
         run.save(node, x.storage)
         if copy is not None:
@@ -235,6 +236,15 @@ def scattered(run: Run, x: Tensor, parts: int) -> Tensor:
 
 def gathered(run: Run, x: Tensor, parts: int) -> Tensor:
     """An all-gather along the sequence as a node of its own; backward reduces and scatters."""
+    elements, dtype = x.elements, x.dtype
+    node = run.node(lambda run, _: [run.new(elements, dtype)], (x.sink,))
+    return _result(run, node, elements * parts, dtype)
+
+
+def widened(run: Run, x: Tensor, parts: int) -> Tensor:
+    """Columns of all slices gathered (`gather_from_tensor_model_parallel_region`); backward takes its own."""
+    if parts == 1:
+        return x
     elements, dtype = x.elements, x.dtype
     node = run.node(lambda run, _: [run.new(elements, dtype)], (x.sink,))
     return _result(run, node, elements * parts, dtype)

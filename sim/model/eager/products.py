@@ -13,13 +13,25 @@ from sim.model.style import Style
 from sim.work import DTYPE_BYTES
 
 
-def linear(run: Run, style: Style, x: Tensor, features_in: int, parts: tuned.Parts, gathered: int = 1) -> Tensor:
-    """A linear layer; `parts` names its outputs as fine-tuning does."""
+def linear(run: Run, style: Style, x: Tensor, features_in: int, parts: tuned.Parts, gathered: int = 1,
+           matrices: int = 1) -> Tensor:
+    """A linear layer; `parts` names its outputs as fine-tuning does.
+
+    Args:
+        matrices: of experts, each for its share of the rows.
+    """
     if style.tuned is not None:
-        return tuned.linear(run, style, x, features_in, parts)
+        return tuned.linear(run, style, x, features_in, parts, gathered, matrices)
     features_out = sum(width for _, width in parts)
     return op.linear(run, x, features_in, features_out, style.bias, dtype=style.weight, bias_last=style.conv1d,
-                     gathered=gathered, narrow=narrow(style), placeholder=style.weight_placeholder)
+                     gathered=gathered, narrow=narrow(style), placeholder=style.weight_placeholder, matrices=matrices)
+
+
+def router(run: Run, style: Style, x: Tensor, experts: int) -> Tensor:
+    """Scores of all experts, which no fine-tuning beside frozen weights trains."""
+    if style.tuned is None:
+        return op.linear(run, x, style.hidden, experts, False, dtype=style.weight)
+    return tuned.router(run, style, x, experts)
 
 
 def narrow(style: Style) -> Narrow | None:
@@ -39,6 +51,13 @@ def column(run: Run, style: Style, x: Tensor, parts: tuned.Parts) -> Tensor:
 def entered(run: Run, style: Style, x: Tensor) -> Tensor:
     """The stream as column-cut products read it where they keep it so (`Stack.gathered_inputs_kept`)."""
     return op.gathered(run, x, style.tensor) if style.scattered and style.stack.gathered_inputs_kept else x
+
+
+def row(run: Run, style: Style, x: Tensor, features_in: int, parts: tuned.Parts, matrices: int = 1) -> Tensor:
+    """A product whose outputs are sums over the slices of the width; a branch beside it comes back by itself."""
+    if style.tuned is None or not style.cuts_branches:
+        return row_cut(run, style, linear(run, style, x, features_in, parts, matrices=matrices))
+    return tuned.row(run, style, x, features_in, parts, matrices)
 
 
 def row_cut(run: Run, style: Style, x: Tensor) -> Tensor:

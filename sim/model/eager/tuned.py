@@ -17,27 +17,83 @@ from sim.model.tuning import BLOCK, Tuned
 Parts = tuple[tuple[str, int], ...]
 
 
-def linear(run: Run, style: Style, x: Tensor, features_in: int, parts: Parts) -> Tensor:
-    """A frozen linear layer and LoRA's branch where one of its parts is a target."""
+def linear(run: Run, style: Style, x: Tensor, features_in: int, parts: Parts, gathered: int = 1,
+           matrices: int = 1) -> Tensor:
+    """A frozen linear layer and LoRA's branch where one of its parts is a target.
+
+    Args:
+        gathered: slices of the sequence the input is gathered from; a branch keeps the whole (Megatron-Bridge
+            peft/utils.py: `return_layernorm_output_gathered`), and its gradient goes back with the layer's own.
+        matrices: of experts, each for its share of the rows; a grouped module of Megatron's has one branch for all.
+    """
     tuned = style.tuned
     assert tuned is not None
     outputs = sum(width for _, width in parts)
-    result = _frozen(run, style, x, features_in, outputs, tuned.linear_dtype(parts[0][0]))
-    chosen = tuple(part for part in parts if part[0] in tuned.targets)
-    if tuned.method != "lora" or not chosen:
+    chosen = _chosen(tuned, parts)
+    if chosen and gathered > 1:
+        x, gathered = op.gathered(run, x, gathered), 1
+    result = _frozen(run, style, x, features_in, outputs, tuned.linear_dtype(parts[0][0]), gathered, matrices)
+    if not chosen:
         return result
-    if not run.autocast:
-        x = op.to(run, x, tuned.dtype)
-    if style.stack.adapter_dropout:
-        x = op.dropout(run, x)
-    if len(parts) > 1 and style.modules == "plain":
+    x, own = _read(run, style, x), _branches(style, matrices)
+    if len(parts) > 1 and style.modules == "plain" and not style.cuts_branches:
         update = _merged(run, tuned, x, features_in, chosen, outputs)
     else:
-        down = op.linear(run, x, features_in, tuned.rank, False, dtype=tuned.dtype)
-        update = op.scale(run, op.linear(run, down, tuned.rank, outputs, False, dtype=tuned.dtype))
+        share = style.tensor if style.cuts_branches else 1
+        down = op.linear(run, x, features_in, tuned.rank // share, False, dtype=tuned.dtype, matrices=own)
+        down = op.widened(run, down, share)
+        update = op.scale(run, op.linear(run, down, tuned.rank, outputs, False, dtype=tuned.dtype, matrices=own))
         del down
     del x
     return op.add(run, result, op.to(run, update, result.dtype))
+
+
+def row(run: Run, style: Style, x: Tensor, features_in: int, parts: Parts, matrices: int = 1) -> Tensor:
+    """The same where outputs are sums over slices of the width and both matrices are cut: B's columns of all slices
+    are gathered, then each takes its own tokens of them."""
+    tuned = style.tuned
+    assert tuned is not None
+    outputs, chosen = sum(width for _, width in parts), _chosen(tuned, parts)
+    result = _frozen(run, style, x, features_in, outputs, tuned.linear_dtype(parts[0][0]), matrices=matrices)
+    if style.scattered:
+        result = op.scattered(run, result, style.tensor)
+    if not chosen:
+        return result
+    own = _branches(style, matrices)
+    down = op.linear(run, _read(run, style, x), features_in, tuned.rank, False, dtype=tuned.dtype, matrices=own)
+    del x
+    update = op.linear(run, down, tuned.rank, outputs // style.tensor, False, dtype=tuned.dtype, matrices=own)
+    del down
+    update = op.widened(run, update, style.tensor)
+    if style.scattered:
+        update = op.scattered(run, update, style.tensor)
+    return op.add(run, result, op.to(run, op.scale(run, update), result.dtype))
+
+
+def router(run: Run, style: Style, x: Tensor, experts: int) -> Tensor:
+    """A frozen router: Megatron's is no linear layer, and so stays as it is."""
+    tuned = style.tuned
+    assert tuned is not None
+    stored = tuned.plain if style.modules == "megatron" else tuned.base
+    return _frozen(run, style, x, style.hidden, experts, stored)
+
+
+def _branches(style: Style, matrices: int) -> int:
+    """Pairs of A and B beside `matrices` weights of experts."""
+    return 1 if style.modules == "megatron" else matrices
+
+
+def _chosen(tuned: Tuned, parts: Parts) -> Parts:
+    """Parts that have a branch."""
+    return tuple(part for part in parts if part[0] in tuned.targets) if tuned.method == "lora" else ()
+
+
+def _read(run: Run, style: Style, x: Tensor) -> Tensor:
+    """A branch's input as A reads it."""
+    tuned = style.tuned
+    if tuned is not None and not run.autocast:
+        x = op.to(run, x, tuned.dtype)
+    return op.dropout(run, x) if style.stack.adapter_dropout else x
 
 
 def _merged(run: Run, tuned: Tuned, x: Tensor, features_in: int, chosen: Parts, outputs: int) -> Tensor:
@@ -72,12 +128,15 @@ def _grouped(run: Run, tuned: Tuned, x: Tensor, rows: int, width: int) -> Tensor
     return Tensor(run.new(rows * width, dtype), rows * width, dtype, Output(node, 0))
 
 
-def _frozen(run: Run, style: Style, x: Tensor, features_in: int, features_out: int, stored: str) -> Tensor:
+def _frozen(run: Run, style: Style, x: Tensor, features_in: int, features_out: int, stored: str,
+            gathered: int = 1, matrices: int = 1) -> Tensor:
     """The product with a frozen weight; its output has the input's dtype again if it was quantised."""
     tuned, source = style.tuned, x.dtype
     assert tuned is not None
     x = op.to(run, x, run.autocast or style.act)
-    rows, needed, act, size = x.elements // features_in, x.sink is not None, x.dtype, features_in * features_out
+    rows, size = gathered * x.elements // features_in, matrices * features_in * features_out
+    needed, act = x.sink is not None, x.dtype
+    whole = run.new(rows * features_in, act) if gathered > 1 else None
     four_bit, eight_bit = stored in ("int4", "nf4", "nf4-dq"), stored == "int8"
 
     def weight(run: Run) -> list[Storage]:
@@ -91,11 +150,13 @@ def _frozen(run: Run, style: Style, x: Tensor, features_in: int, features_out: i
         held = weight(run)
         gradient = run.new(rows * features_in, act) if needed else None
         held.clear()
+        if gathered > 1 and needed:
+            gradient = run.new(rows // gathered * features_in, act)
         return [gradient]
 
     node = run.node(rule, (x.sink,))
     if four_bit and style.stack.quantised_keeps_input:
-        run.save(node, x.storage)
+        run.save(node, x.storage if whole is None else whole)
     if run.autocast and not four_bit and not eight_bit and stored != run.autocast:
         kind, run.kind = run.kind, COPIES  # autocast's cache holds copies of what is trained only
         run.save(node, run.new(size, run.autocast))
@@ -103,6 +164,7 @@ def _frozen(run: Run, style: Style, x: Tensor, features_in: int, features_out: i
     held = [run.new(rows * features_in, "int8"), run.new(rows * features_out, "fp32")] if eight_bit else weight(run)
     out = Tensor(run.new(rows * features_out, act), rows * features_out, act, Output(node, 0))
     held.clear()
+    del whole
     return op.to(run, out, source) if four_bit or eight_bit else out
 
 

@@ -246,7 +246,7 @@ class Bucketed:
         single = len(self.plan.micro_steps) == 1
         size = round(numel * (self.offload.state_widths()["gradients"] if single else self.width))
         # parameter by parameter: each cast on the device just before its copy
-        whole = max(p.numel for layer in self.plan.architecture.stack for p in layer.parameters)
+        whole = max((p.numel for layer in self.plan.architecture.stack for p in layer.parameters), default=0)
         temporary = round(size * min(1.0, whole / bucket.numel))
         section.allocate("gradient partition", temporary, "gradients", NCCL)
         joins = () if waits else (COMPUTE,)
@@ -305,7 +305,7 @@ class Bucketed:
         tensors = sum(len(layer.parameters) for layer in architecture.stack)
         numel = self.plan.share(self.reduction.shards > 1)
         split = self.reduction.gradient_shards > 1
-        largest = max(p.numel for layer in architecture.stack for p in layer.parameters)
+        largest = max((p.numel for layer in architecture.stack for p in layer.parameters), default=0)
         task = update(self.plan, section, numel, 1 if split else tensors, (NCCL,) if self.reduces else (),
                       "data" if split else None, 0 if split else min(largest, numel),
                       self.offload.state_widths()["gradients"])

@@ -31,7 +31,8 @@ def beside_shared(turned: Sequence[tuple[str, Items]]) -> Items:
         return tuple(chain.from_iterable(items for _, items in turned))
     low, high = sorted((places["combine"], places["shared_add"]))
     shared = [items for _, items in turned[low + 1:high]]
-    cut = len(shared) - 1 if places["combine"] < places["shared_add"] else 1  # the second product is by itself
+    down = [name for name, _ in turned[low + 1:high]].index("down")  # the second product, and what is beside it
+    cut = down if places["combine"] < places["shared_add"] else down + 1
     first, second = (tuple(chain.from_iterable(part)) for part in (shared[:cut], shared[cut:]))
     behind = dict(zip(sorted((places["dispatch"], places["combine"])), (first, second), strict=True))
     found: list[Kernel | InlineCall] = []

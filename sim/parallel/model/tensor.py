@@ -3,7 +3,8 @@
 Sources: Shoeybi et al. 2019 (arXiv 1909.08053), section 3, f and g; Korthikanti et al. 2022 (arXiv 2205.05198), section
 4.2, g and its conjugate with sequence parallelism; Megatron-LM `tensor_parallel/layers.py`
 (LinearWithGradAccumulationAndAsyncCommunication: the input is gathered beside the data gradient, the input's gradient
-reduced beside the weight gradient), `mappings.py`, `cross_entropy.py`.
+reduced beside the weight gradient), `mappings.py`, `cross_entropy.py`; Megatron-Bridge `peft/utils.py`
+(ParallelLinearAdapter).
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from sim.model.architecture import Joint
 from sim.parallel.model.calls import Calls, Items, plain
 from sim.program import InlineCall
 from sim.work import Kernel
+
+#: Joints of `sim.model.branches`.
+_BETWEEN = ("read", "sum", "columns", "restored")
 
 
 class Style(NamedTuple):
@@ -34,6 +38,8 @@ def around(calls: Calls, joint: Joint, kernels: Items, direction: str, style: St
         # the largest logit, the predicted logit and the sum of exponentials of every token
         scalars = tuple(calls.call("tensor", "all_reduce", joint.elements, joint.dtype) for _ in range(3))
         return (*own, *scalars) if direction == "forward" else own
+    if joint.kind in _BETWEEN:
+        return _between(calls, joint, own, direction, style)
     if joint.kind == "column":
         return _column_forward(calls, joint, own, style) if direction == "forward" else (
             _column_backward(calls, joint, own, style))
@@ -42,6 +48,18 @@ def around(calls: Calls, joint: Joint, kernels: Items, direction: str, style: St
     if not style.sequence:
         return own
     return (_gather(calls, joint), *own)
+
+
+def _between(calls: Calls, joint: Joint, own: tuple[Kernel, ...], direction: str, style: Style) -> Items:
+    """What stands between the matrices of a branch, cut along no sequence (`sim.model.branches`)."""
+    forward, whole = direction == "forward", style._replace(sequence=False, pipelined=False)
+    if joint.kind == "sum":
+        return _row_forward(calls, joint, own, whole) if forward else own
+    if joint.kind == "restored" and not forward:  # scattered tokens' gradients come together again
+        return (*own, _gather(calls, joint)) if style.sequence else own
+    if joint.kind in ("columns", "restored") and forward:
+        return (_gather(calls, joint), *own)
+    return own if forward else _column_backward(calls, joint, own, whole)
 
 
 def _gather(calls: Calls, joint: Joint, *beside: Kernel) -> InlineCall:
@@ -79,6 +97,6 @@ def _column_backward(calls: Calls, joint: Joint, own: tuple[Kernel, ...], style:
     if not hides:
         return (*own, calls.call("tensor", kind, joint.elements, joint.dtype))
     before: Items = own[:data + 1]
-    if style.sequence:
+    if style.sequence and joint.again:
         before = (*own[:data], _gather(calls, joint, own[data]))
     return (*before, calls.call("tensor", kind, joint.elements, joint.dtype, weight), *rest)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from sim.model.architecture import Layer
-from sim.model.tuning import QUANTISED
+from sim.model.tuning import QUANTISED, Frozen
 from sim.parallel.activations import GRADIENT_POOL, Activations
 from sim.parallel.compute import traffic_kernel
 from sim.parallel.sharded.units import Unit, units_of
@@ -71,7 +71,7 @@ class Fsdp:
             self.host_states()
             return
         self.plan.resident("frozen parameters", sum(self.frozen_shard(u) for u in self.distinct), "parameters",
-                           [size / self.factor for u in self.distinct for f in u.frozen for size in f.pieces])
+                           [size / self.over(f) for u in self.distinct for f in u.frozen for size in f.pieces])
         shards = Counter(u.shards for u in self.distinct)
         for category, width in state_bytes(self.plan).items():
             if category != "gradients" and width:
@@ -133,18 +133,21 @@ class Fsdp:
             group = "reshard"
         elif self.offload.moves_parameters:
             waits, joins = (self.fetch(section, unit, phase, waits, joins),), ()
-        task = None
-        for size, over in self.moved(unit, self.whole_bytes(unit, unit.dense), group):
+        task, frozen = None, self.frozen_bytes(unit, routed=True) if self.routed_factor else 0.0
+        dense = self.whole_bytes(unit, unit.dense) - frozen
+        for size, over in self.moved(dense, unit.routed * self.gather_bytes + frozen, group):
             call = collective(self.plan, "all_gather", size, self.gather_dtype, over)
             task = section.collective(GATHER, call, self.host_s, Label(unit.name, phase, "all_gather"), waits, joins)
         return task
 
-    def moved(self, unit: Unit, dense_bytes: float, group: str = "shard") -> list[tuple[float, str]]:
+    def moved(self, dense_bytes: float, routed_bytes: float, group: str = "shard") -> list[tuple[float, str]]:
         """What of a unit moves over which group, as it is gathered; routed experts over the ranks that hold them."""
         found = [(dense_bytes, group)] if dense_bytes else []
-        if unit.routed and len(self.plan.groups["expert_shard"][0]) > 1:
-            found.append((unit.routed * self.gather_bytes, "expert_shard"))
-        return found
+        return [*found, (routed_bytes, "expert_shard")] if routed_bytes and self.routed_factor > 1 else found
+
+    def over(self, frozen: Frozen) -> int:
+        """Ranks that share a frozen tensor."""
+        return self.routed_factor if frozen.routed and self.routed_factor else self.factor
 
     def fetch(self, section: SectionBuilder, unit: Unit, phase: str, waits: Sequence[int], joins: Sequence[int]) -> int:
         """This rank's shard to the device, in the parameters' dtype: casts for the gather run there."""
@@ -158,12 +161,16 @@ class Fsdp:
     def whole_bytes(self, unit: Unit, numel: int) -> int:
         """`numel` trained parameters of a unit as they are gathered, and what is gathered with them: quantised weights
         as they are stored, others in the gathers' dtype."""
-        frozen = sum(f.size_bytes if f.dtype in QUANTISED else f.numel * self.gather_bytes for f in unit.frozen)
-        return round(numel * self.gather_bytes + frozen)
+        return round(numel * self.gather_bytes + self.frozen_bytes(unit))
+
+    def frozen_bytes(self, unit: Unit, *, routed: bool = False) -> float:
+        """What of a unit is not trained, as it is gathered; of routed experts only, if asked."""
+        return sum(f.size_bytes if f.dtype in QUANTISED else f.numel * self.gather_bytes for f in unit.frozen
+                   if f.routed or not routed)
 
     def frozen_shard(self, unit: Unit) -> int:
         """This rank's part of what is not trained, as it is stored."""
-        return sum(blocks(size / self.factor) for f in unit.frozen for size in f.pieces)
+        return sum(blocks(size / self.over(f)) for f in unit.frozen for size in f.pieces)
 
     def reduce(self, section: SectionBuilder, unit: Unit, waits: Sequence[int], first: bool) -> int | None:
         """Reduce-scatter inside the shard group, then all-reduce of the shard across replicas."""
@@ -172,7 +179,8 @@ class Fsdp:
             return None
         if self.factor > 1:
             ratio = self.reduce_bytes / self.gather_bytes
-            for size, over in self.moved(unit, (self.graded(unit) - unit.routed) * self.gather_bytes):
+            dense = (self.graded(unit) - unit.routed) * self.gather_bytes
+            for size, over in self.moved(dense, unit.routed * self.gather_bytes):
                 call = collective(self.plan, "reduce_scatter", size * ratio, self.reduce_dtype, over)
                 task = section.collective(REDUCE, call, self.host_s, Label(unit.name, "backward", "reduce_scatter"),
                                           waits)

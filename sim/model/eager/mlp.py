@@ -1,0 +1,78 @@
+"""The feed-forward part as PyTorch modules run it: plain ones, Hugging Face's GPT-2 and Llama, Megatron's.
+
+Sources: transformers modeling_gpt2.py and modeling_llama.py (5.x), Megatron-LM core/transformer/mlp.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sim.model.eager import operations as op
+from sim.model.eager.autograd import Output, Run, Tensor
+from sim.model.eager.products import column, entered, row
+from sim.model.style import Style
+
+#: silu_backward as PyTorch composes it from sigmoid, ones, products and a sum: five tensors beside the gradient. That
+#: is what runs on fake tensors, so the oracle has them; a CUDA build has one kernel, and a peak inside this operator (a
+#: recomputed gated block that outweighs the logits) is lower there by these five.
+_SILU_TEMPORARIES = 5
+
+
+def mlp(run: Run, style: Style, x: Tensor) -> Tensor:
+    """Up (and gate), activation, down."""
+    run.at("up")
+    x = entered(run, style, x)
+    hidden = inner(run, style, style.ffn, lambda outputs: column(run, style, x, (("mlp", outputs),)))
+    run.at("down")
+    return row(run, style, hidden, style.ffn, (("mlp", style.hidden),))
+
+
+def inner(run: Run, style: Style, ffn: int, up: Callable[[int], Tensor]) -> Tensor:
+    """From the products with up (and gate) to what the down projection reads.
+
+    Args:
+        up: makes a product of so many outputs.
+    """
+    if style.gated and style.modules != "megatron":
+        return _gated(run, style, ffn, up)
+    if style.gated:
+        both = up(2 * ffn)
+        run.at("activation")
+        return _gated_kernel(run, both)
+    made = up(ffn)
+    run.at("activation")
+    spelled = style.conv1d and style.activation == "gelu" and not style.stack.fused_bias_gelu
+    return _gelu_new(run, made) if spelled and not style.stack.compile else op.unary(run, made, saves_input=True)
+
+
+def _gated(run: Run, style: Style, ffn: int, up: Callable[[int], Tensor]) -> Tensor:
+    """act(gate(x)) * up(x)."""
+    if style.stack.fused_swiglu or style.stack.compile:
+        gate, other = (up(ffn) for _ in range(2))
+        run.at("activation")
+        elements, dtype = gate.elements, gate.dtype
+        node = run.node(lambda run, _: [run.new(elements, dtype), run.new(elements, dtype)], (gate.sink, other.sink))
+        run.save(node, gate.storage, other.storage)
+        return Tensor(run.new(elements, dtype), elements, dtype, Output(node, 0))
+    gate = up(ffn)
+    run.at("activation")
+    gate = op.unary(run, gate, saves_input=True, temporaries=_SILU_TEMPORARIES)
+    run.at("up")
+    other = up(ffn)
+    run.at("activation")
+    return op.mul(run, gate, other)
+
+
+def _gated_kernel(run: Run, both: Tensor) -> Tensor:
+    """Megatron's bias_swiglu on gate and up side by side."""
+    elements, dtype, out = both.elements, both.dtype, both.elements // 2
+    node = run.node(lambda run, _: [run.new(elements, dtype)], (both.sink,))
+    run.save(node, both.storage)
+    return Tensor(run.new(out, dtype), out, dtype, Output(node, 0))
+
+
+def _gelu_new(run: Run, x: Tensor) -> Tensor:
+    """0.5 * x * (1 + tanh(sqrt(2/pi) * (x + 0.044715 * pow(x, 3)))) (transformers NewGELUActivation)."""
+    half = op.scale(run, x)
+    inside = op.unary(run, op.scale(run, op.add(run, x, op.scale(run, op.power(run, x)))), saves_output=True)
+    return op.mul(run, half, op.shift(run, inside))
