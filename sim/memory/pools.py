@@ -21,8 +21,10 @@ _GAP = 1
 #: Addresses of one pool, so that a block's address tells its pool.
 _SPACE = 2**36
 
-#: Slot of a tensor, and its size where it comes, less than 0 where it goes.
+#: Slot of a tensor, and its size where it comes, less than 0 where it goes; `_PASSING` for one that comes and goes at
+#: once, which leaves everything as it was unless there is no room for it.
 _Row = tuple[int, int]
+_PASSING = -1
 
 
 class Held:
@@ -81,17 +83,27 @@ class Pool:
             if size > 0:
                 row = by_size.get(size)
                 if row:
+                    if slot == _PASSING:
+                        continue
                     address = slots[slot] = row.pop(0)
                     del starts[address], ends[address + size]
                     continue
-                found, address = self._larger_block(size)
-                slots[slot] = address
-                rest = found - size
-                if rest <= slack:
-                    del ends[address + found]
-                    larger[address] = found
-                    continue
-                address, end, size = address + size, address + found, rest
+                if slot == _PASSING:
+                    while sizes and not by_size[sizes[-1]]:
+                        del by_size[sizes.pop()]
+                    if sizes and sizes[-1] > size:
+                        continue
+                    size, address = self._grow(size)
+                    end = address + size
+                else:
+                    found, address = self._larger_block(size)
+                    slots[slot] = address
+                    rest = found - size
+                    if rest <= slack:
+                        del ends[address + found]
+                        larger[address] = found
+                        continue
+                    address, end, size = address + size, address + found, rest
             else:
                 address = slots[slot]
                 end = address - size if address not in larger else address + larger.pop(address)
@@ -115,6 +127,16 @@ class Pool:
             else:
                 insort(row, address)
 
+    def exact(self, size: int) -> int:
+        """Address of a block of just that size for a tensor, -1 if there is none."""
+        row = self._rows.get(size)
+        if not row:
+            return -1
+        self._state = None
+        address = row.pop(0)
+        del self._starts[address], self._ends[address + size]
+        return address
+
     def _larger_block(self, size: int) -> tuple[int, int]:
         """Size and address of the block that fits best, none being just as large; taken out by all but its end."""
         sizes, by_size = self._sizes, self._rows
@@ -126,11 +148,16 @@ class Pool:
                 del self._starts[address]
                 return sizes[at], address
             del by_size[sizes[at]], sizes[at]
+        found, address = self._grow(size)
+        self._ends[address + found] = address
+        return found, address
+
+    def _grow(self, size: int) -> tuple[int, int]:
+        """Size and address of a new segment."""
         grown = segment_bytes(size * ROUND_BYTES)
         self.reserved += grown
         address, found = self._end, grown // ROUND_BYTES
         self._end = address + found + _GAP
-        self._ends[address + found] = address
         return found, address
 
 
@@ -179,13 +206,16 @@ class Pools:
         if known is None:
             asked = rounded(size)
             known = self._single[size, stream] = (asked, self._pool(stream, asked), ((0, asked // ROUND_BYTES),))
-        asked, pool, row = known
-        slot = [0]
-        pool.play(slot, row)
+        asked, pool, rows = known
+        address = pool.exact(rows[0][1])
+        if address < 0:
+            slot = [0]
+            pool.play(slot, rows)
+            address = slot[0]
         self.asked += asked
         if self.asked > self.top_asked:
             self.top_asked = self.asked
-        return Held(slot[0], row[0][1], pool)
+        return Held(address, rows[0][1], pool)
 
     def drop(self, block: Held) -> None:
         """The tensor is gone, but another stream may still use its block, which is freed later (record_stream)."""
@@ -268,8 +298,23 @@ class Pools:
                     changed.add(pool)
         made = tuple((slot, number, units, pool) for number, (slot, units, pool, _) in now.items())
         changed |= {pool for _, _, _, pool in made}
-        return _Plan(tuple((pool, of, None if pool in changed else set()) for pool, of in rows.items()), slots,
-                     tuple(taken), made, rise, level)
+        by_pool = tuple((pool, _shorter(of), None if pool in changed else set()) for pool, of in rows.items())
+        return _Plan(by_pool, slots, tuple(taken), made, rise, level)
+
+
+def _shorter(rows: list[_Row]) -> list[_Row]:
+    """With tensors that are gone before the next one comes as passing ones: it does not matter in which order several
+    go."""
+    found: list[_Row] = []
+    last = -1  # where in `found` the last one came
+    for slot, size in rows:
+        if size > 0:
+            last = len(found)
+        elif last >= 0 and found[last][0] == slot:
+            found[last], last = (_PASSING, found[last][1]), -1
+            continue
+        found.append((slot, size))
+    return found
 
 
 def _from_outside(events: Sequence[tuple[int, int]]) -> list[int]:

@@ -68,11 +68,13 @@ class Buffers(NamedTuple):
     Attributes:
         name: of the pool they belong to.
         sizes: bytes of each.
+        asks: what tells it from other operations, but for when it happens.
     """
 
     op: MemoryOp
     name: str
     sizes: tuple[int, ...]
+    asks: object
 
 
 class _Layer(NamedTuple, Generic[B]):
@@ -98,6 +100,7 @@ class TensorReplay(Generic[B]):
     def __init__(self, program: Program, allocator: Cache[B]) -> None:
         self.program, self.allocator = program, allocator
         self._orders: dict[int, list[_Item]] = {}
+        self._parted: dict[tuple[str, int, int, bool], tuple[str, tuple[int, ...], object]] = {}
         self._named: dict[str, deque[tuple[int, B]]] = {}
         self._debts: dict[str, int] = {}
         # A trace's events with rounded sizes; the trace beside them lives as long, so that its id stays its own.
@@ -207,11 +210,16 @@ class TensorReplay(Generic[B]):
 
     # ------------------------------------------------------------------------------------------------- techniques
     def _buffers(self, op: MemoryOp) -> Buffers:
-        name = op.tensor if op.tensor.startswith("layers") else op.tensor.partition(":")[0]
-        return Buffers(op, name, tuple(self._parts(op.tensor, abs(op.size_bytes))))
+        key = (op.tensor, op.size_bytes, op.stream, bool(op.used_on))
+        known = self._parted.get(key)
+        if known is None:
+            name = op.tensor if op.tensor.startswith("layers") else op.tensor.partition(":")[0]
+            sizes = tuple(self._parts(op.tensor, abs(op.size_bytes)))
+            known = self._parted[key] = (name, sizes, (name, sizes, op.size_bytes > 0, op.stream, bool(op.used_on)))
+        return Buffers(op, *known)
 
     def _operation(self, item: Buffers) -> None:
-        op, name, sizes = item
+        op, name, sizes, _ = item
         held = self._named.get(name)
         if op.size_bytes > 0:
             if held is None:
@@ -354,8 +362,7 @@ def _asked(items: list[_Item]) -> object:
     found: list[object] = []
     for item in items:
         if isinstance(item, Buffers):
-            op = item.op
-            found.append((item.name, item.sizes, op.size_bytes > 0, op.stream, bool(op.used_on), late and op.before))
+            found.append((item.asks, item.op.before) if late else item.asks)
         elif isinstance(item, LayerMemory):
             found.append((item.verb, item.position, id(item.trace)))
         elif isinstance(item, _Passed):
