@@ -25,6 +25,8 @@ _SPACE = 2**36
 #: once, which leaves everything as it was unless there is no room for it.
 _Row = tuple[int, int]
 _PASSING = -1
+#: Address and size of all free blocks of a pool.
+State = frozenset[tuple[int, int]]
 
 
 class Held:
@@ -62,9 +64,9 @@ class Pool:
         self._rows: dict[int, list[int]] = {}  # and addresses by size, ascending
         self._sizes: list[int] = []  # keys of `_rows`, ascending; a row may be empty
         self._larger: dict[int, int] = {}  # by address: sizes of blocks in use that are larger than their tensors
-        self._state: frozenset[tuple[int, int]] | None = None
+        self._state: State | None = None
 
-    def state(self) -> frozenset[tuple[int, int]]:
+    def state(self) -> State:
         """Address and size of all free blocks."""
         if self._state is None:
             self._state = frozenset(self._starts.items())
@@ -173,7 +175,7 @@ class _Plan(NamedTuple):
         rise, net: bytes asked for at most, and in the end, above the beginning.
     """
 
-    rows: tuple[tuple[Pool, list[_Row], set[frozenset[tuple[int, int]]] | None], ...]
+    rows: tuple[tuple[Pool, list[_Row], set[State] | None], ...]
     slots: int
     taken: tuple[tuple[int, int], ...]
     made: tuple[tuple[int, int, int, Pool], ...]
@@ -298,8 +300,9 @@ class Pools:
                     changed.add(pool)
         made = tuple((slot, number, units, pool) for number, (slot, units, pool, _) in now.items())
         changed |= {pool for _, _, _, pool in made}
-        by_pool = tuple((pool, _shorter(of), None if pool in changed else set()) for pool, of in rows.items())
-        return _Plan(by_pool, slots, tuple(taken), made, rise, level)
+        by_pool: list[tuple[Pool, list[_Row], set[State] | None]] = [
+            (pool, _shorter(of), None if pool in changed else set()) for pool, of in rows.items()]
+        return _Plan(tuple(by_pool), slots, tuple(taken), made, rise, level)
 
 
 def _shorter(rows: list[_Row]) -> list[_Row]:
