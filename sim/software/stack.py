@@ -69,6 +69,7 @@ class Stack:
         chunked_logits_kept: a loss in chunks keeps the logits of all of them, in the model's dtype; else it makes the
             gradients in forward.
         loss_upcast: logits are cast to fp32 in front of an unfused loss.
+        tuning_upcast: fine-tuning casts logits to fp32 in front of it.
         metric_losses: extra forward evaluations of the loss on the training logits per micro-batch.
         early_stop: recomputation stops at a block's last saved tensor.
         attention_kernel: implementation behind `attention: flash`: flash1, flash2, flash3 or triton.
@@ -139,6 +140,7 @@ class Stack:
     loss_overwrites: bool
     chunked_logits_kept: bool
     loss_upcast: bool
+    tuning_upcast: bool
     metric_losses: int
     early_stop: bool
     attention_kernel: str
