@@ -147,6 +147,10 @@ class Allocator:
             self.top_allocated = allocated
         return block
 
+    def state(self) -> object:
+        """What all answers to come depend on, beside the blocks in use, and the level."""
+        return self.free_blocks(), self.asked, self.allocated
+
     def free_blocks(self) -> tuple[tuple[int, ...], ...]:
         """What the cache has, by stream and size class: as long as it is the same, and tensors lie where they lay, the
         same requests get the same answers."""

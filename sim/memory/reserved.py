@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sim.catalog import table
 from sim.memory.allocator import Allocator, OutOfMemoryError
+from sim.memory.pools import Pools
 from sim.memory.tensors import TensorReplay
 from sim.program import Program
 
@@ -59,12 +60,12 @@ def replayed(program: Program, limit_bytes: int, allocated_bytes: int) -> Reserv
 
 def fragmentation_bytes(program: Program) -> int:
     """Reserved over allocated at most, on a device without limit."""
-    allocator = Allocator()
-    replay = TensorReplay(program, allocator)
+    pools = Pools()
+    replay = TensorReplay(program, pools)
     replay.construct()
     for _ in range(_STEPS):
         replay.step()
-    return allocator.top_reserved - allocator.top_asked
+    return pools.reserved - pools.top_asked
 
 
 def under_pressure(program: Program, limit_bytes: int) -> Reserved:

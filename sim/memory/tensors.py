@@ -9,9 +9,10 @@ PyTorch's optimizers make their states in the first step, after everything else 
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from sim.memory.allocator import Allocator, Block, rounded
+from sim.memory.allocator import rounded
 from sim.program import Kind, MemoryOp, Program, Section
 from sim.tensor_trace import INPUT, OUTPUT_GRADIENT, TIED, LayerMemory, Trace
 
@@ -19,6 +20,34 @@ _GRADIENTS = "layers: gradients"
 _ACTIVATIONS = "layers: activations"
 _STATES = "optimizer_states"
 _TEMPORARIES = "optimizer temporaries"
+
+
+class Piece(Protocol):
+    """A block, whatever else its allocator knows of it.
+
+    Attributes:
+        address: what tells it from all others in use.
+        asked: bytes of its tensor, rounded.
+    """
+
+    address: int
+    asked: int
+
+
+B = TypeVar("B", bound=Piece)
+
+
+class Cache(Protocol[B]):
+    """What a replay asks of an allocator (`sim.memory.allocator.Allocator`, `sim.memory.pools.Pools`)."""
+
+    asked: int
+    top_asked: int
+
+    def allocate(self, size: int, stream: int = 0) -> B: ...
+    def free(self, block: B) -> None: ...
+    def drop(self, block: B) -> None: ...
+    def play(self, live: dict[int, B], events: Sequence[tuple[int, int]]) -> None: ...
+    def state(self) -> object: ...
 
 
 class _Sync(NamedTuple):
@@ -39,25 +68,27 @@ class Buffers(NamedTuple):
     Attributes:
         name: of the pool they belong to.
         sizes: bytes of each.
+        asks: what tells it from other operations, but for when it happens.
     """
 
     op: MemoryOp
     name: str
     sizes: tuple[int, ...]
+    asks: object
 
 
-class _Layer(NamedTuple):
+class _Layer(NamedTuple, Generic[B]):
     """A layer of one micro-step: which, and its live tensors by number."""
 
     position: int
-    live: dict[int, Block]
+    live: dict[int, B]
     trace: Trace
 
 
 _Item = Buffers | LayerMemory | _Sync | _Passed
 
 
-class TensorReplay:
+class TensorReplay(Generic[B]):
     """Walks one rank's steps through an allocator.
 
     A section that starts where it started before, and left everything as it was then, is skipped: nothing would come of
@@ -66,19 +97,20 @@ class TensorReplay:
 
     skips = True
 
-    def __init__(self, program: Program, allocator: Allocator) -> None:
+    def __init__(self, program: Program, allocator: Cache[B]) -> None:
         self.program, self.allocator = program, allocator
         self._orders: dict[int, list[_Item]] = {}
-        self._named: dict[str, deque[tuple[int, Block]]] = {}
+        self._parted: dict[tuple[str, int, int, bool], tuple[str, tuple[int, ...], object]] = {}
+        self._named: dict[str, deque[tuple[int, B]]] = {}
         self._debts: dict[str, int] = {}
         # A trace's events with rounded sizes; the trace beside them lives as long, so that its id stays its own.
         self._rounded: dict[int, tuple[list[tuple[int, int]], tuple[tuple[int, int], ...]]] = {}
-        self._waiting: list[tuple[int, Block]] = []  # freed, but another stream may still read: (task before, block)
-        self._layers: dict[int, deque[_Layer]] = {}
-        self._last: _Layer | None = None  # whose output the next layer reads
-        self._received: Block | None = None  # the next layer's input, from another stage
-        self._gradient: Block | None = None  # of the last backward's input
-        self._tied: deque[Block] = deque()
+        self._waiting: deque[tuple[int, B]] = deque()  # freed, but another stream may still read: (task before, block)
+        self._layers: dict[int, deque[_Layer[B]]] = {}
+        self._last: _Layer[B] | None = None  # whose output the next layer reads
+        self._received: B | None = None  # the next layer's input, from another stage
+        self._gradient: B | None = None  # of the last backward's input
+        self._tied: deque[B] = deque()
         self._has_states = False
         self._whole = _whole(program)
         self._alike: dict[int, int] = {}
@@ -118,7 +150,7 @@ class TensorReplay:
                 self._make(name, size, category)
 
     def _make(self, name: str, size: int, category: str) -> None:
-        allocator, live = self.allocator, dict[int, Block]()
+        allocator, live = self.allocator, dict[int, B]()
         for number, piece in self.program.construction.get(name) or enumerate(map(rounded, self.pieces(name, size))):
             if piece:
                 live[number] = allocator.allocate(piece)
@@ -149,7 +181,7 @@ class TensorReplay:
         single = tuple(block.address if block is not None else -1 for block in (self._received, self._gradient))
         held = tuple((name, tuple((size, block.address) for size, block in pool)) for name, pool in self._named.items())
         live = () if last is None else (last.trace.output, *((n, b.address) for n, b in last.live.items()))
-        return (self.allocator.free_blocks(), self.allocator.asked, self.allocator.allocated, held, live, single,
+        return (self.allocator.state(), held, live, single,
                 tuple(b.address for b in self._tied), tuple(self._debts.items()))
 
     def _run(self, number: int) -> None:
@@ -172,19 +204,22 @@ class TensorReplay:
         return self._orders[number]
 
     def _wait(self, until: int) -> None:
-        if self._waiting:
-            for before, block in self._waiting:
-                if before <= until + 1:
-                    self.allocator.free(block)
-            self._waiting = [(before, block) for before, block in self._waiting if before > until + 1]
+        waiting = self._waiting
+        while waiting and waiting[0][0] <= until + 1:
+            self.allocator.free(waiting.popleft()[1])
 
     # ------------------------------------------------------------------------------------------------- techniques
     def _buffers(self, op: MemoryOp) -> Buffers:
-        name = op.tensor if op.tensor.startswith("layers") else op.tensor.partition(":")[0]
-        return Buffers(op, name, tuple(self._parts(op.tensor, abs(op.size_bytes))))
+        key = (op.tensor, op.size_bytes, op.stream, bool(op.used_on))
+        known = self._parted.get(key)
+        if known is None:
+            name = op.tensor if op.tensor.startswith("layers") else op.tensor.partition(":")[0]
+            sizes = tuple(self._parts(op.tensor, abs(op.size_bytes)))
+            known = self._parted[key] = (name, sizes, (name, sizes, op.size_bytes > 0, op.stream, bool(op.used_on)))
+        return Buffers(op, *known)
 
     def _operation(self, item: Buffers) -> None:
-        op, name, sizes = item
+        op, name, sizes, _ = item
         held = self._named.get(name)
         if op.size_bytes > 0:
             if held is None:
@@ -212,7 +247,7 @@ class TensorReplay:
             return [size]
         return [max(1, round(piece * size / whole)) for piece in self.pieces(_STATES, 0)]
 
-    def _found(self, name: str, size: int) -> list[Block]:
+    def _found(self, name: str, size: int) -> list[B]:
         """The oldest tensor of that name and size; of a pool that falls in other parts than it rose, the oldest."""
         held = self._named[name]
         for place, (made, block) in enumerate(held):
@@ -239,12 +274,12 @@ class TensorReplay:
                 for number in () if one is None else one.trace.held if mark.verb == "held" else one.trace.cached:
                     self._drop(one, number)
 
-    def _drop(self, layer: _Layer | None, number: int) -> None:
+    def _drop(self, layer: _Layer[B] | None, number: int) -> None:
         block = layer.live.pop(number, None) if layer is not None else None
         if block is not None:
             self.allocator.free(block)
 
-    def _events(self, live: dict[int, Block], events: tuple[tuple[int, int], ...]) -> None:
+    def _events(self, live: dict[int, B], events: tuple[tuple[int, int], ...]) -> None:
         known = self._rounded.get(id(events))
         if known is None:
             rows = [(number, rounded(size) if size else 0) for number, size in events]
@@ -253,7 +288,8 @@ class TensorReplay:
 
     def _forward(self, position: int, trace: Trace | None) -> None:
         assert trace is not None
-        one, last = _Layer(position, {}, trace), self._last
+        one: _Layer[B] = _Layer(position, {}, trace)
+        last = self._last
         given = self._received
         if given is None and last is not None:
             given = last.live.pop(last.trace.output, None)
@@ -301,8 +337,8 @@ class TensorReplay:
 
 def _order(section: Section, whole: bool) -> list[MemoryOp | LayerMemory | _Sync | _Passed]:
     """Operations, layers (if they are to be taken as a `whole`) and waits of the host in its order."""
-    syncs = deque((task, max(waits)) for task, (kind, waits) in enumerate(zip(section.kind, section.waits, strict=True))
-                  if kind == Kind.HOST and waits)
+    host, waits = int(Kind.HOST), section.waits
+    syncs = deque((task, max(waits[task])) for task, kind in enumerate(section.kind) if kind == host and waits[task])
     layers = deque(section.layers if whole else ())
     found: list[MemoryOp | LayerMemory | _Sync | _Passed] = []
     at = 0
@@ -326,8 +362,7 @@ def _asked(items: list[_Item]) -> object:
     found: list[object] = []
     for item in items:
         if isinstance(item, Buffers):
-            op = item.op
-            found.append((item.name, item.sizes, op.size_bytes > 0, op.stream, bool(op.used_on), late and op.before))
+            found.append((item.asks, item.op.before) if late else item.asks)
         elif isinstance(item, LayerMemory):
             found.append((item.verb, item.position, id(item.trace)))
         elif isinstance(item, _Passed):

@@ -183,6 +183,8 @@ class Style:
     @property
     def widens_logits(self) -> bool:
         """Whether logits are cast to fp32 before the loss: Hugging Face's decoders do, and what the stack says."""
+        if self.tuned is not None and self.stack.tuning_upcast:
+            return True
         return self.stack.loss_upcast or (self.modules == "transformers" and self.kind == "decoder")
 
     @property

@@ -24,7 +24,7 @@ from sim.model.inference import Items, Rank, Sum, Weights, rank_of
 from sim.model.style import Style, style_of
 from sim.model.tuning import QUANTISED
 from sim.parallel.layout import Layout
-from sim.parallel.pipeline.stages import blocks_per_stage, positions
+from sim.parallel.pipeline.stages import positions, split_of
 from sim.parallel.step import COMPUTE
 from sim.program import CollectiveCall, Communicator, InlineCall, Job, Label, ProgramBuilder, RankClass, SectionBuilder
 from sim.scenario.schema import Inference, InferenceRun, Scenario
@@ -93,9 +93,8 @@ def lower_inference(scenario: Scenario, stack: Stack) -> Serving:
     own_slice = replace(style_of(scenario, stack, run.batch), window=scenario.model.window or 0)
     weights = _weights(scenario, stack)
     architecture = rank_of(own_slice, run.batch, run.prompt, 0, weights).architecture()
-    slots = parallel.split_slots
     placed = [[stage] for stage in range(depth)]
-    counts = blocks_per_stage(len(architecture.stack) - 2, placed, parallel.split, slots.embedding, slots.head)
+    counts = split_of(scenario, stack, len(architecture.stack) - 2, placed)
     own = positions(architecture, counts, placed)
     pieces = pieces_of(run.prompt, run.generate)
     beside = outside(gpu(scenario.cluster.topology.gpu).compute_capability, stack.kernel_loading,

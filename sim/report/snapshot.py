@@ -163,7 +163,7 @@ class _Recorder(Allocator):
                 "frames": frames}
 
 
-class _NamedReplay(TensorReplay):
+class _NamedReplay(TensorReplay[Block]):
     """A replay that tells its recorder what it is at."""
 
     skips = False

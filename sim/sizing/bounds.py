@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from sim.errors import UserError
 from sim.parallel.pipeline.actions import TWO_CHUNKS, placement
-from sim.parallel.pipeline.stages import blocks_per_stage, positions
+from sim.parallel.pipeline.stages import positions, split_of
 from sim.scenario import Scenario
 from sim.sizing.held import Places, flight, fullest, least, summed, ways_of
 from sim.sizing.orders import facts
@@ -282,8 +282,7 @@ def _places(table: Table, pipeline: int, virtual: int, schedule: str) -> Places:
     if key not in table.staged:
         chunks = [[range(len(numel) - 1)]]
         if pipeline > 1:
-            slots = table.scenario.parallel.split_slots
-            counts = blocks_per_stage(len(numel) - 3, placed, None, slots.embedding, slots.head)
+            counts = split_of(table.scenario, table.stack, len(numel) - 3, placed)
             chunks = positions(table.layers.architecture, counts, placed)
         start = np.array([[c.start for c in own] for own in chunks])
         stop = np.array([[c.stop for c in own] for own in chunks])

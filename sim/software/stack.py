@@ -69,9 +69,12 @@ class Stack:
         step_sync: whether the host waits for the GPU at the end of every step.
         clip_gradients: whether the gradient norm is computed and applied every step.
         loss: "plain" (log-softmax and nll), "fused", or "vocab_parallel" (Megatron).
+        loss_overwrites: a vocab_parallel loss works in place on the fp32 logits; else its first step is a copy beside
+            them, and the model has let go of the narrow ones by then.
         chunked_logits_kept: a loss in chunks keeps the logits of all of them, in the model's dtype; else it makes the
             gradients in forward.
         loss_upcast: logits are cast to fp32 in front of an unfused loss.
+        tuning_upcast: fine-tuning casts logits to fp32 in front of it.
         metric_losses: extra forward evaluations of the loss on the training logits per micro-batch.
         early_stop: recomputation stops at a block's last saved tensor.
         attention_kernel: implementation behind `attention: flash`: flash1, flash2, flash3 or triton.
@@ -113,6 +116,8 @@ class Stack:
         gathered_inputs_kept: a column-cut product keeps its input as gathered along the sequence; else its own share,
             gathered again in backward.
         tensor_overlap: the reduction of a column-cut product's input gradient runs beside its weight gradient.
+        pipeline_split: what stages get alike where the scenario does not say: blocks (their number) or cost (weights
+            of blocks and head).
         pipeline_p2p: how stages pass tensors on unless overlap is asked for: synchronised (batched, then the host
             waits for the GPU), stream (the next kernels wait, the host does not).
         overlap_interleaved: the interleaved schedule passes tensors on beside compute unless told otherwise.
@@ -141,8 +146,10 @@ class Stack:
     step_sync: bool
     clip_gradients: bool
     loss: str
+    loss_overwrites: bool
     chunked_logits_kept: bool
     loss_upcast: bool
+    tuning_upcast: bool
     metric_losses: int
     early_stop: bool
     attention_kernel: str
@@ -180,6 +187,7 @@ class Stack:
     kernel_loading: str
     gathered_inputs_kept: bool
     tensor_overlap: bool
+    pipeline_split: str
     pipeline_p2p: str
     overlap_interleaved: bool
     kv_cache: str

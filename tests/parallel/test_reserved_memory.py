@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sim.memory.allocator import Allocator, OutOfMemoryError
 from sim.memory.ledger import peak
-from sim.memory.reserved import replayed, under_pressure
+from sim.memory.reserved import fragmentation_bytes, replayed, under_pressure
 from sim.memory.tensors import TensorReplay
 from sim.parallel import lower
 from sim.program import Program, ProgramBuilder
@@ -54,6 +54,18 @@ def test_the_allocator_is_asked_for_what_the_ledger_counts(job: dict[str, Any]) 
         counted = peak(program).peak_allocated_bytes
         assert allocator.top_asked == pytest.approx(counted, rel=0.01)
         assert allocator.top_reserved >= allocator.top_allocated >= allocator.top_asked
+
+
+@settings(max_examples=25, deadline=None)
+@given(jobs)
+def test_pools_without_limit_reserve_what_the_whole_allocator_does(job: dict[str, Any]) -> None:
+    for program in programs(**job):
+        allocator = Allocator()
+        replay = TensorReplay(program, allocator)
+        replay.construct()
+        for _ in range(2):
+            replay.step()
+        assert fragmentation_bytes(program) == allocator.top_reserved - allocator.top_asked
 
 
 @pytest.mark.parametrize(("field", "values"), [("batch", (1, 2, 4)), ("sequence", (256, 512, 1024))])

@@ -34,6 +34,9 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
     if style.modules != "transformers":
         del x  # Hugging Face's model output holds it until the loss is there
     run.at("loss")
+    if style.stack.loss == "vocab_parallel" and not style.stack.loss_overwrites:
+        logits = op.to(run, logits, "fp32")
+        return _in_place(run, Tensor(run.new(logits.elements, "fp32"), logits.elements, "fp32", logits.sink))
     return loss(run, style, logits, rows)
 
 
@@ -50,9 +53,9 @@ def loss(run: Run, style: Style, logits: Tensor, rows: int) -> Tensor:
 
 
 def _in_place(run: Run, wide: Tensor) -> Tensor:
-    """Megatron's loss: maximum, exponential and quotient overwrite the fp32 logits, and backward makes the gradient of
-    the softmax that is left (megatron/core/tensor_parallel/cross_entropy.py: `vocab_parallel_logits -=`,
-    `torch.exp(..., out=)`, `div_`; `grad_input = softmax`)."""
+    """Megatron's loss, and nanotron's on a copy (`loss_overwrites`): maximum, exponential and quotient overwrite the
+    fp32 logits, and backward makes the gradient of the softmax that is left (megatron/core/tensor_parallel/
+    cross_entropy.py: `vocab_parallel_logits -=`, `torch.exp(..., out=)`, `div_`; `grad_input = softmax`)."""
     kept = [wide.storage]
     node = run.node(lambda run, _: [kept.pop()], (wide.sink,))
     return Tensor(run.new(1, "fp32"), 1, "fp32", Output(node, 0))

@@ -22,7 +22,7 @@ from sim.parallel.pipeline.orders import Action, Costs, check, placement, places
 from sim.parallel.pipeline.patterns import Schedule
 from sim.parallel.pipeline.sharded import ShardedStage
 from sim.parallel.pipeline.stage import Passing, Stage
-from sim.parallel.pipeline.stages import blocks_per_stage, positions
+from sim.parallel.pipeline.stages import positions, split_of
 from sim.parallel.pipeline.transfers import Edge, Transfers
 from sim.parallel.pipeline.weights import kept_for_weights
 from sim.parallel.pipeline.whole import WholeStage
@@ -84,9 +84,7 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
     check(parallel.schedule, depth, virtual, scenario.micro_steps)
     placed = placement(parallel.schedule, depth, virtual)
     blocks = len(architecture.stack) - 2
-    slots = parallel.split_slots
-    counts = blocks_per_stage(blocks, placed, parallel.split, slots.embedding, slots.head)
-    chunks = positions(architecture, counts, placed)
+    chunks = positions(architecture, split_of(scenario, stack, blocks, placed), placed)
     _occupied(chunks, parallel.split is not None)
     moves = Transfers(places(parallel.schedule, depth, virtual))
     edges = sorted({edge for rank, own in enumerate(placed) for chunk in range(len(own)) for kind in "FB"

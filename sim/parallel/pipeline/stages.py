@@ -10,6 +10,44 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sim.model.architecture import Architecture
+from sim.scenario import Scenario
+from sim.software import Stack
+
+
+def split_of(scenario: Scenario, stack: Stack, blocks: int, placement: Sequence[Sequence[int]]) -> list[int]:
+    """Blocks of every stage along the model, as the scenario says or the stack does it.
+
+    Args:
+        placement: for each rank the stages of its chunks.
+    """
+    parallel, model = scenario.parallel, scenario.model
+    slots = parallel.split_slots
+    if (stack.pipeline_split == "cost" and parallel.split is None and len(placement[0]) == 1
+            and not slots.embedding and not slots.head):
+        block = 4 * model.hidden**2 + (3 if model.gated_mlp else 2) * model.hidden * model.ffn
+        found = by_cost(blocks, len(placement), block, model.vocab * model.hidden)
+        if found is not None:
+            return found
+    return blocks_per_stage(blocks, placement, parallel.split, slots.embedding, slots.head)
+
+
+def by_cost(blocks: int, stages: int, block: int, head: int) -> list[int] | None:
+    """Blocks of every stage where a stage takes blocks until the sum of all costs so far exceeds its share of the whole
+    model's; None if the head would not come to the last stage.
+
+    Source: nanotron models/base.py, build_model (embedding, norm and loss cost nothing).
+
+    Args:
+        block, head: what they cost, in any unit.
+    """
+    counts, stage, done = [0] * stages, 0, 0
+    total = blocks * block + head
+    for _ in range(blocks):
+        counts[stage] += 1
+        done += block
+        if done * stages > total * (stage + 1) and stage < stages - 1:
+            stage += 1
+    return counts if stage == stages - 1 else None
 
 
 def blocks_per_stage(blocks: int, placement: Sequence[Sequence[int]], split: Sequence[int] | None,
