@@ -73,7 +73,7 @@ class Parameters:
         found = {}
         for name, (prior, common, own) in self._slots.items():
             value = prior * exp(shifts[common] + (shifts[own] if own >= 0 else 0.0))
-            found[name] = min(value, 1.0) if name.startswith(_SHARES) else value
+            found[name] = min(value, 1.0) if name.startswith(_SHARES) and name != "pair_share.one_way" else value
         return found
 
     def apply(self, shifts: Floats) -> None:

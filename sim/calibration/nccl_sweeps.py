@@ -13,7 +13,7 @@ import yaml
 from sim.catalog import folder, table
 from sim.measured.harness import Harness, harness_of
 from sim.network import Network, Topology
-from sim.network.collectives import BYTES_PER_CHANNEL, Candidate
+from sim.network.collectives import Candidate
 from sim.network.figures import Figures
 from sim.network.network import choose
 
@@ -72,8 +72,8 @@ class Sweep:
             way, rate = options[choice]
             time = way.latency_at(size, rate) + size / rate
             if with_harness:
-                open_channels = min(way.channels, -(-size // BYTES_PER_CHANNEL))
-                floor = self.harness.floor_s(self.kind, self.ranks, open_channels, self.network.topology.figures)
+                floor = self.harness.floor_s(self.kind, self.ranks, way.open_channels(size),
+                                             self.network.topology.figures)
                 time = max(time, floor)
             times.append(time)
         return np.array(times) * 1e6

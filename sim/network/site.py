@@ -13,6 +13,9 @@ PROTOCOLS = ("LL", "LL128", "Simple")
 _GB = 1e9
 #: Links to one peer from which a pair of GPUs no longer fills them all (pair_share); the one or two of a V100 it does.
 _WIDE_PAIR = 4
+#: Channels of a ring over PCIe: the search finds one at the slot's speed (nccl src/graph/search.cc) and doubles it
+#: (ncclTopoPostset, src/graph/connect.cc).
+_PCIE_CHANNELS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +97,21 @@ class Site:
             return self.channels
         most = int(self.table("channels"))
         if self.place.nodes == 1:
+            if self.intra_link() == "pcie":
+                return _PCIE_CHANNELS
             return max(1, min(most, 2 * self.place.rings)) if self.place.rings > 0 else most
         nics = self.topology.inter.nics_per_node * int(self.place.groups.max()) / self.speeds.nic_groups
         return max(2, min(most, int(2 * nics)))
+
+    def channel_bps(self, protocol: str, shape: str = "ring") -> float:
+        """Most payload one channel of a ring or tree moves in `protocol`, one thread block, bytes/s.
+
+        In LL measured; in LL128 and Simple what NCCL's tuner counts at most (perChMax* of src/graph/tuning.cc), in
+        Simple that of a tree on one node, whose block passes as much up as down.
+        """
+        if protocol == "LL":
+            return self.own("ll_channel_gbps") * _GB
+        return self.table(f"{shape}_ll128" if protocol == "LL128" else "channel") * _GB
 
     def multicast_channels(self) -> int:
         """Channels of NVLink SHARP."""
