@@ -281,10 +281,10 @@ def _exchange(site: Site, protocol: str) -> Candidate:
 
 
 def _start_us(site: Site, protocol: str) -> float:
-    """Launch of a group of sends and its first message, us: in LL like any other call's first step."""
-    if protocol == "Simple":
-        return site.figures["p2p_us.start"]
-    return site.figures["base_us.LL"] + _inside_us(site, "LL")
+    """Launch of a group of sends and its first message, us: as of a ring, whose first step counts in LL alone (in
+    Simple a receiver that waits is written to at once)."""
+    base = site.figures[f"base_us.{protocol}"]
+    return base + _inside_us(site, "LL") if protocol == "LL" else base
 
 
 def _direct(site: Site, protocol: str, latency_us: tuple[float, float], loads: Loads, cap_bps: float, channels: int,
