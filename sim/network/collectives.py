@@ -22,8 +22,6 @@ _WIRE = {"LL": 2.0, "LL128": 128 / 120, "Simple": 1.0}
 #: Bytes of a call from which another channel is opened: bytes a thread x threads (nccl src/graph/tuning.cc,
 #: threadThresholds; src/enqueue.cc). A ring in LL multiplies them by its ranks.
 _OPENS = {"LL": 8 * 512, "LL128": 8 * 640, "Simple": 64 * 512}
-#: Channels of one send/recv pair (nccl opens at least 2 per NIC or NVLink peer; powers of two).
-_P2P_CHANNELS = 4
 #: Bytes of a send up to which it goes in LL (nccl src/enqueue.cc, NCCL_P2P_LL_THRESHOLD).
 _P2P_LL_BYTES = 16384
 #: Slots of a connection's buffer (NCCL_STEPS, nccl src/include/device.h).
@@ -161,7 +159,10 @@ def _protocol_cap(site: Site, protocol: str, cap_bps: float, shape: str = "ring"
             cap_bps = min(cap_bps, site.channel_count() * site.own("ll_net_channel_gbps") * _GB)
     elif protocol == "LL128":
         cap_bps *= site.own("ll128_share")
-    return min(cap_bps, site.channel_count() * site.channel_bps(protocol, shape))
+    channel_bps = site.channel_bps(protocol, shape)
+    if site.place.nodes > 1:  # a channel crosses by one NIC of a node
+        channel_bps = min(channel_bps, site.speeds.nic / _WIRE[protocol])
+    return min(cap_bps, site.channel_count() * channel_bps)
 
 
 def _messages(site: Site, protocol: str, steps: int) -> tuple[tuple[float, float], ...]:
@@ -264,7 +265,8 @@ def _send(site: Site, protocol: str) -> Candidate:
     hop = 0.0 if near else figures[f"p2p_net_us.{site.fabric}"] + site.fabric_us()
     cap = site.inside_bps("one_way" if place.size == 2 else "send") if near else _INFINITE
     latency = _start_us(site, protocol) + hop
-    return _direct(site, protocol, (latency, latency), shift_loads(place, site.speeds.p2p), cap, _P2P_CHANNELS, 1)
+    loads = shift_loads(place, site.speeds.p2p)
+    return _direct(site, protocol, (latency, latency), loads, cap, site.pair_channels(), 1)
 
 
 def _exchange(site: Site, protocol: str) -> Candidate:
@@ -295,11 +297,12 @@ def _direct(site: Site, protocol: str, latency_us: tuple[float, float], loads: L
     """
     figures, low = site.figures, protocol == "LL"
     rule = Judgement(1.0, _INFINITE, (), 3.0, _P2P_LL_BYTES * peers + 1.0) if low else Judgement(2.0, _INFINITE)
-    channel_bps = site.channel_bps(protocol) if low else _INFINITE
+    moved = (peers - 1) / peers if peers > 1 else 1.0
+    cap_bps = min(cap_bps, channels * site.channel_bps("Simple") / moved) / _WIRE[protocol]
     return Candidate(
         "P2P", protocol, rule, latency_us[0] * _US, 0.0 if low else latency_us[1] * figures["ramp.p2p"] * _US,
-        figures["ramp_bytes.p2p"] * channels, _OPENS[protocol], channel_bps, (), loads,
-        _WIRE[protocol], cap_bps / _WIRE[protocol], channels, 3.0)
+        figures["ramp_bytes.p2p"] * channels, _OPENS[protocol], site.channel_bps(protocol) if low else _INFINITE, (),
+        loads, _WIRE[protocol], cap_bps, channels, 3.0)
 
 
 def build(choice: Candidate, size_bytes: int, alone_bps: float) -> Coflow:

@@ -80,7 +80,7 @@ def _ring(kind: str, protocol: str, site: Site) -> Judgement:
     steps = passes * (n - 1)
     hops = passes * (nodes - 1)
     inside, outside = _hops(site, protocol, "ring")
-    bus, channels = _bus_bps(site), site.channel_count()
+    bus, channels = _bus_bps(site), site.searched_channels()
     if protocol == "LL":
         bus = min(bus / 2, site.table("ll") * _GB)
     elif protocol == "LL128":
@@ -94,7 +94,7 @@ def _ring(kind: str, protocol: str, site: Site) -> Judgement:
 
 def _tree(protocol: str, site: Site) -> Judgement:
     inside, outside = _hops(site, protocol, "tree")
-    channels = site.channel_count()
+    channels = site.searched_channels()
     bus = min(_bus_bps(site) * 0.92, channels * site.table("tree") * _GB)
     if protocol == "LL":
         bus = min(bus / 3.8, site.table("ll") * _GB)
@@ -108,7 +108,7 @@ def _tree(protocol: str, site: Site) -> Judgement:
 
 def _multicast(site: Site) -> Judgement:
     nodes, n = site.place.nodes, site.place.size
-    channels = site.multicast_channels()
+    channels = site.searched_multicast()
     latency = float(facts()["tuner_us"]["nvls"])
     bus = 2 * site.tuner_inside_bps() * site.table("nvls") * (channels - 1) / channels
     if nodes == 1:
