@@ -15,8 +15,8 @@ from sim.network.figures import catalogue
 
 Floats = npt.NDArray[np.float64]
 #: Families whose figures are shares of a nominal rate and cannot pass 1.
-_SHARES = ("link_share", "pcie_share", "pair_share", "fabric_share", "ll128_share", "nvls_share", "nvls_tree_share",
-           "tree_share")
+_SHARES = ("link_share", "pcie_share", "pair_share", "one_way_share", "fabric_share", "ll128_share", "nvls_share",
+           "nvls_tree_share", "tree_share")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Parameters:
         found = {}
         for name, (prior, common, own) in self._slots.items():
             value = prior * exp(shifts[common] + (shifts[own] if own >= 0 else 0.0))
-            found[name] = min(value, 1.0) if name.startswith(_SHARES) and name != "pair_share.one_way" else value
+            found[name] = min(value, 1.0) if name.startswith(_SHARES) else value
         return found
 
     def apply(self, shifts: Floats) -> None:

@@ -7,7 +7,7 @@ measured figures: time = base + steps x step + ramp(size) + size / rate, the rat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log2, sqrt
 
 from sim.network.fair_share import LinkId
@@ -266,7 +266,10 @@ def _send(site: Site, protocol: str) -> Candidate:
     cap = site.inside_bps("one_way" if place.size == 2 else "send") if near else _INFINITE
     latency = _start_us(site, protocol) + hop
     loads = shift_loads(place, site.speeds.p2p)
-    return _direct(site, protocol, (latency, latency), loads, cap, site.pair_channels(), 1)
+    found = _direct(site, protocol, (latency, latency), loads, cap, site.pair_channels(), 1)
+    # One way a link carries more than at a ring's rate, by which its capacity is counted.
+    alone = min(1.0, site.inside_bps() / cap) if near and place.size == 2 else 1.0
+    return replace(found, factor=found.factor * alone)
 
 
 def _exchange(site: Site, protocol: str) -> Candidate:

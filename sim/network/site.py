@@ -78,9 +78,12 @@ class Site:
         if self.intra_link() == "pcie":
             return self.speeds.pcie
         rings = self.place.rings
-        wide = rings < 0 or rings >= _WIDE_PAIR
-        alone = self.figures[f"pair_share.{peer}"] if peer and wide else 1.0
-        return alone * (self.speeds.link * rings if rings > 0 else self.speeds.gpu)
+        whole = self.speeds.link * rings if rings > 0 else self.speeds.gpu
+        if not peer or 0 <= rings < _WIDE_PAIR:
+            return whole
+        if peer == "one_way":
+            return whole * self.figures["one_way_share.all"] / self.figures[f"link_share.{self.topology.intra.link}"]
+        return whole * self.figures[f"pair_share.{peer}"]
 
     def tuner_inside_bps(self) -> float:
         """The same as NCCL's graph search counts it."""

@@ -75,13 +75,13 @@ def test_a_lone_send_is_faster_than_one_that_also_receives(machines: Machines) -
     """Two GPUs, one way, against eight that pass on in a circle: the same start, less of the links. Two channels a
     link make 24, hence 32."""
     net = network(machines["dgx-a100"])
-    links_bps = 300e9 * F["link_share.nvlink3"]
-    for ranks, peer in ((2, "one_way"), (8, "send")):
+    circle = F["link_share.nvlink3"] * F["pair_share.send"]
+    for ranks, share in ((2, F["one_way_share.all"]), (8, circle)):
         flow = net.coflow("send", 64 * GIB, world(ranks))
-        assert rate(flow, net) == pytest.approx(links_bps * F[f"pair_share.{peer}"])
+        assert rate(flow, net) == pytest.approx(300e9 * share)
         assert flow.latency_s * 1e6 == pytest.approx(F["base_us.Simple"] * (1 + F["ramp.p2p"]))
         assert flow.channels == 32
-    assert F["pair_share.one_way"] > F["pair_share.send"]
+    assert F["one_way_share.all"] > F["link_share.nvlink3"] > circle
 
 
 def test_remote_peers_of_an_exchange_come_one_after_another(machines: Machines) -> None:
