@@ -15,7 +15,7 @@ GB = 1e9
 def site(nodes: int = 2, per_node: int = 8, inside: float = 200 * GB, net: float = 100 * GB) -> Any:
     """A place of `nodes` x `per_node` ranks whose tables never limit anything."""
     place = SimpleNamespace(size=nodes * per_node, nodes=nodes, per_node=per_node)
-    return SimpleNamespace(place=place, intra_link=lambda: "nvlink", plugin_us=lambda: 0.0,
+    return SimpleNamespace(place=place, version=(2, 30), intra_link=lambda: "nvlink", plugin_us=lambda: 0.0,
                            tuner_inside_bps=lambda: inside, tuner_net_bps=lambda: net,
                            searched_channels=lambda: 16, searched_multicast=lambda: 16, table=lambda name: 1000.0)
 
