@@ -122,7 +122,7 @@ def _sweep_picture(sweeps: Sequence[Sweep], path: Path, title: str) -> None:
         axis.loglog(s.sizes, s.measured_us, "o", ms=3, label="measured")
         axis.loglog(s.sizes, s.predict_us(), "-" if len(s.sizes) > 1 else "x", lw=1.2, label="predicted")
         axis.set_title(f"{s.id}\n{100 * s.error():.1f} %", fontsize=8)
-        axis.tick_params(labelsize=7)
+        axis.tick_params(which="both", labelsize=7)
         axis.xaxis.set_minor_formatter(NullFormatter())
         axis.grid(alpha=0.3)
     for axis in list(axes.flat)[len(sweeps):]:
