@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from sim.calibration.nccl_figures import Floats, Parameters
+from sim.calibration.nccl_left_out import left_out
 from sim.calibration.nccl_solver import residuals, solve
 from sim.calibration.nccl_sweeps import Sweep, load, summary
 
@@ -62,24 +63,6 @@ def write(parameters: Parameters, shifts: Floats, sites: dict[str, set[str]], pa
     path.with_name(ORIGINS.name).write_text("\n".join(origins) + "\n", encoding="utf-8")
 
 
-def left_out(sweeps: Sequence[Sweep], parameters: Parameters, shifts: Floats) -> dict[str, float]:
-    """Error of each sweep predicted by a fit to all sites but its own."""
-    errors: dict[str, float] = {}
-    for site in sorted({s.site for s in sweeps}):
-        rest = [s for s in sweeps if s.site != site]
-        solve(rest, parameters, shifts * 0.0, rounds=7)
-        for sweep in sweeps:
-            if sweep.site == site:
-                sweep.refresh()
-                errors[sweep.id] = sweep.error()
-        found = " ".join(f"{100 * errors[s.id]:.1f}" for s in sweeps if s.site == site)
-        print(f"{site}: {found}", file=sys.stderr, flush=True)
-    parameters.apply(shifts)
-    for sweep in sweeps:
-        sweep.refresh()
-    return errors
-
-
 def main() -> None:
     """Fit, write, and with `--check` cross-validate."""
     parameters = Parameters()
@@ -94,7 +77,7 @@ def main() -> None:
         print(f"{100 * sweep.error():6.1f}% {sweep.id}")
     print(summary(sweeps))
     if "--check" in sys.argv[1:]:
-        errors = left_out(sweeps, parameters, shifts)
+        errors = left_out(sorted({s.site for s in sweeps}))
         for nodes, name in ((1, "one node"), (2, "several nodes")):
             found = [e for s, e in ((s, errors[s.id]) for s in sweeps) if min(s.nodes, 2) == nodes]
             print(f"left out, {name}: median {np.median(found):.3f}, 90th percentile {np.percentile(found, 90):.3f}")

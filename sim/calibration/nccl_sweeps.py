@@ -11,9 +11,9 @@ import numpy.typing as npt
 import yaml
 
 from sim.catalog import folder, table
-from sim.measured.harness import Harness, harness_of
+from sim.measured.harness import Harness, harness_of, nccl_version
 from sim.network import Network, Topology
-from sim.network.collectives import BYTES_PER_CHANNEL, Candidate
+from sim.network.collectives import Candidate
 from sim.network.figures import Figures
 from sim.network.network import choose
 
@@ -72,8 +72,8 @@ class Sweep:
             way, rate = options[choice]
             time = way.latency_at(size, rate) + size / rate
             if with_harness:
-                open_channels = min(way.channels, -(-size // BYTES_PER_CHANNEL))
-                floor = self.harness.floor_s(self.kind, self.ranks, open_channels, self.network.topology.figures)
+                floor = self.harness.floor_s(self.kind, self.ranks, way.open_channels(size),
+                                             self.network.topology.figures)
                 time = max(time, floor)
             times.append(time)
         return np.array(times) * 1e6
@@ -135,12 +135,14 @@ def sweep_of(entry: Mapping[str, Any], mapping: Mapping[str, Any] | None = None)
     nodes, per_node = int(cluster.get("nodes", 1)), int(cluster.get("gpus_per_node") or mapping["gpus_per_node"])
     ranks = int(entry["ranks"])
     rows = [row for row in entry["rows"] if row[0] > 0 and row[1] > 0]
-    network = Network(Topology.from_mapping(mapping), nodes, per_node)
+    topology = Topology.from_mapping(mapping)
+    said = {**entry, "nodes": nodes}
+    network = Network(topology, nodes, per_node, nccl={"version": nccl_version(said, topology.generation)})
     return Sweep(
         id=str(entry["id"]), site=str(entry.get("site", entry["id"])), kind=_KIND.get(entry["op"], entry["op"]),
         nodes=-(-ranks // per_node), ranks=ranks, sizes=[int(row[0]) for row in rows],
         measured_us=np.array([float(row[1]) for row in rows]),
-        network=network, harness=harness_of({**entry, "nodes": nodes}, network.topology.generation),
+        network=network, harness=harness_of(said, topology.generation),
         members=np.arange(ranks, dtype=np.int64).reshape(1, -1), noisy_below=int(entry.get("noisy_below", 0)))
 
 

@@ -20,6 +20,8 @@ _ONE = re.compile(r"\b(one process|single process|single-process|-g ?\d+)\b", re
 _KERNEL = re.compile(r"\bkernel time\b|\bkernel-only\b", re.IGNORECASE)
 #: NCCL from which every GPU of a process is launched on its own (unverified; the sweeps of 2021 and 2023 differ so).
 _PARALLEL_LAUNCH = (2, 12)
+#: The release of a sweep that tells none and was launched as before `_PARALLEL_LAUNCH` (of the winter 2020/21).
+_OLD_VERSION = "2.8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,16 @@ def harness_of(sweep: Mapping[str, Any], generation: str = "") -> Harness:
     return Harness(processes=str(given.get("processes") or ("gpu" if per_gpu else "one")),
                    timing=str(given.get("timing") or ("kernel" if _KERNEL.search(text) else "call")),
                    per_channel=bool(given.get("per_channel", _old(str(sweep.get("nccl") or ""), generation))))
+
+
+def nccl_version(sweep: Mapping[str, Any], generation: str = "") -> str:
+    """NCCL's version behind a sweep: as told, else one of 2021 where it was measured as such launch, else "" (today's).
+
+    Args:
+        sweep, generation: as for `harness_of`.
+    """
+    told = str(sweep.get("nccl") or "")
+    return told or (_OLD_VERSION if harness_of(sweep, generation).per_channel else "")
 
 
 def _old(version: str, generation: str) -> bool:

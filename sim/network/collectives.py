@@ -1,13 +1,13 @@
 """What a collective costs: the ways NCCL could serve it, the latency of each and its load on every link.
 
 NCCL chooses by its own estimates (`tuner.py`); what the choice then takes is modelled here from links and measured
-figures: time = base + steps x step + ramp(size) + (size - what hides in the steps) / rate.
+measured figures: time = base + steps x step + ramp(size) + size / rate, the rate that of the channels a call opens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log2, sqrt
 
 from sim.network.fair_share import LinkId
@@ -19,10 +19,11 @@ _US = 1e-6
 _GB = 1e9
 #: Bytes on the wire per byte of payload: LL 8 of 16, LL128 120 of 128 (nccl src/include/device.h).
 _WIRE = {"LL": 2.0, "LL128": 128 / 120, "Simple": 1.0}
-#: One channel's thread block is worth opening per this many bytes: 64 B x 512 threads (nccl thread threshold, Simple).
-BYTES_PER_CHANNEL = 64 * 512
-#: Channels of one send/recv pair (nccl opens at least 2 per NIC or NVLink peer; powers of two).
-_P2P_CHANNELS = 4
+#: Bytes of a call from which another channel is opened: bytes a thread x threads (nccl src/graph/tuning.cc,
+#: threadThresholds; src/enqueue.cc). A ring in LL multiplies them by its ranks.
+_OPENS = {"LL": 8 * 512, "LL128": 8 * 640, "Simple": 64 * 512}
+#: Bytes of a send up to which it goes in LL (nccl src/enqueue.cc, NCCL_P2P_LL_THRESHOLD).
+_P2P_LL_BYTES = 16384
 #: Slots of a connection's buffer (NCCL_STEPS, nccl src/include/device.h).
 _SLOTS = 8
 #: Bytes per rank and channel from which a Simple step is two slices, hence two messages (nccl: least slice 32 KiB).
@@ -68,7 +69,8 @@ class Candidate:
     Attributes:
         judged: NCCL's estimate of it, None where there is no choice.
         latency_s: base and steps of the smallest call; ramp_s: most the pipeline's filling adds; ramp_bytes: size from
-            which it adds it all; hidden_bytes: bytes that move within the steps' latency.
+            which it adds it all.
+        opens_bytes: a call opens one channel per so many bytes; channel_bps: what one moves, in bytes of the call.
         floors: least time over a fabric whose edges pass one message at a time, as (from this size on, seconds),
             largest size first.
         loads: per byte of the call; factor: multiplies every load; cap_bps; channels; hbm: as in `Coflow`.
@@ -80,7 +82,8 @@ class Candidate:
     latency_s: float
     ramp_s: float
     ramp_bytes: float
-    hidden_bytes: float
+    opens_bytes: float
+    channel_bps: float
     floors: tuple[tuple[float, float], ...]
     loads: Loads
     factor: float
@@ -88,16 +91,23 @@ class Candidate:
     channels: int
     hbm: float
 
+    def open_channels(self, size_bytes: float) -> int:
+        """Channels a call opens, hence SMs it holds."""
+        return min(self.channels, max(1, ceil(size_bytes / self.opens_bytes)))
+
     def latency_at(self, size_bytes: float, rate_bps: float) -> float:
         """Time of a call beyond its bytes at `rate_bps`, seconds.
 
         Chunks of a pipeline grow with the call until they are full, so its filling costs X (1 - (1 - r)^2) with
-        r = sqrt(size / ramp_bytes): the square-root law of optimal chunks below, constant above.
+        r = sqrt(size / ramp_bytes): the square-root law of optimal chunks below, constant above. While channels are
+        still closed the others move all bytes.
         """
         r = min(1.0, sqrt(size_bytes / self.ramp_bytes))
         moving = size_bytes / rate_bps
         time = self.latency_s + self.ramp_s * r * (2.0 - r)
-        time -= min(min(size_bytes, self.hidden_bytes) / rate_bps, 0.5 * self.latency_s)
+        opened = max(1.0, size_bytes / self.opens_bytes)
+        each = size_bytes / min(opened, self.channels)
+        time += max(0.0, each / self.channel_bps - moving)
         for least, floor in self.floors:
             if size_bytes >= least:
                 time = max(time, floor - moving)
@@ -116,9 +126,9 @@ class Candidate:
 def candidates(kind: str, site: Site) -> Iterator[Candidate]:
     """All ways to serve `kind` (a name of `sim.work.COLLECTIVES`) on `site`."""
     if kind in ("send", "recv", "send_recv"):
-        yield _send(site)
+        yield from (_send(site, protocol) for protocol in _sent(site))
     elif kind == "all_to_all":
-        yield _exchange(site)
+        yield from (_exchange(site, protocol) for protocol in _sent(site))
     else:
         for protocol in PROTOCOLS:
             if protocol != "LL128" or site.ll128():
@@ -141,12 +151,18 @@ def _outside_us(site: Site, protocol: str) -> float:
     return site.figures[f"hop_us.{protocol}"] + site.fabric_us()
 
 
-def _protocol_cap(site: Site, protocol: str, cap_bps: float) -> float:
-    """Payload rate of a ring's edge inside a node in `protocol`, from that of Simple, bytes/s."""
+def _protocol_cap(site: Site, protocol: str, cap_bps: float, shape: str = "ring") -> float:
+    """Payload rate of a ring's edge in `protocol`, bytes/s: that of Simple over its links, and its channels'."""
     if protocol == "LL":
-        channel = site.own("ll_channel_gbps" if site.place.nodes == 1 else "ll_net_channel_gbps")
-        return min(cap_bps / 2, site.channel_count() * channel * _GB)
-    return cap_bps * site.own("ll128_share") if protocol == "LL128" else cap_bps
+        cap_bps /= 2
+        if site.place.nodes > 1:
+            cap_bps = min(cap_bps, site.channel_count() * site.own("ll_net_channel_gbps") * _GB)
+    elif protocol == "LL128":
+        cap_bps *= site.own("ll128_share")
+    channel_bps = site.channel_bps(protocol, shape)
+    if site.place.nodes > 1:  # a channel crosses by one NIC of a node
+        channel_bps = min(channel_bps, site.speeds.nic / _WIRE[protocol])
+    return min(cap_bps, site.channel_count() * channel_bps)
 
 
 def _messages(site: Site, protocol: str, steps: int) -> tuple[tuple[float, float], ...]:
@@ -180,12 +196,11 @@ def _ring(kind: str, site: Site, protocol: str) -> Candidate:
         if nodes > 1:
             cap *= site.place.per_node / (site.place.per_node - 1)
     cap = _protocol_cap(site, protocol, cap)
-    simple, low = protocol == "Simple", protocol == "LL"
     return Candidate(
         "Ring", protocol, judge(kind, "Ring", protocol, site), (figures[f"base_us.{protocol}"] + walk) * _US,
-        _ring_ramp(site, cap, channels, passes if hops else 0) if simple else 0.0,
-        figures["ramp_bytes.ring"] * n * channels,
-        figures["free_bytes.LL"] * n * channels if low else 0.0, _messages(site, protocol, steps),
+        _ring_ramp(site, cap, channels, passes if hops else 0) if protocol == "Simple" else 0.0,
+        figures["ramp_bytes.ring"] * n * channels, _OPENS[protocol] * (n if protocol == "LL" else 1),
+        site.channel_bps(protocol) / volume, _messages(site, protocol, steps),
         ring_loads(site.place, channels), volume * _WIRE[protocol], cap / volume, channels,
         3 * volume)
 
@@ -212,9 +227,10 @@ def _tree(site: Site, protocol: str) -> Candidate:
     cap = site.inside_bps("ring" if place.per_node == 2 else "") if place.per_node > 1 else _INFINITE
     return Candidate(
         "Tree", protocol, judge("all_reduce", "Tree", protocol, site), (figures[f"base_us.{protocol}"] + walk) * _US,
-        outside * figures["ramp.tree"] * _US, figures["ramp_bytes.tree"] * channels, 0.0, (),
+        outside * figures["ramp.tree"] * _US, figures["ramp_bytes.tree"] * channels, _OPENS[protocol],
+        site.channel_bps(protocol, "tree") / 2, (),
         tree_loads(place, 2.0, 2.0 / figures["tree_share.all"], channels), _WIRE[protocol],
-        _protocol_cap(site, protocol, cap) / 2, channels, 6.0)
+        _protocol_cap(site, protocol, cap, "tree") / 2, channels, 6.0)
 
 
 def _multicast(site: Site) -> Candidate:
@@ -229,44 +245,72 @@ def _multicast(site: Site) -> Candidate:
         efficiency *= figures["nvls_tree_share.all"]
     name = "NVLS" if one else "NVLSTree"
     channels = site.multicast_channels()
+    channel_bps = site.table("nvls_tree") * _GB / 2
     return Candidate(
         name, "Simple", judge("all_reduce", name, "Simple", site), (figures["base_us.Simple"] + walk) * _US, ramp * _US,
-        figures["ramp_bytes.nvls"] * channels, 0.0, (),
+        figures["ramp_bytes.nvls"] * channels, 1.0, channel_bps, (),
         multicast_loads(place, 0.0 if one else 1.0 if place.nodes == 2 else 2.0, channels), 1.0,
-        site.speeds.gpu * efficiency / (1 + 1 / place.per_node), channels, 2.0 + 2.0 / place.per_node)
+        min(site.speeds.gpu * efficiency / (1 + 1 / place.per_node), channels * channel_bps), channels,
+        2.0 + 2.0 / place.per_node)
 
 
-def _send(site: Site) -> Candidate:
-    near = site.place.nodes == 1
+def _sent(site: Site) -> tuple[str, ...]:
+    """Protocols of sends. Between nodes the sweeps show no step at LL's threshold: Simple alone."""
+    return ("LL", "Simple") if site.place.nodes == 1 else ("Simple",)
+
+
+def _send(site: Site, protocol: str) -> Candidate:
+    place, near = site.place, site.place.nodes == 1
     figures = site.figures
-    hop = figures["p2p_us.peer"] if near else figures[f"p2p_net_us.{site.fabric}"] + site.fabric_us()
-    cap = site.inside_bps("one_way" if site.place.size == 2 else "send") if near else _INFINITE
-    latency = figures["p2p_us.start"] + hop
-    return _direct(site, latency, latency, shift_loads(site.place, site.speeds.p2p), cap, _P2P_CHANNELS)
+    hop = 0.0 if near else figures[f"p2p_net_us.{site.fabric}"] + site.fabric_us()
+    cap = site.inside_bps("one_way" if place.size == 2 else "send") if near else _INFINITE
+    latency = _start_us(site, protocol) + hop
+    loads = shift_loads(place, site.speeds.p2p)
+    found = _direct(site, protocol, (latency, latency), loads, cap, site.pair_channels(), 1)
+    # One way a link carries more than at a ring's rate, by which its capacity is counted.
+    alone = min(1.0, site.inside_bps() / cap) if near and place.size == 2 else 1.0
+    return replace(found, factor=found.factor * alone)
 
 
-def _exchange(site: Site) -> Candidate:
+def _exchange(site: Site, protocol: str) -> Candidate:
     place, figures = site.place, site.figures
     remote = place.size - place.per_node
-    peers = near = (place.per_node - 1) * figures["p2p_us.peer"]
+    peers = near = max(0, place.per_node - 2) * figures["p2p_us.peer"]  # the first is in the start
     if remote:  # NVLink peers are served beside those behind the NICs, which come one after another
         peers = max(near, site.fabric_us() + (remote - 1) * figures[f"p2p_net_us.{site.fabric}"])
-    start = figures["p2p_us.start"]
+    start = _start_us(site, protocol)
     share = (place.per_node - 1) / place.size
     cap = site.inside_bps() / share if share > 0 else _INFINITE
-    return _direct(site, start + peers, start + near, exchange_loads(place, site.speeds.p2p), cap, site.channel_count())
+    return _direct(site, protocol, (start + peers, start + near), exchange_loads(place, site.speeds.p2p), cap,
+                   site.channel_count(), place.size)
 
 
-def _direct(site: Site, latency_us: float, near_us: float, loads: Loads, cap_bps: float, channels: int) -> Candidate:
-    """A group of sends: `latency_us` to start them all, `near_us` of it before the first bytes of a pipeline move."""
-    figures = site.figures
-    return Candidate("P2P", "Simple", None, latency_us * _US, near_us * figures["ramp.p2p"] * _US,
-                     figures["ramp_bytes.p2p"] * channels, 0.0, (), loads, 1.0, cap_bps, channels, 3.0)
+def _start_us(site: Site, protocol: str) -> float:
+    """Launch of a group of sends and its first message, us: as of a ring, whose first step counts in LL alone (in
+    Simple a receiver that waits is written to at once)."""
+    base = site.figures[f"base_us.{protocol}"]
+    return base + _inside_us(site, "LL") if protocol == "LL" else base
+
+
+def _direct(site: Site, protocol: str, latency_us: tuple[float, float], loads: Loads, cap_bps: float, channels: int,
+            peers: int) -> Candidate:
+    """A group of sends: `latency_us` to start them all, and of it before the first bytes of a pipeline move.
+
+    NCCL's rule: messages of up to `_P2P_LL_BYTES` to a peer go in LL; the `peers` share the call's bytes.
+    """
+    figures, low = site.figures, protocol == "LL"
+    rule = Judgement(1.0, _INFINITE, (), 3.0, _P2P_LL_BYTES * peers + 1.0) if low else Judgement(2.0, _INFINITE)
+    moved = (peers - 1) / peers if peers > 1 else 1.0
+    cap_bps = min(cap_bps, channels * site.channel_bps("Simple") / moved) / _WIRE[protocol]
+    return Candidate(
+        "P2P", protocol, rule, latency_us[0] * _US, 0.0 if low else latency_us[1] * figures["ramp.p2p"] * _US,
+        figures["ramp_bytes.p2p"] * channels, _OPENS[protocol], site.channel_bps(protocol) if low else _INFINITE, (),
+        loads, _WIRE[protocol], cap_bps, channels, 3.0)
 
 
 def build(choice: Candidate, size_bytes: int, alone_bps: float) -> Coflow:
     """The coflow of a call of `size_bytes` served by `choice`, which alone runs at `alone_bps`."""
-    channels = min(choice.channels, max(1, ceil(size_bytes / BYTES_PER_CHANNEL)))
+    channels = choice.open_channels(size_bytes)
     return Coflow(
         latency_s=choice.latency_at(size_bytes, alone_bps), size_bytes=float(size_bytes),
         links=tuple(link for link, _ in choice.loads), loads=tuple(load * choice.factor for _, load in choice.loads),

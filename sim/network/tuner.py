@@ -13,6 +13,8 @@ from sim.network.site import PROTOCOLS, Site
 from sim.network.topology import facts
 
 _GB = 1e9
+#: NCCL from which its estimates start at today's base latencies (unverified).
+_NEW_BASE = (2, 12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +82,13 @@ def _ring(kind: str, protocol: str, site: Site) -> Judgement:
     steps = passes * (n - 1)
     hops = passes * (nodes - 1)
     inside, outside = _hops(site, protocol, "ring")
-    bus, channels = _bus_bps(site), site.channel_count()
+    bus, channels = _bus_bps(site), site.searched_channels()
     if protocol == "LL":
         bus = min(bus / 2, site.table("ll") * _GB)
     elif protocol == "LL128":
         bus = min(bus * 0.92, channels * site.table("ring_ll128") * _GB)
-    latency = _us("base_ring", protocol) + (steps - hops) * inside + hops * outside
+    base = "base_ring" if site.version >= _NEW_BASE else "base_ring_old"
+    latency = _us(base, protocol) + (steps - hops) * inside + hops * outside
     rate = bus if rooted else bus * n / steps
     if protocol == "Simple" and kind == "all_reduce" and nodes > 1:
         return Judgement(latency, rate, (), site.table("plateau"), 64.0 * channels * n)
@@ -94,7 +97,7 @@ def _ring(kind: str, protocol: str, site: Site) -> Judgement:
 
 def _tree(protocol: str, site: Site) -> Judgement:
     inside, outside = _hops(site, protocol, "tree")
-    channels = site.channel_count()
+    channels = site.searched_channels()
     bus = min(_bus_bps(site) * 0.92, channels * site.table("tree") * _GB)
     if protocol == "LL":
         bus = min(bus / 3.8, site.table("ll") * _GB)
@@ -108,7 +111,7 @@ def _tree(protocol: str, site: Site) -> Judgement:
 
 def _multicast(site: Site) -> Judgement:
     nodes, n = site.place.nodes, site.place.size
-    channels = site.multicast_channels()
+    channels = site.searched_multicast()
     latency = float(facts()["tuner_us"]["nvls"])
     bus = 2 * site.tuner_inside_bps() * site.table("nvls") * (channels - 1) / channels
     if nodes == 1:

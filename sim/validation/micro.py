@@ -9,7 +9,7 @@ import numpy as np
 
 from sim.errors import Fault, UserError
 from sim.hardware import gpu
-from sim.measured.harness import harness_of
+from sim.measured.harness import harness_of, nccl_version
 from sim.measured.rows import table_kernel
 from sim.measured.timing import card, reported_s, source_of, timing
 from sim.network import Coflow, Network, Topology
@@ -64,7 +64,9 @@ def _network(case: Case) -> Network:
     if nodes > 1 and spec.topology.inter.kind == "none":
         raise UserError(Fault(f"{ranks} ranks need {nodes} nodes of '{spec.topology.name}', which has no network "
                               "between nodes", "cluster"))
-    return Network(Topology.from_mapping(spec.topology.model_dump()), nodes, per_node)
+    topology = Topology.from_mapping(spec.topology.model_dump())
+    version = nccl_version({**case.given, "nodes": nodes}, topology.generation)
+    return Network(topology, nodes, per_node, nccl={"version": version})
 
 
 def kernel_rows(case: Case) -> Record:

@@ -10,11 +10,12 @@ import yaml
 
 from sim.calibration.nccl_command import bus_factor, collective_command, network_for, sizes
 from sim.calibration.nccl_figures import Parameters
+from sim.calibration.nccl_left_out import without
 from sim.calibration.nccl_sweeps import load, summary
 from sim.calibration.nccl_text import parse
 from sim.calibration.nccl_user import calibrate_nccl
 from sim.errors import UserError
-from sim.measured.harness import Harness, harness_of
+from sim.measured.harness import Harness, harness_of, nccl_version
 from sim.network.figures import Figures, catalogue
 
 #: As nccl-tests 2.13 and 2.4 print it: both columns, #wrong or error, several programs in one file.
@@ -137,6 +138,23 @@ def test_harness_is_read_from_the_description() -> None:
     assert not harness_of({"nccl": "2.27.7"}, "ampere").per_channel
     assert harness_of({}, "ampere").per_channel and not harness_of({}, "hopper").per_channel
     assert harness_of({"harness": {"processes": "gpu", "per_channel": True}}) == Harness("gpu", "call", True)
+
+
+def test_version_of_a_sweep_that_tells_none() -> None:
+    assert nccl_version({"nccl": "2.10.3+cuda11.3"}) == "2.10.3+cuda11.3"
+    assert nccl_version({}, "ampere") == nccl_version({"harness": {"per_channel": True}}, "hopper") == "2.8"
+    assert nccl_version({}, "hopper") == ""
+
+
+def test_a_site_is_left_out_of_its_own_prediction() -> None:
+    """Three sites of H100 and H200: the error of one rises when it is not in the fit; the catalogue stays."""
+    sweeps = [s for s in load() if s.site in ("smc-h100", "stas-h200", "simumax-hopper") and s.kind == "all_reduce"]
+    before = dict(catalogue())
+    errors = without("stas-h200", sweeps)
+    assert catalogue() == before
+    inside = next(s.error() for s in sweeps if s.site == "stas-h200")
+    assert set(errors) == {"stas-h200-8gpu-allreduce"}
+    assert inside < errors["stas-h200-8gpu-allreduce"] < 0.3
 
 
 def test_a_single_process_launches_gpu_by_gpu() -> None:

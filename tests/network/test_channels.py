@@ -1,0 +1,139 @@
+"""Channels: how many a call opens, what one of them carries, how many NCCL finds by kind of link, a user's limit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sim.network import Coflow, Network, Topology, fair_share
+from sim.network.collectives import Candidate
+from sim.network.figures import Figures
+from sim.network.topology import facts
+
+GIB = 1 << 30
+F = Figures()
+Machines = dict[str, dict[str, Any]]
+
+
+def flow_of(mapping: dict[str, Any], kind: str, size: int, nodes: int = 1, ranks: int = 8,
+            **nccl: Any) -> tuple[Coflow, float]:
+    """A call over the first ranks, and the rate it runs at alone, bytes/s."""
+    net = Network(Topology.from_mapping(mapping), nodes, mapping["gpus_per_node"], nccl=nccl)
+    flow = net.coflow(kind, size, np.arange(ranks, dtype=np.int64)[None, :])
+    return flow, fair_share([flow], net.capacity)[0]
+
+
+def way(channels: int, opens: float, channel_bps: float) -> Candidate:
+    return Candidate("Ring", "LL", None, 10e-6, 0.0, 1.0, opens, channel_bps, (), (), 1.0, 1e9, channels, 0.0)
+
+
+def test_channels_open_one_by_one() -> None:
+    """One channel per 4 KiB: 2 KiB go through one, 16 KiB through four in the time one needs for 4 KiB, all beyond 32
+    KiB through eight, whose sum is the rate itself."""
+    ring, rate = way(8, 4096.0, 1e9), 8e9
+    for size, one in ((2048, 2048), (16384, 4096), (32768, 4096)):
+        assert ring.latency_at(size, rate) + size / rate == pytest.approx(10e-6 + one / 1e9)
+    assert ring.latency_at(1 << 20, rate) == pytest.approx(10e-6)
+    assert [ring.open_channels(size) for size in (1, 4096, 4097, 1 << 20)] == [1, 1, 2, 8]
+
+
+def test_a_slow_link_hides_closed_channels() -> None:
+    """Where the wire is slower than one channel it decides at every size."""
+    assert way(8, 4096.0, 1e9).latency_at(8192, 0.5e9) == pytest.approx(10e-6)
+
+
+@pytest.mark.parametrize(("size", "protocol", "channels"), [
+    (40_000, "LL", 2), (4096, "LL", 1), (40_000, "LL128", 8), (40_000, "Simple", 2), (1 << 20, "Simple", 24)])
+def test_small_calls_hold_few_sms(machines: Machines, size: int, protocol: str, channels: int) -> None:
+    """8 ranks: LL opens a channel per 8 B x 512 threads x 8 ranks, LL128 per 8 B x 640, Simple per 64 B x 512."""
+    flow, _ = flow_of(machines["dgx-a100"], "all_gather", size, algorithm="Ring", protocol=protocol)
+    assert flow.channels == channels
+
+
+@pytest.mark.parametrize(("machine", "gbps"), [("dgx-a100", 24.0), ("dgx-h100", 38.7)])
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
+def test_one_channel_is_one_thread_block(machines: Machines, machine: str, gbps: float, kind: str) -> None:
+    """Forced to one, then two, channels: bus bandwidth of one block each, whatever the links could carry."""
+    volume = (2 if kind == "all_reduce" else 1) * 7 / 8
+    for channels in (1, 2):
+        forced = {"algorithm": "Ring", "protocol": "Simple", "channels": channels}
+        flow, rate = flow_of(machines[machine], kind, GIB, **forced)
+        assert rate * volume == pytest.approx(channels * gbps * 1e9)
+        assert flow.channels == channels
+
+
+def test_a_channel_of_a_mesh_has_one_link(machines: Machines) -> None:
+    """DGX-1V: a ring passes pairs with a single link, which carries less than a block moves."""
+    _, rate = flow_of(machines["dgx-1v"], "all_gather", GIB, channels=1, protocol="Simple")
+    assert rate * 7 / 8 == pytest.approx(25e9 * F["link_share.nvlink2"])
+
+
+def test_a_channel_crosses_by_one_nic(machines: Machines) -> None:
+    """Two nodes with 100 Gb/s NICs: one ring leaves a node over one of them."""
+    inter = {**machines["dgx-a100"]["inter"], "gbps_per_nic": 100}
+    _, rate = flow_of({**machines["dgx-a100"], "inter": inter}, "all_gather", GIB, 2, 16, channels=1, protocol="Simple")
+    assert rate * 15 / 16 == pytest.approx(12.5e9 * F["fabric_share.infiniband"])
+
+
+@pytest.mark.parametrize("machine", ["dgx-a100", "dgx-h100", "dgx-1v", "pcie"])
+@pytest.mark.parametrize("kind", ["all_gather", "all_reduce", "all_to_all", "send"])
+def test_nccls_own_channels_limit_no_large_call(machines: Machines, machine: str, kind: str) -> None:
+    """What NCCL opens by itself fills the links: twice the blocks change nothing."""
+    mapping = machines[machine]
+    _, rate = flow_of(mapping, kind, GIB, protocol="Simple", algorithm="Ring")
+    row = facts()["generations"][Topology.from_mapping(mapping).generation]
+    before, row["channel"] = row["channel"], 2 * row["channel"]
+    try:
+        assert flow_of(mapping, kind, GIB, protocol="Simple", algorithm="Ring")[1] == pytest.approx(rate)
+    finally:
+        row["channel"] = before
+
+
+def test_more_channels_are_never_slower(machines: Machines) -> None:
+    for kind in ("all_reduce", "all_gather", "all_to_all", "send"):
+        for nodes in (1, 2):
+            rates = [flow_of(machines["dgx-h100"], kind, GIB, nodes, 8 * nodes, channels=n)[1] for n in (1, 2, 4, 16)]
+            assert rates == sorted(rates)
+
+
+def test_a_limit_does_not_change_what_nccl_judges_by(machines: Machines) -> None:
+    """NCCL cuts channels after its search: with one channel NVLink SHARP is still its choice on H100."""
+    flow, _ = flow_of(machines["dgx-h100"], "all_reduce", GIB, channels=1)
+    assert (flow.algorithm, flow.channels) == ("NVLS", 1)
+
+
+def test_rings_over_pcie_have_two_channels(machines: Machines) -> None:
+    flow, _ = flow_of(machines["pcie"], "all_reduce", GIB)
+    assert flow.channels == 2
+
+
+@pytest.mark.parametrize(("machine", "nodes", "ranks", "channels"), [
+    ("dgx-a100", 1, 2, 32), ("dgx-h100", 1, 2, 32), ("dgx-1v", 1, 2, 2), ("pcie", 1, 2, 2),
+    ("dgx-a100", 2, 16, 2), ("dgx-h100", 2, 16, 4), ("dgx-1v", 2, 16, 2)])
+def test_channels_of_a_send(machines: Machines, machine: str, nodes: int, ranks: int, channels: int) -> None:
+    """Two a link, as a power of two up to 32; between nodes one per 14 GB/s of the NIC, two at least."""
+    flow, _ = flow_of(machines[machine], "send", GIB, nodes, ranks)
+    assert flow.channels == channels
+
+
+def test_small_sends_inside_a_node_go_in_ll(machines: Machines) -> None:
+    """Up to 16 KiB to a peer; a group of eight shares its bytes among eight."""
+    mapping = machines["dgx-a100"]
+    protocols = [flow_of(mapping, "send", size, ranks=2)[0].protocol for size in (16384, 16385)]
+    assert protocols == ["LL", "Simple"]
+    protocols = [flow_of(mapping, "all_to_all", size)[0].protocol for size in (8 * 16384, 8 * 16384 + 8)]
+    assert protocols == ["LL", "Simple"]
+    assert flow_of(mapping, "send", 1024, 2, 16)[0].protocol == "Simple"
+    start_us = F["base_us.LL"] + F["step_us.nvlink.LL.ampere"]
+    flow, _ = flow_of(mapping, "send", 4, ranks=2)
+    assert flow.latency_s * 1e6 == pytest.approx(start_us, rel=0.01)
+
+
+@pytest.mark.parametrize(("ranks", "lower", "upper"), [(4, 4, 6), (7, 8, 12), (8, 12, 16)])
+def test_old_nccl_leaves_ll128_where_it_was_measured_to(machines: Machines, ranks: int, lower: int, upper: int) -> None:
+    """DGX-1V, NCCL of 2021: vTrain's tables bend between these sizes (MiB), where Simple takes over from LL128."""
+    last = flow_of(machines["dgx-1v"], "all_reduce", lower << 20, ranks=ranks, version="2.8")[0]
+    first = flow_of(machines["dgx-1v"], "all_reduce", upper << 20, ranks=ranks, version="2.8")[0]
+    assert (last.protocol, first.protocol) == ("LL128", "Simple")
