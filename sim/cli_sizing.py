@@ -152,8 +152,12 @@ def _progress(seconds: float) -> Callable[[int, float, float], None]:
 
 
 def _size_lines(found: Sizing) -> Iterator[str]:
+    from sim.sizing.offloads import KEEPERS
     from sim.sizing.why import why_lines
 
+    if found.not_offloaded:
+        yield (f"not tried: --offload {','.join(found.not_offloaded)}, which nothing of this framework keeps on the "
+               f"host ({KEEPERS})")
     pruned = ", ".join(f"{count:,} by {name}" for name, count in found.pruned.items())
     yield f"{found.raw:,} configurations can be written, {found.covered:,} of them differ in effect"
     yield (f"of these {found.impossible:,} impossible, pruned {pruned}, "

@@ -16,6 +16,8 @@ from sim.software import stack_for
 OFFLOADS: dict[str, tuple[str, ...]] = {
     "none": (), "activations": ("activations",), "optimizer": ("optimizer",), "states": ("parameters", "optimizer"),
     "everything": ("parameters", "optimizer", "activations")}
+#: Who keeps what outside.
+KEEPERS = "FSDP offloads states, DeepSpeed's ZeRO the optimizer too; without pipelines"
 
 
 def variants(bases: Sequence[Scenario], names: Sequence[str]) -> list[Scenario]:
@@ -36,6 +38,22 @@ def variants(bases: Sequence[Scenario], names: Sequence[str]) -> list[Scenario]:
             places = Offload.model_validate(dict.fromkeys(OFFLOADS[name], "cpu"))
             made.append(base.model_copy(update={"parallel": base.parallel.model_copy(update={"offload": places})}))
     return made
+
+
+def nowhere(bases: Sequence[Scenario], names: Sequence[str], choice: Choice) -> list[str]:
+    """Those of `names` that none of `bases` has code for in any layout of `choice`: they are not tried.
+
+    Raises:
+        UserError: that is all of them, or a name is not one of `OFFLOADS`.
+    """
+    made = variants(bases, names) if names else []
+    count = len(made) // len(bases)
+    dropped = [name for number, name in enumerate(dict.fromkeys(names))
+               if all(narrowed(one, choice) is None for one in made[number::count])]
+    if names and len(dropped) == len(set(names)):
+        raise UserError(Fault(f"nothing of this framework keeps {' or '.join(dropped)} on the host", "--offload",
+                              hint=KEEPERS))
+    return dropped
 
 
 def narrowed(scenario: Scenario, choice: Choice) -> Choice | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from sim.cli_sizing import _size_lines
 from sim.errors import UserError
 from sim.scenario import resolve
 from sim.scenario.dump import dump
@@ -72,3 +73,17 @@ def test_what_a_framework_keeps_nowhere_else_is_refused_by_name() -> None:
     with pytest.raises(UserError) as caught:
         size(scenario("pytorch"), CHOICE, offload=["optimizer"])
     assert caught.value.faults[0].field == "--offload" and "optimizer" in str(caught.value)
+
+
+def test_a_place_without_code_in_a_list_is_named() -> None:
+    """FSDP has no optimizer on the CPU of its own: `states` is tried, `optimizer` is not, and both are said."""
+    one = Choice([8], context=[1], tensor=[1], micro_batch=[1], recompute=["none"], partial_recompute=False,
+                 schedules=["1f1b"], pipeline=[1], strategies=["fsdp"])
+    found = size(scenario("pytorch", layers=2), one, offload=["none", "optimizer", "states"], top=1)
+    assert found.not_offloaded == found.to_json()["not_offloaded"] == ["optimizer"]
+    first = next(_size_lines(found))
+    assert first.startswith("not tried: --offload optimizer, which nothing of this framework keeps on the host")
+    assert {row["set"]["parallel.offload.optimizer"] for row in found.rows} <= {"none", "cpu"}
+    whole = size(scenario("pytorch", layers=2), one, offload=["none", "states"], top=1)
+    assert whole.not_offloaded == [] and [row["set"] for row in whole.rows] == [row["set"] for row in found.rows]
+    assert not next(_size_lines(whole)).startswith("not tried")
