@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from sim.scenario import Loaded, Scenario, resolve
 from sim.scenario.dump import dump
 from sim.sizing.bounds import Bounds
 from sim.sizing.front import complete, pareto
-from sim.sizing.offloads import narrowed, nowhere, variants
+from sim.sizing.offloads import both_ways, narrowed, nowhere, variants
 from sim.sizing.ranking import Floats, Ranking
 from sim.sizing.runner import Runner
 from sim.sizing.search import Found, search
@@ -93,15 +94,17 @@ class Sizing:
 
 
 def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | None = None, *,
-         clusters: Sequence[str] = (), offload: Sequence[str] = (), top: int = 10, out: Path | None = None,
-         resume: bool = False, workers: int = 1, dask: str | None = None, seconds: float = math.inf,
-         price: str | None = None, progress: Callable[[int, float, float], None] | None = None) -> Sizing:
+         clusters: Sequence[str] = (), offload: Sequence[str] = (), overlap_p2p: bool = False, top: int = 10,
+         out: Path | None = None, resume: bool = False, workers: int = 1, dask: str | None = None,
+         seconds: float = math.inf, price: str | None = None,
+         progress: Callable[[int, float, float], None] | None = None) -> Sizing:
     """Search the layouts of a scenario's model for the best.
 
     Args:
         source: gives the model, batch and precision; its own layout does not matter.
         clusters: topologies, default the scenario's.
         offload: of `sim.sizing.offloads.OFFLOADS`, what to try outside the GPUs; default what the scenario says.
+        overlap_p2p: whether to try transfers between stages beside compute too; default what the scenario says.
         top: how many of the best are proven and returned.
         out: SQLite file of outcomes (see `sim.sizing.store`); `resume` goes on with one that is there.
         workers: processes; they do not change what is found or simulated.
@@ -125,7 +128,8 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
     wish, origin = priced(wish, bases, price)
     dropped = nowhere(bases, offload, choice)
     bases = variants(bases, [name for name in offload if name not in dropped])
-    space = build_space(bases, choice, narrowed)
+    bases = both_ways(bases) if overlap_p2p else bases
+    space = build_space(bases, choice, partial(narrowed, both=overlap_p2p))
     listed = time.monotonic()
     plain = [dump(base) for base in bases]
     store = Store(out, {"clusters": plain}, resume)
