@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sim.engine.expand import expand
 from sim.hardware import gpu
 from sim.hardware.outside import Outside, outside
 from sim.model import build
@@ -27,6 +26,7 @@ from sim.parallel.step import Plan, Technique, micro_steps, write
 from sim.parallel.support import check
 from sim.parallel.variety import ALIKE, Variety, variety
 from sim.program import Job
+from sim.program.expand import expand
 from sim.scenario.schema import Scenario
 from sim.software import Stack, stack_for
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sim.program import Job, Kind, Program, Section, Segment
+from sim.program.columns import Kind, Program, Section, Segment
+from sim.program.job import Job
 
 #: Stream of the collectives that were inside segments, behind the program's own.
 _NAME = "inline"
