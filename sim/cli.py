@@ -224,7 +224,12 @@ def _checked(name: str, loaded: Loaded, points: Sequence[Point]) -> bool:
 @click.pass_context
 def validate(ctx: click.Context, cases: tuple[str, ...], json_to: str | None, select: str | None,
              workers: int | None) -> None:
-    """Hold the predictions against published cases and oracle files."""
+    """Hold the predictions against published cases and oracle files.
+
+    A case that cannot be expressed is `unsupported` and counts against coverage; errors of predictions are what the
+    tables are for. Exit code 0 all the same; 1 where a case `failed`, which is a fault of ours; 2 where a file is
+    wrong.
+    """
     from sim import validation
     from sim.validation.text import progress_bar, render
 
@@ -241,6 +246,12 @@ def validate(ctx: click.Context, cases: tuple[str, ...], json_to: str | None, se
         render(found, console())
     if found.interrupted:
         ctx.exit(INTERRUPTED)
+    failed = [record for record in found.records if record["status"] == "failed"]
+    if failed:
+        first = f"{failed[0]['file']}/{failed[0]['id']}: {failed[0]['reason']}"
+        click.echo(f"failed, which is a fault of ours: {len(failed)} of {len(found.records)} cases, first {first}",
+                   err=True)
+        ctx.exit(OUR_FAULT)
 
 
 @cli.command()

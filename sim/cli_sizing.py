@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 @click.option("--cluster", "clusters", help="Topologies, separated by commas; default the scenario's.")
 @click.option("--offload", help="What to try on the host, separated by commas: none, activations, optimizer, states, "
               "everything; default what the scenario says.")
+@click.option("--overlap-p2p", is_flag=True, help="Try pipelines whose transfers overlap with compute, too.")
 @click.option("--deadline", help="Longest run, e.g. '30 days'; needs tokens in the scenario's budget.")
 @click.option("--budget", type=Finite(min=0), help="Most money for the run, USD.")
 @click.option("--price", help="USD per GPU-hour, or a kind of cloud instance: 2.5, p5, or A=2.5,B=p5 by cluster.")
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 @click.option("--csv", "csv_to", metavar="FILE", help="Write every simulated configuration as CSV.")
 @click.option("--parquet", "parquet_to", metavar="FILE", help="The same as Parquet; needs drystep[parquet].")
 @click.option("--report", "report_to", metavar="DIR", help="Write the text and a picture of the front there.")
-def size(scenario: str, gpus: str, clusters: str | None, offload: str | None, deadline: str | None,
+def size(scenario: str, gpus: str, clusters: str | None, offload: str | None, overlap_p2p: bool, deadline: str | None,
          budget: float | None, objective: str, top: int, out: str | None, resume: bool, seconds: float | None,
          workers: int | None, dask: str | None, price: str | None, memory_margin: float, json_to: str | None,
          csv_to: str | None, parquet_to: str | None, report_to: str | None) -> None:
@@ -76,9 +77,10 @@ def size(scenario: str, gpus: str, clusters: str | None, offload: str | None, de
                        memory_margin * 2**30)
     longest_s = math.inf if seconds is None else seconds
     found = sizing.size(loaded, sizing.Choice(sizing.counts(gpus)), wish,
-                        clusters=_clusters(clusters), offload=_listed(offload), top=top, out=Path(out) if out else None,
-                        resume=resume, price=price, workers=workers or _cpus(), dask=dask,
-                        seconds=longest_s, progress=_progress(longest_s) if sys.stderr.isatty() else None)
+                        clusters=_clusters(clusters), offload=_listed(offload), overlap_p2p=overlap_p2p,
+                        top=top, out=Path(out) if out else None, resume=resume, price=price,
+                        workers=workers or _cpus(), dask=dask, seconds=longest_s,
+                        progress=_progress(longest_s) if sys.stderr.isatty() else None)
     if sys.stderr.isatty():
         click.echo(err=True)
     with json_output(json_to, many=False) as to:
@@ -152,8 +154,12 @@ def _progress(seconds: float) -> Callable[[int, float, float], None]:
 
 
 def _size_lines(found: Sizing) -> Iterator[str]:
+    from sim.sizing.offloads import KEEPERS
     from sim.sizing.why import why_lines
 
+    if found.not_offloaded:
+        yield (f"not tried: --offload {','.join(found.not_offloaded)}, which nothing of this framework keeps on the "
+               f"host ({KEEPERS})")
     pruned = ", ".join(f"{count:,} by {name}" for name, count in found.pruned.items())
     yield f"{found.raw:,} configurations can be written, {found.covered:,} of them differ in effect"
     yield (f"of these {found.impossible:,} impossible, pruned {pruned}, "

@@ -28,9 +28,8 @@ class Device:
     Args:
         gpu: the GPU.
         sustained: True (training): products run at the clock that long sequences of them settle at under the power
-            limit, or at the one `settle` finds, fused attention at its own. False: each kernel at the clock a benchmark
-            of it alone settles at, in a loop with the host's gaps between calls, so that short kernels run at full
-            clock.
+            limit, fused attention at its own. False: each kernel at the clock a benchmark of it alone settles at, in a
+            loop with the host's gaps between calls, so that short kernels run at full clock.
         gap_s: that gap, if not the usual one.
         host: its share of the host; None: alone on its link, without disks.
         clock_share: of the clock its like settle at: what a throttled GPU has left. Traffic of device memory, which has
@@ -87,35 +86,6 @@ class Device:
         """What the time of `kernel` rests on: confidence, source, whether tables of this very GPU entered."""
         return self._rates.basis(kernel.op, kernel.dtype, kernel.kernel)
 
-    def settle(self, kernels: Sequence[Kernel], counts: Sequence[float] | None = None, duty: float = 1.0) -> float:
-        """The clock a long run of `kernels` settles at, as a share of the stated one; later `times` use it.
-
-        The fixed point of average power against the limit: arithmetic of every product and attention kernel and the
-        traffic of all, over the time they take at that clock.
-
-        Args:
-            kernels: what one step runs.
-            counts: how often each runs; once by default.
-            duty: share of the time the GPU is busy at all (the rest waits for hosts and links).
-        """
-        if not len(kernels):
-            return 1.0
-        often = np.ones(len(kernels)) if counts is None else np.asarray(counts, dtype=np.float64)
-        energy_j = float(often @ [self._arithmetic_j(kernel) for kernel in kernels])
-        traffic = float(often @ [kernel.bytes for kernel in kernels])
-        clock = 1.0
-        for _ in range(20):
-            self._use(clock)
-            total_s = float(often @ self.times(kernels)) / duty
-            # While it lasts total_s, the arithmetic draws energy_j · clock² / total_s watts.
-            at_full = np.array([self._hunger * energy_j / total_s / clock])
-            found = float(self._rates.power.clock(1.0, at_full, np.array([traffic / total_s]), np.ones(1))[0])
-            if abs(found - clock) < 1e-6:
-                break
-            clock = 0.5 * (clock + found)
-        self._use(clock)
-        return clock
-
     def energy_j(self, kernels: Sequence[Kernel], counts: Sequence[float] | NDArray[np.float64],
                  seconds: float) -> float:
         """Energy the GPU draws over `seconds` in which it runs each kernel so often, joules; its board alone.
@@ -130,16 +100,12 @@ class Device:
     def work_j(self, kernels: Sequence[Kernel]) -> NDArray[np.float64]:
         """Energy of each kernel's own work, joules: what it takes beside the constant part. It is the mean chip's, at
         the clock that one runs at before it waits for the hungriest."""
-        clock = (self._clock if self._clock and not self._deviation else self._sequence_clock(1.0)) * self.clock_share
+        clock = self._sequence_clock(1.0) * self.clock_share
         arithmetic_j = np.array([self._arithmetic_j(kernel) for kernel in kernels])
         clocks = np.array([self._attention_clock(k) if k.op == "attention" else clock for k in kernels])
         traffic = np.array([kernel.bytes for kernel in kernels], dtype=np.float64)
         found: NDArray[np.float64] = self._rates.power.byte_j * traffic + arithmetic_j * clocks**2
         return found
-
-    def _use(self, clock: float) -> None:
-        self._clock = clock
-        self._known.clear()
 
     def _arithmetic_j(self, kernel: Kernel) -> float:
         """Energy of a kernel's arithmetic at the stated clock."""
@@ -185,15 +151,17 @@ class Device:
     def _attention_time(self, kernel: Kernel, sms: int, bandwidth_bps: float) -> _Times:
         rates = self._attention_rates(kernel)
         times = attention_times(kernel, rates, sms, bandwidth_bps, self.gpu.sms)
-        clock = self._alone(times, rates, np.array([attention_work(kernel)]), np.array([kernel.bytes]))
+        work, traffic = np.array([attention_work(kernel)]), np.array([kernel.bytes])
+        clock = self._alone(times, rates, work, traffic, self._hunger if self._sustained else 1.0)
         seconds = overlapped(times.compute_s / clock, times.memory_s, rates.overlap) + rates.start_s * kernel.launches
         return float(seconds[0]), float((times.block_s / clock)[0])
 
     def _attention_clock(self, kernel: Kernel) -> float:
-        """Clock of a fused attention kernel on a GPU that nothing else uses."""
+        """Clock of a fused attention kernel on a mean chip that nothing else uses."""
         rates = self._attention_rates(kernel)
         times = attention_times(kernel, rates, self.gpu.sms, self.gpu.memory_bandwidth_bps, self.gpu.sms)
-        return float(self._alone(times, rates, np.array([attention_work(kernel)]), np.array([kernel.bytes]))[0])
+        work, traffic = np.array([attention_work(kernel)]), np.array([kernel.bytes])
+        return float(self._alone(times, rates, work, traffic, 1.0)[0])
 
     def _clocks(self, times: ProductTimes, rates: GemmRates | AttentionRates, flops: Array, size_bytes: Array) -> Array:
         """Clock of each kernel, as a share of the stated one."""
@@ -201,9 +169,10 @@ class Device:
             self._clock = self._sequence_clock(self._hunger)
         if self._clock is not None:
             return np.full(len(flops), self._clock * self.clock_share)
-        return self._alone(times, rates, flops, size_bytes)
+        return self._alone(times, rates, flops, size_bytes, 1.0)
 
-    def _alone(self, times: ProductTimes, rates: GemmRates | AttentionRates, flops: Array, size_bytes: Array) -> Array:
+    def _alone(self, times: ProductTimes, rates: GemmRates | AttentionRates, flops: Array, size_bytes: Array,
+               hunger: float) -> Array:
         """Clock of each kernel by its own power, as a share of the stated one; a benchmark's loop has gaps.
 
         Fused attention runs at it in training too: its arithmetic is at a quarter to a half of the peak, and the
@@ -212,7 +181,6 @@ class Device:
         """
         seconds = overlapped(times.compute_s, times.memory_s, rates.overlap)
         duty = np.ones(len(seconds)) if self._sustained else seconds / (seconds + self._gap_s)
-        hunger = self._hunger if self._sustained else 1.0
         settled: Array = self._rates.power.clock(hunger * rates.flop_j, flops / seconds, size_bytes / seconds, duty)
         return settled * self.clock_share
 

@@ -88,10 +88,11 @@ def plain_loss(style: Style, rows: int, *, upcast: bool) -> Ways:
     shape = (rows, style.vocab)
     forward = [Kernel("cross_entropy", dtype, shape, "forward", 0.0, 2 * e * elements, "memory_bound", launches=2)]
     backward = [Kernel("cross_entropy", dtype, shape, "backward", 0.0, 4 * e * elements, "memory_bound", launches=2)]
-    if upcast and style.stack.compile:
+    if upcast and style.stack.compile:  # as `sim.model.eager.head.loss` keeps it
         forward = [replace(forward[0], bytes=width(style.act) * elements)]
         backward = [replace(backward[0], bytes=2 * width(style.act) * elements)]
-    elif upcast:
+        return forward, backward, (Tensor("logits", elements, style.act), Tensor("loss_statistics", 2 * rows, "fp32"))
+    if upcast:
         forward.insert(0, cast("logits_cast", elements, style.act, dtype))
         backward.append(cast("logits_gradient_cast", elements, dtype, style.act))
     return forward, backward, (Tensor("log_softmax", elements, dtype),)

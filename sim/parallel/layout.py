@@ -15,6 +15,8 @@ import numpy.typing as npt
 from sim.program import Communicator, RankClass
 
 Ranks = npt.NDArray[np.int64]
+#: Dimensions whose ranks hold the same parameters: they see other samples, or other parts of the same ones.
+REPLICAS = ("context", "data")
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from sim.model.architecture import Architecture
 from sim.model.tuning import tuned_of
 from sim.parallel.data import bucketed, reductions
 from sim.parallel.inference import Serving, lower_inference, run_of
-from sim.parallel.layout import Layout, Ranks, equitable_classes, simulated_ranks
+from sim.parallel.layout import REPLICAS, Layout, Ranks, equitable_classes, simulated_ranks
 from sim.parallel.pipeline.actions import TWO_CHUNKS
 from sim.parallel.pipeline.lower import lower_pipeline
+from sim.parallel.places import meets_others
 from sim.parallel.sharded import fsdp, zero3
 from sim.parallel.sharded.fsdp1 import Fsdp1
 from sim.parallel.sharded.fsdp1_sized import Fsdp1Sized, wraps_parts
@@ -25,6 +26,7 @@ from sim.parallel.step import Plan, Technique, micro_steps, write
 from sim.parallel.support import check
 from sim.parallel.variety import ALIKE, Variety, variety
 from sim.program import Job
+from sim.program.expand import expand
 from sim.scenario.schema import Scenario
 from sim.software import Stack, stack_for
 
@@ -87,14 +89,16 @@ def lower(scenario: Scenario, *, fold: bool = True) -> Lowered:
         varied = variety(scenario, layout, groups)
         copied = whole.tied and not architecture.tied and tuned_of(scenario.training, False) is None
         pipelined = lower_pipeline(scenario, stack, architecture, layout, groups, technique_of(scenario, stack), copied)
-        plans = pipelined.plans
+        plans, straddles = pipelined.plans, varied.places is not None
     else:
         technique = choose(scenario, stack, architecture, layout)
         write(technique)
-        plans = [technique.plan]
-        varied = variety(scenario, layout, technique.plan.groups)
+        plans, groups, straddles = [technique.plan], technique.plan.groups, True
+        varied = variety(scenario, layout, groups)
     beside = [_outside(scenario, plan) for plan in plans]
     job = _job(scenario, plans[0], fold, varied) if scenario.parallel.pipeline == 1 else pipelined.job(fold, varied)
+    if straddles and meets_others(scenario, groups):
+        job = expand(job)
     complete = all(layer.program is not None for layer in architecture.stack)
     names = tuple(plan.architecture.names for plan in plans)
     return Lowered(job, whole, stack, complete, tuple(beside), variety=varied, layers=names)
@@ -141,10 +145,6 @@ def layout_of(scenario: Scenario) -> Layout:
     sizes = {"tensor": parallel.tensor, "context": parallel.context, "data": scenario.data_parallel,
              "pipeline": parallel.pipeline}
     return Layout(sizes, tuple(d for d in parallel.order if d in sizes))
-
-
-#: Ranks that hold the same parameters: they see other samples, or other parts of the same ones.
-REPLICAS = ("context", "data")
 
 
 def cut_groups(scenario: Scenario, layout: Layout) -> dict[str, Ranks]:

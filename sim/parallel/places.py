@@ -1,5 +1,5 @@
-"""Ranks of one stage that lie differently: where stages do not end with nodes, some of a stage's ranks reach the next
-stage or their replicas inside a node and some across, and a stage is not one class of ranks.
+"""Ranks that lie differently: where groups or stages do not end with nodes, some ranks reach their peers, the next
+stage or their replicas inside a node and some across, and ranks of one program are not one class.
 """
 
 from __future__ import annotations
@@ -8,55 +8,109 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from sim.network.rings import ring_count
 from sim.network.topology import Topology, speeds
-from sim.parallel.layout import Layout, Ranks, equitable_classes
+from sim.parallel.layout import REPLICAS, Layout, Ranks, equitable_classes
 from sim.scenario.schema import Scenario
 
+#: Dimensions whose collectives stand between a layer's own kernels.
+CUTS = ("tensor", "context", "expert")
 #: Classes that are simulated at most on this account: beyond it all instances of a group move in lockstep, at the pace
 #: of the one that lies worst.
 MOST_CLASSES = 128
 
 
 def place_colours(scenario: Scenario, layout: Layout, groups: Mapping[str, Ranks]) -> Ranks | None:
-    """A colour per rank of a pipeline, shape (ranks,): equal where all groups lie alike on nodes and NICs, and so do
-    those of the ranks they meet there. None where every stage is alike.
+    """A colour per rank, shape (ranks,): equal where all groups lie alike on nodes and NICs, and so do those of the
+    ranks they meet there. None where every rank, or every stage of a pipeline, is alike.
 
     Args:
         groups: of all ranks by name, shape (instances, members).
     """
     depth, per_node = layout.sizes["pipeline"], scenario.cluster.gpus_per_node
-    if depth == 1 or scenario.cluster.nodes == 1 or aligned(scenario, layout):
+    if scenario.cluster.nodes == 1 or aligned(scenario, layout):
         return None
-    rows = layout.group("pipeline")
-    together = {**groups, "pipeline": rows, "node": np.arange(layout.ranks).reshape(-1, per_node)}
-    topology = Topology.from_mapping(scenario.cluster.template())
-    nics = speeds(topology).nic_groups
-    if nics and not per_node % nics:
-        together["nic"] = np.arange(layout.ranks).reshape(-1, per_node // nics)
-    stage = layout.coordinate("pipeline")
-    colours = stage * (1 + layout.ranks)
-    for ranks in (*groups.values(), rows):
-        colours = _joined(colours, _pattern(ranks // per_node, ranks is rows), ranks)
+    topology = _topology(scenario)
+    stages = layout.group("pipeline")
+    every = np.arange(layout.ranks)
+    together = {**groups, "pipeline": stages, "node": every.reshape(-1, per_node)}
+    colours = layout.coordinate("pipeline") * (1 + layout.ranks)
+    for shared in _sharing(topology):
+        if per_node % shared or topology.intra.kind == "pcie":  # NICs sit below some switches and not below others
+            colours = colours + every % per_node // shared * (1 + colours.max())
+        else:
+            together[f"sharing {shared}"] = every.reshape(-1, shared)
+    for ranks in (*groups.values(), *([stages] if depth > 1 else [])):
+        colours = _joined(colours, _pattern(ranks // per_node, ranks is stages), ranks)
+        if topology.intra.kind == "nvlink-mesh":
+            colours = _joined(colours, _rings(ranks, per_node, topology), ranks)
     found = equitable_classes(colours, together)
     count = int(found.max()) + 1
     return None if count == depth or count > MOST_CLASSES else found
 
 
 def aligned(scenario: Scenario, layout: Layout) -> bool:
-    """Whether every block of neighbouring ranks either fills whole nodes or divides one, so that the ranks of a stage
-    lie alike."""
+    """Whether every block of neighbouring ranks either fills whole nodes or divides one, and the GPUs of a node share
+    NICs and PCIe switches evenly, so that the ranks of a stage lie alike."""
     per_node = scenario.cluster.gpus_per_node
-    return all(per_node % block == 0 or block % per_node == 0 for block in _blocks(scenario, layout))
+    fits = all(per_node % block == 0 or block % per_node == 0 for block in _blocks(scenario, layout))
+    return fits and _even(scenario)
+
+
+def _even(scenario: Scenario) -> bool:
+    """Whether the GPUs a job takes of a node are joined like each other: all of them are, or what shares a NIC or a
+    PCIe switch is taken whole and no mesh is cut."""
+    topology, per_node = scenario.cluster.topology, scenario.cluster.gpus_per_node
+    if per_node in (1, topology.gpus_per_node):
+        return True
+    return topology.intra.kind != "nvlink-mesh" and not any(
+        per_node % shared for shared in _sharing(_topology(scenario)))
+
+
+def meets_others(scenario: Scenario, groups: Mapping[str, Ranks]) -> bool:
+    """Whether collectives that cut a layer share links with other traffic: NICs where a group leaves its node, or PCIe.
+    Such a job is written out task by task, so that the sharing is simulated."""
+    return any(len(ranks) > 1 or any(other.shape[1] > 1 for n, other in groups.items() if n != name)
+               for name, ranks in groups.items() if name in CUTS and _on_shared_links(scenario, ranks))
+
+
+def _on_shared_links(scenario: Scenario, ranks: Ranks) -> bool:
+    """Whether a kind of groups uses NICs or PCIe: it does in a mesh too, where no ring of NVLink joins a group."""
+    node = ranks // scenario.cluster.gpus_per_node
+    if ranks.shape[1] < 2:
+        return False
+    if bool((node != node[:, :1]).any()) or scenario.cluster.topology.intra.kind == "pcie":
+        return True
+    mesh = scenario.cluster.topology.intra.kind == "nvlink-mesh"
+    return mesh and not _rings(ranks, scenario.cluster.gpus_per_node, _topology(scenario)).all()
+
+
+def _topology(scenario: Scenario) -> Topology:
+    return Topology.from_mapping(scenario.cluster.template())
 
 
 def _blocks(scenario: Scenario, layout: Layout) -> Iterator[int]:
-    """Sizes of blocks of neighbours: of each dimension with those inside it, and of parts of the data dimension."""
-    parallel, inner = scenario.parallel, 1
-    for name in layout.order:
-        if name == "data":
-            yield from (inner * part for part in (parallel.sharding_factor, parallel.expert) if part)
+    """Sizes of blocks of neighbours: of each dimension with those inside it, and of parts of the replicas."""
+    parallel, order = scenario.parallel, list(layout.order)
+    reshard = parallel.reshard_after_forward
+    parts = [part for part in (parallel.sharding_factor, parallel.expert, reshard)
+             if part and not isinstance(part, bool) and part > 1]
+    inner = 1
+    for name in order:
+        if name in REPLICAS and not any(other in order[:order.index(name)] for other in REPLICAS):
+            yield from (inner * part for part in parts)  # parts of context and data taken as one
+            yield from (part for part in parts if "tensor" in order[:order.index(name)])  # experts over tensor ranks
         inner *= layout.sizes[name]
         yield inner
+
+
+def _sharing(topology: Topology) -> list[int]:
+    """How many neighbouring GPUs of a node share a NIC, and a PCIe switch, where several do."""
+    nics = speeds(topology).nic_groups
+    found = [topology.gpus_per_node // nics] if nics and topology.gpus_per_node % nics == 0 else []
+    if topology.intra.kind == "pcie":
+        found.append(topology.intra.gpus_per_switch)
+    return [shared for shared in dict.fromkeys(found) if shared > 1]
 
 
 def _pattern(nodes: Ranks, ordered: bool) -> Ranks:
@@ -85,3 +139,14 @@ def _joined(colours: Ranks, of_members: Ranks, ranks: Ranks) -> Ranks:
     _, found = np.unique(np.stack((colours, column), axis=1), axis=0, return_inverse=True)
     joined: Ranks = found.reshape(-1)
     return joined
+
+
+def _rings(ranks: Ranks, per_node: int, topology: Topology) -> Ranks:
+    """Rings of NVLink through each group's GPUs of one node of a mesh, one number per member."""
+    node, slot = ranks // per_node, ranks % per_node
+    masks = ((node[:, :, None] == node[:, None, :]) << slot[:, None, :]).sum(axis=2)
+    sets, which = np.unique(masks, return_inverse=True)
+    counts = [ring_count(topology.intra.matrix, tuple(i for i in range(per_node) if int(mask) >> i & 1))
+              for mask in sets]
+    found: Ranks = np.array(counts, dtype=np.int64)[which].reshape(ranks.shape)
+    return found

@@ -139,6 +139,11 @@ class MemoryResult:
         if self.short and self.fits:
             found.append(f"the allocator runs short {self.reserved.retries} times in every step and gives back cached "
                          f"blocks, which adds {1e3 * self.reserved.seconds:.0f} ms to it")
+        elif near and self.fits_device and not self.headroom_bytes and self.reserved.fragmentation_bytes:
+            cached = self.reserved.fragmentation_bytes / gib
+            found.append(f"the allocator's cache has filled the GPU: {cached:.3g} GiB of it hold no tensor at the "
+                         "peak. Blocks that are wholly free go back when more is asked for; with little more to hold, "
+                         "that happens in every step and costs time")
         elif 0 <= share < TIGHT_HEADROOM:
             found.append(f"only {100 * share:.1f}% of the GPU's memory is left; allocator retries are likely")
         return found

@@ -149,7 +149,7 @@ def memory_figure(result: Result) -> Figure:
         large = number == len(windows) - 1
         shown = np.maximum(shown, _panel(ax, view, window, title, large))
         if not large:
-            _mark(ax, windows[1][1], window)
+            _mark(ax, view, windows[1][1])
     _legend(made, view, shown, 1 - right + 0.12 / look.WIDTH)
     return made
 
@@ -183,7 +183,7 @@ def _windows(view: MemoryView) -> list[tuple[str, tuple[float, float]]]:
 
 def _panel(ax: Axes, view: MemoryView, window: tuple[float, float], title: str, large: bool) -> Ints:
     """One window; returns the highest level of each category in it."""
-    unit, factor = look.scale(window[1] - window[0])
+    unit, factor = look.scale(view.result.step_time_s)
     edges, levels = view.levels(*window)
     x = np.repeat(edges, 2)[1:-1] * factor
     floor = np.zeros(len(x))
@@ -199,6 +199,7 @@ def _panel(ax: Axes, view: MemoryView, window: tuple[float, float], title: str, 
     seen = capacity < 2.2 * top
     ax.set_ylim(0, max(capacity * (1.18 if _close(top, capacity) else 1.06), top * 1.2) if seen else top * 1.3)
     ax.set_xlim(window[0] * factor, window[1] * factor)
+    ax.ticklabel_format(axis="x", style="plain", useOffset=False)
     ax.set_title(title)
     ax.set_title(unit, loc="right", fontsize=8.5, color="#444444")
     ax.set_ylabel("GiB")
@@ -269,9 +270,9 @@ def _close(top: float, capacity: float) -> bool:
     return 0 <= capacity - top < _TEXT_ROOM * capacity
 
 
-def _mark(ax: Axes, inner: Sequence[float], window: tuple[float, float]) -> None:
+def _mark(ax: Axes, view: MemoryView, inner: Sequence[float]) -> None:
     """Which stretch the large panel shows."""
-    _, factor = look.scale(window[1] - window[0])
+    _, factor = look.scale(view.result.step_time_s)
     ax.axvspan(inner[0] * factor, inner[1] * factor, facecolor="none", edgecolor=look.BLACK, lw=1.1, zorder=6)
 
 

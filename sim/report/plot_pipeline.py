@@ -140,8 +140,9 @@ def _panels(boxes: Boxes) -> list[tuple[str, Window]]:
 
 def _panel(ax: Axes, boxes: Boxes, window: Window, title: str, row_inches: float, numbered: bool) -> None:
     start, end = window
-    unit, factor = look.scale(end - start)
+    unit, factor = look.scale(boxes.window[1] - boxes.window[0])
     ax.set_xlim(start * factor, end * factor)
+    ax.ticklabel_format(axis="x", style="plain", useOffset=False)
     ax.set_ylim(boxes.stages - 0.5, -0.5)
     every = next(every for every in (1, 2, 4, 8, 16, 64, boxes.stages) if every * row_inches >= _NAMED)
     shown = range(0, boxes.stages, every)

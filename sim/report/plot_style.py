@@ -113,5 +113,6 @@ def legible(colour: str) -> str:
 
 
 def scale(span_s: float) -> tuple[str, float]:
-    """Unit of a time axis that is `span_s` long, and what to multiply seconds by."""
+    """Unit of a time axis that is `span_s` long, and what to multiply seconds by. Panels that show parts of one step
+    share the whole's, so that times can be found again from one to the next."""
     return ("s", 1.0) if span_s >= 2 else ("ms", 1e3) if span_s >= 2e-3 else ("µs", 1e6)

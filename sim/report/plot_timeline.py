@@ -93,8 +93,9 @@ def _panels(rows: Rows) -> list[tuple[str, Window]]:
 def _panel(ax: Axes, rows: Rows, window: Window, title: str, next_window: Window | None) -> set[str]:
     """One window of the step; returns the keys that it shows."""
     start, end = window
-    unit, factor = look.scale(end - start)
+    unit, factor = look.scale(rows.step_time_s)
     ax.set_xlim(start * factor, end * factor)
+    ax.ticklabel_format(axis="x", style="plain", useOffset=False)
     count = len(rows.names)
     ax.set_ylim(count - 0.5, -0.5)
     ax.set_yticks(range(count), [name.replace("_", "-") for name in rows.names])
@@ -118,7 +119,7 @@ def _row(ax: Axes, rows: Rows, bars: Bars, number: int, window: Window) -> set[s
     from matplotlib.collections import PolyCollection
 
     start, end = window
-    _, factor = look.scale(end - start)
+    _, factor = look.scale(rows.step_time_s)
     tellable = (end - start) / _TELLABLE
     host = number == 0
     bars = bars.merged(tellable / 4, tellable * 3)
@@ -160,7 +161,7 @@ def _late(ax: Axes, bars: Bars, number: int, half: float, factor: float) -> None
 
 def _texts(ax: Axes, rows: Rows, bars: Bars, colour: str, number: int, window: Window, per_inch: float) -> None:
     """Names of layers on bars that have the room."""
-    _, factor = look.scale(window[1] - window[0])
+    _, factor = look.scale(rows.step_time_s)
     whole, numbers = [], []
     for s, e, text in zip(bars.start_s.tolist(), bars.end_s.tolist(), bars.text.tolist(), strict=True):
         left, right = max(s, window[0]), min(e, window[1])

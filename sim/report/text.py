@@ -237,8 +237,11 @@ def memory_verdict(memory: MemoryResult) -> Text:
     """Whether it fits, and by how much."""
     counted = "fits" if memory.complete else "what is counted so far fits"
     if memory.fits:
-        free = f"{size(memory.headroom_bytes)} free" if memory.headroom_bytes > 0 else "with nothing to spare"
-        return Text(f"{counted}, {free}", style=_colour(memory))
+        cached = memory.reserved.fragmentation_bytes
+        needed = f"{size(memory.capacity_bytes - cached)} are needed, and the allocator's cache takes the other"
+        free = f", {size(memory.headroom_bytes)} free" if memory.headroom_bytes > 0 else (
+            f": {needed} {size(cached)}" if cached > 0 else ", to the last byte")
+        return Text(f"{counted}{free}", style=_colour(memory))
     if memory.fits_device:
         return Text("fits the GPU but not the host", style="bold red")
     most = max(CATEGORIES, key=lambda name: memory.at_peak[name])

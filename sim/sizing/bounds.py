@@ -21,6 +21,7 @@ from sim.parallel.pipeline.stages import positions, split_of
 from sim.scenario import Scenario
 from sim.sizing.held import Places, flight, fullest, least, summed, ways_of
 from sim.sizing.orders import facts
+from sim.sizing.outside import kept_widths, of
 from sim.sizing.space import SCHEDULES, STRATEGIES, Space
 from sim.sizing.tables import SLICE, Floats, Ints, Table, Tables
 from sim.sizing.times import Times
@@ -249,12 +250,11 @@ class _Bounding:
         if self._last is None or self._last[0] != (key, two):
             self._last = (key, two), self.tables.table(key, two)
         table = self._last[1]
-        offload = table.scenario.parallel.offload
-        offloads = any(place in ("cpu", "nvme") for _, place in offload)
         ranks = table.layout.sizes["data"] * table.layout.sizes["context"]
         ways = ways_of(group.strategy, group.factor, ranks)
         capacity, steps = table.device.gpu.usable_memory_bytes, _micro_steps(table)
-        if not offloads:
+        outside = of(table)
+        if not (outside.moves_parameters or outside.moves_optimizer or outside.moves_activations):
             kinds = frozenset(STRATEGIES[i] for i in ways.strategy.tolist())
             one = least(table, ranks, kinds) * _SURE + table.fixed_bytes
             if one > capacity:
@@ -262,12 +262,12 @@ class _Bounding:
                 return 0.0, one, 0.0
         places = _places(table, pipeline, virtual, schedule)
         said = facts(schedule, pipeline, virtual, steps, table.layers.split_cost)
-        held: Floats = np.full((len(ways.strategy), len(group.policies)), table.fixed_bytes)
-        if not offloads:
-            flying = flight(table.layers, places, group.policies, said)
-            held = fullest(table, places, flying, steps, ways) * _SURE + table.fixed_bytes
-            if not (held <= capacity).any():
-                return 0.0, held.reshape(-1), 0.0  # never asked for: none fits
+        flying = flight(table.layers, places, group.policies, said)
+        if outside.moves_activations:
+            flying = np.zeros_like(flying)
+        held: Floats = fullest(table, places, flying, steps, ways, kept_widths(table)) * _SURE + table.fixed_bytes
+        if not (held <= capacity).any():
+            return 0.0, held.reshape(-1), 0.0  # never asked for: none fits
         steps_s = self.times.steps_s(table, places, group.policies, said, schedule, ways)
         again_j = summed(table.layers.again_j, places, group.policies).sum(axis=(0, 1)) * (
             0.5 if schedule == "dualpipe" else 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -93,9 +94,13 @@ def _highest(held: Floats, kept: Floats, of: Kept, places: Places) -> Floats:
     return highest
 
 
-def fullest(table: Table, places: Places, flying: Floats, steps: int, ways: Ways) -> Floats:
-    """Bytes of the fullest rank: states with gradients, or with the activations in flight; shape (ways, policies)."""
-    w, numel = table.layers.widths, places.numel
+def fullest(table: Table, places: Places, flying: Floats, steps: int, ways: Ways, w: Mapping[str, float]) -> Floats:
+    """Bytes of the fullest rank: states with gradients, or with the activations in flight; shape (ways, policies).
+
+    Args:
+        w: bytes per parameter of every category on the device.
+    """
+    numel = places.numel
     sharded = ("fsdp",) if table.stack.gradient_path == "ipg" else ("fsdp", "zero2", "zero3")
     resident, staged = table.stack.gradient_path == "grad_buffer", table.scenario.parallel.pipeline > 1
     found = np.empty((len(ways.strategy), flying.shape[1]))
@@ -105,7 +110,8 @@ def fullest(table: Table, places: Places, flying: Floats, steps: int, ways: Ways
         gradients = numel * w["gradients"] / (1.0 if name in ("none", "ddp", "zero1") else part)
         lasting = np.zeros(len(numel))
         if name in sharded:  # FSDP keeps whole gradients from micro-step to micro-step (no_sync); a stage holds most
-            lasting = numel * table.accumulated * (steps > 1 and not staged)  # when its first backward begins
+            whole = bool(w["gradients"]) or table.scenario.training.optimizer_in_backward  # or they leave as they come
+            lasting = whole * numel * table.accumulated * (steps > 1 and not staged)  # when its first backward begins
         elif resident:
             lasting = gradients
         found[i] = np.maximum((states + gradients)[:, None], (states + lasting)[:, None] + flying).max(axis=0)

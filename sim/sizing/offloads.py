@@ -1,5 +1,6 @@
-"""What a search may keep outside the GPUs. Each choice is a variant of a cluster's scenario, with tables and bounds of
-its own, and with only those layouts that have code for it (`sim.parallel.support`)."""
+"""What a search may try beside layouts: states kept outside the GPUs, transfers between stages beside compute. Each
+choice is a variant of a cluster's scenario, with tables and bounds of its own, and with only those layouts that have
+code for it (`sim.parallel.support`) and to which it makes a difference."""
 
 from __future__ import annotations
 
@@ -7,15 +8,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sim.errors import Fault, UserError, nearest
+from sim.parallel.pipeline.actions import split
 from sim.scenario import Scenario
 from sim.scenario.schema import Offload
 from sim.sizing.space import STRATEGIES, Choice
-from sim.software import stack_for
+from sim.software import Stack, stack_for
 
 #: What `--offload` may name: fields of `parallel.offload` that go to the host.
 OFFLOADS: dict[str, tuple[str, ...]] = {
     "none": (), "activations": ("activations",), "optimizer": ("optimizer",), "states": ("parameters", "optimizer"),
     "everything": ("parameters", "optimizer", "activations")}
+#: Who keeps what outside.
+KEEPERS = "FSDP offloads states, DeepSpeed's ZeRO the optimizer too; without pipelines"
 
 
 def variants(bases: Sequence[Scenario], names: Sequence[str]) -> list[Scenario]:
@@ -38,17 +42,56 @@ def variants(bases: Sequence[Scenario], names: Sequence[str]) -> list[Scenario]:
     return made
 
 
-def narrowed(scenario: Scenario, choice: Choice) -> Choice | None:
-    """The part of `choice` that can keep what `scenario` keeps outside; None: nothing of it can."""
+def nowhere(bases: Sequence[Scenario], names: Sequence[str], choice: Choice) -> list[str]:
+    """Those of `names` that none of `bases` has code for in any layout of `choice`: they are not tried.
+
+    Raises:
+        UserError: that is all of them, or a name is not one of `OFFLOADS`.
+    """
+    made = variants(bases, names) if names else []
+    count = len(made) // len(bases)
+    dropped = [name for number, name in enumerate(dict.fromkeys(names))
+               if all(narrowed(one, choice) is None for one in made[number::count])]
+    if names and len(dropped) == len(set(names)):
+        raise UserError(Fault(f"nothing of this framework keeps {' or '.join(dropped)} on the host", "--offload",
+                              hint=KEEPERS))
+    return dropped
+
+
+def both_ways(bases: Sequence[Scenario]) -> list[Scenario]:
+    """Every base without and with transfers between stages that overlap with compute."""
+    return [base.model_copy(update={"parallel": base.parallel.model_copy(update={"overlap_p2p": overlap})})
+            for base in bases for overlap in (False, True)]
+
+
+def waiting(scenario: Scenario, choice: Choice) -> Choice | None:
+    """The part of `choice` whose stages wait for their transfers unless these overlap with compute; None: nothing."""
+    if _stack(scenario).pipeline_p2p == "overlapped":
+        return None
+    deepest = scenario.model.layers + scenario.model.decoder_layers + 2
+    depths = [depth for depth in choice.pipeline or range(2, deepest + 1) if depth > 1]
+    schedules = [name for name in choice.schedules if not split(name)]  # those that are split overlap anyway
+    return replace(choice, pipeline=depths, schedules=schedules) if depths and schedules else None
+
+
+def narrowed(scenario: Scenario, choice: Choice, both: bool = False) -> Choice | None:
+    """The part of `choice` that can keep what `scenario` keeps outside; None: nothing of it can.
+
+    Args:
+        both: transfers that overlap are tried beside those that do not, so only where that makes a difference.
+    """
+    if both and scenario.parallel.overlap_p2p:
+        staged = waiting(scenario, choice)
+        if staged is None:
+            return None
+        choice = staged
     offload = scenario.parallel.offload
     outside = {field for field, place in offload if place in ("cpu", "nvme")}
     if not outside:
         return choice
     if choice.pipeline and 1 not in choice.pipeline:
         return None
-    software = scenario.software
-    stack = stack_for(software.framework, software.year, versions=software.versions, modules=software.modules)
-    ipg = stack.gradient_path == "ipg"
+    ipg = _stack(scenario).gradient_path == "ipg"
     if "parameters" in outside:
         able: Sequence[str] = ("zero3", "fsdp") if ipg else ("zero2", "zero3", "fsdp")
     elif "optimizer" in outside:
@@ -57,3 +100,8 @@ def narrowed(scenario: Scenario, choice: Choice) -> Choice | None:
         able = STRATEGIES
     left = [name for name in able if not choice.strategies or name in choice.strategies]
     return replace(choice, strategies=left, pipeline=(1,)) if left else None
+
+
+def _stack(scenario: Scenario) -> Stack:
+    software = scenario.software
+    return stack_for(software.framework, software.year, versions=software.versions, modules=software.modules)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sim.parallel.compute import traffic_kernel
-from sim.parallel.lower import REPLICAS
+from sim.parallel.layout import REPLICAS
 from sim.parallel.sharded.units import Unit, units_of
 from sim.sizing.held import Places, summed
 from sim.sizing.space import POLICIES

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from sim.scenario import Loaded, Scenario, resolve
 from sim.scenario.dump import dump
 from sim.sizing.bounds import Bounds
 from sim.sizing.front import complete, pareto
-from sim.sizing.offloads import narrowed, variants
+from sim.sizing.offloads import both_ways, narrowed, nowhere, variants
 from sim.sizing.ranking import Floats, Ranking
 from sim.sizing.runner import Runner
 from sim.sizing.search import Found, search
@@ -45,6 +46,7 @@ class Sizing:
         gap: how much better than the best an unsimulated row could be.
         rows: every simulated row, with its outcome and why it has no time, in the order of the space.
         price_origin: where the price of each cluster comes from.
+        not_offloaded: what was asked to be tried on the host and no technique of the framework keeps there.
         seconds: of wall clock, by part.
     """
 
@@ -64,6 +66,7 @@ class Sizing:
     rows: list[dict[str, Any]] = field(default_factory=list)
     price_origin: dict[str, str] = field(default_factory=dict)
     gap: float = 0.0
+    not_offloaded: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -74,7 +77,7 @@ class Sizing:
                 "impossible": self.impossible, "pruned": self.pruned, "simulated": self.simulated,
                 "refused": self.refused, "faults": self.faults,
                 "first_fault": self.first_fault, "gap": self.gap, "proven": self.proven,
-                "seconds": self.seconds}
+                "not_offloaded": self.not_offloaded, "seconds": self.seconds}
 
     @property
     def proven(self) -> bool:
@@ -91,15 +94,17 @@ class Sizing:
 
 
 def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | None = None, *,
-         clusters: Sequence[str] = (), offload: Sequence[str] = (), top: int = 10, out: Path | None = None,
-         resume: bool = False, workers: int = 1, dask: str | None = None, seconds: float = math.inf,
-         price: str | None = None, progress: Callable[[int, float, float], None] | None = None) -> Sizing:
+         clusters: Sequence[str] = (), offload: Sequence[str] = (), overlap_p2p: bool = False, top: int = 10,
+         out: Path | None = None, resume: bool = False, workers: int = 1, dask: str | None = None,
+         seconds: float = math.inf, price: str | None = None,
+         progress: Callable[[int, float, float], None] | None = None) -> Sizing:
     """Search the layouts of a scenario's model for the best.
 
     Args:
         source: gives the model, batch and precision; its own layout does not matter.
         clusters: topologies, default the scenario's.
         offload: of `sim.sizing.offloads.OFFLOADS`, what to try outside the GPUs; default what the scenario says.
+        overlap_p2p: whether to try transfers between stages beside compute too; default what the scenario says.
         top: how many of the best are proven and returned.
         out: SQLite file of outcomes (see `sim.sizing.store`); `resume` goes on with one that is there.
         workers: processes; they do not change what is found or simulated.
@@ -121,15 +126,14 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
                               "degraded out, size, then 'drystep run' the best with them"))
     bases = [_alone(scenario, name) for name in clusters] or [_alone(scenario, None)]
     wish, origin = priced(wish, bases, price)
-    bases = variants(bases, offload)
-    if offload and all(narrowed(one, choice) is None for one in bases):
-        raise UserError(Fault(f"nothing of this framework keeps {' or '.join(offload)} on the host", "--offload",
-                              hint="FSDP offloads states, DeepSpeed's ZeRO the optimizer too; without pipelines"))
-    space = build_space(bases, choice, narrowed)
+    dropped = nowhere(bases, offload, choice)
+    bases = variants(bases, [name for name in offload if name not in dropped])
+    bases = both_ways(bases) if overlap_p2p else bases
+    space = build_space(bases, choice, partial(narrowed, both=overlap_p2p))
     listed = time.monotonic()
     plain = [dump(base) for base in bases]
     store = Store(out, {"clusters": plain}, resume)
-    found = Sizing(wish, raw=space.raw, covered=len(space), price_origin=origin)
+    found = Sizing(wish, raw=space.raw, covered=len(space), price_origin=origin, not_offloaded=dropped)
     with ExitStack() as stack:
         stack.callback(store.close)
         pool = stack.enter_context(started_workers(workers, dask))

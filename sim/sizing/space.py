@@ -84,6 +84,11 @@ class Space:
         """Whether what is kept on the host is an axis."""
         return any(one.parallel.offload != self.clusters[0].parallel.offload for one in self.clusters)
 
+    @cached_property
+    def _varies_transfers(self) -> bool:
+        """Whether transfers between stages beside compute are an axis."""
+        return len({one.parallel.overlap_p2p for one in self.clusters}) > 1
+
     def sets(self, row: int) -> dict[str, Any]:
         """A row as dotted fields of its cluster's scenario."""
         v = {name: int(column[row]) for name, column in self.columns.items()}
@@ -100,6 +105,8 @@ class Space:
         if self._varies_offload:
             sets |= {f"parallel.offload.{name}": place for name, place in
                      self.clusters[v["cluster"]].parallel.offload}
+        if self._varies_transfers:
+            sets["parallel.overlap_p2p"] = self.clusters[v["cluster"]].parallel.overlap_p2p
         if staged and strategy in _SHARDED:  # whole from the first micro-batch to the last, as torchtitan has it
             sets["parallel.reshard_after_forward"] = False
         return sets

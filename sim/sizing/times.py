@@ -21,6 +21,7 @@ from sim.parallel.pipeline.actions import passing, split
 from sim.parallel.places import aligned
 from sim.sizing.held import Places, Ways, summed
 from sim.sizing.orders import SEARCHED, Facts
+from sim.sizing.outside import saved_s, update_s
 from sim.sizing.sharded import is_sharded, sharded_s
 from sim.sizing.space import STRATEGIES
 from sim.sizing.tables import Floats, Ints, Table
@@ -42,6 +43,7 @@ class Times:
 
     def __init__(self) -> None:
         self._update_s: dict[Any, float] = {}
+        self._outside_s: dict[Any, float] = {}
         self._traffic_s: dict[Any, float] = {}
 
     def steps_s(self, table: Table, places: Places, policies: Ints, facts: Facts, schedule: str,
@@ -50,16 +52,17 @@ class Times:
         own = _own(table, places, policies, schedule)
         together = _together(table, schedule)
         way = _path(own, facts, schedule, together, _waited(table, schedule))
+        inline, beside = saved_s(table, places, policies)  # of a pipeline nothing is kept outside
         hidden = np.zeros_like(way.work) if schedule and split(schedule) else (
             facts.ends[:, 0, :, None] * own.forward + facts.ends[:, 1, :, None] * own.backward).sum(axis=1)
         found = []
         for index, part in zip(ways.strategy.tolist(), ways.spread.tolist(), strict=True):
             name = STRATEGIES[index]
+            update = np.array([self._update(table, numel, part, name) for numel in places.numel.tolist()])
             if is_sharded(table, name) and not schedule:
-                local = self._update(table, places.numel[0], part)
-                found.append(sharded_s(table, places, policies, name, part, facts.batches) + local)
+                steps = sharded_s(table, places, policies, name, part, facts.batches)
+                found.append(update[0] + np.maximum(steps + facts.batches * inline, facts.batches * beside))
                 continue
-            update = np.array([self._update(table, numel, part) for numel in places.numel.tolist()])
             reduced, gathered, added = self._tail(table, places, name, schedule)
             shown = np.maximum(0.0, reduced[:, None] - hidden) if table.scenario.parallel.overlap else reduced[:, None]
             after = (update + gathered)[:, None]  # with which the next step begins
@@ -68,7 +71,8 @@ class Times:
                 begun = np.maximum(begun, after[facts.along[:, 0] // own.forward.shape[1]].min() + way.filled)
             late = way.late[:, None] * added[:, None]
             through = begun + way.work + (facts.batches - 1) * added[:, None] - late
-            found.append((through + np.maximum(way.behind + late + shown, way.back)).max(axis=0))
+            total = (through + np.maximum(way.behind + late + shown, way.back)).max(axis=0)
+            found.append(np.maximum(total + facts.batches * inline, update.min() + facts.batches * beside))
         return np.array(found)
 
     def _tail(self, table: Table, places: Places, name: str, schedule: str) -> tuple[Floats, Floats, Floats]:
@@ -105,10 +109,15 @@ class Times:
             self._traffic_s[key] = float(table.device.times((kernel,))[0])
         return self._traffic_s[key]
 
-    def _update(self, table: Table, numel: float, shards: int) -> float:
-        """The optimizer's own kernels on one rank's share."""
+    def _update(self, table: Table, numel: float, shards: int, strategy: str) -> float:
+        """The optimizer's own kernels on one rank's share, or what it takes outside."""
         local = int(numel) // max(1, shards)
         device, training = table.device, table.scenario.training
+        if table.scenario.parallel.offload.optimizer in ("cpu", "nvme"):
+            outer = (device, local, strategy, table.scenario.parallel.offload.parameters)
+            if outer not in self._outside_s:
+                self._outside_s[outer] = update_s(table, local, strategy)
+            return self._outside_s[outer]
         key = (device, local)
         if key not in self._update_s:
             kernels = optimizer_kernels(local, 1, training.precision, training.optimizer,

@@ -7,7 +7,7 @@ import pytest
 
 from sim.hardware.device import Device
 from sim.hardware.gpu import gpu
-from sim.hardware.operators import attention_kernel, product_kernel, row_wise_kernel
+from sim.hardware.operators import product_kernel, row_wise_kernel
 from sim.hardware.power import Power
 
 ONE = np.ones(1)
@@ -52,24 +52,6 @@ def test_a_hungrier_chip_is_slower_where_the_limit_binds_and_nowhere_else() -> N
     assert hungry.work_j([product])[0] == mean.work_j([product])[0]
     alike, other = (Device(gpu("a100-80g-sxm"), deviation=d) for d in (0.0, 3.0))  # its limit is not in reach
     assert alike.times([product])[0] == other.times([product])[0]
-
-
-def test_settling_finds_the_fixed_point_of_average_power() -> None:
-    device = Device(gpu("h100-80g-sxm"))
-    products = [product_kernel(8192, 8192, 8192, 1, "bf16"), attention_kernel(8, 32, 32, 4096, 4096, 128, "bf16")]
-    streams = [row_wise_kernel("add", 2**13, 8192, "bf16")]
-    hot, mixed, idle = device.settle(products), device.settle(products + streams), device.settle(products, duty=0.3)
-    assert hot < mixed < idle == 1.0
-    assert device.settle(products, counts=[10, 10]) == pytest.approx(hot, abs=1e-4)
-    device.settle(products + streams, counts=[4, 1, 3])
-    seconds = device.times(products + streams) @ [4, 1, 3]
-    rates = device._rates
-    clock = device._clock
-    assert clock is not None
-    energy_j = sum(count * device._arithmetic_j(k) for count, k in zip((4, 1), products, strict=True)) * clock**2
-    traffic_j = rates.power.byte_j * sum(c * k.bytes for c, k in zip((4, 1, 3), products + streams, strict=True))
-    average_w = rates.power.constant_w + (energy_j + traffic_j) / seconds
-    assert average_w == pytest.approx(700, rel=2e-3)
 
 
 def test_figures_say_what_they_rest_on() -> None:

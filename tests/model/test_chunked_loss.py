@@ -76,6 +76,26 @@ def test_torchtune_keeps_the_logits_and_widens_a_chunk(tied: bool) -> None:
     assert peak(compiled.job.programs[0]).steady
 
 
+@pytest.mark.parametrize(("precision", "modules", "compiled", "per_logit"), [
+    ("amp-bf16", "plain", True, 2 + 2), ("pure-bf16", "transformers", True, 2 + 2),  # the logits, and their gradient
+    ("pure-bf16", "transformers", False, 4 + 4 + 4),  # wide: log-softmax, its gradient, that of the logits
+    ("pure-bf16", "plain", True, 2 + 2 + 2), ("pure-bf16", "plain", False, 2 + 2 + 2),  # nothing is widened
+])
+def test_a_compiled_loss_keeps_no_wide_copy(precision: str, modules: str, compiled: bool, per_logit: int) -> None:
+    """A widened loss is one kernel each way when compiled, in time as in memory: of a row its maximum and the
+    logarithm of its sum stay."""
+    low = lowered(False, precision, modules=modules, compiled=compiled)
+    logits, rows = 4096 * 32000, 4096
+    found = peak(low.job.programs[0]).category_peaks["logits"]
+    assert found == pytest.approx(per_logit * logits, rel=0.01)
+    loss = low.architecture.stack[-1].operators[-1]
+    widened = compiled and per_logit == 4
+    assert sum(k.bytes for k in (*loss.forward, *loss.backward)) == pytest.approx(
+        3 * 2 * logits if widened else {"plain": 12, "transformers": 36}[modules] * logits)
+    assert sum(tensor.size_bytes for tensor in loss.saved) == (
+        2 * logits + 8 * rows if widened else (2 if modules == "plain" else 4) * logits)
+
+
 @pytest.mark.parametrize("modules", ["plain", "transformers"])
 def test_a_frozen_head_makes_no_weight_gradient(modules: str) -> None:
     lora = {"method": "lora", "rank": 8, "targets": ["query", "value"], "base": "bf16"}

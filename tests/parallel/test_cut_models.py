@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 import sim
 from sim.api import machine_for
 from sim.engine import Machine, longest_path, simulate
-from sim.engine.expand import expand
 from sim.errors import UserError
 from sim.memory.ledger import peak
 from sim.parallel import lower
 from sim.parallel.pipeline.bubble import bubble_time
 from sim.parallel.pipeline.orders import Costs
+from sim.program.expand import expand
 from sim.report.traffic import traffic_totals
 from sim.scenario import resolve
 

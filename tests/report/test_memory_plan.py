@@ -15,6 +15,7 @@ from sim.report.memory_plan import MemoryPlan
 from sim.report.text import console
 from sim.report.text_memory import render_memory
 from sim.report.thumb import RULES, rules_of_thumb
+from sim.scenario import resolve
 
 PIPELINE: dict[str, Any] = {
     "software.framework": "megatron", "parallel.strategy": "zero1", "parallel.pipeline": 4, "parallel.tensor": 1,
@@ -140,3 +141,22 @@ def test_parameters_of_a_request_are_the_whole_model_s() -> None:
     one = sim.plan_memory(scenario(**{"training.mode": mode})).parameters
     assert sim.plan_memory(scenario(**{"training.mode": mode, "parallel.tensor": 4})).parameters == one
     assert one == pytest.approx(sim.plan_memory(scenario()).parameters)
+
+
+def test_a_cache_that_fills_the_gpu_is_no_need() -> None:
+    """13B in fp32 shards of 8 on 40 GB: the optimizer's temporaries come when the cache still holds what backward gave
+    back. What is needed and what is merely cached are told apart, and together they are the GPU."""
+    plan = sim.plan_memory(resolve({
+        "name": "13b", "cluster": {"topology": "p4d", "nodes": 4}, "model": {"preset": "llama-2-13b"},
+        "training": {"micro_batch": 1, "global_batch": 128, "sequence": 4096, "precision": "fsdp-bf16",
+                     "recompute": "full"},
+        "parallel": {"strategy": "fsdp", "sharding_factor": 8}, "software": {"framework": "pytorch", "year": 2025}}))
+    memory, gib = plan.memory, 2**30
+    assert memory.fits and memory.headroom_bytes == 0
+    cached = memory.reserved.fragmentation_bytes
+    assert 2 * gib < cached == memory.capacity_bytes - memory.use.peak_allocated_bytes - memory.use.at_peak["context"]
+    lines = " ".join(printed(plan).split())
+    needed = memory.capacity_bytes - cached
+    assert f"fits: {needed / gib:.3g} GiB are needed, and the allocator's cache takes the other" in lines
+    assert f"cache has filled the GPU: {cached / gib:.3g} GiB of it hold no tensor at the peak" in lines
+    assert "0.0%" not in lines and "nothing to spare" not in lines

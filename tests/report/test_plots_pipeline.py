@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,15 @@ def test_panels_and_legend(case: tuple[str, int, int, int], titles: list[str], l
     assert [ax.get_title(loc="left") for ax in made.axes] == titles
     assert [text.get_text() for text in made.legends[0].get_texts()] == legend
     assert len({ax.get_ylim() for ax in made.axes}) == 1
+
+
+def test_all_panels_are_in_the_unit_of_the_whole_step() -> None:
+    boxes = boxes_of("1f1b", 8, 1, 64)
+    slow = replace(boxes, start_s=20 * boxes.start_s, end_s=20 * boxes.end_s)  # 2.8 s, and parts of less than one
+    with look.style():
+        made = pipeline_figure("a pipeline", slow)
+    assert [ax.get_title(loc="right") for ax in made.axes] == ["s", "s", "s"]
+    assert made.axes[1].get_xlim()[1] < 2 < made.axes[0].get_xlim()[1]
 
 
 def test_every_micro_batch_is_numbered_from_one() -> None:

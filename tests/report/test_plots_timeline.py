@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -151,6 +152,19 @@ def test_figures_are_of_readme_width_and_use_no_window(result_of: Make) -> None:
         for made in (timeline_figure(result_of(2)), memory_figure(result_of(2))):
             assert made.get_size_inches()[0] == look.WIDTH
     assert "matplotlib.pyplot" not in sys.modules
+
+
+@pytest.mark.parametrize("figure", [timeline_figure, memory_figure])
+def test_panels_of_one_step_share_a_unit(result_of: Make, figure: Callable[[Result], Any]) -> None:
+    """200 micro-steps take seconds and one of them milliseconds: both panels are in seconds."""
+    with look.style():
+        made = figure(result_of(200))
+        units = [ax.get_title(loc="right") for ax in made.axes]
+        assert units == ["s"] * len(units) and len(units) > 1
+        made.canvas.draw()
+        assert not any(ax.xaxis.get_offset_text().get_text() for ax in made.axes)
+        (begin, end), (inside, behind) = (ax.get_xlim() for ax in made.axes[:2])
+    assert begin <= inside < behind <= end and behind - inside < 0.5
 
 
 def test_an_overview_links_every_report(tmp_path: Path) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
+from sim.cli_sizing import _size_lines
 from sim.errors import UserError
 from sim.scenario import resolve
 from sim.scenario.dump import dump
+from sim.scenario.schema import Offload
 from sim.sizing import Choice, size
 from sim.sizing.bounds import bounds
 from sim.sizing.offloads import OFFLOADS, narrowed, variants
@@ -72,3 +75,70 @@ def test_what_a_framework_keeps_nowhere_else_is_refused_by_name() -> None:
     with pytest.raises(UserError) as caught:
         size(scenario("pytorch"), CHOICE, offload=["optimizer"])
     assert caught.value.faults[0].field == "--offload" and "optimizer" in str(caught.value)
+
+
+def test_a_place_without_code_in_a_list_is_named() -> None:
+    """FSDP has no optimizer on the CPU of its own: `states` is tried, `optimizer` is not, and both are said."""
+    one = Choice([8], context=[1], tensor=[1], micro_batch=[1], recompute=["none"], partial_recompute=False,
+                 schedules=["1f1b"], pipeline=[1], strategies=["fsdp"])
+    found = size(scenario("pytorch", layers=2), one, offload=["none", "optimizer", "states"], top=1)
+    assert found.not_offloaded == found.to_json()["not_offloaded"] == ["optimizer"]
+    first = next(_size_lines(found))
+    assert first.startswith("not tried: --offload optimizer, which nothing of this framework keeps on the host")
+    assert {row["set"]["parallel.offload.optimizer"] for row in found.rows} <= {"none", "cpu"}
+    whole = size(scenario("pytorch", layers=2), one, offload=["none", "states"], top=1)
+    assert whole.not_offloaded == [] and [row["set"] for row in whole.rows] == [row["set"] for row in found.rows]
+    assert not next(_size_lines(whole)).startswith("not tried")
+
+
+PLACES = [{"activations": "cpu"}, {"optimizer": "cpu"}, {"parameters": "cpu", "optimizer": "cpu"},
+          {"parameters": "cpu", "optimizer": "cpu", "activations": "cpu"}, {"activations": "nvme"},
+          {"optimizer": "nvme"}, {"parameters": "cpu", "optimizer": "nvme", "activations": "nvme"}]
+
+
+def kept(framework: str, year: int, **changes: Any) -> Space:
+    """A space of every place that the framework has."""
+    base = _alone(resolve(dump(scenario(framework, layers=4)) | changes, "small", {"software.year": year}), None)
+    places = PLACES if framework == "deepspeed" else PLACES[:4]
+    bases = [base.model_copy(update={"parallel": base.parallel.model_copy(update={
+        "offload": Offload.model_validate(place)})}) for place in places]
+    choice = Choice([8], context=[1], tensor=[1, 2], micro_batch=[1, 2], recompute=["none", "full"],
+                    partial_recompute=True, schedules=["1f1b"], pipeline=[1])
+    return build_space(bases, choice, narrowed)
+
+
+@pytest.mark.parametrize(("framework", "year"), [("pytorch", 2023), ("pytorch", 2025), ("deepspeed", 2021),
+                                                 ("deepspeed", 2024)])
+def test_bounds_of_what_is_kept_outside_hold(framework: str, year: int) -> None:
+    """Seconds of copies and of the optimizer on the CPU, bytes of what stays: never more than simulated."""
+    space = kept(framework, year)
+    below, plain = bounds(space), [dump(one) for one in space.clusters]
+    held = 0
+    for row in np.random.default_rng(year).permutation(len(space))[:60].tolist():
+        one = simulated(("", plain[space.columns["cluster"][row]], space.sets(row), 8))
+        held += one.outcome == "ok"
+        if one.outcome == "refused":  # disks are for ZeRO-3
+            continue
+        assert below.time_s[row] <= one.step_time_s, space.sets(row)
+        assert below.memory_bytes[row] <= one.device_used_bytes, space.sets(row)
+    assert held >= 30
+
+
+def test_bounds_count_the_optimizer_on_the_cpu_and_what_does_not_leave() -> None:
+    """13B on 8 A100-40GB. Adam on the CPU passes 4 + 12 + 12 + 2 bytes and more of 1.6e9 parameters through an eighth
+    of a host's memory; where only activations leave, DDP's 16 bytes of 13e9 parameters do not fit."""
+    of = resolve({"name": "13b", "cluster": {"topology": "p4d"}, "model": {"preset": "gpt3-13b"},
+                  "training": {"micro_batch": 1, "global_batch": 8, "sequence": 512, "precision": "mixed-bf16"},
+                  "software": {"framework": "deepspeed", "year": 2023}}, "13b")
+    base = _alone(of, None)
+    choice = Choice([8], context=[1], tensor=[1], micro_batch=[1], recompute=["full"], partial_recompute=False,
+                    schedules=["1f1b"], pipeline=[1], strategies=["ddp", "zero3"])
+    space = build_space(variants([base], ["activations", "states"]), choice, narrowed)
+    names = [STRATEGIES[number] for number in space.columns["strategy"]]
+    outside = [space.sets(row)["parallel.offload.optimizer"] == "cpu" for row in range(len(space))]
+    below = bounds(space)
+    ddp, zero3 = names.index("ddp"), next(i for i, n in enumerate(names) if n == "zero3" and outside[i])
+    assert below.memory_bytes[ddp] > below.capacity_bytes[ddp]
+    assert below.memory_bytes[zero3] < below.capacity_bytes[zero3]
+    one = simulated(("", dump(space.clusters[space.columns["cluster"][zero3]]), space.sets(zero3), 8))
+    assert 0.6 * one.step_time_s < below.time_s[zero3] <= one.step_time_s

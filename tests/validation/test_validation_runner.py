@@ -58,6 +58,22 @@ def test_every_case_has_a_record_in_the_files_order(cases: Path) -> None:
     assert "ZeroDivisionError" in records["broken"]["reason"]
 
 
+def test_a_failed_case_is_a_fault_of_ours_and_an_unsupported_one_is_not(
+        cases: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit codes of the command line: 0 good, 1 a fault of ours."""
+    def code(select: str) -> object:
+        with pytest.raises(SystemExit) as left:
+            main(["validate", str(cases), "--select", select, "--workers", "1", "--json", "-"])
+        return left.value.code
+
+    assert [code("base"), code("strange"), code("limit")] == [0, 0, 0]
+    assert code("broken") == 1
+    out, err = capsys.readouterr()
+    assert '"failed"' in out
+    assert "failed, which is a fault of ours: 1 of 1 cases, first cases.yaml/broken: ZeroDivisionError" in err
+    assert code("b*") == 1
+
+
 def test_ratios_are_of_two_predictions(cases: Path) -> None:
     records = {r["id"]: r for r in validate([cases], workers=1).records}
     assert records["scaled"]["predicted"]["ratio"] == pytest.approx(2.0)
@@ -158,7 +174,7 @@ def test_the_command_prints_tables_or_json(cases: Path, tmp_path: Path, capsys: 
             main(["validate", str(cases), "--workers", "1", *arguments])
         return left.value.code
 
-    assert command("--json", "-") == 0
+    assert command("--json", "-") == 1  # one case is broken, and is reported all the same
     assert len(json.loads(capsys.readouterr().out)["cases"]) == 6
     target = tmp_path / "out.json"
     assert command("--json", str(target), "--select", "fast") == 0

@@ -11,6 +11,7 @@ from sim.model.eager import operations as op
 from sim.model.eager.autograd import LOGITS, Output, Run, Tensor
 from sim.model.eager.decoder import norm
 from sim.model.eager.products import entered
+from sim.model.kernels import width
 from sim.model.style import Style
 
 
@@ -42,9 +43,14 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
 
 def loss(run: Run, style: Style, logits: Tensor, rows: int) -> Tensor:
     """Cross-entropy: Hugging Face's decoders cast logits to fp32 first; autocast casts log-softmax's output, which
-    nll keeps."""
+    nll keeps. Compiled, a loss in fp32 on narrower logits is one kernel each way, and what is kept of every row is its
+    maximum and the logarithm of its sum: the partitioner makes the rest again from the logits, which are narrower
+    (torch/_functorch/partitioners.py, min_cut_rematerialization_partition; torch/_decomp/decompositions.py,
+    _log_softmax; from memory)."""
     if style.stack.loss == "fused":
         return _one_kernel(run, logits, rows)
+    if style.stack.compile and width(logits.dtype) < 4 and (run.autocast or style.widens_logits):
+        return _one_kernel(run, logits, rows, 2)
     if style.stack.loss == "vocab_parallel":
         return _in_place(run, op.to(run, logits, "fp32"))
     wide = op.to(run, logits, "fp32") if style.widens_logits else logits
@@ -69,9 +75,9 @@ def _nll(run: Run, scores: Tensor) -> Tensor:
     return Tensor(run.new(1, "fp32"), 1, "fp32", Output(node, 0))
 
 
-def _one_kernel(run: Run, logits: Tensor, rows: int) -> Tensor:
-    """flash-attn's cross-entropy: keeps the logits and two numbers a row."""
+def _one_kernel(run: Run, logits: Tensor, rows: int, statistics: int = 1) -> Tensor:
+    """flash-attn's cross-entropy: keeps the logits and a number a row, its log-sum-exp; others keep so many."""
     elements, dtype = logits.elements, logits.dtype
     node = run.node(lambda run, _: [run.new(elements, dtype)], (logits.sink,))
-    run.save(node, logits.storage, run.new(rows, "fp32"))
+    run.save(node, logits.storage, *(run.new(rows, "fp32") for _ in range(statistics)))
     return Tensor(run.new(rows, "fp32"), rows, "fp32", Output(node, 0))

@@ -1,14 +1,16 @@
 """A coarsened Job written out: every collective inside a segment becomes a task of its own.
 
-Lowering puts chains of kernels and collectives of one class of ranks into one segment (`sim.program.Inline`). This file
-undoes it, so that a test can hold both timelines against each other: step time, memory and traffic must be the same.
+Programs put chains of kernels and collectives of one class of ranks into one segment (`sim.program.Inline`), which
+takes as long as its parts alone. This file undoes it where they are not alone: their ranks differ, or their links carry
+other traffic. Else both timelines are the same, and so are memory and traffic always; a test holds both.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from sim.program import Job, Kind, Program, Section, Segment
+from sim.program.columns import Kind, Program, Section, Segment
+from sim.program.job import Job
 
 #: Stream of the collectives that were inside segments, behind the program's own.
 _NAME = "inline"
