@@ -62,4 +62,5 @@ def test_a_steady_micro_batch_takes_what_the_host_takes_longer() -> None:
     ideal = [sim.run(job(micro_batches=count, overlap_p2p=True, year=2024)).step_time_s for count in (16, 32)]
     extra = per_batch - (ideal[1] - ideal[0]) / 16
     least = stack.host_batch_s + 2 * stack.host_exchange_s
-    assert least <= extra == pytest.approx(least, abs=0.6e-3)  # and the transfers themselves, 34 MB over NVLink
+    # a little of it hides behind what the neighbour still computes; transfers, 34 MB over NVLink, come on top
+    assert 0.8 * least <= extra <= least + 0.6e-3
