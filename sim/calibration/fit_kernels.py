@@ -24,8 +24,6 @@ FITTED = Path(sim.hardware.__file__).parent / "kernels_fitted.yaml"
 #: Families in order of generation: without a table of its own a family takes the figures of the nearest.
 GENERATIONS = ("volta", "turing", "ga100", "ga102", "ada", "hopper", "blackwell")
 _FIFTH = 5
-#: Rows of a thread block (forward, backward) of flash attention where it is not 128: cuDNN's on Blackwell takes 256.
-_BLOCK_ROWS = {"blackwell": (256, 128)}
 
 Figures = dict[str, float]
 #: What is fitted together: kind ("gemm", "memory", "sdp_fwd", "sdp_bwd"), family, units ("" for memory).
@@ -59,7 +57,7 @@ def fit(key: Key, members: Sequence[Group]) -> Figures:
     if kind == "memory":
         return row_fit.fit_memory(members)
     dims = sorted({kernel.shape[-1] for group in members for kernel in group.kernels})
-    return row_fit.fit_attention(members, kind == "sdp_bwd", dims, _shares(family), _block_rows(family, kind))
+    return row_fit.fit_attention(members, kind == "sdp_bwd", dims, _shares(family))
 
 
 def predict(group: Group, figures: Mapping[str, float]) -> NDArray[np.float64]:
@@ -69,8 +67,7 @@ def predict(group: Group, figures: Mapping[str, float]) -> NDArray[np.float64]:
         return gemm_fit.sample(group, None).predict(figures)
     if kind == "memory":
         return row_fit.predict(group, {"memory": dict(figures)})
-    return row_fit.predict(group, row_fit.attention_figures(figures, kind == "sdp_bwd", _shares(family),
-                                                            _block_rows(family, kind)))
+    return row_fit.predict(group, row_fit.attention_figures(figures, kind == "sdp_bwd", _shares(family)))
 
 
 def by_key(members: Sequence[Group]) -> dict[Key, list[Group]]:
@@ -135,10 +132,6 @@ def _shares(family: str) -> dict[int, Sequence[float]]:
     return {dim: value for dim, value in figures.items() if isinstance(dim, int)}
 
 
-def _block_rows(family: str, kind: str) -> int:
-    return _BLOCK_ROWS.get(family, (128, 128))[int(kind == "sdp_bwd")]
-
-
 def document(fitted: Mapping[Key, Figures], keyed: Mapping[Key, Sequence[Group]]) -> dict[str, Any]:
     """Fitted figures in the shape of `kernels.yaml`, each set with its source and confidence."""
     families: dict[str, Any] = {}
@@ -159,15 +152,13 @@ def document(fitted: Mapping[Key, Figures], keyed: Mapping[Key, Sequence[Group]]
         elif kind == "memory":
             entry["memory"] = rounded | origin
         else:
-            _attention(entry.setdefault("attention", {}), kind == "sdp_bwd", family, rounded, origin)
+            _attention(entry.setdefault("attention", {}), kind == "sdp_bwd", rounded, origin)
     return {"families": families}
 
 
-def _attention(entry: dict[str, Any], backward: bool, family: str, figures: Figures, origin: dict[str, Any]) -> None:
-    blocks = entry.setdefault("blocks", {"rows": list(_BLOCK_ROWS.get(family, (128, 128))), "longest_share": [1.0, 1.0],
-                                         "balance": [2.0, 2.0]})
-    for name in ("longest_share", "balance"):
-        blocks[name][int(backward)] = figures[name]
+def _attention(entry: dict[str, Any], backward: bool, figures: Figures, origin: dict[str, Any]) -> None:
+    if not backward:
+        entry["blocks"] = {name: figures[name] for name in ("longest_share", "balance")}
     shares = entry.setdefault("flash2", dict(origin))
     for name, value in figures.items():
         if name.startswith("share_"):
