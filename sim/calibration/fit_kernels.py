@@ -21,8 +21,10 @@ from sim.catalog import table
 from sim.hardware.rates import UNITS
 
 FITTED = Path(sim.hardware.__file__).parent / "kernels_fitted.yaml"
-#: Families in order of generation: without a table of its own a family takes the figures of the nearest.
-GENERATIONS = ("volta", "turing", "ga100", "ga102", "ada", "hopper", "blackwell")
+#: Families in order of generation, by their memory: without a table of its own a family takes the figures of the nearest
+#: one with memory of the same kind. Stacked and graphics memory differ in the share of it that streams reach, and chips
+#: with stacked memory are built for matrix products and double precision: fewer fp32 lanes to an SM.
+LINES = (("volta", "ga100", "hopper", "blackwell"), ("turing", "ga102", "ada"))
 _FIFTH = 5
 
 Figures = dict[str, float]
@@ -100,16 +102,18 @@ def assess(members: Sequence[Group], say: Callable[[str], None] = lambda _: None
 
 def _without_gpu(key: Key, name: str, keyed: Mapping[Key, list[Group]],
                  inside: Mapping[Key, Figures]) -> tuple[Figures, str]:
-    """Figures for a GPU from the tables of all others: its family's, else the generation's before, else the next."""
+    """Figures for a GPU from the tables of all others: its family's, else those of the generation before with memory of
+    the same kind, else of the next, else of the other kind."""
     kind, family, units = key
     siblings = [group for group in keyed[key] if group.gpu.name != name]
     if siblings:
         return fit(key, siblings), ", ".join(sorted({group.gpu.name for group in siblings}))
-    own = GENERATIONS.index(family)
-    places = {other: GENERATIONS.index(other) for wanted, other, same in keyed
-              if (wanted, same) == (kind, units) and other != family}
-    order = sorted((place > own, abs(place - own), other) for other, place in places.items())
-    nearest = order[0][2]
+    line = next(line for line in LINES if family in line)
+    own = line.index(family)
+    order = sorted((other not in line, line.index(other) > own if other in line else False,
+                    abs(line.index(other) - own) if other in line else 0, other)
+                   for wanted, other, same in keyed if (wanted, same) == (kind, units) and other != family)
+    nearest = order[0][-1]
     return inside[kind, nearest, units], f"family {nearest}"
 
 

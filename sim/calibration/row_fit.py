@@ -17,7 +17,7 @@ MEMORY: dict[str, tuple[float, float, float]] = {
     "gather": (0.05, 0.90, 0.15),
     "l2_share": (0.10, 1.20, 0.45),
     "reread_cost": (0.0, 0.60, 0.20),
-    "latency_s": (2.0e-7, 8.0e-7, 4.5e-7),
+    "latency_cycles": (300.0, 1000.0, 620.0),
 }
 _BULK = 0.06  # relative error beyond which a row hardly counts (Cauchy loss): the smallest tensors measure the host
 _MOST_ROWS = 200

@@ -1,9 +1,9 @@
 """Time of kernels that only move bytes: element-wise, norms, softmax, loss, embedding, optimizer.
 
 Bytes over the share of the memory bandwidth that the access pattern reaches. Row-wise kernels read a row more than
-once: again from memory, or from L2 when the rows that are worked on at one time fit there. Inputs of a kernel whose
-tensors fit in L2 are still there from the kernel before. Fewer SMs than it takes to keep the memory busy (Little's law)
-slow the stream down.
+once: again from memory, or from L1 or L2 when the rows that are worked on at one time fit there. Part of a kernel's
+inputs is still in L2 from the kernel before. Fewer SMs than it takes to keep the memory busy (Little's law) slow the
+stream down. What a kernel's threads wait for beside their bytes stands in row_blocks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ _PATTERN = {
     ("elementwise", "forward"): "elementwise", ("optimizer", "forward"): "elementwise",
     ("reduction", "forward"): "reduction", ("rows", "forward"): "elementwise",
 }
-_EVICTION = 4  # how sharply a footprint beyond the cache is evicted; between streaming (1) and a full flush (infinite)
-_STREAMED = 2  # likewise what an element-wise kernel finds of the one before: between random and ordered replacement
+#: How sharply rows in work beyond a cache's size are evicted: between streaming (1) and a full flush (infinite).
+_EVICTION = 4
+#: Of L2, what a kernel still finds of the one before; beyond it the part found shrinks as 1 / size (vidur: sums of 60 to
+#: 200 MB on 40 and 50 MiB of L2 are 5-7% faster than the largest ones).
+_STAYS = 0.7
 _LOAD_BYTES = 16  # the widest load of a thread
 _ON_CHIP_ROW_BYTES = 48 * 1024 - 256  # an aligned softmax row that fits in shared memory (SoftMax.cu, smem)
 
@@ -48,24 +51,24 @@ def memory_time(kernel: Kernel, rates: Rates, gpu: Gpu, sms: int, bandwidth_bps:
 
 def _device_bytes(kernel: Kernel, rates: Rates, gpu: Gpu) -> float:
     """Bytes of device-memory traffic; those read from L2 counted at their relative cost."""
-    cache_bytes = rates.l2_share * gpu.l2_bytes
     again, per_sm_bytes = _rereads(kernel, rates)
+    # Softmax finds nothing of a row in L1: it reads rows again that its block has just evicted.
     missed_l1 = _missed(per_sm_bytes / rates.l1_bytes) if kernel.op == "norm" else 1.0
-    read_again = again * kernel.bytes / 2 * missed_l1 * _cost(per_sm_bytes * gpu.sms / cache_bytes, rates)
+    missed_l2 = _missed(per_sm_bytes * gpu.sms / (rates.l2_share * gpu.l2_bytes))
+    read_again = again * kernel.bytes / 2 * missed_l1 * _cost(missed_l2, rates)
     # A gather reads rows of a large table, which no kernel has just written.
-    produced = math.inf if pattern(kernel) == "gather" else kernel.bytes / max(1, kernel.launches) / cache_bytes
-    inputs = kernel.bytes / 2 * _cost(produced, rates, _STREAMED)
-    return kernel.bytes / 2 + inputs + read_again
+    size_bytes = math.inf if pattern(kernel) == "gather" else kernel.bytes / max(1, kernel.launches)
+    lost = 1.0 - 1.0 / (1.0 + size_bytes / (_STAYS * gpu.l2_bytes))
+    return kernel.bytes / 2 * (1.0 + _cost(lost, rates)) + read_again
 
 
-def _missed(footprint: float, eviction: float = _EVICTION) -> float:
-    """Share of accesses that miss a cache, by the footprint of what is worked on over what the cache keeps of it."""
-    return 1.0 - 1.0 / (1.0 + footprint**eviction)
+def _missed(footprint: float) -> float:
+    """Share of accesses that miss a cache, by what is worked on over what the cache keeps of it."""
+    return 1.0 - 1.0 / (1.0 + footprint**_EVICTION)
 
 
-def _cost(footprint: float, rates: Rates, eviction: float = _EVICTION) -> float:
-    """Cost of a byte over one from memory, where L2 may still hold it."""
-    missed = _missed(footprint, eviction)
+def _cost(missed: float, rates: Rates) -> float:
+    """Cost of a byte over one from memory, if L2 misses so many of them."""
     return missed + (1.0 - missed) * rates.reread_cost
 
 

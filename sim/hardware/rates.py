@@ -34,6 +34,8 @@ class GemmRates:
 
     flops_per_s: float
     fill_k: float
+    batched_slice: float
+    batched_tile: tuple[int, int] | None
     block_start_s: float
     operand_cost: float
     exposed_output: float
@@ -91,7 +93,7 @@ class Rates:
         self.bandwidth_floor = float(figures["bandwidth_floor"]["value"])
         self.l2_share = float(memory["l2_share"])
         self.reread_cost = float(memory["reread_cost"])
-        self.latency_s = float(memory["latency_s"])
+        self.latency_s = float(memory["latency_cycles"]) / (gpu.boost_mhz * 1e6)
         self.l1_bytes = float(figures["l1_share"]["value"]) * 1024 * float(self._family["l1_kib"])
         self.sm_threads = float(self._family["sm_threads"])
         self.sm_bandwidth_bps = float(figures["sm_bandwidth"]["bytes_in_flight"]) / float(
@@ -122,6 +124,8 @@ class Rates:
         return GemmRates(
             flops_per_s=rate,
             fill_k=float(figures["fill_k"]),
+            batched_slice=float(figures.get("batched_slice", 1)),
+            batched_tile=(int(tile[0]), int(tile[1])) if (tile := figures.get("batched_tile")) else None,
             block_start_s=float(figures["block_start_s"]),
             operand_cost=float(figures["operand_cost"]),
             exposed_output=float(figures["exposed_output"]),

@@ -97,8 +97,6 @@ def joined_s(kernel: Kernel, moving_s: float, rates: Rates, gpu: Gpu, sms: int) 
     threads, together = resident(block, cols, rates)
     rounds = block.passes * (math.ceil(cols / (threads * block.elements)) + int(block.passes > 1))
     waiting_s, own_s = rounds * rates.latency_s, cols * block.instructions * issue_s
-    waves, rest = divmod(rows, together * sms)
-    blocks_s = waves * (waiting_s + together * own_s)
-    blocks_s += waiting_s + math.ceil(rest / sms) * own_s if rest else 0.0
+    blocks_s = math.ceil(rows / (together * sms)) * waiting_s + math.ceil(rows / sms) * own_s
     exponent = _OVERLAP[block.passes]
     return float((moving_s**exponent + blocks_s**exponent) ** (1.0 / exponent))

@@ -15,7 +15,7 @@ from sim.hardware.rates import AttentionRates, GemmRates, Rates
 from sim.work import Kernel
 
 #: 100 SMs of 1 TFLOP/s, one 128 x 128 tile, nothing lost anywhere.
-PLAIN = GemmRates(flops_per_s=100e12, fill_k=0, block_start_s=0.0, operand_cost=0.0, exposed_output=0.0, start_s=0.0,
+PLAIN = GemmRates(flops_per_s=100e12, fill_k=0, batched_slice=1, batched_tile=None, block_start_s=0.0, operand_cost=0.0, exposed_output=0.0, start_s=0.0,
                   tiles=((128, 128),), splits=(1,), idle_wave_loss=1.0, held_wave_loss=1.0, persistent=False,
                   partial_tile=1.0,
                   spread=0.0, overlap=np.inf, bandwidth_share=1.0,
@@ -158,7 +158,7 @@ def test_causal_attention_does_half_the_square_and_the_diagonal_blocks() -> None
 
 def test_attention_blocks_share_the_sms() -> None:
     # 16 heads x 8 blocks on 100 SMs of 1 TFLOP/s: 1.28 blocks each; the longest is one block. Joined by squares.
-    rates = AttentionRates(flops_per_s=100e12, block_rows=128, longest_share=1.0, balance=2.0, start_s=0.0,
+    rates = AttentionRates(flops_per_s=100e12, block_rows=128, longest_share=1.0, balance=2.0, heads_first=False, start_s=0.0,
                            overlap=3.0, bandwidth_share=1.0, flop_j=1e-12)
     block_s = 4 * 128 * 1024 * 128 / 1e12
     times = attention_times(attention("forward", causal=False), rates, 100, WIDE_BPS, 100)
