@@ -21,9 +21,8 @@ from sim.catalog import table
 from sim.hardware.rates import UNITS
 
 FITTED = Path(sim.hardware.__file__).parent / "kernels_fitted.yaml"
-#: Families in order of generation, by their memory: without a table of its own a family takes the figures of the nearest
-#: one with memory of the same kind. Stacked and graphics memory differ in the share of it that streams reach, and chips
-#: with stacked memory are built for matrix products and double precision: fewer fp32 lanes to an SM.
+#: Families in order of generation, by their memory: without a table of its own a family takes the figures of the
+#: nearest one with memory of the same kind. Streams reach another share of stacked memory than of graphics memory.
 LINES = (("volta", "ga100", "hopper", "blackwell"), ("turing", "ga102", "ada"))
 _FIFTH = 5
 

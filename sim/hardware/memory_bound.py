@@ -26,8 +26,8 @@ _PATTERN = {
 }
 #: How sharply rows in work beyond a cache's size are evicted: between streaming (1) and a full flush (infinite).
 _EVICTION = 4
-#: Of L2, what a kernel still finds of the one before; beyond it the part found shrinks as 1 / size (vidur: sums of 60 to
-#: 200 MB on 40 and 50 MiB of L2 are 5-7% faster than the largest ones).
+#: Of L2, what a kernel still finds of the one before; beyond it the part found shrinks as 1 / size (vidur: sums of 60
+#: to 200 MB on 40 and 50 MiB of L2 are 5-7% faster than the largest ones).
 _STAYS = 0.7
 _LOAD_BYTES = 16  # the widest load of a thread
 _ON_CHIP_ROW_BYTES = 48 * 1024 - 256  # an aligned softmax row that fits in shared memory (SoftMax.cu, smem)
@@ -73,7 +73,7 @@ def _cost(missed: float, rates: Rates) -> float:
 
 
 def _rereads(kernel: Kernel, rates: Rates) -> tuple[int, float]:
-    """Times a row is read again, and bytes of the rows an SM works on at one time. Input = half of a forward's bytes."""
+    """Times a row is read again, and bytes of the rows an SM works on at one time. Half of a forward's are read."""
     block = block_of(kernel)
     if block is None or kernel.op not in ("norm", "softmax"):
         return 0, 0.0

@@ -40,8 +40,8 @@ ROW_WISE = {
     "relu": RowWise("elementwise", 2), "tanh": RowWise("elementwise", 2), "dropout": RowWise("elementwise", 2.25),
     "ln": RowWise("norm", 2), "layernorm": RowWise("norm", 2), "softmax": RowWise("softmax", 2),
     "emb": RowWise("embedding", 2), "embedding": RowWise("embedding", 2),
-    # vLLM's, of single 2-byte loads: the norm, silu of one half times the other (columns are those of the output), queries
-    # and keys rotated in place (columns are the queries').
+    # vLLM's, of single 2-byte loads: the norm, silu of one half times the other (columns are those of the output),
+    # queries and keys rotated in place (columns are the queries').
     "input_layernorm": RowWise("rows", 2, 1, "norm_scalar"), "rmsnorm": RowWise("norm", 2),
     "mlp_act": RowWise("rows", 3, 1, "gated_scalar"), "silu_mul": RowWise("elementwise", 3),
     "attn_rope": RowWise("rows", 4, 1, "rotary_scalar", 2), "rope": RowWise("elementwise", 4),

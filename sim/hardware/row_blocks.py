@@ -1,15 +1,15 @@
 """Time of row-wise and element-wise kernels by what their threads wait for; memory traffic stands in memory_bound.
 
-A row-wise kernel gives each row to one thread block, which works along it in rounds: its threads load, compute and store
-a few elements each, then the next few. A round costs the latency of a load; a pass over the row ends with one more, in
-which the threads meet. While r blocks share an SM, each also waits for the instructions of all r. As many blocks run at
-one time as the SM's threads and registers allow; the rest wait for the next wave. Where a thread loads one element of 2
-bytes at a time, memory is never full.
+A row-wise kernel gives each row to one thread block, which works along it in rounds: its threads load, compute and
+store a few elements each, then the next few. A round costs the latency of a load; a pass over the row ends with one
+more, in which the threads meet. While r blocks share an SM, each also waits for the instructions of all r. As many
+blocks run at one time as the SM's threads and registers allow; the rest wait for the next wave. Where a thread loads
+one element of 2 bytes at a time, memory is never full.
 
 Sources: `vectorized_layer_norm_kernel` and `cunn_SoftMaxForward` (PyTorch 2.1, layer_norm_kernel.cu, SoftMax.cu);
 `rms_norm_kernel`, `act_and_mul_kernel`, `rotary_embedding_kernel` (vLLM 0.2, csrc), whose loops move single elements.
-Threads, elements and passes are read in them; instructions per element are fitted once for all GPUs (tables of vidur on
-A100 and H100: a block's time when it shares its SM or not).
+Threads, elements and passes are read in them; instructions per element are fitted once for all GPUs (tables of vidur
+on A100 and H100: a block's time when it shares its SM or not; of neusight).
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ class Block:
 
 
 _SOFTMAX_INSTRUCTIONS = 27.0
-#: By `Kernel.kernel`, or by operation where that is empty. 12 layer-norm blocks of 128 threads share an SM: the tables of
-#: 2560 columns jump at 12 x 108 rows (A100) and 12 x 132 (H100).
+#: By `Kernel.kernel`, or by operation where that is empty. 12 layer-norm blocks of 128 threads share an SM: the tables
+#: of 2560 columns jump at 12 x 108 rows (A100) and 12 x 132 (H100).
 _BLOCKS = {
     "norm": Block(128, 4, 2, 18, 1536),
     "norm_scalar": Block(1024, 1, 2, 18),
     "gated_scalar": Block(1024, 1, 1, 30),
     "rotary_scalar": Block(512, 2, 1, 40),
 }
-#: Element-wise functions whose arithmetic can outlast their traffic, instructions per element: `gelu` with erf in 16 bit
-#: (vidur, A100 and H100 alike), `powu` by any exponent (neusight, A100-80GB).
+#: Element-wise functions whose arithmetic can outlast their traffic, instructions per element: `gelu` with erf in 16
+#: bit (vidur, A100 and H100 alike), `powu` by any exponent (neusight, A100-80GB).
 _INSTRUCTIONS = {"gelu": 53.0, "powu": 103.0}
 
 

@@ -11,8 +11,8 @@ from sim.work import Kernel
 
 _LAYOUT = re.compile(r"\b(TN|NN|NT)\b")  # forward, data gradient, weight gradient, in a table's `source`
 
-#: What a table's `source` column says of the model changes the kernels behind a name: (operator, word) to what runs, or to
-#: the operator it is.
+#: What a table's `source` column says of the model changes the kernels behind a name: (operator, word) to what runs, or
+#: to the operator it is.
 VARIANTS: dict[tuple[str, str], RowWise | str] = {
     ("add", "phi-2"): RowWise("elementwise", 6, 2),  # a parallel block adds attention and MLP: two sums of two tensors
     ("mlp_act", "phi-2"): "gelu",  # not gated
