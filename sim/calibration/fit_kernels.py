@@ -21,12 +21,13 @@ from sim.catalog import table
 from sim.hardware.rates import UNITS
 
 FITTED = Path(sim.hardware.__file__).parent / "kernels_fitted.yaml"
-#: Families in order of generation, by their memory: without a table of its own a family takes the figures of the
-#: nearest one with memory of the same kind. Streams reach another share of stacked memory than of graphics memory.
-LINES = (("volta", "ga100", "hopper", "blackwell"), ("turing", "ga102", "ada"))
+#: Families in order of generation: without a table of its own a family takes the figures of the nearest one with memory
+#: of the same kind. Streams reach another share of stacked memory than of graphics memory.
+GENERATIONS = ("volta", "turing", "ga100", "ga102", "ada", "hopper", "blackwell")
+_STACKED = ("volta", "ga100", "hopper", "blackwell")
 _FIFTH = 5
 
-Figures = dict[str, float]
+Figures = dict[str, Any]
 #: What is fitted together: kind ("gemm", "memory", "sdp_fwd", "sdp_bwd"), family, units ("" for memory).
 Key = tuple[str, str, str]
 
@@ -107,13 +108,15 @@ def _without_gpu(key: Key, name: str, keyed: Mapping[Key, list[Group]],
     siblings = [group for group in keyed[key] if group.gpu.name != name]
     if siblings:
         return fit(key, siblings), ", ".join(sorted({group.gpu.name for group in siblings}))
-    line = next(line for line in LINES if family in line)
-    own = line.index(family)
-    order = sorted((other not in line, line.index(other) > own if other in line else False,
-                    abs(line.index(other) - own) if other in line else 0, other)
-                   for wanted, other, same in keyed if (wanted, same) == (kind, units) and other != family)
-    nearest = order[0][-1]
-    return inside[kind, nearest, units], f"family {nearest}"
+    places = {other: GENERATIONS.index(other) for wanted, other, same in keyed
+              if (wanted, same) == (kind, units) and other != family}
+    own = GENERATIONS.index(family)
+    nearest = min(places, key=lambda other: ((other in _STACKED) != (family in _STACKED), places[other] > own,
+                                             abs(places[other] - own)))
+    figures = inside[kind, nearest, units]
+    if kind == "gemm":
+        figures = figures | gemm_fit.library(keyed[kind, nearest, units][0])
+    return figures, f"family {nearest}"
 
 
 def _errors(group: Group, figures: Mapping[str, float]) -> NDArray[np.float64]:

@@ -24,11 +24,9 @@ _PATTERN = {
     ("elementwise", "forward"): "elementwise", ("optimizer", "forward"): "elementwise",
     ("reduction", "forward"): "reduction", ("rows", "forward"): "elementwise",
 }
-#: How sharply rows in work beyond a cache's size are evicted: between streaming (1) and a full flush (infinite).
-_EVICTION = 4
-#: Of L2, what a kernel still finds of the one before; beyond it the part found shrinks as 1 / size (vidur: sums of 60
-#: to 200 MB on 40 and 50 MiB of L2 are 5-7% faster than the largest ones).
-_STAYS = 0.7
+#: How sharply what exceeds a cache is evicted, between streaming (1) and a full flush (infinite): rows in work, and the
+#: inputs that a kernel finds of the one before (vidur's sums, just produced, ask for 1, neusight's old inputs for 4).
+_EVICTION, _STREAMED = 4, 2
 _LOAD_BYTES = 16  # the widest load of a thread
 _ON_CHIP_ROW_BYTES = 48 * 1024 - 256  # an aligned softmax row that fits in shared memory (SoftMax.cu, smem)
 
@@ -54,17 +52,17 @@ def _device_bytes(kernel: Kernel, rates: Rates, gpu: Gpu) -> float:
     again, per_sm_bytes = _rereads(kernel, rates)
     # Softmax finds nothing of a row in L1: it reads rows again that its block has just evicted.
     missed_l1 = _missed(per_sm_bytes / rates.l1_bytes) if kernel.op == "norm" else 1.0
-    missed_l2 = _missed(per_sm_bytes * gpu.sms / (rates.l2_share * gpu.l2_bytes))
+    cache_bytes = rates.l2_share * gpu.l2_bytes
+    missed_l2 = _missed(per_sm_bytes * gpu.sms / cache_bytes)
     read_again = again * kernel.bytes / 2 * missed_l1 * _cost(missed_l2, rates)
     # A gather reads rows of a large table, which no kernel has just written.
     size_bytes = math.inf if pattern(kernel) == "gather" else kernel.bytes / max(1, kernel.launches)
-    lost = 1.0 - 1.0 / (1.0 + size_bytes / (_STAYS * gpu.l2_bytes))
-    return kernel.bytes / 2 * (1.0 + _cost(lost, rates)) + read_again
+    return kernel.bytes / 2 * (1.0 + _cost(_missed(size_bytes / cache_bytes, _STREAMED), rates)) + read_again
 
 
-def _missed(footprint: float) -> float:
+def _missed(footprint: float, eviction: int = _EVICTION) -> float:
     """Share of accesses that miss a cache, by what is worked on over what the cache keeps of it."""
-    return 1.0 - 1.0 / (1.0 + footprint**_EVICTION)
+    return 1.0 - 1.0 / (1.0 + footprint**eviction)
 
 
 def _cost(missed: float, rates: Rates) -> float:

@@ -1,10 +1,10 @@
 """Time of row-wise and element-wise kernels by what their threads wait for; memory traffic stands in memory_bound.
 
 A row-wise kernel gives each row to one thread block, which works along it in rounds: its threads load, compute and
-store a few elements each, then the next few. A round costs the latency of a load; a pass over the row ends with one
-more, in which the threads meet. While r blocks share an SM, each also waits for the instructions of all r. As many
-blocks run at one time as the SM's threads and registers allow; the rest wait for the next wave. Where a thread loads
-one element of 2 bytes at a time, memory is never full.
+store a few elements each, then the next few. A round costs the latency of a load; the block's start costs one more,
+and each of several passes over the row one in which the threads meet. While r blocks share an SM, each also waits for
+the instructions of all r. As many blocks run at one time as the SM's threads and registers allow; the rest wait for the
+next wave. Where a thread loads one element of 2 bytes at a time, memory is never full.
 
 Sources: `vectorized_layer_norm_kernel` and `cunn_SoftMaxForward` (PyTorch 2.1, layer_norm_kernel.cu, SoftMax.cu);
 `rms_norm_kernel`, `act_and_mul_kernel`, `rotary_embedding_kernel` (vLLM 0.2, csrc), whose loops move single elements.
@@ -27,7 +27,7 @@ _LOAD_BYTES = 16  # the widest load of a thread
 _MOST_THREADS = 1024
 _PERSISTENT_COLS = 1024  # up to here a warp holds a softmax row in registers (PersistentSoftmax.cuh)
 #: Joins a block's waiting and its memory traffic, by passes over the row (1 = they add, infinite = the longer counts).
-_OVERLAP = {1: 1.4, 2: 2.2}
+_OVERLAP = {1: 1.15, 2: 2.2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class Block:
         passes: over the row, one after another.
         instructions: per element, all passes.
         most_resident: threads of an SM its registers leave room for.
+        parts: shares of a row that are worked off one after another, by threads enough for the first.
     """
 
     threads: int
@@ -47,6 +48,7 @@ class Block:
     passes: int
     instructions: float
     most_resident: int = 2048
+    parts: tuple[float, ...] = (1.0,)
 
 
 _SOFTMAX_INSTRUCTIONS = 27.0
@@ -54,9 +56,10 @@ _SOFTMAX_INSTRUCTIONS = 27.0
 #: of 2560 columns jump at 12 x 108 rows (A100) and 12 x 132 (H100).
 _BLOCKS = {
     "norm": Block(128, 4, 2, 18, 1536),
-    "norm_scalar": Block(1024, 1, 2, 18),
-    "gated_scalar": Block(1024, 1, 1, 30),
-    "rotary_scalar": Block(512, 2, 1, 40),
+    "norm_scalar": Block(1024, 1, 2, 22),
+    "gated_scalar": Block(1024, 1, 1, 16),
+    "rotary_scalar": Block(512, 2, 1, 26, parts=(0.5, 0.5)),  # queries, then keys
+    "rotary_grouped_scalar": Block(512, 2, 1, 26, parts=(0.8, 0.2)),
 }
 #: Element-wise functions whose arithmetic can outlast their traffic, instructions per element: `gelu` with erf in 16
 #: bit (vidur, A100 and H100 alike), `powu` by any exponent (neusight, A100-80GB).
@@ -81,7 +84,7 @@ def block_of(kernel: Kernel) -> Block | None:
 
 def resident(block: Block, cols: int, rates: Rates) -> tuple[int, int]:
     """Threads of a block that works off `cols` columns, and how many such blocks share an SM."""
-    threads = min(block.threads, _WARP * math.ceil(cols / block.elements / _WARP))
+    threads = min(block.threads, _WARP * math.ceil(cols * block.parts[0] / block.elements / _WARP))
     return threads, max(1, int(min(rates.sm_threads, block.most_resident) // threads))
 
 
@@ -95,7 +98,8 @@ def joined_s(kernel: Kernel, moving_s: float, rates: Rates, gpu: Gpu, sms: int) 
         return max(moving_s, kernel.shape[0] * instructions * issue_s / sms)
     rows, cols = kernel.shape
     threads, together = resident(block, cols, rates)
-    rounds = block.passes * (math.ceil(cols / (threads * block.elements)) + int(block.passes > 1))
+    loads = block.passes * sum(math.ceil(cols * part / (threads * block.elements)) for part in block.parts)
+    rounds = 1 + loads + (block.passes if block.passes > 1 else 0)
     waiting_s, own_s = rounds * rates.latency_s, cols * block.instructions * issue_s
     blocks_s = math.ceil(rows / (together * sms)) * waiting_s + math.ceil(rows / sms) * own_s
     exponent = _OVERLAP[block.passes]

@@ -17,8 +17,8 @@ VARIANTS: dict[tuple[str, str], RowWise | str] = {
     ("add", "phi-2"): RowWise("elementwise", 6, 2),  # a parallel block adds attention and MLP: two sums of two tensors
     ("mlp_act", "phi-2"): "gelu",  # not gated
     ("input_layernorm", "phi-2"): "ln",  # PyTorch's, in place of vLLM's RMSNorm
-    # Keys are an eighth to a quarter of the queries.
-    ("attn_rope", "Llama-3"): RowWise("rows", 2.5, 1, "rotary_scalar", 1.25),
+    # Keys are an eighth to a quarter of the queries; a quarter in what the tables hold.
+    ("attn_rope", "Llama-3"): RowWise("rows", 2.5, 1, "rotary_grouped_scalar", 1.25),
 }
 
 

@@ -234,10 +234,8 @@ def test_memory_bound_kernels_move_their_bytes() -> None:
     device = Device(gpu("a100-80g-sxm"))
     rates = Rates(gpu("a100-80g-sxm"))
     stream = Kernel("elementwise", "bf16", (2**30,), "relu", 0.0, 4 * 2**30, "memory_bound", launches=3)
-    # Of 2 x 1.43 GB a kernel, 0.7 x 40 MiB of the inputs are still in L2.
-    found = 1 / (1 + 4 * 2**30 / 3 / (0.7 * 40 * 2**20)) / 2 * (1 - rates.reread_cost)
-    expected = 4 * 2**30 * (1 - found) / (2039e9 * rates.memory_share("elementwise")) + 3 * rates.start_s
-    assert device.times([stream])[0] == pytest.approx(expected, rel=1e-5)
+    expected = 4 * 2**30 / (2039e9 * rates.memory_share("elementwise")) + 3 * rates.start_s
+    assert device.times([stream])[0] == pytest.approx(expected, rel=1e-3)
     riding = Kernel("elementwise", "bf16", (2**30,), "relu", 0.0, 0.0, "memory_bound", launches=0)
     assert device.times([riding])[0] == 0.0
 
@@ -255,9 +253,9 @@ def waits_s(kernel: Kernel, name: str = "a100-80g-pcie", sms: int = 108) -> floa
 
 
 def test_a_row_costs_a_latency_per_round_and_the_instructions_of_its_sm() -> None:
-    # 4096 columns, 1024 threads, one element each: 4 rounds and a barrier, twice; 18 instructions of 128 lanes a cycle.
+    # 4096 columns, 1024 threads, one element each: a start, 4 rounds and a barrier twice; 22 instructions of 128 lanes.
     card = gpu("a100-80g-pcie")
-    waiting_s, own_s = 10 * Rates(card).latency_s, 4096 * 18 / (128 * card.boost_mhz * 1e6)
+    waiting_s, own_s = 11 * Rates(card).latency_s, 4096 * 22 / (128 * card.boost_mhz * 1e6)
 
     def norm(rows: int) -> float:
         return waits_s(Kernel("rows", "fp16", (rows, 4096), "forward", 0.0, 1.0, "memory_bound", kernel="norm_scalar"))
