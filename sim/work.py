@@ -67,7 +67,8 @@ class Kernel:
     softmax           (rows, cols)                                   forward, backward
     cross_entropy     (rows, cols)                                   forward, backward
     embedding         (rows, cols)                                   forward, backward
-    elementwise       (elements,)                                    free text, for reading only
+    elementwise       (elements,)                                    the function; of a few its arithmetic counts
+    rows              (rows, cols)                                   free text; a map of each row, see `kernel`
     reduction         (rows, cols)                                   free text; a sum over the rows
     optimizer         (parameters,)                                  loop, foreach, fused
     ================  =============================================  =====================================
@@ -80,7 +81,8 @@ class Kernel:
         category: one of `CATEGORIES`.
         causal: for attention, whether a kernel may skip the upper triangle.
         launches: how many CUDA kernels (and host operator calls) this stands for. 0 = rides inside its neighbour.
-        kernel: implementation where it matters to speed (`flash1`, `flash2`, `flash3`, `triton`, `eager`), else "".
+        kernel: implementation where it matters to speed (`flash1`, `flash2`, `flash3`, `triton`, `eager`; of rows
+            those of `row_blocks.py`), else "".
     """
 
     op: str

@@ -21,13 +21,13 @@ from sim.catalog import table
 from sim.hardware.rates import UNITS
 
 FITTED = Path(sim.hardware.__file__).parent / "kernels_fitted.yaml"
-#: Families in order of generation: without a table of its own a family takes the figures of the nearest.
+#: Families in order of generation: without a table of its own a family takes the figures of the nearest one with memory
+#: of the same kind. Streams reach another share of stacked memory than of graphics memory.
 GENERATIONS = ("volta", "turing", "ga100", "ga102", "ada", "hopper", "blackwell")
+_STACKED = ("volta", "ga100", "hopper", "blackwell")
 _FIFTH = 5
-#: Rows of a thread block (forward, backward) of flash attention where it is not 128: cuDNN's on Blackwell takes 256.
-_BLOCK_ROWS = {"blackwell": (256, 128)}
 
-Figures = dict[str, float]
+Figures = dict[str, Any]
 #: What is fitted together: kind ("gemm", "memory", "sdp_fwd", "sdp_bwd"), family, units ("" for memory).
 Key = tuple[str, str, str]
 
@@ -59,7 +59,7 @@ def fit(key: Key, members: Sequence[Group]) -> Figures:
     if kind == "memory":
         return row_fit.fit_memory(members)
     dims = sorted({kernel.shape[-1] for group in members for kernel in group.kernels})
-    return row_fit.fit_attention(members, kind == "sdp_bwd", dims, _shares(family), _block_rows(family, kind))
+    return row_fit.fit_attention(members, kind == "sdp_bwd", dims, _shares(family))
 
 
 def predict(group: Group, figures: Mapping[str, float]) -> NDArray[np.float64]:
@@ -69,8 +69,7 @@ def predict(group: Group, figures: Mapping[str, float]) -> NDArray[np.float64]:
         return gemm_fit.sample(group, None).predict(figures)
     if kind == "memory":
         return row_fit.predict(group, {"memory": dict(figures)})
-    return row_fit.predict(group, row_fit.attention_figures(figures, kind == "sdp_bwd", _shares(family),
-                                                            _block_rows(family, kind)))
+    return row_fit.predict(group, row_fit.attention_figures(figures, kind == "sdp_bwd", _shares(family)))
 
 
 def by_key(members: Sequence[Group]) -> dict[Key, list[Group]]:
@@ -103,17 +102,21 @@ def assess(members: Sequence[Group], say: Callable[[str], None] = lambda _: None
 
 def _without_gpu(key: Key, name: str, keyed: Mapping[Key, list[Group]],
                  inside: Mapping[Key, Figures]) -> tuple[Figures, str]:
-    """Figures for a GPU from the tables of all others: its family's, else the generation's before, else the next."""
+    """Figures for a GPU from the tables of all others: its family's, else those of the generation before with memory of
+    the same kind, else of the next, else of the other kind."""
     kind, family, units = key
     siblings = [group for group in keyed[key] if group.gpu.name != name]
     if siblings:
         return fit(key, siblings), ", ".join(sorted({group.gpu.name for group in siblings}))
-    own = GENERATIONS.index(family)
     places = {other: GENERATIONS.index(other) for wanted, other, same in keyed
               if (wanted, same) == (kind, units) and other != family}
-    order = sorted((place > own, abs(place - own), other) for other, place in places.items())
-    nearest = order[0][2]
-    return inside[kind, nearest, units], f"family {nearest}"
+    own = GENERATIONS.index(family)
+    nearest = min(places, key=lambda other: ((other in _STACKED) != (family in _STACKED), places[other] > own,
+                                             abs(places[other] - own)))
+    figures = inside[kind, nearest, units]
+    if kind == "gemm":
+        figures = figures | gemm_fit.library(keyed[kind, nearest, units][0])
+    return figures, f"family {nearest}"
 
 
 def _errors(group: Group, figures: Mapping[str, float]) -> NDArray[np.float64]:
@@ -133,10 +136,6 @@ def _kept(group: Group) -> NDArray[np.intp]:
 def _shares(family: str) -> dict[int, Sequence[float]]:
     figures = table("hardware/kernels.yaml")["families"][family]["attention"]["flash2"]
     return {dim: value for dim, value in figures.items() if isinstance(dim, int)}
-
-
-def _block_rows(family: str, kind: str) -> int:
-    return _BLOCK_ROWS.get(family, (128, 128))[int(kind == "sdp_bwd")]
 
 
 def document(fitted: Mapping[Key, Figures], keyed: Mapping[Key, Sequence[Group]]) -> dict[str, Any]:
@@ -159,15 +158,13 @@ def document(fitted: Mapping[Key, Figures], keyed: Mapping[Key, Sequence[Group]]
         elif kind == "memory":
             entry["memory"] = rounded | origin
         else:
-            _attention(entry.setdefault("attention", {}), kind == "sdp_bwd", family, rounded, origin)
+            _attention(entry.setdefault("attention", {}), kind == "sdp_bwd", rounded, origin)
     return {"families": families}
 
 
-def _attention(entry: dict[str, Any], backward: bool, family: str, figures: Figures, origin: dict[str, Any]) -> None:
-    blocks = entry.setdefault("blocks", {"rows": list(_BLOCK_ROWS.get(family, (128, 128))), "longest_share": [1.0, 1.0],
-                                         "balance": [2.0, 2.0]})
-    for name in ("longest_share", "balance"):
-        blocks[name][int(backward)] = figures[name]
+def _attention(entry: dict[str, Any], backward: bool, figures: Figures, origin: dict[str, Any]) -> None:
+    if not backward:
+        entry["blocks"] = {name: figures[name] for name in ("longest_share", "balance")}
     shares = entry.setdefault("flash2", dict(origin))
     for name, value in figures.items():
         if name.startswith("share_"):

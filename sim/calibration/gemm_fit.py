@@ -30,6 +30,7 @@ FIGURES: dict[str, tuple[float, float, float]] = {
 #: throttled long ones, and no other source says more.
 ENERGY = (0.5, 2.0, 1.0)
 ENERGY_FROM_TABLES = (("blackwell", "half"), ("turing", "fp32"))
+_LIBRARY = ("batched_slice", "batched_tile")  # not fitted: what the tables show of which kernels the library picks
 _EXPECTED_WEIGHT = 2.0e-4  # pull towards the expected values: decides only where the data do not
 _FEW_ROWS = 1000  # with n rows in all the pull grows by 1 + 1000 / n
 _NOISE = 0.02  # relative; errors below it are not worth fitting
@@ -47,11 +48,12 @@ class Sample:
     power: Power
     weights: Vector
 
-    def predict(self, figures: Mapping[str, float]) -> Vector:
+    def predict(self, figures: Mapping[str, Any]) -> Vector:
         """Seconds the benchmark would report."""
         rates = self.rates
         named = [name for name in figures if name in FIGURES and name != "eta"]
         values: dict[str, Any] = {name: float(figures[name]) for name in named}
+        values |= {name: figures[name] for name in _LIBRARY if name in figures}
         if "eta" in figures:
             values["flops_per_s"] = self.group.gpu.peak_flops(self.group.dtype) * float(figures["eta"])
         if "energy" in figures:
@@ -69,6 +71,12 @@ class Sample:
             rows = hosts == host
             read[rows] = method.read(host, gpu_s[rows])
         return read
+
+
+def library(group: Group) -> dict[str, Any]:
+    """What the library of a group's GPU does with batched products, by figure of `GemmRates`."""
+    rates = Rates(group.gpu).gemm(group.dtype)
+    return {name: getattr(rates, name) for name in _LIBRARY}
 
 
 def stated_energy_pj(group: Group) -> float:

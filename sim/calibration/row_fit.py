@@ -14,10 +14,10 @@ from sim.measured.timing import reported_s
 #: Figure of `memory`, lowest and highest physical value, value expected before any data.
 MEMORY: dict[str, tuple[float, float, float]] = {
     "elementwise": (0.60, 0.97, 0.88),
-    "row_wise": (0.60, 1.0, 0.95),
     "gather": (0.05, 0.90, 0.15),
     "l2_share": (0.10, 1.20, 0.45),
     "reread_cost": (0.0, 0.60, 0.20),
+    "latency_cycles": (300.0, 1000.0, 620.0),
 }
 _BULK = 0.06  # relative error beyond which a row hardly counts (Cauchy loss): the smallest tensors measure the host
 _MOST_ROWS = 200
@@ -45,23 +45,23 @@ def fit_memory(groups: Sequence[Group], rounds: int = 150) -> dict[str, float]:
 
 
 def fit_attention(groups: Sequence[Group], backward: bool, dims: Sequence[int], other: Mapping[int, Sequence[float]],
-                  rows: int, rounds: int = 120) -> dict[str, float]:
-    """Share of peak by head dimension, and how the longest block shows, of one direction of flash attention.
+                  rounds: int = 120) -> dict[str, float]:
+    """Share of peak by head dimension of one direction of flash attention; forward, how the longest block shows.
 
     Args:
         groups: tables of that direction.
         dims: head dimensions they hold.
         other: the family's shares (forward, backward) by head dimension, whose other direction stays.
-        rows: rows of a thread block.
     """
     figures = {f"share_{dim}": (0.1, 0.95, 0.5) for dim in dims}
-    figures |= {"longest_share": (0.3, 2.0, 1.0), "balance": (1.0, 4.0, 2.0)}
-    return _fit(list(groups), figures, lambda values: attention_figures(values, backward, other, rows), rounds,
+    if not backward:
+        figures |= {"longest_share": (0.3, 2.0, 1.0), "balance": (1.0, 4.0, 2.0)}
+    return _fit(list(groups), figures, lambda values: attention_figures(values, backward, other), rounds,
                 _FEW_ROWS_WEIGHT)
 
 
-def attention_figures(values: Mapping[str, float], backward: bool, other: Mapping[int, Sequence[float]],
-                      rows: int) -> dict[str, Any]:
+def attention_figures(values: Mapping[str, float], backward: bool,
+                      other: Mapping[int, Sequence[float]]) -> dict[str, Any]:
     """Fitted values in the shape of `kernels.yaml`."""
     shares: dict[int, list[float]] = {}
     for name, value in values.items():
@@ -69,8 +69,8 @@ def attention_figures(values: Mapping[str, float], backward: bool, other: Mappin
             dim = int(name.removeprefix("share_"))
             shares[dim] = list(other.get(dim, (value, value)))
             shares[dim][int(backward)] = value
-    pair = {name: [values[name]] * 2 for name in ("longest_share", "balance")}
-    return {"attention": {"flash2": shares, "blocks": {"rows": [rows, rows], **pair}}}
+    blocks = {name: values[name] for name in ("longest_share", "balance") if name in values}
+    return {"attention": {"flash2": shares, "blocks": blocks}}
 
 
 def _fit(groups: Sequence[Group], figures: Mapping[str, tuple[float, float, float]], shape: Any,

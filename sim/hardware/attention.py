@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import math
+from functools import lru_cache
 
 import numpy as np
 
@@ -12,6 +14,9 @@ from sim.work import Kernel
 
 _DIAGONAL_ROWS = 128  # a causal kernel works in blocks of 64 or 128 keys (FlashAttention-2, section 3.3)
 _BACKWARD_WORK = 2.5  # five products instead of two: the scores are computed again (FlashAttention, Dao et al. 2022)
+
+_ROUNDS = 8  # of blocks on every SM that are dealt one by one
+_BLOCK_START = 0.5  # loads and stores of a block's own keys and values, over the work of one block of queries on them
 
 
 def attention_work(kernel: Kernel) -> float:
@@ -33,20 +38,43 @@ def attention_times(kernel: Kernel, rates: AttentionRates, sms: int, bandwidth_b
     """Seconds of a fused attention kernel: arithmetic, memory, and one of its thread blocks.
 
     Each of batch · heads · ceil(s / `block_rows`) blocks takes one SM; backward puts its blocks over the keys, forward
-    over the queries. A launch lasts as long as its work spread evenly over the SMs, or as its longest block (causal:
-    twice the average one), joined by the exponent `balance`: the more blocks per SM, the less the longest one shows.
+    over the queries. Backward fills an SM with one block, so a launch lasts until the last of them ends (`_dealt`).
+    Forward, of which an SM holds several, lasts as long as its work spread evenly over the SMs, or as its longest block
+    (causal: twice the average one), joined by the exponent `balance`: the more blocks per SM, the less it shows.
     """
     batch, heads, _, queries, keys, _ = kernel.shape
-    rows, columns = (keys, queries) if kernel.variant == "backward" else (queries, keys)
-    blocks = batch * heads * math.ceil(rows / rates.block_rows)
+    backward = kernel.variant == "backward"
+    rows, columns = (keys, queries) if backward else (queries, keys)
+    each = math.ceil(rows / rates.block_rows)
+    blocks = batch * heads * each
     work = attention_work(kernel)
     sm_rate = rates.flops_per_s / sms_total
     average_s = work / blocks / sm_rate
-    unmasked = 4.0 * batch * heads * rows * columns * kernel.shape[-1]
-    unmasked *= _BACKWARD_WORK if kernel.variant == "backward" else 1.0
-    longest_s = rates.longest_share * unmasked / blocks / sm_rate
-    even_s = max(work / sms / sm_rate, average_s)
-    ratio = min(even_s, longest_s) / max(even_s, longest_s)
-    seconds = max(even_s, longest_s) * float((1.0 + ratio**rates.balance) ** (1.0 / rates.balance))
     memory_s = kernel.bytes / (bandwidth_bps * rates.bandwidth_share)
+    if backward:
+        seconds = average_s * _dealt(batch * heads, each, kernel.causal, sms, rates.heads_first)
+    else:
+        unmasked = 4.0 * batch * heads * rows * columns * kernel.shape[-1]
+        longest_s = rates.longest_share * unmasked / blocks / sm_rate
+        even_s = max(work / sms / sm_rate, average_s)
+        ratio = min(even_s, longest_s) / max(even_s, longest_s)
+        seconds = max(even_s, longest_s) * float((1.0 + ratio**rates.balance) ** (1.0 / rates.balance))
     return ProductTimes(np.array([seconds]), np.array([memory_s]), np.array([average_s]))
+
+
+@lru_cache(maxsize=4096)
+def _dealt(heads: int, each: int, causal: bool, sms: int, heads_first: bool) -> float:
+    """Time over an average block's work until `sms` SMs have worked off `heads` times `each` blocks.
+
+    An SM takes the next block when its last one ends, in order of the grid: every block of a head before the next
+    head, or (`heads_first`) every head before the next block. Of a causal mask the first block of keys is seen by all
+    blocks of queries, the last by one. Many heads: all but the last few rounds go by evenly.
+    """
+    sizes = [_BLOCK_START + (each - place if causal else each) for place in range(each)]
+    kept = min(heads, math.ceil(_ROUNDS * sms / each))
+    order = [size for size in sizes for _ in range(kept)] if heads_first else sizes * kept
+    ends = [0.0] * min(sms, len(order))
+    for size in order:
+        heapq.heapreplace(ends, ends[0] + size)
+    average = (each + 1) / 2 if causal else each
+    return (max(ends) + (heads - kept) * sum(sizes) / sms) / average

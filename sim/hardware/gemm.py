@@ -5,6 +5,7 @@ as many waves as tiles exceed the SMs. A tile costs its main loop over K at a ra
 of small tiles, a pipeline fill, a fixed start and the part of its output traffic that no product hides. The library
 picks tile and number of slices of K (split K, whose partial sums cost traffic) by a heuristic that takes one of the
 nearly fastest: the expected time over those. Compute and memory overlap, imperfectly where they are about equal.
+Batched fp32 products come in one kernel on some generations: whole tiles of rows, whole slices of K (`batched_slice`).
 
 Source: tile and wave quantisation, NVIDIA "Matrix Multiplication Background User's Guide" (DU-09799), sections 2 and 3;
 tiles of CUTLASS's default list. Figures: `kernels.yaml`.
@@ -94,15 +95,21 @@ def product_times(products: Products, rates: GemmRates, sms: int, sms_total: int
     whole_bps = (bandwidth_total_bps or bandwidth_bps) * rates.bandwidth_share
     blocks = batch * np.ceil(m / tile_m) * np.ceil(n / tile_n) * split
     filled = _filled(m / tile_m, rates.partial_tile) * _filled(n / tile_n, rates.partial_tile)
+    fixed = (batch > 1) & (rates.batched_tile is not None)
+    filled = np.where(fixed, _filled(n / tile_n, rates.partial_tile), filled)
     area = tile_m * tile_n
     output_bytes = np.maximum(products.total_bytes - products.input_bytes, 0.0)[:, None]
     rate = _tile_rate(tile_m, tile_n, rates.operand_cost) * products.aligned[:, None] * rates.flops_per_s / sms_total
     stored_bytes = area * output_bytes / (batch * m * n * split)
-    loop_s = filled * 2.0 * area * (k / split + rates.fill_k) / rate + rates.block_start_s
+    sliced = np.ceil(k / split / rates.batched_slice) * rates.batched_slice
+    depth = np.where(batch > 1, np.maximum(k / split, sliced), k / split)
+    loop_s = filled * 2.0 * area * (depth + rates.fill_k) / rate + rates.block_start_s
     exposed_bytes = filled * rates.exposed_output * stored_bytes * sms_total
     partial_bytes = np.where(split > 1, _ACCUMULATOR_BYTES * (split + 1) * batch * m * n, 0.0)
     waves = _waves(blocks, sms_total, rates.idle_wave_loss)
-    weights = _weights(waves * (loop_s + exposed_bytes / whole_bps) + partial_bytes / whole_bps, rates.spread)
+    expected = waves * (loop_s + exposed_bytes / whole_bps) + partial_bytes / whole_bps
+    rows, columns = rates.batched_tile or (0, 0)
+    weights = _weights(np.where(fixed & ((tile_m != rows) | (tile_n != columns)), np.inf, expected), rates.spread)
 
     block_s, partial_s = loop_s + exposed_bytes / reachable_bps, partial_bytes / reachable_bps
     alone = waves * block_s + partial_s

@@ -1,9 +1,9 @@
 """Time of kernels that only move bytes: element-wise, norms, softmax, loss, embedding, optimizer.
 
 Bytes over the share of the memory bandwidth that the access pattern reaches. Row-wise kernels read a row more than
-once: again from memory, or from L2 when the rows that are worked on at one time fit there. Inputs of a kernel whose
-tensors fit in L2 are still there from the kernel before. Fewer SMs than it takes to keep the memory busy (Little's law)
-slow the stream down.
+once: again from memory, or from L1 or L2 when the rows that are worked on at one time fit there. Part of a kernel's
+inputs is still in L2 from the kernel before. Fewer SMs than it takes to keep the memory busy (Little's law) slow the
+stream down. What a kernel's threads wait for beside their bytes stands in row_blocks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 
 from sim.hardware.gpu import Gpu
 from sim.hardware.rates import Rates
+from sim.hardware.row_blocks import block_of, joined_s, resident
 from sim.work import DTYPE_BYTES, Kernel
 
 #: Class of access pattern by operation and direction; a direction that is not listed is as fast as "forward".
@@ -21,14 +22,12 @@ _PATTERN = {
     ("cross_entropy", "forward"): "softmax", ("cross_entropy", "backward"): "softmax",
     ("embedding", "forward"): "gather", ("embedding", "backward"): "reduction",
     ("elementwise", "forward"): "elementwise", ("optimizer", "forward"): "elementwise",
-    ("reduction", "forward"): "reduction",
+    ("reduction", "forward"): "reduction", ("rows", "forward"): "elementwise",
 }
-_EVICTION = 4  # how sharply a footprint beyond the cache is evicted; between streaming (1) and a full flush (infinite)
-_NORM_THREADS = 128  # per row: PyTorch's vectorized_layer_norm_kernel launches blocks of 32 x 4 threads
-_LOAD_BYTES = 16  # per thread and load; softmax gives a row one thread per load, at most 1024 (SoftMax.cu)
-_MOST_THREADS = 1024
-_WARP = 32
-_PERSISTENT_COLS = 1024  # up to here a softmax row stays in registers (PersistentSoftmax.cuh)
+#: How sharply what exceeds a cache is evicted, between streaming (1) and a full flush (infinite): rows in work, and the
+#: inputs that a kernel finds of the one before (vidur's sums, just produced, ask for 1, neusight's old inputs for 4).
+_EVICTION, _STREAMED = 4, 2
+_LOAD_BYTES = 16  # the widest load of a thread
 _ON_CHIP_ROW_BYTES = 48 * 1024 - 256  # an aligned softmax row that fits in shared memory (SoftMax.cu, smem)
 
 
@@ -43,40 +42,42 @@ def pattern(kernel: Kernel) -> str:
 def memory_time(kernel: Kernel, rates: Rates, gpu: Gpu, sms: int, bandwidth_bps: float) -> float:
     """Seconds: one start per launch, then the bytes that reach device memory at the pattern's rate."""
     share = rates.memory_share(pattern(kernel))
-    if kernel.op == "softmax":
-        share *= rates.memory_share("row_wise")
     reachable_bps = min(share * bandwidth_bps, sms * rates.sm_bandwidth_bps)
-    return rates.start_s * kernel.launches + _device_bytes(kernel, rates, gpu) / reachable_bps
+    moving_s = _device_bytes(kernel, rates, gpu) / reachable_bps
+    return rates.start_s * kernel.launches + joined_s(kernel, moving_s, rates, gpu, sms)
 
 
 def _device_bytes(kernel: Kernel, rates: Rates, gpu: Gpu) -> float:
     """Bytes of device-memory traffic; those read from L2 counted at their relative cost."""
+    again, per_sm_bytes = _rereads(kernel, rates)
+    # Softmax finds nothing of a row in L1: it reads rows again that its block has just evicted.
+    missed_l1 = _missed(per_sm_bytes / rates.l1_bytes) if kernel.op == "norm" else 1.0
     cache_bytes = rates.l2_share * gpu.l2_bytes
-    again, row_bytes, rows_per_sm = _rereads(kernel, rates)
-    read_again = again * kernel.bytes / 2 * _cost(rows_per_sm * gpu.sms * row_bytes / cache_bytes, rates)
+    missed_l2 = _missed(per_sm_bytes * gpu.sms / cache_bytes)
+    read_again = again * kernel.bytes / 2 * missed_l1 * _cost(missed_l2, rates)
     # A gather reads rows of a large table, which no kernel has just written.
-    produced = math.inf if pattern(kernel) == "gather" else kernel.bytes / max(1, kernel.launches) / cache_bytes
-    inputs = kernel.bytes / 2 * _cost(produced, rates)
-    return kernel.bytes / 2 + inputs + read_again
+    size_bytes = math.inf if pattern(kernel) == "gather" else kernel.bytes / max(1, kernel.launches)
+    return kernel.bytes / 2 * (1.0 + _cost(_missed(size_bytes / cache_bytes, _STREAMED), rates)) + read_again
 
 
-def _cost(footprint: float, rates: Rates) -> float:
-    """Cost of a byte over one from memory, by the footprint of what is worked on over what L2 keeps of it."""
-    missed = 1.0 - 1.0 / (1.0 + footprint**_EVICTION)
+def _missed(footprint: float, eviction: int = _EVICTION) -> float:
+    """Share of accesses that miss a cache, by what is worked on over what the cache keeps of it."""
+    return 1.0 - 1.0 / (1.0 + footprint**eviction)
+
+
+def _cost(missed: float, rates: Rates) -> float:
+    """Cost of a byte over one from memory, if L2 misses so many of them."""
     return missed + (1.0 - missed) * rates.reread_cost
 
 
-def _rereads(kernel: Kernel, rates: Rates) -> tuple[int, float, float]:
-    """Times a row is read again, its bytes, and rows an SM works on at one time. Input = half of a forward's bytes."""
-    if kernel.op not in ("norm", "softmax") or kernel.variant != "forward" or len(kernel.shape) != 2:
-        return 0, 0.0, 0.0
+def _rereads(kernel: Kernel, rates: Rates) -> tuple[int, float]:
+    """Times a row is read again, and bytes of the rows an SM works on at one time. Half of a forward's are read."""
+    block = block_of(kernel)
+    if block is None or kernel.op not in ("norm", "softmax"):
+        return 0, 0.0
     rows, cols = kernel.shape
-    row_bytes = kernel.bytes / 2 / rows
-    if kernel.op == "norm":
-        return 1, row_bytes, rates.sm_threads / _NORM_THREADS
-    width = DTYPE_BYTES[kernel.dtype]
-    aligned = cols * width % _LOAD_BYTES == 0
-    if cols <= _PERSISTENT_COLS or (aligned and cols * width <= _ON_CHIP_ROW_BYTES):
-        return 0, 0.0, 0.0
-    threads = min(_MOST_THREADS, max(_WARP, cols * width / _LOAD_BYTES))
-    return 2, row_bytes, rates.sm_threads / threads
+    size_bytes = cols * DTYPE_BYTES[kernel.dtype]
+    if kernel.op == "softmax" and size_bytes % _LOAD_BYTES == 0 and size_bytes <= _ON_CHIP_ROW_BYTES:
+        return 0, 0.0
+    _, together = resident(block, cols, rates)
+    return (1 if kernel.op == "norm" else 2), together * kernel.bytes / 2 / rows

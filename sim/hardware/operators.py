@@ -15,11 +15,21 @@ from sim.work import DTYPE_BYTES, Kernel
 
 @dataclass(frozen=True, slots=True)
 class RowWise:
-    """A row-wise operator: what `sim.work.Kernel` calls it, accesses per element, kernels launched."""
+    """A row-wise operator.
+
+    Attributes:
+        op: what `sim.work.Kernel` calls it.
+        accesses: reads plus writes of a rows x cols tensor.
+        launches: kernels.
+        kernel: code other than PyTorch's that works off the rows (`row_blocks.py`).
+        width: elements of a row that its block works off, over the columns.
+    """
 
     op: str
     accesses: float
     launches: int = 1
+    kernel: str = ""
+    width: float = 1.0
 
 
 #: `add` and `mul` take two tensors, the `u` forms a tensor and a scalar (NeuSight). Counted per kernel: reads + writes.
@@ -30,13 +40,11 @@ ROW_WISE = {
     "relu": RowWise("elementwise", 2), "tanh": RowWise("elementwise", 2), "dropout": RowWise("elementwise", 2.25),
     "ln": RowWise("norm", 2), "layernorm": RowWise("norm", 2), "softmax": RowWise("softmax", 2),
     "emb": RowWise("embedding", 2), "embedding": RowWise("embedding", 2),
-    # A copy of the residual, then the norm, which reads its row twice (2 + 3 accesses, two kernels); 5.5 agrees better
-    # with the tables of both A100 and H100: single 2-byte loads.
-    "input_layernorm": RowWise("elementwise", 5.5, 2), "rmsnorm": RowWise("norm", 2),
-    # silu of one half to a temporary (2), product with the other half (3); columns are those of the output.
-    "mlp_act": RowWise("elementwise", 5, 2), "silu_mul": RowWise("elementwise", 3),
-    # Queries and keys split off and made contiguous (4), rotated in place (4); columns are the queries'.
-    "attn_rope": RowWise("elementwise", 8, 2), "rope": RowWise("elementwise", 4),
+    # vLLM's, of single 2-byte loads: the norm, silu of one half times the other (columns are those of the output),
+    # queries and keys rotated in place (columns are the queries').
+    "input_layernorm": RowWise("rows", 2, 1, "norm_scalar"), "rmsnorm": RowWise("norm", 2),
+    "mlp_act": RowWise("rows", 3, 1, "gated_scalar"), "silu_mul": RowWise("elementwise", 3),
+    "attn_rope": RowWise("rows", 4, 1, "rotary_scalar", 2), "rope": RowWise("elementwise", 4),
 }
 
 def row_wise_kernel(op: str, rows: int, cols: int, dtype: str, counted: RowWise | None = None) -> Kernel:
@@ -48,10 +56,11 @@ def row_wise_kernel(op: str, rows: int, cols: int, dtype: str, counted: RowWise 
     found = counted or ROW_WISE.get(op) or ROW_WISE.get(op.lower().replace("_", ""))
     if found is None:
         raise UserError(Fault(f"no operator {op!r}; known are {', '.join(ROW_WISE)}", "op", hint=nearest(op, ROW_WISE)))
-    shape = (rows * cols,) if found.op == "elementwise" else (rows, cols)
+    shape = (rows * cols,) if found.op == "elementwise" else (rows, int(cols * found.width))
     size_bytes = rows * cols * found.accesses * DTYPE_BYTES[dtype]
     variant = op if found.op == "elementwise" else "forward"
-    return Kernel(found.op, dtype, shape, variant, 0.0, size_bytes, "memory_bound", launches=found.launches)
+    return Kernel(found.op, dtype, shape, variant, 0.0, size_bytes, "memory_bound", launches=found.launches,
+                  kernel=found.kernel)
 
 
 def product_kernel(m: int, n: int, k: int, batch: int, dtype: str, layout: str = "tn",

@@ -24,6 +24,9 @@ UNITS = {
 #: kernels (Dao, FlashAttention-2, 2023, figure 4).
 _REPLACEMENT = {"flash3": "flash2", "flash2": "flash1", "triton": "flash1", "efficient": "flash1", "flash1": "flash2"}
 
+#: Head dimension beyond which a block of backward holds fewer keys (flash_bwd_launch_template.h of FlashAttention-2).
+_WIDE_HEAD = 128
+
 
 @dataclass(frozen=True, slots=True)
 class GemmRates:
@@ -31,6 +34,8 @@ class GemmRates:
 
     flops_per_s: float
     fill_k: float
+    batched_slice: float
+    batched_tile: tuple[int, int] | None
     block_start_s: float
     operand_cost: float
     exposed_output: float
@@ -51,12 +56,14 @@ class GemmRates:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRates:
-    """A fused attention kernel: FLOP/s on the work it does with every SM busy, and how its longest block shows."""
+    """A fused attention kernel: FLOP/s on the work it does with every SM busy; how forward's longest block shows, and
+    whether backward's grid runs over the heads first."""
 
     flops_per_s: float
     block_rows: int
     longest_share: float
     balance: float
+    heads_first: bool
     start_s: float
     overlap: float
     bandwidth_share: float
@@ -86,6 +93,8 @@ class Rates:
         self.bandwidth_floor = float(figures["bandwidth_floor"]["value"])
         self.l2_share = float(memory["l2_share"])
         self.reread_cost = float(memory["reread_cost"])
+        self.latency_s = float(memory["latency_cycles"]) / (gpu.boost_mhz * 1e6)
+        self.l1_bytes = float(figures["l1_share"]["value"]) * 1024 * float(self._family["l1_kib"])
         self.sm_threads = float(self._family["sm_threads"])
         self.sm_bandwidth_bps = float(figures["sm_bandwidth"]["bytes_in_flight"]) / float(
             figures["sm_bandwidth"]["latency_s"])
@@ -115,6 +124,8 @@ class Rates:
         return GemmRates(
             flops_per_s=rate,
             fill_k=float(figures["fill_k"]),
+            batched_slice=float(figures.get("batched_slice", 1)),
+            batched_tile=(int(tile[0]), int(tile[1])) if (tile := figures.get("batched_tile")) else None,
             block_start_s=float(figures["block_start_s"]),
             operand_cost=float(figures["operand_cost"]),
             exposed_output=float(figures["exposed_output"]),
@@ -145,9 +156,10 @@ class Rates:
         blocks = family["blocks"]
         return AttentionRates(
             flops_per_s=self._gpu.peak_flops(dtype) * float(share),
-            block_rows=int(blocks["rows"][int(backward)]),
-            longest_share=float(blocks["longest_share"][int(backward)]),
-            balance=float(blocks["balance"][int(backward)]),
+            block_rows=int(blocks["rows"][0 if not backward else 1 if head_dim <= _WIDE_HEAD else 2]),
+            longest_share=float(blocks["longest_share"]),
+            balance=float(blocks["balance"]),
+            heads_first=bool(blocks["heads_first"]),
             start_s=self.start_s,
             overlap=float(self._shared["products"]["tensor"]["overlap"]),
             bandwidth_share=self.memory_share("gemm"),

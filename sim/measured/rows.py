@@ -11,13 +11,14 @@ from sim.work import Kernel
 
 _LAYOUT = re.compile(r"\b(TN|NN|NT)\b")  # forward, data gradient, weight gradient, in a table's `source`
 
-#: What a table's `source` column says of the model changes the kernels behind a name: (operator, word) to operator.
-VARIANTS = {
+#: What a table's `source` column says of the model changes the kernels behind a name: (operator, word) to what runs, or
+#: to the operator it is.
+VARIANTS: dict[tuple[str, str], RowWise | str] = {
     ("add", "phi-2"): RowWise("elementwise", 6, 2),  # a parallel block adds attention and MLP: two sums of two tensors
-    ("mlp_act", "phi-2"): RowWise("elementwise", 2),  # GELU, not gated
-    ("input_layernorm", "phi-2"): RowWise("norm", 2),  # LayerNorm, in place of a copy and an RMSNorm
-    # Keys are an eighth to a quarter of the queries: the four key accesses shrink with them.
-    ("attn_rope", "Llama-3"): RowWise("elementwise", 5, 2),
+    ("mlp_act", "phi-2"): "gelu",  # not gated
+    ("input_layernorm", "phi-2"): "ln",  # PyTorch's, in place of vLLM's RMSNorm
+    # Keys are an eighth to a quarter of the queries; a quarter in what the tables hold.
+    ("attn_rope", "Llama-3"): RowWise("rows", 2.5, 1, "rotary_grouped_scalar", 1.25),
 }
 
 
@@ -29,6 +30,8 @@ def table_kernel(row: Mapping[str, Any]) -> Kernel:
     if row.get("op", "gemm") != "gemm":
         op, source = str(row["op"]), str(row["source"])
         counted = next((variant for (name, word), variant in VARIANTS.items() if name == op and word in source), None)
+        if isinstance(counted, str):
+            return row_wise_kernel(counted, int(row["rows"]), int(row["cols"]), row["dtype"])
         return row_wise_kernel(op, int(row["rows"]), int(row["cols"]), row["dtype"], counted)
     m, n, k, batch = (int(row[name]) for name in ("m", "n", "k", "batch"))
     layout = _LAYOUT.search(str(row["source"]))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import pytest
-
 import sim.api as sim
 from sim.parallel import lower
 from sim.program import Kind
