@@ -21,6 +21,8 @@ MEMORY: dict[str, tuple[float, float, float]] = {
 }
 _BULK = 0.06  # relative error beyond which a row hardly counts (Cauchy loss): the smallest tensors measure the host
 _MOST_ROWS = 200
+#: From this multiple of the L2 on a tensor's traffic says what device memory does.
+_BEYOND_L2 = 8.0
 _EXPECTED_WEIGHT = 1.0e-3  # pull towards the expected values
 _FEW_ROWS_WEIGHT = 4.0e-3  # where a table has some ten rows
 
@@ -39,9 +41,15 @@ def thinned(group: Group, most: int = _MOST_ROWS) -> Group:
 
 
 def fit_memory(groups: Sequence[Group], rounds: int = 150) -> dict[str, float]:
-    """The memory figures of least robust relative error; each operator's table weighs the same."""
+    """The memory figures of least robust relative error; each operator's table weighs the same.
+
+    What device memory streams (`elementwise`) stays as judged where all tensors of the tables are near the L2's size.
+    """
     used = [thinned(group) for group in groups]
-    return _fit(used, MEMORY, lambda values: {"memory": values}, rounds, _EXPECTED_WEIGHT)
+    streams = any(kernel.bytes > _BEYOND_L2 * group.gpu.l2_bytes for group in used for kernel in group.kernels
+                  if kernel.op == "elementwise")
+    figures = {name: figure for name, figure in MEMORY.items() if streams or name != "elementwise"}
+    return _fit(used, figures, lambda values: {"memory": values}, rounds, _EXPECTED_WEIGHT)
 
 
 def fit_attention(groups: Sequence[Group], backward: bool, dims: Sequence[int], other: Mapping[int, Sequence[float]],
