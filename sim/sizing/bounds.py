@@ -235,14 +235,15 @@ def _fine(job: tuple[Sequence[Scenario], list[_Group]]) -> list[_Figures]:
 class _Bounding:
     def __init__(self, tables: Tables) -> None:
         self.tables, self.times = tables, Times()
-        #: Slice without its micro-batch to what it holds at least, where that is too much.
-        self.hopeless: dict[tuple[int, ...], float] = {}
+        #: Slice without its micro-batch, and strategies, to what they hold at least, where that is too much.
+        self.hopeless: dict[tuple[tuple[int, ...], frozenset[str]], float] = {}
         self._last: tuple[tuple[tuple[int, ...], str], Table] | None = None
 
     def group(self, group: _Group) -> _Figures:
         """Figures of a group; 0 seconds where memory rules all rows out."""
         key, pipeline, (virtual, scheduled) = group.key[:len(SLICE)], group.key[7], group.key[len(SLICE):]
-        family = (*key[:6], pipeline)
+        kinds = frozenset(STRATEGIES[i] for i in group.strategy.tolist())
+        family = (*key[:6], pipeline), kinds
         if family in self.hopeless:
             return 0.0, self.hopeless[family], 0.0
         schedule = SCHEDULES[scheduled] if pipeline > 1 else ""
@@ -255,7 +256,6 @@ class _Bounding:
         capacity, steps = table.device.gpu.usable_memory_bytes, _micro_steps(table)
         outside = of(table)
         if not (outside.moves_parameters or outside.moves_optimizer or outside.moves_activations):
-            kinds = frozenset(STRATEGIES[i] for i in ways.strategy.tolist())
             one = least(table, ranks, kinds) * _SURE + table.fixed_bytes
             if one > capacity:
                 self.hopeless[family] = one

@@ -114,10 +114,7 @@ def fullest(table: Table, places: Places, flying: Floats, steps: int, ways: Ways
             lasting = whole * numel * table.accumulated * (steps > 1 and not staged)  # when its first backward begins
         elif resident:
             lasting = gradients
-        at_height = (states + lasting)[:, None] + flying
-        if name in sharded and resident:  # a stage of FSDP has no buffer that the block's products add into
-            at_height = (states + lasting)[:, None] + np.zeros_like(flying)
-        found[i] = np.maximum((states + gradients)[:, None], at_height).max(axis=0)
+        found[i] = np.maximum((states + gradients)[:, None], (states + lasting)[:, None] + flying).max(axis=0)
     return found
 
 
