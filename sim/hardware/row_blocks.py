@@ -8,8 +8,9 @@ next wave. Where a thread loads one element of 2 bytes at a time, memory is neve
 
 Sources: `vectorized_layer_norm_kernel` and `cunn_SoftMaxForward` (PyTorch 2.1, layer_norm_kernel.cu, SoftMax.cu);
 `rms_norm_kernel`, `act_and_mul_kernel`, `rotary_embedding_kernel` (vLLM 0.2, csrc), whose loops move single elements.
-Threads, elements and passes are read in them; instructions per element are fitted once for all GPUs (tables of vidur
-on A100 and H100: a block's time when it shares its SM or not; of neusight).
+Threads, elements and passes are as they stand in them (from memory); instructions per element and the exponents of
+`_OVERLAP` were chosen once for all GPUs by scans over the tables of vidur (A100, H100: a block's time when it shares
+its SM or not) and neusight. `fit_kernels` does not fit them again, so no row of those tables is left out for them.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sim.calibration import fit_kernels, gemm_fit, measure_gpu
+from sim.calibration import fit_kernels, gemm_fit, measure_gpu, row_fit
 from sim.calibration.kernel_command import calibrate_gemm, kernel_command
 from sim.calibration.kernels_report import Line, contention, lines, markdown
 from sim.calibration.optimise import minimise
@@ -212,3 +212,11 @@ def test_a_profile_is_as_sure_as_its_fit(left_out: float, confidence: str) -> No
     fit = {"dtype": "bf16", "rows": 20, "before": 0.3, "median": 0.03, "p90": 0.1, "left_out": left_out}
     assert _confidence([fit]) == confidence
     assert ("this fit is poor" in Calibration({"confidence": confidence}, (fit,)).to_text()) == (confidence == "low")
+
+
+def test_streaming_is_fitted_only_to_tensors_far_beyond_the_cache() -> None:
+    """H100's sums are 201 MB at most, four times its L2; A100's 805 MB are twenty times its own."""
+    sums = {group.gpu.name: group for group in groups() if group.file.startswith("vidur_vec") and group.op == "add"}
+    h100, a100 = (next(g for name, g in sums.items() if kind in name) for kind in ("h100", "a100"))
+    assert "elementwise" not in row_fit.fit_memory([h100], rounds=1)
+    assert "elementwise" in row_fit.fit_memory([a100], rounds=1)

@@ -165,9 +165,9 @@ class Stage:
             if arrived is not None:
                 self._passed(section, arrived, 1)
             action, micro = Action(kind, chunk, 0), MicroStep(self.plan.architecture.batch, first, final)
-            if kind == "F" and not one:
-                fetch_batch(self.plan.stack, section)
             if not one:
+                if kind == "F":
+                    fetch_batch(self.plan.stack, section)
                 task = verbs[kind](section, action, micro, self._waited(action), gathers)
             else:  # written with the backward; what the forward sends waits for all compute in front of it
                 task = self._pair(section, Action("F", ahead, 0), action, micro) if kind == "B" else -1
