@@ -80,7 +80,12 @@ class Stack:
         attention_kernel: implementation behind `attention: flash`: flash1, flash2, flash3 or triton.
         residual_dtype_follows_autocast: the residual stream is half, not fp32, under autocast.
         low_precision_norm: norms run in half under autocast.
-        unpad_copies: the attention wrapper copies qkv and output between padded and packed form.
+        unpadding: how the attention wrapper copies qkv and output between padded and packed form: none, packed (qkv at
+            once), apart (queries, keys and values one after another) or known (apart, by rows found once per forward).
+        reduction_copied: FSDP 1 copies a unit's gradient once more before it reduces it.
+        step_reductions: all-reduces of a few numbers at the end of a step, whose results the host reads one by one.
+        metric_gathers: states of training metrics that are gathered over all ranks at the end of every step.
+        host_read_s: from the end of what the GPU has to do to the host going on with a number it reads there.
         fused_*: one kernel instead of a chain (bias + GELU, SwiGLU, rotary, RMSNorm, scale + mask + softmax,
             bias + dropout + residual).
         rmsnorm_kernel: torch.nn.RMSNorm is one kernel, which plain modules then use.
@@ -140,6 +145,7 @@ class Stack:
     host_spread_s: float
     host_batch_s: float
     host_exchange_s: float
+    host_read_s: float
     launch_queue: int
     rank_jitter_s: float
     product_rate: float
@@ -155,7 +161,10 @@ class Stack:
     attention_kernel: str
     residual_dtype_follows_autocast: bool
     low_precision_norm: bool
-    unpad_copies: bool
+    unpadding: str
+    reduction_copied: bool
+    step_reductions: int
+    metric_gathers: int
     fused_bias_gelu: bool
     fused_swiglu: bool
     fused_rope: bool

@@ -217,7 +217,19 @@ class Fsdp:
         """Forward of the layer at `position`, with what it keeps."""
         label = Label(self.layer_label(position), "forward", layer.kind)
         self.memory.forward(position, layer)
+        if layer.reading_s:
+            return self.read(section, layer, self.plan.compute.cut(layer, "", before, (), "forward"), label, waits, joins)
         return section.kernels(COMPUTE, self.plan.compute.forward(layer, before), label, waits, joins)
+
+    def read(self, section: SectionBuilder, layer: Layer, segments: Sequence[int], label: Label, waits: Sequence[int],
+             joins: Sequence[int] = ()) -> int:
+        """Segments between which the host waits for the GPU, to read what the next one needs."""
+        reads = [op.reading_s for op in layer.operators if op.reading_s]
+        task = section.kernels(COMPUTE, segments[0], label, waits, joins)
+        for reading_s, segment in zip(reads, segments[1:], strict=True):
+            section.host(reading_s, Label(label.layer, label.phase, "read"), waits=(task,))
+            task = section.kernels(COMPUTE, segment, label)
+        return task
 
     @property
     def backward_prefetch(self) -> str:
@@ -230,7 +242,11 @@ class Fsdp:
         name = self.units[position].name
         self.unsharded[name] = self.unsharded.get(name, 0) + self.memory.backward(position, layer)
         label = Label(self.layer_label(position), "backward", layer.kind)
-        segment = self.plan.compute.backward(layer, self.plan.policy(position), before, after)
+        policy = self.plan.policy(position)
+        if layer.reading_s and policy == "full":
+            cut = self.plan.compute.cut(layer, policy, before, after, "backward")
+            return self.read(section, layer, cut, label, (*waits, *present(self.reduced)))
+        segment = self.plan.compute.backward(layer, policy, before, after)
         return section.kernels(COMPUTE, segment, label, (*waits, *present(self.reduced)))
 
     def layer_label(self, position: int) -> str:

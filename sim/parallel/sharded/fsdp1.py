@@ -115,14 +115,27 @@ class Fsdp1(Fsdp):
         width = 2 * g + (0 if micro.first or every else g)
         if micro.reduce and self.factor * self.replicas > 1:
             width += 2 * r + (g + r if self.gather_dtype != self.reduce_dtype else 0)
+            width += 2 * r if self.plan.stack.reduction_copied and self.factor > 1 else 0
         numel = unit.numel + self.graded(unit) - unit.padded
         return (self.copy_kernel("flatten gradient", numel, width),)
+
+    def reduced_copies(self, unit: Unit) -> list[tuple[str, int]]:
+        """Copies of a unit's gradient on the way to its reduction: cast to its dtype, padded (`reduction_copied`)."""
+        size, cast = round(self.graded(unit) * self.reduce_bytes), self.gather_dtype != self.reduce_dtype
+        names = [*(("cast_gradient",) if cast else ()),
+                 *(("padded_gradient",) if self.plan.stack.reduction_copied and self.factor > 1 else ())]
+        return [(f"{name}:{unit.name}", size) for name in names if size]
 
     def post_backward(self, section: SectionBuilder, unit: Unit, micro: MicroStep, task: int) -> None:
         """Reduction of a unit's gradient; the unsharded gradient is freed behind it."""
         if not micro.reduce:
             return
         first = micro.first or not self.plan.scenario.parallel.reduce_every_micro_step
+        copies = self.reduced_copies(unit)
+        for name, size in copies:
+            section.allocate(name, size, "gradients", REDUCE)
         self.reduce(section, unit, (task,), first)
+        for name, size in copies:
+            section.free(name, size, "gradients", REDUCE, (REDUCE,))
         size = round(self.graded(unit) * self.gather_bytes)
         section.free(f"unsharded_gradient:{unit.name}", size, "gradients", COMPUTE, (REDUCE,))
