@@ -82,6 +82,7 @@ class Stack:
         low_precision_norm: norms run in half under autocast.
         unpadding: how the attention wrapper copies qkv and output between padded and packed form: none, packed (qkv at
             once), apart (queries, keys and values one after another) or known (apart, by rows found once per forward).
+        shards_copied: FSDP 1 copies a unit's shard before it gathers it, though it has the right dtype.
         reduction_copied: FSDP 1 copies a unit's gradient once more before it reduces it.
         step_reductions: all-reduces of a few numbers at the end of a step, whose results the host reads one by one.
         metric_gathers: states of training metrics that are gathered over all ranks at the end of every step.
@@ -162,6 +163,7 @@ class Stack:
     residual_dtype_follows_autocast: bool
     low_precision_norm: bool
     unpadding: str
+    shards_copied: bool
     reduction_copied: bool
     step_reductions: int
     metric_gathers: int

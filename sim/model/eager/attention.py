@@ -94,7 +94,11 @@ def _flash(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bi
     rows = style.tokens * style.heads
     if bias is None:
         q, k, v = (op.to(run, t, run.autocast or t.dtype) for t in (query, key, value))
-        return op.attention(run, q, k, v, rows, gathered=style.context if style.gathers else 1)
+        if style.stack.unpadding == "none":
+            return op.attention(run, q, k, v, rows, gathered=style.context if style.gathers else 1)
+        # bert_padding.unpad_input and pad_input make new tensors both ways and keep row numbers only
+        q, k, v = (op.relayout(run, op.clone(run, t)) for t in (q, k, v))
+        return op.relayout(run, op.clone(run, op.attention(run, q, k, v, rows)))
     if not style.memory:  # create_position_bias_mask: with the causal mask, contiguous
         bias = op.clone(run, op.where(run, bias, style.sequence * style.keys * style.context) if style.causal else bias)
     half = op.expanded(run, op.to(run, bias, run.autocast or bias.dtype), style.batch)

@@ -369,6 +369,8 @@ def attention(run: Run, query: Tensor, key: Tensor, value: Tensor, rows: int, bi
 
     def rule(run: Run, _: Gradients) -> Gradients:
         whole = [run.new(n * gathered, d) for n, d, _ in shapes[1:3] * 2] if gathered > 1 else []
+        # the queries' gradient is added up in fp32 over blocks of keys, beside row sums of output times its gradient
+        whole += [run.new(shapes[0][0], "fp32"), run.new(rows, "fp32")] if DTYPE_BYTES[shapes[0][1]] < 4 else []
         made: Gradients = [run.new(n, d) if needed else None for n, d, needed in shapes]
         whole.clear()
         return made
