@@ -132,12 +132,25 @@ class TensorReplay(Generic[B]):
                 self._states()
             section = self.program.sections[number]
             level = sum(op.size_bytes for op in section.memory)
-            for _ in range(min(repeats, 2) if level == 0 else repeats):
-                if level == 0 and self.skips:
-                    self._run_or_skip(number)
-                else:
+            if level:
+                for _ in range(repeats):
                     self._run(number)
+            else:
+                self._repeat(number, repeats)
         self._debts.clear()
+
+    def _repeat(self, number: int, repeats: int) -> None:
+        """A section that ends with as much as it began with: what it asks for the third time it had the second time."""
+        for _ in range(min(repeats, 2)):
+            if self.skips:
+                self._run_or_skip(number)
+            else:
+                self._run(number)
+
+    def settle(self) -> None:
+        """The device is idle: what other streams read is free."""
+        while self._waiting:
+            self.allocator.free(self._waiting.popleft()[1])
 
     def pieces(self, name: str, size: int) -> list[int]:
         """Bytes of each tensor of a resident entry or a pool."""

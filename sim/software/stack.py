@@ -76,6 +76,7 @@ class Stack:
         loss_upcast: logits are cast to fp32 in front of an unfused loss.
         tuning_upcast: fine-tuning casts logits to fp32 in front of it.
         metric_losses: extra forward evaluations of the loss on the training logits per micro-batch.
+        outputs_kept: the trainer holds a micro-batch's logits until the next one's are there.
         early_stop: recomputation stops at a block's last saved tensor.
         attention_kernel: implementation behind `attention: flash`: flash1, flash2, flash3 or triton.
         residual_dtype_follows_autocast: the residual stream is half, not fp32, under autocast.
@@ -158,6 +159,7 @@ class Stack:
     loss_upcast: bool
     tuning_upcast: bool
     metric_losses: int
+    outputs_kept: bool
     early_stop: bool
     attention_kernel: str
     residual_dtype_follows_autocast: bool
