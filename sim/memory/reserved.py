@@ -14,8 +14,8 @@ _FIGURES = "memory/retries.yaml"
 
 #: Steps after which nothing new is reserved: the first makes the optimizer states, the second works around them.
 _STEPS = 2
-#: Steps until what is given back and taken again in each is the same.
-_STEPS_SHORT = 4
+#: Steps, behind the first, over which what is given back and taken again is averaged.
+_STEPS_SHORT = 3
 #: Repeats of a micro-step that are played in each of them.
 _REPEATS_SHORT = 4
 
@@ -78,12 +78,13 @@ def under_pressure(program: Program, limit_bytes: int) -> Reserved:
     allocator.settle = replay.settle
     try:
         replay.construct()
+        replay.step()
+        before = replay.counted()
         for _ in range(_STEPS_SHORT):
-            before = replay.counted()
             replay.step()
     except OutOfMemoryError:
         return Reserved(max(0, allocator.top_reserved - allocator.top_asked), None, 0)
-    retries, released = (round(now - then) for now, then in zip(replay.counted(), before, strict=True))
+    retries, released = (round((now - then) / _STEPS_SHORT) for now, then in zip(replay.counted(), before, strict=True))
     return Reserved(max(0, allocator.top_reserved - allocator.top_asked), retries, released)
 
 

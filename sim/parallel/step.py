@@ -250,11 +250,12 @@ def _read_back(plan: Plan, section: SectionBuilder) -> None:
     """
     stack, group = plan.stack, "data" if "data" in plan.groups else "shard"
     ranks = len(plan.groups[group][0]) if group in plan.groups else 1
-    if ranks == 1:
+    if ranks == 1 or group not in plan.builder.communicators:
         return
     apiece_s = ranks * (stack.host_forward_s + stack.host_backward_s)
     calls = [("all_reduce", 1, 0.0)] * stack.step_reductions
-    calls += [("all_reduce", 1, 0.0), ("all_gather", ranks, apiece_s)] * stack.metric_gathers
+    gathers = stack.metric_gathers if stack.metric_losses else 0
+    calls += [("all_reduce", 1, 0.0), ("all_gather", ranks, apiece_s)] * gathers
     for kind, numbers, host_s in calls:
         label = Label("step", "optimizer", "numbers of all ranks")
         task = section.collective(1, collective(plan, kind, 4 * numbers, "fp32", group), stack.host_collective_s, label)

@@ -14,6 +14,7 @@ from sim.model.tuning import QUANTISED, Frozen
 from sim.parallel.activations import GRADIENT_POOL, Activations
 from sim.parallel.compute import traffic_kernel
 from sim.parallel.sharded.units import Unit, units_of
+from sim.parallel.outputs import Outputs
 from sim.parallel.step import (
     COMPUTE,
     MicroStep,
@@ -216,6 +217,8 @@ class Fsdp:
                 joins: Sequence[int] = (), before: tuple[Kernel, ...] = ()) -> int:
         """Forward of the layer at `position`, with what it keeps."""
         label = Label(self.layer_label(position), "forward", layer.kind)
+        if layer.kind == "head":
+            self.outputs.replaced(section)
         self.memory.forward(position, layer)
         if layer.reading_s:
             return self.read(section, layer, self.plan.compute.cut(layer, "", before, (), "forward"), label, waits, joins)
@@ -243,11 +246,15 @@ class Fsdp:
         self.unsharded[name] = self.unsharded.get(name, 0) + self.memory.backward(position, layer)
         label = Label(self.layer_label(position), "backward", layer.kind)
         policy = self.plan.policy(position)
+        waits = (*waits, *present(self.reduced))
         if layer.reading_s and policy == "full":
-            cut = self.plan.compute.cut(layer, policy, before, after, "backward")
-            return self.read(section, layer, cut, label, (*waits, *present(self.reduced)))
-        segment = self.plan.compute.backward(layer, policy, before, after)
-        return section.kernels(COMPUTE, segment, label, (*waits, *present(self.reduced)))
+            task = self.read(section, layer, self.plan.compute.cut(layer, policy, before, after, "backward"), label,
+                             waits)
+        else:
+            task = section.kernels(COMPUTE, self.plan.compute.backward(layer, policy, before, after), label, waits)
+        if layer.kind == "head":
+            self.outputs.kept(section)
+        return task
 
     def layer_label(self, position: int) -> str:
         """Name of the layer for reports."""
@@ -258,6 +265,8 @@ class Fsdp:
         stack = self.plan.model(micro.batch).stack
         self.memory = Activations(self.plan, section, len(stack), keep_gradients=True,
                                   caches_casts=self.by_row)
+        self.outputs = Outputs(self.plan, micro)
+        self.outputs.begin(section)
         self.reduced = None
         self.unsharded: dict[str, int] = {}  # bytes of whole gradients by unit
         return stack

@@ -23,7 +23,6 @@ from itertools import pairwise
 from sim.model.architecture import Layer
 from sim.parallel.sharded.fsdp import GATHER, REDUCE, Fsdp, present
 from sim.parallel.sharded.units import Unit
-from sim.parallel.outputs import OUTPUTS, evaluate, outputs_bytes, release_outputs
 from sim.parallel.step import COMPUTE, MicroStep
 from sim.program import Label, SectionBuilder
 from sim.work import DTYPE_BYTES, Kernel
@@ -37,16 +36,11 @@ class Fsdp1(Fsdp):
         stack = self.begin(section, micro)
         self.frees: deque[int] = deque()
         self.ready: dict[str, int | None] = {}
-        held = outputs_bytes(self.plan, micro)
-        if held:  # the last micro-batch's
-            section.allocate(OUTPUTS, held, "logits")
-        self.forward_pass(section, stack, micro)
+        self.forward_pass(section, stack)
         self.backward_pass(section, stack, micro)
-        if held:
-            evaluate(self.plan, section, micro)
-            section.free(OUTPUTS, held, "logits")
+        self.outputs.end(section)
 
-    def forward_pass(self, section: SectionBuilder, stack: tuple[Layer, ...], micro: MicroStep) -> None:
+    def forward_pass(self, section: SectionBuilder, stack: tuple[Layer, ...]) -> None:
         """Units in order; the root with the first layer."""
         prefetch = self.plan.scenario.parallel.prefetch.forward and not self.serial
         for position, layer in enumerate(stack):
@@ -57,8 +51,6 @@ class Fsdp1(Fsdp):
             following = self.units[position + 1] if position < self.last else self.root
             if prefetch and following.name not in self.ready:
                 self.unshard(section, following, "forward")
-            if position == self.last:
-                release_outputs(self.plan, section, micro)
             task = self.forward(section, position, layer, waits, self.joined() if position == 0 else ())
             if unit is not self.root and not self.keep:
                 self.reshard(section, unit, task)
@@ -82,8 +74,6 @@ class Fsdp1(Fsdp):
             complete = own or position == 0
             after = self.flatten(unit, micro) if complete else ()
             task = self.backward(section, position, layer, waits, after=after)
-            if position == self.last:
-                release_outputs(self.plan, section, micro, again=True)
             if complete:
                 if micro.first or every:  # the flat gradient: autograd writes the views' gradients side by side
                     size = round(self.graded(unit) * self.gather_bytes)
