@@ -297,6 +297,10 @@ def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins:
     task = section.kernels(COMPUTE, plan.compute.segment(kernels), label, joins=joins)
     if temporary:
         section.free("optimizer temporaries", temporary, "workspace")
+    if stack.optimizer_reads and training.optimizer != "none":
+        # the GPU stands until the number is there and the next kernel is launched
+        host_s = tensors * stack.optimizer_reads * (stack.host_read_s + stack.host_forward_s)
+        section.host(host_s, Label("optimizer", "optimizer", "step numbers"), waits=(task,))
     if plan.offload.pages_optimizer:  # bitsandbytes optim/optimizer.py, step: torch.cuda.synchronize()
         section.host(0.0, Label("optimizer", "optimizer", "pages in place"), waits=(task,))
     return task

@@ -104,6 +104,8 @@ class Stack:
         quantised_keeps_input: a 4-bit linear layer keeps its input for backward, which it does not need.
         frozen_apart: what is not trained has flat parameters of its own in FSDP 1; else it shares the trained tensors'
             and has gradients with them.
+        original_parameters: the optimizer of FSDP 1 sees the parts of the model's own parameters in a rank's shards.
+        optimizer_reads: numbers that the host reads on the GPU in the update of every tensor.
         optimizer_kernel: loop, foreach or fused, where the scenario does not say.
         gradient_path: how data parallelism reduces gradients and splits states: reducer (PyTorch's DDP and FSDP), ipg
             (DeepSpeed's independent-parameter-gradient buckets) or grad_buffer (one buffer, reduced in place).
@@ -184,6 +186,8 @@ class Stack:
     adapter_dropout: bool
     quantised_keeps_input: bool
     frozen_apart: bool
+    original_parameters: bool
+    optimizer_reads: int
     optimizer_kernel: str
     gradient_path: str
     parameter_storage: str

@@ -13,7 +13,7 @@ from sim.model.architecture import Layer
 from sim.model.tuning import QUANTISED, Frozen
 from sim.parallel.activations import GRADIENT_POOL, Activations
 from sim.parallel.compute import traffic_kernel
-from sim.parallel.sharded.units import Unit, units_of
+from sim.parallel.sharded.units import Unit, pieces, units_of
 from sim.parallel.outputs import Outputs
 from sim.parallel.step import (
     COMPUTE,
@@ -96,11 +96,21 @@ class Fsdp:
         if self.at_once:
             return
         numel = sum(u.own for u in self.distinct)
-        tensors = sum(u.tensors for u in self.distinct) if self.by_row else len(self.distinct)
+        tensors = self.optimized()
         largest = max((n for u in self.distinct for n in u.shards), default=0)
         update(self.plan, section, numel, tensors, self.joined(), "shard" if self.factor > 1 else None, largest)
         for unit in () if self.offload.moves_optimizer else self.distinct:
             section.free(f"gradient:{unit.name}", self.gradient_bytes(unit), "gradients", REDUCE)
+
+    def optimized(self) -> int:
+        """Tensors that the optimizer sees on the rank that has most of them: parameters cut by rows, flat parameters,
+        or what a rank's share of those has of the original ones (use_orig_params)."""
+        if self.by_row:
+            return sum(u.tensors for u in self.distinct)
+        if not self.plan.stack.original_parameters:
+            return len(self.distinct)
+        alike = Counter(u.numels for u in self.distinct if u.numels)
+        return int(sum(n * pieces(numels, self.factor) for numels, n in alike.items()).max()) if alike else 0
 
     def gradient_bytes(self, unit: Unit) -> int:
         """Sharded gradient the optimizer reads."""
