@@ -109,7 +109,7 @@ class Compute:
             operators = [op for op in layer.operators if phase == "forward" or op.recomputed]
             marks = [0, *(i for i, op in enumerate(operators) if op.reading_s), len(operators)]
             items = self.forward_items(operators[marks[part]:marks[part + 1]])
-            head = before if part == 0 else ()
+            head: Items = before if part == 0 else ()
             if phase == "backward" and part == 0:
                 head = (*before, *self.checkpoint(layer))
             last = phase == "backward" and part == len(marks) - 2

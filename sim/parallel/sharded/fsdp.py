@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+
 from sim.model.architecture import Layer
 from sim.model.tuning import QUANTISED, Frozen
 from sim.parallel.activations import GRADIENT_POOL, Activations
 from sim.parallel.compute import traffic_kernel
-from sim.parallel.sharded.units import Unit, pieces, units_of
 from sim.parallel.outputs import Outputs
+from sim.parallel.sharded.units import Unit, pieces, units_of
 from sim.parallel.step import (
     COMPUTE,
     MicroStep,
@@ -110,7 +112,10 @@ class Fsdp:
         if not self.plan.stack.original_parameters:
             return len(self.distinct)
         alike = Counter(u.numels for u in self.distinct if u.numels)
-        return int(sum(n * pieces(numels, self.factor) for numels, n in alike.items()).max()) if alike else 0
+        counts = np.zeros(self.factor, dtype=np.int64)
+        for numels, times in alike.items():
+            counts += times * pieces(numels, self.factor)
+        return int(counts.max())
 
     def gradient_bytes(self, unit: Unit) -> int:
         """Sharded gradient the optimizer reads."""
@@ -231,7 +236,8 @@ class Fsdp:
             self.outputs.replaced(section)
         self.memory.forward(position, layer)
         if layer.reading_s:
-            return self.read(section, layer, self.plan.compute.cut(layer, "", before, (), "forward"), label, waits, joins)
+            cut = self.plan.compute.cut(layer, "", before, (), "forward")
+            return self.read(section, layer, cut, label, waits, joins)
         return section.kernels(COMPUTE, self.plan.compute.forward(layer, before), label, waits, joins)
 
     def read(self, section: SectionBuilder, layer: Layer, segments: Sequence[int], label: Label, waits: Sequence[int],
