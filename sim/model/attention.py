@@ -29,7 +29,7 @@ from sim.work import Kernel
 #: FlopCounterMode: a flash backward is five products where the forward is two. (torch/utils/flop_counter.py)
 _FLASH_BACKWARD = 2.5
 
-#: unpad_input of flash_attn/bert_padding.py: reads of the host, operators behind the first of them (the rest of nonzero,
+#: unpad_input of flash_attn/bert_padding.py: reads of the host, operators behind the first (the rest of nonzero,
 #: max, item, cumsum, both of pad, gather), and views (flatten, rearrange twice, repeat, reshape).
 _READS, _LAUNCHES, _VIEWS = 2, 7, 5
 
