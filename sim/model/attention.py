@@ -52,6 +52,8 @@ def attention_operators(
     project = _cross_projections if style.memory else _projections
     qkv, parameters = project(style, names[:-1], source)
     operators = [qkv]
+    if style.copies_heads:
+        operators.append(_head_copies(style))
     if style.positions == "rotary":
         operators.append(_rotary(style))
     operators.append(core_operator(style))
@@ -191,6 +193,24 @@ def _kept_queries_and_keys(style: Style) -> list[Tensor]:
 def _kept_values(style: Style) -> Tensor:
     values = style.query_width if _repeated(style) else style.kv_width
     return Tensor("values", style.batch * style.keys * values, style.act)
+
+
+def _head_copies(style: Style) -> Operator:
+    """Copies of queries, keys and values between the projection and rotary positions, and those of their gradients;
+    with them the row of tiny kernels that make cumulative lengths of the mask (zeros, sum and cumsum, twice).
+
+    Source: nanotron 0.4 models/llama.py, CausalSelfAttention.forward (permute and contiguous, cat, permute and
+    contiguous), CoreAttention.forward; backward: split's cat, the copy behind the first permutation (that of unbind is
+    the projection's own).
+    """
+    e, pair = width(style.act), style.tokens * 2 * style.kv_width
+    whole = style.tokens * style.query_width + pair
+    lengths = elementwise("sequence_lengths", style.tokens, 2.0, style.act, 6)
+    forward = (elementwise("heads_first", whole, 2 * e, style.act), elementwise("kv_cat", pair, 2 * e, style.act),
+               elementwise("kv_interleaved", pair, 2 * e, style.act), lengths)
+    backward = (elementwise("kv_gradient_cat", pair, 2 * e, style.act),
+                elementwise("heads_last", whole, 2 * e, style.act))
+    return Operator("rotary", forward, backward)
 
 
 def _rotary(style: Style) -> Operator:

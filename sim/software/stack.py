@@ -84,6 +84,9 @@ class Stack:
         fused_*: one kernel instead of a chain (bias + GELU, SwiGLU, rotary, RMSNorm, scale + mask + softmax,
             bias + dropout + residual).
         rmsnorm_kernel: torch.nn.RMSNorm is one kernel, which plain modules then use.
+        merged_gate: plain modules make gate and up by one product of one matrix, and split what comes out.
+        copied_heads: queries, keys and values are copied from (sequence, batch) to (batch, sequence), keys and values
+            once more side by side and once more interleaved, in front of rotary positions.
         fused_permutation: tokens are copied to their experts and added up again by one kernel each, and the experts'
             scores weigh the activation instead of the output.
         dispatch_once: a token travels once to every node (within a node: GPU) that holds some of its experts, and is
@@ -99,7 +102,8 @@ class Stack:
             and has gradients with them.
         optimizer_kernel: loop, foreach or fused, where the scenario does not say.
         gradient_path: how data parallelism reduces gradients and splits states: reducer (PyTorch's DDP and FSDP), ipg
-            (DeepSpeed's independent-parameter-gradient buckets) or grad_buffer (one buffer, reduced in place).
+            (DeepSpeed's independent-parameter-gradient buckets), grad_buffer (one buffer, reduced in place) or
+            accumulator (one fp32 buffer that whole half gradients are added to behind each backward).
         parameter_storage: apart (each parameter a tensor), flattened (one flat tensor, whose optimizer states are made
             before the first step) or remapped (views of one buffer, with the distributed optimizer).
         partition_checkpoints: under ZeRO-3, tensor ranks share the inputs that recomputed blocks keep.
@@ -163,6 +167,8 @@ class Stack:
     rmsnorm_kernel: bool
     fused_softmax: bool
     fused_dropout_add: bool
+    merged_gate: bool
+    copied_heads: bool
     fused_permutation: bool
     dispatch_once: bool
     expert_overlap: str
