@@ -98,6 +98,9 @@ class Stack:
             each shape of weight in the blocks; else it is made anew each time.
         adapter_dropout: adapters of fine-tuning drop out their input.
         quantised_keeps_input: a 4-bit linear layer keeps its input for backward, which it does not need.
+        quantised_through_half: a 4-bit weight is read as fp16 and then cast to the activations' dtype.
+        graph_kept: the training loop still holds the last micro-batch's logits, and with them the graph, until the next
+            forward returns; what nodes hold that is no saved tensor (the inputs of 4-bit layers) lives as long.
         frozen_apart: what is not trained has flat parameters of its own in FSDP 1; else it shares the trained tensors'
             and has gradients with them.
         optimizer_kernel: loop, foreach or fused, where the scenario does not say.
@@ -176,6 +179,8 @@ class Stack:
     weight_placeholders: bool
     adapter_dropout: bool
     quantised_keeps_input: bool
+    quantised_through_half: bool
+    graph_kept: bool
     frozen_apart: bool
     optimizer_kernel: str
     gradient_path: str

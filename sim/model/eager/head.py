@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sim.model.eager import chunked, tuned
 from sim.model.eager import operations as op
-from sim.model.eager.autograd import LOGITS, Output, Run, Tensor
+from sim.model.eager.autograd import ACTIVATIONS, LOGITS, Output, Run, Storage, Tensor
 from sim.model.eager.decoder import norm
 from sim.model.eager.products import entered
 from sim.model.kernels import width
@@ -26,7 +26,13 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
     run.at("logits")
     run.kind = LOGITS
     if style.tuned is not None:
+        previous = _previous(run, style, rows)
         logits = tuned.linear(run, style, x, style.hidden, (("head", style.vocab),))
+        if previous is not None:  # the loop's variables take the new logits
+            wide = op.to(run, logits, "fp32" if style.widens_logits else logits.dtype)
+            del previous, x
+            run.at("loss")
+            return loss(run, style, wide, rows)
     else:
         x = entered(run, style, x)
         again = style.scattered and not style.stack.gathered_inputs_kept
@@ -39,6 +45,28 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
         logits = op.to(run, logits, "fp32")
         return _in_place(run, Tensor(run.new(logits.elements, "fp32"), logits.elements, "fp32", logits.sink))
     return loss(run, style, logits, rows)
+
+
+def _previous(run: Run, style: Style, rows: int) -> Storage | None:
+    """What the graph of the last micro-batch still holds where the training loop keeps its logits (`graph_kept`): the
+    inputs of all 4-bit layers and the logits themselves. None where nothing is held, or only saved tensors, which
+    backward has freed.
+
+    Source: bitsandbytes 0.41.0 to 0.43.0 autograd/_functions.py, MatMul4Bit: `ctx.tensors = (A, B)`, an attribute, not
+    save_for_backward; LitGPT 0.2 to 0.4 finetune/lora.py, fit: `logits = model(...)` in a loop.
+    """
+    stack, frozen = style.stack, style.tuned
+    if frozen is None or not frozen.quantised or frozen.base == "int8":
+        return None
+    if not stack.graph_kept or not stack.quantised_keeps_input or style.experts is not None:
+        return None
+    norms = 1 if style.parallel_block else 2
+    inputs = style.layers * style.tokens * (norms * style.hidden + style.query_width + style.ffn) + rows * style.hidden
+    logits = rows * style.vocab * (4 if style.widens_logits else width(style.act))
+    kind, run.kind = run.kind, ACTIVATIONS
+    held = run.new(round(inputs * width(style.act)) + round(logits), "int8")
+    run.kind = kind
+    return held
 
 
 def loss(run: Run, style: Style, logits: Tensor, rows: int) -> Tensor:

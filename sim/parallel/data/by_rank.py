@@ -15,9 +15,9 @@ from sim.parallel.step import COMPUTE, Plan, collective
 from sim.program import Label, SectionBuilder
 from sim.work import DTYPE_BYTES, Kernel
 
-#: Views per piece in front of the gather and behind it: the slice; `_unflatten_dense_tensors` (narrow and view_as, in
-#: C++, for one of Python's).
-_VIEWS_BEFORE, _VIEWS_BEHIND = 1, 1
+#: Views per piece in front of the gather and behind it: the slice and `_flatten_dense_tensors`;
+#: `_unflatten_dense_tensors` (narrow and view_as, in C++, for one of Python's).
+_VIEWS_BEFORE, _VIEWS_BEHIND = 2, 1
 
 
 def gather_by_rank(plan: Plan, section: SectionBuilder, updated: int) -> None:
