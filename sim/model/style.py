@@ -204,6 +204,12 @@ class Style:
             self.stack.merged_gate and self.modules == "plain" and self.tuned is None and self.experts is None)
 
     @property
+    def expands_kv(self) -> bool:
+        """Whether grouped keys and values are copied out to every query head in front of fused attention."""
+        return (self.stack.expands_kv and self.modules == "plain" and self.heads != self.kv_heads
+                and self.latent is None and not self.gathers)
+
+    @property
     def copies_heads(self) -> bool:
         """Whether queries, keys and values are copied on their way from their projection (`Stack.copied_heads`)."""
         return self.stack.copied_heads and self.modules == "plain" and self.kind == "decoder" and not self.stack.compile

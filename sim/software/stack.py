@@ -85,6 +85,7 @@ class Stack:
             bias + dropout + residual).
         rmsnorm_kernel: torch.nn.RMSNorm is one kernel, which plain modules then use.
         merged_gate: plain modules make gate and up by one product of one matrix, and split what comes out.
+        expands_kv: plain modules copy grouped keys and values out to every query head in front of fused attention.
         copied_heads: queries, keys and values are copied from (sequence, batch) to (batch, sequence), keys and values
             once more side by side and once more interleaved, in front of rotary positions.
         fused_permutation: tokens are copied to their experts and added up again by one kernel each, and the experts'
@@ -171,6 +172,7 @@ class Stack:
     fused_softmax: bool
     fused_dropout_add: bool
     merged_gate: bool
+    expands_kv: bool
     copied_heads: bool
     fused_permutation: bool
     dispatch_once: bool

@@ -108,6 +108,8 @@ def _rotate_half(run: Run, x: Tensor) -> Tensor:
 
 def _flash(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = style.tokens * style.heads
+    if style.expands_kv:
+        key, value = _repeat(run, style, key), _repeat(run, style, value)
     if bias is None:
         q, k, v = (op.to(run, t, run.autocast or t.dtype) for t in (query, key, value))
         return op.attention(run, q, k, v, rows, gathered=style.context if style.gathers else 1)
