@@ -207,7 +207,7 @@ class Style:
     def expands_kv(self) -> bool:
         """Whether grouped keys and values are copied out to every query head in front of fused attention."""
         return (self.stack.expands_kv and self.modules == "plain" and self.heads != self.kv_heads
-                and self.latent is None and not self.gathers)
+                and self.latent is None and not self.gathers and not self.memory)
 
     @property
     def copies_heads(self) -> bool:

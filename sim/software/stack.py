@@ -75,6 +75,7 @@ class Stack:
             gradients in forward.
         loss_upcast: logits are cast to fp32 in front of an unfused loss.
         tuning_upcast: fine-tuning casts logits to fp32 in front of it.
+        tuning_chunk: fine-tuning makes logits and loss of so many positions at a time and keeps them all; 0 = at once.
         metric_losses: extra forward evaluations of the loss on the training logits per micro-batch.
         early_stop: recomputation stops at a block's last saved tensor.
         attention_kernel: implementation behind `attention: flash`: flash1, flash2, flash3 or triton.
@@ -158,6 +159,7 @@ class Stack:
     chunked_logits_kept: bool
     loss_upcast: bool
     tuning_upcast: bool
+    tuning_chunk: int
     metric_losses: int
     early_stop: bool
     attention_kernel: str
