@@ -20,6 +20,7 @@ from sim.engine.repeats import Repeats
 from sim.engine.steady import Steady
 from sim.engine.streams import Timer
 from sim.engine.timeline import Timeline
+from sim.garbage import seldom_searched
 from sim.program import Job
 
 
@@ -27,6 +28,7 @@ class DeadlockError(RuntimeError):
     """Tasks wait for each other and nothing can happen any more; the program, not the user's input, is at fault."""
 
 
+@seldom_searched()
 def simulate(job: Job, machine: Machine, *, steps: int = 2, skip_repeats: bool = True) -> Timeline:
     """Run a job and report its steady step.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sim.errors import UserError
+from sim.garbage import seldom_searched
 from sim.report.advice import Measure, next_above
 from sim.scenario import Scenario, resolve
 from sim.scenario.dump import dump
@@ -54,6 +55,7 @@ class _Axis(NamedTuple):
     sets: Callable[[int], dict[str, Any]]
 
 
+@seldom_searched()
 def largest(scenario: Scenario, measure: Measure) -> list[Largest]:
     """Largest micro-batch and longest sequence of a training step, sequences at once and longest prompt of a request.
 
