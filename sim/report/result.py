@@ -173,7 +173,7 @@ class Result:
     def stages(self) -> list[StageUse]:
         """What each stage of a pipeline did, worked out when first asked for; nothing without a pipeline."""
         detail = self.detail
-        return stages_of(self.scenario, detail.lowered, detail.machine, detail.timeline)
+        return stages_of(self.scenario, detail.lowered, detail.machine, detail.timeline, self.memory.stages)
 
     @property
     def validated(self) -> Validated:
