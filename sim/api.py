@@ -220,8 +220,9 @@ def _plan(scenario: Scenario, sets: Mapping[str, Any]) -> MemoryPlan:
                     lowered.layers_of(numbers[0]), memories[numbers[0]])
         for (program, name), numbers in sorted(alike.items()))
 
-    return MemoryPlan(scenario, devices[0].gpu.name, lowered, stages, lambda: largest(scenario, memory_of),
-                      lambda: advise(scenario, fullest(memories), Trial, Trial(scenario).step_time_s()), dict(sets))
+    most = fullest(memories)
+    return MemoryPlan(scenario, devices[0].gpu.name, lowered, stages, lambda: largest(scenario, memory_of, most),
+                      lambda: advise(scenario, most, Trial, Trial(scenario).step_time_s()), dict(sets))
 
 
 def machine_for(scenario: Scenario, lowered: Lowered) -> Machine:
@@ -312,7 +313,7 @@ def measure(scenario: Scenario) -> tuple[MemoryResult, float | None, float | Non
 def _advised(result: Result) -> Result:
     """The result, able to say what would make it fit and what each trouble of its cluster costs."""
     result.predictor = lambda scenario: Trial(scenario).step_time_s()
-    result.searcher = lambda: largest(result.scenario, memory_of)
+    result.searcher = lambda: largest(result.scenario, memory_of, result.memory)
     result.advisor = lambda: advise(result.scenario, result.memory, Trial, result.step_time_s)
     return result
 

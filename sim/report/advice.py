@@ -95,8 +95,7 @@ def advise(scenario: Scenario, memory: MemoryResult, trial: Callable[[Scenario],
         if not (group in found and found[group].after.fits):
             tried(group, what, sets)
     if "recompute" in found and found["recompute"].after.fits:
-        _fewest_blocks(scenario, lambda what, sets: tried("blocks", what, sets)
-                       and found["blocks"].after.headroom_bytes > 0)
+        _fewest_blocks(scenario, lambda what, sets: tried("blocks", what, sets), found)
     tries = list(found.values())
     if not memory.fits and not any(one.after.fits for one in tries):
         tries += _pairs(tries, lambda sets: resolve(plain, scenario.name, sets), trial, scenario.gpus)
@@ -147,16 +146,21 @@ def _change(one: _Tried, now_s: float, gpus: int) -> Change:
                    gpu_time=step_s / now_s * one.scenario.gpus / gpus)
 
 
-def _fewest_blocks(scenario: Scenario, tried: Callable[[str, Sets], bool]) -> None:
+def _fewest_blocks(scenario: Scenario, tried: Callable[[str, Sets], bool], found: dict[str, _Tried]) -> None:
     """The fewest recomputed blocks that suffice without the allocator running short, where all of them suffice."""
     blocks = scenario.model.layers + (scenario.model.decoder_layers or 0)
+    sufficient: list[_Tried] = []  # the last that did, which is the one with the fewest
 
     def suffice(count: int) -> bool:
-        return tried(f"full recomputation of {count} of {blocks} blocks", {"training.recompute": {"layers": count}})
+        what = f"full recomputation of {count} of {blocks} blocks"
+        enough = tried(what, {"training.recompute": {"layers": count}}) and found["blocks"].after.headroom_bytes > 0
+        if enough:
+            sufficient[:] = [found["blocks"]]
+        return enough
 
-    fewest = next_above(0, blocks, suffice)
-    if fewest < blocks:
-        suffice(fewest)
+    next_above(0, blocks, suffice)
+    if sufficient:
+        found["blocks"] = sufficient[0]
 
 
 def next_above(low: int, high: int, suffices: Callable[[int], bool]) -> int:
