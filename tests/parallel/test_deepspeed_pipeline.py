@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def test_every_transfer_ends_before_the_next_begins() -> None:
     for section in program.sections:
         transfers = [i for i, (kind, payload) in enumerate(zip(section.kind, section.payload, strict=True))
                      if kind == Kind.COLLECTIVE and program.collectives[payload].kind in ("send", "recv")]
-        for first, second in zip(transfers, transfers[1:], strict=False):
+        for first, second in pairwise(transfers):
             if second == first + 1:
                 assert first in section.waits[second]
                 chained += 1
