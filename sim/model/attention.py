@@ -57,8 +57,12 @@ def attention_operators(
     project = _cross_projections if style.memory else _projections
     qkv, parameters = project(style, names[:-1], source)
     operators = [qkv]
+    if style.copies_heads:
+        operators.append(_head_copies(style))
     if style.positions == "rotary":
         operators.append(_rotary(style))
+    if style.expands_kv and uses_flash(style):
+        operators.append(_expansion(style))
     operators.append(core_operator(style))
     attended = Tensor("attention_output", style.tokens * style.query_width, style.act)
     projection, more = linear_operator(style, "projection", names[-1], style.query_width, style.hidden,
@@ -83,7 +87,7 @@ def around_the_ring(style: Style, operator: Operator) -> Operator:
     A causal mask is balanced by giving every slice an early and a late part, so that each step does half a square.
     Source: Liu et al. 2023 (arXiv 2310.01889); Megatron-LM context parallelism (TransformerEngine, p2p).
     """
-    elements = 2 * style.batch * style.keys * style.kv_width
+    elements = 2 * style.batch * style.keys * (style.query_width if _repeated(style) else style.kv_width)
     return replace(operator, forward=operator.forward * style.context, backward=operator.backward * style.context,
                    core_again=operator.core_again * style.context,
                    joint=Joint("ring", elements, style.act))
@@ -183,8 +187,9 @@ def _separate(
 
 
 def _repeated(style: Style) -> bool:
-    """Whether keys and values are copied out to every query head before the scores (Hugging Face's repeat_kv)."""
-    return not uses_flash(style) and style.heads != style.kv_heads
+    """Whether keys and values are copied out to every query head before the scores (Hugging Face's repeat_kv, LitGPT's
+    and torchtune's expand and reshape)."""
+    return style.heads != style.kv_heads and (style.expands_kv or not uses_flash(style))
 
 
 def _kept_queries_and_keys(style: Style) -> list[Tensor]:
@@ -196,6 +201,33 @@ def _kept_queries_and_keys(style: Style) -> list[Tensor]:
 def _kept_values(style: Style) -> Tensor:
     values = style.query_width if _repeated(style) else style.kv_width
     return Tensor("values", style.batch * style.keys * values, style.act)
+
+
+def _expansion(style: Style) -> Operator:
+    """Keys and values copied out to every query head; backward sums over the copies."""
+    e, rows = width(style.act), style.batch * style.keys
+    moved = 2 * rows * (style.kv_width + style.query_width) * e
+    forward, backward = (replace(elementwise(name, 2 * rows * style.query_width, e, style.act, 2), bytes=moved)
+                         for name in ("expand_kv", "expand_kv_backward"))
+    return Operator("rotary", (forward,), (backward,))
+
+
+def _head_copies(style: Style) -> Operator:
+    """Copies of queries, keys and values between the projection and rotary positions, and those of their gradients;
+    with them the row of tiny kernels that make cumulative lengths of the mask (zeros, sum and cumsum, twice).
+
+    Source: nanotron 0.4 models/llama.py, CausalSelfAttention.forward (permute and contiguous, cat, permute and
+    contiguous), CoreAttention.forward; backward: split's cat, the copy behind the first permutation (that of unbind is
+    the projection's own).
+    """
+    e, pair = width(style.act), style.tokens * 2 * style.kv_width
+    whole = style.tokens * style.query_width + pair
+    lengths = elementwise("sequence_lengths", style.tokens, 2.0, style.act, 6)
+    forward = (elementwise("heads_first", whole, 2 * e, style.act), elementwise("kv_cat", pair, 2 * e, style.act),
+               elementwise("kv_interleaved", pair, 2 * e, style.act), lengths)
+    backward = (elementwise("kv_gradient_cat", pair, 2 * e, style.act),
+                elementwise("heads_last", whole, 2 * e, style.act))
+    return Operator("rotary", forward, backward)
 
 
 def _rotary(style: Style) -> Operator:
@@ -237,11 +269,12 @@ def _flash(style: Style) -> Operator:
     if style.window and causal:
         whole = style.sequence * style.context
         seq_k, causal = round(_band(whole, style.window) / (whole * style.context)), False
-    shape = (style.batch, style.heads, style.kv_heads, style.sequence, seq_k, style.head_dim)
+    groups, keys_width = (style.heads, style.query_width) if _repeated(style) else (style.kv_heads, style.kv_width)
+    shape = (style.batch, style.heads, groups, style.sequence, seq_k, style.head_dim)
     flops = 4.0 * style.batch * style.sequence * seq_k * style.query_width
     e = width(style.act)
     row_sums = style.tokens * style.heads
-    streams = (2 * style.tokens * style.query_width + 2 * style.batch * style.keys * style.kv_width) * e
+    streams = (2 * style.tokens * style.query_width + 2 * style.batch * style.keys * keys_width) * e
     scores = style.batch * style.heads * style.sequence * style.keys * e if style.biased else 0.0
     kernel = "efficient" if style.biased else style.stack.attention_kernel
     forward = [Kernel("attention", style.act, shape, "forward", flops, streams + 4 * row_sums + scores, "attention",

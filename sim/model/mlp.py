@@ -33,11 +33,15 @@ def mlp_operators(
     shared = style.parallel_block and source == style.act
     inputs = () if shared else (Tensor("up_input", style.stream.tokens * style.hidden, style.act),)
     parameters: tuple[Parameter, ...]
-    if style.gated and style.modules != "megatron":
+    if style.gated and not style.merges_gate:
         up, parameters = _gate_and_up(style, gate_name, up_name, source, inputs)
     else:
         outputs = 2 * style.ffn if style.gated else style.ffn
         up, parameters = linear_operator(style, "up", up_name, style.hidden, outputs, source=source, saved=inputs)
+        if style.gated and not (style.modules == "megatron" or style.stack.fused_swiglu or style.stack.compile):
+            # the gradients of gate and up are written side by side (split's backward: cat)
+            beside = elementwise("gate_gradient_cat", style.tokens * outputs, 2 * width(style.act), style.act)
+            up = replace(up, backward=(beside, *up.backward))
     activation, arrives = activation_operator(style)
     product_input = Tensor("down_input", style.tokens * style.ffn, style.act)
     between = [activation]

@@ -198,6 +198,23 @@ class Style:
         return not self.autocast and self.gradient != self.act
 
     @property
+    def merges_gate(self) -> bool:
+        """Whether gate and up are one product of one matrix."""
+        return self.modules == "megatron" or (
+            self.stack.merged_gate and self.modules == "plain" and self.tuned is None and self.experts is None)
+
+    @property
+    def expands_kv(self) -> bool:
+        """Whether grouped keys and values are copied out to every query head in front of fused attention."""
+        return (self.stack.expands_kv and self.modules == "plain" and self.heads != self.kv_heads
+                and self.latent is None and not self.gathers and not self.memory)
+
+    @property
+    def copies_heads(self) -> bool:
+        """Whether queries, keys and values are copied on their way from their projection (`Stack.copied_heads`)."""
+        return self.stack.copied_heads and self.modules == "plain" and self.kind == "decoder" and not self.stack.compile
+
+    @property
     def weight_placeholder(self) -> bool:
         """Whether the blocks' products add into `main_grad` and autograd gets a tensor that is always there."""
         stack = self.stack

@@ -202,6 +202,8 @@ def reduction_of(plan: Plan, stack: Stack) -> bucketed.Reduction:
         return reductions.deepspeed(plan, 2 if plan.offload.moves_optimizer else int(strategy[-1]))
     if path == "grad_buffer":
         return reductions.megatron(plan, strategy == "zero1")
+    if path == "accumulator":
+        return reductions.accumulator(plan, strategy == "zero1")
     return reductions.ddp(plan, strategy == "zero1")
 
 

@@ -263,13 +263,14 @@ def _read_back(plan: Plan, section: SectionBuilder) -> None:
 
 
 def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins: Sequence[int] = (),
-           ranks: str | None = None, largest: int = 0, back_bytes: float = 0.0) -> int:
+           ranks: str | None = None, largest: int = 0, back_bytes: float = 0.0, clipped: int = 0) -> int:
     """Gradient clipping and the optimizer on `numel` local parameters in `tensors` tensors.
 
     Args:
         ranks: communicator over which the gradient norm is summed; None if every rank holds all gradients.
         largest: elements of the largest tensor, default all.
         back_bytes: of an optimizer on the CPU, bytes per parameter it copies to the device.
+        clipped: gradients that the norm is taken of, default those of the local parameters.
 
     Returns:
         the optimizer's task.
@@ -279,7 +280,7 @@ def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins:
     training, stack = plan.scenario.training, plan.stack
     implementation = "fused" if plan.offload.pages_optimizer else plan.scenario.software.optimizer_kernel
     if stack.clip_gradients and training.optimizer != "none":
-        norm, scale = clip_kernels(numel, tensors, training.precision.gradients, implementation)
+        norm, scale = clip_kernels(clipped or numel, tensors, training.precision.gradients, implementation)
         label = Label("optimizer", "optimizer", "gradient norm")
         task = section.kernels(COMPUTE, plan.compute.segment((norm,)), label, joins=joins)
         for group in (*(() if ranks is None else (ranks,)), *plan.norm_groups):

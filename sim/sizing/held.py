@@ -102,7 +102,7 @@ def fullest(table: Table, places: Places, flying: Floats, steps: int, ways: Ways
     """
     numel = places.numel
     sharded = ("fsdp",) if table.stack.gradient_path == "ipg" else ("fsdp", "zero2", "zero3")
-    resident, staged = table.stack.gradient_path == "grad_buffer", table.scenario.parallel.pipeline > 1
+    resident, staged = table.stack.gradient_path in ("grad_buffer", "accumulator"), table.scenario.parallel.pipeline > 1
     found = np.empty((len(ways.strategy), flying.shape[1]))
     for i, (index, shard, part) in enumerate(zip(*(x.tolist() for x in ways), strict=True)):
         name = STRATEGIES[index]
@@ -128,7 +128,7 @@ def least(table: Table, ranks: int, strategies: frozenset[str]) -> float:
     depth, blocks = table.scenario.parallel.pipeline, int(layers.through[-1])
     part = ranks if strategies & {"zero1", "zero2", "zero3", "fsdp"} else 1
     shard = ranks if strategies & {"zero3", "fsdp"} else 1
-    resident = table.stack.gradient_path == "grad_buffer" and strategies <= {"none", "ddp", "zero1"}
+    resident = table.stack.gradient_path in ("grad_buffer", "accumulator") and strategies <= {"none", "ddp", "zero1"}
     width = w["parameters"] / shard + (w["master_parameters"] + w["optimizer_states"]) / part + (
         w["gradients"] if resident else 0.0)
     kept = float(of.kept[:, -1].min()) - (layers.output_bytes * blocks if depth > 1 else 0.0)

@@ -75,6 +75,7 @@ class Stack:
             gradients in forward.
         loss_upcast: logits are cast to fp32 in front of an unfused loss.
         tuning_upcast: fine-tuning casts logits to fp32 in front of it.
+        tuning_chunk: fine-tuning makes logits and loss of so many positions at a time and keeps them all; 0 = at once.
         metric_losses: extra forward evaluations of the loss on the training logits per micro-batch.
         outputs_kept: the trainer holds a micro-batch's logits until the next one's are there.
         early_stop: recomputation stops at a block's last saved tensor.
@@ -91,6 +92,10 @@ class Stack:
         fused_*: one kernel instead of a chain (bias + GELU, SwiGLU, rotary, RMSNorm, scale + mask + softmax,
             bias + dropout + residual).
         rmsnorm_kernel: torch.nn.RMSNorm is one kernel, which plain modules then use.
+        merged_gate: plain modules make gate and up by one product of one matrix, and split what comes out.
+        expands_kv: plain modules copy grouped keys and values out to every query head in front of fused attention.
+        copied_heads: queries, keys and values are copied from (sequence, batch) to (batch, sequence), keys and values
+            once more side by side and once more interleaved, in front of rotary positions.
         fused_permutation: tokens are copied to their experts and added up again by one kernel each, and the experts'
             scores weigh the activation instead of the output.
         dispatch_once: a token travels once to every node (within a node: GPU) that holds some of its experts, and is
@@ -102,13 +107,17 @@ class Stack:
             each shape of weight in the blocks; else it is made anew each time.
         adapter_dropout: adapters of fine-tuning drop out their input.
         quantised_keeps_input: a 4-bit linear layer keeps its input for backward, which it does not need.
+        quantised_through_half: a 4-bit weight is read as fp16 and then cast to the activations' dtype.
+        graph_kept: the training loop still holds the last micro-batch's logits, and with them the graph, until the next
+            forward returns; what nodes hold that is no saved tensor (the inputs of 4-bit layers) lives as long.
         frozen_apart: what is not trained has flat parameters of its own in FSDP 1; else it shares the trained tensors'
             and has gradients with them.
         original_parameters: the optimizer of FSDP 1 sees the parts of the model's own parameters in a rank's shards.
         optimizer_reads: numbers that the host reads on the GPU in the update of every tensor.
         optimizer_kernel: loop, foreach or fused, where the scenario does not say.
         gradient_path: how data parallelism reduces gradients and splits states: reducer (PyTorch's DDP and FSDP), ipg
-            (DeepSpeed's independent-parameter-gradient buckets) or grad_buffer (one buffer, reduced in place).
+            (DeepSpeed's independent-parameter-gradient buckets), grad_buffer (one buffer, reduced in place) or
+            accumulator (one fp32 buffer that whole half gradients are added to behind each backward).
         parameter_storage: apart (each parameter a tensor), flattened (one flat tensor, whose optimizer states are made
             before the first step) or remapped (views of one buffer, with the distributed optimizer).
         partition_checkpoints: under ZeRO-3, tensor ranks share the inputs that recomputed blocks keep.
@@ -128,7 +137,15 @@ class Stack:
         pipeline_split: what stages get alike where the scenario does not say: blocks (their number) or cost (weights
             of blocks and head).
         pipeline_p2p: how stages pass tensors on unless overlap is asked for: synchronised (batched, then the host
-            waits for the GPU), stream (the next kernels wait, the host does not).
+            waits for the GPU), in turn (as well, but transfer by transfer), stream (the next kernels wait, the host
+            does not).
+        pipeline_reduction: when stages reduce their gradients if overlap is asked for: beside the last backward, or
+            behind it.
+        partition_reduction: how DeepSpeed's ZeRO-1 and 2 bring a bucket to its owners: reduce_scatter, reduce (slice by
+            slice) or all_reduce.
+        bucket_waits: the host waits for the device in front of every overlapped reduction of a bucket.
+        partitioned_tensors: what tensor ranks pass on in shares is DeepSpeed's PartitionedTensor: gathered into zeros,
+            copied and cloned, and a stage's own output once more before backward.
         overlap_interleaved: the interleaved schedule passes tensors on beside compute unless told otherwise.
         kv_cache: how inference's cache grows: concatenated (written anew with every token) or in_place.
         quantised_products: products with weights of fewer than 16 bits: expanded (a kernel of its own makes 16-bit
@@ -160,6 +177,7 @@ class Stack:
     chunked_logits_kept: bool
     loss_upcast: bool
     tuning_upcast: bool
+    tuning_chunk: int
     metric_losses: int
     outputs_kept: bool
     early_stop: bool
@@ -178,6 +196,9 @@ class Stack:
     rmsnorm_kernel: bool
     fused_softmax: bool
     fused_dropout_add: bool
+    merged_gate: bool
+    expands_kv: bool
+    copied_heads: bool
     fused_permutation: bool
     dispatch_once: bool
     expert_overlap: str
@@ -185,6 +206,8 @@ class Stack:
     weight_placeholders: bool
     adapter_dropout: bool
     quantised_keeps_input: bool
+    quantised_through_half: bool
+    graph_kept: bool
     frozen_apart: bool
     original_parameters: bool
     optimizer_reads: int
@@ -206,6 +229,10 @@ class Stack:
     tensor_overlap: bool
     pipeline_split: str
     pipeline_p2p: str
+    pipeline_reduction: str
+    partition_reduction: str
+    bucket_waits: bool
+    partitioned_tensors: bool
     overlap_interleaved: bool
     kv_cache: str
     quantised_products: str

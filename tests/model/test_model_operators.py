@@ -136,7 +136,7 @@ def test_early_stop_skips_the_last_product_unless_a_mask_follows(dropout: float)
 def test_attention_in_full_and_causal() -> None:
     core = next(op for op in block(made(LLAMA)).operators if op.core)
     forward, backward = core.forward[0], core.backward[0]
-    assert forward.shape == (2, 4, 2, 128, 128, 16)
+    assert forward.shape == (2, 4, 4, 128, 128, 16)  # grouped keys and values are copied out in front of it
     assert forward.causal and forward.kernel == "flash2"
     assert forward.flops == 4 * 2 * 128 * 128 * 64
     assert backward.flops == 2.5 * forward.flops

@@ -24,7 +24,10 @@ def attention(run: Run, style: Style, x: Tensor, policy: str, memory: Tensor | N
     run.at("qkv")
     query, key, value = _projections(run, style, x, memory)
     del x
-    if style.positions == "rotary":
+    if style.copies_heads and memory is None:
+        run.at("rotary")
+        query, key, value = _copied(run, style, query, key, value)
+    elif style.positions == "rotary":
         run.at("rotary")
         query, key = _rotary(run, style, query, key)
     run.at("attention")
@@ -57,9 +60,22 @@ def _projections(run: Run, style: Style, x: Tensor, memory: Tensor | None) -> tu
         return q, k, v
     fused = column(run, style, x, parts)
     if style.modules == "plain" and not style.stack.compile:
-        fused = op.relayout(run, fused)
+        fused = op.relayout(run, op.clone(run, fused, style.copies_heads))
     q, k, v = op.split(run, fused, [style.tokens * width for width in widths])
     return q, k, v
+
+
+def _copied(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values in one tensor, side by side and then interleaved, where the keys are rotated in place.
+
+    Source: nanotron 0.4 models/llama.py, CausalSelfAttention.forward; flash_attn layers/rotary.py (q not in place,
+    apply_rotary_emb_kv_ in place).
+    """
+    pair = op.clone(run, op.cat(run, [key, value]))
+    key, value = op.split(run, pair, [key.elements, value.elements])
+    if style.positions == "rotary" and style.stack.fused_rope:
+        return op.unary(run, query), key, value
+    return (*_rotary(run, style, query, key), value) if style.positions == "rotary" else (query, key, value)
 
 
 def _rotary(run: Run, style: Style, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,6 +108,8 @@ def _rotate_half(run: Run, x: Tensor) -> Tensor:
 
 def _flash(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = style.tokens * style.heads
+    if style.expands_kv:
+        key, value = _repeat(run, style, key), _repeat(run, style, value)
     if bias is None:
         q, k, v = (op.to(run, t, run.autocast or t.dtype) for t in (query, key, value))
         if style.stack.unpadding == "none":

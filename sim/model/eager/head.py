@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sim.model.eager import chunked, tuned
 from sim.model.eager import operations as op
-from sim.model.eager.autograd import LOGITS, Output, Run, Tensor
+from sim.model.eager.autograd import ACTIVATIONS, LOGITS, Output, Run, Storage, Tensor
 from sim.model.eager.decoder import norm
 from sim.model.eager.products import entered
 from sim.model.kernels import width
@@ -25,6 +25,8 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
         return chunked.loss(run, style, x, rows)
     run.at("logits")
     run.kind = LOGITS
+    if style.tuned is not None and style.stack.tuning_chunk and style.modules == "plain" and not run.autocast:
+        return _by_position(run, style, x, rows)
     if style.tuned is not None:
         logits = tuned.linear(run, style, x, style.hidden, (("head", style.vocab),))
     else:
@@ -39,6 +41,49 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
         logits = op.to(run, logits, "fp32")
         return _in_place(run, Tensor(run.new(logits.elements, "fp32"), logits.elements, "fp32", logits.sink))
     return loss(run, style, logits, rows)
+
+
+def _by_position(run: Run, style: Style, x: Tensor, rows: int) -> Tensor:
+    """Logits and losses of a few positions at a time: all logits and log-softmaxes are kept, gradients come and go
+    chunk by chunk. The model's wrapper casts the logits of all chunks when it returns.
+
+    Source: LitGPT 0.2 to 0.4 lora.py, GPT.forward (x.split(lm_head_chunk_size, dim=1)); utils.py,
+    chunked_cross_entropy; lightning_fabric 2.1.0 to 2.3.0 plugins/precision/half.py, convert_output.
+    """
+    previous = _previous(run, style, rows)
+    logits = tuned.linear(run, style, x, style.hidden, (("head", style.vocab),))
+    del x
+    run.at("loss")
+    elements, sink = logits.elements, logits.sink
+    dtype = "fp32" if style.widens_logits else logits.dtype
+    wide = logits.storage if dtype == logits.dtype else run.new(elements, dtype)
+    del logits, previous  # the loop's variables take the new logits
+    part = min(rows, style.batch * style.stack.tuning_chunk) * style.vocab
+    node = run.node(lambda run, _: [run.new(part, dtype)], (sink,))
+    run.save(node, wide, run.new(elements, dtype))
+    del wide
+    return Tensor(run.new(rows, "fp32"), rows, "fp32", Output(node, 0))
+
+
+def _previous(run: Run, style: Style, rows: int) -> Storage | None:
+    """What is left of the last micro-batch where the training loop keeps its logits (`graph_kept`): the logits, and
+    what their graph holds that is no saved tensor, the inputs of all 4-bit layers.
+
+    Source: LitGPT 0.2 to 0.4 finetune/lora.py, fit: `logits = model(...)` in a loop; bitsandbytes 0.41.0 to 0.43.0
+    autograd/_functions.py, MatMul4Bit: `ctx.tensors = (A, B)`, an attribute, not save_for_backward.
+    """
+    if not style.stack.graph_kept:
+        return None
+    size, frozen = rows * style.vocab * (4.0 if style.widens_logits else width(style.act)), style.tuned
+    four_bit = frozen is not None and frozen.quantised and frozen.base != "int8"
+    if four_bit and style.stack.quantised_keeps_input and style.experts is None:
+        norms = 1 if style.parallel_block else 2
+        each = norms * style.hidden + style.query_width + style.ffn
+        size += width(style.act) * (style.layers * style.tokens * each + rows * style.hidden)
+    kind, run.kind = run.kind, ACTIVATIONS
+    held = run.new(round(size), "int8")
+    run.kind = kind
+    return held
 
 
 def loss(run: Run, style: Style, logits: Tensor, rows: int) -> Tensor:

@@ -33,12 +33,15 @@ def inner(run: Run, style: Style, ffn: int, up: Callable[[int], Tensor]) -> Tens
     Args:
         up: makes a product of so many outputs.
     """
-    if style.gated and style.modules != "megatron":
+    if style.gated and not style.merges_gate:
         return _gated(run, style, ffn, up)
     if style.gated:
         both = up(2 * ffn)
         run.at("activation")
-        return _gated_kernel(run, both)
+        if style.modules == "megatron" or style.stack.fused_swiglu or style.stack.compile:
+            return _gated_kernel(run, both)
+        gate, other = op.split(run, both, [both.elements // 2] * 2)
+        return op.mul(run, op.unary(run, gate, saves_input=True, temporaries=_SILU_TEMPORARIES), other)
     made = up(ffn)
     run.at("activation")
     spelled = style.conv1d and style.activation == "gelu" and not style.stack.fused_bias_gelu

@@ -144,7 +144,12 @@ def _frozen(run: Run, style: Style, x: Tensor, features_in: int, features_out: i
         if not four_bit and not eight_bit:
             return []
         constants = [run.new(size // BLOCK, "fp32")] if stored == "nf4-dq" else []
-        return [*constants, run.new(size, act)]
+        if not four_bit or act == "fp16" or not style.stack.quantised_through_half:
+            return [*constants, run.new(size, act)]
+        half = run.new(size, "fp16")
+        cast = run.new(size, act)
+        del half
+        return [*constants, cast]
 
     def rule(run: Run, _: Gradients) -> Gradients:
         held = weight(run)

@@ -7,7 +7,7 @@ Megatron-LM `param_and_grad_buffer.py`, `distributed_data_parallel.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -25,6 +25,7 @@ from sim.parallel.construction import (
     widened,
 )
 from sim.parallel.data.buckets import Bucket, fragments
+from sim.parallel.data.by_rank import gather_by_rank
 from sim.parallel.step import (
     COMPUTE,
     MicroStep,
@@ -51,7 +52,7 @@ class Reduction:
 
     Attributes:
         buckets: in launch order.
-        kind: all_reduce (every rank keeps all gradients) or reduce_scatter (every rank keeps its shard).
+        kind: all_reduce, reduce_scatter, or reduce (slice by slice to its owner).
         shards: ranks over which optimizer states are split (1 = none), those of routed experts over as many as hold
             the same ones.
         gradient_shards: ranks over which kept gradients are split, likewise.
@@ -61,6 +62,11 @@ class Reduction:
         gather_elements: elements per all-gather of updated parameters after the optimizer (0 = none).
         resident_gradients: gradients live in a buffer that is never freed (Megatron).
         views: gradients become views of their bucket when it is reduced.
+        behind: buckets are reduced behind the last backward, whatever is asked for.
+        narrow: whole gradients in the parameters' dtype live beside the buffer until each backward is through.
+        copies_last: buckets are filled (`copy_in`) in the micro-step that reduces alone.
+        by_rank: each rank's piece of each parameter is copied to its place behind the gather.
+        norm_of_all: the norm is taken, and the clipping done, of whole gradients on every rank.
     """
 
     buckets: list[Bucket]
@@ -74,6 +80,20 @@ class Reduction:
     gather_elements: int
     resident_gradients: bool
     views: bool = False
+    behind: bool = False
+    narrow: bool = False
+    copies_last: bool = False
+    by_rank: bool = False
+    norm_of_all: bool = False
+
+
+def sums_wide(plan: Plan, split: bool) -> bool:
+    """Whether gradients of the backward pass keep the parameters' dtype beside wider sums (DeepSpeed
+    `runtime/bf16_optimizer.py`: fp32_groups_gradients of whole, not of `split`, groups;
+    update_hp_grads(clear_lp_grads=False))."""
+    precision = plan.scenario.training.precision
+    return (plan.stack.gradient_path == "ipg" and not plan.offload.moves_optimizer and precision.master != "none"
+            and not split and DTYPE_BYTES[precision.gradients] > DTYPE_BYTES[precision.parameters])
 
 
 class Bucketed:
@@ -88,11 +108,7 @@ class Bucketed:
         self.at_once = plan.scenario.training.optimizer_in_backward
         self.completes = self.reduces or self.offload.moves_optimizer  # buckets leave, to other ranks or to the host
         self.wire = self.precision.reduce
-        # Gradients of the backward pass keep the parameters' dtype beside them (DeepSpeed runtime/bf16_optimizer.py:
-        # fp32_groups_gradients of whole, not of split, groups; update_hp_grads(clear_lp_grads=False)).
-        self.sums_wide = (plan.stack.gradient_path == "ipg" and not self.offload.moves_optimizer
-                          and self.precision.master != "none" and reduction.gradient_shards == 1
-                          and DTYPE_BYTES[self.precision.gradients] > DTYPE_BYTES[self.precision.parameters])
+        self.sums_wide = sums_wide(plan, reduction.gradient_shards > 1)
         self.width = DTYPE_BYTES[self.precision.gradients]
         self.gradients: dict[int, int] = {}  # bytes that layers have left behind, by position
         self.numbers = {id(bucket): number for number, bucket in enumerate(reduction.buckets)}
@@ -129,8 +145,9 @@ class Bucketed:
         if self.offload.moves_optimizer:
             self.host_states(part)
         if not self.reduction.transient:
+            width = self.reduction.buffer_bytes / max(1, numel)
             self.plan.resident("gradient buckets", self.reduction.buffer_bytes, "buffers",
-                               [bucket.numel * DTYPE_BYTES[self.wire] for bucket in self.reduction.buckets])
+                               [bucket.numel * width for bucket in self.reduction.buckets] if width else [])
         placeholders = weight_placeholders(stack)
         self.plan.resident("weight placeholders", sum(placeholders), "workspace", placeholders)
 
@@ -140,6 +157,8 @@ class Bucketed:
             return [part]
         if self.reduction.shards == 1:
             return each
+        if self.reduction.by_rank:
+            return [-(-n // self.reduction.shards) for n in each]
         if self.reduction.resident_gradients and not self.plan.routed:
             return fragments(self.plan.architecture, self.reduction.buckets, self.reduction.shards)
         return [part]
@@ -148,7 +167,7 @@ class Bucketed:
     def storage(self) -> str:
         """How this technique stores parameters; only what has wider master parameters is flattened or remapped."""
         storage = self.plan.stack.parameter_storage
-        remaps = self.reduction.kind == "reduce_scatter" or self.plan.replicas == 1  # recipes ask for it on any number
+        remaps = self.reduction.kind != "all_reduce" or self.plan.replicas == 1  # recipes ask for it on any number
         wide = self.precision.master != "none" and DTYPE_BYTES[self.precision.master] > self.width_of_parameters
         if not wide or narrow_only(self.plan) or (storage == REMAPPED and not remaps):
             return APART
@@ -206,6 +225,9 @@ class Bucketed:
                 self.shard(section, position, stack[position])
             if micro.reduce and self.reduction.views and not keep:
                 self.drop_gradients(section, position)
+        if self.reduction.narrow:
+            for position in range(len(stack)):
+                self.drop_gradients(section, position)
         for bucket in late:
             self.reduce(section, bucket, (), micro)
         if micro.reduce:
@@ -213,11 +235,10 @@ class Bucketed:
 
     def layer_backward(self, section: SectionBuilder, position: int, layer: Layer, micro: MicroStep) -> list[Bucket]:
         """Backward of one layer, cut where buckets complete; returns buckets that wait for the end of backward."""
-        overlap = self.plan.scenario.parallel.overlap
+        overlap = self.overlaps
         complete = self.cuts.get(position, []) if micro.reduce and self.completes else []
         cuts = tuple(operator for operator, _ in complete) if overlap else ()
-        own = self.first_copies if micro.first else self.later_copies
-        parts = self.plan.compute.backward_parts(layer, self.plan.policy(position), cuts, own)
+        parts = self.plan.compute.backward_parts(layer, self.plan.policy(position), cuts, self.own_copies(micro))
         name = self.plan.architecture.names[position]
         label = Label(name, "backward", layer.kind)
         late: list[Bucket] = []
@@ -262,6 +283,8 @@ class Bucketed:
         call = collective(self.plan, self.reduction.kind, size, self.wire, bucket.group)
         label = Label(f"bucket{self.numbers[id(bucket)]}", "backward", self.reduction.kind)
         joins = () if waits else (COMPUTE,)
+        if self.plan.stack.bucket_waits and self.plan.scenario.parallel.overlap:
+            section.host(0.0, label, joins=(COMPUTE, NCCL))
         return section.collective(NCCL, call, self.plan.stack.host_collective_s, label, waits, joins)
 
     def finish(self, section: SectionBuilder) -> None:
@@ -279,6 +302,21 @@ class Bucketed:
         """Bucket buffers that live only while gradients are reduced."""
         if self.reduction.transient and self.reduction.buffer_bytes:
             section.allocate("gradient buckets", round(self.reduction.buffer_bytes), "buffers")
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether buckets are reduced beside the last backward."""
+        return self.plan.scenario.parallel.overlap and not self.reduction.behind
+
+    def own_copies(self, micro: MicroStep) -> Callable[[int], tuple[Kernel, ...]]:
+        """What makes the traffic behind so many fresh gradients of a micro-step."""
+        if self.reduction.copies_last:
+            return self.first_copies if micro.reduce else self.no_copies
+        return self.first_copies if micro.first else self.later_copies
+
+    def no_copies(self, numel: int) -> tuple[Kernel, ...]:
+        """Gradients that are added to the buffer by the model's own kernels alone."""
+        return ()
 
     def first_copies(self, numel: int) -> tuple[Kernel, ...]:
         """The first micro-step's gradients are stolen, not added; only the bucket is filled."""
@@ -308,10 +346,13 @@ class Bucketed:
         largest = max((p.numel for layer in architecture.stack for p in layer.parameters), default=0)
         task = update(self.plan, section, numel, 1 if split else tensors, (NCCL,) if self.reduces else (),
                       "data" if split else None, 0 if split else min(largest, numel),
-                      self.offload.state_widths()["gradients"])
+                      self.offload.state_widths()["gradients"],
+                      architecture.parameters if self.reduction.norm_of_all else 0)
         for position in range(len(architecture.stack) - 1, -1, -1):
             self.drop_gradients(section, position)
-        if self.reduction.gather_elements and self.reduces:
+        if self.reduction.by_rank and self.reduces:
+            gather_by_rank(self.plan, section, task)
+        elif self.reduction.gather_elements and self.reduces:
             self.gather_parameters(section, task)
         narrow_weights(self.plan, section)
 
@@ -342,6 +383,8 @@ class Bucketed:
 
     def keeps_gradients(self, micro: MicroStep) -> bool:
         """Whether a micro-step's gradients stay as new tensors: not where they go into buckets or buffers at once."""
+        if self.reduction.narrow:
+            return True
         if self.at_once or self.reduction.resident_gradients or self.reduction.gradient_shards > 1:
             return False
         if self.offload.moves_optimizer:

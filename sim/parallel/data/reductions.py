@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from sim.parallel.data.bucketed import Reduction
+from dataclasses import replace
+
+from sim.parallel.data.bucketed import Reduction, sums_wide
 from sim.parallel.data.buckets import Bucket, Routed, apart, fill, fill_before
 from sim.parallel.step import Plan
 from sim.work import DTYPE_BYTES
@@ -43,13 +45,19 @@ def ddp(plan: Plan, sharded_optimizer: bool) -> Reduction:
 
 
 def deepspeed(plan: Plan, stage: int) -> Reduction:
-    """DeepSpeed ZeRO-1 and 2: contiguous buffers of `reduce_bucket_size` elements, two when reduction overlaps."""
+    """DeepSpeed ZeRO-1 and 2: contiguous buffers of `reduce_bucket_size` elements, two when reduction overlaps.
+
+    A bucket's slices are reduced to their owners one by one, or the bucket to all ranks, by release
+    (`runtime/zero/stage_1_and_2.py`, average_tensor); gradients summed in fp32 beside bf16 parameters always to all
+    (`runtime/pipe/engine.py`, _bf16_reduce_grads). Either fills the buckets alike.
+    """
     parameters, precision = plan.architecture.parameters, plan.scenario.training.precision
     width = DTYPE_BYTES[precision.reduce]
     buffers = 2 if plan.scenario.parallel.overlap else 1
     return Reduction(
         buckets=apart(lambda routed, group: fill_before(plan.architecture, DEEPSPEED_BUCKET, routed, group),
-                      _spread(plan)), kind="reduce_scatter",
+                      _spread(plan)),
+        kind="all_reduce" if sums_wide(plan, stage == 2) else plan.stack.partition_reduction,
         shards=plan.replicas, gradient_shards=plan.replicas if stage == 2 else 1,
         copy_in=DTYPE_BYTES[precision.gradients] + width, copy_out=0.0,
         buffer_bytes=buffers * min(DEEPSPEED_BUCKET, parameters) * width, transient=True,
@@ -72,3 +80,33 @@ def megatron(plan: Plan, distributed_optimizer: bool) -> Reduction:
         buckets=buckets, kind="reduce_scatter" if distributed_optimizer else "all_reduce",
         shards=ranks if distributed_optimizer else 1, gradient_shards=1, copy_in=0.0, copy_out=0.0, buffer_bytes=0.0,
         transient=False, gather_elements=limit if distributed_optimizer else 0, resident_gradients=True)
+
+
+def accumulator(plan: Plan, sharded_optimizer: bool) -> Reduction:
+    """nanotron: half gradients are whole until backward is through and are then added to one fp32 buffer.
+
+    With ZeRO-1 the model is not wrapped in DDP: the buffer is all-reduced by one call behind the last backward, whole,
+    and updated parameters are gathered rank by rank. Without it DDP's buckets of half gradients launch an all-reduce
+    of what the buffer holds of their parameters. Gradients that are not accumulated in fp32 are DDP's own.
+
+    Source: nanotron 0.1 to 0.4 (2024) trainer.py, _init_model (make_ddp) and training_step; optim/
+    gradient_accumulator.py, FP32GradientAccumulator and get_fp32_accum_hook; optim/zero.py, _all_gather_params;
+    optim/clip_grads.py.
+    """
+    precision, parameters = plan.scenario.training.precision, plan.architecture.parameters
+    half, wide = DTYPE_BYTES[precision.parameters], DTYPE_BYTES[precision.gradients]
+    if wide <= half:
+        return replace(ddp(plan, sharded_optimizer), by_rank=sharded_optimizer, norm_of_all=True)
+    wrapped = not sharded_optimizer and plan.replicas > 1
+    limit = plan.scenario.parallel.bucket_mb * MIB / half
+
+    def buckets(routed: Routed, group: str) -> list[Bucket]:
+        if not sharded_optimizer:
+            return fill(plan.architecture, FIRST_BUCKET_BYTES / half, limit, routed, group)
+        return fill(plan.architecture, 2.0**63, 2.0**63, routed, group)
+    return Reduction(
+        buckets=apart(buckets, _spread(plan)), kind="all_reduce", shards=plan.replicas if sharded_optimizer else 1,
+        gradient_shards=1, copy_in=2 * half if wrapped else 0.0, copy_out=2 * half if wrapped else 0.0,
+        buffer_bytes=parameters * half if wrapped else 0.0, transient=False,
+        gather_elements=parameters if sharded_optimizer else 0, resident_gradients=True, behind=sharded_optimizer,
+        narrow=True, copies_last=True, by_rank=sharded_optimizer, norm_of_all=True)

@@ -44,18 +44,27 @@ class WholeStage(Stage):
         layers = self._layers(action.chunk)
         self._backward_memory(section, action, micro, held)
         policies = [self.plan.policy(position) for position in self.chunks[action.chunk]]
-        gathered = self._gathered(self.transfers.needed(self.rank, action))
+        gathered = self._gathered(action)
         after = () if self.separate else self._accumulated(layers, micro)
         segment = self.plan.compute.run_backward(
             layers, policies, "without" if self.separate else "with", gathered, after)
-        return self._kernels(section, segment, Label(f"chunk{action.chunk}", "backward", "backward"), waiting)
+        task = self._kernels(section, segment, Label(f"chunk{action.chunk}", "backward", "backward"), waiting)
+        self._drop_narrow(section)
+        return task
+
+    def _drop_narrow(self, section: SectionBuilder) -> None:
+        """Whole half gradients go as soon as backward is through, where they are added to a buffer behind it."""
+        if self.data.reduction.narrow:
+            for position in list(self.data.gradients):
+                self.data.drop_gradients(section, position)
 
     def _backward_memory(self, section: SectionBuilder, action: Action, micro: MicroStep, held: int) -> None:
         chunk = self.chunks[action.chunk]
         memory = Activations(self.plan, section, chunk.stop, keep_gradients=self.data.keeps_gradients(micro))
         for position, left in zip(chunk, memory.row("backward", chunk, self._layers(action.chunk)), strict=True):
             if left:
-                self._left.append((position, left))
+                if not self.data.reduction.narrow:
+                    self._left.append((position, left))
                 self._leave(((position, left),))
         if held:
             section.allocate("kept for weight gradients", held, "activations")
@@ -84,8 +93,7 @@ class WholeStage(Stage):
         chunk = self.chunks[forward.chunk]
         Activations(self.plan, section, chunk.stop, keep_gradients=False).row("forward", chunk, ahead)
         self._backward_memory(section, backward, micro, self._held_for_weights(backward.chunk) if self.separate else 0)
-        gathered = tuple(call for action in (forward, backward)
-                         for call in self._gathered(self.transfers.needed(self.rank, action)))
+        gathered = (*self._gathered(forward), *self._gathered(backward))
         segment = self.plan.compute.run_together(
             ahead, back, [self.plan.policy(position) for position in self.chunks[backward.chunk]],
             "without" if self.separate else "with", gathered,
@@ -95,11 +103,10 @@ class WholeStage(Stage):
         return self._kernels(section, segment, label, tuple(waiting))
 
     def _accumulated(self, layers: Sequence[Layer], micro: MicroStep) -> tuple[Kernel, ...]:
-        own = self.data.first_copies if micro.first else self.data.later_copies
-        return own(sum(layer.numel for layer in layers))
+        return self.data.own_copies(micro)(sum(layer.numel for layer in layers))
 
     def _reduces_early(self, micro: MicroStep) -> bool:
-        overlap = self.plan.scenario.parallel.overlap and not self.separate
+        overlap = self.data.overlaps and not self.separate and self.plan.stack.pipeline_reduction == "beside"
         return micro.reduce and overlap and self.data.reduces
 
     def _backward_reduced(self, section: SectionBuilder, action: Action, micro: MicroStep,
@@ -118,6 +125,7 @@ class WholeStage(Stage):
             left = memory.backward(position, layer)
             self.data.gradients[position] = self.data.gradients.get(position, 0) + left
             self._late += self.data.layer_backward(section, position, layer, micro)
+        self._drop_narrow(section)
         kinds = section.section.kind
         return max((task for task, kind in enumerate(kinds) if kind == Kind.KERNELS), default=-1)
 
