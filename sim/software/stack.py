@@ -86,6 +86,7 @@ class Stack:
         rmsnorm_kernel: torch.nn.RMSNorm is one kernel, which plain modules then use.
         fused_permutation: tokens are copied to their experts and added up again by one kernel each, and the experts'
             scores weigh the activation instead of the output.
+        experts_looped: each expert's products are launched by themselves; else one grouped kernel is.
         dispatch_once: a token travels once to every node (within a node: GPU) that holds some of its experts, and is
             copied there; else once to each expert.
         expert_overlap: what hides tokens on their way to experts: none, shared (experts), batches (a forward and a
@@ -164,6 +165,7 @@ class Stack:
     fused_softmax: bool
     fused_dropout_add: bool
     fused_permutation: bool
+    experts_looped: bool
     dispatch_once: bool
     expert_overlap: str
     gradient_accumulation_fusion: bool
