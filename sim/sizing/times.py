@@ -97,7 +97,7 @@ class Times:
         def moved(kind: str, width: float) -> Floats:
             return places.numel * table.alone.moved_s(table.layout, scenario, "data", kind, width)
 
-        gathered = moved("all_gather", DTYPE_BYTES[precision.gather]) if name == "zero1" else zero
+        gathered = moved("all_gather", DTYPE_BYTES[table.precision.gather]) if name == "zero1" else zero
         return moved(kind, DTYPE_BYTES[precision.reduce]), gathered, added
 
     def _traffic(self, table: Table, numel: float, width: float) -> float:
