@@ -85,7 +85,7 @@ class Times:
         if not whole or scenario.parallel.expert > 1 or scenario.training.optimizer_in_backward:
             return zero, zero, zero
         wide = DTYPE_BYTES[precision.gradients]
-        fused = path == "grad_buffer" and wide > DTYPE_BYTES[precision.parameters]
+        fused = path == "grad_buffer" and (wide > DTYPE_BYTES[precision.parameters] or table.stack.adds_halves)
         per = 0.0 if fused else 3 * wide
         added = np.array([self._traffic(table, numel, per) for numel in places.numel.tolist()])
         joined = schedule == "dualpipe" and not aligned(scenario, table.layout)  # both copies of a stage may lie better

@@ -92,6 +92,7 @@ class Stack:
         expert_overlap: what hides tokens on their way to experts: none, shared (experts), batches (a forward and a
             backward of two micro-batches run as one), where the layout allows it.
         gradient_accumulation_fusion: the weight-gradient GEMM adds into the gradient buffer itself.
+        half_accumulation_fusion: so it does where the buffer is no wider than the weights, too.
         weight_placeholders: what autograd gets instead of such a gradient is kept from step to step, one tensor for
             each shape of weight in the blocks; else it is made anew each time.
         adapter_dropout: adapters of fine-tuning drop out their input.
@@ -169,6 +170,7 @@ class Stack:
     dispatch_once: bool
     expert_overlap: str
     gradient_accumulation_fusion: bool
+    half_accumulation_fusion: bool
     weight_placeholders: bool
     adapter_dropout: bool
     quantised_keeps_input: bool
@@ -195,6 +197,12 @@ class Stack:
     kv_cache: str
     quantised_products: str
     vocabulary_multiple: int
+
+
+    @property
+    def adds_halves(self) -> bool:
+        """Whether products add weight gradients into a buffer of the weights' own width."""
+        return self.gradient_path == "grad_buffer" and self.gradient_accumulation_fusion and self.half_accumulation_fusion
 
 
 #: Fields of `Stack` that are not facts of a profile.
