@@ -68,7 +68,8 @@ class Stack:
         product_rate: tensor-core products of this stack's libraries over those of the calibrated kernel tables.
         step_sync: whether the host waits for the GPU at the end of every step.
         clip_gradients: whether the gradient norm is computed and applied every step.
-        loss: "plain" (log-softmax and nll), "fused", or "vocab_parallel" (Megatron).
+        loss: "plain" (log-softmax and nll), "fused", "fused_in_place" (TransformerEngine: the gradient is written over
+            the logits) or "vocab_parallel" (Megatron's own, a chain of kernels).
         loss_overwrites: a vocab_parallel loss works in place on the fp32 logits; else its first step is a copy beside
             them, and the model has let go of the narrow ones by then.
         chunked_logits_kept: a loss in chunks keeps the logits of all of them, in the model's dtype; else it makes the

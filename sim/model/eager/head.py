@@ -49,6 +49,8 @@ def loss(run: Run, style: Style, logits: Tensor, rows: int) -> Tensor:
     _log_softmax; from memory)."""
     if style.stack.loss == "fused":
         return _one_kernel(run, logits, rows)
+    if style.stack.loss == "fused_in_place":
+        return _in_place(run, logits)
     if style.stack.compile and width(logits.dtype) < 4 and (run.autocast or style.widens_logits):
         return _one_kernel(run, logits, rows, 2)
     if style.stack.loss == "vocab_parallel":
@@ -59,7 +61,7 @@ def loss(run: Run, style: Style, logits: Tensor, rows: int) -> Tensor:
 
 
 def _in_place(run: Run, wide: Tensor) -> Tensor:
-    """Megatron's loss, and nanotron's on a copy (`loss_overwrites`): maximum, exponential and quotient overwrite the
+    """TransformerEngine's loss, which writes the gradient over the logits; Megatron's own, and nanotron's on a copy (`loss_overwrites`): maximum, exponential and quotient overwrite the
     fp32 logits, and backward makes the gradient of the softmax that is left (megatron/core/tensor_parallel/
     cross_entropy.py: `vocab_parallel_logits -=`, `torch.exp(..., out=)`, `div_`; `grad_input = softmax`)."""
     kept = [wide.storage]
