@@ -25,7 +25,7 @@ from sim.model.eager import KINDS, layer_profile
 from sim.parallel.compute import Compute, is_weight_gradient
 from sim.parallel.layout import Layout
 from sim.parallel.lower import cut_groups, held, layout_of, wired
-from sim.parallel.model.expert import dispatched, staying
+from sim.parallel.model.expert import dispatched, overlap_habit, staying
 from sim.parallel.model.joints import joints
 from sim.parallel.pipeline.weights import kept_for_weights
 from sim.program import InlineCall, ProgramBuilder
@@ -102,7 +102,7 @@ class Layers:
         self.distinct = list({id(x): x for x in row}.values())
         number = {id(layer): i for i, layer in enumerate(self.distinct)}
         self.index = np.array([number[id(layer)] for layer in row])
-        hidden = parallel.overlap_experts or stack.expert_overlap
+        hidden = parallel.overlap_experts or overlap_habit(scenario, stack)
         compute = Compute(ProgramBuilder(("compute",), names), stack, joints(
             stack, names, sequence=parallel.sequence_parallel and parallel.tensor > 1, pipelined=parallel.async_tensor,
             dispatched=sent, shares=hidden == "shared"))

@@ -92,6 +92,8 @@ class Stack:
             copied there; else once to each expert.
         expert_overlap: what hides tokens on their way to experts: none, shared (experts), batches (a forward and a
             backward of two micro-batches run as one), where the layout allows it.
+        expert_overlap_blocks: the same where products are scaled in blocks: mxfp8, asked for or as what fp8 means on a
+            GPU that multiplies such.
         gradient_accumulation_fusion: the weight-gradient GEMM adds into the gradient buffer itself.
         half_accumulation_fusion: so it does where the buffer is no wider than the weights, too.
         weight_placeholders: what autograd gets instead of such a gradient is kept from step to step, one tensor for
@@ -170,6 +172,7 @@ class Stack:
     experts_looped: bool
     dispatch_once: bool
     expert_overlap: str
+    expert_overlap_blocks: str
     gradient_accumulation_fusion: bool
     half_accumulation_fusion: bool
     weight_placeholders: bool
