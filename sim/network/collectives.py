@@ -304,8 +304,8 @@ def _pushed(site: Site) -> Candidate:
     share = (place.per_node - 1) / place.size
     cap = site.inside_bps() / share if share > 0 else _INFINITE
     return Candidate(
-        "one-sided", "Simple", None, latency * _US, 0.0, 1.0, 1.0, _INFINITE, (), exchange_loads(place, site.speeds.p2p),
-        1.0, cap, _PUSHING_SMS, 3.0)
+        "one-sided", "Simple", None, latency * _US, 0.0, 1.0, 1.0, _INFINITE, (),
+        exchange_loads(place, site.speeds.p2p), 1.0, cap, _PUSHING_SMS, 3.0)
 
 
 def _start_us(site: Site, protocol: str) -> float:

@@ -121,7 +121,8 @@ def wired(scenario: Scenario, stack: Stack) -> Scenario:
     """
     training = scenario.training
     precision = training.precision
-    narrowed = (stack.narrow_parameters and precision.compute == "fp8" and scenario.parallel.strategy in ("zero1", "fsdp")
+    sharded = scenario.parallel.strategy in ("zero1", "fsdp")
+    narrowed = (sharded and stack.narrow_parameters and precision.compute == "fp8"
                 and DTYPE_BYTES[precision.gather] == DTYPE_BYTES[precision.parameters] == 2)
     if not narrowed:
         return scenario

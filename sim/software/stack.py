@@ -206,7 +206,8 @@ class Stack:
     @property
     def adds_halves(self) -> bool:
         """Whether products add weight gradients into a buffer of the weights' own width."""
-        return self.gradient_path == "grad_buffer" and self.gradient_accumulation_fusion and self.half_accumulation_fusion
+        fuses = self.gradient_accumulation_fusion and self.half_accumulation_fusion
+        return self.gradient_path == "grad_buffer" and fuses
 
 
 #: Fields of `Stack` that are not facts of a profile.

@@ -61,9 +61,10 @@ def loss(run: Run, style: Style, logits: Tensor, rows: int) -> Tensor:
 
 
 def _in_place(run: Run, wide: Tensor) -> Tensor:
-    """TransformerEngine's loss, which writes the gradient over the logits; Megatron's own, and nanotron's on a copy (`loss_overwrites`): maximum, exponential and quotient overwrite the
+    """Megatron's loss, and nanotron's on a copy (`loss_overwrites`): maximum, exponential and quotient overwrite the
     fp32 logits, and backward makes the gradient of the softmax that is left (megatron/core/tensor_parallel/
-    cross_entropy.py: `vocab_parallel_logits -=`, `torch.exp(..., out=)`, `div_`; `grad_input = softmax`)."""
+    cross_entropy.py: `vocab_parallel_logits -=`, `torch.exp(..., out=)`, `div_`; `grad_input = softmax`).
+    TransformerEngine's leaves the gradient in the place of the logits as they came."""
     kept = [wide.storage]
     node = run.node(lambda run, _: [kept.pop()], (wide.sink,))
     return Tensor(run.new(1, "fp32"), 1, "fp32", Output(node, 0))
