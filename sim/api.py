@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from sim.engine import Machine, simulate
 from sim.errors import Fault, UserError
+from sim.garbage import seldom_searched
 from sim.hardware import Device, gpu, host_share
 from sim.hardware.whatif import with_products
 from sim.network import Network, Topology, expected_maximum
@@ -27,7 +29,7 @@ from sim.report.advice import advise
 from sim.report.largest import largest
 from sim.report.memory import MemoryResult, by_class, fullest
 from sim.report.memory_plan import MemoryPlan, StageMemory
-from sim.report.result import Result, build_result, step_energy_j
+from sim.report.result import Result, build_result, step_energy_j, timed
 from sim.report.tables import Frame, as_table, row_of
 from sim.scenario import Loaded, Scenario, load_scenario
 from sim.software import Stack, stack_for
@@ -168,16 +170,41 @@ def plan_points(loaded: Loaded) -> Iterator[tuple[dict[str, Any], MemoryPlan | s
         yield dict(sets), scenario if isinstance(scenario, str) else _attempt(_plan, scenario, sets), total
 
 
+class Trial:
+    """One scenario lowered once, whose step is simulated only when it is asked for: memory alone often says enough.
+
+    Attributes:
+        memory: of the fullest rank.
+
+    Raises:
+        UserError: the scenario asks for what is not simulated.
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario, self.lowered = scenario, lower(scenario)
+        self.memory = fullest(by_class(scenario, self.lowered, _devices(scenario, self.lowered)))
+
+    @cached_property
+    def machine(self) -> Machine:
+        """What the job runs on."""
+        return machine_for(self.scenario, self.lowered)
+
+    def step_time_s(self) -> float:
+        """Seconds of a step, as `run` predicts them."""
+        return timed(self.scenario, self.memory, simulate(self.lowered.job, self.machine)).step_s
+
+
+@seldom_searched()
 def memory_of(scenario: Scenario) -> MemoryResult:
     """Memory of the fullest rank.
 
     Raises:
         UserError: the scenario asks for what is not simulated.
     """
-    lowered = lower(scenario)
-    return fullest(by_class(scenario, lowered, _devices(scenario, lowered)))
+    return Trial(scenario).memory
 
 
+@seldom_searched()
 def _plan(scenario: Scenario, sets: Mapping[str, Any]) -> MemoryPlan:
     lowered = lower(scenario)
     devices = _devices(scenario, lowered)
@@ -193,11 +220,9 @@ def _plan(scenario: Scenario, sets: Mapping[str, Any]) -> MemoryPlan:
                     lowered.layers_of(numbers[0]), memories[numbers[0]])
         for (program, name), numbers in sorted(alike.items()))
 
-    def step_s(other: Scenario) -> float:
-        return _predict(other, {}).step_time_s
-
-    return MemoryPlan(scenario, devices[0].gpu.name, lowered, stages, lambda: largest(scenario, memory_of),
-                      lambda: advise(scenario, fullest(memories), memory_of, step_s, step_s(scenario)), dict(sets))
+    most = fullest(memories)
+    return MemoryPlan(scenario, devices[0].gpu.name, lowered, stages, lambda: largest(scenario, memory_of, most),
+                      lambda: advise(scenario, most, Trial, Trial(scenario).step_time_s()), dict(sets))
 
 
 def machine_for(scenario: Scenario, lowered: Lowered) -> Machine:
@@ -257,6 +282,7 @@ def _hardware(scenario: Scenario, jitter_s: float, stack: Stack) -> tuple[Device
     return Device(card, host=share, deviation=expected_maximum(drawn)), network
 
 
+@seldom_searched()
 def _predict(scenario: Scenario, sets: Mapping[str, Any], fold: bool = True) -> Result:
     if not fold and scenario.gpus > MOST_UNFOLDED:
         raise UserError(Fault(f"{scenario.gpus:,} ranks are more than are simulated one by one ({MOST_UNFOLDED:,})",
@@ -270,29 +296,25 @@ def _predict(scenario: Scenario, sets: Mapping[str, Any], fold: bool = True) -> 
     return result
 
 
+@seldom_searched()
 def measure(scenario: Scenario) -> tuple[MemoryResult, float | None, float | None]:
     """Memory of the fullest rank, seconds of a step and its energy in joules; what does not fit is not simulated.
 
     Raises:
         UserError: the scenario asks for what is not simulated.
     """
-    lowered = lower(scenario)
-    memory = fullest(by_class(scenario, lowered, _devices(scenario, lowered)))
-    if not memory.fits:
-        return memory, None, None
-    machine = machine_for(scenario, lowered)
-    result = build_result(scenario, lowered, machine, simulate(lowered.job, machine))
-    return result.memory, result.step_time_s, step_energy_j(lowered, machine, result.step_time_s)
+    trial = Trial(scenario)
+    if not trial.memory.fits:
+        return trial.memory, None, None
+    step_s = trial.step_time_s()
+    return trial.memory, step_s, step_energy_j(trial.lowered, trial.machine, step_s)
 
 
 def _advised(result: Result) -> Result:
     """The result, able to say what would make it fit and what each trouble of its cluster costs."""
-    def step_s(scenario: Scenario) -> float:
-        return _predict(scenario, {}).step_time_s
-
-    result.predictor = step_s
-    result.searcher = lambda: largest(result.scenario, memory_of)
-    result.advisor = lambda: advise(result.scenario, result.memory, memory_of, step_s, result.step_time_s)
+    result.predictor = lambda scenario: Trial(scenario).step_time_s()
+    result.searcher = lambda: largest(result.scenario, memory_of, result.memory)
+    result.advisor = lambda: advise(result.scenario, result.memory, Trial, result.step_time_s)
     return result
 
 

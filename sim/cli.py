@@ -7,7 +7,6 @@ Results go to standard output, everything else to standard error. Exit codes: 0 
 from __future__ import annotations
 
 import errno
-import gc
 import json
 import os
 import sys
@@ -37,6 +36,7 @@ from sim.cli_output import (
 )
 from sim.cli_sizing import COMMANDS as SIZING_COMMANDS
 from sim.errors import Fault, UserError, nearest
+from sim.garbage import search_seldom
 
 if TYPE_CHECKING:
     from sim.report.expect import Point
@@ -44,10 +44,6 @@ if TYPE_CHECKING:
     from sim.scenario import Loaded
 
 WRONG_INPUT, CHECK_FAILED, OUR_FAULT, INTERRUPTED, NO_READER = 2, 3, 1, 130, 141
-
-#: Objects between two searches for garbage: Python's 700 would search some fifty times during start-up alone, which is
-#: a tenth of a short run's time (measured with gc.disable()).
-_COLLECT_AFTER = 100_000
 
 #: What the system says when standard output is full.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
@@ -322,7 +318,7 @@ for _command in (*COMMANDS, *MEMORY_COMMANDS, *SIZING_COMMANDS):
 # --------------------------------------------------------------------------------------------------------------- main
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: whatever happens, no traceback (unless DRYSTEP_DEBUG=1 and the fault is ours)."""
-    gc.set_threshold(_COLLECT_AFTER, 20, 20)
+    search_seldom()  # start-up alone would be searched some fifty times
     try:
         # not cli.main(): it would turn a broken pipe into exit code 1, which here means a fault of ours
         with cli.make_context("drystep", sys.argv[1:] if arguments is None else list(arguments)) as context:

@@ -137,8 +137,9 @@ class Fifo(Timer):
         self.active = False
         flow = operation.flow
         del engine.active[flow.number]
-        for c in flow.classes:
-            del engine.flowing[c][flow.number]
+        if engine.contends:
+            for c in flow.classes:
+                del engine.flowing[c][flow.number]
         engine.changed.append(flow)
         for host, run, task in operation.members:
             host.complete(run, task, now)

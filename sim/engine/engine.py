@@ -20,6 +20,7 @@ from sim.engine.repeats import Repeats
 from sim.engine.steady import Steady
 from sim.engine.streams import Timer
 from sim.engine.timeline import Timeline
+from sim.garbage import seldom_searched
 from sim.program import Job
 
 
@@ -27,6 +28,7 @@ class DeadlockError(RuntimeError):
     """Tasks wait for each other and nothing can happen any more; the program, not the user's input, is at fault."""
 
 
+@seldom_searched()
 def simulate(job: Job, machine: Machine, *, steps: int = 2, skip_repeats: bool = True) -> Timeline:
     """Run a job and report its steady step.
 
@@ -53,6 +55,7 @@ class Engine:
 
     Attributes:
         known_shares, known_states, known_near: the machine's memos of `Machine.shares`, `state` and `near`.
+        contends: whether flows slow one another and kernels; else no contention state ever changes.
         flowing: for each class its active flows and who runs them.
         active: flow number -> the communicator that is running it.
         changed: flows that have begun or ended since rates were last set.
@@ -76,6 +79,7 @@ class Engine:
         self.known_shares = machine.known_shares
         self.known_states = machine.known_states
         self.known_near = machine.known_near
+        self.contends = machine.contention
         self.offset_s = 0.0
         self.idle_after_s: float | None = None
         self.idle: set[int] = set()
@@ -119,8 +123,9 @@ class Engine:
                 fifo.activate(now, drain_s)
                 flow = operation.flow
                 active[flow.number] = fifo
-                for c in flow.classes:
-                    self.flowing[c][flow.number] = fifo
+                if self.contends:
+                    for c in flow.classes:
+                        self.flowing[c][flow.number] = fifo
                 self.changed.append(flow)
             starting.clear()
         if self.changed:
@@ -157,8 +162,9 @@ class Engine:
         if len(running) < len(reached):
             classes = tuple({*classes, *(c for flow in changed for c in flow.classes)})
         changed.clear()
-        for c in classes:
-            self._contend(c, now)
+        if self.contends:
+            for c in classes:
+                self._contend(c, now)
 
     def _share_alone(self, flow: Flow, now: float) -> bool:
         """`_share` for one flow that has begun or ended and meets no active one; False if it does meet one."""
@@ -179,8 +185,9 @@ class Engine:
             if fifo.rate_bps != rate_bps:
                 fifo.set_rate(rate_bps, now)
             classes = shares.classes
-        for c in classes:
-            self._contend(c, now)
+        if self.contends:
+            for c in classes:
+                self._contend(c, now)
         return True
 
     def _contend(self, c: int, now: float) -> None:

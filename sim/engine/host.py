@@ -64,6 +64,15 @@ class Run:
         self.copies = 0
         self.delta_s = 0.0
 
+    def moved(self, step: int, by_s: float) -> Run:
+        """This run, which is over, as another step's that much later; it shares the times."""
+        other = Run.__new__(Run)
+        other.section, other.plan, other.entry = self.section, self.plan, (step, *self.entry[1:])
+        other.issue, other.start, other.end, other.starved = self.issue, self.start, self.end, self.starved
+        other.pending, other.left, other.operations, other.followers = self.pending, 0, self.operations, None
+        other.shift_s, other.copies, other.delta_s = self.shift_s + by_s, self.copies, self.delta_s
+        return other
+
 
 class Host(Timer):
     """One simulated rank: its host's place in the program, its streams and its contention state.

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from sim.engine.host import UNKNOWN, Run
+from sim.engine.host import UNKNOWN
 from sim.engine.repeats import TOLERANCE_S
 from sim.program import Kind
 
 if TYPE_CHECKING:
     from sim.engine.engine import Engine
-    from sim.engine.host import Host
+    from sim.engine.host import Host, Run
 
 #: Section runs of the first class after which the machine is looked at.
 POINTS = frozenset((1, 3, 10, 30, 100, 300))
@@ -121,7 +121,7 @@ class Steady:
             whole.append([*runs,
                           *[_completed(own, run, self.step, by, offset_s)
                             for own, run in zip(mark.live[number], runs[first:until], strict=True)],
-                          *[_later(run, self.step, by) for run in runs[until:stop]]])
+                          *[run.moved(self.step, by) for run in runs[until:stop]]])
         return whole
 
     def _disturbs(self) -> bool:
@@ -193,17 +193,9 @@ class Steady:
                 own += [stream.base_s - now, stream.issue_s - now if gaps else _PAST, stream.run.starved[stream.task]]
 
 
-def _later(run: Run, step: int, by: float) -> Run:
-    """A run of the step before, so much later."""
-    other = Run(run.section, run.plan, (step, *run.entry[1:]))
-    other.issue, other.start, other.end, other.starved = run.issue, run.start, run.end, run.starved
-    other.shift_s, other.copies, other.delta_s, other.left = run.shift_s + by, run.copies, run.delta_s, 0
-    return other
-
-
 def _completed(own: Run, run: Run, step: int, by: float, offset_s: float) -> Run:
     """A run that was under way: what it has done so far, then what `run` did a step before."""
-    other = _later(run, step, by)
+    other = run.moved(step, by)
     moved = offset_s - other.shift_s
 
     def column(mine: list[float], theirs: list[float]) -> list[float]:

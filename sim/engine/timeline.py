@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -184,11 +185,12 @@ class Timeline:
 
 def _section_runs(runs: Sequence[Run], begin: float) -> list[SectionRun]:
     """Runs of one class as arrays; one conversion for all, of which each run has its part."""
-    ends = np.cumsum([run.plan.size for run in runs]).tolist()
-    shifts = np.repeat([run.shift_s - begin for run in runs], [run.plan.size for run in runs])
+    sizes = [run.plan.size for run in runs]
+    ends = np.cumsum(sizes).tolist()
+    shifts = np.repeat([run.shift_s - begin for run in runs], sizes)
 
     def column(of: Callable[[Run], list[float]]) -> Floats:
-        return np.array([time for run in runs for time in of(run)], dtype=np.float64)
+        return np.fromiter(chain.from_iterable(map(of, runs)), np.float64, sum(sizes))
 
     issue, start, end = (column(of) + shifts for of in (_ISSUE, _START, _END))
     starved = column(_STARVED)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sim.program import Program, Section
+from sim.program import Program
 
 #: Memory categories of result.md, in its order, and the cache of keys and values of inference.
 CATEGORIES = (
@@ -74,18 +74,32 @@ class MemoryUse:
         return not any(self.net_bytes.values())
 
 
-@dataclass(slots=True)
-class _Track:
-    """One section's operations, and zero-sized marks where the phase changes, relative to the section's start."""
+@dataclass(frozen=True, slots=True)
+class _Samples:
+    """Operations of all sections of a program, and zero-sized marks where the phase changes; each section from level 0.
 
-    section: Section
-    before: Levels  # (samples,) task of the section that the host issues next
-    levels: Levels  # (samples, categories) after each operation
-    totals: Levels  # (samples,) allocated categories only
-    phase: Levels  # (samples,) index into _LABEL_PHASES, -1 for others
-    forward_ends: Levels  # samples that are marks at which a forward ends
-    net: Levels  # (categories,)
-    operations: Levels  # (samples,) number of the operation, -1 for a mark
+    A section's samples stand together in host order. What is asked of them is worked out for all sections at once:
+    a pipeline's stage has hundreds of short ones.
+
+    Attributes:
+        levels: after each sample, shape (samples, categories); totals: allocated categories only, shape (samples,).
+        before: task of its section that the host issues next; operations: number of its operation, -1 for a mark.
+        net, highest: of each section, the level at its end and each category's highest, shape (sections, categories).
+        net_total: of `net`, allocated categories only.
+        top: sample of each section with the highest total, the first of equals; the same of marks at which a forward
+            ends, and of the samples of each of `_LABEL_PHASES`. The number of samples where a section has none.
+    """
+
+    levels: Levels
+    totals: list[int]
+    before: Levels
+    operations: Levels
+    net: Levels
+    highest: Levels
+    net_total: list[int]
+    top: list[int]
+    forward_ends: list[int]
+    phases: tuple[list[int], ...]
 
 
 def allocated_bytes(levels: Mapping[str, int]) -> int:
@@ -105,55 +119,56 @@ def peak(program: Program) -> MemoryUse:
     resident = np.zeros(len(CATEGORIES), dtype=np.int64)
     for _, size, category in program.resident:
         resident[_category(category)] += size
-    walk = _Walk(resident)
-    tracks: dict[int, _Track] = {}
+    samples = _samples(program)
+    walk = _Walk(samples, resident)
     for number, repeats in program.schedule:
-        track = tracks.get(number)
-        if track is None:
-            track = tracks[number] = _track(program, program.sections[number])
-        walk.run(track)
+        walk.run(number)
         if repeats > 1:
-            walk.level = walk.level + track.net * (repeats - 2)
-            walk.run(track)
+            walk.pass_over(number, repeats - 2)
+            walk.run(number)
     return walk.finish(program, resident)
 
 
 class _Walk:
     """The running level, and the highest points seen so far."""
 
-    def __init__(self, resident: Levels) -> None:
+    def __init__(self, samples: _Samples, resident: Levels) -> None:
+        self.samples = samples
         self.level = resident
+        self.total = int(resident[TENSORS].sum())
         self.category_peaks = resident.copy()
-        self.best = int(resident[TENSORS].sum())
+        self.best = self.total
         self.best_levels = resident
-        self.best_at: tuple[_Track, int] | None = None
+        self.best_at: tuple[int, int] | None = None  # section, sample
         self.phases: dict[str, tuple[int, Levels]] = {}
         self.highest = dict.fromkeys(_LABEL_PHASES, 0)
 
-    def run(self, track: _Track) -> None:
+    def run(self, section: int) -> None:
         """One run of a section from the current level."""
-        top = int(track.totals.argmax())
-        total = int(self.level[TENSORS].sum() + track.totals[top])
+        samples = self.samples
+        top = samples.top[section]
+        total = self.total + samples.totals[top]
         if total > self.best:
-            self.best, self.best_levels, self.best_at = total, self.level + track.levels[top], (track, top)
-        np.maximum(self.category_peaks, self.level + track.levels.max(axis=0), out=self.category_peaks)
-        self._highest("end_of_forward", track, track.forward_ends)
-        base = int(self.level[TENSORS].sum())
-        for number, (phase, name) in enumerate(zip(_LABEL_PHASES, ("", *PHASES[2:]), strict=True)):
-            samples = np.flatnonzero(track.phase == number)
-            if len(samples):
-                self.highest[phase] = max(self.highest[phase], base + int(track.totals[samples].max()))
+            self.best, self.best_levels, self.best_at = total, self.level + samples.levels[top], (section, top)
+        np.maximum(self.category_peaks, self.level + samples.highest[section], out=self.category_peaks)
+        self._highest("end_of_forward", samples.forward_ends[section])
+        for phase, name, tops in zip(_LABEL_PHASES, ("", *PHASES[2:]), samples.phases, strict=True):
+            if tops[section] < len(samples.totals):
+                self.highest[phase] = max(self.highest[phase], self.total + samples.totals[tops[section]])
                 if name:
-                    self._highest(name, track, samples)
-        self.level = self.level + track.net
+                    self._highest(name, tops[section])
+        self.pass_over(section, 1)
 
-    def _highest(self, name: str, track: _Track, samples: Levels) -> None:
-        if not len(samples):
-            return
-        levels = self.level + track.levels[samples[int(track.totals[samples].argmax())]]
-        total = int(levels[TENSORS].sum())
-        if name not in self.phases or total > self.phases[name][0]:
-            self.phases[name] = (total, levels)
+    def pass_over(self, section: int, times: int) -> None:
+        """What runs of a section leave behind."""
+        self.level = self.level + self.samples.net[section] * times
+        self.total += self.samples.net_total[section] * times
+
+    def _highest(self, name: str, sample: int) -> None:
+        if sample < len(self.samples.totals):
+            total = self.total + self.samples.totals[sample]
+            if name not in self.phases or total > self.phases[name][0]:
+                self.phases[name] = (total, self.level + self.samples.levels[sample])
 
     def finish(self, program: Program, resident: Levels) -> MemoryUse:
         """The walk as a result. PyTorch's optimizers make their states in the first step, so construction has none."""
@@ -161,34 +176,69 @@ class _Walk:
         init[_INDEX["optimizer_states"]] = 0
         phases = {"after_init": _named(init)}
         phases |= {name: _named(self.phases[name][1]) for name in PHASES if name in self.phases}
-        where = None if self.best_at is None else _place(program, *self.best_at)
+        where = None if self.best_at is None else _place(program, self.samples, *self.best_at)
         return MemoryUse(self.best, _named(self.best_levels), where, phases, self.highest, _named(self.category_peaks),
                          _named(self.level - resident))
 
 
-def _track(program: Program, section: Section) -> _Track:
-    """The samples of one section: its operations, and before them at each change of phase a mark of size zero."""
-    known = {name: i for i, name in enumerate(_LABEL_PHASES)}
+def _samples(program: Program) -> _Samples:
+    """Every section's operations, and before them at each change of phase a mark of size zero."""
+    sections = program.sections
+    sizes = np.array([len(section) for section in sections], dtype=np.int64)
+    first = np.concatenate(([0], np.cumsum(sizes + 1)))  # of each section: its tasks, and its end
+    phase = _phases(program, first)
+    changes = np.flatnonzero(np.diff(phase)) + 1
+    marks = np.concatenate((first[:-1], first[:-1] + sizes, np.setdiff1d(changes, first)))
+    operations = [op for section in sections for op in section.memory]
+    counts = np.array([len(section.memory) for section in sections], dtype=np.int64)
+    at = np.array([op.before for op in operations], dtype=np.int64) + np.repeat(first[:-1], counts)
+    size = np.array([op.size_bytes for op in operations], dtype=np.int64)
+    category = np.array([_category(op.category) for op in operations], dtype=np.int64)
+    number = np.arange(len(operations)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+    none = np.zeros(len(marks), dtype=np.int64)
+    at = np.concatenate((marks, at))
+    order = np.argsort(at, kind="stable")  # marks were put first, so they stay in front of their task's operations
+    at, is_mark = at[order], order < len(marks)
+    size, category = np.concatenate((none, size))[order], np.concatenate((none, category))[order]
+    starts = np.searchsorted(at, first[:-1])  # every section has a mark at its beginning
+    counts = np.diff(np.concatenate((starts, [len(at)])))
+    steps = np.zeros((len(at), len(CATEGORIES)), dtype=np.int64)
+    steps[np.arange(len(at)), category] = size
+    levels = _from_each(np.cumsum(steps, axis=0), steps, starts, counts)
+    allocated = size * TENSORS[category]
+    totals = _from_each(np.cumsum(allocated), allocated, starts, counts)
+    before = at - np.repeat(first[:-1], counts)
+
+    def top(chosen: npt.NDArray[np.bool_]) -> list[int]:
+        """The first of the highest of the chosen samples, section by section."""
+        of = np.where(chosen, totals, np.iinfo(np.int64).min)
+        highest = chosen & (of == np.repeat(np.maximum.reduceat(of, starts), counts))
+        found: list[int] = np.minimum.reduceat(np.where(highest, np.arange(len(at)), len(at)), starts).tolist()
+        return found
+
+    ends, forward_ended = starts + counts - 1, (before > 0) & (phase[np.maximum(at - 1, 0)] == 0)
+    return _Samples(
+        levels, totals.tolist(), before, np.concatenate((none - 1, number))[order], levels[ends],
+        np.maximum.reduceat(levels, starts, axis=0), totals[ends].tolist(), top(np.ones(len(at), dtype=bool)),
+        top(is_mark & forward_ended), tuple(top(phase[at] == number) for number in range(len(_LABEL_PHASES))))
+
+
+def _phases(program: Program, first: Levels) -> Levels:
+    """Index into `_LABEL_PHASES` (-1: none) of every section's tasks; a section's end has that of its last task."""
+    known = {name: number for number, name in enumerate(_LABEL_PHASES)}
     by_label = np.array([known.get(label.phase, -1) for label in program.labels] or [-1], dtype=np.int64)
-    task_phase = by_label[np.array(section.label, dtype=np.int64)] if len(section) else np.array([-1], dtype=np.int64)
-    changes = np.concatenate(([0], np.flatnonzero(np.diff(task_phase)) + 1, [len(section)])).astype(np.int64)
-    ops = section.memory
-    before = np.concatenate((changes, np.array([op.before for op in ops], dtype=np.int64)))
-    category = np.concatenate((np.zeros(len(changes), dtype=np.int64),
-                               np.array([_category(op.category) for op in ops], dtype=np.int64)))
-    size = np.concatenate((np.zeros(len(changes), dtype=np.int64),
-                           np.array([op.size_bytes for op in ops], dtype=np.int64)))
-    order = np.argsort(before, kind="stable")  # marks were put first, so they stay in front of their task's operations
-    before, category, size = before[order], category[order], size[order]
-    steps = np.zeros((len(size), len(CATEGORIES)), dtype=np.int64)
-    steps[np.arange(len(size)), category] = size
-    levels = np.cumsum(steps, axis=0)
-    is_mark = order < len(changes)
-    after_forward = task_phase[np.maximum(before - 1, 0)] == 0
-    ends = np.flatnonzero(is_mark & after_forward & (before > 0))
-    phase = task_phase[np.minimum(before, len(task_phase) - 1)]
-    return _Track(section, before, levels, levels[:, TENSORS].sum(axis=1), phase, ends, levels[-1],
-                  order - len(changes))
+    labels = [number for section in program.sections
+              for number in (*section.label, section.label[-1] if section.label else -1)]
+    found = by_label[np.array(labels, dtype=np.int64)]
+    empty = [number for number, section in enumerate(program.sections) if not len(section)]
+    found[first[empty]] = -1
+    return found
+
+
+def _from_each(running: Levels, own: Levels, starts: Levels, counts: Levels) -> Levels:
+    """Running sums over all sections as sums from each section's beginning."""
+    return running - np.repeat(running[starts] - own[starts], counts, axis=0)
 
 
 def _category(name: str) -> int:
@@ -202,11 +252,11 @@ def _named(levels: Levels) -> dict[str, int]:
     return {name: int(levels[i]) for i, name in enumerate(CATEGORIES)}
 
 
-def _place(program: Program, track: _Track, sample: int) -> Place:
-    section = track.section
+def _place(program: Program, samples: _Samples, number: int, sample: int) -> Place:
+    section = program.sections[number]
     if not len(section):
         return Place(section.name, "", "", "")
-    label = program.labels[section.label[min(int(track.before[sample]), len(section) - 1)]]
-    operation = int(track.operations[sample])
+    label = program.labels[section.label[min(int(samples.before[sample]), len(section) - 1)]]
+    operation = int(samples.operations[sample])
     operator = section.memory[operation].operator if operation >= 0 else ""
     return Place(section.name, label.layer, label.phase, label.name, operator)

@@ -129,16 +129,6 @@ class Pool:
             else:
                 insort(row, address)
 
-    def exact(self, size: int) -> int:
-        """Address of a block of just that size for a tensor, -1 if there is none."""
-        row = self._rows.get(size)
-        if not row:
-            return -1
-        self._state = None
-        address = row.pop(0)
-        del self._starts[address], self._ends[address + size]
-        return address
-
     def _larger_block(self, size: int) -> tuple[int, int]:
         """Size and address of the block that fits best, none being just as large; taken out by all but its end."""
         sizes, by_size = self._sizes, self._rows
@@ -209,15 +199,12 @@ class Pools:
             asked = rounded(size)
             known = self._single[size, stream] = (asked, self._pool(stream, asked), ((0, asked // ROUND_BYTES),))
         asked, pool, rows = known
-        address = pool.exact(rows[0][1])
-        if address < 0:
-            slot = [0]
-            pool.play(slot, rows)
-            address = slot[0]
+        slot = [0]
+        pool.play(slot, rows)
         self.asked += asked
         if self.asked > self.top_asked:
             self.top_asked = self.asked
-        return Held(address, rows[0][1], pool)
+        return Held(slot[0], rows[0][1], pool)
 
     def drop(self, block: Held) -> None:
         """The tensor is gone, but another stream may still use its block, which is freed later (record_stream)."""

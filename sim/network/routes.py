@@ -277,9 +277,11 @@ def _to_nic(p: Placement, way: str, out: Floats) -> list[Part]:
 
 
 def _to_fabric(p: Placement, way: str, which: Ints | slice, nic: Floats, host: Floats) -> list[Part]:
-    """What a node's ranks send or receive over its NICs, and through the host's memory where it is staged there."""
+    """What a node's ranks send or receive over its NICs, and through the host's memory where it is staged there: each
+    way as far as the call's channels carry, both ways together as far as the host does."""
     parts: list[Part] = [(f"nic_{way}", p.nic[which], nic, None)]
-    return [*parts, (f"host_{way}", p.node[which], host, None)] if p.staged else parts
+    node = p.node[which]
+    return [*parts, (f"host_{way}", node, host, None), ("copies", node, host, None)] if p.staged else parts
 
 
 def exchange_loads(p: Placement, nic_share: float) -> Loads:

@@ -166,7 +166,7 @@ class Speeds:
         pcie: one GPU's PCIe slot; uplink: what a PCIe switch exchanges with GPUs and NICs below the other CPU.
         nic: one NIC group (the NICs nearest to one GPU; all NICs when GPUs outnumber them).
         stage: what one channel of a communicator moves where messages are staged through the host, 0 elsewhere;
-            host: what all channels of a node move together there, one stream per NIC.
+            host: what all channels of a node move together there, in and out: one stream each way per NIC.
         nic_groups: NIC groups of a node; nic_nominal: the nominal speed of one.
         leaf: uplinks of one leaf switch (of one rail when rail-optimised); leaf_uplinks: how many they are.
         p2p: share of `nic` that grouped send/recv reaches.
@@ -209,7 +209,7 @@ def speeds(topology: Topology, intra_gbps_per_gpu: float | None = None,
     return Speeds(
         gpu=nominal_link * share * count, link=nominal_link * share if row else 0.0,
         pcie=float(slot["nominal"]) * _GB * slot_share, uplink=float(slot["bridge"]) * _GB,
-        nic=node / groups, stage=stage, host=max(2, inter.nics_per_node) * stage,
+        nic=node / groups, stage=stage, host=2 * max(2, inter.nics_per_node) * stage,
         nic_groups=groups,
         nic_nominal=nominal / _BITS * _GB / groups, leaf=node * inter.nodes_per_leaf / inter.oversubscription / rails,
         leaf_uplinks=max(1, round(inter.nodes_per_leaf * inter.nics_per_node / inter.oversubscription / rails)),

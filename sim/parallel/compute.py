@@ -16,7 +16,7 @@ from sim.model.recompute import again_operators
 from sim.parallel.model.calls import Items
 from sim.parallel.model.joints import Joints, Uncut
 from sim.parallel.model.overlap import Timed, together
-from sim.program import CollectiveCall, InlineCall, MemoryOp, ProgramBuilder
+from sim.program import InlineCall, MemoryOp, ProgramBuilder
 from sim.software import Stack
 from sim.tensor_trace import LayerMemory
 from sim.work import Kernel
@@ -158,29 +158,29 @@ class Compute:
         return self._joints.checkpoint(layer)
 
     # ------------------------------------------------------------------------- rows of layers, for pipeline stages
-    def run(self, layers: Sequence[Layer], before: tuple[CollectiveCall, ...] = ()) -> int:
-        """Forward of several layers in a row as one segment, after the collectives `before`; -1 if it is empty."""
+    def run(self, layers: Sequence[Layer], before: Items = ()) -> int:
+        """Forward of several layers in a row as one segment, after what is in front of it; -1 if it is empty."""
         def make() -> int:
             self._kept.extend(layers)
             cost = self._stack.host_forward_s
-            parts = [self._part([InlineCall(call) for call in before], cost)]
+            parts = [self._part(before, cost)]
             parts += [self._of(layer, "forward", partial(self.forward_items, layer.operators), cost)
                       for layer in layers]
             return self._row(parts) if any(rows for rows, _ in parts) else -1
         return self._once(tuple, ("run", before, tuple(map(id, layers))), make)
 
     def run_backward(self, layers: Sequence[Layer], policies: Sequence[str], weights: str = "with",
-                     before: tuple[CollectiveCall, ...] = (), after: tuple[Kernel, ...] = ()) -> int:
+                     before: Items = (), after: tuple[Kernel, ...] = ()) -> int:
         """Recomputation and backward of several layers (given in forward order) as one segment; -1 if it is empty.
 
         Args:
             weights: "with" the weight gradients, "without" them, or "only" them (zero-bubble schedules).
-            before, after: collectives in front of it, and the technique's own kernels behind it.
+            before, after: what is in front of it, and the technique's own kernels behind it.
         """
         def make() -> int:
             self._kept.extend(layers)
             cost = self._stack.host_backward_s
-            parts = [self._part([InlineCall(call) for call in before], cost)]
+            parts = [self._part(before, cost)]
             parts += [self._of(layer, (weights, policy), partial(self._backward_row, layer, policy, weights), cost)
                       for layer, policy in zip(reversed(layers), reversed(policies), strict=True)]
             parts.append(self._part(after, cost))
@@ -189,7 +189,7 @@ class Compute:
         return self._once(tuple, key, make)
 
     def run_together(self, ahead: Sequence[Layer], back: Sequence[Layer], policies: Sequence[str],
-                     weights: str = "with", before: tuple[CollectiveCall, ...] = (),
+                     weights: str = "with", before: Items = (),
                      after: tuple[Kernel, ...] = ()) -> int:
         """Forward of layers and backward of others as one segment, in which either side's tokens travel to their
         experts while the other side computes (`sim.parallel.model.overlap.together`).
@@ -208,7 +208,7 @@ class Compute:
                               (timed(self._backward_row(layer, policy, weights), b)
                                for layer, policy in zip(reversed(back), reversed(policies), strict=True)),
                               is_weight_gradient)
-            found = [*timed(tuple(map(InlineCall, before)), f), *merged, *timed(after, b)]
+            found = [*timed(before, f), *merged, *timed(after, b)]
             return self._builder.segment([item for item, _ in found], [launch_s for _, launch_s in found])
         key = ("together", before, tuple(map(id, ahead)), tuple(map(id, back)), tuple(policies), weights, after)
         return self._once(tuple, key, make)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from sim.errors import UserError
+from sim.garbage import seldom_searched
 from sim.report.candidates import Sets, candidates
 from sim.report.memory import MemoryResult
 from sim.scenario import Scenario, resolve
@@ -21,6 +22,14 @@ from sim.scenario.dump import dump
 _STRONGEST, _PRICED = 10, 8
 
 Measure = Callable[[Scenario], MemoryResult]
+
+
+class Trial(Protocol):
+    """A scenario that may be predicted: its memory, and its step if that is asked for."""
+
+    @property
+    def memory(self) -> MemoryResult: ...
+    def step_time_s(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +63,8 @@ class Change:
                 "gpu_time": self.gpu_time, "count": self.count}
 
 
-def advise(scenario: Scenario, memory: MemoryResult, measure: Measure, step_time_s: Callable[[Scenario], float],
-           now_s: float) -> list[Change]:
+@seldom_searched()
+def advise(scenario: Scenario, memory: MemoryResult, trial: Callable[[Scenario], Trial], now_s: float) -> list[Change]:
     """Single changes that free memory: those that make the job fit first, the cheapest in GPU time before the others,
     then the rest by what they free on the GPU. Where none suffices, two of those that free most may.
 
@@ -64,8 +73,7 @@ def advise(scenario: Scenario, memory: MemoryResult, measure: Measure, step_time
 
     Args:
         memory: of the scenario as it is; `now_s`: its step.
-        measure: memory of a scenario.
-        step_time_s: predicts a scenario's step; asked only for those that fit.
+        trial: lowers a scenario; only the steps of those that fit are asked for.
     """
     plain = dump(scenario)
     found: dict[str, _Tried] = {}
@@ -74,24 +82,24 @@ def advise(scenario: Scenario, memory: MemoryResult, measure: Measure, step_time
         """Whether the job fits with a change, which is kept if it frees anything."""
         try:
             other = resolve(plain, scenario.name, sets)
-            after = measure(other)
+            one = trial(other)
         except UserError:
             return False
+        after = one.memory
         frees = after.use.peak_allocated_bytes < memory.use.peak_allocated_bytes
         if after.fits or (frees and not memory.fits_device):
-            found[group] = _Tried(what, sets, other, after)
+            found[group] = _Tried(what, sets, other, one, after)
         return after.fits
 
     for group, what, sets in candidates(scenario):
         if not (group in found and found[group].after.fits):
             tried(group, what, sets)
     if "recompute" in found and found["recompute"].after.fits:
-        _fewest_blocks(scenario, lambda what, sets: tried("blocks", what, sets)
-                       and found["blocks"].after.headroom_bytes > 0)
+        _fewest_blocks(scenario, lambda what, sets: tried("blocks", what, sets), found)
     tries = list(found.values())
     if not memory.fits and not any(one.after.fits for one in tries):
-        tries += _pairs(tries, lambda sets: resolve(plain, scenario.name, sets), measure, scenario.gpus)
-    priced = [_change(one, step_time_s, now_s, scenario.gpus) for one in tries]
+        tries += _pairs(tries, lambda sets: resolve(plain, scenario.name, sets), trial, scenario.gpus)
+    priced = [_change(one, now_s, scenario.gpus) for one in tries]
     return sorted(priced, key=lambda c: (not c.fits, c.gpu_time if c.gpu_time is not None else -c.headroom_bytes))
 
 
@@ -101,11 +109,13 @@ class _Tried(NamedTuple):
     what: str
     sets: Sets
     scenario: Scenario
+    trial: Trial
     after: MemoryResult
     changes: int = 1
 
 
-def _pairs(tries: list[_Tried], changed: Callable[[Sets], Scenario], measure: Measure, gpus: int) -> list[_Tried]:
+def _pairs(tries: list[_Tried], changed: Callable[[Sets], Scenario], trial: Callable[[Scenario], Trial],
+           gpus: int) -> list[_Tried]:
     """Two changes at once with which the job fits, of those that free most by themselves; without more GPUs before
     with more, and each with the mildest partner that suffices first."""
     strongest = sorted(tries, key=lambda one: -one.after.headroom_bytes)[:_STRONGEST]
@@ -116,35 +126,41 @@ def _pairs(tries: list[_Tried], changed: Callable[[Sets], Scenario], measure: Me
         sets = {**first.sets, **second.sets}
         try:
             other = changed(sets)
-            after = measure(other)
+            both = trial(other)
         except UserError:
             continue
+        after = both.memory
         if after.fits:
-            found.append(_Tried(f"{first.what} and {second.what}", sets, other, after, 2))
+            found.append(_Tried(f"{first.what} and {second.what}", sets, other, both, after, 2))
     found.sort(key=lambda one: (one.scenario.gpus > gpus, one.after.short, one.after.headroom_bytes))
     return found[:_PRICED]
 
 
-def _change(one: _Tried, step_time_s: Callable[[Scenario], float], now_s: float, gpus: int) -> Change:
+def _change(one: _Tried, now_s: float, gpus: int) -> Change:
     plain = Change(dict(one.sets), one.what, one.after.fits, one.after.headroom_bytes, one.scenario.gpus,
                    count=one.changes)
     if not one.after.fits:
         return plain
-    step_s = step_time_s(one.scenario)
+    step_s = one.trial.step_time_s()
     return replace(plain, step_time_s=step_s, slowdown=step_s / now_s,
                    gpu_time=step_s / now_s * one.scenario.gpus / gpus)
 
 
-def _fewest_blocks(scenario: Scenario, tried: Callable[[str, Sets], bool]) -> None:
+def _fewest_blocks(scenario: Scenario, tried: Callable[[str, Sets], bool], found: dict[str, _Tried]) -> None:
     """The fewest recomputed blocks that suffice without the allocator running short, where all of them suffice."""
     blocks = scenario.model.layers + (scenario.model.decoder_layers or 0)
+    sufficient: list[_Tried] = []  # the last that did, which is the one with the fewest
 
     def suffice(count: int) -> bool:
-        return tried(f"full recomputation of {count} of {blocks} blocks", {"training.recompute": {"layers": count}})
+        what = f"full recomputation of {count} of {blocks} blocks"
+        enough = tried(what, {"training.recompute": {"layers": count}}) and found["blocks"].after.headroom_bytes > 0
+        if enough:
+            sufficient[:] = [found["blocks"]]
+        return enough
 
-    fewest = next_above(0, blocks, suffice)
-    if fewest < blocks:
-        suffice(fewest)
+    next_above(0, blocks, suffice)
+    if sufficient:
+        found["blocks"] = sufficient[0]
 
 
 def next_above(low: int, high: int, suffices: Callable[[int], bool]) -> int:

@@ -76,10 +76,12 @@ def split(on: Axis, layers: Sequence[Spans]) -> tuple[list[Floats], float]:
     left = on.weight_s.copy()
     shares = []
     for layer in layers:
-        active = _active(on, layer)
+        rows, active = _active(on, layer)
         total = active.sum(axis=0)
         busy = total > 0
-        shares.append(active[:, busy] @ (left[busy] / total[busy]))
+        share = np.zeros(layer.keys)
+        share[rows] = active[:, busy] @ (left[busy] / total[busy])
+        shares.append(share)
         left[busy] = 0.0
     return shares, float(left.sum())
 
@@ -88,16 +90,21 @@ def owner(on: Axis, layers: Sequence[Spans]) -> Ints:
     """Which layer every piece of the axis is given to by the order above, shape (pieces,); `len(layers)` for none."""
     found = np.full(len(on.weight_s), len(layers), dtype=np.int64)
     for number in range(len(layers) - 1, -1, -1):
-        found[_active(on, layers[number]).sum(axis=0) > 0] = number
+        found[_active(on, layers[number])[1].sum(axis=0) > 0] = number
     return found
 
 
-def _active(on: Axis, layer: Spans) -> Floats:
-    """How many spans of each row cover each piece of the axis, shape (keys, pieces)."""
+def _active(on: Axis, layer: Spans) -> tuple[Ints, Floats]:
+    """The rows that have a span, and how many spans of each cover each piece of the axis, shape (rows, pieces).
+
+    Of the segments that the stages of a pipeline share, one stage runs a few.
+    """
     pieces = len(on.weight_s)
-    change = np.zeros((layer.keys, pieces + 1))
+    used = np.bincount(layer.key, minlength=layer.keys) > 0
+    rows, row = np.flatnonzero(used), (np.cumsum(used) - 1)[layer.key]
+    change = np.zeros((len(rows), pieces + 1))
     first = np.searchsorted(on.cuts, np.clip(layer.start_s, on.cuts[0], on.cuts[-1]))
     last = np.searchsorted(on.cuts, np.clip(layer.end_s, on.cuts[0], on.cuts[-1]))
-    np.add.at(change, (layer.key, first), 1.0)
-    np.add.at(change, (layer.key, last), -1.0)
-    return np.cumsum(change, axis=1)[:, :pieces]
+    np.add.at(change, (row, first), 1.0)
+    np.add.at(change, (row, last), -1.0)
+    return rows, np.cumsum(change, axis=1)[:, :pieces]

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sim.errors import UserError
+from sim.garbage import seldom_searched
 from sim.report.advice import Measure, next_above
+from sim.report.memory import MemoryResult
 from sim.scenario import Scenario, resolve
 from sim.scenario.dump import dump
 from sim.scenario.schema import Inference
@@ -54,11 +56,15 @@ class _Axis(NamedTuple):
     sets: Callable[[int], dict[str, Any]]
 
 
-def largest(scenario: Scenario, measure: Measure) -> list[Largest]:
+@seldom_searched()
+def largest(scenario: Scenario, measure: Measure, now: MemoryResult | None = None) -> list[Largest]:
     """Largest micro-batch and longest sequence of a training step, sequences at once and longest prompt of a request.
 
     The number of micro-steps stays, and with the micro-batch the global batch grows: stages of a pipeline hold as many
     micro-batches as before, so that memory only rises. Held against the model's learned positions.
+
+    Args:
+        now: memory of the scenario as it is, where that is known.
     """
     plain = dump(scenario)
     found = []
@@ -67,6 +73,8 @@ def largest(scenario: Scenario, measure: Measure) -> list[Largest]:
 
         def fits(count: int, axis: _Axis = axis, reasons: dict[int, str] = reasons) -> bool:
             value = count * axis.step
+            if now is not None and value == axis.now:
+                return now.fits
             try:
                 return measure(resolve(plain, scenario.name, axis.sets(value))).fits
             except UserError as error:

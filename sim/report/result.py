@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from sim.engine import Machine, Timeline, simulate
 from sim.parallel import Lowered
@@ -173,7 +173,7 @@ class Result:
     def stages(self) -> list[StageUse]:
         """What each stage of a pipeline did, worked out when first asked for; nothing without a pipeline."""
         detail = self.detail
-        return stages_of(self.scenario, detail.lowered, detail.machine, detail.timeline)
+        return stages_of(self.scenario, detail.lowered, detail.machine, detail.timeline, self.memory.stages)
 
     @property
     def validated(self) -> Validated:
@@ -248,11 +248,9 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         machine: what the job ran on.
         timeline: its steady step.
     """
-    job, loading = lowered.job, _loading(scenario, timeline.step_time_s)
+    job = lowered.job
     memory = fullest(by_class(scenario, lowered, machine.devices))
-    retrying_s = memory.reserved.seconds if memory.short else 0.0
-    paging_s = memory.paging.seconds if memory.paging is not None else 0.0
-    step_s = timeline.step_time_s + loading.waiting_s + retrying_s + paging_s
+    loading, retrying_s, paging_s, step_s = timed(scenario, memory, timeline)
     critical, columns = _critical(lowered, timeline)
     simulated = job.classes[critical]
     program = job.programs[simulated.program]
@@ -287,6 +285,27 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         result.bound = "memory_bandwidth"
     result.warnings = _warnings(result)
     return result
+
+
+class Timed(NamedTuple):
+    """Seconds of a step: what its tasks take, and what the host adds for data, the allocator's retries and pages.
+
+    Attributes:
+        step_s: all of it.
+    """
+
+    loading: DataLoading
+    retrying_s: float
+    paging_s: float
+    step_s: float
+
+
+def timed(scenario: Scenario, memory: MemoryResult, timeline: Timeline) -> Timed:
+    """The step of a simulated job whose fullest rank holds `memory`."""
+    loading = _loading(scenario, timeline.step_time_s)
+    retrying_s = memory.reserved.seconds if memory.short else 0.0
+    paging_s = memory.paging.seconds if memory.paging is not None else 0.0
+    return Timed(loading, retrying_s, paging_s, timeline.step_time_s + loading.waiting_s + retrying_s + paging_s)
 
 
 def step_energy_j(lowered: Lowered, machine: Machine, step_s: float) -> float:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from sim.engine import Machine, Timeline
+from sim.memory.ledger import MemoryUse
 from sim.parallel import Lowered
 from sim.program import Job
 from sim.report.breakdown import POINT_TO_POINT, of_rank
 from sim.report.columns import of_class
-from sim.report.memory import by_class
 from sim.scenario.schema import Scenario
 
 
@@ -45,20 +45,25 @@ class StageUse:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def stages_of(scenario: Scenario, lowered: Lowered, machine: Machine, timeline: Timeline) -> list[StageUse]:
+def stages_of(scenario: Scenario, lowered: Lowered, machine: Machine, timeline: Timeline,
+              uses: Sequence[MemoryUse]) -> list[StageUse]:
     """Every stage in order; nothing for a job without a pipeline. Of a stage whose ranks are not all alike (a slow GPU)
-    the replica of those that compute longest is told."""
+    the replica of those that compute longest is told.
+
+    Args:
+        uses: memory of each program.
+    """
     if scenario.parallel.pipeline < 2:
         return []
     job, found = lowered.job, []
-    for number, memory in enumerate(by_class(scenario, lowered, machine.devices)):
-        simulated = job.classes[number]
+    for number, simulated in enumerate(job.classes):
         parts = of_rank(machine, of_class(job, timeline, number), number)
         transfers = sum(s for kind in POINT_TO_POINT for s in parts.exposed_communication.get(kind, {}).values())
         found.append(StageUse(
             simulated.program, simulated.representative, len(simulated.members),
             _blocks(lowered, number), parts.compute_s, parts.pipeline_bubble, transfers, parts.exposed_s - transfers,
-            parts.host + parts.offload, memory.use.peak_allocated_bytes, memory.capacity_bytes))
+            parts.host + parts.offload, uses[simulated.program].peak_allocated_bytes,
+            int(machine.devices[simulated.device].gpu.usable_memory_bytes)))
     if len(found) == len(job.programs):
         return found
     busiest = max(range(len(found)), key=lambda number: found[number].busy_s)

@@ -19,6 +19,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from sim.errors import Fault, UserError
+from sim.garbage import search_seldom
 
 Job = TypeVar("Job")
 Done = TypeVar("Done")
@@ -76,15 +77,16 @@ def workers(processes: int = 1, dask: str | None = None) -> Iterator[Workers]:
         with _cluster(dask) as found:
             yield found
     elif processes > 1:
-        with ProcessPoolExecutor(processes, initializer=_end_with_parent, initargs=(os.getpid(),)) as pool:
+        with ProcessPoolExecutor(processes, initializer=_as_worker, initargs=(os.getpid(),)) as pool:
             yield Workers(pool)
     else:
         yield Workers()
 
 
-def _end_with_parent(parent: int) -> None:
+def _as_worker(parent: int) -> None:
     """A process of a search that was killed ends too, where the system can see to it (Linux prctl(2),
     PR_SET_PDEATHSIG)."""
+    search_seldom()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # killed before the call

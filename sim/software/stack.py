@@ -124,7 +124,15 @@ class Stack:
         pipeline_split: what stages get alike where the scenario does not say: blocks (their number) or cost (weights
             of blocks and head).
         pipeline_p2p: how stages pass tensors on unless overlap is asked for: synchronised (batched, then the host
-            waits for the GPU), stream (the next kernels wait, the host does not).
+            waits for the GPU), in turn (as well, but transfer by transfer), stream (the next kernels wait, the host
+            does not).
+        pipeline_reduction: when stages reduce their gradients if overlap is asked for: beside the last backward, or
+            behind it.
+        partition_reduction: how DeepSpeed's ZeRO-1 and 2 bring a bucket to its owners: reduce_scatter, reduce (slice by
+            slice) or all_reduce.
+        bucket_waits: the host waits for the device in front of every overlapped reduction of a bucket.
+        partitioned_tensors: what tensor ranks pass on in shares is DeepSpeed's PartitionedTensor: gathered into zeros,
+            copied and cloned, and a stage's own output once more before backward.
         overlap_interleaved: the interleaved schedule passes tensors on beside compute unless told otherwise.
         kv_cache: how inference's cache grows: concatenated (written anew with every token) or in_place.
         quantised_products: products with weights of fewer than 16 bits: expanded (a kernel of its own makes 16-bit
@@ -197,6 +205,10 @@ class Stack:
     tensor_overlap: bool
     pipeline_split: str
     pipeline_p2p: str
+    pipeline_reduction: str
+    partition_reduction: str
+    bucket_waits: bool
+    partitioned_tensors: bool
     overlap_interleaved: bool
     kv_cache: str
     quantised_products: str

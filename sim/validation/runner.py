@@ -18,6 +18,7 @@ from typing import Any
 
 from sim.catalog import folder
 from sim.errors import Fault, UserError
+from sim.garbage import search_seldom
 from sim.validation.cases import Case, CaseFile, expand, read, selects
 from sim.validation.predict import predict, settle
 from sim.validation.statistics import Record, overall
@@ -164,6 +165,7 @@ def _pooled(cases: Sequence[Case], workers: int) -> Iterator[tuple[Sequence[int]
 
 def as_worker() -> None:
     """What a worker process starts with: Ctrl-C is the parent's business, and nobody outlives the parent."""
+    search_seldom()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(parent_process(),), daemon=True).start()
 

@@ -270,6 +270,16 @@ def test_groups_of_one_gpu_per_node_share_what_the_host_stages(machines: Machine
     assert rate(flow, net) == pytest.approx(channels * F["stage_gbps.all"] * 1e9)
 
 
+def test_what_the_host_stages_one_way_may_take_both_ways_share(machines: Machines) -> None:
+    """Eight sends of one direction move twice what eight exchanges of both move each way."""
+    inter = {"kind": "fat-tree", "fabric": "omni-path", "nics_per_node": 4, "gbps_per_nic": 100}
+    net = network({**machines["dgx-a100"], "inter": inter}, nodes=2)
+    pairs = np.array([[i, 8 + i] for i in range(8)])
+    one_way = rate(net.coflow("send", GIB, pairs), net)
+    both = rate(net.coflow("all_reduce", 4 * GIB, pairs), net)  # a ring of two moves its buffer once each way
+    assert one_way == pytest.approx(2 * both, rel=0.02)
+
+
 def test_nodes_without_a_link_are_refused(machines: Machines) -> None:
     with pytest.raises(UserError, match="no link between nodes"):
         network(machines["pcie"], nodes=2)

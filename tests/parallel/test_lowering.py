@@ -176,7 +176,7 @@ def test_a_smaller_last_micro_step_is_its_own_section() -> None:
 
 
 def test_zero_volumes() -> None:
-    """ZeRO paper, section 7: stages 1 and 2 move what DDP moves (an all-reduce = reduce-scatter + all-gather)."""
+    """ZeRO paper, section 7: a gather of the parameters behind the optimizer, and gradients by release."""
     def moved(strategy: str) -> dict[str, int]:
         total: Counter[str] = Counter()
         count = collectives(scenario(precision="mixed-bf16", strategy=strategy,
@@ -186,7 +186,8 @@ def test_zero_volumes() -> None:
                 total[kind] += n * size
         return dict(total)
     parameters = lower(scenario(strategy="ddp")).architecture.parameters
-    assert moved("zero1") == moved("zero2") == {"reduce_scatter": 2 * parameters, "all_gather": 2 * parameters}
+    # since 0.12 DeepSpeed reduces a bucket to all ranks, of which each keeps its part: half as much again
+    assert moved("zero1") == moved("zero2") == {"all_reduce": 2 * parameters, "all_gather": 2 * parameters}
     three = moved("zero3")  # gathered once: all of a model this small is used again within the reuse distance
     assert three["reduce_scatter"] == 2 * parameters
     assert 2 * parameters <= three["all_gather"] < 2.3 * 2 * parameters  # and small parameters in the optimizer step

@@ -120,3 +120,33 @@ def test_submodules_keep_every_kernel_and_parameter() -> None:
         assert [op for p in parts for op in p.operators] == list(layer.operators)
         assert sorted(n for p in parts for n in p.gradients) == sorted(p.numel for p in layer.parameters)
     assert len(submodules(lowered.architecture.stack[1], 100_000)) == 4
+
+
+def _host_order(year: int) -> list[tuple[str, str]]:
+    """(kind of task, name) of a ZeRO-3 step's forward and backward, in host order."""
+    s = resolve({
+        "name": "zero3", "cluster": {"topology": "dgx-a100-80g"},
+        "model": {"kind": "decoder", "layers": 2, "hidden": 4096, "heads": 32, "vocab": 32000},
+        "training": {"micro_batch": 1, "global_batch": 8, "sequence": 1024, "precision": "mixed-fp16"},
+        "parallel": {"strategy": "zero3"}, "software": {"framework": "deepspeed", "year": year}})
+    program = lower(s).job.programs[0]
+    return [(Kind(kind).name, program.collectives[payload].kind if kind == Kind.COLLECTIVE else "")
+            for number, _ in program.schedule for section in [program.sections[number]]
+            for kind, payload, label in zip(section.kind, section.payload, section.label, strict=True)
+            if program.labels[label].phase in ("forward", "backward")]
+
+
+def test_before_0_6_the_host_waits_before_and_behind_every_gather() -> None:
+    order = _host_order(2021)
+    gathers = [i for i, task in enumerate(order) if task == ("COLLECTIVE", "all_gather")]
+    assert gathers
+    for i in gathers[1:]:  # the first has nothing to wait for but its zeros
+        assert order[i - 1] == ("HOST", "")
+    # parameters of 16 million elements and more are never fetched ahead of 50 million: all are needed at once
+    assert sum(order[i + 1] == ("HOST", "") for i in gathers) >= len(gathers) // 2
+
+
+def test_since_0_6_gathers_follow_one_another() -> None:
+    order = _host_order(2022)
+    gathers = [i for i, task in enumerate(order) if task == ("COLLECTIVE", "all_gather")]
+    assert not any(order[i + 1] == ("HOST", "") for i in gathers)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 import sim
+from sim.api import Trial
 from sim.report.advice import candidates
 from sim.report.result import Result
-from sim.scenario import resolve
+from sim.scenario import Scenario, resolve
 
 
 def job(**changes: Any) -> Result:
@@ -43,6 +46,30 @@ def test_a_change_does_what_it_says() -> None:
     again = job(**change.set)
     assert again.memory.headroom_bytes == change.headroom_bytes
     assert again.step_time_s == change.step_time_s
+
+
+def test_every_change_is_lowered_once_and_only_what_fits_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = job()
+    lowered: list[Scenario] = []
+    simulated: list[Scenario] = []
+
+    class Counted(Trial):
+        def __init__(self, scenario: Scenario) -> None:
+            lowered.append(scenario)
+            super().__init__(scenario)
+
+        def step_time_s(self) -> float:
+            simulated.append(self.scenario)
+            assert self.memory.fits
+            return super().step_time_s()
+
+    monkeypatch.setattr("sim.api.Trial", Counted)
+    changes = result.changes
+    assert len(simulated) == sum(change.fits for change in changes)
+    assert all(one != other for i, one in enumerate(lowered) for other in lowered[:i])
+    before = len(lowered)
+    assert result.largest
+    assert all(one != result.scenario for one in lowered[before:])
 
 
 def test_candidates_are_real_changes() -> None:

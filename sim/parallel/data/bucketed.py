@@ -51,7 +51,7 @@ class Reduction:
 
     Attributes:
         buckets: in launch order.
-        kind: all_reduce (every rank keeps all gradients) or reduce_scatter (every rank keeps its shard).
+        kind: all_reduce, reduce_scatter, or reduce (slice by slice to its owner).
         shards: ranks over which optimizer states are split (1 = none), those of routed experts over as many as hold
             the same ones.
         gradient_shards: ranks over which kept gradients are split, likewise.
@@ -76,6 +76,15 @@ class Reduction:
     views: bool = False
 
 
+def sums_wide(plan: Plan, split: bool) -> bool:
+    """Whether gradients of the backward pass keep the parameters' dtype beside wider sums (DeepSpeed
+    `runtime/bf16_optimizer.py`: fp32_groups_gradients of whole, not of `split`, groups;
+    update_hp_grads(clear_lp_grads=False))."""
+    precision = plan.scenario.training.precision
+    return (plan.stack.gradient_path == "ipg" and not plan.offload.moves_optimizer and precision.master != "none"
+            and not split and DTYPE_BYTES[precision.gradients] > DTYPE_BYTES[precision.parameters])
+
+
 class Bucketed:
     """Lowering of one job; see the module."""
 
@@ -88,11 +97,7 @@ class Bucketed:
         self.at_once = plan.scenario.training.optimizer_in_backward
         self.completes = self.reduces or self.offload.moves_optimizer  # buckets leave, to other ranks or to the host
         self.wire = self.precision.reduce
-        # Gradients of the backward pass keep the parameters' dtype beside them (DeepSpeed runtime/bf16_optimizer.py:
-        # fp32_groups_gradients of whole, not of split, groups; update_hp_grads(clear_lp_grads=False)).
-        self.sums_wide = (plan.stack.gradient_path == "ipg" and not self.offload.moves_optimizer
-                          and self.precision.master != "none" and reduction.gradient_shards == 1
-                          and DTYPE_BYTES[self.precision.gradients] > DTYPE_BYTES[self.precision.parameters])
+        self.sums_wide = sums_wide(plan, reduction.gradient_shards > 1)
         self.width = DTYPE_BYTES[self.precision.gradients]
         self.gradients: dict[int, int] = {}  # bytes that layers have left behind, by position
         self.numbers = {id(bucket): number for number, bucket in enumerate(reduction.buckets)}
@@ -148,7 +153,7 @@ class Bucketed:
     def storage(self) -> str:
         """How this technique stores parameters; only what has wider master parameters is flattened or remapped."""
         storage = self.plan.stack.parameter_storage
-        remaps = self.reduction.kind == "reduce_scatter" or self.plan.replicas == 1  # recipes ask for it on any number
+        remaps = self.reduction.kind != "all_reduce" or self.plan.replicas == 1  # recipes ask for it on any number
         wide = self.precision.master != "none" and DTYPE_BYTES[self.precision.master] > self.width_of_parameters
         if not wide or narrow_only(self.plan) or (storage == REMAPPED and not remaps):
             return APART
@@ -262,6 +267,8 @@ class Bucketed:
         call = collective(self.plan, self.reduction.kind, size, self.wire, bucket.group)
         label = Label(f"bucket{self.numbers[id(bucket)]}", "backward", self.reduction.kind)
         joins = () if waits else (COMPUTE,)
+        if self.plan.stack.bucket_waits and self.plan.scenario.parallel.overlap:
+            section.host(0.0, label, joins=(COMPUTE, NCCL))
         return section.collective(NCCL, call, self.plan.stack.host_collective_s, label, waits, joins)
 
     def finish(self, section: SectionBuilder) -> None:

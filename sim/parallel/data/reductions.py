@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sim.parallel.data.bucketed import Reduction
+from sim.parallel.data.bucketed import Reduction, sums_wide
 from sim.parallel.data.buckets import Bucket, Routed, apart, fill, fill_before
 from sim.parallel.step import Plan
 from sim.work import DTYPE_BYTES
@@ -43,13 +43,19 @@ def ddp(plan: Plan, sharded_optimizer: bool) -> Reduction:
 
 
 def deepspeed(plan: Plan, stage: int) -> Reduction:
-    """DeepSpeed ZeRO-1 and 2: contiguous buffers of `reduce_bucket_size` elements, two when reduction overlaps."""
+    """DeepSpeed ZeRO-1 and 2: contiguous buffers of `reduce_bucket_size` elements, two when reduction overlaps.
+
+    A bucket's slices are reduced to their owners one by one, or the bucket to all ranks, by release
+    (`runtime/zero/stage_1_and_2.py`, average_tensor); gradients summed in fp32 beside bf16 parameters always to all
+    (`runtime/pipe/engine.py`, _bf16_reduce_grads). Either fills the buckets alike.
+    """
     parameters, precision = plan.architecture.parameters, plan.scenario.training.precision
     width = DTYPE_BYTES[precision.reduce]
     buffers = 2 if plan.scenario.parallel.overlap else 1
     return Reduction(
         buckets=apart(lambda routed, group: fill_before(plan.architecture, DEEPSPEED_BUCKET, routed, group),
-                      _spread(plan)), kind="reduce_scatter",
+                      _spread(plan)),
+        kind="all_reduce" if sums_wide(plan, stage == 2) else plan.stack.partition_reduction,
         shards=plan.replicas, gradient_shards=plan.replicas if stage == 2 else 1,
         copy_in=DTYPE_BYTES[precision.gradients] + width, copy_out=0.0,
         buffer_bytes=buffers * min(DEEPSPEED_BUCKET, parameters) * width, transient=True,

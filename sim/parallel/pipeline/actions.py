@@ -14,6 +14,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-1p", "zb-2p",
 #: Two stages of the model (zb-v), or one stage in each direction (dualpipe), on every rank.
 TWO_CHUNKS = ("zb-v", "dualpipe")
 _WHOLE_BACKWARD = ("gpipe", "1f1b", "interleaved")
+_ONE_CHUNK = ("gpipe", "1f1b")
 
 
 class Action(NamedTuple):
@@ -70,16 +71,21 @@ class Places:
 
 
 def passing(scenario: Scenario, stack: Stack, schedule: str | None = None) -> str:
-    """How stages wait for one another: "synchronised", "stream" or "overlapped" (see `Stack.pipeline_p2p`).
+    """How stages wait for one another: "synchronised", "in turn", "stream" or "overlapped" (see `Stack.pipeline_p2p`).
 
     Schedules that split the backward run on a runtime of their own, which overlaps (Qi et al. 2024, section 5).
+    Neighbours that call in turn agree on an order where one chunk alternates between passes; where chunks take turns
+    batches are exchanged.
     `schedule` stands for the scenario's own, where another is tried.
     """
     schedule = schedule or scenario.parallel.schedule
     asked = scenario.parallel.overlap_p2p
     if asked is None:
         asked = stack.overlap_interleaved and schedule == "interleaved"
-    return "overlapped" if asked or split(schedule) else stack.pipeline_p2p
+    if asked or split(schedule):
+        return "overlapped"
+    in_turn = stack.pipeline_p2p == "in turn"
+    return "synchronised" if in_turn and schedule not in _ONE_CHUNK else stack.pipeline_p2p
 
 
 def split(schedule: str) -> bool:

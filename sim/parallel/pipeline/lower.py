@@ -181,7 +181,7 @@ def _passing(scenario: Scenario, stack: Stack, architecture: Architecture) -> Pa
     if parallel.pipeline_scatter and parallel.tensor > 1 and not parallel.sequence_parallel:
         share = parallel.tensor
     return Passing(elements, elements // share, block.input.dtype, elements if share > 1 else 0,
-                   passing(scenario, stack))
+                   passing(scenario, stack), stack.partitioned_tensors)
 
 
 class _Joined:

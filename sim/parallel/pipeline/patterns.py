@@ -6,10 +6,13 @@ alone and is remembered like the order lists themselves.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
+
+import numpy as np
 
 from sim.parallel.pipeline.orders import Action, Costs, order, places, split
 from sim.parallel.pipeline.transfers import Edge, Transfers
@@ -89,17 +92,15 @@ def _row(rank: int, actions: Sequence[Action], moves: Transfers, last: str, chun
     pairs = habits.pairs and chunks > 1
     needs = {(kind, chunk): moves.needed(rank, Action(kind, chunk, 0)) for kind in "FBW" for chunk in range(chunks)}
     together = batched(actions, pairs, apart)
-    described = _described(together, needs, last, habits)
-    numbers: dict[tuple[Batch, ...], int] = {}
+    distinct, named = _described(together, needs, last, habits)
+    numbers: dict[tuple[int, ...], int] = {}
     found = []
-    for begin, length, repeats in fold(described, chunks * len(moves.places.stage)):
-        batches = tuple(described[begin:begin + length])
-        found.append(Pattern(batches, repeats, numbers.setdefault(batches, len(numbers))))
-    return Row(_needed(together[0], needs), tuple(found))
-
-
-def _needed(batch: Sequence[Action], needs: dict[tuple[str, int], Edge | None]) -> tuple[Edge, ...]:
-    return tuple([edge for a in batch if (edge := needs[a.kind, a.chunk])])
+    for begin, length, repeats in fold(named, chunks * len(moves.places.stage)):
+        key = tuple(named[begin:begin + length])
+        batches = tuple([distinct[name] for name in key])
+        found.append(Pattern(batches, repeats, numbers.setdefault(key, len(numbers))))
+    first = tuple([edge for a in together[0] if (edge := needs[a.kind, a.chunk])])
+    return Row(first, tuple(found))
 
 
 def batched(actions: Sequence[Action], pairs: bool, apart: bool = False) -> list[tuple[Action, ...]]:
@@ -122,19 +123,35 @@ def batched(actions: Sequence[Action], pairs: bool, apart: bool = False) -> list
 
 
 def _described(batches: Sequence[Sequence[Action]], needs: dict[tuple[str, int], Edge | None], last: str,
-               habits: Habits) -> list[Batch]:
-    """What is written of every batch: equal batches are one."""
+               habits: Habits) -> tuple[list[Batch], list[int]]:
+    """What is written of every batch: the distinct ones, and the number of each in order. An order list is long and
+    says little: all that is made per action is a number."""
     final = {a.chunk: a.micro for together in batches for a in together if a.kind == last}
-    gathers = _Gathers(habits.keeps)
-    following = [*(_needed(together, needs) for together in batches[1:]), ()]
-    found: list[Batch] = []
-    for together, after in zip(batches, following, strict=True):
+    gathers, firsts = _Gathers(habits.keeps), habits.firsts
+    owns: dict[tuple[tuple[str, int, bool, bool, int], ...], int] = {}
+    numbers = []
+    for together in batches:
         own = []
         for a in together:
-            end = a.kind == last and final[a.chunk] == a.micro
-            own.append((a.kind, a.chunk, habits.firsts and a.micro == 0 and a.kind != "F", end, gathers.by(a, end)))
-        found.append(Batch(tuple(own), after))
-    return found
+            kind, chunk, micro = a
+            end = kind == last and final[chunk] == micro
+            own.append((kind, chunk, firsts and micro == 0 and kind != "F", end, gathers.by(a, end)))
+        numbers.append(owns.setdefault(tuple(own), len(owns)))
+    actions = list(owns)
+    pairs: dict[tuple[int, int], int] = {}
+    named = [pairs.setdefault(pair, len(pairs)) for pair in zip(numbers, [*numbers[1:], -1], strict=True)]
+    found = []
+    for number, after in pairs:
+        waits = actions[after] if after >= 0 else ()
+        found.append(Batch(actions[number], tuple([edge for kind, chunk, *_ in waits if (edge := needs[kind, chunk])])))
+    return _merged(found, named)
+
+
+def _merged(found: Sequence[Batch], named: Sequence[int]) -> tuple[list[Batch], list[int]]:
+    """Equal batches, which differ in what comes behind them but not in what that waits for, as one."""
+    distinct: dict[Batch, int] = {}
+    same = [distinct.setdefault(batch, len(distinct)) for batch in found]
+    return list(distinct), [same[number] for number in named]
 
 
 class _Gathers:
@@ -165,18 +182,21 @@ def fold(items: Sequence[Hashable], group: int) -> list[tuple[int, int, int]]:
         group: length over which chunks take turns (chunks x stages); patterns of one to three items, and of one to
             three groups, are looked for.
     """
-    lengths = sorted({n * unit for n in (1, 2, 3) for unit in (1, group)})
     numbers: dict[Hashable, int] = {}
-    named = [numbers.setdefault(item, len(numbers)) for item in items]
+    named = np.array([numbers.setdefault(item, len(numbers)) for item in items], dtype=np.int64)
+    size = len(named)
+    breaks = {}  # by length: items that differ from the one so far in front of them
+    for length in sorted({n * unit for n in (1, 2, 3) for unit in (1, group)}):
+        if length < size:
+            breaks[length] = [*(np.flatnonzero(named[length:] != named[:-length]) + length).tolist(), size]
     found: list[tuple[int, int, int]] = []
     at = 0
-    while at < len(named):
+    while at < size:
         best = (at, 1, 1)
-        for length in lengths:
-            end = at + length
-            while end < len(named) and named[end] == named[end - length]:
-                end += 1
-            repeats = (end - at) // length
+        for length, ends in breaks.items():
+            if at + length >= size:
+                break
+            repeats = (ends[bisect_left(ends, at + length)] - at) // length
             if repeats > 1 and repeats * length > best[1] * best[2]:
                 best = (at, length, repeats)
         found.append(best)

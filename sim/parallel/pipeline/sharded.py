@@ -77,7 +77,7 @@ class ShardedStage(Stage):
         fsdp, chunk = self.sharded, self.chunks[action.chunk]
         memory = Activations(self.plan, section, chunk.stop, keep_gradients=False)
         ready = self._root(section, action.chunk, gathers)
-        arrived = self._gathered(self.transfers.needed(self.rank, action))
+        arrived = self._gathered(action)
         if arrived:
             label = Label(f"chunk{action.chunk}", "forward", "gather")
             ready = (*ready, section.kernels(COMPUTE, self.plan.compute.run((), arrived), label, joins=waiting))
@@ -105,7 +105,7 @@ class ShardedStage(Stage):
         held = self._held_for_weights(action.chunk) if self.separate else 0
         final, task, joined = micro.reduce and not self.separate, -1, waiting
         ready: tuple[int, ...] = ()
-        arrived = self._gathered(self.transfers.needed(self.rank, action))
+        arrived = self._gathered(action)
         for position in reversed(chunk):
             unit, layer = fsdp.units[position], self.plan.architecture.stack[position]
             copy: tuple[Kernel, ...] = ()

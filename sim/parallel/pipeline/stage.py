@@ -14,13 +14,15 @@ from functools import partial
 
 from sim.model.architecture import Layer
 from sim.parallel.activations import FLOWING_POOL, OUTPUT_POOL, Activations
+from sim.parallel.compute import traffic_kernel
+from sim.parallel.model.calls import Items
 from sim.parallel.pipeline.orders import Action
 from sim.parallel.pipeline.patterns import Batch, Habits, Schedule, rows
 from sim.parallel.pipeline.transfers import Edge, Transfers
 from sim.parallel.pipeline.weights import kept_for_weights
 from sim.parallel.pipeline.written import Exchange, Mark, Piece, Written
 from sim.parallel.step import COMPUTE, MicroStep, Plan, blocks, fetch_batch
-from sim.program import CollectiveCall, Label, MemoryOp, SectionBuilder
+from sim.program import CollectiveCall, InlineCall, Label, MemoryOp, SectionBuilder
 from sim.tensor_trace import LayerMemory
 from sim.work import DTYPE_BYTES, Kernel
 
@@ -33,8 +35,9 @@ class Passing:
         whole: elements of one micro-batch's tensor between two layers of a rank.
         elements, dtype: of it as a rank sends it.
         gather: elements the receiver gathers from its tensor ranks before it goes on, 0 = it has all.
-        waits: "synchronised" (host and compute wait for the whole batch), "stream" (compute does), "overlapped"
-            (compute waits for what it needs).
+        waits: "synchronised" (host and compute wait for the whole batch), "in turn" (as well, and one transfer of it
+            begins when the other has ended), "stream" (compute waits), "overlapped" (compute waits for what it needs).
+        partitioned: what is gathered is DeepSpeed's PartitionedTensor (`_gathered`).
     """
 
     whole: int
@@ -42,6 +45,12 @@ class Passing:
     dtype: str
     gather: int
     waits: str
+    partitioned: bool = False
+
+    @property
+    def blocks(self) -> bool:
+        """Whether the host waits until a batch of transfers has ended."""
+        return self.waits in ("synchronised", "in turn")
 
 
 @dataclass
@@ -175,15 +184,29 @@ class Stage:
             if edge is not None:
                 moved.append(edge)
                 tasks.append(task)
-        for edge, task in zip(moved, tasks, strict=True):
-            self._transfer(section, edge, (task,) if task >= 0 else ())
-            self._passed(section, edge, -1)
-        for edge in batch.needs:
-            self._transfer(section, edge, ())
-        moved += batch.needs
-        if moved and self.passing.waits == "synchronised":
+        self._exchange(section, batch, [(edge, (task,) if task >= 0 else ())
+                                        for edge, task in zip(moved, tasks, strict=True)])
+
+    def _exchange(self, section: SectionBuilder, batch: Batch, sends: Sequence[tuple[Edge, tuple[int, ...]]]) -> None:
+        """What a batch of actions sends, and what the next needs.
+
+        In turn, each transfer is a call of its own on the stream of the kernels (`torch.distributed.send`, `recv`), and
+        neighbours call in the same order: outputs before gradients (DeepSpeed `runtime/pipe/schedule.py`,
+        TrainSchedule.steps: a forward's slot receives, then sends a gradient; a backward's the other way round).
+        """
+        needs: list[tuple[Edge, tuple[int, ...]]] = [(edge, ()) for edge in batch.needs]
+        in_turn = self.passing.waits == "in turn"
+        received = in_turn and batch.actions[-1][0] == "B" and any(edge.forward for edge in batch.needs)
+        before: tuple[int, ...] = ()
+        for edge, waits in [*needs, *sends] if received else [*sends, *needs]:
+            task = self._transfer(section, edge, (*waits, *before))
+            before = (task,) if in_turn else ()
+            if edge.source == self.rank:
+                self._passed(section, edge, -1)
+        if self.passing.blocks and (sends or needs):
             label = Label("pipeline", _PHASES[batch.actions[-1][0]], "synchronise")
-            section.host(self.plan.stack.host_exchange_s, label, joins=tuple(self.streams[edge] for edge in moved))
+            streams = tuple(self.streams[edge] for edge, _ in (*sends, *needs))
+            section.host(self.plan.stack.host_exchange_s, label, joins=streams)
 
     def _waited(self, action: Action) -> tuple[int, ...]:
         """Streams the action's kernels join."""
@@ -192,13 +215,16 @@ class Stage:
         need = self.transfers.needed(self.rank, action)
         return () if need is None else (self.streams[need],)
 
-    def _transfer(self, section: SectionBuilder, edge: Edge, waits: Sequence[int]) -> None:
+    def _transfer(self, section: SectionBuilder, edge: Edge, waits: Sequence[int]) -> int:
+        """NCCL's stream waits for the kernels in front of a send or receive (c10d ProcessGroupNCCL.cpp, pointToPoint:
+        syncStream), but where receives are posted early."""
         kind = "send" if edge.source == self.rank else "recv"
         label = Label("pipeline", "forward" if edge.forward else "backward", kind)
-        joins = () if waits or kind == "recv" else (COMPUTE,)
+        joins = () if waits or (kind == "recv" and self.passing.waits == "overlapped") else (COMPUTE,)
         task = section.collective(self.streams[edge], self._call(edge), self.plan.stack.host_collective_s, label,
                                   waits, joins)
         self._exchanged.append((task, edge))
+        return task
 
     def _call(self, edge: Edge) -> int:
         """Row of the transfer over an edge."""
@@ -236,8 +262,7 @@ class Stage:
         layers = self._layers(action.chunk)
         memory = Activations(self.plan, section, self.chunks[action.chunk].stop, keep_gradients=False)
         memory.row("forward", self.chunks[action.chunk], layers)
-        gathered = self._gathered(self.transfers.needed(self.rank, action))
-        segment = self.plan.compute.run(layers, gathered)
+        segment = self.plan.compute.run(layers, self._gathered(action))
         return self._kernels(section, segment, Label(f"chunk{action.chunk}", "forward", "forward"), waiting)
 
     def _backward(self, section: SectionBuilder, action: Action, micro: MicroStep, waiting: tuple[int, ...],
@@ -274,12 +299,26 @@ class Stage:
     def _kernels(self, section: SectionBuilder, segment: int, label: Label, waiting: tuple[int, ...]) -> int:
         return -1 if segment < 0 else section.kernels(COMPUTE, segment, label, joins=waiting)
 
-    def _gathered(self, need: Edge | None) -> tuple[CollectiveCall, ...]:
-        if need is None or not self.passing.gather:
+    def _gathered(self, action: Action) -> Items:
+        """What an action gathers from its tensor ranks of what another stage sent.
+
+        DeepSpeed's PartitionedTensor (`runtime/utils.py`, full; read in 0.5.10) gathers into zeros through a list of
+        tensors and clones the result, and a stage drops its own output but for a share, which backward gathers again
+        (`runtime/pipe/engine.py`, _exec_backward_pass).
+        """
+        passing = self.passing
+        if not passing.gather or self.transfers.needed(self.rank, action) is None:
             return ()
-        size = round(self.passing.gather * DTYPE_BYTES[self.passing.dtype])
+        size = round(passing.gather * DTYPE_BYTES[passing.dtype])
         communicator = self.plan.builder.communicators.index("tensor")
-        return (CollectiveCall("all_gather", size, self.passing.dtype, communicator),)
+        call = InlineCall(CollectiveCall("all_gather", size, passing.dtype, communicator))
+        if not passing.partitioned:
+            return (call,)
+        zeros = traffic_kernel("zeros", passing.dtype, passing.gather, size)
+        copies = [traffic_kernel(name, passing.dtype, passing.gather, 2 * size)
+                  for name in ("gathered tensors into place", "clone")]
+        once: Items = (zeros, call, *copies)
+        return once * 2 if action.kind == "B" else once
 
     def _held_for_weights(self, chunk: int) -> int:
         known = self.plan.compute.memory_of

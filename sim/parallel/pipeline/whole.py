@@ -44,7 +44,7 @@ class WholeStage(Stage):
         layers = self._layers(action.chunk)
         self._backward_memory(section, action, micro, held)
         policies = [self.plan.policy(position) for position in self.chunks[action.chunk]]
-        gathered = self._gathered(self.transfers.needed(self.rank, action))
+        gathered = self._gathered(action)
         after = () if self.separate else self._accumulated(layers, micro)
         segment = self.plan.compute.run_backward(
             layers, policies, "without" if self.separate else "with", gathered, after)
@@ -84,8 +84,7 @@ class WholeStage(Stage):
         chunk = self.chunks[forward.chunk]
         Activations(self.plan, section, chunk.stop, keep_gradients=False).row("forward", chunk, ahead)
         self._backward_memory(section, backward, micro, self._held_for_weights(backward.chunk) if self.separate else 0)
-        gathered = tuple(call for action in (forward, backward)
-                         for call in self._gathered(self.transfers.needed(self.rank, action)))
+        gathered = (*self._gathered(forward), *self._gathered(backward))
         segment = self.plan.compute.run_together(
             ahead, back, [self.plan.policy(position) for position in self.chunks[backward.chunk]],
             "without" if self.separate else "with", gathered,
@@ -99,7 +98,8 @@ class WholeStage(Stage):
         return own(sum(layer.numel for layer in layers))
 
     def _reduces_early(self, micro: MicroStep) -> bool:
-        overlap = self.plan.scenario.parallel.overlap and not self.separate
+        overlap = (self.plan.scenario.parallel.overlap and not self.separate
+                   and self.plan.stack.pipeline_reduction == "beside")
         return micro.reduce and overlap and self.data.reduces
 
     def _backward_reduced(self, section: SectionBuilder, action: Action, micro: MicroStep,

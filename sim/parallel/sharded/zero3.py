@@ -1,14 +1,17 @@
 """DeepSpeed ZeRO-3: parameters of a sub-module are gathered before use, released after it; gradients reduce-scattered.
 
 Sources: DeepSpeed `runtime/zero/stage3.py`, `partition_parameters.py`, `partitioned_param_coordinator.py` and, before
-0.6, the coordinator inside `stage3.py` (versions 0.3.13 and 0.7 recalled, not opened again); Rajbhandari et al.,
-ZeRO-Infinity, SC 2021, section 4.1: with recomputation parameters can be loaded a third time. What differs between the
-two generations is one fact of the stack, `parameter_coordinator`:
+0.6, the coordinator inside `stage3.py` (read: 0.3.16, 0.4.5, 0.5.10, 0.6.0, 0.6.7); Rajbhandari et al., ZeRO-Infinity,
+SC 2021, section 4.1: with recomputation parameters can be loaded a third time. What differs between the two generations
+is one fact of the stack, `parameter_coordinator`:
 
 * streamed: gathers and reductions are single calls on contiguous buffers; a bucket's gradients are laid out by rank
   (`torch.cat`) and divided first.
-* blocking: `torch.distributed` calls over lists of per-rank tensors, which NCCL's wrapper copies one by one, every
-  gradient reduced by itself, and a release that waits for the GPU (a new one-element tensor is copied to the device).
+* blocking: every parameter by itself in `torch.distributed` calls over lists of per-rank tensors, which NCCL's wrapper
+  copies one by one. The host waits for the whole device before each gather (`_allgather_param`: a zeroed tensor, then
+  `torch.cuda.synchronize`), after those a use needs (`_synchronize_communication`: again), and when a parameter goes (a
+  new one-element tensor is copied to the device). So what must be gathered is never hidden, and no reduction lasts
+  beyond the next gather.
 """
 
 from __future__ import annotations
@@ -164,6 +167,7 @@ class Zero3:
         self.copies: dict[Hashable, tuple[Kernel, ...]] = {}  # what lays them out, until somebody did
         self.fetches: list[int] = []
         self.reductions: list[int] = []
+        self.computed: tuple[int, ...] = ()  # the last kernels
         bucket: list[int] = []
         self.first, self.moved = micro.first, None
         reduces = micro.reduce and (self.ranks > 1 or self.offload.moves_optimizer)
@@ -183,19 +187,37 @@ class Zero3:
             self.reduce(section, use, bucket)
 
     def gather(self, section: SectionBuilder, use: Use, wanted: Sequence[Wanted], ahead: bool) -> None:
-        """All-gathers of parameters: one call, but what the blocking coordinator fetches ahead goes one by one."""
+        """All-gathers of parameters: one call, or one for each parameter between waits for the device (blocking)."""
         label, width = self.label(use, "all_gather"), DTYPE_BYTES[self.precision.gather]
-        for together in [[w] for w in wanted] if self.blocking and ahead else [wanted] if wanted else []:
-            if not self.blocking and len(self.fetches) > FETCHES_IN_FLIGHT:
+        for together in [[w] for w in wanted] if self.blocking else [wanted] if wanted else []:
+            if self.blocking:
+                self.drained(section, label, self.zeroed(section, label, together[0][1]))
+            elif len(self.fetches) > FETCHES_IN_FLIGHT:
                 section.host(0.0, label, waits=(self.fetches[-FETCHES_IN_FLIGHT - 1],))
             for name, numel in together:
                 self.held[name] = (f"fetched:{name}:{len(self.fetches)}", round(numel * width))
                 section.allocate(*self.held[name], "gathered_parameters", GATHER)
-                self.copies[name] = self.laid_out(numel, alone=len(together) == 1, ahead=ahead)
+                self.copies[name] = self.laid_out(numel, alone=len(together) == 1)
             task = self.fetch(section, label, [numel for _, numel in together])
             self.fetches.append(task)
             self.moved = task if self.serial else None
             self.arriving.update((name, task) for name, _ in together)
+        if self.blocking and wanted and not ahead:
+            self.drained(section, label)
+
+    def zeroed(self, section: SectionBuilder, label: Label, numel: int) -> tuple[int, ...]:
+        """The blocking coordinator gathers into a tensor of zeros."""
+        if self.ranks == 1:
+            return ()
+        size = DTYPE_BYTES[self.precision.gather] * numel
+        fill = traffic_kernel("zeros", self.precision.gather, numel, size)
+        return (section.kernels(COMPUTE, self.plan.compute.segment((fill,)), label),)
+
+    def drained(self, section: SectionBuilder, label: Label, last: tuple[int, ...] = ()) -> None:
+        """`torch.cuda.synchronize`: the host waits for every stream."""
+        pending = {*last, *self.fetches[-1:], *self.reductions[-1:], *self.computed}
+        if pending:
+            section.host(0.0, label, waits=tuple(sorted(pending)))
 
     def fetch(self, section: SectionBuilder, label: Label, numels: Sequence[int]) -> int:
         """Copy of the partitions from outside the GPU, where they are there, and the all-gather behind it."""
@@ -212,19 +234,18 @@ class Zero3:
         views = 1 if self.blocking else len(numels) if len(numels) > 1 else 0
         return section.collective(GATHER, call, self.call_s(views), label, waits, joins)
 
-    def laid_out(self, numel: int, alone: bool, ahead: bool) -> tuple[Kernel, ...]:
+    def laid_out(self, numel: int, alone: bool) -> tuple[Kernel, ...]:
         """Copies of a gathered parameter into place.
 
         streamed: none for one that came alone, `torch.cat` of all ranks' pieces for one of several. blocking: NCCL's
-        wrapper copies its result into the listed tensors; a parameter that was not fetched ahead is then copied again,
-        piece by piece, into a tensor of its own (`_allgather_params`).
+        wrapper copies its result into the listed tensors.
         """
         moved = 2 * DTYPE_BYTES[self.precision.gather] * numel
         copy = traffic_kernel("gathered parameter into place", self.precision.gather, numel, moved)
         if self.ranks == 1:
             return ()
         if self.blocking:
-            return (replace(copy, launches=self.ranks),) * (1 if ahead else 2)
+            return (replace(copy, launches=self.ranks),)
         return () if alone else (copy,)
 
     def compute(self, section: SectionBuilder, use: Use, waits: tuple[int, ...]) -> int:
@@ -240,7 +261,8 @@ class Zero3:
         copies = tuple(k for name, _ in use.wanted for k in self.copies.pop(name, ()))
         if copies:
             waits = (section.kernels(COMPUTE, self.plan.compute.segment(copies), label, waits),)
-        return section.kernels(COMPUTE, self.segment(use), label, waits)
+        self.computed = (section.kernels(COMPUTE, self.segment(use), label, waits),)
+        return self.computed[0]
 
     def segment(self, use: Use) -> int:
         """Kernels of a use, memoised."""
