@@ -74,7 +74,7 @@ class Fsdp1(Fsdp):
             task = self.backward(section, position, layer, waits, after=after)
             if complete:
                 if micro.first or every:  # the flat gradient: autograd writes the views' gradients side by side
-                    size = round(self.graded(unit) * self.gather_bytes)
+                    size = round(self.graded(unit) * self.fresh_bytes)
                     section.allocate(f"unsharded_gradient:{unit.name}", size, "gradients")
                 self.drop_unsharded(section, unit)
                 self.reshard(section, unit, task)
@@ -110,7 +110,7 @@ class Fsdp1(Fsdp):
         """
         if not unit.numel:
             return ()
-        g, r = self.gather_bytes, self.reduce_bytes
+        g, r = self.fresh_bytes, self.reduce_bytes
         every = self.plan.scenario.parallel.reduce_every_micro_step
         width = 2 * g + (0 if micro.first or every else g)
         if micro.reduce and self.factor * self.replicas > 1:
@@ -124,5 +124,5 @@ class Fsdp1(Fsdp):
             return
         first = micro.first or not self.plan.scenario.parallel.reduce_every_micro_step
         self.reduce(section, unit, (task,), first)
-        size = round(self.graded(unit) * self.gather_bytes)
+        size = round(self.graded(unit) * self.fresh_bytes)
         section.free(f"unsharded_gradient:{unit.name}", size, "gradients", COMPUTE, (REDUCE,))
