@@ -32,7 +32,7 @@ from sim.report.memory_plan import MemoryPlan, StageMemory
 from sim.report.result import Result, build_result, step_energy_j, timed
 from sim.report.tables import Frame, as_table, row_of
 from sim.scenario import Loaded, Scenario, load_scenario
-from sim.software import stack_for
+from sim.software import Stack, stack_for
 
 if TYPE_CHECKING:
     from sim.report.scaling import Scaling
@@ -256,12 +256,12 @@ def hardware_for(scenario: Scenario, jitter_s: float = 0.0) -> tuple[Device, Net
     """
     software = scenario.software
     stack = stack_for(software.framework, software.year, versions=software.versions, modules=software.modules)
-    rate = stack.product_rate
-    key = f"{scenario.cluster.model_dump_json()}{software.nccl.model_dump_json()}{jitter_s} {rate}"
+    key = (f"{scenario.cluster.model_dump_json()}{software.nccl.model_dump_json()}{jitter_s} {stack.product_rate} "
+           f"{stack.dispatch_once}")
     if key not in _HARDWARE:
         if len(_HARDWARE) >= 16:
             _HARDWARE.pop(next(iter(_HARDWARE)))
-        _HARDWARE[key] = _hardware(scenario, jitter_s, rate)
+        _HARDWARE[key] = _hardware(scenario, jitter_s, stack)
     return _HARDWARE[key]
 
 
@@ -269,16 +269,16 @@ def hardware_for(scenario: Scenario, jitter_s: float = 0.0) -> tuple[Device, Net
 _HARDWARE: dict[str, tuple[Device, Network]] = {}
 
 
-def _hardware(scenario: Scenario, jitter_s: float, product_rate: float) -> tuple[Device, Network]:
+def _hardware(scenario: Scenario, jitter_s: float, stack: Stack) -> tuple[Device, Network]:
     """The GPU and the links of a scenario's cluster."""
     cluster = scenario.cluster
     overrides = cluster.gpu.model_dump() if cluster.gpu is not None else None
     network = Network(Topology.from_mapping(cluster.template()), cluster.nodes, cluster.gpus_per_node,
                       cluster.intra_gbps_per_gpu, cluster.inter_gbps_per_node, scenario.software.nccl.model_dump(),
-                      jitter_s)
+                      jitter_s, stack.dispatch_once)
     share = host_share(cluster.topology.host, cluster.gpus_per_node, cluster.topology.intra.gpus_per_switch or 1)
     drawn = 1 if cluster.clock_spread else cluster.nodes * cluster.gpus_per_node  # else their clocks are known
-    card = with_products(gpu(cluster.topology.gpu, overrides), product_rate)
+    card = with_products(gpu(cluster.topology.gpu, overrides), stack.product_rate)
     return Device(card, host=share, deviation=expected_maximum(drawn)), network
 
 

@@ -145,12 +145,19 @@ def _product(
 
 def every_expert(style: Style, experts: Experts, rows: int, features_in: int, features_out: int,
                  source: str) -> tuple[list[Kernel], list[Kernel]]:
-    """Forward and backward kernels of one linear layer of every expert on its share of `rows`."""
+    """Forward and backward kernels of one linear layer of every expert on its share of `rows`.
+
+    A stack that loops launches every expert's product by itself (on a few streams, so that they fill the GPU together);
+    what it quantises is one kernel with scales of earlier steps, one kernel for each expert otherwise.
+    """
     busy = min(experts.held, rows)
     share = max(1, round(rows / busy))
-    times = _repeated(busy, rows / (busy * share * experts.load), style.modules == "transformers")
+    stack, scale = style.stack, rows / (busy * share * experts.load)
+    each = style.modules == "transformers" or stack.experts_looped
+    loops = {True: each, False: each and (style.modules == "transformers" or stack.narrow_amax_pass)}
+    times = {product: _repeated(busy, scale, looped) for product, looped in loops.items()}
     forward, backward = linear(style, share, features_in, features_out, source=source, bias=False)
-    return [times(k) for k in forward], [times(k) for k in backward]
+    return [times[k.op == "gemm"](k) for k in forward], [times[k.op == "gemm"](k) for k in backward]
 
 
 def _repeated(experts: int, scale: float, loop: bool) -> Callable[[Kernel], Kernel]:

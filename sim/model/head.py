@@ -54,6 +54,8 @@ def loss_operator(style: Style, rows: int) -> Operator:
     metrics = _metrics(style, rows)
     if style.stack.loss == "fused":
         forward, backward, saved = _fused(style, rows)
+    elif style.stack.loss == "fused_in_place":
+        forward, backward, saved = _in_place(style, rows)
     elif style.stack.loss == "vocab_parallel":
         forward, backward, saved = _vocab_parallel(style, rows)
     else:
@@ -104,6 +106,16 @@ def _fused(style: Style, rows: int) -> tuple[list[Kernel], list[Kernel], tuple[T
     forward = Kernel("cross_entropy", style.act, shape, "forward", 0.0, e * elements, "memory_bound")
     backward = Kernel("cross_entropy", style.act, shape, "backward", 0.0, 2 * e * elements, "memory_bound")
     return [forward], [backward], (Tensor("logits", elements, style.act), Tensor("loss_statistics", rows, "fp32"))
+
+
+def _in_place(style: Style, rows: int) -> tuple[list[Kernel], list[Kernel], tuple[Tensor, ...]]:
+    """TransformerEngine's cross-entropy: a pass for each row's maximum and sum, one that writes the gradient over the
+    logits; backward scales it (transformer_engine 2.8.0 pytorch/triton/cross_entropy.py: online_softmax_kernel,
+    cross_entropy_kernel, element_mul_kernel)."""
+    elements, e, shape = rows * style.vocab, width(style.act), (rows, style.vocab)
+    forward = Kernel("cross_entropy", style.act, shape, "forward", 0.0, 3 * e * elements, "memory_bound", launches=2)
+    backward = Kernel("cross_entropy", style.act, shape, "backward", 0.0, 2 * e * elements, "memory_bound")
+    return [forward], [backward], (Tensor("logits", elements, style.act),)
 
 
 def _vocab_parallel(style: Style, rows: int) -> tuple[list[Kernel], list[Kernel], tuple[Tensor, ...]]:

@@ -194,8 +194,8 @@ class Style:
 
     @property
     def main_grad(self) -> bool:
-        """Whether weight gradients are added to wider ones in a buffer (Megatron's `main_grad`)."""
-        return not self.autocast and self.gradient != self.act
+        """Whether weight gradients are added to those in a buffer, wider ones as a rule (Megatron's `main_grad`)."""
+        return not self.autocast and (self.gradient != self.act or (self.stack.adds_halves and self.act in _HALF))
 
     @property
     def merges_gate(self) -> bool:

@@ -33,6 +33,9 @@ _EAGER_BYTES = 8192
 #: A full slice of a Simple ring: 2 of the 8 steps of a 4 MiB buffer (nccl src/enqueue.cc, NCCL_STEPS).
 _SLICE_BYTES = 1 << 20
 _INFINITE = float("inf")
+#: SMs of a one-sided all-to-all (megatron-core 0.14.0 to 0.16.0 transformer_config.py: moe_deepep_num_sms 20,
+#: moe_hybridep_num_sms 16; Megatron-Bridge 0.6.0 perf_recipes/_common.py: 32 for the latter).
+_PUSHING_SMS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,8 @@ def candidates(kind: str, site: Site) -> Iterator[Candidate]:
     """All ways to serve `kind` (a name of `sim.work.COLLECTIVES`) on `site`."""
     if kind in ("send", "recv", "send_recv"):
         yield from (_send(site, protocol) for protocol in _sent(site))
+    elif kind == "all_to_all" and site.one_sided:
+        yield _pushed(site)
     elif kind == "all_to_all":
         yield from (_exchange(site, protocol) for protocol in _sent(site))
     else:
@@ -283,6 +288,24 @@ def _exchange(site: Site, protocol: str) -> Candidate:
     cap = site.inside_bps() / share if share > 0 else _INFINITE
     return _direct(site, protocol, (start + peers, start + near), exchange_loads(place, site.speeds.p2p), cap,
                    site.channel_count(), place.size)
+
+
+def _pushed(site: Site) -> Candidate:
+    """An all-to-all whose kernels write tokens into their peers' memory (DeepEP, HybridEP).
+
+    All peers are served beside one another, by thread blocks and NIC queues of their own, so what grouped sends pay per
+    peer is not paid: one step in which ranks tell each other their counts, one in which the last token's flag arrives.
+    The rate is the links': README of github.com/deepseek-ai/DeepEP, normal kernels on H800, 153-158 of 160 GB/s over
+    NVLink on 8 ranks, 43-58 of 50 GB/s over InfiniBand on 16 to 64 (recalled).
+    """
+    place, crosses = site.place, site.place.nodes > 1
+    step = site.figures[f"p2p_net_us.{site.fabric}"] + site.fabric_us() if crosses else _inside_us(site, "LL")
+    latency = site.figures["base_us.Simple"] + 2 * step
+    share = (place.per_node - 1) / place.size
+    cap = site.inside_bps() / share if share > 0 else _INFINITE
+    return Candidate(
+        "one-sided", "Simple", None, latency * _US, 0.0, 1.0, 1.0, _INFINITE, (),
+        exchange_loads(place, site.speeds.p2p), 1.0, cap, _PUSHING_SMS, 3.0)
 
 
 def _start_us(site: Site, protocol: str) -> float:

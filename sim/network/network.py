@@ -30,6 +30,7 @@ class Network:
         intra_gbps_per_gpu, inter_gbps_per_node: nominal Gb/s, one direction, in the place of the topology's.
         jitter_s: standard deviation of a rank's arrival; a collective of n ranks waits for the expected latest.
         nccl: forced choices: `algorithm` (Ring, Tree, NVLS ...), `protocol` (LL, LL128, Simple), `channels`; `version`.
+        one_sided: all-to-alls are one-sided kernels (DeepEP), not NCCL's grouped sends.
 
     Raises:
         UserError: several nodes but no link between them.
@@ -37,9 +38,10 @@ class Network:
 
     def __init__(self, topology: Topology, nodes: int, gpus_per_node: int, intra_gbps_per_gpu: float | None = None,
                  inter_gbps_per_node: float | None = None, nccl: Mapping[str, Any] | None = None,
-                 jitter_s: float = 0.0) -> None:
+                 jitter_s: float = 0.0, one_sided: bool = False) -> None:
         self.topology = topology
         self.jitter_s = jitter_s
+        self.one_sided = one_sided
         self.nodes = nodes
         self.gpus_per_node = gpus_per_node
         self._nominal = (intra_gbps_per_gpu, inter_gbps_per_node)
@@ -171,7 +173,7 @@ class Network:
     def _allowed(self, kind: str, where: Placement) -> list[Candidate]:
         channels = self.nccl.get("channels")
         site = Site(self.topology, self.speeds, where, self.topology.figures, self._judged,
-                    int(channels) if channels else None, self._version())
+                    int(channels) if channels else None, self._version(), self.one_sided)
         found = list(candidates(kind, site))
         for field in ("algorithm", "protocol"):
             wanted = str(self.nccl.get(field) or "").lower()

@@ -31,6 +31,7 @@ class Site:
             of faster links keeps the choices and can never come out slower.
         channels: forced by the user, None for NCCL's own count.
         version: NCCL's, (major, minor).
+        one_sided: all-to-alls are kernels that write into their peers' memory, not NCCL's grouped sends.
     """
 
     topology: Topology
@@ -40,6 +41,7 @@ class Site:
     judged: Speeds
     channels: int | None = None
     version: tuple[int, ...] = (2, 30)
+    one_sided: bool = False
 
     @property
     def fabric(self) -> str:

@@ -29,6 +29,7 @@ from sim.program import Job
 from sim.program.expand import expand
 from sim.scenario.schema import Scenario
 from sim.software import Stack, stack_for
+from sim.work import DTYPE_BYTES
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def lower(scenario: Scenario, *, fold: bool = True) -> Lowered:
         serving = lower_inference(scenario, stack)
         return Lowered(serving.job, serving.architecture, stack, True, (serving.outside,) * len(serving.job.programs),
                        serving)
+    scenario = wired(scenario, stack)
     if scenario.parallel.strategy in ("fsdp", "zero3"):  # gathered weights come and go, narrow copies with them
         stack = replace(stack, narrow_weights_cached=False)
     if scenario.parallel.strategy != "zero3":
@@ -107,6 +109,25 @@ def lower(scenario: Scenario, *, fold: bool = True) -> Lowered:
 def with_parallel(scenario: Scenario, **changes: int) -> Scenario:
     """The scenario with other parallel degrees, for asking what a model is like."""
     return scenario.model_copy(update={"parallel": scenario.parallel.model_copy(update=changes)})
+
+
+def wired(scenario: Scenario, stack: Stack) -> Scenario:
+    """The scenario with parameters gathered in the dtype they have: in fp8 where the stack keeps no wider ones.
+
+    Scales per block need the wider parameter for both of a matrix's copies, so mxfp8's travel in it. Source:
+    megatron-core 0.10.0 to 0.15.0 distributed/param_and_grad_buffer.py (a buffer of uint8 for fp8 parameters) and
+    fsdp/src/megatron_fsdp/param_and_grad_buffer.py; distributed_data_parallel_config.py,
+    reuse_grad_buf_for_mxfp8_param_ag.
+    """
+    training = scenario.training
+    precision = training.precision
+    sharded = scenario.parallel.strategy in ("zero1", "fsdp")
+    narrowed = (sharded and stack.narrow_parameters and precision.compute == "fp8"
+                and DTYPE_BYTES[precision.gather] == DTYPE_BYTES[precision.parameters] == 2)
+    if not narrowed:
+        return scenario
+    precision = precision.model_copy(update={"gather": "fp8"})
+    return scenario.model_copy(update={"training": training.model_copy(update={"precision": precision})})
 
 
 def held(scenario: Scenario) -> Scenario:

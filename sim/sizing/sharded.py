@@ -90,7 +90,7 @@ def _turns(batches: int, reduces: int) -> list[tuple[bool, bool, int]]:
 
 
 def _wire(table: Table, units: list[Unit], own: list[int], name: str, factor: int) -> _Wire:
-    parallel, precision = table.scenario.parallel, table.scenario.training.precision
+    parallel, precision = table.scenario.parallel, table.precision
     gather, reduce = DTYPE_BYTES[precision.gather], DTYPE_BYTES[precision.reduce]
     ranks = table.alone.group(table.layout, table.scenario, ("shard", factor),
                               lambda: table.layout.group(REPLICAS, factor))
@@ -123,7 +123,7 @@ def _wire(table: Table, units: list[Unit], own: list[int], name: str, factor: in
 def _own_kernels(table: Table, units: list[Unit], name: str, reduced: bool, first: bool) -> Counter[Kernel]:
     """FSDP's own copies and additions of one micro-step (`sim.parallel.sharded.fsdp1`, `fsdp2`)."""
     scenario = table.scenario
-    precision, every = scenario.training.precision, scenario.parallel.reduce_every_micro_step
+    precision, every = table.precision, scenario.parallel.reduce_every_micro_step
     g, r = DTYPE_BYTES[precision.gather], DTYPE_BYTES[precision.reduce]
     two, keep = scenario.software.fsdp == 2, name == "zero2" or scenario.parallel.reshard_after_forward is not True
     found: Counter[Kernel] = Counter()

@@ -24,8 +24,8 @@ from sim.model.architecture import Architecture, Layer
 from sim.model.eager import KINDS, layer_profile
 from sim.parallel.compute import Compute, is_weight_gradient
 from sim.parallel.layout import Layout
-from sim.parallel.lower import cut_groups, held, layout_of
-from sim.parallel.model.expert import dispatched, staying
+from sim.parallel.lower import cut_groups, held, layout_of, wired
+from sim.parallel.model.expert import dispatched, overlap_habit, staying
 from sim.parallel.model.joints import joints
 from sim.parallel.pipeline.weights import kept_for_weights
 from sim.program import InlineCall, ProgramBuilder
@@ -97,12 +97,12 @@ class Layers:
     """
 
     def __init__(self, scenario: Scenario, stack: Stack, names: tuple[str, ...], sent: float, device: Device) -> None:
-        self.architecture = build(held(_gathering(scenario)), stack, scenario.training.micro_batch)
+        self.architecture = build(held(_gathering(scenario, stack)), stack, scenario.training.micro_batch)
         row, parallel = self.architecture.stack, scenario.parallel
         self.distinct = list({id(x): x for x in row}.values())
         number = {id(layer): i for i, layer in enumerate(self.distinct)}
         self.index = np.array([number[id(layer)] for layer in row])
-        hidden = parallel.overlap_experts or stack.expert_overlap
+        hidden = parallel.overlap_experts or overlap_habit(scenario, stack)
         compute = Compute(ProgramBuilder(("compute",), names), stack, joints(
             stack, names, sequence=parallel.sequence_parallel and parallel.tensor > 1, pipelined=parallel.async_tensor,
             dispatched=sent, shares=hidden == "shared"))
@@ -196,10 +196,15 @@ class Table:
     seconds: Seconds
     staged: dict[Any, Any] = field(default_factory=dict)
 
+    @cached_property
+    def precision(self) -> Any:
+        """Dtypes of a strategy that gathers parameters."""
+        return _gathering(self.scenario, self.stack).training.precision
+
     @property
     def accumulated(self) -> float:
         """Bytes per element of whole gradients that FSDP accumulates between reductions."""
-        precision = self.scenario.training.precision
+        precision = self.precision
         if self.scenario.parallel.reduce_every_micro_step:
             return 0.0
         return min(DTYPE_BYTES[precision.gather], DTYPE_BYTES[precision.reduce])
@@ -275,10 +280,11 @@ class Tables:
             "training": base.training.model_copy(update={"micro_batch": micro})})
 
 
-def _gathering(scenario: Scenario) -> Scenario:
+def _gathering(scenario: Scenario, stack: Stack) -> Scenario:
     """The scenario under a strategy that gathers parameters: where these are narrowed on the wire there are no casts in
     the layers, so that no other strategy's layers take less."""
-    return scenario.model_copy(update={"parallel": scenario.parallel.model_copy(update={"strategy": "fsdp"})})
+    sharded = scenario.model_copy(update={"parallel": scenario.parallel.model_copy(update={"strategy": "fsdp"})})
+    return wired(sharded, stack)
 
 
 def _kernels(item: Kernel | InlineCall) -> tuple[Kernel, ...]:

@@ -85,7 +85,8 @@ class Times:
         if not whole or scenario.parallel.expert > 1 or scenario.training.optimizer_in_backward:
             return zero, zero, zero
         wide = DTYPE_BYTES[precision.gradients]
-        fused = path in ("grad_buffer", "accumulator") and wide > DTYPE_BYTES[precision.parameters]
+        resident = path == "grad_buffer" and table.stack.adds_halves
+        fused = resident or (path in ("grad_buffer", "accumulator") and wide > DTYPE_BYTES[precision.parameters])
         per = 0.0 if fused else 3 * wide
         added = np.array([self._traffic(table, numel, per) for numel in places.numel.tolist()])
         joined = schedule == "dualpipe" and not aligned(scenario, table.layout)  # both copies of a stage may lie better
@@ -97,7 +98,7 @@ class Times:
         def moved(kind: str, width: float) -> Floats:
             return places.numel * table.alone.moved_s(table.layout, scenario, "data", kind, width)
 
-        gathered = moved("all_gather", DTYPE_BYTES[precision.gather]) if name == "zero1" else zero
+        gathered = moved("all_gather", DTYPE_BYTES[table.precision.gather]) if name == "zero1" else zero
         return moved(kind, DTYPE_BYTES[precision.reduce]), gathered, added
 
     def _traffic(self, table: Table, numel: float, width: float) -> float:

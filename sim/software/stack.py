@@ -68,7 +68,8 @@ class Stack:
         product_rate: tensor-core products of this stack's libraries over those of the calibrated kernel tables.
         step_sync: whether the host waits for the GPU at the end of every step.
         clip_gradients: whether the gradient norm is computed and applied every step.
-        loss: "plain" (log-softmax and nll), "fused", or "vocab_parallel" (Megatron).
+        loss: "plain" (log-softmax and nll), "fused", "fused_in_place" (TransformerEngine: the gradient is written over
+            the logits) or "vocab_parallel" (Megatron's own, a chain of kernels).
         loss_overwrites: a vocab_parallel loss works in place on the fp32 logits; else its first step is a copy beside
             them, and the model has let go of the narrow ones by then.
         chunked_logits_kept: a loss in chunks keeps the logits of all of them, in the model's dtype; else it makes the
@@ -98,11 +99,15 @@ class Stack:
             once more side by side and once more interleaved, in front of rotary positions.
         fused_permutation: tokens are copied to their experts and added up again by one kernel each, and the experts'
             scores weigh the activation instead of the output.
+        experts_looped: each expert's products are launched by themselves; else one grouped kernel is.
         dispatch_once: a token travels once to every node (within a node: GPU) that holds some of its experts, and is
             copied there; else once to each expert.
         expert_overlap: what hides tokens on their way to experts: none, shared (experts), batches (a forward and a
             backward of two micro-batches run as one), where the layout allows it.
+        expert_overlap_blocks: the same where products are scaled in blocks: mxfp8, asked for or as what fp8 means on a
+            GPU that multiplies such.
         gradient_accumulation_fusion: the weight-gradient GEMM adds into the gradient buffer itself.
+        half_accumulation_fusion: so it does where the buffer is no wider than the weights, too.
         weight_placeholders: what autograd gets instead of such a gradient is kept from step to step, one tensor for
             each shape of weight in the blocks; else it is made anew each time.
         adapter_dropout: adapters of fine-tuning drop out their input.
@@ -200,9 +205,12 @@ class Stack:
     expands_kv: bool
     copied_heads: bool
     fused_permutation: bool
+    experts_looped: bool
     dispatch_once: bool
     expert_overlap: str
+    expert_overlap_blocks: str
     gradient_accumulation_fusion: bool
+    half_accumulation_fusion: bool
     weight_placeholders: bool
     adapter_dropout: bool
     quantised_keeps_input: bool
@@ -237,6 +245,13 @@ class Stack:
     kv_cache: str
     quantised_products: str
     vocabulary_multiple: int
+
+
+    @property
+    def adds_halves(self) -> bool:
+        """Whether products add weight gradients into a buffer of the weights' own width."""
+        fuses = self.gradient_accumulation_fusion and self.half_accumulation_fusion
+        return self.gradient_path == "grad_buffer" and fuses
 
 
 #: Fields of `Stack` that are not facts of a profile.

@@ -14,6 +14,7 @@ from sim.api import machine_for
 from sim.engine import simulate
 from sim.errors import UserError
 from sim.parallel import lower
+from sim.parallel.model.expert import hidden_by
 from sim.parallel.model.overlap import beside_shared, together
 from sim.parallel.pipeline.orders import order
 from sim.program import CollectiveCall, InlineCall, Program
@@ -127,6 +128,26 @@ def test_nothing_overlaps_unless_asked() -> None:
     """Megatron-LM leaves both overlaps off."""
     assert step_s(scenario(None)) == step_s(scenario("none"))
     assert step_s(scenario(None, 2026)) == step_s(scenario("none", 2026)) > step_s(scenario("batches", 2026))
+
+
+@pytest.mark.parametrize(("topology", "precision", "year", "schedule", "habit"), [
+    ("hgx-b200", "fp8", 2026, "interleaved", "batches"),
+    ("hgx-b200", "fp8", 2026, "1f1b", "none"),  # not at hand
+    ("hgx-b200", "fp8", 2025, "interleaved", "none"),
+    ("hgx-b200", "megatron-bf16", 2026, "interleaved", "none"),
+    ("dgx-h100", "fp8", 2026, "interleaved", "none"),  # scaled by tensors
+])
+def test_recipes_in_block_scaled_fp8_run_two_micro_batches_as_one(
+        topology: str, precision: str, year: int, schedule: str, habit: str) -> None:
+    chunks = 2 if schedule == "interleaved" else 1
+    mapping = scenario(None, year, parallel={"schedule": schedule, "virtual_stages": chunks},
+                       training={"precision": precision})
+    mapping["cluster"]["topology"] = topology
+    resolved = resolve(mapping)
+    stack = lower(resolved).stack
+    assert hidden_by(resolved, stack) == habit
+    mapping["parallel"]["overlap_experts"] = "none"
+    assert hidden_by(resolve(mapping), stack) == "none"
 
 
 def test_warm_up_is_one_forward_longer_where_both_run_as_one() -> None:

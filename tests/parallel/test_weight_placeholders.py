@@ -43,7 +43,7 @@ def test_one_placeholder_for_each_shape_of_matrix(tensor: int) -> None:
 
 
 def test_blocks_make_no_gradient_where_a_placeholder_is_there() -> None:
-    now, before = (peak(megatron(year)) for year in (2026, 2023))
+    now, before = (peak(megatron(year)) for year in (2025, 2024))
     # both peak in the head, which makes its own in either case
     assert now.where is not None and now.where.layer == "head"
     placeholders = 2 * 16 * HIDDEN * HIDDEN
@@ -56,4 +56,14 @@ def logits_bytes(use: MemoryUse) -> int:
 
 def test_the_loss_overwrites_the_wide_logits() -> None:
     # the product's bf16 logits and one fp32 copy, in which the softmax is made
-    assert logits_bytes(peak(megatron(2026))) == pytest.approx((2 + 4) * TOKENS * VOCAB, abs=MIB)
+    assert logits_bytes(peak(megatron(2025))) == pytest.approx((2 + 4) * TOKENS * VOCAB, abs=MIB)
+
+
+def test_the_fused_loss_overwrites_the_logits_themselves() -> None:
+    # what backward makes beside them: the table's gradient and that of the product's input
+    made = VOCAB * HIDDEN + TOKENS * HIDDEN
+    assert logits_bytes(peak(megatron(2026))) == pytest.approx(2 * (TOKENS * VOCAB + made), abs=MIB)
+
+
+def test_megatron_core_of_2023_subtracts_the_maximum_beside_the_wide_logits() -> None:
+    assert logits_bytes(peak(megatron(2023))) == pytest.approx((4 + 4) * TOKENS * VOCAB, abs=MIB)

@@ -94,6 +94,8 @@ def loss(run: Run, style: Style, logits: Tensor, rows: int) -> Tensor:
     _log_softmax; from memory)."""
     if style.stack.loss == "fused":
         return _one_kernel(run, logits, rows)
+    if style.stack.loss == "fused_in_place":
+        return _in_place(run, logits)
     if style.stack.compile and width(logits.dtype) < 4 and (run.autocast or style.widens_logits):
         return _one_kernel(run, logits, rows, 2)
     if style.stack.loss == "vocab_parallel":
@@ -115,7 +117,8 @@ def _held(run: Run, logits: Tensor) -> Tensor:
 def _in_place(run: Run, wide: Tensor) -> Tensor:
     """Megatron's loss, and nanotron's on a copy (`loss_overwrites`): maximum, exponential and quotient overwrite the
     fp32 logits, and backward makes the gradient of the softmax that is left (megatron/core/tensor_parallel/
-    cross_entropy.py: `vocab_parallel_logits -=`, `torch.exp(..., out=)`, `div_`; `grad_input = softmax`)."""
+    cross_entropy.py: `vocab_parallel_logits -=`, `torch.exp(..., out=)`, `div_`; `grad_input = softmax`).
+    TransformerEngine's leaves the gradient in the place of the logits as they came."""
     kept = [wide.storage]
     node = run.node(lambda run, _: [kept.pop()], (wide.sink,))
     return Tensor(run.new(1, "fp32"), 1, "fp32", Output(node, 0))

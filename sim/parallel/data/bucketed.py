@@ -325,7 +325,8 @@ class Bucketed:
     def later_copies(self, numel: int) -> tuple[Kernel, ...]:
         """Later ones are added to what is there: read both, write one. Into a wider gradient buffer that lasts, the
         model's own kernels have added them already (`main_grad`), in every micro-step."""
-        added = self.reduction.resident_gradients and self.width > DTYPE_BYTES[self.precision.parameters]
+        wider = self.width > DTYPE_BYTES[self.precision.parameters]
+        added = self.reduction.resident_gradients and (wider or self.plan.stack.adds_halves)
         return self.copies(numel, 0.0 if added else 3 * self.width)
 
     def copies(self, numel: int, accumulate: float) -> tuple[Kernel, ...]:

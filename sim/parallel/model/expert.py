@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+from sim.hardware import gpu
 from sim.model.architecture import Joint
 from sim.parallel.layout import Ranks
 from sim.parallel.model.calls import Calls, Items
@@ -53,10 +54,18 @@ def dispatched(scenario: Scenario, stack: Stack, ranks: Ranks | None) -> float:
 def hidden_by(scenario: Scenario, stack: Stack) -> str:
     """What hides tokens on their way: "none", "shared" (experts) or "batches"; asked for, or the stack's habit where
     the layout has it at hand."""
-    asked = scenario.parallel.overlap_experts
+    asked, habit = scenario.parallel.overlap_experts, overlap_habit(scenario, stack)
     if asked is not None:
         return asked
-    return "none" if misfit(scenario, stack.expert_overlap) else stack.expert_overlap
+    return "none" if misfit(scenario, habit) else habit
+
+
+def overlap_habit(scenario: Scenario, stack: Stack) -> str:
+    """What the stack hides tokens behind where nobody says it, if the layout has it at hand: it may depend on whether
+    products are scaled in blocks, which fp8 is on GPUs that multiply mxfp8 (`Stack.expert_overlap_blocks`)."""
+    compute = scenario.training.precision.compute
+    blocks = compute == "mxfp8" or (compute == "fp8" and gpu(scenario.cluster.topology.gpu).supports("mxfp8"))
+    return stack.expert_overlap_blocks if blocks else stack.expert_overlap
 
 
 def misfit(scenario: Scenario, overlap: str) -> tuple[str, str] | None:

@@ -209,11 +209,11 @@ class ShardedStage(Stage):
     # ----------------------------------------------------------------------------------------------------- gradients
     def _width(self) -> float:
         """Bytes of an unsharded gradient that waits for the reduction."""
-        return self.sharded.reduce_bytes if isinstance(self.sharded, Fsdp2) else self.sharded.gather_bytes
+        return self.sharded.reduce_bytes if isinstance(self.sharded, Fsdp2) else self.sharded.fresh_bytes
 
     def _accumulate(self, layers: Sequence[Layer], first: bool) -> tuple[Kernel, ...]:
         """Traffic behind fresh gradients: the first are taken over or cast, later ones added (read both, write)."""
-        fresh, kept = self.sharded.gather_bytes, self._width()
+        fresh, kept = self.sharded.fresh_bytes, self._width()
         width = (0.0 if fresh == kept else fresh + kept) if first else fresh + 2 * kept
         numel = sum(layer.numel for layer in layers)
         return (traffic_kernel("accumulate", self.sharded.gather_dtype, numel, numel * width),) if width * numel else ()

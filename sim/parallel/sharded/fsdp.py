@@ -51,7 +51,10 @@ class Fsdp:
         self.take(units_of(plan.architecture, parallel.wrap, self.factor, self.by_row, self.routed_factor))
         self.gather_dtype, self.reduce_dtype = precision.gather, precision.reduce
         self.gather_bytes, self.reduce_bytes = DTYPE_BYTES[precision.gather], DTYPE_BYTES[precision.reduce]
-        self.casts = precision.gather != precision.parameters
+        #: Gradients come out of backward as wide as activations at least.
+        self.fresh_bytes = max(self.gather_bytes, DTYPE_BYTES["bf16"])
+        own = plan.stack.narrow_parameters and self.gather_bytes < self.fresh_bytes  # kept in what is gathered
+        self.casts = precision.gather != precision.parameters and not own
         self.serial = not parallel.overlap  # compute and communication take turns
         self.reduced: int | None = None  # reduction that compute waits for then
         self.host_s = plan.stack.host_collective_s

@@ -76,7 +76,7 @@ class Fsdp1(Fsdp):
             task = self.backward(section, position, layer, waits, after=after)
             if complete:
                 if micro.first or every:  # the flat gradient: autograd writes the views' gradients side by side
-                    size = round(self.graded(unit) * self.gather_bytes)
+                    size = round(self.graded(unit) * self.fresh_bytes)
                     section.allocate(f"unsharded_gradient:{unit.name}", size, "gradients")
                 self.drop_unsharded(section, unit)
                 self.reshard(section, unit, task)
@@ -119,7 +119,7 @@ class Fsdp1(Fsdp):
         (if any), and the copies of its shard from which the unit was gathered."""
         if not unit.numel:
             return ()
-        g, r = self.gather_bytes, self.reduce_bytes
+        g, r = self.fresh_bytes, self.reduce_bytes
         every = self.plan.scenario.parallel.reduce_every_micro_step
         width = 2 * g + (0 if micro.first or every else g)
         if micro.reduce and self.factor * self.replicas > 1:
@@ -130,7 +130,7 @@ class Fsdp1(Fsdp):
         if not self.copies_shards or not unit.own:
             return kernels
         times = 1 if self.keep or unit is self.root else 2
-        width = times * (DTYPE_BYTES[self.plan.scenario.training.precision.parameters] + g)
+        width = times * (DTYPE_BYTES[self.plan.scenario.training.precision.parameters] + self.gather_bytes)
         return (*kernels, self.copy_kernel("shards to gather", unit.own, width))
 
     def reduced_copies(self, unit: Unit) -> list[tuple[str, int]]:
@@ -163,5 +163,5 @@ class Fsdp1(Fsdp):
             section.allocate(name, size, "gradients", REDUCE)
         for name, size in (*copies, *shards):
             section.free(name, size, "gradients", REDUCE, (REDUCE,))
-        size = round(self.graded(unit) * self.gather_bytes)
+        size = round(self.graded(unit) * self.fresh_bytes)
         section.free(f"unsharded_gradient:{unit.name}", size, "gradients", COMPUTE, (REDUCE,))

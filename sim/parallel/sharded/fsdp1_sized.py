@@ -134,7 +134,7 @@ class Fsdp1Sized(Fsdp1):
                     self.unshard(section, target, "backward")
                 task = self.run(section, use, micro)
                 if micro.first or every:
-                    size = round(self.graded(unit) * self.gather_bytes)
+                    size = round(self.graded(unit) * self.fresh_bytes)
                     section.allocate(f"unsharded_gradient:{unit.name}", size, "gradients")
                 self.reshard(section, unit, task)
                 if mode == "post" and target is not None and target.name not in self.ready:
@@ -150,7 +150,7 @@ class Fsdp1Sized(Fsdp1):
                              after=self.flatten(root, micro) if complete else ())
         if complete:
             if micro.first or every:
-                size = round(self.graded(root) * self.gather_bytes)
+                size = round(self.graded(root) * self.fresh_bytes)
                 section.allocate(f"unsharded_gradient:{root.name}", size, "gradients")
             self.drop_unsharded(section, root)
             self.reshard(section, root, task)

@@ -145,7 +145,7 @@ class Fsdp2(Fsdp):
                       reduced: int | None) -> int | None:
         """Copy-in after the reduction before, then this unit's reduction."""
         if not micro.reduce:
-            width = self.gather_bytes + (2 if not micro.first else 1) * self.reduce_bytes
+            width = self.fresh_bytes + (2 if not micro.first else 1) * self.reduce_bytes
             self.copy(section, "accumulate", unit, unit.numel, width)
             self.drop_unsharded(section, unit)
             if micro.first:
@@ -158,7 +158,7 @@ class Fsdp2(Fsdp):
         if self.held is not None:
             section.free(*self.held)
         section.allocate(*buffer)
-        width = self.gather_bytes + self.reduce_bytes
+        width = self.fresh_bytes + self.reduce_bytes
         task = computed
         if self.factor * self.replicas > 1:
             task = self.copy(section, "copy-in", unit, unit.padded, width, present(computed, reduced))
