@@ -358,7 +358,7 @@ def attention(run: Run, query: Tensor, key: Tensor, value: Tensor, rows: int, bi
         gathered: slices of the sequence that keys and values are gathered from. The whole ones live as long as the
             kernel and are gathered again in backward, where their gradients are whole until they are scattered
             (TransformerEngine `AttnFuncWithCPAndKVAllGather`).
-        sums: backward adds the queries' gradient up in fp32 over blocks of keys, beside row sums of the output times its
+        sums: backward adds the queries' gradient up in fp32 over blocks of keys, beside row sums of output times its
             gradient (flash-attn 0.2 to 2.4 and its Triton file: dq_accum, delta).
         bias: added to the scores and kept; its gradient is made for every sequence of the batch, then summed.
     """
