@@ -8,7 +8,7 @@ c10/cuda/CUDACachingAllocator.cpp (`round_size`, `get_allocation_size`, `get_fre
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 #: kMinBlockSize: every request is a multiple of it.
@@ -114,6 +114,8 @@ class Allocator:
         self._end = 0
         self._numbers = 0
         self._tails: dict[int, Block] = {}  # expandable: last block of each pool's segment
+        #: Frees what waits for another stream: `release_cached_blocks` waits for those events first.
+        self.settle: Callable[[], None] = lambda: None
 
     def allocate(self, size: int, stream: int = 0) -> Block:
         """A block of at least `size` bytes.
@@ -191,7 +193,9 @@ class Allocator:
                     block.free = False
                 else:
                     counts[:] = allocated, asked, top_allocated, top_asked
+                    self.allocated, self.asked = allocated, asked
                     block = self._grow(size, pool)
+                    allocated, asked = self.allocated, self.asked
                 rest = block.size - size
                 if rest > SMALL_BYTES or (rest and size <= SMALL_BYTES):
                     address, behind = block.address + size, block.following
@@ -346,6 +350,7 @@ class Allocator:
         if self.limit is None or self.reserved + wanted <= self.limit:
             return
         self.retries += 1
+        self.settle()
         if self.max_split is not None and size >= self.max_split:
             self._release(lambda segment: segment.size >= (self.max_split or 0))
             if self.reserved + wanted <= self.limit:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sim.catalog import table
-from sim.memory.allocator import Allocator, OutOfMemoryError
+from sim.memory.allocator import Allocator, Block, OutOfMemoryError
 from sim.memory.pools import Pools
 from sim.memory.tensors import TensorReplay
 from sim.program import Program
@@ -14,8 +14,10 @@ _FIGURES = "memory/retries.yaml"
 
 #: Steps after which nothing new is reserved: the first makes the optimizer states, the second works around them.
 _STEPS = 2
-#: Steps until what is given back and taken again in each is the same.
-_STEPS_SHORT = 4
+#: Steps, behind the first, over which what is given back and taken again is averaged.
+_STEPS_SHORT = 3
+#: Repeats of a micro-step that are played in each of them.
+_REPEATS_SHORT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +74,38 @@ def under_pressure(program: Program, limit_bytes: int) -> Reserved:
     """The whole model replayed on a device whose allocator can have `limit_bytes`: whether giving back cached segments
     saves the step, and how often each steady step does so."""
     allocator = Allocator(limit_bytes)
-    replay = TensorReplay(program, allocator)
+    replay = _Pressed(program, allocator)
+    allocator.settle = replay.settle
     try:
         replay.construct()
+        replay.step()
+        before = replay.counted()
         for _ in range(_STEPS_SHORT):
-            retries, released = allocator.retries, allocator.released
             replay.step()
     except OutOfMemoryError:
         return Reserved(max(0, allocator.top_reserved - allocator.top_asked), None, 0)
-    return Reserved(max(0, allocator.top_reserved - allocator.top_asked), allocator.retries - retries,
-                    allocator.released - released)
+    retries, released = (round((now - then) / _STEPS_SHORT) for now, then in zip(replay.counted(), before, strict=True))
+    return Reserved(max(0, allocator.top_reserved - allocator.top_asked), retries, released)
+
+
+class _Pressed(TensorReplay[Block]):
+    """A replay on a device with a limit, where a section may run short every time: of many repeats a few are played,
+    and the rest counted as the mean of the last two."""
+
+    def __init__(self, program: Program, allocator: Allocator) -> None:
+        super().__init__(program, allocator)
+        self.limited = allocator
+        self.rest = (0.0, 0.0)
+
+    def counted(self) -> tuple[float, float]:
+        """Retries and segments given back so far, with those of repeats that were not played."""
+        return self.limited.retries + self.rest[0], self.limited.released + self.rest[1]
+
+    def _repeat(self, number: int, repeats: int) -> None:
+        counts = [self.counted()]
+        for _ in range(min(repeats, _REPEATS_SHORT)):
+            self._run(number)
+            counts.append(self.counted())
+        left = max(0, repeats - _REPEATS_SHORT) / 2
+        self.rest = (self.rest[0] + left * (counts[-1][0] - counts[-3][0]),
+                     self.rest[1] + left * (counts[-1][1] - counts[-3][1])) if left else self.rest

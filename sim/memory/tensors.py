@@ -8,6 +8,7 @@ PyTorch's optimizers make their states in the first step, after everything else 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -112,6 +113,7 @@ class TensorReplay(Generic[B]):
         self._gradient: B | None = None  # of the last backward's input
         self._tied: deque[B] = deque()
         self._has_states = False
+        self._launches: list[int] | None = None
         self._whole = _whole(program)
         self._alike: dict[int, int] = {}
         self._sections: dict[object, int] = {}  # by what they ask of the allocator
@@ -132,12 +134,25 @@ class TensorReplay(Generic[B]):
                 self._states()
             section = self.program.sections[number]
             level = sum(op.size_bytes for op in section.memory)
-            for _ in range(min(repeats, 2) if level == 0 else repeats):
-                if level == 0 and self.skips:
-                    self._run_or_skip(number)
-                else:
+            if level:
+                for _ in range(repeats):
                     self._run(number)
+            else:
+                self._repeat(number, repeats)
         self._debts.clear()
+
+    def _repeat(self, number: int, repeats: int) -> None:
+        """A section that ends with as much as it began with: what it asks for the third time it had the second time."""
+        for _ in range(min(repeats, 2)):
+            if self.skips:
+                self._run_or_skip(number)
+            else:
+                self._run(number)
+
+    def settle(self) -> None:
+        """The device is idle: what other streams read is free."""
+        while self._waiting:
+            self.allocator.free(self._waiting.popleft()[1])
 
     def pieces(self, name: str, size: int) -> list[int]:
         """Bytes of each tensor of a resident entry or a pool."""
@@ -200,8 +215,21 @@ class TensorReplay(Generic[B]):
         if number not in self._orders:
             section = self.program.sections[number]
             self._orders[number] = [self._buffers(item) if isinstance(item, MemoryOp) else item
-                                    for item in _order(section, self._whole)]
+                                    for item in _order(section, self._whole, self._over(section))]
         return self._orders[number]
+
+    def _over(self, section: Section) -> list[int]:
+        """By number of the task that the host comes to: the last one that is over by then, because the launch queue
+        holds no more than what was launched behind it; -1 for none."""
+        if not any(op.used_on for op in section.memory):
+            return []
+        if self._launches is None:
+            self._launches = self.program.launches()
+        kernels, launched = int(Kind.KERNELS), [0]
+        for kind, payload in zip(section.kind, section.payload, strict=True):
+            launched.append(launched[-1] + (self._launches[payload] if kind == kernels and payload >= 0 else 0))
+        queue = self.program.launch_queue
+        return [bisect_right(launched, now - queue) - 2 for now in launched]
 
     def _wait(self, until: int) -> None:
         waiting = self._waiting
@@ -335,17 +363,24 @@ class TensorReplay(Generic[B]):
             self.allocator.free(block)
 
 
-def _order(section: Section, whole: bool) -> list[MemoryOp | LayerMemory | _Sync | _Passed]:
-    """Operations, layers (if they are to be taken as a `whole`) and waits of the host in its order."""
+def _order(section: Section, whole: bool, over: Sequence[int]) -> list[MemoryOp | LayerMemory | _Sync | _Passed]:
+    """Operations, layers (if they are to be taken as a `whole`) and waits of the host in its order.
+
+    Args:
+        over: `TensorReplay._over` of the section.
+    """
     host, waits = int(Kind.HOST), section.waits
     syncs = deque((task, max(waits[task])) for task, kind in enumerate(section.kind) if kind == host and waits[task])
     layers = deque(section.layers if whole else ())
     found: list[MemoryOp | LayerMemory | _Sync | _Passed] = []
-    at = 0
+    at, past = 0, -1
     while at < len(section.memory) or layers:
         op = section.memory[at] if at < len(section.memory) else None
         while syncs and op is not None and syncs[0][0] < op.before:
             found.append(_Sync(syncs.popleft()[1]))
+        if over and op is not None and over[op.before] > past:
+            past = over[op.before]
+            found.append(_Sync(past))
         if layers and layers[0].start <= at:
             mark = layers.popleft()
             found.append(mark if mark.verb != "passed" else _Passed(section.memory[mark.start]))

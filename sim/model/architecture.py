@@ -88,6 +88,8 @@ class Operator:
         weight_copies: autocast's half copies of the weights, kept for backward too; under full recomputation they live
             to the end of forward (autocast's cache), then one layer at a time.
         frozen: tensors of it that are not trained.
+        reading_s: host time in front of each forward that begins when the GPU has nothing left to do, because the host
+            reads what comes before; 0 where it runs ahead.
     """
 
     name: str
@@ -101,6 +103,7 @@ class Operator:
     weight_copies: tuple[Tensor, ...] = ()
     joint: Joint | None = None
     frozen: tuple[Frozen, ...] = ()
+    reading_s: float = 0.0
 
     @property
     def weights(self) -> tuple[Parameter | Frozen, ...]:
@@ -144,6 +147,11 @@ class Layer:
     def routed(self) -> int:
         """Trained parameters of routed experts."""
         return sum(p.numel for p in self.parameters if p.routed)
+
+    @cached_property
+    def reading_s(self) -> float:
+        """Host time of one forward that begins when the GPU has nothing left to do."""
+        return sum(op.reading_s for op in self.operators)
 
     @cached_property
     def gradient_order(self) -> tuple[Parameter, ...]:

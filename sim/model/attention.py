@@ -23,10 +23,15 @@ from sim.model.kernels import (
 )
 from sim.model.relative import bias_backward, bias_forward, kept_bias
 from sim.model.style import Style
+from sim.software import Stack
 from sim.work import Kernel
 
 #: FlopCounterMode: a flash backward is five products where the forward is two. (torch/utils/flop_counter.py)
 _FLASH_BACKWARD = 2.5
+
+#: unpad_input of flash_attn/bert_padding.py: reads of the host, operators behind the first (the rest of nonzero,
+#: max, item, cumsum, both of pad, gather), and views (flatten, rearrange twice, repeat, reshape).
+_READS, _LAUNCHES, _VIEWS = 2, 7, 5
 
 #: Names of the query, key, value and output projections by module style; a fused projection has one name.
 _NAMES: dict[str, tuple[str, ...]] = {
@@ -277,29 +282,41 @@ def _flash(style: Style) -> Operator:
     learned = style.biased and not style.memory
     backward = [Kernel("attention", style.act, shape, "backward", _FLASH_BACKWARD * flops,
                        2 * streams + 8 * row_sums + scores * (1 + learned), "attention", causal, 3, kernel)]
-    if style.stack.unpad_copies:
+    if style.stack.unpadding != "none":
         forward, backward = _unpadded(style, forward, backward)
     saved = [Tensor("log_sum_exp", row_sums, "fp32"), Tensor("rng_seed", 1, "fp64"), Tensor("rng_offset", 1, "fp64")]
     if learned:
         forward = [*bias_forward(style), *forward]
         backward = [*backward, *bias_backward(style)]
         saved += kept_bias(style)
-    return Operator("attention", tuple(forward), tuple(backward), saved=tuple(saved), core=True)
+    return Operator("attention", tuple(forward), tuple(backward), saved=tuple(saved), core=True,
+                    reading_s=_reading_s(style.stack))
 
 
 def _unpadded(style: Style, forward: list[Kernel], backward: list[Kernel]) -> tuple[list[Kernel], list[Kernel]]:
-    """flash-attn 0.2's wrapper: qkv gathered to packed rows, the output scattered back into a zeroed tensor.
+    """flash-attn's wrapper: qkv gathered to packed rows, the output scattered back into a zeroed tensor.
 
-    Source: flash_attn/bert_padding.py (unpad_input, pad_input) and their index backward.
+    Source: flash_attn/bert_padding.py (unpad_input, pad_input) and their index backward, the same from 0.2.2 to 2.4.2.
     """
-    e = width(style.act)
+    e, times = width(style.act), 1 if style.stack.unpadding == "packed" else 3
     qkv = style.tokens * (style.query_width + 2 * style.kv_width)
     out = style.tokens * style.query_width
     return (
-        [elementwise("unpad", qkv, 2 * e, style.act, 2), *forward, elementwise("pad", out, 3 * e, style.act, 3)],
+        [elementwise("unpad", qkv, 2 * e, style.act, 2 * times), *forward,
+         elementwise("pad", out, 3 * e, style.act, 3)],
         [elementwise("pad_backward", out, 2 * e, style.act, 2), *backward,
-         elementwise("unpad_backward", qkv, 3 * e, style.act, 3)],
+         elementwise("unpad_backward", qkv, 3 * e, style.act, 3 * times)],
     )
+
+
+def _reading_s(stack: Stack) -> float:
+    """Host time in front of the kernel while rows that are not padding are looked for: the GPU has nothing to do then.
+
+    Source: flash_attn/bert_padding.py, unpad_input: the host reads nonzero's count and the longest sequence, and what
+    it launches behind the first read is over at once.
+    """
+    times = {"packed": 1, "apart": 3}.get(stack.unpadding, 0)
+    return times * (_READS * stack.host_read_s + _LAUNCHES * stack.host_forward_s + _VIEWS * stack.host_view_s)
 
 
 def _band(sequence: int, window: int) -> int:

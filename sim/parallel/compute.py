@@ -101,6 +101,23 @@ class Compute:
         return self._once(layer, ("forward", before), lambda: self.segment(
             (*before, *self.forward_items(layer.operators))))
 
+    def cut(self, layer: Layer, policy: str, before: tuple[Kernel, ...], after: tuple[Kernel, ...],
+            phase: str) -> list[int]:
+        """Forward of a layer, or its backward behind what is recomputed, cut in front of each operator whose forward
+        begins with a read of the host (`Operator.reading_s`): one segment more than such operators run."""
+        def make(part: int) -> int:
+            operators = [op for op in layer.operators if phase == "forward" or op.recomputed]
+            marks = [0, *(i for i, op in enumerate(operators) if op.reading_s), len(operators)]
+            items = self.forward_items(operators[marks[part]:marks[part + 1]])
+            head: Items = before if part == 0 else ()
+            if phase == "backward" and part == 0:
+                head = (*before, *self.checkpoint(layer))
+            last = phase == "backward" and part == len(marks) - 2
+            return self.segment((*head, *items), (*self.backward_items(layer.operators), *after) if last else ())
+        count = 1 + sum(bool(op.reading_s) for op in layer.operators)
+        return [self._once(layer, ("cut", phase, policy, before, after, i), lambda i=i: make(i))  # type: ignore[misc]
+                for i in range(count)]
+
     def backward(self, layer: Layer, policy: str, before: tuple[Kernel, ...] = (),
                  after: tuple[Kernel, ...] = ()) -> int:
         """Recomputation and backward of a layer between the technique's own kernels."""

@@ -238,6 +238,28 @@ def end_of_step(plan: Plan, section: SectionBuilder) -> None:
     stack = plan.stack
     late_s = stack.host_spread_s * (latest(plan.scenario.cluster.nodes) - 1)
     section.host(stack.host_step_s + late_s, label, joins=streams)
+    _read_back(plan, section)
+
+
+def _read_back(plan: Plan, section: SectionBuilder) -> None:
+    """All-reduces of a few numbers and states of metrics gathered over all ranks, one after another: the host waits for
+    each. A gather is a barrier, a tensor for every rank to receive into, and copies of all of them out of the result.
+
+    Source: composer/trainer/trainer.py, _train_loop and _accumulate_time_across_ranks; torchmetrics
+    utilities/distributed.py, gather_all_tensors; c10d ProcessGroupNCCL.cpp, allgather of lists and barrier.
+    """
+    stack, group = plan.stack, "data" if "data" in plan.groups else "shard"
+    ranks = len(plan.groups[group][0]) if group in plan.groups else 1
+    if ranks == 1 or group not in plan.builder.communicators:
+        return
+    apiece_s = ranks * (stack.host_forward_s + stack.host_backward_s)
+    calls = [("all_reduce", 1, 0.0)] * stack.step_reductions
+    gathers = stack.metric_gathers if stack.metric_losses else 0
+    calls += [("all_reduce", 1, 0.0), ("all_gather", ranks, apiece_s)] * gathers
+    for kind, numbers, host_s in calls:
+        label = Label("step", "optimizer", "numbers of all ranks")
+        task = section.collective(1, collective(plan, kind, 4 * numbers, "fp32", group), stack.host_collective_s, label)
+        section.host(stack.host_read_s + host_s, label, waits=(task,))
 
 
 def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins: Sequence[int] = (),
@@ -276,6 +298,10 @@ def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins:
     task = section.kernels(COMPUTE, plan.compute.segment(kernels), label, joins=joins)
     if temporary:
         section.free("optimizer temporaries", temporary, "workspace")
+    if stack.optimizer_reads and training.optimizer != "none":
+        # the GPU stands until the number is there and the next kernel is launched
+        host_s = tensors * stack.optimizer_reads * (stack.host_read_s + stack.host_forward_s)
+        section.host(host_s, Label("optimizer", "optimizer", "step numbers"), waits=(task,))
     if plan.offload.pages_optimizer:  # bitsandbytes optim/optimizer.py, step: torch.cuda.synchronize()
         section.host(0.0, Label("optimizer", "optimizer", "pages in place"), waits=(task,))
     return task

@@ -78,11 +78,18 @@ class Stack:
         tuning_upcast: fine-tuning casts logits to fp32 in front of it.
         tuning_chunk: fine-tuning makes logits and loss of so many positions at a time and keeps them all; 0 = at once.
         metric_losses: extra forward evaluations of the loss on the training logits per micro-batch.
+        outputs_kept: the trainer holds a micro-batch's logits until the next one's are there.
         early_stop: recomputation stops at a block's last saved tensor.
         attention_kernel: implementation behind `attention: flash`: flash1, flash2, flash3 or triton.
         residual_dtype_follows_autocast: the residual stream is half, not fp32, under autocast.
         low_precision_norm: norms run in half under autocast.
-        unpad_copies: the attention wrapper copies qkv and output between padded and packed form.
+        unpadding: how the attention wrapper copies qkv and output between padded and packed form: none, packed (qkv at
+            once), apart (queries, keys and values one after another) or known (apart, by rows found once per forward).
+        shards_copied: FSDP 1 copies a unit's shard before it gathers it, though it has the right dtype.
+        reduction_copied: FSDP 1 copies a unit's gradient once more before it reduces it.
+        step_reductions: all-reduces of a few numbers at the end of a step, whose results the host reads one by one.
+        metric_gathers: states of training metrics that are gathered over all ranks at the end of every step.
+        host_read_s: from the end of what the GPU has to do to the host going on with a number it reads there.
         fused_*: one kernel instead of a chain (bias + GELU, SwiGLU, rotary, RMSNorm, scale + mask + softmax,
             bias + dropout + residual).
         rmsnorm_kernel: torch.nn.RMSNorm is one kernel, which plain modules then use.
@@ -110,6 +117,8 @@ class Stack:
             forward returns; what nodes hold that is no saved tensor (the inputs of 4-bit layers) lives as long.
         frozen_apart: what is not trained has flat parameters of its own in FSDP 1; else it shares the trained tensors'
             and has gradients with them.
+        original_parameters: the optimizer of FSDP 1 sees the parts of the model's own parameters in a rank's shards.
+        optimizer_reads: numbers that the host reads on the GPU in the update of every tensor.
         optimizer_kernel: loop, foreach or fused, where the scenario does not say.
         gradient_path: how data parallelism reduces gradients and splits states: reducer (PyTorch's DDP and FSDP), ipg
             (DeepSpeed's independent-parameter-gradient buckets), grad_buffer (one buffer, reduced in place) or
@@ -162,6 +171,7 @@ class Stack:
     host_spread_s: float
     host_batch_s: float
     host_exchange_s: float
+    host_read_s: float
     launch_queue: int
     rank_jitter_s: float
     product_rate: float
@@ -174,11 +184,16 @@ class Stack:
     tuning_upcast: bool
     tuning_chunk: int
     metric_losses: int
+    outputs_kept: bool
     early_stop: bool
     attention_kernel: str
     residual_dtype_follows_autocast: bool
     low_precision_norm: bool
-    unpad_copies: bool
+    unpadding: str
+    shards_copied: bool
+    reduction_copied: bool
+    step_reductions: int
+    metric_gathers: int
     fused_bias_gelu: bool
     fused_swiglu: bool
     fused_rope: bool
@@ -202,6 +217,8 @@ class Stack:
     quantised_through_half: bool
     graph_kept: bool
     frozen_apart: bool
+    original_parameters: bool
+    optimizer_reads: int
     optimizer_kernel: str
     gradient_path: str
     parameter_storage: str

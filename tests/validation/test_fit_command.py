@@ -21,7 +21,7 @@ pytest.importorskip("scipy")
 FORWARD, MEGATRON = ("pytorch", "host_forward_s"), ("megatron", "host_step_s")
 
 #: A run near the limit of its memory, whose step holds retries of the allocator.
-PRESSED = "llmf-v1-a100-40gb-1b-s4096-g8-mb8-ga32-bf16"
+PRESSED = "llmf-v1-a100-40gb-7b-s4096-g8-mb4-ga32-bf16"
 
 
 def cases() -> list[Case]:

@@ -112,7 +112,12 @@ def _flash(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bi
         key, value = _repeat(run, style, key), _repeat(run, style, value)
     if bias is None:
         q, k, v = (op.to(run, t, run.autocast or t.dtype) for t in (query, key, value))
-        return op.attention(run, q, k, v, rows, gathered=style.context if style.gathers else 1)
+        sums = style.stack.attention_kernel in ("flash1", "flash2", "triton")
+        if style.stack.unpadding == "none":
+            return op.attention(run, q, k, v, rows, gathered=style.context if style.gathers else 1, sums=sums)
+        # bert_padding.unpad_input and pad_input make new tensors both ways and keep row numbers only
+        q, k, v = (op.relayout(run, op.clone(run, t)) for t in (q, k, v))
+        return op.relayout(run, op.clone(run, op.attention(run, q, k, v, rows, sums=sums)))
     if not style.memory:  # create_position_bias_mask: with the causal mask, contiguous
         bias = op.clone(run, op.where(run, bias, style.sequence * style.keys * style.context) if style.causal else bias)
     half = op.expanded(run, op.to(run, bias, run.autocast or bias.dtype), style.batch)

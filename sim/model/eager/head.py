@@ -100,9 +100,18 @@ def loss(run: Run, style: Style, logits: Tensor, rows: int) -> Tensor:
         return _one_kernel(run, logits, rows, 2)
     if style.stack.loss == "vocab_parallel":
         return _in_place(run, op.to(run, logits, "fp32"))
+    if style.stack.outputs_kept:
+        logits = _held(run, logits)
     wide = op.to(run, logits, "fp32") if style.widens_logits else logits
     scores = op.softmax(run, wide, wide.dtype)
     return _nll(run, op.to(run, scores, "fp32") if run.autocast else scores)
+
+
+def _held(run: Run, logits: Tensor) -> Tensor:
+    """The same tensor, which stays until its gradient is there: the trainer has it too."""
+    node = run.node(lambda _, gradients: [gradients[0]], (logits.sink,))
+    run.save(node, logits.storage)
+    return Tensor(logits.storage, logits.elements, logits.dtype, Output(node, 0))
 
 
 def _in_place(run: Run, wide: Tensor) -> Tensor:

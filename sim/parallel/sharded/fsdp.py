@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+
 from sim.model.architecture import Layer
 from sim.model.tuning import QUANTISED, Frozen
 from sim.parallel.activations import GRADIENT_POOL, Activations
 from sim.parallel.compute import traffic_kernel
-from sim.parallel.sharded.units import Unit, units_of
+from sim.parallel.outputs import Outputs
+from sim.parallel.sharded.units import Unit, pieces, units_of
 from sim.parallel.step import (
     COMPUTE,
     MicroStep,
@@ -98,11 +101,24 @@ class Fsdp:
         if self.at_once:
             return
         numel = sum(u.own for u in self.distinct)
-        tensors = sum(u.tensors for u in self.distinct) if self.by_row else len(self.distinct)
+        tensors = self.optimized()
         largest = max((n for u in self.distinct for n in u.shards), default=0)
         update(self.plan, section, numel, tensors, self.joined(), "shard" if self.factor > 1 else None, largest)
         for unit in () if self.offload.moves_optimizer else self.distinct:
             section.free(f"gradient:{unit.name}", self.gradient_bytes(unit), "gradients", REDUCE)
+
+    def optimized(self) -> int:
+        """Tensors that the optimizer sees on the rank that has most of them: parameters cut by rows, flat parameters,
+        or what a rank's share of those has of the original ones (use_orig_params)."""
+        if self.by_row:
+            return sum(u.tensors for u in self.distinct)
+        if not self.plan.stack.original_parameters:
+            return len(self.distinct)
+        alike = Counter(u.numels for u in self.distinct if u.numels)
+        counts = np.zeros(self.factor, dtype=np.int64)
+        for numels, times in alike.items():
+            counts += times * pieces(numels, self.factor)
+        return int(counts.max())
 
     def gradient_bytes(self, unit: Unit) -> int:
         """Sharded gradient the optimizer reads."""
@@ -219,8 +235,23 @@ class Fsdp:
                 joins: Sequence[int] = (), before: tuple[Kernel, ...] = ()) -> int:
         """Forward of the layer at `position`, with what it keeps."""
         label = Label(self.layer_label(position), "forward", layer.kind)
+        if layer.kind == "head":
+            self.outputs.replaced(section)
         self.memory.forward(position, layer)
+        if layer.reading_s:
+            cut = self.plan.compute.cut(layer, "", before, (), "forward")
+            return self.read(section, layer, cut, label, waits, joins)
         return section.kernels(COMPUTE, self.plan.compute.forward(layer, before), label, waits, joins)
+
+    def read(self, section: SectionBuilder, layer: Layer, segments: Sequence[int], label: Label, waits: Sequence[int],
+             joins: Sequence[int] = ()) -> int:
+        """Segments between which the host waits for the GPU, to read what the next one needs."""
+        reads = [op.reading_s for op in layer.operators if op.reading_s]
+        task = section.kernels(COMPUTE, segments[0], label, waits, joins)
+        for reading_s, segment in zip(reads, segments[1:], strict=True):
+            section.host(reading_s, Label(label.layer, label.phase, "read"), waits=(task,))
+            task = section.kernels(COMPUTE, segment, label)
+        return task
 
     @property
     def backward_prefetch(self) -> str:
@@ -233,8 +264,16 @@ class Fsdp:
         name = self.units[position].name
         self.unsharded[name] = self.unsharded.get(name, 0) + self.memory.backward(position, layer)
         label = Label(self.layer_label(position), "backward", layer.kind)
-        segment = self.plan.compute.backward(layer, self.plan.policy(position), before, after)
-        return section.kernels(COMPUTE, segment, label, (*waits, *present(self.reduced)))
+        policy = self.plan.policy(position)
+        waits = (*waits, *present(self.reduced))
+        if layer.reading_s and policy == "full":
+            task = self.read(section, layer, self.plan.compute.cut(layer, policy, before, after, "backward"), label,
+                             waits)
+        else:
+            task = section.kernels(COMPUTE, self.plan.compute.backward(layer, policy, before, after), label, waits)
+        if layer.kind == "head":
+            self.outputs.kept(section)
+        return task
 
     def layer_label(self, position: int) -> str:
         """Name of the layer for reports."""
@@ -245,6 +284,8 @@ class Fsdp:
         stack = self.plan.model(micro.batch).stack
         self.memory = Activations(self.plan, section, len(stack), keep_gradients=True,
                                   caches_casts=self.by_row)
+        self.outputs = Outputs(self.plan, micro)
+        self.outputs.begin(section)
         self.reduced = None
         self.unsharded: dict[str, int] = {}  # bytes of whole gradients by unit
         return stack

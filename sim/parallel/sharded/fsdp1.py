@@ -11,7 +11,8 @@ Order and waits (PyTorch, `fsdp/_runtime_utils.py`, `_limiter_utils.py`, `api.py
 * reduce-scatter on the post-backward stream after compute; all-gather and reduce-scatter share one communicator.
 * the next forward's root gather waits for the compute stream; compute waits for all reductions at the end of backward.
 
-The casts of shards before a gather (pre-unshard stream) are left out: 6 bytes per shard element.
+Casts of shards in front of a gather (pre-unshard stream), division and cast of gradients (post-backward stream) compete
+with compute for the same memory bandwidth: they are counted there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from sim.parallel.sharded.fsdp import GATHER, REDUCE, Fsdp, present
 from sim.parallel.sharded.units import Unit
 from sim.parallel.step import COMPUTE, MicroStep
 from sim.program import Label, SectionBuilder
-from sim.work import Kernel
+from sim.work import DTYPE_BYTES, Kernel
 
 
 class Fsdp1(Fsdp):
@@ -37,6 +38,7 @@ class Fsdp1(Fsdp):
         self.ready: dict[str, int | None] = {}
         self.forward_pass(section, stack)
         self.backward_pass(section, stack, micro)
+        self.outputs.end(section)
 
     def forward_pass(self, section: SectionBuilder, stack: tuple[Layer, ...]) -> None:
         """Units in order; the root with the first layer."""
@@ -89,7 +91,17 @@ class Fsdp1(Fsdp):
             section.host(0.0, Label(unit.name, phase, "rate limiter"), waits=(self.frees.popleft(),))
         if self.factor > 1:
             section.allocate(f"gathered:{unit.name}", self.gathered_bytes(unit), "gathered_parameters", GATHER)
+        shard = round(unit.own * self.gather_bytes) if self.copies_shards else 0
+        if shard:
+            section.allocate(f"gathered_shard:{unit.name}", shard, "gathered_parameters", GATHER)
         self.ready[unit.name] = self.gather(section, unit, phase, joins=joins)
+        if shard:
+            section.free(f"gathered_shard:{unit.name}", shard, "gathered_parameters", GATHER, (GATHER,))
+
+    @property
+    def copies_shards(self) -> bool:
+        """Whether a shard is copied before it is gathered: to cast it, or because a dtype was asked for at all."""
+        return self.factor > 1 and (self.casts or self.plan.stack.shards_copied)
 
     def reshard(self, section: SectionBuilder, unit: Unit, task: int) -> None:
         """Free the unsharded flat parameter; its event is complete when `task` is."""
@@ -103,11 +115,8 @@ class Fsdp1(Fsdp):
         return self.whole_bytes(unit, unit.padded)
 
     def flatten(self, unit: Unit, micro: MicroStep) -> tuple[Kernel, ...]:
-        """Gradients of the views into the flat gradient (2 passes), division before the reduction (2), cast (if any).
-
-        The post-backward stream runs division and cast; they are counted in the compute stream, where they compete for
-        the same memory bandwidth.
-        """
+        """Gradients of the views into the flat gradient (2 passes), division before the reduction (2), cast and copies
+        (if any), and the copies of its shard from which the unit was gathered."""
         if not unit.numel:
             return ()
         g, r = self.fresh_bytes, self.reduce_bytes
@@ -115,14 +124,44 @@ class Fsdp1(Fsdp):
         width = 2 * g + (0 if micro.first or every else g)
         if micro.reduce and self.factor * self.replicas > 1:
             width += 2 * r + (g + r if self.gather_dtype != self.reduce_dtype else 0)
+            width += 2 * r if self.plan.stack.reduction_copied and self.factor > 1 else 0
         numel = unit.numel + self.graded(unit) - unit.padded
-        return (self.copy_kernel("flatten gradient", numel, width),)
+        kernels = (self.copy_kernel("flatten gradient", numel, width),)
+        if not self.copies_shards or not unit.own:
+            return kernels
+        times = 1 if self.keep or unit is self.root else 2
+        width = times * (DTYPE_BYTES[self.plan.scenario.training.precision.parameters] + self.gather_bytes)
+        return (*kernels, self.copy_kernel("shards to gather", unit.own, width))
+
+    def reduced_copies(self, unit: Unit) -> list[tuple[str, int]]:
+        """Copies of a unit's gradient on the way to its reduction: cast to its dtype, padded (`reduction_copied`)."""
+        size, cast = round(self.graded(unit) * self.reduce_bytes), self.gather_dtype != self.reduce_dtype
+        names = [*(("cast_gradient",) if cast else ()),
+                 *(("padded_gradient",) if self.plan.stack.reduction_copied and self.factor > 1 else ())]
+        return [(f"{name}:{unit.name}", size) for name in names if size]
+
+    def reduced_shards(self, unit: Unit, first: bool) -> list[tuple[str, int]]:
+        """What comes out of the reduction, and its cast, until they are added to the gradient there is; the first
+        becomes the gradient."""
+        if self.factor == 1 or not unit.own:
+            return []
+        cast = self.reduce_dtype != self.plan.scenario.training.precision.gradients
+        narrow = [(f"reduced_shard:{unit.name}", round(unit.own * self.reduce_bytes))] if cast else []
+        return narrow if first else [*narrow, (f"added_shard:{unit.name}", self.gradient_bytes(unit))]
 
     def post_backward(self, section: SectionBuilder, unit: Unit, micro: MicroStep, task: int) -> None:
         """Reduction of a unit's gradient; the unsharded gradient is freed behind it."""
         if not micro.reduce:
             return
         first = micro.first or not self.plan.scenario.parallel.reduce_every_micro_step
+        copies = self.reduced_copies(unit)
+        for name, size in copies:
+            section.allocate(name, size, "gradients", REDUCE)
         self.reduce(section, unit, (task,), first)
+        shards = self.reduced_shards(unit, first)
+        for name, size in shards:
+            section.allocate(name, size, "gradients", REDUCE)
+        for name, size in (*copies, *shards):
+            section.free(name, size, "gradients", REDUCE, (REDUCE,))
         size = round(self.graded(unit) * self.fresh_bytes)
         section.free(f"unsharded_gradient:{unit.name}", size, "gradients", COMPUTE, (REDUCE,))

@@ -39,6 +39,7 @@ class Fsdp2(Fsdp):
         self.parts = {}
         self.forward_pass(section, stack)
         self.backward_pass(section, stack, micro)
+        self.outputs.end(section)
 
     def forward_pass(self, section: SectionBuilder, stack: tuple[Layer, ...]) -> None:
         """All-gathers in order of use, two ahead at most."""

@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sim.model.architecture import Architecture, Layer, Parameter
 from sim.model.tuning import Frozen
@@ -22,6 +26,7 @@ class Unit:
         frozen: tensors that are gathered with it but not trained.
         routed: the part of `padded` that is gathered over the ranks which hold the same experts.
         own: elements this rank keeps.
+        numels: elements of each parameter in it, in registration order.
     """
 
     name: str
@@ -32,6 +37,7 @@ class Unit:
     frozen: tuple[Frozen, ...] = ()
     routed: int = 0
     own: int = 0
+    numels: tuple[int, ...] = ()
 
     @property
     def dense(self) -> int:
@@ -43,6 +49,19 @@ def flat_padding(parameters: Iterable[Parameter], factor: int) -> int:
     """FSDP 1 pads the flat parameter to a multiple of the shard group (PyTorch, `_flat_param.py`)."""
     numel = sum(p.numel for p in parameters)
     return math.ceil(numel / factor) * factor
+
+
+@lru_cache(maxsize=256)
+def pieces(numels: tuple[int, ...], factor: int) -> NDArray[np.int64]:
+    """Parameters that each rank's equal share of a flat parameter has a part of, shape (factor,)."""
+    share = -(-sum(numels) // factor)
+    found, ends = np.zeros(factor + 1, dtype=np.int64), np.cumsum(numels)
+    for end, numel in zip(ends, numels, strict=True):
+        if numel:
+            found[(end - numel) // share] += 1
+            found[(end - 1) // share + 1] -= 1
+    counts: NDArray[np.int64] = np.cumsum(found)[:-1]
+    return counts
 
 
 def row_padding(parameters: Iterable[Parameter], factor: int) -> int:
@@ -79,7 +98,7 @@ def units_of(architecture: Architecture, wrap: str | int, factor: int, by_row: b
         whole, apart = pad(dense, factor), pad(routed, routed_factor or 1)
         return Unit(name, sum(p.numel for p in parameters), whole + apart, len(parameters),
                     (*shards(dense, factor), *shards(routed, routed_factor)), frozen, apart,
-                    whole // factor + apart // (routed_factor or 1))
+                    whole // factor + apart // (routed_factor or 1), tuple(p.numel for p in parameters))
 
     own = [layer.kind == "block" and _size(layer) >= least for layer in architecture.stack]
     rest = [p for layer, mine in zip(architecture.stack, own, strict=True) if not mine for p in layer.parameters]

@@ -1,0 +1,66 @@
+"""The allocator at the end of its memory: what waits for events comes back, and every repeat of a section counts."""
+
+from __future__ import annotations
+
+import pytest
+
+from sim.memory.allocator import Allocator, OutOfMemoryError
+from sim.memory.reserved import under_pressure
+from sim.program import Label, Program, ProgramBuilder
+
+MIB = 2**20
+LABEL = Label("layer", "forward", "kernel")
+
+
+def test_a_retry_waits_for_other_streams_first() -> None:
+    allocator = Allocator(100 * MIB)
+    block = allocator.allocate(60 * MIB, 1)
+    allocator.drop(block)
+    with pytest.raises(OutOfMemoryError):
+        allocator.allocate(60 * MIB)
+    waiting = [block]
+    allocator.settle = lambda: allocator.free(waiting.pop()) if waiting else None
+    allocator.allocate(60 * MIB)
+    assert (allocator.retries, allocator.released) == (2, 1)
+
+
+def job(repeats: int, large: int) -> Program:
+    """Micro-steps in which 60 MiB of one stream and then of another come and go."""
+    builder = ProgramBuilder(("compute", "gather"), ())
+    section = builder.section("micro-step")
+    for stream in (0, 1):
+        section.allocate(f"tensor:{stream}", large * MIB, "activations", stream)
+        section.host(0.0, LABEL)
+        section.free(f"tensor:{stream}", large * MIB, "activations", stream)
+    builder.run(section, repeats)
+    return builder.build()
+
+
+@pytest.mark.parametrize("repeats", [1, 2, 5, 40])
+def test_every_repeat_runs_short(repeats: int) -> None:
+    """Each stream has to get back what the other one's pool holds, twice in every micro-step."""
+    found = under_pressure(job(repeats, 60), 100 * MIB)
+    assert found.retries == found.released == 2 * repeats
+
+
+def test_with_room_for_both_nothing_is_given_back() -> None:
+    found = under_pressure(job(40, 60), 120 * MIB)
+    assert (found.retries, found.released) == (0, 0)
+    assert under_pressure(job(1, 60), 50 * MIB).retries is None
+
+
+@pytest.mark.parametrize(("launches", "waits"), [(1023, True), (2000, False)])
+def test_the_launch_queue_bounds_how_far_the_host_is_ahead(launches: int, waits: bool) -> None:
+    """A tensor that another stream used is free once so much has been launched behind it that it must be over."""
+    from sim.work import Kernel
+
+    builder = ProgramBuilder(("compute", "gather"), ())
+    section = builder.section("micro-step")
+    kernel = Kernel("elementwise", "bf16", (1,), "copy", 0.0, 2.0, "memory_bound", launches=launches)
+    segment = builder.segment_of(builder.rows((kernel,)), (0.0,))
+    for number in range(3):
+        section.allocate(f"tensor:{number}", 60 * MIB, "activations", 1)
+        section.kernels(0, segment, LABEL)
+        section.free(f"tensor:{number}", 60 * MIB, "activations", 1, (0,))
+    builder.run(section)
+    assert bool(under_pressure(builder.build(), 130 * MIB).retries) == waits
