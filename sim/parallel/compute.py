@@ -71,9 +71,17 @@ class Compute:
         return self._made[full]
 
     def segment(self, forward: Sequence[Kernel | InlineCall], backward: Sequence[Kernel | InlineCall] = ()) -> int:
-        """A segment whose `forward` items are launched by module code and `backward` ones by autograd."""
-        return self._row((self._part(forward, self._stack.host_forward_s),
-                          self._part(backward, self._stack.host_backward_s)))
+        """A segment whose `forward` items are launched by the model's modules and `backward` ones by autograd."""
+        return self._row((self._part(forward, self._module_s), self._part(backward, self._stack.host_backward_s)))
+
+    def own(self, items: Sequence[Kernel | InlineCall]) -> int:
+        """A segment of a technique's own kernels: operators called one after another, with no modules around them."""
+        return self._row((self._part(items, self._stack.host_forward_s),))
+
+    @property
+    def _module_s(self) -> float:
+        """Host time of an operator of the model: its own, and that of the Python around it."""
+        return self._stack.host_forward_s + self._stack.host_module_s
 
     def _part(self, items: Sequence[Kernel | InlineCall], of_operator: float) -> _Part:
         return self._builder.rows(items), tuple([self._launch_s(item, of_operator) for item in items])
@@ -179,9 +187,8 @@ class Compute:
         """Forward of several layers in a row as one segment, after what is in front of it; -1 if it is empty."""
         def make() -> int:
             self._kept.extend(layers)
-            cost = self._stack.host_forward_s
-            parts = [self._part(before, cost)]
-            parts += [self._of(layer, "forward", partial(self.forward_items, layer.operators), cost)
+            parts = [self._part(before, self._stack.host_forward_s)]
+            parts += [self._of(layer, "forward", partial(self.forward_items, layer.operators), self._module_s)
                       for layer in layers]
             return self._row(parts) if any(rows for rows, _ in parts) else -1
         return self._once(tuple, ("run", before, tuple(map(id, layers))), make)
@@ -198,8 +205,11 @@ class Compute:
             self._kept.extend(layers)
             cost = self._stack.host_backward_s
             parts = [self._part(before, cost)]
-            parts += [self._of(layer, (weights, policy), partial(self._backward_row, layer, policy, weights), cost)
-                      for layer, policy in zip(reversed(layers), reversed(policies), strict=True)]
+            for layer, policy in zip(reversed(layers), reversed(policies), strict=True):
+                if weights != "only" and policy != "none":
+                    parts.append(self._of(layer, ("again", policy), partial(self.recomputed, layer, policy),
+                                          self._module_s))
+                parts.append(self._of(layer, weights, partial(self.backward_items, layer.operators, weights), cost))
             parts.append(self._part(after, cost))
             return self._row(parts) if any(rows for rows, _ in parts) else -1
         key = ("run back", before, tuple(map(id, layers)), tuple(policies), weights, after)
@@ -220,12 +230,12 @@ class Compute:
 
         def make() -> int:
             self._kept += (*ahead, *back)
-            f, b = self._stack.host_forward_s, self._stack.host_backward_s
+            f, b = self._module_s, self._stack.host_backward_s
             merged = together((timed(self.forward_items(layer.operators), f) for layer in ahead),
                               (timed(self._backward_row(layer, policy, weights), b)
                                for layer, policy in zip(reversed(back), reversed(policies), strict=True)),
                               is_weight_gradient)
-            found = [*timed(before, f), *merged, *timed(after, b)]
+            found = [*timed(before, self._stack.host_forward_s), *merged, *timed(after, b)]
             return self._builder.segment([item for item, _ in found], [launch_s for _, launch_s in found])
         key = ("together", before, tuple(map(id, ahead)), tuple(map(id, back)), tuple(policies), weights, after)
         return self._once(tuple, key, make)

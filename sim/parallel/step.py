@@ -202,7 +202,7 @@ def narrow_weights(plan: Plan, section: SectionBuilder) -> None:
     compute = plan.scenario.training.precision.compute
     plan.resident(f"{compute} weights", 2 * numel * DTYPE_BYTES[compute], "parameters")
     kernel = quantisation(style, numel)
-    section.kernels(COMPUTE, plan.compute.segment((kernel,)), Label("weights", "optimizer", f"to {compute}"))
+    section.kernels(COMPUTE, plan.compute.own((kernel,)), Label("weights", "optimizer", f"to {compute}"))
 
 
 def blocks(size_bytes: float) -> int:
@@ -282,12 +282,12 @@ def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins:
     if stack.clip_gradients and training.optimizer != "none":
         norm, scale = clip_kernels(clipped or numel, tensors, training.precision.gradients, implementation)
         label = Label("optimizer", "optimizer", "gradient norm")
-        task = section.kernels(COMPUTE, plan.compute.segment((norm,)), label, joins=joins)
+        task = section.kernels(COMPUTE, plan.compute.own((norm,)), label, joins=joins)
         for group in (*(() if ranks is None else (ranks,)), *plan.norm_groups):
             if len(plan.groups[group][0]) > 1:
                 call = collective(plan, "all_reduce", 4, "fp32", group)
                 task = section.collective(1, call, stack.host_collective_s, label, waits=(task,))
-        section.kernels(COMPUTE, plan.compute.segment((scale,)), Label("optimizer", "optimizer", "clip"), waits=(task,))
+        section.kernels(COMPUTE, plan.compute.own((scale,)), Label("optimizer", "optimizer", "clip"), waits=(task,))
         joins = ()
     kernels = optimizer_kernels(numel, tensors, training.precision, training.optimizer, implementation, clip=False)
     label = Label("optimizer", "optimizer", training.optimizer)
@@ -295,7 +295,7 @@ def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins:
                                           implementation)
     if temporary:
         section.allocate("optimizer temporaries", temporary, "workspace")
-    task = section.kernels(COMPUTE, plan.compute.segment(kernels), label, joins=joins)
+    task = section.kernels(COMPUTE, plan.compute.own(kernels), label, joins=joins)
     if temporary:
         section.free("optimizer temporaries", temporary, "workspace")
     if stack.optimizer_reads and training.optimizer != "none":
@@ -322,7 +322,7 @@ def update_in_backward(plan: Plan, section: SectionBuilder, name: str, shards: S
     temporary = optimizer_temporary_bytes(largest, largest, training.precision, training.optimizer, implementation)
     if temporary:
         section.allocate("optimizer temporaries", temporary, "workspace", stream)
-    task = section.kernels(stream, plan.compute.segment(kernels), Label(name, "backward", training.optimizer), waits)
+    task = section.kernels(stream, plan.compute.own(kernels), Label(name, "backward", training.optimizer), waits)
     if temporary:
         section.free("optimizer temporaries", temporary, "workspace", stream)
     return task

@@ -369,7 +369,7 @@ class Bucketed:
                                    Label(f"parameters{number}", "optimizer", "all_gather"), (updated,))
                 left, number = left - numel, number + 1
         touch = traffic_kernel("parameters ready", self.precision.gather, 1, 1.0)
-        section.kernels(COMPUTE, self.plan.compute.segment((touch,)), Label("parameters", "optimizer", "wait"),
+        section.kernels(COMPUTE, self.plan.compute.own((touch,)), Label("parameters", "optimizer", "wait"),
                         joins=(NCCL,))
 
     def split(self, group: str) -> int:

@@ -35,15 +35,15 @@ def gather_by_rank(plan: Plan, section: SectionBuilder, updated: int) -> None:
     section.host(pieces * _VIEWS_BEFORE * view_s, label)
     moved = 2.0 * size
     section.allocate("flattened parameters", 2 * size, "workspace")
-    packed = section.kernels(COMPUTE, plan.compute.segment((_copy(gather, numel, moved, ranks + 1),)), label,
+    packed = section.kernels(COMPUTE, plan.compute.own((_copy(gather, numel, moved, ranks + 1),)), label,
                              waits=(updated,))
     call = collective(plan, "all_gather", size, gather, "data")
     gathered = section.collective(1, call, plan.stack.host_collective_s, Label("parameters", "optimizer", "all_gather"),
                                   (packed,))
-    unpacked = section.kernels(COMPUTE, plan.compute.segment((_copy(gather, numel, moved, ranks),)), label,
+    unpacked = section.kernels(COMPUTE, plan.compute.own((_copy(gather, numel, moved, ranks),)), label,
                                waits=(gathered,))
     section.host(pieces * _VIEWS_BEHIND * view_s, label)
-    section.kernels(COMPUTE, plan.compute.segment((_copy(gather, numel, moved, pieces),)), label, waits=(unpacked,))
+    section.kernels(COMPUTE, plan.compute.own((_copy(gather, numel, moved, pieces),)), label, waits=(unpacked,))
     section.free("flattened parameters", 2 * size, "workspace")
 
 

@@ -167,7 +167,7 @@ class ShardedStage(Stage):
         task, copy = self._unshard(section, found, "forward", ())
         self._drop_buffer(section, found)
         if copy:
-            segment = self.plan.compute.segment(copy)
+            segment = self.plan.compute.own(copy)
             return (section.kernels(COMPUTE, segment, Label(found.name, "forward", "copy-out"), present(task)),)
         return present(task)
 

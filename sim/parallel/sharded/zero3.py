@@ -211,7 +211,7 @@ class Zero3:
             return ()
         size = DTYPE_BYTES[self.precision.gather] * numel
         fill = traffic_kernel("zeros", self.precision.gather, numel, size)
-        return (section.kernels(COMPUTE, self.plan.compute.segment((fill,)), label),)
+        return (section.kernels(COMPUTE, self.plan.compute.own((fill,)), label),)
 
     def drained(self, section: SectionBuilder, label: Label, last: tuple[int, ...] = ()) -> None:
         """`torch.cuda.synchronize`: the host waits for every stream."""
@@ -260,7 +260,7 @@ class Zero3:
                 self.memory.backward(use.position, use.layer)
         copies = tuple(k for name, _ in use.wanted for k in self.copies.pop(name, ()))
         if copies:
-            waits = (section.kernels(COMPUTE, self.plan.compute.segment(copies), label, waits),)
+            waits = (section.kernels(COMPUTE, self.plan.compute.own(copies), label, waits),)
         self.computed = (section.kernels(COMPUTE, self.segment(use), label, waits),)
         return self.computed[0]
 
