@@ -54,8 +54,8 @@ class Stack:
         modules: whose layers run: plain, transformers or megatron.
         compile: whether Inductor fuses element-wise chains.
         host_forward_s, host_backward_s: host time per operator (one `Kernel.launches`) in forward, and by autograd.
-        host_module_s: host time of the Python around an operator (module calls, views, arguments) where model code runs:
-            in forward, in recomputation and once per generated token. Small steps show it.
+        host_module_s: host time of the Python around an operator (module calls, views, arguments) where the model's
+            code runs, in forward, recomputation and once per generated token: small steps show it.
         host_collective_s: host time per collective call.
         host_view_s: host time per view of a tensor (narrow, chunk), which launches nothing.
         host_step_s: fixed host time per optimizer step.
