@@ -166,7 +166,8 @@ class Speeds:
         pcie: one GPU's PCIe slot; uplink: what a PCIe switch exchanges with GPUs and NICs below the other CPU.
         nic: one NIC group (the NICs nearest to one GPU; all NICs when GPUs outnumber them).
         stage: what one channel of a communicator moves where messages are staged through the host, 0 elsewhere;
-            host: what all channels of a node move together there, in and out: one stream each way per NIC.
+            host: what all channels of a node move together there, in and out: one stream each way per NIC (that both
+            ways share it is inferred from published pipeline steps on Omni-Path, the rate of a stream is measured).
         nic_groups: NIC groups of a node; nic_nominal: the nominal speed of one.
         leaf: uplinks of one leaf switch (of one rail when rail-optimised); leaf_uplinks: how many they are.
         p2p: share of `nic` that grouped send/recv reaches.
