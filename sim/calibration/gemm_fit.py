@@ -14,7 +14,7 @@ from sim.calibration.tables import Group
 from sim.catalog import table
 from sim.hardware.gemm import Products, as_products, overlapped, product_times
 from sim.hardware.power import Power
-from sim.hardware.rates import UNITS, GemmRates, Rates
+from sim.hardware.rates import UNITS, GemmRates, Rates, merged
 
 #: Figure, lowest and highest physical value, value expected before any data.
 FIGURES: dict[str, tuple[float, float, float]] = {
@@ -94,7 +94,8 @@ def large(products: Products) -> NDArray[np.bool_]:
 
 def sample(group: Group, most: int | None = MOST_ROWS) -> Sample:
     """A group's products with the weights of the fit; rows thinned evenly in order of work."""
-    figures = Rates(group.gpu)
+    seen = merged(group.gpu.kernel_figures, group.timing.figures)
+    figures = Rates(replace(group.gpu, kernel_figures=seen))
     rates = figures.gemm(group.dtype)
     if most is not None and len(group.kernels) > most:
         order = np.argsort([kernel.flops for kernel in group.kernels], kind="stable")

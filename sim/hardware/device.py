@@ -48,7 +48,7 @@ class Device:
         self._rates = Rates(gpu)
         self._hunger = 1.0 + deviation * self._rates.chip_spread
         self._gap_s = self._rates.benchmark_gap_s if gap_s is None else gap_s
-        self._clock: float | None = None
+        self._clock: dict[str, float] = {}
         self._gemm: dict[str, GemmRates] = {}
         self._attention: dict[tuple[str, str, int, bool], AttentionRates] = {}
         self._known: dict[_State, dict[Kernel, _Times]] = {}
@@ -100,9 +100,8 @@ class Device:
     def work_j(self, kernels: Sequence[Kernel]) -> NDArray[np.float64]:
         """Energy of each kernel's own work, joules: what it takes beside the constant part. It is the mean chip's, at
         the clock that one runs at before it waits for the hungriest."""
-        clock = self._sequence_clock(1.0) * self.clock_share
         arithmetic_j = np.array([self._arithmetic_j(kernel) for kernel in kernels])
-        clocks = np.array([self._attention_clock(k) if k.op == "attention" else clock for k in kernels])
+        clocks = np.array([self._mean_clock(kernel) for kernel in kernels])
         traffic = np.array([kernel.bytes for kernel in kernels], dtype=np.float64)
         found: NDArray[np.float64] = self._rates.power.byte_j * traffic + arithmetic_j * clocks**2
         return found
@@ -144,7 +143,10 @@ class Device:
         rates = self._gemm_rates(dtype)
         products = as_products(group, rates)
         times = product_times(products, rates, sms, self.gpu.sms, bandwidth_bps, self.gpu.memory_bandwidth_bps)
-        clock = self._clocks(times, rates, products.flops, products.total_bytes)
+        if self._sustained:
+            clock = np.full(len(group), self._products_clock(dtype) * self.clock_share)
+        else:
+            clock = self._alone(times, rates, products.flops, products.total_bytes, 1.0)
         starts_s = rates.start_s * np.array([kernel.launches for kernel in group])
         return overlapped(times.compute_s / clock, times.memory_s, rates.overlap) + starts_s, times.block_s / clock
 
@@ -156,20 +158,20 @@ class Device:
         seconds = overlapped(times.compute_s / clock, times.memory_s, rates.overlap) + rates.start_s * kernel.launches
         return float(seconds[0]), float((times.block_s / clock)[0])
 
-    def _attention_clock(self, kernel: Kernel) -> float:
-        """Clock of a fused attention kernel on a mean chip that nothing else uses."""
+    def _mean_clock(self, kernel: Kernel) -> float:
+        """Clock of a kernel of a training step on a mean chip that nothing else uses."""
+        if kernel.op == "gemm":
+            return self._sequence_clock(kernel.dtype, 1.0) * self.clock_share
+        if kernel.op != "attention":
+            return self.clock_share
         rates = self._attention_rates(kernel)
         times = attention_times(kernel, rates, self.gpu.sms, self.gpu.memory_bandwidth_bps, self.gpu.sms)
         work, traffic = np.array([attention_work(kernel)]), np.array([kernel.bytes])
         return float(self._alone(times, rates, work, traffic, 1.0)[0])
 
-    def _clocks(self, times: ProductTimes, rates: GemmRates | AttentionRates, flops: Array, size_bytes: Array) -> Array:
-        """Clock of each kernel, as a share of the stated one."""
-        if self._clock is None and self._sustained:
-            self._clock = self._sequence_clock(self._hunger)
-        if self._clock is not None:
-            return np.full(len(flops), self._clock * self.clock_share)
-        return self._alone(times, rates, flops, size_bytes, 1.0)
+    def _products_clock(self, dtype: str) -> float:
+        """Clock of the products of a job in `dtype`, which waits for the hungriest of its chips."""
+        return self._clock.get(dtype) or self._clock.setdefault(dtype, self._sequence_clock(dtype, self._hunger))
 
     def _alone(self, times: ProductTimes, rates: GemmRates | AttentionRates, flops: Array, size_bytes: Array,
                hunger: float) -> Array:
@@ -184,13 +186,13 @@ class Device:
         settled: Array = self._rates.power.clock(hunger * rates.flop_j, flops / seconds, size_bytes / seconds, duty)
         return settled * self.clock_share
 
-    def _sequence_clock(self, hunger: float) -> float:
-        """Clock that a long training run settles at: matrix products in half precision for a stated share of it.
+    def _sequence_clock(self, dtype: str, hunger: float) -> float:
+        """Clock that a long training run's products in `dtype` settle at: they alone, for a stated share of it.
 
         Args:
+            dtype: of the products: those on the fp32 units mostly draw less than those on tensor units.
             hunger: energy of the chip's arithmetic over the kind's mean.
         """
-        dtype = next(name for name in ("bf16", "fp16", "fp32") if self.gpu.supports(name))
         rates = self._gemm_rates(dtype)
         settled = self._rates.power.clock(hunger * rates.flop_j, np.array([rates.flops_per_s]), np.zeros(1),
                                           np.array([self._rates.training_duty]))

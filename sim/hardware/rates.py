@@ -194,8 +194,12 @@ class Rates:
         return {units: float(value) for units, value in self._family["power"]["pj_per_flop"].items()}
 
     def _flop_j(self, units: str) -> float:
-        energies = self._family["power"]["pj_per_flop"]
-        return float(energies.get(units, energies["half"])) * 1e-12
+        """Energy of a FLOP at the card's stated clock: cards of one chip are run at several, and voltage follows clock."""
+        power = self._family["power"]
+        energies = power["pj_per_flop"]
+        stated_mhz = self._gpu.tensor_clock_mhz
+        faster = stated_mhz / float(power.get("at_mhz", stated_mhz))
+        return float(energies.get(units, energies["half"])) * 1e-12 * faster**2
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,11 +29,13 @@ class Timing:
     host: Mapping[str, float] | float
     lead_share: Mapping[str, float] | None
     start_s: float | None = None
+    zeros: tuple[str, ...] = ()
 
     @property
     def figures(self) -> dict[str, Any]:
         """Kernel figures (as in `kernels.yaml`) that the benchmark sees differently from a stream of kernels."""
-        return {} if self.start_s is None else {"start_s": {"value": self.start_s}}
+        seen: dict[str, Any] = {} if self.start_s is None else {"start_s": {"value": self.start_s}}
+        return seen | ({"power": {"pj_per_flop": dict.fromkeys(self.zeros, 0.0)}} if self.zeros else {})
 
     def read(self, op: str, gpu_s: NDArray[np.float64]) -> NDArray[np.float64]:
         """Seconds the benchmark reports for kernels of operator `op` that take `gpu_s` on the GPU."""
@@ -49,7 +51,7 @@ def timing(source: str, label: str) -> Timing:
     entry: dict[str, Any] = table("measured/timings.yaml")["sources"][source]
     return Timing(lead_s=entry.get("lead_s", 0.0), floor_s=entry["floor_s"], gap_s=float(entry["gap_s"]),
                   host=entry.get("host", {}).get(label, 1.0), lead_share=entry.get("lead_share"),
-                  start_s=entry.get("start_s", {}).get(label))
+                  start_s=entry.get("start_s", {}).get(label), zeros=tuple(entry.get("zeros", ())))
 
 
 def source_of(file_name: str) -> str:

@@ -329,17 +329,17 @@ def _eager(style: Style) -> Operator:
     b, a, s, t, d = style.batch, style.heads, style.sequence, style.keys, style.head_dim
     e = width(style.act)
     operand = style.act
-    scores = product(b * a, s, t, d, "tn", style.act, operand, category="attention")
-    values = product(b * a, s, d, t, "tn", style.act, operand, category="attention")
+    scores = product(b * a, s, t, d, "tn", style.wide, operand, category="attention")
+    values = product(b * a, s, d, t, "tn", style.wide, operand, category="attention")
     shape_kernels = _score_kernels(style)
     output = elementwise("output_transpose", style.tokens * style.query_width, 2 * e, style.act, 1, "attention")
     forward = [scores, *shape_kernels[0], values, output]
     backward = [
-        product(b * a, s, t, d, "nn", style.act, operand, category="attention"),
-        product(b * a, t, d, s, "nt", style.act, operand, category="attention"),
+        product(b * a, s, t, d, "nn", style.wide, operand, category="attention"),
+        product(b * a, t, d, s, "nt", style.wide, operand, category="attention"),
         *shape_kernels[1],
-        product(b * a, s, d, t, "nn", style.act, operand, category="attention"),
-        product(b * a, t, d, s, "nt", style.act, operand, category="attention"),
+        product(b * a, s, d, t, "nn", style.wide, operand, category="attention"),
+        product(b * a, t, d, s, "nt", style.wide, operand, category="attention"),
     ]
     if style.batch > 1 and style.modules != "megatron":
         # matmul flattens (batch, head) of transposed views, which takes a copy; Megatron's (s, b, ...) layout does not

@@ -97,7 +97,7 @@ def _rows(op: Operator, one: Linear, style: Style) -> int:
 
 def _product(style: Style, one: Linear, rows: int, inputs: int, outputs: int) -> Kernels:
     """A matrix on `rows` rows, or every expert's own on its share of them."""
-    half = replace(style, gemm=style.act)
+    half = replace(style, gemm=style.wide)
     if _apart(style, one):
         assert style.experts is not None
         return every_expert(half, style.experts, rows, inputs, outputs, style.act)

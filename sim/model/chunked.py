@@ -50,9 +50,9 @@ def chunked_forward(style: Style, rows: int, logits: Operator) -> Ways:
     forward = [kernel for kernel in logits.forward if kernel.op != "gemm"]
     for size in _parts(rows, chunk_rows(rows, hidden, vocab)):
         loss = Kernel("cross_entropy", act, (size, vocab), "backward", 0.0, 3 * e * size * vocab, "memory_bound")
-        forward += [product(1, size, vocab, hidden, "tn", act, act), loss,
-                    product(1, size, hidden, vocab, "nn", act, act),
-                    product(1, vocab, hidden, size, "nt", act, act, style.weight, accumulate=True)]
+        forward += [product(1, size, vocab, hidden, "tn", style.wide, act), loss,
+                    product(1, size, hidden, vocab, "nn", style.wide, act),
+                    product(1, vocab, hidden, size, "nt", style.wide, act, style.weight, accumulate=True)]
     backward = [kernel for kernel in logits.backward if kernel.op != "gemm" and "weight" not in kernel.variant]
     saved = (Tensor("head_input_gradient", rows * hidden, act), Tensor("head_gradient", vocab * hidden, style.weight))
     return forward, backward, saved
@@ -69,12 +69,12 @@ def chunked_kept(style: Style, rows: int, logits: Operator, loss: Callable[[Styl
     sizes = output_chunks(rows)
     losses = [loss(style, size) for size in sizes]
     forward = [kernel for kernel in logits.forward if kernel.op != "gemm"]
-    forward += [product(1, size, vocab, hidden, "tn", act, act) for size in sizes]
+    forward += [product(1, size, vocab, hidden, "tn", style.wide, act) for size in sizes]
     forward += chain.from_iterable(part[0] for part in losses)
     backward: list[Kernel] = []
     for number, (size, part) in enumerate(zip(sizes, losses, strict=True)):
-        backward += [*part[1], product(1, size, hidden, vocab, "nn", act, act),
-                     product(1, vocab, hidden, size, "nt", act, act, accumulate=number > 0)]
+        backward += [*part[1], product(1, size, hidden, vocab, "nn", style.wide, act),
+                     product(1, vocab, hidden, size, "nt", style.wide, act, accumulate=number > 0)]
     backward += [kernel for kernel in logits.backward if kernel.op != "gemm"]
     kept = ("logits", act) if style.stack.compile else ("log_softmax", "fp32")
     return forward, backward, (Tensor("head_input", rows * hidden, act), Tensor(kept[0], rows * vocab, kept[1]))

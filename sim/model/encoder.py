@@ -81,7 +81,7 @@ def _type_lookup(style: Style, types: Parameter) -> Operator:
 def _head(style: Style) -> Layer:
     """Dense, GELU and norm on the predicted tokens, then the vocabulary with a bias of its own, and the loss."""
     rows = style.batch * style.predicted
-    few = replace(style, batch=1, sequence=rows, gemm=style.act)  # narrow formats leave the head alone
+    few = replace(style, batch=1, sequence=rows, gemm=style.wide)  # narrow formats leave the head alone
     inputs = Tensor("transform_input", rows * style.hidden, style.act)
     dense, dense_parameters = linear_operator(few, "transform", f"{_HEAD}.transform.dense", style.hidden, style.hidden,
                                               source=style.residual, saved=(inputs,))

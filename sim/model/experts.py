@@ -60,7 +60,7 @@ def expert_rows(style: Style, experts: Experts) -> int:
 def _router(style: Style, experts: Experts, source: str) -> tuple[Operator, tuple[Parameter, ...]]:
     """Scores of all experts and the choice among them; keeps the tokens, the scores in fp32 and the choice."""
     inputs = Tensor("router_input", style.tokens * style.hidden, style.act)
-    operator, parameters = linear_operator(replace(style, gemm=style.act), "router", "mlp.gate", style.hidden,
+    operator, parameters = linear_operator(replace(style, gemm=style.wide), "router", "mlp.gate", style.hidden,
                                            experts.count, source=source, saved=(inputs,), bias=False)
     scores = style.tokens * experts.count
     choose = elementwise("route", scores, 4 * _ROUTER_PASSES, "fp32", _ROUTER_LAUNCHES)

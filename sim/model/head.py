@@ -41,7 +41,7 @@ def logits_operator(style: Style, rows: int, module: str) -> tuple[Operator, tup
     """The product of `rows` tokens with the vocabulary, and its matrix (which is not its own where tied)."""
     kept = rows // style.tensor if style.scattered else rows
     inputs = Tensor("head_input", kept * style.hidden, style.act)
-    plain_linear = replace(style, gemm=style.act)  # narrow formats leave the head alone
+    plain_linear = replace(style, gemm=style.wide)  # narrow formats leave the head alone
     logits, weight = linear_operator(plain_linear, "logits", module, style.hidden, style.vocab,
                                      source=style.residual, saved=(inputs,), rows=rows, bias=False)
     weight = (Parameter(weight[0].name, (style.vocab, style.hidden)),)

@@ -186,7 +186,7 @@ def _linears(op: Operator, style: Style) -> list[Linear]:
 def _bottleneck(style: Style, tuned: Tuned, sublayer: str) -> Operator:
     """Houlsby's adapter behind a sub-layer: down, activation, up, sum."""
     rows, hidden, rank, act = style.tokens, style.hidden, tuned.rank, style.act
-    half, e = replace(style, gemm=act), width(act)
+    half, e = replace(style, gemm=style.wide), width(act)
     down, down_back = linear(half, rows, hidden, rank, source=act, bias=True)
     up, up_back = linear(half, rows, rank, hidden, source=act, bias=True)
     forward = [*down, elementwise("activation", rows * rank, 2 * e, act), *up,

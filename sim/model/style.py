@@ -227,6 +227,12 @@ class Style:
         return self.tensor if self.stack.partition_checkpoints and not self.scattered else 1
 
     @property
+    def wide(self) -> str:
+        """Dtype of the products that narrow formats leave alone: attention's, the head's, a router's. TF32 is a flag of
+        all products of fp32 tensors, batched ones too (torch.backends.cuda.matmul.allow_tf32)."""
+        return self.act if DTYPE_BYTES[self.gemm] < DTYPE_BYTES[self.act] else self.gemm
+
+    @property
     def conv1d(self) -> bool:
         """Hugging Face's GPT-2 code: fused `c_attn`, weights stored (in, out), gelu_new spelled out in operators."""
         gpt2 = self.kind == "decoder" and self.positions == "learned" and not self.gated

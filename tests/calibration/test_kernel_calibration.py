@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -131,6 +132,17 @@ def test_a_benchmark_adds_its_lead_and_never_reads_less_than_the_host_takes() ->
     alone_s = device.times([kernel])[0]
     told = reported_s(gpu("a100-40g-pcie"), method, [kernel], ["add"])
     assert told[0] == pytest.approx(alone_s + 0.45 * 26.5e-6)
+
+
+def test_a_benchmark_of_zeros_knows_no_power_limit() -> None:
+    card_, large = gpu("v100-16g-sxm"), [product_kernel(8192, 8192, 8192, 1, "fp16")]
+    zeros = timing("deepbench", "V100-SXM2 (DGX-1)")
+    assert zeros.zeros == ("half",)
+    flops_s = reported_s(card_, zeros, large, ["gemm"])[0]
+    drawing_s = reported_s(card_, replace(zeros, zeros=()), large, ["gemm"])[0]
+    assert drawing_s > 1.1 * flops_s
+    single = [product_kernel(8192, 8192, 8192, 1, "fp32")]
+    assert reported_s(card_, zeros, single, ["gemm"])[0] == reported_s(card_, replace(zeros, zeros=()), single, ["gemm"])[0]
 
 
 def test_a_table_of_an_unknown_benchmark_is_read_as_a_loop() -> None:

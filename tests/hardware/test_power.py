@@ -44,7 +44,7 @@ def test_a_hungrier_chip_is_slower_where_the_limit_binds_and_nowhere_else() -> N
     mean, hungry = (Device(gpu("h100-80g-sxm"), deviation=d) for d in (0.0, 3.0))
     power, rates = mean._rates.power, mean._gemm_rates("bf16")
     # energy of a FLOP 1 + 3 * 0.045 times the mean's: the clock falls with its cube root, whatever the constant part
-    slower = hungry._sequence_clock(hungry._hunger) / mean._sequence_clock(1.0)
+    slower = hungry._sequence_clock("bf16", hungry._hunger) / mean._sequence_clock("bf16", 1.0)
     assert slower == pytest.approx((1 + 3 * 0.045) ** (-1 / 3))
     assert hungry.times([product])[0] > 1.03 * mean.times([product])[0]
     assert power.constant_w + rates.flop_j * rates.flops_per_s > power.limit_w
@@ -60,3 +60,23 @@ def test_figures_say_what_they_rest_on() -> None:
     assert h100.own_data and h100.confidence == "high" and "vidur" in h100.source
     assert not h200.own_data and h200.confidence == "medium"
     assert not rtx.own_data and rtx.confidence == "low"
+
+
+def test_products_run_at_the_clock_of_their_own_dtype() -> None:
+    device = Device(gpu("v100-32g-sxm"))
+    # 300 W less 60 are reached by half products: 2.9 pJ at 1370 MHz and the square of 1530 / 1370 more at the card's own
+    rates = device._gemm_rates("fp16")
+    assert rates.flop_j == pytest.approx(2.9e-12 * (1530 / 1370) ** 2)
+    clock = device._sequence_clock("fp16", 1.0)
+    assert clock**3 * rates.flop_j * rates.flops_per_s == pytest.approx(300.0 - 60.0)
+    # and hardly by fp32 ones, so a job in fp32 is not held back by what half products would draw
+    assert device._sequence_clock("fp32", 1.0) > 0.99
+    half, single = (product_kernel(8192, 8192, 8192, 1, dtype) for dtype in ("fp16", "fp32"))
+    short = Device(gpu("v100-32g-sxm"), sustained=False, gap_s=1.0)
+    assert device.times([single])[0] == pytest.approx(short.times([single])[0], rel=0.01)
+    assert device.times([half])[0] > 1.1 * short.times([half])[0]
+
+
+def test_the_same_chip_at_a_lower_clock_takes_less_energy_for_a_flop() -> None:
+    card, board = (Device(gpu(name))._gemm_rates("bf16").flop_j for name in ("h100-80g-pcie", "h100-80g-sxm"))
+    assert card / board == pytest.approx((1620 / 1830) ** 2)

@@ -113,3 +113,19 @@ def test_weights_gathered_in_fp8_need_no_cast_and_no_autocast() -> None:
     blocks = [low.architecture.stack[1] for low in (wide, narrow)]
     assert [[k.dtype for op in block.operators for k in op.forward] for block in blocks][1].count("fp32") == 0
     assert peak(narrow.job.programs[0]).steady
+
+
+@pytest.mark.parametrize(("precision", "linear", "others"), [("tf32", "tf32", "tf32"), ("fp32", "fp32", "fp32"),
+                                                             ("amp-bf16", "bf16", "bf16"), ("fp8", "fp8", "bf16")])
+def test_tf32_is_a_flag_of_all_products_and_fp8_a_format_of_some(precision: str, linear: str, others: str) -> None:
+    low = lower(resolve({
+        "name": "t", "cluster": {"topology": "hgx-h100-3200", "gpus_per_node": 1},
+        "model": {"kind": "decoder", "layers": 1, "hidden": HIDDEN, "heads": 8, "vocab": 1024},
+        "training": {"micro_batch": 1, "global_batch": 1, "sequence": 256, "precision": precision, "attention": "eager"},
+        "parallel": {"strategy": "none"}, "software": {"framework": "pytorch", "year": 2024, "modules": "plain"}}, "t", {}))
+    _, block, head = low.architecture.stack
+    products = {op.name: {k.dtype for k in (*op.forward, *op.backward) if k.op == "gemm"} for op in block.operators}
+    assert products["up"] == {linear}
+    assert {k.dtype for op in block.operators for k in (*op.forward, *op.backward)
+            if k.op == "gemm" and k.category == "attention"} == {others}
+    assert {k.dtype for op in head.operators for k in (*op.forward, *op.backward) if k.op == "gemm"} == {others}
