@@ -64,7 +64,7 @@ def test_figures_say_what_they_rest_on() -> None:
 
 def test_products_run_at_the_clock_of_their_own_dtype() -> None:
     device = Device(gpu("v100-32g-sxm"))
-    # 300 W less 60 are reached by half products: 2.9 pJ at 1370 MHz and the square of 1530 / 1370 more at the card's own
+    # 300 W less 60 are reached by half products: 2.9 pJ at 1370 MHz, and at 1530 more by the square
     rates = device._gemm_rates("fp16")
     assert rates.flop_j == pytest.approx(2.9e-12 * (1530 / 1370) ** 2)
     clock = device._sequence_clock("fp16", 1.0)

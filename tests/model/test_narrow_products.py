@@ -121,8 +121,10 @@ def test_tf32_is_a_flag_of_all_products_and_fp8_a_format_of_some(precision: str,
     low = lower(resolve({
         "name": "t", "cluster": {"topology": "hgx-h100-3200", "gpus_per_node": 1},
         "model": {"kind": "decoder", "layers": 1, "hidden": HIDDEN, "heads": 8, "vocab": 1024},
-        "training": {"micro_batch": 1, "global_batch": 1, "sequence": 256, "precision": precision, "attention": "eager"},
-        "parallel": {"strategy": "none"}, "software": {"framework": "pytorch", "year": 2024, "modules": "plain"}}, "t", {}))
+        "training": {"micro_batch": 1, "global_batch": 1, "sequence": 256, "precision": precision,
+                     "attention": "eager"},
+        "parallel": {"strategy": "none"}, "software": {"framework": "pytorch", "year": 2024, "modules": "plain"}},
+        "t", {}))
     _, block, head = low.architecture.stack
     products = {op.name: {k.dtype for k in (*op.forward, *op.backward) if k.op == "gemm"} for op in block.operators}
     assert products["up"] == {linear}
