@@ -194,7 +194,7 @@ class Rates:
         return {units: float(value) for units, value in self._family["power"]["pj_per_flop"].items()}
 
     def _flop_j(self, units: str) -> float:
-        """Energy of a FLOP at the card's stated clock: voltage follows the clock, and cards of one chip run at several."""
+        """Energy of a FLOP at the stated clock: voltage follows the clock, and cards of one chip run at several."""
         power = self._family["power"]
         energies = power["pj_per_flop"]
         stated_mhz = self._gpu.tensor_clock_mhz
