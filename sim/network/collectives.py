@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from math import ceil, log2, sqrt
+from math import log2, sqrt
 
 from sim.network.fair_share import LinkId
 from sim.network.routes import Loads, exchange_loads, multicast_loads, ring_loads, shift_loads, tree_loads
@@ -96,7 +96,7 @@ class Candidate:
 
     def open_channels(self, size_bytes: float) -> int:
         """Channels a call opens, hence SMs it holds."""
-        return min(self.channels, max(1, ceil(size_bytes / self.opens_bytes)))
+        return min(self.channels, max(1, int(size_bytes / self.opens_bytes)))
 
     def latency_at(self, size_bytes: float, rate_bps: float) -> float:
         """Time of a call beyond its bytes at `rate_bps`, seconds.
@@ -234,7 +234,8 @@ def _tree(site: Site, protocol: str) -> Candidate:
         "Tree", protocol, judge("all_reduce", "Tree", protocol, site), (figures[f"base_us.{protocol}"] + walk) * _US,
         outside * figures["ramp.tree"] * _US, figures["ramp_bytes.tree"] * channels, _OPENS[protocol],
         site.channel_bps(protocol, "tree") / 2, (),
-        tree_loads(place, 2.0, 2.0 / figures["tree_share.all"], channels), _WIRE[protocol],
+        tree_loads(place, 2.0, (1.0 if place.nodes == 2 else 2.0) / figures["tree_share.all"], channels),
+        _WIRE[protocol],
         _protocol_cap(site, protocol, cap, "tree") / 2, channels, 6.0)
 
 
