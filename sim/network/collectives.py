@@ -30,8 +30,9 @@ _SLOTS = 8
 _TWO_SLICES = 65536
 #: Bytes of a message from which libfabric providers take a rendezvous (fi_cxi: 16 KiB receive buffers for two).
 _EAGER_BYTES = 8192
-#: A full slice of a Simple ring: 2 of the 8 steps of a 4 MiB buffer (nccl src/enqueue.cc, NCCL_STEPS).
-_SLICE_BYTES = 1 << 20
+#: A full chunk of a Simple ring, two slices of it: 4 of the 8 steps of a 4 MiB buffer; and the least slice, a 32nd of a
+#: full one (nccl src/include/collectives.h, ALLREDUCE_CHUNKSTEPS; src/init.cc, DEFAULT_BUFFSIZE; prims_simple.h).
+_CHUNK_BYTES, _LEAST_SLICE = 1 << 21, 1 << 15
 _INFINITE = float("inf")
 #: SMs of a one-sided all-to-all (megatron-core 0.14.0 to 0.16.0 transformer_config.py: moe_deepep_num_sms 20,
 #: moe_hybridep_num_sms 16; Megatron-Bridge 0.6.0 perf_recipes/_common.py: 32 for the latter).
@@ -66,6 +67,35 @@ class Coflow:
 
 
 @dataclass(frozen=True, slots=True)
+class Slices:
+    """How a Simple ring passes chunks on: each in two slices, so that one is sent while the next is awaited.
+
+    A rank works through its slices one after another, and a chunk cannot start before its predecessor's has arrived: of
+    both cycles the slower one sets the pace (the largest cycle mean of a max-plus system). Full chunks repeat.
+
+    Attributes:
+        steps: of the ring; cells: ranks x channels, which share the call's bytes.
+        overhead_s: of a rank per slice: waiting, flags, fences; step_s: from a slice's start at one rank to that at the
+            next, beyond its bytes, as a mean over the ring's edges.
+        crossing: share of edges whose slices pass a NIC's buffers, which holds them once more.
+    """
+
+    steps: int
+    cells: float
+    overhead_s: float
+    step_s: float
+    crossing: float
+
+    def beyond_s(self, size_bytes: float, moving_s: float) -> float:
+        """Time of a call beyond the `moving_s` of its bytes, seconds."""
+        chunk = size_bytes / self.cells
+        rounds = self.steps * max(1.0, chunk / _CHUNK_BYTES)
+        slices = min(2.0, max(1.0, chunk / _LEAST_SLICE))
+        slice_s = moving_s / rounds / slices
+        return rounds * max(slices * self.overhead_s, self.step_s + (1.0 + self.crossing - slices) * slice_s)
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """An (algorithm, protocol) that could serve a call, before the size is known.
 
@@ -74,6 +104,7 @@ class Candidate:
         latency_s: base and steps of the smallest call; ramp_s: most the pipeline's filling adds; ramp_bytes: size from
             which it adds it all.
         opens_bytes: a call opens one channel per so many bytes; channel_bps: what one moves, in bytes of the call.
+        slices: of a Simple ring; first_bytes: of a call, what one channel's threads take at once, within the steps.
         floors: least time over a fabric whose edges pass one message at a time, as (from this size on, seconds),
             largest size first.
         loads: per byte of the call; factor: multiplies every load; cap_bps; channels; hbm: as in `Coflow`.
@@ -93,6 +124,8 @@ class Candidate:
     cap_bps: float
     channels: int
     hbm: float
+    slices: Slices | None = None
+    first_bytes: float = 0.0
 
     def open_channels(self, size_bytes: float) -> int:
         """Channels a call opens, hence SMs it holds."""
@@ -108,9 +141,11 @@ class Candidate:
         r = min(1.0, sqrt(size_bytes / self.ramp_bytes))
         moving = size_bytes / rate_bps
         time = self.latency_s + self.ramp_s * r * (2.0 - r)
+        if self.slices:
+            time += self.slices.beyond_s(size_bytes, moving)
         opened = max(1.0, size_bytes / self.opens_bytes)
         each = size_bytes / min(opened, self.channels)
-        time += max(0.0, each / self.channel_bps - moving)
+        time += max(0.0, max(0.0, each - self.first_bytes) / self.channel_bps - moving)
         for least, floor in self.floors:
             if size_bytes >= least:
                 time = max(time, floor - moving)
@@ -148,6 +183,8 @@ def _inside_us(site: Site, protocol: str) -> float:
     """One step between GPUs of a node, us."""
     if site.intra_link() == "pcie":
         return site.figures[f"step_us.pcie.{protocol}"]
+    if protocol == "Simple":
+        return site.figures["step_us.nvlink.read.all" if site.reads() else "step_us.nvlink.Simple.write"]
     return site.own(f"step_us.nvlink.{protocol}")
 
 
@@ -201,26 +238,16 @@ def _ring(kind: str, site: Site, protocol: str) -> Candidate:
         if nodes > 1:
             cap *= site.place.per_node / (site.place.per_node - 1)
     cap = _protocol_cap(site, protocol, cap)
+    slices = None
+    if protocol == "Simple" and kind not in ("broadcast", "reduce"):
+        overhead = figures["slice_share.all"] * _inside_us(site, protocol) * _US
+        slices, walk = Slices(steps, n * channels, overhead, walk / steps * _US, hops / steps), 0.0
     return Candidate(
         "Ring", protocol, judge(kind, "Ring", protocol, site), (figures[f"base_us.{protocol}"] + walk) * _US,
-        _ring_ramp(site, cap, channels, passes if hops else 0) if protocol == "Simple" else 0.0,
-        figures["ramp_bytes.ring"] * n * channels, _OPENS[protocol] * (n if protocol == "LL" else 1),
+        0.0, 1.0, _OPENS[protocol] * (n if protocol == "LL" else 1),
         site.channel_bps(protocol) / volume, _messages(site, protocol, steps),
         ring_loads(site.place, channels), volume * _WIRE[protocol], cap / volume, channels,
-        3 * volume)
-
-
-def _ring_ramp(site: Site, cap_bps: float, channels: int, crossings: int) -> float:
-    """What a Simple ring adds once its slices are full, s: slices at a channel's rate, and slots in flight over hops.
-
-    Args:
-        cap_bps: of an edge inside a node, infinite where there is none.
-        channels: that share it.
-        crossings: passes of a ring that crosses nodes.
-    """
-    slice_s = _SLICE_BYTES * channels / cap_bps
-    return (site.own("ramp.ring") * slice_s
-            + site.figures["ramp.ring_net"] * crossings * _outside_us(site, "Simple") * _US)
+        3 * volume, slices, _OPENS[protocol] * n if protocol == "LL" else 0.0)
 
 
 def _tree(site: Site, protocol: str) -> Candidate:

@@ -15,6 +15,8 @@ from sim.network.topology import Speeds, Topology, facts
 PROTOCOLS = ("LL", "LL128", "Simple")
 _GB = 1e9
 _INFINITE = float("inf")
+#: Compute capability (times ten) of GPUs that read over NVLink.
+_READING = 80
 #: Links to one peer from which a pair of GPUs no longer fills them all (pair_share); the one or two of a V100 it does.
 _WIDE_PAIR = 4
 #: Channels of a send over PCIe (ncclTopoGetNchannels, src/graph/paths.cc).
@@ -129,6 +131,11 @@ class Site:
     def capability(self) -> int:
         """Compute capability of the GPUs times ten."""
         return int(facts()["generations"][self.topology.generation]["capability"])
+
+    def reads(self) -> bool:
+        """Whether GPUs of a node read from one another in Simple instead of writing: those of compute capability 8.0
+        over NVLink do (nccl src/graph/paths.cc, ncclTopoCheckP2p)."""
+        return self.capability() == _READING and self.intra_link() == "nvlink"
 
     def channel_count(self) -> int:
         """Channels of a large call."""

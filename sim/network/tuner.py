@@ -15,6 +15,9 @@ from sim.network.site import PROTOCOLS, Site
 
 _GB = 1e9
 _INFINITE = float("inf")
+#: Release from which NCCL estimates (src/graph/tuning.cc); before, LL up to so many bytes of each of so many threads.
+_TUNED = (2, 5)
+_LL_THREAD_BYTES, _LL_THREADS = 8, 512
 #: Release from which a hop between nodes of one GPU each counts as a tree's (N29; not in R13).
 _NEW_BASE = (2, 18)
 #: Release from which the network plugin's latency counts (ncclNetProperties_t of its sixth version; not in R13).
@@ -49,11 +52,21 @@ class Judgement:
 
 def judge(kind: str, algorithm: str, protocol: str, site: Site) -> Judgement:
     """NCCL's estimate of serving `kind` by an algorithm (Ring, Tree, NVLS, NVLSTree) and protocol."""
+    if site.version < _TUNED:
+        return _before(algorithm, protocol, site)
     if algorithm == "Ring":
         return _ring(kind, protocol, site)
     if algorithm == "Tree":
         return _tree(protocol, site)
     return _multicast(site)
+
+
+def _before(algorithm: str, protocol: str, site: Site) -> Judgement:
+    """Before the tuner: rings, in LL up to `_LL_THREAD_BYTES` for every thread, channel and rank (recalled)."""
+    if algorithm != "Ring" or protocol == "LL128":
+        return Judgement(_INFINITE, 1.0)
+    least = site.searched_channels() * _LL_THREADS * site.place.size * _LL_THREAD_BYTES
+    return Judgement(1.0, _INFINITE, (), 3.0, least + 1.0) if protocol == "LL" else Judgement(2.0, _INFINITE)
 
 
 def _hops(site: Site, protocol: str, shape: str) -> tuple[float, float]:
