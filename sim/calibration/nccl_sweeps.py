@@ -72,6 +72,8 @@ class Sweep:
             way, rate = options[choice]
             time = way.latency_at(size, rate) + size / rate
             if with_harness:
+                if self.harness.timing == "kernel":  # of the first rank, which of two is the sender
+                    time = way.sender_s(size, rate)
                 floor = self.harness.floor_s(self.kind, self.ranks, way.open_channels(size),
                                              self.network.topology.figures)
                 time = max(time, floor)

@@ -26,6 +26,8 @@ _OPENS = {"LL": 8 * 512, "LL128": 8 * 640, "Simple": 64 * 512}
 _P2P_LL_BYTES = 16384
 #: Slots of a connection's buffer (NCCL_STEPS, nccl src/include/device.h).
 _SLOTS = 8
+#: Of a channel's Simple buffer (nccl src/init.cc, DEFAULT_BUFFSIZE).
+_BUFFER_BYTES = 1 << 22
 #: Bytes per rank and channel from which a Simple step is two slices, hence two messages (nccl: least slice 32 KiB).
 _TWO_SLICES = 65536
 #: Bytes of a message from which libfabric providers take a rendezvous (fi_cxi: 16 KiB receive buffers for two).
@@ -96,6 +98,19 @@ class Slices:
 
 
 @dataclass(frozen=True, slots=True)
+class Ahead:
+    """How far a sender is ahead of its receiver: it is through when what it sends lies in its buffers.
+
+    Attributes:
+        last_s: from the sender's last flag to the receiver's; buffer_bytes, copy_bps: of the sender's channels.
+    """
+
+    last_s: float
+    buffer_bytes: float
+    copy_bps: float
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """An (algorithm, protocol) that could serve a call, before the size is known.
 
@@ -104,7 +119,8 @@ class Candidate:
         latency_s: base and steps of the smallest call; ramp_s: most the pipeline's filling adds; ramp_bytes: size from
             which it adds it all.
         opens_bytes: a call opens one channel per so many bytes; channel_bps: what one moves, in bytes of the call.
-        slices: of a Simple ring; first_bytes: of a call, what one channel's threads take at once, within the steps.
+        slices: of a Simple ring; first_bytes: of a call, what one channel's threads take at once, within the steps;
+            ahead: of a lone send whose receiver fetches it.
         floors: least time over a fabric whose edges pass one message at a time, as (from this size on, seconds),
             largest size first.
         loads: per byte of the call; factor: multiplies every load; cap_bps; channels; hbm: as in `Coflow`.
@@ -126,6 +142,7 @@ class Candidate:
     hbm: float
     slices: Slices | None = None
     first_bytes: float = 0.0
+    ahead: Ahead | None = None
 
     def open_channels(self, size_bytes: float) -> int:
         """Channels a call opens, hence SMs it holds."""
@@ -151,6 +168,15 @@ class Candidate:
                 time = max(time, floor - moving)
                 break
         return max(time, 0.0)
+
+    def sender_s(self, size_bytes: float, rate_bps: float) -> float:
+        """Time of the sender's own kernel, seconds; that of the call where it is no lone send."""
+        whole = self.latency_at(size_bytes, rate_bps) + size_bytes / rate_bps
+        if self.ahead is None:
+            return whole
+        beyond = max(0.0, size_bytes - self.ahead.buffer_bytes) / rate_bps
+        filled = min(size_bytes, self.ahead.buffer_bytes) / self.ahead.copy_bps
+        return min(whole, self.latency_s - self.ahead.last_s + filled + beyond)
 
     def rate(self, capacity: Callable[[LinkId], float]) -> float:
         """Rate alone, bytes/s of the call's size."""
@@ -295,26 +321,27 @@ def _sent(site: Site) -> tuple[str, ...]:
 def _send(site: Site, protocol: str) -> Candidate:
     place, near = site.place, site.place.nodes == 1
     figures = site.figures
-    hop = 0.0 if near else figures[f"p2p_net_us.{site.fabric}"] + site.fabric_us()
+    hop = _inside_us(site, protocol) if near else figures[f"p2p_net_us.{site.fabric}"] + site.fabric_us()
     cap = site.inside_bps("one_way" if place.size == 2 else "send") if near else _INFINITE
-    latency = _start_us(site, protocol) + hop
-    loads = shift_loads(place, site.speeds.p2p)
-    found = _direct(site, protocol, (latency, latency), loads, cap, site.pair_channels(), 1)
+    loads, channels = shift_loads(place, site.speeds.p2p), site.pair_channels()
+    found = _direct(site, protocol, figures[f"base_us.{protocol}"] + hop, loads, cap, channels, 1)
     # One way a link carries more than at a ring's rate, by which its capacity is counted.
     alone = min(1.0, site.inside_bps() / cap) if near and place.size == 2 else 1.0
-    return replace(found, factor=found.factor * alone)
+    ahead = Ahead(hop * _US, channels * _BUFFER_BYTES, channels * site.channel_bps("Simple")) if near else None
+    return replace(found, factor=found.factor * alone, ahead=ahead if site.reads() or protocol == "LL" else None)
 
 
 def _exchange(site: Site, protocol: str) -> Candidate:
+    """Grouped sends to every other rank: peers of a node one round after another, each a step as of a ring; beside them
+    those behind the NICs, one after another."""
     place, figures = site.place, site.figures
     remote = place.size - place.per_node
-    peers = near = max(0, place.per_node - 2) * figures["p2p_us.peer"]  # the first is in the start
-    if remote:  # NVLink peers are served beside those behind the NICs, which come one after another
-        peers = max(near, site.fabric_us() + (remote - 1) * figures[f"p2p_net_us.{site.fabric}"])
-    start = _start_us(site, protocol)
+    peers = (place.per_node - 1) * _inside_us(site, protocol)
+    if remote:
+        peers = max(peers, site.fabric_us() + (remote - 1) * figures[f"p2p_net_us.{site.fabric}"])
     share = (place.per_node - 1) / place.size
     cap = site.inside_bps() / share if share > 0 else _INFINITE
-    return _direct(site, protocol, (start + peers, start + near), exchange_loads(place, site.speeds.p2p), cap,
+    return _direct(site, protocol, figures[f"base_us.{protocol}"] + peers, exchange_loads(place, site.speeds.p2p), cap,
                    site.channel_count(), place.size)
 
 
@@ -336,27 +363,19 @@ def _pushed(site: Site) -> Candidate:
         exchange_loads(place, site.speeds.p2p), 1.0, cap, _PUSHING_SMS, 3.0)
 
 
-def _start_us(site: Site, protocol: str) -> float:
-    """Launch of a group of sends and its first message, us: as of a ring, whose first step counts in LL alone (in
-    Simple a receiver that waits is written to at once)."""
-    base = site.figures[f"base_us.{protocol}"]
-    return base + _inside_us(site, "LL") if protocol == "LL" else base
-
-
-def _direct(site: Site, protocol: str, latency_us: tuple[float, float], loads: Loads, cap_bps: float, channels: int,
+def _direct(site: Site, protocol: str, latency_us: float, loads: Loads, cap_bps: float, channels: int,
             peers: int) -> Candidate:
-    """A group of sends: `latency_us` to start them all, and of it before the first bytes of a pipeline move.
+    """A group of sends that takes `latency_us` beside its bytes.
 
     NCCL's rule: messages of up to `_P2P_LL_BYTES` to a peer go in LL; the `peers` share the call's bytes.
     """
-    figures, low = site.figures, protocol == "LL"
+    low = protocol == "LL"
     rule = Judgement(1.0, _INFINITE, (), 3.0, _P2P_LL_BYTES * peers + 1.0) if low else Judgement(2.0, _INFINITE)
     moved = (peers - 1) / peers if peers > 1 else 1.0
     cap_bps = min(cap_bps, channels * site.channel_bps("Simple") / moved) / _WIRE[protocol]
     return Candidate(
-        "P2P", protocol, rule, latency_us[0] * _US, 0.0 if low else latency_us[1] * figures["ramp.p2p"] * _US,
-        figures["ramp_bytes.p2p"] * channels, _OPENS[protocol], site.channel_bps(protocol) if low else _INFINITE, (),
-        loads, _WIRE[protocol], cap_bps, channels, 3.0)
+        "P2P", protocol, rule, latency_us * _US, 0.0, 1.0, _OPENS[protocol],
+        site.channel_bps(protocol) if low else _INFINITE, (), loads, _WIRE[protocol], cap_bps, channels, 3.0)
 
 
 def build(choice: Candidate, size_bytes: int, alone_bps: float) -> Coflow:

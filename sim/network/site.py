@@ -179,7 +179,8 @@ class Site:
 
     def pair_channels(self) -> int:
         """Channels of one send: two per link to the peer, or one per 14 GB/s of the NIC and two at least; a power of
-        two (nccl src/graph/paths.cc, ncclTopoComputeP2pChannels)."""
+        two, and on one node half of all for each of two ranks until a channel's part exceeds 16 MiB (nccl
+        src/graph/paths.cc, ncclTopoComputeP2pChannels; RCCL 5.4.3 src/enqueue.cc, scheduleP2pTasksToPlan)."""
         if self.place.nodes > 1:
             wanted = max(2, ceil(self.judged.nic_nominal / (_NIC_PER_CHANNEL * _GB)))
         elif self.intra_link() == "pcie":
@@ -187,6 +188,8 @@ class Site:
         else:
             wanted = 2 * (self.place.rings if self.place.rings > 0 else self.topology.intra.links_per_gpu)
         found = min(_PAIR_CHANNELS, 1 << (wanted - 1).bit_length())
+        if self.place.nodes == 1 and self.place.size == 2:
+            found = max(1, min(found, 1 << (self.searched_channels() - 1).bit_length()) // 2)
         return min(found, self.channels or found)
 
     def ll128(self) -> bool:
