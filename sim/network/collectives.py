@@ -24,6 +24,8 @@ _WIRE = {"LL": 2.0, "LL128": 128 / 120, "Simple": 1.0}
 _OPENS = {"LL": 8 * 512, "LL128": 8 * 640, "Simple": 64 * 512}
 #: Bytes of a send up to which it goes in LL (nccl src/enqueue.cc, NCCL_P2P_LL_THRESHOLD).
 _P2P_LL_BYTES = 16384
+#: Protocols of sends; over a network LL has no buffers (nccl src/transport/net.cc, NCCL_ALLOC_P2P_NET_LL_BUFFERS).
+_SENT = ("LL", "Simple")
 #: Slots of a connection's buffer (NCCL_STEPS, nccl src/include/device.h).
 _SLOTS = 8
 #: Of a channel's Simple buffer (nccl src/init.cc, DEFAULT_BUFFSIZE).
@@ -190,11 +192,11 @@ class Candidate:
 def candidates(kind: str, site: Site) -> Iterator[Candidate]:
     """All ways to serve `kind` (a name of `sim.work.COLLECTIVES`) on `site`."""
     if kind in ("send", "recv", "send_recv"):
-        yield from (_send(site, protocol) for protocol in _sent(site))
+        yield from (_send(site, protocol) for protocol in (_SENT if site.place.nodes == 1 else _SENT[1:]))
     elif kind == "all_to_all" and site.one_sided:
         yield _pushed(site)
     elif kind == "all_to_all":
-        yield from (_exchange(site, protocol) for protocol in _sent(site))
+        yield from (_exchange(site, protocol) for protocol in _SENT)
     else:
         for protocol in PROTOCOLS:
             if protocol != "LL128" or site.ll128():
@@ -313,11 +315,6 @@ def _multicast(site: Site) -> Candidate:
         2.0 + 2.0 / place.per_node)
 
 
-def _sent(site: Site) -> tuple[str, ...]:
-    """Protocols of sends. Between nodes the sweeps show no step at LL's threshold: Simple alone."""
-    return ("LL", "Simple") if site.place.nodes == 1 else ("Simple",)
-
-
 def _send(site: Site, protocol: str) -> Candidate:
     place, near = site.place, site.place.nodes == 1
     figures = site.figures
@@ -333,16 +330,18 @@ def _send(site: Site, protocol: str) -> Candidate:
 
 def _exchange(site: Site, protocol: str) -> Candidate:
     """Grouped sends to every other rank: peers of a node one round after another, each a step as of a ring; beside them
-    those behind the NICs, one after another."""
+    those behind the NICs, one after another, in Simple whatever those of the node take."""
     place, figures = site.place, site.figures
     remote = place.size - place.per_node
     peers = (place.per_node - 1) * _inside_us(site, protocol)
+    crossing = "Simple" if remote else protocol
     if remote:
         peers = max(peers, site.fabric_us() + (remote - 1) * figures[f"p2p_net_us.{site.fabric}"])
     share = (place.per_node - 1) / place.size
     cap = site.inside_bps() / share if share > 0 else _INFINITE
-    return _direct(site, protocol, figures[f"base_us.{protocol}"] + peers, exchange_loads(place, site.speeds.p2p), cap,
-                   site.channel_count(), place.size)
+    found = _direct(site, protocol, figures[f"base_us.{crossing}"] + peers, exchange_loads(place, site.speeds.p2p), cap,
+                    site.channel_count(), place.size)
+    return replace(found, factor=1.0, cap_bps=cap, opens_bytes=_OPENS[crossing]) if remote else found
 
 
 def _pushed(site: Site) -> Candidate:
