@@ -93,8 +93,8 @@ class Site:
 
     def era(self, name: str) -> Any:
         """A figure of the tuner of NCCL's release (`tuner.yaml`, `eras`): the last one said up to it."""
-        rows = [row for row in table("network/tuner.yaml")["eras"] if tuple(row["from"]) <= self.version and name in row]
-        return rows[-1][name]
+        rows = table("network/tuner.yaml")["eras"]
+        return [row[name] for row in rows if tuple(row["from"]) <= self.version and name in row][-1]
 
     def cpu(self) -> str:
         """Whose processors the nodes have, by which NCCL judges: `intel` or `amd`."""
@@ -189,7 +189,7 @@ class Site:
             wanted = 2 * (self.place.rings if self.place.rings > 0 else self.topology.intra.links_per_gpu)
         found = min(_PAIR_CHANNELS, 1 << (wanted - 1).bit_length())
         if self.place.nodes == 1 and self.place.size == 2:
-            found = max(1, min(found, 1 << (self.searched_channels() - 1).bit_length()) // 2)
+            found = max(2, min(found, 1 << (self.searched_channels() - 1).bit_length()) // 2)
         return min(found, self.channels or found)
 
     def ll128(self) -> bool:
