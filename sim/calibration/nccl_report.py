@@ -172,6 +172,7 @@ from the others; what belongs to a fabric stays with the fabric.
   the place of six figures (what a ring adds once slices are full, per generation; from which size; between nodes).
 * Two A100 read from one another where other GPUs write (compute capability 8.0, `ncclTopoCheckP2p`): a step takes 11 us
   where it takes 4 on V100 and H100. One figure for reads, one for writes, none per generation.
+* Before Hopper what arrives in Simple is flushed by a read of its own: the fabric counts twice in such a hop.
 * An all-to-all serves its peers round after round, each a step of a Simple ring; no figure of its own.
 * A sender's kernel is through when its buffers (4 MiB a channel) hold what it sends; vidur timed that one: a send over
   an NVLink bridge "moves" 15 MB in 44 us, 339 GB/s over twelve links of 25. The rate of a lone send rests on NCCL's
@@ -194,7 +195,7 @@ from the others; what belongs to a fabric stays with the fabric.
 * What leaving a site out costs is mostly what only that site shows (table by site). Slingshot: 16 of the 25 sweeps of
   several nodes are Polaris, so the two figures for several nodes with the site left out say how good the priors of
   Slingshot are (6, 8, 0.7 and 0.8 against 8.2, 10.1, 0.57 and 0.75). EFA: three sites, each another generation.
-* Simple rings over EFA are slower from 8 to 128 MiB than the model (p4d 35 to 40 %): nothing in NCCL's code says why.
+* Simple rings over EFA are slower from 16 to 128 MiB than the model (p4d 30 to 40 %): nothing in NCCL's code says why.
   p4d's largest sizes show a ring where NCCL's search gives trees of two nodes twice the bandwidth; the sweep is
   predicted with `algorithm: Ring`, as if its command had said so (unknown).
 * p5 reports 75 us of latency to NCCL (aws-ofi-nccl), with which NVLSTree comes at 2 MiB; the sweeps bend at 128 KiB.

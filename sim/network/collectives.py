@@ -26,6 +26,8 @@ _OPENS = {"LL": 8 * 512, "LL128": 8 * 640, "Simple": 64 * 512}
 _P2P_LL_BYTES = 16384
 #: Protocols of sends; over a network LL has no buffers (nccl src/transport/net.cc, NCCL_ALLOC_P2P_NET_LL_BUFFERS).
 _SENT = ("LL", "Simple")
+#: Compute capability (times ten) of GPUs from which nothing is flushed.
+_UNFLUSHED = 90
 #: Slots of a connection's buffer (NCCL_STEPS, nccl src/include/device.h).
 _SLOTS = 8
 #: Of a channel's Simple buffer (nccl src/init.cc, DEFAULT_BUFFSIZE).
@@ -217,8 +219,10 @@ def _inside_us(site: Site, protocol: str) -> float:
 
 
 def _outside_us(site: Site, protocol: str) -> float:
-    """One hop of a ring between nodes, us."""
-    return site.figures[f"hop_us.{protocol}"] + site.fabric_us()
+    """One hop of a ring between nodes, us. In Simple what arrives is flushed into GPUs before Hopper by a read of its
+    own (nccl src/graph/paths.cc, ncclTopoNeedFlush), so the fabric counts twice, as it does for NCCL's tuner."""
+    flushed = protocol == "Simple" and site.capability() < _UNFLUSHED
+    return site.figures[f"hop_us.{protocol}"] + site.fabric_us() * (2 if flushed else 1)
 
 
 def _protocol_cap(site: Site, protocol: str, cap_bps: float, shape: str = "ring") -> float:
