@@ -156,54 +156,62 @@ def _bar_picture(sweeps: Sequence[Sweep], kept: dict[str, float], path: Path) ->
 
 _NOTES = """## What is in the model
 
-NCCL's choice is made by NCCL's own estimates (tuning.cc), which know nothing of the figures below; what the choice
-takes is another matter: base + steps + filling of the pipeline + bytes over the slowest link, at the rate of the
-channels the call opens. Fitted figures start at NCCL's constants or a datasheet and are shrunk towards them; members
-without data follow their family. Families that describe NCCL itself (filling of pipelines, a tree's hop, a hop before
-the NIC) are wide as a whole and narrow between members, so that a site left out gets them from the others; what belongs
-to a fabric stays with the fabric.
+NCCL's choice is made by NCCL's own estimates, which know nothing of the figures below: the tables and formulas of the
+release a sweep was made with (`sim/network/tuner.yaml`, read in NCCL 2.29.7 and in the binaries of 2.13 to 2.27), the
+channels and speeds of its graph search (`sim/network/search.py`). What the choice takes is another matter: base +
+steps + what the pipeline adds + bytes over the slowest link, at the rate of the channels the call opens. Fitted
+figures start at NCCL's constants or a datasheet and are shrunk towards them; members without data follow their family.
+Families that describe NCCL itself are wide as a whole and narrow between members, so that a site left out gets them
+from the others; what belongs to a fabric stays with the fabric.
 
-* A call opens one channel per 4 KiB and rank (LL rings), 5 KiB (LL128) or 32 KiB (Simple): NCCL's thread thresholds.
-  With it the fitted steps of LL come to what NCCL counts (1.0, 1.1, 0.7 us on V100, A100, H100; NCCL 0.6).
+* A call opens one channel per full 4 KiB and rank (LL rings), 5 KiB (LL128) or 32 KiB (Simple): NCCL's thread
+  thresholds. In LL what the 512 threads of a channel take at once is within its steps, so time is flat until all
+  channels are open: a channel then moves 3.2, 3.1, 6.4 GB/s on V100, A100, H100 (NCCL's limits: 3.3, 3.6, 5.9).
+* A Simple ring passes chunks on in two slices: while one is awaited the other moves, so a step takes the longer of two
+  slices' work and one slice with the hop's latency. Alone it follows vTrain's four tables of V100 within 0.4 %. It took
+  the place of six figures (what a ring adds once slices are full, per generation; from which size; between nodes).
+* Two A100 read from one another where other GPUs write (compute capability 8.0, `ncclTopoCheckP2p`): a step takes 11 us
+  where it takes 4 on V100 and H100. One figure for reads, one for writes, none per generation.
+* Before Hopper what arrives in Simple is flushed by a read of its own: the fabric counts twice in such a hop.
+* An all-to-all serves its peers round after round, each a step of a Simple ring; no figure of its own.
+* A sender's kernel is through when its buffers (4 MiB a channel) hold what it sends; vidur timed that one: a send over
+  an NVLink bridge "moves" 15 MB in 44 us, 339 GB/s over twelve links of 25. The rate of a lone send rests on NCCL's
+  issue 1264 alone since.
 * One channel is one thread block: 26.5, 24, 38.7, 70 GB/s in Simple on V100, A100, H100, B200, NCCL's own limits of a
   tree's channel. No sweep with NCCL's own number of channels reaches them (11, 10, 16 to 25, 23); with
   `nccl.channels` forced they decide, as do one link of a mesh and one NIC of a node.
-* A ring over PCIe has two channels: four A100-PCIe follow 57 us + bytes / 15.8 GB/s from 0.5 MiB on.
-* NCCL before 2.12 judged by base latencies of 3.6, 10.0, 8.4 us (unverified): with them DGX-1V leaves LL128 where
-  vTrain's tables bend, for 4, 7 and 8 GPUs.
-* Small sends inside a node go in LL (16 KiB a peer); a lone send reaches more of the links than a ring.
+* Small sends inside a node go in LL (16 KiB a peer); over a network LL has no buffers.
+* Between two nodes a tree crosses once, as NVLSTree does.
 
 ## What it rests on, and where it is weak
 
 * Priors without an independent source (`no prior figure`, `assumed` in `data/nccl_priors.yaml`: message_us,
-  rendezvous, fabric_us outside EFA, exchange_share, p2p_us, p2p_net_us) were written down by people who had seen the
-  sweeps, and how wide each family is was chosen with the left-out errors in sight (five settings tried). The left-out
-  errors are therefore somewhat better than a blind fit would give.
-* The 90th percentile on one node is set by vidur's sweeps: all five above 15 % are of them and have rows their source
-  calls noise. Kernel durations below 2 MiB jump between 10 and 60 us (waits for late ranks), on the four
-  A100-PCIe they stay at 60; a send over a PCIe bridge moves 15 MB in 44 us, 339 GB/s over twelve links of 25. None of
-  it can be predicted; all of it counts in the table above. Without sweeps of noisy rows the aim is met.
+  rendezvous, fabric_us outside EFA, exchange_share, p2p_net_us) were written down by people who had seen the
+  sweeps, and how wide each family is was chosen with the left-out errors in sight. The left-out errors are therefore
+  somewhat better than a blind fit would give.
+* The 90th percentile on one node is set by vidur's sweeps, which have rows their source calls noise. Kernel durations
+  below 2 MiB jump between 10 and 60 us (waits for late ranks), on the four A100-PCIe they stay at 60. None of it can be
+  predicted; all of it counts in the table above.
 * What leaving a site out costs is mostly what only that site shows (table by site). Slingshot: 16 of the 25 sweeps of
   several nodes are Polaris, so the two figures for several nodes with the site left out say how good the priors of
-  Slingshot are. EFA: three sites, each another generation: 54, 98 and 27 us a hop. A second site on
-  Slingshot, or on EFA of one generation, would say more than any change of the model.
+  Slingshot are (6, 8, 0.7 and 0.8 against 8.2, 10.1, 0.57 and 0.75). EFA: three sites, each another generation.
+* Simple rings over EFA are slower from 16 to 128 MiB than the model (p4d 30 to 40 %): nothing in NCCL's code says why.
+  p4d's largest sizes show a ring where NCCL's search gives trees of two nodes twice the bandwidth; the sweep is
+  predicted with `algorithm: Ring`, as if its command had said so (unknown).
+* p5 reports 75 us of latency to NCCL (aws-ofi-nccl), with which NVLSTree comes at 2 MiB; the sweeps bend at 128 KiB.
+* Whose CPU a machine has decides LL's limit between nodes and is taken from the GPU's generation and the fabric.
 * The host of a benchmark (one process driving eight GPUs, launches in groups) is a property of the sweep, applied to
   predictions that are compared with it and to nothing else. The column "without the host" shows what it is worth.
-  With ndv4 left out its host comes from the others, 47 to 50 us where its own took 35: its six sweeps then err by 40 %
-  below 1 MiB, which says nothing of the network.
-* A100 in Simple takes 8 us a step where V100, H100 and NCCL's own constant say 3 to 4, and eight A100 at 32 to 64 MiB
-  differ by 25 % between sites of the same machine (vTrain and ndv4 of 2021 faster, Azure and vidur slower): it may be
-  NCCL's release; two sites on each side do not show which.
+* Eight A100 at 32 to 64 MiB differ by 25 % between sites of the same machine (vTrain and ndv4 of 2021 faster, Azure and
+  vidur slower): it may be NCCL's release; two sites on each side do not show which.
 * Polaris was measured under two software settings which differ by 20 to 200 % below 1 MiB; the model knows one fabric.
-  Its all-to-all on 256 nodes with the first setting is four times slower than with the second at 1 GiB, and nothing in
-  the topology tells them apart.
-* All-to-all on A100 (8 to 64 MiB) comes out up to 30 % too fast.
-* Tried and not taken: LL's limit on several nodes by the CPU's vendor, as tuning.cc has it (two H100 nodes 4.7 to
-  7.0 %); two microseconds of proxy for AMD hosts (several nodes, 90th percentile 23 to 27 %); rendezvous by fabric and
-  the two ways to launch as families of their own (left-out errors rise); LL for small sends between nodes (all-to-all
-  on Polaris 12 to 17 %); bytes hidden in the steps of LL (no gain once channels open one by one).
-* Rings of many nodes on InfiniBand rest on message_us.infiniband, which only sweeps of two and four nodes determine
-  (1.6 us; 2.2 before channels opened one by one): an all-gather of 200 MB on 1,024 H100 takes 4.5 or 6.5 ms by it.
+  Its all-to-all on 256 nodes with the first setting is four times slower than with the second at 1 GiB, and sends of
+  up to 128 bytes to a peer take twice as long as larger ones; nothing in the topology tells either.
+* Broadcasts and reductions of nccl-tests run into one another (a root does not wait), so their sweeps show no latency.
+* Tried and not taken: LL128 over EFA on p5 (no gain); LL for small sends between nodes (all-to-all on Polaris 12 to
+  17 %; NCCL does not do it); two microseconds of proxy for AMD hosts (several nodes, 90th percentile 23 to 27 %);
+  rendezvous by fabric (left-out errors rise).
+* Rings of many nodes on InfiniBand rest on message_us.infiniband, which only sweeps of two and four nodes determine.
 * Confidence is low wherever the table of figures names no site: RoCE, TCPX, Ethernet, Gen3 and Gen5 PCIe, xGMI,
   Blackwell between nodes.
 """

@@ -72,6 +72,8 @@ class Sweep:
             way, rate = options[choice]
             time = way.latency_at(size, rate) + size / rate
             if with_harness:
+                if self.harness.timing == "kernel":  # of the first rank, which of two is the sender
+                    time = way.sender_s(size, rate)
                 floor = self.harness.floor_s(self.kind, self.ranks, way.open_channels(size),
                                              self.network.topology.figures)
                 time = max(time, floor)
@@ -137,7 +139,8 @@ def sweep_of(entry: Mapping[str, Any], mapping: Mapping[str, Any] | None = None)
     rows = [row for row in entry["rows"] if row[0] > 0 and row[1] > 0]
     topology = Topology.from_mapping(mapping)
     said = {**entry, "nodes": nodes}
-    network = Network(topology, nodes, per_node, nccl={"version": nccl_version(said, topology.generation)})
+    network = Network(topology, nodes, per_node, nccl={
+        "version": nccl_version(said, topology.generation), "algorithm": entry.get("algorithm")})
     return Sweep(
         id=str(entry["id"]), site=str(entry.get("site", entry["id"])), kind=_KIND.get(entry["op"], entry["op"]),
         nodes=-(-ranks // per_node), ranks=ranks, sizes=[int(row[0]) for row in rows],

@@ -43,7 +43,7 @@ class Harness:
         if self.processes == "gpu" or self.timing == "kernel":
             return 0.0
         figures = figures or Figures()
-        each = figures["host_us.grouped" if self.per_channel else "host_us.call"]
+        each = figures["host_grouped_us.all" if self.per_channel else "host_us.call"]
         if kind == "all_to_all":
             each += (ranks - 1) * figures["host_part_us.peer"]
         elif self.per_channel:

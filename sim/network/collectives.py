@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from math import ceil, log2, sqrt
+from math import log2, sqrt
 
 from sim.network.fair_share import LinkId
 from sim.network.routes import Loads, exchange_loads, multicast_loads, ring_loads, shift_loads, tree_loads
@@ -24,14 +24,21 @@ _WIRE = {"LL": 2.0, "LL128": 128 / 120, "Simple": 1.0}
 _OPENS = {"LL": 8 * 512, "LL128": 8 * 640, "Simple": 64 * 512}
 #: Bytes of a send up to which it goes in LL (nccl src/enqueue.cc, NCCL_P2P_LL_THRESHOLD).
 _P2P_LL_BYTES = 16384
+#: Protocols of sends; over a network LL has no buffers (nccl src/transport/net.cc, NCCL_ALLOC_P2P_NET_LL_BUFFERS).
+_SENT = ("LL", "Simple")
+#: Compute capability (times ten) of GPUs from which nothing is flushed.
+_UNFLUSHED = 90
 #: Slots of a connection's buffer (NCCL_STEPS, nccl src/include/device.h).
 _SLOTS = 8
+#: Of a channel's Simple buffer (nccl src/init.cc, DEFAULT_BUFFSIZE).
+_BUFFER_BYTES = 1 << 22
 #: Bytes per rank and channel from which a Simple step is two slices, hence two messages (nccl: least slice 32 KiB).
 _TWO_SLICES = 65536
 #: Bytes of a message from which libfabric providers take a rendezvous (fi_cxi: 16 KiB receive buffers for two).
 _EAGER_BYTES = 8192
-#: A full slice of a Simple ring: 2 of the 8 steps of a 4 MiB buffer (nccl src/enqueue.cc, NCCL_STEPS).
-_SLICE_BYTES = 1 << 20
+#: A full chunk of a Simple ring, two slices of it: 4 of the 8 steps of a 4 MiB buffer; and the least slice, a 32nd of a
+#: full one (nccl src/include/collectives.h, ALLREDUCE_CHUNKSTEPS; src/init.cc, DEFAULT_BUFFSIZE; prims_simple.h).
+_CHUNK_BYTES, _LEAST_SLICE = 1 << 21, 1 << 15
 _INFINITE = float("inf")
 #: SMs of a one-sided all-to-all (megatron-core 0.14.0 to 0.16.0 transformer_config.py: moe_deepep_num_sms 20,
 #: moe_hybridep_num_sms 16; Megatron-Bridge 0.6.0 perf_recipes/_common.py: 32 for the latter).
@@ -66,6 +73,48 @@ class Coflow:
 
 
 @dataclass(frozen=True, slots=True)
+class Slices:
+    """How a Simple ring passes chunks on: each in two slices, so that one is sent while the next is awaited.
+
+    A rank works through its slices one after another, and a chunk cannot start before its predecessor's has arrived: of
+    both cycles the slower one sets the pace (the largest cycle mean of a max-plus system). Full chunks repeat.
+
+    Attributes:
+        steps: of the ring; cells: ranks x channels, which share the call's bytes.
+        overhead_s: of a rank per slice: waiting, flags, fences; step_s: from a slice's start at one rank to that at the
+            next, beyond its bytes, as a mean over the ring's edges.
+        crossing: share of edges whose slices pass a NIC's buffers, which holds them once more.
+    """
+
+    steps: int
+    cells: float
+    overhead_s: float
+    step_s: float
+    crossing: float
+
+    def beyond_s(self, size_bytes: float, moving_s: float) -> float:
+        """Time of a call beyond the `moving_s` of its bytes, seconds."""
+        chunk = size_bytes / self.cells
+        rounds = self.steps * max(1.0, chunk / _CHUNK_BYTES)
+        slices = min(2.0, max(1.0, chunk / _LEAST_SLICE))
+        slice_s = moving_s / rounds / slices
+        return rounds * max(slices * self.overhead_s, self.step_s + (1.0 + self.crossing - slices) * slice_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """How far a sender is ahead of its receiver: it is through when what it sends lies in its buffers.
+
+    Attributes:
+        last_s: from the sender's last flag to the receiver's; buffer_bytes, copy_bps: of the sender's channels.
+    """
+
+    last_s: float
+    buffer_bytes: float
+    copy_bps: float
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """An (algorithm, protocol) that could serve a call, before the size is known.
 
@@ -74,6 +123,8 @@ class Candidate:
         latency_s: base and steps of the smallest call; ramp_s: most the pipeline's filling adds; ramp_bytes: size from
             which it adds it all.
         opens_bytes: a call opens one channel per so many bytes; channel_bps: what one moves, in bytes of the call.
+        slices: of a Simple ring; first_bytes: of a call, what one channel's threads take at once, within the steps;
+            ahead: of a lone send whose receiver fetches it.
         floors: least time over a fabric whose edges pass one message at a time, as (from this size on, seconds),
             largest size first.
         loads: per byte of the call; factor: multiplies every load; cap_bps; channels; hbm: as in `Coflow`.
@@ -93,10 +144,13 @@ class Candidate:
     cap_bps: float
     channels: int
     hbm: float
+    slices: Slices | None = None
+    first_bytes: float = 0.0
+    ahead: Ahead | None = None
 
     def open_channels(self, size_bytes: float) -> int:
         """Channels a call opens, hence SMs it holds."""
-        return min(self.channels, max(1, ceil(size_bytes / self.opens_bytes)))
+        return min(self.channels, max(1, int(size_bytes / self.opens_bytes)))
 
     def latency_at(self, size_bytes: float, rate_bps: float) -> float:
         """Time of a call beyond its bytes at `rate_bps`, seconds.
@@ -108,14 +162,25 @@ class Candidate:
         r = min(1.0, sqrt(size_bytes / self.ramp_bytes))
         moving = size_bytes / rate_bps
         time = self.latency_s + self.ramp_s * r * (2.0 - r)
+        if self.slices:
+            time += self.slices.beyond_s(size_bytes, moving)
         opened = max(1.0, size_bytes / self.opens_bytes)
         each = size_bytes / min(opened, self.channels)
-        time += max(0.0, each / self.channel_bps - moving)
+        time += max(0.0, max(0.0, each - self.first_bytes) / self.channel_bps - moving)
         for least, floor in self.floors:
             if size_bytes >= least:
                 time = max(time, floor - moving)
                 break
         return max(time, 0.0)
+
+    def sender_s(self, size_bytes: float, rate_bps: float) -> float:
+        """Time of the sender's own kernel, seconds; that of the call where it is no lone send."""
+        whole = self.latency_at(size_bytes, rate_bps) + size_bytes / rate_bps
+        if self.ahead is None:
+            return whole
+        beyond = max(0.0, size_bytes - self.ahead.buffer_bytes) / rate_bps
+        filled = min(size_bytes, self.ahead.buffer_bytes) / self.ahead.copy_bps
+        return min(whole, self.latency_s - self.ahead.last_s + filled + beyond)
 
     def rate(self, capacity: Callable[[LinkId], float]) -> float:
         """Rate alone, bytes/s of the call's size."""
@@ -129,11 +194,11 @@ class Candidate:
 def candidates(kind: str, site: Site) -> Iterator[Candidate]:
     """All ways to serve `kind` (a name of `sim.work.COLLECTIVES`) on `site`."""
     if kind in ("send", "recv", "send_recv"):
-        yield from (_send(site, protocol) for protocol in _sent(site))
+        yield from (_send(site, protocol) for protocol in (_SENT if site.place.nodes == 1 else _SENT[1:]))
     elif kind == "all_to_all" and site.one_sided:
         yield _pushed(site)
     elif kind == "all_to_all":
-        yield from (_exchange(site, protocol) for protocol in _sent(site))
+        yield from (_exchange(site, protocol) for protocol in _SENT)
     else:
         for protocol in PROTOCOLS:
             if protocol != "LL128" or site.ll128():
@@ -148,12 +213,16 @@ def _inside_us(site: Site, protocol: str) -> float:
     """One step between GPUs of a node, us."""
     if site.intra_link() == "pcie":
         return site.figures[f"step_us.pcie.{protocol}"]
+    if protocol == "Simple":
+        return site.figures["step_us.nvlink.read.all" if site.reads() else "step_us.nvlink.Simple.write"]
     return site.own(f"step_us.nvlink.{protocol}")
 
 
 def _outside_us(site: Site, protocol: str) -> float:
-    """One hop of a ring between nodes, us."""
-    return site.figures[f"hop_us.{protocol}"] + site.fabric_us()
+    """One hop of a ring between nodes, us. In Simple what arrives is flushed into GPUs before Hopper by a read of its
+    own (nccl src/graph/paths.cc, ncclTopoNeedFlush), so the fabric counts twice, as it does for NCCL's tuner."""
+    flushed = protocol == "Simple" and site.capability() < _UNFLUSHED
+    return site.figures[f"hop_us.{protocol}"] + site.fabric_us() * (2 if flushed else 1)
 
 
 def _protocol_cap(site: Site, protocol: str, cap_bps: float, shape: str = "ring") -> float:
@@ -201,26 +270,16 @@ def _ring(kind: str, site: Site, protocol: str) -> Candidate:
         if nodes > 1:
             cap *= site.place.per_node / (site.place.per_node - 1)
     cap = _protocol_cap(site, protocol, cap)
+    slices = None
+    if protocol == "Simple" and kind not in ("broadcast", "reduce"):
+        overhead = figures["slice_share.all"] * _inside_us(site, protocol) * _US
+        slices, walk = Slices(steps, n * channels, overhead, walk / steps * _US, hops / steps), 0.0
     return Candidate(
         "Ring", protocol, judge(kind, "Ring", protocol, site), (figures[f"base_us.{protocol}"] + walk) * _US,
-        _ring_ramp(site, cap, channels, passes if hops else 0) if protocol == "Simple" else 0.0,
-        figures["ramp_bytes.ring"] * n * channels, _OPENS[protocol] * (n if protocol == "LL" else 1),
+        0.0, 1.0, _OPENS[protocol] * (n if protocol == "LL" else 1),
         site.channel_bps(protocol) / volume, _messages(site, protocol, steps),
         ring_loads(site.place, channels), volume * _WIRE[protocol], cap / volume, channels,
-        3 * volume)
-
-
-def _ring_ramp(site: Site, cap_bps: float, channels: int, crossings: int) -> float:
-    """What a Simple ring adds once its slices are full, s: slices at a channel's rate, and slots in flight over hops.
-
-    Args:
-        cap_bps: of an edge inside a node, infinite where there is none.
-        channels: that share it.
-        crossings: passes of a ring that crosses nodes.
-    """
-    slice_s = _SLICE_BYTES * channels / cap_bps
-    return (site.own("ramp.ring") * slice_s
-            + site.figures["ramp.ring_net"] * crossings * _outside_us(site, "Simple") * _US)
+        3 * volume, slices, _OPENS[protocol] * n if protocol == "LL" else 0.0)
 
 
 def _tree(site: Site, protocol: str) -> Candidate:
@@ -234,7 +293,8 @@ def _tree(site: Site, protocol: str) -> Candidate:
         "Tree", protocol, judge("all_reduce", "Tree", protocol, site), (figures[f"base_us.{protocol}"] + walk) * _US,
         outside * figures["ramp.tree"] * _US, figures["ramp_bytes.tree"] * channels, _OPENS[protocol],
         site.channel_bps(protocol, "tree") / 2, (),
-        tree_loads(place, 2.0, 2.0 / figures["tree_share.all"], channels), _WIRE[protocol],
+        tree_loads(place, 2.0, (1.0 if place.nodes == 2 else 2.0) / figures["tree_share.all"], channels),
+        _WIRE[protocol],
         _protocol_cap(site, protocol, cap, "tree") / 2, channels, 6.0)
 
 
@@ -259,35 +319,33 @@ def _multicast(site: Site) -> Candidate:
         2.0 + 2.0 / place.per_node)
 
 
-def _sent(site: Site) -> tuple[str, ...]:
-    """Protocols of sends. Between nodes the sweeps show no step at LL's threshold: Simple alone."""
-    return ("LL", "Simple") if site.place.nodes == 1 else ("Simple",)
-
-
 def _send(site: Site, protocol: str) -> Candidate:
     place, near = site.place, site.place.nodes == 1
     figures = site.figures
-    hop = 0.0 if near else figures[f"p2p_net_us.{site.fabric}"] + site.fabric_us()
+    hop = _inside_us(site, protocol) if near else figures[f"p2p_net_us.{site.fabric}"] + site.fabric_us()
     cap = site.inside_bps("one_way" if place.size == 2 else "send") if near else _INFINITE
-    latency = _start_us(site, protocol) + hop
-    loads = shift_loads(place, site.speeds.p2p)
-    found = _direct(site, protocol, (latency, latency), loads, cap, site.pair_channels(), 1)
+    loads, channels = shift_loads(place, site.speeds.p2p), site.pair_channels()
+    found = _direct(site, protocol, figures[f"base_us.{protocol}"] + hop, loads, cap, channels, 1)
     # One way a link carries more than at a ring's rate, by which its capacity is counted.
     alone = min(1.0, site.inside_bps() / cap) if near and place.size == 2 else 1.0
-    return replace(found, factor=found.factor * alone)
+    ahead = Ahead(hop * _US, channels * _BUFFER_BYTES, channels * site.channel_bps("Simple")) if near else None
+    return replace(found, factor=found.factor * alone, ahead=ahead if site.reads() or protocol == "LL" else None)
 
 
 def _exchange(site: Site, protocol: str) -> Candidate:
+    """Grouped sends to every other rank: peers of a node one round after another, each a step as of a ring; beside them
+    those behind the NICs, one after another, in Simple whatever those of the node take."""
     place, figures = site.place, site.figures
     remote = place.size - place.per_node
-    peers = near = max(0, place.per_node - 2) * figures["p2p_us.peer"]  # the first is in the start
-    if remote:  # NVLink peers are served beside those behind the NICs, which come one after another
-        peers = max(near, site.fabric_us() + (remote - 1) * figures[f"p2p_net_us.{site.fabric}"])
-    start = _start_us(site, protocol)
+    peers = (place.per_node - 1) * _inside_us(site, protocol)
+    crossing = "Simple" if remote else protocol
+    if remote:
+        peers = max(peers, site.fabric_us() + (remote - 1) * figures[f"p2p_net_us.{site.fabric}"])
     share = (place.per_node - 1) / place.size
     cap = site.inside_bps() / share if share > 0 else _INFINITE
-    return _direct(site, protocol, (start + peers, start + near), exchange_loads(place, site.speeds.p2p), cap,
-                   site.channel_count(), place.size)
+    found = _direct(site, protocol, figures[f"base_us.{crossing}"] + peers, exchange_loads(place, site.speeds.p2p), cap,
+                    site.channel_count(), place.size)
+    return replace(found, factor=1.0, cap_bps=cap, opens_bytes=_OPENS[crossing]) if remote else found
 
 
 def _pushed(site: Site) -> Candidate:
@@ -308,27 +366,19 @@ def _pushed(site: Site) -> Candidate:
         exchange_loads(place, site.speeds.p2p), 1.0, cap, _PUSHING_SMS, 3.0)
 
 
-def _start_us(site: Site, protocol: str) -> float:
-    """Launch of a group of sends and its first message, us: as of a ring, whose first step counts in LL alone (in
-    Simple a receiver that waits is written to at once)."""
-    base = site.figures[f"base_us.{protocol}"]
-    return base + _inside_us(site, "LL") if protocol == "LL" else base
-
-
-def _direct(site: Site, protocol: str, latency_us: tuple[float, float], loads: Loads, cap_bps: float, channels: int,
+def _direct(site: Site, protocol: str, latency_us: float, loads: Loads, cap_bps: float, channels: int,
             peers: int) -> Candidate:
-    """A group of sends: `latency_us` to start them all, and of it before the first bytes of a pipeline move.
+    """A group of sends that takes `latency_us` beside its bytes.
 
     NCCL's rule: messages of up to `_P2P_LL_BYTES` to a peer go in LL; the `peers` share the call's bytes.
     """
-    figures, low = site.figures, protocol == "LL"
+    low = protocol == "LL"
     rule = Judgement(1.0, _INFINITE, (), 3.0, _P2P_LL_BYTES * peers + 1.0) if low else Judgement(2.0, _INFINITE)
     moved = (peers - 1) / peers if peers > 1 else 1.0
     cap_bps = min(cap_bps, channels * site.channel_bps("Simple") / moved) / _WIRE[protocol]
     return Candidate(
-        "P2P", protocol, rule, latency_us[0] * _US, 0.0 if low else latency_us[1] * figures["ramp.p2p"] * _US,
-        figures["ramp_bytes.p2p"] * channels, _OPENS[protocol], site.channel_bps(protocol) if low else _INFINITE, (),
-        loads, _WIRE[protocol], cap_bps, channels, 3.0)
+        "P2P", protocol, rule, latency_us * _US, 0.0, 1.0, _OPENS[protocol],
+        site.channel_bps(protocol) if low else _INFINITE, (), loads, _WIRE[protocol], cap_bps, channels, 3.0)
 
 
 def build(choice: Candidate, size_bytes: int, alone_bps: float) -> Coflow:

@@ -6,16 +6,20 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
+from sim.catalog import table
 from sim.network.figures import Figures
 from sim.network.routes import Placement
+from sim.network.search import Graph, compute_channels, search, speeds
 from sim.network.topology import Speeds, Topology, facts
 
 PROTOCOLS = ("LL", "LL128", "Simple")
 _GB = 1e9
+_INFINITE = float("inf")
+#: Compute capability (times ten) of GPUs that read over NVLink.
+_READING = 80
 #: Links to one peer from which a pair of GPUs no longer fills them all (pair_share); the one or two of a V100 it does.
 _WIDE_PAIR = 4
-#: Channels of a ring over PCIe: the search finds one at the slot's speed (nccl src/graph/search.cc) and doubles it
-#: (ncclTopoPostset, src/graph/connect.cc).
+#: Channels of a send over PCIe (ncclTopoGetNchannels, src/graph/paths.cc).
 _PCIE_CHANNELS = 2
 #: Most channels of a send (NCCL logs of 8 A100 and 8 H100: "32 p2p channels per peer"; unverified), and what NCCL
 #: counts per channel of a NIC's speed, GB/s (ncclTopoGetNchannels).
@@ -87,33 +91,59 @@ class Site:
             return whole * self.figures["one_way_share.all"] / self.figures[f"link_share.{self.topology.intra.link}"]
         return whole * self.figures[f"pair_share.{peer}"]
 
-    def tuner_inside_bps(self) -> float:
-        """The same as NCCL's graph search counts it."""
-        speeds = self.judged
-        if self.intra_link() == "pcie":
-            return speeds.pcie * speeds.tuner_pcie
-        rings = self.place.rings
-        return (speeds.link * rings if rings > 0 else speeds.gpu) * speeds.tuner_link
+    def era(self, name: str) -> Any:
+        """A figure of the tuner of NCCL's release (`tuner.yaml`, `eras`): the last one said up to it."""
+        rows = table("network/tuner.yaml")["eras"]
+        return [row[name] for row in rows if tuple(row["from"]) <= self.version and name in row][-1]
 
-    def tuner_net_bps(self) -> float:
-        """What the NICs of the group's GPUs in a node carry, as NCCL's graph search counts it, bytes/s."""
-        groups = int(self.place.groups.max())
-        return self.judged.nic_nominal * groups * float(facts()["tuner_net_share"])
+    def cpu(self) -> str:
+        """Whose processors the nodes have, by which NCCL judges: `intel` or `amd`."""
+        said = facts()["fabrics"][self.fabric].get("cpu") if self.topology.inter.kind != "none" else None
+        said = said.get(self.topology.generation) if isinstance(said, dict) else said
+        return str(said or facts()["generations"][self.topology.generation]["cpu"])
+
+    def _tuner_inside(self) -> tuple[float, float]:
+        """All links of a GPU inside its node, and those to one peer, as NCCL counts them, GB/s."""
+        if self.place.per_node == 1:
+            return _INFINITE, _INFINITE
+        intra = self.topology.intra
+        if self.intra_link() == "pcie":
+            slot = facts()["pcie"][intra.pcie]
+            least = min(float(slot["tuner"]), float(slot["cpus"])) if self.place.switches else float(slot["tuner"])
+            return least, least
+        link, rings = float(self.era("link")[intra.link]), self.place.rings
+        if rings < 0:
+            return link * intra.links_per_gpu, link * intra.links_per_gpu
+        pair = rings if self.place.size == 2 else min(count for row in intra.matrix for count in row if count)
+        return link * rings, link * pair
+
+    def graph(self) -> Graph:
+        """Channels and speeds that NCCL's search finds for the group's rings and trees."""
+        inside, path = self._tuner_inside()
+        several = self.place.nodes > 1
+        nics = int(self.place.groups.max()) if several else 0
+        nic = 0.0
+        if several:
+            slot = float(facts()["pcie"][self.topology.intra.pcie]["tuner"])
+            nic, path = min(self.judged.nic_nominal / _GB, slot), min(path, slot)
+        return search(speeds(self.capability(), several, self.version), inside, path, nics, nic, self.capability())
+
+    def capability(self) -> int:
+        """Compute capability of the GPUs times ten."""
+        return int(facts()["generations"][self.topology.generation]["capability"])
+
+    def reads(self) -> bool:
+        """Whether GPUs of a node read from one another in Simple instead of writing: those of compute capability 8.0
+        over NVLink do (nccl src/graph/paths.cc, ncclTopoCheckP2p)."""
+        return self.capability() == _READING and self.intra_link() == "nvlink"
 
     def channel_count(self) -> int:
         """Channels of a large call."""
         return self.channels or self.searched_channels()
 
     def searched_channels(self) -> int:
-        """Channels NCCL's search finds, by which it judges: the generation's inside a node; two per NIC between nodes,
-        within that. A limit of the user's cuts them afterwards (nccl src/graph/connect.cc)."""
-        most = int(self.table("channels"))
-        if self.place.nodes == 1:
-            if self.intra_link() == "pcie":
-                return _PCIE_CHANNELS
-            return max(1, min(most, 2 * self.place.rings)) if self.place.rings > 0 else most
-        nics = self.topology.inter.nics_per_node * int(self.place.groups.max()) / self.speeds.nic_groups
-        return max(2, min(most, int(2 * nics)))
+        """Channels NCCL's search ends with. A limit of the user's cuts them afterwards (src/graph/connect.cc)."""
+        return compute_channels(self.graph(), self.place.nodes > 1, self.capability())
 
     def channel_bps(self, protocol: str, shape: str = "ring") -> float:
         """Most payload one channel of a ring or tree moves in `protocol`, one thread block, bytes/s.
@@ -131,15 +161,26 @@ class Site:
 
     def multicast_channels(self) -> int:
         """Channels of NVLink SHARP."""
-        return self.channels or self.searched_multicast()
+        return self.channels or max(2, int(self.table("nvls_channels")))
 
-    def searched_multicast(self) -> int:
-        """Channels of NVLink SHARP by which NCCL judges."""
-        return max(2, int(self.table("nvls_channels")))
+    def multicast_graph(self) -> tuple[int, float, float]:
+        """NVLink SHARP as the search finds it: heads, GB/s of each inside a node and between nodes.
+
+        Each head's channel crosses every GPU's links once and the head's own twice (ncclTopoSearchTryNvls); what it may
+        carry between nodes is then raised, as far as twice that.
+        """
+        inside, _ = self._tuner_inside()
+        several = self.place.nodes > 1
+        heads = min(self.place.per_node, int(self.place.groups.max())) if several else self.place.per_node
+        nic = self.judged.nic_nominal / _GB if several else _INFINITE
+        tried = [bw for bw in speeds(self.capability(), several, self.version) if bw <= nic]
+        bw = next((x for x in tried if x * (heads + 1) <= inside + 1e-6), tried[-1])
+        return heads, bw, next((x for x in reversed(tried) if x >= 2 * bw), tried[0])
 
     def pair_channels(self) -> int:
         """Channels of one send: two per link to the peer, or one per 14 GB/s of the NIC and two at least; a power of
-        two (nccl src/graph/paths.cc, ncclTopoComputeP2pChannels)."""
+        two, and on one node half of all for each of two ranks until a channel's part exceeds 16 MiB (nccl
+        src/graph/paths.cc, ncclTopoComputeP2pChannels; RCCL 5.4.3 src/enqueue.cc, scheduleP2pTasksToPlan)."""
         if self.place.nodes > 1:
             wanted = max(2, ceil(self.judged.nic_nominal / (_NIC_PER_CHANNEL * _GB)))
         elif self.intra_link() == "pcie":
@@ -147,6 +188,8 @@ class Site:
         else:
             wanted = 2 * (self.place.rings if self.place.rings > 0 else self.topology.intra.links_per_gpu)
         found = min(_PAIR_CHANNELS, 1 << (wanted - 1).bit_length())
+        if self.place.nodes == 1 and self.place.size == 2:
+            found = max(2, min(found, 1 << (self.searched_channels() - 1).bit_length()) // 2)
         return min(found, self.channels or found)
 
     def ll128(self) -> bool:

@@ -171,7 +171,6 @@ class Speeds:
         nic_groups: NIC groups of a node; nic_nominal: the nominal speed of one.
         leaf: uplinks of one leaf switch (of one rail when rail-optimised); leaf_uplinks: how many they are.
         p2p: share of `nic` that grouped send/recv reaches.
-        tuner_link, tuner_pcie: what NCCL's graph search counts over what is reached.
     """
 
     gpu: float
@@ -186,8 +185,6 @@ class Speeds:
     leaf: float
     leaf_uplinks: int
     p2p: float
-    tuner_link: float
-    tuner_pcie: float
 
 
 def speeds(topology: Topology, intra_gbps_per_gpu: float | None = None,
@@ -214,9 +211,7 @@ def speeds(topology: Topology, intra_gbps_per_gpu: float | None = None,
         nic_groups=groups,
         nic_nominal=nominal / _BITS * _GB / groups, leaf=node * inter.nodes_per_leaf / inter.oversubscription / rails,
         leaf_uplinks=max(1, round(inter.nodes_per_leaf * inter.nics_per_node / inter.oversubscription / rails)),
-        p2p=figures[f"exchange_share.{inter.fabric}"],
-        tuner_link=float(used["tuner"]) / float(used["nominal"]) / share,
-        tuner_pcie=float(slot["tuner"]) / float(slot["nominal"]) / slot_share)
+        p2p=figures[f"exchange_share.{inter.fabric}"])
 
 
 def staged_channels(nics: int, gpus: int) -> int:

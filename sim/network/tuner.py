@@ -1,7 +1,8 @@
 """NCCL's own judgement of a call: what it thinks each algorithm and protocol would take, by which it chooses.
 
-Source: NVIDIA/nccl src/graph/tuning.cc @5067397, ncclTopoTuneModel and ncclTopoGetAlgoTime, restated. Its figures are
-those of `links.yaml`, not what the machine really does: a choice that NCCL gets wrong is wrong here too.
+Source: NCCL 2.29.7 src/graph/tuning.cc, ncclTopoTuneModel and ncclTopoGetAlgoTime, restated, and the tables of earlier
+releases (`tuner.yaml`). Its figures are those of `links.yaml` and `tuner.yaml`, not what the machine really does: a
+choice that NCCL gets wrong is wrong here too.
 """
 
 from __future__ import annotations
@@ -9,12 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import log2
 
+from sim.catalog import table
 from sim.network.site import PROTOCOLS, Site
-from sim.network.topology import facts
 
 _GB = 1e9
-#: NCCL from which its estimates start at today's base latencies (unverified).
-_NEW_BASE = (2, 12)
+_INFINITE = float("inf")
+#: Release from which NCCL estimates (src/graph/tuning.cc); before, LL up to so many bytes of each of so many threads.
+_TUNED = (2, 5)
+_LL_THREAD_BYTES, _LL_THREADS = 8, 512
+#: Release from which a hop between nodes of one GPU each counts as a tree's (N29; not in R13).
+_NEW_BASE = (2, 18)
+#: Release from which the network plugin's latency counts (ncclNetProperties_t of its sixth version; not in R13).
+_PLUGIN = (2, 14)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +43,8 @@ class Judgement:
     def time_us(self, size_bytes: float) -> float:
         """NCCL's estimate for a call of `size_bytes`, us."""
         rate = self.rate_bps
-        if self.correction:
-            index = int(log2(max(size_bytes, 64) / 64))
+        if self.correction and size_bytes >= 64:
+            index = int(log2(size_bytes / 64))
             rate *= self.correction[index] if index < len(self.correction) else 1.0
         latency = self.latency_us * (self.plateau if size_bytes >= self.plateau_bytes else 1.0)
         return latency + size_bytes / rate * 1e6
@@ -45,6 +52,8 @@ class Judgement:
 
 def judge(kind: str, algorithm: str, protocol: str, site: Site) -> Judgement:
     """NCCL's estimate of serving `kind` by an algorithm (Ring, Tree, NVLS, NVLSTree) and protocol."""
+    if site.version < _TUNED:
+        return _before(algorithm, protocol, site)
     if algorithm == "Ring":
         return _ring(kind, protocol, site)
     if algorithm == "Tree":
@@ -52,27 +61,28 @@ def judge(kind: str, algorithm: str, protocol: str, site: Site) -> Judgement:
     return _multicast(site)
 
 
-def _us(name: str, protocol: str) -> float:
-    return float(facts()["tuner_us"][name][PROTOCOLS.index(protocol)])
+def _before(algorithm: str, protocol: str, site: Site) -> Judgement:
+    """Before the tuner: rings, in LL up to `_LL_THREAD_BYTES` for every thread, channel and rank (recalled)."""
+    if algorithm != "Ring" or protocol == "LL128":
+        return Judgement(_INFINITE, 1.0)
+    least = site.searched_channels() * _LL_THREADS * site.place.size * _LL_THREAD_BYTES
+    return Judgement(1.0, _INFINITE, (), 3.0, least + 1.0) if protocol == "LL" else Judgement(2.0, _INFINITE)
 
 
 def _hops(site: Site, protocol: str, shape: str) -> tuple[float, float]:
     """Latency of a hop inside a node and between nodes as NCCL counts them, us."""
-    inside = _us(f"{site.intra_link()}_{shape}", protocol)
+    at = PROTOCOLS.index(protocol)
     simple = protocol == "Simple"
+    inside = float(site.era(site.intra_link())[shape][at])
     if site.place.nodes > 1:
-        inside = max(inside, float(facts()["tuner_us"]["net_overhead"]) * (3 if simple else 1))
-    net = "tree" if shape == "tree" or site.place.per_node == 1 else "ring"
-    return inside, _us(f"net_{net}", protocol) + site.plugin_us() * (2 if simple else 1)
-
-
-def _bus_bps(site: Site) -> float:
-    """Channels x speed of the rings NCCL's search would find: NVLink or PCIe inside a node, the NICs between nodes."""
-    inside = site.tuner_inside_bps()
-    if site.place.nodes == 1:
-        return inside
-    net = site.tuner_net_bps()
-    return min(net, inside) if site.place.per_node > 1 else net
+        if protocol == "LL":
+            inside *= float(site.era("ll_hop"))
+        if shape == "ring":
+            inside = max(inside, float(site.era("overhead")[site.cpu()]) * (3 if simple else 1))
+    exposed = site.place.per_node == 1 and site.version >= _NEW_BASE
+    outside = float(site.era("net")["tree" if exposed else shape][at])
+    plugin = site.plugin_us() if site.version >= _PLUGIN else 0.0
+    return inside, outside + plugin * (2 if simple else 1)
 
 
 def _ring(kind: str, protocol: str, site: Site) -> Judgement:
@@ -80,42 +90,58 @@ def _ring(kind: str, protocol: str, site: Site) -> Judgement:
     rooted = kind in ("broadcast", "reduce")
     passes = 2 if kind == "all_reduce" else 1
     steps = passes * (n - 1)
-    hops = passes * (nodes - 1)
+    hops = 0 if nodes == 1 else passes * (nodes - 1)
     inside, outside = _hops(site, protocol, "ring")
-    bus, channels = _bus_bps(site), site.searched_channels()
+    graph = site.graph()
+    bus = graph.channels * (graph.inside if nodes <= 2 else graph.between) * _GB
+    bus = min(bus, float(site.era("ceiling").get(site.topology.generation, _INFINITE)) * _GB)
     if protocol == "LL":
-        bus = min(bus / 2, site.table("ll") * _GB)
+        gathers = nodes == 1 and kind not in ("all_reduce", "reduce")
+        bus = min(bus * float(site.era("ll_ring")[1 if gathers else 0]), _most_ll(site) * _GB)
     elif protocol == "LL128":
-        bus = min(bus * 0.92, channels * site.table("ring_ll128") * _GB)
-    base = "base_ring" if site.version >= _NEW_BASE else "base_ring_old"
-    latency = _us(base, protocol) + (steps - hops) * inside + hops * outside
+        bus = min(bus * 0.92, graph.channels * site.table("ring_ll128") * _GB)
+    latency = float(site.era("base")["ring"][PROTOCOLS.index(protocol)]) + (steps - hops) * inside + hops * outside
     rate = bus if rooted else bus * n / steps
     if protocol == "Simple" and kind == "all_reduce" and nodes > 1:
-        return Judgement(latency, rate, (), site.table("plateau"), 64.0 * channels * n)
+        plateau = site.era("plateau")[0 if site.capability() < 80 else 1]
+        least = site.era("plateau_bytes")
+        cells = n * (site.searched_channels() if "cell" in least else 1)
+        return Judgement(latency, rate, (), float(plateau), float(*least.values()) * cells)
     return Judgement(latency, rate)
+
+
+def _most_ll(site: Site) -> float:
+    """What NCCL grants LL at most, GB/s: by the GPU on one node, by the CPU on several."""
+    if site.place.nodes > 1:
+        return float(table("network/tuner.yaml")["cpu_ll"][site.cpu()][min(site.place.nodes, 3) - 2])
+    return float(site.era("hopper_ll")) if site.topology.generation == "hopper" else site.table("ll")
 
 
 def _tree(protocol: str, site: Site) -> Judgement:
     inside, outside = _hops(site, protocol, "tree")
-    channels = site.searched_channels()
-    bus = min(_bus_bps(site) * 0.92, channels * site.table("tree") * _GB)
+    graph, nodes = site.graph(), site.place.nodes
+    bus = graph.channels * (graph.tree_inside if nodes <= 2 else graph.between) * _GB
+    bus = min(bus, float(site.era("ceiling").get(site.topology.generation, _INFINITE)) * _GB)
+    bus = min(bus * 0.92, graph.channels * site.table("tree") * _GB)
     if protocol == "LL":
-        bus = min(bus / 3.8, site.table("ll") * _GB)
+        bus = min(bus / 3.8, _most_ll(site) * _GB)
     elif protocol == "LL128":
-        bus = min(bus * 120 / 128, channels * site.table("tree_ll128") * _GB)
-    latency = _us("base_tree", protocol) + 2 * (
-        (site.place.per_node - 1) * inside + log2(max(2, site.place.nodes)) * outside)
-    correction = tuple(float(x) for x in facts()["tree_correction"][protocol])
-    return Judgement(latency, bus * 0.85 / 2, correction)
+        bus = min(bus * 120 / 128, graph.channels * site.table("tree_ll128") * _GB)
+    if site.place.per_node == 1:  # the one pattern that a node of one GPU has
+        bus *= float(site.era("split_tree"))
+    latency = float(site.era("base")["tree"][PROTOCOLS.index(protocol)]) + 2 * (
+        (site.place.per_node - 1) * inside + int(log2(max(2, nodes))) * outside)
+    correction = tuple(float(x) for x in table("network/tuner.yaml")["tree_correction"][protocol])
+    return Judgement(latency, bus / 2, correction)
 
 
 def _multicast(site: Site) -> Judgement:
     nodes, n = site.place.nodes, site.place.size
-    channels = site.searched_multicast()
-    latency = float(facts()["tuner_us"]["nvls"])
-    bus = 2 * site.tuner_inside_bps() * site.table("nvls") * (channels - 1) / channels
+    channels, inside, between = site.multicast_graph()
+    latency = float(site.era("nvls"))
+    rate = 2 * inside * site.table("nvls") * (channels - 1) / channels
     if nodes == 1:
-        return Judgement(latency, bus * n / (2 * (n - 1)))
-    latency += 2 * log2(nodes) * (float(facts()["tuner_us"]["nvls_net"]) + site.plugin_us())
-    net = site.tuner_net_bps() * (2 if nodes == 2 else 1)
-    return Judgement(latency, min(bus, net, channels * site.table("nvls_tree") * _GB) / 2)
+        return Judgement(latency, channels * min(rate, between) * _GB * n / (2 * (n - 1)))
+    latency += 2 * int(log2(nodes)) * (float(site.era("nvls_tree")) + 2 * site.plugin_us())
+    rate = min(rate, between * (2 if nodes == 2 else 1), site.table("nvls_tree"))
+    return Judgement(latency, channels * rate * _GB * n / (2 * (n - 1)))

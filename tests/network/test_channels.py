@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ def test_channels_open_one_by_one() -> None:
     for size, one in ((2048, 2048), (16384, 4096), (32768, 4096)):
         assert ring.latency_at(size, rate) + size / rate == pytest.approx(10e-6 + one / 1e9)
     assert ring.latency_at(1 << 20, rate) == pytest.approx(10e-6)
-    assert [ring.open_channels(size) for size in (1, 4096, 4097, 1 << 20)] == [1, 1, 2, 8]
+    assert [ring.open_channels(size) for size in (1, 4096, 8191, 8192, 1 << 20)] == [1, 1, 1, 2, 8]
 
 
 def test_a_slow_link_hides_closed_channels() -> None:
@@ -45,9 +46,9 @@ def test_a_slow_link_hides_closed_channels() -> None:
 
 
 @pytest.mark.parametrize(("size", "protocol", "channels"), [
-    (40_000, "LL", 2), (4096, "LL", 1), (40_000, "LL128", 8), (40_000, "Simple", 2), (1 << 20, "Simple", 24)])
+    (70_000, "LL", 2), (4096, "LL", 1), (40_000, "LL128", 7), (70_000, "Simple", 2), (1 << 20, "Simple", 24)])
 def test_small_calls_hold_few_sms(machines: Machines, size: int, protocol: str, channels: int) -> None:
-    """8 ranks: LL opens a channel per 8 B x 512 threads x 8 ranks, LL128 per 8 B x 640, Simple per 64 B x 512."""
+    """8 ranks: LL opens a channel per full 8 B x 512 threads x 8 ranks, LL128 8 B x 640, Simple 64 B x 512."""
     flow, _ = flow_of(machines["dgx-a100"], "all_gather", size, algorithm="Ring", protocol=protocol)
     assert flow.channels == channels
 
@@ -110,10 +111,12 @@ def test_rings_over_pcie_have_two_channels(machines: Machines) -> None:
 
 
 @pytest.mark.parametrize(("machine", "nodes", "ranks", "channels"), [
-    ("dgx-a100", 1, 2, 32), ("dgx-h100", 1, 2, 32), ("dgx-1v", 1, 2, 2), ("pcie", 1, 2, 2),
+    ("dgx-a100", 1, 2, 16), ("dgx-a100", 1, 8, 32), ("dgx-h100", 1, 2, 16),
+    ("dgx-1v", 1, 2, 2), ("pcie", 1, 2, 2),
     ("dgx-a100", 2, 16, 2), ("dgx-h100", 2, 16, 4), ("dgx-1v", 2, 16, 2)])
 def test_channels_of_a_send(machines: Machines, machine: str, nodes: int, ranks: int, channels: int) -> None:
-    """Two a link, as a power of two up to 32; between nodes one per 14 GB/s of the NIC, two at least."""
+    """Two a link, as a power of two up to 32, half of them between two ranks alone; between nodes one per 14 GB/s of
+    the NIC, two at least."""
     flow, _ = flow_of(machines[machine], "send", GIB, nodes, ranks)
     assert flow.channels == channels
 
@@ -137,3 +140,23 @@ def test_old_nccl_leaves_ll128_where_it_was_measured_to(machines: Machines, rank
     last = flow_of(machines["dgx-1v"], "all_reduce", lower << 20, ranks=ranks, version="2.8")[0]
     first = flow_of(machines["dgx-1v"], "all_reduce", upper << 20, ranks=ranks, version="2.8")[0]
     assert (last.protocol, first.protocol) == ("LL128", "Simple")
+
+
+def test_the_first_pass_of_lls_threads_is_in_its_steps() -> None:
+    """8 ranks, channels of 32 KiB a pass: 24 of them take what one takes, twice as much a pass more."""
+    ring = replace(way(24, 32768.0, 4e9), first_bytes=32768.0)
+    for size in (32768, 24 * 32768):
+        assert ring.latency_at(size, 1e15) == pytest.approx(10e-6, rel=1e-3)
+    assert ring.latency_at(48 * 32768, 1e15) == pytest.approx(10e-6 + 32768 / 4e9, rel=1e-3)
+
+
+def test_a_sender_is_through_when_its_buffers_hold_all(machines: Machines) -> None:
+    """Two A100, which read from one another: 16 channels copy 16 MiB into their 64 MiB of buffers at 24 GB/s each."""
+    net = Network(Topology.from_mapping(machines["dgx-a100"]), 1, 8)
+    ranks = np.arange(2, dtype=np.int64)[None, :]
+    way_, rate = next((c, r) for c, r in net.options("send", net.placement(ranks)) if c.protocol == "Simple")
+    size = 16 << 20
+    assert way_.sender_s(size, rate) == pytest.approx(F["base_us.Simple"] * 1e-6 + size / (16 * 24e9))
+    beyond = way_.sender_s(128 << 20, rate) - way_.sender_s(64 << 20, rate)
+    assert beyond == pytest.approx((64 << 20) / rate)
+    assert way_.sender_s(size, rate) < way_.latency_at(size, rate) + size / rate

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from sim.errors import UserError
 from sim.network import Coflow, Network, Topology, fair_share
+from sim.network.collectives import Slices
 from sim.network.figures import Figures
 
 GIB = 1 << 30
@@ -50,9 +51,9 @@ def test_ring_on_one_switch(machines: Machines, kind: str, passes: int) -> None:
     flow = net.coflow(kind, 8 * GIB, world(8))
     bus = 300e9 * F["link_share.nvlink3"]
     assert rate(flow, net) == pytest.approx(bus / (passes * 7 / 8))
-    steps_us = F["base_us.Simple"] + passes * 7 * F["step_us.nvlink.Simple.ampere"]
-    slice_us = (1 << 20) * 24 / bus * 1e6  # 24 channels fill one 1 MiB slice each
-    assert flow.latency_s * 1e6 == pytest.approx(steps_us + F["ramp.ring.ampere"] * slice_us)
+    slices = passes * 7 * 8 * GIB / (8 * 24) / (1 << 20)  # of 1 MiB, which 24 channels of each rank pass on
+    slice_us = F["slice_share.all"] * F["step_us.nvlink.read.all"]
+    assert flow.latency_s * 1e6 == pytest.approx(F["base_us.Simple"] + slices * slice_us)
     assert set(flow.links) == {(f"gpu_{way}", i) for way in ("out", "in") for i in range(8)}
 
 
@@ -64,11 +65,10 @@ def test_ring_across_nodes(machines: Machines) -> None:
     assert loads["nic_out", 0] == pytest.approx(15 / 16 / 8)
     assert loads["gpu_out", 0] == pytest.approx(15 / 16 * 7 / 8)
     assert rate(flow, net) == pytest.approx(8 * NIC / (15 / 16))
-    hop_us = F["hop_us.Simple"] + F["fabric_us.infiniband"]
-    fill_us = F["ramp.ring.ampere"] * (1 << 20) * 16 / (300e9 * F["link_share.nvlink3"] * 8 / 7) * 1e6
-    steps_us = F["base_us.Simple"] + 14 * F["step_us.nvlink.Simple.ampere"]
-    expected = steps_us + hop_us * (1 + F["ramp.ring_net"]) + fill_us
-    assert flow.latency_s * 1e6 == pytest.approx(expected)
+    small = net.coflow("all_gather", 16 << 10, world(16))  # one slice of 64 bytes a step: nothing to overlap
+    hop_us = F["hop_us.Simple"] + 2 * F["fabric_us.infiniband"]  # its bytes, and the flush behind them
+    expected = F["base_us.Simple"] + 14 * F["step_us.nvlink.read.all"] + hop_us
+    assert small.latency_s * 1e6 == pytest.approx(expected, rel=0.01)
 
 
 def test_a_lone_send_is_faster_than_one_that_also_receives(machines: Machines) -> None:
@@ -79,8 +79,8 @@ def test_a_lone_send_is_faster_than_one_that_also_receives(machines: Machines) -
     for ranks, share in ((2, F["one_way_share.all"]), (8, circle)):
         flow = net.coflow("send", 64 * GIB, world(ranks))
         assert rate(flow, net) == pytest.approx(300e9 * share)
-        assert flow.latency_s * 1e6 == pytest.approx(F["base_us.Simple"] * (1 + F["ramp.p2p"]))
-        assert flow.channels == 32
+        assert flow.latency_s * 1e6 == pytest.approx(F["base_us.Simple"] + F["step_us.nvlink.read.all"])
+        assert flow.channels == (16 if ranks == 2 else 32)
     assert F["one_way_share.all"] > F["link_share.nvlink3"] > circle
 
 
@@ -89,9 +89,28 @@ def test_remote_peers_of_an_exchange_come_one_after_another(machines: Machines) 
     inter = {**machines["dgx-a100"]["inter"], "fabric": "slingshot"}
     net = network({**machines["dgx-a100"], "inter": inter}, nodes=2)
     remote_us = F["fabric_us.slingshot"] + 7 * F["p2p_net_us.slingshot"]
-    assert remote_us > 7 * F["p2p_us.peer"]  # those beside it on NVLink are served meanwhile
+    assert remote_us > 7 * F["step_us.nvlink.LL.ampere"]  # those beside it on NVLink are served meanwhile
     latency_us = net.coflow("all_to_all", 16, world(16)).latency_s * 1e6
     assert latency_us == pytest.approx(F["base_us.Simple"] + remote_us, rel=0.01)
+
+
+def test_slices_overlap_once_they_outlast_a_step() -> None:
+    """Two slices a chunk: while one is awaited the other moves. 4 ranks, 2 channels, 6 steps of 10 us, 4 us a slice."""
+    ring = Slices(6, 8.0, 4e-6, 10e-6, 0.0)
+    size = 8 << 20  # chunks of 1 MiB, slices of half
+    for slice_us, step_us in ((1.0, 10.0 + 1.0), (2.0, 10.0 + 2.0), (6.0, 2 * (6.0 + 4.0)), (50.0, 2 * 54.0)):
+        moving_us = 6 * 2 * slice_us
+        assert moving_us + ring.beyond_s(size, moving_us * 1e-6) * 1e6 == pytest.approx(6 * step_us)
+    assert ring.beyond_s(8 * size, 1.0) == pytest.approx(6 * 4 * 2 * 4e-6)  # chunks of 2 MiB, four times over
+    assert ring.beyond_s(8 << 10, 0.0) == pytest.approx(6 * 10e-6)  # one slice a step: nothing overlaps
+
+
+@given(st.floats(1e3, 1e10), st.floats(1e-7, 1e-2), st.floats(1.0, 3.0))
+@settings(max_examples=50)
+def test_slices_cost_no_less_on_slower_links(size: float, moving_s: float, slower: float) -> None:
+    ring = Slices(14, 192.0, 2e-6, 9e-6, 0.1)
+    before, after = (t + ring.beyond_s(size, t) for t in (moving_s, slower * moving_s))
+    assert after >= before - 1e-12
 
 
 def test_messages_bound_a_ring_of_hundreds(machines: Machines) -> None:
