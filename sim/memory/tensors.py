@@ -44,6 +44,8 @@ class Cache(Protocol[B]):
     asked: int
     top_asked: int
 
+    @property
+    def reserved(self) -> int: ...
     def allocate(self, size: int, stream: int = 0) -> B: ...
     def free(self, block: B) -> None: ...
     def drop(self, block: B) -> None: ...
@@ -252,9 +254,17 @@ class TensorReplay(Generic[B]):
         if op.size_bytes > 0:
             if held is None:
                 held = self._named[name] = deque()
-            allocate, stream = self.allocator.allocate, op.stream
-            for size in sizes:
-                held.append((size, allocate(size, stream)))
+            allocator, stream = self.allocator, op.stream
+            allocate = allocator.allocate
+            if self._waiting:
+                for size in sizes:
+                    reserved = allocator.reserved
+                    held.append((size, allocate(size, stream)))
+                    if allocator.reserved > reserved:
+                        self.settle()
+            else:
+                for size in sizes:
+                    held.append((size, allocate(size, stream)))
         elif held is not None:
             free = self.allocator.free
             for size in sizes:
@@ -312,7 +322,11 @@ class TensorReplay(Generic[B]):
         if known is None:
             rows = [(number, rounded(size) if size else 0) for number, size in events]
             known = self._rounded[id(events)] = (rows, events)
-        self.allocator.play(live, known[0])
+        allocator = self.allocator
+        reserved = allocator.reserved if self._waiting else 0
+        allocator.play(live, known[0])
+        if self._waiting and allocator.reserved > reserved:
+            self.settle()
 
     def _forward(self, position: int, trace: Trace | None) -> None:
         assert trace is not None

@@ -146,8 +146,10 @@ class Stack:
             does not).
         pipeline_reduction: when stages reduce their gradients if overlap is asked for: beside the last backward, or
             behind it.
-        partition_reduction: how DeepSpeed's ZeRO-1 and 2 bring a bucket to its owners: reduce_scatter, reduce (slice by
-            slice) or all_reduce.
+        partition_reduction: how DeepSpeed's ZeRO-2 brings a bucket to its owners: reduce_scatter, reduce (slice by
+            slice) or all_reduce; whole_reduction: how its ZeRO-1, behind the last backward.
+        listed_gathers: DeepSpeed's ZeRO-1 and 2 gather updated parameters into lists of tensors.
+        checks_in_double: the optimizer looks its part's gradients through tensor by tensor, in copies in fp32 and fp64.
         bucket_waits: the host waits for the device in front of every overlapped reduction of a bucket.
         partitioned_tensors: what tensor ranks pass on in shares is DeepSpeed's PartitionedTensor: gathered into zeros,
             copied and cloned, and a stage's own output once more before backward.
@@ -239,6 +241,9 @@ class Stack:
     pipeline_p2p: str
     pipeline_reduction: str
     partition_reduction: str
+    whole_reduction: str
+    listed_gathers: bool
+    checks_in_double: bool
     bucket_waits: bool
     partitioned_tensors: bool
     overlap_interleaved: bool
