@@ -3,6 +3,8 @@
 The ledger sums up what a layer does; here its tensors come and go one by one (`LayerMemory.trace`), and a technique's
 own buffers between them. What needs an event of another stream before its block can be used again (record_stream) comes
 back when the host has waited for work issued later, or at the end of the section (`Allocator`'s caller has no clock).
+cudaMalloc waits for the device (CUDA C++ Programming Guide, implicit synchronization; CUDACachingAllocator.cpp,
+alloc_block: "cudaMalloc sync call"), so a host that runs ahead takes new memory one segment at a time, with everything released before in its reach.
 PyTorch's optimizers make their states in the first step, after everything else has been cached.
 """
 
@@ -152,7 +154,7 @@ class TensorReplay(Generic[B]):
                 self._run(number)
 
     def settle(self) -> None:
-        """The device is idle: what other streams read is free."""
+        """The device is idle, after cudaMalloc or for a retry: what other streams read is free."""
         while self._waiting:
             self.allocator.free(self._waiting.popleft()[1])
 
@@ -255,16 +257,11 @@ class TensorReplay(Generic[B]):
             if held is None:
                 held = self._named[name] = deque()
             allocator, stream = self.allocator, op.stream
-            allocate = allocator.allocate
-            if self._waiting:
-                for size in sizes:
-                    reserved = allocator.reserved
-                    held.append((size, allocate(size, stream)))
-                    if allocator.reserved > reserved:
-                        self.settle()
-            else:
-                for size in sizes:
-                    held.append((size, allocate(size, stream)))
+            for size in sizes:
+                reserved = allocator.reserved if self._waiting else 0
+                held.append((size, allocator.allocate(size, stream)))
+                if self._waiting and allocator.reserved > reserved:
+                    self.settle()
         elif held is not None:
             free = self.allocator.free
             for size in sizes:

@@ -26,6 +26,7 @@ from sim.parallel.construction import (
 )
 from sim.parallel.data.buckets import Bucket, fragments
 from sim.parallel.data.by_rank import gather_by_rank
+from sim.parallel.data.partition import gather_parameters, look_through
 from sim.parallel.step import (
     COMPUTE,
     MicroStep,
@@ -69,8 +70,7 @@ class Reduction:
         norm_of_all: the norm is taken, and the clipping done, of whole gradients on every rank.
         flattened: whole gradients are copied into one buffer bucket by bucket behind backward and back; then a rank
             keeps those of its part alone, unless they are sums that last.
-        listed: gathers go over lists of tensors, which PyTorch brings into one flat tensor and copies out of it; each is
-            free only when its gather is over, so all of them stand beside one another.
+        listed: gathers of parameters go over lists of tensors.
     """
 
     buckets: list[Bucket]
@@ -368,7 +368,7 @@ class Bucketed:
             self.sums_wide or self.offload.moves_optimizer)
         flat = round(numel * self.width) if checked else 0
         if checked:
-            self.check(section, min(largest, numel))
+            look_through(section, min(largest, numel))
             section.allocate("flattened gradients", flat, "workspace")
         task = update(self.plan, section, numel, 1 if split else tensors, (NCCL,) if self.reduces else (),
                       "data" if split else None, 0 if split else min(largest, numel),
@@ -381,42 +381,8 @@ class Bucketed:
         if self.reduction.by_rank and self.reduces:
             gather_by_rank(self.plan, section, task)
         elif self.reduction.gather_elements and self.reduces:
-            self.gather_parameters(section, task)
+            gather_parameters(self.plan, section, self.reduction.gather_elements, self.reduction.listed, task)
         narrow_weights(self.plan, section)
-
-    def check(self, section: SectionBuilder, largest: int) -> None:
-        """Gradients are looked through tensor by tensor, as fp32 for what is not finite, as fp64 for their norm; only
-        the largest copy of each leaves something in the cache (DeepSpeed `_has_inf_or_nan`, `get_grad_norm_direct`)."""
-        for name, width in (("finite gradients", 4), ("gradient norm", 8)):
-            section.allocate(name, largest * width, "workspace")
-            section.free(name, largest * width, "workspace")
-
-    def gather_parameters(self, section: SectionBuilder, updated: int) -> None:
-        """All-gather of parameters in chunks, after the optimizer and exposed (DeepSpeed `all_gather_dp_groups`)."""
-        routed, wire = self.plan.routed, self.precision.gather
-        for group, whole in (("data", self.plan.architecture.parameters - routed), ("expert_data", routed)):
-            for number, numel in enumerate(self.pieces(whole)):
-                if len(self.plan.groups[group][0]) == 1:
-                    continue
-                size = round(numel * DTYPE_BYTES[wire])
-                call = collective(self.plan, "all_gather", size, wire, group)
-                if self.reduction.listed:
-                    section.allocate("flat list", size, "workspace")
-                section.collective(NCCL, call, self.plan.stack.host_collective_s,
-                                   Label(f"parameters{number}", "optimizer", "all_gather"), (updated,))
-                if self.reduction.listed:
-                    section.free("flat list", size, "workspace", used_on=(NCCL,))
-        touch = traffic_kernel("parameters ready", self.precision.gather, 1, 1.0)
-        section.kernels(COMPUTE, self.plan.compute.own((touch,)), Label("parameters", "optimizer", "wait"),
-                        joins=(NCCL,))
-
-    def pieces(self, numel: int) -> list[float]:
-        """Elements of each gather: lists are of shards as many as whole buckets fit, all alike."""
-        limit = self.reduction.gather_elements
-        if self.reduction.listed and numel:
-            count = max(1, numel // limit)
-            return [numel / count] * count
-        return [float(min(limit, numel - begin)) for begin in range(0, numel, limit)]
 
     def split(self, group: str) -> int:
         """Ranks over which states of parameters that are reduced over `group` are split."""
