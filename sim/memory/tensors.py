@@ -4,7 +4,8 @@ The ledger sums up what a layer does; here its tensors come and go one by one (`
 own buffers between them. What needs an event of another stream before its block can be used again (record_stream) comes
 back when the host has waited for work issued later, or at the end of the section (`Allocator`'s caller has no clock).
 cudaMalloc waits for the device (CUDA C++ Programming Guide, implicit synchronization; CUDACachingAllocator.cpp,
-alloc_block: "cudaMalloc sync call"), so a host that runs ahead takes new memory one segment at a time, with everything released before in its reach.
+alloc_block: "cudaMalloc sync call"), so a host that runs ahead takes new memory one segment at a time, with everything
+released before in its reach.
 PyTorch's optimizers make their states in the first step, after everything else has been cached.
 """
 

@@ -24,13 +24,14 @@ from sim.network.site import Site
 from sim.network.topology import Speeds, Topology, staged_channels
 
 _MIB = 2**20
-#: Buffers of one connection: LL 8 lines x 512 threads x 8 steps x 16 B, LL128 120 elements x 640 threads x 8 steps x 8 B,
-#: Simple 4 MiB; each side is rounded up to pages of 2 MiB. Whichever side has Simple's (the sender's where NVLink reads,
-#: the receiver's where it writes), what a rank has of sending to one peer and receiving from one is the same.
+#: Buffers of one connection: LL 8 lines x 512 threads x 8 steps x 16 B, LL128 120 elements x 640 threads x 8 steps x
+#: 8 B, Simple 4 MiB; each side is rounded up to pages of 2 MiB. Whichever side has Simple's (the sender's where NVLink
+#: reads, the receiver's where it writes), a rank has as much for sending to one peer and receiving from one.
 _INSIDE_BYTES = 12 * _MIB
 #: Between nodes with GPUDirect RDMA: LL128 and Simple of the sender, all three of the receiver.
 _CROSSING_BYTES = 20 * _MIB
-#: Sends between nodes share one buffer per channel each way: 16 steps of 128 KiB (NCCL_SHARED_STEPS, P2P_NET_CHUNKSIZE).
+#: Sends between nodes share one buffer per channel each way, 16 steps of 128 KiB (NCCL_SHARED_STEPS,
+#: P2P_NET_CHUNKSIZE).
 _SHARED_BYTES = 2 * 2 * _MIB
 #: NVLink SHARP: per channel and rank of the node that is a head, 8 steps of 128 KiB up and as many down.
 _MULTICAST_BYTES = 2 * _MIB

@@ -33,7 +33,7 @@ def test_a_lonely_rank_has_no_buffers() -> None:
 
 
 def test_inside_a_node_every_channel_is_connected_to_its_neighbours() -> None:
-    """Two GPUs: one peer; more: the ring one way and the tree's chain the other, but for the link that closes a ring."""
+    """Two GPUs: one peer; more: the ring one way, the tree's chain the other, but for the link that closes a ring."""
     assert held([0, 1], channels=12) == 12 * 12
     assert held(list(range(8))) == 24 * 12 * 15 / 8
     assert held([0, 1, 2, 3], channels=12) == pytest.approx(688 - 400, rel=0.13)  # nccl#964, beside what a pair has

@@ -1,4 +1,4 @@
-"""What an optimizer does whose states are split over replicas: its part's gradients looked through, parameters gathered.
+"""What an optimizer with split states does: its part's gradients are looked through, parameters gathered.
 
 Sources: DeepSpeed 0.4 to 0.9 runtime/zero/stage2.py, later stage_1_and_2.py; runtime/utils.py, all_gather_dp_groups;
 Megatron-LM distrib_optimizer.py.
