@@ -17,6 +17,10 @@ from sim.scenario.schema import Scenario
 from sim.software import Stack
 
 
+#: Name of what cuBLAS holds in the allocator's memory, in a Program's resident tensors.
+WORKSPACES = "cuBLAS workspaces"
+
+
 class _Place:
     """A cluster's links, and what communicators on them hold, by where their ranks lie from their first node on."""
 
@@ -39,6 +43,13 @@ class _Place:
 #: Of the last clusters, by the cluster's id.
 _PLACES: dict[int, _Place] = {}
 _MOST_PLACES = 16
+
+
+def residents(found: Outside) -> list[tuple[str, int, str]]:
+    """What is beside tensors as rows of a Program's `resident`: cuBLAS's workspaces come from the allocator, once per
+    handle and stream, and stay (PyTorch CublasHandlePool.cpp, getNewWorkspace)."""
+    return [(WORKSPACES, found.workspace_bytes, "workspace"),
+            ("CUDA context, NCCL", found.total_bytes - found.workspace_bytes, "context")]
 
 
 def beside(scenario: Scenario, stack: Stack, layout: Layout, groups: Mapping[str, Ranks], peers: int) -> Outside:

@@ -23,6 +23,7 @@ from sim.model.inference import Items, Rank, Sum, Weights, rank_of
 from sim.model.style import Style, style_of
 from sim.model.tuning import QUANTISED
 from sim.parallel.beside import beside as beside_tensors
+from sim.parallel.beside import residents
 from sim.parallel.layout import Layout
 from sim.parallel.pipeline.stages import positions, split_of
 from sim.parallel.step import COMPUTE
@@ -102,7 +103,7 @@ def lower_inference(scenario: Scenario, stack: Stack) -> Serving:
     stages = [_Stage(scenario, stack, own_slice, weights, stage, chunks[0]) for stage, chunks in enumerate(own)]
     for stage in stages:
         stage.write(pieces)
-        stage.builder.resident.append(("CUDA context, NCCL, cuBLAS", round(beside.total_bytes), "context"))
+        stage.builder.resident += residents(beside)
     return Serving(_job(stages, layout), architecture, pieces, max(stage.cache_bytes for stage in stages), beside)
 
 

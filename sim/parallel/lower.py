@@ -12,6 +12,7 @@ from sim.model import build
 from sim.model.architecture import Architecture
 from sim.model.tuning import tuned_of
 from sim.parallel.beside import beside as beside_tensors
+from sim.parallel.beside import residents
 from sim.parallel.data import bucketed, reductions
 from sim.parallel.inference import Serving, lower_inference, run_of
 from sim.parallel.layout import REPLICAS, Layout, Ranks, equitable_classes, simulated_ranks
@@ -144,7 +145,8 @@ def held(scenario: Scenario) -> Scenario:
 def _outside(scenario: Scenario, plan: Plan) -> Outside:
     """What a rank's GPU holds beside tensors, which becomes part of its program."""
     beside = beside_tensors(scenario, plan.stack, plan.layout, plan.groups, plan.peers)
-    plan.resident("CUDA context, NCCL, cuBLAS", beside.total_bytes, "context")
+    for row in residents(beside):
+        plan.resident(*row)
     return beside
 
 
