@@ -16,7 +16,6 @@ from sim.scenario.cluster import Cluster
 from sim.scenario.schema import Scenario
 from sim.software import Stack
 
-
 #: Name of what cuBLAS holds in the allocator's memory, in a Program's resident tensors.
 WORKSPACES = "cuBLAS workspaces"
 
