@@ -27,6 +27,7 @@ from sim.parallel.construction import (
 from sim.parallel.data.buckets import Bucket, fragments
 from sim.parallel.data.by_rank import gather_by_rank
 from sim.parallel.data.partition import gather_parameters, look_through
+from sim.parallel.outputs import stage_outputs
 from sim.parallel.step import (
     COMPUTE,
     MicroStep,
@@ -154,6 +155,8 @@ class Bucketed:
             width = self.reduction.buffer_bytes / max(1, numel)
             self.plan.resident("gradient buckets", self.reduction.buffer_bytes, "buffers",
                                [bucket.numel * width for bucket in self.reduction.buckets] if width else [])
+        outputs = stage_outputs(self.plan)
+        self.plan.resident("stage outputs", sum(outputs), "logits", outputs)
         placeholders = weight_placeholders(stack)
         self.plan.resident("weight placeholders", sum(placeholders), "workspace", placeholders)
 
