@@ -61,7 +61,7 @@ class Outputs:
 
 
 def stage_outputs(plan: Plan) -> list[float]:
-    """Bytes of each of the logits that the last stage holds on to from one micro-batch to the next (DeepSpeed's pipeline
+    """Bytes of each of the logits that the last stage holds on to between micro-batches (DeepSpeed's pipeline
     engine, `_exec_forward_pass`: what is in a buffer goes when the next micro-batch that has the buffer comes)."""
     scenario = plan.scenario
     if plan.architecture.stack[-1].kind != "head" or scenario.micro_steps < 2:
