@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,24 +39,22 @@ class Outside:
         return self.context_bytes + self.nccl_bytes + self.workspace_bytes
 
 
-def outside(compute_capability: str, kernel_loading: str, communicators: Sequence[int]) -> Outside:
+def outside(compute_capability: str, kernel_loading: str, nccl_bytes: int) -> Outside:
     """What a rank holds beside tensors.
 
     Args:
         compute_capability: of the GPU, e.g. "9.0"; text that is no number (AMD) takes the general figures.
         kernel_loading: all, fewer or lazy; a generation without a figure for it takes the one before.
-        communicators: ranks of each of the rank's communicators; one of a single rank has no buffers.
+        nccl_bytes: buffers of the rank's communicators (`sim.network.buffers`), which follow from NCCL's source.
     """
     figures = table(_FIGURES)
     capability = _capability(compute_capability)
     generation = next(name for least, name in _GENERATIONS if capability >= least)
     known = figures["context"][generation]
     context = next(known[way] for way in LOADING[LOADING.index(kernel_loading)::-1] if way in known)
-    several = [ranks for ranks in communicators if ranks > 1]
-    nccl = [figures["nccl"]["pair" if ranks == 2 else "further" if i else "first"] for i, ranks in enumerate(several)]
     workspace = figures["cublas"]["hopper" if capability >= _HOPPER else "before_hopper"]
-    sureness = max((row["confidence"] for row in (context, *nccl)), key=CONFIDENCE.index)
-    return Outside(_bytes(context), sum(map(_bytes, nccl)), _bytes(workspace), sureness)
+    sureness = max((context["confidence"], "inferred" if nccl_bytes else "measured"), key=CONFIDENCE.index)
+    return Outside(_bytes(context), nccl_bytes, _bytes(workspace), sureness)
 
 
 def _bytes(figure: dict[str, Any]) -> int:

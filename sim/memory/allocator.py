@@ -2,7 +2,7 @@
 
 Addresses are made up (segments one after another); sizes are bytes. Rules and constants: c10/core/AllocatorConfig.h and
 c10/cuda/CUDACachingAllocator.cpp (`round_size`, `get_allocation_size`, `get_free_block`, `should_split`,
-`try_merge_blocks`, `release_cached_blocks`).
+`try_merge_blocks`, `alloc_block`, `release_available_cached_blocks`, `release_cached_blocks`; read in PyTorch 2.6.0).
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ class Allocator:
         if self.expandable:
             return self._extend(size, pool)
         wanted = segment_bytes(size)
-        self._make_room(wanted, size)
+        self._make_room(wanted, size, pool)
         block = Block(self._end, wanted, pool, self._numbers)
         self._new_segment(wanted, pool)
         return block
@@ -330,7 +330,7 @@ class Allocator:
         tail = self._tails.get(2 * pool.stream + pool.small)
         have = tail.size if tail is not None and tail.free else 0
         more = -(-(size - have) // page) * page
-        self._make_room(more, size)
+        self._make_room(more, size, pool)
         if tail is None:
             block = Block(self._end, more, pool, self._numbers)
             self._new_segment(more, pool)
@@ -346,30 +346,43 @@ class Allocator:
         self._tails[2 * pool.stream + pool.small] = block
         return block
 
-    def _make_room(self, wanted: int, size: int) -> None:
+    def _make_room(self, wanted: int, size: int, pool: Pool) -> None:
         if self.limit is None or self.reserved + wanted <= self.limit:
+            return
+        if (self.max_split is not None and not self.expandable and self._release_oversize(size, pool, self.max_split)
+                and self.reserved + wanted <= self.limit):
             return
         self.retries += 1
         self.settle()
-        if self.max_split is not None and size >= self.max_split:
-            self._release(lambda segment: segment.size >= (self.max_split or 0))
-            if self.reserved + wanted <= self.limit:
-                return
-        self._release(lambda segment: True)
+        for block in self.cached():
+            self._release(block)
         if self.reserved + wanted > self.limit:
             raise OutOfMemoryError(f"{wanted:,} bytes asked for, {self.limit - self.reserved:,} left")
 
-    def _release(self, chosen: object) -> None:
-        """Give back every cached segment that is in one piece."""
-        assert callable(chosen)
-        for block in [b for b in self.cached() if b.previous is None and b.following is None]:
-            segment = self.segments[block.segment]
-            if chosen(segment):
-                block.pool.take(block)
-                self.reserved -= block.size
-                self.released += 1
-                del self.segments[block.segment]
-                self._tails.pop(2 * block.pool.stream + block.pool.small, None)
+    def _release_oversize(self, size: int, pool: Pool, least: int) -> bool:
+        """Give back the smallest oversize block of the stream that is as large as what is asked for, or the largest
+        ones until they are together; no event is waited for, and it does not count as a retry
+        (`release_available_cached_blocks`)."""
+        wanted, given = max(size, least), 0
+        at = bisect_left(pool.keys, wanted << _ADDRESS_BITS)
+        if at < len(pool.blocks):
+            self._release(pool.blocks[at])
+            return True
+        for block in reversed(pool.blocks.copy()):
+            if given >= wanted or block.size < least:
+                break
+            given += block.size
+            self._release(block)
+        return given >= wanted
+
+    def _release(self, block: Block) -> None:
+        """Give back a cached segment, if the block is all of one."""
+        if block.previous is None and block.following is None:
+            block.pool.take(block)
+            self.reserved -= block.size
+            self.released += 1
+            del self.segments[block.segment]
+            self._tails.pop(2 * block.pool.stream + block.pool.small, None)
 
 
 def rounded(size: int) -> int:

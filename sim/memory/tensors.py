@@ -3,6 +3,9 @@
 The ledger sums up what a layer does; here its tensors come and go one by one (`LayerMemory.trace`), and a technique's
 own buffers between them. What needs an event of another stream before its block can be used again (record_stream) comes
 back when the host has waited for work issued later, or at the end of the section (`Allocator`'s caller has no clock).
+cudaMalloc waits for the device (CUDA C++ Programming Guide, implicit synchronization; CUDACachingAllocator.cpp,
+alloc_block: "cudaMalloc sync call"), so a host that runs ahead takes new memory one segment at a time, with everything
+released before in its reach.
 PyTorch's optimizers make their states in the first step, after everything else has been cached.
 """
 
@@ -44,6 +47,8 @@ class Cache(Protocol[B]):
     asked: int
     top_asked: int
 
+    @property
+    def reserved(self) -> int: ...
     def allocate(self, size: int, stream: int = 0) -> B: ...
     def free(self, block: B) -> None: ...
     def drop(self, block: B) -> None: ...
@@ -150,7 +155,7 @@ class TensorReplay(Generic[B]):
                 self._run(number)
 
     def settle(self) -> None:
-        """The device is idle: what other streams read is free."""
+        """The device is idle, after cudaMalloc or for a retry: what other streams read is free."""
         while self._waiting:
             self.allocator.free(self._waiting.popleft()[1])
 
@@ -252,9 +257,12 @@ class TensorReplay(Generic[B]):
         if op.size_bytes > 0:
             if held is None:
                 held = self._named[name] = deque()
-            allocate, stream = self.allocator.allocate, op.stream
+            allocator, stream = self.allocator, op.stream
             for size in sizes:
-                held.append((size, allocate(size, stream)))
+                reserved = allocator.reserved if self._waiting else 0
+                held.append((size, allocator.allocate(size, stream)))
+                if self._waiting and allocator.reserved > reserved:
+                    self.settle()
         elif held is not None:
             free = self.allocator.free
             for size in sizes:
@@ -312,7 +320,11 @@ class TensorReplay(Generic[B]):
         if known is None:
             rows = [(number, rounded(size) if size else 0) for number, size in events]
             known = self._rounded[id(events)] = (rows, events)
-        self.allocator.play(live, known[0])
+        allocator = self.allocator
+        reserved = allocator.reserved if self._waiting else 0
+        allocator.play(live, known[0])
+        if self._waiting and allocator.reserved > reserved:
+            self.settle()
 
     def _forward(self, position: int, trace: Trace | None) -> None:
         assert trace is not None

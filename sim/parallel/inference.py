@@ -17,12 +17,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sim.hardware import gpu
-from sim.hardware.outside import Outside, outside
+from sim.hardware.outside import Outside
 from sim.model.architecture import Architecture, Layer
 from sim.model.inference import Items, Rank, Sum, Weights, rank_of
 from sim.model.style import Style, style_of
 from sim.model.tuning import QUANTISED
+from sim.parallel.beside import beside as beside_tensors
+from sim.parallel.beside import residents
 from sim.parallel.layout import Layout
 from sim.parallel.pipeline.stages import positions, split_of
 from sim.parallel.step import COMPUTE
@@ -97,12 +98,12 @@ def lower_inference(scenario: Scenario, stack: Stack) -> Serving:
     counts = split_of(scenario, stack, len(architecture.stack) - 2, placed)
     own = positions(architecture, counts, placed)
     pieces = pieces_of(run.prompt, run.generate)
-    beside = outside(gpu(scenario.cluster.topology.gpu).compute_capability, stack.kernel_loading,
-                     [parallel.tensor] * (parallel.tensor > 1) + [2] * (2 * (depth > 1)))
+    groups = {"tensor": layout.group("tensor")} if parallel.tensor > 1 else {}
+    beside = beside_tensors(scenario, stack, layout, groups, 2 * (depth > 1))
     stages = [_Stage(scenario, stack, own_slice, weights, stage, chunks[0]) for stage, chunks in enumerate(own)]
     for stage in stages:
         stage.write(pieces)
-        stage.builder.resident.append(("CUDA context, NCCL, cuBLAS", round(beside.total_bytes), "context"))
+        stage.builder.resident += residents(beside)
     return Serving(_job(stages, layout), architecture, pieces, max(stage.cache_bytes for stage in stages), beside)
 
 

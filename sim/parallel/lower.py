@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sim.hardware import gpu
-from sim.hardware.outside import Outside, outside
+from sim.hardware.outside import Outside
 from sim.model import build
 from sim.model.architecture import Architecture
 from sim.model.tuning import tuned_of
+from sim.parallel.beside import beside as beside_tensors
+from sim.parallel.beside import residents
 from sim.parallel.data import bucketed, reductions
 from sim.parallel.inference import Serving, lower_inference, run_of
 from sim.parallel.layout import REPLICAS, Layout, Ranks, equitable_classes, simulated_ranks
@@ -143,9 +144,9 @@ def held(scenario: Scenario) -> Scenario:
 
 def _outside(scenario: Scenario, plan: Plan) -> Outside:
     """What a rank's GPU holds beside tensors, which becomes part of its program."""
-    beside = outside(gpu(scenario.cluster.topology.gpu).compute_capability, plan.stack.kernel_loading,
-                     [members.shape[1] for members in plan.groups.values()] + [2] * plan.peers)
-    plan.resident("CUDA context, NCCL, cuBLAS", beside.total_bytes, "context")
+    beside = beside_tensors(scenario, plan.stack, plan.layout, plan.groups, plan.peers)
+    for row in residents(beside):
+        plan.resident(*row)
     return beside
 
 

@@ -58,3 +58,13 @@ class Outputs:
             for name, size in tensors:
                 section.free(name, size, _CATEGORY)
         self.replaced(section)
+
+
+def stage_outputs(plan: Plan) -> list[float]:
+    """Bytes of each of the logits that the last stage holds on to between micro-batches (DeepSpeed's pipeline
+    engine, `_exec_forward_pass`: what is in a buffer goes when the next micro-batch that has the buffer comes)."""
+    scenario = plan.scenario
+    if plan.architecture.stack[-1].kind != "head" or scenario.micro_steps < 2:
+        return []
+    logits = plan.architecture.batch * plan.architecture.sequence * scenario.model.vocab / scenario.parallel.tensor
+    return [logits * DTYPE_BYTES["fp32"]] * plan.stack.stage_outputs

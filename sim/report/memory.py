@@ -99,8 +99,8 @@ class MemoryResult:
 
     @property
     def device_used_bytes(self) -> int:
-        """What nvidia-smi shows: reserved blocks, the CUDA context, NCCL's buffers and cuBLAS's workspaces, and the
-        pages of unified memory that find room beside them."""
+        """What nvidia-smi shows: reserved blocks, the CUDA context and NCCL's buffers, and the pages of unified memory
+        that find room beside them."""
         pages = 0 if self.paging is None else self.paging.resident_bytes
         return self.reserved_bytes + self.use.at_peak["context"] + pages
 

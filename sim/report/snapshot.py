@@ -116,12 +116,11 @@ class _Recorder(Allocator):
         self._event("segment_alloc", _BASE + self._end, size, pool.stream)
         super()._new_segment(size, pool)
 
-    def _release(self, chosen: object) -> None:
-        before = dict(self.segments)
-        super()._release(chosen)
-        for number, segment in before.items():
-            if number not in self.segments:
-                self._event("segment_free", _BASE + segment.address, segment.size, segment.stream)
+    def _release(self, block: Block) -> None:
+        segment = self.segments[block.segment]
+        super()._release(block)
+        if block.segment not in self.segments:
+            self._event("segment_free", _BASE + segment.address, segment.size, segment.stream)
 
     def _event(self, action: str, address: int | None, size: int, stream: int, **more: int) -> None:
         where = {} if address is None else {"addr": address}

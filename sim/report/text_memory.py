@@ -148,12 +148,11 @@ def _outside(memory: MemoryResult) -> Iterator[tuple[str, int]]:
     """What the driver and the libraries hold beside tensors."""
     beside = memory.outside
     if beside is None:
-        yield "CUDA context, NCCL, cuBLAS", memory.at_peak["context"]
+        yield "CUDA context, NCCL", memory.at_peak["context"]
         return
     yield "CUDA context and kernels", beside.context_bytes
     if beside.nccl_bytes:
         yield "NCCL buffers", beside.nccl_bytes
-    yield "cuBLAS workspaces", beside.workspace_bytes
 
 
 def _rules_table(plan: MemoryPlan) -> Table:

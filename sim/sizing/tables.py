@@ -211,16 +211,8 @@ class Table:
 
     @cached_property
     def fixed_bytes(self) -> float:
-        """What a GPU holds beside tensors, with the communicators that every rank has: of the dimensions the model is
-        cut along, of its replicas (at least one where they are sharded), and one to a neighbouring stage."""
-        sizes, parallel = self.layout.sizes, self.scenario.parallel
-        replicas = sizes["data"] * sizes["context"]
-        members = [replicas, *(sizes[name] for name in ("tensor", "context"))]
-        if sizes["pipeline"] > 1:
-            members.append(2)
-        if parallel.expert > 1:
-            members.append(parallel.expert)
-        return float(outside(self.device.gpu.compute_capability, self.stack.kernel_loading, members).total_bytes)
+        """What a GPU holds beside tensors for certain: NCCL's buffers depend on where a layout's ranks lie."""
+        return float(outside(self.device.gpu.compute_capability, self.stack.kernel_loading, 0).total_bytes)
 
     @property
     def work_s(self) -> float:

@@ -79,6 +79,7 @@ class Stack:
         tuning_chunk: fine-tuning makes logits and loss of so many positions at a time and keeps them all; 0 = at once.
         metric_losses: extra forward evaluations of the loss on the training logits per micro-batch.
         outputs_kept: the trainer holds a micro-batch's logits until the next one's are there.
+        stage_outputs: micro-batches whose logits, in fp32, the last stage holds on to, a single stage too.
         early_stop: recomputation stops at a block's last saved tensor.
         attention_kernel: implementation behind `attention: flash`: flash1, flash2, flash3 or triton.
         residual_dtype_follows_autocast: the residual stream is half, not fp32, under autocast.
@@ -146,8 +147,10 @@ class Stack:
             does not).
         pipeline_reduction: when stages reduce their gradients if overlap is asked for: beside the last backward, or
             behind it.
-        partition_reduction: how DeepSpeed's ZeRO-1 and 2 bring a bucket to its owners: reduce_scatter, reduce (slice by
-            slice) or all_reduce.
+        partition_reduction: how DeepSpeed's ZeRO-2 brings a bucket to its owners: reduce_scatter, reduce (slice by
+            slice) or all_reduce; whole_reduction: how its ZeRO-1, behind the last backward.
+        listed_gathers: DeepSpeed's ZeRO-1 and 2 gather updated parameters into lists of tensors.
+        checks_in_double: the optimizer looks its part's gradients through tensor by tensor, in copies in fp32 and fp64.
         bucket_waits: the host waits for the device in front of every overlapped reduction of a bucket.
         partitioned_tensors: what tensor ranks pass on in shares is DeepSpeed's PartitionedTensor: gathered into zeros,
             copied and cloned, and a stage's own output once more before backward.
@@ -185,6 +188,7 @@ class Stack:
     tuning_chunk: int
     metric_losses: int
     outputs_kept: bool
+    stage_outputs: int
     early_stop: bool
     attention_kernel: str
     residual_dtype_follows_autocast: bool
@@ -239,6 +243,9 @@ class Stack:
     pipeline_p2p: str
     pipeline_reduction: str
     partition_reduction: str
+    whole_reduction: str
+    listed_gathers: bool
+    checks_in_double: bool
     bucket_waits: bool
     partitioned_tensors: bool
     overlap_interleaved: bool

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sim.memory.ledger import allocated_bytes, peak
 from sim.model.eager import KINDS, layer_profile
+from sim.parallel.beside import WORKSPACES
 
 if TYPE_CHECKING:
     from sim.parallel import Lowered
@@ -43,7 +45,9 @@ def predicted(lowered: Lowered, recompute: str, sharded: bool) -> dict[str, Any]
         recompute: policy of the blocks.
         sharded: whether FSDP holds the parameters: the oracle then takes autocast's weight copies for activations.
     """
-    use = peak(lowered.job.programs[0])
+    program = lowered.job.programs[0]
+    program = replace(program, resident=[row for row in program.resident if row[0] != WORKSPACES])  # it has no cuBLAS
+    use = peak(program)
     phases = {"after_init": allocated_bytes(use.phases["after_init"])}
     phases |= {name: use.highest[ours] for name, ours in _PHASES.items()}
     return {"peak_allocated_bytes": use.peak_allocated_bytes, "phase_peaks": phases,

@@ -215,3 +215,19 @@ def test_events_in_a_row_do_what_one_request_after_another_does(wishes: list[tup
     assert [pool for pool in written_out.free_blocks() if pool] == [pool for pool in one_by_one.free_blocks() if pool]
     for name in ("allocated", "asked", "reserved", "top_allocated", "top_asked", "top_reserved"):
         assert getattr(written_out, name) == getattr(one_by_one, name)
+
+
+def test_oversize_blocks_go_first_and_without_a_retry() -> None:
+    """Only as much as is asked for, of the same stream; blocks below the limit stay."""
+    allocator = Allocator(200 * MIB, max_split_bytes=32 * MIB)
+    held = [allocator.allocate(size * MIB) for size in (100, 60, 20)]
+    for block in held:
+        allocator.free(block)
+    allocator.allocate(90 * MIB, 1)  # another stream's: nothing of its own to give back
+    assert (allocator.retries, allocator.released) == (1, 3)
+    allocator = Allocator(200 * MIB, max_split_bytes=32 * MIB)
+    held = [allocator.allocate(size * MIB) for size in (100, 60, 20)]
+    for block in held:
+        allocator.free(block)
+    allocator.allocate(40 * MIB)  # the 60 would waste 20 MiB: it goes, and a new one comes
+    assert (allocator.retries, allocator.released, allocator.reserved) == (0, 1, 160 * MIB)

@@ -64,3 +64,23 @@ def test_the_launch_queue_bounds_how_far_the_host_is_ahead(launches: int, waits:
         section.free(f"tensor:{number}", 60 * MIB, "activations", 1, (0,))
     builder.run(section)
     assert bool(under_pressure(builder.build(), 130 * MIB).retries) == waits
+
+
+@pytest.mark.parametrize("gathers", [1, 2, 3, 4, 6, 7, 10, 11, 15])
+def test_new_memory_waits_for_the_device(gathers: int) -> None:
+    """A host that runs ahead of its gathers takes a new segment where all are in use; cudaMalloc waits for them, so
+    each of the segments serves once more before the next is needed: k segments for up to k (k + 1) / 2 gathers."""
+    from sim.memory.pools import Pools
+    from sim.memory.tensors import TensorReplay
+
+    builder = ProgramBuilder(("compute", "gather"), ())
+    section = builder.section("step")
+    for _ in range(gathers):
+        section.allocate("flat", 60 * MIB, "workspace")
+        section.free("flat", 60 * MIB, "workspace", used_on=(1,))
+        section.host(0.0, LABEL)
+    builder.run(section)
+    pools = Pools()
+    TensorReplay(builder.build(), pools).step()
+    segments = next(k for k in range(1, gathers + 1) if k * (k + 1) // 2 >= gathers)
+    assert pools.reserved == segments * 60 * MIB

@@ -68,7 +68,7 @@ def test_deepspeed_has_its_states_before_the_first_step_and_megatron_in_it() -> 
         allocator = Allocator()
         TensorReplay(one, allocator).construct()
         assert abs(allocator.asked - resident - early * states) < 10**5
-        assert allocator.reserved > 1.15 * allocator.allocated  # what was made on the way is cached
+        assert allocator.reserved > 1.1 * allocator.allocated  # what was made on the way is cached
 
 
 def test_what_a_stack_does_not_flatten_is_made_as_it_stays() -> None:

@@ -66,7 +66,7 @@ def test_zero_offload_moves_fp32_gradients_down_and_parameters_up(strategy: str)
     s = scenario(strategy, {"optimizer": "cpu"})
     share, p = parameters(s) / 8, program(s)
     assert copied(p) == {"d2h": pytest.approx(4 * share, abs=16), "h2d": pytest.approx(4 * share, abs=16)}
-    assert {category for _, _, category in p.resident} == {"parameters", "buffers", "context"}
+    assert {category for _, _, category in p.resident} == {"parameters", "buffers", "workspace", "context"}
     assert held(p)["master_parameters"] == pytest.approx(4 * share, abs=8)
     assert held(p)["optimizer_states"] == pytest.approx(8 * share, abs=8)
 

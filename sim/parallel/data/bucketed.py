@@ -26,6 +26,8 @@ from sim.parallel.construction import (
 )
 from sim.parallel.data.buckets import Bucket, fragments
 from sim.parallel.data.by_rank import gather_by_rank
+from sim.parallel.data.partition import gather_parameters, look_through
+from sim.parallel.outputs import stage_outputs
 from sim.parallel.step import (
     COMPUTE,
     MicroStep,
@@ -67,6 +69,9 @@ class Reduction:
         copies_last: buckets are filled (`copy_in`) in the micro-step that reduces alone.
         by_rank: each rank's piece of each parameter is copied to its place behind the gather.
         norm_of_all: the norm is taken, and the clipping done, of whole gradients on every rank.
+        flattened: whole gradients are copied into one buffer bucket by bucket behind backward and back; then a rank
+            keeps those of its part alone, unless they are sums that last.
+        listed: gathers of parameters go over lists of tensors.
     """
 
     buckets: list[Bucket]
@@ -85,6 +90,8 @@ class Reduction:
     copies_last: bool = False
     by_rank: bool = False
     norm_of_all: bool = False
+    flattened: bool = False
+    listed: bool = False
 
 
 def sums_wide(plan: Plan, split: bool) -> bool:
@@ -148,6 +155,8 @@ class Bucketed:
             width = self.reduction.buffer_bytes / max(1, numel)
             self.plan.resident("gradient buckets", self.reduction.buffer_bytes, "buffers",
                                [bucket.numel * width for bucket in self.reduction.buckets] if width else [])
+        outputs = stage_outputs(self.plan)
+        self.plan.resident("stage outputs", sum(outputs), "logits", outputs)
         placeholders = weight_placeholders(stack)
         self.plan.resident("weight placeholders", sum(placeholders), "workspace", placeholders)
 
@@ -211,7 +220,7 @@ class Bucketed:
             label = Label(self.plan.architecture.names[position], "forward", layer.kind)
             memory.forward(position, layer)
             section.kernels(COMPUTE, self.plan.compute.forward(layer), label)
-        if micro.reduce:
+        if micro.reduce and not self.reduction.flattened:
             self.open_buckets(section)
         late: list[Bucket] = []
         for position in range(len(stack) - 1, -1, -1):
@@ -228,6 +237,8 @@ class Bucketed:
         if self.reduction.narrow:
             for position in range(len(stack)):
                 self.drop_gradients(section, position)
+        if micro.reduce and self.reduction.flattened:
+            self.open_buckets(section)
         for bucket in late:
             self.reduce(section, bucket, (), micro)
         if micro.reduce:
@@ -297,6 +308,17 @@ class Bucketed:
                             joins=(NCCL,))
         if self.reduction.transient and self.reduction.buffer_bytes:
             section.free("gradient buckets", round(self.reduction.buffer_bytes), "buffers")
+        if self.reduction.flattened and not self.sums_wide:
+            self.keep_part(section)
+
+    def keep_part(self, section: SectionBuilder) -> None:
+        """Gradients outside a rank's part go once they are reduced; the first rank's part, which has the embedding, is
+        the first in the order of parameters (DeepSpeed `independent_gradient_partition_epilogue`)."""
+        left = self.plan.share(True) * self.width
+        for position, layer in enumerate(self.plan.architecture.stack):
+            if left <= 0:
+                self.drop_gradients(section, position)
+            left -= layer.numel * self.width
 
     def open_buckets(self, section: SectionBuilder) -> None:
         """Bucket buffers that live only while gradients are reduced."""
@@ -345,32 +367,25 @@ class Bucketed:
         numel = self.plan.share(self.reduction.shards > 1)
         split = self.reduction.gradient_shards > 1
         largest = max((p.numel for layer in architecture.stack for p in layer.parameters), default=0)
+        checked = self.plan.stack.checks_in_double and self.reduction.shards > 1 and not (
+            self.sums_wide or self.offload.moves_optimizer)
+        flat = round(numel * self.width) if checked else 0
+        if checked:
+            look_through(section, min(largest, numel))
+            section.allocate("flattened gradients", flat, "workspace")
         task = update(self.plan, section, numel, 1 if split else tensors, (NCCL,) if self.reduces else (),
                       "data" if split else None, 0 if split else min(largest, numel),
                       self.offload.state_widths()["gradients"],
                       architecture.parameters if self.reduction.norm_of_all else 0)
+        if flat:
+            section.free("flattened gradients", flat, "workspace")
         for position in range(len(architecture.stack) - 1, -1, -1):
             self.drop_gradients(section, position)
         if self.reduction.by_rank and self.reduces:
             gather_by_rank(self.plan, section, task)
         elif self.reduction.gather_elements and self.reduces:
-            self.gather_parameters(section, task)
+            gather_parameters(self.plan, section, self.reduction.gather_elements, self.reduction.listed, task)
         narrow_weights(self.plan, section)
-
-    def gather_parameters(self, section: SectionBuilder, updated: int) -> None:
-        """All-gather of parameters in chunks, after the optimizer and exposed (DeepSpeed `all_gather_dp_groups`)."""
-        number, routed = 0, self.plan.routed
-        for group, left in (("data", self.plan.architecture.parameters - routed), ("expert_data", routed)):
-            while left > 0 and len(self.plan.groups[group][0]) > 1:
-                numel = min(left, self.reduction.gather_elements)
-                size = numel * DTYPE_BYTES[self.precision.gather]
-                call = collective(self.plan, "all_gather", size, self.precision.gather, group)
-                section.collective(NCCL, call, self.plan.stack.host_collective_s,
-                                   Label(f"parameters{number}", "optimizer", "all_gather"), (updated,))
-                left, number = left - numel, number + 1
-        touch = traffic_kernel("parameters ready", self.precision.gather, 1, 1.0)
-        section.kernels(COMPUTE, self.plan.compute.own((touch,)), Label("parameters", "optimizer", "wait"),
-                        joins=(NCCL,))
 
     def split(self, group: str) -> int:
         """Ranks over which states of parameters that are reduced over `group` are split."""

@@ -45,23 +45,37 @@ def ddp(plan: Plan, sharded_optimizer: bool) -> Reduction:
 
 
 def deepspeed(plan: Plan, stage: int) -> Reduction:
-    """DeepSpeed ZeRO-1 and 2: contiguous buffers of `reduce_bucket_size` elements, two when reduction overlaps.
+    """DeepSpeed ZeRO-1 and 2.
 
-    A bucket's slices are reduced to their owners one by one, or the bucket to all ranks, by release
-    (`runtime/zero/stage_1_and_2.py`, average_tensor); gradients summed in fp32 beside bf16 parameters always to all
-    (`runtime/pipe/engine.py`, _bf16_reduce_grads). Either fills the buckets alike.
+    ZeRO-2 has contiguous buffers of `reduce_bucket_size` elements, two when reduction overlaps; a bucket's slices are
+    reduced to their owners one by one, or the bucket to all ranks, by release (`runtime/zero/stage_1_and_2.py`,
+    average_tensor). ZeRO-1 ignores both settings: it reduces behind the last backward, to all ranks, and flattens each
+    bucket for it, divides it, and copies it back (`runtime/engine.py`, _configure_zero_optimizer; reduce_gradients,
+    buffered_reduce_fallback, allreduce_and_copy); its first releases flattened all gradients at once
+    (0.3.16 `runtime/zero/stage1.py`, reduce_scatter_gradients). Gradients summed in fp32 beside bf16 parameters are one
+    tensor, reduced whole, in a copy of the dtype that travels (`runtime/bf16_optimizer.py`, get_grads_for_reduction;
+    `runtime/engine.py`, allreduce_bucket, communication_data_type).
     """
     parameters, precision = plan.architecture.parameters, plan.scenario.training.precision
-    width = DTYPE_BYTES[precision.reduce]
+    width, own = DTYPE_BYTES[precision.reduce], DTYPE_BYTES[precision.gradients]
+    wide = sums_wide(plan, stage == 2)
+    limit = parameters if wide else DEEPSPEED_BUCKET
+    buckets = apart(lambda routed, group: fill_before(plan.architecture, limit, routed, group), _spread(plan))
+    if stage == 1:
+        kind = "all_reduce" if wide else plan.stack.whole_reduction
+        copied = wide and width < own
+        flat = 0 if wide and not copied else parameters if kind != "all_reduce" else limit
+        return Reduction(
+            buckets=buckets, kind=kind, shards=plan.replicas, gradient_shards=1, copy_in=0.0,
+            copy_out=2 * (own + width) + 2 * width, buffer_bytes=min(flat, parameters) * width, transient=True,
+            gather_elements=DEEPSPEED_BUCKET, resident_gradients=False, behind=True, flattened=True,
+            listed=plan.stack.listed_gathers)
     buffers = 2 if plan.scenario.parallel.overlap else 1
     return Reduction(
-        buckets=apart(lambda routed, group: fill_before(plan.architecture, DEEPSPEED_BUCKET, routed, group),
-                      _spread(plan)),
-        kind="all_reduce" if sums_wide(plan, stage == 2) else plan.stack.partition_reduction,
-        shards=plan.replicas, gradient_shards=plan.replicas if stage == 2 else 1,
-        copy_in=DTYPE_BYTES[precision.gradients] + width, copy_out=0.0,
+        buckets=buckets, kind="all_reduce" if wide else plan.stack.partition_reduction,
+        shards=plan.replicas, gradient_shards=plan.replicas, copy_in=own + width, copy_out=0.0,
         buffer_bytes=buffers * min(DEEPSPEED_BUCKET, parameters) * width, transient=True,
-        gather_elements=DEEPSPEED_BUCKET, resident_gradients=False)
+        gather_elements=DEEPSPEED_BUCKET, resident_gradients=False, listed=plan.stack.listed_gathers)
 
 
 def megatron(plan: Plan, distributed_optimizer: bool) -> Reduction:

@@ -1,0 +1,85 @@
+"""What NCCL keeps on a GPU for one communicator: the buffers of its connections, channel by channel.
+
+A connection has a buffer per protocol. Between GPUs that reach each other's memory all of them lie on the devices,
+between nodes on the device where the NIC reads it (GPUDirect RDMA) and in pinned host memory where it does not. Sizes
+and conditions: nccl 2.29.7 src/init.cc (computeBuffSizes), src/transport/p2p.cc (p2pSendSetup, p2pRecvSetup),
+src/transport/net.cc (sendProxyConnect, recvProxyConnect, sharedNetBuffersInit), src/transport/nvls.cc
+(ncclNvlsBufferSetup); the same in 2.13 (rccl 5.4.3) but for NVLink SHARP. Which connections there are: rings and trees
+of every channel (ncclTransportRingConnect, ncclTransportTreeConnect), sends when they are first made.
+
+Checks: 12 channels give 144 MiB to a pair and 288 to four GPUs; nccl#964 measured 544 and 688 MB with the context, the
+same 400 beside both. Sends of all to all on eight H100 with their rings give 3,264 MiB; nccl#1685 measured 3.28 GB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sim.network.routes import place
+from sim.network.site import Site
+from sim.network.topology import Speeds, Topology, staged_channels
+
+_MIB = 2**20
+#: Buffers of one connection: LL 8 lines x 512 threads x 8 steps x 16 B, LL128 120 elements x 640 threads x 8 steps x
+#: 8 B, Simple 4 MiB; each side is rounded up to pages of 2 MiB. Whichever side has Simple's (the sender's where NVLink
+#: reads, the receiver's where it writes), a rank has as much for sending to one peer and receiving from one.
+_INSIDE_BYTES = 12 * _MIB
+#: Between nodes with GPUDirect RDMA: LL128 and Simple of the sender, all three of the receiver.
+_CROSSING_BYTES = 20 * _MIB
+#: Sends between nodes share one buffer per channel each way, 16 steps of 128 KiB (NCCL_SHARED_STEPS,
+#: P2P_NET_CHUNKSIZE).
+_SHARED_BYTES = 2 * 2 * _MIB
+#: NVLink SHARP: per channel and rank of the node that is a head, 8 steps of 128 KiB up and as many down.
+_MULTICAST_BYTES = 2 * _MIB
+
+
+def buffer_bytes(topology: Topology, speeds: Speeds, ranks: npt.NDArray[np.int64], nccl: Mapping[str, Any],
+                 peers: int = 0) -> int:
+    """Device memory of one communicator on one of its ranks, the mean over them.
+
+    Args:
+        ranks: of the communicator, shape (size,); physical, as `topology` counts GPUs per node.
+        nccl: a user's `channels`, and NCCL's `version`.
+        peers: ranks of the communicator that this one sends to and receives from one by one.
+    """
+    if ranks.size < 2:
+        return 0
+    where = place(ranks.reshape(1, -1), topology, speeds)
+    digits = [int(part) for part in str(nccl.get("version") or "2.30").split(".")[:2] if part.isdigit()]
+    site = Site(topology, speeds, where, topology.figures, speeds, nccl.get("channels"), tuple(digits))
+    nodes, own = where.nodes, where.per_node
+    staged = nodes > 1 and where.staged
+    channels = staged_channels(int(where.groups.max()), own) if staged else site.channel_count()
+    held = channels * _neighbours(ranks.size, nodes, own) * _INSIDE_BYTES
+    if nodes > 1 and not staged:
+        held += channels * _across(nodes, own) * _CROSSING_BYTES
+    if site.multicast():
+        held += site.multicast_channels() * own * _MULTICAST_BYTES
+    if peers:
+        held += min(peers, own - 1) * site.pair_channels() * _INSIDE_BYTES
+        if nodes > 1 and not staged:
+            held += _power_of_two(channels) * _SHARED_BYTES
+    return round(held)
+
+
+def _neighbours(size: int, nodes: int, own: int) -> float:
+    """Peers of the node that a rank is connected to both ways, per channel: the ring's, and the tree's, a chain through
+    the node that runs both ways along the ring."""
+    if nodes == 1:
+        return (2 * size - 1) / size if size > 2 else 1.0
+    return 2 * (own - 1) / own
+
+
+def _across(nodes: int, own: int) -> float:
+    """Connections both ways to other nodes per channel, shared by a node's ranks: the ring's one, and the mean of a
+    double tree's, which of two nodes is one edge, between the same ranks as the ring's where they have one each."""
+    trees = 2.0 - 2.0 / nodes
+    return (1.0 if nodes == 2 and own == 1 else 1.0 + trees) / own
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()

@@ -1,0 +1,77 @@
+"""What a rank's GPU holds beside tensors: the CUDA context, NCCL's buffers of every communicator, cuBLAS workspaces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from sim.hardware import gpu
+from sim.hardware.outside import Outside, outside
+from sim.network.buffers import buffer_bytes
+from sim.network.topology import Topology, speeds
+from sim.parallel.layout import Layout, Ranks
+from sim.scenario.cluster import Cluster
+from sim.scenario.schema import Scenario
+from sim.software import Stack
+
+#: Name of what cuBLAS holds in the allocator's memory, in a Program's resident tensors.
+WORKSPACES = "cuBLAS workspaces"
+
+
+class _Place:
+    """A cluster's links, and what communicators on them hold, by where their ranks lie from their first node on."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster  # kept, so that its id stays its own
+        self.topology = Topology.from_mapping(cluster.template())
+        self.speeds = speeds(self.topology, cluster.intra_gbps_per_gpu, cluster.inter_gbps_per_node)
+        self._held: dict[object, int] = {}
+
+    def held(self, ranks: Ranks, nccl: Mapping[str, Any], alone: int) -> int:
+        """Bytes of a communicator of `ranks`, shape (members,), with `alone` peers of sends."""
+        own, spare = self.cluster.gpus_per_node, self.topology.gpus_per_node - self.cluster.gpus_per_node
+        row = np.asarray(ranks) - int(ranks[0]) // own * own
+        key = (row.tobytes(), alone, *nccl.values())
+        if key not in self._held:
+            self._held[key] = buffer_bytes(self.topology, self.speeds, row + row // own * spare, nccl, alone)
+        return self._held[key]
+
+
+#: Of the last clusters, by the cluster's id.
+_PLACES: dict[int, _Place] = {}
+_MOST_PLACES = 16
+
+
+def residents(found: Outside) -> list[tuple[str, int, str]]:
+    """What is beside tensors as rows of a Program's `resident`: cuBLAS's workspaces come from the allocator, once per
+    handle and stream, and stay (PyTorch CublasHandlePool.cpp, getNewWorkspace)."""
+    return [(WORKSPACES, found.workspace_bytes, "workspace"),
+            ("CUDA context, NCCL", found.total_bytes - found.workspace_bytes, "context")]
+
+
+def beside(scenario: Scenario, stack: Stack, layout: Layout, groups: Mapping[str, Ranks], peers: int) -> Outside:
+    """Context, communicators and workspaces of a rank.
+
+    Args:
+        groups: its communicators by name, shape (instances, members).
+        peers: pipeline stages it exchanges tensors with, each pair a communicator.
+    """
+    place, nccl = _place(scenario.cluster), scenario.software.nccl.model_dump()
+    total = 0
+    for name, ranks in groups.items():
+        exchanges = name == "expert" and not stack.dispatch_once
+        total += place.held(ranks[0], nccl, ranks.shape[1] - 1 if exchanges else 0)
+    if peers:
+        total += peers * place.held(layout.group("pipeline")[0, :2], nccl, 1)
+    return outside(gpu(scenario.cluster.topology.gpu).compute_capability, stack.kernel_loading, total)
+
+
+def _place(cluster: Cluster) -> _Place:
+    known = _PLACES.get(id(cluster))
+    if known is None:
+        if len(_PLACES) >= _MOST_PLACES:
+            _PLACES.pop(next(iter(_PLACES)))
+        known = _PLACES[id(cluster)] = _Place(cluster)
+    return known
