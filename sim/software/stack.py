@@ -144,8 +144,13 @@ class Stack:
         pipeline_p2p: how stages pass tensors on unless overlap is asked for: synchronised (batched, then the host
             waits for the GPU), in turn (as well, but transfer by transfer), stream (the next kernels wait, the host
             does not).
-        pipeline_reduction: when stages reduce their gradients if overlap is asked for: beside the last backward, or
-            behind it.
+        pipeline_reduction: when stages reduce their gradients if overlap is asked for: beside the last backward,
+            behind it, or aligned (beside it, but of chunks that take turns behind each one's last).
+        bucket_elements: of Megatron's buckets, before they grow with the number of ranks.
+        buckets_joined: parameters in 8 bits and all others have buckets of their own, but the others' join the last
+            call of the former.
+        gathers_ahead: a split optimizer's updated parameters are gathered beside the next forward if overlap is asked
+            for; else behind the optimizer.
         partition_reduction: how DeepSpeed's ZeRO-1 and 2 bring a bucket to its owners: reduce_scatter, reduce (slice by
             slice) or all_reduce.
         bucket_waits: the host waits for the device in front of every overlapped reduction of a bucket.
@@ -238,6 +243,9 @@ class Stack:
     pipeline_split: str
     pipeline_p2p: str
     pipeline_reduction: str
+    bucket_elements: int
+    buckets_joined: bool
+    gathers_ahead: bool
     partition_reduction: str
     bucket_waits: bool
     partitioned_tensors: bool

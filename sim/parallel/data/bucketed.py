@@ -26,6 +26,7 @@ from sim.parallel.construction import (
 )
 from sim.parallel.data.buckets import Bucket, fragments
 from sim.parallel.data.by_rank import gather_by_rank
+from sim.parallel.data.gathers import Gathers
 from sim.parallel.step import (
     COMPUTE,
     MicroStep,
@@ -67,6 +68,10 @@ class Reduction:
         copies_last: buckets are filled (`copy_in`) in the micro-step that reduces alone.
         by_rank: each rank's piece of each parameter is copied to its place behind the gather.
         norm_of_all: the norm is taken, and the clipping done, of whole gradients on every rank.
+        gathers: how updated parameters are gathered bucket by bucket: behind (the optimizer), used (beside the next
+            forward, as modules come to use them), aligned (so, chunks of a pipeline rank ahead of their turn); "" where
+            they are not, or by `gather_elements`.
+        chunkwise: a chunk's buckets are reduced behind its last backward, not beside it.
     """
 
     buckets: list[Bucket]
@@ -85,6 +90,8 @@ class Reduction:
     copies_last: bool = False
     by_rank: bool = False
     norm_of_all: bool = False
+    gathers: str = ""
+    chunkwise: bool = False
 
 
 def sums_wide(plan: Plan, split: bool) -> bool:
@@ -111,6 +118,7 @@ class Bucketed:
         self.sums_wide = sums_wide(plan, reduction.gradient_shards > 1)
         self.width = DTYPE_BYTES[self.precision.gradients]
         self.gradients: dict[int, int] = {}  # bytes that layers have left behind, by position
+        self.gathers = Gathers(plan, [bucket for bucket in reduction.buckets if self.ranks(bucket)])
         self.numbers = {id(bucket): number for number, bucket in enumerate(reduction.buckets)}
         self.cuts: dict[int, list[tuple[int, list[Bucket]]]] = {}
         for bucket in reduction.buckets:
@@ -160,7 +168,7 @@ class Bucketed:
         if self.reduction.by_rank:
             return [-(-n // self.reduction.shards) for n in each]
         if self.reduction.resident_gradients and not self.plan.routed:
-            return fragments(self.plan.architecture, self.reduction.buckets, self.reduction.shards)
+            return fragments(self.reduction.buckets, self.reduction.shards)
         return [part]
 
     @property
@@ -207,10 +215,10 @@ class Bucketed:
         stack = self.plan.model(micro.batch).stack
         keep = self.keeps_gradients(micro)
         memory = Activations(self.plan, section, len(stack), keep_gradients=keep)
+        self.gathers.begin()
         for position, layer in enumerate(stack):
-            label = Label(self.plan.architecture.names[position], "forward", layer.kind)
             memory.forward(position, layer)
-            section.kernels(COMPUTE, self.plan.compute.forward(layer), label)
+            self.layer_forward(section, position, layer, self.gathers_in(micro))
         if micro.reduce:
             self.open_buckets(section)
         late: list[Bucket] = []
@@ -232,6 +240,17 @@ class Bucketed:
             self.reduce(section, bucket, (), micro)
         if micro.reduce:
             self.finish(section)
+
+    def gathers_in(self, micro: MicroStep) -> bool:
+        """Whether a micro-step's forward waits for updated parameters on their way."""
+        return micro.first and self.reduces and self.reduction.gathers == "used"
+
+    def layer_forward(self, section: SectionBuilder, position: int, layer: Layer, gathers: bool) -> int:
+        """Forward of one layer, its parameters on their way if it `gathers`; returns its last task."""
+        label = Label(self.plan.architecture.names[position], "forward", layer.kind)
+        if gathers:
+            return self.gathers.forward(section, position, layer, label)
+        return section.kernels(COMPUTE, self.plan.compute.forward(layer), label)
 
     def layer_backward(self, section: SectionBuilder, position: int, layer: Layer, micro: MicroStep) -> list[Bucket]:
         """Backward of one layer, cut where buckets complete; returns buckets that wait for the end of backward."""
@@ -353,6 +372,8 @@ class Bucketed:
             self.drop_gradients(section, position)
         if self.reduction.by_rank and self.reduces:
             gather_by_rank(self.plan, section, task)
+        elif self.reduction.gathers == "behind" and self.reduces:
+            self.gathers.behind(section, task)
         elif self.reduction.gather_elements and self.reduces:
             self.gather_parameters(section, task)
         narrow_weights(self.plan, section)
