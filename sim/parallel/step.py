@@ -165,11 +165,16 @@ def micro_steps(scenario: Scenario) -> list[MicroStep]:
     return [MicroStep(size, i == 0, every or i == count - 1) for i, size in enumerate(sizes)]
 
 
+def opened(technique: Technique) -> None:
+    """What is held for the whole step, before its sections are written."""
+    technique.states()
+    batch(technique.plan)
+
+
 def write(technique: Technique) -> None:
     """Write the sections of one optimizer step into the technique's builder."""
     plan = technique.plan
-    technique.states()
-    batch(plan)
+    opened(technique)
     for micro, run in groupby(plan.micro_steps):
         section = plan.builder.section(f"micro-step of {micro.batch}" + (", reduced" if micro.reduce else ""))
         fetch_batch(plan.stack, section)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def test_gathers_stand_in_the_first_forward_where_their_parameters_are_used() ->
     assert sum(size for _, size in gathers) == 2 * low.architecture.parameters
     assert gathers[-1][1] == 2 * (VOCAB * HIDDEN)  # the head's matrix closes its bucket alone
     assert not any(calls(program, section, "all_gather") for section in others)
-    for (task, _), (behind, _) in zip(gathers, gathers[1:], strict=False):
+    for (task, _), (behind, _) in pairwise(gathers):
         waiting = [t for t, waits in enumerate(first.waits) if task in waits]
         assert len(waiting) == 1 and waiting[0] > behind > task  # the next is sent before compute waits
         assert 0 in first.joins[behind]

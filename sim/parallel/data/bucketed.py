@@ -26,7 +26,7 @@ from sim.parallel.construction import (
 )
 from sim.parallel.data.buckets import Bucket, fragments
 from sim.parallel.data.by_rank import gather_by_rank
-from sim.parallel.data.gathers import Gathers
+from sim.parallel.data.gathers import Gathers, gather_by_size
 from sim.parallel.step import (
     COMPUTE,
     MicroStep,
@@ -212,29 +212,44 @@ class Bucketed:
     # ------------------------------------------------------------------------------------------- micro-step
     def micro_step(self, section: SectionBuilder, micro: MicroStep) -> None:
         """Forward, then backward with every complete bucket on its way."""
-        stack = self.plan.model(micro.batch).stack
-        keep = self.keeps_gradients(micro)
-        memory = Activations(self.plan, section, len(stack), keep_gradients=keep)
+        memory = Activations(self.plan, section, len(self.plan.architecture.stack),
+                             keep_gradients=self.keeps_gradients(micro))
+        self.forward(section, micro, memory)
+        self.backward(section, micro, memory)
+
+    def forward(self, section: SectionBuilder, micro: MicroStep, memory: Activations) -> None:
+        """Forward of all layers, updated parameters on their way in the first."""
         self.gathers.begin()
-        for position, layer in enumerate(stack):
+        for position, layer in enumerate(self.plan.model(micro.batch).stack):
             memory.forward(position, layer)
             self.layer_forward(section, position, layer, self.gathers_in(micro))
+
+    def backward(self, section: SectionBuilder, micro: MicroStep, memory: Activations) -> None:
+        """Backward of all layers, with every complete bucket on its way."""
+        stack = self.plan.model(micro.batch).stack
         if micro.reduce:
             self.open_buckets(section)
         late: list[Bucket] = []
         for position in range(len(stack) - 1, -1, -1):
-            left = memory.backward(position, stack[position])
-            self.gradients[position] = self.gradients.get(position, 0) + left
+            self.leave(position, memory.backward(position, stack[position]))
             late += self.layer_backward(section, position, stack[position], micro)
             if self.at_once and stack[position].parameters:
                 update_in_backward(self.plan, section, self.plan.architecture.names[position],
                                    [p.numel for p in stack[position].parameters])
             if self.reduction.gradient_shards > 1 and micro.first and not self.offload.moves_optimizer:
                 self.shard(section, position, stack[position])
-            if micro.reduce and self.reduction.views and not keep:
+            if micro.reduce and self.reduction.views and not self.keeps_gradients(micro):
                 self.drop_gradients(section, position)
+        self.backward_done(section, micro, late)
+
+    def leave(self, position: int, size_bytes: int) -> None:
+        """Gradients that a layer leaves behind."""
+        self.gradients[position] = self.gradients.get(position, 0) + size_bytes
+
+    def backward_done(self, section: SectionBuilder, micro: MicroStep, late: Sequence[Bucket]) -> None:
+        """What comes behind a backward: buckets that are reduced there, and the wait for all."""
         if self.reduction.narrow:
-            for position in range(len(stack)):
+            for position in range(len(self.plan.architecture.stack)):
                 self.drop_gradients(section, position)
         for bucket in late:
             self.reduce(section, bucket, (), micro)
@@ -375,23 +390,8 @@ class Bucketed:
         elif self.reduction.gathers == "behind" and self.reduces:
             self.gathers.behind(section, task)
         elif self.reduction.gather_elements and self.reduces:
-            self.gather_parameters(section, task)
+            gather_by_size(self.plan, section, task, self.reduction.gather_elements)
         narrow_weights(self.plan, section)
-
-    def gather_parameters(self, section: SectionBuilder, updated: int) -> None:
-        """All-gather of parameters in chunks, after the optimizer and exposed (DeepSpeed `all_gather_dp_groups`)."""
-        number, routed = 0, self.plan.routed
-        for group, left in (("data", self.plan.architecture.parameters - routed), ("expert_data", routed)):
-            while left > 0 and len(self.plan.groups[group][0]) > 1:
-                numel = min(left, self.reduction.gather_elements)
-                size = numel * DTYPE_BYTES[self.precision.gather]
-                call = collective(self.plan, "all_gather", size, self.precision.gather, group)
-                section.collective(NCCL, call, self.plan.stack.host_collective_s,
-                                   Label(f"parameters{number}", "optimizer", "all_gather"), (updated,))
-                left, number = left - numel, number + 1
-        touch = traffic_kernel("parameters ready", self.precision.gather, 1, 1.0)
-        section.kernels(COMPUTE, self.plan.compute.own((touch,)), Label("parameters", "optimizer", "wait"),
-                        joins=(NCCL,))
 
     def split(self, group: str) -> int:
         """Ranks over which states of parameters that are reduced over `group` are split."""

@@ -58,9 +58,7 @@ class Gathers:
         """All of them behind the optimizer, whose task is `updated`; compute waits."""
         for bucket in self.buckets:
             self._call(section, bucket, "optimizer", _NCCL, (updated,))
-        touch = traffic_kernel("parameters ready", self.plan.scenario.training.precision.gather, 1, 1.0)
-        section.kernels(COMPUTE, self.plan.compute.own((touch,)), Label("parameters", "optimizer", "wait"),
-                        joins=(_NCCL,))
+        _wait(self.plan, section)
 
     def forward(self, section: SectionBuilder, position: int, layer: Layer, label: Label) -> int:
         """The first forward of a layer behind an update, cut where parameters must be there; returns its last task."""
@@ -112,3 +110,24 @@ class Gathers:
         label = Label(f"parameters{self.number[id(bucket)]}", phase, "all_gather")
         return section.collective(stream, call, self.plan.stack.host_collective_s, label, waits,
                                   () if waits else (COMPUTE,))
+
+
+def gather_by_size(plan: Plan, section: SectionBuilder, updated: int, elements: int) -> None:
+    """All-gather of parameters in calls of so many elements, behind the optimizer and exposed (DeepSpeed
+    `all_gather_dp_groups`)."""
+    gather = plan.scenario.training.precision.gather
+    number, routed = 0, plan.routed
+    for group, left in (("data", plan.architecture.parameters - routed), ("expert_data", routed)):
+        while left > 0 and len(plan.groups[group][0]) > 1:
+            numel = min(left, elements)
+            call = collective(plan, "all_gather", numel * DTYPE_BYTES[gather], gather, group)
+            section.collective(_NCCL, call, plan.stack.host_collective_s,
+                               Label(f"parameters{number}", "optimizer", "all_gather"), (updated,))
+            left, number = left - numel, number + 1
+    _wait(plan, section)
+
+
+def _wait(plan: Plan, section: SectionBuilder) -> None:
+    """Compute waits for what was gathered."""
+    touch = traffic_kernel("parameters ready", plan.scenario.training.precision.gather, 1, 1.0)
+    section.kernels(COMPUTE, plan.compute.own((touch,)), Label("parameters", "optimizer", "wait"), joins=(_NCCL,))

@@ -17,7 +17,7 @@ from sim.parallel.compute import is_weight_gradient
 from sim.parallel.data.bucketed import Bucketed
 from sim.parallel.data.reductions import gathers_of
 from sim.parallel.layout import Layout, Ranks, equitable_classes, simulated_ranks
-from sim.parallel.model.expert import hidden_by
+from sim.parallel.model.expert import pairs
 from sim.parallel.pipeline.actions import passing
 from sim.parallel.pipeline.orders import Action, Costs, check, placement, places, split
 from sim.parallel.pipeline.patterns import Schedule
@@ -82,7 +82,7 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
         raise UserError(Fault("a pipeline's micro-batches are all of one size: a replica's share of the global batch "
                               "must be a multiple of the micro-batch", field="training.global_batch"))
     depth, virtual = parallel.pipeline, parallel.virtual_stages
-    merged = parallel.expert > 1 and hidden_by(scenario, stack) == "batches"
+    merged = pairs(scenario, stack)
     schedule = Schedule(parallel.schedule, depth, virtual, scenario.micro_steps, *_costs(architecture), int(merged))
     check(parallel.schedule, depth, virtual, scenario.micro_steps)
     placed = placement(parallel.schedule, depth, virtual)
