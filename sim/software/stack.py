@@ -147,16 +147,15 @@ class Stack:
         pipeline_reduction: when stages reduce their gradients if overlap is asked for: beside the last backward,
             behind it, or aligned (beside it, but of chunks that take turns behind each one's last).
         bucket_elements: of Megatron's buckets, before they grow with the number of ranks.
-        buckets_joined: parameters in 8 bits and all others have buckets of their own, but the others' join the last
-            call of the former.
-        gathers_ahead: a split optimizer's updated parameters are gathered beside the next forward if overlap is asked
-            for; else behind the optimizer.
+        buckets_joined: buckets of what is not in 8 bits travel with the last of those that are.
+        gathers_ahead: updated parameters are gathered beside the next forward if overlap is asked for.
         partition_reduction: how DeepSpeed's ZeRO-1 and 2 bring a bucket to its owners: reduce_scatter, reduce (slice by
             slice) or all_reduce.
         bucket_waits: the host waits for the device in front of every overlapped reduction of a bucket.
         partitioned_tensors: what tensor ranks pass on in shares is DeepSpeed's PartitionedTensor: gathered into zeros,
             copied and cloned, and a stage's own output once more before backward.
         overlap_interleaved: the interleaved schedule passes tensors on beside compute unless told otherwise.
+        ring_merges: what the steps of ring attention make is put together by kernels of their own.
         kv_cache: how inference's cache grows: concatenated (written anew with every token) or in_place.
         quantised_products: products with weights of fewer than 16 bits: expanded (a kernel of its own makes 16-bit
             weights; int8 runs on quantised activations) or fused (the product reads them as stored).
@@ -250,10 +249,10 @@ class Stack:
     bucket_waits: bool
     partitioned_tensors: bool
     overlap_interleaved: bool
+    ring_merges: bool
     kv_cache: str
     quantised_products: str
     vocabulary_multiple: int
-
 
     @property
     def adds_halves(self) -> bool:
