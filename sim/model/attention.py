@@ -14,10 +14,10 @@ from sim.model.kernels import (
     cast,
     chain,
     elementwise,
-    joint,
     linear,
     linear_operator,
     linear_parameters,
+    meeting,
     product,
     width,
 )
@@ -69,8 +69,8 @@ def attention_operators(
     projection, more = linear_operator(style, "projection", names[-1], style.query_width, style.hidden,
                                        source=style.act, saved=(attended,))
     elements = style.tokens * style.hidden
-    operators[0] = replace(operators[0], joint=joint(style, "column", elements))
-    projection = replace(projection, joint=joint(style, "row", elements))
+    operators[0] = meeting(style, operators[0], "column", elements)
+    projection = meeting(style, projection, "row", elements)
     return [*operators, projection], [*parameters, *more]
 
 

@@ -87,7 +87,8 @@ class Plan:
         sent = dispatched(self.scenario, self.stack, self.groups.get("expert"))
         self.compute = Compute(self.builder, self.stack, joints(
             self.stack, tuple(self.groups), sequence=parallel.sequence_parallel and parallel.tensor > 1,
-            pipelined=parallel.async_tensor, dispatched=sent, shares=hidden_by(self.scenario, self.stack) == "shared"))
+            pipelined=parallel.async_tensor, dispatched=sent, shares=hidden_by(self.scenario, self.stack) == "shared",
+            parts=parallel.tensor))
 
 
     @property

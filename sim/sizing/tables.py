@@ -105,7 +105,7 @@ class Layers:
         hidden = parallel.overlap_experts or overlap_habit(scenario, stack)
         compute = Compute(ProgramBuilder(("compute",), names), stack, joints(
             stack, names, sequence=parallel.sequence_parallel and parallel.tensor > 1, pipelined=parallel.async_tensor,
-            dispatched=sent, shares=hidden == "shared"))
+            dispatched=sent, shares=hidden == "shared", parts=parallel.tensor))
         items = [[compute.forward_items(layer.operators), *(
             compute.backward_items(layer.operators, weights) for weights in ("with", "without", "only")), *(
             compute.recomputed(layer, p) if layer.kind == "block" else () for p in POLICIES)]

@@ -27,6 +27,9 @@ class Joints:
         pipelined: products and collectives are cut into pieces that overlap (async tensor parallelism).
         keeps: gathered inputs are kept for backward (`Stack.gathered_inputs_kept`).
         shares: tokens travel to their experts and back beside the shared experts.
+        pieces: how such products reduce what they make (`Stack.tensor_pieces`).
+        parts: tensor ranks.
+        shared_scale: they scale what they gather in 8 bits alike (`Stack.shared_scale`).
     """
 
     calls: Calls
@@ -35,6 +38,9 @@ class Joints:
     pipelined: bool
     keeps: bool
     shares: bool = False
+    pieces: str = "ring"
+    parts: int = 1
+    shared_scale: bool = False
 
     def forward(self, operator: Operator) -> Items:
         """An operator's forward."""
@@ -69,7 +75,8 @@ class Joints:
             return context.gathered(self.calls, joint, kernels, direction)
         if joint.kind == "ring":
             return context.around(self.calls, joint, kernels, direction)
-        style = tensor.Style(self.sequence, self.hides, self.pipelined, self.keeps)
+        style = tensor.Style(self.sequence, self.hides, self.pipelined, self.keeps, self.pieces, self.parts,
+                             self.shared_scale)
         return tensor.around(self.calls, joint, kernels, direction, style)
 
 
@@ -98,9 +105,10 @@ class Uncut:
 
 
 def joints(stack: Stack, communicators: Sequence[str], *, sequence: bool, pipelined: bool,
-           dispatched: float = 1.0, shares: bool = False) -> Joints | Uncut:
+           dispatched: float = 1.0, shares: bool = False, parts: int = 1) -> Joints | Uncut:
     """Joints of a job whose programs have these communicators; see `Joints` and `Calls`."""
     calls = Calls(tuple(communicators), dispatched)
     if not any(name in communicators for name in ("tensor", "context", "expert")):
         return Uncut()
-    return Joints(calls, sequence, stack.tensor_overlap, pipelined, stack.gathered_inputs_kept, shares)
+    return Joints(calls, sequence, stack.tensor_overlap, pipelined, stack.gathered_inputs_kept, shares,
+                  stack.tensor_pieces, parts, stack.shared_scale)
