@@ -68,7 +68,8 @@ class WholeStage(Stage):
         self.data.gathers.begin()
         task = -1
         for position, layer in zip(chunk, self._layers(action.chunk), strict=True):
-            task = max(task, self.data.layer_forward(section, position, layer, gathers=True))
+            task = max(task, self.data.layer_forward(section, position, layer, gathers=True,
+                                                      name=f"chunk{action.chunk}"))
         return task
 
     def _backward(self, section: SectionBuilder, action: Action, micro: MicroStep, waiting: tuple[int, ...],
