@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
 
+from sim.hardware import gpu
 from sim.model import build, clip_kernels, optimizer_kernels, optimizer_state_bytes, optimizer_temporary_bytes
 from sim.model.architecture import Architecture, Layer, Parameter
 from sim.model.eager import rounded
@@ -88,7 +89,7 @@ class Plan:
         self.compute = Compute(self.builder, self.stack, joints(
             self.stack, tuple(self.groups), sequence=parallel.sequence_parallel and parallel.tensor > 1,
             pipelined=parallel.async_tensor, dispatched=sent, shares=hidden_by(self.scenario, self.stack) == "shared",
-            parts=parallel.tensor))
+            parts=parallel.tensor, sms=gpu(self.scenario.cluster.topology.gpu).sms))
 
 
     @property

@@ -111,6 +111,7 @@ class Stack:
             gathered again in backward.
         tensor_overlap: the reduction of a column-cut product's input gradient runs beside its weight gradient.
         tensor_pieces: how async tensor parallelism reduces a product's sums: ring (rank by rank) or quarters (of it).
+        tensor_margin_sms: SMs that a product reduced in quarters leaves to the reductions.
         pipeline_split: what stages get alike where the scenario does not say: blocks (their number) or cost (weights
             of blocks and head).
         pipeline_p2p: how stages pass tensors on unless overlap is asked for: synchronised (batched, then the host
@@ -212,6 +213,7 @@ class Stack:
     gathered_inputs_kept: bool
     tensor_overlap: bool
     tensor_pieces: str
+    tensor_margin_sms: int
     pipeline_split: str
     pipeline_p2p: str
     pipeline_reduction: str

@@ -30,7 +30,8 @@ def operators(year: int, compute: str = "fp8", **parallel: Any) -> tuple[Any, di
         "software": {"framework": "megatron", "year": year}})
     stack = stack_for("megatron", year, modules="megatron")
     block = next(layer for layer in build(scenario, stack, 1).stack if layer.kind == "block")
-    made = joints(stack, ("data", "tensor"), sequence=True, pipelined=scenario.parallel.async_tensor, parts=PARTS)
+    made = joints(stack, ("data", "tensor"), sequence=True, pipelined=scenario.parallel.async_tensor, parts=PARTS,
+                  sms=132)
     return made, {op.name: op for op in block.operators}
 
 
@@ -45,6 +46,9 @@ def test_fp8_recipes_of_2024_reduce_in_quarters_and_in_8_bits() -> None:
     assert told(made.forward(block["down"])) == [
         "quantise", ("reduce_scatter", WHOLE * 3 // 4, "tn"), ("reduce_scatter", WHOLE // 4, "")]
     assert told(made.forward(block["up"])) == ["quantise", ("all_gather", WHOLE, "tn")]
+    plain, piped = block["down"].forward[-1], made.forward(block["down"])[1].beside[0]
+    assert piped.shape == (1, round(TOKENS * 132 / 112), *plain.shape[2:])  # 20 SMs are the reductions'
+    assert piped.flops == plain.flops
 
 
 def test_later_ones_go_round_a_ring_and_share_scales() -> None:

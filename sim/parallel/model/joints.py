@@ -29,6 +29,7 @@ class Joints:
         shares: tokens travel to their experts and back beside the shared experts.
         pieces: how such products reduce what they make (`Stack.tensor_pieces`).
         parts: tensor ranks.
+        margin: SMs of the GPU over those of a product that is reduced in pieces (`Stack.tensor_margin_sms`).
         shared_scale: they scale what they gather in 8 bits alike (`Stack.shared_scale`).
     """
 
@@ -41,6 +42,7 @@ class Joints:
     pieces: str = "ring"
     parts: int = 1
     shared_scale: bool = False
+    margin: float = 1.0
 
     def forward(self, operator: Operator) -> Items:
         """An operator's forward."""
@@ -76,7 +78,7 @@ class Joints:
         if joint.kind == "ring":
             return context.around(self.calls, joint, kernels, direction)
         style = tensor.Style(self.sequence, self.hides, self.pipelined, self.keeps, self.pieces, self.parts,
-                             self.shared_scale)
+                             self.shared_scale, self.margin)
         return tensor.around(self.calls, joint, kernels, direction, style)
 
 
@@ -105,10 +107,10 @@ class Uncut:
 
 
 def joints(stack: Stack, communicators: Sequence[str], *, sequence: bool, pipelined: bool,
-           dispatched: float = 1.0, shares: bool = False, parts: int = 1) -> Joints | Uncut:
+           dispatched: float = 1.0, shares: bool = False, parts: int = 1, sms: int = 0) -> Joints | Uncut:
     """Joints of a job whose programs have these communicators; see `Joints` and `Calls`."""
     calls = Calls(tuple(communicators), dispatched)
     if not any(name in communicators for name in ("tensor", "context", "expert")):
         return Uncut()
     return Joints(calls, sequence, stack.tensor_overlap, pipelined, stack.gathered_inputs_kept, shares,
-                  stack.tensor_pieces, parts, stack.shared_scale)
+                  stack.tensor_pieces, parts, stack.shared_scale, sms / (sms - stack.tensor_margin_sms) if sms else 1.0)

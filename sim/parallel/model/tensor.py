@@ -9,6 +9,7 @@ reduced beside the weight gradient), `mappings.py`, `cross_entropy.py`; Megatron
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from sim.model.architecture import Joint
@@ -31,6 +32,7 @@ class Style(NamedTuple):
     pieces: str = "ring"
     parts: int = 1
     shared_scale: bool = False
+    margin: float = 1.0
 
 
 def around(calls: Calls, joint: Joint, kernels: Items, direction: str, style: Style) -> Items:
@@ -93,10 +95,13 @@ def _pieces(calls: Calls, joint: Joint, kind: str, product: Kernel, style: Style
     """A product whose partial sums are reduced while it runs.
 
     In a ring every rank's part is sent as soon as it is made and added up behind all of them. In quarters each is
-    reduced beside the next, the last alone, in the product's dtype. Source: TransformerEngine 1.9.0
-    csrc/comm_gemm_overlap.h, UbufP2PCommOverlap and UbufCommOverlap, split_overlap_rs.
+    reduced beside the next, the last alone, in the product's dtype, and the product leaves SMs to the reductions all
+    the time: it takes as long as one of `margin` times its rows on all of them. Source: TransformerEngine 1.9.0
+    csrc/comm_gemm_overlap.h, UbufP2PCommOverlap and UbufCommOverlap, split_overlap_rs (_math_sms).
     """
     if style.pieces == "quarters":
+        batch, rows, *others = product.shape
+        product = replace(product, shape=(batch, round(rows * style.margin), *others))
         dtype = product.dtype if DTYPE_BYTES[product.dtype] < DTYPE_BYTES[joint.dtype] else joint.dtype
         return (calls.call("tensor", kind, joint.elements * 3 / 4, dtype, (product,)),
                 calls.call("tensor", kind, joint.elements / 4, dtype))
