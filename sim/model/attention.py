@@ -14,14 +14,15 @@ from sim.model.kernels import (
     cast,
     chain,
     elementwise,
-    joint,
     linear,
     linear_operator,
     linear_parameters,
+    meeting,
     product,
     width,
 )
 from sim.model.relative import bias_backward, bias_forward, kept_bias
+from sim.model.ring import around_the_ring, below
 from sim.model.style import Style
 from sim.software import Stack
 from sim.work import Kernel
@@ -68,8 +69,8 @@ def attention_operators(
     projection, more = linear_operator(style, "projection", names[-1], style.query_width, style.hidden,
                                        source=style.act, saved=(attended,))
     elements = style.tokens * style.hidden
-    operators[0] = replace(operators[0], joint=joint(style, "column", elements))
-    projection = replace(projection, joint=joint(style, "row", elements))
+    operators[0] = meeting(style, operators[0], "column", elements)
+    projection = meeting(style, projection, "row", elements)
     return [*operators, projection], [*parameters, *more]
 
 
@@ -77,20 +78,14 @@ def core_operator(style: Style) -> Operator:
     """From queries, keys and values to the attention output: one fused kernel, or spelled out."""
     if style.gathers:
         return _gathered(style)
-    operator = _flash(style) if uses_flash(style) else _eager(style)
-    return operator if style.context == 1 else around_the_ring(style, operator)
-
-
-def around_the_ring(style: Style, operator: Operator) -> Operator:
-    """Attention of a slice of the sequence on all keys: as many steps as slices, each on the keys of one.
-
-    A causal mask is balanced by giving every slice an early and a late part, so that each step does half a square.
-    Source: Liu et al. 2023 (arXiv 2310.01889); Megatron-LM context parallelism (TransformerEngine, p2p).
-    """
+    fused = uses_flash(style)
+    operator = _flash(style) if fused else _eager(style)
+    if style.context == 1:
+        return operator
+    other = below(style) if fused else None
     elements = 2 * style.batch * style.keys * (style.query_width if _repeated(style) else style.kv_width)
-    return replace(operator, forward=operator.forward * style.context, backward=operator.backward * style.context,
-                   core_again=operator.core_again * style.context,
-                   joint=Joint("ring", elements, style.act))
+    return around_the_ring(style, operator, None if other is None else _flash(other), elements,
+                           fused and style.stack.ring_merges)
 
 
 def _gathered(style: Style) -> Operator:

@@ -7,6 +7,7 @@ launches every step; Inductor (`compile`) launches one kernel that reads the cha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from sim.model.architecture import Joint, Operator, Parameter, Tensor
 from sim.model.style import Style
@@ -121,17 +122,43 @@ def linear(
     return forward, backward
 
 
-def quantisation(style: Style, elements: int) -> Kernel:
+def meeting(style: Style, operator: Operator, kind: str, elements: int) -> Operator:
+    """An operator whose slices depend on one another (`joint`). A narrow input or gradient that comes together along
+    the sequence is quantised by every slice for its own tokens; backward transposes the whole for the weight gradient,
+    but where scales are of blocks: both copies are made of the wider tensor then, and travel.
+
+    Source: TransformerEngine 1.13.0 pytorch/module/base.py, grad_output_preprocess (cast_to_fp8, gather, fp8_transpose)
+    and layernorm_linear.py (ln_out is narrow before it is gathered); 2.8.0 likewise.
+    """
+    met = replace(operator, joint=joint(style, kind, elements))
+    if met.joint is None or not met.joint.gathered or not style.scattered:
+        return met
+    blocks = style.gemm == "mxfp8"
+    whole, own = quantisation(style, elements), quantisation(style, elements // style.tensor, copies=1 + blocks)
+    turned = () if blocks else (elementwise("transpose", elements, 2 * width(style.gemm), style.gemm),)
+
+    def quantised(kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
+        return tuple(own if kernel == whole else kernel for kernel in kernels)
+
+    def transposed(kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
+        at = next((i for i, k in enumerate(kernels) if k.op == "gemm" and k.variant == "nt"), None)
+        return tuple(kernels) if at is None else (*kernels[:at], *turned, *kernels[at:])
+    if kind == "column":
+        return replace(met, forward=quantised(met.forward), backward=transposed(met.backward))
+    return replace(met, backward=transposed(quantised(met.backward)))
+
+
+def quantisation(style: Style, elements: int, copies: int = 2) -> Kernel:
     """A tensor in the products' narrow dtype, as it is and transposed: tensor cores read fp8 operands along the inner
     dimension only, and backward reads each operand along the other one.
 
-    One kernel reads once and writes both (TransformerEngine `cast_transpose`); a scale from the tensor's own maximum
-    needs a pass before it, which scales per block (mxfp8) and delayed scales do not. Compiled, the maximum is found by
-    the kernel that makes the tensor (torchao float8 README: scaling and casting are left to torch.compile to fuse).
+    One kernel reads once and writes both `copies` (TransformerEngine `cast_transpose`); a scale from the tensor's own
+    maximum needs a pass before it, which scales per block (mxfp8) and delayed scales do not. Compiled, the maximum is
+    found by the kernel that makes the tensor (torchao float8 README: scaling and casting are left to torch.compile).
     """
     act, gemm = width(style.act), width(style.gemm)
     maximum = style.stack.narrow_amax_pass and style.gemm != "mxfp8" and not style.stack.compile
-    per_element = act + 2 * gemm + (act if maximum else 0.0)
+    per_element = act + copies * gemm + (act if maximum else 0.0)
     return elementwise("quantise", elements, per_element, style.gemm, 2 if maximum else 1)
 
 

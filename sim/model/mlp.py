@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sim.model.architecture import Operator, Parameter, Tensor
-from sim.model.kernels import cast, chain, elementwise, joint, linear, linear_operator, linear_parameters, width
+from sim.model.kernels import cast, chain, elementwise, linear, linear_operator, linear_parameters, meeting, width
 from sim.model.residual import dropout_operator
 from sim.model.style import Style
 from sim.work import Kernel
@@ -50,8 +50,7 @@ def mlp_operators(
     down, more = linear_operator(style, "down", down_name, style.ffn, style.hidden, source=arrives,
                                  saved=(product_input,))
     elements = style.tokens * style.hidden
-    up, down = (replace(operator, joint=joint(style, kind, elements)) for operator, kind in (
-        (up, "column"), (down, "row")))
+    up, down = meeting(style, up, "column", elements), meeting(style, down, "row", elements)
     return [up, *between, down], [*parameters, *more]
 
 

@@ -135,6 +135,19 @@ class Compute:
             return self.segment((*before, *again), (*back, *after))
         return self._once(layer, ("backward", policy, before, after), make)
 
+    def forward_parts(self, layer: Layer, cuts: tuple[int, ...]) -> list[int]:
+        """Forward cut in front of the operators numbered `cuts` (ascending); len(cuts) + 1 segments, a part without
+        kernels is -1."""
+        if not cuts:
+            return [self.forward(layer)]
+        marks = [0, *cuts, len(layer.operators)]
+
+        def make(part: int) -> int:
+            items = self.forward_items(layer.operators[marks[part]:marks[part + 1]])
+            return self.segment(items) if items else -1
+        return [self._once(layer, ("forward part", cuts, i), lambda i=i: make(i))  # type: ignore[misc]
+                for i in range(len(marks) - 1)]
+
     def backward_parts(self, layer: Layer, policy: str, cuts: tuple[int, ...],
                        per_parameter: Callable[[int], tuple[Kernel, ...]]) -> list[int]:
         """Backward cut after the operators numbered `cuts` (ascending in backward order, 0 = the last operator).

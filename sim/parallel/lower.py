@@ -14,8 +14,10 @@ from sim.model.tuning import tuned_of
 from sim.parallel.beside import beside as beside_tensors
 from sim.parallel.beside import residents
 from sim.parallel.data import bucketed, reductions
+from sim.parallel.data.pairs import write_pairs
 from sim.parallel.inference import Serving, lower_inference, run_of
 from sim.parallel.layout import REPLICAS, Layout, Ranks, equitable_classes, simulated_ranks
+from sim.parallel.model.expert import pairs
 from sim.parallel.pipeline.actions import TWO_CHUNKS
 from sim.parallel.pipeline.lower import lower_pipeline
 from sim.parallel.places import meets_others
@@ -95,7 +97,10 @@ def lower(scenario: Scenario, *, fold: bool = True) -> Lowered:
         plans, straddles = pipelined.plans, varied.places is not None
     else:
         technique = choose(scenario, stack, architecture, layout)
-        write(technique)
+        if isinstance(technique, bucketed.Bucketed) and pairs(scenario, stack):
+            write_pairs(technique)
+        else:
+            write(technique)
         plans, groups, straddles = [technique.plan], technique.plan.groups, True
         varied = variety(scenario, layout, groups)
     beside = [_outside(scenario, plan) for plan in plans]

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
 
+from sim.hardware import gpu
 from sim.model import build, clip_kernels, optimizer_kernels, optimizer_state_bytes, optimizer_temporary_bytes
-from sim.model.architecture import Architecture, Layer
+from sim.model.architecture import Architecture, Layer, Parameter
 from sim.model.eager import rounded
 from sim.model.kernels import quantisation
 from sim.network import latest
@@ -51,6 +52,8 @@ class Plan:
         communicators: names of the job's communicators, default the groups'.
         sibling: plan of another program of the same job; kernels and segments are shared with it.
         norm_groups: communicators over which the gradient norm is summed beside the data-parallel one.
+        stage: pipeline rank.
+        chunks: positions of each of a pipeline rank's chunks in its row of layers.
     """
 
     scenario: Scenario
@@ -64,6 +67,8 @@ class Plan:
     communicators: tuple[str, ...] = ()
     norm_groups: tuple[str, ...] = ()
     sibling: Plan | None = None
+    stage: int = 0
+    chunks: tuple[range, ...] = ()
     builder: ProgramBuilder = field(init=False)
     compute: Compute = field(init=False)
     offload: Offload = field(init=False)
@@ -83,7 +88,8 @@ class Plan:
         sent = dispatched(self.scenario, self.stack, self.groups.get("expert"))
         self.compute = Compute(self.builder, self.stack, joints(
             self.stack, tuple(self.groups), sequence=parallel.sequence_parallel and parallel.tensor > 1,
-            pipelined=parallel.async_tensor, dispatched=sent, shares=hidden_by(self.scenario, self.stack) == "shared"))
+            pipelined=parallel.async_tensor, dispatched=sent, shares=hidden_by(self.scenario, self.stack) == "shared",
+            parts=parallel.tensor, sms=gpu(self.scenario.cluster.topology.gpu).sms))
 
 
     @property
@@ -161,11 +167,16 @@ def micro_steps(scenario: Scenario) -> list[MicroStep]:
     return [MicroStep(size, i == 0, every or i == count - 1) for i, size in enumerate(sizes)]
 
 
+def opened(technique: Technique) -> None:
+    """What is held for the whole step, before its sections are written."""
+    technique.states()
+    batch(technique.plan)
+
+
 def write(technique: Technique) -> None:
     """Write the sections of one optimizer step into the technique's builder."""
     plan = technique.plan
-    technique.states()
-    batch(plan)
+    opened(technique)
     for micro, run in groupby(plan.micro_steps):
         section = plan.builder.section(f"micro-step of {micro.batch}" + (", reduced" if micro.reduce else ""))
         fetch_batch(plan.stack, section)
@@ -182,8 +193,12 @@ def _narrow_matrices(plan: Plan) -> int:
     compute = plan.scenario.training.precision.compute
     if not plan.stack.narrow_weights_cached or DTYPE_BYTES[compute] >= DTYPE_BYTES["bf16"]:
         return 0
-    return sum(p.numel for layer in plan.architecture.stack if layer.kind == "block" and layer.program is not None
-               for p in layer.parameters if len(p.shape) > 1)
+    return sum(p.numel for layer in plan.architecture.stack for p in layer.parameters if is_matrix(layer, p))
+
+
+def is_matrix(layer: Layer, parameter: Parameter) -> bool:
+    """Whether a parameter is a matrix of a block, which narrow products read."""
+    return layer.kind == "block" and layer.program is not None and len(parameter.shape) > 1
 
 
 def narrow_only(plan: Plan) -> int:

@@ -36,6 +36,10 @@ class MicroBatches:
 
     def of(self, label: Label) -> int | None:
         """The micro-batch of the next action with this label; None for what is no action of a chunk."""
+        first = _CHUNK.match(label.name)
+        if first and label.phase == "forward":  # layer by layer
+            self._counted["F", int(first[2])] = 1
+            return 0
         named = _CHUNK.match(label.layer)
         if not named or label.name not in _KINDS:
             return None
@@ -50,7 +54,8 @@ class MicroBatches:
 def boxes_of(result: Result) -> Boxes | None:
     """The boxes of all stages, of the replica with the critical rank; None if the job is no pipeline.
 
-    The last backward of a chunk may stand in the Program layer by layer: its layers, one behind the other, are one box.
+    The first forward and the last backward of a chunk may stand in the Program layer by layer: its layers, one behind
+    the other, are one box.
     Copies into and out of gradient buckets are none.
     """
     parallel = result.scenario.parallel
@@ -103,11 +108,13 @@ def _of_class(result: Result, number: int) -> list[_Box]:
                 boxes.append((simulated.program, "F", ahead, counted["F", ahead], start, (start + end) / 2))
                 counted["F", ahead] += 1
                 start = (start + end) / 2
-        elif label.phase == "backward" and label.layer in layers:
-            if joined:
+        elif label.layer in layers and (label.phase == "backward" or _CHUNK.match(label.name)):
+            of = _CHUNK.match(label.name)  # of a first forward, whose parameters come layer by layer
+            kind = label.phase[0].upper()
+            if joined and boxes[-1][1] == kind and (of is None or boxes[-1][2] == int(of[2])):
                 boxes[-1] = (*boxes[-1][:5], end)
                 continue
-            kind, chunk = "B", _ending(counted)
+            chunk = int(of[2]) if of else _ending(counted)
         else:
             joined = False
             continue

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sim.api import hardware_for
-from sim.hardware import Device
+from sim.hardware import Device, gpu
 from sim.hardware.outside import outside
 from sim.model import build, optimizer_state_bytes
 from sim.model.architecture import Architecture, Layer
@@ -105,7 +105,8 @@ class Layers:
         hidden = parallel.overlap_experts or overlap_habit(scenario, stack)
         compute = Compute(ProgramBuilder(("compute",), names), stack, joints(
             stack, names, sequence=parallel.sequence_parallel and parallel.tensor > 1, pipelined=parallel.async_tensor,
-            dispatched=sent, shares=hidden == "shared"))
+            dispatched=sent, shares=hidden == "shared", parts=parallel.tensor,
+            sms=gpu(scenario.cluster.topology.gpu).sms))
         items = [[compute.forward_items(layer.operators), *(
             compute.backward_items(layer.operators, weights) for weights in ("with", "without", "only")), *(
             compute.recomputed(layer, p) if layer.kind == "block" else () for p in POLICIES)]

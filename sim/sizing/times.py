@@ -76,8 +76,9 @@ class Times:
         return np.array(found)
 
     def _tail(self, table: Table, places: Places, name: str, schedule: str) -> tuple[Floats, Floats, Floats]:
-        """Of every rank: its gradients' reduction, the gather of parameters behind the optimizer, and the traffic that
-        adds one micro-batch's gradients to those before; shape (ranks,)."""
+        """Of every rank: its gradients' reduction, the gather of parameters behind the optimizer (beside the next
+        forward nothing of it is certain to show), and the traffic that adds one micro-batch's gradients to those
+        before; shape (ranks,)."""
         zero = np.zeros(len(places.numel))
         path, scenario = table.stack.gradient_path, table.scenario
         precision, replicas = scenario.training.precision, table.layout.sizes["data"] * table.layout.sizes["context"]
@@ -98,7 +99,9 @@ class Times:
         def moved(kind: str, width: float) -> Floats:
             return places.numel * table.alone.moved_s(table.layout, scenario, "data", kind, width)
 
-        gathered = moved("all_gather", DTYPE_BYTES[table.precision.gather]) if name == "zero1" else zero
+        hidden = path == "grad_buffer" and scenario.parallel.overlap and table.stack.gathers_ahead
+        exposed = name == "zero1" and not hidden
+        gathered = moved("all_gather", DTYPE_BYTES[table.precision.gather]) if exposed else zero
         return moved(kind, DTYPE_BYTES[precision.reduce]), gathered, added
 
     def _traffic(self, table: Table, numel: float, width: float) -> float:

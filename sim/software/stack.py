@@ -6,43 +6,13 @@ read from `profiles/*.yaml` (value, unit, source and confidence of each).
 
 from __future__ import annotations
 
-import operator
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-from sim.catalog import table
-from sim.errors import Fault, UserError, nearest
-
-#: The profile every other one descends from: it also holds the releases of each year.
-_ROOT = "pytorch"
-_COMPARE: dict[str, Callable[[Any, Any], bool]] = {
-    ">=": operator.ge, "<=": operator.le, "==": operator.eq, "<": operator.lt, ">": operator.gt,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """One line of a profile: a value with its unit, where it comes from and how sure it is.
-
-    Attributes:
-        range: least and largest value that the evidence allows, for a figure that may be fitted.
-    """
-
-    value: float | int | bool | str
-    unit: str
-    source: str
-    confidence: str
-    range: tuple[float, float] | None = None
-
-    @property
-    def free(self) -> bool:
-        """Whether the value is a figure that may be calibrated, not a documented choice of the software."""
-        return self.confidence in ("estimated", "inferred")
+from sim.software.facts import TRIED, facts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,27 +104,33 @@ class Stack:
         narrow_keeps_inputs: linear layers in fp8 and below keep their inputs and quantise again in backward; else they
             keep the narrow copies of inputs and weights.
         narrow_amax_pass: a tensor's scale comes from its own maximum, found in a pass before the cast.
+        shared_scale: tensor ranks agree on the scale of what they gather in 8 bits, by the largest of their maxima.
         narrow_weights_cached: weights are quantised once per optimizer step, not in every micro-step.
         narrow_parameters: the blocks' matrices are parameters in 8 bits, without a wider copy beside the master.
         narrow_gathers: what sequence parallelism gathers for narrow products travels in their dtype.
         gathered_inputs_kept: a column-cut product keeps its input as gathered along the sequence; else its own share,
             gathered again in backward.
         tensor_overlap: the reduction of a column-cut product's input gradient runs beside its weight gradient.
+        tensor_pieces: how async tensor parallelism reduces a product's sums: ring (rank by rank) or quarters (of it).
+        tensor_margin_sms: SMs that a product reduced in quarters leaves to the reductions.
         pipeline_split: what stages get alike where the scenario does not say: blocks (their number) or cost (weights
             of blocks and head).
         pipeline_p2p: how stages pass tensors on unless overlap is asked for: synchronised (batched, then the host
             waits for the GPU), in turn (as well, but transfer by transfer), stream (the next kernels wait, the host
             does not).
-        pipeline_reduction: when stages reduce their gradients if overlap is asked for: beside the last backward, or
-            behind it.
+        pipeline_reduction: when stages reduce gradients if overlap is asked for: beside the last backward, behind it,
+            or aligned (beside it, but of chunks that take turns behind each one's last).
+        bucket_elements: of Megatron's buckets, before they grow with the number of ranks.
+        buckets_joined: buckets of what is not in 8 bits travel with the last of those that are.
+        gathers_ahead: updated parameters are gathered beside the next forward if overlap is asked for.
         partition_reduction: how DeepSpeed's ZeRO-2 brings a bucket to its owners: reduce_scatter, reduce (slice by
             slice) or all_reduce; whole_reduction: how its ZeRO-1, behind the last backward.
         listed_gathers: DeepSpeed's ZeRO-1 and 2 gather updated parameters into lists of tensors.
         checks_in_double: the optimizer looks its part's gradients through tensor by tensor, in copies in fp32 and fp64.
         bucket_waits: the host waits for the device in front of every overlapped reduction of a bucket.
-        partitioned_tensors: what tensor ranks pass on in shares is DeepSpeed's PartitionedTensor: gathered into zeros,
-            copied and cloned, and a stage's own output once more before backward.
+        partitioned_tensors: what tensor ranks pass on in shares is DeepSpeed's PartitionedTensor: gathered and copied.
         overlap_interleaved: the interleaved schedule passes tensors on beside compute unless told otherwise.
+        ring_merges: what the steps of ring attention make is put together by kernels of their own.
         kv_cache: how inference's cache grows: concatenated (written anew with every token) or in_place.
         quantised_products: products with weights of fewer than 16 bits: expanded (a kernel of its own makes 16-bit
             weights; int8 runs on quantised activations) or fused (the product reads them as stored).
@@ -233,15 +209,21 @@ class Stack:
     offload_streams: bool
     narrow_keeps_inputs: bool
     narrow_amax_pass: bool
+    shared_scale: bool
     narrow_weights_cached: bool
     narrow_parameters: bool
     narrow_gathers: bool
     kernel_loading: str
     gathered_inputs_kept: bool
     tensor_overlap: bool
+    tensor_pieces: str
+    tensor_margin_sms: int
     pipeline_split: str
     pipeline_p2p: str
     pipeline_reduction: str
+    bucket_elements: int
+    buckets_joined: bool
+    gathers_ahead: bool
     partition_reduction: str
     whole_reduction: str
     listed_gathers: bool
@@ -249,10 +231,10 @@ class Stack:
     bucket_waits: bool
     partitioned_tensors: bool
     overlap_interleaved: bool
+    ring_merges: bool
     kv_cache: str
     quantised_products: str
     vocabulary_multiple: int
-
 
     @property
     def adds_halves(self) -> bool:
@@ -263,42 +245,6 @@ class Stack:
 
 #: Fields of `Stack` that are not facts of a profile.
 _GIVEN = ("framework", "modules", "compile")
-
-
-def profile_names() -> list[str]:
-    """Names of the profiles, sorted, for messages and `drystep list`."""
-    return sorted(path.stem for path in (Path(__file__).parent / "profiles").glob("*.yaml"))
-
-
-def _profile(name: str) -> dict[str, Any]:
-    """A profile as written. Each has a file of its own, so that a run parses only the ones it needs."""
-    return table(f"software/profiles/{name}.yaml")
-
-
-def facts_of(
-    framework: str, year: int, compile_: bool = False, versions: Mapping[str, str] | None = None,
-    fused: bool = True, cuda_graphs: bool = False, modules: str = "plain",
-) -> dict[str, Fact]:
-    """Every fact of a profile in an era, with unit, source and confidence.
-
-    Raises:
-        UserError: no profile of that name.
-    """
-    names = profile_names()
-    if framework not in names:
-        message = f"unknown framework '{framework}'; known: {', '.join(names)}"
-        raise UserError(Fault(message, field="software.framework", hint=nearest(framework, names)))
-    releases = _profile(_ROOT)["releases"]
-    known = {name: _release(by_year, year) for name, by_year in releases.items()} | dict(versions or {})
-    switches = {"compile": compile_, "cuda_graphs": cuda_graphs, "fused": fused, f"{modules}_modules": True}
-    given = {f"{name}_given": True for name in versions or {}}
-    lines: dict[str, dict[str, Any]] = {}
-    for profile in _lineage(framework):
-        _override(lines, profile["facts"])
-        for era in profile.get("eras", ()):
-            if all(_holds(key, wanted, year, known, switches | given) for key, wanted in era["when"].items()):
-                _override(lines, era["facts"])
-    return {name: _fact(line) for name, line in lines.items()}
 
 
 def stack_for(
@@ -332,97 +278,13 @@ def _stack(
     return Stack(framework=framework, modules=modules, compile=compile_, **values)
 
 
-def free_figures(name: str) -> dict[tuple[str, str], Fact]:
-    """Figures that may be fitted, by (profile that states them, figure): a profile's own and those it inherits.
-
-    They are the facts with a range whose value is a judgement (`Fact.free`). A figure that an era states is named with
-    the era: "product_rate (year >=2022)".
-    """
-    found: dict[tuple[str, str], Fact] = {}
-    stated = _stated(name)
-    units = {fact: line["unit"] for _, profile in stated for fact, line in profile["facts"].items() if "unit" in line}
-    for where, profile in stated:
-        found = {key: value for key, value in found.items() if key[1] not in profile["facts"]}
-        for era in ({"facts": profile["facts"]}, *profile.get("eras", ())):
-            for fact, line in era["facts"].items():
-                if "range" in line and (made := _fact({"unit": units[fact], **line})).free:
-                    found[where, _figure(fact, era)] = made
-    return found
-
-
-def _figure(fact: str, era: Mapping[str, Any]) -> str:
-    """What a fact is called as a free figure."""
-    when = ", ".join(f"{key} {wanted}" for key, wanted in era.get("when", {}).items())
-    return f"{fact} ({when})" if when else fact
-
-
-def _fact(line: Mapping[str, Any]) -> Fact:
-    """A line as a fact."""
-    return Fact(**{**line, "range": tuple(line["range"]) if "range" in line else None})
-
-
-def _stated(name: str) -> list[tuple[str, dict[str, Any]]]:
-    """(name, profile as written) of a profile and its ancestors, eldest first."""
-    profile = _profile(name)
-    parent = profile.get("inherits")
-    return [*(_stated(parent) if parent else ()), (name, profile)]
-
-
-#: Values put in the place of facts, by (profile, fact): see `trial`.
-_TRIAL: dict[tuple[str, str], float] = {}
-
-
 @contextmanager
 def trial(values: Mapping[tuple[str, str], float]) -> Iterator[None]:
     """Stacks with other values of `free_figures`, for as long as the context lasts."""
-    _TRIAL.update(values)
+    TRIED.update(values)
     _stack.cache_clear()
     try:
         yield
     finally:
-        _TRIAL.clear()
+        TRIED.clear()
         _stack.cache_clear()
-
-
-def _lineage(name: str) -> list[dict[str, Any]]:
-    """The profile after all its ancestors, eldest first."""
-    profile = _profile(name)
-    parent = profile.get("inherits")
-    tried = {fact: value for (where, fact), value in _TRIAL.items() if where == name}
-    if tried:
-        own, *eras = (era | {"facts": {fact: line | {"value": tried.get(_figure(fact, era), line["value"])}
-                                       for fact, line in era["facts"].items()}}
-                      for era in ({"facts": profile["facts"]}, *profile.get("eras", ())))
-        profile = profile | own | {"eras": eras}
-    return [*(_lineage(parent) if parent else ()), profile]
-
-
-def _override(lines: dict[str, dict[str, Any]], facts: Mapping[str, dict[str, Any]]) -> None:
-    """Lay facts over those of an ancestor. A fact keeps the unit it was introduced with."""
-    for name, line in facts.items():
-        lines[name] = {"unit": lines[name]["unit"], **line} if name in lines else line
-
-
-def _release(by_year: Mapping[int, str], year: int) -> str:
-    """The latest release of a year not after `year` (the first one for earlier years)."""
-    past = [y for y in by_year if y <= year]
-    return by_year[max(past) if past else min(by_year)]
-
-
-def _holds(
-    key: str, wanted: str | bool, year: int, versions: Mapping[str, str], switches: Mapping[str, bool],
-) -> bool:
-    """Whether one condition of an era is met. A version that is not a number ("triton") meets none."""
-    if isinstance(wanted, bool):
-        return switches.get(key, False) == wanted
-    match = re.fullmatch(r"([<>=]{1,2})([\d.]+)", wanted)
-    if match is None:
-        raise ValueError(f"software profiles: condition {key}: {wanted!r} is not a comparison")
-    actual = (year,) if key == "year" else _version(versions[key])
-    return bool(actual) and _COMPARE[match[1]](actual, _version(match[2]))
-
-
-def _version(text: str) -> tuple[int, ...]:
-    """The leading numbers of a version, e.g. "2.1.0a3" → (2, 1, 0); () when it has none."""
-    match = re.match(r"\d+(\.\d+)*", text)
-    return tuple(int(part) for part in match[0].split(".")) if match else ()

@@ -95,11 +95,11 @@ def test_pieces_of_the_first_rank_are_its_share_of_every_bucket(ranks: int, cuts
     buckets, at = [], 0
     for cut in cuts:
         taken = numels[at:at + cut]
-        buckets += [Bucket(sum(taken), 0, 0)] if taken else []
+        buckets += [Bucket(sum(taken), 0, 0, parts=(tuple(taken),))] if taken else []
         at += cut
     if numels[at:]:
-        buckets.append(Bucket(sum(numels[at:]), 0, 0))
-    pieces = fragments(architecture, buckets, ranks)
+        buckets.append(Bucket(sum(numels[at:]), 0, 0, parts=(tuple(numels[at:]),)))
+    pieces = fragments(buckets, ranks)
     assert sum(pieces) == sum(-(-bucket.numel // ranks) for bucket in buckets)
     assert all(piece > 0 for piece in pieces)
     if ranks == 1:

@@ -125,7 +125,7 @@ def test_a_tied_table_is_held_by_both_ends_and_its_gradients_added_up() -> None:
 def test_context_passes_keys_and_values_round_the_ring() -> None:
     found = totals(scenario(context=4, micro_batches=4))
     assert found["forward", "send", 4] == 4 * LAYERS * 3
-    assert found["backward", "send", 4] == 4 * LAYERS * 4  # with their gradients, and these once more home
+    assert found["backward", "send", 4] == 4 * LAYERS * 4  # keys and values, with gradients twice, gradients home
 
 
 def test_context_gathers_keys_and_values_at_once() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.api import machine_for
+from sim.api import machine_for, run
 from sim.engine import simulate
 from sim.errors import UserError
 from sim.parallel import lower
@@ -75,7 +75,7 @@ def scenario(overlap: str | None, year: int = 2024, **changes: Any) -> dict[str,
     return {"name": "experts", "cluster": {"topology": "dgx-a100-80g", "nodes": 2},
             "model": {"kind": "decoder", "layers": 8, "hidden": 4096, "heads": 32, "ffn": 8192, "vocab": 1024,
                       "tied_embeddings": False, "gated_mlp": True, "positions": "rotary", "max_positions": 2048,
-                      "moe": {"experts": 8, "top_k": 2, "expert_ffn": 4096, "shared_experts": 1,
+                      "moe": {"experts": 16, "top_k": 2, "expert_ffn": 4096, "shared_experts": 1,
                               **changes.pop("moe", {})}},
             "training": {"micro_batch": 1, "global_batch": 64, "sequence": 2048, "precision": "megatron-bf16",
                          **changes.pop("training", {})},
@@ -170,3 +170,50 @@ def test_what_has_nothing_to_hide_behind_is_refused(overlap: str, changes: dict[
         lower(resolve(scenario(overlap, **changes)))
     assert [fault.field for fault in caught.value.faults] == ["parallel.overlap_experts"]
     assert message in caught.value.faults[0].message
+
+
+def alone(overlap: str, year: int = 2024, **changes: Any) -> dict[str, Any]:
+    return scenario(overlap, year, parallel={"pipeline": 1, "virtual_stages": 1, "schedule": "1f1b", "expert": 16,
+                                       **changes.pop("parallel", {})}, **changes)
+
+
+@settings(max_examples=10, deadline=None)
+@given(tensor=st.sampled_from([1, 2]), first_dense=st.integers(0, 2), recompute=st.sampled_from(["none", "selective"]))
+def test_micro_batches_without_a_pipeline_do_the_same_work_together(tensor: int, first_dense: int,
+                                                                    recompute: str) -> None:
+    asked = {"tensor": tensor, "sequence_parallel": tensor > 1, "expert": 16 // tensor}
+    made = [lower(resolve(alone(one, parallel=asked, moe={"first_dense": first_dense},
+                                training={"recompute": recompute}))).job for one in ("none", "batches")]
+    plain, hidden = (kernels_of(job.programs[0]) for job in made)
+    assert plain == hidden
+    moved = [Counter[str]() for _ in made]
+    for totals, job in zip(moved, made, strict=True):
+        for row in traffic_totals(job, 0):
+            totals[row["kind"]] += row["bytes"]
+    assert moved[0] == moved[1]
+
+
+def test_the_first_forward_and_the_last_backward_are_alone() -> None:
+    """Four micro-batches: a forward, three times both, a backward (combined_1f1b.py)."""
+    resolved = resolve(alone("batches", training={"global_batch": 64}))
+    program = lower(resolved).job.programs[0]
+    names = [program.sections[number].name.split(" of ")[0] for number, _ in program.schedule]
+    assert resolved.micro_steps == 4 and [repeats for _, repeats in program.schedule] == [1, 1, 2, 1, 1]
+    assert names == ["forward", "forward", "forward", "backward", "optimizer step"]
+    assert step_s(alone("batches")) < 0.97 * step_s(alone("none"))
+
+
+def test_two_micro_batches_together_keep_little_more_than_one() -> None:
+    """What the one's forward keeps the other's backward has let go, but for a layer."""
+    one, two = (run(resolve(alone(overlap))).memory.use for overlap in ("none", "batches"))
+    assert one.peak_allocated_bytes < two.peak_allocated_bytes
+    assert two.peak_allocated_bytes - one.peak_allocated_bytes < 0.5 * one.at_peak["activations"]
+
+
+def test_without_a_pipeline_it_is_asked_for_alone() -> None:
+    """Recipes overlap two micro-batches with virtual stages; those without a pipeline do not unless told."""
+    mapping = alone("none", 2026, training={"precision": "fp8"})
+    mapping["cluster"]["topology"] = "hgx-b200"
+    del mapping["parallel"]["overlap_experts"]
+    resolved = resolve(mapping)
+    assert hidden_by(resolved, lower(resolved).stack) == "none"

@@ -20,13 +20,13 @@ MODEL = {"kind": "decoder", "layers": 8, "hidden": 512, "heads": 8, "vocab": 102
          "positions": "learned", "norm": "layernorm", "bias": True, "tied_embeddings": False}
 
 
-def run(**parallel: Any) -> Result:
+def run(year: int = 2023, **parallel: Any) -> Result:
     """4 stages and 8 micro-batches, 2 pipelines side by side."""
     return sim.run(resolve({
         "name": "pipeline", "cluster": {"topology": "dgx-a100-80g", "nodes": 1}, "model": MODEL,
         "training": {"micro_batch": 1, "global_batch": 16, "sequence": 256, "precision": "megatron-bf16"},
         "parallel": {"strategy": "ddp", "pipeline": 4, **parallel},
-        "software": {"framework": "megatron", "year": 2023}}))
+        "software": {"framework": "megatron", "year": year}}))
 
 
 def boxes(result: Result) -> Boxes:
@@ -36,7 +36,9 @@ def boxes(result: Result) -> Boxes:
 
 
 @pytest.mark.parametrize("parallel", [
-    {}, {"schedule": "gpipe"}, {"schedule": "interleaved", "virtual_stages": 2}, {"schedule": "zb-h1"}])
+    {}, {"schedule": "gpipe"}, {"schedule": "interleaved", "virtual_stages": 2}, {"schedule": "zb-h1"},
+    {"strategy": "zero1", "year": 2025}, {"strategy": "zero1", "year": 2025, "schedule": "zb-v", "virtual_stages": 2},
+    {"strategy": "zero1", "year": 2025, "schedule": "interleaved", "virtual_stages": 2}])
 def test_every_action_is_a_box(parallel: dict[str, Any]) -> None:
     found = boxes(run(**parallel))
     kinds = "FBW" if "zb" in str(parallel) else "FB"

@@ -9,37 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil
 
 from sim.model.architecture import Layer
 from sim.parallel.activations import GRADIENT_POOL, Activations
 from sim.parallel.compute import traffic_kernel
-from sim.parallel.construction import (
-    APART,
-    FLATTENED,
-    REMAPPED,
-    cloned_into_one,
-    moved_into_one,
-    remapped,
-    stepped,
-    widened,
-)
-from sim.parallel.data.buckets import Bucket, fragments
+from sim.parallel.data.buckets import Bucket
 from sim.parallel.data.by_rank import gather_by_rank
+from sim.parallel.data.gathers import Gathers
+from sim.parallel.data.held import Held
 from sim.parallel.data.partition import gather_parameters, look_through
-from sim.parallel.outputs import stage_outputs
 from sim.parallel.step import (
     COMPUTE,
     MicroStep,
     Plan,
     collective,
-    frozen_bytes,
-    narrow_only,
     narrow_weights,
-    state_bytes,
     update,
     update_in_backward,
-    weight_placeholders,
 )
 from sim.program import Label, SectionBuilder
 from sim.work import DTYPE_BYTES, Kernel
@@ -72,6 +58,10 @@ class Reduction:
         flattened: whole gradients are copied into one buffer bucket by bucket behind backward and back; then a rank
             keeps those of its part alone, unless they are sums that last.
         listed: gathers of parameters go over lists of tensors.
+        gathers: how updated parameters are gathered bucket by bucket: behind (the optimizer), used (beside the next
+            forward, as modules come to use them), aligned (so, chunks of a pipeline rank ahead of their turn); "" where
+            they are not, or by `gather_elements`.
+        chunkwise: a chunk's buckets are reduced behind its last backward, not beside it.
     """
 
     buckets: list[Bucket]
@@ -92,6 +82,8 @@ class Reduction:
     norm_of_all: bool = False
     flattened: bool = False
     listed: bool = False
+    gathers: str = ""
+    chunkwise: bool = False
 
 
 def sums_wide(plan: Plan, split: bool) -> bool:
@@ -103,7 +95,7 @@ def sums_wide(plan: Plan, split: bool) -> bool:
             and not split and DTYPE_BYTES[precision.gradients] > DTYPE_BYTES[precision.parameters])
 
 
-class Bucketed:
+class Bucketed(Held):
     """Lowering of one job; see the module."""
 
     def __init__(self, plan: Plan, reduction: Reduction) -> None:
@@ -118,6 +110,7 @@ class Bucketed:
         self.sums_wide = sums_wide(plan, reduction.gradient_shards > 1)
         self.width = DTYPE_BYTES[self.precision.gradients]
         self.gradients: dict[int, int] = {}  # bytes that layers have left behind, by position
+        self.gathers = Gathers(plan, [bucket for bucket in reduction.buckets if self.ranks(bucket)])
         self.numbers = {id(bucket): number for number, bucket in enumerate(reduction.buckets)}
         self.cuts: dict[int, list[tuple[int, list[Bucket]]]] = {}
         for bucket in reduction.buckets:
@@ -127,115 +120,47 @@ class Bucketed:
             else:
                 at.append((bucket.operator, [bucket]))
 
-    def states(self) -> None:
-        """Parameters whole; master copy and optimizer states split over `shards`."""
-        numel = self.plan.architecture.parameters
-        part = self.plan.share(self.reduction.shards > 1)
-        stack = self.plan.architecture.stack
-        self.plan.resident("frozen parameters", frozen_bytes(stack), "parameters",
-                           [size for layer in stack for tensor in layer.frozen for size in tensor.pieces])
-        each = [p.numel for layer in stack for p in layer.parameters]
-        one = self.storage != APART
-        for category, width in state_bytes(self.plan).items():
-            if category == "parameters":
-                kept = numel - narrow_only(self.plan)
-                self.plan.resident(category, kept * width, category,
-                                   [n * width for n in each] if kept == numel and not one else [])
-            elif category == "gradients":
-                if self.reduction.resident_gradients or self.sums_wide:
-                    self.plan.resident(category, numel * width, category)
-            elif not self.offload.moves_optimizer:
-                copies = 2 if category == "optimizer_states" else 1
-                self.plan.resident(category, part * width, category,
-                                   [n * width / copies for n in self.kept(each, part) for _ in range(copies)])
-        self.construction(each)
-        if self.offload.moves_optimizer:
-            self.host_states(part)
-        if not self.reduction.transient:
-            width = self.reduction.buffer_bytes / max(1, numel)
-            self.plan.resident("gradient buckets", self.reduction.buffer_bytes, "buffers",
-                               [bucket.numel * width for bucket in self.reduction.buckets] if width else [])
-        outputs = stage_outputs(self.plan)
-        self.plan.resident("stage outputs", sum(outputs), "logits", outputs)
-        placeholders = weight_placeholders(stack)
-        self.plan.resident("weight placeholders", sum(placeholders), "workspace", placeholders)
-
-    def kept(self, each: list[int], part: int) -> list[int]:
-        """Elements of each tensor of the master copy and of an optimizer state."""
-        if self.storage == FLATTENED:
-            return [part]
-        if self.reduction.shards == 1:
-            return each
-        if self.reduction.by_rank:
-            return [-(-n // self.reduction.shards) for n in each]
-        if self.reduction.resident_gradients and not self.plan.routed:
-            return fragments(self.plan.architecture, self.reduction.buckets, self.reduction.shards)
-        return [part]
-
-    @property
-    def storage(self) -> str:
-        """How this technique stores parameters; only what has wider master parameters is flattened or remapped."""
-        storage = self.plan.stack.parameter_storage
-        remaps = self.reduction.kind != "all_reduce" or self.plan.replicas == 1  # recipes ask for it on any number
-        wide = self.precision.master != "none" and DTYPE_BYTES[self.precision.master] > self.width_of_parameters
-        if not wide or narrow_only(self.plan) or (storage == REMAPPED and not remaps):
-            return APART
-        return storage
-
-    @property
-    def width_of_parameters(self) -> float:
-        """Bytes of an element of the model's parameters."""
-        return DTYPE_BYTES[self.precision.parameters]
-
-    def construction(self, each: Sequence[int]) -> None:
-        """What is made on the way to parameters, master copy and states, and gone before the first step."""
-        builder, width, storage = self.plan.builder, self.width_of_parameters, self.storage
-        whole = [ceil(n * width) for n in each]
-        if storage == REMAPPED:
-            builder.construction["parameters"] = remapped(whole)
-        if storage != FLATTENED:
-            return
-        split = self.plan.scenario.parallel.strategy in ("zero1", "zero2")
-        builder.construction["parameters"] = moved_into_one(whole) if split else cloned_into_one(whole)
-        master, states = (builder.tensors.get(name) for name in ("master_parameters", "optimizer_states"))
-        if master:
-            builder.construction["master_parameters"] = widened([ceil(n * width / DTYPE_BYTES[self.precision.master])
-                                                                 for n in master], master)
-        if states and master and not self.offload.pages_optimizer:
-            builder.construction["optimizer_states"] = stepped(sum(master), states)
-
-    def host_states(self, numel: int) -> None:
-        """Host memory of an offloading optimizer; accumulated gradients have a pinned buffer in the model's dtype."""
-        self.offload.hold_optimizer(numel)
-        if len(self.plan.micro_steps) > 1:
-            self.offload.hold("accumulated gradients", numel * self.width, "gradients", pinned=True)
-
     # ------------------------------------------------------------------------------------------- micro-step
     def micro_step(self, section: SectionBuilder, micro: MicroStep) -> None:
         """Forward, then backward with every complete bucket on its way."""
-        stack = self.plan.model(micro.batch).stack
-        keep = self.keeps_gradients(micro)
-        memory = Activations(self.plan, section, len(stack), keep_gradients=keep)
-        for position, layer in enumerate(stack):
-            label = Label(self.plan.architecture.names[position], "forward", layer.kind)
+        memory = Activations(self.plan, section, len(self.plan.architecture.stack),
+                             keep_gradients=self.keeps_gradients(micro))
+        self.forward(section, micro, memory)
+        self.backward(section, micro, memory)
+
+    def forward(self, section: SectionBuilder, micro: MicroStep, memory: Activations) -> None:
+        """Forward of all layers, updated parameters on their way in the first."""
+        self.gathers.begin()
+        for position, layer in enumerate(self.plan.model(micro.batch).stack):
             memory.forward(position, layer)
-            section.kernels(COMPUTE, self.plan.compute.forward(layer), label)
+            self.layer_forward(section, position, layer, self.gathers_in(micro))
+
+    def backward(self, section: SectionBuilder, micro: MicroStep, memory: Activations) -> None:
+        """Backward of all layers, with every complete bucket on its way."""
+        stack = self.plan.model(micro.batch).stack
         if micro.reduce and not self.reduction.flattened:
             self.open_buckets(section)
         late: list[Bucket] = []
         for position in range(len(stack) - 1, -1, -1):
-            left = memory.backward(position, stack[position])
-            self.gradients[position] = self.gradients.get(position, 0) + left
+            self.leave(position, memory.backward(position, stack[position]))
             late += self.layer_backward(section, position, stack[position], micro)
             if self.at_once and stack[position].parameters:
                 update_in_backward(self.plan, section, self.plan.architecture.names[position],
                                    [p.numel for p in stack[position].parameters])
             if self.reduction.gradient_shards > 1 and micro.first and not self.offload.moves_optimizer:
                 self.shard(section, position, stack[position])
-            if micro.reduce and self.reduction.views and not keep:
+            if micro.reduce and self.reduction.views and not self.keeps_gradients(micro):
                 self.drop_gradients(section, position)
+        self.backward_done(section, micro, late)
+
+    def leave(self, position: int, size_bytes: int) -> None:
+        """Gradients that a layer leaves behind."""
+        self.gradients[position] = self.gradients.get(position, 0) + size_bytes
+
+    def backward_done(self, section: SectionBuilder, micro: MicroStep, late: Sequence[Bucket]) -> None:
+        """What comes behind a backward: buckets that are reduced there, and the wait for all."""
         if self.reduction.narrow:
-            for position in range(len(stack)):
+            for position in range(len(self.plan.architecture.stack)):
                 self.drop_gradients(section, position)
         if micro.reduce and self.reduction.flattened:
             self.open_buckets(section)
@@ -243,6 +168,19 @@ class Bucketed:
             self.reduce(section, bucket, (), micro)
         if micro.reduce:
             self.finish(section)
+
+    def gathers_in(self, micro: MicroStep) -> bool:
+        """Whether a micro-step's forward waits for updated parameters on their way."""
+        return micro.first and self.reduces and self.reduction.gathers == "used"
+
+    def layer_forward(self, section: SectionBuilder, position: int, layer: Layer, gathers: bool,
+                      name: str = "") -> int:
+        """Forward of one layer, its parameters on their way if it `gathers`; returns its last task. It is called by
+        its kind, or `name`."""
+        label = Label(self.plan.architecture.names[position], "forward", name or layer.kind)
+        if gathers:
+            return self.gathers.forward(section, position, layer, label)
+        return section.kernels(COMPUTE, self.plan.compute.forward(layer), label)
 
     def layer_backward(self, section: SectionBuilder, position: int, layer: Layer, micro: MicroStep) -> list[Bucket]:
         """Backward of one layer, cut where buckets complete; returns buckets that wait for the end of backward."""
@@ -383,6 +321,8 @@ class Bucketed:
             self.drop_gradients(section, position)
         if self.reduction.by_rank and self.reduces:
             gather_by_rank(self.plan, section, task)
+        elif self.reduction.gathers == "behind" and self.reduces:
+            self.gathers.behind(section, task)
         elif self.reduction.gather_elements and self.reduces:
             gather_parameters(self.plan, section, self.reduction.gather_elements, self.reduction.listed, task)
         narrow_weights(self.plan, section)

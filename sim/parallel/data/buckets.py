@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from sim.model.architecture import Architecture
+from sim.model.architecture import Architecture, Layer, Parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +17,18 @@ class Bucket:
         position: layer of the stack whose backward completes it.
         operator: index of the completing operator, counted in backward order (0 = the layer's last operator).
         group: communicator it is reduced over: of all replicas, or of the ranks that hold the same experts.
+        parts: elements of each gradient, of every buffer whose buckets travel in one call, where that is told.
+        wide: elements whose parameters are gathered in a wider dtype than the others'.
+        chunk: the pipeline chunk whose parameters they are.
     """
 
     numel: int
     position: int
     operator: int
     group: str = "data"
+    parts: tuple[tuple[int, ...], ...] = ()
+    wide: int = 0
+    chunk: int = 0
 
 
 #: Which gradients a row of buckets takes: those of routed experts, the others, or all (None).
@@ -43,64 +49,75 @@ def apart(make: Callable[[Routed, str], list[Bucket]], experts: bool) -> list[Bu
     return sorted([*make(False, "data"), *make(True, "expert_data")], key=lambda b: (-b.position, b.operator))
 
 
-def ready_order(architecture: Architecture, routed: Routed = None) -> list[tuple[int, int, int]]:
-    """(position, operator in backward order, elements) of every gradient, in the order in which they become ready."""
+#: Whether a bucket takes a parameter of a layer.
+Chosen = Callable[[Layer, Parameter], bool]
+
+
+def ready_order(architecture: Architecture, routed: Routed = None, within: range | None = None,
+                chosen: Chosen | None = None) -> list[tuple[int, int, int]]:
+    """(position, operator in backward order, elements) of every gradient, in the order in which they become ready.
+
+    Args:
+        within: positions of the layers, default all.
+        chosen: which parameters of those count, default all.
+    """
     order: list[tuple[int, int, int]] = []
     of_layer: dict[int, list[tuple[int, int]]] = {}
-    for position in range(len(architecture.stack) - 1, -1, -1):
+    for position in reversed(range(len(architecture.stack)) if within is None else within):
         layer = architecture.stack[position]
         if id(layer) not in of_layer:
             of_layer[id(layer)] = [(i, p.numel) for i, op in enumerate(reversed(layer.operators))
-                                   for p in op.parameters if routed is None or p.routed == routed]
+                                   for p in op.parameters if (routed is None or p.routed == routed)
+                                   and (chosen is None or chosen(layer, p))]
         order.extend((position, i, numel) for i, numel in of_layer[id(layer)])
     return order
 
 
 def fill(architecture: Architecture, first_limit: float, limit: float, routed: Routed = None,
-         group: str = "data") -> list[Bucket]:
+         group: str = "data", within: range | None = None, chosen: Chosen | None = None) -> list[Bucket]:
     """Buckets by PyTorch's rule: add the gradient, *then* close when the bucket has reached its limit.
 
     Args:
         first_limit, limit: elements; the first bucket closes earlier (1 MiB), so that communication starts early.
+        within, chosen: as in `ready_order`.
 
     Source: PyTorch `reducer.cpp`, `compute_bucket_assignment_by_size`.
     """
     buckets: list[Bucket] = []
+    part: list[int] = []
     filled, place = 0, (0, 0)
-    for position, operator, numel in ready_order(architecture, routed):
+    for position, operator, numel in ready_order(architecture, routed, within, chosen):
         filled, place = filled + numel, (position, operator)
+        part.append(numel)
         if filled >= (limit if buckets else first_limit):
-            buckets.append(Bucket(filled, *place, group))
-            filled = 0
+            buckets.append(Bucket(filled, *place, group, (tuple(part),)))
+            filled, part = 0, []
     if filled:
-        buckets.append(Bucket(filled, *place, group))
+        buckets.append(Bucket(filled, *place, group, (tuple(part),)))
     return buckets
 
 
-def fragments(architecture: Architecture, buckets: Sequence[Bucket], ranks: int) -> list[int]:
+def joined(buckets: Sequence[Bucket]) -> Bucket:
+    """Buckets whose calls are one: complete when the last of them is."""
+    last = max(buckets, key=lambda bucket: (-bucket.position, bucket.operator))
+    return replace(last, numel=sum(bucket.numel for bucket in buckets), wide=sum(bucket.wide for bucket in buckets),
+                   parts=tuple(part for bucket in buckets for part in bucket.parts))
+
+
+def fragments(buckets: Sequence[Bucket], ranks: int) -> list[int]:
     """Elements of each piece of a parameter that the first rank keeps, where every bucket is cut into `ranks` equal
     parts whatever parameters they run through.
 
-    Args:
-        buckets: of all parameters, in the order in which gradients become ready.
-
     Source: Megatron-LM `distrib_optimizer.py`, _build_model_gbuf_range_map.
     """
-    numels = [numel for _, _, numel in ready_order(architecture)]
     found: list[int] = []
-    at, start = 0, 0  # the parameter that the bucket begins with, and how much of the buffer lies before it
-    begin = 0
-    for bucket in buckets:
-        end = begin + -(-bucket.numel // ranks)
-        while at < len(numels) and start < end:
-            piece = min(start + numels[at], end) - max(start, begin)
-            found += [piece] if piece > 0 else []
-            if start + numels[at] > end:
+    for part in (part for bucket in buckets for part in bucket.parts):
+        left = -(-sum(part) // ranks)
+        for numel in part:
+            if left <= 0:
                 break
-            start, at = start + numels[at], at + 1
-        begin += bucket.numel
-        while at < len(numels) and start + numels[at] <= begin:
-            start, at = start + numels[at], at + 1
+            found.append(min(numel, left))
+            left -= numel
     return found
 
 

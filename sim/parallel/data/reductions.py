@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sim.parallel.data.bucketed import Reduction, sums_wide
-from sim.parallel.data.buckets import Bucket, Routed, apart, fill, fill_before
-from sim.parallel.step import Plan
+from sim.parallel.data.buckets import Bucket, Chosen, Routed, apart, fill, fill_before, joined
+from sim.parallel.step import Plan, is_matrix, narrow_only
+from sim.scenario.schema import Scenario
+from sim.software import Stack
 from sim.work import DTYPE_BYTES
 
 MIB = 2**20
@@ -14,8 +16,9 @@ MIB = 2**20
 FIRST_BUCKET_BYTES = MIB
 #: DeepSpeed `config.py`: reduce_bucket_size and allgather_bucket_size, elements.
 DEEPSPEED_BUCKET = 500_000_000
-#: Megatron-LM `distributed_data_parallel.py`: bucket_size = max(40e6, 1e6 * data-parallel size), parameters.
-MEGATRON_BUCKET, MEGATRON_BUCKET_PER_RANK = 40_000_000, 1_000_000
+#: Megatron-LM `distributed_data_parallel.py`: bucket_size = max(40e6, 1e6 * data-parallel size), parameters; the former
+#: is `Stack.bucket_elements`.
+MEGATRON_BUCKET_PER_RANK = 1_000_000
 
 
 def _spread(plan: Plan) -> bool:
@@ -79,21 +82,67 @@ def deepspeed(plan: Plan, stage: int) -> Reduction:
 
 
 def megatron(plan: Plan, distributed_optimizer: bool) -> Reduction:
-    """Megatron: gradients accumulate straight into one buffer, reduced in place; one bucket if not overlapped."""
-    ranks = plan.replicas
-    limit = max(MEGATRON_BUCKET, MEGATRON_BUCKET_PER_RANK * ranks)
+    """Megatron: gradients accumulate straight into buffers, reduced in place.
+
+    Every chunk of a pipeline rank is wrapped in a DDP of its own. Buckets are cut only in the first rank's first
+    chunk, where nothing else hides them, and only if reduction overlaps; all else is one bucket a buffer. With the
+    distributed optimizer updated parameters are gathered bucket by bucket.
+
+    Source: megatron-core 0.5.0 to 0.16.0 distributed/distributed_data_parallel.py (bucket_size, disable_bucketing) and
+    param_and_grad_buffer.py; NeMo 2.0.0 lightning/megatron_parallel.py, Megatron-Bridge 0.6.0 models/model_provider.py
+    (disable_bucketing of every chunk but the first).
+    """
+    limit = max(plan.stack.bucket_elements, MEGATRON_BUCKET_PER_RANK * plan.replicas)
+    overlap = plan.scenario.parallel.overlap
+    chunks = plan.chunks or (range(len(plan.architecture.stack)),)
 
     def whole(routed: Routed, group: str) -> list[Bucket]:
-        buckets = fill(plan.architecture, limit, limit, routed, group)
-        if plan.scenario.parallel.overlap or not buckets:
-            return buckets
-        numel = sum(bucket.numel for bucket in buckets)
-        return [Bucket(numel, buckets[-1].position, buckets[-1].operator, group)]
-    buckets = apart(whole, _spread(plan))
+        found: list[Bucket] = []
+        for number, chunk in enumerate(chunks):
+            cut = overlap and plan.stage == 0 and number == 0
+            of_chunk = _buffers(plan, limit if cut else 2.0**63, routed, group, chunk)
+            found += [replace(bucket, chunk=number) for bucket in of_chunk]
+        return sorted(found, key=lambda bucket: (-bucket.position, bucket.operator))
     return Reduction(
-        buckets=buckets, kind="reduce_scatter" if distributed_optimizer else "all_reduce",
-        shards=ranks if distributed_optimizer else 1, gradient_shards=1, copy_in=0.0, copy_out=0.0, buffer_bytes=0.0,
-        transient=False, gather_elements=limit if distributed_optimizer else 0, resident_gradients=True)
+        buckets=apart(whole, _spread(plan)), kind="reduce_scatter" if distributed_optimizer else "all_reduce",
+        shards=plan.replicas if distributed_optimizer else 1, gradient_shards=1, copy_in=0.0, copy_out=0.0,
+        buffer_bytes=0.0, transient=False, gather_elements=0, resident_gradients=True,
+        gathers=gathers_of(plan.scenario, plan.stack) if distributed_optimizer else "",
+        chunkwise=plan.stack.pipeline_reduction == "aligned" and takes_turns(plan.scenario))
+
+
+def gathers_of(scenario: Scenario, stack: Stack) -> str:
+    """How a stack with Megatron's buffers gathers updated parameters (`Reduction.gathers`)."""
+    if scenario.parallel.strategy != "zero1" or stack.gradient_path != "grad_buffer":
+        return ""
+    if not (scenario.parallel.overlap and stack.gathers_ahead):
+        return "behind"
+    return "aligned" if takes_turns(scenario) else "used"
+
+
+def takes_turns(scenario: Scenario) -> bool:
+    """Whether chunks of a pipeline rank take turns, by Megatron's interleaved schedule."""
+    parallel = scenario.parallel
+    return parallel.schedule == "interleaved" and parallel.virtual_stages > 1
+
+
+def _buffers(plan: Plan, limit: float, routed: Routed, group: str, chunk: range) -> list[Bucket]:
+    """Buckets of one DDP instance's gradients of one kind.
+
+    Parameters in 8 bits and all others have buffers of their own; those of the others travel with the last of the
+    narrow ones, where a stack joins them (`Stack.buckets_joined`).
+
+    Source: megatron-core 0.10.0 to 0.16.0 distributed/param_and_grad_buffer.py, partition_buckets.
+    """
+    def filled(chosen: Chosen | None) -> list[Bucket]:
+        return fill(plan.architecture, limit, limit, routed, group, chunk, chosen)
+    if not narrow_only(plan):
+        return filled(None)
+    narrow = filled(is_matrix)
+    wide = [replace(bucket, wide=bucket.numel) for bucket in filled(lambda layer, p: not is_matrix(layer, p))]
+    if narrow and wide and plan.stack.buckets_joined:
+        return [*narrow[:-1], joined([narrow[-1], *wide])]
+    return narrow + wide
 
 
 def accumulator(plan: Plan, sharded_optimizer: bool) -> Reduction:

@@ -1,34 +1,58 @@
 """Context parallelism. Keys and values travel round a ring while attention runs on those at hand, or all are gathered
 before it.
 
-Sources: Liu et al. 2023, "Ring Attention" (arXiv 2310.01889), section 3; Megatron-LM / TransformerEngine
-`attn_forward_func_with_cp`, p2p variant: c steps of attention, c - 1 exchanges, causal halves paired so that every rank
-does the same work; all-gather variant: Llama 3 (arXiv 2407.21783), section 3.3.2, which does not hide it.
+Sources: Liu et al. 2023, "Ring Attention" (arXiv 2310.01889), section 3; TransformerEngine 2.8.0
+pytorch/attention/dot_product_attention/context_parallel.py, AttnFuncWithCPAndKVP2P: c steps of attention, c - 1
+exchanges forward and c backward, causal halves paired so that every rank does the same work; all-gather variant:
+Llama 3 (arXiv 2407.21783), section 3.3.2, which does not hide it.
 """
 
 from __future__ import annotations
 
+from itertools import chain, pairwise
+
 from sim.model.architecture import Joint
+from sim.model.ring import KEY_GRADIENTS
 from sim.parallel.model.calls import Calls, Items, plain
+from sim.work import Kernel
 
 
 def around(calls: Calls, joint: Joint, kernels: Items, direction: str) -> Items:
-    """Attention in as many equal steps as slices, each but the last beside an exchange with the neighbours.
+    """Attention in as many steps as slices, each beside an exchange with the neighbours.
 
-    Backward sends the gradients of keys and values along with them, and once more home at the end.
+    Forward's last step has nothing to pass on. Backward passes keys and values on beside its first step, gradients of
+    the step before with them beside the others, gradients alone beside the last: a rank's own have come round then.
+    What adds a step's gradients to them waits for the exchange.
     """
     if not calls.has("context"):
         return kernels
     own = plain(kernels)
-    steps = sum(k.op in ("attention", "softmax") for k in own)
-    if not steps or len(own) % steps:
+    lead, steps = _steps(own)
+    if not steps:
         return own
-    each = len(own) // steps
-    elements = joint.elements * (1 if direction == "forward" else 2)
-    exchanged: Items = tuple(calls.call("context", "send", elements, joint.dtype, own[i * each:(i + 1) * each])
-                             for i in range(steps - 1))
-    home: Items = () if direction == "forward" else (calls.call("context", "send", joint.elements, joint.dtype),)
-    return (*exchanged, *own[-each:], *home)
+    last = len(steps) - 1
+
+    def beside(number: int) -> Items:
+        step = steps[number]
+        travels = direction == "backward" or number < last
+        if not travels:
+            return step
+        twice = direction == "backward" and 0 < number < last
+        waits = tuple(k for k in step if k.variant == KEY_GRADIENTS)
+        return (calls.call("context", "send", joint.elements * (2 if twice else 1), joint.dtype,
+                           tuple(k for k in step if k.variant != KEY_GRADIENTS)), *waits)
+    return (*lead, *chain.from_iterable(beside(number) for number in range(len(steps))))
+
+
+def _steps(own: tuple[Kernel, ...]) -> tuple[tuple[Kernel, ...], list[tuple[Kernel, ...]]]:
+    """What is in front of the first step, and the kernels of each: from one fused kernel to the next, or of spelled-out
+    attention as many for each as for any other."""
+    starts = [i for i, k in enumerate(own) if k.op == "attention"]
+    if starts:
+        return own[:starts[0]], [own[start:end] for start, end in pairwise((*starts, len(own)))]
+    count = sum(k.op == "softmax" for k in own)
+    each = len(own) // count if count and len(own) % count == 0 else 0
+    return (), [own[i * each:(i + 1) * each] for i in range(count)] if each else []
 
 
 def gathered(calls: Calls, joint: Joint, kernels: Items, direction: str) -> Items:

@@ -57,7 +57,13 @@ def hidden_by(scenario: Scenario, stack: Stack) -> str:
     asked, habit = scenario.parallel.overlap_experts, overlap_habit(scenario, stack)
     if asked is not None:
         return asked
-    return "none" if misfit(scenario, habit) else habit
+    alone = habit == "batches" and scenario.parallel.pipeline == 1  # recipes ask for it with virtual stages alone
+    return "none" if alone or misfit(scenario, habit) else habit
+
+
+def pairs(scenario: Scenario, stack: Stack) -> bool:
+    """Whether a forward and the backward of another micro-batch run as one."""
+    return scenario.parallel.expert > 1 and hidden_by(scenario, stack) == "batches"
 
 
 def overlap_habit(scenario: Scenario, stack: Stack) -> str:
@@ -76,12 +82,14 @@ def misfit(scenario: Scenario, overlap: str) -> tuple[str, str] | None:
     if overlap == "shared":
         return None if moe.shared_experts else ("the model has no shared experts to hide the all-to-alls behind",
                                                 "remove it")
-    if parallel.pipeline == 1 or parallel.schedule not in ("interleaved", "dualpipe"):
-        return ("a forward and a backward run as one where chunks of a pipeline take turns",
+    if parallel.pipeline > 1 and parallel.schedule not in ("interleaved", "dualpipe"):
+        return ("a forward and a backward run as one where chunks of a pipeline take turns, or without a pipeline",
                 "use schedule interleaved with virtual_stages, or dualpipe")
     if parallel.strategy in ("fsdp", "zero2", "zero3"):
-        return ("stages whose parameters are sharded run forward and backward one after the other",
+        return ("ranks whose parameters are sharded run forward and backward one after the other",
                 "use zero1, or remove it")
+    if parallel.pipeline == 1 and any(place not in ("none", None) for _, place in parallel.offload):
+        return "a forward and a backward run as one on the GPU alone", "remove it, or parallel.offload"
     recompute = scenario.training.recompute
     if recompute == "full" or (not isinstance(recompute, str) and recompute.layers):
         return ("Megatron-LM refuses full recomputation beside the overlap of micro-batches (training/arguments.py)",

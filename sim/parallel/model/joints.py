@@ -27,6 +27,10 @@ class Joints:
         pipelined: products and collectives are cut into pieces that overlap (async tensor parallelism).
         keeps: gathered inputs are kept for backward (`Stack.gathered_inputs_kept`).
         shares: tokens travel to their experts and back beside the shared experts.
+        pieces: how such products reduce what they make (`Stack.tensor_pieces`).
+        parts: tensor ranks.
+        margin: SMs of the GPU over those of a product that is reduced in pieces (`Stack.tensor_margin_sms`).
+        shared_scale: they scale what they gather in 8 bits alike (`Stack.shared_scale`).
     """
 
     calls: Calls
@@ -35,6 +39,10 @@ class Joints:
     pipelined: bool
     keeps: bool
     shares: bool = False
+    pieces: str = "ring"
+    parts: int = 1
+    shared_scale: bool = False
+    margin: float = 1.0
 
     def forward(self, operator: Operator) -> Items:
         """An operator's forward."""
@@ -69,7 +77,8 @@ class Joints:
             return context.gathered(self.calls, joint, kernels, direction)
         if joint.kind == "ring":
             return context.around(self.calls, joint, kernels, direction)
-        style = tensor.Style(self.sequence, self.hides, self.pipelined, self.keeps)
+        style = tensor.Style(self.sequence, self.hides, self.pipelined, self.keeps, self.pieces, self.parts,
+                             self.shared_scale, self.margin)
         return tensor.around(self.calls, joint, kernels, direction, style)
 
 
@@ -98,9 +107,10 @@ class Uncut:
 
 
 def joints(stack: Stack, communicators: Sequence[str], *, sequence: bool, pipelined: bool,
-           dispatched: float = 1.0, shares: bool = False) -> Joints | Uncut:
+           dispatched: float = 1.0, shares: bool = False, parts: int = 1, sms: int = 0) -> Joints | Uncut:
     """Joints of a job whose programs have these communicators; see `Joints` and `Calls`."""
     calls = Calls(tuple(communicators), dispatched)
     if not any(name in communicators for name in ("tensor", "context", "expert")):
         return Uncut()
-    return Joints(calls, sequence, stack.tensor_overlap, pipelined, stack.gathered_inputs_kept, shares)
+    return Joints(calls, sequence, stack.tensor_overlap, pipelined, stack.gathered_inputs_kept, shares,
+                  stack.tensor_pieces, parts, stack.shared_scale, sms / (sms - stack.tensor_margin_sms) if sms else 1.0)

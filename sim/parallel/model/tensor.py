@@ -9,12 +9,14 @@ reduced beside the weight gradient), `mappings.py`, `cross_entropy.py`; Megatron
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from sim.model.architecture import Joint
+from sim.model.kernels import elementwise
 from sim.parallel.model.calls import Calls, Items, plain
 from sim.program import InlineCall
-from sim.work import Kernel
+from sim.work import DTYPE_BYTES, Kernel
 
 #: Joints of `sim.model.branches`.
 _BETWEEN = ("read", "sum", "columns", "restored")
@@ -27,6 +29,10 @@ class Style(NamedTuple):
     hides: bool
     pipelined: bool
     keeps: bool
+    pieces: str = "ring"
+    parts: int = 1
+    shared_scale: bool = False
+    margin: float = 1.0
 
 
 def around(calls: Calls, joint: Joint, kernels: Items, direction: str, style: Style) -> Items:
@@ -45,9 +51,7 @@ def around(calls: Calls, joint: Joint, kernels: Items, direction: str, style: St
             _column_backward(calls, joint, own, style))
     if direction == "forward":
         return _row_forward(calls, joint, own, style)
-    if not style.sequence:
-        return own
-    return (_gather(calls, joint), *own)
+    return _row_backward(calls, joint, own, style) if style.sequence else own
 
 
 def _between(calls: Calls, joint: Joint, own: tuple[Kernel, ...], direction: str, style: Style) -> Items:
@@ -72,9 +76,10 @@ def _column_forward(calls: Calls, joint: Joint, own: tuple[Kernel, ...], style: 
     if not style.sequence:
         return own
     first = next((i for i, k in enumerate(own) if k.op == "gemm"), 0)
+    before = (*own[:first], *_scale(calls, joint, style))
     if style.pipelined and own[first].op == "gemm":
-        return (*own[:first], _gather(calls, joint, own[first]), *own[first + 1:])
-    return (*own[:first], _gather(calls, joint), *own[first:])
+        return (*before, _gather(calls, joint, own[first]), *own[first + 1:])
+    return (*before, _gather(calls, joint), *own[first:])
 
 
 def _row_forward(calls: Calls, joint: Joint, own: tuple[Kernel, ...], style: Style) -> Items:
@@ -82,8 +87,43 @@ def _row_forward(calls: Calls, joint: Joint, own: tuple[Kernel, ...], style: Sty
     kind = "reduce_scatter" if style.sequence else "all_reduce"
     last = max((i for i, k in enumerate(own) if k.op in ("gemm", "embedding")), default=len(own) - 1)
     if style.pipelined and own[last].op == "gemm":
-        return (*own[:last], calls.call("tensor", kind, joint.elements, joint.dtype, (own[last],)), *own[last + 1:])
+        return (*own[:last], *_pieces(calls, joint, kind, own[last], style), *own[last + 1:])
     return (*own[:last + 1], calls.call("tensor", kind, joint.elements, joint.dtype), *own[last + 1:])
+
+
+def _pieces(calls: Calls, joint: Joint, kind: str, product: Kernel, style: Style) -> Items:
+    """A product whose partial sums are reduced while it runs.
+
+    In a ring every rank's part is sent as soon as it is made and added up behind all of them. In quarters each is
+    reduced beside the next, the last alone, in the product's dtype, and the product leaves SMs to the reductions all
+    the time: it takes as long as one of `margin` times its rows on all of them. Source: TransformerEngine 1.9.0
+    csrc/comm_gemm_overlap.h, UbufP2PCommOverlap and UbufCommOverlap, split_overlap_rs (_math_sms).
+    """
+    if style.pieces == "quarters":
+        batch, rows, *others = product.shape
+        product = replace(product, shape=(batch, round(rows * style.margin), *others))
+        dtype = product.dtype if DTYPE_BYTES[product.dtype] < DTYPE_BYTES[joint.dtype] else joint.dtype
+        return (calls.call("tensor", kind, joint.elements * 3 / 4, dtype, (product,)),
+                calls.call("tensor", kind, joint.elements / 4, dtype))
+    moved = (1 + 1 / style.parts) * DTYPE_BYTES[joint.dtype]
+    added = elementwise("partial_sums", joint.elements, moved, joint.dtype)
+    return (calls.call("tensor", kind, joint.elements, joint.dtype, (product,)), added)
+
+
+def _row_backward(calls: Calls, joint: Joint, own: tuple[Kernel, ...], style: Style) -> Items:
+    """Conjugate of g: the output's gradient is gathered, in pieces beside the product that makes the input's."""
+    first = next((i for i, k in enumerate(own) if k.op == "gemm"), -1)
+    scale = _scale(calls, joint, style)
+    if not style.pipelined or first < 0:
+        return (*scale, _gather(calls, joint), *own)
+    return (*own[:first], *scale, _gather(calls, joint, own[first]), *own[first + 1:])
+
+
+def _scale(calls: Calls, joint: Joint, style: Style) -> Items:
+    """The largest element of a tensor cut along the sequence, by which it is scaled before it is gathered."""
+    if not style.shared_scale or joint.gathered in ("", "mxfp8"):
+        return ()
+    return (calls.call("tensor", "all_reduce", 1, "fp32"),)
 
 
 def _column_backward(calls: Calls, joint: Joint, own: tuple[Kernel, ...], style: Style) -> Items:

@@ -15,8 +15,9 @@ from sim.errors import Fault, UserError
 from sim.model.architecture import Architecture
 from sim.parallel.compute import is_weight_gradient
 from sim.parallel.data.bucketed import Bucketed
+from sim.parallel.data.reductions import gathers_of
 from sim.parallel.layout import Layout, Ranks, equitable_classes, simulated_ranks
-from sim.parallel.model.expert import hidden_by
+from sim.parallel.model.expert import pairs
 from sim.parallel.pipeline.actions import passing
 from sim.parallel.pipeline.orders import Action, Costs, check, placement, places, split
 from sim.parallel.pipeline.patterns import Schedule
@@ -37,6 +38,8 @@ from sim.software import Stack
 
 #: Streams of every stage: kernels, data-parallel collectives; one per pipeline edge follows.
 STREAMS = ("compute", "nccl")
+#: Of a rank whose chunks are gathered ahead of their turn (`sim.parallel.data.gathers`).
+TURNS = ("gather", "gather")
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
         raise UserError(Fault("a pipeline's micro-batches are all of one size: a replica's share of the global batch "
                               "must be a multiple of the micro-batch", field="training.global_batch"))
     depth, virtual = parallel.pipeline, parallel.virtual_stages
-    merged = parallel.expert > 1 and hidden_by(scenario, stack) == "batches"
+    merged = pairs(scenario, stack)
     schedule = Schedule(parallel.schedule, depth, virtual, scenario.micro_steps, *_costs(architecture), int(merged))
     check(parallel.schedule, depth, virtual, scenario.micro_steps)
     placed = placement(parallel.schedule, depth, virtual)
@@ -93,9 +96,10 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
     table = _table(architecture) if tied else 0
     plans: list[Plan] = []
     written = Written()
+    turns = TURNS if "shard" not in groups and gathers_of(scenario, stack) == "aligned" else ()
     for rank in range(depth):
         own = [edge for edge in edges if rank in (edge.source, edge.target)]
-        streams = fsdp.STREAMS if "shard" in groups else STREAMS
+        streams = fsdp.STREAMS if "shard" in groups else (*STREAMS, *turns)
         plan = _plan(scenario, stack, architecture, layout, joined, rank, chunks[rank], own,
                      plans[0] if plans else None, streams)
         data = technique(plan)
@@ -147,7 +151,8 @@ def _plan(scenario: Scenario, stack: Stack, architecture: Architecture, layout: 
     peers = {end for edge in edges for end in (edge.source, edge.target)} - {rank}
     groups = joined.of(rank)
     norm = tuple(name for name in ("model",) if name in groups)
-    return Plan(scenario, stack, part, layout, groups, streams, [], len(peers), joined.names, norm, sibling)
+    return Plan(scenario, stack, part, layout, groups, streams, [], len(peers), joined.names, norm, sibling, rank,
+                tuple(_rebased(chunks)))
 
 
 def _rebased(chunks: list[range]) -> list[range]:

@@ -7,7 +7,7 @@ alone and is remembered like the order lists themselves.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,8 +17,9 @@ import numpy as np
 from sim.parallel.pipeline.orders import Action, Costs, order, places, split
 from sim.parallel.pipeline.transfers import Edge, Transfers
 
-#: What an action gathers of sharded parameters: nothing, its blocks, or its root too.
-NOTHING, BLOCKS, ALL = 0, 1, 2
+#: What an action gathers of sharded parameters: nothing, its blocks, or its root too; of whole ones from `AHEAD` on:
+#: AHEAD + c, those of chunk c, whose turn is to come.
+NOTHING, BLOCKS, ALL, AHEAD = 0, 1, 2, 3
 
 
 class Batch(NamedTuple):
@@ -63,6 +64,8 @@ class Habits:
         pairs: chunks that take turns exchange once per forward and backward: because exchanges block, or because both
             run as one.
         firsts: gradients of the first micro-batch are not treated like those of the others.
+        fresh: a chunk's first forward is not like the others: its parameters are still on their way.
+        turns: chunks are gathered ahead of their turn.
         keeps: whether sharded parameters stay whole behind a forward, and behind a backward that is not the last; None
             where parameters are not sharded.
     """
@@ -70,6 +73,8 @@ class Habits:
     pairs: bool
     firsts: bool
     keeps: tuple[bool, bool] | None = None
+    fresh: bool = False
+    turns: bool = False
 
 
 @lru_cache(maxsize=32)
@@ -92,7 +97,7 @@ def _row(rank: int, actions: Sequence[Action], moves: Transfers, last: str, chun
     pairs = habits.pairs and chunks > 1
     needs = {(kind, chunk): moves.needed(rank, Action(kind, chunk, 0)) for kind in "FBW" for chunk in range(chunks)}
     together = batched(actions, pairs, apart)
-    distinct, named = _described(together, needs, last, habits)
+    distinct, named = _described(together, needs, last, habits, _turns(rank, actions) if habits.turns else {})
     numbers: dict[tuple[int, ...], int] = {}
     found = []
     for begin, length, repeats in fold(named, chunks * len(moves.places.stage)):
@@ -122,12 +127,28 @@ def batched(actions: Sequence[Action], pairs: bool, apart: bool = False) -> list
     return batches
 
 
+def _turns(rank: int, actions: Sequence[Action]) -> dict[Action, int]:
+    """The chunk that is gathered in front of a forward: the one behind that whose first forward is `rank` forwards
+    later, so that all ranks gather at once (Megatron-LM `schedules.py`, param_sync_virtual_microbatch_id)."""
+    forwards = [action for action in actions if action.kind == "F"]
+    found = {}
+    for number, action in enumerate(forwards[rank:]):
+        if action.micro == 0 and action.chunk > 0:
+            found[forwards[number]] = action.chunk + 1
+    return found
+
+
 def _described(batches: Sequence[Sequence[Action]], needs: dict[tuple[str, int], Edge | None], last: str,
-               habits: Habits) -> tuple[list[Batch], list[int]]:
+               habits: Habits, turns: Mapping[Action, int]) -> tuple[list[Batch], list[int]]:
     """What is written of every batch: the distinct ones, and the number of each in order. An order list is long and
-    says little: all that is made per action is a number."""
+    says little: all that is made per action is a number.
+
+    Args:
+        turns: of forwards in front of which a chunk is gathered, that chunk.
+    """
+    chunks = 1 + max(a.chunk for together in batches for a in together)
     final = {a.chunk: a.micro for together in batches for a in together if a.kind == last}
-    gathers, firsts = _Gathers(habits.keeps), habits.firsts
+    gathers, firsts, fresh = _Gathers(habits.keeps), habits.firsts, habits.fresh
     owns: dict[tuple[tuple[str, int, bool, bool, int], ...], int] = {}
     numbers = []
     for together in batches:
@@ -135,7 +156,9 @@ def _described(batches: Sequence[Sequence[Action]], needs: dict[tuple[str, int],
         for a in together:
             kind, chunk, micro = a
             end = kind == last and final[chunk] == micro
-            own.append((kind, chunk, firsts and micro == 0 and kind != "F", end, gathers.by(a, end)))
+            first = micro == 0 and (fresh if kind == "F" else firsts)
+            ahead = turns.get(a, chunks) if turns and kind == "F" else chunks
+            own.append((kind, chunk, first, end, AHEAD + ahead if ahead < chunks else gathers.by(a, end)))
         numbers.append(owns.setdefault(tuple(own), len(owns)))
     actions = list(owns)
     pairs: dict[tuple[int, int], int] = {}

@@ -91,7 +91,10 @@ class Stage:
         layers = tuple(map(id, plan.architecture.stack))
         self.written.hold(layers, plan.builder, self._states)
         pairs = self.merged or self.passing.waits != "overlapped"
-        row = rows(schedule, Habits(pairs, not self._resident(), self._keeps()))[self.rank]
+        fresh = self._fresh()
+        habits = Habits(pairs, not self._resident(), self._keeps(), bool(fresh), fresh == "aligned")
+        row = rows(schedule, habits)[self.rank]
+        self._begin()
         self._first_receive(row.first)
         own, slots = self._likeness(), {edge: slot for slot, edge in enumerate(self.edges)}
         calls = [self._call(edge) for edge in self.edges]
@@ -158,6 +161,16 @@ class Stage:
         """Whether gradients live in a buffer, so that the first micro-batch's are like the others'."""
         return False
 
+    def _fresh(self) -> str:
+        """How whole parameters come to a chunk's first forward (`Reduction.gathers`); "" where they are there."""
+        return ""
+
+    def _begin(self) -> None:
+        """What a rank does before it receives anything."""
+
+    def _arrive(self, section: SectionBuilder, action: Action, micro: MicroStep, gathers: int) -> None:
+        """What stands in front of a forward so that its parameters, and those of chunks behind it, are there."""
+
     def _keeps(self) -> tuple[bool, bool] | None:
         """Whether sharded parameters stay whole behind a forward, and behind a backward that is not the last."""
         return None
@@ -179,6 +192,8 @@ class Stage:
                     fetch_batch(self.plan.stack, section)
                 task = verbs[kind](section, action, micro, self._waited(action), gathers)
             else:  # written with the backward; what the forward sends waits for all compute in front of it
+                if kind == "F":
+                    self._arrive(section, action, micro, gathers)
                 task = self._pair(section, Action("F", ahead, 0), action, micro) if kind == "B" else -1
             edge = self.transfers.sent(self.rank, action)
             if edge is not None:

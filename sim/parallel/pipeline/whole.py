@@ -11,7 +11,7 @@ from sim.parallel.activations import Activations
 from sim.parallel.data.bucketed import Bucketed
 from sim.parallel.data.buckets import Bucket
 from sim.parallel.pipeline.actions import Action
-from sim.parallel.pipeline.patterns import Batch
+from sim.parallel.pipeline.patterns import AHEAD, Batch
 from sim.parallel.pipeline.stage import Stage
 from sim.parallel.step import COMPUTE, MicroStep, end_of_step
 from sim.program import CollectiveCall, Kind, Label, SectionBuilder
@@ -36,10 +36,46 @@ class WholeStage(Stage):
     def _resident(self) -> bool:
         return self.data.reduction.resident_gradients
 
+    def _fresh(self) -> str:
+        gathers = self.data.reduction.gathers if self.data.reduces else ""
+        return gathers if gathers in ("used", "aligned") else ""
+
+    def _begin(self) -> None:
+        if self._fresh() == "aligned":
+            section = self.plan.builder.section("first parameters")
+            for chunk in range(2):
+                self.data.gathers.ahead(section, chunk)
+            self.plan.builder.run(section)
+
+    def _arrive(self, section: SectionBuilder, action: Action, micro: MicroStep, gathers: int) -> None:
+        if gathers >= AHEAD:
+            self.data.gathers.ahead(section, gathers - AHEAD)
+        if micro.first and self._fresh() == "aligned":
+            section.kernels(COMPUTE, self.plan.compute.segment(()), Label("parameters", "forward", "wait"),
+                            joins=(self.data.gathers.stream(action.chunk),))
+
+    def _forward(self, section: SectionBuilder, action: Action, micro: MicroStep, waiting: tuple[int, ...],
+                 gathers: int = 0) -> int:
+        self._arrive(section, action, micro, gathers)
+        if not micro.first or self._fresh() == "aligned":
+            return super()._forward(section, action, micro, waiting)
+        chunk, gathered = self.chunks[action.chunk], self._gathered(action)
+        Activations(self.plan, section, chunk.stop, keep_gradients=False).row(
+            "forward", chunk, self._layers(action.chunk))
+        if waiting or gathered:
+            section.kernels(COMPUTE, self.plan.compute.own(gathered), Label("pipeline", "forward", "wait"),
+                            joins=waiting)
+        self.data.gathers.begin()
+        task = -1
+        for position, layer in zip(chunk, self._layers(action.chunk), strict=True):
+            task = max(task, self.data.layer_forward(section, position, layer, gathers=True,
+                                                      name=f"chunk{action.chunk}"))
+        return task
+
     def _backward(self, section: SectionBuilder, action: Action, micro: MicroStep, waiting: tuple[int, ...],
                   gathers: int = 0) -> int:
         held = self._held_for_weights(action.chunk) if self.separate else 0
-        if self._reduces_early(micro):
+        if self._reduces_early(micro) and not self.data.reduction.chunkwise:
             return self._backward_reduced(section, action, micro, waiting)
         layers = self._layers(action.chunk)
         self._backward_memory(section, action, micro, held)
@@ -50,6 +86,10 @@ class WholeStage(Stage):
             layers, policies, "without" if self.separate else "with", gathered, after)
         task = self._kernels(section, segment, Label(f"chunk{action.chunk}", "backward", "backward"), waiting)
         self._drop_narrow(section)
+        if self._reduces_early(micro):
+            for bucket in self.data.reduction.buckets:
+                if bucket.chunk == action.chunk:
+                    self.data.reduce(section, bucket, (task,) if task >= 0 else ())
         return task
 
     def _drop_narrow(self, section: SectionBuilder) -> None:
@@ -78,6 +118,8 @@ class WholeStage(Stage):
         if self.plan.offload.moves_activations:
             return False
         final = any(kind == "B" and last for kind, _, _, last, _ in batch.actions)
+        if any(kind == "F" and (first or gathers >= AHEAD) for kind, _, first, _, gathers in batch.actions):
+            return False
         return not (final and self._reduces_early(MicroStep(0, False, True)))
 
     def _end(self) -> Hashable:
@@ -86,6 +128,8 @@ class WholeStage(Stage):
 
     def _merges(self, batch: Batch) -> bool:
         kinds = [kind for kind, *_ in batch.actions]
+        if batch.actions[0][2] and self._fresh() == "used":
+            return False
         return kinds == ["F", "B"] and not self._reduces_early(MicroStep(0, False, batch.actions[1][3]))
 
     def _pair(self, section: SectionBuilder, forward: Action, backward: Action, micro: MicroStep) -> int:
@@ -106,7 +150,7 @@ class WholeStage(Stage):
         return self.data.own_copies(micro)(sum(layer.numel for layer in layers))
 
     def _reduces_early(self, micro: MicroStep) -> bool:
-        overlap = self.data.overlaps and not self.separate and self.plan.stack.pipeline_reduction == "beside"
+        overlap = self.data.overlaps and not self.separate and self.plan.stack.pipeline_reduction != "behind"
         return micro.reduce and overlap and self.data.reduces
 
     def _backward_reduced(self, section: SectionBuilder, action: Action, micro: MicroStep,

@@ -1,0 +1,126 @@
+"""What a rank holds for the whole step where its parameters are whole: states, and how they were made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+from typing import TYPE_CHECKING
+
+from sim.parallel.construction import (
+    APART,
+    FLATTENED,
+    REMAPPED,
+    cloned_into_one,
+    moved_into_one,
+    remapped,
+    stepped,
+    widened,
+)
+from sim.parallel.data.buckets import fragments
+from sim.parallel.offload import Offload
+from sim.parallel.outputs import stage_outputs
+from sim.parallel.step import Plan, frozen_bytes, narrow_only, state_bytes, weight_placeholders
+from sim.scenario.schema import Precision
+from sim.work import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from sim.parallel.data.bucketed import Reduction
+
+
+class Held:
+    """The states of a technique with whole parameters (`sim.parallel.data.bucketed.Bucketed`).
+
+    Attributes:
+        sums_wide: gradients keep the parameters' dtype beside wider sums.
+        width: bytes of a gradient's element.
+    """
+
+    plan: Plan
+    reduction: Reduction
+    precision: Precision
+    offload: Offload
+    sums_wide: bool
+    width: float
+
+    def states(self) -> None:
+        """Parameters whole; master copy and optimizer states split over `shards`."""
+        numel = self.plan.architecture.parameters
+        part = self.plan.share(self.reduction.shards > 1)
+        stack = self.plan.architecture.stack
+        self.plan.resident("frozen parameters", frozen_bytes(stack), "parameters",
+                           [size for layer in stack for tensor in layer.frozen for size in tensor.pieces])
+        each = [p.numel for layer in stack for p in layer.parameters]
+        one = self.storage != APART
+        for category, width in state_bytes(self.plan).items():
+            if category == "parameters":
+                kept = numel - narrow_only(self.plan)
+                self.plan.resident(category, kept * width, category,
+                                   [n * width for n in each] if kept == numel and not one else [])
+            elif category == "gradients":
+                if self.reduction.resident_gradients or self.sums_wide:
+                    self.plan.resident(category, numel * width, category)
+            elif not self.offload.moves_optimizer:
+                copies = 2 if category == "optimizer_states" else 1
+                self.plan.resident(category, part * width, category,
+                                   [n * width / copies for n in self.kept(each, part) for _ in range(copies)])
+        self.construction(each)
+        if self.offload.moves_optimizer:
+            self.host_states(part)
+        if not self.reduction.transient:
+            width = self.reduction.buffer_bytes / max(1, numel)
+            self.plan.resident("gradient buckets", self.reduction.buffer_bytes, "buffers",
+                               [bucket.numel * width for bucket in self.reduction.buckets] if width else [])
+        outputs = stage_outputs(self.plan)
+        self.plan.resident("stage outputs", sum(outputs), "logits", outputs)
+        placeholders = weight_placeholders(stack)
+        self.plan.resident("weight placeholders", sum(placeholders), "workspace", placeholders)
+
+    def kept(self, each: list[int], part: int) -> list[int]:
+        """Elements of each tensor of the master copy and of an optimizer state."""
+        if self.storage == FLATTENED:
+            return [part]
+        if self.reduction.shards == 1:
+            return each
+        if self.reduction.by_rank:
+            return [-(-n // self.reduction.shards) for n in each]
+        if self.reduction.resident_gradients and not self.plan.routed:
+            return fragments(self.reduction.buckets, self.reduction.shards)
+        return [part]
+
+    @property
+    def storage(self) -> str:
+        """How this technique stores parameters; only what has wider master parameters is flattened or remapped."""
+        storage = self.plan.stack.parameter_storage
+        remaps = self.reduction.kind != "all_reduce" or self.plan.replicas == 1  # recipes ask for it on any number
+        wide = self.precision.master != "none" and DTYPE_BYTES[self.precision.master] > self.width_of_parameters
+        if not wide or narrow_only(self.plan) or (storage == REMAPPED and not remaps):
+            return APART
+        return storage
+
+    @property
+    def width_of_parameters(self) -> float:
+        """Bytes of an element of the model's parameters."""
+        return DTYPE_BYTES[self.precision.parameters]
+
+    def construction(self, each: Sequence[int]) -> None:
+        """What is made on the way to parameters, master copy and states, and gone before the first step."""
+        builder, width, storage = self.plan.builder, self.width_of_parameters, self.storage
+        whole = [ceil(n * width) for n in each]
+        if storage == REMAPPED:
+            builder.construction["parameters"] = remapped(whole)
+        if storage != FLATTENED:
+            return
+        split = self.plan.scenario.parallel.strategy in ("zero1", "zero2")
+        builder.construction["parameters"] = moved_into_one(whole) if split else cloned_into_one(whole)
+        master, states = (builder.tensors.get(name) for name in ("master_parameters", "optimizer_states"))
+        if master:
+            builder.construction["master_parameters"] = widened([ceil(n * width / DTYPE_BYTES[self.precision.master])
+                                                                 for n in master], master)
+        if states and master and not self.offload.pages_optimizer:
+            builder.construction["optimizer_states"] = stepped(sum(master), states)
+
+    def host_states(self, numel: int) -> None:
+        """Host memory of an offloading optimizer; accumulated gradients have a pinned buffer in the model's dtype."""
+        self.offload.hold_optimizer(numel)
+        if len(self.plan.micro_steps) > 1:
+            self.offload.hold("accumulated gradients", numel * self.width, "gradients", pinned=True)
