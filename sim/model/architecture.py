@@ -57,8 +57,9 @@ class Joint(NamedTuple):
             is a partial sum over the slices); read and sum: the same where activations are never scattered; columns
             (every slice has made some columns of the input, which all read), restored (the same of what goes back into
             the stream, so that its gradient comes from there); vocabulary_loss (per-token scalars of vocabulary
-            slices), ring, gather (keys and values of the other slices of the sequence, one after another or all at
-            once), dispatch, combine (tokens travel to their experts and back).
+            slices), ring, rotate, gather (keys and values of the other slices of the sequence: one after another, all
+            at once beside a rank's own, or before everything), dispatch, combine (tokens travel to their experts and
+            back).
         elements: of the tensor in question, whole over the slices of the width.
         dtype: of that tensor.
         gathered: dtype in which it is gathered, where it is cast before; default as it is.

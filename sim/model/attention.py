@@ -23,6 +23,7 @@ from sim.model.kernels import (
 )
 from sim.model.relative import bias_backward, bias_forward, kept_bias
 from sim.model.ring import around_the_ring, below
+from sim.model.rotated_ring import rotated
 from sim.model.style import Style
 from sim.software import Stack
 from sim.work import Kernel
@@ -84,8 +85,10 @@ def core_operator(style: Style) -> Operator:
         return operator
     other = below(style) if fused else None
     elements = 2 * style.batch * style.keys * (style.query_width if _repeated(style) else style.kv_width)
-    return around_the_ring(style, operator, None if other is None else _flash(other), elements,
-                           fused and style.stack.ring_merges)
+    behind = None if other is None else _flash(other)
+    if fused and style.stack.ring_gathers:
+        return rotated(style, operator, behind, elements)
+    return around_the_ring(style, operator, behind, elements, fused and style.stack.ring_merges)
 
 
 def _gathered(style: Style) -> Operator:

@@ -131,6 +131,7 @@ class Stack:
         partitioned_tensors: what tensor ranks pass on in shares is DeepSpeed's PartitionedTensor: gathered and copied.
         overlap_interleaved: the interleaved schedule passes tensors on beside compute unless told otherwise.
         ring_merges: what the steps of ring attention make is put together by kernels of their own.
+        ring_gathers: keys and values of all slices come with one call; sums are kept, and gradients travel, in fp32.
         kv_cache: how inference's cache grows: concatenated (written anew with every token) or in_place.
         quantised_products: products with weights of fewer than 16 bits: expanded (a kernel of its own makes 16-bit
             weights; int8 runs on quantised activations) or fused (the product reads them as stored).
@@ -232,6 +233,7 @@ class Stack:
     partitioned_tensors: bool
     overlap_interleaved: bool
     ring_merges: bool
+    ring_gathers: bool
     kv_cache: str
     quantised_products: str
     vocabulary_multiple: int

@@ -13,7 +13,9 @@ from itertools import chain, pairwise
 
 from sim.model.architecture import Joint
 from sim.model.ring import KEY_GRADIENTS
+from sim.model.rotated_ring import AFTER, ARRIVED, HOME
 from sim.parallel.model.calls import Calls, Items, plain
+from sim.program import InlineCall
 from sim.work import Kernel
 
 
@@ -42,6 +44,36 @@ def around(calls: Calls, joint: Joint, kernels: Items, direction: str) -> Items:
         return (calls.call("context", "send", joint.elements * (2 if twice else 1), joint.dtype,
                            tuple(k for k in step if k.variant != KEY_GRADIENTS)), *waits)
     return (*lead, *chain.from_iterable(beside(number) for number in range(len(steps))))
+
+
+def rotated(calls: Calls, joint: Joint, kernels: Items, direction: str) -> Items:
+    """PyTorch's ring: keys and values of all slices with one all-gather beside the first step. In backward every step's
+    fp32 gradients of them go to the next rank beside the following step's attention, the last ones beside nothing; what
+    adds to gradients that have come waits for them.
+
+    Source: torch 2.6.0 distributed/tensor/experimental/_attention.py, _AllGatherRotater and _AllToAllRotater.
+    """
+    if not calls.has("context"):
+        return kernels
+    own = plain(kernels)
+    lead, steps = _steps(own)
+    if not steps:
+        return own
+    gather = calls.call("context", "all_gather", joint.elements * len(steps), joint.dtype, steps[0])
+    if direction == "forward":
+        return (*lead, gather, *chain.from_iterable(steps[1:]))
+    passed: list[Kernel | InlineCall] = []
+    for kernels_of in steps[1:]:
+        beside: tuple[Kernel, ...] = ()
+        for kernel in kernels_of:
+            if kernel.variant in (ARRIVED, HOME):
+                passed.append(calls.call("context", "send", joint.elements, "fp32", beside))
+            elif kernel.variant not in AFTER:
+                beside = (*beside, kernel)
+                continue
+            beside = ()
+            passed.append(kernel)
+    return (*lead, gather, *passed)
 
 
 def _steps(own: tuple[Kernel, ...]) -> tuple[tuple[Kernel, ...], list[tuple[Kernel, ...]]]:

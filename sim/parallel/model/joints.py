@@ -77,6 +77,8 @@ class Joints:
             return context.gathered(self.calls, joint, kernels, direction)
         if joint.kind == "ring":
             return context.around(self.calls, joint, kernels, direction)
+        if joint.kind == "rotate":
+            return context.rotated(self.calls, joint, kernels, direction)
         style = tensor.Style(self.sequence, self.hides, self.pipelined, self.keeps, self.pieces, self.parts,
                              self.shared_scale, self.margin)
         return tensor.around(self.calls, joint, kernels, direction, style)
