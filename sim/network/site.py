@@ -111,7 +111,7 @@ class Site:
             slot = facts()["pcie"][intra.pcie]
             least = min(float(slot["tuner"]), float(slot["cpus"])) if self.place.switches else float(slot["tuner"])
             return least, least
-        link, rings = float(self.era("link")[intra.link]), self.place.rings
+        link, rings = self.era("link").get(intra.link, self.judged.gpu / intra.links_per_gpu / _GB), self.place.rings
         if rings < 0:
             return link * intra.links_per_gpu, link * intra.links_per_gpu
         pair = rings if self.place.size == 2 else min(count for row in intra.matrix for count in row if count)
