@@ -257,7 +257,7 @@ def hardware_for(scenario: Scenario, jitter_s: float = 0.0) -> tuple[Device, Net
     software = scenario.software
     stack = stack_for(software.framework, software.year, versions=software.versions, modules=software.modules)
     key = (f"{scenario.cluster.model_dump_json()}{software.nccl.model_dump_json()}{jitter_s} {stack.product_rate} "
-           f"{stack.dispatch_once}")
+           f"{stack.dispatch_once} {stack.nccl_release}")
     if key not in _HARDWARE:
         if len(_HARDWARE) >= 16:
             _HARDWARE.pop(next(iter(_HARDWARE)))
@@ -273,8 +273,9 @@ def _hardware(scenario: Scenario, jitter_s: float, stack: Stack) -> tuple[Device
     """The GPU and the links of a scenario's cluster."""
     cluster = scenario.cluster
     overrides = cluster.gpu.model_dump() if cluster.gpu is not None else None
+    asked = scenario.software.nccl.model_dump()
     network = Network(Topology.from_mapping(cluster.template()), cluster.nodes, cluster.gpus_per_node,
-                      cluster.intra_gbps_per_gpu, cluster.inter_gbps_per_node, scenario.software.nccl.model_dump(),
+                      cluster.intra_gbps_per_gpu, cluster.inter_gbps_per_node, asked | {"version": asked["version"] or stack.nccl_release},
                       jitter_s, stack.dispatch_once)
     share = host_share(cluster.topology.host, cluster.gpus_per_node, cluster.topology.intra.gpus_per_switch or 1)
     drawn = 1 if cluster.clock_spread else cluster.nodes * cluster.gpus_per_node  # else their clocks are known

@@ -136,6 +136,7 @@ class Stack:
         quantised_products: products with weights of fewer than 16 bits: expanded (a kernel of its own makes 16-bit
             weights; int8 runs on quantised activations) or fused (the product reads them as stored).
         vocabulary_multiple: the vocabulary is padded to a multiple of it for every tensor slice.
+        nccl_release: of NCCL that came with PyTorch, unless the scenario names one.
         kernel_loading: what a CUDA context holds: all kernels, fewer (releases that ship less), or those used (lazy).
     """
 
@@ -214,6 +215,7 @@ class Stack:
     narrow_weights_cached: bool
     narrow_parameters: bool
     narrow_gathers: bool
+    nccl_release: str
     kernel_loading: str
     gathered_inputs_kept: bool
     tensor_overlap: bool
