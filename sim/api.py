@@ -275,8 +275,8 @@ def _hardware(scenario: Scenario, jitter_s: float, stack: Stack) -> tuple[Device
     overrides = cluster.gpu.model_dump() if cluster.gpu is not None else None
     asked = scenario.software.nccl.model_dump()
     network = Network(Topology.from_mapping(cluster.template()), cluster.nodes, cluster.gpus_per_node,
-                      cluster.intra_gbps_per_gpu, cluster.inter_gbps_per_node, asked | {"version": asked["version"] or stack.nccl_release},
-                      jitter_s, stack.dispatch_once)
+                      cluster.intra_gbps_per_gpu, cluster.inter_gbps_per_node,
+                      asked | {"version": asked["version"] or stack.nccl_release}, jitter_s, stack.dispatch_once)
     share = host_share(cluster.topology.host, cluster.gpus_per_node, cluster.topology.intra.gpus_per_switch or 1)
     drawn = 1 if cluster.clock_spread else cluster.nodes * cluster.gpus_per_node  # else their clocks are known
     card = with_products(gpu(cluster.topology.gpu, overrides), stack.product_rate)

@@ -41,8 +41,10 @@ class Judgement:
     plateau_bytes: float = float("inf")
 
     def time_us(self, size_bytes: float) -> float:
-        """NCCL's estimate for a call of `size_bytes`, us."""
+        """NCCL's estimate for a call of `size_bytes`, us; without end at no rate at all (one channel of NVLink SHARP)."""
         rate = self.rate_bps
+        if rate <= 0.0:
+            return float("inf")
         if self.correction and size_bytes >= 64:
             index = int(log2(size_bytes / 64))
             rate *= self.correction[index] if index < len(self.correction) else 1.0

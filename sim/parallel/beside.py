@@ -59,6 +59,7 @@ def beside(scenario: Scenario, stack: Stack, layout: Layout, groups: Mapping[str
         peers: pipeline stages it exchanges tensors with, each pair a communicator.
     """
     place, nccl = _place(scenario.cluster), scenario.software.nccl.model_dump()
+    nccl["version"] = nccl["version"] or stack.nccl_release
     total = 0
     for name, ranks in groups.items():
         exchanges = name == "expert" and not stack.dispatch_once
