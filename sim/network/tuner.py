@@ -41,7 +41,7 @@ class Judgement:
     plateau_bytes: float = float("inf")
 
     def time_us(self, size_bytes: float) -> float:
-        """NCCL's estimate for a call of `size_bytes`, us; without end at no rate at all (one channel of NVLink SHARP)."""
+        """NCCL's estimate for a call of `size_bytes`, us; without end at no rate (one channel of NVLink SHARP)."""
         rate = self.rate_bps
         if rate <= 0.0:
             return float("inf")

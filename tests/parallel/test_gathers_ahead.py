@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +15,8 @@ from sim.parallel import Lowered, lower
 from sim.program import Kind, Program, Section
 from sim.report.traffic import traffic_totals
 from sim.scenario import resolve
+from sim.software import stack_for
+from sim.software.stack import trial
 
 HIDDEN, LAYERS, VOCAB = 2048, 8, 32768
 BLOCK = 4 * HIDDEN**2 + 2 * HIDDEN * 4 * HIDDEN  # matrices of a block; there are no biases
@@ -31,6 +34,13 @@ def scenario(year: int = 2024, compute: str = "bf16", nodes: int = 1, **parallel
                      "precision": {"compute": compute, "parameters": "bf16", "master": "fp32", "gradients": "fp32",
                                    "optimizer": "fp32", "gather": "bf16", "reduce": "fp32"}},
         "parallel": parallel, "software": {"framework": "megatron", "year": year}})
+
+
+@pytest.fixture(autouse=True)
+def gathered_ahead() -> Iterator[None]:
+    """Also with the buckets of 2024, which are small enough to be several here."""
+    with trial({("pytorch", "gathers_ahead"): True}):
+        yield
 
 
 def sections(program: Program) -> list[Section]:
@@ -73,7 +83,8 @@ def test_the_head_is_waited_for_at_its_product_and_not_at_its_norm() -> None:
 
 @pytest.mark.parametrize(("year", "overlap"), [(2023, True), (2025, False)])
 def test_without_overlap_the_gathers_stand_behind_the_optimizer(year: int, overlap: bool) -> None:
-    low = lower(scenario(year, overlap=overlap))
+    with trial({("pytorch", "gathers_ahead"): year > 2023}):
+        low = lower(scenario(year, overlap=overlap))
     program = low.job.programs[0]
     *others, last = sections(program)
     assert sum(size for _, size in calls(program, last, "all_gather")) == 2 * low.architecture.parameters
@@ -159,3 +170,8 @@ def test_overlap_moves_the_same_bytes_and_costs_no_time(pipeline: int, virtual: 
     assert moved[0] == pytest.approx(moved[1])
     if pipeline == 1 or schedule:
         assert steps[1] <= steps[0] * (1 + 5e-3)  # collectives beside kernels hold SMs
+
+
+def test_from_nemo_2_on() -> None:
+    with trial({("pytorch", "gathers_ahead"): False}):
+        assert [stack_for("megatron", year).gathers_ahead for year in (2023, 2024, 2025)] == [False, False, True]
