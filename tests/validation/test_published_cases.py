@@ -44,7 +44,7 @@ DIGESTS = {
     "megatron_sc21_paper.yaml": "5a459e3d38ea33d4",
     "nanotron.yaml": "1561e5630aa992a5",
     "nemo.yaml": "11186fcfe8dd751f",
-    "neusight.yaml": "5e6fbf7de8cb1ce4",
+    "neusight.yaml": "c75eecf52f9f70cb",
     "resnet50.yaml": "bd33f3c3fd045347",
     "simumax_a100_pcie.yaml": "44861f7469c56c25",
     "simumax_b200.yaml": "effdb97f224e06de",
