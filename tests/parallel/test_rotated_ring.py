@@ -59,11 +59,11 @@ def test_gradients_add_up_in_fp32() -> None:
 def test_keys_come_at_once_and_gradients_go_round(slices: int) -> None:
     operator, calls = attention(slices), Calls(("context",))
     assert operator.joint is not None and operator.joint.kind == "rotate"
-    forward = context.rotated(calls, operator.joint, operator.forward, "forward")
+    forward = context.around(calls, operator.joint, operator.forward, "forward")
     (gather,) = [item for item in forward if isinstance(item, InlineCall)]
     assert (gather.call.kind, gather.call.size_bytes) == ("all_gather", 2 * KEYS * slices)
     assert [k.op for k in gather.beside] == ["attention", "elementwise"] and gather.beside[0].causal
-    backward = context.rotated(calls, operator.joint, operator.backward, "backward")
+    backward = context.around(calls, operator.joint, operator.backward, "backward")
     first, *sent = [item for item in backward if isinstance(item, InlineCall)]
     assert first.call == gather.call
     assert [(item.call.kind, item.call.size_bytes) for item in sent] == [("send", 4 * KEYS)] * slices
@@ -77,6 +77,6 @@ def test_every_kernel_runs_once_in_order() -> None:
     operator, calls = attention(4), Calls(("context",))
     assert operator.joint is not None
     for direction, kernels in (("forward", operator.forward), ("backward", operator.backward)):
-        items = context.rotated(calls, operator.joint, kernels, direction)
+        items = context.around(calls, operator.joint, kernels, direction)
         spread = [k for item in items for k in (item.beside if isinstance(item, InlineCall) else (item,))]
         assert tuple(spread) == kernels

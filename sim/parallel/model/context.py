@@ -20,18 +20,24 @@ from sim.work import Kernel
 
 
 def around(calls: Calls, joint: Joint, kernels: Items, direction: str) -> Items:
-    """Attention in as many steps as slices, each beside an exchange with the neighbours.
-
-    Forward's last step has nothing to pass on. Backward passes keys and values on beside its first step, gradients of
-    the step before with them beside the others, gradients alone beside the last: a rank's own have come round then.
-    What adds a step's gradients to them waits for the exchange.
-    """
+    """Attention in as many steps as slices, passed round a ring or, of kind rotate, as PyTorch does it."""
     if not calls.has("context"):
         return kernels
     own = plain(kernels)
     lead, steps = _steps(own)
     if not steps:
         return own
+    turned = _rotated if joint.kind == "rotate" else _passed
+    return (*lead, *turned(calls, joint, steps, direction))
+
+
+def _passed(calls: Calls, joint: Joint, steps: list[tuple[Kernel, ...]], direction: str) -> Items:
+    """Each step beside an exchange with the neighbours.
+
+    Forward's last step has nothing to pass on. Backward passes keys and values on beside its first step, gradients of
+    the step before with them beside the others, gradients alone beside the last: a rank's own have come round then.
+    What adds a step's gradients to them waits for the exchange.
+    """
     last = len(steps) - 1
 
     def beside(number: int) -> Items:
@@ -43,29 +49,23 @@ def around(calls: Calls, joint: Joint, kernels: Items, direction: str) -> Items:
         waits = tuple(k for k in step if k.variant == KEY_GRADIENTS)
         return (calls.call("context", "send", joint.elements * (2 if twice else 1), joint.dtype,
                            tuple(k for k in step if k.variant != KEY_GRADIENTS)), *waits)
-    return (*lead, *chain.from_iterable(beside(number) for number in range(len(steps))))
+    return tuple(chain.from_iterable(beside(number) for number in range(len(steps))))
 
 
-def rotated(calls: Calls, joint: Joint, kernels: Items, direction: str) -> Items:
+def _rotated(calls: Calls, joint: Joint, steps: list[tuple[Kernel, ...]], direction: str) -> Items:
     """PyTorch's ring: keys and values of all slices with one all-gather beside the first step. In backward every step's
     fp32 gradients of them go to the next rank beside the following step's attention, the last ones beside nothing; what
     adds to gradients that have come waits for them.
 
     Source: torch 2.6.0 distributed/tensor/experimental/_attention.py, _AllGatherRotater and _AllToAllRotater.
     """
-    if not calls.has("context"):
-        return kernels
-    own = plain(kernels)
-    lead, steps = _steps(own)
-    if not steps:
-        return own
     gather = calls.call("context", "all_gather", joint.elements * len(steps), joint.dtype, steps[0])
     if direction == "forward":
-        return (*lead, gather, *chain.from_iterable(steps[1:]))
+        return (gather, *chain.from_iterable(steps[1:]))
     passed: list[Kernel | InlineCall] = []
-    for kernels_of in steps[1:]:
+    for step in steps[1:]:
         beside: tuple[Kernel, ...] = ()
-        for kernel in kernels_of:
+        for kernel in step:
             if kernel.variant in (ARRIVED, HOME):
                 passed.append(calls.call("context", "send", joint.elements, "fp32", beside))
             elif kernel.variant not in AFTER:
@@ -73,7 +73,7 @@ def rotated(calls: Calls, joint: Joint, kernels: Items, direction: str) -> Items
                 continue
             beside = ()
             passed.append(kernel)
-    return (*lead, gather, *passed)
+    return (gather, *passed)
 
 
 def _steps(own: tuple[Kernel, ...]) -> tuple[tuple[Kernel, ...], list[tuple[Kernel, ...]]]:

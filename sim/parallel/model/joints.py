@@ -75,10 +75,8 @@ class Joints:
             return expert.around(self.calls, joint, kernels, direction)
         if joint.kind == "gather":
             return context.gathered(self.calls, joint, kernels, direction)
-        if joint.kind == "ring":
+        if joint.kind in ("ring", "rotate"):
             return context.around(self.calls, joint, kernels, direction)
-        if joint.kind == "rotate":
-            return context.rotated(self.calls, joint, kernels, direction)
         style = tensor.Style(self.sequence, self.hides, self.pipelined, self.keeps, self.pieces, self.parts,
                              self.shared_scale, self.margin)
         return tensor.around(self.calls, joint, kernels, direction, style)
