@@ -93,7 +93,7 @@ class Allocator:
         allocated, reserved: bytes of blocks in use and of segments, now; `top_allocated`, `top_reserved`: highest.
         asked, top_asked: bytes of tensors, which blocks may exceed.
         retries: times that cached blocks had to be given back before cudaMalloc succeeded; `released`: segments given
-            back so.
+            back so, `released_bytes` what they held.
         segments: by number.
 
     Args:
@@ -108,7 +108,7 @@ class Allocator:
         self.limit, self.expandable, self.max_split = limit_bytes, expandable, max_split_bytes
         self.allocated = self.reserved = self.top_allocated = self.top_reserved = 0
         self.asked = self.top_asked = 0
-        self.retries = self.released = 0
+        self.retries = self.released = self.released_bytes = 0
         self.segments: dict[int, Segment] = {}
         self._pools: dict[int, Pool] = {}
         self._end = 0
@@ -381,6 +381,7 @@ class Allocator:
             block.pool.take(block)
             self.reserved -= block.size
             self.released += 1
+            self.released_bytes += block.size
             del self.segments[block.segment]
             self._tails.pop(2 * block.pool.stream + block.pool.small, None)
 

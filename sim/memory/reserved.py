@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sim.catalog import table
@@ -14,13 +15,14 @@ _FIGURES = "memory/retries.yaml"
 
 #: Steps after which nothing new is reserved: the first makes the optimizer states, the second works around them.
 _STEPS = 2
-#: Steps, behind the first, over which what is given back and taken again is averaged.
-_STEPS_SHORT = 3
-#: Repeats of a micro-step that are played in each of them.
-_REPEATS_SHORT = 4
-#: What the driver takes is known no closer (hardware/outside.yaml: 0.47 to 0.92 GiB on A100): a job that runs short by
-#: less does not do so for certain, and published ones did not.
-_UNSURE_BYTES = 2**30 // 5
+#: Steps that are played where memory runs short, behind the first, and the last ones of them, which stand for those to
+#: come: cached segments may come to fit what is asked for, and stay. Two in a row without a retry are taken for that.
+_STEPS_SHORT, _STEPS_COUNTED = 8, 4
+#: The same of the repeats of a micro-step within each.
+_REPEATS_SHORT, _REPEATS_COUNTED = 4, 2
+#: How much more or less the allocator may have than is predicted: what the driver takes is known no closer
+#: (hardware/outside.yaml: 0.47 to 0.92 GiB on A100), and whether a step runs short may hang on it.
+_MARGINS = tuple(round(2**30 * share) for share in (-0.5, -0.25, 0.0, 0.25, 0.5))
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,40 +31,44 @@ class Reserved:
 
     Attributes:
         fragmentation_bytes: what is reserved at most, less the highest sum of tensors.
-        retries: per steady step, times that cached segments had to be given back; None if that does not help.
-        released: per steady step, segments given back so.
+        retries: per steady step, times that cached segments had to be given back, as expected over what is not known
+            of the memory there is; None if that does not help.
+        released_bytes: per steady step, bytes of the segments given back so.
     """
 
     fragmentation_bytes: int
-    retries: int | None = 0
-    released: int = 0
+    retries: float | None = 0.0
+    released_bytes: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """Host time that retries add to a steady step: each waits until the device is idle, segments are given back
-        one by one, and as many are asked for again."""
-        figures = table(_FIGURES)["seconds"]
-        per_segment = float(figures["free"]["value"]) + float(figures["malloc"]["value"])
-        return (self.retries or 0) * float(figures["synchronise"]["value"]) + self.released * per_segment
+        """Host time that retries add to a steady step: each waits until the device is idle, and what is given back is
+        unmapped, asked for again and mapped."""
+        figures = table(_FIGURES)
+        waiting_s = (self.retries or 0.0) * float(figures["synchronise"]["value"])
+        return waiting_s + self.released_bytes / 2**30 * float(figures["remapped_per_gib"]["value"])
 
 
 def replayed(program: Program, limit_bytes: int, allocated_bytes: int) -> Reserved:
-    """The allocator's answer on a device of which it can have `limit_bytes`.
+    """The allocator's answer on a device of which it can have `limit_bytes`, more or less (`_MARGINS`).
 
     Args:
         allocated_bytes: the program's highest sum of tensors (`sim.memory.ledger.peak`).
     """
     free = fragmentation_bytes(program)
-    if allocated_bytes + free <= limit_bytes:
-        return Reserved(free)
     if allocated_bytes > limit_bytes:
         return Reserved(free, None)
-    if allocated_bytes + free <= limit_bytes + _UNSURE_BYTES:
-        return Reserved(limit_bytes - allocated_bytes)
+    held = min(free, limit_bytes - allocated_bytes)
+    if allocated_bytes + free <= limit_bytes + _MARGINS[0]:
+        return Reserved(held)
     # The replay's fragmentation is an estimate: published runs went through that it would stop, so what PyTorch
     # allocates alone decides whether a job fits.
-    found = under_pressure(program, limit_bytes)
-    return Reserved(limit_bytes - allocated_bytes, found.retries or 0, found.released)
+    answers = [under_pressure(program, limit_bytes + margin) if allocated_bytes + free > limit_bytes + margin
+               else Reserved(free) for margin in _MARGINS]
+    going = [answer for answer in answers if answer.retries is not None]
+    count = max(1, len(going))
+    return Reserved(held, sum(answer.retries or 0.0 for answer in going) / count,
+                    sum(answer.released_bytes for answer in going) / count)
 
 
 def fragmentation_bytes(program: Program) -> int:
@@ -84,18 +90,28 @@ def under_pressure(program: Program, limit_bytes: int) -> Reserved:
     try:
         replay.construct()
         replay.step()
-        before = replay.counted()
-        for _ in range(_STEPS_SHORT):
-            replay.step()
+        retries, released = _last(replay.step, replay.counted, _STEPS_SHORT, _STEPS_COUNTED)
     except OutOfMemoryError:
-        return Reserved(max(0, allocator.top_reserved - allocator.top_asked), None, 0)
-    retries, released = (round((now - then) / _STEPS_SHORT) for now, then in zip(replay.counted(), before, strict=True))
-    return Reserved(max(0, allocator.top_reserved - allocator.top_asked), retries, released if retries else 0)
+        return Reserved(max(0, allocator.top_reserved - allocator.top_asked), None)
+    return Reserved(max(0, allocator.top_reserved - allocator.top_asked), retries, released)
+
+
+def _last(play: Callable[[], None], counted: Callable[[], tuple[float, float]], most: int,
+          last: int) -> tuple[float, float]:
+    """Retries and bytes given back per play, over the last ones of `most`; none once two in a row had none."""
+    counts = [counted()]
+    for _ in range(most):
+        play()
+        counts.append(counted())
+        if counts[-3:-2] == counts[-1:]:
+            return 0.0, 0.0
+    (now, bytes_now), (then, bytes_then) = counts[-1], counts[-1 - last]
+    return (now - then) / last, (bytes_now - bytes_then) / last
 
 
 class _Pressed(TensorReplay[Block]):
     """A replay on a device with a limit, where a section may run short every time: of many repeats a few are played,
-    and the rest counted as the mean of the last two."""
+    and the rest counted as the mean of the last ones."""
 
     def __init__(self, program: Program, allocator: Allocator) -> None:
         super().__init__(program, allocator)
@@ -103,14 +119,14 @@ class _Pressed(TensorReplay[Block]):
         self.rest = (0.0, 0.0)
 
     def counted(self) -> tuple[float, float]:
-        """Retries and segments given back so far, with those of repeats that were not played."""
-        return self.limited.retries + self.rest[0], self.limited.released + self.rest[1]
+        """Retries and bytes given back so far, with those of repeats that were not played."""
+        return self.limited.retries + self.rest[0], self.limited.released_bytes + self.rest[1]
 
     def _repeat(self, number: int, repeats: int) -> None:
-        counts = [self.counted()]
-        for _ in range(min(repeats, _REPEATS_SHORT)):
-            self._run(number)
-            counts.append(self.counted())
-        left = max(0, repeats - _REPEATS_SHORT) / 2
-        self.rest = (self.rest[0] + left * (counts[-1][0] - counts[-3][0]),
-                     self.rest[1] + left * (counts[-1][1] - counts[-3][1])) if left else self.rest
+        if repeats <= _REPEATS_SHORT:
+            for _ in range(repeats):
+                self._run(number)
+            return
+        retries, released = _last(lambda: self._run(number), self.counted, _REPEATS_SHORT, _REPEATS_COUNTED)
+        left = repeats - _REPEATS_SHORT
+        self.rest = self.rest[0] + left * retries, self.rest[1] + left * released

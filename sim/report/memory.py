@@ -80,7 +80,7 @@ class MemoryResult:
     def short(self) -> bool:
         """Whether the allocator has to give back cached blocks in every step. No allocator holds twice what it hands
         out, so that small jobs need no replay to know."""
-        return 2 * self.use.peak_allocated_bytes > self.limit_bytes and bool(self.reserved.retries)
+        return 2 * self.use.peak_allocated_bytes > self.limit_bytes and bool(self.reserved.seconds)
 
     @property
     def pressed(self) -> bool:
@@ -137,8 +137,9 @@ class MemoryResult:
         pages = 0 if self.paging is None else self.paging.resident_bytes  # which give way
         share = (self.headroom_bytes + pages) / self.capacity_bytes if near else 1.0
         if self.short and self.fits:
-            found.append(f"the allocator runs short {self.reserved.retries} times in every step and gives back cached "
-                         f"blocks, which adds {1e3 * self.reserved.seconds:.0f} ms to it")
+            found.append(f"the allocator runs short {self.reserved.retries:.3g} times a step, a mean over what the driver "
+                         f"may take: {self.reserved.released_bytes / gib:.3g} GiB of cached blocks go back and "
+                         f"are taken again, which adds {1e3 * self.reserved.seconds:.0f} ms to it")
         elif near and self.fits_device and not self.headroom_bytes and self.reserved.fragmentation_bytes:
             cached = self.reserved.fragmentation_bytes / gib
             found.append(f"the allocator's cache has filled the GPU: {cached:.3g} GiB of it hold no tensor at the "
@@ -161,7 +162,7 @@ class MemoryResult:
             "peak_allocated_bytes": self.use.peak_allocated_bytes, "peak_reserved_bytes": self.reserved_bytes,
             "device_used_bytes": self.device_used_bytes, "capacity_bytes": self.capacity_bytes, "fits": self.fits,
             "headroom_bytes": self.headroom_bytes, "complete": self.complete, "at_peak": self.at_peak,
-            "allocator_retries": self.reserved.retries or 0,
+            "allocator_retries": round(self.reserved.retries or 0),
             "where": None if where is None else {"section": where.section, "layer": where.layer, "phase": where.phase,
                                                  "task": where.task, "operator": where.operator},
             "phases": {name: dict(level) for name, level in self.use.phases.items()},

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from sim.catalog import table
 from sim.memory.allocator import Allocator, OutOfMemoryError
-from sim.memory.reserved import under_pressure
+from sim.memory.reserved import Reserved, replayed, under_pressure
+from sim.memory.tensors import TensorReplay
 from sim.program import Label, Program, ProgramBuilder
 
 MIB = 2**20
@@ -40,13 +42,47 @@ def job(repeats: int, large: int) -> Program:
 def test_every_repeat_runs_short(repeats: int) -> None:
     """Each stream has to get back what the other one's pool holds, twice in every micro-step."""
     found = under_pressure(job(repeats, 60), 100 * MIB)
-    assert found.retries == found.released == 2 * repeats
+    assert found.retries == 2 * repeats
+    assert found.released_bytes == 2 * repeats * 60 * MIB
 
 
 def test_with_room_for_both_nothing_is_given_back() -> None:
     found = under_pressure(job(40, 60), 120 * MIB)
-    assert (found.retries, found.released) == (0, 0)
+    assert (found.retries, found.released_bytes) == (0, 0)
     assert under_pressure(job(1, 60), 50 * MIB).retries is None
+
+
+def test_near_the_end_the_answer_is_a_mean_over_what_the_driver_may_take() -> None:
+    """One stream's 2 GiB go back for the other's, twice a step, where less than both fit: at some of five limits."""
+    program, both = job(1, 2048), 4096 * MIB
+    answers = [replayed(program, both + more * MIB, 2048 * MIB) for more in (-600, -1, 0, 511, 512)]
+    assert [answer.retries for answer in answers] == pytest.approx([2.0, 2 * 3 / 5, 2 * 2 / 5, 2 / 5, 0.0])
+    assert answers[1].released_bytes == pytest.approx(2048 * MIB * 2 * 3 / 5)
+
+
+def test_seconds_are_retries_and_bytes() -> None:
+    figures = table("memory/retries.yaml")
+    by_hand_s = 3 * figures["synchronise"]["value"] + 2.5 * figures["remapped_per_gib"]["value"]
+    assert Reserved(0, 3.0, 2.5 * 2**30).seconds == pytest.approx(by_hand_s)
+    low, high = figures["remapped_per_gib"]["range"]
+    assert low < figures["remapped_per_gib"]["value"] < high
+
+
+def test_a_cache_that_comes_to_fit_runs_short_no_more() -> None:
+    """The first steps leave a segment that serves nobody; once it went back, what is cached serves every step."""
+    builder = ProgramBuilder(("compute",), ())
+    section = builder.section("step")
+    for number, size in enumerate((60, 70)):
+        section.allocate(f"tensor:{number}", size * MIB, "activations", 0)
+        section.host(0.0, LABEL)
+        section.free(f"tensor:{number}", size * MIB, "activations", 0)
+    builder.run(section)
+    allocator = Allocator(115 * MIB)
+    replay = TensorReplay(builder.build(), allocator)
+    replay.step()
+    assert allocator.retries == 1
+    found = under_pressure(builder.build(), 115 * MIB)
+    assert (found.retries, found.released_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize(("launches", "waits"), [(1023, True), (2000, False)])
@@ -71,7 +107,6 @@ def test_new_memory_waits_for_the_device(gathers: int) -> None:
     """A host that runs ahead of its gathers takes a new segment where all are in use; cudaMalloc waits for them, so
     each of the segments serves once more before the next is needed: k segments for up to k (k + 1) / 2 gathers."""
     from sim.memory.pools import Pools
-    from sim.memory.tensors import TensorReplay
 
     builder = ProgramBuilder(("compute", "gather"), ())
     section = builder.section("step")
