@@ -137,8 +137,8 @@ class MemoryResult:
         pages = 0 if self.paging is None else self.paging.resident_bytes  # which give way
         share = (self.headroom_bytes + pages) / self.capacity_bytes if near else 1.0
         if self.short and self.fits:
-            found.append(f"the allocator runs short {self.reserved.retries:.3g} times a step, a mean over what the driver "
-                         f"may take: {self.reserved.released_bytes / gib:.3g} GiB of cached blocks go back and "
+            found.append(f"the allocator runs short {self.reserved.retries:.3g} times a step, a mean over what the "
+                         f"driver may take: {self.reserved.released_bytes / gib:.3g} GiB of cached blocks go back and "
                          f"are taken again, which adds {1e3 * self.reserved.seconds:.0f} ms to it")
         elif near and self.fits_device and not self.headroom_bytes and self.reserved.fragmentation_bytes:
             cached = self.reserved.fragmentation_bytes / gib
