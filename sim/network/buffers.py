@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from sim.network.network import allowed, choose, release
 from sim.network.routes import place
-from sim.network.site import Site
+from sim.network.site import Site, power_of_two
 from sim.network.topology import Speeds, Topology, staged_channels
 
 _MIB = 2**20
@@ -71,7 +71,7 @@ def buffer_bytes(topology: Topology, speeds: Speeds, ranks: npt.NDArray[np.int64
     if peers:
         held += min(peers, own - 1) * site.pair_channels() * _INSIDE_BYTES
         if nodes > 1 and not staged:
-            held += _power_of_two(channels) * _SHARED_BYTES
+            held += power_of_two(channels) * _SHARED_BYTES
     return round(held)
 
 
@@ -98,7 +98,3 @@ def _across(nodes: int, own: int, ring: bool, tree: bool) -> float:
     if nodes == 2 and own == 1:
         return float(ring or tree)
     return (ring * 1.0 + tree * trees) / own
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()

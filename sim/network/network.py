@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sim.errors import Fault, UserError
-from sim.network.collectives import Candidate, Coflow, build, candidates
+from sim.network.candidate import Candidate, Coflow, build
+from sim.network.collectives import candidates
 from sim.network.fair_share import LinkId, fair_share
 from sim.network.jitter import rendezvous_s
 from sim.network.routes import Placement, place
