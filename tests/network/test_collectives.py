@@ -98,7 +98,7 @@ def test_remote_peers_of_an_exchange_come_one_after_another(machines: Machines) 
     assert remote_us > F["base_us.Simple"] + F["p2p_net_us.slingshot"]
     flow = net.coflow("all_to_all", 16 * 256, world(16))
     moving_us = flow.size_bytes / rate(flow, net) * 1e6
-    assert flow.latency_s * 1e6 == pytest.approx(remote_us, rel=0.02) and moving_us < 0.1
+    assert flow.latency_s * 1e6 == pytest.approx(remote_us, rel=0.02) and moving_us < 0.25
 
 
 def test_slingshot_copies_what_it_writes_into_its_command_queue(machines: Machines) -> None:
