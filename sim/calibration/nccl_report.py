@@ -166,7 +166,7 @@ from the others; what belongs to a fabric stays with the fabric.
 
 * A call opens one channel per full 4 KiB and rank (LL rings), 5 KiB (LL128) or 32 KiB (Simple): NCCL's thread
   thresholds. In LL what the 512 threads of a channel take at once is within its steps, so time is flat until all
-  channels are open: a channel then moves 3.2, 3.1, 6.4 GB/s on V100, A100, H100 (NCCL's limits: 3.3, 3.6, 5.9).
+  channels are open: a channel then moves 3.4, 3.6, 6.2 GB/s on V100, A100, H100 (NCCL's limits: 3.3, 3.6, 5.9).
 * A Simple ring passes chunks on in two slices: while one is awaited the other moves, so a step takes the longer of two
   slices' work and one slice with the hop's latency. Alone it follows vTrain's four tables of V100 within 0.4 %. It took
   the place of six figures (what a ring adds once slices are full, per generation; from which size; between nodes).
@@ -200,7 +200,7 @@ from the others; what belongs to a fabric stays with the fabric.
   predicted; all of it counts in the table above.
 * What leaving a site out costs is mostly what only that site shows (table by site). Slingshot: 16 of the 25 sweeps of
   several nodes are Polaris, so the two figures for several nodes with the site left out say how good the priors of
-  Slingshot are (6, 8, 0.7 and 0.8 against 8.1, 9.3, 0.56 and 0.75). EFA: three sites, each another generation.
+  Slingshot are (6, 8, 0.7 and 0.8 against 8.0, 9.3, 0.55 and 0.75). EFA: three sites, each another generation.
 * Simple rings over EFA are slower from 16 to 128 MiB than the model (p4d 30 to 40 %): nothing in NCCL's code says why.
   p4d's largest sizes show a ring where NCCL's search gives trees of two nodes twice the bandwidth; the sweep is
   predicted with `algorithm: Ring`, as if its command had said so (unknown).
