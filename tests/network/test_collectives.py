@@ -102,7 +102,7 @@ def test_remote_peers_of_an_exchange_come_one_after_another(machines: Machines) 
 
 
 def test_slingshot_copies_what_it_writes_into_its_command_queue(machines: Machines) -> None:
-    """Up to 192 bytes to a peer, once for each of eight remote ones; a lone send likewise; InfiniBand copies nothing."""
+    """Up to 192 bytes to a peer, for each of eight remote ones; a lone send likewise; InfiniBand copies nothing."""
     net = network(slingshot(machines), nodes=2)
     for kind, ranks, sends in (("all_to_all", world(16), 8), ("send", np.array([[0, 8]]), 1)):
         parts = ranks.size if sends > 1 else 1
