@@ -166,14 +166,19 @@ from the others; what belongs to a fabric stays with the fabric.
 
 * A call opens one channel per full 4 KiB and rank (LL rings), 5 KiB (LL128) or 32 KiB (Simple): NCCL's thread
   thresholds. In LL what the 512 threads of a channel take at once is within its steps, so time is flat until all
-  channels are open: a channel then moves 3.2, 3.1, 6.4 GB/s on V100, A100, H100 (NCCL's limits: 3.3, 3.6, 5.9).
+  channels are open: a channel then moves 3.4, 3.6, 6.2 GB/s on V100, A100, H100 (NCCL's limits: 3.3, 3.6, 5.9).
 * A Simple ring passes chunks on in two slices: while one is awaited the other moves, so a step takes the longer of two
   slices' work and one slice with the hop's latency. Alone it follows vTrain's four tables of V100 within 0.4 %. It took
   the place of six figures (what a ring adds once slices are full, per generation; from which size; between nodes).
 * Two A100 read from one another where other GPUs write (compute capability 8.0, `ncclTopoCheckP2p`): a step takes 11 us
   where it takes 4 on V100 and H100. One figure for reads, one for writes, none per generation.
 * Before Hopper what arrives in Simple is flushed by a read of its own: the fabric counts twice in such a hop.
-* An all-to-all serves its peers round after round, each a step of a Simple ring; no figure of its own.
+* An all-to-all serves a node's peers at once, up to eight a channel (warps of one block, `sendrecv.h`), in one step;
+  each peer has its share of the channels and receivers copy a last chunk of 512 KiB on each out of their buffers. The
+  proxy passes messages to and from peers of other nodes one by one, beginning while the kernel starts.
+* Slingshot's provider writes messages of up to 192 bytes into its command queue and copies them out of the GPU first
+  (libfabric 2.1.0, `cxip_send_buf_init`): 13 us for each, on two nodes (4 peers) as on 256 (1020).
+* AWS's plugin brings a tuner to p5 that counts with 20 us a hop (its default, recalled) where NCCL is told 75.
 * A sender's kernel is through when its buffers (4 MiB a channel) hold what it sends; vidur timed that one: a send over
   an NVLink bridge "moves" 15 MB in 44 us, 339 GB/s over twelve links of 25. The rate of a lone send rests on NCCL's
   issue 1264 alone since.
@@ -187,30 +192,35 @@ from the others; what belongs to a fabric stays with the fabric.
 
 * Priors without an independent source (`no prior figure`, `assumed` in `data/nccl_priors.yaml`: message_us,
   rendezvous, fabric_us outside EFA, exchange_share, p2p_net_us) were written down by people who had seen the
-  sweeps, and how wide each family is was chosen with the left-out errors in sight. The left-out errors are therefore
-  somewhat better than a blind fit would give.
+  sweeps, and how far a family as a whole may move was chosen with the left-out errors in sight. The left-out errors are
+  therefore somewhat better than a blind fit would give. How far members differ from their family is estimated where
+  two or more are determined (15 families), judged elsewhere.
 * The 90th percentile on one node is set by vidur's sweeps, which have rows their source calls noise. Kernel durations
   below 2 MiB jump between 10 and 60 us (waits for late ranks), on the four A100-PCIe they stay at 60. None of it can be
   predicted; all of it counts in the table above.
 * What leaving a site out costs is mostly what only that site shows (table by site). Slingshot: 16 of the 25 sweeps of
   several nodes are Polaris, so the two figures for several nodes with the site left out say how good the priors of
-  Slingshot are (6, 8, 0.7 and 0.8 against 8.2, 10.1, 0.57 and 0.75). EFA: three sites, each another generation.
+  Slingshot are (6, 8, 0.7 and 0.8 against 8.0, 9.3, 0.55 and 0.75). EFA: three sites, each another generation.
 * Simple rings over EFA are slower from 16 to 128 MiB than the model (p4d 30 to 40 %): nothing in NCCL's code says why.
   p4d's largest sizes show a ring where NCCL's search gives trees of two nodes twice the bandwidth; the sweep is
   predicted with `algorithm: Ring`, as if its command had said so (unknown).
-* p5 reports 75 us of latency to NCCL (aws-ofi-nccl), with which NVLSTree comes at 2 MiB; the sweeps bend at 128 KiB.
+* p5's sweeps bend at 128 KiB, where AWS's tuner is taken to go on with trees in LL up to 256 KiB: of that tuner only
+  the latency it counts with is known, NCCL's formulas stand for its own.
 * Whose CPU a machine has decides LL's limit between nodes and is taken from the GPU's generation and the fabric.
 * The host of a benchmark (one process driving eight GPUs, launches in groups) is a property of the sweep, applied to
   predictions that are compared with it and to nothing else. The column "without the host" shows what it is worth.
 * Eight A100 at 32 to 64 MiB differ by 25 % between sites of the same machine (vTrain and ndv4 of 2021 faster, Azure and
   vidur slower): it may be NCCL's release; two sites on each side do not show which.
 * Polaris was measured under two software settings which differ by 20 to 200 % below 1 MiB; the model knows one fabric.
-  Its all-to-all on 256 nodes with the first setting is four times slower than with the second at 1 GiB, and sends of
-  up to 128 bytes to a peer take twice as long as larger ones; nothing in the topology tells either.
+  Its all-to-all on 256 nodes with the first setting is four times slower than with the second at 1 GiB; nothing in the
+  topology tells. In a ring every message beyond the first eight takes 7.9 us under both settings, on two nodes all of
+  them under the second (software matching) and none under the first: likely messages that find no posted receive.
 * Broadcasts and reductions of nccl-tests run into one another (a root does not wait), so their sweeps show no latency.
 * Tried and not taken: LL128 over EFA on p5 (no gain); LL for small sends between nodes (all-to-all on Polaris 12 to
   17 %; NCCL does not do it); two microseconds of proxy for AMD hosts (several nodes, 90th percentile 23 to 27 %);
-  rendezvous by fabric (left-out errors rise).
+  rendezvous by fabric (left-out errors rise); an all-to-all between nodes as the longer of messages and bytes, not
+  their sum (left-out errors of Polaris rise to 27 and 38 %); a tree of two nodes without what a pipeline adds (NDR on
+  four nodes left out 13 to 27 %), the same in Simple alone (one node left out 19.5 to 20.6 %).
 * Rings of many nodes on InfiniBand rest on message_us.infiniband, which only sweeps of two and four nodes determine.
 * Confidence is low wherever the table of figures names no site: RoCE, TCPX, Ethernet, Gen3 and Gen5 PCIe, xGMI,
   Blackwell between nodes.

@@ -45,7 +45,8 @@ class Harness:
         figures = figures or Figures()
         each = figures["host_grouped_us.all" if self.per_channel else "host_us.call"]
         if kind == "all_to_all":
-            each += (ranks - 1) * figures["host_part_us.peer"]
+            own = figures["host_part_us.peer"] + (figures["host_part_us.channel"] if self.per_channel else 0.0)
+            each += (ranks - 1) * own
         elif self.per_channel:
             each += channels * figures["host_part_us.channel"]
         return ranks * each * 1e-6

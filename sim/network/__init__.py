@@ -1,6 +1,6 @@
 """The network room: topologies as templates, collectives as loads on links, rates shared by weighted max-min."""
 
-from sim.network.collectives import Coflow
+from sim.network.candidate import Coflow
 from sim.network.fair_share import LinkId, fair_share
 from sim.network.jitter import expected_maximum, latest, rendezvous_s
 from sim.network.network import Network

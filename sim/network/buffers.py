@@ -5,7 +5,10 @@ between nodes on the device where the NIC reads it (GPUDirect RDMA) and in pinne
 and conditions: nccl 2.29.7 src/init.cc (computeBuffSizes), src/transport/p2p.cc (p2pSendSetup, p2pRecvSetup),
 src/transport/net.cc (sendProxyConnect, recvProxyConnect, sharedNetBuffersInit), src/transport/nvls.cc
 (ncclNvlsBufferSetup); the same in 2.13 (rccl 5.4.3) but for NVLink SHARP. Which connections there are: rings and trees
-of every channel (ncclTransportRingConnect, ncclTransportTreeConnect), sends when they are first made.
+of every channel (ncclTransportRingConnect, ncclTransportTreeConnect), sends when they are first made. From NCCL 2.22
+on an algorithm is connected when a call first takes it (src/init.cc, runtimeConn; src/group.cc, ncclCollPreconnect;
+NCCL_RUNTIME_CONNECT, 1 in the binary of 2.22.3 and not in that of 2.21.5), if memory comes from cuMem, as it does where
+the driver can (NCCL_CUMEM_ENABLE, -2 in both).
 
 Checks: 12 channels give 144 MiB to a pair and 288 to four GPUs; nccl#964 measured 544 and 688 MB with the context, the
 same 400 beside both. Sends of all to all on eight H100 with their rings give 3,264 MiB; nccl#1685 measured 3.28 GB.
@@ -13,14 +16,15 @@ same 400 beside both. Sends of all to all on eight H100 with their rings give 3,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from sim.network.network import allowed, choose, release
 from sim.network.routes import place
-from sim.network.site import Site
+from sim.network.site import Site, power_of_two
 from sim.network.topology import Speeds, Topology, staged_channels
 
 _MIB = 2**20
@@ -35,51 +39,62 @@ _CROSSING_BYTES = 20 * _MIB
 _SHARED_BYTES = 2 * 2 * _MIB
 #: NVLink SHARP: per channel and rank of the node that is a head, 8 steps of 128 KiB up and as many down.
 _MULTICAST_BYTES = 2 * _MIB
+#: Release from which an algorithm is connected when it is first taken.
+_LAZY = (2, 22)
 
 
 def buffer_bytes(topology: Topology, speeds: Speeds, ranks: npt.NDArray[np.int64], nccl: Mapping[str, Any],
-                 peers: int = 0) -> int:
+                 peers: int = 0, calls: Iterable[tuple[str, int]] | None = None) -> int:
     """Device memory of one communicator on one of its ranks, the mean over them.
 
     Args:
         ranks: of the communicator, shape (size,); physical, as `topology` counts GPUs per node.
-        nccl: a user's `channels`, and NCCL's `version`.
+        nccl: a user's choices (as for `Network`), and NCCL's `version`.
         peers: ranks of the communicator that this one sends to and receives from one by one.
+        calls: its collectives as (a name of `sim.work.COLLECTIVES`, bytes of the full buffer); None: any.
     """
     if ranks.size < 2:
         return 0
     where = place(ranks.reshape(1, -1), topology, speeds)
-    digits = [int(part) for part in str(nccl.get("version") or "2.30").split(".")[:2] if part.isdigit()]
-    site = Site(topology, speeds, where, topology.figures, speeds, nccl.get("channels"), tuple(digits))
+    site = Site(topology, speeds, where, topology.figures, speeds, nccl.get("channels"), release(nccl))
     nodes, own = where.nodes, where.per_node
     staged = nodes > 1 and where.staged
     channels = staged_channels(int(where.groups.max()), own) if staged else site.channel_count()
-    held = channels * _neighbours(ranks.size, nodes, own) * _INSIDE_BYTES
+    taken = None if calls is None or site.version < _LAZY else _taken(site, nccl, calls)
+    ring, tree, multicast = (taken is None or any(name in taken for name in names)
+                             for names in (("Ring",), ("Tree",), ("NVLS", "NVLSTree")))
+    held = channels * _neighbours(ranks.size, nodes, own, ring, tree) * _INSIDE_BYTES
     if nodes > 1 and not staged:
-        held += channels * _across(nodes, own) * _CROSSING_BYTES
-    if site.multicast():
+        held += channels * _across(nodes, own, ring, tree) * _CROSSING_BYTES
+    if site.multicast() and multicast:
         held += site.multicast_channels() * own * _MULTICAST_BYTES
     if peers:
         held += min(peers, own - 1) * site.pair_channels() * _INSIDE_BYTES
         if nodes > 1 and not staged:
-            held += _power_of_two(channels) * _SHARED_BYTES
+            held += power_of_two(channels) * _SHARED_BYTES
     return round(held)
 
 
-def _neighbours(size: int, nodes: int, own: int) -> float:
+def _taken(site: Site, nccl: Mapping[str, Any], calls: Iterable[tuple[str, int]]) -> frozenset[str]:
+    """Algorithms that NCCL takes for any of the calls."""
+    options = {kind: [(way, 0.0) for way in allowed(kind, site, nccl)] for kind in {kind for kind, _ in calls}}
+    return frozenset(choose(options[kind], size)[0].algorithm for kind, size in calls)
+
+
+def _neighbours(size: int, nodes: int, own: int, ring: bool, tree: bool) -> float:
     """Peers of the node that a rank is connected to both ways, per channel: the ring's, and the tree's, a chain through
     the node that runs both ways along the ring."""
     if nodes == 1:
-        return (2 * size - 1) / size if size > 2 else 1.0
-    return 2 * (own - 1) / own
+        if size == 2:
+            return float(ring or tree)
+        return (2 * size - 1) / size if ring and tree else ring * 1.0 + tree * 2 * (size - 1) / size
+    return (2 if tree else int(ring)) * (own - 1) / own
 
 
-def _across(nodes: int, own: int) -> float:
+def _across(nodes: int, own: int, ring: bool, tree: bool) -> float:
     """Connections both ways to other nodes per channel, shared by a node's ranks: the ring's one, and the mean of a
     double tree's, which of two nodes is one edge, between the same ranks as the ring's where they have one each."""
     trees = 2.0 - 2.0 / nodes
-    return (1.0 if nodes == 2 and own == 1 else 1.0 + trees) / own
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()
+    if nodes == 2 and own == 1:
+        return float(ring or tree)
+    return (ring * 1.0 + tree * trees) / own

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sim.errors import Fault, UserError
-from sim.network.collectives import Candidate, Coflow, build, candidates
+from sim.network.candidate import Candidate, Coflow, build
+from sim.network.collectives import candidates
 from sim.network.fair_share import LinkId, fair_share
 from sim.network.jitter import rendezvous_s
 from sim.network.routes import Placement, place
@@ -173,17 +174,23 @@ class Network:
     def _allowed(self, kind: str, where: Placement) -> list[Candidate]:
         channels = self.nccl.get("channels")
         site = Site(self.topology, self.speeds, where, self.topology.figures, self._judged,
-                    int(channels) if channels else None, self._version(), self.one_sided)
-        found = list(candidates(kind, site))
-        for field in ("algorithm", "protocol"):
-            wanted = str(self.nccl.get(field) or "").lower()
-            found = [c for c in found if getattr(c, field).lower() == wanted] or found
-        return found
+                    int(channels) if channels else None, release(self.nccl), self.one_sided)
+        return allowed(kind, site, self.nccl)
 
-    def _version(self) -> tuple[int, ...]:
-        parts = str(self.nccl.get("version", "")).split("+")[0].split(".")
-        numbers = tuple(int(part) for part in parts[:2] if part.isdigit())
-        return numbers or (2, 30)
+
+def allowed(kind: str, site: Site, nccl: Mapping[str, Any]) -> list[Candidate]:
+    """Ways to serve `kind` on `site` that the forced choices `nccl` leave (see `Network`); all if they leave none."""
+    found = list(candidates(kind, site))
+    for field in ("algorithm", "protocol"):
+        wanted = str(nccl.get(field) or "").lower()
+        found = [c for c in found if getattr(c, field).lower() == wanted] or found
+    return found
+
+
+def release(nccl: Mapping[str, Any]) -> tuple[int, ...]:
+    """NCCL's (major, minor) of its `version`, that of today where it is not told."""
+    parts = str(nccl.get("version") or "").split("+")[0].split(".")
+    return tuple(int(part) for part in parts[:2] if part.isdigit()) or (2, 30)
 
 
 def choose(options: Sequence[tuple[Candidate, float]], size_bytes: int) -> tuple[Candidate, float]:

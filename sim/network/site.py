@@ -17,6 +17,8 @@ _GB = 1e9
 _INFINITE = float("inf")
 #: Compute capability (times ten) of GPUs that read over NVLink.
 _READING = 80
+#: Release from which a plugin may bring a tuner (ncclTunerPlugin_v2; a log of AWS's beside NCCL 2.20.3).
+_TUNER_PLUGIN = (2, 19)
 #: Links to one peer from which a pair of GPUs no longer fills them all (pair_share); the one or two of a V100 it does.
 _WIDE_PAIR = 4
 #: Channels of a send over PCIe (ncclTopoGetNchannels, src/graph/paths.cc).
@@ -62,8 +64,13 @@ class Site:
         return self.figures[f"{name}.{self.topology.generation}"]
 
     def plugin_us(self) -> float:
-        """NIC latency the network plugin reports to NCCL, us."""
-        value = facts()["fabrics"][self.fabric]["plugin_us"]
+        """NIC latency the network plugin reports to NCCL, us; where the plugin brings a tuner, what that counts with
+        (it is given NCCL's place, and taken to differ in this figure alone)."""
+        fabric = facts()["fabrics"][self.fabric]
+        own = fabric.get("tuner_us", {}) if self.version >= _TUNER_PLUGIN else {}
+        if self.topology.generation in own:
+            return float(own[self.topology.generation])
+        value = fabric["plugin_us"]
         return float(value[self.topology.generation] if isinstance(value, dict) else value)
 
     def fabric_us(self) -> float:
@@ -90,6 +97,14 @@ class Site:
         if peer == "one_way":
             return whole * self.figures["one_way_share.all"] / self.figures[f"link_share.{self.topology.intra.link}"]
         return whole * self.figures[f"pair_share.{peer}"]
+
+    def step_us(self, protocol: str) -> float:
+        """One step between GPUs of a node, us."""
+        if self.intra_link() == "pcie":
+            return self.figures[f"step_us.pcie.{protocol}"]
+        if protocol == "Simple":
+            return self.figures["step_us.nvlink.read.all" if self.reads() else "step_us.nvlink.Simple.write"]
+        return self.own(f"step_us.nvlink.{protocol}")
 
     def era(self, name: str) -> Any:
         """A figure of the tuner of NCCL's release (`tuner.yaml`, `eras`): the last one said up to it."""
@@ -187,9 +202,9 @@ class Site:
             wanted = _PCIE_CHANNELS
         else:
             wanted = 2 * (self.place.rings if self.place.rings > 0 else self.topology.intra.links_per_gpu)
-        found = min(_PAIR_CHANNELS, 1 << (wanted - 1).bit_length())
+        found = min(_PAIR_CHANNELS, power_of_two(wanted))
         if self.place.nodes == 1 and self.place.size == 2:
-            found = max(2, min(found, 1 << (self.searched_channels() - 1).bit_length()) // 2)
+            found = max(2, min(found, power_of_two(self.searched_channels())) // 2)
         return min(found, self.channels or found)
 
     def ll128(self) -> bool:
@@ -201,3 +216,8 @@ class Site:
         """NVLink SHARP: Hopper and later behind a switch, NCCL 2.17 on (release notes)."""
         return (self.topology.intra.kind == "nvswitch" and self.table("nvls") > 0 and self.place.per_node > 2
                 and self.version >= (2, 17))
+
+
+def power_of_two(count: int) -> int:
+    """The least power of two that is no less."""
+    return 1 << (count - 1).bit_length()

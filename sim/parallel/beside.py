@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,17 @@ from sim.hardware.outside import Outside, outside
 from sim.network.buffers import buffer_bytes
 from sim.network.topology import Topology, speeds
 from sim.parallel.layout import Layout, Ranks
+from sim.program import ProgramBuilder
 from sim.scenario.cluster import Cluster
 from sim.scenario.schema import Scenario
 from sim.software import Stack
 
 #: Name of what cuBLAS holds in the allocator's memory, in a Program's resident tensors.
 WORKSPACES = "cuBLAS workspaces"
+
+
+#: Collectives of a communicator: kind, bytes of the full buffer.
+Calls = frozenset[tuple[str, int]]
 
 
 class _Place:
@@ -29,19 +34,22 @@ class _Place:
         self.speeds = speeds(self.topology, cluster.intra_gbps_per_gpu, cluster.inter_gbps_per_node)
         self._held: dict[object, int] = {}
 
-    def held(self, ranks: Ranks, nccl: Mapping[str, Any], alone: int) -> int:
-        """Bytes of a communicator of `ranks`, shape (members,), with `alone` peers of sends."""
+    def held(self, ranks: Ranks, nccl: Mapping[str, Any], alone: int, calls: Calls) -> int:
+        """Bytes of a communicator of `ranks`, shape (members,), with `alone` peers of sends and these collectives."""
         own, spare = self.cluster.gpus_per_node, self.topology.gpus_per_node - self.cluster.gpus_per_node
         row = np.asarray(ranks) - int(ranks[0]) // own * own
-        key = (row.tobytes(), alone, *nccl.values())
+        key = (row.tobytes(), alone, calls, *nccl.values())
         if key not in self._held:
-            self._held[key] = buffer_bytes(self.topology, self.speeds, row + row // own * spare, nccl, alone)
+            self._held[key] = buffer_bytes(self.topology, self.speeds, row + row // own * spare, nccl, alone, calls)
         return self._held[key]
 
 
 #: Of the last clusters, by the cluster's id.
 _PLACES: dict[int, _Place] = {}
 _MOST_PLACES = 16
+_NONE: Calls = frozenset()
+#: Kinds that are sends, whatever they are grouped to.
+_SENDS = ("send", "recv", "all_to_all")
 
 
 def residents(found: Outside) -> list[tuple[str, int, str]]:
@@ -51,22 +59,34 @@ def residents(found: Outside) -> list[tuple[str, int, str]]:
             ("CUDA context, NCCL", found.total_bytes - found.workspace_bytes, "context")]
 
 
-def beside(scenario: Scenario, stack: Stack, layout: Layout, groups: Mapping[str, Ranks], peers: int) -> Outside:
+def beside(scenario: Scenario, stack: Stack, layout: Layout, groups: Mapping[str, Ranks], peers: int,
+           builders: Sequence[ProgramBuilder]) -> Outside:
     """Context, communicators and workspaces of a rank.
 
     Args:
         groups: its communicators by name, shape (instances, members).
         peers: pipeline stages it exchanges tensors with, each pair a communicator.
+        builders: of its program, or of all whose calls it may make; written already.
     """
     place, nccl = _place(scenario.cluster), scenario.software.nccl.model_dump()
     nccl["version"] = nccl["version"] or stack.nccl_release
-    total = 0
+    total, calls = 0, _calls(builders)
     for name, ranks in groups.items():
         exchanges = name == "expert" and not stack.dispatch_once
-        total += place.held(ranks[0], nccl, ranks.shape[1] - 1 if exchanges else 0)
+        total += place.held(ranks[0], nccl, ranks.shape[1] - 1 if exchanges else 0, calls.get(name, _NONE))
     if peers:
-        total += peers * place.held(layout.group("pipeline")[0, :2], nccl, 1)
+        total += peers * place.held(layout.group("pipeline")[0, :2], nccl, 1, _NONE)
     return outside(gpu(scenario.cluster.topology.gpu).compute_capability, stack.kernel_loading, total)
+
+
+def _calls(builders: Sequence[ProgramBuilder]) -> dict[str, Calls]:
+    """Collectives by communicator; sends connect their peers beside them."""
+    found: dict[str, set[tuple[str, int]]] = {}
+    for builder in builders:
+        for call in builder.tables.collectives:
+            if call.kind not in _SENDS and 0 <= call.communicator < len(builder.communicators):
+                found.setdefault(builder.communicators[call.communicator], set()).add((call.kind, call.size_bytes))
+    return {name: frozenset(calls) for name, calls in found.items()}
 
 
 def _place(cluster: Cluster) -> _Place:

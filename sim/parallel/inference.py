@@ -99,10 +99,11 @@ def lower_inference(scenario: Scenario, stack: Stack) -> Serving:
     own = positions(architecture, counts, placed)
     pieces = pieces_of(run.prompt, run.generate)
     groups = {"tensor": layout.group("tensor")} if parallel.tensor > 1 else {}
-    beside = beside_tensors(scenario, stack, layout, groups, 2 * (depth > 1))
     stages = [_Stage(scenario, stack, own_slice, weights, stage, chunks[0]) for stage, chunks in enumerate(own)]
     for stage in stages:
         stage.write(pieces)
+    beside = beside_tensors(scenario, stack, layout, groups, 2 * (depth > 1), [stage.builder for stage in stages])
+    for stage in stages:
         stage.builder.resident += residents(beside)
     return Serving(_job(stages, layout), architecture, pieces, max(stage.cache_bytes for stage in stages), beside)
 

@@ -149,7 +149,7 @@ def held(scenario: Scenario) -> Scenario:
 
 def _outside(scenario: Scenario, plan: Plan) -> Outside:
     """What a rank's GPU holds beside tensors, which becomes part of its program."""
-    beside = beside_tensors(scenario, plan.stack, plan.layout, plan.groups, plan.peers)
+    beside = beside_tensors(scenario, plan.stack, plan.layout, plan.groups, plan.peers, [plan.builder])
     for row in residents(beside):
         plan.resident(*row)
     return beside

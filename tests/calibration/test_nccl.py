@@ -164,6 +164,9 @@ def test_a_single_process_launches_gpu_by_gpu() -> None:
     assert floor == pytest.approx(8e-6 * figures["host_us.call"])
     peers = 56e-6 * figures["host_part_us.peer"]
     assert Harness("one", "call").floor_s("all_to_all", 8) == pytest.approx(floor + peers)
+    old = Harness("one", "call", True).floor_s("all_to_all", 8)  # a channel for each of seven peers, on eight GPUs
+    setup = figures["host_grouped_us.all"] + 7 * (figures["host_part_us.peer"] + figures["host_part_us.channel"])
+    assert old == pytest.approx(8e-6 * setup)
     assert Harness("gpu", "call").floor_s("all_reduce", 8) == Harness("one", "kernel").floor_s("all_reduce", 8) == 0.0
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sim.network import Coflow, Network, Topology, fair_share
-from sim.network.collectives import Candidate
+from sim.network.candidate import Candidate
 from sim.network.figures import Figures
 from sim.network.topology import facts
 

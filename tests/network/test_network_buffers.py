@@ -23,9 +23,10 @@ def topology(gpu: str = "a100-80g-sxm", intra: dict[str, Any] | None = None, int
                                   "inter": inter or INFINIBAND})
 
 
-def held(ranks: list[int], on: Topology | None = None, peers: int = 0, **nccl: Any) -> float:
+def held(ranks: list[int], on: Topology | None = None, peers: int = 0, calls: list[tuple[str, int]] | None = None,
+         **nccl: Any) -> float:
     where = on or topology()
-    return buffer_bytes(where, speeds(where), np.array(ranks), nccl, peers) / MIB
+    return buffer_bytes(where, speeds(where), np.array(ranks), nccl, peers, calls) / MIB
 
 
 def test_a_lonely_rank_has_no_buffers() -> None:
@@ -64,6 +65,36 @@ def test_between_nodes_rings_and_both_trees() -> None:
     assert held([0, 8]) == 2 * 20
     assert held(list(range(0, 64, 8))) == 2 * 20 * (1 + 1.75)
     assert held([0, 8], peers=1) == 2 * 20 + 2 * 4
+
+
+def test_from_2_22_on_only_what_is_called_is_connected() -> None:
+    """Eight A100: gathers go round the ring, one neighbour of the chain's two less a link that is missing; sums of
+    a few bytes between nodes take the tree, of a GiB the ring, and a communicator that is never used has nothing."""
+    node, gather = list(range(8)), [("all_gather", 1 << 20)]
+    assert held(node, calls=gather, version="2.21") == held(node) == 24 * 12 * 15 / 8
+    assert held(node, calls=gather, version="2.22") == 24 * 12
+    assert held(node, calls=[], version="2.22") == 0
+    pairs = list(range(0, 64, 8))
+    small, large = [("all_reduce", 1024)], [("all_reduce", 1 << 30), ("all_gather", 1 << 30)]
+    assert held(pairs, calls=small, version="2.22") == 2 * 20 * 1.75
+    assert held(pairs, calls=small + large, version="2.22") == held(pairs)
+    assert held(pairs, calls=large, version="2.22", algorithm="Ring") == 2 * 20
+
+
+def test_nvlink_sharp_is_connected_by_the_first_sum_that_takes_it() -> None:
+    h100 = topology("h100-sxm", {**SWITCH, "link": "nvlink4", "links_per_gpu": 18})
+    node = list(range(8))
+    assert held(node, h100, calls=[("all_gather", 1 << 28)], version="2.26") == 24 * 12
+    assert held(node, h100, calls=[("all_reduce", 1 << 28)], version="2.26") == 16 * 2 * 8
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 8), st.sampled_from(["all_gather", "all_reduce", "broadcast"]),
+       st.integers(1, 1 << 32))
+def test_connecting_late_never_takes_more(nodes: int, own: int, kind: str, size: int) -> None:
+    ranks = [8 * node + slot for node in range(nodes) for slot in range(own)]
+    late = held(ranks, calls=[(kind, size)], version="2.27")
+    assert 0 < late <= held(ranks, version="2.27") or len(ranks) == 1
 
 
 @settings(max_examples=30, deadline=None)
