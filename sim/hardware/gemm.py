@@ -77,7 +77,7 @@ def as_products(kernels: Sequence[Kernel], rates: GemmRates) -> Products:
     width = np.array([DTYPE_BYTES[kernel.dtype] for kernel in kernels])
     return Products(batch, m, n, k, width * batch * (m * k + k * n),
                     np.array([kernel.bytes for kernel in kernels]),
-                    np.array([_alignment_rate(kernel, rates) for kernel in kernels]))
+                    np.array([_rate(kernel, rates) for kernel in kernels]))
 
 
 def product_times(products: Products, rates: GemmRates, sms: int, sms_total: int, bandwidth_bps: float,
@@ -158,6 +158,11 @@ def _weights(seconds: Array, spread: float) -> Array:
     chances = np.exp(-slower / spread) if spread > 0 else (slower == 0).astype(np.float64)
     total: Array = chances / chances.sum(axis=1, keepdims=True)
     return total
+
+
+def _rate(kernel: Kernel, rates: GemmRates) -> float:
+    """What alignment, and sums outside the tensor cores in products of gradients, leave of the rate."""
+    return _alignment_rate(kernel, rates) * (1.0 if kernel.variant == "tn" else rates.gradient_rate)
 
 
 def _alignment_rate(kernel: Kernel, rates: GemmRates) -> float:

@@ -52,6 +52,7 @@ class GemmRates:
     alignment: Mapping[int, float] | None
     batched_unaligned: float
     flop_j: float
+    gradient_rate: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +143,7 @@ class Rates:
             alignment=None if units == "fp32" else {key: float(alignment[key]) for key in (16, 8, 4, 2, 1)},
             batched_unaligned=min(1.0, self._on_fp32_units() / rate),
             flop_j=self._flop_j(units),
+            gradient_rate=float(figures.get("gradient_rate", 1.0)),
         )
 
     def _on_fp32_units(self) -> float:

@@ -71,7 +71,7 @@ def block_of(kernel: Kernel) -> Block | None:
     """The block that works off a row of `kernel`; None where it is not cut by rows."""
     if kernel.kernel in _BLOCKS:
         return _BLOCKS[kernel.kernel]
-    if kernel.variant != "forward" or kernel.op not in ("norm", "softmax"):
+    if kernel.variant != "forward" or kernel.op not in ("norm", "softmax") or kernel.kernel == "persistent":
         return None
     if kernel.op == "norm":
         return _BLOCKS["norm"]

@@ -3,9 +3,16 @@
 from sim.model.architecture import Architecture, Layer, Operator, Parameter, Tensor
 from sim.model.build import build
 from sim.model.kernels import accumulation_kernels
-from sim.model.optimizer import clip_kernels, optimizer_kernels, optimizer_state_bytes, optimizer_temporary_bytes
+from sim.model.optimizer import (
+    clip_kernels,
+    gradient_dtype,
+    gradient_kernels,
+    optimizer_kernels,
+    optimizer_state_bytes,
+    optimizer_temporary_bytes,
+)
 
 __all__ = [
     "Architecture", "Layer", "Operator", "Parameter", "Tensor", "accumulation_kernels", "build", "clip_kernels",
-    "optimizer_kernels", "optimizer_state_bytes", "optimizer_temporary_bytes",
+    "gradient_dtype", "gradient_kernels", "optimizer_kernels", "optimizer_state_bytes", "optimizer_temporary_bytes",
 ]

@@ -31,9 +31,12 @@ def embedding_layer(style: Style) -> Layer:
 
 
 def lookup(style: Style, table: Parameter) -> Operator:
-    """Gather of one row per token; backward zeroes a dense gradient, sorts the tokens and scatter-adds.
+    """Gather of one row per token; backward zeroes a dense gradient, sorts the tokens and scatter-adds. A stack that
+    keeps a buffer of all gradients adds this one to it, whole.
 
-    Source: aten/src/ATen/native/cuda/Embedding.cu (embedding_dense_backward_cuda).
+    Source: aten/src/ATen/native/cuda/Embedding.cu (embedding_dense_backward_cuda); megatron-core 0.5.0
+    distributed/distributed_data_parallel.py, param_hook (main_grad.add_(grad)); nanotron 0.4
+    optim/gradient_accumulator.py, _accumulate_grad.
     """
     rows, cols, e = style.tokens, style.hidden, width(style.weight)
     forward = Kernel("embedding", style.weight, (rows, cols), "forward", 0.0, 2 * rows * cols * e, "memory_bound")
@@ -41,6 +44,9 @@ def lookup(style: Style, table: Parameter) -> Operator:
                        (3 * rows * cols + table.numel) * e, "memory_bound", launches=6)]
     if style.tied:
         backward.append(elementwise("tied_gradient_sum", table.numel, 3 * e, style.weight))
+    if style.main_grad and (not style.tied or style.stack.gradient_accumulation_fusion):
+        # no product adds into the buffer here; a tied head that adds for itself has added for both
+        backward.append(elementwise("main_grad_add", table.numel, e + 2 * width(style.gradient), style.gradient))
     cut = joint(style, "row", rows * cols, narrow=False)
     return Operator("embedding", (forward,), tuple(backward), (table,), joint=cut)
 

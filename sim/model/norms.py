@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sim.model.architecture import Operator, Parameter, Tensor
 from sim.model.kernels import chain, width
 from sim.model.style import Style
@@ -10,6 +12,15 @@ from sim.work import Kernel
 #: Passes over the activation: forward reads x and writes y; backward reads dy and x and writes dx in one kernel, and
 #: reads dy and x again for the weight gradients in a second. Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu.
 _FORWARD_PASSES, _BACKWARD_PASSES = 2, 5
+#: A persistent kernel keeps its row in registers and its weight gradients beside it: backward reads dy and x once, and
+#: a second launch adds up what thread blocks left (apex contrib layer_norm ln_bwd_kernels.cuh, which became
+#: TransformerEngine's; flash_attn ops/triton/layer_norm.py, _layer_norm_bwd_kernel; from memory).
+_PERSISTENT_BACKWARD_PASSES = 3
+#: Widths that apex's FastLayerNorm is built for; others fall back to its two-pass kernel. Source: megatron-core 0.5.0
+#: and 0.12.1 fusions/fused_layer_norm.py, persist_ln_hidden_sizes.
+_PERSISTENT_COLS = frozenset((
+    1024, 1536, 2048, 2304, 3072, 3840, 4096, 5120, 6144, 8192, 10240, 12288, 12800, 15360, 16384, 18432, 20480, 24576,
+    25600, 30720, 32768, 40960, 49152, 65536))
 
 
 def norm_operator(style: Style, name: str, module: str) -> tuple[Operator, tuple[Parameter, ...]]:
@@ -24,12 +35,21 @@ def norm_operator(style: Style, name: str, module: str) -> tuple[Operator, tuple
         per_pass = rows * cols * width(style.residual)
         forward = Kernel("norm", style.residual, (rows, cols), "forward", 0.0, _FORWARD_PASSES * per_pass,
                          "memory_bound")
-        backward = Kernel("norm", style.residual, (rows, cols), "backward", 0.0, _BACKWARD_PASSES * per_pass,
-                          "memory_bound", launches=2)
+        kernel = "persistent" if _persistent(style, cols) else ""
+        passes = _PERSISTENT_BACKWARD_PASSES if kernel else _BACKWARD_PASSES
+        forward = replace(forward, kernel=kernel)
+        backward = Kernel("norm", style.residual, (rows, cols), "backward", 0.0, passes * per_pass, "memory_bound",
+                          launches=2, kernel=kernel)
         statistics = ("mean", "rstd") if layer_norm else ("rstd",)
         saved = (Tensor(f"{name}_input", rows * cols, style.residual),
                  *(Tensor(f"{name}_{s}", rows, "fp32") for s in statistics))
     return Operator(name, (forward,), (backward,), parameters, saved), parameters
+
+
+def _persistent(style: Style, cols: int) -> bool:
+    """Whether a row is read once each way."""
+    kernel = style.stack.norm_kernel
+    return kernel == "persistent" or (kernel == "listed" and cols in _PERSISTENT_COLS)
 
 
 def _hugging_face_rmsnorm(style: Style, name: str) -> tuple[Kernel, Kernel, tuple[Tensor, ...]]:

@@ -50,7 +50,7 @@ _FUSED: dict[str, tuple[tuple[int, int, int], ...]] = {
 
 
 def optimizer_kernels(
-    parameters_local: int, tensors: int, precision: Any, optimizer: str, kernel: str, clip: bool,
+    parameters_local: int, tensors: int, precision: Any, optimizer: str, kernel: str, clip: bool, on_cpu: bool = False,
 ) -> tuple[Kernel, ...]:
     """The optimizer step of one rank.
 
@@ -61,25 +61,64 @@ def optimizer_kernels(
         optimizer: adamw, adam, adamw-8bit, sgd, sgd-momentum, adafactor, lamb or none.
         kernel: loop, foreach or fused.
         clip: whether the gradient norm is computed and applied first.
+        on_cpu: an optimizer on the CPU, whose fused pass reads gradients as they come and writes half parameters itself
+            (DeepSpeed csrc/adam/cpu_adam.cpp, adam_update_copy).
 
     Returns: kernels in order. fp32 AdamW moves 88 (loop), 80 (foreach) or 28 (fused) bytes per parameter; a master copy
-        adds the write of the half parameter (fused) or a copy kernel.
+        adds a kernel that copies it to the half parameters (Megatron-LM `_copy_main_params_to_model_params`; DeepSpeed
+        stage_1_and_2.py, step; nanotron optim/gradient_accumulator.py, step), and what makes gradients as wide as it
+        stands in `gradient_kernels`.
     """
     if optimizer == "none" or parameters_local == 0:
         return ()
-    clipping = clip_kernels(parameters_local, tensors, precision.gradients, kernel) if clip else ()
+    gradients = precision.gradients if on_cpu else gradient_dtype(precision)
+    clipping = clip_kernels(parameters_local, tensors, gradients, kernel) if clip else ()
     name = "adamw" if optimizer in ("adam", "adamw-8bit") else optimizer
     master = precision.master if precision.master != "none" else precision.parameters
     state = 1.0 + 4 / _EIGHT_BIT_BLOCK if optimizer == "adamw-8bit" else width(precision.optimizer)
     if optimizer == "adamw-8bit":
         kernel = "fused"
     steps = _FUSED[name] if kernel == "fused" else _STEPS.get(f"{name}-{kernel}", _STEPS[name])
-    per_parameter = sum(p * width(master) + g * width(precision.gradients) + s * state for p, g, s in steps)
+    per_parameter = sum(p * width(master) + g * width(gradients) + s * state for p, g, s in steps)
     # bitsandbytes launches its one kernel tensor by tensor
     launched = "loop" if optimizer == "adamw-8bit" else kernel
     launches = sum(_launches(parameters_local, tensors, launched, _lists(step)) for step in steps)
     step = _kernel(parameters_local, per_parameter, kernel, master, launches)
-    return (*clipping, step, *_master_copy(parameters_local, tensors, precision, kernel))
+    return (*clipping, step, *_master_copy(parameters_local, tensors, precision, kernel, on_cpu and kernel == "fused"))
+
+
+def gradient_dtype(precision: Any) -> str:
+    """What the optimizer reads gradients in: as wide as its master parameters, where it has such."""
+    narrower = precision.master != "none" and width(precision.gradients) < width(precision.master)
+    return str(precision.master if narrower else precision.gradients)
+
+
+def gradient_kernels(
+    parameters_local: int, tensors: int, precision: Any, unscaling: str, clip: bool,
+) -> tuple[Kernel, ...]:
+    """What comes before norm and optimizer: gradients narrower than the master parameters are copied to its dtype,
+    tensor by tensor, and those of a scaled fp16 loss are divided and looked through for what is not finite.
+
+    Source: megatron-core 0.12.1 optimizer/optimizer.py, _copy_model_grads_to_main_grads and
+    _unscale_main_grads_and_check_for_nan.
+
+    Args:
+        unscaling: a pass of its own ("apart"), inside the copy, if there is one ("copied"), or inside the scaling by
+            the clip coefficient, if there is one ("clipped"); see `Stack.unscaling`.
+        clip: whether gradients are clipped.
+    """
+    if parameters_local == 0:
+        return ()
+    wide = gradient_dtype(precision)
+    copied = wide != precision.gradients
+    kernels = []
+    if copied:
+        kernels.append(_kernel(parameters_local, width(precision.gradients) + width(wide), "loop", wide, tensors))
+    rides = (unscaling == "copied" and copied) or (unscaling == "clipped" and clip)
+    if precision.compute == "fp16" and not rides:
+        kernels.append(_kernel(parameters_local, 2 * width(wide), "foreach", wide,
+                               _launches(parameters_local, tensors, "foreach", 1)))
+    return tuple(kernels)
 
 
 def optimizer_state_bytes(
@@ -156,13 +195,14 @@ def clip_kernels(parameters_local: int, tensors: int, gradients: str, kernel: st
     return norm, scale
 
 
-def _master_copy(parameters_local: int, tensors: int, precision: Any, kernel: str) -> tuple[Kernel, ...]:
-    """Half parameters written from the fp32 master: inside the fused kernel, else a copy per tensor."""
+def _master_copy(parameters_local: int, tensors: int, precision: Any, kernel: str, inside: bool) -> tuple[Kernel, ...]:
+    """Half parameters written from the fp32 master: by a copy of all tensors, or inside the optimizer's pass."""
     if precision.master == "none" or width(precision.master) == width(precision.parameters):
         return ()
     half = width(precision.parameters)
-    per_parameter = half if kernel == "fused" else half + width(precision.master)
-    launches = 0 if kernel == "fused" else _launches(parameters_local, tensors, kernel, 2)
+    per_parameter = half if inside else half + width(precision.master)
+    # multi-tensor copies also behind a fused optimizer (_multi_tensor_copy_this_to_that)
+    launches = 0 if inside else _launches(parameters_local, tensors, kernel, 2)
     return (_kernel(parameters_local, per_parameter, kernel, precision.parameters, launches),)
 
 

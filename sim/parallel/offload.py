@@ -183,7 +183,8 @@ class Offload:
         scenario, stack = self._scenario, self._stack
         training = scenario.training
         precision = training.precision.model_copy(update={"gradients": self._gradient_dtype()})
-        kernels = optimizer_kernels(numel, tensors, precision, training.optimizer, stack.cpu_optimizer, clip=False)
+        kernels = optimizer_kernels(numel, tensors, precision, training.optimizer, stack.cpu_optimizer, clip=False,
+                                    on_cpu=True)
         if stack.clip_gradients and training.optimizer != "none":
             kernels += clip_kernels(numel, tensors, precision.gradients, stack.cpu_optimizer)
         return sum(k.bytes for k in kernels) / self._share().optimizer_bps(stack.cpu_optimizer, stack.cpu_threads)

@@ -12,7 +12,15 @@ from itertools import groupby
 from typing import Protocol
 
 from sim.hardware import gpu
-from sim.model import build, clip_kernels, optimizer_kernels, optimizer_state_bytes, optimizer_temporary_bytes
+from sim.model import (
+    build,
+    clip_kernels,
+    gradient_dtype,
+    gradient_kernels,
+    optimizer_kernels,
+    optimizer_state_bytes,
+    optimizer_temporary_bytes,
+)
 from sim.model.architecture import Architecture, Layer, Parameter
 from sim.model.eager import rounded
 from sim.model.kernels import quantisation
@@ -294,8 +302,15 @@ def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins:
         return plan.offload.update(section, numel, tensors, joins, back_bytes)
     training, stack = plan.scenario.training, plan.stack
     implementation = "fused" if plan.offload.pages_optimizer else plan.scenario.software.optimizer_kernel
-    if stack.clip_gradients and training.optimizer != "none":
-        norm, scale = clip_kernels(clipped or numel, tensors, training.precision.gradients, implementation)
+    clips = stack.clip_gradients and training.optimizer != "none"
+    prepared = () if sums_in_master(plan) else gradient_kernels(numel, tensors, training.precision, stack.unscaling,
+                                                                clips)
+    if prepared and training.optimizer != "none":
+        section.kernels(COMPUTE, plan.compute.own(prepared), Label("optimizer", "optimizer", "main gradients"),
+                        joins=joins)
+        joins = ()
+    if clips:
+        norm, scale = clip_kernels(clipped or numel, tensors, gradient_dtype(training.precision), implementation)
         label = Label("optimizer", "optimizer", "gradient norm")
         task = section.kernels(COMPUTE, plan.compute.own((norm,)), label, joins=joins)
         for group in (*(() if ranks is None else (ranks,)), *plan.norm_groups):
@@ -320,6 +335,13 @@ def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins:
     if plan.offload.pages_optimizer:  # bitsandbytes optim/optimizer.py, step: torch.cuda.synchronize()
         section.host(0.0, Label("optimizer", "optimizer", "pages in place"), waits=(task,))
     return task
+
+
+def sums_in_master(plan: Plan) -> bool:
+    """Whether every micro-step's half gradients are unscaled into fp32 ones of the master parameters."""
+    precision, stack = plan.scenario.training.precision, plan.stack
+    copied = gradient_dtype(precision) != precision.gradients
+    return copied and stack.sums_in_master and stack.gradient_path == "reducer"
 
 
 def update_in_backward(plan: Plan, section: SectionBuilder, name: str, shards: Sequence[int], stream: int = COMPUTE,

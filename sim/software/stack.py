@@ -63,6 +63,8 @@ class Stack:
         host_read_s: from the end of what the GPU has to do to the host going on with a number it reads there.
         fused_*: one kernel instead of a chain (bias + GELU, SwiGLU, rotary, RMSNorm, scale + mask + softmax,
             bias + dropout + residual).
+        norm_kernel: two_pass (backward reads its inputs again for the weight gradients), persistent (a row is read once
+            each way), or listed (so, where the width is one that apex's kernel was built for).
         rmsnorm_kernel: torch.nn.RMSNorm is one kernel, which plain modules then use.
         merged_gate: plain modules make gate and up by one product of one matrix, and split what comes out.
         expands_kv: plain modules copy grouped keys and values out to every query head in front of fused attention.
@@ -90,6 +92,11 @@ class Stack:
             and has gradients with them.
         original_parameters: the optimizer of FSDP 1 sees the parts of the model's own parameters in a rank's shards.
         optimizer_reads: numbers that the host reads on the GPU in the update of every tensor.
+        sums_in_master: PyTorch's half gradients beside fp32 master parameters are added to fp32 gradients of those
+            behind every backward; else to one another.
+        unscaling: where gradients of a scaled fp16 loss are divided and looked through: in a pass of their own (apart),
+            with their copy in fp32, if there is one (copied), or with the scaling by the clip coefficient, if there is
+            one (clipped).
         optimizer_kernel: loop, foreach or fused, where the scenario does not say.
         gradient_path: how data parallelism reduces gradients and splits states: reducer (PyTorch's DDP and FSDP), ipg
             (DeepSpeed's independent-parameter-gradient buckets), grad_buffer (one buffer, reduced in place) or
@@ -121,6 +128,9 @@ class Stack:
         pipeline_reduction: when stages reduce gradients if overlap is asked for: beside the last backward, behind it,
             or aligned (beside it, but of chunks that take turns behind each one's last).
         bucket_elements: of Megatron's buckets, before they grow with the number of ranks.
+        lasting_gradients: Megatron's gradients live in buffers from step to step; else they are reduced by PyTorch's
+            DDP, or copied into one tensor behind backward.
+        averaging_collectives: Megatron's buckets are averaged by NCCL; else divided by the number of ranks beforehand.
         buckets_joined: buckets of what is not in 8 bits travel with the last of those that are.
         gathers_ahead: updated parameters are gathered beside the next forward if overlap is asked for.
         partition_reduction: how DeepSpeed's ZeRO-2 brings a bucket to its owners: reduce_scatter, reduce (slice by
@@ -180,6 +190,7 @@ class Stack:
     fused_swiglu: bool
     fused_rope: bool
     fused_rmsnorm: bool
+    norm_kernel: str
     rmsnorm_kernel: bool
     fused_softmax: bool
     fused_dropout_add: bool
@@ -201,6 +212,8 @@ class Stack:
     frozen_apart: bool
     original_parameters: bool
     optimizer_reads: int
+    sums_in_master: bool
+    unscaling: str
     optimizer_kernel: str
     gradient_path: str
     parameter_storage: str
@@ -225,6 +238,8 @@ class Stack:
     pipeline_p2p: str
     pipeline_reduction: str
     bucket_elements: int
+    lasting_gradients: bool
+    averaging_collectives: bool
     buckets_joined: bool
     gathers_ahead: bool
     partition_reduction: str

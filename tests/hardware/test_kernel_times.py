@@ -287,6 +287,34 @@ def test_a_norm_reads_long_rows_twice_from_memory() -> None:
     assert row_wise("norm", 2**19, 1024) > 1.1 * row_wise("norm", 2**15, 16384)
 
 
+
+def test_a_persistent_norm_reads_each_row_once_each_way() -> None:
+    """Rows of 64 KB, which the two-pass kernel reads twice: 2 accesses forward, 3 backward, at rates of their own."""
+    rates, device = Rates(gpu("a100-80g-sxm")), Device(gpu("a100-80g-sxm"))
+    size = 2.0 * 2**15 * 16384
+    forward, backward = (Kernel("norm", "fp16", (2**15, 16384), way, 0.0, passes * size, "memory_bound",
+                                kernel="persistent") for way, passes in (("forward", 2), ("backward", 3)))
+    times = device.times([forward, backward]) - rates.start_s
+    for seconds_, kernel, pattern in zip(times, (forward, backward), ("elementwise", "softmax"), strict=True):
+        reached = kernel.bytes / seconds_ / gpu("a100-80g-sxm").memory_bandwidth_bps
+        assert reached == pytest.approx(rates.memory_share(pattern), rel=0.01)
+    two_pass = [replace(forward, kernel=""), replace(backward, kernel="", bytes=5 * size)]
+    assert (times < 0.8 * (device.times(two_pass) - rates.start_s)).all()
+
+
+@pytest.mark.parametrize(("variant", "share"), [("tn", 1.0), ("nn", 0.5), ("nt", 0.5)])
+def test_products_of_gradients_may_be_slower(variant: str, share: float) -> None:
+    slower = replace(PLAIN, gradient_rate=0.5)
+    kernel = product(1280, 1280, 1024, variant=variant)
+    assert seconds(kernel, slower) == pytest.approx(seconds(kernel) / share)
+
+
+def test_only_narrow_products_of_gradients_on_hopper_are_slower() -> None:
+    found = {(name, dtype): Rates(gpu(name)).gemm(dtype).gradient_rate
+             for name in ("h100-80g-sxm", "a100-80g-sxm", "b200") for dtype in ("fp8", "bf16")}
+    assert {key for key, rate in found.items() if rate != 1.0} == {("h100-80g-sxm", "fp8")}
+
+
 def test_softmax_keeps_a_row_on_chip_until_it_is_too_long() -> None:
     # Shared memory holds an aligned row of 48 KB; an unaligned one of 2050 elements, or a longer one, is read thrice.
     short, unaligned = row_wise("softmax", 2**18, 2048), row_wise("softmax", 2**18, 2050)

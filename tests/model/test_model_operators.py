@@ -241,3 +241,35 @@ def test_more_sequences_cost_more_of_everything(
     assert less.forward_flops < more.forward_flops
     kept = [sum(t.size_bytes for t in block(a).saved) for a in (less, more)]
     assert kept[0] < kept[1]
+
+
+@pytest.mark.parametrize(("software", "hidden", "passes", "kernel"), [
+    ({"framework": "pytorch", "year": 2024}, 64, 5, ""),
+    ({"framework": "megatron", "year": 2021}, 1024, 5, ""),
+    ({"framework": "megatron", "year": 2022}, 1024, 3, "persistent"),
+    ({"framework": "megatron", "year": 2022}, 1088, 5, ""),  # not among the widths apex's kernel was built for
+    ({"framework": "megatron", "year": 2024}, 1088, 3, "persistent"),
+    ({"framework": "nanotron", "year": 2025}, 64, 3, "persistent")])
+def test_norms_read_their_input_once_where_the_kernel_is_persistent(
+    software: dict[str, Any], hidden: int, passes: int, kernel: str,
+) -> None:
+    norm = block(made(GPT | {"hidden": hidden, "heads": 4}, software=software)).operators[0]
+    (forward,), (backward,) = norm.forward, norm.backward
+    size = 2 * 128 * hidden * 2
+    assert (forward.bytes, backward.bytes) == (2 * size, passes * size)
+    assert {forward.kernel, backward.kernel} == {kernel}
+
+
+@pytest.mark.parametrize(("framework", "year", "precision", "tied", "expected"), [
+    ("nanotron", 2025, "megatron-bf16", False, 10), ("megatron", 2024, "megatron-bf16", False, 10),
+    ("megatron", 2024, "megatron-bf16", True, 10),  # the head adds its part in its own product
+    ("nanotron", 2025, "megatron-bf16", True, 0),  # the head's addition adds the sum of both
+    ("megatron", 2021, "megatron-fp16", False, 0),  # a buffer no wider than the gradient: see data.bucketed
+    ("pytorch", 2024, "mixed-bf16", False, 0)])
+def test_a_gradient_buffer_gets_the_table_s_gradient_too(
+    framework: str, year: int, precision: str, tied: bool, expected: int,
+) -> None:
+    """2 bytes of the dense half gradient read, 4 of the buffer read and written."""
+    model = (GPT if tied else LLAMA) | {"vocab": 1024}
+    lookup = made(model, precision=precision, software={"framework": framework, "year": year}).stack[0].operators[0]
+    assert sum(k.bytes for k in lookup.backward if k.variant == "main_grad_add") == expected * 1024 * 64

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from sim.model import gradient_dtype
 from sim.model.architecture import Layer
 from sim.parallel.activations import GRADIENT_POOL, Activations
 from sim.parallel.compute import traffic_kernel
@@ -24,6 +25,7 @@ from sim.parallel.step import (
     Plan,
     collective,
     narrow_weights,
+    sums_in_master,
     update,
     update_in_backward,
 )
@@ -62,6 +64,7 @@ class Reduction:
             forward, as modules come to use them), aligned (so, chunks of a pipeline rank ahead of their turn); "" where
             they are not, or by `gather_elements`.
         chunkwise: a chunk's buckets are reduced behind its last backward, not beside it.
+        prepared: bytes moved per gradient element just before its bucket is reduced.
     """
 
     buckets: list[Bucket]
@@ -84,6 +87,7 @@ class Reduction:
     listed: bool = False
     gathers: str = ""
     chunkwise: bool = False
+    prepared: float = 0.0
 
 
 def sums_wide(plan: Plan, split: bool) -> bool:
@@ -108,7 +112,9 @@ class Bucketed(Held):
         self.completes = self.reduces or self.offload.moves_optimizer  # buckets leave, to other ranks or to the host
         self.wire = self.precision.reduce
         self.sums_wide = sums_wide(plan, reduction.gradient_shards > 1)
-        self.width = DTYPE_BYTES[self.precision.gradients]
+        self.width, self.wide = (DTYPE_BYTES[dtype] for dtype in (self.precision.gradients,
+                                                                  gradient_dtype(self.precision)))
+        self.master_sums = sums_in_master(plan)
         self.gradients: dict[int, int] = {}  # bytes that layers have left behind, by position
         self.gathers = Gathers(plan, [bucket for bucket in reduction.buckets if self.ranks(bucket)])
         self.numbers = {id(bucket): number for number, bucket in enumerate(reduction.buckets)}
@@ -138,7 +144,7 @@ class Bucketed(Held):
     def backward(self, section: SectionBuilder, micro: MicroStep, memory: Activations) -> None:
         """Backward of all layers, with every complete bucket on its way."""
         stack = self.plan.model(micro.batch).stack
-        if micro.reduce and not self.reduction.flattened:
+        if micro.reduce and not self.reduction.behind:
             self.open_buckets(section)
         late: list[Bucket] = []
         for position in range(len(stack) - 1, -1, -1):
@@ -162,7 +168,7 @@ class Bucketed(Held):
         if self.reduction.narrow:
             for position in range(len(self.plan.architecture.stack)):
                 self.drop_gradients(section, position)
-        if micro.reduce and self.reduction.flattened:
+        if micro.reduce and self.reduction.behind:
             self.open_buckets(section)
         for bucket in late:
             self.reduce(section, bucket, (), micro)
@@ -231,6 +237,9 @@ class Bucketed(Held):
         size = bucket.numel * DTYPE_BYTES[self.wire]
         call = collective(self.plan, self.reduction.kind, size, self.wire, bucket.group)
         label = Label(f"bucket{self.numbers[id(bucket)]}", "backward", self.reduction.kind)
+        if self.reduction.prepared:
+            kernel = traffic_kernel("prepared bucket", self.wire, bucket.numel, self.reduction.prepared * bucket.numel)
+            waits = (section.kernels(COMPUTE, self.plan.compute.own((kernel,)), label, waits),)
         joins = () if waits else (COMPUTE,)
         if self.plan.stack.bucket_waits and self.plan.scenario.parallel.overlap:
             section.host(0.0, label, joins=(COMPUTE, NCCL))
@@ -279,12 +288,17 @@ class Bucketed(Held):
         return ()
 
     def first_copies(self, numel: int) -> tuple[Kernel, ...]:
-        """The first micro-step's gradients are stolen, not added; only the bucket is filled."""
-        return self.copies(numel, 0.0)
+        """The first micro-step's gradients are stolen, not added, unless they go into a buffer that lasts."""
+        if self.reduction.resident_gradients:
+            return self.later_copies(numel)
+        return self.copies(numel, self.width + self.wide if self.master_sums else 0.0)
 
     def later_copies(self, numel: int) -> tuple[Kernel, ...]:
-        """Later ones are added to what is there: read both, write one. Into a wider gradient buffer that lasts, the
-        model's own kernels have added them already (`main_grad`), in every micro-step."""
+        """Later ones are added to what is there: read both, write one; sums that are as wide as master parameters are
+        read and written so (apex/amp/_process_optimizer.py, unscale_with_stashed; from memory). Into a wider gradient
+        buffer that lasts, the model's own kernels have added them already (`main_grad`), in every micro-step."""
+        if self.master_sums:
+            return self.copies(numel, self.width + 2 * self.wide)
         wider = self.width > DTYPE_BYTES[self.precision.parameters]
         added = self.reduction.resident_gradients and (wider or self.plan.stack.adds_halves)
         return self.copies(numel, 0.0 if added else 3 * self.width)
@@ -325,7 +339,16 @@ class Bucketed(Held):
             self.gathers.behind(section, task)
         elif self.reduction.gather_elements and self.reduces:
             gather_parameters(self.plan, section, self.reduction.gather_elements, self.reduction.listed, task)
+        if self.reduction.resident_gradients:
+            self.zero(section)
         narrow_weights(self.plan, section)
+
+    def zero(self, section: SectionBuilder) -> None:
+        """Gradients that are added to a buffer start from nothing (megatron-core distributed/param_and_grad_buffer.py,
+        reset: grad_data.zero_(); nanotron optim/gradient_accumulator.py, zero_grad)."""
+        numel = self.plan.architecture.parameters
+        kernel = traffic_kernel("zero", self.precision.gradients, numel, numel * self.width)
+        section.kernels(COMPUTE, self.plan.compute.own((kernel,)), Label("gradients", "optimizer", "zero"))
 
     def split(self, group: str) -> int:
         """Ranks over which states of parameters that are reduced over `group` are split."""

@@ -92,6 +92,8 @@ def megatron(plan: Plan, distributed_optimizer: bool) -> Reduction:
     param_and_grad_buffer.py; NeMo 2.0.0 lightning/megatron_parallel.py, Megatron-Bridge 0.6.0 models/model_provider.py
     (disable_bucketing of every chunk but the first).
     """
+    if not plan.stack.lasting_gradients:
+        return ddp(plan, False) if plan.scenario.parallel.overlap else _flattened(plan)
     limit = max(plan.stack.bucket_elements, MEGATRON_BUCKET_PER_RANK * plan.replicas)
     overlap = plan.scenario.parallel.overlap
     chunks = plan.chunks or (range(len(plan.architecture.stack)),)
@@ -108,7 +110,22 @@ def megatron(plan: Plan, distributed_optimizer: bool) -> Reduction:
         shards=plan.replicas if distributed_optimizer else 1, gradient_shards=1, copy_in=0.0, copy_out=0.0,
         buffer_bytes=0.0, transient=False, gather_elements=0, resident_gradients=True,
         gathers=gathers_of(plan.scenario, plan.stack) if distributed_optimizer else "",
-        chunkwise=plan.stack.pipeline_reduction == "aligned" and takes_turns(plan.scenario))
+        chunkwise=plan.stack.pipeline_reduction == "aligned" and takes_turns(plan.scenario),
+        prepared=0.0 if plan.stack.averaging_collectives else 2 * DTYPE_BYTES[plan.scenario.training.precision.reduce])
+
+
+def _flattened(plan: Plan) -> Reduction:
+    """Megatron before it had buffers, unless it reduced beside backward with PyTorch's DDP (`--DDP-impl torch`): behind
+    the last backward all gradients are copied into one tensor, which is divided, reduced and copied back.
+
+    Source: Megatron-LM v1.0 to v2.1 (2020) model/distributed.py, allreduce_params; README (from memory).
+    """
+    parameters, width = plan.architecture.parameters, DTYPE_BYTES[plan.scenario.training.precision.reduce]
+    buckets = apart(lambda routed, group: fill(plan.architecture, 2.0**63, 2.0**63, routed, group), _spread(plan))
+    return Reduction(
+        buckets=buckets, kind="all_reduce", shards=1, gradient_shards=1, copy_in=0.0, copy_out=2 * width,
+        buffer_bytes=parameters * width, transient=True, gather_elements=0, resident_gradients=False, behind=True,
+        prepared=4 * width)
 
 
 def gathers_of(scenario: Scenario, stack: Stack) -> str:

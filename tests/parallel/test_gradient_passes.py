@@ -1,0 +1,86 @@
+"""Passes over gradients behind and around their reduction, by hand: bytes of kernels in the sections of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sim.parallel import lower
+from sim.parallel.lower import Lowered
+from sim.program import Kind
+from sim.report.traffic import traffic_totals
+from sim.scenario import resolve
+
+
+def lowered(framework: str = "megatron", year: int = 2022, precision: str = "megatron-fp16", micro_steps: int = 2,
+            strategy: str = "ddp", optimizer: str = "adam", **parallel: Any) -> Lowered:
+    nodes = 2 if strategy != "none" else 1
+    ranks = 8 * nodes if strategy != "none" else 1
+    cluster = {"topology": "dgx-a100-80g", "nodes": nodes} | ({"gpus_per_node": 1} if strategy == "none" else {})
+    return lower(resolve({
+        "name": "x", "cluster": cluster,
+        "model": {"kind": "decoder", "layers": 2, "hidden": 1024, "heads": 8, "ffn": 4096, "vocab": 32768,
+                  "positions": "learned", "max_positions": 1024, "tied_embeddings": False},
+        "training": {"micro_batch": 1, "global_batch": micro_steps * ranks, "sequence": 1024, "precision": precision,
+                     "optimizer": optimizer},
+        "parallel": {"strategy": strategy, **parallel}, "software": {"framework": framework, "year": year}}))
+
+
+def own(found: Lowered, name: str) -> list[float]:
+    """Bytes per parameter of the kernels called `name`, section by section of the schedule."""
+    program = found.job.programs[0]
+    numbers = {number for number, kernel in enumerate(program.kernels) if kernel.variant == name}
+    sums = []
+    for section, _ in program.schedule:
+        part = program.sections[section]
+        ids = [kernel for task, kind in enumerate(part.kind) if kind == Kind.KERNELS
+               for kernel in program.segments[part.payload[task]].kernels]
+        sums.append(sum(program.kernels[k].bytes for k in ids if k in numbers) / found.architecture.parameters)
+    return sums
+
+
+def test_megatron_s_buffers_are_divided_before_they_are_reduced_and_zeroed_after_the_step() -> None:
+    """fp16: read and written once (4 bytes) in the micro-step that reduces, written once (2) behind the optimizer."""
+    found = lowered()
+    assert own(found, "prepared bucket") == pytest.approx([0, 4, 0])
+    assert own(found, "zero") == pytest.approx([0, 0, 2])
+
+
+def test_collectives_that_average_need_no_division() -> None:
+    assert own(lowered(year=2024, precision="megatron-bf16"), "prepared bucket") == pytest.approx([0, 0, 0])
+    assert own(lowered(year=2023, precision="megatron-bf16"), "prepared bucket") == pytest.approx([0, 8, 0])
+
+
+def test_a_buffer_of_halves_is_added_to_from_the_first_micro_step_on() -> None:
+    """Read twice, written once, in both; from 2023 on the products of layers add for themselves."""
+    assert own(lowered(), "gradient")[:2] == pytest.approx([6, 6])
+    assert own(lowered(year=2023), "gradient")[:2] == pytest.approx([0, 0])
+
+
+def test_before_buffers_gradients_are_flattened_behind_backward_or_reduced_by_pytorch() -> None:
+    apart, beside = (lowered(year=2020, overlap=overlap) for overlap in (False, True))
+    assert own(apart, "prepared bucket") == pytest.approx([0, 8, 0])  # copied into one tensor, which is divided
+    assert own(apart, "bucket copy-out") == pytest.approx([0, 4, 0])
+    assert sum(own(apart, "zero")) == sum(own(beside, "zero")) == 0
+    calls = [[row["count"] for row in traffic_totals(found.job) if row["kind"] == "all_reduce"
+              and row["bytes"] > 2**20] for found in (apart, beside)]
+    assert calls[0] == [1]
+    assert sum(calls[1]) > 1
+
+
+def test_sums_of_master_gradients_are_made_in_every_micro_step() -> None:
+    """apex O2: 2 read and 4 written, then 4 read beside; no copy is left for the optimizer. torch.amp's successors add
+    halves and copy them before the step."""
+    old, new = (lowered("pytorch", year, "mixed-fp16", 3, "none") for year in (2020, 2021))
+    assert own(old, "gradient")[:2] == pytest.approx([6, 10])
+    assert own(new, "gradient")[:2] == pytest.approx([0, 6])
+
+
+@pytest.mark.parametrize(("year", "copied"), [(2020, 0), (2021, 6)])
+def test_what_was_summed_wide_is_not_copied_again(year: int, copied: int) -> None:
+    found = lowered("pytorch", year, "mixed-fp16", 3, "none")
+    program = found.job.programs[0]
+    names = [kernel for kernel in program.kernels if kernel.op == "optimizer" and kernel.variant == "loop"
+             and kernel.bytes == 6 * found.architecture.parameters and kernel.dtype == "fp32"]
+    assert bool(names) == bool(copied)
