@@ -5,9 +5,9 @@ Three kinds of actor, each a SimPy event that arms itself (`Timer`): a `Host` pe
 follows the consequences at that instant (what is now ready starts). When nothing more happens in the instant the engine
 *settles*: collectives that became ready start, and if the set of active ones has changed, rates and contention states
 are looked up anew. Settling last has two merits: a collective that ends just as the next begins costs one change of
-state, not two; and a kernel and a collective that begin at one instant always meet in the same order. What of an instant
-comes first by rounding must not matter, for whether a collective finds a kernel on the device decides if it waits for
-thread blocks: so an instant is `INSTANT_S` long.
+state, not two; and a kernel and a collective that begin at one instant always meet in the same order. Which of an
+instant's events comes first by rounding must not matter, for whether a collective finds a kernel on the device decides
+if it waits for thread blocks: so an instant is `INSTANT_S` long.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Engine:
             return
 
     def _instant_over(self, now: float) -> bool:
-        """If nothing more happens in this instant, settle, then let go whoever was held back; True: the rest is known."""
+        """When nothing more happens in this instant, settle, then let go who was held back; True: the rest is known."""
         while self.env.peek() > now + INSTANT_S:
             if self.unsettled:
                 if self._settle(now):

@@ -84,7 +84,7 @@ def test_skipping_changes_nothing(sections: list, parties: int, synchronise: boo
 
 
 def test_classes_whose_runs_take_different_times_skip_nothing() -> None:
-    """Every run of the first takes two of the second's: the machine looks the same, but more than one run has passed."""
+    """Every run of the first takes two of the second's: the machine looks the same, but two runs have passed."""
     programs = []
     for seconds, repeats in ((1.0, 12), (0.5 / SLOW[1], 24)):
         builder = ProgramBuilder(("compute",), ())
