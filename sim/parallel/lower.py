@@ -20,7 +20,7 @@ from sim.parallel.layout import REPLICAS, Layout, Ranks, equitable_classes, simu
 from sim.parallel.model.expert import pairs
 from sim.parallel.pipeline.actions import TWO_CHUNKS
 from sim.parallel.pipeline.lower import lower_pipeline
-from sim.parallel.places import meets_others
+from sim.parallel.places import expert_dimensions, meets_others
 from sim.parallel.sharded import fsdp, zero3
 from sim.parallel.sharded.fsdp1 import Fsdp1
 from sim.parallel.sharded.fsdp1_sized import Fsdp1Sized, wraps_parts
@@ -183,7 +183,7 @@ def cut_groups(scenario: Scenario, layout: Layout) -> dict[str, Ranks]:
     if parallel.context > 1:
         groups["context"] = layout.group("context")
     if parallel.expert > 1:
-        wide = REPLICAS if scenario.expert_tensor == parallel.tensor else ("tensor", *REPLICAS)
+        wide = expert_dimensions(scenario)
         ranks = layout.group(wide).shape[1]
         groups["expert"] = layout.group(wide, parallel.expert)
         groups["expert_data"] = layout.group(wide, ranks // parallel.expert, parallel.expert)
