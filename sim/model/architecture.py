@@ -91,6 +91,8 @@ class Operator:
         frozen: tensors of it that are not trained.
         reading_s: host time in front of each forward that begins when the GPU has nothing left to do, because the host
             reads what comes before; 0 where it runs ahead.
+        buffers: bytes that stand beside what is saved while forward, and beside what flows while backward is at work
+            (`sim.model.eager` has them tensor by tensor, of layers that are written down there).
     """
 
     name: str
@@ -105,6 +107,7 @@ class Operator:
     joint: Joint | None = None
     frozen: tuple[Frozen, ...] = ()
     reading_s: float = 0.0
+    buffers: tuple[int, int] = (0, 0)
 
     @property
     def weights(self) -> tuple[Parameter | Frozen, ...]:

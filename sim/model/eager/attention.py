@@ -10,6 +10,7 @@ from collections.abc import Callable
 from sim.model.eager import operations as op
 from sim.model.eager.autograd import Gradients, Output, Run, Tensor
 from sim.model.eager.products import column, entered, row
+from sim.model.eager.ring import ring
 from sim.model.style import Style
 
 
@@ -113,6 +114,8 @@ def _flash(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bi
     if bias is None:
         q, k, v = (op.to(run, t, run.autocast or t.dtype) for t in (query, key, value))
         sums = style.stack.attention_kernel in ("flash1", "flash2", "triton")
+        if style.context > 1 and not style.gathers and style.stack.unpadding == "none":
+            return ring(run, style, q, k, v, rows, sums)
         if style.stack.unpadding == "none":
             return op.attention(run, q, k, v, rows, gathered=style.context if style.gathers else 1, sums=sums)
         # bert_padding.unpad_input and pad_input make new tensors both ways and keep row numbers only
