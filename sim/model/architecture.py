@@ -55,7 +55,8 @@ class Joint(NamedTuple):
     Attributes:
         kind: column (every slice reads the same whole input, and makes a partial sum of its gradient), row (the output
             is a partial sum over the slices); read and sum: the same where activations are never scattered; columns
-            (every slice has made some columns of the input, which all read), restored (the same of what goes back into
+            (every slice has made some columns of the input, which all read), whole (so too, but each goes on with its
+            own, and the gradient's columns come together as well), restored (the same as columns of what goes back into
             the stream, so that its gradient comes from there); vocabulary_loss (per-token scalars of vocabulary
             slices), ring, rotate, gather (keys and values of the other slices of the sequence: one after another, all
             at once beside a rank's own, or before everything), dispatch, combine (tokens travel to their experts and

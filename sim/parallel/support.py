@@ -25,8 +25,8 @@ def _tuned(scenario: Scenario) -> str:
         return f"{finetune.method} of anything but a decoder without relative positions"
     if precision.master != "none" and scenario.software.modules != "megatron":
         return f"{finetune.method} with a master copy of the parameters"
-    if finetune.method == "adapter" and (scenario.parallel.tensor > 1 or model.moe or model.mla):
-        return "an adapter behind a sub-layer that is cut by tensor parallelism, latent or a mixture"
+    if finetune.method == "adapter" and (model.moe or model.mla):
+        return "an adapter behind a sub-layer that is latent or a mixture"
     training = scenario.training
     for also, asked in (("chunked_loss and the head among its targets",
                          training.chunked_loss and "head" in finetune.targets),
@@ -102,6 +102,8 @@ def _whole_slices(scenario: Scenario) -> Iterator[Fault]:
         yield Fault(f"tensor {parallel.tensor} does not divide the rank {tuned.rank}, whose columns the tensor ranks "
                     "share (Megatron-Bridge's ParallelLinearAdapter)", "training.finetune.rank",
                     hint=f"use a multiple of {parallel.tensor}")
+    if tuned is not None and tuned.method == "adapter" and parallel.tensor > 1:
+        yield from _cut_adapter(scenario, tuned.rank)
     if model.moe is not None:
         width, cut = model.moe.expert_ffn or model.ffn, scenario.expert_tensor
         if width % cut:
@@ -121,6 +123,21 @@ def _whole_slices(scenario: Scenario) -> Iterator[Fault]:
         yield Fault(f"a causal sequence of {training.sequence} tokens does not divide into {2 * parallel.context} "
                     f"parts: each of {parallel.context} context ranks takes an early and a late one",
                     "parallel.context", hint=f"use a sequence that is a multiple of {2 * parallel.context}")
+
+
+def _cut_adapter(scenario: Scenario, rank: int) -> Iterator[Fault]:
+    """Adapters behind sub-layers that tensor parallelism cuts: NeMo's ParallelLinearAdapter."""
+    parallel, modules = scenario.parallel, scenario.software.modules
+    if modules != "megatron":
+        yield Fault(f"no framework cuts adapters of {modules} modules (NeMo's ParallelLinearAdapter is Megatron's)",
+                    "training.finetune.method", hint="set software.modules: megatron, or tensor: 1")
+    elif parallel.sequence_parallel:
+        yield Fault("adapters do not know activations that are scattered along the sequence (NeMo's "
+                    "ParallelLinearAdapter would join columns of different tokens)", "parallel.sequence_parallel",
+                    hint="set it to false")
+    if rank % parallel.tensor:
+        yield Fault(f"tensor {parallel.tensor} does not divide the width {rank} of the adapters, whose columns the "
+                    "tensor ranks share", "training.finetune.rank", hint=f"use a multiple of {parallel.tensor}")
 
 
 def _stages(scenario: Scenario, ipg: bool) -> Iterator[Fault]:
