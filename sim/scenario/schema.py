@@ -237,6 +237,8 @@ class Offload(Table):
     parameters: Place = has("none", "where parameters live")
     optimizer: Place = has("none", "where optimizer states live")
     activations: Place = has("none", "where activations live")
+    optimizer_fraction: Annotated[float, Field(gt=0, le=1)] = has(
+        1.0, "share of the parameters whose optimizer is outside (Megatron's --optimizer-offload-fraction)")
 
 
 class Parallel(Table):
