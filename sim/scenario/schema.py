@@ -305,7 +305,8 @@ class Software(Table):
     optimizer_kernel: Literal["loop", "foreach", "fused"] = late("how the optimizer's kernels are launched")
     versions: dict[str, Text] = late("package -> version")
     nccl: Nccl = late("settings of the collective library")
-    max_connections: Annotated[int, count(32)] = late("CUDA_DEVICE_MAX_CONNECTIONS")
+    max_connections: Annotated[int, count(32)] = late(
+        "CUDA_DEVICE_MAX_CONNECTIONS; changes no prediction, and a result says so where it is not the framework's own")
 
 
 class Budget(Table):
