@@ -43,8 +43,8 @@ def attention(run: Run, style: Style, x: Tensor, policy: str, memory: Tensor | N
 
 
 def uses_flash(style: Style) -> bool:
-    """Whether one kernel computes attention (`sim.model.attention`, which imports what imports this)."""
-    from sim.model.attention import uses_flash as fused
+    """Whether one kernel computes attention (`sim.model.attention_core`, which imports what imports this)."""
+    from sim.model.attention_core import uses_flash as fused
 
     return fused(style)
 
@@ -143,7 +143,7 @@ def _eager(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bi
 
 
 def _softmax(run: Run, style: Style, weights: Tensor, dtype: str, bias: Tensor | None) -> Tensor:
-    from sim.model.attention import softmax_dtype
+    from sim.model.attention_core import softmax_dtype
 
     soft = softmax_dtype(style)
     if style.stack.fused_softmax or style.stack.compile:
