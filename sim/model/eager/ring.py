@@ -4,7 +4,7 @@ Local variables are those of the sources, because they decide how long a buffer 
 sequence decides how many of its steps see half a slice; as for kernels it is the last rank's (`sim.model.ring`), which
 keeps the largest outputs.
 
-Sources (read): TransformerEngine 2.3.0 pytorch/attention/dot_product_attention/context_parallel.py,
+Sources (read): TransformerEngine 2.3.0 and 2.8.0 pytorch/attention/dot_product_attention/context_parallel.py,
 AttnFuncWithCPAndKVP2P (sbhd, 16 bits); torch 2.6.0 distributed/tensor/experimental/_attention.py
 (_templated_ring_attention, _SDPAMerger, _templated_ring_attention_backward); Liu et al. 2023 (arXiv 2310.01889),
 section 3, for what any ring needs.
@@ -87,14 +87,11 @@ def _merged(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, r
         return [total, last, last]
 
     node = run.node(rule, (query.sink, key.sink, value.sink))
-    buffers, parts, wide = [run.new(pair, dtype)], list[Storage](), list[Storage]()
+    buffers, parts = [run.new(pair, dtype)], list[Storage]()
     for step in range(steps):
         if step < steps - 1:
             buffers.append(run.new(pair, dtype))
         parts += [run.new(whole, dtype), run.new(rows, "fp32")]
-        if step == min(1, steps - 1):  # the sum so far, while the next step runs
-            wide = [run.new(rows, "fp64")]
-    wide.clear()
     out = _finished(run, node, query, [query.storage, buffers[-1]], rows, steps)
     buffers.clear()
     parts.clear()
