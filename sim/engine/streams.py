@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from sim.engine.machine import Profile
 
 _NEVER = math.inf
-#: What happens within this many seconds happens at once: a thousandth of the shortest kernel, above the rounding of any
-#: clock.
-INSTANT_S = 1e-9
+#: What happens within this many seconds happens at once: above the rounding of a clock that shows minutes, and so short
+#: that nothing else falls into it by chance.
+INSTANT_S = 1e-11
+#: A kernel launched within this many seconds is on the device: a thousandth of the shortest kernel.
+_LAUNCHED_S = 1e-9
 
 
 class Timer(Event):
@@ -197,7 +199,7 @@ class Stream(Timer):
         A kernel launched in this very instant counts, whatever the rounding of its time: the host issues it before the
         collective on whose behalf this is asked.
         """
-        now += INSTANT_S
+        now += _LAUNCHED_S
         if self.profile is None or now < self.base_s:
             return -1
         kernel, fraction, _ = self.position(now)
