@@ -130,7 +130,7 @@ class Fifo(Timer):
         engine = self.engine
         if not self.active:  # the host was late; it has issued the operation now
             engine.starting.append(self)
-            engine.settle(now)
+            engine.unsettled = True
             return
         operation = self.queue.popleft()
         self.done += 1
@@ -141,10 +141,10 @@ class Fifo(Timer):
             for c in flow.classes:
                 del engine.flowing[c][flow.number]
         engine.changed.append(flow)
+        engine.unsettled = True
         for host, run, task in operation.members:
             host.complete(run, task, now)
         if self.queue:
             following = self.queue[0]
             if not following.missing and not following.begun:
                 self.begin(following, now)
-        engine.settle(now)

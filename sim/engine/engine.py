@@ -1,24 +1,26 @@
 """The event loop: runs any Job on any Machine. It knows neither transformers nor parallelism.
 
 Three kinds of actor, each a SimPy event that arms itself (`Timer`): a `Host` per simulated rank issues tasks, its
-`Stream`s run kernels and copies, and a `Fifo` per communicator runs collectives. Each callback finishes one task,
-follows the consequences at that instant (what is now ready starts) and then *settles*: collectives that became ready
-start, and if the set of active ones has changed, rates and contention states are looked up anew. Settling last has two
-merits: a collective that ends just as the next begins costs one change of state, not two; and a kernel and a collective
-released by the same event always meet in the same order.
+`Stream`s run kernels and copies, and a `Fifo` per communicator runs collectives. Each callback finishes one task and
+follows the consequences at that instant (what is now ready starts). When nothing more happens in the instant the engine
+*settles*: collectives that became ready start, and if the set of active ones has changed, rates and contention states
+are looked up anew. Settling last has two merits: a collective that ends just as the next begins costs one change of
+state, not two; and a kernel and a collective that begin at one instant always meet in the same order. Which of an
+instant's events comes first by rounding must not matter, for whether a collective finds a kernel on the device decides
+if it waits for thread blocks: so an instant is `INSTANT_S` long.
 """
 
 from __future__ import annotations
 
 from simpy import Environment
-from simpy.core import StopSimulation
+from simpy.core import EmptySchedule
 
 from sim.engine.communicators import Fifo
 from sim.engine.host import Host, Run
 from sim.engine.machine import Flow, Machine
 from sim.engine.repeats import Repeats
 from sim.engine.steady import Steady
-from sim.engine.streams import Timer
+from sim.engine.streams import INSTANT_S, Timer
 from sim.engine.timeline import Timeline
 from sim.garbage import seldom_searched
 from sim.program import Job
@@ -59,7 +61,7 @@ class Engine:
         flowing: for each class its active flows and who runs them.
         active: flow number -> the communicator that is running it.
         changed: flows that have begun or ended since rates were last set.
-        unsettled: whether `settle` has anything to do.
+        unsettled: whether `_settle` has anything to do.
         starting: communicators whose next operation is to start now.
         offset_s: time of the repeats skipped so far.
         idle: classes held back at the beginning of a step on an idle rank.
@@ -93,8 +95,7 @@ class Engine:
         """Simulate to the end and collect the steady step."""
         for host in self.hosts:
             host.advance(0.0)
-        self.settle(0.0)
-        self.env.run()
+        self._play()
         ended = [host.ended for host in self.hosts]
         if self.steady is not None and self.steady.found:
             ended = self.steady.ended(ended)
@@ -105,8 +106,37 @@ class Engine:
             self.machine, ended, tasks=sum(run.plan.size for host in self.hosts for run in host.ended),
             idle_after_s=self.idle_after_s, events=sum(timer.firings for timer in timers))
 
-    def settle(self, now: float) -> None:
-        """Start collectives that are ready; if the active set has changed, look up everyone's rate and state."""
+    def _play(self) -> None:
+        """Event by event, until nothing is left to happen or the rest is known."""
+        env = self.env
+        step = env.step
+        try:
+            while not ((self.unsettled or self.idle) and self._instant_over(env.now)):
+                step()
+        except EmptySchedule:
+            return
+
+    def _instant_over(self, now: float) -> bool:
+        """When nothing more happens in this instant, settle, then let go who was held back; True: the rest is known."""
+        while self.env.peek() > now + INSTANT_S:
+            if self.unsettled:
+                if self._settle(now):
+                    return True
+            elif self.idle and self.idle_after_s is None:
+                held = sorted(self.idle)
+                self.idle.clear()
+                for number in held:
+                    self.hosts[number].advance(now)
+            else:
+                break
+        return False
+
+    def _settle(self, now: float) -> bool:
+        """Start collectives that are ready; if the active set has changed, look up everyone's rate and state.
+
+        Returns:
+            Whether the rest need not be simulated.
+        """
         self.unsettled = False
         active = self.active
         starting = self.starting
@@ -131,9 +161,10 @@ class Engine:
         if self.changed:
             self._share(now)
         if self.steady is not None and self.steady.due and self.steady.observe(now):
-            raise StopSimulation(None)
+            return True
         if self.repeats is not None and self.repeats.due and self.repeats.observe(now) and self.steady is not None:
             self.steady.skipped()
+        return False
 
     def _share(self, now: float) -> None:
         """New rates for the active flows that those begun or ended can reach, and new contention states."""
@@ -219,16 +250,14 @@ class Engine:
         """A host is at a new step and nothing of its rank is in flight: hold it back, if steps may be skipped.
 
         If all hosts get there at one instant, the machine is where it was before the first step, and every further step
-        equals the first, moved in time. Until the others have had their say the host is held back; its timer fires
-        after all ordinary events of this instant.
+        equals the first, moved in time. Until the others have had their say the host is held back: to the end of this
+        instant.
         """
         if not self.skip:
             return False
         self.idle.add(host.number)
         if len(self.idle) == sum(1 for h in self.hosts if h.schedule):
             self.idle_after_s = now + self.offset_s
-        else:
-            host.arm_last(now)
         return True
 
     def _check_all_ended(self) -> None:

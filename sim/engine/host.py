@@ -132,13 +132,8 @@ class Host(Timer):
 
     def elapsed(self, now: float) -> None:
         """The simulation has caught up with the host: go on."""
-        engine = self.engine
-        if engine.idle_after_s is not None:
-            return
-        engine.idle.discard(self.number)
-        self.advance(now)
-        if engine.unsettled:
-            engine.settle(now)
+        if self.engine.idle_after_s is None:
+            self.advance(now)
 
     def _enter(self, now: float) -> bool:
         """Begin the next section run; False if the host has to wait or has nothing left to do.

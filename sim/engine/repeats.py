@@ -33,7 +33,7 @@ class Repeats:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.due = False
-        self._before: tuple[object, npt.NDArray[np.float64], float] | None = None
+        self._before: tuple[list[int], object, npt.NDArray[np.float64], float] | None = None
         self._short = False
         self._ends_s: list[float] = []
 
@@ -64,12 +64,15 @@ class Repeats:
         remaining = min(self._remaining(host) for host in self.engine.hosts)
         if remaining < 2:
             return False
+        numbers = [host.ended[-1].entry[2] for host in self.engine.hosts]
         facts, times = self._state(now)
-        self._before = (facts, times, now)
-        if before is None or before[0] != facts or len(before[1]) != len(times):
+        self._before = (numbers, facts, times, now)
+        if before is None or any(number != last + 1 for number, last in zip(numbers, before[0], strict=True)):
+            return False  # several runs of a class ended at one instant: what recurs is longer than one run
+        if before[1] != facts or len(before[2]) != len(times):
             return False
-        if np.all(np.abs(times - before[1]) <= TOLERANCE_S * (1.0 + np.abs(times))):
-            self._skip(remaining - 1, now - before[2])
+        if np.all(np.abs(times - before[2]) <= TOLERANCE_S * (1.0 + np.abs(times))):
+            self._skip(remaining - 1, now - before[3])
             self._before = None
             return True
         return False

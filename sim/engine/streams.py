@@ -15,15 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from simpy import Environment, Event
-from simpy.events import NORMAL, EventPriority
+from simpy.events import NORMAL
 
 if TYPE_CHECKING:
     from sim.engine.host import Host, Run
     from sim.engine.machine import Profile
 
-_LAST = EventPriority(NORMAL + 1)  # after all ordinary events of the same instant
 _NEVER = math.inf
-_INSTANT_S = 1e-9  # a thousandth of the shortest kernel; above the rounding of any clock
+#: What happens within this many seconds happens at once: above the rounding of a clock that shows minutes, and so short
+#: that nothing else falls into it by chance.
+INSTANT_S = 1e-11
+#: A kernel launched within this many seconds is on the device: a thousandth of the shortest kernel.
+_LAUNCHED_S = 1e-9
 
 
 class Timer(Event):
@@ -51,11 +54,6 @@ class Timer(Event):
         if due < self.armed:
             self.armed = due
             self.env.schedule(self, NORMAL, delay)
-
-    def arm_last(self, now: float) -> None:
-        """Go off at this instant, after everything else that happens in it."""
-        self.due = self.armed = now
-        self.env.schedule(self, _LAST, 0.0)
 
     def _fired(self, _: Event) -> None:
         self.callbacks = self._calls
@@ -138,8 +136,6 @@ class Stream(Timer):
         host.complete(run, task, now)
         if host.queue_full:
             host.launch_queue_moved(now)
-        if host.engine.unsettled:
-            host.engine.settle(now)
 
     def position(self, now: float) -> tuple[int, float, float]:
         """Where the segment is: (kernel, fraction of it done, seconds it waited for the host since `base_s`).
@@ -203,7 +199,7 @@ class Stream(Timer):
         A kernel launched in this very instant counts, whatever the rounding of its time: the host issues it before the
         collective on whose behalf this is asked.
         """
-        now += _INSTANT_S
+        now += _LAUNCHED_S
         if self.profile is None or now < self.base_s:
             return -1
         kernel, fraction, _ = self.position(now)

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from sim.memory.allocator import rounded
+from sim.memory.order import ACTIVATIONS, Buffers, Item, Passed, asked, in_order, knows_layers
 from sim.program import Kind, MemoryOp, Program, Section
 from sim.tensor_trace import INPUT, OUTPUT_GRADIENT, TIED, LayerMemory, Trace
 
 _GRADIENTS = "layers: gradients"
-_ACTIVATIONS = "layers: activations"
 _STATES = "optimizer_states"
 _TEMPORARIES = "optimizer temporaries"
 
@@ -56,42 +56,12 @@ class Cache(Protocol[B]):
     def state(self) -> object: ...
 
 
-class _Sync(NamedTuple):
-    """The host waits for tasks up to `until` of its section."""
-
-    until: int
-
-
-class _Passed(NamedTuple):
-    """A tensor comes from another stage or is on its way to one."""
-
-    op: MemoryOp
-
-
-class Buffers(NamedTuple):
-    """A technique's own tensors come or go.
-
-    Attributes:
-        name: of the pool they belong to.
-        sizes: bytes of each.
-        asks: what tells it from other operations, but for when it happens.
-    """
-
-    op: MemoryOp
-    name: str
-    sizes: tuple[int, ...]
-    asks: object
-
-
 class _Layer(NamedTuple, Generic[B]):
     """A layer of one micro-step: which, and its live tensors by number."""
 
     position: int
     live: dict[int, B]
     trace: Trace
-
-
-_Item = Buffers | LayerMemory | _Sync | _Passed
 
 
 class TensorReplay(Generic[B]):
@@ -105,7 +75,7 @@ class TensorReplay(Generic[B]):
 
     def __init__(self, program: Program, allocator: Cache[B]) -> None:
         self.program, self.allocator = program, allocator
-        self._orders: dict[int, list[_Item]] = {}
+        self._orders: dict[int, list[Item]] = {}
         self._parted: dict[tuple[str, int, int, bool], tuple[str, tuple[int, ...], object]] = {}
         self._named: dict[str, deque[tuple[int, B]]] = {}
         self._debts: dict[str, int] = {}
@@ -119,7 +89,7 @@ class TensorReplay(Generic[B]):
         self._tied: deque[B] = deque()
         self._has_states = False
         self._launches: list[int] | None = None
-        self._whole = _whole(program)
+        self._whole = knows_layers(program)
         self._alike: dict[int, int] = {}
         self._sections: dict[object, int] = {}  # by what they ask of the allocator
         self._idle: dict[int, set[object]] = {}  # by section: states that it leaves as they are
@@ -189,7 +159,7 @@ class TensorReplay(Generic[B]):
     def _first_alike(self, number: int) -> int:
         """The first section seen that asks the same of the allocator."""
         if number not in self._alike:
-            self._alike[number] = self._sections.setdefault(_asked(self._order(number)), number)
+            self._alike[number] = self._sections.setdefault(asked(self._order(number)), number)
         return self._alike[number]
 
     def _state(self) -> object:
@@ -210,17 +180,17 @@ class TensorReplay(Generic[B]):
                 self._operation(item)
             elif isinstance(item, LayerMemory):
                 self._layer(item)
-            elif isinstance(item, _Passed):
+            elif isinstance(item, Passed):
                 self._handed(item.op)
             else:
                 self._wait(item.until)
         self._wait(len(self.program.sections[number]))
 
-    def _order(self, number: int) -> list[_Item]:
+    def _order(self, number: int) -> list[Item]:
         if number not in self._orders:
             section = self.program.sections[number]
             self._orders[number] = [self._buffers(item) if isinstance(item, MemoryOp) else item
-                                    for item in _order(section, self._whole, self._over(section))]
+                                    for item in in_order(section, self._whole, self._over(section))]
         return self._orders[number]
 
     def _over(self, section: Section) -> list[int]:
@@ -344,7 +314,7 @@ class TensorReplay(Generic[B]):
         """A tensor between stages: a layer's input or its output's gradient comes, its output or its input's gradient
         goes."""
         allocator, gradient = self.allocator, self._gradient
-        if op.tensor == _ACTIVATIONS:
+        if op.tensor == ACTIVATIONS:
             if op.size_bytes > 0:
                 self._received = allocator.allocate(op.size_bytes, op.stream)
             elif self._last is not None:
@@ -373,57 +343,3 @@ class TensorReplay(Generic[B]):
         held.extend((live[number].asked, live.pop(number)) for number in trace.kept if number in live)
         for block in live.values():
             self.allocator.free(block)
-
-
-def _order(section: Section, whole: bool, over: Sequence[int]) -> list[MemoryOp | LayerMemory | _Sync | _Passed]:
-    """Operations, layers (if they are to be taken as a `whole`) and waits of the host in its order.
-
-    Args:
-        over: `TensorReplay._over` of the section.
-    """
-    host, waits = int(Kind.HOST), section.waits
-    syncs = deque((task, max(waits[task])) for task, kind in enumerate(section.kind) if kind == host and waits[task])
-    layers = deque(section.layers if whole else ())
-    found: list[MemoryOp | LayerMemory | _Sync | _Passed] = []
-    at, past = 0, -1
-    while at < len(section.memory) or layers:
-        op = section.memory[at] if at < len(section.memory) else None
-        while syncs and op is not None and syncs[0][0] < op.before:
-            found.append(_Sync(syncs.popleft()[1]))
-        if over and op is not None and over[op.before] > past:
-            past = over[op.before]
-            found.append(_Sync(past))
-        if layers and layers[0].start <= at:
-            mark = layers.popleft()
-            found.append(mark if mark.verb != "passed" else _Passed(section.memory[mark.start]))
-            at = max(at, mark.stop)
-        elif op is not None:
-            found.append(op)
-            at += 1
-    return found
-
-
-def _asked(items: list[_Item]) -> object:
-    """What makes two sections alike. When the host waits matters only to what other streams still read."""
-    late = any(isinstance(item, Buffers) and item.op.used_on for item in items)
-    found: list[object] = []
-    for item in items:
-        if isinstance(item, Buffers):
-            found.append((item.asks, item.op.before) if late else item.asks)
-        elif isinstance(item, LayerMemory):
-            found.append((item.verb, item.position, id(item.trace)))
-        elif isinstance(item, _Passed):
-            found.append((item.op.tensor, item.op.size_bytes, item.op.stream))
-        elif late:
-            found.append(item.until)
-    return tuple(found)
-
-
-def _whole(program: Program) -> bool:
-    """Whether layers alone decide about what they save: not where saved tensors leave for the host in between, of which
-    only sums are known."""
-    for section in program.sections:
-        inside = {place for mark in section.layers for place in range(mark.start, mark.stop)}
-        if any(op.tensor == _ACTIVATIONS and place not in inside for place, op in enumerate(section.memory)):
-            return False
-    return True

@@ -55,7 +55,8 @@ class Joint(NamedTuple):
     Attributes:
         kind: column (every slice reads the same whole input, and makes a partial sum of its gradient), row (the output
             is a partial sum over the slices); read and sum: the same where activations are never scattered; columns
-            (every slice has made some columns of the input, which all read), restored (the same of what goes back into
+            (every slice has made some columns of the input, which all read), whole (so too, but each goes on with its
+            own, and the gradient's columns come together as well), restored (the same as columns of what goes back into
             the stream, so that its gradient comes from there); vocabulary_loss (per-token scalars of vocabulary
             slices), ring, rotate, gather (keys and values of the other slices of the sequence: one after another, all
             at once beside a rank's own, or before everything), dispatch, combine (tokens travel to their experts and
@@ -91,6 +92,8 @@ class Operator:
         frozen: tensors of it that are not trained.
         reading_s: host time in front of each forward that begins when the GPU has nothing left to do, because the host
             reads what comes before; 0 where it runs ahead.
+        buffers: bytes that stand beside what is saved while forward, and beside what flows while backward is at work
+            (`sim.model.eager` has them tensor by tensor, of layers that are written down there).
     """
 
     name: str
@@ -105,6 +108,7 @@ class Operator:
     joint: Joint | None = None
     frozen: tuple[Frozen, ...] = ()
     reading_s: float = 0.0
+    buffers: tuple[int, int] = (0, 0)
 
     @property
     def weights(self) -> tuple[Parameter | Frozen, ...]:

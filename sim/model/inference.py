@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from sim.model.architecture import Architecture, Layer, Parameter
-from sim.model.attention import core_operator, softmax_dtype, uses_flash
+from sim.model.attention_core import core_operator, softmax_dtype, uses_flash
 from sim.model.decoder import decoder
 from sim.model.kernels import cast, elementwise, product, width
 from sim.model.style import Style

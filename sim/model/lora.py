@@ -1,8 +1,8 @@
 """Fine-tuning as a change of an architecture: weights freeze, and small trained matrices appear beside or behind them.
 
 A frozen layer's backward loses the products that make weight gradients; a quantised one dequantises its weight before
-every product, in both directions. What is trained beside them: `branches.py`. Sources: peft tuners/lora/layer.py;
-bitsandbytes csrc/kernels.cu (kDequantizeBlockwise) and functional.py; Houlsby et al. 2019, section 2.1.
+every product, in both directions. What is trained beside them: `branches.py`; behind them: `bottlenecks.py`. Sources:
+peft tuners/lora/layer.py; bitsandbytes csrc/kernels.cu (kDequantizeBlockwise) and functional.py.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sim.model.architecture import Architecture, Layer, Operator, Parameter, Tensor
+from sim.model.architecture import Architecture, Layer, Operator, Parameter
+from sim.model.bottlenecks import bottleneck
 from sim.model.branches import ROUTED, Linear, with_branches
-from sim.model.kernels import elementwise, linear, product, width
+from sim.model.kernels import elementwise, product, width
 from sim.model.style import Style
 from sim.model.tuning import BLOCK, Frozen, Tuned, stored_width
 from sim.work import Kernel
@@ -55,8 +56,9 @@ def _layer(layer: Layer, style: Style) -> Layer:
         owned += [op.parameters, *(() for _ in made[1:])]
         sublayer = {"projection": "attention", "down": "mlp"}.get(op.name, "")
         if sublayer and tuned.behind(sublayer):
-            operators.append(_bottleneck(style, tuned, sublayer))
-            owned.append(())
+            behind = bottleneck(style, tuned, sublayer)
+            operators += behind
+            owned += [() for _ in behind]
     trained = {p.name: p for op in operators for p in op.parameters}
     frozen = {p.name: Frozen(p.name, p.shape, _dtype_of(p, layer, style, tuned), p.routed)
               for p in layer.parameters if p.name not in trained}
@@ -180,22 +182,3 @@ def _linears(op: Operator, style: Style) -> list[Linear]:
             name = ROUTED.sub(".experts.", module)
             found[name] = Linear(name, inputs, ((target, outputs),), parameter.routed)
     return list(found.values())
-
-
-# --------------------------------------------------------------------------------------------------------- bottlenecks
-def _bottleneck(style: Style, tuned: Tuned, sublayer: str) -> Operator:
-    """Houlsby's adapter behind a sub-layer: down, activation, up, sum."""
-    rows, hidden, rank, act = style.tokens, style.hidden, tuned.rank, style.act
-    half, e = replace(style, gemm=style.wide), width(act)
-    down, down_back = linear(half, rows, hidden, rank, source=act, bias=True)
-    up, up_back = linear(half, rows, rank, hidden, source=act, bias=True)
-    forward = [*down, elementwise("activation", rows * rank, 2 * e, act), *up,
-               elementwise("adapter_add", rows * hidden, 3 * e, act)]
-    backward = [*up_back, elementwise("activation_backward", rows * rank, 3 * e, act), *down_back,
-                elementwise("adapter_gradient_sum", rows * hidden, 3 * e, act)]
-    names = (("up", (hidden, rank)), ("down", (rank, hidden)))
-    parameters = [p for side, shape in names for p in (Parameter(f"{sublayer}_adapter.{side}.bias", shape[:1]),
-                                                       Parameter(f"{sublayer}_adapter.{side}.weight", shape))]
-    kept = (Tensor("adapter_input", rows * hidden, act), Tensor("adapter_down", rows * rank, act),
-            Tensor("adapter_inner", rows * rank, act))
-    return Operator(f"{sublayer}_adapter", tuple(forward), tuple(backward), tuple(parameters), kept)

@@ -46,15 +46,24 @@ def around_the_ring(style: Style, own: Operator, other: Operator | None, element
                              for kernels in (other.forward, other.backward))
     joint = Joint("ring", elements, style.act)
     if not merges:
+        received = round(elements * width(style.act))
         return replace(own, forward=own.forward + forward * again, backward=backward * again + own.backward,
-                       core_again=own.core_again * style.context, joint=joint)
+                       core_again=own.core_again * style.context, joint=joint, buffers=(received, 2 * received))
     halves = 0.5 if other is not None else 1.0
     steps = [kernel for step in range(again)
              for kernel in (*backward, *_gradients(style, elements, step == 0, halves))]
     return replace(
         own, forward=(_copy(style, elements), *own.forward, *forward * again, _merge(style)),
         backward=(_copy(style, elements), *steps, *own.backward, *_gradients(style, elements, False, 1.0)),
-        core_again=own.core_again * style.context, joint=joint)
+        core_again=own.core_again * style.context, joint=joint, buffers=_buffers(style, elements))
+
+
+def _buffers(style: Style, elements: int) -> tuple[int, int]:
+    """Keys and values of every slice but the last, which is kept, and every step's outputs and log-sum-exps; in
+    backward two buffers of keys, values and their gradients, less the gradients that leave, and a whole step's own."""
+    e, queries, rows = width(style.act), style.tokens * style.query_width, style.tokens * style.heads
+    forward = (style.context - 1) * elements * e + style.context * (queries * e + 4 * rows)
+    return round(forward), round((4 * elements + queries) * e)
 
 
 def _copy(style: Style, elements: int) -> Kernel:

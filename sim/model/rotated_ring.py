@@ -55,7 +55,22 @@ def rotated(style: Style, own: Operator, other: Operator | None, elements: int) 
     return replace(
         own, forward=(packed, *own.forward, widened, *(*forward, *_merged(style, whole)) * again, narrowed),
         backward=(packed, *own.backward, *first, *steps, home, narrowed),
-        core_again=own.core_again * style.context, joint=Joint("rotate", elements, style.act))
+        core_again=own.core_again * style.context, joint=Joint("rotate", elements, style.act),
+        buffers=_buffers(style, elements, whole, partly))
+
+
+def _buffers(style: Style, elements: int, whole: int, partly: bool) -> tuple[int, int]:
+    """All slices; beside them what is copied and packed in the first step and its sum, or what merges a later one: the
+    sum before and behind and, where not compiled, two products of operators. In backward all slices and what was
+    packed, fp32 gradients of queries, and of keys and values those so far, those sent and those that come, while the
+    second step makes its own beside the first's, or the sum of what came and of its own."""
+    e, fused = width(style.act), style.stack.compile
+    slices = style.context * elements * e
+    own = elements * e * (0.5 if partly else 1.0)
+    summed = elements * (_WIDE if partly and not fused else 0.0) - elements * e
+    back = elements * e + (whole + 3 * elements) * _WIDE + own + max(whole * e, summed)
+    return (round(slices + max(2 * elements * e + whole * _WIDE, whole * (2 if fused else 4) * _WIDE)),
+            round(slices + back))
 
 
 def _merged(style: Style, whole: int) -> tuple[Kernel, ...]:

@@ -257,7 +257,8 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
     tensor, context = scenario.parallel.tensor, scenario.parallel.context
     predicting = training.decoder_sequence if model.kind == "encoder-decoder" else training.sequence
     tied = bool(model.tied_embeddings)
-    tuned = tuned_of(training, stack.modules == "plain" and not tied and not training.chunked_loss)
+    tuned = tuned_of(training, stack.modules == "plain" and not tied and not training.chunked_loss,
+                     stack.modules == "megatron")
     weight = tuned.plain if tuned and autocast else "fp32" if autocast else act
     gradient = _gradient(precision, act, autocast)
     whole = stack.gradient_path == "reducer" and scenario.parallel.strategy not in _GATHERING

@@ -65,6 +65,7 @@ class Tuned:
         plain: dtype of what is frozen but not quantised (embeddings, norms, biases; a head that is left out).
         dtype: of what is trained.
         quantised_head: the head is stored like the other linear layers.
+        trains_norms: the norms are trained too, as they are beside Houlsby's adapters (section 2.1).
     """
 
     method: str
@@ -74,16 +75,12 @@ class Tuned:
     plain: str
     dtype: str
     quantised_head: bool
+    trains_norms: bool = False
 
     @property
     def quantised(self) -> bool:
         """Whether the linear layers have to be dequantised before they are used."""
         return self.base in QUANTISED
-
-    @property
-    def trains_norms(self) -> bool:
-        """Whether the norms are trained too, as they are beside Houlsby's adapters (section 2.1)."""
-        return self.method == "adapter"
 
     def linear_dtype(self, target: str) -> str:
         """How the weight of a target's linear layer is stored."""
@@ -96,7 +93,7 @@ class Tuned:
         return "mlp" in self.targets if sublayer == "mlp" else any(t in self.targets for t in TARGETS[:4])
 
 
-def tuned_of(training: Any, quantises_head: bool) -> Tuned | None:
+def tuned_of(training: Any, quantises_head: bool, own_norms: bool = False) -> Tuned | None:
     """What a scenario's `training.finetune` trains; None = everything.
 
     A base of 16 or 32 bits holds every frozen tensor. Beside a quantised base, what is not quantised has the dtype of
@@ -105,6 +102,7 @@ def tuned_of(training: Any, quantises_head: bool) -> Tuned | None:
     Args:
         quantises_head: Lightning's BitsandbytesPrecision replaces every linear layer; transformers leaves the head
             (`get_keys_to_not_convert`); a loss in chunks reads the head's weight itself, as it is.
+        own_norms: adapters bring norms of their own and leave the model's frozen (`bottlenecks.py`).
     """
     finetune = training.finetune
     if finetune is None or finetune.method == "full":
@@ -113,7 +111,8 @@ def tuned_of(training: Any, quantises_head: bool) -> Tuned | None:
     plain = dtype if finetune.base in QUANTISED else str(finetune.base)
     method = "adapter" if finetune.method == "adapter" else "lora"
     targets = tuple(t for t in TARGETS if t in finetune.targets)
-    return Tuned(method, finetune.rank, targets, str(finetune.base), plain, dtype, quantises_head)
+    return Tuned(method, finetune.rank, targets, str(finetune.base), plain, dtype, quantises_head,
+                 method == "adapter" and not own_norms)
 
 
 def cut_both(tensor: int, scattered: bool, modules: str) -> bool:

@@ -20,7 +20,7 @@ from sim.parallel.layout import REPLICAS, Layout, Ranks, equitable_classes, simu
 from sim.parallel.model.expert import pairs
 from sim.parallel.pipeline.actions import TWO_CHUNKS
 from sim.parallel.pipeline.lower import lower_pipeline
-from sim.parallel.places import meets_others
+from sim.parallel.places import expert_dimensions, meets_others
 from sim.parallel.sharded import fsdp, zero3
 from sim.parallel.sharded.fsdp1 import Fsdp1
 from sim.parallel.sharded.fsdp1_sized import Fsdp1Sized, wraps_parts
@@ -76,7 +76,7 @@ def lower(scenario: Scenario, *, fold: bool = True) -> Lowered:
     software = scenario.software
     stack = stack_for(software.framework, software.year, software.compile, software.versions, software.modules,
                       fused=software.fused, cuda_graphs=software.cuda_graphs)
-    check(scenario, stack.gradient_path == "ipg")
+    check(scenario, stack.gradient_path == "ipg", stack.hybrid_offload)
     if run_of(scenario) is not None:
         serving = lower_inference(scenario, stack)
         return Lowered(serving.job, serving.architecture, stack, True, (serving.outside,) * len(serving.job.programs),
@@ -183,7 +183,7 @@ def cut_groups(scenario: Scenario, layout: Layout) -> dict[str, Ranks]:
     if parallel.context > 1:
         groups["context"] = layout.group("context")
     if parallel.expert > 1:
-        wide = REPLICAS if scenario.expert_tensor == parallel.tensor else ("tensor", *REPLICAS)
+        wide = expert_dimensions(scenario)
         ranks = layout.group(wide).shape[1]
         groups["expert"] = layout.group(wide, parallel.expert)
         groups["expert_data"] = layout.group(wide, ranks // parallel.expert, parallel.expert)
@@ -225,7 +225,10 @@ def technique_of(scenario: Scenario, stack: Stack) -> Callable[[Plan], bucketed.
 def reduction_of(plan: Plan, stack: Stack) -> bucketed.Reduction:
     """How gradients of whole parameters are reduced in this stack."""
     strategy, path = plan.scenario.parallel.strategy, stack.gradient_path
-    if path == "ipg" and strategy in ("zero1", "zero2"):  # an offloading optimizer takes only this rank's gradients
+    if path == "ipg" and strategy in ("zero1", "zero2"):
+        if plan.offload.moves_optimizer and plan.scenario.parallel.pipeline > 1:
+            return reductions.deepspeed_stage(plan)
+        # an offloading optimizer takes only this rank's gradients
         return reductions.deepspeed(plan, 2 if plan.offload.moves_optimizer else int(strategy[-1]))
     if path == "grad_buffer":
         return reductions.megatron(plan, strategy == "zero1")

@@ -24,6 +24,8 @@ from sim.scenario.schema import Scenario
 from sim.software import Stack
 from sim.work import DTYPE_BYTES
 
+#: Every technique's stream of kernels (`sim.parallel.step.COMPUTE`).
+_COMPUTE = 0
 #: Streams an offloading job has beside its technique's.
 STREAMS = ("h2d", "d2h", "nvme")
 #: DeepSpeed `offload_config.py`: host buffers through which states and parameters on disks pass, and their elements.
@@ -74,6 +76,12 @@ class Offload:
     def stream(self, name: str) -> int:
         """Number of one of `STREAMS`."""
         return self._builder.streams.index(name)
+
+    def outside(self, numel: int) -> int:
+        """How many of `numel` parameters have their optimizer outside."""
+        if not self.moves_optimizer:
+            return 0
+        return round(numel * self._scenario.parallel.offload.optimizer_fraction)
 
     # ------------------------------------------------------------------------------------------- host memory
     def hold(self, name: str, size_bytes: float, category: str, *, pinned: bool = False) -> None:
@@ -158,7 +166,7 @@ class Offload:
         Returns: the last task.
         """
         seconds = self.update_s(numel, tensors)
-        label = Label("optimizer", "optimizer", f"{self._scenario.training.optimizer} {ON_CPU}")
+        label = self._named()
         streams = (*joins, self.stream("d2h"), *((self.stream("nvme"),) if self.optimizer == _DISKS else ()))
         task = section.host(seconds, label, joins=streams)
         task = self._swap(section, numel, task) if self.optimizer == _DISKS else task
@@ -167,6 +175,31 @@ class Offload:
                               (), ())
             task = section.host(0.0, Label("parameters", "optimizer", "wait"), waits=(task,))
         return task
+
+    def hand_over(self, section: SectionBuilder, numel: int, joins: Sequence[int]) -> int:
+        """Gradients of `numel` parameters to the host, in line with the kernels, as HybridDeviceOptimizer copies them
+        unless overlap_cpu_optimizer_d2h_h2d is asked for; returns the copy."""
+        label, size = Label("gradients", "optimizer", "to the optimizer"), numel * self.state_widths()["gradients"]
+        return self.store(section, size, label, (), joins, place="cpu", stream=_COMPUTE)
+
+    def update_part(self, section: SectionBuilder, numel: int, tensors: int, arrived: int, back_bytes: float) -> int:
+        """The optimizer on the CPU once gradients have arrived (HybridDeviceOptimizer.step), then what it updated to
+        the device; the host waits for that, since it is cast in memory that is not pinned (ATen copy_kernel_cuda,
+        copy_requires_temporaries: recalled). Returns the last task.
+
+        Args:
+            numel, tensors: parameters and how many tensors they are.
+            arrived: the copy of their gradients.
+            back_bytes: bytes per parameter that are copied back.
+        """
+        task = section.host(self.update_s(numel, tensors, clip=False), self._named(), waits=(arrived,))
+        task = self._copy(section, _COMPUTE, "h2d", numel * back_bytes, Label("parameters", "optimizer", "updated"), (),
+                          ())
+        section.host(0.0, Label("parameters", "optimizer", "wait"), waits=(task,))
+        return task
+
+    def _named(self) -> Label:
+        return Label("optimizer", "optimizer", f"{self._scenario.training.optimizer} {ON_CPU}")
 
     def _swap(self, section: SectionBuilder, numel: int, task: int) -> int:
         """States, master copy and gradients read, all but gradients written back; the host waits for both."""
@@ -178,14 +211,15 @@ class Offload:
             task = section.host(0.0, Label("optimizer", "optimizer", "swap"), waits=(copied,))
         return task
 
-    def update_s(self, numel: int, tensors: int) -> float:
-        """Seconds of clipping and optimizer on `numel` local parameters: bytes through host memory."""
+    def update_s(self, numel: int, tensors: int, clip: bool = True) -> float:
+        """Seconds of clipping (unless that was done on the device) and optimizer on `numel` local parameters: bytes
+        through host memory."""
         scenario, stack = self._scenario, self._stack
         training = scenario.training
         precision = training.precision.model_copy(update={"gradients": self._gradient_dtype()})
         kernels = optimizer_kernels(numel, tensors, precision, training.optimizer, stack.cpu_optimizer, clip=False,
                                     on_cpu=True)
-        if stack.clip_gradients and training.optimizer != "none":
+        if clip and stack.clip_gradients and training.optimizer != "none":
             kernels += clip_kernels(numel, tensors, precision.gradients, stack.cpu_optimizer)
         return sum(k.bytes for k in kernels) / self._share().optimizer_bps(stack.cpu_optimizer, stack.cpu_threads)
 

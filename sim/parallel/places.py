@@ -4,7 +4,7 @@ stage or their replicas inside a node and some across, and ranks of one program 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -53,7 +53,7 @@ def aligned(scenario: Scenario, layout: Layout) -> bool:
     """Whether every block of neighbouring ranks either fills whole nodes or divides one, and the GPUs of a node share
     NICs and PCIe switches evenly, so that the ranks of a stage lie alike."""
     per_node = scenario.cluster.gpus_per_node
-    fits = all(per_node % block == 0 or block % per_node == 0 for block in _blocks(scenario, layout))
+    fits = all(block and (per_node % block == 0 or block % per_node == 0) for block in _blocks(scenario, layout))
     return fits and _even(scenario)
 
 
@@ -65,6 +65,11 @@ def _even(scenario: Scenario) -> bool:
         return True
     return topology.intra.kind != "nvlink-mesh" and not any(
         per_node % shared for shared in _sharing(_topology(scenario)))
+
+
+def expert_dimensions(scenario: Scenario) -> Sequence[str]:
+    """Dimensions whose ranks share experts out among them, as one."""
+    return REPLICAS if scenario.expert_tensor == scenario.parallel.tensor else ("tensor", *REPLICAS)
 
 
 def meets_others(scenario: Scenario, groups: Mapping[str, Ranks]) -> bool:
@@ -90,18 +95,37 @@ def _topology(scenario: Scenario) -> Topology:
 
 
 def _blocks(scenario: Scenario, layout: Layout) -> Iterator[int]:
-    """Sizes of blocks of neighbours: of each dimension with those inside it, and of parts of the replicas."""
-    parallel, order = scenario.parallel, list(layout.order)
-    reshard = parallel.reshard_after_forward
-    parts = [part for part in (parallel.sharding_factor, parallel.expert, reshard)
-             if part and not isinstance(part, bool) and part > 1]
-    inner = 1
-    for name in order:
-        if name in REPLICAS and not any(other in order[:order.index(name)] for other in REPLICAS):
-            yield from (inner * part for part in parts)  # parts of context and data taken as one
-            yield from (part for part in parts if "tensor" in order[:order.index(name)])  # experts over tensor ranks
+    """Sizes of blocks of neighbours: of each dimension with those inside it, and of parts of several taken as one."""
+    parallel, inner = scenario.parallel, 1
+    for name in layout.order:
         inner *= layout.sizes[name]
         yield inner
+    for part in (parallel.sharding_factor, parallel.reshard_after_forward):
+        if part and not isinstance(part, bool):
+            yield _block(layout, REPLICAS, part)
+    yield _block(layout, expert_dimensions(scenario), parallel.expert)
+
+
+def _block(layout: Layout, names: Sequence[str], size: int) -> int:
+    """The block of neighbours around `size` successive ranks of dimensions taken as one (`Layout.group`); 0 where such
+    parts begin in the middle of a row of neighbours and go on in the next."""
+    rows: list[tuple[int, int]] = []  # (distance of successive ranks, length) while no other dimension comes between
+    inner = 1
+    for name in layout.order:
+        own = layout.sizes[name]
+        if name in names and own > 1:
+            if rows and rows[-1][0] * rows[-1][1] == inner:
+                rows[-1] = (rows[-1][0], rows[-1][1] * own)
+            else:
+                rows.append((inner, own))
+        inner *= own
+    for distance, length in rows:
+        if size <= length:
+            return 0 if length % size else distance * size
+        if size % length:
+            return 0
+        size //= length
+    return 1
 
 
 def _sharing(topology: Topology) -> list[int]:

@@ -83,7 +83,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         offloads = any(place in ("cpu", "nvme") for _, place in self.scenario.parallel.offload)
-        if offloads and self.sibling is None:
+        if offloads and STREAMS[0] not in self.streams:
             self.streams = (*self.streams, *STREAMS)
         self.builder = ProgramBuilder(
             self.streams, self.communicators or tuple(self.groups), self.stack.launch_queue,
@@ -298,9 +298,9 @@ def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins:
     Returns:
         the optimizer's task.
     """
-    if plan.offload.moves_optimizer:
-        return plan.offload.update(section, numel, tensors, joins, back_bytes)
     training, stack = plan.scenario.training, plan.stack
+    if plan.offload.moves_optimizer and not stack.hybrid_offload:
+        return plan.offload.update(section, numel, tensors, _met(plan, section, joins), back_bytes)
     implementation = "fused" if plan.offload.pages_optimizer else plan.scenario.software.optimizer_kernel
     clips = stack.clip_gradients and training.optimizer != "none"
     prepared = () if sums_in_master(plan) else gradient_kernels(numel, tensors, training.precision, stack.unscaling,
@@ -319,6 +319,12 @@ def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins:
                 task = section.collective(1, call, stack.host_collective_s, label, waits=(task,))
         section.kernels(COMPUTE, plan.compute.own((scale,)), Label("optimizer", "optimizer", "clip"), waits=(task,))
         joins = ()
+    outside = plan.offload.outside(numel)
+    parted = tensors if outside == numel else -(-tensors * outside // numel)
+    arrived = plan.offload.hand_over(section, outside, joins) if outside else -1
+    if outside and outside == numel:
+        return plan.offload.update_part(section, outside, parted, arrived, DTYPE_BYTES[training.precision.parameters])
+    numel, tensors = numel - outside, max(1, tensors - parted)
     kernels = optimizer_kernels(numel, tensors, training.precision, training.optimizer, implementation, clip=False)
     label = Label("optimizer", "optimizer", training.optimizer)
     temporary = optimizer_temporary_bytes(numel, largest or numel, training.precision, training.optimizer,
@@ -334,6 +340,8 @@ def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins:
         section.host(host_s, Label("optimizer", "optimizer", "step numbers"), waits=(task,))
     if plan.offload.pages_optimizer:  # bitsandbytes optim/optimizer.py, step: torch.cuda.synchronize()
         section.host(0.0, Label("optimizer", "optimizer", "pages in place"), waits=(task,))
+    if outside:
+        return plan.offload.update_part(section, outside, parted, arrived, DTYPE_BYTES[training.precision.parameters])
     return task
 
 
@@ -342,6 +350,17 @@ def sums_in_master(plan: Plan) -> bool:
     precision, stack = plan.scenario.training.precision, plan.stack
     copied = gradient_dtype(precision) != precision.gradients
     return copied and stack.sums_in_master and stack.gradient_path == "reducer"
+
+
+def _met(plan: Plan, section: SectionBuilder, joins: Sequence[int]) -> Sequence[int]:
+    """Streams an optimizer on the CPU waits for: where ranks of other stages have a share in the gradient norm, which
+    decides how much is clipped, the sum of all shares too."""
+    if not plan.stack.clip_gradients or "model" not in plan.norm_groups:
+        return joins
+    label = Label("optimizer", "optimizer", "gradient norm")
+    call = collective(plan, "all_reduce", 4, "fp32", "model")
+    section.collective(1, call, plan.stack.host_collective_s, label, joins=(*joins, COMPUTE))
+    return tuple(dict.fromkeys((*joins, 1)))
 
 
 def update_in_backward(plan: Plan, section: SectionBuilder, name: str, shards: Sequence[int], stream: int = COMPUTE,

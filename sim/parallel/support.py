@@ -25,8 +25,8 @@ def _tuned(scenario: Scenario) -> str:
         return f"{finetune.method} of anything but a decoder without relative positions"
     if precision.master != "none" and scenario.software.modules != "megatron":
         return f"{finetune.method} with a master copy of the parameters"
-    if finetune.method == "adapter" and (scenario.parallel.tensor > 1 or model.moe or model.mla):
-        return "an adapter behind a sub-layer that is cut by tensor parallelism, latent or a mixture"
+    if finetune.method == "adapter" and (model.moe or model.mla):
+        return "an adapter behind a sub-layer that is latent or a mixture"
     training = scenario.training
     for also, asked in (("chunked_loss and the head among its targets",
                          training.chunked_loss and "head" in finetune.targets),
@@ -58,11 +58,12 @@ def _paged(scenario: Scenario, ipg: bool) -> str:
     return ""
 
 
-def check(scenario: Scenario, ipg: bool = False) -> None:
+def check(scenario: Scenario, ipg: bool = False, hybrid: bool = False) -> None:
     """Raise `UserError` naming every field of the scenario that this version cannot simulate.
 
     Args:
         ipg: gradients go through DeepSpeed's buckets (the stack's gradient_path).
+        hybrid: the optimizer may be on the CPU in part (the stack's hybrid_offload).
     """
     training, parallel = scenario.training, scenario.parallel
     asked: dict[str, object] = {
@@ -78,7 +79,7 @@ def check(scenario: Scenario, ipg: bool = False) -> None:
         asked |= _inference(scenario)
     faults = [Fault(f"{what} is understood but not simulated yet in this version", field, hint="remove it, or see "
                     "the README's validity limits") for field, what in asked.items() if what]
-    faults += [*_narrow(scenario), *_in_backward(scenario), *_offload(scenario, ipg), *_expert(scenario, ipg),
+    faults += [*_narrow(scenario), *_in_backward(scenario), *_offload(scenario, ipg, hybrid), *_expert(scenario, ipg),
                *_stages(scenario, ipg), *_whole_slices(scenario)]
     if faults:
         raise UserError(faults)
@@ -102,6 +103,8 @@ def _whole_slices(scenario: Scenario) -> Iterator[Fault]:
         yield Fault(f"tensor {parallel.tensor} does not divide the rank {tuned.rank}, whose columns the tensor ranks "
                     "share (Megatron-Bridge's ParallelLinearAdapter)", "training.finetune.rank",
                     hint=f"use a multiple of {parallel.tensor}")
+    if tuned is not None and tuned.method == "adapter" and parallel.tensor > 1:
+        yield from _cut_adapter(scenario, tuned.rank)
     if model.moe is not None:
         width, cut = model.moe.expert_ffn or model.ffn, scenario.expert_tensor
         if width % cut:
@@ -121,6 +124,21 @@ def _whole_slices(scenario: Scenario) -> Iterator[Fault]:
         yield Fault(f"a causal sequence of {training.sequence} tokens does not divide into {2 * parallel.context} "
                     f"parts: each of {parallel.context} context ranks takes an early and a late one",
                     "parallel.context", hint=f"use a sequence that is a multiple of {2 * parallel.context}")
+
+
+def _cut_adapter(scenario: Scenario, rank: int) -> Iterator[Fault]:
+    """Adapters behind sub-layers that tensor parallelism cuts: NeMo's ParallelLinearAdapter."""
+    parallel, modules = scenario.parallel, scenario.software.modules
+    if modules != "megatron":
+        yield Fault(f"no framework cuts adapters of {modules} modules (NeMo's ParallelLinearAdapter is Megatron's)",
+                    "training.finetune.method", hint="set software.modules: megatron, or tensor: 1")
+    elif parallel.sequence_parallel:
+        yield Fault("adapters do not know activations that are scattered along the sequence (NeMo's "
+                    "ParallelLinearAdapter would join columns of different tokens)", "parallel.sequence_parallel",
+                    hint="set it to false")
+    if rank % parallel.tensor:
+        yield Fault(f"tensor {parallel.tensor} does not divide the width {rank} of the adapters, whose columns the "
+                    "tensor ranks share", "training.finetune.rank", hint=f"use a multiple of {parallel.tensor}")
 
 
 def _stages(scenario: Scenario, ipg: bool) -> Iterator[Fault]:
@@ -184,16 +202,25 @@ def _in_backward(scenario: Scenario) -> Iterator[Fault]:
         yield Fault("a pipeline's stages apply gradients only after the last micro-batch", field, hint="remove it")
 
 
-def _offload(scenario: Scenario, ipg: bool) -> Iterator[Fault]:
+def _offload(scenario: Scenario, ipg: bool, hybrid: bool) -> Iterator[Fault]:
     """Places that the technique of this stack has no code for."""
     parallel = scenario.parallel
     offload, strategy = parallel.offload, parallel.strategy
     parameters, optimizer = (place in ("cpu", "nvme") for place in (offload.parameters, offload.optimizer))
-    if parallel.pipeline > 1 and any(place in ("cpu", "nvme") for _, place in offload):
-        yield Fault("offload with pipeline stages is understood but not simulated yet", "parallel.offload",
-                    hint="set pipeline: 1, or remove it")
     sharded = strategy == "fsdp" or (strategy in ("zero2", "zero3") and not ipg)
-    if sharded:
+    if parallel.pipeline > 1 and offload.activations in ("cpu", "nvme"):
+        yield Fault("saved tensors of pipeline stages stay on the GPU (megatron-core transformer_config.py refuses "
+                    "cpu_offloading with a pipeline)", "parallel.offload.activations",
+                    hint="set pipeline: 1, or remove it")
+    if parallel.pipeline > 1 and sharded and (parameters or optimizer):
+        yield Fault("offload of FSDP's stages is understood but not simulated yet", "parallel.offload",
+                    hint="set pipeline: 1, or remove it")
+    if offload.optimizer_fraction < 1 and not (hybrid and optimizer):
+        yield Fault("only Megatron's HybridDeviceOptimizer (from 2025 on) leaves part of the optimizer on the GPU",
+                    "parallel.offload.optimizer_fraction", hint="remove it, or use optimizer: cpu with megatron")
+    if hybrid and optimizer and not parameters:
+        yield from _hybrid(scenario)
+    elif sharded:
         if parameters != optimizer:
             yield Fault("FSDP keeps parameters, gradients and optimizer states in one place", "parallel.offload",
                         hint="give parameters and optimizer the same place")
@@ -214,6 +241,22 @@ def _offload(scenario: Scenario, ipg: bool) -> Iterator[Fault]:
                     hint="set optimizer: cpu too")
 
 
+def _hybrid(scenario: Scenario) -> Iterator[Fault]:
+    """What Megatron's HybridDeviceOptimizer does not do.
+
+    Source: megatron-core 0.12.1 optimizer/__init__.py, optimizer_config.py (read); Megatron-LM training/arguments.py
+    (recalled): --optimizer-cpu-offload asks for --use-precision-aware-optimizer, which needs the distributed optimizer.
+    """
+    parallel, training = scenario.parallel, scenario.training
+    if parallel.offload.optimizer == "nvme":
+        yield Fault("Megatron keeps no optimizer states on disks", "parallel.offload.optimizer", hint="use cpu")
+    if parallel.strategy != "zero1":
+        yield Fault(f"Megatron offloads the distributed optimizer only, not that of {parallel.strategy}",
+                    "parallel.strategy", hint="use zero1")
+    if training.optimizer not in ("adamw", "adam", "sgd", "sgd-momentum"):
+        yield Fault(f"Megatron has no {training.optimizer} on the CPU", "training.optimizer", hint="use adamw")
+
+
 def _inference(scenario: Scenario) -> dict[str, object]:
     """What inference cannot be asked: weights are whole on every tensor and pipeline rank."""
     model, parallel, training = scenario.model, scenario.parallel, scenario.training
@@ -223,7 +266,8 @@ def _inference(scenario: Scenario) -> dict[str, object]:
         "training.chunked_loss": training.chunked_loss and "inference with a loss",
         "training.optimizer_in_backward": training.optimizer_in_backward and "inference with an optimizer",
         "training.precision": compute in _NARROW and f"inference in {compute}",
-        "parallel.offload": any(v not in (None, "none") for _, v in parallel.offload) and "inference with offload",
+        "parallel.offload": any(v in ("cpu", "nvme", "paged") for _, v in parallel.offload)
+        and "inference with offload",
         "model.kind": model.kind != "decoder" and f"inference of kind {model.kind}",
         "model.positions": model.positions == "relative" and "inference with relative positions",
         "parallel.strategy": parallel.strategy not in ("none", "ddp") and f"inference with {parallel.strategy}",

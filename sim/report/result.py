@@ -26,6 +26,7 @@ from sim.report.largest import Largest
 from sim.report.loading import DataLoading
 from sim.report.memory import MemoryResult, by_class, fullest
 from sim.report.neighbours import Features, Validated, features, validated
+from sim.report.queues import unusual_queues
 from sim.report.stages import StageUse, stages_of
 from sim.report.tables import Frame, as_table, row_of
 from sim.report.traffic import traffic_list
@@ -351,6 +352,7 @@ def _warnings(result: Result) -> list[str]:
     if not memory.use.steady:
         leaks = {name: size for name, size in memory.use.net_bytes.items() if size}
         found.append(f"memory: the step does not return to the level at which it began ({leaks})")
+    found += unusual_queues(result.scenario)
     loading = result.data_loading
     if loading.waiting_s > 0:
         found.append(f"data: training needs {loading.bytes_per_step / loading.work_s / 1e9:.3g} GB/s per node and "

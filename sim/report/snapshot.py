@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from sim.memory.allocator import Allocator, Block, OutOfMemoryError, Pool
-from sim.memory.tensors import Buffers, TensorReplay
+from sim.memory.order import Buffers
+from sim.memory.tensors import TensorReplay
 from sim.program import MemoryOp, Program, Section
 from sim.report.memory import MemoryResult
 from sim.tensor_trace import LayerMemory

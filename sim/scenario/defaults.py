@@ -247,6 +247,12 @@ def _of_stack(fact: str, software: Software) -> Any:
     return _since(by.get(software.framework, by["other"]), software.year)
 
 
+def usual_connections(framework: str) -> int:
+    """Hardware work queues (CUDA_DEVICE_MAX_CONNECTIONS) that a framework's jobs run with."""
+    by: dict[str, int] = table("scenario/defaults.yaml")["max_connections"]
+    return by.get(framework, by["other"])
+
+
 def _software(written: Software) -> Software:
     by = table("scenario/defaults.yaml")
     year = _or(written.year, by["year"])
@@ -259,9 +265,7 @@ def _software(written: Software) -> Software:
             "optimizer_kernel": _or(written.optimizer_kernel, _since(by["optimizer_kernel"][name], year)),
             "versions": _or(written.versions, {}),
             "nccl": _or(written.nccl, Nccl.model_construct()),
-            "max_connections": _or(
-                written.max_connections, by["max_connections"].get(name, by["max_connections"]["other"])
-            ),
+            "max_connections": _or(written.max_connections, usual_connections(name)),
         }
     )
 

@@ -237,6 +237,8 @@ class Offload(Table):
     parameters: Place = has("none", "where parameters live")
     optimizer: Place = has("none", "where optimizer states live")
     activations: Place = has("none", "where activations live")
+    optimizer_fraction: Annotated[float, Field(gt=0, le=1)] = has(
+        1.0, "share of the parameters whose optimizer is outside (Megatron's --optimizer-offload-fraction)")
 
 
 class Parallel(Table):
@@ -303,7 +305,8 @@ class Software(Table):
     optimizer_kernel: Literal["loop", "foreach", "fused"] = late("how the optimizer's kernels are launched")
     versions: dict[str, Text] = late("package -> version")
     nccl: Nccl = late("settings of the collective library")
-    max_connections: Annotated[int, count(32)] = late("CUDA_DEVICE_MAX_CONNECTIONS")
+    max_connections: Annotated[int, count(32)] = late(
+        "CUDA_DEVICE_MAX_CONNECTIONS; changes no prediction, and a result says so where it is not the framework's own")
 
 
 class Budget(Table):

@@ -104,7 +104,7 @@ class Space:
         }
         if self._varies_offload:
             sets |= {f"parallel.offload.{name}": place for name, place in
-                     self.clusters[v["cluster"]].parallel.offload}
+                     self.clusters[v["cluster"]].parallel.offload if isinstance(place, str)}
         if self._varies_transfers:
             sets["parallel.overlap_p2p"] = self.clusters[v["cluster"]].parallel.overlap_p2p
         if staged and strategy in _SHARDED:  # whole from the first micro-batch to the last, as torchtitan has it

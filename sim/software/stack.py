@@ -107,6 +107,8 @@ class Stack:
         parameter_coordinator: how DeepSpeed ZeRO-3 fetches and releases parameters: streamed, or blocking (before 0.6).
         cpu_optimizer: an optimizer on the CPU: fused (one vectorised pass) or loop (a pass over memory per operator).
         cpu_threads: threads of one rank's optimizer on the CPU; 0 = the ranks of a node share its cores.
+        hybrid_offload: an optimizer on the CPU takes whole gradients once their norm is known, and maybe only a part of
+            them (Megatron's HybridDeviceOptimizer).
         offload_streams: saved tensors go to the host and back on streams of their own, prefetched; else in line.
         narrow_keeps_inputs: linear layers in fp8 and below keep their inputs and quantise again in backward; else they
             keep the narrow copies of inputs and weights.
@@ -221,6 +223,7 @@ class Stack:
     parameter_coordinator: str
     cpu_optimizer: str
     cpu_threads: int
+    hybrid_offload: bool
     offload_streams: bool
     narrow_keeps_inputs: bool
     narrow_amax_pass: bool

@@ -128,7 +128,9 @@ def test_context_ranks_share_tokens_and_reduce_adapters_with_the_replicas(method
 
 
 @pytest.mark.parametrize(("more", "said"), [
-    ({"tensor": 2, "method": "adapter"}, "finetune"),
+    ({"tensor": 2, "method": "adapter"}, "no framework cuts adapters of plain modules"),
+    ({"modules": "megatron", "tensor": 2, "method": "adapter", "sequence_parallel": True}, "different tokens"),
+    ({"modules": "megatron", "tensor": 8, "method": "adapter", "rank": 12}, "width 12"),
     ({"tensor": 8, "sequence_parallel": True, "rank": 12}, "rank 12")])
 def test_what_is_not_simulated_is_refused(more: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
@@ -212,6 +214,35 @@ def test_cut_branches_of_any_base_are_steady(tensor: int, modules: str, sequence
     method = "lora" if base == "bf16" else "qlora"
     uses = [peak(tuned(modules, base, method, targets, recompute=recompute, tensor=t,
                        sequence_parallel=sequence and t > 1).job.programs[0]) for t in (1, tensor)]
+    assert all(use.steady for use in uses)
+    assert uses[1].peak_allocated_bytes < uses[0].peak_allocated_bytes
+
+
+# ------------------------------------------------------------------------------------ bottlenecks behind cut sub-layers
+@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
+def test_adapters_are_cut_like_their_columns_and_their_norm_is_whole(tensor: int) -> None:
+    """NeMo's ParallelLinearAdapter behind attention and the feed-forward part: no biases, a LayerNorm, and the model's
+    own norms stay frozen."""
+    program = tuned("megatron", method="adapter", tensor=tensor).job.programs[0]
+    assert states(program) == 2 * 2 * 2 * LAYERS * (2 * HIDDEN * RANK // tensor + 2 * HIDDEN)
+
+
+def test_adapters_gather_columns_both_ways_and_sum_outputs_and_input_gradients() -> None:
+    between, stream = 2 * 2 * SEQUENCE * RANK, 2 * 2 * SEQUENCE * HIDDEN
+    bare, found = (kinds(tuned("megatron", method=method, tensor=4, targets=targets).job.programs[0])
+                   for method, targets in (("lora", ["head"]), ("adapter", ["projection", "mlp"])))
+    head = Counter({("all_gather", between): 1, ("all_reduce", between): 1, ("all_reduce", stream): 1})
+    more = Counter({key: found[key] - bare[key] for key in found | bare if found[key] != bare[key]})
+    assert {key: more[key] + head[key] for key in more} == {
+        ("all_gather", between): 2 * 2 * LAYERS, ("all_reduce", between): 0, ("all_reduce", stream): 2 * 2 * LAYERS}
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from([2, 4, 8]), st.sampled_from(["bf16", "nf4"]), st.sampled_from(["none", "full", "selective"]),
+       st.sampled_from([["query"], ["mlp"], ALL]))
+def test_cut_adapters_are_steady(tensor: int, base: str, recompute: str, targets: list[str]) -> None:
+    uses = [peak(tuned("megatron", base, "adapter", targets, recompute=recompute, tensor=t).job.programs[0])
+            for t in (1, tensor)]
     assert all(use.steady for use in uses)
     assert uses[1].peak_allocated_bytes < uses[0].peak_allocated_bytes
 

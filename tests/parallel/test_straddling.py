@@ -19,8 +19,9 @@ from sim.parallel.places import aligned
 from sim.scenario import Scenario, resolve
 
 #: Whole nodes whose GPUs are joined unevenly (a mesh of NVLink, NICs below some PCIe switches) are one class all the
-#: same, at the pace of the pair that lies worst.
-UNEVEN = 0.03
+#: same, at the pace of the pair that lies worst; in truth groups then drift apart and meet others' traffic elsewhere.
+#: The most seen in 10,000 drawn layouts is 3.9% (four nodes of PCIe switches, experts' shards of two beside replicas).
+UNEVEN = 0.05
 ORDERS = (["tensor", "context", "expert", "data", "pipeline"], ["tensor", "data", "context", "expert", "pipeline"],
           ["data", "tensor", "context", "expert", "pipeline"])
 STACKS = (("ddp", "pytorch"), ("fsdp", "pytorch"), ("zero1", "megatron"), ("ddp", "megatron"), ("fsdp", "megatron"),
@@ -99,6 +100,10 @@ def test_folded_jobs_of_any_layout_take_as_long_as_all_ranks(of: Scenario) -> No
     ((3, 4), {"strategy": "fsdp", "framework": "pytorch", "sharding_factor": 3}, 3),
     # 4 parts of a sequence on nodes of 6
     ((2, 6), {"context": 4}, 2),
+    # experts over replicas that are no neighbours (tensor ranks lie between): {0 1 2} | {3, 12 13} | {14 15, 24} | ...
+    ((3, 12), {"topology": "dgx-2", "strategy": "fsdp", "sharding_factor": 12, "tensor": 3, "context": 3, "expert": 3,
+               "order": ORDERS[2], "overlap": False, "year": 2021}, 3),
+    ((3, 6), {"tensor": 3, "context": 3, "expert": 3, "order": ORDERS[2], "year": 2024}, 2),
 ], ids=str)
 def test_ranks_that_lie_differently_are_classes(cluster: tuple[int, int], parallel: dict[str, Any],
                                                 classes: int) -> None:

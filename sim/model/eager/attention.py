@@ -10,6 +10,7 @@ from collections.abc import Callable
 from sim.model.eager import operations as op
 from sim.model.eager.autograd import Gradients, Output, Run, Tensor
 from sim.model.eager.products import column, entered, row
+from sim.model.eager.ring import ring
 from sim.model.style import Style
 
 
@@ -42,8 +43,8 @@ def attention(run: Run, style: Style, x: Tensor, policy: str, memory: Tensor | N
 
 
 def uses_flash(style: Style) -> bool:
-    """Whether one kernel computes attention (`sim.model.attention`, which imports what imports this)."""
-    from sim.model.attention import uses_flash as fused
+    """Whether one kernel computes attention (`sim.model.attention_core`, which imports what imports this)."""
+    from sim.model.attention_core import uses_flash as fused
 
     return fused(style)
 
@@ -113,6 +114,8 @@ def _flash(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bi
     if bias is None:
         q, k, v = (op.to(run, t, run.autocast or t.dtype) for t in (query, key, value))
         sums = style.stack.attention_kernel in ("flash1", "flash2", "triton")
+        if style.context > 1 and not style.gathers and style.stack.unpadding == "none":
+            return ring(run, style, q, k, v, rows, sums)
         if style.stack.unpadding == "none":
             return op.attention(run, q, k, v, rows, gathered=style.context if style.gathers else 1, sums=sums)
         # bert_padding.unpad_input and pad_input make new tensors both ways and keep row numbers only
@@ -140,7 +143,7 @@ def _eager(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bi
 
 
 def _softmax(run: Run, style: Style, weights: Tensor, dtype: str, bias: Tensor | None) -> Tensor:
-    from sim.model.attention import softmax_dtype
+    from sim.model.attention_core import softmax_dtype
 
     soft = softmax_dtype(style)
     if style.stack.fused_softmax or style.stack.compile:

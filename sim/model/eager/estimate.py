@@ -1,7 +1,8 @@
 """Memory of layers that no module code is written down for: from what their operators save.
 
 Coarser than the miniature: an operator's gradients are taken to be as large as its largest saved tensor, one coming in
-and one going out, and forward has no temporaries but weights that are dequantised, one at a time.
+and one going out, and forward has no temporaries but weights that are dequantised, one at a time, and an operator's
+`buffers`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def estimate(layer: Layer, policy: str, keep_gradients: bool) -> Profile:
     kept = sum(saved) - sum(again) + (_size(layer.input) if whole else 0)
     kept += _outputs(layer) if policy == "selective-op" else 0
     forward = _levels({kind: kept, COPIES: copies})
-    highest = _levels({kind: kept, COPIES: copies, WORKSPACE: max(map(_dequantised, layer.operators), default=0)})
+    highest = _levels({kind: kept, COPIES: copies, WORKSPACE: max(
+        (_dequantised(op) + op.buffers[0] for op in layer.operators), default=0)})
     cached = _levels({COPIES: copies}) if whole else NOTHING
     backward = _backward(layer, saved, kind, sum(again), keep_gradients)
     left = _levels({kind: -kept, GRADIENTS: backward.net[GRADIENTS], COPIES: cached[COPIES] - copies})
@@ -50,8 +52,8 @@ def _trace(layer: Layer, policy: str, keep_gradients: bool) -> Trace:
     inputs = [born(forward, _size(layer.input))] if policy == "full" else []
     for op in layer.operators:
         copied = [born(forward, _size(t)) for t in op.weight_copies]
-        if readable := _dequantised(op):
-            forward.append((born(forward, readable), 0))
+        if beside := _dequantised(op) + op.buffers[0]:
+            forward.append((born(forward, beside), 0))
         copies += copied if policy == "full" else []
         again = policy == "full" or (policy == "selective" and op.core)
         saved.append(([born(backward if again else forward, _size(t)) for t in op.saved],
@@ -59,8 +61,8 @@ def _trace(layer: Layer, policy: str, keep_gradients: bool) -> Trace:
     flowing = -1
     for op, (tensors, copied) in zip(reversed(layer.operators), reversed(saved), strict=True):
         following = born(backward, max((_size(t) for t in op.saved), default=512))
-        if readable := _dequantised(op):
-            backward.append((born(backward, readable), 0))
+        if beside := _dequantised(op) + op.buffers[1]:
+            backward.append((born(backward, beside), 0))
         gradient = born(backward, _gradient_bytes(op)) if op.parameters else -1
         kept += [gradient] if keep_gradients and gradient >= 0 else []
         gone = [*tensors, *copied, flowing, -1 if keep_gradients else gradient]
@@ -76,7 +78,7 @@ def _backward(layer: Layer, saved: list[int], kind: int, again: int, keep_gradie
     best, where, gradients = level, layer.kind, 0
     for op, size in zip(reversed(layer.operators), reversed(saved), strict=True):
         own = _gradient_bytes(op)
-        flowing = 2 * max((_size(t) for t in op.saved), default=0) + _dequantised(op)
+        flowing = 2 * max((_size(t) for t in op.saved), default=0) + _dequantised(op) + op.buffers[1]
         here = _levels({kind: level[kind], GRADIENTS: gradients, WORKSPACE: flowing + own})
         if sum(here) > sum(best):
             best, where = here, op.name

@@ -174,9 +174,20 @@ def _frozen(run: Run, style: Style, x: Tensor, features_in: int, features_out: i
 
 
 def bottleneck(run: Run, style: Style, x: Tensor) -> Tensor:
-    """Houlsby's adapter: down, activation, up, and the sum with its input."""
+    """Houlsby's adapter: down, activation, up, and the sum with its input; NeMo's has a norm in front of the sum, and
+    of a cut model a share of the inner columns (`sim.model.bottlenecks`)."""
     tuned = style.tuned
     assert tuned is not None
+    if style.modules == "megatron":
+        own = tuned.rank // style.tensor
+        down = op.widened(run, op.linear(run, x, style.hidden, own, False, dtype=tuned.dtype), style.tensor)
+        inner = op.unary(run, down, saves_input=True)
+        del down
+        if style.tensor > 1:  # scatter_to_tensor_model_parallel_region: columns, not tokens, but as many of them
+            inner = op.scattered(run, inner, style.tensor)
+        up = op.linear(run, inner, own, style.hidden, False, dtype=tuned.dtype)
+        del inner
+        return op.add(run, x, op.layer_norm(run, op.to(run, up, x.dtype), style.hidden, 2, 2, tuned.dtype))
     down = op.linear(run, x, style.hidden, tuned.rank, True, dtype=tuned.dtype)
     inner = op.unary(run, down, saves_input=True)
     del down

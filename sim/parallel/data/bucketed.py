@@ -109,7 +109,9 @@ class Bucketed(Held):
         self.reduces = plan.replicas > 1 or plan.scenario.parallel.strategy == "ddp"
         self.offload = plan.offload
         self.at_once = plan.scenario.training.optimizer_in_backward
-        self.completes = self.reduces or self.offload.moves_optimizer  # buckets leave, to other ranks or to the host
+        #: the optimizer on the host takes this rank's part of every bucket
+        self.hands_over = self.offload.moves_optimizer and not plan.stack.hybrid_offload
+        self.completes = self.reduces or self.hands_over  # buckets leave, to other ranks or to the host
         self.wire = self.precision.reduce
         self.sums_wide = sums_wide(plan, reduction.gradient_shards > 1)
         self.width, self.wide = (DTYPE_BYTES[dtype] for dtype in (self.precision.gradients,
@@ -210,7 +212,7 @@ class Bucketed(Held):
                micro: MicroStep | None = None) -> None:
         """Launch one bucket; an offloading optimizer's part of it goes on to the host in every micro-step."""
         task = self.launch(section, bucket, waits) if self.reduces and self.ranks(bucket) else None
-        if self.offload.moves_optimizer and micro is not None:
+        if self.hands_over and micro is not None:
             self.store(section, bucket, waits if task is None else (task,), micro)
 
     def store(self, section: SectionBuilder, bucket: Bucket, waits: Sequence[int], micro: MicroStep) -> None:
@@ -219,7 +221,7 @@ class Bucketed(Held):
         `async_accumulate_grad_in_cpu_via_gpu`)."""
         numel = bucket.numel / self.split(bucket.group)
         label = Label(f"bucket{self.numbers[id(bucket)]}", "backward", "partition")
-        single = len(self.plan.micro_steps) == 1
+        single = len(self.plan.micro_steps) == 1 or self.reduction.behind
         size = round(numel * (self.offload.state_widths()["gradients"] if single else self.width))
         # parameter by parameter: each cast on the device just before its copy
         whole = max((p.numel for layer in self.plan.architecture.stack for p in layer.parameters), default=0)
@@ -366,7 +368,7 @@ class Bucketed(Held):
             return True
         if self.at_once or self.reduction.resident_gradients or self.reduction.gradient_shards > 1:
             return False
-        if self.offload.moves_optimizer:
+        if self.offload.moves_optimizer and not self.reduction.behind:
             return micro.first and not micro.reduce
         return micro.first and not (self.reduction.views and micro.reduce)
 

@@ -59,13 +59,13 @@ class Held:
             elif category == "gradients":
                 if self.reduction.resident_gradients or self.sums_wide:
                     self.plan.resident(category, numel * width, category)
-            elif not self.offload.moves_optimizer:
-                copies = 2 if category == "optimizer_states" else 1
+            elif (inside := part - self.offload.outside(part)) > 0:
+                copies, width = 2 if category == "optimizer_states" else 1, width * inside / part
                 self.plan.resident(category, part * width, category,
                                    [n * width / copies for n in self.kept(each, part) for _ in range(copies)])
         self.construction(each)
         if self.offload.moves_optimizer:
-            self.host_states(part)
+            self.host_states(self.offload.outside(part))
         if not self.reduction.transient:
             width = self.reduction.buffer_bytes / max(1, numel)
             self.plan.resident("gradient buckets", self.reduction.buffer_bytes, "buffers",
@@ -122,5 +122,5 @@ class Held:
     def host_states(self, numel: int) -> None:
         """Host memory of an offloading optimizer; accumulated gradients have a pinned buffer in the model's dtype."""
         self.offload.hold_optimizer(numel)
-        if len(self.plan.micro_steps) > 1:
+        if self.plan.scenario.micro_steps > 1 and not self.plan.stack.hybrid_offload:
             self.offload.hold("accumulated gradients", numel * self.width, "gradients", pinned=True)

@@ -81,6 +81,25 @@ def deepspeed(plan: Plan, stage: int) -> Reduction:
         gather_elements=DEEPSPEED_BUCKET, resident_gradients=False, listed=plan.stack.listed_gathers)
 
 
+def deepspeed_stage(plan: Plan) -> Reduction:
+    """DeepSpeed ZeRO-1 of a pipeline's stage whose optimizer is on the CPU: gradients are summed whole on the device
+    and, behind the last backward, copied into one contiguous bucket after another and reduced; a rank's part of each
+    goes to the host as fp32.
+
+    Source: deepspeed 0.14.4 runtime/zero/stage_1_and_2.py (read): contiguous_gradients or cpu_offload;
+    reduce_gradients(pipeline_parallel), one buffer of reduce_bucket_size; reduce_ipg_grads, copy_grads_in_partition;
+    runtime/engine.py: no overlap with a PipelineModule.
+    """
+    parameters, precision = plan.architecture.parameters, plan.scenario.training.precision
+    width, own = DTYPE_BYTES[precision.reduce], DTYPE_BYTES[precision.gradients]
+    limit = DEEPSPEED_BUCKET
+    buckets = apart(lambda routed, group: fill_before(plan.architecture, limit, routed, group), _spread(plan))
+    return Reduction(
+        buckets=buckets, kind=plan.stack.partition_reduction, shards=plan.replicas, gradient_shards=1, copy_in=0.0,
+        copy_out=own + width, buffer_bytes=min(limit, parameters) * width, transient=True,
+        gather_elements=DEEPSPEED_BUCKET, resident_gradients=False, behind=True, listed=plan.stack.listed_gathers)
+
+
 def megatron(plan: Plan, distributed_optimizer: bool) -> Reduction:
     """Megatron: gradients accumulate straight into buffers, reduced in place.
 

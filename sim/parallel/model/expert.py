@@ -88,7 +88,7 @@ def misfit(scenario: Scenario, overlap: str) -> tuple[str, str] | None:
     if parallel.strategy in ("fsdp", "zero2", "zero3"):
         return ("ranks whose parameters are sharded run forward and backward one after the other",
                 "use zero1, or remove it")
-    if parallel.pipeline == 1 and any(place not in ("none", None) for _, place in parallel.offload):
+    if parallel.pipeline == 1 and any(place in ("cpu", "nvme", "paged") for _, place in parallel.offload):
         return "a forward and a backward run as one on the GPU alone", "remove it, or parallel.offload"
     recompute = scenario.training.recompute
     if recompute == "full" or (not isinstance(recompute, str) and recompute.layers):

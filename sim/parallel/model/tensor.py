@@ -18,8 +18,8 @@ from sim.parallel.model.calls import Calls, Items, plain
 from sim.program import InlineCall
 from sim.work import DTYPE_BYTES, Kernel
 
-#: Joints of `sim.model.branches`.
-_BETWEEN = ("read", "sum", "columns", "restored")
+#: Joints of `sim.model.branches` and `bottlenecks`.
+_BETWEEN = ("read", "sum", "columns", "whole", "restored")
 
 
 class Style(NamedTuple):
@@ -55,13 +55,13 @@ def around(calls: Calls, joint: Joint, kernels: Items, direction: str, style: St
 
 
 def _between(calls: Calls, joint: Joint, own: tuple[Kernel, ...], direction: str, style: Style) -> Items:
-    """What stands between the matrices of a branch, cut along no sequence (`sim.model.branches`)."""
+    """What stands between the matrices of a branch or a bottleneck, cut along no sequence."""
     forward, whole = direction == "forward", style._replace(sequence=False, pipelined=False)
     if joint.kind == "sum":
         return _row_forward(calls, joint, own, whole) if forward else own
     if joint.kind == "restored" and not forward:  # scattered tokens' gradients come together again
         return (*own, _gather(calls, joint)) if style.sequence else own
-    if joint.kind in ("columns", "restored") and forward:
+    if joint.kind == "whole" or (joint.kind in ("columns", "restored") and forward):
         return (_gather(calls, joint), *own)
     return own if forward else _column_backward(calls, joint, own, whole)
 

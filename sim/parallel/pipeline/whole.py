@@ -178,10 +178,10 @@ class WholeStage(Stage):
         if self._reduces_early(MicroStep(0, False, True)):
             remaining = self._late
         else:
-            remaining = self.data.reduction.buckets if self.data.reduces else []
+            remaining = self.data.reduction.buckets if self.data.completes else []
             self.data.open_buckets(section)
         for bucket in remaining:
-            self.data.reduce(section, bucket, ())
+            self.data.reduce(section, bucket, (), MicroStep(0, True, True))
         self.data.finish(section)
         if self.tied:
             self._tie(section)

@@ -1,0 +1,234 @@
+"""The core of attention, from queries, keys and values to its output: one fused kernel, or kernels spelled out; of a
+slice of the sequence on the keys of all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sim.model.architecture import Joint, Operator, Tensor
+from sim.model.kernels import cast, elementwise, product, width
+from sim.model.relative import bias_backward, bias_forward, kept_bias
+from sim.model.ring import around_the_ring, below
+from sim.model.rotated_ring import rotated
+from sim.model.style import Style
+from sim.software import Stack
+from sim.work import Kernel
+
+#: FlopCounterMode: a flash backward is five products where the forward is two. (torch/utils/flop_counter.py)
+_FLASH_BACKWARD = 2.5
+
+#: unpad_input of flash_attn/bert_padding.py: reads of the host, operators behind the first (the rest of nonzero,
+#: max, item, cumsum, both of pad, gather), and views (flatten, rearrange twice, repeat, reshape).
+_READS, _LAUNCHES, _VIEWS = 2, 7, 5
+
+
+def core_operator(style: Style) -> Operator:
+    """From queries, keys and values to the attention output: one fused kernel, or spelled out."""
+    if style.gathers:
+        return _gathered(style)
+    fused = uses_flash(style)
+    operator = _flash(style) if fused else _eager(style)
+    if style.context == 1:
+        return operator
+    other = below(style) if fused else None
+    elements = 2 * style.batch * style.keys * (style.query_width if repeated(style) else style.kv_width)
+    behind = None if other is None else _flash(other)
+    if fused and style.stack.ring_gathers:
+        return rotated(style, operator, behind, elements)
+    return around_the_ring(style, operator, behind, elements, fused and style.stack.ring_merges)
+
+
+def _gathered(style: Style) -> Operator:
+    """Attention of a slice of the queries on the gathered keys and values of the whole sequence.
+
+    Under a causal mask a slice is an early and a late part of the sequence, of as many keys together as any other's: a
+    fused kernel each, here those of the first slice. Source: Llama 3 (arXiv 2407.21783), section 3.3.2;
+    TransformerEngine `AttnFuncWithCPAndKVAllGather`, which gathers again in backward and keeps the slice's own.
+    """
+    whole = style.sequence * style.context
+    every = replace(style, memory=whole, context=1, gathers=False)
+    joint = Joint("gather", 2 * style.batch * whole * style.kv_width, style.act)
+    if not uses_flash(style):
+        return replace(_eager(every), joint=joint)
+    saved = _flash(style).saved
+    if not style.causal or style.window or style.biased:  # a window's band has one size wherever it is
+        one = _flash(style if style.window else every)
+        return replace(one, saved=saved, joint=joint)
+    half = style.sequence // 2
+    early, late = (_flash(replace(every, sequence=half, memory=keys)) for keys in (half, whole))
+
+    def attended(operator: Operator, direction: str) -> tuple[Kernel, ...]:
+        # FLOPs count the square in full: half of the slice's queries on all keys
+        scale = whole / (half if operator is early else whole)
+        return tuple(replace(k, flops=k.flops * scale) for k in getattr(operator, direction))
+    return Operator("attention", attended(early, "forward") + attended(late, "forward"),
+                    attended(early, "backward") + attended(late, "backward"), saved=saved, core=True, joint=joint)
+
+
+def uses_flash(style: Style) -> bool:
+    """Whether one kernel computes attention: torch's memory-efficient kernel serves fp32, but not grouped heads."""
+    return style.attention == "flash" and not (width(style.act) > 2 and style.heads != style.kv_heads)
+
+
+def repeated(style: Style) -> bool:
+    """Whether keys and values are copied out to every query head before the scores (Hugging Face's repeat_kv, LitGPT's
+    and torchtune's expand and reshape)."""
+    return style.heads != style.kv_heads and (style.expands_kv or not uses_flash(style))
+
+
+def _flash(style: Style) -> Operator:
+    """One kernel forward, three backward (row sums of out*dout, the kernel itself, conversion of dq).
+
+    Keeps the log-sum-exp (fp32, one per head and token) and the random state (two 8-byte scalars). FLOPs count the
+    attended square in full; `causal` lets the device skip half. With a window every query meets at most that many keys
+    and the band's exact area is counted instead. A bias of the scores takes the memory-efficient kernel, which reads it
+    for every sequence and skips nothing, since the mask is part of it.
+    """
+    seq_k, causal = style.keys, style.causal and not style.biased
+    if style.window and causal:
+        whole = style.sequence * style.context
+        seq_k, causal = round(_band(whole, style.window) / (whole * style.context)), False
+    groups, keys_width = (style.heads, style.query_width) if repeated(style) else (style.kv_heads, style.kv_width)
+    shape = (style.batch, style.heads, groups, style.sequence, seq_k, style.head_dim)
+    flops = 4.0 * style.batch * style.sequence * seq_k * style.query_width
+    e = width(style.act)
+    row_sums = style.tokens * style.heads
+    streams = (2 * style.tokens * style.query_width + 2 * style.batch * style.keys * keys_width) * e
+    scores = style.batch * style.heads * style.sequence * style.keys * e if style.biased else 0.0
+    kernel = "efficient" if style.biased else style.stack.attention_kernel
+    forward = [Kernel("attention", style.act, shape, "forward", flops, streams + 4 * row_sums + scores, "attention",
+                      causal, 1, kernel)]
+    learned = style.biased and not style.memory
+    backward = [Kernel("attention", style.act, shape, "backward", _FLASH_BACKWARD * flops,
+                       2 * streams + 8 * row_sums + scores * (1 + learned), "attention", causal, 3, kernel)]
+    if style.stack.unpadding != "none":
+        forward, backward = _unpadded(style, forward, backward)
+    saved = [Tensor("log_sum_exp", row_sums, "fp32"), Tensor("rng_seed", 1, "fp64"), Tensor("rng_offset", 1, "fp64")]
+    if learned:
+        forward = [*bias_forward(style), *forward]
+        backward = [*backward, *bias_backward(style)]
+        saved += kept_bias(style)
+    return Operator("attention", tuple(forward), tuple(backward), saved=tuple(saved), core=True,
+                    reading_s=_reading_s(style.stack))
+
+
+def _unpadded(style: Style, forward: list[Kernel], backward: list[Kernel]) -> tuple[list[Kernel], list[Kernel]]:
+    """flash-attn's wrapper: qkv gathered to packed rows, the output scattered back into a zeroed tensor.
+
+    Source: flash_attn/bert_padding.py (unpad_input, pad_input) and their index backward, the same from 0.2.2 to 2.4.2.
+    """
+    e, times = width(style.act), 1 if style.stack.unpadding == "packed" else 3
+    qkv = style.tokens * (style.query_width + 2 * style.kv_width)
+    out = style.tokens * style.query_width
+    return (
+        [elementwise("unpad", qkv, 2 * e, style.act, 2 * times), *forward,
+         elementwise("pad", out, 3 * e, style.act, 3)],
+        [elementwise("pad_backward", out, 2 * e, style.act, 2), *backward,
+         elementwise("unpad_backward", qkv, 3 * e, style.act, 3 * times)],
+    )
+
+
+def _reading_s(stack: Stack) -> float:
+    """Host time in front of the kernel while rows that are not padding are looked for: the GPU has nothing to do then.
+
+    Source: flash_attn/bert_padding.py, unpad_input: the host reads nonzero's count and the longest sequence, and what
+    it launches behind the first read is over at once.
+    """
+    times = {"packed": 1, "apart": 3}.get(stack.unpadding, 0)
+    return times * (_READS * stack.host_read_s + _LAUNCHES * stack.host_forward_s + _VIEWS * stack.host_view_s)
+
+
+def _band(sequence: int, window: int) -> int:
+    """Pairs (query, key) of a causal band: query i meets min(i + 1, window) keys."""
+    return sequence * window - window * (window - 1) // 2
+
+
+def _eager(style: Style) -> Operator:
+    """Scores, scale, mask, softmax, dropout and values as kernels of their own (a window only changes the mask)."""
+    b, a, s, t, d = style.batch, style.heads, style.sequence, style.keys, style.head_dim
+    e = width(style.act)
+    operand = style.act
+    scores = product(b * a, s, t, d, "tn", style.wide, operand, category="attention")
+    values = product(b * a, s, d, t, "tn", style.wide, operand, category="attention")
+    shape_kernels = _score_kernels(style)
+    output = elementwise("output_transpose", style.tokens * style.query_width, 2 * e, style.act, 1, "attention")
+    forward = [scores, *shape_kernels[0], values, output]
+    backward = [
+        product(b * a, s, t, d, "nn", style.wide, operand, category="attention"),
+        product(b * a, t, d, s, "nt", style.wide, operand, category="attention"),
+        *shape_kernels[1],
+        product(b * a, s, d, t, "nn", style.wide, operand, category="attention"),
+        product(b * a, t, d, s, "nt", style.wide, operand, category="attention"),
+    ]
+    if style.batch > 1 and style.modules != "megatron":
+        # matmul flattens (batch, head) of transposed views, which takes a copy; Megatron's (s, b, ...) layout does not
+        elements = style.tokens * style.query_width + 2 * style.batch * t * style.kv_width
+        forward.insert(0, elementwise("head_copies", elements, 2 * e, style.act, 3, "attention"))
+    if repeated(style):
+        copies = style.batch * t * 2 * style.query_width
+        forward.insert(0, elementwise("repeat_kv", copies, 2 * e, style.act, 2, "attention"))
+        backward.append(elementwise("repeat_kv_backward", copies, 2 * e, style.act, 2, "attention"))
+    if style.biased and not style.memory:
+        backward += bias_backward(style)
+    # softmax's output, which the product with the values reads, is the last thing kept: early stop skips that product
+    again = tuple(k for k in forward if k not in (values, output)) if style.stack.early_stop else ()
+    return Operator("attention", tuple(forward), tuple(backward), saved=tuple(_kept_scores(style)), core=True,
+                    core_again=again)
+
+
+def softmax_dtype(style: Style) -> str:
+    """Autocast runs softmax in fp32, and so does Hugging Face's Llama; otherwise it follows the activations."""
+    llama = style.separate_qkv and style.kind == "decoder"
+    return "fp32" if style.autocast or llama else style.act
+
+
+def _kept_scores(style: Style) -> list[Tensor]:
+    """What the spelled-out core keeps: softmax's output, its half copy for the product, dropout's mask and output.
+
+    Plain modules build a boolean mask per block, which masked_fill keeps. Megatron's fused softmax needs none.
+    """
+    elements = style.batch * style.heads * style.sequence * style.keys * style.context
+    soft = softmax_dtype(style)
+    kept = [Tensor("softmax", elements, soft)]
+    if soft != style.act:
+        kept.append(Tensor("softmax_half", elements, style.act))
+    if style.dropout:
+        kept.append(Tensor("attention_dropout_mask", elements, "int8"))
+        if soft == style.act:
+            kept.append(Tensor("attention_dropped", elements, style.act))
+    if style.modules == "plain" and style.causal and not style.memory and not style.stack.fused_softmax:
+        kept.append(Tensor("causal_mask", style.sequence**2 * style.context, "int8"))
+    return kept
+
+
+def _score_kernels(style: Style) -> tuple[list[Kernel], list[Kernel]]:
+    """What happens between the two products, forward and backward."""
+    rows, cols = style.batch * style.heads * style.sequence, style.keys
+    elements = rows * cols
+    e, soft = width(style.act), softmax_dtype(style)
+    w = width(soft)
+    fused = style.stack.fused_softmax or style.stack.compile
+    forward: list[Kernel] = []
+    backward: list[Kernel] = []
+    if not fused:
+        steps = 3 if style.positions in ("alibi", "relative") else 2  # scale, mask (causal or padding), bias
+        forward.append(elementwise("scale_mask", elements, steps * 2 * e, style.act, steps, "attention"))
+    if w != e and not fused:
+        forward.append(replace(cast("softmax_cast", elements, style.act, soft), category="attention"))
+    forward.append(Kernel("softmax", soft, (rows, cols), "forward", 0.0, elements * 2 * (e if fused else w),
+                          "attention"))
+    if w != e and not fused:
+        forward.append(replace(cast("softmax_cast", elements, soft, style.act), category="attention"))
+    if style.dropout:
+        forward.append(elementwise("attention_dropout", elements, 2 * e + 1, style.act, 1, "attention"))
+        backward.append(elementwise("attention_dropout_backward", elements, 2 * e + 1, style.act, 1, "attention"))
+    if w != e and not fused:
+        backward.append(replace(cast("softmax_gradient_cast", elements, style.act, soft), category="attention"))
+    backward.append(Kernel("softmax", soft, (rows, cols), "backward", 0.0, elements * 3 * (e if fused else w),
+                           "attention"))
+    if not fused:
+        if w != e:
+            backward.append(replace(cast("softmax_gradient_cast", elements, soft, style.act), category="attention"))
+        backward.append(elementwise("scale_mask_backward", elements, 4 * e, style.act, 2, "attention"))
+    return forward, backward

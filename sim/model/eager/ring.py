@@ -1,0 +1,170 @@
+"""Ring attention's tensors: what each stack's loop over slices holds, saves and makes in backward.
+
+Local variables are those of the sources, because they decide how long a buffer lives. A rank's own part in a causal
+sequence decides how many of its steps see half a slice; as for kernels it is the last rank's (`sim.model.ring`), which
+keeps the largest outputs.
+
+Sources (read): TransformerEngine 2.3.0 and 2.8.0 pytorch/attention/dot_product_attention/context_parallel.py,
+AttnFuncWithCPAndKVP2P (sbhd, 16 bits); torch 2.6.0 distributed/tensor/experimental/_attention.py
+(_templated_ring_attention, _SDPAMerger, _templated_ring_attention_backward); Liu et al. 2023 (arXiv 2310.01889),
+section 3, for what any ring needs.
+"""
+
+from __future__ import annotations
+
+from sim.model.eager.autograd import Gradients, Node, Output, Run, Storage, Tensor
+from sim.model.style import Style
+
+
+def ring(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, rows: int, sums: bool) -> Tensor:
+    """Attention of a slice's queries on the keys and values of all slices.
+
+    Args:
+        rows: log-sum-exps of a slice.
+        sums: backward adds the queries' gradient up in fp32, beside row sums (`operations.attention`).
+    """
+    if style.stack.ring_gathers:
+        return _rotated(run, style, query, key, value, rows, sums)
+    if style.stack.ring_merges:
+        return _merged(run, style, query, key, value, rows, sums)
+    return _passed(run, query, key, value, rows, sums)
+
+
+def halves(style: Style) -> bool:
+    """Whether steps on another's slice see half of its keys (`sim.model.ring.below`)."""
+    from sim.model.ring import below
+
+    return below(style) is not None
+
+
+def _finished(run: Run, node: Node, query: Tensor, kept: list[Storage], rows: int, states: int) -> Tensor:
+    """The output, with all that is kept beside it."""
+    out = Tensor(run.output(query.elements, query.dtype), query.elements, query.dtype, Output(node, 0))
+    run.save(node, *kept, out.storage, run.output(rows, "fp32"), *(run.output(1, "fp64") for _ in range(states)))
+    return out
+
+
+def _scratch(run: Run, query: int, rows: int, sums: bool) -> list[Storage]:
+    """What a backward kernel needs for itself."""
+    return [run.new(query, "fp32"), run.new(rows, "fp32")] if sums else []
+
+
+def _passed(run: Run, query: Tensor, key: Tensor, value: Tensor, rows: int, sums: bool) -> Tensor:
+    """The least a ring needs: keys and values of a neighbour come in beside those at hand, in backward their gradients
+    too; nothing is merged by kernels of its own."""
+    sizes, dtype = (query.elements, key.elements, value.elements), query.dtype
+    pair = key.elements + value.elements
+
+    def rule(run: Run, _: Gradients) -> Gradients:
+        spare = [run.new(pair, dtype), run.new(pair, dtype), *_scratch(run, sizes[0], rows, sums)]
+        made: Gradients = [run.new(n, dtype) for n in sizes]
+        spare.clear()
+        return made
+
+    node = run.node(rule, (query.sink, key.sink, value.sink))
+    coming = [run.new(pair, dtype)]
+    out = _finished(run, node, query, [query.storage, key.storage, value.storage], rows, 2)
+    coming.clear()
+    return out
+
+
+def _merged(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, rows: int, sums: bool) -> Tensor:
+    """TransformerEngine's: a buffer of keys and values for every slice, of which the last is kept, and every step's
+    output until all are merged; in backward two buffers of keys, values and their gradients, and gradients leave as
+    views of one of them."""
+    steps, whole, dtype = style.context, query.elements, query.dtype
+    pair, half = key.elements + value.elements, halves(style)
+
+    def rule(run: Run, _: Gradients) -> Gradients:
+        total = run.new(whole, dtype)
+        buffers = [run.new(2 * pair, dtype) for _ in range(2)]
+        for step in range(steps):
+            made = [run.new(whole, dtype), run.new(pair // 2 if half and step < steps - 1 else pair, dtype)]
+            spare = _scratch(run, whole, rows, sums)
+            spare.clear()
+            made.clear()
+        last = buffers[steps % 2]
+        return [total, last, last]
+
+    node = run.node(rule, (query.sink, key.sink, value.sink))
+    buffers, parts = [run.new(pair, dtype)], list[Storage]()
+    for step in range(steps):
+        if step < steps - 1:
+            buffers.append(run.new(pair, dtype))
+        parts += [run.new(whole, dtype), run.new(rows, "fp32")]
+    out = _finished(run, node, query, [query.storage, buffers[-1]], rows, steps)
+    buffers.clear()
+    parts.clear()
+    return out
+
+
+def _rotated(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, rows: int, sums: bool) -> Tensor:
+    """PyTorch's: contiguous copies of keys and values, the slices of all ranks in one tensor, sums in fp32."""
+    steps, whole, dtype, fused = style.context, query.elements, query.dtype, style.stack.compile
+    pair = key.elements + value.elements
+    sizes = (key.elements, value.elements)
+    half = halves(style)
+
+    def rule(run: Run, _: Gradients) -> Gradients:
+        return _rotated_back(run, whole, sizes, dtype, rows, steps, sums=sums, half=half, fused=fused)
+
+    node = run.node(rule, (query.sink, key.sink, value.sink))
+    copied, packed = [run.new(n, dtype) for n in sizes], [run.new(pair, dtype)]
+    slices = [run.new(steps * pair, dtype)]
+    packed.clear()
+    block = run.new(whole, dtype)
+    total = run.new(whole, "fp32")
+    for step in range(1, steps):
+        copied.clear()
+        if step < steps - 1:  # packed as in the first step, though nothing is sent any more
+            packed.append(run.new(pair, dtype))
+            packed.clear()
+        block = run.new(whole, dtype)
+        if not fused:
+            wide, difference = run.new(whole, "fp32"), run.new(whole, "fp32")
+            product = run.new(whole, "fp32")
+            del difference
+        merged = run.new(whole, "fp32")
+        if not fused:
+            del wide, product
+        total = merged
+        del merged
+    out = _finished(run, node, query, [query.storage, key.storage, value.storage], rows, 2)
+    slices.clear()
+    del block, total
+    return out
+
+
+def _rotated_back(run: Run, whole: int, sizes: tuple[int, int], dtype: str, rows: int, steps: int, *, sums: bool,
+                  half: bool, fused: bool) -> Gradients:
+    """Gradients of keys and values go round in fp32: what has come, what is added to it, what is packed to be sent and
+    what comes next stand beside one another."""
+    pair = sum(sizes)
+    total = run.new(whole, "fp32")
+    own = [run.new(n, "fp32") for n in sizes]  # gradients of keys and of values so far
+    copied = [run.new(n, dtype) for n in sizes]
+    packed = run.new(pair, dtype)
+    slices = [run.new(steps * pair, dtype)]
+    passed: list[Storage] = []  # what was sent, and what comes
+    made: list[Storage] = []
+    for step in range(steps):
+        if step == 1:
+            copied.clear()
+        if 0 < step < steps - 1:
+            packed = run.new(pair, dtype)
+        part = 2 if half and step else 1
+        made = [run.new(whole, dtype), *(run.new(n // part, dtype) for n in sizes), *_scratch(run, whole, rows, sums)]
+        del made[3:]
+        if step:  # gradients that have come take the place of those sent, as views
+            own.clear()
+            del passed[0]
+            own = [run.new(n, "fp32") for n in sizes] if half and not fused else []
+        passed = [run.new(pair, "fp32"), run.new(pair, "fp32")]
+    del packed, passed[0]
+    made.clear()
+    out = run.new(whole, dtype)
+    result = run.new(pair, dtype)
+    del total
+    for held in (passed, slices, own, copied):
+        held.clear()
+    return [out, result, result]
