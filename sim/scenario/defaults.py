@@ -48,7 +48,8 @@ def fill(written: Scenario) -> Scenario:
     parallel = written.parallel if written.parallel is not None else Parallel.model_construct()
     training = _training(written.training, written.model, cluster)
     gpus = cluster.nodes * cluster.gpus_per_node
-    software = _software(written.software if written.software is not None else Software.model_construct())
+    software = _software(written.software if written.software is not None else Software.model_construct(),
+                         written.model)
     if training.global_batch is None:
         replicas = max(1, gpus // (parallel.tensor * parallel.context * parallel.pipeline))
         whole = training.micro_batch * replicas * (training.micro_steps or 1)
@@ -253,7 +254,13 @@ def usual_connections(framework: str) -> int:
     return by.get(framework, by["other"])
 
 
-def _software(written: Software) -> Software:
+def _modules(framework: str, model: Model) -> str:
+    by = table("scenario/defaults.yaml")
+    usual = by["modules"].get(framework, by["modules"]["other"])
+    return str(by["encoder_modules"].get(framework, usual) if model.kind == "encoder" else usual)
+
+
+def _software(written: Software, model: Model) -> Software:
     by = table("scenario/defaults.yaml")
     year = _or(written.year, by["year"])
     name = written.framework
@@ -261,7 +268,7 @@ def _software(written: Software) -> Software:
         update={
             "year": year,
             "fsdp": _or(written.fsdp, _since(by["fsdp"], year)),
-            "modules": _or(written.modules, by["modules"].get(name, by["modules"]["other"])),
+            "modules": _or(written.modules, _modules(name, model)),
             "optimizer_kernel": _or(written.optimizer_kernel, _since(by["optimizer_kernel"][name], year)),
             "versions": _or(written.versions, {}),
             "nccl": _or(written.nccl, Nccl.model_construct()),

@@ -50,6 +50,14 @@ def test_defaults_of_the_paragraph() -> None:
     assert (t.finetune.method, t.finetune.rank, s.budget, s.sweep, s.expect) == ("full", 0, None, {}, {})
 
 
+def test_encoders_of_pytorch_have_the_modules_of_transformers() -> None:
+    encoder = {"preset": "bert-large"}
+    assert made(model=encoder).software.modules == "transformers"
+    assert made(model=encoder, software={"framework": "megatron"}).software.modules == "megatron"
+    assert made(model=encoder, software={"modules": "plain"}).software.modules == "plain"
+    assert made().software.modules == "plain"
+
+
 def test_one_gpu_has_no_strategy_and_volta_no_bf16() -> None:
     s = made(cluster={"topology": "single-v100-32g-sxm"})
     assert (s.parallel.strategy, s.training.precision.name, s.training.attention) == ("none", "amp-fp16", "eager")

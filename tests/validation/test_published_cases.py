@@ -20,7 +20,7 @@ DIGESTS = {
     "bigscience_a100.yaml": "ebc5c4ea80e40398",
     "bigscience_v100.yaml": "7a6536afef566422",
     "deepspeed_azure.yaml": "40751eec4ede63db",
-    "dle_bert.yaml": "6daf1cff74cd6861",
+    "dle_bert.yaml": "b999adc5a47c7527",
     "fms_fsdp_a100.yaml": "9900ac8fb3056e5c",
     "fsdp_aws.yaml": "b85180f6254ad2bc",
     "fsdp_paper.yaml": "78a93ffe43e380f4",

@@ -19,16 +19,8 @@ from sim.parallel.data.by_rank import gather_by_rank
 from sim.parallel.data.gathers import Gathers
 from sim.parallel.data.held import Held
 from sim.parallel.data.partition import gather_parameters, look_through
-from sim.parallel.step import (
-    COMPUTE,
-    MicroStep,
-    Plan,
-    collective,
-    narrow_weights,
-    sums_in_master,
-    update,
-    update_in_backward,
-)
+from sim.parallel.step import COMPUTE, MicroStep, Plan, collective, narrow_weights
+from sim.parallel.update import sums_in_master, update, update_in_backward
 from sim.program import Label, SectionBuilder
 from sim.work import DTYPE_BYTES, Kernel
 

@@ -17,16 +17,8 @@ from sim.parallel.activations import GRADIENT_POOL, Activations
 from sim.parallel.compute import traffic_kernel
 from sim.parallel.outputs import Outputs
 from sim.parallel.sharded.units import Unit, pieces, units_of
-from sim.parallel.step import (
-    COMPUTE,
-    MicroStep,
-    Plan,
-    blocks,
-    collective,
-    state_bytes,
-    update,
-    update_in_backward,
-)
+from sim.parallel.step import COMPUTE, MicroStep, Plan, blocks, collective, state_bytes
+from sim.parallel.update import update, update_in_backward
 from sim.program import Label, SectionBuilder
 from sim.work import DTYPE_BYTES, Kernel
 

@@ -26,7 +26,8 @@ from sim.parallel.compute import traffic_kernel
 from sim.parallel.offload import PARAMETER_BUFFER, PARAMETER_BUFFERS
 from sim.parallel.sharded.coordinator import COORDINATORS, Limits, Wanted
 from sim.parallel.sharded.submodules import Submodule, submodules
-from sim.parallel.step import COMPUTE, MicroStep, Plan, collective, frozen_bytes, state_bytes, update
+from sim.parallel.step import COMPUTE, MicroStep, Plan, collective, frozen_bytes, state_bytes
+from sim.parallel.update import update
 from sim.program import Label, SectionBuilder
 from sim.work import DTYPE_BYTES, Kernel
 

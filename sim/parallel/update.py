@@ -1,0 +1,141 @@
+"""The update of parameters from complete gradients: what readies them, clipping, the optimizer, what waits on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sim.model import (
+    clip_kernels,
+    gradient_dtype,
+    gradient_kernels,
+    optimizer_kernels,
+    optimizer_temporary_bytes,
+)
+from sim.parallel.step import COMPUTE, Plan, collective
+from sim.program import Label, SectionBuilder
+from sim.work import DTYPE_BYTES
+
+
+def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins: Sequence[int] = (),
+           ranks: str | None = None, largest: int = 0, back_bytes: float = 0.0, clipped: int = 0) -> int:
+    """Gradient clipping and the optimizer on `numel` local parameters in `tensors` tensors.
+
+    Args:
+        ranks: communicator over which the gradient norm is summed; None if every rank holds all gradients.
+        largest: elements of the largest tensor, default all.
+        back_bytes: of an optimizer on the CPU, bytes per parameter it copies to the device.
+        clipped: gradients that the norm is taken of, default those of the local parameters.
+
+    Returns:
+        the optimizer's task.
+    """
+    precision, offload = plan.scenario.training.precision, plan.offload
+    if offload.moves_optimizer and not plan.stack.hybrid_offload:
+        return offload.update(section, numel, tensors, _met(plan, section, joins), back_bytes)
+    if plan.scenario.training.optimizer != "none":
+        joins = _prepared(plan, section, numel, tensors, joins)
+        joins = _clipped(plan, section, clipped or numel, tensors, joins, ranks)
+    outside = offload.outside(numel)
+    if not outside:
+        return _stepped(plan, section, numel, tensors, largest or numel, joins)
+    parted = tensors if outside == numel else -(-tensors * outside // numel)
+    arrived = offload.hand_over(section, outside, joins)
+    if outside < numel:
+        _stepped(plan, section, numel - outside, max(1, tensors - parted), largest or numel - outside, joins)
+    return offload.update_part(section, outside, parted, arrived, DTYPE_BYTES[precision.parameters])
+
+
+def _implementation(plan: Plan) -> str:
+    return "fused" if plan.offload.pages_optimizer else str(plan.scenario.software.optimizer_kernel)
+
+
+def _clips(plan: Plan) -> bool:
+    return plan.stack.clip_gradients and plan.scenario.training.optimizer != "none"
+
+
+def _prepared(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins: Sequence[int]) -> Sequence[int]:
+    """Passes that make gradients fit to be clipped; returns the streams that are still to be joined."""
+    if sums_in_master(plan):
+        return joins
+    kernels = gradient_kernels(numel, tensors, plan.scenario.training.precision, plan.stack.unscaling, _clips(plan))
+    if not kernels:
+        return joins
+    label = Label("optimizer", "optimizer", "main gradients")
+    section.kernels(COMPUTE, plan.compute.own(kernels), label, joins=joins)
+    return ()
+
+
+def _clipped(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins: Sequence[int],
+             ranks: str | None) -> Sequence[int]:
+    """Gradients scaled down to the largest norm allowed; returns the streams that are still to be joined."""
+    if not _clips(plan):
+        return joins
+    dtype = gradient_dtype(plan.scenario.training.precision)
+    norm, scale = clip_kernels(numel, tensors, dtype, _implementation(plan))
+    label = Label("optimizer", "optimizer", "gradient norm")
+    task = section.kernels(COMPUTE, plan.compute.own((norm,)), label, joins=joins)
+    for group in (*(() if ranks is None else (ranks,)), *plan.norm_groups):
+        if len(plan.groups[group][0]) > 1:
+            call = collective(plan, "all_reduce", 4, "fp32", group)
+            task = section.collective(1, call, plan.stack.host_collective_s, label, waits=(task,))
+    section.kernels(COMPUTE, plan.compute.own((scale,)), Label("optimizer", "optimizer", "clip"), waits=(task,))
+    return ()
+
+
+def _stepped(plan: Plan, section: SectionBuilder, numel: int, tensors: int, largest: int, joins: Sequence[int]) -> int:
+    """The optimizer on the device, and what the host waits for behind it."""
+    training, stack, implementation = plan.scenario.training, plan.stack, _implementation(plan)
+    kernels = optimizer_kernels(numel, tensors, training.precision, training.optimizer, implementation, clip=False)
+    label = Label("optimizer", "optimizer", training.optimizer)
+    temporary = optimizer_temporary_bytes(numel, largest, training.precision, training.optimizer, implementation)
+    if temporary:
+        section.allocate("optimizer temporaries", temporary, "workspace")
+    task = section.kernels(COMPUTE, plan.compute.own(kernels), label, joins=joins)
+    if temporary:
+        section.free("optimizer temporaries", temporary, "workspace")
+    if stack.optimizer_reads and training.optimizer != "none":
+        # the GPU stands until the number is there and the next kernel is launched
+        host_s = tensors * stack.optimizer_reads * (stack.host_read_s + stack.host_forward_s)
+        section.host(host_s, Label("optimizer", "optimizer", "step numbers"), waits=(task,))
+    if plan.offload.pages_optimizer:  # bitsandbytes optim/optimizer.py, step: torch.cuda.synchronize()
+        section.host(0.0, Label("optimizer", "optimizer", "pages in place"), waits=(task,))
+    return task
+
+
+def sums_in_master(plan: Plan) -> bool:
+    """Whether every micro-step's half gradients are unscaled into fp32 ones of the master parameters."""
+    precision, stack = plan.scenario.training.precision, plan.stack
+    copied = gradient_dtype(precision) != precision.gradients
+    return copied and stack.sums_in_master and stack.gradient_path == "reducer"
+
+
+def _met(plan: Plan, section: SectionBuilder, joins: Sequence[int]) -> Sequence[int]:
+    """Streams an optimizer on the CPU waits for: where ranks of other stages have a share in the gradient norm, which
+    decides how much is clipped, the sum of all shares too."""
+    if not plan.stack.clip_gradients or "model" not in plan.norm_groups:
+        return joins
+    label = Label("optimizer", "optimizer", "gradient norm")
+    call = collective(plan, "all_reduce", 4, "fp32", "model")
+    section.collective(1, call, plan.stack.host_collective_s, label, joins=(*joins, COMPUTE))
+    return tuple(dict.fromkeys((*joins, 1)))
+
+
+def update_in_backward(plan: Plan, section: SectionBuilder, name: str, shards: Sequence[int], stream: int = COMPUTE,
+                       waits: Sequence[int] = ()) -> int:
+    """The optimizer on a layer's or unit's parameters as soon as their gradients are complete, one call each
+    (`register_post_accumulate_grad_hook`; FSDP 2 runs the hooks on the stream of its reductions).
+
+    Args:
+        shards: elements of each parameter's part on this rank.
+    """
+    training, implementation = plan.scenario.training, plan.scenario.software.optimizer_kernel
+    kernels = tuple(kernel for numel in shards for kernel in optimizer_kernels(
+        numel, 1, training.precision, training.optimizer, implementation, clip=False))
+    largest = max(shards, default=0)
+    temporary = optimizer_temporary_bytes(largest, largest, training.precision, training.optimizer, implementation)
+    if temporary:
+        section.allocate("optimizer temporaries", temporary, "workspace", stream)
+    task = section.kernels(stream, plan.compute.own(kernels), Label(name, "backward", training.optimizer), waits)
+    if temporary:
+        section.free("optimizer temporaries", temporary, "workspace", stream)
+    return task
