@@ -47,9 +47,10 @@ class Parameters:
 
     Args:
         center: values that take the place of the priors, by name (a cluster's fit starts at the catalogue's).
+        least: how far a member may at least differ from its family.
     """
 
-    def __init__(self, center: Mapping[str, float] | None = None) -> None:
+    def __init__(self, center: Mapping[str, float] | None = None, least: float = 0.0) -> None:
         self.families = families()
         center = center or {}
         self.spreads: list[float] = []
@@ -59,7 +60,7 @@ class Parameters:
             common = self._add(family.name, family.spread)
             for member, prior in family.members.items():
                 alone = len(family.members) == 1
-                own = -1 if alone else self._add(f"{family.name}.{member}", family.between)
+                own = -1 if alone else self._add(f"{family.name}.{member}", max(family.between, least))
                 name = f"{family.name}.{member}"
                 self._slots[name] = (center.get(name, prior), common, own)
 

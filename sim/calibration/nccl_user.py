@@ -21,6 +21,9 @@ from sim.network.figures import catalogue
 
 #: A figure that moved less than this (relative) stays the catalogue's.
 _MOVED = 0.01
+#: How far figures of a cluster may differ from the catalogue's (standard deviation of the logarithm), however little
+#: those of published sites differ: cables, switches and settings are the cluster's own (judged).
+_OWN_SPREAD = 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ def calibrate_nccl(text_file: str | Path, topology: str | Path | Mapping[str, An
     sweeps = [_sweep(run, mapping, str(path)) for run in runs]
     center = {name: float(value) for name, value in catalogue().items()}
     own = {**center, **{str(k): float(v) for k, v in (mapping.get("links") or {}).items()}}
-    parameters = Parameters(own)
+    parameters = Parameters(own, _OWN_SPREAD)
     zero = np.zeros(len(parameters.names))
     try:
         parameters.apply(zero)

@@ -51,7 +51,7 @@ def test_defaults_of_the_paragraph() -> None:
 
 
 def test_encoders_of_pytorch_have_the_modules_of_transformers() -> None:
-    encoder = {"preset": "bert-large"}
+    encoder = {"preset": "bert-large", "max_positions": 2048}
     assert made(model=encoder).software.modules == "transformers"
     assert made(model=encoder, software={"framework": "megatron"}).software.modules == "megatron"
     assert made(model=encoder, software={"modules": "plain"}).software.modules == "plain"
