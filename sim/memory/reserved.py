@@ -25,7 +25,7 @@ _STEPS_SHORT, _STEPS_COUNTED = 5, 3
 _REPEATS_SHORT, _REPEATS_COUNTED = 4, 2
 #: How much more or less the allocator may have than is predicted: what the driver takes is known no closer
 #: (hardware/outside.yaml: 0.47 to 0.92 GiB on A100), and whether a step runs short may hang on it.
-_MARGINS = tuple(round(2**30 * share) for share in (-0.5, -0.25, 0.0, 0.25, 0.5))
+_MARGINS = tuple(round(2**30 * share) for share in (-0.5, 0.0, 0.5))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,10 @@ def replayed(program: Program, limit_bytes: int, allocated_bytes: int) -> Reserv
         return Reserved(held)
     # The replay's fragmentation is an estimate: published runs went through that it would stop, so what PyTorch
     # allocates alone decides whether a job fits.
-    answers = [under_pressure(program, limit_bytes + margin) if allocated_bytes + free > limit_bytes + margin
-               else Reserved(free) for margin in _MARGINS]
+    answers: list[Reserved] = []
+    for margin in _MARGINS:  # from the least memory on: what needs no retry there needs none with more
+        fits = allocated_bytes + free <= limit_bytes + margin or bool(answers and answers[-1].retries == 0)
+        answers.append(Reserved(free) if fits else under_pressure(program, limit_bytes + margin))
     going = [answer for answer in answers if answer.retries is not None] or [Reserved(free)]
     return Reserved(held, fmean(answer.retries or 0.0 for answer in going),
                     fmean(answer.released_bytes for answer in going))

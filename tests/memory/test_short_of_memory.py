@@ -53,11 +53,11 @@ def test_with_room_for_both_nothing_is_given_back() -> None:
 
 
 def test_near_the_end_the_answer_is_a_mean_over_what_the_driver_may_take() -> None:
-    """One stream's 2 GiB go back for the other's, twice a step, where less than both fit: at some of five limits."""
+    """One stream's 2 GiB go back for the other's, twice a step, where less than both fit: at some of three limits."""
     program, both = job(1, 2048), 4096 * MIB
     answers = [replayed(program, both + more * MIB, 2048 * MIB) for more in (-600, -1, 0, 511, 512)]
-    assert [answer.retries for answer in answers] == pytest.approx([2.0, 2 * 3 / 5, 2 * 2 / 5, 2 / 5, 0.0])
-    assert answers[1].released_bytes == pytest.approx(2048 * MIB * 2 * 3 / 5)
+    assert [answer.retries for answer in answers] == pytest.approx([2.0, 2 * 2 / 3, 2 / 3, 2 / 3, 0.0])
+    assert answers[1].released_bytes == pytest.approx(2048 * MIB * 2 * 2 / 3)
 
 
 def test_seconds_are_retries_and_bytes() -> None:
