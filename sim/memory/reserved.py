@@ -18,13 +18,14 @@ _FIGURES = "memory/retries.yaml"
 _STEPS = 2
 #: Steps that are played where memory runs short, behind the first, and the last ones of them, which stand for those to
 #: come. Cached segments may come to fit what is asked for. Where one of them needs no retry, the jitter of real runs is
-#: taken to end the circle that a replay without any goes round in (mean error of 53 published steps near the end of
-#: their memory 17% with the circles' mean, 13% so).
+#: taken to end the circle that a replay without any goes round in. Judged with published steps near the end of their
+#: memory in view: about 50, missed by 15% with the circles' mean and by 13% so.
 _STEPS_SHORT, _STEPS_COUNTED = 5, 3
 #: Repeats of a micro-step that are played in each of them, and the last ones, whose mean stands for the rest.
 _REPEATS_SHORT, _REPEATS_COUNTED = 4, 2
-#: How much more or less the allocator may have than is predicted: what the driver takes is known no closer
-#: (hardware/outside.yaml: 0.47 to 0.92 GiB on A100), and whether a step runs short may hang on it.
+#: How much more or less the allocator may have than is predicted, and whether a step runs short may hang on it. What
+#: the driver takes is known to a quarter of a GiB (hardware/outside.yaml: 0.47 to 0.92 on A100), NCCL's buffers and the
+#: replay's own fragmentation no better; that all come to half a GiB is judged.
 _MARGINS = tuple(round(2**30 * share) for share in (-0.5, 0.0, 0.5))
 
 
@@ -67,7 +68,7 @@ def replayed(program: Program, limit_bytes: int, allocated_bytes: int) -> Reserv
     # The replay's fragmentation is an estimate: published runs went through that it would stop, so what PyTorch
     # allocates alone decides whether a job fits.
     answers: list[Reserved] = []
-    for margin in _MARGINS:  # from the least memory on: what needs no retry there needs none with more
+    for margin in _MARGINS:  # from the least memory on: what needs no retry there is taken to need none with more
         fits = allocated_bytes + free <= limit_bytes + margin or bool(answers and answers[-1].retries == 0)
         answers.append(Reserved(free) if fits else under_pressure(program, limit_bytes + margin))
     going = [answer for answer in answers if answer.retries is not None] or [Reserved(free)]
