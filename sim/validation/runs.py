@@ -2,6 +2,8 @@
 
     python -m sim.validation.runs [--select TEXT] [--out reports/runs.md]
 
+Steps that papers outside the collection give stand below them (`sim.validation.recalled`), unless runs are selected.
+
 The runs stand in scenarios/runs/published.yaml. A published length holds what a step does not: restarts, evaluation,
 stretches at other batch sizes, machines that were down. Only failures are predicted (where a paper counts them), so a
 prediction should come out somewhat short.
@@ -23,6 +25,7 @@ from sim.catalog import folder
 from sim.errors import Fault, UserError
 from sim.report.result import Result
 from sim.scenario.load import resolve
+from sim.validation import recalled
 
 _COMMAND = "python -m sim.validation.runs"
 #: Figures a paper may give of a run, by their names in a result or its budget.
@@ -123,6 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr)
             failed = True
     text = markdown(found)
+    if not given.select:
+        text += "\n" + recalled.markdown(recalled.steps())
     if given.out is None:
         print(text)
     else:

@@ -1,0 +1,55 @@
+"""Steps that papers outside the collection give: predicted beside the lengths of whole runs (reports/runs.md).
+
+The case files stand in scenarios/runs/steps. Nothing was estimated on them, so they show how predictions do on jobs
+that nobody tuned for; but their figures are recalled, and layouts that a paper leaves open are assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from sim.catalog import folder
+from sim.validation.runner import Validation, validate
+from sim.validation.statistics import Record
+from sim.validation.table import HEADLINE, headline, percent
+
+_HEAD = """## Steps of papers outside the collection
+
+Read by the same command from `scenarios/runs/steps` (`drystep validate scenarios/runs/steps` shows them too). Figures
+are recalled; layouts that a paper leaves open are assumed, which each file's note says. No figure of drystep was
+estimated on these rows. Changed after a first look, since the paper says so: which release of flash attention a row of
+FlashAttention-2 ran, GLM's gated MLP, TinyLlama's fused kernels."""
+
+
+def steps(workers: int | None = None) -> Validation:
+    """Every recalled step beside its prediction."""
+    return validate([folder("scenarios") / "runs" / "steps"], workers=workers)
+
+
+def markdown(found: Validation) -> str:
+    """The section of reports/runs.md: figures by paper, every step (worst first), what each rests on."""
+    ordered = sorted(found.records, key=lambda one: -abs(one["error"].get("step_time_s", float("inf"))))
+    sources = [_about(Path(file.path)) for file in found.files]
+    return "\n".join([_HEAD, "", *_rows(HEADLINE, headline(found.summary)), "",
+                      *_rows(("step", "published s", "predicted s", "error"), [_row(one) for one in ordered]), "",
+                      *sources, ""])
+
+
+def _about(path: Path) -> str:
+    file = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return f"* {path.stem}: {file['source']['cite']}. {file['note'][:1].upper()}{file['note'][1:]}."
+
+
+def _row(record: Record) -> tuple[str, ...]:
+    predicted = record["predicted"].get("step_time_s")
+    if predicted is None:
+        return record["id"], f"{record['measured']['step_time_s']:.4g}", "–", record["reason"]
+    return (record["id"], f"{record['measured']['step_time_s']:.4g}", f"{predicted:.4g}",
+            percent(record["error"]["step_time_s"], signed=True))
+
+
+def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]

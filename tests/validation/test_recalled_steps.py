@@ -1,0 +1,36 @@
+"""Steps of papers outside the collection: all are predicted, and the report shows the worst first."""
+
+from __future__ import annotations
+
+import pytest
+
+from sim.validation.recalled import markdown, steps
+
+
+@pytest.fixture(scope="module")
+def found():  # type: ignore[no-untyped-def]
+    return steps(workers=1)
+
+
+def test_every_step_is_predicted(found) -> None:  # type: ignore[no-untyped-def]
+    assert [one["id"] for one in found.records if one["status"] != "ok"] == []
+
+
+def test_times_agree_with_what_else_the_papers_print(found) -> None:  # type: ignore[no-untyped-def]
+    measured = {one["id"]: one["measured"]["step_time_s"] for one in found.records}
+    tokens, flops = 768 * 2048, 6 * 174.6e9 + 12 * 96 * 12288 * 2048
+    for gpus, printed in ((256, 0.530), (1024, 0.447)):  # the MFU in MegaScale's table 2, of 312 TFLOP/s
+        rate = tokens * flops / measured[f"megascale-megatron-175b-{gpus}gpu"] / gpus
+        assert rate / 312e12 == pytest.approx(printed, rel=0.01)
+    per_layer = 96 * 1920 * 2048 * 105 * 20480 ** 2
+    flops = per_layer * (1 + 2048 / (6 * 20480) + 51200 / (16 * 105 * 20480))
+    for gpus, printed in ((2240, 126e12), (2800, 121e12), (3360, 113e12)):  # MT-NLG's TFLOP/s, recomputation counted
+        assert flops / measured[f"mtnlg-530b-{gpus}gpu"] / gpus == pytest.approx(printed, rel=0.01)
+
+
+def test_the_worst_step_stands_first_and_assumptions_are_said(found) -> None:  # type: ignore[no-untyped-def]
+    text = markdown(found)
+    rows = [line.split("|") for line in text.splitlines() if line.endswith("% |") and line.count("|") == 5]
+    errors = [abs(float(cells[4].strip().rstrip("%"))) for cells in rows]
+    assert len(rows) == len(found.records) and errors == sorted(errors, reverse=True)
+    assert text.count("assumed") >= 4 and "arXiv 2402.15627" in text
