@@ -20,9 +20,9 @@ _HEAD = """## Steps of papers outside the collection
 
 Read by the same command from `scenarios/runs/steps` (`drystep validate scenarios/runs/steps` shows them too). Figures
 are recalled; layouts that a paper leaves open are assumed, which each file's note says. No figure of drystep was
-estimated on these rows. Changed after a first look, since the paper or its code says so: which release of flash attention
-a row of FlashAttention-2 ran, AMP in both FlashAttention papers (the first look had Hugging Face's GPT-2 at -40%), GLM's
-gated MLP, no overlapped reduction in MegaScale's baseline, TinyLlama's fused kernels (+23% without)."""
+estimated on these rows. Changed after a first look, since the paper or its code says so: which release of flash
+attention a row of FlashAttention-2 ran, AMP in both FlashAttention papers (the first look had Hugging Face's GPT-2 at
+-40%), GLM's gated MLP, no overlapped reduction in MegaScale's baseline, TinyLlama's fused kernels (+23% without)."""
 
 
 def steps(workers: int | None = None) -> Validation:
