@@ -14,14 +14,14 @@ SPEC_NAMES = [
     "mi250x", "mi300x", "rtx3090", "rtx4090",
 ]
 #: Beyond the specification: variants that published machines have.
-VARIANTS = ["v100-32g-sxm3"]
+VARIANTS = ["v100-32g-sxm3", "v100-32g-sxm3-450w"]
 
 
 def test_every_gpu_of_the_scenario_specification_is_there() -> None:
     assert sorted(gpu_names()) == sorted(SPEC_NAMES + VARIANTS)
 
 
-@pytest.mark.parametrize("name", SPEC_NAMES)
+@pytest.mark.parametrize("name", SPEC_NAMES + VARIANTS)
 def test_figures_are_sane_and_sourced(name: str) -> None:
     card = gpu(name)
     catalogue = table("hardware/gpus.yaml")
