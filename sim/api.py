@@ -30,7 +30,7 @@ from sim.report.largest import largest
 from sim.report.memory import MemoryResult, by_class, fullest
 from sim.report.memory_plan import MemoryPlan, StageMemory
 from sim.report.result import Result, build_result, step_energy_j, timed
-from sim.report.tables import Frame, as_table, row_of
+from sim.report.tables import Frame, as_table
 from sim.scenario import Loaded, Scenario, load_scenario
 from sim.software import Stack, stack_for
 
@@ -64,7 +64,7 @@ class Sweep:
 
     def table(self) -> Frame:
         """One row per point: its `set`, then the columns of `Result.table`; a DataFrame where pandas is installed."""
-        return as_table([row_of(point) for point in self.points])
+        return as_table([point.row for point in self.points])
 
     def scaling(self) -> list[Scaling]:
         """Efficiency along the sweep's axis, and where communication starts to bound."""

@@ -7,10 +7,11 @@ import importlib.util
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,6 +30,8 @@ FLOORS = {
 }
 #: Names of training stacks: facts about them live in sim/software, what a user may say in sim/scenario.
 FRAMEWORKS = {"pytorch", "megatron", "deepspeed", "composer", "torchtitan", "nanotron", "ideal"}
+#: The engine's actors and those who watch them call each other back: the one circle of files there is.
+ACTORS = frozenset(f"sim.engine.{name}" for name in ("communicators", "engine", "host", "repeats", "steady", "streams"))
 LINES_OF_A_FILE = 430
 LINES_OF_A_FUNCTION = 70
 
@@ -62,6 +65,30 @@ def imported_rooms(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name.removeprefix("sim").lstrip(".").split(".")[0]
 
 
+def modules() -> dict[str, Path]:
+    """Files by the name they are imported by. The face of `sim` is left out: it only re-exports the API."""
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+            for path in sources() if path != SIM / "__init__.py"}
+
+
+def imported_modules(name: str, code: ast.AST, known: Collection[str]) -> set[str]:
+    """What a file imports among those known, wherever in the file and if only for types."""
+    reached: set[str] = set()
+    for node in ast.walk(code):
+        if isinstance(node, ast.Import):
+            reached |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            reached |= (whole & set(known)) | ({node.module} if whole - set(known) else set())
+    return (reached & set(known)) - {name}
+
+
+def circles(arrows: Mapping[str, set[str]]) -> list[frozenset[str]]:
+    """Files that import each other in a loop, every loop with all that is tied to it."""
+    graph = nx.DiGraph((name, other) for name, others in arrows.items() for other in others)
+    return [frozenset(tied) for tied in nx.strongly_connected_components(graph) if len(tied) > 1]
+
+
 def found(lines: list[str]) -> str:
     return "\n".join(["", *lines])
 
@@ -79,6 +106,24 @@ def test_imports_point_down_and_not_sideways() -> None:
                 wrong.append(f"{path.relative_to(ROOT)}:{line} (floor {FLOORS[own]}) imports sim.{other} "
                              f"(floor {FLOORS[other]})")
     assert not wrong, found(wrong)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Inside a room too imports point down, `TYPE_CHECKING` or not: what two files need of each other stands below."""
+    known = modules()
+    tied = circles({name: imported_modules(name, tree(path), known) for name, path in known.items()})
+    assert [sorted(one) for one in tied if one != ACTORS] == []
+
+
+@pytest.mark.parametrize(("files", "tied"), [
+    ({"sim.a": "from sim.b import x", "sim.b": "import sim.c", "sim.c": ""}, []),
+    ({"sim.a": "from sim.b import x", "sim.b": "def f():\n    from sim import a"}, [{"sim.a", "sim.b"}]),
+    ({"sim.a": "import sim.b", "sim.b": "if TYPE_CHECKING:\n    from sim.a import T"}, [{"sim.a", "sim.b"}]),
+    ({"sim.p": "from sim.p.a import x", "sim.p.a": "from sim.p import b", "sim.p.b": ""}, []),
+    ({"sim.p": "from sim.p.a import x", "sim.p.a": "from sim.p import y"}, [{"sim.p", "sim.p.a"}]),
+])
+def test_the_search_for_circles_finds_them(files: dict[str, str], tied: list[set[str]]) -> None:
+    assert circles({name: imported_modules(name, ast.parse(code), files) for name, code in files.items()}) == tied
 
 
 def test_only_software_and_scenario_ask_for_a_framework_or_a_year() -> None:

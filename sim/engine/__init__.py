@@ -1,7 +1,8 @@
 """The engine room: runs any Job on any Machine (`simulate`), and bounds it from below (`longest_path`).
 
-Read `engine` first (the loop), then `host`, `streams` and `communicators` (the three actors), `machine` (what things
-cost), `repeats` (what need not be simulated), `timeline` (what comes out).
+Read `engine` first (the loop), then `host`, `streams` and `communicators` (the three actors, which call each other
+back; each is a `timer` and writes on `run`s), `machine` (what things cost), `repeats` and `steady` (what need not be
+simulated), `timeline` (what comes out).
 """
 
 from __future__ import annotations

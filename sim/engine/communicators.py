@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from sim.engine.streams import Timer
+from sim.engine.run import Run
+from sim.engine.timer import Timer
 
 if TYPE_CHECKING:
     from sim.engine.engine import Engine
-    from sim.engine.host import Host, Run
+    from sim.engine.host import Host
     from sim.engine.machine import Flow
 
 

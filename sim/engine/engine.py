@@ -16,12 +16,13 @@ from simpy import Environment
 from simpy.core import EmptySchedule
 
 from sim.engine.communicators import Fifo
-from sim.engine.host import Host, Run
+from sim.engine.host import Host
 from sim.engine.machine import Flow, Machine
 from sim.engine.repeats import Repeats
+from sim.engine.run import Run
 from sim.engine.steady import Steady
-from sim.engine.streams import INSTANT_S, Timer
 from sim.engine.timeline import Timeline
+from sim.engine.timer import INSTANT_S, Timer
 from sim.garbage import seldom_searched
 from sim.program import Job
 

@@ -14,64 +14,18 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from sim.engine.communicators import Operation
-from sim.engine.streams import Stream, Timer
+from sim.engine.run import UNKNOWN, Run
+from sim.engine.streams import Stream
+from sim.engine.timer import Timer
 from sim.program import Kind
 
 if TYPE_CHECKING:
     from sim.engine.engine import Engine
     from sim.engine.machine import Profile
-    from sim.engine.plan import SectionPlan
 
 _KERNELS = int(Kind.KERNELS)
 _COLLECTIVE = int(Kind.COLLECTIVE)
 _HOST = int(Kind.HOST)
-#: Time of what has not happened yet (simulated time begins at 0).
-UNKNOWN = -1.0
-
-
-class Run:
-    """One execution of a section by one rank, column by column; times in seconds of the simulation's clock.
-
-    Attributes:
-        entry: (step, entry of the schedule, repeat) it is.
-        issue: when the host began to issue the task (a HOST task: when it got there).
-        start: when the device, or the HOST task's own work, began. end: when it ended.
-        starved: seconds between start and end in which a segment waited for the host to launch kernels.
-        pending: see the module's docstring. left: tasks not yet ended.
-        followers: tasks of later runs that wait for a task of this one.
-        shift_s: to be added to all times (repeats that were skipped before it). copies, delta_s: the repeats skipped
-            right after it, each `delta_s` later than the one before.
-    """
-
-    __slots__ = ("copies", "delta_s", "end", "entry", "followers", "issue", "left", "operations", "pending", "plan",
-                 "section", "shift_s", "start", "starved")
-
-    def __init__(self, section: int, plan: SectionPlan, entry: tuple[int, int, int]) -> None:
-        size = plan.size
-        self.section = section
-        self.plan = plan
-        self.entry = entry
-        self.issue = [UNKNOWN] * size
-        self.start = [UNKNOWN] * size
-        self.end = [UNKNOWN] * size
-        self.starved = [0.0] * size
-        self.pending = plan.pending.copy()
-        self.left = size
-        self.operations: dict[int, Operation] = {}
-        self.followers: dict[int, list[tuple[Run, int]]] | None = None
-        self.shift_s = 0.0
-        self.copies = 0
-        self.delta_s = 0.0
-
-    def moved(self, step: int, by_s: float) -> Run:
-        """This run, which is over, as another step's that much later; it shares the times."""
-        other = Run.__new__(Run)
-        other.section, other.plan, other.entry = self.section, self.plan, (step, *self.entry[1:])
-        other.issue, other.start, other.end, other.starved = self.issue, self.start, self.end, self.starved
-        other.pending, other.left, other.operations, other.followers = self.pending, 0, self.operations, None
-        other.shift_s, other.copies, other.delta_s = self.shift_s + by_s, self.copies, self.delta_s
-        return other
 
 
 class Host(Timer):
@@ -202,7 +156,7 @@ class Host(Timer):
             clock += host_s[task]
             if kind == _COLLECTIVE:
                 flow = self.flows[plan.payload[task]]
-                run.operations[task] = self.engine.fifos[flow.communicator].issue(self, run, task, flow)
+                run.arrive[task] = self.engine.fifos[flow.communicator].issue(self, run, task, flow).arrive
             if not left:
                 self.ready(run, task, now)
         self.clock = clock
@@ -238,7 +192,7 @@ class Host(Timer):
         if kind == _KERNELS:
             self.streams[plan.stream[task]].start_segment(run, task, now)
         elif kind == _COLLECTIVE:
-            run.operations.pop(task).arrive(run.issue[task] + plan.host_s[task], now)
+            run.arrive.pop(task)(run.issue[task] + plan.host_s[task], now)
         elif kind == _HOST:  # the host was blocked on it
             clock = self.clock if self.clock > now else now
             run.start[task] = clock

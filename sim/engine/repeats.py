@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from sim.engine.host import UNKNOWN
+from sim.engine.run import UNKNOWN, Run
 
 if TYPE_CHECKING:
     from sim.engine.engine import Engine
-    from sim.engine.host import Host, Run
+    from sim.engine.host import Host
 
 #: Two times are the same if they differ by less than this, seconds (rounding of a clock that shows a few seconds).
 TOLERANCE_S = 1e-12

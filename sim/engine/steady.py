@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from sim.engine.host import UNKNOWN
 from sim.engine.repeats import TOLERANCE_S
+from sim.engine.run import UNKNOWN, Run
 from sim.program import Kind
 
 if TYPE_CHECKING:
     from sim.engine.engine import Engine
-    from sim.engine.host import Host, Run
+    from sim.engine.host import Host
 
 #: Section runs of the first class after which the machine is looked at.
 POINTS = frozenset((1, 3, 10, 30, 100, 300))

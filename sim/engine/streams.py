@@ -1,4 +1,4 @@
-"""Streams of one rank, and the timer that all actors of the engine are.
+"""Streams of one rank.
 
 A stream runs one task at a time. A copy simply takes its time. A segment of kernels takes the time its kernels take in
 the present *contention state*; when the state changes, the stream works out how far it has come (which kernel, what
@@ -8,70 +8,21 @@ whether kernels are put in one segment or in many.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from simpy import Environment, Event
-from simpy.events import NORMAL
+from simpy import Environment
+
+from sim.engine.run import Run
+from sim.engine.timer import Timer
 
 if TYPE_CHECKING:
-    from sim.engine.host import Host, Run
+    from sim.engine.host import Host
     from sim.engine.machine import Profile
 
-_NEVER = math.inf
-#: What happens within this many seconds happens at once: above the rounding of a clock that shows minutes, and so short
-#: that nothing else falls into it by chance.
-INSTANT_S = 1e-11
 #: A kernel launched within this many seconds is on the device: a thousandth of the shortest kernel.
 _LAUNCHED_S = 1e-9
-
-
-class Timer(Event):
-    """A SimPy event that can be armed again and again; subclasses say in `elapsed` what happens when it goes off.
-
-    SimPy cannot take back a scheduled event and drops an event's callbacks once it has fired. So the timer puts its
-    callback back each time, and recognises firings that are no longer meant by their time: only the firing at `armed`
-    counts. When the due time moves later nothing is scheduled until the early firing comes; it then arms again.
-    """
-
-    def __init__(self, env: Environment) -> None:
-        super().__init__(env)
-        self._ok = True
-        self._value = None
-        self._calls: list[Callable[[Any], None]] = [self._fired]
-        self.callbacks = self._calls
-        self.due = _NEVER
-        self.armed = _NEVER
-        self.firings = 0
-
-    def arm(self, time: float, now: float) -> None:
-        """Go off at `time` (now, if that has passed), and not at any time said before."""
-        delay = time - now if time > now else 0.0
-        self.due = due = now + delay
-        if due < self.armed:
-            self.armed = due
-            self.env.schedule(self, NORMAL, delay)
-
-    def _fired(self, _: Event) -> None:
-        self.callbacks = self._calls
-        self.firings += 1
-        now = self.env.now
-        if now != self.armed:
-            return
-        self.armed = _NEVER
-        if self.due > now:
-            if self.due != _NEVER:
-                self.arm(self.due, now)
-            return
-        self.due = _NEVER
-        self.elapsed(now)
-
-    def elapsed(self, now: float) -> None:
-        """The time armed for has come."""
-        raise NotImplementedError
 
 
 class Stream(Timer):

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from sim.engine.run import Run
 from sim.program import Kind
 
 if TYPE_CHECKING:
-    from sim.engine.host import Run
     from sim.engine.machine import Machine
 
 Floats = npt.NDArray[np.float64]

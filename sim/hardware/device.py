@@ -48,7 +48,8 @@ class Device:
         self._rates = Rates(gpu)
         self._hunger = 1.0 + deviation * self._rates.chip_spread
         self._gap_s = self._rates.benchmark_gap_s if gap_s is None else gap_s
-        self._clock: dict[str, float] = {}
+        self._clock: dict[str, float] = {}  # of the hungriest chip, by dtype
+        self._mean_clocks: dict[str, float] = {}
         self._gemm: dict[str, GemmRates] = {}
         self._attention: dict[tuple[str, str, int, bool], AttentionRates] = {}
         self._known: dict[_State, dict[Kernel, _Times]] = {}
@@ -61,12 +62,12 @@ class Device:
             sms_taken: SMs held by others (channels of collectives); at least one SM stays free.
             hbm_taken_bps: memory bandwidth others use, bytes/s; a stated share always stays.
         """
-        known = self._states(kernels, sms_taken, hbm_taken_bps)
-        return np.fromiter((known[kernel][0] for kernel in kernels), np.float64, len(kernels))
+        found = self._states(kernels, sms_taken, hbm_taken_bps)
+        return np.fromiter((seconds for seconds, _ in found), np.float64, len(found))
 
     def drain_s(self, kernel: Kernel) -> float:
         """Mean seconds until a thread block of a running `kernel` ends and its SM frees: half a block's time."""
-        seconds, block_s = self._states((kernel,), 0, 0.0)[kernel]
+        ((seconds, block_s),) = self._states((kernel,), 0, 0.0)
         return min(block_s, seconds) / 2.0
 
     def copy_s(self, direction: str, size_bytes: float) -> float:
@@ -114,16 +115,17 @@ class Device:
             return attention_work(kernel) * self._attention_rates(kernel).flop_j
         return 0.0
 
-    def _states(self, kernels: Sequence[Kernel], sms_taken: int, hbm_taken_bps: float) -> dict[Kernel, _Times]:
+    def _states(self, kernels: Sequence[Kernel], sms_taken: int, hbm_taken_bps: float) -> list[_Times]:
         gpu = self.gpu
         sms = max(1, gpu.sms - sms_taken)
         bandwidth_bps = max(self._rates.bandwidth_floor * gpu.memory_bandwidth_bps,
                             gpu.memory_bandwidth_bps - hbm_taken_bps)
         known = self._known.setdefault((sms, bandwidth_bps), {})
-        new = {kernel for kernel in kernels if kernel not in known}
-        if new:
-            self._time(new, sms, bandwidth_bps, known)
-        return known
+        found = list(map(known.get, kernels))  # to hash a kernel costs as much as all else here
+        if None in found:
+            self._time({kernel for kernel, times in zip(kernels, found, strict=True) if times is None}, sms,
+                       bandwidth_bps, known)
+        return [times or known[kernel] for kernel, times in zip(kernels, found, strict=True)]
 
     def _time(self, kernels: set[Kernel], sms: int, bandwidth_bps: float, known: dict[Kernel, _Times]) -> None:
         products: dict[str, list[Kernel]] = {}
@@ -161,7 +163,9 @@ class Device:
     def _mean_clock(self, kernel: Kernel) -> float:
         """Clock of a kernel of a training step on a mean chip that nothing else uses."""
         if kernel.op == "gemm":
-            return self._sequence_clock(kernel.dtype, 1.0) * self.clock_share
+            if kernel.dtype not in self._mean_clocks:
+                self._mean_clocks[kernel.dtype] = self._sequence_clock(kernel.dtype, 1.0) * self.clock_share
+            return self._mean_clocks[kernel.dtype]
         if kernel.op != "attention":
             return self.clock_share
         rates = self._attention_rates(kernel)

@@ -8,13 +8,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from sim.model.style import Program
 from sim.model.tuning import Frozen
 from sim.work import DTYPE_BYTES, Kernel
-
-if TYPE_CHECKING:
-    from sim.model.eager.profile import Program
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from sim.model.architecture import Architecture, Layer, Parameter
 from sim.model.attention import attention_operators
 from sim.model.blocks import block_layer
-from sim.model.eager import Program
 from sim.model.embedding import embedding_layer
 from sim.model.experts import experts_operators
 from sim.model.head import head_layer
@@ -17,7 +16,7 @@ from sim.model.mlp import mlp_operators
 from sim.model.norms import norm_operator
 from sim.model.relative import table_operator
 from sim.model.residual import residual_operators
-from sim.model.style import Style
+from sim.model.style import Program, Style
 
 _NORMS = {"plain": ("ln1", "ln2"), "gpt2": ("ln_1", "ln_2"),
           "transformers": ("input_layernorm", "post_attention_layernorm"),

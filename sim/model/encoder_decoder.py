@@ -11,7 +11,6 @@ from dataclasses import replace
 from sim.model.architecture import Architecture, Layer, Operator, Parameter, Tensor
 from sim.model.attention import attention_operators
 from sim.model.blocks import block_layer
-from sim.model.eager import Program
 from sim.model.embedding import lookup, position_lookup
 from sim.model.head import logits_operator, loss_operator
 from sim.model.kernels import elementwise, width
@@ -19,7 +18,7 @@ from sim.model.mlp import mlp_operators
 from sim.model.norms import norm_operator
 from sim.model.relative import table_operator, zero_bias_operator
 from sim.model.residual import dropout_operator, residual_operators
-from sim.model.style import Style
+from sim.model.style import Program, Style
 
 _SEPARATE, _FUSED, _CROSS_FUSED = ("q", "k", "v", "o"), ("qkv", "o"), ("q", "kv", "o")
 

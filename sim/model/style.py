@@ -244,6 +244,19 @@ class Style:
         return self.modules == "transformers" and not self.conv1d
 
 
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Which layer of which style: everything that decides its memory.
+
+    Attributes:
+        layer: "embedding", "block", "bridge" or "head"; "first block" where it makes what the other blocks read.
+        style: of a decoder that reads an encoder's output, with `memory` set.
+    """
+
+    layer: str
+    style: Style
+
+
 def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
     """The style of a scenario's model (the encoder's, of an encoder-decoder; a table of layers has sizes of 0)."""
     model, training, precision = scenario.model, scenario.training, scenario.training.precision

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sim.network.candidate import Candidate
 from sim.network.network import allowed, choose, release
 from sim.network.routes import place
 from sim.network.site import Site, power_of_two
@@ -43,42 +44,56 @@ _MULTICAST_BYTES = 2 * _MIB
 _LAZY = (2, 22)
 
 
-def buffer_bytes(topology: Topology, speeds: Speeds, ranks: npt.NDArray[np.int64], nccl: Mapping[str, Any],
-                 peers: int = 0, calls: Iterable[tuple[str, int]] | None = None) -> int:
-    """Device memory of one communicator on one of its ranks, the mean over them.
+class Connections:
+    """One communicator, and what it holds on one of its ranks.
 
     Args:
         ranks: of the communicator, shape (size,); physical, as `topology` counts GPUs per node.
         nccl: a user's choices (as for `Network`), and NCCL's `version`.
-        peers: ranks of the communicator that this one sends to and receives from one by one.
-        calls: its collectives as (a name of `sim.work.COLLECTIVES`, bytes of the full buffer); None: any.
     """
-    if ranks.size < 2:
-        return 0
-    where = place(ranks.reshape(1, -1), topology, speeds)
-    site = Site(topology, speeds, where, topology.figures, speeds, nccl.get("channels"), release(nccl))
-    nodes, own = where.nodes, where.per_node
-    staged = nodes > 1 and where.staged
-    channels = staged_channels(int(where.groups.max()), own) if staged else site.channel_count()
-    taken = None if calls is None or site.version < _LAZY else _taken(site, nccl, calls)
-    ring, tree, multicast = (taken is None or any(name in taken for name in names)
-                             for names in (("Ring",), ("Tree",), ("NVLS", "NVLSTree")))
-    held = channels * _neighbours(ranks.size, nodes, own, ring, tree) * _INSIDE_BYTES
-    if nodes > 1 and not staged:
-        held += channels * _across(nodes, own, ring, tree) * _CROSSING_BYTES
-    if site.multicast() and multicast:
-        held += site.multicast_channels() * own * _MULTICAST_BYTES
-    if peers:
-        held += min(peers, own - 1) * site.pair_channels() * _INSIDE_BYTES
+
+    def __init__(self, topology: Topology, speeds: Speeds, ranks: npt.NDArray[np.int64],
+                 nccl: Mapping[str, Any]) -> None:
+        self.size, self.nccl = int(ranks.size), nccl
+        self._options: dict[str, list[tuple[Candidate, float]]] = {}  # by kind of collective
+        if self.size > 1:
+            self.where = where = place(ranks.reshape(1, -1), topology, speeds)
+            self.site = Site(topology, speeds, where, topology.figures, speeds, nccl.get("channels"), release(nccl))
+
+    def held_bytes(self, peers: int = 0, calls: Iterable[tuple[str, int]] | None = None) -> int:
+        """Device memory, the mean over ranks.
+
+        Args:
+            peers: ranks of the communicator that this one sends to and receives from one by one.
+            calls: its collectives as (a name of `sim.work.COLLECTIVES`, bytes of the full buffer); None: any.
+        """
+        if self.size < 2:
+            return 0
+        site, nodes, own = self.site, self.where.nodes, self.where.per_node
+        staged = nodes > 1 and self.where.staged
+        channels = staged_channels(int(self.where.groups.max()), own) if staged else site.channel_count()
+        taken = None if calls is None or site.version < _LAZY else self._taken(calls)
+        ring, tree, multicast = (taken is None or any(name in taken for name in names)
+                                 for names in (("Ring",), ("Tree",), ("NVLS", "NVLSTree")))
+        held = channels * _neighbours(self.size, nodes, own, ring, tree) * _INSIDE_BYTES
         if nodes > 1 and not staged:
-            held += power_of_two(channels) * _SHARED_BYTES
-    return round(held)
+            held += channels * _across(nodes, own, ring, tree) * _CROSSING_BYTES
+        if site.multicast() and multicast:
+            held += site.multicast_channels() * own * _MULTICAST_BYTES
+        if peers:
+            held += min(peers, own - 1) * site.pair_channels() * _INSIDE_BYTES
+            if nodes > 1 and not staged:
+                held += power_of_two(channels) * _SHARED_BYTES
+        return round(held)
 
+    def _taken(self, calls: Iterable[tuple[str, int]]) -> set[str]:
+        """Algorithms that NCCL takes for any of the calls."""
+        return {choose(self._ways(kind), size)[0].algorithm for kind, size in calls}
 
-def _taken(site: Site, nccl: Mapping[str, Any], calls: Iterable[tuple[str, int]]) -> frozenset[str]:
-    """Algorithms that NCCL takes for any of the calls."""
-    options = {kind: [(way, 0.0) for way in allowed(kind, site, nccl)] for kind in {kind for kind, _ in calls}}
-    return frozenset(choose(options[kind], size)[0].algorithm for kind, size in calls)
+    def _ways(self, kind: str) -> list[tuple[Candidate, float]]:
+        if kind not in self._options:
+            self._options[kind] = [(way, 0.0) for way in allowed(kind, self.site, self.nccl)]
+        return self._options[kind]
 
 
 def _neighbours(size: int, nodes: int, own: int, ring: bool, tree: bool) -> float:

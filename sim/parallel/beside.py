@@ -9,7 +9,7 @@ import numpy as np
 
 from sim.hardware import gpu
 from sim.hardware.outside import Outside, outside
-from sim.network.buffers import buffer_bytes
+from sim.network.buffers import Connections
 from sim.network.topology import Topology, speeds
 from sim.parallel.layout import Layout, Ranks
 from sim.program import ProgramBuilder
@@ -26,26 +26,26 @@ Calls = frozenset[tuple[str, int]]
 
 
 class _Place:
-    """A cluster's links, and what communicators on them hold, by where their ranks lie from their first node on."""
+    """A cluster's links, and communicators on them, by where their ranks lie from their first node on."""
 
     def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster  # kept, so that its id stays its own
+        self.own = cluster.gpus_per_node
         self.topology = Topology.from_mapping(cluster.template())
         self.speeds = speeds(self.topology, cluster.intra_gbps_per_gpu, cluster.inter_gbps_per_node)
-        self._held: dict[object, int] = {}
+        self._known: dict[object, Connections] = {}
 
     def held(self, ranks: Ranks, nccl: Mapping[str, Any], alone: int, calls: Calls) -> int:
         """Bytes of a communicator of `ranks`, shape (members,), with `alone` peers of sends and these collectives."""
-        own, spare = self.cluster.gpus_per_node, self.topology.gpus_per_node - self.cluster.gpus_per_node
+        own, spare = self.own, self.topology.gpus_per_node - self.own
         row = np.asarray(ranks) - int(ranks[0]) // own * own
-        key = (row.tobytes(), alone, calls, *nccl.values())
-        if key not in self._held:
-            self._held[key] = buffer_bytes(self.topology, self.speeds, row + row // own * spare, nccl, alone, calls)
-        return self._held[key]
+        key = (row.tobytes(), *nccl.values())
+        if key not in self._known:
+            self._known[key] = Connections(self.topology, self.speeds, row + row // own * spare, nccl)
+        return self._known[key].held_bytes(alone, calls)
 
 
-#: Of the last clusters, by the cluster's id.
-_PLACES: dict[int, _Place] = {}
+#: Of the last clusters, by what they are: the scenarios of a sweep or a search share theirs.
+_PLACES: dict[str, _Place] = {}
 _MOST_PLACES = 16
 _NONE: Calls = frozenset()
 #: Kinds that are sends, whatever they are grouped to.
@@ -90,9 +90,10 @@ def _calls(builders: Sequence[ProgramBuilder]) -> dict[str, Calls]:
 
 
 def _place(cluster: Cluster) -> _Place:
-    known = _PLACES.get(id(cluster))
+    key = cluster.model_dump_json()
+    known = _PLACES.get(key)
     if known is None:
         if len(_PLACES) >= _MOST_PLACES:
             _PLACES.pop(next(iter(_PLACES)))
-        known = _PLACES[id(cluster)] = _Place(cluster)
+        known = _PLACES[key] = _Place(cluster)
     return known

@@ -211,7 +211,7 @@ def technique_of(scenario: Scenario, stack: Stack) -> Callable[[Plan], bucketed.
     """Data parallelism of a pipeline's stage, from the stage's plan."""
     if shards(scenario, stack):
         return fsdp_of
-    known: dict[tuple[int, ...], bucketed.Reduction] = {}
+    known: dict[tuple[int, ...], reductions.Reduction] = {}
 
     def whole(plan: Plan) -> bucketed.Bucketed:
         layers = tuple(map(id, plan.architecture.stack))
@@ -222,7 +222,7 @@ def technique_of(scenario: Scenario, stack: Stack) -> Callable[[Plan], bucketed.
     return whole
 
 
-def reduction_of(plan: Plan, stack: Stack) -> bucketed.Reduction:
+def reduction_of(plan: Plan, stack: Stack) -> reductions.Reduction:
     """How gradients of whole parameters are reduced in this stack."""
     strategy, path = plan.scenario.parallel.strategy, stack.gradient_path
     if path == "ipg" and strategy in ("zero1", "zero2"):

@@ -28,7 +28,7 @@ from sim.report.memory import MemoryResult, by_class, fullest
 from sim.report.neighbours import Features, Validated, features, validated
 from sim.report.queues import unusual_queues
 from sim.report.stages import StageUse, stages_of
-from sim.report.tables import Frame, as_table, row_of
+from sim.report.tables import Frame, as_table
 from sim.report.traffic import traffic_list
 from sim.report.troubles import Trouble, troubles
 from sim.scenario.dump import dump
@@ -129,9 +129,33 @@ class Result:
         for (one prediction each), and only for a run of its own."""
         return [] if self.predictor is None else troubles(self.scenario, self.step_time_s, self.predictor)
 
+    @property
+    def row(self) -> dict[str, Any]:
+        """The main numbers, one column each; those of a sweep's point begin with its `set`.
+
+        It needs no detail of the run, so results that were released (`release`) have a row as well.
+        """
+        exposed = {f"exposed_{kind}_{group}_s": seconds
+                   for kind, groups in self.breakdown.exposed_communication.items()
+                   for group, seconds in groups.items()}
+        budget = {} if self.budget is None else {
+            "days": self.budget.days, "gpu_hours": self.budget.gpu_hours, "cost": self.budget.cost,
+            "energy_kwh": self.budget.energy_kwh, "goodput": self.budget.goodput}
+        return {
+            **{path: _plain(value) for path, value in self.set.items()},
+            "name": self.scenario.name, "gpus": self.gpus, "gpu": self.gpu, "step_time_s": self.step_time_s,
+            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
+            "model_tflops_per_gpu": self.model_tflops_per_gpu, "mfu": self.mfu, "hfu": self.hfu,
+            "bound": self.bound, "exposed_communication_s": self.breakdown.exposed_s,
+            **{f"{name}_s": seconds for name, seconds in self.breakdown.compute.items()}, **exposed,
+            "pipeline_bubble_s": self.breakdown.pipeline_bubble, "host_s": self.breakdown.host,
+            "offload_s": self.breakdown.offload, "device_used_bytes": self.memory.device_used_bytes,
+            "capacity_bytes": self.memory.capacity_bytes, "fits": self.memory.fits, **budget}
+
     def table(self) -> Frame:
         """The main numbers as a table of one row: a pandas DataFrame, or a list of one mapping without pandas."""
-        return as_table([row_of(self)])
+        return as_table([self.row])
 
     def release(self) -> None:
         """Drop Program, machine and timeline: a long sweep keeps its numbers only. No trace or JSON after this."""
@@ -238,6 +262,10 @@ class Result:
             },
             "warnings": list(self.warnings),
         }
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | bool) or value is None else str(value)
 
 
 def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timeline: Timeline) -> Result:

@@ -1,5 +1,4 @@
-"""`drystep fit`: estimates free figures of software profiles from published step times, and tests them on what was left
-out. `python -m sim.validation.fit` writes the same report.
+"""`drystep fit`: estimates free figures of software profiles from published step times and tests them on others.
 
 The figures are those that profiles give a range (`sim.software.free_figures`), at most eight a profile, shared by all
 profiles and eras that inherit them. Nothing is written into a profile: a person does that, where the left-out errors
@@ -12,11 +11,8 @@ simulated: every run with the fitted figures, and every run of the sample with f
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -308,27 +304,3 @@ class _Fitting:
 
     def _everywhere(self, values: Mapping[Figure, float], what: str = "fitted") -> Array:
         return self.trials.errors(what, [(place, values) for place in range(len(self.trials.rows))])
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m sim.validation.fit [CASES ...]`: what `drystep fit` does without options; returns the exit code."""
-    from sim.validation.fit_report import markdown
-    from sim.validation.text import progress_bar
-
-    parser = argparse.ArgumentParser(prog="python -m sim.validation.fit", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("cases", nargs="*", help="case files; default: all shipped published cases")
-    parser.add_argument("--out", type=Path, default=Path("reports/fit.md"), help="the report")
-    parser.add_argument("--workers", type=int)
-    given = parser.parse_args(arguments)
-    try:
-        with progress_bar("fitting") as advance:
-            found = fit(chosen(given.cases), workers=given.workers, progress=advance)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    given.out.write_text(markdown(found), encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

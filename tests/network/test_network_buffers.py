@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.network.buffers import buffer_bytes
+from sim.network.buffers import Connections
 from sim.network.topology import Topology, speeds
 
 MIB = 2**20
@@ -26,7 +26,7 @@ def topology(gpu: str = "a100-80g-sxm", intra: dict[str, Any] | None = None, int
 def held(ranks: list[int], on: Topology | None = None, peers: int = 0, calls: list[tuple[str, int]] | None = None,
          **nccl: Any) -> float:
     where = on or topology()
-    return buffer_bytes(where, speeds(where), np.array(ranks), nccl, peers, calls) / MIB
+    return Connections(where, speeds(where), np.array(ranks), nccl).held_bytes(peers, calls) / MIB
 
 
 def test_a_lonely_rank_has_no_buffers() -> None:

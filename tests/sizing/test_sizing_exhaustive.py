@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ProcessPoolExecutor
-
 import numpy as np
+from sizing_once import Once
 
 from sim.scenario import resolve
 from sim.scenario.dump import dump
 from sim.sizing import Choice, Wish, size
 from sim.sizing.bounds import bounds
-from sim.sizing.runner import simulated
 from sim.sizing.size import _alone
 from sim.sizing.space import SCHEDULES, STRATEGIES, build_space
 
@@ -19,16 +17,14 @@ SMALL = {"name": "small", "cluster": {"topology": "dgx-a100-80g"}, "model": {"pr
          "training": {"micro_batch": 1, "global_batch": 16, "sequence": 128}}
 
 
-def test_the_answer_is_that_of_simulating_everything() -> None:
+def test_the_answer_is_that_of_simulating_everything(once: Once) -> None:
     small = resolve(SMALL, "small")
     base, choice = _alone(small, None), Choice([GPUS])
     space, plain = build_space([base], choice), dump(base)
     factor, pipeline = space.columns["sharding_factor"], space.columns["pipeline"]
     assert len(space) >= 5000 and (pipeline > 1).any()
     assert ((factor > 1) & (factor < GPUS // pipeline) & (space.columns["tensor"] == 1)).any()
-    with ProcessPoolExecutor(2) as pool:
-        jobs = (("", plain, space.sets(row), GPUS) for row in range(len(space)))
-        outcomes = list(pool.map(simulated, jobs, chunksize=50))
+    outcomes = once.on_two_cores([("", plain, space.sets(row), GPUS) for row in range(len(space))])
     times = [one.step_time_s for one in outcomes if one.fits]
     assert len(set(times)) < len(times)  # ties
     assert {"zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "dualpipe"} <= {
@@ -44,7 +40,7 @@ def test_the_answer_is_that_of_simulating_everything() -> None:
         assert [row["step_time_s"] for row in found.best] == [outcomes[row].step_time_s for _, row in every[:TOP]]
 
 
-def test_sharded_stages_and_stages_that_straddle_nodes_too() -> None:
+def test_sharded_stages_and_stages_that_straddle_nodes_too(once: Once) -> None:
     """FSDP inside pipelines; three nodes of four GPUs, so that two stages share a node."""
     model = {"preset": "gpt2", "layers": 6, "tied_embeddings": False}
     cluster = {"topology": "dgx-a100-80g", "gpus_per_node": 4}
@@ -58,7 +54,7 @@ def test_sharded_stages_and_stages_that_straddle_nodes_too() -> None:
     strategy, pipeline, schedule = (space.columns[name] for name in ("strategy", "pipeline", "schedule"))
     sharded = (strategy == STRATEGIES.index("fsdp")) & (pipeline > 1)
     assert sharded.sum() > 30 and not (sharded & (schedule == SCHEDULES.index("dualpipe"))).any()
-    outcomes = [simulated(("", plain, space.sets(row), gpus)) for row in range(len(space))]
+    outcomes = [once(("", plain, space.sets(row), gpus)) for row in range(len(space))]
     assert {one.outcome for one in outcomes} == {"ok"}
     every = sorted((one.step_time_s, row) for row, one in enumerate(outcomes) if one.fits)
     found = size(small, choice, top=TOP)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sizing_once import Once
 
 from sim.cli_sizing import _size_lines
 from sim.errors import UserError
@@ -15,7 +16,6 @@ from sim.scenario.schema import Offload
 from sim.sizing import Choice, size
 from sim.sizing.bounds import bounds
 from sim.sizing.offloads import OFFLOADS, narrowed, variants
-from sim.sizing.runner import simulated
 from sim.sizing.size import _alone
 from sim.sizing.space import STRATEGIES, Space, build_space
 
@@ -35,10 +35,10 @@ def spread(framework: str, **model: Any) -> Space:
 
 
 @pytest.mark.parametrize("framework", ["pytorch", "deepspeed"])
-def test_the_answer_is_that_of_simulating_everything(framework: str) -> None:
+def test_the_answer_is_that_of_simulating_everything(framework: str, once: Once) -> None:
     space = spread(framework, layers=4)
     plain = [dump(one) for one in space.clusters]
-    outcomes = [simulated(("", plain[space.columns["cluster"][row]], space.sets(row), 8)) for row in range(len(space))]
+    outcomes = [once(("", plain[space.columns["cluster"][row]], space.sets(row), 8)) for row in range(len(space))]
     assert {one.outcome for one in outcomes} == {"ok"}  # nothing that a technique refuses
     every = sorted((one.step_time_s, row) for row, one in enumerate(outcomes) if one.fits)
     found = size(scenario(framework, layers=4), CHOICE, offload=list(OFFLOADS), top=5)
@@ -109,13 +109,13 @@ def kept(framework: str, year: int, **changes: Any) -> Space:
 
 @pytest.mark.parametrize(("framework", "year"), [("pytorch", 2023), ("pytorch", 2025), ("deepspeed", 2021),
                                                  ("deepspeed", 2024)])
-def test_bounds_of_what_is_kept_outside_hold(framework: str, year: int) -> None:
+def test_bounds_of_what_is_kept_outside_hold(framework: str, year: int, once: Once) -> None:
     """Seconds of copies and of the optimizer on the CPU, bytes of what stays: never more than simulated."""
     space = kept(framework, year)
     below, plain = bounds(space), [dump(one) for one in space.clusters]
     held = 0
     for row in np.random.default_rng(year).permutation(len(space))[:60].tolist():
-        one = simulated(("", plain[space.columns["cluster"][row]], space.sets(row), 8))
+        one = once(("", plain[space.columns["cluster"][row]], space.sets(row), 8))
         held += one.outcome == "ok"
         if one.outcome == "refused":  # disks are for ZeRO-3
             continue
@@ -124,7 +124,7 @@ def test_bounds_of_what_is_kept_outside_hold(framework: str, year: int) -> None:
     assert held >= 30
 
 
-def test_bounds_count_the_optimizer_on_the_cpu_and_what_does_not_leave() -> None:
+def test_bounds_count_the_optimizer_on_the_cpu_and_what_does_not_leave(once: Once) -> None:
     """13B on 8 A100-40GB. Adam on the CPU passes 4 + 12 + 12 + 2 bytes and more of 1.6e9 parameters through an eighth
     of a host's memory; where only activations leave, DDP's 16 bytes of 13e9 parameters do not fit."""
     of = resolve({"name": "13b", "cluster": {"topology": "p4d"}, "model": {"preset": "gpt3-13b"},
@@ -140,5 +140,5 @@ def test_bounds_count_the_optimizer_on_the_cpu_and_what_does_not_leave() -> None
     ddp, zero3 = names.index("ddp"), next(i for i, n in enumerate(names) if n == "zero3" and outside[i])
     assert below.memory_bytes[ddp] > below.capacity_bytes[ddp]
     assert below.memory_bytes[zero3] < below.capacity_bytes[zero3]
-    one = simulated(("", dump(space.clusters[space.columns["cluster"][zero3]]), space.sets(zero3), 8))
+    one = once(("", dump(space.clusters[space.columns["cluster"][zero3]]), space.sets(zero3), 8))
     assert 0.6 * one.step_time_s < below.time_s[zero3] <= one.step_time_s

@@ -21,6 +21,9 @@ SMALL: dict[str, Any] = {
 NARROW = {"tensor": [1], "context": [1], "pipeline": [1], "micro_batch": [4], "recompute": ["none"],
           "partial_recompute": False}
 
+#: Searches of one space, over and over: what they simulate is shared.
+pytestmark = pytest.mark.usefixtures("once")
+
 
 def on(topology: str, **budget: Any) -> Any:
     return resolve({**SMALL, "cluster": {"topology": topology, "nodes": 1}, **({"budget": budget} if budget else {})})

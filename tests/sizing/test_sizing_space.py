@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from sizing_once import Once
 
 from sim.cli import main
 from sim.errors import UserError
@@ -68,13 +69,13 @@ def test_bounds_never_exceed_what_is_simulated(seed: int, model: str, framework:
             assert of.time_s[row] > (0.05 if model == "mixtral-8x7b" else 0.1) * got.step_time_s
 
 
-def test_search_agrees_with_simulating_everything() -> None:
+def test_search_agrees_with_simulating_everything(once: Once) -> None:
     choice = Choice([8], micro_batch=[1, 2], context=[1], recompute=["none", "full"], partial_recompute=False,
                     schedules=["1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v"], tensor=[1, 2], pipeline=[1, 2],
                     virtual_stages=[1, 2])
     base = _alone(scenario(), None)
     space, plain = build_space([base], choice), dump(base)
-    outcomes = [simulated(("", plain, space.sets(row), 8)) for row in range(len(space))]
+    outcomes = [once(("", plain, space.sets(row), 8)) for row in range(len(space))]
     for objective in ("time", "cost", "gpus", "energy"):
         wish = Wish(objective)
         every = sorted((float(wish.value(o.step_time_s, o.gpus, None, o.step_energy_j)), row)

@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any
 
 import pytest
+from sizing_once import Once
 
 from sim.scenario import resolve
 from sim.scenario.dump import dump
 from sim.sizing import Choice, size
 from sim.sizing.bounds import bounds
 from sim.sizing.offloads import both_ways, narrowed, waiting
-from sim.sizing.runner import simulated
 from sim.sizing.size import _alone
 from sim.sizing.space import SCHEDULES, build_space
 
@@ -32,13 +32,13 @@ def scenario(framework: str, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("framework", ["megatron", "pytorch"])
-def test_the_answer_is_that_of_simulating_everything(framework: str) -> None:
+def test_the_answer_is_that_of_simulating_everything(framework: str, once: Once) -> None:
     of = scenario(framework)
     space = build_space(both_ways([_alone(of, None)]), CHOICE, partial(narrowed, both=True))
     overlaps = [space.sets(row)["parallel.overlap_p2p"] for row in range(len(space))]
     assert 0 < sum(overlaps) < len(overlaps) / 2
     plain = [dump(one) for one in space.clusters]
-    outcomes = [simulated(("", plain[space.columns["cluster"][row]], space.sets(row), 8)) for row in range(len(space))]
+    outcomes = [once(("", plain[space.columns["cluster"][row]], space.sets(row), 8)) for row in range(len(space))]
     assert {one.outcome for one in outcomes} == {"ok"}
     every = sorted((one.step_time_s, row) for row, one in enumerate(outcomes) if one.fits)
     found = size(of, CHOICE, overlap_p2p=True, top=5)

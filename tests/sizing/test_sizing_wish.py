@@ -24,6 +24,9 @@ PLAIN: dict[str, Any] = {
     "training": {"micro_batch": 1, "global_batch": 64, "sequence": 1024}}
 NARROW = Choice([8], tensor=[1, 2], context=[1], pipeline=[1], micro_batch=[1, 8], partial_recompute=False)
 
+#: Searches of one space, over and over: what they simulate is shared.
+pytestmark = pytest.mark.usefixtures("once")
+
 
 def test_chinchilla_is_twenty_tokens_per_parameter() -> None:
     asked = resolve({**PLAIN, "budget": {"tokens": "chinchilla"}})

@@ -5,9 +5,9 @@ from __future__ import annotations
 from sim.model.architecture import Layer
 from sim.model.eager.autograd import KINDS, rounded
 from sim.model.eager.estimate import estimate
-from sim.model.eager.profile import NOTHING, Levels, Pass, Profile, Program, profile
+from sim.model.eager.profile import NOTHING, Levels, Pass, Profile, profile
 
-__all__ = ["KINDS", "NOTHING", "Levels", "Pass", "Profile", "Program", "layer_profile", "profile", "rounded"]
+__all__ = ["KINDS", "NOTHING", "Levels", "Pass", "Profile", "layer_profile", "profile", "rounded"]
 
 
 def layer_profile(layer: Layer, policy: str, keep_gradients: bool, caches_casts: bool = True) -> Profile:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from sim.model.attention_core import softmax_dtype, uses_flash
 from sim.model.eager import operations as op
 from sim.model.eager.autograd import Gradients, Output, Run, Tensor
 from sim.model.eager.products import column, entered, row
@@ -40,13 +41,6 @@ def attention(run: Run, style: Style, x: Tensor, policy: str, memory: Tensor | N
         out = core(run, style, query, key, value, bias)
     run.at("projection")
     return row(run, style, out, style.query_width, (("projection", style.hidden),))
-
-
-def uses_flash(style: Style) -> bool:
-    """Whether one kernel computes attention (`sim.model.attention_core`, which imports what imports this)."""
-    from sim.model.attention_core import uses_flash as fused
-
-    return fused(style)
 
 
 def _projections(run: Run, style: Style, x: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,8 +137,6 @@ def _eager(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bi
 
 
 def _softmax(run: Run, style: Style, weights: Tensor, dtype: str, bias: Tensor | None) -> Tensor:
-    from sim.model.attention_core import softmax_dtype
-
     soft = softmax_dtype(style)
     if style.stack.fused_softmax or style.stack.compile:
         weights = op.to(run, op.softmax(run, weights, soft), weights.dtype)

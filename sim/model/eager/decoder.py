@@ -6,9 +6,10 @@ model's operators. Sources: transformers modeling_gpt2.py and modeling_llama.py 
 
 from __future__ import annotations
 
+from sim.model.attention_core import uses_flash
 from sim.model.eager import operations as op
 from sim.model.eager import tuned
-from sim.model.eager.attention import attention, uses_flash
+from sim.model.eager.attention import attention
 from sim.model.eager.autograd import Run, Tensor, Weight
 from sim.model.eager.experts import experts
 from sim.model.eager.mlp import mlp

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from sim.model.attention_core import uses_flash
 from sim.model.eager import decoder
 from sim.model.eager import operations as op
-from sim.model.eager.attention import attention, uses_flash
+from sim.model.eager.attention import attention
 from sim.model.eager.autograd import LOGITS, Run, Storage, Tensor, Weight
 from sim.model.eager.head import loss
 from sim.model.eager.mlp import mlp

@@ -14,7 +14,7 @@ from typing import Any
 from sim.model.eager import decoder, encoder, encoder_decoder
 from sim.model.eager.autograd import KINDS, WORKSPACE, Boundary, Run, Sink, Storage, Tensor, rounded
 from sim.model.eager.head import head as decoder_head
-from sim.model.style import Style
+from sim.model.style import Program, Style
 from sim.tensor_trace import INPUT, OUTPUT_GRADIENT, TIED, Trace
 
 Levels = tuple[int, ...]
@@ -55,19 +55,6 @@ class Profile:
     cached: Levels
     backward: Pass
     trace: Trace
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """Which layer of which style: everything that decides its memory.
-
-    Attributes:
-        layer: "embedding", "block", "bridge" or "head"; "first block" where it makes what the other blocks read.
-        style: of a decoder that reads an encoder's output, with `memory` set.
-    """
-
-    layer: str
-    style: Style
 
 
 @lru_cache(maxsize=512)

@@ -13,6 +13,7 @@ section 3, for what any ring needs.
 from __future__ import annotations
 
 from sim.model.eager.autograd import Gradients, Node, Output, Run, Storage, Tensor
+from sim.model.ring import below
 from sim.model.style import Style
 
 
@@ -32,8 +33,6 @@ def ring(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, rows
 
 def halves(style: Style) -> bool:
     """Whether steps on another's slice see half of its keys (`sim.model.ring.below`)."""
-    from sim.model.ring import below
-
     return below(style) is not None
 
 

@@ -8,7 +8,6 @@ Megatron-LM `param_and_grad_buffer.py`, `distributed_data_parallel.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from sim.model import gradient_dtype
 from sim.model.architecture import Layer
@@ -19,6 +18,7 @@ from sim.parallel.data.by_rank import gather_by_rank
 from sim.parallel.data.gathers import Gathers
 from sim.parallel.data.held import Held
 from sim.parallel.data.partition import gather_parameters, look_through
+from sim.parallel.data.reductions import Reduction, sums_wide
 from sim.parallel.step import COMPUTE, MicroStep, Plan, collective, narrow_weights
 from sim.parallel.update import sums_in_master, update, update_in_backward
 from sim.program import Label, SectionBuilder
@@ -26,69 +26,6 @@ from sim.work import DTYPE_BYTES, Kernel
 
 NCCL = 1
 STREAMS = ("compute", "nccl")
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """How a stack reduces gradients.
-
-    Attributes:
-        buckets: in launch order.
-        kind: all_reduce, reduce_scatter, or reduce (slice by slice to its owner).
-        shards: ranks over which optimizer states are split (1 = none), those of routed experts over as many as hold
-            the same ones.
-        gradient_shards: ranks over which kept gradients are split, likewise.
-        copy_in, copy_out: bytes moved per gradient element to fill a bucket, and to empty it after backward.
-        buffer_bytes: bucket buffers beside the gradients themselves.
-        transient: whether the buffers exist only during backward.
-        gather_elements: elements per all-gather of updated parameters after the optimizer (0 = none).
-        resident_gradients: gradients live in a buffer that is never freed (Megatron).
-        views: gradients become views of their bucket when it is reduced.
-        behind: buckets are reduced behind the last backward, whatever is asked for.
-        narrow: whole gradients in the parameters' dtype live beside the buffer until each backward is through.
-        copies_last: buckets are filled (`copy_in`) in the micro-step that reduces alone.
-        by_rank: each rank's piece of each parameter is copied to its place behind the gather.
-        norm_of_all: the norm is taken, and the clipping done, of whole gradients on every rank.
-        flattened: whole gradients are copied into one buffer bucket by bucket behind backward and back; then a rank
-            keeps those of its part alone, unless they are sums that last.
-        listed: gathers of parameters go over lists of tensors.
-        gathers: how updated parameters are gathered bucket by bucket: behind (the optimizer), used (beside the next
-            forward, as modules come to use them), aligned (so, chunks of a pipeline rank ahead of their turn); "" where
-            they are not, or by `gather_elements`.
-        chunkwise: a chunk's buckets are reduced behind its last backward, not beside it.
-        prepared: bytes moved per gradient element just before its bucket is reduced.
-    """
-
-    buckets: list[Bucket]
-    kind: str
-    shards: int
-    gradient_shards: int
-    copy_in: float
-    copy_out: float
-    buffer_bytes: float
-    transient: bool
-    gather_elements: int
-    resident_gradients: bool
-    views: bool = False
-    behind: bool = False
-    narrow: bool = False
-    copies_last: bool = False
-    by_rank: bool = False
-    norm_of_all: bool = False
-    flattened: bool = False
-    listed: bool = False
-    gathers: str = ""
-    chunkwise: bool = False
-    prepared: float = 0.0
-
-
-def sums_wide(plan: Plan, split: bool) -> bool:
-    """Whether gradients of the backward pass keep the parameters' dtype beside wider sums (DeepSpeed
-    `runtime/bf16_optimizer.py`: fp32_groups_gradients of whole, not of `split`, groups;
-    update_hp_grads(clear_lp_grads=False))."""
-    precision = plan.scenario.training.precision
-    return (plan.stack.gradient_path == "ipg" and not plan.offload.moves_optimizer and precision.master != "none"
-            and not split and DTYPE_BYTES[precision.gradients] > DTYPE_BYTES[precision.parameters])
 
 
 class Bucketed(Held):

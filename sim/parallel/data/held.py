@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
-from typing import TYPE_CHECKING
 
 from sim.parallel.construction import (
     APART,
@@ -17,14 +16,12 @@ from sim.parallel.construction import (
     widened,
 )
 from sim.parallel.data.buckets import fragments
+from sim.parallel.data.reductions import Reduction
 from sim.parallel.offload import Offload
 from sim.parallel.outputs import stage_outputs
 from sim.parallel.step import Plan, frozen_bytes, narrow_only, state_bytes, weight_placeholders
 from sim.scenario.schema import Precision
 from sim.work import DTYPE_BYTES
-
-if TYPE_CHECKING:
-    from sim.parallel.data.bucketed import Reduction
 
 
 class Held:

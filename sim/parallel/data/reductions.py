@@ -1,10 +1,9 @@
-"""The facts of each data-parallel stack: how buckets fill, what is copied, what is split (see `Reduction`)."""
+"""How each data-parallel stack reduces gradients: how buckets fill, what is copied, what is split."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from sim.parallel.data.bucketed import Reduction, sums_wide
 from sim.parallel.data.buckets import Bucket, Chosen, Routed, apart, fill, fill_before, joined
 from sim.parallel.step import Plan, is_matrix, narrow_only
 from sim.scenario.schema import Scenario
@@ -19,6 +18,69 @@ DEEPSPEED_BUCKET = 500_000_000
 #: Megatron-LM `distributed_data_parallel.py`: bucket_size = max(40e6, 1e6 * data-parallel size), parameters; the former
 #: is `Stack.bucket_elements`.
 MEGATRON_BUCKET_PER_RANK = 1_000_000
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How a stack reduces gradients.
+
+    Attributes:
+        buckets: in launch order.
+        kind: all_reduce, reduce_scatter, or reduce (slice by slice to its owner).
+        shards: ranks over which optimizer states are split (1 = none), those of routed experts over as many as hold
+            the same ones.
+        gradient_shards: ranks over which kept gradients are split, likewise.
+        copy_in, copy_out: bytes moved per gradient element to fill a bucket, and to empty it after backward.
+        buffer_bytes: bucket buffers beside the gradients themselves.
+        transient: whether the buffers exist only during backward.
+        gather_elements: elements per all-gather of updated parameters after the optimizer (0 = none).
+        resident_gradients: gradients live in a buffer that is never freed (Megatron).
+        views: gradients become views of their bucket when it is reduced.
+        behind: buckets are reduced behind the last backward, whatever is asked for.
+        narrow: whole gradients in the parameters' dtype live beside the buffer until each backward is through.
+        copies_last: buckets are filled (`copy_in`) in the micro-step that reduces alone.
+        by_rank: each rank's piece of each parameter is copied to its place behind the gather.
+        norm_of_all: the norm is taken, and the clipping done, of whole gradients on every rank.
+        flattened: whole gradients are copied into one buffer bucket by bucket behind backward and back; then a rank
+            keeps those of its part alone, unless they are sums that last.
+        listed: gathers of parameters go over lists of tensors.
+        gathers: how updated parameters are gathered bucket by bucket: behind (the optimizer), used (beside the next
+            forward, as modules come to use them), aligned (so, chunks of a pipeline rank ahead of their turn); "" where
+            they are not, or by `gather_elements`.
+        chunkwise: a chunk's buckets are reduced behind its last backward, not beside it.
+        prepared: bytes moved per gradient element just before its bucket is reduced.
+    """
+
+    buckets: list[Bucket]
+    kind: str
+    shards: int
+    gradient_shards: int
+    copy_in: float
+    copy_out: float
+    buffer_bytes: float
+    transient: bool
+    gather_elements: int
+    resident_gradients: bool
+    views: bool = False
+    behind: bool = False
+    narrow: bool = False
+    copies_last: bool = False
+    by_rank: bool = False
+    norm_of_all: bool = False
+    flattened: bool = False
+    listed: bool = False
+    gathers: str = ""
+    chunkwise: bool = False
+    prepared: float = 0.0
+
+
+def sums_wide(plan: Plan, split: bool) -> bool:
+    """Whether gradients of the backward pass keep the parameters' dtype beside wider sums (DeepSpeed
+    `runtime/bf16_optimizer.py`: fp32_groups_gradients of whole, not of `split`, groups;
+    update_hp_grads(clear_lp_grads=False))."""
+    precision = plan.scenario.training.precision
+    return (plan.stack.gradient_path == "ipg" and not plan.offload.moves_optimizer and precision.master != "none"
+            and not split and DTYPE_BYTES[precision.gradients] > DTYPE_BYTES[precision.parameters])
 
 
 def _spread(plan: Plan) -> bool:
