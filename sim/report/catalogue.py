@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sim.catalog import names, table
+from sim.report.fields import field_rows
 
 Row = dict[str, Any]
 
@@ -13,10 +14,10 @@ def rows(what: str) -> list[Row]:
     """The rows of a catalogue; every row of one has the same keys.
 
     Args:
-        what: gpus, topologies, models, software or precisions.
+        what: gpus, topologies, models, software, precisions or fields.
     """
     return {"gpus": gpus, "topologies": topologies, "models": models, "software": software,
-            "precisions": precisions}[what]()
+            "precisions": precisions, "fields": field_rows}[what]()
 
 
 def gpus() -> list[Row]:

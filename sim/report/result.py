@@ -357,6 +357,9 @@ def _warnings(result: Result) -> list[str]:
     if loading.waiting_s > 0:
         found.append(f"data: training needs {loading.bytes_per_step / loading.work_s / 1e9:.3g} GB/s per node and "
                      f"storage reads {loading.storage_bytes_per_s / 1e9:.3g} GB/s: it bounds the step")
+    if (own := result.scenario.cluster.gpu) is not None and any(v is not None for v in own.model_dump().values()):
+        found.append(f"hardware: figures of this GPU are the scenario's own; how much of them kernels reach is taken "
+                     f"from {result.gpu}, and so are published runs like this")
     detail = result.detail
     for device in sorted({c.device for c in detail.lowered.job.classes}):
         gpu = detail.machine.devices[device].gpu
