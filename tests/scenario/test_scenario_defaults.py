@@ -151,6 +151,13 @@ ADAMW = {
 }
 
 
+def test_a_named_precision_may_be_changed_in_single_dtypes() -> None:
+    own = made(training__precision={"name": "pure-bf16", "parameters": "int4"}).training.precision
+    assert own.model_dump() == {"name": "custom", **PRECISIONS["pure-bf16"], "parameters": "int4"}
+    same = made(training__precision={"name": "amp-bf16", "compute": "bf16"}).training.precision
+    assert same.model_dump() == {"name": "amp-bf16", **PRECISIONS["amp-bf16"]}
+
+
 def test_precisions_match_the_table() -> None:
     size = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "none": 0}
     assert set(ADAMW) == set(PRECISIONS)
