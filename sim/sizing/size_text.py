@@ -54,7 +54,7 @@ def _covered(found: Sizing) -> Iterator[str]:
     if found.faults:
         yield f"the simulation failed on {found.faults:,} of them, a fault of ours: the best is not proven"
         if found.first_fault is not None:
-            yield f"  the first: {_layout(found.first_fault['set'])}: {found.first_fault['reason']}"
+            yield f"  the first: {layout_of(found.first_fault['set'])}: {found.first_fault['reason']}"
     elif found.proven:
         yield "the best is proven"
     else:
@@ -75,7 +75,7 @@ def _table(rows: Sequence[Row], whole: bool) -> Iterator[str]:
         f"  {'cluster':{clusters}}  layout")
     for row, line in zip(rows, cells, strict=True):
         yield "  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) + (
-            f"  {row['cluster']:{clusters}}  {_layout(row['set'])}")
+            f"  {row['cluster']:{clusters}}  {layout_of(row['set'])}")
 
 
 def _figure(value: float) -> str:
@@ -83,10 +83,11 @@ def _figure(value: float) -> str:
 
 
 def _brief(row: Row) -> str:
-    return f"{row['step_time_s']:.4g} s on {row['gpus']:,} GPUs of {row['cluster']}, {_layout(row['set'])}"
+    return f"{row['step_time_s']:.4g} s on {row['gpus']:,} GPUs of {row['cluster']}, {layout_of(row['set'])}"
 
 
-def _layout(sets: Mapping[str, Any]) -> str:
+def layout_of(sets: Mapping[str, Any]) -> str:
+    """A row's fields in words; what is off or one is left out."""
     shown = {name.removeprefix("parallel.").removeprefix("training."): value for name, value in sets.items()
              if name != "cluster.nodes" and value not in (1, False) and (value != "none" or "offload" not in name)
              and (name != "parallel.schedule" or sets["parallel.pipeline"] > 1)}
