@@ -112,7 +112,7 @@ def sweep_figure(sweep: Sweep) -> Figure:
         ("time of a request" if serving else "step time", unit, lambda p: p.step_time_s * factor),
         ("tokens per second per GPU" if tokens else "samples per second per GPU", "",
          lambda p: (p.tokens_per_second if tokens else p.samples_per_second) / p.gpus),
-        ("memory of the fullest GPU", "GiB", lambda p: p.memory.device_used_bytes / 2**30))
+        ("memory per GPU", "GiB", lambda p: p.memory.device_used_bytes / 2**30))
     for number, (title, in_unit, value) in enumerate(panels):
         ax = made.add_axes(((0.6 + number * 2.95) / look.WIDTH, foot / height, 2.3 / look.WIDTH,
                             (height - foot - 0.92) / height))

@@ -33,7 +33,7 @@ _SMALLEST_SHARE = 0.0005
 _HEADS = {"architecture": "arch", "half_tflops": "half TF", "fp8_tflops": "fp8 TF", "memory_gib": "GiB",
           "bandwidth_gb_s": "GB/s", "power_limit_w": "W", "gpus_per_node": "GPUs", "sms": "SMs",
           "host_forward_us": "fwd µs", "host_backward_us": "bwd µs", "host_collective_us": "call µs",
-          "clips_gradients": "clips"}
+          "clips_gradients": "clips", "parameters_b": "10⁹ params"}
 _PIPE_WIDTH = 200
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 

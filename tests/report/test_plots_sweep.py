@@ -133,4 +133,4 @@ def test_few_whole_numbers_are_the_ticks_and_memory_is_held_against_the_gpu(resu
         panels = made.axes
         assert [label.get_text() for label in panels[0].get_xticklabels()] == ["4", "8", "12", "16"]
         titles = [ax.get_title(loc="left") for ax in panels]
-    assert titles == ["step time", "tokens per second per GPU", "memory of the fullest GPU"]
+    assert titles == ["step time", "tokens per second per GPU", "memory per GPU"]

@@ -8,6 +8,7 @@ import pytest
 from report_scenarios import small
 
 import sim
+from sim.report.catalogue import rows
 from sim.report.text import as_text, sweep_as_text
 from sim.report.text_head import described, layout
 from sim.scenario import resolve
@@ -67,3 +68,16 @@ def test_the_whole_run_of_a_job_that_does_not_fit_is_said_not_to() -> None:
     assert "does not fit" in text and "runs out of memory" in text and "the deadline of 2 h is " in text
     fits = as_text(sim.run(small(1024, 1, "amp-bf16", "ddp", budget={"tokens": 1e9, "deadline": "2 h"})))
     assert "runs out of memory" not in fits
+
+
+def test_a_dtype_without_tensor_cores_is_warned_of() -> None:
+    plain: dict[str, Any] = {"name": "old", "cluster": {"topology": "single-v100-32g-sxm"}, "model": {"preset": "gpt2"},
+             "training": {"micro_batch": 1, "global_batch": 1, "sequence": 256, "precision": "amp-bf16"}}
+    assert any("no tensor cores for bf16" in w and "fp16: 125" in w for w in sim.run(resolve(plain)).warnings)
+    half = {**plain, "training": {**plain["training"], "precision": "amp-fp16"}}
+    assert not any("tensor cores" in w for w in sim.run(resolve(half)).warnings)
+
+
+def test_models_are_listed_with_their_parameters() -> None:
+    found = {row["name"]: row["parameters_b"] for row in rows("models")}
+    assert (found["llama-2-7b"], found["llama-3-70b"], found["mixtral-8x7b"]) == (6.74, 70.6, 46.7)
