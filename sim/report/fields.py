@@ -25,7 +25,8 @@ def field_rows() -> list[dict[str, Any]]:
 
 
 def _rows(table: Node, head: str, tables: Node) -> Iterator[dict[str, Any]]:
-    required = table.get("required", ())
+    required = {*table.get("required", ()), *(name for choice in table.get("anyOf", ()) if "oneOf" in choice
+                                              for name in choice["required"])}
     for name, node in table.get("properties", {}).items():
         path = f"{head}{name}"
         default = node.get("default")

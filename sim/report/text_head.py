@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sim.report.units import rate, seconds, size
-from sim.scenario.schema import Inference, InferenceRun, Scenario
+from sim.scenario.schema import Inference, InferenceRun, Precision, Scenario
 
 if TYPE_CHECKING:
     from sim.report.inference import InferenceResult
@@ -21,7 +21,7 @@ def described(scenario: Scenario, gpu: str) -> list[Any]:
     return [
         Text(scenario.name, style="bold"),
         Text(f"{scenario.gpus} × {_card(scenario, gpu)} ({cluster.nodes} × {cluster.topology.name}) · "
-             f"{layout(scenario)} · {training.precision.name}", style="dim"),
+             f"{layout(scenario)} · {_precision(training.precision)}", style="dim"),
         Text(_request(scenario, training.mode.inference) if isinstance(training.mode, Inference) else _batch(scenario),
              style="dim"),
     ]
@@ -79,6 +79,11 @@ def _batch(scenario: Scenario) -> str:
             f"{training.micro_batch}{micro}")
 
 
+def _precision(of: Precision) -> str:
+    """Its name; of the user's own mixture the dtypes that decide most."""
+    return of.name if of.name != "custom" else f"{of.compute} products, {of.parameters} parameters"
+
+
 def _replicas(count: int) -> str:
     return "1 replica" if count == 1 else f"{count} replicas"
 
@@ -87,7 +92,8 @@ def _request(scenario: Scenario, run: InferenceRun) -> str:
     weights = scenario.training.precision.parameters
     ranks = {"tensor": scenario.parallel.tensor, "pipeline": scenario.parallel.pipeline}
     split = [f"{name} {n}" for name, n in ranks.items() if n > 1]
-    return (f"inference: {run.batch:,} prompts of {run.prompt:,} tokens, {run.generate:,} tokens generated each, "
+    prompts = "1 prompt" if run.batch == 1 else f"{run.batch:,} prompts"
+    return (f"inference: {prompts} of {run.prompt:,} tokens, {run.generate:,} tokens generated each, "
             f"{weights} weights · {' × '.join([*split, _replicas(scenario.data_parallel)])}")
 
 
