@@ -19,7 +19,7 @@ _DAY_S, _GIB = 86_400.0, 2.0**30
 def lines(found: Sizing) -> Iterator[str]:
     """The whole answer for a terminal."""
     yield from _covered(found)
-    if not found.best:
+    if not found.best and found.simulated:
         yield "nothing that was simulated fits"
     proven = "no layout beats them in time, GPUs and cost; by energy of those simulated" if found.front_proven else (
         "of those simulated, by time, GPUs, cost and energy")
@@ -47,16 +47,18 @@ def _covered(found: Sizing) -> Iterator[str]:
     yield f"{found.raw:,} configurations can be written, {found.covered:,} of them differ in effect"
     ruled = {"memory": "do not fit", "time": "cannot be among the best", "deadline": "miss the deadline",
              "budget": "cost more than the budget"}
-    parts = [f"{found.impossible:,} are impossible",
-             *(f"{count:,} {ruled.get(name, f'are ruled out by {name}')}" for name, count in found.pruned.items()),
-             f"{found.simulated:,} were simulated" + (f" ({found.refused:,} of them refused)" if found.refused else "")]
-    yield f"of these {', '.join(parts)}"
+    counts = {"are impossible": found.impossible,
+              **{ruled.get(name, f"are ruled out by {name}"): count for name, count in found.pruned.items()}}
+    parts = [f"{count:,} {said}" for said, count in counts.items() if count]
+    refused = f" ({found.refused:,} of them refused)" if found.refused else ""
+    simulated = f"{found.simulated:,} were simulated{refused}"
+    yield f"of these {', '.join([*parts, simulated])}"
     if found.faults:
         yield f"the simulation failed on {found.faults:,} of them, a fault of ours: the best is not proven"
         if found.first_fault is not None:
             yield f"  the first: {layout_of(found.first_fault['set'])}: {found.first_fault['reason']}"
     elif found.proven:
-        yield "the best is proven"
+        yield "the best is proven" if found.best else "that no layout does what is asked is proven"
     else:
         yield f"not proven: a configuration not yet simulated may be up to {100 * found.gap:.1f}% better"
 

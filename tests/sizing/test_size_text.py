@@ -45,6 +45,13 @@ def test_the_best_stand_under_heads() -> None:
     assert whole[at + 1].split() == ["step", "GPUs", "days", "GPU-hours", "kWh", "USD", "memory", "cluster", "layout"]
 
 
+def test_a_search_that_nothing_passes_says_so_once() -> None:
+    found = size(resolve(PLAIN), CHOICE, Wish(deadline_s=1e-9), top=3)
+    said = list(lines(found))
+    assert not found.best and "that no layout does what is asked is proven" in said and "the best is proven" not in said
+    assert "miss the deadline" in said[1] and " 0 " not in said[1].replace("0 were simulated", "")
+
+
 def test_an_interrupted_search_tells_the_best_so_far() -> None:
     told = [0]
     found = size(resolve(PLAIN), CHOICE, top=10**6, progress=lambda done, *_: told.append(done),
