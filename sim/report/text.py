@@ -181,7 +181,7 @@ def memory_bar(memory: MemoryResult, width: int) -> Text:
 
 def memory_verdict(memory: MemoryResult) -> Text:
     """Whether it fits, and by how much."""
-    counted = "fits" if memory.complete else "what is counted so far fits"
+    counted = "fits" if memory.complete else "fits by estimate"
     if memory.fits:
         cached = memory.reserved.fragmentation_bytes
         needed = f"{size(memory.capacity_bytes - cached)} are needed, and the allocator's cache takes the other"

@@ -72,11 +72,13 @@ def _card(scenario: Scenario, gpu: str) -> str:
 
 
 def _batch(scenario: Scenario) -> str:
-    training = scenario.training
-    micro = f" × {scenario.micro_steps} micro-steps" if scenario.micro_steps > 1 else ""
+    training, steps, last = scenario.training, scenario.micro_steps, scenario.last_micro_batch
+    each = f"{training.micro_batch}" + (f" × {steps} micro-steps" if steps > 1 else "")
+    if last != training.micro_batch and steps > 1:  # the last micro-step is smaller
+        whole = f"{training.micro_batch} × {steps - 1}" if steps > 2 else f"{training.micro_batch}"
+        each = f"({whole} + {last}), {steps} micro-steps"
     what = f"sequences of {training.sequence:,} tokens" if has_tokens(scenario) else "samples"
-    return (f"{training.global_batch:,} {what} per step = {_replicas(scenario.data_parallel)} × "
-            f"{training.micro_batch}{micro}")
+    return (f"{training.global_batch:,} {what} per step = {_replicas(scenario.data_parallel)} × {each}")
 
 
 def _precision(of: Precision) -> str:

@@ -31,6 +31,14 @@ def test_one_replica_is_one() -> None:
     assert lines[1].endswith("tensor 8 · ddp · amp-bf16") and "= 1 replica × 1 × 64 micro-steps" in lines[2]
 
 
+@pytest.mark.parametrize(("micro", "batch", "said"), [
+    (2, 64, "= 8 replicas × 2 × 4 micro-steps"), (8, 64, "= 8 replicas × 8"),
+    (3, 64, "= 8 replicas × (3 × 2 + 2), 3 micro-steps"), (5, 64, "= 8 replicas × (5 + 3), 2 micro-steps")])
+def test_the_sizes_multiply_to_the_batch(micro: int, batch: int, said: str) -> None:
+    scenario = small(1024, micro, "amp-bf16", "ddp", **{"training.global_batch": batch})
+    assert str(described(scenario, "a100")[2]).endswith(said)
+
+
 def test_figures_of_ones_own_are_said_to_be() -> None:
     plain = {"name": "own", "cluster": {"topology": OWN, "nodes": 1}, "model": {"preset": "gpt2"},
              "training": {"micro_batch": 1, "global_batch": 8, "sequence": 256}}
