@@ -19,8 +19,6 @@ _DAY_S, _GIB = 86_400.0, 2.0**30
 def lines(found: Sizing) -> Iterator[str]:
     """The whole answer for a terminal."""
     yield from _covered(found)
-    if not found.best and found.simulated:
-        yield "nothing that was simulated fits"
     proven = "no layout beats them in time, GPUs and cost; by energy of those simulated" if found.front_proven else (
         "of those simulated, by time, GPUs, cost and energy")
     if found.front_proven and found.wish.objective == "energy":
@@ -59,6 +57,8 @@ def _covered(found: Sizing) -> Iterator[str]:
             yield f"  the first: {layout_of(found.first_fault['set'])}: {found.first_fault['reason']}"
     elif found.proven:
         yield "the best is proven" if found.best else "that no layout does what is asked is proven"
+    elif not found.best:
+        yield "not proven: the search ended before anything that fits was simulated"
     else:
         yield f"not proven: a configuration not yet simulated may be up to {100 * found.gap:.1f}% better"
 
