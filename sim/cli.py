@@ -20,15 +20,18 @@ from sim import __version__
 from sim.cli_machine import COMMANDS
 from sim.cli_memory import COMMANDS as MEMORY_COMMANDS
 from sim.cli_output import (
+    INTERRUPTED,
     JsonCommand,
     JsonOutput,
     apart,
+    examples,
     json_option,
     json_output,
     load_all,
     progress,
     report_folders,
     reporting,
+    set_option,
     writable,
     write_json,
     write_overview,
@@ -43,7 +46,7 @@ if TYPE_CHECKING:
     from sim.report.result import Result
     from sim.scenario import Loaded
 
-WRONG_INPUT, CHECK_FAILED, OUR_FAULT, INTERRUPTED, NO_READER = 2, 3, 1, 130, 141
+WRONG_INPUT, CHECK_FAILED, OUR_FAULT, NO_READER = 2, 3, 1, 141
 
 #: What the system says when standard output is full.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
@@ -51,9 +54,16 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 #: Commands of the specification that come with later versions: known by name, absent from --help.
 LATER = ("import", "diff", "ui")
 
+#: Commands as --help lists them.
+ORDER = ("run", "memory", "size", "compare", "list", "schema", "validate", "kernel", "collective", "calibrate", "fit")
+
 
 class Commands(click.Group):
     """The group of commands; says of an unknown one which is nearest, and of a later one that it is not there yet."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """See click: in the order in which a newcomer needs them."""
+        return sorted(self.commands, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
 
     def resolve_command(self, ctx: click.Context,
                         args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
@@ -66,16 +76,22 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+             epilog=examples("drystep list topologies", "drystep list fields",
+                             "drystep run scenario.yaml --set cluster.nodes=24",
+                             "drystep size scenario.yaml --gpus 8..64", "drystep COMMAND --help"))
 @click.version_option(__version__, prog_name="drystep")
 def cli() -> None:
     """Predict step time, memory and exposed communication of distributed training from one YAML file."""
 
 
 # ---------------------------------------------------------------------------------------------------------------- run
-@cli.command()
+@cli.command(short_help="Predict one training step, or a sweep of them.", epilog=examples(
+    "drystep run scenario.yaml",
+    "drystep run scenario.yaml --set parallel.sharding_factor=8 --set training.recompute=full",
+    "drystep run scenario.yaml --report report --json result.json --trace trace.json.gz"))
 @click.argument("scenarios", nargs=-1, required=True, metavar="SCENARIO...")
-@click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help="Put a value on top, e.g. cluster.nodes=64.")
+@set_option()
 @json_option("the result")
 @click.option("--trace", "trace_to", metavar="FILE", help="Write a trace for ui.perfetto.dev (.gz compresses).")
 @click.option("--report", "report_to", metavar="DIR", help="Write text, JSON and pictures into a directory.")
@@ -212,7 +228,9 @@ def _checked(name: str, loaded: Loaded, points: Sequence[Point]) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------- other commands
-@cli.command()
+@cli.command(short_help="Hold predictions against measured runs.", epilog=examples(
+    "drystep validate ours.yaml",
+    "drystep validate scenarios/published/nemo.yaml --select 'nemo/*llama*' --json out.json"))
 @click.argument("cases", nargs=-1, required=True, metavar="CASES...")
 @json_option("all records")
 @click.option("--select", metavar="PATTERN", help="Only cases whose file/id holds this text, or matches this glob.")
@@ -250,7 +268,8 @@ def validate(ctx: click.Context, cases: tuple[str, ...], json_to: str | None, se
         ctx.exit(OUR_FAULT)
 
 
-@cli.command()
+@cli.command(short_help="Estimate free figures of software profiles from measured runs.", epilog=examples(
+    "drystep fit --figure composer.host_step_s scenarios/published/llm_foundry_v5_a100_40g.yaml"))
 @click.argument("cases", nargs=-1, metavar="[CASES...]")
 @click.option("--figure", "figures", multiple=True, metavar="NAME",
               help="Fit this one only, e.g. composer.host_step_s; repeatable.")
@@ -287,7 +306,7 @@ def fit(cases: tuple[str, ...], figures: tuple[str, ...], sample: int, workers: 
         render_fit(found, console())
 
 
-@cli.command()
+@cli.command(epilog=examples("drystep schema > scenario.schema.json"))
 def schema() -> None:
     """Print the JSON Schema of the scenario file, for editors."""
     from sim.scenario.json_schema import json_schema
@@ -295,11 +314,12 @@ def schema() -> None:
     click.echo(json.dumps(json_schema(), indent=2))
 
 
-@cli.command("list", cls=JsonCommand)
-@click.argument("what", type=click.Choice(["gpus", "topologies", "models", "software", "precisions"]))
+@cli.command("list", cls=JsonCommand, short_help="Print a catalogue, or every field of a scenario.", epilog=examples(
+    "drystep list models", "drystep list fields"))
+@click.argument("what", type=click.Choice(["gpus", "topologies", "models", "software", "precisions", "fields"]))
 @json_option("the catalogue")
 def list_(what: str, json_to: str | None) -> None:
-    """Print a catalogue: gpus, topologies, models, software or precisions."""
+    """Print a catalogue: gpus, topologies, models, software, precisions; or fields, what a scenario may say."""
     from sim.report.catalogue import rows
 
     writable("--json", json_to)

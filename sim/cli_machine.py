@@ -15,7 +15,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from sim.cli_output import JsonCommand, answer, apart, json_option, writable, writing
+from sim.cli_output import JsonCommand, answer, apart, examples, json_option, writable, writing
 from sim.errors import Fault, UserError, nearest
 from sim.work import DTYPE_BYTES, dtype_name
 
@@ -50,7 +50,9 @@ def _dtype(value: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------- kernel
-@click.command(cls=JsonCommand)
+@click.command(cls=JsonCommand, short_help="Predict one kernel on one GPU.", epilog=examples(
+    "drystep kernel a100-80g-sxm gemm 8192,8192,8192 --dtype bf16",
+    "drystep kernel h100-80g-sxm attention 1,32,8,4096,4096,128 --kernel flash3"))
 @click.argument("gpu")
 @click.argument("op")
 @click.argument("shape")
@@ -97,7 +99,8 @@ def _gpu(name: str) -> str | dict[str, Any]:
 
 
 # --------------------------------------------------------------------------------------------------------- collective
-@click.command(cls=JsonCommand)
+@click.command(cls=JsonCommand, short_help="Predict one collective, as nccl-tests prints it.", epilog=examples(
+    "drystep collective all_reduce --topology dgx-h100 --nodes 4 -b 1M -e 1G -f 4"))
 @click.argument("op")
 @click.option("--topology", required=True, metavar="T", help="A name ('drystep list topologies') or a path.")
 @click.option("--nodes", type=click.IntRange(1, 100_000), default=1, show_default=True, help="Nodes that take part.")
@@ -143,7 +146,9 @@ def _renamed(error: UserError, field: str, argument: str) -> UserError:
 
 
 # ---------------------------------------------------------------------------------------------------------- calibrate
-@click.command(cls=JsonCommand)
+@click.command(cls=JsonCommand, short_help="Fit the machine to your own measurements.", epilog=examples(
+    "drystep calibrate --nccl all_reduce.txt --topology dgx-a100-80g --out mine.yaml",
+    "drystep calibrate --gemm times.csv --gpu a100-80g-sxm --out card.yaml"))
 @click.option("--nccl", metavar="FILE", help="What nccl-tests printed on the cluster; any number of tables.")
 @click.option("--topology", metavar="T", help="The cluster that --nccl was measured on: a name or a path.")
 @click.option("--gemm", metavar="CSV", help="Timings of matrix products: gpu,dtype,m,n,k,batch,time_us,source.")

@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sim.cli_output import JsonOutput, apart, json_option, json_output, load_all, progress, writable, writing
+from sim.cli_output import (
+    JsonOutput,
+    apart,
+    examples,
+    json_option,
+    json_output,
+    load_all,
+    progress,
+    set_option,
+    writable,
+    writing,
+)
 from sim.errors import Fault, UserError
 
 if TYPE_CHECKING:
@@ -15,9 +26,11 @@ if TYPE_CHECKING:
     from sim.scenario import Loaded
 
 
-@click.command()
+@click.command(short_help="Predict memory alone, and what would fit.", epilog=examples(
+    "drystep memory scenario.yaml",
+    "drystep memory scenario.yaml --set training.micro_batch=8 --snapshot memory.pickle"))
 @click.argument("scenarios", nargs=-1, required=True, metavar="SCENARIO...")
-@click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help="Put a value on top, e.g. cluster.nodes=64.")
+@set_option()
 @json_option("the result")
 @click.option("--snapshot", "snapshot_to", metavar="FILE",
               help="Write a snapshot for pytorch.org/memory_viz (the fullest rank's; FILE.pickle).")

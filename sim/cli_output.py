@@ -18,11 +18,24 @@ from sim.errors import Fault, UserError
 if TYPE_CHECKING:
     from sim.scenario import Loaded
 
+#: Exit code after Ctrl-C.
+INTERRUPTED = 130
+
 
 def json_option(what: str) -> Callable[[Any], Any]:
     """`--json FILE`; without a name, or with -, it goes to standard output."""
     return click.option("--json", "json_to", is_flag=False, flag_value="-", metavar="FILE",
                         help=f"Write {what} as JSON; - is standard output.")
+
+
+def set_option(help_text: str = "Put a value on top, e.g. cluster.nodes=64; repeatable.") -> Callable[[Any], Any]:
+    """`--set PATH=VALUE`."""
+    return click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help=help_text)
+
+
+def examples(*lines: str) -> str:
+    """The end of a command's help: command lines to start from, as they are."""
+    return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
 
 
 class JsonCommand(click.Command):

@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
-from sim.cli_output import Finite, apart, json_option, json_output, reporting, writable, writing
+from sim.cli_output import (
+    INTERRUPTED,
+    Finite,
+    apart,
+    examples,
+    json_option,
+    json_output,
+    reporting,
+    set_option,
+    writable,
+    writing,
+)
 from sim.errors import Fault, UserError
 
-if TYPE_CHECKING:
-    from sim.sizing import Sizing
 
-
-@click.command()
+@click.command(short_help="Search for the best layout, cluster and number of GPUs.", epilog=examples(
+    "drystep size scenario.yaml --gpus 32", "drystep size scenario.yaml --gpus 8..64 --cluster dgx-a100-80g,dgx-h100",
+    "drystep size scenario.yaml --gpus 64 --objective cost --price 2.5 --seconds 60 --out runs.db"))
 @click.argument("scenario", metavar="SCENARIO")
+@set_option()
 @click.option("--gpus", required=True, help="Numbers of GPUs: 8..512 (powers of two and both ends) or 8,16,24.")
 @click.option("--cluster", "clusters", help="Topologies, separated by commas; default the scenario's.")
 @click.option("--offload", help="What to try on the host, separated by commas: none, activations, optimizer, states, "
@@ -31,11 +43,11 @@ if TYPE_CHECKING:
 @click.option("--deadline", help="Longest run, e.g. '30 days'; needs tokens in the scenario's budget.")
 @click.option("--budget", type=Finite(min=0), help="Most money for the run, USD.")
 @click.option("--price", help="USD per GPU-hour, or a kind of cloud instance: 2.5, p5, or A=2.5,B=p5 by cluster.")
-@click.option("--objective", type=click.Choice(["time", "cost", "gpus", "energy"]), default="time",
+@click.option("--objective", type=click.Choice(["time", "cost", "gpus", "energy"]), default="time", show_default=True,
               help="What is best.")
 @click.option("--memory-margin", type=Finite(min=0), default=0.0, metavar="GIB",
               help="GiB of every GPU's memory that are to stay free.")
-@click.option("--top", type=click.IntRange(1, 1000), default=10, help="How many of the best.")
+@click.option("--top", type=click.IntRange(1, 1000), default=10, show_default=True, help="How many of the best.")
 @click.option("--out", type=click.Path(dir_okay=False), help="SQLite file that results stream into.")
 @click.option("--resume", is_flag=True, help="Go on with the file of --out.")
 @click.option("--seconds", type=Finite(min=0), help="Simulate no longer; the best so far, with its gap.")
@@ -45,15 +57,18 @@ if TYPE_CHECKING:
 @click.option("--csv", "csv_to", metavar="FILE", help="Write every simulated configuration as CSV.")
 @click.option("--parquet", "parquet_to", metavar="FILE", help="The same as Parquet; needs drystep[parquet].")
 @click.option("--report", "report_to", metavar="DIR", help="Write the text and a picture of the front there.")
-def size(scenario: str, gpus: str, clusters: str | None, offload: str | None, overlap_p2p: bool, deadline: str | None,
-         budget: float | None, objective: str, top: int, out: str | None, resume: bool, seconds: float | None,
-         workers: int | None, dask: str | None, price: str | None, memory_margin: float, json_to: str | None,
-         csv_to: str | None, parquet_to: str | None, report_to: str | None) -> None:
+@click.pass_context
+def size(ctx: click.Context, scenario: str, sets: tuple[str, ...], gpus: str, clusters: str | None, offload: str | None,
+         overlap_p2p: bool, deadline: str | None, budget: float | None, objective: str, top: int, out: str | None,
+         resume: bool, seconds: float | None, workers: int | None, dask: str | None, price: str | None,
+         memory_margin: float, json_to: str | None, csv_to: str | None, parquet_to: str | None,
+         report_to: str | None) -> None:
     """Search layouts, clusters and numbers of GPUs for the best configuration."""
     from sim import sizing
     from sim.api import load
     from sim.sizing import export
     from sim.sizing.front_picture import write_front
+    from sim.sizing.size_text import lines
     from sim.sizing.wish import steps_of
 
     writable("--json", json_to)
@@ -67,7 +82,7 @@ def size(scenario: str, gpus: str, clusters: str | None, offload: str | None, ov
     if resume and out is None:
         raise UserError(Fault("there is nothing to resume", "--resume", hint="name the file with --out"))
     with _renaming("budget.deadline", "--deadline"):
-        loaded = load(scenario, [] if deadline is None else [f"budget.deadline={deadline}"])
+        loaded = load(scenario, [*sets, *([] if deadline is None else [f"budget.deadline={deadline}"])])
     asked, steps = loaded.scenario.budget, steps_of(loaded.scenario)
     if (deadline or budget is not None) and steps is None:
         raise UserError(Fault("a deadline or a budget needs the tokens of the run", "budget.tokens",
@@ -76,11 +91,12 @@ def size(scenario: str, gpus: str, clusters: str | None, offload: str | None, ov
                        asked.deadline if asked is not None and steps is not None else None, budget,
                        memory_margin * 2**30)
     longest_s = math.inf if seconds is None else seconds
-    found = sizing.size(loaded, sizing.Choice(sizing.counts(gpus)), wish,
-                        clusters=_clusters(clusters), offload=_listed(offload), overlap_p2p=overlap_p2p,
-                        top=top, out=Path(out) if out else None, resume=resume, price=price,
-                        workers=workers or _cpus(), dask=dask, seconds=longest_s,
-                        progress=_progress(longest_s) if sys.stderr.isatty() else None)
+    with _first_interrupt() as interrupted:
+        found = sizing.size(loaded, sizing.Choice(sizing.counts(gpus)), wish,
+                            clusters=_clusters(clusters), offload=_listed(offload), overlap_p2p=overlap_p2p,
+                            top=top, out=Path(out) if out else None, resume=resume, price=price,
+                            workers=workers or _cpus(), dask=dask, seconds=longest_s, interrupted=interrupted,
+                            progress=_progress(longest_s) if sys.stderr.isatty() else None)
     if sys.stderr.isatty():
         click.echo(err=True)
     with json_output(json_to, many=False) as to:
@@ -92,7 +108,35 @@ def size(scenario: str, gpus: str, clusters: str | None, offload: str | None, ov
     if parquet_to is not None:
         with writing("--parquet", parquet_to):
             export.write_parquet(Path(parquet_to), found.rows)
-    _deliver("\n".join(_size_lines(found)), json_to, report_to, "sizing.txt", lambda folder: write_front(folder, found))
+    _deliver("\n".join(lines(found)), json_to, report_to, "sizing.txt", lambda folder: write_front(folder, found))
+    if interrupted():
+        ctx.exit(INTERRUPTED)
+
+
+@contextmanager
+def _first_interrupt() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed. Once the search asks, the first ends it with the best so far; a second, or one before
+    there is anything to tell, ends the program."""
+    pressed, asked = threading.Event(), threading.Event()
+
+    def press(_number: int, _frame: object) -> None:
+        if pressed.is_set() or not asked.is_set():
+            raise KeyboardInterrupt
+        pressed.set()
+        click.echo("interrupted: the best so far follows (Ctrl-C again ends at once)", err=True)
+
+    def ask() -> bool:
+        asked.set()
+        return pressed.is_set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield ask
+        return
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield ask
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _clusters(text: str | None) -> list[str]:
@@ -153,81 +197,30 @@ def _progress(seconds: float) -> Callable[[int, float, float], None]:
     return advance
 
 
-def _size_lines(found: Sizing) -> Iterator[str]:
-    from sim.sizing.offloads import KEEPERS
-    from sim.sizing.why import why_lines
-
-    if found.not_offloaded:
-        yield (f"not tried: --offload {','.join(found.not_offloaded)}, which nothing of this framework keeps on the "
-               f"host ({KEEPERS})")
-    pruned = ", ".join(f"{count:,} by {name}" for name, count in found.pruned.items())
-    yield f"{found.raw:,} configurations can be written, {found.covered:,} of them differ in effect"
-    yield (f"of these {found.impossible:,} impossible, pruned {pruned}, "
-           f"{found.simulated:,} simulated ({found.refused:,} refused)")
-    if found.faults:
-        yield f"the simulation failed on {found.faults:,} of them, a fault of ours: the best is not proven"
-        if found.first_fault is not None:
-            yield f"  the first: {_layout(found.first_fault['set'])}: {found.first_fault['reason']}"
-    elif found.proven:
-        yield "the best is proven"
-    else:
-        yield f"not proven: a configuration not yet simulated may be up to {100 * found.gap:.1f}% better"
-    if not found.best:
-        yield "nothing that was simulated fits"
-    proven = "no layout beats them in time, GPUs and cost; by energy of those simulated" if found.front_proven else (
-        "of those simulated, by time, GPUs, cost and energy")
-    if found.front_proven and found.wish.objective == "energy":
-        proven = "the fastest and the least energy of every number of GPUs; of those simulated between them"
-    for title, rows in (("best", found.best), (f"Pareto front ({proven})", found.front)):
-        if rows:
-            yield f"\n{title}:"
-        for row in rows:
-            yield f"  {_told(row)}"
-    for name, origin in found.price_origin.items():
-        yield f"\n{name}: {found.wish.prices[name]:g} USD per GPU-hour ({origin})"
-    yield ""
-    yield from why_lines(found.why, _brief, found.wish.told)
-
-
-def _told(row: Mapping[str, Any]) -> str:
-    cost = "" if row["usd"] is None else f"{row['usd']:10.4g} USD  "
-    return (f"{row['step_time_s']:10.4g} s  {row['gpus']:6} GPUs  {row['gpu_hours']:10.4g} GPU-hours  "
-            f"{row['energy_kwh']:9.4g} kWh  {cost}"
-            f"{row['device_used_bytes'] / 2**30:6.1f} GiB  {row['cluster']}  {_layout(row['set'])}")
-
-
-def _brief(row: Mapping[str, Any]) -> str:
-    return f"{row['step_time_s']:.4g} s on {row['gpus']:,} GPUs of {row['cluster']}, {_layout(row['set'])}"
-
-
-def _layout(sets: Mapping[str, Any]) -> str:
-    shown = {name.removeprefix("parallel.").removeprefix("training."): value for name, value in sets.items()
-             if name != "cluster.nodes" and value not in (1, False) and (value != "none" or "offload" not in name)
-             and (name != "parallel.schedule" or sets["parallel.pipeline"] > 1)}
-    return " ".join(f"{name}={_said(value)}"
-                    for name, value in shown.items())
-
-
-def _said(value: Any) -> str:
-    return f"first-{value['layers']}-blocks" if isinstance(value, dict) else str(value)
-
-
-@click.command()
-@click.argument("scenarios", nargs=-1, required=True, metavar="A B...")
+@click.command(short_help="Runs side by side: what moved, and why.", epilog=examples(
+    "drystep compare before.yaml after.yaml",
+    "drystep compare scenario.yaml --set cluster.nodes=24 --report comparison"))
+@click.argument("scenarios", nargs=-1, required=True, metavar="A [B...]")
+@set_option("With one scenario: hold it against itself with these values on top; repeatable.")
 @json_option("the comparison")
 @click.option("--report", "report_to", metavar="DIR", help="Write the comparison and its picture into a directory.")
-def compare(scenarios: tuple[str, ...], json_to: str | None, report_to: str | None) -> None:
+def compare(scenarios: tuple[str, ...], sets: tuple[str, ...], json_to: str | None, report_to: str | None) -> None:
     """Runs side by side: which term of the step and of memory moved, why, and which fields differ."""
     from sim import sizing
-    from sim.api import run
+    from sim.api import load, run
     from sim.sizing.compare_text import lines, write_picture
 
     writable("--json", json_to)
     writable("--report", report_to and os.path.join(report_to, "comparison.png"), parents=True)
     apart(scenarios, {"--json": json_to})
-    if len(scenarios) < 2:
-        raise UserError(Fault("one scenario cannot be compared", "A B...", hint="give two or more"))
-    found = sizing.compare([run(name) for name in scenarios])
+    if sets and len(scenarios) > 1:
+        raise UserError(Fault("--set is for one scenario, which is held against itself", "--set",
+                              hint="leave out the others, or write the values into them"))
+    if not sets and len(scenarios) < 2:
+        raise UserError(Fault("one scenario cannot be compared", "A [B...]",
+                              hint="give two or more, or one with --set PATH=VALUE"))
+    loaded = [load(name) for name in scenarios] + ([load(scenarios[0], sets)] if sets else [])
+    found = sizing.compare([run(one) for one in loaded])
     with json_output(json_to, many=False) as to:
         if to is not None:
             to.document(found.to_json())

@@ -56,9 +56,9 @@ class KernelAnswer:
         """The answer in a few lines."""
         rate = f"{self.tflops:.1f} TFLOP/s ({100 * (self.share_of_peak or 0):.0f}% of peak), " if self.tflops else ""
         return (f"{self.op} {'x'.join(map(str, self.shape))} {self.dtype} on {self.gpu}\n"
-                f"  alone          {self.time_us:12.2f} us   {rate}{self.gb_s:.0f} GB/s\n"
-                f"  in a long run  {self.sustained_us:12.2f} us   at the clock the power limit allows\n"
-                f"  beside a collective of 24 channels {self.beside_24_channels_us:.2f} us\n"
+                f"  alone                {self.time_us:12.2f} us   {rate}{self.gb_s:.0f} GB/s\n"
+                f"  in a long run        {self.sustained_us:12.2f} us   at the clock the power limit allows\n"
+                f"  beside a collective  {self.beside_24_channels_us:12.2f} us   of 24 channels\n"
                 f"  confidence {self.confidence}: {self.rests_on}")
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from sim.report import plot_style as look
 from sim.report.plot_sweep import sweeps
 from sim.report.result import Result
+from sim.report.words import term as said
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,7 +64,7 @@ def stacked(names: Sequence[str], terms: Sequence[Mapping[str, float]], ax: Axes
     for term, colour in TERMS.items():
         width = [one.get(term, 0.0) * factor for one in terms]
         if max(width) > 0:
-            ax.barh(range(len(names)), width, left=left, color=colour, height=0.62, label=term.replace("_", " "))
+            ax.barh(range(len(names)), width, left=left, color=colour, height=0.62, label=said(term))
             left = [a + b for a, b in zip(left, width, strict=True)]
     ax.set_yticks(range(len(names)), names)
     ax.invert_yaxis()

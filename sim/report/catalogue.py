@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sim.catalog import names, table
+from sim.report.fields import field_rows
 
 Row = dict[str, Any]
 
@@ -13,10 +14,10 @@ def rows(what: str) -> list[Row]:
     """The rows of a catalogue; every row of one has the same keys.
 
     Args:
-        what: gpus, topologies, models, software or precisions.
+        what: gpus, topologies, models, software, precisions or fields.
     """
     return {"gpus": gpus, "topologies": topologies, "models": models, "software": software,
-            "precisions": precisions}[what]()
+            "precisions": precisions, "fields": field_rows}[what]()
 
 
 def gpus() -> list[Row]:
@@ -63,12 +64,26 @@ def table_of_topology(name: str) -> Row:
 
 
 def models() -> list[Row]:
-    """Every preset, with its source."""
+    """Every preset with its parameters (10^9, experts and embeddings included) and its source."""
     catalogue = table("scenario/models.yaml")
     keys = ("kind", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
-    return [{"name": name, **{key: fields.get(key, "decoder" if key == "kind" else None) for key in keys},
+    return [{"name": name, "parameters_b": _billions(name),
+             **{key: fields.get(key, "decoder" if key == "kind" else None) for key in keys},
              "source": catalogue["sources"].get(fields.get("source"), "")}
             for name, fields in catalogue["presets"].items()]
+
+
+def _billions(preset: str) -> float:
+    """Parameters of a preset, 10^9."""
+    from sim.model import build
+    from sim.scenario import resolve
+    from sim.software import stack_for
+
+    scenario = resolve({"name": preset, "cluster": {"topology": "single-a100-80g-sxm"}, "model": {"preset": preset},
+                        "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128}})
+    asked = scenario.software
+    stack = stack_for(asked.framework, asked.year, asked.compile, asked.versions, asked.modules)
+    return float(f"{build(scenario, stack, 1).parameters / 1e9:.3g}")
 
 
 def software() -> list[Row]:

@@ -80,13 +80,13 @@ class Validated:
         return {**asdict(self), "differs": list(self.differs), "sources": list(self.sources)}
 
     def __str__(self) -> str:
-        """As the report prints it: "34 published runs like this: −1% ± 3%"."""
+        """As the report prints it: "34 published runs like this: −1% ± 3% (step predicted against measured)"."""
         if not self.count or self.mean_error is None:
             return "no published run like this has been compared"
         runs = "1 published run" if self.count == 1 else f"{self.count} published runs"
         but = f" but for {' and '.join(self.differs)}" if self.differs else ""
         spread = "" if self.spread is None else f" ± {100 * self.spread:.0f}%"
-        return f"{runs} like this{but}: {_percent(self.mean_error)}{spread}"
+        return f"{runs} like this{but}: {_percent(self.mean_error)}{spread} (step predicted against measured)"
 
 
 def _percent(error: float) -> str:

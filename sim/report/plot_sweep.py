@@ -1,10 +1,10 @@
-"""The pictures of a sweep: step time, throughput and MFU along an axis, and how throughput scales with GPUs."""
+"""The pictures of a sweep: step time, throughput and memory along an axis, and how throughput scales with GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any
 
 from sim.report import plot_style as look
@@ -24,6 +24,10 @@ _GEOMETRIC = 1.7
 
 #: Letters below an axis that fit side by side; entries in a row of the legend, and inches of a row.
 _LETTERS, _LEGEND_COLUMNS, _LEGEND_ROW = 24, 4, 0.24
+#: How far below the GPU's memory all points may be for its line still to be drawn.
+_FAR = 4
+#: Values of an axis that are all written below it.
+_TICKS = 6
 #: Values this many times apart are drawn on a logarithmic scale.
 _LOGARITHMIC = 20
 
@@ -96,16 +100,19 @@ def sweeps(points: Sequence[Result], axes: Mapping[str, Sequence[Any]]) -> list[
 
 
 def sweep_figure(sweep: Sweep) -> Figure:
-    """Step time, tokens per second per GPU and MFU over the axis; call within `plot_style.style()`."""
+    """Step time, throughput per GPU and memory over the axis; call within `plot_style.style()`."""
     foot = 0.58 + _slant(sweep) + _LEGEND_ROW * _legend_rows(sweep)
     height = 2.85 + foot
     made = look.figure(height)
     look.heading(made, sweep.title, _subtitle(sweep, _points(sweep)))
+    first = sweep.lines[0].points[0]
+    serving, tokens = first.inference is not None, first.scenario.model.kind != "layers"
     unit, factor = look.scale(max(p.step_time_s for line in sweep.lines for p in line.points))
     panels: tuple[tuple[str, str, Callable[[Result], float]], ...] = (
-        ("step time", unit, lambda p: p.step_time_s * factor),
-        ("tokens per second per GPU", "", lambda p: p.tokens_per_second_per_gpu),
-        ("model FLOPs utilisation (MFU)", "%", lambda p: 100 * p.mfu))
+        ("time of a request" if serving else "step time", unit, lambda p: p.step_time_s * factor),
+        ("tokens per second per GPU" if tokens else "samples per second per GPU", "",
+         lambda p: (p.tokens_per_second if tokens else p.samples_per_second) / p.gpus),
+        ("memory per GPU", "GiB", lambda p: p.memory.device_used_bytes / 2**30))
     for number, (title, in_unit, value) in enumerate(panels):
         ax = made.add_axes(((0.6 + number * 2.95) / look.WIDTH, foot / height, 2.3 / look.WIDTH,
                             (height - foot - 0.92) / height))
@@ -114,6 +121,11 @@ def sweep_figure(sweep: Sweep) -> Figure:
         for index, line in enumerate(sweep.lines):
             _line(ax, line, [value(p) for p in line.points], index, joined=sweep.numeric)
         shown = [value(p) for line in sweep.lines for p in line.points]
+        has = {p.memory.capacity_bytes / 2**30 for line in sweep.lines for p in line.points}
+        if in_unit == "GiB" and len(has) == 1 and max(shown) * _FAR > max(has):
+            ax.axhline(max(has), color=look.VERMILION, lw=1.1, ls=(0, (4, 2)), zorder=2)
+            ax.set_title(f"of {max(has):.1f} GiB", loc="right", fontsize=8.5, color=look.VERMILION)
+            shown.append(max(has))
         if max(shown) > _LOGARITHMIC * min(shown) > 0:
             ax.set_yscale("log")
             _readable_powers(ax, shown)
@@ -200,6 +212,11 @@ def _x_axis(ax: Axes, sweep: Sweep) -> None:
         _powers(ax, [float(v) for v in sorted(set(sweep.values))])
     elif sweep.numeric:
         ax.margins(x=0.06)
+        values = sorted(set(sweep.values))
+        if len(values) <= _TICKS and min(b - a for a, b in pairwise(values)) * 2 * _TICKS > values[-1] - values[0]:
+            ax.set_xticks(values, [_say(v) for v in values])
+        else:
+            ax.locator_params(axis="x", integer=all(isinstance(v, int) for v in values))
     else:
         ax.set_xticks(range(len(sweep.values)), [_say(v) for v in sweep.values])
         ax.set_xlim(-0.4, len(sweep.values) - 0.6)

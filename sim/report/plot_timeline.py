@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sim.report import plot_style as look
 from sim.report.result import Result
-from sim.report.timeline_rows import BUBBLE, EXPOSED, LATE, OTHER, WORTH_A_LOOK, Bars, Rows, close_look, rows_of
+from sim.report.timeline_rows import BUBBLE, EXPOSED, LATE, OTHER, Bars, Rows, close_look, rows_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,6 +29,9 @@ _WORTH_NUMBERING = 0.5
 _HAIR = 0.5
 #: Beyond so many micro-steps their boundaries would be a grey field.
 _MARKED_MICRO_STEPS = 40
+
+#: A pipeline with more stretches than this is shown over three of them.
+_FEW = 4
 
 Window = tuple[float, float]
 
@@ -79,14 +82,16 @@ def _panels(rows: Rows) -> list[tuple[str, Window]]:
     if count < 1:
         return [("the step", (0.0, rows.step_time_s))]
     panels = [("the whole step" + (f": {rows.counted}" if rows.counted else ""), (0.0, rows.step_time_s))]
-    start, end = (float(t) for t in rows.micro_steps[rows.closest])
+    first, last = rows.closest, rows.closest
+    if rows.piece == "stretch" and count > _FEW:  # neighbours too: transfers between stages lie on their edges
+        first, last = first - 1, last + 1
+    start, end = float(rows.micro_steps[first, 0]), float(rows.micro_steps[last, 1])
     if count > 1:
-        panels.append((f"{rows.piece} {rows.closest + 1} of {count}", (start, end)))
+        which = f"{first + 1}" if first == last else f"{first + 1} to {last + 1}"
+        panels.append((f"{rows.piece}{'es' if first < last else ''} {which} of {count}", (start, end)))
     part = close_look(rows, start, end)
     if part is not None:
-        waits = rows.exposed_s(*part) > (part[1] - part[0]) * WORTH_A_LOOK
-        panels.append(("a close look: where most communication is exposed" if waits else
-                       "a close look: forward turns into backward", part))
+        panels.append((f"a close look: {part[0]}", part[1]))
     return panels
 
 

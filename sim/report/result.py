@@ -385,14 +385,24 @@ def _warnings(result: Result) -> list[str]:
     if loading.waiting_s > 0:
         found.append(f"data: training needs {loading.bytes_per_step / loading.work_s / 1e9:.3g} GB/s per node and "
                      f"storage reads {loading.storage_bytes_per_s / 1e9:.3g} GB/s: it bounds the step")
+    if (own := result.scenario.cluster.gpu) is not None and any(v is not None for v in own.model_dump().values()):
+        found.append(f"hardware: figures of this GPU are the scenario's own; how much of them kernels reach is taken "
+                     f"from {result.gpu}, and so are published runs like this")
     detail = result.detail
     for device in sorted({c.device for c in detail.lowered.job.classes}):
         gpu = detail.machine.devices[device].gpu
+        compute = result.scenario.training.precision.compute
+        other = {"bf16": "fp16", "fp16": "bf16"}.get(compute)
+        if other is not None and gpu.peak_flops(compute) * 2 < gpu.peak_flops(other):
+            found.append(f"hardware: {gpu.name} has no tensor cores for {compute} "
+                         f"({gpu.peak_flops(compute) / 1e12:.3g} TFLOP/s; {other}: "
+                         f"{gpu.peak_flops(other) / 1e12:.3g})")
         if gpu.confidence != "high":
             found.append(f"hardware: kernel times of {gpu.name} are not calibrated on this GPU "
                          f"(confidence {gpu.confidence})")
     if not result.validated.count:
         kind = result.features
         found.append(f"validation: no published run of this kind ({kind.strategy}, {kind.generation}, "
-                     f"{kind.framework}, {kind.gpus:,} GPUs) has been compared: the error is not known")
+                     f"{kind.framework}, {kind.gpus:,} GPU{'s' * (kind.gpus > 1)}) has been "
+                     "compared: the error is not known")
     return found

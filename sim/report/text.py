@@ -12,33 +12,28 @@ from rich.text import Text
 
 from sim.memory.ledger import CATEGORIES
 from sim.report.advice import Change
-from sim.report.inference import InferenceResult
 from sim.report.largest import Largest
 from sim.report.memory import TIGHT_HEADROOM, MemoryResult
 from sim.report.result import Result
 from sim.report.scaling import scaling
+from sim.report.text_head import has_tokens, headline
 from sim.report.text_run import budget_lines, trouble_lines
 from sim.report.text_stages import stage_lines
 from sim.report.units import rate, seconds, size
-from sim.scenario.schema import Inference, InferenceRun, Scenario
+from sim.report.words import BOUNDS, term
 from sim.work import CATEGORIES as KERNEL_CATEGORIES
 
 #: Changes listed for a job that does not fit.
 _CHANGES = 5
 _COLOURS = {"gemm": "green", "attention": "bright_green", "memory_bound": "cyan", "optimizer": "blue",
             "communication": "red", "pipeline_bubble": "magenta", "host": "yellow", "offload": "bright_red"}
-_NAMES = {"gemm": "matrix products", "attention": "attention", "memory_bound": "memory-bound kernels",
-          "optimizer": "optimizer", "pipeline_bubble": "pipeline bubble", "host": "waiting for the host",
-          "offload": "waiting for offload"}
-_BOUNDS = {"compute": "the tensor cores", "communication": "communication", "memory_bandwidth": "memory bandwidth",
-           "host": "the host", "pipeline": "the pipeline's bubble"}
 #: Rows with less of the step than this would print as 0.0% and are left out.
 _SMALLEST_SHARE = 0.0005
 #: Columns of catalogues whose names are too long for a table head.
 _HEADS = {"architecture": "arch", "half_tflops": "half TF", "fp8_tflops": "fp8 TF", "memory_gib": "GiB",
           "bandwidth_gb_s": "GB/s", "power_limit_w": "W", "gpus_per_node": "GPUs", "sms": "SMs",
           "host_forward_us": "fwd µs", "host_backward_us": "bwd µs", "host_collective_us": "call µs",
-          "clips_gradients": "clips"}
+          "clips_gradients": "clips", "parameters_b": "10⁹ params"}
 _PIPE_WIDTH = 200
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
@@ -50,7 +45,7 @@ def console(file: IO[str] | None = None, width: int | None = None) -> Console:
 
 def render(result: Result, to: Console) -> None:
     """Print the report of one run."""
-    to.print(Group(*_headline(result), Text(), *_breakdown(result, to.width), Text(), *_bound(result),
+    to.print(Group(*headline(result), Text(), *_breakdown(result, to.width), Text(), *_bound(result),
                    *trouble_lines(result), Text(), *_memory(result, to.width), *stage_lines(result),
                    *budget_lines(result), *_notes(result)))
 
@@ -67,7 +62,7 @@ def render_sweep(points: Sequence[Result], skipped: Sequence[Mapping[str, Any]],
     """Print one row per predicted point of a sweep, and the reasons of those that are impossible."""
     if points:
         to.print(Text(points[0].scenario.name, style="bold"))
-        to.print(_sweep_table(points, list(axes)))
+        _print_whole(_sweep_table(points, list(axes)), to)
         for line in scaling(points, axes):
             to.print(Text(str(line), style="dim"))
     for point in skipped:
@@ -75,6 +70,19 @@ def render_sweep(points: Sequence[Result], skipped: Sequence[Mapping[str, Any]],
         to.print(Text.assemble(("skipped ", "yellow"), f"{sets}: {point['reason']}"))
     warnings = dict.fromkeys(w for p in points for w in p.warnings)
     to.print(Group(*(_warning(w) for w in warnings), *(_claim(points[0]) if points else [])))
+
+
+def _print_whole(table: Table, to: Console) -> None:
+    """A table whose columns have least widths: closer together where it would not fit, never cut."""
+    width = to.width
+    least = sum(column.min_width or 0 for column in table.columns)
+    if least + 2 * len(table.columns) > width:
+        table.padding = (0, 1, 0, 0)
+        for column in table.columns:
+            column.width = column.min_width
+        to.width = max(width, least + 2 * len(table.columns))
+    to.print(table)
+    to.width = width
 
 
 def sweep_as_text(points: Sequence[Result], skipped: Sequence[Mapping[str, Any]], axes: Mapping[str, Sequence[Any]],
@@ -105,81 +113,19 @@ def bar(share: float, width: int) -> str:
     return "█" * full + (_EIGHTHS[part].strip() if part else "")
 
 
-def described(scenario: Scenario, gpu: str) -> list[Any]:
-    """Three lines: name, machine and layout, sizes."""
-    training, cluster, parallel = scenario.training, scenario.cluster, scenario.parallel
-    layout: str = parallel.strategy
-    if parallel.strategy in ("fsdp", "zero1", "zero2", "zero3"):
-        layout += f" over {parallel.sharding_factor}"
-    if parallel.sharding_factor < scenario.data_parallel and parallel.strategy == "fsdp":
-        layout += f" × {scenario.data_parallel // parallel.sharding_factor} replicas"
-    micro = f" × {scenario.micro_steps} micro-steps" if scenario.micro_steps > 1 else ""
-    return [
-        Text(scenario.name, style="bold"),
-        Text(f"{scenario.gpus} × {gpu} ({cluster.nodes} × {cluster.topology.name}) · {layout} · "
-             f"{training.precision.name}", style="dim"),
-        Text(_request(scenario, training.mode.inference) if isinstance(training.mode, Inference) else
-             f"{training.global_batch:,} sequences of {training.sequence:,} tokens per step = "
-             f"{scenario.data_parallel} replicas × {training.micro_batch}{micro}", style="dim"),
-    ]
-
-
-def _headline(result: Result) -> list[Any]:
-    lines = [*described(result.scenario, result.gpu), Text()]
-    grid = Table.grid(padding=(0, 3))
-    if result.inference is not None:
-        return [*lines, *_inference(result, result.inference)]
-    grid.add_row(*(Text.assemble((value, "bold"), f" {unit}") for value, unit in (
-        (seconds(result.step_time_s), "per step"),
-        (rate(result.tokens_per_second), "tokens/s"),
-        (rate(result.tokens_per_second_per_gpu), "tokens/s/GPU"))))
-    grid.add_row(*(Text.assemble((value, "bold"), f" {unit}") for value, unit in (
-        (f"{100 * result.mfu:.1f}%", "MFU"),
-        (f"{result.model_tflops_per_gpu:.1f}", f"of {result.peak_flops_per_gpu / 1e12:.0f} TFLOP/s/GPU"),
-        (f"{100 * result.hfu:.1f}%", "HFU"))))
-    return [*lines, grid]
-
-
-def _request(scenario: Scenario, run: InferenceRun) -> str:
-    weights = scenario.training.precision.parameters
-    ranks = {"tensor": scenario.parallel.tensor, "pipeline": scenario.parallel.pipeline}
-    split = [f"{name} {n}" for name, n in ranks.items() if n > 1]
-    return (f"inference: {run.batch:,} prompts of {run.prompt:,} tokens, {run.generate:,} tokens generated each, "
-            f"{weights} weights · {' × '.join([*split, f'{scenario.data_parallel} replicas'])}")
-
-
-def _inference(result: Result, served: InferenceResult) -> list[Any]:
-    """What a request takes, and how a token slows down as the cache grows."""
-    grid = Table.grid(padding=(0, 3))
-    grid.add_row(*(Text.assemble((value, "bold"), f" {unit}") for value, unit in (
-        (seconds(served.prompt_time_s), "to the first token"), (seconds(served.time_per_token_s), "per further token"),
-        (rate(served.tokens_per_second), "tokens/s"))))
-    grid.add_row(*(Text.assemble((value, "bold"), f" {unit}") for value, unit in (
-        (seconds(result.step_time_s), "per request"), (size(served.kv_cache_bytes), "cache per GPU"),
-        (rate(result.tokens_per_second_per_gpu), "tokens/s/GPU"))))
-    if len(served.lengths) < 2:
-        return [grid]
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 3, 0, 0))
-    for head in ("tokens in the cache", "per token"):
-        table.add_column(head, justify="right")
-    for at in (served.lengths[0], served.lengths[len(served.lengths) // 2], served.lengths[-1]):
-        table.add_row(f"{at.cached_tokens:,}", seconds(at.time_per_token_s))
-    return [grid, Text(), table]
-
-
 def _rows(result: Result) -> Iterable[tuple[str, float, str]]:
     parts = result.breakdown
     for name in KERNEL_CATEGORIES:
-        yield _NAMES[name], parts.compute[name], _COLOURS[name]
+        yield term(name), parts.compute[name], _COLOURS[name]
     for kind, groups in parts.exposed_communication.items():
         for group, exposed in groups.items():
             if group not in result.group_ranks:  # a stage between the first and the last ties no embedding
                 continue
             words = f"exposed {kind.replace('_', '-')} ({group}, {result.group_ranks[group]} ranks)"
             yield words, exposed, _COLOURS["communication"]
-    yield _NAMES["pipeline_bubble"], parts.pipeline_bubble, _COLOURS["pipeline_bubble"]
-    yield _NAMES["offload"], parts.offload, _COLOURS["offload"]
-    yield _NAMES["host"], parts.host, _COLOURS["host"]
+    yield term("pipeline_bubble"), parts.pipeline_bubble, _COLOURS["pipeline_bubble"]
+    yield term("offload"), parts.offload, _COLOURS["offload"]
+    yield term("host"), parts.host, _COLOURS["host"]
 
 
 def _breakdown(result: Result, width: int) -> list[Any]:
@@ -198,7 +144,7 @@ def _breakdown(result: Result, width: int) -> list[Any]:
 def _bound(result: Result) -> list[Any]:
     total = sum(s for groups in result.breakdown.communication_total.values() for s in groups.values())
     exposed = result.breakdown.exposed_s
-    lines = [Text.assemble("bound by ", (_BOUNDS[result.bound], "bold"))]
+    lines = [Text.assemble("bound by ", (BOUNDS[result.bound], "bold"))]
     if total > 0:
         hidden = 100 * max(0.0, 1 - exposed / total)
         lines.append(Text(f"communication: {seconds(total)} on the wire, {hidden:.0f}% hidden "
@@ -235,7 +181,7 @@ def memory_bar(memory: MemoryResult, width: int) -> Text:
 
 def memory_verdict(memory: MemoryResult) -> Text:
     """Whether it fits, and by how much."""
-    counted = "fits" if memory.complete else "what is counted so far fits"
+    counted = "fits" if memory.complete else "fits by estimate"
     if memory.fits:
         cached = memory.reserved.fragmentation_bytes
         needed = f"{size(memory.capacity_bytes - cached)} are needed, and the allocator's cache takes the other"
@@ -332,6 +278,7 @@ def _sweep_table(points: Sequence[Result], axes: Sequence[str]) -> Table:
     """One row per point. On a narrow terminal headings wrap; figures never do."""
     scaling = "cluster.nodes" in axes
     serving = all(point.inference is not None for point in points)
+    tokens = all(has_tokens(point.scenario) for point in points)
     rows: list[list[Text]] = []
     for point in points:
         memory = point.memory
@@ -340,7 +287,8 @@ def _sweep_table(points: Sequence[Result], axes: Sequence[str]) -> Table:
         times = [seconds(point.step_time_s)]
         if serving and served is not None:
             times = [seconds(served.prompt_time_s), seconds(served.time_per_token_s)]
-        cells += [str(point.gpus), *times, rate(point.tokens_per_second_per_gpu),
+        throughput = point.tokens_per_second if tokens else point.samples_per_second
+        cells += [str(point.gpus), *times, rate(throughput / point.gpus),
                   f"{100 * point.mfu:.1f}%", f"{100 * point.breakdown.exposed_s / point.step_time_s:.1f}%",
                   size(memory.device_used_bytes)]
         fits = Text("yes", style="green") if memory.fits else Text("no", style="bold red")
@@ -348,7 +296,8 @@ def _sweep_table(points: Sequence[Result], axes: Sequence[str]) -> Table:
         rows.append([*map(Text, cells), fits, *efficiency])
     heads = [axis.split(".")[-1].replace("_", " ") for axis in axes]
     heads += ["GPUs", *(["first token", "per token"] if serving else ["step"])]
-    heads += ["tokens/s /GPU", "MFU", "exposed", "memory", "fits"] + (["scaling"] if scaling else [])
+    heads += [f"{'tokens' if tokens else 'samples'}/s /GPU", "MFU", "exposed", "memory", "fits"]
+    heads += ["scaling"] if scaling else []
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for i, head in enumerate(heads):
         widest = max([row[i].cell_len for row in rows] + [len(word) for word in head.split()])

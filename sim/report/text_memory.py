@@ -12,7 +12,8 @@ from rich.text import Text
 from sim.memory.ledger import CATEGORIES, PHASES, allocated_bytes
 from sim.report.memory import MemoryResult
 from sim.report.memory_plan import MemoryPlan, StageMemory
-from sim.report.text import changes_lines, described, host_line, largest_lines, memory_bar, memory_verdict
+from sim.report.text import changes_lines, host_line, largest_lines, memory_bar, memory_verdict
+from sim.report.text_head import described
 from sim.report.units import size
 
 #: Stages whose tables by phase are all printed; of more only the fullest's, unless asked for.

@@ -40,9 +40,13 @@ def budget_lines(result: Result) -> list[Text]:
     if found.energy_kwh is not None:
         parts.append(f"{found.energy_kwh / 1000:,.4g} MWh of the GPUs alone")
     lines += [Text(head), Text(" · ".join(parts))]
-    if found.in_time is not None:
-        lines.append(Text("the deadline is kept" if found.in_time else "the deadline is missed",
+    asked = result.scenario.budget
+    if found.in_time is not None and asked is not None and asked.deadline is not None:
+        lines.append(Text(f"the deadline of {_time(asked.deadline)} is {'kept' if found.in_time else 'missed'}",
                           style="green" if found.in_time else "bold red"))
+    if not result.memory.fits:
+        lines.append(Text("this is what it would take if it fitted: as it stands the job runs out of memory",
+                          style="bold red"))
     return [*lines, *_failures(found)]
 
 

@@ -88,7 +88,7 @@ class Rows:
         micro_steps: start and end of the compute of every micro-step, or stretch of a pipeline's schedule, shape (m, 2)
             seconds.
         counted: how many there are, in words ("" for a single one); piece: what one of them is called.
-        closest: the micro-step worth a look.
+        closest: the micro-step worth a look; of a pipeline the one in the middle, where its schedule is steady.
         step_time_s: length of the axis.
     """
 
@@ -170,7 +170,9 @@ def rows_of(result: Result) -> Rows:
     inside = [m for m in micro_steps if m[0] < result.step_time_s]
     windows = np.array([m[:2] for m in inside]).reshape(-1, 2)
     return Rows(names, bars, list(keys), list(texts), exposed, bubbles, waits, windows,
-                *counted(result.scenario, len(windows)), _closest([m[2] for m in inside]), result.step_time_s)
+                *counted(result.scenario, len(windows)),
+                len(inside) // 2 if result.scenario.parallel.pipeline > 1 and len(inside) > 1 else
+                _closest([m[2] for m in inside]), result.step_time_s)
 
 
 def counted(scenario: Scenario, windows: int) -> tuple[str, str]:
@@ -192,9 +194,10 @@ def steady(runs: Sequence[SectionRun], step_time_s: float) -> Iterator[SectionRu
                              run.end_s + step_time_s, run.starved_s)
 
 
-def close_look(rows: Rows, start_s: float, end_s: float) -> tuple[float, float] | None:
-    """A stretch of about nine layers of compute inside a window: where most communication is exposed, else where
-    forward turns into backward. None if the window has hardly more layers than that."""
+def close_look(rows: Rows, start_s: float, end_s: float) -> tuple[str, tuple[float, float]] | None:
+    """A stretch of about nine layers of compute inside a window, and what it shows: where most communication is
+    exposed, else where forward turns into backward, or in a pipeline the other way round. None if the window has hardly
+    more layers than that, or is all of one kind."""
     compute = rows.bars[1].within(start_s, end_s)
     phases = np.array([rows.keys.index(p) if p in rows.keys else -1 for p in _PHASES])
     layers = compute.take(np.flatnonzero(np.isin(compute.key, phases) & (compute.text >= 0)))
@@ -207,13 +210,16 @@ def close_look(rows: Rows, start_s: float, end_s: float) -> tuple[float, float] 
     waiting = np.array([rows.exposed_s(s, s + length) for s in starts])
     if waiting.max(initial=0.0) > length * WORTH_A_LOOK:
         begin = float(starts[int(np.argmax(waiting > 0.98 * waiting.max()))])
-        return begin, begin + length
+        return "where most communication is exposed", (begin, begin + length)
     changes = np.flatnonzero(np.concatenate(([True], np.diff(layers.text * len(rows.keys) + layers.key) != 0)))
-    backward = np.flatnonzero(layers.key[changes] == phases[1])
-    if not len(backward):
-        return None
-    first, last = max(int(backward[0]) - 4, 0), min(int(backward[0]) + 6, len(changes) - 1)
-    return float(layers.start_s[changes[first]]), float(layers.start_s[changes[last]])
+    phase = layers.key[changes]
+    for (before, after), said in ((phases[:2], "forward turns into backward"),
+                                  (phases[1::-1], "backward turns into forward")):
+        turns = np.flatnonzero((phase[:-1] == before) & (phase[1:] == after)) + 1
+        if len(turns):
+            first, last = max(int(turns[0]) - 4, 0), min(int(turns[0]) + 6, len(changes) - 1)
+            return said, (float(layers.start_s[changes[first]]), float(layers.start_s[changes[last]]))
+    return None
 
 
 def _fixed(program: Program, number: int, keys: dict[str, int], texts: dict[str, int],

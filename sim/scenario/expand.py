@@ -32,7 +32,21 @@ def expand(document: Document, faults: list[Fault]) -> dict[str, Any]:
         training = data.get("training")
         if model.get("kind") == "layers" and isinstance(training, dict):  # a table counts samples, not tokens
             data["training"] = {"sequence": 1, **training}
+    if isinstance(training := data.get("training"), dict):
+        data["training"] = _request(training)
     return data
+
+
+def _request(training: dict[str, Any]) -> dict[str, Any]:
+    """A request says its own sizes: batch and sequence of a training step need not be given beside them."""
+    mode = training.get("mode")
+    run = mode.get("inference") if isinstance(mode, dict) else None
+    if not isinstance(run, dict):
+        return training
+    tokens = [run.get("prompt"), run.get("generate")]
+    known = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in tokens)
+    steps = {} if "global_batch" in training else {"micro_steps": 1}
+    return {"micro_batch": 1, **steps, **({"sequence": sum(n for n in tokens if n)} if known else {}), **training}
 
 
 def _table(model: dict[str, Any], document: Document, faults: list[Fault]) -> dict[str, Any]:

@@ -11,6 +11,12 @@ from pydantic import BaseModel, ValidationError
 from sim.errors import Fault, nearest
 from sim.scenario.document import Document, describe
 
+#: Dtypes of weights alone, which are no precision of a whole run.
+_WEIGHTS = ("int8", "int4")
+#: Powers of 1,000 or 1,024 that letters behind a number stand for.
+_POWERS = {"K": 1, "M": 2, "G": 3, "B": 3, "T": 4}
+#: A field that takes fewer whole numbers than this has them listed.
+_FEW_NUMBERS = 10
 _QUOTED = re.compile(r"'([^']*)'")
 _TAGS = frozenset({"name", "table"})
 #: Fields that take a name or a table, and how the table is written.
@@ -98,7 +104,8 @@ def _sentence(
         message, hint = _not_allowed(value, _QUOTED.findall(ctx["expected"]) or re.findall(r"\d+", ctx["expected"]))
         return message, hint or _OR_TABLE.get(name, "")
     if kind == "choice":
-        return _not_allowed(ctx["value"], ctx["allowed"].split(","))
+        said, hint = _not_allowed(ctx["value"], ctx["allowed"].split(","))
+        return said, f"write {{name: pure-bf16, parameters: {value}}}" if value in _WEIGHTS else hint
     if kind == "word":
         word = ctx["word"]
         hint = (nearest(value, [word]) or _number_hint(value)) if isinstance(value, str) else ""
@@ -112,7 +119,7 @@ def _sentence(
     for test in (_wrong_type, _out_of_range):
         found = test(kind, ctx, value)
         if found:
-            return found
+            return found[0], found[1] or _few_numbers(kind, name, model)
     return f"{describe(value)} cannot be used here", ""
 
 
@@ -154,12 +161,40 @@ def _not_allowed(value: Any, allowed: list[str]) -> tuple[str, str]:
     return f"{describe(value)} is not one of {shown}", hint
 
 
-def _number_hint(value: Any) -> str:
-    if isinstance(value, str):
-        bare = value.replace("_", "").replace(",", "").strip()
-        if re.fullmatch(r"[-+]?\d+(\.\d*)?", bare):
-            return f"write {bare} without quotes, commas or underscores"
-    return ""
+def _number_hint(value: Any, whole: bool = False) -> str:
+    """How a number that was written as text is written, e.g. 128k, 1T or $2."""
+    if not isinstance(value, str):
+        return ""
+    bare = value.replace("_", "").replace(",", "").strip()
+    if re.fullmatch(r"[-+]?\d+(\.\d*)?", bare):
+        return f"write {bare} without quotes, commas or underscores"
+    short = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([kKMGBT])i?", bare)
+    if short is not None:
+        number, power = float(short[1]), _POWERS[short[2].upper()]
+        if not whole:
+            return f"write {number * 1000.0**power:g}"
+        decimal, binary = round(number * 1000**power), round(number * 1024**power)
+        return f"write {decimal} or, in powers of two, {binary}"
+    money = re.fullmatch(r"(?:\$ ?(\d+(?:\.\d+)?)|(\d+(?:\.\d+)?) ?(?:\$|USD))", bare)
+    return f"write {money[1] or money[2]}" if money is not None else ""
+
+
+def _few_numbers(kind: str, name: str, model: type[BaseModel] | None) -> str:
+    """Which numbers a field takes, where they are few."""
+    field = model.model_fields.get(name) if model is not None and kind.startswith("int") else None
+    limits = {type(m).__name__: m for part in _parts(field.annotation, field.metadata) for m in part} if field else {}
+    low, high = (getattr(limits.get(kind), kind.lower(), None) for kind in ("Ge", "Le"))
+    if not isinstance(low, int) or not isinstance(high, int) or high - low >= _FEW_NUMBERS:
+        return ""
+    return f"one of {', '.join(map(str, range(low, high + 1)))}"
+
+
+def _parts(annotation: Any, metadata: list[Any]) -> Iterator[list[Any]]:
+    """The constraints of an annotation, also of those inside optionals."""
+    yield metadata
+    for part in get_args(annotation):
+        if hasattr(part, "__metadata__"):
+            yield [item for outer in part.__metadata__ for item in (*getattr(outer, "metadata", ()), outer)]
 
 
 def _wrong_type(kind: str, ctx: dict[str, Any], value: Any) -> tuple[str, str] | None:
@@ -167,7 +202,7 @@ def _wrong_type(kind: str, ctx: dict[str, Any], value: Any) -> tuple[str, str] |
     if kind in ("int_type", "int_from_float", "int_parsing", "int_parsing_size"):
         if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
             return f"expected a whole number, not {said}", f"write {int(value)}"
-        return f"expected a whole number, not {said}", _number_hint(value)
+        return f"expected a whole number, not {said}", _number_hint(value, whole=True)
     if kind in ("float_type", "float_parsing"):
         return f"expected a number, not {said}", _number_hint(value)
     if kind in ("bool_type", "bool_parsing"):

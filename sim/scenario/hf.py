@@ -6,6 +6,7 @@ matrices have (Qwen2: query, key, value) are left out: a few thousand parameters
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,9 @@ from typing import Any
 
 from sim.errors import Fault, UserError, nearest
 from sim.scenario.document import beside, describe, read_text
+
+#: How alike two types of models must be spelt for one to be a slip of the keyboard: mamba is no llama.
+_SLIP = 0.8
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -247,10 +251,11 @@ def read_config(folder: Path, written: str) -> dict[str, Any]:
         raise UserError(Fault(f"holds {describe(values)} where a config was expected", file=shown, line=1))
     family = values.get("model_type")
     if not isinstance(family, str) or family not in _FAMILIES:
-        hint = (nearest(family, _FAMILIES) if isinstance(family, str) else "") or f"known: {', '.join(_FAMILIES)}"
-        message = (
-            "the config has no 'model_type'" if family is None else f"the model_type {describe(family)} is not known"
-        )
+        slip = difflib.get_close_matches(str(family), _FAMILIES, n=1, cutoff=_SLIP)
+        hint = f"did you mean '{slip[0]}'?" if slip else (
+            f"known: {', '.join(_FAMILIES)}; for another give kind, layers, hidden, heads … in place of hf")
+        message = "the config has no 'model_type'" if family is None else (
+            f"models of the type {describe(family).removeprefix('the text ')} are not known")
         raise UserError(Fault(message, field="model_type", file=shown, hint=hint))
     config = _Config(values, shown, text)
     fields = _FAMILIES[family](config)

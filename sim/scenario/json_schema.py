@@ -67,7 +67,13 @@ def _names(tables: dict[str, Any]) -> None:
     )
     cluster["gpu"] = {**gpu, "description": cluster["gpu"].get("description", "")}
     model["preset"] = {"enum": preset_names(), "description": model["preset"]["description"]}
-    tables["Training"]["oneOf"] = [{"required": ["global_batch"]}, {"required": ["micro_steps"]}]
+    step = {"required": tables["Training"].pop("required"),
+            "oneOf": [{"required": ["global_batch"]}, {"required": ["micro_steps"]}]}
+    request = {"required": ["mode"], "properties": {"mode": {"type": "object"}}}
+    tables["Training"]["anyOf"] = [step, request]
+    precision = tables["Precision"]
+    precision["anyOf"] = [{"required": precision.pop("required")},
+                          {"required": ["name"], "properties": {"name": {"enum": list(PRECISIONS)}}}]
     training["precision"] = _either(
         {"enum": list(PRECISIONS)}, {"$ref": "#/$defs/Precision"}, says=training["precision"]
     )

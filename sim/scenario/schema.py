@@ -137,6 +137,10 @@ def named_precision(value: Any) -> Any:
         if value not in PRECISIONS:
             raise PydanticCustomError("choice", "unknown precision", {"value": value, "allowed": ",".join(PRECISIONS)})
         return {"name": value, **PRECISIONS[value]}
+    if isinstance(value, dict) and isinstance(value.get("name"), str) and value["name"] in PRECISIONS:
+        base = PRECISIONS[value["name"]]
+        changed = any(value.get(field, dtype) != dtype for field, dtype in base.items())
+        return {**base, **value, "name": "custom" if changed else value["name"]}
     if not isinstance(value, dict | Precision):
         raise PydanticCustomError("plain", "expected the name of a precision or a mapping of its seven dtypes")
     return value

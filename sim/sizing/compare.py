@@ -62,7 +62,10 @@ class Comparison:
 
 
 #: What a scenario says about itself, and not of the run.
-_SAID = ("name", "expect", "claim", "sweep")
+_SAID = ("name", "expect", "claim", "sweep", "cluster.topology.name", "cluster.topology.source",
+         "cluster.topology.notes")
+#: Fields told beside the name of a run that is called as another one.
+_TOLD = 2
 
 
 def compare(runs: Sequence[Result | Source]) -> Comparison:
@@ -85,11 +88,24 @@ def compare(runs: Sequence[Result | Source]) -> Comparison:
     fields = [dict(_leaves(dump(r.scenario))) for r in results]
     paths = list(dict.fromkeys(path for one in fields for path in one))
     differs = {path: [one.get(path) for one in fields] for path in paths
-               if path.partition(".")[0] not in _SAID and any(one.get(path) != fields[0].get(path) for one in fields)}
+               if not any(path == said or path.startswith(f"{said}.") for said in _SAID)
+               and any(one.get(path) != fields[0].get(path) for one in fields)}
     first = _throughput(results[0])
-    return Comparison([r.scenario.name for r in results], [r.step_time_s for r in results], [r.gpus for r in results],
+    names = _names([r.scenario.name for r in results], differs)
+    return Comparison(names, [r.step_time_s for r in results], [r.gpus for r in results],
                       terms, moved, differs, [_throughput(r) / first for r in results], why, memory,
                       _moved(memory, 0.5), [r.bound for r in results])
+
+
+def _names(given: Sequence[str], differs: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Names that tell the runs apart: those called alike get the first fields in which they differ, or a number."""
+    found: list[str] = []
+    for i, name in enumerate(given):
+        alike = [j for j, other in enumerate(given) if other == name]
+        apart = [path for path, values in differs.items() if any(values[j] != values[alike[0]] for j in alike)]
+        told = ", ".join(f"{path.rpartition('.')[2].replace('_', ' ')} {differs[path][i]}" for path in apart[:_TOLD])
+        found.append(name if len(alike) == 1 else f"{name} ({told})" if told else f"{name} ({alike.index(i) + 1})")
+    return found
 
 
 def _throughput(result: Result) -> float:
@@ -152,7 +168,7 @@ def _communication(path: Sequence[str], before: Result, after: Result) -> str:
         return f"new: {1e3 * wire2:.3g} ms on the wire, {100 * hidden2:.0f}% hidden, {ranks2} ranks"
     among = f"{ranks} ranks" if ranks == ranks2 else f"{ranks} -> {ranks2} ranks"
     share = f"hidden {100 * hidden:.0f}% -> {100 * hidden2:.0f}%"
-    return f"on the wire {1e3 * wire:.3g} -> {1e3 * wire2:.3g} ms, {share}, {among}"
+    return f"on the wire {1e3 * wire:.4g} -> {1e3 * wire2:.4g} ms, {share}, {among}"
 
 
 def _bubble(before: Result, after: Result) -> str:

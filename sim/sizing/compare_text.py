@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sim.report.words import BOUNDS
+from sim.report.words import term as said
 from sim.sizing.compare import Comparison
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ def lines(found: Comparison) -> Iterator[str]:
     widest = max(map(len, found.names))
     for i, name in enumerate(found.names):
         yield (f"{name:{widest}}  {found.step_time_s[i]:.4g} s on {found.gpus[i]:,} GPUs, bound by "
-               f"{found.bound[i].replace('_', ' ')}, {100 * found.scaling[i]:.1f}% of the first's throughput per GPU")
+               f"{BOUNDS[found.bound[i]]}, {100 * found.scaling[i]:.1f}% of the first's throughput per GPU")
     for i in range(1, len(found.names)):
         change = found.step_time_s[i] - found.step_time_s[0]
         yield ""
@@ -29,9 +31,14 @@ def lines(found: Comparison) -> Iterator[str]:
         yield f"{found.names[i]} against {found.names[0]}: {seconds_of(change)} ({percent:+.1f}%)"
         yield from moved_lines(found, i)
     yield ""
-    yield "fields that differ:"
+    yield "fields that differ:" if found.differs else "no field differs"
     for path, values in found.differs.items():
-        yield f"  {path}: {' | '.join(map(str, values))}"
+        yield f"  {path}: {' | '.join(map(_plain, values))}"
+
+
+def _plain(value: object) -> str:
+    """A value as the scenario would write it."""
+    return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def moved_lines(found: Comparison, i: int) -> Iterator[str]:
@@ -92,7 +99,7 @@ def words(term: str) -> str:
     parts = term.split(".")
     if parts[0] == "exposed_communication":
         return f"exposed {parts[1].replace('_', '-')} ({', '.join(parts[2:])})"
-    return parts[-1].replace("_", " ")
+    return said(parts[-1])
 
 
 def seconds_of(value: float) -> str:

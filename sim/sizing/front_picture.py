@@ -41,6 +41,8 @@ def write_front(folder: Path, found: Sizing) -> Path:
 
     folder.mkdir(parents=True, exist_ok=True)
     path, height = folder / "front.png", 4.2
+    if len(found.front) == 1:  # nothing to trade off: the best side by side say more than one point
+        return _write_best(path, found)
     with look.style():
         made = look.figure(height)
         proven = "no other layout beats them" if found.front_proven else "of the layouts simulated"
@@ -54,6 +56,32 @@ def write_front(folder: Path, found: Sizing) -> Path:
         _draw(right, found, "run_s", spent, unit=_DAY_S if longest_s > _DAY_S else 1.0)
         right.set_xlabel("run, days" if longest_s > _DAY_S else "run, s" if found.wish.steps > 1 else "step, s")
         right.set_ylabel("cost, USD" if found.wish.priced else "GPU-hours")
+        look.save(made, path)
+    return path
+
+
+def _write_best(path: Path, found: Sizing) -> Path:
+    """The best as bars of their step, each with its layout and what it leaves of a GPU's memory."""
+    from sim.report import plot_style as look
+    from sim.sizing.size_text import layout_of
+
+    rows = found.best
+    unit, factor = look.scale(max(row["step_time_s"] for row in rows))
+    height = 1.35 + 0.34 * len(rows)
+    with look.style():
+        made = look.figure(height)
+        look.heading(made, f"The best {len(rows)} by {found.wish.objective}" if len(rows) > 1 else "The best",
+                     f"{rows[0]['gpus']:,} GPUs; {found.covered:,} layouts covered, {found.simulated:,} simulated")
+        ax = made.add_axes((0.03, 0.5 / height, 0.94, (height - 1.35) / height))
+        ax.barh(range(len(rows)), [row["step_time_s"] * factor for row in rows], height=0.7, color=look.LINES[0],
+                alpha=0.35)
+        for place, row in enumerate(rows):
+            ax.text(0, place, f"  {row['step_time_s'] * factor:.4g} {unit}, "
+                    f"{row['device_used_bytes'] / 2**30:.1f} GiB: {layout_of(row['set'])}", va="center", fontsize=7.5)
+        ax.set_yticks([])
+        ax.invert_yaxis()
+        ax.set_xlabel(f"step, {unit}")
+        ax.spines[["top", "right", "left"]].set_visible(False)
         look.save(made, path)
     return path
 

@@ -97,6 +97,7 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
          clusters: Sequence[str] = (), offload: Sequence[str] = (), overlap_p2p: bool = False, top: int = 10,
          out: Path | None = None, resume: bool = False, workers: int = 1, dask: str | None = None,
          seconds: float = math.inf, price: str | None = None,
+         interrupted: Callable[[], bool] = lambda: False,
          progress: Callable[[int, float, float], None] | None = None) -> Sizing:
     """Search the layouts of a scenario's model for the best.
 
@@ -112,6 +113,7 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
         seconds: go on no longer than this once simulation has begun; what is found then is the best so far, with its
             gap.
         price: what a GPU-hour costs, as `--price` says it (`sim.sizing.prices`); a wish with a price keeps its own.
+        interrupted: asked between rounds of simulations; True ends the search as `seconds` does.
         progress: told (simulated, next bound, best value) after every round.
 
     Raises:
@@ -144,7 +146,7 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
         def stop() -> bool:
             if progress is not None:
                 progress(len(runner.rows), math.nan, math.nan)
-            return runner.began is not None and time.monotonic() - runner.began > seconds
+            return interrupted() or (runner.began is not None and time.monotonic() - runner.began > seconds)
 
         result = search(ranking.values, runner.values, top, stop=stop, tighten=ranking.tighten)
         found.front_proven = complete(space, ranking.times, runner.steps, stop, ranking.tighten_times)

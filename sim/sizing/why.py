@@ -163,7 +163,7 @@ def why_lines(why: Why, tell: Callable[[Row], str], unit: Callable[[float], str]
         yield f"  memory left free: {second.margin_bytes[0] / _GIB:.1f} GiB, runner-up {_free(second)}"
         yield ""
     if why.families:
-        yield "best of each family (with the winner's, its runner-up), of those simulated:"
+        yield "the best simulated layout of each family, held against the best (of the best's own family, the next):"
     for one in why.families:
         yield f"  {one.name:18} {_family(one, tell, unit)}"
         if (other := why.contrasts.get(one.name)) is not None:
@@ -186,13 +186,13 @@ def _family(one: Family, tell: Callable[[Row], str], unit: Callable[[float], str
     if one.best is not None:
         more = "" if one.settled or one.nearest is None else \
             f" (others not simulated, none below {unit(one.nearest)})"
-        return ("[the winner's] " if one.holds_best else "") + tell(one.best) + more
+        return ("(has the best) next " if one.holds_best else "") + tell(one.best) + more
     if one.ruled_out == one.covered:
-        return f"no row simulated: all {one.covered:,} ruled out by memory, limits or rules"
+        return f"none simulated: all {one.covered:,} ruled out by memory, limits or rules"
     if one.holds_best:
-        return "only the winner was simulated" + ("" if one.nearest is None else f", none below {unit(one.nearest)}")
+        return "only the best was simulated" + ("" if one.nearest is None else f", none below {unit(one.nearest)}")
     if one.simulated:
         return f"none of the {one.simulated:,} simulated fits" + (
             "" if one.nearest is None else f"; of the others none is below {unit(one.nearest)}")
     bound = "" if one.nearest is None else f", none can be below {unit(one.nearest)}"
-    return f"no row simulated: {one.covered:,} layouts, {one.ruled_out:,} ruled out{bound}"
+    return f"none simulated of {one.covered:,}, {one.ruled_out:,} ruled out{bound}"

@@ -77,16 +77,20 @@ def workers(processes: int = 1, dask: str | None = None) -> Iterator[Workers]:
         with _cluster(dask) as found:
             yield found
     elif processes > 1:
-        with ProcessPoolExecutor(processes, initializer=_as_worker, initargs=(os.getpid(),)) as pool:
+        pool = ProcessPoolExecutor(processes, initializer=_as_worker, initargs=(os.getpid(),))
+        try:
             yield Workers(pool)
+        finally:
+            pool.shutdown(cancel_futures=True)
     else:
         yield Workers()
 
 
 def _as_worker(parent: int) -> None:
-    """A process of a search that was killed ends too, where the system can see to it (Linux prctl(2),
-    PR_SET_PDEATHSIG)."""
+    """Ctrl-C is the parent's business. A process of a search that was killed ends too, where the system can see to it
+    (Linux prctl(2), PR_SET_PDEATHSIG)."""
     search_seldom()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # killed before the call

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from sim.cli import LATER, cli, main
+from sim.cli import LATER, ORDER, cli, main
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -131,8 +132,42 @@ def test_an_unknown_command_names_the_nearest(drystep: Any) -> None:
 def test_help_names_only_what_exists(drystep: Any) -> None:
     ran = drystep("--help")
     assert ran.code == 0
-    listed = ran.out.partition("Commands:")[2].splitlines()
-    assert {line.split()[0] for line in listed if line.strip()} == set(cli.commands)
+    listed = ran.out.partition("Commands:")[2].partition("Examples:")[0].splitlines()
+    assert [line.split()[0] for line in listed if line.strip()] == list(ORDER) and set(ORDER) == set(cli.commands)
+    assert not any(line.rstrip().endswith("...") for line in listed)  # said whole
+
+
+@pytest.mark.parametrize("name", ["", *ORDER])
+def test_help_has_examples_of_commands_and_options_that_exist(drystep: Any, name: str) -> None:
+    ran = drystep(*name.split(), "--help")
+    lines = [line.split() for line in ran.out.partition("Examples:")[2].splitlines() if line.strip()]
+    assert ran.code == 0 and lines and all(words[0] == "drystep" for words in lines)
+    for words in lines:
+        command = cli.commands.get(words[1])
+        assert words[1] == "COMMAND" or (command is not None and name in ("", words[1]))
+        known = {option for of in (command.params if command else []) for option in of.opts} | {"--help"}
+        assert {word for word in words if word.startswith("-")} <= known
+
+
+def test_list_fields_has_every_field_that_shipped_scenarios_use(drystep: Any) -> None:
+    rows = {row["field"]: row for row in drystep("list", "fields", "--json").json}
+    found: set[str] = set()
+
+    def walk(value: Any, head: str) -> None:
+        for key, inner in value.items():
+            path = f"{head}{key}"
+            found.add(path)
+            if isinstance(inner, dict) and rows.get(path, {}).get("takes", "").find("mapping") >= 0 and key not in (
+                    "sweep", "expect", "figures", "tflops", "versions", "links"):
+                walk(inner, f"{path}.")
+
+    for file in sorted((Path(__file__).parents[2] / "scenarios").glob("*.yaml")):
+        walk(yaml.safe_load(file.read_text(encoding="utf-8")), "")
+    assert len(found) > 50 and found <= set(rows)
+    assert rows["training.sequence"]["takes"] == "a whole number" and rows["parallel.tensor"]["default"] == "1"
+    assert rows["training.micro_batch"]["default"] == "required" and "GB" in rows["cluster.gpu.memory"]["takes"]
+    assert all(row["takes"] or row["field"].rpartition(".")[2] in ("calibration", "source", "notes")
+               for row in rows.values())
 
 
 def test_version(drystep: Any) -> None:

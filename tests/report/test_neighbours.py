@@ -33,7 +33,7 @@ def test_mean_spread_and_worst_by_hand(rows: list[tuple[str, Features, float]]) 
     assert found.mean_error == pytest.approx(0.01)
     assert found.spread == pytest.approx((((0 + 4 + 25 + 1 + 4) * 1e-4) / 4) ** 0.5)
     assert found.worst == -0.04
-    assert str(found) == "5 published runs like this: +1% ± 3%"
+    assert str(found) == "5 published runs like this: +1% ± 3% (step predicted against measured)"
 
 
 @pytest.mark.parametrize("name,value", [("model", "mixture"), ("mode", "lora"), ("strategy", "ddp"), ("offload", True),
@@ -54,7 +54,8 @@ def test_the_nearest_scale_is_taken_where_enough_runs_are(rows: list[tuple[str, 
 def test_a_wider_search_says_what_differs(rows: list[tuple[str, Features, float]]) -> None:
     rows += [("a", replace(RUN, framework="pytorch"), -0.1)]
     found = validated(RUN)
-    assert str(found) == "1 published run like this but for framework: −10%"
+    assert str(found) == (
+        "1 published run like this but for framework: −10% (step predicted against measured)")
     assert found.spread is None
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from sim.report import folder
+from sim.report import plot_style as look
 from sim.report.folder import write_sweep
-from sim.report.plot_sweep import Sweep, scales, sweep_digest, sweeps
+from sim.report.plot_sweep import Sweep, scales, sweep_digest, sweep_figure, sweeps
 from sim.report.readme_picture import differences, terminal
 from sim.report.result import Result
 
@@ -122,3 +123,14 @@ def test_the_terminals_picture_loads_nothing_and_keeps_its_colours() -> None:
     assert "url(http" not in drawn
     assert "@font-face" not in drawn
     assert "#f07167" in drawn
+
+
+def test_few_whole_numbers_are_the_ticks_and_memory_is_held_against_the_gpu(result_of: Make) -> None:
+    axes: dict[str, list[Any]] = {"cluster.nodes": [4, 8, 12, 16]}
+    (sweep,) = sweeps(points_of(result_of(1), axes), axes)
+    with look.style():
+        made = sweep_figure(sweep)
+        panels = made.axes
+        assert [label.get_text() for label in panels[0].get_xticklabels()] == ["4", "8", "12", "16"]
+        titles = [ax.get_title(loc="left") for ax in panels]
+    assert titles == ["step time", "tokens per second per GPU", "memory per GPU"]

@@ -171,3 +171,14 @@ def test_an_overview_links_every_report(tmp_path: Path) -> None:
     page = write_overview(tmp_path, [("A & B", "a"), ("C", "c")]).read_text()
     assert 'href="a/index.html">A &amp; B<' in page
     assert 'href="c/index.html"' in page
+
+
+def test_the_close_look_at_a_pipeline_is_where_its_schedule_is_steady(staged: Result) -> None:
+    """Not at its end, where most communication is: the middle, and a title that says what the panel shows."""
+    digest = timeline_digest(staged)
+    rows = rows_of(staged)
+    assert rows.closest == len(rows.micro_steps) // 2
+    for panel in digest["panels"][1:]:
+        inside = rows.bars[1].within(panel["start_s"], panel["end_s"])
+        shown = {rows.keys[k] for k in inside.key.tolist()}
+        assert "turns into" not in panel["title"] or {"forward", "backward"} <= shown

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sim.errors import UserError
 from sim.scenario import Scenario, resolve
 from sim.scenario.dump import dump
 from sim.scenario.precisions import PRECISIONS
@@ -149,6 +150,24 @@ ADAMW = {
     "pure-fp16": 8,
     "fp8": 18,
 }
+
+
+def test_a_request_needs_no_batch_and_no_sequence() -> None:
+    mode = {"inference": {"prompt": 100, "generate": 28, "batch": 4}}
+    plain = {"name": "asks", "cluster": {"topology": "single-a100-80g-sxm"}, "model": {"preset": "gpt2"}}
+    found = resolve({**plain, "training": {"mode": mode}})
+    assert (found.training.micro_batch, found.micro_steps, found.training.sequence) == (1, 1, 128)
+    own = resolve({**plain, "training": {"mode": mode, "micro_batch": 2, "global_batch": 8, "sequence": 64}}).training
+    assert (own.micro_batch, own.global_batch, own.sequence) == (2, 8, 64)
+    with pytest.raises(UserError, match="micro_batch"):
+        resolve({**plain, "training": {"mode": "train"}})
+
+
+def test_a_named_precision_may_be_changed_in_single_dtypes() -> None:
+    own = made(training__precision={"name": "pure-bf16", "parameters": "int4"}).training.precision
+    assert own.model_dump() == {"name": "custom", **PRECISIONS["pure-bf16"], "parameters": "int4"}
+    same = made(training__precision={"name": "amp-bf16", "compute": "bf16"}).training.precision
+    assert same.model_dump() == {"name": "amp-bf16", **PRECISIONS["amp-bf16"]}
 
 
 def test_precisions_match_the_table() -> None:

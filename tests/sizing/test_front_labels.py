@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from sim.sizing.front_picture import _legible
+from sim.report import plot_style as look
+from sim.scenario import resolve
+from sim.sizing import Choice, size
+from sim.sizing.front_picture import _legible, write_front
+from sim.sizing.size_text import layout_of
+
+SMALL: dict[str, Any] = {"name": "small", "cluster": {"topology": "dgx-a100-80g", "gpus_per_node": 4},
+                         "model": {"preset": "gpt2", "layers": 4},
+                         "training": {"micro_batch": 1, "global_batch": 8, "sequence": 128}}
 
 
 @pytest.mark.parametrize(("values", "kept"), [
@@ -12,3 +23,13 @@ from sim.sizing.front_picture import _legible
     ([16.0, 32.0, 64.0], [16.0, 32.0, 64.0]), ([5.0], [5.0]), ([], [])])
 def test_labels_that_would_lie_on_one_another_are_left_out(values: list[float], kept: list[float]) -> None:
     assert _legible(values) == kept
+
+
+def test_a_front_of_one_layout_is_drawn_as_the_best_side_by_side(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: list[str] = []
+    monkeypatch.setattr(look, "save", lambda made, path: texts.extend(t.get_text() for t in made.axes[0].texts))
+    found = size(resolve(SMALL), Choice([4], micro_batch=[1, 2], context=[1], partial_recompute=False), top=4)
+    found.front = found.best[:1]
+    write_front(tmp_path, found)
+    assert len(texts) == len(found.best) and layout_of(found.best[0]["set"]) in texts[0] and "GiB" in texts[0]

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from sizing_once import Once
 
-from sim.cli_sizing import _size_lines
 from sim.errors import UserError
 from sim.scenario import resolve
 from sim.scenario.dump import dump
@@ -17,6 +16,7 @@ from sim.sizing import Choice, size
 from sim.sizing.bounds import bounds
 from sim.sizing.offloads import OFFLOADS, narrowed, variants
 from sim.sizing.size import _alone
+from sim.sizing.size_text import lines as _size_lines
 from sim.sizing.space import STRATEGIES, Space, build_space
 
 CHOICE = Choice([8], context=[1], tensor=[1, 2], micro_batch=[1, 2], recompute=["none", "full"],

@@ -1,0 +1,118 @@
+"""The head of a report: what runs on what, cut how, and the figures that are asked for first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+
+from sim.report.units import rate, seconds, size
+from sim.scenario.schema import Inference, InferenceRun, Precision, Scenario
+
+if TYPE_CHECKING:
+    from sim.report.inference import InferenceResult
+    from sim.report.result import Result
+
+
+def described(scenario: Scenario, gpu: str) -> list[Any]:
+    """Three lines: name, machine and layout, sizes."""
+    training, cluster = scenario.training, scenario.cluster
+    return [
+        Text(scenario.name, style="bold"),
+        Text(f"{scenario.gpus} × {_card(scenario, gpu)} ({cluster.nodes} × {cluster.topology.name}) · "
+             f"{layout(scenario)} · {_precision(training.precision)}", style="dim"),
+        Text(_request(scenario, training.mode.inference) if isinstance(training.mode, Inference) else _batch(scenario),
+             style="dim"),
+    ]
+
+
+def layout(scenario: Scenario) -> str:
+    """How the model is cut and what keeps its replicas alike: "tensor 8 × pipeline 4 · zero1 over 2"."""
+    parallel = scenario.parallel
+    cuts = [f"{axis} {degree}" for axis in ("tensor", "context", "expert", "pipeline")
+            if (degree := int(getattr(parallel, axis))) > 1]
+    data: str = parallel.strategy
+    if parallel.strategy in ("fsdp", "zero1", "zero2", "zero3"):
+        data += f" over {parallel.sharding_factor}"
+    if parallel.sharding_factor < scenario.data_parallel and parallel.strategy == "fsdp":
+        data += f" × {_replicas(scenario.data_parallel // parallel.sharding_factor)}"
+    return " · ".join([*([" × ".join(cuts)] if cuts else []), data])
+
+
+def has_tokens(scenario: Scenario) -> bool:
+    """Whether a sample is a sequence of tokens; one of a table of layers is whatever the table counts."""
+    return scenario.model.kind != "layers"
+
+
+def headline(result: Result) -> list[Any]:
+    """The lines of `described`, and the figures: step, throughput, utilisation; of a request its latencies."""
+    lines = [*described(result.scenario, result.gpu), Text()]
+    if result.inference is not None:
+        return [*lines, *_inference(result, result.inference)]
+    what, per_second = "tokens", result.tokens_per_second
+    if not has_tokens(result.scenario):
+        what, per_second = "samples", result.samples_per_second
+    grid = Table.grid(padding=(0, 3))
+    grid.add_row(*(Text.assemble((value, "bold"), f" {unit}") for value, unit in (
+        (seconds(result.step_time_s), "per step"), (rate(per_second), f"{what}/s"),
+        (rate(per_second / result.gpus), f"{what}/s/GPU"))))
+    grid.add_row(*(Text.assemble((value, "bold"), f" {unit}") for value, unit in (
+        (f"{100 * result.mfu:.1f}%", "MFU"),
+        (f"{result.model_tflops_per_gpu:.1f}", f"of {result.peak_flops_per_gpu / 1e12:.0f} TFLOP/s/GPU"),
+        (f"{100 * result.hfu:.1f}%", "HFU"))))
+    return [*lines, grid]
+
+
+def _card(scenario: Scenario, gpu: str) -> str:
+    """The GPU; figures of the user's own are said to be, since the catalogue's name promises others."""
+    asked = scenario.cluster.gpu
+    own = asked is not None and any(value is not None for value in asked.model_dump().values())
+    return f"own GPU like {gpu}" if own else gpu
+
+
+def _batch(scenario: Scenario) -> str:
+    training, steps, last = scenario.training, scenario.micro_steps, scenario.last_micro_batch
+    each = f"{training.micro_batch}" + (f" × {steps} micro-steps" if steps > 1 else "")
+    if last != training.micro_batch and steps > 1:  # the last micro-step is smaller
+        whole = f"{training.micro_batch} × {steps - 1}" if steps > 2 else f"{training.micro_batch}"
+        each = f"({whole} + {last}), {steps} micro-steps"
+    what = f"sequences of {training.sequence:,} tokens" if has_tokens(scenario) else "samples"
+    return (f"{training.global_batch:,} {what} per step = {_replicas(scenario.data_parallel)} × {each}")
+
+
+def _precision(of: Precision) -> str:
+    """Its name; of the user's own mixture the dtypes that decide most."""
+    return of.name if of.name != "custom" else f"{of.compute} products, {of.parameters} parameters"
+
+
+def _replicas(count: int) -> str:
+    return "1 replica" if count == 1 else f"{count} replicas"
+
+
+def _request(scenario: Scenario, run: InferenceRun) -> str:
+    weights = scenario.training.precision.parameters
+    ranks = {"tensor": scenario.parallel.tensor, "pipeline": scenario.parallel.pipeline}
+    split = [f"{name} {n}" for name, n in ranks.items() if n > 1]
+    prompts = "1 prompt" if run.batch == 1 else f"{run.batch:,} prompts"
+    return (f"inference: {prompts} of {run.prompt:,} tokens, {run.generate:,} tokens generated each, "
+            f"{weights} weights · {' × '.join([*split, _replicas(scenario.data_parallel)])}")
+
+
+def _inference(result: Result, served: InferenceResult) -> list[Any]:
+    """What a request takes, and how a token slows down as the cache grows."""
+    grid = Table.grid(padding=(0, 3))
+    grid.add_row(*(Text.assemble((value, "bold"), f" {unit}") for value, unit in (
+        (seconds(served.prompt_time_s), "to the first token"), (seconds(served.time_per_token_s), "per further token"),
+        (rate(served.tokens_per_second), "tokens/s"))))
+    grid.add_row(*(Text.assemble((value, "bold"), f" {unit}") for value, unit in (
+        (seconds(result.step_time_s), "per request"), (size(served.kv_cache_bytes), "cache per GPU"),
+        (rate(result.tokens_per_second_per_gpu), "tokens/s/GPU"))))
+    if len(served.lengths) < 2:
+        return [grid]
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 3, 0, 0))
+    for head in ("tokens in the cache", "per token"):
+        table.add_column(head, justify="right")
+    for at in (served.lengths[0], served.lengths[len(served.lengths) // 2], served.lengths[-1]):
+        table.add_row(f"{at.cached_tokens:,}", seconds(at.time_per_token_s))
+    return [grid, Text(), table]

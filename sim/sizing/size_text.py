@@ -1,0 +1,100 @@
+"""What a search found, in words: how much was covered, the best and the Pareto front as tables, why the best wins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sim.report.units import seconds
+from sim.sizing.offloads import KEEPERS
+from sim.sizing.why import why_lines
+
+if TYPE_CHECKING:
+    from sim.sizing.size import Sizing
+
+Row = Mapping[str, Any]
+_DAY_S, _GIB = 86_400.0, 2.0**30
+
+
+def lines(found: Sizing) -> Iterator[str]:
+    """The whole answer for a terminal."""
+    yield from _covered(found)
+    proven = "no layout beats them in time, GPUs and cost; by energy of those simulated" if found.front_proven else (
+        "of those simulated, by time, GPUs, cost and energy")
+    if found.front_proven and found.wish.objective == "energy":
+        proven = "the fastest and the least energy of every number of GPUs; of those simulated between them"
+    whole = found.wish.steps > 1
+    spent = f"of the whole run of {found.wish.steps:,.0f} steps" if whole else "of one step"
+    titles = (f"best by {found.wish.objective} (GPU-hours, energy and cost {spent}; memory of the fullest GPU)",
+              f"Pareto front ({proven})")
+    for title, rows in zip(titles, (found.best, found.front), strict=True):
+        if rows:
+            yield f"\n{title}:"
+            yield from _table(rows, whole)
+    for name, origin in found.price_origin.items():
+        yield f"\n{name}: {found.wish.prices[name]:g} USD per GPU-hour ({origin})"
+    yield ""
+    yield from why_lines(found.why, _brief, found.wish.told)
+
+
+def _covered(found: Sizing) -> Iterator[str]:
+    """How many layouts there are, what became of them, and whether the best is proven."""
+    if found.not_offloaded:
+        yield (f"not tried: --offload {','.join(found.not_offloaded)}, which nothing of this framework keeps on the "
+               f"host ({KEEPERS})")
+    yield f"{found.raw:,} configurations can be written, {found.covered:,} of them differ in effect"
+    ruled = {"memory": "do not fit", "time": "cannot be among the best", "deadline": "miss the deadline",
+             "budget": "cost more than the budget"}
+    counts = {"are impossible": found.impossible,
+              **{ruled.get(name, f"are ruled out by {name}"): count for name, count in found.pruned.items()}}
+    parts = [f"{count:,} {said}" for said, count in counts.items() if count]
+    refused = f" ({found.refused:,} of them refused)" if found.refused else ""
+    simulated = f"{found.simulated:,} were simulated{refused}"
+    yield f"of these {', '.join([*parts, simulated])}"
+    if found.faults:
+        yield f"the simulation failed on {found.faults:,} of them, a fault of ours: the best is not proven"
+        if found.first_fault is not None:
+            yield f"  the first: {layout_of(found.first_fault['set'])}: {found.first_fault['reason']}"
+    elif found.proven:
+        yield "the best is proven" if found.best else "that no layout does what is asked is proven"
+    elif not found.best:
+        yield "not proven: the search ended before anything that fits was simulated"
+    else:
+        yield f"not proven: a configuration not yet simulated may be up to {100 * found.gap:.1f}% better"
+
+
+def _table(rows: Sequence[Row], whole: bool) -> Iterator[str]:
+    """Rows under their heads, columns as wide as they must be."""
+    priced = any(row["usd"] is not None for row in rows)
+    heads = ["step", "GPUs", *(["days"] if whole else []), "GPU-hours", "kWh", *(["USD"] if priced else []), "memory"]
+    cells = [[seconds(row["step_time_s"]), f"{row['gpus']:,}", *([f"{row['run_s'] / _DAY_S:.4g}"] if whole else []),
+              _figure(row["gpu_hours"]), _figure(row["energy_kwh"]),
+              *(["–" if row["usd"] is None else _figure(row["usd"])] if priced else []),
+              f"{row['device_used_bytes'] / _GIB:.1f} GiB"] for row in rows]
+    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+    clusters = max(map(len, ["cluster", *(row["cluster"] for row in rows)]))
+    yield "  " + "  ".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)) + (
+        f"  {'cluster':{clusters}}  layout")
+    for row, line in zip(rows, cells, strict=True):
+        yield "  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) + (
+            f"  {row['cluster']:{clusters}}  {layout_of(row['set'])}")
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def _brief(row: Row) -> str:
+    return f"{row['step_time_s']:.4g} s on {row['gpus']:,} GPUs of {row['cluster']}, {layout_of(row['set'])}"
+
+
+def layout_of(sets: Mapping[str, Any]) -> str:
+    """A row's fields in words; what is off or one is left out."""
+    shown = {name.removeprefix("parallel.").removeprefix("training."): value for name, value in sets.items()
+             if name != "cluster.nodes" and value not in (1, False) and (value != "none" or "offload" not in name)
+             and (name != "parallel.schedule" or sets["parallel.pipeline"] > 1)}
+    return " ".join(f"{name}={_said(value)}" for name, value in shown.items())
+
+
+def _said(value: Any) -> str:
+    return f"first-{value['layers']}-blocks" if isinstance(value, dict) else str(value)

@@ -1,0 +1,115 @@
+"""What `size` and `compare` print: tables with heads, names that tell runs apart, and what Ctrl-C leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sim
+from sim.cli import main
+from sim.scenario import resolve
+from sim.sizing import Choice, Wish, compare, size
+from sim.sizing.size_text import lines
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = """\
+name: small
+cluster: {topology: dgx-a100-80g, nodes: 1}
+model: {preset: gpt2}
+training: {micro_batch: 1, global_batch: 64, sequence: 1024}
+parallel: {strategy: ddp}
+"""
+PLAIN: dict[str, Any] = {"name": "small", "cluster": {"topology": "dgx-a100-80g", "gpus_per_node": 4},
+                         "model": {"preset": "gpt2", "layers": 4},
+                         "training": {"micro_batch": 1, "global_batch": 8, "sequence": 128}}
+CHOICE = Choice([4], micro_batch=[1, 2], context=[1], partial_recompute=False)
+
+
+def test_the_best_stand_under_heads() -> None:
+    found = size(resolve(PLAIN), CHOICE, top=3)
+    said = list(lines(found))
+    at = next(i for i, line in enumerate(said) if line.startswith("\nbest by time"))
+    assert "of one step" in said[at]
+    assert said[at + 1].split() == ["step", "GPUs", "GPU-hours", "kWh", "memory", "cluster", "layout"]
+    assert {line.index("dgx-a100-80g") for line in said[at + 2:at + 5]} == {said[at + 1].index("cluster")}
+    whole = list(lines(size(resolve(PLAIN), CHOICE, Wish(steps=1000.0, priced=True, price_per_gpu_hour=2.0), top=3)))
+    at = next(i for i, line in enumerate(whole) if line.startswith("\nbest by time"))
+    assert "of the whole run of 1,000 steps" in whole[at]
+    assert whole[at + 1].split() == ["step", "GPUs", "days", "GPU-hours", "kWh", "USD", "memory", "cluster", "layout"]
+
+
+def test_a_search_that_nothing_passes_says_so_once() -> None:
+    found = size(resolve(PLAIN), CHOICE, Wish(deadline_s=1e-9), top=3)
+    said = list(lines(found))
+    assert not found.best and "that no layout does what is asked is proven" in said and "the best is proven" not in said
+    assert "miss the deadline" in said[1] and " 0 " not in said[1].replace("0 were simulated", "")
+
+
+def test_an_interrupted_search_tells_the_best_so_far() -> None:
+    told = [0]
+    found = size(resolve(PLAIN), CHOICE, top=10**6, progress=lambda done, *_: told.append(done),
+                 interrupted=lambda: told[-1] > 0)
+    assert found.best and not found.front_proven and 0 < found.simulated < found.covered
+    said = list(lines(found))
+    assert any(line.startswith("\nbest by time") for line in said) and any("of those simulated" in s for s in said)
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="process groups are needed")
+def test_control_c_on_a_terminal_reaches_every_process_and_none_shows_a_traceback(tmp_path: Path) -> None:
+    """A terminal sends SIGINT to the whole group: workers leave it to the search, which tells what it has."""
+    file = tmp_path / "small.yaml"
+    file.write_text(SMALL, encoding="utf-8")
+    out = tmp_path / "runs.db"
+    ran = subprocess.Popen([sys.executable, "-m", "sim", "size", str(file), "--gpus", "8", "--top", "1000",
+                            "--workers", "2", "--out", str(out)], cwd=ROOT, stdout=subprocess.PIPE,
+                           stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (out.exists() and out.stat().st_size > 12288) and ran.poll() is None:
+        time.sleep(0.1)
+    assert ran.poll() is None, "it ended before it could be interrupted"
+    os.killpg(ran.pid, signal.SIGINT)
+    said, err = ran.communicate(timeout=60)
+    assert "Traceback" not in err and "interrupted" in err
+    assert ran.returncode == 130 and "best by time" in said
+
+
+def test_runs_of_one_name_are_told_apart_by_what_differs() -> None:
+    more = {**PLAIN, "training": {**PLAIN["training"], "micro_batch": 2}}
+    runs = [sim.run(resolve(one)) for one in (PLAIN, more, PLAIN)]
+    assert compare(runs[:2]).names == ["small (micro batch 1)", "small (micro batch 2)"]
+    assert compare([runs[0], runs[2]]).names == ["small (1)", "small (2)"]
+
+
+def test_compare_holds_a_scenario_against_itself_with_other_values(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text(SMALL, encoding="utf-8")
+
+    def leave(*arguments: str) -> int:
+        with pytest.raises(SystemExit) as left:
+            main(["compare", str(file), *arguments])
+        assert isinstance(left.value.code, int)
+        return left.value.code
+
+    assert leave("--set", "cluster.nodes=2") == 0
+    out = capsys.readouterr().out
+    assert "cluster.nodes: 1 | 2" in out and "matrix products" in out and "gemm" not in out
+    assert leave() == 2 and leave(str(file), "--set", "cluster.nodes=2") == 2
+
+
+def test_size_takes_values_on_top(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text(SMALL, encoding="utf-8")
+    with pytest.raises(SystemExit) as left:
+        main(["size", str(file), "--gpus", "7", "--set", "training.global_batch=7", "--seconds", "0"])
+    assert left.value.code in (0, 2)
+    with pytest.raises(SystemExit) as left:
+        main(["size", str(file), "--gpus", "8", "--set", "training.global_bath=7"])
+    assert left.value.code == 2 and "global_batch" in capsys.readouterr().err
