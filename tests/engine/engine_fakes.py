@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from sim.network import Coflow
 from sim.program import CollectiveCall, Communicator, Job, Label, Program, ProgramBuilder, RankClass
 from sim.work import Kernel
 
@@ -41,18 +42,6 @@ class FakeDevice:
         return float(size_bytes)
 
 
-@dataclass(frozen=True)
-class FakeCoflow:
-    size_bytes: float
-    latency_s: float
-    links: tuple[Any, ...]
-    loads: tuple[float, ...]
-    cap_bps: float
-    channels: int
-    hbm_bytes_per_byte: float
-    weight: float = 1.0
-
-
 @dataclass
 class FakeNetwork:
     """All flows of a kind use the links of `routes[kind]` (default: one common link "x"), once per instance."""
@@ -65,11 +54,11 @@ class FakeNetwork:
     routes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     calls: int = 0
 
-    def coflow(self, kind: str, size_bytes: int, ranks: Any, dtype: str = "bf16") -> FakeCoflow:
+    def coflow(self, kind: str, size_bytes: int, ranks: Any, dtype: str = "bf16") -> Coflow:
         self.calls += 1
         links = self.routes.get(kind, ("x",))
-        return FakeCoflow(float(size_bytes), self.latency_s, links, (float(len(ranks)),) * len(links), self.cap_bps,
-                          self.channels, self.hbm)
+        return Coflow(self.latency_s, float(size_bytes), links, (float(len(ranks)),) * len(links), self.cap_bps,
+                      self.channels, self.hbm, 1.0, "Ring", "Simple")
 
     def capacity(self, link: Any) -> float:
         return self.capacities[link]

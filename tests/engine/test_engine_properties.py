@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import engine_random as random
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sim.engine import LongestPath, Machine, Timeline, longest_path, simulate
+from sim.network import Coflow
 from sim.program import CollectiveCall, Communicator, Job, Kind, Program, ProgramBuilder, RankClass
 
 SECTIONS = st.lists(st.tuples(random.recipes(), st.integers(1, 7)), min_size=1, max_size=3)
@@ -190,12 +193,11 @@ def sharded(micro_steps: int) -> Program:
 class RowNetwork(FakeNetwork):
     """Each instance has a link of its own inside, and all share one outside."""
 
-    def coflow(self, kind: str, size_bytes: int, ranks: np.ndarray, dtype: str = "bf16") -> object:
+    def coflow(self, kind: str, size_bytes: int, ranks: np.ndarray, dtype: str = "bf16") -> Coflow:
         flat = super().coflow(kind, size_bytes, ranks, dtype)
         links = (*(("inside", int(row[0])) for row in ranks), "x")
         loads = (*(1.0 for _ in ranks), 0.5 * len(ranks))
-        return type(flat)(flat.size_bytes, flat.latency_s, links, loads, flat.cap_bps, flat.channels,
-                          flat.hbm_bytes_per_byte)
+        return replace(flat, links=links, loads=loads)
 
     def capacity(self, link: object) -> float:
         return 9.1 if link == "x" else 6.3

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from ring_slices import GROUPS, HEADS, TOKENS, WIDE, attention, scenario, stack_of
 
 from sim.model import build
 from sim.model.architecture import Layer, Operator
@@ -18,34 +19,15 @@ from sim.model.eager.estimate import estimate
 from sim.model.eager.profile import Profile
 from sim.model.eager.ring import ring
 from sim.model.style import Style, style_of
-from sim.scenario import Scenario, resolve
+from sim.scenario import Scenario
 from sim.software import stack_for
 
-TOKENS, HEADS, GROUPS, WIDE = 1024, 16, 4, 64  # of a slice
 Q, P, ROWS, STATE = 2 * TOKENS * HEADS * WIDE, 2 * 2 * TOKENS * GROUPS * WIDE, 4 * TOKENS * HEADS, 512
-
-
-def scenario(slices: int, framework: str, **model: Any) -> Scenario:
-    return resolve({
-        "name": "x", "cluster": {"topology": "dgx-h100", "nodes": 2},
-        "model": {"kind": "decoder", "layers": 2, "hidden": HEADS * WIDE, "heads": HEADS, "kv_heads": GROUPS,
-                  "vocab": 1024, "positions": "rotary", "bias": False, "dropout": False, "tied_embeddings": False,
-                  **model},
-        "training": {"micro_batch": 1, "global_batch": 16, "sequence": TOKENS * slices, "precision": "megatron-bf16",
-                     "attention": "flash"},
-        "parallel": {"strategy": "ddp", "context": slices}, "software": {"framework": framework, "year": 2025}})
 
 
 def style(slices: int, framework: str, **model: Any) -> Style:
     of = scenario(slices, framework, **model)
-    return style_of(of, stack_for(framework, 2025, modules=of.software.modules), 1)
-
-
-def attention(slices: int, framework: str) -> Operator:
-    of = scenario(slices, framework)
-    stack = stack_for(framework, 2025, modules=of.software.modules)
-    block = next(layer for layer in build(of, stack, 1).stack if layer.kind == "block")
-    return next(op for op in block.operators if op.name == "attention")
+    return style_of(of, stack_of(of), 1)
 
 
 def played(of: Style, pair: int = P) -> tuple[int, int, int, int]:
@@ -124,7 +106,7 @@ def test_the_least_of_a_ring_by_hand() -> None:
 @pytest.mark.parametrize("framework", ["megatron", "pytorch", "ideal"])
 @pytest.mark.parametrize("slices", [2, 4, 8])
 def test_what_operators_say_of_buffers_is_what_they_come_to(framework: str, slices: int) -> None:
-    said = attention(slices, framework)
+    said = attention(scenario(slices, framework))
     assert said.joint is not None
     pair = 2 * said.joint.elements  # grouped heads are expanded first where the stack does so
     forward, _, backward, _ = played(style(slices, framework), pair)

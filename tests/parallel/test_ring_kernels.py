@@ -2,61 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from ring_slices import GROUPS, HEADS, TOKENS, WIDE, attention, scenario, told
 
-from sim.model import build
-from sim.model.architecture import Operator
 from sim.parallel.model import context
 from sim.parallel.model.calls import Calls
 from sim.program import InlineCall
-from sim.scenario import resolve
-from sim.software import stack_for
 from sim.work import Kernel
-
-TOKENS, HEADS, GROUPS, WIDE = 1024, 16, 4, 64  # of a slice
-
-
-def attention(slices: int, framework: str = "megatron", **model: Any) -> Operator:
-    scenario = resolve({
-        "name": "x", "cluster": {"topology": "dgx-h100", "nodes": 2},
-        "model": {"kind": "decoder", "layers": 2, "hidden": HEADS * WIDE, "heads": HEADS, "kv_heads": GROUPS,
-                  "vocab": 1024, "positions": "rotary", "bias": False, "dropout": False, "tied_embeddings": False,
-                  **model},
-        "training": {"micro_batch": 1, "global_batch": 16, "sequence": TOKENS * slices, "precision": "megatron-bf16",
-                     "attention": "flash"},
-        "parallel": {"strategy": "ddp", "context": slices}, "software": {"framework": framework, "year": 2025}})
-    stack = stack_for(framework, 2025, modules=scenario.software.modules)
-    block = next(layer for layer in build(scenario, stack, 1).stack if layer.kind == "block")
-    return next(op for op in block.operators if op.name == "attention")
-
-
-def told(kernels: tuple[Kernel, ...]) -> list[tuple[str, float]]:
-    return [(k.variant, k.bytes) for k in kernels if k.op != "attention"]
-
 
 QUERIES, KEYS = TOKENS * HEADS * WIDE, 2 * TOKENS * GROUPS * WIDE  # elements; KEYS with the values
 
 
 def test_each_step_behind_the_first_is_all_queries_on_half_a_slice() -> None:
-    shapes = [(k.shape[3:5], k.causal) for k in attention(4).forward if k.op == "attention"]
+    shapes = [(k.shape[3:5], k.causal) for k in attention(scenario(4)).forward if k.op == "attention"]
     assert shapes == [((TOKENS, TOKENS), True), *[((TOKENS, TOKENS // 2), False)] * 3]
-    backward = [(k.shape[3:5], k.causal) for k in attention(4).backward if k.op == "attention"]
+    backward = [(k.shape[3:5], k.causal) for k in attention(scenario(4)).backward if k.op == "attention"]
     assert backward == shapes[::-1]  # a slice's own keys come round last
-    flops = {k.flops for k in attention(4).forward if k.op == "attention"}
+    flops = {k.flops for k in attention(scenario(4)).forward if k.op == "attention"}
     assert flops == {4.0 * TOKENS**2 * HEADS * WIDE}
 
 
 def test_a_window_and_an_encoder_have_equal_steps() -> None:
     for model in ({"window": 128}, {"kind": "encoder", "positions": "learned"}):
-        made = [k for k in attention(2, **model).forward if k.op == "attention"]
+        made = [k for k in attention(scenario(2, **model)).forward if k.op == "attention"]
         assert made[0] == made[1]
 
 
 def test_what_puts_steps_together_by_hand() -> None:
     """Outputs: one scaled (read, write), three added (two read, one written), 2 bytes an element."""
-    operator = attention(4)
+    operator = attention(scenario(4))
     assert told(operator.forward) == [("ring_copy", 4.0 * KEYS), ("ring_merge", 2.0 * (2 + 3 * 3) * QUERIES)]
     copied, added = 4.0, 6.0
     assert told(operator.backward) == [
@@ -64,14 +38,14 @@ def test_what_puts_steps_together_by_hand() -> None:
         ("ring_query_gradients", copied * QUERIES), ("ring_key_gradients", copied * KEYS / 2),
         *[("ring_query_gradients", added * QUERIES), ("ring_key_gradients", added * KEYS / 2)] * 2,
         ("ring_query_gradients", added * QUERIES), ("ring_key_gradients", added * KEYS)]
-    assert told(attention(4, "ideal").forward) == [] == told(attention(4, "ideal").backward)
+    assert told(attention(scenario(4, "ideal")).forward) == [] == told(attention(scenario(4, "ideal")).backward)
 
 
 @pytest.mark.parametrize("slices", [2, 4])
 def test_everything_travels_beside_a_step(slices: int) -> None:
     """Forward: keys and values beside all steps but the last. Backward: beside the first; with the gradients of the
     step before beside the next; gradients alone beside the last. Sums of them wait for what comes."""
-    operator = attention(slices)
+    operator = attention(scenario(slices))
     assert operator.joint is not None and operator.joint.elements == KEYS
     calls = Calls(("context",))
     forward = context.around(calls, operator.joint, operator.forward, "forward")

@@ -3,44 +3,29 @@
 from __future__ import annotations
 
 import pytest
+from ring_slices import HEADS, TOKENS, WIDE, attention, scenario, told
 
-from sim.model import build
 from sim.model.architecture import Operator
 from sim.parallel.model import context
 from sim.parallel.model.calls import Calls
 from sim.program import InlineCall
-from sim.scenario import resolve
-from sim.software import stack_for
 from sim.work import Kernel
 
-TOKENS, HEADS, WIDE = 1024, 16, 64  # of a slice
 QUERIES, KEYS = TOKENS * HEADS * WIDE, 2 * TOKENS * HEADS * WIDE  # elements; KEYS with the values
 
 
-def attention(slices: int, compiled: bool = False) -> Operator:
-    scenario = resolve({
-        "name": "x", "cluster": {"topology": "dgx-h100", "nodes": 2},
-        "model": {"kind": "decoder", "layers": 2, "hidden": HEADS * WIDE, "heads": HEADS, "vocab": 1024,
-                  "positions": "rotary", "bias": False, "dropout": False, "tied_embeddings": False},
-        "training": {"micro_batch": 1, "global_batch": 16, "sequence": TOKENS * slices, "precision": "pure-bf16",
-                     "attention": "flash"},
-        "parallel": {"strategy": "fsdp", "context": slices},
-        "software": {"framework": "torchtitan", "year": 2025, "compile": compiled}})
-    stack = stack_for("torchtitan", 2025, compile_=compiled, modules=scenario.software.modules)
-    block = next(layer for layer in build(scenario, stack, 1).stack if layer.kind == "block")
-    return next(op for op in block.operators if op.name == "attention")
-
-
-def told(kernels: tuple[Kernel, ...]) -> list[tuple[str, float]]:
-    return [(k.variant, k.bytes) for k in kernels if k.op != "attention"]
+def rotated(slices: int, compiled: bool = False) -> Operator:
+    """Attention of torchtitan, every head with keys of its own."""
+    return attention(scenario(slices, "torchtitan", {
+        "parallel.strategy": "fsdp", "training.precision": "pure-bf16", "software.compile": compiled}, kv_heads=HEADS))
 
 
 def test_outputs_are_merged_in_fp32() -> None:
     """Cast (2 read, 4 written), two differences (8 and 4 each) and a product (4 and 4) a step; back to 16 bits."""
     one = ("ring_merge", (6 + 12 + 8 + 12) * QUERIES)
-    assert told(attention(4).forward) == [("ring_copy", 4.0 * KEYS), ("ring_widened", 6.0 * QUERIES), one, one, one,
+    assert told(rotated(4).forward) == [("ring_copy", 4.0 * KEYS), ("ring_widened", 6.0 * QUERIES), one, one, one,
                                           ("ring_narrowed", 6.0 * QUERIES)]
-    compiled = told(attention(4, compiled=True).forward)
+    compiled = told(rotated(4, compiled=True).forward)
     assert [moved for name, moved in compiled if name == "ring_merge"] == [10.0 * QUERIES] * 3  # 2 + 4 read, 4 written
 
 
@@ -49,7 +34,7 @@ def test_gradients_add_up_in_fp32() -> None:
     (10 an element of it), then both halves copied (8), and copied again to be sent (8)."""
     later = [("ring_query_gradients", 10.0 * QUERIES), ("ring_gradients_arrived", (5 + 8) * KEYS),
              ("ring_packed", 8.0 * KEYS)]
-    assert told(attention(4).backward) == [
+    assert told(rotated(4).backward) == [
         ("ring_copy", 4.0 * KEYS), ("ring_query_gradients", 14.0 * QUERIES), ("ring_key_gradients", 14.0 * KEYS),
         ("ring_packed", 8.0 * KEYS), *later, *later, *later, ("ring_gradients_home", 6.0 * KEYS),
         ("ring_narrowed", 6.0 * QUERIES)]
@@ -57,7 +42,7 @@ def test_gradients_add_up_in_fp32() -> None:
 
 @pytest.mark.parametrize("slices", [2, 4])
 def test_keys_come_at_once_and_gradients_go_round(slices: int) -> None:
-    operator, calls = attention(slices), Calls(("context",))
+    operator, calls = rotated(slices), Calls(("context",))
     assert operator.joint is not None and operator.joint.kind == "rotate"
     forward = context.around(calls, operator.joint, operator.forward, "forward")
     (gather,) = [item for item in forward if isinstance(item, InlineCall)]
@@ -74,7 +59,7 @@ def test_keys_come_at_once_and_gradients_go_round(slices: int) -> None:
 
 
 def test_every_kernel_runs_once_in_order() -> None:
-    operator, calls = attention(4), Calls(("context",))
+    operator, calls = rotated(4), Calls(("context",))
     assert operator.joint is not None
     for direction, kernels in (("forward", operator.forward), ("backward", operator.backward)):
         items = context.around(calls, operator.joint, kernels, direction)
