@@ -72,22 +72,26 @@ def _protocol_cap(site: Site, protocol: str, cap_bps: float, shape: str = "ring"
     return min(cap_bps, site.channel_count() * channel_bps)
 
 
-def _messages(site: Site, protocol: str, steps: int) -> tuple[tuple[float, float], ...]:
-    """Least time of a ring of `steps` over a fabric whose edges pass one message at a time: `Candidate.floors`.
+def _messages(site: Site, protocol: str, steps: int, opens_bytes: float) -> tuple[tuple[float, float], ...]:
+    """Least time of a ring of `steps` over a fabric whose NICs pass one message at a time: `Candidate.floors`.
 
-    The first `NCCL_STEPS` messages fill the buffer's slots without waiting. Where a plugin passes them to libfabric,
-    messages beyond its eager limit take a rendezvous, as all of Simple do; NCCL's own transports write into announced
-    addresses whatever the size (nccl src/transport/net_ib/p2p.cc). A Simple step of more than `_TWO_SLICES` is two.
+    The proxy beside a NIC serves its channels in turn (nccl src/proxy.cc, progressOps), of which a call opens one per
+    `opens_bytes`. The first `NCCL_STEPS` messages fill a buffer's slots without waiting. Where a plugin passes them to
+    libfabric, messages beyond its eager limit take a rendezvous, as all of Simple do; NCCL's own transports write into
+    announced addresses whatever the size (src/transport/net_ib/p2p.cc). A Simple step of `_TWO_SLICES` is two.
     """
     if site.place.nodes == 1:
         return ()
-    figures = site.figures
+    figures, nics, channels = site.figures, int(site.place.groups.max()), site.channel_count()
     small = max(0, steps - _SLOTS) * figures[f"message_us.{site.fabric}"] * _US
     slow = small * (max(1.0, figures["rendezvous.all"]) if site.transport() == "libfabric" else 1.0)
-    cells = site.place.size * site.channel_count()
-    if protocol == "Simple":
-        return (_TWO_SLICES * cells, 2 * slow), (0.0, slow)
-    return (_EAGER_BYTES / WIRE[protocol] * cells, slow), (0.0, small)
+    cells, most = site.place.size * channels, -(-channels // nics)
+    full = (_TWO_SLICES * cells, 2 * most * slow) if protocol == "Simple" else (
+        _EAGER_BYTES / WIRE[protocol] * cells, most * slow)
+    each = slow if protocol == "Simple" else small
+    opened = [(opens_bytes * (1 + nics * (beside - 1)) if beside > 1 else 0.0, beside * each)
+              for beside in range(most, 0, -1)]
+    return full, *opened
 
 
 def _ring(kind: str, site: Site, protocol: str) -> Candidate:
@@ -112,7 +116,7 @@ def _ring(kind: str, site: Site, protocol: str) -> Candidate:
     opens_bytes = float(OPENS[protocol] * (n if protocol == "LL" else 1))
     return Candidate(
         "Ring", protocol, judge(kind, "Ring", protocol, site), (figures[f"base_us.{protocol}"] + walk) * _US,
-        0.0, 1.0, opens_bytes, site.channel_bps(protocol) / volume, _messages(site, protocol, steps),
+        0.0, 1.0, opens_bytes, site.channel_bps(protocol) / volume, _messages(site, protocol, steps, opens_bytes),
         ring_loads(site.place, channels), volume * WIRE[protocol], cap / volume, channels,
         3 * volume, slices, OPENS[protocol] * n if protocol == "LL" else 0.0)
 

@@ -94,12 +94,23 @@ def test_more_bytes_never_take_less_time(machines: Machines, machine: str, nodes
 
 
 @pytest.mark.parametrize(("fabric", "factor"), [("infiniband", 1.0), ("roce", 1.0), ("slingshot", F["rendezvous.all"])])
-def test_only_libfabric_takes_a_rendezvous(machines: Machines, fabric: str, factor: float) -> None:
+def test_a_nic_passes_the_messages_of_its_channels_in_turn(machines: Machines, fabric: str, factor: float) -> None:
+    """64 nodes of 8 NICs and 16 channels: from the ninth channel on two share one. Beyond 8 KiB on the wire, 4 KiB of
+    each of 512 ranks and 16 channels, libfabric alone takes a rendezvous."""
     mapping = {**machines["dgx-a100"], "inter": {**machines["dgx-a100"]["inter"], "fabric": fabric}}
     way, _ = options(mapping, "all_gather", 64, algorithm="Ring", protocol="LL")
-    (_, slow), (_, small) = way.floors
-    assert small == pytest.approx((511 - 8) * F[f"message_us.{fabric}"] * 1e-6)
-    assert slow == pytest.approx(factor * small)
+    assert way.channels == 16
+    one_s = (511 - 8) * F[f"message_us.{fabric}"] * 1e-6
+    expected = [(4096 * 512 * 16, 2 * factor * one_s), (4096 * 512 * 9, 2 * one_s), (0, one_s)]
+    assert way.floors == tuple((size, pytest.approx(time)) for size, time in expected)
+
+
+def test_full_slices_are_two_messages_a_step(machines: Machines) -> None:
+    """Simple: 16 channels open one per 32 KiB; from 64 KiB of each rank and channel on a step is two."""
+    way, _ = options(machines["dgx-a100"], "all_gather", 64, algorithm="Ring", protocol="Simple")
+    one_s = (511 - 8) * F["message_us.infiniband"] * 1e-6
+    expected = [(65536 * 512 * 16, 4 * one_s), (32768 * 9, 2 * one_s), (0, one_s)]
+    assert way.floors == tuple((size, pytest.approx(time)) for size, time in expected)
 
 
 def test_hopper_and_staged_messages_are_not_flushed(machines: Machines) -> None:
