@@ -74,8 +74,10 @@ class Site:
         return float(value[self.topology.generation] if isinstance(value, dict) else value)
 
     def transport(self) -> str:
-        """What carries messages between nodes: a plugin over `libfabric`, or NCCL's own over `verbs` or sockets."""
-        return str(facts()["fabrics"][self.fabric].get("transport", "verbs"))
+        """What carries messages between nodes: `libfabric`, which matches them with receives, or `verbs`, which write
+        where a receive has been announced: NCCL's own transports, and AWS's plugin from Hopper on."""
+        value = facts()["fabrics"][self.fabric].get("transport", "verbs")
+        return str(value.get(self.topology.generation, "verbs") if isinstance(value, dict) else value)
 
     def fabric_us(self) -> float:
         """What the fabric really adds to a hop between nodes, us."""
