@@ -172,7 +172,18 @@ from the others; what belongs to a fabric stays with the fabric.
   the place of six figures (what a ring adds once slices are full, per generation; from which size; between nodes).
 * Two A100 read from one another where other GPUs write (compute capability 8.0, `ncclTopoCheckP2p`): a step takes 11 us
   where it takes 4 on V100 and H100. One figure for reads, one for writes, none per generation.
-* Before Hopper what arrives in Simple is flushed by a read of its own: the fabric counts twice in such a hop.
+* A ring of N nodes has N edges between nodes: a chunk of an all-reduce crosses 2 N times, of a gather N times (NCCL
+  2.13 counts 2 N too, later ones 2 (N - 1), which is how they choose). Counted as 2 (N - 1) before, rings of two nodes
+  had made fabrics look twice as slow as trees showed them.
+* Before Hopper what arrives in Simple is flushed by a read of its own out of the GPU, which crosses no fabric: some 17
+  us by libfabric; 4 by verbs are assumed.
+* A tree passes whole chunks on (`candidate.Chunks`): the first pays a thread block's pass at each rank and a NIC's,
+  twice where a node has two children, the rest follow behind it. How large they are is NCCL's: 512 KiB a channel from
+  2.20 on, so that 256 Slingshot nodes take 2.3 ms longer than their bytes from 2 MiB on; halved where there are few up
+  to 2.19 (compares in the binaries); 64 or 128 KiB a channel and head for NVLSTree. In LL a chunk waits between nodes
+  until the proxy has looked through it, at NCCL's limit of LL by CPU. Took the place of three fitted ramps.
+* The proxy beside a NIC passes the messages of its channels in turn; where a plugin passes them to libfabric, those
+  beyond 8 KiB take a rendezvous. NCCL's own transports know none.
 * An all-to-all serves a node's peers at once, up to eight a channel (warps of one block, `sendrecv.h`), in one step;
   each peer has its share of the channels and receivers copy a last chunk of 512 KiB on each out of their buffers. The
   proxy passes messages to and from peers of other nodes one by one, beginning while the kernel starts.
@@ -200,12 +211,17 @@ from the others; what belongs to a fabric stays with the fabric.
   predicted; all of it counts in the table above.
 * What leaving a site out costs is mostly what only that site shows (table by site). Slingshot: 16 of the 25 sweeps of
   several nodes are Polaris, so the two figures for several nodes with the site left out say how good the priors of
-  Slingshot are (6, 8, 0.7 and 0.8 against 8.0, 9.3, 0.55 and 0.75). EFA: three sites, each another generation.
+  Slingshot are (6, 8, 0.7 and 0.8 against 8.0, 9.4, 0.55 and 0.75). EFA: three sites, each another generation.
 * Simple rings over EFA are slower from 16 to 128 MiB than the model (p4d 30 to 40 %): nothing in NCCL's code says why.
   p4d's largest sizes show a ring where NCCL's search gives trees of two nodes twice the bandwidth; the sweep is
   predicted with `algorithm: Ring`, as if its command had said so (unknown).
 * p5's sweeps bend at 128 KiB, where AWS's tuner is taken to go on with trees in LL up to 256 KiB: of that tuner only
   the latency it counts with is known, NCCL's formulas stand for its own.
+  In LL from 8 to 64 KiB p5 takes 3.5 us more for each further channel, as Polaris' second setting does for each message
+  of whichever channel; on InfiniBand nothing of it shows. Nothing read says what channels of a node share.
+* p4d's LL takes 175 us while all but one of a ring's 16 chunks are empty and 262 when none is (8 KiB); the model knows
+  the latter alone. Whether it ran LL at all is not known: AWS had users, later its plugin, set NCCL_PROTO=simple
+  (recalled).
 * Whose CPU a machine has decides LL's limit between nodes and is taken from the GPU's generation and the fabric.
 * The host of a benchmark (one process driving eight GPUs, launches in groups) is a property of the sweep, applied to
   predictions that are compared with it and to nothing else. The column "without the host" shows what it is worth.
@@ -216,11 +232,12 @@ from the others; what belongs to a fabric stays with the fabric.
   topology tells. In a ring every message beyond the first eight takes 7.9 us under both settings, on two nodes all of
   them under the second (software matching) and none under the first: likely messages that find no posted receive.
 * Broadcasts and reductions of nccl-tests run into one another (a root does not wait), so their sweeps show no latency.
-* Tried and not taken: LL128 over EFA on p5 (no gain); LL for small sends between nodes (all-to-all on Polaris 12 to
-  17 %; NCCL does not do it); two microseconds of proxy for AMD hosts (several nodes, 90th percentile 23 to 27 %);
+* Tried and not taken: LL128 over EFA on p5 (no gain); LL for small sends between nodes (all-to-all on Polaris 12 to 17
+  %; NCCL does not do it); two microseconds of proxy for AMD hosts (several nodes, 90th percentile 23 to 27 %);
   rendezvous by fabric (left-out errors rise); an all-to-all between nodes as the longer of messages and bytes, not
-  their sum (left-out errors of Polaris rise to 27 and 38 %); a tree of two nodes without what a pipeline adds (NDR on
-  four nodes left out 13 to 27 %), the same in Simple alone (one node left out 19.5 to 20.6 %).
+  their sum (left-out errors of Polaris rise to 27 and 38 %); the first 4 KiB of a tree's chunk in LL within the hop
+  (several nodes left out 18.7 to 19.3 %); LL's passes through the proxy as a fitted figure (p5's rows of above set it,
+  NDR left out 10 and 15 to 19 and 31 %); channels in turn without a rendezvous (in sample 10 to 12 %).
 * Rings of many nodes on InfiniBand rest on message_us.infiniband, which only sweeps of two and four nodes determine.
 * Confidence is low wherever the table of figures names no site: RoCE, TCPX, Ethernet, Gen3 and Gen5 PCIe, xGMI,
   Blackwell between nodes.

@@ -77,6 +77,46 @@ class Slices:
 
 
 @dataclass(frozen=True, slots=True)
+class Chunks:
+    """How a tree passes chunks on: each is whole at a rank before it goes on, the next one follows behind it.
+
+    Attributes:
+        most_bytes: a full chunk of one channel; halvings: (so many chunks per channel and call, bytes) in NCCL's order:
+            where a call has fewer, chunks are halved as long as they are larger than that (nccl src/enqueue.cc,
+            calcCollChunking).
+        heads: ranks of a node that share a channel's bytes before they become chunks.
+        path_s: from a chunk's first rank to its last, per byte of it; own_s: of a rank, per byte.
+        pace_s: of a rank per chunk beside its bytes; turn_s: least time between chunks of which a connection's slots
+            hold only so many.
+    """
+
+    most_bytes: float
+    halvings: tuple[tuple[float, float], ...]
+    heads: int
+    path_s: float
+    own_s: float
+    pace_s: float
+    turn_s: float
+
+    def chunk_bytes(self, share_bytes: float) -> float:
+        """A chunk where a channel and head has `share_bytes` of the call."""
+        chunk = self.most_bytes
+        for least, floor in self.halvings:
+            while share_bytes < least * chunk and chunk > floor:
+                chunk /= 2
+        return min(chunk, share_bytes)
+
+    def beyond_s(self, channel_bytes: float, moving_s: float) -> float:
+        """Time of a call of `channel_bytes` per open channel beyond the `moving_s` of its bytes, seconds."""
+        share = channel_bytes / self.heads
+        chunk = self.chunk_bytes(share)
+        count = share / chunk
+        each_s = moving_s / count
+        later_s = max(0.0, max(self.pace_s + chunk * self.own_s, self.turn_s) - each_s)
+        return max(0.0, chunk * self.path_s - each_s) + (count - 1.0) * later_s
+
+
+@dataclass(frozen=True, slots=True)
 class Ahead:
     """How far a sender is ahead of its receiver: it is through when what it sends lies in its buffers.
 
@@ -98,10 +138,10 @@ class Candidate:
         latency_s: base and steps of the smallest call; ramp_s: most the pipeline's filling adds; ramp_bytes: size from
             which it adds it all.
         opens_bytes: a call opens one channel per so many bytes; channel_bps: what one moves, in bytes of the call.
-        slices: of a Simple ring; first_bytes: of a call, what one channel's threads take at once, within the steps;
-            ahead: of a lone send whose receiver fetches it; copies: of small sends that the fabric's provider copies
-            out of the GPU, as (up to this size of the call, seconds); last_bytes: of a call, what receivers still copy
-            out of their buffers when all has arrived.
+        slices: of a Simple ring; chunks: of a tree; first_bytes: of a call, what one channel's threads take at once,
+            within the steps; ahead: of a lone send whose receiver fetches it; copies: of small sends that the fabric's
+            provider copies out of the GPU, as (up to this size of the call, seconds); last_bytes: of a call, what
+            receivers still copy out of their buffers when all has arrived.
         floors: least time over a fabric whose edges pass one message at a time, as (from this size on, seconds),
             largest size first.
         loads: per byte of the call; factor: multiplies every load; cap_bps; channels; hbm: as in `Coflow`.
@@ -126,6 +166,7 @@ class Candidate:
     ahead: Ahead | None = None
     copies: tuple[float, float] = (0.0, 0.0)
     last_bytes: float = 0.0
+    chunks: Chunks | None = None
 
     def open_channels(self, size_bytes: float) -> int:
         """Channels a call opens, hence SMs it holds."""
@@ -144,9 +185,11 @@ class Candidate:
         time += min(size_bytes, self.last_bytes) / rate_bps
         if self.slices:
             time += self.slices.beyond_s(size_bytes, moving)
-        opened = max(1.0, size_bytes / self.opens_bytes)
-        each = size_bytes / min(opened, self.channels)
-        time += max(0.0, max(0.0, each - self.first_bytes) / self.channel_bps - moving)
+        each = size_bytes / min(max(1.0, size_bytes / self.opens_bytes), self.channels)
+        stretch = max(0.0, max(0.0, each - self.first_bytes) / self.channel_bps - moving)
+        time += stretch
+        if self.chunks:
+            time += self.chunks.beyond_s(each, moving + stretch)
         for least, floor in self.floors:
             if size_bytes >= least:
                 time = max(time, floor - moving)

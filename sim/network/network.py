@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -189,8 +190,8 @@ def allowed(kind: str, site: Site, nccl: Mapping[str, Any]) -> list[Candidate]:
 
 def release(nccl: Mapping[str, Any]) -> tuple[int, ...]:
     """NCCL's (major, minor) of its `version`, that of today where it is not told."""
-    parts = str(nccl.get("version") or "").split("+")[0].split(".")
-    return tuple(int(part) for part in parts[:2] if part.isdigit()) or (2, 30)
+    told = re.match(r"\s*v?(\d+)\.(\d+)", str(nccl.get("version") or ""))
+    return (int(told[1]), int(told[2])) if told else (2, 30)
 
 
 def choose(options: Sequence[tuple[Candidate, float]], size_bytes: int) -> tuple[Candidate, float]:

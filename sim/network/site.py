@@ -73,6 +73,12 @@ class Site:
         value = fabric["plugin_us"]
         return float(value[self.topology.generation] if isinstance(value, dict) else value)
 
+    def transport(self) -> str:
+        """What carries messages between nodes: `libfabric`, which matches them with receives, or `verbs`, which write
+        where a receive has been announced: NCCL's own transports, and AWS's plugin from Hopper on."""
+        value = facts()["fabrics"][self.fabric].get("transport", "verbs")
+        return str(value.get(self.topology.generation, "verbs") if isinstance(value, dict) else value)
+
     def fabric_us(self) -> float:
         """What the fabric really adds to a hop between nodes, us."""
         member = f"efa.{self.topology.generation}" if self.fabric == "efa" else self.fabric
@@ -173,6 +179,11 @@ class Site:
             fewest = min(count for row in self.topology.intra.matrix for count in row if count)
             block_bps = min(block_bps, fewest * self.speeds.link)
         return block_bps
+
+    def proxied_ll_bps(self) -> float:
+        """Payload of one channel's LL that a proxy looks through before it sends it, bytes/s: what NCCL grants LL on
+        two nodes by their processors (`cpu_ll` of tuner.yaml) over 16 channels."""
+        return float(table("network/tuner.yaml")["cpu_ll"][self.cpu()][0]) / 16 * _GB
 
     def multicast_channels(self) -> int:
         """Channels of NVLink SHARP."""

@@ -92,7 +92,8 @@ def _ring(kind: str, protocol: str, site: Site) -> Judgement:
     rooted = kind in ("broadcast", "reduce")
     passes = 2 if kind == "all_reduce" else 1
     steps = passes * (n - 1)
-    hops = 0 if nodes == 1 else passes * (nodes - 1)
+    counted = nodes + int(site.era("ring_hops")) if kind == "all_reduce" else nodes - 1
+    hops = 0 if nodes == 1 else passes * counted
     inside, outside = _hops(site, protocol, "ring")
     graph = site.graph()
     bus = graph.channels * (graph.inside if nodes <= 2 else graph.between) * _GB

@@ -59,10 +59,10 @@ def test_a_tree_goes_up_and_down() -> None:
 
 
 @pytest.mark.parametrize(("version", "tree_us", "ring_us"), [
-    ((2, 16), 14 * 28 + 2 * 28, 8.4 + 28 * 3.4 + 2 * 9.6), ((2, 18), 14 * 4 + 2 * 14, 8.4 + 28 * 3.4 + 2 * 14),
+    ((2, 16), 14 * 28 + 2 * 28, 8.4 + 26 * 3.4 + 4 * 9.6), ((2, 18), 14 * 4 + 2 * 14, 8.4 + 28 * 3.4 + 2 * 14),
     ((2, 21), 14 * 28 + 2 * 28, 8.4 + 28 * 3.4 + 2 * 14), ((2, 27), 8.4 + 14 * 4 + 2 * 14, 8.4 + 28 * 3.4 + 2 * 14)])
 def test_releases_count_with_tables_of_their_own(version: tuple[int, int], tree_us: float, ring_us: float) -> None:
-    """Two nodes of eight, Simple: trees take 14 hops inside and 2 between, rings 28 and 2."""
+    """Two nodes of eight, Simple: trees take 14 hops inside and 2 between, rings 28 and 2, before 2.18 26 and 4."""
     where = site(version=version)
     assert judge("all_reduce", "Tree", "Simple", where).latency_us == pytest.approx(tree_us)
     assert judge("all_reduce", "Ring", "Simple", where).latency_us == pytest.approx(ring_us)
