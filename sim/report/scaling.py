@@ -39,12 +39,12 @@ class Scaling:
 
     def __str__(self) -> str:
         start = self.communication_from
-        where = "".join(f"{path.rpartition('.')[2]} {value}, " for path, value in self.held.items())
+        where = "".join(f"{path.rpartition('.')[2].replace('_', ' ')} = {value}: " for path, value in self.held.items())
         name = self.axis.rpartition(".")[2].replace("_", " ")
         if start is None:
-            return f"{where}communication does not bound up to {name} {self.values[-1]} ({_percent(self.exposed[-1])})"
+            return f"{where}not bound by communication up to {name} = {self.values[-1]} ({_percent(self.exposed[-1])})"
         at = self.exposed[self.values.index(start)]
-        return f"{where}communication bounds from {name} {start} on ({_percent(at)} there)"
+        return f"{where}bound by communication from {name} = {start} on ({_percent(at)} there)"
 
 
 def scaling(points: Sequence[Result], axes: Mapping[str, Sequence[Any]]) -> list[Scaling]:

@@ -1,7 +1,8 @@
-"""What rows' errors would be with the values that their case files had before they were corrected: `corrections.yaml`.
+"""Published cases predicted with another value than their file gives, and what their errors are with both.
 
-A value may be corrected where the source did not state it and evidence other than the measurements speaks against the
-guess. The report shows the errors with both values, so that a correction cannot hide anything.
+A value may be corrected (`corrections.yaml`) where the source did not state it and evidence other than the measurements
+speaks against the guess. The shipped files stay as they were published; a corrected field counts as assumed. The report
+shows the errors with both values, so that a correction cannot hide anything.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from sim.catalog import table
+from sim.catalog import folder, table
 from sim.validation.cases import Case, CaseFile
 from sim.validation.predict import predict
 from sim.validation.statistics import MEMORY_KEYS, Record
@@ -22,7 +25,7 @@ _KEYS = ("step_time_s", *MEMORY_KEYS)
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """A corrected field: case ids (glob) of a source, dotted path, value before and now, and why."""
+    """A corrected field: case ids (glob) of a source, dotted path, value in the file and used instead, and why."""
 
     source: str
     rows: str
@@ -31,12 +34,35 @@ class Correction:
     used: Any
     evidence: str
 
+    def concerns(self, case: Case) -> bool:
+        """Whether the case, as its file gives it, is one of those that are corrected."""
+        return self._names(case) and _value(case, self.field) in (self.given, None)
+
     def holds(self, case: Case) -> bool:
         """Whether the case's value was corrected so."""
-        return (case.file.removesuffix(".yaml") == self.source and fnmatch.fnmatch(case.id, self.rows)
-                and _value(case, self.field) == self.used)
+        return self._names(case) and _value(case, self.field) == self.used
+
+    def _names(self, case: Case) -> bool:
+        return case.file.removesuffix(".yaml") == self.source and fnmatch.fnmatch(case.id, self.rows)
 
 
+def corrected(file: CaseFile) -> CaseFile:
+    """A shipped file with its corrections; any other as it is, whatever its name."""
+    if Path(file.path).resolve().parent != (folder("scenarios") / "published").resolve():
+        return file
+    known = [one for one in corrections() if file.name.removesuffix(".yaml") == one.source]
+    return replace(file, cases=tuple(_corrected(case, known) for case in file.cases)) if known else file
+
+
+def _corrected(case: Case, known: Sequence[Correction]) -> Case:
+    for one in known:
+        if one.concerns(case):
+            assumed = case.assumed if one.field in case.assumed else (*case.assumed, one.field)
+            case = replace(case, sets={**case.sets, one.field: one.used}, assumed=assumed)
+    return case
+
+
+@cache
 def corrections() -> tuple[Correction, ...]:
     """All corrections, in the file's order."""
     return tuple(Correction(**line) for line in table("validation/corrections.yaml")["corrections"])

@@ -22,6 +22,7 @@ from sim.errors import Fault, UserError, nearest
 from sim.software import free_figures, profile_names
 from sim.validation import fit_solve
 from sim.validation.cases import Case, expand, read
+from sim.validation.corrections import corrected
 from sim.validation.fit_solve import Problem
 from sim.validation.fit_trials import Array, Figure, Progress, Row, Trials, sample
 from sim.validation.runner import worker_count
@@ -150,7 +151,7 @@ def chosen(paths: Sequence[str] = ()) -> list[Case]:
     Raises:
         UserError: a file that is not there or no case file, or none of them holds such a step time.
     """
-    files = [read(path) for path in expand(list(paths) or [folder("scenarios") / "published"])]
+    files = [corrected(read(path)) for path in expand(list(paths) or [folder("scenarios") / "published"])]
     found = [case for file in files if file.kind == "training" for case in file.cases
              if case.quality is None and "step_time_s" in case.measured]
     if not found:

@@ -20,6 +20,7 @@ from sim.catalog import folder
 from sim.errors import Fault, UserError
 from sim.garbage import search_seldom
 from sim.validation.cases import Case, CaseFile, expand, read, selects
+from sim.validation.corrections import corrected
 from sim.validation.predict import predict, settle
 from sim.validation.statistics import Record, overall
 
@@ -101,7 +102,7 @@ def _read_all(paths: Sequence[Path]) -> list[CaseFile]:
     faults: list[Fault] = []
     for path in paths:
         try:
-            files.append(read(path))
+            files.append(corrected(read(path)))
         except UserError as error:
             faults.extend(error.faults)
     if faults:

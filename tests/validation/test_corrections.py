@@ -1,26 +1,36 @@
-"""Corrected values of published cases: each stands in its case file, is marked as assumed, and changes a prediction."""
+"""Corrected values of published cases: the file stays as given, the field counts as assumed, the prediction changes."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from sim.catalog import folder
 from sim.validation.cases import CaseFile, read
-from sim.validation.corrections import Correction, corrections, effects
+from sim.validation.corrections import Correction, corrected, corrections, effects
 from sim.validation.predict import predict
 
 
 def _file(correction: Correction) -> CaseFile:
-    return read(folder("scenarios") / "published" / f"{correction.source}.yaml")
+    return corrected(read(folder("scenarios") / "published" / f"{correction.source}.yaml"))
 
 
 @pytest.mark.parametrize("correction", corrections(), ids=lambda c: f"{c.source}-{c.field}")
-def test_a_correction_stands_in_its_case_file_as_an_assumption(correction: Correction) -> None:
+def test_a_correction_is_an_assumption_about_rows_that_are_as_given(correction: Correction) -> None:
+    given = read(folder("scenarios") / "published" / f"{correction.source}.yaml")
+    assert not any(correction.holds(case) for case in given.cases)
     cases = [case for case in _file(correction).cases if correction.holds(case)]
     assert cases
     assert all(correction.field in case.assumed for case in cases)
     assert correction.given != correction.used
     assert len(correction.evidence) > 40
+
+
+def test_a_file_of_that_name_elsewhere_is_taken_as_it_is(tmp_path: Path) -> None:
+    copied = tmp_path / "zero_bubble.yaml"
+    copied.write_bytes((folder("scenarios") / "published" / "zero_bubble.yaml").read_bytes())
+    assert corrected(read(copied)) == read(copied)
 
 
 def test_the_report_shows_the_error_with_the_value_given() -> None:

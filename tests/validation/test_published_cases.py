@@ -16,16 +16,16 @@ from sim.validation.cases import expand, read
 
 PUBLISHED = folder("scenarios") / "published"
 DIGESTS = {
-    "answer_ai_fsdp_qlora.yaml": "7c06e0a4f7f4b6d5",
+    "answer_ai_fsdp_qlora.yaml": "31fdd4c87150f3bc",
     "bigscience_a100.yaml": "ebc5c4ea80e40398",
     "bigscience_v100.yaml": "7a6536afef566422",
     "deepspeed_azure.yaml": "40751eec4ede63db",
-    "dle_bert.yaml": "b999adc5a47c7527",
+    "dle_bert.yaml": "6ed137e1f16df445",
     "fms_fsdp_a100.yaml": "9900ac8fb3056e5c",
     "fsdp_aws.yaml": "b85180f6254ad2bc",
     "fsdp_paper.yaml": "78a93ffe43e380f4",
     "korthikanti.yaml": "f796208331da2cd2",
-    "litgpt.yaml": "dd4da3656d05e46e",
+    "litgpt.yaml": "81cf1b3630f0f0d2",
     "llm_foundry_v1_a100_40g.yaml": "d732eb067fdd3dff",
     "llm_foundry_v1_a100_80g.yaml": "9e0eb41b277a4784",
     "llm_foundry_v2_a100_40g.yaml": "70a9767b668acaed",
@@ -44,11 +44,11 @@ DIGESTS = {
     "megatron_sc21_paper.yaml": "5a459e3d38ea33d4",
     "nanotron.yaml": "1561e5630aa992a5",
     "nemo.yaml": "11186fcfe8dd751f",
-    "neusight.yaml": "c75eecf52f9f70cb",
+    "neusight.yaml": "3565b86c4fa42da1",
     "resnet50.yaml": "bd33f3c3fd045347",
     "simumax_a100_pcie.yaml": "44861f7469c56c25",
     "simumax_b200.yaml": "effdb97f224e06de",
-    "zero_bubble.yaml": "3286f8d1c3370760",
+    "zero_bubble.yaml": "848a2fceda630ea5",
 }
 
 

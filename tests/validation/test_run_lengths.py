@@ -16,7 +16,7 @@ def test_llama_65b_takes_about_as_long_as_published() -> None:
     assert pytest.approx(found["days"].measured, rel=0.02) == 1.4e12 / 380 / 2048 / 86400
     assert pytest.approx(found["gpu_hours"].measured, rel=0.01) == 1.4e12 / 380 / 3600
     assert found["days"].predicted * 24 * 2048 == pytest.approx(found["gpu_hours"].predicted)
-    assert abs(found["gpu_hours"].error) < 0.25  # the layout is assumed: eight tensor ranks, so gathers go round 256 nodes
+    assert abs(found["gpu_hours"].error) < 0.25  # the layout is assumed: gathers go round 256 nodes
 
 
 def test_a_rate_and_a_length_err_to_the_same_side() -> None:
