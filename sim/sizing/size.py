@@ -35,6 +35,7 @@ class Sizing:
 
     Attributes:
         best: rows of a table, the best first: fields, step time, run time, GPUs, GPU-hours, cost, energy, memory.
+        nearest: where the deadline or the budget leaves nothing, the best row without them; None if there is none.
         raw: configurations as they can be written; covered: those that differ in effect.
         impossible, simulated: those that lowering refuses, those simulated.
         pruned: configurations ruled out, by the bound that did it.
@@ -52,6 +53,7 @@ class Sizing:
 
     wish: Wish
     best: list[dict[str, Any]] = field(default_factory=list)
+    nearest: dict[str, Any] | None = None
     raw: int = 0
     covered: int = 0
     impossible: int = 0
@@ -72,7 +74,7 @@ class Sizing:
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return {"objective": self.wish.objective, "prices_usd_per_gpu_hour": dict(self.wish.prices),
-                "price_origin": self.price_origin, "best": self.best, "front": self.front,
+                "price_origin": self.price_origin, "best": self.best, "nearest": self.nearest, "front": self.front,
                 "front_proven": self.front_proven, "why": self.why.to_json(), "raw": self.raw, "covered": self.covered,
                 "impossible": self.impossible, "pruned": self.pruned, "simulated": self.simulated,
                 "refused": self.refused, "faults": self.faults,
@@ -142,13 +144,17 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
         of = Bounds(space, pool.executor if dask is None else None, workers)
         bounded = time.monotonic()
         ranking, runner = Ranking(space, of, wish), Runner(space, plain, wish, store, pool)
+        free = Runner(space, plain, wish.unlimited, store, pool)
 
         def stop() -> bool:
             if progress is not None:
                 progress(len(runner.rows), math.nan, math.nan)
-            return interrupted() or (runner.began is not None and time.monotonic() - runner.began > seconds)
+            began = min((one.began for one in (runner, free) if one.began is not None), default=math.inf)
+            return interrupted() or time.monotonic() - began > seconds
 
         result = search(ranking.values, runner.values, top, stop=stop, tighten=ranking.tighten)
+        if result.complete and not result.best and free.wish != wish:
+            found.nearest = _nearest(space, Ranking(space, of, free.wish), free, stop)
         found.front_proven = complete(space, ranking.times, runner.steps, stop, ranking.tighten_times)
         if wish.objective == "energy":
             found.front_proven &= complete(space, ranking.values, runner.values, stop, ranking.tighten)
@@ -159,6 +165,12 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
                               if one.outcome == "fault"), None)
     found.seconds = {"space": listed - started, "bounds": bounded - listed, "simulation": time.monotonic() - bounded}
     return found
+
+
+def _nearest(space: Space, ranking: Ranking, runner: Runner, stop: Callable[[], bool]) -> dict[str, Any] | None:
+    """The best row of a wish without limits."""
+    result = search(ranking.values, runner.values, 1, stop=stop, tighten=ranking.tighten)
+    return _row(space, runner, result.best[0][1], runner.wish) if result.best else None
 
 
 def _alone(scenario: Scenario, topology: str | None) -> Scenario:

@@ -45,6 +45,11 @@ class Wish:
     priced: bool = False
     prices: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def unlimited(self) -> Wish:
+        """The same without deadline and budget."""
+        return replace(self, deadline_s=None, budget=None)
+
     def price(self, scenario: Scenario) -> float:
         """Of one GPU-hour on a scenario's cluster."""
         return self.prices.get(scenario.cluster.topology.name, self.price_per_gpu_hour)

@@ -51,6 +51,7 @@ def test_a_deadline_for_chinchilla_tokens(tmp_path: Path) -> None:
     free, kept, late = runs
     assert free["best"][0]["run_s"] > 100 * free["best"][0]["step_time_s"]
     assert kept["best"] == free["best"] and not late["best"] and late["pruned"]["deadline"] > 0
+    assert late["nearest"] == free["best"][0] and kept["nearest"] is free["nearest"] is None
 
 
 def test_memory_that_is_to_stay_free_rules_layouts_out() -> None:
