@@ -32,7 +32,7 @@ def lines(found: Sizing) -> Iterator[str]:
             yield f"\n{title}:"
             yield from _table(rows, whole)
     if found.nearest is not None:
-        yield f"\nnearest to the limits, best by {found.wish.objective} without them ({spent}):"
+        yield f"\nbest by {found.wish.objective} without the limits ({spent}):"
         yield from _table([found.nearest], whole)
     for name, origin in found.price_origin.items():
         yield f"\n{name}: {found.wish.prices[name]:g} USD per GPU-hour ({origin})"
