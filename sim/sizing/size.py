@@ -35,7 +35,8 @@ class Sizing:
 
     Attributes:
         best: rows of a table, the best first: fields, step time, run time, GPUs, GPU-hours, cost, energy, memory.
-        nearest: where the deadline or the budget leaves nothing, the best row without them; None if there is none.
+        nearest: where the deadline or the budget leaves nothing, the best row without them; None if there is none, or
+            none was proven in time.
         raw: configurations as they can be written; covered: those that differ in effect.
         impossible, simulated: those that lowering refuses, those simulated.
         pruned: configurations ruled out, by the bound that did it.
@@ -168,9 +169,9 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
 
 
 def _nearest(space: Space, ranking: Ranking, runner: Runner, stop: Callable[[], bool]) -> dict[str, Any] | None:
-    """The best row of a wish without limits."""
+    """The best row of a wish without limits, if the search for it came to its end."""
     result = search(ranking.values, runner.values, 1, stop=stop, tighten=ranking.tighten)
-    return _row(space, runner, result.best[0][1], runner.wish) if result.best else None
+    return _row(space, runner, result.best[0][1], runner.wish) if result.complete and result.best else None
 
 
 def _alone(scenario: Scenario, topology: str | None) -> Scenario:

@@ -14,7 +14,8 @@ from sim.model.architecture import Architecture
 from sim.network import Coflow
 from sim.parallel import Lowered
 from sim.program import CollectiveCall, Communicator, Job, Label, Program, ProgramBuilder, RankClass
-from sim.report.result import Result, build_result
+from sim.report.build import build_result
+from sim.report.result import Result
 from sim.scenario import resolve
 from sim.work import Kernel
 

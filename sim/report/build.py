@@ -1,0 +1,154 @@
+"""How a result is read: every number of result.md off one simulated step, and what the user is warned of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from sim.engine import Machine, Timeline
+from sim.parallel import Lowered
+from sim.program import Kind
+from sim.report.breakdown import COMPUTE_STREAM, bound, kernel_counts, of_rank, step_flops
+from sim.report.budget import budget_result
+from sim.report.columns import Columns, of_class
+from sim.report.inference import inference_result, waits_for_memory
+from sim.report.loading import DataLoading
+from sim.report.memory import MemoryResult, by_class, fullest
+from sim.report.neighbours import features
+from sim.report.queues import unusual_queues
+from sim.report.result import Detail, Result, Simulation, tokens_per_sample
+from sim.scenario.schema import Inference, Scenario
+
+
+def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timeline: Timeline) -> Result:
+    """Read every number of result.md off one simulated step.
+
+    Args:
+        scenario: resolved, every default filled in.
+        lowered: what it was lowered to.
+        machine: what the job ran on.
+        timeline: its steady step.
+    """
+    job = lowered.job
+    memory = fullest(by_class(scenario, lowered, machine.devices))
+    loading, retrying_s, paging_s, step_s = timed(scenario, memory, timeline)
+    critical, columns = _critical(lowered, timeline)
+    simulated = job.classes[critical]
+    program = job.programs[simulated.program]
+    parts = of_rank(machine, columns, critical)
+    parts = replace(parts, host=parts.host + loading.waiting_s + retrying_s, offload=parts.offload + paging_s)
+    training, architecture = scenario.training, lowered.architecture
+    of_micro_batch = architecture.forward_flops + architecture.backward_flops
+    per_program = [step_flops(p) for p in job.programs]
+    gpu = machine.devices[simulated.device].gpu
+    hardware_flops = sum(per_program[c.program] * len(c.members) for c in job.classes)
+    served = inference_result(scenario, lowered, timeline)
+    samples = training.global_batch if served is None else scenario.data_parallel * architecture.batch
+    result = Result(
+        scenario=scenario, gpus=job.ranks, gpu=gpu.name, step_time_s=step_s,
+        tokens_per_second=(samples * tokens_per_sample(scenario) / step_s if served is None
+                           else served.tokens_per_second),
+        samples_per_second=samples / step_s,
+        model_flops=of_micro_batch / architecture.batch * samples if served is None else hardware_flops,
+        hardware_flops=hardware_flops, inference=served,
+        budget=budget_result(scenario, lowered, step_s, samples * tokens_per_sample(scenario),
+                             step_energy_j(lowered, machine, step_s) if scenario.budget is not None else None),
+        peak_flops_per_gpu=gpu.peak_flops(training.precision.compute), breakdown=parts,
+        bound=bound(parts),
+        memory=memory, data_loading=loading,
+        simulation=Simulation(timeline.events, timeline.tasks, len(job.classes), job.ranks),
+        group_ranks={name: job.communicators[c].size
+                     for name, c in zip(program.communicators, simulated.communicators, strict=True) if c >= 0},
+        features=features(scenario, lowered, gpu.arch),
+        _detail=Detail(lowered, machine, timeline, critical))
+    if served is not None and result.bound == "compute" and waits_for_memory(program, gpu.peak_flops,
+                                                                             gpu.memory_bandwidth_bps):
+        result.bound = "memory_bandwidth"
+    result.warnings = _warnings(result)
+    return result
+
+
+class Timed(NamedTuple):
+    """Seconds of a step: what its tasks take, and what the host adds for data, the allocator's retries and pages.
+
+    Attributes:
+        step_s: all of it.
+    """
+
+    loading: DataLoading
+    retrying_s: float
+    paging_s: float
+    step_s: float
+
+
+def timed(scenario: Scenario, memory: MemoryResult, timeline: Timeline) -> Timed:
+    """The step of a simulated job whose fullest rank holds `memory`."""
+    loading = _loading(scenario, timeline.step_time_s)
+    retrying_s = memory.reserved.seconds if memory.short else 0.0
+    paging_s = memory.paging.seconds if memory.paging is not None else 0.0
+    return Timed(loading, retrying_s, paging_s, timeline.step_time_s + loading.waiting_s + retrying_s + paging_s)
+
+
+def step_energy_j(lowered: Lowered, machine: Machine, step_s: float) -> float:
+    """Energy of all GPUs over one step, joules: their boards alone."""
+    counts = [kernel_counts(program) for program in lowered.job.programs]
+    return sum(len(c.members) * machine.devices[c.device].energy_j(lowered.job.programs[c.program].kernels,
+                                                                  counts[c.program], step_s)
+               for c in lowered.job.classes)
+
+
+def _loading(scenario: Scenario, work_s: float) -> DataLoading:
+    """Every node reads the samples of its own replicas. A request is in memory when it arrives."""
+    if isinstance(scenario.training.mode, Inference):
+        return DataLoading(0.0, scenario.cluster.topology.host.storage, work_s)
+    per_step = scenario.training.global_batch * (scenario.training.sample_bytes or 0.0) / scenario.cluster.nodes
+    return DataLoading(per_step, scenario.cluster.topology.host.storage, work_s)
+
+
+def _critical(lowered: Lowered, timeline: Timeline) -> tuple[int, Columns]:
+    """The class whose compute stream is busy longest, the first of equals, and its step."""
+    best, chosen = -1.0, None
+    for number in range(len(lowered.job.classes)):
+        columns = of_class(lowered.job, timeline, number)
+        if len(lowered.job.classes) == 1:
+            return number, columns
+        rows = (columns.kind == Kind.KERNELS) & (columns.stream == COMPUTE_STREAM)
+        busy = float(((columns.end_s - columns.start_s) * columns.times)[rows].sum())
+        if busy > best:
+            best, chosen = busy, (number, columns)
+    assert chosen is not None, "a job has at least one class"
+    return chosen
+
+
+def _warnings(result: Result) -> list[str]:
+    memory = result.memory
+    found = [f"memory: {text}" for text in memory.warnings]
+    if not memory.use.steady:
+        leaks = {name: size for name, size in memory.use.net_bytes.items() if size}
+        found.append(f"memory: the step does not return to the level at which it began ({leaks})")
+    found += unusual_queues(result.scenario)
+    loading = result.data_loading
+    if loading.waiting_s > 0:
+        found.append(f"data: training needs {loading.bytes_per_step / loading.work_s / 1e9:.3g} GB/s per node and "
+                     f"storage reads {loading.storage_bytes_per_s / 1e9:.3g} GB/s: it bounds the step")
+    if (own := result.scenario.cluster.gpu) is not None and any(v is not None for v in own.model_dump().values()):
+        found.append(f"hardware: figures of this GPU are the scenario's own; how much of them kernels reach is taken "
+                     f"from {result.gpu}, and so are published runs like this")
+    detail = result.detail
+    for device in sorted({c.device for c in detail.lowered.job.classes}):
+        gpu = detail.machine.devices[device].gpu
+        compute = result.scenario.training.precision.compute
+        other = {"bf16": "fp16", "fp16": "bf16"}.get(compute)
+        if other is not None and gpu.peak_flops(compute) * 2 < gpu.peak_flops(other):
+            found.append(f"hardware: {gpu.name} has no tensor cores for {compute} "
+                         f"({gpu.peak_flops(compute) / 1e12:.3g} TFLOP/s; {other}: "
+                         f"{gpu.peak_flops(other) / 1e12:.3g})")
+        if gpu.confidence != "high":
+            found.append(f"hardware: kernel times of {gpu.name} are not calibrated on this GPU "
+                         f"(confidence {gpu.confidence})")
+    if not result.validated.count:
+        kind = result.features
+        found.append(f"validation: no published run of this kind ({kind.strategy}, {kind.generation}, "
+                     f"{kind.framework}, {kind.gpus:,} GPU{'s' * (kind.gpus > 1)}) has been "
+                     "compared: the error is not known")
+    return found
