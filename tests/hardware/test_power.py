@@ -80,3 +80,10 @@ def test_products_run_at_the_clock_of_their_own_dtype() -> None:
 def test_the_same_chip_at_a_lower_clock_takes_less_energy_for_a_flop() -> None:
     card, board = (Device(gpu(name))._gemm_rates("bf16").flop_j for name in ("h100-80g-pcie", "h100-80g-sxm"))
     assert card / board == pytest.approx((1620 / 1830) ** 2)
+
+
+def test_the_card_of_the_dgx_2h_differs_by_its_power_alone() -> None:
+    plain, more = Device(gpu("v100-32g-sxm3")), Device(gpu("v100-32g-sxm3-450w"))
+    product, sums = product_kernel(8192, 8192, 8192, 1, "fp16"), row_wise_kernel("add", 65536, 4096, "fp16")
+    assert more.times([product])[0] < 0.95 * plain.times([product])[0]
+    assert more.times([sums])[0] == pytest.approx(plain.times([sums])[0])

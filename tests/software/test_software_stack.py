@@ -117,3 +117,8 @@ def test_unfused_stacks_do_without_their_optional_kernels(framework: str, facts:
 def test_an_unknown_framework_is_the_user_s_fault() -> None:
     with pytest.raises(UserError, match="did you mean 'megatron'"):
         stack_for("megatorn", 2024)
+
+
+@pytest.mark.parametrize(("year", "told"), [(2021, "behind"), (2022, "behind"), (2023, "aligned"), (2026, "aligned")])
+def test_megatron_reduces_behind_the_pipeline_until_2022(year: int, told: str) -> None:
+    assert facts_of("megatron", year)["pipeline_reduction"].value == told
