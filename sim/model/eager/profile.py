@@ -11,6 +11,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+from sim.garbage import undisturbed
 from sim.model.eager import decoder, encoder, encoder_decoder
 from sim.model.eager.autograd import KINDS, WORKSPACE, Boundary, Run, Sink, Storage, Tensor, rounded
 from sim.model.eager.head import head as decoder_head
@@ -58,8 +59,9 @@ class Profile:
 
 
 @lru_cache(maxsize=512)
+@undisturbed()
 def profile(program: Program, policy: str, keep_gradients: bool, caches_casts: bool = True) -> Profile:
-    """Measure a layer.
+    """Measure a layer; no other thread may look at its frames, for what they hold is not freed in time.
 
     Args:
         policy: its recomputation: none, full, selective or selective-op. For an embedding: that of the blocks.
