@@ -76,7 +76,7 @@ def chunked_kept(style: Style, rows: int, logits: Operator, loss: Callable[[Styl
         backward += [*part[1], product(1, size, hidden, vocab, "nn", style.wide, act),
                      product(1, vocab, hidden, size, "nt", style.wide, act, accumulate=number > 0)]
     backward += [kernel for kernel in logits.backward if kernel.op != "gemm"]
-    kept = ("logits", act) if style.stack.compile else ("log_softmax", "fp32")
+    kept = ("logits", act) if style.stack.loss_compiled else ("log_softmax", "fp32")
     return forward, backward, (Tensor("head_input", rows * hidden, act), Tensor(kept[0], rows * vocab, kept[1]))
 
 

@@ -18,6 +18,11 @@ _NAMES = {"plain": ("ln_f", "head"), "gpt2": ("transformer.ln_f", "lm_head"),
 #: Bytes per logit of one evaluation of an unfused cross-entropy as a metric: log-softmax in fp32 reads and writes.
 _METRIC_BYTES = 8
 
+#: Bytes per logit of PyTorch's cross-entropy on a cut vocabulary, in elements read and written: maximum (1), difference
+#: (2), exponential (2), sum (1), difference (2); backward fills with zeros (1), takes the exponential (2), adds (3),
+#: multiplies (2). Source: torch 2.6.0 distributed/tensor/parallel/loss.py.
+_SPLIT = ((1, 2, 2, 1, 2), (1, 2, 3, 2))
+
 #: Bytes per logit of Megatron's vocab-parallel cross-entropy on fp32 logits: maximum (4), subtraction in place (8),
 #: exp in place (8), sum (4), division in place (8); backward scales the kept softmax in place (8).
 #: Source: megatron/core/tensor_parallel/cross_entropy.py.
@@ -90,10 +95,13 @@ def plain_loss(style: Style, rows: int, *, upcast: bool) -> Ways:
     shape = (rows, style.vocab)
     forward = [Kernel("cross_entropy", dtype, shape, "forward", 0.0, 2 * e * elements, "memory_bound", launches=2)]
     backward = [Kernel("cross_entropy", dtype, shape, "backward", 0.0, 4 * e * elements, "memory_bound", launches=2)]
-    if upcast and style.stack.compile:  # as `sim.model.eager.head.loss` keeps it
+    if upcast and style.stack.loss_compiled:  # as `sim.model.eager.head.loss` keeps it
         forward = [replace(forward[0], bytes=width(style.act) * elements)]
         backward = [replace(backward[0], bytes=2 * width(style.act) * elements)]
         return forward, backward, (Tensor("logits", elements, style.act), Tensor("loss_statistics", 2 * rows, "fp32"))
+    if style.splits_loss:
+        (forward, backward) = ([replace(one, bytes=sum(steps) * e * elements, launches=len(steps))]
+                               for one, steps in zip((*forward, *backward), _SPLIT, strict=True))
     if upcast:
         forward.insert(0, cast("logits_cast", elements, style.act, dtype))
         backward.append(cast("logits_gradient_cast", elements, dtype, style.act))

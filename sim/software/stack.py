@@ -40,6 +40,7 @@ class Stack:
         clip_gradients: whether the gradient norm is computed and applied every step.
         loss: "plain" (log-softmax and nll), "fused", "fused_in_place" (TransformerEngine: the gradient is written over
             the logits) or "vocab_parallel" (Megatron's own, a chain of kernels).
+        loss_compiled: torch.compile covers the loss too.
         loss_overwrites: a vocab_parallel loss works in place on the fp32 logits; else its first step is a copy beside
             them, and the model has let go of the narrow ones by then.
         chunked_logits_kept: a loss in chunks keeps the logits of all of them, in the model's dtype; else it makes the
@@ -171,6 +172,7 @@ class Stack:
     step_sync: bool
     clip_gradients: bool
     loss: str
+    loss_compiled: bool
     loss_overwrites: bool
     chunked_logits_kept: bool
     loss_upcast: bool

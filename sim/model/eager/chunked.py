@@ -42,7 +42,7 @@ def _kept(run: Run, style: Style, x: Tensor, rows: int, weight: Sink | None, cop
     kind, run.kind = run.kind, LOGITS
     sizes = output_chunks(rows)
     kept = [run.new(size * vocab, act) for size in sizes]
-    if not style.stack.compile:
+    if not style.stack.loss_compiled:
         kept = _widened(run, kept, sizes, vocab, act)
     run.kind = kind
 
@@ -50,7 +50,7 @@ def _kept(run: Run, style: Style, x: Tensor, rows: int, weight: Sink | None, cop
         made = [run.new(rows * hidden, act), *([run.new(vocab * hidden, act)] if weight else [])]
         outer, run.kind = run.kind, LOGITS
         for size in sizes:
-            wide = None if style.stack.compile else run.new(size * vocab, "fp32")
+            wide = None if style.stack.loss_compiled else run.new(size * vocab, "fp32")
             gradient = run.new(size * vocab, act)
             del wide
             kept.pop(0)

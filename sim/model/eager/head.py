@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sim.model.eager import chunked, tuned
 from sim.model.eager import operations as op
-from sim.model.eager.autograd import ACTIVATIONS, LOGITS, Output, Run, Storage, Tensor
+from sim.model.eager.autograd import ACTIVATIONS, LOGITS, Gradients, Output, Run, Storage, Tensor
 from sim.model.eager.decoder import norm
 from sim.model.eager.products import entered
 from sim.model.kernels import width
@@ -96,13 +96,15 @@ def loss(run: Run, style: Style, logits: Tensor, rows: int) -> Tensor:
         return _one_kernel(run, logits, rows)
     if style.stack.loss == "fused_in_place":
         return _in_place(run, logits)
-    if style.stack.compile and width(logits.dtype) < 4 and (run.autocast or style.widens_logits):
+    if style.stack.loss_compiled and width(logits.dtype) < 4 and (run.autocast or style.widens_logits):
         return _one_kernel(run, logits, rows, 2)
     if style.stack.loss == "vocab_parallel":
         return _in_place(run, op.to(run, logits, "fp32"))
     if style.stack.outputs_kept:
         logits = _held(run, logits)
     wide = op.to(run, logits, "fp32") if style.widens_logits else logits
+    if style.splits_loss:
+        return _split(run, wide)
     scores = op.softmax(run, wide, wide.dtype)
     return _nll(run, op.to(run, scores, "fp32") if run.autocast else scores)
 
@@ -121,6 +123,32 @@ def _in_place(run: Run, wide: Tensor) -> Tensor:
     TransformerEngine's leaves the gradient in the place of the logits as they came."""
     kept = [wide.storage]
     node = run.node(lambda run, _: [kept.pop()], (wide.sink,))
+    return Tensor(run.new(1, "fp32"), 1, "fp32", Output(node, 0))
+
+
+def _split(run: Run, logits: Tensor) -> Tensor:
+    """The loss of a DTensor whose vocabulary is cut: log-softmax in steps, backward of it and of nll in one function,
+    of which the zeros, the exponential and their sum, then the product with the incoming gradient stand side by side
+    (torch 2.6.0 distributed/tensor/parallel/loss.py: _log_softmax, _nll_loss_and_log_softmax_backward)."""
+    elements, dtype = logits.elements, logits.dtype
+    wide = op.to(run, logits, "fp32")
+    shifted = run.new(elements, "fp32")
+    exponential = run.new(elements, "fp32")
+    del exponential
+    result = run.new(elements, "fp32")
+    del shifted
+    scores = op.to(run, Tensor(result, elements, "fp32", wide.sink), dtype).storage
+
+    def rule(run: Run, _: Gradients) -> Gradients:
+        gradient, exponential = run.new(elements, dtype), run.new(elements, dtype)
+        both = run.new(elements, dtype)
+        del exponential
+        product = run.new(elements, dtype)
+        del gradient, both
+        return [product]
+
+    node = run.node(rule, (logits.sink,))
+    run.save(node, scores)
     return Tensor(run.new(1, "fp32"), 1, "fp32", Output(node, 0))
 
 
