@@ -34,3 +34,7 @@ def test_the_worst_step_stands_first_and_assumptions_are_said(found) -> None:  #
     errors = [abs(float(cells[4].strip().rstrip("%"))) for cells in rows]
     assert len(rows) == len(found.records) and errors == sorted(errors, reverse=True)
     assert text.count("assumed") >= 4 and "arXiv 2402.15627" in text
+    memory = [line.split("|") for line in text.splitlines() if line.endswith("% |") and line.count("|") == 6]
+    given = sum(name.endswith("_bytes") for one in found.records for name in one["error"])
+    errors = [abs(float(cells[5].strip().rstrip("%"))) for cells in memory]
+    assert len(memory) == given > 20 and errors == sorted(errors, reverse=True)
