@@ -24,8 +24,9 @@ estimated on these rows. Changed after a first look, since the paper or its code
 attention a row of FlashAttention-2 ran, AMP in both FlashAttention papers (the first look had Hugging Face's GPT-2 at
 -40%), GLM's gated MLP, no overlapped reduction in MegaScale's baseline, TinyLlama's fused kernels (+23% without),
 Pythia's cluster (AWS), torchtitan's micro-batches on pipelines (as many as stages, its default: -41% and -31% with
-single sequences), torchtune's offloaded activations (its table adds one technique a row). One mechanism was found on
-these rows and built: what torchtitan's loss holds (58 GiB were predicted for 77, 42 for 70)."""
+single sequences), torchtune's offloaded activations (its table adds one technique a row), how Llama 3's FLOPs count,
+Nemotron-4 15B's micro-batches. One mechanism was found on these rows and built: what torchtitan's loss holds (58 GiB
+were predicted for 77, 42 for 70)."""
 
 _GIB = 2.0**30
 #: Figures of memory that a paper may give.
