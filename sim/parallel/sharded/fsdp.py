@@ -171,8 +171,10 @@ class Fsdp:
 
     def whole_bytes(self, unit: Unit, numel: int) -> int:
         """`numel` trained parameters of a unit as they are gathered, and what is gathered with them: quantised weights
-        as they are stored, others in the gathers' dtype."""
-        return round(numel * self.gather_bytes + self.frozen_bytes(unit))
+        as they are stored, others in the gathers' dtype. In 8 bits go only matrices that products read so (torchao
+        float8/fsdp_utils.py: fsdp_pre_all_gather of Float8Linear's weights; Megatron's fp8 parameters)."""
+        kept = unit.wide * (self.fresh_bytes - self.gather_bytes) if self.gather_bytes < DTYPE_BYTES["bf16"] else 0
+        return round(numel * self.gather_bytes + kept + self.frozen_bytes(unit))
 
     def frozen_bytes(self, unit: Unit, *, routed: bool = False) -> float:
         """What of a unit is not trained, as it is gathered; of routed experts only, if asked."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from sim.model.architecture import Architecture, Layer, Parameter
 from sim.model.tuning import Frozen
+from sim.parallel.step import is_matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class Unit:
         routed: the part of `padded` that is gathered over the ranks which hold the same experts.
         own: elements this rank keeps.
         numels: elements of each parameter in it, in registration order.
+        wide: the part of `dense` that no narrow product reads (embedding, head, norms): where matrices are gathered in
+            8 bits, these are not.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Unit:
     routed: int = 0
     own: int = 0
     numels: tuple[int, ...] = ()
+    wide: int = 0
 
     @property
     def dense(self) -> int:
@@ -92,18 +96,20 @@ def units_of(architecture: Architecture, wrap: str | int, factor: int, by_row: b
             return ()
         return row_shards(parameters, factor) if by_row else (flat_padding(parameters, factor) // factor,)
 
-    def unit(name: str, parameters: Sequence[Parameter], frozen: tuple[Frozen, ...]) -> Unit:
+    def unit(name: str, layers: Sequence[Layer]) -> Unit:
+        parameters = [p for layer in layers for p in layer.parameters]
         routed = [p for p in parameters if p.routed and routed_factor]
         dense = [p for p in parameters if not (p.routed and routed_factor)]
         whole, apart = pad(dense, factor), pad(routed, routed_factor or 1)
+        wide = [p for layer in layers for p in layer.parameters if not is_matrix(layer, p)]
         return Unit(name, sum(p.numel for p in parameters), whole + apart, len(parameters),
-                    (*shards(dense, factor), *shards(routed, routed_factor)), frozen, apart,
-                    whole // factor + apart // (routed_factor or 1), tuple(p.numel for p in parameters))
+                    (*shards(dense, factor), *shards(routed, routed_factor)),
+                    tuple(f for layer in layers for f in layer.frozen), apart,
+                    whole // factor + apart // (routed_factor or 1), tuple(p.numel for p in parameters),
+                    pad(wide, factor))
 
     own = [layer.kind == "block" and _size(layer) >= least for layer in architecture.stack]
-    rest = [p for layer, mine in zip(architecture.stack, own, strict=True) if not mine for p in layer.parameters]
-    root = unit("root", rest, tuple(
-        f for layer, mine in zip(architecture.stack, own, strict=True) if not mine for f in layer.frozen))
+    root = unit("root", [layer for layer, mine in zip(architecture.stack, own, strict=True) if not mine])
     made: dict[int, Unit] = {}
     units = []
     for position, (layer, mine) in enumerate(zip(architecture.stack, own, strict=True)):
@@ -111,7 +117,7 @@ def units_of(architecture: Architecture, wrap: str | int, factor: int, by_row: b
             units.append(root)
             continue
         if id(layer) not in made:
-            made[id(layer)] = unit("", layer.parameters, layer.frozen)
+            made[id(layer)] = unit("", [layer])
         units.append(replace(made[id(layer)], name=architecture.names[position]))
     return units
 
