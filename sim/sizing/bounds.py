@@ -261,7 +261,8 @@ class _Bounding:
                 self.hopeless[family] = one
                 return 0.0, one, 0.0
         places = _places(table, pipeline, virtual, schedule)
-        said = facts(schedule, pipeline, virtual, steps, table.layers.split_cost)
+        said = facts(schedule, pipeline, virtual, steps, table.layers.split_cost,
+                     table.stack.all_forwards_first)
         flying = flight(table.layers, places, group.policies, said)
         if outside.moves_activations:
             flying = np.zeros_like(flying)

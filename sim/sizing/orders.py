@@ -65,11 +65,13 @@ class Facts:
     certain: bool = True
 
 
-def facts(schedule: str, pipeline: int, virtual: int, micro_batches: int, backward: float = 1.0) -> Facts:
+def facts(schedule: str, pipeline: int, virtual: int, micro_batches: int, backward: float = 1.0,
+          all_first: bool = True) -> Facts:
     """Facts of a schedule; "" = one rank.
 
     Args:
         backward: time of a chunk's "B" in its forwards', which zb-1p and zb-2p go by.
+        all_first: see `sim.parallel.pipeline.orders.order`.
     """
     if not schedule:
         return _alone(micro_batches)
@@ -79,7 +81,7 @@ def facts(schedule: str, pipeline: int, virtual: int, micro_batches: int, backwa
     few = micro_batches
     if schedule != "gpipe" and micro_batches > least:
         few = least + (micro_batches - least) % pipeline if schedule != "dualpipe" else least
-    found = _listed(schedule, pipeline, virtual, few)
+    found = _listed(schedule, pipeline, virtual, few, all_first)
     return found if few == micro_batches else _longer(found, batches_of(schedule, micro_batches))
 
 
@@ -121,8 +123,8 @@ def _searched(schedule: str, pipeline: int, micro_batches: int, backward: float)
 
 
 @lru_cache(maxsize=4096)
-def _listed(schedule: str, pipeline: int, virtual: int, micro_batches: int) -> Facts:
-    orders = order(schedule, pipeline, virtual, micro_batches)
+def _listed(schedule: str, pipeline: int, virtual: int, micro_batches: int, all_first: bool) -> Facts:
+    orders = order(schedule, pipeline, virtual, micro_batches, all_first=all_first)
     where = places(schedule, pipeline, virtual)
     chunks = len(where.stage[0])
     shape = (pipeline, chunks)

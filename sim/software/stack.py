@@ -128,6 +128,7 @@ class Stack:
         pipeline_p2p: how stages pass tensors on unless overlap is asked for: synchronised (batched, then the host
             waits for the GPU), in turn (as well, but transfer by transfer), stream (the next kernels wait, the host
             does not).
+        all_forwards_first: interleaved stages with as many micro-batches as ranks run all forwards before a backward.
         pipeline_reduction: when stages reduce gradients if overlap is asked for: beside the last backward, behind it,
             or aligned (beside it, but of chunks that take turns behind each one's last).
         bucket_elements: of Megatron's buckets, before they grow with the number of ranks.
@@ -241,6 +242,7 @@ class Stack:
     tensor_margin_sms: int
     pipeline_split: str
     pipeline_p2p: str
+    all_forwards_first: bool
     pipeline_reduction: str
     bucket_elements: int
     lasting_gradients: bool

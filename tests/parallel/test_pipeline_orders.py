@@ -132,9 +132,12 @@ def test_orders_written_by_hand() -> None:
     assert order("gpipe", 2, 1, 2)[0] == read("F0.0 F0.1 B0.1 B0.0")
     assert order("1f1b", 3, 1, 3) == [read("F0.0 F0.1 F0.2 B0.0 B0.1 B0.2"), read("F0.0 F0.1 B0.0 F0.2 B0.1 B0.2"),
                                       read("F0.0 B0.0 F0.1 B0.1 F0.2 B0.2")]
-    # Megatron-LM: as many micro-batches as stages are all warm-up.
+    # Megatron-LM until core 0.9: as many micro-batches as stages are all warm-up.
     assert order("interleaved", 2, 2, 2) == [
         read("F0.0 F0.1 F1.0 F1.1 B1.0 B1.1 B0.0 B0.1"), read("F0.0 F0.1 F1.0 F1.1 B1.0 B1.1 B0.0 B0.1")]
+    # PyTorch, and Megatron-LM since core 0.10: the last rank holds one forward of the last chunk.
+    assert order("interleaved", 2, 2, 2, all_first=False) == [
+        read("F0.0 F0.1 F1.0 F1.1 B1.0 B1.1 B0.0 B0.1"), read("F0.0 F0.1 F1.0 B1.0 F1.1 B1.1 B0.0 B0.1")]
     assert order("zb-h1", 2, 1, 3) == [read("F0.0 F0.1 B0.0 W0.0 F0.2 B0.1 W0.1 B0.2 W0.2"),
                                        read("F0.0 B0.0 F0.1 B0.1 W0.0 F0.2 B0.2 W0.1 W0.2")]
     # PyTorch's ScheduleZBVZeroBubble, 2 ranks, 3 micro-batches; stages 3 and 2 are chunk 1 of ranks 0 and 1.

@@ -24,7 +24,7 @@ def test_long_schedules_only_repeat_themselves(schedule: str, pipeline: int) -> 
                                                                            micro_batches % 2):
                 continue
             short, whole = facts(schedule, pipeline, virtual, micro_batches), _listed(
-                schedule, pipeline, virtual, micro_batches)
+                schedule, pipeline, virtual, micro_batches, True)
             for name in Facts.__dataclass_fields__:
                 assert np.array_equal(getattr(short, name), getattr(whole, name)), (virtual, micro_batches, name)
 

@@ -83,7 +83,8 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
                               "must be a multiple of the micro-batch", field="training.global_batch"))
     depth, virtual = parallel.pipeline, parallel.virtual_stages
     merged = pairs(scenario, stack)
-    schedule = Schedule(parallel.schedule, depth, virtual, scenario.micro_steps, *_costs(architecture), int(merged))
+    schedule = Schedule(parallel.schedule, depth, virtual, scenario.micro_steps, *_costs(architecture), int(merged),
+                        stack.all_forwards_first)
     check(parallel.schedule, depth, virtual, scenario.micro_steps)
     placed = placement(parallel.schedule, depth, virtual)
     blocks = len(architecture.stack) - 2

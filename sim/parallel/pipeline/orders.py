@@ -26,7 +26,7 @@ __all__ = ["Action", "Costs", "Places", "check", "order", "placement", "places",
 
 
 def order(schedule: str, pipeline: int, virtual: int, micro_batches: int, costs: Costs = UNIFORM,
-          kept_for_weights: float = 1.0, ahead: int = 0) -> list[list[Action]]:
+          kept_for_weights: float = 1.0, ahead: int = 0, all_first: bool = True) -> list[list[Action]]:
     """Actions of every pipeline rank, in the order in which it runs them.
 
     Args:
@@ -36,13 +36,14 @@ def order(schedule: str, pipeline: int, virtual: int, micro_batches: int, costs:
         ahead: forwards by which warm-up of interleaved chunks is longer. Where a forward and a backward run as one it
             is 1, for the last rank's first backward needs the forward in front of it (Megatron-LM `schedules.py`,
             get_pp_rank_microbatches, overlap_moe_expert_parallel_comm).
+        all_first: interleaved chunks with as many micro-batches as ranks run all forwards first, as Megatron-LM's do.
 
     Raises:
         UserError: as `check`.
     """
     check(schedule, pipeline, virtual, micro_batches)
     return [list(actions) for actions in _ordered(schedule, pipeline, virtual, micro_batches, costs, kept_for_weights,
-                                                  ahead)]
+                                                  ahead, all_first)]
 
 
 def forget() -> None:
@@ -52,11 +53,11 @@ def forget() -> None:
 
 @lru_cache(maxsize=32)
 def _ordered(schedule: str, pipeline: int, virtual: int, micro_batches: int, costs: Costs,
-             kept_for_weights: float, ahead: int) -> list[list[Action]]:
+             kept_for_weights: float, ahead: int, all_first: bool) -> list[list[Action]]:
     if schedule == "gpipe":
         return _gpipe(pipeline, micro_batches)
     if schedule == "interleaved" and virtual > 1:
-        return _interleaved(pipeline, virtual, micro_batches, ahead)
+        return _interleaved(pipeline, virtual, micro_batches, ahead, all_first)
     if schedule in ("zb-h1", "zb-h2"):
         return handcrafted(pipeline, micro_batches, schedule == "zb-h2")
     if schedule in ("zb-1p", "zb-2p"):
@@ -85,16 +86,17 @@ def _one_forward_one_backward(pipeline: int, micro_batches: int) -> list[list[Ac
     return [_alternating(forward, backward, min(micro_batches, pipeline - rank - 1)) for rank in range(pipeline)]
 
 
-def _interleaved(pipeline: int, virtual: int, micro_batches: int, ahead: int) -> list[list[Action]]:
+def _interleaved(pipeline: int, virtual: int, micro_batches: int, ahead: int, all_first: bool) -> list[list[Action]]:
     """Groups of p micro-batches through one chunk after another; 2(p - rank - 1) + (v - 1)p forwards of warm-up.
 
-    Source: Megatron-LM `core/pipeline_parallel/schedules.py`, get_pp_rank_microbatches and get_schedule_table.
+    Sources: Megatron-LM `core/pipeline_parallel/schedules.py`, get_pp_rank_microbatches and get_schedule_table; torch
+    2.6.0 `distributed/pipelining/schedules.py`, ScheduleInterleaved1F1B, which has no `all_first`.
     """
     groups = range(0, micro_batches, pipeline)
     forward = [Action("F", chunk, group + i) for group in groups for chunk in range(virtual) for i in range(pipeline)]
     backward = [Action("B", chunk, group + i) for group in groups for chunk in reversed(range(virtual))
                 for i in range(pipeline)]
-    if micro_batches == pipeline:  # Megatron-LM runs all forwards first then
+    if micro_batches == pipeline and all_first:
         return [forward + backward for _ in range(pipeline)]
     return [_alternating(forward, backward, min(len(forward), 2 * (pipeline - rank - 1) + (virtual - 1) * pipeline
                                                     + ahead))

@@ -54,6 +54,7 @@ class Schedule(NamedTuple):
     costs: Costs
     kept_for_weights: float
     ahead: int = 0
+    all_first: bool = True
 
 
 @dataclass(frozen=True)
