@@ -50,6 +50,8 @@ class Stack:
         tuning_chunk: fine-tuning makes logits and loss of so many positions at a time and keeps them all; 0 = at once.
         metric_losses: extra forward evaluations of the loss on the training logits per micro-batch.
         outputs_kept: the trainer holds a micro-batch's logits until the next one's are there.
+        stage_tensors_kept: a stage has transfer buffers for every micro-batch and keeps its outputs (see
+            `sim.parallel.pipeline.standing`).
         stage_outputs: micro-batches whose logits, in fp32, the last stage holds on to, a single stage too.
         early_stop: recomputation stops at a block's last saved tensor.
         attention_kernel: implementation behind `attention: flash`: flash1, flash2, flash3 or triton.
@@ -182,6 +184,7 @@ class Stack:
     metric_losses: int
     outputs_kept: bool
     stage_outputs: int
+    stage_tensors_kept: bool
     early_stop: bool
     attention_kernel: str
     residual_dtype_follows_autocast: bool

@@ -17,7 +17,8 @@ from sim.parallel.activations import FLOWING_POOL, OUTPUT_POOL, Activations
 from sim.parallel.compute import traffic_kernel
 from sim.parallel.model.calls import Items
 from sim.parallel.pipeline.orders import Action
-from sim.parallel.pipeline.patterns import Batch, Habits, Schedule, rows
+from sim.parallel.pipeline.patterns import Batch, Habits, Pattern, Schedule, rows
+from sim.parallel.pipeline.standing import standing
 from sim.parallel.pipeline.transfers import Edge, Transfers
 from sim.parallel.pipeline.weights import kept_for_weights
 from sim.parallel.pipeline.written import Exchange, Mark, Piece, Written
@@ -25,6 +26,9 @@ from sim.parallel.step import COMPUTE, MicroStep, Plan, blocks, fetch_batch
 from sim.program import CollectiveCall, InlineCall, Label, MemoryOp, SectionBuilder
 from sim.tensor_trace import LayerMemory
 from sim.work import DTYPE_BYTES, Kernel
+
+#: Names of what a rank keeps of its micro-batches for the whole step.
+_TRANSFERS, _OUTPUTS = "transfers of all micro-batches", "outputs of all micro-batches"
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,8 @@ class Stage:
         fresh = self._fresh()
         habits = Habits(pairs, not self._resident(), self._keeps(), bool(fresh), fresh == "aligned")
         row = rows(schedule, habits)[self.rank]
+        if plan.stack.stage_tensors_kept:
+            self._stand(row.patterns, schedule.micro_batches)
         self._begin()
         self._first_receive(row.first)
         own, slots = self._likeness(), {edge: slot for slot, edge in enumerate(self.edges)}
@@ -112,6 +118,21 @@ class Stage:
             section = self.written.ends[own, end] = plan.builder.section("optimizer step")
             self._finish(section)
         plan.builder.run(section)
+
+    def _stand(self, patterns: Sequence[Pattern], micro_batches: int) -> None:
+        """Declare what the runtime keeps of this rank's micro-batches, which differs among stages of equal layers."""
+        chunks, needed, sent = range(len(self.chunks)), self.transfers.needed, self.transfers.sent
+        forward = [Action("F", chunk, 0) for chunk in chunks]
+        last = self.plan.architecture.stack[-1].kind == "head"
+        found = standing(patterns, micro_batches, [c for c in chunks if needed(self.rank, forward[c])],
+                         [c for c in chunks if sent(self.rank, forward[c])], last=last)
+        builder, scenario = self.plan.builder, self.plan.scenario
+        builder.resident = [one for one in builder.resident if one[0] not in (_TRANSFERS, _OUTPUTS)]
+        one = blocks(self.passing.elements * DTYPE_BYTES[self.passing.dtype])
+        self.plan.resident(_TRANSFERS, found.transfers * one, "buffers", [one] * found.transfers)
+        tokens = self.plan.architecture.batch * self.plan.architecture.sequence
+        logits = blocks(tokens * scenario.model.vocab / scenario.parallel.tensor * DTYPE_BYTES[self.passing.dtype])
+        self.plan.resident(_OUTPUTS, found.outputs * logits, "logits", [logits] * found.outputs)
 
     def _end(self) -> Hashable:
         """What the end of the step depends on beside the layers; None where stages do not share theirs."""
