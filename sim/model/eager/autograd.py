@@ -243,6 +243,7 @@ class Run:
         self.retained: list[object] = []  # until this layer's backward
         self._saving: Frame | None = None
         self._restoring: Frame | None = None
+        self._running: Node | None = None
 
     # ------------------------------------------------------------------------------------------- making tensors
     def at(self, operator: str) -> None:
@@ -362,9 +363,17 @@ class Run:
             node.saved.append(storage)
             frame.restored[place] = None
 
+    def function_returned(self) -> None:
+        """The running node's function is done; what follows is the engine's (validate_outputs: sums and casts to an
+        input's shape and dtype). What a checkpoint brought back was handed to the function and goes with it; other
+        saved tensors are the node's own and stay until the engine has its results."""
+        if self._running is not None and self._running.frame is not None:
+            self._running.saved.clear()
+
     def _execute(self, node: Node) -> None:
-        gradients, node.gradients = node.gradients, []
+        gradients, node.gradients, self._running = node.gradients, [], node
         results = list(node.rule(self, gradients))
+        self._running = None
         gradients.clear()
         node.saved.clear()
         for index, sink in enumerate(node.sinks):

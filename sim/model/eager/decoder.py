@@ -10,7 +10,7 @@ from sim.model.attention_core import uses_flash
 from sim.model.eager import operations as op
 from sim.model.eager import tuned
 from sim.model.eager.attention import attention
-from sim.model.eager.autograd import Run, Tensor, Weight
+from sim.model.eager.autograd import Run, Storage, Tensor, Weight
 from sim.model.eager.experts import experts
 from sim.model.eager.mlp import mlp
 from sim.model.eager.products import row_cut
@@ -23,7 +23,8 @@ def block(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:
     branch = norm(run, style, x, "norm1")
     if style.parallel_block:
         return _parallel(run, style, x, branch, policy)
-    branch = _behind(run, style, attention(run, style, branch, policy), "attention")
+    weights: list[Storage] = []  # until the block is done
+    branch = _behind(run, style, attention(run, style, branch, policy, weights=weights), "attention")
     x = residual(run, style, x, branch, "1")
     branch = norm(run, style, x, "norm2")
     branch = _behind(run, style, _fed(run, style, branch), "mlp")
@@ -44,7 +45,8 @@ def _behind(run: Run, style: Style, x: Tensor, sublayer: str) -> Tensor:
 
 
 def _parallel(run: Run, style: Style, x: Tensor, normed: Tensor, policy: str) -> Tensor:
-    attended = _behind(run, style, attention(run, style, normed, policy), "attention")
+    weights: list[Storage] = []
+    attended = _behind(run, style, attention(run, style, normed, policy, weights=weights), "attention")
     fed = _behind(run, style, _fed(run, style, normed), "mlp")
     del normed
     return residual(run, style, x, op.add(run, attended, fed), "2")

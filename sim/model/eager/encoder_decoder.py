@@ -39,22 +39,28 @@ def block(run: Run, style: Style, x: Tensor, policy: str, *, first: bool, keep: 
         keep: those stay until backward (they are arguments of checkpointed blocks).
     """
     own = replace(style, memory=0)
-    x = _attend(run, own, x, None, _bias(run, own, first, keep), policy, "1")
+    weights: list[Storage] = []  # until the next attention's are there
+    bias = _bias(run, own, first, keep)  # until the block is done
+    x = _attend(run, own, x, None, bias, policy, "1", weights)
     if style.memory:
         memory = Tensor(Storage(run.memory, 0, 0), style.batch * style.memory * style.hidden, style.residual, _Sum())
-        x = _attend(run, style, x, memory, _bias(run, style, first, keep), policy, "2")
+        crossed = _bias(run, style, first, keep)
+        x = _attend(run, style, x, memory, crossed, policy, "2", weights)
+        del weights[:-1]
     run.at("norm3")
     branch = norm(run, style, x)
     branch = _feed_forward(run, style, branch)
-    return decoder.residual(run, style, x, branch, "3")
+    x = decoder.residual(run, style, x, branch, "3")
+    del bias
+    return x
 
 
 def _attend(run: Run, style: Style, x: Tensor, memory: Tensor | None, bias: Tensor | None, policy: str,
-            suffix: str) -> Tensor:
+            suffix: str, weights: list[Storage]) -> Tensor:
     """T5LayerSelfAttention, T5LayerCrossAttention."""
     run.at(f"norm{suffix}")
     normed = norm(run, style, x)
-    branch = attention(run, style, normed, policy, memory, bias)
+    branch = attention(run, style, normed, policy, memory, bias, weights=weights)
     return decoder.residual(run, style, x, branch, suffix)
 
 
@@ -79,8 +85,8 @@ def _bias(run: Run, style: Style, first: bool, keep: bool) -> Tensor | None:
     if style.memory:
         bias = run.tensor(pairs * style.heads, dtype)
     else:
-        run.hold(run.new(pairs, "fp64"), True)  # bucket numbers
-        bias = op.embedding(run, pairs, style.heads, Weight(_BUCKETS * style.heads, dtype))
+        buckets = run.new(pairs, "fp64")  # numbers of 64 bits
+        bias = op.embedding(run, pairs, style.heads, Weight(_BUCKETS * style.heads, dtype), buckets)
         assert bias.sink is not None
         run.expect(bias.sink, bias.elements, dtype)
     run.hold(bias.storage, keep)
@@ -108,6 +114,8 @@ def embedding(run: Run, style: Style, name: str, *, complete: bool) -> Tensor:
     table = Weight(style.vocab * style.hidden, style.weight, True, not complete)
     x = op.embedding(run, style.tokens, style.hidden, table)
     if style.dropout:
+        if not complete:  # the decoder stack's forward has it to its end (the encoder's is over by then)
+            run.held.append(x.storage)
         x = op.dropout(run, x)
     return op.to(run, x, style.residual)
 
@@ -132,6 +140,7 @@ def bridge(run: Run, style: Style, x: Tensor, keep: bool) -> Tensor:
     if style.biased:
         run.outgoing.append((style.heads * style.sequence**2, style.weight))
     decode = replace(style, sequence=style.decoder_sequence, causal=True)
+    run.retained.append(run.new(decode.tokens, "fp64"))  # _shift_right(labels), which the lookup keeps
     if decode.biased and not uses_flash(decode):  # the additive mask of a causal stack
         (run.retained if keep else run.held).append(run.new(style.batch * decode.sequence**2, style.weight))
     return embedding(run, decode, "decoder_embedding", complete=False)

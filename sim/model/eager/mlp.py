@@ -75,7 +75,8 @@ def _gated_kernel(run: Run, both: Tensor) -> Tensor:
 
 
 def _gelu_new(run: Run, x: Tensor) -> Tensor:
-    """0.5 * x * (1 + tanh(sqrt(2/pi) * (x + 0.044715 * pow(x, 3)))) (transformers NewGELUActivation)."""
+    """0.5 * x * (1 + tanh(sqrt(2/pi) * (x + 0.044715 * pow(x, 3)))) (transformers NewGELUActivation); one
+    expression, whose parts go as soon as the next is there unless they are saved."""
     half = op.scale(run, x)
-    inside = op.unary(run, op.scale(run, op.add(run, x, op.scale(run, op.power(run, x)))), saves_output=True)
-    return op.mul(run, half, op.shift(run, inside))
+    return op.mul(run, half, op.shift(run, op.unary(
+        run, op.scale(run, op.add(run, x, op.scale(run, op.power(run, x)))), saves_output=True)))
