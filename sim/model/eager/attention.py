@@ -5,6 +5,7 @@ Sources: transformers modeling_gpt2.py and modeling_llama.py (5.x), Megatron-LM 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from sim.model.attention_core import softmax_dtype, uses_flash
@@ -105,7 +106,10 @@ def _rotate_half(run: Run, x: Tensor) -> Tensor:
 
 def _flash(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None,
            _weights: list[Storage] | None = None) -> Tensor:
+    efficient = bias is not None or (not run.autocast and query.dtype == "fp32")  # flash has neither
     rows = style.tokens * style.heads
+    if efficient:  # sums are kept of a multiple of 32 queries (ATen _efficient_attention_forward, kAlignLSE)
+        rows = style.batch * style.heads * (math.ceil(style.sequence / 32) * 32)
     if style.expands_kv:
         key, value = _repeat(run, style, key), _repeat(run, style, value)
     if bias is None:

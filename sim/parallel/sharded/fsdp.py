@@ -73,8 +73,9 @@ class Fsdp:
         shards = Counter(u.shards for u in self.distinct)
         for category, width in state_bytes(self.plan).items():
             if category != "gradients" and width:
-                size = sum(n * sum(blocks(numel * width) for numel in tensors) for tensors, n in shards.items())
-                copies = 2 if category == "optimizer_states" else 1
+                copies = 2 if category == "optimizer_states" and width > 4 else 1
+                size = sum(n * copies * sum(blocks(numel * width / copies) for numel in tensors)
+                           for tensors, n in shards.items())
                 self.plan.resident(category, size, category, [
                     numel * width / copies for u in self.distinct for numel in u.shards for _ in range(copies)])
 
@@ -95,7 +96,8 @@ class Fsdp:
         numel = sum(u.own for u in self.distinct)
         tensors = self.optimized()
         largest = max((n for u in self.distinct for n in u.shards), default=0)
-        update(self.plan, section, numel, tensors, self.joined(), "shard" if self.factor > 1 else None, largest)
+        update(self.plan, section, numel, tensors, self.joined(), "shard" if self.factor > 1 else None, largest,
+               pieces=[n for u in self.distinct for n in u.shards])
         for unit in () if self.offload.moves_optimizer else self.distinct:
             section.free(f"gradient:{unit.name}", self.gradient_bytes(unit), "gradients", REDUCE)
 
@@ -115,7 +117,7 @@ class Fsdp:
     def gradient_bytes(self, unit: Unit) -> int:
         """Sharded gradient the optimizer reads."""
         width = DTYPE_BYTES[self.plan.scenario.training.precision.gradients]
-        return round((unit.own + (self.graded(unit) - unit.padded) // self.factor) * width)
+        return blocks((unit.own + (self.graded(unit) - unit.padded) // self.factor) * width)
 
     def graded(self, unit: Unit) -> int:
         """Elements of a unit's gradient: what is trained in it, and in FSDP 1 what shares its flat parameter, which has

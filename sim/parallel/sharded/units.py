@@ -27,6 +27,7 @@ class Unit:
         routed: the part of `padded` that is gathered over the ranks which hold the same experts.
         own: elements this rank keeps.
         numels: elements of each parameter in it, in registration order.
+        wholes: elements of each tensor as it is gathered, padding included.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Unit:
     routed: int = 0
     own: int = 0
     numels: tuple[int, ...] = ()
+    wholes: tuple[int, ...] = ()
 
     @property
     def dense(self) -> int:
@@ -96,9 +98,10 @@ def units_of(architecture: Architecture, wrap: str | int, factor: int, by_row: b
         routed = [p for p in parameters if p.routed and routed_factor]
         dense = [p for p in parameters if not (p.routed and routed_factor)]
         whole, apart = pad(dense, factor), pad(routed, routed_factor or 1)
-        return Unit(name, sum(p.numel for p in parameters), whole + apart, len(parameters),
-                    (*shards(dense, factor), *shards(routed, routed_factor)), frozen, apart,
-                    whole // factor + apart // (routed_factor or 1), tuple(p.numel for p in parameters))
+        own, others = shards(dense, factor), shards(routed, routed_factor)
+        return Unit(name, sum(p.numel for p in parameters), whole + apart, len(parameters), (*own, *others), frozen,
+                    apart, whole // factor + apart // (routed_factor or 1), tuple(p.numel for p in parameters),
+                    (*(n * factor for n in own), *(n * routed_factor for n in others)))
 
     own = [layer.kind == "block" and _size(layer) >= least for layer in architecture.stack]
     rest = [p for layer, mine in zip(architecture.stack, own, strict=True) if not mine for p in layer.parameters]
