@@ -17,14 +17,14 @@ from sim.model.style import Style
 
 
 def attention(run: Run, style: Style, x: Tensor, policy: str, memory: Tensor | None = None,
-              bias: Tensor | None = None, *, weights: list[Storage]) -> Tensor:
+              bias: Tensor | None = None, *, variables: list[Storage]) -> Tensor:
     """From the norm's output to the output projection.
 
     Args:
         memory: what keys and values are made from, default `x`.
         bias: added to the scores.
-        weights: takes the weights of scores that are spelled out where the module returns them too: Hugging Face's
-            blocks have them in a variable to their end (`hidden_states, _ = self.self_attn(...)`).
+        variables: takes what the block has in variables to its end. Hugging Face's modules return the weights of scores
+            that are spelled out (`hidden_states, _ = self.self_attn(...)`); others: `Style.one_forward`.
     """
     run.at("qkv")
     query, key, value = _projections(run, style, x, memory)
@@ -41,7 +41,9 @@ def attention(run: Run, style: Style, x: Tensor, policy: str, memory: Tensor | N
         inputs = (query, key, value) if bias is None else (query, key, value, bias)
         out = run.checkpoint(lambda run, *tensors: core(run, style, *tensors), *inputs)
     else:
-        out = core(run, style, query, key, value, bias, weights)
+        out = core(run, style, query, key, value, bias, variables)
+    if style.one_forward:
+        variables += [query.storage, out.storage]
     run.at("projection")
     return row(run, style, out, style.query_width, (("projection", style.hidden),))
 

@@ -18,8 +18,8 @@ _TOKEN_TYPES = 2
 
 def block(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:
     """BertLayer."""
-    weights: list[Storage] = []  # until the block is done
-    attended = _post_norm(run, style, attention(run, style, x, policy, weights=weights), x, "1")
+    variables: list[Storage] = []  # until the block is done
+    attended = _post_norm(run, style, attention(run, style, x, policy, variables=variables), x, "1")
     return _post_norm(run, style, mlp(run, style, attended), attended, "2")
 
 

@@ -60,7 +60,7 @@ def _attend(run: Run, style: Style, x: Tensor, memory: Tensor | None, bias: Tens
     """T5LayerSelfAttention, T5LayerCrossAttention."""
     run.at(f"norm{suffix}")
     normed = norm(run, style, x)
-    branch = attention(run, style, normed, policy, memory, bias, weights=weights)
+    branch = attention(run, style, normed, policy, memory, bias, variables=weights)
     return decoder.residual(run, style, x, branch, suffix)
 
 

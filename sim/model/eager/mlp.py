@@ -22,7 +22,12 @@ def mlp(run: Run, style: Style, x: Tensor) -> Tensor:
     """Up (and gate), activation, down."""
     run.at("up")
     x = entered(run, style, x)
-    hidden = inner(run, style, style.ffn, lambda outputs: column(run, style, x, (("mlp", outputs),)))
+    if style.one_forward and not style.gated:
+        made = [column(run, style, x, (("mlp", style.ffn),))]
+        del x  # no variable holds the norm's output
+        hidden = inner(run, style, style.ffn, lambda _: made.pop())
+    else:
+        hidden = inner(run, style, style.ffn, lambda outputs: column(run, style, x, (("mlp", outputs),)))
     run.at("down")
     return row(run, style, hidden, style.ffn, (("mlp", style.hidden),))
 

@@ -73,7 +73,8 @@ class Fsdp:
         shards = Counter(u.shards for u in self.distinct)
         for category, width in state_bytes(self.plan).items():
             if category != "gradients" and width:
-                copies = 2 if category == "optimizer_states" and width > 4 else 1
+                momenta = 1 if self.plan.scenario.training.optimizer == "sgd-momentum" else 2
+                copies = momenta if category == "optimizer_states" else 1
                 size = sum(n * copies * sum(blocks(numel * width / copies) for numel in tensors)
                            for tensors, n in shards.items())
                 self.plan.resident(category, size, category, [

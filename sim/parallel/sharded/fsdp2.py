@@ -105,9 +105,8 @@ class Fsdp2(Fsdp):
         return self.gather(section, unit, phase, waits, joins)
 
     def copy_out(self, section: SectionBuilder, unit: Unit) -> tuple[Kernel, ...]:
-        """`split_with_sizes_copy` from the gather buffer into the parameters: read and write on the compute stream."""
-        if self.factor == 1 and not self.casts:
-            return ()
+        """`split_with_sizes_copy` from the gather buffer into the parameters: read and write on the compute stream. A
+        shard group of one rank copies its shards, in the same dtype too (_fsdp_param_group.py, wait_for_unshard)."""
         section.allocate(f"gathered:{unit.name}", self.gathered_bytes(unit), "gathered_parameters")
         if self.part and unit.name in self.parts:
             section.free(f"post_forward_shard:{unit.name}", self.parts.pop(unit.name), "gathered_parameters")
@@ -126,8 +125,6 @@ class Fsdp2(Fsdp):
 
     def release(self, section: SectionBuilder, unit: Unit) -> None:
         """Reshard: the whole parameters are freed at once."""
-        if self.factor == 1 and not self.casts:
-            return
         section.free(f"gathered:{unit.name}", self.gathered_bytes(unit), "gathered_parameters")
 
     def gathered_bytes(self, unit: Unit, parts: int = 1) -> int:
