@@ -262,7 +262,8 @@ class Program:
     """Which layer of which style: everything that decides its memory.
 
     Attributes:
-        layer: "embedding", "block", "bridge" or "head"; "first block" where it makes what the other blocks read.
+        layer: "embedding", "block", "bridge" or "head"; "first block" where it makes what the other blocks read,
+            "last block" where the gradients of that begin.
         style: of a decoder that reads an encoder's output, with `memory` set.
     """
 

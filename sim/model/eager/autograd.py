@@ -219,6 +219,7 @@ class Run:
         keep_gradients: parameter gradients stay (else they are added to existing ones, or copied away, at once).
         pending: a tied table's gradient that waits for the other layer's.
         incoming: tensors of this layer that later layers read: the gradients those leave, (sink, elements, dtype).
+        sums: gradients of such tensors of earlier layers that begin with this layer, which are there when it is done.
         outgoing: gradients of earlier layers' tensors that come to be around this layer's backward, (elements, dtype).
         early_stop: recomputation stops at the last saved tensor.
         compiled: what a graph keeps by policy and nothing reads in backward (a block's last product) is dropped.
@@ -237,6 +238,7 @@ class Run:
         self.gradients: list[Storage] = []
         self.pending: list[Storage] = []
         self.incoming: list[tuple[Sink, int, str]] = []
+        self.sums: list[Storage] = []
         self.outgoing: list[tuple[int, str]] = []
         self.cache: list[Storage] = []  # autocast's weight copies
         self.held: list[object] = []  # by the model's forward, until the head

@@ -14,7 +14,7 @@ from sim.model.attention_core import uses_flash
 from sim.model.eager import decoder
 from sim.model.eager import operations as op
 from sim.model.eager.attention import attention
-from sim.model.eager.autograd import LOGITS, Run, Storage, Tensor, Weight
+from sim.model.eager.autograd import LOGITS, WORKSPACE, Run, Storage, Tensor, Weight
 from sim.model.eager.head import loss
 from sim.model.eager.mlp import mlp
 from sim.model.eager.products import narrow
@@ -25,26 +25,35 @@ _BUCKETS = 32
 
 
 class _Sum:
-    """Where a gradient is added to one that exists elsewhere."""
+    """Where a gradient is added to one that exists elsewhere, or begins to exist."""
+
+    def __init__(self, begins: bool) -> None:
+        self.begins = begins
 
     def receive(self, run: Run, gradient: Storage) -> None:
-        """In place: the new one goes."""
+        """In place: the new one goes, if it is not the first of all."""
+        if self.begins:
+            self.begins = False
+            gradient.become(WORKSPACE)
+            run.sums.append(gradient)
 
 
-def block(run: Run, style: Style, x: Tensor, policy: str, *, first: bool, keep: bool) -> Tensor:
+def block(run: Run, style: Style, x: Tensor, policy: str, *, first: bool, last: bool, keep: bool) -> Tensor:
     """T5Block; with `style.memory` a decoder's.
 
     Args:
         first: makes the biases that the other blocks of its stack read.
+        last: of several, with which the gradients of biases and of the encoder's output begin.
         keep: those stay until backward (they are arguments of checkpointed blocks).
     """
     own = replace(style, memory=0)
     weights: list[Storage] = []  # until the next attention's are there
-    bias = _bias(run, own, first, keep)  # until the block is done
+    bias = _bias(run, own, first, last, keep)  # until the block is done
     x = _attend(run, own, x, None, bias, policy, "1", weights)
     if style.memory:
-        memory = Tensor(Storage(run.memory, 0, 0), style.batch * style.memory * style.hidden, style.residual, _Sum())
-        crossed = _bias(run, style, first, keep)
+        memory = Tensor(Storage(run.memory, 0, 0), style.batch * style.memory * style.hidden, style.residual,
+                        _Sum(last))
+        crossed = _bias(run, style, first, last, keep)
         x = _attend(run, style, x, memory, crossed, policy, "2", weights)
         del weights[:-1]
     run.at("norm3")
@@ -73,14 +82,14 @@ def norm(run: Run, style: Style, x: Tensor) -> Tensor:
     return op.mul_weight(run, op.to(run, x, style.weight), Weight(style.hidden, style.weight))
 
 
-def _bias(run: Run, style: Style, first: bool, keep: bool) -> Tensor | None:
+def _bias(run: Run, style: Style, first: bool, last: bool, keep: bool) -> Tensor | None:
     """compute_bias in a stack's first block, zeros for cross attention; elsewhere the first block's."""
     if not style.biased:
         return None
     pairs = style.sequence * style.keys
     dtype = style.act if style.memory else style.weight
     if not first:
-        return Tensor(Storage(run.memory, 0, 0), pairs * style.heads, dtype, None if style.memory else _Sum())
+        return Tensor(Storage(run.memory, 0, 0), pairs * style.heads, dtype, None if style.memory else _Sum(last))
     run.at("position_bias")
     if style.memory:
         bias = run.tensor(pairs * style.heads, dtype)
@@ -137,7 +146,7 @@ def bridge(run: Run, style: Style, x: Tensor, keep: bool) -> Tensor:
         run.cache.append(memory.storage)  # a local of the model's forward
     assert memory.sink is not None
     run.expect(memory.sink, memory.elements, memory.dtype)
-    if style.biased:
+    if style.biased and style.layers == 1:
         run.outgoing.append((style.heads * style.sequence**2, style.weight))
     decode = replace(style, sequence=style.decoder_sequence, causal=True)
     run.retained.append(run.new(decode.tokens, "fp64"))  # _shift_right(labels), which the lookup keeps
@@ -152,8 +161,9 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
     Args:
         style: the decoder's.
     """
-    run.outgoing.append((style.batch * style.memory * style.hidden, style.residual))
-    if style.biased:
+    if style.layers == 1:  # or the last block makes them
+        run.outgoing.append((style.batch * style.memory * style.hidden, style.residual))
+    if style.layers == 1 and style.biased:
         run.outgoing.append((style.heads * style.sequence**2, style.weight))
     rows = style.batch * style.predicted
     run.at("final_norm")
