@@ -226,7 +226,7 @@ def test_the_engine_casts_a_gradient_when_a_checkpoint_has_let_go_of_what_it_bro
 
 
 def gpt(modules: str, attention: str, **training: Any) -> Any:
-    """The forward of a checkpointed GPT block (4096 positions of 256, 4 heads): what it has at most beside its input."""
+    """Forward of a checkpointed GPT block (4096 positions of 256, 4 heads): what it has at most beside its input."""
     scenario = resolve({
         "name": "x", "cluster": {"topology": "single-a100-80g-sxm"},
         "model": {"kind": "decoder", "gated_mlp": False, "positions": "learned", "norm": "layernorm", "bias": True,
