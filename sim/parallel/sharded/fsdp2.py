@@ -132,7 +132,8 @@ class Fsdp2(Fsdp):
         2.13 distributed/fsdp/_fully_shard/_fsdp_param.py: init_all_gather_outputs, init_unsharded_param,
         to_sharded_post_forward)."""
         trained = sum(blocks(numel * self.gather_bytes / parts) for numel in unit.wholes)
-        return trained + round(self.frozen_bytes(unit) / parts)
+        beside = self.whole_bytes(unit, unit.padded) - unit.padded * self.gather_bytes
+        return trained + round(beside / parts)
 
     def accumulated_bytes(self, unit: Unit) -> int:
         """Whole gradients in the dtype of reductions, where micro-steps add up before they reduce."""
