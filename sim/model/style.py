@@ -220,6 +220,14 @@ class Style:
         return self.stack.copied_heads and self.modules == "plain" and self.kind == "decoder" and not self.stack.compile
 
     @property
+    def one_forward(self) -> bool:
+        """Whether a block is one function, attention included, whose variables (queries, keys and values in one tensor,
+        what attention made of them) last to its end: plain GPT blocks, whose norms' outputs no variable holds. What
+        autograd keeps is the same; a checkpointed block's forward is higher."""
+        return (self.modules == "plain" and self.kind == "decoder" and self.positions == "learned"
+                and not self.separate_qkv and not self.stack.compile and self.tuned is None)
+
+    @property
     def weight_placeholder(self) -> bool:
         """Whether the blocks' products add into `main_grad` and autograd gets a tensor that is always there."""
         stack = self.stack
@@ -254,7 +262,8 @@ class Program:
     """Which layer of which style: everything that decides its memory.
 
     Attributes:
-        layer: "embedding", "block", "bridge" or "head"; "first block" where it makes what the other blocks read.
+        layer: "embedding", "block", "bridge" or "head"; "first block" where it makes what the other blocks read,
+            "last block" where the gradients of that begin.
         style: of a decoder that reads an encoder's output, with `memory` set.
     """
 

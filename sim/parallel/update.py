@@ -11,13 +11,14 @@ from sim.model import (
     optimizer_kernels,
     optimizer_temporary_bytes,
 )
-from sim.parallel.step import COMPUTE, Plan, collective
+from sim.parallel.step import COMPUTE, Plan, blocks, collective
 from sim.program import Label, SectionBuilder
 from sim.work import DTYPE_BYTES
 
 
 def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins: Sequence[int] = (),
-           ranks: str | None = None, largest: int = 0, back_bytes: float = 0.0, clipped: int = 0) -> int:
+           ranks: str | None = None, largest: int = 0, back_bytes: float = 0.0, clipped: int = 0,
+           pieces: Sequence[int] = ()) -> int:
     """Gradient clipping and the optimizer on `numel` local parameters in `tensors` tensors.
 
     Args:
@@ -25,6 +26,7 @@ def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins:
         largest: elements of the largest tensor, default all.
         back_bytes: of an optimizer on the CPU, bytes per parameter it copies to the device.
         clipped: gradients that the norm is taken of, default those of the local parameters.
+        pieces: elements of each tensor; what foreach makes for a moment is then counted in the allocator's blocks.
 
     Returns:
         the optimizer's task.
@@ -37,7 +39,7 @@ def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins:
         joins = _clipped(plan, section, clipped or numel, tensors, joins, ranks)
     outside = offload.outside(numel)
     if not outside:
-        return _stepped(plan, section, numel, tensors, largest or numel, joins)
+        return _stepped(plan, section, numel, tensors, largest or numel, joins, pieces)
     parted = tensors if outside == numel else -(-tensors * outside // numel)
     arrived = offload.hand_over(section, outside, joins)
     if outside < numel:
@@ -82,12 +84,16 @@ def _clipped(plan: Plan, section: SectionBuilder, numel: int, tensors: int, join
     return ()
 
 
-def _stepped(plan: Plan, section: SectionBuilder, numel: int, tensors: int, largest: int, joins: Sequence[int]) -> int:
+def _stepped(plan: Plan, section: SectionBuilder, numel: int, tensors: int, largest: int, joins: Sequence[int],
+             pieces: Sequence[int] = ()) -> int:
     """The optimizer on the device, and what the host waits for behind it."""
     training, stack, implementation = plan.scenario.training, plan.stack, _implementation(plan)
     kernels = optimizer_kernels(numel, tensors, training.precision, training.optimizer, implementation, clip=False)
     label = Label("optimizer", "optimizer", training.optimizer)
     temporary = optimizer_temporary_bytes(numel, largest, training.precision, training.optimizer, implementation)
+    if temporary and implementation == "foreach" and pieces:
+        width = temporary / sum(pieces)
+        temporary = sum(blocks(width * size) for size in pieces)
     if temporary:
         section.allocate("optimizer temporaries", temporary, "workspace")
     task = section.kernels(COMPUTE, plan.compute.own(kernels), label, joins=joins)

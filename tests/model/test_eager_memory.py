@@ -201,3 +201,63 @@ def test_a_layer_without_module_code_is_estimated() -> None:
         exact, rough = (layer_profile(one, policy, True) for one in (layer, replace(layer, program=None)))
         assert rough.forward.net[ACTIVATIONS] == exact.forward.net[ACTIVATIONS]
         assert 0.5 < sum(rough.backward.peak) / sum(exact.backward.peak) < 2
+
+
+def mixed_product(run: Run, x: Tensor) -> Tensor:
+    """A product of a half and a wide tensor that both come of x, as in GELU under autocast."""
+    return op.mul(run, op.to(run, x, "bf16"), op.scale(run, x))
+
+
+@pytest.mark.parametrize(("checkpointed", "highest"), [(False, 20), (True, 22)])
+def test_the_engine_casts_a_gradient_when_a_checkpoint_has_let_go_of_what_it_brought_back(
+    checkpointed: bool, highest: int,
+) -> None:
+    """In KiB: saved 2 and 4, dy 4, two wide gradients of 4, then the half input's cast of 2 beside them: 20. A
+    checkpoint has x besides (4), but nothing saved any more when the engine casts: 22, not 24."""
+    run, x, boundary = started()
+    out = run.checkpoint(mixed_product, x) if checkpointed else mixed_product(run, x)
+    out.storage.hand_over()
+    del x
+    assert run.memory.live[ACTIVATIONS] == (4 if checkpointed else 2 + 4) * KIB
+    run.memory.mark()
+    go_back(run, out)
+    assert run.memory.top == highest * KIB
+    assert boundary.gradient is not None
+
+
+def gpt(modules: str, attention: str, **training: Any) -> Any:
+    """Forward of a checkpointed GPT block (4096 positions of 256, 4 heads): what it has at most beside its input."""
+    scenario = resolve({
+        "name": "x", "cluster": {"topology": "single-a100-80g-sxm"},
+        "model": {"kind": "decoder", "gated_mlp": False, "positions": "learned", "norm": "layernorm", "bias": True,
+                  "tied_embeddings": True, "layers": 2, "hidden": 256, "heads": 4, "ffn": 1024, "vocab": 512,
+                  "max_positions": 4096, "dropout": training.pop("dropout", 0.0)},
+        "training": {"micro_batch": 1, "global_batch": 1, "sequence": 4096, "precision": "fp32", "recompute": "full",
+                     "attention": attention, **training},
+        "software": {"framework": "pytorch", "year": 2026, "modules": modules}})
+    stack = stack_for("pytorch", 2026, False, {}, modules)
+    return layer_profile(build(scenario, stack, 1).stack[1], "full", True).forward
+
+
+MIB = KIB * KIB
+
+
+def test_a_checkpointed_block_of_one_function_has_queries_and_attentions_output_to_its_end() -> None:
+    """4096 x 256 fp32 are 4 MiB. Plain, at GELU: x, qkv 12, attention's output 4, the sum 4, up 16 and its GELU 16; x
+    itself is the layer's input. Nobody has the norms' outputs."""
+    peak = gpt("plain", "flash")
+    assert (peak.operator, sum(peak.peak)) == ("activation", (12 + 4 + 4 + 16 + 16) * MIB)
+
+
+def test_masked_scores_last_until_dropout_has_run() -> None:
+    """Scores of 4 x 4096 x 4096 fp32 are 256 MiB: masked, softmax's, dropout's and its mask of a quarter; the tril of
+    16 MiB; qkv."""
+    peak = gpt("plain", "eager", dropout=0.1)
+    assert (peak.operator, sum(peak.peak)) == ("attention", (3 * 256 + 64 + 16 + 12) * MIB)
+
+
+def test_hugging_faces_gelu_has_four_tensors_at_once() -> None:
+    """x, its half, the power, and what is made of it (16 MiB each); beside them attention's output, which GPT2Block has
+    in a variable, the sum, and the norm's output (4 each)."""
+    peak = gpt("transformers", "flash")
+    assert (peak.operator, sum(peak.peak)) == ("activation", (4 * 16 + 3 * 4) * MIB)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from sim.errors import UserError
 from sim.model import Architecture, Layer, build
+from sim.model.eager import KINDS, layer_profile
 from sim.scenario import resolve
 from sim.software import stack_for
 
@@ -92,7 +93,18 @@ def test_an_encoder_decoder_is_two_rows_of_blocks_with_a_bridge(modules: str) ->
     decoder = bare + 4 * 64**2 + 64
     assert [layer.numel for layer in architecture.stack] == [
         encoder, bare + table, bare, 64, decoder + table, decoder, decoder, 64]
-    assert architecture.stack[5] is architecture.stack[6]
+    assert architecture.stack[5].operators is architecture.stack[6].operators
+    assert [layer.program.layer for layer in architecture.stack if layer.program is not None] == [
+        "embedding", "first block", "last block", "bridge", "first block", "block", "last block", "head"]
+
+
+def test_gradients_of_what_all_blocks_read_begin_with_the_last() -> None:
+    """The decoder's: those of the biases of 4 heads and of the encoder's output are there when its last block is done:
+    2 x 128 tokens of 64 and 4 x 64 x 64 pairs, of 2 bytes. The block before has no more than it found."""
+    stack = made(T5, "transformers", sequence=128, decoder_sequence=64).stack
+    before, last = (layer_profile(stack[place], "none", True).backward.net for place in (5, 6))
+    workspace = KINDS.index("workspace")
+    assert last[workspace] - before[workspace] == 2 * 128 * 64 * 2 + 4 * 64 * 64 * 2
 
 
 def test_every_parameter_has_one_gradient() -> None:

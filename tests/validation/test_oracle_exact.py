@@ -50,17 +50,15 @@ def test_there_are_cases_of_both_kinds() -> None:
     assert len(cases("oracle-flops")) >= 18
 
 
-#: Measured worst 0.07% (a gather's small tensors at 512 ranks); a tenth of a percent of room above it.
-MEMORY_ROOM = 0.002
+#: Measured worst 0.011% (BERT's buffers of position numbers after construction); twice that.
+MEMORY_ROOM = 0.00025
 
 
 @pytest.mark.parametrize("case", cases("oracle-memory"), ids=lambda c: c.id)
 def test_memory_is_what_pytorch_allocates(case: Case) -> None:
     record = compare_exact(case)
-    errors = {k: e for k, e in record["error"].items() if k != "phase_peaks.optim"}
-    assert all(abs(e) <= MEMORY_ROOM for e in errors.values()), record["reason"]
-    assert abs(record["error"]["phase_peaks.optim"]) <= 0.011  # gradients of few bytes at 256 ranks
-    assert record["equal"]["peak_phase"]
+    assert all(abs(e) <= MEMORY_ROOM for e in record["error"].values()), record["reason"]
+    assert record["equal"]["peak_phase"] and record["equal"]["block_retained"]
     for group, size in grouped(case.measured["at_peak"], False).items():
         assert record["predicted"]["at_peak"][group] == pytest.approx(size, rel=MEMORY_ROOM, abs=100_000), group
 

@@ -5,23 +5,26 @@ Sources: transformers modeling_gpt2.py and modeling_llama.py (5.x), Megatron-LM 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from sim.model.attention_core import softmax_dtype, uses_flash
 from sim.model.eager import operations as op
-from sim.model.eager.autograd import Gradients, Output, Run, Tensor
+from sim.model.eager.autograd import Gradients, Output, Run, Storage, Tensor
 from sim.model.eager.products import column, entered, row
 from sim.model.eager.ring import ring
 from sim.model.style import Style
 
 
 def attention(run: Run, style: Style, x: Tensor, policy: str, memory: Tensor | None = None,
-              bias: Tensor | None = None) -> Tensor:
+              bias: Tensor | None = None, *, variables: list[Storage]) -> Tensor:
     """From the norm's output to the output projection.
 
     Args:
         memory: what keys and values are made from, default `x`.
         bias: added to the scores.
+        variables: takes what the block has in variables to its end. Hugging Face's modules return the weights of scores
+            that are spelled out (`hidden_states, _ = self.self_attn(...)`); others: `Style.one_forward`.
     """
     run.at("qkv")
     query, key, value = _projections(run, style, x, memory)
@@ -38,7 +41,9 @@ def attention(run: Run, style: Style, x: Tensor, policy: str, memory: Tensor | N
         inputs = (query, key, value) if bias is None else (query, key, value, bias)
         out = run.checkpoint(lambda run, *tensors: core(run, style, *tensors), *inputs)
     else:
-        out = core(run, style, query, key, value, bias)
+        out = core(run, style, query, key, value, bias, variables)
+    if style.one_forward:
+        variables += [query.storage, out.storage]
     run.at("projection")
     return row(run, style, out, style.query_width, (("projection", style.hidden),))
 
@@ -101,8 +106,12 @@ def _rotate_half(run: Run, x: Tensor) -> Tensor:
     return op.cat(run, [op.unary(run, second), first])
 
 
-def _flash(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+def _flash(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None,
+           _weights: list[Storage] | None = None) -> Tensor:
+    efficient = bias is not None or (not run.autocast and query.dtype == "fp32")  # flash has neither
     rows = style.tokens * style.heads
+    if efficient:  # sums are kept of a multiple of 32 queries (ATen _efficient_attention_forward, kAlignLSE)
+        rows = style.batch * style.heads * (math.ceil(style.sequence / 32) * 32)
     if style.expands_kv:
         key, value = _repeat(run, style, key), _repeat(run, style, value)
     if bias is None:
@@ -115,24 +124,36 @@ def _flash(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bi
         # bert_padding.unpad_input and pad_input make new tensors both ways and keep row numbers only
         q, k, v = (op.relayout(run, op.clone(run, t)) for t in (q, k, v))
         return op.relayout(run, op.clone(run, op.attention(run, q, k, v, rows, sums=sums)))
-    if not style.memory:  # create_position_bias_mask: with the causal mask, contiguous
-        bias = op.clone(run, op.where(run, bias, style.sequence * style.keys * style.context) if style.causal else bias)
+    if not style.memory:
+        bias = _bias_mask(run, style, bias)
     half = op.expanded(run, op.to(run, bias, run.autocast or bias.dtype), style.batch)
     return op.attention(run, query, key, value, rows, half, style.batch)
 
 
-def _eager(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Scores, scale, mask, softmax, dropout, values. `matmul` copies what it cannot view as one batch of matrices."""
+def _bias_mask(run: Run, style: Style, bias: Tensor) -> Tensor:
+    """create_position_bias_mask: the bias under the causal mask, contiguous."""
+    if not style.causal:
+        return op.clone(run, bias)
+    mask = run.new(style.sequence * style.keys * style.context, "int8")
+    return op.clone(run, op.where(run, bias, mask))
+
+
+def _eager(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None,
+           returned: list[Storage] | None = None) -> Tensor:
+    """Scores, scale, mask, softmax, dropout, values. `matmul` copies what it cannot view as one batch of matrices, and
+    only autograd keeps the copies."""
     b, scores = style.batch, style.batch * style.heads * style.sequence * style.keys * style.context
     rotated, repeated = style.positions == "rotary", style.heads != style.kv_heads
     copies, slices = b > 1 and style.modules != "megatron", style.context if style.gathers else 1
     if repeated:
         key, value = _repeat(run, style, key), _repeat(run, style, value)
-    query = op.clone(run, query, copies and not rotated)
-    key = op.clone(run, key, copies and not rotated and not repeated)
-    weights = _softmax(run, style, op.matmul(run, query, key, scores, slices), value.dtype, bias)
-    value = op.clone(run, value, copies and not repeated)
-    out = op.matmul(run, weights, value, style.tokens * style.query_width, slices)
+    weights = _softmax(run, style, op.matmul(
+        run, op.clone(run, query, copies and not rotated), op.clone(run, key, copies and not rotated and not repeated),
+        scores, slices), value.dtype, bias)
+    if style.modules == "transformers" and returned is not None:
+        returned.append(weights.storage)
+    out = op.matmul(run, weights, op.clone(run, value, copies and not repeated), style.tokens * style.query_width,
+                    slices)
     return op.relayout(run, op.clone(run, out)) if copies else op.clone(run, out)
 
 
@@ -144,17 +165,19 @@ def _softmax(run: Run, style: Style, weights: Tensor, dtype: str, bias: Tensor |
         weights = op.scale(run, weights)
         mask = run.new(style.sequence**2, "int8")  # tril
         weights = op.masked_fill(run, weights, run.new(style.sequence**2, "int8"))  # ~mask
-        weights = op.softmax(run, weights, soft)
-        weights = op.dropout(run, weights) if style.dropout else weights
-        del mask
-        return weights
+        # one variable, which masked scores do not leave before what comes of them is there
+        out = op.dropout(run, op.softmax(run, weights, soft)) if style.dropout else op.softmax(run, weights, soft)
+        del mask, weights
+        return out
     else:
         weights = op.scale(run, weights)
         if bias is not None:
             weights = op.add(run, weights, bias)
         if style.causal and not style.memory:
             weights = op.add(run, weights, _mask(style, weights))
-        weights = op.to(run, op.softmax(run, weights, soft), dtype)
+        weights = op.softmax(run, weights, soft)
+        if style.modules != "transformers" or style.kind == "decoder":
+            weights = op.to(run, weights, dtype)  # BERT's and T5's go through dropout as softmax left them
     return op.dropout(run, weights) if style.dropout else weights
 
 

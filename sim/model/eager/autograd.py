@@ -219,6 +219,7 @@ class Run:
         keep_gradients: parameter gradients stay (else they are added to existing ones, or copied away, at once).
         pending: a tied table's gradient that waits for the other layer's.
         incoming: tensors of this layer that later layers read: the gradients those leave, (sink, elements, dtype).
+        sums: gradients of such tensors of earlier layers that begin with this layer, which are there when it is done.
         outgoing: gradients of earlier layers' tensors that come to be around this layer's backward, (elements, dtype).
         early_stop: recomputation stops at the last saved tensor.
         compiled: what a graph keeps by policy and nothing reads in backward (a block's last product) is dropped.
@@ -237,12 +238,14 @@ class Run:
         self.gradients: list[Storage] = []
         self.pending: list[Storage] = []
         self.incoming: list[tuple[Sink, int, str]] = []
+        self.sums: list[Storage] = []
         self.outgoing: list[tuple[int, str]] = []
         self.cache: list[Storage] = []  # autocast's weight copies
         self.held: list[object] = []  # by the model's forward, until the head
         self.retained: list[object] = []  # until this layer's backward
         self._saving: Frame | None = None
         self._restoring: Frame | None = None
+        self._running: Node | None = None
 
     # ------------------------------------------------------------------------------------------- making tensors
     def at(self, operator: str) -> None:
@@ -362,9 +365,17 @@ class Run:
             node.saved.append(storage)
             frame.restored[place] = None
 
+    def function_returned(self) -> None:
+        """The running node's function is done; what follows is the engine's (validate_outputs: sums and casts to an
+        input's shape and dtype). What a checkpoint brought back was handed to the function and goes with it; other
+        saved tensors are the node's own and stay until the engine has its results."""
+        if self._running is not None and self._running.frame is not None:
+            self._running.saved.clear()
+
     def _execute(self, node: Node) -> None:
-        gradients, node.gradients = node.gradients, []
+        gradients, node.gradients, self._running = node.gradients, [], node
         results = list(node.rule(self, gradients))
+        self._running = None
         gradients.clear()
         node.saved.clear()
         for index, sink in enumerate(node.sinks):

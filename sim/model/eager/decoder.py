@@ -10,7 +10,7 @@ from sim.model.attention_core import uses_flash
 from sim.model.eager import operations as op
 from sim.model.eager import tuned
 from sim.model.eager.attention import attention
-from sim.model.eager.autograd import Run, Tensor, Weight
+from sim.model.eager.autograd import Run, Storage, Tensor, Weight
 from sim.model.eager.experts import experts
 from sim.model.eager.mlp import mlp
 from sim.model.eager.products import row_cut
@@ -20,14 +20,29 @@ from sim.work import DTYPE_BYTES
 
 def block(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:
     """One block; `policy` "selective" recomputes the attention core."""
+    if style.one_forward:
+        return _one_forward(run, style, x, policy)
     branch = norm(run, style, x, "norm1")
     if style.parallel_block:
         return _parallel(run, style, x, branch, policy)
-    branch = _behind(run, style, attention(run, style, branch, policy), "attention")
-    x = residual(run, style, x, branch, "1")
+    variables: list[Storage] = []  # until the block is done
+    branch = _behind(run, style, attention(run, style, branch, policy, variables=variables), "attention")
+    branch = _dropped(run, style, branch, "1")
+    if style.conv1d:
+        variables.append(branch.storage)  # GPT2Block's `attn_output`; Llama's sum takes its place
+    x = _added(run, x, branch, "1")
     branch = norm(run, style, x, "norm2")
     branch = _behind(run, style, _fed(run, style, branch), "mlp")
     return residual(run, style, x, branch, "2")
+
+
+def _one_forward(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:
+    """A block of two expressions: `x + dropout(proj(core(qkv(norm(x)))))` and the like, no variable for a norm."""
+    variables: list[Storage] = []
+    branch = attention(run, style, norm(run, style, x, "norm1"), policy, variables=variables)
+    x = residual(run, style, x, branch, "1")
+    del branch
+    return residual(run, style, x, mlp(run, style, norm(run, style, x, "norm2")), "2")
 
 
 def _fed(run: Run, style: Style, x: Tensor) -> Tensor:
@@ -44,7 +59,8 @@ def _behind(run: Run, style: Style, x: Tensor, sublayer: str) -> Tensor:
 
 
 def _parallel(run: Run, style: Style, x: Tensor, normed: Tensor, policy: str) -> Tensor:
-    attended = _behind(run, style, attention(run, style, normed, policy), "attention")
+    variables: list[Storage] = []
+    attended = _behind(run, style, attention(run, style, normed, policy, variables=variables), "attention")
     fed = _behind(run, style, _fed(run, style, normed), "mlp")
     del normed
     return residual(run, style, x, op.add(run, attended, fed), "2")
@@ -78,9 +94,18 @@ def square(run: Run, x: Tensor) -> Tensor:
 
 def residual(run: Run, style: Style, x: Tensor, branch: Tensor, suffix: str) -> Tensor:
     """Dropout of the branch, and the sum."""
-    if style.dropout:
-        run.at(f"dropout{suffix}")
-        branch = op.dropout(run, branch)
+    branch = _dropped(run, style, branch, suffix)
+    return _added(run, x, branch, suffix)
+
+
+def _dropped(run: Run, style: Style, branch: Tensor, suffix: str) -> Tensor:
+    if not style.dropout:
+        return branch
+    run.at(f"dropout{suffix}")
+    return op.dropout(run, branch)
+
+
+def _added(run: Run, x: Tensor, branch: Tensor, suffix: str) -> Tensor:
     run.at(f"residual{suffix}")
     return op.add(run, x, branch)
 

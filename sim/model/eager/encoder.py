@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from sim.model.eager import operations as op
 from sim.model.eager.attention import attention
-from sim.model.eager.autograd import LOGITS, Output, Run, Tensor, Weight
+from sim.model.eager.autograd import LOGITS, Output, Run, Storage, Tensor, Weight
 from sim.model.eager.head import loss
 from sim.model.eager.mlp import mlp
 from sim.model.style import Style
@@ -18,7 +18,8 @@ _TOKEN_TYPES = 2
 
 def block(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:
     """BertLayer."""
-    attended = _post_norm(run, style, attention(run, style, x, policy), x, "1")
+    variables: list[Storage] = []  # until the block is done
+    attended = _post_norm(run, style, attention(run, style, x, policy, variables=variables), x, "1")
     return _post_norm(run, style, mlp(run, style, attended), attended, "2")
 
 

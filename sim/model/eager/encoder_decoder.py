@@ -14,7 +14,7 @@ from sim.model.attention_core import uses_flash
 from sim.model.eager import decoder
 from sim.model.eager import operations as op
 from sim.model.eager.attention import attention
-from sim.model.eager.autograd import LOGITS, Run, Storage, Tensor, Weight
+from sim.model.eager.autograd import LOGITS, WORKSPACE, Run, Storage, Tensor, Weight
 from sim.model.eager.head import loss
 from sim.model.eager.mlp import mlp
 from sim.model.eager.products import narrow
@@ -25,36 +25,51 @@ _BUCKETS = 32
 
 
 class _Sum:
-    """Where a gradient is added to one that exists elsewhere."""
+    """Where a gradient is added to one that exists elsewhere, or begins to exist."""
+
+    def __init__(self, begins: bool) -> None:
+        self.begins = begins
 
     def receive(self, run: Run, gradient: Storage) -> None:
-        """In place: the new one goes."""
+        """In place: the new one goes, if it is not the first of all."""
+        if self.begins:
+            self.begins = False
+            gradient.become(WORKSPACE)
+            run.sums.append(gradient)
 
 
-def block(run: Run, style: Style, x: Tensor, policy: str, *, first: bool, keep: bool) -> Tensor:
+def block(run: Run, style: Style, x: Tensor, policy: str, *, first: bool, last: bool, keep: bool) -> Tensor:
     """T5Block; with `style.memory` a decoder's.
 
     Args:
         first: makes the biases that the other blocks of its stack read.
+        last: of several, with which the gradients of biases and of the encoder's output begin.
         keep: those stay until backward (they are arguments of checkpointed blocks).
     """
     own = replace(style, memory=0)
-    x = _attend(run, own, x, None, _bias(run, own, first, keep), policy, "1")
+    weights: list[Storage] = []  # until the next attention's are there
+    bias = _bias(run, own, first, last, keep)  # until the block is done
+    x = _attend(run, own, x, None, bias, policy, "1", weights)
     if style.memory:
-        memory = Tensor(Storage(run.memory, 0, 0), style.batch * style.memory * style.hidden, style.residual, _Sum())
-        x = _attend(run, style, x, memory, _bias(run, style, first, keep), policy, "2")
+        memory = Tensor(Storage(run.memory, 0, 0), style.batch * style.memory * style.hidden, style.residual,
+                        _Sum(last))
+        crossed = _bias(run, style, first, last, keep)
+        x = _attend(run, style, x, memory, crossed, policy, "2", weights)
+        del weights[:-1]
     run.at("norm3")
     branch = norm(run, style, x)
     branch = _feed_forward(run, style, branch)
-    return decoder.residual(run, style, x, branch, "3")
+    x = decoder.residual(run, style, x, branch, "3")
+    del bias
+    return x
 
 
 def _attend(run: Run, style: Style, x: Tensor, memory: Tensor | None, bias: Tensor | None, policy: str,
-            suffix: str) -> Tensor:
+            suffix: str, weights: list[Storage]) -> Tensor:
     """T5LayerSelfAttention, T5LayerCrossAttention."""
     run.at(f"norm{suffix}")
     normed = norm(run, style, x)
-    branch = attention(run, style, normed, policy, memory, bias)
+    branch = attention(run, style, normed, policy, memory, bias, variables=weights)
     return decoder.residual(run, style, x, branch, suffix)
 
 
@@ -67,20 +82,20 @@ def norm(run: Run, style: Style, x: Tensor) -> Tensor:
     return op.mul_weight(run, op.to(run, x, style.weight), Weight(style.hidden, style.weight))
 
 
-def _bias(run: Run, style: Style, first: bool, keep: bool) -> Tensor | None:
+def _bias(run: Run, style: Style, first: bool, last: bool, keep: bool) -> Tensor | None:
     """compute_bias in a stack's first block, zeros for cross attention; elsewhere the first block's."""
     if not style.biased:
         return None
     pairs = style.sequence * style.keys
     dtype = style.act if style.memory else style.weight
     if not first:
-        return Tensor(Storage(run.memory, 0, 0), pairs * style.heads, dtype, None if style.memory else _Sum())
+        return Tensor(Storage(run.memory, 0, 0), pairs * style.heads, dtype, None if style.memory else _Sum(last))
     run.at("position_bias")
     if style.memory:
         bias = run.tensor(pairs * style.heads, dtype)
     else:
-        run.hold(run.new(pairs, "fp64"), True)  # bucket numbers
-        bias = op.embedding(run, pairs, style.heads, Weight(_BUCKETS * style.heads, dtype))
+        buckets = run.new(pairs, "fp64")  # numbers of 64 bits
+        bias = op.embedding(run, pairs, style.heads, Weight(_BUCKETS * style.heads, dtype), buckets)
         assert bias.sink is not None
         run.expect(bias.sink, bias.elements, dtype)
     run.hold(bias.storage, keep)
@@ -108,6 +123,8 @@ def embedding(run: Run, style: Style, name: str, *, complete: bool) -> Tensor:
     table = Weight(style.vocab * style.hidden, style.weight, True, not complete)
     x = op.embedding(run, style.tokens, style.hidden, table)
     if style.dropout:
+        if not complete:  # the decoder stack's forward has it to its end (the encoder's is over by then)
+            run.held.append(x.storage)
         x = op.dropout(run, x)
     return op.to(run, x, style.residual)
 
@@ -129,9 +146,10 @@ def bridge(run: Run, style: Style, x: Tensor, keep: bool) -> Tensor:
         run.cache.append(memory.storage)  # a local of the model's forward
     assert memory.sink is not None
     run.expect(memory.sink, memory.elements, memory.dtype)
-    if style.biased:
+    if style.biased and style.layers == 1:
         run.outgoing.append((style.heads * style.sequence**2, style.weight))
     decode = replace(style, sequence=style.decoder_sequence, causal=True)
+    run.retained.append(run.new(decode.tokens, "fp64"))  # _shift_right(labels), which the lookup keeps
     if decode.biased and not uses_flash(decode):  # the additive mask of a causal stack
         (run.retained if keep else run.held).append(run.new(style.batch * decode.sequence**2, style.weight))
     return embedding(run, decode, "decoder_embedding", complete=False)
@@ -143,8 +161,9 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
     Args:
         style: the decoder's.
     """
-    run.outgoing.append((style.batch * style.memory * style.hidden, style.residual))
-    if style.biased:
+    if style.layers == 1:  # or the last block makes them
+        run.outgoing.append((style.batch * style.memory * style.hidden, style.residual))
+    if style.layers == 1 and style.biased:
         run.outgoing.append((style.heads * style.sequence**2, style.weight))
     rows = style.batch * style.predicted
     run.at("final_norm")

@@ -22,7 +22,12 @@ def mlp(run: Run, style: Style, x: Tensor) -> Tensor:
     """Up (and gate), activation, down."""
     run.at("up")
     x = entered(run, style, x)
-    hidden = inner(run, style, style.ffn, lambda outputs: column(run, style, x, (("mlp", outputs),)))
+    if style.one_forward and not style.gated:
+        made = [column(run, style, x, (("mlp", style.ffn),))]
+        del x  # no variable holds the norm's output
+        hidden = inner(run, style, style.ffn, lambda _: made.pop())
+    else:
+        hidden = inner(run, style, style.ffn, lambda outputs: column(run, style, x, (("mlp", outputs),)))
     run.at("down")
     return row(run, style, hidden, style.ffn, (("mlp", style.hidden),))
 
@@ -75,7 +80,8 @@ def _gated_kernel(run: Run, both: Tensor) -> Tensor:
 
 
 def _gelu_new(run: Run, x: Tensor) -> Tensor:
-    """0.5 * x * (1 + tanh(sqrt(2/pi) * (x + 0.044715 * pow(x, 3)))) (transformers NewGELUActivation)."""
+    """0.5 * x * (1 + tanh(sqrt(2/pi) * (x + 0.044715 * pow(x, 3)))) (transformers NewGELUActivation); one
+    expression, whose parts go as soon as the next is there unless they are saved."""
     half = op.scale(run, x)
-    inside = op.unary(run, op.scale(run, op.add(run, x, op.scale(run, op.power(run, x)))), saves_output=True)
-    return op.mul(run, half, op.shift(run, inside))
+    return op.mul(run, half, op.shift(run, op.unary(
+        run, op.scale(run, op.add(run, x, op.scale(run, op.power(run, x)))), saves_output=True)))

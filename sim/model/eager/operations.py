@@ -114,6 +114,7 @@ def mul(run: Run, x: Tensor, y: Tensor) -> Tensor:
 
     def rule(run: Run, _: Gradients) -> Gradients:
         raw: Gradients = [run.new(elements, dtype) if needed else None for _, needed in wanted]
+        run.function_returned()
         for i, (want, _needed) in enumerate(wanted):
             gradient = raw[i]
             raw[i] = None if gradient is None else _fit(run, gradient, elements, dtype, want)
@@ -133,6 +134,7 @@ def mul_rows(run: Run, x: Tensor, rows: Tensor) -> Tensor:
 
     def rule(run: Run, _: Gradients) -> Gradients:
         gradient, full = run.new(elements, dtype), run.new(elements, dtype)
+        run.function_returned()
         gradient = _fit(run, gradient, elements, dtype, source)
         total = run.new(count, dtype)
         del full
@@ -149,6 +151,7 @@ def mul_weight(run: Run, x: Tensor, weight: Weight) -> Tensor:
 
     def rule(run: Run, _: Gradients) -> Gradients:
         gradient, full = run.new(elements, dtype), run.new(elements, dtype)
+        run.function_returned()
         total = run.new(count, dtype)
         del full
         return [gradient, total]
@@ -312,11 +315,11 @@ def expanded(run: Run, x: Tensor, copies: int) -> Tensor:
     return Tensor(x.storage, elements, dtype, Output(node, 0) if x.sink is not None else None)
 
 
-def where(run: Run, x: Tensor, mask: int) -> Tensor:
-    """`torch.where` with a boolean condition of `mask` elements, which is kept."""
+def where(run: Run, x: Tensor, mask: Storage) -> Tensor:
+    """`torch.where` with a boolean condition, which is kept."""
     elements, dtype = x.elements, x.dtype
     node = run.node(lambda run, _: [run.new(elements, dtype)], (x.sink,))
-    run.save(node, run.new(mask, "int8"))
+    run.save(node, mask)
     return _result(run, node, elements, dtype)
 
 
@@ -385,8 +388,10 @@ def attention(run: Run, query: Tensor, key: Tensor, value: Tensor, rows: int, bi
     return out
 
 
-def embedding(run: Run, rows: int, cols: int, weight: Weight) -> Tensor:
-    """A lookup; backward makes a dense gradient of the whole table."""
+def embedding(run: Run, rows: int, cols: int, weight: Weight, indices: Storage | None = None) -> Tensor:
+    """A lookup; backward makes a dense gradient of the whole table. `indices` that are not the batch's are kept."""
     elements, dtype = weight.elements, weight.dtype
     node = run.node(lambda run, _: [run.new(elements, dtype)], (weight,))
+    if indices is not None:
+        run.save(node, indices)
     return _result(run, node, rows * cols, dtype)

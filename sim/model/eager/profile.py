@@ -104,7 +104,7 @@ def _trace(run: Run, names: dict[int, int], cuts: list[tuple[int, int]], ends: t
            boundary: Boundary) -> Trace:
     """The log as a `Trace`; what only other layers make and drop (gradients of what several read) is left out."""
     log = run.memory.log
-    own = {number for begin, end in cuts for number, size in log[begin:end] if size}
+    own = {number for begin, end in cuts for number, size in log[begin:end] if size} - {s.number for s in run.sums}
     forward, backward = (tuple((names.get(n, n), size) for n, size in log[begin:end]
                                if n in names or (n in own and (size or n != output))) for begin, end in cuts)
     held, cached = (tuple(n for n, size in log[begin:end] if not size and n in own and n != output)
@@ -156,11 +156,11 @@ def _encoder_decoder(run: Run, style: Style, layer: str, policy: str, inputs: li
         return encoder_decoder.bridge(run, style, inputs[0], policy != "none")
     if layer == "head":
         return encoder_decoder.head(run, style, inputs[0])
-    first = layer == "first block"
-    if policy in ("full", "selective-op"):
-        return run.checkpoint(lambda run, x: encoder_decoder.block(run, style, x, "none", first=first, keep=True),
-                              inputs[0], selective=policy != "full")
-    return encoder_decoder.block(run, style, inputs[0], policy, first=first, keep=False)
+    first, last = layer == "first block", layer == "last block"
+    if policy not in ("full", "selective-op"):
+        return encoder_decoder.block(run, style, inputs[0], policy, first=first, last=last, keep=False)
+    return run.checkpoint(lambda run, x: encoder_decoder.block(
+        run, style, x, "none", first=first, last=last, keep=True), inputs[0], selective=policy != "full")
 
 
 def _mark(run: Run) -> Levels:

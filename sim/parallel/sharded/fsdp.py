@@ -73,8 +73,10 @@ class Fsdp:
         shards = Counter(u.shards for u in self.distinct)
         for category, width in state_bytes(self.plan).items():
             if category != "gradients" and width:
-                size = sum(n * sum(blocks(numel * width) for numel in tensors) for tensors, n in shards.items())
-                copies = 2 if category == "optimizer_states" else 1
+                momenta = 1 if self.plan.scenario.training.optimizer == "sgd-momentum" else 2
+                copies = momenta if category == "optimizer_states" else 1
+                size = sum(n * copies * sum(blocks(numel * width / copies) for numel in tensors)
+                           for tensors, n in shards.items())
                 self.plan.resident(category, size, category, [
                     numel * width / copies for u in self.distinct for numel in u.shards for _ in range(copies)])
 
@@ -95,9 +97,10 @@ class Fsdp:
         numel = sum(u.own for u in self.distinct)
         tensors = self.optimized()
         largest = max((n for u in self.distinct for n in u.shards), default=0)
-        update(self.plan, section, numel, tensors, self.joined(), "shard" if self.factor > 1 else None, largest)
+        update(self.plan, section, numel, tensors, self.joined(), "shard" if self.factor > 1 else None, largest,
+               pieces=[n for u in self.distinct for n in u.shards])
         for unit in () if self.offload.moves_optimizer else self.distinct:
-            section.free(f"gradient:{unit.name}", self.gradient_bytes(unit), "gradients", REDUCE)
+            section.free(f"gradient:{unit.name}", blocks(self.gradient_bytes(unit)), "gradients", REDUCE)
 
     def optimized(self) -> int:
         """Tensors that the optimizer sees on the rank that has most of them: parameters cut by rows, flat parameters,
@@ -113,7 +116,7 @@ class Fsdp:
         return int(counts.max())
 
     def gradient_bytes(self, unit: Unit) -> int:
-        """Sharded gradient the optimizer reads."""
+        """Sharded gradient the optimizer reads, one tensor for the whole unit; in memory: `blocks` of it."""
         width = DTYPE_BYTES[self.plan.scenario.training.precision.gradients]
         return round((unit.own + (self.graded(unit) - unit.padded) // self.factor) * width)
 
@@ -207,20 +210,20 @@ class Fsdp:
         if self.offload.moves_optimizer:
             self.store(section, unit, waits if task is None else (task,), first)
         elif self.at_once:
-            section.allocate(f"gradient:{unit.name}", self.gradient_bytes(unit), "gradients", REDUCE)
+            section.allocate(f"gradient:{unit.name}", blocks(self.gradient_bytes(unit)), "gradients", REDUCE)
             stream = REPLICATE if self.replicas > 1 else REDUCE
             update_in_backward(self.plan, section, unit.name, unit.shards, stream, waits if task is None else (task,))
-            section.free(f"gradient:{unit.name}", self.gradient_bytes(unit), "gradients", REDUCE)
+            section.free(f"gradient:{unit.name}", blocks(self.gradient_bytes(unit)), "gradients", REDUCE)
         elif first:
-            section.allocate(f"gradient:{unit.name}", self.gradient_bytes(unit), "gradients", REDUCE)
+            section.allocate(f"gradient:{unit.name}", blocks(self.gradient_bytes(unit)), "gradients", REDUCE)
         return task
 
     def store(self, section: SectionBuilder, unit: Unit, waits: Sequence[int], first: bool) -> None:
         """The gradient shard to the host; a later micro-step's is added to what is there, on the CPU."""
         size, label = self.gradient_bytes(unit), Label(unit.name, "backward", "gradient")
-        section.allocate(f"gradient:{unit.name}", size, "gradients", REDUCE)
+        section.allocate(f"gradient:{unit.name}", blocks(size), "gradients", REDUCE)
         task = self.offload.store(section, size, label, waits)
-        section.free(f"gradient:{unit.name}", size, "gradients", REDUCE)
+        section.free(f"gradient:{unit.name}", blocks(size), "gradients", REDUCE)
         if not first:
             section.host(self.offload.add_s(unit.own), label, waits=(task,))
 

@@ -18,7 +18,7 @@ from itertools import pairwise
 from sim.model.architecture import Layer
 from sim.parallel.sharded.fsdp import GATHER, Fsdp, present
 from sim.parallel.sharded.units import Unit
-from sim.parallel.step import COMPUTE, MicroStep
+from sim.parallel.step import COMPUTE, MicroStep, blocks
 from sim.program import SectionBuilder
 from sim.work import Kernel
 
@@ -96,7 +96,7 @@ class Fsdp2(Fsdp):
         """All-gather into a buffer of its own, from a copy of the shard where its dtype is another."""
         if self.factor > 1:
             size = self.buffer_bytes(unit)
-            shard = size // (self.part if phase == "backward" and self.part else self.factor)
+            shard = blocks(size // (self.part if phase == "backward" and self.part else self.factor))
             if self.casts:
                 section.allocate("gather_input", shard, "buffers", GATHER)
             section.allocate(f"gather_buffer:{unit.name}", size, "buffers", GATHER)
@@ -105,10 +105,9 @@ class Fsdp2(Fsdp):
         return self.gather(section, unit, phase, waits, joins)
 
     def copy_out(self, section: SectionBuilder, unit: Unit) -> tuple[Kernel, ...]:
-        """`split_with_sizes_copy` from the gather buffer into the parameters: read and write on the compute stream."""
-        if self.factor == 1 and not self.casts:
-            return ()
-        section.allocate(f"gathered:{unit.name}", self.whole_bytes(unit, unit.numel), "gathered_parameters")
+        """`split_with_sizes_copy` from the gather buffer into the parameters: read and write on the compute stream. A
+        shard group of one rank copies its shards, in the same dtype too (_fsdp_param_group.py, wait_for_unshard)."""
+        section.allocate(f"gathered:{unit.name}", self.gathered_bytes(unit), "gathered_parameters")
         if self.part and unit.name in self.parts:
             section.free(f"post_forward_shard:{unit.name}", self.parts.pop(unit.name), "gathered_parameters")
         return (self.copy_kernel("copy-out", *self.copied(unit)),)
@@ -116,19 +115,29 @@ class Fsdp2(Fsdp):
     def copied(self, unit: Unit) -> tuple[int, float]:
         """Elements that copy-out reads and writes, and bytes of both per element."""
         numel = unit.padded + sum(f.numel for f in unit.frozen)
-        return numel, 2 * self.buffer_bytes(unit) / max(1, numel)
+        return numel, 2 * self.whole_bytes(unit, unit.padded) / max(1, numel)
 
     def keep_part(self, section: SectionBuilder, unit: Unit) -> None:
         """With `reshard_after_forward: n` this rank keeps an n-th of the unit until backward."""
         if self.part:
-            size = self.parts[unit.name] = round(self.buffer_bytes(unit) / self.part)
+            size = self.parts[unit.name] = self.gathered_bytes(unit, self.part)
             section.allocate(f"post_forward_shard:{unit.name}", size, "gathered_parameters")
 
     def release(self, section: SectionBuilder, unit: Unit) -> None:
         """Reshard: the whole parameters are freed at once."""
-        if self.factor == 1 and not self.casts:
-            return
-        section.free(f"gathered:{unit.name}", self.whole_bytes(unit, unit.numel), "gathered_parameters")
+        section.free(f"gathered:{unit.name}", self.gathered_bytes(unit), "gathered_parameters")
+
+    def gathered_bytes(self, unit: Unit, parts: int = 1) -> int:
+        """A unit's parameters as modules see them, or a part of each: tensors of their own, views of padded ones (torch
+        2.13 distributed/fsdp/_fully_shard/_fsdp_param.py: init_all_gather_outputs, init_unsharded_param,
+        to_sharded_post_forward)."""
+        trained = sum(blocks(numel * self.gather_bytes / parts) for numel in unit.wholes)
+        beside = self.whole_bytes(unit, unit.padded) - unit.padded * self.gather_bytes
+        return trained + round(beside / parts)
+
+    def accumulated_bytes(self, unit: Unit) -> int:
+        """Whole gradients in the dtype of reductions, where micro-steps add up before they reduce."""
+        return sum(blocks(numel * self.reduce_bytes) for numel in unit.numels)
 
     def free_buffer(self, section: SectionBuilder, unit: Unit | None) -> None:
         """In forward a gather buffer lives until the next unit's copy-out."""
@@ -139,7 +148,7 @@ class Fsdp2(Fsdp):
 
     def buffer_bytes(self, unit: Unit) -> int:
         """All-gather output."""
-        return self.whole_bytes(unit, unit.padded)
+        return blocks(self.whole_bytes(unit, unit.padded))
 
     def post_backward(self, section: SectionBuilder, unit: Unit, micro: MicroStep, computed: int,
                       reduced: int | None) -> int | None:
@@ -149,9 +158,9 @@ class Fsdp2(Fsdp):
             self.copy(section, "accumulate", unit, unit.numel, width)
             self.drop_unsharded(section, unit)
             if micro.first:
-                section.allocate(f"accumulated:{unit.name}", round(unit.numel * self.reduce_bytes), "gradients")
+                section.allocate(f"accumulated:{unit.name}", self.accumulated_bytes(unit), "gradients")
             return reduced
-        buffer = (f"reduce_buffer:{unit.name}", round(unit.padded * self.reduce_bytes), "buffers")
+        buffer = (f"reduce_buffer:{unit.name}", blocks(unit.padded * self.reduce_bytes), "buffers")
         accumulating = not self.plan.scenario.parallel.reduce_every_micro_step and len(self.plan.micro_steps) > 1
         if accumulating:
             self.drop_unsharded(section, unit)
@@ -164,7 +173,7 @@ class Fsdp2(Fsdp):
             task = self.copy(section, "copy-in", unit, unit.padded, width, present(computed, reduced))
         self.drop_unsharded(section, unit)
         if accumulating:
-            section.free(f"accumulated:{unit.name}", round(unit.numel * self.reduce_bytes), "gradients")
+            section.free(f"accumulated:{unit.name}", self.accumulated_bytes(unit), "gradients")
         self.held = buffer
         first = micro.first or not self.plan.scenario.parallel.reduce_every_micro_step
         return self.reduce(section, unit, (task,), first)

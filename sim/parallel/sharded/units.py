@@ -30,6 +30,7 @@ class Unit:
         numels: elements of each parameter in it, in registration order.
         wide: the part of `dense` that no narrow product reads (embedding, head, norms): where matrices are gathered in
             8 bits, these are not.
+        wholes: elements of each tensor as it is gathered, padding included.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Unit:
     own: int = 0
     numels: tuple[int, ...] = ()
     wide: int = 0
+    wholes: tuple[int, ...] = ()
 
     @property
     def dense(self) -> int:
@@ -102,11 +104,11 @@ def units_of(architecture: Architecture, wrap: str | int, factor: int, by_row: b
         dense = [p for p in parameters if not (p.routed and routed_factor)]
         whole, apart = pad(dense, factor), pad(routed, routed_factor or 1)
         wide = [p for layer in layers for p in layer.parameters if not is_matrix(layer, p)]
-        return Unit(name, sum(p.numel for p in parameters), whole + apart, len(parameters),
-                    (*shards(dense, factor), *shards(routed, routed_factor)),
+        own, others = shards(dense, factor), shards(routed, routed_factor)
+        return Unit(name, sum(p.numel for p in parameters), whole + apart, len(parameters), (*own, *others),
                     tuple(f for layer in layers for f in layer.frozen), apart,
                     whole // factor + apart // (routed_factor or 1), tuple(p.numel for p in parameters),
-                    pad(wide, factor))
+                    pad(wide, factor), (*(n * factor for n in own), *(n * routed_factor for n in others)))
 
     own = [layer.kind == "block" and _size(layer) >= least for layer in architecture.stack]
     root = unit("root", [layer for layer, mine in zip(architecture.stack, own, strict=True) if not mine])
