@@ -160,6 +160,8 @@ def _eager(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bi
 def _softmax(run: Run, style: Style, weights: Tensor, dtype: str, bias: Tensor | None) -> Tensor:
     soft = softmax_dtype(style)
     if style.stack.fused_softmax or style.stack.compile:
+        if bias is not None:
+            weights = _biased(run, weights, bias)
         weights = op.to(run, op.softmax(run, weights, soft), weights.dtype)
     elif style.modules == "plain" and style.causal and bias is None:
         weights = op.scale(run, weights)
@@ -179,6 +181,14 @@ def _softmax(run: Run, style: Style, weights: Tensor, dtype: str, bias: Tensor |
         if style.modules != "transformers" or style.kind == "decoder":
             weights = op.to(run, weights, dtype)  # BERT's and T5's go through dropout as softmax left them
     return op.dropout(run, weights) if style.dropout else weights
+
+
+def _biased(run: Run, weights: Tensor, bias: Tensor) -> Tensor:
+    """The sum within the kernel that reads it, without a tensor of its own; the bias has its gradient all the same."""
+    elements, dtype, needed = bias.elements, bias.dtype, bias.sink is not None
+    node = run.node(lambda run, gradients: [gradients[0], run.new(elements, dtype) if needed else None],
+                    (weights.sink, bias.sink))
+    return Tensor(weights.storage, weights.elements, weights.dtype, Output(node, 0))
 
 
 def _mask(style: Style, like: Tensor) -> Tensor:
