@@ -154,7 +154,8 @@ def _bound(result: Result) -> list[Any]:
             lines.append(Text(f"kernels take {longer} longer because collectives hold SMs and memory bandwidth"))
     if result.sensitivity is not None:
         lines.append(Text("10% more of: " + ", ".join(
-            f"{name.replace('_', ' ')} {100 * change:+.1f}%" for name, change in result.sensitivity.items())))
+            f"{name.replace('_', ' ')} {round(100 * change, 1) + 0.0:+.1f}%"  # no -0.0
+            for name, change in result.sensitivity.items())))
     if result.validated.count:
         lines.append(Text(str(result.validated), style="dim"))
     return list(lines)
