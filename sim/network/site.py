@@ -131,6 +131,8 @@ class Site:
         if self.intra_link() == "pcie":
             slot = facts()["pcie"][intra.pcie]
             least = min(float(slot["tuner"]), float(slot["cpus"])) if self.place.switches else float(slot["tuner"])
+            if self.place.through_host:  # every edge of a ring takes the uplink of its GPUs' switch
+                least = min(least, float(slot["tuner"]) / int(self.place.on_switch.max()))
             return least, least
         link, rings = self.era("link").get(intra.link, self.judged.gpu / intra.links_per_gpu / _GB), self.place.rings
         if rings < 0:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from sim.engine import Machine, Timeline
+from sim.network import Topology
 from sim.parallel import Lowered
 from sim.program import Kind
 from sim.report.breakdown import COMPUTE_STREAM, bound, kernel_counts, of_rank, step_flops
@@ -146,6 +147,10 @@ def _warnings(result: Result) -> list[str]:
         if gpu.confidence != "high":
             found.append(f"hardware: kernel times of {gpu.name} are not calibrated on this GPU "
                          f"(confidence {gpu.confidence})")
+    cluster = result.scenario.cluster
+    if cluster.gpus_per_node > 1 and not Topology.from_mapping(cluster.template()).intra.peers:
+        found.append(f"network: GPUs of this kind of node ({result.gpu}) do not reach one another over PCIe: what goes "
+                     "between them takes the way through the host, whose pace has not been measured")
     if not result.validated.count:
         kind = result.features
         found.append(f"validation: no published run of this kind ({kind.strategy}, {kind.generation}, "

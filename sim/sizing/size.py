@@ -128,14 +128,7 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
     wish, started = wish or Wish(), time.monotonic()
     scenario = source if isinstance(source, Scenario) else (
         source if isinstance(source, Loaded) else api.load(source)).scenario
-    if scenario.training.mode != "train":
-        raise UserError(Fault("sizing looks for layouts of a training step, and this scenario is inference",
-                              "training.mode", hint="sweep over parallel.tensor and parallel.pipeline with "
-                              "'drystep run', a second each"))
-    if troubled(scenario):
-        raise UserError(Fault("sizing looks for layouts of a cluster whose GPUs and links are alike: its bounds do not "
-                              "hold where some differ", "cluster", hint="take slow_gpus, other_gpus, clock_spread and "
-                              "degraded out, size, then 'drystep run' the best with them"))
+    _refuse(scenario)
     bases = [_alone(scenario, name) for name in clusters] or [_alone(scenario, None)]
     wish, origin = priced(wish, bases, price)
     bases = with_parts(bases, choice)
@@ -174,6 +167,22 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
                               if one.outcome == "fault"), None)
     found.seconds = {"space": listed - started, "bounds": bounded - listed, "simulation": time.monotonic() - bounded}
     return found
+
+
+def _refuse(scenario: Scenario) -> None:
+    """What the bounds of a search are not made for.
+
+    Raises:
+        UserError: inference, or a cluster with troubles.
+    """
+    if scenario.training.mode != "train":
+        raise UserError(Fault("sizing looks for layouts of a training step, and this scenario is inference",
+                              "training.mode", hint="sweep over parallel.tensor and parallel.pipeline with "
+                              "'drystep run', a second each"))
+    if troubled(scenario):
+        raise UserError(Fault("sizing looks for layouts of a cluster whose GPUs and links are alike: its bounds do not "
+                              "hold where some differ", "cluster", hint="take slow_gpus, other_gpus, clock_spread and "
+                              "degraded out, size, then 'drystep run' the best with them"))
 
 
 def _nearest(space: Space, ranking: Ranking, runner: Runner,
