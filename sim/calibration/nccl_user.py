@@ -138,7 +138,7 @@ def _told(run: Run, per_node: int, file: str) -> int:
     if len(off) < 2 or off[0][0] > _RATIO_OFF or off[1][0] < 3 * _RATIO_OFF:
         raise UserError(Fault("the table does not tell how many ranks it is of", file=file, line=run.line,
                               hint="keep the lines '#  Rank  0 … on HOST device 0' above it"))
-    return off[0][1]
+    return int(off[0][1])
 
 
 def _held_out(sweeps: Sequence[Sweep], parameters: Parameters, zero: Floats) -> list[float]:
