@@ -20,7 +20,7 @@ from sim.report.text_head import has_tokens, headline
 from sim.report.text_run import budget_lines, trouble_lines
 from sim.report.text_stages import stage_lines
 from sim.report.units import rate, seconds, size
-from sim.report.words import BOUNDS, term
+from sim.report.words import BOUNDS, forward_of, term
 from sim.work import CATEGORIES as KERNEL_CATEGORIES
 
 #: Changes listed for a job that does not fit.
@@ -165,7 +165,8 @@ def _memory(result: Result, width: int) -> list[Any]:
     memory = result.memory
     where = memory.use.where
     operator = f" ({where.operator})" if where is not None and where.operator not in ("", where.layer) else ""
-    place = f", reached in {where.phase} of {where.layer}{operator}" if where is not None else ""
+    reached = "" if where is None else forward_of(where.section) or f"{where.phase} of {where.layer}{operator}"
+    place = reached and f", reached in {reached}"
     parts = sorted(((memory.at_peak[name], name.replace("_", " ")) for name in CATEGORIES), reverse=True)
     detail = ", ".join(f"{name} {size(held)}" for held, name in parts if held)
     return [memory_bar(memory, width), *host_line(memory), Text.assemble(memory_verdict(memory), place),

@@ -15,7 +15,8 @@ def scenario(year: int, **parallel: Any) -> Scenario:
         "name": "x", "cluster": {"topology": "dgx-a100-80g", "nodes": 1, "gpus_per_node": 4},
         "model": {"kind": "decoder", "layers": 4, "hidden": 256, "heads": 8, "vocab": 1024},
         "training": {"micro_batch": 1, "global_batch": 8, "sequence": 128},
-        "parallel": {"strategy": "ddp", "pipeline": 2, **parallel}, "software": {"framework": "megatron", "year": year}})
+        "parallel": {"strategy": "ddp", "pipeline": 2, **parallel},
+        "software": {"framework": "megatron", "year": year}})
 
 
 def test_an_overlap_that_megatron_of_2021_has_not_is_said_to_change_nothing() -> None:
