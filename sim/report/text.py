@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from rich.console import Console, Group
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -35,6 +36,7 @@ _HEADS = {"architecture": "arch", "half_tflops": "half TF", "fp8_tflops": "fp8 T
           "host_forward_us": "fwd µs", "host_backward_us": "bwd µs", "host_collective_us": "call µs",
           "clips_gradients": "clips", "parameters_b": "10⁹ params"}
 _PIPE_WIDTH = 200
+_UNBOUND = 10_000
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
@@ -73,13 +75,15 @@ def render_sweep(points: Sequence[Result], skipped: Sequence[Mapping[str, Any]],
 
 
 def _print_whole(table: Table, to: Console) -> None:
-    """A table whose columns have least widths: closer together where it would not fit, never cut."""
+    """A table whose columns have least widths: as narrow as these where its heads do not fit on one line, closer
+    together where that is too wide still, never cut."""
     width = to.width
     least = sum(column.min_width or 0 for column in table.columns)
-    if least + 2 * len(table.columns) > width:
-        table.padding = (0, 1, 0, 0)
-        for column in table.columns:
+    if Measurement.get(to, to.options.update(max_width=_UNBOUND), table).maximum > width:
+        for column in table.columns:  # rich by itself shares out what is left and may be one off
             column.width = column.min_width
+        if least + 2 * len(table.columns) > width:
+            table.padding = (0, 1, 0, 0)
         to.width = max(width, least + 2 * len(table.columns))
     to.print(table)
     to.width = width
