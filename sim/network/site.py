@@ -227,8 +227,7 @@ class Site:
 
     def multicast(self) -> bool:
         """NVLink SHARP: Hopper and later behind a switch, NCCL 2.17 on (release notes)."""
-        return (self.topology.intra.kind == "nvswitch" and self.table("nvls") > 0 and self.place.per_node > 2
-                and self.version >= (2, 17))
+        return self.topology.multicasts and self.place.per_node > 2 and self.version >= (2, 17)
 
 
 def power_of_two(count: int) -> int:

@@ -84,6 +84,11 @@ class Topology:
     figures: Figures = field(default_factory=Figures)
     degraded: tuple[tuple[tuple[str, int], float], ...] = ()
 
+    @property
+    def multicasts(self) -> bool:
+        """Whether its switches add and spread (NVLink SHARP): those of Hopper and later."""
+        return self.intra.kind == "nvswitch" and float(facts()["generations"][self.generation]["nvls"]) > 0
+
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Topology:
         """Build from a topology file's mapping; absent or None fields get the defaults described in the attributes."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sim.report.asked import overlap_in_vain
+from sim.report.asked import algorithm_in_vain, overlap_in_vain
 from sim.scenario import Scenario, resolve
 
 
@@ -29,3 +29,16 @@ def test_an_overlap_that_megatron_of_2021_has_not_is_said_to_change_nothing() ->
     scenario(2021, overlap=True, pipeline=1), scenario(2021, overlap=True, pipeline=4)])
 def test_what_is_not_asked_or_done_is_no_news(other: Scenario) -> None:
     assert overlap_in_vain(other) == []
+
+
+@pytest.mark.parametrize(("topology", "nodes", "algorithm", "said"), [
+    ("dgx-a100-80g", 2, "nvls", "needs NVSwitches of Hopper"), ("dgx-h100", 2, "collnet", "is not simulated"),
+    ("dgx-h100", 1, "nvls-tree", "and several nodes"), ("dgx-h100", 1, "nvls", ""), ("dgx-h100", 2, "nvls-tree", ""),
+    ("dgx-a100-80g", 2, "tree", ""), ("dgx-a100-80g", 2, None, "")])
+def test_an_algorithm_that_no_machine_of_the_cluster_runs_is_said_to_change_nothing(
+        topology: str, nodes: int, algorithm: str | None, said: str) -> None:
+    told = algorithm_in_vain(resolve({
+        "name": "x", "cluster": {"topology": topology, "nodes": nodes}, "model": {"preset": "gpt2"},
+        "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128},
+        "software": {"nccl": {"algorithm": algorithm}}}))
+    assert [said in text for text in told] == ([True] if said else [])
