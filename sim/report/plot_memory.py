@@ -286,6 +286,9 @@ def _legend(made: Figure, view: MemoryView, shown: Ints, left: float) -> None:
     boxes = [Patch(facecolor=colour, label=f"{name.replace('_', ' ')}  {_gib(at_peak[name])}")
              for name, colour in reversed(list(look.MEMORY.items()))
              if shown[CATEGORIES.index(name)]]
+    held = at_peak["fragmentation"]
+    if held and not shown[CATEGORIES.index("fragmentation")]:  # of the peak alone: no layer of the stack, yet in it
+        boxes.insert(0, Patch(facecolor="none", edgecolor=look.GREY, label=f"fragmentation  {_gib(held)}"))
     height = made.get_size_inches()[1]
     made.legend(handles=boxes, loc="upper left", bbox_to_anchor=(left, 1 - 0.72 / height), handlelength=1.1,
                         handleheight=1.0, labelspacing=0.45, handletextpad=0.5, title="at the peak, GiB",

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sim.api import plan_memory, run
+from sim.report.plot_memory import memory_figure
 from sim.report.plot_timeline import timeline_figure
 from sim.report.text import as_text, console
 from sim.report.text_memory import render_memory
@@ -39,3 +40,13 @@ def test_the_peak_of_a_request_is_in_its_prompt_and_its_collectives_are_not_deni
     text = io.StringIO()
     render_memory(plan_memory(resolve(SERVING)), console(text))
     assert "peak in the prompt: " in text.getvalue()
+
+
+def test_the_legend_of_memory_adds_up_to_the_peak() -> None:
+    """What the allocator holds beyond the tensors belongs to the peak, though no layer of the stack shows it."""
+    result = run(resolve({**SERVING, "training": {"micro_batch": 1, "global_batch": 16, "sequence": 512}}))
+    assert result.memory.at_peak["fragmentation"] > 0
+    (legend,) = memory_figure(result).legends
+    told = [text.get_text().rsplit(maxsplit=1) for text in legend.get_texts()]
+    assert "fragmentation" in [name for name, _ in told]
+    assert sum(float(value) for _, value in told) == pytest.approx(result.memory.device_used_bytes / 2**30, abs=0.05)
