@@ -11,7 +11,7 @@ import numpy as np
 import yaml
 
 from sim.calibration.fit_nccl import influence
-from sim.calibration.nccl_command import OPERATIONS
+from sim.calibration.nccl_command import OPERATIONS, bus_factor
 from sim.calibration.nccl_figures import Floats, Parameters
 from sim.calibration.nccl_solver import residuals, solve
 from sim.calibration.nccl_sweeps import LEAST_BYTES, Sweep, sweep_of, topology_mapping
@@ -21,6 +21,8 @@ from sim.network.figures import catalogue
 
 #: A figure that moved less than this (relative) stays the catalogue's.
 _MOVED = 0.01
+#: Nodes that a table without lines of ranks may be of, and how far its bandwidths' ratio may be off by their rounding.
+_MOST_NODES, _RATIO_OFF = 64, 0.002
 #: How far figures of a cluster may differ from the catalogue's (standard deviation of the logarithm), however little
 #: those of published sites differ: cables, switches and settings are the cluster's own (judged).
 _OWN_SPREAD = 0.15
@@ -108,7 +110,7 @@ def _mapping(topology: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _sweep(run: Run, mapping: Mapping[str, Any], file: str) -> Sweep:
     per_node = int(mapping.get("gpus_per_node") or 1)
-    ranks = run.ranks or per_node
+    ranks = run.ranks or _told(run, per_node, file)
     nodes = run.nodes or -(-ranks // per_node)
     if ranks < 2 or ranks % nodes or ranks // nodes > per_node:
         raise UserError(Fault(f"{ranks} ranks on {nodes} hosts do not fit nodes of {per_node} GPUs", file=file,
@@ -121,6 +123,22 @@ def _sweep(run: Run, mapping: Mapping[str, Any], file: str) -> Sweep:
         raise UserError(Fault(f"the table of {run.op} has no size of {LEAST_BYTES} bytes or more", file=file,
                               line=run.line))
     return sweep
+
+
+def _told(run: Run, per_node: int, file: str) -> int:
+    """Ranks of a table without its lines of ranks, from bus over algorithm bandwidth: as many of one node, or whole
+    nodes, as come nearest to it.
+
+    Raises:
+        UserError: the operation has one ratio for all, or two numbers come as near.
+    """
+    ratio = run.ratios[-1] if run.ratios else 0.0  # of the largest size: both are printed to most digits there
+    counts = [*range(2, per_node + 1), *(per_node * nodes for nodes in range(2, _MOST_NODES))]
+    off = sorted((abs(bus_factor(run.op, ranks) - ratio), ranks) for ranks in counts)
+    if len(off) < 2 or off[0][0] > _RATIO_OFF or off[1][0] < 3 * _RATIO_OFF:
+        raise UserError(Fault("the table does not tell how many ranks it is of", file=file, line=run.line,
+                              hint="keep the lines '#  Rank  0 … on HOST device 0' above it"))
+    return int(off[0][1])
 
 
 def _held_out(sweeps: Sequence[Sweep], parameters: Parameters, zero: Floats) -> list[float]:

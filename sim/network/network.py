@@ -72,7 +72,7 @@ class Network:
                                   uplink=s.uplink * inside, nic=s.nic * outside, stage=s.stage * outside,
                                   host=s.host * outside, leaf=s.leaf * outside)
         self._judged = speeds(self.topology)
-        self._capacity = {"gpu": s.gpu, "pcie": s.uplink, "nic": s.nic, "leaf": s.leaf, "host": s.host,
+        self._capacity = {"gpu": s.gpu, "root": s.pcie, "pcie": s.uplink, "nic": s.nic, "leaf": s.leaf, "host": s.host,
                           "copies": s.host}
         self._candidates.clear()
         self._coflows.clear()

@@ -2,7 +2,8 @@
 
 Everything is numpy over *all* instances' ranks; no loop over ranks. A rank is global: node = rank // gpus_per_node.
 Link kinds: `gpu_out`, `gpu_in` (index = rank), `nic_out`, `nic_in` (index = node * NIC groups + group), `leaf_out`,
-`leaf_in` (index = leaf * rails + rail), `pcie_out`, `pcie_in` (uplink of a PCIe switch shared by its GPUs), one-way.
+`leaf_in` (index = leaf * rails + rail), `pcie_out`, `pcie_in` (what PCIe switches below different CPUs exchange), and
+`root_out`, `root_in` (uplink of a PCIe switch whose GPUs reach one another through the host alone), one-way.
 In a node of PCIe alone a GPU's slot also carries what it sends to its NIC, and so does the uplink when the NIC sits
 below another switch.
 """
@@ -51,6 +52,7 @@ class Placement:
             -1 when a switch makes the question moot.
         to_nic: PCIe switch above each rank's NIC where GPUs reach it over PCIe they share with their peers, else empty.
         uplinks: of one leaf switch where flows are hashed onto them, 0 where they are spread.
+        through_host: whether what goes between a node's GPUs takes the uplinks of their PCIe switches.
         staged: whether what leaves a node is copied through its host's memory.
         keep: links that must stay in the loads because they are not like their kind: degraded, or of a simulated rank
             among several classes.
@@ -77,6 +79,7 @@ class Placement:
     rings: int
     to_nic: Ints
     uplinks: int
+    through_host: bool
     staged: bool
     keep: tuple[LinkId, ...]
     loads: dict[str, Loads] = field(default_factory=dict)
@@ -121,7 +124,8 @@ def place(ranks: Ints, topology: Topology, speeds: Speeds, detours: Mapping[int,
         sharing=sharing, groups=groups_used, on_leaf=on_leaf, switch=switch, on_switch=on_switch,
         switches=bool(np.any(on_switch < local)) or bool(behind and np.any(to_nic != switch)),
         rings=rings, to_nic=to_nic,
-        uplinks=speeds.leaf_uplinks if inter.routing == "ecmp" else 0, staged=speeds.stage > 0,
+        uplinks=speeds.leaf_uplinks if inter.routing == "ecmp" else 0,
+        through_host=topology.intra.through_host, staged=speeds.stage > 0,
         keep=(*(link for link, _ in topology.degraded), *keep))
 
 
@@ -256,6 +260,8 @@ def _symmetric(p: Placement, key: str, inside: Floats, outside: float, channels:
         for way in ("out", "in"):
             slot = inside + out if p.to_nic.size else inside
             parts.append((f"gpu_{way}", p.ranks, slot, None))
+            if p.through_host:
+                parts.append((f"root_{way}", p.switch, inside, None))
             if p.switches:
                 crossing = np.where(p.on_switch < p.local, inside / p.on_switch, 0.0)
                 parts.append((f"pcie_{way}", p.switch, crossing, None))
@@ -295,6 +301,8 @@ def exchange_loads(p: Placement, nic_share: float) -> Loads:
         parts: list[Part] = []
         for way in ("out", "in"):
             parts.append((f"gpu_{way}", p.ranks, inside + out if p.to_nic.size else inside, None))
+            if p.through_host:
+                parts.append((f"root_{way}", p.switch, inside, None))
             if p.switches:
                 parts.append((f"pcie_{way}", p.switch, (p.local - p.on_switch) / p.size, None))
                 parts += _to_nic(p, way, out)
@@ -319,6 +327,8 @@ def shift_loads(p: Placement, nic_share: float) -> Loads:
         parts: list[Part] = []
         for way, end in (("out", source), ("in", target)):
             parts.append((f"gpu_{way}", p.ranks[end], inside + outside if p.to_nic.size else inside, None))
+            if p.through_host:
+                parts.append((f"root_{way}", p.switch[end], inside, None))
             if p.switches:
                 parts.append((f"pcie_{way}", p.switch[end], inside * (p.switch[source] != p.switch[target]), None))
             if p.nodes > 1:

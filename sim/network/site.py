@@ -131,6 +131,8 @@ class Site:
         if self.intra_link() == "pcie":
             slot = facts()["pcie"][intra.pcie]
             least = min(float(slot["tuner"]), float(slot["cpus"])) if self.place.switches else float(slot["tuner"])
+            if self.place.through_host:  # every edge of a ring takes the uplink of its GPUs' switch
+                least = min(least, float(slot["tuner"]) / int(self.place.on_switch.max()))
             return least, least
         link, rings = self.era("link").get(intra.link, self.judged.gpu / intra.links_per_gpu / _GB), self.place.rings
         if rings < 0:
@@ -225,8 +227,7 @@ class Site:
 
     def multicast(self) -> bool:
         """NVLink SHARP: Hopper and later behind a switch, NCCL 2.17 on (release notes)."""
-        return (self.topology.intra.kind == "nvswitch" and self.table("nvls") > 0 and self.place.per_node > 2
-                and self.version >= (2, 17))
+        return self.topology.multicasts and self.place.per_node > 2 and self.version >= (2, 17)
 
 
 def power_of_two(count: int) -> int:

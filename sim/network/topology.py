@@ -34,6 +34,8 @@ class Intra:
         matrix: links between each pair of GPUs of a mesh, () otherwise.
         gpus_per_switch: GPUs behind one PCIe switch.
         pcie: key of `pcie` in links.yaml.
+        peers: GPUs without NVLink reach one another over PCIe; else through the host.
+        through_host: they do not, and it is known which share a PCIe switch: what goes between them takes its uplink.
     """
 
     kind: str
@@ -42,6 +44,8 @@ class Intra:
     matrix: tuple[tuple[int, ...], ...]
     gpus_per_switch: int
     pcie: str
+    peers: bool = True
+    through_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,11 @@ class Topology:
     figures: Figures = field(default_factory=Figures)
     degraded: tuple[tuple[tuple[str, int], float], ...] = ()
 
+    @property
+    def multicasts(self) -> bool:
+        """Whether its switches add and spread (NVLink SHARP): those of Hopper and later."""
+        return self.intra.kind == "nvswitch" and float(facts()["generations"][self.generation]["nvls"]) > 0
+
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Topology:
         """Build from a topology file's mapping; absent or None fields get the defaults described in the attributes."""
@@ -88,7 +97,8 @@ class Topology:
         return cls(
             name=str(mapping.get("name") or ""), generation=generation_of(mapping.get("gpu")),
             gpus_per_node=gpus_per_node, nodes=int(mapping.get("nodes") or 1),
-            intra=_intra(mapping.get("intra") or {}, gpus_per_node, str(host.get("pcie") or "gen4x16")),
+            intra=_intra(mapping.get("intra") or {}, gpus_per_node, str(host.get("pcie") or "gen4x16"),
+                         mapping.get("gpu")),
             inter=_inter(mapping.get("inter") or {}), figures=Figures(mapping.get("links")),
             degraded=_degraded(mapping.get("degraded") or ()))
 
@@ -127,7 +137,14 @@ def _pcie_key(text: str) -> str:
     return text if text in facts()["pcie"] else "gen4x16"
 
 
-def _intra(m: Mapping[str, Any], gpus: int, host_pcie: str) -> Intra:
+def _peerless(gpu: Any) -> bool:
+    """Whether a GPU's driver lets none reach another over PCIe (`peerless` of links.yaml)."""
+    if isinstance(gpu, Mapping):
+        gpu = gpu.get("like") or gpu.get("name") or ""
+    return str(gpu).lower() in facts()["peerless"]
+
+
+def _intra(m: Mapping[str, Any], gpus: int, host_pcie: str, gpu: Any) -> Intra:
     kind = str(m.get("kind") or "none")
     matrix: tuple[tuple[int, ...], ...] = ()
     if kind == "nvlink-mesh":
@@ -139,9 +156,10 @@ def _intra(m: Mapping[str, Any], gpus: int, host_pcie: str) -> Intra:
     per_gpu = max((sum(row) for row in matrix), default=int(m.get("links_per_gpu") or 1))
     gen = m.get("gen")
     pcie = host_pcie if gen is None else f"gen{gen}x16" if str(gen).isdigit() else str(gen)
+    peers = kind != "pcie" or (not _peerless(gpu) if m.get("peer_copies") is None else bool(m["peer_copies"]))
     return Intra(kind=kind, link=str(m.get("link") or ("nvlink3" if kind.startswith("nv") else "")),
                  links_per_gpu=per_gpu, matrix=matrix, gpus_per_switch=int(m.get("gpus_per_switch") or gpus),
-                 pcie=_pcie_key(pcie))
+                 pcie=_pcie_key(pcie), peers=peers, through_host=not peers and bool(m.get("gpus_per_switch")))
 
 
 def _inter(m: Mapping[str, Any]) -> Inter:

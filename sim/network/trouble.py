@@ -123,4 +123,4 @@ def _places(gpus: Ints, topology: Topology, speeds: Speeds, around: Mapping[int,
     rails = groups if inter.rail_optimized else 1
     leaf = node // inter.nodes_per_leaf * rails + (nic % groups if inter.rail_optimized else 0)
     return {"gpu": gpus, "nic": nic, "leaf": leaf, "pcie": gpus // topology.intra.gpus_per_switch,
-            "host": gpus // per_node}
+            "root": gpus // topology.intra.gpus_per_switch, "host": gpus // per_node}

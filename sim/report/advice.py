@@ -153,12 +153,14 @@ def _fewest_blocks(scenario: Scenario, tried: Callable[[str, Sets], bool], found
 
     def suffice(count: int) -> bool:
         what = f"full recomputation of {count} of {blocks} blocks"
-        enough = tried(what, {"training.recompute": {"layers": count}}) and found["blocks"].after.headroom_bytes > 0
+        enough = tried(what, {"training.recompute": {"layers": count}}) and (
+            found["blocks"].after.headroom_bytes > 0 and not found["blocks"].after.short)
         if enough:
             sufficient[:] = [found["blocks"]]
         return enough
 
     next_above(0, blocks, suffice)
+    found.pop("blocks", None)  # the last one tried
     if sufficient:
         found["blocks"] = sufficient[0]
 

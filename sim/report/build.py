@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from sim.engine import Machine, Timeline
+from sim.network import Topology
 from sim.parallel import Lowered
 from sim.program import Kind
+from sim.report.asked import algorithm_in_vain, overlap_in_vain
 from sim.report.breakdown import COMPUTE_STREAM, bound, kernel_counts, of_rank, step_flops
 from sim.report.budget import budget_result
 from sim.report.columns import Columns, of_class
@@ -126,7 +128,8 @@ def _warnings(result: Result) -> list[str]:
     if not memory.use.steady:
         leaks = {name: size for name, size in memory.use.net_bytes.items() if size}
         found.append(f"memory: the step does not return to the level at which it began ({leaks})")
-    found += unusual_queues(result.scenario)
+    for asked_in_vain in (unusual_queues, overlap_in_vain, algorithm_in_vain):
+        found += asked_in_vain(result.scenario)
     loading = result.data_loading
     if loading.waiting_s > 0:
         found.append(f"data: training needs {loading.bytes_per_step / loading.work_s / 1e9:.3g} GB/s per node and "
@@ -146,6 +149,10 @@ def _warnings(result: Result) -> list[str]:
         if gpu.confidence != "high":
             found.append(f"hardware: kernel times of {gpu.name} are not calibrated on this GPU "
                          f"(confidence {gpu.confidence})")
+    cluster = result.scenario.cluster
+    if cluster.gpus_per_node > 1 and not Topology.from_mapping(cluster.template()).intra.peers:
+        found.append(f"network: GPUs of this kind of node ({result.gpu}) do not reach one another over PCIe: what goes "
+                     "between them takes the way through the host, whose pace has not been measured")
     if not result.validated.count:
         kind = result.features
         found.append(f"validation: no published run of this kind ({kind.strategy}, {kind.generation}, "

@@ -16,6 +16,7 @@ from sim.report import plot_style as look
 from sim.report.breakdown import COMPUTE_STREAM
 from sim.report.result import Result
 from sim.report.timeline_rows import counted, steady
+from sim.report.words import forward_of, others
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -136,10 +137,9 @@ def memory_figure(result: Result) -> Figure:
     made = look.figure(height)
     memory = result.memory
     used, capacity = memory.device_used_bytes / _GIB, memory.capacity_bytes / _GIB
-    others = f", like {view.alike:,} others" if view.alike > 0 else ""
     verdict = "" if memory.headroom_bytes >= 0 else f"; does not fit, {used - capacity:.1f} GiB too much"
     look.heading(made, result.scenario.name,
-                 f"memory of rank {view.rank}{others}: at most {used:.1f} of {capacity:.1f} GiB{verdict}")
+                 f"memory of rank {view.rank}{others(view.alike)}: at most {used:.1f} of {capacity:.1f} GiB{verdict}")
     left, right = 0.62 / look.WIDTH, 2.18 / look.WIDTH
     bottoms = [_BOTTOM] if len(windows) == 1 else [height - 2.0, _BOTTOM]
     heights = [height - _BOTTOM - _TOP] if len(windows) == 1 else [2.0 - _TOP, height - 2.0 - 0.88 - _BOTTOM]
@@ -255,6 +255,8 @@ def _peak(ax: Axes, view: MemoryView, window: tuple[float, float], factor: float
     place = f"\n{where.phase} of {where.layer}" if where is not None and where.layer else ""
     if where is not None and where.operator not in ("", where.layer):
         place += f", {where.operator}"
+    if where is not None and forward_of(where.section):
+        place = f"\n{forward_of(where.section)}"
     x = view.peak_s * factor
     late = view.peak_s > (window[0] + window[1]) / 2
     ax.plot([x], [top], marker="v", color=look.BLACK, ms=6, zorder=7, clip_on=False)
@@ -284,6 +286,9 @@ def _legend(made: Figure, view: MemoryView, shown: Ints, left: float) -> None:
     boxes = [Patch(facecolor=colour, label=f"{name.replace('_', ' ')}  {_gib(at_peak[name])}")
              for name, colour in reversed(list(look.MEMORY.items()))
              if shown[CATEGORIES.index(name)]]
+    held = at_peak["fragmentation"]
+    if held and not shown[CATEGORIES.index("fragmentation")]:  # of the peak alone: no layer of the stack, yet in it
+        boxes.insert(0, Patch(facecolor="none", edgecolor=look.GREY, label=f"fragmentation  {_gib(held)}"))
     height = made.get_size_inches()[1]
     made.legend(handles=boxes, loc="upper left", bbox_to_anchor=(left, 1 - 0.72 / height), handlelength=1.1,
                         handleheight=1.0, labelspacing=0.45, handletextpad=0.5, title="at the peak, GiB",

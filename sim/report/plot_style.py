@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.text import Text
 
 #: Inches; at 900 pixels in a README an inch is 100 of them. Files have twice that for fine screens.
 WIDTH, DOTS_PER_INCH = 9.0, 200
@@ -84,10 +85,21 @@ def save(made: Figure, path: Path, stamp: str = "") -> None:
 
 
 def heading(made: Figure, title: str, subtitle: str) -> None:
-    """Title and one line below it, at the left edge."""
+    """Title and one line below it, at the left edge; what is wider than the figure ends in an ellipsis."""
     height = made.get_size_inches()[1]
-    made.text(0.012, 1 - 0.08 / height, title, fontsize=11.5, fontweight="bold", va="top")
-    made.text(0.012, 1 - 0.32 / height, subtitle, fontsize=9, color="#444444", va="top")
+    _fit(made.text(0.012, 1 - 0.08 / height, title, fontsize=11.5, fontweight="bold", va="top"))
+    _fit(made.text(0.012, 1 - 0.32 / height, subtitle, fontsize=9, color="#444444", va="top"))
+
+
+def _fit(line: Text) -> None:
+    """Shorten a line of text that ends beyond its figure's right edge."""
+    figure, whole = line.get_figure(), line.get_text()
+    assert figure is not None, "the text stands in a figure"
+    right = 0.988 * figure.bbox.x1
+    kept = len(whole)
+    while kept > 1 and (end := line.get_window_extent().x1) > right:
+        kept = min(kept - 1, int(kept * right / end))
+        line.set_text(whole[:kept].rstrip(" ,;:") + "…")
 
 
 def key(made: Figure, colours: Sequence[tuple[str, str]], bottom: float = 0.0) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sim.report import plot_style as look
 from sim.report.result import Result
 from sim.report.timeline_rows import BUBBLE, EXPOSED, LATE, OTHER, Bars, Rows, close_look, rows_of
+from sim.report.words import others
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,13 +46,12 @@ def timeline_figure(result: Result) -> Figure:
     height = _HEAD + _FOOT + len(panels) * per_panel
     made = look.figure(height)
     simulated = result.detail.lowered.job.classes[result.detail.critical]
-    others = f", like {len(simulated.members) - 1:,} others" if len(simulated.members) > 1 else ""
     unit, factor = look.scale(result.step_time_s)
     exposed = result.breakdown.exposed_s / result.step_time_s
-    waiting = f", {100 * exposed:.1f}% of it exposed communication" if len(rows.names) > 2 else ", no communication"
-    look.heading(made, result.scenario.name,
-                 f"one step of rank {simulated.representative}{others}: {result.step_time_s * factor:.4g} {unit}"
-                 + waiting)
+    waiting = f", {100 * exposed:.1f}% of it exposed communication" if exposed or len(rows.names) > 2 else (
+        ", no communication")
+    whose = f"rank {simulated.representative}{others(len(simulated.members) - 1)}"
+    look.heading(made, result.scenario.name, f"one step of {whose}: {result.step_time_s * factor:.4g} {unit}{waiting}")
     seen: set[str] = set()
     for number, (title, window) in enumerate(panels):
         top = height - _HEAD - number * per_panel - 0.24

@@ -41,10 +41,23 @@ class Scaling:
         start = self.communication_from
         where = "".join(f"{path.rpartition('.')[2].replace('_', ' ')} = {value}: " for path, value in self.held.items())
         name = self.axis.rpartition(".")[2].replace("_", " ")
+        if start is None and "communication" in self.bound:
+            return f"{where}{self._begins(name)}"
         if start is None:
             return f"{where}not bound by communication up to {name} = {self.values[-1]} ({_percent(self.exposed[-1])})"
         at = self.exposed[self.values.index(start)]
         return f"{where}bound by communication from {name} = {start} on ({_percent(at)} there)"
+
+    def _begins(self, name: str) -> str:
+        """In words, where some points before the last are bound by communication."""
+        bound = [one == "communication" for one in self.bound]
+        last = max(i for i, one in enumerate(bound) if one)
+        if all(bound[:last + 1]):
+            there = _percent(self.exposed[last])
+            return (f"bound by communication up to {name} = {self.values[last]} ({there} there), not from "
+                    f"{self.values[last + 1]} on")
+        at = ", ".join(str(value) for value, one in zip(self.values, bound, strict=True) if one)
+        return f"bound by communication at {name} = {at}, not at {self.values[-1]} ({_percent(self.exposed[-1])})"
 
 
 def scaling(points: Sequence[Result], axes: Mapping[str, Sequence[Any]]) -> list[Scaling]:

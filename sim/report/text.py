@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from rich.console import Console, Group
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -20,7 +21,7 @@ from sim.report.text_head import has_tokens, headline
 from sim.report.text_run import budget_lines, trouble_lines
 from sim.report.text_stages import stage_lines
 from sim.report.units import rate, seconds, size
-from sim.report.words import BOUNDS, term
+from sim.report.words import BOUNDS, forward_of, term
 from sim.work import CATEGORIES as KERNEL_CATEGORIES
 
 #: Changes listed for a job that does not fit.
@@ -35,6 +36,7 @@ _HEADS = {"architecture": "arch", "half_tflops": "half TF", "fp8_tflops": "fp8 T
           "host_forward_us": "fwd µs", "host_backward_us": "bwd µs", "host_collective_us": "call µs",
           "clips_gradients": "clips", "parameters_b": "10⁹ params"}
 _PIPE_WIDTH = 200
+_UNBOUND = 10_000
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
@@ -73,13 +75,15 @@ def render_sweep(points: Sequence[Result], skipped: Sequence[Mapping[str, Any]],
 
 
 def _print_whole(table: Table, to: Console) -> None:
-    """A table whose columns have least widths: closer together where it would not fit, never cut."""
+    """A table whose columns have least widths: as narrow as these where its heads do not fit on one line, closer
+    together where that is too wide still, never cut."""
     width = to.width
     least = sum(column.min_width or 0 for column in table.columns)
-    if least + 2 * len(table.columns) > width:
-        table.padding = (0, 1, 0, 0)
-        for column in table.columns:
+    if Measurement.get(to, to.options.update(max_width=_UNBOUND), table).maximum > width:
+        for column in table.columns:  # rich by itself shares out what is left and may be one off
             column.width = column.min_width
+        if least + 2 * len(table.columns) > width:
+            table.padding = (0, 1, 0, 0)
         to.width = max(width, least + 2 * len(table.columns))
     to.print(table)
     to.width = width
@@ -154,7 +158,8 @@ def _bound(result: Result) -> list[Any]:
             lines.append(Text(f"kernels take {longer} longer because collectives hold SMs and memory bandwidth"))
     if result.sensitivity is not None:
         lines.append(Text("10% more of: " + ", ".join(
-            f"{name.replace('_', ' ')} {100 * change:+.1f}%" for name, change in result.sensitivity.items())))
+            f"{name.replace('_', ' ')} {round(100 * change, 1) + 0.0:+.1f}%"  # no -0.0
+            for name, change in result.sensitivity.items())))
     if result.validated.count:
         lines.append(Text(str(result.validated), style="dim"))
     return list(lines)
@@ -164,7 +169,8 @@ def _memory(result: Result, width: int) -> list[Any]:
     memory = result.memory
     where = memory.use.where
     operator = f" ({where.operator})" if where is not None and where.operator not in ("", where.layer) else ""
-    place = f", reached in {where.phase} of {where.layer}{operator}" if where is not None else ""
+    reached = "" if where is None else forward_of(where.section) or f"{where.phase} of {where.layer}{operator}"
+    place = reached and f", reached in {reached}"
     parts = sorted(((memory.at_peak[name], name.replace("_", " ")) for name in CATEGORIES), reverse=True)
     detail = ", ".join(f"{name} {size(held)}" for held, name in parts if held)
     return [memory_bar(memory, width), *host_line(memory), Text.assemble(memory_verdict(memory), place),

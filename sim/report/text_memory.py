@@ -15,6 +15,7 @@ from sim.report.memory_plan import MemoryPlan, StageMemory
 from sim.report.text import changes_lines, host_line, largest_lines, memory_bar, memory_verdict
 from sim.report.text_head import described
 from sim.report.units import size
+from sim.report.words import forward_of
 
 #: Stages whose tables by phase are all printed; of more only the fullest's, unless asked for.
 FEW_STAGES = 4
@@ -78,7 +79,8 @@ def _peak(plan: MemoryPlan) -> Iterator[Text]:
         return
     operator = f", operator {where.operator}" if where.operator not in ("", where.layer) else ""
     step = f" ({where.section})" if len(where.section) < 40 else ""
-    yield Text(f"peak{of} in {where.phase} of {where.layer}{operator}{step}: {shares}")
+    place = forward_of(where.section) or f"{where.phase} of {where.layer}{operator}{step}"
+    yield Text(f"peak{of} in {place}: {shares}")
 
 
 def _title(stage: StageMemory, plan: MemoryPlan) -> Text:

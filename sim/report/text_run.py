@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from sim.report.result import Result
 
 _TROUBLES = 8
+#: Steps that differ by less, relative to one another, are as long: sums of doubles in another order.
+_SAME = 1e-6
 
 
 def trouble_lines(result: Result) -> list[Text]:
@@ -20,7 +22,8 @@ def trouble_lines(result: Result) -> list[Text]:
         return []
     lines = [Text(), Text("trouble", style="bold")]
     for one in result.troubles[:_TROUBLES]:
-        lines.append(Text(f"{one.what}: step {_percent(one.slowdown)}, {one.without_s:.4g} s without it"))
+        cost = _percent(one.slowdown) if abs(one.slowdown - 1) > _SAME else "as long"
+        lines.append(Text(f"{one.what}: step {cost}, {one.without_s:.4g} s without it"))
     return lines
 
 

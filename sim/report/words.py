@@ -13,3 +13,14 @@ BOUNDS = {"compute": "the tensor cores", "communication": "communication", "memo
 def term(name: str) -> str:
     """A term of the breakdown, by its field: "matrix products"."""
     return TERMS.get(name, name.replace("_", " "))
+
+
+def forward_of(section: str) -> str:
+    """Which forward of a request a section of its Program is, "" for training's. What such a forward holds beside the
+    cache is one figure, its largest layer's, so no layer of it is where the peak is."""
+    return "the prompt" if section == "prompt" else "a token" if section.startswith("token at ") else ""
+
+
+def others(alike: int) -> str:
+    """How many ranks are like the one that is shown."""
+    return f", like {alike:,} other{'s' * (alike > 1)}" if alike > 0 else ""

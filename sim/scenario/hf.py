@@ -1,12 +1,13 @@
 """A Hugging Face `config.json` read into fields of `model`.
 
 Keys and class defaults: transformers, src/transformers/models/<family>/configuration_<family>.py. Biases that only some
-matrices have (Qwen2: query, key, value) are left out: a few thousand parameters per block.
+matrices have (Qwen2: query, key, value) and norms of queries, keys and outputs (Qwen 3, OLMo 2, Gemma 2 and 3) are left
+out: a few thousand parameters per block. So are windows that some blocks have (Gemma 2 and 3): here all attend to all
+tokens.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,6 @@ from typing import Any
 
 from sim.errors import Fault, UserError, nearest
 from sim.scenario.document import beside, describe, read_text
-
-#: How alike two types of models must be spelt for one to be a slip of the keyboard: mamba is no llama.
-_SLIP = 0.8
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -77,6 +75,11 @@ class _Config:
                 )
                 return default
         return default
+
+    def must(self, holds: bool, key: str, what: str) -> None:
+        """A fault at `key` where a model has something that cannot be said here."""
+        if not holds:
+            self._fault(key, f"{what} cannot be expressed", "give kind, layers, hidden, heads … in place of hf")
 
     def _fault(self, key: str, message: str, hint: str = "") -> None:
         at = self._text.find(f'"{key}"')
@@ -151,6 +154,112 @@ def _deepseek(c: _Config) -> dict[str, Any]:
     return {**fields, "moe": moe, "mla": mla}
 
 
+def _qwen_moe(c: _Config) -> dict[str, Any]:
+    """Experts of Qwen 2 and 3; a shared expert is as wide as several routed ones."""
+    width, shared = c.whole("moe_intermediate_size"), c.whole("shared_expert_intermediate_size", default=0)
+    c.must(not c.values.get("mlp_only_layers"), "mlp_only_layers", "blocks without experts among blocks with them")
+    c.must(width > 0, "moe_intermediate_size", "experts of no width")
+    c.must(shared % max(1, width) == 0, "shared_expert_intermediate_size",
+           f"a shared expert of {shared} beside experts of {width}")
+    return {**_windowed(c, always=False), "moe": {
+        "experts": c.whole("num_experts"), "top_k": c.whole("num_experts_per_tok"), "expert_ffn": width,
+        "shared_experts": shared // max(1, width), "every": c.whole("decoder_sparse_step", default=1)}}
+
+
+def _olmo(c: _Config) -> dict[str, Any]:
+    """Its layer norms have no weights; here they have, a few thousand."""
+    return {**_llama(c), "norm": "layernorm"}
+
+
+def _stablelm(c: _Config) -> dict[str, Any]:
+    return {**_llama(c), "norm": "layernorm", "parallel_block": c.flag("use_parallel_residual", False)}
+
+
+def _cohere(c: _Config) -> dict[str, Any]:
+    return {**_llama(c, tied=True), "norm": "layernorm", "parallel_block": True}
+
+
+def _starcoder2(c: _Config) -> dict[str, Any]:
+    c.must(c.values.get("mlp_type", "default") == "default", "mlp_type", "a gated MLP in this family")
+    fields = {**_windowed(c, always=True), "gated_mlp": False, "norm": "layernorm", "bias": c.flag("use_bias", True)}
+    return {**fields, "activation": c.activation("hidden_act", default="gelu"),
+            "tied_embeddings": c.flag("tie_word_embeddings", True)}
+
+
+def _bigcode(c: _Config) -> dict[str, Any]:
+    return {**_gpt2(c), **({"kv_heads": 1} if c.flag("multi_query", True) else {})}
+
+
+def _gptj(c: _Config) -> dict[str, Any]:
+    fields = {**_gpt2(c), "positions": "rotary", "parallel_block": True}
+    return {**fields, "tied_embeddings": c.flag("tie_word_embeddings", False)}
+
+
+def _opt(c: _Config) -> dict[str, Any]:
+    hidden = c.whole("hidden_size")
+    same = c.whole("word_embed_proj_dim", default=hidden) == hidden
+    c.must(same, "word_embed_proj_dim", "embeddings of another width")
+    return {
+        "layers": c.whole("num_hidden_layers"),
+        "hidden": hidden,
+        "heads": c.whole("num_attention_heads"),
+        "vocab": c.whole("vocab_size"),
+        "max_positions": c.whole("max_position_embeddings", default=2048) + 2,
+        "ffn": c.whole("ffn_dim"),
+        "activation": c.activation("activation_function", default="relu"),
+        "tied_embeddings": c.flag("tie_word_embeddings", True),
+    }
+
+
+def _bloom(c: _Config) -> dict[str, Any]:
+    return {
+        "layers": c.whole("n_layer", "num_hidden_layers"),
+        "hidden": c.whole("hidden_size", "n_embed"),
+        "heads": c.whole("n_head", "num_attention_heads"),
+        "vocab": c.whole("vocab_size"),
+        "positions": "alibi",
+        "tied_embeddings": True,
+    }
+
+
+def _falcon(c: _Config) -> dict[str, Any]:
+    """7B has one head of keys and values, what is newer a few; attention and MLP stand side by side in both."""
+    newer, heads = c.flag("new_decoder_architecture", False), c.whole("num_attention_heads", "n_head")
+    several = c.whole("num_kv_heads", "n_head_kv", default=heads) if newer else (
+        1 if c.flag("multi_query", True) else heads)
+    hidden = c.whole("hidden_size")
+    return {
+        "layers": c.whole("num_hidden_layers", "n_layer"),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": several,
+        "vocab": c.whole("vocab_size"),
+        "max_positions": c.whole("max_position_embeddings", default=2048),
+        "ffn": c.whole("ffn_hidden_size", default=4 * hidden),
+        "positions": "alibi" if c.flag("alibi", False) else "rotary",
+        "bias": c.flag("bias", False),
+        "parallel_block": newer or c.flag("parallel_attn", True),
+        "tied_embeddings": c.flag("tie_word_embeddings", True),
+    }
+
+
+def _mpt(c: _Config) -> dict[str, Any]:
+    attention = c.values.get("attn_config")
+    alibi = isinstance(attention, dict) and attention.get("alibi", True) is True
+    hidden = c.whole("d_model")
+    return {
+        "layers": c.whole("n_layers"),
+        "hidden": hidden,
+        "heads": c.whole("n_heads"),
+        "vocab": c.whole("vocab_size"),
+        "max_positions": c.whole("max_seq_len", default=2048),
+        "ffn": c.whole("expansion_ratio", default=4) * hidden,
+        "positions": "alibi" if alibi else "learned",
+        "bias": not c.flag("no_bias", True),
+        "tied_embeddings": True,
+    }
+
+
 def _phi(c: _Config) -> dict[str, Any]:
     return {
         **_sizes(c),
@@ -218,6 +327,7 @@ _FAMILIES: dict[str, Callable[[_Config], dict[str, Any]]] = {
     "qwen3": lambda c: _windowed(c, always=False),
     "gemma": _gemma,
     "gemma2": _gemma,
+    "gemma3_text": _gemma,
     "phi": _phi,
     "phi3": lambda c: _windowed(c, always=True),
     "gpt2": _gpt2,
@@ -225,7 +335,23 @@ _FAMILIES: dict[str, Callable[[_Config], dict[str, Any]]] = {
     "bert": _bert,
     "t5": _t5,
     "mixtral": _mixtral,
+    "qwen2_moe": _qwen_moe,
+    "qwen3_moe": _qwen_moe,
+    "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
+    "granite": lambda c: _llama(c, tied=True),
+    "olmo": _olmo,
+    "olmo2": _llama,
+    "stablelm": _stablelm,
+    "cohere": _cohere,
+    "starcoder2": _starcoder2,
+    "gpt_bigcode": _bigcode,
+    "gptj": _gptj,
+    "opt": _opt,
+    "bloom": _bloom,
+    "falcon": _falcon,
+    "mpt": _mpt,
+    "roberta": _bert,
 }
 
 
@@ -251,9 +377,7 @@ def read_config(folder: Path, written: str) -> dict[str, Any]:
         raise UserError(Fault(f"holds {describe(values)} where a config was expected", file=shown, line=1))
     family = values.get("model_type")
     if not isinstance(family, str) or family not in _FAMILIES:
-        slip = difflib.get_close_matches(str(family), _FAMILIES, n=1, cutoff=_SLIP)
-        hint = f"did you mean '{slip[0]}'?" if slip else (
-            f"known: {', '.join(_FAMILIES)}; for another give kind, layers, hidden, heads … in place of hf")
+        hint = f"known: {', '.join(_FAMILIES)}; for another give kind, layers, hidden, heads … in place of hf"
         message = "the config has no 'model_type'" if family is None else (
             f"models of the type {describe(family).removeprefix('the text ')} are not known")
         raise UserError(Fault(message, field="model_type", file=shown, hint=hint))

@@ -10,6 +10,7 @@ from sim.api import Source, run
 from sim.errors import Fault, UserError
 from sim.report.result import Result
 from sim.report.tables import Frame, as_table
+from sim.report.units import seconds
 from sim.scenario.dump import dump
 
 _EXPOSED = "exposed_communication"
@@ -141,7 +142,7 @@ def _reason(term: str, before: Result, after: Result) -> str:
         return _times("tokens per GPU and step", *tokens)
     if term == "host":
         busy = [r.breakdown.compute_s / r.detail.timeline.tasks for r in (before, after)]
-        return f"mean task of kernels and calls {1e6 * busy[0]:.3g} -> {1e6 * busy[1]:.3g} us"
+        return f"mean task of kernels and calls {seconds(busy[0])} -> {seconds(busy[1])}"
     return ""
 
 
@@ -165,10 +166,10 @@ def _communication(path: Sequence[str], before: Result, after: Result) -> str:
     if not wire2:
         return "none of it any more"
     if not wire:
-        return f"new: {1e3 * wire2:.3g} ms on the wire, {100 * hidden2:.0f}% hidden, {ranks2} ranks"
+        return f"new: {seconds(wire2)} on the wire, {100 * hidden2:.0f}% hidden, {ranks2} ranks"
     among = f"{ranks} ranks" if ranks == ranks2 else f"{ranks} -> {ranks2} ranks"
     share = f"hidden {100 * hidden:.0f}% -> {100 * hidden2:.0f}%"
-    return f"on the wire {1e3 * wire:.4g} -> {1e3 * wire2:.4g} ms, {share}, {among}"
+    return f"on the wire {seconds(wire)} -> {seconds(wire2)}, {share}, {among}"
 
 
 def _bubble(before: Result, after: Result) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from sim.report.words import BOUNDS
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 #: Terms and categories told of each run, and the least share of the step or of memory that is worth a line.
 _MOST, _LEAST = 8, 0.002
 _GIB = 2.0**30
+#: Characters of a line of a run's name beside its bar.
+_LABEL_CHARACTERS = 34
 
 
 def lines(found: Comparison) -> Iterator[str]:
@@ -84,12 +87,20 @@ def write_picture(folder: Path, found: Comparison) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "comparison.png"
     with look.style():
-        height = 1.5 + 0.45 * len(found.names)
+        names = [fill(name, _LABEL_CHARACTERS) for name in found.names]
+        bar = max(0.45, 0.16 * max(name.count("\n") + 2 for name in names))
+        height = 1.6 + bar * len(names)
         made = look.figure(height)
-        look.heading(made, "Where the step goes", f"{len(found.names)} runs side by side")
-        left = min(0.4, 0.03 + 0.0085 * max(map(len, found.names)))
-        ax = made.add_axes((left, 0.5 / height, 0.97 - left, (height - 1.5) / height))
-        plot_comparison(found, ax)
+        look.heading(made, "Where the step goes", f"{len(names)} runs side by side")
+        ax = plot_comparison(found, made.add_axes((0.5, 0.5 / height, 0.47, (height - 1.6) / height)))
+        labels = ax.set_yticklabels(names)
+        widest = max(label.get_window_extent().width for label in labels) / made.bbox.width
+        ax.set_position((0.03 + widest, 0.5 / height, 0.94 - widest, (height - 1.6) / height))
+        own = ax.get_legend()
+        if own is not None:  # from the figure's edge on: beside long names there is no room for it
+            own.remove()
+        made.legend(*ax.get_legend_handles_labels(), ncols=4, loc="upper left", frameon=False, fontsize=8,
+                    bbox_to_anchor=(0.003, 1 - 0.52 / height), handlelength=1.2)
         look.save(made, path)
     return path
 

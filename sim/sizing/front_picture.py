@@ -41,8 +41,8 @@ def write_front(folder: Path, found: Sizing) -> Path:
 
     folder.mkdir(parents=True, exist_ok=True)
     path, height = folder / "front.png", 4.2
-    if len(found.front) == 1:  # nothing to trade off: the best side by side say more than one point
-        return _write_best(path, found)
+    if len({(row["cluster"], row["gpus"]) for row in found.front}) <= 1:
+        return _write_best(path, found)  # nothing to trade off: the best side by side say more than one point
     with look.style():
         made = look.figure(height)
         proven = "no other layout beats them" if found.front_proven else "of the layouts simulated"
@@ -61,25 +61,32 @@ def write_front(folder: Path, found: Sizing) -> Path:
 
 
 def _write_best(path: Path, found: Sizing) -> Path:
-    """The best as bars of their step, each with its layout and what it leaves of a GPU's memory."""
+    """The best as bars of their step, each with its layout and what it takes of a GPU's memory."""
     from sim.report import plot_style as look
     from sim.sizing.size_text import layout_of
 
-    rows = found.best
-    unit, factor = look.scale(max(row["step_time_s"] for row in rows))
-    height = 1.35 + 0.34 * len(rows)
+    rows = found.best or ([found.nearest] if found.nearest is not None else [])
+    covered = f"{found.covered:,} layouts covered, {found.simulated:,} simulated"
     with look.style():
+        if not rows:
+            made = look.figure(0.7)
+            look.heading(made, "No layout does what is asked" if found.proven else "Nothing found so far", covered)
+            look.save(made, path)
+            return path
+        unit, factor = look.scale(max(row["step_time_s"] for row in rows))
+        height = 1.15 + 0.34 * len(rows)
         made = look.figure(height)
-        look.heading(made, f"The best {len(rows)} by {found.wish.objective}" if len(rows) > 1 else "The best",
-                     f"{rows[0]['gpus']:,} GPUs; {found.covered:,} layouts covered, {found.simulated:,} simulated")
-        ax = made.add_axes((0.03, 0.5 / height, 0.94, (height - 1.35) / height))
+        title = f"The best {len(rows)} by {found.wish.objective}" if len(rows) > 1 else "The best"
+        look.heading(made, title if found.best else "The best without the limits",
+                     f"{rows[0]['gpus']:,} GPUs; {covered}")
+        ax = made.add_axes((0.03, 0.5 / height, 0.94, (height - 1.15) / height))
         ax.barh(range(len(rows)), [row["step_time_s"] * factor for row in rows], height=0.7, color=look.LINES[0],
                 alpha=0.35)
         for place, row in enumerate(rows):
             ax.text(0, place, f"  {row['step_time_s'] * factor:.4g} {unit}, "
                     f"{row['device_used_bytes'] / 2**30:.1f} GiB: {layout_of(row['set'])}", va="center", fontsize=7.5)
         ax.set_yticks([])
-        ax.invert_yaxis()
+        ax.set_ylim(len(rows) - 0.5, -0.5)
         ax.set_xlabel(f"step, {unit}")
         ax.spines[["top", "right", "left"]].set_visible(False)
         look.save(made, path)
@@ -132,6 +139,8 @@ def _draw(ax: Axes, found: Sizing, x: str, y: str, labels: bool = False, unit: f
             axis.set_ticks([], minor=True)
     else:
         ax.text(0.5, 0.5, "nothing that was simulated fits", ha="center", transform=ax.transAxes)
+        ax.set_xticks([])
+        ax.set_yticks([])
     ax.spines[["top", "right"]].set_visible(False)
     if labels and rows:
         ax.legend(ncols=3, loc="lower left", bbox_to_anchor=(0, 1.0), frameon=False, fontsize=8)

@@ -22,7 +22,7 @@ from sim.sizing.offloads import both_ways, narrowed, nowhere, variants
 from sim.sizing.ranking import Floats, Ranking
 from sim.sizing.runner import Runner
 from sim.sizing.search import Found, search
-from sim.sizing.space import Choice, Space, build_space
+from sim.sizing.space import Choice, Space, build_space, with_parts
 from sim.sizing.store import Outcome, Store
 from sim.sizing.why import Why, explain, families
 from sim.sizing.wish import Wish, priced
@@ -37,6 +37,7 @@ class Sizing:
         best: rows of a table, the best first: fields, step time, run time, GPUs, GPU-hours, cost, energy, memory.
         nearest: where the deadline or the budget leaves nothing, the best row without them; None if there is none, or
             none was proven in time.
+        nearest_cut: whether the search for `nearest` was ended before it proved one.
         raw: configurations as they can be written; covered: those that differ in effect.
         impossible, simulated: those that lowering refuses, those simulated.
         pruned: configurations ruled out, by the bound that did it.
@@ -55,6 +56,7 @@ class Sizing:
     wish: Wish
     best: list[dict[str, Any]] = field(default_factory=list)
     nearest: dict[str, Any] | None = None
+    nearest_cut: bool = False
     raw: int = 0
     covered: int = 0
     impossible: int = 0
@@ -75,7 +77,8 @@ class Sizing:
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return {"objective": self.wish.objective, "prices_usd_per_gpu_hour": dict(self.wish.prices),
-                "price_origin": self.price_origin, "best": self.best, "nearest": self.nearest, "front": self.front,
+                "price_origin": self.price_origin, "best": self.best, "nearest": self.nearest,
+                "nearest_cut": self.nearest_cut, "front": self.front,
                 "front_proven": self.front_proven, "why": self.why.to_json(), "raw": self.raw, "covered": self.covered,
                 "impossible": self.impossible, "pruned": self.pruned, "simulated": self.simulated,
                 "refused": self.refused, "faults": self.faults,
@@ -125,12 +128,10 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
     wish, started = wish or Wish(), time.monotonic()
     scenario = source if isinstance(source, Scenario) else (
         source if isinstance(source, Loaded) else api.load(source)).scenario
-    if troubled(scenario):
-        raise UserError(Fault("sizing looks for layouts of a cluster whose GPUs and links are alike: its bounds do not "
-                              "hold where some differ", "cluster", hint="take slow_gpus, other_gpus, clock_spread and "
-                              "degraded out, size, then 'drystep run' the best with them"))
+    _refuse(scenario)
     bases = [_alone(scenario, name) for name in clusters] or [_alone(scenario, None)]
     wish, origin = priced(wish, bases, price)
+    bases = with_parts(bases, choice)
     dropped = nowhere(bases, offload, choice)
     bases = variants(bases, [name for name in offload if name not in dropped])
     bases = both_ways(bases) if overlap_p2p else bases
@@ -155,7 +156,7 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
 
         result = search(ranking.values, runner.values, top, stop=stop, tighten=ranking.tighten)
         if result.complete and not result.best and free.wish != wish:
-            found.nearest = _nearest(space, Ranking(space, of, free.wish), free, stop)
+            found.nearest, found.nearest_cut = _nearest(space, Ranking(space, of, free.wish), free, stop)
         found.front_proven = complete(space, ranking.times, runner.steps, stop, ranking.tighten_times)
         if wish.objective == "energy":
             found.front_proven &= complete(space, ranking.values, runner.values, stop, ranking.tighten)
@@ -168,10 +169,29 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
     return found
 
 
-def _nearest(space: Space, ranking: Ranking, runner: Runner, stop: Callable[[], bool]) -> dict[str, Any] | None:
-    """The best row of a wish without limits, if the search for it came to its end."""
+def _refuse(scenario: Scenario) -> None:
+    """What the bounds of a search are not made for.
+
+    Raises:
+        UserError: inference, or a cluster with troubles.
+    """
+    if scenario.training.mode != "train":
+        raise UserError(Fault("sizing looks for layouts of a training step, and this scenario is inference",
+                              "training.mode", hint="sweep over parallel.tensor and parallel.pipeline with "
+                              "'drystep run', a second each"))
+    if troubled(scenario):
+        raise UserError(Fault("sizing looks for layouts of a cluster whose GPUs and links are alike: its bounds do not "
+                              "hold where some differ", "cluster", hint="take slow_gpus, other_gpus, clock_spread and "
+                              "degraded out, size, then 'drystep run' the best with them"))
+
+
+def _nearest(space: Space, ranking: Ranking, runner: Runner,
+             stop: Callable[[], bool]) -> tuple[dict[str, Any] | None, bool]:
+    """The best row of a wish without limits, if the search for it came to its end, and whether it was ended before."""
     result = search(ranking.values, runner.values, 1, stop=stop, tighten=ranking.tighten)
-    return _row(space, runner, result.best[0][1], runner.wish) if result.complete and result.best else None
+    if not result.complete or not result.best:
+        return None, not result.complete
+    return _row(space, runner, result.best[0][1], runner.wish), False
 
 
 def _alone(scenario: Scenario, topology: str | None) -> Scenario:

@@ -34,6 +34,8 @@ def lines(found: Sizing) -> Iterator[str]:
     if found.nearest is not None:
         yield f"\nbest by {found.wish.objective} without the limits ({spent}):"
         yield from _table([found.nearest], whole)
+    elif found.nearest_cut:
+        yield "\nthe search for the best without the limits was ended before it proved one"
     for name, origin in found.price_origin.items():
         yield f"\n{name}: {found.wish.prices[name]:g} USD per GPU-hour ({origin})"
     yield ""

@@ -85,6 +85,11 @@ class Space:
         return any(one.parallel.offload != self.clusters[0].parallel.offload for one in self.clusters)
 
     @cached_property
+    def _has_parts(self) -> bool:
+        """Whether parts of nodes are among the clusters."""
+        return any(part_of_a_node(one, self.clusters) for one in self.clusters)
+
+    @cached_property
     def _varies_transfers(self) -> bool:
         """Whether transfers between stages beside compute are an axis."""
         return len({one.parallel.overlap_p2p for one in self.clusters}) > 1
@@ -105,6 +110,8 @@ class Space:
         if self._varies_offload:
             sets |= {f"parallel.offload.{name}": place for name, place in
                      self.clusters[v["cluster"]].parallel.offload if isinstance(place, str)}
+        if self._has_parts:
+            sets["cluster.gpus_per_node"] = self.clusters[v["cluster"]].cluster.gpus_per_node
         if self._varies_transfers:
             sets["parallel.overlap_p2p"] = self.clusters[v["cluster"]].parallel.overlap_p2p
         if staged and strategy in _SHARDED:  # whole from the first micro-batch to the last, as torchtitan has it
@@ -120,6 +127,19 @@ def policy(index: int) -> Any:
 def per_node(clusters: Sequence[Scenario]) -> npt.NDArray[np.int64]:
     """GPUs of a node of each cluster."""
     return np.array([s.cluster.gpus_per_node for s in clusters], dtype=np.int64)
+
+
+def with_parts(bases: Sequence[Scenario], choice: Choice) -> list[Scenario]:
+    """The bases, and each cut to its node's first GPUs for every number of GPUs that fills no node."""
+    return [*bases, *(base.model_copy(update={"cluster": base.cluster.model_copy(update={"gpus_per_node": gpus})})
+                      for base in bases for gpus in choice.gpus if gpus < base.cluster.gpus_per_node)]
+
+
+def part_of_a_node(scenario: Scenario, clusters: Sequence[Scenario]) -> bool:
+    """Whether another of `clusters` has larger nodes of this kind: this one is then part of a single such node."""
+    own = scenario.cluster
+    return any(other.topology == own.topology and other.gpus_per_node > own.gpus_per_node
+               for other in (one.cluster for one in clusters))
 
 
 def build_space(clusters: Sequence[Scenario], choice: Choice,
@@ -138,20 +158,30 @@ def build_space(clusters: Sequence[Scenario], choice: Choice,
     for number, scenario in enumerate(clusters):
         mine = narrowed(scenario, choice)
         for gpus in choice.gpus if mine is not None else ():
-            if mine is None or gpus % scenario.cluster.gpus_per_node:
+            whole = scenario.cluster.gpus_per_node
+            if mine is None or gpus % whole or (gpus > whole and part_of_a_node(scenario, clusters)):
                 continue
-            for head, rows, said in _of_count(number, scenario, gpus // scenario.cluster.gpus_per_node, mine):
+            for head, rows, said in _of_count(number, scenario, gpus // whole, mine):
                 heads.append(head)
                 parts.append(rows)
                 raw += said
     if not parts:
-        raise UserError(Fault("no layout of this model divides the GPUs and the global batch", "--gpus",
-                              hint="give other numbers of GPUs, or another global_batch"))
+        raise UserError(_nothing(clusters, choice))
     counts = [rows.shape[1] for rows in parts]
     fixed = np.array(heads, dtype=np.int32)
     columns = {name: np.repeat(fixed[:, i], counts) for i, name in enumerate(COLUMNS[:fixed.shape[1]])}
     columns |= {name: np.concatenate([rows[i] for rows in parts]) for i, name in enumerate(COLUMNS[fixed.shape[1]:])}
     return Space(list(clusters), columns, raw)
+
+
+def _nothing(clusters: Sequence[Scenario], choice: Choice) -> Fault:
+    """Why no layout is possible: no cluster has whole nodes of that many GPUs, or nothing divides them."""
+    nodes = sorted({one.cluster.gpus_per_node for one in clusters if not part_of_a_node(one, clusters)})
+    if all(gpus % size for gpus in choice.gpus for size in nodes):
+        return Fault(f"{' or '.join(map(str, choice.gpus))} GPUs are neither part of a node nor whole nodes of "
+                     f"{' or '.join(map(str, nodes))}", "--gpus", hint=f"give a multiple of {nodes[0]}")
+    return Fault("no layout of this model divides the GPUs and the global batch", "--gpus",
+                 hint="give other numbers of GPUs, or another global_batch")
 
 
 def _of_count(number: int, scenario: Scenario, nodes: int,

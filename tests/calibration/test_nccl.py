@@ -122,6 +122,26 @@ def test_ranks_must_fit_the_topology(tmp_path: Path) -> None:
         calibrate_nccl(tmp_path / "log.txt", "single-a100-80g-sxm")
 
 
+def _table(op: str, nodes: int) -> str:
+    text, _ = collective_command(op, "dgx-a100-80g", nodes, min_bytes=1 << 20, factor=4)
+    return f"# {op}_perf\n{text}"
+
+
+@pytest.mark.parametrize(("op", "nodes"), [("all_reduce", 1), ("all_reduce", 2), ("all_gather", 4)])
+def test_ranks_follow_from_the_bandwidths_where_no_line_tells_them(op: str, nodes: int, tmp_path: Path) -> None:
+    """2 (n - 1) / n and (n - 1) / n: 1.875 of an all-reduce are 16 ranks, not the topology's one node of 8."""
+    (tmp_path / "log.txt").write_text(_table(op, nodes), encoding="utf-8")
+    found = calibrate_nccl(tmp_path / "log.txt", "dgx-a100-80g").tables[0]
+    assert (found["nodes"], found["gpus_per_node"]) == (nodes, 8)
+
+
+@pytest.mark.parametrize(("op", "nodes"), [("broadcast", 2), ("all_reduce", 63)])
+def test_a_table_that_does_not_tell_its_ranks_is_refused(op: str, nodes: int, tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text(_table(op, nodes), encoding="utf-8")
+    with pytest.raises(UserError, match=r"how many ranks it is of .keep the lines"):
+        calibrate_nccl(tmp_path / "log.txt", "dgx-a100-80g")
+
+
 @pytest.mark.parametrize(("links", "message"), [({"warp_us": 1.0}, "no figure"), ({"rendezvous.all": "x"}, "number")])
 def test_a_clusters_own_figures_are_checked(links: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):

@@ -22,7 +22,7 @@ MACHINES: dict[str, dict[str, Any]] = {
                  "intra": {"kind": "nvswitch", "link": "nvlink4", "links_per_gpu": 18}, "inter": _inter(8, 400)},
     "dgx-1v": {"name": "dgx-1v", "gpu": "v100-32g-sxm", "gpus_per_node": 8, "nodes": 4, "host": {"pcie": "gen3x16"},
                "intra": {"kind": "nvlink-mesh", "link": "nvlink2", "matrix": CUBE_MESH}, "inter": _inter(4, 100)},
-    "pcie": {"name": "pcie", "gpu": "a10g", "gpus_per_node": 8, "nodes": 1,
+    "pcie": {"name": "pcie", "gpu": "a10", "gpus_per_node": 8, "nodes": 1,
              "intra": {"kind": "pcie", "gpus_per_switch": 4, "gen": 4}, "inter": {"kind": "none"}},
 }
 

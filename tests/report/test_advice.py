@@ -100,3 +100,21 @@ def test_under_sharding_half_gathers_and_reductions_of_every_micro_step_are_trie
     sets = {group: given for group, _, given in candidates(scenario)}
     assert sets["gathers"] == {"training.precision": "fsdp-bf16"}
     assert sets["reduction"] == {"parallel.reduce_every_micro_step": True}
+
+
+def test_the_fewest_blocks_leave_the_allocator_at_rest() -> None:
+    """13B on 40 GB: with 9 of 40 blocks recomputed the tensors fit but the allocator gives back and takes again, which
+    costs more than recomputing everything; the next one costs what it recomputes."""
+    def large(**sets: Any) -> Result:
+        return sim.run(resolve({
+            "name": "13B", "cluster": {"topology": "p4d", "nodes": 8}, "model": {"preset": "llama-2-13b"},
+            "training": {"micro_batch": 1, "global_batch": 64, "sequence": 4096, "precision": "fsdp-bf16"},
+            "parallel": {"strategy": "fsdp"}, "software": {"framework": "pytorch", "year": 2025}}, "13B", sets))
+
+    change = next(c for c in large().changes if isinstance(c.set.get("training.recompute"), dict))
+    count = change.set["training.recompute"]["layers"]
+    assert change.fits and not large(**{"training.recompute": {"layers": count}}).memory.short
+    fewer = large(**{"training.recompute": {"layers": count - 1}})
+    assert not fewer.memory.fits or fewer.memory.short
+    full = next(c for c in large().changes if c.set.get("training.recompute") == "full")
+    assert change.gpu_time is not None and full.gpu_time is not None and change.gpu_time < full.gpu_time

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -71,3 +72,11 @@ def test_bars() -> None:
     assert bar(0.5, 10) == "█" * 5
     assert bar(2.0, 4) == "████"
     assert bar(0.0, 4) == ""
+
+
+def test_no_cell_of_a_sweep_is_cut_at_any_width(result_of: Make) -> None:
+    """At exactly the width that its words need, rich's own columns came out one too wide and the last lost a letter."""
+    points = [replace(result_of(nodes), set={"cluster.nodes": nodes, "training.micro_batch": 1}) for nodes in (1, 2)]
+    for width in (*range(60, 100), 160):
+        text = sweep_as_text(points, [], {"cluster.nodes": [1, 2], "training.micro_batch": [1]}, width)
+        assert "scaling" in text and "100.0%" in text and "fits" in text, width

@@ -9,7 +9,7 @@ import pytest
 
 from sim.report import plot_style as look
 from sim.scenario import resolve
-from sim.sizing import Choice, size
+from sim.sizing import Choice, Wish, size
 from sim.sizing.front_picture import _legible, write_front
 from sim.sizing.size_text import layout_of
 
@@ -33,3 +33,23 @@ def test_a_front_of_one_layout_is_drawn_as_the_best_side_by_side(
     found.front = found.best[:1]
     write_front(tmp_path, found)
     assert len(texts) == len(found.best) and layout_of(found.best[0]["set"]) in texts[0] and "GiB" in texts[0]
+
+
+def test_a_front_on_one_number_of_gpus_is_drawn_as_the_best_side_by_side(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(look, "save", lambda figure, path: made.append(figure))
+    found = size(resolve(SMALL), Choice([4], micro_batch=[1, 2], context=[1], partial_recompute=False), top=4)
+    found.front = found.best[:2]
+    write_front(tmp_path, found)
+    (axes,) = made[0].axes
+    assert len(axes.texts) == len(found.best) and axes.get_ylim() == (len(found.best) - 0.5, -0.5)
+
+
+def test_a_search_that_found_nothing_draws_no_empty_axes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(look, "save", lambda figure, path: made.append(figure))
+    found = size(resolve(SMALL), Choice([4], micro_batch=[1], context=[1], partial_recompute=False),
+                 Wish(margin_bytes=2**50))
+    write_front(tmp_path, found)
+    assert not made[0].axes and "No layout does what is asked" in made[0].texts[0].get_text()

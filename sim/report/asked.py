@@ -1,0 +1,36 @@
+"""What a scenario asks for in words and its stack does not do: never passed over in silence."""
+
+from __future__ import annotations
+
+from sim.network import Topology
+from sim.scenario import Scenario
+from sim.software import stack_for
+
+
+def overlap_in_vain(scenario: Scenario) -> list[str]:
+    """A warning where `parallel.overlap: true` is written and the stack reduces gradients behind its pipeline (the fact
+    `pipeline_reduction` of its profile)."""
+    parallel, software = scenario.parallel, scenario.software
+    replicas = scenario.gpus // (parallel.tensor * parallel.context * parallel.pipeline)
+    if not (parallel.overlap and "overlap" in parallel.model_fields_set and parallel.pipeline > 1 and replicas > 1):
+        return []
+    stack = stack_for(software.framework, software.year, software.compile, software.versions, software.modules,
+                      fused=software.fused, cuda_graphs=software.cuda_graphs)
+    if stack.pipeline_reduction != "behind":
+        return []
+    return [f"software: overlap changes nothing about the reduction of gradients: {software.framework} of "
+            f"{software.year} reduces them when its pipeline has ended"]
+
+
+def algorithm_in_vain(scenario: Scenario) -> list[str]:
+    """A warning where `software.nccl.algorithm` is one that nothing of this cluster can run: NCCL itself would refuse
+    ("no algorithm/protocol available", 2.29.7 src/enqueue.cc); here it chooses as if nothing were asked."""
+    wanted, cluster = scenario.software.nccl.algorithm, scenario.cluster
+    if wanted in (None, "ring", "tree") or scenario.gpus == 1:
+        return []
+    why = "is not simulated"
+    if wanted != "collnet":
+        if Topology.from_mapping(cluster.template()).multicasts and (wanted == "nvls" or cluster.nodes > 1):
+            return []
+        why = "needs NVSwitches of Hopper or later" + (" and several nodes" if wanted == "nvls-tree" else "")
+    return [f"software: nccl.algorithm {wanted} changes nothing: it {why}"]

@@ -1,0 +1,125 @@
+"""Configs of Hugging Face's families beside the numbers of parameters that their checkpoints have.
+
+Counts: the model cards' or safetensors indices' totals (recalled); biases and norms that a scenario cannot tell apart
+are a thousandth of them at most.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sim.errors import UserError
+from sim.model import build
+from sim.scenario import Scenario, resolve
+from sim.software import stack_for
+
+#: Name of the checkpoint: its parameters and its config, without what no field here follows from.
+CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dsv2lite": (15_706_484_224,
+        {"model_type": "deepseek_v2", "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048,
+         "intermediate_size": 10944, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+         "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 64,
+         "n_shared_experts": 2, "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers":
+         27, "num_key_value_heads": 16, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim":
+         64, "tie_word_embeddings": False, "topk_group": 1, "v_head_dim": 128, "vocab_size": 102400}),
+    "qwen3-30b-a3b": (30_532_122_624,
+        {"model_type": "qwen3_moe", "decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu",
+         "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960,
+         "mlp_only_layers": [], "moe_intermediate_size": 768, "num_attention_heads": 32, "num_experts": 128,
+         "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "sliding_window":
+         None, "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936}),
+    "qwen15-moe-a2.7b": (14_315_784_192,
+        {"model_type": "qwen2_moe", "decoder_sparse_step": 1, "hidden_act": "silu", "hidden_size": 2048,
+         "intermediate_size": 5632, "max_position_embeddings": 8192, "moe_intermediate_size": 1408,
+         "num_attention_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+         "num_key_value_heads": 16, "shared_expert_intermediate_size": 5632, "sliding_window": 32768,
+         "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936}),
+    "falcon-7b": (6_921_720_704,
+        {"model_type": "falcon", "alibi": False, "bias": False, "hidden_size": 4544, "multi_query": True,
+         "new_decoder_architecture": False, "num_attention_heads": 71, "num_hidden_layers": 32,
+         "parallel_attn": True, "vocab_size": 65024}),
+    "starcoder2-7b": (7_173_923_840,
+        {"model_type": "starcoder2", "hidden_act": "gelu_pytorch_tanh", "hidden_size": 4608,
+         "intermediate_size": 18432, "max_position_embeddings": 16384, "num_attention_heads": 36,
+         "num_hidden_layers": 32, "num_key_value_heads": 4, "sliding_window": 4096, "use_bias": True,
+         "vocab_size": 49152, "mlp_type": "default"}),
+    "starcoder": (15_517_456_384,
+        {"model_type": "gpt_bigcode", "activation_function": "gelu", "n_embd": 6144, "n_head": 48,
+         "n_inner": 24576, "n_layer": 40, "n_positions": 8192, "multi_query": True, "vocab_size": 49152}),
+    "olmo-7b": (6_888_095_744,
+        {"model_type": "olmo", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008,
+         "max_position_embeddings": 2048, "num_attention_heads": 32, "num_hidden_layers": 32,
+         "num_key_value_heads": 32, "tie_word_embeddings": False, "vocab_size": 50304}),
+    "olmo2-7b": (7_298_617_344,
+        {"model_type": "olmo2", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008,
+         "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
+         "num_key_value_heads": 32, "tie_word_embeddings": False, "vocab_size": 100352}),
+    "bloom-7b1": (7_069_016_064,
+        {"model_type": "bloom", "n_embed": 4096, "hidden_size": 4096, "n_layer": 30, "num_attention_heads":
+         32, "n_head": 32, "vocab_size": 250880}),
+    "opt-6.7b": (6_658_473_984,
+        {"model_type": "opt", "activation_function": "relu", "ffn_dim": 16384, "hidden_size": 4096,
+         "max_position_embeddings": 2048, "num_attention_heads": 32, "num_hidden_layers": 32, "vocab_size":
+         50272, "word_embed_proj_dim": 4096}),
+    "cohere-r": (34_980_831_232,
+        {"model_type": "cohere", "hidden_act": "silu", "hidden_size": 8192, "intermediate_size": 22528,
+         "max_position_embeddings": 8192, "num_attention_heads": 64, "num_hidden_layers": 40,
+         "num_key_value_heads": 64, "vocab_size": 256000}),
+    "gemma3-1b": (999_885_952,
+        {"model_type": "gemma3_text", "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+         "hidden_size": 1152, "intermediate_size": 6912, "max_position_embeddings": 32768,
+         "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1, "sliding_window": 512,
+         "vocab_size": 262144}),
+    "mpt-7b": (6_649_286_656,
+        {"model_type": "mpt", "d_model": 4096, "n_heads": 32, "n_layers": 32, "expansion_ratio": 4,
+         "max_seq_len": 2048, "no_bias": True, "vocab_size": 50432, "attn_config": {"alibi": True}}),
+    "stablelm-3b": (2_795_443_200,
+        {"model_type": "stablelm", "hidden_act": "silu", "hidden_size": 2560, "intermediate_size": 6912,
+         "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
+         "num_key_value_heads": 32, "tie_word_embeddings": False, "vocab_size": 50304}),
+    "gptj-6b": (6_050_882_784,
+        {"model_type": "gptj", "activation_function": "gelu_new", "n_embd": 4096, "n_head": 16, "n_inner":
+         None, "n_layer": 28, "n_positions": 2048, "tie_word_embeddings": False, "vocab_size": 50400}),
+    "roberta": (124_697_433,
+        {"model_type": "roberta", "hidden_act": "gelu", "hidden_size": 768, "intermediate_size": 3072,
+         "max_position_embeddings": 514, "num_attention_heads": 12, "num_hidden_layers": 12, "vocab_size":
+         50265}),
+}
+
+
+def read(config: dict[str, Any], folder: Path) -> Scenario:
+    (folder / "config.json").write_text(json.dumps(config))
+    return resolve({"name": "read", "cluster": {"topology": "single-h200"}, "model": {"hf": "config.json"},
+                    "training": {"micro_batch": 1, "global_batch": 1, "sequence": 512}}, "read", base=folder)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_has_the_parameters_of_its_checkpoint(name: str, tmp_path: Path) -> None:
+    count, config = CONFIGS[name]
+    scenario = read(config, tmp_path)
+    built = build(scenario, stack_for(scenario.software.framework, scenario.software.year), 1)
+    assert built.parameters == pytest.approx(count, rel=2e-3)
+
+
+@pytest.mark.parametrize(("name", "change", "words"), [
+    ("qwen15-moe-a2.7b", {"mlp_only_layers": [3]}, "mlp_only_layers: blocks without experts"),
+    ("qwen15-moe-a2.7b", {"shared_expert_intermediate_size": 5000}, "a shared expert of 5000 beside experts of 1408"),
+    ("qwen15-moe-a2.7b", {"moe_intermediate_size": 0}, "moe_intermediate_size: experts of no width"),
+    ("opt-6.7b", {"word_embed_proj_dim": 512}, "word_embed_proj_dim: embeddings of another width"),
+    ("starcoder2-7b", {"mlp_type": "gated"}, "mlp_type: a gated MLP")])
+def test_what_cannot_be_said_is_refused(name: str, change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as found:
+        read({**CONFIGS[name][1], **change}, tmp_path)
+    assert words in str(found.value) and "in place of hf" in str(found.value)
+
+
+def test_falcons_differ_in_their_heads_of_keys(tmp_path: Path) -> None:
+    small = CONFIGS["falcon-7b"][1]
+    large = {**small, "hidden_size": 8192, "num_attention_heads": 128, "num_hidden_layers": 60, "num_kv_heads": 8,
+             "new_decoder_architecture": True}
+    assert read(small, tmp_path).model.kv_heads == 1
+    assert read(large, tmp_path).model.kv_heads == 8
