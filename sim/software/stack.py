@@ -40,6 +40,7 @@ class Stack:
         clip_gradients: whether the gradient norm is computed and applied every step.
         loss: "plain" (log-softmax and nll), "fused", "fused_in_place" (TransformerEngine: the gradient is written over
             the logits) or "vocab_parallel" (Megatron's own, a chain of kernels).
+        blocks_in_one: forward of a plain GPT block is one function, attention included.
         loss_compiled: torch.compile covers the loss too.
         loss_overwrites: a vocab_parallel loss works in place on the fp32 logits; else its first step is a copy beside
             them, and the model has let go of the narrow ones by then.
@@ -175,6 +176,7 @@ class Stack:
     step_sync: bool
     clip_gradients: bool
     loss: str
+    blocks_in_one: bool
     loss_compiled: bool
     loss_overwrites: bool
     chunked_logits_kept: bool

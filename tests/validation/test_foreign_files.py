@@ -37,7 +37,7 @@ cases:
 KERNELS = """gpu,dtype,m,n,k,batch,time_us
 RTX 4090,float16,4096,4096,4096,1,900
 AMD Instinct MI300X,bfloat16,4096,4096,4096,1,300
-H20,bf16,4096,4096,4096,1,900
+H21,bf16,4096,4096,4096,1,900
 b200,fp4,4096,4096,4096,1,60
 """
 ROWS = """gpu,dtype,op,rows,cols,time_us
@@ -74,7 +74,7 @@ def test_sweeps_on_clusters_nobody_has_seen(folder: Path) -> None:
 
 def test_kernel_tables_with_other_peoples_names(folder: Path) -> None:
     assert statuses(folder, "kernels.csv", KERNELS) == {
-        "RTX 4090:float16:gemm": "ok", "AMD Instinct MI300X:bfloat16:gemm": "ok", "H20:bf16:gemm": "unsupported",
+        "RTX 4090:float16:gemm": "ok", "AMD Instinct MI300X:bfloat16:gemm": "ok", "H21:bf16:gemm": "unsupported",
         "b200:fp4:gemm": "unsupported"}
     assert statuses(folder, "rows.csv", ROWS) == {
         "B200:bf16:Layer_Norm": "ok", "B200:bf16:frobnicate": "unsupported"}
