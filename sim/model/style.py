@@ -224,8 +224,8 @@ class Style:
         """Whether a block is one function, attention included, whose variables (queries, keys and values in one tensor,
         what attention made of them) last to its end: plain GPT blocks, whose norms' outputs no variable holds. What
         autograd keeps is the same; a checkpointed block's forward is higher."""
-        return (self.stack.blocks_in_one and self.modules == "plain" and self.kind == "decoder" and self.positions == "learned"
-                and not self.separate_qkv and not self.stack.compile and self.tuned is None)
+        return (self.stack.blocks_in_one and self.modules == "plain" and self.kind == "decoder"
+                and self.positions == "learned" and not self.separate_qkv and not self.stack.compile and self.tuned is None)
 
     @property
     def weight_placeholder(self) -> bool:
