@@ -225,7 +225,8 @@ class Style:
         what attention made of them) last to its end: plain GPT blocks, whose norms' outputs no variable holds. What
         autograd keeps is the same; a checkpointed block's forward is higher."""
         return (self.stack.blocks_in_one and self.modules == "plain" and self.kind == "decoder"
-                and self.positions == "learned" and not self.separate_qkv and not self.stack.compile and self.tuned is None)
+                and self.positions == "learned" and self.tuned is None
+                and not (self.separate_qkv or self.stack.compile))
 
     @property
     def weight_placeholder(self) -> bool:
