@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 _DAY_S = 86_400.0
 #: Share of an axis that a label takes.
 _LABEL = 0.06
+#: Values within this ratio of one another are shown as the one value they nearly are.
+_FLAT = 1.1
 
 
 def plot_front(found: Sizing, ax: Axes | None = None) -> Axes:
@@ -132,6 +134,9 @@ def _draw(ax: Axes, found: Sizing, x: str, y: str, labels: bool = False, unit: f
         ax.set_yscale("log")
         for axis, column, per in ((ax.xaxis, x, unit), (ax.yaxis, y, 1.0)):
             values = _legible(sorted({float(row[column]) / per for row in rows}))
+            if values[-1] < _FLAT * values[0]:  # a line from corner to corner would tell of a difference there is not
+                axis.set_view_interval(values[0] / _FLAT, values[-1] * _FLAT, ignore=True)
+                values = values[:1]
             axis.set_major_formatter(plain)
             axis.set_minor_formatter(NullFormatter())
             shown = values if len(values) <= 6 else values[::-(-len(values) // 6)]

@@ -1,7 +1,8 @@
 """Steps that papers outside the collection give: predicted beside the lengths of whole runs (reports/runs.md).
 
-The case files stand in scenarios/runs/steps. Nothing was estimated on them, so they show how predictions do on jobs
-that nobody tuned for; but their figures are recalled, and layouts that a paper leaves open are assumed.
+The case files stand in scenarios/runs/steps. One figure alone rests on some of them (reports/provenance.md), so they
+show how predictions do on jobs that nobody tuned for; but their figures are recalled, and layouts that a paper leaves
+open are assumed.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from sim.validation.table import HEADLINE, headline, percent
 _HEAD = """## Steps of papers outside the collection
 
 Read by the same command from `scenarios/runs/steps` (`drystep validate scenarios/runs/steps` shows them too). Figures
-are recalled; layouts that a paper leaves open are assumed, which each file's note says. No figure of drystep was
-estimated on these rows. Changed after a first look, since the paper or its code says so: which release of flash
-attention a row of FlashAttention-2 ran, AMP in both FlashAttention papers (the first look had Hugging Face's GPT-2 at
--40%), GLM's gated MLP, no overlapped reduction in MegaScale's baseline, TinyLlama's fused kernels (+23% without),
-Pythia's cluster (AWS), torchtitan's micro-batches on pipelines (as many as stages, its default: -41% and -31% with
-single sequences), torchtune's offloaded activations (its table adds one technique a row), how Llama 3's FLOPs count,
-Nemotron-4 15B's micro-batches. Mechanisms found on the memory of these rows and built, each as the code says: what
-torchtitan's loss holds (58 GiB were predicted for 77, 42 for 70), what gathers in 8 bits leave in 16, what PyTorch's
-pipeline stages keep of all micro-batches and which forwards they run first."""
+are recalled; layouts that a paper leaves open are assumed, which each file's note says. One figure of drystep rests
+on some of them: what attention takes of an H100's power (torchtitan's steps of 32k tokens; reports/provenance.md).
+Changed after a first look, since the paper or its code says so: which release of flash attention a row of
+FlashAttention-2 ran, AMP in both FlashAttention papers (the first look had Hugging Face's GPT-2 at -40%), GLM's gated
+MLP, no overlapped reduction in MegaScale's baseline, TinyLlama's fused kernels (+23% without), Pythia's cluster
+(AWS), torchtitan's micro-batches on pipelines (as many as stages, its default: -41% and -31% with single sequences),
+torchtune's offloaded activations (its table adds one technique a row), how Llama 3's FLOPs count, Nemotron-4 15B's
+micro-batches. Mechanisms found on the memory of these rows and built, each as the code says: what torchtitan's loss
+holds (58 GiB were predicted for 77, 42 for 70), what gathers in 8 bits leave in 16, what PyTorch's pipeline stages
+keep of all micro-batches and which forwards they run first."""
 
 _GIB = 2.0**30
 #: Figures of memory that a paper may give.

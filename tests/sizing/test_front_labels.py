@@ -53,3 +53,17 @@ def test_a_search_that_found_nothing_draws_no_empty_axes(tmp_path: Path, monkeyp
                  Wish(margin_bytes=2**50))
     write_front(tmp_path, found)
     assert not made[0].axes and "No layout does what is asked" in made[0].texts[0].get_text()
+
+
+def test_costs_that_are_nearly_one_are_drawn_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(look, "save", lambda figure, path: made.append(figure))
+    found = size(resolve(SMALL), Choice([4], micro_batch=[1], context=[1], partial_recompute=False), top=4)
+    one = found.best[0]
+    found.front = [one, {**one, "gpus": 8, "run_s": one["run_s"] / 2, "step_time_s": one["step_time_s"] / 2,
+                         "gpu_hours": one["gpu_hours"] * 1.001}]
+    write_front(tmp_path, found)
+    times, costs = made[0].axes
+    assert len(times.get_yticks()) == 2 and len(costs.get_yticks()) == 1
+    low, high = costs.get_ylim()
+    assert high / low > 1.2  # a thousandth does not fill the axis

@@ -122,3 +122,14 @@ def test_an_unknown_framework_is_the_user_s_fault() -> None:
 @pytest.mark.parametrize(("year", "told"), [(2021, "behind"), (2022, "behind"), (2023, "aligned"), (2026, "aligned")])
 def test_megatron_reduces_behind_the_pipeline_until_2022(year: int, told: str) -> None:
     assert facts_of("megatron", year)["pipeline_reduction"].value == told
+
+
+@pytest.mark.parametrize(("framework", "year", "told"), [("megatron", 2024, True), ("megatron", 2025, False),
+                                                         ("torchtitan", 2024, False)])
+def test_all_forwards_come_first_with_megatron_until_core_0_9(framework: str, year: int, told: bool) -> None:
+    assert stack_for(framework, year).all_forwards_first is told
+
+
+def test_pytorch_s_stages_alone_keep_tensors_of_every_micro_batch() -> None:
+    kept = {name for name in profile_names() if stack_for(name, 2025).stage_tensors_kept}
+    assert kept == {"pytorch", "composer", "torchtitan"}
