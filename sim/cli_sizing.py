@@ -68,6 +68,7 @@ def size(ctx: click.Context, scenario: str, sets: tuple[str, ...], gpus: str, cl
     from sim.api import load
     from sim.sizing import export
     from sim.sizing.front_picture import write_front
+    from sim.sizing.rerun import command
     from sim.sizing.size_text import lines
     from sim.sizing.wish import steps_of
 
@@ -108,7 +109,10 @@ def size(ctx: click.Context, scenario: str, sets: tuple[str, ...], gpus: str, cl
     if parquet_to is not None:
         with writing("--parquet", parquet_to):
             export.write_parquet(Path(parquet_to), found.rows)
-    _deliver("\n".join(lines(found)), json_to, report_to, "sizing.txt", lambda folder: write_front(folder, found))
+    again = None if found.winner is None else command(scenario, sets, found.winner, found.best[0]["set"],
+                                                      _named(clusters, found.best[0]["cluster"]))
+    text = "\n".join(lines(found, again))
+    _deliver(text, json_to, report_to, "sizing.txt", lambda folder: write_front(folder, found))
     if interrupted():
         ctx.exit(INTERRUPTED)
 
@@ -150,6 +154,13 @@ def _clusters(text: str | None) -> list[str]:
         for name in names:
             find_topology(name, Path())
     return names
+
+
+def _named(text: str | None, name: str) -> str | None:
+    """What --cluster called the topology of this name; None where the scenario's own was kept."""
+    from sim.scenario.topologies import find_topology
+
+    return next((asked for asked in _clusters(text) if find_topology(asked, Path()).data.get("name") == name), None)
 
 
 def _listed(text: str | None) -> list[str]:

@@ -20,6 +20,7 @@ from sim.sizing.bounds import Bounds
 from sim.sizing.front import complete, pareto
 from sim.sizing.offloads import both_ways, narrowed, nowhere, variants
 from sim.sizing.ranking import Floats, Ranking
+from sim.sizing.round_out import round_out
 from sim.sizing.runner import Runner
 from sim.sizing.search import Found, search
 from sim.sizing.space import Choice, Space, build_space, with_parts
@@ -43,6 +44,8 @@ class Sizing:
         pruned: configurations ruled out, by the bound that did it.
         front: rows that no simulated row beats in time, GPUs, cost and energy; `front_proven`: nor any row left out in
             time, GPUs and cost, and, where energy is the objective, none left out takes less on as many GPUs.
+        winner: the scenario that the best row stands for, and `free_bytes` what it leaves of its fullest GPU's memory;
+            None where there is none.
         why: what the best has ahead of the runner-up and of the best of each family.
         refused, faults: of those simulated, rows a technique refused, and rows the simulation failed on (ours).
         first_fault: `{set, reason}` of the first row that the simulation failed on; the store has all.
@@ -67,6 +70,8 @@ class Sizing:
     pruned: dict[str, int] = field(default_factory=dict)
     front: list[dict[str, Any]] = field(default_factory=list)
     front_proven: bool = False
+    winner: Scenario | None = None
+    free_bytes: float | None = None
     why: Why = field(default_factory=Why)
     rows: list[dict[str, Any]] = field(default_factory=list)
     price_origin: dict[str, str] = field(default_factory=dict)
@@ -160,8 +165,14 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
         found.front_proven = complete(space, ranking.times, runner.steps, stop, ranking.tighten_times)
         if wish.objective == "energy":
             found.front_proven &= complete(space, ranking.values, runner.values, stop, ranking.tighten)
+        if result.complete and result.best:
+            round_out(ranking, runner, stop)
     found.impossible, found.pruned = ranking.impossible, ranking.pruned()
     _fill(found, space, result, runner)
+    if result.best:
+        number = int(space.columns["cluster"][result.best[0][1]])
+        found.winner = resolve(plain[number], scenario.name, space.sets(result.best[0][1]))
+        found.free_bytes = runner.capacity[number] - found.best[0]["device_used_bytes"]
     found.why = _why(found, space, result, runner, ranking.values)
     found.first_fault = next(({"set": space.sets(row), "reason": one.reason} for row, one in runner.rows.items()
                               if one.outcome == "fault"), None)

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 _DAY_S, _GIB = 86_400.0, 2.0**30
+#: Share of a GPU's memory below which what is left free is less than predictions of memory mostly miss by.
+_NARROW = 0.03
 
 
-def lines(found: Sizing) -> Iterator[str]:
-    """The whole answer for a terminal."""
+def lines(found: Sizing, again: str | None = None) -> Iterator[str]:
+    """The whole answer for a terminal; `again` is the command that runs the best."""
     yield from _covered(found)
     proven = "no layout beats them in time, GPUs and cost; by energy of those simulated" if found.front_proven else (
         "of those simulated, by time, GPUs, cost and energy")
@@ -31,6 +33,11 @@ def lines(found: Sizing) -> Iterator[str]:
         if rows:
             yield f"\n{title}:"
             yield from _table(rows, whole)
+    if again is not None:
+        yield f"\nrun the best:\n  {again}"
+    if found.free_bytes is not None and found.free_bytes < _NARROW * found.best[0]["device_used_bytes"]:
+        yield ("\nthe best nearly fills its GPUs, and predictions of memory miss by some percent "
+               "(reports/validation.md): --memory-margin GIB asks for layouts that leave room")
     if found.nearest is not None:
         yield f"\nbest by {found.wish.objective} without the limits ({spent}):"
         yield from _table([found.nearest], whole)
@@ -94,11 +101,12 @@ def _brief(row: Row) -> str:
 
 
 def layout_of(sets: Mapping[str, Any]) -> str:
-    """A row's fields in words; what is off or one is left out."""
+    """A row's fields in words; what is off or one is left out, and what is on is named alone."""
     shown = {name.removeprefix("parallel.").removeprefix("training."): value for name, value in sets.items()
-             if name != "cluster.nodes" and value not in (1, False) and (value != "none" or "offload" not in name)
+             if name != "cluster.nodes" and (value is True or value not in (1, False))
+             and (value != "none" or "offload" not in name)
              and (name != "parallel.schedule" or sets["parallel.pipeline"] > 1)}
-    return " ".join(f"{name}={_said(value)}" for name, value in shown.items())
+    return " ".join(name if value is True else f"{name}={_said(value)}" for name, value in shown.items())
 
 
 def _said(value: Any) -> str:

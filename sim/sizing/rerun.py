@@ -1,0 +1,65 @@
+"""The command that runs what a search found: the fewest `--set` on top of the user's file that say it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from sim import api
+from sim.errors import UserError
+from sim.scenario import Scenario
+from sim.scenario.dump import dump
+
+#: Parts of a scenario that no step depends on.
+_ASIDE = ("name", "note", "sweep", "expect", "budget", "claim")
+
+
+def command(path: str, given: Sequence[str], target: Scenario, fields: Mapping[str, Any],
+            topology: str | None) -> str | None:
+    """`drystep run` of the scenario that a row of `Sizing.best` stands for.
+
+    Args:
+        path: the user's file; given: the `--set` texts the search was given.
+        target: what was simulated (`Sizing.winner`).
+        fields: the row's `set`.
+        topology: cluster of the row as `--cluster` named it; None where the search kept the file's.
+
+    Returns:
+        One line, or None where `--set` cannot say it.
+    """
+    wanted = _essence(target)
+    texts = [] if topology is None else [f"cluster.topology={topology}"]
+    texts += [f"{name}={_text(value)}" for name, value in fields.items()]
+    cleared = ["parallel.split=null", "training.micro_steps=null",
+               f"training.global_batch={target.training.global_batch}"]
+    for whole in (texts, [*texts, *cleared]):
+        if _says(path, [*given, *whole], wanted):
+            break
+    else:
+        return None
+    for text in list(whole):
+        fewer = [other for other in whole if other != text]
+        if _says(path, [*given, *fewer], wanted):
+            whole = fewer
+    swept = ["sweep={}", "expect={}"] if api.load(path, given).document.data.get("sweep") else []
+    pairs = (("--set", text) for text in [*given, *whole, *swept])
+    return shlex.join(["drystep", "run", path, *(part for pair in pairs for part in pair)])
+
+
+def _says(path: str, texts: Sequence[str], wanted: Mapping[str, Any]) -> bool:
+    try:
+        return _essence(api.load(path, texts).scenario) == wanted
+    except UserError:
+        return False
+
+
+def _essence(scenario: Scenario) -> dict[str, Any]:
+    return {name: part for name, part in dump(scenario).items() if name not in _ASIDE}
+
+
+def _text(value: Any) -> str:
+    """A value as it is written behind `--set path=`."""
+    return str(yaml.safe_dump(value, default_flow_style=True, width=10**6)).removesuffix("...\n").strip()

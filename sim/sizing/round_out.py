@@ -1,0 +1,44 @@
+"""A layout that fits of every family, where the search for the best needed none: what a user's plan B would take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from sim.sizing.ranking import Ranking
+from sim.sizing.runner import Runner
+from sim.sizing.why import FAMILIES, families_of
+
+#: Bytes by which the lower bound of a row's memory stays below a GPU's, tried in turn: its simulation adds to it.
+_SLACKS = tuple(gib * 2.0**30 for gib in (0, 1, 2, 4, 8, 16))
+#: Rows simulated with each.
+_ROWS = 4
+
+
+def round_out(ranking: Ranking, runner: Runner, stop: Callable[[], bool]) -> None:
+    """Simulates a few rows, the lowest bounds first, of each family without one that fits.
+
+    The best and its proof do not change: no row here has a bound below the best. What is found is not the best of its
+    family, since others of it stay as they are.
+    """
+    index = families_of(ranking.space)
+    for number in range(len(FAMILIES)):
+        mine = np.flatnonzero(index == number)
+        if len(mine) and not any(index[row] == number and np.isfinite(runner.value(row)) for row in runner.rows):
+            _first_fitting(ranking, runner, mine, stop)
+
+
+def _first_fitting(ranking: Ranking, runner: Runner, mine: np.ndarray[tuple[int], np.dtype[np.int64]],
+                   stop: Callable[[], bool]) -> None:
+    of = ranking.of
+    for slack in _SLACKS:
+        while not stop():
+            roomy = mine[of.memory_bytes[mine] <= of.capacity_bytes[mine] - ranking.wish.margin_bytes - slack]
+            left = [int(row) for row in roomy[np.argsort(ranking.values[roomy], kind="stable")]
+                    if np.isfinite(ranking.values[row]) and int(row) not in runner.rows][:_ROWS]
+            if ranking.tighten(left) is not None:
+                continue
+            if left and np.isfinite(runner.values(left)).any():
+                return
+            break
