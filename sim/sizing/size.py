@@ -169,10 +169,6 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
             round_out(ranking, runner, stop)
     found.impossible, found.pruned = ranking.impossible, ranking.pruned()
     _fill(found, space, result, runner)
-    if result.best:
-        number = int(space.columns["cluster"][result.best[0][1]])
-        found.winner = resolve(plain[number], scenario.name, space.sets(result.best[0][1]))
-        found.free_bytes = runner.capacity[number] - found.best[0]["device_used_bytes"]
     found.why = _why(found, space, result, runner, ranking.values)
     found.first_fault = next(({"set": space.sets(row), "reason": one.reason} for row, one in runner.rows.items()
                               if one.outcome == "fault"), None)
@@ -235,6 +231,10 @@ def _fill(found: Sizing, space: Space, result: Found, runner: Runner) -> None:
         found.pruned.pop("time")
         found.gap = min(1.0, result.gap)
     found.best = [_row(space, runner, row, found.wish) for _, row in result.best]
+    if result.best:
+        number = int(space.columns["cluster"][result.best[0][1]])
+        found.winner = resolve(runner.plain[number], "", found.best[0]["set"])
+        found.free_bytes = runner.capacity[number] - found.best[0]["device_used_bytes"]
     found.rows = [_kept(_row(space, runner, row, found.wish), runner.rows[row]) for row in sorted(runner.rows)]
     fitting = [_row(space, runner, row, found.wish) for row in sorted(runner.rows)
                if math.isfinite(runner.value(row))]
