@@ -104,9 +104,14 @@ def _names(given: Sequence[str], differs: Mapping[str, Sequence[Any]]) -> list[s
     for i, name in enumerate(given):
         alike = [j for j, other in enumerate(given) if other == name]
         apart = [path for path, values in differs.items() if any(values[j] != values[alike[0]] for j in alike)]
-        told = ", ".join(f"{path.rpartition('.')[2].replace('_', ' ')} {differs[path][i]}" for path in apart[:_TOLD])
+        told = ", ".join(f"{path.rpartition('.')[2].replace('_', ' ')} {_value(differs[path][i])}"
+                         for path in apart[:_TOLD])
         found.append(name if len(alike) == 1 else f"{name} ({told})" if told else f"{name} ({alike.index(i) + 1})")
     return found
+
+
+def _value(value: Any) -> str:
+    return "not set" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _throughput(result: Result) -> float:

@@ -81,3 +81,11 @@ def test_runs_that_are_alike_differ_in_nothing() -> None:
     found = compare([same, other])
     assert found.moved == [[]] and found.differs == {} and found.scaling == [1.0, 1.0]
     assert any("memory: the same" in line for line in lines(found))
+
+
+def test_names_say_what_is_not_set() -> None:
+    from sim.sizing.compare import _names
+
+    assert _names(["a", "a"], {"cluster.inter_gbps_per_node": [None, 100.0], "training.recompute": ["none", "full"]}) \
+        == ["a (inter gbps per node not set, recompute none)", "a (inter gbps per node 100, recompute full)"]
+    assert _names(["a", "b"], {"training.recompute": ["none", "full"]}) == ["a", "b"]
