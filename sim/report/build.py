@@ -61,7 +61,7 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         simulation=Simulation(timeline.events, timeline.tasks, len(job.classes), job.ranks),
         group_ranks={name: job.communicators[c].size
                      for name, c in zip(program.communicators, simulated.communicators, strict=True) if c >= 0},
-        features=features(scenario, lowered, gpu.arch),
+        features=features(scenario, lowered, gpu.kernels),
         _detail=Detail(lowered, machine, timeline, critical))
     if served is not None and result.bound == "compute" and waits_for_memory(program, gpu.peak_flops,
                                                                              gpu.memory_bandwidth_bps):
@@ -153,7 +153,7 @@ def _warnings(result: Result) -> list[str]:
     if cluster.gpus_per_node > 1 and not Topology.from_mapping(cluster.template()).intra.peers:
         found.append(f"network: GPUs of this kind of node ({result.gpu}) do not reach one another over PCIe: what goes "
                      "between them takes the way through the host, whose pace has not been measured")
-    if not result.validated.count:
+    if not result.validated.count or result.validated.generations:
         kind = result.features
         found.append(f"validation: no published run of this kind ({kind.strategy}, {kind.generation}, "
                      f"{kind.framework}, {kind.gpus:,} GPU{'s' * (kind.gpus > 1)}) has been "
