@@ -118,8 +118,8 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
         out: SQLite file of outcomes (see `sim.sizing.store`); `resume` goes on with one that is there.
         workers: processes; they do not change what is found or simulated.
         dask: address of a Dask scheduler, whose workers simulate instead.
-        seconds: go on no longer than this once simulation has begun; what is found then is the best so far, with its
-            gap.
+        seconds: of wall clock from this call: then stop simulating; what is found by then is the best so far, with its
+            gap. Listing layouts and bounding them cannot be cut short, nor can a round of simulations; one always runs.
         price: what a GPU-hour costs, as `--price` says it (`sim.sizing.prices`); a wish with a price keeps its own.
         interrupted: asked between rounds of simulations; True ends the search as `seconds` does.
         progress: told (simulated, next bound, best value) after every round.
@@ -155,8 +155,7 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
         def stop() -> bool:
             if progress is not None:
                 progress(len(runner.rows), math.nan, math.nan)
-            began = min((one.began for one in (runner, free) if one.began is not None), default=math.inf)
-            return interrupted() or time.monotonic() - began > seconds
+            return interrupted() or (bool(runner.rows or free.rows) and time.monotonic() - started > seconds)
 
         result = search(ranking.values, runner.values, top, stop=stop, tighten=ranking.tighten)
         if result.complete and not result.best and free.wish != wish:
