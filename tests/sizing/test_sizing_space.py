@@ -217,3 +217,16 @@ def test_a_schedule_that_the_scenario_runs_is_proposed_too() -> None:
     assert proposed("megatron", 2024, pipeline=2, schedule="zb-v") == {"1f1b", "interleaved", "zb-v"}
     asked = Choice([8], schedules=["zb-h1"])
     assert with_schedules(asked, scenario(software={"framework": "megatron"})) == asked
+
+
+def test_bounds_hold_where_blocks_with_a_window_alternate_with_others(once: Once) -> None:
+    """Stages and recomputed blocks are not alike: the first blocks of a pair are the quick ones."""
+    of = scenario(model={"preset": "gpt2", "layers": 6, "window": 64, "full_every": 2})
+    choice = Choice([8], micro_batch=[1], context=[1], tensor=[1, 2], strategies=["ddp", "fsdp"], schedules=["1f1b"])
+    base = _alone(of, None)
+    space, plain = build_space([base], choice), dump(base)
+    bound, rows = bounds(space), np.random.default_rng(0).choice(len(space), 24, replace=False)
+    for row in rows:
+        got = once(("", plain, space.sets(int(row)), 8))
+        assert bound.memory_bytes[row] <= got.device_used_bytes
+        assert not got.fits or 0.1 * got.step_time_s < bound.time_s[row] <= got.step_time_s
