@@ -96,10 +96,11 @@ class Validated:
         return f"{runs} {self._found()}{wider} (step predicted against measured)"
 
     def _found(self) -> str:
-        but = [name for name in self.differs if name != "generation"]
+        but = [name for name in self.differs if name not in ("generation", "chip")]
         kind = "like this" + (f" but for {' and '.join(but)}" if but else "")
         if self.generations:
-            kind += f" on another generation of GPU ({', '.join(self.generations)})"
+            other = "another chip of this generation" if "chip" in self.differs else "another generation of GPU"
+            kind += f" on {other} ({', '.join(self.generations)})"
         spread = "" if self.spread is None else f" ± {100 * self.spread:.0f}%"
         return f"{kind}: {_percent(self.mean_error or 0.0)}{spread}"
 
@@ -142,8 +143,7 @@ def validated(of: Features) -> Validated:
     for chips in _by_generation(of.generation):
         found = [(one, ignored) for ignored, factors in _SEARCHES if (one := _search(of, chips, ignored, factors))]
         if found:
-            elsewhere = of.generation not in chips
-            nearest, *others = (_summary(rows, ignored, elsewhere) for rows, ignored in found)
+            nearest, *others = (_summary(rows, _elsewhere(of.generation, chips) + ignored) for rows, ignored in found)
             enough = (one for one in others if one.count >= ENOUGH)
             return nearest if nearest.count >= ENOUGH else replace(nearest, wider=next(enough, None))
     return Validated(0)
@@ -170,12 +170,20 @@ def _search(of: Features, chips: tuple[str, ...], ignored: tuple[str, ...], fact
     return found
 
 
-def _summary(rows: list[_Row], ignored: tuple[str, ...], elsewhere: bool) -> Validated:
+def _elsewhere(own: str, chips: tuple[str, ...]) -> tuple[str, ...]:
+    """What chips differ in from a GPU's own: nothing, the chip alone (A100 and A10) or the generation too."""
+    if own in chips:
+        return ()
+    alike = any(own in row and set(chips) <= set(row) for generations in _GENERATIONS for row in generations)
+    return ("chip",) if alike else ("generation",)
+
+
+def _summary(rows: list[_Row], differs: tuple[str, ...]) -> Validated:
     errors = [error for _, _, error in rows]
     mean = sum(errors) / len(errors)
     spread = math.sqrt(sum((e - mean) ** 2 for e in errors) / (len(errors) - 1)) if len(errors) > 1 else None
-    chips = tuple(sorted({of.generation for _, of, _ in rows})) if elsewhere else ()
-    return Validated(len(errors), mean, spread, max(errors, key=abs), ("generation",) * elsewhere + ignored,
+    chips = tuple(sorted({of.generation for _, of, _ in rows})) if {"chip", "generation"} & {*differs} else ()
+    return Validated(len(errors), mean, spread, max(errors, key=abs), differs,
                      tuple(sorted({source for source, _, _ in rows})), chips)
 
 

@@ -80,13 +80,18 @@ def test_another_generation_counts_only_where_nothing_nearer_is(
     found = validated(RUN)
     assert set(found.sources) == set(taken.split(",")) - {""}
     assert set(found.generations) == ({*found.sources} - {"ga100"})
-    assert ("generation" in found.differs) == bool(found.generations)
+    assert found.differs == (() if taken in ("ga100", "") else ("chip",) if taken == "ga102" else ("generation",))
 
 
 def test_runs_of_another_generation_are_named(rows: list[tuple[str, Features, float]]) -> None:
     rows += [("v", replace(RUN, generation="volta", framework="pytorch"), e) for e in (-0.02, -0.02)]
     assert str(validated(RUN)) == ("2 published runs like this but for framework on another generation of GPU (volta): "
                                    "−2% ± 0% (step predicted against measured)")
+
+
+def test_an_a100_is_no_a10_though_of_one_generation(rows: list[tuple[str, Features, float]]) -> None:
+    rows += [("a", RUN, e) for e in (-0.02, -0.02)]
+    assert "on another chip of this generation (ga100): −2%" in str(validated(replace(RUN, generation="ga102")))
 
 
 def test_a_run_like_none_says_so(rows: list[tuple[str, Features, float]]) -> None:
