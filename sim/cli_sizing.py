@@ -50,7 +50,8 @@ from sim.errors import Fault, UserError
 @click.option("--top", type=click.IntRange(1, 1000), default=10, show_default=True, help="How many of the best.")
 @click.option("--out", type=click.Path(dir_okay=False), help="SQLite file that results stream into.")
 @click.option("--resume", is_flag=True, help="Go on with the file of --out.")
-@click.option("--seconds", type=Finite(min=0), help="Simulate no longer; the best so far, with its gap.")
+@click.option("--seconds", type=Finite(min=0), help="From the start of the command: then stop simulating and tell the "
+              "best so far, with its gap.")
 @click.option("--workers", type=click.IntRange(1, 1024), help="Processes; default one for each CPU.")
 @click.option("--dask", metavar="ADDRESS", help="Dask scheduler whose workers simulate instead, tcp://host:port.")
 @json_option("the result")
@@ -64,6 +65,7 @@ def size(ctx: click.Context, scenario: str, sets: tuple[str, ...], gpus: str, cl
          memory_margin: float, json_to: str | None, csv_to: str | None, parquet_to: str | None,
          report_to: str | None) -> None:
     """Search layouts, clusters and numbers of GPUs for the best configuration."""
+    started = time.monotonic()
     from sim import sizing
     from sim.api import load
     from sim.sizing import export
@@ -91,7 +93,7 @@ def size(ctx: click.Context, scenario: str, sets: tuple[str, ...], gpus: str, cl
     wish = sizing.Wish(objective, 1.0 if steps is None else steps,
                        asked.deadline if asked is not None and steps is not None else None, budget,
                        memory_margin * 2**30)
-    longest_s = math.inf if seconds is None else seconds
+    longest_s = math.inf if seconds is None else seconds - (time.monotonic() - started)
     with _first_interrupt() as interrupted:
         found = sizing.size(loaded, sizing.Choice(sizing.counts(gpus)), wish,
                             clusters=_clusters(clusters), offload=_listed(offload), overlap_p2p=overlap_p2p,

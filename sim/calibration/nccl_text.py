@@ -15,6 +15,8 @@ _KIND = {"alltoall": "all_to_all", "sendrecv": "send_recv"}
 _RANK = re.compile(r"^#\s+Rank\s+(\d+)\s.*?\bon\s+(\S+)\s+device")
 _THREADS = re.compile(r"nThreads?\s+(\d+)\s+nGpus\s+(\d+)")
 _VERSION = re.compile(r"NCCL version\s+([\d.]+)")
+#: NCCL_VERSION_CODE in the head of nccl-tests 2.17 and later (recalled): 22703 is 2.27.3.
+_LIBRARY = re.compile(r"nccl-library=(\d)(\d\d)(\d\d)\b")
 _REDUCTIONS = ("sum", "prod", "max", "min", "avg", "all", "mulsum", "none")
 
 
@@ -63,6 +65,8 @@ def parse(text: str, file: str = "") -> list[Run]:
             current.processes = "one" if int(found.group(1)) * int(found.group(2)) > 1 else "gpu"
         if found := _VERSION.search(line):
             current.version = found.group(1)
+        elif found := _LIBRARY.search(line):
+            current.version = ".".join(str(int(part)) for part in found.groups())
         if rank:
             ranks.add(int(rank.group(1)))
             hosts.add(rank.group(2))

@@ -18,6 +18,7 @@ from sim.calibration.nccl_sweeps import LEAST_BYTES, Sweep, sweep_of, topology_m
 from sim.calibration.nccl_text import Run, parse
 from sim.errors import Fault, UserError
 from sim.network.figures import catalogue
+from sim.network.site import TODAY
 
 #: A figure that moved less than this (relative) stays the catalogue's.
 _MOVED = 0.01
@@ -60,7 +61,8 @@ def calibrate_nccl(text_file: str | Path, topology: str | Path | Mapping[str, An
     """Fit the network's figures to a cluster's nccl-tests output.
 
     Args:
-        text_file: the programs' standard output, any number of tables and operations.
+        text_file: the programs' standard output, any number of tables and operations. Where it does not tell NCCL's
+            version, that is today's, as for `drystep collective`.
         topology: the cluster: a name of `topologies/`, a path or a mapping. Ranks and hosts come from the text.
         out: where to write the topology with its `links`, for `cluster.topology` of a scenario; None writes nothing.
 
@@ -116,7 +118,7 @@ def _sweep(run: Run, mapping: Mapping[str, Any], file: str) -> Sweep:
         raise UserError(Fault(f"{ranks} ranks on {nodes} hosts do not fit nodes of {per_node} GPUs", file=file,
                               line=run.line))
     entry = {"id": run.op, "op": run.op, "ranks": ranks, "cluster": {"nodes": nodes, "gpus_per_node": ranks // nodes},
-             "nccl": run.version, "harness": {"processes": run.processes},
+             "nccl": run.version or ".".join(map(str, TODAY)), "harness": {"processes": run.processes},
              "rows": [(size, time) for size, time, _ in run.rows]}
     sweep = sweep_of(entry, mapping)
     if not bool(sweep.counted.any()):

@@ -66,14 +66,29 @@ def replayed(program: Program, limit_bytes: int, allocated_bytes: int) -> Reserv
     if allocated_bytes + free <= limit_bytes + _MARGINS[0]:
         return Reserved(held)
     # The replay's fragmentation is an estimate: published runs went through that it would stop, so what PyTorch
-    # allocates alone decides whether a job fits.
+    # allocates alone decides whether a job fits. What such a run pays is what it pays with the least memory that the
+    # replay gets through with: nothing would make the jobs nearest to the limit the quickest.
     answers: list[Reserved] = []
     for margin in _MARGINS:  # from the least memory on: what needs no retry there is taken to need none with more
         fits = allocated_bytes + free <= limit_bytes + margin or bool(answers and answers[-1].retries == 0)
         answers.append(Reserved(free) if fits else under_pressure(program, limit_bytes + margin))
-    going = [answer for answer in answers if answer.retries is not None] or [Reserved(free)]
+    going = [answer for answer in answers if answer.retries is not None] or [
+        _with_more(program, limit_bytes, allocated_bytes + free)]
     return Reserved(held, fmean(answer.retries or 0.0 for answer in going),
                     fmean(answer.released_bytes for answer in going))
+
+
+def _with_more(program: Program, limit_bytes: int, enough_bytes: int) -> Reserved:
+    """The answer with the least memory above the margins that saves the step, to half as much again: 1, 1.5, 2, 3 …
+    GiB; with `enough_bytes` nothing is given back."""
+    more = 2**30
+    while limit_bytes + more < enough_bytes:
+        for extra in (more, more * 3 // 2):
+            answer = under_pressure(program, limit_bytes + extra)
+            if answer.retries is not None:
+                return answer
+        more *= 2
+    return Reserved(0)
 
 
 def fragmentation_bytes(program: Program) -> int:

@@ -126,6 +126,7 @@ class Layer:
         shared: parameters of an earlier layer that this one multiplies by or looks up (a tied head).
         program: the module code behind it, for its memory (`sim.model.eager`); None: estimated from `saved`.
         frozen: tensors that are not trained and so are no `parameters`.
+        window: tokens that a query of a block attends to, 0 = all.
     """
 
     kind: str
@@ -135,6 +136,7 @@ class Layer:
     shared: tuple[Parameter, ...] = ()
     program: Program | None = field(default=None, compare=False)
     frozen: tuple[Frozen, ...] = ()
+    window: int = 0
 
     @property
     def weights(self) -> tuple[Parameter | Frozen, ...]:

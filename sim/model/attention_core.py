@@ -86,9 +86,10 @@ def _flash(style: Style) -> Operator:
     for every sequence and skips nothing, since the mask is part of it.
     """
     seq_k, causal = style.keys, style.causal and not style.biased
-    if style.window and causal:
-        whole = style.sequence * style.context
-        seq_k, causal = round(_band(whole, style.window) / (whole * style.context)), False
+    whole = style.sequence * style.context
+    if 0 < style.window < whole and causal:
+        pairs = _chunks(whole, style.window) if style.chunked else _band(whole, style.window)
+        seq_k, causal = round(pairs / (whole * style.context)), False
     groups, keys_width = (style.heads, style.query_width) if repeated(style) else (style.kv_heads, style.kv_width)
     shape = (style.batch, style.heads, groups, style.sequence, seq_k, style.head_dim)
     flops = 4.0 * style.batch * style.sequence * seq_k * style.query_width
@@ -142,6 +143,12 @@ def _reading_s(stack: Stack) -> float:
 def _band(sequence: int, window: int) -> int:
     """Pairs (query, key) of a causal band: query i meets min(i + 1, window) keys."""
     return sequence * window - window * (window - 1) // 2
+
+
+def _chunks(sequence: int, chunk: int) -> int:
+    """Pairs (query, key) of causal attention within chunks, the last of which may be shorter."""
+    whole, rest = divmod(sequence, chunk)
+    return whole * chunk * (chunk + 1) // 2 + rest * (rest + 1) // 2
 
 
 def _eager(style: Style) -> Operator:

@@ -16,7 +16,7 @@ from sim.model.mlp import mlp_operators
 from sim.model.norms import norm_operator
 from sim.model.relative import table_operator
 from sim.model.residual import residual_operators
-from sim.model.style import Program, Style
+from sim.model.style import Experts, Program, Style
 
 _NORMS = {"plain": ("ln1", "ln2"), "gpt2": ("ln_1", "ln_2"),
           "transformers": ("input_layernorm", "post_attention_layernorm"),
@@ -25,15 +25,27 @@ _NORMS = {"plain": ("ln1", "ln2"), "gpt2": ("ln_1", "ln_2"),
 
 def decoder(style: Style) -> Architecture:
     """Embedding, blocks, head. Blocks that are alike are one object."""
-    dense = _block(replace(style, experts=None))
-    mixed = dense if style.experts is None else _block(style)
-    blocks = [mixed if _is_mixture(style, number) else dense for number in range(style.layers)]
+    kinds = [_kind(style, number) for number in range(style.layers)]
+    styles = {kind: replace(style, experts=kind[0], window=kind[1]) for kind in dict.fromkeys(kinds)}
+    made = {kind: _block(one) for kind, one in styles.items()}
+    blocks = [made[kind] for kind in kinds]
     if style.biased:
-        first = style if blocks[0] is mixed else replace(style, experts=None)
-        blocks[0] = _block(first, "relative_attention_bias")
+        blocks[0] = _block(styles[kinds[0]], "relative_attention_bias")
     embedding = replace(embedding_layer(style), program=Program("embedding", style))
     head = replace(head_layer(style), program=Program("head", style))
     return Architecture((embedding, *blocks, head), style.tied, style.batch, style.sequence)
+
+
+def _kind(style: Style, number: int) -> tuple[Experts | None, int]:
+    """What tells block `number` from others: its experts and its window."""
+    return style.experts if _is_mixture(style, number) else None, 0 if _sees_all(style, number) else style.window
+
+
+def _sees_all(style: Style, number: int) -> bool:
+    """Whether block `number` attends to all tokens though the model has a window: the ones at the start, then the last
+    of every so many."""
+    behind = number + 1 - style.first_full
+    return behind < 1 or (style.full_every > 0 and behind % style.full_every == 0)
 
 
 def _is_mixture(style: Style, number: int) -> bool:
@@ -69,7 +81,8 @@ def _block(style: Style, table: str = "") -> Layer:
     parameters = _registered(style, norm1_parameters, attention_parameters, norm2_parameters, mlp_parameters)
     # latent attention and score biases have no module code for their memory yet: it is estimated
     written = style.latent is None and not style.biased
-    return replace(block_layer(style, operators, parameters), program=Program("block", style) if written else None)
+    return replace(block_layer(style, operators, parameters), window=style.window,
+                   program=Program("block", style) if written else None)
 
 
 def _registered(

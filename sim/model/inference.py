@@ -86,11 +86,9 @@ class Rank:
         """Slices of the model."""
         return self.style.tensor
 
-    @property
-    def keys(self) -> int:
-        """Keys a new token meets."""
-        whole = self.cached + self.style.sequence
-        return min(whole, self.style.window) if self.style.window else whole
+    def keys(self, layer: Layer) -> int:
+        """Keys a new token meets in a block."""
+        return _held(self.cached + self.style.sequence, layer)
 
     def architecture(self) -> Architecture:
         """The slice's layers."""
@@ -110,27 +108,27 @@ class Rank:
             if cut and op.name.startswith("residual") and (number == last_add or not style.parallel_block):
                 yield Sum("all_reduce", style.tokens * style.hidden, style.act)
             if op.core:
-                yield self._cache_update()
-            for kernel in self._core() if op.core and self.cached else op.forward:
+                yield self._cache_update(layer)
+            for kernel in self._core(self.keys(layer)) if op.core and self.cached else op.forward:
                 yield from self._stored_product(kernel) if layer.kind == "block" else (kernel,)
         if cut and layer.kind == "embedding":
             yield Sum("all_reduce", style.tokens * style.hidden, style.weight)
         if layer.kind == "head":
             yield from self._sample()
 
-    def _cache_update(self) -> Kernel:
+    def _cache_update(self, layer: Layer) -> Kernel:
         style = self.style
-        rows = style.batch * (self.keys if self.weights.appended else style.sequence)
+        rows = style.batch * (self.keys(layer) if self.weights.appended else style.sequence)
         return elementwise("cache_update", rows * cache_width(style), 2 * width(style.act), style.act, 2, "attention")
 
-    def _core(self) -> tuple[Kernel, ...]:
+    def _core(self, keys: int) -> tuple[Kernel, ...]:
         """One query per sequence and head over the cache, which is read once."""
-        style = replace(self.style, memory=self.keys, causal=False, window=0)
+        style = replace(self.style, memory=keys, causal=False, window=0)
         if style.latent is None:
             return core_operator(style).forward
         rank, rope = style.latent.kv_rank, style.latent.rope
         style = replace(style, latent=None, kv_heads=1, head_dim=(2 * rank + rope) // 2)
-        twice = style.batch * self.keys * rank * width(style.act)  # keys and values are the same columns, read once
+        twice = style.batch * keys * rank * width(style.act)  # keys and values are the same columns, read once
         return tuple(replace(k, bytes=k.bytes - twice) if k.op == "attention" else k
                      for k in core_operator(style).forward)
 
@@ -178,14 +176,16 @@ class Rank:
             return stored_bytes(parameter.shape, self.weights.dtype)
         return parameter.numel * width(self.style.weight)
 
-    def cache_bytes(self, tokens: int, layers: int) -> int:
-        """Bytes of the cache of `layers` blocks for `tokens` tokens of each sequence.
+    def cache_bytes(self, tokens: int, layers: Sequence[Layer]) -> int:
+        """Bytes of the cache of the blocks among `layers` for `tokens` tokens of each sequence.
 
-        2 (keys and values) · kv heads · head width per token and block; latent: compression rank + rotary width.
+        2 (keys and values) · kv heads · head width per token and block; latent: compression rank + rotary width. Blocks
+        with a window keep so many of the latest, chunked or not (transformers 5.23 cache_utils.py,
+        DynamicSlidingWindowLayer).
         """
         style = self.style
-        kept = min(tokens, style.window) if style.window else tokens
-        return round(style.batch * kept * layers * cache_width(style) * width(style.act))
+        kept = sum(_held(tokens, layer) for layer in layers if layer.kind == "block")
+        return round(style.batch * kept * cache_width(style) * width(style.act))
 
     def transient_bytes(self, layers: Sequence[Layer]) -> int:
         """The most a forward pass through `layers` holds at once beside weights and cache: no tensor is kept, so the
@@ -203,15 +203,16 @@ class Rank:
         if style.autocast or (self.weights.dtype and not self.weights.fused and self.weights.dtype != "int8"):
             expanded = e * max(k.shape[2] * k.shape[3] * k.shape[0] for op in layer.operators for k in op.forward
                                if k.op == "gemm" and k.category == "gemm")
-        old = style.batch * cache_width(style) * e * self.keys if self.weights.appended else 0.0
-        return 2 * stream + max(self._attention_peak() + old, expanded + self._mlp_peak())
+        keys = self.keys(layer)
+        old = style.batch * cache_width(style) * e * keys if self.weights.appended else 0.0
+        return 2 * stream + max(self._attention_peak(keys) + old, expanded + self._mlp_peak())
 
-    def _attention_peak(self) -> float:
+    def _attention_peak(self, keys: int) -> float:
         style, e = self.style, width(self.style.act)
         projected = style.tokens * (style.query_width + 2 * style.kv_width) * e
         scores = 0.0
         if not uses_flash(style):
-            elements = style.batch * style.heads * style.sequence * self.keys
+            elements = style.batch * style.heads * style.sequence * keys
             scores = elements * (e + width(softmax_dtype(style)))
         return 2 * projected + scores
 
@@ -234,7 +235,12 @@ def rank_of(style: Style, batch: int, new: int, cached: int, weights: Weights) -
 
 @lru_cache(maxsize=64)
 def _decoder(style: Style) -> Architecture:
-    return decoder(replace(style, window=style.window if style.window < style.sequence else 0))
+    return decoder(style)
+
+
+def _held(tokens: int, layer: Layer) -> int:
+    """Of so many tokens of a sequence, those that a block still attends to."""
+    return min(tokens, layer.window) if layer.window else tokens
 
 
 def cache_width(style: Style) -> int:

@@ -79,7 +79,8 @@ class Style:
             the module's weights as kernels see them; gradient: dtype the weight gradients accumulate in; widened: dtype
             a kept gradient is copied to as soon as it is complete, "" = it stays as it came.
         autocast: weights are fp32 and cast to `act` where they are used.
-        window: keys each query sees, 0 = all.
+        window: keys each query sees, 0 = all; of a chunk of the sequence, if `chunked`.
+        full_every, first_full: one block of so many behind the first so many sees all keys, and so do these.
         tensor, context, expert: slices the width, the sequence, the experts are cut into.
         arrives_narrow: weights are gathered in the products' narrow dtype (torchao's enable_fsdp_float8_all_gather).
         gathers: keys and values of the whole sequence are gathered before attention, else they go round a ring.
@@ -132,6 +133,9 @@ class Style:
     scattered: bool = False
     tuned: Tuned | None = None
     widened: str = ""
+    full_every: int = 0
+    first_full: int = 0
+    chunked: bool = False
 
     @property
     def stream(self) -> Style:
@@ -310,6 +314,7 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
         stack=stack, tensor=tensor, context=context, expert=scenario.parallel.expert, arrives_narrow=narrow,
         gathers=scenario.parallel.context_exchange == "all-gather" and context > 1,
         scattered=scenario.parallel.sequence_parallel and tensor > 1, tuned=tuned,
+        full_every=model.full_every or 0, first_full=model.first_full, chunked=bool(model.chunked_window),
         widened=gradient if whole and tuned is None and DTYPE_BYTES[gradient] > DTYPE_BYTES[weight] else "",
     )
 

@@ -17,7 +17,7 @@ from sim.network.collectives import candidates
 from sim.network.fair_share import LinkId, fair_share
 from sim.network.jitter import rendezvous_s
 from sim.network.routes import Placement, place
-from sim.network.site import Site
+from sim.network.site import TODAY, Site
 from sim.network.topology import Topology, speeds, staged_channels
 from sim.network.trouble import check_links, detours, links_of
 
@@ -191,7 +191,7 @@ def allowed(kind: str, site: Site, nccl: Mapping[str, Any]) -> list[Candidate]:
 def release(nccl: Mapping[str, Any]) -> tuple[int, ...]:
     """NCCL's (major, minor) of its `version`, that of today where it is not told."""
     told = re.match(r"\s*v?(\d+)\.(\d+)", str(nccl.get("version") or ""))
-    return (int(told[1]), int(told[2])) if told else (2, 30)
+    return (int(told[1]), int(told[2])) if told else TODAY
 
 
 def choose(options: Sequence[tuple[Candidate, float]], size_bytes: int) -> tuple[Candidate, float]:

@@ -17,6 +17,8 @@ _GB = 1e9
 _INFINITE = float("inf")
 #: Compute capability (times ten) of GPUs that read over NVLink.
 _READING = 80
+#: NCCL's release, (major, minor), wherever a cluster or a table does not tell its own.
+TODAY = (2, 30)
 #: Release from which a plugin may bring a tuner (ncclTunerPlugin_v2; a log of AWS's beside NCCL 2.20.3).
 _TUNER_PLUGIN = (2, 19)
 #: Links to one peer from which a pair of GPUs no longer fills them all (pair_share); the one or two of a V100 it does.
@@ -46,7 +48,7 @@ class Site:
     figures: Figures
     judged: Speeds
     channels: int | None = None
-    version: tuple[int, ...] = (2, 30)
+    version: tuple[int, ...] = TODAY
     one_sided: bool = False
 
     @property

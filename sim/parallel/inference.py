@@ -145,7 +145,7 @@ class _Stage:
         held = sum(final.weight_bytes(layer) for layer in layers)
         if self.depth > 1 and self.stage == self.depth - 1:
             held += final.shared_bytes(layers[-1])
-        self.cache_bytes = final.cache_bytes(run.prompt + run.generate, sum(la.kind == "block" for la in layers))
+        self.cache_bytes = final.cache_bytes(run.prompt + run.generate, layers)
         self.builder.resident += [("weights", round(held), "parameters"),
                                   ("cache of keys and values", self.cache_bytes, "kv_cache"),
                                   ("tokens", run.batch * (run.prompt + run.generate) * _TOKEN_BYTES, "buffers")]

@@ -22,6 +22,21 @@ def overlap_in_vain(scenario: Scenario) -> list[str]:
             f"{software.year} reduces them when its pipeline has ended"]
 
 
+def schedule_of_another(scenario: Scenario) -> list[str]:
+    """A warning where a pipeline's schedule is none that the stack's own releases have (the fact `pipeline_schedules`
+    of its profile): it is simulated as such a stack would run it, which is a fork's to do."""
+    parallel, software = scenario.parallel, scenario.software
+    if parallel.pipeline == 1 or scenario.training.mode != "train":
+        return []
+    had = stack_for(software.framework, software.year, software.compile, software.versions, software.modules,
+                    fused=software.fused, cuda_graphs=software.cuda_graphs).schedules
+    if parallel.schedule in had:
+        return []
+    others = f"it has {', '.join(had)}" if had else "nor any other"
+    return [f"software: {software.framework} of {software.year} has no schedule {parallel.schedule} ({others}): the "
+            "step is that of a fork which has it"]
+
+
 def algorithm_in_vain(scenario: Scenario) -> list[str]:
     """A warning where `software.nccl.algorithm` is one that nothing of this cluster can run: NCCL itself would refuse
     ("no algorithm/protocol available", 2.29.7 src/enqueue.cc); here it chooses as if nothing were asked."""

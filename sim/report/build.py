@@ -9,7 +9,7 @@ from sim.engine import Machine, Timeline
 from sim.network import Topology
 from sim.parallel import Lowered
 from sim.program import Kind
-from sim.report.asked import algorithm_in_vain, overlap_in_vain
+from sim.report.asked import algorithm_in_vain, overlap_in_vain, schedule_of_another
 from sim.report.breakdown import COMPUTE_STREAM, bound, kernel_counts, of_rank, step_flops
 from sim.report.budget import budget_result
 from sim.report.columns import Columns, of_class
@@ -61,7 +61,7 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         simulation=Simulation(timeline.events, timeline.tasks, len(job.classes), job.ranks),
         group_ranks={name: job.communicators[c].size
                      for name, c in zip(program.communicators, simulated.communicators, strict=True) if c >= 0},
-        features=features(scenario, lowered, gpu.arch),
+        features=features(scenario, lowered, gpu.kernels),
         _detail=Detail(lowered, machine, timeline, critical))
     if served is not None and result.bound == "compute" and waits_for_memory(program, gpu.peak_flops,
                                                                              gpu.memory_bandwidth_bps):
@@ -128,8 +128,8 @@ def _warnings(result: Result) -> list[str]:
     if not memory.use.steady:
         leaks = {name: size for name, size in memory.use.net_bytes.items() if size}
         found.append(f"memory: the step does not return to the level at which it began ({leaks})")
-    for asked_in_vain in (unusual_queues, overlap_in_vain, algorithm_in_vain):
-        found += asked_in_vain(result.scenario)
+    for asked in (unusual_queues, overlap_in_vain, algorithm_in_vain, schedule_of_another):
+        found += asked(result.scenario)
     loading = result.data_loading
     if loading.waiting_s > 0:
         found.append(f"data: training needs {loading.bytes_per_step / loading.work_s / 1e9:.3g} GB/s per node and "
@@ -153,7 +153,7 @@ def _warnings(result: Result) -> list[str]:
     if cluster.gpus_per_node > 1 and not Topology.from_mapping(cluster.template()).intra.peers:
         found.append(f"network: GPUs of this kind of node ({result.gpu}) do not reach one another over PCIe: what goes "
                      "between them takes the way through the host, whose pace has not been measured")
-    if not result.validated.count:
+    if not result.validated.count or result.validated.generations:
         kind = result.features
         found.append(f"validation: no published run of this kind ({kind.strategy}, {kind.generation}, "
                      f"{kind.framework}, {kind.gpus:,} GPU{'s' * (kind.gpus > 1)}) has been "

@@ -8,6 +8,7 @@ from typing import Any
 from sim.catalog import table
 from sim.errors import Fault, nearest
 from sim.scenario.checks_experts import mixture, spread
+from sim.scenario.checks_windows import windows
 from sim.scenario.defaults import SHARDED
 from sim.scenario.document import Document
 from sim.scenario.findings import Finding, divisors_near
@@ -81,7 +82,7 @@ def check(written: Scenario, scenario: Scenario, document: Document) -> list[Fau
     """Every impossible combination of a scenario whose fields are each well-formed."""
     findings: list[Finding] = [*_cluster(written, scenario), *_layout(written, scenario)]
     laid_out = not findings  # else the number of replicas means nothing
-    rules = (trouble, _model, mixture, _tensor, _context, _pipeline, _modes, _tokens)
+    rules = (trouble, _model, mixture, windows, _tensor, _context, _pipeline, _modes, _tokens)
     for rule in (*rules, _batch, _sharding, spread) if laid_out else rules:
         findings += rule(written, scenario)
     return [document.fault(path, message, hint) for path, message, hint in findings]

@@ -2,8 +2,7 @@
 
 Keys and class defaults: transformers, src/transformers/models/<family>/configuration_<family>.py. Biases that only some
 matrices have (Qwen2: query, key, value) and norms of queries, keys and outputs (Qwen 3, OLMo 2, Gemma 2 and 3) are left
-out: a few thousand parameters per block. So are windows that some blocks have (Gemma 2 and 3): here all attend to all
-tokens.
+out: a few thousand parameters per block, as are attention sinks (gpt-oss).
 """
 
 from __future__ import annotations
@@ -13,81 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sim.errors import Fault, UserError, nearest
+from sim.errors import Fault, UserError
 from sim.scenario.document import beside, describe, read_text
-
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu",
-    "gelu_fast": "gelu",
-    "relu": "relu",
-    "gelu_pytorch_tanh": "gelu",
-    "quick_gelu": "gelu",
-}
+from sim.scenario.hf_config import Config
+from sim.scenario.hf_windows import MOST_BLOCKS, patterned, window_of
 
 
-class _Config:
-    """A config with typed look-ups; what is missing or mistyped becomes a fault."""
-
-    def __init__(self, values: dict[str, Any], shown: str, text: str) -> None:
-        self.values, self.shown, self._text = values, shown, text
-        self.faults: list[Fault] = []
-
-    def whole(self, *keys: str, default: int | None = None) -> int:
-        """A whole number under the first of `keys` that is there."""
-        for key in keys:
-            value = self.values.get(key)
-            if value is not None:
-                if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-                    return value
-                self._fault(key, f"expected a whole number, not {describe(value)}")
-                return 1
-        if default is None:
-            self._fault(keys[0], f"the config has no '{keys[0]}'")
-            return 1
-        return default
-
-    def optional(self, key: str) -> int | None:
-        """A whole number, or None where it is absent or null."""
-        return self.whole(key, default=0) or None
-
-    def flag(self, key: str, default: bool) -> bool:
-        """A boolean."""
-        value = self.values.get(key, default)
-        if not isinstance(value, bool):
-            self._fault(key, f"expected true or false, not {describe(value)}")
-            return default
-        return value
-
-    def activation(self, *keys: str, default: str) -> str:
-        """Our name of the activation under the first of `keys` that is there."""
-        for key in keys:
-            if self.values.get(key) is not None:
-                value = self.values[key]
-                if value in _ACTIVATIONS:
-                    return _ACTIVATIONS[value]
-                self._fault(
-                    key,
-                    f"the activation {describe(value)} is not known",
-                    nearest(str(value), _ACTIVATIONS) or f"known: {', '.join(_ACTIVATIONS)}",
-                )
-                return default
-        return default
-
-    def must(self, holds: bool, key: str, what: str) -> None:
-        """A fault at `key` where a model has something that cannot be said here."""
-        if not holds:
-            self._fault(key, f"{what} cannot be expressed", "give kind, layers, hidden, heads … in place of hf")
-
-    def _fault(self, key: str, message: str, hint: str = "") -> None:
-        at = self._text.find(f'"{key}"')
-        line = self._text.count("\n", 0, at) + 1 if at >= 0 else 0
-        self.faults.append(Fault(message, field=key, file=self.shown, line=line, hint=hint))
-
-
-def _sizes(c: _Config) -> dict[str, Any]:
+def _sizes(c: Config) -> dict[str, Any]:
     fields = {
         "layers": c.whole("num_hidden_layers"),
         "hidden": c.whole("hidden_size"),
@@ -103,7 +34,7 @@ def _sizes(c: _Config) -> dict[str, Any]:
     return fields
 
 
-def _llama(c: _Config, *, tied: bool = False, activation: str = "silu") -> dict[str, Any]:
+def _llama(c: Config, *, tied: bool = False, activation: str = "silu") -> dict[str, Any]:
     return {
         **_sizes(c),
         "gated_mlp": True,
@@ -115,23 +46,53 @@ def _llama(c: _Config, *, tied: bool = False, activation: str = "silu") -> dict[
     }
 
 
-def _windowed(c: _Config, *, always: bool) -> dict[str, Any]:
-    window = c.optional("sliding_window")
-    return {**_llama(c), **({"window": window} if window and (always or c.flag("use_sliding_window", False)) else {})}
+def _windowed(c: Config, *, always: bool, first: bool = False) -> dict[str, Any]:
+    """Llama's with a window in every block, in those behind `max_window_layers` only, or as `layer_types` has it."""
+    fields, window = _llama(c), c.optional("sliding_window")
+    if not (always or c.flag("use_sliding_window", False)):
+        return fields
+    return patterned(c, fields, window, first=c.whole("max_window_layers", default=28) if first else 0)
 
 
-def _gemma(c: _Config) -> dict[str, Any]:
+def _gemma(c: Config) -> dict[str, Any]:
     return _llama(c, tied=True, activation="gelu")
 
 
-def _mixtral(c: _Config) -> dict[str, Any]:
+def _gemma_3(c: Config) -> dict[str, Any]:
+    every = c.whole("sliding_window_pattern", "_sliding_window_pattern", default=6)
+    return patterned(c, _gemma(c), window_of(c, "sliding_window", 4096), every=every)
+
+
+def _gpt_oss(c: Config) -> dict[str, Any]:
+    fields = {**_llama(c), "bias": c.flag("attention_bias", True), "moe": {
+        "experts": c.whole("num_local_experts", default=128),
+        "top_k": c.whole("num_experts_per_tok", "experts_per_token", default=4)}}
+    return patterned(c, fields, window_of(c, "sliding_window", 128), every=2)
+
+
+def _llama_4(c: Config) -> dict[str, Any]:
+    """A shared expert as wide as a routed one; blocks without experts are wider."""
+    step = c.whole("interleave_moe_layer_step", default=1)
+    given, layers = c.values.get("moe_layers"), min(c.whole("num_hidden_layers"), MOST_BLOCKS)
+    c.must(given is None or given == list(range(step - 1, layers, max(1, step))), "moe_layers",
+           "this order of blocks with and without experts")
+    fields = {**_llama(c), "ffn": c.whole("intermediate_size_mlp", default=16384), "moe": {
+        "experts": c.whole("num_local_experts", default=16), "top_k": c.whole("num_experts_per_tok", default=1),
+        "expert_ffn": c.whole("intermediate_size", default=8192), "shared_experts": 1, "every": max(1, step)}}
+    rotary = c.values.get("no_rope_layers")  # 1 = rotary positions and a chunk, 0 = all tokens
+    kinds = [("full_attention", "chunked_attention")[bool(one)] for one in rotary] if isinstance(rotary, list) else []
+    return patterned(c, fields, window_of(c, "attention_chunk_size", 8192), chunked=True, kinds=kinds,
+                     every=c.whole("no_rope_layer_interval", default=4))
+
+
+def _mixtral(c: Config) -> dict[str, Any]:
     return {
         **_windowed(c, always=True),
         "moe": {"experts": c.whole("num_local_experts", default=8), "top_k": c.whole("num_experts_per_tok", default=2)},
     }
 
 
-def _deepseek(c: _Config) -> dict[str, Any]:
+def _deepseek(c: Config) -> dict[str, Any]:
     fields = _llama(c)
     fields.pop("head_dim", None)
     moe = {
@@ -154,48 +115,61 @@ def _deepseek(c: _Config) -> dict[str, Any]:
     return {**fields, "moe": moe, "mla": mla}
 
 
-def _qwen_moe(c: _Config) -> dict[str, Any]:
+def _qwen_2_moe(c: Config) -> dict[str, Any]:
+    """Windows, where asked for, alternate with full attention up to a block."""
+    window = c.optional("sliding_window") if c.flag("use_sliding_window", False) else None
+    most, layers = c.whole("max_window_layers", default=28), c.whole("num_hidden_layers")
+    kinds = [("full_attention", "sliding_attention")[i % 2 == 0 and i < most] for i in range(min(layers, MOST_BLOCKS))]
+    return _qwen_moe(c, patterned(c, _llama(c), window, kinds=kinds))
+
+
+def _qwen_moe(c: Config, attention: dict[str, Any]) -> dict[str, Any]:
     """Experts of Qwen 2 and 3; a shared expert is as wide as several routed ones."""
     width, shared = c.whole("moe_intermediate_size"), c.whole("shared_expert_intermediate_size", default=0)
     c.must(not c.values.get("mlp_only_layers"), "mlp_only_layers", "blocks without experts among blocks with them")
     c.must(width > 0, "moe_intermediate_size", "experts of no width")
     c.must(shared % max(1, width) == 0, "shared_expert_intermediate_size",
            f"a shared expert of {shared} beside experts of {width}")
-    return {**_windowed(c, always=False), "moe": {
+    return {**attention, "moe": {
         "experts": c.whole("num_experts"), "top_k": c.whole("num_experts_per_tok"), "expert_ffn": width,
         "shared_experts": shared // max(1, width), "every": c.whole("decoder_sparse_step", default=1)}}
 
 
-def _olmo(c: _Config) -> dict[str, Any]:
+def _olmo(c: Config) -> dict[str, Any]:
     """Its layer norms have no weights; here they have, a few thousand."""
     return {**_llama(c), "norm": "layernorm"}
 
 
-def _stablelm(c: _Config) -> dict[str, Any]:
+def _stablelm(c: Config) -> dict[str, Any]:
     return {**_llama(c), "norm": "layernorm", "parallel_block": c.flag("use_parallel_residual", False)}
 
 
-def _cohere(c: _Config) -> dict[str, Any]:
+def _cohere(c: Config) -> dict[str, Any]:
     return {**_llama(c, tied=True), "norm": "layernorm", "parallel_block": True}
 
 
-def _starcoder2(c: _Config) -> dict[str, Any]:
+def _cohere_2(c: Config) -> dict[str, Any]:
+    every = c.whole("sliding_window_pattern", default=4)
+    return patterned(c, _cohere(c), window_of(c, "sliding_window", 4096), every=every)
+
+
+def _starcoder2(c: Config) -> dict[str, Any]:
     c.must(c.values.get("mlp_type", "default") == "default", "mlp_type", "a gated MLP in this family")
     fields = {**_windowed(c, always=True), "gated_mlp": False, "norm": "layernorm", "bias": c.flag("use_bias", True)}
     return {**fields, "activation": c.activation("hidden_act", default="gelu"),
             "tied_embeddings": c.flag("tie_word_embeddings", True)}
 
 
-def _bigcode(c: _Config) -> dict[str, Any]:
+def _bigcode(c: Config) -> dict[str, Any]:
     return {**_gpt2(c), **({"kv_heads": 1} if c.flag("multi_query", True) else {})}
 
 
-def _gptj(c: _Config) -> dict[str, Any]:
+def _gptj(c: Config) -> dict[str, Any]:
     fields = {**_gpt2(c), "positions": "rotary", "parallel_block": True}
     return {**fields, "tied_embeddings": c.flag("tie_word_embeddings", False)}
 
 
-def _opt(c: _Config) -> dict[str, Any]:
+def _opt(c: Config) -> dict[str, Any]:
     hidden = c.whole("hidden_size")
     same = c.whole("word_embed_proj_dim", default=hidden) == hidden
     c.must(same, "word_embed_proj_dim", "embeddings of another width")
@@ -211,7 +185,7 @@ def _opt(c: _Config) -> dict[str, Any]:
     }
 
 
-def _bloom(c: _Config) -> dict[str, Any]:
+def _bloom(c: Config) -> dict[str, Any]:
     return {
         "layers": c.whole("n_layer", "num_hidden_layers"),
         "hidden": c.whole("hidden_size", "n_embed"),
@@ -222,7 +196,7 @@ def _bloom(c: _Config) -> dict[str, Any]:
     }
 
 
-def _falcon(c: _Config) -> dict[str, Any]:
+def _falcon(c: Config) -> dict[str, Any]:
     """7B has one head of keys and values, what is newer a few; attention and MLP stand side by side in both."""
     newer, heads = c.flag("new_decoder_architecture", False), c.whole("num_attention_heads", "n_head")
     several = c.whole("num_kv_heads", "n_head_kv", default=heads) if newer else (
@@ -243,7 +217,7 @@ def _falcon(c: _Config) -> dict[str, Any]:
     }
 
 
-def _mpt(c: _Config) -> dict[str, Any]:
+def _mpt(c: Config) -> dict[str, Any]:
     attention = c.values.get("attn_config")
     alibi = isinstance(attention, dict) and attention.get("alibi", True) is True
     hidden = c.whole("d_model")
@@ -260,7 +234,7 @@ def _mpt(c: _Config) -> dict[str, Any]:
     }
 
 
-def _phi(c: _Config) -> dict[str, Any]:
+def _phi(c: Config) -> dict[str, Any]:
     return {
         **_sizes(c),
         "activation": c.activation("hidden_act", default="gelu"),
@@ -270,7 +244,7 @@ def _phi(c: _Config) -> dict[str, Any]:
     }
 
 
-def _gpt2(c: _Config) -> dict[str, Any]:
+def _gpt2(c: Config) -> dict[str, Any]:
     fields = {
         "layers": c.whole("n_layer"),
         "hidden": c.whole("n_embd"),
@@ -284,7 +258,7 @@ def _gpt2(c: _Config) -> dict[str, Any]:
     return {**fields, **({"ffn": inner} if inner else {})}
 
 
-def _gpt_neox(c: _Config) -> dict[str, Any]:
+def _gpt_neox(c: Config) -> dict[str, Any]:
     return {
         **_sizes(c),
         "activation": c.activation("hidden_act", default="gelu"),
@@ -294,11 +268,11 @@ def _gpt_neox(c: _Config) -> dict[str, Any]:
     }
 
 
-def _bert(c: _Config) -> dict[str, Any]:
+def _bert(c: Config) -> dict[str, Any]:
     return {**_sizes(c), "kind": "encoder", "activation": c.activation("hidden_act", default="gelu")}
 
 
-def _t5(c: _Config) -> dict[str, Any]:
+def _t5(c: Config) -> dict[str, Any]:
     projection = str(c.values.get("feed_forward_proj", "relu"))
     layers = c.whole("num_layers")
     return {
@@ -320,14 +294,16 @@ def _t5(c: _Config) -> dict[str, Any]:
     }
 
 
-_FAMILIES: dict[str, Callable[[_Config], dict[str, Any]]] = {
+_FAMILIES: dict[str, Callable[[Config], dict[str, Any]]] = {
     "llama": _llama,
     "mistral": lambda c: _windowed(c, always=True),
-    "qwen2": lambda c: _windowed(c, always=False),
-    "qwen3": lambda c: _windowed(c, always=False),
+    "qwen2": lambda c: _windowed(c, always=False, first=True),
+    "qwen3": lambda c: _windowed(c, always=False, first=True),
     "gemma": _gemma,
-    "gemma2": _gemma,
-    "gemma3_text": _gemma,
+    "gemma2": lambda c: patterned(c, _gemma(c), window_of(c, "sliding_window", 4096), every=2),
+    "gemma3_text": _gemma_3,
+    "gpt_oss": _gpt_oss,
+    "llama4_text": _llama_4,
     "phi": _phi,
     "phi3": lambda c: _windowed(c, always=True),
     "gpt2": _gpt2,
@@ -335,15 +311,17 @@ _FAMILIES: dict[str, Callable[[_Config], dict[str, Any]]] = {
     "bert": _bert,
     "t5": _t5,
     "mixtral": _mixtral,
-    "qwen2_moe": _qwen_moe,
-    "qwen3_moe": _qwen_moe,
+    "qwen2_moe": _qwen_2_moe,
+    "qwen3_moe": lambda c: _qwen_moe(c, _windowed(c, always=False)),
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
     "granite": lambda c: _llama(c, tied=True),
     "olmo": _olmo,
     "olmo2": _llama,
+    "olmo3": lambda c: patterned(c, _llama(c), window_of(c, "sliding_window", 4096), every=4),
     "stablelm": _stablelm,
     "cohere": _cohere,
+    "cohere2": _cohere_2,
     "starcoder2": _starcoder2,
     "gpt_bigcode": _bigcode,
     "gptj": _gptj,
@@ -381,7 +359,7 @@ def read_config(folder: Path, written: str) -> dict[str, Any]:
         message = "the config has no 'model_type'" if family is None else (
             f"models of the type {describe(family).removeprefix('the text ')} are not known")
         raise UserError(Fault(message, field="model_type", file=shown, hint=hint))
-    config = _Config(values, shown, text)
+    config = Config(values, shown, text)
     fields = _FAMILIES[family](config)
     if config.faults:
         raise UserError(config.faults)

@@ -113,6 +113,10 @@ class Model(Table):
     moe: Moe | None = has(None, "mixture of experts")
     mla: Mla | None = has(None, "latent attention")
     window: Tokens | None = has(None, "sliding-window attention, tokens")
+    full_every: Annotated[int, Field(ge=2, le=10_000_000)] | None = has(
+        None, "of a model with a window, one block of every so many attends to all tokens; none = no block does")
+    first_full: LayersOrNone = has(0, "blocks at the start that attend to all tokens, whatever the window")
+    chunked_window: bool = has(False, "the window is a chunk: tokens attend to those of their own chunk alone")
     parallel_block: bool = has(False, "attention and MLP side by side")
     table: Text | None = has(None, "path of a CSV of layers, for kind layers")
 

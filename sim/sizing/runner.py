@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,13 +26,11 @@ class Runner:
         self.space, self.plain, self.wish, self.store, self.pool = space, plain, wish, store, pool
         self.heads = [hashlib.sha256(json.dumps(p, sort_keys=True).encode()).hexdigest()[:12] for p in plain]
         self.rows: dict[int, Outcome] = {}
-        self.began: float | None = None
         self.capacity = [gpu(one.cluster.topology.gpu, None if one.cluster.gpu is None else one.cluster.gpu.model_dump()
                              ).usable_memory_bytes for one in space.clusters]
 
     def values(self, rows: Sequence[int]) -> list[float]:
         """The objective of rows; inf for what does not fit or is refused."""
-        self.began = self.began or time.monotonic()
         jobs = []
         for row in rows:
             cluster, sets = int(self.space.columns["cluster"][row]), self.space.sets(row)

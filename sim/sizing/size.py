@@ -23,7 +23,7 @@ from sim.sizing.ranking import Floats, Ranking
 from sim.sizing.round_out import round_out
 from sim.sizing.runner import Runner
 from sim.sizing.search import Found, search
-from sim.sizing.space import Choice, Space, build_space, with_parts
+from sim.sizing.space import Choice, Space, build_space, with_parts, with_schedules
 from sim.sizing.store import Outcome, Store
 from sim.sizing.why import Why, explain, families
 from sim.sizing.wish import Wish, priced
@@ -52,6 +52,7 @@ class Sizing:
         gap: how much better than the best an unsimulated row could be.
         rows: every simulated row, with its outcome and why it has no time, in the order of the space.
         price_origin: where the price of each cluster comes from.
+        schedules: of pipelines, those that were tried.
         not_offloaded: what was asked to be tried on the host and no technique of the framework keeps there.
         seconds: of wall clock, by part.
     """
@@ -76,6 +77,7 @@ class Sizing:
     rows: list[dict[str, Any]] = field(default_factory=list)
     price_origin: dict[str, str] = field(default_factory=dict)
     gap: float = 0.0
+    schedules: list[str] = field(default_factory=list)
     not_offloaded: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -88,7 +90,7 @@ class Sizing:
                 "impossible": self.impossible, "pruned": self.pruned, "simulated": self.simulated,
                 "refused": self.refused, "faults": self.faults,
                 "first_fault": self.first_fault, "gap": self.gap, "proven": self.proven,
-                "not_offloaded": self.not_offloaded, "seconds": self.seconds}
+                "schedules": self.schedules, "not_offloaded": self.not_offloaded, "seconds": self.seconds}
 
     @property
     def proven(self) -> bool:
@@ -121,8 +123,8 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
         out: SQLite file of outcomes (see `sim.sizing.store`); `resume` goes on with one that is there.
         workers: processes; they do not change what is found or simulated.
         dask: address of a Dask scheduler, whose workers simulate instead.
-        seconds: go on no longer than this once simulation has begun; what is found then is the best so far, with its
-            gap.
+        seconds: of wall clock from this call: then stop simulating; what is found by then is the best so far, with its
+            gap. Listing layouts and bounding them cannot be cut short, nor can a round of simulations; one always runs.
         price: what a GPU-hour costs, as `--price` says it (`sim.sizing.prices`); a wish with a price keeps its own.
         interrupted: asked between rounds of simulations; True ends the search as `seconds` does.
         progress: told (simulated, next bound, best value) after every round.
@@ -134,6 +136,7 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
     scenario = source if isinstance(source, Scenario) else (
         source if isinstance(source, Loaded) else api.load(source)).scenario
     _refuse(scenario)
+    choice = with_schedules(choice, scenario)
     bases = [_alone(scenario, name) for name in clusters] or [_alone(scenario, None)]
     wish, origin = priced(wish, bases, price)
     bases = with_parts(bases, choice)
@@ -144,7 +147,8 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
     listed = time.monotonic()
     plain = [dump(base) for base in bases]
     store = Store(out, {"clusters": plain}, resume)
-    found = Sizing(wish, raw=space.raw, covered=len(space), price_origin=origin, not_offloaded=dropped)
+    found = Sizing(wish, raw=space.raw, covered=len(space), price_origin=origin, not_offloaded=dropped,
+                   schedules=space.schedules)
     with ExitStack() as stack:
         stack.callback(store.close)
         pool = stack.enter_context(started_workers(workers, dask))
@@ -156,15 +160,12 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
         def stop() -> bool:
             if progress is not None:
                 progress(len(runner.rows), math.nan, math.nan)
-            began = min((one.began for one in (runner, free) if one.began is not None), default=math.inf)
-            return interrupted() or time.monotonic() - began > seconds
+            return interrupted() or (bool(runner.rows or free.rows) and time.monotonic() - started > seconds)
 
         result = search(ranking.values, runner.values, top, stop=stop, tighten=ranking.tighten)
         if result.complete and not result.best and free.wish != wish:
             found.nearest, found.nearest_cut = _nearest(space, Ranking(space, of, free.wish), free, stop)
-        found.front_proven = complete(space, ranking.times, runner.steps, stop, ranking.tighten_times)
-        if wish.objective == "energy":
-            found.front_proven &= complete(space, ranking.values, runner.values, stop, ranking.tighten)
+        found.front_proven = _front_proven(space, ranking, runner, stop)
         if result.complete and result.best:
             round_out(ranking, runner, stop)
     found.impossible, found.pruned = ranking.impossible, ranking.pruned()
@@ -190,6 +191,14 @@ def _refuse(scenario: Scenario) -> None:
         raise UserError(Fault("sizing looks for layouts of a cluster whose GPUs and links are alike: its bounds do not "
                               "hold where some differ", "cluster", hint="take slow_gpus, other_gpus, clock_spread and "
                               "degraded out, size, then 'drystep run' the best with them"))
+
+
+def _front_proven(space: Space, ranking: Ranking, runner: Runner, stop: Callable[[], bool]) -> bool:
+    """Whether no row left out is on the front, which energy counts for where it is the objective."""
+    proven = complete(space, ranking.times, runner.steps, stop, ranking.tighten_times)
+    if runner.wish.objective == "energy":
+        proven &= complete(space, ranking.values, runner.values, stop, ranking.tighten)
+    return proven
 
 
 def _nearest(space: Space, ranking: Ranking, runner: Runner,

@@ -63,6 +63,9 @@ def _covered(found: Sizing) -> Iterator[str]:
     refused = f" ({found.refused:,} of them refused)" if found.refused else ""
     simulated = f"{found.simulated:,} were simulated{refused}"
     yield f"of these {', '.join([*parts, simulated])}"
+    if found.schedules:
+        yield (f"schedules of pipelines: {', '.join(found.schedules)} (what this release of the framework has, and the "
+               "scenario's own)")
     if found.faults:
         yield f"the simulation failed on {found.faults:,} of them, a fault of ours: the best is not proven"
         if found.first_fault is not None:

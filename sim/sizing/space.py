@@ -8,7 +8,7 @@ one code does both. Stages and chunks may differ by a block.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from sim.errors import Fault, UserError
 from sim.scenario import Scenario
-from sim.software import stack_for
+from sim.software import Stack, stack_for
 
 Ints = npt.NDArray[np.int32]
 
@@ -40,13 +40,14 @@ class Choice:
 
     Attributes:
         gpus: numbers of GPUs, whole nodes or parts of one.
-        strategies, schedules: names; recompute: policies, and whether the first k blocks are tried for every k.
+        strategies, schedules: names; schedules left empty are those that the stack has (`with_schedules`).
+        recompute: policies; `partial_recompute`: whether the first k blocks are tried for every k.
         tensor, context, expert, pipeline, virtual_stages, micro_batch: values.
     """
 
     gpus: Sequence[int]
     strategies: Sequence[str] = ()
-    schedules: Sequence[str] = SCHEDULES
+    schedules: Sequence[str] = ()
     recompute: Sequence[str] = POLICIES
     partial_recompute: bool = True
     tensor: Sequence[int] = ()
@@ -55,6 +56,13 @@ class Choice:
     pipeline: Sequence[int] = ()
     virtual_stages: Sequence[int] = ()
     micro_batch: Sequence[int] = ()
+
+
+def with_schedules(choice: Choice, scenario: Scenario) -> Choice:
+    """A choice that leaves schedules open, with those of the scenario's stack and that of its own pipeline: who writes
+    another runs a fork that has it."""
+    own = [scenario.parallel.schedule] if scenario.parallel.pipeline > 1 else []
+    return replace(choice, schedules=choice.schedules or tuple(dict.fromkeys([*_stack(scenario).schedules, *own])))
 
 
 @dataclass
@@ -78,6 +86,11 @@ class Space:
     def gpus(self) -> npt.NDArray[np.int64]:
         """GPUs of every row."""
         return self.columns["nodes"] * per_node(self.clusters)[self.columns["cluster"]]
+
+    @property
+    def schedules(self) -> list[str]:
+        """Schedules of the pipelines that are among the rows."""
+        return [SCHEDULES[i] for i in np.unique(self.columns["schedule"][self.columns["pipeline"] > 1])]
 
     @cached_property
     def _varies_offload(self) -> bool:
@@ -154,7 +167,7 @@ def build_space(clusters: Sequence[Scenario], choice: Choice,
     """
     heads: list[tuple[int, ...]] = []
     parts: list[Ints] = []
-    raw = 0
+    raw, choice = 0, with_schedules(choice, clusters[0])
     for number, scenario in enumerate(clusters):
         mine = narrowed(scenario, choice)
         for gpus in choice.gpus if mine is not None else ():
@@ -261,14 +274,17 @@ def _policies(blocks: int, pipeline: int, choice: Choice) -> tuple[list[int], in
     return found + [len(POLICIES) + k - 1 for k in range(1, most)], blocks - most + 1
 
 
+def _stack(scenario: Scenario) -> Stack:
+    software = scenario.software
+    return stack_for(software.framework, software.year, versions=software.versions, modules=software.modules)
+
+
 def _same_sharding(scenario: Scenario) -> bool:
     """Whether ZeRO-3 is FSDP over all ranks in this stack, program for program (`sim.parallel.lower.shards`).
 
     Adafactor's states alone differ, where FSDP 2 keeps the shape of matrices.
     """
-    software = scenario.software
-    stack = stack_for(software.framework, software.year, versions=software.versions, modules=software.modules)
-    return stack.gradient_path != "ipg" and scenario.training.optimizer != "adafactor"
+    return _stack(scenario).gradient_path != "ipg" and scenario.training.optimizer != "adafactor"
 
 
 def _strategies(scenario: Scenario, pipeline: int, held_twice: bool, same: bool) -> tuple[str, ...]:
@@ -310,7 +326,8 @@ def _data_parallel(ranks: int, replicas: int, pipeline: int, blocks: int, choice
     if not pairs and ranks == 1:
         pairs.append((STRATEGIES.index("none"), 1))
     policies, more = _policies(blocks, pipeline, choice)
-    said = (len(pairs) + merged) * (len(policies) + more) * (len(choice.schedules) if pipeline == 1 else 1)
+    said = (len(pairs) + merged) * (len(policies) + more) * (
+        max(1, len(choice.schedules)) if pipeline == 1 else 1)
     columns = np.repeat(np.array(pairs, dtype=np.int32).reshape(-1, 2), len(policies), axis=0).T
     last = np.tile(np.array(policies, dtype=np.int32), len(pairs))
     return np.ascontiguousarray(np.concatenate((columns, last[None, :]))), said

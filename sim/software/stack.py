@@ -132,6 +132,7 @@ class Stack:
             waits for the GPU), in turn (as well, but transfer by transfer), stream (the next kernels wait, the host
             does not).
         all_forwards_first: interleaved stages with as many micro-batches as ranks run all forwards before a backward.
+        pipeline_schedules: names of the schedules that its releases have, ", " between them, or none (`schedules`).
         pipeline_reduction: when stages reduce gradients if overlap is asked for: beside the last backward, behind it,
             or aligned (beside it, but of chunks that take turns behind each one's last).
         bucket_elements: of Megatron's buckets, before they grow with the number of ranks.
@@ -249,6 +250,7 @@ class Stack:
     pipeline_p2p: str
     all_forwards_first: bool
     pipeline_reduction: str
+    pipeline_schedules: str
     bucket_elements: int
     lasting_gradients: bool
     averaging_collectives: bool
@@ -266,6 +268,11 @@ class Stack:
     kv_cache: str
     quantised_products: str
     vocabulary_multiple: int
+
+    @property
+    def schedules(self) -> tuple[str, ...]:
+        """Pipeline schedules of the stack's own releases."""
+        return () if self.pipeline_schedules == "none" else tuple(self.pipeline_schedules.split(", "))
 
     @property
     def adds_halves(self) -> bool:

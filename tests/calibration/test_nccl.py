@@ -116,6 +116,22 @@ def test_calibration_finds_a_slower_cluster(tmp_path: Path) -> None:
     assert again.splitlines()[6].split()[:1] == [str(1 << 28)]
 
 
+@pytest.mark.parametrize(("topology", "nodes"), [("dgx-a100-80g", 1), ("dgx-1v-32g", 2), ("dgx-a100-80g", 2)])
+def test_a_table_without_a_version_is_of_the_release_that_collective_predicts(topology: str, nodes: int,
+                                                                              tmp_path: Path) -> None:
+    """What `collective` prints is matched by the catalogue's figures, with nothing to fit."""
+    text, _ = collective_command("all_reduce", topology, nodes, min_bytes=1024)
+    (tmp_path / "log.txt").write_text("# all_reduce_perf\n" + text, encoding="utf-8")
+    assert calibrate_nccl(tmp_path / "log.txt", topology).tables[0]["before"] < 1e-3
+
+
+@pytest.mark.parametrize(("head", "version"), [
+    ("# nccl-tests version 2.17.6 nccl-headers=22809 nccl-library=22703", "2.27.3"), ("# nccl-library=x", "")])
+def test_the_library_named_in_the_head_of_a_table_is_its_version(head: str, version: str) -> None:
+    table = TEXT[TEXT.index("# nThread: 1"):]
+    assert [run.version for run in parse(f"# all_reduce_perf\n{head}\n{table}")] == [version]
+
+
 def test_ranks_must_fit_the_topology(tmp_path: Path) -> None:
     (tmp_path / "log.txt").write_text(TEXT, encoding="utf-8")
     with pytest.raises(UserError, match="do not fit"):

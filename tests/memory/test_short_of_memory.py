@@ -60,6 +60,16 @@ def test_near_the_end_the_answer_is_a_mean_over_what_the_driver_may_take() -> No
     assert answers[1].released_bytes == pytest.approx(2048 * MIB * 2 * 2 / 3)
 
 
+@pytest.mark.parametrize(("limit", "retries"), [(512, 2.0), (100, 0.0)])
+def test_a_job_that_the_replay_would_stop_pays_as_with_the_least_that_saves_it(limit: int, retries: float) -> None:
+    """2 GiB of one stream and then of another, said to be 100 MiB at their highest: 512 + 1024 MiB stop the replay,
+    512 + 1536 hold one of them. 100 + 2048 are as much as it all comes to, where nothing has to go back."""
+    assert all(under_pressure(job(1, 2048), (limit + more) * MIB).retries is None for more in (-512, 0, 512, 1024))
+    found = replayed(job(1, 2048), limit * MIB, 100 * MIB)
+    assert found.retries == retries
+    assert found.released_bytes == retries * 2048 * MIB
+
+
 def test_seconds_are_retries_and_bytes() -> None:
     figures = table("memory/retries.yaml")
     by_hand_s = 3 * figures["synchronise"]["value"] + 2.5 * figures["remapped_per_gib"]["value"]

@@ -57,7 +57,7 @@ def test_attention_of_a_token_reads_the_cache_once() -> None:
 
 def test_a_window_bounds_what_is_read() -> None:
     of = rank(cached=99, window=10)
-    assert of.style.window == 10 and of.keys == 10
+    assert of.style.window == 10 and of.keys(of.architecture().stack[1]) == 10
 
 
 def test_the_cache_is_written_in_place_or_anew() -> None:

@@ -24,6 +24,7 @@ TRANSFORMER = {
     "parallel_block": [True], "moe": [{"experts": 8, "top_k": 2}, {"experts": 4, "top_k": 1, "shared_experts": 1}],
     "mla": [{"kv_rank": 64, "nope_dim": 32, "rope_dim": 16, "value_dim": 32}],
 }
+WINDOWS = {"full_every": [2, 3], "first_full": [1, 4], "chunked_window": [True]}
 TRAINING = {
     "optimizer": ["adamw", "adamw-8bit", "sgd", "adafactor", "lamb", "none"], "predicted_tokens": [20],
     "recompute": ["full", "selective", "selective-op", {"layers": 1}], "attention": ["eager", "flash"],
@@ -60,6 +61,7 @@ def drawn(draw: random.Random) -> dict[str, Any]:
     inline = {"gpu": draw.choice(NAMES["gpus"]), "gpus_per_node": draw.choice([2, 4, 8]), "intra": draw.choice(INTRA),
               "inter": {"kind": "fat-tree", **some(draw, INTER, 0.4)}}
     small = {"layers": 4, "hidden": 256, "heads": 8, "vocab": 1000, **some(draw, TRANSFORMER, 0.2)}
+    small |= some(draw, WINDOWS, 0.4) if "window" in small else {}
     return {
         "name": "any", "cluster": {"topology": draw.choice([inline, draw.choice(NAMES["topologies"])]),
                                    "nodes": draw.choice([1, 2, 4])},

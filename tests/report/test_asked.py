@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sim.report.asked import algorithm_in_vain, overlap_in_vain
+from sim.report.asked import algorithm_in_vain, overlap_in_vain, schedule_of_another
 from sim.scenario import Scenario, resolve
 
 
@@ -42,3 +42,16 @@ def test_an_algorithm_that_no_machine_of_the_cluster_runs_is_said_to_change_noth
         "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128},
         "software": {"nccl": {"algorithm": algorithm}}}))
     assert [said in text for text in told] == ([True] if said else [])
+
+
+def test_a_schedule_that_the_release_has_not_is_said_to_be_a_fork_s() -> None:
+    (said,) = schedule_of_another(scenario(2024, schedule="zb-v"))
+    assert said == ("software: megatron of 2024 has no schedule zb-v (it has 1f1b, interleaved): "
+                    "the step is that of a fork which has it")
+    (said,) = schedule_of_another(scenario(2019))
+    assert "(nor any other)" in said
+
+
+@pytest.mark.parametrize("other", [scenario(2024), scenario(2024, virtual_stages=2), scenario(2019, pipeline=1)])
+def test_a_schedule_of_the_release_is_no_news(other: Scenario) -> None:
+    assert schedule_of_another(other) == []

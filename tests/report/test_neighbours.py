@@ -13,7 +13,7 @@ from sim.report import neighbours
 from sim.report.neighbours import Features, Validated, record, validated
 from sim.scenario import resolve
 
-RUN = Features("decoder", "train", "fsdp", "", False, "ampere", "half", "composer", 64, 7e9)
+RUN = Features("decoder", "train", "fsdp", "", False, "ga100", "half", "composer", 64, 7e9)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_mean_spread_and_worst_by_hand(rows: list[tuple[str, Features, float]]) 
 
 
 @pytest.mark.parametrize("name,value", [("model", "mixture"), ("mode", "lora"), ("strategy", "ddp"), ("offload", True),
-                                        ("generation", "hopper"), ("compute", "fp8")])
+                                        ("generation", "cdna3"), ("compute", "fp8")])
 def test_runs_of_another_kind_do_not_count(rows: list[tuple[str, Features, float]], name: str, value: object) -> None:
     rows += [("a", replace(RUN, **{name: value}), 0.0)] * 9
     assert validated(RUN).count == 0
@@ -59,6 +59,41 @@ def test_a_wider_search_says_what_differs(rows: list[tuple[str, Features, float]
     assert found.spread is None
 
 
+def test_few_near_runs_are_not_hidden_by_many_farther_ones(rows: list[tuple[str, Features, float]]) -> None:
+    rows += [("near", RUN, 0.04), ("near", RUN, 0.06)]
+    rows += [("far", replace(RUN, framework="pytorch"), -0.1)] * 7
+    found = validated(RUN)
+    assert (found.count, found.mean_error, found.differs) == (2, pytest.approx(0.05), ())
+    assert str(found) == ("2 published runs like this: +5% ± 1%; 9 like this but for framework: −7% ± 7% "
+                          "(step predicted against measured)")
+    assert found.to_json()["wider"]["count"] == 9
+
+
+@pytest.mark.parametrize("chips,taken", [
+    (("ga100", "volta", "turing", "hopper"), "ga100"), (("ga102", "volta", "hopper"), "ga102"),
+    (("volta", "hopper"), "hopper"), (("volta", "blackwell"), "volta,blackwell"), (("cdna3",), "")])
+def test_another_generation_counts_only_where_nothing_nearer_is(
+    rows: list[tuple[str, Features, float]], chips: tuple[str, ...], taken: str
+) -> None:
+    """However few the nearer ones are, and however many the farther."""
+    rows += [(chip, replace(RUN, generation=chip), 0.1) for chip in chips for _ in range(1 + 9 * (chip != taken))]
+    found = validated(RUN)
+    assert set(found.sources) == set(taken.split(",")) - {""}
+    assert set(found.generations) == ({*found.sources} - {"ga100"})
+    assert found.differs == (() if taken in ("ga100", "") else ("chip",) if taken == "ga102" else ("generation",))
+
+
+def test_runs_of_another_generation_are_named(rows: list[tuple[str, Features, float]]) -> None:
+    rows += [("v", replace(RUN, generation="volta", framework="pytorch"), e) for e in (-0.02, -0.02)]
+    assert str(validated(RUN)) == ("2 published runs like this but for framework on another generation of GPU (volta): "
+                                   "−2% ± 0% (step predicted against measured)")
+
+
+def test_an_a100_is_no_a10_though_of_one_generation(rows: list[tuple[str, Features, float]]) -> None:
+    rows += [("a", RUN, e) for e in (-0.02, -0.02)]
+    assert "on another chip of this generation (ga100): −2%" in str(validated(replace(RUN, generation="ga102")))
+
+
 def test_a_run_like_none_says_so(rows: list[tuple[str, Features, float]]) -> None:
     assert validated(RUN) == Validated(0)
     assert str(Validated(0)) == "no published run like this has been compared"
@@ -75,7 +110,7 @@ def test_any_run_can_be_asked_about(gpus: int, parameters: float, strategy: str)
 
 def test_the_shipped_record_is_large_and_its_rows_are_features() -> None:
     assert len(record()) > 500
-    assert {of.generation for _, of, _ in record()} >= {"volta", "ampere", "hopper"}
+    assert {of.generation for _, of, _ in record()} >= {"volta", "ga100", "hopper"}
     assert all(abs(error) < 3 for *_, error in record())
 
 
@@ -95,8 +130,10 @@ def test_a_result_carries_its_record_and_warns_without_one() -> None:
             "name": "t", "cluster": {"topology": gpu, "nodes": 4}, "model": {"preset": "mpt-7b"},
             "training": {"micro_batch": 1, "global_batch": 32, "sequence": 2048}, "parallel": {"strategy": "fsdp"},
             "software": {"framework": "composer", "year": 2023}}))
-    known, unknown = result("hgx-a100-80g-1600"), result("mi300x-8")
+    known, unknown, elsewhere = result("hgx-a100-80g-1600"), result("mi300x-8"), result("pcie-8x-rtx3090")
     assert known.to_json()["validated"]["count"] >= neighbours.ENOUGH
     assert not [w for w in known.warnings if w.startswith("validation:")]
     assert unknown.to_json()["validated"]["count"] == 0
     assert [w for w in unknown.warnings if w.startswith("validation:")]
+    assert elsewhere.validated.generations == ("ga100",)
+    assert [w for w in elsewhere.warnings if w.startswith("validation:")]

@@ -26,6 +26,21 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
          "n_shared_experts": 2, "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers":
          27, "num_key_value_heads": 16, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim":
          64, "tie_word_embeddings": False, "topk_group": 1, "v_head_dim": 128, "vocab_size": 102400}),
+    "gpt-oss-20b": (20_914_757_184,
+        {"model_type": "gpt_oss", "attention_bias": True, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu",
+         "hidden_size": 2880, "intermediate_size": 2880, "max_position_embeddings": 131072, "num_attention_heads": 64,
+         "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "sliding_window": 128,
+         "tie_word_embeddings": False, "vocab_size": 201088}),
+    "command-r7b": (8_028_033_024,
+        {"model_type": "cohere2", "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size":
+         14336, "max_position_embeddings": 8192, "num_attention_heads": 32, "num_hidden_layers": 32,
+         "num_key_value_heads": 8, "sliding_window": 4096, "sliding_window_pattern": 4, "vocab_size": 256000}),
+    "llama-4-scout-text": (107_769_861_120,
+        {"model_type": "llama4_text", "attention_chunk_size": 8192, "head_dim": 128, "hidden_act": "silu",
+         "hidden_size": 5120, "interleave_moe_layer_step": 1, "intermediate_size": 8192, "intermediate_size_mlp":
+         16384, "max_position_embeddings": 10485760, "num_attention_heads": 40, "num_experts_per_tok": 1,
+         "num_hidden_layers": 48, "num_key_value_heads": 8, "num_local_experts": 16, "tie_word_embeddings": False,
+         "vocab_size": 202048}),
     "qwen3-30b-a3b": (30_532_122_624,
         {"model_type": "qwen3_moe", "decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu",
          "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960,

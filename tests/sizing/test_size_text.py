@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ import sim
 from sim.cli import main
 from sim.scenario import resolve
 from sim.sizing import Choice, Wish, compare, size
+from sim.sizing.bounds import Bounds
+from sim.sizing.search import ROUND
 from sim.sizing.size_text import lines
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,6 +63,28 @@ def test_an_interrupted_search_tells_the_best_so_far() -> None:
     assert found.best and not found.front_proven and 0 < found.simulated < found.covered
     said = list(lines(found))
     assert any(line.startswith("\nbest by time") for line in said) and any("of those simulated" in s for s in said)
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 1), (99.0, 1), (101.5, 2)])
+def test_seconds_count_from_the_start_and_one_round_is_always_simulated(
+    seconds: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock of the test's own: bounds take 100 s, a round of simulations one."""
+    clock, module = [0.0], import_module("sim.sizing.size")
+
+    class Slow(Bounds):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            clock[0] += 100.0
+
+    def tick(done: int, *_: float) -> None:
+        clock[0] += done / ROUND - (clock[0] - 100.0)
+
+    monkeypatch.setattr(module, "Bounds", Slow)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    found = size(resolve(PLAIN), CHOICE, top=10**6, seconds=seconds, progress=tick)
+    assert found.simulated == rounds * ROUND and not found.proven
+    assert found.seconds["bounds"] == 100.0
 
 
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="process groups are needed")

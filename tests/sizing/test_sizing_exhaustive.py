@@ -19,7 +19,7 @@ SMALL = {"name": "small", "cluster": {"topology": "dgx-a100-80g"}, "model": {"pr
 
 def test_the_answer_is_that_of_simulating_everything(once: Once) -> None:
     small = resolve(SMALL, "small")
-    base, choice = _alone(small, None), Choice([GPUS])
+    base, choice = _alone(small, None), Choice([GPUS], schedules=SCHEDULES)
     space, plain = build_space([base], choice), dump(base)
     factor, pipeline = space.columns["sharding_factor"], space.columns["pipeline"]
     assert len(space) >= 5000 and (pipeline > 1).any()

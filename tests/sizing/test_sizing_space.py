@@ -27,7 +27,7 @@ from sim.sizing import Choice, Wish, counts, size
 from sim.sizing.bounds import Bounds, bounds
 from sim.sizing.runner import simulated
 from sim.sizing.size import _alone
-from sim.sizing.space import POLICIES, build_space, policy
+from sim.sizing.space import POLICIES, SCHEDULES, build_space, policy, with_schedules
 
 PLAIN: dict[str, Any] = {
     "name": "small", "cluster": {"topology": "dgx-a100-80g"}, "model": {"preset": "gpt2"},
@@ -50,7 +50,8 @@ def test_bounds_never_exceed_what_is_simulated(seed: int, model: str, framework:
     training = {"micro_batch": 1, "global_batch": 32, "sequence": 512}
     base = _alone(scenario(model={"preset": model}, software={"framework": framework}, training=training,
                            cluster={"topology": topology}, parallel={"strategy": "ddp", **parallel}), None)
-    choice = Choice([16], tensor=[tensor], context=[context], pipeline=[pipeline], micro_batch=[1, 2, 4])
+    choice = Choice([16], schedules=SCHEDULES, tensor=[tensor], context=[context], pipeline=[pipeline],
+                    micro_batch=[1, 2, 4])
     try:
         space = build_space([base], choice)
     except UserError:
@@ -87,7 +88,7 @@ def test_search_agrees_with_simulating_everything(once: Once) -> None:
 
 
 def test_rows_are_distinct_and_partial_recomputation_is_per_stage() -> None:
-    space = build_space([_alone(scenario(), None)], Choice([8]))
+    space = build_space([_alone(scenario(), None)], Choice([8], schedules=SCHEDULES))
     texts = {json.dumps(space.sets(row), sort_keys=True) for row in range(len(space))}
     assert len(texts) == len(space)
     staged = space.columns["pipeline"] == 4
@@ -195,3 +196,37 @@ def test_a_cluster_with_trouble_is_not_sized() -> None:
     troubled = {**PLAIN, "cluster": {**PLAIN["cluster"], "degraded": [{"link": "gpu", "index": 0, "share": 0.5}]}}
     with pytest.raises(UserError, match="alike"):
         size(resolve(troubled), Choice(counts("8")))
+
+
+def proposed(framework: str, year: int, **parallel: Any) -> set[str]:
+    of = scenario(software={"framework": framework, "year": year}, cluster={"topology": "dgx-a100-80g"},
+                  parallel={"strategy": "ddp", **parallel})
+    space = build_space([_alone(of, None)], with_schedules(Choice([8], micro_batch=[1]), of))
+    return {SCHEDULES[i] for i in space.columns["schedule"][space.columns["pipeline"] > 1]}
+
+
+@pytest.mark.parametrize(("framework", "year", "schedules"), [
+    ("megatron", 2024, {"1f1b", "interleaved"}), ("deepspeed", 2024, {"1f1b"}), ("nanotron", 2024, {"gpipe", "1f1b"}),
+    ("composer", 2023, set()), ("torchtitan", 2025, {"gpipe", "1f1b", "interleaved", "zb-v"}),
+    ("ideal", 2024, set(SCHEDULES))])
+def test_only_schedules_that_the_stack_has_are_proposed(framework: str, year: int, schedules: set[str]) -> None:
+    assert proposed(framework, year) == schedules
+
+
+def test_a_schedule_that_the_scenario_runs_is_proposed_too() -> None:
+    assert proposed("megatron", 2024, pipeline=2, schedule="zb-v") == {"1f1b", "interleaved", "zb-v"}
+    asked = Choice([8], schedules=["zb-h1"])
+    assert with_schedules(asked, scenario(software={"framework": "megatron"})) == asked
+
+
+def test_bounds_hold_where_blocks_with_a_window_alternate_with_others(once: Once) -> None:
+    """Stages and recomputed blocks are not alike: the first blocks of a pair are the quick ones."""
+    of = scenario(model={"preset": "gpt2", "layers": 6, "window": 64, "full_every": 2})
+    choice = Choice([8], micro_batch=[1], context=[1], tensor=[1, 2], strategies=["ddp", "fsdp"], schedules=["1f1b"])
+    base = _alone(of, None)
+    space, plain = build_space([base], choice), dump(base)
+    bound, rows = bounds(space), np.random.default_rng(0).choice(len(space), 24, replace=False)
+    for row in rows:
+        got = once(("", plain, space.sets(int(row)), 8))
+        assert bound.memory_bytes[row] <= got.device_used_bytes
+        assert not got.fits or 0.1 * got.step_time_s < bound.time_s[row] <= got.step_time_s

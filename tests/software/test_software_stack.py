@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
 import sim.software
 from sim.errors import UserError
+from sim.scenario.schema import Schedule
 from sim.software import facts_of, profile_names, stack_for
 
 PROFILES = Path(sim.software.__file__).parent / "profiles"
@@ -133,3 +134,20 @@ def test_all_forwards_come_first_with_megatron_until_core_0_9(framework: str, ye
 def test_pytorch_s_stages_alone_keep_tensors_of_every_micro_batch() -> None:
     kept = {name for name in profile_names() if stack_for(name, 2025).stage_tensors_kept}
     assert kept == {"pytorch", "composer", "torchtitan"}
+
+
+@pytest.mark.parametrize(("framework", "year", "torch", "schedules"), [
+    ("pytorch", 2023, "2.0", "gpipe"), ("pytorch", 2024, "2.4.1", "gpipe 1f1b interleaved"),
+    ("pytorch", 2024, "2.5", "gpipe 1f1b interleaved zb-h1"),
+    ("pytorch", 2025, "2.7", "gpipe 1f1b interleaved zb-h1 zb-v"), ("megatron", 2019, "1.2", ""),
+    ("megatron", 2020, "1.6", "1f1b"), ("megatron", 2026, "2.12", "1f1b interleaved"), ("composer", 2026, "2.12", ""),
+    ("torchtitan", 2024, "2.3", "gpipe 1f1b interleaved")])
+def test_schedules_of_pipelines_by_release(framework: str, year: int, torch: str, schedules: str) -> None:
+    assert stack_for(framework, year, versions={"torch": torch}).schedules == tuple(schedules.split())
+
+
+def test_every_named_schedule_is_one_that_a_scenario_can_ask_for() -> None:
+    for name in profile_names():
+        for year in range(2018, 2027):
+            assert set(stack_for(name, year).schedules) <= set(get_args(Schedule))
+    assert set(stack_for("ideal").schedules) == set(get_args(Schedule))

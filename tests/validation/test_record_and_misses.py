@@ -15,7 +15,7 @@ from sim.validation.runner import validate
 from sim.validation.statistics import Record
 
 FEATURES = {"model": "decoder", "mode": "train", "strategy": "fsdp", "splits": "", "offload": False,
-            "generation": "ampere", "compute": "half", "framework": "composer", "gpus": 8, "parameters": 7e9}
+            "generation": "ga100", "compute": "half", "framework": "composer", "gpus": 8, "parameters": 7e9}
 
 
 def made(name: str, error: float, quality: str | None = None, file: str = "a.yaml") -> Record:
