@@ -207,8 +207,8 @@ class Speeds:
 
 def speeds(topology: Topology, intra_gbps_per_gpu: float | None = None,
            inter_gbps_per_node: float | None = None) -> Speeds:
-    """Capacities of `topology`; the overrides are nominal Gb/s per direction and keep the link's efficiency. In a node of
-    PCIe alone the link inside a node is a GPU's slot; what its CPUs exchange (`uplink`) stays."""
+    """Capacities of `topology`; the overrides are nominal Gb/s per direction and keep the link's efficiency. In a node
+    of PCIe alone the link inside a node is a GPU's slot; what its CPUs exchange (`uplink`) stays."""
     intra, inter, figures = topology.intra, topology.inter, topology.figures
     slot = facts()["pcie"][intra.pcie]
     slot_share = figures[f"pcie_share.{intra.pcie}"]

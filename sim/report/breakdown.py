@@ -185,9 +185,9 @@ def of_rank(machine: Machine, columns: Columns, number: int) -> Breakdown:
     """The breakdown of simulated class `number`, whose step `columns` is."""
     program = columns.program
     profiles = [machine.profile(number, 0, i) for i in range(len(program.segments))]
-    flows = [machine.flows[flow].alone_s if flow >= 0 else 0.0 for flow in machine.class_flows[number]]
     return breakdown(columns, kernel_shares(program, profiles, machine.kernel_s(number)),
-                     np.array([p.total_s for p in profiles]), inline_seconds(program, flows), across(machine, number))
+                     np.array([p.total_s for p in profiles]), inline_seconds(program, machine.lockstep_s(number)),
+                     across(machine, number))
 
 
 def across(machine: Machine, number: int) -> set[str]:

@@ -53,7 +53,7 @@ def test_the_bubble_is_that_of_the_closed_form_on_every_stage(even: Result) -> N
 
 
 def test_a_stage_that_is_through_waits_for_the_others_without_a_norm_too() -> None:
-    """The ideal stack clips nothing, so no collective joins the stages at the end: the middle ones wait for the next step."""
+    """The ideal stack clips nothing, so nothing joins the stages at the end: middle ones wait for the next step."""
     free = job(**{"software.framework": "ideal", "parallel.strategy": "ddp", "model.tied_embeddings": False})
     for stage in free.stages:
         assert stage.host_s == pytest.approx(0, abs=1e-3 * free.step_time_s)
