@@ -90,7 +90,11 @@ class Flow:
     @property
     def alone_s(self) -> float:
         """Seconds when nothing contends."""
-        return self.latency_s + (self.size_bytes / self.alone_bps if self.size_bytes else 0.0)
+        return self.seconds(self.alone_bps)
+
+    def seconds(self, rate_bps: float) -> float:
+        """Seconds at one rate from beginning to end."""
+        return self.latency_s + (self.size_bytes / rate_bps if self.size_bytes else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,8 @@ class Machine:
         self._flow_numbers: dict[tuple[int, str, int, str], int] = {}
         #: For each class and each collective of its program, the number of its flow; -1 where it takes no part.
         self.class_flows = [self._flows_of(c) for c in job.classes]
+        #: Rates of the flows of one inline collective, by program and collective; filled as they are asked for.
+        self._lockstep: dict[tuple[int, int], dict[int, float]] = {}
         #: What a class's segments take depends on these alone: program, device and its inline collectives' seconds.
         self._variants = [(c.program, c.device, self._inline_s(number)) for number, c in enumerate(job.classes)]
         self.known_states: dict[tuple[tuple[int, float], ...], int] = {}
@@ -223,15 +229,36 @@ class Machine:
                 out.append(0.0)
                 continue
             flow = self.flows[number]
-            seconds = flow.alone_s
+            rate_bps = self._lockstep_bps(c.program, inline.collective)[number]
+            seconds = flow.seconds(rate_bps)
             if inline.beside:
-                taken = (flow.channels, _memory_traffic_bps(flow, flow.alone_bps)) if self.contention else (0, 0.0)
+                taken = (flow.channels, _memory_traffic_bps(flow, rate_bps)) if self.contention else (0, 0.0)
                 rows = np.asarray(inline.beside, dtype=np.intp)
                 slow = float(self._kernel_times(c.program, c.device, taken)[rows].sum())
                 free = float(self._kernel_times(c.program, c.device, (0, 0.0))[rows].sum())
                 seconds = seconds + (slow - seconds) * free / slow if slow > seconds else seconds
             out.append(seconds)
         return tuple(out)
+
+    def lockstep_s(self, class_number: int) -> list[float]:
+        """Seconds of each collective of a class's program without kernels beside it, 0 of what stands in no segment."""
+        c, flows = self.job.classes[class_number], self.class_flows[class_number]
+        inside = {inline.collective for inline in self._program(class_number).inlines}
+        return [self.flows[number].seconds(self._lockstep_bps(c.program, collective)[number])
+                if number >= 0 and collective in inside else 0.0 for collective, number in enumerate(flows)]
+
+    def _lockstep_bps(self, program: int, collective: int) -> dict[int, float]:
+        """Rate of each flow of an inline collective, memoised. One flow counts all instances of its communicator; those
+        of ranks told apart (a slow GPU, a run without folding) are flows of their own and meet at the same time."""
+        found = self._lockstep.get((program, collective))
+        if found is None:
+            classes = zip(self.class_flows, self.job.classes, strict=True)
+            own = {numbers[collective] for numbers, c in classes if c.program == program} - {-1}
+            flows = [self.flows[number] for number in sorted(own)]
+            shared = self.network is not None and len(flows) > 1
+            rates = self._fair_share(flows) if shared else [flow.alone_bps for flow in flows]
+            found = self._lockstep[program, collective] = dict(zip((f.number for f in flows), rates, strict=True))
+        return found
 
     def drains_s(self, class_number: int, segment: int) -> list[float]:
         """Mean wait for a free SM while each row of a segment runs, memoised; an inline collective holds few."""

@@ -60,8 +60,15 @@ def _device_bytes(kernel: Kernel, rates: Rates, gpu: Gpu) -> float:
     missed_l2 = _missed(per_sm_bytes * gpu.sms / cache_bytes)
     read_again = again * kernel.bytes / 2 * missed_l1 * _cost(missed_l2, rates)
     # A gather reads rows of a large table, which no kernel has just written.
-    size_bytes = math.inf if pattern(kernel) == "gather" else kernel.bytes / max(1, kernel.launches)
+    size_bytes = math.inf if pattern(kernel) == "gather" else kernel.bytes / _together(kernel)
     return kernel.bytes / 2 * (1.0 + _cost(_missed(size_bytes / cache_bytes, _STREAMED), rates)) + read_again
+
+
+def _together(kernel: Kernel) -> int:
+    """Parts of its bytes that a kernel goes through one after another, each several times: launches that follow upon
+    one another's output. Those of a multi-tensor pass of the optimizer meet other tensors each, and no tensor twice."""
+    passes_once = kernel.op == "optimizer" and kernel.variant in ("foreach", "fused")
+    return 1 if passes_once else max(1, kernel.launches)
 
 
 def _missed(footprint: float, eviction: int = _EVICTION) -> float:

@@ -207,16 +207,19 @@ class Speeds:
 
 def speeds(topology: Topology, intra_gbps_per_gpu: float | None = None,
            inter_gbps_per_node: float | None = None) -> Speeds:
-    """Capacities of `topology`; the overrides are nominal Gb/s per direction and keep the link's efficiency."""
+    """Capacities of `topology`; the overrides are nominal Gb/s per direction and keep the link's efficiency. In a node
+    of PCIe alone the link inside a node is a GPU's slot; what its CPUs exchange (`uplink`) stays."""
     intra, inter, figures = topology.intra, topology.inter, topology.figures
     slot = facts()["pcie"][intra.pcie]
     slot_share = figures[f"pcie_share.{intra.pcie}"]
+    nominal_slot = float(slot["nominal"]) * _GB
     row = facts()["links"].get(intra.link) if intra.kind in ("nvswitch", "nvlink-mesh") else None
     used, share = (row, figures[f"link_share.{intra.link}"]) if row else (slot, slot_share)
     count = intra.links_per_gpu if row else 1
     nominal_link = float(used["nominal"]) * _GB
     if intra_gbps_per_gpu is not None:
         nominal_link = intra_gbps_per_gpu / _BITS * _GB / max(1, count)  # a mesh of one GPU has no links
+        nominal_slot = nominal_slot if row else nominal_link
     nominal = inter.nics_per_node * inter.gbps_per_nic if inter_gbps_per_node is None else inter_gbps_per_node
     node = nominal / _BITS * _GB * figures[f"fabric_share.{inter.fabric}"]
     stage = 0.0 if inter.rdma else figures["stage_gbps.all"] * _GB
@@ -224,7 +227,7 @@ def speeds(topology: Topology, intra_gbps_per_gpu: float | None = None,
     rails = groups if inter.rail_optimized else 1
     return Speeds(
         gpu=nominal_link * share * count, link=nominal_link * share if row else 0.0,
-        pcie=float(slot["nominal"]) * _GB * slot_share, uplink=float(slot["bridge"]) * _GB,
+        pcie=nominal_slot * slot_share, uplink=float(slot["bridge"]) * _GB,
         nic=node / groups, stage=stage, host=2 * max(2, inter.nics_per_node) * stage,
         nic_groups=groups,
         nic_nominal=nominal / _BITS * _GB / groups, leaf=node * inter.nodes_per_leaf / inter.oversubscription / rails,

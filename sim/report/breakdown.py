@@ -13,7 +13,7 @@ from sim.engine import Machine
 from sim.engine.machine import Profile
 from sim.program import ON_CPU, Kind, Program
 from sim.report.columns import Columns
-from sim.report.exposure import Spans, axis, split
+from sim.report.exposure import Spans, axis, split, waits_between
 from sim.work import CATEGORIES
 
 Floats = npt.NDArray[np.float64]
@@ -107,7 +107,8 @@ def _pending(columns: Columns, calls: Ints, key: Ints, rows: Sequence[tuple[str,
     stages = np.array([between_stages(row, across) for row in rows], dtype=bool)
     between = stages[key] if len(calls) else np.zeros(0, dtype=bool)
     issued, start = columns.issue_s[calls] + columns.host_s[calls], columns.start_s[calls]
-    return [Spans(issued[chosen], start[chosen], key[chosen], len(rows)) for chosen in (between, ~between)]
+    return [waits_between(issued[between], start[between], key[between], len(rows), columns.step_time_s),
+            Spans(issued[~between], start[~between], key[~between], len(rows))]
 
 
 def between_stages(row: tuple[str, str], across: Collection[str]) -> bool:
@@ -184,9 +185,9 @@ def of_rank(machine: Machine, columns: Columns, number: int) -> Breakdown:
     """The breakdown of simulated class `number`, whose step `columns` is."""
     program = columns.program
     profiles = [machine.profile(number, 0, i) for i in range(len(program.segments))]
-    flows = [machine.flows[flow].alone_s if flow >= 0 else 0.0 for flow in machine.class_flows[number]]
     return breakdown(columns, kernel_shares(program, profiles, machine.kernel_s(number)),
-                     np.array([p.total_s for p in profiles]), inline_seconds(program, flows), across(machine, number))
+                     np.array([p.total_s for p in profiles]), inline_seconds(program, machine.lockstep_s(number)),
+                     across(machine, number))
 
 
 def across(machine: Machine, number: int) -> set[str]:

@@ -8,7 +8,8 @@ sum to the step time. An instant is given to the first of these that is going on
 3. a copy between host and device, or an optimizer on the CPU (offload);
 4. a kernel on another stream, e.g. the casts of a gathering stream;
 5. a collective that was issued and has not started: it waits for other ranks. A send or recv then is a pipeline bubble,
-   any other collective is exposed communication;
+   any other collective is exposed communication. At the end of a step, the sends and receives of the next one may be
+   issued (`waits_between`): a stage that is through waits for the others then;
 6. nothing: the host is late.
 """
 
@@ -92,6 +93,18 @@ def owner(on: Axis, layers: Sequence[Spans]) -> Ints:
     for number in range(len(layers) - 1, -1, -1):
         found[_active(on, layers[number])[1].sum(axis=0) > 0] = number
     return found
+
+
+def waits_between(issued_s: Floats, start_s: Floats, key: Ints, keys: int, step_time_s: float) -> Spans:
+    """Sends and receives that were issued and have not begun, and those of the next step, as steady as this one, that
+    the host issues before this one ends.
+
+    Args:
+        issued_s, start_s: shape (n,), counted from the beginning of the step; negative in the step before.
+    """
+    ahead = issued_s < 0
+    return Spans(np.concatenate((issued_s, issued_s[ahead] + step_time_s)),
+                 np.concatenate((start_s, start_s[ahead] + step_time_s)), np.concatenate((key, key[ahead])), keys)
 
 
 def _active(on: Axis, layer: Spans) -> tuple[Ints, Floats]:

@@ -15,7 +15,7 @@ from sim.engine import SectionRun
 from sim.memory.curve import host_spans
 from sim.program import Kind, Program
 from sim.report.breakdown import COMPUTE_STREAM, across, between_stages
-from sim.report.exposure import Spans, axis, owner
+from sim.report.exposure import Spans, axis, owner, waits_between
 from sim.report.result import Result
 from sim.scenario import Scenario
 
@@ -335,12 +335,16 @@ def _waits(columns: dict[str, npt.NDArray[np.generic]], step_time_s: float) -> t
     aside = (kind == Kind.KERNELS) & (stream != COMPUTE_STREAM)
     calls = kind == Kind.COLLECTIVE
     layers = [_layer(start, end, kernels), _layer(start, end, calls), _layer(start, end, kind == Kind.COPY),
-              _layer(start, end, aside), _layer(issued, start, calls & between),
+              _layer(start, end, aside), _waits_between(issued, start, calls & between, step_time_s),
               _layer(issued, start, calls & ~between)]
     on = axis(layers, step_time_s)
     given = owner(on, layers)
     exposed, bubble, late = (given == 1) | (given == 5), given == 4, given == len(layers)
     return _stretches(on.cuts, exposed), _stretches(on.cuts, bubble), _stretches(on.cuts, late)
+
+
+def _waits_between(issued_s: Floats, start_s: Floats, rows: npt.NDArray[np.bool_], step_time_s: float) -> Spans:
+    return waits_between(issued_s[rows], start_s[rows], np.zeros(int(rows.sum()), dtype=np.int64), 1, step_time_s)
 
 
 def _layer(start_s: Floats, end_s: Floats, rows: npt.NDArray[np.bool_]) -> Spans:

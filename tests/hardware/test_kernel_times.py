@@ -331,6 +331,14 @@ def test_tensors_that_fit_in_l2_move_faster() -> None:
     assert small.bytes / (small_s - start_s) > 1.5 * large.bytes / (large_s - start_s)
 
 
+@pytest.mark.parametrize("variant", ["fused", "foreach"])
+def test_a_pass_over_all_tensors_finds_none_of_them_in_l2(variant: str) -> None:
+    """The norm of 4 GB of gradients: each of 200 launches reads 20 MB that fit in L2, but that no kernel left there."""
+    device = Device(gpu("l40s"))  # 96 MiB of L2
+    norm = Kernel("optimizer", "fp32", (10**9,), variant, 0.0, 4e9, "optimizer", launches=200)
+    assert device.times([norm])[0] > 4e9 / device.gpu.memory_bandwidth_bps
+
+
 def test_few_sms_cannot_keep_the_memory_busy() -> None:
     device = Device(gpu("h100-80g-sxm"))
     stream = Kernel("elementwise", "bf16", (2**30,), "relu", 0.0, 4 * 2**30, "memory_bound")

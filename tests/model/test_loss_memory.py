@@ -58,3 +58,18 @@ def test_steps_of_a_loss_over_tensor_ranks() -> None:
     moved = {kernel.variant: (kernel.bytes, kernel.launches) for kernel in torchtitan(2024, False, 2).kernels
              if kernel.op == "cross_entropy"}
     assert moved == {"forward": (8 * 4 * TOKENS * VOCAB // 2, 5), "backward": (8 * 4 * TOKENS * VOCAB // 2, 4)}
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_few_predicted_tokens_shrink_logits_of_a_scattered_stream_too(scattered: bool) -> None:
+    """Half of the tokens and half of the vocabulary on each of two ranks: 6 bytes of a quarter of the logits."""
+    program = lower(resolve({
+        "name": "t", "cluster": {"topology": "dgx-h100", "gpus_per_node": 2},
+        "model": {"kind": "decoder", "layers": 2, "hidden": 512, "heads": 8, "vocab": VOCAB, "positions": "rotary",
+                  "tied_embeddings": False},
+        "training": {"micro_batch": 4, "global_batch": 4, "sequence": 1024, "predicted_tokens": 512,
+                     "precision": "pure-bf16", "recompute": "full"},
+        "parallel": {"tensor": 2, "sequence_parallel": scattered},
+        "software": {"framework": "megatron", "year": 2025}})).job.programs[0]
+    gathered = 2 * TOKENS * 512  # the head's input, beside the logits
+    assert peak(program).category_peaks["logits"] == pytest.approx(6 * TOKENS * VOCAB // 4, rel=1e-3, abs=gathered)

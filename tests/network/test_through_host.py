@@ -20,9 +20,9 @@ def mapping(gpu: Any, **intra: Any) -> dict[str, Any]:
             "host": {"pcie": "gen4x16"}, "inter": {"kind": "none"}}
 
 
-def rate(given: dict[str, Any], ranks: int, op: str = "all_gather") -> float:
-    """Bytes/s of the operation alone on the first GPUs."""
-    net = Network(Topology.from_mapping(given), 1, 8, nccl={"algorithm": "Ring", "protocol": "Simple"})
+def rate(given: dict[str, Any], ranks: int, op: str = "all_gather", gbps: float | None = None) -> float:
+    """Bytes/s of the operation alone on the first GPUs; `gbps` in the place of a slot's nominal 248 Gb/s."""
+    net = Network(Topology.from_mapping(given), 1, 8, gbps, nccl={"algorithm": "Ring", "protocol": "Simple"})
     flow = net.coflow(op, GIB, RANKS[:, :ranks])
     return float(fair_share([flow], net.capacity)[0])
 
@@ -58,3 +58,13 @@ def test_cards_in_slots_of_their_own_share_nothing() -> None:
     topology = Topology.from_mapping(given)
     assert not topology.intra.peers and not topology.intra.through_host
     assert rate(given, 4) == pytest.approx(SLOT / (3 / 4))
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.5])
+@pytest.mark.parametrize("gpu", ["l40s", "rtx4090"])
+def test_another_speed_of_the_links_is_the_slots(gpu: str, factor: float) -> None:
+    """31 GB/s nominal are 248 Gb/s. Slots and the uplink of the host's way change; what crosses between the CPUs stays:
+    of eight cards that read one another it binds until a slot is slower (11.95 of 12.5 GB/s at half)."""
+    assert rate(mapping(gpu), 4, gbps=248 * factor) == pytest.approx(rate(mapping(gpu), 4) * factor)
+    eight = min(SLOT * factor, 12.5e9) if gpu == "l40s" else SLOT * factor / 4
+    assert rate(mapping(gpu), 8, gbps=248 * factor) == pytest.approx(eight / (7 / 8))

@@ -57,6 +57,23 @@ def test_folded_and_unfolded_jobs_agree(parallel: dict[str, Any], framework: str
     assert step_s(folded, of) == pytest.approx(step_s(whole, of), rel=1e-9)
 
 
+_DATA_FIRST = ["data", "tensor", "context", "expert", "pipeline"]
+
+
+@pytest.mark.parametrize("parallel", [{"context": 2, "tensor": 2}, {"tensor": 2, "order": _DATA_FIRST},
+                                      {"context": 2, "order": _DATA_FIRST}], ids=str)
+def test_collectives_inside_segments_share_links_however_ranks_are_told_apart(parallel: dict[str, Any]) -> None:
+    """Two stages of two nodes with two cards and one NIC each, which both groups of two cross at once. A GPU that is
+    hardly slower tells ranks apart and changes nothing that can be seen."""
+    parallel = {"pipeline": 2, "strategy": "ddp", **parallel}
+    even, slow = (scenario(parallel, nodes=4, framework="megatron", topology="pcie-8x-a40", gpus_per_node=2, **trouble)
+                  for trouble in ({}, {"slow_gpus": [{"gpu": 3, "clock": 1 - 1e-7}]}))
+    folded, whole, split = lower(even), lower(even, fold=False), lower(slow)
+    assert len(folded.job.classes) < len(split.job.classes) <= len(whole.job.classes) == 8
+    assert step_s(folded, even) == pytest.approx(step_s(whole, even), rel=1e-9)
+    assert step_s(split, slow) == pytest.approx(step_s(folded, even), rel=1e-5)
+
+
 def test_a_pipeline_of_alike_ranks_folds_to_its_stages() -> None:
     of = scenario({"strategy": "ddp", "tensor": 2, "pipeline": 4}, framework="megatron")
     folded, whole = lower(of), lower(of, fold=False)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.report.columns import Window
-from sim.report.exposure import Spans, axis, split
+from sim.report.exposure import Spans, axis, split, waits_between
 
 
 def spans(*rows: tuple[float, float, int], keys: int = 2) -> Spans:
@@ -74,3 +74,13 @@ def test_equals_a_walk_over_unit_pieces(plan: list[list[tuple[float, float, int]
         assert got == pytest.approx(want)
     assert rest == pytest.approx(idle)
     assert sum(float(f.sum()) for f in found) + rest == pytest.approx(20)
+
+
+def test_the_end_of_a_step_waits_for_what_the_next_one_receives() -> None:
+    """A stage computes from 2 to 7 of 10 s; the host issued its receive a step ahead, so it is waited for at both ends.
+    One that the host issues 3 s into the step is no wait of the step before."""
+    compute = spans((2, 7, 0), keys=1)
+    for issued, waited in ((-10.0, 5.0), (-1.0, 3.0), (0.0, 2.0), (1.0, 1.0)):
+        waits = waits_between(np.array([issued]), np.array([2.0]), np.zeros(1, dtype=np.int64), 1, 10.0)
+        (busy, waiting), rest = split(axis([compute, waits], 10.0), [compute, waits])
+        assert (busy[0], waiting[0], rest) == pytest.approx((5, waited, 5 - waited))

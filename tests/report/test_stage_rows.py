@@ -52,6 +52,14 @@ def test_the_bubble_is_that_of_the_closed_form_on_every_stage(even: Result) -> N
         next(s.bubble_s for s in even.stages if s.stage == critical(even.stages).stage))
 
 
+def test_a_stage_that_is_through_waits_for_the_others_without_a_norm_too() -> None:
+    """The ideal stack clips nothing, so nothing joins the stages at the end: middle ones wait for the next step."""
+    free = job(**{"software.framework": "ideal", "parallel.strategy": "ddp", "model.tied_embeddings": False})
+    for stage in free.stages:
+        assert stage.host_s == pytest.approx(0, abs=1e-3 * free.step_time_s)
+        assert stage.bubble_s > 2 / 35 * free.step_time_s
+
+
 def test_an_uneven_split_names_its_slow_stage() -> None:
     one = job(**{"parallel.split": [3, 3, 7, 3]})
     assert critical(one.stages).stage == 2

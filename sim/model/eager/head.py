@@ -19,8 +19,8 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
     """Final norm, logits, loss."""
     rows = style.batch * style.predicted
     x = norm(run, style, x, "final_norm")
-    if rows < style.tokens:
-        x = Tensor(x.storage, rows * style.hidden, x.dtype, x.sink)
+    if rows < style.tokens:  # a slice's share of them where the stream is scattered
+        x = Tensor(x.storage, x.elements * rows // style.tokens, x.dtype, x.sink)
     if style.chunked_loss:
         return chunked.loss(run, style, x, rows)
     run.at("logits")
