@@ -58,7 +58,13 @@ def _gemma(c: Config) -> dict[str, Any]:
     return _llama(c, tied=True, activation="gelu")
 
 
+#: What configs saved with a part that sees leave out, since it is the class's (Gemma3TextConfig).
+_GEMMA_3 = {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072}
+
+
 def _gemma_3(c: Config) -> dict[str, Any]:
+    c.values = {**_GEMMA_3, **c.values}
     every = c.whole("sliding_window_pattern", "_sliding_window_pattern", default=6)
     return patterned(c, _gemma(c), window_of(c, "sliding_window", 4096), every=every)
 
@@ -356,6 +362,10 @@ def read_config(folder: Path, written: str) -> dict[str, Any]:
     family = values.get("model_type")
     if not isinstance(family, str) or family not in _FAMILIES:
         hint = f"known: {', '.join(_FAMILIES)}; for another give kind, layers, hidden, heads … in place of hf"
+        inner = values.get("text_config")
+        if isinstance(inner, dict) and inner.get("model_type") in _FAMILIES:
+            hint = (f"its language model is: write 'text_config' ({inner['model_type']}) into a file of its own; what "
+                    "reads pictures or sound is not simulated")
         message = "the config has no 'model_type'" if family is None else (
             f"models of the type {describe(family).removeprefix('the text ')} are not known")
         raise UserError(Fault(message, field="model_type", file=shown, hint=hint))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sim.errors import UserError
 from sim.model import build
 from sim.scenario import Scenario, resolve
+from sim.scenario.hf import read_config
 from sim.scenario.hf_windows import _pattern
 from sim.software import stack_for
 
@@ -93,3 +94,16 @@ def test_windows_that_cannot_be_are_named(model: dict[str, Any], said: str) -> N
                  "model": {"kind": "decoder", "layers": 4, "hidden": 64, "heads": 2, "vocab": 100, **model},
                  "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128}})
 
+
+
+def test_a_config_that_sees_points_to_its_language_model(tmp_path: Path) -> None:
+    inner = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+             "sliding_window": 1024}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": inner}), encoding="utf-8")
+    with pytest.raises(UserError) as error:
+        read_config(tmp_path, "config.json")
+    assert "text_config" in error.value.faults[0].hint and "gemma3_text" in error.value.faults[0].hint
+    (tmp_path / "text.json").write_text(json.dumps(inner), encoding="utf-8")
+    fields = read_config(tmp_path, "text.json")
+    assert (fields["heads"], fields["kv_heads"], fields["head_dim"], fields["vocab"]) == (8, 4, 256, 262_208)
+    assert fields["hidden"] == 2560 and fields["window"] == 1024 and fields["full_every"] == 6
