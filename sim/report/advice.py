@@ -6,6 +6,7 @@ which the job fits are simulated for their step time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -20,6 +21,10 @@ from sim.scenario.dump import dump
 
 #: Single changes of which pairs are tried, and pairs whose step is predicted.
 _STRONGEST, _PRICED = 10, 8
+#: GPU time of the cheapest single change, over the job's own, above which two lesser ones may be what a user wants.
+_DEAR = 1.3
+#: Share of a GPU's memory that tensors may take without the allocator's cache mostly running short.
+_ROOMY = 0.9
 
 Measure = Callable[[Scenario], MemoryResult]
 
@@ -43,7 +48,7 @@ class Change:
         gpus: GPUs of the changed job.
         step_time_s, slowdown: the step with it, and over the step without; None where the job still does not fit.
         gpu_time: GPU-seconds of a step over those without the change: what a change to more GPUs costs.
-        count: single changes it takes, two where no one suffices.
+        count: single changes it takes, two where no one suffices or each that does is dear.
     """
 
     set: dict[str, Any]
@@ -66,7 +71,8 @@ class Change:
 @seldom_searched()
 def advise(scenario: Scenario, memory: MemoryResult, trial: Callable[[Scenario], Trial], now_s: float) -> list[Change]:
     """Single changes that free memory: those that make the job fit first, the cheapest in GPU time before the others,
-    then the rest by what they free on the GPU. Where none suffices, two of those that free most may.
+    then the rest by what they free on the GPU. Where none suffices, or the cheapest is dear, two of those that free
+    most and alone leave the job without room may; beside single changes pairs are there only where they are cheaper.
 
     Of changes of one group (micro-batches of 8, 4, 2 ...) only the mildest that suffices is there, else the strongest;
     one that the scenario rules out, or that frees nothing, is left out.
@@ -97,9 +103,13 @@ def advise(scenario: Scenario, memory: MemoryResult, trial: Callable[[Scenario],
     if "recompute" in found and found["recompute"].after.fits:
         _fewest_blocks(scenario, lambda what, sets: tried("blocks", what, sets), found)
     tries = list(found.values())
-    if not memory.fits and not any(one.after.fits for one in tries):
-        tries += _pairs(tries, lambda sets: resolve(plain, scenario.name, sets), trial, scenario.gpus)
     priced = [_change(one, now_s, scenario.gpus) for one in tries]
+    cheapest = min((c.gpu_time for c in priced if c.gpu_time is not None), default=math.inf)
+    if not memory.fits and cheapest > _DEAR:
+        pairs = _pairs([one for one in tries if not one.after.fits or one.after.short],
+                       lambda sets: resolve(plain, scenario.name, sets), trial, scenario.gpus)
+        two = [_change(one, now_s, scenario.gpus) for one in pairs]
+        priced += [c for c in two if (c.gpu_time or 0.0) < cheapest]
     return sorted(priced, key=lambda c: (not c.fits, c.gpu_time if c.gpu_time is not None else -c.headroom_bytes))
 
 
@@ -118,7 +128,7 @@ def _pairs(tries: list[_Tried], changed: Callable[[Sets], Scenario], trial: Call
            gpus: int) -> list[_Tried]:
     """Two changes at once with which the job fits, of those that free most by themselves; without more GPUs before
     with more, and each with the mildest partner that suffices first."""
-    strongest = sorted(tries, key=lambda one: -one.after.headroom_bytes)[:_STRONGEST]
+    strongest = sorted(tries, key=lambda one: one.after.use.peak_allocated_bytes)[:_STRONGEST]
     found = []
     for first, second in combinations(strongest, 2):
         if set(first.sets) & set(second.sets):
@@ -132,7 +142,9 @@ def _pairs(tries: list[_Tried], changed: Callable[[Sets], Scenario], trial: Call
         after = both.memory
         if after.fits:
             found.append(_Tried(f"{first.what} and {second.what}", sets, other, both, after, 2))
-    found.sort(key=lambda one: (one.scenario.gpus > gpus, one.after.short, one.after.headroom_bytes))
+    # whether the allocator would run short is a replay each; what takes little more than it holds is likely to
+    found.sort(key=lambda one: (one.scenario.gpus > gpus, one.after.use.peak_allocated_bytes
+                                > _ROOMY * one.after.capacity_bytes, -one.after.use.peak_allocated_bytes))
     return found[:_PRICED]
 
 

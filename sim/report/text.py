@@ -227,7 +227,8 @@ def changes_lines(changes: Sequence[Change], most: int = _CHANGES) -> list[Any]:
     lines = [Text(f"  {c.what}: " + (f"{size(c.headroom_bytes)} free, " if c.headroom_bytes > 0 else
                                      "only just (the allocator runs short), ") + _cost(c)) for c in fitting[:most]]
     rest = len(fitting) - most
-    head = "it would fit with" if fitting[0].count == 1 else "no single change makes it fit; two at once would"
+    alone = any(change.count == 1 for change in fitting)
+    head = "it would fit with" if alone else "no single change makes it fit; two at once would"
     return [Text(head, style="bold"), *lines,
             *([Text(f"  and {rest} more, dearer ones (--json has all)", style="dim")] if rest > 0 else [])]
 

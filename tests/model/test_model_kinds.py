@@ -74,12 +74,34 @@ def test_flops_of_experts_equal_pytorchs(row: dict[str, Any]) -> None:
     ("deepseek-v3", 671_026_404_352), ("mistral-7b", 7_241_732_096), ("gemma-2b", 2_506_172_416),
     ("gemma-7b", 8_537_680_896), ("phi-3-mini", 3_821_079_552), ("qwen2.5-7b", 7_615_616_512 - 28 * (3584 + 2 * 512)),
     ("qwen3-8b", 8_190_735_360 - 36 * 2 * 128), ("phi-2", 2_779_683_840 - 51_200), ("resnet-50", 25_557_032),
+    ("llama-3.2-3b", 3_212_749_824), ("mixtral-8x22b", 140_620_634_112), ("deepseek-v2", 235_741_434_880),
+    ("deepseek-v2-lite", 15_706_484_224), ("mistral-nemo-12b", 12_247_782_400), ("mistral-small-24b", 23_572_403_200),
+    ("phi-4", 14_659_507_200), ("olmo-2-7b", 7_298_617_344 - 32 * 2 * 4096),
+    ("gemma-2-2b", 2_614_341_888 - 26 * 2 * 2304), ("gemma-2-9b", 9_241_705_984 - 42 * 2 * 3584),
+    ("gemma-2-27b", 27_227_128_320 - 46 * 2 * 4608), ("gemma-3-1b", 999_885_952 - 26 * 2 * (1152 + 256)),
+    ("qwen2.5-1.5b", 1_543_714_304 - 28 * (1536 + 2 * 256)), ("qwen2.5-3b", 3_085_938_688 - 36 * (2048 + 2 * 256)),
+    ("qwen2.5-14b", 14_770_033_664 - 48 * (5120 + 2 * 1024)), ("qwen2.5-32b", 32_763_876_352 - 64 * (5120 + 2 * 1024)),
+    ("qwen3-0.6b", 596_049_920 - 28 * 2 * 128), ("qwen3-1.7b", 1_720_574_976 - 28 * 2 * 128),
+    ("qwen3-4b", 4_022_468_096 - 36 * 2 * 128), ("qwen3-14b", 14_768_307_200 - 40 * 2 * 128),
+    ("qwen3-32b", 32_762_123_264 - 64 * 2 * 128), ("qwen3-30b-a3b", 30_532_122_624 - 48 * 2 * 128),
+    ("qwen3-235b-a22b", 235_093_634_560 - 94 * 2 * 128),
 ])
 def test_presets_have_the_parameters_of_the_published_models(preset: str, parameters: int) -> None:
     sequence = {} if preset == "resnet-50" else {"sequence": 128}
     scenario = resolve({"name": "x", "cluster": {"topology": "single-a100-80g-sxm"}, "model": {"preset": preset},
                         "training": {"micro_batch": 1, "global_batch": 1} | sequence})
     assert build(scenario, stack_for("pytorch"), 1).parameters == parameters
+
+
+@pytest.mark.parametrize(("preset", "parameters"), [  # as papers print them; of models that see, without that part
+    ("kimi-k2", 1.03e12), ("llama-4-scout", 108e9), ("llama-4-maverick", 400e9), ("gpt-oss-20b", 20.91e9),
+    ("gpt-oss-120b", 116.83e9), ("gemma-3-4b", 0.675e9 + 3.209e9), ("gemma-3-12b", 1.012e9 + 10.759e9),
+    ("gemma-3-27b", 1.416e9 + 25.6e9),
+])
+def test_presets_have_the_parameters_that_are_printed(preset: str, parameters: float) -> None:
+    scenario = resolve({"name": "x", "cluster": {"topology": "single-a100-80g-sxm"}, "model": {"preset": preset},
+                        "training": {"micro_batch": 1, "global_batch": 1, "sequence": 128}})
+    assert build(scenario, stack_for("pytorch"), 1).parameters == pytest.approx(parameters, rel=0.005)
 
 
 # ------------------------------------------------------------------------------------------------ encoder-decoders

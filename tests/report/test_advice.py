@@ -10,6 +10,7 @@ import sim
 from sim.api import Trial
 from sim.report.advice import candidates
 from sim.report.result import Result
+from sim.report.text import changes_lines
 from sim.scenario import Scenario, resolve
 
 
@@ -118,3 +119,21 @@ def test_the_fewest_blocks_leave_the_allocator_at_rest() -> None:
     assert not fewer.memory.fits or fewer.memory.short
     full = next(c for c in large().changes if c.set.get("training.recompute") == "full")
     assert change.gpu_time is not None and full.gpu_time is not None and change.gpu_time < full.gpu_time
+
+
+def test_two_lesser_changes_stand_beside_a_dear_one() -> None:
+    def predicted(**changes: Any) -> Result:
+        return sim.run(resolve({
+            "name": "dear", "cluster": {"topology": "dgx-a100-40g", "nodes": 1}, "model": {"preset": "llama-3-8b"},
+            "training": {"micro_batch": 2, "global_batch": 16, "sequence": 4096}, "parallel": {"strategy": "fsdp"},
+            "software": {"year": 2024}}, "dear", changes))
+
+    fitting = [change for change in predicted().changes if change.fits]
+    alone = [c for c in fitting if c.count == 1]
+    assert alone and min(c.gpu_time or 0.0 for c in alone) > 1.3, "full recomputation leaves the allocator short"
+    assert fitting[0].count == 2
+    assert all((c.gpu_time or 0.0) < min(a.gpu_time or 0.0 for a in alone) for c in fitting if c.count == 2)
+    both = predicted(**fitting[0].set)
+    assert both.memory.fits and both.step_time_s == fitting[0].step_time_s
+    text = "\n".join(str(line) for line in changes_lines(fitting))
+    assert "it would fit with" in text and "no single change" not in text

@@ -33,9 +33,7 @@ def parameters(m: Any) -> int:
         a = m.mla
         qk = a.nope_dim + a.rope_dim
         attention = (
-            m.hidden * a.q_rank
-            + a.q_rank
-            + a.q_rank * m.heads * qk
+            (m.hidden * a.q_rank + a.q_rank + a.q_rank * m.heads * qk if a.q_rank else m.hidden * m.heads * qk)
             + m.hidden * (a.kv_rank + a.rope_dim)
             + a.kv_rank
             + a.kv_rank * m.heads * (a.nope_dim + a.value_dim)
@@ -51,7 +49,7 @@ def parameters(m: Any) -> int:
     dense = m.layers
     total = m.layers * (attention + (norm if m.preset == "palm-540b" else 2 * norm))
     if m.moe:
-        dense = m.moe.first_dense
+        dense = m.layers - len(range(m.moe.first_dense + m.moe.every - 1, m.layers, m.moe.every))
         experts = (m.moe.experts + m.moe.shared_experts) * mlp(m.moe.expert_ffn) + m.hidden * m.moe.experts
         total += (m.layers - dense) * experts
     total += dense * mlp(m.ffn)
@@ -91,6 +89,37 @@ EXACT = {
 }
 #: To 1%: rounded in the source, or with a pooler, token types or a norm that the closed form lacks.
 ROUNDED = {
+    "llama-3.2-3b": 3_212_749_824,
+    "mixtral-8x22b": 140_620_634_112,
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v2-lite": 15_706_484_224,
+    "kimi-k2": 1.03e12,
+    "llama-4-scout": 108e9,
+    "llama-4-maverick": 400e9,
+    "gpt-oss-20b": 20.91e9,
+    "gpt-oss-120b": 116.83e9,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "gemma-3-1b": 999_885_952,
+    "gemma-3-4b": 3.884e9,
+    "gemma-3-12b": 11.771e9,
+    "gemma-3-27b": 27.016e9,
+    "mistral-nemo-12b": 12_247_782_400,
+    "mistral-small-24b": 23_572_403_200,
+    "phi-4": 14_659_507_200,
+    "olmo-2-7b": 7_298_617_344,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-72b": 72_706_203_648,
