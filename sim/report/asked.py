@@ -37,6 +37,19 @@ def schedule_of_another(scenario: Scenario) -> list[str]:
             "step is that of a fork which has it"]
 
 
+def wide_gathers(scenario: Scenario) -> list[str]:
+    """A hint where FSDP trains under autocast alone: the default precision, and seldom what a run does that is meant.
+
+    Source: torchtitan, Composer and Hugging Face's Trainer give FSDP its MixedPrecision(Policy) (param_dtype bfloat16).
+    """
+    training, precision = scenario.training, scenario.training.precision
+    full = scenario.parallel.strategy == "fsdp" and training.mode == "train" and training.finetune.method == "full"
+    if not full or precision.gather != "fp32" or precision.compute not in ("bf16", "fp16"):
+        return []
+    return [f"precision: {precision.name} gathers parameters in fp32; FSDP's own mixed precision "
+            f"(fsdp-{precision.compute}), which most runs have, sends half as much"]
+
+
 def algorithm_in_vain(scenario: Scenario) -> list[str]:
     """A warning where `software.nccl.algorithm` is one that nothing of this cluster can run: NCCL itself would refuse
     ("no algorithm/protocol available", 2.29.7 src/enqueue.cc); here it chooses as if nothing were asked."""

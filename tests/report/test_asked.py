@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sim.report.asked import algorithm_in_vain, overlap_in_vain, schedule_of_another
+from sim.report.asked import algorithm_in_vain, overlap_in_vain, schedule_of_another, wide_gathers
 from sim.scenario import Scenario, resolve
 
 
@@ -55,3 +55,14 @@ def test_a_schedule_that_the_release_has_not_is_said_to_be_a_fork_s() -> None:
 @pytest.mark.parametrize("other", [scenario(2024), scenario(2024, virtual_stages=2), scenario(2019, pipeline=1)])
 def test_a_schedule_of_the_release_is_no_news(other: Scenario) -> None:
     assert schedule_of_another(other) == []
+
+
+@pytest.mark.parametrize(("strategy", "precision", "said"), [
+    ("fsdp", "amp-bf16", "fsdp-bf16"), ("fsdp", "amp-fp16", "fsdp-fp16"), ("fsdp", "fsdp-bf16", ""),
+    ("fsdp", "fp32", ""), ("fsdp", "pure-bf16", ""), ("ddp", "amp-bf16", "")])
+def test_fsdp_under_autocast_alone_is_told_what_most_runs_have(strategy: str, precision: str, said: str) -> None:
+    told = wide_gathers(resolve({
+        "name": "x", "cluster": {"topology": "dgx-a100-80g", "nodes": 1}, "model": {"preset": "gpt2"},
+        "training": {"micro_batch": 1, "global_batch": 8, "sequence": 128, "precision": precision},
+        "parallel": {"strategy": strategy}}))
+    assert len(told) == bool(said) and all(precision in one and said in one for one in told)
