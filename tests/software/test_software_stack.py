@@ -137,7 +137,8 @@ def test_pytorch_s_stages_alone_keep_tensors_of_every_micro_batch() -> None:
 
 
 @pytest.mark.parametrize(("framework", "year", "torch", "schedules"), [
-    ("pytorch", 2023, "2.0", "gpipe"), ("pytorch", 2024, "2.4.1", "gpipe 1f1b interleaved"),
+    ("pytorch", 2023, "2.0", "gpipe"), ("pytorch", 2024, "2.3", "gpipe 1f1b"),
+    ("pytorch", 2024, "2.4.1", "gpipe 1f1b interleaved"),
     ("pytorch", 2024, "2.5", "gpipe 1f1b interleaved zb-h1"),
     ("pytorch", 2025, "2.7", "gpipe 1f1b interleaved zb-h1 zb-v"), ("megatron", 2019, "1.2", ""),
     ("megatron", 2020, "1.6", "1f1b"), ("megatron", 2026, "2.12", "1f1b interleaved"), ("composer", 2026, "2.12", ""),
