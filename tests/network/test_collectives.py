@@ -273,8 +273,8 @@ def test_folded_equals_unfolded(machines: Machines, machine: str, layout: str, k
        size=st.sampled_from([(1, 2), (1, 8), (2, 16), (4, 32)]),
        machine=st.sampled_from(["dgx-a100", "dgx-h100", "dgx-1v"]))
 def test_never_faster_for_more_bytes(machines: Machines, kind: str, size: tuple[int, int], machine: str) -> None:
-    """One way of serving a call never; where NCCL changes its choice, by at most half (two DGX-1V's broadcast leaves LL,
-    as slow between nodes as on p3dn, at 180 us for 97)."""
+    """One way of serving a call never; where NCCL changes its choice, by at most half: two DGX-1V end a broadcast's LL,
+    as slow between nodes as on p3dn, at 180 us for 97."""
     net = network(machines[machine], nodes=size[0])
     last, served = 0.0, ("", "")
     for exponent in np.arange(8, 34, 0.5):
