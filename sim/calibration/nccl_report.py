@@ -157,7 +157,7 @@ def _bar_picture(sweeps: Sequence[Sweep], kept: dict[str, float], path: Path) ->
 _NOTES = """## What is in the model
 
 NCCL's choice is made by NCCL's own estimates, which know nothing of the figures below: the tables and formulas of the
-release a sweep was made with (`sim/network/tuner.yaml`, read in NCCL 2.29.7 and in the binaries of 2.13 to 2.27), the
+release a sweep was made with (`sim/network/tuner.yaml`, read in NCCL 2.29.7 and in the binaries of 2.4 to 2.27), the
 channels and speeds of its graph search (`sim/network/search.py`). What the choice takes is another matter: base +
 steps + what the pipeline adds + bytes over the slowest link, at the rate of the channels the call opens. Fitted
 figures start at NCCL's constants or a datasheet and are shrunk towards them; members without data follow their family.
@@ -173,7 +173,7 @@ from the others; what belongs to a fabric stays with the fabric.
 * Two A100 read from one another where other GPUs write (compute capability 8.0, `ncclTopoCheckP2p`): a step takes 11 us
   where it takes 4 on V100 and H100. One figure for reads, one for writes, none per generation.
 * A ring of N nodes has N edges between nodes: a chunk of an all-reduce crosses 2 N times, of a gather N times (NCCL
-  2.13 counts 2 N too, later ones 2 (N - 1), which is how they choose). Counted as 2 (N - 1) before, rings of two nodes
+  2.12 to 2.17 count 2 N, others 2 (N - 1), which is how they choose). Counted as 2 (N - 1) before, rings of two nodes
   had made fabrics look twice as slow as trees showed them.
 * Before Hopper what arrives in Simple is flushed by a read of its own out of the GPU, which crosses no fabric: some 17
   us by libfabric; 4 by verbs are assumed.

@@ -17,7 +17,10 @@ WIRE = {"LL": 2.0, "LL128": 128 / 120, "Simple": 1.0}
 OPENS = {"LL": 8 * 512, "LL128": 8 * 640, "Simple": 64 * 512}
 #: A full chunk of a Simple ring, two slices of it: 4 of the 8 steps of a 4 MiB buffer; and the least slice, a 32nd of a
 #: full one (nccl src/include/collectives.h, ALLREDUCE_CHUNKSTEPS; src/init.cc, DEFAULT_BUFFSIZE; prims_simple.h).
-_CHUNK_BYTES, _LEAST_SLICE = 1 << 21, 1 << 15
+_CHUNK_BYTES, LEAST_SLICE = 1 << 21, 1 << 15
+#: Up to NCCL 2.4 a slice is a full one before there is a second (all-reduce's ring of 2.4.2, 2.5.6, 2.7.8 and 2.8.3
+#: disassembled: what halves a chunk stands in all but the first).
+WHOLE_SLICE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ class Slices:
         overhead_s: of a rank per slice: waiting, flags, fences; step_s: from a slice's start at one rank to that at the
             next, beyond its bytes, as a mean over the ring's edges.
         crossing: share of edges whose slices pass a NIC's buffers, which holds them once more.
+        least_bytes: of a slice that is followed by another.
     """
 
     steps: int
@@ -66,12 +70,13 @@ class Slices:
     overhead_s: float
     step_s: float
     crossing: float
+    least_bytes: int = LEAST_SLICE
 
     def beyond_s(self, size_bytes: float, moving_s: float) -> float:
         """Time of a call beyond the `moving_s` of its bytes, seconds."""
         chunk = size_bytes / self.cells
         rounds = self.steps * max(1.0, chunk / _CHUNK_BYTES)
-        slices = min(2.0, max(1.0, chunk / _LEAST_SLICE))
+        slices = min(2.0, max(1.0, chunk / self.least_bytes))
         slice_s = moving_s / rounds / slices
         return rounds * max(slices * self.overhead_s, self.step_s + (1.0 + self.crossing - slices) * slice_s)
 

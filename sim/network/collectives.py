@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import log2
 
-from sim.network.candidate import OPENS, WIRE, Candidate, Chunks, Slices
+from sim.network.candidate import LEAST_SLICE, OPENS, WHOLE_SLICE, WIRE, Candidate, Chunks, Slices
 from sim.network.routes import multicast_loads, ring_loads, tree_loads
 from sim.network.sends import sends
 from sim.network.site import PROTOCOLS, Site
+from sim.network.topology import staged_channels
 from sim.network.tuner import judge
 
 _US = 1e-6
@@ -28,6 +29,11 @@ _EAGER_BYTES = 8192
 #: Release from which a tree's chunks in Simple stay whole: nccl src/enqueue.cc's compares with 32, 64 and 128 KiB stand
 #: one set more in the binaries of 2.18.3 and 2.19.3 than in those of 2.20.5 and later; RCCL 5.4.3 has them, N29 not.
 _WHOLE_CHUNKS = (2, 20)
+#: Release from which a block takes a tree up and down at once; before, a channel carries all data up, then all down
+#: (one group of threads has barriers in ncclAllReduceTree_sum_f32 of 2.4.2 and 2.5.6, two in that of 2.7.8).
+_BOTH_WAYS = (2, 7)
+#: Release from which a chunk is cut into slices before it is full (`WHOLE_SLICE`).
+_HALF_SLICES = (2, 5)
 #: Full chunks of trees: one of the 8 steps of each protocol's buffer (src/init.cc, computeBuffSizes), in LL half flags;
 #: of NVLSTree, from four nodes on half of it (NVLS_CHUNKSIZE, NVLSTREE_MAX_CHUNKSIZE).
 _TREE_CHUNKS = {"LL": 32768.0, "LL128": 576000.0, "Simple": 524288.0}
@@ -112,7 +118,8 @@ def _ring(kind: str, site: Site, protocol: str) -> Candidate:
     cap = _protocol_cap(site, protocol, cap)
     slices = None
     if protocol == "Simple" and not rooted:
-        slices, walk = Slices(steps, n * channels, _pace_s(site, protocol), walk / steps * _US, hops / steps), 0.0
+        least, each_us = LEAST_SLICE if site.version >= _HALF_SLICES else WHOLE_SLICE, walk / steps
+        slices, walk = Slices(steps, n * channels, _pace_s(site, protocol), each_us * _US, hops / steps, least), 0.0
     opens_bytes = float(OPENS[protocol] * (n if protocol == "LL" else 1))
     return Candidate(
         "Ring", protocol, judge(kind, "Ring", protocol, site), (figures[f"base_us.{protocol}"] + walk) * _US,
@@ -136,12 +143,16 @@ def _tree(site: Site, protocol: str) -> Candidate:
         path_s += 2 * (place.per_node - 1) * max(own_s, channels / cap)
     chunks = Chunks(_TREE_CHUNKS[protocol], _halvings(site, protocol), 1, path_s, own_s, _pace_s(site, protocol),
                     outside * _US / _SLOTS)
+    crossing = 1.0 if place.nodes == 2 else 2.0
+    cap = _protocol_cap(site, protocol, cap, "tree") / 2
+    if site.speeds.stage and site.version < _BOTH_WAYS:  # half of the channels' streams are at work each way
+        streams = staged_channels(int(place.groups.max()), place.per_node) / 2
+        cap = min(cap, streams * site.speeds.stage / (crossing * WIRE[protocol]))
     return Candidate(
         "Tree", protocol, judge("all_reduce", "Tree", protocol, site), (figures[f"base_us.{protocol}"] + walk) * _US,
         0.0, 1.0, OPENS[protocol], channel_bps, (),
-        tree_loads(place, 2.0, (1.0 if place.nodes == 2 else 2.0) / figures["tree_share.all"], channels),
-        WIRE[protocol],
-        _protocol_cap(site, protocol, cap, "tree") / 2, channels, 6.0, chunks=chunks)
+        tree_loads(place, 2.0, crossing / figures["tree_share.all"], channels),
+        WIRE[protocol], cap, channels, 6.0, chunks=chunks)
 
 
 def _halvings(site: Site, protocol: str) -> tuple[tuple[float, float], ...]:

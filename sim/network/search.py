@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from sim.catalog import table
 
@@ -20,7 +21,7 @@ _LEAST = 0.49
 _SPLIT, _SPLIT_NEW, _FEW = 25.0, 50.0, 4
 #: Most channels before each stands twice (MAXCHANNELS 64 and 32 before 2.19, src/include/device.h).
 _MOST = 32
-#: Release from which the search tries the speeds of `speeds`, not `old_speeds`.
+#: Release from which the search tries the speeds of `speeds`, not those of an era.
 _NEW_SPEEDS = (2, 18)
 _SPLIT_ALONE = 45.0
 
@@ -38,6 +39,12 @@ class Graph:
     tree_inside: float
 
 
+def era(name: str, version: tuple[int, ...]) -> Any:
+    """A figure of the tuner of NCCL's release (`tuner.yaml`, `eras`): the last one said up to it, else the first."""
+    rows = table("network/tuner.yaml")["eras"]
+    return [row[name] for row in rows if name in row and (row is rows[0] or tuple(row["from"]) <= version)][-1]
+
+
 @lru_cache(maxsize=64)
 def speeds(capability: int, several: bool, version: tuple[int, ...]) -> tuple[float, ...]:
     """Speeds of a channel that the search tries, GB/s, fastest first.
@@ -45,9 +52,10 @@ def speeds(capability: int, several: bool, version: tuple[int, ...]) -> tuple[fl
     Args:
         capability: compute capability times ten; several: whether the communicator spans nodes; version: NCCL's.
     """
+    where = "between" if several else "inside"
     if version < _NEW_SPEEDS:
-        return tuple(table("network/tuner.yaml")["old_speeds"])
-    rows = table("network/tuner.yaml")["speeds"]["between" if several else "inside"]
+        return tuple(era("speeds", version)[where])
+    rows = table("network/tuner.yaml")["speeds"][where]
     return tuple(rows[max(least for least in rows if least <= capability)])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from sim.catalog import table
 from sim.network.figures import Figures
 from sim.network.routes import Placement
-from sim.network.search import Graph, compute_channels, search, speeds
+from sim.network.search import Graph, compute_channels, era, search, speeds
 from sim.network.topology import Speeds, Topology, facts
 
 PROTOCOLS = ("LL", "LL128", "Simple")
@@ -115,9 +115,8 @@ class Site:
         return self.own(f"step_us.nvlink.{protocol}")
 
     def era(self, name: str) -> Any:
-        """A figure of the tuner of NCCL's release (`tuner.yaml`, `eras`): the last one said up to it."""
-        rows = table("network/tuner.yaml")["eras"]
-        return [row[name] for row in rows if tuple(row["from"]) <= self.version and name in row][-1]
+        """A figure of the tuner of NCCL's release (`tuner.yaml`, `eras`)."""
+        return era(name, self.version)
 
     def cpu(self) -> str:
         """Whose processors the nodes have, by which NCCL judges: `intel` or `amd`."""

@@ -15,9 +15,8 @@ from sim.network.site import PROTOCOLS, Site
 
 _GB = 1e9
 _INFINITE = float("inf")
-#: Release from which NCCL estimates (src/graph/tuning.cc); before, LL up to so many bytes of each of so many threads.
+#: Release from which NCCL estimates (src/graph/tuning.cc).
 _TUNED = (2, 5)
-_LL_THREAD_BYTES, _LL_THREADS = 8, 512
 #: Release from which a hop between nodes of one GPU each counts as a tree's (N29; not in R13).
 _NEW_BASE = (2, 18)
 #: Release from which the network plugin's latency counts (ncclNetProperties_t of its sixth version; not in R13).
@@ -55,7 +54,7 @@ class Judgement:
 def judge(kind: str, algorithm: str, protocol: str, site: Site) -> Judgement:
     """NCCL's estimate of serving `kind` by an algorithm (Ring, Tree, NVLS, NVLSTree) and protocol."""
     if site.version < _TUNED:
-        return _before(algorithm, protocol, site)
+        return _before(kind, algorithm, protocol, site)
     if algorithm == "Ring":
         return _ring(kind, protocol, site)
     if algorithm == "Tree":
@@ -63,12 +62,36 @@ def judge(kind: str, algorithm: str, protocol: str, site: Site) -> Judgement:
     return _multicast(site)
 
 
-def _before(algorithm: str, protocol: str, site: Site) -> Judgement:
-    """Before the tuner: rings, in LL up to `_LL_THREAD_BYTES` for every thread, channel and rank (recalled)."""
-    if algorithm != "Ring" or protocol == "LL128":
+def _before(kind: str, algorithm: str, protocol: str, site: Site) -> Judgement:
+    """Before the tuner: trees up to a threshold (`tree_until`), LL up to so many bytes of every thread, then Simple.
+
+    The estimates are ranks, which end where a threshold does.
+    """
+    if algorithm not in ("Ring", "Tree") or protocol == "LL128":
         return Judgement(_INFINITE, 1.0)
-    least = site.searched_channels() * _LL_THREADS * site.place.size * _LL_THREAD_BYTES
-    return Judgement(1.0, _INFINITE, (), 3.0, least + 1.0) if protocol == "LL" else Judgement(2.0, _INFINITE)
+    told = table("network/tuner.yaml")["before"]
+    tree, several = algorithm == "Tree", site.place.nodes > 1
+    each = told["ll_bytes"]["volta" if site.capability() >= 70 else "old"][1 if several else 0]
+    shares = told["ll_tree"] if tree else 1 if kind in ("broadcast", "reduce") else site.place.size
+    most = site.searched_channels() * told["ll_threads"] * each * shares if protocol == "LL" else _INFINITE
+    if tree:
+        most = min(most, tree_until(site))
+    rank = (1.0 if protocol == "LL" else 2.0) + (0.0 if tree else 2.0)
+    return Judgement(rank, _INFINITE, (), _INFINITE, most + 1.0)
+
+
+def tree_until(site: Site) -> float:
+    """Bytes up to which NCCL before the tuner takes trees: where their latency no longer outweighs their rate."""
+    told, place = table("network/tuner.yaml")["before"], site.place
+    ring_us = told["ring_us"] * (place.size - 1)
+    tree_us = told["tree_us"][0] * (place.per_node - 1) + told["tree_us"][1] * int(log2(place.nodes))
+    if place.nodes == 1 or tree_us >= ring_us:
+        return 0.0
+    ring, tree = told["pcie"]
+    if site.intra_link() == "nvlink":
+        ring = site.searched_channels() * told["ring"]
+        tree = ring * told["tree_share"] * (2 if place.nodes == 2 else 1)
+    return _INFINITE if tree > ring else tree * ring / (ring - tree) * (ring_us - tree_us) * 1e3
 
 
 def _hops(site: Site, protocol: str, shape: str) -> tuple[float, float]:
@@ -92,8 +115,9 @@ def _ring(kind: str, protocol: str, site: Site) -> Judgement:
     rooted = kind in ("broadcast", "reduce")
     passes = 2 if kind == "all_reduce" else 1
     steps = passes * (n - 1)
-    counted = nodes + int(site.era("ring_hops")) if kind == "all_reduce" else nodes - 1
-    hops = 0 if nodes == 1 else passes * counted
+    shift = site.era("ring_hops")
+    counted = nodes + int(shift) if shift != "all" and kind == "all_reduce" else nodes - 1
+    hops = 0 if nodes == 1 else steps if shift == "all" else passes * counted
     inside, outside = _hops(site, protocol, "ring")
     graph = site.graph()
     bus = graph.channels * (graph.inside if nodes <= 2 else graph.between) * _GB
@@ -102,7 +126,8 @@ def _ring(kind: str, protocol: str, site: Site) -> Judgement:
         gathers = nodes == 1 and kind not in ("all_reduce", "reduce")
         bus = min(bus * float(site.era("ll_ring")[1 if gathers else 0]), _most_ll(site) * _GB)
     elif protocol == "LL128":
-        bus = min(bus * 0.92, graph.channels * site.table("ring_ll128") * _GB)
+        share = site.era("ll128_ring")[1 if nodes > 1 and site.place.per_node == 1 else 0]
+        bus = min(bus * float(share), _most_ll128(kind, graph.channels, site.table("ring_ll128"), site))
     latency = float(site.era("base")["ring"][PROTOCOLS.index(protocol)]) + (steps - hops) * inside + hops * outside
     rate = bus if rooted else bus * n / steps
     if protocol == "Simple" and kind == "all_reduce" and nodes > 1:
@@ -114,10 +139,18 @@ def _ring(kind: str, protocol: str, site: Site) -> Judgement:
 
 
 def _most_ll(site: Site) -> float:
-    """What NCCL grants LL at most, GB/s: by the GPU on one node, by the CPU on several."""
+    """What NCCL grants LL at most, GB/s: by the GPU on one node, by the CPU on several; without end before 2.8."""
+    if not site.era("ll_bounded"):
+        return _INFINITE
     if site.place.nodes > 1:
         return float(table("network/tuner.yaml")["cpu_ll"][site.cpu()][min(site.place.nodes, 3) - 2])
     return float(site.era("hopper_ll")) if site.topology.generation == "hopper" else site.table("ll")
+
+
+def _most_ll128(shape: str, channels: int, usual: float, site: Site) -> float:
+    """What NCCL grants LL128 at most, bytes/s, for a ring's operation or `tree`; `usual` GB/s a channel later."""
+    whole = site.era("ll128_most").get(shape)
+    return float(whole or channels * site.era("ll128_channel").get(shape, usual)) * _GB
 
 
 def _tree(protocol: str, site: Site) -> Judgement:
@@ -125,17 +158,29 @@ def _tree(protocol: str, site: Site) -> Judgement:
     graph, nodes = site.graph(), site.place.nodes
     bus = graph.channels * (graph.tree_inside if nodes <= 2 else graph.between) * _GB
     bus = min(bus, float(site.era("ceiling").get(site.topology.generation, _INFINITE)) * _GB)
-    bus = min(bus * 0.92, graph.channels * site.table("tree") * _GB)
+    bus = min(bus * float(site.era("tree_share")), _most_tree(protocol, graph.channels, site) * _GB)
     if protocol == "LL":
-        bus = min(bus / 3.8, _most_ll(site) * _GB)
+        bus = min(bus * float(site.era("ll_tree")), _most_ll(site) * _GB)
     elif protocol == "LL128":
-        bus = min(bus * 120 / 128, graph.channels * site.table("tree_ll128") * _GB)
+        share = site.era("ll128_tree")[0 if nodes == 1 else 1]
+        bus = min(bus * float(share), _most_ll128("tree", graph.channels, site.table("tree_ll128"), site))
     if site.place.per_node == 1:  # the one pattern that a node of one GPU has
         bus *= float(site.era("split_tree"))
     latency = float(site.era("base")["tree"][PROTOCOLS.index(protocol)]) + 2 * (
         (site.place.per_node - 1) * inside + int(log2(max(2, nodes))) * outside)
-    correction = tuple(float(x) for x in table("network/tuner.yaml")["tree_correction"][protocol])
-    return Judgement(latency, bus / 2, correction)
+    row = site.era("correction").get(protocol) or table("network/tuner.yaml")["tree_correction"][protocol]
+    return Judgement(latency, bus / 2, tuple(float(x) for x in row))
+
+
+def _most_tree(protocol: str, channels: int, site: Site) -> float:
+    """What NCCL grants a tree at most, GB/s: until 2.7 in all, then by channel."""
+    at, generation = min(site.place.nodes, 3) - 1, site.topology.generation
+    whole = site.era("tree_most")
+    if whole:
+        own = site.era("tree_most_ll128").get(generation) if protocol == "LL128" else None
+        return float((own or whole)[at])
+    channel = site.era("tree_channel").get(generation)
+    return channels * float(channel[at] if channel else site.table("tree"))
 
 
 def _multicast(site: Site) -> Judgement:

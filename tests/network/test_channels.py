@@ -136,9 +136,9 @@ def test_small_sends_inside_a_node_go_in_ll(machines: Machines) -> None:
 
 @pytest.mark.parametrize(("ranks", "lower", "upper"), [(4, 4, 6), (7, 8, 12), (8, 12, 16)])
 def test_old_nccl_leaves_ll128_where_it_was_measured_to(machines: Machines, ranks: int, lower: int, upper: int) -> None:
-    """DGX-1V, NCCL of 2021: vTrain's tables bend between these sizes (MiB), where Simple takes over from LL128."""
-    last = flow_of(machines["dgx-1v"], "all_reduce", lower << 20, ranks=ranks, version="2.8")[0]
-    first = flow_of(machines["dgx-1v"], "all_reduce", upper << 20, ranks=ranks, version="2.8")[0]
+    """DGX-1V, NCCL 2.10: vTrain's tables bend between these sizes (MiB), where Simple takes over from LL128."""
+    last = flow_of(machines["dgx-1v"], "all_reduce", lower << 20, ranks=ranks, version="2.10")[0]
+    first = flow_of(machines["dgx-1v"], "all_reduce", upper << 20, ranks=ranks, version="2.10")[0]
     assert (last.protocol, first.protocol) == ("LL128", "Simple")
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sim.errors import UserError
 from sim.network import Coflow, Network, Topology, fair_share
-from sim.network.candidate import Slices
+from sim.network.candidate import WHOLE_SLICE, Slices
 from sim.network.figures import Figures
 from sim.network.network import release
 from sim.network.site import Site
@@ -149,6 +149,14 @@ def test_slices_overlap_once_they_outlast_a_step() -> None:
     assert ring.beyond_s(8 << 10, 0.0) == pytest.approx(6 * 10e-6)  # one slice a step: nothing overlaps
 
 
+def test_whole_slices_do_not_overlap() -> None:
+    """NCCL 2.4: a chunk of 1 MiB is one slice, which moves whole (100 us) before the step's 10 us; 2 MiB are two."""
+    ring = Slices(6, 8.0, 4e-6, 10e-6, 0.0, WHOLE_SLICE)
+    assert 6 * 100e-6 + ring.beyond_s(8 << 20, 6 * 100e-6) == pytest.approx(6 * (100e-6 + 10e-6))
+    halves = Slices(6, 8.0, 4e-6, 10e-6, 0.0)
+    assert ring.beyond_s(16 << 20, 6 * 200e-6) == pytest.approx(halves.beyond_s(16 << 20, 6 * 200e-6))
+
+
 @given(st.floats(1e3, 1e10), st.floats(1e-7, 1e-2), st.floats(1.0, 3.0))
 @settings(max_examples=50)
 def test_slices_cost_no_less_on_slower_links(size: float, moving_s: float, slower: float) -> None:
@@ -265,14 +273,15 @@ def test_folded_equals_unfolded(machines: Machines, machine: str, layout: str, k
        size=st.sampled_from([(1, 2), (1, 8), (2, 16), (4, 32)]),
        machine=st.sampled_from(["dgx-a100", "dgx-h100", "dgx-1v"]))
 def test_never_faster_for_more_bytes(machines: Machines, kind: str, size: tuple[int, int], machine: str) -> None:
-    """One way of serving a call never; where NCCL changes its choice, by at most 35% (V100, 16 MiB: 300 to 274)."""
+    """One way of serving a call never; where NCCL changes its choice, by at most half: two DGX-1V end a broadcast's LL,
+    as slow between nodes as on p3dn, at 180 us for 97."""
     net = network(machines[machine], nodes=size[0])
     last, served = 0.0, ("", "")
     for exponent in np.arange(8, 34, 0.5):
         flow = net.coflow(kind, int(2 ** exponent), world(size[1]))
         time = flow.latency_s + flow.size_bytes / rate(flow, net)
         same = served == (flow.algorithm, flow.protocol)
-        assert time >= last * (1 - 1e-12 if same else 0.65)
+        assert time >= last * (1 - 1e-12 if same else 0.5)
         last, served = time, (flow.algorithm, flow.protocol)
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from sim.network.search import Graph
 from sim.network.site import Site
-from sim.network.tuner import judge
+from sim.network.topology import facts
+from sim.network.tuner import judge, tree_until
 
 GB = 1e9
 
@@ -59,19 +60,59 @@ def test_a_tree_goes_up_and_down() -> None:
 
 
 @pytest.mark.parametrize(("version", "tree_us", "ring_us"), [
+    ((2, 5), 14 * 28 + 2 * 50, 8.4 + 30 * 6.6), ((2, 7), 14 * 28 + 2 * 50, 8.4 + 28 * 3.4 + 2 * 9.6),
+    ((2, 10), 14 * 28 + 2 * 28, 8.4 + 28 * 3.4 + 2 * 9.6), ((2, 12), 14 * 28 + 2 * 28, 8.4 + 26 * 3.4 + 4 * 28),
     ((2, 16), 14 * 28 + 2 * 28, 8.4 + 26 * 3.4 + 4 * 9.6), ((2, 18), 14 * 4 + 2 * 14, 8.4 + 28 * 3.4 + 2 * 14),
     ((2, 21), 14 * 28 + 2 * 28, 8.4 + 28 * 3.4 + 2 * 14), ((2, 27), 8.4 + 14 * 4 + 2 * 14, 8.4 + 28 * 3.4 + 2 * 14)])
 def test_releases_count_with_tables_of_their_own(version: tuple[int, int], tree_us: float, ring_us: float) -> None:
-    """Two nodes of eight, Simple: trees take 14 hops inside and 2 between, rings 28 and 2, before 2.18 26 and 4."""
+    """Two nodes of eight, Simple: trees take 14 hops inside and 2 between, rings 28 and 2, from 2.12 to 2.17 26 and 4,
+    in 2.5 thirty between. 2.5, 2.7, 2.10 and 2.12: what the binaries' own tuning functions returned."""
     where = site(version=version)
     assert judge("all_reduce", "Tree", "Simple", where).latency_us == pytest.approx(tree_us)
     assert judge("all_reduce", "Ring", "Simple", where).latency_us == pytest.approx(ring_us)
 
 
+@pytest.mark.parametrize(("version", "nodes", "tree", "ring"), [
+    ((2, 5), 1, (30.0, 70.0, 90.0), (63.0, 100.0, 252.0)), ((2, 5), 4, (23.33, 54.44, 70.0), (63.0, 100.0, 252.0)),
+    ((2, 7), 1, (28.95, 85.56, 110.0), (63.0, 200.4, 252.0)), ((2, 7), 2, (28.95, 100.65, 110.0), (63.0, 200.4, 252.0)),
+    ((2, 8), 1, (39.0, 180.32, 231.84), (39.0, 202.8, 252.0)),
+    ((2, 10), 1, (39.0, 180.32, 231.84), (39.0, 231.84, 252.0))])
+def test_bandwidths_are_those_of_the_binaries(version: tuple[int, int], nodes: int, tree: tuple[float, ...],
+                                              ring: tuple[float, ...]) -> None:
+    """Volta, twelve channels of 21 GB/s: what ncclSetThresholds (2.5.6) and ncclTopoTuneModel (2.7.8, 2.8.3, 2.10.3) of
+    NVIDIA's binaries returned for an all-reduce, GB/s of the bus."""
+    where = site(nodes=nodes, version=version)
+    where.topology.generation = "volta"
+    where.graph = lambda: Graph(12, 21, 21, 21)
+    most = facts()["generations"]["volta"]
+    where.table = lambda name: float(most[name][min(nodes, 3) - 1] if isinstance(most[name], list) else most[name])
+    n = where.place.size
+    for protocol, tree_bus, ring_bus in zip(("LL", "LL128", "Simple"), tree, ring, strict=True):
+        found, round_ = (judge("all_reduce", shape, protocol, where).rate_bps for shape in ("Tree", "Ring"))
+        assert found / GB * 2 == pytest.approx(tree_bus, rel=1e-3)
+        assert round_ / GB * 2 * (n - 1) / n == pytest.approx(ring_bus, rel=1e-3)
+
+
 def test_before_the_tuner_rings_took_ll_by_threads() -> None:
-    """NCCL 2.4: 8 bytes for each of 512 threads, 32 channels and 16 ranks; no tree."""
-    where = site(version=(2, 4))
-    limit = 8 * 512 * 32 * 16
+    """NCCL 2.4 on one node: no tree; 64 bytes for each of 256 threads, 32 channels and 16 ranks."""
+    where = site(nodes=1, per_node=16, version=(2, 4))
+    limit = 64 * 256 * 32 * 16
     low, simple, tree = (judge("all_reduce", *way, where) for way in (("Ring", "LL"), ("Ring", "Simple"),
                                                                       ("Tree", "Simple")))
-    assert low.time_us(limit) < simple.time_us(limit) < low.time_us(limit + 1) < tree.time_us(1)
+    assert low.time_us(limit) < simple.time_us(limit) < low.time_us(limit + 1) == tree.time_us(1)
+
+
+def test_before_the_tuner_trees_had_a_threshold() -> None:
+    """NCCL 2.4 with NVLink: on two nodes trees count as faster than rings (twice 0.75), on four of eight up to
+    0.75 x 160 / 0.25 GB/s x (6 x 31 - 4 x 7 - 15 x 2) us, with their LL up to four times 128 bytes a thread."""
+    assert tree_until(site(version=(2, 4))) == float("inf")
+    assert tree_until(site(nodes=1, version=(2, 4))) == 0.0
+    where = site(nodes=4, version=(2, 4))
+    until = 0.75 * 160 / 0.25 * (6 * 31 - 4 * 7 - 15 * 2) * 1e3
+    assert tree_until(where) == pytest.approx(until)
+    tree, ring = judge("all_reduce", "Tree", "Simple", where), judge("all_reduce", "Ring", "Simple", where)
+    low = judge("all_reduce", "Tree", "LL", where)
+    assert tree.time_us(until) < ring.time_us(until) < tree.time_us(until + 2)
+    limit = 4 * 128 * 256 * 32
+    assert low.time_us(limit) < tree.time_us(limit) < low.time_us(limit + 1)
+

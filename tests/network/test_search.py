@@ -22,6 +22,17 @@ def test_rings_behind_a_switch(capability: int, version: tuple[int, int], links:
     assert compute_channels(found, False, capability) == channels
 
 
+@pytest.mark.parametrize("version", [(2, 7), (2, 8)])
+@pytest.mark.parametrize(("capability", "links", "path", "nics", "gbps", "graph"), [
+    (70, 126.0, 21.0, 0, 0.0, (6, 21)), (80, 252.0, 252.0, 0, 0.0, (12, 21)), (80, 252.0, 24.0, 8, 24.0, (8, 24)),
+    (80, 252.0, 12.0, 4, 12.0, (4, 12))], ids=["DGX-1V", "DGX A100", "two DGX A100", "two p4d"])
+def test_rings_of_old_releases(version: tuple[int, int], capability: int, links: float, path: float, nics: int,
+                               gbps: float, graph: tuple[int, float]) -> None:
+    """What ncclTopoCompute of NVIDIA's binaries 2.7.8 and 2.8.3 returned for these machines, described in XML."""
+    found = search(speeds(capability, nics > 0, version), links, path, nics, gbps, capability)
+    assert (found.channels, found.inside) == graph
+
+
 @pytest.mark.parametrize(("capability", "links", "nics", "gbps", "graph", "channels"), [
     (80, 240.0, 8, 24.0, Graph(8, 24, 24, 30), 16),  # DGX A100: a channel per NIC
     (80, 240.0, 4, 12.0, Graph(4, 12, 12, 24), 8),  # p4d: "8 coll channels"
