@@ -33,7 +33,7 @@ from sim.report.memory_plan import MemoryPlan, StageMemory
 from sim.report.result import Result
 from sim.report.tables import Frame, as_table
 from sim.scenario import Loaded, Scenario, load_scenario
-from sim.software import Stack, stack_for
+from sim.software import Stack, stack_of
 
 if TYPE_CHECKING:
     from sim.report.scaling import Scaling
@@ -256,7 +256,7 @@ def hardware_for(scenario: Scenario, jitter_s: float = 0.0) -> tuple[Device, Net
         jitter_s: of ranks that meet in a collective.
     """
     software = scenario.software
-    stack = stack_for(software.framework, software.year, versions=software.versions, modules=software.modules)
+    stack = stack_of(software)
     key = (f"{scenario.cluster.model_dump_json()}{software.nccl.model_dump_json()}{jitter_s} {stack.product_rate} "
            f"{stack.dispatch_once} {stack.nccl_release}")
     if key not in _HARDWARE:

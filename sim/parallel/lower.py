@@ -31,7 +31,7 @@ from sim.parallel.variety import ALIKE, Variety, variety
 from sim.program import Job
 from sim.program.expand import expand
 from sim.scenario.schema import Scenario
-from sim.software import Stack, stack_for
+from sim.software import Stack, stack_of
 from sim.work import DTYPE_BYTES
 
 
@@ -73,9 +73,7 @@ def lower(scenario: Scenario, *, fold: bool = True) -> Lowered:
     Raises:
         UserError: the scenario asks for something that is not simulated yet.
     """
-    software = scenario.software
-    stack = stack_for(software.framework, software.year, software.compile, software.versions, software.modules,
-                      fused=software.fused, cuda_graphs=software.cuda_graphs)
+    stack = stack_of(scenario.software)
     check(scenario, stack.gradient_path == "ipg", stack.hybrid_offload)
     if run_of(scenario) is not None:
         serving = lower_inference(scenario, stack)

@@ -1,10 +1,10 @@
-"""What a scenario asks for in words and its stack does not do: never passed over in silence."""
+"""What a scenario asks for in words and its stack does not do, or hardly a run does: never passed over in silence."""
 
 from __future__ import annotations
 
 from sim.network import Topology
 from sim.scenario import Scenario
-from sim.software import stack_for
+from sim.software import stack_of
 
 
 def overlap_in_vain(scenario: Scenario) -> list[str]:
@@ -14,8 +14,7 @@ def overlap_in_vain(scenario: Scenario) -> list[str]:
     replicas = scenario.gpus // (parallel.tensor * parallel.context * parallel.pipeline)
     if not (parallel.overlap and "overlap" in parallel.model_fields_set and parallel.pipeline > 1 and replicas > 1):
         return []
-    stack = stack_for(software.framework, software.year, software.compile, software.versions, software.modules,
-                      fused=software.fused, cuda_graphs=software.cuda_graphs)
+    stack = stack_of(software)
     if stack.pipeline_reduction != "behind":
         return []
     return [f"software: overlap changes nothing about the reduction of gradients: {software.framework} of "
@@ -28,8 +27,7 @@ def schedule_of_another(scenario: Scenario) -> list[str]:
     parallel, software = scenario.parallel, scenario.software
     if parallel.pipeline == 1 or scenario.training.mode != "train":
         return []
-    had = stack_for(software.framework, software.year, software.compile, software.versions, software.modules,
-                    fused=software.fused, cuda_graphs=software.cuda_graphs).schedules
+    had = stack_of(software).schedules
     if parallel.schedule in had:
         return []
     others = f"it has {', '.join(had)}" if had else "nor any other"

@@ -12,7 +12,7 @@ from sim.parallel.pipeline.actions import split
 from sim.scenario import Scenario
 from sim.scenario.schema import Offload
 from sim.sizing.space import STRATEGIES, Choice
-from sim.software import Stack, stack_for
+from sim.software import Stack, stack_of
 
 #: What `--offload` may name: fields of `parallel.offload` that go to the host.
 OFFLOADS: dict[str, tuple[str, ...]] = {
@@ -103,5 +103,4 @@ def narrowed(scenario: Scenario, choice: Choice, both: bool = False) -> Choice |
 
 
 def _stack(scenario: Scenario) -> Stack:
-    software = scenario.software
-    return stack_for(software.framework, software.year, versions=software.versions, modules=software.modules)
+    return stack_of(scenario.software)

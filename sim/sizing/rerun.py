@@ -15,6 +15,10 @@ from sim.scenario.dump import dump
 
 #: Parts of a scenario that no step depends on.
 _ASIDE = ("name", "note", "sweep", "expect", "budget", "claim")
+#: Strategies that gather parameters, so that what is done with them behind forward matters.
+_GATHERING = ("fsdp", "zero3")
+#: Times that fields are added: once for what a file's own layout has refused, once for what is then different.
+_ROUNDS = 2
 
 
 def command(path: str, given: Sequence[str], target: Scenario, fields: Mapping[str, Any],
@@ -33,12 +37,11 @@ def command(path: str, given: Sequence[str], target: Scenario, fields: Mapping[s
     wanted = _essence(target)
     texts = [] if topology is None else [f"cluster.topology={topology}"]
     texts += [f"{name}={_text(value)}" for name, value in fields.items()]
-    cleared = ["parallel.split=null", "training.micro_steps=null",
-               f"training.global_batch={target.training.global_batch}"]
-    for whole in (texts, [*texts, *cleared]):
-        if _says(path, [*given, *whole], wanted):
-            break
-    else:
+    whole = texts
+    for _ in range(_ROUNDS):
+        more = _differing(_read(path, [*given, *whole]), wanted)
+        whole = [*whole, *(f"{name}={_text(value)}" for name, value in more)]
+    if not _says(path, [*given, *whole], wanted):
         return None
     for text in list(whole):
         fewer = [other for other in whole if other != text]
@@ -50,14 +53,32 @@ def command(path: str, given: Sequence[str], target: Scenario, fields: Mapping[s
 
 
 def _says(path: str, texts: Sequence[str], wanted: Mapping[str, Any]) -> bool:
+    return _read(path, texts) == wanted
+
+
+def _read(path: str, texts: Sequence[str]) -> dict[str, Any] | None:
+    """What a file and its sets say; None where they are refused."""
     try:
-        return _essence(api.load(path, texts).scenario) == wanted
+        return _essence(api.load(path, texts).scenario)
     except UserError:
-        return False
+        return None
 
 
 def _essence(scenario: Scenario) -> dict[str, Any]:
-    return {name: part for name, part in dump(scenario).items() if name not in _ASIDE}
+    """Everything that a step depends on."""
+    plain = {name: part for name, part in dump(scenario).items() if name not in _ASIDE}
+    if scenario.parallel.strategy not in _GATHERING:
+        plain["parallel"].pop("reshard_after_forward")
+    return plain
+
+
+def _differing(said: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Fields that a refused or different scenario is to be given: what the file says of a layout of its own."""
+    if said is None:
+        return [("parallel.split", None), ("training.micro_steps", None),
+                ("training.global_batch", wanted["training"]["global_batch"])]
+    return [(f"{part}.{name}", value) for part in ("training", "parallel") for name, value in wanted[part].items()
+            if said[part].get(name) != value]
 
 
 def _text(value: Any) -> str:

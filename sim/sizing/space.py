@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from sim.errors import Fault, UserError
 from sim.scenario import Scenario
-from sim.software import Stack, stack_for
+from sim.software import Stack, stack_of
 
 Ints = npt.NDArray[np.int32]
 
@@ -275,8 +275,7 @@ def _policies(blocks: int, pipeline: int, choice: Choice) -> tuple[list[int], in
 
 
 def _stack(scenario: Scenario) -> Stack:
-    software = scenario.software
-    return stack_for(software.framework, software.year, versions=software.versions, modules=software.modules)
+    return stack_of(scenario.software)
 
 
 def _same_sharding(scenario: Scenario) -> bool:

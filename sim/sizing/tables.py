@@ -32,7 +32,7 @@ from sim.program import InlineCall, ProgramBuilder
 from sim.scenario import Scenario
 from sim.sizing.alone import Alone
 from sim.sizing.space import POLICIES
-from sim.software import Stack, stack_for
+from sim.software import Stack, stack_of
 from sim.work import DTYPE_BYTES, Kernel
 
 Floats = npt.NDArray[np.float64]
@@ -305,9 +305,7 @@ def _seconds(layers: Layers, alone: Alone, layout: Layout, scenario: Scenario) -
 
 
 def _stack(scenario: Scenario) -> Stack:
-    software = scenario.software
-    return stack_for(software.framework, software.year, software.compile, software.versions, software.modules,
-                     fused=software.fused, cuda_graphs=software.cuda_graphs)
+    return stack_of(scenario.software)
 
 
 def before(values: Sequence[float] | Floats) -> Floats:

@@ -16,7 +16,7 @@ from sim.report.budget import tokens_of
 from sim.report.result import tokens_per_sample
 from sim.scenario import Scenario
 from sim.sizing.prices import prices_of
-from sim.software import stack_for
+from sim.software import stack_of
 
 OBJECTIVES = ("time", "cost", "gpus", "energy")
 _J_PER_KWH = 3.6e6
@@ -88,11 +88,10 @@ def steps_of(scenario: Scenario) -> float | None:
     Args:
         scenario: resolved; its own layout does not matter.
     """
-    asked, training, software = scenario.budget, scenario.training, scenario.software
+    asked, training = scenario.budget, scenario.training
     if asked is None or asked.tokens is None:
         return None
-    stack = stack_for(software.framework, software.year, software.compile, software.versions, software.modules,
-                      fused=software.fused, cuda_graphs=software.cuda_graphs)
+    stack = stack_of(scenario.software)
     whole = build(with_parallel(scenario, tensor=1, context=1, expert=1), stack, 1)
     tokens = tokens_of(asked.tokens, whole.parameters + whole.frozen_parameters)
     return float(math.ceil(tokens / ((training.global_batch or 1) * tokens_per_sample(scenario))))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 from sim.software.facts import TRIED, facts_of
 
@@ -304,6 +304,35 @@ def stack_for(
         UserError: no profile of that name.
     """
     return _stack(framework, year, compile_, tuple(sorted((versions or {}).items())), modules, fused, cuda_graphs)
+
+
+class Asked(Protocol):
+    """What names a stack, as a scenario's `software` has it."""
+
+    @property
+    def framework(self) -> str: ...
+    @property
+    def year(self) -> int: ...
+    @property
+    def compile(self) -> bool: ...
+    @property
+    def versions(self) -> Mapping[str, str]: ...
+    @property
+    def modules(self) -> str: ...
+    @property
+    def fused(self) -> bool: ...
+    @property
+    def cuda_graphs(self) -> bool: ...
+
+
+def stack_of(software: Asked) -> Stack:
+    """`stack_for` with everything that a scenario's `software` says.
+
+    Raises:
+        UserError: no profile of that name.
+    """
+    return stack_for(software.framework, software.year, software.compile, software.versions, software.modules,
+                     fused=software.fused, cuda_graphs=software.cuda_graphs)
 
 
 @lru_cache(maxsize=64)

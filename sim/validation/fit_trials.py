@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from sim.errors import Fault, UserError
 from sim.scenario import Scenario
-from sim.software import Stack, stack_for, trial
+from sim.software import Stack, stack_of, trial
 from sim.validation.cases import Case
 from sim.validation.runner import as_worker
 
@@ -256,9 +256,7 @@ def _runs(asked: Sequence[tuple[int, Values]]) -> Iterator[list[tuple[int, Value
 
 
 def _stack(known: First) -> Stack:
-    software = known.scenario.software
-    return stack_for(software.framework, software.year, software.compile, software.versions, software.modules,
-                     fused=software.fused, cuda_graphs=software.cuda_graphs)
+    return stack_of(known.scenario.software)
 
 
 def _first_of(case: Case) -> First | None:

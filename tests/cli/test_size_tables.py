@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+import shlex
 import sqlite3
 import sys
 from pathlib import Path
@@ -42,6 +43,22 @@ def test_csv_has_every_simulated_row_once(tmp_path: Path) -> None:
     assert float(fastest["step_time_s"]) == told["best"][0]["step_time_s"]
     assert fastest["parallel.strategy"] == told["best"][0]["set"]["parallel.strategy"]
     assert not list(tmp_path.glob(".*part"))
+
+
+@pytest.mark.parametrize(("arguments", "topology"), [((), ""), (("--cluster", "dgx-h100"), "dgx-h100")])
+def test_the_command_that_runs_the_best_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str],
+                                                   arguments: tuple[str, ...], topology: str) -> None:
+    found = tmp_path / "f.json"
+    assert leave(tmp_path, "--set", "training.sequence=128", "--json", str(found), *arguments) == 0
+    told = capfd.readouterr().out.splitlines()
+    command = shlex.split(told[told.index("run the best:") + 1])
+    assert command[:2] == ["drystep", "run"] and "training.sequence=128" in command
+    assert (f"cluster.topology={topology}" in command) == bool(topology)
+    with pytest.raises(SystemExit) as left:
+        main([*command[1:], "--json", "-"])
+    again = json.loads(capfd.readouterr().out)
+    assert left.value.code == 0
+    assert again["step_time_s"] == json.loads(found.read_text())["best"][0]["step_time_s"]
 
 
 def test_parquet_without_pyarrow_is_said_before_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

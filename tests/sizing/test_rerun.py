@@ -1,5 +1,6 @@
 """The command that a search prints runs what the search found."""
 
+import random
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,12 @@ import pytest
 import sim
 from sim import sizing
 from sim.api import load
+from sim.scenario import resolve
+from sim.scenario.dump import dump
 from sim.sizing.rerun import command
+from sim.sizing.size import _alone
 from sim.sizing.size_text import layout_of, lines
+from sim.sizing.space import build_space
 
 _SCENARIO = """\
 name: rerun
@@ -70,3 +75,14 @@ def test_a_best_on_the_edge_says_so(tmp_path: Path) -> None:
     told = "--memory-margin"
     assert told not in "\n".join(lines(found))
     assert told in "\n".join(lines(replace(found, free_bytes=0.1 * 2**30)))
+
+
+def test_every_layout_of_a_space_can_be_said(tmp_path: Path) -> None:
+    """Defaults follow from other fields (what is whole behind forward in a pipeline), and the file has a split."""
+    path = tmp_path / "a.yaml"
+    path.write_text(_SCENARIO, encoding="utf-8")
+    base = _alone(load(path).scenario, None)
+    space, plain = build_space([base], sizing.Choice((8,), context=(1,))), dump(base)
+    for row in random.Random(3).sample(range(len(space)), 30):
+        sets = space.sets(row)
+        assert command(str(path), [], resolve(plain, "", sets), sets, None) is not None, sets
