@@ -55,7 +55,7 @@ class Sample:
         values: dict[str, Any] = {name: float(figures[name]) for name in named}
         values |= {name: figures[name] for name in _LIBRARY if name in figures}
         if "eta" in figures:
-            values["flops_per_s"] = self.group.gpu.peak_flops(self.group.dtype) * float(figures["eta"])
+            values["flops_per_s"] = self.group.gpu.reached_flops(self.group.dtype) * float(figures["eta"])
         if "energy" in figures:
             values["flop_j"] = 1e-12 * stated_energy_pj(self.group) * float(figures["energy"])
         rates = replace(rates, **values)

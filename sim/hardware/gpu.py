@@ -40,7 +40,8 @@ class Gpu:
     Attributes:
         kernels: family of kernel parameters (a key of `kernels.yaml`).
         usable_memory_bytes: what CUDA reports as total, ECC and firmware taken out.
-        tensor_clock_mhz: clock the tensor peak is stated at.
+        tensor_clock_mhz: clock the tensor peak is stated at; reached_mhz: clock under load with power to spare, above
+            the stated one where the driver lets a card boost (GeForce).
         pcie: generation and lanes, a key of the catalogue's `copies`.
         power_limit_w: what it may draw on average; `design_power_w` is the datasheet's.
         kernel_figures: figures of this GPU's own calibration that replace its family's (nested as in `kernels.yaml`).
@@ -68,6 +69,11 @@ class Gpu:
     sources: tuple[str, ...]
     unverified: tuple[str, ...] = ()
     kernel_figures: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    reached_mhz: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.reached_mhz:
+            object.__setattr__(self, "reached_mhz", self.tensor_clock_mhz)
 
     def arithmetic(self, dtype: str) -> str:
         """The dtype whose units do the work: `dtype`, or its stand-in where the GPU has none (bf16 on a V100)."""
@@ -81,6 +87,10 @@ class Gpu:
     def peak_flops(self, dtype: str) -> float:
         """Dense peak in FLOP/s of the units that do `dtype`'s work."""
         return self.tflops[self.arithmetic(dtype)] * 1e12
+
+    def reached_flops(self, dtype: str) -> float:
+        """The same at the clock the GPU runs at where its power allows."""
+        return self.peak_flops(dtype) * self.reached_mhz / self.tensor_clock_mhz
 
     def supports(self, dtype: str) -> bool:
         """Whether the GPU has units of its own for `dtype`."""
@@ -179,11 +189,11 @@ def _inline(mapping: Mapping[str, Any]) -> Gpu:
     entries = table(_CATALOGUE)["gpus"]
     base: dict[str, Any] = dict(entries[canonical_gpu(str(mapping["like"]))]) if "like" in mapping else {}
     fields = {key: value for key, value in mapping.items() if key not in ("like", "name")}
-    known = set(next(iter(entries.values()))) | {"tensor_clock_mhz", "kernel_figures", "calibration"}
+    known = set(next(iter(entries.values()))) | {"tensor_clock_mhz", "reached_mhz", "kernel_figures", "calibration"}
     faults = [Fault(f"no such field of a GPU: '{key}'", "cluster.topology.gpu", hint=nearest(key, known))
               for key in fields if key not in known]
-    optional = {"sources", "unverified", "confidence", "tensor_clock_mhz", "nvlink", "usable_memory_gib",
-                "kernel_figures", "calibration"}
+    optional = {"sources", "unverified", "confidence", "tensor_clock_mhz", "reached_mhz", "nvlink",
+                "usable_memory_gib", "kernel_figures", "calibration"}
     missing = sorted(known - optional - set(base) - set(fields))
     if missing:
         faults.append(Fault(f"an inline GPU needs {', '.join(missing)}", "cluster.topology.gpu",
@@ -222,4 +232,5 @@ def _build(name: str, entry: Mapping[str, Any]) -> Gpu:
         sources=tuple(entry["sources"]),
         unverified=tuple(entry.get("unverified", ())),
         kernel_figures=entry.get("kernel_figures", {}),
+        reached_mhz=float(entry.get("reached_mhz", 0.0)),
     )

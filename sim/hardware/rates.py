@@ -80,6 +80,10 @@ class Basis:
     own_data: bool
 
 
+#: Datasheets round: from this part of a chip's full rate on a card has all of it.
+_WHOLE = 0.95
+
+
 class Rates:
     """Figures for one GPU."""
 
@@ -88,7 +92,8 @@ class Rates:
         self._gpu = gpu
         self._shared = figures
         fitted = table(_FITTED)["families"].get(gpu.kernels, {})
-        self._family: dict[str, Any] = merged(merged(figures["families"][gpu.kernels], fitted), gpu.kernel_figures)
+        family = _fed(merged(figures["families"][gpu.kernels], fitted), gpu)
+        self._family: dict[str, Any] = merged(family, gpu.kernel_figures)
         memory, power = self._family["memory"], self._family["power"]
         self.start_s = float(self._family["start_s"]["value"])
         self.bandwidth_floor = float(figures["bandwidth_floor"]["value"])
@@ -121,7 +126,7 @@ class Rates:
         kind = self._shared["products"]["simt" if units == "fp32" else "tensor"]
         alignment = self._shared["alignment"]
         library = 1.0 if units == "fp32" else float(self._family.get("library_rate", 1.0))
-        rate = self._gpu.peak_flops(dtype) * float(figures["eta"]) * library
+        rate = self._gpu.reached_flops(dtype) * float(figures["eta"]) * library
         return GemmRates(
             flops_per_s=rate,
             fill_k=float(figures["fill_k"]),
@@ -147,7 +152,7 @@ class Rates:
         )
 
     def _on_fp32_units(self) -> float:
-        return float(self._shared["batched_unaligned"]["value"]) * self._gpu.peak_flops("fp32")
+        return float(self._shared["batched_unaligned"]["value"]) * self._gpu.reached_flops("fp32")
 
     def attention(self, kernel: str, dtype: str, head_dim: int, backward: bool) -> AttentionRates:
         """Figures of a fused attention kernel; a head dimension between two listed ones takes the nearest."""
@@ -157,7 +162,7 @@ class Rates:
         share = listed[min(listed, key=lambda dim: (abs(dim - head_dim), dim))][int(backward)]
         blocks = family["blocks"]
         return AttentionRates(
-            flops_per_s=self._gpu.peak_flops(dtype) * float(share),
+            flops_per_s=self._gpu.reached_flops(dtype) * float(share),
             block_rows=int(blocks["rows"][0 if not backward else 1 if head_dim <= _WIDE_HEAD else 2]),
             longest_share=float(blocks["longest_share"]),
             balance=float(blocks["balance"]),
@@ -196,12 +201,36 @@ class Rates:
         return {units: float(value) for units, value in self._family["power"]["pj_per_flop"].items()}
 
     def _flop_j(self, units: str) -> float:
-        """Energy of a FLOP at the stated clock: voltage follows the clock, and cards of one chip run at several."""
+        """Energy of a FLOP at the clock reached: voltage follows the clock, and cards of one chip run at several."""
         power = self._family["power"]
         energies = power["pj_per_flop"]
         stated_mhz = self._gpu.tensor_clock_mhz
-        faster = stated_mhz / float(power.get("at_mhz", stated_mhz))
+        faster = self._gpu.reached_mhz / float(power.get("at_mhz", stated_mhz))
         return float(energies.get(units, energies["half"])) * 1e-12 * faster**2
+
+
+def _fed(family: dict[str, Any], gpu: Gpu) -> dict[str, Any]:
+    """`family` with the shares of the peak that `gpu` reaches where its tensor units are slower than the chip's.
+
+    GeForce cards sum halves in fp32 at half the rate, export variants are cut further. What feeds the units (loads from
+    L2 and shared memory, softmax beside the products) is as fast as on the whole chip, so what a product takes beyond
+    its arithmetic stays: of a share s at the full rate, 1 / (1 + f (1 / s - 1)) is left at the part f of it.
+    """
+    if "full_rate" not in family:
+        return family
+    whole = float(family["full_rate"]["value"]) * gpu.sms * gpu.tensor_clock_mhz * 1e6
+    part = gpu.peak_flops("fp16") / whole
+    if part > _WHOLE:
+        return family
+
+    def fed(share: float) -> float:
+        return 1.0 / (1.0 + part * (1.0 / share - 1.0))
+
+    gemm = {name: {**row, "eta": fed(row["eta"])} if "eta" in row and name != "fp32" else row
+            for name, row in family["gemm"].items()}
+    attention = {name: {key: [fed(share) for share in value] if isinstance(key, int) else value
+                        for key, value in row.items()} for name, row in family["attention"].items()}
+    return {**family, "gemm": gemm, "attention": attention}
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -375,3 +375,30 @@ def test_an_sm_frees_after_half_a_block_on_average() -> None:
     device = Device(gpu("a100-80g-sxm"))
     large = product(8192, 8192, 8192)
     assert 0 < device.drain_s(large) < device.times([large])[0] / 10
+
+
+@pytest.mark.parametrize(("name", "whole", "dtype"), [
+    ("rtx3090", "rtx-a6000", "bf16"), ("rtx4090", "rtx-6000-ada", "fp8"), ("a10g", "a40", "fp16"),
+])
+def test_tensor_units_at_half_the_rate_lose_half_as_much_to_what_feeds_them(name: str, whole: str, dtype: str) -> None:
+    def share(card: str) -> float:
+        chip = gpu(card)
+        return Rates(chip).gemm(dtype).flops_per_s / chip.reached_flops(dtype)
+    # of s at the full rate 1/s - 1 is lost beside the arithmetic, which takes twice as long: 1 / (1 + (1/s - 1) / 2)
+    half = gpu(name).peak_flops("fp16") / (1024 * gpu(name).sms * gpu(name).tensor_clock_mhz * 1e6)
+    assert half == pytest.approx(0.5, rel=3e-3)
+    assert share(name) == pytest.approx(1 / (1 + half * (1 / share(whole) - 1)))
+
+
+def test_an_export_variants_attention_is_what_was_measured_on_it() -> None:
+    h20 = Rates(gpu("h20")).attention("flash3", "bf16", 128, backward=False)
+    assert h20.flops_per_s == pytest.approx(0.85 * 148e12)
+
+
+def test_a_geforce_card_runs_above_the_clock_its_peak_is_stated_at() -> None:
+    card = gpu("rtx4090")
+    stated = replace(card, reached_mhz=card.tensor_clock_mhz)
+    fast, slow = (Rates(chip).gemm("bf16") for chip in (card, stated))
+    assert fast.flops_per_s == pytest.approx(slow.flops_per_s * 2718 / 2520)
+    assert fast.flop_j == pytest.approx(slow.flop_j * (2718 / 2520) ** 2)
+    assert gpu("a100-80g-sxm").reached_mhz == gpu("a100-80g-sxm").tensor_clock_mhz
