@@ -46,19 +46,19 @@ def closest(name: str, allowed: Iterable[str]) -> list[str]:
     """The allowed name that differs in hyphens and the like alone (`llama2-7b`), else those that `name` is part of
     where they are few (`dgx-a100` or `dgxa100`: both its sizes), else the most alike."""
     given, known = name.lower(), list(allowed)
-    same = [one for one in known if _bare(one) == _bare(given)]
-    if same and _bare(given):
+    same = [one for one in known if bare(one) == bare(given)]
+    if same and bare(given):
         return same[:_FEW]
     longer = sorted((one for one in known if given in one.lower()), key=lambda one: (len(one), one))
     if len(given) >= _TELLING and 0 < len(longer) <= _FEW:
         return longer
-    parts = sorted((one for one in known if _bare(given) in _bare(one)), key=lambda one: (len(one), one))
-    if len(_bare(given)) >= _TELLING and 0 < len(parts) <= _FEW:
+    parts = sorted((one for one in known if bare(given) in bare(one)), key=lambda one: (len(one), one))
+    if len(bare(given)) >= _TELLING and 0 < len(parts) <= _FEW:
         return parts
     return difflib.get_close_matches(given, known, n=1, cutoff=0.6)
 
 
-def _bare(name: str) -> str:
+def bare(name: str) -> str:
     """A name's letters and digits."""
     return "".join(letter for letter in name.lower() if letter.isalnum())
 

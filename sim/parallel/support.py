@@ -23,8 +23,6 @@ def _tuned(scenario: Scenario) -> str:
         return ""
     if model.kind != "decoder" or model.positions == "relative":
         return f"{finetune.method} of anything but a decoder without relative positions"
-    if precision.master != "none" and scenario.software.modules != "megatron":
-        return f"{finetune.method} with a master copy of the parameters"
     if finetune.method == "adapter" and (model.moe or model.mla):
         return "an adapter behind a sub-layer that is latent or a mixture"
     training = scenario.training

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from sim.errors import Fault, nearest
 from sim.scenario.document import Document, describe
+from sim.scenario.other_names import other_field, other_value
 
 #: Dtypes of weights alone, which are no precision of a whole run.
 _WEIGHTS = ("int8", "int4")
@@ -35,7 +36,10 @@ def explain(error: ValidationError, root: type[BaseModel], document: Document, i
         path, model = _path(item["loc"], root)
         if inside and path != inside and not path.startswith(inside + "."):
             continue
-        message, hint = _sentence(item["type"], item.get("ctx", {}), item["input"], item["msg"], path, model)
+        if item["type"] == "extra_forbidden":
+            message, hint = _unknown_field(str(item["loc"][-1]), path, model)
+        else:
+            message, hint = _sentence(item["type"], item.get("ctx", {}), item["input"], item["msg"], path, model)
         faults.setdefault(path, document.fault(path, message, hint))
         if item["type"] == "missing":
             missing.add(path)
@@ -98,13 +102,12 @@ def _sentence(
     name = path.rpartition(".")[2]
     if kind == "missing":
         return _missing(name, model)
-    if kind == "extra_forbidden":
-        return _unknown_field(name, value, model)
     if kind == "literal_error":
-        message, hint = _not_allowed(value, _QUOTED.findall(ctx["expected"]) or re.findall(r"\d+", ctx["expected"]))
+        allowed = _QUOTED.findall(ctx["expected"]) or re.findall(r"\d+", ctx["expected"])
+        message, hint = _not_allowed(path, value, allowed)
         return message, hint or _OR_TABLE.get(name, "")
     if kind == "choice":
-        said, hint = _not_allowed(ctx["value"], ctx["allowed"].split(","))
+        said, hint = _not_allowed(path, ctx["value"], ctx["allowed"].split(","))
         return said, f"write {{name: pure-bf16, parameters: {value}}}" if value in _WEIGHTS else hint
     if kind == "word":
         word = ctx["word"]
@@ -129,19 +132,17 @@ def _missing(name: str, model: type[BaseModel] | None) -> tuple[str, str]:
     return f"'{name}' is required{meaning}", f"add '{name}: …'"
 
 
-def _unknown_field(name: str, value: Any, model: type[BaseModel] | None) -> tuple[str, str]:
+def _unknown_field(name: str, path: str, model: type[BaseModel] | None) -> tuple[str, str]:
     known = list(model.model_fields) if model else []
+    message = f"there is no field '{name[:60]}' here"
     if "." in name:
         head, _, rest = name.partition(".")
-        return (
-            f"there is no field '{name[:60]}' here",
-            f"dotted fields are for sweep and --set: write '{head}:' and '{rest}: …' below it",
-        )
-    hint = nearest(name, known)
-    if not hint:
+        return message, f"dotted fields are for sweep and --set: write '{head}:' and '{rest}: …' below it"
+    meant = other_field(name, path.rpartition(".")[0]) or nearest(name, known)
+    if not meant:
         elsewhere = _elsewhere(name)
-        hint = f"did you mean '{elsewhere}'?" if elsewhere else f"known here: {', '.join(known)}"
-    return f"there is no field '{name[:60]}' here", hint
+        meant = f"did you mean '{elsewhere}'?" if elsewhere else f"known here: {', '.join(known)}"
+    return message, meant
 
 
 def _elsewhere(name: str) -> str:
@@ -155,9 +156,9 @@ def _elsewhere(name: str) -> str:
     return ""
 
 
-def _not_allowed(value: Any, allowed: list[str]) -> tuple[str, str]:
+def _not_allowed(path: str, value: Any, allowed: list[str]) -> tuple[str, str]:
     shown = ", ".join(allowed)
-    hint = nearest(value, allowed) if isinstance(value, str) else ""
+    hint = (other_value(path, value) or nearest(value, allowed)) if isinstance(value, str) else ""
     return f"{describe(value)} is not one of {shown}", hint
 
 

@@ -1,0 +1,57 @@
+"""Names of other tools are answered with ours, and every one of ours that they point at exists."""
+
+from __future__ import annotations
+
+import pytest
+
+from sim.catalog import table
+from sim.errors import UserError, bare
+from sim.report.fields import field_rows
+from sim.scenario import resolve
+from sim.scenario.other_names import other_field, other_value
+from sim.scenario.precisions import PRECISIONS
+
+NAMES = table("scenario/other_names.yaml")
+
+
+def test_every_field_and_value_pointed_at_exists() -> None:
+    takes = {row["field"]: row["takes"] for row in field_rows()}
+    assert set(NAMES["fields"]) | set(NAMES["values"]) <= set(takes)
+    for path, values in NAMES["values"].items():
+        words = set(PRECISIONS) if path == "training.precision" else set(takes[path].replace(",", "").split())
+        assert {word for ours in values for word in str(ours).replace(",", "").replace(" or ", " ").split()} <= words
+
+
+def test_no_name_means_two_things() -> None:
+    meanings = [{bare(str(name)) for name in names} for part in ("fields", "follows") for names in NAMES[part].values()]
+    said = [name for meaning in meanings for name in meaning]
+    assert len(said) == len(set(said))
+
+
+@pytest.mark.parametrize(("name", "inside", "hint"), [
+    ("tensor_model_parallel_size", "parallel", "did you mean 'tensor'?"),
+    ("tp", "training", "did you mean 'parallel.tensor'?"),
+    ("Gradient-Accumulation-Steps", "training", "did you mean 'micro_steps'?"),
+    ("dp", "parallel", "it follows: GPUs over tensor x pipeline x context"),
+    ("nothing_known", "parallel", ""),
+])
+def test_fields(name: str, inside: str, hint: str) -> None:
+    assert other_field(name, inside) == hint
+
+
+def test_values() -> None:
+    assert other_value("training.precision", "bf16-true") == "did you mean 'pure-bf16'?"
+    assert other_value("parallel.strategy", "deepspeed") == "did you mean zero1, zero2 or zero3?"
+    assert other_value("model.norm", "deepspeed") == ""
+
+
+def test_an_error_names_ours_instead_of_listing_everything() -> None:
+    said = {"name": "x", "cluster": {"topology": "dgx-h100"}, "model": {"preset": "llama-3-8b"},
+            "training": {"micro_batch": 1, "global_batch": 8, "sequence": 128, "lora": 8}, "parallel": {"pp": 2},
+            "parallel.tensor": 2}
+    with pytest.raises(UserError) as error:
+        resolve(said, "x.yaml")
+    faults = {fault.field: fault.hint for fault in error.value.faults}
+    assert faults["training.lora"] == "did you mean 'finetune'?"
+    assert faults["parallel.pp"] == "did you mean 'pipeline'?"
+    assert faults["parallel.tensor"].startswith("dotted fields are for sweep and --set: write 'parallel:'")
