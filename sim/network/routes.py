@@ -50,7 +50,8 @@ class Placement:
         switches: whether some instance spans PCIe switches of one node.
         rings: NVLink rings through the instance's GPUs in a node (least over distinct sets; 0 = must take PCIe);
             -1 when a switch makes the question moot.
-        to_nic: PCIe switch above each rank's NIC where GPUs reach it over PCIe they share with their peers, else empty.
+        to_nic: PCIe switch above each rank's NIC where GPUs reach it over PCIe they share with their peers, else empty;
+            slot_shared: whether what goes there takes the links that also lead to the node's peers.
         uplinks: of one leaf switch where flows are hashed onto them, 0 where they are spread.
         through_host: whether what goes between a node's GPUs takes the uplinks of their PCIe switches.
         staged: whether what leaves a node is copied through its host's memory.
@@ -78,6 +79,7 @@ class Placement:
     switches: bool
     rings: int
     to_nic: Ints
+    slot_shared: bool
     uplinks: int
     through_host: bool
     staged: bool
@@ -111,11 +113,11 @@ def place(ranks: Ints, topology: Topology, speeds: Speeds, detours: Mapping[int,
     sharing, _, nic_first = _together(row, nic, wide * max(groups, 1), instances)
     on_leaf, leaves_of, _ = _together(row, node // inter.nodes_per_leaf, wide, instances)
     rings = _rings(topology, row, node, slot, local)
-    over_pcie = topology.intra.kind == "pcie" or rings == 0
-    switch = flat // topology.intra.gpus_per_switch if over_pcie else node
-    on_switch, _, _ = _together(row, switch, wide, instances)
+    pcie, far = topology.intra.kind == "pcie", int(nodes_of.max()) > 1
+    over_pcie, behind = pcie or rings == 0, far and (pcie or topology.intra.islands())
+    switch = flat // topology.intra.gpus_per_switch if over_pcie or behind else node
+    on_switch, _, _ = _together(row, switch if over_pcie else node, wide, instances)
     groups_used = _sum_by(row * wide + node, nic_first)
-    behind = topology.intra.kind == "pcie" and int(nodes_of.max()) > 1
     nic_slot = nic % groups * per_node // groups if behind else np.empty(0, dtype=np.int64)
     to_nic = (node * per_node + nic_slot) // topology.intra.gpus_per_switch if behind else nic_slot
     return Placement(
@@ -123,7 +125,7 @@ def place(ranks: Ints, topology: Topology, speeds: Speeds, detours: Mapping[int,
         per_node=int(local.max()), leaves=int(leaves_of.max()), node=node, nic=nic, leaf=leaf, local=local,
         sharing=sharing, groups=groups_used, on_leaf=on_leaf, switch=switch, on_switch=on_switch,
         switches=bool(np.any(on_switch < local)) or bool(behind and np.any(to_nic != switch)),
-        rings=rings, to_nic=to_nic,
+        rings=rings, to_nic=to_nic, slot_shared=pcie and far,
         uplinks=speeds.leaf_uplinks if inter.routing == "ecmp" else 0,
         through_host=topology.intra.through_host, staged=speeds.stage > 0,
         keep=(*(link for link, _ in topology.degraded), *keep))
@@ -258,7 +260,7 @@ def _symmetric(p: Placement, key: str, inside: Floats, outside: float, channels:
         parts: list[Part] = []
         out = outside / p.local if p.nodes > 1 else np.zeros(p.ranks.size)
         for way in ("out", "in"):
-            slot = inside + out if p.to_nic.size else inside
+            slot = inside + out if p.slot_shared else inside
             parts.append((f"gpu_{way}", p.ranks, slot, None))
             if p.through_host:
                 parts.append((f"root_{way}", p.switch, inside, None))
@@ -274,12 +276,13 @@ def _symmetric(p: Placement, key: str, inside: Floats, outside: float, channels:
     return p.loads[key]
 
 
-def _to_nic(p: Placement, way: str, out: Floats) -> list[Part]:
+def _to_nic(p: Placement, way: str, out: Floats, which: Ints | slice = slice(None)) -> list[Part]:
     """Uplinks on the way from a GPU to a NIC below another PCIe switch: its own, and the NIC's."""
     if not p.to_nic.size:
         return []
-    crossing = np.where(p.to_nic != p.switch, out, 0.0)
-    return [(f"pcie_{way}", p.switch, crossing, None), (f"pcie_{way}", p.to_nic, crossing, None)]
+    own, other = p.switch[which], p.to_nic[which]
+    crossing = np.where(other != own, out, 0.0)
+    return [(f"pcie_{way}", own, crossing, None), (f"pcie_{way}", other, crossing, None)]
 
 
 def _to_fabric(p: Placement, way: str, which: Ints | slice, nic: Floats, host: Floats) -> list[Part]:
@@ -300,7 +303,7 @@ def exchange_loads(p: Placement, nic_share: float) -> Loads:
         out = (p.size - p.local) / p.size
         parts: list[Part] = []
         for way in ("out", "in"):
-            parts.append((f"gpu_{way}", p.ranks, inside + out if p.to_nic.size else inside, None))
+            parts.append((f"gpu_{way}", p.ranks, inside + out if p.slot_shared else inside, None))
             if p.through_host:
                 parts.append((f"root_{way}", p.switch, inside, None))
             if p.switches:
@@ -326,11 +329,12 @@ def shift_loads(p: Placement, nic_share: float) -> Loads:
         far = outside * (p.leaf[source] != p.leaf[target])
         parts: list[Part] = []
         for way, end in (("out", source), ("in", target)):
-            parts.append((f"gpu_{way}", p.ranks[end], inside + outside if p.to_nic.size else inside, None))
+            parts.append((f"gpu_{way}", p.ranks[end], inside + outside if p.slot_shared else inside, None))
             if p.through_host:
                 parts.append((f"root_{way}", p.switch[end], inside, None))
             if p.switches:
                 parts.append((f"pcie_{way}", p.switch[end], inside * (p.switch[source] != p.switch[target]), None))
+                parts += _to_nic(p, way, outside, end)
             if p.nodes > 1:
                 parts += _to_fabric(p, way, end, outside / nic_share, outside)
                 parts.append((f"leaf_{way}", p.leaf[end], far, far * _PAIR_FLOWS))

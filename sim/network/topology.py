@@ -47,6 +47,15 @@ class Intra:
     peers: bool = True
     through_host: bool = False
 
+    def islands(self) -> bool:
+        """Whether NVLink joins some GPUs of a node but not all of them: bridged pairs."""
+        reached, found = {0}, [0]
+        while found and self.matrix:
+            row = self.matrix[found.pop()]
+            found += (near := [i for i, count in enumerate(row) if count and i not in reached])
+            reached.update(near)
+        return len(reached) < len(self.matrix)
+
 
 @dataclass(frozen=True, slots=True)
 class Inter:

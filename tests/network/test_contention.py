@@ -87,6 +87,35 @@ def test_nic_behind_another_pcie_switch(machines: Machines) -> None:
     assert fair_share([far, inside], net.capacity)[0] < bridge / 0.5 * 0.8
 
 
+def test_send_to_a_nic_behind_another_pcie_switch(machines: Machines) -> None:
+    """As above, a pipeline's transfer: GPU 4 of one node to GPU 4 of the next crosses both uplinks on either side."""
+    inter = {"kind": "fat-tree", "fabric": "infiniband", "nics_per_node": 1, "gbps_per_nic": 400}
+    net = network({**machines["pcie"], "inter": inter}, 2)
+    far, near = (net.coflow("send", GIB, row(a, a + 8)) for a in (4, 0))
+    assert {link for link in far.links if link[0].startswith("pcie")} == {
+        ("pcie_out", 0), ("pcie_out", 1), ("pcie_in", 2), ("pcie_in", 3)}
+    assert not any(kind.startswith("pcie") for kind, _ in near.links)
+    assert fair_share([far], net.capacity) == pytest.approx([12.5e9])
+
+
+def test_bridged_pairs_reach_a_nic_of_the_other_switch_over_the_cpus(machines: Machines) -> None:
+    """Pairs 0-1 ... 6-7 on NVLink, two switches of 4, one NIC below the first: what GPUs 4 to 7 send leaves over both
+    uplinks, what a pair does among itself takes none; a mesh that joins all GPUs lets them leave beside the NIC."""
+    pairs = [[12 if i // 2 == j // 2 and i != j else 0 for j in range(8)] for i in range(8)]
+    inter = {"kind": "fat-tree", "fabric": "infiniband", "nics_per_node": 1, "gbps_per_nic": 400}
+    bridged = {**machines["pcie"], "inter": inter, "intra": {
+        "kind": "nvlink-mesh", "link": "nvlink3", "matrix": pairs, "gpus_per_switch": 4, "gen": 4}}
+    net = network(bridged, 2)
+    far, near, inside = (net.coflow("all_gather", GIB, row(*ranks)) for ranks in ((4, 12), (0, 8), (4, 5)))
+    assert {link for link in far.links if link[0].startswith("pcie")} == {
+        (f"pcie_{way}", i) for way in ("out", "in") for i in (0, 1, 2, 3)}
+    assert not any(kind.startswith("pcie") for flow in (near, inside) for kind, _ in flow.links)
+    assert fair_share([far], net.capacity) == pytest.approx([12.5e9 / 0.5])
+    joined = [[1 if i != j else 0 for j in range(8)] for i in range(8)]
+    whole = network({**bridged, "intra": {**bridged["intra"], "matrix": joined}}, 2)
+    assert not any(kind.startswith("pcie") for kind, _ in whole.coflow("all_gather", GIB, row(4, 12)).links)
+
+
 def test_degraded_nic_slows_the_ring_that_uses_it(machines: Machines) -> None:
     """NIC 3 of node 1 at a quarter: the ring over all NICs moves at four times that NIC's part; rail 2 is untouched."""
     slow = {**machines["dgx-a100"], "degraded": [{"link": "nic", "index": 8 + 3, "share": 0.25}]}
