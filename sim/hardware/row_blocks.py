@@ -63,8 +63,9 @@ _BLOCKS = {
     "rotary_grouped_scalar": Block(512, 2, 1, 26, parts=(0.8, 0.2)),
 }
 #: Element-wise functions whose arithmetic can outlast their traffic, instructions per element: `gelu` with erf in 16
-#: bit (vidur, A100 and H100 alike), `powu` by any exponent (neusight, A100-80GB).
-_INSTRUCTIONS = {"gelu": 53.0, "powu": 103.0}
+#: bit (vidur, A100 and H100 alike), its gradient with what GeluBackwardCUDAKernelImpl adds (an exp, five products, a
+#: second load: counted), `powu` by any exponent (neusight, A100-80GB).
+_INSTRUCTIONS = {"gelu": 53.0, "gelu_backward": 69.0, "powu": 103.0}
 
 
 def block_of(kernel: Kernel) -> Block | None:

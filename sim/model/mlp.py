@@ -106,13 +106,17 @@ def _gated_activation(style: Style) -> tuple[Operator, str]:
 
 
 def _activation(style: Style) -> tuple[Operator, str]:
-    """One kernel that keeps its input, or its result (relu: the next product's input, kept there); Hugging Face's
-    GPT-2 spells gelu_new out."""
+    """One kernel that keeps its input, or its result (relu: the next product's input, kept there).
+
+    PyTorch's own GELU is exact (erf), a fused one takes tanh (Megatron's fused_bias_gelu.py); Hugging Face's GPT-2
+    spells gelu_new out.
+    """
     elements, e = style.tokens * style.ffn, width(style.act)
     if style.conv1d and style.activation == "gelu" and not style.stack.fused_bias_gelu:
         return _gelu_new(style)
-    forward = elementwise("activation", elements, 2 * e, style.act)
-    backward = elementwise("activation_backward", elements, 3 * e, style.act)
+    name = "gelu" if style.activation == "gelu" and not style.stack.fused_bias_gelu else "activation"
+    forward = elementwise(name, elements, 2 * e, style.act)
+    backward = elementwise(f"{name}_backward", elements, 3 * e, style.act)
     saved = () if style.activation == "relu" else (Tensor("up_output", elements, style.act),)
     return Operator("activation", (forward,), (backward,), saved=saved), style.act
 

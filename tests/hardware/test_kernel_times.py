@@ -402,3 +402,15 @@ def test_a_geforce_card_runs_above_the_clock_its_peak_is_stated_at() -> None:
     assert fast.flops_per_s == pytest.approx(slow.flops_per_s * 2718 / 2520)
     assert fast.flop_j == pytest.approx(slow.flop_j * (2718 / 2520) ** 2)
     assert gpu("a100-80g-sxm").reached_mhz == gpu("a100-80g-sxm").tensor_clock_mhz
+
+
+def test_an_exact_gelu_in_16_bit_is_held_up_by_its_arithmetic() -> None:
+    card = gpu("a100-80g-sxm")
+    device, elements = Device(card), 2**28
+    issued_s = elements * 53 / (128 * 108 * 1410e6)
+    gelu, other = (Kernel("elementwise", "bf16", (elements,), name, 0.0, 4.0 * elements, "memory_bound")
+                   for name in ("gelu", "relu"))
+    assert device.times([gelu])[0] == pytest.approx(issued_s, rel=0.01)
+    assert device.times([other])[0] == pytest.approx(4.0 * elements / (0.835 * 2039e9), rel=0.02)
+    wide = replace(gelu, dtype="fp32", bytes=8.0 * elements)  # twice the bytes, as many instructions
+    assert device.times([wide])[0] == pytest.approx(8.0 * elements / (0.835 * 2039e9), rel=0.02)

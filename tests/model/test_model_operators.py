@@ -273,3 +273,12 @@ def test_a_gradient_buffer_gets_the_table_s_gradient_too(
     model = (GPT if tied else LLAMA) | {"vocab": 1024}
     lookup = made(model, precision=precision, software={"framework": framework, "year": year}).stack[0].operators[0]
     assert sum(k.bytes for k in lookup.backward if k.variant == "main_grad_add") == expected * 1024 * 64
+
+
+@pytest.mark.parametrize(("framework", "name"), [("pytorch", "gelu"), ("megatron", "activation")])
+def test_only_an_exact_gelu_is_told_from_other_activations(framework: str, name: str) -> None:
+    """PyTorch's takes erf, 53 instructions an element; Megatron's fused one tanh."""
+    named = {kernel.variant for operator in block(made(software={"framework": framework})).operators
+             for kernel in (*operator.forward, *operator.backward) if kernel.op == "elementwise"}
+    assert {name, f"{name}_backward"} <= named
+    assert not {"gelu", "activation"} - {name} & named
