@@ -202,6 +202,8 @@ def _inline(mapping: Mapping[str, Any]) -> Gpu:
         raise UserError(faults)
     if "memory_gib" in fields and "usable_memory_gib" not in fields:
         base.pop("usable_memory_gib", None)
+    if {"clock_mhz", "tensor_clock_mhz"} & set(fields):
+        base.pop("reached_mhz", None)  # another card's clocks: how far it goes beyond them is not known
     base |= fields | {"confidence": fields.get("confidence", "low"), "sources": fields.get("sources", ["user"])}
     return _build(str(mapping.get("name", "inline")), base)
 

@@ -216,10 +216,10 @@ def _fed(family: dict[str, Any], gpu: Gpu) -> dict[str, Any]:
     L2 and shared memory, softmax beside the products) is as fast as on the whole chip, so what a product takes beyond
     its arithmetic stays: of a share s at the full rate, 1 / (1 + f (1 / s - 1)) is left at the part f of it.
     """
-    if "full_rate" not in family:
+    half = max(gpu.tflops.get("fp16", 0.0), gpu.tflops.get("bf16", 0.0)) * 1e12
+    if "full_rate" not in family or not half:
         return family
-    whole = float(family["full_rate"]["value"]) * gpu.sms * gpu.tensor_clock_mhz * 1e6
-    part = gpu.peak_flops("fp16") / whole
+    part = half / (float(family["full_rate"]["value"]) * gpu.sms * gpu.tensor_clock_mhz * 1e6)
     if part > _WHOLE:
         return family
 

@@ -158,7 +158,9 @@ def _elsewhere(name: str) -> str:
 
 def _not_allowed(path: str, value: Any, allowed: list[str]) -> tuple[str, str]:
     shown = ", ".join(allowed)
-    hint = (other_value(path, value) or nearest(value, allowed)) if isinstance(value, str) else ""
+    hint = other_value(path, str(value).lower()) if isinstance(value, (str, bool)) else ""
+    if not hint and isinstance(value, str):
+        hint = nearest(value, allowed)
     return f"{describe(value)} is not one of {shown}", hint
 
 

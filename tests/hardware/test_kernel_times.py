@@ -414,3 +414,14 @@ def test_an_exact_gelu_in_16_bit_is_held_up_by_its_arithmetic() -> None:
     assert device.times([other])[0] == pytest.approx(4.0 * elements / (0.835 * 2039e9), rel=0.02)
     wide = replace(gelu, dtype="fp32", bytes=8.0 * elements)  # twice the bytes, as many instructions
     assert device.times([wide])[0] == pytest.approx(8.0 * elements / (0.835 * 2039e9), rel=0.02)
+
+
+def test_a_card_like_another_keeps_its_own_clocks_and_rates() -> None:
+    """With clocks of its own nothing is known beyond them; without fp16 among its peaks bf16 says what part it has."""
+    other = gpu({"like": "rtx4090", "clock_mhz": 2000})
+    assert other.reached_mhz == 2000
+    assert gpu({"like": "rtx4090", "name": "mine"}).reached_mhz == 2718
+    assert gpu({"like": "rtx4090", "clock_mhz": 2000, "reached_mhz": 2200}).reached_mhz == 2200
+    l4 = gpu("l4")
+    fewer = gpu({"like": "l4", "tflops": {"fp32": l4.tflops["fp32"], "bf16": l4.tflops["bf16"]}})
+    assert Rates(fewer).gemm("bf16").flops_per_s == Rates(l4).gemm("bf16").flops_per_s

@@ -201,13 +201,14 @@ def test_zero3_gathers_packed_weights_by_sub_module(recompute: str) -> None:
 
 
 @given(st.sampled_from(["none", "ddp", "zero1", "zero2", "zero3", "fsdp"]),
-       st.sampled_from(["bf16", "nf4", "nf4-dq", "int8"]))
+       st.sampled_from(["bf16", "nf4", "nf4-dq", "int8"]),
+       st.sampled_from(["pure-bf16", "mixed-bf16", "megatron-bf16"]))
 @settings(max_examples=25, deadline=None)
-def test_memory_balances_under_every_strategy(strategy: str, base: str) -> None:
+def test_memory_balances_under_every_strategy(strategy: str, base: str, precision: str) -> None:
     from sim.memory.ledger import peak
 
     gpus = 1 if strategy == "none" else 4
-    asked = scenario({**LLAMA, "layers": 2}, base, gpus=gpus, ranks=gpus, strategy=strategy)
+    asked = scenario({**LLAMA, "layers": 2}, base, gpus=gpus, ranks=gpus, strategy=strategy, precision=precision)
     assert peak(lower(asked).job.programs[0]).steady
 
 

@@ -47,11 +47,12 @@ def test_values() -> None:
 
 def test_an_error_names_ours_instead_of_listing_everything() -> None:
     said = {"name": "x", "cluster": {"topology": "dgx-h100"}, "model": {"preset": "llama-3-8b"},
-            "training": {"micro_batch": 1, "global_batch": 8, "sequence": 128, "lora": 8}, "parallel": {"pp": 2},
-            "parallel.tensor": 2}
+            "training": {"micro_batch": 1, "global_batch": 8, "sequence": 128, "lora": 8, "recompute": True},
+            "parallel": {"pp": 2}, "parallel.tensor": 2}
     with pytest.raises(UserError) as error:
         resolve(said, "x.yaml")
     faults = {fault.field: fault.hint for fault in error.value.faults}
     assert faults["training.lora"] == "did you mean 'finetune'?"
+    assert faults["training.recompute"] == "did you mean 'full'?"
     assert faults["parallel.pp"] == "did you mean 'pipeline'?"
     assert faults["parallel.tensor"].startswith("dotted fields are for sweep and --set: write 'parallel:'")
