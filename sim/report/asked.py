@@ -21,6 +21,19 @@ def overlap_in_vain(scenario: Scenario) -> list[str]:
             f"{software.year} reduces them when its pipeline has ended"]
 
 
+def takes_turns(scenario: Scenario) -> list[str]:
+    """A warning where DeepSpeed's ZeRO-3 is predicted to hide nothing although `parallel.overlap` (overlap_comm) is on:
+    the fact `coordinator_hides`, which published steps gave and its code does not explain."""
+    parallel, software = scenario.parallel, scenario.software
+    if parallel.strategy != "zero3" or not parallel.overlap or scenario.data_parallel == 1:
+        return []
+    stack = stack_of(software)
+    if stack.coordinator_hides or stack.parameter_coordinator == "blocking":
+        return []
+    return [f"software: communication of {software.framework}'s ZeRO-3 takes turns with compute here, as in published "
+            "steps, though overlap_comm gives it streams of its own"]
+
+
 def schedule_of_another(scenario: Scenario) -> list[str]:
     """A warning where a pipeline's schedule is none that the stack's own releases have (the fact `pipeline_schedules`
     of its profile): it is simulated as such a stack would run it, which is a fork's to do."""

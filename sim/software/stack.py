@@ -109,6 +109,7 @@ class Stack:
             before the first step) or remapped (views of one buffer, with the distributed optimizer).
         partition_checkpoints: under ZeRO-3, tensor ranks share the inputs that recomputed blocks keep.
         parameter_coordinator: how DeepSpeed ZeRO-3 fetches and releases parameters: streamed, or blocking (before 0.6).
+        coordinator_hides: whether gathers and reductions of the streamed one run beside compute.
         cpu_optimizer: an optimizer on the CPU: fused (one vectorised pass) or loop (a pass over memory per operator).
         cpu_threads: threads of one rank's optimizer on the CPU; 0 = the ranks of a node share its cores.
         hybrid_offload: an optimizer on the CPU takes whole gradients once their norm is known, and maybe only a part of
@@ -230,6 +231,7 @@ class Stack:
     parameter_storage: str
     partition_checkpoints: bool
     parameter_coordinator: str
+    coordinator_hides: bool
     cpu_optimizer: str
     cpu_threads: int
     hybrid_offload: bool

@@ -150,3 +150,16 @@ def test_since_0_6_gathers_follow_one_another() -> None:
     order = _host_order(2022)
     gathers = [i for i, task in enumerate(order) if task == ("COLLECTIVE", "all_gather")]
     assert not any(order[i + 1] == ("HOST", "") for i in gathers)
+
+
+@pytest.mark.parametrize(("year", "calls"), [(2021, 1), (2023, 4 * 8 + 2)])
+def test_parameters_that_stay_whole_are_gathered_one_by_one_since_0_6(year: int, calls: int) -> None:
+    """Four blocks of GPT-3 have two norms and four biases each, eight tensors below 1e5 elements, and the model a last
+    norm; all of them come in the optimizer's phase, as many bytes either way."""
+    program = lower(job("full", year)).job.programs[0]
+    sizes = [program.collectives[payload].size_bytes for section in program.sections
+             for kind, payload, label in zip(section.kind, section.payload, section.label, strict=True)
+             if kind == Kind.COLLECTIVE and program.labels[label].phase == "optimizer"
+             and program.collectives[payload].kind == "all_gather"]
+    assert len(sizes) == calls
+    assert sum(sizes) == 2 * (4 * 13 + 2) * 12288

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sim.report.asked import algorithm_in_vain, overlap_in_vain, schedule_of_another, wide_gathers
+from sim.report.asked import algorithm_in_vain, overlap_in_vain, schedule_of_another, takes_turns, wide_gathers
 from sim.scenario import Scenario, resolve
 
 
@@ -42,6 +42,17 @@ def test_an_algorithm_that_no_machine_of_the_cluster_runs_is_said_to_change_noth
         "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128},
         "software": {"nccl": {"algorithm": algorithm}}}))
     assert [said in text for text in told] == ([True] if said else [])
+
+
+@pytest.mark.parametrize(("framework", "year", "overlap", "said"), [
+    ("deepspeed", 2023, True, True), ("deepspeed", 2023, False, False), ("deepspeed", 2021, True, False),
+    ("pytorch", 2023, True, False)])
+def test_zero3_that_hides_nothing_is_said_to_take_turns(framework: str, year: int, overlap: bool, said: bool) -> None:
+    told = takes_turns(resolve({
+        "name": "x", "cluster": {"topology": "dgx-a100-80g"}, "model": {"preset": "gpt2"},
+        "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128},
+        "parallel": {"strategy": "zero3", "overlap": overlap}, "software": {"framework": framework, "year": year}}))
+    assert ["takes turns" in text for text in told] == ([True] if said else [])
 
 
 def test_a_schedule_that_the_release_has_not_is_said_to_be_a_fork_s() -> None:

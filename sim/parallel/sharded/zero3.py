@@ -38,6 +38,8 @@ STREAMS = ("compute", "all_gather", "reduce_and_partition")
 #: Calls in flight before the host waits for the oldest: gathers (`max_ongoing_fetch_events`), reductions
 #: (`max_param_reduce_events`).
 FETCHES_IN_FLIGHT, REDUCTIONS_IN_FLIGHT = 2, 2
+#: Views that the blocking coordinator takes of a rank's piece of a small parameter: two narrowed, one flattened.
+VIEWS_OF_A_PIECE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class Zero3:
         self.fetching = self.ranks > 1 or self.offload.moves_parameters
         self.blocking = plan.stack.parameter_coordinator == "blocking"
         # without overlap_comm gathers and reductions are issued on the default stream (runtime/zero/stage3.py)
-        self.serial = not plan.scenario.parallel.overlap
+        self.serial = not plan.scenario.parallel.overlap or not plan.stack.coordinator_hides
         self.moved: int | None = None  # the last of them, which compute waits for then
         self.parts: dict[int, tuple[Submodule, ...]] = {}
         self.segments: dict[tuple[int, str, str, bool], int] = {}
@@ -84,8 +86,8 @@ class Zero3:
         # what is frozen is gathered as it is stored: packed weights have the gathers' dtype (bnb_4bit_quant_storage)
         width = DTYPE_BYTES[self.precision.gather]
         self.stored = {f.name: round(f.size_bytes / width) for layer in stack for f in layer.frozen}
-        self.resident = sum(self.elements(p) for layer in stack for p in layer.weights
-                            if p.numel < PERSISTENCE_THRESHOLD)
+        #: Elements of each parameter that is whole at all times.
+        self.resident = [self.elements(p) for layer in stack for p in layer.weights if p.numel < PERSISTENCE_THRESHOLD]
         trace = [use.wanted for use in self.uses(stack)]
         self.decisions = COORDINATORS[plan.stack.parameter_coordinator](trace, Limits())
 
@@ -136,7 +138,7 @@ class Zero3:
         self.host_states(-(-numel // self.ranks))
         if self.fetching:
             width = DTYPE_BYTES[self.precision.gather]
-            self.plan.resident("persistent parameters", self.resident * width, "parameters")
+            self.plan.resident("persistent parameters", sum(self.resident) * width, "parameters")
             bucket = min(REDUCE_BUCKET, self.plan.architecture.parameters)
             self.plan.resident("reduce bucket", bucket * DTYPE_BYTES[self.precision.reduce], "buffers")
 
@@ -239,7 +241,7 @@ class Zero3:
         """Copies of a gathered parameter into place.
 
         streamed: none for one that came alone, `torch.cat` of all ranks' pieces for one of several. blocking: NCCL's
-        wrapper copies its result into the listed tensors.
+        wrapper, which is C++ as the backward pass is, copies its result into the listed tensors.
         """
         moved = 2 * DTYPE_BYTES[self.precision.gather] * numel
         copy = traffic_kernel("gathered parameter into place", self.precision.gather, numel, moved)
@@ -261,7 +263,7 @@ class Zero3:
                 self.memory.backward(use.position, use.layer)
         copies = tuple(k for name, _ in use.wanted for k in self.copies.pop(name, ()))
         if copies:
-            waits = (section.kernels(COMPUTE, self.plan.compute.own(copies), label, waits),)
+            waits = (section.kernels(COMPUTE, self.plan.compute.segment((), copies), label, waits),)
         self.computed = (section.kernels(COMPUTE, self.segment(use), label, waits),)
         return self.computed[0]
 
@@ -341,16 +343,34 @@ class Zero3:
 
     def optimizer_step(self, section: SectionBuilder) -> None:
         """The optimizer on this rank's shard, after the last reduction; then small parameters are made whole again
-        (`stage3.py`, `_post_step`: all-gather of `persistent_parameters`)."""
+        (`stage3.py`, `_post_step`: all_gather of `persistent_parameters`)."""
         several = self.ranks > 1
         numel = -(-self.plan.architecture.parameters // self.ranks)
         task = update(self.plan, section, numel, 1, (REDUCE,) if several else (), "shard" if several else None,
                       back_bytes=0.0 if self.offload.moves_parameters else DTYPE_BYTES[self.precision.parameters])
         if several and self.resident:
-            size = self.resident * DTYPE_BYTES[self.precision.gather]
-            call = collective(self.plan, "all_gather", size, self.precision.gather, "shard")
             label = Label("optimizer", "optimizer", "all_gather")
             if self.offload.moves_parameters:
-                shard = self.resident / self.ranks * DTYPE_BYTES[self.precision.parameters]
+                shard = sum(self.resident) / self.ranks * DTYPE_BYTES[self.precision.parameters]
                 task = self.offload.fetch(section, shard, label._replace(name="partition"), (task,), ())
-            section.collective(GATHER, call, self.plan.stack.host_collective_s, label, (task,))
+            self.whole_again(section, label, task)
+
+    def whole_again(self, section: SectionBuilder, label: Label, task: int) -> None:
+        """All-gathers of the parameters that stay whole, and the host's wait for them.
+
+        streamed: one call for each (`partition_parameters.py`, `_allgather_params_coalesced`), whatever its size.
+        blocking: one call for all, then a copy of every rank's piece of every parameter (`_allgather_params`); the
+        pieces are so small that the host's loop is what takes its time.
+        """
+        width = DTYPE_BYTES[self.precision.gather]
+        for numel in [sum(self.resident)] if self.blocking else self.resident:
+            call = collective(self.plan, "all_gather", numel * width, self.precision.gather, "shard")
+            task = section.collective(GATHER, call, self.call_s(0), label, (task,))
+        if self.blocking:
+            pieces = self.ranks * len(self.resident)
+            piece_s = VIEWS_OF_A_PIECE * self.plan.stack.host_view_s + self.plan.stack.host_forward_s
+            section.host(pieces * piece_s, label)
+            copies = traffic_kernel("persistent parameters into place", self.precision.gather, sum(self.resident),
+                                    2 * width * sum(self.resident))
+            task = section.kernels(COMPUTE, self.plan.compute.own((copies,)), label, (task,))
+        section.host(0.0, label, waits=(task,))
