@@ -25,6 +25,7 @@ from sim.sizing.outside import saved_s, update_s
 from sim.sizing.sharded import is_sharded, sharded_s
 from sim.sizing.space import STRATEGIES
 from sim.sizing.tables import Floats, Ints, Table
+from sim.sizing.turns import in_turn_s
 from sim.work import DTYPE_BYTES
 
 
@@ -72,6 +73,8 @@ class Times:
             late = way.late[:, None] * added[:, None]
             through = begun + way.work + (facts.batches - 1) * added[:, None] - late
             total = (through + np.maximum(way.behind + late + shown, way.back)).max(axis=0)
+            if not schedule:
+                total = total + in_turn_s(table, name, facts.batches)
             found.append(np.maximum(total + facts.batches * inline, update.min() + facts.batches * beside))
         return np.array(found)
 

@@ -1,0 +1,53 @@
+"""What ZeRO-3's collectives add at least, against what a simulated step shows of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sim
+from sim.scenario import resolve
+from sim.sizing.bounds import bounds
+from sim.sizing.space import Choice, build_space
+from sim.sizing.tables import Tables
+from sim.sizing.turns import in_turn_s
+
+
+def job(strategy: str = "zero3", overlap: bool = True, year: int = 2023, framework: str = "deepspeed",
+        **training: Any) -> Any:
+    return resolve({
+        "name": "x", "cluster": {"topology": "dgx-a100-80g", "nodes": 2}, "model": {"preset": "gpt3-2.7b"},
+        "training": {"micro_batch": 1, "global_batch": 32, "sequence": 1024, "precision": "mixed-bf16"} | training,
+        "parallel": {"strategy": strategy, "overlap": overlap}, "software": {"framework": framework, "year": year}})
+
+
+def added(scenario: Any, name: str = "zero3") -> float:
+    return in_turn_s(Tables([scenario]).table((0, 2, 1, 0, 1, 1, 1, 1)), name, 2)
+
+
+def test_it_is_below_what_shows_and_not_by_much() -> None:
+    scenario = job()
+    shown = sum(sim.run(scenario).breakdown.exposed_communication[kind]["shard"]
+                for kind in ("all_gather", "reduce_scatter"))
+    assert 0.6 * shown < added(scenario) <= shown
+
+
+@pytest.mark.parametrize(("scenario", "name"), [
+    (job(framework="pytorch"), "zero3"), (job(year=2021), "zero3"), (job(), "zero2")])
+def test_what_may_run_beside_kernels_is_not_counted(scenario: Any, name: str) -> None:
+    assert added(scenario, name) == 0.0
+
+
+def test_without_overlap_it_counts_whatever_the_stack_hides() -> None:
+    assert added(job(overlap=False)) == added(job())
+
+
+def test_bounds_of_zero3_are_within_reach_of_the_step() -> None:
+    scenario = job(global_batch=16, recompute="full")
+    space = build_space([scenario], Choice([16], micro_batch=[1], strategies=["zero3"], tensor=[1], context=[1],
+                                           pipeline=[1], recompute=["full"], partial_recompute=False))
+    (bound,), step_s = bounds(space).time_s, sim.run(scenario).step_time_s
+    assert 0.6 * step_s < bound <= step_s
+    assert np.isfinite(bound)
