@@ -298,7 +298,8 @@ class Zero3:
         allowed = 0 if self.blocking else REDUCTIONS_IN_FLIGHT
         if len(self.reductions) > allowed:
             section.host(0.0, label, waits=(self.reductions[-allowed - 1],))
-        task = computed = section.kernels(COMPUTE, self.plan.compute.segment((), self.prepared(bucket)), label)
+        before = () if self.moved is None else (self.moved,)
+        task = computed = section.kernels(COMPUTE, self.plan.compute.segment((), self.prepared(bucket)), label, before)
         for together in [] if self.ranks == 1 else [[n] for n in bucket] if self.blocking else [bucket]:
             call = collective(self.plan, "reduce_scatter", sum(together) * width, self.precision.reduce, "shard")
             views = 2 if self.blocking else len(together) if len(together) > 1 else 0
