@@ -27,8 +27,7 @@ def takes_turns(scenario: Scenario) -> list[str]:
     parallel, software = scenario.parallel, scenario.software
     if parallel.strategy != "zero3" or not parallel.overlap or scenario.data_parallel == 1:
         return []
-    stack = stack_of(software)
-    if stack.coordinator_hides or stack.parameter_coordinator == "blocking":
+    if stack_of(software).coordinator_hides:
         return []
     return [f"software: communication of {software.framework}'s ZeRO-3 takes turns with compute here, as in published "
             "steps, though overlap_comm gives it streams of its own"]

@@ -8,7 +8,7 @@ reducing micro-step scatters their gradients.
 from __future__ import annotations
 
 from sim.parallel.sharded.coordinator import Limits
-from sim.parallel.sharded.zero3 import PERSISTENCE_THRESHOLD
+from sim.parallel.sharded.zero3 import PERSISTENCE_THRESHOLD, takes_turns
 from sim.sizing.tables import Table
 from sim.work import DTYPE_BYTES
 
@@ -21,8 +21,7 @@ def in_turn_s(table: Table, name: str, batches: int) -> float:
     """Seconds of a step's gathers and reductions at least; 0 where some may run beside kernels."""
     scenario, stack = table.scenario, table.stack
     parallel, finetune = scenario.parallel, scenario.training.finetune
-    hides = parallel.overlap and stack.coordinator_hides
-    if name != "zero3" or stack.gradient_path != "ipg" or stack.parameter_coordinator != "streamed" or hides:
+    if name != "zero3" or stack.parameter_coordinator != "streamed" or not takes_turns(scenario, stack):
         return 0.0
     replicas = table.layout.sizes["data"] * table.layout.sizes["context"]
     if replicas < 2 or parallel.expert > 1 or (finetune is not None and finetune.method != "full"):

@@ -163,3 +163,12 @@ def test_parameters_that_stay_whole_are_gathered_one_by_one_since_0_6(year: int,
              and program.collectives[payload].kind == "all_gather"]
     assert len(sizes) == calls
     assert sum(sizes) == 2 * (4 * 13 + 2) * 12288
+
+
+def test_before_0_6_the_host_places_every_rank_s_piece_of_a_small_parameter() -> None:
+    """34 of them on 128 ranks: three views of 2 us and a copy of 7 us each."""
+    program = lower(job("full", 2021)).job.programs[0]
+    spent = [host_s for section in program.sections
+             for kind, host_s, label in zip(section.kind, section.host_s, section.label, strict=True)
+             if kind == Kind.HOST and host_s and program.labels[label] == ("optimizer", "optimizer", "all_gather")]
+    assert spent == [pytest.approx(34 * 128 * (3 * 2e-6 + 7e-6))]

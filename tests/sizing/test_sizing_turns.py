@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 import sim
@@ -15,12 +14,11 @@ from sim.sizing.tables import Tables
 from sim.sizing.turns import in_turn_s
 
 
-def job(strategy: str = "zero3", overlap: bool = True, year: int = 2023, framework: str = "deepspeed",
-        **training: Any) -> Any:
+def job(overlap: bool = True, year: int = 2023, framework: str = "deepspeed", **training: Any) -> Any:
     return resolve({
         "name": "x", "cluster": {"topology": "dgx-a100-80g", "nodes": 2}, "model": {"preset": "gpt3-2.7b"},
         "training": {"micro_batch": 1, "global_batch": 32, "sequence": 1024, "precision": "mixed-bf16"} | training,
-        "parallel": {"strategy": strategy, "overlap": overlap}, "software": {"framework": framework, "year": year}})
+        "parallel": {"strategy": "zero3", "overlap": overlap}, "software": {"framework": framework, "year": year}})
 
 
 def added(scenario: Any, name: str = "zero3") -> float:
@@ -50,4 +48,3 @@ def test_bounds_of_zero3_are_within_reach_of_the_step() -> None:
                                            pipeline=[1], recompute=["full"], partial_recompute=False))
     (bound,), step_s = bounds(space).time_s, sim.run(scenario).step_time_s
     assert 0.6 * step_s < bound <= step_s
-    assert np.isfinite(bound)

@@ -6,7 +6,7 @@ SC 2021, section 4.1: with recomputation parameters can be loaded a third time. 
 is one fact of the stack, `parameter_coordinator`:
 
 * streamed: gathers and reductions are single calls on contiguous buffers; a bucket's gradients are laid out by rank
-  (`torch.cat`) and divided first.
+  (`torch.cat`) and divided first. They take turns with compute unless the stack hides them (`takes_turns`).
 * blocking: every parameter by itself in `torch.distributed` calls over lists of per-rank tensors, which NCCL's wrapper
   copies one by one. The host waits for the whole device before each gather (`_allgather_param`: a zeroed tensor, then
   `torch.cuda.synchronize`), after those a use needs (`_synchronize_communication`: again), and when a parameter goes (a
@@ -29,6 +29,8 @@ from sim.parallel.sharded.submodules import Submodule, submodules
 from sim.parallel.step import COMPUTE, MicroStep, Plan, collective, frozen_bytes, state_bytes
 from sim.parallel.update import update
 from sim.program import Label, SectionBuilder
+from sim.scenario import Scenario
+from sim.software import Stack
 from sim.work import DTYPE_BYTES, Kernel
 
 #: DeepSpeed `config.py`, elements: parameters below stay whole; size of the reduce bucket.
@@ -64,6 +66,12 @@ class Use:
         return "forward" if self.direction == "forward" else "backward"
 
 
+def takes_turns(scenario: Scenario, stack: Stack) -> bool:
+    """Whether gathers and reductions run where kernels do: without overlap_comm they are issued on the default stream
+    (runtime/zero/stage3.py); with it published steps are as if they were (`Stack.coordinator_hides`)."""
+    return not (scenario.parallel.overlap and stack.coordinator_hides)
+
+
 class Zero3:
     """Lowering of one job; see the module."""
 
@@ -74,8 +82,7 @@ class Zero3:
         self.offload = plan.offload
         self.fetching = self.ranks > 1 or self.offload.moves_parameters
         self.blocking = plan.stack.parameter_coordinator == "blocking"
-        # without overlap_comm gathers and reductions are issued on the default stream (runtime/zero/stage3.py)
-        self.serial = not plan.scenario.parallel.overlap or not plan.stack.coordinator_hides
+        self.serial = takes_turns(plan.scenario, plan.stack)
         self.moved: int | None = None  # the last of them, which compute waits for then
         self.parts: dict[int, tuple[Submodule, ...]] = {}
         self.segments: dict[tuple[int, str, str, bool], int] = {}
@@ -357,9 +364,9 @@ class Zero3:
             self.whole_again(section, label, task)
 
     def whole_again(self, section: SectionBuilder, label: Label, task: int) -> None:
-        """All-gathers of the parameters that stay whole, and the host's wait for them.
+        """All-gathers of the parameters that stay whole (`partition_parameters.py`).
 
-        streamed: one call for each (`partition_parameters.py`, `_allgather_params_coalesced`), whatever its size.
+        streamed: one call for each, whatever its size, and the host waits for them (`_allgather_params_coalesced`).
         blocking: one call for all, then a copy of every rank's piece of every parameter (`_allgather_params`); the
         pieces are so small that the host's loop is what takes its time.
         """
@@ -367,11 +374,12 @@ class Zero3:
         for numel in [sum(self.resident)] if self.blocking else self.resident:
             call = collective(self.plan, "all_gather", numel * width, self.precision.gather, "shard")
             task = section.collective(GATHER, call, self.call_s(0), label, (task,))
-        if self.blocking:
+        if not self.blocking:
+            section.host(0.0, label, waits=(task,))
+        else:
             pieces = self.ranks * len(self.resident)
             piece_s = VIEWS_OF_A_PIECE * self.plan.stack.host_view_s + self.plan.stack.host_forward_s
             section.host(pieces * piece_s, label)
             copies = traffic_kernel("persistent parameters into place", self.precision.gather, sum(self.resident),
                                     2 * width * sum(self.resident))
-            task = section.kernels(COMPUTE, self.plan.compute.own((copies,)), label, (task,))
-        section.host(0.0, label, waits=(task,))
+            section.kernels(COMPUTE, self.plan.compute.own((copies,)), label, (task,))
