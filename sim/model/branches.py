@@ -24,6 +24,7 @@ from sim.model.architecture import Joint, Operator, Parameter, Tensor
 from sim.model.experts import every_expert, expert_rows, loop
 from sim.model.kernels import elementwise, linear, width
 from sim.model.style import Style
+from sim.model.tuning import Tuned
 from sim.work import Kernel
 
 #: What numbers an expert in a module's name.
@@ -55,6 +56,11 @@ class Linear(NamedTuple):
         return sum(width for _, width in self.parts)
 
 
+def chosen(one: Linear, tuned: Tuned) -> tuple[tuple[str, int], ...]:
+    """Parts of a linear layer that have a branch."""
+    return tuple(part for part in one.parts if part[0] in tuned.targets) if tuned.method == "lora" else ()
+
+
 def with_branches(op: Operator, linears: Sequence[Linear], style: Style) -> list[Operator]:
     """An operator with the products beside its linear layers that are targets: in the operator, or of a cut model
     behind it, because slices depend on one another there too."""
@@ -62,10 +68,10 @@ def with_branches(op: Operator, linears: Sequence[Linear], style: Style) -> list
     assert tuned is not None
     made: list[list[Operator]] = []
     for one in linears:
-        chosen = tuple(part for part in one.parts if part[0] in tuned.targets)
-        if tuned.method == "lora" and chosen:
+        parts = chosen(one, tuned)
+        if parts:
             made.append(_cut(op, one, style) if style.cuts_branches and op.joint is not None else
-                        _pair(op, one, chosen, style))
+                        _pair(op, one, parts, style))
     if not style.stack.adapter_dropout and style.residual == style.act:  # they read one input, which is kept once
         kept = not style.scattered and any(t.name.endswith("input") for t in op.saved)
         made = [[replace(half, saved=tuple(t for t in half.saved if t.name != "lora_input")) if i or kept else half
@@ -152,14 +158,14 @@ def _adding(style: Style, one: Linear, elements: int, written: int) -> Kernels:
     return forward, backward
 
 
-def _pair(op: Operator, one: Linear, chosen: tuple[tuple[str, int], ...], style: Style) -> list[Operator]:
+def _pair(op: Operator, one: Linear, branched: tuple[tuple[str, int], ...], style: Style) -> list[Operator]:
     """A and B of a whole model, or one of them cut as the base is. Merged modules have one A for their parts and one
     product for each of them."""
     tuned = style.tuned
     assert tuned is not None
     merged = len(one.parts) > 1 and style.modules == "plain"
-    parts = chosen if merged else one.parts
-    rows, down, written = _rows(op, one, style), tuned.rank * (len(chosen) if merged else 1), sum(w for _, w in parts)
+    parts = branched if merged else one.parts
+    rows, down, written = _rows(op, one, style), tuned.rank * (len(branched) if merged else 1), sum(w for _, w in parts)
     forward, backward, kept = _reading(style, one, rows, _product(style, one, rows, one.inputs, down))
     first = Operator("lora_A", tuple(forward), tuple(backward), saved=tuple(kept))
     widths = [w for _, w in parts] if merged else [written]

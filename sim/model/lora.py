@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from sim.model.architecture import Architecture, Layer, Operator, Parameter
 from sim.model.bottlenecks import bottleneck
-from sim.model.branches import ROUTED, Linear, with_branches
+from sim.model.branches import ROUTED, Linear, chosen, with_branches
 from sim.model.kernels import elementwise, product, width
+from sim.model.narrow_frozen import one_way
 from sim.model.style import Style
 from sim.model.tuning import BLOCK, Frozen, Tuned, stored_width
 from sim.work import Kernel
@@ -51,7 +52,8 @@ def _layer(layer: Layer, style: Style) -> Layer:
     owned: list[tuple[Parameter, ...]] = []  # each new operator's parameters before they froze
     for op in layer.operators:
         linears = _linears(op, style)
-        made = with_branches(_freeze(op, style, bool(linears) or op.name == _ROUTER, tuned), linears, style)
+        base = _freeze(op, style, bool(linears) or op.name == _ROUTER, tuned)
+        made = with_branches(one_way(base, style, any(chosen(one, tuned) for one in linears)), linears, style)
         operators += made
         owned += [op.parameters, *(() for _ in made[1:])]
         sublayer = {"projection": "attention", "down": "mlp"}.get(op.name, "")

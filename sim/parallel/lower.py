@@ -74,7 +74,7 @@ def lower(scenario: Scenario, *, fold: bool = True) -> Lowered:
         UserError: the scenario asks for something that is not simulated yet.
     """
     stack = stack_of(scenario.software)
-    check(scenario, stack.gradient_path == "ipg", stack.hybrid_offload)
+    check(scenario, stack)
     if run_of(scenario) is not None:
         serving = lower_inference(scenario, stack)
         return Lowered(serving.job, serving.architecture, stack, True, (serving.outside,) * len(serving.job.programs),
@@ -116,7 +116,8 @@ def with_parallel(scenario: Scenario, **changes: int) -> Scenario:
 
 
 def wired(scenario: Scenario, stack: Stack) -> Scenario:
-    """The scenario with parameters gathered in the dtype they have: in fp8 where the stack keeps no wider ones.
+    """The scenario with parameters gathered in the dtype they have: in fp8 where the stack keeps no wider ones. What is
+    trained beside frozen matrices has none in fp8.
 
     Scales per block need the wider parameter for both of a matrix's copies, so mxfp8's travel in it. Source:
     megatron-core 0.10.0 to 0.15.0 distributed/param_and_grad_buffer.py (a buffer of uint8 for fp8 parameters) and
@@ -125,7 +126,7 @@ def wired(scenario: Scenario, stack: Stack) -> Scenario:
     """
     training = scenario.training
     precision = training.precision
-    sharded = scenario.parallel.strategy in ("zero1", "fsdp")
+    sharded = scenario.parallel.strategy in ("zero1", "fsdp") and tuned_of(training, False) is None
     narrowed = (sharded and stack.narrow_parameters and precision.compute == "fp8"
                 and DTYPE_BYTES[precision.gather] == DTYPE_BYTES[precision.parameters] == 2)
     if not narrowed:

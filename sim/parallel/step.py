@@ -19,6 +19,7 @@ from sim.model import (
 from sim.model.architecture import Architecture, Layer, Parameter
 from sim.model.eager import rounded
 from sim.model.kernels import quantisation
+from sim.model.tuning import Frozen
 from sim.network import latest
 from sim.parallel.compute import Compute
 from sim.parallel.layout import Layout, Ranks
@@ -196,29 +197,54 @@ def _narrow_matrices(plan: Plan) -> int:
     compute = plan.scenario.training.precision.compute
     if not plan.stack.narrow_weights_cached or DTYPE_BYTES[compute] >= DTYPE_BYTES["bf16"]:
         return 0
-    return sum(p.numel for layer in plan.architecture.stack for p in layer.parameters if is_matrix(layer, p))
+    stack = plan.architecture.stack
+    trained = sum(p.numel for layer in stack for p in layer.parameters if is_matrix(layer, p))
+    return trained + sum(f.numel for layer in stack for f in layer.frozen if is_matrix(layer, f))
 
 
-def is_matrix(layer: Layer, parameter: Parameter) -> bool:
-    """Whether a parameter is a matrix of a block, which narrow products read."""
-    return layer.kind == "block" and layer.program is not None and len(parameter.shape) > 1
+def is_matrix(layer: Layer, tensor: Parameter | Frozen) -> bool:
+    """Whether a tensor is a matrix of a block, which narrow products read: what is trained beside frozen matrices is
+    multiplied in 16 bits."""
+    if layer.kind != "block" or layer.program is None or len(tensor.shape) < 2:
+        return False
+    return isinstance(tensor, Frozen) == (layer.program.style.tuned is not None)
 
 
 def narrow_only(plan: Plan) -> int:
-    """Elements that have no copy in the parameters' dtype, because their narrow copies are the parameters. Formats of
-    4 bits are made from wider parameters (Megatron-Bridge training/mixed_precision.py, bf16_with_nvfp4_mixed)."""
-    eight_bits = DTYPE_BYTES[plan.scenario.training.precision.compute] == 1
-    return _narrow_matrices(plan) if plan.stack.narrow_parameters and eight_bits else 0
+    """Trained elements that have no copy in the parameters' dtype, because their narrow copies are the parameters."""
+    return 0 if not _narrow_stays(plan) or _tuned(plan) else _narrow_matrices(plan)
+
+
+def _narrow_stays(plan: Plan) -> bool:
+    """Whether matrices are kept in 8 bits alone. Formats of 4 bits are made from wider parameters (Megatron-Bridge
+    training/mixed_precision.py, bf16_with_nvfp4_mixed)."""
+    return plan.stack.narrow_parameters and DTYPE_BYTES[plan.scenario.training.precision.compute] == 1
+
+
+def _tuned(plan: Plan) -> bool:
+    """Whether matrices are trained beside frozen ones."""
+    return any(layer.frozen for layer in plan.architecture.stack)
+
+
+def frozen_sizes(plan: Plan) -> list[int]:
+    """Bytes of each tensor that is not trained, as it is stored; those kept in 8 bits alone are `narrow_weights`'."""
+    apart = _narrow_matrices(plan) > 0 and _narrow_stays(plan)
+    return [size for layer in plan.architecture.stack for tensor in layer.frozen
+            if not (apart and is_matrix(layer, tensor)) for size in tensor.pieces]
 
 
 def narrow_weights(plan: Plan, section: SectionBuilder) -> None:
-    """Narrow copies of the blocks' matrices that last from step to step: made again from the updated weights."""
+    """Narrow copies of the blocks' matrices that last from step to step: made again from the updated weights, and of
+    frozen ones that have a wider copy all the same (TransformerEngine module/base.py, get_weight_workspace:
+    update_workspace in every first micro-batch)."""
     numel = _narrow_matrices(plan)
     style = next((layer.program.style for layer in plan.architecture.stack if layer.program is not None), None)
     if not numel or style is None:
         return
     compute = plan.scenario.training.precision.compute
     plan.resident(f"{compute} weights", 2 * numel * DTYPE_BYTES[compute], "parameters")
+    if _tuned(plan) and _narrow_stays(plan):
+        return
     kernel = quantisation(style, numel)
     section.kernels(COMPUTE, plan.compute.own((kernel,)), Label("weights", "optimizer", f"to {compute}"))
 

@@ -9,6 +9,7 @@ from sim.hardware import gpu
 from sim.model.tuning import QUANTISED, cut_both
 from sim.parallel.model.expert import misfit
 from sim.scenario.schema import Scenario
+from sim.software import Stack
 
 #: Optimizers that bitsandbytes keeps in unified memory where asked (optim/adamw.py, adam.py).
 _PAGED = ("adamw", "adam", "adamw-8bit")
@@ -16,7 +17,7 @@ _PAGED = ("adamw", "adam", "adamw-8bit")
 _NARROW = ("fp8", "mxfp8", "nvfp4", "int8", "int4")
 
 
-def _tuned(scenario: Scenario) -> str:
+def _tuned(scenario: Scenario, stack: Stack) -> str:
     """What of fine-tuning is not simulated."""
     finetune, model, precision = scenario.training.finetune, scenario.model, scenario.training.precision
     if finetune is None or finetune.method == "full":
@@ -26,11 +27,15 @@ def _tuned(scenario: Scenario) -> str:
     if finetune.method == "adapter" and (model.moe or model.mla):
         return "an adapter behind a sub-layer that is latent or a mixture"
     training = scenario.training
+    narrow = precision.compute in _NARROW
     for also, asked in (("chunked_loss and the head among its targets",
                          training.chunked_loss and "head" in finetune.targets),
                         ("optimizer_in_backward", training.optimizer_in_backward),
                         ("recompute selective-op", training.recompute == "selective-op"),
-                        (f"compute in {precision.compute}", precision.compute in _NARROW)):
+                        (f"compute in {precision.compute} and {finetune.base} weights",
+                         narrow and finetune.base in QUANTISED),
+                        (f"compute in {precision.compute} by torchao, which makes gradients of frozen weights all the "
+                         "same", narrow and stack.narrow_keeps_inputs)):
         if asked:
             return f"{finetune.method} with {also}"
     autocast = precision.compute in ("fp16", "bf16") and precision.parameters == precision.gather == "fp32"
@@ -56,18 +61,14 @@ def _paged(scenario: Scenario, ipg: bool) -> str:
     return ""
 
 
-def check(scenario: Scenario, ipg: bool = False, hybrid: bool = False) -> None:
-    """Raise `UserError` naming every field of the scenario that this version cannot simulate.
-
-    Args:
-        ipg: gradients go through DeepSpeed's buckets (the stack's gradient_path).
-        hybrid: the optimizer may be on the CPU in part (the stack's hybrid_offload).
-    """
+def check(scenario: Scenario, stack: Stack) -> None:
+    """Raise `UserError` naming every field of the scenario that this version cannot simulate."""
     training, parallel = scenario.training, scenario.parallel
+    ipg = stack.gradient_path == "ipg"  # gradients go through DeepSpeed's buckets
     asked: dict[str, object] = {
         "training.chunked_loss": training.chunked_loss and (scenario.model.kind != "decoder" or parallel.tensor > 1)
         and "chunked loss of other than an uncut decoder",
-        "training.finetune": _tuned(scenario),
+        "training.finetune": _tuned(scenario, stack),
         "training.precision.parameters": training.mode == "train" and training.precision.parameters in QUANTISED
         and f"training with {training.precision.parameters} weights",
         "training.precision": training.precision.compute in ("int8", "int4") and training.precision.compute,
@@ -77,8 +78,8 @@ def check(scenario: Scenario, ipg: bool = False, hybrid: bool = False) -> None:
         asked |= _inference(scenario)
     faults = [Fault(f"{what} is understood but not simulated yet in this version", field, hint="remove it, or see "
                     "the README's validity limits") for field, what in asked.items() if what]
-    faults += [*_narrow(scenario), *_in_backward(scenario), *_offload(scenario, ipg, hybrid), *_expert(scenario, ipg),
-               *_stages(scenario, ipg), *_whole_slices(scenario)]
+    faults += [*_narrow(scenario), *_in_backward(scenario), *_offload(scenario, ipg, stack.hybrid_offload),
+               *_expert(scenario, ipg), *_stages(scenario, ipg), *_whole_slices(scenario)]
     if faults:
         raise UserError(faults)
 

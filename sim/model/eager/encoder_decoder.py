@@ -17,7 +17,7 @@ from sim.model.eager.attention import attention
 from sim.model.eager.autograd import LOGITS, WORKSPACE, Run, Storage, Tensor, Weight
 from sim.model.eager.head import loss
 from sim.model.eager.mlp import mlp
-from sim.model.eager.products import narrow
+from sim.model.eager.narrow import narrow
 from sim.model.style import Style
 
 #: Distances fall into this many buckets (T5Config.relative_attention_num_buckets).

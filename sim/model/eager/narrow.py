@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from sim.model.eager.autograd import COPIES, Node, Run, Storage
+from sim.model.style import Style
+from sim.work import DTYPE_BYTES
 
 
 class Narrow:
@@ -33,3 +35,25 @@ class Narrow:
             return [*spare, *weight]
         run.save(node, run.new(inputs // gathered, self.dtype) if gathered > 1 else spare.pop(), *weight)
         return spare
+
+    def frozen(self, run: Run, node: Node, inputs: int, weights: int) -> list[Storage]:
+        """The same of a weight that is not trained: nobody reads the transposed input, so it is not made, let alone
+        kept (`sim.model.narrow_frozen`)."""
+        spare = [self.once(run, inputs)]
+        kind, run.kind = run.kind, COPIES
+        weight = [] if self.caches_weights else self.copies(run, weights)
+        run.kind = kind
+        run.save(node, *weight)
+        return spare
+
+    def once(self, run: Run, elements: int) -> Storage:
+        """A tensor's copy as it is."""
+        return run.new(elements, self.dtype)
+
+
+def narrow(style: Style) -> Narrow | None:
+    """How the blocks' products are quantised; None where they run in the activations' dtype."""
+    if DTYPE_BYTES[style.gemm] >= DTYPE_BYTES[style.act]:
+        return None
+    stack = style.stack
+    return Narrow(style.gemm, stack.narrow_keeps_inputs, stack.narrow_weights_cached or style.arrives_narrow)

@@ -8,9 +8,8 @@ from __future__ import annotations
 from sim.model.eager import operations as op
 from sim.model.eager import tuned
 from sim.model.eager.autograd import Run, Tensor
-from sim.model.eager.narrow import Narrow
+from sim.model.eager.narrow import narrow
 from sim.model.style import Style
-from sim.work import DTYPE_BYTES
 
 
 def linear(run: Run, style: Style, x: Tensor, features_in: int, parts: tuned.Parts, gathered: int = 1,
@@ -32,14 +31,6 @@ def router(run: Run, style: Style, x: Tensor, experts: int) -> Tensor:
     if style.tuned is None:
         return op.linear(run, x, style.hidden, experts, False, dtype=style.weight)
     return tuned.router(run, style, x, experts)
-
-
-def narrow(style: Style) -> Narrow | None:
-    """How the blocks' products are quantised; None where they run in the activations' dtype."""
-    if DTYPE_BYTES[style.gemm] >= DTYPE_BYTES[style.act]:
-        return None
-    stack = style.stack
-    return Narrow(style.gemm, stack.narrow_keeps_inputs, stack.narrow_weights_cached or style.arrives_narrow)
 
 
 def column(run: Run, style: Style, x: Tensor, parts: tuned.Parts) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from sim.model.eager import operations as op
 from sim.model.eager.autograd import COPIES, Gradients, Output, Run, Storage, Tensor, Weight
+from sim.model.eager.narrow import narrow
 from sim.model.style import Style
 from sim.model.tuning import BLOCK, Tuned
 
@@ -32,7 +33,9 @@ def linear(run: Run, style: Style, x: Tensor, features_in: int, parts: Parts, ga
     chosen = _chosen(tuned, parts)
     if chosen and gathered > 1:
         x, gathered = op.gathered(run, x, gathered), 1
-    result = _frozen(run, style, x, features_in, outputs, tuned.linear_dtype(parts[0][0]), gathered, matrices)
+    target = parts[0][0]
+    result = _frozen(run, style, x, features_in, outputs, tuned.linear_dtype(target), gathered, matrices,
+                     blocks=target != "head")
     if not chosen:
         return result
     x, own = _read(run, style, x), _branches(style, matrices)
@@ -75,7 +78,7 @@ def router(run: Run, style: Style, x: Tensor, experts: int) -> Tensor:
     tuned = style.tuned
     assert tuned is not None
     stored = tuned.plain if style.modules == "megatron" else tuned.base
-    return _frozen(run, style, x, style.hidden, experts, stored)
+    return _frozen(run, style, x, style.hidden, experts, stored, blocks=False)
 
 
 def _branches(style: Style, matrices: int) -> int:
@@ -129,13 +132,18 @@ def _grouped(run: Run, tuned: Tuned, x: Tensor, rows: int, width: int) -> Tensor
 
 
 def _frozen(run: Run, style: Style, x: Tensor, features_in: int, features_out: int, stored: str,
-            gathered: int = 1, matrices: int = 1) -> Tensor:
-    """The product with a frozen weight; its output has the input's dtype again if it was quantised."""
+            gathered: int = 1, matrices: int = 1, *, blocks: bool = True) -> Tensor:
+    """The product with a frozen weight; its output has the input's dtype again if the weight was quantised.
+
+    Args:
+        blocks: of a block's own linear layers, which products in 8 bits and below are for.
+    """
     tuned, source = style.tuned, x.dtype
     assert tuned is not None
     x = op.to(run, x, run.autocast or style.act)
     rows, size = gathered * x.elements // features_in, matrices * features_in * features_out
     needed, act = x.sink is not None, x.dtype
+    quantised = narrow(style) if blocks else None
     whole = run.new(rows * features_in, act) if gathered > 1 else None
     four_bit, eight_bit = stored in ("int4", "nf4", "nf4-dq"), stored == "int8"
 
@@ -152,7 +160,7 @@ def _frozen(run: Run, style: Style, x: Tensor, features_in: int, features_out: i
         return [*constants, cast]
 
     def rule(run: Run, _: Gradients) -> Gradients:
-        held = weight(run)
+        held = [*weight(run), *([] if quantised is None else [quantised.once(run, rows * features_out)])]
         gradient = run.new(rows * features_in, act) if needed else None
         held.clear()
         if gathered > 1 and needed:
@@ -167,6 +175,8 @@ def _frozen(run: Run, style: Style, x: Tensor, features_in: int, features_out: i
         run.save(node, run.new(size, run.autocast))
         run.kind = kind
     held = [run.new(rows * features_in, "int8"), run.new(rows * features_out, "fp32")] if eight_bit else weight(run)
+    if quantised is not None:
+        held += quantised.frozen(run, node, rows * features_in, size)
     out = Tensor(run.new(rows * features_out, act), rows * features_out, act, Output(node, 0))
     held.clear()
     del whole

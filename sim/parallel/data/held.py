@@ -19,7 +19,7 @@ from sim.parallel.data.buckets import fragments
 from sim.parallel.data.reductions import Reduction
 from sim.parallel.offload import Offload
 from sim.parallel.outputs import stage_outputs
-from sim.parallel.step import Plan, frozen_bytes, narrow_only, state_bytes, weight_placeholders
+from sim.parallel.step import Plan, blocks, frozen_sizes, narrow_only, state_bytes, weight_placeholders
 from sim.scenario.schema import Precision
 from sim.work import DTYPE_BYTES
 
@@ -44,8 +44,8 @@ class Held:
         numel = self.plan.architecture.parameters
         part = self.plan.share(self.reduction.shards > 1)
         stack = self.plan.architecture.stack
-        self.plan.resident("frozen parameters", frozen_bytes(stack), "parameters",
-                           [size for layer in stack for tensor in layer.frozen for size in tensor.pieces])
+        frozen = frozen_sizes(self.plan)
+        self.plan.resident("frozen parameters", sum(blocks(size) for size in frozen), "parameters", frozen)
         each = [p.numel for layer in stack for p in layer.parameters]
         one = self.storage != APART
         for category, width in state_bytes(self.plan).items():
