@@ -30,12 +30,13 @@ def _halves() -> dict[str, dict[str, str]]:
     return rows
 
 
-#: name -> the seven dtypes.
+#: name -> the seven dtypes. The narrow formats of Blackwell share fp8's rest (Megatron-Bridge 0.3.1
+#: training/mixed_precision.py: bf16_with_mxfp8_mixed, bf16_with_nvfp4_mixed); they are no names of the specification.
 PRECISIONS = MappingProxyType(
     {
         "fp32": _row("fp32 fp32 none fp32 fp32 fp32 fp32"),
         "tf32": _row("tf32 fp32 none fp32 fp32 fp32 fp32"),
         **_halves(),
-        "fp8": _row("fp8 bf16 fp32 fp32 fp32 bf16 fp32"),
+        **{narrow: _row(f"{narrow} bf16 fp32 fp32 fp32 bf16 fp32") for narrow in ("fp8", "mxfp8", "nvfp4")},
     }
 )

@@ -149,6 +149,8 @@ ADAMW = {
     "pure-bf16": 8,
     "pure-fp16": 8,
     "fp8": 18,
+    "mxfp8": 18,
+    "nvfp4": 18,
 }
 
 
