@@ -191,10 +191,12 @@ class Style:
 
     @property
     def widens_logits(self) -> bool:
-        """Whether logits are cast to fp32 before the loss: Hugging Face's decoders do, and what the stack says."""
-        if self.tuned is not None and self.stack.tuning_upcast:
+        """Whether logits are cast to fp32 before the loss: Hugging Face's decoders do, its other models take the loss
+        of what they have, and what the stack says."""
+        hugging_face = self.modules == "transformers"
+        if self.tuned is not None and self.stack.tuning_upcast and not (hugging_face and self.kind != "decoder"):
             return True
-        return self.stack.loss_upcast or (self.modules == "transformers" and self.kind == "decoder")
+        return self.stack.loss_upcast or (hugging_face and self.kind == "decoder")
 
     @property
     def keeps_chunks(self) -> bool:
@@ -205,6 +207,12 @@ class Style:
     def main_grad(self) -> bool:
         """Whether weight gradients are added to those in a buffer, wider ones as a rule (Megatron's `main_grad`)."""
         return not self.autocast and (self.gradient != self.act or (self.stack.adds_halves and self.act in _HALF))
+
+    @property
+    def constant_input(self) -> bool:
+        """Whether the first block's input needs no gradient, everything in front of it being frozen. A decoder's gets
+        one, as peft's `enable_input_require_grads` asks for it."""
+        return self.tuned is not None and self.kind != "decoder" and not self.tuned.trains_norms
 
     @property
     def merges_gate(self) -> bool:
@@ -290,7 +298,7 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
     predicting = training.decoder_sequence if model.kind == "encoder-decoder" else training.sequence
     tied = bool(model.tied_embeddings)
     tuned = tuned_of(training, stack.modules == "plain" and not tied and not training.chunked_loss,
-                     stack.modules == "megatron")
+                     stack.modules == "megatron", stack.modules == "transformers" and model.kind == "encoder-decoder")
     weight = tuned.plain if tuned and autocast else "fp32" if autocast else act
     gradient = _gradient(precision, act, autocast)
     whole = stack.gradient_path == "reducer" and scenario.parallel.strategy not in _GATHERING

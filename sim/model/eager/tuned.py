@@ -9,9 +9,9 @@ autograd/_functions.py (MatMul4Bit, MatMul8bitLt), nn/modules.py (Linear4bit); L
 from __future__ import annotations
 
 from sim.model.eager import operations as op
-from sim.model.eager.autograd import COPIES, Gradients, Output, Run, Storage, Tensor, Weight
+from sim.model.eager.autograd import COPIES, Dropped, Gradients, Run, Storage, Tensor, Weight
 from sim.model.style import Style
-from sim.model.tuning import BLOCK, Tuned
+from sim.model.tuning import BLOCK, QUANTISED, Tuned
 
 #: Target of a linear layer's outputs, and how many of them there are.
 Parts = tuple[tuple[str, int], ...]
@@ -28,14 +28,14 @@ def linear(run: Run, style: Style, x: Tensor, features_in: int, parts: Parts, ga
     """
     tuned = style.tuned
     assert tuned is not None
-    outputs = sum(width for _, width in parts)
+    outputs, stored = sum(width for _, width in parts), tuned.linear_dtype(parts[0][0], run.memory.operator)
     chosen = _chosen(tuned, parts)
     if chosen and gathered > 1:
         x, gathered = op.gathered(run, x, gathered), 1
-    result = _frozen(run, style, x, features_in, outputs, tuned.linear_dtype(parts[0][0]), gathered, matrices)
+    result = _frozen(run, style, x, features_in, outputs, stored, gathered, matrices)
     if not chosen:
         return result
-    x, own = _read(run, style, x), _branches(style, matrices)
+    x, own = _read(run, style, x, stored), _branches(style, matrices)
     if len(parts) > 1 and style.modules == "plain" and not style.cuts_branches:
         update = _merged(run, tuned, x, features_in, chosen, outputs)
     else:
@@ -54,13 +54,15 @@ def row(run: Run, style: Style, x: Tensor, features_in: int, parts: Parts, matri
     tuned = style.tuned
     assert tuned is not None
     outputs, chosen = sum(width for _, width in parts), _chosen(tuned, parts)
-    result = _frozen(run, style, x, features_in, outputs, tuned.linear_dtype(parts[0][0]), matrices=matrices)
+    stored = tuned.linear_dtype(parts[0][0], run.memory.operator)
+    result = _frozen(run, style, x, features_in, outputs, stored, matrices=matrices)
     if style.scattered:
         result = op.scattered(run, result, style.tensor)
     if not chosen:
         return result
     own = _branches(style, matrices)
-    down = op.linear(run, _read(run, style, x), features_in, tuned.rank, False, dtype=tuned.dtype, matrices=own)
+    x = _read(run, style, x, stored)
+    down = op.linear(run, x, features_in, tuned.rank, False, dtype=tuned.dtype, matrices=own)
     del x
     update = op.linear(run, down, tuned.rank, outputs // style.tensor, False, dtype=tuned.dtype, matrices=own)
     del down
@@ -88,10 +90,11 @@ def _chosen(tuned: Tuned, parts: Parts) -> Parts:
     return tuple(part for part in parts if part[0] in tuned.targets) if tuned.method == "lora" else ()
 
 
-def _read(run: Run, style: Style, x: Tensor) -> Tensor:
-    """A branch's input as A reads it."""
-    tuned = style.tuned
-    if tuned is not None and not run.autocast:
+def _read(run: Run, style: Style, x: Tensor, stored: str) -> Tensor:
+    """A branch's input as A reads it: peft casts it to A's dtype, beside quantised layers only without autocast, which
+    casts it back (tuners/lora/layer.py, Linear.forward: `_cast_input_dtype`; bnb.py: `requires_conversion`)."""
+    tuned, peft = style.tuned, style.modules == "transformers" and stored not in QUANTISED
+    if tuned is not None and (peft or not run.autocast):
         x = op.to(run, x, tuned.dtype)
     return op.dropout(run, x) if style.stack.adapter_dropout else x
 
@@ -112,7 +115,7 @@ def _merged(run: Run, tuned: Tuned, x: Tensor, features_in: int, chosen: Parts, 
         dtype = source.dtype
         node = run.node(lambda run, _: [run.new(rows * width, dtype)], (source.sink,))
         run.save(node, source.storage)
-        up = Tensor(run.new(rows * outputs, dtype), rows * outputs, dtype, Output(node, 0))
+        up = Tensor(run.new(rows * outputs, dtype), rows * outputs, dtype, node.output())
         del zeros, source
     return op.scale(run, up)
 
@@ -125,7 +128,7 @@ def _grouped(run: Run, tuned: Tuned, x: Tensor, rows: int, width: int) -> Tensor
     run.save(node, x.storage)
     if copy is not None:
         run.save(node, copy)
-    return Tensor(run.new(rows * width, dtype), rows * width, dtype, Output(node, 0))
+    return Tensor(run.new(rows * width, dtype), rows * width, dtype, node.output())
 
 
 def _frozen(run: Run, style: Style, x: Tensor, features_in: int, features_out: int, stored: str,
@@ -167,7 +170,7 @@ def _frozen(run: Run, style: Style, x: Tensor, features_in: int, features_out: i
         run.save(node, run.new(size, run.autocast))
         run.kind = kind
     held = [run.new(rows * features_in, "int8"), run.new(rows * features_out, "fp32")] if eight_bit else weight(run)
-    out = Tensor(run.new(rows * features_out, act), rows * features_out, act, Output(node, 0))
+    out = Tensor(run.new(rows * features_out, act), rows * features_out, act, node.output())
     held.clear()
     del whole
     return op.to(run, out, source) if four_bit or eight_bit else out
@@ -196,7 +199,19 @@ def bottleneck(run: Run, style: Style, x: Tensor) -> Tensor:
     return op.add(run, x, op.to(run, up, x.dtype))
 
 
+def behind(run: Run, style: Style, x: Tensor, sublayer: str) -> Tensor:
+    """A sub-layer's output after its adapter, if it has one."""
+    if style.tuned is None or not style.tuned.behind(sublayer):
+        return x
+    run.at(f"{sublayer}_adapter")
+    return bottleneck(run, style, x)
+
+
 def embedding(run: Run, rows: int, cols: int, dtype: str) -> Tensor:
     """A lookup in a frozen table: what comes back stops here."""
-    node = run.node(lambda _, g: [None], (None,))
-    return Tensor(run.new(rows * cols, dtype), rows * cols, dtype, Output(node, 0))
+    return dropped(run.tensor(rows * cols, dtype))
+
+
+def dropped(x: Tensor) -> Tensor:
+    """A layer's output that nothing trained is behind: what comes back stops here."""
+    return Tensor(x.storage, x.elements, x.dtype, Dropped()) if x.sink is None else x
