@@ -44,7 +44,7 @@ _PARTS = {"q": "query", "k": "key", "v": "value", "kv": "key value", "qkv": "que
           "query_key_value": "query key value"}
 _UNTARGETED = "transform"
 #: What cross attention is called, and the modules of it that read the encoder's output.
-_CROSS, _READS_MEMORY = "EncDecAttention", ("k", "v", "kv")
+_CROSS, _READS_MEMORY, _MEMORY_SUM = "EncDecAttention", ("k", "v", "kv"), "memory_gradient_sum"
 
 
 def finetuned(architecture: Architecture, style: Style) -> Architecture:
@@ -156,8 +156,14 @@ def _begun(operators: Iterable[tuple[Operator, tuple[Parameter, ...]]], tuned: T
         else:
             reads_memory = any(_CROSS in p.name for p in own)
             branch = not op.parameters and not reads_memory
-            yield op if reads_memory else replace(op, backward=tuple(
+            yield replace(op, backward=_of_memory(op) if reads_memory else tuple(
                 k for k in op.backward if not (branch or _makes_input_gradient(k, tuned))))
+
+
+def _of_memory(op: Operator) -> tuple[Kernel, ...]:
+    """Backward of cross attention's projections without the queries', which comes last."""
+    products = [i for i, k in enumerate(op.backward) if k.op == "gemm"]
+    return (*op.backward[:products[-2] + 1], *(k for k in op.backward[products[-1]:] if k.variant == _MEMORY_SUM))
 
 
 def _makes_input_gradient(kernel: Kernel, tuned: Tuned) -> bool:

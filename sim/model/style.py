@@ -210,9 +210,11 @@ class Style:
 
     @property
     def constant_input(self) -> bool:
-        """Whether the first block's input needs no gradient, everything in front of it being frozen. A decoder's gets
-        one, as peft's `enable_input_require_grads` asks for it."""
-        return self.tuned is not None and self.kind != "decoder" and not self.tuned.trains_norms
+        """Whether backward ends in the first block, everything in front of it being frozen. A decoder's input gets a
+        gradient, as peft's `enable_input_require_grads` asks for it, and so does every block where none is trained."""
+        tuned = self.tuned
+        return (tuned is not None and self.kind != "decoder" and not tuned.trains_norms
+                and any(target != "head" for target in tuned.targets))
 
     @property
     def merges_gate(self) -> bool:
@@ -317,7 +319,8 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
         parallel_block=bool(model.parallel_block), experts=_experts(scenario, model.ffn or 4 * hidden),
         latent=_latent(model.mla), attention=training.attention, chunked_loss=bool(training.chunked_loss),
         gemm=precision.compute, act=act,
-        residual="fp32" if autocast and not follows and weight == "fp32" else act,
+        # behind an encoder's norms, which autocast runs in fp32 whatever their weights are
+        residual="fp32" if autocast and not follows and (weight == "fp32" or model.kind == "encoder") else act,
         weight=weight, gradient=gradient, autocast=autocast,
         stack=stack, tensor=tensor, context=context, expert=scenario.parallel.expert, arrives_narrow=narrow,
         gathers=scenario.parallel.context_exchange == "all-gather" and context > 1,

@@ -153,7 +153,8 @@ def bridge(run: Run, style: Style, x: Tensor, keep: bool) -> Tensor:
     memory = norm(run, style, x)
     if style.dropout:
         memory = op.dropout(run, memory)
-    if keep or memory.dtype == style.act:
+    read = any(tuned.keeps_inputs(style, target) for target in ("key", "value"))
+    if keep or (memory.dtype == style.act and read):
         run.retained.append(memory.storage)
     else:
         run.cache.append(memory.storage)  # a local of the model's forward

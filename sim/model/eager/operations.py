@@ -223,7 +223,7 @@ def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool,
     spare = [] if narrow is None else narrow.forward(run, node, rows * features_in, size, gathered)
     if narrow is None or narrow.keeps_inputs:
         run.save(node, x.storage)
-        if copy is not None:
+        if copy is not None and needed:
             run.save(node, copy)
     out = run.output(rows * features_out, act, product=True)
     del whole, spare

@@ -91,10 +91,9 @@ def _chosen(tuned: Tuned, parts: Parts) -> Parts:
 
 
 def _read(run: Run, style: Style, x: Tensor, stored: str) -> Tensor:
-    """A branch's input as A reads it: peft casts it to A's dtype, beside quantised layers only without autocast, which
-    casts it back (tuners/lora/layer.py, Linear.forward: `_cast_input_dtype`; bnb.py: `requires_conversion`)."""
-    tuned, peft = style.tuned, style.modules == "transformers" and stored not in QUANTISED
-    if tuned is not None and (peft or not run.autocast):
+    """A branch's input as A reads it; autocast casts it back."""
+    tuned = style.tuned
+    if tuned is not None and (not run.autocast or _casts(style, stored)):
         x = op.to(run, x, tuned.dtype)
     return op.dropout(run, x) if style.stack.adapter_dropout else x
 
@@ -205,6 +204,26 @@ def behind(run: Run, style: Style, x: Tensor, sublayer: str) -> Tensor:
         return x
     run.at(f"{sublayer}_adapter")
     return bottleneck(run, style, x)
+
+
+def keeps_inputs(style: Style, target: str) -> bool:
+    """Whether a target's linear layer keeps the very tensor it reads: a branch without dropout or cast does, and a
+    4-bit layer whose library keeps what it does not need."""
+    tuned = style.tuned
+    if tuned is None:
+        return True
+    stored = tuned.linear_dtype(target)
+    if stored in ("int4", "nf4", "nf4-dq") and style.stack.quantised_keeps_input:
+        return True
+    cast = style.act != tuned.dtype and (not style.autocast or _casts(style, stored))
+    return bool(_chosen(tuned, ((target, 0),))) and not style.stack.adapter_dropout and not cast
+
+
+def _casts(style: Style, stored: str) -> bool:
+    """Whether a branch's input is cast to A's dtype under autocast too: peft does so beside layers as they are
+    (tuners/lora/layer.py, Linear.forward: `_cast_input_dtype`), not beside quantised ones (bnb.py:
+    `requires_conversion`)."""
+    return style.modules == "transformers" and stored not in QUANTISED
 
 
 def embedding(run: Run, rows: int, cols: int, dtype: str) -> Tensor:
