@@ -162,8 +162,9 @@ def _begun(operators: Iterable[tuple[Operator, tuple[Parameter, ...]]], tuned: T
 
 def _of_memory(op: Operator) -> tuple[Kernel, ...]:
     """Backward of cross attention's projections without the queries', which comes last."""
-    products = [i for i, k in enumerate(op.backward) if k.op == "gemm"]
-    return (*op.backward[:products[-2] + 1], *(k for k in op.backward[products[-1]:] if k.variant == _MEMORY_SUM))
+    last, queries = [i for i, k in enumerate(op.backward) if k.op == "gemm"][-2:]
+    casts = (k for k in op.backward[last + 1:queries] if k.variant == "input_gradient_cast")
+    return (*op.backward[:last + 1], *casts, *(k for k in op.backward[queries:] if k.variant == _MEMORY_SUM))
 
 
 def _makes_input_gradient(kernel: Kernel, tuned: Tuned) -> bool:
