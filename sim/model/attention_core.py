@@ -101,14 +101,15 @@ def _flash(style: Style) -> Operator:
     forward = [Kernel("attention", style.act, shape, "forward", flops, streams + 4 * row_sums + scores, "attention",
                       causal, 1, kernel)]
     learned = style.biased and not style.memory
+    trained = learned and style.tuned is None  # fine-tuning freezes the table
     backward = [Kernel("attention", style.act, shape, "backward", _FLASH_BACKWARD * flops,
-                       2 * streams + 8 * row_sums + scores * (1 + learned), "attention", causal, 3, kernel)]
+                       2 * streams + 8 * row_sums + scores * (1 + trained), "attention", causal, 3, kernel)]
     if style.stack.unpadding != "none":
         forward, backward = _unpadded(style, forward, backward)
     saved = [Tensor("log_sum_exp", row_sums, "fp32"), Tensor("rng_seed", 1, "fp64"), Tensor("rng_offset", 1, "fp64")]
     if learned:
         forward = [*bias_forward(style), *forward]
-        backward = [*backward, *bias_backward(style)]
+        backward = [*backward, *(bias_backward(style) if trained else ())]
         saved += kept_bias(style)
     return Operator("attention", tuple(forward), tuple(backward), saved=tuple(saved), core=True,
                     reading_s=_reading_s(style.stack))
@@ -176,7 +177,7 @@ def _eager(style: Style) -> Operator:
         copies = style.batch * t * 2 * style.query_width
         forward.insert(0, elementwise("repeat_kv", copies, 2 * e, style.act, 2, "attention"))
         backward.append(elementwise("repeat_kv_backward", copies, 2 * e, style.act, 2, "attention"))
-    if style.biased and not style.memory:
+    if style.biased and not style.memory and style.tuned is None:
         backward += bias_backward(style)
     # softmax's output, which the product with the values reads, is the last thing kept: early stop skips that product
     again = tuple(k for k in forward if k not in (values, output)) if style.stack.early_stop else ()

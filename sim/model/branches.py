@@ -43,12 +43,14 @@ class Linear(NamedTuple):
         module: its name, of routed experts without their number.
         inputs: as this slice has them; parts: outputs by target, several if fused.
         routed: every expert that tokens are routed to has one.
+        rows: it reads, default those of its operator (keys and values of cross attention are made of others).
     """
 
     module: str
     inputs: int
     parts: tuple[tuple[str, int], ...]
     routed: bool = False
+    rows: int = 0
 
     @property
     def outputs(self) -> int:
@@ -74,8 +76,9 @@ def with_branches(op: Operator, linears: Sequence[Linear], style: Style) -> list
                         _pair(op, one, parts, style))
     if not style.stack.adapter_dropout and style.residual == style.act:  # they read one input, which is kept once
         kept = not style.scattered and any(t.name.endswith("input") for t in op.saved)
-        made = [[replace(half, saved=tuple(t for t in half.saved if t.name != "lora_input")) if i or kept else half
-                 for half in pair] for i, pair in enumerate(made)]
+        own = [not one.rows for one in linears if chosen(one, tuned)]
+        made = [[replace(half, saved=tuple(t for t in half.saved if t.name != "lora_input"))
+                 if i or kept or not own[i] else half for half in pair] for i, pair in enumerate(made)]
     branches = [half for pair in made for half in pair]
     # a branch of the block's last product is behind it, and so is what keeps its input
     again = op.recomputed or bool(branches) or (op.name == "down" and tuned.behind("mlp"))
@@ -93,6 +96,8 @@ def with_branches(op: Operator, linears: Sequence[Linear], style: Style) -> list
 
 # ---------------------------------------------------------------------------------------------------- what they compute
 def _rows(op: Operator, one: Linear, style: Style) -> int:
+    if one.rows:
+        return one.rows
     if one.routed:
         assert style.experts is not None
         return expert_rows(style, style.experts)

@@ -30,7 +30,9 @@ def encoder(style: Style) -> Architecture:
     """Embedding, blocks, head."""
     parts = {"embedding": _embedding(style), "block": _block(style), "head": _head(style)}
     parts = {name: replace(layer, program=Program(name, style)) for name, layer in parts.items()}
-    layers = (parts["embedding"], *(parts["block"],) * style.layers, parts["head"])
+    block = parts["block"]
+    first = replace(block, program=Program("first block", style)) if style.constant_input else block
+    layers = (parts["embedding"], first, *(block,) * (style.layers - 1), parts["head"])
     return Architecture(layers, style.tied, style.batch, style.sequence)
 
 

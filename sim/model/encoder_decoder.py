@@ -42,15 +42,15 @@ def encoder_decoder(style: Style) -> Architecture:
 
 
 def _blocks(style: Style, run: Style, count: int, make: Callable[[bool], Layer]) -> tuple[Layer, ...]:
-    """`count` blocks; the first is an object of its own where it holds the table of relative positions, the last of
-    several because gradients of what all of them read begin with it.
+    """`count` blocks; the first is an object of its own where it holds the table of relative positions or where no
+    gradient leaves it, the last of several because gradients of what all of them read begin with it.
 
     Args:
         run: the style with which their module code runs (a decoder's knows the encoder's length).
     """
     block = replace(make(False), program=Program("block", run))
     last = (replace(block, program=Program("last block", run)),) if count > 1 else ()
-    if not style.biased:
+    if not style.biased and not style.constant_input:
         return (block,) * (count - len(last)) + last
     return (replace(make(True), program=Program("first block", run)), *(block,) * (count - 1 - len(last)), *last)
 

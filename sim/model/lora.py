@@ -7,7 +7,7 @@ peft tuners/lora/layer.py; bitsandbytes csrc/kernels.cu (kDequantizeBlockwise) a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from sim.model.architecture import Architecture, Layer, Operator, Parameter
@@ -15,16 +15,21 @@ from sim.model.bottlenecks import bottleneck
 from sim.model.branches import ROUTED, Linear, chosen, with_branches
 from sim.model.kernels import elementwise, product, width
 from sim.model.narrow_frozen import one_way
+from sim.model.norms import frozen_backward
 from sim.model.style import Style
 from sim.model.tuning import BLOCK, Frozen, Tuned, stored_width
 from sim.work import Kernel
 
 #: Operators whose backward only makes the gradient of a table.
-_LOOKUPS = ("embedding", "positions")
+_LOOKUPS = ("embedding", "positions", "token_types", "position_bias")
+#: What stands between frozen tables and the first block: nothing that needs a gradient is behind it. (A decoder's
+#: dropout there has its backward, as if peft's `enable_input_require_grads` had asked for it.)
+_BEHIND_LOOKUPS = ("embedding_norm", "embedding_dropout")
 #: Kernels that only serve a weight's gradient; autocast's copies of weights that are half already.
 _WEIGHT_GRADIENT = ("nt", "bias_gradient", "weight_gradient_cast", "main_grad_add", "tied_gradient_sum")
-#: Passes over the activation in backward of a norm, and those of them that make its weight's gradient (`norms.py`).
-_NORM_BACKWARD, _NORM_WEIGHT = 5, 2
+#: Kernels that only serve an input's gradient, and operators that add a branch to the stream.
+_INPUT_GRADIENT = ("input_gradient", "lora_gradient_sum", "lora_dropout_backward", "dequantise")
+_SUMS = ("residual", "dropout_add")
 #: Modules that choose among experts: never trained beside frozen weights. peft's and bitsandbytes' rule is every
 #: `torch.nn.Linear` but the head, which a router is in Hugging Face's and plain modules and is not in Megatron's.
 _ROUTER = "router"
@@ -33,15 +38,24 @@ _TARGETS = {"projection": ("projection",), "up": ("mlp",), "down": ("mlp",), "lo
             "q_proj": ("query",), "q_down": ("query",), "q_up": ("query",),
             "kv_down": ("key", "value"), "kv_up": ("key", "value")}
 #: What begins the name of a norm.
-_NORMS = ("norm", "final_norm", "q_norm", "kv_norm")
+_NORMS = ("norm", "final_norm", "q_norm", "kv_norm", "embedding_norm", "transform_norm", "encoder_norm")
+#: Modules that are queries, keys and values by the last part of their name; and a linear layer that is never a target
+#: (BERT's, in front of the vocabulary).
+_PARTS = {"q": "query", "k": "key", "v": "value", "kv": "key value", "qkv": "query key value",
+          "query_key_value": "query key value"}
+_UNTARGETED = "transform"
+#: What cross attention is called, and the modules of it that read the encoder's output.
+_CROSS, _READS_MEMORY, _MEMORY_SUM = "EncDecAttention", ("k", "v", "kv"), "memory_gradient_sum"
 
 
 def finetuned(architecture: Architecture, style: Style) -> Architecture:
-    """The architecture of a decoder with `style.tuned` applied; layers that were one object stay one."""
+    """The architecture with `style.tuned` applied; layers that were one object stay one. An encoder-decoder has a style
+    per stack, that of its layers' programs."""
     known: dict[int, Layer] = {}
     for layer in architecture.stack:
         if id(layer) not in known:
-            known[id(layer)] = _layer(layer, style)
+            own = style if layer.program is None or style.kind != "encoder-decoder" else layer.program.style
+            known[id(layer)] = _layer(layer, own)
     return replace(architecture, stack=tuple(known[id(layer)] for layer in architecture.stack))
 
 
@@ -52,7 +66,7 @@ def _layer(layer: Layer, style: Style) -> Layer:
     owned: list[tuple[Parameter, ...]] = []  # each new operator's parameters before they froze
     for op in layer.operators:
         linears = _linears(op, style)
-        base = _freeze(op, style, bool(linears) or op.name == _ROUTER, tuned)
+        base = _freeze(op, style, bool(linears) or op.name in (_ROUTER, _UNTARGETED), tuned)
         made = with_branches(one_way(base, style, any(chosen(one, tuned) for one in linears)), linears, style)
         operators += made
         owned += [op.parameters, *(() for _ in made[1:])]
@@ -61,6 +75,8 @@ def _layer(layer: Layer, style: Style) -> Layer:
             behind = bottleneck(style, tuned, sublayer)
             operators += behind
             owned += [() for _ in behind]
+    if style.constant_input and layer.program is not None and layer.program.layer == "first block":
+        operators = list(_begun(zip(operators, owned, strict=True), tuned))
     trained = {p.name: p for op in operators for p in op.parameters}
     frozen = {p.name: Frozen(p.name, p.shape, _dtype_of(p, layer, style, tuned), p.routed)
               for p in layer.parameters if p.name not in trained}
@@ -76,28 +92,31 @@ def _dtype_of(parameter: Parameter, layer: Layer, style: Style, tuned: Tuned) ->
     """How a frozen parameter is stored: matrices of linear layers in the base's way, the rest plain."""
     if len(parameter.shape) < 2 or layer.kind == "embedding":
         return tuned.plain
-    router = next((op.parameters for op in layer.operators if op.name == _ROUTER), ())
-    name = _ROUTER if parameter in router else "logits" if layer.kind == "head" else ""
-    return _stored(name, style, tuned)
+    name = next((op.name for op in layer.operators if parameter in op.parameters), "")
+    if name in _LOOKUPS:
+        return tuned.plain
+    return _stored("logits" if layer.kind == "head" and name != _UNTARGETED else name, style, tuned)
 
 
 def _stored(name: str, style: Style, tuned: Tuned) -> str:
     """How the weights of an operator's linear layers are stored."""
     if name == _ROUTER and style.modules == "megatron":
         return tuned.plain
-    return tuned.linear_dtype("head" if name == "logits" else "query")
+    return tuned.linear_dtype("head" if name == "logits" else "query", name)
 
 
 # ----------------------------------------------------------------------------------------------------------- freezing
 def _freeze(op: Operator, style: Style, is_linear: bool, tuned: Tuned) -> Operator:
     """The operator without what serves the gradients of its weights."""
     if op.name in _LOOKUPS:
-        return replace(op, backward=(), parameters=())
+        kept = tuple(t for t in op.saved if t.name != "position_buckets")
+        return replace(op, backward=(), parameters=(), saved=kept)
+    if op.name in _BEHIND_LOOKUPS and style.constant_input:
+        return replace(op, backward=(), parameters=(), saved=())
     if op.name.startswith(_NORMS):
         if tuned.trains_norms:
             return op
-        kernels = tuple(replace(k, bytes=k.bytes * (1 - _NORM_WEIGHT / _NORM_BACKWARD),
-                                launches=max(1, k.launches - 1)) for k in op.backward)
+        kernels = tuple(frozen_backward(style, k) for k in op.backward)
         kept = tuple(t for t in op.saved if "normalised" not in t.name)
         return replace(op, backward=kernels, parameters=(), saved=kept)
     if op.name == "loss":  # logits in chunks: the head's product is in it
@@ -112,7 +131,7 @@ def _freeze(op: Operator, style: Style, is_linear: bool, tuned: Tuned) -> Operat
     copied = stored == "fp32" and style.autocast
     forward = [k for k in op.forward if copied or k.variant != "weight_cast"]
     backward = [k for k in op.backward if k.variant not in _WEIGHT_GRADIENT]
-    saved = tuple(t for t in op.saved if not t.name.endswith(("input", "compressed")))
+    saved = tuple(t for t in op.saved if not t.name.endswith(("input", "compressed", "memory_copy")))
     if stored_width(stored) < width(style.act) or "nf4" in stored:
         forward, backward = (_dequantised(kernels, stored, style) for kernels in (forward, backward))
         if style.stack.quantised_keeps_input and stored != "int8":
@@ -120,6 +139,40 @@ def _freeze(op: Operator, style: Style, is_linear: bool, tuned: Tuned) -> Operat
     cut = op.joint and op.joint._replace(again=False)
     return replace(op, forward=tuple(forward), backward=tuple(backward), parameters=(), saved=saved, joint=cut,
                    weight_copies=op.weight_copies if copied else ())
+
+
+def _begun(operators: Iterable[tuple[Operator, tuple[Parameter, ...]]], tuned: Tuned) -> Iterator[Operator]:
+    """A first block whose input needs no gradient: backward ends with the first weights that are trained.
+
+    Args:
+        operators: with what were their parameters.
+    """
+    stream, branch = True, True  # whether they need none so far
+    for op, own in operators:
+        if not stream or not (branch or op.name.startswith(_SUMS)):
+            yield op
+        elif op.name.startswith(_SUMS):
+            stream = branch
+            yield replace(op, backward=() if branch else tuple(k for k in op.backward if k.variant != "gradient_sum"))
+        else:
+            reads_memory = any(_CROSS in p.name for p in own)
+            branch = not op.parameters and not reads_memory
+            yield replace(op, backward=_of_memory(op) if reads_memory else tuple(
+                k for k in op.backward if not (branch or _makes_input_gradient(k, tuned))))
+
+
+def _of_memory(op: Operator) -> tuple[Kernel, ...]:
+    """Backward of cross attention's projections without the queries', which comes last."""
+    last, queries = [i for i, k in enumerate(op.backward) if k.op == "gemm"][-2:]
+    casts = (k for k in op.backward[last + 1:queries] if k.variant == "input_gradient_cast")
+    return (*op.backward[:last + 1], *casts, *(k for k in op.backward[queries:] if k.variant == _MEMORY_SUM))
+
+
+def _makes_input_gradient(kernel: Kernel, tuned: Tuned) -> bool:
+    """Whether it serves the gradient of what queries, keys and values are made from; B's input has `rank` columns."""
+    if kernel.op == "gemm":
+        return kernel.variant == "nn" and kernel.shape[2] != tuned.rank
+    return kernel.variant.startswith(_INPUT_GRADIENT)
 
 
 def _dequantised(kernels: Sequence[Kernel], stored: str, style: Style) -> list[Kernel]:
@@ -165,16 +218,11 @@ def dequantisation(elements: int, stored: str, dtype: str) -> list[Kernel]:
 def _linears(op: Operator, style: Style) -> list[Linear]:
     """The linear layers behind an operator, in the order of its modules."""
     if op.name == "qkv":
-        heads = (("query", style.query_width), ("key", style.kv_width), ("value", style.kv_width))
-        modules = list(dict.fromkeys(p.name.rsplit(".", 1)[0] for p in op.parameters))
-        if len(modules) == 1:
-            return [Linear(modules[0], style.hidden, heads)]
-        ordered = {m: next(h for h in heads if h[0][0] + "_proj" in m) for m in modules}
-        return [Linear(m, style.hidden, (h,)) for m, h in sorted(ordered.items(), key=lambda x: heads.index(x[1]))]
+        return _projections(op, style)
     assert style.tuned is not None
     targets = _TARGETS.get(op.name, ("",))
     target = next((name for name in targets if name in style.tuned.targets), targets[0])
-    if target == "head" and not op.parameters:  # the embedding's table
+    if target == "head" and not any(len(p.shape) > 1 for p in op.parameters):  # the embedding's table
         return [Linear("lm_head", style.hidden, ((target, style.vocab),))]
     found: dict[str, Linear] = {}
     for parameter in op.parameters if target else ():
@@ -184,3 +232,18 @@ def _linears(op: Operator, style: Style) -> list[Linear]:
             name = ROUTED.sub(".experts.", module)
             found[name] = Linear(name, inputs, ((target, outputs),), parameter.routed)
     return list(found.values())
+
+
+def _projections(op: Operator, style: Style) -> list[Linear]:
+    """Queries, keys and values: of one module, of three, or of two where cross attention is fused."""
+    widths = {"query": style.query_width, "key": style.kv_width, "value": style.kv_width}
+    modules = dict.fromkeys(p.name.rsplit(".", 1)[0] for p in op.parameters)
+    if len(modules) == 1:
+        return [Linear(next(iter(modules)), style.hidden, tuple(widths.items()))]
+    found: list[Linear] = []
+    for module in modules:
+        last = module.rsplit(".", 1)[-1]
+        names = _PARTS.get(last.removesuffix("_proj"), last).split()
+        memory = style.batch * style.memory if _CROSS in module and last in _READS_MEMORY else 0
+        found.append(Linear(module, style.hidden, tuple((name, widths[name]) for name in names), rows=memory))
+    return sorted(found, key=lambda one: list(widths).index(one.parts[0][0]))

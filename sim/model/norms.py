@@ -11,7 +11,9 @@ from sim.work import Kernel
 
 #: Passes over the activation: forward reads x and writes y; backward reads dy and x and writes dx in one kernel, and
 #: reads dy and x again for the weight gradients in a second. Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu.
-_FORWARD_PASSES, _BACKWARD_PASSES = 2, 5
+_FORWARD_PASSES, _BACKWARD_PASSES, _WEIGHT_PASSES = 2, 5, 2
+#: Of a norm in operators: the product that the weight's gradient is the sum of (two reads, a write), and that sum.
+_SPELLED_WEIGHT = 4
 #: A persistent kernel keeps its row in registers and its weight gradients beside it: backward reads dy and x once, and
 #: a second launch adds up what thread blocks left (apex contrib layer_norm ln_bwd_kernels.cuh, which became
 #: TransformerEngine's; flash_attn ops/triton/layer_norm.py, _layer_norm_bwd_kernel; from memory).
@@ -44,6 +46,16 @@ def norm_operator(style: Style, name: str, module: str) -> tuple[Operator, tuple
         saved = (Tensor(f"{name}_input", rows * cols, style.residual),
                  *(Tensor(f"{name}_{s}", rows, "fp32") for s in statistics))
     return Operator(name, (forward,), (backward,), parameters, saved), parameters
+
+
+def frozen_backward(style: Style, kernel: Kernel) -> Kernel:
+    """A norm's backward without what makes its weights' gradients: of PyTorch's kernels the second, which reads two of
+    five times; of operators the two products' first and the sum behind it (`_hugging_face_rmsnorm`)."""
+    if style.spelled_rmsnorm and not style.stack.compile and style.kind != "decoder":
+        gone = kernel.shape[0] * _SPELLED_WEIGHT * width(style.residual)
+        return replace(kernel, bytes=kernel.bytes - gone, launches=kernel.launches - 2)
+    return replace(kernel, bytes=kernel.bytes * (1 - _WEIGHT_PASSES / _BACKWARD_PASSES),
+                   launches=max(1, kernel.launches - 1))
 
 
 def _persistent(style: Style, cols: int) -> bool:

@@ -68,8 +68,8 @@ def bias_backward(style: Style) -> list[Kernel]:
 
 
 def kept_bias(style: Style) -> list[Tensor]:
-    """What a block keeps: the kernel's copy of the bias, and the boolean mask of a causal stack."""
+    """What a block keeps: the kernel's copy of the bias, and the boolean mask of a causal stack for its gradient."""
     kept = [Tensor("score_bias", style.heads * style.sequence * style.keys, style.act)]
-    if style.causal:
+    if style.causal and style.tuned is None:
         kept.append(Tensor("causal_mask", style.sequence * style.keys, "int8"))
     return kept

@@ -191,10 +191,12 @@ class Style:
 
     @property
     def widens_logits(self) -> bool:
-        """Whether logits are cast to fp32 before the loss: Hugging Face's decoders do, and what the stack says."""
-        if self.tuned is not None and self.stack.tuning_upcast:
+        """Whether logits are cast to fp32 before the loss: Hugging Face's decoders do, its other models take the loss
+        of what they have, and what the stack says."""
+        hugging_face = self.modules == "transformers"
+        if self.tuned is not None and self.stack.tuning_upcast and not (hugging_face and self.kind != "decoder"):
             return True
-        return self.stack.loss_upcast or (self.modules == "transformers" and self.kind == "decoder")
+        return self.stack.loss_upcast or (hugging_face and self.kind == "decoder")
 
     @property
     def keeps_chunks(self) -> bool:
@@ -205,6 +207,14 @@ class Style:
     def main_grad(self) -> bool:
         """Whether weight gradients are added to those in a buffer, wider ones as a rule (Megatron's `main_grad`)."""
         return not self.autocast and (self.gradient != self.act or (self.stack.adds_halves and self.act in _HALF))
+
+    @property
+    def constant_input(self) -> bool:
+        """Whether backward ends in the first block, everything in front of it being frozen. A decoder's input gets a
+        gradient, as peft's `enable_input_require_grads` asks for it, and so does every block where none is trained."""
+        tuned = self.tuned
+        return (tuned is not None and self.kind != "decoder" and not tuned.trains_norms
+                and any(target != "head" for target in tuned.targets))
 
     @property
     def merges_gate(self) -> bool:
@@ -290,7 +300,7 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
     predicting = training.decoder_sequence if model.kind == "encoder-decoder" else training.sequence
     tied = bool(model.tied_embeddings)
     tuned = tuned_of(training, stack.modules == "plain" and not tied and not training.chunked_loss,
-                     stack.modules == "megatron")
+                     stack.modules == "megatron", stack.modules == "transformers" and model.kind == "encoder-decoder")
     weight = tuned.plain if tuned and autocast else "fp32" if autocast else act
     gradient = _gradient(precision, act, autocast)
     whole = stack.gradient_path == "reducer" and scenario.parallel.strategy not in _GATHERING
@@ -309,7 +319,8 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
         parallel_block=bool(model.parallel_block), experts=_experts(scenario, model.ffn or 4 * hidden),
         latent=_latent(model.mla), attention=training.attention, chunked_loss=bool(training.chunked_loss),
         gemm=precision.compute, act=act,
-        residual="fp32" if autocast and not follows and weight == "fp32" else act,
+        # behind an encoder's norms, which autocast runs in fp32 whatever their weights are
+        residual="fp32" if autocast and not follows and (weight == "fp32" or model.kind == "encoder") else act,
         weight=weight, gradient=gradient, autocast=autocast,
         stack=stack, tensor=tensor, context=context, expert=scenario.parallel.expert, arrives_narrow=narrow,
         gathers=scenario.parallel.context_exchange == "all-gather" and context > 1,

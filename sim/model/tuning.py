@@ -66,6 +66,7 @@ class Tuned:
         dtype: of what is trained.
         quantised_head: the head is stored like the other linear layers.
         trains_norms: the norms are trained too, as they are beside Houlsby's adapters (section 2.1).
+        plain_down: the feed-forward part's last layer is never quantised.
     """
 
     method: str
@@ -76,15 +77,21 @@ class Tuned:
     dtype: str
     quantised_head: bool
     trains_norms: bool = False
+    plain_down: bool = False
 
     @property
     def quantised(self) -> bool:
         """Whether the linear layers have to be dequantised before they are used."""
         return self.base in QUANTISED
 
-    def linear_dtype(self, target: str) -> str:
-        """How the weight of a target's linear layer is stored."""
-        return self.plain if target == "head" and not self.quantised_head else self.base
+    def linear_dtype(self, target: str, operator: str = "") -> str:
+        """How the weight of a target's linear layer is stored.
+
+        Args:
+            operator: the model's, where a target has several.
+        """
+        left = (target == "head" and not self.quantised_head) or (operator == "down" and self.plain_down)
+        return self.plain if left else self.base
 
     def behind(self, sublayer: str) -> bool:
         """Whether a bottleneck sits behind "attention" or "mlp"."""
@@ -93,7 +100,7 @@ class Tuned:
         return "mlp" in self.targets if sublayer == "mlp" else any(t in self.targets for t in TARGETS[:4])
 
 
-def tuned_of(training: Any, quantises_head: bool, own_norms: bool = False) -> Tuned | None:
+def tuned_of(training: Any, quantises_head: bool, own_norms: bool = False, plain_down: bool = False) -> Tuned | None:
     """What a scenario's `training.finetune` trains; None = everything.
 
     A base of 16 or 32 bits holds every frozen tensor. Beside a quantised base, what is not quantised has the dtype of
@@ -103,6 +110,8 @@ def tuned_of(training: Any, quantises_head: bool, own_norms: bool = False) -> Tu
         quantises_head: Lightning's BitsandbytesPrecision replaces every linear layer; transformers leaves the head
             (`get_keys_to_not_convert`); a loss in chunks reads the head's weight itself, as it is.
         own_norms: adapters bring norms of their own and leave the model's frozen (`bottlenecks.py`).
+        plain_down: quantisation leaves out what transformers keeps wide, T5's `wo` (modeling_t5.py,
+            `_keep_in_fp32_modules`; quantizers/base.py, get_modules_to_not_convert).
     """
     finetune = training.finetune
     if finetune is None or finetune.method == "full":
@@ -112,7 +121,7 @@ def tuned_of(training: Any, quantises_head: bool, own_norms: bool = False) -> Tu
     method = "adapter" if finetune.method == "adapter" else "lora"
     targets = tuple(t for t in TARGETS if t in finetune.targets)
     return Tuned(method, finetune.rank, targets, str(finetune.base), plain, dtype, quantises_head,
-                 method == "adapter" and not own_norms)
+                 method == "adapter" and not own_norms, plain_down and finetune.base in QUANTISED)
 
 
 def cut_both(tensor: int, scattered: bool, modules: str) -> bool:

@@ -22,8 +22,10 @@ def _tuned(scenario: Scenario, stack: Stack) -> str:
     finetune, model, precision = scenario.training.finetune, scenario.model, scenario.training.precision
     if finetune is None or finetune.method == "full":
         return ""
-    if model.kind != "decoder" or model.positions == "relative":
-        return f"{finetune.method} of anything but a decoder without relative positions"
+    if model.kind == "layers":
+        return f"{finetune.method} of a table of layers, which says nothing of queries, values or their like"
+    if finetune.method == "adapter" and model.kind == "encoder-decoder":
+        return "an adapter behind cross attention"
     if finetune.method == "adapter" and (model.moe or model.mla):
         return "an adapter behind a sub-layer that is latent or a mixture"
     training = scenario.training

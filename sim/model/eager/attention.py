@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from sim.model.attention_core import softmax_dtype, uses_flash
 from sim.model.eager import operations as op
-from sim.model.eager.autograd import Gradients, Output, Run, Storage, Tensor
+from sim.model.eager.autograd import Gradients, Run, Storage, Tensor
 from sim.model.eager.products import column, entered, row
 from sim.model.eager.ring import ring
 from sim.model.style import Style
@@ -98,7 +98,7 @@ def _times_table(run: Run, style: Style, x: Tensor) -> Tensor:
         return [full if wide == source else run.new(elements, source)]
 
     node = run.node(rule, (x.sink,))
-    return Tensor(run.new(elements, wide), elements, wide, Output(node, 0))
+    return Tensor(run.new(elements, wide), elements, wide, node.output())
 
 
 def _rotate_half(run: Run, x: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ def _biased(run: Run, weights: Tensor, bias: Tensor) -> Tensor:
     elements, dtype, needed = bias.elements, bias.dtype, bias.sink is not None
     node = run.node(lambda run, gradients: [gradients[0], run.new(elements, dtype) if needed else None],
                     (weights.sink, bias.sink))
-    return Tensor(weights.storage, weights.elements, weights.dtype, Output(node, 0))
+    return Tensor(weights.storage, weights.elements, weights.dtype, node.output())
 
 
 def _mask(style: Style, like: Tensor) -> Tensor:
@@ -200,4 +200,4 @@ def _repeat(run: Run, style: Style, x: Tensor) -> Tensor:
     """repeat_kv: copied out to every query head; the gradient is summed over the copies."""
     elements, source, dtype = style.batch * style.keys * style.query_width, x.elements, x.dtype
     node = run.node(lambda run, _: [run.new(source, dtype)], (x.sink,))
-    return Tensor(run.new(elements, dtype), elements, dtype, Output(node, 0))
+    return Tensor(run.new(elements, dtype), elements, dtype, node.output())

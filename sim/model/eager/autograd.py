@@ -115,9 +115,9 @@ Rule = Callable[["Run", Gradients], Sequence["Storage | None"]]
 
 
 class Node:
-    """One backward function."""
+    """One backward function; `idle` if no input needs a gradient: PyTorch then makes no node and saves nothing."""
 
-    __slots__ = ("frame", "gradients", "kind", "operator", "place", "rule", "saved", "sinks")
+    __slots__ = ("frame", "gradients", "idle", "kind", "operator", "place", "rule", "saved", "sinks")
 
     def __init__(self, rule: Rule, sinks: tuple[Sink | None, ...], outputs: int, operator: str, kind: int) -> None:
         self.rule, self.sinks, self.operator, self.kind = rule, sinks, operator, kind
@@ -125,6 +125,11 @@ class Node:
         self.saved: list[Storage] = []
         self.frame: Frame | None = None  # checkpointed: what was saved comes back with the frame
         self.place: list[int] = []
+        self.idle = all(sink is None for sink in sinks)
+
+    def output(self, index: int = 0) -> Output | None:
+        """Where the gradient of an output goes."""
+        return None if self.idle else Output(self, index)
 
 
 class Output:
@@ -139,6 +144,13 @@ class Output:
         """Take a gradient; one that is there already is added to in place."""
         if self.node.gradients[self.index] is None:
             self.node.gradients[self.index] = gradient
+
+
+class Dropped:
+    """A tensor that needs no gradient, where a layer is asked to take one all the same: it goes at once."""
+
+    def receive(self, run: Run, gradient: Storage) -> None:
+        """Take a gradient and keep nothing of it."""
 
 
 class Boundary:
@@ -275,13 +287,13 @@ class Run:
         """A backward function; what it needs is saved with `save`."""
         kind = LOGITS if self.kind == LOGITS else WORKSPACE
         node = Node(rule, tuple(inputs), outputs, self.memory.operator, kind)
-        if self._restoring is None:
+        if self._restoring is None and not node.idle:
             self.nodes.append(node)
         return node
 
     def save(self, node: Node, *storages: Storage) -> None:
         """Keep storages for a node's backward, or only note that a checkpoint has to bring them back."""
-        for storage in storages:
+        for storage in () if node.idle else storages:
             if self._restoring is not None:
                 self._restore(storage)
             elif self._saving is not None:

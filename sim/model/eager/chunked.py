@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sim.model.chunked import chunk_rows, output_chunks
 from sim.model.eager import operations as op
-from sim.model.eager.autograd import LOGITS, WORKSPACE, Gradients, Output, Run, Sink, Storage, Tensor, Weight
+from sim.model.eager.autograd import LOGITS, WORKSPACE, Gradients, Run, Sink, Storage, Tensor, Weight
 from sim.model.style import Style
 
 
@@ -32,7 +32,7 @@ def _forward(run: Run, style: Style, x: Tensor, rows: int, weight: Weight | None
     inputs = (x.sink, weight) if weight else (x.sink,)
     node = run.node(lambda run, _: [gradients.pop(0) for _ in inputs], inputs)
     del logits
-    return Tensor(run.new(1, "fp32"), 1, "fp32", Output(node, 0))
+    return Tensor(run.new(1, "fp32"), 1, "fp32", node.output())
 
 
 def _kept(run: Run, style: Style, x: Tensor, rows: int, weight: Sink | None, copy: Storage | None) -> Tensor:
@@ -60,7 +60,7 @@ def _kept(run: Run, style: Style, x: Tensor, rows: int, weight: Sink | None, cop
 
     node = run.node(rule, (x.sink, weight) if weight else (x.sink,))
     run.save(node, x.storage, *([copy] if copy is not None else []))
-    return Tensor(run.new(1, "fp32"), 1, "fp32", Output(node, 0))
+    return Tensor(run.new(1, "fp32"), 1, "fp32", node.output())
 
 
 def _widened(run: Run, logits: list[Storage], sizes: list[int], vocab: int, act: str) -> list[Storage]:

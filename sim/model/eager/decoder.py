@@ -26,13 +26,13 @@ def block(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:
     if style.parallel_block:
         return _parallel(run, style, x, branch, policy)
     variables: list[Storage] = []  # until the block is done
-    branch = _behind(run, style, attention(run, style, branch, policy, variables=variables), "attention")
+    branch = tuned.behind(run, style, attention(run, style, branch, policy, variables=variables), "attention")
     branch = _dropped(run, style, branch, "1")
     if style.conv1d:
         variables.append(branch.storage)  # GPT2Block's `attn_output`; Llama's sum takes its place
     x = _added(run, x, branch, "1")
     branch = norm(run, style, x, "norm2")
-    branch = _behind(run, style, _fed(run, style, branch), "mlp")
+    branch = tuned.behind(run, style, _fed(run, style, branch), "mlp")
     return residual(run, style, x, branch, "2")
 
 
@@ -50,18 +50,10 @@ def _fed(run: Run, style: Style, x: Tensor) -> Tensor:
     return mlp(run, style, x) if style.experts is None else experts(run, style, x)
 
 
-def _behind(run: Run, style: Style, x: Tensor, sublayer: str) -> Tensor:
-    """A sub-layer's output after its adapter, if it has one."""
-    if style.tuned is None or not style.tuned.behind(sublayer):
-        return x
-    run.at(f"{sublayer}_adapter")
-    return tuned.bottleneck(run, style, x)
-
-
 def _parallel(run: Run, style: Style, x: Tensor, normed: Tensor, policy: str) -> Tensor:
     variables: list[Storage] = []
-    attended = _behind(run, style, attention(run, style, normed, policy, variables=variables), "attention")
-    fed = _behind(run, style, _fed(run, style, normed), "mlp")
+    attended = tuned.behind(run, style, attention(run, style, normed, policy, variables=variables), "attention")
+    fed = tuned.behind(run, style, _fed(run, style, normed), "mlp")
     del normed
     return residual(run, style, x, op.add(run, attended, fed), "2")
 

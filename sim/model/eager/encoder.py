@@ -6,8 +6,9 @@ Source: transformers modeling_bert.py.
 from __future__ import annotations
 
 from sim.model.eager import operations as op
+from sim.model.eager import tuned
 from sim.model.eager.attention import attention
-from sim.model.eager.autograd import LOGITS, Output, Run, Storage, Tensor, Weight
+from sim.model.eager.autograd import LOGITS, Run, Storage, Tensor, Weight
 from sim.model.eager.head import loss
 from sim.model.eager.mlp import mlp
 from sim.model.style import Style
@@ -19,8 +20,10 @@ _TOKEN_TYPES = 2
 def block(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:
     """BertLayer."""
     variables: list[Storage] = []  # until the block is done
-    attended = _post_norm(run, style, attention(run, style, x, policy, variables=variables), x, "1")
-    return _post_norm(run, style, mlp(run, style, attended), attended, "2")
+    branch = tuned.behind(run, style, attention(run, style, x, policy, variables=variables), "attention")
+    attended = _post_norm(run, style, branch, x, "1")
+    del branch
+    return _post_norm(run, style, tuned.behind(run, style, mlp(run, style, attended), "mlp"), attended, "2")
 
 
 def _post_norm(run: Run, style: Style, branch: Tensor, x: Tensor, suffix: str) -> Tensor:
@@ -34,20 +37,23 @@ def _post_norm(run: Run, style: Style, branch: Tensor, x: Tensor, suffix: str) -
 
 def _norm(run: Run, style: Style, x: Tensor) -> Tensor:
     """LayerNorm, which autocast runs in fp32 unless the stack keeps its norms in the residual stream's dtype."""
-    return op.layer_norm(run, op.to(run, x, style.residual) if run.autocast else x, style.hidden, 2, 2, style.weight)
+    trained = style.tuned is None or style.tuned.trains_norms
+    return op.layer_norm(run, op.to(run, x, style.residual) if run.autocast else x, style.hidden, 2 * trained, 2,
+                         style.weight)
 
 
 def embedding(run: Run, style: Style, policy: str) -> Tensor:
     """BertEmbeddings; the model's forward holds the result."""
     run.at("embedding")
-    words = op.embedding(run, style.tokens, style.hidden, Weight(style.vocab * style.hidden, style.weight, style.tied))
-    types = op.embedding(run, style.tokens, style.hidden, Weight(_TOKEN_TYPES * style.hidden, style.weight))
-    run.retained.append(run.new(style.sequence, "fp64"))  # token types
+    words = _lookup(run, style, style.tokens, style.vocab, style.tied)
+    types = _lookup(run, style, style.tokens, _TOKEN_TYPES)
+    numbers = run.new(style.sequence, "fp64")  # of token types
+    if style.tuned is None:
+        run.retained.append(numbers)
     embeddings = op.add(run, words, types)
     if style.positions == "learned":
         run.at("positions")
-        positions = op.embedding(run, style.sequence, style.hidden,
-                                 Weight(style.max_positions * style.hidden, style.weight))
+        positions = _lookup(run, style, style.sequence, style.max_positions)
         embeddings = op.add(run, embeddings, positions)
     run.at("embedding_norm")
     embeddings = _norm(run, style, embeddings)
@@ -56,7 +62,13 @@ def embedding(run: Run, style: Style, policy: str) -> Tensor:
         embeddings = op.dropout(run, embeddings)
     if run.autocast and policy == "none":  # the blocks keep half copies only
         run.held.append(run.new(style.tokens * style.hidden, embeddings.dtype))
-    return op.to(run, embeddings, style.residual)
+    return tuned.dropped(op.to(run, embeddings, style.residual))
+
+
+def _lookup(run: Run, style: Style, rows: int, table: int, shared: bool = False) -> Tensor:
+    if style.tuned is not None:
+        return run.tensor(rows * style.hidden, style.weight)
+    return op.embedding(run, rows, style.hidden, Weight(table * style.hidden, style.weight, shared))
 
 
 def head(run: Run, style: Style, x: Tensor) -> Tensor:
@@ -67,8 +79,11 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
         x = _gather(run, x, rows * style.hidden)
     run.at("logits")
     run.kind = LOGITS
-    logits = op.linear(run, _transform(run, style, x), style.hidden, style.vocab, True, dtype=style.weight,
-                       shared=style.tied)
+    x = _transform(run, style, x)
+    if style.tuned is not None:
+        logits = tuned.linear(run, style, x, style.hidden, (("head", style.vocab),))
+    else:
+        logits = op.linear(run, x, style.hidden, style.vocab, True, dtype=style.weight, shared=style.tied)
     run.at("loss")
     return loss(run, style, logits, rows)
 
@@ -76,7 +91,10 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
 def _transform(run: Run, style: Style, x: Tensor) -> Tensor:
     """BertPredictionHeadTransform: dense, activation, norm."""
     run.at("transform")
-    x = op.linear(run, x, style.hidden, style.hidden, True, dtype=style.weight)
+    if style.tuned is not None:
+        x = tuned.linear(run, style, x, style.hidden, (("", style.hidden),))
+    else:
+        x = op.linear(run, x, style.hidden, style.hidden, True, dtype=style.weight)
     x = op.unary(run, x, saves_input=True)
     return _norm(run, style, x)
 
@@ -84,4 +102,4 @@ def _transform(run: Run, style: Style, x: Tensor) -> Tensor:
 def _gather(run: Run, x: Tensor, elements: int) -> Tensor:
     source, dtype = x.elements, x.dtype
     node = run.node(lambda run, _: [run.new(source, dtype)], (x.sink,))
-    return Tensor(run.new(elements, dtype), elements, dtype, Output(node, 0))
+    return Tensor(run.new(elements, dtype), elements, dtype, node.output())

@@ -11,13 +11,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sim.model.attention_core import uses_flash
-from sim.model.eager import decoder
+from sim.model.eager import decoder, tuned
 from sim.model.eager import operations as op
 from sim.model.eager.attention import attention
 from sim.model.eager.autograd import LOGITS, WORKSPACE, Run, Storage, Tensor, Weight
 from sim.model.eager.head import loss
 from sim.model.eager.mlp import mlp
-from sim.model.eager.narrow import narrow
+from sim.model.eager.products import linear
 from sim.model.style import Style
 
 #: Distances fall into this many buckets (T5Config.relative_attention_num_buckets).
@@ -79,7 +79,8 @@ def norm(run: Run, style: Style, x: Tensor) -> Tensor:
         return decoder.norm(run, style, x, "norm")
     variance = op.mean_rows(run, decoder.square(run, op.to(run, x, "fp32")), style.tokens)
     x = op.mul_rows(run, x, op.unary(run, op.shift(run, variance), saves_output=True))
-    return op.mul_weight(run, op.to(run, x, style.weight), Weight(style.hidden, style.weight))
+    x = op.to(run, x, style.weight)
+    return op.mul_weight(run, x, Weight(style.hidden, style.weight)) if style.tuned is None else op.scale(run, x)
 
 
 def _bias(run: Run, style: Style, first: bool, last: bool, keep: bool) -> Tensor | None:
@@ -89,10 +90,13 @@ def _bias(run: Run, style: Style, first: bool, last: bool, keep: bool) -> Tensor
     pairs = style.sequence * style.keys
     dtype = style.act if style.memory else style.weight
     if not first:
-        return Tensor(Storage(run.memory, 0, 0), pairs * style.heads, dtype, None if style.memory else _Sum(last))
+        constant = style.memory or style.tuned is not None
+        return Tensor(Storage(run.memory, 0, 0), pairs * style.heads, dtype, None if constant else _Sum(last))
     run.at("position_bias")
     if style.memory:
         bias = run.tensor(pairs * style.heads, dtype)
+    elif style.tuned is not None:
+        bias = _frozen_bias(run, style, pairs, dtype)
     else:
         buckets = run.new(pairs, "fp64")  # numbers of 64 bits
         bias = op.embedding(run, pairs, style.heads, Weight(_BUCKETS * style.heads, dtype), buckets)
@@ -102,31 +106,40 @@ def _bias(run: Run, style: Style, first: bool, last: bool, keep: bool) -> Tensor
     return bias
 
 
+def _frozen_bias(run: Run, style: Style, pairs: int, dtype: str) -> Tensor:
+    """The lookup alone: bucket numbers go with compute_bias."""
+    buckets = run.new(pairs, "fp64")
+    bias = run.tensor(pairs * style.heads, dtype)
+    del buckets
+    return bias
+
+
 def _feed_forward(run: Run, style: Style, x: Tensor) -> Tensor:
     """T5DenseActDense; its result is cast to the weights' dtype before the last product."""
     if style.gated or style.modules != "transformers":
         return mlp(run, style, x)
     run.at("up")
-    x = op.linear(run, x, style.hidden, style.ffn, style.bias, dtype=style.weight, narrow=narrow(style))
+    x = linear(run, style, x, style.hidden, (("mlp", style.ffn),))
     run.at("activation")
     x = op.unary(run, x, saves_input=style.activation != "relu", saves_output=style.activation == "relu")
     if style.dropout:
         x = op.dropout(run, x)
     x = op.to(run, x, style.weight)
     run.at("down")
-    return op.linear(run, x, style.ffn, style.hidden, style.bias, dtype=style.weight, narrow=narrow(style))
+    return linear(run, style, x, style.ffn, (("mlp", style.hidden),))
 
 
 def embedding(run: Run, style: Style, name: str, *, complete: bool) -> Tensor:
     """A stack's lookup in the shared table, and dropout; the gradient is complete with the encoder's lookup."""
     run.at(name)
     table = Weight(style.vocab * style.hidden, style.weight, True, not complete)
-    x = op.embedding(run, style.tokens, style.hidden, table)
+    x = (op.embedding(run, style.tokens, style.hidden, table) if style.tuned is None else
+         run.tensor(style.tokens * style.hidden, style.weight))
     if style.dropout:
         if not complete:  # the decoder stack's forward has it to its end (the encoder's is over by then)
             run.held.append(x.storage)
         x = op.dropout(run, x)
-    return op.to(run, x, style.residual)
+    return tuned.dropped(op.to(run, x, style.residual))
 
 
 def bridge(run: Run, style: Style, x: Tensor, keep: bool) -> Tensor:
@@ -140,16 +153,18 @@ def bridge(run: Run, style: Style, x: Tensor, keep: bool) -> Tensor:
     memory = norm(run, style, x)
     if style.dropout:
         memory = op.dropout(run, memory)
-    if keep or memory.dtype == style.act:
+    read = any(tuned.keeps_inputs(style, target) for target in ("key", "value"))
+    if keep or (memory.dtype == style.act and read):
         run.retained.append(memory.storage)
     else:
         run.cache.append(memory.storage)  # a local of the model's forward
     assert memory.sink is not None
     run.expect(memory.sink, memory.elements, memory.dtype)
-    if style.biased and style.layers == 1:
+    if style.biased and style.layers == 1 and style.tuned is None:
         run.outgoing.append((style.heads * style.sequence**2, style.weight))
     decode = replace(style, sequence=style.decoder_sequence, causal=True)
-    run.retained.append(run.new(decode.tokens, "fp64"))  # _shift_right(labels), which the lookup keeps
+    kept = run.retained if style.tuned is None else run.cache  # a local of the model's forward
+    kept.append(run.new(decode.tokens, "fp64"))  # _shift_right(labels), which a trained lookup keeps
     if decode.biased and not uses_flash(decode):  # the additive mask of a causal stack
         (run.retained if keep else run.held).append(run.new(style.batch * decode.sequence**2, style.weight))
     return embedding(run, decode, "decoder_embedding", complete=False)
@@ -163,7 +178,7 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
     """
     if style.layers == 1:  # or the last block makes them
         run.outgoing.append((style.batch * style.memory * style.hidden, style.residual))
-    if style.layers == 1 and style.biased:
+    if style.layers == 1 and style.biased and style.tuned is None:
         run.outgoing.append((style.heads * style.sequence**2, style.weight))
     rows = style.batch * style.predicted
     run.at("final_norm")
@@ -173,6 +188,9 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
     run.at("logits")
     run.kind = LOGITS
     scaled = op.scale(run, x) if style.tied else x
-    logits = op.linear(run, scaled, style.hidden, style.vocab, False, dtype=style.weight, shared=style.tied)
+    if style.tuned is not None:
+        logits = tuned.linear(run, style, scaled, style.hidden, (("head", style.vocab),))
+    else:
+        logits = op.linear(run, scaled, style.hidden, style.vocab, False, dtype=style.weight, shared=style.tied)
     run.at("loss")
     return loss(run, style, logits, rows)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sim.model.eager import operations as op
-from sim.model.eager.autograd import Gradients, Output, Run, Storage, Tensor
+from sim.model.eager.autograd import Gradients, Run, Storage, Tensor
 from sim.model.eager.mlp import inner, mlp
 from sim.model.eager.products import linear, router, row
 from sim.model.experts import expert_rows
@@ -45,7 +45,7 @@ def _routed(run: Run, style: Style, made: Experts, x: Tensor) -> Tensor:
     elements, chosen = every.elements, tokens * made.top_k
     node = run.node(lambda run, _: [run.new(elements, "fp32")], (every.sink,))
     run.save(node, run.new(chosen, "fp64"))
-    best = Tensor(run.new(chosen, "fp32"), chosen, "fp32", Output(node, 0))
+    best = Tensor(run.new(chosen, "fp32"), chosen, "fp32", node.output())
     return op.to(run, op.unary(run, best, saves_input=True), style.act)
 
 
@@ -54,7 +54,7 @@ def _copied(run: Run, x: Tensor, elements: int, which: Storage) -> Tensor:
     whole, dtype = x.elements, x.dtype
     node = run.node(lambda run, _: [run.new(whole, dtype)], (x.sink,))
     run.save(node, which)
-    return Tensor(run.new(elements, dtype), elements, dtype, Output(node, 0))
+    return Tensor(run.new(elements, dtype), elements, dtype, node.output())
 
 
 def _weighted(run: Run, rows: Tensor, scores: Tensor, count: int) -> Tensor:
@@ -69,7 +69,7 @@ def _weighted(run: Run, rows: Tensor, scores: Tensor, count: int) -> Tensor:
 
     node = run.node(rule, (rows.sink, scores.sink))
     run.save(node, rows.storage, run.new(count, kind))
-    return Tensor(run.new(elements, dtype), elements, dtype, Output(node, 0))
+    return Tensor(run.new(elements, dtype), elements, dtype, node.output())
 
 
 def _sent(run: Run, style: Style, x: Tensor, elements: int) -> Tensor:
@@ -78,7 +78,7 @@ def _sent(run: Run, style: Style, x: Tensor, elements: int) -> Tensor:
         return x
     own, dtype = x.elements, x.dtype
     node = run.node(lambda run, _: [run.new(own, dtype)], (x.sink,))
-    return Tensor(run.new(elements, dtype), elements, dtype, Output(node, 0))
+    return Tensor(run.new(elements, dtype), elements, dtype, node.output())
 
 
 def _one(run: Run, spread: Style, x: Tensor, matrices: int) -> Tensor:
@@ -123,7 +123,7 @@ def _added(run: Run, total: Tensor, rows: Tensor, which: Storage) -> Tensor:
     elements, dtype = rows.elements, rows.dtype
     node = run.node(lambda run, g: [g[0], run.new(elements, dtype)], (total.sink, rows.sink))
     run.save(node, which, rows.storage)
-    return Tensor(total.storage, total.elements, total.dtype, Output(node, 0))
+    return Tensor(total.storage, total.elements, total.dtype, node.output())
 
 
 # --------------------------------------------------------------------------------------------------------- all at once
@@ -144,7 +144,7 @@ def _grouped(run: Run, style: Style, spread: Style, x: Tensor, scores: Tensor) -
         out = _weighted(run, out, scores, leaving)
     node = run.node(lambda run, _: [run.new(leaving * style.hidden, act)], (out.sink,))
     run.save(node, which)
-    return Tensor(run.new(whole, act), whole, act, Output(node, 0))
+    return Tensor(run.new(whole, act), whole, act, node.output())
 
 
 def _rows(style: Style, made: Experts) -> tuple[int, int]:

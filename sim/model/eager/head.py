@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sim.model.eager import chunked, tuned
 from sim.model.eager import operations as op
-from sim.model.eager.autograd import ACTIVATIONS, LOGITS, Gradients, Output, Run, Storage, Tensor
+from sim.model.eager.autograd import ACTIVATIONS, LOGITS, Gradients, Run, Storage, Tensor
 from sim.model.eager.decoder import norm
 from sim.model.eager.products import entered
 from sim.model.kernels import width
@@ -62,7 +62,7 @@ def _by_position(run: Run, style: Style, x: Tensor, rows: int) -> Tensor:
     node = run.node(lambda run, _: [run.new(part, dtype)], (sink,))
     run.save(node, wide, run.new(elements, dtype))
     del wide
-    return Tensor(run.new(rows, "fp32"), rows, "fp32", Output(node, 0))
+    return Tensor(run.new(rows, "fp32"), rows, "fp32", node.output())
 
 
 def _previous(run: Run, style: Style, rows: int) -> Storage | None:
@@ -113,7 +113,7 @@ def _held(run: Run, logits: Tensor) -> Tensor:
     """The same tensor, which stays until its gradient is there: the trainer has it too."""
     node = run.node(lambda _, gradients: [gradients[0]], (logits.sink,))
     run.save(node, logits.storage)
-    return Tensor(logits.storage, logits.elements, logits.dtype, Output(node, 0))
+    return Tensor(logits.storage, logits.elements, logits.dtype, node.output())
 
 
 def _in_place(run: Run, wide: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def _in_place(run: Run, wide: Tensor) -> Tensor:
     TransformerEngine's leaves the gradient in the place of the logits as they came."""
     kept = [wide.storage]
     node = run.node(lambda run, _: [kept.pop()], (wide.sink,))
-    return Tensor(run.new(1, "fp32"), 1, "fp32", Output(node, 0))
+    return Tensor(run.new(1, "fp32"), 1, "fp32", node.output())
 
 
 def _split(run: Run, logits: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def _split(run: Run, logits: Tensor) -> Tensor:
 
     node = run.node(rule, (logits.sink,))
     run.save(node, scores)
-    return Tensor(run.new(1, "fp32"), 1, "fp32", Output(node, 0))
+    return Tensor(run.new(1, "fp32"), 1, "fp32", node.output())
 
 
 def _nll(run: Run, scores: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def _nll(run: Run, scores: Tensor) -> Tensor:
     elements, dtype = scores.elements, scores.dtype
     node = run.node(lambda run, _: [run.new(elements, dtype)], (scores.sink,))
     run.save(node, scores.storage, run.new(1, "fp32"))
-    return Tensor(run.new(1, "fp32"), 1, "fp32", Output(node, 0))
+    return Tensor(run.new(1, "fp32"), 1, "fp32", node.output())
 
 
 def _one_kernel(run: Run, logits: Tensor, rows: int, statistics: int = 1) -> Tensor:
@@ -165,4 +165,4 @@ def _one_kernel(run: Run, logits: Tensor, rows: int, statistics: int = 1) -> Ten
     elements, dtype = logits.elements, logits.dtype
     node = run.node(lambda run, _: [run.new(elements, dtype)], (logits.sink,))
     run.save(node, logits.storage, *(run.new(rows, "fp32") for _ in range(statistics)))
-    return Tensor(run.new(rows, "fp32"), rows, "fp32", Output(node, 0))
+    return Tensor(run.new(rows, "fp32"), rows, "fp32", node.output())

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sim.model.eager import operations as op
-from sim.model.eager.autograd import Output, Run, Tensor
+from sim.model.eager.autograd import Run, Tensor
 from sim.model.eager.products import column, entered, row
 from sim.model.style import Style
 
@@ -61,7 +61,7 @@ def _gated(run: Run, style: Style, ffn: int, up: Callable[[int], Tensor]) -> Ten
         elements, dtype = gate.elements, gate.dtype
         node = run.node(lambda run, _: [run.new(elements, dtype), run.new(elements, dtype)], (gate.sink, other.sink))
         run.save(node, gate.storage, other.storage)
-        return Tensor(run.new(elements, dtype), elements, dtype, Output(node, 0))
+        return Tensor(run.new(elements, dtype), elements, dtype, node.output())
     gate = up(ffn)
     run.at("activation")
     gate = op.unary(run, gate, saves_input=True, temporaries=_SILU_TEMPORARIES)
@@ -76,7 +76,7 @@ def _gated_kernel(run: Run, both: Tensor) -> Tensor:
     elements, dtype, out = both.elements, both.dtype, both.elements // 2
     node = run.node(lambda run, _: [run.new(elements, dtype)], (both.sink,))
     run.save(node, both.storage)
-    return Tensor(run.new(out, dtype), out, dtype, Output(node, 0))
+    return Tensor(run.new(out, dtype), out, dtype, node.output())
 
 
 def _gelu_new(run: Run, x: Tensor) -> Tensor:

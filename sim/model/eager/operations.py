@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sim.model.eager.autograd import COPIES, Gradients, Node, Output, Run, Sink, Storage, Tensor, Weight
+from sim.model.eager.autograd import COPIES, Gradients, Node, Run, Sink, Storage, Tensor, Weight
 from sim.model.eager.narrow import Narrow
 from sim.work import DTYPE_BYTES
 
@@ -25,7 +25,7 @@ def _fit(run: Run, gradient: Storage, elements: int, dtype: str, wanted: str) ->
 
 
 def _result(run: Run, node: Node, elements: int, dtype: str, index: int = 0) -> Tensor:
-    return Tensor(run.new(elements, dtype), elements, dtype, Output(node, index))
+    return Tensor(run.new(elements, dtype), elements, dtype, node.output(index))
 
 
 def view(x: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def relayout(run: Run, x: Tensor) -> Tensor:
     """A view in forward whose gradient has to be copied to be contiguous."""
     elements, dtype = x.elements, x.dtype
     node = run.node(lambda run, _: [run.new(elements, dtype)], (x.sink,))
-    return Tensor(x.storage, elements, dtype, Output(node, 0))
+    return Tensor(x.storage, elements, dtype, node.output())
 
 
 def add(run: Run, x: Tensor, y: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def mean_rows(run: Run, x: Tensor, rows: int) -> Tensor:
     return _result(run, node, rows, dtype)
 
 
-def weight_copy(run: Run, weight: Weight) -> tuple[Storage | None, Sink]:
+def weight_copy(run: Run, weight: Weight) -> tuple[Storage | None, Sink | None]:
     """The weight as a product sees it: autocast makes a half copy once per forward and keeps it in its cache."""
     if not run.autocast or weight.dtype == run.autocast:
         return None, weight
@@ -179,7 +179,7 @@ def weight_copy(run: Run, weight: Weight) -> tuple[Storage | None, Sink]:
     run.kind = kind
     if run.caches_casts:
         run.cache.append(storage)
-    return storage, Output(node, 0)
+    return storage, node.output()
 
 
 def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool, *, dtype: str, shared: bool = False,
@@ -197,7 +197,7 @@ def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool,
     """
     size = matrices * features_in * features_out
     weight = Weight(size, dtype, shared)
-    copy_bias: tuple[Storage | None, Sink] | None = None
+    copy_bias: tuple[Storage | None, Sink | None] | None = None
     if bias and not bias_last:
         copy_bias = weight_copy(run, Weight(features_out, dtype))
     copy, weight_sink = weight_copy(run, weight)
@@ -223,11 +223,11 @@ def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool,
     spare = [] if narrow is None else narrow.forward(run, node, rows * features_in, size, gathered)
     if narrow is None or narrow.keeps_inputs:
         run.save(node, x.storage)
-        if copy is not None:
+        if copy is not None and needed:
             run.save(node, copy)
     out = run.output(rows * features_out, act, product=True)
     del whole, spare
-    return Tensor(out, rows * features_out, act, Output(node, 0))
+    return Tensor(out, rows * features_out, act, node.output())
 
 
 def scattered(run: Run, x: Tensor, parts: int) -> Tensor:
@@ -255,10 +255,10 @@ def widened(run: Run, x: Tensor, parts: int) -> Tensor:
 
 def layer_norm(run: Run, x: Tensor, cols: int, parameters: int, statistics: int, dtype: str) -> Tensor:
     """`native_layer_norm` (2 statistics per row) or a fused RMS norm (1), with `parameters` of `cols` elements."""
-    elements, source, rows = x.elements, x.dtype, x.elements // cols
+    elements, source, rows, needed = x.elements, x.dtype, x.elements // cols, x.sink is not None
 
     def rule(run: Run, _: Gradients) -> Gradients:
-        return [run.new(elements, source), *(run.new(cols, dtype) for _ in range(parameters))]
+        return [run.new(elements, source) if needed else None, *(run.new(cols, dtype) for _ in range(parameters))]
 
     node = run.node(rule, (x.sink, *(Weight(cols, dtype) for _ in range(parameters))))
     run.save(node, x.storage)
@@ -278,7 +278,7 @@ def dropout(run: Run, x: Tensor) -> Tensor:
 
 
 def matmul(run: Run, x: Tensor, y: Tensor, elements: int, gathered: int = 1) -> Tensor:
-    """A batched product of two activations, in autocast's dtype; keeps both.
+    """A batched product of two activations, in autocast's dtype; keeps each for the other's gradient.
 
     Args:
         gathered: slices of the sequence that `y` (keys or values) is gathered from, as in `attention`: the whole lives
@@ -296,7 +296,7 @@ def matmul(run: Run, x: Tensor, y: Tensor, elements: int, gathered: int = 1) -> 
         return made
 
     node = run.node(rule, (x.sink, y.sink))
-    run.save(node, x.storage, y.storage)
+    run.save(node, *(t.storage for t, other in ((x, y), (y, x)) if other.sink is not None))
     whole = [run.new(size, dtype)] if gathered > 1 else []
     result = _result(run, node, elements, x.dtype)
     whole.clear()
@@ -312,7 +312,7 @@ def expanded(run: Run, x: Tensor, copies: int) -> Tensor:
     """A view that repeats a tensor; its gradient is summed over the copies."""
     elements, dtype = x.elements, x.dtype
     node = run.node(lambda run, g: [run.new(elements, dtype) if copies > 1 else g[0]], (x.sink,))
-    return Tensor(x.storage, elements, dtype, Output(node, 0) if x.sink is not None else None)
+    return Tensor(x.storage, elements, dtype, node.output())
 
 
 def where(run: Run, x: Tensor, mask: Storage) -> Tensor:
@@ -335,14 +335,14 @@ def split(run: Run, x: Tensor, parts: Sequence[int]) -> list[Tensor]:
     """Views of one storage side by side; their gradients are copied together (cat, stack)."""
     elements, dtype = x.elements, x.dtype
     node = run.node(lambda run, _: [run.new(elements, dtype)], (x.sink,), len(parts))
-    return [Tensor(x.storage, part, dtype, Output(node, i)) for i, part in enumerate(parts)]
+    return [Tensor(x.storage, part, dtype, node.output(i)) for i, part in enumerate(parts)]
 
 
 def halves(run: Run, x: Tensor) -> list[Tensor]:
     """The two halves of the last dimension, as two slices: each fills a zeroed gradient of the whole."""
     elements, dtype = x.elements, x.dtype
     nodes = [run.node(lambda run, _: [run.new(elements, dtype)], (x.sink,)) for _ in range(2)]
-    return [Tensor(x.storage, elements // 2, dtype, Output(node, 0)) for node in nodes]
+    return [Tensor(x.storage, elements // 2, dtype, node.output()) for node in nodes]
 
 
 def cat(run: Run, parts: Sequence[Tensor]) -> Tensor:
@@ -382,7 +382,7 @@ def attention(run: Run, query: Tensor, key: Tensor, value: Tensor, rows: int, bi
     node = run.node(rule, sinks)
     run.save(node, *saved)
     whole = [run.new(n * gathered, d) for n, d, _ in shapes[1:3]] if gathered > 1 else []
-    out = Tensor(run.output(query.elements, query.dtype), query.elements, query.dtype, Output(node, 0))
+    out = Tensor(run.output(query.elements, query.dtype), query.elements, query.dtype, node.output())
     run.save(node, out.storage, run.output(rows, "fp32"), run.output(1, "fp64"), run.output(1, "fp64"))
     whole.clear()
     return out

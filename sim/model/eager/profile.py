@@ -73,7 +73,8 @@ def profile(program: Program, policy: str, keep_gradients: bool, caches_casts: b
               style.stack.compile, style.widened)
     inputs, boundary = [], Boundary()  # which holds the input's gradient until all is measured
     if program.layer != "embedding":
-        inputs = [run.tensor(style.stream.tokens * style.hidden, style.residual, boundary)]
+        constant = style.constant_input and program.layer == "first block"
+        inputs = [run.tensor(style.stream.tokens * style.hidden, style.residual, None if constant else boundary)]
     log, names = run.memory.log, dict.fromkeys(range(run.memory.born), INPUT)
     start, begin = _mark(run), len(log)
     out = _forward(run, program, policy, inputs)
@@ -92,6 +93,9 @@ def profile(program: Program, policy: str, keep_gradients: bool, caches_casts: b
     del sink, gradient, out
     run.retained.clear()
     run.backward()
+    if boundary.gradient is None and program.layer != "embedding":
+        boundary.gradient = run.new(style.stream.tokens * style.hidden, style.residual)  # what layers hand each other
+        boundary.gradient.become(WORKSPACE)
     cuts[1] = (cuts[1][0], len(log))
     left = [Storage(run.memory, rounded(elements, dtype), WORKSPACE) for elements, dtype in run.outgoing]
     backward = _measured(run, start)
@@ -124,8 +128,8 @@ def _before_backward(run: Run, program: Program, out: Tensor) -> tuple[Levels, l
         start = _mark(run)
         return start, [(sink, run.new(1, "fp32"))]
     out.storage.hand_over()
-    shared = (style.tied and style.tuned is None) or (program.layer == "embedding" and style.kind == "encoder-decoder")
-    if shared and program.layer in ("embedding", "bridge"):
+    shared = style.tied or (program.layer == "embedding" and style.kind == "encoder-decoder")
+    if shared and style.tuned is None and program.layer in ("embedding", "bridge"):
         run.pending.append(run.new(style.vocab * style.hidden, style.weight))
     gradients = [(sink, run.new(out.elements, out.dtype))]
     gradients += [(sink, run.new(elements, dtype)) for sink, elements, dtype in run.incoming]

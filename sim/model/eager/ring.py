@@ -12,7 +12,7 @@ section 3, for what any ring needs.
 
 from __future__ import annotations
 
-from sim.model.eager.autograd import Gradients, Node, Output, Run, Storage, Tensor
+from sim.model.eager.autograd import Gradients, Node, Run, Storage, Tensor
 from sim.model.ring import below
 from sim.model.style import Style
 
@@ -38,7 +38,7 @@ def halves(style: Style) -> bool:
 
 def _finished(run: Run, node: Node, query: Tensor, kept: list[Storage], rows: int, states: int) -> Tensor:
     """The output, with all that is kept beside it."""
-    out = Tensor(run.output(query.elements, query.dtype), query.elements, query.dtype, Output(node, 0))
+    out = Tensor(run.output(query.elements, query.dtype), query.elements, query.dtype, node.output())
     run.save(node, *kept, out.storage, run.output(rows, "fp32"), *(run.output(1, "fp64") for _ in range(states)))
     return out
 

@@ -9,10 +9,10 @@ autograd/_functions.py (MatMul4Bit, MatMul8bitLt), nn/modules.py (Linear4bit); L
 from __future__ import annotations
 
 from sim.model.eager import operations as op
-from sim.model.eager.autograd import COPIES, Gradients, Output, Run, Storage, Tensor, Weight
+from sim.model.eager.autograd import COPIES, Dropped, Gradients, Run, Storage, Tensor, Weight
 from sim.model.eager.narrow import narrow
 from sim.model.style import Style
-from sim.model.tuning import BLOCK, Tuned
+from sim.model.tuning import BLOCK, QUANTISED, Tuned
 
 #: Target of a linear layer's outputs, and how many of them there are.
 Parts = tuple[tuple[str, int], ...]
@@ -29,16 +29,14 @@ def linear(run: Run, style: Style, x: Tensor, features_in: int, parts: Parts, ga
     """
     tuned = style.tuned
     assert tuned is not None
-    outputs = sum(width for _, width in parts)
+    outputs, stored = sum(width for _, width in parts), tuned.linear_dtype(parts[0][0], run.memory.operator)
     chosen = _chosen(tuned, parts)
     if chosen and gathered > 1:
         x, gathered = op.gathered(run, x, gathered), 1
-    target = parts[0][0]
-    result = _frozen(run, style, x, features_in, outputs, tuned.linear_dtype(target), gathered, matrices,
-                     blocks=target != "head")
+    result = _frozen(run, style, x, features_in, outputs, stored, gathered, matrices, blocks=parts[0][0] != "head")
     if not chosen:
         return result
-    x, own = _read(run, style, x), _branches(style, matrices)
+    x, own = _read(run, style, x, stored), _branches(style, matrices)
     if len(parts) > 1 and style.modules == "plain" and not style.cuts_branches:
         update = _merged(run, tuned, x, features_in, chosen, outputs)
     else:
@@ -57,13 +55,15 @@ def row(run: Run, style: Style, x: Tensor, features_in: int, parts: Parts, matri
     tuned = style.tuned
     assert tuned is not None
     outputs, chosen = sum(width for _, width in parts), _chosen(tuned, parts)
-    result = _frozen(run, style, x, features_in, outputs, tuned.linear_dtype(parts[0][0]), matrices=matrices)
+    stored = tuned.linear_dtype(parts[0][0], run.memory.operator)
+    result = _frozen(run, style, x, features_in, outputs, stored, matrices=matrices)
     if style.scattered:
         result = op.scattered(run, result, style.tensor)
     if not chosen:
         return result
     own = _branches(style, matrices)
-    down = op.linear(run, _read(run, style, x), features_in, tuned.rank, False, dtype=tuned.dtype, matrices=own)
+    x = _read(run, style, x, stored)
+    down = op.linear(run, x, features_in, tuned.rank, False, dtype=tuned.dtype, matrices=own)
     del x
     update = op.linear(run, down, tuned.rank, outputs // style.tensor, False, dtype=tuned.dtype, matrices=own)
     del down
@@ -91,10 +91,10 @@ def _chosen(tuned: Tuned, parts: Parts) -> Parts:
     return tuple(part for part in parts if part[0] in tuned.targets) if tuned.method == "lora" else ()
 
 
-def _read(run: Run, style: Style, x: Tensor) -> Tensor:
-    """A branch's input as A reads it."""
+def _read(run: Run, style: Style, x: Tensor, stored: str) -> Tensor:
+    """A branch's input as A reads it; autocast casts it back."""
     tuned = style.tuned
-    if tuned is not None and not run.autocast:
+    if tuned is not None and (not run.autocast or _casts(style, stored)):
         x = op.to(run, x, tuned.dtype)
     return op.dropout(run, x) if style.stack.adapter_dropout else x
 
@@ -115,7 +115,7 @@ def _merged(run: Run, tuned: Tuned, x: Tensor, features_in: int, chosen: Parts, 
         dtype = source.dtype
         node = run.node(lambda run, _: [run.new(rows * width, dtype)], (source.sink,))
         run.save(node, source.storage)
-        up = Tensor(run.new(rows * outputs, dtype), rows * outputs, dtype, Output(node, 0))
+        up = Tensor(run.new(rows * outputs, dtype), rows * outputs, dtype, node.output())
         del zeros, source
     return op.scale(run, up)
 
@@ -128,7 +128,7 @@ def _grouped(run: Run, tuned: Tuned, x: Tensor, rows: int, width: int) -> Tensor
     run.save(node, x.storage)
     if copy is not None:
         run.save(node, copy)
-    return Tensor(run.new(rows * width, dtype), rows * width, dtype, Output(node, 0))
+    return Tensor(run.new(rows * width, dtype), rows * width, dtype, node.output())
 
 
 def _frozen(run: Run, style: Style, x: Tensor, features_in: int, features_out: int, stored: str,
@@ -177,7 +177,7 @@ def _frozen(run: Run, style: Style, x: Tensor, features_in: int, features_out: i
     held = [run.new(rows * features_in, "int8"), run.new(rows * features_out, "fp32")] if eight_bit else weight(run)
     if quantised is not None:
         held += quantised.frozen(run, node, rows * features_in, size)
-    out = Tensor(run.new(rows * features_out, act), rows * features_out, act, Output(node, 0))
+    out = Tensor(run.new(rows * features_out, act), rows * features_out, act, node.output())
     held.clear()
     del whole
     return op.to(run, out, source) if four_bit or eight_bit else out
@@ -206,7 +206,39 @@ def bottleneck(run: Run, style: Style, x: Tensor) -> Tensor:
     return op.add(run, x, op.to(run, up, x.dtype))
 
 
+def behind(run: Run, style: Style, x: Tensor, sublayer: str) -> Tensor:
+    """A sub-layer's output after its adapter, if it has one."""
+    if style.tuned is None or not style.tuned.behind(sublayer):
+        return x
+    run.at(f"{sublayer}_adapter")
+    return bottleneck(run, style, x)
+
+
+def keeps_inputs(style: Style, target: str) -> bool:
+    """Whether a target's linear layer keeps the very tensor it reads: a branch without dropout or cast does, and a
+    4-bit layer whose library keeps what it does not need."""
+    tuned = style.tuned
+    if tuned is None:
+        return True
+    stored = tuned.linear_dtype(target)
+    if stored in ("int4", "nf4", "nf4-dq") and style.stack.quantised_keeps_input:
+        return True
+    cast = style.act != tuned.dtype and (not style.autocast or _casts(style, stored))
+    return bool(_chosen(tuned, ((target, 0),))) and not style.stack.adapter_dropout and not cast
+
+
+def _casts(style: Style, stored: str) -> bool:
+    """Whether a branch's input is cast to A's dtype under autocast too: peft does so beside layers as they are
+    (tuners/lora/layer.py, Linear.forward: `_cast_input_dtype`), not beside quantised ones (bnb.py:
+    `requires_conversion`)."""
+    return style.modules == "transformers" and stored not in QUANTISED
+
+
 def embedding(run: Run, rows: int, cols: int, dtype: str) -> Tensor:
     """A lookup in a frozen table: what comes back stops here."""
-    node = run.node(lambda _, g: [None], (None,))
-    return Tensor(run.new(rows * cols, dtype), rows * cols, dtype, Output(node, 0))
+    return dropped(run.tensor(rows * cols, dtype))
+
+
+def dropped(x: Tensor) -> Tensor:
+    """A layer's output that nothing trained is behind: what comes back stops here."""
+    return Tensor(x.storage, x.elements, x.dtype, Dropped()) if x.sink is None else x
