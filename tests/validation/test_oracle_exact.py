@@ -59,12 +59,13 @@ def test_memory_is_what_pytorch_allocates(case: Case) -> None:
     record = compare_exact(case)
     assert all(abs(e) <= MEMORY_ROOM for e in record["error"].values()), record["reason"]
     assert record["equal"]["peak_phase"] and record["equal"]["block_retained"]
-    for group, size in grouped(case.measured["at_peak"], False).items():
+    groups = grouped(case.measured["at_peak"], False) if "at_peak" in case.measured else {}
+    for group, size in groups.items():
         assert record["predicted"]["at_peak"][group] == pytest.approx(size, rel=MEMORY_ROOM, abs=100_000), group
 
 
 def test_every_category_of_the_oracle_and_of_ours_is_in_one_group() -> None:
-    theirs = {name for case in cases("oracle-memory") for name in case.measured["at_peak"]}
+    theirs = {name for case in cases("oracle-memory") for name in case.measured.get("at_peak", ())}
     assert theirs <= set(oracle_categories())
     ours = [name for _, names in GROUPS.values() for name in names]
     assert sorted(ours) == sorted(set(CATEGORIES) - {"fragmentation", "context"})

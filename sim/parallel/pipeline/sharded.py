@@ -233,6 +233,7 @@ class ShardedStage(Stage):
         for position in reversed(chunk):
             if self._complete(position, chunk):
                 self._reduce(section, self.sharded.units[position], chunk, task)
+        self.sharded.finalized(section)
 
     def _reduce(self, section: SectionBuilder, unit: Unit, chunk: range, task: int) -> None:
         """A unit is freed, its gradient copied into the reduction's buffer and scattered."""

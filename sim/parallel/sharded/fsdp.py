@@ -24,6 +24,8 @@ from sim.work import DTYPE_BYTES, Kernel
 
 GATHER, REDUCE, REPLICATE = 1, 2, 3
 STREAMS = ("compute", "all_gather", "reduce_scatter", "all_reduce")
+#: Name, bytes, category of a tensor.
+Buffer = tuple[str, int, str]
 
 
 class Fsdp:
@@ -54,6 +56,7 @@ class Fsdp:
         self.at_once = plan.scenario.training.optimizer_in_backward
         self.kernels: dict[tuple[str, int, float], Kernel] = {}
         self.segments: dict[tuple[str, int, float], int] = {}
+        self.outlast: list[Buffer] = []  # what replicas reduced, which is held until backward is through
 
     def take(self, units: list[Unit]) -> None:
         """Units by position of the stack; those of one name are one."""
@@ -193,6 +196,7 @@ class Fsdp:
         task = None
         if not unit.numel:
             return None
+        self.begin_output(section, unit)
         if self.factor > 1:
             ratio = self.reduce_bytes / self.gather_bytes
             dense = (self.graded(unit) - unit.routed) * self.gather_bytes
@@ -216,7 +220,20 @@ class Fsdp:
             section.free(f"gradient:{unit.name}", blocks(self.gradient_bytes(unit)), "gradients", REDUCE)
         elif first:
             section.allocate(f"gradient:{unit.name}", blocks(self.gradient_bytes(unit)), "gradients", REDUCE)
+        self.end_output(section, unit, first)
         return task
+
+    def finalized(self, section: SectionBuilder) -> None:
+        """Backward is through, and so is what lasted until then."""
+        for buffer in self.outlast:
+            section.free(*buffer, REDUCE)
+        self.outlast = []
+
+    def begin_output(self, section: SectionBuilder, unit: Unit) -> None:
+        """What a reduction writes into, where that is not the gradient."""
+
+    def end_output(self, section: SectionBuilder, unit: Unit, first: bool) -> None:
+        """The gradient is there, or added to those of micro-steps before."""
 
     def store(self, section: SectionBuilder, unit: Unit, waits: Sequence[int], first: bool) -> None:
         """The gradient shard to the host; a later micro-step's is added to what is there, on the CPU."""
@@ -279,13 +296,17 @@ class Fsdp:
     def begin(self, section: SectionBuilder, micro: MicroStep) -> tuple[Layer, ...]:
         """Start a micro-step: its layers, and a fresh book of activations."""
         stack = self.plan.model(micro.batch).stack
-        self.memory = Activations(self.plan, section, len(stack), keep_gradients=True,
+        self.memory = Activations(self.plan, section, len(stack), keep_gradients=not self.adds_in_place(micro),
                                   caches_casts=self.by_row)
         self.outputs = Outputs(self.plan, micro)
         self.outputs.begin(section)
         self.reduced = None
         self.unsharded: dict[str, int] = {}  # bytes of whole gradients by unit
         return stack
+
+    def adds_in_place(self, micro: MicroStep) -> bool:
+        """Whether backward adds its gradients to whole ones of earlier micro-steps, tensor by tensor."""
+        return False
 
     def drop_unsharded(self, section: SectionBuilder, unit: Unit) -> None:
         """The unit's whole gradients go."""

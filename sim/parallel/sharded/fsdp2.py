@@ -16,11 +16,11 @@ from __future__ import annotations
 from itertools import pairwise
 
 from sim.model.architecture import Layer
-from sim.parallel.sharded.fsdp import GATHER, Fsdp, present
+from sim.parallel.sharded.fsdp import GATHER, REDUCE, Buffer, Fsdp, present
 from sim.parallel.sharded.units import Unit
 from sim.parallel.step import COMPUTE, MicroStep, blocks
 from sim.program import SectionBuilder
-from sim.work import Kernel
+from sim.work import DTYPE_BYTES, Kernel
 
 
 class Fsdp2(Fsdp):
@@ -84,12 +84,17 @@ class Fsdp2(Fsdp):
             if own or position == 0:
                 self.release(section, unit)
                 reduced = self.post_backward(section, unit, micro, before, reduced)
+        self.finalized(section)
+
+    def finalized(self, section: SectionBuilder) -> None:
+        """Backward is through: the last reduction's input goes, and what replicas reduced."""
         if self.held is not None:
             section.free(*self.held)
             self.held = None
+        super().finalized(section)
 
     # ------------------------------------------------------------------------------------------- pieces
-    held: tuple[str, int, str] | None = None
+    held: Buffer | None = None
 
     def unshard(self, section: SectionBuilder, unit: Unit, phase: str, waits: tuple[int, ...] | list[int],
                 joins: tuple[int, ...] = ()) -> int | None:
@@ -108,9 +113,23 @@ class Fsdp2(Fsdp):
         """`split_with_sizes_copy` from the gather buffer into the parameters: read and write on the compute stream. A
         shard group of one rank copies its shards, in the same dtype too (_fsdp_param_group.py, wait_for_unshard)."""
         section.allocate(f"gathered:{unit.name}", self.gathered_bytes(unit), "gathered_parameters")
+        if self.factor == 1 and self.casts:
+            cast = ("gather_input", self.cast_bytes(unit), "buffers")
+            section.allocate(*cast)
+            section.free(*cast)
         if self.part and unit.name in self.parts:
             section.free(f"post_forward_shard:{unit.name}", self.parts.pop(unit.name), "gathered_parameters")
         return (self.copy_kernel("copy-out", *self.copied(unit)),)
+
+    def cast_bytes(self, unit: Unit) -> int:
+        """What stands beside a unit's whole parameters at the highest point while one rank makes them of its shards:
+        each is cast into a tensor that the next one's replaces, then copied (wait_for_unshard, a world of one)."""
+        sizes = [blocks(numel * self.gather_bytes) for numel in unit.numels]
+        highest = whole = before = 0
+        for size in sizes:
+            highest = max(highest, whole + before + size, whole + 2 * size)
+            whole, before = whole + size, size
+        return highest - whole
 
     def copied(self, unit: Unit) -> tuple[int, float]:
         """Elements that copy-out reads and writes, and bytes of both per element."""
@@ -155,14 +174,14 @@ class Fsdp2(Fsdp):
         """Copy-in after the reduction before, then this unit's reduction."""
         if not micro.reduce:
             width = self.fresh_bytes + (2 if not micro.first else 1) * self.reduce_bytes
-            self.copy(section, "accumulate", unit, unit.numel, width)
+            if not micro.first or self.fresh_bytes != self.reduce_bytes:
+                self.copy(section, "accumulate", unit, unit.numel, width)
             self.drop_unsharded(section, unit)
             if micro.first:
                 section.allocate(f"accumulated:{unit.name}", self.accumulated_bytes(unit), "gradients")
             return reduced
         buffer = (f"reduce_buffer:{unit.name}", blocks(unit.padded * self.reduce_bytes), "buffers")
-        accumulating = not self.plan.scenario.parallel.reduce_every_micro_step and len(self.plan.micro_steps) > 1
-        if accumulating:
+        if self.accumulates:
             self.drop_unsharded(section, unit)
         if self.held is not None:
             section.free(*self.held)
@@ -172,10 +191,51 @@ class Fsdp2(Fsdp):
         if self.factor * self.replicas > 1:
             task = self.copy(section, "copy-in", unit, unit.padded, width, present(computed, reduced))
         self.drop_unsharded(section, unit)
-        if accumulating:
+        if self.accumulates:
             section.free(f"accumulated:{unit.name}", self.accumulated_bytes(unit), "gradients")
         self.held = buffer
         first = micro.first or not self.plan.scenario.parallel.reduce_every_micro_step
         return self.reduce(section, unit, (task,), first)
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether micro-steps add up whole gradients before the last one reduces them."""
+        return not self.plan.scenario.parallel.reduce_every_micro_step and len(self.plan.micro_steps) > 1
 
+    def adds_in_place(self, micro: MicroStep) -> bool:
+        """Where gradients are reduced in the dtype they have, they stay where autograd puts them and it adds to them
+        (_fsdp_param.py, to_accumulated_grad_if_needed); else FSDP adds a unit's to copies when its backward is over."""
+        return self.accumulates and not micro.first and self.fresh_bytes == self.reduce_bytes
+
+    @property
+    def narrows(self) -> bool:
+        """Whether gradients are reduced in another dtype than that of the parameters, and cast behind it."""
+        return self.reduce_bytes != DTYPE_BYTES[self.plan.scenario.training.precision.gradients]
+
+    def output(self, unit: Unit) -> Buffer:
+        """What a reduction writes: this rank's share in the dtype of reductions; in that of the parameters it is the
+        gradient itself, or added to it (`foreach_reduce`)."""
+        return (f"reduce_output:{unit.name}", blocks(unit.own * self.reduce_bytes), "buffers")
+
+    def begin_output(self, section: SectionBuilder, unit: Unit) -> None:
+        """A tensor of its own, but where it becomes the gradient."""
+        if self.narrows:
+            section.allocate(*self.output(unit), REDUCE)
+
+    def end_output(self, section: SectionBuilder, unit: Unit, first: bool) -> None:
+        """Cast, and added where there is a gradient already. What went through an all-reduce lasts until backward is
+        through (`AllReduceState`, given up in finalize_backward)."""
+        buffer = self.output(unit)
+        if not first:
+            name, size = f"new_shard:{unit.name}", blocks(self.gradient_bytes(unit))
+            if self.narrows:
+                section.allocate(name, size, "buffers", REDUCE)
+                section.free(name, size, "buffers", REDUCE)
+            else:
+                section.allocate(*buffer, REDUCE)
+        if first and not self.narrows:
+            return
+        if self.replicas > 1:
+            self.outlast.append(buffer)
+        else:
+            section.free(*buffer, REDUCE)
