@@ -46,7 +46,7 @@ def mlp_operators(
     product_input = Tensor("down_input", style.tokens * style.ffn, style.act)
     between = [activation]
     if style.kind == "encoder-decoder":
-        between, arrives = _t5_between(style, activation)
+        between, arrives = _t5_between(style, activation, arrives)
     down, more = linear_operator(style, "down", down_name, style.ffn, style.hidden, source=arrives,
                                  saved=(product_input,))
     elements = style.tokens * style.hidden
@@ -59,11 +59,14 @@ def activation_operator(style: Style) -> tuple[Operator, str]:
     return _gated_activation(style) if style.gated else _activation(style)
 
 
-def _t5_between(style: Style, activation: Operator) -> tuple[list[Operator], str]:
+def _t5_between(style: Style, activation: Operator, arrives: str) -> tuple[list[Operator], str]:
     """T5 drops out the inner activation, and Hugging Face's code casts it to the weights' dtype, fp32 under autocast.
 
     relu keeps its result, which is the product's input unless dropout or the casts stand between.
-    Source: transformers modeling_t5.py (T5DenseActDense).
+    Source: transformers modeling_t5.py (T5DenseActDense, T5DenseGatedActDense).
+
+    Args:
+        arrives: dtype of the activation's result.
     """
     casts = style.modules == "transformers" and style.autocast
     if (style.dropout or casts) and not style.gated and style.activation == "relu":
@@ -71,9 +74,9 @@ def _t5_between(style: Style, activation: Operator) -> tuple[list[Operator], str
         activation = replace(activation, saved=(result,))
     operators = [activation]
     if style.dropout:
-        operators.append(dropout_operator(style, "inner_dropout", style.act, style.ffn))
-    if not casts:
-        return operators, style.act
+        operators.append(dropout_operator(style, "inner_dropout", arrives, style.ffn))
+    if not casts or arrives == "fp32":
+        return operators, arrives
     elements = style.tokens * style.ffn
     up, down = cast("inner_cast", elements, style.act, "fp32"), cast("inner_cast", elements, "fp32", style.act)
     return [*operators, Operator("inner_cast", (up,), (down,))], "fp32"
@@ -98,11 +101,25 @@ def _gated_activation(style: Style) -> tuple[Operator, str]:
     """act(gate) * up: two kernels that keep gate, act(gate) and up, or one that keeps gate and up."""
     elements, e = style.tokens * style.ffn, width(style.act)
     fused = style.stack.fused_swiglu or style.stack.compile
+    if style.spells_gelu and not fused:
+        return _spelled_gate(style)
     forward = chain("gated_activation", elements, [2 * e, 3 * e], 3 * e, style.act, fused)
     backward = chain("gated_activation_backward", elements, [3 * e, 3 * e, 3 * e], 5 * e, style.act, fused)
     kept = ["gate", "up"] if fused else ["gate", "activated_gate", "up"]
     saved = tuple(Tensor(name, elements, style.act) for name in kept)
     return Operator("activation", (forward,), (backward,), saved=saved), style.act
+
+
+def _spelled_gate(style: Style) -> tuple[Operator, str]:
+    """act(gate) * up where the activation is spelled out: the product has the dtype it promotes to."""
+    spelled, wide = _gelu_new(style)
+    elements, e, w = style.tokens * style.ffn, width(style.act), width(wide)
+    to = [w + e] if w != e else []  # the gradient of up in its own dtype
+    forward = chain("gate_product", elements, [2 * w + e], 2 * w + e, wide, False)
+    backward = chain("gate_product_backward", elements, [2 * w + e, 3 * w, *to], 3 * w + e, wide, False)
+    saved = (*spelled.saved, Tensor("activated_gate", elements, wide), Tensor("up", elements, style.act))
+    return replace(spelled, forward=(*spelled.forward, forward), backward=(backward, *spelled.backward),
+                   saved=saved), wide
 
 
 def _activation(style: Style) -> tuple[Operator, str]:
@@ -112,7 +129,7 @@ def _activation(style: Style) -> tuple[Operator, str]:
     spells gelu_new out.
     """
     elements, e = style.tokens * style.ffn, width(style.act)
-    if style.conv1d and style.activation == "gelu" and not style.stack.fused_bias_gelu:
+    if style.spells_gelu:
         return _gelu_new(style)
     name = "gelu" if style.activation == "gelu" and not style.stack.fused_bias_gelu else "activation"
     forward = elementwise(name, elements, 2 * e, style.act)

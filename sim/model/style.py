@@ -267,6 +267,12 @@ class Style:
         return self.modules == "transformers" and gpt2
 
     @property
+    def spells_gelu(self) -> bool:
+        """Whether GELU's tanh form runs operator by operator: Hugging Face's GPT-2 and gated T5 (NewGELUActivation)."""
+        t5 = self.kind == "encoder-decoder" and self.gated and self.modules == "transformers"
+        return (self.conv1d or t5) and self.activation == "gelu" and not self.stack.fused_bias_gelu
+
+    @property
     def separate_qkv(self) -> bool:
         """Three projections instead of one (Hugging Face's code but GPT-2's)."""
         return self.modules == "transformers" and not self.conv1d

@@ -163,7 +163,14 @@ def test_flops_are_what_pytorch_computes(model: dict[str, Any], targets: list[st
 
 
 # ------------------------------------------------------------------------------------------------------------- by hand
-def test_rank_8_on_query_and_value_of_t0_3b() -> None:
+def test_rank_16_on_query_and_value_of_flan_t5_xxl() -> None:
+    """The counts peft prints in Hugging Face's example: trainable 18,874,368 of 11,154,206,720 (recalled)."""
+    tuned = architecture({"preset": "flan-t5-xxl"}, rank=16)
+    assert tuned.parameters == 18_874_368
+    assert tuned.parameters + tuned.frozen_parameters == 11_154_206_720
+
+
+def test_rank_8_on_query_and_value_of_t5_3b() -> None:
     """A of 8 x 1024 and B of 4096 x 8 beside q and v of 24 encoder, 24 decoder and 24 cross attentions."""
     tuned = architecture({"preset": "t5-3b"})
     assert tuned.parameters == 2 * 3 * 24 * 8 * (1024 + 4096)

@@ -86,6 +86,18 @@ EXACT = {
     "t5-large": 737_668_096,
     "t5-3b": 2_851_598_336,
     "t5-11b": 11_307_321_344,
+    "flan-t5-small": 76_961_152,
+    "flan-t5-base": 247_577_856,
+    "flan-t5-large": 783_150_080,
+    "flan-t5-xl": 2_849_757_184,
+    "flan-t5-xxl": 11_135_332_352,
+    "t0-3b": 2_849_757_184,
+    "mt5-small": 300_176_768,
+    "mt5-base": 582_401_280,
+    "mt5-large": 1_229_581_312,
+    "mt5-xl": 3_742_619_648,
+    "mt5-xxl": 12_921_057_280,
+    "mt0-xxl": 12_921_057_280,
 }
 #: To 1%: rounded in the source, or with a pooler, token types or a norm that the closed form lacks.
 ROUNDED = {

@@ -16,7 +16,7 @@ from sim.model.eager import operations as op
 from sim.model.eager.attention import attention
 from sim.model.eager.autograd import LOGITS, WORKSPACE, Run, Storage, Tensor, Weight
 from sim.model.eager.head import loss
-from sim.model.eager.mlp import mlp
+from sim.model.eager.mlp import activated, mlp
 from sim.model.eager.products import linear
 from sim.model.style import Style
 
@@ -115,18 +115,31 @@ def _frozen_bias(run: Run, style: Style, pairs: int, dtype: str) -> Tensor:
 
 
 def _feed_forward(run: Run, style: Style, x: Tensor) -> Tensor:
-    """T5DenseActDense; its result is cast to the weights' dtype before the last product."""
-    if style.gated or style.modules != "transformers":
+    """T5DenseActDense, T5DenseGatedActDense; their result is cast to the weights' dtype before the last product."""
+    if style.modules != "transformers" or (style.gated and style.stack.compile):
         return mlp(run, style, x)
-    run.at("up")
-    x = linear(run, style, x, style.hidden, (("mlp", style.ffn),))
-    run.at("activation")
-    x = op.unary(run, x, saves_input=style.activation != "relu", saves_output=style.activation == "relu")
+    x = _between(run, style, x)
     if style.dropout:
         x = op.dropout(run, x)
     x = op.to(run, x, style.weight)
     run.at("down")
     return linear(run, style, x, style.ffn, (("mlp", style.hidden),))
+
+
+def _between(run: Run, style: Style, x: Tensor) -> Tensor:
+    """From the norm's output to what dropout gets."""
+    parts = (("mlp", style.ffn),)
+    run.at("up")
+    inner = linear(run, style, x, style.hidden, parts)
+    run.at("activation")
+    if not style.gated:
+        relu = style.activation == "relu"
+        return op.unary(run, inner, saves_input=not relu, saves_output=relu)
+    inner = activated(run, style, inner)
+    run.at("up")
+    other = linear(run, style, x, style.hidden, parts)
+    run.at("activation")
+    return op.mul(run, inner, other)
 
 
 def embedding(run: Run, style: Style, name: str, *, complete: bool) -> Tensor:

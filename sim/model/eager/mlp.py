@@ -49,8 +49,15 @@ def inner(run: Run, style: Style, ffn: int, up: Callable[[int], Tensor]) -> Tens
         return op.mul(run, op.unary(run, gate, saves_input=True, temporaries=_SILU_TEMPORARIES), other)
     made = up(ffn)
     run.at("activation")
-    spelled = style.conv1d and style.activation == "gelu" and not style.stack.fused_bias_gelu
-    return _gelu_new(run, made) if spelled and not style.stack.compile else op.unary(run, made, saves_input=True)
+    return activated(run, style, made)
+
+
+def activated(run: Run, style: Style, x: Tensor) -> Tensor:
+    """The activation alone, of one kernel or spelled out."""
+    if style.spells_gelu and not style.stack.compile:
+        return _gelu_new(run, x)
+    silu = style.gated and style.activation == "silu"
+    return op.unary(run, x, saves_input=True, temporaries=_SILU_TEMPORARIES if silu else 0)
 
 
 def _gated(run: Run, style: Style, ffn: int, up: Callable[[int], Tensor]) -> Tensor:
