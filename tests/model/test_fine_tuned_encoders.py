@@ -40,14 +40,14 @@ QV, ALL = ["query", "value"], ["query", "key", "value", "projection", "mlp"]
 def scenario(model: dict[str, Any], base: str = "bf16", targets: Any = QV, *, precision: str = "pure-bf16",
              batch: int = 4, sequence: int = 128, recompute: str = "none", attention: str = "flash", method: str = "",
              modules: str = "transformers", framework: str = "pytorch", gpus: int = 1, dropout: float = 0.0,
-             decoder_sequence: int = 0, **parallel: Any) -> Any:
+             decoder_sequence: int = 0, rank: int = 8, **parallel: Any) -> Any:
     lengths = {"sequence": sequence, **({"decoder_sequence": decoder_sequence} if decoder_sequence else {})}
     return resolve({
         "name": "test", "cluster": {"topology": "dgx-a100-80g", "nodes": 1, "gpus_per_node": gpus},
         "model": {**model, "dropout": dropout},
         "training": {"micro_batch": batch, "global_batch": batch * gpus, **lengths, "precision": precision,
                      "recompute": recompute, "attention": attention,
-                     "finetune": {"method": method or ("qlora" if base[:3] in ("nf4", "int") else "lora"), "rank": 8,
+                     "finetune": {"method": method or ("qlora" if base[:3] in ("nf4", "int") else "lora"), "rank": rank,
                                   "targets": list(targets), "base": base}},
         "parallel": {"strategy": "none", **parallel},
         "software": {"framework": framework, "year": 2026, "modules": modules, "optimizer_kernel": "foreach"}})
