@@ -32,6 +32,9 @@ GRADIENT_POOL = _POOLS[_GRADIENTS]
 #: What a layer hands to the next in forward, and gradients on their way back.
 OUTPUT_POOL, FLOWING_POOL = (Pool(f"layers: {kind}", kind) for kind in ("activations", "workspace"))
 
+#: The loss and its gradient, which whoever called `backward` holds until it is through: a block of the allocator each.
+_LOSS = ("loss and its gradient", 2 * 512, "workspace")
+
 #: Fields of a `MemoryOp` after `before`.
 _Change = tuple[str, int, str, int, tuple[int, ...], str]
 
@@ -50,6 +53,7 @@ class Activations:
         self._keep, self._caches_casts = keep_gradients, caches_casts
         self._blocks_keep = keep_gradients if blocks_keep is None else blocks_keep
         self._held, self._cached = NOTHING, NOTHING
+        self._loss = False
         self._away = SavedTensors(plan, section) if plan.offload.moves_activations else None
 
     def forward(self, position: int, layer: Layer) -> None:
@@ -83,7 +87,13 @@ class Activations:
         profile, _, changes = self._of(position, layer)
         if self._away is not None:
             self._away.backward(position)
+        if layer.kind == "head" and self._plan.scenario.parallel.pipeline == 1:
+            self._section.allocate(*_LOSS)
+            self._loss = True
         self._change(changes, "backward", position, profile.trace)
+        if position == 0 and self._loss:
+            self._section.free(*_LOSS)
+            self._loss = False
         return profile.backward.net[_GRADIENTS]
 
     def row(self, verb: str, positions: range, layers: Sequence[Layer]) -> list[int]:

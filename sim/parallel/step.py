@@ -19,6 +19,7 @@ from sim.model import (
 from sim.model.architecture import Architecture, Layer, Parameter
 from sim.model.eager import rounded
 from sim.model.kernels import quantisation
+from sim.model.style import Style
 from sim.model.tuning import Frozen
 from sim.network import latest
 from sim.parallel.compute import Compute
@@ -258,6 +259,18 @@ def batch(plan: Plan) -> None:
     """Token numbers and labels, 8 bytes each, which are there when the step begins."""
     tokens = plan.architecture.batch * plan.architecture.sequence
     plan.resident("batch", 2 * rounded(tokens, "fp64"), "buffers")
+    style = next((layer.program.style for layer in plan.architecture.stack if layer.program is not None), None)
+    if style is not None and style.modules == "transformers" and (numbers := module_buffers(style)):
+        plan.resident("module buffers", sum(numbers), "buffers", numbers)
+
+
+def module_buffers(style: Style) -> list[int]:
+    """Bytes of what Hugging Face's modules keep beside parameters: rotary frequencies and their copy (modeling_llama.py,
+    inv_freq, original_inv_freq), numbers of positions and token types (modeling_bert.py)."""
+    if style.kind == "encoder":
+        return [rounded(style.max_positions, "fp64")] * 2
+    rotary = style.kind == "decoder" and style.positions == "rotary"
+    return [rounded(style.head_dim // 2, "fp32")] * 2 if rotary else []
 
 
 def frozen_bytes(layers: Iterable[Layer]) -> int:

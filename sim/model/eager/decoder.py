@@ -137,8 +137,9 @@ def _lookup(run: Run, style: Style, rows: int, table: int, shared: bool = False)
 
 
 def _held_by_model(run: Run, style: Style, dtype: str, policy: str) -> None:
+    keep = run.held if policy == "none" else run.retained
     if style.positions == "rotary":
         run.retained += [run.new(style.sequence * style.head_dim, dtype) for _ in range(2)]
+        keep.append(run.new(style.sequence, "fp64"))  # position numbers
     if not uses_flash(style):
-        keep = run.held if policy == "none" else run.retained
         keep.append(run.new(style.batch * style.sequence**2, dtype))

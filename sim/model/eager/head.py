@@ -100,13 +100,14 @@ def loss(run: Run, style: Style, logits: Tensor, rows: int) -> Tensor:
         return _one_kernel(run, logits, rows, 2)
     if style.stack.loss == "vocab_parallel":
         return _in_place(run, op.to(run, logits, "fp32"))
+    labels = _shifted(run, style)
     if style.stack.outputs_kept:
         logits = _held(run, logits)
     wide = op.to(run, logits, "fp32") if style.widens_logits else logits
     if style.splits_loss:
         return _split(run, wide)
     scores = op.softmax(run, wide, wide.dtype)
-    return _nll(run, op.to(run, scores, "fp32") if run.autocast else scores)
+    return _nll(run, op.to(run, scores, "fp32") if run.autocast else scores, labels)
 
 
 def _held(run: Run, logits: Tensor) -> Tensor:
@@ -152,11 +153,20 @@ def _split(run: Run, logits: Tensor) -> Tensor:
     return Tensor(run.new(1, "fp32"), 1, "fp32", node.output())
 
 
-def _nll(run: Run, scores: Tensor) -> Tensor:
-    """`nll_loss`: keeps its input; the gradient is a tensor of its own."""
+def _shifted(run: Run, style: Style) -> list[Storage]:
+    """Hugging Face's labels of a decoder, padded to be shifted; of several sequences the shifted ones are a copy, of
+    one a view (transformers loss/loss_utils.py, ForCausalLMLoss)."""
+    if style.modules != "transformers" or style.kind != "decoder":
+        return []
+    padded = run.new(style.batch * (style.sequence + 1), "fp64")
+    return [padded, run.new(style.batch * style.sequence, "fp64")] if style.batch > 1 else [padded]
+
+
+def _nll(run: Run, scores: Tensor, labels: list[Storage]) -> Tensor:
+    """`nll_loss`: keeps its input and the last of `labels`; the gradient is a tensor of its own."""
     elements, dtype = scores.elements, scores.dtype
     node = run.node(lambda run, _: [run.new(elements, dtype)], (scores.sink,))
-    run.save(node, scores.storage, run.new(1, "fp32"))
+    run.save(node, scores.storage, run.new(1, "fp32"), *labels[-1:])
     return Tensor(run.new(1, "fp32"), 1, "fp32", node.output())
 
 

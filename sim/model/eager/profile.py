@@ -126,7 +126,7 @@ def _before_backward(run: Run, program: Program, out: Tensor) -> tuple[Levels, l
     run.memory.operator, run.kind = program.layer, WORKSPACE
     if program.layer == "head":
         start = _mark(run)
-        return start, [(sink, run.new(1, "fp32"))]
+        return start, [(sink, run.new(0, "fp32"))]  # who called backward holds it (`sim.parallel.activations`)
     out.storage.hand_over()
     shared = style.tied or (program.layer == "embedding" and style.kind == "encoder-decoder")
     if shared and style.tuned is None and program.layer in ("embedding", "bridge"):

@@ -256,10 +256,12 @@ class Bucketed(Held):
         if checked:
             look_through(section, min(largest, numel))
             section.allocate("flattened gradients", flat, "workspace")
+        whole = self.reduction.shards == 1 and not split  # tensors as the model has them
         task = update(self.plan, section, numel, 1 if split else tensors, (NCCL,) if self.reduces else (),
                       "data" if split else None, 0 if split else min(largest, numel),
                       self.offload.state_widths()["gradients"],
-                      architecture.parameters if self.reduction.norm_of_all else 0)
+                      architecture.parameters if self.reduction.norm_of_all else 0,
+                      [p.numel for layer in architecture.stack for p in layer.parameters] if whole else ())
         if flat:
             section.free("flattened gradients", flat, "workspace")
         for position in range(len(architecture.stack) - 1, -1, -1):

@@ -51,22 +51,23 @@ class Held:
         for category, width in state_bytes(self.plan).items():
             if category == "parameters":
                 kept = numel - narrow_only(self.plan)
-                self.plan.resident(category, kept * width, category,
-                                   [n * width for n in each] if kept == numel and not one else [])
+                sizes = [n * width for n in each] if kept == numel and not one else []
+                self.plan.resident(category, sum(map(blocks, sizes)) if sizes else kept * width, category, sizes)
             elif category == "gradients":
                 if self.reduction.resident_gradients or self.sums_wide:
                     self.plan.resident(category, numel * width, category)
             elif (inside := part - self.offload.outside(part)) > 0:
                 copies, width = 2 if category == "optimizer_states" else 1, width * inside / part
-                self.plan.resident(category, part * width, category,
-                                   [n * width / copies for n in self.kept(each, part) for _ in range(copies)])
+                sizes = [n * width / copies for n in self.kept(each, part) for _ in range(copies)]
+                whole = self.reduction.shards == 1 and not one  # tensors as the model has them
+                self.plan.resident(category, sum(map(blocks, sizes)) if whole else part * width, category, sizes)
         self.construction(each)
         if self.offload.moves_optimizer:
             self.host_states(self.offload.outside(part))
         if not self.reduction.transient:
             width = self.reduction.buffer_bytes / max(1, numel)
-            self.plan.resident("gradient buckets", self.reduction.buffer_bytes, "buffers",
-                               [bucket.numel * width for bucket in self.reduction.buckets] if width else [])
+            sizes = [bucket.numel * width for bucket in self.reduction.buckets] if width else []
+            self.plan.resident("gradient buckets", sum(map(blocks, sizes)), "buffers", sizes)
         outputs = stage_outputs(self.plan)
         self.plan.resident("stage outputs", sum(outputs), "logits", outputs)
         placeholders = weight_placeholders(stack)
