@@ -40,7 +40,11 @@ _Change = tuple[str, int, str, int, tuple[int, ...], str]
 
 
 class Activations:
-    """What the layers of one micro-step hold. Call `forward` and `backward` before a layer's kernels are issued."""
+    """What the layers of one micro-step hold. Call `forward` and `backward` before a layer's kernels are issued.
+
+    Attributes:
+        hooked: the technique does more inside the model's backward, behind the first layer's, and then calls `over`.
+    """
 
     def __init__(self, plan: Plan, section: SectionBuilder, layers: int, *, keep_gradients: bool,
                  caches_casts: bool = True, blocks_keep: bool | None = None) -> None:
@@ -53,7 +57,7 @@ class Activations:
         self._keep, self._caches_casts = keep_gradients, caches_casts
         self._blocks_keep = keep_gradients if blocks_keep is None else blocks_keep
         self._held, self._cached = NOTHING, NOTHING
-        self._loss = False
+        self._loss, self.hooked = False, False
         self._away = SavedTensors(plan, section) if plan.offload.moves_activations else None
 
     def forward(self, position: int, layer: Layer) -> None:
@@ -91,10 +95,15 @@ class Activations:
             self._section.allocate(*_LOSS)
             self._loss = True
         self._change(changes, "backward", position, profile.trace)
-        if position == 0 and self._loss:
+        if position == 0 and not self.hooked:
+            self.over()
+        return profile.backward.net[_GRADIENTS]
+
+    def over(self) -> None:
+        """`backward` is through."""
+        if self._loss:
             self._section.free(*_LOSS)
             self._loss = False
-        return profile.backward.net[_GRADIENTS]
 
     def row(self, verb: str, positions: range, layers: Sequence[Layer]) -> list[int]:
         """`forward` or `backward` of layers in a row with nothing between them, in that direction's order. Equal rows

@@ -265,8 +265,8 @@ def batch(plan: Plan) -> None:
 
 
 def module_buffers(style: Style) -> list[int]:
-    """Bytes of what Hugging Face's modules keep beside parameters: rotary frequencies and their copy (modeling_llama.py,
-    inv_freq, original_inv_freq), numbers of positions and token types (modeling_bert.py)."""
+    """Bytes of what Hugging Face's modules keep beside parameters: rotary frequencies and their copy
+    (modeling_llama.py, inv_freq, original_inv_freq), numbers of positions and token types (modeling_bert.py)."""
     if style.kind == "encoder":
         return [rounded(style.max_positions, "fp64")] * 2
     rotary = style.kind == "decoder" and style.positions == "rotary"
@@ -322,6 +322,13 @@ def _read_back(plan: Plan, section: SectionBuilder) -> None:
 def collective(plan: Plan, kind: str, size_bytes: float, dtype: str, communicator: str) -> CollectiveCall:
     """A collective on the communicator named `communicator`."""
     return CollectiveCall(kind, round(size_bytes), dtype, plan.builder.communicators.index(communicator))
+
+
+def step_counters(plan: Plan, tensors: int) -> None:
+    """The counters of a fused Adam's steps, a block of the allocator for each of its tensors."""
+    training, fused = plan.scenario.training, plan.scenario.software.optimizer_kernel == "fused"
+    if fused and plan.stack.fused_counters and training.optimizer in ("adam", "adamw"):
+        plan.resident("step counters", tensors * blocks(4), "optimizer_states", [4.0] * tensors)
 
 
 def state_bytes(plan: Plan) -> dict[str, float]:

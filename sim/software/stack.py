@@ -102,6 +102,7 @@ class Stack:
             with their copy in fp32, if there is one (copied), or with the scaling by the clip coefficient, if there is
             one (clipped).
         optimizer_kernel: loop, foreach or fused, where the scenario does not say.
+        fused_counters: a fused Adam counts the steps of every tensor in a tensor of its own on the GPU.
         gradient_path: how data parallelism reduces gradients and splits states: reducer (PyTorch's DDP and FSDP), ipg
             (DeepSpeed's independent-parameter-gradient buckets), grad_buffer (one buffer, reduced in place) or
             accumulator (one fp32 buffer that whole half gradients are added to behind each backward).
@@ -227,6 +228,7 @@ class Stack:
     sums_in_master: bool
     unscaling: str
     optimizer_kernel: str
+    fused_counters: bool
     gradient_path: str
     parameter_storage: str
     partition_checkpoints: bool

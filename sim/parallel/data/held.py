@@ -19,7 +19,7 @@ from sim.parallel.data.buckets import fragments
 from sim.parallel.data.reductions import Reduction
 from sim.parallel.offload import Offload
 from sim.parallel.outputs import stage_outputs
-from sim.parallel.step import Plan, blocks, frozen_sizes, narrow_only, state_bytes, weight_placeholders
+from sim.parallel.step import Plan, blocks, frozen_sizes, narrow_only, state_bytes, step_counters, weight_placeholders
 from sim.scenario.schema import Precision
 from sim.work import DTYPE_BYTES
 
@@ -61,6 +61,8 @@ class Held:
                 sizes = [n * width / copies for n in self.kept(each, part) for _ in range(copies)]
                 whole = self.reduction.shards == 1 and not one  # tensors as the model has them
                 self.plan.resident(category, sum(map(blocks, sizes)) if whole else part * width, category, sizes)
+                if category == "optimizer_states":
+                    step_counters(self.plan, len(sizes) // copies)
         self.construction(each)
         if self.offload.moves_optimizer:
             self.host_states(self.offload.outside(part))

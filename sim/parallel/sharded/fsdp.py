@@ -17,7 +17,7 @@ from sim.parallel.activations import GRADIENT_POOL, Activations
 from sim.parallel.compute import traffic_kernel
 from sim.parallel.outputs import Outputs
 from sim.parallel.sharded.units import Unit, pieces, units_of
-from sim.parallel.step import COMPUTE, MicroStep, Plan, blocks, collective, state_bytes
+from sim.parallel.step import COMPUTE, MicroStep, Plan, blocks, collective, state_bytes, step_counters
 from sim.parallel.update import update, update_in_backward
 from sim.program import Label, SectionBuilder
 from sim.work import DTYPE_BYTES, Kernel
@@ -82,6 +82,8 @@ class Fsdp:
                            for tensors, n in shards.items())
                 self.plan.resident(category, size, category, [
                     numel * width / copies for u in self.distinct for numel in u.shards for _ in range(copies)])
+                if category == "optimizer_states":
+                    step_counters(self.plan, sum(n * len(tensors) for tensors, n in shards.items()))
 
     def host_states(self) -> None:
         """With CPUOffload(offload_params=True) or CPUOffloadPolicy all of them are in host memory, parameters and

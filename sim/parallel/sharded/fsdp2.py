@@ -33,6 +33,7 @@ class Fsdp2(Fsdp):
     def micro_step(self, section: SectionBuilder, micro: MicroStep) -> None:
         """Forward and backward of one micro-batch."""
         stack = self.begin(section, micro)
+        self.memory.hooked = True
         self.buffer: Unit | None = None
         reshard = self.plan.scenario.parallel.reshard_after_forward
         self.part = 0 if isinstance(reshard, bool) or not 1 < reshard < self.factor else reshard
@@ -85,6 +86,7 @@ class Fsdp2(Fsdp):
                 self.release(section, unit)
                 reduced = self.post_backward(section, unit, micro, before, reduced)
         self.finalized(section)
+        self.memory.over()
 
     def finalized(self, section: SectionBuilder) -> None:
         """Backward is through: the last reduction's input goes, and what replicas reduced."""
