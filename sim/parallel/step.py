@@ -324,10 +324,17 @@ def collective(plan: Plan, kind: str, size_bytes: float, dtype: str, communicato
     return CollectiveCall(kind, round(size_bytes), dtype, plan.builder.communicators.index(communicator))
 
 
+def state_copies(plan: Plan, category: str) -> int:
+    """States of an optimizer beside one another: momentum alone, or two moments."""
+    momentum = plan.scenario.training.optimizer == "sgd-momentum"
+    return 2 if category == "optimizer_states" and not momentum else 1
+
+
 def step_counters(plan: Plan, tensors: int) -> None:
     """The counters of a fused Adam's steps, a block of the allocator for each of its tensors."""
     training, fused = plan.scenario.training, plan.scenario.software.optimizer_kernel == "fused"
-    if fused and plan.stack.fused_counters and training.optimizer in ("adam", "adamw"):
+    own = fused and plan.stack.fused_counters and not plan.offload.pages_optimizer
+    if own and training.optimizer in ("adam", "adamw"):
         plan.resident("step counters", tensors * blocks(4), "optimizer_states", [4.0] * tensors)
 
 

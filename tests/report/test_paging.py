@@ -34,6 +34,10 @@ def job(optimizer: str = "adamw", place: str = "paged", layers: int = LAYERS, ba
         "software": {"framework": "pytorch", "modules": "transformers", "optimizer_kernel": "fused"}})
 
 
+#: torch's fused Adam counts its steps in a tensor for each of a block's eight parameters, the table and the last norm.
+COUNTERS = 512 * (8 * LAYERS + 2)
+
+
 def states(memory: MemoryResult) -> int:
     return memory.use.at_peak["optimizer_states"]
 
@@ -42,9 +46,9 @@ def test_states_of_large_parameters_leave_the_allocator() -> None:
     plain, paged = (memory_of(job(place=place)) for place in ("none", "paged"))
     norms = (2 * LAYERS + 1) * HIDDEN  # fewer than 100,000 elements each
     assert paged.paging is not None
-    assert paged.paging.states_bytes == states(plain) - 8 * norms
+    assert paged.paging.states_bytes == states(plain) - COUNTERS - 8 * norms
     assert states(paged) == 8 * norms
-    assert plain.use.peak_allocated_bytes - paged.use.peak_allocated_bytes == paged.paging.states_bytes
+    assert plain.use.peak_allocated_bytes - paged.use.peak_allocated_bytes == paged.paging.states_bytes + COUNTERS
     # there is room for all of them, so the device holds as much as without paging and nothing moves
     assert (paged.paging.host_bytes, paged.paging.seconds, paged.host) == (0, 0.0, None)
     assert paged.device_used_bytes == pytest.approx(plain.device_used_bytes, rel=0.01)

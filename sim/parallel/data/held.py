@@ -19,7 +19,16 @@ from sim.parallel.data.buckets import fragments
 from sim.parallel.data.reductions import Reduction
 from sim.parallel.offload import Offload
 from sim.parallel.outputs import stage_outputs
-from sim.parallel.step import Plan, blocks, frozen_sizes, narrow_only, state_bytes, step_counters, weight_placeholders
+from sim.parallel.step import (
+    Plan,
+    blocks,
+    frozen_sizes,
+    narrow_only,
+    state_bytes,
+    state_copies,
+    step_counters,
+    weight_placeholders,
+)
 from sim.scenario.schema import Precision
 from sim.work import DTYPE_BYTES
 
@@ -57,7 +66,7 @@ class Held:
                 if self.reduction.resident_gradients or self.sums_wide:
                     self.plan.resident(category, numel * width, category)
             elif (inside := part - self.offload.outside(part)) > 0:
-                copies, width = 2 if category == "optimizer_states" else 1, width * inside / part
+                copies, width = state_copies(self.plan, category), width * inside / part
                 sizes = [n * width / copies for n in self.kept(each, part) for _ in range(copies)]
                 whole = self.reduction.shards == 1 and not one  # tensors as the model has them
                 self.plan.resident(category, sum(map(blocks, sizes)) if whole else part * width, category, sizes)

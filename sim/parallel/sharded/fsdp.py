@@ -17,7 +17,7 @@ from sim.parallel.activations import GRADIENT_POOL, Activations
 from sim.parallel.compute import traffic_kernel
 from sim.parallel.outputs import Outputs
 from sim.parallel.sharded.units import Unit, pieces, units_of
-from sim.parallel.step import COMPUTE, MicroStep, Plan, blocks, collective, state_bytes, step_counters
+from sim.parallel.step import COMPUTE, MicroStep, Plan, blocks, collective, state_bytes, state_copies, step_counters
 from sim.parallel.update import update, update_in_backward
 from sim.program import Label, SectionBuilder
 from sim.work import DTYPE_BYTES, Kernel
@@ -76,8 +76,7 @@ class Fsdp:
         shards = Counter(u.shards for u in self.distinct)
         for category, width in state_bytes(self.plan).items():
             if category != "gradients" and width:
-                momenta = 1 if self.plan.scenario.training.optimizer == "sgd-momentum" else 2
-                copies = momenta if category == "optimizer_states" else 1
+                copies = state_copies(self.plan, category)
                 size = sum(n * copies * sum(blocks(numel * width / copies) for numel in tensors)
                            for tensors, n in shards.items())
                 self.plan.resident(category, size, category, [
