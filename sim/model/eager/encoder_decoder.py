@@ -149,8 +149,7 @@ def embedding(run: Run, style: Style, name: str, *, complete: bool) -> Tensor:
     x = (op.embedding(run, style.tokens, style.hidden, table) if style.tuned is None else
          run.tensor(style.tokens * style.hidden, style.weight))
     if style.dropout:
-        if not complete:  # the decoder stack's forward has it to its end (the encoder's is over by then)
-            run.held.append(x.storage)
+        run.held.append(x.storage)  # the stack's forward has it to its end
         x = op.dropout(run, x)
     return tuned.dropped(op.to(run, x, style.residual))
 
