@@ -290,6 +290,8 @@ def _places(table: Table, pipeline: int, virtual: int, schedule: str) -> Places:
         first, end = table.layers.through[start], table.layers.through[stop]
         lower = start[:, None, :] < start[:, :, None]  # (ranks, chunks, chunks before)
         before = (lower * (end - first)[:, None, :]).sum(axis=2)
-        table.staged[key] = Places(start, stop, first, end, before, (numel[stop] - numel[start]).sum(axis=1))
+        frozen = table.layers.frozen
+        table.staged[key] = Places(start, stop, first, end, before, (numel[stop] - numel[start]).sum(axis=1),
+                                   (frozen[stop] - frozen[start]).sum(axis=1))
     found: Places = table.staged[key]
     return found

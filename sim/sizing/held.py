@@ -17,7 +17,7 @@ Ints = npt.NDArray[np.int64]
 
 class Places(NamedTuple):
     """Chunks of pipeline ranks as positions and as blocks, each of shape (ranks, chunks); `before`: blocks of the rank
-    that come before the chunk; `numel`: elements of every rank."""
+    that come before the chunk; `numel`: elements of every rank, `frozen`: bytes of what is not trained."""
 
     start: Ints
     stop: Ints
@@ -25,6 +25,7 @@ class Places(NamedTuple):
     end: Ints
     before: Ints
     numel: Floats
+    frozen: Floats
 
 
 class Ways(NamedTuple):
@@ -107,6 +108,7 @@ def fullest(table: Table, places: Places, flying: Floats, steps: int, ways: Ways
     for i, (index, shard, part) in enumerate(zip(*(x.tolist() for x in ways), strict=True)):
         name = STRATEGIES[index]
         states = numel * (w["parameters"] / shard + (w["master_parameters"] + w["optimizer_states"]) / part)
+        states = states + places.frozen / shard * (w["parameters"] > 0.0)  # they are where parameters are
         gradients = numel * w["gradients"] / (1.0 if name in ("none", "ddp", "zero1") else part)
         lasting = np.zeros(len(numel))
         if name in sharded:  # FSDP keeps whole gradients from micro-step to micro-step (no_sync); a stage holds most
@@ -133,4 +135,5 @@ def least(table: Table, ranks: int, strategies: frozenset[str]) -> float:
         w["gradients"] if resident else 0.0)
     kept = float(of.kept[:, -1].min()) - (layers.output_bytes * blocks if depth > 1 else 0.0)
     rises = float(of.rises.min()) if of.rises.size and depth <= blocks else 0.0
-    return (float(layers.numel[-1]) * width + max(0.0, kept)) / depth + rises
+    frozen = float(layers.frozen[-1]) / shard * (w["parameters"] > 0.0)
+    return (float(layers.numel[-1]) * width + frozen + max(0.0, kept)) / depth + rises

@@ -91,7 +91,8 @@ class Layers:
     Attributes:
         index: number of every position's layer among the distinct ones.
         spans: of every distinct layer the parts of `Seconds`, then recomputation by policy.
-        numel: elements of the layers before each position, shape (positions + 1,); `through`: blocks.
+        numel: elements of the layers before each position, shape (positions + 1,); `through`: blocks; `frozen`: bytes
+            of what is not trained.
         work_j: energy of forward and backward of all layers beside a GPU's constant part; again_j: of recomputation,
             per policy and block, summed from the first block on.
     """
@@ -125,6 +126,7 @@ class Layers:
                                        np.cumsum(joules[self.blocks, _PARTS:], axis=0))).T
         self.through = np.concatenate(([0], np.cumsum(self.blocks))).astype(np.int64)
         self.numel = before([float(layer.numel) for layer in row])
+        self.frozen = before([float(sum(tensor.size_bytes for tensor in layer.frozen)) for layer in row])
         self._scenario = scenario
         self.block = next((layer for layer in row if layer.kind == "block"), row[0])
         self.output_bytes = self.block.input.elements * DTYPE_BYTES[self.block.input.dtype]
