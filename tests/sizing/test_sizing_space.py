@@ -230,3 +230,29 @@ def test_bounds_hold_where_blocks_with_a_window_alternate_with_others(once: Once
         got = once(("", plain, space.sets(int(row)), 8))
         assert bound.memory_bytes[row] <= got.device_used_bytes
         assert not got.fits or 0.1 * got.step_time_s < bound.time_s[row] <= got.step_time_s
+
+
+@pytest.mark.parametrize(("framework", "topology", "precision", "finetune"), [
+    ("pytorch", "dgx-a100-80g", "pure-bf16", {"method": "qlora", "base": "nf4"}),
+    ("deepspeed", "dgx-a100-80g", "mixed-bf16", {"method": "lora", "base": "bf16"}),
+    ("megatron", "dgx-h100", "fp8", {"method": "lora", "base": "bf16"})])
+def test_bounds_of_fine_tuning_count_what_is_frozen(framework: str, topology: str, precision: str,
+                                                    finetune: dict[str, Any]) -> None:
+    of = scenario(model={"preset": "llama-7b"}, cluster={"topology": topology}, software={"framework": framework},
+                  training={"micro_batch": 1, "global_batch": 16, "sequence": 512, "precision": precision,
+                            "finetune": {"rank": 8, "targets": ["query", "value"], **finetune}})
+    choice = Choice([8], micro_batch=[1], context=[1], tensor=[1, 2], pipeline=[1, 2], schedules=["1f1b"],
+                    recompute=["none", "full"], partial_recompute=False)
+    base = _alone(of, None)
+    space, plain = build_space([base], choice), dump(base)
+    bound = bounds(space)
+    for row in np.random.default_rng(1).choice(len(space), 6, replace=False):
+        got = simulated(("", plain, space.sets(int(row)), 8))
+        if got.outcome == "ok":
+            assert 0.3 * got.device_used_bytes < bound.memory_bytes[row] <= got.device_used_bytes
+        if got.fits:
+            assert bound.time_s[row] <= got.step_time_s
+    whole = [row for row in range(len(space)) if space.sets(row).get("parallel.strategy") == "ddp"
+             and space.sets(row).get("parallel.tensor", 1) == space.sets(row).get("parallel.pipeline", 1) == 1]
+    bits = 4 if finetune["base"] == "nf4" else 16
+    assert whole and min(bound.memory_bytes[whole]) > 6.4e9 * bits / 8
