@@ -24,7 +24,6 @@ from sim.model.architecture import Joint, Operator, Parameter, Tensor
 from sim.model.experts import every_expert, expert_rows, loop
 from sim.model.kernels import elementwise, linear, width
 from sim.model.style import Style
-from sim.model.tuning import Tuned
 from sim.work import Kernel
 
 #: What numbers an expert in a module's name.
@@ -58,11 +57,6 @@ class Linear(NamedTuple):
         return sum(width for _, width in self.parts)
 
 
-def chosen(one: Linear, tuned: Tuned) -> tuple[tuple[str, int], ...]:
-    """Parts of a linear layer that have a branch."""
-    return tuple(part for part in one.parts if part[0] in tuned.targets) if tuned.method == "lora" else ()
-
-
 def with_branches(op: Operator, linears: Sequence[Linear], style: Style) -> list[Operator]:
     """An operator with the products beside its linear layers that are targets: in the operator, or of a cut model
     behind it, because slices depend on one another there too."""
@@ -70,13 +64,13 @@ def with_branches(op: Operator, linears: Sequence[Linear], style: Style) -> list
     assert tuned is not None
     made: list[list[Operator]] = []
     for one in linears:
-        parts = chosen(one, tuned)
+        parts = tuned.chosen(one.parts)
         if parts:
             made.append(_cut(op, one, style) if style.cuts_branches and op.joint is not None else
                         _pair(op, one, parts, style))
     if not style.stack.adapter_dropout and style.residual == style.act:  # they read one input, which is kept once
         kept = not style.scattered and any(t.name.endswith("input") for t in op.saved)
-        own = [not one.rows for one in linears if chosen(one, tuned)]
+        own = [not one.rows for one in linears if tuned.chosen(one.parts)]
         made = [[replace(half, saved=tuple(t for t in half.saved if t.name != "lora_input"))
                  if i or kept or not own[i] else half for half in pair] for i, pair in enumerate(made)]
     branches = [half for pair in made for half in pair]

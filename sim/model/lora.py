@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from sim.model.architecture import Architecture, Layer, Operator, Parameter
 from sim.model.bottlenecks import bottleneck
-from sim.model.branches import ROUTED, Linear, chosen, with_branches
+from sim.model.branches import ROUTED, Linear, with_branches
 from sim.model.kernels import elementwise, product, width
 from sim.model.narrow_frozen import one_way
 from sim.model.norms import frozen_backward
@@ -67,7 +67,7 @@ def _layer(layer: Layer, style: Style) -> Layer:
     for op in layer.operators:
         linears = _linears(op, style)
         base = _freeze(op, style, bool(linears) or op.name in (_ROUTER, _UNTARGETED), tuned)
-        made = with_branches(one_way(base, style, any(chosen(one, tuned) for one in linears)), linears, style)
+        made = with_branches(one_way(base, style, any(tuned.chosen(one.parts) for one in linears)), linears, style)
         operators += made
         owned += [op.parameters, *(() for _ in made[1:])]
         sublayer = {"projection": "attention", "down": "mlp"}.get(op.name, "")

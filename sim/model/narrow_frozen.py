@@ -48,7 +48,7 @@ def _once(kernels: Sequence[Kernel], style: Style, whole: int) -> Iterator[Kerne
     """
     before = ""
     for kernel in kernels:
-        first = kernel.variant == _QUANTISE != before
+        first = kernel.variant == _QUANTISE and before != _QUANTISE
         before = kernel.variant
         if not first:
             yield kernel

@@ -93,6 +93,10 @@ class Tuned:
         left = (target == "head" and not self.quantised_head) or (operator == "down" and self.plain_down)
         return self.plain if left else self.base
 
+    def chosen(self, parts: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+        """Parts of a linear layer, outputs by target, that have LoRA's matrices beside them."""
+        return tuple(part for part in parts if part[0] in self.targets) if self.method == "lora" else ()
+
     def behind(self, sublayer: str) -> bool:
         """Whether a bottleneck sits behind "attention" or "mlp"."""
         if self.method != "adapter":

@@ -33,6 +33,7 @@ GRADIENT_POOL = _POOLS[_GRADIENTS]
 OUTPUT_POOL, FLOWING_POOL = (Pool(f"layers: {kind}", kind) for kind in ("activations", "workspace"))
 
 #: The loss and its gradient, which whoever called `backward` holds until it is through: a block of the allocator each.
+#: Of a pipeline only the last stage has them; that kilobyte is not counted.
 _LOSS = ("loss and its gradient", 2 * 512, "workspace")
 
 #: Fields of a `MemoryOp` after `before`.

@@ -255,3 +255,15 @@ def test_adapters_behind_both_parts_of_an_encoders_blocks() -> None:
 def test_what_is_not_simulated_is_refused(model: dict[str, Any], options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         lower(scenario(model, "bf16", **options))
+
+
+def test_a_fused_gate_keeps_gate_and_up_alone() -> None:
+    """gelu_new spelled out keeps 12 bytes an element in bf16: pow's input, half of it, tanh, one more, the result and
+    up; one kernel for it all keeps 4."""
+    whole = lower(scenario(GATED)).architecture
+    style = blocks(whole)[0][1].program
+    assert style is not None
+    fused = replace(style, style=replace(style.style, stack=replace(style.style.stack, fused_swiglu=True)))
+    spelled, one = (layer_profile(replace(blocks(whole)[0][1], program=program), "none", True).forward.net[
+        KINDS.index("activations")] for program in (style, fused))
+    assert spelled - one == 8 * 4 * 128 * 3072

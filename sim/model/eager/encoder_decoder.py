@@ -116,7 +116,8 @@ def _frozen_bias(run: Run, style: Style, pairs: int, dtype: str) -> Tensor:
 
 def _feed_forward(run: Run, style: Style, x: Tensor) -> Tensor:
     """T5DenseActDense, T5DenseGatedActDense; their result is cast to the weights' dtype before the last product."""
-    if style.modules != "transformers" or (style.gated and style.stack.compile):
+    fused = style.gated and (style.stack.compile or style.stack.fused_swiglu)
+    if style.modules != "transformers" or fused:
         return mlp(run, style, x)
     x = _between(run, style, x)
     if style.dropout:

@@ -30,7 +30,7 @@ def linear(run: Run, style: Style, x: Tensor, features_in: int, parts: Parts, ga
     tuned = style.tuned
     assert tuned is not None
     outputs, stored = sum(width for _, width in parts), tuned.linear_dtype(parts[0][0], run.memory.operator)
-    chosen = _chosen(tuned, parts)
+    chosen = tuned.chosen(parts)
     if chosen and gathered > 1:
         x, gathered = op.gathered(run, x, gathered), 1
     result = _frozen(run, style, x, features_in, outputs, stored, gathered, matrices, blocks=parts[0][0] != "head")
@@ -54,7 +54,7 @@ def row(run: Run, style: Style, x: Tensor, features_in: int, parts: Parts, matri
     are gathered, then each takes its own tokens of them."""
     tuned = style.tuned
     assert tuned is not None
-    outputs, chosen = sum(width for _, width in parts), _chosen(tuned, parts)
+    outputs, chosen = sum(width for _, width in parts), tuned.chosen(parts)
     stored = tuned.linear_dtype(parts[0][0], run.memory.operator)
     result = _frozen(run, style, x, features_in, outputs, stored, matrices=matrices)
     if style.scattered:
@@ -84,11 +84,6 @@ def router(run: Run, style: Style, x: Tensor, experts: int) -> Tensor:
 def _branches(style: Style, matrices: int) -> int:
     """Pairs of A and B beside `matrices` weights of experts."""
     return 1 if style.modules == "megatron" else matrices
-
-
-def _chosen(tuned: Tuned, parts: Parts) -> Parts:
-    """Parts that have a branch."""
-    return tuple(part for part in parts if part[0] in tuned.targets) if tuned.method == "lora" else ()
 
 
 def _read(run: Run, style: Style, x: Tensor, stored: str) -> Tensor:
@@ -224,7 +219,7 @@ def keeps_inputs(style: Style, target: str) -> bool:
     if stored in ("int4", "nf4", "nf4-dq") and style.stack.quantised_keeps_input:
         return True
     cast = style.act != tuned.dtype and (not style.autocast or _casts(style, stored))
-    return bool(_chosen(tuned, ((target, 0),))) and not style.stack.adapter_dropout and not cast
+    return bool(tuned.chosen(((target, 0),))) and not style.stack.adapter_dropout and not cast
 
 
 def _casts(style: Style, stored: str) -> bool:
