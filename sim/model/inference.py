@@ -26,12 +26,20 @@ from sim.model.tuning import stored_width
 from sim.work import Kernel
 
 #: Bytes per weight and per row of outputs of weights stored in fewer bits, their scales included.
-#: int8: one fp32 scale per row (LLM.int8(), arXiv 2208.07339, section 3.1). int4: groups of 128 with a 16-bit scale and
-#: a 4-bit zero (GPTQ, arXiv 2210.17323, section 4; AWQ). nf4: as fine-tuning stores it.
+#: int8: one fp32 scale per row (LLM.int8(), arXiv 2208.07339, section 3.1); fp8 alike (vLLM's per-channel weights).
+#: int4: groups of 128 with a 16-bit scale and a 4-bit zero (GPTQ, arXiv 2210.17323, section 4; AWQ). nf4: as
+#: fine-tuning stores it. mxfp8: a byte of scale per 32 weights (OCP Microscaling Formats 1.0, section 5.3); nvfp4: one
+#: per 16 (cuBLAS 12.9, block scaling).
 _STORED: dict[str, tuple[float, float]] = {
     "int8": (1.0, 4.0), "int4": (0.5 + 2.5 / 128, 0.0), "nf4": (stored_width("nf4"), 0.0),
     "nf4-dq": (stored_width("nf4-dq"), 0.0),
+    "fp8": (1.0, 4.0), "mxfp8": (1.0 + 1 / 32, 0.0), "nvfp4": (0.5 + 1 / 16, 0.0),
 }
+
+#: Formats in which weights can be stored for inference.
+NARROW = tuple(_STORED)
+#: Formats of which a single row is multiplied as they are stored: bitsandbytes' gemv_4bit.
+_SINGLE_ROW = ("int4", "nf4", "nf4-dq")
 
 #: Kernels of greedy sampling beside the largest logit: tokens appended, masks and stopping criteria updated
 #: (transformers generation/utils.py, `_sample`). From memory.
@@ -57,15 +65,23 @@ class Weights:
     """How the blocks' matrices are stored.
 
     Attributes:
-        dtype: one of `QUANTISED`, or "" = as the kernels read them.
+        dtype: one of `NARROW`, or "" = as the kernels read them.
         fused: the product reads them as stored; else a kernel of its own expands them to 16 bits first (int8: the
             product runs in int8 on quantised activations).
         appended: the cache grows by concatenation (read and written whole); else new rows are written in place.
+        multiplied: products run in `dtype` on activations quantised before each (vLLM's and TensorRT-LLM's fp8); else
+            in 16 bits.
     """
 
     dtype: str
     fused: bool
     appended: bool
+    multiplied: bool = False
+
+    @property
+    def expanded(self) -> bool:
+        """Whether a matrix stands beside its stored form in 16 bits."""
+        return bool(self.dtype) and not (self.fused or self.multiplied or self.dtype == "int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +158,12 @@ class Rank:
         act, e = self.style.act, width(self.style.act)
         stored = batch * stored_bytes((n, k), dtype)
         in_product = replace(kernel, bytes=kernel.bytes - batch * n * k * e + stored)
-        # bitsandbytes' gemv_4bit serves a single row
-        if self.weights.fused or (m == 1 and width_of(dtype) < 1):
+        if self.weights.multiplied:
+            yield cast("quantise", batch * m * k, act, dtype)
+            narrow = product(batch, m, n, k, "tn", dtype, dtype, act)
+            yield replace(narrow, bytes=narrow.bytes - batch * n * k * width(dtype) + stored, flops=kernel.flops,
+                          launches=kernel.launches)
+        elif self.weights.fused or (m == 1 and dtype in _SINGLE_ROW):
             yield in_product
         elif dtype == "int8":
             yield cast("quantise", batch * m * k, act, "int8", 1)
@@ -200,7 +220,7 @@ class Rank:
         if layer.kind == "head":
             return 2 * stream + style.batch * style.vocab * self.tensor * (e + e * (self.tensor > 1))
         expanded = 0.0
-        if style.autocast or (self.weights.dtype and not self.weights.fused and self.weights.dtype != "int8"):
+        if style.autocast or self.weights.expanded:
             expanded = e * max(k.shape[2] * k.shape[3] * k.shape[0] for op in layer.operators for k in op.forward
                                if k.op == "gemm" and k.category == "gemm")
         keys = self.keys(layer)
@@ -230,6 +250,8 @@ def rank_of(style: Style, batch: int, new: int, cached: int, weights: Weights) -
         style: of the slice (`style_of`), its `window` that of the model whatever the length of the sequence.
     """
     half = replace(style, autocast=False, weight=style.act, residual=style.act) if weights.dtype else style
+    if weights.multiplied:
+        half = replace(half, gemm=style.act)
     return Rank(replace(half, batch=batch, sequence=new, predicted=1, dropout=False), cached, weights)
 
 
@@ -252,8 +274,3 @@ def stored_bytes(shape: tuple[int, ...], dtype: str) -> float:
     """Bytes of a quantised matrix (out, in) with its scales."""
     per_weight, per_row = _STORED[dtype]
     return math.prod(shape) * per_weight + shape[0] * per_row
-
-
-def width_of(dtype: str) -> float:
-    """Bytes of a quantised weight without its scales, rounded down to half bytes."""
-    return math.floor(2 * _STORED[dtype][0]) / 2

@@ -19,9 +19,8 @@ import numpy as np
 
 from sim.hardware.outside import Outside
 from sim.model.architecture import Architecture, Layer
-from sim.model.inference import Items, Rank, Sum, Weights, rank_of
+from sim.model.inference import NARROW, Items, Rank, Sum, Weights, rank_of
 from sim.model.style import Style, style_of
-from sim.model.tuning import QUANTISED
 from sim.parallel.beside import beside as beside_tensors
 from sim.parallel.beside import residents
 from sim.parallel.layout import Layout
@@ -109,9 +108,10 @@ def lower_inference(scenario: Scenario, stack: Stack) -> Serving:
 
 
 def _weights(scenario: Scenario, stack: Stack) -> Weights:
-    stored = scenario.training.precision.parameters
-    return Weights(stored if stored in QUANTISED else "", stack.quantised_products == "fused",
-                   stack.kv_cache == "concatenated")
+    precision = scenario.training.precision
+    return Weights(precision.parameters if precision.parameters in NARROW else "",
+                   stack.quantised_products == "fused", stack.kv_cache == "concatenated",
+                   precision.compute == precision.parameters)
 
 
 class _Stage:

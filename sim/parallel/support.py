@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from sim.errors import Fault, UserError
 from sim.hardware import gpu
+from sim.model.inference import NARROW
 from sim.model.tuning import QUANTISED, cut_both
 from sim.parallel.model.expert import misfit
 from sim.scenario.schema import Scenario
@@ -71,7 +72,7 @@ def check(scenario: Scenario, stack: Stack) -> None:
         "training.chunked_loss": training.chunked_loss and (scenario.model.kind != "decoder" or parallel.tensor > 1)
         and "chunked loss of other than an uncut decoder",
         "training.finetune": _tuned(scenario, stack),
-        "training.precision.parameters": training.mode == "train" and training.precision.parameters in QUANTISED
+        "training.precision.parameters": training.mode == "train" and training.precision.parameters in NARROW
         and f"training with {training.precision.parameters} weights",
         "training.precision": training.precision.compute in ("int8", "int4") and training.precision.compute,
         "parallel.offload": _paged(scenario, ipg),
@@ -88,11 +89,15 @@ def check(scenario: Scenario, stack: Stack) -> None:
 
 def _narrow(scenario: Scenario) -> Iterator[Fault]:
     """A narrow dtype that the GPU's tensor cores do not have."""
-    compute = scenario.training.precision.compute
+    precision = scenario.training.precision
+    compute, parameters = precision.compute, precision.parameters
     card = gpu(scenario.cluster.topology.gpu)
     if compute in ("fp8", "mxfp8", "nvfp4") and not card.supports(compute):
         able = ", ".join(dtype for dtype in card.tflops if not dtype.startswith("int"))
         yield Fault(f"{card.name} has no tensor cores for {compute}", "training.precision", hint=f"it has {able}")
+    elif scenario.training.mode != "train" and compute in ("fp8", "mxfp8", "nvfp4") and compute != parameters:
+        yield Fault(f"inference multiplies in {compute} what is stored in {compute}, not in {parameters}",
+                    "training.precision.parameters", hint=f"use parameters: {compute}")
 
 
 def _whole_slices(scenario: Scenario) -> Iterator[Fault]:
@@ -266,7 +271,7 @@ def _inference(scenario: Scenario) -> dict[str, object]:
         "training.finetune": tuned is not None and tuned.method != "full" and f"inference beside {tuned.method}",
         "training.chunked_loss": training.chunked_loss and "inference with a loss",
         "training.optimizer_in_backward": training.optimizer_in_backward and "inference with an optimizer",
-        "training.precision": compute in _NARROW and f"inference in {compute}",
+        "training.precision": compute in ("int8", "int4") and f"inference in {compute}",
         "parallel.offload": any(v in ("cpu", "nvme", "paged") for _, v in parallel.offload)
         and "inference with offload",
         "model.kind": model.kind != "decoder" and f"inference of kind {model.kind}",

@@ -51,9 +51,13 @@ def candidates(scenario: Scenario) -> Iterator[Candidate]:
 def _serving(scenario: Scenario, run: InferenceRun) -> Iterator[Candidate]:
     """Fewer bits per weight, more ranks per replica, fewer sequences at once."""
     fields = ("training.precision.parameters", "training.finetune.base")  # the second follows the first
+    precision = scenario.training.precision
+    # products in 8 bits and below go with weights of the same format
+    narrow = DTYPE_BYTES[precision.compute] < 2
+    products: Sets = {"training.precision.compute": "bf16"} if narrow else {}
     for dtype in ("int8", "int4"):
-        if DTYPE_BYTES[dtype] < DTYPE_BYTES.get(scenario.training.precision.parameters, 0.5):
-            yield Candidate("weights", f"weights in {dtype}", dict.fromkeys(fields, dtype))
+        if DTYPE_BYTES[dtype] < DTYPE_BYTES.get(precision.parameters, 0.5):
+            yield Candidate("weights", f"weights in {dtype}", {**dict.fromkeys(fields, dtype), **products})
     for size in _halves(run.batch):
         yield Candidate("batch", f"{size} sequences at once instead of {run.batch}",
                         {"training.mode.inference.batch": size})

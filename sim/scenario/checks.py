@@ -9,7 +9,7 @@ from sim.catalog import table
 from sim.errors import Fault, nearest
 from sim.scenario.checks_experts import mixture, spread
 from sim.scenario.checks_windows import windows
-from sim.scenario.defaults import SHARDED
+from sim.scenario.defaults import SHARDED, plain_base
 from sim.scenario.document import Document
 from sim.scenario.findings import Finding, divisors_near
 from sim.scenario.schema import FULL, Model, Scenario, Training
@@ -352,7 +352,7 @@ def _pipeline(written: Scenario, s: Scenario) -> Iterator[Finding]:
 def _modes(written: Scenario, s: Scenario) -> Iterator[Finding]:
     tuned = s.training.finetune
     if written.training.finetune is not None and tuned.method == "full":
-        plain = {"base": s.training.precision.parameters}
+        plain = {"base": plain_base(s.training.precision)}
         for name in ("rank", "targets", "base"):
             asked = getattr(written.training.finetune, name)
             if asked and asked != plain.get(name):

@@ -6,7 +6,7 @@ Nothing is checked here: impossible combinations are `checks`' business, so divi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from sim.catalog import table
 from sim.scenario.cluster import Cluster, Host, Inter, Intra, TopologySpec
@@ -197,16 +197,20 @@ def _training(written: Training, model: Model, cluster: Cluster) -> Training:
     )
 
 
+def plain_base(precision: Precision) -> str:
+    """Dtype of frozen weights of which a scenario says nothing: the parameters', where fine-tuning knows that."""
+    known = get_args(Finetune.model_fields["base"].annotation)
+    return precision.parameters if precision.parameters in known else "fp32"
+
+
 def _finetune(written: Finetune | None, precision: Precision) -> Finetune:
     finetune = written if written is not None else Finetune.model_construct()
     small = finetune.method != "full"
-    bases = ("fp32", "bf16", "fp16", "int8", "int4", "nf4", "nf4-dq")
-    plain = precision.parameters if precision.parameters in bases else "fp32"
     return finetune.model_copy(
         update={
             "rank": _or(finetune.rank, _LORA_RANK if small else 0),
             "targets": _or(finetune.targets, list(_LORA_TARGETS) if small else []),
-            "base": _or(finetune.base, "nf4" if finetune.method == "qlora" else plain),
+            "base": _or(finetune.base, "nf4" if finetune.method == "qlora" else plain_base(precision)),
         }
     )
 

@@ -89,6 +89,26 @@ def test_int8_runs_in_int8_between_quantised_activations() -> None:
     assert len(named(of, "quantise")) == len(named(of, "dequantise_outputs")) == len(products(of))
 
 
+@pytest.mark.parametrize(("dtype", "stored"), [("fp8", 1.0), ("mxfp8", 1 + 1 / 32), ("nvfp4", 0.5625)])
+def test_narrow_products_read_what_is_stored_and_quantise_what_they_multiply(dtype: str, stored: float) -> None:
+    of, half = rank(Weights(dtype, True, False, True), batch=3), products(rank(batch=3))
+    narrow = {"fp8": 1, "mxfp8": 1, "nvfp4": 0.5}[dtype]
+    assert {k.dtype for k in products(of)} == {dtype}
+    assert sum(k.flops for k in products(of)) == sum(k.flops for k in half)
+    for kernel, plain in zip(products(of), half, strict=True):
+        _, m, n, k = kernel.shape
+        weights = n * k * stored + (4 * n if dtype == "fp8" else 0)  # fp8 has an fp32 scale per row
+        assert kernel.bytes == pytest.approx(m * k * narrow + weights + m * n * 2)
+        assert plain.bytes == (m * k + n * k + m * n) * 2
+    assert [q.bytes for q in named(of, "quantise")] == [3 * k.shape[3] * (2 + narrow) for k in half]
+
+
+def test_weights_alone_in_fp8_are_expanded_whatever_the_rows() -> None:
+    for batch in (1, 4):  # bitsandbytes' kernel for a single row knows its 4-bit formats only
+        of = rank(Weights("fp8", False, False), batch=batch)
+        assert len(named(of, "dequantise")) == len(products(of)) and {k.dtype for k in products(of)} == {"bf16"}
+
+
 @pytest.mark.parametrize("parallel_block", [False, True])
 def test_sums_of_slices(parallel_block: bool) -> None:
     sums = [k for k in block(rank(tensor=4, batch=3, parallel_block=parallel_block)) if isinstance(k, Sum)]
@@ -116,6 +136,9 @@ def test_scales_are_stored_too() -> None:
     assert stored_bytes((100, 1000), "int8") == 100_000 + 400
     assert stored_bytes((128, 128), "int4") == 128 * 128 / 2 + 128 * 2.5
     assert stored_bytes((64, 64), "nf4") == 64 * 64 / 2 + 64 * 4
+    assert stored_bytes((100, 1000), "fp8") == 100_000 + 400
+    assert stored_bytes((64, 64), "mxfp8") == 64 * 64 + 128
+    assert stored_bytes((64, 64), "nvfp4") == 64 * 64 / 2 + 256
 
 
 def test_a_prompt_takes_no_more_memory_than_its_widest_operator_needs() -> None:

@@ -219,14 +219,31 @@ def test_what_is_not_simulated_is_refused() -> None:
                           ({"model": {"preset": "bert-base"}}, "model.kind"),
                           ({"gpus": 2, "tensor": 2, "sequence_parallel": True}, "parallel.sequence_parallel"),
                           ({"offload": {"activations": "cpu"}}, "parallel.offload"),
-                          ({"precision": "fp8", "topology": "single-h100-80g-sxm"}, "training.precision")):
+                          ({"precision": "fp8", "topology": "single-h100-80g-sxm"}, "training.precision.parameters"),
+                          ({"precision": weights("fp8") | {"compute": "fp8"}}, "training.precision"),
+                          ({"precision": weights("int8") | {"compute": "int8"}}, "training.precision")):
         with pytest.raises(UserError) as raised:
             lower(scenario(**fields))
         assert field in [fault.field for fault in raised.value.faults]
 
 
-def test_training_with_quantised_weights_is_refused() -> None:
-    with pytest.raises(UserError, match="int4 weights"):
+@pytest.mark.parametrize("dtype", ["int4", "fp8", "nvfp4"])
+def test_training_with_quantised_weights_is_refused(dtype: str) -> None:
+    with pytest.raises(UserError, match=f"{dtype} weights"):
         lower(resolve({"name": "t", "cluster": {"topology": "single-a100-80g-sxm"}, "model": SMALL,
                        "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128,
-                                    "precision": weights("int4")}}))
+                                    "precision": weights(dtype)}}))
+
+
+def test_weights_in_fp8_halve_what_a_token_reads_and_products_in_fp8_the_prompt() -> None:
+    def run(precision: dict[str, str]) -> Result:
+        return predicted({"preset": "llama-2-7b"}, prompt=2048, software=ENGINE, precision=precision,
+                         topology="single-h100-80g-sxm")
+
+    half, stored = run(weights("bf16")), run(weights("fp8"))
+    narrow = run(weights("fp8") | {"compute": "fp8"})
+    assert stored.memory.use.at_peak["parameters"] == narrow.memory.use.at_peak["parameters"]
+    assert stored.memory.use.at_peak["parameters"] < 0.53 * half.memory.use.at_peak["parameters"]
+    assert served(stored).time_per_token_s < 0.75 * served(half).time_per_token_s
+    assert served(stored).prompt_time_s == pytest.approx(served(half).prompt_time_s, rel=0.02)
+    assert served(narrow).prompt_time_s < 0.75 * served(half).prompt_time_s

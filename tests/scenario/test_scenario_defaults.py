@@ -232,6 +232,12 @@ def test_a_dump_reads_back_as_the_same_scenario(sets: dict[str, Any]) -> None:
     assert again == s and dump(again) == dump(s)
 
 
+@pytest.mark.parametrize("stored", ["fp8", "mxfp8", "nvfp4", "int4", "fp64"])
+def test_a_dump_reads_back_whatever_weights_are_stored_in(stored: str) -> None:
+    s = made(training__precision={"name": "pure-bf16", "parameters": stored})
+    assert resolve(dump(s)) == s
+
+
 def test_lora_without_figures_is_pefts() -> None:
     """Rank 8 on query and value (Hugging Face PEFT, LoraConfig.r; Hu et al. 2021, arXiv 2106.09685, section 4.2)."""
     tuned = made(**{"training.finetune": {"method": "lora"}}).training.finetune
