@@ -245,7 +245,7 @@ def shards(scenario: Scenario, stack: Stack) -> bool:
 def sharded_groups(scenario: Scenario, layout: Layout) -> dict[str, Ranks]:
     """Communicators of FSDP by name: of shards and replicas, and of the dimensions the model is cut along."""
     factor, reshard = scenario.parallel.sharding_factor, scenario.parallel.reshard_after_forward
-    replicas = scenario.data_parallel * scenario.parallel.context
+    replicas = scenario.replica_ranks
     groups: dict[str, Ranks] = {"shard": layout.group(REPLICAS, factor)}
     if factor < replicas:
         groups["replicate"] = layout.group(REPLICAS, replicas // factor, factor)

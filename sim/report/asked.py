@@ -11,8 +11,8 @@ def overlap_in_vain(scenario: Scenario) -> list[str]:
     """A warning where `parallel.overlap: true` is written and the stack reduces gradients behind its pipeline (the fact
     `pipeline_reduction` of its profile)."""
     parallel, software = scenario.parallel, scenario.software
-    replicas = scenario.gpus // (parallel.tensor * parallel.context * parallel.pipeline)
-    if not (parallel.overlap and "overlap" in parallel.model_fields_set and parallel.pipeline > 1 and replicas > 1):
+    if not (parallel.overlap and "overlap" in parallel.model_fields_set and parallel.pipeline > 1
+            and scenario.replica_ranks > 1):
         return []
     stack = stack_of(software)
     if stack.pipeline_reduction != "behind":
@@ -25,7 +25,7 @@ def takes_turns(scenario: Scenario) -> list[str]:
     """A warning where DeepSpeed's ZeRO-3 is predicted to hide nothing although `parallel.overlap` (overlap_comm) is on:
     the fact `coordinator_hides`, which published steps gave and its code does not explain."""
     parallel, software = scenario.parallel, scenario.software
-    if parallel.strategy != "zero3" or not parallel.overlap or scenario.data_parallel == 1:
+    if parallel.strategy != "zero3" or not parallel.overlap or scenario.replica_ranks == 1:
         return []
     if stack_of(software).coordinator_hides:
         return []
@@ -58,6 +58,19 @@ def wide_gathers(scenario: Scenario) -> list[str]:
         return []
     return [f"precision: {precision.name} gathers parameters in fp32; FSDP's own mixed precision "
             f"(fsdp-{precision.compute}), which most runs have, sends half as much"]
+
+
+def prefetch_in_vain(scenario: Scenario) -> list[str]:
+    """A warning where FSDP 1's prefetch is asked of FSDP 2, which gathers the next unit of backward ahead of this one's
+    and limits nothing (torch 2.4 to 2.9 distributed/fsdp/_fully_shard/_fsdp_param_group.py, _backward_prefetch)."""
+    parallel, software = scenario.parallel, scenario.software
+    if parallel.strategy != "fsdp" or software.fsdp != 2 or scenario.training.mode != "train":
+        return []
+    asked = [text for text, said in (("backward post", parallel.prefetch.backward == "post"),
+                                     (f"limit {parallel.prefetch.limit}", parallel.prefetch.limit not in (None, 2)))
+             if said]
+    return [f"software: prefetch {' and '.join(asked)} {'change' if len(asked) > 1 else 'changes'} nothing: FSDP 2 has "
+            "no such setting"] if asked else []
 
 
 def algorithm_in_vain(scenario: Scenario) -> list[str]:

@@ -210,6 +210,6 @@ def _writing_nodes(scenario: Scenario) -> int:
     elif isinstance(parallel.sharding_factor, int):
         shards = parallel.sharding_factor
     else:
-        shards = scenario.data_parallel * parallel.context
+        shards = scenario.replica_ranks
     holders = shards * parallel.tensor * parallel.pipeline
     return max(1, min(scenario.cluster.nodes, math.ceil(holders / scenario.cluster.gpus_per_node)))

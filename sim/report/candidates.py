@@ -116,7 +116,7 @@ def _dtypes(scenario: Scenario) -> Iterator[Candidate]:
 
 def _sharding(scenario: Scenario) -> Iterator[Candidate]:
     parallel, whole = scenario.parallel, {"parallel.sharding_factor": "full"}
-    strategy, replicas = parallel.strategy, scenario.data_parallel
+    strategy, replicas = parallel.strategy, scenario.replica_ranks
     if strategy in ("none", "ddp", "zero1", "zero2") and replicas > 1:
         at = int(strategy[-1]) if strategy.startswith("zero") else 0
         for stage in range(at + 1, 4):
@@ -196,7 +196,7 @@ def _offload(scenario: Scenario) -> Iterator[Candidate]:
 def _resharded(scenario: Scenario) -> Sets:
     """Shards over all replicas stay over all replicas when their number changes."""
     parallel = scenario.parallel
-    whole = parallel.strategy not in ("none", "ddp") and parallel.sharding_factor == scenario.data_parallel
+    whole = parallel.strategy not in ("none", "ddp") and parallel.sharding_factor == scenario.replica_ranks
     return {"parallel.sharding_factor": "full"} if whole else {}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from sim.catalog import table
 from sim.errors import Fault, nearest
 from sim.scenario.checks_experts import mixture, spread
-from sim.scenario.checks_windows import windows
+from sim.scenario.checks_windows import of_decoders, windows
 from sim.scenario.defaults import SHARDED, plain_base
 from sim.scenario.document import Document
 from sim.scenario.findings import Finding, divisors_near
@@ -82,7 +82,7 @@ def check(written: Scenario, scenario: Scenario, document: Document) -> list[Fau
     """Every impossible combination of a scenario whose fields are each well-formed."""
     findings: list[Finding] = [*_cluster(written, scenario), *_layout(written, scenario)]
     laid_out = not findings  # else the number of replicas means nothing
-    rules = (trouble, _model, mixture, windows, _tensor, _context, _pipeline, _modes, _tokens)
+    rules = (trouble, _model, mixture, of_decoders, windows, _tensor, _context, _pipeline, _modes, _tokens)
     for rule in (*rules, _batch, _sharding, spread) if laid_out else rules:
         findings += rule(written, scenario)
     return [document.fault(path, message, hint) for path, message, hint in findings]
@@ -243,7 +243,7 @@ def _tokens(written: Scenario, s: Scenario) -> Iterator[Finding]:
 def _sharding(written: Scenario, s: Scenario) -> Iterator[Finding]:
     p = s.parallel
     asked = written.parallel.sharding_factor if written.parallel is not None else None
-    ranks = s.data_parallel * p.context
+    ranks = s.replica_ranks
     if asked is not None and p.strategy not in SHARDED and asked not in (1, FULL):
         yield (
             "parallel.sharding_factor",

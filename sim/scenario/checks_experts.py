@@ -33,7 +33,7 @@ def spread(written: Scenario, s: Scenario) -> Iterator[Finding]:
     p, moe = s.parallel, s.model.moe
     if p.expert == 1:
         return
-    ranks = s.data_parallel * p.context * p.tensor
+    ranks = s.replica_ranks * p.tensor
     if moe is None:
         yield ("parallel.expert", f"expert {p.expert} but the model has no experts", "give model.moe, or remove it")
     elif moe.experts % p.expert:

@@ -1,4 +1,4 @@
-"""What cannot be of blocks with a window among blocks that attend to all tokens."""
+"""What only blocks of decoders have, and what cannot be of windows among blocks that attend to all tokens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,20 @@ from collections.abc import Iterator
 
 from sim.scenario.findings import Finding
 from sim.scenario.schema import Scenario
+
+#: What the blocks of encoders, encoder-decoders and tables of layers are not simulated with.
+_OF_DECODERS = {"moe": "a mixture of experts", "mla": "latent attention", "window": "sliding-window attention",
+                "parallel_block": "attention and MLP side by side"}
+
+
+def of_decoders(written: Scenario, s: Scenario) -> Iterator[Finding]:
+    """Parts that the model's kind would pass over in silence."""
+    del written
+    if s.model.kind == "decoder":
+        return
+    for name, what in _OF_DECODERS.items():
+        if getattr(s.model, name):
+            yield f"model.{name}", f"{what} is for kind decoder, and the model is of kind {s.model.kind}", "remove it"
 
 
 def windows(written: Scenario, s: Scenario) -> Iterator[Finding]:

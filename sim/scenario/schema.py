@@ -361,10 +361,15 @@ class Scenario(Table):
         return self.gpus // (self.parallel.tensor * self.parallel.context * self.parallel.pipeline)
 
     @property
+    def replica_ranks(self) -> int:
+        """Ranks that hold the same parameters, data · context: gradients are summed over them, states sharded."""
+        return self.data_parallel * self.parallel.context
+
+    @property
     def expert_tensor(self) -> int:
         """Slices an expert's width is cut into: the tensor ranks, unless the experts are spread over these too."""
         parallel = self.parallel
-        return parallel.tensor if self.data_parallel * parallel.context % parallel.expert == 0 else 1
+        return parallel.tensor if self.replica_ranks % parallel.expert == 0 else 1
 
     @property
     def micro_steps(self) -> int:

@@ -172,3 +172,18 @@ def test_before_0_6_the_host_places_every_rank_s_piece_of_a_small_parameter() ->
              for kind, host_s, label in zip(section.kind, section.host_s, section.label, strict=True)
              if kind == Kind.HOST and host_s and program.labels[label] == ("optimizer", "optimizer", "all_gather")]
     assert spent == [pytest.approx(34 * 128 * (3 * 2e-6 + 7e-6))]
+
+
+def test_context_ranks_share_the_states_too() -> None:
+    """DeepSpeed shards over sequence-parallel and data-parallel ranks together (runtime/engine.py,
+    _configure_zero_optimizer: dp_process_group=self.seq_data_parallel_group)."""
+    held = []
+    for context in (1, 2, 4):
+        (program,) = lower(resolve({
+            "name": "x", "cluster": {"topology": "dgx-a100-80g", "nodes": 1},
+            "model": {"preset": "gpt3-1.3b"}, "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 1024},
+            "parallel": {"strategy": "zero3", "context": context},
+            "software": {"framework": "deepspeed", "year": 2024}})).job.programs
+        held.append({kind: sum(size for _, size, category in program.resident if category == kind)
+                     for kind in ("parameters", "gradients", "optimizer_states")})
+    assert held[0] == held[1] == held[2] and min(held[0].values()) > 0

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from sim.report.asked import algorithm_in_vain, overlap_in_vain, schedule_of_another, takes_turns, wide_gathers
+from sim.report.asked import (
+    algorithm_in_vain,
+    overlap_in_vain,
+    prefetch_in_vain,
+    schedule_of_another,
+    takes_turns,
+    wide_gathers,
+)
 from sim.scenario import Scenario, resolve
 
 
@@ -29,6 +36,19 @@ def test_an_overlap_that_megatron_of_2021_has_not_is_said_to_change_nothing() ->
     scenario(2021, overlap=True, pipeline=1), scenario(2021, overlap=True, pipeline=4)])
 def test_what_is_not_asked_or_done_is_no_news(other: Scenario) -> None:
     assert overlap_in_vain(other) == []
+
+
+@pytest.mark.parametrize(("version", "prefetch", "said"), [
+    (2, {"backward": "post"}, "backward post changes"), (2, {"limit": 1}, "limit 1 changes"),
+    (2, {"backward": "post", "limit": 5}, "backward post and limit 5 change "), (2, {"limit": "none"}, ""),
+    (2, {"backward": "none", "forward": True}, ""), (1, {"backward": "post", "limit": 1}, "")])
+def test_settings_of_fsdp_1_are_said_to_change_nothing_in_fsdp_2(
+        version: int, prefetch: dict[str, Any], said: str) -> None:
+    told = prefetch_in_vain(resolve({
+        "name": "x", "cluster": {"topology": "dgx-a100-80g"}, "model": {"preset": "gpt2"},
+        "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128},
+        "parallel": {"strategy": "fsdp", "prefetch": prefetch}, "software": {"fsdp": version}}))
+    assert [said in text for text in told] == ([True] if said else [])
 
 
 @pytest.mark.parametrize(("topology", "nodes", "algorithm", "said"), [

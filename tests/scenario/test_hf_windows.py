@@ -87,7 +87,10 @@ def test_a_pattern_says_the_row_it_was_read_off(kinds: list[str]) -> None:
 @pytest.mark.parametrize(("model", "said"), [
     ({"full_every": 2}, "the model has none"), ({"chunked_window": True}, "the model has none"),
     ({"window": 64, "first_full": 9}, "more than layers 4"), ({"window": 64, "full_every": 1}, "full_every"),
-    ({"window": 64, "full_every": 2, "kind": "encoder"}, "is for kind decoder")])
+    ({"window": 64, "full_every": 2, "kind": "encoder"}, "is for kind decoder"),
+    ({"window": 64, "kind": "encoder"}, "sliding-window attention is for kind decoder"),
+    ({"moe": {"experts": 4, "top_k": 1}, "kind": "encoder-decoder"}, "a mixture of experts is for kind decoder"),
+    ({"parallel_block": True, "kind": "encoder"}, "side by side is for kind decoder")])
 def test_windows_that_cannot_be_are_named(model: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         resolve({"name": "t", "cluster": {"topology": "single-h100-80g-sxm"},

@@ -37,7 +37,7 @@ class Fsdp:
         self.plan = plan
         parallel, precision = plan.scenario.parallel, plan.scenario.training.precision
         self.factor = parallel.sharding_factor
-        self.replicas = plan.scenario.data_parallel * parallel.context // self.factor
+        self.replicas = plan.scenario.replica_ranks // self.factor
         # Resharding to groups of one rank keeps a whole copy: nothing to gather in backward.
         self.keep = parallel.reshard_after_forward in (False, 1) and parallel.reshard_after_forward is not True
         spread = parallel.expert if "expert_shard" in plan.groups else 0

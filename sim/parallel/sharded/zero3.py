@@ -77,7 +77,7 @@ class Zero3:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.ranks = plan.scenario.data_parallel
+        self.ranks = plan.scenario.replica_ranks
         self.precision = plan.scenario.training.precision
         self.offload = plan.offload
         self.fetching = self.ranks > 1 or self.offload.moves_parameters
