@@ -31,6 +31,9 @@ def mixture(written: Scenario, s: Scenario) -> Iterator[Finding]:
 def spread(written: Scenario, s: Scenario) -> Iterator[Finding]:
     """Experts that cannot be spread over the ranks."""
     p, moe = s.parallel, s.model.moe
+    if p.overlap_experts is not None and moe is None:
+        yield ("parallel.overlap_experts", "overlap_experts hides all-to-alls of experts, and the model has none",
+               "give model.moe, or remove it")
     if p.expert == 1:
         return
     ranks = s.replica_ranks * p.tensor

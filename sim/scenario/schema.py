@@ -265,7 +265,7 @@ class Parallel(Table):
     wrap: Annotated[
         Literal["block"] | int, word_or_number("block", "a number of parameters", 10**13), or_word("block")
     ] = has("block", "unit of gathering: a block, or so many parameters")
-    bucket_mb: Mib = has(25.0, "MiB of a gradient bucket")
+    bucket_mb: Mib = has(25.0, "MiB of a gradient bucket; 25 is DDP's, and where a framework counts otherwise its own")
     gradient_as_bucket_view: bool = has(False, "DDP's gradients are views of its buckets")
     reduce_every_micro_step: bool = late("gradient accumulation without no_sync")
     overlap: bool = has(True, "reduce gradients and gather parameters during compute")

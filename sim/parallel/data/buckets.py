@@ -6,6 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from sim.model.architecture import Architecture, Layer, Parameter
+from sim.scenario.schema import Parallel
+
+_MIB = 2**20
+#: DDP's `bucket_cap_mb` and the field's default: it asks nothing of stacks that count their buckets otherwise.
+_DDP_MIB = float(Parallel.model_fields["bucket_mb"].default)
+
+
+def bucket_elements(parallel: Parallel, width: float, own: float) -> float:
+    """Elements of `width` bytes in a full bucket of a stack whose own buckets have `own` elements (DeepSpeed's
+    reduce_bucket_size, Megatron's --ddp-bucket-size): these, unless `bucket_mb` asks for another size than DDP's."""
+    return own if parallel.bucket_mb == _DDP_MIB else parallel.bucket_mb * _MIB / width
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +132,7 @@ def fragments(buckets: Sequence[Bucket], ranks: int) -> list[int]:
     return found
 
 
-def fill_before(architecture: Architecture, limit: int, routed: Routed = None,
+def fill_before(architecture: Architecture, limit: float, routed: Routed = None,
                 group: str = "data") -> list[Bucket]:
     """Buckets by DeepSpeed's rule: flush *before* the gradient that does not fit; a larger one travels alone.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sim.parallel.data.buckets import Bucket, Chosen, Routed, apart, fill, fill_before, joined
+from sim.parallel.data.buckets import Bucket, Chosen, Routed, apart, bucket_elements, fill, fill_before, joined
 from sim.parallel.step import Plan, is_matrix, narrow_only
 from sim.scenario.schema import Scenario
 from sim.software import Stack
@@ -124,7 +124,8 @@ def deepspeed(plan: Plan, stage: int) -> Reduction:
     parameters, precision = plan.architecture.parameters, plan.scenario.training.precision
     width, own = DTYPE_BYTES[precision.reduce], DTYPE_BYTES[precision.gradients]
     wide = sums_wide(plan, stage == 2)
-    limit = parameters if wide else DEEPSPEED_BUCKET
+    full = bucket_elements(plan.scenario.parallel, width, DEEPSPEED_BUCKET)
+    limit = parameters if wide else full
     buckets = apart(lambda routed, group: fill_before(plan.architecture, limit, routed, group), _spread(plan))
     if stage == 1:
         kind = "all_reduce" if wide else plan.stack.whole_reduction
@@ -139,7 +140,7 @@ def deepspeed(plan: Plan, stage: int) -> Reduction:
     return Reduction(
         buckets=buckets, kind="all_reduce" if wide else plan.stack.partition_reduction,
         shards=plan.replicas, gradient_shards=plan.replicas, copy_in=own + width, copy_out=0.0,
-        buffer_bytes=buffers * min(DEEPSPEED_BUCKET, parameters) * width, transient=True,
+        buffer_bytes=buffers * min(full, parameters) * width, transient=True,
         gather_elements=DEEPSPEED_BUCKET, resident_gradients=False, listed=plan.stack.listed_gathers)
 
 
@@ -154,7 +155,7 @@ def deepspeed_stage(plan: Plan) -> Reduction:
     """
     parameters, precision = plan.architecture.parameters, plan.scenario.training.precision
     width, own = DTYPE_BYTES[precision.reduce], DTYPE_BYTES[precision.gradients]
-    limit = DEEPSPEED_BUCKET
+    limit = bucket_elements(plan.scenario.parallel, width, DEEPSPEED_BUCKET)
     buckets = apart(lambda routed, group: fill_before(plan.architecture, limit, routed, group), _spread(plan))
     return Reduction(
         buckets=buckets, kind=plan.stack.partition_reduction, shards=plan.replicas, gradient_shards=1, copy_in=0.0,
@@ -175,7 +176,8 @@ def megatron(plan: Plan, distributed_optimizer: bool) -> Reduction:
     """
     if not plan.stack.lasting_gradients:
         return ddp(plan, False) if plan.scenario.parallel.overlap else _flattened(plan)
-    limit = max(plan.stack.bucket_elements, MEGATRON_BUCKET_PER_RANK * plan.replicas)
+    limit = bucket_elements(plan.scenario.parallel, DTYPE_BYTES[plan.scenario.training.precision.gradients],
+                            max(plan.stack.bucket_elements, MEGATRON_BUCKET_PER_RANK * plan.replicas))
     overlap = plan.scenario.parallel.overlap
     chunks = plan.chunks or (range(len(plan.architecture.stack)),)
 

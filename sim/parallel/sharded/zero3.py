@@ -23,6 +23,7 @@ from sim.model.architecture import Layer, Parameter
 from sim.model.tuning import Frozen
 from sim.parallel.activations import Activations
 from sim.parallel.compute import traffic_kernel
+from sim.parallel.data.buckets import bucket_elements
 from sim.parallel.offload import PARAMETER_BUFFER, PARAMETER_BUFFERS
 from sim.parallel.sharded.coordinator import COORDINATORS, Limits, Wanted
 from sim.parallel.sharded.submodules import Submodule, submodules
@@ -79,6 +80,7 @@ class Zero3:
         self.plan = plan
         self.ranks = plan.scenario.replica_ranks
         self.precision = plan.scenario.training.precision
+        self.bucket = bucket_elements(plan.scenario.parallel, DTYPE_BYTES[self.precision.reduce], REDUCE_BUCKET)
         self.offload = plan.offload
         self.fetching = self.ranks > 1 or self.offload.moves_parameters
         self.blocking = plan.stack.parameter_coordinator == "blocking"
@@ -146,7 +148,7 @@ class Zero3:
         if self.fetching:
             width = DTYPE_BYTES[self.precision.gather]
             self.plan.resident("persistent parameters", sum(self.resident) * width, "parameters")
-            bucket = min(REDUCE_BUCKET, self.plan.architecture.parameters)
+            bucket = min(self.bucket, self.plan.architecture.parameters)
             self.plan.resident("reduce bucket", bucket * DTYPE_BYTES[self.precision.reduce], "buffers")
 
     def outside(self, category: str) -> bool:
@@ -189,7 +191,7 @@ class Zero3:
             self.release(section, use, decision.release, computed)
             if use.direction == "backward" and reduces:
                 for numel in use.part.gradients:
-                    if bucket and sum(bucket) + numel > REDUCE_BUCKET:
+                    if bucket and sum(bucket) + numel > self.bucket:
                         self.reduce(section, use, bucket)
                         bucket = []
                     bucket.append(numel)
@@ -331,7 +333,7 @@ class Zero3:
         width, gradient = DTYPE_BYTES[reduce], DTYPE_BYTES[self.precision.gradients]
         total = sum(bucket)
         kernels = [traffic_kernel("gradients averaged", reduce, total, 2 * width * total)]
-        if total < REDUCE_BUCKET:
+        if total < self.bucket:
             copies = traffic_kernel("gradients into bucket", reduce, total, (gradient + width) * total)
             kernels.append(replace(copies, launches=len(bucket)))
         if self.blocking:
