@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from sim.errors import nearest
 from sim.network import Topology
 from sim.scenario import Scenario
-from sim.software import stack_of
+from sim.software import is_release, packages, stack_of
 
 
 def overlap_in_vain(scenario: Scenario) -> list[str]:
@@ -71,6 +72,19 @@ def prefetch_in_vain(scenario: Scenario) -> list[str]:
              if said]
     return [f"software: prefetch {' and '.join(asked)} {'change' if len(asked) > 1 else 'changes'} nothing: FSDP 2 has "
             "no such setting"] if asked else []
+
+
+def versions_in_vain(scenario: Scenario) -> list[str]:
+    """A warning where `software.versions` names packages that no fact of any profile goes by, or no releases."""
+    known, versions = packages(), scenario.software.versions
+    nameless = [f"software: versions.{name} '{text[:40]}' is no release: that of {scenario.software.year} is taken"
+                for name, text in versions.items() if name in known and not is_release(text)]
+    others = [name for name in versions if name not in known]
+    if not others:
+        return nameless
+    likely = next((found for name in others if (found := nearest(name, known))), "")
+    return [*nameless, f"software: versions of {', '.join(others)} change nothing: facts go by releases of "
+            f"{', '.join(known)}, and else by the year{f'; {likely}' if likely else ''}"]
 
 
 def algorithm_in_vain(scenario: Scenario) -> list[str]:

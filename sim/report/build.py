@@ -15,6 +15,7 @@ from sim.report.asked import (
     prefetch_in_vain,
     schedule_of_another,
     takes_turns,
+    versions_in_vain,
     wide_gathers,
 )
 from sim.report.breakdown import COMPUTE_STREAM, bound, kernel_counts, of_rank, step_flops
@@ -136,7 +137,7 @@ def _warnings(result: Result) -> list[str]:
         leaks = {name: size for name, size in memory.use.net_bytes.items() if size}
         found.append(f"memory: the step does not return to the level at which it began ({leaks})")
     for asked in (unusual_queues, overlap_in_vain, prefetch_in_vain, takes_turns, algorithm_in_vain,
-                  schedule_of_another, wide_gathers):
+                  schedule_of_another, versions_in_vain, wide_gathers):
         found += asked(result.scenario)
     loading = result.data_loading
     if loading.waiting_s > 0:

@@ -1,6 +1,7 @@
 """Software stacks as tables of named facts."""
 
-from sim.software.facts import Fact, facts_of, free_figures, profile_names
+from sim.software.facts import Fact, facts_of, free_figures, is_release, packages, profile_names
 from sim.software.stack import Stack, stack_for, stack_of, trial
 
-__all__ = ["Fact", "Stack", "facts_of", "free_figures", "profile_names", "stack_for", "stack_of", "trial"]
+__all__ = ["Fact", "Stack", "facts_of", "free_figures", "is_release", "packages", "profile_names", "stack_for",
+           "stack_of", "trial"]

@@ -14,6 +14,8 @@ from sim.errors import Fault, UserError, nearest
 
 #: The profile every other one descends from: it also holds the releases of each year.
 _ROOT = "pytorch"
+#: What stands in place of a release: MPT's attention kernel of 2023 (LLM Foundry's attn_impl).
+_NAMED = ("triton",)
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge, "<=": operator.le, "==": operator.eq, "<": operator.lt, ">": operator.gt,
 }
@@ -49,6 +51,16 @@ def _profile(name: str) -> dict[str, Any]:
     return table(f"software/profiles/{name}.yaml")
 
 
+def packages() -> tuple[str, ...]:
+    """Packages whose releases decide facts; what else a scenario's `versions` names changes nothing."""
+    return tuple(_profile(_ROOT)["releases"])
+
+
+def is_release(text: str) -> bool:
+    """Whether a version says something: a number, or a name that stands for one. Else the year's release counts."""
+    return bool(_version(text)) or text in _NAMED
+
+
 def facts_of(
     framework: str, year: int, compile_: bool = False, versions: Mapping[str, str] | None = None,
     fused: bool = True, cuda_graphs: bool = False, modules: str = "plain",
@@ -63,9 +75,10 @@ def facts_of(
         message = f"unknown framework '{framework}'; known: {', '.join(names)}"
         raise UserError(Fault(message, field="software.framework", hint=nearest(framework, names)))
     releases = _profile(_ROOT)["releases"]
-    known = {name: _release(by_year, year) for name, by_year in releases.items()} | dict(versions or {})
+    versions = {name: text for name, text in (versions or {}).items() if is_release(text)}
+    known = {name: _release(by_year, year) for name, by_year in releases.items()} | versions
     switches = {"compile": compile_, "cuda_graphs": cuda_graphs, "fused": fused, f"{modules}_modules": True}
-    given = {f"{name}_given": True for name in versions or {}}
+    given = {f"{name}_given": True for name in versions}
     lines: dict[str, dict[str, Any]] = {}
     for profile in _lineage(framework):
         _override(lines, profile["facts"])

@@ -12,9 +12,11 @@ from sim.report.asked import (
     prefetch_in_vain,
     schedule_of_another,
     takes_turns,
+    versions_in_vain,
     wide_gathers,
 )
 from sim.scenario import Scenario, resolve
+from sim.software import stack_of
 
 
 def scenario(year: int, **parallel: Any) -> Scenario:
@@ -49,6 +51,21 @@ def test_settings_of_fsdp_1_are_said_to_change_nothing_in_fsdp_2(
         "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128},
         "parallel": {"strategy": "fsdp", "prefetch": prefetch}, "software": {"fsdp": version}}))
     assert [said in text for text in told] == ([True] if said else [])
+
+
+@pytest.mark.parametrize(("versions", "said"), [
+    ({"flash-attn": "1.0"}, ["versions of flash-attn change nothing", "did you mean 'flash_attn'"]),
+    ({"torch": "nightly"}, ["versions.torch 'nightly' is no release: that of 2023 is taken"]),
+    ({"torch": "2.1.0+cu121", "flash_attn": "triton"}, []), ({"megatron": "0.5"}, ["and else by the year"])])
+def test_versions_that_say_nothing_are_named(versions: dict[str, str], said: list[str]) -> None:
+    asked = resolve({
+        "name": "x", "cluster": {"topology": "dgx-a100-80g"}, "model": {"preset": "gpt2"},
+        "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128},
+        "software": {"year": 2023, "versions": versions}})
+    told = versions_in_vain(asked)
+    assert len(told) == bool(said) and all(part in text for text in told for part in said)
+    if said:
+        assert stack_of(asked.software) == stack_of(asked.software.model_copy(update={"versions": {}}))
 
 
 @pytest.mark.parametrize(("topology", "nodes", "algorithm", "said"), [
