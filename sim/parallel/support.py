@@ -9,13 +9,18 @@ from sim.hardware import gpu
 from sim.model.inference import NARROW
 from sim.model.tuning import QUANTISED, cut_both
 from sim.parallel.model.expert import misfit
-from sim.scenario.schema import Scenario
+from sim.scenario.schema import Scenario, Training
 from sim.software import Stack
 
 #: Optimizers that bitsandbytes keeps in unified memory where asked (optim/adamw.py, adam.py).
 _PAGED = ("adamw", "adam", "adamw-8bit")
 #: Compute dtypes below 16 bits.
 _NARROW = ("fp8", "mxfp8", "nvfp4", "int8", "int4")
+
+
+def recomputes_ops(training: Training) -> bool:
+    """Whether recomputation of every second product is simulated: not beside weights that are frozen."""
+    return training.finetune is None or training.finetune.method == "full"
 
 
 def _tuned(scenario: Scenario, stack: Stack) -> str:
@@ -29,12 +34,12 @@ def _tuned(scenario: Scenario, stack: Stack) -> str:
         return "an adapter behind cross attention"
     if finetune.method == "adapter" and (model.moe or model.mla):
         return "an adapter behind a sub-layer that is latent or a mixture"
-    training = scenario.training
+    training, by_op = scenario.training, not recomputes_ops(scenario.training)
     narrow = precision.compute in _NARROW
     for also, asked in (("chunked_loss and the head among its targets",
                          training.chunked_loss and "head" in finetune.targets),
                         ("optimizer_in_backward", training.optimizer_in_backward),
-                        ("recompute selective-op", training.recompute == "selective-op"),
+                        ("recompute selective-op", by_op and training.recompute == "selective-op"),
                         (f"compute in {precision.compute} and {finetune.base} weights",
                          narrow and finetune.base in QUANTISED),
                         (f"compute in {precision.compute} by torchao, which makes gradients of frozen weights all the "

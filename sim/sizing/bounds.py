@@ -266,7 +266,8 @@ class _Bounding:
         flying = flight(table.layers, places, group.policies, said)
         if outside.moves_activations:
             flying = np.zeros_like(flying)
-        held: Floats = fullest(table, places, flying, steps, ways, kept_widths(table)) * _SURE + table.fixed_bytes
+        held: Floats = fullest(table, places, flying, steps, ways, kept_widths(table),
+                               schedule) * _SURE + table.fixed_bytes
         if not (held <= capacity).any():
             return 0.0, held.reshape(-1), 0.0  # never asked for: none fits
         steps_s = self.times.steps_s(table, places, group.policies, said, schedule, ways)
@@ -290,8 +291,8 @@ def _places(table: Table, pipeline: int, virtual: int, schedule: str) -> Places:
         first, end = table.layers.through[start], table.layers.through[stop]
         lower = start[:, None, :] < start[:, :, None]  # (ranks, chunks, chunks before)
         before = (lower * (end - first)[:, None, :]).sum(axis=2)
-        frozen = table.layers.frozen
+        frozen, whole = table.layers.frozen, table.layers.whole
         table.staged[key] = Places(start, stop, first, end, before, (numel[stop] - numel[start]).sum(axis=1),
-                                   (frozen[stop] - frozen[start]).sum(axis=1))
+                                   (frozen[stop] - frozen[start]).sum(axis=1), (whole[stop] - whole[start]).sum(axis=1))
     found: Places = table.staged[key]
     return found

@@ -11,13 +11,18 @@ import numpy.typing as npt
 from sim.sizing.orders import Facts
 from sim.sizing.space import POLICIES, STRATEGIES
 from sim.sizing.tables import Floats, Kept, Layers, Table
+from sim.work import DTYPE_BYTES
 
 Ints = npt.NDArray[np.int64]
+
+#: Schedules that compute the gradients of weights with those of inputs.
+_WHOLE_BACKWARD = ("1f1b", "gpipe", "interleaved")
 
 
 class Places(NamedTuple):
     """Chunks of pipeline ranks as positions and as blocks, each of shape (ranks, chunks); `before`: blocks of the rank
-    that come before the chunk; `numel`: elements of every rank, `frozen`: bytes of what is not trained."""
+    that come before the chunk; `numel`: elements of every rank, `frozen`: bytes of what is not trained, `whole`: of all
+    parameters as they are gathered."""
 
     start: Ints
     stop: Ints
@@ -26,6 +31,7 @@ class Places(NamedTuple):
     before: Ints
     numel: Floats
     frozen: Floats
+    whole: Floats
 
 
 class Ways(NamedTuple):
@@ -95,15 +101,18 @@ def _highest(held: Floats, kept: Floats, of: Kept, places: Places) -> Floats:
     return highest
 
 
-def fullest(table: Table, places: Places, flying: Floats, steps: int, ways: Ways, w: Mapping[str, float]) -> Floats:
+def fullest(table: Table, places: Places, flying: Floats, steps: int, ways: Ways, w: Mapping[str, float],
+            schedule: str) -> Floats:
     """Bytes of the fullest rank: states with gradients, or with the activations in flight; shape (ways, policies).
 
     Args:
         w: bytes per parameter of every category on the device.
+        schedule: of the pipeline; "" = none.
     """
+    staged = table.scenario.parallel.pipeline > 1
     numel = places.numel
     sharded = ("fsdp",) if table.stack.gradient_path == "ipg" else ("fsdp", "zero2", "zero3")
-    resident, staged = table.stack.gradient_path in ("grad_buffer", "accumulator"), table.scenario.parallel.pipeline > 1
+    resident = table.stack.gradient_path in ("grad_buffer", "accumulator")
     found = np.empty((len(ways.strategy), flying.shape[1]))
     for i, (index, shard, part) in enumerate(zip(*(x.tolist() for x in ways), strict=True)):
         name = STRATEGIES[index]
@@ -114,10 +123,27 @@ def fullest(table: Table, places: Places, flying: Floats, steps: int, ways: Ways
         if name in sharded:  # FSDP keeps whole gradients from micro-step to micro-step (no_sync); a stage holds most
             whole = bool(w["gradients"]) or table.scenario.training.optimizer_in_backward  # or they leave as they come
             lasting = whole * numel * table.accumulated * (steps > 1 and not staged)  # when its first backward begins
+            if staged and shard > 1:
+                lasting = lasting + _in_stages(table, places, steps, schedule)
         elif resident:
             lasting = gradients
         found[i] = np.maximum((states + gradients)[:, None], (states + lasting)[:, None] + flying).max(axis=0)
     return found
+
+
+def _in_stages(table: Table, places: Places, steps: int, schedule: str) -> Floats:
+    """Bytes that FSDP's stages hold for certain beside shards and the most activations: shape (ranks,).
+
+    What is gathered stays from a chunk's first forward to its last backward (`Space.sets`). All forwards of a rank are
+    over before that, and then its activations only fall, unless the weights' gradients are computed apart. Backward
+    passes but the last add gradients up unsharded (`parallel/pipeline/sharded.py`); where forward and backward take
+    turns long enough, all chunks have had one while activations are still at their most.
+    """
+    if schedule not in _WHOLE_BACKWARD:
+        return np.zeros(len(places.numel))
+    turns = schedule != "gpipe" and steps >= 2 * table.scenario.parallel.pipeline
+    width = min(DTYPE_BYTES[table.precision.gather], DTYPE_BYTES[table.precision.reduce])
+    return places.whole + turns * width * places.numel
 
 
 def least(table: Table, ranks: int, strategies: frozenset[str]) -> float:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sim.errors import Fault, UserError
+from sim.parallel.support import recomputes_ops
 from sim.scenario import Scenario
 from sim.software import Stack, stack_of
 
@@ -207,6 +208,8 @@ def _of_count(number: int, scenario: Scenario, nodes: int,
     experts = model.moe.experts if model.moe is not None else 1
     same = _same_sharding(scenario)
     states = scenario.parallel.offload.optimizer in ("cpu", "nvme")  # of shards, which one rank has none of
+    if not recomputes_ops(scenario.training):
+        choice = replace(choice, recompute=tuple(name for name in choice.recompute if name != "selective-op"))
     for tensor, context, pipeline in _degrees(scenario, gpus, choice):
         replicas = gpus // (tensor * context * pipeline)
         if batch % replicas or (states and replicas * context == 1):

@@ -22,6 +22,7 @@ from sim.hardware.outside import outside
 from sim.model import build, optimizer_state_bytes
 from sim.model.architecture import Architecture, Layer
 from sim.model.eager import KINDS, layer_profile
+from sim.model.tuning import QUANTISED
 from sim.parallel.compute import Compute, is_weight_gradient
 from sim.parallel.layout import Layout
 from sim.parallel.lower import cut_groups, held, layout_of, wired
@@ -92,7 +93,7 @@ class Layers:
         index: number of every position's layer among the distinct ones.
         spans: of every distinct layer the parts of `Seconds`, then recomputation by policy.
         numel: elements of the layers before each position, shape (positions + 1,); `through`: blocks; `frozen`: bytes
-            of what is not trained.
+            of what is not trained; `whole`: bytes of all parameters as FSDP gathers them, at least.
         work_j: energy of forward and backward of all layers beside a GPU's constant part; again_j: of recomputation,
             per policy and block, summed from the first block on.
     """
@@ -127,6 +128,10 @@ class Layers:
         self.through = np.concatenate(([0], np.cumsum(self.blocks))).astype(np.int64)
         self.numel = before([float(layer.numel) for layer in row])
         self.frozen = before([float(sum(tensor.size_bytes for tensor in layer.frozen)) for layer in row])
+        wire = DTYPE_BYTES[scenario.training.precision.gather]
+        self.whole = before([layer.numel * wire + sum(
+            tensor.size_bytes if tensor.dtype in QUANTISED else tensor.numel * wire for tensor in layer.frozen)
+            for layer in row])
         self._scenario = scenario
         self.block = next((layer for layer in row if layer.kind == "block"), row[0])
         self.output_bytes = self.block.input.elements * DTYPE_BYTES[self.block.input.dtype]
