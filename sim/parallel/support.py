@@ -191,6 +191,13 @@ def _stages(scenario: Scenario, ipg: bool) -> Iterator[Fault]:
                     hint="use true or false")
 
 
+def spreads_experts(strategy: str, factor: int, expert: int, ipg: bool) -> bool:
+    """Whether experts are spread over so many of the ranks that share states `factor` ways."""
+    if ipg and strategy == "zero3":
+        return False
+    return not _like_fsdp(strategy, ipg) or factor % expert == 0
+
+
 def _expert(scenario: Scenario, ipg: bool) -> Iterator[Fault]:
     """Ways to spread experts that a technique has no groups for."""
     parallel, field = scenario.parallel, "parallel.expert"
@@ -205,7 +212,7 @@ def _expert(scenario: Scenario, ipg: bool) -> Iterator[Fault]:
         yield Fault("DeepSpeed has no expert parallelism in ZeRO-3 (runtime/engine.py: MoE not supported with Stage 3)",
                     field, hint="use zero1, zero2 or fsdp")
     elif _like_fsdp(parallel.strategy, ipg):
-        if parallel.sharding_factor % parallel.expert:
+        if not spreads_experts(parallel.strategy, parallel.sharding_factor, parallel.expert, ipg):
             yield Fault(f"expert {parallel.expert} does not divide the sharding factor {parallel.sharding_factor}: a "
                         "shard group holds every expert once or more", field, hint="use a larger sharding_factor")
         elif parallel.reshard_after_forward not in (True, False):

@@ -291,8 +291,8 @@ def _places(table: Table, pipeline: int, virtual: int, schedule: str) -> Places:
         first, end = table.layers.through[start], table.layers.through[stop]
         lower = start[:, None, :] < start[:, :, None]  # (ranks, chunks, chunks before)
         before = (lower * (end - first)[:, None, :]).sum(axis=2)
-        frozen, whole = table.layers.frozen, table.layers.whole
-        table.staged[key] = Places(start, stop, first, end, before, (numel[stop] - numel[start]).sum(axis=1),
-                                   (frozen[stop] - frozen[start]).sum(axis=1), (whole[stop] - whole[start]).sum(axis=1))
+        of = table.layers
+        table.staged[key] = Places(start, stop, first, end, before, *(
+            (sums[stop] - sums[start]).sum(axis=1) for sums in (numel, of.routed, of.frozen, of.whole)))
     found: Places = table.staged[key]
     return found

@@ -21,8 +21,8 @@ _WHOLE_BACKWARD = ("1f1b", "gpipe", "interleaved")
 
 class Places(NamedTuple):
     """Chunks of pipeline ranks as positions and as blocks, each of shape (ranks, chunks); `before`: blocks of the rank
-    that come before the chunk; `numel`: elements of every rank, `frozen`: bytes of what is not trained, `whole`: of all
-    parameters as they are gathered."""
+    that come before the chunk; `numel`: elements of every rank, `routed` those of routed experts; `frozen`: bytes of
+    what is not trained, `whole`: of all parameters as they are gathered."""
 
     start: Ints
     stop: Ints
@@ -30,6 +30,7 @@ class Places(NamedTuple):
     end: Ints
     before: Ints
     numel: Floats
+    routed: Floats
     frozen: Floats
     whole: Floats
 
@@ -111,24 +112,49 @@ def fullest(table: Table, places: Places, flying: Floats, steps: int, ways: Ways
     """
     staged = table.scenario.parallel.pipeline > 1
     numel = places.numel
-    sharded = ("fsdp",) if table.stack.gradient_path == "ipg" else ("fsdp", "zero2", "zero3")
+    sharded = _like_fsdp(table)
     resident = table.stack.gradient_path in ("grad_buffer", "accumulator")
     found = np.empty((len(ways.strategy), flying.shape[1]))
     for i, (index, shard, part) in enumerate(zip(*(x.tolist() for x in ways), strict=True)):
         name = STRATEGIES[index]
-        states = numel * (w["parameters"] / shard + (w["master_parameters"] + w["optimizer_states"]) / part)
+        shard = part if name == "zero2" and name in sharded else shard
+        dense, routed = numel - places.routed, places.routed
+        states = dense * _of_states(w, shard, part) + routed * _of_states(w, table.apart(shard), table.apart(part))
         states = states + places.frozen / shard * (w["parameters"] > 0.0)  # they are where parameters are
-        gradients = numel * w["gradients"] / (1.0 if name in ("none", "ddp", "zero1") else part)
+        gradients = w["gradients"] * (numel if name in ("none", "ddp", "zero1") else
+                                      dense / part + routed / table.apart(part))
         lasting = np.zeros(len(numel))
         if name in sharded:  # FSDP keeps whole gradients from micro-step to micro-step (no_sync); a stage holds most
             whole = bool(w["gradients"]) or table.scenario.training.optimizer_in_backward  # or they leave as they come
             lasting = whole * numel * table.accumulated * (steps > 1 and not staged)  # when its first backward begins
-            if staged and shard > 1:
-                lasting = lasting + _in_stages(table, places, steps, schedule)
+            if shard > 1:
+                lasting = lasting + (_in_stages(table, places, steps, schedule) if staged else
+                                     _at_once(table, name == "zero2"))
         elif resident:
             lasting = gradients
         found[i] = np.maximum((states + gradients)[:, None], (states + lasting)[:, None] + flying).max(axis=0)
     return found
+
+
+def _like_fsdp(table: Table) -> tuple[str, ...]:
+    """Strategies that shard parameters as FSDP does in this stack."""
+    return ("fsdp",) if table.stack.gradient_path == "ipg" else ("fsdp", "zero2", "zero3")
+
+
+def _at_once(table: Table, keeps: bool) -> float:
+    """Bytes of gathered parameters that FSDP without a pipeline holds for certain beside shards and the most
+    activations: all where it `keeps` them behind forward, or the root's (embedding and head), which it always does."""
+    layers, parallel = table.layers, table.scenario.parallel
+    if parallel.wrap != "block":
+        return 0.0
+    if keeps or parallel.reshard_after_forward is False:
+        return float(layers.whole[-1])
+    return float(np.diff(layers.whole)[~layers.blocks].sum())
+
+
+def _of_states(w: Mapping[str, float], shard: float, part: float) -> float:
+    """Bytes per element of parameters that are split over `shard` ranks and optimizer states over `part`."""
+    return w["parameters"] / shard + (w["master_parameters"] + w["optimizer_states"]) / part
 
 
 def _in_stages(table: Table, places: Places, steps: int, schedule: str) -> Floats:
@@ -139,7 +165,7 @@ def _in_stages(table: Table, places: Places, steps: int, schedule: str) -> Float
     passes but the last add gradients up unsharded (`parallel/pipeline/sharded.py`); where forward and backward take
     turns long enough, all chunks have had one while activations are still at their most.
     """
-    if schedule not in _WHOLE_BACKWARD:
+    if schedule not in _WHOLE_BACKWARD or table.scenario.parallel.wrap != "block":
         return np.zeros(len(places.numel))
     turns = schedule != "gpipe" and steps >= 2 * table.scenario.parallel.pipeline
     width = min(DTYPE_BYTES[table.precision.gather], DTYPE_BYTES[table.precision.reduce])
@@ -155,11 +181,12 @@ def least(table: Table, ranks: int, strategies: frozenset[str]) -> float:
     layers, w, of = table.layers, table.layers.widths, table.layers.kept
     depth, blocks = table.scenario.parallel.pipeline, int(layers.through[-1])
     part = ranks if strategies & {"zero1", "zero2", "zero3", "fsdp"} else 1
-    shard = ranks if strategies & {"zero3", "fsdp"} else 1
+    shard = ranks if strategies & {"zero3", *_like_fsdp(table)} else 1
     resident = table.stack.gradient_path in ("grad_buffer", "accumulator") and strategies <= {"none", "ddp", "zero1"}
-    width = w["parameters"] / shard + (w["master_parameters"] + w["optimizer_states"]) / part + (
-        w["gradients"] if resident else 0.0)
+    dense, routed = float(layers.numel[-1] - layers.routed[-1]), float(layers.routed[-1])
+    states = dense * _of_states(w, shard, part) + routed * _of_states(w, table.apart(shard), table.apart(part))
+    states += (dense + routed) * w["gradients"] * resident
     kept = float(of.kept[:, -1].min()) - (layers.output_bytes * blocks if depth > 1 else 0.0)
     rises = float(of.rises.min()) if of.rises.size and depth <= blocks else 0.0
     frozen = float(layers.frozen[-1]) / shard * (w["parameters"] > 0.0)
-    return (float(layers.numel[-1]) * width + frozen + max(0.0, kept)) / depth + rises
+    return (states + frozen + max(0.0, kept)) / depth + rises

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sim.errors import Fault, UserError
-from sim.parallel.support import recomputes_ops
+from sim.parallel.support import recomputes_ops, spreads_experts
 from sim.scenario import Scenario
 from sim.software import Stack, stack_of
 
@@ -206,7 +206,7 @@ def _of_count(number: int, scenario: Scenario, nodes: int,
     assert batch is not None
     blocks = model.layers + model.decoder_layers
     experts = model.moe.experts if model.moe is not None else 1
-    same = _same_sharding(scenario)
+    same, ipg = _same_sharding(scenario), _stack(scenario).gradient_path == "ipg"
     states = scenario.parallel.offload.optimizer in ("cpu", "nvme")  # of shards, which one rank has none of
     if not recomputes_ops(scenario.training):
         choice = replace(choice, recompute=tuple(name for name in choice.recompute if name != "selective-op"))
@@ -226,9 +226,13 @@ def _of_count(number: int, scenario: Scenario, nodes: int,
                 if not rows.shape[1]:
                     continue
                 for spread in spreads:
-                    for sequence in sequences:
-                        yield ((number, nodes, tensor, sequence, context, spread, micro, pipeline, virtual, schedule),
-                               rows, said)
+                    able = rows if spread == 1 else rows[:, [spreads_experts(
+                        STRATEGIES[index], factor, spread, ipg) for index, factor in rows[:2].T.tolist()]]
+                    over_tensor = tensor > 1 and (replicas * context) % spread > 0
+                    for sequence in sequences[-1:] if over_tensor else sequences:
+                        if able.shape[1] and sequence >= over_tensor:
+                            yield ((number, nodes, tensor, sequence, context, spread, micro, pipeline, virtual,
+                                    schedule), able, said - rows.shape[1] + able.shape[1])
 
 
 def _degrees(scenario: Scenario, gpus: int, choice: Choice) -> Iterator[tuple[int, int, int]]:
@@ -240,7 +244,7 @@ def _degrees(scenario: Scenario, gpus: int, choice: Choice) -> Iterator[tuple[in
     contexts = [c for c in _divisors(gpus) if _in(c, choice.context) and (c == 1 or (
         model.kind == "decoder" and sequence % c == 0))]
     depths = [p for p in _divisors(gpus) if _in(p, choice.pipeline) and (p == 1 or (
-        model.kind in ("decoder", "encoder") and p <= model.layers + 2))]
+        model.kind in ("decoder", "encoder") and p <= model.layers + 2 and not scenario.training.optimizer_in_backward))]
     for t in widths:
         for c in contexts:
             for p in depths:

@@ -93,7 +93,8 @@ class Layers:
         index: number of every position's layer among the distinct ones.
         spans: of every distinct layer the parts of `Seconds`, then recomputation by policy.
         numel: elements of the layers before each position, shape (positions + 1,); `through`: blocks; `frozen`: bytes
-            of what is not trained; `whole`: bytes of all parameters as FSDP gathers them, at least.
+            of what is not trained; `whole`: bytes of all parameters as FSDP gathers them, at least; `routed`:
+            elements of routed experts.
         work_j: energy of forward and backward of all layers beside a GPU's constant part; again_j: of recomputation,
             per policy and block, summed from the first block on.
     """
@@ -128,6 +129,7 @@ class Layers:
         self.through = np.concatenate(([0], np.cumsum(self.blocks))).astype(np.int64)
         self.numel = before([float(layer.numel) for layer in row])
         self.frozen = before([float(sum(tensor.size_bytes for tensor in layer.frozen)) for layer in row])
+        self.routed = before([float(layer.routed) for layer in row])
         wire = DTYPE_BYTES[scenario.training.precision.gather]
         self.whole = before([layer.numel * wire + sum(
             tensor.size_bytes if tensor.dtype in QUANTISED else tensor.numel * wire for tensor in layer.frozen)
@@ -216,6 +218,12 @@ class Table:
         if self.scenario.parallel.reduce_every_micro_step:
             return 0.0
         return min(DTYPE_BYTES[precision.gather], DTYPE_BYTES[precision.reduce])
+
+    def apart(self, ranks: float) -> float:
+        """Of so many ranks that share states at most those that hold the same routed experts."""
+        parallel = self.scenario.parallel
+        wide = parallel.tensor if self.scenario.expert_tensor < parallel.tensor else 1
+        return max(1.0, ranks * wide / parallel.expert)
 
     @cached_property
     def fixed_bytes(self) -> float:

@@ -267,23 +267,3 @@ def test_what_recomputation_cannot_be_beside_frozen_weights_is_no_layout() -> No
 
     assert policies({"method": "full"}) == {"none", "selective", "selective-op", "full"}
     assert policies({"method": "lora", "rank": 8}) == {"none", "selective", "full"}
-
-
-@pytest.mark.parametrize(("version", "finetune"), [(1, {"method": "full"}), (2, {"method": "full"}),
-                                                   (2, {"method": "lora", "rank": 8, "base": "bf16"})])
-def test_bounds_of_fsdp_s_stages_count_what_is_gathered(version: int, finetune: dict[str, Any]) -> None:
-    """The stage of the fullest rank holds a quarter of the parameters whole at least, in two bytes each."""
-    of = scenario(model={"preset": "llama-3.2-1b", "tied_embeddings": False}, cluster={"topology": "dgx-h100"},
-                  software={"framework": "torchtitan", "fsdp": version}, training={
-                      "micro_batch": 1, "global_batch": 64, "sequence": 256, "precision": "pure-bf16",
-                      "finetune": finetune})
-    choice = Choice([16], micro_batch=[1], context=[1], tensor=[1], pipeline=[4], strategies=["fsdp"],
-                    schedules=["1f1b", "interleaved", "gpipe", "zb-h1"], recompute=["full"], partial_recompute=False)
-    base = _alone(of, None)
-    space, plain = build_space([base], choice), dump(base)
-    bound = bounds(space)
-    for row in np.random.default_rng(2).choice(len(space), 8, replace=False):
-        got = simulated(("", plain, space.sets(int(row)), 16))
-        assert got.outcome == "ok" and bound.memory_bytes[row] <= got.device_used_bytes
-        if space.sets(int(row))["parallel.schedule"] != "zb-h1":
-            assert bound.memory_bytes[row] > 2 * 1.49e9 / 4 * (1 + 1 / space.sets(int(row))["parallel.sharding_factor"])
