@@ -238,13 +238,13 @@ def _of_count(number: int, scenario: Scenario, nodes: int,
 def _degrees(scenario: Scenario, gpus: int, choice: Choice) -> Iterator[tuple[int, int, int]]:
     """Tensor, context and pipeline degrees that the model and the GPUs allow."""
     model, sequence = scenario.model, scenario.training.sequence
-    plain = model.kind == "layers"
+    plain, cut = model.kind == "layers", not scenario.training.optimizer_in_backward  # which no pipeline has
     widths = [t for t in _divisors(gpus) if _in(t, choice.tensor) and (t == 1 or (not plain and not (
         model.heads % t or model.ffn % t or (model.kv_heads % t and t % model.kv_heads))))]
     contexts = [c for c in _divisors(gpus) if _in(c, choice.context) and (c == 1 or (
         model.kind == "decoder" and sequence % c == 0))]
     depths = [p for p in _divisors(gpus) if _in(p, choice.pipeline) and (p == 1 or (
-        model.kind in ("decoder", "encoder") and p <= model.layers + 2 and not scenario.training.optimizer_in_backward))]
+        cut and model.kind in ("decoder", "encoder") and p <= model.layers + 2))]
     for t in widths:
         for c in contexts:
             for p in depths:
