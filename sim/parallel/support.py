@@ -86,27 +86,16 @@ def check(scenario: Scenario, stack: Stack) -> None:
         asked |= _inference(scenario)
     faults = [Fault(f"{what} is understood but not simulated yet in this version", field, hint="remove it, or see "
                     "the README's validity limits") for field, what in asked.items() if what]
-    faults += [*_narrow(scenario), *_partly(scenario, ipg), *_in_backward(scenario),
+    faults += [*_narrow(scenario), *_in_backward(scenario),
                *_offload(scenario, ipg, stack.hybrid_offload), *_expert(scenario, ipg), *_stages(scenario, ipg),
                *_whole_slices(scenario)]
     if faults:
         raise UserError(faults)
 
 
-def _like_fsdp(strategy: str, ipg: bool) -> bool:
+def like_fsdp(strategy: str, ipg: bool) -> bool:
     """Whether a stack shards parameters as FSDP does."""
     return strategy == "fsdp" or (strategy in ("zero2", "zero3") and not ipg)
-
-
-def _partly(scenario: Scenario, ipg: bool) -> Iterator[Fault]:
-    """ZeRO's states over some of the ranks that hold the same parameters: MiCS (arXiv 2205.00119) in DeepSpeed's
-    ZeRO-3, `--num-distributed-optimizer-instances` in Megatron-LM of 2025, an option of no other."""
-    parallel = scenario.parallel
-    zero = parallel.strategy.startswith("zero") and not _like_fsdp(parallel.strategy, ipg)
-    if zero and parallel.sharding_factor < scenario.replica_ranks and scenario.training.mode == "train":
-        yield Fault(f"{parallel.strategy} over {parallel.sharding_factor} of {scenario.replica_ranks} ranks is "
-                    "understood but not simulated yet: the states are spread over all of them",
-                    "parallel.sharding_factor", hint="remove it, or use strategy fsdp")
 
 
 def _narrow(scenario: Scenario) -> Iterator[Fault]:
@@ -195,7 +184,7 @@ def spreads_experts(strategy: str, factor: int, expert: int, ipg: bool) -> bool:
     """Whether experts are spread over so many of the ranks that share states `factor` ways."""
     if ipg and strategy == "zero3":
         return False
-    return not _like_fsdp(strategy, ipg) or factor % expert == 0
+    return not like_fsdp(strategy, ipg) or factor % expert == 0
 
 
 def _expert(scenario: Scenario, ipg: bool) -> Iterator[Fault]:
@@ -211,7 +200,7 @@ def _expert(scenario: Scenario, ipg: bool) -> Iterator[Fault]:
     if ipg and parallel.strategy == "zero3":
         yield Fault("DeepSpeed has no expert parallelism in ZeRO-3 (runtime/engine.py: MoE not supported with Stage 3)",
                     field, hint="use zero1, zero2 or fsdp")
-    elif _like_fsdp(parallel.strategy, ipg):
+    elif like_fsdp(parallel.strategy, ipg):
         if not spreads_experts(parallel.strategy, parallel.sharding_factor, parallel.expert, ipg):
             yield Fault(f"expert {parallel.expert} does not divide the sharding factor {parallel.sharding_factor}: a "
                         "shard group holds every expert once or more", field, hint="use a larger sharding_factor")
@@ -242,7 +231,7 @@ def _offload(scenario: Scenario, ipg: bool, hybrid: bool) -> Iterator[Fault]:
     parallel = scenario.parallel
     offload, strategy = parallel.offload, parallel.strategy
     parameters, optimizer = (place in ("cpu", "nvme") for place in (offload.parameters, offload.optimizer))
-    sharded = _like_fsdp(strategy, ipg)
+    sharded = like_fsdp(strategy, ipg)
     if parallel.pipeline > 1 and offload.activations in ("cpu", "nvme"):
         yield Fault("saved tensors of pipeline stages stay on the GPU (megatron-core transformer_config.py refuses "
                     "cpu_offloading with a pipeline)", "parallel.offload.activations",

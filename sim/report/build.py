@@ -14,6 +14,7 @@ from sim.report.asked import (
     overlap_in_vain,
     prefetch_in_vain,
     schedule_of_another,
+    spread_in_vain,
     takes_turns,
     versions_in_vain,
     wide_gathers,
@@ -136,8 +137,8 @@ def _warnings(result: Result) -> list[str]:
     if not memory.use.steady:
         leaks = {name: size for name, size in memory.use.net_bytes.items() if size}
         found.append(f"memory: the step does not return to the level at which it began ({leaks})")
-    for asked in (unusual_queues, overlap_in_vain, prefetch_in_vain, takes_turns, algorithm_in_vain,
-                  schedule_of_another, versions_in_vain, wide_gathers):
+    for asked in (unusual_queues, overlap_in_vain, prefetch_in_vain, spread_in_vain, takes_turns,
+                  algorithm_in_vain, schedule_of_another, versions_in_vain, wide_gathers):
         found += asked(result.scenario)
     loading = result.data_loading
     if loading.waiting_s > 0:

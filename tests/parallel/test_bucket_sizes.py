@@ -1,4 +1,4 @@
-"""Sizes of gradient buckets that a scenario asks for, and shards over some of the ranks, stack by stack."""
+"""Sizes of gradient buckets that a scenario asks for, stack by stack."""
 
 from __future__ import annotations
 
@@ -46,18 +46,6 @@ def test_the_default_leaves_each_stack_its_own_size() -> None:
                      "parallel": {"strategy": "zero2"}, "software": {"framework": "deepspeed"}}).parallel
     assert bucket_elements(plain, 2, 5e8) == 5e8
     assert bucket_elements(plain.model_copy(update={"bucket_mb": 100.0}), 2, 5e8) == 50 * MIB
-
-
-@pytest.mark.parametrize(("framework", "strategy", "known"), [
-    ("deepspeed", "zero1", False), ("deepspeed", "zero2", False), ("deepspeed", "zero3", False),
-    ("megatron", "zero1", False), ("pytorch", "zero1", False), ("pytorch", "zero3", True), ("deepspeed", "fsdp", True)])
-def test_states_of_zero_over_some_of_the_ranks_are_refused(framework: str, strategy: str, known: bool) -> None:
-    if known:
-        assert lowered(framework, "mixed-bf16", strategy=strategy, sharding_factor=8)
-    else:
-        with pytest.raises(UserError, match=f"{strategy} over 8 of 16 ranks"):
-            lowered(framework, "mixed-bf16", strategy=strategy, sharding_factor=8)
-    assert lowered(framework, "mixed-bf16", strategy=strategy, sharding_factor="full")
 
 
 def test_experts_that_are_not_there_have_nothing_to_hide() -> None:
