@@ -26,7 +26,7 @@ from sim.parallel.sharded.fsdp1 import Fsdp1
 from sim.parallel.sharded.fsdp1_sized import Fsdp1Sized, wraps_parts
 from sim.parallel.sharded.fsdp2 import Fsdp2
 from sim.parallel.step import Plan, Technique, micro_steps, write
-from sim.parallel.support import check
+from sim.parallel.support import check, like_fsdp
 from sim.parallel.variety import ALIKE, Variety, variety
 from sim.program import Job
 from sim.program.expand import expand
@@ -238,8 +238,7 @@ def reduction_of(plan: Plan, stack: Stack) -> reductions.Reduction:
 
 def shards(scenario: Scenario, stack: Stack) -> bool:
     """Whether parameters are sharded as FSDP does it; so is ZeRO-2 and 3 of a stack without DeepSpeed's buckets."""
-    strategy = scenario.parallel.strategy
-    return strategy == "fsdp" or (strategy in ("zero2", "zero3") and stack.gradient_path != "ipg")
+    return like_fsdp(scenario.parallel.strategy, stack.gradient_path == "ipg")
 
 
 def sharded_groups(scenario: Scenario, layout: Layout) -> dict[str, Ranks]:

@@ -94,7 +94,7 @@ def check(scenario: Scenario, stack: Stack) -> None:
 
 
 def like_fsdp(strategy: str, ipg: bool) -> bool:
-    """Whether a stack shards parameters as FSDP does."""
+    """Whether parameters are sharded as FSDP does it; so is ZeRO-2 and 3 of a stack without DeepSpeed's buckets."""
     return strategy == "fsdp" or (strategy in ("zero2", "zero3") and not ipg)
 
 

@@ -112,19 +112,18 @@ def fullest(table: Table, places: Places, flying: Floats, steps: int, ways: Ways
     """
     staged = table.scenario.parallel.pipeline > 1
     numel = places.numel
-    sharded = _like_fsdp(table)
     resident = table.stack.gradient_path in ("grad_buffer", "accumulator")
     found = np.empty((len(ways.strategy), flying.shape[1]))
     for i, (index, shard, part) in enumerate(zip(*(x.tolist() for x in ways), strict=True)):
         name = STRATEGIES[index]
-        shard = part if name == "zero2" and name in sharded else shard
+        shard = part if name == "zero2" and table.shards(name) else shard
         dense, routed = numel - places.routed, places.routed
         states = dense * _of_states(w, shard, part) + routed * _of_states(w, table.apart(shard), table.apart(part))
         states = states + places.frozen / shard * (w["parameters"] > 0.0)  # they are where parameters are
         gradients = w["gradients"] * (numel if name in ("none", "ddp", "zero1") else
                                       dense / part + routed / table.apart(part))
         lasting = np.zeros(len(numel))
-        if name in sharded:  # FSDP keeps whole gradients from micro-step to micro-step (no_sync); a stage holds most
+        if table.shards(name):  # whole gradients stay from micro-step to micro-step (no_sync); a stage holds most
             whole = bool(w["gradients"]) or table.scenario.training.optimizer_in_backward  # or they leave as they come
             lasting = whole * numel * table.accumulated * (steps > 1 and not staged)  # when its first backward begins
             if shard > 1:
@@ -134,11 +133,6 @@ def fullest(table: Table, places: Places, flying: Floats, steps: int, ways: Ways
             lasting = gradients
         found[i] = np.maximum((states + gradients)[:, None], (states + lasting)[:, None] + flying).max(axis=0)
     return found
-
-
-def _like_fsdp(table: Table) -> tuple[str, ...]:
-    """Strategies that shard parameters as FSDP does in this stack."""
-    return ("fsdp",) if table.stack.gradient_path == "ipg" else ("fsdp", "zero2", "zero3")
 
 
 def _at_once(table: Table, keeps: bool) -> float:
@@ -181,7 +175,7 @@ def least(table: Table, ranks: int, strategies: frozenset[str]) -> float:
     layers, w, of = table.layers, table.layers.widths, table.layers.kept
     depth, blocks = table.scenario.parallel.pipeline, int(layers.through[-1])
     part = ranks if strategies & {"zero1", "zero2", "zero3", "fsdp"} else 1
-    shard = ranks if strategies & {"zero3", *_like_fsdp(table)} else 1
+    shard = ranks if any(name == "zero3" or table.shards(name) for name in strategies) else 1
     resident = table.stack.gradient_path in ("grad_buffer", "accumulator") and strategies <= {"none", "ddp", "zero1"}
     dense, routed = float(layers.numel[-1] - layers.routed[-1]), float(layers.routed[-1])
     states = dense * _of_states(w, shard, part) + routed * _of_states(w, table.apart(shard), table.apart(part))

@@ -178,8 +178,3 @@ def _slowed(table: Table, policies: Ints, places: Places, extra: Counter[Kernel]
     filled = np.clip(left - before, 0.0, room - before)
     found: Floats = (filled * share[order]).sum(axis=1)
     return added, found
-
-
-def is_sharded(table: Table, name: str) -> bool:
-    """Whether a strategy is FSDP in this stack (`sim.parallel.lower.shards`)."""
-    return name == "fsdp" or (name in ("zero2", "zero3") and table.stack.gradient_path != "ipg")

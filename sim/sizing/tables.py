@@ -29,6 +29,7 @@ from sim.parallel.lower import cut_groups, held, layout_of, wired
 from sim.parallel.model.expert import dispatched, overlap_habit, staying
 from sim.parallel.model.joints import joints
 from sim.parallel.pipeline.weights import kept_for_weights
+from sim.parallel.support import like_fsdp
 from sim.program import InlineCall, ProgramBuilder
 from sim.scenario import Scenario
 from sim.sizing.alone import Alone
@@ -218,6 +219,10 @@ class Table:
         if self.scenario.parallel.reduce_every_micro_step:
             return 0.0
         return min(DTYPE_BYTES[precision.gather], DTYPE_BYTES[precision.reduce])
+
+    def shards(self, strategy: str) -> bool:
+        """Whether a strategy shards parameters as FSDP does in this stack."""
+        return like_fsdp(strategy, self.stack.gradient_path == "ipg")
 
     def apart(self, ranks: float) -> float:
         """Of so many ranks that share states at most those that hold the same routed experts."""

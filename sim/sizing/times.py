@@ -22,7 +22,7 @@ from sim.parallel.places import aligned
 from sim.sizing.held import Places, Ways, summed
 from sim.sizing.orders import SEARCHED, Facts
 from sim.sizing.outside import saved_s, update_s
-from sim.sizing.sharded import is_sharded, sharded_s
+from sim.sizing.sharded import sharded_s
 from sim.sizing.space import STRATEGIES
 from sim.sizing.tables import Floats, Ints, Table
 from sim.sizing.turns import in_turn_s
@@ -60,7 +60,7 @@ class Times:
         for index, part in zip(ways.strategy.tolist(), ways.spread.tolist(), strict=True):
             name = STRATEGIES[index]
             update = np.array([self._update(table, numel, part, name) for numel in places.numel.tolist()])
-            if is_sharded(table, name) and not schedule:
+            if table.shards(name) and not schedule:
                 steps = sharded_s(table, places, policies, name, part, facts.batches)
                 found.append(update[0] + np.maximum(steps + facts.batches * inline, facts.batches * beside))
                 continue
