@@ -143,6 +143,8 @@ def _at_once(table: Table, keeps: bool) -> float:
         return 0.0
     if keeps or parallel.reshard_after_forward is False:
         return float(layers.whole[-1])
+    if layers.frozen[-1]:  # what a frozen model keeps is known to half a percent, which the root's would use up
+        return 0.0
     return float(np.diff(layers.whole)[~layers.blocks].sum())
 
 
