@@ -29,7 +29,7 @@ from sim.work import Kernel
 #: int8: one fp32 scale per row (LLM.int8(), arXiv 2208.07339, section 3.1); fp8 alike (vLLM's per-channel weights).
 #: int4: groups of 128 with a 16-bit scale and a 4-bit zero (GPTQ, arXiv 2210.17323, section 4; AWQ). nf4: as
 #: fine-tuning stores it. mxfp8: a byte of scale per 32 weights (OCP Microscaling Formats 1.0, section 5.3); nvfp4: one
-#: per 16 (cuBLAS 12.9, block scaling).
+#: per 16 (cuBLAS 12.9, block scaling). Those of fp8, mxfp8 and nvfp4 are recalled.
 _STORED: dict[str, tuple[float, float]] = {
     "int8": (1.0, 4.0), "int4": (0.5 + 2.5 / 128, 0.0), "nf4": (stored_width("nf4"), 0.0),
     "nf4-dq": (stored_width("nf4-dq"), 0.0),

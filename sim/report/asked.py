@@ -64,7 +64,7 @@ def wide_gathers(scenario: Scenario) -> list[str]:
 
 def prefetch_in_vain(scenario: Scenario) -> list[str]:
     """A warning where FSDP 1's prefetch is asked of FSDP 2, which gathers the next unit of backward ahead of this one's
-    and limits nothing (torch 2.4 to 2.9 distributed/fsdp/_fully_shard/_fsdp_param_group.py, _backward_prefetch)."""
+    and limits nothing (torch 2.13 distributed/fsdp/_fully_shard/_fsdp_param_group.py, _backward_prefetch)."""
     parallel, software = scenario.parallel, scenario.software
     if parallel.strategy != "fsdp" or software.fsdp != 2 or scenario.training.mode != "train":
         return []
@@ -113,3 +113,13 @@ def algorithm_in_vain(scenario: Scenario) -> list[str]:
             return []
         why = "needs NVSwitches of Hopper or later" + (" and several nodes" if wanted == "nvls-tree" else "")
     return [f"software: nccl.algorithm {wanted} changes nothing: it {why}"]
+
+
+#: What is asked of software in vain, in the order in which it is said.
+_ASKED = (overlap_in_vain, prefetch_in_vain, spread_in_vain, takes_turns, algorithm_in_vain, schedule_of_another,
+          versions_in_vain, wide_gathers)
+
+
+def in_vain(scenario: Scenario) -> list[str]:
+    """All warnings of this file about a scenario."""
+    return [text for asked in _ASKED for text in asked(scenario)]

@@ -9,16 +9,7 @@ from sim.engine import Machine, Timeline
 from sim.network import Topology
 from sim.parallel import Lowered
 from sim.program import Kind
-from sim.report.asked import (
-    algorithm_in_vain,
-    overlap_in_vain,
-    prefetch_in_vain,
-    schedule_of_another,
-    spread_in_vain,
-    takes_turns,
-    versions_in_vain,
-    wide_gathers,
-)
+from sim.report.asked import in_vain
 from sim.report.breakdown import COMPUTE_STREAM, bound, kernel_counts, of_rank, step_flops
 from sim.report.budget import budget_result
 from sim.report.columns import Columns, of_class
@@ -137,9 +128,7 @@ def _warnings(result: Result) -> list[str]:
     if not memory.use.steady:
         leaks = {name: size for name, size in memory.use.net_bytes.items() if size}
         found.append(f"memory: the step does not return to the level at which it began ({leaks})")
-    for asked in (unusual_queues, overlap_in_vain, prefetch_in_vain, spread_in_vain, takes_turns,
-                  algorithm_in_vain, schedule_of_another, versions_in_vain, wide_gathers):
-        found += asked(result.scenario)
+    found += [*unusual_queues(result.scenario), *in_vain(result.scenario)]
     loading = result.data_loading
     if loading.waiting_s > 0:
         found.append(f"data: training needs {loading.bytes_per_step / loading.work_s / 1e9:.3g} GB/s per node and "

@@ -218,21 +218,27 @@ def _of_count(number: int, scenario: Scenario, nodes: int,
         spreads = [e for e in _divisors(experts) if (replicas * context * tensor) % e == 0 and _in(e, choice.expert)]
         sequences = (0, 1) if tensor > 1 and model.kind == "decoder" and \
             scenario.training.sequence % (tensor * context) == 0 else (0,)
-        ways = {two: _data_parallel(replicas * context, replicas, pipeline, blocks, choice, same,
-                                    _strategies(scenario, pipeline, two, same)) for two in (False, True)}
+        plain = {two: _data_parallel(replicas * context, replicas, pipeline, blocks, choice, same,
+                                     _strategies(scenario, pipeline, two, same)) for two in (False, True)}
+        ways = {spread: {two: _spread(*rows, spread, ipg) for two, rows in plain.items()} for spread in spreads}
         for micro in (m for m in _divisors(share) if _in(m, choice.micro_batch)):
             for virtual, schedule in _schedules(pipeline, share // micro, blocks, choice):
-                rows, said = ways[SCHEDULES[schedule] == "dualpipe"]
-                if not rows.shape[1]:
-                    continue
                 for spread in spreads:
-                    able = rows if spread == 1 else rows[:, [spreads_experts(
-                        STRATEGIES[index], factor, spread, ipg) for index, factor in rows[:2].T.tolist()]]
-                    over_tensor = tensor > 1 and (replicas * context) % spread > 0
-                    for sequence in sequences[-1:] if over_tensor else sequences:
-                        if able.shape[1] and sequence >= over_tensor:
-                            yield ((number, nodes, tensor, sequence, context, spread, micro, pipeline, virtual,
-                                    schedule), able, said - rows.shape[1] + able.shape[1])
+                    rows, said = ways[spread][SCHEDULES[schedule] == "dualpipe"]
+                    if not rows.shape[1]:
+                        continue
+                    own_tokens = (replicas * context) % spread > 0  # experts over tensor ranks, too, ask for that
+                    for sequence in (s for s in sequences if s or not own_tokens):
+                        yield ((number, nodes, tensor, sequence, context, spread, micro, pipeline, virtual, schedule),
+                               rows, said)
+
+
+def _spread(rows: Ints, said: int, expert: int, ipg: bool) -> tuple[Ints, int]:
+    """Of ways of data parallelism those among whose ranks experts can be spread, and how many can be written."""
+    if expert == 1:
+        return rows, said
+    able = [spreads_experts(STRATEGIES[index], factor, expert, ipg) for index, factor in rows[:2].T.tolist()]
+    return np.ascontiguousarray(rows[:, able]), said - rows.shape[1] + sum(able)
 
 
 def _degrees(scenario: Scenario, gpus: int, choice: Choice) -> Iterator[tuple[int, int, int]]:

@@ -176,7 +176,7 @@ def test_before_0_6_the_host_places_every_rank_s_piece_of_a_small_parameter() ->
 
 def test_context_ranks_share_the_states_too() -> None:
     """DeepSpeed shards over sequence-parallel and data-parallel ranks together (runtime/engine.py,
-    _configure_zero_optimizer: dp_process_group=self.seq_data_parallel_group)."""
+    _configure_zero_optimizer: dp_process_group=self.seq_data_parallel_group; recalled)."""
     held = []
     for context in (1, 2, 4):
         (program,) = lower(resolve({

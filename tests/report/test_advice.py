@@ -12,6 +12,7 @@ from sim.report.advice import candidates
 from sim.report.result import Result
 from sim.report.text import changes_lines
 from sim.scenario import Scenario, resolve
+from sim.scenario.dump import dump
 
 
 def job(**changes: Any) -> Result:
@@ -83,6 +84,18 @@ def test_candidates_are_real_changes() -> None:
                 for name in path.split("."):
                     level = getattr(level, name)
                 assert level != value or path.startswith("parallel."), path
+
+
+def test_fewer_bits_than_fp8_are_multiplied_in_16() -> None:
+    """Products in fp8 go with weights in fp8: the change to 4 bits says both, and lowers."""
+    scenario = resolve({
+        "name": "x", "cluster": {"topology": "single-h100-80g-sxm"}, "model": {"preset": "llama-2-7b"},
+        "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128,
+                     "precision": {"name": "fp8", "parameters": "fp8"},
+                     "mode": {"inference": {"prompt": 64, "generate": 4, "batch": 1}}}})
+    (sets,) = [one.set for one in candidates(scenario) if one.group == "weights"]
+    assert sets["training.precision.parameters"] == "int4" and sets["training.precision.compute"] == "bf16"
+    assert sim.run(resolve(dump(scenario), "x", sets)).memory.fits
 
 
 def test_where_no_single_change_suffices_two_at_once_do() -> None:
