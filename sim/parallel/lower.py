@@ -26,7 +26,7 @@ from sim.parallel.sharded.fsdp1 import Fsdp1
 from sim.parallel.sharded.fsdp1_sized import Fsdp1Sized, wraps_parts
 from sim.parallel.sharded.fsdp2 import Fsdp2
 from sim.parallel.step import Plan, Technique, micro_steps, write
-from sim.parallel.support import check, like_fsdp
+from sim.parallel.support import check, like_fsdp, spread_over_some
 from sim.parallel.variety import ALIKE, Variety, variety
 from sim.program import Job
 from sim.program.expand import expand
@@ -88,7 +88,8 @@ def lower(scenario: Scenario, *, fold: bool = True) -> Lowered:
     architecture = build(held(scenario), stack, scenario.training.micro_batch)
     layout = layout_of(scenario)
     if scenario.parallel.pipeline > 1:
-        groups = sharded_groups(scenario, layout) if shards(scenario, stack) else cut_groups(scenario, layout)
+        groups = (sharded_groups(scenario, layout) if shards(scenario, stack) else
+                  cut_groups(scenario, layout) | state_groups(scenario, layout))
         varied = variety(scenario, layout, groups)
         copied = whole.tied and not architecture.tied and tuned_of(scenario.training, False) is None
         pipelined = lower_pipeline(scenario, stack, architecture, layout, groups, technique_of(scenario, stack), copied)
@@ -189,17 +190,37 @@ def cut_groups(scenario: Scenario, layout: Layout) -> dict[str, Ranks]:
     return groups
 
 
+def state_groups(scenario: Scenario, layout: Layout) -> dict[str, Ranks]:
+    """Communicators by name where ZeRO keeps one set of states on some of the ranks that hold the same parameters: of
+    the neighbours that share a set out among them, and of those across that hold the same part of it.
+
+    Source: megatron-core 0.12.1 parallel_state.py, intra_ and inter_partial_data_parallel_group; DeepSpeed 0.14.4
+    runtime/zero/mics_utils.py, _generate_mics_config.
+    """
+    factor, replicas, expert = scenario.parallel.sharding_factor, scenario.replica_ranks, scenario.parallel.expert
+    if not spread_over_some(scenario):
+        return {}
+    groups = {"shard": layout.group(REPLICAS, factor), "replicate": layout.group(REPLICAS, replicas // factor, factor)}
+    if expert > 1:
+        wide, sets = expert_dimensions(scenario), replicas // factor
+        ranks = layout.group(wide).shape[1]
+        groups["expert_shard"] = layout.group(wide, ranks // expert // sets, expert)
+        groups["expert_replicate"] = layout.group(wide, sets, ranks // sets)
+    return groups
+
+
 def choose(scenario: Scenario, stack: Stack, architecture: Architecture, layout: Layout) -> Technique:
     """The technique behind `parallel.strategy` in this stack."""
     strategy = scenario.parallel.strategy
     if shards(scenario, stack):
         groups = sharded_groups(scenario, layout)
         return fsdp_of(Plan(scenario, stack, architecture, layout, groups, fsdp.STREAMS, micro_steps(scenario)))
-    groups = cut_groups(scenario, layout)
+    groups = cut_groups(scenario, layout) | state_groups(scenario, layout)
     if strategy == "zero3":
-        groups = {"shard": groups.pop("data"), **groups}  # experts are not spread (see support)
-        plan = Plan(scenario, stack, architecture, layout, groups, zero3.STREAMS, micro_steps(scenario))
-        return zero3.Zero3(plan)
+        every = groups.pop("data")
+        groups = {"shard": every, **groups}  # experts are not spread (see support)
+        steps = micro_steps(scenario, tell_last="replicate" in groups)
+        return zero3.Zero3(Plan(scenario, stack, architecture, layout, groups, zero3.STREAMS, steps))
     norm = ("tensor",) if "tensor" in groups else ()
     plan = Plan(scenario, stack, architecture, layout, groups, bucketed.STREAMS, micro_steps(scenario),
                 norm_groups=norm)

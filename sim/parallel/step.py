@@ -38,11 +38,13 @@ COMPUTE = 0
 
 @dataclass(frozen=True, slots=True)
 class MicroStep:
-    """One micro-step: sequences, whether it is the step's first, and whether gradients are reduced in it."""
+    """One micro-step: sequences, whether it is the step's first, whether gradients are reduced in it, and whether it is
+    known to be the step's last (`micro_steps`)."""
 
     batch: int
     first: bool
     reduce: bool
+    last: bool = False
 
 
 @dataclass
@@ -107,6 +109,20 @@ class Plan:
         """Ranks that hold the same routed experts; `replicas` where experts are not spread over ranks."""
         return int(self.groups.get("expert_data", self.groups["data"]).shape[1])
 
+    def within(self, group: str) -> str:
+        """The communicator over which states of what is reduced over `group` are split: some of its ranks, or all."""
+        part = {"data": "shard", "expert_data": "expert_shard"}.get(group, group)
+        return part if part in self.groups else group
+
+    def across(self, group: str) -> str | None:
+        """The communicator of ranks that keep the same part of those states; None where no other rank does."""
+        part = {"data": "replicate", "expert_data": "expert_replicate"}.get(group, group)
+        return part if part in self.groups else None
+
+    def shards(self, group: str = "data") -> int:
+        """Ranks over which states of what is reduced over `group` are split, if they are split."""
+        return int(self.groups[self.within(group if group in self.groups else "data")].shape[1])
+
     @property
     def routed(self) -> int:
         """Parameters of routed experts that are reduced and split apart from the rest."""
@@ -115,7 +131,9 @@ class Plan:
     def share(self, split: bool) -> int:
         """Parameters whose states this rank keeps: all of them, or its part where they are split over replicas."""
         dense = self.architecture.parameters - self.routed
-        return -(-dense // self.replicas) - (-self.routed // self.expert_replicas) if split else dense + self.routed
+        if not split:
+            return dense + self.routed
+        return -(-dense // self.shards()) - (-self.routed // self.shards("expert_data"))
 
     def model(self, batch: int) -> Architecture:
         """Architecture for a micro-batch of `batch` sequences."""
@@ -165,11 +183,13 @@ def fetch_batch(stack: Stack, section: SectionBuilder) -> None:
         section.host(stack.host_batch_s, Label("batch", "forward", "fetch"), joins=(COMPUTE,))
 
 
-def micro_steps(scenario: Scenario) -> list[MicroStep]:
-    """Micro-steps of one optimizer step; the last may be smaller (spec: global_batch)."""
+def micro_steps(scenario: Scenario, tell_last: bool = False) -> list[MicroStep]:
+    """Micro-steps of one optimizer step; the last may be smaller (spec: global_batch), and is like no other where a
+    technique asks for it (`tell_last`)."""
     count, every = scenario.micro_steps, scenario.parallel.reduce_every_micro_step
     sizes = [scenario.training.micro_batch] * (count - 1) + [scenario.last_micro_batch]
-    return [MicroStep(size, i == 0, every or i == count - 1) for i, size in enumerate(sizes)]
+    return [MicroStep(size, i == 0, every or i == count - 1, tell_last and i == count - 1)
+            for i, size in enumerate(sizes)]
 
 
 def opened(technique: Technique) -> None:

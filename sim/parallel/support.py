@@ -16,6 +16,8 @@ from sim.software import Stack
 _PAGED = ("adamw", "adam", "adamw-8bit")
 #: Compute dtypes below 16 bits.
 _NARROW = ("fp8", "mxfp8", "nvfp4", "int8", "int4")
+#: Schedules under which both ends of a pipeline hold a stage.
+_BOTH_ENDS = ("dualpipe",)
 
 
 def recomputes_ops(training: Training) -> bool:
@@ -88,7 +90,7 @@ def check(scenario: Scenario, stack: Stack) -> None:
                     "the README's validity limits") for field, what in asked.items() if what]
     faults += [*_narrow(scenario), *_in_backward(scenario),
                *_offload(scenario, ipg, stack.hybrid_offload), *_expert(scenario, ipg), *_stages(scenario, ipg),
-               *_whole_slices(scenario)]
+               *_whole_slices(scenario), *_some(scenario, stack)]
     if faults:
         raise UserError(faults)
 
@@ -96,6 +98,55 @@ def check(scenario: Scenario, stack: Stack) -> None:
 def like_fsdp(strategy: str, ipg: bool) -> bool:
     """Whether parameters are sharded as FSDP does it; so is ZeRO-2 and 3 of a stack without DeepSpeed's buckets."""
     return strategy == "fsdp" or (strategy in ("zero2", "zero3") and not ipg)
+
+
+def spread_over_some(scenario: Scenario) -> bool:
+    """Whether each set of states is kept by some of the ranks that hold the same parameters, not by all of them."""
+    parallel = scenario.parallel
+    return (parallel.strategy not in ("none", "ddp") and parallel.sharding_factor < scenario.replica_ranks
+            and scenario.training.mode == "train")
+
+
+def _some(scenario: Scenario, stack: Stack) -> Iterator[Fault]:
+    """ZeRO over some ranks that a stack has no groups for; FSDP has them all.
+
+    Source: deepspeed 0.14.4 runtime/zero/mics.py (allreduce_mics_shard_grads: no offload) and mics_utils.py (neighbours
+    among all ranks); runtime/zero/stage_1_and_2.py and nanotron 0.4 optim/zero.py: all data-parallel ranks.
+    """
+    parallel, field = scenario.parallel, "parallel.sharding_factor"
+    strategy, factor, ipg = parallel.strategy, parallel.sharding_factor, stack.gradient_path == "ipg"
+    if not spread_over_some(scenario) or like_fsdp(strategy, ipg):
+        return
+    whole = "write sharding_factor: full"
+    if factor == 1:
+        yield Fault(f"{strategy} over one rank splits nothing", field, hint="use strategy ddp, or a larger factor")
+    elif ipg and strategy != "zero3":
+        yield Fault(f"DeepSpeed's {strategy} splits states over all ranks that hold the same parameters, not over "
+                    f"{factor} of them", field, hint=f"{whole}; zero3 (MiCS) and framework megatron can")
+    elif stack.gradient_path == "accumulator":
+        yield Fault(f"nanotron's {strategy} splits states over all ranks that hold the same parameters, not over "
+                    f"{factor} of them", field, hint=whole)
+    elif strategy == "zero3" and stack.parameter_coordinator == "blocking":
+        yield Fault("DeepSpeed before 0.6 has no MiCS: ZeRO-3 is over all ranks", field, hint=whole)
+    elif strategy == "zero3" and parallel.tensor > 1:
+        yield Fault("MiCS takes neighbours among all ranks for a shard group and knows no tensor ranks", field,
+                    hint=f"set tensor: 1, or {whole}")
+    elif strategy == "zero3" and any(place in ("cpu", "nvme") for place in (parallel.offload.parameters,
+                                                                             parallel.offload.optimizer)):
+        yield Fault("MiCS has no support for offload", "parallel.offload", hint=f"remove it, or {whole}")
+    elif parallel.schedule in _BOTH_ENDS and parallel.pipeline > 1:
+        yield Fault(f"states over {factor} ranks beside schedule {parallel.schedule}, whose pipeline ranks hold two "
+                    "stages that others hold too, is not simulated", field, hint=whole)
+    elif parallel.expert > 1 and scenario.model.moe is not None and _experts_over(scenario) % (
+            scenario.replica_ranks // factor):
+        yield Fault(f"{scenario.replica_ranks // factor} sets of states do not divide the {_experts_over(scenario)} "
+                    "ranks that hold the same experts", field, hint="use a larger sharding_factor")
+
+
+def _experts_over(scenario: Scenario) -> int:
+    """Ranks that hold the same routed experts."""
+    parallel = scenario.parallel
+    return scenario.replica_ranks * parallel.tensor // (parallel.expert * scenario.expert_tensor)
 
 
 def _narrow(scenario: Scenario) -> Iterator[Fault]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from sim.errors import nearest
 from sim.network import Topology
-from sim.parallel.support import like_fsdp
 from sim.scenario import Scenario
 from sim.software import is_release, packages, stack_of
 
@@ -75,19 +74,6 @@ def prefetch_in_vain(scenario: Scenario) -> list[str]:
             "no such setting"] if asked else []
 
 
-def spread_in_vain(scenario: Scenario) -> list[str]:
-    """A warning where ZeRO is asked to keep states over some of the ranks that hold the same parameters (InternEvo's
-    zero1, MiCS of arXiv 2205.00119, Megatron-LM's num_distributed_optimizer_instances) and they are counted over all:
-    the step hardly changes, memory does."""
-    parallel, ipg = scenario.parallel, stack_of(scenario.software).gradient_path == "ipg"
-    if not parallel.strategy.startswith("zero") or like_fsdp(parallel.strategy, ipg):
-        return []
-    if parallel.sharding_factor >= scenario.replica_ranks or scenario.training.mode != "train":
-        return []
-    return [f"parallel: {parallel.strategy} over {parallel.sharding_factor} ranks is not simulated: its states are "
-            f"counted as spread over all {scenario.replica_ranks}, and a GPU would hold more"]
-
-
 def versions_in_vain(scenario: Scenario) -> list[str]:
     """A warning where `software.versions` names packages that no fact of any profile goes by, or no releases."""
     known, versions = packages(), scenario.software.versions
@@ -116,7 +102,7 @@ def algorithm_in_vain(scenario: Scenario) -> list[str]:
 
 
 #: What is asked of software in vain, in the order in which it is said.
-_ASKED = (overlap_in_vain, prefetch_in_vain, spread_in_vain, takes_turns, algorithm_in_vain, schedule_of_another,
+_ASKED = (overlap_in_vain, prefetch_in_vain, takes_turns, algorithm_in_vain, schedule_of_another,
           versions_in_vain, wide_gathers)
 
 

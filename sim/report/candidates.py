@@ -123,12 +123,13 @@ def _sharding(scenario: Scenario) -> Iterator[Candidate]:
             yield Candidate("ZeRO", f"ZeRO-{stage}", {"parallel.strategy": f"zero{stage}", **whole})
         yield Candidate("FSDP", "FSDP over all ranks",
                         {"parallel.strategy": "fsdp", "parallel.reshard_after_forward": True, **whole})
-    if strategy == "fsdp":
+    if strategy not in ("none", "ddp"):
         factor = parallel.sharding_factor
         for wider in dict.fromkeys((2 * factor, replicas)):
             if factor < wider <= replicas:
                 yield Candidate("sharding", f"sharding over {wider} ranks instead of {factor}",
                                 {"parallel.sharding_factor": wider})
+    if strategy == "fsdp":
         if parallel.reshard_after_forward is not True:
             yield Candidate("reshard", "resharding after forward", {"parallel.reshard_after_forward": True})
         if not parallel.reduce_every_micro_step and scenario.micro_steps > 1:

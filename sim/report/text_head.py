@@ -35,7 +35,7 @@ def layout(scenario: Scenario) -> str:
     data: str = parallel.strategy
     if parallel.strategy in ("fsdp", "zero1", "zero2", "zero3"):
         data += f" over {parallel.sharding_factor}"
-    if parallel.sharding_factor < scenario.replica_ranks and parallel.strategy == "fsdp":
+    if 1 < parallel.sharding_factor < scenario.replica_ranks:
         data += f" × {_replicas(scenario.replica_ranks // parallel.sharding_factor)}"
     return " · ".join([*([" × ".join(cuts)] if cuts else []), data])
 

@@ -11,7 +11,6 @@ from sim.report.asked import (
     overlap_in_vain,
     prefetch_in_vain,
     schedule_of_another,
-    spread_in_vain,
     takes_turns,
     versions_in_vain,
     wide_gathers,
@@ -52,20 +51,6 @@ def test_settings_of_fsdp_1_are_said_to_change_nothing_in_fsdp_2(
         "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128},
         "parallel": {"strategy": "fsdp", "prefetch": prefetch}, "software": {"fsdp": version}}))
     assert [said in text for text in told] == ([True] if said else [])
-
-
-@pytest.mark.parametrize(("framework", "strategy", "said"), [
-    ("deepspeed", "zero1", True), ("deepspeed", "zero3", True), ("megatron", "zero1", True), ("pytorch", "zero1", True),
-    ("pytorch", "zero3", False), ("deepspeed", "fsdp", False)])
-def test_zero_over_some_of_the_ranks_is_said_to_be_counted_over_all(framework: str, strategy: str, said: bool) -> None:
-    def told(factor: int) -> list[str]:
-        return spread_in_vain(resolve({
-            "name": "x", "cluster": {"topology": "dgx-a100-80g", "nodes": 2}, "model": {"preset": "gpt2"},
-            "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128},
-            "parallel": {"strategy": strategy, "sharding_factor": factor}, "software": {"framework": framework}}))
-
-    assert told(16) == []
-    assert [f"{strategy} over 8 ranks is not simulated" in text for text in told(8)] == ([True] if said else [])
 
 
 @pytest.mark.parametrize(("versions", "said"), [

@@ -47,7 +47,7 @@ class Bucketed(Held):
                                                                   gradient_dtype(self.precision)))
         self.master_sums = sums_in_master(plan)
         self.gradients: dict[int, int] = {}  # bytes that layers have left behind, by position
-        self.gathers = Gathers(plan, [bucket for bucket in reduction.buckets if self.ranks(bucket)])
+        self.gathers = Gathers(plan, [bucket for bucket in reduction.buckets if plan.shards(bucket.group) > 1])
         self.numbers = {id(bucket): number for number, bucket in enumerate(reduction.buckets)}
         self.cuts: dict[int, list[tuple[int, list[Bucket]]]] = {}
         for bucket in reduction.buckets:
@@ -165,16 +165,30 @@ class Bucketed(Held):
 
     def launch(self, section: SectionBuilder, bucket: Bucket, waits: Sequence[int]) -> int:
         """The reduction of one bucket."""
-        size = bucket.numel * DTYPE_BYTES[self.wire]
-        call = collective(self.plan, self.reduction.kind, size, self.wire, bucket.group)
         label = Label(f"bucket{self.numbers[id(bucket)]}", "backward", self.reduction.kind)
         if self.reduction.prepared:
             kernel = traffic_kernel("prepared bucket", self.wire, bucket.numel, self.reduction.prepared * bucket.numel)
             waits = (section.kernels(COMPUTE, self.plan.compute.own((kernel,)), label, waits),)
-        joins = () if waits else (COMPUTE,)
         if self.plan.stack.bucket_waits and self.plan.scenario.parallel.overlap:
             section.host(0.0, label, joins=(COMPUTE, NCCL))
-        return section.collective(NCCL, call, self.plan.stack.host_collective_s, label, waits, joins)
+        task = -1
+        for kind, numel, group in self.calls(bucket):
+            call = collective(self.plan, kind, numel * DTYPE_BYTES[self.wire], self.wire, group)
+            task = section.collective(NCCL, call, self.plan.stack.host_collective_s, label._replace(name=kind), waits,
+                                      () if waits else (COMPUTE,))
+            waits = (task,)
+        return task
+
+    def calls(self, bucket: Bucket) -> list[tuple[str, float, str]]:
+        """Kind, elements and communicator of the collectives that reduce a bucket: where some of its ranks share a set
+        of states out, scattered among those, then summed with the other sets' parts (megatron-core
+        distributed/param_and_grad_buffer.py, start_grad_sync)."""
+        kind, group = self.reduction.kind, bucket.group
+        across, shards = self.plan.across(group), self.plan.shards(group)
+        if across is None or kind != "reduce_scatter":
+            return [(kind, bucket.numel, group)]
+        scattered = [(kind, float(bucket.numel), self.plan.within(group))] if shards > 1 else []
+        return [*scattered, ("all_reduce", bucket.numel / shards, across)]
 
     def finish(self, section: SectionBuilder) -> None:
         """Compute waits for all buckets; gradients are copied back where they are not views."""
@@ -287,7 +301,7 @@ class Bucketed(Held):
         """Ranks over which states of parameters that are reduced over `group` are split."""
         if max(self.reduction.shards, self.reduction.gradient_shards) == 1:
             return 1
-        return self.plan.replicas if group == "data" else self.plan.expert_replicas
+        return self.plan.shards(group)
 
     def ranks(self, bucket: Bucket) -> bool:
         """Whether a bucket has anybody to be reduced with: experts that no other rank holds have not."""

@@ -106,7 +106,7 @@ class Gathers:
         precision = self.plan.scenario.training.precision
         size = ((bucket.numel - bucket.wide) * DTYPE_BYTES[precision.gather]
                 + bucket.wide * DTYPE_BYTES[precision.parameters])
-        call = collective(self.plan, "all_gather", size, precision.gather, bucket.group)
+        call = collective(self.plan, "all_gather", size, precision.gather, self.plan.within(bucket.group))
         label = Label(f"parameters{self.number[id(bucket)]}", phase, "all_gather")
         return section.collective(stream, call, self.plan.stack.host_collective_s, label, waits,
                                   () if waits else (COMPUTE,))

@@ -40,11 +40,11 @@ def gather_parameters(plan: Plan, section: SectionBuilder, limit: int, listed: b
     """
     routed, wire = plan.routed, plan.scenario.training.precision.gather
     for group, whole in (("data", plan.architecture.parameters - routed), ("expert_data", routed)):
-        if not whole or len(plan.groups[group][0]) == 1:
+        if not whole or plan.shards(group) == 1:
             continue
         for number, numel in enumerate(_chunks(whole, limit, listed)):
             size = round(numel * DTYPE_BYTES[wire])
-            call = collective(plan, "all_gather", size, wire, group)
+            call = collective(plan, "all_gather", size, wire, plan.within(group))
             if listed:
                 section.allocate("flat list", size, "workspace")
             section.collective(NCCL, call, plan.stack.host_collective_s,

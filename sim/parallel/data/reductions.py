@@ -102,7 +102,7 @@ def ddp(plan: Plan, sharded_optimizer: bool) -> Reduction:
         plan.architecture, limit if routed else FIRST_BUCKET_BYTES / wire, limit, routed, group), _spread(plan))
     wrapped = plan.replicas > 1 or parallel.strategy == "ddp"
     return Reduction(
-        buckets=buckets, kind="all_reduce", shards=plan.replicas if sharded_optimizer else 1,
+        buckets=buckets, kind="all_reduce", shards=plan.shards() if sharded_optimizer else 1,
         gradient_shards=1, copy_in=width + wire, copy_out=0.0 if view else width + wire,
         buffer_bytes=plan.architecture.parameters * wire if wrapped else 0.0, transient=False,
         gather_elements=plan.architecture.parameters if sharded_optimizer else 0, resident_gradients=False,
@@ -132,14 +132,14 @@ def deepspeed(plan: Plan, stage: int) -> Reduction:
         copied = wide and width < own
         flat = 0 if wide and not copied else parameters if kind != "all_reduce" else limit
         return Reduction(
-            buckets=buckets, kind=kind, shards=plan.replicas, gradient_shards=1, copy_in=0.0,
+            buckets=buckets, kind=kind, shards=plan.shards(), gradient_shards=1, copy_in=0.0,
             copy_out=2 * (own + width) + 2 * width, buffer_bytes=min(flat, parameters) * width, transient=True,
             gather_elements=DEEPSPEED_BUCKET, resident_gradients=False, behind=True, flattened=True,
             listed=plan.stack.listed_gathers)
     buffers = 2 if plan.scenario.parallel.overlap else 1
     return Reduction(
         buckets=buckets, kind="all_reduce" if wide else plan.stack.partition_reduction,
-        shards=plan.replicas, gradient_shards=plan.replicas, copy_in=own + width, copy_out=0.0,
+        shards=plan.shards(), gradient_shards=plan.shards(), copy_in=own + width, copy_out=0.0,
         buffer_bytes=buffers * min(full, parameters) * width, transient=True,
         gather_elements=DEEPSPEED_BUCKET, resident_gradients=False, listed=plan.stack.listed_gathers)
 
@@ -158,7 +158,7 @@ def deepspeed_stage(plan: Plan) -> Reduction:
     limit = bucket_elements(plan.scenario.parallel, width, DEEPSPEED_BUCKET)
     buckets = apart(lambda routed, group: fill_before(plan.architecture, limit, routed, group), _spread(plan))
     return Reduction(
-        buckets=buckets, kind=plan.stack.partition_reduction, shards=plan.replicas, gradient_shards=1, copy_in=0.0,
+        buckets=buckets, kind=plan.stack.partition_reduction, shards=plan.shards(), gradient_shards=1, copy_in=0.0,
         copy_out=own + width, buffer_bytes=min(limit, parameters) * width, transient=True,
         gather_elements=DEEPSPEED_BUCKET, resident_gradients=False, behind=True, listed=plan.stack.listed_gathers)
 
@@ -190,7 +190,7 @@ def megatron(plan: Plan, distributed_optimizer: bool) -> Reduction:
         return sorted(found, key=lambda bucket: (-bucket.position, bucket.operator))
     return Reduction(
         buckets=apart(whole, _spread(plan)), kind="reduce_scatter" if distributed_optimizer else "all_reduce",
-        shards=plan.replicas if distributed_optimizer else 1, gradient_shards=1, copy_in=0.0, copy_out=0.0,
+        shards=plan.shards() if distributed_optimizer else 1, gradient_shards=1, copy_in=0.0, copy_out=0.0,
         buffer_bytes=0.0, transient=False, gather_elements=0, resident_gradients=True,
         gathers=gathers_of(plan.scenario, plan.stack) if distributed_optimizer else "",
         chunkwise=plan.stack.pipeline_reduction == "aligned" and takes_turns(plan.scenario),
@@ -268,7 +268,7 @@ def accumulator(plan: Plan, sharded_optimizer: bool) -> Reduction:
             return fill(plan.architecture, FIRST_BUCKET_BYTES / half, limit, routed, group)
         return fill(plan.architecture, 2.0**63, 2.0**63, routed, group)
     return Reduction(
-        buckets=apart(buckets, _spread(plan)), kind="all_reduce", shards=plan.replicas if sharded_optimizer else 1,
+        buckets=apart(buckets, _spread(plan)), kind="all_reduce", shards=plan.shards() if sharded_optimizer else 1,
         gradient_shards=1, copy_in=2 * half if wrapped else 0.0, copy_out=2 * half if wrapped else 0.0,
         buffer_bytes=parameters * half if wrapped else 0.0, transient=False,
         gather_elements=parameters if sharded_optimizer else 0, resident_gradients=True, behind=sharded_optimizer,

@@ -97,10 +97,10 @@ def lower_pipeline(scenario: Scenario, stack: Stack, architecture: Architecture,
     table = _table(architecture) if tied else 0
     plans: list[Plan] = []
     written = Written()
-    turns = TURNS if "shard" not in groups and gathers_of(scenario, stack) == "aligned" else ()
+    turns = TURNS if "data" in groups and gathers_of(scenario, stack) == "aligned" else ()
     for rank in range(depth):
         own = [edge for edge in edges if rank in (edge.source, edge.target)]
-        streams = fsdp.STREAMS if "shard" in groups else (*STREAMS, *turns)
+        streams = (*STREAMS, *turns) if "data" in groups else fsdp.STREAMS
         plan = _plan(scenario, stack, architecture, layout, joined, rank, chunks[rank], own,
                      plans[0] if plans else None, streams)
         data = technique(plan)

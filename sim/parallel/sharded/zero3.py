@@ -12,6 +12,10 @@ is one fact of the stack, `parameter_coordinator`:
   `torch.cuda.synchronize`), after those a use needs (`_synchronize_communication`: again), and when a parameter goes (a
   new one-element tensor is copied to the device). So what must be gathered is never hidden, and no reduction lasts
   beyond the next gather.
+
+Over some of the ranks (`sharding_factor`) it is MiCS (`runtime/zero/mics.py`, `mics_utils.py`; read: 0.14.4; Zhang et
+al., VLDB 2022): gathers and reductions stay among neighbours, parameters of one gather come in one group call, each in
+place, and behind the last micro-step's reductions ranks across sum what they keep.
 """
 
 from __future__ import annotations
@@ -78,7 +82,8 @@ class Zero3:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.ranks = plan.scenario.replica_ranks
+        self.ranks = plan.shards()
+        self.across = plan.across("data")
         self.precision = plan.scenario.training.precision
         self.bucket = bucket_elements(plan.scenario.parallel, DTYPE_BYTES[self.precision.reduce], REDUCE_BUCKET)
         self.offload = plan.offload
@@ -192,11 +197,11 @@ class Zero3:
             if use.direction == "backward" and reduces:
                 for numel in use.part.gradients:
                     if bucket and sum(bucket) + numel > self.bucket:
-                        self.reduce(section, use, bucket)
+                        self.reduce(section, use, bucket, micro.last)
                         bucket = []
                     bucket.append(numel)
         if bucket:
-            self.reduce(section, use, bucket)
+            self.reduce(section, use, bucket, micro.last)
 
     def gather(self, section: SectionBuilder, use: Use, wanted: Sequence[Wanted], ahead: bool) -> None:
         """All-gathers of parameters: one call, or one for each parameter between waits for the device (blocking)."""
@@ -243,7 +248,7 @@ class Zero3:
             waits = (partition,)
         size = sum(numels) * DTYPE_BYTES[self.precision.gather]
         call = collective(self.plan, "all_gather", size, self.precision.gather, "shard")
-        views = 1 if self.blocking else len(numels) if len(numels) > 1 else 0
+        views = 1 if self.blocking else len(numels) if len(numels) > 1 and not self.across else 0
         return section.collective(GATHER, call, self.call_s(views), label, waits, joins)
 
     def laid_out(self, numel: int, alone: bool) -> tuple[Kernel, ...]:
@@ -258,7 +263,7 @@ class Zero3:
             return ()
         if self.blocking:
             return (replace(copy, launches=self.ranks),)
-        return () if alone else (copy,)
+        return () if alone or self.across else (copy,)
 
     def compute(self, section: SectionBuilder, use: Use, waits: tuple[int, ...]) -> int:
         """One use with its activations; parameters that have just arrived are laid out first."""
@@ -298,10 +303,11 @@ class Zero3:
             section.free(*self.held.pop(name), "gathered_parameters", GATHER, (COMPUTE,))
 
     # ------------------------------------------------------------------------------------------- reduction
-    def reduce(self, section: SectionBuilder, use: Use, bucket: Sequence[int]) -> None:
+    def reduce(self, section: SectionBuilder, use: Use, bucket: Sequence[int], last: bool) -> None:
         """Reduce-scatter of the filled bucket: in one call, or every gradient by itself (blocking).
 
         The host waits for reductions in flight: all of them (`reduction_stream.synchronize`), or all but the last two.
+        In the `last` micro-step ranks across meet behind it.
         """
         label, width = self.label(use, "reduce_scatter"), DTYPE_BYTES[self.precision.reduce]
         allowed = 0 if self.blocking else REDUCTIONS_IN_FLIGHT
@@ -317,6 +323,21 @@ class Zero3:
         self.moved = task if self.serial else None
         if self.offload.moves_optimizer:
             self.store(section, label._replace(name="partition"), sum(bucket), task)
+        if last:
+            self.meet(section, use, bucket)
+
+    def meet(self, section: SectionBuilder, use: Use, bucket: Sequence[int]) -> None:
+        """Ranks across average what they keep of a bucket's gradients (`allreduce_mics_shard_grads`)."""
+        if self.across is None:
+            return
+        numel, dtype = -(-sum(bucket) // self.ranks), self.precision.gradients
+        divide = traffic_kernel("gradients averaged", dtype, numel, 2 * DTYPE_BYTES[dtype] * numel)
+        label = self.label(use, "all_reduce")
+        divided = section.kernels(REDUCE, self.plan.compute.own((replace(divide, launches=len(bucket)),)), label)
+        call = collective(self.plan, "all_reduce", numel * DTYPE_BYTES[dtype], dtype, self.across)
+        task = section.collective(REDUCE, call, self.call_s(0), label, (divided,))
+        self.reductions[-1] = task
+        self.moved = task if self.serial else None
 
     def store(self, section: SectionBuilder, label: Label, numel: int, task: int) -> None:
         """A reduced partition goes to the host, added to what is there on the device."""
