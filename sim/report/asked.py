@@ -1,4 +1,5 @@
-"""What a scenario asks for in words and its stack does not do, or hardly a run does: never passed over in silence."""
+"""What a scenario asks for in words and its stack or cluster does not do, or hardly a run does: never passed over in
+silence."""
 
 from __future__ import annotations
 
@@ -101,8 +102,27 @@ def algorithm_in_vain(scenario: Scenario) -> list[str]:
     return [f"software: nccl.algorithm {wanted} changes nothing: it {why}"]
 
 
-#: What is asked of software in vain, in the order in which it is said.
-_ASKED = (overlap_in_vain, prefetch_in_vain, takes_turns, algorithm_in_vain, schedule_of_another,
+def links_in_vain(scenario: Scenario) -> list[str]:
+    """Warnings where fields of a topology describe links that its kind of node or network does not have here."""
+    topology = scenario.cluster.topology
+    intra, inter = topology.intra, topology.inter
+    of_a_mesh = ("links_per_pair", "matrix") if intra.kind != "nvlink-mesh" else ()
+    told = [name for name in of_a_mesh if getattr(intra, name)]
+    told += ["peer_copies"] if intra.peer_copies is not None and intra.kind != "pcie" else []
+    change = "change" if len(told) > 1 else "changes"
+    found = [f"cluster: intra.{' and '.join(told)} {change} nothing in a node of kind {intra.kind}"] if told else []
+    if scenario.cluster.nodes > 1 and inter.kind in _OTHER_SHAPES:
+        found.append(f"cluster: hops of a {inter.kind} are not simulated: its nodes are counted as joined by leaf "
+                     f"switches of {inter.nodes_per_leaf} nodes each")
+    return found
+
+
+#: Shapes of networks whose links are not simulated. Groups of a dragonfly are leaves: their routers are joined all to
+#: all, and `oversubscription` says what leaves a group.
+_OTHER_SHAPES = ("torus", "ring")
+
+#: What is asked in vain, in the order in which it is said.
+_ASKED = (links_in_vain, overlap_in_vain, prefetch_in_vain, takes_turns, algorithm_in_vain, schedule_of_another,
           versions_in_vain, wide_gathers)
 
 

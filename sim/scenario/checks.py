@@ -7,8 +7,9 @@ from typing import Any
 
 from sim.catalog import table
 from sim.errors import Fault, nearest
+from sim.scenario.checks_cluster import cluster
 from sim.scenario.checks_experts import mixture, spread
-from sim.scenario.checks_windows import of_decoders, windows
+from sim.scenario.checks_kinds import of_decoders, of_transformers, windows
 from sim.scenario.defaults import SHARDED, plain_base
 from sim.scenario.document import Document
 from sim.scenario.findings import Finding, divisors_near
@@ -17,8 +18,7 @@ from sim.scenario.trouble import trouble
 
 #: What a transformer must be told; everything else has a default.
 _TRANSFORMER_SIZES = ("layers", "hidden", "heads", "vocab")
-#: Largest job and longest accumulation that are taken for meant.
-MAX_GPUS = 1_000_000
+#: Longest accumulation that is taken for meant.
 MAX_MICRO_STEPS = 1_000_000
 #: Schedules that hold several chunks of the model on each rank.
 _CHUNKED = frozenset({"interleaved", "zb-v", "dualpipe"})
@@ -80,9 +80,10 @@ def _model_given(model: Any, document: Document) -> list[Fault]:
 
 def check(written: Scenario, scenario: Scenario, document: Document) -> list[Fault]:
     """Every impossible combination of a scenario whose fields are each well-formed."""
-    findings: list[Finding] = [*_cluster(written, scenario), *_layout(written, scenario)]
+    findings: list[Finding] = [*cluster(written, scenario), *_layout(written, scenario)]
     laid_out = not findings  # else the number of replicas means nothing
-    rules = (trouble, _model, mixture, of_decoders, windows, _tensor, _context, _pipeline, _modes, _tokens)
+    rules = (trouble, _model, mixture, of_decoders, of_transformers, windows, _tensor, _context, _pipeline, _modes,
+             _tokens)
     for rule in (*rules, _batch, _sharding, spread) if laid_out else rules:
         findings += rule(written, scenario)
     return [document.fault(path, message, hint) for path, message, hint in findings]
@@ -90,51 +91,6 @@ def check(written: Scenario, scenario: Scenario, document: Document) -> list[Fau
 
 def _divides(part: int, whole: int) -> bool:
     return part > 0 and whole % part == 0
-
-
-def _cluster(written: Scenario, s: Scenario) -> Iterator[Finding]:
-    cluster, topology = s.cluster, s.cluster.topology
-    if cluster.gpus_per_node > topology.gpus_per_node:
-        asked = f"{cluster.gpus_per_node} GPUs per node asked of '{topology.name}', which has {topology.gpus_per_node}"
-        yield "cluster.gpus_per_node", asked, f"at most {topology.gpus_per_node}"
-    if s.gpus > MAX_GPUS:
-        yield (
-            "cluster.nodes",
-            f"{cluster.nodes:,} nodes of {cluster.gpus_per_node} are {s.gpus:,} GPUs, absurdly many: "
-            f"at most {MAX_GPUS:,}",
-            "",
-        )
-    if cluster.nodes > 1 and topology.inter.kind == "none" and cluster.inter_gbps_per_node is None:
-        yield (
-            "cluster.nodes",
-            f"{cluster.nodes} nodes of '{topology.name}', which has no network between nodes",
-            "give topology.inter, or use one node",
-        )
-    if cluster.gpus_per_node > 1 and topology.intra.kind == "none":
-        yield (
-            "cluster.topology.intra",
-            f"{cluster.gpus_per_node} GPUs per node but intra.kind is none",
-            "write intra: {kind: pcie} or nvswitch",
-        )
-    matrix, n = topology.intra.matrix, topology.gpus_per_node
-    if matrix is not None:
-        if len(matrix) != n or any(len(row) != n for row in matrix):
-            yield (
-                "cluster.topology.intra.matrix",
-                f"the link matrix is not {n} rows of {n}, one for each of the {n} GPUs of a node",
-                "",
-            )
-        elif any(matrix[i][j] != matrix[j][i] or matrix[i][i] for i in range(n) for j in range(n)):
-            yield "cluster.topology.intra.matrix", "the link matrix must be symmetric with a zero diagonal", ""
-    elif topology.intra.kind == "nvlink-mesh" and n > 1 and not topology.intra.links_per_pair:
-        yield (
-            "cluster.topology.intra",
-            f"{topology.intra.links_per_gpu} links per GPU do not reach the {n - 1} other GPUs",
-            "give links_per_pair, or the matrix of links",
-        )
-    switch = topology.intra.gpus_per_switch
-    if switch is not None and switch > n:
-        yield ("cluster.topology.intra.gpus_per_switch", f"{switch} GPUs below one switch but only {n} in a node", "")
 
 
 def _model(written: Scenario, s: Scenario) -> Iterator[Finding]:

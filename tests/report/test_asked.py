@@ -8,6 +8,7 @@ import pytest
 
 from sim.report.asked import (
     algorithm_in_vain,
+    links_in_vain,
     overlap_in_vain,
     prefetch_in_vain,
     schedule_of_another,
@@ -114,3 +115,24 @@ def test_fsdp_under_autocast_alone_is_told_what_most_runs_have(strategy: str, pr
         "training": {"micro_batch": 1, "global_batch": 8, "sequence": 128, "precision": precision},
         "parallel": {"strategy": strategy}}))
     assert len(told) == bool(said) and all(precision in one and said in one for one in told)
+
+
+def on(intra: dict[str, Any], inter: dict[str, Any], nodes: int) -> Scenario:
+    return resolve({
+        "name": "x", "cluster": {"nodes": nodes, "topology": {"gpu": "a100-40g-sxm", "gpus_per_node": 4, "intra": intra,
+                                                              "inter": {"kind": "fat-tree", **inter}}},
+        "model": {"preset": "gpt2"}, "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128}})
+
+
+@pytest.mark.parametrize(("intra", "inter", "nodes", "said"), [
+    ({"kind": "nvswitch"}, {}, 2, []), ({"kind": "pcie", "peer_copies": False}, {}, 2, []),
+    ({"kind": "nvlink-mesh", "links_per_pair": 4}, {"kind": "dragonfly"}, 2, []),
+    ({"kind": "nvswitch", "links_per_pair": 4}, {}, 2, ["intra.links_per_pair changes nothing in a node of kind"]),
+    ({"kind": "nvswitch", "links_per_pair": 4, "peer_copies": True}, {}, 2,
+     ["intra.links_per_pair and peer_copies change nothing"]),
+    ({"kind": "nvswitch"}, {"kind": "torus"}, 2, ["hops of a torus are not simulated"]),
+    ({"kind": "nvswitch"}, {"kind": "ring"}, 1, [])])
+def test_links_that_nothing_goes_by_are_named(intra: dict[str, Any], inter: dict[str, Any], nodes: int,
+                                              said: list[str]) -> None:
+    told = links_in_vain(on(intra, inter, nodes))
+    assert len(told) == len(said) and all(part in text for part, text in zip(said, told, strict=True))

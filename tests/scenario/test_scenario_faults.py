@@ -591,3 +591,11 @@ def test_layer_table_faults_name_the_table(table: str, line: int, words: str, tm
     (tmp_path / "t.csv").write_text(table)
     fault = faults_of(BASE.replace("preset: llama-2-7b", "kind: layers\n  table: t.csv"), tmp_path)[0]
     assert words in fault.message and (fault.file, fault.line) == ("t.csv", line)
+
+
+@pytest.mark.parametrize("field", ["hidden: 512", "norm: rmsnorm", "dropout: 0.3", "heads: 8"])
+def test_parts_of_a_transformer_beside_a_table_of_layers(field: str, tmp_path: Path) -> None:
+    text = BASE.replace("preset: llama-2-7b", f"preset: resnet-50\n  {field}").replace("  sequence: 4096\n", "")
+    (fault,) = faults_of(text, tmp_path)
+    assert (fault.field, fault.line) == (f"model.{field.split(':')[0]}", 7)
+    assert "is of a transformer, and the model is a table of layers" in fault.message

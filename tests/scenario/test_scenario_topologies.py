@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from sim.errors import UserError
 from sim.scenario import Scenario, resolve
 from sim.scenario.gpus import gpu_names
 from sim.scenario.topologies import topology_names
@@ -120,3 +121,24 @@ def test_inline_gpu_overrides_figures_of_the_gpu_it_is_like() -> None:
     c = on({"gpu": gpu, "gpus_per_node": 2}, gpu={"memory_bandwidth": "4 TB/s"}).cluster
     assert c.topology.gpu == "h100-80g-sxm" and c.gpu is not None
     assert (c.gpu.memory, c.gpu.memory_bandwidth, c.gpu.tflops) == (96e9, 4e12, {"bf16": 800})
+
+
+@pytest.mark.parametrize(("intra", "field", "said"), [
+    ({"kind": "nvlink-mesh", "link": "gen4x16"}, "link", "kind nvlink-mesh needs links of the GPUs' own"),
+    ({"kind": "nvswitch", "link": "none"}, "link", "kind nvswitch needs links of the GPUs' own"),
+    ({"kind": "pcie", "link": "nvlink3"}, "link", "link nvlink3 joins no GPUs of kind pcie"),
+    ({"kind": "pcie", "link": "gen3x16", "gen": 4}, "gen", "gen 4 and link gen3x16 contradict each other"),
+    ({"kind": "nvlink-mesh", "links_per_gpu": 6, "links_per_pair": 3}, "links_per_pair",
+     "3 links to each of 3 other GPUs are 9, and links_per_gpu is 6")])
+def test_links_that_contradict_each_other_are_refused(intra: dict[str, Any], field: str, said: str) -> None:
+    with pytest.raises(UserError) as found:
+        on({"gpu": "a100-40g-sxm", "gpus_per_node": 4, "intra": intra})
+    (fault,) = found.value.faults
+    assert fault.field == f"cluster.topology.intra.{field}" and said in fault.message
+
+
+def test_a_generation_of_pcie_is_said_either_way() -> None:
+    said = [on({"gpu": "a40", "gpus_per_node": 4, "intra": {"kind": "pcie", **way}}).cluster.topology.intra
+            for way in ({"link": "gen3x16"}, {"gen": 3}, {"link": "gen3x16", "gen": 3})]
+    assert {(intra.link, intra.gen) for intra in said} == {("gen3x16", 3)}
+    assert on({"gpu": "gb200", "gpus_per_node": 2}).cluster.topology.intra.link == "nvlink-c2c"

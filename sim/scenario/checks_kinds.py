@@ -1,4 +1,4 @@
-"""What only blocks of decoders have, and what cannot be of windows among blocks that attend to all tokens."""
+"""What only some kinds of models have, and what cannot be of windows among blocks that attend to all tokens."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from sim.scenario.schema import Scenario
 #: What the blocks of encoders, encoder-decoders and tables of layers are not simulated with.
 _OF_DECODERS = {"moe": "a mixture of experts", "mla": "latent attention", "window": "sliding-window attention",
                 "parallel_block": "attention and MLP side by side"}
+#: What a table of layers says nothing of, or says itself, and how it is filled in there.
+_OF_TRANSFORMERS: dict[str, object] = {
+    "hidden": 0, "heads": 0, "kv_heads": 0, "head_dim": 0, "ffn": 0, "decoder_layers": 0, "vocab": 0,
+    "max_positions": 0, "gated_mlp": False, "positions": "none", "norm": "layernorm", "dropout": 0.0}
 
 
 def of_decoders(written: Scenario, s: Scenario) -> Iterator[Finding]:
@@ -20,6 +24,16 @@ def of_decoders(written: Scenario, s: Scenario) -> Iterator[Finding]:
     for name, what in _OF_DECODERS.items():
         if getattr(s.model, name):
             yield f"model.{name}", f"{what} is for kind decoder, and the model is of kind {s.model.kind}", "remove it"
+
+
+def of_transformers(written: Scenario, s: Scenario) -> Iterator[Finding]:
+    """Parts of a transformer beside a table of layers, which has none."""
+    if s.model.kind != "layers":
+        return
+    for name, neutral in _OF_TRANSFORMERS.items():
+        if getattr(written.model, name) not in (None, neutral):
+            yield f"model.{name}", f"{name} is of a transformer, and the model is a table of layers", (
+                "remove it, or change the table")
 
 
 def windows(written: Scenario, s: Scenario) -> Iterator[Finding]:
