@@ -113,7 +113,7 @@ def run(source: Source, *, fold: bool = True) -> Result:
     try:
         return _advised(_predict(loaded.scenario, {}, fold))
     except UserError as error:
-        raise UserError(_placed(fault, loaded) for fault in error.faults) from None
+        raise UserError(placed(fault, loaded) for fault in error.faults) from None
 
 
 def run_sweep(source: Loaded | str | Path, *, progress: Callable[[int, int], None] | None = None,
@@ -161,7 +161,7 @@ def plan_memory(source: Source) -> MemoryPlan:
     try:
         return _plan(loaded.scenario, {})
     except UserError as error:
-        raise UserError(_placed(fault, loaded) for fault in error.faults) from None
+        raise UserError(placed(fault, loaded) for fault in error.faults) from None
 
 
 def plan_points(loaded: Loaded) -> Iterator[tuple[dict[str, Any], MemoryPlan | str, int]]:
@@ -329,7 +329,7 @@ def _attempt(predict: Callable[[Scenario, Mapping[str, Any]], _T], scenario: Sce
         return "; ".join(": ".join(part for part in (f.field, f.message) if part) for f in error.faults)
 
 
-def _placed(fault: Fault, loaded: Loaded) -> Fault:
+def placed(fault: Fault, loaded: Loaded) -> Fault:
     """A fault of a later room with the file and line of the field, or of the nearest parent that was written."""
     if fault.file or not fault.field:
         return fault

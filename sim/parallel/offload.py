@@ -63,6 +63,12 @@ class Offload:
         return self.optimizer != "none"
 
     @property
+    def hybrid(self) -> bool:
+        """Whether the optimizer outside takes whole gradients once their norm is known (Megatron's
+        HybridDeviceOptimizer); what keeps its parameters outside as well hands gradients over as they come."""
+        return self.moves_optimizer and not self.moves_parameters and self._stack.hybrid_offload
+
+    @property
     def moves_activations(self) -> bool:
         """Whether blocks' saved tensors leave the GPU between forward and backward."""
         return self.activations != "none"

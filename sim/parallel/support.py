@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from sim.errors import Fault, UserError
 from sim.hardware import gpu
@@ -73,26 +73,34 @@ def _paged(scenario: Scenario, ipg: bool) -> str:
 
 def check(scenario: Scenario, stack: Stack) -> None:
     """Raise `UserError` naming every field of the scenario that this version cannot simulate."""
-    training, parallel = scenario.training, scenario.parallel
-    ipg = stack.gradient_path == "ipg"  # gradients go through DeepSpeed's buckets
+    training, ipg = scenario.training, stack.gradient_path == "ipg"  # gradients go through DeepSpeed's buckets
+    asked: dict[str, object] = {"parallel.offload": _paged(scenario, ipg)}
+    if training.mode != "train":
+        asked |= _inference(scenario)
+    faults = [*on_any_ranks(scenario, stack), *_unknown(asked), *_in_backward(scenario),
+              *_offload(scenario, ipg, stack.hybrid_offload), *_expert(scenario, ipg), *_stages(scenario, ipg),
+              *_whole_slices(scenario), *_some(scenario, stack)]
+    if faults:
+        raise UserError(faults)
+
+
+def on_any_ranks(scenario: Scenario, stack: Stack) -> list[Fault]:
+    """What of a model and its training this version cannot simulate, however they are laid out."""
+    training, uncut = scenario.training, scenario.parallel.tensor == 1
     asked: dict[str, object] = {
-        "training.chunked_loss": training.chunked_loss and (scenario.model.kind != "decoder" or parallel.tensor > 1)
+        "training.chunked_loss": training.chunked_loss and not (scenario.model.kind == "decoder" and uncut)
         and "chunked loss of other than an uncut decoder",
         "training.finetune": _tuned(scenario, stack),
         "training.precision.parameters": training.mode == "train" and training.precision.parameters in NARROW
         and f"training with {training.precision.parameters} weights",
         "training.precision": training.precision.compute in ("int8", "int4") and training.precision.compute,
-        "parallel.offload": _paged(scenario, ipg),
     }
-    if training.mode != "train":
-        asked |= _inference(scenario)
-    faults = [Fault(f"{what} is understood but not simulated yet in this version", field, hint="remove it, or see "
-                    "the README's validity limits") for field, what in asked.items() if what]
-    faults += [*_narrow(scenario), *_in_backward(scenario),
-               *_offload(scenario, ipg, stack.hybrid_offload), *_expert(scenario, ipg), *_stages(scenario, ipg),
-               *_whole_slices(scenario), *_some(scenario, stack)]
-    if faults:
-        raise UserError(faults)
+    return [*_unknown(asked), *_narrow(scenario)]
+
+
+def _unknown(asked: Mapping[str, object]) -> list[Fault]:
+    return [Fault(f"{what} is understood but not simulated yet in this version", field, hint="remove it, or see "
+                  "the README's validity limits") for field, what in asked.items() if what]
 
 
 def like_fsdp(strategy: str, ipg: bool) -> bool:

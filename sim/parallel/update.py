@@ -32,7 +32,7 @@ def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins:
         the optimizer's task.
     """
     precision, offload = plan.scenario.training.precision, plan.offload
-    if offload.moves_optimizer and not plan.stack.hybrid_offload:
+    if offload.moves_optimizer and not offload.hybrid:
         return offload.update(section, numel, tensors, _met(plan, section, joins), back_bytes)
     if plan.scenario.training.optimizer != "none":
         joins = _prepared(plan, section, numel, tensors, joins)

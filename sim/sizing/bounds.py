@@ -253,6 +253,8 @@ class _Bounding:
         table = self._last[1]
         ranks = table.layout.sizes["data"] * table.layout.sizes["context"]
         ways = ways_of(group.strategy, group.factor, ranks)
+        if schedule == "dualpipe":  # twice as many ranks hold each stage
+            ways = ways._replace(spread=np.where(ways.spread > 1, 2 * ways.spread, 1))
         capacity, steps = table.device.gpu.usable_memory_bytes, _micro_steps(table)
         outside = of(table)
         if not (outside.moves_parameters or outside.moves_optimizer or outside.moves_activations):

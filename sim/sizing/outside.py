@@ -28,15 +28,20 @@ def of(table: Table) -> Offload:
 
 def update_s(table: Table, local: int, strategy: str) -> float:
     """The optimizer outside on `local` parameters: clipping and update through host memory, states swapped in and out
-    one after the other, and what it updated copied back where parameters live on the device (`Offload.update`)."""
+    one after the other, and what it updated copied back where parameters live on the device (`Offload.update`,
+    `update_part`)."""
     outside, device = of(table), table.device
-    seconds, widths = outside.update_s(local, 1), outside.state_widths()
+    widths, narrow = outside.state_widths(), DTYPE_BYTES[table.scenario.training.precision.parameters]
+    if outside.hybrid:
+        part = outside.outside(local)
+        return (device.copy_s("d2h", part * widths["gradients"]) + outside.update_s(part, 1, clip=False)
+                + device.copy_s("h2d", part * narrow))
+    seconds = outside.update_s(local, 1)
     if outside.optimizer == "nvme":
         read = sum(widths.values())
         seconds += device.copy_s("nvme_read", local * read)
         seconds += device.copy_s("nvme_write", local * (read - widths["gradients"]))
     if not outside.moves_parameters:
-        narrow = DTYPE_BYTES[table.scenario.training.precision.parameters]
         seconds += device.copy_s("h2d", local * (narrow if strategy == "zero3" else widths["gradients"]))
     return seconds
 

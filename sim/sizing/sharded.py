@@ -47,12 +47,18 @@ class _Wire(NamedTuple):
     slowed: tuple[tuple[int, float], ...]
 
 
-def sharded_s(table: Table, places: Places, policies: Ints, name: str, factor: int, batches: int) -> Floats:
-    """Seconds of the micro-steps of a step at least, without the optimizer: shape (policies,)."""
+def sharded_s(table: Table, places: Places, policies: Ints, name: str, factor: int, batches: int,
+              inline: Floats) -> Floats:
+    """Seconds of the micro-steps of a step at least, without the optimizer: shape (policies,).
+
+    Args:
+        inline: seconds of saved tensors on their way out and back in line with the kernels of a micro-step, by policy;
+            collectives run beside them.
+    """
     scenario, seconds, layers = table.scenario, table.seconds, table.layers
     parallel = scenario.parallel
     again = summed(seconds.again, places, policies)[0, 0]
-    work = seconds.forward[-1] + seconds.backward[-1] + again
+    work = seconds.forward[-1] + seconds.backward[-1] + again + inline
     finetune = scenario.training.finetune
     tuned = finetune is not None and finetune.method != "full"
     sized = parallel.wrap != "block"  # blocks may fall into several units
@@ -73,7 +79,7 @@ def sharded_s(table: Table, places: Places, policies: Ints, name: str, factor: i
     for reduced, first, often in _turns(batches, reduces):
         kernels = _own_kernels(table, units, name, reduced, first)
         shown = alone_s + (behind_s if reduced else 0.0)
-        beside = max(0.0, gathers + (wire.reduced + wire.replicated if reduced else 0.0) - shown)
+        beside = np.maximum(0.0, gathers + (wire.reduced + wire.replicated if reduced else 0.0) - shown - inline)
         added, slowed = _slowed(table, policies, places, kernels, wire.slowed, beside)
         wired = gathers + last + (wire.root_reduced + wire.replicated if reduced else 0.0)
         if reduced:
@@ -147,13 +153,13 @@ def _own_kernels(table: Table, units: list[Unit], name: str, reduced: bool, firs
 
 
 def _slowed(table: Table, policies: Ints, places: Places, extra: Counter[Kernel],
-            states: tuple[tuple[int, float], ...], beside_s: float) -> tuple[float, Floats]:
+            states: tuple[tuple[int, float], ...], beside_s: Floats) -> tuple[float, Floats]:
     """Seconds of `extra` kernels, and by how much all kernels of a micro-step are slowed at least while collectives of
-    `beside_s` run beside them, by policy."""
+    `beside_s` run beside them; both by policy."""
     device, layers = table.device, table.layers
     added = float(device.times(list(extra)) @ list(extra.values())) if extra else 0.0
     counts = layers.kernel_counts
-    if counts is None or beside_s <= 0.0:
+    if counts is None or not beside_s.any():
         return added, np.zeros(len(policies))
     base, again = counts
     kernels = list(dict.fromkeys([*base, *extra, *(k for of in again for k in of)]))

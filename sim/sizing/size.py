@@ -13,6 +13,7 @@ from typing import Any
 
 from sim import api
 from sim.errors import Fault, UserError
+from sim.parallel.support import on_any_ranks
 from sim.report.troubles import troubled
 from sim.scenario import Loaded, Scenario, resolve
 from sim.scenario.dump import dump
@@ -28,6 +29,7 @@ from sim.sizing.store import Outcome, Store
 from sim.sizing.why import Why, explain, families
 from sim.sizing.wish import Wish, priced
 from sim.sizing.workers import workers as started_workers
+from sim.software import stack_of
 
 
 @dataclass
@@ -133,11 +135,12 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
         UserError: the scenario is wrong, or nothing is possible.
     """
     wish, started = wish or Wish(), time.monotonic()
-    scenario = source if isinstance(source, Scenario) else (
-        source if isinstance(source, Loaded) else api.load(source)).scenario
+    loaded = source if isinstance(source, Scenario | Loaded) else api.load(source)
+    scenario = loaded if isinstance(loaded, Scenario) else loaded.scenario
     _refuse(scenario)
     choice = with_schedules(choice, scenario)
     bases = [_alone(scenario, name) for name in clusters] or [_alone(scenario, None)]
+    _refuse_never_simulated(bases, None if isinstance(loaded, Scenario) else loaded)
     wish, origin = priced(wish, bases, price)
     bases = with_parts(bases, choice)
     dropped = nowhere(bases, offload, choice)
@@ -193,6 +196,17 @@ def _refuse(scenario: Scenario) -> None:
                               "degraded out, size, then 'drystep run' the best with them"))
 
 
+def _refuse_never_simulated(bases: Sequence[Scenario], loaded: Loaded | None) -> None:
+    """What no layout makes possible, with its place in the file.
+
+    Raises:
+        UserError: as `sim.parallel.support.check` says it.
+    """
+    faults = dict.fromkeys(fault for base in bases for fault in on_any_ranks(base, stack_of(base.software)))
+    if faults:
+        raise UserError([fault if loaded is None else api.placed(fault, loaded) for fault in faults])
+
+
 def _front_proven(space: Space, ranking: Ranking, runner: Runner, stop: Callable[[], bool]) -> bool:
     """Whether no row left out is on the front, which energy counts for where it is the objective."""
     proven = complete(space, ranking.times, runner.steps, stop, ranking.tighten_times)
@@ -218,7 +232,7 @@ def _alone(scenario: Scenario, topology: str | None) -> Scenario:
     sets = {"cluster": {**cluster, "nodes": 1}, "parallel.strategy": "ddp", "parallel.sharding_factor": 1,
             "parallel.tensor": 1, "parallel.sequence_parallel": False, "parallel.context": 1, "parallel.expert": 1,
             "parallel.pipeline": 1, "parallel.virtual_stages": 1, "parallel.schedule": "1f1b", "parallel.split": None,
-            "training.micro_batch": 1}
+            "training.micro_batch": 1, "training.recompute": "none"}
     base = resolve(plain, scenario.name, {**sets, "training.global_batch": _multiple(batch, plain, cluster)})
     if batch is None or batch == base.training.global_batch:
         return base

@@ -94,8 +94,8 @@ class Layers:
         index: number of every position's layer among the distinct ones.
         spans: of every distinct layer the parts of `Seconds`, then recomputation by policy.
         numel: elements of the layers before each position, shape (positions + 1,); `through`: blocks; `frozen`: bytes
-            of what is not trained; `whole`: bytes of all parameters as FSDP gathers them, at least; `routed`:
-            elements of routed experts.
+            of what is not trained; `whole`: bytes of all parameters as FSDP gathers them and keeps them until backward,
+            at least; `routed`: elements of routed experts.
         work_j: energy of forward and backward of all layers beside a GPU's constant part; again_j: of recomputation,
             per policy and block, summed from the first block on.
     """
@@ -113,7 +113,7 @@ class Layers:
             sms=gpu(scenario.cluster.topology.gpu).sms))
         items = [[compute.forward_items(layer.operators), *(
             compute.backward_items(layer.operators, weights) for weights in ("with", "without", "only")), *(
-            compute.recomputed(layer, p) if layer.kind == "block" else () for p in POLICIES)]
+            _again(compute, layer, p) if layer.kind == "block" else () for p in POLICIES)]
             for layer in self.distinct]
         if hidden == "batches":  # another micro-batch may hide what travels, under some schedules
             items = [[staying(part) for part in of] for of in items]
@@ -132,9 +132,10 @@ class Layers:
         self.frozen = before([float(sum(tensor.size_bytes for tensor in layer.frozen)) for layer in row])
         self.routed = before([float(layer.routed) for layer in row])
         wire = DTYPE_BYTES[scenario.training.precision.gather]
+        tuned = any(layer.frozen for layer in row)  # an embedding without a backward goes with its last forward
         self.whole = before([layer.numel * wire + sum(
             tensor.size_bytes if tensor.dtype in QUANTISED else tensor.numel * wire for tensor in layer.frozen)
-            for layer in row])
+            if layer.kind == "block" or not tuned else 0.0 for layer in row])
         self._scenario = scenario
         self.block = next((layer for layer in row if layer.kind == "block"), row[0])
         self.output_bytes = self.block.input.elements * DTYPE_BYTES[self.block.input.dtype]
@@ -291,6 +292,12 @@ class Tables:
         return base.model_copy(update={
             "cluster": base.cluster.model_copy(update={"nodes": nodes}), "parallel": parallel,
             "training": base.training.model_copy(update={"micro_batch": micro})})
+
+
+def _again(compute: Compute, layer: Layer, policy: str) -> tuple[Kernel | InlineCall, ...]:
+    """What recomputation of a layer runs for certain: only ZeRO-3 shares out the inputs it begins with."""
+    items = compute.recomputed(layer, policy)
+    return items[len(compute.checkpoint(layer)):] if policy == "full" else items
 
 
 def _gathering(scenario: Scenario, stack: Stack) -> Scenario:

@@ -21,6 +21,7 @@ from sim.parallel.pipeline.actions import passing, split
 from sim.parallel.places import aligned
 from sim.sizing.held import Places, Ways, summed
 from sim.sizing.orders import SEARCHED, Facts
+from sim.sizing.outside import of as outside_of
 from sim.sizing.outside import saved_s, update_s
 from sim.sizing.sharded import sharded_s
 from sim.sizing.space import STRATEGIES
@@ -61,11 +62,13 @@ class Times:
             name = STRATEGIES[index]
             update = np.array([self._update(table, numel, part, name) for numel in places.numel.tolist()])
             if table.shards(name) and not schedule:
-                steps = sharded_s(table, places, policies, name, part, facts.batches)
-                found.append(update[0] + np.maximum(steps + facts.batches * inline, facts.batches * beside))
+                steps = sharded_s(table, places, policies, name, part, facts.batches, inline)
+                found.append(update[0] + np.maximum(steps, facts.batches * beside))
                 continue
             reduced, gathered, added = self._tail(table, places, name, schedule)
-            shown = np.maximum(0.0, reduced[:, None] - hidden) if table.scenario.parallel.overlap else reduced[:, None]
+            shown = reduced[:, None]
+            if table.scenario.parallel.overlap:
+                shown = np.maximum(0.0, shown - hidden - inline)
             after = (update + gathered)[:, None]  # with which the next step begins
             begun = after + way.begun
             if together:
@@ -85,7 +88,8 @@ class Times:
         zero = np.zeros(len(places.numel))
         path, scenario = table.stack.gradient_path, table.scenario
         precision, replicas = scenario.training.precision, table.layout.sizes["data"] * table.layout.sizes["context"]
-        whole = name in ("none", "ddp", "zero1") and scenario.parallel.offload.optimizer in ("none", None)
+        here = scenario.parallel.offload.optimizer in ("none", None) or outside_of(table).hybrid
+        whole = name in ("none", "ddp", "zero1") and here
         if not whole or scenario.parallel.expert > 1 or scenario.training.optimizer_in_backward:
             return zero, zero, zero
         wide = DTYPE_BYTES[precision.gradients]

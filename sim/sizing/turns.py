@@ -8,7 +8,8 @@ reducing micro-step scatters their gradients.
 from __future__ import annotations
 
 from sim.parallel.sharded.coordinator import Limits
-from sim.parallel.sharded.zero3 import PERSISTENCE_THRESHOLD, takes_turns
+from sim.parallel.sharded.uses import PERSISTENCE_THRESHOLD
+from sim.parallel.sharded.zero3 import takes_turns
 from sim.sizing.tables import Table
 from sim.work import DTYPE_BYTES
 

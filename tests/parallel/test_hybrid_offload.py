@@ -126,3 +126,16 @@ def test_any_offloaded_optimizer_is_steady_and_takes_longer(framework: str, pipe
 def test_what_no_framework_has_is_refused(more: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         lower(scenario(**more))
+
+
+def test_shards_kept_outside_are_no_part_of_megatrons_optimizer() -> None:
+    """FSDP hands gradients over as they come, also in Megatron's stack of 2025: once, and nothing comes back but what
+    is gathered."""
+    places = {"parameters": "cpu", "optimizer": "cpu"}
+    for framework in ("megatron", "pytorch"):
+        low = lower(scenario(framework, offload=places, strategy="fsdp", micro_steps=1))
+        program, whole = low.job.programs[0], low.architecture.parameters
+        width = 4 if framework == "megatron" else 2
+        assert copied(program, "d2h") == pytest.approx(width * whole / 8, rel=1e-3)
+        names = [program.labels[number].name for number in program.sections[-1].label]
+        assert "to the optimizer d2h" not in names and "updated h2d" not in names

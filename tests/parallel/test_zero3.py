@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import sim
 from sim.parallel import lower
 from sim.parallel.sharded.coordinator import COORDINATORS, Decision, Limits, Wanted
 from sim.parallel.sharded.submodules import submodules
@@ -187,3 +188,19 @@ def test_context_ranks_share_the_states_too() -> None:
         held.append({kind: sum(size for _, size, category in program.resident if category == kind)
                      for kind in ("parameters", "gradients", "optimizer_states")})
     assert held[0] == held[1] == held[2] and min(held[0].values()) > 0
+
+
+@pytest.mark.parametrize("policy", ["selective", "selective-op", "full"])
+def test_what_is_recomputed_takes_as_long_as_under_zero2(policy: str) -> None:
+    """The same kernels run again, whoever holds the parameters."""
+    def computed_s(strategy: str, recompute: str) -> float:
+        return sum(sim.run(resolve({
+            "name": "x", "cluster": {"topology": "dgx-a100-80g"},
+            "model": {"kind": "decoder", "layers": 4, "hidden": 2048, "heads": 16, "vocab": 1024},
+            "training": {"micro_batch": 4, "micro_steps": 1, "sequence": 1024, "precision": "mixed-bf16",
+                         "recompute": recompute},
+            "parallel": {"strategy": strategy}, "software": {"framework": "deepspeed", "year": 2024},
+        })).breakdown.compute.values())
+
+    added_s = [computed_s(strategy, policy) - computed_s(strategy, "none") for strategy in ("zero2", "zero3")]
+    assert added_s[0] > 0 and added_s[1] == pytest.approx(added_s[0], rel=0.01)

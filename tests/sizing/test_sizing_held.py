@@ -42,7 +42,7 @@ def test_what_fsdp_s_stages_gather_is_counted(version: int, finetune: dict[str, 
     for sets, share in found:
         assert share <= 1
         if sets["parallel.schedule"] != "zb-h1":
-            assert share > (0.3 if sets["parallel.schedule"] == "gpipe" else 0.45)
+            assert share > (0.3 if sets["parallel.schedule"] == "gpipe" else 0.43)
 
 
 @pytest.mark.parametrize("framework", ["pytorch", "deepspeed"])
@@ -68,3 +68,16 @@ def test_states_of_experts_are_shared_by_fewer_ranks(framework: str, strategy: s
             software={"framework": framework}, training={
                 "micro_batch": 1, "global_batch": 16, "sequence": 512, "precision": "megatron-bf16"}):
         assert least < share <= 1, sets
+
+
+@pytest.mark.parametrize(("model", "precision"), [({"preset": "llama-3.2-1b", "tied_embeddings": False}, "mixed-bf16"),
+                                                  ({"preset": "mixtral-8x7b", "layers": 4}, "megatron-bf16")])
+def test_both_holders_of_a_stage_share_its_states(model: dict[str, Any], precision: str) -> None:
+    """DualPipe: twice as many ranks hold each stage, and split the states of two stages; as one they were counted a
+    fifth above what is simulated, and experts' more."""
+    for _, share in held(
+            Choice([16], micro_batch=[1], context=[1, 2], tensor=[1, 2], pipeline=[2, 4], strategies=["ddp", "zero1"],
+                   schedules=["dualpipe"], recompute=["full"], partial_recompute=False), 10, 4,
+            model=model, cluster={"topology": "dgx-a100-80g"}, software={"framework": "megatron"},
+            training={"micro_batch": 1, "global_batch": 64, "sequence": 256, "precision": precision}):
+        assert 0.5 < share <= 1

@@ -142,3 +142,26 @@ def test_bounds_count_the_optimizer_on_the_cpu_and_what_does_not_leave(once: Onc
     assert below.memory_bytes[zero3] < below.capacity_bytes[zero3]
     one = once(("", dump(space.clusters[space.columns["cluster"][zero3]]), space.sets(zero3), 8))
     assert 0.6 * one.step_time_s < below.time_s[zero3] <= one.step_time_s
+
+
+@pytest.mark.parametrize(("framework", "place", "strategies", "pipeline"), [
+    ("pytorch", {"activations": "cpu"}, ["fsdp", "zero2", "ddp"], 1), ("nanotron", {"activations": "cpu"}, ["ddp"], 1),
+    ("megatron", {"optimizer": "cpu"}, ["zero1"], 2), ("megatron", {"optimizer": "cpu"}, ["zero1"], 1),
+    ("megatron", {"optimizer": "cpu", "optimizer_fraction": 0.5}, ["zero1"], 1),
+    ("megatron", {"parameters": "cpu", "optimizer": "cpu"}, ["fsdp"], 1)])
+def test_bounds_hold_where_copies_hide_a_slow_network_and_of_megatrons_part(
+        framework: str, place: dict[str, Any], strategies: list[str], pipeline: int, once: Once) -> None:
+    """Collectives run beside saved tensors on their way; Megatron copies gradients and updates a part of them only."""
+    base = _alone(resolve({
+        "name": "small", "cluster": {"topology": "dgx-a100-80g", "inter_gbps_per_node": 50},
+        "model": {"preset": "gpt2", "layers": 6}, "parallel": {"strategy": "ddp", "offload": place},
+        "training": {"micro_batch": 1, "global_batch": 32, "sequence": 512, "precision": "amp-bf16"},
+        "software": {"framework": framework, "year": 2025}}, "small"), None)
+    space = build_space([base], Choice([16], context=[1], tensor=[1], micro_batch=[1, 2], recompute=["none", "full"],
+                                       partial_recompute=False, schedules=["1f1b", "interleaved"], pipeline=[pipeline],
+                                       strategies=strategies))
+    below, plain = bounds(space), dump(base)
+    outcomes = [once(("", plain, space.sets(row), 16)) for row in range(len(space))]
+    assert {one.outcome for one in outcomes} == {"ok"} and len(space) > 1
+    shares = [below.time_s[row] / one.step_time_s for row, one in enumerate(outcomes)]
+    assert max(shares) <= 1 and max(shares) > (0.35 if pipeline == 1 else 0.15)

@@ -47,6 +47,15 @@ def test_a_count_that_fills_no_node_says_so() -> None:
         size(scenario(), Choice([12]))
 
 
+@pytest.mark.parametrize(("training", "said"), [
+    ({"finetune": {"method": "adapter", "rank": 8}}, "an adapter behind cross attention is understood but not"),
+    ({"precision": "mxfp8"}, "has no tensor cores for mxfp8")])
+def test_what_no_layout_makes_possible_is_refused_before_the_search(training: dict[str, Any], said: str) -> None:
+    cross = {"kind": "encoder-decoder", "layers": 2, "hidden": 64, "heads": 2, "vocab": 128}
+    with pytest.raises(UserError, match=said):
+        size(scenario(model=cross, training={**PLAIN["training"], **training}), Choice([4]))
+
+
 def test_inference_is_refused() -> None:
     serving = scenario(training={**PLAIN["training"], "mode": {"inference": {"prompt": 8, "generate": 4, "batch": 1}}})
     with pytest.raises(UserError, match=r"this scenario is inference.*sweep over parallel.tensor"):

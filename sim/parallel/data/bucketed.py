@@ -39,7 +39,7 @@ class Bucketed(Held):
         self.offload = plan.offload
         self.at_once = plan.scenario.training.optimizer_in_backward
         #: the optimizer on the host takes this rank's part of every bucket
-        self.hands_over = self.offload.moves_optimizer and not plan.stack.hybrid_offload
+        self.hands_over = self.offload.moves_optimizer and not self.offload.hybrid
         self.completes = self.reduces or self.hands_over  # buckets leave, to other ranks or to the host
         self.wire = self.precision.reduce
         self.sums_wide = sums_wide(plan, reduction.gradient_shards > 1)

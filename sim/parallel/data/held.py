@@ -131,5 +131,5 @@ class Held:
     def host_states(self, numel: int) -> None:
         """Host memory of an offloading optimizer; accumulated gradients have a pinned buffer in the model's dtype."""
         self.offload.hold_optimizer(numel)
-        if self.plan.scenario.micro_steps > 1 and not self.plan.stack.hybrid_offload:
+        if self.plan.scenario.micro_steps > 1 and not self.offload.hybrid:
             self.offload.hold("accumulated gradients", numel * self.width, "gradients", pinned=True)

@@ -20,17 +20,15 @@ place, and behind the last micro-step's reductions ranks across sum what they ke
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
-from sim.model.architecture import Layer, Parameter
-from sim.model.tuning import Frozen
 from sim.parallel.activations import Activations
 from sim.parallel.compute import traffic_kernel
 from sim.parallel.data.buckets import bucket_elements
 from sim.parallel.offload import PARAMETER_BUFFER, PARAMETER_BUFFERS
 from sim.parallel.sharded.coordinator import COORDINATORS, Limits, Wanted
-from sim.parallel.sharded.submodules import Submodule, submodules
+from sim.parallel.sharded.uses import PERSISTENCE_THRESHOLD, Use, Uses, rerun
 from sim.parallel.step import COMPUTE, MicroStep, Plan, collective, frozen_bytes, state_bytes
 from sim.parallel.update import update
 from sim.program import Label, SectionBuilder
@@ -38,8 +36,8 @@ from sim.scenario import Scenario
 from sim.software import Stack
 from sim.work import DTYPE_BYTES, Kernel
 
-#: DeepSpeed `config.py`, elements: parameters below stay whole; size of the reduce bucket.
-PERSISTENCE_THRESHOLD, REDUCE_BUCKET = 100_000, 500_000_000
+#: DeepSpeed `config.py`: elements of the reduce bucket.
+REDUCE_BUCKET = 500_000_000
 GATHER, REDUCE = 1, 2
 STREAMS = ("compute", "all_gather", "reduce_and_partition")
 #: Calls in flight before the host waits for the oldest: gathers (`max_ongoing_fetch_events`), reductions
@@ -47,28 +45,6 @@ STREAMS = ("compute", "all_gather", "reduce_and_partition")
 FETCHES_IN_FLIGHT, REDUCTIONS_IN_FLIGHT = 2, 2
 #: Views that the blocking coordinator takes of a rank's piece of a small parameter: two narrowed, one flattened.
 VIEWS_OF_A_PIECE = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """One direction of one sub-module: what it needs, and its kernels.
-
-    Attributes:
-        direction: "forward", "recompute" or "backward".
-        first: whether it is the first use of its layer in forward, or in backward with recomputation.
-    """
-
-    position: int
-    layer: Layer
-    part: Submodule
-    direction: str
-    first: bool
-    wanted: tuple[Wanted, ...]
-
-    @property
-    def phase(self) -> str:
-        """Recomputation belongs to backward."""
-        return "forward" if self.direction == "forward" else "backward"
 
 
 def takes_turns(scenario: Scenario, stack: Stack) -> bool:
@@ -91,52 +67,14 @@ class Zero3:
         self.blocking = plan.stack.parameter_coordinator == "blocking"
         self.serial = takes_turns(plan.scenario, plan.stack)
         self.moved: int | None = None  # the last of them, which compute waits for then
-        self.parts: dict[int, tuple[Submodule, ...]] = {}
         self.segments: dict[tuple[int, str, str, bool], int] = {}
-        self.kept: list[Layer] = []  # keeps layers alive, so that an id stands for one layer only
         stack = plan.architecture.stack
-        self.owners = {p.name: i for i, layer in enumerate(stack) if layer.kind != "block"
-                       for p in layer.weights}
-        # what is frozen is gathered as it is stored: packed weights have the gathers' dtype (bnb_4bit_quant_storage)
-        width = DTYPE_BYTES[self.precision.gather]
-        self.stored = {f.name: round(f.size_bytes / width) for layer in stack for f in layer.frozen}
+        self.uses = Uses(plan, self.fetching)
         #: Elements of each parameter that is whole at all times.
-        self.resident = [self.elements(p) for layer in stack for p in layer.weights if p.numel < PERSISTENCE_THRESHOLD]
-        trace = [use.wanted for use in self.uses(stack)]
+        self.resident = [self.uses.elements(p) for layer in stack for p in layer.weights
+                         if p.numel < PERSISTENCE_THRESHOLD]
+        trace = [use.wanted for use in self.uses.of(stack)]
         self.decisions = COORDINATORS[plan.stack.parameter_coordinator](trace, Limits())
-
-    def uses(self, stack: Sequence[Layer]) -> Iterator[Use]:
-        """Every use of a micro-step, in order."""
-        for position, layer in enumerate(stack):
-            for number, part in enumerate(self.parts_of(layer)):
-                yield self.use(position, layer, part, "forward", number == 0)
-        for position, layer in reversed(list(enumerate(stack))):
-            again = self.plan.policy(position) == "full"
-            parts = self.parts_of(layer)
-            if again:
-                for number, part in enumerate(parts):
-                    yield self.use(position, layer, part, "recompute", number == 0)
-            for number, part in enumerate(reversed(parts)):
-                yield self.use(position, layer, part, "backward", number == 0 and not again)
-
-    def use(self, position: int, layer: Layer, part: Submodule, direction: str, first: bool) -> Use:
-        """One use; a shared parameter goes by the layer that owns it."""
-        shared = {p.name for p in layer.shared}
-        wanted = () if not self.fetching or (direction == "recompute" and not part.again) else tuple(
-            ((self.owners.get(p.name, position) if p.name in shared else position, p.name), self.elements(p))
-            for p in part.parameters)
-        return Use(position, layer, part, direction, first, wanted)
-
-    def elements(self, parameter: Parameter | Frozen) -> int:
-        """Of the gathers' dtype."""
-        return self.stored.get(parameter.name, parameter.numel)
-
-    def parts_of(self, layer: Layer) -> tuple[Submodule, ...]:
-        """Sub-modules of a layer, memoised."""
-        if id(layer) not in self.parts:
-            self.kept.append(layer)
-            self.parts[id(layer)] = submodules(layer, PERSISTENCE_THRESHOLD)
-        return self.parts[id(layer)]
 
     def states(self) -> None:
         """Everything split over all ranks, small parameters whole as well."""
@@ -188,7 +126,7 @@ class Zero3:
         bucket: list[int] = []
         self.first, self.moved = micro.first, None
         reduces = micro.reduce and (self.ranks > 1 or self.offload.moves_optimizer)
-        for use, decision in zip(self.uses(stack), self.decisions, strict=True):
+        for use, decision in zip(self.uses.of(stack), self.decisions, strict=True):
             self.gather(section, use, decision.fetch, ahead=False)
             waits = tuple(dict.fromkeys(self.arriving.pop(n) for n, _ in use.wanted if n in self.arriving))
             self.gather(section, use, decision.ahead, ahead=True)
@@ -288,11 +226,13 @@ class Zero3:
         if key not in self.segments:
             compute = self.plan.compute
             again = compute.recomputed(use.layer, policy) if use.first and policy == "selective" else ()
-            whole = compute.checkpoint(use.layer) if use.first and use.direction == "recompute" else ()
-            self.segments[key] = (
-                compute.segment(again, compute.backward_items(use.part.operators)) if use.direction == "backward" else
-                compute.segment((*whole, *compute.forward_items(
-                    use.part.again if use.direction == "recompute" else use.part.operators))))
+            whole = compute.checkpoint(use.layer) if use.first and policy == "full" else ()
+            if use.direction == "backward":
+                self.segments[key] = compute.segment(again, compute.backward_items(use.part.operators))
+            elif use.direction == "recompute":
+                self.segments[key] = compute.segment((*whole, *compute.forward_items(rerun(use, policy))))
+            else:
+                self.segments[key] = compute.segment(compute.forward_items(use.part.operators))
         return self.segments[key]
 
     def release(self, section: SectionBuilder, use: Use, wanted: Sequence[Wanted], computed: int) -> None:
