@@ -147,7 +147,7 @@ def _own_kernels(table: Table, units: list[Unit], name: str, reduced: bool, firs
         add("copy-out", padded, 2 * round(padded * g) / max(1, padded), often * (1 if keep or root else 2))
         if reduced:
             add("copy-in", padded, g + r, often)
-        else:
+        elif not first or max(g, DTYPE_BYTES["bf16"]) != r:  # else what autograd made is kept
             add("accumulate", numel, g + (1 if first else 2) * r, often)
     return found
 

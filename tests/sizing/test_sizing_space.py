@@ -45,6 +45,7 @@ def scenario(**changes: Any) -> Scenario:
        topology=st.sampled_from(["dgx-a100-80g", "dgx-1v-32g", "p4d"]),
        parallel=st.sampled_from([{}, {"overlap": False}, {"overlap_p2p": True}]))
 @example(52199, "mixtral-8x7b", "megatron", 1, 1, 4, "dgx-a100-80g", {})  # FSDP fits where ZeRO-1 of the slice does not
+@example(1, "llama-7b", "pytorch", 1, 1, 1, "dgx-a100-80g", {})  # FSDP 2 keeps the first micro-step's gradients as made
 def test_bounds_never_exceed_what_is_simulated(seed: int, model: str, framework: str, tensor: int, context: int,
                                                pipeline: int, topology: str, parallel: dict[str, Any]) -> None:
     training = {"micro_batch": 1, "global_batch": 32, "sequence": 512}
