@@ -15,7 +15,7 @@ from sim.program import Job, Kind, Program
 from sim.report import plot_style as look
 from sim.report.breakdown import COMPUTE_STREAM
 from sim.report.result import Result
-from sim.report.timeline_rows import counted, steady
+from sim.report.timeline_rows import counted, steady, whole
 from sim.report.words import forward_of, others
 
 if TYPE_CHECKING:
@@ -168,15 +168,16 @@ def _windows(view: MemoryView) -> list[tuple[str, tuple[float, float]]]:
     spans = view.micro_steps[view.micro_steps[:, 0] < step]
     if len(spans) < 2:
         issued = max((end for _, end, phase in view.host if _PHASES[phase] != "optimizer"), default=step)
-        whole = ("the whole step, at the times at which the host allocates, ahead of the GPU", (0.0, step))
+        all_of_it = (f"the whole {whole(view.result.scenario)}, at the times at which the host allocates, ahead of the "
+                     "GPU", (0.0, step))
         if issued > _EARLY * step:
-            return [whole]
-        return [whole, ("the part in which the host issues forward and backward", (0.0, 1.15 * issued))]
+            return [all_of_it]
+        return [all_of_it, ("the part in which the host issues forward and backward", (0.0, 1.15 * issued))]
     inside = np.flatnonzero((spans[:, 0] <= view.peak_s) & (view.peak_s <= spans[:, 1]))
     number = int(inside[0]) if len(inside) else len(spans) - 1
     start, end = max(0.0, float(spans[number, 0])), min(step, float(spans[number, 1]))
     several, piece = counted(view.result.scenario, len(spans))
-    return [(f"the whole step: {several}", (0.0, step)),
+    return [(f"the whole {whole(view.result.scenario)}: {several}", (0.0, step)),
             (f"{piece} {number + 1} of {len(spans)}, which holds the peak; times are the host's, ahead of the GPU",
              (start, end))]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sim.report import plot_style as look
 from sim.report.result import Result
-from sim.report.timeline_rows import BUBBLE, EXPOSED, LATE, OTHER, Bars, Rows, close_look, rows_of
+from sim.report.timeline_rows import BUBBLE, EXPOSED, LATE, OTHER, Bars, Rows, close_look, rows_of, whole
 from sim.report.words import others
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ _NUMBERED = re.compile(r"^(block|encoder|decoder)(?=\d+$)")
 _WORTH_NUMBERING = 0.5
 #: Points: the outline of narrow bars, so that none is thinner than a screen can show.
 _HAIR = 0.5
+#: Waits that nobody can tell from one another are drawn if they take as much as so many that one can.
+_HATCHED = 4
 #: Beyond so many micro-steps their boundaries would be a grey field.
 _MARKED_MICRO_STEPS = 40
 
@@ -40,8 +42,8 @@ Window = tuple[float, float]
 def timeline_figure(result: Result) -> Figure:
     """Draw the critical rank's step; call within `plot_style.style()`."""
     rows = rows_of(result)
-    panels = _panels(rows)
-    left = 0.2 + _LETTER * max(len(name) for name in rows.names)
+    panels = _panels(rows, whole(result.scenario))
+    left = 0.2 + _LETTER * max(len(_spelt(name)) for name in rows.names)
     per_panel = len(rows.names) * _ROW + _PANEL
     height = _HEAD + _FOOT + len(panels) * per_panel
     made = look.figure(height)
@@ -51,7 +53,8 @@ def timeline_figure(result: Result) -> Figure:
     waiting = f", {100 * exposed:.1f}% of it exposed communication" if exposed or len(rows.names) > 2 else (
         ", no communication")
     whose = f"rank {simulated.representative}{others(len(simulated.members) - 1)}"
-    look.heading(made, result.scenario.name, f"one step of {whose}: {result.step_time_s * factor:.4g} {unit}{waiting}")
+    lasts = f"{result.step_time_s * factor:.4g} {unit}"
+    look.heading(made, result.scenario.name, f"one {whole(result.scenario)} of {whose}: {lasts}{waiting}")
     seen: set[str] = set()
     for number, (title, window) in enumerate(panels):
         top = height - _HEAD - number * per_panel - 0.24
@@ -59,8 +62,14 @@ def timeline_figure(result: Result) -> Figure:
                (look.WIDTH - left - _RIGHT) / look.WIDTH, len(rows.names) * _ROW / height)
         ax = made.add_axes(box)
         seen |= _panel(ax, rows, window, title, panels[number + 1][1] if number + 1 < len(panels) else None)
-    look.key(made, [(name.replace("_", "-"), colour) for name, colour in look.BARS.items() if name in seen])
+    look.key(made, [(_spelt(name), colour) for name, colour in look.BARS.items()
+                    if name in seen])
     return made
+
+
+def _spelt(name: str) -> str:
+    """A row's or a key's name as a person reads it."""
+    return name.replace("_", "-").replace("recv", "receive")
 
 
 def timeline_digest(result: Result) -> dict[str, Any]:
@@ -72,16 +81,17 @@ def timeline_digest(result: Result) -> dict[str, Any]:
         seconds = {rows.keys[k]: float((inside.end_s - inside.start_s)[inside.key == k].sum())
                    for k in sorted(set(inside.key.tolist()))}
         shown.append({"row": name, "bars": len(inside.key), "seconds": dict(sorted(seconds.items()))})
+    panels = _panels(rows, whole(result.scenario))
     return {"step_time_s": rows.step_time_s, "exposed_s": rows.exposed_s(0.0, rows.step_time_s), "rows": shown,
-            "panels": [{"title": title, "start_s": window[0], "end_s": window[1]} for title, window in _panels(rows)]}
+            "panels": [{"title": title, "start_s": window[0], "end_s": window[1]} for title, window in panels]}
 
 
-def _panels(rows: Rows) -> list[tuple[str, Window]]:
-    """(title, window), from the whole to the part."""
+def _panels(rows: Rows, name: str) -> list[tuple[str, Window]]:
+    """(title, window), from the whole, which is called `name`, to the part."""
     count = len(rows.micro_steps)
     if count < 1:
-        return [("the step", (0.0, rows.step_time_s))]
-    panels = [("the whole step" + (f": {rows.counted}" if rows.counted else ""), (0.0, rows.step_time_s))]
+        return [(f"the {name}", (0.0, rows.step_time_s))]
+    panels = [(f"the whole {name}" + (f": {rows.counted}" if rows.counted else ""), (0.0, rows.step_time_s))]
     first, last = rows.closest, rows.closest
     if rows.piece == "stretch" and count > _FEW:  # neighbours too: transfers between stages lie on their edges
         first, last = first - 1, last + 1
@@ -103,7 +113,7 @@ def _panel(ax: Axes, rows: Rows, window: Window, title: str, next_window: Window
     ax.ticklabel_format(axis="x", style="plain", useOffset=False)
     count = len(rows.names)
     ax.set_ylim(count - 0.5, -0.5)
-    ax.set_yticks(range(count), [name.replace("_", "-") for name in rows.names])
+    ax.set_yticks(range(count), [_spelt(name) for name in rows.names])
     ax.set_title(title)
     ax.set_title(unit, loc="right", fontsize=8.5, color="#444444")
     look.quiet(ax)
@@ -135,8 +145,10 @@ def _row(ax: Axes, rows: Rows, bars: Bars, number: int, window: Window) -> set[s
         name = rows.keys[index]
         chosen = bars.take((bars.key == index).nonzero()[0])
         colour = look.BARS.get(name, look.GREY)
-        if name != LATE or float((chosen.end_s - chosen.start_s).max()) > tellable:
-            seen.add(name)
+        waits = chosen.end_s - chosen.start_s
+        if name in (EXPOSED, LATE) and waits.max() <= tellable and waits.sum() <= _HATCHED * tellable:
+            continue  # slivers of a colour that the key would have to name
+        seen.add(name)
         shapes = []
         for s, e, share in zip(chosen.start_s.tolist(), chosen.end_s.tolist(), chosen.share.tolist(), strict=True):
             top = number + half - 2 * half * share
@@ -147,7 +159,8 @@ def _row(ax: Axes, rows: Rows, bars: Bars, number: int, window: Window) -> set[s
             _late(ax, chosen, number, half, factor)
         wide = bool(((chosen.end_s - chosen.start_s) > 4 * tellable).any()) and name not in (EXPOSED, BUBBLE)
         ax.add_collection(PolyCollection(shapes, facecolor=colour, edgecolor="white" if wide else colour,
-                                         linewidth=0.4 if wide else _HAIR, zorder=3, snap=False))
+                                         linewidth=0.4 if wide else _HAIR if name != BUBBLE else 0.0, zorder=3,
+                                         snap=False))
         if not host and name not in (EXPOSED, BUBBLE, LATE, OTHER):
             _texts(ax, rows, chosen, colour, number, window, per_inch)
     return seen

@@ -175,11 +175,19 @@ def rows_of(result: Result) -> Rows:
                 _closest([m[2] for m in inside]), result.step_time_s)
 
 
+def whole(scenario: Scenario) -> str:
+    """What is simulated: a step of training, or a request."""
+    return "step" if scenario.training.mode == "train" else "request"
+
+
 def counted(scenario: Scenario, windows: int) -> tuple[str, str]:
     """What a step's windows are, in words: how many ("" for one), and the name of one of them.
 
     A pipeline rank's sections are no micro-steps: a section may hold several actions of its schedule, or one.
     """
+    if scenario.training.mode != "train":  # the prompt gives the first token, each piece behind it another
+        return f"{scenario.training.mode.inference.generate} tokens", (
+            "stretch" if scenario.parallel.pipeline > 1 else "token")
     if scenario.parallel.pipeline > 1:
         return f"{scenario.micro_steps} micro-batches", "stretch"
     return (f"{windows} micro-steps" if windows > 1 else ""), "micro-step"

@@ -182,3 +182,18 @@ def test_the_close_look_at_a_pipeline_is_where_its_schedule_is_steady(staged: Re
         inside = rows.bars[1].within(panel["start_s"], panel["end_s"])
         shown = {rows.keys[k] for k in inside.key.tolist()}
         assert "turns into" not in panel["title"] or {"forward", "backward"} <= shown
+
+
+def test_a_request_is_called_so_and_its_pieces_tokens() -> None:
+    """Slivers of waiting that nobody can tell from each other are neither drawn nor named."""
+    result = sim.run(resolve({
+        "name": "x", "cluster": {"topology": "dgx-a100-80g", "nodes": 1}, "model": {"preset": "gpt2"},
+        "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 512, "precision": "pure-bf16",
+                     "mode": {"inference": {"prompt": 64, "generate": 12, "batch": 1}}},
+        "software": {"compile": True}}))
+    titles = [panel["title"] for panel in timeline_digest(result)["panels"]]
+    assert titles[:2] == ["the whole request: 12 tokens", "token 2 of 12"]
+    assert memory_digest(result)["panels"][0]["title"] == "the whole request: 12 tokens"
+    with look.style():
+        said = [text.get_text() for text in timeline_figure(result).texts]
+    assert any(text.startswith("one request of rank 0") for text in said)
