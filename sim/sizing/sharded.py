@@ -62,8 +62,10 @@ def sharded_s(table: Table, places: Places, policies: Ints, name: str, factor: i
     finetune = scenario.training.finetune
     tuned = finetune is not None and finetune.method != "full"
     sized = parallel.wrap != "block"  # blocks may fall into several units
-    if sized or parallel.expert > 1 or factor < 2 or tuned or parallel.offload.parameters not in ("none", None):
+    if sized or parallel.expert > 1 or factor < 2 or parallel.offload.parameters not in ("none", None):
         return np.asarray(batches * work)
+    if tuned:
+        return np.asarray(batches * np.maximum(work, _gathers_s(table, name, factor)))
     units = units_of(layers.architecture, parallel.wrap, factor, scenario.software.fsdp == 2)
     own = [i for i, unit in enumerate(units) if unit is not units[0]]
     if not own:
@@ -86,6 +88,18 @@ def sharded_s(table: Table, places: Places, policies: Ints, name: str, factor: i
             wired = max(wired, gathers + wire.reduced)
         total += often * np.maximum(wired, shown + work + added + slowed)
     return total
+
+
+def _gathers_s(table: Table, name: str, factor: int) -> float:
+    """Seconds of the gathers of blocks, frozen matrices and all, in one micro-step at least: backward, which may not
+    need the first, gathers them again where forward lets them go."""
+    ranks = table.alone.group(table.layout, table.scenario, ("shard", factor),
+                              lambda: table.layout.group(REPLICAS, factor))
+    sizes = np.diff(table.layers.whole)[table.layers.blocks]
+    each = {size: table.alone.seconds("all_gather", round(size), ranks) for size in set(sizes.tolist())}
+    keep = name == "zero2" or table.scenario.parallel.reshard_after_forward is not True
+    seconds = [each[size] for size in sizes.tolist()]
+    return sum(seconds) + (0.0 if keep else sum(seconds[1:]))
 
 
 def _turns(batches: int, reduces: int) -> list[tuple[bool, bool, int]]:

@@ -43,14 +43,19 @@ def scenario(**changes: Any) -> Scenario:
        framework=st.sampled_from(["pytorch", "megatron", "deepspeed", "torchtitan"]), tensor=st.sampled_from([1, 2, 4]),
        context=st.sampled_from([1, 2]), pipeline=st.sampled_from([1, 2, 4]),
        topology=st.sampled_from(["dgx-a100-80g", "dgx-1v-32g", "p4d"]),
-       parallel=st.sampled_from([{}, {"overlap": False}, {"overlap_p2p": True}]))
-@example(52199, "mixtral-8x7b", "megatron", 1, 1, 4, "dgx-a100-80g", {})  # FSDP fits where ZeRO-1 of the slice does not
-@example(1, "llama-7b", "pytorch", 1, 1, 1, "dgx-a100-80g", {})  # FSDP 2 keeps the first micro-step's gradients as made
+       parallel=st.sampled_from([{}, {"overlap": False}, {"overlap_p2p": True}, {"offload": {"activations": "cpu"}},
+                                 {"offload": {"optimizer": "cpu"}}]),
+       year=st.sampled_from([2021, 2023, 2025]), finetune=st.sampled_from([None, None, None, "lora"]))
+@example(52199, "mixtral-8x7b", "megatron", 1, 1, 4, "dgx-a100-80g", {}, 2023, None)  # FSDP fits where ZeRO-1 does not
+@example(1, "llama-7b", "pytorch", 1, 1, 1, "dgx-a100-80g", {}, 2023, None)  # FSDP 2 keeps first gradients as made
 def test_bounds_never_exceed_what_is_simulated(seed: int, model: str, framework: str, tensor: int, context: int,
-                                               pipeline: int, topology: str, parallel: dict[str, Any]) -> None:
-    training = {"micro_batch": 1, "global_batch": 32, "sequence": 512}
-    base = _alone(scenario(model={"preset": model}, software={"framework": framework}, training=training,
-                           cluster={"topology": topology}, parallel={"strategy": "ddp", **parallel}), None)
+                                               pipeline: int, topology: str, parallel: dict[str, Any], year: int,
+                                               finetune: str | None) -> None:
+    training = {"micro_batch": 1, "global_batch": 32, "sequence": 512,
+                **({} if finetune is None else {"finetune": {"method": finetune, "rank": 8}})}
+    base = _alone(scenario(model={"preset": model}, software={"framework": framework, "year": year},
+                           training=training, cluster={"topology": topology},
+                           parallel={"strategy": "ddp", **parallel}), None)
     choice = Choice([16], schedules=SCHEDULES, tensor=[tensor], context=[context], pipeline=[pipeline],
                     micro_batch=[1, 2, 4])
     try:
@@ -68,7 +73,7 @@ def test_bounds_never_exceed_what_is_simulated(seed: int, model: str, framework:
             assert of.time_s[row] <= got.step_time_s and coarse.time_s[row] <= got.step_time_s
             assert energy[row] <= got.step_energy_j
             # a bound worth having; it leaves out what experts that few ranks share send between nodes
-            assert of.time_s[row] > (0.05 if model == "mixtral-8x7b" else 0.1) * got.step_time_s
+            assert finetune or of.time_s[row] > (0.05 if model == "mixtral-8x7b" else 0.1) * got.step_time_s
 
 
 def test_search_agrees_with_simulating_everything(once: Once) -> None:
