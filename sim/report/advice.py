@@ -16,8 +16,8 @@ from sim.errors import UserError
 from sim.garbage import seldom_searched
 from sim.report.candidates import Sets, candidates
 from sim.report.memory import MemoryResult
-from sim.scenario import Scenario, resolve
-from sim.scenario.dump import dump
+from sim.scenario import Scenario
+from sim.scenario.change import Changing
 
 #: Single changes of which pairs are tried, and pairs whose step is predicted.
 _STRONGEST, _PRICED = 10, 8
@@ -81,20 +81,20 @@ def advise(scenario: Scenario, memory: MemoryResult, trial: Callable[[Scenario],
         memory: of the scenario as it is; `now_s`: its step.
         trial: lowers a scenario; only the steps of those that fit are asked for.
     """
-    plain = dump(scenario)
+    change = Changing(scenario)
     found: dict[str, _Tried] = {}
 
     def tried(group: str, what: str, sets: Sets) -> bool:
         """Whether the job fits with a change, which is kept if it frees anything."""
         try:
-            other = resolve(plain, scenario.name, sets)
+            other, said = change(sets)
             one = trial(other)
         except UserError:
             return False
         after = one.memory
         frees = after.use.peak_allocated_bytes < memory.use.peak_allocated_bytes
         if after.fits or (frees and not memory.fits_device):
-            found[group] = _Tried(what, sets, other, one, after)
+            found[group] = _Tried(what, said, other, one, after)
         return after.fits
 
     for group, what, sets in candidates(scenario):
@@ -107,7 +107,7 @@ def advise(scenario: Scenario, memory: MemoryResult, trial: Callable[[Scenario],
     cheapest = min((c.gpu_time for c in priced if c.gpu_time is not None), default=math.inf)
     if not memory.fits and cheapest > _DEAR:
         pairs = _pairs([one for one in tries if not one.after.fits or one.after.short],
-                       lambda sets: resolve(plain, scenario.name, sets), trial, scenario.gpus)
+                       change, trial, scenario.gpus)
         two = [_change(one, now_s, scenario.gpus) for one in pairs]
         priced += [c for c in two if (c.gpu_time or 0.0) < cheapest]
     return sorted(priced, key=lambda c: (not c.fits, c.gpu_time if c.gpu_time is not None else -c.headroom_bytes))
@@ -124,18 +124,17 @@ class _Tried(NamedTuple):
     changes: int = 1
 
 
-def _pairs(tries: list[_Tried], changed: Callable[[Sets], Scenario], trial: Callable[[Scenario], Trial],
+def _pairs(tries: list[_Tried], change: Changing, trial: Callable[[Scenario], Trial],
            gpus: int) -> list[_Tried]:
     """Two changes at once with which the job fits, of those that free most by themselves; without more GPUs before
     with more, and each with the mildest partner that suffices first."""
     strongest = sorted(tries, key=lambda one: one.after.use.peak_allocated_bytes)[:_STRONGEST]
     found = []
     for first, second in combinations(strongest, 2):
-        if set(first.sets) & set(second.sets):
+        if any(first.sets[field] != second.sets[field] for field in set(first.sets) & set(second.sets)):
             continue
-        sets = {**first.sets, **second.sets}
         try:
-            other = changed(sets)
+            other, sets = change({**first.sets, **second.sets})
             both = trial(other)
         except UserError:
             continue

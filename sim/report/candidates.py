@@ -165,12 +165,12 @@ def _more_ranks(scenario: Scenario, name: str) -> Iterator[Candidate]:
              "expert": "expert ranks"}[name]
     for factor in _FACTORS:
         sets: dict[str, Any] = {f"parallel.{name}": factor * now}
+        again = {} if name == "expert" else _resharded(scenario)
         if name == "expert" or scenario.data_parallel % factor == 0:
-            again = {} if name == "expert" else _resharded(scenario)
             yield Candidate(name, f"{factor * now} {words} instead of {now}", {**sets, **again})
         else:
             yield Candidate(name, f"{factor * now} {words} instead of {now}, on {factor * nodes} nodes",
-                            {**sets, "cluster.nodes": factor * nodes})
+                            {**sets, "cluster.nodes": factor * nodes, **again})
 
 
 def _offload(scenario: Scenario) -> Iterator[Candidate]:

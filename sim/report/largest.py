@@ -11,8 +11,8 @@ from sim.errors import UserError
 from sim.garbage import seldom_searched
 from sim.report.advice import Measure, next_above
 from sim.report.memory import MemoryResult
-from sim.scenario import Scenario, resolve
-from sim.scenario.dump import dump
+from sim.scenario import Scenario
+from sim.scenario.change import Changing
 from sim.scenario.schema import Inference
 
 #: Where the search stops: more sequences or tokens than any published run has had.
@@ -66,7 +66,7 @@ def largest(scenario: Scenario, measure: Measure, now: MemoryResult | None = Non
     Args:
         now: memory of the scenario as it is, where that is known.
     """
-    plain = dump(scenario)
+    change = Changing(scenario)
     found = []
     for axis in _axes(scenario):
         reasons: dict[int, str] = {}
@@ -76,7 +76,7 @@ def largest(scenario: Scenario, measure: Measure, now: MemoryResult | None = Non
             if now is not None and value == axis.now:
                 return now.fits
             try:
-                return measure(resolve(plain, scenario.name, axis.sets(value))).fits
+                return measure(change(axis.sets(value)).scenario).fits
             except UserError as error:
                 reasons[count] = error.faults[0].message
                 return False

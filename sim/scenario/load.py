@@ -19,6 +19,7 @@ from sim.scenario.explain import explain
 from sim.scenario.paths import apply_sets, assign
 from sim.scenario.schema import Scenario
 from sim.scenario.sweep import fix_axes, points, read_axes
+from sim.scenario.tables import Given
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,7 @@ def resolve(
 def resolve_document(document: Document, faults: Sequence[Fault] = ()) -> Scenario:
     """A scenario from a document of its own (it is changed). Raises UserError with `faults` and all others."""
     found = [*document.faults, *faults]
+    given = Given(_copy(document.data), document.folder)
     data = expand(document, found)
     found += check_names(data, document)
     try:
@@ -165,6 +167,7 @@ def resolve_document(document: Document, faults: Sequence[Fault] = ()) -> Scenar
         unread = [f.field + "." for f in document.faults if f.field]  # values thrown away: what they lack is no news
         raise UserError(_distinct([f for f in found if f in document.faults or not f.field.startswith(tuple(unread))]))
     scenario = fill(written)
+    scenario._given = given
     found = check(written, scenario, document)
     if found:
         raise UserError(found)

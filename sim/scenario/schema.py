@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, PlainValidator, Tag, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, PlainValidator, PrivateAttr, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from sim.scenario.claim import Claim
@@ -18,6 +18,7 @@ from sim.scenario.precisions import PRECISIONS
 from sim.scenario.tables import (
     Degree,
     Experts,
+    Given,
     Heads,
     Layers,
     LayersOrNone,
@@ -339,6 +340,8 @@ class Budget(Table):
 class Scenario(Table):
     """One resolved scenario: what is trained, on what, and how, with every default filled in."""
 
+    _given: Given | None = PrivateAttr(default=None)
+
     name: Text = needs("shown in every report")
     cluster: Cluster = needs("hardware")
     model: Model = needs("architecture")
@@ -349,6 +352,11 @@ class Scenario(Table):
     sweep: dict[str, list[Any]] = late("what-if axes: dotted field -> list of values")
     expect: dict[str, Any] = late("regression bounds: result field -> bound")
     claim: Claim | None = has(None, "a claim this scenario puts to the test")
+
+    @property
+    def given(self) -> Given | None:
+        """What its user wrote, where it was read from that."""
+        return self._given
 
     @property
     def gpus(self) -> int:

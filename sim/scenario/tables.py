@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
@@ -14,6 +17,15 @@ class Table(BaseModel):
     model_config = ConfigDict(
         strict=True, extra="forbid", frozen=True, defer_build=True, protected_namespaces=(), allow_inf_nan=False
     )
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a user wrote, and the folder that paths in it are relative to. Scenarios that say the same are equal however
+    they were written, so this takes no part in comparisons."""
+
+    data: Mapping[str, Any] = field(compare=False)
+    folder: Path = field(compare=False)
 
 
 def late(description: str) -> Any:

@@ -16,7 +16,7 @@ from sim.errors import Fault, UserError
 from sim.parallel.support import on_any_ranks
 from sim.report.troubles import troubled
 from sim.scenario import Loaded, Scenario, resolve
-from sim.scenario.dump import dump
+from sim.sizing.base import alone, following
 from sim.sizing.bounds import Bounds
 from sim.sizing.front import complete, pareto
 from sim.sizing.offloads import both_ways, narrowed, nowhere, variants
@@ -139,7 +139,7 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
     scenario = loaded if isinstance(loaded, Scenario) else loaded.scenario
     _refuse(scenario)
     choice = with_schedules(choice, scenario)
-    bases = [_alone(scenario, name) for name in clusters] or [_alone(scenario, None)]
+    bases = [alone(scenario, name) for name in clusters] or [alone(scenario, None)]
     _refuse_never_simulated(bases, None if isinstance(loaded, Scenario) else loaded)
     wish, origin = priced(wish, bases, price)
     bases = with_parts(bases, choice)
@@ -148,7 +148,7 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
     bases = both_ways(bases) if overlap_p2p else bases
     space = build_space(bases, choice, partial(narrowed, both=overlap_p2p))
     listed = time.monotonic()
-    plain = [dump(base) for base in bases]
+    plain = [following(base) for base in bases]
     store = Store(out, {"clusters": plain}, resume)
     found = Sizing(wish, raw=space.raw, covered=len(space), price_origin=origin, not_offloaded=dropped,
                    schedules=space.schedules)
@@ -222,26 +222,6 @@ def _nearest(space: Space, ranking: Ranking, runner: Runner,
     if not result.complete or not result.best:
         return None, not result.complete
     return _row(space, runner, result.best[0][1], runner.wish), False
-
-
-def _alone(scenario: Scenario, topology: str | None) -> Scenario:
-    """The scenario on one node of a cluster, without parallelism: what every row starts from."""
-    plain = dump(scenario)
-    batch = scenario.training.global_batch
-    cluster = plain["cluster"] if topology is None else {"topology": topology}
-    sets = {"cluster": {**cluster, "nodes": 1}, "parallel.strategy": "ddp", "parallel.sharding_factor": 1,
-            "parallel.tensor": 1, "parallel.sequence_parallel": False, "parallel.context": 1, "parallel.expert": 1,
-            "parallel.pipeline": 1, "parallel.virtual_stages": 1, "parallel.schedule": "1f1b", "parallel.split": None,
-            "training.micro_batch": 1, "training.recompute": "none"}
-    base = resolve(plain, scenario.name, {**sets, "training.global_batch": _multiple(batch, plain, cluster)})
-    if batch is None or batch == base.training.global_batch:
-        return base
-    return base.model_copy(update={"training": base.training.model_copy(update={"global_batch": batch})})
-
-
-def _multiple(batch: int | None, plain: dict[str, Any], cluster: dict[str, Any]) -> int:
-    """A global batch that one node can take, whatever the run's."""
-    return 4608 if batch is None else batch * 4608
 
 
 def _fill(found: Sizing, space: Space, result: Found, runner: Runner) -> None:

@@ -50,6 +50,21 @@ def test_a_change_does_what_it_says() -> None:
     assert again.step_time_s == change.step_time_s
 
 
+@pytest.mark.parametrize(("strategy", "written"), [
+    ("ddp", {}), ("zero1", {}), ("fsdp", {"parallel.context": 2}),
+    ("zero3", {"training.global_batch": None, "training.micro_steps": 4})])
+def test_every_change_is_what_the_command_line_makes_of_it(strategy: str, written: dict[str, Any]) -> None:
+    """Also where a default follows from what is changed: FSDP's gradients are reduced in every micro-step."""
+    sets = {"parallel.strategy": strategy, "model.layers": 32, "model.hidden": 4096, "model.heads": 32, **written}
+    changes = job(**sets).changes
+    assert {change.fits for change in changes} == {True, False}
+    for change in changes:
+        again = job(**(sets | change.set))
+        assert (again.memory.fits, again.memory.headroom_bytes) == (change.fits, change.headroom_bytes)
+        assert again.scenario.gpus == change.gpus
+        assert change.step_time_s in (None, again.step_time_s)
+
+
 def test_every_change_is_lowered_once_and_only_what_fits_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     result = job()
     lowered: list[Scenario] = []

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import sim
@@ -81,6 +81,7 @@ def not_finite(value: Any) -> Iterator[Any]:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32))
+@example(193119)  # T5's encoder ends in fp32 where its residual stream is half: gradients of 2 and of 4 bytes
 def test_any_scenario_is_refused_or_runs_well(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(5):

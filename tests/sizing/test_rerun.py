@@ -11,9 +11,8 @@ import sim
 from sim import sizing
 from sim.api import load
 from sim.scenario import resolve
-from sim.scenario.dump import dump
+from sim.sizing.base import alone, following
 from sim.sizing.rerun import command
-from sim.sizing.size import _alone
 from sim.sizing.size_text import layout_of, lines
 from sim.sizing.space import build_space
 
@@ -81,8 +80,8 @@ def test_every_layout_of_a_space_can_be_said(tmp_path: Path) -> None:
     """Defaults follow from other fields (what is whole behind forward in a pipeline), and the file has a split."""
     path = tmp_path / "a.yaml"
     path.write_text(_SCENARIO, encoding="utf-8")
-    base = _alone(load(path).scenario, None)
-    space, plain = build_space([base], sizing.Choice((8,), context=(1,))), dump(base)
+    base = alone(load(path).scenario, None)
+    space, plain = build_space([base], sizing.Choice((8,), context=(1,))), following(base)
     for row in random.Random(3).sample(range(len(space)), 30):
         sets = space.sets(row)
         assert command(str(path), [], resolve(plain, "", sets), sets, None) is not None, sets

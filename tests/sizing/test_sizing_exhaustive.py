@@ -6,10 +6,9 @@ import numpy as np
 from sizing_once import Once
 
 from sim.scenario import resolve
-from sim.scenario.dump import dump
 from sim.sizing import Choice, Wish, size
+from sim.sizing.base import alone, following
 from sim.sizing.bounds import bounds
-from sim.sizing.size import _alone
 from sim.sizing.space import SCHEDULES, STRATEGIES, build_space
 
 GPUS, TOP = 8, 10
@@ -19,8 +18,8 @@ SMALL = {"name": "small", "cluster": {"topology": "dgx-a100-80g"}, "model": {"pr
 
 def test_the_answer_is_that_of_simulating_everything(once: Once) -> None:
     small = resolve(SMALL, "small")
-    base, choice = _alone(small, None), Choice([GPUS], schedules=SCHEDULES)
-    space, plain = build_space([base], choice), dump(base)
+    base, choice = alone(small, None), Choice([GPUS], schedules=SCHEDULES)
+    space, plain = build_space([base], choice), following(base)
     factor, pipeline = space.columns["sharding_factor"], space.columns["pipeline"]
     assert len(space) >= 5000 and (pipeline > 1).any()
     assert ((factor > 1) & (factor < GPUS // pipeline) & (space.columns["tensor"] == 1)).any()
@@ -47,10 +46,10 @@ def test_sharded_stages_and_stages_that_straddle_nodes_too(once: Once) -> None:
     small = resolve({**SMALL, "model": model, "cluster": cluster,
                      "training": {"micro_batch": 1, "global_batch": 24, "sequence": 128}}, "small")
     gpus = 12
-    base, choice = _alone(small, None), Choice(
+    base, choice = alone(small, None), Choice(
         [gpus], strategies=["zero1", "fsdp"], schedules=["1f1b", "interleaved", "zb-2p", "dualpipe"], context=[1],
         tensor=[1], micro_batch=[1, 2], recompute=["none"], partial_recompute=False)
-    space, plain = build_space([base], choice), dump(base)
+    space, plain = build_space([base], choice), following(base)
     strategy, pipeline, schedule = (space.columns[name] for name in ("strategy", "pipeline", "schedule"))
     sharded = (strategy == STRATEGIES.index("fsdp")) & (pipeline > 1)
     assert sharded.sum() > 30 and not (sharded & (schedule == SCHEDULES.index("dualpipe"))).any()

@@ -8,18 +8,17 @@ import numpy as np
 import pytest
 
 from sim.scenario import resolve
-from sim.scenario.dump import dump
 from sim.sizing import Choice
+from sim.sizing.base import alone, following
 from sim.sizing.bounds import bounds
 from sim.sizing.runner import simulated
-from sim.sizing.size import _alone
 from sim.sizing.space import build_space
 
 
 def held(choice: Choice, rows: int, seed: int, **fields: Any) -> list[tuple[dict[str, Any], float]]:
     """Of some layouts their fields, and the bound over what is simulated."""
-    base = _alone(resolve({"name": "x", "parallel": {"strategy": "ddp"}} | fields), None)
-    space, plain = build_space([base], choice), dump(base)
+    base = alone(resolve({"name": "x", "parallel": {"strategy": "ddp"}} | fields), None)
+    space, plain = build_space([base], choice), following(base)
     bound, found = bounds(space), []
     for row in np.random.default_rng(seed).choice(len(space), min(rows, len(space)), replace=False).tolist():
         got = simulated(("", plain, space.sets(row), choice.gpus[0]))

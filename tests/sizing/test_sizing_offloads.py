@@ -13,9 +13,9 @@ from sim.scenario import resolve
 from sim.scenario.dump import dump
 from sim.scenario.schema import Offload
 from sim.sizing import Choice, size
+from sim.sizing.base import alone, following
 from sim.sizing.bounds import bounds
 from sim.sizing.offloads import OFFLOADS, narrowed, variants
-from sim.sizing.size import _alone
 from sim.sizing.size_text import lines as _size_lines
 from sim.sizing.space import STRATEGIES, Space, build_space
 
@@ -31,13 +31,13 @@ def scenario(framework: str, **model: Any) -> Any:
 
 
 def spread(framework: str, **model: Any) -> Space:
-    return build_space(variants([_alone(scenario(framework, **model), None)], list(OFFLOADS)), CHOICE, narrowed)
+    return build_space(variants([alone(scenario(framework, **model), None)], list(OFFLOADS)), CHOICE, narrowed)
 
 
 @pytest.mark.parametrize("framework", ["pytorch", "deepspeed"])
 def test_the_answer_is_that_of_simulating_everything(framework: str, once: Once) -> None:
     space = spread(framework, layers=4)
-    plain = [dump(one) for one in space.clusters]
+    plain = [following(one) for one in space.clusters]
     outcomes = [once(("", plain[space.columns["cluster"][row]], space.sets(row), 8)) for row in range(len(space))]
     assert {one.outcome for one in outcomes} == {"ok"}  # nothing that a technique refuses
     every = sorted((one.step_time_s, row) for row, one in enumerate(outcomes) if one.fits)
@@ -64,7 +64,7 @@ def test_each_technique_keeps_outside_what_it_has_code_for() -> None:
 
 
 def test_one_place_says_nothing_of_it_and_a_wrong_one_is_named() -> None:
-    base = _alone(scenario("pytorch"), None)
+    base = alone(scenario("pytorch"), None)
     assert not any("offload" in name for name in build_space([base], CHOICE, narrowed).sets(0))
     with pytest.raises(UserError) as caught:
         variants([base], ["state"])
@@ -98,7 +98,7 @@ PLACES = [{"activations": "cpu"}, {"optimizer": "cpu"}, {"parameters": "cpu", "o
 
 def kept(framework: str, year: int, **changes: Any) -> Space:
     """A space of every place that the framework has."""
-    base = _alone(resolve(dump(scenario(framework, layers=4)) | changes, "small", {"software.year": year}), None)
+    base = alone(resolve(dump(scenario(framework, layers=4)) | changes, "small", {"software.year": year}), None)
     places = PLACES if framework == "deepspeed" else PLACES[:4]
     bases = [base.model_copy(update={"parallel": base.parallel.model_copy(update={
         "offload": Offload.model_validate(place)})}) for place in places]
@@ -112,7 +112,7 @@ def kept(framework: str, year: int, **changes: Any) -> Space:
 def test_bounds_of_what_is_kept_outside_hold(framework: str, year: int, once: Once) -> None:
     """Seconds of copies and of the optimizer on the CPU, bytes of what stays: never more than simulated."""
     space = kept(framework, year)
-    below, plain = bounds(space), [dump(one) for one in space.clusters]
+    below, plain = bounds(space), [following(one) for one in space.clusters]
     held = 0
     for row in np.random.default_rng(year).permutation(len(space))[:60].tolist():
         one = once(("", plain[space.columns["cluster"][row]], space.sets(row), 8))
@@ -130,7 +130,7 @@ def test_bounds_count_the_optimizer_on_the_cpu_and_what_does_not_leave(once: Onc
     of = resolve({"name": "13b", "cluster": {"topology": "p4d"}, "model": {"preset": "gpt3-13b"},
                   "training": {"micro_batch": 1, "global_batch": 8, "sequence": 512, "precision": "mixed-bf16"},
                   "software": {"framework": "deepspeed", "year": 2023}}, "13b")
-    base = _alone(of, None)
+    base = alone(of, None)
     choice = Choice([8], context=[1], tensor=[1], micro_batch=[1], recompute=["full"], partial_recompute=False,
                     schedules=["1f1b"], pipeline=[1], strategies=["ddp", "zero3"])
     space = build_space(variants([base], ["activations", "states"]), choice, narrowed)
@@ -140,7 +140,7 @@ def test_bounds_count_the_optimizer_on_the_cpu_and_what_does_not_leave(once: Onc
     ddp, zero3 = names.index("ddp"), next(i for i, n in enumerate(names) if n == "zero3" and outside[i])
     assert below.memory_bytes[ddp] > below.capacity_bytes[ddp]
     assert below.memory_bytes[zero3] < below.capacity_bytes[zero3]
-    one = once(("", dump(space.clusters[space.columns["cluster"][zero3]]), space.sets(zero3), 8))
+    one = once(("", following(space.clusters[space.columns["cluster"][zero3]]), space.sets(zero3), 8))
     assert 0.6 * one.step_time_s < below.time_s[zero3] <= one.step_time_s
 
 
@@ -152,7 +152,7 @@ def test_bounds_count_the_optimizer_on_the_cpu_and_what_does_not_leave(once: Onc
 def test_bounds_hold_where_copies_hide_a_slow_network_and_of_megatrons_part(
         framework: str, place: dict[str, Any], strategies: list[str], pipeline: int, once: Once) -> None:
     """Collectives run beside saved tensors on their way; Megatron copies gradients and updates a part of them only."""
-    base = _alone(resolve({
+    base = alone(resolve({
         "name": "small", "cluster": {"topology": "dgx-a100-80g", "inter_gbps_per_node": 50},
         "model": {"preset": "gpt2", "layers": 6}, "parallel": {"strategy": "ddp", "offload": place},
         "training": {"micro_batch": 1, "global_batch": 32, "sequence": 512, "precision": "amp-bf16"},
@@ -160,7 +160,7 @@ def test_bounds_hold_where_copies_hide_a_slow_network_and_of_megatrons_part(
     space = build_space([base], Choice([16], context=[1], tensor=[1], micro_batch=[1, 2], recompute=["none", "full"],
                                        partial_recompute=False, schedules=["1f1b", "interleaved"], pipeline=[pipeline],
                                        strategies=strategies))
-    below, plain = bounds(space), dump(base)
+    below, plain = bounds(space), following(base)
     outcomes = [once(("", plain, space.sets(row), 16)) for row in range(len(space))]
     assert {one.outcome for one in outcomes} == {"ok"} and len(space) > 1
     shares = [below.time_s[row] / one.step_time_s for row, one in enumerate(outcomes)]

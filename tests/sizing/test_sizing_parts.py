@@ -9,7 +9,7 @@ import pytest
 from sim.errors import UserError
 from sim.scenario import Scenario, resolve
 from sim.sizing import Choice, size
-from sim.sizing.size import _alone
+from sim.sizing.base import alone
 from sim.sizing.space import build_space, with_parts
 
 PLAIN: dict[str, Any] = {
@@ -23,7 +23,7 @@ def scenario(**changes: Any) -> Scenario:
 
 def test_counts_below_a_node_use_its_first_gpus() -> None:
     choice = Choice([2, 4, 8, 16])
-    space = build_space(with_parts([_alone(scenario(), None)], choice), choice)
+    space = build_space(with_parts([alone(scenario(), None)], choice), choice)
     seen = {(int(gpus), space.sets(row)["cluster.nodes"], space.sets(row)["cluster.gpus_per_node"])
             for row, gpus in enumerate(space.gpus)}
     assert seen == {(2, 1, 2), (4, 1, 4), (8, 1, 8), (16, 2, 8)}  # never two nodes of four of eight
@@ -31,7 +31,7 @@ def test_counts_below_a_node_use_its_first_gpus() -> None:
 
 def test_whole_nodes_say_nothing_of_gpus_per_node() -> None:
     choice = Choice([8, 16])
-    space = build_space(with_parts([_alone(scenario(), None)], choice), choice)
+    space = build_space(with_parts([alone(scenario(), None)], choice), choice)
     assert "cluster.gpus_per_node" not in space.sets(0)
 
 

@@ -22,11 +22,10 @@ from sizing_once import Once
 from sim.cli import main
 from sim.errors import UserError
 from sim.scenario import Scenario, resolve
-from sim.scenario.dump import dump
 from sim.sizing import Choice, Wish, counts, size
+from sim.sizing.base import alone, following
 from sim.sizing.bounds import Bounds, bounds
 from sim.sizing.runner import simulated
-from sim.sizing.size import _alone
 from sim.sizing.space import POLICIES, SCHEDULES, build_space, policy, with_schedules
 
 PLAIN: dict[str, Any] = {
@@ -53,7 +52,7 @@ def test_bounds_never_exceed_what_is_simulated(seed: int, model: str, framework:
                                                finetune: str | None) -> None:
     training = {"micro_batch": 1, "global_batch": 32, "sequence": 512,
                 **({} if finetune is None else {"finetune": {"method": finetune, "rank": 8}})}
-    base = _alone(scenario(model={"preset": model}, software={"framework": framework, "year": year},
+    base = alone(scenario(model={"preset": model}, software={"framework": framework, "year": year},
                            training=training, cluster={"topology": topology},
                            parallel={"strategy": "ddp", **parallel}), None)
     choice = Choice([16], schedules=SCHEDULES, tensor=[tensor], context=[context], pipeline=[pipeline],
@@ -62,7 +61,7 @@ def test_bounds_never_exceed_what_is_simulated(seed: int, model: str, framework:
         space = build_space([base], choice)
     except UserError:
         return
-    of, plain = bounds(space), dump(base)
+    of, plain = bounds(space), following(base)
     coarse = Bounds(space)
     energy = of.energy_j(slice(None))
     for row in np.random.default_rng(seed).choice(len(space), 3):
@@ -80,8 +79,8 @@ def test_search_agrees_with_simulating_everything(once: Once) -> None:
     choice = Choice([8], micro_batch=[1, 2], context=[1], recompute=["none", "full"], partial_recompute=False,
                     schedules=["1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v"], tensor=[1, 2], pipeline=[1, 2],
                     virtual_stages=[1, 2])
-    base = _alone(scenario(), None)
-    space, plain = build_space([base], choice), dump(base)
+    base = alone(scenario(), None)
+    space, plain = build_space([base], choice), following(base)
     outcomes = [once(("", plain, space.sets(row), 8)) for row in range(len(space))]
     for objective in ("time", "cost", "gpus", "energy"):
         wish = Wish(objective)
@@ -94,7 +93,7 @@ def test_search_agrees_with_simulating_everything(once: Once) -> None:
 
 
 def test_rows_are_distinct_and_partial_recomputation_is_per_stage() -> None:
-    space = build_space([_alone(scenario(), None)], Choice([8], schedules=SCHEDULES))
+    space = build_space([alone(scenario(), None)], Choice([8], schedules=SCHEDULES))
     texts = {json.dumps(space.sets(row), sort_keys=True) for row in range(len(space))}
     assert len(texts) == len(space)
     staged = space.columns["pipeline"] == 4
@@ -120,7 +119,8 @@ def test_a_row_that_fails_is_kept_and_named(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_whole_gradients_of_fsdp_accumulation_rule_layouts_out() -> None:
     """7B in fp32 gradients over 16 GPUs: shards are small, whole gradients kept over micro-steps are not."""
-    base = _alone(scenario(model={"preset": "llama-7b"}), None)
+    kept = {"strategy": "fsdp", "reduce_every_micro_step": False}
+    base = alone(scenario(model={"preset": "llama-7b"}, parallel=kept), None)
     choice = Choice([16], tensor=[1], context=[1], pipeline=[1], micro_batch=[1], recompute=["full"],
                     partial_recompute=False, strategies=["fsdp"])
     once = build_space([base], choice)
@@ -207,7 +207,7 @@ def test_a_cluster_with_trouble_is_not_sized() -> None:
 def proposed(framework: str, year: int, **parallel: Any) -> set[str]:
     of = scenario(software={"framework": framework, "year": year}, cluster={"topology": "dgx-a100-80g"},
                   parallel={"strategy": "ddp", **parallel})
-    space = build_space([_alone(of, None)], with_schedules(Choice([8], micro_batch=[1]), of))
+    space = build_space([alone(of, None)], with_schedules(Choice([8], micro_batch=[1]), of))
     return {SCHEDULES[i] for i in space.columns["schedule"][space.columns["pipeline"] > 1]}
 
 
@@ -229,8 +229,8 @@ def test_bounds_hold_where_blocks_with_a_window_alternate_with_others(once: Once
     """Stages and recomputed blocks are not alike: the first blocks of a pair are the quick ones."""
     of = scenario(model={"preset": "gpt2", "layers": 6, "window": 64, "full_every": 2})
     choice = Choice([8], micro_batch=[1], context=[1], tensor=[1, 2], strategies=["ddp", "fsdp"], schedules=["1f1b"])
-    base = _alone(of, None)
-    space, plain = build_space([base], choice), dump(base)
+    base = alone(of, None)
+    space, plain = build_space([base], choice), following(base)
     bound, rows = bounds(space), np.random.default_rng(0).choice(len(space), 24, replace=False)
     for row in rows:
         got = once(("", plain, space.sets(int(row)), 8))
@@ -249,8 +249,8 @@ def test_bounds_of_fine_tuning_count_what_is_frozen(framework: str, topology: st
                             "finetune": {"rank": 8, "targets": ["query", "value"], **finetune}})
     choice = Choice([8], micro_batch=[1], context=[1], tensor=[1, 2], pipeline=[1, 2], schedules=["1f1b"],
                     recompute=["none", "full"], partial_recompute=False)
-    base = _alone(of, None)
-    space, plain = build_space([base], choice), dump(base)
+    base = alone(of, None)
+    space, plain = build_space([base], choice), following(base)
     bound = bounds(space)
     for row in np.random.default_rng(1).choice(len(space), 6, replace=False):
         got = simulated(("", plain, space.sets(int(row)), 8))
@@ -268,7 +268,7 @@ def test_what_recomputation_cannot_be_beside_frozen_weights_is_no_layout() -> No
     def policies(finetune: dict[str, Any]) -> set[Any]:
         of = scenario(model={"preset": "gpt2"}, training={
             "micro_batch": 1, "global_batch": 16, "sequence": 512, "precision": "pure-bf16", "finetune": finetune})
-        space = build_space([_alone(of, None)], Choice([8], partial_recompute=False))
+        space = build_space([alone(of, None)], Choice([8], partial_recompute=False))
         return {space.sets(row)["training.recompute"] for row in range(len(space))}
 
     assert policies({"method": "full"}) == {"none", "selective", "selective-op", "full"}

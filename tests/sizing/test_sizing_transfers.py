@@ -11,11 +11,10 @@ import pytest
 from sizing_once import Once
 
 from sim.scenario import resolve
-from sim.scenario.dump import dump
 from sim.sizing import Choice, size
+from sim.sizing.base import alone, following
 from sim.sizing.bounds import bounds
 from sim.sizing.offloads import both_ways, narrowed, waiting
-from sim.sizing.size import _alone
 from sim.sizing.space import SCHEDULES, build_space
 
 CHOICE = Choice([8], context=[1], tensor=[1], micro_batch=[1, 2], recompute=["none"],
@@ -34,10 +33,10 @@ def scenario(framework: str, **changes: Any) -> Any:
 @pytest.mark.parametrize("framework", ["megatron", "pytorch"])
 def test_the_answer_is_that_of_simulating_everything(framework: str, once: Once) -> None:
     of = scenario(framework)
-    space = build_space(both_ways([_alone(of, None)]), CHOICE, partial(narrowed, both=True))
+    space = build_space(both_ways([alone(of, None)]), CHOICE, partial(narrowed, both=True))
     overlaps = [space.sets(row)["parallel.overlap_p2p"] for row in range(len(space))]
     assert 0 < sum(overlaps) < len(overlaps) / 2
-    plain = [dump(one) for one in space.clusters]
+    plain = [following(one) for one in space.clusters]
     outcomes = [once(("", plain[space.columns["cluster"][row]], space.sets(row), 8)) for row in range(len(space))]
     assert {one.outcome for one in outcomes} == {"ok"}
     every = sorted((one.step_time_s, row) for row, one in enumerate(outcomes) if one.fits)
@@ -49,7 +48,7 @@ def test_the_answer_is_that_of_simulating_everything(framework: str, once: Once)
 
 
 def test_only_stages_that_would_wait_are_tried_with_overlap() -> None:
-    base = _alone(scenario("megatron"), None)
+    base = alone(scenario("megatron"), None)
     space = build_space(both_ways([base]), CHOICE, partial(narrowed, both=True))
     overlapped = space.columns["cluster"] == 1
     assert (space.columns["pipeline"][overlapped] > 1).all()
@@ -63,6 +62,6 @@ def test_only_stages_that_would_wait_are_tried_with_overlap() -> None:
 def test_who_does_not_ask_gets_what_the_scenario_says() -> None:
     of = scenario("megatron", parallel={"overlap_p2p": True, "strategy": "ddp", "pipeline": 2})
     few = replace(CHOICE, tensor=[1], micro_batch=[1], recompute=["none"])
-    said = build_space([_alone(of, None)], few, narrowed)
+    said = build_space([alone(of, None)], few, narrowed)
     assert not any("parallel.overlap_p2p" in said.sets(row) for row in range(len(said)))
     assert said.clusters[0].parallel.overlap_p2p and (said.columns["pipeline"] == 1).any()

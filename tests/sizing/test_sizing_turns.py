@@ -8,10 +8,9 @@ import pytest
 
 import sim
 from sim.scenario import resolve
-from sim.scenario.dump import dump
+from sim.sizing.base import alone, following
 from sim.sizing.bounds import bounds
 from sim.sizing.runner import simulated
-from sim.sizing.size import _alone
 from sim.sizing.space import Choice, build_space
 from sim.sizing.tables import Tables
 from sim.sizing.turns import in_turn_s
@@ -56,7 +55,7 @@ def test_bounds_of_zero3_are_within_reach_of_the_step() -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
 def test_inputs_that_only_zero3_shares_out_are_not_gathered_elsewhere(strategy: str) -> None:
     """DeepSpeed's tensor ranks share recomputed inputs under ZeRO-3 alone: gathers made other bounds 2% too long."""
-    base = _alone(resolve({
+    base = alone(resolve({
         "name": "x", "cluster": {"topology": "dgx-a100-80g"}, "model": {"preset": "llama-3-8b"},
         "training": {"micro_batch": 1, "global_batch": 64, "sequence": 512, "precision": "megatron-bf16",
                      "finetune": {"method": "lora", "rank": 16}},
@@ -64,5 +63,5 @@ def test_inputs_that_only_zero3_shares_out_are_not_gathered_elsewhere(strategy: 
     space = build_space([base], Choice([16], tensor=[4], context=[1], pipeline=[1], micro_batch=[2],
                                        strategies=[strategy], recompute=["full"], partial_recompute=False))
     for row, least_s in enumerate(bounds(space).time_s):
-        one = simulated(("", dump(base), space.sets(row), 16))
+        one = simulated(("", following(base), space.sets(row), 16))
         assert one.outcome == "ok" and 0.9 * one.step_time_s < least_s <= one.step_time_s

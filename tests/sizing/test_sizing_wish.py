@@ -13,9 +13,8 @@ from sim.cli import main
 from sim.hardware import gpu
 from sim.parallel import lower
 from sim.scenario import resolve
-from sim.scenario.dump import dump
 from sim.sizing import Choice, Wish, size
-from sim.sizing.size import _alone
+from sim.sizing.base import alone, following
 from sim.sizing.space import STRATEGIES, build_space
 from sim.sizing.wish import steps_of
 
@@ -81,21 +80,21 @@ def test_least_energy_is_what_simulating_all_says() -> None:
 @pytest.mark.parametrize("fsdp", [1, 2])
 def test_zero_3_is_fsdp_over_all_ranks_program_for_program(fsdp: int) -> None:
     plain = {**PLAIN, "software": {"framework": "pytorch", "fsdp": fsdp}}
-    base = _alone(resolve(plain), None)
+    base = alone(resolve(plain), None)
     sets = {"parallel.sharding_factor": 8, "training.micro_batch": 2}
-    zero, own, kept = (lower(resolve(dump(base), "", {**sets, "parallel.strategy": name})).job
+    zero, own, kept = (lower(resolve(following(base), "", {**sets, "parallel.strategy": name})).job
                        for name in ("zero3", "fsdp", "zero2"))
     assert repr(zero.programs) == repr(own.programs) != repr(kept.programs)
     assert repr(zero.classes) == repr(own.classes) and repr(zero.communicators) == repr(own.communicators)
     names = {STRATEGIES[i] for i in build_space([base], Choice([8])).columns["strategy"]}
     assert "zero3" not in names and {"fsdp", "zero2"} <= names
-    speedy = _alone(resolve({**PLAIN, "software": {"framework": "deepspeed"}}), None)
+    speedy = alone(resolve({**PLAIN, "software": {"framework": "deepspeed"}}), None)
     assert "zero3" in {STRATEGIES[i] for i in build_space([speedy], Choice([8])).columns["strategy"]}
 
 
 def test_configurations_that_can_be_written_are_counted() -> None:
     """One rank a replica of 12 blocks: 5 schedules (PyTorch of 2026) are one, 12 is all blocks; FSDP of 2 is ZeRO-3."""
-    base = _alone(resolve({**PLAIN, "cluster": {"topology": "dgx-a100-80g", "gpus_per_node": 2},
+    base = alone(resolve({**PLAIN, "cluster": {"topology": "dgx-a100-80g", "gpus_per_node": 2},
                            "software": {"framework": "pytorch", "year": 2026}}), None)
     space = build_space([base], Choice([2], tensor=[1], context=[1], pipeline=[1], micro_batch=[1]))
     # ddp, zero1, zero2, fsdp (and zero3); four policies and the first 1 to 11 (and 12) blocks

@@ -51,8 +51,8 @@ def block(run: Run, style: Style, x: Tensor, policy: str, *, first: bool, last: 
     bias = _bias(run, own, first, last, keep)  # until the block is done
     x = _attend(run, own, x, None, bias, policy, "1", weights)
     if style.memory:
-        memory = Tensor(Storage(run.memory, 0, 0), style.batch * style.memory * style.hidden, style.residual,
-                        _Sum(last))
+        memory = Tensor(Storage(run.memory, 0, 0), style.batch * style.memory * style.hidden,
+                        style.weight if _own_norm(style) else style.residual, _Sum(last))
         crossed = _bias(run, style, first, last, keep)
         x = _attend(run, style, x, memory, crossed, policy, "2", weights)
         del weights[:-1]
@@ -75,12 +75,17 @@ def _attend(run: Run, style: Style, x: Tensor, memory: Tensor | None, bias: Tens
 
 def norm(run: Run, style: Style, x: Tensor) -> Tensor:
     """T5LayerNorm: unlike Llama's it multiplies the input as it came."""
-    if style.norm == "layernorm" or style.modules != "transformers" or style.stack.compile:
+    if not _own_norm(style):
         return decoder.norm(run, style, x, "norm")
     variance = op.mean_rows(run, decoder.square(run, op.to(run, x, "fp32")), style.tokens)
     x = op.mul_rows(run, x, op.unary(run, op.shift(run, variance), saves_output=True))
     x = op.to(run, x, style.weight)
     return op.mul_weight(run, x, Weight(style.hidden, style.weight)) if style.tuned is None else op.scale(run, x)
+
+
+def _own_norm(style: Style) -> bool:
+    """Whether norms are T5LayerNorm, whose output has the dtype of its weight."""
+    return style.norm != "layernorm" and style.modules == "transformers" and not style.stack.compile
 
 
 def _bias(run: Run, style: Style, first: bool, last: bool, keep: bool) -> Tensor | None:

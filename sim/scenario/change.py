@@ -1,0 +1,61 @@
+"""A scenario changed as its user would change it: fields put on top of what was written, so that defaults which follow
+from other fields follow them (gradients of FSDP are reduced in every micro-step, those of DDP are not)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sim.scenario.dump import dump
+from sim.scenario.load import resolve
+from sim.scenario.schema import Scenario
+
+Sets = Mapping[str, Any]
+
+
+class Changed(NamedTuple):
+    """A changed scenario and the fields that say so, on the command line as here."""
+
+    scenario: Scenario
+    sets: Sets
+
+
+class Changing:
+    """Changes of one scenario.
+
+    Attributes:
+        data: what its user wrote, or all of it where that is not known or no longer what the scenario says.
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        given = scenario.given
+        self.data, self._folder = dump(scenario), Path(".")
+        if given is not None and _same(resolve(given.data, "", {}, given.folder), scenario):
+            self.data, self._folder = dict(given.data), given.folder
+
+    def wrote(self, path: str) -> bool:
+        """Whether a field (dotted) was written."""
+        here: Any = self.data
+        for part in path.split("."):
+            if not isinstance(here, Mapping) or here.get(part) is None:
+                return False
+            here = here[part]
+        return True
+
+    def __call__(self, sets: Sets) -> Changed:
+        """The scenario with `sets` (dotted field -> value) on top. Its global batch stays, unless they say another:
+        where micro-steps were written instead, the batch is said too.
+
+        Raises:
+            UserError: the change is not possible.
+        """
+        batch = "training.global_batch"
+        if self.wrote("training.micro_steps"):
+            sets = {**sets, "training.micro_steps": None, batch: sets.get(batch, self._scenario.training.global_batch)}
+        return Changed(resolve(self.data, self._scenario.name, sets, self._folder), sets)
+
+
+def _same(again: Scenario, scenario: Scenario) -> bool:
+    return again == scenario.model_copy(update={"sweep": again.sweep, "expect": again.expect})

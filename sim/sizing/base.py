@@ -1,0 +1,57 @@
+"""What every row of a search starts from: the scenario on one node of a cluster, without parallelism.
+
+Fields whose defaults follow from the layout, and which the user did not write, follow it row by row. Until a row says
+its strategy, a base holds what they are where they count: of strategies that shard gradients, and of tensor ranks that
+cut the sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sim.errors import UserError
+from sim.scenario import Scenario
+from sim.scenario.change import Changing
+from sim.scenario.dump import dump
+
+#: Fields of `parallel` whose defaults follow from what rows vary.
+_FOLLOWING = ("reduce_every_micro_step", "async_tensor")
+
+
+def alone(scenario: Scenario, topology: str | None) -> Scenario:
+    """The scenario on one node of a topology, or of its own."""
+    change, batch = Changing(scenario), scenario.training.global_batch
+    cluster = {"cluster.nodes": 1} if topology is None else {"cluster": {"topology": topology, "nodes": 1}}
+    sets = {**cluster, "parallel.strategy": "ddp", "parallel.sharding_factor": 1, "parallel.tensor": 1,
+            "parallel.sequence_parallel": False, "parallel.context": 1, "parallel.expert": 1, "parallel.pipeline": 1,
+            "parallel.virtual_stages": 1, "parallel.schedule": "1f1b", "parallel.split": None,
+            "training.micro_batch": 1, "training.recompute": "none", "training.global_batch": batch * _ANY_NODE}
+    base = change(sets).scenario
+    known = dict(zip(_FOLLOWING, (True, _overlaps(change, sets)), strict=True))
+    unsaid = {name: value for name, value in known.items() if not change.wrote(f"parallel.{name}")}
+    return base.model_copy(update={
+        "training": base.training.model_copy(update={"global_batch": batch}),
+        "parallel": base.parallel.model_copy(update=unsaid)})
+
+
+#: A multiple of every number of sequences that one node takes at once, whatever the run's batch.
+_ANY_NODE = 4608
+
+
+def _overlaps(change: Changing, sets: dict[str, Any]) -> bool:
+    """Whether tensor ranks that cut the sequence exchange it beside their products unless they are told not to."""
+    try:
+        return bool(change({**sets, "parallel.tensor": 2, "parallel.sequence_parallel": True})
+                    .scenario.parallel.async_tensor)
+    except UserError:  # one GPU a node, or heads that two ranks cannot share: nothing is cut
+        return False
+
+
+def following(base: Scenario) -> dict[str, Any]:
+    """A base as plain data that rows are put on top of."""
+    plain = dump(base)
+    written = {} if base.given is None else base.given.data.get("parallel") or {}
+    for name in _FOLLOWING:
+        if written.get(name) is None:
+            del plain["parallel"][name]
+    return plain
