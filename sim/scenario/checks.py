@@ -280,7 +280,7 @@ def _pipeline(written: Scenario, s: Scenario) -> Iterator[Finding]:
             f"schedule {p.schedule} has one chunk per rank, and virtual_stages is {p.virtual_stages}",
             "write interleaved, or remove virtual_stages",
         )
-    if p.schedule in ("zb-v", "dualpipe") and p.virtual_stages != 2:
+    if p.pipeline > 1 and p.schedule in ("zb-v", "dualpipe") and p.virtual_stages != 2:
         yield (
             "parallel.virtual_stages",
             f"schedule {p.schedule} has 2 chunks per rank, not {p.virtual_stages}",

@@ -21,7 +21,8 @@ class Intra(Table):
 
     kind: Literal["nvswitch", "nvlink-mesh", "pcie", "none"] = needs("what joins the GPUs of a node")
     link: Literal[
-        "nvlink1", "nvlink2", "nvlink3", "nvlink4", "nvlink5", "xgmi", "xgmi2", "gen3x16", "gen4x16", "gen5x16", "none"
+        "nvlink1", "nvlink2", "nvlink3", "nvlink4", "nvlink5", "xgmi", "xgmi2", "gen3x16", "gen4x16", "gen5x16",
+        "nvlink-c2c", "none",
     ] = late("kind of link")
     links_per_gpu: Annotated[int, Field(ge=0, le=1000)] = late("links of one GPU")
     links_per_pair: Annotated[int, Field(ge=0, le=1000)] | None = has(None, "links between every pair of a mesh")

@@ -109,12 +109,11 @@ def _intra(topology: TopologySpec) -> Intra:
     elif written.kind == "none":
         update = {"link": _or(written.link, "none"), "links_per_gpu": _or(written.links_per_gpu, 0)}
     else:
-        update = {
-            "link": _or(written.link, _nvlink_name(nvlink)),
-            "links_per_gpu": _or(written.links_per_gpu, _links(written, nvlink)),
-        }
-        if written.kind == "nvlink-mesh" and written.matrix is None:
-            peers = max(1, topology.gpus_per_node - 1)
+        peers = max(1, topology.gpus_per_node - 1)
+        mesh = written.kind == "nvlink-mesh" and written.matrix is None
+        links = written.links_per_pair * peers if mesh and written.links_per_pair else _links(written, nvlink)
+        update = {"link": _or(written.link, _nvlink_name(nvlink)), "links_per_gpu": _or(written.links_per_gpu, links)}
+        if mesh:
             update["links_per_pair"] = _or(written.links_per_pair, update["links_per_gpu"] // peers)
     return written.model_copy(update=update)
 
@@ -220,7 +219,7 @@ def _parallel(written: Parallel, gpus: int, software: Software, narrow: bool) ->
     strategy = _or(written.strategy, "ddp" if gpus > 1 else "none")
     shards = max(1, gpus // (written.tensor * written.pipeline))
     factor = written.sharding_factor if strategy in SHARDED or written.sharding_factor else 1
-    v_shaped = written.schedule in ("zb-v", "dualpipe")
+    v_shaped = written.schedule in ("zb-v", "dualpipe") and written.pipeline > 1
     virtual = _or(written.virtual_stages, 2 if v_shaped else 1)
     return written.model_copy(
         update={

@@ -15,6 +15,8 @@ import sim
 from sim.errors import UserError
 from sim.report.catalogue import rows
 from sim.scenario import resolve
+from sim.scenario.change import Changing
+from sim.scenario.dump import dump
 
 NAMES = {what: [row["name"] for row in rows(what)] for what in ("topologies", "models", "precisions", "gpus")}
 TRANSFORMER = {
@@ -87,7 +89,9 @@ def test_any_scenario_is_refused_or_runs_well(seed: int) -> None:
     for _ in range(5):
         mapping = drawn(draw)
         try:
-            result = sim.run(resolve(mapping))
+            scenario = resolve(mapping)
+            assert resolve(dump(scenario)) == scenario == Changing(scenario)({}).scenario, mapping
+            result = sim.run(scenario)
         except UserError as error:
             assert all(fault.message for fault in error.faults)
             continue

@@ -238,6 +238,21 @@ def test_a_dump_reads_back_whatever_weights_are_stored_in(stored: str) -> None:
     assert resolve(dump(s)) == s
 
 
+@pytest.mark.parametrize("sets", [
+    {"cluster.topology": {"gpu": "a40", "gpus_per_node": 8, "intra": {"kind": "nvlink-mesh", "links_per_pair": 1}}},
+    {"cluster.topology": {"gpu": "gh200", "gpus_per_node": 4, "intra": {"kind": "pcie"}}},  # joined by its host's link
+    {"parallel.schedule": "zb-v"}])  # of no stages, so no two chunks on one
+def test_a_dump_reads_back_where_a_default_follows_from_another(sets: dict[str, Any]) -> None:
+    s = resolve(MINIMAL, sets={**sets, "cluster.nodes": 1})
+    assert resolve(dump(s)) == s
+
+
+def test_links_of_a_mesh_follow_from_those_of_a_pair() -> None:
+    mesh = {"gpu": "a100-80g-sxm", "gpus_per_node": 4, "intra": {"kind": "nvlink-mesh", "links_per_pair": 2}}
+    intra = resolve(MINIMAL, sets={"cluster.topology": mesh, "cluster.nodes": 1}).cluster.topology.intra
+    assert (intra.links_per_pair, intra.links_per_gpu) == (2, 6)
+
+
 def test_lora_without_figures_is_pefts() -> None:
     """Rank 8 on query and value (Hugging Face PEFT, LoraConfig.r; Hu et al. 2021, arXiv 2106.09685, section 4.2)."""
     tuned = made(**{"training.finetune": {"method": "lora"}}).training.finetune
