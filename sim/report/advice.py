@@ -17,12 +17,12 @@ from sim.garbage import seldom_searched
 from sim.report.candidates import Sets, candidates
 from sim.report.memory import MemoryResult
 from sim.scenario import Scenario
-from sim.scenario.change import Changing
+from sim.scenario.change import Changed, Changing
 
 #: Single changes of which pairs are tried, and pairs whose step is predicted.
 _STRONGEST, _PRICED = 10, 8
 #: GPU time of the cheapest single change, over the job's own, above which two lesser ones may be what a user wants.
-_DEAR = 1.3
+DEAR = 1.3
 #: Share of a GPU's memory that tensors may take without the allocator's cache mostly running short.
 _ROOMY = 0.9
 
@@ -102,13 +102,14 @@ def advise(scenario: Scenario, memory: MemoryResult, trial: Callable[[Scenario],
             tried(group, what, sets)
     if "recompute" in found and found["recompute"].after.fits:
         _fewest_blocks(scenario, lambda what, sets: tried("blocks", what, sets), found)
-    tries = list(found.values())
+    tries = [one._replace(sets=change.fewest(Changed(one.scenario, one.sets))) for one in found.values()]
     priced = [_change(one, now_s, scenario.gpus) for one in tries]
     cheapest = min((c.gpu_time for c in priced if c.gpu_time is not None), default=math.inf)
-    if not memory.fits and cheapest > _DEAR:
+    if not memory.fits and cheapest > DEAR:
         pairs = _pairs([one for one in tries if not one.after.fits or one.after.short],
                        change, trial, scenario.gpus)
-        two = [_change(one, now_s, scenario.gpus) for one in pairs]
+        two = [_change(one._replace(sets=change.fewest(Changed(one.scenario, one.sets))), now_s, scenario.gpus)
+               for one in pairs]
         priced += [c for c in two if (c.gpu_time or 0.0) < cheapest]
     return sorted(priced, key=lambda c: (not c.fits, c.gpu_time if c.gpu_time is not None else -c.headroom_bytes))
 

@@ -106,7 +106,7 @@ def _dtypes(scenario: Scenario) -> Iterator[Candidate]:
         for half in ("bf16", "fp16"):
             name = f"fsdp-{half}" if sharded else f"amp-{half}"
             yield Candidate("half", f"mixed precision ({name})", {"training.precision": name})
-    elif precision.compute in ("bf16", "fp16") and tuned.method == "full":
+    elif precision.compute in ("bf16", "fp16") and _full(scenario):
         if scenario.parallel.strategy == "fsdp" and precision.gather == "fp32":
             name = f"fsdp-{precision.compute}"
             yield Candidate("gathers", f"gathers in {precision.compute} ({name}) instead of autocast",
@@ -121,8 +121,13 @@ def _sharding(scenario: Scenario) -> Iterator[Candidate]:
         at = int(strategy[-1]) if strategy.startswith("zero") else 0
         for stage in range(at + 1, 4):
             yield Candidate("ZeRO", f"ZeRO-{stage}", {"parallel.strategy": f"zero{stage}", **whole})
-        yield Candidate("FSDP", "FSDP over all ranks",
-                        {"parallel.strategy": "fsdp", "parallel.reshard_after_forward": True, **whole})
+        fsdp = {"parallel.strategy": "fsdp", "parallel.reshard_after_forward": True, **whole}
+        yield Candidate("FSDP", "FSDP over all ranks", fsdp)
+        precision = scenario.training.precision
+        if precision.compute in ("bf16", "fp16") and precision.parameters == "fp32" and _full(scenario):
+            name = f"fsdp-{precision.compute}"
+            yield Candidate("FSDP", f"FSDP over all ranks, gathers in {precision.compute} ({name})",
+                            {**fsdp, "training.precision": name})
     if strategy not in ("none", "ddp"):
         factor = parallel.sharding_factor
         for wider in dict.fromkeys((2 * factor, replicas)):
@@ -192,6 +197,11 @@ def _offload(scenario: Scenario) -> Iterator[Candidate]:
         yield Candidate("back", f"{what} on the GPU", {f"{field}.{name}": "none" for name in states})
     if places.activations != "none":
         yield Candidate("kept", "activations kept on the GPU", {f"{field}.activations": "none"})
+
+
+def _full(scenario: Scenario) -> bool:
+    """Whether all weights are trained."""
+    return scenario.training.finetune.method == "full"
 
 
 def _resharded(scenario: Scenario) -> Sets:

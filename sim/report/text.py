@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import io
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from rich.console import Console, Group
 from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from sim.memory.ledger import CATEGORIES
-from sim.report.advice import Change
+from sim.report.advice import DEAR, Change
 from sim.report.largest import Largest
 from sim.report.memory import TIGHT_HEADROOM, MemoryResult
 from sim.report.result import Result
@@ -22,10 +24,12 @@ from sim.report.text_run import budget_lines, trouble_lines
 from sim.report.text_stages import stage_lines
 from sim.report.units import rate, seconds, size
 from sim.report.words import BOUNDS, forward_of, term
+from sim.scenario.change import said
 from sim.work import CATEGORIES as KERNEL_CATEGORIES
 
 #: Changes listed for a job that does not fit.
 _CHANGES = 5
+_SEARCH = "'drystep size' searches whole layouts"
 _COLOURS = {"gemm": "green", "attention": "bright_green", "memory_bound": "cyan", "optimizer": "blue",
             "communication": "red", "pipeline_bubble": "magenta", "host": "yellow", "offload": "bright_red"}
 #: Rows with less of the step than this would print as 0.0% and are left out.
@@ -174,7 +178,9 @@ def _memory(result: Result, width: int) -> list[Any]:
     parts = sorted(((memory.at_peak[name], name.replace("_", " ")) for name in CATEGORIES), reverse=True)
     detail = ", ".join(f"{name} {size(held)}" for held, name in parts if held)
     return [memory_bar(memory, width), *host_line(memory), Text.assemble(memory_verdict(memory), place),
-            Text(detail, style="dim"), *changes_lines(result.changes), *largest_lines(result.largest)]
+            Text(detail, style="dim"),
+            *changes_lines(result.changes, searchable=result.scenario.training.mode == "train"),
+            *largest_lines(result.largest)]
 
 
 def memory_bar(memory: MemoryResult, width: int) -> Text:
@@ -218,19 +224,27 @@ def host_line(memory: MemoryResult) -> list[Any]:
     return [Text.assemble(("host ", "bold"), (used, colour), (f": {detail}", "dim"))]
 
 
-def changes_lines(changes: Sequence[Change], most: int = _CHANGES) -> list[Any]:
-    """What would make a job fit that does not, cheapest first; else what comes closest."""
+def changes_lines(changes: Sequence[Change], most: int = _CHANGES, searchable: bool = True) -> list[Any]:
+    """What would make a job fit that does not, cheapest first; else what comes closest.
+
+    Args:
+        searchable: whether it is a job that `drystep size` has layouts for.
+    """
     fitting = [change for change in changes if change.fits]
     if not fitting:
-        return [Text(f"no single change makes it fit; closest is {c.what}, {size(-c.headroom_bytes)} too much")
-                for c in changes[:1]]
-    lines = [Text(f"  {c.what}: " + (f"{size(c.headroom_bytes)} free, " if c.headroom_bytes > 0 else
-                                     "only just (the allocator runs short), ") + _cost(c)) for c in fitting[:most]]
+        return [Text(f"no single change makes it fit; closest is {c.what}, {size(-c.headroom_bytes)} too much"
+                     + (f" ({_SEARCH})" if searchable else "")) for c in changes[:1]]
+    lines: list[Any] = []
+    for c in fitting[:most]:
+        free = f"{size(c.headroom_bytes)} free" if c.headroom_bytes > 0 else "only just (the allocator runs short)"
+        sets = shlex.join(part for text in said(c.set) for part in ("--set", text))
+        lines += [Text(f"  {c.what}: {free}, {_cost(c)}"), Padding(Text(sets, style="dim"), (0, 0, 0, 4), expand=False)]
     rest = len(fitting) - most
     alone = any(change.count == 1 for change in fitting)
     head = "it would fit with" if alone else "no single change makes it fit; two at once would"
-    return [Text(head, style="bold"), *lines,
-            *([Text(f"  and {rest} more, dearer ones (--json has all)", style="dim")] if rest > 0 else [])]
+    below = [f"  and {rest} more, dearer ones (--json has all)"] if rest > 0 else []
+    below += [f"  {_SEARCH}"] if searchable and min(c.gpu_time or 1.0 for c in fitting) > DEAR else []
+    return [Text(head, style="bold"), *lines, *(Text(line, style="dim") for line in below)]
 
 
 def largest_lines(found: Sequence[Largest]) -> list[Any]:

@@ -36,7 +36,8 @@ def render_memory(plan: MemoryPlan, to: Console, every_stage: bool = False) -> N
     """
     memory = plan.memory
     to.print(Group(*described(plan.scenario, plan.gpu), Text(), memory_bar(memory, to.width), *host_line(memory),
-                   memory_verdict(memory), *_peak(plan), *changes_lines(plan.changes, _CHANGES), Text()))
+                   memory_verdict(memory), *_peak(plan),
+                   *changes_lines(plan.changes, _CHANGES, plan.scenario.training.mode == "train"), Text()))
     if len(plan.stages) > 1:
         to.print(_stages_table(plan, every_stage), Text())
     every = every_stage or len(plan.stages) <= FEW_STAGES

@@ -7,11 +7,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
+from sim.errors import UserError
 from sim.scenario.dump import dump
 from sim.scenario.load import resolve
 from sim.scenario.schema import Scenario
 
 Sets = Mapping[str, Any]
+
+
+def said(sets: Sets) -> list[str]:
+    """Changes as they are written behind `--set`."""
+    return [f"{path}={_text(value)}" for path, value in sets.items()]
+
+
+def _text(value: Any) -> str:
+    return str(yaml.safe_dump(value, default_flow_style=True, width=10**6)).removesuffix("...\n").strip()
 
 
 class Changed(NamedTuple):
@@ -55,6 +67,18 @@ class Changing:
         if self.wrote("training.micro_steps"):
             sets = {**sets, "training.micro_steps": None, batch: sets.get(batch, self._scenario.training.global_batch)}
         return Changed(resolve(self.data, self._scenario.name, sets, self._folder), sets)
+
+    def fewest(self, changed: Changed) -> Sets:
+        """The fields of a change without those that follow from the others or are so already."""
+        sets = dict(changed.sets)
+        for path in list(sets):
+            fewer = {name: value for name, value in sets.items() if name != path}
+            try:
+                if resolve(self.data, self._scenario.name, fewer, self._folder) == changed.scenario:
+                    sets = fewer
+            except UserError:  # impossible without it
+                continue
+        return sets
 
 
 def _same(again: Scenario, scenario: Scenario) -> bool:

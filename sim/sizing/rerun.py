@@ -6,11 +6,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from sim import api
 from sim.errors import UserError
 from sim.scenario import Scenario
+from sim.scenario.change import said
 from sim.scenario.dump import dump
 
 #: Parts of a scenario that no step depends on.
@@ -36,11 +35,11 @@ def command(path: str, given: Sequence[str], target: Scenario, fields: Mapping[s
     """
     wanted = _essence(target)
     texts = [] if topology is None else [f"cluster.topology={topology}"]
-    texts += [f"{name}={_text(value)}" for name, value in fields.items()]
+    texts += said(fields)
     whole = texts
     for _ in range(_ROUNDS):
         more = _differing(_read(path, [*given, *whole]), wanted)
-        whole = [*whole, *(f"{name}={_text(value)}" for name, value in more)]
+        whole = [*whole, *(text for name, value in more for text in said({name: value}))]
     if not _says(path, [*given, *whole], wanted):
         return None
     for text in list(whole):
@@ -72,15 +71,10 @@ def _essence(scenario: Scenario) -> dict[str, Any]:
     return plain
 
 
-def _differing(said: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _differing(read: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Fields that a refused or different scenario is to be given: what the file says of a layout of its own."""
-    if said is None:
+    if read is None:
         return [("parallel.split", None), ("training.micro_steps", None),
                 ("training.global_batch", wanted["training"]["global_batch"])]
     return [(f"{part}.{name}", value) for part in ("training", "parallel") for name, value in wanted[part].items()
-            if said[part].get(name) != value]
-
-
-def _text(value: Any) -> str:
-    """A value as it is written behind `--set path=`."""
-    return str(yaml.safe_dump(value, default_flow_style=True, width=10**6)).removesuffix("...\n").strip()
+            if read[part].get(name) != value]

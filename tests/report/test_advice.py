@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import sim
 from sim.api import Trial
-from sim.report.advice import candidates
+from sim.report.advice import Change, candidates
 from sim.report.result import Result
 from sim.report.text import changes_lines
 from sim.scenario import Scenario, resolve
@@ -63,6 +66,27 @@ def test_every_change_is_what_the_command_line_makes_of_it(strategy: str, writte
         assert (again.memory.fits, again.memory.headroom_bytes) == (change.fits, change.headroom_bytes)
         assert again.scenario.gpus == change.gpus
         assert change.step_time_s in (None, again.step_time_s)
+
+
+def test_a_large_model_under_ddp_is_sharded_in_half_precision_and_recomputed() -> None:
+    """13B on 16 A100-40GB: 8 tensor ranks and offload made it fit too, at ten times the step."""
+    result = sim.run(resolve({
+        "name": "13b", "cluster": {"topology": "p4d", "nodes": 2}, "model": {"preset": "llama-2-13b"},
+        "training": {"micro_batch": 4, "global_batch": 512, "sequence": 4096}, "parallel": {"strategy": "ddp"}}))
+    best = result.changes[0]
+    assert best.fits and best.count == 2 and (best.slowdown or 9.0) < 1.3
+    assert best.set == {"parallel.strategy": "fsdp", "training.precision": "fsdp-bf16", "training.recompute": "full"}
+    screen = io.StringIO()
+    Console(file=screen, width=200).print(*changes_lines(result.changes), sep="\n")
+    assert "--set parallel.strategy=fsdp --set training.precision=fsdp-bf16" in screen.getvalue()
+
+
+def test_what_only_a_search_would_find_says_so() -> None:
+    change = Change({}, "8 stages", True, 1, 8, 1.0, 2.0, 2.0)
+    assert "drystep size" in str(changes_lines([change])[-1])
+    assert "drystep size" not in str(changes_lines([change], searchable=False)[-1])
+    assert "drystep size" not in str(changes_lines([replace(change, gpu_time=1.1)])[-1])
+    assert "drystep size" in str(changes_lines([replace(change, fits=False)])[0])
 
 
 def test_every_change_is_lowered_once_and_only_what_fits_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:

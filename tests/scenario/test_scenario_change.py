@@ -10,7 +10,7 @@ import pytest
 
 from sim.errors import UserError
 from sim.scenario import Scenario, load_scenario, resolve
-from sim.scenario.change import Changing
+from sim.scenario.change import Changing, said
 from sim.scenario.dump import dump
 
 GIVEN: dict[str, Any] = {
@@ -69,7 +69,7 @@ def test_paths_stay_relative_to_the_file_that_says_them(tmp_path: Path) -> None:
 
 
 def test_points_of_a_sweep_know_their_own_words() -> None:
-    loaded = load_scenario(Path("scenarios/llama2-7b-fsdp-scaling.yaml"))
+    loaded = load_scenario(Path(__file__).parents[2] / "scenarios" / "llama2-7b-fsdp-scaling.yaml")
     for sets, point in loaded.points():
         assert isinstance(point, Scenario)
         assert Changing(point)({}).scenario == point
@@ -84,3 +84,16 @@ def test_what_was_written_takes_no_part_in_comparisons() -> None:
 def test_an_impossible_change_is_refused() -> None:
     with pytest.raises(UserError, match="tensor"):
         Changing(resolve(GIVEN))({"parallel.tensor": 3})
+
+
+def test_the_fewest_fields_say_a_change() -> None:
+    change = Changing(resolve(GIVEN))
+    whole = {"parallel.strategy": "fsdp", "parallel.sharding_factor": "full", "parallel.reshard_after_forward": True,
+             "parallel.pipeline": 2, "training.micro_batch": 2}
+    assert change.fewest(change(whole)) == {
+        "parallel.strategy": "fsdp", "parallel.reshard_after_forward": True, "parallel.pipeline": 2}
+
+
+def test_changes_are_written_as_on_the_command_line() -> None:
+    sets = {"training.recompute": {"layers": 3}, "training.micro_steps": None, "parallel.overlap": False}
+    assert said(sets) == ["training.recompute={layers: 3}", "training.micro_steps=null", "parallel.overlap=false"]
