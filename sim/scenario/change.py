@@ -16,6 +16,9 @@ from sim.scenario.schema import Scenario
 
 Sets = Mapping[str, Any]
 
+#: Two ways to say a batch, of which a scenario has one.
+_BATCH = ("training.micro_steps", "training.global_batch")
+
 
 def said(sets: Sets) -> list[str]:
     """Changes as they are written behind `--set`."""
@@ -63,16 +66,16 @@ class Changing:
         Raises:
             UserError: the change is not possible.
         """
-        batch = "training.global_batch"
-        if self.wrote("training.micro_steps"):
-            sets = {**sets, "training.micro_steps": None, batch: sets.get(batch, self._scenario.training.global_batch)}
+        steps, batch = _BATCH
+        if self.wrote(steps):
+            sets = {**sets, steps: None, batch: sets.get(batch, self._scenario.training.global_batch)}
         return Changed(resolve(self.data, self._scenario.name, sets, self._folder), sets)
 
     def fewest(self, changed: Changed) -> Sets:
         """The fields of a change without those that follow from the others or are so already."""
         sets = dict(changed.sets)
-        for path in list(sets):
-            fewer = {name: value for name, value in sets.items() if name != path}
+        for paths in (_BATCH, *((path,) for path in changed.sets)):
+            fewer = {name: value for name, value in sets.items() if name not in paths}
             try:
                 if resolve(self.data, self._scenario.name, fewer, self._folder) == changed.scenario:
                     sets = fewer

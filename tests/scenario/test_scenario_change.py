@@ -94,6 +94,13 @@ def test_the_fewest_fields_say_a_change() -> None:
         "parallel.strategy": "fsdp", "parallel.reshard_after_forward": True, "parallel.pipeline": 2}
 
 
+def test_a_batch_is_said_only_where_micro_steps_would_make_another() -> None:
+    change = Changing(resolve({**GIVEN, "training": {"micro_batch": 2, "micro_steps": 4, "sequence": 1024}}))
+    assert change.fewest(change({"parallel.strategy": "fsdp"})) == {"parallel.strategy": "fsdp"}
+    assert change.fewest(change({"training.micro_batch": 1})) == {
+        "training.micro_batch": 1, "training.micro_steps": None, "training.global_batch": 128}
+
+
 def test_changes_are_written_as_on_the_command_line() -> None:
     sets = {"training.recompute": {"layers": 3}, "training.micro_steps": None, "parallel.overlap": False}
     assert said(sets) == ["training.recompute={layers: 3}", "training.micro_steps=null", "parallel.overlap=false"]
