@@ -71,6 +71,14 @@ def uses_flash(style: Style) -> bool:
     return style.attention == "flash" and not (width(style.act) > 2 and style.heads != style.kv_heads)
 
 
+def unequal(style: Style) -> bool:
+    """Whether values are not as wide as keys, which PyTorch's flash kernel refuses: its memory-efficient one serves
+    latent attention (ATen native/transformers/cuda/sdp_utils.cpp, check_head_dim_size_flash). Megatron has
+    TransformerEngine's kernels, which take both widths."""
+    latent = style.latent
+    return latent is not None and latent.nope + latent.rope != latent.value and style.modules != "megatron"
+
+
 def repeated(style: Style) -> bool:
     """Whether keys and values are copied out to every query head before the scores (Hugging Face's repeat_kv, LitGPT's
     and torchtune's expand and reshape)."""
@@ -97,7 +105,7 @@ def _flash(style: Style) -> Operator:
     row_sums = style.tokens * style.heads
     streams = (2 * style.tokens * style.query_width + 2 * style.batch * style.keys * keys_width) * e
     scores = style.batch * style.heads * style.sequence * style.keys * e if style.biased else 0.0
-    kernel = "efficient" if style.biased else style.stack.attention_kernel
+    kernel = "efficient" if style.biased or unequal(style) else style.stack.attention_kernel
     forward = [Kernel("attention", style.act, shape, "forward", flops, streams + 4 * row_sums + scores, "attention",
                       causal, 1, kernel)]
     learned = style.biased and not style.memory

@@ -79,8 +79,7 @@ def _block(style: Style, table: str = "") -> Layer:
         operators.append(norm2)
     operators += [*mlp, *residual_operators(style.stream, "2")]
     parameters = _registered(style, norm1_parameters, attention_parameters, norm2_parameters, mlp_parameters)
-    # latent attention and score biases have no module code for their memory yet: it is estimated
-    written = style.latent is None and not style.biased
+    written = not style.biased  # score biases of decoders have no module code for their memory: it is estimated
     return replace(block_layer(style, operators, parameters), window=style.window,
                    program=Program("block", style) if written else None)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from sim.model.attention_core import softmax_dtype, uses_flash
+from sim.model.attention_core import softmax_dtype, unequal, uses_flash
 from sim.model.eager import operations as op
 from sim.model.eager.autograd import Gradients, Run, Storage, Tensor
 from sim.model.eager.products import column, entered, row
@@ -35,17 +35,22 @@ def attention(run: Run, style: Style, x: Tensor, policy: str, memory: Tensor | N
     elif style.positions == "rotary":
         run.at("rotary")
         query, key = _rotary(run, style, query, key)
-    run.at("attention")
-    core: Callable[..., Tensor] = _flash if uses_flash(style) else _eager
-    if policy == "selective":
-        inputs = (query, key, value) if bias is None else (query, key, value, bias)
-        out = run.checkpoint(lambda run, *tensors: core(run, style, *tensors), *inputs)
-    else:
-        out = core(run, style, query, key, value, bias, variables)
+    out = attended(run, style, query, key, value, policy, bias, variables=variables)
     if style.one_forward:
         variables += [query.storage, out.storage]
     run.at("projection")
     return row(run, style, out, style.query_width, (("projection", style.hidden),))
+
+
+def attended(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, policy: str,
+             bias: Tensor | None = None, *, variables: list[Storage]) -> Tensor:
+    """The core, fused or spelled out, of queries, keys and values of every head; arguments as of `attention`."""
+    run.at("attention")
+    core: Callable[..., Tensor] = _flash if uses_flash(style) else _eager
+    if policy == "selective":
+        inputs = (query, key, value) if bias is None else (query, key, value, bias)
+        return run.checkpoint(lambda run, *tensors: core(run, style, *tensors), *inputs)
+    return core(run, style, query, key, value, bias, variables)
 
 
 def _projections(run: Run, style: Style, x: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,14 +87,15 @@ def _rotary(run: Run, style: Style, query: Tensor, key: Tensor) -> tuple[Tensor,
     """apply_rotary_pos_emb; cos and sin are the embedding layer's and in the residual stream's dtype."""
     if style.stack.fused_rope or style.stack.compile:
         return op.unary(run, query), op.unary(run, key)
-    return _rotated(run, style, query), _rotated(run, style, key)
+    return rotated(run, style, query), rotated(run, style, key)
 
 
-def _rotated(run: Run, style: Style, x: Tensor) -> Tensor:
-    return op.add(run, _times_table(run, style, x), _times_table(run, style, _rotate_half(run, x)))
+def rotated(run: Run, style: Style, x: Tensor) -> Tensor:
+    """Rotary positions spelled out: two products and a sum."""
+    return op.add(run, times_table(run, style, x), times_table(run, style, _rotate_half(run, x)))
 
 
-def _times_table(run: Run, style: Style, x: Tensor) -> Tensor:
+def times_table(run: Run, style: Style, x: Tensor) -> Tensor:
     """A product with cos or sin, which need no gradient: the input is not kept."""
     elements, source, wide = x.elements, x.dtype, op.promote(x.dtype, style.residual)
 
@@ -108,7 +114,8 @@ def _rotate_half(run: Run, x: Tensor) -> Tensor:
 
 def _flash(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None,
            _weights: list[Storage] | None = None) -> Tensor:
-    efficient = bias is not None or (not run.autocast and query.dtype == "fp32")  # flash has neither
+    # flash has neither a bias nor fp32
+    efficient = bias is not None or unequal(style) or (not run.autocast and query.dtype == "fp32")
     rows = style.tokens * style.heads
     if efficient:  # sums are kept of a multiple of 32 queries (ATen _efficient_attention_forward, kAlignLSE)
         rows = style.batch * style.heads * (math.ceil(style.sequence / 32) * 32)
@@ -116,7 +123,7 @@ def _flash(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bi
         key, value = _repeat(run, style, key), _repeat(run, style, value)
     if bias is None:
         q, k, v = (op.to(run, t, run.autocast or t.dtype) for t in (query, key, value))
-        sums = style.stack.attention_kernel in ("flash1", "flash2", "triton")
+        sums = style.stack.attention_kernel in ("flash1", "flash2", "triton") and not unequal(style)
         if style.context > 1 and not style.gathers and style.stack.unpadding == "none":
             return ring(run, style, q, k, v, rows, sums)
         if style.stack.unpadding == "none":
@@ -143,17 +150,17 @@ def _eager(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bi
     """Scores, scale, mask, softmax, dropout, values. `matmul` copies what it cannot view as one batch of matrices, and
     only autograd keeps the copies."""
     b, scores = style.batch, style.batch * style.heads * style.sequence * style.keys * style.context
-    rotated, repeated = style.positions == "rotary", style.heads != style.kv_heads
+    whole, repeated = style.positions == "rotary" or style.latent is not None, style.heads != style.kv_heads
     copies, slices = b > 1 and style.modules != "megatron", style.context if style.gathers else 1
     if repeated:
         key, value = _repeat(run, style, key), _repeat(run, style, value)
     weights = _softmax(run, style, op.matmul(
-        run, op.clone(run, query, copies and not rotated), op.clone(run, key, copies and not rotated and not repeated),
+        run, op.clone(run, query, copies and not whole), op.clone(run, key, copies and not whole and not repeated),
         scores, slices), value.dtype, bias)
     if style.modules == "transformers" and returned is not None:
         returned.append(weights.storage)
-    out = op.matmul(run, weights, op.clone(run, value, copies and not repeated), style.tokens * style.query_width,
-                    slices)
+    out = op.matmul(run, weights, op.clone(run, value, copies and not repeated),
+                    style.tokens * value.elements // (style.batch * style.keys), slices)
     return op.relayout(run, op.clone(run, out)) if copies else op.clone(run, out)
 
 

@@ -12,7 +12,9 @@ from sim.model.eager import tuned
 from sim.model.eager.attention import attention
 from sim.model.eager.autograd import Run, Storage, Tensor, Weight
 from sim.model.eager.experts import experts
+from sim.model.eager.latent import latent_attention
 from sim.model.eager.mlp import mlp
+from sim.model.eager.norms import norm
 from sim.model.eager.products import row_cut
 from sim.model.style import Style
 from sim.work import DTYPE_BYTES
@@ -26,7 +28,8 @@ def block(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:
     if style.parallel_block:
         return _parallel(run, style, x, branch, policy)
     variables: list[Storage] = []  # until the block is done
-    branch = tuned.behind(run, style, attention(run, style, branch, policy, variables=variables), "attention")
+    attend = attention if style.latent is None else latent_attention
+    branch = tuned.behind(run, style, attend(run, style, branch, policy, variables=variables), "attention")
     branch = _dropped(run, style, branch, "1")
     if style.conv1d:
         variables.append(branch.storage)  # GPT2Block's `attn_output`; Llama's sum takes its place
@@ -52,36 +55,11 @@ def _fed(run: Run, style: Style, x: Tensor) -> Tensor:
 
 def _parallel(run: Run, style: Style, x: Tensor, normed: Tensor, policy: str) -> Tensor:
     variables: list[Storage] = []
-    attended = tuned.behind(run, style, attention(run, style, normed, policy, variables=variables), "attention")
+    attend = attention if style.latent is None else latent_attention
+    attended = tuned.behind(run, style, attend(run, style, normed, policy, variables=variables), "attention")
     fed = tuned.behind(run, style, _fed(run, style, normed), "mlp")
     del normed
     return residual(run, style, x, op.add(run, attended, fed), "2")
-
-
-def norm(run: Run, style: Style, x: Tensor, name: str) -> Tensor:
-    """LayerNorm, a fused RMSNorm, or LlamaRMSNorm spelled out."""
-    run.at(name)
-    trained = style.tuned is None or style.tuned.trains_norms
-    if style.norm == "layernorm":
-        return op.layer_norm(run, x, style.hidden, (1 + style.bias) * trained, 2, style.weight)
-    if not style.spelled_rmsnorm or style.stack.compile:
-        return op.layer_norm(run, x, style.hidden, int(trained), 1, style.weight)
-    return rms_norm(run, x, style.hidden, style.weight, trained)
-
-
-def rms_norm(run: Run, hidden_states: Tensor, cols: int, dtype: str, trained: bool = True) -> Tensor:
-    """LlamaRMSNorm, T5LayerNorm; a frozen weight needs nothing kept."""
-    source, rows = hidden_states.dtype, hidden_states.elements // cols
-    hidden_states = op.to(run, hidden_states, "fp32")
-    variance = op.mean_rows(run, square(run, hidden_states), rows)
-    hidden_states = op.mul_rows(run, hidden_states, op.unary(run, op.shift(run, variance), saves_output=True))
-    normalised = op.to(run, hidden_states, source)
-    return op.mul_weight(run, normalised, Weight(cols, dtype)) if trained else op.scale(run, normalised)
-
-
-def square(run: Run, x: Tensor) -> Tensor:
-    """`x.pow(2)` of an fp32 tensor."""
-    return op.unary(run, x, saves_input=True, temporaries=2)
 
 
 def residual(run: Run, style: Style, x: Tensor, branch: Tensor, suffix: str) -> Tensor:
@@ -139,7 +117,8 @@ def _lookup(run: Run, style: Style, rows: int, table: int, shared: bool = False)
 def _held_by_model(run: Run, style: Style, dtype: str, policy: str) -> None:
     keep = run.held if policy == "none" else run.retained
     if style.positions == "rotary":
-        run.retained += [run.new(style.sequence * style.head_dim, dtype) for _ in range(2)]
+        turned = style.head_dim if style.latent is None else style.latent.rope
+        run.retained += [run.new(style.sequence * turned, dtype) for _ in range(2)]
         keep.append(run.new(style.sequence, "fp64"))  # position numbers
     if not uses_flash(style):
         keep.append(run.new(style.batch * style.sequence**2, dtype))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sim.model.attention_core import uses_flash
-from sim.model.eager import decoder, tuned
+from sim.model.eager import decoder, norms, tuned
 from sim.model.eager import operations as op
 from sim.model.eager.attention import attention
 from sim.model.eager.autograd import LOGITS, WORKSPACE, Run, Storage, Tensor, Weight
@@ -76,8 +76,8 @@ def _attend(run: Run, style: Style, x: Tensor, memory: Tensor | None, bias: Tens
 def norm(run: Run, style: Style, x: Tensor) -> Tensor:
     """T5LayerNorm: unlike Llama's it multiplies the input as it came."""
     if not _own_norm(style):
-        return decoder.norm(run, style, x, "norm")
-    variance = op.mean_rows(run, decoder.square(run, op.to(run, x, "fp32")), style.tokens)
+        return norms.norm(run, style, x, "norm")
+    variance = op.mean_rows(run, norms.square(run, op.to(run, x, "fp32")), style.tokens)
     x = op.mul_rows(run, x, op.unary(run, op.shift(run, variance), saves_output=True))
     x = op.to(run, x, style.weight)
     return op.mul_weight(run, x, Weight(style.hidden, style.weight)) if style.tuned is None else op.scale(run, x)

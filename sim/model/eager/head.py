@@ -9,7 +9,7 @@ from __future__ import annotations
 from sim.model.eager import chunked, tuned
 from sim.model.eager import operations as op
 from sim.model.eager.autograd import ACTIVATIONS, LOGITS, Gradients, Run, Storage, Tensor
-from sim.model.eager.decoder import norm
+from sim.model.eager.norms import norm
 from sim.model.eager.products import entered
 from sim.model.kernels import width
 from sim.model.style import Style

@@ -107,6 +107,13 @@ def add(run: Run, x: Tensor, y: Tensor) -> Tensor:
     return _result(run, run.node(rule, (x.sink, y.sink)), elements, dtype)
 
 
+def subtract(run: Run, x: Tensor, y: Tensor) -> Tensor:
+    """A difference of two tensors of one shape and dtype: the second's gradient is a new tensor."""
+    elements, dtype = x.elements, x.dtype
+    node = run.node(lambda run, g: [g[0], run.new(elements, dtype)], (x.sink, y.sink))
+    return _result(run, node, elements, dtype)
+
+
 def mul(run: Run, x: Tensor, y: Tensor) -> Tensor:
     """A product of two tensors of one shape; each is kept for the other's gradient."""
     elements, dtype = x.elements, promote(x.dtype, y.dtype)
@@ -146,12 +153,13 @@ def mul_rows(run: Run, x: Tensor, rows: Tensor) -> Tensor:
 
 
 def mul_weight(run: Run, x: Tensor, weight: Weight) -> Tensor:
-    """A product with one parameter per column."""
-    elements, dtype, count = x.elements, x.dtype, weight.elements
+    """A product with one parameter per column, in the wider of their dtypes."""
+    elements, source, dtype, count = x.elements, x.dtype, promote(x.dtype, weight.dtype), weight.elements
 
     def rule(run: Run, _: Gradients) -> Gradients:
         gradient, full = run.new(elements, dtype), run.new(elements, dtype)
         run.function_returned()
+        gradient = _fit(run, gradient, elements, dtype, source)
         total = run.new(count, dtype)
         del full
         return [gradient, total]
@@ -382,7 +390,8 @@ def attention(run: Run, query: Tensor, key: Tensor, value: Tensor, rows: int, bi
     node = run.node(rule, sinks)
     run.save(node, *saved)
     whole = [run.new(n * gathered, d) for n, d, _ in shapes[1:3]] if gathered > 1 else []
-    out = Tensor(run.output(query.elements, query.dtype), query.elements, query.dtype, node.output())
+    elements = query.elements * value.elements // key.elements  # as wide as values, which latent attention's are not
+    out = Tensor(run.output(elements, query.dtype), elements, query.dtype, node.output())
     run.save(node, out.storage, run.output(rows, "fp32"), run.output(1, "fp64"), run.output(1, "fp64"))
     whole.clear()
     return out

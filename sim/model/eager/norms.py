@@ -1,0 +1,36 @@
+"""Norms of transformers as PyTorch modules run them.
+
+Sources: transformers modeling_llama.py (LlamaRMSNorm), modeling_t5.py (T5LayerNorm).
+"""
+
+from __future__ import annotations
+
+from sim.model.eager import operations as op
+from sim.model.eager.autograd import Run, Tensor, Weight
+from sim.model.style import Style
+
+
+def norm(run: Run, style: Style, x: Tensor, name: str) -> Tensor:
+    """LayerNorm, a fused RMSNorm, or LlamaRMSNorm spelled out."""
+    run.at(name)
+    trained = style.tuned is None or style.tuned.trains_norms
+    if style.norm == "layernorm":
+        return op.layer_norm(run, x, style.hidden, (1 + style.bias) * trained, 2, style.weight)
+    if not style.spelled_rmsnorm or style.stack.compile:
+        return op.layer_norm(run, x, style.hidden, int(trained), 1, style.weight)
+    return rms_norm(run, x, style.hidden, style.weight, trained)
+
+
+def rms_norm(run: Run, hidden_states: Tensor, cols: int, dtype: str, trained: bool = True) -> Tensor:
+    """LlamaRMSNorm, T5LayerNorm; a frozen weight needs nothing kept."""
+    source, rows = hidden_states.dtype, hidden_states.elements // cols
+    hidden_states = op.to(run, hidden_states, "fp32")
+    variance = op.mean_rows(run, square(run, hidden_states), rows)
+    hidden_states = op.mul_rows(run, hidden_states, op.unary(run, op.shift(run, variance), saves_output=True))
+    normalised = op.to(run, hidden_states, source)
+    return op.mul_weight(run, normalised, Weight(cols, dtype)) if trained else op.scale(run, normalised)
+
+
+def square(run: Run, x: Tensor) -> Tensor:
+    """`x.pow(2)` of an fp32 tensor."""
+    return op.unary(run, x, saves_input=True, temporaries=2)
