@@ -1,16 +1,66 @@
-"""Selective recomputation by operator: which kernels' outputs are kept, and what runs again in backward.
+"""Selective recomputation: which kernels' outputs are kept, and what runs again in backward.
 
-torchtitan's policy (`torchtitan/distributed/activation_checkpoint.py`, `_get_custom_policy`): outputs of fused
-attention are kept, and of the matrix products of linear layers the first, the third and so on; everything else runs
-again.
+A policy is a word: "none", "full" (every block), "selective" (attention's core), "selective-op", or the names of
+Megatron's modules joined with "+" (Megatron-LM core/transformer/transformer_config.py, `recompute_modules`).
+
+By operator, torchtitan's policy (`torchtitan/distributed/activation_checkpoint.py`, `_get_custom_policy`): outputs of
+fused attention are kept, and of the matrix products of linear layers the first, the third and so on; everything else
+runs again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from sim.model.architecture import Layer, Operator
 from sim.work import Kernel
+
+#: Parts of a block that Megatron can recompute by name.
+MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
+#: Operators of latent attention between its compressions and its core.
+_EXPANSION = frozenset({"q_proj", "q_norm", "q_up", "kv_norm", "kv_up", "assemble"})
+
+
+def joined(modules: Iterable[str]) -> str:
+    """The policy that recomputes these modules."""
+    chosen = set(modules)
+    return "+".join(name for name in MODULES if name in chosen)
+
+
+def modules_of(policy: str) -> frozenset[str]:
+    """Modules that a policy recomputes; none if it goes by whole blocks or by operators."""
+    return frozenset({"core_attn"} if policy == "selective" else set(policy.split("+")) & set(MODULES))
+
+
+def module_operators(layer: Layer, modules: frozenset[str]) -> tuple[Operator, ...]:
+    """Operators of these modules, which run again in backward."""
+    return tuple(op for op, names in _modules(layer) if names & modules and (op.core or op.recomputed))
+
+
+def _modules(layer: Layer) -> Iterator[tuple[Operator, frozenset[str]]]:
+    """Every operator of a block with the modules it is part of.
+
+    Norms in front of a linear layer are one module with it (TELayerNormColumnParallelLinear) unless latent attention or
+    a mixture follows: "layernorm" is those that stand alone, and a dense MLP's goes with it.
+    """
+    names = [op.name for op in layer.operators]
+    latent, mixture = "kv_up" in names, "router" in names
+    part: frozenset[str] = frozenset()  # between the second norm and the sum
+    for op in layer.operators:
+        if op.name == "norm2":
+            part = frozenset({"moe"} if mixture else {"mlp"})
+            yield op, frozenset({"layernorm"}) if mixture else part
+        elif op.name.startswith(("residual", "dropout")):
+            part = frozenset()
+            yield op, part
+        elif part:
+            alone = op.name == "activation" and part == {"moe"}
+            yield op, part | {"moe_act"} if alone else part - {"shared_experts"} if op.name == "shared_add" else part
+            part |= {"shared_experts"} if op.name == "combine" else set()
+        else:
+            yield op, frozenset({"core_attn"} if op.core else {"mla_up_proj"} if op.name in _EXPANSION else
+                                {"layernorm"} if op.name == "norm1" and latent else ())
 
 
 def kept_kernels(layer: Layer) -> tuple[Kernel, ...]:

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from sim.model.architecture import Layer, Operator
-from sim.model.recompute import again_operators
+from sim.model.recompute import again_operators, module_operators, modules_of
 from sim.parallel.model.calls import Items
 from sim.parallel.model.joints import Joints, Uncut
 from sim.parallel.model.overlap import Timed, together
@@ -34,7 +34,7 @@ _Part = tuple[tuple[int, ...], tuple[float, ...]]
 
 
 class Compute:
-    """Makes segments; `policy` is the recomputation of a layer: "none", "full", "selective" or "selective-op"."""
+    """Makes segments; `policy` is the recomputation of a layer (`sim.model.recompute`)."""
 
     def __init__(self, builder: ProgramBuilder, stack: Stack, joints: Joints | Uncut | None = None) -> None:
         self._builder = builder
@@ -185,11 +185,11 @@ class Compute:
         """What recomputation under `policy` runs again in backward (Korthikanti et al. 2022, section 4)."""
         if policy == "full":
             return (*self.checkpoint(layer), *self.forward_items([op for op in layer.operators if op.recomputed]))
-        if policy == "selective":
-            return tuple(item for op in layer.operators if op.core for item in self._joints.again(op))
         if policy == "selective-op":
             return tuple(item for op in again_operators(layer) for item in self._joints.forward(op))
-        return ()
+        modules = modules_of(policy)
+        return self._joints.row([(op.name, self._joints.again(op) if op.core else self._joints.forward(op))
+                                 for op in module_operators(layer, modules)]) if modules else ()
 
     def checkpoint(self, layer: Layer) -> Items:
         """What full recomputation of a layer begins with where ranks share its input."""

@@ -19,6 +19,7 @@ from sim.model import (
 from sim.model.architecture import Architecture, Layer, Parameter
 from sim.model.eager import rounded
 from sim.model.kernels import quantisation
+from sim.model.recompute import joined
 from sim.model.style import Style
 from sim.model.tuning import Frozen
 from sim.network import latest
@@ -28,7 +29,7 @@ from sim.parallel.model.expert import dispatched, hidden_by
 from sim.parallel.model.joints import joints
 from sim.parallel.offload import STREAMS, Offload
 from sim.program import CollectiveCall, Label, ProgramBuilder, SectionBuilder
-from sim.scenario.schema import Scenario
+from sim.scenario.schema import RecomputeModules, Scenario
 from sim.software import Stack
 from sim.work import DTYPE_BYTES
 
@@ -140,13 +141,16 @@ class Plan:
         return self.architecture if batch == self.architecture.batch else build(self.scenario, self.stack, batch)
 
     def policy(self, position: int) -> str:
-        """Recomputation of the layer at `position` of the stack: "none", "full", "selective" or "selective-op"."""
+        """Recomputation of the layer at `position` of the stack: "none", "full", "selective", "selective-op", or names
+        of modules (`sim.model.recompute.modules_of`)."""
         number = self.architecture.block_numbers[position]
         if not number:
             return "none"
         recompute = self.scenario.training.recompute
         if isinstance(recompute, str):
             return recompute
+        if isinstance(recompute, RecomputeModules):
+            return joined(recompute.modules)
         return "full" if number <= recompute.layers else "none"
 
     def resident(self, name: str, size_bytes: float, category: str, tensors: Sequence[float] = ()) -> None:

@@ -9,7 +9,7 @@ from sim.hardware import gpu
 from sim.model.inference import NARROW
 from sim.model.tuning import QUANTISED, cut_both
 from sim.parallel.model.expert import misfit
-from sim.scenario.schema import Scenario, Training
+from sim.scenario.schema import RecomputeModules, Scenario, Training
 from sim.software import Stack
 
 #: Optimizers that bitsandbytes keeps in unified memory where asked (optim/adamw.py, adam.py).
@@ -95,7 +95,20 @@ def on_any_ranks(scenario: Scenario, stack: Stack) -> list[Fault]:
         and f"training with {training.precision.parameters} weights",
         "training.precision": training.precision.compute in ("int8", "int4") and training.precision.compute,
     }
-    return [*_unknown(asked), *_narrow(scenario)]
+    return [*_unknown(asked), *_narrow(scenario), *_modules(scenario, stack)]
+
+
+def _modules(scenario: Scenario, stack: Stack) -> Iterator[Fault]:
+    """Recomputation of named modules, which Megatron's code has and nobody else's."""
+    if not isinstance(scenario.training.recompute, RecomputeModules):
+        return
+    field = "training.recompute.modules"
+    if stack.modules != "megatron":
+        yield Fault("recomputation of named modules is Megatron's", field,
+                    hint="use framework megatron, or recompute selective, selective-op or full")
+    elif not recomputes_ops(scenario.training):
+        yield Fault("recomputation of named modules beside frozen weights is understood but not simulated yet in this "
+                    "version", field, hint="write recompute: full or selective")
 
 
 def _unknown(asked: Mapping[str, object]) -> list[Fault]:

@@ -71,6 +71,12 @@ def _activations(scenario: Scenario) -> Iterator[Candidate]:
         yield Candidate("selective-op", "recomputation of every second product", {"training.recompute": "selective-op"})
         if training.attention == "eager":
             yield Candidate("selective", "recomputation of the attention core", {"training.recompute": "selective"})
+        if scenario.model.mla is not None:
+            yield Candidate("expansion", "recomputation of latent attention's expansion",
+                            {"training.recompute": {"modules": ["mla_up_proj"]}})
+        if scenario.model.moe is not None:
+            yield Candidate("experts", "recomputation of the experts' activation and lone norms",
+                            {"training.recompute": {"modules": ["layernorm", "moe_act"]}})
     if training.recompute != "full":
         yield Candidate("recompute", "full recomputation", {"training.recompute": "full"})
     if training.attention == "eager":

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sim.scenario.findings import Finding
-from sim.scenario.schema import Scenario
+from sim.scenario.schema import RecomputeModules, Scenario
 
 #: What the blocks of encoders, encoder-decoders and tables of layers are not simulated with.
 _OF_DECODERS = {"moe": "a mixture of experts", "mla": "latent attention", "window": "sliding-window attention",
                 "parallel_block": "attention and MLP side by side"}
+#: What a model lacks that has no such module.
+_LACKS = {"layernorm": "no norm that stands alone (only latent attention and mixtures of experts have one in front)",
+          "mla_up_proj": "no latent attention", "mlp": "no dense MLP", "moe": "no experts", "moe_act": "no experts",
+          "shared_experts": "no shared experts"}
 #: What a table of layers says nothing of, or says itself, and how it is filled in there.
 _OF_TRANSFORMERS: dict[str, object] = {
     "hidden": 0, "heads": 0, "kv_heads": 0, "head_dim": 0, "ffn": 0, "decoder_layers": 0, "vocab": 0,
@@ -34,6 +38,26 @@ def of_transformers(written: Scenario, s: Scenario) -> Iterator[Finding]:
         if getattr(written.model, name) not in (None, neutral):
             yield f"model.{name}", f"{name} is of a transformer, and the model is a table of layers", (
                 "remove it, or change the table")
+
+
+def modules(written: Scenario, s: Scenario) -> Iterator[Finding]:
+    """Parts of a block that are to be recomputed, of a model that has none of them."""
+    del written
+    model, recompute = s.model, s.training.recompute
+    if not isinstance(recompute, RecomputeModules):
+        return
+    moe, field = model.moe, "training.recompute.modules"
+    if model.kind != "decoder" or model.parallel_block or model.positions == "relative":
+        yield field, "modules are parts of a decoder's block whose MLP follows attention, without relative positions", (
+            "write recompute: full")
+        return
+    dense = moe is None or moe.first_dense > 0 or moe.every > 1
+    there = {"core_attn": True, "layernorm": model.mla is not None or moe is not None,
+             "mla_up_proj": model.mla is not None, "mlp": dense, "moe": moe is not None, "moe_act": moe is not None,
+             "shared_experts": moe is not None and moe.shared_experts > 0}
+    for name in recompute.modules:
+        if not there[name]:
+            yield field, f"{name} is recomputed but the model has {_LACKS[name]}", "remove it"
 
 
 def windows(written: Scenario, s: Scenario) -> Iterator[Finding]:

@@ -19,9 +19,10 @@ _POWERS = {"K": 1, "M": 2, "G": 3, "B": 3, "T": 4}
 #: A field that takes fewer whole numbers than this has them listed.
 _FEW_NUMBERS = 10
 _QUOTED = re.compile(r"'([^']*)'")
-_TAGS = frozenset({"name", "table"})
+_TAGS = frozenset({"name", "table", "modules"})
 #: Fields that take a name or a table, and how the table is written.
-_OR_TABLE = {"recompute": "or {layers: 4}", "mode": "or {inference: {prompt: 512, generate: 128, batch: 8}}"}
+_OR_TABLE = {"recompute": "or {layers: 4}, or {modules: [core_attn]}",
+             "mode": "or {inference: {prompt: 512, generate: 128, batch: 8}}"}
 
 
 def explain(error: ValidationError, root: type[BaseModel], document: Document, inside: str = "") -> list[Fault]:
@@ -242,6 +243,8 @@ def _out_of_range(kind: str, ctx: dict[str, Any], value: Any) -> tuple[str, str]
         return f"{said} is too large: less than {_figure(ctx['lt'])}", ""
     if kind == "finite_number":
         return f"{said} is not a finite number", ""
+    if kind == "too_short":
+        return "an empty list says nothing", "remove the field, or fill it"
     if kind == "string_too_short":
         return "is empty", "write some text"
     if kind in ("string_too_long", "too_long"):

@@ -64,6 +64,9 @@ def load_scenario(path: str | Path, sets: Sequence[str] = ()) -> Loaded:
         UserError: with every fault found in the file and in the sets.
     """
     document = read_document(Path(path), str(path))
+    if isinstance(document.data.get("cases"), list) and "cluster" not in document.data:
+        raise UserError([document.fault("cases", "is a file of measured cases, not a scenario",
+                                        f"drystep validate {path}")])
     return load_document(document, sets)
 
 

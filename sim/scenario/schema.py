@@ -157,6 +157,16 @@ class RecomputeLayers(Table):
     layers: LayersOrNone = needs("blocks recomputed")
 
 
+#: Megatron-LM's `--recompute-modules` (core/transformer/transformer_config.py).
+Module = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
+
+
+class RecomputeModules(Table):
+    """Recomputation of some parts of every block, as Megatron names them."""
+
+    modules: Annotated[list[Module], Field(min_length=1, max_length=7)] = needs("parts of a block, Megatron's names")
+
+
 def _all_targets(value: Any) -> Any:
     return ["query", "key", "value", "projection", "mlp", "head"] if value == "all" else value
 
@@ -193,11 +203,18 @@ def _name_or_table(value: Any) -> str:
     return "table" if isinstance(value, dict | BaseModel) else "name"
 
 
+def _name_layers_or_modules(value: Any) -> str:
+    if isinstance(value, RecomputeModules) or (isinstance(value, dict) and any(str(k).startswith("mod") for k in value)):
+        return "modules"
+    return _name_or_table(value)
+
+
 _BY_KIND = Discriminator(_name_or_table)
 Recompute = Annotated[
     Annotated[Literal["none", "full", "selective", "selective-op"], Tag("name")]
-    | Annotated[RecomputeLayers, Tag("table")],
-    _BY_KIND,
+    | Annotated[RecomputeLayers, Tag("table")]
+    | Annotated[RecomputeModules, Tag("modules")],
+    Discriminator(_name_layers_or_modules),
 ]
 Mode = Annotated[Annotated[Literal["train"], Tag("name")] | Annotated[Inference, Tag("table")], _BY_KIND]
 

@@ -10,7 +10,8 @@ import pytest
 from sim.model import build
 from sim.model.eager import KINDS, layer_profile
 from sim.model.eager import operations as op
-from sim.model.eager.autograd import ACTIVATIONS, GRADIENTS, WORKSPACE, Boundary, Run, Storage, Tensor, rounded
+from sim.model.eager.autograd import Boundary, Run, Tensor
+from sim.model.eager.storage import ACTIVATIONS, GRADIENTS, WORKSPACE, Storage, rounded
 from sim.scenario import resolve
 from sim.software import stack_for
 

@@ -119,4 +119,5 @@ def test_what_is_estimated_says_so() -> None:
 
     assert all(complete(model) for model in KINDS.values())
     latent = {"q_rank": 64, "kv_rank": 32, "nope_dim": 32, "rope_dim": 16, "value_dim": 32}
-    assert not complete({**KINDS["mixture"], "mla": latent})
+    assert complete({**KINDS["mixture"], "mla": latent})
+    assert not complete({"positions": "relative"})

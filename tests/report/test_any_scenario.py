@@ -29,7 +29,9 @@ TRANSFORMER = {
 WINDOWS = {"full_every": [2, 3], "first_full": [1, 4], "chunked_window": [True]}
 TRAINING = {
     "optimizer": ["adamw", "adamw-8bit", "sgd", "adafactor", "lamb", "none"], "predicted_tokens": [20],
-    "recompute": ["full", "selective", "selective-op", {"layers": 1}], "attention": ["eager", "flash"],
+    "recompute": ["full", "selective", "selective-op", {"layers": 1}, {"modules": ["core_attn", "mlp"]},
+                  {"modules": ["mla_up_proj", "layernorm", "moe_act"]}, {"modules": ["moe"]}],
+    "attention": ["eager", "flash"],
     "optimizer_in_backward": [True], "chunked_loss": [True], "precision": NAMES["precisions"],
     "finetune": [{"method": "lora"}, {"method": "qlora"}, {"method": "adapter", "rank": 8}],
     "mode": [{"inference": {"prompt": 16, "generate": 4, "batch": 2}}],

@@ -456,6 +456,7 @@ def test_sweep_and_expect_faults(text: str, field: str, line: int, message: str,
 TEXTS = [
     (b"", 0, "is empty"),
     (b"# nothing\n", 0, "is empty"),
+    (b"title: t\ncases:\n  - {id: a}\n", 2, "is a file of measured cases"),
     (b"- a\n- b\n", 1, "holds a list"),
     (b"just words\n", 1, "holds the text 'just words'"),
     (b"name: [1, 2\n", 2, "is not YAML"),

@@ -10,9 +10,11 @@ from collections.abc import Callable
 
 from sim.model.attention_core import softmax_dtype, unequal, uses_flash
 from sim.model.eager import operations as op
-from sim.model.eager.autograd import Gradients, Run, Storage, Tensor
+from sim.model.eager.autograd import Gradients, Run, Tensor
 from sim.model.eager.products import column, entered, row
 from sim.model.eager.ring import ring
+from sim.model.eager.storage import Storage
+from sim.model.recompute import modules_of
 from sim.model.style import Style
 
 
@@ -47,7 +49,7 @@ def attended(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, 
     """The core, fused or spelled out, of queries, keys and values of every head; arguments as of `attention`."""
     run.at("attention")
     core: Callable[..., Tensor] = _flash if uses_flash(style) else _eager
-    if policy == "selective":
+    if "core_attn" in modules_of(policy):
         inputs = (query, key, value) if bias is None else (query, key, value, bias)
         return run.checkpoint(lambda run, *tensors: core(run, style, *tensors), *inputs)
     return core(run, style, query, key, value, bias, variables)

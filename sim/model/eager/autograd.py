@@ -6,91 +6,17 @@ PyTorch's do: module code holds tensors in local variables, autograd nodes hold 
 gradients on their way. So the order of allocations is the host's order, and peaks need no rules of thumb.
 
 Sources: torch/csrc/autograd/engine.cpp (nodes run by falling sequence number; a node's gradients are dropped when it
-returns, its saved tensors after that), saved_variable.cpp, torch/utils/checkpoint.py (non-reentrant); rounding:
-c10/core/AllocatorConfig.h.
+returns, its saved tensors after that), saved_variable.cpp, torch/utils/checkpoint.py (non-reentrant); Megatron-LM
+core/tensor_parallel/random.py (CheckpointWithoutOutput).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
-from sim.work import DTYPE_BYTES
-
-#: What a live storage can be, by result.md's categories; a `Memory` counts them apart.
-KINDS = ("activations", "logits", "workspace", "gradients", "gathered_parameters")
-ACTIVATIONS, LOGITS, WORKSPACE, GRADIENTS, COPIES = range(len(KINDS))
-#: Every allocation is rounded up to this many bytes (kMinBlockSize).
-BLOCK_BYTES = 512
-
-
-def rounded(elements: float, dtype: str) -> int:
-    """Bytes the allocator hands out for a tensor."""
-    return math.ceil(elements * DTYPE_BYTES[dtype] / BLOCK_BYTES) * BLOCK_BYTES
-
-
-class Memory:
-    """Live bytes by kind, the highest total since the last `mark` with the operator at which it was reached, and a log.
-
-    Attributes:
-        log: births (number of the storage, its bytes) and deaths (number, 0), in order.
-        born: storages so far.
-        made: by number, the operator that was at work at a storage's birth, and its kind then.
-    """
-
-    __slots__ = ("born", "live", "log", "made", "operator", "top", "top_live", "top_operator", "total")
-
-    def __init__(self) -> None:
-        self.live = [0] * len(KINDS)
-        self.log: list[tuple[int, int]] = []
-        self.made: list[tuple[str, str]] = []
-        self.born = 0
-        self.total = 0
-        self.operator = ""
-        self.mark()
-
-    def mark(self) -> None:
-        """Forget the highest point so far."""
-        self.top, self.top_live, self.top_operator = self.total, tuple(self.live), self.operator
-
-    def change(self, kind: int, size: int) -> None:
-        """`size` bytes of a kind come (positive) or go."""
-        self.live[kind] += size
-        self.total += size
-        if self.total > self.top:
-            self.mark()
-
-
-class Storage:
-    """Bytes of one tensor, for as long as somebody holds a reference."""
-
-    __slots__ = ("kind", "memory", "number", "size")
-
-    def __init__(self, memory: Memory, size: int, kind: int) -> None:
-        self.memory, self.size, self.kind = memory, size, kind
-        self.number = memory.born
-        memory.born += 1
-        memory.log.append((self.number, size))
-        memory.made.append((memory.operator, KINDS[kind]))
-        memory.change(kind, size)
-
-    def __del__(self) -> None:
-        self.memory.log.append((self.number, 0))
-        self.memory.change(self.kind, -self.size)
-
-    def become(self, kind: int) -> None:
-        """Count as another kind from now on."""
-        self.memory.live[self.kind] -= self.size
-        self.memory.live[kind] += self.size
-        self.kind = kind
-
-    def hand_over(self) -> None:
-        """From now on somebody else accounts for it."""
-        self.memory.live[self.kind] -= self.size
-        self.memory.total -= self.size
-        self.size = 0
+from sim.model.eager.storage import ACTIVATIONS, GRADIENTS, LOGITS, WORKSPACE, Memory, Storage, rounded
 
 
 class Sink(Protocol):
@@ -117,7 +43,7 @@ Rule = Callable[["Run", Gradients], Sequence["Storage | None"]]
 class Node:
     """One backward function; `idle` if no input needs a gradient: PyTorch then makes no node and saves nothing."""
 
-    __slots__ = ("frame", "gradients", "idle", "kind", "operator", "place", "rule", "saved", "sinks")
+    __slots__ = ("frame", "gradients", "idle", "kind", "operator", "place", "rule", "saved", "sinks", "wakes")
 
     def __init__(self, rule: Rule, sinks: tuple[Sink | None, ...], outputs: int, operator: str, kind: int) -> None:
         self.rule, self.sinks, self.operator, self.kind = rule, sinks, operator, kind
@@ -125,6 +51,7 @@ class Node:
         self.saved: list[Storage] = []
         self.frame: Frame | None = None  # checkpointed: what was saved comes back with the frame
         self.place: list[int] = []
+        self.wakes: list[Frame] = []  # whose outputs are to be there again when this one runs
         self.idle = all(sink is None for sink in sinks)
 
     def output(self, index: int = 0) -> Output | None:
@@ -208,6 +135,7 @@ class Frame:
             computed again.
         kept: those outputs, in order; products: how many products have run.
         parts: ranks that share the inputs; gathered: the whole ones, until the frame has run backward.
+        outputs: storages of its outputs, where those are given up; last: its node that runs last in backward.
     """
 
     def __init__(self, function: Callable[..., object], inputs: Sequence[Tensor], selective: bool = False,
@@ -220,6 +148,8 @@ class Frame:
         self.inputs = [Tensor(t.storage, t.elements, t.dtype, t.sink) for t in inputs]
         self.saves = 0
         self.restored: list[Storage | None] = []
+        self.outputs: list[Storage] = []
+        self.last: Node | None = None
         self.done = False
 
 
@@ -336,11 +266,34 @@ class Run:
         self._saving = None
         return output
 
+    def without_output(self, function: Callable[..., Sequence[Tensor]], *inputs: Tensor,
+                       ) -> tuple[Sequence[Tensor], Frame | None]:
+        """A checkpoint of what the next layer alone reads: `discard` gives its outputs up once that has run. Inside
+        another checkpoint it changes nothing, and there is no frame."""
+        if self._saving is not None or self._restoring is not None:
+            return function(self, *inputs), None
+        start, frame = len(self.nodes), Frame(function, inputs)
+        self._saving = frame
+        outputs = function(self, *inputs)
+        self._saving = None
+        if len(self.nodes) == start:
+            return outputs, None
+        frame.last, frame.outputs = self.nodes[start], [t.storage for t in outputs]
+        return outputs, frame
+
+    def discard(self, frame: Frame | None, hook: Tensor) -> None:
+        """Give a frame's outputs up until the gradient of `hook`, which was made of them, is there."""
+        if frame is None or not isinstance(hook.sink, Output):
+            return
+        for storage in frame.outputs:
+            storage.give_up()
+        hook.sink.node.wakes.append(frame)
+
     def _restore(self, storage: Storage) -> None:
         frame = self._restoring
         assert frame is not None
         frame.restored.append(storage)
-        if self.early_stop and len(frame.restored) == frame.saves:
+        if self.early_stop and not frame.outputs and len(frame.restored) == frame.saves:
             raise _StopError
 
     def _recompute(self, frame: Frame) -> None:
@@ -351,8 +304,16 @@ class Run:
         frame.gathered = [self.tensor(x.elements * frame.parts, x.dtype, x.sink) for x in frame.inputs
                           ] if frame.parts > 1 else frame.inputs
         with suppress(_StopError):
-            frame.function(self, *frame.gathered)
+            self._woken(frame, frame.function(self, *frame.gathered))
         self._restoring, self.kind, self.memory.operator, self.cache = None, kind, operator, cache
+
+    def _woken(self, frame: Frame, outputs: Any) -> None:
+        """Outputs that were given up are copied from new ones, which stay until the frame has run backward."""
+        if frame.outputs and frame.last is not None:
+            for storage in frame.outputs:
+                storage.fill()
+            frame.last.saved += [t.storage for t in outputs]
+            frame.outputs, frame.last = [], None  # nothing but references counts what is alive: no circle may be left
 
     def backward(self) -> None:
         """Run every node that has a gradient, the youngest first."""
@@ -360,6 +321,9 @@ class Run:
             node = self.nodes.pop()
             if all(g is None for g in node.gradients):
                 continue
+            for frame in node.wakes:
+                self._recompute(frame)
+            node.wakes = []
             if node.frame is not None:
                 self._unpack(node)
             self.kind, self.memory.operator = node.kind, node.operator

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from sim.model.chunked import chunk_rows, output_chunks
 from sim.model.eager import operations as op
-from sim.model.eager.autograd import LOGITS, WORKSPACE, Gradients, Run, Sink, Storage, Tensor, Weight
+from sim.model.eager.autograd import Gradients, Run, Sink, Tensor, Weight
+from sim.model.eager.storage import LOGITS, WORKSPACE, Storage
 from sim.model.style import Style
 
 

@@ -10,33 +10,53 @@ from sim.model.attention_core import uses_flash
 from sim.model.eager import operations as op
 from sim.model.eager import tuned
 from sim.model.eager.attention import attention
-from sim.model.eager.autograd import Run, Storage, Tensor, Weight
+from sim.model.eager.autograd import Frame, Run, Tensor, Weight
 from sim.model.eager.experts import experts
 from sim.model.eager.latent import latent_attention
 from sim.model.eager.mlp import mlp
 from sim.model.eager.norms import norm
 from sim.model.eager.products import row_cut
+from sim.model.eager.storage import Storage
+from sim.model.recompute import modules_of
 from sim.model.style import Style
 from sim.work import DTYPE_BYTES
 
 
 def block(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:
-    """One block; `policy` "selective" recomputes the attention core."""
+    """One block; modules of `policy` are recomputed (`sim.model.recompute`)."""
     if style.one_forward:
         return _one_forward(run, style, x, policy)
-    branch = norm(run, style, x, "norm1")
     if style.parallel_block:
-        return _parallel(run, style, x, branch, policy)
+        return _parallel(run, style, x, norm(run, style, x, "norm1"), policy)
     variables: list[Storage] = []  # until the block is done
     attend = attention if style.latent is None else latent_attention
-    branch = tuned.behind(run, style, attend(run, style, branch, policy, variables=variables), "attention")
+    branch, frame = _normed(run, style, x, "norm1", policy, alone=style.latent is not None)
+    attended = attend(run, style, branch, policy, variables=variables)
+    run.discard(frame, attended)
+    branch = tuned.behind(run, style, attended, "attention")
+    del attended
     branch = _dropped(run, style, branch, "1")
     if style.conv1d:
         variables.append(branch.storage)  # GPT2Block's `attn_output`; Llama's sum takes its place
     x = _added(run, x, branch, "1")
-    branch = norm(run, style, x, "norm2")
-    branch = tuned.behind(run, style, _fed(run, style, branch), "mlp")
+    if style.experts is None and "mlp" in modules_of(policy):  # with the norm in front of it, which is its own
+        branch = run.checkpoint(lambda run, x: mlp(run, style, norm(run, style, x, "norm2")), x)
+        return residual(run, style, x, branch, "2")
+    branch, frame = _normed(run, style, x, "norm2", policy, alone=style.experts is not None)
+    fed = _fed(run, style, branch, policy)
+    run.discard(frame, fed)
+    branch = tuned.behind(run, style, fed, "mlp")
+    del fed
     return residual(run, style, x, branch, "2")
+
+
+def _normed(run: Run, style: Style, x: Tensor, name: str, policy: str, *, alone: bool) -> tuple[Tensor, Frame | None]:
+    """A norm whose output may be given up once its sub-layer has run, if it stands alone (Megatron-LM
+    core/transformer/transformer_layer.py, `recompute_input_layernorm`, `recompute_pre_mlp_layernorm`)."""
+    if not (alone and "layernorm" in modules_of(policy)):
+        return norm(run, style, x, name), None
+    (out,), frame = run.without_output(lambda run, x: [norm(run, style, x, name)], x)
+    return out, frame
 
 
 def _one_forward(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:
@@ -48,9 +68,13 @@ def _one_forward(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:
     return residual(run, style, x, mlp(run, style, norm(run, style, x, "norm2")), "2")
 
 
-def _fed(run: Run, style: Style, x: Tensor) -> Tensor:
+def _fed(run: Run, style: Style, x: Tensor, policy: str = "none") -> Tensor:
     """The feed-forward part, dense or a mixture."""
-    return mlp(run, style, x) if style.experts is None else experts(run, style, x)
+    if style.experts is None:
+        return mlp(run, style, x)
+    if "moe" in modules_of(policy):
+        return run.checkpoint(lambda run, x: experts(run, style, x), x)
+    return experts(run, style, x, policy)
 
 
 def _parallel(run: Run, style: Style, x: Tensor, normed: Tensor, policy: str) -> Tensor:

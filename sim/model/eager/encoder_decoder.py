@@ -14,10 +14,11 @@ from sim.model.attention_core import uses_flash
 from sim.model.eager import decoder, norms, tuned
 from sim.model.eager import operations as op
 from sim.model.eager.attention import attention
-from sim.model.eager.autograd import LOGITS, WORKSPACE, Run, Storage, Tensor, Weight
+from sim.model.eager.autograd import Run, Tensor, Weight
 from sim.model.eager.head import loss
 from sim.model.eager.mlp import activated, mlp
 from sim.model.eager.products import linear
+from sim.model.eager.storage import LOGITS, WORKSPACE, Storage
 from sim.model.style import Style
 
 #: Distances fall into this many buckets (T5Config.relative_attention_num_buckets).

@@ -8,9 +8,9 @@ and one going out, and forward has no temporaries but weights that are dequantis
 from __future__ import annotations
 
 from sim.model.architecture import Layer, Operator, Tensor
-from sim.model.eager.autograd import ACTIVATIONS, COPIES, GRADIENTS, KINDS, LOGITS, WORKSPACE, rounded
 from sim.model.eager.profile import NOTHING, Levels, Pass, Profile
-from sim.model.recompute import kept_kernels, output_elements
+from sim.model.eager.storage import ACTIVATIONS, COPIES, GRADIENTS, KINDS, LOGITS, WORKSPACE, rounded
+from sim.model.recompute import kept_kernels, modules_of, output_elements
 from sim.tensor_trace import Trace
 
 
@@ -20,7 +20,7 @@ def estimate(layer: Layer, policy: str, keep_gradients: bool) -> Profile:
     saved = [sum(_size(t) for t in op.saved) for op in layer.operators]
     copies = sum(_size(t) for op in layer.operators for t in op.weight_copies)
     whole = policy in ("full", "selective-op")
-    again = [size if whole or (policy == "selective" and op.core) else 0
+    again = [size if whole or ("core_attn" in modules_of(policy) and op.core) else 0
              for op, size in zip(layer.operators, saved, strict=True)]
     kept = sum(saved) - sum(again) + (_size(layer.input) if whole else 0)
     kept += _outputs(layer) if policy == "selective-op" else 0
@@ -55,7 +55,7 @@ def _trace(layer: Layer, policy: str, keep_gradients: bool) -> Trace:
         if beside := _dequantised(op) + op.buffers[0]:
             forward.append((born(forward, beside), 0))
         copies += copied if policy == "full" else []
-        again = policy == "full" or (policy == "selective" and op.core)
+        again = policy == "full" or ("core_attn" in modules_of(policy) and op.core)
         saved.append(([born(backward if again else forward, _size(t)) for t in op.saved],
                       [] if policy == "full" else copied))
     flowing = -1

@@ -10,28 +10,39 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sim.model.eager import operations as op
-from sim.model.eager.autograd import Gradients, Run, Storage, Tensor
-from sim.model.eager.mlp import inner, mlp
+from sim.model.eager.autograd import Gradients, Run, Tensor
+from sim.model.eager.mlp import activation, inner, mlp
+from sim.model.eager.narrow import keeping
 from sim.model.eager.products import linear, router, row
+from sim.model.eager.storage import Storage
 from sim.model.experts import expert_rows
+from sim.model.recompute import modules_of
 from sim.model.style import Experts, Style
 
 #: Most turns of a loop that are written out; more experts take them several at a time.
 _TURNS = 8
 
 
-def experts(run: Run, style: Style, x: Tensor) -> Tensor:
-    """Router, dispatch, experts, combination, and the experts that see every token."""
+def experts(run: Run, style: Style, x: Tensor, policy: str = "none") -> Tensor:
+    """Router, dispatch, experts, combination, and the experts that see every token; modules of `policy` are recomputed
+    (`sim.model.recompute`)."""
     made = style.experts
     assert made is not None
     scores = _routed(run, style, made, x)
     # whole experts know nothing of tensor ranks, cut ones work on rows that are whole in front of them
     spread = replace(style, scattered=style.scattered and made.tensor > 1, tensor=made.tensor, bias=False)
-    routed = _loop if style.modules == "transformers" else _grouped
-    out = routed(run, style, spread, x, scores)
+    if style.modules == "transformers":
+        out = _loop(run, style, spread, x, scores)
+    else:
+        out = _grouped(run, style, spread, x, scores, again="moe_act" in modules_of(policy))
     if not made.shared:
         return out
-    shared = mlp(run, replace(style, experts=None, ffn=made.shared_ffn), x)
+    dense = replace(style, experts=None, ffn=made.shared_ffn)
+    given_up = "layernorm" in modules_of(policy)  # what they read
+    if "shared_experts" in modules_of(policy):
+        shared = run.checkpoint(lambda run, x: mlp(run, dense, x, keeps=given_up), x)
+    else:
+        shared = mlp(run, dense, x, keeps=given_up)
     run.at("shared_add")
     return op.add(run, out, shared)
 
@@ -81,11 +92,24 @@ def _sent(run: Run, style: Style, x: Tensor, elements: int) -> Tensor:
     return Tensor(run.new(elements, dtype), elements, dtype, node.output())
 
 
-def _one(run: Run, spread: Style, x: Tensor, matrices: int) -> Tensor:
-    """Products and activation of an expert, or of `matrices` of them on their rows, side by side."""
+def _one(run: Run, spread: Style, x: Tensor, matrices: int, *, again: bool = False) -> Tensor:
+    """Products and activation of an expert, or of `matrices` of them on their rows, side by side.
+
+    Args:
+        again: what the activation made is given up and made again (`TEGroupedMLP.forward`, activation_recompute).
+    """
     made = spread.experts
     assert made is not None
     run.at("up")
+    if again:
+        both = linear(run, spread, x, spread.hidden, (("mlp", made.ffn * (2 if spread.gated else 1)),),
+                      matrices=matrices)
+        (hidden,), frame = run.without_output(lambda run, both: [activation(run, spread, both)], both)
+        del both
+        run.at("down")
+        out = row(run, keeping(spread), hidden, made.ffn, (("mlp", spread.hidden),), matrices)
+        run.discard(frame, out)
+        return out
     hidden = inner(run, spread, made.ffn, lambda outputs: linear(
         run, spread, x, spread.hidden, (("mlp", outputs),), matrices=matrices))
     run.at("down")
@@ -127,7 +151,7 @@ def _added(run: Run, total: Tensor, rows: Tensor, which: Storage) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------------- all at once
-def _grouped(run: Run, style: Style, spread: Style, x: Tensor, scores: Tensor) -> Tensor:
+def _grouped(run: Run, style: Style, spread: Style, x: Tensor, scores: Tensor, *, again: bool) -> Tensor:
     """Rows in the order of their experts, products of all experts at once, rows back in their order and summed."""
     made = style.experts
     assert made is not None
@@ -136,7 +160,7 @@ def _grouped(run: Run, style: Style, spread: Style, x: Tensor, scores: Tensor) -
     run.at("dispatch")
     which = run.new(leaving, "fp64")
     own = _sent(run, style, _copied(run, x, leaving * style.hidden, which), arriving * style.hidden)
-    out = _one(run, spread, _whole(run, spread, own), made.held)
+    out = _one(run, spread, _whole(run, spread, own), made.held, again=again)
     del own
     run.at("combine")
     out = _sent(run, style, out, leaving * style.hidden)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from sim.model.eager import chunked, tuned
 from sim.model.eager import operations as op
-from sim.model.eager.autograd import ACTIVATIONS, LOGITS, Gradients, Run, Storage, Tensor
+from sim.model.eager.autograd import Gradients, Run, Tensor
 from sim.model.eager.norms import norm
 from sim.model.eager.products import entered
+from sim.model.eager.storage import ACTIVATIONS, LOGITS, Storage
 from sim.model.kernels import width
 from sim.model.style import Style
 

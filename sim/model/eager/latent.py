@@ -16,9 +16,12 @@ from dataclasses import replace
 from sim.model.attention_core import unequal, uses_flash
 from sim.model.eager import operations as op
 from sim.model.eager.attention import attended, rotated, times_table
-from sim.model.eager.autograd import Gradients, Run, Storage, Tensor
+from sim.model.eager.autograd import Gradients, Run, Tensor
+from sim.model.eager.narrow import keeping
 from sim.model.eager.norms import norm
 from sim.model.eager.products import column, entered, linear, row
+from sim.model.eager.storage import Storage
+from sim.model.recompute import modules_of
 from sim.model.style import Latent, Style
 
 
@@ -30,7 +33,8 @@ def latent_attention(run: Run, style: Style, x: Tensor, policy: str, *, variable
     if style.modules == "transformers":
         out = _hugging_face(run, style, latent, x, policy, variables)
     else:
-        out = attended(run, style, *_assembled(run, style, latent, x), policy, variables=variables)
+        out = _megatron(run, style, latent, x, policy, variables)
+        style = keeping(style)  # attention keeps its output itself (`set_save_original_input(self.linear_proj)`)
     run.at("projection")
     return row(run, style, out, style.heads * latent.value, (("projection", style.hidden),))
 
@@ -90,15 +94,43 @@ def _interleaved(run: Run, style: Style, x: Tensor) -> Tensor:
                         op.add(run, times_table(run, style, odd), times_table(run, style, even))])
 
 
-def _assembled(run: Run, style: Style, latent: Latent, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`MLASelfAttention.get_query_key_value_tensors`."""
-    keys, heads, whole = _keys(style), style.heads, style.stream
+def _megatron(run: Run, style: Style, latent: Latent, x: Tensor, policy: str, variables: list[Storage]) -> Tensor:
+    """`MultiLatentAttention.forward` to the core's output: the expansion may be a checkpoint without output."""
+    alone = "layernorm" in modules_of(policy)  # its output is given up
+    compressed = _compressed(run, keeping(style) if alone else style, latent, x)
+    del x
+
+    def expansion(run: Run, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return _assembled(run, style, latent, *inputs)
+
+    frame = None
+    if "mla_up_proj" in modules_of(policy):
+        made, frame = run.without_output(expansion, *compressed)
+    else:
+        made = expansion(run, *compressed)
+    del compressed
+    query, key, value = made
+    out = attended(run, style, query, key, value, policy, variables=variables)
+    run.discard(frame, out)
+    return out
+
+
+def _compressed(run: Run, style: Style, latent: Latent, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values compressed (or what queries are made of), and the key's rotary columns of all tokens."""
+    keys, whole = _keys(style), style.stream
     q_compressed = _down(run, style, x, "query", "q", latent.q_rank) if latent.q_rank else x
     kv_combined = _down(run, style, x, keys, "kv", latent.kv_rank + latent.rope)
     del x
     kv_compressed, k_pos_emb = op.split(run, kv_combined, [whole.tokens * n for n in (latent.kv_rank, latent.rope)])
     if style.scattered:
         k_pos_emb = op.gathered(run, k_pos_emb, style.tensor)
+    return q_compressed, kv_compressed, k_pos_emb
+
+
+def _assembled(run: Run, style: Style, latent: Latent, q_compressed: Tensor, kv_compressed: Tensor,
+               k_pos_emb: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`qkv_up_proj_and_rope_apply` of `MLASelfAttention.get_query_key_value_tensors`."""
+    keys, heads = _keys(style), style.heads
     if latent.q_rank:
         q_compressed = _normed(run, style, q_compressed, "q", latent.q_rank)
         q = _up(run, style, q_compressed, "query", "q", latent.nope + latent.rope)

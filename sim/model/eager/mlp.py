@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from sim.model.eager import operations as op
 from sim.model.eager.autograd import Run, Tensor
+from sim.model.eager.narrow import keeping
 from sim.model.eager.products import column, entered, row
 from sim.model.style import Style
 
@@ -18,16 +19,20 @@ from sim.model.style import Style
 _SILU_TEMPORARIES = 5
 
 
-def mlp(run: Run, style: Style, x: Tensor) -> Tensor:
-    """Up (and gate), activation, down."""
+def mlp(run: Run, style: Style, x: Tensor, *, keeps: bool = False) -> Tensor:
+    """Up (and gate), activation, down.
+
+    Args:
+        keeps: what is read is kept, not its quantised copy.
+    """
     run.at("up")
-    x = entered(run, style, x)
+    x, above = entered(run, style, x), keeping(style) if keeps else style
     if style.one_forward and not style.gated:
         made = [column(run, style, x, (("mlp", style.ffn),))]
         del x  # no variable holds the norm's output
         hidden = inner(run, style, style.ffn, lambda _: made.pop())
     else:
-        hidden = inner(run, style, style.ffn, lambda outputs: column(run, style, x, (("mlp", outputs),)))
+        hidden = inner(run, style, style.ffn, lambda outputs: column(run, above, x, (("mlp", outputs),)))
     run.at("down")
     return row(run, style, hidden, style.ffn, (("mlp", style.hidden),))
 
@@ -40,16 +45,19 @@ def inner(run: Run, style: Style, ffn: int, up: Callable[[int], Tensor]) -> Tens
     """
     if style.gated and not style.merges_gate:
         return _gated(run, style, ffn, up)
-    if style.gated:
-        both = up(2 * ffn)
-        run.at("activation")
-        if style.modules == "megatron" or style.stack.fused_swiglu or style.stack.compile:
-            return _gated_kernel(run, both)
-        gate, other = op.split(run, both, [both.elements // 2] * 2)
-        return op.mul(run, op.unary(run, gate, saves_input=True, temporaries=_SILU_TEMPORARIES), other)
-    made = up(ffn)
+    made = up(2 * ffn if style.gated else ffn)
+    return activation(run, style, made)
+
+
+def activation(run: Run, style: Style, made: Tensor) -> Tensor:
+    """From what one product of all the columns made, gate and up side by side, to what the down projection reads."""
     run.at("activation")
-    return activated(run, style, made)
+    if not style.gated:
+        return activated(run, style, made)
+    if style.modules == "megatron" or style.stack.fused_swiglu or style.stack.compile:
+        return _gated_kernel(run, made)
+    gate, other = op.split(run, made, [made.elements // 2] * 2)
+    return op.mul(run, op.unary(run, gate, saves_input=True, temporaries=_SILU_TEMPORARIES), other)
 
 
 def activated(run: Run, style: Style, x: Tensor) -> Tensor:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from sim.model.eager.autograd import COPIES, Node, Run, Storage
+from dataclasses import replace
+
+from sim.model.eager.autograd import Node, Run
+from sim.model.eager.storage import COPIES, Storage
 from sim.model.style import Style
 from sim.work import DTYPE_BYTES
 
@@ -49,6 +52,12 @@ class Narrow:
     def once(self, run: Run, elements: int) -> Storage:
         """A tensor's copy as it is."""
         return run.new(elements, self.dtype)
+
+
+def keeping(style: Style) -> Style:
+    """The style of a product that keeps its input and quantises it again in backward, where others keep what is
+    quantised (TransformerEngine's `save_original_input`, which Megatron-LM sets where that input is there anyway)."""
+    return replace(style, stack=replace(style.stack, narrow_keeps_inputs=True))
 
 
 def narrow(style: Style) -> Narrow | None:

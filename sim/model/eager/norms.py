@@ -18,17 +18,24 @@ def norm(run: Run, style: Style, x: Tensor, name: str) -> Tensor:
         return op.layer_norm(run, x, style.hidden, (1 + style.bias) * trained, 2, style.weight)
     if not style.spelled_rmsnorm or style.stack.compile:
         return op.layer_norm(run, x, style.hidden, int(trained), 1, style.weight)
-    return rms_norm(run, x, style.hidden, style.weight, trained)
+    half = style.stack.residual_dtype_follows_autocast or style.stack.low_precision_norm  # whatever the weight's dtype
+    return rms_norm(run, x, style.hidden, style.weight, trained, promotes=not half)
 
 
-def rms_norm(run: Run, hidden_states: Tensor, cols: int, dtype: str, trained: bool = True) -> Tensor:
-    """LlamaRMSNorm, T5LayerNorm; a frozen weight needs nothing kept."""
+def rms_norm(run: Run, hidden_states: Tensor, cols: int, dtype: str, trained: bool = True, *,
+             promotes: bool = True) -> Tensor:
+    """LlamaRMSNorm, T5LayerNorm; a frozen weight needs nothing kept.
+
+    Args:
+        promotes: a weight that is wider than its input makes the output as wide.
+    """
     source, rows = hidden_states.dtype, hidden_states.elements // cols
     hidden_states = op.to(run, hidden_states, "fp32")
     variance = op.mean_rows(run, square(run, hidden_states), rows)
     hidden_states = op.mul_rows(run, hidden_states, op.unary(run, op.shift(run, variance), saves_output=True))
     normalised = op.to(run, hidden_states, source)
-    return op.mul_weight(run, normalised, Weight(cols, dtype)) if trained else op.scale(run, normalised)
+    wide = op.promote(source, dtype) if promotes else source
+    return op.mul_weight(run, normalised, Weight(cols, dtype), wide) if trained else op.scale(run, normalised)
 
 
 def square(run: Run, x: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sim.model.eager.autograd import COPIES, Gradients, Node, Run, Sink, Storage, Tensor, Weight
+from sim.model.eager.autograd import Gradients, Node, Run, Sink, Tensor, Weight
 from sim.model.eager.narrow import Narrow
+from sim.model.eager.storage import COPIES, Storage
 from sim.work import DTYPE_BYTES
 
 
@@ -152,9 +153,9 @@ def mul_rows(run: Run, x: Tensor, rows: Tensor) -> Tensor:
     return _result(run, node, elements, dtype)
 
 
-def mul_weight(run: Run, x: Tensor, weight: Weight) -> Tensor:
-    """A product with one parameter per column, in the wider of their dtypes."""
-    elements, source, dtype, count = x.elements, x.dtype, promote(x.dtype, weight.dtype), weight.elements
+def mul_weight(run: Run, x: Tensor, weight: Weight, wide: str = "") -> Tensor:
+    """A product with one parameter per column, in dtype `wide`, default the input's."""
+    elements, source, dtype, count = x.elements, x.dtype, wide or x.dtype, weight.elements
 
     def rule(run: Run, _: Gradients) -> Gradients:
         gradient, full = run.new(elements, dtype), run.new(elements, dtype)

@@ -12,7 +12,8 @@ section 3, for what any ring needs.
 
 from __future__ import annotations
 
-from sim.model.eager.autograd import Gradients, Node, Run, Storage, Tensor
+from sim.model.eager.autograd import Gradients, Node, Run, Tensor
+from sim.model.eager.storage import Storage
 from sim.model.ring import below
 from sim.model.style import Style
 
@@ -31,14 +32,19 @@ def ring(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, rows
     return _passed(run, query, key, value, rows, sums)
 
 
+def _outputs(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """Elements of the output: as wide as values, which latent attention's are not as keys."""
+    return query.elements * value.elements // key.elements
+
+
 def halves(style: Style) -> bool:
     """Whether steps on another's slice see half of its keys (`sim.model.ring.below`)."""
     return below(style) is not None
 
 
-def _finished(run: Run, node: Node, query: Tensor, kept: list[Storage], rows: int, states: int) -> Tensor:
+def _finished(run: Run, node: Node, elements: int, dtype: str, kept: list[Storage], rows: int, states: int) -> Tensor:
     """The output, with all that is kept beside it."""
-    out = Tensor(run.output(query.elements, query.dtype), query.elements, query.dtype, node.output())
+    out = Tensor(run.output(elements, dtype), elements, dtype, node.output())
     run.save(node, *kept, out.storage, run.output(rows, "fp32"), *(run.output(1, "fp64") for _ in range(states)))
     return out
 
@@ -62,7 +68,7 @@ def _passed(run: Run, query: Tensor, key: Tensor, value: Tensor, rows: int, sums
 
     node = run.node(rule, (query.sink, key.sink, value.sink))
     coming = [run.new(pair, dtype)]
-    out = _finished(run, node, query, [query.storage, key.storage, value.storage], rows, 2)
+    out = _finished(run, node, _outputs(query, key, value), dtype, [query.storage, key.storage, value.storage], rows, 2)
     coming.clear()
     return out
 
@@ -72,7 +78,7 @@ def _merged(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, r
     output until all are merged; in backward two buffers of keys, values and their gradients, and gradients leave as
     views of one of them."""
     steps, whole, dtype = style.context, query.elements, query.dtype
-    pair, half = key.elements + value.elements, halves(style)
+    pair, half, outputs = key.elements + value.elements, halves(style), _outputs(query, key, value)
 
     def rule(run: Run, _: Gradients) -> Gradients:
         total = run.new(whole, dtype)
@@ -90,8 +96,8 @@ def _merged(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, r
     for step in range(steps):
         if step < steps - 1:
             buffers.append(run.new(pair, dtype))
-        parts += [run.new(whole, dtype), run.new(rows, "fp32")]
-    out = _finished(run, node, query, [query.storage, buffers[-1]], rows, steps)
+        parts += [run.new(outputs, dtype), run.new(rows, "fp32")]
+    out = _finished(run, node, outputs, dtype, [query.storage, buffers[-1]], rows, steps)
     buffers.clear()
     parts.clear()
     return out
@@ -101,7 +107,7 @@ def _rotated(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, 
     """PyTorch's: contiguous copies of keys and values, the slices of all ranks in one tensor, sums in fp32."""
     steps, whole, dtype, fused = style.context, query.elements, query.dtype, style.stack.compile
     pair = key.elements + value.elements
-    sizes = (key.elements, value.elements)
+    sizes, outputs = (key.elements, value.elements), _outputs(query, key, value)
     half = halves(style)
 
     def rule(run: Run, _: Gradients) -> Gradients:
@@ -111,24 +117,24 @@ def _rotated(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, 
     copied, packed = [run.new(n, dtype) for n in sizes], [run.new(pair, dtype)]
     slices = [run.new(steps * pair, dtype)]
     packed.clear()
-    block = run.new(whole, dtype)
-    total = run.new(whole, "fp32")
+    block = run.new(outputs, dtype)
+    total = run.new(outputs, "fp32")
     for step in range(1, steps):
         copied.clear()
         if step < steps - 1:  # packed as in the first step, though nothing is sent any more
             packed.append(run.new(pair, dtype))
             packed.clear()
-        block = run.new(whole, dtype)
+        block = run.new(outputs, dtype)
         if not fused:
-            wide, difference = run.new(whole, "fp32"), run.new(whole, "fp32")
-            product = run.new(whole, "fp32")
+            wide, difference = run.new(outputs, "fp32"), run.new(outputs, "fp32")
+            product = run.new(outputs, "fp32")
             del difference
-        merged = run.new(whole, "fp32")
+        merged = run.new(outputs, "fp32")
         if not fused:
             del wide, product
         total = merged
         del merged
-    out = _finished(run, node, query, [query.storage, key.storage, value.storage], rows, 2)
+    out = _finished(run, node, outputs, dtype, [query.storage, key.storage, value.storage], rows, 2)
     slices.clear()
     del block, total
     return out

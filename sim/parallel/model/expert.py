@@ -14,7 +14,7 @@ from sim.model.architecture import Joint
 from sim.parallel.layout import Ranks
 from sim.parallel.model.calls import Calls, Items
 from sim.program import InlineCall
-from sim.scenario.schema import Scenario
+from sim.scenario.schema import RecomputeLayers, Scenario
 from sim.software import Stack
 
 
@@ -91,7 +91,7 @@ def misfit(scenario: Scenario, overlap: str) -> tuple[str, str] | None:
     if parallel.pipeline == 1 and any(place in ("cpu", "nvme", "paged") for _, place in parallel.offload):
         return "a forward and a backward run as one on the GPU alone", "remove it, or parallel.offload"
     recompute = scenario.training.recompute
-    if recompute == "full" or (not isinstance(recompute, str) and recompute.layers):
+    if recompute == "full" or (isinstance(recompute, RecomputeLayers) and recompute.layers):
         return ("Megatron-LM refuses full recomputation beside the overlap of micro-batches (training/arguments.py)",
                 "recompute less, or remove it")
     return None

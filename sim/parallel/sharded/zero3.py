@@ -225,7 +225,8 @@ class Zero3:
         key = (id(use.part), use.direction, policy, use.first)
         if key not in self.segments:
             compute = self.plan.compute
-            again = compute.recomputed(use.layer, policy) if use.first and policy == "selective" else ()
+            parts = use.first and policy not in ("full", "selective-op")
+            again = compute.recomputed(use.layer, policy) if parts else ()
             whole = compute.checkpoint(use.layer) if use.first and policy == "full" else ()
             if use.direction == "backward":
                 self.segments[key] = compute.segment(again, compute.backward_items(use.part.operators))
