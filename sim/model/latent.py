@@ -70,10 +70,15 @@ def _assemble(style: Style, latent: Latent) -> Operator:
     e = width(style.act)
     rotated = style.tokens * (style.heads + 1) * latent.rope
     whole = style.tokens * style.heads * (latent.nope + latent.rope)
+    values = style.tokens * style.heads * latent.value
+    saved = (Tensor("queries", whole, style.act), Tensor("keys", whole, style.act), Tensor("values", values, style.act))
+    if style.stack.fused_latent_rope:  # read and written once: queries' columns in place, keys and values
+        turned = rotated + (2 * style.tokens * style.heads * latent.nope + style.tokens * style.heads * latent.rope +
+                            2 * values) // 2
+        return Operator("assemble", (elementwise("assemble", turned, 2 * e, style.act, 2),),
+                        (elementwise("assemble_backward", turned, 2 * e, style.act, 2),), saved=saved)
     spin = elementwise("rotary", rotated, 10 * e, style.act, 10)
     join = elementwise("assemble", 2 * whole, 2 * e, style.act, 3)
     back = (elementwise("assemble_backward", 2 * whole, 2 * e, style.act, 4),
             elementwise("rotary_backward", rotated, 14 * e, style.act, 18))
-    saved = (Tensor("queries", whole, style.act), Tensor("keys", whole, style.act),
-             Tensor("values", style.tokens * style.heads * latent.value, style.act))
     return Operator("assemble", (spin, join), back, saved=saved)

@@ -204,7 +204,8 @@ def _name_or_table(value: Any) -> str:
 
 
 def _name_layers_or_modules(value: Any) -> str:
-    if isinstance(value, RecomputeModules) or (isinstance(value, dict) and any(str(k).startswith("mod") for k in value)):
+    table = isinstance(value, dict) and any(str(key).startswith("mod") for key in value)
+    if table or isinstance(value, RecomputeModules):
         return "modules"
     return _name_or_table(value)
 

@@ -67,6 +67,8 @@ class Stack:
         host_read_s: from the end of what the GPU has to do to the host going on with a number it reads there.
         fused_*: one kernel instead of a chain (bias + GELU, SwiGLU, rotary, RMSNorm, scale + mask + softmax,
             bias + dropout + residual).
+        fused_latent_rope: latent attention's queries are turned in place, and its keys and values written whole, by a
+            kernel each.
         norm_kernel: two_pass (backward reads its inputs again for the weight gradients), persistent (a row is read once
             each way), or listed (so, where the width is one that apex's kernel was built for).
         rmsnorm_kernel: torch.nn.RMSNorm is one kernel, which plain modules then use.
@@ -202,6 +204,7 @@ class Stack:
     fused_bias_gelu: bool
     fused_swiglu: bool
     fused_rope: bool
+    fused_latent_rope: bool
     fused_rmsnorm: bool
     norm_kernel: str
     rmsnorm_kernel: bool

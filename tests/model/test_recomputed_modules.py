@@ -23,18 +23,18 @@ DENSE, MIXED = 1, 2  # positions in the stack
 
 
 def asked(recompute: Any = "none", precision: str = "megatron-bf16", framework: str = "megatron",
-          **more: Any) -> Scenario:
+          fused: bool = True, **more: Any) -> Scenario:
     model = {"layers": 2, "hidden": HIDDEN, "heads": HEADS, "vocab": 1024, "ffn": FFN, "gated_mlp": True,
              "norm": "rmsnorm", "bias": False, "positions": "rotary", "mla": MLA, "moe": MOE, **more.pop("model", {})}
     return resolve({
         "name": "modules", "cluster": {"topology": "dgx-h100", "nodes": 1}, "model": model,
         "training": {"micro_batch": 1, "micro_steps": 2, "sequence": TOKENS, "precision": precision,
                      "recompute": recompute},
-        "parallel": {"strategy": "zero1", **more}, "software": {"framework": framework, "year": 2025}})
+        "parallel": {"strategy": "zero1", **more}, "software": {"framework": framework, "year": 2025, "fused": fused}})
 
 
-def block(number: int, precision: str = "megatron-bf16", **model: Any) -> Layer:
-    return lower(asked(precision=precision, model=model)).architecture.stack[number]
+def block(number: int, precision: str = "megatron-bf16", fused: bool = True, **model: Any) -> Layer:
+    return lower(asked(precision=precision, model=model, fused=fused)).architecture.stack[number]
 
 
 def saved(number: int, *modules: str, precision: str = "megatron-bf16") -> int:
@@ -83,10 +83,21 @@ def test_in_8_bits_what_is_given_up_is_not_kept_quantised_either() -> None:
     assert saved(MIXED, "layernorm", precision="fp8") == TOKENS * HIDDEN * (2 + 2 + 1) + 2 * 4 * TOKENS
 
 
+def test_fused_kernels_write_keys_and_values_once() -> None:
+    """Queries' rotary columns in place and the one key's, keys and values read side by side and written apart."""
+    fused, spelled = (next(op for op in block(DENSE, fused=fused).operators if op.name == "assemble")
+                      for fused in (True, False))
+    moved = 2 * TOKENS * (2 * (HEADS + 1) * ROPE + HEADS * (2 * NOPE + ROPE + 2 * VALUE))
+    assert [sum(k.bytes for k in kernels) for kernels in (fused.forward, fused.backward)] == [moved, moved]
+    assert sum(k.bytes for k in spelled.forward) > moved
+    assert sum(k.launches for k in fused.forward) == 2
+
+
 @pytest.mark.parametrize("precision", ["megatron-bf16", "fp8"])
-def test_nothing_is_left_behind_whatever_is_recomputed(precision: str) -> None:
+@pytest.mark.parametrize("fused", [True, False])
+def test_nothing_is_left_behind_whatever_is_recomputed(precision: str, fused: bool) -> None:
     for number in (DENSE, MIXED):
-        layer = block(number, precision)
+        layer = block(number, precision, fused)
         for count in (1, 2, 7):
             for modules in combinations(MODULES, count):
                 one = layer_profile(layer, joined(modules), keep_gradients=False)

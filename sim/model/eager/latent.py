@@ -1,11 +1,11 @@
 """Latent attention as PyTorch modules run it: Hugging Face's DeepSeek-V3, and Megatron's.
 
 Local variables are those of the modules. Queries and keys are written whole, values are a part of what keys and values
-are expanded to. Rotary positions are spelled out, as in Megatron without `apply_rope_fusion`; its fused kernels keep
-the same tensors. Plain modules (torchtitan's deepseek_v3) run as Megatron's do.
+are expanded to. Plain modules (torchtitan's deepseek_v3) run as Megatron's do.
 
 Sources (read): transformers 5.23.0 modeling_deepseek_v3.py (DeepseekV3Attention, apply_rotary_pos_emb_interleave);
-megatron-core 0.15.0 transformer/multi_latent_attention.py, models/common/embeddings/rope_utils.py;
+megatron-core 0.15.0 transformer/multi_latent_attention.py, models/common/embeddings/rope_utils.py,
+fusions/fused_mla_yarn_rope_apply.py;
 torch/csrc/autograd/functions/tensor.cpp (CopySlices, CopyBackwards).
 """
 
@@ -139,12 +139,32 @@ def _assembled(run: Run, style: Style, latent: Latent, q_compressed: Tensor, kv_
     kv_compressed = _normed(run, style, kv_compressed, "kv", latent.kv_rank)
     kv = _up(run, style, kv_compressed, keys, "kv", latent.nope + latent.value)
     run.at("assemble")
+    if style.stack.fused_latent_rope:
+        return _in_place(run, q), *_written(run, style, latent, kv, k_pos_emb)
     q_no_pe, q_pos_emb = op.split(run, q, [style.tokens * heads * n for n in (latent.nope, latent.rope)])
     k_no_pe, value = op.split(run, kv, [style.tokens * heads * n for n in (latent.nope, latent.value)])
     q_pos_emb, k_pos_emb = _turned(run, style, q_pos_emb), _turned(run, style, k_pos_emb)
     query = _joined(run, q_no_pe, q_pos_emb)
     key = _joined(run, k_no_pe, _spread(run, k_pos_emb, heads))
     return query, key, op.clone(run, value)
+
+
+def _in_place(run: Run, q: Tensor) -> Tensor:
+    """`fused_apply_mla_rope_for_q` turns queries where they are, and so their gradient."""
+    node = run.node(lambda _, g: [g[0]], (q.sink,))
+    return Tensor(q.storage, q.elements, q.dtype, node.output())
+
+
+def _written(run: Run, style: Style, latent: Latent, kv: Tensor, k_pos_emb: Tensor) -> tuple[Tensor, Tensor]:
+    """`fused_apply_mla_rope_for_kv` writes keys and values; backward their gradient side by side, and the rotary
+    columns' of every token."""
+    rows, dtype = style.tokens * style.heads, kv.dtype
+    sizes = (kv.elements, k_pos_emb.elements)
+    node = run.node(lambda run, _: [run.new(n, dtype) for n in sizes], (kv.sink, k_pos_emb.sink), 2)
+    widths = (latent.nope + latent.rope, latent.value)
+    key, value = (Tensor(run.new(rows * width, dtype), rows * width, dtype, node.output(i))
+                  for i, width in enumerate(widths))
+    return key, value
 
 
 def _turned(run: Run, style: Style, t: Tensor) -> Tensor:
