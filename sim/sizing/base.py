@@ -7,6 +7,7 @@ cut the sequence.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from sim.errors import UserError
@@ -21,11 +22,13 @@ _FOLLOWING = ("reduce_every_micro_step", "async_tensor")
 def alone(scenario: Scenario, topology: str | None) -> Scenario:
     """The scenario on one node of a topology, or of its own."""
     change, batch = Changing(scenario), scenario.training.global_batch
+    assert batch is not None
     cluster = {"cluster.nodes": 1} if topology is None else {"cluster": {"topology": topology, "nodes": 1}}
     sets = {**cluster, "parallel.strategy": "ddp", "parallel.sharding_factor": 1, "parallel.tensor": 1,
             "parallel.sequence_parallel": False, "parallel.context": 1, "parallel.expert": 1, "parallel.pipeline": 1,
             "parallel.virtual_stages": 1, "parallel.schedule": "1f1b", "parallel.split": None,
-            "training.micro_batch": 1, "training.recompute": "none", "training.global_batch": batch * _ANY_NODE}
+            "training.micro_batch": 1, "training.recompute": "none",
+            "training.global_batch": _ANY_NODE * math.gcd(batch, _ODD)}
     base = change(sets).scenario
     known = dict(zip(_FOLLOWING, (True, _overlaps(change, sets)), strict=True))
     unsaid = {name: value for name, value in known.items() if not change.wrote(f"parallel.{name}")}
@@ -34,8 +37,8 @@ def alone(scenario: Scenario, topology: str | None) -> Scenario:
         "parallel": base.parallel.model_copy(update=unsaid)})
 
 
-#: A multiple of every number of sequences that one node takes at once, whatever the run's batch.
-_ANY_NODE = 4608
+#: Sequences that divide over nodes of any number of GPUs that the run's batch divides over, but for odder numbers.
+_ANY_NODE, _ODD = 4608, 35
 
 
 def _overlaps(change: Changing, sets: dict[str, Any]) -> bool:

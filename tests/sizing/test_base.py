@@ -55,3 +55,12 @@ def test_defaults_follow_the_cluster() -> None:
 def test_a_batch_said_by_micro_steps_is_kept() -> None:
     job = resolve({**PLAIN, "training": {"micro_batch": 2, "micro_steps": 3, "sequence": 1024}})
     assert alone(job, None).training.global_batch == job.training.global_batch == 96
+
+
+@pytest.mark.parametrize(("batch", "gpus"), [(4096, 8), (15360, 8), (1_048_576, 1), (35_000, 7), (1000, 5)])
+def test_any_batch_has_a_base(batch: int, gpus: int) -> None:
+    """Also thousands of sequences, which one node alone would take a million micro-steps for."""
+    job = {**PLAIN, "cluster": {"topology": "dgx-h100", "nodes": 2, "gpus_per_node": gpus},
+           "training": {**PLAIN["training"], "micro_batch": 1, "global_batch": batch}}
+    job["cluster"]["nodes"] = 1 if batch % (2 * gpus) else 2
+    assert alone(resolve(job), None).training.global_batch == batch
