@@ -58,7 +58,7 @@ def saved_s(table: Table, places: Places, policies: Ints) -> tuple[Floats, Float
         if layer.kind == "block":
             known[id(layer)] = [_copied_s(table, outside, size) for size in (
                 min(layer_profile(layer, policy, keep, casts).forward.net[_SAVED]
-                    for keep in (False, True) for casts in (False, True)) for policy in POLICIES)]
+                    for keep in (False, True) for casts in (False, True)) for policy in table.layers.policies)]
     blocks = [known[id(layer)] for layer in table.layers.architecture.stack if layer.kind == "block"]
     out, back = (summed(np.array([before([block[i][way] for block in blocks]) for i in range(len(POLICIES))]), places,
                         policies)[0, 0] for way in (0, 1))

@@ -113,4 +113,6 @@ def layout_of(sets: Mapping[str, Any]) -> str:
 
 
 def _said(value: Any) -> str:
-    return f"first-{value['layers']}-blocks" if isinstance(value, dict) else str(value)
+    if not isinstance(value, dict):
+        return str(value)
+    return f"first-{value['layers']}-blocks" if "layers" in value else "+".join(value["modules"])

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sim.errors import Fault, UserError
+from sim.model.recompute import modules_of
 from sim.parallel.support import recomputes_ops, spreads_experts
 from sim.scenario import Scenario
 from sim.software import Stack, stack_of
@@ -32,7 +33,8 @@ STRATEGIES = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp")
 #: Strategies that run under any pipeline, and those that shard the parameters of its stages (`sim.parallel.support`).
 _PIPELINED, _SHARDED = ("none", "ddp", "zero1"), ("zero2", "zero3", "fsdp")
 #: Recomputation other than "the first k blocks": index k + len - 1 of the column stands for k blocks.
-POLICIES = ("none", "selective", "selective-op", "full")
+POLICIES = ("none", "selective", "selective-op", "full", "mla_up_proj", "layernorm+moe_act",
+            "layernorm+mla_up_proj+moe_act")
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,23 @@ class Space:
 
 def policy(index: int) -> Any:
     """A value of the recompute column as `training.recompute`."""
-    return POLICIES[index] if index < len(POLICIES) else {"layers": index - len(POLICIES) + 1}
+    if index >= len(POLICIES):
+        return {"layers": index - len(POLICIES) + 1}
+    modules = modules_of(POLICIES[index])
+    return POLICIES[index] if POLICIES[index] == "selective" or not modules else {"modules": sorted(modules)}
+
+
+def possible(name: str, scenario: Scenario, stack: Stack) -> bool:
+    """Whether a model has what a policy recomputes, and its stack can."""
+    modules, model = modules_of(name), scenario.model
+    if name == "selective-op":
+        return recomputes_ops(scenario.training)
+    if name == "selective" or not modules:
+        return True
+    return (stack.modules == "megatron" and recomputes_ops(scenario.training) and model.kind == "decoder"
+            and not model.parallel_block and model.positions != "relative"
+            and ("mla_up_proj" not in modules or model.mla is not None)
+            and ("moe_act" not in modules or model.moe is not None))
 
 
 def per_node(clusters: Sequence[Scenario]) -> npt.NDArray[np.int64]:
@@ -208,8 +226,8 @@ def _of_count(number: int, scenario: Scenario, nodes: int,
     experts = model.moe.experts if model.moe is not None else 1
     same, ipg = _same_sharding(scenario), _stack(scenario).gradient_path == "ipg"
     states = scenario.parallel.offload.optimizer in ("cpu", "nvme")  # of shards, which one rank has none of
-    if not recomputes_ops(scenario.training):
-        choice = replace(choice, recompute=tuple(name for name in choice.recompute if name != "selective-op"))
+    stack = _stack(scenario)
+    choice = replace(choice, recompute=tuple(name for name in choice.recompute if possible(name, scenario, stack)))
     for tensor, context, pipeline in _degrees(scenario, gpus, choice):
         replicas = gpus // (tensor * context * pipeline)
         if batch % replicas or (states and replicas * context == 1):

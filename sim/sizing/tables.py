@@ -33,7 +33,7 @@ from sim.parallel.support import like_fsdp
 from sim.program import InlineCall, ProgramBuilder
 from sim.scenario import Scenario
 from sim.sizing.alone import Alone
-from sim.sizing.space import POLICIES
+from sim.sizing.space import POLICIES, possible
 from sim.software import Stack, stack_of
 from sim.work import DTYPE_BYTES, Kernel
 
@@ -103,6 +103,8 @@ class Layers:
     def __init__(self, scenario: Scenario, stack: Stack, names: tuple[str, ...], sent: float, device: Device) -> None:
         self.architecture = build(held(_gathering(scenario, stack)), stack, scenario.training.micro_batch)
         row, parallel = self.architecture.stack, scenario.parallel
+        #: What is tried under each of `POLICIES`: nothing, where a policy cannot be.
+        self.policies = [p if possible(p, scenario, stack) else "none" for p in POLICIES]
         self.distinct = list({id(x): x for x in row}.values())
         number = {id(layer): i for i, layer in enumerate(self.distinct)}
         self.index = np.array([number[id(layer)] for layer in row])
@@ -113,7 +115,7 @@ class Layers:
             sms=gpu(scenario.cluster.topology.gpu).sms))
         items = [[compute.forward_items(layer.operators), *(
             compute.backward_items(layer.operators, weights) for weights in ("with", "without", "only")), *(
-            _again(compute, layer, p) if layer.kind == "block" else () for p in POLICIES)]
+            _again(compute, layer, p) if layer.kind == "block" else () for p in self.policies)]
             for layer in self.distinct]
         if hidden == "batches":  # another micro-batch may hide what travels, under some schedules
             items = [[staying(part) for part in of] for of in items]
@@ -177,7 +179,7 @@ class Layers:
         kept, rises, head = {}, {}, 0.0
         for layer in self.distinct:
             if layer.kind == "block":
-                kept[id(layer)], rises[id(layer)] = zip(*(_held(layer, p) for p in POLICIES), strict=True)
+                kept[id(layer)], rises[id(layer)] = zip(*(_held(layer, p) for p in self.policies), strict=True)
             elif layer.kind == "head":
                 head = max(0.0, min(float(sum(layer_profile(layer, "none", True, casts).forward.peak))
                                     for casts in (False, True)))

@@ -26,6 +26,7 @@ from sim.sizing import Choice, Wish, counts, size
 from sim.sizing.base import alone, following
 from sim.sizing.bounds import Bounds, bounds
 from sim.sizing.runner import simulated
+from sim.sizing.size_text import layout_of
 from sim.sizing.space import POLICIES, SCHEDULES, build_space, policy, with_schedules
 
 PLAIN: dict[str, Any] = {
@@ -273,3 +274,30 @@ def test_what_recomputation_cannot_be_beside_frozen_weights_is_no_layout() -> No
 
     assert policies({"method": "full"}) == {"none", "selective", "selective-op", "full"}
     assert policies({"method": "lora", "rank": 8}) == {"none", "selective", "full"}
+
+
+def _policies_tried(model: dict[str, Any], training: dict[str, Any], **software: Any) -> set[str]:
+    base = alone(scenario(model=model, software={"year": 2025, **software}, training={**PLAIN["training"], **training}),
+                 None)
+    space = build_space([base], Choice([8], tensor=[1], pipeline=[1], partial_recompute=False))
+    return {POLICIES[i] for i in np.unique(space.columns["recompute"])}
+
+
+def test_modules_are_recomputed_by_name_where_a_model_and_its_code_have_them() -> None:
+    plain, expansion, cheap, both = {"none", "selective", "selective-op", "full"}, "mla_up_proj", \
+        "layernorm+moe_act", "layernorm+mla_up_proj+moe_act"
+    for model, training, framework, tried in (
+            ("deepseek-v3", {}, "megatron", {*plain, expansion, cheap, both}), ("deepseek-v3", {}, "pytorch", plain),
+            ("mixtral-8x7b", {}, "megatron", {*plain, cheap}), ("llama-7b", {}, "megatron", plain),
+            ("mixtral-8x7b", {"finetune": {"method": "lora", "rank": 8}}, "megatron", plain - {"selective-op"})):
+        assert _policies_tried({"preset": model}, training, framework=framework) == tried, (model, framework)
+
+
+def test_a_policy_by_name_is_written_as_a_scenario_has_it() -> None:
+    written = policy(POLICIES.index("layernorm+mla_up_proj+moe_act"))
+    assert written == {"modules": ["layernorm", "mla_up_proj", "moe_act"]}
+    assert layout_of({"training.recompute": written, "training.micro_batch": 1}).endswith(
+        "layernorm+mla_up_proj+moe_act")
+    assert policy(len(POLICIES)) == {"layers": 1}
+    of = {"model": {"preset": "deepseek-v3"}, "software": {"framework": "megatron", "year": 2025}}
+    assert resolve({**PLAIN, **of, "training": {**PLAIN["training"], "recompute": written}}, "").training.recompute
