@@ -6,6 +6,7 @@ from __future__ import annotations
 from sim.errors import nearest
 from sim.network import Topology
 from sim.scenario import Scenario
+from sim.scenario.precisions import OWN_HALF
 from sim.software import is_release, packages, stack_of
 
 
@@ -49,17 +50,24 @@ def schedule_of_another(scenario: Scenario) -> list[str]:
             "step is that of a fork which has it"]
 
 
-def wide_gathers(scenario: Scenario) -> list[str]:
-    """A hint where FSDP trains under autocast alone: the default precision, and seldom what a run does that is meant.
+def autocast_alone(scenario: Scenario) -> list[str]:
+    """A hint where FSDP or a framework with 16-bit parameters of its own trains under autocast alone: the default
+    precision, and seldom what a run does that is meant.
 
-    Source: torchtitan, Composer and Hugging Face's Trainer give FSDP its MixedPrecision(Policy) (param_dtype bfloat16).
+    Sources: torchtitan, Composer and Hugging Face's Trainer give FSDP its MixedPrecision(Policy) (param_dtype
+    bfloat16); `sim.scenario.precisions.OWN_HALF` for frameworks.
     """
-    training, precision = scenario.training, scenario.training.precision
-    full = scenario.parallel.strategy == "fsdp" and training.mode == "train" and training.finetune.method == "full"
-    if not full or precision.gather != "fp32" or precision.compute not in ("bf16", "fp16"):
+    training, precision, framework = scenario.training, scenario.training.precision, scenario.software.framework
+    if training.mode != "train" or training.finetune.method != "full" or precision.compute not in ("bf16", "fp16"):
         return []
-    return [f"precision: {precision.name} gathers parameters in fp32; FSDP's own mixed precision "
-            f"(fsdp-{precision.compute}), which most runs have, sends half as much"]
+    if scenario.parallel.strategy == "fsdp" and precision.gather == "fp32":
+        return [f"precision: {precision.name} gathers parameters in fp32; FSDP's own mixed precision "
+                f"(fsdp-{precision.compute}), which most runs have, sends half as much"]
+    if framework in OWN_HALF and precision.parameters == "fp32" and precision.gather == "fp32":
+        return [f"precision: {precision.name} is torch's autocast, under which every micro-batch casts the weights and "
+                f"keeps the copies until its backward; {framework}'s own training is "
+                f"{OWN_HALF[framework]}-{precision.compute}"]
+    return []
 
 
 def prefetch_in_vain(scenario: Scenario) -> list[str]:
@@ -123,7 +131,7 @@ _OTHER_SHAPES = ("torus", "ring")
 
 #: What is asked in vain, in the order in which it is said.
 _ASKED = (links_in_vain, overlap_in_vain, prefetch_in_vain, takes_turns, algorithm_in_vain, schedule_of_another,
-          versions_in_vain, wide_gathers)
+          versions_in_vain, autocast_alone)
 
 
 def in_vain(scenario: Scenario) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from sim.scenario.precisions import OWN_HALF
 from sim.scenario.schema import Inference, InferenceRun, Scenario
 from sim.work import DTYPE_BYTES
 
@@ -116,6 +117,11 @@ def _dtypes(scenario: Scenario) -> Iterator[Candidate]:
         if scenario.parallel.strategy == "fsdp" and precision.gather == "fp32":
             name = f"fsdp-{precision.compute}"
             yield Candidate("gathers", f"gathers in {precision.compute} ({name}) instead of autocast",
+                            {"training.precision": name})
+        framework = scenario.software.framework
+        if framework in OWN_HALF and precision.parameters == "fp32" and scenario.parallel.strategy != "fsdp":
+            name = f"{OWN_HALF[framework]}-{precision.compute}"
+            yield Candidate("own", f"{framework}'s own mixed precision ({name}) instead of autocast",
                             {"training.precision": name})
         yield Candidate("fp8", "products in fp8", {"training.precision": "fp8"})
 

@@ -106,7 +106,13 @@ class Bounds:
         left = self._left if among is None else self._left & among[self.edges[:-1]]
         if not left.any():
             return np.zeros(0, dtype=np.int64)
-        chosen = np.flatnonzero(left & (self._group_s <= max(level_s, self._group_s[left].min() * _STRIDE)))
+        return self._refined(np.flatnonzero(
+            left & (self._group_s <= max(level_s, self._group_s[left].min() * _STRIDE))))
+
+    def _refined(self, chosen: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Bound groups finely; the rows that they are."""
+        if not len(chosen):
+            return np.zeros(0, dtype=np.int64)
         found = self._shared(_fine, [self._group(number) for number in chosen.tolist()])
         for number, (seconds, size_bytes, joules) in zip(chosen.tolist(), found, strict=True):
             rows = slice(self.edges[number], self.edges[number + 1])
@@ -116,6 +122,11 @@ class Bounds:
         sizes = np.diff(self.edges)[chosen]
         begins = np.repeat(self.edges[chosen] - np.concatenate(([0], np.cumsum(sizes)[:-1])), sizes)
         return begins + np.arange(len(begins))
+
+    def refine_at(self, rows: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Bound finely the groups of some rows alone; the rows whose bounds have changed."""
+        groups = np.unique(np.searchsorted(self.edges, rows, side="right") - 1)
+        return self._refined(groups[self._left[groups]])
 
     def _group(self, number: int) -> _Group:
         rows = slice(self.edges[number], self.edges[number + 1])
@@ -267,7 +278,7 @@ class _Bounding:
                      table.stack.all_forwards_first)
         flying = flight(table.layers, places, group.policies, said)
         if outside.moves_activations:
-            flying = np.zeros_like(flying)
+            flying = np.zeros_like(flying[0]), np.zeros_like(flying[1])
         held: Floats = fullest(table, places, flying, steps, ways, kept_widths(table),
                                schedule) * _SURE + table.fixed_bytes
         if not (held <= capacity).any():

@@ -67,16 +67,18 @@ def summed(of: Floats, places: Places, policies: Ints) -> Floats:
     return found
 
 
-def flight(layers: Layers, places: Places, policies: Ints, facts: Facts) -> Floats:
-    """Bytes of activations of every rank at its highest point at least, shape (ranks, policies).
+def flight(layers: Layers, places: Places, policies: Ints, facts: Facts) -> tuple[Floats, Floats]:
+    """Bytes of activations of every rank at its highest point at least, and at any moment when as many chunks are in
+    flight as ever, whichever they are; shape (ranks, policies) each.
 
-    That is when a backward begins: what is in flight then, what is kept for weights' gradients, and what the backward
-    of a block needs; or, on the rank of the head, when the head's forward runs. Of a chunk of a pipeline the output is
-    left out: it is on its way.
+    The highest point is when a backward begins: what is in flight then, what is kept for weights' gradients, and what
+    the backward of a block needs; or, on the rank of the head, when the head's forward runs. Of a chunk of a pipeline
+    the output is left out: it is on its way.
     """
     of = layers.kept
     kept = np.maximum(0.0, summed(of.kept, places, policies) - layers.output_bytes)
     found = _highest(facts.held, kept, of, places)
+    steady = _lightest(facts.held[:, :, :kept.shape[1]], kept)
     last = np.maximum(places.end - 1, 0)[..., None]
     count = (places.end - places.first)[..., None]
     # of blocks recomputed in part, the chunk's last is among them or not
@@ -84,11 +86,12 @@ def flight(layers: Layers, places: Places, policies: Ints, facts: Facts) -> Floa
     policy = np.where(policies < len(POLICIES), policies, np.where(
         partly, POLICIES.index("full"), POLICIES.index("none")))
     if of.rises.size:
-        found = found + np.where(count > 0, of.rises[policy, last], 0.0).min(axis=1)
+        rises = np.where(count > 0, of.rises[policy, last], 0.0).min(axis=1)
+        found, steady = found + rises, steady + rises
     if of.head_rises:
         at_head = _highest(facts.at_head, kept, of, places) + of.head_rises - layers.output_bytes
         found = np.where(facts.at_head.max(axis=(1, 2))[:, None] > 0, np.maximum(found, at_head), found)
-    return found
+    return found, steady
 
 
 def _highest(held: Floats, kept: Floats, of: Kept, places: Places) -> Floats:
@@ -102,18 +105,29 @@ def _highest(held: Floats, kept: Floats, of: Kept, places: Places) -> Floats:
     return highest
 
 
-def fullest(table: Table, places: Places, flying: Floats, steps: int, ways: Ways, w: Mapping[str, float],
-            schedule: str) -> Floats:
+def _lightest(held: Floats, kept: Floats) -> Floats:
+    """Least bytes of as many chunks as a rank ever holds at once, none of them more often than it ever is held: shape
+    (ranks, policies)."""
+    order = np.argsort(kept, axis=1, kind="stable")
+    most = np.take_along_axis(np.broadcast_to(held.max(axis=1)[..., None], kept.shape), order, axis=1)
+    left = held.sum(axis=2).max(axis=1)[:, None, None] - (np.cumsum(most, axis=1) - most)
+    found: Floats = (np.clip(left, 0.0, most) * np.take_along_axis(kept, order, axis=1)).sum(axis=1)
+    return found
+
+
+def fullest(table: Table, places: Places, flying: tuple[Floats, Floats], steps: int, ways: Ways,
+            w: Mapping[str, float], schedule: str) -> Floats:
     """Bytes of the fullest rank: states with gradients, or with the activations in flight; shape (ways, policies).
 
     Args:
+        flying: see `flight`.
         w: bytes per parameter of every category on the device.
         schedule: of the pipeline; "" = none.
     """
     staged = table.scenario.parallel.pipeline > 1
-    numel = places.numel
+    numel, (highest, steady) = places.numel, flying
     resident = table.stack.gradient_path in ("grad_buffer", "accumulator")
-    found = np.empty((len(ways.strategy), flying.shape[1]))
+    found = np.empty((len(ways.strategy), highest.shape[1]))
     for i, (index, shard, part) in enumerate(zip(*(x.tolist() for x in ways), strict=True)):
         name = STRATEGIES[index]
         shard = part if name == "zero2" and table.shards(name) else shard
@@ -127,11 +141,14 @@ def fullest(table: Table, places: Places, flying: Floats, steps: int, ways: Ways
             whole = bool(w["gradients"]) or table.scenario.training.optimizer_in_backward  # or they leave as they come
             lasting = whole * numel * table.accumulated * (steps > 1 and not staged)  # when its first backward begins
             if shard > 1:
-                lasting = lasting + (_in_stages(table, places, steps, schedule) if staged else
+                lasting = lasting + (_in_stages(table, places, schedule) if staged else
                                      _at_once(table, name == "zero2"))
         elif resident:
             lasting = gradients
-        found[i] = np.maximum((states + gradients)[:, None], (states + lasting)[:, None] + flying).max(axis=0)
+        most = np.maximum((states + gradients)[:, None], (states + lasting)[:, None] + highest)
+        if staged and table.shards(name) and shard > 1:
+            most = np.maximum(most, (states + lasting + _added(table, places, steps, schedule))[:, None] + steady)
+        found[i] = most.max(axis=0)
     return found
 
 
@@ -153,19 +170,27 @@ def _of_states(w: Mapping[str, float], shard: float, part: float) -> float:
     return w["parameters"] / shard + (w["master_parameters"] + w["optimizer_states"]) / part
 
 
-def _in_stages(table: Table, places: Places, steps: int, schedule: str) -> Floats:
+def _in_stages(table: Table, places: Places, schedule: str) -> Floats:
     """Bytes that FSDP's stages hold for certain beside shards and the most activations: shape (ranks,).
 
     What is gathered stays from a chunk's first forward to its last backward (`Space.sets`). All forwards of a rank are
-    over before that, and then its activations only fall, unless the weights' gradients are computed apart. Backward
-    passes but the last add gradients up unsharded (`parallel/pipeline/sharded.py`); where forward and backward take
-    turns long enough, all chunks have had one while activations are still at their most.
+    over before that, and then its activations only fall, unless the weights' gradients are computed apart.
     """
     if schedule not in _WHOLE_BACKWARD or table.scenario.parallel.wrap != "block":
         return np.zeros(len(places.numel))
-    turns = schedule != "gpipe" and steps >= 2 * table.scenario.parallel.pipeline
-    width = min(DTYPE_BYTES[table.precision.gather], DTYPE_BYTES[table.precision.reduce])
-    return places.whole + turns * width * places.numel
+    return places.whole
+
+
+def _added(table: Table, places: Places, steps: int, schedule: str) -> Floats:
+    """Bytes of gradients that FSDP's stages add up unsharded: shape (ranks,).
+
+    Backward passes but the last do so (`parallel/pipeline/sharded.py`); where forward and backward take turns long
+    enough, all chunks have had one while as many are in flight as ever.
+    """
+    if schedule not in _WHOLE_BACKWARD or schedule == "gpipe" or table.scenario.parallel.wrap != "block" or (
+            steps < 2 * table.scenario.parallel.pipeline):
+        return np.zeros(len(places.numel))
+    return min(DTYPE_BYTES[table.precision.gather], DTYPE_BYTES[table.precision.reduce]) * places.numel
 
 
 def least(table: Table, ranks: int, strategies: frozenset[str]) -> float:

@@ -53,6 +53,12 @@ class Ranking:
         """The same of `times`."""
         return self.times if self._refined(rows, self.times) else None
 
+    def tighten_only(self, rows: Sequence[int]) -> bool:
+        """Make the bounds of some rows fine, and of no others than go with them; whether any was coarse."""
+        changed = self.of.refine_at([row for row in rows if self.of.coarse[row]])
+        self._renew(changed)
+        return bool(len(changed))
+
     def _refined(self, rows: Sequence[int], ranked: Floats) -> bool:
         coarse = [row for row in rows if self.of.coarse[row]]
         if not coarse:

@@ -1,7 +1,9 @@
 """Best-first search with certified lower bounds: the answer of exhaustive search, from few evaluations.
 
 Rows are evaluated in order of their bound, in rounds of a fixed size, until the next bound exceeds the worst of the
-best found: no row left can then do better. Rounds do not depend on how many workers evaluate them, so neither does
+best found: no row left can then do better. A search that lasts evaluates rows out of their turn as well, a round for
+every round, where its caller expects something better: they do not make it end sooner, but have a good row found long
+before it ends. Rounds do not depend on how many workers evaluate them, so neither does
 what is evaluated. (Branch and bound with best-first order: Lawler and Wood, Operations Research 14(4), 1966.)
 """
 
@@ -21,6 +23,12 @@ Evaluate = Callable[[Sequence[int]], Sequence[float]]
 #: Asked with the rows about to be evaluated: bounds of all rows anew, where theirs could be tightened, else None.
 Tighten = Callable[[Sequence[int]], Floats | None]
 
+#: Asked between rounds with what was found so far: rows worth an evaluation out of turn, and bounds of all rows anew
+#: where it had some tightened for that, else None.
+Aside = Callable[["Found"], tuple[Sequence[int], Floats | None]]
+
+#: Rounds before rows are tried out of turn: most searches have ended by then.
+PATIENCE = 6
 #: Rows sorted at once.
 _SORTED = 20_000
 #: Rows evaluated at once. Many enough for a machine's workers, few enough that little is evaluated in vain.
@@ -55,7 +63,7 @@ class Found:
 
 def search(bounds: Floats, evaluate: Evaluate, top: int = 1, *, known: dict[int, float] | None = None,
            stop: Callable[[], bool] = lambda: False, limit: float = math.inf, round_size: int = ROUND,
-           tighten: Tighten = lambda rows: None) -> Found:
+           tighten: Tighten = lambda rows: None, first: Sequence[int] = (), aside: Aside | None = None) -> Found:
     """The `top` best rows.
 
     Args:
@@ -65,9 +73,22 @@ def search(bounds: Floats, evaluate: Evaluate, top: int = 1, *, known: dict[int,
         stop: asked between rounds; True ends the search early.
         limit: rows of higher value are of no interest.
         tighten: bounds that cost more to work out, asked for only where the search comes to.
+        first: rows evaluated before all others, whatever their bounds.
+        aside: rows to evaluate between rounds, from round `PATIENCE` on.
     """
     values = known if known is not None else {}
-    found, at = Found(), 0
+    found, at, rounds = Found(), 0, 0
+
+    def take(rows: list[int]) -> None:
+        new = [row for row in rows if row not in values]
+        values.update(zip(new, evaluate(new), strict=True))
+        found.evaluated += rows
+        found.values.update((row, values[row]) for row in rows)
+        better = [(values[row], row) for row in rows if values[row] <= limit and math.isfinite(values[row])]
+        found.best = sorted([*found.best, *better])[:top]
+
+    take(list(first))
+    bounds = _without(bounds, found.evaluated)
     order, more = _ordered(bounds, limit)
     while at < len(order) or more:
         threshold = found.best[top - 1][0] if len(found.best) >= top else limit
@@ -81,18 +102,20 @@ def search(bounds: Floats, evaluate: Evaluate, top: int = 1, *, known: dict[int,
         if stop():
             found.complete = False
             break
-        rows = [int(row) for row in order[at:at + round_size] if bounds[row] <= threshold]
+        batch = order[at:at + round_size]
+        rows = [row for row in batch.tolist() if bounds[row] <= threshold and row not in found.values]
         if (tighter := tighten(rows)) is not None:
             bounds, at = _without(tighter, found.evaluated), 0
             order, more = _ordered(bounds, limit)
             continue
-        new = [row for row in rows if row not in values]
-        values.update(zip(new, evaluate(new), strict=True))
-        found.evaluated += rows
-        found.values.update((row, values[row]) for row in rows)
-        better = [(values[row], row) for row in rows if values[row] <= limit and math.isfinite(values[row])]
-        found.best = sorted([*found.best, *better])[:top]
-        at += len(rows)
+        take(rows)
+        at, rounds = at + len(batch), rounds + 1
+        if aside is not None and rounds >= PATIENCE:
+            out_of_turn, anew = aside(found)
+            take(list(out_of_turn))
+            if anew is not None:
+                bounds, at = _without(anew, found.evaluated), 0
+                order, more = _ordered(bounds, limit)
     else:
         found.next_bound = math.inf
     return found

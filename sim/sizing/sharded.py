@@ -31,6 +31,7 @@ class _Wire(NamedTuple):
 
     Attributes:
         forward, backward, reduced: of all gathers in each direction, and of all reductions.
+        together: of all gathers and reductions of the group that has most, which take turns.
         root, block, root_reduced, block_reduced: of the root's and the first block's.
         replicated: of the root's reduction over replicas.
         slowed: kernels' seconds beside them against alone, from both kinds of collective the less.
@@ -39,6 +40,7 @@ class _Wire(NamedTuple):
     forward: float
     backward: float
     reduced: float
+    together: float
     root: float
     block: float
     root_reduced: float
@@ -62,15 +64,16 @@ def sharded_s(table: Table, places: Places, policies: Ints, name: str, factor: i
     finetune = scenario.training.finetune
     tuned = finetune is not None and finetune.method != "full"
     sized = parallel.wrap != "block"  # blocks may fall into several units
-    if sized or parallel.expert > 1 or factor < 2 or parallel.offload.parameters not in ("none", None):
+    if sized or factor < 2 or (parallel.expert > 1 and tuned) or parallel.offload.parameters not in ("none", None):
         return np.asarray(batches * work)
     if tuned:
         return np.asarray(batches * np.maximum(work, _gathers_s(table, name, factor)))
-    units = units_of(layers.architecture, parallel.wrap, factor, scenario.software.fsdp == 2)
+    spread = factor // parallel.expert if parallel.expert > 1 else 0
+    units = units_of(layers.architecture, parallel.wrap, factor, scenario.software.fsdp == 2, spread)
     own = [i for i, unit in enumerate(units) if unit is not units[0]]
     if not own:
         return np.asarray(batches * work)
-    wire = _wire(table, units, own, name, factor)
+    wire = _wire(table, units, own, name, factor, spread)
     begin, end = seconds.forward[own[0]], seconds.backward[own[0]]
     alone_s = wire.root + max(0.0, wire.block - begin)
     behind_s = wire.root_reduced + max(0.0, wire.block_reduced - end) + wire.replicated
@@ -79,13 +82,15 @@ def sharded_s(table: Table, places: Places, policies: Ints, name: str, factor: i
     reduces = batches if parallel.reduce_every_micro_step else 1
     total = np.zeros(len(policies))
     for reduced, first, often in _turns(batches, reduces):
-        kernels = _own_kernels(table, units, name, reduced, first)
+        kernels = Counter() if spread else _own_kernels(table, units, name, reduced, first)
         shown = alone_s + (behind_s if reduced else 0.0)
         beside = np.maximum(0.0, gathers + (wire.reduced + wire.replicated if reduced else 0.0) - shown - inline)
-        added, slowed = _slowed(table, policies, places, kernels, wire.slowed, beside)
+        # of spread experts two groups share the links, which may lower what a collective holds of a GPU
+        added, slowed = (0.0, np.zeros(len(policies))) if spread else _slowed(table, policies, places, kernels,
+                                                                              wire.slowed, beside)
         wired = gathers + last + (wire.root_reduced + wire.replicated if reduced else 0.0)
         if reduced:
-            wired = max(wired, gathers + wire.reduced)
+            wired = max(wired, wire.reduced, wire.together)
         total += often * np.maximum(wired, shown + work + added + slowed)
     return total
 
@@ -109,35 +114,49 @@ def _turns(batches: int, reduces: int) -> list[tuple[bool, bool, int]]:
     return [(False, True, 1), (False, False, batches - 2), (True, False, 1)] if batches > 1 else [(True, True, 1)]
 
 
-def _wire(table: Table, units: list[Unit], own: list[int], name: str, factor: int) -> _Wire:
+def _wire(table: Table, units: list[Unit], own: list[int], name: str, factor: int, spread: int) -> _Wire:
+    """
+    Args:
+        spread: ranks that share the experts which they hold, 0 where the whole shard group does. What is gathered of
+            one unit over either group goes through one stream, and so do reductions.
+    """
     parallel, precision = table.scenario.parallel, table.precision
     gather, reduce = DTYPE_BYTES[precision.gather], DTYPE_BYTES[precision.reduce]
     ranks = table.alone.group(table.layout, table.scenario, ("shard", factor),
                               lambda: table.layout.group(REPLICAS, factor))
+    few = ranks if spread < 2 else table.alone.group(
+        table.layout, table.scenario, ("expert shard", spread),
+        lambda: table.layout.group(REPLICAS, spread, factor // spread))
     keep = name == "zero2" or parallel.reshard_after_forward is not True
-    counted = Counter(unit.padded for unit in (units[i] for i in own))
+    counted = Counter((unit.dense, unit.routed) for unit in (units[i] for i in own))
 
-    def each(kind: str, padded: int, width: float) -> float:
-        return table.alone.seconds(kind, round(padded * width), ranks) if padded else 0.0
+    def each(kind: str, dense: int, routed: int, width: float) -> tuple[float, float]:
+        return (table.alone.seconds(kind, round(dense * width), ranks) if dense else 0.0,
+                table.alone.seconds(kind, round(routed * width), few) if routed and spread > 1 else 0.0)
 
-    blocks_s = sum(n * each("all_gather", padded, gather) for padded, n in counted.items())
-    reduced_s = sum(n * each("reduce_scatter", padded, reduce) for padded, n in counted.items())
-    root, block = units[0].padded, units[own[0]].padded
+    def all_of(kind: str, width: float) -> tuple[float, float]:
+        found = [(n, each(kind, *parts, width)) for parts, n in counted.items()]
+        return sum(n * one[0] for n, one in found), sum(n * one[1] for n, one in found)
+
+    gathered, scattered = all_of("all_gather", gather), all_of("reduce_scatter", reduce)
+    root, block = (units[0].dense, units[0].routed), (units[own[0]].dense, units[own[0]].routed)
     replicas = table.layout.sizes["data"] * table.layout.sizes["context"] // factor
     replicated = 0.0
     if replicas > 1:
         across = table.alone.group(table.layout, table.scenario, ("replicate", factor),
                                    lambda: table.layout.group(REPLICAS, replicas, factor))
-        replicated = table.alone.seconds("all_reduce", round(units[0].own * reduce), across) if root else 0.0
+        replicated = table.alone.seconds("all_reduce", round(units[0].own * reduce), across) if sum(root) else 0.0
     lonely = replicas == 1 and len(table.layers.names) == 1  # no other flow shares the links and lowers the rate
     states = []
     for kind, width in (("all_gather", gather), ("reduce_scatter", reduce)):
-        channels, bps = table.alone.taken(kind, round(block * width), ranks)
+        channels, bps = table.alone.taken(kind, round(sum(block) * width), ranks)
         states.append((channels, bps // _STATE_BPS * _STATE_BPS if lonely else 0.0))
-    root_s, root_reduced = each("all_gather", root, gather), each("reduce_scatter", root, reduce)
-    return _Wire(root_s + blocks_s, 0.0 if keep else blocks_s, root_reduced + reduced_s, root_s,
-                 each("all_gather", block, gather), root_reduced, each("reduce_scatter", block, reduce), replicated,
-                 tuple(states))
+    (root_s, _), (root_reduced, _) = each("all_gather", *root, gather), each("reduce_scatter", *root, reduce)
+    times = 1 if keep else 2
+    together = max(root_s + root_reduced + times * gathered[0] + scattered[0], times * gathered[1] + scattered[1])
+    return _Wire(root_s + sum(gathered), (times - 1) * sum(gathered), root_reduced + sum(scattered), together, root_s,
+                 sum(each("all_gather", *block, gather)), root_reduced, sum(each("reduce_scatter", *block, reduce)),
+                 replicated, tuple(states))
 
 
 def _own_kernels(table: Table, units: list[Unit], name: str, reduced: bool, first: bool) -> Counter[Kernel]:

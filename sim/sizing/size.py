@@ -14,11 +14,13 @@ from typing import Any
 from sim import api
 from sim.errors import Fault, UserError
 from sim.parallel.support import on_any_ranks
+from sim.report.asked import autocast_alone
 from sim.report.troubles import troubled
 from sim.scenario import Loaded, Scenario, resolve
 from sim.sizing.base import alone, following
 from sim.sizing.bounds import Bounds
 from sim.sizing.front import complete, pareto
+from sim.sizing.nearby import Nearby, own_row
 from sim.sizing.offloads import both_ways, narrowed, nowhere, variants
 from sim.sizing.ranking import Floats, Ranking
 from sim.sizing.round_out import round_out
@@ -40,6 +42,7 @@ class Sizing:
         best: rows of a table, the best first: fields, step time, run time, GPUs, GPU-hours, cost, energy, memory.
         nearest: where the deadline or the budget leaves nothing, the best row without them; None if there is none, or
             none was proven in time.
+        own: row of the scenario's own layout where it is among those covered, as in `rows`.
         nearest_cut: whether the search for `nearest` was ended before it proved one.
         raw: configurations as they can be written; covered: those that differ in effect.
         impossible, simulated: those that lowering refuses, those simulated.
@@ -56,6 +59,7 @@ class Sizing:
         price_origin: where the price of each cluster comes from.
         schedules: of pipelines, those that were tried.
         not_offloaded: what was asked to be tried on the host and no technique of the framework keeps there.
+        hints: of the precision that all layouts have, where hardly a run has it.
         seconds: of wall clock, by part.
     """
 
@@ -63,6 +67,7 @@ class Sizing:
     best: list[dict[str, Any]] = field(default_factory=list)
     nearest: dict[str, Any] | None = None
     nearest_cut: bool = False
+    own: dict[str, Any] | None = None
     raw: int = 0
     covered: int = 0
     impossible: int = 0
@@ -81,18 +86,20 @@ class Sizing:
     gap: float = 0.0
     schedules: list[str] = field(default_factory=list)
     not_offloaded: list[str] = field(default_factory=list)
+    hints: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return {"objective": self.wish.objective, "prices_usd_per_gpu_hour": dict(self.wish.prices),
                 "price_origin": self.price_origin, "best": self.best, "nearest": self.nearest,
-                "nearest_cut": self.nearest_cut, "front": self.front,
+                "nearest_cut": self.nearest_cut, "own": self.own, "front": self.front,
                 "front_proven": self.front_proven, "why": self.why.to_json(), "raw": self.raw, "covered": self.covered,
                 "impossible": self.impossible, "pruned": self.pruned, "simulated": self.simulated,
                 "refused": self.refused, "faults": self.faults,
                 "first_fault": self.first_fault, "gap": self.gap, "proven": self.proven,
-                "schedules": self.schedules, "not_offloaded": self.not_offloaded, "seconds": self.seconds}
+                "schedules": self.schedules, "not_offloaded": self.not_offloaded, "hints": self.hints,
+                "seconds": self.seconds}
 
     @property
     def proven(self) -> bool:
@@ -117,7 +124,8 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
     """Search the layouts of a scenario's model for the best.
 
     Args:
-        source: gives the model, batch and precision; its own layout does not matter.
+        source: gives the model, batch and precision; its own layout, if it is among those asked for, is simulated
+            first and reported, and changes nothing else.
         clusters: topologies, default the scenario's.
         offload: of `sim.sizing.offloads.OFFLOADS`, what to try outside the GPUs; default what the scenario says.
         overlap_p2p: whether to try transfers between stages beside compute too; default what the scenario says.
@@ -151,21 +159,23 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
     plain = [following(base) for base in bases]
     store = Store(out, {"clusters": plain}, resume)
     found = Sizing(wish, raw=space.raw, covered=len(space), price_origin=origin, not_offloaded=dropped,
-                   schedules=space.schedules)
+                   schedules=space.schedules, hints=autocast_alone(scenario))
     with ExitStack() as stack:
         stack.callback(store.close)
         pool = stack.enter_context(started_workers(workers, dask))
         of = Bounds(space, pool.executor if dask is None else None, workers)
         bounded = time.monotonic()
         ranking, runner = Ranking(space, of, wish), Runner(space, plain, wish, store, pool)
-        free = Runner(space, plain, wish.unlimited, store, pool)
+        free, own = Runner(space, plain, wish.unlimited, store, pool), own_row(space, scenario)
 
         def stop() -> bool:
             if progress is not None:
                 progress(len(runner.rows), math.nan, math.nan)
-            return interrupted() or (bool(runner.rows or free.rows) and time.monotonic() - started > seconds)
+            begun = len(runner.rows) + len(free.rows) > (own is not None)
+            return interrupted() or (begun and time.monotonic() - started > seconds)
 
-        result = search(ranking.values, runner.values, top, stop=stop, tighten=ranking.tighten)
+        result = search(ranking.values, runner.values, top, stop=stop, tighten=ranking.tighten,
+                        first=[] if own is None else [own], aside=Nearby(space, ranking))
         if result.complete and not result.best and free.wish != wish:
             found.nearest, found.nearest_cut = _nearest(space, Ranking(space, of, free.wish), free, stop)
         found.front_proven = _front_proven(space, ranking, runner, stop)
@@ -173,6 +183,8 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
             round_out(ranking, runner, stop)
     found.impossible, found.pruned = ranking.impossible, ranking.pruned()
     _fill(found, space, result, runner)
+    if own is not None:
+        found.own = _kept(_row(space, runner, own, found.wish), runner.rows[own])
     found.why = _why(found, space, result, runner, ranking.values)
     found.first_fault = next(({"set": space.sets(row), "reason": one.reason} for row, one in runner.rows.items()
                               if one.outcome == "fault"), None)

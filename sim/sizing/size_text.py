@@ -33,6 +33,8 @@ def lines(found: Sizing, again: str | None = None) -> Iterator[str]:
         if rows:
             yield f"\n{title}:"
             yield from _table(rows, whole)
+    if found.own is not None:
+        yield f"\nthe scenario's own layout{_own(found.own, found.best[0] if found.best else None)}"
     if again is not None:
         yield f"\nrun the best:\n  {again}"
     if found.free_bytes is not None and found.free_bytes < _NARROW * found.best[0]["device_used_bytes"]:
@@ -76,6 +78,7 @@ def _covered(found: Sizing) -> Iterator[str]:
         yield "not proven: the search ended before anything that fits was simulated"
     else:
         yield f"not proven: a configuration not yet simulated may be up to {100 * found.gap:.1f}% better"
+    yield from (f"! {hint}" for hint in found.hints)
 
 
 def _table(rows: Sequence[Row], whole: bool) -> Iterator[str]:
@@ -101,6 +104,20 @@ def _figure(value: float) -> str:
 
 def _brief(row: Row) -> str:
     return f"{row['step_time_s']:.4g} s on {row['gpus']:,} GPUs of {row['cluster']}, {layout_of(row['set'])}"
+
+
+def _own(row: Row, best: Row | None) -> str:
+    """What became of the scenario's own layout, against the best where that is on the same GPUs."""
+    if row["outcome"] != "ok":
+        return f" was refused: {row['reason']}"
+    if not row["fits"]:
+        return (f" does not fit: {row['device_used_bytes'] / _GIB:.1f} GiB on the fullest GPU "
+                f"({layout_of(row['set'])})")
+    alike = best is not None and all(row[name] == best[name] for name in ("gpus", "cluster"))
+    if best is not None and alike and row["set"] == best["set"]:
+        return " is the best"
+    slower = f", {100 * (row['step_time_s'] / best['step_time_s'] - 1):.1f}% above the best" if alike and best else ""
+    return f": {_brief(row)}{slower}"
 
 
 def layout_of(sets: Mapping[str, Any]) -> str:

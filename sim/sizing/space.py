@@ -19,6 +19,7 @@ from sim.errors import Fault, UserError
 from sim.model.recompute import modules_of
 from sim.parallel.support import recomputes_ops, spreads_experts
 from sim.scenario import Scenario
+from sim.scenario.schema import RecomputeLayers
 from sim.software import Stack, stack_of
 
 Ints = npt.NDArray[np.int32]
@@ -141,6 +142,18 @@ def policy(index: int) -> Any:
         return {"layers": index - len(POLICIES) + 1}
     modules = modules_of(POLICIES[index])
     return POLICIES[index] if POLICIES[index] == "selective" or not modules else {"modules": sorted(modules)}
+
+
+def policy_index(recompute: Any, blocks: int) -> int | None:
+    """The value of the recompute column that stands for `training.recompute` on stages of so many blocks; None if none
+    does: other modules by name."""
+    if isinstance(recompute, str):
+        return POLICIES.index(recompute)
+    if isinstance(recompute, RecomputeLayers):
+        layers = int(recompute.layers)
+        return POLICIES.index("full") if layers >= blocks else POLICIES.index("none") if not layers else (
+            len(POLICIES) + layers - 1)
+    return next((i for i, name in enumerate(POLICIES) if modules_of(name) == frozenset(recompute.modules)), None)
 
 
 def possible(name: str, scenario: Scenario, stack: Stack) -> bool:

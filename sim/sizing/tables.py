@@ -26,7 +26,7 @@ from sim.model.tuning import QUANTISED
 from sim.parallel.compute import Compute, is_weight_gradient
 from sim.parallel.layout import Layout
 from sim.parallel.lower import cut_groups, held, layout_of, wired
-from sim.parallel.model.expert import dispatched, overlap_habit, staying
+from sim.parallel.model.expert import dispatched, overlap_habit, pairs, staying
 from sim.parallel.model.joints import joints
 from sim.parallel.pipeline.weights import kept_for_weights
 from sim.parallel.support import like_fsdp
@@ -39,7 +39,8 @@ from sim.work import DTYPE_BYTES, Kernel
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-_KEPT = KINDS.index("activations")
+#: What stays from a block's forward to its backward: saved tensors, autocast's copies of weights among them.
+_KEPT = [KINDS.index(kind) for kind in ("activations", "gathered_parameters")]
 
 #: Columns that decide a table of layers.
 SLICE = ("cluster", "nodes", "tensor", "sequence_parallel", "context", "expert", "micro_batch", "pipeline")
@@ -117,13 +118,14 @@ class Layers:
             compute.backward_items(layer.operators, weights) for weights in ("with", "without", "only")), *(
             _again(compute, layer, p) if layer.kind == "block" else () for p in self.policies)]
             for layer in self.distinct]
-        if hidden == "batches":  # another micro-batch may hide what travels, under some schedules
-            items = [[staying(part) for part in of] for of in items]
         kernels = list(dict.fromkeys(k for of in items for part in of for item in part for k in _kernels(item)))
         known = dict(zip(kernels, zip(device.times(kernels).tolist(), device.work_j(kernels).tolist(), strict=True),
                          strict=True))
         self.names, self._items = names, items
         self.spans = [[_span(part, names, known) for part in of] for of in items]
+        #: The same without tokens on their way, where another micro-batch may hide them.
+        self.staying = self.spans if hidden != "batches" else [
+            [_span(staying(part), names, known) for part in of] for of in items]
         joules = np.array([[span.work_j for span in of] for of in self.spans])[self.index]
         self.blocks = np.array([layer.kind == "block" for layer in row])
         self.work_j = float(joules[:, :2].sum())
@@ -197,7 +199,7 @@ class Table:
     Attributes:
         scenario, stack, layout: of the slice, without data parallelism's strategy.
         device, alone: of its cluster.
-        seconds: see there.
+        seconds, staying: see there; all that is in line, and without tokens on their way where they may be hidden.
         staged: places of chunks, by what decides them.
     """
 
@@ -208,7 +210,9 @@ class Table:
     alone: Alone
     layers: Layers
     seconds: Seconds
+    staying: Seconds
     staged: dict[Any, Any] = field(default_factory=dict)
+    _pairs: dict[tuple[str, str], tuple[bool, bool]] = field(default_factory=dict)
 
     @cached_property
     def precision(self) -> Any:
@@ -238,10 +242,27 @@ class Table:
         """What a GPU holds beside tensors for certain: NCCL's buffers depend on where a layout's ranks lie."""
         return float(outside(self.device.gpu.compute_capability, self.stack.kernel_loading, 0).total_bytes)
 
-    @property
+    @cached_property
     def work_s(self) -> float:
-        """All layers' forward and backward of one micro-batch."""
-        return float(self.seconds.forward[-1] + self.seconds.backward[-1])
+        """All layers' forward and backward of one micro-batch at least, whatever the schedule."""
+        whole, staying = (float(one.forward[-1] + one.backward[-1]) for one in (self.seconds, self.staying))
+        paired = self.paired("none", "interleaved", np.zeros(1, dtype=np.int64)).any()
+        return max(staying, whole - staying) if paired else whole
+
+    def paired(self, strategy: str, schedule: str, policies: Ints) -> npt.NDArray[np.bool_]:
+        """Of policies whether the backward of another micro-batch hides tokens on their way."""
+        if self.staying is self.seconds:
+            return np.zeros(len(policies), dtype=bool)
+        if (strategy, schedule) not in self._pairs:
+            scenario = self.scenario
+            parallel = scenario.parallel.model_copy(update={"strategy": strategy, "schedule": schedule or "1f1b"})
+            some, blocks = (pairs(scenario.model_copy(update={
+                "parallel": parallel, "training": scenario.training.model_copy(update={"recompute": policy})}),
+                self.stack) for policy in ("none", "full"))
+            self._pairs[strategy, schedule] = some, blocks
+        some, blocks = self._pairs[strategy, schedule]
+        blockwise = (policies == POLICIES.index("full")) | (policies >= len(POLICIES))
+        return np.where(blockwise, blocks, some)
 
 
 class Tables:
@@ -282,8 +303,10 @@ class Tables:
                 self._layers.pop(next(iter(self._layers)))
             self._layers[same] = Layers(scenario, stack, names, sent, self.devices[cluster])
         layers, alone = self._layers[same], self.alone[cluster]
-        return Table(scenario, stack, layout, self.devices[cluster], alone, layers,
-                     _seconds(layers, alone, layout, scenario))
+        seconds = _seconds(layers, layers.spans, alone, layout, scenario)
+        staying = seconds if layers.staying is layers.spans else _seconds(layers, layers.staying, alone, layout,
+                                                                          scenario)
+        return Table(scenario, stack, layout, self.devices[cluster], alone, layers, seconds, staying)
 
     def _scenario(self, key: Sequence[int], schedule: str) -> Scenario:
         cluster, nodes, tensor, sequence, context, expert, micro, pipeline = key
@@ -321,11 +344,11 @@ def _span(items: Sequence[Kernel | InlineCall], names: tuple[str, ...],
                 sum(known[k][1] for item in items for k in _kernels(item)), calls)
 
 
-def _seconds(layers: Layers, alone: Alone, layout: Layout, scenario: Scenario) -> Seconds:
+def _seconds(layers: Layers, spans: list[list[Span]], alone: Alone, layout: Layout, scenario: Scenario) -> Seconds:
     """Spans on the links of a slice."""
     each = np.array([[span.kernels_s + sum(max(beside, alone.group_s(layout, scenario, group, kind, size))
                                            for group, kind, size, beside in span.calls) for span in of]
-                     for of in layers.spans])
+                     for of in spans])
     rows = each[layers.index]
     sums = np.concatenate((np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0))).T
     again = np.cumsum(rows[layers.blocks, _PARTS:], axis=0)
@@ -346,7 +369,7 @@ def _held(layer: Layer, name: str) -> tuple[float, float]:
     """Bytes a block keeps from forward to backward, and what its backward needs above that for a while, at least."""
     profile = layer_profile(layer, name, True)
     added = layer_profile(layer, name, False)
-    kept = float(profile.forward.net[_KEPT] - profile.held[_KEPT] - profile.cached[_KEPT])
+    kept = float(sum(profile.forward.net[kind] - profile.held[kind] - profile.cached[kind] for kind in _KEPT))
     return kept, max(0.0, float(min(sum(profile.backward.peak), sum(added.backward.peak))))
 
 

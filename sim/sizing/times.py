@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from sim.model import optimizer_kernels
 from sim.parallel.compute import traffic_kernel
@@ -25,9 +26,11 @@ from sim.sizing.outside import of as outside_of
 from sim.sizing.outside import saved_s, update_s
 from sim.sizing.sharded import sharded_s
 from sim.sizing.space import STRATEGIES
-from sim.sizing.tables import Floats, Ints, Table
+from sim.sizing.tables import Floats, Ints, Seconds, Table
 from sim.sizing.turns import in_turn_s
 from sim.work import DTYPE_BYTES
+
+Bools = npt.NDArray[np.bool_]
 
 
 class Own(NamedTuple):
@@ -51,12 +54,9 @@ class Times:
     def steps_s(self, table: Table, places: Places, policies: Ints, facts: Facts, schedule: str,
                 ways: Ways) -> Floats:
         """Seconds of a step at least: shape (ways, policies)."""
-        own = _own(table, places, policies, schedule)
         together = _together(table, schedule)
-        way = _path(own, facts, schedule, together, _waited(table, schedule))
         inline, beside = saved_s(table, places, policies)  # of a pipeline nothing is kept outside
-        hidden = np.zeros_like(way.work) if schedule and split(schedule) else (
-            facts.ends[:, 0, :, None] * own.forward + facts.ends[:, 1, :, None] * own.backward).sum(axis=1)
+        runs: dict[bytes, _Run] = {}
         found = []
         for index, part in zip(ways.strategy.tolist(), ways.spread.tolist(), strict=True):
             name = STRATEGIES[index]
@@ -65,6 +65,10 @@ class Times:
                 steps = sharded_s(table, places, policies, name, part, facts.batches, inline)
                 found.append(update[0] + np.maximum(steps, facts.batches * beside))
                 continue
+            paired = table.paired(name, schedule, policies)
+            if paired.tobytes() not in runs:
+                runs[paired.tobytes()] = _run(table, places, policies, facts, schedule, paired)
+            way, hidden, width, travel = runs[paired.tobytes()]
             reduced, gathered, added = self._tail(table, places, name, schedule)
             shown = reduced[:, None]
             if table.scenario.parallel.overlap:
@@ -72,13 +76,14 @@ class Times:
             after = (update + gathered)[:, None]  # with which the next step begins
             begun = after + way.begun
             if together:
-                begun = np.maximum(begun, after[facts.along[:, 0] // own.forward.shape[1]].min() + way.filled)
+                begun = np.maximum(begun, after[facts.along[:, 0] // width].min() + way.filled)
             late = way.late[:, None] * added[:, None]
             through = begun + way.work + (facts.batches - 1) * added[:, None] - late
             total = (through + np.maximum(way.behind + late + shown, way.back)).max(axis=0)
             if not schedule:
                 total = total + in_turn_s(table, name, facts.batches)
-            found.append(np.maximum(total + facts.batches * inline, update.min() + facts.batches * beside))
+            outside = np.maximum(facts.batches * beside, travel)
+            found.append(np.maximum(total + facts.batches * inline, update.min() + outside))
         return np.array(found)
 
     def _tail(self, table: Table, places: Places, name: str, schedule: str) -> tuple[Floats, Floats, Floats]:
@@ -137,9 +142,40 @@ class Times:
         return self._update_s[key]
 
 
-def _own(table: Table, places: Places, policies: Ints, schedule: str) -> Own:
-    seconds = table.seconds
+class _Run(NamedTuple):
+    """What all ways of data parallelism have in common under a schedule.
 
+    Attributes:
+        way: see there.
+        hidden: seconds of actions that a reduction may hide behind, shape (ranks, policies).
+        chunks: of every rank.
+        travel: seconds of a step that tokens are on their way beside kernels, of the rank with most: (policies,).
+    """
+
+    way: _Way
+    hidden: Floats
+    chunks: int
+    travel: Floats
+
+
+def _run(table: Table, places: Places, policies: Ints, facts: Facts, schedule: str, paired: Bools) -> _Run:
+    """Where tokens of the policies that are `paired` travel beside another micro-batch's kernels."""
+    own = _own(table, table.seconds, places, policies, schedule)
+    travel = np.zeros(len(policies))
+    if paired.any():
+        whole, stays = own, _own(table, table.staying, places, policies, schedule)
+        forward, backward, weights = (np.where(paired, b, a) for a, b in zip(whole[:3], stays[:3], strict=True))
+        own = Own(forward, backward, weights, whole.hops)
+        less = (whole.forward - forward + whole.backward - backward + whole.weights - weights).sum(axis=1)
+        travel = facts.batches * less.max(axis=0)
+    way = _path(own, facts, schedule, _together(table, schedule), _waited(table, schedule))
+    hidden = np.zeros_like(way.work) if schedule and split(schedule) else (
+        facts.ends[:, 0, :, None] * own.forward + facts.ends[:, 1, :, None] * own.backward).sum(axis=1)
+    return _Run(way, hidden, own.forward.shape[1], travel)
+
+
+def _own(table: Table, seconds: Seconds, places: Places, policies: Ints, schedule: str) -> Own:
+    """Seconds of every rank's actions, from those of layers."""
     def of(column: Floats) -> Floats:
         found: Floats = (column[places.stop] - column[places.start])[..., None]
         return found

@@ -81,6 +81,17 @@ def test_a_large_model_under_ddp_is_sharded_in_half_precision_and_recomputed() -
     assert "--set parallel.strategy=fsdp --set training.precision=fsdp-bf16" in screen.getvalue()
 
 
+def test_a_framework_with_16_bit_parameters_of_its_own_is_advised_to_have_them() -> None:
+    """Megatron under the default precision keeps a copy of the weights for every micro-batch in flight."""
+    result = sim.run(resolve({
+        "name": "70b", "cluster": {"topology": "dgx-h100", "nodes": 16}, "model": {"preset": "llama-2-70b"},
+        "training": {"micro_batch": 1, "global_batch": 512, "sequence": 4096},
+        "parallel": {"strategy": "zero1", "tensor": 8, "pipeline": 2}, "software": {"framework": "megatron"}}))
+    assert any("megatron-bf16" in text for text in result.warnings)
+    (own,) = [one for one in result.changes if one.set == {"training.precision": "megatron-bf16"}]
+    assert own.fits and own.count == 1 and (own.slowdown or 9.0) < 1.0
+
+
 def test_what_only_a_search_would_find_says_so() -> None:
     change = Change({}, "8 stages", True, 1, 8, 1.0, 2.0, 2.0)
     assert "drystep size" in str(changes_lines([change])[-1])

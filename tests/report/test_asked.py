@@ -8,13 +8,13 @@ import pytest
 
 from sim.report.asked import (
     algorithm_in_vain,
+    autocast_alone,
     links_in_vain,
     overlap_in_vain,
     prefetch_in_vain,
     schedule_of_another,
     takes_turns,
     versions_in_vain,
-    wide_gathers,
 )
 from sim.scenario import Scenario, resolve
 from sim.software import stack_of
@@ -106,14 +106,17 @@ def test_a_schedule_of_the_release_is_no_news(other: Scenario) -> None:
     assert schedule_of_another(other) == []
 
 
-@pytest.mark.parametrize(("strategy", "precision", "said"), [
-    ("fsdp", "amp-bf16", "fsdp-bf16"), ("fsdp", "amp-fp16", "fsdp-fp16"), ("fsdp", "fsdp-bf16", ""),
-    ("fsdp", "fp32", ""), ("fsdp", "pure-bf16", ""), ("ddp", "amp-bf16", "")])
-def test_fsdp_under_autocast_alone_is_told_what_most_runs_have(strategy: str, precision: str, said: str) -> None:
-    told = wide_gathers(resolve({
+@pytest.mark.parametrize(("framework", "strategy", "precision", "said"), [
+    ("pytorch", "fsdp", "amp-bf16", "fsdp-bf16"), ("pytorch", "fsdp", "amp-fp16", "fsdp-fp16"),
+    ("pytorch", "fsdp", "fsdp-bf16", ""), ("pytorch", "fsdp", "fp32", ""), ("pytorch", "fsdp", "pure-bf16", ""),
+    ("pytorch", "ddp", "amp-bf16", ""), ("megatron", "zero1", "amp-bf16", "megatron-bf16"),
+    ("megatron", "ddp", "megatron-bf16", ""), ("nanotron", "zero1", "amp-fp16", "megatron-fp16"),
+    ("deepspeed", "zero2", "amp-bf16", "mixed-bf16"), ("deepspeed", "zero2", "fp32", "")])
+def test_autocast_alone_is_told_what_most_runs_have(framework: str, strategy: str, precision: str, said: str) -> None:
+    told = autocast_alone(resolve({
         "name": "x", "cluster": {"topology": "dgx-a100-80g", "nodes": 1}, "model": {"preset": "gpt2"},
         "training": {"micro_batch": 1, "global_batch": 8, "sequence": 128, "precision": precision},
-        "parallel": {"strategy": strategy}}))
+        "parallel": {"strategy": strategy}, "software": {"framework": framework}}))
     assert len(told) == bool(said) and all(precision in one and said in one for one in told)
 
 

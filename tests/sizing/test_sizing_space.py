@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -301,3 +302,42 @@ def test_a_policy_by_name_is_written_as_a_scenario_has_it() -> None:
     assert policy(len(POLICIES)) == {"layers": 1}
     of = {"model": {"preset": "deepseek-v3"}, "software": {"framework": "megatron", "year": 2025}}
     assert resolve({**PLAIN, **of, "training": {**PLAIN["training"], "recompute": written}}, "").training.recompute
+
+
+def _rows(base: Scenario, **choice: Any) -> Iterator[tuple[dict[str, Any], float, float]]:
+    """Fields of every row with its bounds over what is simulated: of seconds (nan where it does not fit), of bytes."""
+    space = build_space([base], Choice([16], partial_recompute=False, **choice))
+    of, plain = bounds(space), following(base)
+    for row in range(len(space)):
+        got = simulated(("", plain, space.sets(row), 16))
+        if got.outcome == "ok":
+            yield space.sets(row), of.time_s[row] / got.step_time_s, of.memory_bytes[row] / got.device_used_bytes
+
+
+def test_tokens_on_their_way_count_where_no_other_micro_batch_hides_them() -> None:
+    """Megatron of 2026 in mxfp8 hides them in virtual stages alone: not behind FSDP, full recomputation or 1F1B."""
+    base = alone(scenario(model={"preset": "deepseek-v2-lite"}, software={"framework": "megatron", "year": 2026},
+                          training={"micro_batch": 1, "global_batch": 256, "sequence": 4096, "precision": "fp8"},
+                          cluster={"topology": "hgx-b200"}), None)
+    seen = {"hidden": 0, "shown": 0}
+    for sets, seconds, _ in _rows(base, tensor=[1], context=[1], expert=[8], pipeline=[1, 2], micro_batch=[1],
+                                  recompute=["none", "full"], strategies=["zero1", "fsdp"],
+                                  schedules=["1f1b", "interleaved"], virtual_stages=[1, 3]):
+        assert not seconds > 1.0, sets
+        hidden = (sets["parallel.virtual_stages"] > 1 and sets["training.recompute"] == "none"
+                  and sets["parallel.strategy"] == "zero1")
+        seen["hidden" if hidden else "shown"] += 1
+        if not hidden and sets["parallel.strategy"] == "zero1":
+            assert seconds > 0.7, sets  # without them at most 0.66
+    assert seen["hidden"] >= 1 and seen["shown"] >= 6
+
+
+def test_autocasts_copies_of_weights_count_for_every_micro_batch_in_flight() -> None:
+    base = alone(scenario(model={"preset": "llama-7b"}, software={"framework": "megatron", "year": 2024},
+                          training={"micro_batch": 1, "global_batch": 64, "sequence": 1024, "precision": "amp-bf16"}),
+                 None)
+    least = {"fsdp": 0.75, "zero1": 0.9}
+    for sets, _, held in _rows(base, tensor=[1], context=[1], pipeline=[4], micro_batch=[1], recompute=["none"],
+                               strategies=["zero1", "fsdp"], schedules=["1f1b", "interleaved"],
+                               virtual_stages=[1, 4]):
+        assert least[sets["parallel.strategy"]] < held <= 1.0, sets
