@@ -32,11 +32,14 @@ from sim.errors import Fault, UserError
 
 @click.command(short_help="Search for the best layout, cluster and number of GPUs.", epilog=examples(
     "drystep size scenario.yaml --gpus 32", "drystep size scenario.yaml --gpus 8..64 --cluster dgx-a100-80g,dgx-h100",
+    "drystep size scenario.yaml --gpus 64 --only parallel.tensor=1,2 --only strategy=zero1,fsdp",
     "drystep size scenario.yaml --gpus 64 --objective cost --price 2.5 --seconds 60 --out runs.db"))
 @click.argument("scenario", metavar="SCENARIO")
 @set_option()
 @click.option("--gpus", required=True, help="Numbers of GPUs: 8..512 (powers of two and both ends) or 8,16,24.")
 @click.option("--cluster", "clusters", help="Topologies, separated by commas; default the scenario's.")
+@click.option("--only", "narrow", multiple=True, metavar="FIELD=V[,V...]", help="Values that an axis may have, e.g. "
+              "parallel.tensor=4,8 or training.recompute=none,full; repeatable.")
 @click.option("--offload", help="What to try on the host, separated by commas: none, activations, optimizer, states, "
               "everything; default what the scenario says.")
 @click.option("--overlap-p2p", is_flag=True, help="Try pipelines whose transfers overlap with compute, too.")
@@ -59,9 +62,10 @@ from sim.errors import Fault, UserError
 @click.option("--parquet", "parquet_to", metavar="FILE", help="The same as Parquet; needs drystep[parquet].")
 @click.option("--report", "report_to", metavar="DIR", help="Write the text and a picture of the front there.")
 @click.pass_context
-def size(ctx: click.Context, scenario: str, sets: tuple[str, ...], gpus: str, clusters: str | None, offload: str | None,
-         overlap_p2p: bool, deadline: str | None, budget: float | None, objective: str, top: int, out: str | None,
-         resume: bool, seconds: float | None, workers: int | None, dask: str | None, price: str | None,
+def size(ctx: click.Context, scenario: str, sets: tuple[str, ...], gpus: str, clusters: str | None,
+         narrow: tuple[str, ...], offload: str | None, overlap_p2p: bool, deadline: str | None, budget: float | None,
+         objective: str, top: int, out: str | None, resume: bool, seconds: float | None, workers: int | None,
+         dask: str | None, price: str | None,
          memory_margin: float, json_to: str | None, csv_to: str | None, parquet_to: str | None,
          report_to: str | None) -> None:
     """Search layouts, clusters and numbers of GPUs for the best configuration."""
@@ -70,6 +74,7 @@ def size(ctx: click.Context, scenario: str, sets: tuple[str, ...], gpus: str, cl
     from sim.api import load
     from sim.sizing import export
     from sim.sizing.front_picture import write_front
+    from sim.sizing.only import only
     from sim.sizing.rerun import command
     from sim.sizing.size_text import lines
     from sim.sizing.wish import steps_of
@@ -95,7 +100,7 @@ def size(ctx: click.Context, scenario: str, sets: tuple[str, ...], gpus: str, cl
                        memory_margin * 2**30)
     longest_s = math.inf if seconds is None else seconds - (time.monotonic() - started)
     with _first_interrupt() as interrupted:
-        found = sizing.size(loaded, sizing.Choice(sizing.counts(gpus)), wish,
+        found = sizing.size(loaded, only(sizing.Choice(sizing.counts(gpus)), narrow), wish,
                             clusters=_clusters(clusters), offload=_listed(offload), overlap_p2p=overlap_p2p,
                             top=top, out=Path(out) if out else None, resume=resume, price=price,
                             workers=workers or _cpus(), dask=dask, seconds=longest_s, interrupted=interrupted,

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from sim.errors import nearest
 from sim.network import Topology
+from sim.report.candidates import own_half
 from sim.scenario import Scenario
-from sim.scenario.precisions import OWN_HALF
 from sim.software import is_release, packages, stack_of
 
 
@@ -55,18 +55,17 @@ def autocast_alone(scenario: Scenario) -> list[str]:
     precision, and seldom what a run does that is meant.
 
     Sources: torchtitan, Composer and Hugging Face's Trainer give FSDP its MixedPrecision(Policy) (param_dtype
-    bfloat16); `sim.scenario.precisions.OWN_HALF` for frameworks.
+    bfloat16); the fact `half_policy` for frameworks.
     """
-    training, precision, framework = scenario.training, scenario.training.precision, scenario.software.framework
+    training, precision, own = scenario.training, scenario.training.precision, own_half(scenario)
     if training.mode != "train" or training.finetune.method != "full" or precision.compute not in ("bf16", "fp16"):
         return []
     if scenario.parallel.strategy == "fsdp" and precision.gather == "fp32":
         return [f"precision: {precision.name} gathers parameters in fp32; FSDP's own mixed precision "
                 f"(fsdp-{precision.compute}), which most runs have, sends half as much"]
-    if framework in OWN_HALF and precision.parameters == "fp32" and precision.gather == "fp32":
+    if own and precision.gather == "fp32":
         return [f"precision: {precision.name} is torch's autocast, under which every micro-batch casts the weights and "
-                f"keeps the copies until its backward; {framework}'s own training is "
-                f"{OWN_HALF[framework]}-{precision.compute}"]
+                f"keeps the copies until its backward; {scenario.software.framework}'s own training is {own}"]
     return []
 
 

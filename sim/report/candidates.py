@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from sim.scenario.precisions import OWN_HALF
 from sim.scenario.schema import Inference, InferenceRun, Scenario
+from sim.software import stack_of
 from sim.work import DTYPE_BYTES
 
 Sets = Mapping[str, Any]
@@ -20,6 +20,14 @@ _FACTORS = (2, 4, 8)
 #: Schedules that hold fewer micro-batches than others do.
 _LEANER = {"gpipe": ("1f1b",), "interleaved": ("1f1b",), "zb-2p": ("zb-1p", "1f1b"), "zb-h2": ("zb-h1", "1f1b"),
            "zb-1p": ("zb-h1", "1f1b"), "zb-h1": ("1f1b",), "zb-v": ("1f1b",), "dualpipe": ("zb-v",)}
+
+
+def own_half(scenario: Scenario) -> str:
+    """The precision in which a framework trains with 16-bit parameters of its own, where the scenario keeps them in
+    fp32; "" elsewhere."""
+    policy, precision = stack_of(scenario.software).half_policy, scenario.training.precision
+    wide = precision.parameters == "fp32" and precision.compute in ("bf16", "fp16")
+    return f"{policy}-{precision.compute}" if wide and policy != "autocast" else ""
 
 
 class Candidate(NamedTuple):
@@ -118,11 +126,9 @@ def _dtypes(scenario: Scenario) -> Iterator[Candidate]:
             name = f"fsdp-{precision.compute}"
             yield Candidate("gathers", f"gathers in {precision.compute} ({name}) instead of autocast",
                             {"training.precision": name})
-        framework = scenario.software.framework
-        if framework in OWN_HALF and precision.parameters == "fp32" and scenario.parallel.strategy != "fsdp":
-            name = f"{OWN_HALF[framework]}-{precision.compute}"
-            yield Candidate("own", f"{framework}'s own mixed precision ({name}) instead of autocast",
-                            {"training.precision": name})
+        if (own := own_half(scenario)) and scenario.parallel.strategy != "fsdp":
+            yield Candidate("own", f"{scenario.software.framework}'s own mixed precision ({own}) instead of autocast",
+                            {"training.precision": own})
         yield Candidate("fp8", "products in fp8", {"training.precision": "fp8"})
 
 

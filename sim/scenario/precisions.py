@@ -40,9 +40,3 @@ PRECISIONS = MappingProxyType(
         **{narrow: _row(f"{narrow} bf16 fp32 fp32 fp32 bf16 fp32") for narrow in ("fp8", "mxfp8", "nvfp4")},
     }
 )
-
-#: Framework -> the policy of its own 16-bit training, without "-bf16" or "-fp16", where it is not autocast.
-#: Sources: Megatron-LM --bf16 (Float16Module beside optimizer/distrib_optimizer.py's fp32 shards) and nanotron's
-#: accumulate_grad_in_fp32, which is the same in dtypes; DeepSpeed's `bf16: {enabled: true}` (runtime/bf16_optimizer.py,
-#: zero/stage_1_and_2.py: a flat fp32 copy beside 16-bit parameters).
-OWN_HALF = MappingProxyType({"megatron": "megatron", "nanotron": "megatron", "deepspeed": "mixed"})

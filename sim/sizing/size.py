@@ -150,10 +150,7 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
     bases = [alone(scenario, name) for name in clusters] or [alone(scenario, None)]
     _refuse_never_simulated(bases, None if isinstance(loaded, Scenario) else loaded)
     wish, origin = priced(wish, bases, price)
-    bases = with_parts(bases, choice)
-    dropped = nowhere(bases, offload, choice)
-    bases = variants(bases, [name for name in offload if name not in dropped])
-    bases = both_ways(bases) if overlap_p2p else bases
+    bases, dropped = _varied(with_parts(bases, choice), choice, offload, overlap_p2p)
     space = build_space(bases, choice, partial(narrowed, both=overlap_p2p))
     listed = time.monotonic()
     plain = [following(base) for base in bases]
@@ -182,14 +179,18 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
         if result.complete and result.best:
             round_out(ranking, runner, stop)
     found.impossible, found.pruned = ranking.impossible, ranking.pruned()
-    _fill(found, space, result, runner)
-    if own is not None:
-        found.own = _kept(_row(space, runner, own, found.wish), runner.rows[own])
+    _fill(found, space, result, runner, own)
     found.why = _why(found, space, result, runner, ranking.values)
-    found.first_fault = next(({"set": space.sets(row), "reason": one.reason} for row, one in runner.rows.items()
-                              if one.outcome == "fault"), None)
     found.seconds = {"space": listed - started, "bounds": bounded - listed, "simulation": time.monotonic() - bounded}
     return found
+
+
+def _varied(bases: list[Scenario], choice: Choice, offload: Sequence[str],
+            overlap_p2p: bool) -> tuple[list[Scenario], list[str]]:
+    """Bases with what is to be tried beside layouts, and what of `offload` is not tried."""
+    dropped = nowhere(bases, offload, choice)
+    varied = variants(bases, [name for name in offload if name not in dropped])
+    return both_ways(varied) if overlap_p2p else varied, dropped
 
 
 def _refuse(scenario: Scenario) -> None:
@@ -236,8 +237,12 @@ def _nearest(space: Space, ranking: Ranking, runner: Runner,
     return _row(space, runner, result.best[0][1], runner.wish), False
 
 
-def _fill(found: Sizing, space: Space, result: Found, runner: Runner) -> None:
+def _fill(found: Sizing, space: Space, result: Found, runner: Runner, own: int | None) -> None:
     """Tables of the result."""
+    if own is not None:
+        found.own = _kept(_row(space, runner, own, found.wish), runner.rows[own])
+    found.first_fault = next(({"set": space.sets(row), "reason": one.reason} for row, one in runner.rows.items()
+                              if one.outcome == "fault"), None)
     outcomes = [one.outcome for one in runner.rows.values()]
     found.refused, found.faults = outcomes.count("refused"), outcomes.count("fault")
     found.simulated = len(runner.rows)

@@ -225,8 +225,11 @@ def _nothing(clusters: Sequence[Scenario], choice: Choice) -> Fault:
     if all(gpus % size for gpus in choice.gpus for size in nodes):
         return Fault(f"{' or '.join(map(str, choice.gpus))} GPUs are neither part of a node nor whole nodes of "
                      f"{' or '.join(map(str, nodes))}", "--gpus", hint=f"give a multiple of {nodes[0]}")
-    return Fault("no layout of this model divides the GPUs and the global batch", "--gpus",
-                 hint="give other numbers of GPUs, or another global_batch")
+    narrow = any((choice.strategies, choice.tensor, choice.context, choice.expert, choice.pipeline,
+                  choice.virtual_stages, choice.micro_batch)) or choice.recompute != POLICIES
+    return Fault(f"no layout of this model{' that --only leaves' if narrow else ''} divides the GPUs and the global "
+                 "batch", "--only" if narrow else "--gpus",
+                 hint=f"give other numbers of GPUs, or another global_batch{', or other values of --only' * narrow}")
 
 
 def _of_count(number: int, scenario: Scenario, nodes: int,

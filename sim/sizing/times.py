@@ -95,7 +95,7 @@ class Times:
         precision, replicas = scenario.training.precision, table.layout.sizes["data"] * table.layout.sizes["context"]
         here = scenario.parallel.offload.optimizer in ("none", None) or outside_of(table).hybrid
         whole = name in ("none", "ddp", "zero1") and here
-        if not whole or scenario.parallel.expert > 1 or scenario.training.optimizer_in_backward:
+        if not whole or scenario.training.optimizer_in_backward:
             return zero, zero, zero
         wide = DTYPE_BYTES[precision.gradients]
         resident = path == "grad_buffer" and table.stack.adds_halves
@@ -109,7 +109,12 @@ class Times:
         kind = "reduce_scatter" if scattered and name != "ddp" else "all_reduce"
 
         def moved(kind: str, width: float) -> Floats:
-            return places.numel * table.alone.moved_s(table.layout, scenario, "data", kind, width)
+            if scenario.parallel.expert == 1:
+                return places.numel * table.alone.moved_s(table.layout, scenario, "data", kind, width)
+            dense, routed = (table.alone.moved_s(table.layout, scenario, group, kind, width)
+                             for group in ("data", "expert_data"))
+            both: Floats = np.maximum((places.numel - places.routed) * dense, places.routed * routed)
+            return both  # two groups, beside each other
 
         hidden = path == "grad_buffer" and scenario.parallel.overlap and table.stack.gathers_ahead
         exposed = name == "zero1" and not hidden

@@ -37,6 +37,8 @@ class Stack:
         rank_jitter_s: standard deviation of a rank's arrival at a collective.
         product_rate: tensor-core products of this stack's libraries over those of the calibrated kernel tables.
         step_sync: whether the host waits for the GPU at the end of every step.
+        half_policy: whose 16-bit training is its own: megatron or mixed (names of `training.precision` without their
+            -bf16 or -fp16); autocast otherwise.
         clip_gradients: whether the gradient norm is computed and applied every step.
         loss: "plain" (log-softmax and nll), "fused", "fused_in_place" (TransformerEngine: the gradient is written over
             the logits) or "vocab_parallel" (Megatron's own, a chain of kernels).
@@ -179,6 +181,7 @@ class Stack:
     rank_jitter_s: float
     product_rate: float
     step_sync: bool
+    half_policy: str
     clip_gradients: bool
     loss: str
     blocks_in_one: bool
