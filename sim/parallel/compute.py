@@ -99,6 +99,14 @@ class Compute:
             self._parts[full] = self._part(tuple(items()), of_operator)
         return self._parts[full]
 
+    def called_s(self, item: Kernel | InlineCall) -> float:
+        """Host time of what the model's modules launch."""
+        return self._launch_s(item, self._module_s)
+
+    def launched_s(self, item: Kernel | InlineCall) -> float:
+        """Host time of what autograd launches."""
+        return self._launch_s(item, self._stack.host_backward_s)
+
     def _launch_s(self, item: Kernel | InlineCall, of_operator: float) -> float:
         if isinstance(item, Kernel):
             return of_operator * item.launches

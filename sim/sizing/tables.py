@@ -8,7 +8,7 @@ rooms below say of every layer: seconds of its kernels alone (`Device.times`) an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -49,12 +49,13 @@ _PARTS = 4
 
 
 class Span(NamedTuple):
-    """A row of kernels and collectives: seconds of the kernels, joules of all of them, and of each collective (group,
-    kind, bytes) how long the kernels beside it take."""
+    """A row of kernels and collectives: seconds of the kernels, joules of all of them, of each collective (group, kind,
+    bytes) how long the kernels beside it take, and seconds in which the host launches all."""
 
     kernels_s: float
     work_j: float
     calls: tuple[tuple[str, str, int, float], ...]
+    host_s: float
 
 
 class Kept(NamedTuple):
@@ -122,10 +123,13 @@ class Layers:
         known = dict(zip(kernels, zip(device.times(kernels).tolist(), device.work_j(kernels).tolist(), strict=True),
                          strict=True))
         self.names, self._items = names, items
-        self.spans = [[_span(part, names, known) for part in of] for of in items]
+        launched = [compute.launched_s if i in (1, 2, 3) else compute.called_s for i in range(len(items[0]))]
+        self.spans = [[_span(part, names, known, cost) for part, cost in zip(of, launched, strict=True)]
+                      for of in items]
         #: The same without tokens on their way, where another micro-batch may hide them.
         self.staying = self.spans if hidden != "batches" else [
-            [_span(staying(part), names, known) for part in of] for of in items]
+            [_span(staying(part), names, known, cost) for part, cost in zip(of, launched, strict=True)]
+            for of in items]
         joules = np.array([[span.work_j for span in of] for of in self.spans])[self.index]
         self.blocks = np.array([layer.kind == "block" for layer in row])
         self.work_j = float(joules[:, :2].sum())
@@ -143,6 +147,11 @@ class Layers:
         self._scenario = scenario
         self.block = next((layer for layer in row if layer.kind == "block"), row[0])
         self.output_bytes = self.block.input.elements * DTYPE_BYTES[self.block.input.dtype]
+
+    @cached_property
+    def host(self) -> Seconds:
+        """Seconds in which the host launches layers, one after another."""
+        return _added(self, [[span.host_s for span in of] for of in self.spans])
 
     @cached_property
     def widths(self) -> dict[str, float]:
@@ -244,10 +253,12 @@ class Table:
 
     @cached_property
     def work_s(self) -> float:
-        """All layers' forward and backward of one micro-batch at least, whatever the schedule."""
+        """All layers' forward and backward of one micro-batch at least, whatever the schedule: of the GPUs or of the
+        hosts that launch them."""
         whole, staying = (float(one.forward[-1] + one.backward[-1]) for one in (self.seconds, self.staying))
         paired = self.paired("none", "interleaved", np.zeros(1, dtype=np.int64)).any()
-        return max(staying, whole - staying) if paired else whole
+        host = float(self.layers.host.forward[-1] + self.layers.host.backward[-1])
+        return max(host, staying, whole - staying) if paired else max(host, whole)
 
     def paired(self, strategy: str, schedule: str, policies: Ints) -> npt.NDArray[np.bool_]:
         """Of policies whether the backward of another micro-batch hides tokens on their way."""
@@ -336,20 +347,24 @@ def _kernels(item: Kernel | InlineCall) -> tuple[Kernel, ...]:
     return item.beside if isinstance(item, InlineCall) else (item,)
 
 
-def _span(items: Sequence[Kernel | InlineCall], names: tuple[str, ...],
-          known: dict[Kernel, tuple[float, float]]) -> Span:
+def _span(items: Sequence[Kernel | InlineCall], names: tuple[str, ...], known: dict[Kernel, tuple[float, float]],
+          cost: Callable[[Kernel | InlineCall], float]) -> Span:
     calls = tuple((names[item.call.communicator], item.call.kind, item.call.size_bytes,
                    sum(known[k][0] for k in item.beside)) for item in items if isinstance(item, InlineCall))
     return Span(sum(known[item][0] for item in items if isinstance(item, Kernel)),
-                sum(known[k][1] for item in items for k in _kernels(item)), calls)
+                sum(known[k][1] for item in items for k in _kernels(item)), calls, sum(map(cost, items)))
 
 
 def _seconds(layers: Layers, spans: list[list[Span]], alone: Alone, layout: Layout, scenario: Scenario) -> Seconds:
     """Spans on the links of a slice."""
-    each = np.array([[span.kernels_s + sum(max(beside, alone.group_s(layout, scenario, group, kind, size))
-                                           for group, kind, size, beside in span.calls) for span in of]
-                     for of in spans])
-    rows = each[layers.index]
+    return _added(layers, [[span.kernels_s + sum(max(beside, alone.group_s(layout, scenario, group, kind, size))
+                                                 for group, kind, size, beside in span.calls) for span in of]
+                           for of in spans])
+
+
+def _added(layers: Layers, of: list[list[float]]) -> Seconds:
+    """What distinct layers take, as sums along the stack."""
+    rows = np.array(of)[layers.index]
     sums = np.concatenate((np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0))).T
     again = np.cumsum(rows[layers.blocks, _PARTS:], axis=0)
     forward, backward, inputs, weights = sums[:_PARTS]

@@ -56,6 +56,7 @@ class Times:
         """Seconds of a step at least: shape (ways, policies)."""
         together = _together(table, schedule)
         inline, beside = saved_s(table, places, policies)  # of a pipeline nothing is kept outside
+        issued = _issued(table, places, policies, facts, schedule)
         runs: dict[bytes, _Run] = {}
         found = []
         for index, part in zip(ways.strategy.tolist(), ways.spread.tolist(), strict=True):
@@ -63,7 +64,7 @@ class Times:
             update = np.array([self._update(table, numel, part, name) for numel in places.numel.tolist()])
             if table.shards(name) and not schedule:
                 steps = sharded_s(table, places, policies, name, part, facts.batches, inline)
-                found.append(update[0] + np.maximum(steps, facts.batches * beside))
+                found.append(np.maximum(issued, update[0] + np.maximum(steps, facts.batches * beside)))
                 continue
             paired = table.paired(name, schedule, policies)
             if paired.tobytes() not in runs:
@@ -83,7 +84,7 @@ class Times:
             if not schedule:
                 total = total + in_turn_s(table, name, facts.batches)
             outside = np.maximum(facts.batches * beside, travel)
-            found.append(np.maximum(total + facts.batches * inline, update.min() + outside))
+            found.append(np.maximum(np.maximum(total + facts.batches * inline, update.min() + outside), issued))
         return np.array(found)
 
     def _tail(self, table: Table, places: Places, name: str, schedule: str) -> tuple[Floats, Floats, Floats]:
@@ -145,6 +146,14 @@ class Times:
                                         table.scenario.software.optimizer_kernel, clip=False)
             self._update_s[key] = 0.0 if training.optimizer_in_backward else float(device.times(kernels).sum())
         return self._update_s[key]
+
+
+def _issued(table: Table, places: Places, policies: Ints, facts: Facts, schedule: str) -> Floats:
+    """Seconds in which the host of the busiest rank launches a step's layers, by policy: it does one thing at a time,
+    and no step is shorter in the long run."""
+    host = _own(table, table.layers.host, places, policies, schedule)
+    found: Floats = facts.batches * (host.forward + host.backward + host.weights).sum(axis=1).max(axis=0)
+    return found
 
 
 class _Run(NamedTuple):
