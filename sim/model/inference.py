@@ -1,8 +1,8 @@
 """Forward passes of inference as one tensor rank runs them: the prompt at once, then one token per sequence.
 
 The kernels are those of the training model's forward on a style whose heads, inner widths and vocabulary are cut over
-the tensor ranks; what differs is the cache of keys and values, the attention of one query over it, and weights stored
-in fewer bits.
+the tensor ranks; what differs is the cache of keys and values, the attention of one query over it, and weights or
+cache stored in fewer bits.
 
 A slice needs the sums of all slices twice per block (Shoeybi et al. 2019, arXiv 1909.08053, section 3): a `Sum` says
 where, without ranks. Latent attention caches the compressed keys and values and folds the expansion into queries and
@@ -62,7 +62,7 @@ Items = tuple[Kernel | Sum, ...]
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """How the blocks' matrices are stored.
+    """How the blocks' matrices and the cache are stored.
 
     Attributes:
         dtype: one of `NARROW`, or "" = as the kernels read them.
@@ -71,12 +71,16 @@ class Weights:
         appended: the cache grows by concatenation (read and written whole); else new rows are written in place.
         multiplied: products run in `dtype` on activations quantised before each (vLLM's and TensorRT-LLM's fp8); else
             in 16 bits.
+        cache: dtype of keys and values in the cache, or "" = as computed. In 8 bits an engine's attention reads them as
+            stored (vLLM's `kv_cache_dtype`, TensorRT-LLM's fp8 and int8 caches: one scale per tensor, recalled); else
+            they are expanded before it (transformers cache_utils.py, QuantizedCache).
     """
 
     dtype: str
     fused: bool
     appended: bool
     multiplied: bool = False
+    cache: str = ""
 
     @property
     def expanded(self) -> bool:
@@ -124,7 +128,7 @@ class Rank:
             if cut and op.name.startswith("residual") and (number == last_add or not style.parallel_block):
                 yield Sum("all_reduce", style.tokens * style.hidden, style.act)
             if op.core:
-                yield self._cache_update(layer)
+                yield from self._cache_update(layer)
             for kernel in self._core(self.keys(layer)) if op.core and self.cached else op.forward:
                 yield from self._stored_product(kernel) if layer.kind == "block" else (kernel,)
         if cut and layer.kind == "embedding":
@@ -132,21 +136,40 @@ class Rank:
         if layer.kind == "head":
             yield from self._sample()
 
-    def _cache_update(self, layer: Layer) -> Kernel:
-        style = self.style
-        rows = style.batch * (self.keys(layer) if self.weights.appended else style.sequence)
-        return elementwise("cache_update", rows * cache_width(style), 2 * width(style.act), style.act, 2, "attention")
+    @property
+    def _cached(self) -> float:
+        """Bytes of an element of the cache."""
+        return width(self.weights.cache or self.style.act)
 
-    def _core(self, keys: int) -> tuple[Kernel, ...]:
+    @property
+    def _expands_cache(self) -> bool:
+        """Whether attention reads a copy of the cache in the width of activations."""
+        return bool(self.weights.cache) and not (self.weights.fused and uses_flash(self.style))
+
+    def _cache_update(self, layer: Layer) -> Iterator[Kernel]:
+        style, weights = self.style, self.weights
+        new = style.tokens * cache_width(style)
+        source = width(style.act)
+        if weights.cache and not weights.fused:
+            yield cast("quantise_cache", new, style.act, weights.cache)
+            source = self._cached
+        if weights.appended:
+            new, source = style.batch * self.keys(layer) * cache_width(style), self._cached
+        yield elementwise("cache_update", new, source + self._cached, style.act, 2, "attention")
+
+    def _core(self, keys: int) -> Iterator[Kernel]:
         """One query per sequence and head over the cache, which is read once."""
         style = replace(self.style, memory=keys, causal=False, window=0)
-        if style.latent is None:
-            return core_operator(style).forward
-        rank, rope = style.latent.kv_rank, style.latent.rope
-        style = replace(style, latent=None, kv_heads=1, head_dim=(2 * rank + rope) // 2)
-        twice = style.batch * keys * rank * width(style.act)  # keys and values are the same columns, read once
-        return tuple(replace(k, bytes=k.bytes - twice) if k.op == "attention" else k
-                     for k in core_operator(style).forward)
+        wide, elements = width(style.act), style.batch * keys * cache_width(style)
+        less = 0.0 if self._expands_cache else elements * (wide - self._cached)
+        if style.latent is not None:
+            rank, rope = style.latent.kv_rank, style.latent.rope
+            style = replace(style, latent=None, kv_heads=1, head_dim=(2 * rank + rope) // 2)
+            less += style.batch * keys * rank * wide  # keys and values are the same columns, read once
+        if self._expands_cache:
+            yield elementwise("dequantise_cache", elements, self._cached + wide, style.act, 1, "attention")
+        for kernel in core_operator(style).forward:
+            yield replace(kernel, bytes=kernel.bytes - less) if kernel.op == "attention" else kernel
 
     def _stored_product(self, kernel: Kernel) -> Iterator[Kernel]:
         """A product with the weights as stored, and the kernels around it."""
@@ -205,7 +228,7 @@ class Rank:
         """
         style = self.style
         kept = sum(_held(tokens, layer) for layer in layers if layer.kind == "block")
-        return round(style.batch * kept * cache_width(style) * width(style.act))
+        return round(style.batch * kept * cache_width(style) * self._cached)
 
     def transient_bytes(self, layers: Sequence[Layer]) -> int:
         """The most a forward pass through `layers` holds at once beside weights and cache: no tensor is kept, so the
@@ -224,7 +247,8 @@ class Rank:
             expanded = e * max(k.shape[2] * k.shape[3] * k.shape[0] for op in layer.operators for k in op.forward
                                if k.op == "gemm" and k.category == "gemm")
         keys = self.keys(layer)
-        old = style.batch * cache_width(style) * e * keys if self.weights.appended else 0.0
+        old = style.batch * cache_width(style) * keys * (
+            self._cached * self.weights.appended + e * self._expands_cache)
         return 2 * stream + max(self._attention_peak(keys) + old, expanded + self._mlp_peak())
 
     def _attention_peak(self, keys: int) -> float:

@@ -2,7 +2,9 @@
 
 A step of the Program is one request of `batch` sequences per replica: a section for the prompt, then sections of one
 token each that repeat. The cache grows with every token; the generation is cut into pieces of equal length and each is
-simulated at the cache length of its middle, which is exact for costs that grow evenly with the length.
+simulated at the cache length of its middle, which is exact for costs that grow evenly with the length. CUDA graphs
+replay tokens; prompts, whose lengths differ, are launched kernel by kernel (gpt-fast generate.py compiles with
+"reduce-overhead" what decodes one token; vLLM 0.6 and TensorRT-LLM 0.5 alike, recalled).
 
 Pipeline stages work in sequence on a token. As many parts of the batch as there are stages are on their way at once
 (Pope et al. 2022, arXiv 2211.05102, section 3, leaves it at that: latency is the sum of the stages); the chosen tokens
@@ -28,7 +30,7 @@ from sim.parallel.pipeline.stages import positions, split_of
 from sim.parallel.step import COMPUTE
 from sim.program import CollectiveCall, Communicator, InlineCall, Job, Label, ProgramBuilder, RankClass, SectionBuilder
 from sim.scenario.schema import Inference, InferenceRun, Scenario
-from sim.software import Stack
+from sim.software import Stack, stack_of
 from sim.work import DTYPE_BYTES, Kernel
 
 #: Pieces of the generation, each simulated at one cache length.
@@ -91,7 +93,7 @@ def lower_inference(scenario: Scenario, stack: Stack) -> Serving:
     sizes = {"tensor": parallel.tensor, "data": scenario.data_parallel, "pipeline": depth}
     layout = Layout(sizes, tuple(d for d in parallel.order if d in sizes))
     own_slice = replace(style_of(scenario, stack, run.batch), window=scenario.model.window or 0)
-    weights = _weights(scenario, stack)
+    weights = _weights(scenario, stack, run)
     architecture = rank_of(own_slice, run.batch, run.prompt, 0, weights).architecture()
     placed = [[stage] for stage in range(depth)]
     counts = split_of(scenario, stack, len(architecture.stack) - 2, placed)
@@ -107,11 +109,11 @@ def lower_inference(scenario: Scenario, stack: Stack) -> Serving:
     return Serving(_job(stages, layout), architecture, pieces, max(stage.cache_bytes for stage in stages), beside)
 
 
-def _weights(scenario: Scenario, stack: Stack) -> Weights:
+def _weights(scenario: Scenario, stack: Stack, run: InferenceRun) -> Weights:
     precision = scenario.training.precision
     return Weights(precision.parameters if precision.parameters in NARROW else "",
                    stack.quantised_products == "fused", stack.kv_cache == "concatenated",
-                   precision.compute == precision.parameters)
+                   precision.compute == precision.parameters, "" if run.kv_cache == "same" else run.kv_cache)
 
 
 class _Stage:
@@ -129,6 +131,7 @@ class _Stage:
         self.run, self.stack, self.slice, self.weights = run, stack, own_slice, weights
         self.stage, self.own, self.depth = stage, own, scenario.parallel.pipeline
         self.tensor = scenario.parallel.tensor
+        self.launching = stack_of(scenario.software.model_copy(update={"cuda_graphs": False}))
         self.graphs = scenario.software.cuda_graphs
         count = min(self.depth, run.batch)
         self.parts = [run.batch // count + (i < run.batch % count) for i in range(count)]
@@ -191,13 +194,12 @@ class _Stage:
             waits = ()
         if self.depth > 1:
             call = CollectiveCall("send", *self._message(rank, self.stage))
-            section.collective(_SEND, call, self._collective_host_s, Label("pipeline", "forward", "send"),
-                               waits=(task,))
+            section.collective(_SEND, call, self._call_s(rank), Label("pipeline", "forward", "send"), waits=(task,))
 
     def _receive(self, section: SectionBuilder, rank: Rank) -> int:
         """What the stage before sends; the first stage has the chosen tokens from the last."""
         call = CollectiveCall("recv", *self._message(rank, (self.stage - 1) % self.depth))
-        return section.collective(_RECEIVE, call, self._collective_host_s, Label("pipeline", "forward", "receive"))
+        return section.collective(_RECEIVE, call, self._call_s(rank), Label("pipeline", "forward", "receive"))
 
     def _message(self, rank: Rank, source: int) -> tuple[int, str, int]:
         """Bytes, dtype and communicator of what a stage passes on; the last one's goes to the first."""
@@ -213,29 +215,29 @@ class _Stage:
         stack = rank.architecture().stack
         return stack[self.own.start:self.own.stop]
 
-    @property
-    def _collective_host_s(self) -> float:
-        """Host time of a call; a graph replays collectives with the kernels."""
-        return 0.0 if self.graphs else self.stack.host_collective_s
+    def _call_s(self, rank: Rank) -> float:
+        """Host time of a collective's call; a graph replays it with the kernels."""
+        return 0.0 if self.graphs and rank.cached else self.stack.host_collective_s
 
     def _segment(self, rank: Rank, layer: Layer) -> int:
         """A layer's forward; equal layers share one."""
         key = (rank, id(layer))
         if key not in self._segments:
-            self._segments[key] = self._made(rank.forward(layer))
+            self._segments[key] = self._made(rank, rank.forward(layer))
         return self._segments[key]
 
-    def _made(self, items: Items) -> int:
+    def _made(self, rank: Rank, items: Items) -> int:
+        stack = self.stack if rank.cached else self.launching
         made: list[Kernel | InlineCall] = []
         host: list[float] = []
         for item in items:
             if isinstance(item, Sum):
                 size = round(item.elements * DTYPE_BYTES[item.dtype])
                 made.append(InlineCall(CollectiveCall(item.kind, size, item.dtype, 0)))
-                host.append(self._collective_host_s)
+                host.append(self._call_s(rank))
             else:
                 made.append(item)
-                host.append((self.stack.host_forward_s + self.stack.host_module_s) * item.launches)
+                host.append((stack.host_forward_s + stack.host_module_s) * item.launches)
         return self.builder.segment(made, host)
 
 

@@ -154,7 +154,8 @@ def _warnings(result: Result) -> list[str]:
                      "between them takes the way through the host, whose pace has not been measured")
     if not result.validated.count or result.validated.generations:
         kind = result.features
-        found.append(f"validation: no published run of this kind ({kind.strategy}, {kind.generation}, "
+        what = "inference" if kind.mode.startswith("infer") else kind.strategy
+        found.append(f"validation: no published run of this kind ({what}, {kind.generation}, "
                      f"{kind.framework}, {kind.gpus:,} GPU{'s' * (kind.gpus > 1)}) has been "
                      "compared: the error is not known")
     return found

@@ -20,6 +20,8 @@ from sim.work import DTYPE_BYTES
 RECORD = "report/record.yaml"
 #: Runs from which a mean says something; where the nearest are fewer, a wider search is asked as well.
 ENOUGH = 5
+#: Follows the name of a source whose figures are recalled, not collected.
+RECALLED = " (recalled)"
 #: Chips in the order of their makers' generations. What one does with a kernel says little of another maker's.
 _GENERATIONS: tuple[tuple[tuple[str, ...], ...], ...] = (
     (("volta",), ("turing",), ("ga100", "ga102"), ("ada", "hopper"), ("blackwell",)), (("cdna2",), ("cdna3",)))
@@ -31,8 +33,8 @@ class Features:
 
     Attributes:
         model: shape of the model (`model.kind`), "mixture" with experts.
-        mode: train, infer, or the method of fine-tuning.
-        strategy: data parallelism.
+        mode: train, infer (compiled or in graphs), infer-eager, or the method of fine-tuning.
+        strategy: data parallelism of training.
         splits: other axes that split the model, e.g. "tensor+pipeline"; "" for none.
         offload: whether anything lives outside the GPU.
         generation: chip of the GPU as its kernels know it (volta, ga100, ga102, hopper …).
@@ -93,7 +95,10 @@ class Validated:
             return "no published run like this has been compared"
         runs = "1 published run" if self.count == 1 else f"{self.count} published runs"
         wider = "" if self.wider is None else f"; {self.wider.count} {self.wider._found()}"
-        return f"{runs} {self._found()}{wider} (step predicted against measured)"
+        what = "step predicted against measured"
+        if any(source.endswith(RECALLED) for source in self.sources):
+            what = "predicted against published, figures recalled"
+        return f"{runs} {self._found()}{wider} ({what})"
 
     def _found(self) -> str:
         but = [name for name in self.differs if name not in ("generation", "chip")]
@@ -115,12 +120,14 @@ def features(scenario: Scenario, lowered: Lowered, generation: str) -> Features:
     axes = ("tensor", "context", "expert", "pipeline")
     offload = parallel.offload
     width = DTYPE_BYTES[training.precision.compute]
-    mode = "train" if isinstance(training.mode, str) else "infer"
+    engine = scenario.software.compile or scenario.software.cuda_graphs
+    mode = "train" if isinstance(training.mode, str) else "infer" if engine else "infer-eager"
     method = training.finetune.method if training.finetune is not None else "full"
     return Features(
         model="mixture" if scenario.model.moe is not None else scenario.model.kind,
         mode=method if mode == "train" and method != "full" else mode,
-        strategy=parallel.strategy, splits="+".join(axis for axis in axes if getattr(parallel, axis) > 1),
+        strategy=parallel.strategy if mode == "train" else "none",
+        splits="+".join(axis for axis in axes if getattr(parallel, axis) > 1),
         offload=any(place != "none" for place in (offload.parameters, offload.optimizer, offload.activations)),
         generation=generation,
         compute="fp32" if width > 2 else "half" if width > 1 else "fp8", framework=scenario.software.framework,

@@ -95,8 +95,9 @@ def _request(scenario: Scenario, run: InferenceRun) -> str:
     ranks = {"tensor": scenario.parallel.tensor, "pipeline": scenario.parallel.pipeline}
     split = [f"{name} {n}" for name, n in ranks.items() if n > 1]
     prompts = "1 prompt" if run.batch == 1 else f"{run.batch:,} prompts"
+    cache = "" if run.kv_cache == "same" else f", {run.kv_cache} cache"
     return (f"inference: {prompts} of {run.prompt:,} tokens, {run.generate:,} tokens generated each, "
-            f"{weights} weights · {' × '.join([*split, _replicas(scenario.data_parallel)])}")
+            f"{weights} weights{cache} · {' × '.join([*split, _replicas(scenario.data_parallel)])}")
 
 
 def _inference(result: Result, served: InferenceResult) -> list[Any]:

@@ -191,6 +191,7 @@ class InferenceRun(Table):
     prompt: Tokens = needs("tokens of the prompt")
     generate: Tokens = needs("tokens generated")
     batch: Sequences = needs("sequences at once")
+    kv_cache: Literal["same", "fp8", "int8"] = has("same", "cache of keys and values: same as activations, fp8 or int8")
 
 
 class Inference(Table):

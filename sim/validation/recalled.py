@@ -1,8 +1,9 @@
-"""Steps that papers outside the collection give: predicted beside the lengths of whole runs (reports/runs.md).
+"""Steps, and requests of inference, that papers outside the collection give: predicted beside the lengths of whole runs
+(reports/runs.md).
 
-The case files stand in scenarios/runs/steps. One figure alone rests on some of them (reports/provenance.md), so they
-show how predictions do on jobs that nobody tuned for; but their figures are recalled, and layouts that a paper leaves
-open are assumed.
+The case files stand in scenarios/runs/steps and scenarios/runs/requests. One figure alone rests on some of them
+(reports/provenance.md), so they show how predictions do on jobs that nobody tuned for; but their figures are recalled,
+and layouts that a paper leaves open are assumed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 import yaml
 
 from sim.catalog import folder
+from sim.report.neighbours import RECALLED
 from sim.validation.runner import Validation, validate
 from sim.validation.statistics import Record
 from sim.validation.table import HEADLINE, headline, percent
@@ -31,6 +33,14 @@ Nemotron-4 15B's micro-batches. Mechanisms found on the memory of these rows and
 torchtitan's loss holds (58 GiB were predicted for 77, 42 for 70), what gathers in 8 bits leave in 16, what PyTorch's
 pipeline stages keep of all micro-batches and which forwards they run first."""
 
+_REQUESTS = """## Requests of inference engines
+
+From `scenarios/runs/requests` (`drystep validate scenarios/runs/requests`): a request is the prompt and all tokens
+behind it. Figures are recalled; no figure of drystep rests on them. Changed after a first look: the cache in fp8 on
+H100 (`kv_cache`, a field of the scenario since then)."""
+
+#: What follows the name of a source in the record of errors where its figures are recalled.
+MARK = RECALLED
 _GIB = 2.0**30
 #: Figures of memory that a paper may give.
 _MEMORY = ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes")
@@ -41,14 +51,25 @@ def steps(workers: int | None = None) -> Validation:
     return validate([folder("scenarios") / "runs" / "steps"], workers=workers)
 
 
-def markdown(found: Validation) -> str:
-    """The section of reports/runs.md: figures by paper, every step (worst first), what each rests on."""
+def requests(workers: int | None = None) -> Validation:
+    """Every recalled request of inference beside its prediction."""
+    return validate([folder("scenarios") / "runs" / "requests"], workers=workers)
+
+
+def markdown(found: Validation, head: str = _HEAD) -> str:
+    """A section of reports/runs.md: figures by paper, every step or request (worst first), what each rests on."""
     ordered = sorted(found.records, key=lambda one: -abs(one["error"].get("step_time_s", float("inf"))))
     sources = [_about(Path(file.path)) for file in found.files]
-    return "\n".join([_HEAD, "", *_rows(HEADLINE, headline(found.summary)), "",
+    memory = _memory(found)
+    return "\n".join([head, "", *_rows(HEADLINE, headline(found.summary)), "",
                       *_rows(("step", "published s", "predicted s", "error"), [_row(one) for one in ordered]), "",
-                      *_rows(("memory", "figure", "published GiB", "predicted GiB", "error"), _memory(found)), "",
-                      *sources, ""])
+                      *([*_rows(("memory", "figure", "published GiB", "predicted GiB", "error"), memory), ""]
+                        if memory else []), *sources, ""])
+
+
+def both(workers: int | None = None) -> str:
+    """Both sections."""
+    return markdown(steps(workers)) + "\n" + markdown(requests(workers), _REQUESTS)
 
 
 def _about(path: Path) -> str:

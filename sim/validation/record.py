@@ -21,9 +21,9 @@ _HEAD = """# Errors of published runs, predicted / measured - 1: what `validated
 """
 
 
-def rows(records: Iterable[Record]) -> list[list[Any]]:
-    """Rows of the record, sorted, equal ones kept: they are runs of their own."""
-    found = [row(r["file"].removesuffix(".yaml"), Features(**r["features"]), r["error"]["step_time_s"])
+def rows(records: Iterable[Record], mark: str = "") -> list[list[Any]]:
+    """Rows of the record, sorted, equal ones kept: they are runs of their own. `mark` follows their sources' names."""
+    found = [row(r["file"].removesuffix(".yaml") + mark, Features(**r["features"]), r["error"]["step_time_s"])
              for r in records if "step_time_s" in r["error"] and "features" in r and r["quality"] not in _LEFT_OUT]
     return sorted(found, key=lambda one: json.dumps(one))
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sim.validation import pictures, record, table
+from sim.validation import pictures, recalled, record, table
 from sim.validation.corrections import effects
 from sim.validation.misses import LIMIT, misses
 from sim.validation.runner import Validation, published
@@ -101,7 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.readme.is_file():
         texts[given.readme] = readme_with(given.readme.read_text(encoding="utf-8"), validation)
     if not given.files:
-        texts[record.PATH] = record.text(record.rows(validation.records))
+        # no collected case is inference, so requests that are only recalled stand for it
+        asked = recalled.requests(given.workers).records
+        texts[record.PATH] = record.text(record.rows(validation.records) + record.rows(asked, recalled.MARK))
     stale = [path for path, text in texts.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     drawn = not pictures.points(validation.records) or pictures.current(given.out, validation.records)
     if given.check:

@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failed = True
     text = markdown(found)
     if not given.select:
-        text += "\n" + recalled.markdown(recalled.steps())
+        text += "\n" + recalled.both()
     if given.out is None:
         print(text)
     else:

@@ -154,3 +154,45 @@ def test_learned_positions_bound_the_generation() -> None:
         resolve({"name": "t", "cluster": {"topology": "single-a100-80g-sxm"}, "model": {"preset": "gpt2"},
                  "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 64,
                               "mode": {"inference": {"prompt": 1000, "generate": 25, "batch": 1}}}})
+
+
+def attention(of: Rank) -> Kernel:
+    (core,) = [k for k in block(of) if isinstance(k, Kernel) and k.op == "attention"]
+    return core
+
+
+NARROW_CACHE = Weights("", True, False, cache="fp8")
+
+
+def test_a_cache_in_8_bits_is_half_as_large_and_read_as_it_is_stored() -> None:
+    plain, small = rank(batch=3, cached=99), rank(NARROW_CACHE, batch=3, cached=99)
+    elements = 3 * 100 * 2 * 2 * 64  # sequences, tokens, keys and values, heads, width
+    assert attention(plain).bytes - attention(small).bytes == elements
+    layers = plain.architecture().stack
+    assert 2 * small.cache_bytes(100, layers) == plain.cache_bytes(100, layers)
+    (update,) = named(small, "cache_update")
+    assert update.bytes == 3 * 2 * 2 * 64 * (2 + 1)
+    assert small.transient_bytes(layers) == plain.transient_bytes(layers)
+
+
+def test_without_an_engine_the_cache_is_expanded_before_attention() -> None:
+    plain, small = (rank(Weights("", False, True, cache=cache), batch=3, cached=99) for cache in ("", "int8"))
+    elements = 3 * 100 * 2 * 2 * 64
+    (expanded,), (quantised,), (update,) = (
+        named(small, name) for name in ("dequantise_cache", "quantise_cache", "cache_update"))
+    assert (expanded.bytes, quantised.bytes, update.bytes) == (3 * elements, 3 * 3 * 2 * 2 * 64, 2 * elements)
+    assert attention(small).bytes == attention(plain).bytes
+    layers = plain.architecture().stack
+    assert small.transient_bytes(layers) == plain.transient_bytes(layers) + elements  # the copy, less half the cache
+
+
+def test_a_prompt_attends_to_what_it_has_just_computed() -> None:
+    plain, small = rank(new=64, cached=0), rank(NARROW_CACHE, new=64, cached=0)
+    assert attention(small).bytes == attention(plain).bytes
+    assert named(small, "cache_update")[0].bytes == 64 * 2 * 2 * 64 * 3
+
+
+def test_compressed_keys_are_stored_in_8_bits_once() -> None:
+    mla = {"q_rank": 96, "kv_rank": 64, "nope_dim": 32, "rope_dim": 16, "value_dim": 32}
+    plain, small = (rank(of, mla=mla, kv_heads=8, cached=99) for of in (PLAIN, NARROW_CACHE))
+    assert attention(plain).bytes - attention(small).bytes == 100 * (64 + 16)

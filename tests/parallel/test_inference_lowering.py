@@ -247,3 +247,23 @@ def test_weights_in_fp8_halve_what_a_token_reads_and_products_in_fp8_the_prompt(
     assert served(stored).time_per_token_s < 0.75 * served(half).time_per_token_s
     assert served(stored).prompt_time_s == pytest.approx(served(half).prompt_time_s, rel=0.02)
     assert served(narrow).prompt_time_s < 0.75 * served(half).prompt_time_s
+
+
+def test_a_cache_in_8_bits() -> None:
+    caches = {}
+    for cache in ("same", "fp8"):
+        run = resolve(scenario({"preset": "llama-2-7b"}, prompt=512, generate=200, batch=8, software=ENGINE).model_dump(
+            exclude_none=True), "x", {"training.mode.inference.kv_cache": cache})
+        caches[cache] = api.run(run)
+    half, full = caches["fp8"], caches["same"]
+    assert 2 * served(half).kv_cache_bytes == served(full).kv_cache_bytes
+    assert half.memory.use.at_peak["kv_cache"] == served(half).kv_cache_bytes
+    assert served(half).time_per_token_s < served(full).time_per_token_s
+
+
+def test_graphs_replay_tokens_and_prompts_are_launched() -> None:
+    lowered = {graphs: lower(scenario(software={"cuda_graphs": graphs}, gpus=2, tensor=2)) for graphs in (False, True)}
+    hosts = {graphs: [sum(sum(one.job.programs[0].segments[p].host_s) for p in set(section.payload) if p >= 0)
+                      for section in one.job.programs[0].sections] for graphs, one in lowered.items()}
+    prompt, *tokens = hosts[True]
+    assert prompt == hosts[False][0] > 0.0 and not any(tokens) and all(hosts[False])

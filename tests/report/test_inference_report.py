@@ -67,3 +67,14 @@ def test_advice_names_fewer_bits() -> None:
     assert not result.memory.fits
     assert [c.what for c in result.changes if c.fits] != []
     assert all("weights in int" in c.what for c in result.changes if c.fits)
+
+
+def test_a_narrow_cache_is_named_and_advised() -> None:
+    assert "fp8 cache" in as_text(run(kv_cache="fp8")) and "cache ·" not in as_text(run())
+    short = api.run(resolve({
+        "name": "asks", "cluster": {"topology": "single-a100-80g-sxm"}, "model": {"preset": "llama-2-7b"},
+        "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 4096, "precision": "pure-bf16",
+                     "mode": {"inference": {"prompt": 2048, "generate": 2048, "batch": 40}}},
+        "software": {"compile": True}}))
+    assert not short.memory.fits
+    assert {"training.mode.inference.kv_cache": "fp8"} in [one.set for one in short.changes if one.fits]

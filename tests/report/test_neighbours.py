@@ -137,3 +137,15 @@ def test_a_result_carries_its_record_and_warns_without_one() -> None:
     assert [w for w in unknown.warnings if w.startswith("validation:")]
     assert elsewhere.validated.generations == ("ga100",)
     assert [w for w in elsewhere.warnings if w.startswith("validation:")]
+
+
+def test_requests_of_inference_have_a_recalled_record_of_their_own() -> None:
+    def result(**software: object) -> sim.Result:
+        return sim.run(resolve({
+            "name": "t", "cluster": {"topology": "single-a100-80g-sxm"}, "model": {"preset": "llama-2-7b"},
+            "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 512, "precision": "pure-bf16",
+                         "mode": {"inference": {"prompt": 64, "generate": 8, "batch": 4}}}, "software": software}))
+    engine, eager = result(cuda_graphs=True).validated, result().validated
+    assert engine.count >= neighbours.ENOUGH and all(s.endswith("(recalled)") for s in engine.sources)
+    assert str(engine).endswith("(predicted against published, figures recalled)")
+    assert eager.count == 1 and eager.sources == ("gptfast (recalled)",)

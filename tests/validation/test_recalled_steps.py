@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sim.validation.recalled import markdown, steps
+from sim.validation.recalled import markdown, requests, steps
 
 
 @pytest.fixture(scope="module")
@@ -38,3 +38,13 @@ def test_the_worst_step_stands_first_and_assumptions_are_said(found) -> None:  #
     given = sum(name.endswith("_bytes") for one in found.records for name in one["error"])
     errors = [abs(float(cells[5].strip().rstrip("%"))) for cells in memory]
     assert len(memory) == given > 20 and errors == sorted(errors, reverse=True)
+
+
+def test_requests_of_inference_are_predicted_and_agree_with_what_is_printed_beside_them() -> None:
+    found = requests(workers=1)
+    assert {one["status"] for one in found.records} == {"ok"} and len(found.records) >= 60
+    measured = {one["id"]: one["measured"]["step_time_s"] for one in found.records}
+    for name, weights, printed in (("7b", 13.32e9, 1397e9), ("70b-2gpu", 139e9 / 2, 1482e9)):  # gpt-fast's bandwidths
+        assert 200 * weights / measured[f"gptfast-{name}"] == pytest.approx(printed, rel=0.01)
+    text = markdown(found, "head")
+    assert "| memory |" not in text and text.index("falcon-180b-128-2048") < text.index("gptfast-7b |")
