@@ -141,11 +141,11 @@ def _activation(style: Style) -> tuple[Operator, str]:
 def _gelu_new(style: Style) -> tuple[Operator, str]:
     """0.5 * x * (1 + tanh(sqrt(2/pi) * (x + 0.044715 * pow(x, 3)))) in eight kernels.
 
-    Kept: pow's input, 0.5 * x, tanh's output and 1 + tanh (both factors of the last product). Autocast runs pow in
-    fp32, and everything after it promotes. Source: transformers/activations.py (NewGELUActivation).
+    Kept: pow's input, 0.5 * x, tanh's output and 1 + tanh (both factors of the last product). Where autocast runs pow
+    in fp32, everything after it promotes. Source: transformers/activations.py (NewGELUActivation).
     """
     elements, e = style.tokens * style.ffn, width(style.act)
-    wide = "fp32" if style.autocast else style.act
+    wide = "fp32" if style.widens_powers else style.act
     w = width(wide)
     compiled = style.stack.compile
     to = [e + w] if w != e else []

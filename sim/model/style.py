@@ -273,6 +273,11 @@ class Style:
         return (self.conv1d or t5) and self.activation == "gelu" and not self.stack.fused_bias_gelu
 
     @property
+    def widens_powers(self) -> bool:
+        """Whether autocast takes powers in fp32; where the stack makes the whole module half, nothing does."""
+        return self.autocast and not self.stack.residual_dtype_follows_autocast
+
+    @property
     def separate_qkv(self) -> bool:
         """Three projections instead of one (Hugging Face's code but GPT-2's)."""
         return self.modules == "transformers" and not self.conv1d

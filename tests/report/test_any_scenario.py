@@ -85,6 +85,7 @@ def not_finite(value: Any) -> Iterator[Any]:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32))
+@example(3193)  # GPT-2's GELU spelled out in a module that is half as a whole, beside quantised layers
 @example(193119)  # T5's encoder ends in fp32 where its residual stream is half: gradients of 2 and of 4 bytes
 def test_any_scenario_is_refused_or_runs_well(seed: int) -> None:
     draw = random.Random(seed)

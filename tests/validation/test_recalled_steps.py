@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from sim.report.text_run import LONGER
+from sim.validation import runs
 from sim.validation.recalled import markdown, requests, steps
 
 
@@ -48,3 +50,12 @@ def test_requests_of_inference_are_predicted_and_agree_with_what_is_printed_besi
         assert 200 * weights / measured[f"gptfast-{name}"] == pytest.approx(printed, rel=0.01)
     text = markdown(found, "head")
     assert "| memory |" not in text and text.index("falcon-180b-128-2048") < text.index("gptfast-7b |")
+
+
+def test_runs_of_weeks_take_longer_than_their_steps_as_the_report_of_a_whole_run_says(found) -> None:  # type: ignore[no-untyped-def]
+    longer = [1 / (1 + one.error) for run in runs.published() if run["id"] in ("opt-175b", "bloom-176b")
+              for one in runs.predict(run) if one.figure == "days"]
+    for name in ("neox", "pythia", "starcoder", "deepseek", "deepseek2", "skywork"):
+        errors = [one["error"]["step_time_s"] for one in found.records if one["file"] == f"{name}.yaml"]
+        longer.append(1 / (1 + sum(errors) / len(errors)))
+    assert (len(longer), round(100 * (min(longer) - 1)), round(100 * (max(longer) - 1))) == LONGER

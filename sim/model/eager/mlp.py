@@ -63,7 +63,7 @@ def activation(run: Run, style: Style, made: Tensor) -> Tensor:
 def activated(run: Run, style: Style, x: Tensor) -> Tensor:
     """The activation alone, of one kernel or spelled out."""
     if style.spells_gelu and not style.stack.compile:
-        return _gelu_new(run, x)
+        return _gelu_new(run, x, style.widens_powers)
     silu = style.gated and style.activation == "silu"
     return op.unary(run, x, saves_input=True, temporaries=_SILU_TEMPORARIES if silu else 0)
 
@@ -94,9 +94,13 @@ def _gated_kernel(run: Run, both: Tensor) -> Tensor:
     return Tensor(run.new(out, dtype), out, dtype, node.output())
 
 
-def _gelu_new(run: Run, x: Tensor) -> Tensor:
+def _gelu_new(run: Run, x: Tensor, widens: bool) -> Tensor:
     """0.5 * x * (1 + tanh(sqrt(2/pi) * (x + 0.044715 * pow(x, 3)))) (transformers NewGELUActivation); one
-    expression, whose parts go as soon as the next is there unless they are saved."""
+    expression, whose parts go as soon as the next is there unless they are saved.
+
+    Args:
+        widens: autocast takes the power in fp32.
+    """
     half = op.scale(run, x)
     return op.mul(run, half, op.shift(run, op.unary(
-        run, op.scale(run, op.add(run, x, op.scale(run, op.power(run, x)))), saves_output=True)))
+        run, op.scale(run, op.add(run, x, op.scale(run, op.power(run, x, widens)))), saves_output=True)))

@@ -66,9 +66,9 @@ def shift(run: Run, x: Tensor) -> Tensor:
     return _result(run, node, x.elements, x.dtype)
 
 
-def power(run: Run, x: Tensor) -> Tensor:
-    """`pow`, in fp32 under autocast; backward pow, a scalar product and a product."""
-    return unary(run, to(run, x, "fp32") if run.autocast else x, saves_input=True, temporaries=2)
+def power(run: Run, x: Tensor, widens: bool) -> Tensor:
+    """`pow`, in fp32 under autocast that `widens` it; backward pow, a scalar product and a product."""
+    return unary(run, to(run, x, "fp32") if widens else x, saves_input=True, temporaries=2)
 
 
 def to(run: Run, x: Tensor, dtype: str) -> Tensor:
