@@ -33,6 +33,7 @@ from sim.report.memory_plan import MemoryPlan, StageMemory
 from sim.report.result import Result
 from sim.report.tables import Frame, as_table
 from sim.scenario import Loaded, Scenario, load_scenario
+from sim.scenario.schema import Inference
 from sim.software import Stack, stack_of
 
 if TYPE_CHECKING:
@@ -255,10 +256,10 @@ def hardware_for(scenario: Scenario, jitter_s: float = 0.0) -> tuple[Device, Net
     Args:
         jitter_s: of ranks that meet in a collective.
     """
-    software = scenario.software
+    software, peers = scenario.software, _peer_sums(scenario)
     stack = stack_of(software)
     key = (f"{scenario.cluster.model_dump_json()}{software.nccl.model_dump_json()}{jitter_s} {stack.product_rate} "
-           f"{stack.dispatch_once} {stack.nccl_release}")
+           f"{stack.dispatch_once} {stack.nccl_release} {peers}")
     if key not in _HARDWARE:
         if len(_HARDWARE) >= 16:
             _HARDWARE.pop(next(iter(_HARDWARE)))
@@ -270,6 +271,11 @@ def hardware_for(scenario: Scenario, jitter_s: float = 0.0) -> tuple[Device, Net
 _HARDWARE: dict[str, tuple[Device, Network]] = {}
 
 
+def _peer_sums(scenario: Scenario) -> bool:
+    mode = scenario.training.mode
+    return isinstance(mode, Inference) and mode.inference.all_reduce == "peers"
+
+
 def _hardware(scenario: Scenario, jitter_s: float, stack: Stack) -> tuple[Device, Network]:
     """The GPU and the links of a scenario's cluster."""
     cluster = scenario.cluster
@@ -277,7 +283,8 @@ def _hardware(scenario: Scenario, jitter_s: float, stack: Stack) -> tuple[Device
     asked = scenario.software.nccl.model_dump()
     network = Network(Topology.from_mapping(cluster.template()), cluster.nodes, cluster.gpus_per_node,
                       cluster.intra_gbps_per_gpu, cluster.inter_gbps_per_node,
-                      asked | {"version": asked["version"] or stack.nccl_release}, jitter_s, stack.dispatch_once)
+                      asked | {"version": asked["version"] or stack.nccl_release}, jitter_s, stack.dispatch_once,
+                      _peer_sums(scenario))
     share = host_share(cluster.topology.host, cluster.gpus_per_node, cluster.topology.intra.gpus_per_switch or 1)
     drawn = 1 if cluster.clock_spread else cluster.nodes * cluster.gpus_per_node  # else their clocks are known
     card = with_products(gpu(cluster.topology.gpu, overrides), stack.product_rate)

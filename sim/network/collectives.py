@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from math import log2
 
 from sim.network.candidate import LEAST_SLICE, OPENS, WHOLE_SLICE, WIRE, Candidate, Chunks, Slices
+from sim.network.peer_sums import able, peer_sums
 from sim.network.routes import multicast_loads, ring_loads, tree_loads
 from sim.network.sends import sends
 from sim.network.site import PROTOCOLS, Site
@@ -53,6 +54,8 @@ def candidates(kind: str, site: Site) -> Iterator[Candidate]:
                     yield _tree(site, protocol)
         if kind == "all_reduce" and site.multicast():
             yield _multicast(site)
+        if kind == "all_reduce" and site.peer_sums and able(site):
+            yield from peer_sums(site)
 
 
 def _outside_us(site: Site, protocol: str, tree: bool = False) -> float:

@@ -33,6 +33,7 @@ class Network:
         jitter_s: standard deviation of a rank's arrival; a collective of n ranks waits for the expected latest.
         nccl: forced choices: `algorithm` (Ring, Tree, NVLS ...), `protocol` (LL, LL128, Simple), `channels`; `version`.
         one_sided: all-to-alls are one-sided kernels (DeepEP), not NCCL's grouped sends.
+        peer_sums: small all-reduces are kernels of an inference engine's own (`sim.network.peer_sums`).
 
     Raises:
         UserError: several nodes but no link between them.
@@ -40,10 +41,10 @@ class Network:
 
     def __init__(self, topology: Topology, nodes: int, gpus_per_node: int, intra_gbps_per_gpu: float | None = None,
                  inter_gbps_per_node: float | None = None, nccl: Mapping[str, Any] | None = None,
-                 jitter_s: float = 0.0, one_sided: bool = False) -> None:
+                 jitter_s: float = 0.0, one_sided: bool = False, peer_sums: bool = False) -> None:
         self.topology = topology
         self.jitter_s = jitter_s
-        self.one_sided = one_sided
+        self.one_sided, self.peer_sums = one_sided, peer_sums
         self.nodes = nodes
         self.gpus_per_node = gpus_per_node
         self._nominal = (intra_gbps_per_gpu, inter_gbps_per_node)
@@ -175,7 +176,7 @@ class Network:
     def _allowed(self, kind: str, where: Placement) -> list[Candidate]:
         channels = self.nccl.get("channels")
         site = Site(self.topology, self.speeds, where, self.topology.figures, self._judged,
-                    int(channels) if channels else None, release(self.nccl), self.one_sided)
+                    int(channels) if channels else None, release(self.nccl), self.one_sided, self.peer_sums)
         return allowed(kind, site, self.nccl)
 
 

@@ -40,6 +40,7 @@ class Site:
         channels: forced by the user, None for NCCL's own count.
         version: NCCL's, (major, minor).
         one_sided: all-to-alls are kernels that write into their peers' memory, not NCCL's grouped sends.
+        peer_sums: small all-reduces are kernels that read their peers' memory, where NVLink joins all.
     """
 
     topology: Topology
@@ -50,6 +51,7 @@ class Site:
     channels: int | None = None
     version: tuple[int, ...] = TODAY
     one_sided: bool = False
+    peer_sums: bool = False
 
     @property
     def fabric(self) -> str:

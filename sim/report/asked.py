@@ -7,6 +7,7 @@ from sim.errors import nearest
 from sim.network import Topology
 from sim.report.candidates import own_half
 from sim.scenario import Scenario
+from sim.scenario.schema import Inference
 from sim.software import is_release, packages, stack_of
 
 
@@ -109,6 +110,17 @@ def algorithm_in_vain(scenario: Scenario) -> list[str]:
     return [f"software: nccl.algorithm {wanted} changes nothing: it {why}"]
 
 
+def peer_sums_in_vain(scenario: Scenario) -> list[str]:
+    """A warning where an engine's own kernel for small sums is asked for and has none to make, or no NVLink."""
+    mode, tensor, cluster = scenario.training.mode, scenario.parallel.tensor, scenario.cluster
+    if not isinstance(mode, Inference) or mode.inference.all_reduce == "nccl":
+        return []
+    why = ("there are no tensor ranks" if tensor == 1 else
+           f"{tensor} tensor ranks are more than eight or a node has" if tensor > min(8, cluster.gpus_per_node) else
+           "NVLink does not join the GPUs" if cluster.topology.intra.kind in ("pcie", "none") else "")
+    return [f"inference: all_reduce peers changes nothing: {why}"] if why else []
+
+
 def links_in_vain(scenario: Scenario) -> list[str]:
     """Warnings where fields of a topology describe links that its kind of node or network does not have here."""
     topology = scenario.cluster.topology
@@ -130,7 +142,7 @@ _OTHER_SHAPES = ("torus", "ring")
 
 #: What is asked in vain, in the order in which it is said.
 _ASKED = (links_in_vain, overlap_in_vain, prefetch_in_vain, takes_turns, algorithm_in_vain, schedule_of_another,
-          versions_in_vain, autocast_alone)
+          versions_in_vain, autocast_alone, peer_sums_in_vain)
 
 
 def in_vain(scenario: Scenario) -> list[str]:

@@ -191,6 +191,8 @@ class InferenceRun(Table):
     prompt: Tokens = needs("tokens of the prompt")
     generate: Tokens = needs("tokens generated")
     batch: Sequences = needs("sequences at once")
+    all_reduce: Literal["nccl", "peers"] = has(
+        "nccl", "small sums of tensor ranks: NCCL's, or a kernel of the engine's own that reads its peers over NVLink")
     kv_cache: Literal["same", "fp8", "int8"] = has("same", "cache of keys and values: same as activations, fp8 or int8")
 
 

@@ -267,3 +267,15 @@ def test_graphs_replay_tokens_and_prompts_are_launched() -> None:
                       for section in one.job.programs[0].sections] for graphs, one in lowered.items()}
     prompt, *tokens = hosts[True]
     assert prompt == hosts[False][0] > 0.0 and not any(tokens) and all(hosts[False])
+
+
+def test_an_engines_own_sums_shorten_tokens_of_tensor_ranks() -> None:
+    def run(all_reduce: str, tensor: int = 8, topology: str = "dgx-a100-80g") -> Result:
+        plain = scenario({"preset": "llama-2-7b"}, gpus=tensor, tensor=tensor, software=ENGINE, topology=topology)
+        return api.run(resolve(plain.model_dump(exclude_none=True), "x", {
+            "training.mode.inference.all_reduce": all_reduce}))
+    own, nccl = run("peers"), run("nccl")
+    assert served(own).time_per_token_s < 0.85 * served(nccl).time_per_token_s
+    assert not [w for w in own.warnings if "all_reduce" in w]
+    for vain in (run("peers", 1, "single-a100-80g-sxm"), run("peers", 4, "pcie-8x-a10")):
+        assert len([w for w in vain.warnings if "all_reduce peers changes nothing" in w]) == 1

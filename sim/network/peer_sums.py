@@ -1,0 +1,48 @@
+"""Sums of tensors by kernels of an inference engine's own, which read their peers' memory over NVLink.
+
+In one shot every GPU reads all others' tensors and adds them up; in two it sums a slice of them first and then reads
+the other slices' sums. Source, recalled: vLLM csrc/custom_all_reduce.cuh (0.3 on: one shot below 512 KiB on up to four
+GPUs and 256 KiB on up to eight, always on two; beyond 8 MiB NCCL); TensorRT-LLM customAllReduceKernels.cu, gpt-fast's
+ENABLE_INTRA_NODE_COMM alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sim.network.candidate import Candidate
+from sim.network.routes import ring_loads
+from sim.network.site import Site
+from sim.network.tuner import Judgement
+
+#: The largest tensor that is summed so, bytes, and the largest in one shot on up to so many GPUs.
+MOST_BYTES = 8 << 20
+_ONE_SHOT_BYTES = {2: MOST_BYTES, 4: (512 << 10) - 1, 8: (256 << 10) - 1}
+#: Thread blocks of the kernel (vLLM: 36).
+_BLOCKS = 36
+_INFINITE = float("inf")
+
+
+def able(site: Site) -> bool:
+    """Whether NVLink joins every GPU of the communicator with every other one, and they are no more than eight."""
+    return (site.place.nodes == 1 and site.place.size <= max(_ONE_SHOT_BYTES) and site.intra_link() == "nvlink"
+            and (site.place.rings < 0 or site.place.rings >= site.place.size - 1))
+
+
+def peer_sums(site: Site) -> Iterator[Candidate]:
+    """Both ways, which an engine takes by size alone, whatever NCCL would.
+
+    Either is a kernel that starts (as one of NCCL's in LL) and flags that go to all peers at once: before what they
+    hold is read, and after; in two shots between the slices too. A flag takes what a step of a ring in LL does.
+    """
+    size, figures = site.place.size, site.figures
+    one_shot = next(most for ranks, most in _ONE_SHOT_BYTES.items() if size <= ranks)
+    flag_us = site.step_us("LL")
+    for name, flags, volume, hbm, order, most in (
+            ("OneShot", 2, size - 1.0, size + 1.0, 1.0, one_shot),
+            ("TwoShot", 3, 2.0 * (size - 1) / size, 4.0, 2.0, MOST_BYTES)):
+        # chosen wherever it may be: NCCL's own estimates are all above a thousandth of a microsecond
+        chosen = Judgement(order * 1e-4, _INFINITE, plateau=_INFINITE, plateau_bytes=most + 1.0)
+        yield Candidate(
+            name, "peers", chosen, (figures["base_us.LL"] + flags * flag_us) * 1e-6, 0.0, 1.0, 1.0, _INFINITE, (),
+            ring_loads(site.place), volume, site.inside_bps() / volume, _BLOCKS, hbm)
