@@ -111,12 +111,11 @@ def algorithm_in_vain(scenario: Scenario) -> list[str]:
 
 
 def peer_sums_in_vain(scenario: Scenario) -> list[str]:
-    """A warning where an engine's own kernel for small sums is asked for and has none to make, or no NVLink."""
+    """A warning where an engine's own kernel for small sums is asked for and too many GPUs or no NVLink prevent it."""
     mode, tensor, cluster = scenario.training.mode, scenario.parallel.tensor, scenario.cluster
-    if not isinstance(mode, Inference) or mode.inference.all_reduce == "nccl":
+    if not isinstance(mode, Inference) or mode.inference.all_reduce == "nccl" or tensor == 1:
         return []
-    why = ("there are no tensor ranks" if tensor == 1 else
-           f"{tensor} tensor ranks are more than eight or a node has" if tensor > min(8, cluster.gpus_per_node) else
+    why = (f"{tensor} tensor ranks are more than eight or a node has" if tensor > min(8, cluster.gpus_per_node) else
            "NVLink does not join the GPUs" if cluster.topology.intra.kind in ("pcie", "none") else "")
     return [f"inference: all_reduce peers changes nothing: {why}"] if why else []
 

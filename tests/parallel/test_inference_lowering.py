@@ -277,5 +277,5 @@ def test_an_engines_own_sums_shorten_tokens_of_tensor_ranks() -> None:
     own, nccl = run("peers"), run("nccl")
     assert served(own).time_per_token_s < 0.85 * served(nccl).time_per_token_s
     assert not [w for w in own.warnings if "all_reduce" in w]
-    for vain in (run("peers", 1, "single-a100-80g-sxm"), run("peers", 4, "pcie-8x-a10")):
-        assert len([w for w in vain.warnings if "all_reduce peers changes nothing" in w]) == 1
+    vain = run("peers", 4, "pcie-8x-a10")
+    assert len([w for w in vain.warnings if "all_reduce peers changes nothing" in w]) == 1
