@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from sim.model.architecture import Operator, Parameter, Tensor
 from sim.model.attention_core import core_operator, repeated, uses_flash
+from sim.model.head_norms import head_norms
 from sim.model.kernels import chain, elementwise, linear, linear_operator, linear_parameters, meeting, width
 from sim.model.style import Style
 from sim.work import Kernel
@@ -41,6 +42,10 @@ def attention_operators(
     operators = [qkv]
     if style.copies_heads:
         operators.append(_head_copies(style))
+    normed: list[Parameter] = []
+    if style.qk_norm:
+        norms, normed = head_norms(style)
+        operators += norms
     if style.positions == "rotary":
         operators.append(_rotary(style))
     if style.expands_kv and uses_flash(style):
@@ -52,7 +57,7 @@ def attention_operators(
     elements = style.tokens * style.hidden
     operators[0] = meeting(style, operators[0], "column", elements)
     projection = meeting(style, projection, "row", elements)
-    return [*operators, projection], [*parameters, *more]
+    return [*operators, projection], [*parameters, *more, *normed]
 
 
 def _projections(style: Style, names: Sequence[str], source: str) -> tuple[Operator, list[Parameter]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sim.model.architecture import Joint, Operator, Tensor
-from sim.model.kernels import cast, elementwise, product, width
+from sim.model.kernels import cast, elementwise, product, softcap, width
 from sim.model.relative import bias_backward, bias_forward, kept_bias
 from sim.model.ring import around_the_ring, below
 from sim.model.rotated_ring import rotated
@@ -209,6 +209,8 @@ def _kept_scores(style: Style) -> list[Tensor]:
     kept = [Tensor("softmax", elements, soft)]
     if soft != style.act:
         kept.append(Tensor("softmax_half", elements, style.act))
+    if style.score_softcap:
+        kept.append(Tensor("bounded_scores", elements, style.act))
     if style.dropout:
         kept.append(Tensor("attention_dropout_mask", elements, "int8"))
         if soft == style.act:
@@ -227,6 +229,9 @@ def _score_kernels(style: Style) -> tuple[list[Kernel], list[Kernel]]:
     fused = style.stack.fused_softmax or style.stack.compile
     forward: list[Kernel] = []
     backward: list[Kernel] = []
+    bound = softcap("score_softcap", elements, style.act, fused, "attention") if style.score_softcap else None
+    if bound is not None:
+        forward.append(bound[0])
     if not fused:
         steps = 3 if style.positions in ("alibi", "relative") else 2  # scale, mask (causal or padding), bias
         forward.append(elementwise("scale_mask", elements, steps * 2 * e, style.act, steps, "attention"))
@@ -247,4 +252,6 @@ def _score_kernels(style: Style) -> tuple[list[Kernel], list[Kernel]]:
         if w != e:
             backward.append(replace(cast("softmax_gradient_cast", elements, soft, style.act), category="attention"))
         backward.append(elementwise("scale_mask_backward", elements, 4 * e, style.act, 2, "attention"))
+    if bound is not None:
+        backward.append(bound[1])
     return forward, backward

@@ -25,6 +25,6 @@ def _early_stopped(operators: Sequence[Operator], early_stop: bool) -> list[Oper
     if not early_stop:
         return list(operators)
     last = max(i for i, op in enumerate(operators) if op.saved)
-    keeps_output = operators[last].name.startswith(("dropout", "norm"))
+    keeps_output = operators[last].name.startswith(("dropout", "norm", "post_norm"))
     keep = last + 1 if keeps_output else last
     return [op if i < keep else replace(op, recomputed=False) for i, op in enumerate(operators)]

@@ -1,11 +1,11 @@
-"""Decoder-only transformers: pre-norm blocks, dense or mixtures of experts, between an embedding and a head."""
+"""Decoder-only transformers: blocks, dense or mixtures of experts, between an embedding and a head."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sim.model.architecture import Architecture, Layer, Parameter
+from sim.model.architecture import Architecture, Layer, Operator, Parameter
 from sim.model.attention import attention_operators
 from sim.model.blocks import block_layer
 from sim.model.embedding import embedding_layer
@@ -18,9 +18,17 @@ from sim.model.relative import table_operator
 from sim.model.residual import residual_operators
 from sim.model.style import Experts, Program, Style
 
+#: Modules of a block's norms by module style: of what attention and MLP read, and of what they add.
 _NORMS = {"plain": ("ln1", "ln2"), "gpt2": ("ln_1", "ln_2"),
           "transformers": ("input_layernorm", "post_attention_layernorm"),
           "megatron": ("input_layernorm", "pre_mlp_layernorm")}
+_OUTPUT_NORMS = {"plain": ("ln1_output", "ln2_output"), "gpt2": ("ln_1_output", "ln_2_output"),
+                 "transformers": ("post_attention_layernorm", "post_feedforward_layernorm"),
+                 "megatron": ("post_self_attn_layernorm", "post_mlp_layernorm")}
+#: The second norm where there are four (transformers modeling_gemma2.py, Gemma2DecoderLayer).
+_SECOND_OF_FOUR = {"transformers": "pre_feedforward_layernorm"}
+
+Norms = dict[str, tuple[Operator, tuple[Parameter, ...]]]
 
 
 def decoder(style: Style) -> Architecture:
@@ -57,40 +65,57 @@ def _is_mixture(style: Style, number: int) -> bool:
 
 
 def _block(style: Style, table: str = "") -> Layer:
-    """Pre-norm block: attention then feed-forward, or both side by side on one norm (`parallel_block`).
+    """Attention then feed-forward, or both side by side on one norm (`parallel_block`).
 
     Args:
         table: module of the table of relative positions, in the block that holds it.
     """
-    first, second = _NORMS["gpt2" if style.conv1d else style.modules]
-    source = style.residual
-    norm1, norm1_parameters = norm_operator(style.stream, "norm1", first)
+    norms = _norms(style)
     attend = attention_operators if style.latent is None else latent_operators
-    attention, attention_parameters = attend(style, source)
+    attention, attention_parameters = attend(style, style.residual)
     if table:
         attention.insert(1, table_operator(style, table))
         attention_parameters += attention[1].parameters
     feed_forward = mlp_operators if style.experts is None else experts_operators
-    mlp, mlp_parameters = feed_forward(style, source)
-    operators = [norm1, *attention, *residual_operators(style.stream, "1")]
-    norm2_parameters: tuple[Parameter, ...] = ()
-    if not style.parallel_block:
-        norm2, norm2_parameters = norm_operator(style.stream, "norm2", second)
-        operators.append(norm2)
-    operators += [*mlp, *residual_operators(style.stream, "2")]
-    parameters = _registered(style, norm1_parameters, attention_parameters, norm2_parameters, mlp_parameters)
+    mlp, mlp_parameters = feed_forward(style, style.residual)
+    operators = [
+        *_operators(norms, "norm1"), *attention, *_operators(norms, "post_norm1"),
+        *residual_operators(style.stream, "1"),
+        *_operators(norms, "norm2"), *mlp, *_operators(norms, "post_norm2"), *residual_operators(style.stream, "2")]
+    parameters = _registered(style, norms, attention_parameters, mlp_parameters)
     written = not style.biased  # score biases of decoders have no module code for their memory: it is estimated
     return replace(block_layer(style, operators, parameters), window=style.window,
                    program=Program("block", style) if written else None)
 
 
-def _registered(
-    style: Style, norm1: Sequence[Parameter], attention: Sequence[Parameter], norm2: Sequence[Parameter],
-    mlp: Sequence[Parameter],
-) -> tuple[Parameter, ...]:
+def _norms(style: Style) -> Norms:
+    """A block's norms by name: "norm1" and "norm2" of what attention and MLP read, "post_norm1" and "post_norm2" of
+    what they add to the stream."""
+    family = "gpt2" if style.conv1d else style.modules
+    modules = dict(zip(("norm1", "norm2"), _NORMS[family], strict=True)) if style.norms_input else {}
+    if style.parallel_block:
+        del modules["norm2"]
+    if style.norms_output:
+        modules |= dict(zip(("post_norm1", "post_norm2"), _OUTPUT_NORMS[family], strict=True))
+        if style.norms_input:
+            modules["norm2"] = _SECOND_OF_FOUR.get(family, modules["norm2"])
+    branch = replace(style.stream, residual=style.act)
+    return {name: norm_operator(branch if name.startswith("post") else style.stream, name, module)
+            for name, module in modules.items()}
+
+
+def _operators(norms: Norms, name: str) -> list[Operator]:
+    return [norms[name][0]] if name in norms else []
+
+
+def _registered(style: Style, norms: Norms, attention: Sequence[Parameter],
+                mlp: Sequence[Parameter]) -> tuple[Parameter, ...]:
     """The order of `module.parameters()`: Hugging Face's Llama registers its norms last, plain modules first."""
+    own = {name: parameters for name, (_, parameters) in norms.items()}
+    in_order = [p for name in ("norm1", "post_norm1", "norm2", "post_norm2") for p in own.get(name, ())]
     if style.separate_qkv:
-        return (*attention, *mlp, *norm1, *norm2)
+        return (*attention, *mlp, *in_order)
     if style.modules == "plain":
-        return (*norm1, *norm2, *attention, *mlp)
-    return (*norm1, *attention, *norm2, *mlp)
+        return (*in_order, *attention, *mlp)
+    behind = own.get("post_norm2", ())
+    return (*own.get("norm1", ()), *attention, *own.get("post_norm1", ()), *own.get("norm2", ()), *mlp, *behind)

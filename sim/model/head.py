@@ -7,7 +7,7 @@ from functools import partial
 
 from sim.model.architecture import Joint, Layer, Operator, Parameter, Tensor
 from sim.model.chunked import Ways, chunked_forward, chunked_kept
-from sim.model.kernels import cast, elementwise, joint, linear_operator, width
+from sim.model.kernels import cast, elementwise, joint, linear_operator, softcap, width
 from sim.model.norms import norm_operator
 from sim.model.style import Style
 from sim.work import Kernel
@@ -37,7 +37,8 @@ def head_layer(style: Style) -> Layer:
     logits, weight = logits_operator(style, rows, head_name)
     stream = Tensor("head_input_stream", style.stream.tokens * style.hidden, style.residual)
     own = () if style.tied else weight
-    last = (_chunked(style, rows, logits),) if style.chunked_loss else (logits, loss_operator(style, rows))
+    bounded = (_softcap(style, rows),) if style.logit_softcap else ()
+    last = (_chunked(style, rows, logits),) if style.chunked_loss else (logits, *bounded, loss_operator(style, rows))
     return Layer("head", (norm, *last), stream, (*norm_parameters, *own),
                  weight if style.tied else ())
 
@@ -52,6 +53,13 @@ def logits_operator(style: Style, rows: int, module: str) -> tuple[Operator, tup
     weight = (Parameter(weight[0].name, (style.vocab, style.hidden)),)
     cut = joint(plain_linear, "column", rows * style.hidden)
     return replace(logits, parameters=() if style.tied else weight, joint=cut), weight
+
+
+def _softcap(style: Style, rows: int) -> Operator:
+    """A bound on the logits, which keeps the tanh."""
+    elements = rows * style.vocab
+    forward, backward = softcap("softcap", elements, style.act, style.stack.compile, "memory_bound")
+    return Operator("softcap", (forward,), (backward,), saved=(Tensor("bounded", elements, style.act),))
 
 
 def loss_operator(style: Style, rows: int) -> Operator:

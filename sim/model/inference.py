@@ -120,12 +120,13 @@ class Rank:
 
     def _items(self, layer: Layer) -> Iterator[Kernel | Sum]:
         style, cut = self.style, self.tensor > 1
-        last_add = max((i for i, op in enumerate(layer.operators) if op.name.startswith("residual")), default=-1)
+        adds = "post_norm" if style.norms_output else "residual"  # where sums of slices are needed
+        last_add = max((i for i, op in enumerate(layer.operators) if op.name.startswith(adds)), default=-1)
         for number, op in enumerate(layer.operators):
             if op.name == "loss":
                 continue
             # side by side, attention and MLP are summed up together
-            if cut and op.name.startswith("residual") and (number == last_add or not style.parallel_block):
+            if cut and op.name.startswith(adds) and (number == last_add or not style.parallel_block):
                 yield Sum("all_reduce", style.tokens * style.hidden, style.act)
             if op.core:
                 yield from self._cache_update(layer)

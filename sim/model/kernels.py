@@ -14,6 +14,18 @@ from sim.model.style import Style
 from sim.work import DTYPE_BYTES, Kernel
 
 
+def softcap(name: str, elements: int, dtype: str, compiled: bool, category: str) -> tuple[Kernel, Kernel]:
+    """`tanh(x / cap) * cap`, forward and backward: three operators each way; compiled, part of what stands beside it.
+
+    tanh keeps its output; backward is a product, tanh's own (two reads, a write) and a quotient. Source: transformers
+    modeling_gemma2.py (eager_attention_forward, Gemma2ForCausalLM.forward).
+    """
+    e, launches = width(dtype), 0 if compiled else 3
+    forward, backward = (e, 2 * e) if compiled else (6 * e, 7 * e)
+    return (elementwise(name, elements, forward, dtype, launches, category),
+            elementwise(f"{name}_backward", elements, backward, dtype, launches, category))
+
+
 def width(dtype: str) -> float:
     """Bytes of an element."""
     return DTYPE_BYTES[dtype]

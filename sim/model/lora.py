@@ -38,7 +38,8 @@ _TARGETS = {"projection": ("projection",), "up": ("mlp",), "down": ("mlp",), "lo
             "q_proj": ("query",), "q_down": ("query",), "q_up": ("query",),
             "kv_down": ("key", "value"), "kv_up": ("key", "value")}
 #: What begins the name of a norm.
-_NORMS = ("norm", "final_norm", "q_norm", "kv_norm", "embedding_norm", "transform_norm", "encoder_norm")
+_NORMS = ("norm", "final_norm", "post_norm", "q_norm", "kv_norm", "query_norm", "key_norm", "embedding_norm",
+          "transform_norm", "encoder_norm")
 #: Modules that are queries, keys and values by the last part of their name; and a linear layer that is never a target
 #: (BERT's, in front of the vocabulary).
 _PARTS = {"q": "query", "k": "key", "v": "value", "kv": "key value", "qkv": "query key value",

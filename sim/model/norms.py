@@ -25,14 +25,21 @@ _PERSISTENT_COLS = frozenset((
     25600, 30720, 32768, 40960, 49152, 65536))
 
 
-def norm_operator(style: Style, name: str, module: str) -> tuple[Operator, tuple[Parameter, ...]]:
-    """A norm over the residual stream, and its parameters in registration order."""
-    rows, cols = style.tokens, style.hidden
+def norm_operator(
+    style: Style, name: str, module: str, shape: tuple[int, int] | None = None,
+) -> tuple[Operator, tuple[Parameter, ...]]:
+    """A norm, and its parameters in registration order.
+
+    Args:
+        style: whose `residual` is the dtype of what is normalised.
+        shape: rows and columns, default those of the residual stream.
+    """
+    rows, cols = shape or (style.tokens, style.hidden)
     layer_norm = style.norm == "layernorm"
     names = ("weight", "bias") if layer_norm and style.bias else ("weight",)
     parameters = tuple(Parameter(f"{module}.{n}", (cols,)) for n in names)
     if style.spelled_rmsnorm:
-        forward, backward, saved = _hugging_face_rmsnorm(style, name)
+        forward, backward, saved = _hugging_face_rmsnorm(style, name, rows, cols)
     else:
         per_pass = rows * cols * width(style.residual)
         forward = Kernel("norm", style.residual, (rows, cols), "forward", 0.0, _FORWARD_PASSES * per_pass,
@@ -52,7 +59,7 @@ def frozen_backward(style: Style, kernel: Kernel) -> Kernel:
     """A norm's backward without what makes its weights' gradients: of PyTorch's kernels the second, which reads two of
     five times; of operators the two products' first and the sum behind it (`_hugging_face_rmsnorm`)."""
     if style.spelled_rmsnorm and not style.stack.compile and style.kind != "decoder":
-        gone = kernel.shape[0] * _SPELLED_WEIGHT * width(style.residual)
+        gone = kernel.shape[0] * _SPELLED_WEIGHT * (4.0 if style.wide_norm else width(style.residual))
         return replace(kernel, bytes=kernel.bytes - gone, launches=kernel.launches - 2)
     return replace(kernel, bytes=kernel.bytes * (1 - _WEIGHT_PASSES / _BACKWARD_PASSES),
                    launches=max(1, kernel.launches - 1))
@@ -64,27 +71,32 @@ def _persistent(style: Style, cols: int) -> bool:
     return kernel == "persistent" or (kernel == "listed" and cols in _PERSISTENT_COLS)
 
 
-def _hugging_face_rmsnorm(style: Style, name: str) -> tuple[Kernel, Kernel, tuple[Tensor, ...]]:
+def _hugging_face_rmsnorm(style: Style, name: str, rows: int, cols: int) -> tuple[Kernel, Kernel, tuple[Tensor, ...]]:
     """LlamaRMSNorm in operators: to fp32, pow, mean, rsqrt, mul, to the input's dtype, mul with the weight.
 
     What it keeps: the fp32 input (pow and mul), rsqrt's output, and the normalised tensor (mul with the weight). The
     steps count bytes per element; rows of one element per token (mean's output, rsqrt) are not counted. T5LayerNorm
-    multiplies the input as it came, not its fp32 copy, and keeps both where they differ.
-    Source: transformers/models/llama/modeling_llama.py, t5/modeling_t5.py.
+    multiplies the input as it came, not its fp32 copy, and keeps both where they differ. Gemma's and OLMo-2's weight
+    multiplies before the cast (`rmsnorm-fp32`), so that the normalised tensor is kept in fp32.
+    Source: transformers/models/llama/modeling_llama.py, t5/modeling_t5.py, gemma2/modeling_gemma2.py (Gemma2RMSNorm),
+    olmo2/modeling_olmo2.py (Olmo2RMSNorm).
     """
-    elements = style.tokens * style.hidden
+    elements = rows * cols
     e = width(style.residual)
     to = [] if e == 4 else [e + 4.0]
-    forward = chain(name, elements, [*to, 8, 4, 8, *to, 2 * e], 2 * e, style.residual, style.stack.compile)
+    wide = style.wide_norm
+    weighted = [8, *to] if wide else [*to, 2 * e]
+    forward = chain(name, elements, [*to, 8, 4, 8, *weighted], 2 * e, style.residual, style.stack.compile)
     # d weight: mul, sum; d normalised: mul; cast; mul rule: two products and a sum; mean, pow: expand, copy, two
     # products; accumulation; cast
-    steps = [3 * e, e, 2 * e, *to, 8, 12, 4, 8, 8, 12, 12, *to]
+    behind = [*to, 12, 4, 8] if wide else [3 * e, e, 2 * e, *to]
+    steps = [*behind, 8, 12, 4, 8, 8, 12, 12, *to]
     backward = chain(name, elements, steps, _BACKWARD_PASSES * e, style.residual, style.stack.compile)
     if style.stack.compile:  # one fused kernel, which keeps what a fused norm keeps
         return forward, backward, (Tensor(f"{name}_input", elements, style.residual),
-                                   Tensor(f"{name}_rstd", style.tokens, "fp32"))
-    saved = [Tensor(f"{name}_input_fp32", elements, "fp32"), Tensor(f"{name}_rsqrt", style.tokens, "fp32"),
-             Tensor(f"{name}_normalised", elements, style.residual)]
+                                   Tensor(f"{name}_rstd", rows, "fp32"))
+    saved = [Tensor(f"{name}_input_fp32", elements, "fp32"), Tensor(f"{name}_rsqrt", rows, "fp32"),
+             Tensor(f"{name}_normalised", elements, "fp32" if wide else style.residual)]
     if style.kind == "encoder-decoder" and e != 4:
         saved.append(Tensor(f"{name}_input", elements, style.residual))
     return forward, backward, tuple(saved)

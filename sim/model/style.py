@@ -86,6 +86,9 @@ class Style:
         gathers: keys and values of the whole sequence are gathered before attention, else they go round a ring.
         scattered: between the cut regions activations are cut along the sequence (Korthikanti et al. 2022).
         dropout: whether dropout masks exist (their probability changes nothing else).
+        qk_norm: norms of queries and keys: "head", "whole" or "" = none.
+        block_norms: whether a block's halves have a norm at their input, output, or both.
+        score_softcap, logit_softcap: whether scores of attention, and logits, go through a tanh.
         tuned: what is trained where that is not everything.
     """
 
@@ -136,6 +139,10 @@ class Style:
     full_every: int = 0
     first_full: int = 0
     chunked: bool = False
+    qk_norm: str = ""
+    block_norms: str = "input"
+    score_softcap: bool = False
+    logit_softcap: bool = False
 
     @property
     def stream(self) -> Style:
@@ -183,6 +190,21 @@ class Style:
         if self.norm == "layernorm" or self.modules == "megatron" or self.stack.fused_rmsnorm:
             return False
         return self.modules == "transformers" or not (self.stack.rmsnorm_kernel or self.stack.compile)
+
+    @property
+    def wide_norm(self) -> bool:
+        """Whether an RMSNorm that is spelled out multiplies by its weight in fp32."""
+        return self.norm == "rmsnorm-fp32"
+
+    @property
+    def norms_input(self) -> bool:
+        """Whether attention and MLP read what a norm made of the residual stream."""
+        return self.block_norms != "output"
+
+    @property
+    def norms_output(self) -> bool:
+        """Whether a norm stands between attention or MLP and the sum."""
+        return self.block_norms != "input"
 
     @property
     def splits_loss(self) -> bool:
@@ -239,7 +261,7 @@ class Style:
         what attention made of them) last to its end: plain GPT blocks, whose norms' outputs no variable holds. What
         autograd keeps is the same; a checkpointed block's forward is higher."""
         return (self.stack.blocks_in_one and self.modules == "plain" and self.kind == "decoder"
-                and self.positions == "learned" and self.tuned is None
+                and self.positions == "learned" and self.tuned is None and self.block_norms == "input"
                 and not (self.separate_qkv or self.stack.compile))
 
     @property
@@ -337,6 +359,8 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
         gathers=scenario.parallel.context_exchange == "all-gather" and context > 1,
         scattered=scenario.parallel.sequence_parallel and tensor > 1, tuned=tuned,
         full_every=model.full_every or 0, first_full=model.first_full, chunked=bool(model.chunked_window),
+        qk_norm=model.qk_norm or "", block_norms=model.block_norms,
+        score_softcap=bool(model.score_softcap), logit_softcap=bool(model.logit_softcap),
         widened=gradient if whole and tuned is None and DTYPE_BYTES[gradient] > DTYPE_BYTES[weight] else "",
     )
 

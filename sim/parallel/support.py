@@ -194,6 +194,9 @@ def _whole_slices(scenario: Scenario) -> Iterator[Fault]:
                     hint=f"use a multiple of {parallel.tensor}")
     if tuned is not None and tuned.method == "adapter" and parallel.tensor > 1:
         yield from _cut_adapter(scenario, tuned.rank)
+    if model.qk_norm == "whole" and parallel.tensor > 1:
+        yield Fault("a norm of all heads together needs them on one rank, and tensor ranks hold some each",
+                    "parallel.tensor", hint="set tensor: 1")
     if model.moe is not None:
         width, cut = model.moe.expert_ffn or model.ffn, scenario.expert_tensor
         if width % cut:

@@ -9,7 +9,8 @@ from sim.scenario.schema import RecomputeModules, Scenario
 
 #: What the blocks of encoders, encoder-decoders and tables of layers are not simulated with.
 _OF_DECODERS = {"moe": "a mixture of experts", "mla": "latent attention", "window": "sliding-window attention",
-                "parallel_block": "attention and MLP side by side"}
+                "parallel_block": "attention and MLP side by side", "qk_norm": "a norm of queries and keys",
+                "score_softcap": "a bound on the scores", "logit_softcap": "a bound on the logits"}
 #: What a model lacks that has no such module.
 _LACKS = {"layernorm": "no norm that stands alone (only latent attention and mixtures of experts have one in front)",
           "mla_up_proj": "no latent attention", "mlp": "no dense MLP", "moe": "no experts", "moe_act": "no experts",
@@ -28,6 +29,20 @@ def of_decoders(written: Scenario, s: Scenario) -> Iterator[Finding]:
     for name, what in _OF_DECODERS.items():
         if getattr(s.model, name):
             yield f"model.{name}", f"{what} is for kind decoder, and the model is of kind {s.model.kind}", "remove it"
+    if s.model.block_norms != "input":
+        yield "model.block_norms", f"norms elsewhere are for kind decoder, and the model is of kind {s.model.kind}", (
+            "remove it")
+
+
+def norms(written: Scenario, s: Scenario) -> Iterator[Finding]:
+    """Norms that a block has no place for."""
+    del written
+    m = s.model
+    if m.parallel_block and m.block_norms != "input":
+        yield "model.block_norms", "attention and MLP side by side read one norm and have none behind them", (
+            "remove it, or set parallel_block: false")
+    if m.qk_norm and m.mla is not None:
+        yield "model.qk_norm", "latent attention has norms of its own", "remove it"
 
 
 def of_transformers(written: Scenario, s: Scenario) -> Iterator[Finding]:
@@ -47,8 +62,10 @@ def modules(written: Scenario, s: Scenario) -> Iterator[Finding]:
     if not isinstance(recompute, RecomputeModules):
         return
     moe, field = model.moe, "training.recompute.modules"
-    if model.kind != "decoder" or model.parallel_block or model.positions == "relative":
-        yield field, "modules are parts of a decoder's block whose MLP follows attention, without relative positions", (
+    if (model.kind != "decoder" or model.parallel_block or model.positions == "relative"
+            or model.block_norms != "input"):
+        yield field, ("modules are parts of a decoder's block whose MLP follows attention, each with a norm in front "
+                      "alone, without relative positions"), (
             "write recompute: full")
         return
     dense = moe is None or moe.first_dense > 0 or moe.every > 1

@@ -55,7 +55,15 @@ def _windowed(c: Config, *, always: bool, first: bool = False) -> dict[str, Any]
 
 
 def _gemma(c: Config) -> dict[str, Any]:
-    return _llama(c, tied=True, activation="gelu")
+    return {**_llama(c, tied=True, activation="gelu"), "norm": "rmsnorm-fp32"}
+
+
+def _gemma_2(c: Config) -> dict[str, Any]:
+    """Four norms a block; what is bounded is bounded by a number, and null takes the bound away."""
+    fields = {**_gemma(c), "block_norms": "both",
+              "score_softcap": c.values.get("attn_logit_softcapping", 50.0) is not None,
+              "logit_softcap": c.values.get("final_logit_softcapping", 30.0) is not None}
+    return patterned(c, fields, window_of(c, "sliding_window", 4096), every=2)
 
 
 #: What configs saved with a part that sees leave out, since it is the class's (Gemma3TextConfig).
@@ -66,11 +74,12 @@ _GEMMA_3 = {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 921
 def _gemma_3(c: Config) -> dict[str, Any]:
     c.values = {**_GEMMA_3, **c.values}
     every = c.whole("sliding_window_pattern", "_sliding_window_pattern", default=6)
-    return patterned(c, _gemma(c), window_of(c, "sliding_window", 4096), every=every)
+    fields = {**_gemma(c), "block_norms": "both", "qk_norm": "head"}
+    return patterned(c, fields, window_of(c, "sliding_window", 4096), every=every)
 
 
 def _gpt_oss(c: Config) -> dict[str, Any]:
-    fields = {**_llama(c), "bias": c.flag("attention_bias", True), "moe": {
+    fields = {**_llama(c), "norm": "rmsnorm-fp32", "bias": c.flag("attention_bias", True), "moe": {
         "experts": c.whole("num_local_experts", default=128),
         "top_k": c.whole("num_experts_per_tok", "experts_per_token", default=4)}}
     return patterned(c, fields, window_of(c, "sliding_window", 128), every=2)
@@ -146,12 +155,18 @@ def _olmo(c: Config) -> dict[str, Any]:
     return {**_llama(c), "norm": "layernorm"}
 
 
+def _olmo_2(c: Config) -> dict[str, Any]:
+    return {**_llama(c), "norm": "rmsnorm-fp32", "block_norms": "output", "qk_norm": "whole"}
+
+
 def _stablelm(c: Config) -> dict[str, Any]:
-    return {**_llama(c), "norm": "layernorm", "parallel_block": c.flag("use_parallel_residual", False)}
+    return {**_llama(c), "norm": "layernorm", "parallel_block": c.flag("use_parallel_residual", False),
+            **({"qk_norm": "head"} if c.flag("qk_layernorm", False) else {})}
 
 
 def _cohere(c: Config) -> dict[str, Any]:
-    return {**_llama(c, tied=True), "norm": "layernorm", "parallel_block": True}
+    return {**_llama(c, tied=True), "norm": "layernorm", "parallel_block": True,
+            **({"qk_norm": "head"} if c.flag("use_qk_norm", False) else {})}
 
 
 def _cohere_2(c: Config) -> dict[str, Any]:
@@ -304,9 +319,9 @@ _FAMILIES: dict[str, Callable[[Config], dict[str, Any]]] = {
     "llama": _llama,
     "mistral": lambda c: _windowed(c, always=True),
     "qwen2": lambda c: _windowed(c, always=False, first=True),
-    "qwen3": lambda c: _windowed(c, always=False, first=True),
+    "qwen3": lambda c: {**_windowed(c, always=False, first=True), "qk_norm": "head"},
     "gemma": _gemma,
-    "gemma2": lambda c: patterned(c, _gemma(c), window_of(c, "sliding_window", 4096), every=2),
+    "gemma2": _gemma_2,
     "gemma3_text": _gemma_3,
     "gpt_oss": _gpt_oss,
     "llama4_text": _llama_4,
@@ -318,13 +333,13 @@ _FAMILIES: dict[str, Callable[[Config], dict[str, Any]]] = {
     "t5": _t5,
     "mixtral": _mixtral,
     "qwen2_moe": _qwen_2_moe,
-    "qwen3_moe": lambda c: _qwen_moe(c, _windowed(c, always=False)),
+    "qwen3_moe": lambda c: {**_qwen_moe(c, _windowed(c, always=False)), "qk_norm": "head"},
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
     "granite": lambda c: _llama(c, tied=True),
     "olmo": _olmo,
-    "olmo2": _llama,
-    "olmo3": lambda c: patterned(c, _llama(c), window_of(c, "sliding_window", 4096), every=4),
+    "olmo2": _olmo_2,
+    "olmo3": lambda c: patterned(c, _olmo_2(c), window_of(c, "sliding_window", 4096), every=4),
     "stablelm": _stablelm,
     "cohere": _cohere,
     "cohere2": _cohere_2,

@@ -102,7 +102,15 @@ class Model(Table):
     vocab: Vocab = late("rows of the embedding")
     max_positions: Tokens = late("rows of a learned position embedding, longest sequence")
     positions: Literal["learned", "rotary", "alibi", "relative", "none"] = late("position encoding")
-    norm: Literal["layernorm", "rmsnorm"] = has("layernorm", "normalisation")
+    norm: Literal["layernorm", "rmsnorm", "rmsnorm-fp32"] = has(
+        "layernorm", "normalisation; rmsnorm-fp32 = weights multiply before the result is half again (Gemma, OLMo-2)")
+    qk_norm: Literal["head", "whole"] | None = has(
+        None, "norms of queries and keys: head = of every head by itself (Qwen3), whole = of all of them (OLMo-2)")
+    block_norms: Literal["input", "output", "both"] = has(
+        "input", "where attention and MLP have their norm: what they read, what they add (OLMo-2), both (Gemma-2)")
+    score_softcap: bool = has(
+        False, "a tanh bounds the scores of attention (Gemma-2); no time is counted for it in a fused kernel")
+    logit_softcap: bool = has(False, "a tanh bounds the logits (Gemma-2)")
     bias: bool = has(True, "biases in linear layers and norms")
     tied_embeddings: bool = has(True, "the head multiplies by the embedding's matrix")
     dropout: Annotated[

@@ -164,7 +164,7 @@ def possible(name: str, scenario: Scenario, stack: Stack) -> bool:
     if name == "selective" or not modules:
         return True
     return (stack.modules == "megatron" and recomputes_ops(scenario.training) and model.kind == "decoder"
-            and not model.parallel_block and model.positions != "relative"
+            and not model.parallel_block and model.positions != "relative" and model.block_norms == "input"
             and ("mla_up_proj" not in modules or model.mla is not None)
             and ("moe_act" not in modules or model.moe is not None))
 

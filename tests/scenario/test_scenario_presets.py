@@ -336,8 +336,23 @@ def test_hugging_face_config_reads_as_the_preset(name: str, tmp_path: Path) -> N
         ),
         (
             {**LLAMA, "model_type": "gemma", "head_dim": 256, "hidden_act": "gelu_pytorch_tanh"},
-            {"head_dim": 256, "activation": "gelu", "tied_embeddings": True, "gated_mlp": True},
+            {"head_dim": 256, "activation": "gelu", "tied_embeddings": True, "gated_mlp": True, "norm": "rmsnorm-fp32",
+             "block_norms": "input"},
         ),
+        ({**LLAMA, "model_type": "qwen3"}, {"qk_norm": "head", "norm": "rmsnorm", "block_norms": "input"}),
+        (
+            {**LLAMA, "model_type": "olmo2"},
+            {"qk_norm": "whole", "norm": "rmsnorm-fp32", "block_norms": "output"},
+        ),
+        (
+            {**LLAMA, "model_type": "gemma2", "hidden_act": "gelu_pytorch_tanh", "final_logit_softcapping": None},
+            {"block_norms": "both", "qk_norm": None, "score_softcap": True, "logit_softcap": False},
+        ),
+        (
+            {**LLAMA, "model_type": "gemma3_text", "hidden_act": "gelu_pytorch_tanh"},
+            {"block_norms": "both", "qk_norm": "head", "score_softcap": False, "norm": "rmsnorm-fp32"},
+        ),
+        ({**LLAMA, "model_type": "stablelm", "qk_layernorm": True}, {"qk_norm": "head", "norm": "layernorm"}),
         (
             {**LLAMA, "model_type": "phi", "hidden_act": "gelu_new"},
             {"parallel_block": True, "norm": "layernorm", "bias": True},

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from sim.model.attention_core import softmax_dtype, unequal, uses_flash
 from sim.model.eager import operations as op
 from sim.model.eager.autograd import Gradients, Run, Tensor
+from sim.model.eager.norms import norm
 from sim.model.eager.products import column, entered, row
 from sim.model.eager.ring import ring
 from sim.model.eager.storage import Storage
+from sim.model.head_norms import copies_parts
 from sim.model.recompute import modules_of
 from sim.model.style import Style
 
@@ -61,15 +64,27 @@ def _projections(run: Run, style: Style, x: Tensor, memory: Tensor | None) -> tu
     parts = tuple(zip(("query", "key", "value"), widths, strict=True))
     x = entered(run, style, x)
     if style.separate_qkv or memory is not None:
-        q = column(run, style, x, parts[:1])
-        k = column(run, style, memory or x, parts[1:2])
+        q = _normed(run, style, column(run, style, x, parts[:1]), "query_norm")
+        k = _normed(run, style, column(run, style, memory or x, parts[1:2]), "key_norm")
         v = column(run, style, memory or x, parts[2:])
         return q, k, v
     fused = column(run, style, x, parts)
     if style.modules == "plain" and not style.stack.compile:
         fused = op.relayout(run, op.clone(run, fused, style.copies_heads))
     q, k, v = op.split(run, fused, [style.tokens * width for width in widths])
-    return q, k, v
+    return _normed(run, style, q, "query_norm"), _normed(run, style, k, "key_norm"), v
+
+
+def _normed(run: Run, style: Style, x: Tensor, name: str) -> Tensor:
+    """Queries or keys behind their norm, of a part of one projection a copy."""
+    if not style.qk_norm:
+        return x
+    run.at(name)
+    cols = style.head_dim if style.qk_norm == "head" else x.elements // style.tokens
+    x = op.clone(run, x, copies_parts(style))
+    normed = norm(run, replace(style, hidden=cols, residual=style.act), x, name)
+    run.at("qkv")
+    return normed
 
 
 def _copied(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,6 +183,9 @@ def _eager(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bi
 
 def _softmax(run: Run, style: Style, weights: Tensor, dtype: str, bias: Tensor | None) -> Tensor:
     soft = softmax_dtype(style)
+    if style.score_softcap:
+        weights = op.scale(run, weights)
+        weights = op.unary(run, weights, saves_output=True)  # tanh
     if style.stack.fused_softmax or style.stack.compile:
         if bias is not None:
             weights = _biased(run, weights, bias)

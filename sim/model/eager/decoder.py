@@ -6,6 +6,8 @@ model's operators. Sources: transformers modeling_gpt2.py and modeling_llama.py 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sim.model.attention_core import uses_flash
 from sim.model.eager import operations as op
 from sim.model.eager import tuned
@@ -35,6 +37,7 @@ def block(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:
     run.discard(frame, attended)
     branch = tuned.behind(run, style, attended, "attention")
     del attended
+    branch = _behind(run, style, branch, "post_norm1")
     branch = _dropped(run, style, branch, "1")
     if style.conv1d:
         variables.append(branch.storage)  # GPT2Block's `attn_output`; Llama's sum takes its place
@@ -47,16 +50,24 @@ def block(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:
     run.discard(frame, fed)
     branch = tuned.behind(run, style, fed, "mlp")
     del fed
+    branch = _behind(run, style, branch, "post_norm2")
     return residual(run, style, x, branch, "2")
 
 
 def _normed(run: Run, style: Style, x: Tensor, name: str, policy: str, *, alone: bool) -> tuple[Tensor, Frame | None]:
     """A norm whose output may be given up once its sub-layer has run, if it stands alone (Megatron-LM
     core/transformer/transformer_layer.py, `recompute_input_layernorm`, `recompute_pre_mlp_layernorm`)."""
+    if not style.norms_input:
+        return x, None
     if not (alone and "layernorm" in modules_of(policy)):
         return norm(run, style, x, name), None
     (out,), frame = run.without_output(lambda run, x: [norm(run, style, x, name)], x)
     return out, frame
+
+
+def _behind(run: Run, style: Style, branch: Tensor, name: str) -> Tensor:
+    """The norm of what a sub-layer adds to the stream, if there is one."""
+    return norm(run, replace(style, residual=style.act), branch, name) if style.norms_output else branch
 
 
 def _one_forward(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:

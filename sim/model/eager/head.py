@@ -35,6 +35,11 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
         again = style.scattered and not style.stack.gathered_inputs_kept
         logits = op.linear(run, x, style.hidden, style.vocab, False, dtype=style.weight, shared=style.tied,
                            gathered=style.tensor if again else 1)
+    if style.logit_softcap:
+        run.at("softcap")
+        logits = op.scale(run, logits)
+        logits = op.unary(run, logits, saves_output=True)  # tanh
+        logits = op.scale(run, logits)
     if style.modules != "transformers":
         del x  # Hugging Face's model output holds it until the loss is there
     run.at("loss")

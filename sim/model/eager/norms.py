@@ -19,23 +19,27 @@ def norm(run: Run, style: Style, x: Tensor, name: str) -> Tensor:
     if not style.spelled_rmsnorm or style.stack.compile:
         return op.layer_norm(run, x, style.hidden, int(trained), 1, style.weight)
     half = style.stack.residual_dtype_follows_autocast or style.stack.low_precision_norm  # whatever the weight's dtype
-    return rms_norm(run, x, style.hidden, style.weight, trained, promotes=not half)
+    return rms_norm(run, x, style.hidden, style.weight, trained, promotes=not half, wide=style.wide_norm)
 
 
 def rms_norm(run: Run, hidden_states: Tensor, cols: int, dtype: str, trained: bool = True, *,
-             promotes: bool = True) -> Tensor:
+             promotes: bool = True, wide: bool = False) -> Tensor:
     """LlamaRMSNorm, T5LayerNorm; a frozen weight needs nothing kept.
 
     Args:
         promotes: a weight that is wider than its input makes the output as wide.
+        wide: the weight multiplies before the cast back (Gemma2RMSNorm, Olmo2RMSNorm).
     """
     source, rows = hidden_states.dtype, hidden_states.elements // cols
     hidden_states = op.to(run, hidden_states, "fp32")
     variance = op.mean_rows(run, square(run, hidden_states), rows)
     hidden_states = op.mul_rows(run, hidden_states, op.unary(run, op.shift(run, variance), saves_output=True))
+    if wide:
+        weighted = op.mul_weight(run, hidden_states, Weight(cols, dtype)) if trained else op.scale(run, hidden_states)
+        return op.to(run, weighted, source)
     normalised = op.to(run, hidden_states, source)
-    wide = op.promote(source, dtype) if promotes else source
-    return op.mul_weight(run, normalised, Weight(cols, dtype), wide) if trained else op.scale(run, normalised)
+    output = op.promote(source, dtype) if promotes else source
+    return op.mul_weight(run, normalised, Weight(cols, dtype), output) if trained else op.scale(run, normalised)
 
 
 def square(run: Run, x: Tensor) -> Tensor:

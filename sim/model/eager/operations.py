@@ -156,6 +156,7 @@ def mul_rows(run: Run, x: Tensor, rows: Tensor) -> Tensor:
 def mul_weight(run: Run, x: Tensor, weight: Weight, wide: str = "") -> Tensor:
     """A product with one parameter per column, in dtype `wide`, default the input's."""
     elements, source, dtype, count = x.elements, x.dtype, wide or x.dtype, weight.elements
+    narrow = weight.dtype if DTYPE_BYTES[weight.dtype] < DTYPE_BYTES[dtype] else dtype
 
     def rule(run: Run, _: Gradients) -> Gradients:
         gradient, full = run.new(elements, dtype), run.new(elements, dtype)
@@ -163,7 +164,7 @@ def mul_weight(run: Run, x: Tensor, weight: Weight, wide: str = "") -> Tensor:
         gradient = _fit(run, gradient, elements, dtype, source)
         total = run.new(count, dtype)
         del full
-        return [gradient, total]
+        return [gradient, _fit(run, total, count, dtype, narrow)]
 
     node = run.node(rule, (x.sink, weight))
     run.save(node, x.storage)
