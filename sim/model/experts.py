@@ -18,6 +18,9 @@ from sim.work import Kernel
 
 #: Kernels on the scores of all experts: softmax or sigmoid, top-k (a sort), gather, sum, divide.
 _ROUTER_LAUNCHES, _ROUTER_PASSES = 6, 8
+#: Compiled: softmax in one kernel, topk in two of its own (aten's, a selection and a sort), the division by the chosen
+#: ones' sum in one; passes over the scores: softmax's two, the selection's, and its result's.
+_COMPILED_ROUTER = (4, 4)
 #: Kernels a loop over experts adds for each: where, two index reads, multiply, index_add, slicing.
 _LOOP_LAUNCHES = 5
 
@@ -54,7 +57,7 @@ def experts_operators(style: Style, source: str) -> tuple[list[Operator], list[P
 def expert_rows(style: Style, experts: Experts) -> int:
     """Rows that the experts of a slice compute: its tokens' copies, of all slices an expert's width is cut into."""
     slices = experts.tensor if style.scattered else 1  # whose tokens meet before the products of cut experts
-    return max(1, round(style.stream.tokens * experts.top_k * experts.load * slices))
+    return max(1, round(style.stream.tokens * experts.top_k * experts.load * slices / experts.alike))
 
 
 def _router(style: Style, experts: Experts, source: str) -> tuple[Operator, tuple[Parameter, ...]]:
@@ -63,7 +66,8 @@ def _router(style: Style, experts: Experts, source: str) -> tuple[Operator, tupl
     operator, parameters = linear_operator(replace(style, gemm=style.wide), "router", "mlp.gate", style.hidden,
                                            experts.count, source=source, saved=(inputs,), bias=False)
     scores = style.tokens * experts.count
-    choose = elementwise("route", scores, 4 * _ROUTER_PASSES, "fp32", _ROUTER_LAUNCHES)
+    passes, launches = _COMPILED_ROUTER if style.stack.compile else (_ROUTER_PASSES, _ROUTER_LAUNCHES)
+    choose = elementwise("route", scores, 4 * passes, "fp32", launches)
     back = elementwise("route_backward", scores, 4 * 4, "fp32", 4)
     kept = (Tensor("router_scores", scores, "fp32"), Tensor("chosen_scores", style.tokens * experts.top_k, "fp32"),
             Tensor("chosen_experts", style.tokens * experts.top_k, "fp64"))
@@ -85,10 +89,10 @@ def _travels(style: Style, experts: Experts, kind: str, dtype: str) -> Joint | N
 
 def _dispatch(style: Style, experts: Experts, source: str) -> Operator:
     """Every token copied to each of its experts' rows; backward adds the copies' gradients up again."""
-    elements, e = style.tokens * style.hidden, width(source)
-    launches = loop(style, experts)
-    forward = elementwise("dispatch", elements * experts.top_k, 2 * e, source, 2 * launches)
-    backward = elementwise("dispatch_backward", elements * experts.top_k, 2 * e + e / experts.top_k, source, launches)
+    rows, e = style.tokens * experts.top_k // experts.alike, width(source)
+    elements, launches = max(1, rows) * style.hidden, loop(style, experts)
+    forward = elementwise("dispatch", elements, 2 * e, source, launches if style.stack.compile else 2 * launches)
+    backward = elementwise("dispatch_backward", elements, 2 * e + e / experts.top_k, source, launches)
     return Operator("dispatch", (forward,), (backward,), joint=_travels(style, experts, "dispatch", source))
 
 
@@ -96,12 +100,12 @@ def _combine(style: Style, experts: Experts) -> Operator:
     """Experts' outputs weighted by their scores and added up; keeps them for the gradient of the scores. A loop keeps
     what it adds, too (`index_add_`, derivatives.yaml).
 
-    Fused, one kernel reads every row and writes the sums, and the scores weigh the activation in its own kernel, whose
-    inputs are kept anyway.
+    Fused or compiled, one kernel reads every row and writes the sums, and the scores weigh the activation in its own
+    kernel, whose inputs are kept anyway.
     """
-    elements, e = style.tokens * style.hidden * experts.top_k, width(style.act)
+    elements, e = max(1, style.tokens * experts.top_k // experts.alike) * style.hidden, width(style.act)
     travels = _travels(style, experts, "combine", style.act)
-    if style.stack.fused_permutation:
+    if style.stack.fused_permutation or (style.stack.compile and loop(style, experts) == 1):
         one = e + e / experts.top_k
         return Operator("combine", (elementwise("combine", elements, one, style.act),),
                         (elementwise("combine_backward", elements, one, style.act),), joint=travels)
@@ -150,22 +154,31 @@ def every_expert(style: Style, experts: Experts, rows: int, features_in: int, fe
     A stack that loops launches every expert's product by itself (on a few streams, so that they fill the GPU together);
     what it quantises is one kernel with scales of earlier steps, one kernel for each expert otherwise.
     """
-    busy = min(experts.held, rows)
+    expected = asked(experts, rows)
+    busy = max(1, round(expected))
     share = max(1, round(rows / busy))
     stack, scale = style.stack, rows / (busy * share * experts.load)
     each = style.modules == "transformers" or stack.experts_looped
     loops = {True: each, False: each and (style.modules == "transformers" or stack.narrow_amax_pass)}
-    times = {product: _repeated(busy, scale, looped) for product, looped in loops.items()}
+    times = {product: _repeated(busy, scale, expected / busy, looped) for product, looped in loops.items()}
     forward, backward = linear(style, share, features_in, features_out, source=source, bias=False)
     return [times[k.op == "gemm"](k) for k in forward], [times[k.op == "gemm"](k) for k in backward]
 
 
-def _repeated(experts: int, scale: float, loop: bool) -> Callable[[Kernel], Kernel]:
+def asked(experts: Experts, rows: int) -> float:
+    """Expected experts of a slice that any of its `rows` is for, whose weights are read: every token takes `top_k`
+    different ones of all, each as likely. All of them in training; of 8 with two a token, 3.5 for two tokens, 7.2 for
+    eight."""
+    tokens = rows * experts.count / (experts.held * experts.top_k * experts.load)
+    return min(float(rows), experts.held * (1 - (1 - experts.top_k / experts.count) ** tokens))
+
+
+def _repeated(experts: int, scale: float, read: float, loop: bool) -> Callable[[Kernel], Kernel]:
     """One expert's kernel as that of all: a grouped product, or as many launches; FLOPs as routed on average, `scale`
-    corrects the share's rounding and the load of a slice that computes more."""
+    corrects the share's rounding and the load of a slice that computes more, `read` the rounding of their number."""
     def all_experts(kernel: Kernel) -> Kernel:
         shape = (kernel.shape[0] * experts, *kernel.shape[1:])
-        return replace(kernel, shape=shape, flops=kernel.flops * experts * scale, bytes=kernel.bytes * experts,
+        return replace(kernel, shape=shape, flops=kernel.flops * experts * scale, bytes=kernel.bytes * experts * read,
                        launches=kernel.launches * (experts if loop else 1))
     return all_experts
 

@@ -21,8 +21,9 @@ from sim.model.architecture import Architecture, Layer, Parameter
 from sim.model.attention_core import core_operator, softmax_dtype, uses_flash
 from sim.model.decoder import decoder
 from sim.model.kernels import cast, elementwise, product, width
-from sim.model.style import Style
+from sim.model.style import Experts, Style
 from sim.model.tuning import stored_width
+from sim.network import expected_maximum
 from sim.work import Kernel
 
 #: Bytes per weight and per row of outputs of weights stored in fewer bits, their scales included.
@@ -264,7 +265,8 @@ class Rank:
     def _mlp_peak(self) -> float:
         style, e = self.style, width(self.style.act)
         experts = style.experts
-        wide = style.ffn if experts is None else experts.top_k * experts.ffn + experts.shared * experts.ffn
+        wide = style.ffn if experts is None else (
+            experts.top_k * experts.ffn * experts.load / experts.alike + experts.shared_ffn)
         return style.tokens * (style.hidden + (3 if style.gated else 2) * wide) * e
 
 
@@ -277,7 +279,21 @@ def rank_of(style: Style, batch: int, new: int, cached: int, weights: Weights) -
     half = replace(style, autocast=False, weight=style.act, residual=style.act) if weights.dtype else style
     if weights.multiplied:
         half = replace(half, gemm=style.act)
+    if style.experts is not None and style.expert > 1:
+        half = replace(half, expert=1, experts=_shared_out(style.experts, style.expert, batch * new))
     return Rank(replace(half, batch=batch, sequence=new, predicted=1, dropout=False), cached, weights)
+
+
+def _shared_out(experts: Experts, slices: int, tokens: int) -> Experts:
+    """Experts spread over slices that all have the same tokens (vLLM's and TensorRT-LLM's expert parallelism over tensor
+    ranks, recalled): each computes its experts' rows, and the sum over slices is the tensor ranks' own. Few tokens
+    ask unevenly by chance: rows of a slice are hypergeometric, and all wait for the largest of them.
+    """
+    ones = tokens * experts.top_k / slices
+    rest = (1 - 1 / slices) * (experts.count - experts.top_k) / max(1, experts.count - 1)
+    chance = math.sqrt(rest / ones) * expected_maximum(slices)
+    load = 1 + math.hypot(experts.load - 1, chance)
+    return replace(experts, alike=slices, load=min(float(slices), load))
 
 
 @lru_cache(maxsize=64)

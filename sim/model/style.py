@@ -31,6 +31,7 @@ class Experts:
         held: routed experts of this slice.
         tensor: slices an expert's width is cut into (1 where the experts are spread over the tensor ranks too).
         load: rows of the slice that is asked most, over the mean of all.
+        alike: slices of the experts that all have the same tokens, each of which computes its own experts' rows of them.
     """
 
     count: int
@@ -43,6 +44,7 @@ class Experts:
     shared_ffn: int
     tensor: int = 1
     load: float = 1.0
+    alike: int = 1
 
 
 @dataclass(frozen=True, slots=True)

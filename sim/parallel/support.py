@@ -267,6 +267,8 @@ def _expert(scenario: Scenario, ipg: bool) -> Iterator[Fault]:
     parallel, field = scenario.parallel, "parallel.expert"
     if parallel.expert == 1 or scenario.model.moe is None:
         return
+    if scenario.training.mode != "train":
+        return  # tokens of tensor ranks are the same, and each computes its own experts' (`_inference`)
     if scenario.expert_tensor < parallel.tensor and not parallel.sequence_parallel:
         yield Fault(f"expert {parallel.expert} spreads experts over tensor ranks too, which all hold the same tokens",
                     field, hint="set sequence_parallel: true, so that every tensor rank sends its own tokens")
@@ -371,7 +373,8 @@ def _inference(scenario: Scenario) -> dict[str, object]:
         "model.positions": model.positions == "relative" and "inference with relative positions",
         "parallel.strategy": parallel.strategy not in ("none", "ddp") and f"inference with {parallel.strategy}",
         "parallel.context": parallel.context > 1 and "inference with context parallelism",
-        "parallel.expert": parallel.expert > 1 and "inference with expert parallelism",
+        "parallel.expert": parallel.expert not in (1, parallel.tensor)
+        and f"inference with experts over other than the {parallel.tensor} tensor ranks",
         "parallel.sequence_parallel": parallel.sequence_parallel and "inference with sequence parallelism",
         "parallel.virtual_stages": parallel.virtual_stages > 1 and "inference with several chunks per rank",
     }

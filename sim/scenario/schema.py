@@ -404,8 +404,11 @@ class Scenario(Table):
 
     @property
     def expert_tensor(self) -> int:
-        """Slices an expert's width is cut into: the tensor ranks, unless the experts are spread over these too."""
+        """Slices an expert's width is cut into: the tensor ranks, unless the experts are spread over these too, as they
+        always are in inference."""
         parallel = self.parallel
+        if self.training.mode != "train":
+            return parallel.tensor if parallel.expert == 1 else 1
         return parallel.tensor if self.replica_ranks % parallel.expert == 0 else 1
 
     @property

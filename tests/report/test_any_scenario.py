@@ -21,11 +21,13 @@ from sim.scenario.dump import dump
 NAMES = {what: [row["name"] for row in rows(what)] for what in ("topologies", "models", "precisions", "gpus")}
 TRANSFORMER = {
     "kind": ["decoder", "decoder", "encoder", "encoder-decoder"], "kv_heads": [1, 2, 8], "gated_mlp": [True, False],
-    "positions": ["learned", "rotary", "alibi", "relative", "none"], "norm": ["layernorm", "rmsnorm"],
+    "positions": ["learned", "rotary", "alibi", "relative", "none"], "norm": ["layernorm", "rmsnorm", "rmsnorm-fp32"],
     "bias": [True, False], "tied_embeddings": [True, False], "dropout": [True, 0.2], "window": [64],
     "parallel_block": [True], "moe": [{"experts": 8, "top_k": 2}, {"experts": 4, "top_k": 1, "shared_experts": 1}],
     "mla": [{"kv_rank": 64, "nope_dim": 32, "rope_dim": 16, "value_dim": 32}],
 }
+NORMS = {"qk_norm": ["head", "head", "whole"], "block_norms": ["output", "both"], "score_softcap": [True],
+         "logit_softcap": [True]}
 WINDOWS = {"full_every": [2, 3], "first_full": [1, 4], "chunked_window": [True]}
 TRAINING = {
     "optimizer": ["adamw", "adamw-8bit", "sgd", "adafactor", "lamb", "none"], "predicted_tokens": [20],
@@ -66,6 +68,7 @@ def drawn(draw: random.Random) -> dict[str, Any]:
               "inter": {"kind": "fat-tree", **some(draw, INTER, 0.4)}}
     small = {"layers": 4, "hidden": 256, "heads": 8, "vocab": 1000, **some(draw, TRANSFORMER, 0.2)}
     small |= some(draw, WINDOWS, 0.4) if "window" in small else {}
+    small |= some(draw, NORMS, 0.3) if "kind" not in small or small["kind"] == "decoder" else {}
     return {
         "name": "any", "cluster": {"topology": draw.choice([inline, draw.choice(NAMES["topologies"])]),
                                    "nodes": draw.choice([1, 2, 4])},
