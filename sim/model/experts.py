@@ -7,6 +7,7 @@ over the experts; Megatron-LM `moe/experts.py` (TEGroupedMLP), `moe/token_dispat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -170,7 +171,8 @@ def asked(experts: Experts, rows: int) -> float:
     different ones of all, each as likely. All of them in training; of 8 with two a token, 3.5 for two tokens, 7.2 for
     eight."""
     tokens = rows * experts.count / (experts.held * experts.top_k * experts.load)
-    return min(float(rows), experts.held * (1 - (1 - experts.top_k / experts.count) ** tokens))
+    missed = math.pow(1 - experts.top_k / experts.count, tokens)
+    return min(float(rows), experts.held * (1 - missed))
 
 
 def _repeated(experts: int, scale: float, read: float, loop: bool) -> Callable[[Kernel], Kernel]:

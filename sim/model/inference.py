@@ -285,9 +285,9 @@ def rank_of(style: Style, batch: int, new: int, cached: int, weights: Weights) -
 
 
 def _shared_out(experts: Experts, slices: int, tokens: int) -> Experts:
-    """Experts spread over slices that all have the same tokens (vLLM's and TensorRT-LLM's expert parallelism over tensor
-    ranks, recalled): each computes its experts' rows, and the sum over slices is the tensor ranks' own. Few tokens
-    ask unevenly by chance: rows of a slice are hypergeometric, and all wait for the largest of them.
+    """Experts spread over slices that all have the same tokens: each computes its experts' rows, and the sum over slices
+    is the tensor ranks' own. Few tokens ask unevenly by chance: rows of a slice are hypergeometric, and all wait for
+    the largest of them. Source: vLLM's and TensorRT-LLM's expert parallelism over tensor ranks (recalled).
     """
     ones = tokens * experts.top_k / slices
     rest = (1 - 1 / slices) * (experts.count - experts.top_k) / max(1, experts.count - 1)

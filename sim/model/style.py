@@ -31,7 +31,7 @@ class Experts:
         held: routed experts of this slice.
         tensor: slices an expert's width is cut into (1 where the experts are spread over the tensor ranks too).
         load: rows of the slice that is asked most, over the mean of all.
-        alike: slices of the experts that all have the same tokens, each of which computes its own experts' rows of them.
+        alike: slices of the experts that all have the same tokens; each computes its own experts' rows of them.
     """
 
     count: int
