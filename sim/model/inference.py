@@ -285,7 +285,7 @@ def rank_of(style: Style, batch: int, new: int, cached: int, weights: Weights) -
 
 
 def _shared_out(experts: Experts, slices: int, tokens: int) -> Experts:
-    """Experts spread over slices that all have the same tokens: each computes its experts' rows, and the sum over slices
+    """Experts over slices that all have the same tokens: each computes its experts' rows, and the sum over slices
     is the tensor ranks' own. Few tokens ask unevenly by chance: rows of a slice are hypergeometric, and all wait for
     the largest of them. Source: vLLM's and TensorRT-LLM's expert parallelism over tensor ranks (recalled).
     """
