@@ -38,7 +38,7 @@ def attention_operators(
     """
     names = names or _NAMES["gpt2" if style.conv1d else style.modules]
     project = _cross_projections if style.memory else _projections
-    qkv, parameters = project(style, names[:-1], source)
+    qkv, parameters = project(replace(style, bias=style.qkv_bias), names[:-1], source)
     operators = [qkv]
     if style.copies_heads:
         operators.append(_head_copies(style))

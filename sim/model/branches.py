@@ -68,7 +68,7 @@ def with_branches(op: Operator, linears: Sequence[Linear], style: Style) -> list
         if parts:
             made.append(_cut(op, one, style) if style.cuts_branches and op.joint is not None else
                         _pair(op, one, parts, style))
-    if not style.stack.adapter_dropout and style.residual == style.act:  # they read one input, which is kept once
+    if not tuned.drops and style.residual == style.act:  # they read one input, which is kept once
         kept = not style.scattered and any(t.name.endswith("input") for t in op.saved)
         own = [not one.rows for one in linears if tuned.chosen(one.parts)]
         made = [[replace(half, saved=tuple(t for t in half.saved if t.name != "lora_input"))
@@ -132,7 +132,7 @@ def _reading(style: Style, one: Linear, rows: int, first: Kernels) -> tuple[list
     e, act, compiled, times = width(style.act), style.act, style.stack.compile, _launches(style, one)
     forward, backward = list(first[0]), list(first[1])
     kept = [Tensor("lora_input", rows * one.inputs, act)]
-    if style.stack.adapter_dropout:
+    if style.tuned is None or style.tuned.drops:
         forward.insert(0, elementwise("lora_dropout", rows * one.inputs, 2 * e + (not compiled), act, times))
         if not compiled:  # compiled, it rides in the sum behind it, and the mask is drawn again
             backward.append(elementwise("lora_dropout_backward", rows * one.inputs, 2 * e + 1, act, times))

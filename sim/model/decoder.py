@@ -65,7 +65,7 @@ def _is_mixture(style: Style, number: int) -> bool:
 
 
 def _block(style: Style, table: str = "") -> Layer:
-    """Attention then feed-forward, or both side by side on one norm (`parallel_block`).
+    """Attention then feed-forward, or both side by side (`parallel_block`) on one norm or on one each.
 
     Args:
         table: module of the table of relative positions, in the block that holds it.
@@ -93,7 +93,7 @@ def _norms(style: Style) -> Norms:
     what they add to the stream."""
     family = "gpt2" if style.conv1d else style.modules
     modules = dict(zip(("norm1", "norm2"), _NORMS[family], strict=True)) if style.norms_input else {}
-    if style.parallel_block:
+    if style.parallel_block and style.parallel_norms == 1:
         del modules["norm2"]
     if style.norms_output:
         modules |= dict(zip(("post_norm1", "post_norm2"), _OUTPUT_NORMS[family], strict=True))

@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sim.model.architecture import Operator, Parameter, Tensor
-from sim.model.attention_core import core_operator
+from sim.model.attention_core import core_operator, uses_flash
 from sim.model.kernels import elementwise, joint, linear_operator, width
 from sim.model.norms import norm_operator
 from sim.model.style import Latent, Style
+from sim.work import Kernel
 
 
 def latent_operators(style: Style, source: str) -> tuple[list[Operator], list[Parameter]]:
@@ -30,6 +31,8 @@ def latent_operators(style: Style, source: str) -> tuple[list[Operator], list[Pa
         values[0] = replace(values[0], saved=())
     # products with the keys have nope + rope columns, those with the values their own: the mean counts both exactly
     core = core_operator(replace(style, head_dim=(whole + latent.value) // 2, kv_heads=style.heads))
+    if uses_flash(style):
+        core = replace(core, backward=tuple(_unequal_backward(k, whole, latent.value) for k in core.backward))
     attended = Tensor("attention_output", style.tokens * style.heads * latent.value, style.act)
     queries[-1] = replace(queries[-1], joint=joint(style, "column", style.tokens * (latent.q_rank or style.hidden)))
     narrow = latent.kv_rank + latent.rope * style.scattered
@@ -39,6 +42,14 @@ def latent_operators(style: Style, source: str) -> tuple[list[Operator], list[Pa
     output = replace(output, joint=joint(style, "row", style.tokens * style.hidden))
     return ([*queries, *values, _assemble(style, latent), core, output],
             [*query_parameters, *value_parameters, *output_parameters])
+
+
+def _unequal_backward(kernel: Kernel, keys: int, values: int) -> Kernel:
+    """A fused backward kernel's FLOPs: three of its five products have as many columns as keys, two as many as values
+    (scores again, gradients of queries and keys; those of values and of the probabilities)."""
+    if kernel.op != "attention":
+        return kernel
+    return replace(kernel, flops=kernel.flops * (3 * keys + 2 * values) / (2.5 * (keys + values)))
 
 
 def _low_rank(

@@ -30,7 +30,7 @@ def mlp_operators(
     """
     up_name, gate_name, down_name = names or _NAMES["gpt2" if style.conv1d else style.modules]
     # side by side with attention both read one norm's output, which the query projection has kept already
-    shared = style.parallel_block and source == style.act
+    shared = style.parallel_block and style.parallel_norms == 1 and source == style.act
     inputs = () if shared else (Tensor("up_input", style.stream.tokens * style.hidden, style.act),)
     parameters: tuple[Parameter, ...]
     if style.gated and not style.merges_gate:

@@ -17,6 +17,8 @@ from sim.work import DTYPE_BYTES
 _HALF = ("fp16", "bf16")
 #: Compute dtypes below 16 bits run their matrix products in them and everything else in bf16 (TransformerEngine).
 _NARROW = ("fp8", "mxfp8", "nvfp4", "int8", "int4")
+#: What activations are called here; nothing said is GELU.
+_GELU = {None: "gelu", "gelu-new": "gelu"}
 #: Strategies that gather parameters before they are used; the others have no wire on which to narrow them.
 _GATHERING = ("fsdp", "zero2", "zero3")
 
@@ -91,6 +93,9 @@ class Style:
         qk_norm: norms of queries and keys: "head", "whole" or "" = none.
         block_norms: whether a block's halves have a norm at their input, output, or both.
         score_softcap, logit_softcap: whether scores of attention, and logits, go through a tanh.
+        qkv_bias: whether the projections of queries, keys and values have biases.
+        new_gelu: whether the activation is GELU's tanh form by name.
+        parallel_norms: norms in front of attention and MLP where they stand side by side.
         tuned: what is trained where that is not everything.
     """
 
@@ -145,6 +150,9 @@ class Style:
     block_norms: str = "input"
     score_softcap: bool = False
     logit_softcap: bool = False
+    qkv_bias: bool = False
+    new_gelu: bool = False
+    parallel_norms: int = 1
 
     @property
     def stream(self) -> Style:
@@ -292,9 +300,11 @@ class Style:
 
     @property
     def spells_gelu(self) -> bool:
-        """Whether GELU's tanh form runs operator by operator: Hugging Face's GPT-2 and gated T5 (NewGELUActivation)."""
+        """Whether GELU's tanh form runs operator by operator: Hugging Face's GPT-2, gated T5, and what names it
+        (NewGELUActivation: Phi, GPT-J)."""
         t5 = self.kind == "encoder-decoder" and self.gated and self.modules == "transformers"
-        return (self.conv1d or t5) and self.activation == "gelu" and not self.stack.fused_bias_gelu
+        named = self.new_gelu and self.modules == "transformers"
+        return (self.conv1d or t5 or named) and self.activation == "gelu" and not self.stack.fused_bias_gelu
 
     @property
     def widens_powers(self) -> bool:
@@ -335,7 +345,8 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
     predicting = training.decoder_sequence if model.kind == "encoder-decoder" else training.sequence
     tied = bool(model.tied_embeddings)
     tuned = tuned_of(training, stack.modules == "plain" and not tied and not training.chunked_loss,
-                     stack.modules == "megatron", stack.modules == "transformers" and model.kind == "encoder-decoder")
+                     stack.modules == "megatron", stack.modules == "transformers" and model.kind == "encoder-decoder",
+                     stack.adapter_dropout)
     weight = tuned.plain if tuned and autocast else "fp32" if autocast else act
     gradient = _gradient(precision, act, autocast)
     whole = stack.gradient_path == "reducer" and scenario.parallel.strategy not in _GATHERING
@@ -348,7 +359,7 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
         head_dim=model.head_dim or hidden // max(1, heads), ffn=(model.ffn or 4 * hidden) // tensor,
         vocab=_vocabulary(model.vocab, tensor, stack.vocabulary_multiple),
         max_positions=model.max_positions or training.sequence,
-        layers=model.layers, gated=bool(model.gated_mlp), activation=model.activation or "gelu",
+        layers=model.layers, gated=bool(model.gated_mlp), activation=_GELU.get(model.activation, model.activation),
         positions=model.positions, norm=model.norm, bias=bool(model.bias), tied=tied,
         dropout=bool(model.dropout), window=_window(model.window, training.sequence),
         parallel_block=bool(model.parallel_block), experts=_experts(scenario, model.ffn or 4 * hidden),
@@ -363,6 +374,8 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
         full_every=model.full_every or 0, first_full=model.first_full, chunked=bool(model.chunked_window),
         qk_norm=model.qk_norm or "", block_norms=model.block_norms,
         score_softcap=bool(model.score_softcap), logit_softcap=bool(model.logit_softcap),
+        qkv_bias=bool(model.qkv_bias) or bool(model.bias), new_gelu=model.activation == "gelu-new",
+        parallel_norms=model.parallel_norms,
         widened=gradient if whole and tuned is None and DTYPE_BYTES[gradient] > DTYPE_BYTES[weight] else "",
     )
 

@@ -67,6 +67,7 @@ class Tuned:
         quantised_head: the head is stored like the other linear layers.
         trains_norms: the norms are trained too, as they are beside Houlsby's adapters (section 2.1).
         plain_down: the feed-forward part's last layer is never quantised.
+        drops: LoRA's matrices read their input through dropout.
     """
 
     method: str
@@ -78,6 +79,7 @@ class Tuned:
     quantised_head: bool
     trains_norms: bool = False
     plain_down: bool = False
+    drops: bool = True
 
     @property
     def quantised(self) -> bool:
@@ -104,7 +106,8 @@ class Tuned:
         return "mlp" in self.targets if sublayer == "mlp" else any(t in self.targets for t in TARGETS[:4])
 
 
-def tuned_of(training: Any, quantises_head: bool, own_norms: bool = False, plain_down: bool = False) -> Tuned | None:
+def tuned_of(training: Any, quantises_head: bool, own_norms: bool = False, plain_down: bool = False,
+             drops: bool = True) -> Tuned | None:
     """What a scenario's `training.finetune` trains; None = everything.
 
     A base of 16 or 32 bits holds every frozen tensor. Beside a quantised base, what is not quantised has the dtype of
@@ -116,6 +119,7 @@ def tuned_of(training: Any, quantises_head: bool, own_norms: bool = False, plain
         own_norms: adapters bring norms of their own and leave the model's frozen (`bottlenecks.py`).
         plain_down: quantisation leaves out what transformers keeps wide, T5's `wo` (modeling_t5.py,
             `_keep_in_fp32_modules`; quantizers/base.py, get_modules_to_not_convert).
+        drops: LoRA's matrices read their input through dropout where the scenario does not say.
     """
     finetune = training.finetune
     if finetune is None or finetune.method == "full":
@@ -125,7 +129,8 @@ def tuned_of(training: Any, quantises_head: bool, own_norms: bool = False, plain
     method = "adapter" if finetune.method == "adapter" else "lora"
     targets = tuple(t for t in TARGETS if t in finetune.targets)
     return Tuned(method, finetune.rank, targets, str(finetune.base), plain, dtype, quantises_head,
-                 method == "adapter" and not own_norms, plain_down and finetune.base in QUANTISED)
+                 method == "adapter" and not own_norms, plain_down and finetune.base in QUANTISED,
+                 drops if finetune.dropout is None else finetune.dropout > 0)
 
 
 def cut_both(tensor: int, scattered: bool, modules: str) -> bool:

@@ -13,7 +13,8 @@ from sim.scenario.checks_kinds import modules, norms, of_decoders, of_transforme
 from sim.scenario.defaults import SHARDED, plain_base
 from sim.scenario.document import Document
 from sim.scenario.findings import Finding, divisors_near
-from sim.scenario.schema import FULL, Model, Scenario, Training
+from sim.scenario.model import Model
+from sim.scenario.schema import FULL, Scenario, Training
 from sim.scenario.trouble import trouble
 
 #: What a transformer must be told; everything else has a default.

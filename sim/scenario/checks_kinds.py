@@ -41,6 +41,9 @@ def norms(written: Scenario, s: Scenario) -> Iterator[Finding]:
     if m.parallel_block and m.block_norms != "input":
         yield "model.block_norms", "attention and MLP side by side read one norm and have none behind them", (
             "remove it, or set parallel_block: false")
+    if m.parallel_norms > 1 and not m.parallel_block:
+        yield "model.parallel_norms", "two norms are those of attention and MLP side by side, which they are not", (
+            "set parallel_block: true, or remove it")
     if m.qk_norm and m.mla is not None:
         yield "model.qk_norm", "latent attention has norms of its own", "remove it"
 

@@ -11,11 +11,11 @@ from typing import Any, get_args
 from sim.catalog import table
 from sim.scenario.cluster import Cluster, Host, Inter, Intra, TopologySpec
 from sim.scenario.gpus import gpu_facts
+from sim.scenario.model import Model
 from sim.scenario.schema import (
     FULL,
     Finetune,
     Inference,
-    Model,
     Nccl,
     Offload,
     Parallel,

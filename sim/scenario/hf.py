@@ -135,7 +135,8 @@ def _qwen_2_moe(c: Config) -> dict[str, Any]:
     window = c.optional("sliding_window") if c.flag("use_sliding_window", False) else None
     most, layers = c.whole("max_window_layers", default=28), c.whole("num_hidden_layers")
     kinds = [("full_attention", "sliding_attention")[i % 2 == 0 and i < most] for i in range(min(layers, MOST_BLOCKS))]
-    return _qwen_moe(c, patterned(c, _llama(c), window, kinds=kinds))
+    fields = {**_llama(c), **({"qkv_bias": True} if c.flag("qkv_bias", True) else {})}
+    return _qwen_moe(c, patterned(c, fields, window, kinds=kinds))
 
 
 def _qwen_moe(c: Config, attention: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +147,8 @@ def _qwen_moe(c: Config, attention: dict[str, Any]) -> dict[str, Any]:
     c.must(shared % max(1, width) == 0, "shared_expert_intermediate_size",
            f"a shared expert of {shared} beside experts of {width}")
     return {**attention, "moe": {
-        "experts": c.whole("num_experts"), "top_k": c.whole("num_experts_per_tok"), "expert_ffn": width,
+        "experts": c.whole("num_experts", "num_local_experts"), "top_k": c.whole("num_experts_per_tok"),
+        "expert_ffn": width,
         "shared_experts": shared // max(1, width), "every": c.whole("decoder_sparse_step", default=1)}}
 
 
@@ -186,7 +188,8 @@ def _bigcode(c: Config) -> dict[str, Any]:
 
 
 def _gptj(c: Config) -> dict[str, Any]:
-    fields = {**_gpt2(c), "positions": "rotary", "parallel_block": True}
+    fields = {**_gpt2(c), "positions": "rotary", "parallel_block": True,
+              "activation": c.activation("activation_function", default="gelu-new")}
     return {**fields, "tied_embeddings": c.flag("tie_word_embeddings", False)}
 
 
@@ -234,6 +237,7 @@ def _falcon(c: Config) -> dict[str, Any]:
         "positions": "alibi" if c.flag("alibi", False) else "rotary",
         "bias": c.flag("bias", False),
         "parallel_block": newer or c.flag("parallel_attn", True),
+        **({"parallel_norms": 2} if newer and c.whole("num_ln_in_parallel_attn", default=2) == 2 else {}),
         "tied_embeddings": c.flag("tie_word_embeddings", True),
     }
 
@@ -272,7 +276,7 @@ def _gpt2(c: Config) -> dict[str, Any]:
         "heads": c.whole("n_head"),
         "vocab": c.whole("vocab_size"),
         "max_positions": c.whole("n_positions", default=1024),
-        "activation": c.activation("activation_function", default="gelu"),
+        "activation": c.activation("activation_function", default="gelu").removesuffix("-new"),  # GPT-2's code is known
         "tied_embeddings": c.flag("tie_word_embeddings", True),
     }
     inner = c.optional("n_inner")
@@ -285,6 +289,7 @@ def _gpt_neox(c: Config) -> dict[str, Any]:
         "activation": c.activation("hidden_act", default="gelu"),
         "positions": "rotary",
         "parallel_block": c.flag("use_parallel_residual", True),
+        **({"parallel_norms": 2} if c.flag("use_parallel_residual", True) else {}),
         "tied_embeddings": c.flag("tie_word_embeddings", False),
     }
 
@@ -318,7 +323,7 @@ def _t5(c: Config) -> dict[str, Any]:
 _FAMILIES: dict[str, Callable[[Config], dict[str, Any]]] = {
     "llama": _llama,
     "mistral": lambda c: _windowed(c, always=True),
-    "qwen2": lambda c: _windowed(c, always=False, first=True),
+    "qwen2": lambda c: {**_windowed(c, always=False, first=True), "qkv_bias": True},
     "qwen3": lambda c: {**_windowed(c, always=False, first=True), "qk_norm": "head"},
     "gemma": _gemma,
     "gemma2": _gemma_2,

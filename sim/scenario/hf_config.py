@@ -11,7 +11,7 @@ _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
-    "gelu_new": "gelu",
+    "gelu_new": "gelu-new",
     "gelu_fast": "gelu",
     "relu": "relu",
     "gelu_pytorch_tanh": "gelu",

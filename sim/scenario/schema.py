@@ -14,20 +14,16 @@ from pydantic_core import PydanticCustomError
 
 from sim.scenario.claim import Claim
 from sim.scenario.cluster import Cluster, Dtype
+from sim.scenario.model import Model, Probability
 from sim.scenario.precisions import PRECISIONS
 from sim.scenario.tables import (
     Degree,
-    Experts,
     Given,
-    Heads,
-    Layers,
     LayersOrNone,
     Sequences,
     Table,
     Text,
     Tokens,
-    Vocab,
-    Width,
     Year,
     count,
     has,
@@ -50,84 +46,6 @@ Target = Literal["query", "key", "value", "projection", "mlp", "head"]
 
 #: `sharding_factor: full` until `defaults.fill` knows the number of ranks.
 FULL = 0
-
-
-# -------------------------------------------------------------------------------------------------------------- model
-class Moe(Table):
-    """Mixture of experts."""
-
-    experts: Experts = needs("routed experts of a block")
-    top_k: Experts = needs("experts a token is sent to")
-    expert_ffn: Width = late("inner width of one expert")
-    shared_experts: Annotated[int, Field(ge=0, le=100_000)] = has(0, "experts that see every token")
-    groups: Experts = has(1, "groups of neighbouring experts; a token's experts come from the best top_groups of them")
-    top_groups: Experts = has(1, "groups a token's experts come from; with 1 group there is no limit")
-    every: Layers = has(1, "one block of so many is a mixture")
-    first_dense: LayersOrNone = has(0, "blocks at the start that are not")
-    capacity: Annotated[float, Field(ge=0, le=1000)] = has(
-        0.0, "rows an expert computes over its mean share, the rest is dropped; 0 = dropless")
-    imbalance: Annotated[float, Field(ge=0, le=100)] = has(
-        0.0, "standard deviation of the experts' loads over their mean; 0 = balanced")
-
-
-class Mla(Table):
-    """Multi-head latent attention (DeepSeek-V2, section 2.1)."""
-
-    q_rank: Annotated[int, Field(ge=0, le=10_000_000)] = has(0, "rank of the query compression, 0 = none")
-    kv_rank: Width = needs("rank of the key and value compression")
-    nope_dim: Width = needs("head dimension without rotary positions")
-    rope_dim: Width = needs("head dimension with rotary positions")
-    value_dim: Width = needs("head dimension of the values")
-
-
-def _probability(value: Any) -> Any:
-    return 0.1 if value is True else 0.0 if value is False else value
-
-
-class Model(Table):
-    """The architecture."""
-
-    preset: Text | None = has(None, "a known architecture; fields beside it override it")
-    hf: Text | None = has(None, "path of a Hugging Face config.json")
-    kind: Literal["decoder", "encoder", "encoder-decoder", "layers"] = has("decoder", "shape of the transformer")
-    layers: Layers = late("blocks; encoder blocks of an encoder-decoder")
-    decoder_layers: LayersOrNone = late("decoder blocks of an encoder-decoder")
-    hidden: Width = late("width of the residual stream")
-    heads: Heads = late("attention heads")
-    kv_heads: Heads = late("heads of keys and values")
-    head_dim: Width = late("width of one head")
-    ffn: Width = late("inner width of the MLP")
-    gated_mlp: bool = has(False, "three matrices: SwiGLU, GEGLU")
-    activation: Literal["gelu", "relu", "silu"] = late("activation of the MLP")
-    vocab: Vocab = late("rows of the embedding")
-    max_positions: Tokens = late("rows of a learned position embedding, longest sequence")
-    positions: Literal["learned", "rotary", "alibi", "relative", "none"] = late("position encoding")
-    norm: Literal["layernorm", "rmsnorm", "rmsnorm-fp32"] = has(
-        "layernorm", "normalisation; rmsnorm-fp32 = weights multiply before the result is half again (Gemma, OLMo-2)")
-    qk_norm: Literal["head", "whole"] | None = has(
-        None, "norms of queries and keys: head = of every head by itself (Qwen3), whole = of all of them (OLMo-2)")
-    block_norms: Literal["input", "output", "both"] = has(
-        "input", "where attention and MLP have their norm: what they read, what they add (OLMo-2), both (Gemma-2)")
-    score_softcap: bool = has(
-        False, "a tanh bounds the scores of attention (Gemma-2); no time is counted for it in a fused kernel")
-    logit_softcap: bool = has(False, "a tanh bounds the logits (Gemma-2)")
-    bias: bool = has(True, "biases in linear layers and norms")
-    tied_embeddings: bool = has(True, "the head multiplies by the embedding's matrix")
-    dropout: Annotated[
-        float,
-        BeforeValidator(_probability),
-        Field(ge=0, lt=1),
-        WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "number", "minimum": 0}]}),
-    ] = has(0.0, "probability; true = 0.1")
-    moe: Moe | None = has(None, "mixture of experts")
-    mla: Mla | None = has(None, "latent attention")
-    window: Tokens | None = has(None, "sliding-window attention, tokens")
-    full_every: Annotated[int, Field(ge=2, le=10_000_000)] | None = has(
-        None, "of a model with a window, one block of every so many attends to all tokens; none = no block does")
-    first_full: LayersOrNone = has(0, "blocks at the start that attend to all tokens, whatever the window")
-    chunked_window: bool = has(False, "the window is a chunk: tokens attend to those of their own chunk alone")
-    parallel_block: bool = has(False, "attention and MLP side by side")
-    table: Text | None = has(None, "path of a CSV of layers, for kind layers")
 
 
 # ----------------------------------------------------------------------------------------------------------- training
@@ -191,6 +109,8 @@ class Finetune(Table):
         WithJsonSchema({"anyOf": [{"const": "all"}, {"type": "array", "items": {"enum": list(Target.__args__)}}]}),
     ] = late("matrices that get one")
     base: Literal["fp32", "bf16", "fp16", "int8", "int4", "nf4", "nf4-dq"] = late("dtype of the frozen weights")
+    dropout: Probability | None = has(
+        None, "dropout in front of LoRA's matrices; none = as the framework's scripts have it")
 
 
 class InferenceRun(Table):

@@ -125,6 +125,7 @@ def test_a_norm_of_all_heads_cannot_be_cut() -> None:
     ({"parallel_block": True, "block_norms": "both"}, "read one norm and have none behind them"),
     ({"qk_norm": "head", "mla": {"q_rank": 0, "kv_rank": 16, "nope_dim": 16, "rope_dim": 8, "value_dim": 16}},
      "latent attention has norms of its own"),
+    ({"parallel_norms": 2}, "two norms are those of attention and MLP side by side"),
     ({"kind": "encoder", "qk_norm": "head", "positions": "learned"}, "a norm of queries and keys is for kind decoder"),
     ({"kind": "encoder", "block_norms": "both", "positions": "learned"}, "norms elsewhere are for kind decoder"),
 ])

@@ -17,7 +17,8 @@ from sim.scenario import Scenario, load_scenario
 from sim.scenario.document import parse_document
 from sim.scenario.json_schema import json_schema
 from sim.scenario.load import load_document
-from sim.scenario.schema import Model, Parallel, Software, Training
+from sim.scenario.model import Model
+from sim.scenario.schema import Parallel, Software, Training
 
 BASE = """\
 name: base

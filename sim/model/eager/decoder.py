@@ -29,7 +29,7 @@ def block(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:
     if style.one_forward:
         return _one_forward(run, style, x, policy)
     if style.parallel_block:
-        return _parallel(run, style, x, norm(run, style, x, "norm1"), policy)
+        return _parallel(run, style, x, policy)
     variables: list[Storage] = []  # until the block is done
     attend = attention if style.latent is None else latent_attention
     branch, frame = _normed(run, style, x, "norm1", policy, alone=style.latent is not None)
@@ -88,10 +88,13 @@ def _fed(run: Run, style: Style, x: Tensor, policy: str = "none") -> Tensor:
     return experts(run, style, x, policy)
 
 
-def _parallel(run: Run, style: Style, x: Tensor, normed: Tensor, policy: str) -> Tensor:
+def _parallel(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:
+    normed = norm(run, style, x, "norm1")
     variables: list[Storage] = []
     attend = attention if style.latent is None else latent_attention
     attended = tuned.behind(run, style, attend(run, style, normed, policy, variables=variables), "attention")
+    if style.parallel_norms == 2:
+        normed = norm(run, style, x, "norm2")
     fed = tuned.behind(run, style, _fed(run, style, normed), "mlp")
     del normed
     return residual(run, style, x, op.add(run, attended, fed), "2")

@@ -83,7 +83,7 @@ def _previous(run: Run, style: Style, rows: int) -> Storage | None:
     size, frozen = rows * style.vocab * (4.0 if style.widens_logits else width(style.act)), style.tuned
     four_bit = frozen is not None and frozen.quantised and frozen.base != "int8"
     if four_bit and style.stack.quantised_keeps_input and style.experts is None:
-        norms = 1 if style.parallel_block else 2
+        norms = style.parallel_norms if style.parallel_block else 2
         each = norms * style.hidden + style.query_width + style.ffn
         size += width(style.act) * (style.layers * style.tokens * each + rows * style.hidden)
     kind, run.kind = run.kind, ACTIVATIONS

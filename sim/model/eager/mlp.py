@@ -64,8 +64,8 @@ def activated(run: Run, style: Style, x: Tensor) -> Tensor:
     """The activation alone, of one kernel or spelled out."""
     if style.spells_gelu and not style.stack.compile:
         return _gelu_new(run, x, style.widens_powers)
-    silu = style.gated and style.activation == "silu"
-    return op.unary(run, x, saves_input=True, temporaries=_SILU_TEMPORARIES if silu else 0)
+    silu, relu = style.gated and style.activation == "silu", style.activation == "relu"
+    return op.unary(run, x, saves_input=not relu, saves_output=relu, temporaries=_SILU_TEMPORARIES if silu else 0)
 
 
 def _gated(run: Run, style: Style, ffn: int, up: Callable[[int], Tensor]) -> Tensor:

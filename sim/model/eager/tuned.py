@@ -92,7 +92,7 @@ def _read(run: Run, style: Style, x: Tensor, stored: str) -> Tensor:
     tuned = style.tuned
     if tuned is not None and (not run.autocast or _casts(style, stored)):
         x = op.to(run, x, tuned.dtype)
-    return op.dropout(run, x) if style.stack.adapter_dropout else x
+    return op.dropout(run, x) if tuned is not None and tuned.drops else x
 
 
 def _merged(run: Run, tuned: Tuned, x: Tensor, features_in: int, chosen: Parts, outputs: int) -> Tensor:
@@ -220,7 +220,7 @@ def keeps_inputs(style: Style, target: str) -> bool:
     if stored in ("int4", "nf4", "nf4-dq") and style.stack.quantised_keeps_input:
         return True
     cast = style.act != tuned.dtype and (not style.autocast or _casts(style, stored))
-    return bool(tuned.chosen(((target, 0),))) and not style.stack.adapter_dropout and not cast
+    return bool(tuned.chosen(((target, 0),))) and not tuned.drops and not cast
 
 
 def _casts(style: Style, stored: str) -> bool:
