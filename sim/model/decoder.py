@@ -12,11 +12,12 @@ from sim.model.embedding import embedding_layer
 from sim.model.experts import experts_operators
 from sim.model.head import head_layer
 from sim.model.latent import latent_operators
+from sim.model.mixture import Experts
 from sim.model.mlp import mlp_operators
 from sim.model.norms import norm_operator
 from sim.model.relative import table_operator
 from sim.model.residual import residual_operators
-from sim.model.style import Experts, Program, Style
+from sim.model.style import Program, Style
 
 #: Modules of a block's norms by module style: of what attention and MLP read, and of what they add.
 _NORMS = {"plain": ("ln1", "ln2"), "gpt2": ("ln_1", "ln_2"),

@@ -13,8 +13,9 @@ from dataclasses import replace
 
 from sim.model.architecture import Joint, Operator, Parameter, Tensor
 from sim.model.kernels import elementwise, gradient_ready, joint, linear, linear_operator, linear_parameters, width
+from sim.model.mixture import Experts
 from sim.model.mlp import activation_operator, mlp_operators
-from sim.model.style import Experts, Style
+from sim.model.style import Style
 from sim.work import Kernel
 
 #: Kernels on the scores of all experts: softmax or sigmoid, top-k (a sort), gather, sum, divide.
@@ -78,7 +79,7 @@ def _router(style: Style, experts: Experts, source: str) -> tuple[Operator, tupl
 
 def loop(style: Style, experts: Experts) -> int:
     """Launches one operation on all experts takes: a grouped kernel, or a loop over them."""
-    return experts.held if style.modules == "transformers" else 1
+    return experts.held if style.takes_turns else 1
 
 
 def _travels(style: Style, experts: Experts, kind: str, dtype: str) -> Joint | None:
@@ -113,15 +114,15 @@ def _combine(style: Style, experts: Experts) -> Operator:
     launches = _LOOP_LAUNCHES * loop(style, experts)
     forward = elementwise("combine", elements, 4 * e + e / experts.top_k, style.act, launches)
     backward = elementwise("combine_backward", elements, 5 * e, style.act, launches)
-    names = ("expert_outputs", "weighted_outputs") if style.modules == "transformers" else ("expert_outputs",)
+    names = ("expert_outputs", "weighted_outputs") if style.takes_turns else ("expert_outputs",)
     return Operator("combine", (forward,), (backward,), joint=travels,
                     saved=tuple(Tensor(name, elements, style.act) for name in names))
 
 
 def _up(spread: Style, experts: Experts, source: str) -> tuple[Operator, tuple[Parameter, ...]]:
-    """Up (and gate) products of all experts; Megatron's modules hold both in one matrix."""
+    """Up (and gate) products of all experts; Megatron's modules and transformers 5 hold both in one matrix."""
     inputs = (Tensor("expert_input", spread.tokens * spread.hidden, spread.act),)
-    if not spread.gated or spread.modules == "megatron":
+    if not spread.gated or spread.merges_gate:
         outputs = experts.ffn * (2 if spread.gated else 1)
         return _product(spread, experts, "up", "up_proj", spread.hidden, outputs, source, inputs)
     gate, gate_parameters = _product(spread, experts, "gate", "gate_proj", spread.hidden, experts.ffn, source, inputs)
@@ -139,13 +140,22 @@ def _product(
 ) -> tuple[Operator, tuple[Parameter, ...]]:
     """One linear layer of every expert on its share of the rows."""
     forward, backward = every_expert(spread, experts, spread.tokens, features_in, features_out, source)
-    names = (f"mlp.experts.{i}.{module}" for i in range(experts.held))
-    parameters = tuple(replace(p, routed=True) for own in names
-                       for p in linear_parameters(spread, own, features_in, features_out, False))
+    parameters = _matrices(spread, experts, module, features_in, features_out)
     size = experts.held * features_in * features_out
     copies = (Tensor(f"{name}_weight_copy", size, spread.act),) if spread.autocast else ()
     return Operator(name, tuple(forward), tuple(backward), gradient_ready(spread, parameters), saved,
                     weight_copies=copies), parameters
+
+
+def _matrices(
+    spread: Style, experts: Experts, module: str, features_in: int, features_out: int,
+) -> tuple[Parameter, ...]:
+    """A matrix of every expert, or one tensor of all (transformers 5.23.0 modeling_mixtral.py, MixtralExperts)."""
+    if spread.modules == "transformers" and not spread.takes_turns:
+        return (Parameter(f"mlp.experts.{module}", (experts.held, features_out, features_in), True),)
+    names = (f"mlp.experts.{i}.{module}" for i in range(experts.held))
+    return tuple(replace(p, routed=True) for own in names
+                 for p in linear_parameters(spread, own, features_in, features_out, False))
 
 
 def every_expert(style: Style, experts: Experts, rows: int, features_in: int, features_out: int,
@@ -159,8 +169,8 @@ def every_expert(style: Style, experts: Experts, rows: int, features_in: int, fe
     busy = max(1, round(expected))
     share = max(1, round(rows / busy))
     stack, scale = style.stack, rows / (busy * share * experts.load)
-    each = style.modules == "transformers" or stack.experts_looped
-    loops = {True: each, False: each and (style.modules == "transformers" or stack.narrow_amax_pass)}
+    each = style.takes_turns or stack.experts_looped
+    loops = {True: each, False: each and (style.takes_turns or stack.narrow_amax_pass)}
     times = {product: _repeated(busy, scale, expected / busy, looped) for product, looped in loops.items()}
     forward, backward = linear(style, share, features_in, features_out, source=source, bias=False)
     return [times[k.op == "gemm"](k) for k in forward], [times[k.op == "gemm"](k) for k in backward]

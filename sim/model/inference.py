@@ -21,7 +21,8 @@ from sim.model.architecture import Architecture, Layer, Parameter
 from sim.model.attention_core import core_operator, softmax_dtype, uses_flash
 from sim.model.decoder import decoder
 from sim.model.kernels import cast, elementwise, product, width
-from sim.model.style import Experts, Style
+from sim.model.mixture import Experts
+from sim.model.style import Style
 from sim.model.tuning import stored_width
 from sim.network import expected_maximum
 from sim.work import Kernel
@@ -217,7 +218,7 @@ class Rank:
         return sum(self._parameter_bytes(p, False) for p in layer.shared)
 
     def _parameter_bytes(self, parameter: Parameter, in_block: bool) -> float:
-        if self.weights.dtype and in_block and len(parameter.shape) == 2:
+        if self.weights.dtype and in_block and len(parameter.shape) > 1:
             return stored_bytes(parameter.shape, self.weights.dtype)
         return parameter.numel * width(self.style.weight)
 

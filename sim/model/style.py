@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sim.model.mixture import Experts, experts_of
 from sim.model.tuning import Tuned, cut_both, tuned_of
-from sim.network import expected_maximum
 from sim.software import Stack
 from sim.work import DTYPE_BYTES
 
@@ -21,32 +20,6 @@ _NARROW = ("fp8", "mxfp8", "nvfp4", "int8", "int4")
 _GELU = {None: "gelu", "gelu-new": "gelu"}
 #: Strategies that gather parameters before they are used; the others have no wire on which to narrow them.
 _GATHERING = ("fsdp", "zero2", "zero3")
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """A mixture of experts: `count` routed experts of width `ffn`, `top_k` per token, `shared` ones that see every
-    token; one block of `every` is a mixture, and the first `first_dense` are not.
-
-    Attributes:
-        ffn: of a routed expert as this slice holds it; shared_ffn: of all shared experts together.
-        held: routed experts of this slice.
-        tensor: slices an expert's width is cut into (1 where the experts are spread over the tensor ranks too).
-        load: rows of the slice that is asked most, over the mean of all.
-        alike: slices of the experts that all have the same tokens; each computes its own experts' rows of them.
-    """
-
-    count: int
-    top_k: int
-    ffn: int
-    shared: int
-    every: int
-    first_dense: int
-    held: int
-    shared_ffn: int
-    tensor: int = 1
-    load: float = 1.0
-    alike: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,8 +224,15 @@ class Style:
     @property
     def merges_gate(self) -> bool:
         """Whether gate and up are one product of one matrix."""
-        return self.modules == "megatron" or (
+        stacked = self.modules == "transformers" and self.experts is not None and not self.takes_turns
+        return self.modules == "megatron" or stacked or (
             self.stack.merged_gate and self.modules == "plain" and self.tuned is None and self.experts is None)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether experts run one by one, each a module of its own: Hugging Face's before transformers 5, and LoRA's
+        targets there."""
+        return self.modules == "transformers" and (self.stack.experts_in_turns or self.tuned is not None)
 
     @property
     def expands_kv(self) -> bool:
@@ -362,7 +342,7 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
         layers=model.layers, gated=bool(model.gated_mlp), activation=_GELU.get(model.activation, model.activation),
         positions=model.positions, norm=model.norm, bias=bool(model.bias), tied=tied,
         dropout=bool(model.dropout), window=_window(model.window, training.sequence),
-        parallel_block=bool(model.parallel_block), experts=_experts(scenario, model.ffn or 4 * hidden),
+        parallel_block=bool(model.parallel_block), experts=experts_of(scenario, model.ffn or 4 * hidden),
         latent=_latent(model.mla), attention=training.attention, chunked_loss=bool(training.chunked_loss),
         gemm=precision.compute, act=act,
         # behind an encoder's norms, which autocast runs in fp32 whatever their weights are
@@ -396,30 +376,6 @@ def _gradient(precision: Any, act: str, autocast: bool) -> str:
 
 def _window(window: int | None, sequence: int) -> int:
     return window if window and window < sequence else 0
-
-
-def _experts(scenario: Any, ffn: int) -> Experts | None:
-    """The experts of a slice; shared ones are cut over the tensor ranks like any dense part."""
-    moe, parallel = scenario.model.moe, scenario.parallel
-    if moe is None:
-        return None
-    width, held = moe.expert_ffn or ffn, moe.experts // parallel.expert
-    return Experts(moe.experts, moe.top_k, width // scenario.expert_tensor, moe.shared_experts, moe.every,
-                   moe.first_dense, held, moe.shared_experts * width // parallel.tensor, scenario.expert_tensor,
-                   busiest(moe, parallel.expert, held))
-
-
-def busiest(moe: Any, slices: int, held: int) -> float:
-    """Rows of the slice of experts that is asked most, over the mean: every block waits for it.
-
-    Loads of experts are taken as independent, with a standard deviation of `imbalance` means; a slice of `held` of them
-    varies by a share of sqrt(held) less, and the slowest of `slices` is the expected maximum of that many. All rows on
-    one slice is the most there is. With a capacity every expert computes as many rows, empty or not (Lepikhin et al.
-    2020, arXiv 2006.16668, section 2.2).
-    """
-    if moe.capacity:
-        return float(moe.capacity)
-    return min(float(slices), 1.0 + float(moe.imbalance) / math.sqrt(held) * expected_maximum(slices))
 
 
 def _latent(mla: Any) -> Latent | None:

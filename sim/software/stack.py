@@ -80,6 +80,7 @@ class Stack:
             once more side by side and once more interleaved, in front of rotary positions.
         fused_permutation: tokens are copied to their experts and added up again by one kernel each, and the experts'
             scores weigh the activation instead of the output.
+        experts_in_turns: Hugging Face's modules run expert by expert, each a module of its own; else all at once.
         experts_looped: each expert's products are launched by themselves; else one grouped kernel is.
         dispatch_once: a token travels once to every node (within a node: GPU) that holds some of its experts, and is
             copied there; else once to each expert.
@@ -217,6 +218,7 @@ class Stack:
     expands_kv: bool
     copied_heads: bool
     fused_permutation: bool
+    experts_in_turns: bool
     experts_looped: bool
     dispatch_once: bool
     expert_overlap: str

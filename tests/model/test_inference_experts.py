@@ -10,7 +10,8 @@ import pytest
 from sim.errors import UserError
 from sim.model.experts import asked, expert_rows
 from sim.model.inference import Rank, Sum, Weights, rank_of
-from sim.model.style import Experts, style_of
+from sim.model.mixture import Experts
+from sim.model.style import style_of
 from sim.network import expected_maximum
 from sim.parallel import lower
 from sim.scenario import resolve

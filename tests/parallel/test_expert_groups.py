@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import sim
 from sim.errors import UserError
-from sim.model.style import busiest
+from sim.model.mixture import busiest
 from sim.parallel import lower
 from sim.parallel.data.buckets import Bucket, apart
 from sim.parallel.lower import cut_groups, layout_of

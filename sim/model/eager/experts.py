@@ -16,8 +16,9 @@ from sim.model.eager.narrow import keeping
 from sim.model.eager.products import linear, router, row
 from sim.model.eager.storage import Storage
 from sim.model.experts import expert_rows
+from sim.model.mixture import Experts
 from sim.model.recompute import modules_of
-from sim.model.style import Experts, Style
+from sim.model.style import Style
 
 #: Most turns of a loop that are written out; more experts take them several at a time.
 _TURNS = 8
@@ -31,7 +32,7 @@ def experts(run: Run, style: Style, x: Tensor, policy: str = "none") -> Tensor:
     scores = _routed(run, style, made, x)
     # whole experts know nothing of tensor ranks, cut ones work on rows that are whole in front of them
     spread = replace(style, scattered=style.scattered and made.tensor > 1, tensor=made.tensor, bias=False)
-    if style.modules == "transformers":
+    if style.takes_turns:
         out = _loop(run, style, spread, x, scores)
     else:
         out = _grouped(run, style, spread, x, scores, again="moe_act" in modules_of(policy))
