@@ -13,8 +13,9 @@ from sim.calibration.optimise import Vector, minimise
 from sim.calibration.tables import Group
 from sim.catalog import table
 from sim.hardware.gemm import Products, as_products, overlapped, product_times
+from sim.hardware.gpu import merged
 from sim.hardware.power import Power
-from sim.hardware.rates import UNITS, GemmRates, Rates, merged
+from sim.hardware.rates import UNITS, GemmRates, Rates
 
 #: Figure, lowest and highest physical value, value expected before any data.
 FIGURES: dict[str, tuple[float, float, float]] = {

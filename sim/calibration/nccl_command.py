@@ -67,6 +67,8 @@ def sizes(min_bytes: int, max_bytes: int, factor: float) -> list[int]:
     if factor <= 1 and max_bytes > min_bytes:
         raise UserError(Fault(f"the factor between sizes must be above 1, not {factor:g}", "--factor"))
     found, size = [min_bytes], float(min_bytes)
+    if factor <= 1:
+        return found
     while (size := size * factor) <= max_bytes * (1 + 1e-9):
         found.append(round(size))
     return found

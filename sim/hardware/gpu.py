@@ -204,6 +204,8 @@ def _inline(mapping: Mapping[str, Any]) -> Gpu:
         base.pop("usable_memory_gib", None)
     if {"clock_mhz", "tensor_clock_mhz"} & set(fields):
         base.pop("reached_mhz", None)  # another card's clocks: how far it goes beyond them is not known
+    if "kernel_figures" in fields and "kernel_figures" in base:  # single figures of the card's own are replaced
+        fields["kernel_figures"] = merged(base["kernel_figures"], fields["kernel_figures"])
     base |= fields | {"confidence": fields.get("confidence", "low"), "sources": fields.get("sources", ["user"])}
     return _build(str(mapping.get("name", "inline")), base)
 
@@ -236,3 +238,12 @@ def _build(name: str, entry: Mapping[str, Any]) -> Gpu:
         kernel_figures=entry.get("kernel_figures", {}),
         reached_mhz=float(entry.get("reached_mhz", 0.0)),
     )
+
+
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with single figures of nested mappings replaced."""
+    result = dict(base)
+    for key, value in changes.items():
+        nested = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = merged(result[key], value) if nested else value
+    return result

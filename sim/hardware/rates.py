@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sim.catalog import table
-from sim.hardware.gpu import Gpu
+from sim.hardware.gpu import Gpu, merged
 from sim.hardware.power import Power
 
 _FIGURES = "hardware/kernels.yaml"
@@ -231,12 +231,3 @@ def _fed(family: dict[str, Any], gpu: Gpu) -> dict[str, Any]:
     attention = {name: {key: [fed(share) for share in value] if isinstance(key, int) else value
                         for key, value in row.items()} for name, row in family["attention"].items()}
     return {**family, "gemm": gemm, "attention": attention}
-
-
-def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with single figures of nested mappings replaced."""
-    result = dict(base)
-    for key, value in changes.items():
-        nested = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
-        result[key] = merged(result[key], value) if nested else value
-    return result

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sim.hardware.device import Device
-from sim.hardware.gpu import Gpu
-from sim.hardware.rates import UNITS, Rates, merged
+from sim.hardware.gpu import Gpu, merged
+from sim.hardware.rates import UNITS, Rates
 
 
 def with_arithmetic(gpu: Gpu, factor: float) -> Gpu:

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from sim.catalog import table
 from sim.hardware.device import Device
-from sim.hardware.gpu import Gpu, canonical_gpu
-from sim.hardware.rates import merged
+from sim.hardware.gpu import Gpu, canonical_gpu, merged
 from sim.work import Kernel
 
 #: Benchmarks whose tables are named after them.

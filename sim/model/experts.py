@@ -168,7 +168,8 @@ def every_expert(style: Style, experts: Experts, rows: int, features_in: int, fe
     expected = asked(experts, rows)
     busy = max(1, round(expected))
     share = max(1, round(rows / busy))
-    stack, scale = style.stack, rows / (busy * share * experts.load)
+    mean = rows / experts.load  # which only rounding keeps from being whole, where slices have tokens of their own
+    stack, scale = style.stack, (round(mean) if experts.alike == 1 else mean) / (busy * share)
     each = style.takes_turns or stack.experts_looped
     loops = {True: each, False: each and (style.takes_turns or stack.narrow_amax_pass)}
     times = {product: _repeated(busy, scale, expected / busy, looped) for product, looped in loops.items()}

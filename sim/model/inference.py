@@ -21,7 +21,7 @@ from sim.model.architecture import Architecture, Layer, Parameter
 from sim.model.attention_core import core_operator, softmax_dtype, uses_flash
 from sim.model.decoder import decoder
 from sim.model.kernels import cast, elementwise, product, width
-from sim.model.mixture import Experts
+from sim.model.mixture import Experts, most
 from sim.model.style import Style
 from sim.model.tuning import stored_width
 from sim.network import expected_maximum
@@ -294,7 +294,7 @@ def _shared_out(experts: Experts, slices: int, tokens: int) -> Experts:
     rest = (1 - 1 / slices) * (experts.count - experts.top_k) / max(1, experts.count - 1)
     chance = math.sqrt(rest / ones) * expected_maximum(slices)
     load = 1 + math.hypot(experts.load - 1, chance)
-    return replace(experts, alike=slices, load=min(float(slices), load))
+    return replace(experts, alike=slices, load=min(most(experts.top_k, slices, experts.held), load))
 
 
 @lru_cache(maxsize=64)

@@ -50,10 +50,16 @@ def busiest(moe: Any, slices: int, held: int) -> float:
     """Rows of the slice of experts that is asked most, over the mean: every block waits for it.
 
     Loads of experts are taken as independent, with a standard deviation of `imbalance` means; a slice of `held` of them
-    varies by a share of sqrt(held) less, and the slowest of `slices` is the expected maximum of that many. All rows on
-    one slice is the most there is. With a capacity every expert computes as many rows, empty or not (Lepikhin et al.
+    varies by a share of sqrt(held) less, and the slowest of `slices` is the expected maximum of that many, or the most
+    there is (`most`). With a capacity every expert computes as many rows, empty or not (Lepikhin et al.
     2020, arXiv 2006.16668, section 2.2).
     """
     if moe.capacity:
         return float(moe.capacity)
-    return min(float(slices), 1.0 + float(moe.imbalance) / math.sqrt(held) * expected_maximum(slices))
+    return min(most(moe.top_k, slices, held), 1.0 + float(moe.imbalance) / math.sqrt(held) * expected_maximum(slices))
+
+
+def most(top_k: int, slices: int, held: int) -> float:
+    """The most rows a slice of `held` experts can be asked for, over the mean: every token for as many of its `top_k`
+    different experts as the slice has."""
+    return slices * min(held, top_k) / top_k

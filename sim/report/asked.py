@@ -110,6 +110,26 @@ def algorithm_in_vain(scenario: Scenario) -> list[str]:
     return [f"software: nccl.algorithm {wanted} changes nothing: it {why}"]
 
 
+def protocol_in_vain(scenario: Scenario) -> list[str]:
+    """A warning where `software.nccl.protocol` is LL128 and no NVLink joins the GPUs of a node: NCCL keeps it for links
+    that leave stores of 128 bytes whole (2.29.7 src/graph/tuning.cc)."""
+    kind = scenario.cluster.topology.intra.kind
+    if scenario.software.nccl.protocol != "ll128" or kind not in ("pcie", "none") or scenario.gpus == 1:
+        return []
+    return ["software: nccl.protocol ll128 changes nothing: it needs NVLink between the GPUs of a node"]
+
+
+def budget_in_vain(scenario: Scenario) -> list[str]:
+    """A warning where a `budget` says what a run may take and not how long it is, or is no run of training."""
+    asked = scenario.budget
+    if asked is None:
+        return []
+    if isinstance(scenario.training.mode, Inference):
+        return ["budget: changes nothing: it is of a run of training"]
+    return [] if asked.tokens is not None else [
+        "budget: changes nothing without tokens: write how many the run takes (budget.tokens, a number or chinchilla)"]
+
+
 def peer_sums_in_vain(scenario: Scenario) -> list[str]:
     """A warning where an engine's own kernel for small sums is asked for and too many GPUs or no NVLink prevent it."""
     mode, tensor, cluster = scenario.training.mode, scenario.parallel.tensor, scenario.cluster
@@ -141,7 +161,7 @@ _OTHER_SHAPES = ("torus", "ring")
 
 #: What is asked in vain, in the order in which it is said.
 _ASKED = (links_in_vain, overlap_in_vain, prefetch_in_vain, takes_turns, algorithm_in_vain, schedule_of_another,
-          versions_in_vain, autocast_alone, peer_sums_in_vain)
+          versions_in_vain, autocast_alone, peer_sums_in_vain, protocol_in_vain, budget_in_vain)
 
 
 def in_vain(scenario: Scenario) -> list[str]:

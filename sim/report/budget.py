@@ -6,15 +6,17 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from sim.model.kernels import width
+from sim.model.optimizer import optimizer_state_bytes
 from sim.parallel import Lowered
+from sim.parallel.layout import REPLICAS
+from sim.parallel.lower import layout_of
 from sim.scenario.schema import Inference, Scenario
 
 #: Training tokens per parameter at the compute-optimal point (Hoffmann et al. 2022, table 3: 20.0 to 21.6).
 CHINCHILLA_TOKENS_PER_PARAMETER = 20
-
-#: Moments an optimizer keeps per parameter; those not named are taken to keep two, which overstates a checkpoint.
-_MOMENTS = {"none": 0, "sgd": 0, "sgd-momentum": 1}
 
 _DAY_S = 86_400.0
 
@@ -184,32 +186,29 @@ def _losses(scenario: Scenario, lowered: Lowered) -> _Losses:
 def checkpoint_times_s(scenario: Scenario, lowered: Lowered) -> tuple[float, float]:
     """Seconds to write and to read one checkpoint: the nodes that hold one set of states, each over its own disks, all
     together no faster than `budget.storage`."""
-    host, size, nodes = scenario.cluster.topology.host, checkpoint_bytes(scenario, lowered), _writing_nodes(scenario)
+    host, size, nodes = scenario.cluster.topology.host, checkpoint_bytes(scenario, lowered), writing_nodes(scenario)
     shared = math.inf if scenario.budget is None or scenario.budget.storage is None else scenario.budget.storage
     return size / min(nodes * host.nvme_write, shared), size / min(nodes * host.nvme_read, shared)
 
 
 def checkpoint_bytes(scenario: Scenario, lowered: Lowered) -> float:
-    """Bytes of one checkpoint: the full-precision weights once, with the optimizer's moments of the trained ones."""
-    training = scenario.training
-    dtypes = training.precision
+    """Bytes of one checkpoint: the full-precision weights once, with the optimizer's states of the trained ones."""
+    dtypes = scenario.training.precision
     weights = dtypes.master if dtypes.master != "none" else dtypes.parameters
-    trained = lowered.architecture.parameters
-    return float(trained * (width(weights) + _MOMENTS.get(training.optimizer, 2) * width(dtypes.optimizer)))
+    tensors = [(p.shape, layer.kind == "embedding") for layer in lowered.architecture.stack for p in layer.parameters]
+    states = optimizer_state_bytes(tensors, dtypes, scenario.training.optimizer)
+    return float(lowered.architecture.parameters * width(weights) + states)
 
 
 def _parameters(lowered: Lowered) -> int:
     return lowered.architecture.parameters + lowered.architecture.frozen_parameters
 
 
-def _writing_nodes(scenario: Scenario) -> int:
-    """Nodes that hold one whole set of states: replicas of it write nothing."""
-    parallel = scenario.parallel
-    if parallel.strategy in ("none", "ddp"):
-        shards = 1
-    elif isinstance(parallel.sharding_factor, int):
-        shards = parallel.sharding_factor
-    else:
-        shards = scenario.replica_ranks
-    holders = shards * parallel.tensor * parallel.pipeline
-    return max(1, min(scenario.cluster.nodes, math.ceil(holders / scenario.cluster.gpus_per_node)))
+def writing_nodes(scenario: Scenario) -> int:
+    """Nodes that hold one whole set of states, all pipeline stages, tensor slices and experts: replicas of it write
+    nothing."""
+    parallel, layout = scenario.parallel, layout_of(scenario)
+    shards = 1 if parallel.strategy in ("none", "ddp") else parallel.sharding_factor
+    apart = -(-parallel.expert * scenario.expert_tensor // parallel.tensor)  # replicas that hold different experts
+    holders = layout.group(REPLICAS)[:, :max(shards, apart)]
+    return len(np.unique(holders // scenario.cluster.gpus_per_node))

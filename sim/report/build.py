@@ -63,8 +63,8 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
                      for name, c in zip(program.communicators, simulated.communicators, strict=True) if c >= 0},
         features=features(scenario, lowered, gpu.kernels),
         _detail=Detail(lowered, machine, timeline, critical))
-    if served is not None and result.bound == "compute" and waits_for_memory(program, gpu.peak_flops,
-                                                                             gpu.memory_bandwidth_bps):
+    if served is not None and result.bound == "compute" and waits_for_memory(
+            program, machine.devices[simulated.device]):
         result.bound = "memory_bandwidth"
     result.warnings = _warnings(result)
     return result

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from sim.engine import Timeline
+from sim.hardware import Device
+from sim.hardware.whatif import scaled
 from sim.parallel import Lowered
 from sim.program import Kind, Program
 from sim.scenario.schema import Inference, Scenario
@@ -74,11 +75,11 @@ def section_end_s(timeline: Timeline, number: int) -> float:
                for runs in timeline.classes for run in runs if run.section == number)
 
 
-def waits_for_memory(program: Program, peak_flops: Callable[[str], float], bandwidth_bps: float) -> bool:
-    """Whether the kernels of a step would take longer to move their bytes at full bandwidth than to do their
-    arithmetic at peak: in the generation of tokens every weight is read for one row per sequence."""
-    arithmetic_s = [kernel.flops / peak_flops(kernel.dtype) for kernel in program.kernels]
-    memory_s = [kernel.bytes / bandwidth_bps for kernel in program.kernels]
+def waits_for_memory(program: Program, device: Device) -> bool:
+    """Whether a tenth more memory bandwidth would shorten the kernels of a step more than a tenth more arithmetic: in
+    the generation of tokens every weight is read for one row per sequence."""
+    faster = [faster_device.times(program.kernels)
+              for faster_device in (scaled(device, memory_bandwidth=1.1), scaled(device, arithmetic=1.1))]
     runs = Counter(program.section_runs())
     balance = 0.0
     for number, times in runs.items():
@@ -86,5 +87,5 @@ def waits_for_memory(program: Program, peak_flops: Callable[[str], float], bandw
         for kind, payload in zip(section.kind, section.payload, strict=True):
             if kind == Kind.KERNELS:
                 rows = [row for row in program.segments[payload].kernels if row >= 0]
-                balance += times * sum(memory_s[row] - arithmetic_s[row] for row in rows)
+                balance += times * float(faster[1][rows].sum() - faster[0][rows].sum())
     return balance > 0

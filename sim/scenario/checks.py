@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -84,7 +85,7 @@ def check(written: Scenario, scenario: Scenario, document: Document) -> list[Fau
     findings: list[Finding] = [*cluster(written, scenario), *_layout(written, scenario)]
     laid_out = not findings  # else the number of replicas means nothing
     rules = (trouble, _model, mixture, of_decoders, of_transformers, norms, windows, modules, _tensor, _context,
-             _pipeline, _modes, _tokens)
+             _pipeline, _modes, _tokens, _nccl)
     for rule in (*rules, _batch, _sharding, spread) if laid_out else rules:
         findings += rule(written, scenario)
     return [document.fault(path, message, hint) for path, message, hint in findings]
@@ -304,6 +305,14 @@ def _pipeline(written: Scenario, s: Scenario) -> Iterator[Finding]:
         )
     elif sum(p.split) != blocks:
         yield ("parallel.split", f"split adds up to {sum(p.split)} blocks but the model has {blocks}", "")
+
+
+def _nccl(written: Scenario, s: Scenario) -> Iterator[Finding]:
+    """A release that cannot be read would silently be another."""
+    del written
+    version = s.software.nccl.version
+    if version is not None and re.match(r"\s*v?\d+\.\d+", version) is None:
+        yield "software.nccl.version", f"'{version[:40]}' is no release of NCCL", "write it as 2.21, or remove it"
 
 
 def _modes(written: Scenario, s: Scenario) -> Iterator[Finding]:

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sim import api
 from sim.errors import Fault, UserError
 from sim.parallel.support import on_any_ranks
@@ -179,6 +181,7 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
         if result.complete and result.best:
             round_out(ranking, runner, stop)
     found.impossible, found.pruned = ranking.impossible, ranking.pruned()
+    found.pruned["time"] -= int(np.isfinite(ranking.values[list(runner.rows)]).sum())  # the scenario's own may be late
     _fill(found, space, result, runner, own)
     found.why = _why(found, space, result, runner, ranking.values)
     found.seconds = {"space": listed - started, "bounds": bounded - listed, "simulation": time.monotonic() - bounded}
@@ -246,7 +249,6 @@ def _fill(found: Sizing, space: Space, result: Found, runner: Runner, own: int |
     outcomes = [one.outcome for one in runner.rows.values()]
     found.refused, found.faults = outcomes.count("refused"), outcomes.count("fault")
     found.simulated = len(runner.rows)
-    found.pruned["time"] -= found.simulated
     if not result.complete:
         found.pruned.pop("time")
         found.gap = min(1.0, result.gap)

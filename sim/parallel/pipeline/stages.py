@@ -72,9 +72,10 @@ def blocks_per_stage(blocks: int, placement: Sequence[Sequence[int]], split: Seq
     slots = _even(blocks + embedding_slots + head_slots, stages)
     slots[0] -= embedding_slots
     slots[-1] -= head_slots
-    for i, j in ((0, 1), (-1, -2)):  # more slots than a stage has: its neighbour takes the rest
-        while slots[i] < 0:
-            slots[i], slots[j] = slots[i] + 1, slots[j] - 1
+    for end in (0, stages - 1):  # more slots than a stage has: those that have most take the rest, the nearest first
+        while slots[end] < 0:
+            fullest = max(range(stages), key=lambda stage: (slots[stage], -abs(stage - end)))
+            slots[end], slots[fullest] = slots[end] + 1, slots[fullest] - 1
     if 0 in slots[1:-1] and blocks == stages - 2:  # the embedding and the head are stages of their own
         return [0, *[1] * blocks, 0]
     return slots
