@@ -28,6 +28,7 @@ _SHAPES = {"gemm": "m,n,k or batch,m,n,k", "attention": "batch,heads,kv_heads,qu
 _ADAM_BYTES = 28  # per parameter: p, g, m, v read in fp32; p, m, v written
 _FEWEST_ROWS = 10
 _FIFTH = 5
+_ABOVE_PEAK = 1.2  # of the stated peak: no clock reaches so far
 _IDLE_GAP_S = 0.02  # the GPU rests between calls timed alone: far longer than a call
 
 
@@ -47,6 +48,7 @@ class KernelAnswer:
     share_of_peak: float | None
     confidence: str
     rests_on: str
+    arithmetic: str = ""  # the dtype whose units do the work
 
     def to_json(self) -> str:
         """The answer as one JSON object."""
@@ -59,7 +61,9 @@ class KernelAnswer:
                 f"  alone                {self.time_us:12.2f} us   {rate}{self.gb_s:.0f} GB/s\n"
                 f"  in a long run        {self.sustained_us:12.2f} us   at the clock the power limit allows\n"
                 f"  beside a collective  {self.beside_24_channels_us:12.2f} us   of 24 channels\n"
-                f"  confidence {self.confidence}: {self.rests_on}")
+                f"  confidence {self.confidence}: {self.rests_on}"
+                + (f"\n  {self.gpu} has no arithmetic for {self.dtype}: these are the times of {self.arithmetic} units"
+                   if self.arithmetic not in ("", self.dtype) else ""))
 
 
 def kernel_command(gpu_name: str | dict[str, Any] | Path, op: str, shape: Sequence[int] | str, dtype: str = "bf16",
@@ -85,11 +89,15 @@ def kernel_command(gpu_name: str | dict[str, Any] | Path, op: str, shape: Sequen
     short = float(Device(card, sustained=False).times([asked])[0])
     device = Device(card)
     long, beside = (float(device.times([asked], taken)[0]) for taken in (0, 24))
-    basis = device.basis(asked)
+    basis, units = device.basis(asked), card.arithmetic(dtype)
+    calibrated = any(text.startswith("calibrate:") for text in card.sources)
+    own = calibrated and asked.op == "gemm" and UNITS[units] in card.kernel_figures.get("gemm", {})
+    confidence, source = (card.confidence, "; ".join(card.sources)) if own else (basis.confidence, basis.source)
     work = attention_work(asked) if asked.op == "attention" else asked.flops
     return KernelAnswer(card.name, op, dtype, asked.shape, 1e6 * short, 1e6 * long, 1e6 * beside,
                         work / short / 1e12 if work else None, asked.bytes / short / 1e9,
-                        work / short / card.peak_flops(dtype) if work else None, basis.confidence, basis.source)
+                        work / short / card.peak_flops(dtype) if work else None, confidence, source,
+                        units if work else "")
 
 
 def _kernel(op: str, sizes: tuple[int, ...], dtype: str, layout: str, backward: bool, causal: bool,
@@ -132,6 +140,7 @@ class Calibration:
 
     profile: dict[str, Any]
     fits: tuple[dict[str, Any], ...]
+    measured_on: tuple[str, ...] = ()
 
     def to_text(self) -> str:
         """One line per dtype, and how the profile is used."""
@@ -141,6 +150,8 @@ class Calibration:
         if self.profile["confidence"] == "low":
             out.append("this fit is poor: the timings are not of this kind of GPU, or not of calls alone; start from "
                        "the GPU nearest to yours")
+        if self.measured_on:
+            out.append(f"the rows are of {', '.join(self.measured_on)}; the profile starts from {self.profile['like']}")
         use = "use it as cluster.topology.gpu: <this file>, or in the place of GPU in `drystep kernel`"
         return "\n".join([*out, use])
 
@@ -150,7 +161,7 @@ def calibrate_gemm(csv_path: str | Path, gpu_name: str, out: str | Path | None =
 
     Args:
         csv_path: rows measured on one kind of GPU, as `python -m sim.calibration.measure_gpu` writes them; the `gpu`
-            column is not looked at. A `source` with the word `alone` marks calls with the GPU idle before them.
+            column is only repeated. A `source` with the word `alone` marks calls with the GPU idle before them.
         gpu_name: the GPU of the catalogue that the profile starts from.
         out: where the profile (YAML) goes, for `cluster.topology.gpu` to name; nowhere if None.
 
@@ -161,8 +172,12 @@ def calibrate_gemm(csv_path: str | Path, gpu_name: str, out: str | Path | None =
 
     base = gpu(gpu_name)
     by_dtype: dict[str, list[dict[str, str]]] = {}
+    names = set()
     for row in read_csv(Path(csv_path), PRODUCT_COLUMNS):
         by_dtype.setdefault(row["dtype"], []).append(row)
+        names.add(row["gpu"].strip() or "an unnamed GPU")
+    if not by_dtype:
+        raise UserError(Fault(f"no products; a fit needs at least {_FEWEST_ROWS}", str(csv_path)))
     figures: dict[str, Any] = {}
     fits = []
     for dtype, rows in by_dtype.items():
@@ -173,7 +188,7 @@ def calibrate_gemm(csv_path: str | Path, gpu_name: str, out: str | Path | None =
                "confidence": _confidence(fits), "sources": [f"calibrate: {Path(csv_path).name}"], "calibration": fits}
     if out is not None:
         Path(out).write_text(yaml.safe_dump(profile, sort_keys=False), encoding="utf-8")
-    return Calibration(profile, tuple(fits))
+    return Calibration(profile, tuple(fits), tuple(sorted(names)))
 
 
 def _confidence(fits: Sequence[dict[str, Any]]) -> str:
@@ -203,6 +218,15 @@ def _user_group(base: Gpu, dtype: str, rows: list[dict[str, str]], path: Path, g
         raise UserError(Fault(str(error), str(path))) from error
     if min(measured) <= 0 or min(min(kernel.shape) for kernel in kernels) < 1:
         raise UserError(Fault("sizes and times must be positive", str(path)))
+    rates = np.array([kernel.flops for kernel in kernels]) / measured
+    fastest, peak = int(rates.argmax()), base.peak_flops(dtype)
+    if rates[fastest] > _ABOVE_PEAK * peak:
+        size = "x".join(map(str, kernels[fastest].shape))
+        took_us = 1e6 * measured[fastest]
+        raise UserError(Fault(
+            f"a product {size} in {took_us:g} us would be {rates[fastest] / 1e12:,.0f} TFLOP/s, and {base.name} has "
+            f"{peak / 1e12:,.0f} in {dtype}", str(path),
+            hint="times are in microseconds; start from the GPU they were measured on"))
     return Group(path.name, base.name, dtype, "gemm", base, Timing(0.0, 0.0, gap_s, 1.0, None), kernels, measured,
                  ("gemm",) * len(rows))
 

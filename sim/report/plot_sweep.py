@@ -247,12 +247,19 @@ def _powers(ax: Axes, values: Sequence[float]) -> None:
     ax.set_xlim(values[0] / 1.25, values[-1] * 1.25)
 
 
+#: With fewer a logarithmic axis looks like a linear one.
+_FEWEST_TICKS = 4
+
+
 def _readable_powers(ax: Axes, values: Sequence[float]) -> None:
     """Ticks of a logarithmic y axis in thousands and millions."""
     from matplotlib.ticker import FixedLocator, NullLocator
 
     low, high = min(values), max(values)
-    ticks = [m * 10.0**e for e in range(-9, 16) for m in (1, 2, 5) if low / 1.6 <= m * 10.0**e <= high * 1.6]
+    for mantissas in ((1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):  # finer where coarse ones hide the scale
+        ticks = [m * 10.0**e for e in range(-9, 16) for m in mantissas if low / 1.3 <= m * 10.0**e <= high * 1.3]
+        if len(ticks) >= _FEWEST_TICKS:
+            break
     ax.yaxis.set_major_locator(FixedLocator(ticks))
     ax.yaxis.set_minor_locator(NullLocator())
     ax.set_ylim(low / 1.3, high * 1.3)

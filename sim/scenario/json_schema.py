@@ -67,10 +67,13 @@ def _names(tables: dict[str, Any]) -> None:
     )
     cluster["gpu"] = {**gpu, "description": cluster["gpu"].get("description", "")}
     model["preset"] = {"enum": preset_names(), "description": model["preset"]["description"]}
-    step = {"required": tables["Training"].pop("required"),
+    # a table of layers has no sequences, and a preset's mixture or latent attention fills in what is left out
+    step = {"required": [name for name in tables["Training"].pop("required") if name != "sequence"],
             "oneOf": [{"required": ["global_batch"]}, {"required": ["micro_steps"]}]}
     request = {"required": ["mode"], "properties": {"mode": {"type": "object"}}}
     tables["Training"]["anyOf"] = [step, request]
+    for part in ("Moe", "Mla"):
+        tables[part].pop("required")
     precision = tables["Precision"]
     precision["anyOf"] = [{"required": precision.pop("required")},
                           {"required": ["name"], "properties": {"name": {"enum": list(PRECISIONS)}}}]

@@ -51,6 +51,9 @@ def test_calibrating_recovers_a_slower_card(tmp_path: Path) -> None:
     assert fit["rows"] == len(SHAPES) and fit["before"] > 0.15
     assert fit["median"] < 0.03 and fit["left_out"] < 0.08
     assert "20 products" in result.to_text() and "left out" in result.to_text()
+    assert "the rows are of my card; the profile starts from a100-80g-sxm" in result.to_text()
+    assert "calibrate: gemm.csv" in kernel_command(out, "gemm", "4096,4096,4096").to_text()
+    assert "calibrate:" not in kernel_command(out, "gemm", "4096,4096,4096", "fp32").to_text()
     mine, theirs = gpu(str(out)), gpu("A100")
     assert mine.name == "a100-80g-sxm-calibrated" and mine.memory_bytes == theirs.memory_bytes
     kernel = product_kernel(3000, 5000, 4096, 1, "bf16")
@@ -63,6 +66,8 @@ def test_calibrating_recovers_a_slower_card(tmp_path: Path) -> None:
     (",".join(PRODUCT_COLUMNS) + "\n" + "x,bf16,1,1,one,1,5,s\n" * 10, "one"),
     (",".join(PRODUCT_COLUMNS) + "\n" + "x,bf17,1,1,1,1,5,s\n" * 10, "bf17"),
     (",".join(PRODUCT_COLUMNS) + "\n" + "x,bf16,1,1,1,1,0,s\n" * 10, "positive"),
+    (",".join(PRODUCT_COLUMNS) + "\n", "no products"),
+    (",".join(PRODUCT_COLUMNS) + "\n" + "x,bf16,4096,4096,4096,1,1,s\n" * 10, "137,439 TFLOP/s, and a100"),
 ])
 def test_a_csv_that_cannot_be_fitted_says_why(tmp_path: Path, text: str, word: str) -> None:
     path = tmp_path / "bad.csv"
@@ -233,3 +238,9 @@ def test_streaming_is_fitted_only_to_tensors_far_beyond_the_cache() -> None:
     h100, a100 = (next(g for name, g in sums.items() if kind in name) for kind in ("h100", "a100"))
     assert "elementwise" not in row_fit.fit_memory([h100], rounds=1)
     assert "elementwise" in row_fit.fit_memory([a100], rounds=1)
+
+
+def test_a_dtype_without_units_of_its_own_is_said_to_stand_in() -> None:
+    assert "no arithmetic for fp8: these are the times of bf16 units" in kernel_command(
+        "A100", "gemm", "4096,4096,4096", "fp8").to_text()
+    assert "no arithmetic" not in kernel_command("h100", "gemm", "4096,4096,4096", "fp8").to_text()

@@ -231,3 +231,9 @@ def test_the_figures_fit_the_sweeps_they_came_from() -> None:
     assert found["one node"][0] == 32 and found["several nodes"][0] == 25
     assert found["one node"][1] < 0.065 and found["several nodes"][1] < 0.12
     assert found["several nodes"][2] < 0.25
+
+
+def test_one_size_needs_no_factor() -> None:
+    assert sizes(8, 8, 1.0) == [8] and sizes(8, 32, 2.0) == [8, 16, 32]
+    with pytest.raises(UserError, match="above 1"):
+        sizes(8, 32, 1.0)

@@ -84,3 +84,11 @@ def test_an_inline_gpu_is_like_another_and_refuses_what_it_does_not_know() -> No
         gpu({"sms": 3})
     with pytest.raises(UserError, match="no such GPU figure"):
         gpu("h100", {"sms": 3})
+
+
+def test_figures_of_a_profile_leave_the_others_of_its_card_as_they_are() -> None:
+    """The A100 of 80 GB has figures of its own for memory; a fit of products alone must not move these."""
+    base = gpu("a100-80g-sxm")
+    fitted = gpu({"like": "a100-80g-sxm", "kernel_figures": {"gemm": {"half": {"eta": 0.7}}}})
+    assert base.kernel_figures["memory"] and fitted.kernel_figures["memory"] == base.kernel_figures["memory"]
+    assert fitted.kernel_figures["gemm"]["half"]["eta"] == 0.7

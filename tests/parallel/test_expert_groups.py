@@ -164,11 +164,14 @@ def test_a_capacity_is_computed_full_or_empty() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(experts=st.sampled_from([8, 16, 64]), spread=st.sampled_from([1, 2, 4, 8]), imbalance=st.floats(0, 20))
-def test_load_is_between_even_and_all_on_one(experts: int, spread: int, imbalance: float) -> None:
-    load = busiest(Moe(experts=experts, top_k=2, imbalance=imbalance), spread, experts // spread)
-    assert 1.0 <= load <= spread
-    assert load <= busiest(Moe(experts=experts, top_k=2, imbalance=2 * imbalance + 0.1), spread, experts // spread)
+@given(experts=st.sampled_from([8, 16, 64]), spread=st.sampled_from([1, 2, 4, 8]), top_k=st.integers(1, 8),
+       imbalance=st.floats(0, 20))
+def test_load_is_between_even_and_all_on_one(experts: int, spread: int, top_k: int, imbalance: float) -> None:
+    """A token's experts are different ones: a slice gets at most as many of its rows as it has experts."""
+    held = experts // spread
+    load = busiest(Moe(experts=experts, top_k=top_k, imbalance=imbalance), spread, held)
+    assert 1.0 <= load <= spread * min(held, top_k) / top_k
+    assert load <= busiest(Moe(experts=experts, top_k=top_k, imbalance=2 * imbalance + 0.1), spread, held)
 
 
 @settings(max_examples=50, deadline=None)
@@ -230,3 +233,9 @@ def test_latent_attention_gathers_what_is_narrow() -> None:
 def test_what_cannot_be_spread_is_refused(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(UserError, match=match):
         lower(scenario(**changes))
+
+
+@pytest.mark.parametrize("imbalance", [0.0, 0.3, 0.5, 2.0])
+def test_flops_are_those_that_are_routed_whatever_the_load(imbalance: float) -> None:
+    made = [lower(scenario(expert=4, moe={"imbalance": one})).architecture for one in (0.0, imbalance)]
+    assert made[0].forward_flops == pytest.approx(made[1].forward_flops, rel=1e-12)

@@ -262,3 +262,11 @@ def test_a_rank_without_a_layer_is_refused(strategy: str) -> None:
     with pytest.raises(UserError, match="pipeline rank 1 holds no block") as caught:
         lower(scenario)
     assert caught.value.faults[0].field == "parallel.split"
+
+
+@pytest.mark.parametrize(("blocks", "stages", "embedding", "head", "split"), [
+    (12, 4, 12, 0, [0, 4, 4, 4]), (8, 8, 10, 0, [0, 1, 1, 1, 1, 1, 1, 2]), (8, 4, 1, 1, [2, 3, 2, 1])])
+def test_slots_that_one_stage_has_not_are_taken_of_those_that_have_most(blocks: int, stages: int, embedding: int,
+                                                                        head: int, split: list[int]) -> None:
+    found = blocks_per_stage(blocks, [[rank] for rank in range(stages)], None, embedding, head)
+    assert sum(found) == blocks and min(found) >= 0 and found == split

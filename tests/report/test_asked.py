@@ -9,9 +9,11 @@ import pytest
 from sim.report.asked import (
     algorithm_in_vain,
     autocast_alone,
+    budget_in_vain,
     links_in_vain,
     overlap_in_vain,
     prefetch_in_vain,
+    protocol_in_vain,
     schedule_of_another,
     takes_turns,
     versions_in_vain,
@@ -139,3 +141,23 @@ def test_links_that_nothing_goes_by_are_named(intra: dict[str, Any], inter: dict
                                               said: list[str]) -> None:
     told = links_in_vain(on(intra, inter, nodes))
     assert len(told) == len(said) and all(part in text for part, text in zip(said, told, strict=True))
+
+
+@pytest.mark.parametrize(("topology", "protocol", "said"), [
+    ("pcie-8x-a100-40g-pcie", "ll128", 1), ("pcie-8x-a100-40g-pcie", "ll", 0), ("dgx-a100-80g", "ll128", 0)])
+def test_a_protocol_that_needs_nvlink_is_named_where_there_is_none(topology: str, protocol: str, said: int) -> None:
+    asked = resolve({
+        "name": "x", "cluster": {"topology": topology}, "model": {"preset": "gpt2"},
+        "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128},
+        "software": {"nccl": {"protocol": protocol}}})
+    assert len(protocol_in_vain(asked)) == said
+
+
+@pytest.mark.parametrize(("budget", "mode", "said"), [
+    ({"deadline": "5 days"}, {}, "without tokens"), ({"tokens": 1e9}, {}, ""),
+    ({"tokens": 1e9}, {"mode": {"inference": {"prompt": 8, "generate": 2, "batch": 1}}}, "a run of training")])
+def test_a_budget_that_says_nothing_is_named(budget: dict[str, Any], mode: dict[str, Any], said: str) -> None:
+    told = budget_in_vain(resolve({
+        "name": "x", "cluster": {"topology": "single-a100-80g-sxm"}, "model": {"preset": "gpt2"}, "budget": budget,
+        "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128, **mode}}))
+    assert (said in told[0]) if said else not told

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sim
-from sim.report.budget import best_interval_s, goodput
+from sim.parallel import lower
+from sim.report.budget import best_interval_s, checkpoint_bytes, goodput, writing_nodes
+from sim.scenario import resolve
 
 SCENARIO = """
 name: budget
@@ -71,3 +74,31 @@ def test_a_run_that_never_ends_has_no_length(tmp_path: Path) -> None:
     found = predicted(tmp_path, ", mtbf_per_gpu: 1 s, checkpoint_every: 100 h").to_json()["budget"]
     assert found["goodput"] == 0.0 and found["in_time"] is False
     assert found["days"] is None and found["gpu_hours"] is None and found["cost"] is None
+
+
+@pytest.mark.parametrize(("parallel", "moe", "nodes"), [
+    ({"strategy": "ddp"}, {}, 1), ({"strategy": "ddp", "tensor": 8}, {}, 1),
+    ({"strategy": "ddp", "pipeline": 4}, {}, 4),  # a stage a node: the pipeline is the outermost dimension
+    ({"strategy": "ddp", "pipeline": 2, "tensor": 2}, {}, 2), ({"strategy": "fsdp", "sharding_factor": 8}, {}, 1),
+    ({"strategy": "fsdp", "sharding_factor": 16}, {}, 2), ({"strategy": "fsdp"}, {}, 4),
+    ({"strategy": "ddp", "expert": 32}, {"moe": {"experts": 64, "top_k": 2}}, 4),
+    ({"strategy": "ddp", "expert": 8}, {"moe": {"experts": 64, "top_k": 2}}, 1)])
+def test_nodes_that_hold_one_set_of_states(parallel: dict[str, Any], moe: dict[str, Any], nodes: int) -> None:
+    """Four nodes of eight GPUs: tensor and data ranks are neighbours, stages lie on nodes of their own."""
+    assert writing_nodes(resolve({
+        "name": "x", "cluster": {"topology": "dgx-a100-80g", "nodes": 4},
+        "model": {"kind": "decoder", "layers": 4, "hidden": 64, "heads": 8, "vocab": 128} | moe,
+        "training": {"micro_batch": 1, "micro_steps": 4, "sequence": 64}, "parallel": parallel})) == nodes
+
+
+@pytest.mark.parametrize(("optimizer", "most"), [
+    ("adamw", 12.0), ("sgd", 4.0), ("adafactor", 4.3), ("adamw-8bit", 8.0)])
+def test_a_checkpoint_holds_the_states_that_the_optimizer_keeps(optimizer: str, most: float) -> None:
+    """Bytes per parameter: fp32 weights and two fp32 moments, none, rows' and columns' means, two of a byte (tables in
+    fp32)."""
+    asked = resolve({
+        "name": "x", "cluster": {"topology": "single-a100-80g-sxm"},
+        "model": {"kind": "decoder", "layers": 4, "hidden": 512, "heads": 8, "vocab": 512, "positions": "rotary"},
+        "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 64, "optimizer": optimizer}})
+    each = checkpoint_bytes(asked, lower(asked)) / lower(asked).architecture.parameters
+    assert 0.7 * most <= each <= most

@@ -78,3 +78,15 @@ def test_a_narrow_cache_is_named_and_advised() -> None:
         "software": {"compile": True}}))
     assert not short.memory.fits
     assert {"training.mode.inference.kv_cache": "fp8"} in [one.set for one in short.changes if one.fits]
+
+
+@pytest.mark.parametrize(("parameters", "batch", "bound"), [("bf16", 1, "memory_bandwidth"), ("int4", 64, "compute")])
+def test_the_bound_is_where_a_tenth_more_helps_most(parameters: str, batch: int, bound: str) -> None:
+    """Products of 4-bit weights with many rows wait for arithmetic, though their bytes over their FLOPs would not."""
+    asked = resolve({
+        "name": "asks", "cluster": {"topology": "dgx-a100-80g", "gpus_per_node": 1}, "model": {"preset": "llama-2-7b"},
+        "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 512,
+                     "precision": {"name": "pure-bf16", "parameters": parameters},
+                     "mode": {"inference": {"prompt": 8, "generate": 33, "batch": batch}}},
+        "software": {"framework": "pytorch", "compile": True, "cuda_graphs": True}})
+    assert api.run(asked).bound == bound
