@@ -80,6 +80,12 @@ def layouts(draw: st.DrawFn) -> Scenario:
         raise
 
 
+def uneven(of: Scenario) -> bool:
+    """Of p4d, whose GPUs share NICs by twos, a part: three replicas in a row take one and a half pairs."""
+    part = of.cluster.topology.name == "p4d" and of.cluster.gpus_per_node % 4 != 0
+    return part or of.cluster.topology.name in UNEVEN_NODES
+
+
 @settings(max_examples=50, deadline=None)
 @given(layouts())
 def test_folded_jobs_of_any_layout_take_as_long_as_all_ranks(of: Scenario) -> None:
@@ -87,8 +93,7 @@ def test_folded_jobs_of_any_layout_take_as_long_as_all_ranks(of: Scenario) -> No
         folded, whole = folded_and_whole(of)
     except UserError:
         assume(False)
-    uneven = of.cluster.topology.name in UNEVEN_NODES and aligned(of, layout_of(of))
-    assert folded == pytest.approx(whole, rel=UNEVEN if uneven else 1e-6)
+    assert folded == pytest.approx(whole, rel=UNEVEN if uneven(of) and aligned(of, layout_of(of)) else 1e-6)
 
 
 @pytest.mark.parametrize(("cluster", "parallel", "classes"), [
