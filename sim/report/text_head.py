@@ -96,7 +96,8 @@ def _request(scenario: Scenario, run: InferenceRun) -> str:
     split = [f"{name} {n}" for name, n in ranks.items() if n > 1]
     prompts = "1 prompt" if run.batch == 1 else f"{run.batch:,} prompts"
     cache = "" if run.kv_cache == "same" else f", {run.kv_cache} cache"
-    return (f"inference: {prompts} of {run.prompt:,} tokens, {run.generate:,} tokens generated each, "
+    made = "1 token" if run.generate == 1 else f"{run.generate:,} tokens"
+    return (f"inference: {prompts} of {run.prompt:,} tokens, {made} generated each, "
             f"{weights} weights{cache} · {' × '.join([*split, _replicas(scenario.data_parallel)])}")
 
 

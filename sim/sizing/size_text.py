@@ -63,7 +63,7 @@ def _covered(found: Sizing) -> Iterator[str]:
               **{ruled.get(name, f"are ruled out by {name}"): count for name, count in found.pruned.items()}}
     parts = [f"{count:,} {said}" for said, count in counts.items() if count]
     refused = f" ({found.refused:,} of them refused)" if found.refused else ""
-    simulated = f"{found.simulated:,} were simulated{refused}"
+    simulated = f"{found.simulated:,} {'was' if found.simulated == 1 else 'were'} simulated{refused}"
     yield f"of these {', '.join([*parts, simulated])}"
     if found.schedules:
         yield (f"schedules of pipelines: {', '.join(found.schedules)} (what this release of the framework has, and the "
