@@ -24,9 +24,10 @@ _STEPS: dict[str, tuple[tuple[int, int, int], ...]] = {
     "adamw-foreach": ((2, 0, 0), (0, 1, 2), (0, 0, 2), (0, 1, 2), (1, 0, 1), (2, 0, 0), (2, 0, 0), (3, 0, 1)),
     "sgd": ((2, 1, 0),),
     "sgd-momentum": ((0, 0, 2), (0, 1, 2), (2, 0, 1)),
-    # torch/optim/_adafactor.py: decay; g*g row mean and column mean; outer product of the factors; rsqrt; times g;
-    # root mean square; update
-    "adafactor": ((2, 0, 0), (0, 1, 0), (0, 1, 0), (1, 0, 0), (2, 0, 0), (2, 1, 0), (1, 0, 0), (3, 0, 0)),
+    # torch/optim/_adafactor.py: the parameter's norm; decay; norms of the gradient's rows and columns; outer product of
+    # the factors; divided by their mean; bounded; rsqrt; times g; its norm; the scaled step
+    "adafactor": ((1, 0, 0), (2, 0, 0), (0, 1, 0), (0, 1, 0), (1, 0, 0), (2, 0, 0), (2, 0, 0), (2, 0, 0), (2, 1, 0),
+                  (1, 0, 0), (3, 0, 0)),
     # adamw's update written out, its norm and the parameter's, then the scaled step (You et al. 2020, algorithm 2)
     "lamb": ((0, 0, 2), (0, 1, 2), (0, 0, 2), (0, 1, 2), (1, 0, 1), (2, 0, 0), (2, 0, 0), (2, 0, 1), (3, 0, 0),
              (1, 0, 0), (1, 0, 0), (3, 0, 0)),

@@ -91,10 +91,11 @@ class Offload:
 
     # ------------------------------------------------------------------------------------------- host memory
     def hold(self, name: str, size_bytes: float, category: str, *, pinned: bool = False) -> None:
-        """Host memory for the whole step; pinned blocks are powers of two (ATen CachingHostAllocator)."""
+        """Host memory for the whole step."""
         size = round(size_bytes)
         if size > 0:
-            self._builder.host_resident.append((name, 1 << (size - 1).bit_length() if pinned else size, category))
+            whole = pinned and self._stack.pinned_powers
+            self._builder.host_resident.append((name, 1 << (size - 1).bit_length() if whole else size, category))
 
     def hold_optimizer(self, numel: int, largest: int = 0) -> None:
         """Master copy, optimizer states and fp32 gradients of `numel` local parameters, or the buffers they swap in.

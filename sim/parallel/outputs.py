@@ -62,9 +62,11 @@ class Outputs:
 
 def stage_outputs(plan: Plan) -> list[float]:
     """Bytes of each of the logits that the last stage holds on to between micro-batches (DeepSpeed's pipeline
-    engine, `_exec_forward_pass`: what is in a buffer goes when the next micro-batch that has the buffer comes)."""
+    engine, `_exec_forward_pass`: what is in a buffer goes when the next micro-batch that has the buffer is through the
+    forward, so at the head it stands beside the new ones). That engine refuses ZeRO-2 and ZeRO-3, which run models
+    that return their loss."""
     scenario = plan.scenario
-    if plan.architecture.stack[-1].kind != "head" or scenario.micro_steps < 2:
+    if plan.architecture.stack[-1].kind != "head" or scenario.parallel.strategy in ("zero2", "zero3"):
         return []
     logits = plan.architecture.batch * plan.architecture.sequence * scenario.model.vocab / scenario.parallel.tensor
-    return [logits * DTYPE_BYTES["fp32"]] * plan.stack.stage_outputs
+    return [logits * DTYPE_BYTES["fp32"]] * min(plan.stack.stage_outputs, scenario.micro_steps)

@@ -9,11 +9,10 @@ from sim.hardware import gpu
 from sim.model.inference import NARROW
 from sim.model.tuning import QUANTISED, cut_both
 from sim.parallel.model.expert import misfit
+from sim.parallel.support_outside import outside, paged
 from sim.scenario.schema import RecomputeModules, Scenario, Training
 from sim.software import Stack
 
-#: Optimizers that bitsandbytes keeps in unified memory where asked (optim/adamw.py, adam.py).
-_PAGED = ("adamw", "adam", "adamw-8bit")
 #: Compute dtypes below 16 bits.
 _NARROW = ("fp8", "mxfp8", "nvfp4", "int8", "int4")
 #: Schedules under which both ends of a pipeline hold a stage.
@@ -48,37 +47,32 @@ def _tuned(scenario: Scenario, stack: Stack) -> str:
                          "same", narrow and stack.narrow_keeps_inputs)):
         if asked:
             return f"{finetune.method} with {also}"
+    return ""
+
+
+def _base(scenario: Scenario) -> Iterator[Fault]:
+    """Frozen weights of another dtype than the adapters', which only autocast brings together."""
+    finetune, precision = scenario.training.finetune, scenario.training.precision
+    if finetune is None or finetune.method == "full":
+        return
     autocast = precision.compute in ("fp16", "bf16") and precision.parameters == precision.gather == "fp32"
     if finetune.base in ("fp32", "bf16", "fp16") and finetune.base != precision.parameters and not autocast:
-        return (f"{finetune.method} of {finetune.base} weights beside {precision.parameters} adapters without autocast "
-                "(amp-bf16, amp-fp16)")
-    return ""
-
-
-def _paged(scenario: Scenario, ipg: bool) -> str:
-    """What of unified memory is not simulated: it is bitsandbytes' way to keep optimizer states, nothing else's."""
-    offload, training, parallel = scenario.parallel.offload, scenario.training, scenario.parallel
-    if "paged" in (offload.parameters, offload.activations):
-        return "paged memory of anything but the optimizer's states"
-    if offload.optimizer != "paged":
-        return ""
-    if training.optimizer not in _PAGED:
-        return f"paged {training.optimizer} (bitsandbytes pages {', '.join(_PAGED)})"
-    if ipg or parallel.strategy.startswith("zero"):
-        return f"a paged optimizer in {parallel.strategy}"
-    if training.optimizer_in_backward:
-        return "a paged optimizer in backward"
-    return ""
+        yield Fault(f"{finetune.method} of {finetune.base} weights beside {precision.parameters} adapters is "
+                    "understood but simulated under autocast only", "training.finetune.base",
+                    hint=f"use base: {precision.parameters}" + (
+                        f", precision: amp-{finetune.base}, or pure-{finetune.base} for adapters of that dtype too"
+                        if finetune.base != "fp32" else ""))
 
 
 def check(scenario: Scenario, stack: Stack) -> None:
     """Raise `UserError` naming every field of the scenario that this version cannot simulate."""
     training, ipg = scenario.training, stack.gradient_path == "ipg"  # gradients go through DeepSpeed's buckets
-    asked: dict[str, object] = {"parallel.offload": _paged(scenario, ipg)}
+    asked: dict[str, object] = {"parallel.offload": paged(scenario, ipg)}
     if training.mode != "train":
         asked |= _inference(scenario)
+    sharded = like_fsdp(scenario.parallel.strategy, ipg)
     faults = [*on_any_ranks(scenario, stack), *_unknown(asked), *_in_backward(scenario),
-              *_offload(scenario, ipg, stack.hybrid_offload), *_expert(scenario, ipg), *_stages(scenario, ipg),
+              *outside(scenario, ipg, stack.hybrid_offload, sharded), *_expert(scenario, ipg), *_stages(scenario, ipg),
               *_whole_slices(scenario), *_some(scenario, stack)]
     if faults:
         raise UserError(faults)
@@ -95,7 +89,7 @@ def on_any_ranks(scenario: Scenario, stack: Stack) -> list[Fault]:
         and f"training with {training.precision.parameters} weights",
         "training.precision": training.precision.compute in ("int8", "int4") and training.precision.compute,
     }
-    return [*_unknown(asked), *_narrow(scenario), *_modules(scenario, stack)]
+    return [*_unknown(asked), *_base(scenario), *_narrow(scenario), *_modules(scenario, stack)]
 
 
 def _modules(scenario: Scenario, stack: Stack) -> Iterator[Fault]:
@@ -301,61 +295,6 @@ def _in_backward(scenario: Scenario) -> Iterator[Fault]:
         yield Fault("the optimizer is offloaded and runs after backward", field, hint="remove one of the two")
     if parallel.pipeline > 1:
         yield Fault("a pipeline's stages apply gradients only after the last micro-batch", field, hint="remove it")
-
-
-def _offload(scenario: Scenario, ipg: bool, hybrid: bool) -> Iterator[Fault]:
-    """Places that the technique of this stack has no code for."""
-    parallel = scenario.parallel
-    offload, strategy = parallel.offload, parallel.strategy
-    parameters, optimizer = (place in ("cpu", "nvme") for place in (offload.parameters, offload.optimizer))
-    sharded = like_fsdp(strategy, ipg)
-    if parallel.pipeline > 1 and offload.activations in ("cpu", "nvme"):
-        yield Fault("saved tensors of pipeline stages stay on the GPU (megatron-core transformer_config.py refuses "
-                    "cpu_offloading with a pipeline)", "parallel.offload.activations",
-                    hint="set pipeline: 1, or remove it")
-    if parallel.pipeline > 1 and sharded and (parameters or optimizer):
-        yield Fault("offload of FSDP's stages is understood but not simulated yet", "parallel.offload",
-                    hint="set pipeline: 1, or remove it")
-    if offload.optimizer_fraction < 1 and not (hybrid and optimizer):
-        yield Fault("only Megatron's HybridDeviceOptimizer (from 2025 on) leaves part of the optimizer on the GPU",
-                    "parallel.offload.optimizer_fraction", hint="remove it, or use optimizer: cpu with megatron")
-    if hybrid and optimizer and not parameters:
-        yield from _hybrid(scenario)
-    elif sharded:
-        if parameters != optimizer:
-            yield Fault("FSDP keeps parameters, gradients and optimizer states in one place", "parallel.offload",
-                        hint="give parameters and optimizer the same place")
-        if "nvme" in (offload.parameters, offload.optimizer):
-            yield Fault("FSDP keeps nothing on disks; it offloads to cpu", "parallel.offload",
-                        hint="use strategy zero3 with framework deepspeed for nvme")
-        if parameters and parallel.sharding_factor == 1:
-            yield Fault("FSDP offloads shards, and sharding_factor is 1", "parallel.offload",
-                        hint="shard over more GPUs, or use zero3 with framework deepspeed")
-    elif parameters and strategy != "zero3":
-        yield Fault(f"parameters of strategy {strategy} stay on the GPU", "parallel.offload.parameters",
-                    hint="use strategy zero3 or fsdp")
-    elif optimizer and not (ipg and strategy in ("zero1", "zero2", "zero3")):
-        yield Fault(f"the optimizer of strategy {strategy} in this framework stays on the GPU",
-                    "parallel.offload.optimizer", hint="use fsdp, or zero1 to zero3 with framework deepspeed")
-    elif parameters and not optimizer:
-        yield Fault("DeepSpeed offloads parameters only together with the optimizer", "parallel.offload.optimizer",
-                    hint="set optimizer: cpu too")
-
-
-def _hybrid(scenario: Scenario) -> Iterator[Fault]:
-    """What Megatron's HybridDeviceOptimizer does not do.
-
-    Source: megatron-core 0.12.1 optimizer/__init__.py, optimizer_config.py (read); Megatron-LM training/arguments.py
-    (recalled): --optimizer-cpu-offload asks for --use-precision-aware-optimizer, which needs the distributed optimizer.
-    """
-    parallel, training = scenario.parallel, scenario.training
-    if parallel.offload.optimizer == "nvme":
-        yield Fault("Megatron keeps no optimizer states on disks", "parallel.offload.optimizer", hint="use cpu")
-    if parallel.strategy != "zero1":
-        yield Fault(f"Megatron offloads the distributed optimizer only, not that of {parallel.strategy}",
-                    "parallel.strategy", hint="use zero1")
-    if training.optimizer not in ("adamw", "adam", "sgd", "sgd-momentum"):
-        yield Fault(f"Megatron has no {training.optimizer} on the CPU", "training.optimizer", hint="use adamw")
 
 
 def _inference(scenario: Scenario) -> dict[str, object]:

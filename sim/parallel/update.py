@@ -13,6 +13,7 @@ from sim.model import (
 )
 from sim.parallel.step import COMPUTE, Plan, blocks, collective
 from sim.program import Label, SectionBuilder
+from sim.software import Stack
 from sim.work import DTYPE_BYTES
 
 
@@ -99,13 +100,24 @@ def _stepped(plan: Plan, section: SectionBuilder, numel: int, tensors: int, larg
     task = section.kernels(COMPUTE, plan.compute.own(kernels), label, joins=joins)
     if temporary:
         section.free("optimizer temporaries", temporary, "workspace")
-    if stack.optimizer_reads and training.optimizer != "none":
+    if reads := _reads(stack, training.optimizer):
         # the GPU stands until the number is there and the next kernel is launched
-        host_s = tensors * stack.optimizer_reads * (stack.host_read_s + stack.host_forward_s)
-        section.host(host_s, Label("optimizer", "optimizer", "step numbers"), waits=(task,))
+        host_s = tensors * reads * (stack.host_read_s + stack.host_forward_s)
+        section.host(host_s, Label("optimizer", "optimizer", "numbers read"), waits=(task,))
     if plan.offload.pages_optimizer:  # bitsandbytes optim/optimizer.py, step: torch.cuda.synchronize()
         section.host(0.0, Label("optimizer", "optimizer", "pages in place"), waits=(task,))
     return task
+
+
+def _reads(stack: Stack, optimizer: str) -> int:
+    """Numbers the host reads on the GPU in the update of every tensor.
+
+    Adafactor's step depends on norms: of the parameter and of its update (torch/optim/_adafactor.py,
+    `_single_tensor_adafactor`: two `.item()`), or of the parameter alone (transformers optimization.py, `_get_lr`: a
+    `max` of Python's)."""
+    if optimizer == "adafactor":
+        return 1 if stack.modules == "transformers" else 2
+    return 0 if optimizer == "none" else stack.optimizer_reads
 
 
 def sums_in_master(plan: Plan) -> bool:

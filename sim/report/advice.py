@@ -45,6 +45,7 @@ class Change:
         set: dotted fields and their new values.
         what: in words.
         fits: whether the job fits with it; headroom_bytes: by how much (negative: not).
+        missing_bytes, host_missing_bytes: what tensors lack on the GPU, and what is offloaded on the host of a node.
         gpus: GPUs of the changed job.
         step_time_s, slowdown: the step with it, and over the step without; None where the job still does not fit.
         gpu_time: GPU-seconds of a step over those without the change: what a change to more GPUs costs.
@@ -60,12 +61,15 @@ class Change:
     slowdown: float | None = None
     gpu_time: float | None = None
     count: int = 1
+    missing_bytes: int = 0
+    host_missing_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return {"set": dict(self.set), "what": self.what, "fits": self.fits, "headroom_bytes": self.headroom_bytes,
                 "gpus": self.gpus, "step_time_s": self.step_time_s, "slowdown": self.slowdown,
-                "gpu_time": self.gpu_time, "count": self.count}
+                "gpu_time": self.gpu_time, "count": self.count, "missing_bytes": self.missing_bytes,
+                "host_missing_bytes": self.host_missing_bytes}
 
 
 @seldom_searched()
@@ -92,8 +96,9 @@ def advise(scenario: Scenario, memory: MemoryResult, trial: Callable[[Scenario],
         except UserError:
             return False
         after = one.memory
-        frees = after.use.peak_allocated_bytes < memory.use.peak_allocated_bytes
-        if after.fits or (frees and not memory.fits_device):
+        frees = (after.use.peak_allocated_bytes < memory.use.peak_allocated_bytes if not memory.fits_device else
+                 after.fits_device and after.host_missing_bytes < memory.host_missing_bytes)
+        if after.fits or frees:
             found[group] = _Tried(what, said, other, one, after)
         return after.fits
 
@@ -111,7 +116,7 @@ def advise(scenario: Scenario, memory: MemoryResult, trial: Callable[[Scenario],
         two = [_change(one._replace(sets=change.fewest(Changed(one.scenario, one.sets))), now_s, scenario.gpus)
                for one in pairs]
         priced += [c for c in two if (c.gpu_time or 0.0) < cheapest]
-    return sorted(priced, key=lambda c: (not c.fits, c.gpu_time if c.gpu_time is not None else -c.headroom_bytes))
+    return sorted(priced, key=lambda c: (not c.fits, c.gpu_time or 0.0, c.missing_bytes, c.host_missing_bytes))
 
 
 class _Tried(NamedTuple):
@@ -150,7 +155,8 @@ def _pairs(tries: list[_Tried], change: Changing, trial: Callable[[Scenario], Tr
 
 def _change(one: _Tried, now_s: float, gpus: int) -> Change:
     plain = Change(dict(one.sets), one.what, one.after.fits, one.after.headroom_bytes, one.scenario.gpus,
-                   count=one.changes)
+                   count=one.changes, missing_bytes=one.after.missing_bytes,
+                   host_missing_bytes=one.after.host_missing_bytes)
     if not one.after.fits:
         return plain
     step_s = one.trial.step_time_s()

@@ -240,6 +240,12 @@ def bound(parts: Breakdown) -> str:
     return max(seconds, key=lambda name: seconds[name])
 
 
+def felt(found: str, parts: Breakdown) -> str:
+    """A bound as a person reads it: "offload" for communication that is mostly waiting for the host's copies and its
+    optimizer (result.md has one word for both)."""
+    return "offload" if found == "communication" and parts.offload > parts.exposed_s else found
+
+
 def inline_seconds(program: Program, of_collective: Sequence[float]) -> Floats | None:
     """Seconds that collectives inside each segment take by themselves, shape (segments, collectives); None: none are.
 

@@ -213,7 +213,9 @@ def _offload(scenario: Scenario) -> Iterator[Candidate]:
     states = [name for name in ("parameters", "optimizer") if getattr(places, name) == "cpu"]
     if states:
         what = " and ".join(states)
-        yield Candidate("disks", f"{what} on NVMe", {f"{field}.{name}": "nvme" for name in states})
+        third: Sets = {"parallel.strategy": "zero3"} if scenario.parallel.strategy in ("zero1", "zero2") else {}
+        yield Candidate("disks", f"{what} on NVMe" + (" under ZeRO-3" if third else ""),
+                        {**third, **{f"{field}.{name}": "nvme" for name in states}})
         yield Candidate("back", f"{what} on the GPU", {f"{field}.{name}": "none" for name in states})
     if places.activations != "none":
         yield Candidate("kept", "activations kept on the GPU", {f"{field}.activations": "none"})

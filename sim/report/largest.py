@@ -19,6 +19,8 @@ from sim.scenario.schema import Inference
 _MOST_SEQUENCES, _MOST_TOKENS = 2**17, 2**24
 #: Sequences are tried in multiples of so many tokens (a tile of the matrix products), short ones in finer steps.
 _TOKENS, _SHORT, _FEW_TOKENS = 128, 1024, 16
+#: What ends a search where the host's memory does not suffice whatever the size: states are offloaded, not activations.
+GPU_ALONE = "the GPU's memory alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class Largest:
         what: in words; field: dotted.
         now: the scenario's value; value: the largest that fits, 0 if not even the smallest does.
         step: values tried are multiples of it.
-        ends: what rules out the next one: "memory", or the fault it has.
+        ends: what rules out the next one: "memory" (`GPU_ALONE` where the host's never suffices), or the fault it has.
     """
 
     what: str
@@ -68,21 +70,23 @@ def largest(scenario: Scenario, measure: Measure, now: MemoryResult | None = Non
     """
     change = Changing(scenario)
     found = []
+    places = scenario.parallel.offload
+    alone = now is not None and now.host_missing_bytes > 0 and places.activations == "none"
     for axis in _axes(scenario):
         reasons: dict[int, str] = {}
 
         def fits(count: int, axis: _Axis = axis, reasons: dict[int, str] = reasons) -> bool:
             value = count * axis.step
-            if now is not None and value == axis.now:
-                return now.fits
             try:
-                return measure(change(axis.sets(value)).scenario).fits
+                there = now if now is not None and value == axis.now else measure(change(axis.sets(value)).scenario)
+                return there.fits_device if alone else there.fits
             except UserError as error:
                 reasons[count] = error.faults[0].message
                 return False
 
         count = search(fits, max(1, axis.now // axis.step), axis.most // axis.step)
-        ends = reasons.get(count + 1, "memory" if count < axis.most // axis.step else "the search")
+        memory = GPU_ALONE if alone else "memory"
+        ends = reasons.get(count + 1, memory if count < axis.most // axis.step else "the search")
         found.append(Largest(axis.what, axis.field, axis.now, count * axis.step, axis.step, ends))
     return found
 

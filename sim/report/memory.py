@@ -112,12 +112,23 @@ class MemoryResult:
     @property
     def fits(self) -> bool:
         """Whether every step gets through, if need be by giving back cached blocks, and the host's memory suffices."""
-        return self.fits_device and (self.host is None or self.host.needed_bytes <= self.host.capacity_bytes)
+        return self.fits_device and not self.host_missing_bytes
 
     @property
     def fits_device(self) -> bool:
         """Whether the GPU's memory suffices: what PyTorch allocates alone decides it (see `replayed`)."""
         return self.use.peak_allocated_bytes <= self.limit_bytes
+
+    @property
+    def missing_bytes(self) -> int:
+        """What the GPU lacks for the tensors alone, 0 where they fit: cached blocks can be given back, so what the
+        allocator's blocks waste is no part of it."""
+        return max(0, self.use.peak_allocated_bytes - self.limit_bytes)
+
+    @property
+    def host_missing_bytes(self) -> int:
+        """What the host of a node lacks for what is offloaded."""
+        return 0 if self.host is None else max(0, self.host.needed_bytes - self.host.capacity_bytes)
 
     @property
     def warnings(self) -> list[str]:
@@ -126,7 +137,7 @@ class MemoryResult:
         if not self.complete:
             found.append("model states are exact; temporaries of layers whose module code is not written down are "
                          "estimated from what they keep for backward")
-        if host is not None and host.needed_bytes > host.capacity_bytes:
+        if host is not None and self.host_missing_bytes:
             found.append(f"the host of a node needs {host.needed_bytes / gib:.4g} GiB for what is offloaded and has "
                          f"{host.capacity_bytes / gib:.4g} GiB: it does not fit")
         if self.paging is not None and self.paging.moved_bytes:
@@ -161,7 +172,8 @@ class MemoryResult:
         return {
             "peak_allocated_bytes": self.use.peak_allocated_bytes, "peak_reserved_bytes": self.reserved_bytes,
             "device_used_bytes": self.device_used_bytes, "capacity_bytes": self.capacity_bytes, "fits": self.fits,
-            "headroom_bytes": self.headroom_bytes, "complete": self.complete, "at_peak": self.at_peak,
+            "headroom_bytes": self.headroom_bytes, "missing_bytes": self.missing_bytes, "complete": self.complete,
+            "at_peak": self.at_peak,
             "allocator_retries": round(self.reserved.retries or 0),
             "where": None if where is None else {"section": where.section, "layer": where.layer, "phase": where.phase,
                                                  "task": where.task, "operator": where.operator},

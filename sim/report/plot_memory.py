@@ -137,7 +137,7 @@ def memory_figure(result: Result) -> Figure:
     made = look.figure(height)
     memory = result.memory
     used, capacity = memory.device_used_bytes / _GIB, memory.capacity_bytes / _GIB
-    verdict = "" if memory.headroom_bytes >= 0 else f"; does not fit, {used - capacity:.1f} GiB too much"
+    verdict = "" if memory.fits_device else f"; does not fit, {memory.missing_bytes / _GIB:.1f} GiB too much"
     look.heading(made, result.scenario.name,
                  f"memory of rank {view.rank}{others(view.alike)}: at most {used:.1f} of {capacity:.1f} GiB{verdict}")
     left, right = 0.62 / look.WIDTH, 2.18 / look.WIDTH

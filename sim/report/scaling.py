@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sim.report.breakdown import felt
 from sim.report.plot_sweep import sweeps
 from sim.report.result import Result
 
@@ -19,7 +20,7 @@ class Scaling:
         held: other axes and the values they are held at.
         efficiency: throughput per GPU of each point over the first's.
         exposed: share of each step that is exposed communication.
-        bound: what bounds each point.
+        bound: what bounds each point ("offload": waiting for the host's copies and its optimizer).
         communication_from: the value from which on every point is bound by communication; None where the last is not.
     """
 
@@ -79,7 +80,7 @@ def scaling(points: Sequence[Result], axes: Mapping[str, Sequence[Any]]) -> list
             if picture.other:
                 held[picture.other] = along[0].set[picture.other]
             first = along[0].tokens_per_second_per_gpu
-            bound = tuple(p.bound for p in along)
+            bound = tuple(felt(p.bound, p.breakdown) for p in along)
             begin = len(bound)
             while begin and bound[begin - 1] == "communication":
                 begin -= 1

@@ -15,7 +15,8 @@ from rich.text import Text
 
 from sim.memory.ledger import CATEGORIES
 from sim.report.advice import DEAR, Change
-from sim.report.largest import Largest
+from sim.report.breakdown import felt
+from sim.report.largest import GPU_ALONE, Largest
 from sim.report.memory import TIGHT_HEADROOM, MemoryResult
 from sim.report.result import Result
 from sim.report.scaling import scaling
@@ -27,8 +28,12 @@ from sim.report.words import BOUNDS, forward_of, term
 from sim.scenario.change import said
 from sim.work import CATEGORIES as KERNEL_CATEGORIES
 
+#: Share of the GPU from which on what the allocator wastes is told apart.
+_WASTE = 0.02
 #: Changes listed for a job that does not fit.
 _CHANGES = 5
+#: Characters of options on a line, the least a terminal has less the indent.
+_OPTIONS_WIDTH = 76
 _SEARCH = "'drystep size' searches whole layouts"
 _COLOURS = {"gemm": "green", "attention": "bright_green", "memory_bound": "cyan", "optimizer": "blue",
             "communication": "red", "pipeline_bubble": "magenta", "host": "yellow", "offload": "bright_red"}
@@ -152,7 +157,7 @@ def _breakdown(result: Result, width: int) -> list[Any]:
 def _bound(result: Result) -> list[Any]:
     total = sum(s for groups in result.breakdown.communication_total.values() for s in groups.values())
     exposed = result.breakdown.exposed_s
-    lines = [Text.assemble("bound by ", (BOUNDS[result.bound], "bold"))]
+    lines = [Text.assemble("bound by ", (BOUNDS[felt(result.bound, result.breakdown)], "bold"))]
     if total > 0:
         hidden = 100 * max(0.0, 1 - exposed / total)
         lines.append(Text(f"communication: {seconds(total)} on the wire, {hidden:.0f}% hidden "
@@ -201,10 +206,17 @@ def memory_verdict(memory: MemoryResult) -> Text:
             f": {needed} {size(cached)}" if cached > 0 else ", to the last byte")
         return Text(f"{counted}{free}", style=_colour(memory))
     if memory.fits_device:
-        return Text("fits the GPU but not the host", style="bold red")
-    most = max(CATEGORIES, key=lambda name: memory.at_peak[name])
-    return Text(f"does not fit: {size(-memory.headroom_bytes)} too much, most of it {most.replace('_', ' ')}",
-                style="bold red")
+        return Text(f"fits the GPU but not the host, which lacks {size(memory.host_missing_bytes)}", style="bold red")
+    most = max(CATEGORIES, key=lambda name: memory.at_peak[name] if name != "fragmentation" else 0)
+    return Text(f"does not fit: {lacking(memory)}, most of it {most.replace('_', ' ')}", style="bold red")
+
+
+def lacking(memory: MemoryResult) -> str:
+    """By how much tensors do not fit the GPU, and blocks around them where those waste much."""
+    blocks = memory.missing_bytes + memory.reserved.fragmentation_bytes
+    wasteful = memory.reserved.fragmentation_bytes > _WASTE * memory.capacity_bytes
+    return f"{size(memory.missing_bytes)} too much" + (
+        f" ({size(blocks)} with what the allocator's blocks waste)" if wasteful else "")
 
 
 def _colour(memory: MemoryResult) -> str:
@@ -232,19 +244,30 @@ def changes_lines(changes: Sequence[Change], most: int = _CHANGES, searchable: b
     """
     fitting = [change for change in changes if change.fits]
     if not fitting:
-        return [Text(f"no single change makes it fit; closest is {c.what}, {size(-c.headroom_bytes)} too much"
+        return [Text(f"no single change makes it fit; closest is {c.what}, {_still_lacking(c)}"
                      + (f" ({_SEARCH})" if searchable else "")) for c in changes[:1]]
     lines: list[Any] = []
     for c in fitting[:most]:
         free = f"{size(c.headroom_bytes)} free" if c.headroom_bytes > 0 else "only just (the allocator runs short)"
-        sets = shlex.join(part for text in said(c.set) for part in ("--set", text))
-        lines += [Text(f"  {c.what}: {free}, {_cost(c)}"), Padding(Text(sets, style="dim"), (0, 0, 0, 4), expand=False)]
+        lines += [Text(f"  {c.what}: {free}, {_cost(c)}"),
+                  *(Padding(Text(line, style="dim"), (0, 0, 0, 4), expand=False) for line in _options(c.set))]
     rest = len(fitting) - most
     alone = any(change.count == 1 for change in fitting)
     head = "it would fit with" if alone else "no single change makes it fit; two at once would"
     below = [f"  and {rest} more, dearer ones (--json has all)"] if rest > 0 else []
     below += [f"  {_SEARCH}"] if searchable and min(c.gpu_time or 1.0 for c in fitting) > DEAR else []
     return [Text(head, style="bold"), *lines, *(Text(line, style="dim") for line in below)]
+
+
+def _options(sets: Mapping[str, Any]) -> list[str]:
+    """The command line's options for a change, as few lines as hold them; a line ends where an option does."""
+    lines = [""]
+    for text in said(sets):
+        option = f"--set {shlex.quote(text)}"
+        if lines[-1] and len(lines[-1]) + len(option) >= _OPTIONS_WIDTH:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {option}".strip()
+    return lines
 
 
 def largest_lines(found: Sequence[Largest]) -> list[Any]:
@@ -260,8 +283,16 @@ def _largest(one: Largest) -> Iterator[tuple[str, str] | str]:
     yield f"{tokens}, now {one.now:,}"
     if one.what == "micro-batch" and one.value not in (0, one.now):
         yield ", with as many micro-steps as now"
-    if one.value and one.ends != "memory":
+    if one.ends == GPU_ALONE:
+        yield f", by {one.ends}"
+    elif one.value and one.ends != "memory":
         yield f"; beyond it: {one.ends}"
+
+
+def _still_lacking(change: Change) -> str:
+    if change.missing_bytes:
+        return f"{size(change.missing_bytes)} too much"
+    return f"with which the host of a node lacks {size(change.host_missing_bytes)}"
 
 
 def _cost(change: Change) -> str:

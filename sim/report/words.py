@@ -7,7 +7,7 @@ TERMS = {"gemm": "matrix products", "memory_bound": "memory-bound kernels", "hos
          "offload": "waiting for offload"}
 #: What bounds a step (`bound` of result.md).
 BOUNDS = {"compute": "the tensor cores", "communication": "communication", "memory_bandwidth": "memory bandwidth",
-          "host": "the host", "pipeline": "the pipeline's bubble"}
+          "host": "the host", "pipeline": "the pipeline's bubble", "offload": "copies to the host and its optimizer"}
 
 
 def term(name: str) -> str:

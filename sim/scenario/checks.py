@@ -55,7 +55,8 @@ def _batch_given(training: Any, document: Document) -> list[Fault]:
     if given or any(nearest(n, [*Training.model_fields]) for n in training if n not in Training.model_fields):
         return []  # or a slip of the keyboard, reported as such
     return [document.fault("training.global_batch", "'global_batch' is required: "
-                           f"{Training.model_fields['global_batch'].description}", "add 'global_batch: …'")]
+                           f"{Training.model_fields['global_batch'].description}", "add 'global_batch: …', or "
+                           "'micro_steps: 1' for one micro-batch per replica")]
 
 
 def _model_given(model: Any, document: Document) -> list[Fault]:
@@ -347,3 +348,6 @@ def _modes(written: Scenario, s: Scenario) -> Iterator[Finding]:
         )
     if s.training.optimizer == "none" and s.training.optimizer_in_backward:
         yield ("training.optimizer_in_backward", "there is no optimizer to run in backward", "remove it")
+    software = s.software
+    if s.training.optimizer == "adafactor" and software.optimizer_kernel == "fused" and software.framework != "ideal":
+        yield "software.optimizer_kernel", "no library has a fused Adafactor", "use loop, or foreach (torch.optim's)"

@@ -49,7 +49,7 @@ def fill(written: Scenario) -> Scenario:
     training = _training(written.training, written.model, cluster)
     gpus = cluster.nodes * cluster.gpus_per_node
     software = _software(written.software if written.software is not None else Software.model_construct(),
-                         written.model)
+                         written.model, training.optimizer)
     if training.global_batch is None:
         replicas = max(1, gpus // (parallel.tensor * parallel.context * parallel.pipeline))
         whole = training.micro_batch * replicas * (training.micro_steps or 1)
@@ -263,16 +263,17 @@ def _modules(framework: str, model: Model) -> str:
     return str(by["encoder_modules"].get(framework, usual) if model.kind == "encoder" else usual)
 
 
-def _software(written: Software, model: Model) -> Software:
+def _software(written: Software, model: Model, optimizer: str) -> Software:
     by = table("scenario/defaults.yaml")
     year = _or(written.year, by["year"])
     name = written.framework
+    launched = by["optimizer_kernel_of"].get(optimizer) if name != "ideal" else None
     return written.model_copy(
         update={
             "year": year,
             "fsdp": _or(written.fsdp, _since(by["fsdp"], year)),
             "modules": _or(written.modules, _modules(name, model)),
-            "optimizer_kernel": _or(written.optimizer_kernel, _since(by["optimizer_kernel"][name], year)),
+            "optimizer_kernel": _or(written.optimizer_kernel, launched or _since(by["optimizer_kernel"][name], year)),
             "versions": _or(written.versions, {}),
             "nccl": _or(written.nccl, Nccl.model_construct()),
             "max_connections": _or(written.max_connections, usual_connections(name)),

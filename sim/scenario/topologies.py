@@ -8,6 +8,7 @@ from pathlib import Path
 from sim.catalog import folder, names
 from sim.errors import Fault, UserError, nearest
 from sim.scenario.document import Document, beside, read_document
+from sim.scenario.other_names import other_value
 
 
 def topology_names() -> list[str]:
@@ -30,8 +31,7 @@ def find_topology(name: str, base: Path) -> Document:
         known = topology_names()
         if name in known:
             return _shipped(name)
-        hint = (
-            nearest(name, known) or "see 'drystep list topologies', give the path of a file, or write the mapping here"
-        )
+        hint = other_value("cluster.topology", name) or nearest(name, known) or (
+            "see 'drystep list topologies', give the path of a file, or write the mapping here")
         raise UserError(Fault(f"there is no topology named '{name[:80]}'", hint=hint))
     return read_document(beside(base, name), name)

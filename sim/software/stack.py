@@ -107,6 +107,7 @@ class Stack:
             with their copy in fp32, if there is one (copied), or with the scaling by the clip coefficient, if there is
             one (clipped).
         optimizer_kernel: loop, foreach or fused, where the scenario does not say.
+        pinned_powers: PyTorch rounds pinned host memory up to powers of two.
         fused_counters: a fused Adam counts the steps of every tensor in a tensor of its own on the GPU.
         gradient_path: how data parallelism reduces gradients and splits states: reducer (PyTorch's DDP and FSDP), ipg
             (DeepSpeed's independent-parameter-gradient buckets), grad_buffer (one buffer, reduced in place) or
@@ -236,6 +237,7 @@ class Stack:
     sums_in_master: bool
     unscaling: str
     optimizer_kernel: str
+    pinned_powers: bool
     fused_counters: bool
     gradient_path: str
     parameter_storage: str

@@ -82,6 +82,13 @@ def test_launches_by_implementation() -> None:
     assert {k.category for k in (loop, foreach, fused)} == {"optimizer"}
 
 
+def test_adafactor_by_hand() -> None:
+    """torch/optim/_adafactor.py, _single_tensor_adafactor in fp32: norms of parameter and update read 4 + 4, decay
+    writes 8, norms of rows and columns read 8, the estimate is written (4), divided, bounded and rooted (24),
+    multiplied (12) and added (12)."""
+    assert per_parameter(FP32, "adafactor", "loop") == 4 + 8 + 8 + 4 + 24 + 12 + 4 + 12
+
+
 def test_every_optimizer_has_every_implementation() -> None:
     for optimizer in ("adamw", "adam", "adamw-8bit", "sgd", "sgd-momentum", "adafactor", "lamb"):
         for kernel in ("loop", "foreach", "fused"):

@@ -12,8 +12,10 @@ from rich.console import Console
 import sim
 from sim.api import Trial
 from sim.report.advice import Change, candidates
+from sim.report.largest import GPU_ALONE
 from sim.report.result import Result
-from sim.report.text import changes_lines
+from sim.report.text import changes_lines, render
+from sim.report.units import size
 from sim.scenario import Scenario, resolve
 from sim.scenario.dump import dump
 
@@ -90,6 +92,51 @@ def test_a_framework_with_16_bit_parameters_of_its_own_is_advised_to_have_them()
     assert any("megatron-bf16" in text for text in result.warnings)
     (own,) = [one for one in result.changes if one.set == {"training.precision": "megatron-bf16"}]
     assert own.fits and own.count == 1 and (own.slowdown or 9.0) < 1.0
+
+
+def offloaded(**sets: Any) -> Result:
+    return sim.run(resolve({
+        "name": "small host", "cluster": {"topology": "dgx-2", "gpus_per_node": 1},
+        "model": {"preset": "gpt3-1.3b"},
+        "training": {"micro_batch": 1, "global_batch": 1, "sequence": 1024, "precision": "mixed-fp16"},
+        "parallel": {"strategy": "zero2", "offload": {"optimizer": "cpu"}},
+        "software": {"framework": "deepspeed", "year": 2024}}, "small", sets))
+
+
+def test_a_host_that_is_too_small_is_what_is_advised_about() -> None:
+    result = offloaded(**{"cluster.topology.host.memory": "12 GB"})
+    assert result.memory.fits_device and not result.memory.fits
+    assert result.changes and all(change.missing_bytes == 0 for change in result.changes)
+    (disks,) = (change for change in result.changes if "NVMe" in change.what)
+    assert disks.fits and disks.set == {"parallel.strategy": "zero3", "parallel.offload.optimizer": "nvme"}
+    batch, sequence = result.largest
+    assert batch.value > 1 and batch.ends == GPU_ALONE and sequence.value == 2048  # its learned positions
+    to = Console(file=io.StringIO(), width=200)
+    render(result, to)
+    text = to.file.getvalue()  # type: ignore[attr-defined]
+    lacks = size(result.memory.host_missing_bytes)
+    assert f"fits the GPU but not the host, which lacks {lacks}" in text and "by the GPU's memory alone" in text
+    assert "bound by copies to the host and its optimizer" in text
+
+
+def test_what_the_allocator_wastes_is_no_part_of_what_is_too_much() -> None:
+    result = job(**{"training.micro_batch": 16})
+    memory = result.memory
+    assert memory.missing_bytes == memory.use.peak_allocated_bytes - memory.limit_bytes > 0
+    assert memory.missing_bytes + memory.reserved.fragmentation_bytes == -memory.headroom_bytes
+    closest = [change for change in result.changes if not change.fits]
+    assert closest == sorted(closest, key=lambda change: change.missing_bytes)
+    (line,) = changes_lines([replace(closest[0], missing_bytes=3 * 2**30)])
+    assert "3 GiB too much" in str(line)
+    (line,) = changes_lines([replace(closest[0], missing_bytes=0, host_missing_bytes=2**30)])
+    assert "with which the host of a node lacks 1 GiB" in str(line)
+
+
+def test_a_line_of_options_ends_where_an_option_does() -> None:
+    sets = {f"training.field_{number}": 12345 for number in range(6)}
+    lines = [str(line.renderable) for line in changes_lines([Change(sets, "much", True, 1, 8, 1.0, 1.0, 1.0)])[2:]]
+    assert len(lines) > 1 and all(line.startswith("--set ") and len(line) <= 80 for line in lines)
+    assert " ".join(lines).split() == [word for field in sets for word in ("--set", f"{field}=12345")]
 
 
 def test_what_only_a_search_would_find_says_so() -> None:

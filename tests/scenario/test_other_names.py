@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from sim.catalog import table
@@ -10,6 +12,7 @@ from sim.report.fields import field_rows
 from sim.scenario import resolve
 from sim.scenario.other_names import other_field, other_value
 from sim.scenario.precisions import PRECISIONS
+from sim.scenario.topologies import topology_names
 
 NAMES = table("scenario/other_names.yaml")
 
@@ -18,8 +21,13 @@ def test_every_field_and_value_pointed_at_exists() -> None:
     takes = {row["field"]: row["takes"] for row in field_rows()}
     assert set(NAMES["fields"]) | set(NAMES["values"]) <= set(takes)
     for path, values in NAMES["values"].items():
-        words = set(PRECISIONS) if path == "training.precision" else set(takes[path].replace(",", "").split())
-        assert {word for ours in values for word in str(ours).replace(",", "").replace(" or ", " ").split()} <= words
+        words = set(PRECISIONS) if path == "training.precision" else set(topology_names()) if path == (
+            "cluster.topology") else set(takes[path].replace(",", "").split())
+        for ours in map(str, values):  # quoted ones stand in a sentence, which may name fields too
+            named = re.findall(r"'([^']+)'", ours) or ours.replace(",", "").replace(" or ", " ").split()
+            assert set(named) <= words
+            fields = {f"{path.partition('.')[0]}.{name}" for name in re.findall(r"\b[a-z]+_[a-z_]+\b", ours)}
+            assert fields <= set(takes)
 
 
 def test_no_name_means_two_things() -> None:
@@ -41,6 +49,10 @@ def test_fields(name: str, inside: str, hint: str) -> None:
 
 def test_values() -> None:
     assert other_value("training.precision", "bf16-true") == "did you mean 'pure-bf16'?"
+    assert other_value("parallel.strategy", "HYBRID_SHARD") == (
+        "did you mean 'fsdp' with sharding_factor: the ranks that share a set of shards?")
+    assert other_value("cluster.topology", "p4d.24xlarge") == "did you mean 'p4d'?"
+    assert other_value("training.precision", "bf16").startswith("did you mean 'amp-bf16' (autocast), 'fsdp-bf16'")
     assert other_value("parallel.strategy", "deepspeed") == "did you mean zero1, zero2 or zero3?"
     assert other_value("model.norm", "deepspeed") == ""
 

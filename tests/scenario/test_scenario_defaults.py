@@ -51,6 +51,15 @@ def test_defaults_of_the_paragraph() -> None:
     assert (t.finetune.method, t.finetune.rank, s.budget, s.sweep, s.expect) == ("full", 0, None, {}, {})
 
 
+def test_adafactor_is_a_loop_over_tensors_whatever_the_framework() -> None:
+    for framework, usual in (("pytorch", "foreach"), ("deepspeed", "fused"), ("torchtitan", "fused")):
+        software = {"framework": framework, "year": 2024}
+        assert made(software=software).software.optimizer_kernel == usual
+        assert made(software=software, training__optimizer="adafactor").software.optimizer_kernel == "loop"
+    with pytest.raises(UserError, match="no library has a fused Adafactor"):
+        made(training__optimizer="adafactor", software={"optimizer_kernel": "fused"})
+
+
 def test_encoders_of_pytorch_have_the_modules_of_transformers() -> None:
     encoder = {"preset": "bert-large", "max_positions": 2048}
     assert made(model=encoder).software.modules == "transformers"
