@@ -76,10 +76,10 @@ def outside(scenario: Scenario, ipg: bool, hybrid: bool, sharded: bool) -> Itera
                     "stage_1_and_2.py knows the CPU alone)", "parallel.offload.optimizer",
                     hint="use strategy zero3, or optimizer: cpu")
     if optimizer and not (hybrid and not parameters):
-        yield from _on_cpu(scenario, ipg)
+        yield from on_cpu(scenario, ipg)
 
 
-def _on_cpu(scenario: Scenario, ipg: bool) -> Iterator[Fault]:
+def on_cpu(scenario: Scenario, ipg: bool) -> Iterator[Fault]:
     """Optimizers that no library runs on the CPU, where a technique keeps its states."""
     name, field = scenario.training.optimizer, "training.optimizer"
     if name == "adamw-8bit":

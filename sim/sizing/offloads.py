@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from sim.errors import Fault, UserError, nearest
 from sim.parallel.pipeline.actions import split
+from sim.parallel.support_outside import on_cpu
 from sim.scenario import Scenario
 from sim.scenario.schema import Offload
 from sim.sizing.space import STRATEGIES, Choice
@@ -19,7 +20,7 @@ OFFLOADS: dict[str, tuple[str, ...]] = {
     "none": (), "activations": ("activations",), "optimizer": ("optimizer",), "states": ("parameters", "optimizer"),
     "everything": ("parameters", "optimizer", "activations")}
 #: Who keeps what outside.
-KEEPERS = "FSDP offloads states, DeepSpeed's ZeRO the optimizer too; without pipelines"
+KEEPERS = "FSDP offloads states, DeepSpeed's ZeRO Adam too; without pipelines, and no 8-bit optimizer"
 
 
 def variants(bases: Sequence[Scenario], names: Sequence[str]) -> list[Scenario]:
@@ -92,6 +93,8 @@ def narrowed(scenario: Scenario, choice: Choice, both: bool = False) -> Choice |
     if choice.pipeline and 1 not in choice.pipeline:
         return None
     ipg = _stack(scenario).gradient_path == "ipg"
+    if "optimizer" in outside and any(on_cpu(scenario, ipg)):
+        return None
     if "parameters" in outside:
         able: Sequence[str] = ("zero3", "fsdp") if ipg else ("zero2", "zero3", "fsdp")
     elif "optimizer" in outside:
