@@ -314,6 +314,8 @@ class Program:
 def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
     """The style of a scenario's model (the encoder's, of an encoder-decoder; a table of layers has sizes of 0)."""
     model, training, precision = scenario.model, scenario.training, scenario.training.precision
+    if stack.reentrant and scenario.parallel.strategy != "fsdp":
+        stack = replace(stack, early_stop=False)
     act = "bf16" if precision.compute in _NARROW else "fp32" if precision.compute == "tf32" else precision.compute
     half = act in _HALF
     cast_on_the_wire = precision.gather in _HALF and scenario.parallel.strategy in _GATHERING

@@ -57,6 +57,7 @@ class Stack:
             `sim.parallel.pipeline.standing`).
         stage_outputs: micro-batches whose logits, in fp32, the last stage holds on to, a single stage too.
         early_stop: recomputation stops at a block's last saved tensor.
+        reentrant: checkpoints are torch's reentrant ones, which have no early stop, unless FSDP wraps what they stand in.
         attention_kernel: implementation behind `attention: flash`: flash1, flash2, flash3 or triton.
         residual_dtype_follows_autocast: the residual stream is half, not fp32, under autocast.
         low_precision_norm: norms run in half under autocast.
@@ -198,6 +199,7 @@ class Stack:
     stage_outputs: int
     stage_tensors_kept: bool
     early_stop: bool
+    reentrant: bool
     attention_kernel: str
     residual_dtype_follows_autocast: bool
     low_precision_norm: bool

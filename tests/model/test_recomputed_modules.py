@@ -26,11 +26,12 @@ def asked(recompute: Any = "none", precision: str = "megatron-bf16", framework: 
           fused: bool = True, **more: Any) -> Scenario:
     model = {"layers": 2, "hidden": HIDDEN, "heads": HEADS, "vocab": 1024, "ffn": FFN, "gated_mlp": True,
              "norm": "rmsnorm", "bias": False, "positions": "rotary", "mla": MLA, "moe": MOE, **more.pop("model", {})}
+    software = {"framework": framework, "year": 2025, "fused": fused, **more.pop("software", {})}
     return resolve({
         "name": "modules", "cluster": {"topology": "dgx-h100", "nodes": 1}, "model": model,
         "training": {"micro_batch": 1, "micro_steps": 2, "sequence": TOKENS, "precision": precision,
                      "recompute": recompute},
-        "parallel": {"strategy": "zero1", **more}, "software": {"framework": framework, "year": 2025, "fused": fused}})
+        "parallel": {"strategy": "zero1", **more}, "software": software})
 
 
 def block(number: int, precision: str = "megatron-bf16", fused: bool = True, **model: Any) -> Layer:
@@ -171,3 +172,13 @@ def test_reentrant_checkpoints_run_the_last_product_again(framework: str) -> Non
     assert all(op.recomputed for op in layer.operators)
     stopped = lower(asked("full", "pure-bf16", "pytorch", strategy="fsdp", model=model)).architecture.stack[1]
     assert next(op.name for op in stopped.operators if not op.recomputed) == "down"
+
+
+@pytest.mark.parametrize(("strategy", "year", "whole"), [("ddp", 2024, True), ("ddp", 2026, False),
+                                                         ("fsdp", 2024, False)])
+def test_hugging_faces_checkpoints_are_reentrant_before_transformers_5(strategy: str, year: int, whole: bool) -> None:
+    """`gradient_checkpointing_enable`; recipes of FSDP ask for the other kind."""
+    written = asked("full", "pure-bf16", "pytorch", strategy=strategy, model={"mla": None, "moe": None},
+                    software={"modules": "transformers", "year": year})
+    layer = lower(written).architecture.stack[1]
+    assert all(op.recomputed for op in layer.operators) is whole
