@@ -99,7 +99,8 @@ def load(path: str | Path, sets: Sequence[str] = ()) -> Loaded:
 
 
 def run(source: Source, *, fold: bool = True) -> Result:
-    """Predict one steady training step. A `sweep` in the source is left alone: see `run_sweep`.
+    """Predict one steady training step. Of a source with a `sweep` this is the point that the file itself writes, and
+    the result warns of it: `run_sweep` predicts them all.
 
     Args:
         fold: simulate one of each class of ranks that are alike; False simulates every rank, which takes as many times
@@ -112,9 +113,13 @@ def run(source: Source, *, fold: bool = True) -> Result:
         return _advised(_predict(source, {}, fold))
     loaded = _loaded(source)
     try:
-        return _advised(_predict(loaded.scenario, {}, fold))
+        result = _advised(_predict(loaded.scenario, {}, fold))
     except UserError as error:
         raise UserError(placed(fault, loaded) for fault in error.faults) from None
+    if loaded.scenario.sweep:
+        result.warnings.append(f"sweep: the file sweeps {', '.join(loaded.scenario.sweep)}, and this is the point it "
+                               "writes itself: run_sweep predicts them all")
+    return result
 
 
 def run_sweep(source: Loaded | str | Path, *, progress: Callable[[int, int], None] | None = None,

@@ -60,6 +60,11 @@ class Found:
             return 0.0 if self.complete else math.inf
         return max(0.0, 1.0 - self.next_bound / self.best[0][0])
 
+    @property
+    def proven(self) -> int:
+        """Rows of `best`, from the first on, that no unevaluated row can be better than."""
+        return len(self.best) if self.complete else sum(value <= self.next_bound for value, _ in self.best)
+
 
 def search(bounds: Floats, evaluate: Evaluate, top: int = 1, *, known: dict[int, float] | None = None,
            stop: Callable[[], bool] = lambda: False, limit: float = math.inf, round_size: int = ROUND,

@@ -56,7 +56,8 @@ class Sizing:
         why: what the best has ahead of the runner-up and of the best of each family.
         refused, faults: of those simulated, rows a technique refused, and rows the simulation failed on (ours).
         first_fault: `{set, reason}` of the first row that the simulation failed on; the store has all.
-        gap: how much better than the best an unsimulated row could be.
+        gap: how much better than the best an unsimulated row could be; `best_proven`: rows of `best`, from the first
+            on, above which no such row can come.
         rows: every simulated row, with its outcome and why it has no time, in the order of the space.
         price_origin: where the price of each cluster comes from.
         schedules: of pipelines, those that were tried.
@@ -86,6 +87,7 @@ class Sizing:
     rows: list[dict[str, Any]] = field(default_factory=list)
     price_origin: dict[str, str] = field(default_factory=dict)
     gap: float = 0.0
+    best_proven: int = 0
     schedules: list[str] = field(default_factory=list)
     not_offloaded: list[str] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
@@ -99,7 +101,8 @@ class Sizing:
                 "front_proven": self.front_proven, "why": self.why.to_json(), "raw": self.raw, "covered": self.covered,
                 "impossible": self.impossible, "pruned": self.pruned, "simulated": self.simulated,
                 "refused": self.refused, "faults": self.faults,
-                "first_fault": self.first_fault, "gap": self.gap, "proven": self.proven,
+                "first_fault": self.first_fault, "gap": self.gap, "best_proven": self.best_proven,
+                "proven": self.proven,
                 "schedules": self.schedules, "not_offloaded": self.not_offloaded, "hints": self.hints,
                 "seconds": self.seconds}
 
@@ -253,6 +256,7 @@ def _fill(found: Sizing, space: Space, result: Found, runner: Runner, own: int |
         found.pruned.pop("time")
         found.gap = min(1.0, result.gap)
     found.best = [_row(space, runner, row, found.wish) for _, row in result.best]
+    found.best_proven = result.proven
     if result.best:
         number = int(space.columns["cluster"][result.best[0][1]])
         found.winner = resolve(runner.plain[number], "", found.best[0]["set"])

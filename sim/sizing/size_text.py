@@ -73,7 +73,10 @@ def _covered(found: Sizing) -> Iterator[str]:
         if found.first_fault is not None:
             yield f"  the first: {layout_of(found.first_fault['set'])}: {found.first_fault['reason']}"
     elif found.proven:
-        yield "the best is proven" if found.best else "that no layout does what is asked is proven"
+        rest = "; below it a configuration not yet simulated may come in between" if found.best_proven == 1 else (
+            f", and so are the first {found.best_proven}; below them one not yet simulated may come in between")
+        yield "that no layout does what is asked is proven" if not found.best else "the best is proven" + (
+            rest if found.best_proven < len(found.best) else "")
     elif not found.best:
         yield "not proven: the search ended before anything that fits was simulated"
     else:

@@ -57,7 +57,7 @@ class Stack:
             `sim.parallel.pipeline.standing`).
         stage_outputs: micro-batches whose logits, in fp32, the last stage holds on to, a single stage too.
         early_stop: recomputation stops at a block's last saved tensor.
-        reentrant: checkpoints are torch's reentrant ones, which have no early stop, unless FSDP wraps what they stand in.
+        reentrant: checkpoints are torch's reentrant ones, without early stop, unless FSDP wraps the model.
         attention_kernel: implementation behind `attention: flash`: flash1, flash2, flash3 or triton.
         residual_dtype_follows_autocast: the residual stream is half, not fp32, under autocast.
         low_precision_norm: norms run in half under autocast.

@@ -94,3 +94,11 @@ def test_without_axes_a_figure_is_made() -> None:
             f"ax = sim.plot_memory(sim.run(resolve({ {**PLAIN, 'name': 'own'}!r})))\n"
             "assert ax.get_xlabel() == 'GiB' and ax.figure.get_size_inches()[0] == 8.0")
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parents[2])
+
+
+def test_one_run_of_a_file_that_sweeps_warns_that_it_is_one_point(tmp_path: Path) -> None:
+    file = tmp_path / "swept.yaml"
+    file.write_text("name: swept\ncluster: {topology: p4d}\nmodel: {preset: gpt2}\nsweep: {training.micro_batch: [1, 2]}\n"
+                    "training: {micro_batch: 1, micro_steps: 1, sequence: 128}\n")
+    assert any("run_sweep predicts them all" in warning for warning in sim.run(file).warnings)
+    assert not any("run_sweep" in warning for point in sim.run_sweep(file).points for warning in point.warnings)

@@ -63,6 +63,12 @@ def test_an_interrupted_search_tells_the_best_so_far() -> None:
     assert found.best and not found.front_proven and 0 < found.simulated < found.covered
     said = list(lines(found))
     assert any(line.startswith("\nbest by time") for line in said) and any("of those simulated" in s for s in said)
+    found.best *= 3
+    for proven, gap, told_of in ((0, 0.1, "not proven"), (1, 0.0, "proven; below it"), (2, 0.0, "so are the first 2")):
+        found.best_proven, found.gap = proven, gap
+        assert any(told_of in line for line in lines(found))
+    found.best_proven = len(found.best)
+    assert "the best is proven" in list(lines(found))
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 1), (99.0, 1), (101.5, 2)])

@@ -70,6 +70,17 @@ def test_an_early_stop_says_how_far_off_the_best_may_be() -> None:
                    stop=lambda: len(calls) >= 2)
     assert not found.complete and found.best == [(3.0, 1)]
     assert found.next_bound == 1.6 and found.gap == pytest.approx(1 - 1.6 / 3.0)
+    assert found.proven == 0
+
+
+def test_of_the_best_of_a_search_cut_short_the_first_may_be_proven_alone() -> None:
+    values, bounds = np.array([1.5, 3.0, 2.0]), np.array([1.0, 1.1, 1.6])
+    calls: list[int] = []
+    found = search(bounds, lambda rows: [calls.append(1) or float(values[r]) for r in rows], 3, round_size=1,
+                   stop=lambda: len(calls) >= 2)
+    assert found.best == [(1.5, 0), (3.0, 1)] and found.gap == 0.0 and found.proven == 1
+    whole = search(bounds, lambda rows: [float(values[r]) for r in rows], 3, round_size=1)
+    assert whole.complete and whole.proven == 3
 
 
 def test_rows_ruled_out_are_never_evaluated() -> None:
