@@ -98,7 +98,8 @@ def test_without_axes_a_figure_is_made() -> None:
 
 def test_one_run_of_a_file_that_sweeps_warns_that_it_is_one_point(tmp_path: Path) -> None:
     file = tmp_path / "swept.yaml"
-    file.write_text("name: swept\ncluster: {topology: p4d}\nmodel: {preset: gpt2}\nsweep: {training.micro_batch: [1, 2]}\n"
-                    "training: {micro_batch: 1, micro_steps: 1, sequence: 128}\n")
+    file.write_text("name: swept\ncluster: {topology: p4d}\nmodel: {preset: gpt2}\n"
+                    "training: {micro_batch: 1, micro_steps: 1, sequence: 128}\n"
+                    "sweep: {training.micro_batch: [1, 2]}\n")
     assert any("run_sweep predicts them all" in warning for warning in sim.run(file).warnings)
     assert not any("run_sweep" in warning for point in sim.run_sweep(file).points for warning in point.warnings)
