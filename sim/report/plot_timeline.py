@@ -28,6 +28,10 @@ _NUMBERED = re.compile(r"^(block|encoder|decoder)(?=\d+$)")
 _WORTH_NUMBERING = 0.5
 #: Points: the outline of narrow bars, so that none is thinner than a screen can show.
 _HAIR = 0.5
+#: Of more bars of a colour none is widened, or they would fill what they take a part of.
+_MANY = 300
+#: Height of the lowest bar.
+_LOW = 0.06
 #: Waits that nobody can tell from one another are drawn if they take as much as so many that one can.
 _HATCHED = 4
 #: Beyond so many micro-steps their boundaries would be a grey field.
@@ -137,7 +141,8 @@ def _row(ax: Axes, rows: Rows, bars: Bars, number: int, window: Window) -> set[s
     _, factor = look.scale(rows.step_time_s)
     tellable = (end - start) / _TELLABLE
     host = number == 0
-    bars = bars.merged(tellable / 4, tellable * 3)
+    flows = number > 1  # of communication: where bars stand close, one as high as the share of time that they take
+    bars = bars.merged(tellable / 4, tellable * 3, flows)
     seen: set[str] = set()
     half = 0.22 if host else 0.4
     per_inch = ax.bbox.width / look.DOTS_PER_INCH / (end - start)
@@ -151,15 +156,16 @@ def _row(ax: Axes, rows: Rows, bars: Bars, number: int, window: Window) -> set[s
         seen.add(name)
         shapes = []
         for s, e, share in zip(chosen.start_s.tolist(), chosen.end_s.tolist(), chosen.share.tolist(), strict=True):
-            top = number + half - 2 * half * share
+            top = number + half - 2 * half * max(share, _LOW)
             shapes.append([(s * factor, number + half), (e * factor, number + half), (e * factor, top),
                            (s * factor, top)])
-        if (chosen.share < 0.995).any():
+        if (chosen.share < 0.995).any() and not flows:
             seen.add(LATE)
             _late(ax, chosen, number, half, factor)
         wide = bool(((chosen.end_s - chosen.start_s) > 4 * tellable).any()) and name not in (EXPOSED, BUBBLE)
         ax.add_collection(PolyCollection(shapes, facecolor=colour, edgecolor="white" if wide else colour,
-                                         linewidth=0.4 if wide else _HAIR if name != BUBBLE else 0.0, zorder=3,
+                                         linewidth=0.4 if wide else 0.0 if name == BUBBLE or len(shapes) > _MANY else
+                                         _HAIR, zorder=3,
                                          snap=False))
         if not host and name not in (EXPOSED, BUBBLE, LATE, OTHER):
             _texts(ax, rows, chosen, colour, number, window, per_inch)

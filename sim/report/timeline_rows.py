@@ -16,6 +16,7 @@ from sim.memory.curve import host_spans
 from sim.program import Kind, Program
 from sim.report.breakdown import COMPUTE_STREAM, across, between_stages
 from sim.report.exposure import Spans, axis, owner, waits_between
+from sim.report.inside import Inside
 from sim.report.result import Result
 from sim.scenario import Scenario
 
@@ -58,8 +59,12 @@ class Bars:
         """Some of the bars."""
         return Bars(self.start_s[rows], self.end_s[rows], self.key[rows], self.text[rows], self.share[rows])
 
-    def merged(self, gap_s: float, narrow_s: float) -> Bars:
-        """Neighbours of one key that are narrow and less than `gap_s` apart, drawn as one; its text is dropped."""
+    def merged(self, gap_s: float, narrow_s: float, dense: bool = False) -> Bars:
+        """Neighbours of one key that are narrow and less than `gap_s` apart, drawn as one; its text is dropped.
+
+        Args:
+            dense: gaps between them count as no work.
+        """
         if len(self.key) < 2:
             return self
         bars = self.take(np.argsort(self.start_s, kind="stable"))
@@ -69,8 +74,10 @@ class Bars:
         first = np.flatnonzero(np.concatenate(([True], ~joined)))
         last = np.append(first[1:], len(joined) + 1) - 1
         seconds = bars.end_s - bars.start_s
-        work = np.add.reduceat(seconds * bars.share, first) / np.maximum(np.add.reduceat(seconds, first), 1e-30)
-        return Bars(bars.start_s[first], np.maximum.reduceat(bars.end_s, first), bars.key[first],
+        ends = np.maximum.reduceat(bars.end_s, first)
+        length = ends - bars.start_s[first] if dense else np.add.reduceat(seconds, first)
+        work = np.minimum(1.0, np.add.reduceat(seconds * bars.share, first) / np.maximum(length, 1e-30))
+        return Bars(bars.start_s[first], ends, bars.key[first],
                     np.where(first == last, bars.text[first], -1), work)
 
 
@@ -141,6 +148,38 @@ class _Fixed:
     host_s: Floats
 
 
+@dataclass(slots=True)
+class _Chained:
+    """Collectives inside of tasks of kernels, by communicator: begin, end, exposed from and to, key and text."""
+
+    bars: dict[int, list[tuple[Floats, Floats, Floats, Floats, Ints, Ints]]] = field(default_factory=dict)
+
+    def add(self, program: Program, inside: Inside, fixed: _Fixed, run: SectionRun, keys: dict[str, int]) -> None:
+        """One run of a section."""
+        parts = inside.of(run.section).collectives
+        if not len(parts.row):
+            return
+        calls = [program.collectives[program.inlines[-1 - row].collective] for row in parts.row.tolist()]
+        on = np.array([call.communicator for call in calls])
+        key = np.array([keys.setdefault(call.kind, len(keys)) for call in calls])
+        columns = (*parts.placed(run), key, fixed.text[parts.task])
+        for number in sorted(set(on.tolist())):
+            begin, over, shown, end, key_of, text = (column[on == number] for column in columns)
+            self.bars.setdefault(number, []).append((begin, over, shown, end, key_of, text))
+
+    def row(self, communicator: int) -> Bars:
+        """A row of the picture."""
+        begin, end, _, _, key, text = (np.concatenate(column) for column in zip(*self.bars[communicator], strict=True))
+        return Bars(begin, end, key, text, np.ones(len(begin)))
+
+    def spans(self) -> Spans:
+        """Where any of them is exposed."""
+        every = [(shown, end) for runs in self.bars.values() for _, _, shown, end, _, _ in runs]
+        start, end = (np.concatenate([np.zeros(0), *column]) for column in (zip(*every, strict=True) if every else
+                                                                            ((), ())))
+        return Spans(start, end, np.zeros(len(start), dtype=np.int64), 1)
+
+
 def rows_of(result: Result) -> Rows:
     """Read the rows of the critical rank off a result."""
     detail = result.detail
@@ -151,6 +190,7 @@ def rows_of(result: Result) -> Rows:
     texts: dict[str, int] = {}
     known: dict[int, _Fixed] = {}
     all_runs = _Collected()
+    inside, chained = Inside(detail.machine, detail.critical), _Chained()
     micro_steps: list[tuple[float, float, float]] = []
     for run in steady(detail.timeline.classes[detail.critical], result.step_time_s):
         if run.section not in known:
@@ -158,21 +198,26 @@ def rows_of(result: Result) -> Rows:
         fixed = known[run.section]
         for one in run:
             _collect(all_runs, program, fixed, one)
+            chained.add(program, inside, fixed, one, keys)
             micro_steps += _micro_step(program, fixed, one, keys)
     columns = {name: np.concatenate(getattr(all_runs, name)) for name in
                ("kind", "stream", "key", "text", "phase", "between", "start_s", "end_s", "issued_s", "starved_s")}
     names, bars = _streams(program, columns, list(keys))
     names.insert(0, "host")
     bars.insert(0, _host(all_runs, columns))
-    exposed, bubbles, waits = _waits(columns, result.step_time_s)
+    for number, name in enumerate(program.communicators):
+        if number in chained.bars:
+            names.insert(2, name)
+            bars.insert(2, chained.row(number))
+    exposed, bubbles, waits = _waits(columns, chained.spans(), result.step_time_s)
     for name, spans in ((EXPOSED, exposed), (BUBBLE, bubbles), (LATE, waits)):
         bars[1] = _joined(bars[1], spans, keys.setdefault(name, len(keys)))
-    inside = [m for m in micro_steps if m[0] < result.step_time_s]
-    windows = np.array([m[:2] for m in inside]).reshape(-1, 2)
+    within = [m for m in micro_steps if m[0] < result.step_time_s]
+    windows = np.array([m[:2] for m in within]).reshape(-1, 2)
     return Rows(names, bars, list(keys), list(texts), exposed, bubbles, waits, windows,
                 *counted(result.scenario, len(windows)),
-                len(inside) // 2 if result.scenario.parallel.pipeline > 1 and len(inside) > 1 else
-                _closest([m[2] for m in inside]), result.step_time_s)
+                len(within) // 2 if result.scenario.parallel.pipeline > 1 and len(within) > 1 else
+                _closest([m[2] for m in within]), result.step_time_s)
 
 
 def whole(scenario: Scenario) -> str:
@@ -333,21 +378,22 @@ def _joined(bars: Bars, spans: Floats, key: int) -> Bars:
                 np.concatenate((bars.share, np.ones(count))))
 
 
-def _waits(columns: dict[str, npt.NDArray[np.generic]], step_time_s: float) -> tuple[Floats, Floats, Floats]:
+def _waits(columns: dict[str, npt.NDArray[np.generic]], chained: Spans,
+           step_time_s: float) -> tuple[Floats, Floats, Floats]:
     """Stretches of exposed communication, of waiting for another stage and of waiting for the host, by the precedence
-    of `sim.report.exposure`."""
+    of `sim.report.exposure`; collectives inside of tasks of kernels come before those."""
     kind, stream, between = columns["kind"], columns["stream"], np.asarray(columns["between"], dtype=bool)
     start, end = (np.asarray(columns[name], dtype=np.float64) for name in ("start_s", "end_s"))
     issued = np.asarray(columns["issued_s"], dtype=np.float64)
     kernels = (kind == Kind.KERNELS) & (stream == COMPUTE_STREAM)
     aside = (kind == Kind.KERNELS) & (stream != COMPUTE_STREAM)
     calls = kind == Kind.COLLECTIVE
-    layers = [_layer(start, end, kernels), _layer(start, end, calls), _layer(start, end, kind == Kind.COPY),
+    layers = [chained, _layer(start, end, kernels), _layer(start, end, calls), _layer(start, end, kind == Kind.COPY),
               _layer(start, end, aside), _waits_between(issued, start, calls & between, step_time_s),
               _layer(issued, start, calls & ~between)]
     on = axis(layers, step_time_s)
     given = owner(on, layers)
-    exposed, bubble, late = (given == 1) | (given == 5), given == 4, given == len(layers)
+    exposed, bubble, late = (given == 0) | (given == 2) | (given == 6), given == 5, given == len(layers)
     return _stretches(on.cuts, exposed), _stretches(on.cuts, bubble), _stretches(on.cuts, late)
 
 

@@ -2,7 +2,9 @@
 
 Format: "Trace Event Format" (Google, 2016), JSON object form: complete events (`ph: X`) with times in microseconds, and
 metadata events that name processes and threads. One process per simulated rank; its threads are the host, the device
-streams and one track per communicator; its counters (`ph: C`) are the bytes it holds, by category and in all
+streams and one track per communicator; a task of kernels is a slice with its kernels inside, and collectives that a
+chain of kernels waits for are drawn on their communicators' tracks (`sim.report.inside`), as far as the number of
+events allows; its counters (`ph: C`) are the bytes it holds, by category and in all
 ("allocated"), at the times at which the host allocates and frees, and what the allocator reserves. Of a pipeline every
 stage is a process, and what it does carries the number of its micro-batch.
 """
@@ -11,7 +13,8 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +26,7 @@ from sim.engine import SectionRun
 from sim.memory.curve import Replay
 from sim.memory.ledger import CATEGORIES, TENSORS
 from sim.program import Job, Kind, Program, Section
+from sim.report.inside import Inside, Parts
 from sim.report.memory import MemoryResult, by_class
 from sim.report.pipeline_rows import MicroBatches
 from sim.report.result import Result
@@ -55,7 +59,11 @@ def trace(result: Result, event_limit: int = EVENT_LIMIT) -> dict[str, Any]:
     detail = result.detail
     job = detail.lowered.job
     events: list[dict[str, Any]] = []
-    whole = sum(job.programs[c.program].tasks() for c in job.classes) * 2 <= event_limit
+    tasks = sum(job.programs[c.program].tasks() for c in job.classes) * 2
+    whole = tasks <= event_limit
+    opened = [Inside(detail.machine, number) for number in range(len(job.classes))]
+    kernels, collectives = (tasks + sum(_inner(job, opened, count)) <= event_limit for count in (
+        lambda parts: len(parts.row), lambda parts: int((parts.row < 0).sum())))
     memories = by_class(result.scenario, detail.lowered, detail.machine.devices)
     for number, simulated in enumerate(job.classes):
         program = job.programs[simulated.program]
@@ -70,15 +78,26 @@ def trace(result: Result, event_limit: int = EVENT_LIMIT) -> dict[str, Any]:
                 "repeated": f"{run.repeats - 1} more times, each {run.delta_s:.6g} s later"}
             templates = [_template(program, run.section, task, algorithms, mark)
                          for task in range(len(program.sections[run.section]))]
-            for one in drawn:
+            parts = opened[number].of(run.section)
+            parts = parts if kernels else parts.collectives
+            for place, one in enumerate(drawn):
                 numbered = _numbered(program, program.sections[run.section], templates, micro_batches)
                 events += _tasks(number, program.sections[run.section], one, numbered)
+                if collectives or place == 0:
+                    events += _inside(number, program, parts, one, numbered, algorithms)
                 counters += _memory(number, replay, one, held)
             replay.skip(run.section, run.repeats - len(drawn))
         events += _reserved(number, counters, memories[number])
         events += counters
     return {"traceEvents": events, "displayTimeUnit": "ms",
             "otherData": {"scenario": result.scenario.name, "step_time_s": result.step_time_s}}
+
+
+def _inner(job: Job, opened: Sequence[Inside], count: Callable[[Parts], int]) -> Iterator[int]:
+    """Events inside the tasks of every class over the step, of those that `count` counts."""
+    for simulated, inside in zip(job.classes, opened, strict=True):
+        yield sum(times * count(inside.of(section)) for section, times in Counter(
+            job.programs[simulated.program].section_runs()).items())
 
 
 def _process(result: Result, number: int) -> str:
@@ -150,6 +169,9 @@ def _names(process: int, name: str, program: Program, peers: Sequence[str]) -> I
                 used[True].add(program.collectives[payload].communicator)
             elif kind != Kind.HOST:
                 used[False].add(stream)
+                inner = program.segments[payload].kernels if kind == Kind.KERNELS else ()
+                used[True] |= {program.collectives[program.inlines[-1 - row].collective].communicator
+                               for row in inner if row < 0}
     tracks = [(_HOST_TRACK, "host")]
     tracks += [(_STREAM_TRACKS + i, f"stream {program.streams[i]}") for i in sorted(used[False])]
     tracks += [(_COMMUNICATOR_TRACKS + i, f"communicator {program.communicators[i]}{peers[i]}")
@@ -198,6 +220,25 @@ def _tasks(process: int, section: Section, run: SectionRun, templates: list[_Tem
         if section.kind[task] != Kind.HOST and one.host_s > 0:
             issued = float(run.issue_s[task])
             yield _event(process, _HOST_TRACK, f"issue {one.name}", "host", issued, issued + one.host_s, one.args)
+
+
+def _inside(process: int, program: Program, parts: Parts, run: SectionRun, templates: list[_Template],
+            algorithms: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Kernels inside their task's slice, and collectives that they wait for."""
+    begin, end, _, _ = parts.placed(run)
+    for task, row, start, stop in zip(parts.task.tolist(), parts.row.tolist(), begin.tolist(), end.tolist(),
+                                      strict=True):
+        one = templates[task]
+        if row < 0:
+            number = program.inlines[-1 - row].collective
+            call = program.collectives[number]
+            yield _event(process, _COMMUNICATOR_TRACKS + call.communicator, f"{call.kind} {one.args['layer']}",
+                         "communication", start, stop, {**one.args, **algorithms[number]})
+        else:
+            kernel = program.kernels[row]
+            yield _event(process, one.track, f"{kernel.op} {'x'.join(map(str, kernel.shape))}", kernel.category,
+                         start, stop, {"variant": kernel.variant, "dtype": kernel.dtype, "flops": kernel.flops,
+                                       "bytes": kernel.bytes})
 
 
 def _held(program: Program) -> list[tuple[int, str]]:

@@ -46,6 +46,25 @@ def test_exposed_stretches_are_the_breakdowns(result_of: Make, micro_steps: int)
     assert float(np.diff(rows.late).sum()) == pytest.approx(result.breakdown.host, abs=1e-12)
 
 
+@pytest.mark.parametrize("sets", [
+    {}, {"parallel.sequence_parallel": False}, {"parallel.context": 2}, {"parallel.pipeline": 2},
+    {"training.mode": {"inference": {"prompt": 64, "generate": 8, "batch": 1}}, "parallel.strategy": "none",
+     "parallel.sequence_parallel": False, "training.precision": "pure-bf16", "software.framework": "pytorch"}])
+def test_collectives_inside_chains_of_kernels_have_a_row_and_are_exposed(sets: dict[str, Any]) -> None:
+    """Tensor parallelism's, also where kernels run beside them and where the host is late; sums are the breakdown's."""
+    result = sim.run(resolve({
+        "name": "cut", "cluster": {"topology": "dgx-h100"}, "model": {"preset": "llama-2-7b", "layers": 4},
+        "training": {"micro_batch": 1, "micro_steps": 2, "sequence": 2048, "precision": "megatron-bf16"},
+        "parallel": {"strategy": "zero1", "tensor": 2, "sequence_parallel": True, "overlap": False},
+        "software": {"framework": "megatron", "year": 2025}}, "cut", sets))
+    rows = rows_of(result)
+    row = rows.bars[rows.names.index("tensor")].within(0.0, rows.step_time_s)
+    total = sum(groups.get("tensor", 0.0) for groups in result.breakdown.communication_total.values())
+    assert float((row.end_s - row.start_s).sum()) == pytest.approx(total, rel=0.01)
+    assert rows.exposed_s(0.0, rows.step_time_s) == pytest.approx(result.breakdown.exposed_s, rel=1e-3)
+    assert rows.exposed_s(0.0, rows.step_time_s) > 0.3 * total
+
+
 @pytest.mark.parametrize("micro_steps", [1, 5])
 def test_the_compute_row_covers_the_step_once(result_of: Make, micro_steps: int) -> None:
     rows = rows_of(result_of(micro_steps))

@@ -6,8 +6,8 @@ import gzip
 import json
 from collections import defaultdict
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,9 +52,46 @@ def test_no_track_overlaps_itself_and_repeats_are_drawn(result_of: Make, micro_s
             tracks[event["tid"]].append((event["ts"], event["dur"]))
     assert len(tracks[100]) == 3 * micro_steps
     for spans in tracks.values():
-        spans.sort()
-        for (start, duration), (following, _) in pairwise(spans):
-            assert start + duration <= following + 0.01  # times are rounded to a nanosecond
+        open_until: list[float] = []  # ends of the slices that the next one is inside of
+        for start, duration in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while open_until and open_until[-1] <= start + 0.01:  # times are rounded to a nanosecond
+                open_until.pop()
+            assert not open_until or start + duration <= open_until[-1] + 0.01
+            open_until.append(start + duration)
+
+
+CUT = {"name": "cut", "cluster": {"topology": "dgx-h100", "nodes": 1},
+       "model": {"preset": "llama-2-7b", "layers": 4},
+       "training": {"micro_batch": 1, "micro_steps": 40, "sequence": 2048, "precision": "megatron-bf16"},
+       "parallel": {"strategy": "zero1", "tensor": 4, "sequence_parallel": True, "overlap": False},
+       "software": {"framework": "megatron", "year": 2025}}
+
+
+def _moved(events: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    found = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            found[names[event["pid"], event["tid"]]].append(event)
+    return found
+
+
+def test_collectives_that_chains_of_kernels_wait_for_have_a_track() -> None:
+    result = sim.run(resolve(CUT))
+    tracks = _moved(trace(result)["traceEvents"])
+    total = sum(groups.get("tensor", 0.0) for groups in result.breakdown.communication_total.values())
+    assert sum(e["dur"] for e in tracks["communicator tensor"]) == pytest.approx(total * 1e6, rel=0.02)
+    assert {e["args"]["group"] for e in tracks["communicator tensor"]} == {"tensor"}
+    kernels = [e for e in tracks["stream compute"] if "flops" in e["args"]]
+    flops = sum(e["args"]["flops"] for e in kernels)
+    model = result.detail.lowered.architecture
+    whole = (model.forward_flops + model.backward_flops) * 40
+    assert flops == pytest.approx(whole / 4, rel=2e-3)  # a slice's vocabulary is padded
+    few = _moved(trace(result, event_limit=len(tracks["communicator tensor"]) + 2000)["traceEvents"])
+    assert len(few["communicator tensor"]) == len(tracks["communicator tensor"])
+    assert len(few["stream compute"]) < len(kernels)
+    least = _moved(trace(result, event_limit=len(tracks["communicator tensor"]))["traceEvents"])
+    assert 0 < len(least["communicator tensor"]) < len(tracks["communicator tensor"])
 
 
 def test_beyond_the_limit_repeats_are_marked(result_of: Make) -> None:
