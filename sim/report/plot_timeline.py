@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from sim.report import plot_style as look
 from sim.report.result import Result
@@ -141,8 +144,7 @@ def _row(ax: Axes, rows: Rows, bars: Bars, number: int, window: Window) -> set[s
     _, factor = look.scale(rows.step_time_s)
     tellable = (end - start) / _TELLABLE
     host = number == 0
-    flows = number > 1  # of communication: where bars stand close, one as high as the share of time that they take
-    bars = bars.merged(tellable / 4, tellable * 3, flows)
+    bars = _told_apart(rows, bars, number, tellable)
     seen: set[str] = set()
     half = 0.22 if host else 0.4
     per_inch = ax.bbox.width / look.DOTS_PER_INCH / (end - start)
@@ -159,7 +161,7 @@ def _row(ax: Axes, rows: Rows, bars: Bars, number: int, window: Window) -> set[s
             top = number + half - 2 * half * max(share, _LOW)
             shapes.append([(s * factor, number + half), (e * factor, number + half), (e * factor, top),
                            (s * factor, top)])
-        if (chosen.share < 0.995).any() and not flows:
+        if (chosen.share < 0.995).any() and number < 2 and name != EXPOSED:
             seen.add(LATE)
             _late(ax, chosen, number, half, factor)
         wide = bool(((chosen.end_s - chosen.start_s) > 4 * tellable).any()) and name not in (EXPOSED, BUBBLE)
@@ -170,6 +172,15 @@ def _row(ax: Axes, rows: Rows, bars: Bars, number: int, window: Window) -> set[s
         if not host and name not in (EXPOSED, BUBBLE, LATE, OTHER):
             _texts(ax, rows, chosen, colour, number, window, per_inch)
     return seen
+
+
+def _told_apart(rows: Rows, bars: Bars, number: int, tellable: float) -> Bars:
+    """Bars that stand too close as one. Of communication, and of waits for it, that is as high as the share of time
+    that they take."""
+    waits = bars.key == (rows.keys.index(EXPOSED) if EXPOSED in rows.keys and number == 1 else -1)
+    parts = [bars.take((waits == dense).nonzero()[0]).merged(tellable / 4, tellable * 3, dense or number > 1)
+             for dense in (False, True)]
+    return Bars(*(np.concatenate([getattr(part, one.name) for part in parts]) for one in fields(Bars)))
 
 
 def _late(ax: Axes, bars: Bars, number: int, half: float, factor: float) -> None:
