@@ -126,6 +126,11 @@ class MemoryResult:
         return max(0, self.use.peak_allocated_bytes - self.limit_bytes)
 
     @property
+    def shown_bytes(self) -> int:
+        """The peak on the device as people are shown it: of what does not fit, tensors and context alone."""
+        return self.device_used_bytes if self.fits_device else self.capacity_bytes + self.missing_bytes
+
+    @property
     def host_missing_bytes(self) -> int:
         """What the host of a node lacks for what is offloaded."""
         return 0 if self.host is None else max(0, self.host.needed_bytes - self.host.capacity_bytes)

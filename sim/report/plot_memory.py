@@ -136,10 +136,11 @@ def memory_figure(result: Result) -> Figure:
     height = 4.4 if len(windows) == 1 else 6.2
     made = look.figure(height)
     memory = result.memory
-    used, capacity = memory.device_used_bytes / _GIB, memory.capacity_bytes / _GIB
-    verdict = "" if memory.fits_device else f"; does not fit, {memory.missing_bytes / _GIB:.1f} GiB too much"
-    look.heading(made, result.scenario.name,
-                 f"memory of rank {view.rank}{others(view.alike)}: at most {used:.1f} of {capacity:.1f} GiB{verdict}")
+    used, capacity = memory.shown_bytes / _GIB, memory.capacity_bytes / _GIB
+    verdict = f"at most {used:.1f} of {capacity:.1f} GiB" if memory.fits_device else (
+        f"{used:.1f} of {capacity:.1f} GiB without what the allocator's blocks waste; does not fit, "
+        f"{memory.missing_bytes / _GIB:.1f} GiB too much")
+    look.heading(made, result.scenario.name, f"memory of rank {view.rank}{others(view.alike)}: {verdict}")
     left, right = 0.62 / look.WIDTH, 2.18 / look.WIDTH
     bottoms = [_BOTTOM] if len(windows) == 1 else [height - 2.0, _BOTTOM]
     heights = [height - _BOTTOM - _TOP] if len(windows) == 1 else [2.0 - _TOP, height - 2.0 - 0.88 - _BOTTOM]
@@ -195,7 +196,7 @@ def _panel(ax: Axes, view: MemoryView, window: tuple[float, float], title: str, 
             floor = floor + held
     ax.plot(x, floor, color=look.BLACK, lw=0.6, zorder=1.9)
     memory = view.result.memory
-    top = memory.device_used_bytes / _GIB
+    top = memory.shown_bytes / _GIB
     capacity = memory.capacity_bytes / _GIB
     seen = capacity < 2.2 * top
     ax.set_ylim(0, max(capacity * (1.18 if _close(top, capacity) else 1.06), top * 1.2) if seen else top * 1.3)
@@ -287,7 +288,7 @@ def _legend(made: Figure, view: MemoryView, shown: Ints, left: float) -> None:
     boxes = [Patch(facecolor=colour, label=f"{name.replace('_', ' ')}  {_gib(at_peak[name])}")
              for name, colour in reversed(list(look.MEMORY.items()))
              if shown[CATEGORIES.index(name)]]
-    held = at_peak["fragmentation"]
+    held = at_peak["fragmentation"] if view.result.memory.fits_device else 0
     if held and not shown[CATEGORIES.index("fragmentation")]:  # of the peak alone: no layer of the stack, yet in it
         boxes.insert(0, Patch(facecolor="none", edgecolor=look.GREY, label=f"fragmentation  {_gib(held)}"))
     height = made.get_size_inches()[1]

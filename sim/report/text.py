@@ -190,10 +190,10 @@ def _memory(result: Result, width: int) -> list[Any]:
 
 def memory_bar(memory: MemoryResult, width: int) -> Text:
     """The device's memory as a bar."""
-    share = memory.device_used_bytes / memory.capacity_bytes
+    share = memory.shown_bytes / memory.capacity_bytes
     room = max(10, min(48, width - 32))
     return Text.assemble(("memory ", "bold"), (bar(share, room).ljust(room, "·"), _colour(memory)),
-                         f" {size(memory.device_used_bytes)} of {size(memory.capacity_bytes)}")
+                         f" {size(memory.shown_bytes)} of {size(memory.capacity_bytes)}")
 
 
 def memory_verdict(memory: MemoryResult) -> Text:
