@@ -24,6 +24,7 @@ MAX_NODES = 200_000
 MAX_DEPTH = 40
 MAX_FAULTS = 50
 
+_TOO_DEEP = f"is nested more than {MAX_DEPTH} levels deep"
 _INT = re.compile(r"[-+]?[0-9]+\Z")
 _RADIX = re.compile(r"0o[0-7]+\Z|0x[0-9a-fA-F]+\Z")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z")
@@ -149,7 +150,8 @@ def parse_value(text: str, file: str) -> Any:
     try:
         value = builder.build(text)
     except yaml.YAMLError as error:
-        _refuse(f"the value {text[:60]!r} is not YAML: {_first_line(error)}", file)
+        problem = _TOO_DEEP if "nesting depth" in str(error) else f"is not YAML: {_first_line(error)}"
+        _refuse(f"the value {text[:60]!r} {problem}", file)
     if builder.faults:
         raise UserError(Fault(f.message, file=file, hint=f.hint) for f in builder.faults)
     return value
@@ -208,6 +210,8 @@ def _similar_file(path: Path) -> str:
 
 def _yaml_problem(error: yaml.MarkedYAMLError, text: str, line: int) -> tuple[str, str]:
     problem = str(error.problem or error.context or "unreadable")
+    if "nesting depth" in problem:  # PyYAML from 6.0.4 on has a limit of its own, which it meets while it looks ahead
+        return _TOO_DEEP, ""
     lines = text.splitlines()
     written = lines[line] if line < len(lines) else ""
     if "\t" in written[: len(written) - len(written.lstrip())]:
@@ -265,7 +269,7 @@ class _Builder:
 
     def _start(self, event: Any, line: int, stack: list[_Frame]) -> None:
         if len(stack) >= MAX_DEPTH:
-            _refuse(f"is nested more than {MAX_DEPTH} levels deep", self.file, line)
+            _refuse(_TOO_DEEP, self.file, line)
         self._count(1, line)
         value: Any = {} if isinstance(event, yaml.MappingStartEvent) else []
         if stack and isinstance(stack[-1].value, dict) and not stack[-1].has_key:
