@@ -529,6 +529,7 @@ SETS = [
     ("cluster.nodes=three", "cluster.nodes", "expected a whole number", ""),
     ("cluster.nodes=3", "training.global_batch", "does not divide over 24", "48"),
     ("cluster.nodes=[1", "cluster.nodes", "is not YAML", ""),
+    ("cluster.nodes=" + "[" * 3000, "cluster.nodes", "nested more than", ""),
     ("cluster.nodes=.nan", "cluster.nodes", "not a number", ""),
     ("cluster.nodes.x=3", "cluster.nodes.x", "single value", "set cluster.nodes"),
     ("model.preset=lama-2-7b", "model.preset", "no model named", "llama-2-7b"),
