@@ -1,0 +1,204 @@
+"""Settings of a user's file, taken one by one, each with its line; what nobody takes can be listed."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sim.errors import Fault, UserError
+from sim.scenario.document import parse_document, read_text
+
+_TABLE = re.compile(r"\s*\[([\w.\"' -]+)\]\s*(#.*)?\Z")
+_KEY = re.compile(r"\s*([\w.-]+)\s*=")
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One setting of a user's file.
+
+    Attributes:
+        file: the file as the user named it, "" for the command line.
+        name: dotted name in the file, or an argument such as `--num-layers`.
+        value: what it says, as plain data.
+        line: 1-based, 0 if unknown.
+    """
+
+    file: str
+    name: str
+    value: Any
+    line: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.name}" if self.file else self.name
+
+    def whole(self, least: int = 1) -> int:
+        """The value as a whole number of at least `least`. Raises UserError."""
+        value = self.value
+        if isinstance(value, str) and re.fullmatch(r"[+-]?\d[\d_]*", value.strip()):
+            value = int(value)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.wrong(f"a whole number of at least {least}")
+        return value
+
+    def number(self) -> float:
+        """The value as a number. Raises UserError."""
+        try:
+            if isinstance(self.value, int | float | str) and not isinstance(self.value, bool):
+                return float(self.value)
+        except ValueError:
+            pass
+        raise self.wrong("a number")
+
+    def flag(self) -> bool:
+        """The value as true or false, however it is written. Raises UserError."""
+        word = str(self.value).strip().lower()
+        if isinstance(self.value, bool | int | str) and word in _TRUE + _FALSE:
+            return word in _TRUE
+        raise self.wrong("true or false")
+
+    def word(self) -> str:
+        """The value as text in lower case with underscores. Raises UserError."""
+        if not isinstance(self.value, str | int) or isinstance(self.value, bool):
+            raise self.wrong("a word")
+        return str(self.value).strip().lower().replace("-", "_")
+
+    def wrong(self, wanted: str) -> UserError:
+        """The error of a value that is not what is wanted."""
+        return UserError(Fault(f"expected {wanted}, found {str(self.value)[:60]!r}", self.name, self.file, self.line))
+
+
+@dataclass
+class Settings:
+    """All settings of one file.
+
+    Attributes:
+        file: the file as the user named it.
+        data: nested plain data, keys as written.
+        lines: dotted name -> line.
+    """
+
+    file: str
+    data: Mapping[str, Any]
+    lines: Mapping[str, int] = field(default_factory=dict)
+    _read: set[str] = field(default_factory=set)
+    _idle: list[str] = field(default_factory=list)
+
+    def get(self, *names: str) -> Said | None:
+        """The first of these dotted names that the file has with a value; all of them count as read."""
+        self._read.update(names)
+        for name in names:
+            value = self._at(name)
+            if value is not None:
+                return Said(self.file, name, value, self.line(name))
+        return None
+
+    def has(self, name: str) -> bool:
+        """Whether the file says anything of a dotted name; it does not count as read."""
+        return self._at(name) is not None
+
+    def line(self, name: str) -> int:
+        """Line of a dotted name, or of the nearest parent that has one; 0 if unknown."""
+        while name:
+            if name in self.lines:
+                return self.lines[name]
+            name = name.rpartition(".")[0]
+        return 0
+
+    def idle(self, *patterns: str) -> None:
+        """Names (or shell patterns of dotted names) on which neither time nor memory depends."""
+        self._idle += patterns
+
+    def rest(self) -> Iterator[tuple[Said, bool]]:
+        """Each leaf that nobody read, and whether it is without effect."""
+        for name, value in self._leaves(self.data, ""):
+            if name not in self._read:
+                yield (Said(self.file, name, value, self.line(name)),
+                       any(fnmatch.fnmatchcase(name, one) for one in self._idle))
+
+    def _at(self, name: str) -> Any:
+        here: Any = self.data
+        if name in self.data:
+            return self.data[name]
+        for part in name.split("."):
+            if not isinstance(here, Mapping) or part not in here:
+                return None
+            here = here[part]
+        return here
+
+    def _leaves(self, data: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
+        for key, value in data.items():
+            name = f"{above}.{key}" if above else str(key)
+            if isinstance(value, Mapping) and value:
+                yield from self._leaves(value, name)
+            elif value is not None:
+                yield name, value
+
+
+def read_settings(file: str) -> Settings:
+    """The settings of a JSON, YAML or TOML file (by its ending; others are tried as JSON, then YAML).
+
+    Raises:
+        UserError: it cannot be read, is no such file, or its root is no mapping.
+    """
+    path = Path(file)
+    text = read_text(path, file)
+    if path.suffix == ".toml":
+        return Settings(file, _toml(text, file), _toml_lines(text))
+    if path.suffix == ".json" or text.lstrip()[:1] == "{":
+        return Settings(file, _json(text, file), _lines(text, file))
+    document = parse_document(text, file, path.parent)
+    if document.faults:
+        raise UserError(document.faults)
+    return Settings(file, document.data, {name: line for name, (_, line) in document.places.items()})
+
+
+def _json(text: str, file: str) -> Mapping[str, Any]:
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(Fault(f"is not JSON: {error.msg}", "", file, error.lineno)) from None
+    except RecursionError:
+        raise UserError(Fault("is nested too deep", "", file)) from None
+    if not isinstance(data, dict):
+        raise UserError(Fault("holds no mapping of settings", "", file, 1))
+    return data
+
+
+def _lines(text: str, file: str) -> dict[str, int]:
+    """Lines of a JSON text's settings; none where it is no YAML too."""
+    try:
+        return {name: line for name, (_, line) in parse_document(text, file, Path()).places.items()}
+    except UserError:
+        return {}
+
+
+def _toml(text: str, file: str) -> Mapping[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        found = re.search(r"line (\d+)", str(error))
+        message = re.sub(r"\s*\(at .*\)", "", str(error))
+        raise UserError(Fault(f"is not TOML: {message}", "", file, int(found[1]) if found else 0)) from None
+    except RecursionError:
+        raise UserError(Fault("is nested too deep", "", file)) from None
+
+
+def _toml_lines(text: str) -> dict[str, int]:
+    lines: dict[str, int] = {}
+    table = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if found := _TABLE.match(line):
+            table = found[1].strip().replace('"', "")
+            lines.setdefault(table, number)
+        elif found := _KEY.match(line):
+            lines.setdefault(f"{table}.{found[1]}" if table else found[1], number)
+    return lines
