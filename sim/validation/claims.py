@@ -172,21 +172,26 @@ def _sum(tree: Any) -> float:
 # ------------------------------------------------------------------------------------------------------------- reports
 def markdown(checked: Sequence[Checked]) -> str:
     """The text of reports/claims.md; the same predictions give the same text."""
-    parts = [_HEAD, *_rows(checked, "../"), ""]
+    parts = [_HEAD, *_rows(checked), ""]
     for one in checked:
         parts += _section(one)
     return "\n".join(parts)
 
 
 def readme_with(text: str, checked: Sequence[Checked]) -> str:
-    """`text` with the table between `<!-- claims:begin ... -->` and `<!-- claims:end -->` renewed."""
-    lines = _rows(checked, "")
+    """`text` with the table between `<!-- claims:begin ... -->` and `<!-- claims:end -->` renewed.
+
+    What holds is listed there, what is wrong is explained too; all of it stands in reports/claims.md.
+    """
+    lines = ["| claim | verdict | where wrong, why |", "|---|---|---|"]
+    lines += [f"| [{_cell(one.claim.text)}](scenarios/claims/{one.path.name}) | {one.claim.verdict} "
+              f"| {_cell(one.why) if one.claim.verdict == 'wrong' else ''} |" for one in checked]
     return _README.sub(lambda found: "\n".join([found[1], *lines, found[2]]), text)
 
 
-def _rows(checked: Sequence[Checked], up: str) -> list[str]:
+def _rows(checked: Sequence[Checked]) -> list[str]:
     lines = ["| claim | verdict | what is predicted |", "|---|---|---|"]
-    return lines + [f"| [{_cell(one.claim.text)}]({up}scenarios/claims/{one.path.name}) | {one.claim.verdict} "
+    return lines + [f"| [{_cell(one.claim.text)}](../scenarios/claims/{one.path.name}) | {one.claim.verdict} "
                     f"| {_cell(one.why)} |" for one in checked]
 
 
