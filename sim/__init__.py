@@ -1,6 +1,7 @@
 """drystep: a discrete-event simulator of distributed training.
 
-The Python API is the command line's verbs: `load`, `plan_memory`, `run`, `run_sweep`, `size`, `compare`, `validate`.
+The Python API is the command line's verbs: `load`, `plan_memory`, `run`, `run_sweep`, `size`, `compare`, `validate`,
+`diff`, `import_files`.
 They are imported when first used, so `import sim` costs nothing. `.table()` of a result, a sweep or a comparison is a
 pandas DataFrame where pandas is installed; `plot_breakdown`, `plot_memory`, `plot_sweep`, `plot_scaling` and
 `plot_comparison` draw on matplotlib axes.
@@ -12,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sim.api import load, plan_memory, run, run_sweep
+    from sim.imports.read import import_files
     from sim.report.axes import plot_breakdown, plot_memory, plot_scaling, plot_sweep
     from sim.sizing import compare, size
     from sim.sizing.compare_text import plot_comparison
+    from sim.traces.diff import diff
     from sim.validation import validate
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "compare", "load", "plan_memory", "plot_breakdown", "plot_comparison", "plot_memory",
-           "plot_scaling", "plot_sweep", "run", "run_sweep", "size", "validate"]
+__all__ = ["__version__", "compare", "diff", "import_files", "load", "plan_memory", "plot_breakdown", "plot_comparison",
+           "plot_memory", "plot_scaling", "plot_sweep", "run", "run_sweep", "size", "validate"]
 
 
 def __getattr__(name: str) -> Any:
@@ -36,6 +39,14 @@ def __getattr__(name: str) -> Any:
         from sim import sizing
 
         return getattr(sizing, name)
+    if name == "diff":
+        from sim.traces.diff import diff
+
+        return diff
+    if name == "import_files":
+        from sim.imports.read import import_files
+
+        return import_files
     if name == "validate":
         from sim.validation import validate
 

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from sim import __version__
+from sim.cli_diff import COMMANDS as DIFF_COMMANDS
+from sim.cli_import import COMMANDS as IMPORT_COMMANDS
 from sim.cli_machine import COMMANDS
 from sim.cli_memory import COMMANDS as MEMORY_COMMANDS
 from sim.cli_output import (
@@ -38,6 +40,7 @@ from sim.cli_output import (
     writing,
 )
 from sim.cli_sizing import COMMANDS as SIZING_COMMANDS
+from sim.cli_ui import COMMANDS as UI_COMMANDS
 from sim.errors import Fault, UserError, nearest
 from sim.garbage import search_seldom
 
@@ -51,15 +54,13 @@ WRONG_INPUT, CHECK_FAILED, OUR_FAULT, NO_READER = 2, 3, 1, 141
 #: What the system says when standard output is full.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 
-#: Commands of the specification that come with later versions: known by name, absent from --help.
-LATER = ("import", "diff", "ui")
-
 #: Commands as --help lists them.
-ORDER = ("run", "memory", "size", "compare", "list", "schema", "validate", "kernel", "collective", "calibrate", "fit")
+ORDER = ("run", "import", "memory", "size", "compare", "diff", "list", "schema", "validate", "kernel", "collective",
+         "calibrate", "fit", "ui")
 
 
 class Commands(click.Group):
-    """The group of commands; says of an unknown one which is nearest, and of a later one that it is not there yet."""
+    """The group of commands; says of an unknown one which is nearest."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """See click: in the order in which a newcomer needs them."""
@@ -68,10 +69,8 @@ class Commands(click.Group):
     def resolve_command(self, ctx: click.Context,
                         args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """See click."""
-        if args and args[0] in LATER:
-            raise UserError(Fault(f"'{args[0]}' is not available yet in this version", hint="see drystep --help"))
         if args and args[0] not in self.commands and not args[0].startswith("-"):
-            hint = nearest(args[0], [*self.commands, *LATER]) or "see drystep --help"
+            hint = nearest(args[0], self.commands) or "see drystep --help"
             raise UserError(Fault(f"there is no command '{args[0]}'", hint=hint))
         return super().resolve_command(ctx, args)
 
@@ -331,7 +330,8 @@ def list_(what: str, json_to: str | None) -> None:
     render_catalogue([{k: v for k, v in row.items() if k != "source"} for row in found], console())
 
 
-for _command in (*COMMANDS, *MEMORY_COMMANDS, *SIZING_COMMANDS):
+for _command in (*COMMANDS, *DIFF_COMMANDS, *IMPORT_COMMANDS, *MEMORY_COMMANDS, *SIZING_COMMANDS,
+                 *UI_COMMANDS):
     cli.add_command(_command)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,8 +17,10 @@ from sim.scenario.paths import apply_sets
 from sim.scenario.schema import Scenario
 from sim.scenario.topologies import find_topology
 
-Kind = Literal["taken", "assumed", "left", "idle", "unknown"]
+Kind = Literal["taken", "assumed", "left", "default", "idle", "unknown"]
 
+#: Settings that were not taken, told where something is missing: one of them may say why.
+_FEW = 5
 #: What a scenario cannot do without, and how a user who has no file that says it can say it.
 _WANTED = {
     "cluster.topology": "--cluster NAME, a name of 'drystep list topologies' or a path",
@@ -33,8 +35,9 @@ class Note:
     """What became of one setting.
 
     Attributes:
-        kind: taken (a field says it), assumed (no file says it), left (it matters and no field says it), idle (neither
-            time nor memory depends on it), unknown (not known here).
+        kind: taken (a field says it), assumed (no file says it), left (it matters and no field says it), default (read,
+            and it changes nothing beside the others), idle (neither time nor memory depends on it), unknown (not known
+            here).
         said: the setting, as text; "" where no file says it.
         field: dotted field of the scenario, "" if none.
         value: the field's value, or the setting's.
@@ -46,6 +49,25 @@ class Note:
     field: str
     value: Any
     text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """GPUs of a job: of a node, in all, and the degrees of its layout."""
+
+    of_node: int
+    gpus: int
+    tensor: int
+    pipeline: int
+    context: int
+
+    def shared_by(self, replicas: Said) -> int:
+        """Ranks that share the shards of one of so many replicas, context ranks included. Raises UserError."""
+        over, rest = divmod(self.gpus, self.tensor * self.pipeline * replicas.whole())
+        if rest or not over:
+            raise replicas.wrong(f"a number that divides {self.gpus} GPUs over {self.tensor} tensor and "
+                                 f"{self.pipeline} pipeline ranks")
+        return over
 
 
 @dataclass
@@ -65,16 +87,26 @@ class Draft:
     _from: dict[str, Said] = field(default_factory=dict)
     _notes: dict[str, Note] = field(default_factory=dict)
     _others: list[Note] = field(default_factory=list)
+    _later: dict[str, tuple[Callable[[Ranks], int], Said, str]] = field(default_factory=dict)
+    _closed: list[Settings] = field(default_factory=list)
+    _told: set[tuple[str, str]] = field(default_factory=set)
 
     def take(self, path: str, value: Any, said: Said, text: str = "") -> None:
         """A field's value as `said` has it. Raises UserError where another setting says something else."""
+        self._told.add((said.file, said.name))
         earlier = self._from.get(path)
-        if earlier is not None and self._fields[path] != value:
-            raise UserError(Fault(f"says {said.value!r}, but {earlier} (line {earlier.line}) says {earlier.value!r}"
-                                  if earlier.line else f"says {said.value!r}, but {earlier} says {earlier.value!r}",
-                                  said.name, said.file, said.line))
-        self._fields[path], self._from[path] = value, said
-        self._notes[path] = Note("taken", str(said), path, value, text)
+        if earlier is None:
+            self._fields[path], self._from[path] = value, said
+            self._notes[path] = Note("taken", str(said), path, value, text)
+        elif self._fields[path] != value:
+            place = f" (line {earlier.line})" if earlier.line else ""
+            raise UserError(Fault(f"says {said.value!r}, but {earlier}{place} says {earlier.value!r}", said.name,
+                                  said.file, said.line))
+
+    def take_later(self, path: str, of: Callable[[Ranks], int], said: Said, text: str) -> None:
+        """A field whose value follows from the cluster, which is known at the end; `of` may raise UserError."""
+        self._later[path] = (of, said, text)
+        self._told.add((said.file, said.name))
 
     def assume(self, path: str, value: Any, why: str) -> None:
         """A field's value where no file says it; what a file says wins, whenever it is said."""
@@ -92,10 +124,12 @@ class Draft:
 
     def leave(self, said: Said, why: str) -> None:
         """A setting that matters, which no field says or which is not simulated."""
+        self._told.add((said.file, said.name))
         self._others.append(Note("left", str(said), "", said.value, why))
 
     def close(self, settings: Settings) -> None:
         """Notes all that nobody took of a file."""
+        self._closed.append(settings)
         for said, idle in settings.rest():
             self._others.append(Note("idle" if idle else "unknown", str(said), "", said.value))
 
@@ -119,32 +153,46 @@ class Draft:
         document.data.setdefault("name", self.name or "imported")
         if not faults:
             faults += _missing(document)
+            faults += [Fault(f"was not taken: {note.text}", file=note.said) for note in self._others
+                       if faults and note.kind == "left"][:_FEW]
         if faults:
             raise UserError(faults)
+        dropped = _drop_batch(document, done)
         notes = [note for path, note in self._notes.items()
-                 if not any(path == one or path.startswith(f"{one}.") for one in done)]
-        notes += [Note("taken", "--set", path, _at(document.data, path)) for path in done]
+                 if path not in dropped and not any(path == one or path.startswith(f"{one}.") for one in done)]
+        notes += [Note("taken", "command line", path, _at(document.data, path)) for path in done]
         notes += self._size(document)
         data = copy.deepcopy(document.data)
         scenario = resolve_document(document)
-        return Imported(data, scenario, tuple(notes + self._others))
+        return Imported(data, scenario, tuple(notes + self._others + self._defaults()))
+
+    def _defaults(self) -> list[Note]:
+        """Settings that a reader looked at and that are no field's origin."""
+        told = self._told | {(one.file, one.name) for one in (self.gpus, self.nodes, self.per_node) if one is not None}
+        return [Note("default", str(said), "", said.value) for settings in self._closed for said in settings.read()
+                if (said.file, said.name) not in told]
 
     def _size(self, document: Document) -> list[Note]:
-        """Nodes and GPUs of each, from what files say of their number; the notes of it."""
+        """Nodes and GPUs of each, from what files say of their number, and what follows from those; the notes of it."""
         cluster = document.data["cluster"]
-        if not isinstance(cluster["topology"], str):
-            return []
-        of_node = find_topology(cluster["topology"], Path()).data.get("gpus_per_node")
+        named = cluster["topology"]
+        topology = find_topology(named, Path()).data if isinstance(named, str) else named
+        of_node = topology.get("gpus_per_node") if isinstance(topology, Mapping) else None
         if not isinstance(of_node, int) or of_node < 1:
-            return []
-        found = _counts(self, of_node, cluster.get("nodes"))
+            return []  # the scenario's own reading says what is wrong with it
         notes = []
-        for name, (value, said) in found.items():
+        for name, (value, said) in _counts(self, of_node, cluster.get("nodes")).items():
             if cluster.get(name) is None:
-                cluster[name] = value
-                path = f"cluster.{name}"
-                document.places[path] = (said.file, said.line)
-                notes.append(Note("taken", str(said), path, value))
+                notes.append(_fill(document, f"cluster.{name}", value, said))
+        if cluster.get("nodes") is None:
+            cluster["nodes"] = topology.get("nodes", 1)
+            notes.append(Note("assumed", "", "cluster.nodes", cluster["nodes"], "how many GPUs there are (--nodes N)"))
+        each = cluster.get("gpus_per_node") or of_node
+        degrees = [_at(document.data, f"parallel.{name}") for name in ("tensor", "pipeline", "context")]
+        if self._later and all(isinstance(one, int | None) for one in (each, cluster["nodes"], *degrees)):
+            ranks = Ranks(each, each * cluster["nodes"], *(one or 1 for one in degrees))
+            notes += [_fill(document, path, of(ranks), said, text) for path, (of, said, text) in self._later.items()
+                      if _at(document.data, path) is None]
         return notes
 
 
@@ -182,28 +230,48 @@ class Imported:
 
 
 def _counts(draft: Draft, of_node: int, nodes: Any) -> dict[str, tuple[int, Said]]:
-    """What of `nodes` and `gpus_per_node` follows from what files say."""
+    """What of `nodes` and `gpus_per_node` follows from the files; `nodes` is what the command line says of them."""
     found: dict[str, tuple[int, Said]] = {}
     used = of_node
-    if draft.per_node is not None and draft.per_node.whole() != of_node:
+    if draft.per_node is not None:
         used = draft.per_node.whole()
         found["gpus_per_node"] = (used, draft.per_node)
     if draft.nodes is not None:
         found["nodes"] = (draft.nodes.whole(), draft.nodes)
+        nodes = nodes if isinstance(nodes, int) else draft.nodes.whole()
     if draft.gpus is None:
         return found
     gpus = draft.gpus.whole()
-    count = nodes if isinstance(nodes, int) else found["nodes"][0] if "nodes" in found else None
-    if count is None:
-        count = 1 if gpus <= used else gpus // used
-        found["nodes"] = (count, draft.gpus)
-    if "gpus_per_node" not in found and gpus % count == 0 and gpus // count != of_node:
-        found["gpus_per_node"] = (gpus // count, draft.gpus)
-    if gpus != count * (found["gpus_per_node"][0] if "gpus_per_node" in found else of_node):
-        raise UserError(Fault(f"{gpus} GPUs are not whole nodes of {used}", draft.gpus.name, draft.gpus.file,
-                              draft.gpus.line, "--cluster a topology with other nodes, or --set cluster.nodes=N "
-                              "--set cluster.gpus_per_node=N"))
+    if not isinstance(nodes, int):
+        nodes = max(1, gpus // used)
+        found["nodes"] = (nodes, draft.gpus)
+    share, rest = divmod(gpus, nodes)
+    if rest or share > used or (draft.per_node is not None and share != used):
+        many = "node" if nodes == 1 else "nodes"
+        raise UserError(Fault(f"{gpus} GPUs do not go over {nodes} {many} of {used}", draft.gpus.name, draft.gpus.file,
+                              draft.gpus.line,
+                              "another --cluster, or --nodes N and --set cluster.gpus_per_node=N"))
+    if share != of_node:
+        found["gpus_per_node"] = (share, draft.gpus)
     return found
+
+
+def _fill(document: Document, path: str, value: Any, said: Said, text: str = "") -> Note:
+    _put(document.data, path, value)
+    document.places[path] = (said.file, said.line)
+    return Note("taken", str(said), path, value, text)
+
+
+#: Fields that tell the same: one of the command line replaces the other.
+_BATCH = ("training.global_batch", "training.micro_steps")
+
+
+def _drop_batch(document: Document, done: Sequence[str]) -> tuple[str, ...]:
+    """Takes out the batch as files tell it where the command line tells it otherwise; the fields taken out."""
+    dropped = tuple(path for path in _BATCH if path not in done and any(one in done for one in _BATCH))
+    for path in dropped:
+        document.data.get("training", {}).pop(path.partition(".")[2], None)
+    return dropped
 
 
 def _missing(document: Document) -> Iterable[Fault]:

@@ -41,7 +41,7 @@ class Said:
     def whole(self, least: int = 1) -> int:
         """The value as a whole number of at least `least`. Raises UserError."""
         value = self.value
-        if isinstance(value, str) and re.fullmatch(r"[+-]?\d[\d_]*", value.strip()):
+        if isinstance(value, str) and re.fullmatch(r"[+-]?\d[\d_]{0,30}", value.strip()):
             value = int(value)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -54,7 +54,7 @@ class Said:
         try:
             if isinstance(self.value, int | float | str) and not isinstance(self.value, bool):
                 return float(self.value)
-        except ValueError:
+        except (ValueError, OverflowError):
             pass
         raise self.wrong("a number")
 
@@ -84,11 +84,13 @@ class Settings:
         file: the file as the user named it.
         data: nested plain data, keys as written.
         lines: dotted name -> line.
+        elsewhere: whether the file as a whole is read by others, as a model's config.json is: no setting is left over.
     """
 
     file: str
     data: Mapping[str, Any]
     lines: Mapping[str, int] = field(default_factory=dict)
+    elsewhere: bool = False
     _read: set[str] = field(default_factory=set)
     _idle: list[str] = field(default_factory=list)
 
@@ -120,9 +122,15 @@ class Settings:
     def rest(self) -> Iterator[tuple[Said, bool]]:
         """Each leaf that nobody read, and whether it is without effect."""
         for name, value in self._leaves(self.data, ""):
-            if name not in self._read:
+            if name not in self._read and not self.elsewhere:
                 yield (Said(self.file, name, value, self.line(name)),
                        any(fnmatch.fnmatchcase(name, one) for one in self._idle))
+
+    def read(self) -> Iterator[Said]:
+        """Each leaf that somebody read."""
+        for name, value in self._leaves(self.data, ""):
+            if name in self._read and not self.elsewhere:
+                yield Said(self.file, name, value, self.line(name))
 
     def _at(self, name: str) -> Any:
         here: Any = self.data
@@ -168,6 +176,8 @@ def _json(text: str, file: str) -> Mapping[str, Any]:
         raise UserError(Fault(f"is not JSON: {error.msg}", "", file, error.lineno)) from None
     except RecursionError:
         raise UserError(Fault("is nested too deep", "", file)) from None
+    except ValueError as error:  # a number of thousands of digits
+        raise UserError(Fault(f"is not JSON that can be read: {error}", "", file)) from None
     if not isinstance(data, dict):
         raise UserError(Fault("holds no mapping of settings", "", file, 1))
     return data
@@ -187,7 +197,8 @@ def _toml(text: str, file: str) -> Mapping[str, Any]:
     except tomllib.TOMLDecodeError as error:
         found = re.search(r"line (\d+)", str(error))
         message = re.sub(r"\s*\(at .*\)", "", str(error))
-        raise UserError(Fault(f"is not TOML: {message}", "", file, int(found[1]) if found else 0)) from None
+        line = int(found[1]) if found else text.count("\n") + 1  # "at end of document"
+        raise UserError(Fault(f"is not TOML: {message}", "", file, line)) from None
     except RecursionError:
         raise UserError(Fault("is nested too deep", "", file)) from None
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sim.cli import LATER, ORDER, cli, main
+from sim.cli import ORDER, cli, main
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -105,7 +105,6 @@ def test_files_are_written(folder: Path, drystep: Any) -> None:
     ["run"],
     ["rnu", "small.yaml"],
     ["list", "gpu"],
-    *([name] for name in LATER),
 ])
 def test_wrong_input_is_exit_code_2_with_a_message(folder: Path, drystep: Any, arguments: list[str]) -> None:
     ran = drystep(*arguments)
@@ -126,7 +125,6 @@ def test_faults_of_several_files_come_together(folder: Path, drystep: Any) -> No
 
 def test_an_unknown_command_names_the_nearest(drystep: Any) -> None:
     assert "did you mean 'validate'" in drystep("valdiate").err
-    assert "not available yet" in drystep(LATER[0], "x.yaml").err
 
 
 def test_help_names_only_what_exists(drystep: Any) -> None:

@@ -1,0 +1,170 @@
+"""What the files of one Hugging Face or DeepSpeed job say, gathered before anything is decided.
+
+Dtypes, batch and layout follow from several files at once (DeepSpeed's "auto" is filled by the Trainer's arguments,
+accelerate's precision by those too), so readers keep facts here and `hugging` settles them at the end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from sim.errors import Fault, UserError
+from sim.imports.draft import Draft
+from sim.imports.settings import Said, Settings, read_settings
+
+#: Who splits the job over GPUs: nobody or DDP, FSDP, ZeRO, Megatron-LM.
+Engine = Literal["plain", "fsdp", "zero", "core"]
+AUTO = "auto"
+
+_DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "half": "fp16", "fp16": "fp16", "float32": "fp32",
+           "float": "fp32", "fp32": "fp32"}
+
+
+@dataclass
+class Job:
+    """One job in the reading.
+
+    Attributes:
+        draft: the scenario in the making.
+        facts: name -> value and the setting that says it.
+        files: settings to close once all is settled.
+        hugging: whether a file of Hugging Face's is among them, whose modules run then.
+        config: the model's config.json.
+        arguments: the Trainer's arguments.
+        trl: whether they are those of a script of TRL's, which has other defaults.
+    """
+
+    draft: Draft
+    facts: dict[str, tuple[Any, Said]] = field(default_factory=dict)
+    files: list[Settings] = field(default_factory=list)
+    hugging: bool = False
+    config: Settings | None = None
+    arguments: Settings | None = None
+    trl: bool = False
+
+    def keep(self, name: str, value: Any, said: Said) -> None:
+        """A fact. Raises UserError where another setting says something else."""
+        earlier = self.facts.get(name)
+        if earlier is not None and earlier[0] != value:
+            line = f" (line {earlier[1].line})" if earlier[1].line else ""
+            raise UserError(Fault(f"says {said.value!r}, but {earlier[1]}{line} says {earlier[1].value!r}",
+                                  said.name, said.file, said.line))
+        self.facts.setdefault(name, (value, said))
+
+    def of(self, name: str) -> Any:
+        """A fact's value, None without one."""
+        return self.facts[name][0] if name in self.facts else None
+
+    def said(self, name: str) -> Said | None:
+        """The setting that says a fact, None without one."""
+        return self.facts[name][1] if name in self.facts else None
+
+    @property
+    def trl_half(self) -> bool:
+        """Whether bf16 is on because TRL's arguments say nothing of it (base_config.py)."""
+        return self.trl and self.said("amp") is None and self.said("amp off") is None
+
+    @property
+    def engine(self) -> Engine:
+        """Who splits the job."""
+        engine: Engine = self.of("engine") or "plain"
+        return engine
+
+
+def peek(settings: Settings, *names: str) -> Said | None:
+    """As `Settings.get`, but nothing counts as read."""
+    return Settings(settings.file, settings.data, settings.lines).get(*names)
+
+
+def switch(settings: Settings, *names: str) -> Said | None:
+    """A setting that is on; where it is off, it is without effect."""
+    said = peek(settings, *names)
+    if said is None:
+        return None
+    if said.flag():
+        return settings.get(*names)
+    settings.idle(*names)
+    return None
+
+
+def word_of(settings: Settings, *names: str) -> Said | None:
+    """A setting that is a word other than none; none, no and null say nothing."""
+    said = peek(settings, *names)
+    if said is None:
+        return None
+    if said.value is not False and said.word() not in ("", "none", "no", "null", "false"):
+        return settings.get(*names)
+    settings.idle(*names)
+    return None
+
+
+def dtype_of(said: Said) -> str | None:
+    """A torch dtype's name as ours; None for "auto"."""
+    word = said.word().removeprefix("torch.")
+    if word == AUTO:
+        return None
+    if word not in _DTYPES:
+        raise said.wrong("one of bfloat16, float16, float32, auto")
+    return _DTYPES[word]
+
+
+def one_of(said: Said, allowed: Mapping[str, Any]) -> Any:
+    """What a word stands for. Raises UserError with the words allowed."""
+    word = said.word()
+    if word not in allowed:
+        raise said.wrong(f"one of {', '.join(allowed)}")
+    return allowed[word]
+
+
+def mapping_at(settings: Settings, *names: str) -> None:
+    """Raises UserError where one of these names holds something other than a mapping."""
+    for name in names:
+        said = peek(settings, name)
+        if said is not None and not isinstance(said.value, Mapping):
+            raise said.wrong("a mapping")
+
+
+def inner(settings: Settings, name: str) -> Settings | None:
+    """Settings that stand under a name: a mapping, its JSON, or the path of a file, relative to this file's folder."""
+    said = settings.get(name)
+    if said is None:
+        return None
+    value = said.value
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise said.wrong("JSON") from None
+    if isinstance(value, Mapping):
+        settings.get(*_below(value, name))
+        start = f"{name}."
+        lines = {key.removeprefix(start): line for key, line in settings.lines.items() if key.startswith(start)}
+        return Settings(settings.file, value, lines or {str(key): said.line for key in value})
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        raise said.wrong("a mapping or the path of a file")
+    written = Path(value).expanduser()
+    path = written if written.is_absolute() else Path(settings.file).parent / written
+    if not _is_file(path):
+        raise UserError(Fault(f"no such file: {path}", said.name, said.file, said.line,
+                              "a path in a file is relative to that file's folder"))
+    return read_settings(str(path))
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def _below(data: Mapping[str, Any], above: str) -> list[str]:
+    names = []
+    for key, value in data.items():
+        names.append(f"{above}.{key}")
+        if isinstance(value, Mapping):
+            names += _below(value, f"{above}.{key}")
+    return names

@@ -1,0 +1,241 @@
+"""Files of a Hugging Face or DeepSpeed job, in any mix: told by what they hold, read, then settled together.
+
+Each part has its reader (`trainer`, `accelerate`, `fsdp`, `deepspeed`, `adapters`, `optimizers`); what follows from
+several files is settled here and in `policy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from sim.errors import Fault, UserError, bare
+from sim.imports.accelerate import read_accelerate_yaml, settle_launched
+from sim.imports.adapters import read_adapter, read_quantised
+from sim.imports.deepspeed import read_deepspeed_json, settle_zero
+from sim.imports.draft import Draft
+from sim.imports.facts import AUTO, Job, peek
+from sim.imports.fsdp import settle_fsdp
+from sim.imports.optimizers import settle_optimizer
+from sim.imports.policy import settle_precision
+from sim.imports.settings import Said, Settings, read_settings
+from sim.imports.trainer import MARKS, read_arguments, refuse_root, settle_arguments
+from sim.scenario.precisions import PRECISIONS
+from sim.scenario.presets import preset_names
+
+Reader = Callable[[Settings, Job], None]
+
+_ADAPTER_MARKS = ("peft_type",)
+_LAUNCH_MARKS = ("distributed_type", "compute_environment", "num_machines", "num_processes")
+_ZERO_MARKS = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16.enabled",
+               "fp16.enabled", "steps_per_print", "zero_allow_untested_optimizer")
+_MODEL_MARKS = ("model_type", "architectures")
+#: What a checkpoint's name adds to its model's.
+_ENDINGS = ("-hf", "-v0.1", "-v0.3", "-instruct", "-chat", "-base", "-it")
+_STARTS = ("meta-", "open-")
+#: Who splits the job -> the stack that runs it.
+_STACKS = {"plain": "pytorch", "fsdp": "pytorch", "zero": "deepspeed", "core": "megatron"}
+_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+_MIB = 1 << 20
+
+
+def read_hf(files: Sequence[str], draft: Draft) -> None:
+    """Files of a job of the Trainer's. Raises UserError."""
+    _read(files, Job(draft, hugging=True))
+
+
+def read_accelerate(files: Sequence[str], draft: Draft) -> None:
+    """Files of a job that accelerate launches. Raises UserError."""
+    _read(files, Job(draft, hugging=True))
+
+
+def read_deepspeed(files: Sequence[str], draft: Draft) -> None:
+    """Files of a job that DeepSpeed runs, Hugging Face's model or not. Raises UserError."""
+    _read(files, Job(draft))
+
+
+def _read(files: Sequence[str], job: Job) -> None:
+    found = [_recognised(file) for file in files]
+    for reader in (_config, read_arguments, read_deepspeed_json, read_accelerate_yaml, read_adapter):
+        for kind, settings in found:
+            if kind is reader:
+                job.files.append(settings)
+                reader(settings, job)
+    _model(job)
+    settle_arguments(job)
+    settle_launched(job)
+    _stack(job)
+    settle_optimizer(job)
+    settle_precision(job)
+    _bucket(job)
+    _batch(job)
+    for settings in job.files:
+        job.draft.close(settings)
+
+
+def _recognised(file: str) -> tuple[Reader, Settings]:
+    """Which reader a file is for, by what it holds; a folder stands for the config.json in it."""
+    path = Path(file).expanduser()
+    try:
+        folder = path.is_dir()
+    except (OSError, ValueError):
+        folder = False
+    if folder:
+        return _config, read_settings(f"{file.rstrip('/')}/config.json")
+    settings = read_settings(file)
+    if any(not isinstance(key, str) for key in settings.data):
+        raise refuse_root(settings)
+    kinds: tuple[tuple[tuple[str, ...], Reader], ...] = (
+        (_ADAPTER_MARKS, read_adapter), (_LAUNCH_MARKS, read_accelerate_yaml), (_ZERO_MARKS, read_deepspeed_json),
+        (_MODEL_MARKS, _config), (MARKS, read_arguments))
+    for marks, reader in kinds:
+        if any(settings.has(mark) for mark in marks) and not _arguments(settings, reader):
+            return reader, settings
+    raise refuse_root(settings)
+
+
+def _arguments(settings: Settings, reader: Reader) -> bool:
+    """Whether what looks like a model or a DeepSpeed file is one of arguments after all (run_clm.py's model_type)."""
+    return reader is _config and not settings.has("architectures") and settings.has("output_dir")
+
+
+def _config(settings: Settings, job: Job) -> None:
+    """A model's config.json: sizes are read by `sim.scenario.hf`, what it says of dtypes here."""
+    written = settings.file
+    job.draft.take("model.hf", written, peek(settings, *_MODEL_MARKS) or Said(written, "", None))
+    job.config, job.hugging = settings, True
+    read_quantised(settings, job, "quantization_config.")
+    settings.elsewhere = True
+
+
+def _model(job: Job) -> None:
+    """The model that arguments name, where no config.json is given: a local folder, or a name that is a preset's."""
+    said = peek(job.arguments, "model_name_or_path") if job.arguments is not None else None
+    if said is None or job.arguments is None:
+        return
+    if job.draft.has("model"):
+        job.arguments.idle("model_name_or_path")
+        return
+    said = job.arguments.get("model_name_or_path") or said
+    if not isinstance(said.value, str):
+        raise said.wrong("a model's name or path")
+    name = said.value.rstrip("/").rpartition("/")[2].lower()
+    for start in _STARTS:
+        name = name.removeprefix(start)
+    for end in _ENDINGS:
+        name = name.removesuffix(end)
+    presets = [one for one in preset_names() if bare(one) == bare(name)]
+    if _holds_config(said.value):
+        job.draft.take("model.hf", said.value, said)
+    elif presets:
+        job.draft.take("model.preset", presets[0], said, "by its name; its config.json says more")
+    else:
+        job.draft.leave(said, "its config.json is not here: give that file too")
+
+
+def _holds_config(path: str) -> bool:
+    try:
+        return (Path(path).expanduser() / "config.json").is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _stack(job: Job) -> None:
+    """Framework, modules, strategy."""
+    draft, engine = job.draft, job.engine
+    said = job.said("engine")
+    if said is not None:
+        draft.take("software.framework", _STACKS[engine], said)
+    else:
+        draft.assume("software.framework", _STACKS[engine], "no engine is named")
+    if engine == "core":
+        draft.assume("software.modules", "megatron", "accelerate builds Megatron-LM's model")
+    elif job.hugging:
+        draft.assume("software.modules", "transformers", "Hugging Face's files")
+        draft.assume("training.attention", "flash", "transformers' default is sdpa")
+    if engine == "fsdp":
+        settle_fsdp(job)
+    elif engine == "zero":
+        settle_zero(job)
+    elif job.said("replicas") is not None and not draft.has("parallel.strategy") and engine == "plain":
+        _replicated(job)
+
+
+def _replicated(job: Job) -> None:
+    """DDP, unless a single process is launched."""
+    said = job.said("replicas")
+    if said is not None and (job.draft.gpus is None or job.draft.gpus.whole() > 1):
+        job.draft.take("parallel.strategy", "ddp", said)
+
+
+def _bucket(job: Job) -> None:
+    """DeepSpeed counts a bucket in elements of the module's dtype; "auto" is the square of the width."""
+    if job.engine != "zero":
+        return
+    said, size = job.said("bucket"), job.of("bucket")
+    auto = job.said(f"auto {_BUCKET}")
+    if said is None and auto is not None and job.config is not None:
+        width = peek(job.config, "hidden_size", "n_embd", "d_model", "text_config.hidden_size")
+        if width is not None:
+            said, size = Said(auto.file, auto.name, AUTO, auto.line), width.whole() ** 2
+    precision = job.draft.value("training.precision")
+    row = PRECISIONS.get(precision, {}) if isinstance(precision, str) else precision
+    if said is not None and isinstance(row, Mapping) and not job.draft.has("parallel.bucket_mb"):
+        mib = size * _BYTES.get(row.get("parameters", ""), 4) / _MIB
+        job.draft.take("parallel.bucket_mb", round(mib, 3), said, f"{size:,.0f} elements")
+
+
+_BUCKET = "zero_optimization.reduce_bucket_size"
+
+
+def _batch(job: Job) -> None:
+    """Micro-batch and micro-steps, or the whole batch; DeepSpeed's three numbers have to agree."""
+    draft, gpus = job.draft, job.draft.gpus
+    micro, steps, total = (job.facts.get(name) for name in ("micro", "steps", "total"))
+    ranks = _ranks(job, gpus.whole()) if gpus is not None else None
+    if total is not None:
+        whole, said = total
+        if micro is not None and steps is not None:
+            ranks = _agreed(job, whole, micro[0] * steps[0], said, ranks)
+        elif micro is None and ranks is not None:
+            # config.py, _set_batch_related_parameters
+            each = whole // ranks // (steps[0] if steps is not None else 1)
+            if each < 1:
+                raise said.wrong(f"at least one sequence for each of {ranks} replicas and micro-step")
+            micro = (each, said)
+        elif micro is None:
+            draft.leave(said, "the micro-batch is this over GPUs and micro-steps: --set training.micro_batch=N")
+        draft.take("training.global_batch", whole, said)
+    elif steps is not None:
+        draft.take("training.micro_steps", steps[0], steps[1])
+    elif "default steps" in job.facts:
+        draft.assume("training.micro_steps", job.of("default steps"), "default of gradient_accumulation_steps")
+    else:
+        draft.assume("training.micro_steps", 1, "no accumulation is said")
+    if micro is not None:
+        draft.take("training.micro_batch", micro[0], micro[1])
+    elif "default micro" in job.facts:
+        draft.assume("training.micro_batch", job.of("default micro"),
+                     "the Trainer's default of per_device_train_batch_size")
+
+
+def _ranks(job: Job, gpus: int) -> int:
+    """Replicas of the model among so many GPUs."""
+    degrees = 1
+    for name in ("tensor", "pipeline", "context"):
+        degrees *= job.draft.value(f"parallel.{name}") or 1
+    return max(1, gpus // degrees)
+
+
+def _agreed(job: Job, whole: int, each: int, said: Said, ranks: int | None) -> int:
+    """Replicas that make the whole batch of what each takes; they tell the GPUs where no file does."""
+    if whole % each or (ranks is not None and whole != each * ranks):
+        over = f" times {ranks} replicas" if ranks is not None else ""
+        raise UserError(Fault(f"says {whole}, but micro-batch times micro-steps is {each}{over}", said.name, said.file,
+                              said.line, "DeepSpeed refuses it: leave one of the three out"))
+    if ranks is None:
+        degrees = 1
+        for name in ("tensor", "pipeline", "context"):
+            degrees *= job.draft.value(f"parallel.{name}") or 1
+        job.draft.gpus = Said(said.file, said.name, whole // each * degrees, said.line)
+    return whole // each

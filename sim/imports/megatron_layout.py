@@ -1,0 +1,161 @@
+"""How Megatron-LM's arguments lay a job out.
+
+Names and defaults: megatron-core 0.16.1 model_parallel_config.py, distributed/distributed_data_parallel_config.py and
+transformer/transformer_block.py (get_num_layers_to_build); Megatron-LM's arguments.py (recalled).
+"""
+
+from __future__ import annotations
+
+from sim.imports.arguments import Args
+from sim.imports.draft import Draft
+from sim.imports.megatron_model import choice
+from sim.imports.settings import Said
+
+#: --data-parallel-sharding-strategy of Megatron's own FSDP -> parallel.strategy.
+_SHARDS = {"no_shard": "ddp", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "fsdp"}
+_STAGES = {"0": "ddp", "1": "zero1", "2": "zero2", "3": "zero3"}
+_EXCHANGES = {"p2p": "ring", "all_gather": "all-gather", "allgather": "all-gather"}
+
+
+def read_layout(args: Args, draft: Draft) -> None:
+    """Fields of `parallel`."""
+    for path, *names in (("tensor", "tensor_model_parallel_size", "model_parallel_size"),
+                         ("pipeline", "pipeline_model_parallel_size"), ("context", "context_parallel_size"),
+                         ("expert", "expert_model_parallel_size", "moe_expert_parallel_size")):
+        said = args.get(*names)
+        if said is not None and said.whole() > 1:
+            draft.take(f"parallel.{path}", said.whole(), said)
+    _tensor(args, draft)
+    _pipeline(args, draft)
+    _sharding(args, draft)
+    _overlap(args, draft)
+    _experts(args, draft)
+
+
+def _tensor(args: Args, draft: Draft) -> None:
+    """arguments.py: sequence parallelism is switched off where there is one tensor rank."""
+    cut = (draft.value("parallel.tensor") or 1) > 1
+    if (said := args.on("sequence_parallel")) and cut:
+        draft.take("parallel.sequence_parallel", True, said)
+    if (said := args.on("tp_comm_overlap")) and cut:
+        draft.take("parallel.async_tensor", True, said)
+    if said := args.get("cp_comm_type"):
+        kind = said.value[0] if isinstance(said.value, list) and said.value else said.value
+        if draft.value("parallel.context") is None:
+            return
+        if str(kind) in _EXCHANGES:
+            draft.take("parallel.context_exchange", _EXCHANGES[str(kind)], said)
+        else:
+            draft.leave(said, "keys and values that are exchanged by heads (a2a) are not simulated: ring is counted")
+    if (said := args.on("use_tp_pp_dp_mapping")) is not None:
+        draft.take("parallel.order", ["tensor", "context", "expert", "pipeline", "data"], said)
+
+
+def _pipeline(args: Args, draft: Draft) -> None:
+    per_chunk = args.get("num_layers_per_virtual_pipeline_stage")
+    chunks = args.get("num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size")
+    first, last = args.get("decoder_first_pipeline_num_layers"), args.get("decoder_last_pipeline_num_layers")
+    embedding = args.on("account_for_embedding_in_pipeline_split")
+    head = args.on("account_for_loss_in_pipeline_split")
+    plain, overlap = args.off("overlap_p2p_comm", "no_overlap_p2p_communication"), args.on("overlap_p2p_communication")
+    scatter = args.on("no_scatter_gather_tensors_in_pipeline")
+    stages, layers = draft.value("parallel.pipeline") or 1, draft.value("model.layers")
+    if stages == 1:
+        return
+    if embedding is not None:
+        draft.take("parallel.split_slots.embedding", 1, embedding)
+    if head is not None:
+        draft.take("parallel.split_slots.head", 1, head)
+    if chunks is not None and chunks.whole() > 1:
+        draft.take("parallel.virtual_stages", chunks.whole(), chunks)
+    elif per_chunk is not None and layers:
+        slots = layers + (embedding is not None) + (head is not None)
+        if slots % (stages * per_chunk.whole()):
+            raise per_chunk.wrong(f"a number that divides {layers} layers over {stages} pipeline ranks")
+        count = slots // (stages * per_chunk.whole())
+        if count > 1:
+            draft.take("parallel.virtual_stages", count, per_chunk)
+    if layers and (first is not None or last is not None):
+        _uneven(draft, stages, layers, first, last)
+    several = draft.value("parallel.virtual_stages") is not None
+    if plain is not None and several and plain.name.startswith("--"):
+        draft.take("parallel.overlap_p2p", False, plain)
+    elif overlap is not None and several:
+        draft.take("parallel.overlap_p2p", True, overlap)
+    if scatter is not None:
+        draft.take("parallel.pipeline_scatter", False, scatter)
+
+
+def _uneven(draft: Draft, stages: int, layers: int, first: Said | None, last: Said | None) -> None:
+    """Blocks of the first and last rank as given, the others share the rest evenly."""
+    ends = {0: first, stages - 1: last}
+    given = {rank: said.whole() for rank, said in ends.items() if said is not None}
+    said = first if first is not None else last
+    assert said is not None
+    others, rest = stages - len(given), layers - sum(given.values())
+    if rest < 0 or (others and rest % others) or (not others and rest):
+        raise said.wrong(f"a number that leaves the other {others} of {stages} pipeline ranks equal shares of "
+                         f"{layers} layers")
+    draft.take("parallel.split", [given.get(rank, rest // others if others else 0) for rank in range(stages)], said)
+
+
+def _sharding(args: Args, draft: Draft) -> None:
+    """Data parallelism: plain copies unless something shards them."""
+    path = "parallel.strategy"
+    shards = args.get("data_parallel_sharding_strategy")
+    optimizer, own = args.on("use_distributed_optimizer"), args.on("use_megatron_fsdp", "use_custom_fsdp")
+    torch, stage, deep = args.on("use_torch_fsdp2"), args.get("zero_stage"), args.on("deepspeed")
+    kept, groups = args.on("torch_fsdp2_no_reshard_after_forward"), args.get("num_distributed_optimizer_instances")
+    if torch is not None:
+        draft.take(path, "fsdp", torch)
+        draft.assume("software.fsdp", 2, "--use-torch-fsdp2")
+        if kept is not None:
+            draft.take("parallel.reshard_after_forward", False, kept)
+    elif own is not None:
+        draft.take(path, choice(shards, _SHARDS) if shards is not None else "ddp", shards or own)
+    elif deep is not None and stage is not None:
+        draft.take(path, choice(stage, _STAGES), stage)
+    elif optimizer is not None:
+        draft.take(path, "zero1", optimizer)
+    if groups is not None and groups.whole() > 1:
+        draft.take_later("parallel.sharding_factor", lambda ranks: ranks.shared_by(groups), groups,
+                         f"{groups.whole()} instances of the optimizer")
+
+
+def _overlap(args: Args, draft: Draft) -> None:
+    """Gradients are reduced when backward is over, and parameters gathered before forward, unless the arguments say
+    otherwise (distributed_data_parallel_config.py); Megatron's FSDP, PyTorch's and DeepSpeed overlap of themselves."""
+    reduces, gathers = args.on("overlap_grad_reduce"), args.on("overlap_param_gather")
+    no_reduce = args.off("overlap_grad_reduce", "no_overlap_grad_reduce")
+    size = args.get("ddp_bucket_size", "bucket_size")
+    strategy = draft.value("parallel.strategy")
+    of_itself = args.on("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp", "deepspeed")
+    if reduces is not None:
+        draft.take("parallel.overlap", True, reduces)
+        if gathers is None and strategy == "zero1":
+            draft.leave(reduces, "gathers of parameters are counted as overlapped too, which --overlap-param-gather "
+                                 "would ask for")
+    elif no_reduce is not None:
+        draft.take("parallel.overlap", False, no_reduce)
+    elif of_itself is None:
+        draft.assume("parallel.overlap", False, "without --overlap-grad-reduce")
+    if size is not None:
+        each = 2 if args.on("grad_reduce_in_bf16", "fp16") else 4
+        draft.take("parallel.bucket_mb", max(1, round(size.whole() * each / 2**20)), size)
+
+
+def _experts(args: Args, draft: Draft) -> None:
+    """What experts' parallelism adds; a model without experts ignores it."""
+    cut, kind = args.get("expert_tensor_parallel_size"), args.get("moe_token_dispatcher_type")
+    shared, batches = args.on("moe_shared_expert_overlap"), args.on("overlap_moe_expert_parallel_comm")
+    if draft.value("parallel.expert") is None:
+        return
+    tensor = draft.value("parallel.tensor") or 1
+    if cut is not None and cut.whole() != tensor:
+        draft.leave(cut, "experts are cut over the tensor ranks unless parallel.expert does not divide the data ranks")
+    if kind is not None and kind.word() == "allgather":
+        draft.leave(kind, "tokens go to experts by all-to-all")
+    if batches is not None:
+        draft.take("parallel.overlap_experts", "batches", batches)
+    elif shared is not None and draft.value("model.moe.shared_experts"):
+        draft.take("parallel.overlap_experts", "shared", shared)

@@ -1,0 +1,144 @@
+"""Which dtypes a job really has: how weights are loaded, autocast or not, and who shards.
+
+Sources: transformers 5.24 modeling_utils.py (from_pretrained and from_config load in config.json's dtype where none is
+asked for; before 5 in fp32), trainer.py (leaves autocast to accelerate); accelerate 1.15 accelerator.py, prepare_model,
+and utils/fsdp_utils.py (under mixed precision FSDP's trained weights are upcast to fp32), utils/dataclasses.py,
+set_mixed_precision (param_dtype and reduce_dtype are the half type); deepspeed 0.19.8 runtime/engine.py
+(get_data_types, _do_optimizer_sanity_check, communication_data_type) and runtime/torch_autocast.py; trl 1.16
+trainer/model_config.py (fp32 weights), base_config.py (bf16), sft_trainer.py (bf16 adapters beside quantised weights).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sim.imports.adapters import settle_adapters
+from sim.imports.facts import Job, dtype_of, word_of
+from sim.imports.settings import Said
+from sim.scenario.precisions import FIELDS, PRECISIONS
+
+_PATH = "training.precision"
+
+
+def settle_precision(job: Job) -> None:
+    """`training.precision` and what is frozen."""
+    if all(one is job.config for one in job.files):
+        return  # a model's config alone says nothing of how it is trained
+    weights, text = _weights(job)
+    half, said = _half(job)
+    settle_adapters(job, weights, half)
+    policies = {"zero": _zero, "fsdp": _fsdp, "core": _core, "plain": _plain}
+    asked, why = policies[job.engine](job, weights, half)
+    if job.of("amp") == "fp8":
+        asked, why = {**_row(asked), "compute": "fp8"}, f"{why}; fp8 for matrix products"
+    text = "; ".join(part for part in (why, text) if part)
+    said = said or job.said("dtype") or job.said("tf32")
+    if said is not None:
+        job.draft.take(_PATH, asked, said, text)
+    else:
+        job.draft.assume(_PATH, asked, text or "no mixed precision is said: the tools' default")
+
+
+def _weights(job: Job) -> tuple[str, str]:
+    """The dtype weights are loaded in, and why."""
+    if job.of("dtype") is not None:
+        return job.of("dtype"), f"weights loaded in {job.of('dtype')} ({job.said('dtype')})"
+    if job.trl and job.said("dtype") is None:
+        return "fp32", "weights loaded in fp32, TRL's default of dtype"
+    stored = word_of(job.config, "dtype", "torch_dtype", "text_config.dtype", "text_config.torch_dtype"
+                     ) if job.config is not None else None
+    dtype = dtype_of(stored) if stored is not None else None
+    if stored is None or dtype is None or not job.hugging or job.engine == "zero":
+        return "fp32", ""
+    if dtype == "fp16" and job.of("amp") == "fp16" and job.said("lora") is None:
+        # torch/amp/grad_scaler.py: "Attempting to unscale FP16 gradients."
+        return "fp32", f"weights loaded in fp32, for autocast to fp16 refuses {stored.value} ones"
+    return dtype, f"weights loaded in {dtype} as transformers 5 does ({stored}); transformers 4 loads fp32"
+
+
+def _half(job: Job) -> tuple[str | None, Said | None]:
+    """The half type that computes, and the setting that says it."""
+    amp = job.said("amp")
+    if amp is not None:
+        half = "bf16" if job.of("amp") == "fp8" else job.of("amp")
+        if job.said("half") is not None:
+            job.keep("half", half, amp)  # transformers and accelerate refuse what differs from DeepSpeed's JSON
+        return half, amp
+    if job.said("half") is not None:
+        return job.of("half"), job.said("half")
+    return ("bf16" if job.trl_half else None), None
+
+
+def _row(asked: str | dict[str, str]) -> dict[str, str]:
+    return dict(PRECISIONS[asked]) if isinstance(asked, str) else asked
+
+
+def _uniform(compute: str, stored: str) -> str | dict[str, str]:
+    """Weights, gradients and optimizer states of one dtype; products maybe of another."""
+    if stored == "fp32":
+        return "fp32" if compute == "fp32" else f"amp-{compute}"
+    if compute == stored:
+        return f"pure-{stored}"
+    return {**dict.fromkeys(FIELDS, stored), "compute": compute, "master": "none"}
+
+
+def _plain(job: Job, weights: str, half: str | None) -> tuple[str | dict[str, str], str]:
+    """Autocast over weights as they are loaded; their gradients and states have their dtype."""
+    if job.said("lora") is not None:
+        return _adapters(job, weights, half)
+    if half is None and weights == "fp32":
+        return ("tf32", "fp32 products run as TF32") if job.of("tf32") else ("fp32", "no mixed precision is said")
+    if half is not None and weights == "fp32":
+        return f"amp-{half}", "autocast over fp32 weights"
+    asked = _uniform(half or weights, weights)
+    return asked, f"gradients and optimizer states have the weights' dtype{', autocast or not' if half else ''}"
+
+
+def _adapters(job: Job, weights: str, half: str | None) -> tuple[str | dict[str, str], str]:
+    """peft keeps adapters in fp32 (autocast_adapter_dtype); TRL makes them bf16 beside quantised weights."""
+    if job.said("base") is not None and job.trl:
+        return "pure-bf16", "TRL makes adapters bf16 beside quantised weights"
+    if half is not None:
+        return f"amp-{half}", "peft's adapters are fp32"
+    if weights == "fp32" and job.said("base") is None:
+        return ("tf32", "fp32 products run as TF32") if job.of("tf32") else ("fp32", "no mixed precision is said")
+    computes = weights if weights != "fp32" else "bf16"
+    return f"amp-{computes}", "peft's adapters are fp32; frozen weights compute in their own dtype"
+
+
+def _fsdp(job: Job, weights: str, half: str | None) -> tuple[str | dict[str, str], str]:
+    """Under mixed precision what is trained is fp32, gathered and reduced in the half type."""
+    if half is not None and job.of("base") is not None and job.trl:
+        return "pure-bf16", "TRL makes adapters bf16 beside quantised weights"
+    if half is not None:
+        return f"fsdp-{half}", "accelerate keeps FSDP's trained weights in fp32 and gathers and reduces half ones"
+    return _plain(job, weights, None)
+
+
+def _core(job: Job, weights: str, half: str | None) -> tuple[str | dict[str, str], str]:
+    del job, weights
+    return (f"megatron-{half}", "Megatron-LM's optimizer") if half is not None else ("fp32", "")
+
+
+def _zero(job: Job, weights: str, half: str | None) -> tuple[str | dict[str, str], str]:
+    """DeepSpeed casts the module and keeps fp32 masters of shards, whatever dtype weights had."""
+    del weights
+    row: dict[str, Any]
+    if half is not None:
+        row, why = dict(PRECISIONS[f"mixed-{half}"]), "DeepSpeed casts weights and keeps fp32 masters"
+        if job.of("half master") == half:
+            row["master"] = half
+            row["optimizer"] = half if job.of("half states") == half else "fp32"
+    elif job.of("autocast") is not None:
+        cast = job.of("autocast")
+        # What autocast casts is gathered (stage 3) and reduced in its type (torch_autocast.py).
+        row, why = {**PRECISIONS[f"amp-{cast}"], "reduce": cast}, "DeepSpeed's torch_autocast over fp32 weights"
+        row["gather"] = cast if job.of("stage") == 3 else "fp32"
+    else:
+        row, why = dict(PRECISIONS["fp32"]), "DeepSpeed computes in fp32 without bf16 or fp16"
+        row["compute"] = "tf32" if job.of("tf32") else "fp32"
+    for fact, name in (("accumulate", "gradients"), ("wire", "reduce")):
+        if job.of(fact) is not None:
+            row[name] = job.of(fact)
+    named = [name for name, known in PRECISIONS.items() if known == row]
+    return (named[0] if named else row), why

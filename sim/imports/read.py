@@ -1,0 +1,47 @@
+"""From files of one kind to a finished scenario: which reader takes which kind."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from sim.errors import Fault, UserError
+from sim.imports.draft import Draft, Imported
+
+#: Kind -> (module, function) that reads its files; loaded when asked for.
+_READERS = {
+    "hf": ("sim.imports.hugging", "read_hf"),
+    "accelerate": ("sim.imports.hugging", "read_accelerate"),
+    "deepspeed": ("sim.imports.hugging", "read_deepspeed"),
+    "torchtitan": ("sim.imports.torchtitan", "read"),
+    "megatron": ("sim.imports.megatron", "read"),
+}
+#: Kinds of the specification that are not read, and why.
+_REFUSED = {
+    "chakra": "an execution trace holds the kernels and collectives of one run, not the model and the layout that a "
+              "scenario is made of",
+}
+KINDS = (*_READERS, *_REFUSED)
+
+
+def import_files(kind: str, files: Sequence[str], sets: Sequence[str] = ()) -> Imported:
+    """The scenario that files of another tool say.
+
+    Args:
+        kind: one of `KINDS`.
+        files: paths; which of them is what is told from what they hold.
+        sets: texts `dotted.path=value`, put on top.
+
+    Raises:
+        UserError: a file that cannot be read or understood, settings that contradict each other, or something a
+            scenario needs that is said nowhere.
+    """
+    if kind in _REFUSED:
+        raise UserError(Fault(f"'{kind}' is not read in this version: {_REFUSED[kind]}",
+                              hint=f"what is read: {', '.join(_READERS)}"))
+    module, function = _READERS[kind]
+    reader: Callable[[Sequence[str], Draft], None] = getattr(importlib.import_module(module), function)
+    draft = Draft(name=f"{kind}: {', '.join(Path(file).name or file for file in files)}"[:120])
+    reader(files, draft)
+    return draft.finish(sets)

@@ -1,0 +1,152 @@
+"""A measured step beside a predicted one: where the gap is, and what stands behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sim.api import Source, run
+from sim.catalog import plain_spelling
+from sim.errors import UserError
+from sim.hardware.gpu import canonical_gpu
+from sim.report.result import Result
+from sim.traces.foreseen import foresee
+from sim.traces.kineto import Trace, read_trace
+from sim.traces.steps import Shape, Step, Sum, measure
+
+#: Terms as they are called wherever a person reads them.
+WORDS = {"gemm": "matrix products", "attention": "attention", "memory_bound": "memory-bound kernels",
+         "optimizer": "optimizer", "copy": "host-device copies", "idle": "GPU idle"}
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One row: what a term takes in the trace and in the prediction, seconds."""
+
+    name: str
+    measured_s: float
+    predicted_s: float
+
+    @property
+    def gap_s(self) -> float:
+        """By how much more is measured."""
+        return self.measured_s - self.predicted_s
+
+    @property
+    def words(self) -> str:
+        """The term's name for people."""
+        kind = self.name.removeprefix("exposed ")
+        if kind == "send_recv":
+            return "transfers between stages and waiting for them"
+        return WORDS.get(self.name, f"exposed {kind.replace('_', '-')}")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A trace held against a scenario.
+
+    Attributes:
+        trace, result: what was compared.
+        measured, predicted: the two steps; terms: side by side, the largest gap first.
+        notes: what makes the two less comparable.
+    """
+
+    trace: Trace
+    result: Result
+    measured: Step
+    predicted: Step
+    terms: tuple[Term, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured step time, less 1."""
+        return self.predicted.step_time_s / self.measured.step_time_s - 1
+
+    def products(self) -> list[tuple[Shape, Sum, Sum]]:
+        """Shape, measured and predicted, of products of which either side has any, the largest gap first."""
+        shapes = {*self.measured.products, *self.predicted.products} if self.measured.products else set()
+        rows = [(shape, self.measured.products.get(shape, Sum()), self.predicted.products.get(shape, Sum()))
+                for shape in shapes]
+        return sorted(rows, key=lambda row: (-abs(row[1].seconds - row[2].seconds), row[0]))
+
+    def collectives(self) -> list[tuple[str, Sum, Sum]]:
+        """Kind, measured and predicted, the longest first."""
+        kinds = {*self.measured.collectives, *self.predicted.collectives}
+        rows = [(kind, self.measured.collectives.get(kind, Sum()), self.predicted.collectives.get(kind, Sum()))
+                for kind in kinds]
+        return sorted(rows, key=lambda row: (-max(row[1].seconds, row[2].seconds), row[0]))
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain data, times in seconds."""
+        return {
+            "step_time_s": {"measured": self.measured.step_time_s, "predicted": self.predicted.step_time_s,
+                            "error": self.error, "steps": list(self.measured.times_s)},
+            "terms": [{"term": t.name, "measured_s": t.measured_s, "predicted_s": t.predicted_s, "gap_s": t.gap_s}
+                      for t in self.terms],
+            "products": [{"batch": s.batch, "m": s.m, "n": s.n, "k": s.k, "dtype": s.dtype, **_pair(a, b)}
+                         for s, a, b in self.products()],
+            "collectives": [{"kind": kind, **_pair(a, b), "measured_bytes": a.size_bytes,
+                             "predicted_bytes": b.size_bytes} for kind, a, b in self.collectives()],
+            "kernels": {"measured": self.measured.kernels, "predicted": self.predicted.kernels},
+            "notes": list(self.notes)}
+
+
+def diff(trace: str | Path, scenario: Source, steps: int | None = None) -> Difference:
+    """Hold the trace in a file against the prediction of a scenario (a path, or what `sim.run` takes).
+
+    Raises:
+        UserError: the trace or the scenario is wrong, or nothing in the trace tells where a step begins.
+    """
+    return compare(read_trace(str(trace)), run(scenario), steps)
+
+
+def compare(trace: Trace, result: Result, steps: int | None = None) -> Difference:
+    """Hold a trace against a prediction of what it is of.
+
+    Args:
+        steps: see `sim.traces.steps.measure`.
+
+    Raises:
+        UserError: nothing in the trace tells where a step begins.
+    """
+    measured, predicted = measure(trace, steps), foresee(result)
+    names = {*measured.terms, *predicted.terms}
+    terms = [Term(name, measured.terms.get(name, 0.0), predicted.terms.get(name, 0.0)) for name in names]
+    shown = [term for term in terms if term.measured_s or term.predicted_s]
+    return Difference(trace, result, measured, predicted, tuple(sorted(shown, key=lambda t: (-abs(t.gap_s), t.name))),
+                      tuple(_notes(trace, result, measured)))
+
+
+def _notes(trace: Trace, result: Result, measured: Step) -> Sequence[str]:
+    notes = []
+    if trace.ranks and trace.ranks != result.gpus:
+        notes.append(f"the trace is of a job of {trace.ranks:,} ranks, the scenario of {result.gpus:,}")
+    if trace.gpu and not _same_gpu(trace.gpu, result.gpu):
+        notes.append(f"the trace is of {trace.gpu}, the scenario of {result.gpu}")
+    if result.scenario.parallel.pipeline > 1:
+        notes.append("the trace is of one rank; predicted is the stage that computes longest")
+    if not measured.products and measured.unshaped_s:
+        notes.append("the trace has no shapes, so products are compared as a whole: profile with record_shapes=True")
+    if len(measured.times_s) == 1 and len(trace.steps) == 1:
+        notes.append("the trace holds one step: what the host does between steps is not seen")
+    if measured.terms.get("idle", 0.0) > 0.1 * measured.step_time_s:
+        notes.append("a profiler slows the host down (shapes, stacks and memory most), which shows as an idle GPU: "
+                     "compare with the step time without it")
+    return notes
+
+
+def _same_gpu(traced: str, predicted: str) -> bool:
+    """Whether a card as CUDA names it is the catalogue's, or of its chip at least."""
+    with suppress(UserError):
+        return canonical_gpu(traced) == predicted
+    chip = predicted.partition("-")[0]
+    return plain_spelling(chip) in plain_spelling(traced)
+
+
+def _pair(measured: Sum, predicted: Sum) -> dict[str, float]:
+    return {"measured_count": round(measured.count, 3), "predicted_count": predicted.count,
+            "measured_s": measured.seconds, "predicted_s": predicted.seconds}

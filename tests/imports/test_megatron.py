@@ -1,0 +1,280 @@
+"""Megatron-LM's launch scripts as scenarios."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sim.errors import UserError
+from sim.imports.draft import Draft, Imported
+from sim.imports.megatron import read
+from sim.scenario.schema import Scenario
+
+FILES = Path(__file__).parent / "files"
+#: examples/gpt3/train_gpt3_175b_distributed.sh of Megatron-LM, as remembered.
+GPT = (FILES / "train_gpt3_175b_distributed.sh").read_text(encoding="utf-8")
+#: examples/mixtral/train_mixtral_8x7b_distributed.sh, as remembered.
+MIXTRAL = (FILES / "train_mixtral_8x7b_distributed.sh").read_text(encoding="utf-8")
+#: A script in the manner of examples/llama (2025), fp8 on H100.
+LLAMA = (FILES / "train_llama3_8b_fp8.sh").read_text(encoding="utf-8")
+
+
+def finished(files: list[str], sets: tuple[str, ...]) -> Imported:
+    draft = Draft("job")
+    read(files, draft)
+    return draft.finish(sets)
+
+
+def imported(text: str, *sets: str, name: str = "run.sh", cluster: str = "dgx-h100") -> Imported:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        path.write_text(text, encoding="utf-8")
+        return finished([str(path)], (f"cluster.topology={cluster}", *sets))
+
+
+def names(found: Imported, kind: Any) -> set[str]:
+    return {note.said.rpartition(": ")[2] for note in found.of(kind)}
+
+
+#: The least a script says.
+LEAST = ("python pretrain_gpt.py --num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
+         "--max-position-embeddings 1024 --micro-batch-size 2 --vocab-size 50257 --world-size 8 ")
+
+
+def scenario(more: str = "", *sets: str) -> Scenario:
+    return imported(LEAST + more, "cluster.nodes=1", *sets).scenario
+
+
+def test_gpt_175b() -> None:
+    found = imported(GPT)
+    s = found.scenario
+    assert (s.cluster.nodes, s.cluster.gpus_per_node, s.data_parallel, s.micro_steps) == (16, 8, 1, 1536)
+    assert (s.model.layers, s.model.hidden, s.model.heads, s.model.ffn, s.model.vocab) == (96, 12288, 96, 49152, 50257)
+    assert (s.model.dropout, s.model.positions, s.model.tied_embeddings, s.model.bias) == (0.1, "learned", True, True)
+    assert (s.training.precision.name, s.training.recompute, s.training.attention) == ("megatron-fp16", "none", "flash")
+    assert (s.parallel.tensor, s.parallel.pipeline, s.parallel.strategy, s.parallel.overlap) == (8, 16, "ddp", False)
+    assert (s.software.framework, s.software.max_connections) == ("megatron", 1)
+    assert names(found, "left") == {"--rampup-batch-size"}
+    assert names(found, "unknown") == set()
+    line = next(note for note in found.notes if note.field == "training.global_batch")
+    assert (line.value, line.kind) == (1536, "taken")
+
+
+def test_mixtral() -> None:
+    found = imported(MIXTRAL)
+    s = found.scenario
+    assert s.gpus == 32
+    assert s.model.moe is not None
+    assert (s.model.moe.experts, s.model.moe.top_k, s.model.moe.expert_ffn) == (8, 2, 14336)
+    assert (s.model.kv_heads, s.model.gated_mlp, s.model.activation, s.model.norm) == (8, True, "silu", "rmsnorm")
+    assert (s.model.bias, s.model.tied_embeddings, s.model.positions, s.model.dropout) == (False, False, "rotary", 0)
+    assert (s.model.vocab, s.model.max_positions) == (32000, 32768)
+    assert (s.parallel.pipeline, s.parallel.virtual_stages, s.parallel.schedule) == (4, 2, "interleaved")
+    assert (s.parallel.expert, s.parallel.strategy, s.parallel.overlap) == (8, "zero1", True)
+    assert not s.parallel.sequence_parallel  # one tensor rank
+    assert s.training.precision.name == "megatron-bf16"
+    assert names(found, "unknown") == set()
+    assert names(found, "left") == set()
+
+
+def test_llama_in_fp8() -> None:
+    found = imported(LLAMA)
+    s = found.scenario
+    precision = s.training.precision
+    assert (s.cluster.nodes, s.data_parallel) == (2, 8)
+    assert (s.model.layers, s.model.head_dim, s.model.vocab) == (32, 128, 128257)
+    assert (precision.compute, precision.parameters, precision.gradients, precision.gather, precision.reduce) == (
+        "fp8", "bf16", "bf16", "fp8", "bf16")
+    assert (s.training.recompute, s.training.attention, s.parallel.sequence_parallel) == ("selective", "flash", True)
+    assert names(found, "left") == {"--cross-entropy-loss-fusion"}
+    assert names(found, "unknown") == set()
+
+
+@pytest.mark.parametrize(("more", "field", "value"), [
+    ("", "training.global_batch", 16),
+    ("--global-batch-size 64", "training.global_batch", 64),
+    ("", "training.precision.name", "fp32"),
+    ("--bf16", "training.precision.name", "megatron-bf16"),
+    ("--bf16 --accumulate-allreduce-grads-in-fp32", "training.precision.name", "megatron-bf16"),
+    ("--bf16 --grad-reduce-in-bf16", "training.precision.reduce", "bf16"),
+    ("--fp16 --accumulate-allreduce-grads-in-fp32", "training.precision.gradients", "fp32"),
+    ("--fp16", "training.precision.gradients", "fp16"),
+    ("--bf16 --fp8-format hybrid", "training.precision.name", "fp8"),
+    ("--bf16 --fp8-hybrid", "training.precision.compute", "fp8"),
+    ("--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+     "training.precision.optimizer", "bf16"),
+    ("--bf16 --exp-avg-dtype bf16", "training.precision.optimizer", "fp32"),
+    ("--bf16 --use-torch-fsdp2", "training.precision.name", "mixed-bf16"),
+    ("--bf16 --use-torch-fsdp2", "parallel.strategy", "fsdp"),
+    ("", "parallel.strategy", "ddp"),
+    ("--use-distributed-optimizer", "parallel.strategy", "zero1"),
+    ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", "parallel.strategy", "fsdp"),
+    ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", "parallel.strategy", "zero2"),
+    ("--deepspeed --zero-stage 3 --bf16", "parallel.strategy", "zero3"),
+    ("--deepspeed --zero-stage 1 --bf16", "software.framework", "deepspeed"),
+    ("", "parallel.overlap", False),
+    ("--overlap-grad-reduce", "parallel.overlap", True),
+    ("--use-megatron-fsdp", "parallel.overlap", True),
+    ("--bf16 --ddp-bucket-size 40000000", "parallel.bucket_mb", 153),
+    ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "training.recompute", "full"),
+    ("--recompute-granularity selective", "training.recompute", "selective"),
+    ("--recompute-activations", "training.recompute", "selective"),
+    ("--checkpoint-activations", "training.recompute", "full"),
+    ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", "training.recompute.layers", 3),
+    ("--recompute-granularity selective --recompute-modules core_attn mlp", "training.recompute.modules",
+     ["core_attn", "mlp"]),
+    ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 --recompute-granularity full "
+     "--recompute-method block --recompute-num-layers 1", "training.recompute.layers", 2),
+    ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4", "parallel.virtual_stages", 1),
+    ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 4", "parallel.virtual_stages", 4),
+    ("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3", "parallel.split", [3, 5]),
+    ("--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 1",
+     "parallel.split", [3, 2, 2, 1]),
+    ("--pipeline-model-parallel-size 2 --account-for-embedding-in-pipeline-split", "parallel.split_slots.embedding", 1),
+    ("--tensor-model-parallel-size 2 --sequence-parallel", "parallel.sequence_parallel", True),
+    ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", "parallel.async_tensor", True),
+    ("--context-parallel-size 2 --cp-comm-type all_gather", "parallel.context_exchange", "all-gather"),
+    ("--use-tp-pp-dp-mapping", "parallel.order", ["tensor", "context", "expert", "pipeline", "data"]),
+    ("--optimizer sgd", "training.optimizer", "sgd-momentum"),
+    ("--use-distributed-optimizer --bf16 --optimizer-cpu-offload --optimizer-offload-fraction 0.5",
+     "parallel.offload.optimizer_fraction", 0.5),
+    ("--attention-backend unfused", "training.attention", "eager"),
+    ("--transformer-impl local --bf16", "training.attention", "eager"),
+    ("--transformer-impl local --bf16 --use-flash-attn", "training.attention", "flash"),
+    ("--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion", "software.fused", False),
+    ("--no-masked-softmax-fusion", "software.fused", True),
+    ("--cuda-graph-impl local", "software.cuda_graphs", True),
+    ("--swiglu", "model.ffn", 2688),
+    ("--swiglu --ffn-hidden-size 4096", "model.ffn", 4096),
+    ("--squared-relu", "model.activation", "relu"),
+    ("--num-query-groups 4", "model.kv_heads", 16),
+    ("--group-query-attention --num-query-groups 4", "model.kv_heads", 4),
+    ("--kv-channels 128", "model.head_dim", 128),
+    ("--qk-layernorm", "model.qk_norm", "head"),
+    ("--add-qkv-bias", "model.qkv_bias", True),
+    ("--window-size 127,0", "model.window", 128),
+    ("--window-size '(127,0)' --window-attn-skip-freq 4", "model.full_every", 4),
+    ("--make-vocab-size-divisible-by 1024", "model.vocab", 51200),
+    ("--hidden-dropout 0", "model.dropout", 0),
+    ("--num-experts 8 --moe-ffn-hidden-size 512 --moe-shared-expert-intermediate-size 1024", "model.moe.shared_experts",
+     2),
+    ("--num-experts 8 --moe-layer-freq 2", "model.moe.every", 2),
+    ("--num-experts 8 --moe-layer-freq '([0]*3+[1]*5)'", "model.moe.first_dense", 3),
+    ("--num-experts 8 --moe-layer-freq [1,0,1,0,1,0,1,0]", "model.moe.every", 2),
+    ("--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2", "model.moe.top_groups", 2),
+    ("--num-experts 8 --moe-expert-capacity-factor 1.25", "model.moe.capacity", 1.25),
+    ("--num-experts 8 --expert-model-parallel-size 4 --moe-ffn-hidden-size 512 --moe-shared-expert-overlap "
+     "--moe-shared-expert-intermediate-size 512", "parallel.overlap_experts", "shared"),
+    ("--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512", "model.mla.kv_rank", 512),
+    ("--multi-latent-attention --qk-layernorm", "model.mla.rope_dim", 64),
+])
+def test_one_field(more: str, field: str, value: Any) -> None:
+    found: Any = scenario(more)
+    for part in field.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+@pytest.mark.parametrize(("more", "left"), [
+    ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 4", "--recompute-num-layers"),
+    ("--mtp-num-layers 1", "--mtp-num-layers"),
+    ("--optimizer muon", "--optimizer"),
+    ("--attention-dropout 0", "--attention-dropout"),
+    ("--num-experts 8 --moe-layer-freq [1,0,0,1,1,1,1,1]", "--moe-layer-freq"),
+    ("--use-distributed-optimizer --overlap-grad-reduce", "--overlap-grad-reduce"),
+    ("--context-parallel-size 2 --cp-comm-type a2a", "--cp-comm-type"),
+    ("--no-bias-dropout-fusion", "--no-bias-dropout-fusion"),
+    ("--no-masked-softmax-fusion --attention-backend unfused", "--no-masked-softmax-fusion"),
+    ("--use-distributed-optimizer --bf16 --fp8-format hybrid --fp8-recipe blockwise", "--fp8-recipe"),
+])
+def test_what_no_field_says(more: str, left: str) -> None:
+    assert left in names(imported(LEAST + more, "cluster.nodes=1"), "left")
+
+
+@pytest.mark.parametrize(("more", "words"), [
+    ("--num-layers x", "run.sh:1: --num-layers: expected a whole number of at least 1, found 'x'"),
+    ("--num-layers $N", "found '$N'"),
+    ("--normalization GroupNorm", "expected one of layernorm, rmsnorm, found 'GroupNorm'"),
+    ("--position-embedding-type sine", "learned_absolute"),
+    ("--recompute-granularity some", "one of full, selective"),
+    ("--recompute-granularity full --recompute-method block", "--recompute-num-layers beside it"),
+    ("--recompute-granularity selective --recompute-modules core", "training.recompute"),
+    ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3", "divides 8 layers"),
+    ("--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 3", "equal shares"),
+    ("--window-size wide", "two whole numbers"),
+    ("--num-experts 8 --moe-layer-freq [1,0", "ones and zeros"),
+    ("--num-experts 8 --moe-layer-freq __import__('os')", "ones and zeros"),
+    ("--bf16 maybe", "expected true or false"),
+    ("--data-parallel-sharding-strategy all --use-megatron-fsdp", "no_shard"),
+    ("--attention-backend new", "flash"),
+])
+def test_bad_values(more: str, words: str) -> None:
+    with pytest.raises(UserError) as raised:
+        scenario(more)
+    assert words in str(raised.value)
+
+
+def test_a_log_of_arguments() -> None:
+    values = {"num_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "ffn_hidden_size": 4096,
+              "encoder_num_layers": 8, "seq_length": 1024, "encoder_seq_length": 1024, "micro_batch_size": 2,
+              "global_batch_size": 32, "padded_vocab_size": 50304, "world_size": 16, "bf16": True, "fp16": False,
+              "params_dtype": "torch.bfloat16", "add_bias_linear": False, "group_query_attention": False,
+              "num_query_groups": 1, "kv_channels": 64, "attention_backend": "AttnBackend.auto",
+              "tensor_model_parallel_size": 2, "sequence_parallel": True, "use_distributed_optimizer": True,
+              "overlap_grad_reduce": True, "overlap_param_gather": True, "virtual_pipeline_model_parallel_size": None,
+              "hidden_dropout": 0.0, "attention_dropout": 0.0, "recompute_granularity": None, "lr": 0.1,
+              "mtp_num_layers": None, "cross_entropy_loss_fusion": False, "bias_gelu_fusion": True,
+              "masked_softmax_fusion": True, "moe_token_dropping": False, "something_new": False}
+    text = "\n".join(f"  {key} {'.' * (48 - len(key))} {value}" for key, value in values.items())
+    found = imported(text, name="log.txt")
+    s = found.scenario
+    assert (s.gpus, s.parallel.tensor, s.parallel.strategy, s.parallel.overlap) == (16, 2, "zero1", True)
+    assert (s.model.bias, s.model.kv_heads, s.model.vocab, s.training.precision.name) == (
+        False, 16, 50304, "megatron-bf16")
+    assert names(found, "left") == set()
+    assert names(found, "unknown") == set()
+
+
+def test_yaml_and_other_kinds_of_models() -> None:
+    text = "language_model: {num_layers: 8, hidden_size: 1024, num_attention_heads: 16, add_bias_linear: false}\n" \
+           "model_parallel: {tensor_model_parallel_size: 2, bf16: true}\nmicro_batch_size: 2\nseq_length: 512\n" \
+           "vocab_size: 1000\n"
+    s = imported(text, "cluster.nodes=1", name="a.yaml").scenario
+    assert (s.parallel.tensor, s.model.bias, s.training.precision.name) == (2, False, "megatron-bf16")
+    bert = imported(LEAST.replace("pretrain_gpt", "pretrain_bert"), "cluster.nodes=1").scenario
+    assert bert.model.kind == "encoder"
+    t5 = imported(LEAST.replace("pretrain_gpt", "pretrain_t5").replace("--num-layers 8", "--encoder-num-layers 8 "
+                  "--decoder-num-layers 6").replace("--seq-length 1024", "--encoder-seq-length 512 "
+                                                    "--decoder-seq-length 128"), "cluster.nodes=1").scenario
+    assert (t5.model.kind, t5.model.layers, t5.model.decoder_layers, t5.training.sequence,
+            t5.training.decoder_sequence) == ("encoder-decoder", 8, 6, 512, 128)
+
+
+def test_a_script_and_the_file_it_sources(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text("MODEL_ARGS=(--num-layers 8 --hidden-size 1024 --num-attention-heads 16)\n"
+                                   "MORE='--seq-length 512 --vocab-size 1000'\n", encoding="utf-8")
+    (tmp_path / "b.sh").write_text("source a.sh\npython pretrain_gpt.py ${MODEL_ARGS[@]} $MORE --micro-batch-size 1 "
+                                   "--bf16\n", encoding="utf-8")
+    found = finished([str(tmp_path / name) for name in ("a.sh", "b.sh")], ("cluster.topology=dgx-h100",))
+    assert (found.scenario.model.layers, found.scenario.training.sequence) == (8, 512)
+
+
+@given(st.text(max_size=60), st.sampled_from(
+    ["num-layers", "fp8-format", "moe-layer-freq", "window-size", "recompute-modules", "recompute-granularity",
+     "nproc-per-node", "tokenizer-model", "vocab-size", "bf16", "cp-comm-type", "optimizer-offload-fraction"]),
+    st.sampled_from(["x.sh", "x.yaml", "x.json"]))
+def test_any_value_ends_well(value: str, name: str, file: str) -> None:
+    text = LEAST + f"--num-experts 8 --{name} {value}\n" if file == "x.sh" else f"{name}: {value}"
+    with contextlib.suppress(UserError):
+        imported(text, "cluster.nodes=1", name=file)
+
+
+def test_instances_of_the_optimizer_share_the_ranks() -> None:
+    more = "--use-distributed-optimizer --num-distributed-optimizer-instances 4"
+    assert imported(LEAST + more).scenario.parallel.sharding_factor == 2  # of eight GPUs
