@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from sim.cli_output import JsonCommand, answer, apart, examples, json_option, set_option, writable, write_json, writing
-from sim.errors import Fault, UserError, nearest
+from sim.errors import Fault, UserError
 
 
 @click.command("import", cls=JsonCommand, short_help="Turn configurations of other tools into a scenario.",
@@ -32,12 +32,9 @@ def import_command(kind: str, files: tuple[str, ...], cluster: str | None, nodes
     DeepSpeed's JSON, accelerate's YAML and peft's adapter_config.json; megatron a launch script or its arguments;
     torchtitan a TOML file. Whatever was not taken is listed.
     """
-    from sim.imports.read import KINDS, import_files
+    from sim.imports.read import import_files
     from sim.imports.write import to_json, to_text, to_yaml
 
-    if kind not in KINDS:
-        raise UserError(Fault(f"'{kind[:40]}' is nothing that can be imported; known are {', '.join(KINDS)}", "KIND",
-                              hint=nearest(kind, KINDS)))
     writable("--out", out)
     writable("--json", json_to)
     apart(files, {"--out": out, "--json": json_to})

@@ -44,7 +44,7 @@ class JsonCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """See click."""
         spelled = [f"{arg}=-" if arg == "--json" and not (following == "-" or following.endswith(".json")) else arg
-                   for arg, following in zip(args, [*args[1:], ""], strict=True)]
+                   for arg, following in zip(args, [*args[1:], ""], strict=False)]
         return super().parse_args(ctx, spelled)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import tempfile
 from pathlib import Path
 
@@ -23,7 +24,7 @@ _FIRST = "llama2-7b-fsdp"
 def ui(scenario: str | None, port: int, no_browser: bool) -> None:
     """Open a page on this machine: a scenario in an editor, its prediction beside it, any two side by side.
 
-    It is served to this machine alone (127.0.0.1), until Ctrl-C. Needs the extra: pip install 'drystep[ui]'.
+    It is served to this machine alone (127.0.0.1), until Ctrl-C or SIGTERM. Needs pip install 'drystep[ui]'.
     """
     try:
         from werkzeug.serving import make_server
@@ -47,6 +48,7 @@ def ui(scenario: str | None, port: int, no_browser: bool) -> None:
         click.echo(f"{address}  (Ctrl-C ends it)", err=True)
         if not no_browser:
             click.launch(address)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: the reports' folder goes too
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -76,10 +76,12 @@ class Draft:
 
     Attributes:
         name: what the scenario is called.
+        sets: texts `dotted.path=value` of the command line, which go over all that files say.
         gpus, nodes, per_node: how many GPUs in all, nodes, and GPUs of each node, where a file says so.
     """
 
     name: str = ""
+    sets: Sequence[str] = ()
     gpus: Said | None = None
     nodes: Said | None = None
     per_node: Said | None = None
@@ -122,6 +124,11 @@ class Draft:
         """A field's value so far, None without one."""
         return self._fields.get(path)
 
+    def overridden(self, path: str) -> bool:
+        """Whether the command line sets a field or one above it, so that what a file says of it does not matter."""
+        names = [text.partition("=")[0].strip() for text in self.sets]
+        return any(path == one or path.startswith(f"{one}.") for one in names)
+
     def leave(self, said: Said, why: str) -> None:
         """A setting that matters, which no field says or which is not simulated."""
         self._told.add((said.file, said.name))
@@ -137,7 +144,7 @@ class Draft:
         """The scenario, checked.
 
         Args:
-            sets: texts `dotted.path=value` of the command line, put on top.
+            sets: more texts `dotted.path=value`, put on top of all.
 
         Raises:
             UserError: something a scenario needs is said nowhere, or what is said is impossible; faults name the file
@@ -149,10 +156,10 @@ class Draft:
         for path, said in self._from.items():
             document.places[path] = (said.file, said.line)
         faults: list[Fault] = []
-        done = apply_sets(document, sets, faults)
+        done = apply_sets(document, (*self.sets, *sets), faults)
         document.data.setdefault("name", self.name or "imported")
         if not faults:
-            faults += _missing(document)
+            faults += [fault for fault in _missing(document) if fault.field not in self._later]
             faults += [Fault(f"was not taken: {note.text}", file=note.said) for note in self._others
                        if faults and note.kind == "left"][:_FEW]
         if faults:

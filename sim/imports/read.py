@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sim.errors import Fault, UserError
+from sim.errors import Fault, UserError, nearest
 from sim.imports.draft import Draft, Imported
 
 #: Kind -> (module, function) that reads its files; loaded when asked for.
@@ -22,14 +22,15 @@ _REFUSED = {
     "chakra": "an execution trace holds the kernels and collectives of one run, not the model and the layout that a "
               "scenario is made of",
 }
-KINDS = (*_READERS, *_REFUSED)
+#: Kinds that are read.
+KINDS = tuple(_READERS)
 
 
 def import_files(kind: str, files: Sequence[str], sets: Sequence[str] = ()) -> Imported:
     """The scenario that files of another tool say.
 
     Args:
-        kind: one of `KINDS`.
+        kind: one of `KINDS`; others are refused.
         files: paths; which of them is what is told from what they hold.
         sets: texts `dotted.path=value`, put on top.
 
@@ -40,8 +41,11 @@ def import_files(kind: str, files: Sequence[str], sets: Sequence[str] = ()) -> I
     if kind in _REFUSED:
         raise UserError(Fault(f"'{kind}' is not read in this version: {_REFUSED[kind]}",
                               hint=f"what is read: {', '.join(_READERS)}"))
+    if kind not in _READERS:
+        raise UserError(Fault(f"'{kind[:40]}' is nothing that can be imported; known are {', '.join(KINDS)}", "KIND",
+                              hint=nearest(kind, KINDS)))
     module, function = _READERS[kind]
     reader: Callable[[Sequence[str], Draft], None] = getattr(importlib.import_module(module), function)
-    draft = Draft(name=f"{kind}: {', '.join(Path(file).name or file for file in files)}"[:120])
+    draft = Draft(f"{kind}: {', '.join(Path(file).name or file for file in files)}"[:120], sets)
     reader(files, draft)
-    return draft.finish(sets)
+    return draft.finish()

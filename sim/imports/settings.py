@@ -7,12 +7,12 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sim.errors import Fault, UserError
-from sim.scenario.document import parse_document, read_text
+from sim.scenario.document import Document, parse_document, read_text
 
 _TABLE = re.compile(r"\s*\[([\w.\"' -]+)\]\s*(#.*)?\Z")
 _KEY = re.compile(r"\s*([\w.-]+)\s*=")
@@ -158,15 +158,36 @@ def read_settings(file: str) -> Settings:
         UserError: it cannot be read, is no such file, or its root is no mapping.
     """
     path = Path(file)
-    text = read_text(path, file)
+    text = _text(path, file)
+    if not text.strip():
+        raise UserError(Fault("is empty", "", file))
     if path.suffix == ".toml":
         return Settings(file, _toml(text, file), _toml_lines(text))
     if path.suffix == ".json" or text.lstrip()[:1] == "{":
         return Settings(file, _json(text, file), _lines(text, file))
-    document = parse_document(text, file, path.parent)
+    document = _yaml(text, file)
+    return Settings(file, document.data, {name: line for name, (_, line) in document.places.items()})
+
+
+def _text(path: Path, file: str) -> str:
+    """The text of a file of settings. Raises UserError."""
+    try:
+        return read_text(path, file)
+    except UserError as error:
+        raise UserError(replace(fault, message=fault.message.removesuffix(": not a scenario"))
+                        for fault in error.faults) from None
+
+
+def _yaml(text: str, file: str) -> Document:
+    """YAML whose root is a mapping. Raises UserError."""
+    try:
+        document = parse_document(text, file, Path(file).parent)
+    except UserError as error:
+        raise UserError(replace(fault, hint="" if "scenario" in fault.hint else fault.hint)
+                        for fault in error.faults) from None
     if document.faults:
         raise UserError(document.faults)
-    return Settings(file, document.data, {name: line for name, (_, line) in document.places.items()})
+    return document
 
 
 def _json(text: str, file: str) -> Mapping[str, Any]:

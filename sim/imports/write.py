@@ -104,8 +104,8 @@ def _table(rows: Sequence[tuple[str, str, str]], width: int) -> list[str]:
     lines = []
     for name, value, why in rows:
         head = f"  {name:<{first}}  {value:<{second}}  "
-        lines += textwrap.wrap(why, max(width, len(head) + 30), initial_indent=head,
-                               subsequent_indent=" " * len(head)) or [head.rstrip()]
+        lines += textwrap.wrap(why, max(width, len(head) + 30), initial_indent=head, subsequent_indent=" " * len(head),
+                               break_long_words=False, break_on_hyphens=False) or [head.rstrip()]
     return lines
 
 

@@ -68,3 +68,9 @@ def test_what_was_written_is_not_overwritten_by_chance(folder: Path, drystep: An
 def test_wrong_input_is_told(arguments: list[str], words: str, folder: Path, drystep: Any) -> None:
     ran = drystep("import", *arguments)
     assert ran.code == 2 and words in ran.err and ran.out == ""
+
+
+@pytest.mark.parametrize("command", ["import", "diff", "list", "collective", "kernel", "calibrate"])
+def test_a_command_without_anything_says_what_it_lacks(command: str, drystep: Any) -> None:
+    ran = drystep(command)
+    assert ran.code == 2 and "Missing" in ran.err and "internal" not in ran.err

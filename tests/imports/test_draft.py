@@ -169,6 +169,20 @@ def test_what_is_as_large_as_a_node_follows_the_cluster(sets: tuple[str, ...], f
     assert made.finish(sets).scenario.parallel.sharding_factor == factor
 
 
+def test_a_field_of_the_command_line_is_known_to_readers() -> None:
+    made = Draft("mine", ("parallel.tensor=4", "training.precision=fp32"))
+    assert made.overridden("parallel.tensor") and made.overridden("training.precision.reduce")
+    assert not made.overridden("parallel.pipeline") and not made.overridden("training")
+
+
+def test_what_follows_from_the_cluster_is_not_missed() -> None:
+    made = Draft()
+    made.take("training.sequence", 128, said("length", 128))
+    made.take("training.global_batch", 64, said("batch", 64))
+    made.take_later("training.micro_batch", lambda ranks: 64 // ranks.gpus, said("batch", 64), "over all GPUs")
+    assert made.finish((*ON, "cluster.nodes=2")).scenario.training.micro_batch == 4
+
+
 @pytest.mark.parametrize("value", [10**400, "9" * 5000])
 def test_numbers_beyond_reason_are_refused(value: object, tmp_path: Path) -> None:
     with pytest.raises(UserError):

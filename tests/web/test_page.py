@@ -101,15 +101,20 @@ def test_paths_are_those_of_the_scenario_s_folder(tmp_path: Path) -> None:
 
 
 def test_the_command_serves_until_it_is_stopped(tmp_path: Path) -> None:
+    """By SIGTERM here: a process started in the background of a script has SIGINT ignored."""
     command = [sys.executable, "-m", "sim", "ui", "--no-browser", "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
-                          env={"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "PATH": ""}) as running:
-        assert running.stderr is not None
-        address = running.stderr.readline().split()[0]
-        with urllib.request.urlopen(f"{address}start") as answer:
-            assert b"Llama-2-7B" in answer.read()
-        running.send_signal(2)
-        assert running.wait(20) == 0
+    places = {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=places) as server:
+        try:
+            assert server.stderr is not None
+            address = server.stderr.readline().split()[0]
+            with urllib.request.urlopen(f"{address}start", timeout=20) as answer:
+                assert b"Llama-2-7B" in answer.read()
+            server.terminate()
+            assert server.wait(20) == 0
+            assert not list(tmp_path.iterdir())
+        finally:
+            server.kill()
 
 
 def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
