@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import click
 
 from sim.cli_output import JsonCommand, apart, examples, json_option, set_option, writable, write_json, writing
 from sim.errors import Fault, UserError
+
+#: A trace that takes a while to read.
+_LARGE_BYTES = 20_000_000
 
 
 @click.command(cls=JsonCommand, short_help="Hold a PyTorch profiler's trace against a prediction.", epilog=examples(
@@ -41,11 +46,13 @@ def diff(trace: str, scenario: str, sets: tuple[str, ...], steps: int | None, pr
     if loaded.sweep:
         raise UserError(Fault("a trace is of one job", "SCENARIO", hint="--set sweep={} --set expect={} leaves a sweep "
                                                                         "out"))
+    if sys.stderr.isatty() and os.path.exists(trace) and os.path.getsize(trace) > _LARGE_BYTES:
+        click.echo(f"reading {trace} …", err=True)
     found = compare(read_trace(trace), run(loaded.scenario), steps)
     if products_to is not None:
         text = products_csv(found)
         if text.count("\n") < 2:
-            raise UserError(Fault("the trace says no product's shape", "--products",
+            raise UserError(Fault("the trace shows no product with its shape that ran alone", "--products",
                                   hint="profile with record_shapes=True"))
         with writing("--products", products_to):
             Path(products_to).write_text(text, encoding="utf-8")

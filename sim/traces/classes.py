@@ -1,4 +1,4 @@
-"""What a kernel is by its name: the patterns of `kernels.yaml`."""
+"""What a kernel is by its name and by the operator that launched it: the patterns of `kernels.yaml`."""
 
 from __future__ import annotations
 
@@ -11,24 +11,29 @@ from sim.traces.kineto import Ran
 
 COMMUNICATION, COPY, MEMORY_BOUND, OPTIMIZER = "communication", "copy", "memory_bound", "optimizer"
 ATTENTION = "attention"
-#: Operators of attention that is spelled out: its scores and values, and the softmax between them.
-_SPELLED_OUT = ("aten::bmm", "aten::baddbmm", "aten::_softmax", "aten::_softmax_backward_data")
+#: Operators between the two products of attention that is spelled out.
+SOFTMAX = ("aten::_softmax", "aten::_softmax_backward_data")
+#: NCCL kernels that serve several collectives.
+_SHARED = ("sendrecv", "generic", "broadcast")
 
 
 def class_of(ran: Ran) -> str:
-    """gemm, attention, memory_bound, optimizer, communication or copy."""
-    if ran.copy:
-        return COPY
-    found = ATTENTION if ran.op in _SPELLED_OUT else _by_name(ran.name)
-    return OPTIMIZER if ran.updating and found != COMMUNICATION else found
+    """gemm, attention, memory_bound, optimizer, communication or copy. What an optimizer's step launches is its own,
+    whatever it is called; foreach kernels elsewhere are those of clipping, which a prediction counts there too."""
+    found = _by_name(ran.name)
+    return OPTIMIZER if ran.updating and found not in (COMMUNICATION, COPY) else found
 
 
 def collective_of(ran: Ran) -> str:
-    """Kind of a communication kernel: PyTorch's name where the trace has it, else NCCL's."""
-    for name in (ran.collective, _plain(ran.name)):
+    """Kind of a communication kernel: NCCL's name, or PyTorch's where that one serves several; `other` if unknown."""
+    kernel = _plain(ran.name)
+    several = any(one in kernel for one in _SHARED)
+    for name in (ran.collective, kernel) if several else (kernel, ran.collective):
         for kind, patterns in _table()["collectives"].items():
             if name and any(pattern in name for pattern in patterns):
                 return str(kind)
+        if name and name == ran.collective and name not in ("coalesced", "") and several:
+            return "other"  # gather, scatter: sent and received, but no stage's transfer
     return "other"
 
 
@@ -43,8 +48,8 @@ def _by_name(name: str) -> str:
 
 @lru_cache(maxsize=10_000)
 def _plain(name: str) -> str:
-    """NCCL's kernel without what it sums or copies by: `ncclDevKernel_AllReduce_Sum_bf16_RING_LL` -> allreduce..."""
-    return re.sub(r"^(void )?nccl(dev)?kernel_?", "", name.lower()).partition("(")[0]
+    """NCCL's kernel without its arguments: `ncclDevKernel_AllReduce_Sum_bf16_RING_LL` -> allreduce..."""
+    return re.sub(r"^(void )?nccl(sym)?k?(dev)?kernel_?", "", name.lower()).partition("(")[0]
 
 
 @cache

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from sim.catalog import plain_spelling
 from sim.errors import UserError
 from sim.hardware.gpu import canonical_gpu
 from sim.report.result import Result
-from sim.traces.foreseen import foresee
+from sim.traces.foreseen import foresee, spelled_out
 from sim.traces.kineto import Trace, read_trace
 from sim.traces.steps import Shape, Step, Sum, measure
 
@@ -113,36 +113,63 @@ def compare(trace: Trace, result: Result, steps: int | None = None) -> Differenc
     Raises:
         UserError: nothing in the trace tells where a step begins.
     """
-    measured, predicted = measure(trace, steps), foresee(result)
+    predicted = foresee(result, trace.rank)
+    measured = _alike(measure(trace, steps, spelled_out(result)), predicted, result)
     names = {*measured.terms, *predicted.terms}
     terms = [Term(name, measured.terms.get(name, 0.0), predicted.terms.get(name, 0.0)) for name in names]
     shown = [term for term in terms if term.measured_s or term.predicted_s]
     return Difference(trace, result, measured, predicted, tuple(sorted(shown, key=lambda t: (-abs(t.gap_s), t.name))),
-                      tuple(_notes(trace, result, measured)))
+                      tuple(_notes(trace, result, measured, predicted, steps)))
 
 
-def _notes(trace: Trace, result: Result, measured: Step) -> Sequence[str]:
-    notes = []
+#: dtypes that a trace calls alike -> what they may be.
+_CALLED = {"fp32": ("tf32",), "fp8": ("mxfp8",)}
+
+
+def _alike(measured: Step, predicted: Step, result: Result) -> Step:
+    """The measured step with the prediction's names where a trace has one for several things: fp32 tensors that are
+    multiplied as TF32, and all-to-alls that are sends to NCCL."""
+    dtypes = {shape.dtype for shape in predicted.products}
+    renamed = {called: one for called, others in _CALLED.items() for one in others
+               if one in dtypes and called not in dtypes}
+    products: dict[Shape, Sum] = {}
+    for shape, total in measured.products.items():
+        products[replace(shape, dtype=renamed.get(shape.dtype, shape.dtype))] = total
+    terms, collectives = dict(measured.terms), dict(measured.collectives)
+    if (result.scenario.parallel.pipeline == 1 and "all_to_all" in predicted.collectives
+            and "all_to_all" not in collectives and "send_recv" in collectives):
+        collectives["all_to_all"] = collectives.pop("send_recv")
+        terms["exposed all_to_all"] = terms.pop("exposed send_recv", 0.0)
+    return replace(measured, products=products, terms=terms, collectives=collectives)
+
+
+def _notes(trace: Trace, result: Result, measured: Step, predicted: Step, steps: int | None) -> Iterator[str]:
     if trace.ranks and trace.ranks != result.gpus:
-        notes.append(f"the trace is of a job of {trace.ranks:,} ranks, the scenario of {result.gpus:,}")
+        yield f"the trace is of a job of {trace.ranks:,} ranks, the scenario of {result.gpus:,}"
     if trace.gpu and not _same_gpu(trace.gpu, result.gpu):
-        notes.append(f"the trace is of {trace.gpu}, the scenario of {result.gpu}")
-    if result.scenario.parallel.pipeline > 1:
-        notes.append("the trace is of one rank; predicted is the stage that computes longest")
+        yield f"the trace is of {trace.gpu}, the scenario of {result.gpu}"
+    if len(trace.devices) > 1:
+        yield f"the file shows {len(trace.devices)} GPUs; compared is number {trace.devices[0]}"
+    if result.scenario.parallel.pipeline > 1 and trace.rank < 0:
+        yield "the trace does not say which rank it is of; predicted is the stage that computes longest"
+    inside = [begin for begin, _ in trace.updates if trace.steps and trace.steps[0][1] <= begin < trace.steps[-1][2]]
+    if steps is None and 0 < len(inside) < len(trace.steps):
+        yield (f"the profiler's step() was called {len(trace.steps)} times for {len(inside)} optimizer steps: a step "
+               "here is a micro-step; call it once an optimizer step")
     if not measured.products and measured.unshaped_s:
-        notes.append("the trace has no shapes, so products are compared as a whole: profile with record_shapes=True")
+        yield "the trace has no shapes, so products are compared as a whole: profile with record_shapes=True"
     if len(measured.times_s) == 1 and len(trace.steps) == 1:
-        notes.append("the trace holds one step: what the host does between steps is not seen")
-    if measured.terms.get("idle", 0.0) > 0.1 * measured.step_time_s:
-        notes.append("a profiler slows the host down (shapes, stacks and memory most), which shows as an idle GPU: "
-                     "compare with the step time without it")
-    return notes
+        yield "the trace holds one step: what the host does between steps is not seen"
+    if measured.terms.get("idle", 0.0) - predicted.terms.get("idle", 0.0) > 0.1 * measured.step_time_s:
+        yield ("a profiler slows the host down (shapes, stacks and memory most), which shows as an idle GPU: compare "
+               "with the step time without it")
 
 
 def _same_gpu(traced: str, predicted: str) -> bool:
-    """Whether a card as CUDA names it is the catalogue's, or of its chip at least."""
+    """Whether a card as CUDA names it is the catalogue's (or one fitted to measurements of it), or of its chip."""
     with suppress(UserError):
-        return canonical_gpu(traced) == predicted
+        known = canonical_gpu(traced)
+        return predicted == known or predicted.startswith(f"{known}-")
     chip = predicted.partition("-")[0]
     return plain_spelling(chip) in plain_spelling(traced)
 

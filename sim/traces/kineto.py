@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 import zlib
 from bisect import bisect_right
@@ -27,6 +28,7 @@ _OPTIMIZER = "Optimizer.step#"
 _OLD = {"operator": "cpu_op", "runtime": "cuda_runtime", "memcpy": "gpu_memcpy", "memset": "gpu_memset"}
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _CALLS = ("cuda_runtime", "cuda_driver", "hip_runtime")
+_PASSED_OVER = ("python_function", "ac2g", "fwdbwd", "async_cpu_to_gpu", "overhead", "trace", "gpu_user_annotation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,26 +37,24 @@ class Ran:
 
     Attributes:
         name: as the trace has it; copy: whether it is a copy or fill by the copy engines.
-        stream: of CUDA; start_us, end_us: on the trace's clock; launched_us: when the host called for it.
-        op: the operator that launched it, "" if unknown; shapes: its inputs' sizes, empty where none were recorded;
-            dtype: of its first input, "" if unknown.
-        collective: PyTorch's name of the collective, "" if none; size_bytes: of its larger buffer, 0 if unknown;
-            ranks: of its group, 0 if unknown.
+        start_us, end_us: on the trace's clock; launched_us: when the host called for it.
+        op: the operator that launched it, "" if unknown; call: number of that operator's call, -1 if unknown; shapes:
+            its inputs' sizes, empty where none were recorded; dtype: of its first input, "" if unknown.
+        collective: PyTorch's name of the collective, "" if none; size_bytes: of its larger buffer, 0 if unknown.
         updating: launched inside an optimizer's step.
     """
 
     name: str
     copy: bool
-    stream: int
     start_us: float
     end_us: float
     launched_us: float
     op: str = ""
+    call: int = -1
     shapes: tuple[tuple[int, ...], ...] = ()
     dtype: str = ""
     collective: str = ""
     size_bytes: int = 0
-    ranks: int = 0
     updating: bool = False
 
 
@@ -66,6 +66,8 @@ class Trace:
         file: as the user named it; gpu: its GPU's name, "" if unknown; rank, ranks: of the job, -1 and 0 if unknown.
         ran: everything on the GPU, in order of its start.
         steps: number, begin and end of every `ProfilerStep` on the host, microseconds, in order.
+        updates: begin and end of every optimizer's step on the host, those inside others left out.
+        devices: GPUs that the file shows; `ran` is of the first.
     """
 
     file: str
@@ -74,6 +76,8 @@ class Trace:
     ranks: int
     ran: tuple[Ran, ...]
     steps: tuple[tuple[int, float, float], ...]
+    updates: tuple[tuple[float, float], ...] = ()
+    devices: tuple[int, ...] = ()
 
 
 @dataclass
@@ -99,20 +103,31 @@ def read_trace(file: str) -> Trace:
     if not isinstance(events, list):
         raise UserError(Fault("is no trace: it has no 'traceEvents'", "", file,
                               hint="torch.profiler.profile.export_chrome_trace writes one"))
-    sorted_out = _sort(event for event in events if isinstance(event, dict) and event.get("ph") == "X")
-    if not sorted_out.on_gpu:
+    found = _sort(event for event in events if isinstance(event, dict) and event.get("ph") == "X")
+    if not found.on_gpu:
         raise UserError(Fault("shows nothing of a GPU", "", file,
                               hint="profile with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"))
     head = data if isinstance(data, dict) else {}
-    devices, job = head.get("deviceProperties"), head.get("distributedInfo")
-    number = _int(sorted_out.on_gpu[0].get("args", {}), "device")
-    gpu = next((str(one.get("name", "")) for one in devices if isinstance(one, dict) and one.get("id") == number),
-               "") if isinstance(devices, list) else ""
+    listed, job = head.get("deviceProperties"), head.get("distributedInfo")
+    seen = sorted({_int(event["args"], "device") for event in found.on_gpu})
+    gpu = next((str(one.get("name", "")) for one in listed if isinstance(one, dict) and one.get("id") == seen[0]),
+               "") if isinstance(listed, list) else ""
     job = job if isinstance(job, dict) else {}
-    updates = sorted(sorted_out.updates)
-    ran = sorted((_ran(event, sorted_out, updates) for event in sorted_out.on_gpu), key=lambda one: one.start_us)
-    steps = tuple((n, *span) for n, span in sorted(sorted_out.steps.items()))
-    return Trace(file, gpu, _int(job, "rank", -1), _int(job, "world_size", 0), tuple(ran), steps)
+    updates = _outer(found.updates)
+    ran = sorted((_ran(event, found, updates) for event in found.on_gpu if _int(event["args"], "device") == seen[0]),
+                 key=lambda one: one.start_us)
+    steps = tuple((n, *span) for n, span in sorted(found.steps.items()))
+    return Trace(file, gpu, _int(job, "rank", -1), _int(job, "world_size", 0), tuple(ran), steps, tuple(updates),
+                 tuple(seen))
+
+
+def _outer(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Spans in order, those inside others left out: wrapped optimizers mark their step more than once."""
+    outer: list[tuple[float, float]] = []
+    for begin, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+        if not outer or begin >= outer[-1][1]:
+            outer.append((begin, end))
+    return outer
 
 
 def _load(file: str) -> Any:
@@ -121,8 +136,9 @@ def _load(file: str) -> Any:
         raise UserError(Fault("is a folder, not a file", "", file, hint="name a trace inside it"))
     try:
         raw = path.read_bytes()
-        text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-        return json.loads(text)
+        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8-sig")
+        del raw
+        return _parsed(text)
     except FileNotFoundError:
         raise UserError(Fault("no such file", "", file)) from None
     except (EOFError, zlib.error, gzip.BadGzipFile):
@@ -132,6 +148,22 @@ def _load(file: str) -> Any:
     except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError
         line = getattr(error, "lineno", 0)
         raise UserError(Fault(f"is not JSON: {getattr(error, 'msg', error)}", "", file, line)) from None
+
+
+def _parsed(text: str) -> Any:
+    """The JSON of a trace. Some profilers write control characters and a bare N/A into it."""
+    try:
+        return json.loads(text, strict=False, object_hook=_slim)
+    except json.JSONDecodeError:
+        if "N/A" not in text:
+            raise
+        return json.loads(re.sub(r":\s*N/A\b", ': "N/A"', text), strict=False, object_hook=_slim)
+
+
+def _slim(found: dict[str, Any]) -> dict[str, Any] | None:
+    """Nothing in the place of events that are not looked at: stacks of Python make most of a large trace."""
+    kind = found.get("cat")
+    return None if isinstance(kind, str) and kind.lower() in _PASSED_OVER else found
 
 
 def _sort(events: Iterable[Mapping[str, Any]]) -> _Events:
@@ -144,6 +176,8 @@ def _sort(events: Iterable[Mapping[str, Any]]) -> _Events:
             start, end = float(begin), float(begin) + float(length)
         except ValueError:
             continue
+        if not (math.isfinite(start) and math.isfinite(end)):
+            continue
         args = args if isinstance(args, dict) else {}
         kind = str(event.get("cat", "")).lower()
         kind = _OLD.get(kind, kind)
@@ -151,7 +185,8 @@ def _sort(events: Iterable[Mapping[str, Any]]) -> _Events:
         if kind in _ON_GPU:
             found.on_gpu.append(one)
         elif kind in _CALLS:
-            found.launched.setdefault(_int(args, "correlation"), start)
+            if (correlation := _int(args, "correlation")) >= 0:
+                found.launched.setdefault(correlation, start)
         elif kind in ("cpu_op", "user_annotation"):
             _host_event(one, found)
     return found
@@ -162,29 +197,31 @@ def _host_event(event: Mapping[str, Any], found: _Events) -> None:
     step = _STEP.match(name)
     external = _external(event["args"])
     if step:
-        found.steps[int(step[1])] = span
+        found.steps[int(step[1][:9])] = span
     elif name.startswith(_OPTIMIZER):
         found.updates.append(span)
+    elif external < 0:
+        return
     elif name == "record_param_comms":
         found.calls[external] = event["args"]
-    elif external >= 0:
+    else:
         found.ops[external] = event
 
 
 def _ran(event: Mapping[str, Any], events: _Events, updates: list[tuple[float, float]]) -> Ran:
     args = event["args"]
     external = _external(args)
-    op = events.ops.get(external)
+    op = events.ops.get(external) if event["cat"] == "kernel" else None
     of_op = op["args"] if op is not None else {}
     call = args if "Collective name" in args else events.calls.get(external, {})
     launched = events.launched.get(_int(args, "correlation"), float(event["start"]))
     types = of_op.get("Input type")
     dtype = str(types[0]) if isinstance(types, list) and types else ""
     before = bisect_right(updates, (launched, float("inf"))) - 1
-    return Ran(str(event["name"]), event["cat"] != "kernel", _int(args, "stream"), float(event["start"]),
-               float(event["end"]), launched, str(op["name"]) if op is not None else "",
+    return Ran(str(event["name"]), event["cat"] != "kernel", float(event["start"]), float(event["end"]), launched,
+               str(op["name"]) if op is not None else "", external if op is not None else -1,
                _shapes(of_op.get("Input Dims")), dtype, str(call.get("Collective name", "")).lower(), _size(call),
-               _int(call, "Group size", 0), before >= 0 and launched <= updates[before][1])
+               before >= 0 and launched <= updates[before][1])
 
 
 #: Bytes of an element by the name that PyTorch gives its type in a collective's record.
@@ -210,6 +247,8 @@ def _external(args: Mapping[str, Any]) -> int:
 
 def _int(args: Mapping[str, Any], name: str, without: int = -1) -> int:
     value = args.get(name)
-    if isinstance(value, str) and value.isdigit():
+    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,18}", value):
         return int(value)
-    return int(value) if isinstance(value, int | float) and not isinstance(value, bool) else without
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1 << 62:
+        return without
+    return int(value)
