@@ -116,8 +116,11 @@ def measure(trace: Trace, steps: int | None = None, spelled_out: Collection[Shap
         raise UserError(Fault("its steps have no length on the GPU", "", trace.file))
     share = 1 / sum(span.holds for span in spans)
     terms: defaultdict[str, float] = defaultdict(float)
+    starts = np.array([ran.start_us for ran in trace.ran])
+    longest = max(ran.end_us - ran.start_us for ran in trace.ran)
     for span in spans:
-        for name, seconds in _terms(trace.ran, classes, span.start_us, span.end_us).items():
+        first, last = np.searchsorted(starts, (span.start_us - longest, span.end_us)).tolist()
+        for name, seconds in _terms(trace.ran[first:last], classes[first:last], span.start_us, span.end_us).items():
             terms[name] += seconds * share
     chosen = [place for span in spans for place in span.places]
     found = _Counted(share)
