@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,19 +12,69 @@ from typing import Any
 
 from sim.api import Sweep, run, run_sweep
 from sim.catalog import folder, names
-from sim.errors import UserError
+from sim.errors import Fault, UserError
 from sim.report.folder import write_run, write_sweep
 from sim.report.result import Result
 from sim.report.text import as_text, sweep_as_text
 from sim.report.units import seconds, size
+from sim.scenario import Loaded
 from sim.scenario.document import parse_document, read_text
 from sim.scenario.load import load_document
 from sim.sizing.compare import compare
 from sim.sizing.compare_text import lines, write_picture
+from sim.web.faults import EDITED
 
 #: Predictions kept in memory for comparisons; the reports of all stay on disk.
 _KEPT = 50
-_EDITED = "scenario"
+#: Characters of a title in the history, and in a comparison.
+_TITLE, _NAME = 160, 60
+#: Seconds that the end of the server waits for a picture that is being drawn.
+_LAST_PICTURE_S = 5.0
+
+
+class Dropped(Exception):  # noqa: N818 (nothing went wrong)
+    """A prediction whose result nobody wants any more."""
+
+
+class Watch:
+    """A prediction as who waits for it sees it.
+
+    Attributes:
+        state: waiting (for its turn), running, drawing.
+        done, total: points of a sweep; `total` is 0 until it is known, and for a single run.
+    """
+
+    def __init__(self) -> None:
+        self.state = "waiting"
+        self.done = self.total = 0
+        self._stopped = threading.Event()
+        self._began = time.monotonic()
+
+    def stop(self) -> None:
+        """A sweep ends after the point it is at and shows what is finished; a single run's result is dropped."""
+        self._stopped.set()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it is to stop."""
+        return self._stopped.is_set()
+
+    def progress(self, done: int, total: int) -> None:
+        """For `run_sweep`, which takes a KeyboardInterrupt as the wish to end early."""
+        self.done = done
+        if self.stopped and done < total:
+            raise KeyboardInterrupt
+
+    def enter(self, state: str) -> None:
+        """The next state. Raises Dropped if it is to stop."""
+        if self.stopped:
+            raise Dropped
+        self.state = state
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for the page."""
+        return {"state": self.state, "done": self.done, "total": self.total, "stopping": self.stopped,
+                "seconds": time.monotonic() - self._began}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +82,7 @@ class Entry:
     """One prediction of the page.
 
     Attributes:
-        number: counted from 1; title: the scenario's name; line: the main figures in a line.
+        number: counted from 1; title: the scenario's name and its changes; line: the main figures in a line.
         text: the terminal's report; pictures, files: names in the entry's folder.
         comparable: a single run, which another can be put beside.
     """
@@ -56,69 +108,118 @@ class Desk:
     Attributes:
         reports: folder that their reports go into, one below it for each.
         base: folder that relative paths inside an edited scenario are relative to.
+        entries: by number.
     """
 
     reports: Path
     base: Path
+    entries: dict[int, Entry] = field(default_factory=dict)
     _results: dict[int, Result] = field(default_factory=dict)
-    _count: int = 0
     _turn: threading.Lock = field(default_factory=threading.Lock)
+    _writing: threading.Lock = field(default_factory=threading.Lock)
 
-    def predict(self, text: str, sets: Sequence[str] = ()) -> Entry:
+    def predict(self, text: str, sets: Sequence[str] = (), watch: Watch | None = None) -> Entry:
         """Predict a scenario as it stands in the editor; a sweep is run over its whole product.
+
+        Args:
+            sets: lines `dotted.path=value`; empty ones are passed over.
+            watch: told how far it is; may stop it.
 
         Raises:
             UserError: with every fault, lines counted in `text`.
+            Dropped: `watch` stopped it before there was anything to show.
         """
-        loaded = load_document(parse_document(text, _EDITED, self.base), sets)
+        watch = watch or Watch()
+        changes = [one.strip() for one in sets if one.strip()]
+        loaded = load_document(parse_document(text, EDITED, self.base), changes)
+        title = loaded.scenario.name + (f" ({', '.join(changes)})" if changes else "")
+        watch.total = math.prod(len(values) for values in loaded.sweep.values()) if loaded.sweep else 0
         with self._turn:
+            watch.enter("running")
             if loaded.sweep:
-                return self._sweep(run_sweep(loaded), loaded.scenario.name)
-            return self._run(run(loaded))
+                return self._sweep(loaded, title, watch)
+            return self._run(loaded, title, watch)
 
     def compare(self, first: int, second: int) -> dict[str, Any]:
-        """Two predictions side by side: text, and the picture's name in the folder of the second.
+        """Two predictions side by side: title, text, and the picture's folder and name.
 
         Raises:
-            KeyError: there is no such single run, or no longer.
+            UserError: there is no such single run, or no longer.
         """
-        found = compare([self._results[first], self._results[second]])
-        with self._turn:
-            picture = write_picture(self._folder(second), found)
-        return {"text": "\n".join(lines(found)), "picture": picture.name, "number": second}
+        with self._writing:
+            found = compare([self._result(first), self._result(second)])
+            titles = [f"{one}: {_short(self.entries[one].title, _NAME)}" for one in (first, second)]
+            found = replace(found, names=titles)
+            picture = write_picture(self.reports / f"{first}-{second}", found)
+        title = " against ".join(f"{one}: {self.entries[one].title}" for one in (second, first))
+        return {"title": title, "text": "\n".join(lines(found)), "picture": f"{picture.parent.name}/{picture.name}"}
 
-    def _run(self, result: Result) -> Entry:
-        number = self._next()
-        text = as_text(result)
-        written = write_run(self._folder(number), result, text, result.to_json())
-        self._results[number] = result
-        for old in sorted(self._results)[:-_KEPT]:
-            del self._results[old]
+    def close(self) -> None:
+        """Write nothing from now on."""
+        self._writing.acquire(timeout=_LAST_PICTURE_S)
+
+    def _result(self, number: int) -> Result:
+        if number in self._results:
+            return self._results[number]
+        entry = self.entries.get(number)
+        raise UserError(Fault(f"there is no prediction {number}" if entry is None else
+                              f"prediction {number} is no longer kept: only the last {_KEPT} single runs are"
+                              if entry.comparable else
+                              f"prediction {number} is a sweep: only single runs are put side by side"))
+
+    def _run(self, loaded: Loaded, title: str, watch: Watch) -> Entry:
+        result = run(loaded)
+        watch.enter("running")
+        text = _noted(loaded) + as_text(result)
         memory = result.memory
         fits = "fits" if memory.fits else "does not fit"
         line = f"{seconds(result.step_time_s)} a step, {size(memory.device_used_bytes)} a GPU, {fits}"
-        return _entry(number, result.scenario.name, line, text, written, comparable=True)
+        with self._writing:
+            watch.enter("drawing")
+            number = len(self.entries) + 1
+            written = write_run(self._folder(number), result, text, result.to_json())
+            self._results[number] = result
+            for old in sorted(self._results)[:-_KEPT]:
+                del self._results[old]
+            return self._enter(number, title, line, text, written, comparable=True)
 
-    def _sweep(self, sweep: Sweep, name: str) -> Entry:
-        number = self._next()
-        text = sweep_as_text(sweep.points, sweep.skipped, sweep.axes)
-        written = write_sweep(self._folder(number), sweep.points, sweep.axes, text, sweep.to_json())
-        line = f"{len(sweep.points)} {'point' if len(sweep.points) == 1 else 'points'}"
-        line += f", {len(sweep.skipped)} impossible" if sweep.skipped else ""
-        return _entry(number, name, line, text, written, comparable=False)
+    def _sweep(self, loaded: Loaded, title: str, watch: Watch) -> Entry:
+        sweep = run_sweep(loaded, progress=watch.progress)
+        text, line = _noted(loaded) + sweep_as_text(sweep.points, sweep.skipped, sweep.axes), _line(sweep, watch.total)
+        if sweep.interrupted:
+            text = f"{line}\n\n{text}"
+        with self._writing:
+            watch.state = "drawing"
+            number = len(self.entries) + 1
+            written = write_sweep(self._folder(number), sweep.points, sweep.axes, text, sweep.to_json())
+            return self._enter(number, title, line, text, written, comparable=False)
 
-    def _next(self) -> int:
-        self._count += 1
-        return self._count
+    def _enter(self, number: int, title: str, line: str, text: str, written: Sequence[Path], comparable: bool) -> Entry:
+        shown = [path.name for path in written]
+        pictures = tuple(name for name in shown if name.endswith(".png"))
+        others = tuple(name for name in shown if not name.endswith((".png", ".html")))
+        entry = self.entries[number] = Entry(number, _short(title, _TITLE), line, text, pictures, others, comparable)
+        return entry
 
     def _folder(self, number: int) -> Path:
         return self.reports / str(number)
 
 
-def _entry(number: int, title: str, line: str, text: str, written: Sequence[Path], comparable: bool) -> Entry:
-    shown = [path.name for path in written]
-    return Entry(number, title, line, text, tuple(name for name in shown if name.endswith(".png")),
-                 tuple(name for name in shown if not name.endswith((".png", ".html"))), comparable)
+def _noted(loaded: Loaded) -> str:
+    """How scenario and changes were read together, where that needs saying."""
+    said = [note.removeprefix(f"{EDITED}: ").replace("by --set", "by the changes") for note in loaded.notes]
+    return "".join(f"{note}\n" for note in said) + "\n" * bool(said)
+
+
+def _line(sweep: Sweep, total: int) -> str:
+    line = f"{len(sweep.points)} {'point' if len(sweep.points) == 1 else 'points'}"
+    line += f", {len(sweep.skipped)} impossible" if sweep.skipped else ""
+    return f"{line}, stopped after {len(sweep.points) + len(sweep.skipped)} of {total}" if sweep.interrupted else line
+
+
+def _short(text: str, limit: int) -> str:
+    """A text without its middle where it is long: a name's changes stand at its end."""
+    return text if len(text) <= limit else f"{text[: limit // 2]}…{text[1 - limit + limit // 2:]}"
 
 
 def examples() -> list[str]:
@@ -130,13 +231,3 @@ def example(name: str) -> str:
     """The text of one of them. Raises UserError where there is none."""
     path = folder("scenarios") / f"{name}.yaml"
     return read_text(path, f"{name}.yaml")
-
-
-def faults_of(error: UserError) -> list[dict[str, Any]]:
-    """Faults as the page shows them, each with its line in the editor (0 where it has none there)."""
-    found = []
-    for fault in error.faults:
-        line = fault.line if fault.file == _EDITED else 0
-        own = replace(fault, file="", line=0) if fault.file == _EDITED else fault
-        found.append({"text": f"line {line}: {own}" if line else str(own), "line": line})
-    return found

@@ -1,8 +1,16 @@
 "use strict";
 
+const BEFORE = "*before"; // the choice that holds the text of a server that was started with another one
+const MOST_FAULTS = 50;
+const MOST_BYTES = 1 << 20;
+
 const at = (id) => document.getElementById(id);
-const made = [];
-let shown = 0;
+const made = new Map(); // predictions by number
+const shipped = {}; // texts as they were before any edit, by choice
+const keep = { chosen: "", texts: {}, sets: "", start: null, instance: "", job: 0 }; // survives a reload
+let instance = "";
+let job = 0;
+let saving = 0;
 
 function element(tag, properties = {}, ...inside) {
   const one = Object.assign(document.createElement(tag), properties);
@@ -10,107 +18,300 @@ function element(tag, properties = {}, ...inside) {
   return one;
 }
 
-function numberLines(faulty = new Set()) {
+function link(text, act) {
+  const one = element("a", { href: "#", textContent: text });
+  one.addEventListener("click", (event) => { event.preventDefault(); act(); });
+  return one;
+}
+
+function save() {
+  clearTimeout(saving);
+  saving = 0;
+  try {
+    sessionStorage.setItem("drystep", JSON.stringify(keep));
+  } catch { /* full or forbidden: the page works without */ }
+}
+
+function saveSoon() {
+  saving ||= setTimeout(save, 300);
+}
+
+async function ask(path, options) {
+  let answer;
+  try {
+    answer = await fetch(path, options);
+  } catch {
+    throw Object.assign(new Error("the server does not answer: is drystep ui still running?"), { lost: true });
+  }
+  if (answer.status === 403) {
+    throw new Error("the server was restarted: open the address that it printed, in this tab (the text is kept)");
+  }
+  const data = await answer.json().catch(() => ({}));
+  if (!answer.ok && !data.faults) throw new Error(data.error || `the server answered ${answer.status}`);
+  return data;
+}
+
+const own = (path) => `/${instance}/${path}`;
+
+// ------------------------------------------------------------------------------------------------------ what is said
+function say(text, bad = false) {
+  if (at("state").textContent !== text) at("state").textContent = text;
+  at("state").className = bad ? "bad" : "";
+  at("clock").textContent = "";
+}
+
+function fail(error) {
+  say(error.message, true);
+}
+
+function old(is) {
+  at("older").hidden = !is;
+  at("right").classList.toggle("old", is);
+}
+
+function tell(now) {
+  const waits = now.state === "waiting" && now.other;
+  const points = (one) => `${one.done} of ${one.total} points`;
+  say(waits ? "waiting for another prediction …" : now.state === "drawing" ? "drawing …"
+    : now.stopping ? "stopping after this point …" : "predicting …");
+  const counted = waits ? now.other : now;
+  at("clock").textContent = `${counted.total ? `${points(counted)}, ` : ""}${Math.floor(counted.seconds)} s`;
+  const dropped = !waits && !now.total;
+  at("stop").textContent = dropped ? "Drop the result" : "Stop";
+  at("stop").title = dropped ? "A single run cannot be stopped midway: its result will be dropped, and the page is free."
+    : waits ? "" : "What is finished will be shown.";
+  at("stop").hidden = now.stopping;
+  at("other").hidden = !(waits && now.other.total && !now.other.stopping);
+  at("other").value = waits ? now.other.job : "";
+}
+
+// -------------------------------------------------------------------------------------------------------- the editor
+function numberLines() {
   const count = at("scenario").value.split("\n").length;
-  at("lines").replaceChildren(...Array.from({ length: count }, (_, i) =>
-    element("div", { textContent: i + 1, className: faulty.has(i + 1) ? "fault" : "" })));
+  if (Number(at("numbers").dataset.count) !== count) {
+    at("numbers").textContent = Array.from({ length: count }, (_, i) => i + 1).join("\n");
+    at("numbers").dataset.count = count;
+  }
   at("lines").scrollTop = at("scenario").scrollTop;
+}
+
+function mark(lines) {
+  at("marks").replaceChildren(...lines.map((line) => element("b", { textContent: line, style: `--of: ${line}` })));
 }
 
 function edit(text) {
   at("scenario").value = text;
   at("faults").replaceChildren();
-  numberLines();
+  edited();
 }
 
-async function ask(path, options) {
-  const answer = await fetch(path, options);
-  const type = answer.headers.get("Content-Type") || "";
-  const data = type.includes("json") ? await answer.json() : {};
-  if (!answer.ok && !data.faults) throw new Error(`the server answered ${answer.status}`);
-  return data;
+function edited() {
+  const text = at("scenario").value;
+  if (text === shipped[keep.chosen] && keep.chosen !== BEFORE) delete keep.texts[keep.chosen];
+  else keep.texts[keep.chosen] = text;
+  at("undo").hidden = text === shipped[keep.chosen];
+  mark([]);
+  numberLines();
+  saveSoon();
+}
+
+async function choose(name) {
+  if (name && name !== BEFORE) shipped[name] ??= (await ask(`/example/${name}`)).text;
+  keep.chosen = at("examples").value = name;
+  edit(keep.texts[name] ?? shipped[name]);
+}
+
+function goTo(box, line) {
+  const area = at(box);
+  const lines = area.value.split("\n");
+  const start = lines.slice(0, line - 1).join("\n").length + (line > 1 ? 1 : 0);
+  area.focus();
+  area.setSelectionRange(start, start + (lines[line - 1] || "").length);
+  area.scrollTop = (line - 1) * parseFloat(getComputedStyle(area).lineHeight) - area.clientHeight / 2;
+  area.scrollLeft = 0;
 }
 
 function showFaults(faults) {
-  at("faults").replaceChildren(...faults.map((fault) => element("li", { textContent: fault.text })));
-  numberLines(new Set(faults.map((fault) => fault.line)));
+  const boxes = { scenario: "scenario", changes: "sets" };
+  const items = faults.slice(0, MOST_FAULTS).map((fault) => {
+    if (!fault.line) return element("li", { textContent: fault.text });
+    return element("li", {}, link(fault.text, () => goTo(boxes[fault.box], fault.line)));
+  });
+  if (faults.length > MOST_FAULTS) items.push(element("li", { textContent: `and ${faults.length - MOST_FAULTS} more` }));
+  at("faults").replaceChildren(...items);
+  const inEditor = faults.filter((fault) => fault.box === "scenario").map((fault) => fault.line);
+  mark([...new Set(inEditor)].slice(0, MOST_FAULTS));
+}
+
+// -------------------------------------------------------------------------------------------- predictions and history
+function picture(path, alt) {
+  return element("a", { href: path, target: "_blank", rel: "noopener", title: "full size" },
+    element("img", { src: path, alt }));
+}
+
+function put(number, ...inside) {
+  old(false);
+  at("report").replaceChildren(...inside);
+  for (const item of at("history").children) item.classList.toggle("shown", item.value === number);
 }
 
 function show(entry) {
-  shown = entry.number;
-  const report = (name) => `/report/${entry.number}/${name}`;
-  const links = entry.files.flatMap((name, i) => [i ? ", " : "", element("a", { href: report(name), textContent: name })]);
-  at("right").replaceChildren(
-    element("h2", { textContent: entry.title }),
+  const report = (name) => own(`report/${entry.number}/${name}`);
+  const files = entry.files.flatMap((name, i) => [i ? ", " : "", element("a", { href: report(name), textContent: name })]);
+  put(entry.number, element("h2", { textContent: `${entry.number}: ${entry.title}` }),
     element("pre", { textContent: entry.text }),
-    ...entry.pictures.map((name) => element("img", { src: report(name), alt: `${name.replace(".png", "")} of ${entry.title}` })),
-    element("p", {}, "Files: ", ...links));
-  at("right").scrollIntoView({ block: "nearest" });
-  list();
+    ...entry.pictures.map((name) => picture(report(name), `${name.replace(".png", "")} of ${entry.title}`)),
+    element("p", {}, "Files: ", ...files));
 }
 
-function list() {
-  const ticked = new Set([...document.querySelectorAll("#history input:checked")].map((box) => Number(box.value)));
-  at("history").replaceChildren(...[...made].reverse().map((entry) => {
-    const box = element("input", { type: "checkbox", value: entry.number, disabled: !entry.comparable,
-      checked: ticked.has(entry.number), ariaLabel: `compare ${entry.title}` });
-    const link = element("a", { href: "#", textContent: entry.title, className: entry.number === shown ? "shown" : "" });
-    link.addEventListener("click", (event) => { event.preventDefault(); show(entry); });
-    return element("li", { value: entry.number }, box, " ", link, `: ${entry.line}`);
-  }));
-  offerComparison();
+function add(entry) {
+  if (made.has(entry.number)) return;
+  made.set(entry.number, entry);
+  const box = element("input", { type: "checkbox", value: entry.number, disabled: !entry.comparable,
+    ariaLabel: `compare ${entry.number}: ${entry.title}` });
+  const title = link(entry.title, () => { show(entry); at("right").scrollIntoView(); });
+  const item = element("li", { value: entry.number }, box, " ", title, `: ${entry.line}`);
+  at("history").insertBefore(item, [...at("history").children].find((one) => one.value < entry.number) || null);
 }
 
 function offerComparison() {
   at("compare").disabled = document.querySelectorAll("#history input:checked").length !== 2;
 }
 
+function busy(number) {
+  job = keep.job = number;
+  keep.instance = instance;
+  save();
+  at("predict").setAttribute("aria-disabled", String(Boolean(number)));
+  if (number) return;
+  if (document.activeElement === at("stop") || document.activeElement === at("other")) at("predict").focus();
+  at("stop").hidden = at("other").hidden = true;
+}
+
 async function predict() {
-  const sets = at("sets").value.split("\n").map((line) => line.trim()).filter(Boolean);
-  at("predict").disabled = true;
-  at("state").textContent = "predicting …";
+  if (job || !instance) return;
+  const text = at("scenario").value;
+  const sets = at("sets").value.trim() ? at("sets").value.split("\n") : [];
+  busy(-1);
+  say("predicting …");
   try {
-    const answer = await ask("/predict", { method: "POST", headers: { "Content-Type": "application/json" },
-      body: JSON.stringify({ text: at("scenario").value, sets }) });
-    showFaults(answer.faults || []);
-    if (!answer.faults) {
-      made.push(sets.length ? { ...answer, title: `${answer.title} (${sets.join(", ")})` } : answer);
-      show(made.at(-1));
-    }
-    at("state").textContent = "";
+    if (new Blob([text, ...sets]).size > MOST_BYTES) throw new Error("the text is larger than 1 MiB");
+    const asked = await ask(own("predict"), { method: "POST", headers: { "Content-Type": "application/json" },
+      body: JSON.stringify({ text, sets }) });
+    await follow(asked.job);
   } catch (error) {
-    at("state").textContent = `failed: ${error.message}`;
+    at("faults").replaceChildren();
+    failed(error);
   }
-  at("predict").disabled = false;
+}
+
+function failed(error) {
+  const number = job;
+  busy(0);
+  if (error.lost) keep.job = number; // as when the page is reloaded meanwhile: it goes on there
+  save();
+  old(made.size > 0);
+  fail(error);
+}
+
+async function follow(number) {
+  busy(number);
+  let answer = {};
+  do {
+    answer = await ask(own(`job/${number}`)).catch((error) => { if (job === number) throw error; return {}; });
+    if (job !== number) return;
+    if (answer.state) tell(answer);
+  } while (answer.state);
+  busy(0);
+  showFaults(answer.faults || []);
+  if (answer.entry) {
+    add(answer.entry);
+    show(answer.entry);
+    at("right").scrollIntoView();
+    say(`predicted: ${answer.entry.line}`);
+  } else if (answer.faults) {
+    old(made.size > 0);
+    say(answer.faults.length === 1 ? "a fault:" : `${answer.faults.length} faults:`, true);
+  } else {
+    say("dropped");
+  }
+}
+
+async function stop() {
+  const number = job;
+  try {
+    const now = await ask(own(`stop/${number}`), { method: "POST" });
+    if (job !== number || now.ended) return;
+    const waiting = now.state === "waiting";
+    if (waiting || (now.state === "running" && !now.total)) {
+      busy(0);
+      say(waiting ? "stopped before it began" : "the result of that prediction will be dropped");
+    }
+  } catch (error) {
+    fail(error);
+  }
 }
 
 async function compare() {
   const [second, first] = [...document.querySelectorAll("#history input:checked")].map((box) => Number(box.value));
+  at("compare").disabled = true;
+  say("comparing …");
   try {
-    const answer = await ask(`/compare/${first}/${second}`);
-    shown = 0;
-    at("right").replaceChildren(element("h2", { textContent: `${first} and ${second}` }),
+    const answer = await ask(own(`compare/${first}/${second}`));
+    put(0, element("h2", { textContent: answer.title }),
       element("pre", { textContent: answer.text, className: "wrapped" }),
-      element("img", { src: `/report/${answer.number}/${answer.picture}?${Date.now()}`, alt: "the two side by side" }));
-    list();
+      picture(own(`report/${answer.picture}`), `${answer.title}: where the step goes`));
+    at("right").scrollIntoView();
+    say("compared");
   } catch (error) {
-    at("state").textContent = `failed: ${error.message}`;
+    fail(error);
   }
+  offerComparison();
 }
 
-at("scenario").addEventListener("input", () => numberLines());
+// ------------------------------------------------------------------------------------------------------------- start
+async function begin() {
+  if (location.search) history.replaceState(null, "", "/"); // the cookie has the token now
+  try {
+    Object.assign(keep, JSON.parse(sessionStorage.getItem("drystep") || "{}"));
+  } catch { /* not ours, or forbidden */ }
+  const start = await ask("/start");
+  instance = start.instance;
+  shipped[""] = start.text;
+  if (keep.start !== null && keep.start !== start.text && "" in keep.texts) {
+    keep.texts[BEFORE] = keep.texts[""];
+    delete keep.texts[""];
+    keep.chosen = "";
+  }
+  keep.start = start.text;
+  at("examples").append(...start.examples.map((name) => element("option", { value: name, textContent: name })));
+  if (BEFORE in keep.texts) {
+    shipped[BEFORE] = keep.texts[BEFORE];
+    at("examples").append(element("option", { value: BEFORE, textContent: "the text of before" }));
+  }
+  at("sets").value = keep.sets;
+  await choose(keep.chosen).catch(() => choose(""));
+  start.entries.forEach(add);
+  if (start.entries.length) show(start.entries.at(-1));
+  if (keep.job > 0 && keep.instance === instance) follow(keep.job).catch(failed);
+  else busy(0);
+}
+
+at("scenario").addEventListener("input", edited);
 at("scenario").addEventListener("scroll", () => { at("lines").scrollTop = at("scenario").scrollTop; });
+at("sets").addEventListener("input", () => { keep.sets = at("sets").value; saveSoon(); });
 at("history").addEventListener("change", offerComparison);
 at("predict").addEventListener("click", predict);
+at("stop").addEventListener("click", stop);
+at("other").addEventListener("click", () => ask(own(`stop/${at("other").value}`), { method: "POST" }).catch(fail));
 at("compare").addEventListener("click", compare);
-at("examples").addEventListener("change", async (event) => {
-  if (event.target.value) edit((await ask(`/example/${event.target.value}`)).text);
-});
+at("undo").addEventListener("click", () => { edit(shipped[keep.chosen]); at("scenario").focus(); });
+at("examples").addEventListener("change", (event) => choose(event.target.value).then(() => say(""), (error) => {
+  at("examples").value = keep.chosen;
+  fail(error);
+}));
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !at("predict").disabled) predict();
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) predict();
 });
-
-ask("/start").then((answer) => {
-  at("examples").append(...answer.examples.map((name) => element("option", { value: name, textContent: name })));
-  edit(answer.text);
-});
+addEventListener("pagehide", save);
+begin().catch(fail);
