@@ -95,7 +95,7 @@ def _zero(settings: Settings, job: Job, said: Said) -> None:
     _gpus(settings, job)
     configured = job.said("engine") is not None  # by a DeepSpeed JSON of its own
     job.keep("engine", "zero", said)
-    found = inner(settings, f"{_ZERO}.deepspeed_config_file")
+    found = inner(settings, f"{_ZERO}.deepspeed_config_file", job.zeros)
     if found is not None:
         job.files.append(found)
         read_deepspeed_json(found, job, said)
@@ -135,6 +135,7 @@ def _core(settings: Settings, job: Job, said: Said) -> None:
         draft.take("parallel.sequence_parallel", True, one)
     if (one := switch(settings, *names("use_distributed_optimizer"))) is not None:
         draft.take("parallel.strategy", "zero1", one)
+    draft.assume("parallel.overlap", False, "overlap_grad_reduce is off: accelerate leaves Megatron's default")
     if (one := switch(settings, *names("optimizer_cpu_offload"))) is not None:
         draft.take("parallel.offload.optimizer", "cpu", one)
     granularity = word_of(settings, *names("recompute_granularity"))

@@ -6,7 +6,7 @@ sft_trainer.py; peft's names are recalled (LoraConfig; constants.py for the matr
 
 from __future__ import annotations
 
-from sim.imports.facts import Job, mapping_at, peek, switch
+from sim.imports.facts import Job, mapping_at, peek, switch, take_whole, word_of
 from sim.imports.settings import Said, Settings
 
 _QKV, _MLP = ("query", "key", "value"), ("mlp",)
@@ -48,6 +48,11 @@ def read_adapter(settings: Settings, job: Job) -> None:
 def read_lora_arguments(settings: Settings, job: Job) -> None:
     """LoRA among arguments: TRL's ModelConfig, or scripts that name it alike."""
     said = switch(settings, "use_peft", "use_lora", "lora")
+    kind = word_of(settings, "finetuning_type", "adapter")  # LLaMA-Factory, axolotl
+    if kind is not None and kind.word() in ("lora", "qlora"):
+        said = said or kind
+    elif kind is not None and kind.word() != "full":
+        job.draft.leave(kind, "is simulated as training of all weights")
     if said is not None:
         _lora(settings, job, said, "lora_")
         if peek(settings, "lora_r", "lora_rank") is None and job.trl:
@@ -81,9 +86,8 @@ def _lora(settings: Settings, job: Job, said: Said, start: str) -> None:
         names = (name, f"{start}{name}")
         one = peek(settings, *names)
         if one is not None and one.value not in ([], {}, ""):
-            draft.leave(settings.get(*names) or one, "no field says it: what the targets name alone is trained, alike "
-                                                     "in all blocks")
-            settings.get(*(rest.name for rest, _ in settings.rest() if rest.name.startswith(f"{one.name}.")))
+            draft.leave(one, "no field says it: what the targets name alone is trained, alike in all blocks")
+            take_whole(settings, name if settings.has(name) else f"{start}{name}")
     bias = peek(settings, "bias", f"{start}bias")
     if bias is not None and bias.value not in ("none", False):
         draft.leave(settings.get("bias", f"{start}bias") or bias, "trained biases are not simulated")
@@ -142,8 +146,13 @@ def read_quantised(settings: Settings, job: Job, above: str = "") -> None:
     settings.idle(*(f"{above}{name}" for name in ("bnb_4bit_*", "use_bnb_nested_quant", "llm_int8_*", "_load_in_*")))
 
 
-def settle_adapters(job: Job, weights: str, half: str | None) -> None:
-    """Method and base of what is trained beside frozen weights, of which `weights` is the dtype they are loaded in."""
+def settle_adapters(job: Job, weights: str, half: str | None, why: str) -> None:
+    """Method and base of what is trained beside frozen weights.
+
+    Args:
+        weights: the dtype they are loaded in, for the reason `why`.
+        half: the half type that computes, if one does.
+    """
     draft, said, base = job.draft, job.said("lora"), job.said("base")
     if said is None:
         if base is not None:
@@ -155,6 +164,12 @@ def settle_adapters(job: Job, weights: str, half: str | None) -> None:
         draft.take("training.finetune.base", job.of("base"), base)
         return
     draft.take("training.finetune.method", "lora", said)
-    # DeepSpeed casts the whole module to its half type (engine.py, _configure_distributed_model).
-    dtype = half if job.engine == "zero" and half is not None else weights
-    draft.assume("training.finetune.base", dtype, "the dtype the frozen weights are loaded in")
+    if half is not None and job.engine in ("zero", "core"):
+        # DeepSpeed casts the whole module to its half type (engine.py, _configure_distributed_model).
+        draft.assume("training.finetune.base", half, "frozen weights are cast too")
+    elif half is not None and job.engine == "fsdp" and weights != "fp32":
+        draft.assume("training.finetune.base", half, why or "the dtype the frozen weights are loaded in")
+        draft.leave(said, f"adapters are fp32 beside {weights} weights there, gathered and reduced in {half}; "
+                          f"simulated as {half} ones with fp32 masters, which take as much memory")
+    else:
+        draft.assume("training.finetune.base", weights, why or "the dtype the frozen weights are loaded in")

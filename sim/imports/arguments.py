@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from sim.catalog import table
 from sim.errors import Fault, UserError
+from sim.imports.draft import Draft
+from sim.imports.launches import Started, read_script
 from sim.imports.settings import Said, Settings, read_settings
-from sim.imports.shell import Script, Word
-from sim.scenario.document import read_text
+from sim.imports.variables import unresolved
+from sim.scenario.document import parse_value, read_text
 
-_SBATCH = re.compile(r"#SBATCH\s+(--?[A-Za-z][\w-]*)(?:[=\s]+(\S+))?")
-#: Short options of Slurm's commands for the long ones.
-_SHORT = {"-N": "--nodes", "-n": "--ntasks", "-G": "--gpus"}
 #: A line of the list that Megatron-LM prints when it starts (arguments.py, _print_args).
 _LOGGED = re.compile(r"(?:^|\s)([a-z]\w*) \.{3,} ?(.*)")
 #: So many of them make a log.
 _FEW_LOGGED = 5
 _WORDS = {"True": True, "False": False}
+
+
+class Open(Said):
+    """A setting whose value only a running shell knows (`$1`)."""
+
+    def wrong(self, wanted: str) -> UserError:
+        """The error of such a value, and how to go on."""
+        path = table("imports/megatron_names.yaml")["fields"].get(plain(self.name))
+        kind = "N" if "number" in wanted else "VALUE"
+        hint = "give the variable a value in the script" + (f", or --set {path}={kind}" if path else "")
+        return UserError(replace(fault, hint=hint) for fault in super().wrong(wanted).faults)
 
 
 @dataclass
@@ -29,45 +40,85 @@ class Args:
 
     Attributes:
         settings: of each file.
+        draft: what the command line sets.
         programs: the programs that launch scripts start, "" for other files.
     """
 
     settings: Sequence[Settings]
+    draft: Draft
     programs: Sequence[str] = ()
     _keys: dict[str, list[tuple[Settings, str]]] = field(default_factory=dict)
+    _open: list[Said] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for one in self.settings:
-            for key in one.data:
+            for key in one.data if not is_config(one) else ():
                 self._keys.setdefault(plain(key), []).append((one, key))
 
     def get(self, *names: str) -> Said | None:
-        """The first of these arguments that has a value; all of them count as read."""
+        """The first of these arguments that has a value; all of them count as read.
+
+        Raises:
+            UserError: two files say different things.
+        """
         found = None
         for name in names:
-            for settings, key in self._keys.get(name, ()):
-                said = settings.get(key)
-                found = said if found is None else found
+            said = self._said(name)
+            if said is not None and isinstance(said.value, str) and unresolved(said.value):
+                said = self._given(said)
+            found = said if found is None else found
         return found
+
+    def _said(self, name: str) -> Said | None:
+        """An argument as files have it; one that has a value before one that only a running shell knows."""
+        found: list[Said] = []
+        for settings, key in self._keys.get(name, ()):
+            said = settings.get(key)
+            if said is not None and all(said.file != one.file for one in found):
+                found.append(said)
+        known = [one for one in found if not (isinstance(one.value, str) and unresolved(one.value))]
+        for one in known[1:]:
+            if str(one.value).lower() != str(known[0].value).lower():
+                line = f" (line {known[0].line})" if known[0].line else ""
+                raise UserError(Fault(f"says {one.value!r}, but {known[0]}{line} says {known[0].value!r}", one.name,
+                                      one.file, one.line, "leave one of them out"))
+        return known[0] if known else found[0] if found else None
+
+    def _given(self, said: Said) -> Said | None:
+        """What the command line has in place of a value that only a running shell knows."""
+        path = table("imports/megatron_names.yaml")["fields"].get(plain(said.name), "")
+        if not path or not self.draft.overridden(path):
+            return Open(said.file, said.name, said.value, said.line)
+        if said not in self._open:
+            self.draft.leave(said, f"has no value in the script; the command line says {path}")
+            self._open.append(said)
+        value = given(self.draft, path)
+        return replace(said, value=value) if isinstance(value, int) and not isinstance(value, bool) else None
 
     def on(self, *names: str) -> Said | None:
         """The first of these switches that is on."""
         found = None
         for name in names:
-            said = self.get(name)
+            said = self._said(name)
             if said is not None and found is None and _is_on(said):
                 found = said
         return found
 
     def off(self, name: str, *stopped_by: str) -> Said | None:
         """What switches something off: one of the arguments `stopped_by`, or a file that has the switch as false."""
-        said = self.get(name)
+        said = self._said(name)
         stopped = self.on(*stopped_by)
         return stopped if stopped is not None else said if said is not None and not _is_on(said) else None
 
     def names(self) -> list[str]:
         """All names, with underscores."""
         return list(self._keys)
+
+
+def given(draft: Draft, path: str) -> Any:
+    """What the command line sets a field to, None where it does not. Raises UserError."""
+    values = [parse_value(text.partition("=")[2], "") for text in draft.sets if text.partition("=")[0].strip() == path]
+    return values[-1] if values else None
 
 
 def plain(key: str) -> str:
@@ -78,36 +129,42 @@ def plain(key: str) -> str:
 def _is_on(said: Said) -> bool:
     """Whether a switch is on. `--bf16 $MORE` is on: what follows it are other arguments, which nobody knows here."""
     value = said.value[0] if isinstance(said.value, list) and said.value else said.value
-    return True if isinstance(value, str) and value.startswith(("$", "`")) else said.flag()
+    return True if isinstance(value, str) and unresolved(value) else said.flag()
 
 
-def read_arguments(files: Iterable[str]) -> Args:
-    """The arguments that files hold together.
+def is_config(settings: Settings) -> bool:
+    """Whether a file is a model's config.json."""
+    kind = settings.data.get("model_type", "")
+    return "architectures" in settings.data or (
+        "model_type" in settings.data and not str(kind).startswith("ModelType"))
+
+
+def read_arguments(files: Iterable[str], draft: Draft) -> Args:
+    """The arguments that files hold together. What a script leaves open is noted in the draft.
 
     Raises:
         UserError: a file that cannot be read, or that holds no arguments.
     """
-    settings, programs = [], []
-    for file in files:
-        one, program = _read(file)
-        settings.append(one)
-        programs.append(program)
-    return Args(settings, programs)
+    started = [_read(file) for file in files]
+    for one in started:
+        for said, why in one.remarks:
+            draft.leave(said, why)
+    return Args([one.settings for one in started], draft, [one.program for one in started])
 
 
-def _read(file: str) -> tuple[Settings, str]:
+def _read(file: str) -> Started:
     path = Path(file)
     if path.suffix in (".yaml", ".yml", ".json", ".toml"):
-        return _flat(read_settings(file)), ""
+        return Started(_flat(read_settings(file)))
     text = read_text(path, file)
     if text.lstrip()[:1] == "{" and '"' in text:
-        return _flat(read_settings(file)), ""
+        return Started(_flat(read_settings(file)))
     logged = [(number, found) for number, line in enumerate(text.splitlines(), 1) if (found := _LOGGED.search(line))]
     if len(logged) >= _FEW_LOGGED:
         values = {found[1]: found[2].strip() for _, found in logged}
         data = {name: _WORDS.get(value, value) for name, value in values.items() if value not in ("None", "")}
-        return Settings(file, data, {found[1]: number for number, found in logged}), ""
-    return _script(text, file)
+        return Started(Settings(file, data, {found[1]: number for number, found in logged}))
+    return read_script(text, file)
 
 
 def _flat(settings: Settings) -> Settings:
@@ -122,65 +179,3 @@ def _leaves(data: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(value, name)
         elif value is not None:
             yield name, value
-
-
-def _script(text: str, file: str) -> tuple[Settings, str]:
-    """The arguments of the command with most of them, and the program it starts ("" if none is named).
-
-    `#SBATCH` lines are settings too, by the name `#SBATCH --nodes`, and so is CUDA_DEVICE_MAX_CONNECTIONS.
-    """
-    script = Script(file)
-    script.follow(text)
-    options = [[word for outer in words for word in _within(outer)] for words in script.ran]
-    bare = [words for words in options if words[0].text.startswith("--")]  # arguments, each at a line of its own
-    options = [words for words in options if words not in bare] + [[word for words in bare for word in words]]
-    counts = [sum(word.text.startswith("--") for word in words) for words in options]
-    if not any(counts):  # a file that only names arguments, for other files to use
-        options = [[inner for value in script.variables.values() if value and value[0].text.lstrip().startswith("--")
-                    for outer in value for inner in _within(outer)]]
-        counts = [len(options[0])]
-    if not any(counts):
-        raise UserError(Fault("holds no arguments such as --num-layers", "", file,
-                              hint="give a launch script, its arguments, or a YAML file of them"))
-    words = options[len(counts) - 1 - counts[::-1].index(max(counts))]
-    data, lines = _options(words)
-    for number, line in enumerate(text.splitlines(), 1):
-        if found := _SBATCH.match(line.strip()):
-            name = f"#SBATCH {_SHORT.get(found[1], found[1])}"
-            data[name], lines[name] = found[2] or True, number
-    for value in script.variables.get("CUDA_DEVICE_MAX_CONNECTIONS", [])[:1]:
-        data["CUDA_DEVICE_MAX_CONNECTIONS"], lines["CUDA_DEVICE_MAX_CONNECTIONS"] = value.text, value.line
-    program = next((word.text for word in words if word.text.endswith(".py")), "")
-    return Settings(file, data, lines), program
-
-
-def _within(word: Word) -> Iterator[Word]:
-    """A word, or those within it where it is a command of its own (`bash -c "torchrun ..."`, `eval`)."""
-    return word.split() if re.search(r"(^|\s)--\w", word.text) and re.search(r"\s", word.text) else iter((word,))
-
-
-def _options(words: Iterable[Word]) -> tuple[dict[str, Any], dict[str, int]]:
-    """Name -> value and line. An option without a value is true, one with several is a list, the last one of a name
-    counts (argparse). Names have hyphens, however they are written."""
-    found: dict[str, list[str]] = {}
-    lines: dict[str, int] = {}
-    name = ""
-    for word in words:
-        start = re.match(r"--([A-Za-z][\w.-]*)(?:=(.*))?\Z", word.text, re.DOTALL)
-        if start:
-            name = "--" + start[1].replace("_", "-")
-            found[name], lines[name] = [] if start[2] is None else [start[2]], word.line
-        elif word.text.endswith(".py") or re.fullmatch(r"-[A-Za-z]", word.text):
-            name = _SHORT.get(word.text, "")
-            if name:
-                found[name], lines[name] = [], word.line
-        elif name and word.text:
-            found[name].append(word.text)
-    data: dict[str, Any] = {}
-    for one, values in found.items():
-        known = [value for value in values if not value.startswith(("$", "`"))] or values
-        for value in values:
-            if value not in known:  # `--seq-length 2048 $MORE`: more arguments, which nobody knows here
-                data[value], lines[value] = "", lines[one]
-        data[one] = True if not known else known[0] if len(known) == 1 else known
-    return data, lines

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from sim.imports.facts import AUTO, Job, dtype_of, mapping_at, one_of, peek, switch, word_of
+from sim.imports.facts import AUTO, Job, dtype_of, mapping_at, one_of, peek, switch, take_whole, word_of
 from sim.imports.settings import Said, Settings
 
 _ZERO = "zero_optimization"
+#: Any of these makes a file one of DeepSpeed's.
+MARKS = (_ZERO, "train_micro_batch_size_per_gpu", "train_batch_size", "bf16.enabled", "fp16.enabled", "steps_per_print",
+         "zero_allow_untested_optimizer")
 _STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 _PLACES = {"none": "none", "cpu": "cpu", "nvme": "nvme"}
 #: Name -> ours. `adam` is AdamW too unless adam_w_mode is false (engine.py, _configure_basic_optimizer).
@@ -75,10 +78,12 @@ _HALVES = (("bf16", ("bf16", "bfloat16")), ("fp16", ("fp16",)))
 
 def read_deepspeed_json(settings: Settings, job: Job, said: Said | None = None) -> None:
     """All of a DeepSpeed configuration; `said` is the setting that names it, where another file does."""
-    mapping_at(settings, _ZERO, "bf16", "bfloat16", "fp16", "optimizer", "data_types", "torch_autocast", "amp",
-               "activation_checkpointing", f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param", "tensor_parallel",
-               "optimizer.params")
-    job.keep("engine", "zero", said or Said(settings.file, _ZERO, "DeepSpeed", settings.line(_ZERO)))
+    old = peek(settings, _ZERO)
+    mapping_at(settings, *(() if old is not None and isinstance(old.value, bool) else (_ZERO,)), "bf16", "bfloat16",
+               "fp16", "optimizer", "data_types", "torch_autocast", "amp", "activation_checkpointing",
+               f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param", "tensor_parallel", "optimizer.params")
+    mark = next((one for one in MARKS if settings.has(one)), _ZERO)
+    job.keep("engine", "zero", said or Said(settings.file, mark, "DeepSpeed", settings.line(mark)))
     _batch(settings, job)
     _stage(settings, job)
     _dtypes(settings, job)
@@ -105,8 +110,11 @@ def _batch(settings: Settings, job: Job) -> None:
 
 def _stage(settings: Settings, job: Job) -> None:
     draft = job.draft
+    old_form = peek(settings, _ZERO)
     said = settings.get(f"{_ZERO}.stage")
-    if said is not None:
+    if old_form is not None and isinstance(old_form.value, bool):  # zero/config.py, read_zero_config_deprecated
+        job.keep("stage", int(old_form.value), settings.get(_ZERO) or old_form)
+    elif said is not None:
         if said.whole(0) > 3:
             raise said.wrong("0, 1, 2 or 3")
         job.keep("stage", said.whole(0), said)
@@ -136,6 +144,7 @@ def _stage(settings: Settings, job: Job) -> None:
     for name in _NOT_SIMULATED:
         if (said := settings.get(f"{_ZERO}.{name}")) is not None:
             draft.leave(said, "is not simulated")
+            take_whole(settings, f"{_ZERO}.{name}")
 
 
 def _leave_unusual(settings: Settings, job: Job, name: str, usual: Any, why: str) -> None:
@@ -218,16 +227,18 @@ def _rest(settings: Settings, job: Job) -> None:
                  "data_efficiency", "progressive_layer_drop", "eigenvalue", "compile", "communication_compression"):
         said = peek(settings, name)
         if said is not None and said.value not in (False, {}) and not isinstance(said.value, list | str):
-            draft.leave(settings.get(name) or said, "is not simulated")
-            settings.get(*(one.name for one, _ in settings.rest() if one.name.startswith(f"{name}.")))
+            draft.leave(said, "is not simulated")
+            take_whole(settings, name)
 
 
 def settle_zero(job: Job) -> None:
     """Strategy and overlap of a job that DeepSpeed runs; a bucket's bytes follow from its dtype in `hugging`."""
     draft, stage = job.draft, job.of("stage") or 0
-    said = job.said("stage") or job.said("engine")
+    said = job.said("stage")
     if said is not None:
         draft.take("parallel.strategy", _STRATEGIES[stage], said)
+    else:
+        draft.assume("parallel.strategy", _STRATEGIES[stage], "no stage of ZeRO is said: all of it on every GPU")
     # zero/config.py, overlap_comm_valid: without a value, stage 3 alone overlaps; without ZeRO the engine reduces
     # behind the whole backward (engine.py, buffered_allreduce_fallback).
     draft.assume("parallel.overlap", stage > 2, "DeepSpeed's default of overlap_comm: stage 3 alone overlaps")

@@ -7,9 +7,9 @@ accelerate's precision by those too), so readers keep facts here and `hugging` s
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+import os.path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from sim.errors import Fault, UserError
@@ -32,6 +32,7 @@ class Job:
         draft: the scenario in the making.
         facts: name -> value and the setting that says it.
         files: settings to close once all is settled.
+        zeros: DeepSpeed's JSON files that the user gave.
         hugging: whether a file of Hugging Face's is among them, whose modules run then.
         config: the model's config.json.
         arguments: the Trainer's arguments.
@@ -41,6 +42,7 @@ class Job:
     draft: Draft
     facts: dict[str, tuple[Any, Said]] = field(default_factory=dict)
     files: list[Settings] = field(default_factory=list)
+    zeros: list[Settings] = field(default_factory=list)
     hugging: bool = False
     config: Settings | None = None
     arguments: Settings | None = None
@@ -77,7 +79,7 @@ class Job:
 
 def peek(settings: Settings, *names: str) -> Said | None:
     """As `Settings.get`, but nothing counts as read."""
-    return Settings(settings.file, settings.data, settings.lines).get(*names)
+    return replace(settings, _read=set()).get(*names)
 
 
 def switch(settings: Settings, *names: str) -> Said | None:
@@ -128,8 +130,50 @@ def mapping_at(settings: Settings, *names: str) -> None:
             raise said.wrong("a mapping")
 
 
-def inner(settings: Settings, name: str) -> Settings | None:
-    """Settings that stand under a name: a mapping, its JSON, or the path of a file, relative to this file's folder."""
+def take_whole(settings: Settings, name: str) -> None:
+    """Takes a setting out, so that none of what stands under it is listed: it is told as one, or others read it."""
+    settings.get(name)
+    settings.data = _without(settings.data, name)
+
+
+def _without(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    first, _, rest = name.partition(".")
+    below = data.get(first)
+    if rest and isinstance(below, Mapping):
+        return {**data, first: _without(below, rest)}
+    return {key: value for key, value in data.items() if key != first}
+
+
+@dataclass
+class _Part(Settings):
+    """Settings that stand under a name of a file, which is in front of theirs wherever they are told."""
+
+    above: str = ""
+
+    def get(self, *names: str) -> Said | None:
+        said = super().get(*names)
+        return self._full(said) if said is not None else None
+
+    def rest(self) -> Iterator[tuple[Said, bool]]:
+        for said, idle in super().rest():
+            yield self._full(said), idle
+
+    def read(self) -> Iterator[Said]:
+        return map(self._full, super().read())
+
+    def _full(self, said: Said) -> Said:
+        return replace(said, name=f"{self.above}.{said.name}")
+
+
+def inner(settings: Settings, name: str, given: Sequence[Settings] = ()) -> Settings | None:
+    """Settings that stand under a name: a mapping, its JSON, or the path of a file.
+
+    A path is relative to this file's folder or to the working directory, which is where the tools look
+    (transformers' training_args.py, accelerate's utils/deepspeed.py).
+
+    Args:
+        given: files of that kind that the user gave: None where the path is one of theirs, or is not here.
+    """
     said = settings.get(name)
     if said is None:
         return None
@@ -140,31 +184,18 @@ def inner(settings: Settings, name: str) -> Settings | None:
         except (ValueError, RecursionError):
             raise said.wrong("JSON") from None
     if isinstance(value, Mapping):
-        settings.get(*_below(value, name))
         start = f"{name}."
         lines = {key.removeprefix(start): line for key, line in settings.lines.items() if key.startswith(start)}
-        return Settings(settings.file, value, lines or {str(key): said.line for key in value})
+        take_whole(settings, name)
+        return _Part(settings.file, value, lines or {str(key): said.line for key in value}, above=said.name)
     if not isinstance(value, str) or not value.strip() or "\0" in value:
         raise said.wrong("a mapping or the path of a file")
-    written = Path(value).expanduser()
-    path = written if written.is_absolute() else Path(settings.file).parent / written
-    if not _is_file(path):
-        raise UserError(Fault(f"no such file: {path}", said.name, said.file, said.line,
-                              "a path in a file is relative to that file's folder"))
-    return read_settings(str(path))
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:
-        return False
-
-
-def _below(data: Mapping[str, Any], above: str) -> list[str]:
-    names = []
-    for key, value in data.items():
-        names.append(f"{above}.{key}")
-        if isinstance(value, Mapping):
-            names += _below(value, f"{above}.{key}")
-    return names
+    path = os.path.expanduser(value)
+    beside = os.path.join(os.path.dirname(settings.file), path)
+    found = next((one for one in (beside, path) if os.path.isfile(one)), None)
+    if given and (found is None or any(os.path.realpath(one.file) == os.path.realpath(found) for one in given)):
+        return None
+    if found is None:
+        hint = "" if os.path.isabs(path) else "looked for in this file's folder and in the working directory"
+        raise UserError(Fault(f"no such file: {value}", said.name, said.file, said.line, hint))
+    return read_settings(found)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from sim.imports.facts import Job, mapping_at, one_of, peek, switch
 from sim.imports.settings import Said, Settings
+from sim.software.stack import stack_for
 
 #: Strategy of FSDP 1, or its number -> what shares a set of shards, and whether forward frees what it gathered.
 _STRATEGIES = {
@@ -16,6 +17,9 @@ _STRATEGIES = {
     "1": ("full", True), "2": ("full", False), "3": (1, True), "4": ("node", True), "5": ("node", False),
 }
 _ONLY_1 = ("no_shard", "hybrid_shard", "hybrid_shard_zero2")
+#: What FSDP 1 alone has (transformers 5 reads them with `version: 1` alone).
+_NAMES_OF_1 = ("backward_prefetch", "forward_prefetch", "use_orig_params", "limit_all_gathers", "sync_module_states",
+               "sharding_strategy")
 _BACKWARD = {"backward_pre": "pre", "backward_post": "post", "no_prefetch": "none", "none": "none",
              "1": "pre", "2": "post", "3": "none"}
 _WRAPS = {"transformer_based_wrap": "block", "size_based_wrap": "size", "no_wrap": "none"}
@@ -36,7 +40,7 @@ def read_fsdp(settings: Settings, above: str, job: Job, *, version: int, wrap: s
     """
     draft = job.draft
     words = _legacy(legacy)
-    version = _version(settings, above, job, version, words)
+    version = _version(settings, above, job, version, words, legacy)
     _strategy(settings, above, job, version, words, legacy)
     _prefetch(settings, above, job, version)
     said = switch(settings, *_names(above, "offload_params", "cpu_offload"))
@@ -54,8 +58,11 @@ def read_fsdp(settings: Settings, above: str, job: Job, *, version: int, wrap: s
     for name in ("ignored_modules", "mixed_precision_policy"):
         if (said := settings.get(*_names(above, name))) is not None:
             draft.leave(said, "no field says it: all blocks are sharded alike, with the dtypes of mixed_precision")
-    if version == 1 and (said := switch(settings, *_names(above, "use_orig_params"))) is not None:
-        draft.leave(said, "no field says it: the profile of the stack does")
+    said = peek(settings, *_names(above, "use_orig_params"))
+    counted = stack_for("pytorch", modules="transformers").original_parameters
+    if version == 1 and said is not None and said.flag() is not counted:
+        settings.get(*_names(above, "use_orig_params"))
+        draft.leave(said, f"kernels of the optimizer are counted {'parameter by parameter' if counted else 'by unit'}")
     if (said := switch(settings, *_names(above, "xla"))) is not None:
         raise said.wrong("false: XLA's FSDP is not simulated")
     settings.idle(*(pattern for name in ("state_dict_type", "cpu_ram_efficient_loading", "sync_module_states",
@@ -78,13 +85,21 @@ def _legacy(said: Said | None) -> list[str]:
     return [one.lower() for one in words]
 
 
-def _version(settings: Settings, above: str, job: Job, version: int, words: list[str]) -> int:
+def _version(settings: Settings, above: str, job: Job, version: int, words: list[str], legacy: Said | None) -> int:
     said = settings.get(*_names(above, "version"))
     if said is None:
-        # transformers 5 refuses hybrid_shard and no_shard with its default, FSDP 2: such a file is an earlier one's.
-        version = 1 if any(one in _ONLY_1 for one in words) else version
-        job.draft.assume("software.fsdp", version, "the default of transformers 5; earlier releases have FSDP 1"
-                         if version > 1 else "no version is said: accelerate's default, and that of transformers 4")
+        # transformers 5 refuses hybrid_shard and no_shard with its default, FSDP 2: such a file is an earlier one's, as
+        # is one with names of FSDP 1 alone, unless it has transformers 5's own `fsdp: true` or a flag for resharding.
+        after = peek(settings, *_names(above, "reshard_after_forward"))
+        new = legacy is None or (after is not None and isinstance(after.value, bool))
+        old = [one for one in words if one in _ONLY_1] + [
+            one for name in _NAMES_OF_1 for one in _names(above, name) if not new and settings.has(one)]
+        if version > 1 and not old:
+            why = "the default of transformers 5; earlier releases have FSDP 1"
+        else:
+            why = f"{old[0]} is of FSDP 1" if old else "the default of accelerate"
+            version = 1
+        job.draft.assume("software.fsdp", version, why)
         return version
     version = said.whole()
     if version > 2:

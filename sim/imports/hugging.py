@@ -12,24 +12,27 @@ from pathlib import Path
 from sim.errors import Fault, UserError, bare
 from sim.imports.accelerate import read_accelerate_yaml, settle_launched
 from sim.imports.adapters import read_adapter, read_quantised
+from sim.imports.deepspeed import MARKS as ZERO_MARKS
 from sim.imports.deepspeed import read_deepspeed_json, settle_zero
-from sim.imports.draft import Draft
+from sim.imports.draft import Draft, Ranks
 from sim.imports.facts import AUTO, Job, peek
 from sim.imports.fsdp import settle_fsdp
 from sim.imports.optimizers import settle_optimizer
 from sim.imports.policy import settle_precision
 from sim.imports.settings import Said, Settings, read_settings
-from sim.imports.trainer import MARKS, read_arguments, refuse_root, settle_arguments
+from sim.imports.trainer import MARKS, read_arguments, settle_arguments
 from sim.scenario.precisions import PRECISIONS
 from sim.scenario.presets import preset_names
 
 Reader = Callable[[Settings, Job], None]
 
+_KNOWN = "a model's config.json, the Trainer's arguments, DeepSpeed's JSON, accelerate's YAML or adapter_config.json"
+
 _ADAPTER_MARKS = ("peft_type",)
 _LAUNCH_MARKS = ("distributed_type", "compute_environment", "num_machines", "num_processes")
-_ZERO_MARKS = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16.enabled",
-               "fp16.enabled", "steps_per_print", "zero_allow_untested_optimizer")
 _MODEL_MARKS = ("model_type", "architectures")
+#: Ends of launch scripts' names.
+_SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch", ".py")
 #: What a checkpoint's name adds to its model's.
 _ENDINGS = ("-hf", "-v0.1", "-v0.3", "-instruct", "-chat", "-base", "-it")
 _STARTS = ("meta-", "open-")
@@ -56,13 +59,14 @@ def read_deepspeed(files: Sequence[str], draft: Draft) -> None:
 
 def _read(files: Sequence[str], job: Job) -> None:
     found = [_recognised(file) for file in files]
+    job.zeros = [settings for kind, settings in found if kind is read_deepspeed_json]
     for reader in (_config, read_arguments, read_deepspeed_json, read_accelerate_yaml, read_adapter):
         for kind, settings in found:
             if kind is reader:
                 job.files.append(settings)
                 reader(settings, job)
     _model(job)
-    settle_arguments(job)
+    settle_arguments(job, _STACKS[job.engine])
     settle_launched(job)
     _stack(job)
     settle_optimizer(job)
@@ -82,16 +86,35 @@ def _recognised(file: str) -> tuple[Reader, Settings]:
         folder = False
     if folder:
         return _config, read_settings(f"{file.rstrip('/')}/config.json")
+    if path.suffix in _SCRIPTS:
+        raise UserError(Fault("is a script, not a file of settings", file=file, hint="give the JSON or YAML files that "
+                              "it names; 'drystep import megatron' reads scripts that launch Megatron-LM"))
     settings = read_settings(file)
-    if any(not isinstance(key, str) for key in settings.data):
-        raise refuse_root(settings)
-    kinds: tuple[tuple[tuple[str, ...], Reader], ...] = (
-        (_ADAPTER_MARKS, read_adapter), (_LAUNCH_MARKS, read_accelerate_yaml), (_ZERO_MARKS, read_deepspeed_json),
-        (_MODEL_MARKS, _config), (MARKS, read_arguments))
-    for marks, reader in kinds:
-        if any(settings.has(mark) for mark in marks) and not _arguments(settings, reader):
-            return reader, settings
-    raise refuse_root(settings)
+    reader = _kind(settings)[1]
+    if reader is None:
+        names = ", ".join(map(str, list(settings.data)[:5]))
+        hint = "'drystep import torchtitan' reads torchtitan's TOML" if path.suffix == ".toml" else ""
+        raise UserError(Fault(f"expected {_KNOWN}, found {names[:60]!r}", file=file, line=1, hint=hint))
+    return reader, settings
+
+
+def kind_of(settings: Settings) -> str:
+    """Which of this job's files these settings look like, "" for none."""
+    return _kind(settings)[0]
+
+
+def _kind(settings: Settings) -> tuple[str, Reader | None]:
+    kinds: tuple[tuple[str, tuple[str, ...], Reader], ...] = (
+        ("an adapter_config.json", _ADAPTER_MARKS, read_adapter),
+        ("accelerate's YAML", _LAUNCH_MARKS, read_accelerate_yaml),
+        ("DeepSpeed's JSON", ZERO_MARKS, read_deepspeed_json),
+        ("a model's config.json", _MODEL_MARKS, _config),
+        ("the Trainer's arguments", MARKS, read_arguments))
+    if all(isinstance(key, str) for key in settings.data):
+        for words, marks, reader in kinds:
+            if any(settings.has(mark) for mark in marks) and not _arguments(settings, reader):
+                return words, reader
+    return "", None
 
 
 def _arguments(settings: Settings, reader: Reader) -> bool:
@@ -190,21 +213,16 @@ _BUCKET = "zero_optimization.reduce_bucket_size"
 
 def _batch(job: Job) -> None:
     """Micro-batch and micro-steps, or the whole batch; DeepSpeed's three numbers have to agree."""
-    draft, gpus = job.draft, job.draft.gpus
+    draft = job.draft
     micro, steps, total = (job.facts.get(name) for name in ("micro", "steps", "total"))
-    ranks = _ranks(job, gpus.whole()) if gpus is not None else None
     if total is not None:
         whole, said = total
         if micro is not None and steps is not None:
-            ranks = _agreed(job, whole, micro[0] * steps[0], said, ranks)
-        elif micro is None and ranks is not None:
-            # config.py, _set_batch_related_parameters
-            each = whole // ranks // (steps[0] if steps is not None else 1)
-            if each < 1:
-                raise said.wrong(f"at least one sequence for each of {ranks} replicas and micro-step")
-            micro = (each, said)
+            _agree(job, whole, micro[0] * steps[0], said)
         elif micro is None:
-            draft.leave(said, "the micro-batch is this over GPUs and micro-steps: --set training.micro_batch=N")
+            turns = steps[0] if steps is not None else 1
+            draft.take_later("training.micro_batch", lambda ranks: _share(ranks, whole, turns, said), said,
+                             "over replicas" + (f" and {turns} micro-steps" if turns > 1 else ""))
         draft.take("training.global_batch", whole, said)
     elif steps is not None:
         draft.take("training.micro_steps", steps[0], steps[1])
@@ -219,23 +237,25 @@ def _batch(job: Job) -> None:
                      "the Trainer's default of per_device_train_batch_size")
 
 
-def _ranks(job: Job, gpus: int) -> int:
-    """Replicas of the model among so many GPUs."""
-    degrees = 1
+def _share(ranks: Ranks, whole: int, turns: int, said: Said) -> int:
+    """What of the whole batch one replica takes at once (config.py, _set_batch_related_parameters; what does not
+    divide its _batch_assertion refuses)."""
+    replicas = max(1, ranks.gpus // (ranks.tensor * ranks.pipeline * ranks.context))
+    each, rest = divmod(whole, replicas * turns)
+    if rest or not each:
+        raise said.wrong(f"a multiple of {replicas * turns}, {replicas} replicas times {turns} micro-steps")
+    return each
+
+
+def _agree(job: Job, whole: int, each: int, said: Said) -> None:
+    """Holds a whole batch against what each replica takes; they tell the GPUs where no file does."""
+    gpus, degrees = job.draft.gpus, 1
     for name in ("tensor", "pipeline", "context"):
         degrees *= job.draft.value(f"parallel.{name}") or 1
-    return max(1, gpus // degrees)
-
-
-def _agreed(job: Job, whole: int, each: int, said: Said, ranks: int | None) -> int:
-    """Replicas that make the whole batch of what each takes; they tell the GPUs where no file does."""
+    ranks = max(1, gpus.whole() // degrees) if gpus is not None else None
     if whole % each or (ranks is not None and whole != each * ranks):
         over = f" times {ranks} replicas" if ranks is not None else ""
         raise UserError(Fault(f"says {whole}, but micro-batch times micro-steps is {each}{over}", said.name, said.file,
                               said.line, "DeepSpeed refuses it: leave one of the three out"))
-    if ranks is None:
-        degrees = 1
-        for name in ("tensor", "pipeline", "context"):
-            degrees *= job.draft.value(f"parallel.{name}") or 1
+    if gpus is None:
         job.draft.gpus = Said(said.file, said.name, whole // each * degrees, said.line)
-    return whole // each

@@ -10,6 +10,12 @@ _OPERATORS = (";;", "&&", "||", ";", "&", "|", "(", ")")
 _HEREDOC = re.compile(r"<<-?\s*(['\"\\]?)(\w+)\1")
 _REDIRECT = re.compile(r"&?[<>]+[&|]?\s*")
 _CLOSING = {"(": ")", "{": "}"}
+#: Longest expression of `((`.
+_LONGEST = 1_000
+#: Operators that are words between `[[` and `]]`.
+_TESTING = ("&&", "||", "(", ")", "<", ">", "|")
+#: Words behind which another command begins.
+_OPENING = ("if", "elif", "while", "until", "for", "then", "do", "else", "{", "!")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,39 +45,40 @@ class Raw:
         return "".join(piece.text for piece in self.pieces) if all(not piece.quote for piece in self.pieces) else ""
 
 
-@dataclass(slots=True)
-class Simple:
-    """A simple command: its words, and the operator behind it ("\\n" at the end of a line).
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """What stands between words, "\\n" at the end of a line.
 
     Attributes:
-        arrays: for each word `NAME=` that an array follows, its position and the array's words.
+        glued: whether no space is between it and the word in front.
     """
 
-    words: list[Raw] = field(default_factory=list)
-    end: str = "\n"
-    arrays: dict[int, list[Raw]] = field(default_factory=dict)
+    text: str
+    glued: bool = False
 
 
-def commands(text: str) -> Iterator[Simple]:
-    """The simple commands of a script, in order."""
-    lexer = _Lexer(text)
-    now, inside = Simple(), False
-    for token in lexer.tokens():
-        if inside:
-            if token == ")":
-                inside = False
-            elif isinstance(token, Raw):
-                now.arrays[len(now.words) - 1].append(token)
-        elif isinstance(token, Raw):
-            now.words.append(token)
-        elif token == "(" and now.words and lexer.glued and re.fullmatch(r"\w+\+?=", now.words[-1].plain):
-            now.arrays[len(now.words) - 1] = []
-            inside = True
-        else:
-            now.end = token
-            yield now
-            now = Simple()
-    yield now
+Token = Raw | Operator
+
+
+def tokens(text: str) -> list[Token]:
+    """The words and operators of a script. `((`, an expression and `))` are three words where arithmetic is a command,
+    and all between `[[` and `]]` is words."""
+    return list(_Lexer(text).tokens())
+
+
+def closing(text: str, start: int) -> int:
+    """Where the `$(`, `${` or backtick at `start` ends: behind what closes it, or the end of the text."""
+    if text[start] == "`":
+        end = text.find("`", start + 1)
+        return len(text) if end < 0 else end + 1
+    opening = text[start + 1]
+    depth, at = 0, start + 1
+    while at < len(text):
+        depth += (text[at] == opening) - (text[at] == _CLOSING[opening])
+        at += 1
+        if not depth:
+            break
+    return at
 
 
 class _Lexer:
@@ -81,43 +88,75 @@ class _Lexer:
         self.text, self.at, self.line = text.replace("\r\n", "\n"), 0, 1
         self.word: Raw | None = None
         self.heredocs: list[str] = []
-        #: Whether the last operator follows a word without space between them.
-        self.glued = False
         self.skips = False
+        #: Whether `[[` is open, and whether a command may begin here.
+        self.tests, self.opens = False, True
 
-    def tokens(self) -> Iterator[Raw | str]:
+    def tokens(self) -> Iterator[Token]:
         """Words and operators."""
         while self.at < len(self.text):
             letter = self.text[self.at]
             if letter in " \t\n" or (letter == "\\" and self.text[self.at + 1:self.at + 2] == "\n"):
-                yield from self._done()
-                if letter == "\\":
-                    self._move(1)
-                self._move(1)
-                if letter == "\n":
-                    self._skip_heredocs()
-                    yield "\n"
+                yield from self._space(letter)
             elif letter == "#" and self.word is None:
                 while self.at < len(self.text) and self.text[self.at] != "\n":
                     self.at += 1
+            elif self.tests and (sign := self._starts(_TESTING)):
+                yield from self._done()
+                yield Raw(self.line, [Piece(sign)])
+                self._move(len(sign))
+            elif self.opens and self.word is None and (end := self._arithmetic()):
+                yield Raw(self.line, [Piece("((")])
+                yield Raw(self.line, [Piece(self.text[self.at + 2:end], '"')])
+                yield Raw(self.line, [Piece("))")])
+                self._move(end + 2 - self.at)
+                self.opens = False
             elif letter in "<>&" and self._redirect():
                 continue
-            elif operator := next((one for one in _OPERATORS if self.text.startswith(one, self.at)), None):
-                self.glued = self.word is not None
+            elif operator := self._starts(_OPERATORS):
+                glued = self.word is not None
                 yield from self._done()
                 self._move(len(operator))
-                yield operator
+                self.tests, self.opens = False, True
+                yield Operator(operator, glued)
             else:
                 self._part(letter)
         yield from self._done()
 
+    def _starts(self, signs: tuple[str, ...]) -> str | None:
+        return next((one for one in signs if self.text.startswith(one, self.at)), None)
+
+    def _space(self, letter: str) -> Iterator[Token]:
+        """A space, the end of a line, or a line that goes on."""
+        yield from self._done()
+        if letter == "\\":
+            self._move(1)
+        self._move(1)
+        if letter == "\n":
+            self._skip_heredocs()
+            self.tests, self.opens = False, True
+            yield Operator("\n")
+
+    def _arithmetic(self) -> int:
+        """Where the `((` that stands here ends, 0 if none does or it has no end on its line."""
+        if not self.text.startswith("((", self.at):
+            return 0
+        line = self.text.find("\n", self.at, self.at + _LONGEST)
+        end = self.text.find("))", self.at, line if line >= 0 else self.at + _LONGEST)
+        while end >= 0 and self.text[end + 2:end + 3] == ")":
+            end += 1
+        return max(0, end)
+
     def _done(self) -> Iterator[Raw]:
         """The word that ends here; the target of a redirection is dropped."""
-        if self.word is not None and not self.skips:
-            yield self.word
-        if self.word is not None:
-            self.skips = False
-        self.word = None
+        word, self.word = self.word, None
+        if word is None:
+            return
+        if not self.skips:
+            self.tests = word.plain == "[[" or (self.tests and word.plain != "]]")
+            self.opens = word.plain in _OPENING
+            yield word
+        self.skips = False
 
     def _redirect(self) -> bool:
         """Whether a redirection stands here; it is skipped, with the number in front of it."""
@@ -154,7 +193,7 @@ class _Lexer:
             self.word.pieces.append(Piece(self.text[self.at + 1:self.at + 2], "'"))
             self._move(2)
         elif letter == "`" or (letter == "$" and self.text[self.at + 1:self.at + 2] in _CLOSING):
-            end = self._substitution(self.at)
+            end = closing(self.text, self.at)
             self.word.pieces.append(Piece(self.text[self.at:end]))
             self._move(end - self.at)
         else:
@@ -172,26 +211,12 @@ class _Lexer:
                 text += self.text[start:end], self.text[end + 1:end + 2]
                 end = start = end + 2
             elif quote == '"' and (self.text[end] == "`" or self.text[end:end + 2] in ("${", "$(")):
-                end = self._substitution(end)
+                end = closing(self.text, end)
             else:
                 end += 1
         text.append(self.text[start:end])
         self.word.pieces.append(Piece("".join(text), quote))
         self._move(end + 1 - self.at)
-
-    def _substitution(self, start: int) -> int:
-        """Where `$(`, `${` or a backtick at `start` ends."""
-        if self.text[start] == "`":
-            end = self.text.find("`", start + 1)
-            return len(self.text) if end < 0 else end + 1
-        opening = self.text[start + 1]
-        closing, depth, at = _CLOSING[opening], 0, start + 1
-        while at < len(self.text):
-            depth += (self.text[at] == opening) - (self.text[at] == closing)
-            at += 1
-            if not depth:
-                break
-        return at
 
     def _move(self, count: int) -> None:
         self.line += self.text.count("\n", self.at, self.at + count)

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from sim.catalog import table
-from sim.errors import UserError
-from sim.imports.arguments import Args, plain, read_arguments
+from sim.errors import Fault, UserError
+from sim.imports.arguments import Args, is_config, plain, read_arguments
 from sim.imports.draft import Draft
-from sim.imports.megatron_layout import read_layout
+from sim.imports.launches import ONE_PROCESS, amount, is_idle
+from sim.imports.megatron_kernels import read_kernels
+from sim.imports.megatron_layout import read_layout, shards_masters
 from sim.imports.megatron_model import choice, read_model
 from sim.imports.settings import Said
 
@@ -26,12 +28,6 @@ _RECIPES = {"delayed": "fp8", "tensorwise": "fp8", "mxfp8": "mxfp8", "blockwise"
 _DTYPES = {"fp32": "fp32", "float32": "fp32", "torch.float32": "fp32", "bf16": "bf16", "bfloat16": "bf16",
            "torch.bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "torch.float16": "fp16", "fp8": "fp8",
            "torch.uint8": "fp8", "uint8": "fp8"}
-#: --attention-backend -> training.attention.
-_BACKENDS = {"flash": "flash", "fused": "flash", "unfused": "eager", "local": "eager", "auto": None}
-_GRAPHS = {"none": False, "local": True, "transformer_engine": True, "full_iteration": True}
-#: Switches of fused kernels: all off are `software.fused: false`.
-_FUSIONS = {"masked_softmax_fusion": "no_masked_softmax_fusion", "bias_gelu_fusion": "no_bias_gelu_fusion",
-            "bias_swiglu_fusion": "no_bias_swiglu_fusion", "bias_dropout_fusion": "no_bias_dropout_fusion"}
 
 
 def read(files: Sequence[str], draft: Draft) -> None:
@@ -40,27 +36,27 @@ def read(files: Sequence[str], draft: Draft) -> None:
     Raises:
         UserError: a file that cannot be read, or a value that cannot be.
     """
-    args = read_arguments(files)
-    if args.get("model_type", "architectures") is not None:
-        _hf(args, draft)
+    args = read_arguments(files, draft)
+    _hf(args, draft)
     read_model(args, draft)
     read_layout(args, draft)
     _batch(args, draft)
     _precision(args, draft)
     _optimizer(args, draft)
     _recompute(args, draft)
-    _kernels(args, draft)
-    _machine(args, draft)
     if said := args.on("deepspeed"):
         draft.take("software.framework", "deepspeed", said)
     draft.assume("software.framework", "megatron", "arguments of Megatron-LM")
+    read_kernels(args, draft, draft.value("training.precision") != "fp32")
+    _machine(args, draft)
+    _refuse_others(args)
     _close(args, draft)
 
 
 def _hf(args: Args, draft: Draft) -> None:
     """A model's config.json beside the script."""
     for settings in args.settings:
-        kind = settings.get("model_type", "architectures")
+        kind = settings.get("model_type", "architectures") if is_config(settings) else None
         if kind is not None:
             draft.take("model.hf", settings.file, Said(settings.file, "model_type", kind.value, kind.line))
             settings.elsewhere = True
@@ -113,6 +109,8 @@ def _precision(args: Args, draft: Draft) -> None:
             draft.leave(recipe, "scales of blocks are counted as one of a whole tensor")
         if gathered is not None:
             changes["gather"] = name
+    if shards_masters(args, draft):
+        changes["gradients"] = "fp32"  # summed up in fp32, reduced in bf16 (engine.py, communication_data_type)
     if whole is not None and half == "fp16":
         changes |= {"gradients": "fp32", "reduce": "fp32"}
     if narrow_sum is not None and name != "fp32":
@@ -132,6 +130,8 @@ def _aware(args: Args) -> dict[str, Any]:
         said = args.get(*names)
         if on is not None and said is not None and (dtype := choice(said, _DTYPES)) != "fp32":
             found[field] = dtype
+    if "gradients" in found:  # arguments.py: bf16 sums are made fp32 unless --main-grads-dtype says otherwise
+        found["reduce"] = found["gradients"]
     return found
 
 
@@ -175,7 +175,7 @@ def _recompute(args: Args, draft: Draft) -> None:
             return
         draft.take(path, "full", kind)
         if number is not None and number.whole() > 1:
-            draft.leave(number, f"the input of every block is kept, not of every {number.whole()}th")
+            draft.leave(number, f"the input of every block is kept, not of one in {number.whole()}")
         return
     names = _names(modules) if modules is not None else ["core_attn"]
     draft.take(path, "selective" if names == ["core_attn"] else {"modules": names}, kind)
@@ -198,67 +198,57 @@ def _names(said: Said) -> list[str]:
     return [str(one) for one in values]
 
 
-def _kernels(args: Args, draft: Draft) -> None:
-    """Attention, fusions and graphs."""
-    flash, backend, layers = args.on("use_flash_attn"), args.get("attention_backend"), args.get("transformer_impl")
-    if backend is not None and (attention := choice(_bare(backend), _BACKENDS)) is not None:
-        draft.take("training.attention", attention, backend)
-    elif flash is not None:
-        draft.take("training.attention", "flash", flash)
-    elif layers is not None and layers.word() == "local":
-        draft.take("training.attention", "eager", layers, "core/transformer/dot_product_attention.py")
-    off = [said for name, stop in _FUSIONS.items() if (said := args.off(name, stop)) is not None]
-    gated = draft.value("model.gated_mlp")
-    wanted = len(_FUSIONS) - 1  # of the two activations' a model has one
-    seen = [said for said in off if ("swiglu" if not gated else "gelu") not in said.name]
-    if len(seen) >= wanted:
-        draft.take("software.fused", False, seen[0])
-    else:
-        for said in off:
-            # masked_softmax is a kernel of eager attention alone
-            idle = "softmax" in said.name and draft.value("training.attention") != "eager"
-            if said in seen and said.name.startswith("--") and not idle:
-                draft.leave(said, "software.fused: false switches all fusions off")
-    impl = args.get("cuda_graph_impl")
-    graphs = args.on("enable_cuda_graph", "external_cuda_graph")
-    if impl is not None and choice(impl, _GRAPHS):
-        draft.take("software.cuda_graphs", True, impl)
-    elif graphs is not None:
-        draft.take("software.cuda_graphs", True, graphs)
-    if said := args.get("CUDA_DEVICE_MAX_CONNECTIONS"):
-        draft.take("software.max_connections", said.whole(), said)
-
-
-def _bare(said: Said) -> Said:
-    """A setting whose value has the name of its enumeration in front, without it (`AttnBackend.flash`)."""
-    return Said(said.file, said.name, str(said.value).rpartition(".")[2], said.line)
-
-
 def _machine(args: Args, draft: Draft) -> None:
-    """How many GPUs: the launcher's arguments, Slurm's, or those a run logged."""
-    per_node = _first_known(args, "nproc_per_node", "#SBATCH --gpus-per-node", "#SBATCH --ntasks-per-node",
-                            "#SBATCH --gres", "ntasks_per_node", "gpus_per_node", "num_gpus")
+    """How many GPUs: the launcher's arguments, Slurm's, or those a run logged.
+
+    A task of Slurm is a GPU only where the task is not a launcher that starts a process a GPU.
+    """
+    per_node = _first_known(args, "nproc_per_node", "#SBATCH --gpus-per-node", "#SBATCH --gres", "gpus_per_node",
+                            "gres", "num_gpus")
+    tasks = _first_known(args, "#SBATCH --ntasks-per-node", "ntasks_per_node")
+    size = _first_known(args, "world_size", "#SBATCH --gpus", "gpus")
+    every = _first_known(args, "#SBATCH --ntasks", "ntasks")
+    if args.get("nproc_per_node") is None and per_node is None:
+        per_node, size = tasks, size or (every if tasks is None else None)
     nodes = _first_known(args, "nnodes", "#SBATCH --nodes", "num_nodes", "nodes")
+    single = args.get(plain(ONE_PROCESS))
+    ranks = [draft.value(f"parallel.{name}") or 1 for name in ("tensor", "pipeline", "context", "expert")]
+    if single is not None and ranks == [1, 1, 1, 1] and size is None:
+        per_node, nodes = single, nodes if args.get("nnodes") is not None else single
     if nodes is not None:
         draft.nodes = nodes
     if per_node is not None:
         draft.per_node = per_node
-    size = _first_known(args, "world_size")
-    if size is not None and nodes is None:
+    if size is not None and (nodes is None or per_node is None):
         draft.gpus = size
 
 
 def _first_known(args: Args, *names: str) -> Said | None:
-    """The first of these that says a whole number (`gpu:8` and `1:4` too); others wait for a running shell."""
+    """The first of these that says a whole number (`gpu:8` too); others wait for a running shell."""
     found = None
     for name in names:
         said = args.get(name)
         if said is None or found is not None:
             continue
-        last = str(said.value).rpartition(":")[2]
-        if last.isdigit() and int(last) > 0:
-            found = Said(said.file, said.name, int(last), said.line)
+        # `srun --nodes 2 python`: what follows a launcher's option may be its command
+        count = amount(said.value[0] if isinstance(said.value, list) and said.value else said.value)
+        if count and int(count) > 0:
+            found = Said(said.file, said.name, int(count), said.line)
     return found
+
+
+def _refuse_others(args: Args) -> None:
+    """A file without a single argument of Megatron-LM is of another tool. Raises UserError."""
+    known = table("imports/megatron_names.yaml")
+    for settings in args.settings:
+        names = [plain(key) for key in settings.data]
+        titan = any(key.startswith(("parallelism.", "job.")) or key == "model.flavor" for key in settings.data)
+        telling = any(name in known["fields"] or name in known["left"] or is_idle(name) for name in names)
+        if not settings.elsewhere and ((titan and "num_layers" not in names) or (
+                not telling and next(settings.read(), None) is None)):
+            raise UserError(Fault("holds no argument of Megatron-LM such as num_layers", "", settings.file, 0,
+                                  f"drystep import torchtitan {settings.file}" if titan else
+                                  "give a launch script, its arguments, or a YAML file of them"))
 
 
 def _close(args: Args, draft: Draft) -> None:
@@ -274,8 +264,7 @@ def _close(args: Args, draft: Draft) -> None:
     for settings in args.settings:
         for key, value in settings.data.items():
             name = plain(key)
-            if name.startswith(("#", "no_wandb")) or value is False or any(
-                    fnmatch.fnmatchcase(name, one) for one in known["idle"]):
+            if name.startswith(("#", "no_wandb")) or value is False or is_idle(name):
                 settings.idle(key.replace("[", "[[]"))
         draft.close(settings)
 

@@ -57,6 +57,7 @@ def _pipeline(args: Args, draft: Draft) -> None:
     first, last = args.get("decoder_first_pipeline_num_layers"), args.get("decoder_last_pipeline_num_layers")
     embedding = args.on("account_for_embedding_in_pipeline_split")
     head = args.on("account_for_loss_in_pipeline_split")
+    parts = args.get("pp_partition_method")
     plain, overlap = args.off("overlap_p2p_comm", "no_overlap_p2p_communication"), args.on("overlap_p2p_communication")
     scatter = args.on("no_scatter_gather_tensors_in_pipeline")
     stages, layers = draft.value("parallel.pipeline") or 1, draft.value("model.layers")
@@ -66,6 +67,8 @@ def _pipeline(args: Args, draft: Draft) -> None:
         draft.take("parallel.split_slots.embedding", 1, embedding)
     if head is not None:
         draft.take("parallel.split_slots.head", 1, head)
+    if parts is not None:
+        _parts(draft, parts)
     if chunks is not None and chunks.whole() > 1:
         draft.take("parallel.virtual_stages", chunks.whole(), chunks)
     elif per_chunk is not None and layers:
@@ -84,6 +87,18 @@ def _pipeline(args: Args, draft: Draft) -> None:
         draft.take("parallel.overlap_p2p", True, overlap)
     if scatter is not None:
         draft.take("parallel.pipeline_scatter", False, scatter)
+
+
+def _parts(draft: Draft, said: Said) -> None:
+    """--pp-partition-method (Megatron-DeepSpeed): layers of the classes named after `type:` are spread evenly. The head
+    is the tied embedding's class once more (gpt_model.py, GPTModelPipe; recalled)."""
+    kind, _, classes = str(said.value).lower().partition(":")
+    names = set(classes.split("|"))
+    if kind != "type" or not {"transformer"} <= names <= {"transformer", "embedding"}:
+        draft.leave(said, "blocks are split evenly over pipeline ranks")
+    elif "embedding" in names:
+        draft.take("parallel.split_slots.embedding", 1, said)
+        draft.take("parallel.split_slots.head", 1, said, "the embedding's class too")
 
 
 def _uneven(draft: Draft, stages: int, layers: int, first: Said | None, last: Said | None) -> None:
@@ -113,6 +128,8 @@ def _sharding(args: Args, draft: Draft) -> None:
             draft.take("parallel.reshard_after_forward", False, kept)
     elif own is not None:
         draft.take(path, choice(shards, _SHARDS) if shards is not None else "ddp", shards or own)
+    elif deep is not None and shards_masters(args, draft):
+        draft.take(path, "zero1", stage or deep, "DeepSpeed's BF16_Optimizer shares fp32 masters out over data ranks")
     elif deep is not None and stage is not None:
         draft.take(path, choice(stage, _STAGES), stage)
     elif optimizer is not None:
@@ -120,6 +137,15 @@ def _sharding(args: Args, draft: Draft) -> None:
     if groups is not None and groups.whole() > 1:
         draft.take_later("parallel.sharding_factor", lambda ranks: ranks.shared_by(groups), groups,
                          f"{groups.whole()} instances of the optimizer")
+
+
+def shards_masters(args: Args, draft: Draft) -> bool:
+    """Whether DeepSpeed's BF16_Optimizer steps: bf16 in a pipeline without ZeRO (deepspeed 0.19.8 runtime/engine.py,
+    _do_optimizer_sanity_check; runtime/bf16_optimizer.py: fp32 masters and gradients in partitions of data ranks)."""
+    stage, pipeline = args.get("zero_stage"), draft.value("parallel.pipeline") or 1
+    without = stage is None or stage.word() == "0"
+    deep, half, alone = args.on("deepspeed"), args.on("bf16"), args.on("no_pipeline_parallel")
+    return deep is not None and half is not None and alone is None and without and pipeline > 1
 
 
 def _overlap(args: Args, draft: Draft) -> None:

@@ -65,7 +65,10 @@ def _sizes(args: Args, draft: Draft) -> None:
     if width is not None and not (heads and width.whole() * heads == hidden):
         draft.take("model.head_dim", width.whole(), width)
     groups = args.get("num_query_groups")
-    if groups is not None and args.on("group_query_attention"):
+    # The command line asks for grouped heads by a switch beside; TransformerConfig has their number alone.
+    grouped = args.on("group_query_attention") is not None
+    alone = groups is not None and not groups.name.startswith("--") and args.get("group_query_attention") is None
+    if groups is not None and (grouped or alone):
         draft.take("model.kv_heads", groups.whole(), groups)
     if said := args.get("ffn_hidden_size"):
         draft.take("model.ffn", said.whole(), said)
@@ -78,7 +81,10 @@ def _form(args: Args, draft: Draft) -> None:
     """Activation, norms, biases and positions."""
     if said := args.on("swiglu", "gated_linear_unit"):
         draft.take("model.gated_mlp", True, said)
-        draft.assume("model.activation", "silu", "--swiglu")
+        draft.assume("model.activation", "silu", said.name)
+    if (said := args.get("activation_func")) and said.word() == "swiglu":
+        draft.take("model.gated_mlp", True, said)
+        draft.assume("model.activation", "silu", said.name)
     if said := args.on("quick_geglu"):
         draft.take("model.gated_mlp", True, said)
         draft.assume("model.activation", "gelu", "--quick-geglu")
@@ -108,32 +114,51 @@ def _form(args: Args, draft: Draft) -> None:
 
 
 def _vocabulary(args: Args, draft: Draft) -> None:
-    """Rows of the embedding: the tokenizer's, to which Megatron adds rows until tensor ranks have a multiple of 128
-    (training/tokenizer/tokenizer.py, _vocab_size_with_padding), as the simulator does for this framework."""
+    """Rows of the embedding: the tokenizer's and --vocab-extra-ids, to which Megatron adds rows until tensor ranks have
+    a multiple of 128 (training/tokenizer/tokenizer.py, _vocab_size_with_padding), as the simulator does for this
+    framework."""
+    whole = [args.get(name) for name in ("pad_vocab_size_to", "padded_vocab_size")]
+    rows, extra = args.get("vocab_size"), args.get("vocab_extra_ids")
+    kind, more = args.get("tokenizer_type"), extra.whole(0) if extra is not None else 0
+    multiple, cut = args.get("make_vocab_size_divisible_by"), args.get(*_TENSOR)
+    size, text = rows.whole() + more if rows is not None else 0, ""
+    if said := next((one for one in whole if one is not None), None):
+        draft.take("model.vocab", said.whole(), said)
+        return
+    if rows is None and not draft.has("model.hf"):
+        size, text = _of_tokenizer(args, draft)
+        size += more if size else 0
+    elif kind is not None and kind.value == "NullTokenizer":
+        size += 1  # _NullTokenizer: one more for the end of a document
+    if multiple is not None and multiple.whole() > _MULTIPLE:
+        step = multiple.whole() * (cut.whole() if cut is not None else 1)
+        size = -(-size // step) * step
+    added = f"with {more} of --vocab-extra-ids" if more else ""
+    if rows is not None:
+        draft.take("model.vocab", size, rows, added)
+    elif size:
+        draft.assume("model.vocab", size, f"{text}, {added}" if added else text)
+
+
+def _of_tokenizer(args: Args, draft: Draft) -> tuple[int, str]:
+    """Rows of the tokenizer that is named, else of the program's own, and why; 0 if they are not known."""
     known = table("imports/megatron_names.yaml")
     kind, model = args.get("tokenizer_type"), args.get("tokenizer_model", "tokenizer_name_or_path")
-    args.get("vocab_extra_ids")
-    if said := args.get("padded_vocab_size") or args.get("vocab_size"):
-        rows = said.whole()
-        if kind is not None and kind.value == "NullTokenizer" and said.name.endswith("vocab-size"):
-            rows += 1  # _NullTokenizer: one more for the end of a document
-        multiple, cut = args.get("make_vocab_size_divisible_by"), args.get(*_TENSOR)
-        if multiple is not None and multiple.whole() > _MULTIPLE:
-            step = multiple.whole() * (cut.whole() if cut is not None else 1)
-            rows = -(-rows // step) * step
-        draft.take("model.vocab", rows, said)
-        return
-    args.get("make_vocab_size_divisible_by")
     for said, sizes in ((kind, known["tokenizers"]), (model, known["tokenizer_models"])):
         name = str(said.value).lower() if said is not None else ""
         size = next((size for part, size in sizes.items() if said is not None and part.lower() in name), None)
         if size is not None:
-            draft.assume("model.vocab", size, f"the vocabulary of {name[:60]}")
-            return
+            return size, f"the vocabulary of {name[:60]}"
     if args.get("merge_file") is not None:  # byte pairs: Megatron-LM's scripts have GPT-2's
-        draft.assume("model.vocab", known["tokenizers"]["GPT2BPETokenizer"], "GPT-2's vocabulary, for --merge-file")
-    elif kind is not None:
+        return known["tokenizers"]["GPT2BPETokenizer"], "GPT-2's vocabulary, for --merge-file"
+    if kind is not None:
         draft.leave(kind, "its vocabulary is not known here: --set model.vocab=N")
+        return 0, ""
+    for program in args.programs:
+        own = known["program_tokenizers"].get(program.rpartition("/")[2])
+        if own is not None:
+            return known["tokenizers"][own], f"{own}, {program.rpartition('/')[2]}'s own"
+    return 0, ""
 
 
 _TENSOR = ("tensor_model_parallel_size", "model_parallel_size")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from sim.imports.facts import Job
+from sim.imports.facts import Job, switch
 from sim.imports.settings import Said, Settings
 
 #: Name -> ours, how its kernels are launched ("" = as the stack does).
@@ -35,11 +35,20 @@ _NEAREST = {
     "adalomo": ("adafactor", "gradients are freed as they are applied"),
 }
 _IN_BACKWARD = ("lomo", "adalomo")
+#: bitsandbytes with optim_bits=32: fp32 states whatever dtype the weights have (bitsandbytes optim/optimizer.py,
+#: init_state; trainer_optimizer.py, _get_bitsandbytes_optimizer). Torch's optimizers keep the weights' dtype.
+_WIDE = ("paged_adamw", "paged_adamw_32bit", "lion_32bit", "paged_lion_32bit", "rmsprop_bnb", "rmsprop_bnb_32bit",
+         "ademamix", "paged_ademamix_32bit")
 
 
 def read_optimizer(settings: Settings, job: Job) -> None:
     """The Trainer's optimizer, unless DeepSpeed's JSON has one."""
     said = settings.get("optim")
+    if (old := switch(settings, "adafactor")) is not None:  # transformers 4's training_args.py: it goes over optim
+        job.keep("optimizer", "adafactor", old)
+        if said is not None and said.value != "adafactor":
+            job.draft.leave(said, "adafactor goes over it")
+        return
     if said is None:
         # torch 2.8 and later; before, adamw_torch.
         job.facts.setdefault("default optimizer", ("adamw", Said(settings.file, "optim", "adamw_torch_fused")))
@@ -62,6 +71,8 @@ def read_optimizer(settings: Settings, job: Job) -> None:
             job.keep("kernel", kernel, said)
     else:
         raise said.wrong(f"one of {', '.join([*_NAMES, *_NEAREST])}")
+    if name in _WIDE:
+        job.keep("wide states", True, said)
     if name.startswith("paged_"):
         job.draft.take("parallel.offload.optimizer", "paged", said)
 
@@ -70,7 +81,7 @@ def settle_optimizer(job: Job) -> None:
     """The Trainer's optimizer where no DeepSpeed JSON names its own (which then makes the optimizer)."""
     draft, said = job.draft, job.said("optimizer")
     if draft.has("training.optimizer"):
-        if said is not None:
+        if said is not None and job.of("optimizer") != draft.value("training.optimizer"):
             draft.leave(said, "DeepSpeed's JSON makes the optimizer")
         return
     if said is not None:

@@ -24,11 +24,16 @@ def settle_precision(job: Job) -> None:
     """`training.precision` and what is frozen."""
     if all(one is job.config for one in job.files):
         return  # a model's config alone says nothing of how it is trained
-    weights, text = _weights(job)
+    weights, other, text = _weights(job)
     half, said = _half(job)
-    settle_adapters(job, weights, half)
-    policies = {"zero": _zero, "fsdp": _fsdp, "core": _core, "plain": _plain}
-    asked, why = policies[job.engine](job, weights, half)
+    settle_adapters(job, weights, half, text)
+    policy = {"zero": _zero, "fsdp": _fsdp, "core": _core, "plain": _plain}[job.engine]
+    asked, why = policy(job, weights, half)
+    if policy(job, other, half)[0] == asked:
+        text = ""
+    if job.said("wide states") is not None and job.engine != "zero" and _row(asked)["optimizer"] != "fp32":
+        asked = {"name": asked, "optimizer": "fp32"} if isinstance(asked, str) else {**asked, "optimizer": "fp32"}
+        why = f"{why}; bitsandbytes' 32-bit states are fp32 all the same"
     if job.of("amp") == "fp8":
         asked, why = {**_row(asked), "compute": "fp8"}, f"{why}; fp8 for matrix products"
     text = "; ".join(part for part in (why, text) if part)
@@ -39,21 +44,21 @@ def settle_precision(job: Job) -> None:
         job.draft.assume(_PATH, asked, text or "no mixed precision is said: the tools' default")
 
 
-def _weights(job: Job) -> tuple[str, str]:
-    """The dtype weights are loaded in, and why."""
-    if job.of("dtype") is not None:
-        return job.of("dtype"), f"weights loaded in {job.of('dtype')} ({job.said('dtype')})"
-    if job.trl and job.said("dtype") is None:
-        return "fp32", "weights loaded in fp32, TRL's default of dtype"
+def _weights(job: Job) -> tuple[str, str, str]:
+    """The dtype weights are loaded in, the one they would else be, and why."""
     stored = word_of(job.config, "dtype", "torch_dtype", "text_config.dtype", "text_config.torch_dtype"
                      ) if job.config is not None else None
-    dtype = dtype_of(stored) if stored is not None else None
-    if stored is None or dtype is None or not job.hugging or job.engine == "zero":
-        return "fp32", ""
+    dtype = (dtype_of(stored) if stored is not None else None) or "fp32"
+    if job.of("dtype") is not None:
+        return job.of("dtype"), "fp32", f"weights loaded in {job.of('dtype')}: {job.said('dtype')}"
+    if job.trl and job.said("dtype") is None:
+        return "fp32", dtype, "weights loaded in fp32, TRL's default of dtype"
+    if stored is None or not job.hugging or job.engine == "zero":
+        return "fp32", "fp32", ""
     if dtype == "fp16" and job.of("amp") == "fp16" and job.said("lora") is None:
         # torch/amp/grad_scaler.py: "Attempting to unscale FP16 gradients."
-        return "fp32", f"weights loaded in fp32, for autocast to fp16 refuses {stored.value} ones"
-    return dtype, f"weights loaded in {dtype} as transformers 5 does ({stored}); transformers 4 loads fp32"
+        return "fp32", dtype, f"weights loaded in fp32, for autocast to fp16 refuses {stored.value} ones"
+    return dtype, "fp32", f"weights loaded in {dtype}, as stored; transformers 4: in fp32"
 
 
 def _half(job: Job) -> tuple[str | None, Said | None]:
@@ -70,7 +75,11 @@ def _half(job: Job) -> tuple[str | None, Said | None]:
 
 
 def _row(asked: str | dict[str, str]) -> dict[str, str]:
-    return dict(PRECISIONS[asked]) if isinstance(asked, str) else asked
+    """The seven dtypes of a name, or of a name and what differs from it."""
+    if isinstance(asked, str):
+        return dict(PRECISIONS[asked])
+    base = PRECISIONS[asked["name"]] if "name" in asked else {}
+    return {**base, **{key: dtype for key, dtype in asked.items() if key != "name"}}
 
 
 def _uniform(compute: str, stored: str) -> str | dict[str, str]:
@@ -110,6 +119,8 @@ def _fsdp(job: Job, weights: str, half: str | None) -> tuple[str | dict[str, str
     """Under mixed precision what is trained is fp32, gathered and reduced in the half type."""
     if half is not None and job.of("base") is not None and job.trl:
         return "pure-bf16", "TRL makes adapters bf16 beside quantised weights"
+    if half is not None and job.said("lora") is not None and job.of("base") is None and weights != "fp32":
+        return f"mixed-{half}", "adapters fp32, what is gathered and reduced half"
     if half is not None:
         return f"fsdp-{half}", "accelerate keeps FSDP's trained weights in fp32 and gathers and reduces half ones"
     return _plain(job, weights, None)

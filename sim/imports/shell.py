@@ -1,62 +1,67 @@
-"""Arguments out of a launch script, without running it.
+"""What a launch script starts, without running it.
 
-Variables, arrays, defaults (`${NAME:-8}`), whole-number arithmetic, `if` and `case` on values that the script itself
-says are followed as bash does in an empty environment; a test that needs a running shell fails. What only a running
-shell knows (commands, the environment) stays as it is written, `$NAME`, and is a fault where a setting that matters
-has it.
+Variables, arrays, defaults (`${NAME:-8}`), whole-number arithmetic, branches, loops and functions are followed as bash
+does in an empty environment. What only a running shell knows (commands, files, the environment) stays as it is written,
+`$NAME`; a condition that asks for it counts as failed, and is told where something hangs on it.
 """
 
 from __future__ import annotations
 
-import ast
 import fnmatch
-import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 from sim.errors import Fault, UserError
-from sim.imports.lexer import Piece, Raw, Simple, commands
+from sim.imports.conditions import TESTS, UNKNOWN, Verdict, judge
+from sim.imports.grammar import Body, Case, For, Function, Group, If, Node, Simple, TooDeepError, While, every, parse
+from sim.imports.lexer import Piece, Raw
+from sim.imports.variables import Variables, Word
 
-#: Longest word, and all of a script's words together, in characters: more is no launch script.
-_LONGEST, _MOST = 100_000, 5_000_000
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-_NAME = re.compile(
-    r"\$(?:([A-Za-z_]\w*|[0-9@*#?!$-])|\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}|\(\((.*?)\)\)|\((.*)\))|`[^`]*`", re.DOTALL)
-_BRACED = re.compile(r"([A-Za-z_]\w*|[0-9@*]+)(\[[@*]\])?(?:(:?[-=])(.*))?\Z", re.DOTALL)
-_DECLARES = ("export", "declare", "local", "readonly", "typeset", "eval", "set", "then", "do", "else", "{", "!", "time")
-_TESTS = ("[", "[[", "test")
-_ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
-}
-_COMPARED: dict[str, Callable[[int, int], bool]] = {
-    "-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt, "-ge": operator.ge, "-lt": operator.lt,
-    "-le": operator.le,
-}
+_ARGUMENT = re.compile(r"(^|\s)--[A-Za-z]")
+_RANGE = re.compile(r"\{(\d{1,4})\.\.(\d{1,4})\}\Z")
+_DECLARES = ("export", "declare", "local", "readonly", "typeset", "eval", "set", "exec", "builtin")
+#: Commands that answer a question, so that whether they succeed is not known here.
+_ASKS = ("grep", "egrep", "which", "command", "type", "hash", "cmp", "diff", "pgrep", "read")
+#: Commands with arguments of their own, which no training reads.
+_ASIDE = ("echo", "printf", "mkdir", "pip", "pip3", "apt", "apt-get", "wget", "curl", "git", "rm", "cp", "mv", "ls",
+          "cat", "tar", "conda", "module", "huggingface-cli", "rsync", "sed", "awk", "chmod", "ln", "sleep", "exit")
+#: Variables that matter though no argument holds them.
+_TELLING = ("CUDA_DEVICE_MAX_CONNECTIONS",)
+#: Rounds of a loop, commands and calls within calls: more is no launch script.
+_ROUNDS, _MOST, _DEEPEST = 100, 20_000, 30
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
-    """A word after substitution, at its line."""
+class Remark:
+    """Something that the script leaves open: where, and what was taken."""
 
-    text: str
+    name: str
     line: int
-
-    def split(self) -> Iterator[Word]:
-        """The words within it."""
-        for found in re.finditer(r"\S+", self.text):
-            yield Word(found[0], self.line + self.text.count("\n", 0, found.start()))
+    why: str
 
 
-@dataclass(slots=True)
-class _Branch:
-    """An open `if` or `case`: whether its present part is run, whether one was, and what `case` looks at."""
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The words of a command that is run.
 
-    live: bool = False
-    done: bool = False
-    tests: bool = True
-    subject: str | None = None
+    Attributes:
+        again: whether a loop runs it a second time or later.
+        loops: what the loops around it leave open.
+    """
+
+    words: list[Word]
+    again: bool = False
+    loops: tuple[Remark, ...] = ()
+
+
+class _LeaveError(Exception):
+    """`break`, `continue` and `return`, up to where they lead."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
 
 
 @dataclass
@@ -65,274 +70,321 @@ class Script:
 
     Attributes:
         file: as the user named it.
-        variables: name -> words; an array has several, anything else one.
-        ran: the words of every command that is run.
+        variables: at the end of it.
+        ran: every command that is run.
     """
 
     file: str
-    variables: dict[str, list[Word]] = field(default_factory=dict)
-    ran: list[list[Word]] = field(default_factory=list)
-    _branches: list[_Branch] = field(default_factory=list)
-    _status: bool = True
-    _spent: int = 0
+    variables: Variables = field(init=False)
+    ran: list[Launch] = field(default_factory=list)
+    _functions: dict[str, Body] = field(default_factory=dict)
+    _bodies: dict[str, Body] = field(default_factory=dict)
+    _called: set[str] = field(default_factory=set)
+    _known: dict[int, bool] = field(default_factory=dict)
+    _remarks: dict[Remark, None] = field(default_factory=dict)
+    _used: set[str] = field(default_factory=set)
+    _loops: list[tuple[int, Remark]] = field(default_factory=list)
+    _text: str = ""
+    _tree: Body = field(default_factory=list)
+    _steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.variables = Variables(self.file)
+
+    @property
+    def remarks(self) -> list[Remark]:
+        """Conditions that nobody can decide here, in the order they were met."""
+        return list(self._remarks)
+
+    @property
+    def uncalled(self) -> list[str]:
+        """Functions with arguments in them that nothing calls."""
+        return [name for name, body in self._bodies.items() if name not in self._called and self._matters(body)]
 
     def follow(self, text: str) -> None:
         """All of a script's commands. Raises UserError."""
-        behind = "\n"
-        for command in commands(text):
-            if not self._keyword(command, behind):
-                skipped = (behind == "&&" and not self._status) or (behind == "||" and self._status)
-                if self._live and not skipped and command.words:
-                    self._status = self._run(command)
-            behind = command.end
+        self._text = text
+        try:
+            self._tree = parse(text)
+            self._bodies = {node.name: node.body for node in every(self._tree) if isinstance(node, Function)}
+            self._list(self._tree)
+        except _LeaveError:
+            pass
+        except (TooDeepError, RecursionError):
+            raise self._fault("its commands are nested too deep for a launch script") from None
 
-    @property
-    def _live(self) -> bool:
-        return all(branch.live for branch in self._branches)
+    def _fault(self, message: str) -> UserError:
+        return UserError(Fault(message, "", self.file))
 
-    def _keyword(self, command: Simple, behind: str) -> bool:
-        """Whether a command is no more than a word of the shell's grammar; opens, turns and closes branches."""
-        first = command.words[0].plain if command.words else ""
-        if first == "fi" or first == "esac":
-            if self._branches:
-                self._branches.pop()
-            return True
-        if first == "case":
-            live = self._live
-            subject = self.expand(command.words[1]) if len(command.words) > 1 else []
-            self._branches.append(_Branch(not live, not live, False, subject[0].text if subject else ""))
-            return True
-        if self._branches and self._branches[-1].subject is not None and self._clause(command, behind):
-            return True
-        if first in ("if", "elif"):
-            self._test(command, first == "if")
-            return True
-        if not self._branches:
-            return first in ("while", "until", "for")
-        branch = self._branches[-1]
-        if first == "then":
-            branch.tests = False
-            branch.done = branch.done or branch.live
-            command.words.pop(0)
-        elif first == "else":
-            branch.live, branch.done, branch.tests = not branch.done, True, False
-            command.words.pop(0)
-        elif branch.tests:  # a condition of several commands
-            value = bool(self._tested(command))
-            branch.live = (branch.live and value if behind == "&&" else branch.live or value if behind == "||"
-                           else value) and not branch.done
-            return True
-        return first in ("while", "until", "for")
+    def _list(self, body: Body, asked: bool = False) -> Verdict:
+        """Commands one after the other; what they come to together where they are a condition (`asked`)."""
+        status, start, told = Verdict(True), 0, False
+        for position, item in enumerate(body):
+            if item.join not in ("&&", "||"):
+                status, start, told = self._item(item.node, item.negated, asked), position, False
+                continue
+            runs = bool(status.value) == (item.join == "&&")
+            tests = isinstance(item.node, Simple) and _is_test(item.node)
+            if status.why and not asked and not told and self._matters([item]):
+                self._remark("", body[start:position], status)
+                told = True
+            if runs or (asked and tests):
+                found = self._item(item.node, item.negated, asked)
+            elif asked:
+                found = UNKNOWN
+            else:
+                continue
+            status = status.both(found) if item.join == "&&" else status.either(found)
+        return status
 
-    def _test(self, command: Simple, opens: bool) -> None:
-        """`if` and `elif`."""
-        outside = self._live if opens else all(branch.live for branch in self._branches[:-1])
-        if opens:
-            self._branches.append(_Branch(done=not outside))
-        if not self._branches:
+    def _item(self, node: Node, negated: bool, asked: bool) -> Verdict:
+        self._steps += 1
+        if self._steps > _MOST:
+            raise self._fault("it runs too many commands for a launch script")
+        found = Verdict(True)
+        if isinstance(node, Simple):
+            found = self._simple(node, asked)
+        elif isinstance(node, Group):
+            found = self._list(node.body, asked)
+        elif isinstance(node, If):
+            self._if(node)
+        elif isinstance(node, Case):
+            self._case(node)
+        elif isinstance(node, For):
+            self._for(node)
+        elif isinstance(node, While):
+            self._while(node)
+        else:
+            self._functions[node.name] = node.body
+        return found.negated() if negated else found
+
+    def _if(self, node: If) -> None:
+        bodies = [body for _, body in node.branches] + [node.otherwise]
+        matters = any(self._matters(body) for body in bodies)
+        for condition, body in node.branches:
+            verdict = self._list(condition, asked=True)
+            if verdict.why and matters:
+                self._remark("if", condition, verdict)
+            if verdict.value:
+                self._list(body)
+                return
+        self._list(node.otherwise)
+
+    def _case(self, node: Case) -> None:
+        operands = self.variables.operands([node.subject] if node.subject is not None else [])
+        text = operands[0].text if operands and not operands[0].unknown else ""
+        open_ = [one for one in operands if one.missing or one.unknown]
+        if open_ and any(self._matters(body) for _, body in node.clauses):
+            why = f"{open_[0].missing} has no value here" if open_[0].missing else "not known here"
+            self._add(Remark(_clipped(f"case {_written(node.subject)}"), node.line, f"{why}: taken as empty"))
+        for patterns, body in node.clauses:
+            known = [word.text for raw in patterns for word in self.variables.expand(raw, empty=True)]
+            if any(fnmatch.fnmatchcase(text, one) for one in known):
+                self._list(body)
+                return
+
+    def _for(self, node: For) -> None:
+        """Every round, as far as words are known. What a loop starts is taken as of its first round."""
+        head = node.head
+        if head and head[0].plain == "((":
+            self._counted(node)
             return
-        branch = self._branches[-1]
-        del command.words[0]
-        branch.tests = True
-        branch.live = not branch.done and bool(self._tested(command))
+        if not head:
+            return
+        words = [one for raw in (head[2:] if len(head) > 1 else ()) for one in _ranged(self.variables.expand(raw))]
+        if len(head) == 1:
+            words = self.variables.arguments[-1] if self.variables.arguments else []
+        name = _clipped(" ".join(["for", *(_written(raw) for raw in head)]))
+        for number, word in enumerate(words[:_ROUNDS]):
+            self.variables.values[head[0].plain] = [word]
+            remark = Remark(name, node.line, f"the first of {len(words)} rounds is taken")
+            if not self._round(node.body, remark, number):
+                break
 
-    def _clause(self, command: Simple, behind: str) -> bool:
-        """Whether a command is a pattern of the `case` that is open."""
-        branch = self._branches[-1]
-        if behind == ";;":
-            branch.live, branch.tests = False, False
-        if command.end not in (")", "|") or not command.words or behind in ("(", "&&"):
-            return False
-        pattern = self.expand(command.words[-1])
-        hit = bool(pattern) and fnmatch.fnmatchcase(branch.subject or "", pattern[0].text)
-        branch.live = (branch.live or hit) and not branch.done if command.end == ")" or hit else branch.live
-        if command.end == ")":
-            branch.done = branch.done or branch.live
+    def _counted(self, node: For) -> None:
+        """`for ((i = 0; i < 3; i++))`."""
+        parts = [*"".join(piece.text for piece in node.head[1].pieces).split(";"), "", ""]
+        name = _clipped(f"for (({';'.join(parts[:3])}))")
+        self.variables.arithmetic(parts[0])
+        for number in range(_ROUNDS):
+            if parts[1].strip() and not self.variables.arithmetic(parts[1]):
+                break
+            if not self._round(node.body, Remark(name, node.line, "the first round is taken"), number):
+                break
+            self.variables.arithmetic(parts[2])
+
+    def _while(self, node: While) -> None:
+        word = "until" if node.until else "while"
+        for number in range(_ROUNDS):
+            verdict = self._list(node.condition, asked=True)
+            verdict = verdict.negated() if node.until else verdict
+            if verdict.why and not number and self._matters(node.body):
+                self._remark(word, node.condition, verdict)
+            if not verdict.value:
+                break
+            if not self._round(node.body, Remark(word, node.line, "the first round is taken"), number):
+                break
+
+    def _round(self, body: Body, remark: Remark, number: int) -> bool:
+        """One round of a loop; whether another may follow."""
+        self._loops.append((number, remark))
+        try:
+            self._list(body)
+        except _LeaveError as leave:
+            if leave.name == "return":
+                raise
+            return leave.name == "continue"
+        finally:
+            self._loops.pop()
         return True
 
-    def _run(self, command: Simple) -> bool:
-        """One command: its assignments take hold, its words are kept. Whether it succeeds, as far as is known."""
-        if command.words[0].plain in _TESTS:
-            return bool(self._tested(command))
+    def _simple(self, command: Simple, asked: bool) -> Verdict:
+        """One command: its assignments take hold, its words are kept."""
+        if _is_test(command):
+            return judge(self.variables.operands(command.words))
+        if command.words[0].plain == "((":
+            return self._arithmetic("".join(piece.text for raw in command.words[1:2] for piece in raw.pieces))
         words: list[Word] = []
+        own = command.words[0].plain == "local"
         for position, raw in enumerate(command.words):
             if not words and (raw.plain in _DECLARES or (position and re.match(r"-[a-zA-Z]+\Z", raw.plain))):
                 continue
             found = _ASSIGNED.match("".join(piece.text for piece in raw.pieces)) if not words else None
             if found and raw.pieces and not any(piece.quote for piece in raw.pieces[:len(found[0])]):
-                self._assign(found[1], bool(found[2]), raw, len(found[0]), command.arrays.get(position))
+                if own:
+                    self.variables.keep(found[1])
+                self.variables.assign(found[1], bool(found[2]), raw, len(found[0]), command.arrays.get(position))
+            elif own:
+                self.variables.keep(raw.plain)
             elif raw.pieces or words:
-                words += self.expand(raw)
-        if not words:
-            return True
-        if words[0].text != ":":
-            self.ran.append(words)
-        return True
+                inner = position and command.words[position - 1].plain == "-c"
+                words += self.variables.expand(_opened(raw) if inner else raw)
+        return self._run(words, asked) if words else Verdict(True)
 
-    def _tested(self, command: Simple) -> bool | None:
-        """What a condition comes to; None where only a running shell knows. A variable without a value is empty."""
-        words = [word.text for raw in command.words for word in self.expand(raw, empty=True)]
-        return _judge(words)
+    def _arithmetic(self, text: str) -> Verdict:
+        self.variables.missing = ""
+        value = self.variables.arithmetic(text)
+        missing = self.variables.missing
+        return UNKNOWN if value is None else Verdict(bool(value), f"{missing} has no value here" if missing else "")
 
-    def _assign(self, name: str, adds: bool, raw: Raw, skip: int, array: list[Raw] | None) -> None:
-        if array is not None:
-            value = [word for one in array for word in self.expand(one)]
+    def _run(self, words: list[Word], asked: bool) -> Verdict:
+        """A command of these words."""
+        name, rest = words[0].text, words[1:]
+        if name in ("break", "continue", "return"):
+            if self._loops if name != "return" else self.variables.arguments:
+                raise _LeaveError(name)
+        elif name == "shift":
+            if self.variables.arguments:
+                times = int(rest[0].text) if rest and rest[0].text.isdigit() else 1
+                del self.variables.arguments[-1][:times]
+        elif name == "unset":
+            for word in rest:
+                self.variables.values.pop(word.text, None)
+        elif name == "let":
+            for word in rest:
+                self.variables.arithmetic(word.text)
+        elif name == "getopts":
+            return UNKNOWN if self.variables.arguments and self.variables.arguments[-1] else Verdict(False)
+        elif name in (":", "true", "false"):
+            return Verdict(name != "false")
+        elif name in self._functions:
+            self._call(name, rest)
         else:
-            value = [Word("".join(self._text(piece) for piece in _joined(raw.pieces[skip:])), raw.line)]
-        if adds:
-            earlier = self.variables.get(name, [])
-            plain = array is None and len(earlier) == 1
-            value = [Word(earlier[0].text + value[0].text, earlier[0].line)] if plain else earlier + value
-        self._spend(value, raw.line)
-        self.variables[name] = value
+            self.ran.append(Launch(words, any(number for number, _ in self._loops),
+                                   tuple(remark for _, remark in self._loops)))
+            return UNKNOWN if asked or name in _ASKS else Verdict(True)
+        return Verdict(True)
 
-    def _spend(self, words: Iterable[Word], line: int) -> None:
-        """Counts characters, so that variables that double themselves come to an end. Raises UserError."""
-        size = sum(len(word.text) for word in words)
-        self._spent += size
-        if size > _LONGEST or self._spent > _MOST:
-            raise UserError(Fault("its variables grow too long for a launch script", "", self.file, line))
-
-    def expand(self, raw: Raw, empty: bool = False) -> list[Word]:
-        """The words that a word becomes.
-
-        Args:
-            empty: a variable without a value is empty, as in a test; else it stays as it is written.
-        """
-        done: list[Word] = []
-        now: str | None = None
-        line = raw.line  # of the word in the making
-        for piece in _joined(raw.pieces):
-            whole = _whole_array(piece, self.variables)
-            if whole is not None:
-                if now:
-                    done.append(Word(now, line))
-                done, now = done + whole, None
-                continue
-            for text, splits, at in self._parts(piece, raw.line, empty):
-                if not splits:
-                    now = (now or "") + text
-                    continue
-                inner = list(Word(text, at).split())
-                if inner and not text[0].isspace() and now:
-                    inner[0] = Word(now + inner[0].text, line)
-                elif now:
-                    done.append(Word(now, line))
-                done, now = done + inner, None
-                if done and not text[-1:].isspace() and inner:
-                    now = done[-1].text
-                    line = done.pop().line
-        if now is not None:
-            done.append(Word(now, line))
-        self._spend(done, line)
-        return done
-
-    def _parts(self, piece: Piece, line: int, empty: bool) -> Iterator[tuple[str, bool, int]]:
-        """(text, whether it is split into words, line) of a piece."""
-        if piece.quote == "'" or len(piece.text) > _LONGEST // 5:
-            yield piece.text, False, line
-            return
-        last = 0
-        for found in _NAME.finditer(piece.text):
-            if found.start() > last:
-                yield piece.text[last:found.start()], False, line
-            last = found.end()
-            value = self._value(found)
-            if value is None:
-                yield ("" if empty else found[0]), False, line
-            elif piece.quote:
-                yield " ".join(word.text for word in value), False, line
-            else:
-                for word in value:
-                    yield word.text, True, word.line
-        if last < len(piece.text) or not piece.text:
-            yield piece.text[last:], False, line
-
-    def _text(self, piece: Piece) -> str:
-        return "".join(text for text, _, _ in self._parts(replace(piece, quote=piece.quote or '"'), 0, False))
-
-    def _value(self, found: re.Match[str]) -> list[Word] | None:
-        """The words behind a substitution, None if nobody knows them here."""
-        if found[3] is not None:
-            return self._counted(found[3])
-        if found[1] is not None:
-            return [] if found[1] in "@*" else self.variables.get(found[1])
-        braced = _BRACED.match(found[2]) if found[2] is not None else None
-        if braced is None:
-            return None
-        value = self.variables.get(braced[1]) if braced[1] not in "@*" else []
-        if braced[3] and (value is None or (braced[3][0] == ":" and not any(word.text for word in value))):
-            value = [Word(self._text(Piece(braced[4].strip("\"'"), '"')), 0)]
-            if braced[3].endswith("="):
-                self.variables[braced[1]] = value
-        return value
-
-    def _counted(self, text: str) -> list[Word] | None:
-        """The value of an arithmetic expression."""
-        plain = self._text(Piece(text, '"'))
-        plain = re.sub(r"[A-Za-z_]\w*", lambda name: "".join(
-            word.text for word in self.variables.get(name[0], [])[:1]) or name[0], plain)
-        if len(plain) > 200:
-            return None
+    def _call(self, name: str, arguments: list[Word]) -> None:
+        if len(self.variables.arguments) >= _DEEPEST:
+            raise self._fault(f"its function {name} calls itself without end")
+        self._called.add(name)
+        self.variables.call(list(arguments))
         try:
-            return [Word(str(_count(ast.parse(plain.strip(), mode="eval").body)), 0)]
-        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
-            return None
+            self._list(self._functions[name])
+        except _LeaveError as leave:
+            if leave.name != "return":
+                raise
+        finally:
+            self.variables.end()
+
+    def _matters(self, body: Body) -> bool:
+        """Whether commands have arguments, or set variables that the script uses."""
+        return any(self._telling(node) for node in every(body) if isinstance(node, Simple) and node.words)
+
+    def _telling(self, node: Simple) -> bool:
+        known = self._known.get(id(node))
+        if known is not None:
+            return known
+        self._known[id(node)] = False  # until it is known: a function may call itself
+        name = node.words[0].plain
+        texts = ["".join(piece.text for piece in raw.pieces) for raw in node.words]
+        arrays = "".join(piece.text for words in node.arrays.values() for raw in words for piece in raw.pieces)
+        found = not _is_test(node) and (
+            any(one is not None and self._uses(one[1]) for one in map(_ASSIGNED.match, texts))
+            or (name in self._bodies and self._matters(self._bodies[name]))
+            or (name not in _ASIDE and any(_ARGUMENT.search(text) for text in (*texts, arrays))))
+        self._known[id(node)] = found
+        return found
+
+    def _uses(self, name: str) -> bool:
+        """Whether a variable matters: the script has its name elsewhere than in front of `=`."""
+        if not self._used:
+            self._used = {*_TELLING, *re.findall(r"\b[A-Za-z_]\w*\b(?!\+?=)", self._text)}
+        return name in self._used
+
+    def _remark(self, word: str, condition: Body, verdict: Verdict) -> None:
+        line = next((raw.line for node in every(condition) if isinstance(node, Simple) for raw in node.words), 0)
+        text = f"{word} {_list_written(condition)}".strip()
+        self._add(Remark(text, line, f"{verdict.why}: taken as {'true' if verdict.value else 'false'}"))
+
+    def _add(self, remark: Remark) -> None:
+        self._remarks[remark] = None
 
 
-def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Neighbouring letters outside quotes as one piece."""
-    text = ""
-    for piece in pieces:
-        if piece.quote:
-            if text:
-                yield Piece(text)
-            text = ""
-            yield piece
+def _is_test(command: Simple) -> bool:
+    return bool(command.words) and command.words[0].plain in TESTS
+
+
+def _opened(raw: Raw) -> Raw:
+    """A command for `bash -c` in single quotes, in which the inner shell puts in what variables hold."""
+    return Raw(raw.line, [Piece(piece.text, '"') if piece.quote == "'" and " " in piece.text else piece
+                          for piece in raw.pieces])
+
+
+def _ranged(words: Iterable[Word]) -> Iterator[Word]:
+    """Words, `{0..7}` as those it stands for."""
+    for word in words:
+        found = _RANGE.match(word.text)
+        if found:
+            yield from (Word(str(number), word.line) for number in range(int(found[1]), int(found[2]) + 1)[:_ROUNDS])
         else:
-            text += piece.text
-    if text:
-        yield Piece(text)
+            yield word
 
 
-def _whole_array(piece: Piece, variables: Mapping[str, list[Word]]) -> list[Word] | None:
-    """The words of an array that a piece names, each a word of its own; None if it names none."""
-    found = re.fullmatch(r"\$\{(\w+)\[@\]\}", piece.text) if piece.quote != "'" else None
-    return variables.get(found[1]) if found else None
+def _written(raw: Raw | None) -> str:
+    """A word as it stands in the script."""
+    text = quote = ""
+    for piece in raw.pieces if raw is not None else ():
+        if piece.quote != quote:
+            text += quote + piece.quote
+            quote = piece.quote
+        text += piece.text
+    return text + quote
 
 
-def _count(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int) and abs(node.value) < 10**15:
-        return int(node.value)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_count(node.operand)
-    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-        value = _ARITHMETIC[type(node.op)](_count(node.left), _count(node.right))
-        if abs(value) < 10**15:
-            return value
-    raise ValueError
+def _list_written(body: Body) -> str:
+    parts: list[str] = []
+    for item in body:
+        parts += [item.join] if parts else []
+        parts += ["!"] if item.negated else []
+        words = item.node.words if isinstance(item.node, Simple) else []
+        counts = len(words) > 1 and words[0].plain == "(("
+        parts += ["((", "".join(piece.text for piece in words[1].pieces), "))"] if counts else [
+            _written(raw) for raw in words] or ["(...)"]
+    return _clipped(" ".join(parts))
 
 
-def _judge(words: list[str]) -> bool | None:
-    """What a test comes to, None if it is none or asks for more than the script says."""
-    if not words or words[0] not in _TESTS:
-        return None
-    inner = [word for word in words[1:] if word not in ("]", "]]")]
-    if inner[:1] == ["!"]:
-        value = _judge(["[", *inner[1:]])
-        return None if value is None else not value
-    if any("$" in word or "`" in word for word in inner):
-        return None
-    if len(inner) in (1, 2) and inner[0] in ("-n", "-z"):
-        return bool(inner[1:] and inner[1]) == (inner[0] == "-n")
-    if len(inner) == 1:
-        return bool(inner[0])
-    if len(inner) != 3:
-        return None
-    left, sign, right = inner
-    if sign in ("=", "==", "!="):
-        return fnmatch.fnmatchcase(left, right) == (sign != "!=")
-    try:
-        return _COMPARED[sign](int(left), int(right)) if sign in _COMPARED else None
-    except ValueError:
-        return None
+def _clipped(text: str) -> str:
+    text = re.sub(r"\s+", " ", text).strip()
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sim.catalog import table
+from sim.errors import Fault, UserError
 from sim.imports.draft import Draft
+from sim.imports.hugging import kind_of
 from sim.imports.settings import Said, Settings, read_settings
 from sim.imports.titan_layout import read_layout
 from sim.scenario.presets import preset
@@ -58,6 +60,10 @@ _LEFT = {
     "activation_checkpoint.early_stop": "where recomputation stops follows software.year",
     "comm.mode": "jobs without real communication are not simulated",
 }
+#: Tables of its files; those behind are others' names too.
+_TABLES = ("model", "training", "job", "parallelism", "activation_checkpoint", "metrics", "profiling", "lr_scheduler",
+           "experimental", "float8", "quantize", "comm", "debug", "validation", "fault_tolerance", "memory_estimation",
+           "mx", "optimizer", "checkpoint", "compile")
 _IDLE = (
     "job.*", "profiling.*", "metrics.*", "checkpoint.*", "lr_scheduler.*", "comm.*", "memory_estimation.*",
     "fault_tolerance.*", "validation.*", "debug.*", "optimizer.lr", "optimizer.beta?", "optimizer.eps",
@@ -82,6 +88,7 @@ def read(files: Sequence[str], draft: Draft) -> None:
             settings.elsewhere = True
             draft.close(settings)
             continue
+        _recognise(settings)
         layers = _model(settings, draft)
         sharded = read_layout(settings, draft, layers)
         _training(settings, draft)
@@ -92,6 +99,16 @@ def read(files: Sequence[str], draft: Draft) -> None:
         _leave(settings, draft)
         settings.idle(*_IDLE)
         draft.close(settings)
+
+
+def _recognise(settings: Settings) -> None:
+    """Raises UserError where a file has none of torchtitan's tables, or looks like another tool's."""
+    tables = [name for name in _TABLES if isinstance(settings.data.get(name), Mapping)]
+    other = kind_of(settings)
+    if not tables or (other and not any(name in _TABLES[:4] for name in tables)):
+        raise UserError(Fault(f"holds none of torchtitan's tables ([{'], ['.join(_TABLES[:5])}], …)"
+                              + (f"; it looks like {other}" if other else ""), "", settings.file, 1,
+                              "'drystep import hf' reads that" if other else ""))
 
 
 def on(settings: Settings, *names: str) -> Said | None:
@@ -254,7 +271,7 @@ def _recompute(settings: Settings, draft: Draft, layers: int | None) -> None:
         of_rank = -(-(layers or 0) // (draft.value("parallel.pipeline") or 1))
         value = "full" if every < 2 else {"layers": of_rank // every}
     if said is not None:
-        draft.take(path, value, said, f"every {which}th block of a rank" if isinstance(value, dict) else "")
+        draft.take(path, value, said, f"one block of every {which} of a rank" if isinstance(value, dict) else "")
     else:
         draft.assume(path, value, "activation_checkpoint.mode selective of job_config.py, every second block")
 

@@ -8,31 +8,44 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from sim.errors import UserError
 from sim.imports.adapters import read_lora_arguments, read_quantised
 from sim.imports.deepspeed import read_deepspeed_json
 from sim.imports.facts import Job, dtype_of, inner, mapping_at, one_of, peek, switch, word_of
 from sim.imports.fsdp import read_fsdp, read_mesh
 from sim.imports.optimizers import read_optimizer
 from sim.imports.settings import Said, Settings
+from sim.scenario.presets import preset
+from sim.software.stack import stack_for
 
 #: Any of these makes a file one of arguments.
 MARKS = ("per_device_train_batch_size", "gradient_accumulation_steps", "model_name_or_path", "output_dir", "optim",
          "learning_rate", "num_train_epochs", "max_steps", "bf16", "fp16", "tf32", "gradient_checkpointing",
          "activation_checkpointing", "fsdp", "fsdp_config", "deepspeed", "torch_compile", "use_peft", "lora_r",
          "max_length", "max_seq_length", "block_size", "model_max_length", "per_gpu_train_batch_size", "dataset_name",
-         "attn_implementation", "torch_dtype", "load_in_4bit", "load_in_8bit", "use_liger_kernel", "ddp_bucket_cap_mb")
+         "attn_implementation", "torch_dtype", "load_in_4bit", "load_in_8bit", "use_liger_kernel", "ddp_bucket_cap_mb",
+         "adafactor", "max_source_length", "cutoff_len", "sequence_len")
 #: Any of these makes them TRL's.
 _TRL = ("use_peft", "lora_r", "packing", "dataset_text_field", "max_length", "assistant_only_loss", "padding_free",
         "completion_only_loss", "dataset_train_split", "dataset_test_split", "use_bnb_nested_quant",
         "chat_template_path", "truncation_mode", "lora_target_modules", "dataset_kwargs", "max_prompt_length",
         "max_completion_length")
+#: And any of these makes them LLaMA-Factory's or axolotl's, which share names with it.
+_NOT_TRL = ("cutoff_len", "finetuning_type", "sequence_len", "sample_packing")
 #: With any of these TRL's tuning by reinforcement generates and scores too, which no field says.
 _GENERATES = ("num_generations", "max_completion_length", "use_vllm", "vllm_mode", "num_ppo_epochs",
               "reward_model_path")
 #: And with these a batch is of pairs, and a reference model runs them too.
 _PAIRS = ("beta", "max_prompt_length", "sync_ref_model", "precompute_ref_log_probs", "ref_model_init_kwargs")
-_LENGTHS = ("max_length", "max_seq_length", "block_size", "model_max_length", "cutoff_len", "max_seq_len")
+#: Tokens of a sequence, in the order in which they go before one another: of the Trainer's scripts, of LLaMA-Factory
+#: (cutoff_len), of axolotl (sequence_len), and what else a script may call it.
+_LENGTHS = ("max_length", "max_seq_length", "block_size", "model_max_length", "max_source_length", "cutoff_len",
+            "sequence_len", "max_seq_len", "max_sequence_length", "sequence_length", "seq_length", "seq_len",
+            "context_length", "max_tokens")
+#: Defaults of run_summarization.py and run_translation.py (transformers 4's examples/pytorch; recalled).
+_SOURCE, _TARGET = 1024, 128
+#: model_type of encoder-decoders.
+_BOTH = ("t5", "mt5", "umt5", "longt5", "bart", "mbart", "pegasus", "marian", "m2m_100", "blenderbot", "led",
+         "prophetnet")
 _ATTENTION = {"eager": "eager", "sdpa": "flash", "flash_attention_2": "flash", "flash_attention_3": "flash",
               "flash_attention_4": "flash", "flex_attention": "flash"}
 _COMPILERS = {"inductor": True, "eager": False, "aot_eager": False, "no": False, "cudagraphs": False}
@@ -52,7 +65,7 @@ _IDLE = (
     "distributed_state*", "config_name", "tokenizer*", "cache_dir", "use_fast_tokenizer", "token", "use_auth_token",
     "validation*", "train_file", "test_file", "preprocessing_*", "low_cpu_mem_usage", "streaming", "keep_linebreaks",
     "max_train_samples", "max_eval_samples", "max_predict_samples", "model_revision", "trust_remote_code",
-    "chat_template*", "eos_token", "pad_token", "pad_to_multiple_of", "packing*", "padding_free", "eval_packing",
+    "chat_template*", "eos_token", "pad_token", "pad_to_*", "packing*", "padding_free", "eval_packing", "neat_packing",
     "completion_only_loss", "assistant_only_loss", "shuffle_dataset", "truncation_mode", "router_aux_loss_coef",
     "accelerator_config.*", "config_overrides", "activation_checkpointing_kwargs*", "gradient_checkpointing_kwargs*",
     "liger_kernel_config*", "model_init_kwargs*", "model_type", "data_path", "data_args", "image_*", "temperature",
@@ -72,7 +85,8 @@ def read_arguments(settings: Settings, job: Job) -> None:
     """All of the arguments; what they leave out is assumed when everything is read."""
     mapping_at(settings, "quantization_config")
     job.arguments, job.hugging = settings, True
-    job.trl = job.trl or any(settings.has(name) for name in _TRL)
+    if not any(settings.has(name) for name in _NOT_TRL):
+        job.trl = job.trl or any(settings.has(name) for name in _TRL)
     _batch(settings, job)
     _dtypes(settings, job)
     _recompute(settings, job)
@@ -89,24 +103,41 @@ def read_arguments(settings: Settings, job: Job) -> None:
 
 
 def _batch(settings: Settings, job: Job) -> None:
-    for names, fact in ((("per_device_train_batch_size", "per_gpu_train_batch_size"), "micro"),
+    for names, fact in ((("per_device_train_batch_size", "per_gpu_train_batch_size", "micro_batch_size"), "micro"),
                         (("gradient_accumulation_steps",), "steps")):
         if (said := settings.get(*names)) is not None:
             job.keep(fact, said.whole(), said)
+    if (said := switch(settings, "auto_find_batch_size")) is not None:
+        job.draft.leave(said, "a batch that does not fit is made smaller until it does; here it stays as said")
+    _sequence(settings, job)
+
+
+def _sequence(settings: Settings, job: Job) -> None:
     lengths = [said for name in _LENGTHS if (said := settings.get(name)) is not None]
+    target = settings.get("max_target_length")
+    if target is not None:
+        job.keep("target", target.whole(), target)
+    switches = [switch(settings, name) for name in ("neat_packing", "sample_packing", "packing", "group_texts")]
+    packed, way = next((said for said in switches if said is not None), None), peek(settings, "packing_strategy")
+    apart = any(said is not None for said in switches[:2])
+    if packed is not None and (apart or (job.trl and (way is None or way.value != "wrapped"))):
+        # trl 1.16 sft_trainer.py: bfd packing is without padding, and attention within documents alone; LLaMA-Factory's
+        # neat_packing and axolotl's sample_packing do the same.
+        job.draft.leave(packed, "attention is counted over the whole sequence, whatever documents it holds")
     if lengths:
         said = lengths[0]
         for other in lengths[1:]:
             if other.value != said.value:
                 job.draft.leave(other, f"{said.name} goes before it")
-        packed = peek(settings, "packing", "group_texts")
-        bound = job.trl and (packed is None or not packed.flag())
+        if said.name == "max_source_length":
+            job.keep("of the source", True, said)
+        bound = packed is None and (job.trl or target is not None or said.name == "max_source_length")
         job.draft.take("training.sequence", said.whole(), said,
                        "an upper bound: without packing a batch is as long as its longest sequence" if bound else "")
+    elif target is not None:
+        job.draft.assume("training.sequence", _SOURCE, "default of max_source_length in transformers' examples")
     elif job.trl and peek(settings, "max_prompt_length") is None:
         job.draft.assume("training.sequence", 1024, "TRL's default of max_length, an upper bound without packing")
-    if (said := switch(settings, "auto_find_batch_size")) is not None:
-        job.draft.leave(said, "a batch that does not fit is made smaller until it does; here it stays as said")
 
 
 def _dtypes(settings: Settings, job: Job) -> None:
@@ -147,8 +178,8 @@ def _recompute(settings: Settings, job: Job) -> None:
                 draft.leave(every, "how many blocks there are is not known: --set training.recompute={layers: N}")
         if (offload := switch(settings, f"{above}.offload")) is not None:
             draft.take("parallel.offload.activations", "cpu", offload)
-        if (entering := switch(settings, f"{above}.use_reentrant")) is not None:
-            draft.leave(entering, "no field says it: the profile of the stack does")
+        if (entering := peek(settings, f"{above}.use_reentrant")) is not None:
+            job.keep("reentrant", entering.flag(), entering)
     draft.take("training.recompute", recompute, said)
 
 
@@ -161,13 +192,16 @@ def settings_layers(job: Job) -> int:
 def _engine(settings: Settings, job: Job) -> None:
     said = peek(settings, "deepspeed")
     if said is not None and said.value not in ("", False):
-        found = inner(settings, "deepspeed")
+        found = inner(settings, "deepspeed", job.zeros)
         if found is not None:
             job.files.append(found)
             read_deepspeed_json(found, job, said)
+        else:
+            job.keep("engine", "zero", said)
     legacy = peek(settings, "fsdp")
     if legacy is None or legacy.value in ("", False, []) or (isinstance(legacy.value, str)
                                                              and legacy.value.lower() == "false"):
+        settings.idle("fsdp_config.*")
         return
     legacy = settings.get("fsdp") or legacy
     job.keep("engine", "fsdp", legacy)
@@ -252,17 +286,34 @@ def _rest(settings: Settings, job: Job) -> None:
                 break
 
 
-def settle_arguments(job: Job) -> None:
-    """The Trainer's defaults for what no file says."""
+def settle_arguments(job: Job, framework: str) -> None:
+    """The Trainer's defaults for what no file says, and what depends on the model or the framework."""
     if job.arguments is None:
         return
+    _decoder(job)
+    counted, entering = stack_for(framework, modules="transformers"), job.said("reentrant")
+    whole = counted.reentrant or not counted.early_stop
+    if entering is not None and job.of("reentrant") is not whole:
+        job.arguments.get(entering.name)
+        job.draft.leave(entering, f"recomputation is counted as {'' if whole else 'not '}reentrant, the default of the "
+                                  "release")
     said = Said(job.arguments.file, "", None)
     for fact, name, value in (("micro", "per_device_train_batch_size", 8), ("steps", "gradient_accumulation_steps", 1)):
         if job.of(fact) is None and job.of("total") is None:
             job.facts[f"default {fact}"] = (value, Said(said.file, name, value))
 
 
-def refuse_root(settings: Settings) -> UserError:
-    """The error of a file that is none of those known."""
-    return Said(settings.file, "", ", ".join(map(str, list(settings.data)[:5]))).wrong(
-        "a model's config.json, the Trainer's arguments, DeepSpeed's JSON, accelerate's YAML or adapter_config.json")
+def _decoder(job: Job) -> None:
+    """Tokens of the decoder's sequences, which a model of one stack does not have."""
+    said, named = job.said("target"), job.draft.value("model.preset")
+    both = named is not None and (preset(named) or {}).get("kind") == "encoder-decoder"
+    if job.config is not None:
+        of, flag = peek(job.config, "model_type"), peek(job.config, "is_encoder_decoder")
+        both = (of is not None and of.value in _BOTH) or (flag is not None and flag.value is True)
+    if said is not None and both:
+        job.draft.take("training.decoder_sequence", job.of("target"), said, "an upper bound")
+    elif said is not None:
+        job.draft.leave(said, "the model is not known to have a decoder beside an encoder: --set "
+                              "training.decoder_sequence=N if it has")
+    elif both and job.of("of the source"):
+        job.draft.assume("training.decoder_sequence", _TARGET, "default of max_target_length in transformers' examples")

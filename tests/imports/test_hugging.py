@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hugging_files import BATCH, FSDP_1, FSDP_2, MULTI_GPU, ON, TRL_FILES, ZERO_2, Read, at, config, fields, reader
 
+from sim.errors import UserError
 from sim.imports.hugging import read_accelerate, read_deepspeed, read_hf
 
 
@@ -143,12 +144,36 @@ def test_hybrid_sharding_of_the_trainer_is_as_large_as_a_node(read: Read) -> Non
     ({"fsdp": True, "fsdp_config": {"fsdp_version": 1, "fsdp_reshard_after_forward": "shard_grad_op"}},
      [1, False, None]),
     ({"fsdp": True, "fsdp_config": "fsdp.json"}, [1, True, None]),
+    ({"fsdp": "full_shard auto_wrap", "fsdp_config": {"backward_prefetch": "backward_pre"}}, [1, True, None]),
+    ({"fsdp": "full_shard", "fsdp_config": {"fsdp_sync_module_states": True}}, [1, True, None]),
+    ({"fsdp": "full_shard", "fsdp_config": {"limit_all_gathers": True, "reshard_after_forward": False}},
+     [2, False, None]),
+    ({"fsdp": True, "fsdp_config": {"use_orig_params": True}}, [2, None, None]),  # transformers 5's own form
 ])
 def test_fsdp_of_the_trainer(read: Read, asked: dict[str, Any], expected: list[Any]) -> None:
     found = read(config(), {**BATCH, "bf16": True, **asked},
                  beside={"fsdp.json": {"version": 1, "reshard_after_forward": "full_shard"}})
     assert fields(found, "software.fsdp", "parallel.reshard_after_forward", "parallel.offload") == expected
     assert fields(found, "parallel.strategy", "training.precision") == ["fsdp", "fsdp-bf16"]
+
+
+def test_each_setting_of_fsdp_is_told_once(read: Read) -> None:
+    found = read(config(), {**BATCH, "bf16": True, "fsdp": "full_shard auto_wrap", "fsdp_config": {
+        "backward_prefetch": "backward_pre", "forward_prefetch": False, "use_orig_params": False,
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "mystery": 1}})
+    of_fsdp = [(note.kind, note.said.rpartition(": ")[2]) for note in found.notes if "fsdp_config" in note.said]
+    assert of_fsdp == [("taken", "fsdp_config.backward_prefetch"), ("idle", "fsdp_config.forward_prefetch"),
+                       ("idle", "fsdp_config.use_orig_params"), ("idle", "fsdp_config.transformer_layer_cls_to_wrap"),
+                       ("unknown", "fsdp_config.mystery")]
+    unused = read(config(), {**BATCH, "fsdp": [], "fsdp_config": {"min_num_params": 0, "xla": False}})
+    assert not unused.of("unknown")
+
+
+def test_original_parameters_of_fsdp_1(read: Read) -> None:
+    counted = read(config(), FSDP_1, BATCH)
+    assert [note.said.rpartition(".")[2] for note in counted.of("left")] == ["fsdp_use_orig_params"]
+    usual = read(config(), FSDP_1.replace("fsdp_use_orig_params: true", "fsdp_use_orig_params: false"), BATCH)
+    assert not usual.of("left")
 
 
 @pytest.mark.parametrize(("policy", "wrap"), [
@@ -198,8 +223,8 @@ def test_megatron_through_accelerate(read: Read) -> None:
     found = read(config(), text, by=read_accelerate, sets=(*ON, "training.micro_batch=1"))
     assert fields(found, "software.framework", "software.modules", "parallel.tensor", "parallel.pipeline",
                   "training.micro_steps", "parallel.strategy", "training.recompute", "training.precision",
-                  "parallel.sequence_parallel") == [
-        "megatron", "megatron", 2, 2, 4, "zero1", "selective", "megatron-bf16", True]
+                  "parallel.sequence_parallel", "parallel.overlap") == [
+        "megatron", "megatron", 2, 2, 4, "zero1", "selective", "megatron-bf16", True, False]
     assert not found.of("unknown")
 
 
@@ -268,6 +293,52 @@ def test_a_whole_batch_over_known_gpus(read: Read) -> None:
                  beside={"ds.json": {"zero_optimization": {"stage": 2}, "train_batch_size": 64,
                                      "gradient_accumulation_steps": 2}})
     assert fields(found, "training.micro_batch", "training.global_batch", "training.micro_steps") == [4, 64, None]
+
+
+@pytest.mark.parametrize(("batch", "sets", "micro"), [
+    ({"train_batch_size": 128}, (), 16),
+    ({"train_batch_size": 128, "gradient_accumulation_steps": 2}, (), 8),
+    ({"train_batch_size": 128, "gradient_accumulation_steps": 2}, ("cluster.nodes=2",), 4),
+    ({"train_batch_size": 128}, ("parallel.tensor=2",), 32),
+    ({"train_batch_size": 128}, ("training.micro_batch=4",), 4),
+])
+def test_a_micro_batch_follows_from_the_gpus(read: Read, batch: dict[str, int], sets: tuple[str, ...],
+                                             micro: int) -> None:
+    found = read(config(), {"zero_optimization": {"stage": 1}, **batch}, by=read_deepspeed, sets=(*ON, *sets))
+    assert fields(found, "training.micro_batch", "training.global_batch") == [micro, 128]
+
+
+def test_a_whole_batch_that_does_not_divide(read: Read) -> None:
+    for batch in ({"train_batch_size": 100}, {"train_batch_size": 8, "gradient_accumulation_steps": 2}):
+        with pytest.raises(UserError, match=r"file1.json:\d: train_batch_size: expected a multiple of (8|16), 8 "):
+            read(config(), {"zero_optimization": {"stage": 1}, **batch}, by=read_deepspeed)
+
+
+@pytest.mark.parametrize(("old", "strategy"), [(True, "zero1"), (False, "ddp")])
+def test_the_old_form_of_zero(read: Read, old: bool, strategy: str) -> None:
+    found = read(config(), {"train_micro_batch_size_per_gpu": 1, "zero_optimization": old}, by=read_deepspeed)
+    assert at(found, "parallel.strategy") == strategy
+    assert "file1.json: zero_optimization" in [note.said for note in found.of("taken")]
+
+
+def test_settings_that_a_file_does_not_have_are_not_cited(read: Read) -> None:
+    found = read(config(), {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}, by=read_deepspeed)
+    assert not [note for note in found.notes if "zero_optimization" in note.said]
+    assert [note.field for note in found.of("assumed") if "ZeRO" in note.text] == ["parallel.strategy"]
+
+
+def test_what_is_left_is_told_once(read: Read) -> None:
+    found = read(config(), {"train_micro_batch_size_per_gpu": 1, "sparse_attention": {"mode": "fixed", "block": 16}},
+                 by=read_deepspeed)
+    assert [(note.kind, note.said) for note in found.notes if "sparse" in note.said] == [
+        ("left", "file1.json: sparse_attention")]
+
+
+def test_the_optimizer_of_deepspeed_is_told_where_it_differs(read: Read) -> None:
+    for optim, left in (("adamw_torch", []), ("adafactor", ["file1.json: optim"])):
+        found = read(config(), {**BATCH, "optim": optim, "deepspeed": {"optimizer": {"type": "AdamW"}}})
+        assert at(found, "training.optimizer") == "adamw"
+        assert [note.said for note in found.of("left")] == left
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

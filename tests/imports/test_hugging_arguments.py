@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hugging_files import BATCH, LLAMA, ON, Read, at, config, fields, reader
 
+from sim.api import plan_memory
 from sim.errors import UserError
 from sim.imports.draft import Draft
 from sim.imports.hugging import read_hf
@@ -30,7 +31,11 @@ ADAPTER = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "lora_dropout": 0.1, 
     ("float16", {"fp16": True}, "amp-fp16", "fp16"),
     ("bfloat16", {}, "amp-bf16", "bf16"),
     ("float32", {}, "fp32", "fp32"),
-    ("bfloat16", {"bf16": True, "fsdp": True}, "fsdp-bf16", "bf16"),
+    ("float32", {"bf16": True, "fsdp": True}, "fsdp-bf16", "fp32"),
+    ("bfloat16", {"bf16": True, "fsdp": True}, "mixed-bf16", "bf16"),
+    ("float16", {"bf16": True, "fsdp": "full_shard offload"}, "mixed-bf16", "bf16"),
+    ("bfloat16", {"bf16": True, "fsdp": True, "load_in_4bit": True}, "fsdp-bf16", "nf4"),
+    ("bfloat16", {"fsdp": True}, "amp-bf16", "bf16"),
     ("float32", {"bf16": True, "deepspeed": {"zero_optimization": {"stage": 2}}}, "mixed-bf16", "bf16"),
     ("bfloat16", {"bf16": True, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "amp-bf16", "nf4"),
     ("bfloat16", {"bf16": True, "load_in_4bit": True, "use_bnb_nested_quant": True}, "pure-bf16", "nf4-dq"),
@@ -43,6 +48,23 @@ def test_lora(read: Read, stored: str, arguments: dict[str, Any], precision: str
     assert tuned == {"method": "lora" if base in ("fp32", "bf16", "fp16") else "qlora", "rank": 16, "base": base,
                      "targets": ["query", "value"], "dropout": 0.1}
     assert not found.of("unknown")
+    beside = precision == "mixed-bf16" and "fsdp" in arguments
+    assert ["fp32 masters" in note.text for note in found.of("left")] == [True] * beside
+    assert plan_memory(found.scenario).stages  # what is written is simulated too
+
+
+@pytest.mark.parametrize(("arguments", "method"), [
+    ({"finetuning_type": "lora", "lora_rank": 8, "lora_target": "all"}, "lora"),  # LLaMA-Factory
+    ({"adapter": "qlora", "lora_r": 8, "load_in_4bit": True, "lora_target_modules": ["q_proj"]}, "qlora"),  # axolotl
+    ({"finetuning_type": "full"}, None),
+    ({"use_peft": True, "adapter": "lora", "lora_r": 8, "lora_target_modules": "all-linear"}, "lora"),
+])
+def test_lora_of_others(read: Read, arguments: dict[str, Any], method: str | None) -> None:
+    found = read(config("bfloat16"), {**BATCH, "bf16": True, "cutoff_len": 2048, **arguments}, sets=ON[:1])
+    assert fields(found, "training.finetune.method", "training.sequence") == [method, 2048]
+    assert not found.of("unknown") and not found.of("left")
+    frozen = read(config("bfloat16"), {**BATCH, "bf16": True, "finetuning_type": "freeze"})
+    assert ["training of all weights" in note.text for note in frozen.of("left")] == [True]
 
 
 def test_lora_of_trl(read: Read) -> None:
@@ -89,6 +111,9 @@ def test_what_lora_cannot_say_is_left(read: Read) -> None:
     ({"optim": "paged_adamw_32bit"}, {"training.optimizer": "adamw", "parallel.offload.optimizer": "paged"}),
     ({"optim": "sgd", "optim_args": "momentum=0.9"}, {"training.optimizer": "sgd-momentum"}),
     ({"optim": "lion_32bit"}, {"training.optimizer": "sgd-momentum"}),
+    ({"adafactor": True, "optim": "adafactor"}, {"training.optimizer": "adafactor"}),  # transformers 4
+    ({"adafactor": False}, {"training.optimizer": "adamw"}),
+    ({"micro_batch_size": 2, "per_device_train_batch_size": None}, {"training.micro_batch": 2}),
     ({"torch_compile": True, "torch_compile_mode": "reduce-overhead"},
      {"software.compile": True, "software.cuda_graphs": True}),
     ({"torch_compile_backend": "eager"}, {"software.compile": False}),
@@ -107,6 +132,92 @@ def test_arguments(read: Read, arguments: dict[str, Any], expected: dict[str, An
     found = read(config(), {**BATCH, **arguments})
     assert {path: at(found, path) for path in expected} == expected
     assert not found.of("unknown")
+
+
+@pytest.mark.parametrize(("optim", "arguments", "precision"), [
+    ("paged_adamw_32bit", {}, {"name": "pure-bf16", "optimizer": "fp32"}),
+    ("lion_32bit", {}, {"name": "pure-bf16", "optimizer": "fp32"}),
+    ("rmsprop_bnb", {}, {"name": "pure-bf16", "optimizer": "fp32"}),
+    ("ademamix", {"fp16": True}, {"compute": "fp16", "parameters": "bf16", "master": "none", "gradients": "bf16",
+                                  "optimizer": "fp32", "gather": "bf16", "reduce": "bf16"}),
+    ("adagrad", {}, "pure-bf16"), ("adamw_torch", {}, "pure-bf16"), ("adamw_bnb_8bit", {}, "pure-bf16"),
+    ("paged_adamw_32bit", {"dtype": "float32", "bf16": True}, "amp-bf16"),
+    ("paged_adamw_32bit", {"bf16": True, "deepspeed": {"zero_optimization": {"stage": 2}}}, "mixed-bf16"),
+    ("paged_adamw_32bit", {"use_peft": True, "load_in_4bit": True}, {"name": "pure-bf16", "optimizer": "fp32"}),
+])
+def test_states_of_bitsandbytes_are_fp32(read: Read, optim: str, arguments: dict[str, Any], precision: Any) -> None:
+    found = read(config("bfloat16"), {**BATCH, "optim": optim, **arguments})
+    assert at(found, "training.precision") == precision
+    if not isinstance(precision, str):
+        assert found.scenario.training.precision.optimizer == "fp32"
+
+
+T5 = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True, "d_model": 512,
+      "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "vocab_size": 32128}
+
+
+@pytest.mark.parametrize(("model", "lengths", "expected", "left"), [
+    (T5, {"max_source_length": 512, "max_target_length": 64}, [512, 64], 0),
+    (T5, {"max_source_length": 512}, [512, 128], 0),
+    (T5, {"max_target_length": 64}, [1024, 64], 0),
+    (T5, {"block_size": 256}, [256, None], 0),
+    (config(), {"max_source_length": 512, "max_target_length": 64}, [512, None], 1),
+])
+def test_lengths_of_an_encoder_decoder(read: Read, model: dict[str, Any], lengths: dict[str, int], expected: list[Any],
+                                       left: int) -> None:
+    found = read(model, {**BATCH, **lengths}, sets=ON[:1])
+    assert fields(found, "training.sequence", "training.decoder_sequence") == expected
+    assert ["decoder beside an encoder" in note.text for note in found.of("left")] == [True] * left
+    assert not found.of("unknown")
+
+
+def test_a_preset_may_be_an_encoder_decoder(read: Read) -> None:
+    found = read({**BATCH, "model_name_or_path": "google-t5/t5-small", "max_target_length": 64}, sets=ON[:1])
+    assert fields(found, "model.preset", "training.decoder_sequence") == ["t5-small", 64]
+
+
+@pytest.mark.parametrize("name", ["cutoff_len", "sequence_len", "seq_length", "context_length", "max_tokens",
+                                  "model_max_length"])
+def test_other_names_of_the_sequence(read: Read, name: str) -> None:
+    found = read(config(), {**BATCH, name: 512}, sets=ON[:1])
+    assert at(found, "training.sequence") == 512
+
+
+@pytest.mark.parametrize(("arguments", "left"), [
+    ({"packing": True, "max_length": 512}, ["packing"]), ({"sample_packing": True}, ["sample_packing"]),
+    ({"packing": True, "packing_strategy": "wrapped", "max_length": 512}, []), ({"packing": False}, []),
+    ({"packing": True, "cutoff_len": 512}, []), ({"packing": True, "neat_packing": True, "cutoff_len": 9},
+                                                 ["neat_packing"]),
+])
+def test_packed_documents(read: Read, arguments: dict[str, Any], left: list[str]) -> None:
+    found = read(config(), {**BATCH, "bf16": True, **arguments})
+    assert [note.said.rpartition(": ")[2] for note in found.of("left")] == left
+    assert not found.of("unknown")
+
+
+def test_adafactor_goes_over_optim(read: Read) -> None:
+    found = read(config(), {**BATCH, "adafactor": True, "optim": "adamw_torch"})
+    assert at(found, "training.optimizer") == "adafactor"
+    assert [(note.said, note.text) for note in found.of("left")] == [("file1.json: optim", "adafactor goes over it")]
+
+
+@pytest.mark.parametrize(("arguments", "left"), [({}, [True]), ({"deepspeed": {"zero_optimization": {}}}, [])])
+def test_reentrant_checkpoints(read: Read, arguments: dict[str, Any], left: list[bool]) -> None:
+    for entering in (True, False):
+        found = read(config(), {**BATCH, "gradient_checkpointing": True, **arguments,
+                                "gradient_checkpointing_kwargs": {"use_reentrant": entering}})
+        assert ["reentrant" in note.text for note in found.of("left")] == (left if entering else
+                                                                           [True] * (not left))
+
+
+def test_the_dtype_that_weights_are_loaded_in_is_told_where_it_matters(read: Read) -> None:
+    def why(*contents: Any) -> str:
+        return next(note.text for note in read(*contents).notes if note.field == "training.precision")
+
+    assert "transformers 4" in why(config("bfloat16"), {**BATCH, "bf16": True})
+    assert "loaded" not in why(config("bfloat16"), {**BATCH, "bf16": True, "fsdp": True})
+    assert "loaded" not in why(config("float32"), {**BATCH, "bf16": True, "max_length": 512})
+    assert "TRL's default" in why(config("bfloat16"), {**BATCH, "bf16": True, "max_length": 512})
 
 
 def test_defaults_of_the_trainer_are_assumed(read: Read) -> None:

@@ -40,7 +40,7 @@ ZERO = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
     ([{**BATCH, "fsdp": True, "fsdp_config": {"version": 3}}], "version: expected 1 or 2"),
     ([{**BATCH, "fsdp": True, "fsdp_config": {"forward_prefetch": True}}], "accelerate refuses it with FSDP 2"),
     ([{**BATCH, "fsdp": True, "fsdp_config": {"reshard_after_forward": "some"}}], "expected true or false"),
-    ([{**BATCH, "deepspeed": "none.json"}], r"file0.json:\d: deepspeed: no such file: none.json \(a path in a file is"),
+    ([{**BATCH, "deepspeed": "none.json"}], r"file0.json:\d: deepspeed: no such file: none.json \(looked for in"),
     ([{**BATCH, "deepspeed": "{broken"}], "deepspeed: expected JSON"),
     ([{**BATCH, "deepspeed": ZERO, "fsdp": True}], r"fsdp: says True, but file0.json: deepspeed"),
     ([{**BATCH, "deepspeed": {**ZERO, "train_micro_batch_size_per_gpu": 4}}], "says 4, but file0.json: per_device"),
@@ -82,9 +82,23 @@ def test_a_file_named_in_a_file_is_relative_to_it(tmp_path: Path, monkeypatch: p
     (tmp_path / "run" / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}), encoding="utf-8")
     (tmp_path / "run" / "args.json").write_text(json.dumps({**BATCH, "deepspeed": "ds.json"}), encoding="utf-8")
     (tmp_path / "config.json").write_text(json.dumps(config()), encoding="utf-8")
-    draft = Draft()
-    read_hf(["run/args.json", "config.json"], draft)
-    assert draft.finish(ON).data["parallel"]["strategy"] == "zero3"
+    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}), encoding="utf-8")
+
+    def strategy(deepspeed: str, *more: str) -> Any:
+        (tmp_path / "run" / "args.json").write_text(json.dumps({**BATCH, "deepspeed": deepspeed}), encoding="utf-8")
+        draft = Draft()
+        read_hf(["run/args.json", "config.json", *more], draft)
+        return draft.finish(ON).data["parallel"]["strategy"]
+
+    assert strategy("ds.json") == "zero3"
+    assert strategy("zero.json") == "zero2"  # the working directory, where transformers looks
+    assert strategy("run/ds.json") == strategy(str(tmp_path / "run" / "ds.json")) == "zero3"
+    assert strategy("ds.json", "run/ds.json") == "zero3"  # given too
+    assert strategy("/somewhere/else.json", "zero.json") == "zero2"  # given instead
+    with pytest.raises(UserError, match=r"no such file: nowhere/ds.json \(looked for in this file's folder and in"):
+        strategy("nowhere/ds.json")
+    with pytest.raises(UserError, match=r"no such file: /somewhere/else.json$"):
+        strategy("/somewhere/else.json")
 
 
 def test_files_that_are_not_there_or_not_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +108,26 @@ def test_files_that_are_not_there_or_not_readable(tmp_path: Path, monkeypatch: p
     for file in ("nothing.json", "empty", "broken.json"):
         with pytest.raises(UserError):
             read_hf([file], Draft())
+
+
+def test_a_json_given_is_the_one_that_accelerates_file_names(read: Read) -> None:
+    text = ZERO_2.replace("zero_stage: 2", "deepspeed_config_file: /home/me/ds.json")
+    found = read(text, {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}, config("bfloat16"))
+    assert found.data["parallel"]["strategy"] == "zero3"
+
+
+@pytest.mark.parametrize(("name", "text", "message"), [
+    ("go.sh", "torchrun train.py", "go.sh: is a script, not a file of settings .*import megatron"),
+    ("job.toml", "[model]\nname = 'llama3'\n", "job.toml:1: expected a model's config.json.*import torchtitan"),
+    ("other.yaml", "lr: 1\n", "other.yaml:1: expected a model's config.json, .*found 'lr'"),
+])
+def test_files_of_another_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str,
+                               message: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    for by in (read_hf, read_deepspeed):
+        with pytest.raises(UserError, match=message):
+            by([name], Draft())
 
 
 # ------------------------------------------------------------------------------------------------------------ anything
@@ -112,7 +146,8 @@ NAMES = ["per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "
          "fsdp_reshard_after_forward", "fsdp_offload_params", "fsdp_auto_wrap_policy", "fsdp_min_num_params",
          "parallelism_config_cp_size", "dp_shard_size", "dp_replicate_size", "peft_type", "r", "target_modules",
          "bias", "lora_dropout", "modules_to_save", "model_type", "architectures", "torch_dtype", "hidden_size",
-         "version"]
+         "version", "use_orig_params", "use_reentrant", "is_encoder_decoder", "sparse_attention", "finetuning_type",
+         "adafactor", "max_source_length", "max_target_length"]
 WORDS = ["auto", "no", "bf16", "fp16", "cpu", "full_shard", "hybrid_shard", "FSDP", "DEEPSPEED", "MEGATRON_LM",
          "LORA", "MULTI_GPU", "adamw_torch", "AdamW", "sdpa", "bfloat16", "inductor", "none", "true", "1", "-1", "",
          "x.json", "{", "all-linear", "llama", "SIZE_BASED_WRAP", "\0", "~", "/"]
@@ -123,7 +158,7 @@ VALUES = st.recursive(SCALARS, lambda inner: st.one_of(
 FILES = st.dictionaries(st.one_of(st.sampled_from(NAMES), st.text(max_size=3)), VALUES, max_size=12)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(files=st.lists(FILES, min_size=1, max_size=3), by=st.sampled_from([read_hf, read_accelerate, read_deepspeed]),
        model=st.booleans())
 def test_whatever_files_hold_a_message_is_all_that_is_raised(
@@ -141,7 +176,7 @@ def test_whatever_files_hold_a_message_is_all_that_is_raised(
         pass
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3), which=st.integers(0, 3))
 def test_one_strange_value_among_right_ones(changes: dict[str, Any], which: int, tmp_path: Path,
                                             monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,9 +26,9 @@ LLAMA = (FILES / "train_llama3_8b_fp8.sh").read_text(encoding="utf-8")
 
 
 def finished(files: list[str], sets: tuple[str, ...]) -> Imported:
-    draft = Draft("job")
+    draft = Draft("job", sets)
     read(files, draft)
-    return draft.finish(sets)
+    return draft.finish()
 
 
 def imported(text: str, *sets: str, name: str = "run.sh", cluster: str = "dgx-h100") -> Imported:
@@ -80,7 +80,8 @@ def test_mixtral() -> None:
     assert not s.parallel.sequence_parallel  # one tensor rank
     assert s.training.precision.name == "megatron-bf16"
     assert names(found, "unknown") == set()
-    assert names(found, "left") == set()
+    assert names(found, "left") == {"--moe-permute-fusion", "--moe-enable-deepep"}  # off, where today's stack has both
+    assert names(imported(MIXTRAL, "software.year=2024"), "left") == set()
 
 
 def test_llama_in_fp8() -> None:
@@ -154,6 +155,24 @@ def test_llama_in_fp8() -> None:
     ("--swiglu --ffn-hidden-size 4096", "model.ffn", 4096),
     ("--squared-relu", "model.activation", "relu"),
     ("--num-query-groups 4", "model.kv_heads", 16),
+    ("--pad-vocab-size-to 51200", "model.vocab", 51200),
+    ("--vocab-extra-ids 100", "model.vocab", 50357),
+    ("--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16", "training.precision.gradients", "bf16"),
+    ("--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16", "training.precision.reduce", "bf16"),
+    ("--bf16", "training.attention", "flash"),
+    ("", "training.attention", "eager"),
+    ("--bf16 --deepspeed", "training.attention", "eager"),
+    ("--bf16 --deepspeed --use-flash-attn-v2", "training.attention", "flash"),
+    ("--bf16 --DDP-impl local", "training.attention", "eager"),
+    ("--bf16 --attention-backend auto", "training.attention", "flash"),
+    ("--bf16 --deepspeed --zero-stage 0", "parallel.strategy", "ddp"),
+    ("--bf16 --deepspeed --zero-stage 0 --pipeline-model-parallel-size 2", "parallel.strategy", "zero1"),
+    ("--bf16 --deepspeed --zero-stage 0 --pipeline-model-parallel-size 2", "training.precision.gradients", "fp32"),
+    ("--bf16 --deepspeed --zero-stage 0 --pipeline-model-parallel-size 2", "training.precision.reduce", "bf16"),
+    ("--fp16 --deepspeed --zero-stage 0 --pipeline-model-parallel-size 2", "parallel.strategy", "ddp"),
+    ("--pipeline-model-parallel-size 2 --pp-partition-method 'type:transformer|embedding'",
+     "parallel.split_slots.head", 1),
+    ("--pipeline-model-parallel-size 2 --pp-partition-method type:transformer", "parallel.split_slots.head", 0),
     ("--group-query-attention --num-query-groups 4", "model.kv_heads", 4),
     ("--kv-channels 128", "model.head_dim", 128),
     ("--qk-layernorm", "model.qk_norm", "head"),
@@ -190,6 +209,11 @@ def test_one_field(more: str, field: str, value: Any) -> None:
     ("--use-distributed-optimizer --overlap-grad-reduce", "--overlap-grad-reduce"),
     ("--context-parallel-size 2 --cp-comm-type a2a", "--cp-comm-type"),
     ("--no-bias-dropout-fusion", "--no-bias-dropout-fusion"),
+    ("--pipeline-model-parallel-size 2 --pp-partition-method parameters", "--pp-partition-method"),
+    ("--num-experts 8", "--moe-grouped-gemm"),
+    ("--num-experts 8 --moe-grouped-gemm", "--moe-permute-fusion"),
+    ("--num-experts 8 --expert-model-parallel-size 2", "--moe-enable-deepep"),
+    ("--embed-layernorm", "--embed-layernorm"),
     ("--no-masked-softmax-fusion --attention-backend unfused", "--no-masked-softmax-fusion"),
     ("--use-distributed-optimizer --bf16 --fp8-format hybrid --fp8-recipe blockwise", "--fp8-recipe"),
 ])
@@ -199,7 +223,8 @@ def test_what_no_field_says(more: str, left: str) -> None:
 
 @pytest.mark.parametrize(("more", "words"), [
     ("--num-layers x", "run.sh:1: --num-layers: expected a whole number of at least 1, found 'x'"),
-    ("--num-layers $N", "found '$N'"),
+    ("--num-layers $N", "found '$N' (give the variable a value in the script, or --set model.layers=N)"),
+    ("--normalization $(cat a b)", "found '$(cat...)' (give the variable a value in the script, or --set model.norm="),
     ("--normalization GroupNorm", "expected one of layernorm, rmsnorm, found 'GroupNorm'"),
     ("--position-embedding-type sine", "learned_absolute"),
     ("--recompute-granularity some", "one of full, selective"),
@@ -278,3 +303,98 @@ def test_any_value_ends_well(value: str, name: str, file: str) -> None:
 def test_instances_of_the_optimizer_share_the_ranks() -> None:
     more = "--use-distributed-optimizer --num-distributed-optimizer-instances 4"
     assert imported(LEAST + more).scenario.parallel.sharding_factor == 2  # of eight GPUs
+
+
+def test_a_value_of_the_command_line_for_one_that_is_not_known() -> None:
+    text = LEAST.replace("--num-layers 8", "--num-layers $2") + (
+        "--tensor-model-parallel-size $1 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
+        "--normalization $NORM")
+    found = imported(text, "cluster.nodes=1", "parallel.tensor=4", "model.layers=8", "model.norm=rmsnorm")
+    s = found.scenario
+    assert (s.parallel.tensor, s.model.layers, s.parallel.virtual_stages, s.model.norm) == (4, 8, 2, "rmsnorm")
+    assert sorted(note.said.rpartition(": ")[2] for note in found.of("left")) == [
+        "--normalization", "--num-layers", "--tensor-model-parallel-size"]
+    whole = imported(LEAST + "--tensor-model-parallel-size $1", "cluster.nodes=1", "parallel={tensor: 2}").scenario
+    assert whole.parallel.tensor == 2
+    with pytest.raises(UserError, match=r"or --set parallel\.tensor=N"):
+        imported(text, "cluster.nodes=1", "model.layers=8", "model.norm=rmsnorm")
+
+
+SIZES = ("pretrain_gpt.py --num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
+         "--micro-batch-size 2 --bf16 ")
+
+
+def test_eager_attention_where_the_gpu_is_older() -> None:
+    one = imported(f"python {SIZES}".replace("--bf16", "--fp16"), cluster="single-v100-32g-sxm")
+    assert one.scenario.training.attention == "eager"
+    assert any(note.field == "training.attention" and "bf16" in note.text for note in one.of("assumed"))
+
+
+@pytest.mark.parametrize(("text", "nodes", "gpus"), [
+    (f"#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=1\n#SBATCH --gres=gpu:8\nsrun torchrun --nproc-per-node $N {SIZES}",
+     4, 8),
+    (f"#SBATCH <SLURM OPTIONS> --nodes=16 --exclusive --ntasks-per-node=8 # all\nsrun python {SIZES}", 16, 8),
+    (f"#SBATCH -N 2 --ntasks-per-node 4\nsrun python {SIZES}", 2, 4),
+    (f"#SBATCH -N2 --gpus-per-node=a100:4 --ntasks-per-node=1\nsrun python {SIZES}", 2, 4),
+    (f"#SBATCH --nodes=3\ntorchrun --nnodes $SLURM_NNODES --nproc_per_node 8 {SIZES}", 3, 8),
+    (f"mpirun -np 16 python {SIZES}", 2, 8),
+    (f"srun --nodes 2 --ntasks-per-node 8 python {SIZES}", 2, 8),
+    (f"torchrun {SIZES}", 1, 1),
+    (f"torchrun --nnodes 2 {SIZES}", 2, 1),
+    (f"python3 -u {SIZES}", 1, 1),
+    (f"python -m torch.distributed.run --nproc_per_node 4 {SIZES}", 1, 4),
+    (f"python {SIZES} --tensor-model-parallel-size 2", 1, 8),
+    (f"WORLD_SIZE=16\npython {SIZES}", 1, 8),
+    (f"deepspeed {SIZES}", 1, 8),
+])
+def test_how_many_gpus(text: str, nodes: int, gpus: int) -> None:
+    cluster = imported(text).scenario.cluster
+    assert (cluster.nodes, cluster.gpus_per_node) == (nodes, gpus)
+
+
+@pytest.mark.parametrize(("program", "vocab"), [("gpt", 50257), ("bert", 30522), ("t5", 30522)])
+def test_a_program_has_a_tokenizer_of_its_own(program: str, vocab: int) -> None:
+    found = imported(LEAST.replace("pretrain_gpt", f"pretrain_{program}").replace("--vocab-size 50257", ""),
+                     "cluster.nodes=1")
+    assert found.scenario.model.vocab == vocab
+    assert any(note.field == "model.vocab" and f"pretrain_{program}.py's own" in note.text
+               for note in found.of("assumed"))
+
+
+def test_two_files_that_contradict_each_other(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text("ARGS=(--num-layers 8\n --seq-length 512)\n", encoding="utf-8")
+    (tmp_path / "b.sh").write_text(LEAST, encoding="utf-8")
+    (tmp_path / "c.sh").write_text("ARGS=(--num-layers 8 --seq-length $SEQ)\n", encoding="utf-8")
+    files = [str(tmp_path / name) for name in ("a.sh", "b.sh", "c.sh")]
+    with pytest.raises(UserError) as raised:
+        finished(files[:2], ("cluster.topology=dgx-h100",))
+    assert f"{files[1]}:1: --seq-length: says '1024', but {files[0]}: --seq-length (line 2) says '512'" in str(
+        raised.value)
+    assert finished(files[1:], ("cluster.topology=dgx-h100",)).scenario.training.sequence == 1024
+
+
+def test_a_models_config_beside_a_script(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 8, '
+        '"num_attention_heads": 16, "intermediate_size": 2816, "vocab_size": 32000, "attention_dropout": 0.0}',
+        encoding="utf-8")
+    (tmp_path / "run.sh").write_text("torchrun --nproc_per_node 8 pretrain_gpt.py --micro-batch-size 1 --bf16 "
+                                     "--seq-length 512 --attention-dropout 0.1", encoding="utf-8")
+    found = finished([str(tmp_path / name) for name in ("run.sh", "config.json")], ("cluster.topology=dgx-h100",))
+    assert (found.scenario.model.layers, found.scenario.model.vocab) == (8, 32000)
+
+
+def test_grouped_heads_of_a_file_of_settings() -> None:
+    text = ("num_layers: 8\nhidden_size: 1024\nnum_attention_heads: 16\nnum_query_groups: 8\nvocab_size: 1000\n"
+            "activation_func: swiglu\nmicro_batch_size: 2\nseq_length: 512\n")
+    model = imported(text, name="a.yaml").scenario.model
+    assert (model.kv_heads, model.gated_mlp, model.activation) == (8, True, "silu")
+
+
+@pytest.mark.parametrize(("name", "text", "words"), [
+    ("a.toml", "[job]\ndescription = 'x'\n[training]\nglobal_batch_size = 8\n", "drystep import torchtitan"),
+    ("a.yaml", "colour: red\nshape: {sides: 4}\n", "holds no argument of Megatron-LM"),
+])
+def test_files_of_other_tools(name: str, text: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        imported(text, name=name)

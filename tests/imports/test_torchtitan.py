@@ -101,6 +101,7 @@ def test_debug_model() -> None:
     assert (s.model.layers, s.model.hidden, s.model.ffn, s.model.vocab, s.model.gated_mlp) == (6, 256, 768, 2048, True)
     assert s.training.recompute.layers == 3  # type: ignore[union-attr]
     assert s.software.versions == {"torchtitan": "0.2.0"}
+    assert "one block of every 2 of a rank" in [note.text for note in found.of("taken")]
     assert names(found, "left") == names(found, "unknown") == set()
 
 
@@ -254,6 +255,17 @@ def test_a_model_that_is_not_known(tmp_path: Path) -> None:
     found = finished([str(tmp_path / name) for name in ("config.json", "job.toml")],
                  ("cluster.topology=dgx-h100",))
     assert (found.scenario.model.layers, found.scenario.training.recompute) == (4, "full")
+
+
+@pytest.mark.parametrize(("name", "text", "message"), [
+    ("none.toml", "# nothing\n", "holds none of torchtitan's tables"),
+    ("args.json", '{"per_device_train_batch_size": 1}', "it looks like the Trainer's arguments .*import hf"),
+    ("run.yaml", "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n", "it looks like accelerate's YAML"),
+    ("zero.json", '{"zero_optimization": {"stage": 1}, "optimizer": {"type": "Adam"}}', "looks like DeepSpeed's JSON"),
+])
+def test_files_of_another_kind(name: str, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        imported(text, name=name)
 
 
 def test_every_flavor_is_a_model() -> None:

@@ -1,0 +1,130 @@
+"""Which kernels Megatron-LM's arguments choose: attention, fusions, graphs, experts.
+
+Names and defaults: megatron-core 0.16.1 transformer/transformer_config.py; Megatron-LM's arguments.py (recalled, as are
+Megatron-DeepSpeed's additions).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sim.catalog import table
+from sim.errors import UserError
+from sim.imports.arguments import Args, given
+from sim.imports.draft import Draft
+from sim.imports.megatron_model import choice
+from sim.imports.settings import Said
+from sim.scenario.gpus import gpu_facts
+from sim.scenario.topologies import find_topology
+from sim.software import stack_for
+
+#: --attention-backend -> training.attention.
+_BACKENDS = {"flash": "flash", "fused": "flash", "unfused": "eager", "local": "eager", "auto": None}
+#: Switches of flash attention; those with a suffix are Megatron-DeepSpeed's.
+_FLASH = ("use_flash_attn", "use_flash_attn_v1", "use_flash_attn_v2", "use_flash_attn_triton", "use_flash_attn_builder")
+#: Arguments that releases with TransformerEngine (from 2023 on) no longer have.
+_OLD = ("checkpoint_activations", "checkpoint_num_layers", "activations_checkpoint_method",
+        "activations_checkpoint_num_layers", "DDP_impl", "model_parallel_size", "batch_size",
+        "scaled_upper_triang_masked_softmax_fusion")
+_YEARS = range(2016, 2101)
+_GRAPHS = {"none": False, "local": True, "transformer_engine": True, "full_iteration": True}
+#: Switches of fused kernels: all off are `software.fused: false`.
+_FUSIONS = {"masked_softmax_fusion": "no_masked_softmax_fusion", "bias_gelu_fusion": "no_bias_gelu_fusion",
+            "bias_swiglu_fusion": "no_bias_swiglu_fusion", "bias_dropout_fusion": "no_bias_dropout_fusion"}
+
+
+def read_kernels(args: Args, draft: Draft, half: bool) -> None:
+    """Attention, fusions, graphs and experts' kernels; `half` is whether products are narrower than fp32."""
+    _attention(args, draft, half)
+    _fusions(args, draft)
+    impl = args.get("cuda_graph_impl")
+    graphs = args.on("enable_cuda_graph", "external_cuda_graph")
+    if impl is not None and choice(impl, _GRAPHS):
+        draft.take("software.cuda_graphs", True, impl)
+    elif graphs is not None:
+        draft.take("software.cuda_graphs", True, graphs)
+    if said := args.get("CUDA_DEVICE_MAX_CONNECTIONS"):
+        draft.take("software.max_connections", said.whole(), said)
+    _mixture(args, draft)
+
+
+def _attention(args: Args, draft: Draft, half: bool) -> None:
+    path = "training.attention"
+    flash, backend, layers = args.on(*_FLASH), args.get("attention_backend"), args.get("transformer_impl")
+    old = next((said for name in _OLD if (said := args.get(name)) is not None), None)
+    if backend is not None and (attention := choice(_bare(backend), _BACKENDS)) is not None:
+        draft.take(path, attention, backend)
+    elif flash is not None:
+        draft.take(path, "flash", flash)
+    elif layers is not None and layers.word() == "local":
+        draft.take(path, "eager", layers, "core/transformer/dot_product_attention.py")
+    elif args.on("deepspeed"):
+        draft.assume(path, "eager", "Megatron-DeepSpeed without --use-flash-attn-v2 or another of its switches")
+    elif old is not None:
+        draft.assume(path, "eager", f"{old.name} is of releases before TransformerEngine, and --use-flash-attn is off")
+    elif not half:
+        draft.assume(path, "eager", "no fused kernel of TransformerEngine takes fp32")
+    elif _lacks_bf16(draft):
+        draft.assume(path, "eager", "flash attention needs a GPU with bf16")
+    else:
+        draft.assume(path, "flash", "TransformerEngine chooses a fused kernel (--attention-backend auto)")
+
+
+def _lacks_bf16(draft: Draft) -> bool:
+    """Whether the command line names a cluster whose GPU is too old for flash attention."""
+    named = given(draft, "cluster.topology")
+    try:
+        gpu = find_topology(named, Path()).data.get("gpu") if isinstance(named, str) else None
+        return gpu is not None and "bf16" not in gpu_facts(gpu)["tflops"]
+    except UserError:
+        return False  # the scenario's own reading says what is wrong with it
+
+
+def _bare(said: Said) -> Said:
+    """A setting whose value has the name of its enumeration in front, without it (`AttnBackend.flash`)."""
+    return Said(said.file, said.name, str(said.value).rpartition(".")[2], said.line)
+
+
+def _fusions(args: Args, draft: Draft) -> None:
+    off = [said for name, stop in _FUSIONS.items() if (said := args.off(name, stop)) is not None]
+    gated = draft.value("model.gated_mlp")
+    wanted = len(_FUSIONS) - 1  # of the two activations' a model has one
+    seen = [said for said in off if ("swiglu" if not gated else "gelu") not in said.name]
+    if len(seen) >= wanted:
+        draft.take("software.fused", False, seen[0])
+        return
+    for said in off:
+        # masked_softmax is a kernel of eager attention alone
+        idle = "softmax" in said.name and draft.value("training.attention") != "eager"
+        if said in seen and said.name.startswith("--") and not idle:
+            draft.leave(said, "software.fused: false switches all fusions off")
+
+
+def _mixture(args: Args, draft: Draft) -> None:
+    """What the arguments say of experts' kernels, beside what the stack has of itself."""
+    number = args.get("num_experts", "num_moe_experts")
+    grouped, permuted = args.on("moe_grouped_gemm"), args.on("moe_permute_fusion")
+    deep = args.on("moe_enable_deepep")
+    backend, kind = args.get("moe_flex_dispatcher_backend"), args.get("moe_token_dispatcher_type")
+    if number is None or draft.value("model.moe.experts") is None:
+        return
+    flex = (backend or kind) if kind is not None and kind.word() == "flex" else None
+    once = deep if deep is not None else flex
+    when = given(draft, "software.year")
+    known = isinstance(when, int) and when in _YEARS
+    stack = stack_for(draft.value("software.framework"), when if known else table("scenario/defaults.yaml")["year"],
+                      fused=draft.value("software.fused") is not False)
+    if grouped is None:
+        _tell(draft, number, "--moe-grouped-gemm", False, "experts that run one after the other are not simulated: "
+                                                          "products of all experts are counted together")
+    if stack.fused_permutation != (permuted is not None):
+        _tell(draft, permuted or number, "--moe-permute-fusion", permuted is not None,
+              "whether tokens are sorted by one kernel follows software.year")
+    if draft.value("parallel.expert") is not None and stack.dispatch_once != (once is not None):
+        _tell(draft, once or number, "--moe-enable-deepep", once is not None,
+              "whether a token is sent once to a node (DeepEP) or once to an expert follows software.year")
+
+
+def _tell(draft: Draft, said: Said, name: str, value: bool, why: str) -> None:
+    """Leaves a switch, also one that nobody wrote."""
+    draft.leave(said if value else Said(said.file, name, value, said.line), why)
