@@ -100,7 +100,7 @@ class Draft:
         if earlier is None:
             self._fields[path], self._from[path] = value, said
             self._notes[path] = Note("taken", str(said), path, value, text)
-        elif self._fields[path] != value:
+        elif self._fields[path] != value and not self.overridden(path):
             place = f" (line {earlier.line})" if earlier.line else ""
             raise UserError(Fault(f"says {said.value!r}, but {earlier}{place} says {earlier.value!r}", said.name,
                                   said.file, said.line))

@@ -24,6 +24,11 @@ _DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "half": "fp16"
            "float": "fp32", "fp32": "fp32"}
 
 
+#: Fact -> fields with which the command line decides it, whatever files say.
+_DECIDED_BY = {"micro": ("training.micro_batch",), "steps": ("training.micro_steps", "training.global_batch"),
+               "total": ("training.micro_steps", "training.global_batch"), "engine": ("parallel.strategy",)}
+
+
 @dataclass
 class Job:
     """One job in the reading.
@@ -51,7 +56,8 @@ class Job:
     def keep(self, name: str, value: Any, said: Said) -> None:
         """A fact. Raises UserError where another setting says something else."""
         earlier = self.facts.get(name)
-        if earlier is not None and earlier[0] != value:
+        decided = any(self.draft.overridden(path) for path in _DECIDED_BY.get(name, ()))
+        if earlier is not None and earlier[0] != value and not decided:
             line = f" (line {earlier[1].line})" if earlier[1].line else ""
             raise UserError(Fault(f"says {said.value!r}, but {earlier[1]}{line} says {earlier[1].value!r}",
                                   said.name, said.file, said.line))

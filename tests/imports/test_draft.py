@@ -9,6 +9,7 @@ import pytest
 
 from sim.errors import UserError
 from sim.imports.draft import Draft
+from sim.imports.facts import Job
 from sim.imports.settings import Said, Settings, read_settings
 from sim.imports.write import to_json, to_text, to_yaml
 from sim.scenario import load_scenario
@@ -94,6 +95,18 @@ def test_two_settings_may_agree_but_not_differ() -> None:
     made.take("training.micro_batch", 2, said("again", 2, "b.json"))
     with pytest.raises(UserError, match=r"b\.json:3: other: says 3, but a\.json: batch \(line 3\) says 2"):
         made.take("training.micro_batch", 3, said("other", 3, "b.json"))
+
+
+def test_settings_may_differ_where_the_command_line_decides() -> None:
+    made = Draft("mine", ("training.micro_batch=4",))
+    made.take("training.micro_batch", 2, said("batch", 2))
+    made.take("training.micro_batch", 3, said("other", 3, "b.json"))
+    job = Job(made)
+    job.keep("micro", 1, said("batch", 1))
+    job.keep("micro", 2, said("other", 2))
+    job.keep("lora", 1, said("a", 1))
+    with pytest.raises(UserError, match="other: says 2"):
+        job.keep("lora", 2, said("other", 2))
 
 
 def test_what_is_assumed_gives_way_to_what_is_said() -> None:
