@@ -11,11 +11,11 @@ from sim.imports.draft import Draft, Imported
 
 #: Kind -> (module, function) that reads its files; loaded when asked for.
 _READERS = {
-    "hf": ("sim.imports.hugging", "read_hf"),
-    "accelerate": ("sim.imports.hugging", "read_accelerate"),
-    "deepspeed": ("sim.imports.hugging", "read_deepspeed"),
-    "torchtitan": ("sim.imports.torchtitan", "read"),
-    "megatron": ("sim.imports.megatron", "read"),
+    "hf": ("sim.imports.hugging.files", "read_hf"),
+    "accelerate": ("sim.imports.hugging.files", "read_accelerate"),
+    "deepspeed": ("sim.imports.hugging.files", "read_deepspeed"),
+    "torchtitan": ("sim.imports.torchtitan.read", "read"),
+    "megatron": ("sim.imports.megatron.read", "read"),
 }
 #: Kinds of the specification that are not read, and why.
 _REFUSED = {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sim.imports.draft import Draft, Imported
-from sim.imports.hugging import read_hf
+from sim.imports.hugging.files import read_hf
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816,
          "num_hidden_layers": 8, "num_attention_heads": 16, "vocab_size": 32000, "max_position_embeddings": 4096}

@@ -9,7 +9,7 @@ import pytest
 
 from sim.errors import UserError
 from sim.imports.draft import Draft
-from sim.imports.facts import Job
+from sim.imports.hugging.facts import Job
 from sim.imports.settings import Said, Settings, read_settings
 from sim.imports.write import to_json, to_text, to_yaml
 from sim.scenario import load_scenario

@@ -10,7 +10,7 @@ import pytest
 from hugging_files import BATCH, FSDP_1, FSDP_2, MULTI_GPU, ON, TRL_FILES, ZERO_2, Read, at, config, fields, reader
 
 from sim.errors import UserError
-from sim.imports.hugging import read_accelerate, read_deepspeed, read_hf
+from sim.imports.hugging.files import read_accelerate, read_deepspeed, read_hf
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from hugging_files import BATCH, LLAMA, ON, Read, at, config, fields, reader
 from sim.api import plan_memory
 from sim.errors import UserError
 from sim.imports.draft import Draft
-from sim.imports.hugging import read_hf
+from sim.imports.hugging.files import read_hf
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sim.errors import UserError
 from sim.imports.draft import Draft
-from sim.imports.hugging import read_accelerate, read_deepspeed, read_hf
+from sim.imports.hugging.files import read_accelerate, read_deepspeed, read_hf
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sim.errors import UserError
 from sim.imports.draft import Draft, Imported
-from sim.imports.megatron import read
+from sim.imports.megatron.read import read
 from sim.scenario.schema import Scenario
 
 FILES = Path(__file__).parent / "files"

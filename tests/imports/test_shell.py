@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.errors import UserError
-from sim.imports.arguments import Args, read_arguments
 from sim.imports.draft import Draft
-from sim.imports.launches import read_script
+from sim.imports.megatron.arguments import Args, read_arguments
+from sim.imports.megatron.launches import read_script
 
 
 def args(tmp_path: Path, text: str, name: str = "run.sh") -> Args:

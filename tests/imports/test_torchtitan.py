@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sim.catalog import table
 from sim.errors import UserError
 from sim.imports.draft import Draft, Imported
-from sim.imports.torchtitan import read
+from sim.imports.torchtitan.read import read
 from sim.scenario.schema import Scenario
 
 FILES = Path(__file__).parent / "files"
@@ -269,7 +269,7 @@ def test_files_of_another_kind(name: str, text: str, message: str) -> None:
 
 
 def test_every_flavor_is_a_model() -> None:
-    for family, flavors in table("imports/flavors.yaml")["flavors"].items():
+    for family, flavors in table("imports/torchtitan/flavors.yaml")["flavors"].items():
         for flavor in flavors:
             s = imported(f"[model]\nname = '{family}'\nflavor = '{flavor}'\n", nodes=1).scenario
             assert s.model.vocab > 1000, (family, flavor)

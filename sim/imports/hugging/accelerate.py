@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sim.imports.deepspeed import read_deepspeed_json
-from sim.imports.facts import AUTO, Job, inner, mapping_at, one_of, peek, switch, word_of
-from sim.imports.fsdp import read_fsdp, read_mesh
+from sim.imports.hugging.deepspeed import read_deepspeed_json
+from sim.imports.hugging.facts import AUTO, Job, inner, mapping_at, one_of, peek, switch, word_of
+from sim.imports.hugging.fsdp import read_fsdp, read_mesh
+from sim.imports.hugging.trainer import read_compiler
 from sim.imports.settings import Said, Settings
-from sim.imports.trainer import read_compiler
 
 _PRECISIONS = {"no": None, "none": None, "fp32": None, "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
 _PLACES = {"none": "none", "cpu": "cpu", "nvme": "nvme"}

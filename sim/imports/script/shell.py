@@ -13,10 +13,23 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from sim.errors import Fault, UserError
-from sim.imports.conditions import TESTS, UNKNOWN, Verdict, judge
-from sim.imports.grammar import Body, Case, For, Function, Group, If, Node, Simple, TooDeepError, While, every, parse
-from sim.imports.lexer import Piece, Raw
-from sim.imports.variables import Variables, Word
+from sim.imports.script.conditions import TESTS, UNKNOWN, Verdict, judge
+from sim.imports.script.grammar import (
+    Body,
+    Case,
+    For,
+    Function,
+    Group,
+    If,
+    Node,
+    Simple,
+    TooDeepError,
+    While,
+    every,
+    parse,
+)
+from sim.imports.script.lexer import Piece, Raw
+from sim.imports.script.variables import Variables, Word
 
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _ARGUMENT = re.compile(r"(^|\s)--[A-Za-z]")

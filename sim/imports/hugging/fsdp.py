@@ -6,7 +6,7 @@ _process_fsdp_args and _apply_legacy_fsdp_to_config.
 
 from __future__ import annotations
 
-from sim.imports.facts import Job, mapping_at, one_of, peek, switch
+from sim.imports.hugging.facts import Job, mapping_at, one_of, peek, switch
 from sim.imports.settings import Said, Settings
 from sim.software.stack import stack_for
 

@@ -11,9 +11,9 @@ from typing import Any
 from sim.catalog import table
 from sim.errors import Fault, UserError
 from sim.imports.draft import Draft
-from sim.imports.launches import Started, read_script
+from sim.imports.megatron.launches import Started, read_script
+from sim.imports.script.variables import unresolved
 from sim.imports.settings import Said, Settings, read_settings
-from sim.imports.variables import unresolved
 from sim.scenario.document import parse_value, read_text
 
 #: A line of the list that Megatron-LM prints when it starts (arguments.py, _print_args).
@@ -28,7 +28,7 @@ class Open(Said):
 
     def wrong(self, wanted: str) -> UserError:
         """The error of such a value, and how to go on."""
-        path = table("imports/megatron_names.yaml")["fields"].get(plain(self.name))
+        path = table("imports/megatron/names.yaml")["fields"].get(plain(self.name))
         kind = "N" if "number" in wanted else "VALUE"
         hint = "give the variable a value in the script" + (f", or --set {path}={kind}" if path else "")
         return UserError(replace(fault, hint=hint) for fault in super().wrong(wanted).faults)
@@ -86,7 +86,7 @@ class Args:
 
     def _given(self, said: Said) -> Said | None:
         """What the command line has in place of a value that only a running shell knows."""
-        path = table("imports/megatron_names.yaml")["fields"].get(plain(said.name), "")
+        path = table("imports/megatron/names.yaml")["fields"].get(plain(said.name), "")
         if not path or not self.draft.overridden(path):
             return Open(said.file, said.name, said.value, said.line)
         if said not in self._open:

@@ -10,9 +10,9 @@ from typing import Any
 
 from sim.catalog import table
 from sim.errors import Fault, UserError
+from sim.imports.script.shell import Launch, Script
+from sim.imports.script.variables import Word, unresolved
 from sim.imports.settings import Said, Settings
-from sim.imports.shell import Launch, Script
-from sim.imports.variables import Word, unresolved
 
 _SBATCH = re.compile(r"\s*#SBATCH\s+(.*)")
 #: Short options of Slurm's and MPI's commands for the long ones.
@@ -146,7 +146,7 @@ def _skipped(chosen: _Command, found: Sequence[_Command], file: str) -> list[tup
 
 def is_idle(name: str) -> bool:
     """Whether neither time nor memory depends on an argument, by its name with underscores."""
-    return any(fnmatch.fnmatchcase(name, one) for one in table("imports/megatron_names.yaml")["idle"])
+    return any(fnmatch.fnmatchcase(name, one) for one in table("imports/megatron/names.yaml")["idle"])
 
 
 def _slurm(text: str) -> tuple[dict[str, Any], dict[str, int]]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from sim.imports.lexer import Operator, Raw, Token, tokens
+from sim.imports.script.lexer import Operator, Raw, Token, tokens
 
 #: Deepest nesting of commands that is followed.
 _DEEPEST = 60

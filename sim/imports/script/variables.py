@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from sim.errors import Fault, UserError
-from sim.imports.conditions import Operand, whole
-from sim.imports.lexer import Piece, Raw, closing
+from sim.imports.script.conditions import Operand, whole
+from sim.imports.script.lexer import Piece, Raw, closing
 
 #: Longest word, and all of a script's words together, in characters: more is no launch script.
 _LONGEST, _MOST = 100_000, 5_000_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from sim.imports.facts import Job, switch
+from sim.imports.hugging.facts import Job, switch
 from sim.imports.settings import Said, Settings
 
 #: Name -> ours, how its kernels are launched ("" = as the stack does).

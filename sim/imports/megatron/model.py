@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from sim.catalog import table
-from sim.imports.arguments import Args
 from sim.imports.draft import Draft
+from sim.imports.megatron.arguments import Args
 from sim.imports.settings import Said
 
 #: --position-embedding-type -> model.positions; yarn and mrope turn queries and keys as rope does.
@@ -142,7 +142,7 @@ def _vocabulary(args: Args, draft: Draft) -> None:
 
 def _of_tokenizer(args: Args, draft: Draft) -> tuple[int, str]:
     """Rows of the tokenizer that is named, else of the program's own, and why; 0 if they are not known."""
-    known = table("imports/megatron_names.yaml")
+    known = table("imports/megatron/names.yaml")
     kind, model = args.get("tokenizer_type"), args.get("tokenizer_model", "tokenizer_name_or_path")
     for said, sizes in ((kind, known["tokenizers"]), (model, known["tokenizer_models"])):
         name = str(said.value).lower() if said is not None else ""

@@ -10,17 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from sim.errors import Fault, UserError, bare
-from sim.imports.accelerate import read_accelerate_yaml, settle_launched
-from sim.imports.adapters import read_adapter, read_quantised
-from sim.imports.deepspeed import MARKS as ZERO_MARKS
-from sim.imports.deepspeed import read_deepspeed_json, settle_zero
 from sim.imports.draft import Draft, Ranks
-from sim.imports.facts import AUTO, Job, peek
-from sim.imports.fsdp import settle_fsdp
-from sim.imports.optimizers import settle_optimizer
-from sim.imports.policy import settle_precision
+from sim.imports.hugging.accelerate import read_accelerate_yaml, settle_launched
+from sim.imports.hugging.adapters import read_adapter, read_quantised
+from sim.imports.hugging.deepspeed import MARKS as ZERO_MARKS
+from sim.imports.hugging.deepspeed import read_deepspeed_json, settle_zero
+from sim.imports.hugging.facts import AUTO, Job, peek
+from sim.imports.hugging.fsdp import settle_fsdp
+from sim.imports.hugging.optimizers import settle_optimizer
+from sim.imports.hugging.policy import settle_precision
+from sim.imports.hugging.trainer import MARKS, read_arguments, settle_arguments
 from sim.imports.settings import Said, Settings, read_settings
-from sim.imports.trainer import MARKS, read_arguments, settle_arguments
 from sim.scenario.precisions import PRECISIONS
 from sim.scenario.presets import preset_names
 

@@ -6,9 +6,9 @@ transformer/transformer_block.py (get_num_layers_to_build); Megatron-LM's argume
 
 from __future__ import annotations
 
-from sim.imports.arguments import Args
 from sim.imports.draft import Draft
-from sim.imports.megatron_model import choice
+from sim.imports.megatron.arguments import Args
+from sim.imports.megatron.model import choice
 from sim.imports.settings import Said
 
 #: --data-parallel-sharding-strategy of Megatron's own FSDP -> parallel.strategy.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sim.imports.facts import AUTO, Job, dtype_of, mapping_at, one_of, peek, switch, take_whole, word_of
+from sim.imports.hugging.facts import AUTO, Job, dtype_of, mapping_at, one_of, peek, switch, take_whole, word_of
 from sim.imports.settings import Said, Settings
 
 _ZERO = "zero_optimization"

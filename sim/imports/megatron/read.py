@@ -13,12 +13,12 @@ from typing import Any
 
 from sim.catalog import table
 from sim.errors import Fault, UserError
-from sim.imports.arguments import Args, is_config, plain, read_arguments
 from sim.imports.draft import Draft
-from sim.imports.launches import ONE_PROCESS, amount, is_idle
-from sim.imports.megatron_kernels import read_kernels
-from sim.imports.megatron_layout import read_layout, shards_masters
-from sim.imports.megatron_model import choice, read_model
+from sim.imports.megatron.arguments import Args, is_config, plain, read_arguments
+from sim.imports.megatron.kernels import read_kernels
+from sim.imports.megatron.launches import ONE_PROCESS, amount, is_idle
+from sim.imports.megatron.layout import read_layout, shards_masters
+from sim.imports.megatron.model import choice, read_model
 from sim.imports.settings import Said
 
 #: --optimizer -> training.optimizer. FusedAdam decouples weight decay (adam_w_mode); sgd has --sgd-momentum 0.9.
@@ -239,7 +239,7 @@ def _first_known(args: Args, *names: str) -> Said | None:
 
 def _refuse_others(args: Args) -> None:
     """A file without a single argument of Megatron-LM is of another tool. Raises UserError."""
-    known = table("imports/megatron_names.yaml")
+    known = table("imports/megatron/names.yaml")
     for settings in args.settings:
         names = [plain(key) for key in settings.data]
         titan = any(key.startswith(("parallelism.", "job.")) or key == "model.flavor" for key in settings.data)
@@ -253,7 +253,7 @@ def _refuse_others(args: Args) -> None:
 
 def _close(args: Args, draft: Draft) -> None:
     """What no field took."""
-    known = table("imports/megatron_names.yaml")
+    known = table("imports/megatron/names.yaml")
     for name in args.names():
         why = next((text for one, text in known["left"].items() if fnmatch.fnmatchcase(name, one)), None)
         if why is None:

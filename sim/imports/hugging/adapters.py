@@ -6,7 +6,7 @@ sft_trainer.py; peft's names are recalled (LoraConfig; constants.py for the matr
 
 from __future__ import annotations
 
-from sim.imports.facts import Job, mapping_at, peek, switch, take_whole, word_of
+from sim.imports.hugging.facts import Job, mapping_at, peek, switch, take_whole, word_of
 from sim.imports.settings import Said, Settings
 
 _QKV, _MLP = ("query", "key", "value"), ("mlp",)

@@ -13,9 +13,9 @@ from typing import Any
 from sim.catalog import table
 from sim.errors import Fault, UserError
 from sim.imports.draft import Draft
-from sim.imports.hugging import kind_of
+from sim.imports.hugging.files import kind_of
 from sim.imports.settings import Said, Settings, read_settings
-from sim.imports.titan_layout import read_layout
+from sim.imports.torchtitan.layout import read_layout
 from sim.scenario.presets import preset
 
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
@@ -119,7 +119,7 @@ def on(settings: Settings, *names: str) -> Said | None:
 
 def _model(settings: Settings, draft: Draft) -> int | None:
     """Fields of `model`; its blocks, if known."""
-    flavors: Mapping[str, Mapping[str, Mapping[str, Any]]] = table("imports/flavors.yaml")["flavors"]
+    flavors: Mapping[str, Mapping[str, Mapping[str, Any]]] = table("imports/torchtitan/flavors.yaml")["flavors"]
     name, flavor = settings.get("model.name"), settings.get("model.flavor")
     family = name.word() if name is not None else "llama3"
     said = flavor or name

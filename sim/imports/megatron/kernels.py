@@ -10,9 +10,9 @@ from pathlib import Path
 
 from sim.catalog import table
 from sim.errors import UserError
-from sim.imports.arguments import Args, given
 from sim.imports.draft import Draft
-from sim.imports.megatron_model import choice
+from sim.imports.megatron.arguments import Args, given
+from sim.imports.megatron.model import choice
 from sim.imports.settings import Said
 from sim.scenario.gpus import gpu_facts
 from sim.scenario.topologies import find_topology

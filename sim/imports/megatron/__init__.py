@@ -1,0 +1,1 @@
+"""Megatron-LM's arguments, wherever they stand, as fields of a scenario."""
