@@ -170,7 +170,10 @@ class Draft:
         notes += [Note("taken", "command line", path, _at(document.data, path)) for path in done]
         notes += self._size(document)
         data = copy.deepcopy(document.data)
-        scenario = resolve_document(document)
+        try:
+            scenario = resolve_document(document)
+        except UserError as error:  # what was to follow from the cluster is lacking only since something else is wrong
+            raise UserError([one for one in error.faults if one.field not in self._later] or error.faults) from None
         return Imported(data, scenario, tuple(notes + self._others + self._defaults()))
 
     def _defaults(self) -> list[Note]:

@@ -13,13 +13,14 @@ from sim.catalog import plain_spelling
 from sim.errors import UserError
 from sim.hardware.gpu import canonical_gpu
 from sim.report.result import Result
+from sim.report.words import term
 from sim.traces.foreseen import foresee, spelled_out
 from sim.traces.kineto import Trace, read_trace
 from sim.traces.steps import Shape, Step, Sum, measure
 
-#: Terms as they are called wherever a person reads them.
-WORDS = {"gemm": "matrix products", "attention": "attention", "memory_bound": "memory-bound kernels",
-         "optimizer": "optimizer", "copy": "host-device copies", "idle": "GPU idle"}
+#: Terms that a trace has and a breakdown has not by that name.
+_WORDS = {"copy": "host-device copies", "idle": "GPU idle",
+          "exposed send_recv": "transfers between stages and waiting for them"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,8 @@ class Term:
     def words(self) -> str:
         """The term's name for people."""
         kind = self.name.removeprefix("exposed ")
-        if kind == "send_recv":
-            return "transfers between stages and waiting for them"
-        return WORDS.get(self.name, f"exposed {kind.replace('_', '-')}")
+        own = term(kind) if kind == self.name else f"exposed {kind.replace('_', '-')}"
+        return _WORDS.get(self.name, own)
 
 
 @dataclass(frozen=True)

@@ -194,6 +194,9 @@ def test_what_follows_from_the_cluster_is_not_missed() -> None:
     made.take("training.global_batch", 64, said("batch", 64))
     made.take_later("training.micro_batch", lambda ranks: 64 // ranks.gpus, said("batch", 64), "over all GPUs")
     assert made.finish((*ON, "cluster.nodes=2")).scenario.training.micro_batch == 4
+    with pytest.raises(UserError) as caught:
+        made.finish((*ON, "parallel.tensor=x"))
+    assert [fault.field for fault in caught.value.faults] == ["parallel.tensor"]
 
 
 @pytest.mark.parametrize("value", [10**400, "9" * 5000])

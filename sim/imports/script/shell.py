@@ -30,6 +30,7 @@ from sim.imports.script.grammar import (
 )
 from sim.imports.script.lexer import Piece, Raw
 from sim.imports.script.variables import Variables, Word
+from sim.imports.script.written import clipped, list_written, written
 
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _ARGUMENT = re.compile(r"(^|\s)--[A-Za-z]")
@@ -189,7 +190,7 @@ class Script:
         open_ = [one for one in operands if one.missing or one.unknown]
         if open_ and any(self._matters(body) for _, body in node.clauses):
             why = f"{open_[0].missing} has no value here" if open_[0].missing else "not known here"
-            self._add(Remark(_clipped(f"case {_written(node.subject)}"), node.line, f"{why}: taken as empty"))
+            self._add(Remark(clipped(f"case {written(node.subject)}"), node.line, f"{why}: taken as empty"))
         for patterns, body in node.clauses:
             known = [word.text for raw in patterns for word in self.variables.expand(raw, empty=True)]
             if any(fnmatch.fnmatchcase(text, one) for one in known):
@@ -207,7 +208,7 @@ class Script:
         words = [one for raw in (head[2:] if len(head) > 1 else ()) for one in _ranged(self.variables.expand(raw))]
         if len(head) == 1:
             words = self.variables.arguments[-1] if self.variables.arguments else []
-        name = _clipped(" ".join(["for", *(_written(raw) for raw in head)]))
+        name = clipped(" ".join(["for", *(written(raw) for raw in head)]))
         for number, word in enumerate(words[:_ROUNDS]):
             self.variables.values[head[0].plain] = [word]
             remark = Remark(name, node.line, f"the first of {len(words)} rounds is taken")
@@ -217,7 +218,7 @@ class Script:
     def _counted(self, node: For) -> None:
         """`for ((i = 0; i < 3; i++))`."""
         parts = [*"".join(piece.text for piece in node.head[1].pieces).split(";"), "", ""]
-        name = _clipped(f"for (({';'.join(parts[:3])}))")
+        name = clipped(f"for (({';'.join(parts[:3])}))")
         self.variables.arithmetic(parts[0])
         for number in range(_ROUNDS):
             if parts[1].strip() and not self.variables.arithmetic(parts[1]):
@@ -348,7 +349,7 @@ class Script:
 
     def _remark(self, word: str, condition: Body, verdict: Verdict) -> None:
         line = next((raw.line for node in every(condition) if isinstance(node, Simple) for raw in node.words), 0)
-        text = f"{word} {_list_written(condition)}".strip()
+        text = f"{word} {list_written(condition)}".strip()
         self._add(Remark(text, line, f"{verdict.why}: taken as {'true' if verdict.value else 'false'}"))
 
     def _add(self, remark: Remark) -> None:
@@ -373,31 +374,3 @@ def _ranged(words: Iterable[Word]) -> Iterator[Word]:
             yield from (Word(str(number), word.line) for number in range(int(found[1]), int(found[2]) + 1)[:_ROUNDS])
         else:
             yield word
-
-
-def _written(raw: Raw | None) -> str:
-    """A word as it stands in the script."""
-    text = quote = ""
-    for piece in raw.pieces if raw is not None else ():
-        if piece.quote != quote:
-            text += quote + piece.quote
-            quote = piece.quote
-        text += piece.text
-    return text + quote
-
-
-def _list_written(body: Body) -> str:
-    parts: list[str] = []
-    for item in body:
-        parts += [item.join] if parts else []
-        parts += ["!"] if item.negated else []
-        words = item.node.words if isinstance(item.node, Simple) else []
-        counts = len(words) > 1 and words[0].plain == "(("
-        parts += ["((", "".join(piece.text for piece in words[1].pieces), "))"] if counts else [
-            _written(raw) for raw in words] or ["(...)"]
-    return _clipped(" ".join(parts))
-
-
-def _clipped(text: str) -> str:
-    text = re.sub(r"\s+", " ", text).strip()
-    return text if len(text) <= 60 else f"{text[:57]}..."
