@@ -143,6 +143,11 @@ class Layer:
         """Its parameters, trained or not."""
         return (*self.parameters, *self.frozen)
 
+    @property
+    def further(self) -> bool:
+        """Whether it is a head that holds blocks for further tokens (`sim.model.further`)."""
+        return self.kind == "head" and self.program is not None and self.program.style.further > 0
+
     @cached_property
     def numel(self) -> int:
         """Trained parameters of the layer."""
@@ -220,11 +225,12 @@ class Architecture:
 
     @cached_property
     def block_numbers(self) -> tuple[int, ...]:
-        """For every position of the stack the number of its block, from 1 on; 0 for layers that are no blocks."""
+        """For every position of the stack the number of its block, from 1 on; 0 for layers that hold none."""
         numbers, count = [], 0
         for layer in self.stack:
-            count += layer.kind == "block"
-            numbers.append(count if layer.kind == "block" else 0)
+            holds = layer.kind == "block" or layer.further
+            count += holds
+            numbers.append(count if holds else 0)
         return tuple(numbers)
 
     @cached_property

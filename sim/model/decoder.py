@@ -10,6 +10,7 @@ from sim.model.attention import attention_operators
 from sim.model.blocks import block_layer
 from sim.model.embedding import embedding_layer
 from sim.model.experts import experts_operators
+from sim.model.further import with_further_tokens
 from sim.model.head import head_layer
 from sim.model.latent import latent_operators
 from sim.model.mixture import Experts
@@ -41,7 +42,9 @@ def decoder(style: Style) -> Architecture:
     if style.biased:
         blocks[0] = _block(styles[kinds[0]], "relative_attention_bias")
     embedding = replace(embedding_layer(style), program=Program("embedding", style))
-    head = replace(head_layer(style), program=Program("head", style))
+    last = styles[kinds[-1]]
+    head = with_further_tokens(style, head_layer(style), made[kinds[-1]])
+    head = replace(head, program=Program("head", last if style.further else style))
     return Architecture((embedding, *blocks, head), style.tied, style.batch, style.sequence)
 
 

@@ -18,6 +18,8 @@ _HALF = ("fp16", "bf16")
 _NARROW = ("fp8", "mxfp8", "nvfp4", "int8", "int4")
 #: What activations are called here; nothing said is GELU.
 _GELU = {None: "gelu", "gelu-new": "gelu"}
+#: Schedules whose first and last stage are on one rank.
+_ENDS_MEET = ("zb-v", "dualpipe")
 #: Strategies that gather parameters before they are used; the others have no wire on which to narrow them.
 _GATHERING = ("fsdp", "zero2", "zero3")
 
@@ -69,6 +71,8 @@ class Style:
         qkv_bias: whether the projections of queries, keys and values have biases.
         new_gelu: whether the activation is GELU's tanh form by name.
         parallel_norms: norms in front of attention and MLP where they stand side by side.
+        further: blocks behind the model that each predict one token further on; copies_table: the head's stage has a
+            copy of the embedding for them.
         tuned: what is trained where that is not everything.
     """
 
@@ -126,6 +130,8 @@ class Style:
     qkv_bias: bool = False
     new_gelu: bool = False
     parallel_norms: int = 1
+    further: int = 0
+    copies_table: bool = False
 
     @property
     def stream(self) -> Style:
@@ -141,6 +147,11 @@ class Style:
     def keys(self) -> int:
         """Keys per sequence that a query may meet."""
         return self.memory or self.sequence
+
+    @property
+    def shares_table(self) -> bool:
+        """Whether the head's layer adds to the gradient of the embedding's matrix."""
+        return self.tied or (self.further > 0 and not self.copies_table)
 
     @property
     def biased(self) -> bool:
@@ -358,8 +369,15 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
         score_softcap=bool(model.score_softcap), logit_softcap=bool(model.logit_softcap),
         qkv_bias=bool(model.qkv_bias) or bool(model.bias), new_gelu=model.activation == "gelu-new",
         parallel_norms=model.parallel_norms,
+        further=model.mtp_layers if training.mode == "train" else 0,
+        copies_table=bool(model.mtp_layers) and _apart(scenario.parallel),
         widened=gradient if whole and tuned is None and DTYPE_BYTES[gradient] > DTYPE_BYTES[weight] else "",
     )
+
+
+def _apart(parallel: Any) -> bool:
+    """Whether embedding and head are on different ranks."""
+    return bool(parallel.pipeline > 1 and parallel.schedule not in _ENDS_MEET)
 
 
 def _vocabulary(vocab: int, tensor: int, multiple: int) -> int:

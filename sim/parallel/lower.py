@@ -84,14 +84,16 @@ def lower(scenario: Scenario, *, fold: bool = True) -> Lowered:
         stack = replace(stack, narrow_weights_cached=False)
     if scenario.parallel.strategy != "zero3":
         stack = replace(stack, partition_checkpoints=False)
-    whole = build(with_parallel(scenario, tensor=1, context=1, expert=1), stack, scenario.training.micro_batch)
+    uncut = with_parallel(scenario, tensor=1, context=1, expert=1, pipeline=1)
+    whole = build(uncut, stack, scenario.training.micro_batch)
     architecture = build(held(scenario), stack, scenario.training.micro_batch)
     layout = layout_of(scenario)
     if scenario.parallel.pipeline > 1:
         groups = (sharded_groups(scenario, layout) if shards(scenario, stack) else
                   cut_groups(scenario, layout) | state_groups(scenario, layout))
         varied = variety(scenario, layout, groups)
-        copied = whole.tied and not architecture.tied and tuned_of(scenario.training, False) is None
+        copied = (whole.tied and not architecture.tied and tuned_of(scenario.training, False) is None) or (
+            scenario.model.mtp_layers > 0)
         pipelined = lower_pipeline(scenario, stack, architecture, layout, groups, technique_of(scenario, stack), copied)
         plans, straddles = pipelined.plans, varied.places is not None
     else:

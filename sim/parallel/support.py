@@ -15,6 +15,8 @@ from sim.software import Stack
 
 #: Compute dtypes below 16 bits.
 _NARROW = ("fp8", "mxfp8", "nvfp4", "int8", "int4")
+#: Strategies that do not gather the blocks of further tokens yet.
+NOT_BESIDE_FURTHER = ("zero2", "zero3", "fsdp")
 #: Schedules under which both ends of a pipeline hold a stage.
 _BOTH_ENDS = ("dualpipe",)
 
@@ -89,7 +91,28 @@ def on_any_ranks(scenario: Scenario, stack: Stack) -> list[Fault]:
         and f"training with {training.precision.parameters} weights",
         "training.precision": training.precision.compute in ("int8", "int4") and training.precision.compute,
     }
-    return [*_unknown(asked), *_base(scenario), *_narrow(scenario), *_modules(scenario, stack)]
+    return [*_unknown(asked), *_base(scenario), *_narrow(scenario), *_modules(scenario, stack),
+            *_further(scenario, stack)]
+
+
+def _further(scenario: Scenario, stack: Stack) -> Iterator[Fault]:
+    """Further tokens, which Megatron's code predicts."""
+    training, field = scenario.training, "model.mtp_layers"
+    if not scenario.model.mtp_layers or training.mode != "train":
+        return
+    if stack.modules != "megatron":
+        yield Fault(f"{stack.modules} modules predict no further tokens (Hugging Face's leave them out of a model that "
+                    "was trained with them)", field, hint="set software.modules: megatron, or remove it")
+    beside = {
+        "learned positions": scenario.model.positions == "learned",
+        "relative positions": scenario.model.positions == "relative",
+        "weights that are frozen": training.finetune is not None and training.finetune.method != "full",
+        "a chunked loss": training.chunked_loss,
+        "recompute: selective-op": training.recompute == "selective-op",
+        f"strategy {scenario.parallel.strategy}": scenario.parallel.strategy in NOT_BESIDE_FURTHER,
+    }
+    yield from (Fault(f"further tokens beside {what} are understood but not simulated yet in this version", field,
+                      hint="remove one of the two") for what, asked in beside.items() if asked)
 
 
 def _modules(scenario: Scenario, stack: Stack) -> Iterator[Fault]:

@@ -10,7 +10,8 @@ from sim.scenario.schema import RecomputeModules, Scenario
 #: What the blocks of encoders, encoder-decoders and tables of layers are not simulated with.
 _OF_DECODERS = {"moe": "a mixture of experts", "mla": "latent attention", "window": "sliding-window attention",
                 "parallel_block": "attention and MLP side by side", "qk_norm": "a norm of queries and keys",
-                "score_softcap": "a bound on the scores", "logit_softcap": "a bound on the logits"}
+                "score_softcap": "a bound on the scores", "logit_softcap": "a bound on the logits",
+                "mtp_layers": "prediction of further tokens"}
 #: What a model lacks that has no such module.
 _LACKS = {"layernorm": "no norm that stands alone (only latent attention and mixtures of experts have one in front)",
           "mla_up_proj": "no latent attention", "mlp": "no dense MLP", "moe": "no experts", "moe_act": "no experts",
@@ -35,7 +36,7 @@ def of_decoders(written: Scenario, s: Scenario) -> Iterator[Finding]:
 
 
 def norms(written: Scenario, s: Scenario) -> Iterator[Finding]:
-    """Norms that a block has no place for."""
+    """Norms that a block has no place for, and blocks behind the model that its head does not go with."""
     del written
     m = s.model
     if m.parallel_block and m.block_norms != "input":
@@ -44,6 +45,9 @@ def norms(written: Scenario, s: Scenario) -> Iterator[Finding]:
     if m.parallel_norms > 1 and not m.parallel_block:
         yield "model.parallel_norms", "two norms are those of attention and MLP side by side, which they are not", (
             "set parallel_block: true, or remove it")
+    if m.mtp_layers and m.tied_embeddings and m.kind == "decoder":
+        yield "model.tied_embeddings", ("further tokens are predicted by models whose head has a matrix of its own, "
+                                        "and this one's is the embedding's"), "set it to false, or mtp_layers: 0"
     if m.qk_norm and m.mla is not None:
         yield "model.qk_norm", "latent attention has norms of its own", "remove it"
 

@@ -104,4 +104,6 @@ class Model(Table):
     parallel_block: bool = has(False, "attention and MLP side by side")
     parallel_norms: Annotated[int, Field(ge=1, le=2)] = has(
         1, "norms in front of attention and MLP side by side: one for both, or one each (GPT-NeoX, Falcon-40B)")
+    mtp_layers: Annotated[int, Field(ge=0, le=16)] = has(
+        0, "blocks behind the model that each predict one token further on (DeepSeek-V3's multi-token prediction)")
     table: Text | None = has(None, "path of a CSV of layers, for kind layers")

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from sim.errors import Fault, UserError
 from sim.model.recompute import modules_of
-from sim.parallel.support import recomputes_ops, spreads_experts
+from sim.parallel.support import NOT_BESIDE_FURTHER, recomputes_ops, spreads_experts
 from sim.scenario import Scenario
 from sim.scenario.schema import RecomputeLayers
 from sim.software import Stack, stack_of
@@ -160,7 +160,7 @@ def possible(name: str, scenario: Scenario, stack: Stack) -> bool:
     """Whether a model has what a policy recomputes, and its stack can."""
     modules, model = modules_of(name), scenario.model
     if name == "selective-op":
-        return recomputes_ops(scenario.training)
+        return recomputes_ops(scenario.training) and not model.mtp_layers
     if name == "selective" or not modules:
         return True
     return (stack.modules == "megatron" and recomputes_ops(scenario.training) and model.kind == "decoder"
@@ -340,11 +340,10 @@ def _strategies(scenario: Scenario, pipeline: int, held_twice: bool, same: bool)
         held_twice: two ranks hold every stage (dualpipe).
         same: ZeRO-2 and 3 are FSDP over all ranks.
     """
-    if pipeline == 1:
-        return STRATEGIES
-    if held_twice or scenario.model.tied_embeddings:
-        return _PIPELINED
-    return (*_PIPELINED, "fsdp") if same else _PIPELINED
+    known = STRATEGIES if pipeline == 1 else (*_PIPELINED, "fsdp") if same else _PIPELINED
+    if pipeline > 1 and (held_twice or scenario.model.tied_embeddings):
+        known = _PIPELINED
+    return tuple(name for name in known if name not in NOT_BESIDE_FURTHER) if scenario.model.mtp_layers else known
 
 
 def _data_parallel(ranks: int, replicas: int, pipeline: int, blocks: int, choice: Choice,

@@ -192,8 +192,9 @@ class Layers:
             if layer.kind == "block":
                 kept[id(layer)], rises[id(layer)] = zip(*(_held(layer, p) for p in self.policies), strict=True)
             elif layer.kind == "head":
-                head = max(0.0, min(float(sum(layer_profile(layer, "none", True, casts).forward.peak))
-                                    for casts in (False, True)))
+                policies = ("none", "full") if layer.further else ("none",)
+                head = max(0.0, min(float(sum(layer_profile(layer, policy, True, casts).forward.peak))
+                                    for casts in (False, True) for policy in policies))
         blocks = [id(layer) for layer in self.architecture.stack if layer.kind == "block"]
         waiting = np.array([float(kept_for_weights(layer)) for layer in self.distinct])
         return Kept(np.array([before([kept[b][i] for b in blocks]) for i in range(len(POLICIES))]),

@@ -202,7 +202,7 @@ def test_one_field(more: str, field: str, value: Any) -> None:
 
 @pytest.mark.parametrize(("more", "left"), [
     ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 4", "--recompute-num-layers"),
-    ("--mtp-num-layers 1", "--mtp-num-layers"),
+    ("--qk-l2-norm", "--qk-l2-norm"),
     ("--optimizer muon", "--optimizer"),
     ("--attention-dropout 0", "--attention-dropout"),
     ("--num-experts 8 --moe-layer-freq [1,0,0,1,1,1,1,1]", "--moe-layer-freq"),
@@ -398,3 +398,21 @@ def test_grouped_heads_of_a_file_of_settings() -> None:
 def test_files_of_other_tools(name: str, text: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         imported(text, name=name)
+
+
+DEEP = ("--untie-embeddings-and-output-weights --position-embedding-type rope --mtp-num-layers 1 "
+        "--pipeline-model-parallel-size 2 --disable-bias-linear --normalization RMSNorm --swiglu ")
+
+
+@pytest.mark.parametrize(("layout", "split", "virtual"), [
+    ("'Ettt|ttt|tt|mL'", [5, 3], 2), ("'Et*4,|t*4mL'", [4, 4], 1), ("'Et|(tt|)*3tm|L'", [4, 4], 3),
+])
+def test_a_layout_of_stages_and_further_tokens(layout: str, split: list[int], virtual: int) -> None:
+    s = scenario(f"{DEEP} --pipeline-model-parallel-layout {layout}", "training.micro_steps=8")
+    assert (s.model.mtp_layers, s.parallel.split, s.parallel.virtual_stages) == (1, split, virtual)
+
+
+@pytest.mark.parametrize("layout", ["'Ettt|ttt|tt'", "'Exx|tL'", "Ettt|tttL", "((((", "'(t*9999)*9999|L'"])
+def test_a_layout_that_is_none(layout: str) -> None:
+    with pytest.raises(UserError, match="E, t, m and L for the layers of 2 pipeline ranks, 8 of them t"):
+        scenario(f"{DEEP} --pipeline-model-parallel-layout \"{layout}\"")

@@ -69,13 +69,16 @@ def drawn(draw: random.Random) -> dict[str, Any]:
     small = {"layers": 4, "hidden": 256, "heads": 8, "vocab": 1000, **some(draw, TRANSFORMER, 0.2)}
     small |= some(draw, WINDOWS, 0.4) if "window" in small else {}
     small |= some(draw, NORMS, 0.3) if "kind" not in small or small["kind"] == "decoder" else {}
-    return {
+    mapping = {
         "name": "any", "cluster": {"topology": draw.choice([inline, draw.choice(NAMES["topologies"])]),
                                    "nodes": draw.choice([1, 2, 4])},
         "model": draw.choice([small, small, {"preset": draw.choice(NAMES["models"])}]),
         "training": {"micro_batch": draw.choice([1, 2]), "micro_steps": draw.choice([1, 3, 8]), "sequence": 128,
                      **some(draw, TRAINING, 0.15)},
         "parallel": some(draw, PARALLEL, 0.2), "software": some(draw, SOFTWARE, 0.4)}
+    # what came later is drawn last, so that earlier seeds are still what they were
+    mapping["model"] = {**mapping["model"], **some(draw, {"mtp_layers": [1, 2]}, 0.1)}
+    return mapping
 
 
 def not_finite(value: Any) -> Iterator[Any]:

@@ -6,6 +6,8 @@ transformer/transformer_block.py (get_num_layers_to_build); Megatron-LM's argume
 
 from __future__ import annotations
 
+import re
+
 from sim.imports.draft import Draft
 from sim.imports.megatron.arguments import Args
 from sim.imports.megatron.model import choice
@@ -14,6 +16,8 @@ from sim.imports.settings import Said
 #: --data-parallel-sharding-strategy of Megatron's own FSDP -> parallel.strategy.
 _SHARDS = {"no_shard": "ddp", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "fsdp"}
 _STAGES = {"0": "ddp", "1": "zero1", "2": "zero2", "3": "zero3"}
+#: Repetitions in a layout of stages, unrolled in this order; more letters than so many are no layout.
+_REPEATS, _MOST_LETTERS = (r"\(([^)]+)\)\*(\d{1,4})", r"(.)\*(\d{1,4})"), 100_000
 _EXCHANGES = {"p2p": "ring", "all_gather": "all-gather", "allgather": "all-gather"}
 
 
@@ -80,6 +84,8 @@ def _pipeline(args: Args, draft: Draft) -> None:
             draft.take("parallel.virtual_stages", count, per_chunk)
     if layers and (first is not None or last is not None):
         _uneven(draft, stages, layers, first, last)
+    if said := args.get("pipeline_model_parallel_layout"):
+        _spelled(draft, said, stages, layers)
     several = draft.value("parallel.virtual_stages") is not None
     if plain is not None and several and plain.name.startswith("--"):
         draft.take("parallel.overlap_p2p", False, plain)
@@ -87,6 +93,33 @@ def _pipeline(args: Args, draft: Draft) -> None:
         draft.take("parallel.overlap_p2p", True, overlap)
     if scatter is not None:
         draft.take("parallel.pipeline_scatter", False, scatter)
+
+
+def _spelled(draft: Draft, said: Said, stages: int, layers: int | None) -> None:
+    """--pipeline-model-parallel-layout: a letter a layer (t: a block), a bar behind every chunk, the chunks of a rank
+    one pipeline apart (pipeline_parallel_layer_layout.py, parse_str_to_list)."""
+    if not isinstance(said.value, str):
+        draft.leave(said, "parallel.split, by pipeline rank, says it")
+        return
+    text = re.sub(r"[\s,]", "", said.value)
+    for pattern in _REPEATS:
+        if len(text) > _MOST_LETTERS // 100:
+            break
+        text = re.sub(pattern, lambda found: found[1] * int(found[2]), text)[:_MOST_LETTERS]
+    chunks = text.split("|")
+    counts = [sum(chunk.count("t") for chunk in chunks[rank::stages]) for rank in range(stages)]
+    if not set(text) <= set("ELtm|") or len(chunks) % stages or (layers and sum(counts) != layers):
+        raise said.wrong(f"E, t, m and L for the layers of {stages} pipeline ranks, {layers} of them t, such as "
+                         "'Et*3|(tt|)*29m|L'")
+    virtual = len(chunks) // stages
+    if virtual > 1:
+        draft.take("parallel.virtual_stages", virtual, said)
+    even = all([chunk.count("t") for chunk in chunks[rank::stages]]
+               == [count // virtual + (i < count % virtual) for i in range(virtual)]
+               for rank, count in enumerate(counts))
+    note = "" if even else "the chunks of a rank are filled as evenly as possible"
+    apart = "m" in text and "m" not in chunks[-1]
+    draft.take("parallel.split", counts, said, "blocks for further tokens stand with the head" if apart else note)
 
 
 def _parts(draft: Draft, said: Said) -> None:

@@ -103,6 +103,8 @@ def _form(args: Args, draft: Draft) -> None:
             draft.leave(said, "norms of the compressed queries and keys come with latent attention")
         else:
             draft.take("model.qk_norm", "head", said)
+    if (said := args.get("mtp_num_layers")) and said.whole(0):
+        draft.take("model.mtp_layers", said.whole(), said)
     if said := args.on("untie_embeddings_and_output_weights"):
         draft.take("model.tied_embeddings", False, said)
     elif said := args.get("share_embeddings_and_output_weights"):

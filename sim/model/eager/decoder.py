@@ -125,7 +125,7 @@ def embedding(run: Run, style: Style, policy: str) -> Tensor:
         policy: recomputation of the blocks, which keep what they are given until backward.
     """
     run.at("embedding")
-    x = _lookup(run, style, style.tokens, style.vocab, style.tied)
+    x = _lookup(run, style, style.tokens, style.vocab, style.shares_table)
     hugging_face = style.modules == "transformers"
     if hugging_face and not style.conv1d and policy == "none" and DTYPE_BYTES[x.dtype] < 4:
         run.held.append(run.new(style.tokens * style.hidden, x.dtype))  # the blocks' norms keep an fp32 copy

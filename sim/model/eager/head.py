@@ -6,7 +6,7 @@ core/tensor_parallel/cross_entropy.py.
 
 from __future__ import annotations
 
-from sim.model.eager import chunked, tuned
+from sim.model.eager import chunked, further, tuned
 from sim.model.eager import operations as op
 from sim.model.eager.autograd import Gradients, Run, Tensor
 from sim.model.eager.norms import norm
@@ -16,10 +16,26 @@ from sim.model.kernels import width
 from sim.model.style import Style
 
 
-def head(run: Run, style: Style, x: Tensor) -> Tensor:
-    """Final norm, logits, loss."""
+def head(run: Run, style: Style, x: Tensor, policy: str = "none") -> Tensor:
+    """Final norm, logits, loss; with further tokens, their blocks (recomputed by `policy`) and losses in front."""
+    normed = [norm(run, style, x, "final_norm")]
+    del x  # and nothing here holds what `_predicted` lets go
+    if not style.further:
+        return _predicted(run, style, normed.pop())
+    x = normed.pop()
+    states = further.hidden_states(run, style, x, policy)
+    for depth in range(style.further):
+        x = further.joined(run, x, _predicted(run, style, states[depth], depth))
+    return _predicted(run, style, x, style.further)
+
+
+def _predicted(run: Run, style: Style, x: Tensor, depth: int = 0) -> Tensor:
+    """Logits and loss.
+
+    Args:
+        depth: of a further token, from 0 on; the model's own comes behind them. The vocabulary's gradients add up.
+    """
     rows = style.batch * style.predicted
-    x = norm(run, style, x, "final_norm")
     if rows < style.tokens:  # a slice's share of them where the stream is scattered
         x = Tensor(x.storage, x.elements * rows // style.tokens, x.dtype, x.sink)
     if style.chunked_loss:
@@ -33,7 +49,8 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
     else:
         x = entered(run, style, x)
         again = style.scattered and not style.stack.gathered_inputs_kept
-        logits = op.linear(run, x, style.hidden, style.vocab, False, dtype=style.weight, shared=style.tied,
+        logits = op.linear(run, x, style.hidden, style.vocab, False, dtype=style.weight,
+                           shared=style.tied or style.further > 0, more=0 < depth < style.further,
                            gathered=style.tensor if again else 1)
     if style.logit_softcap:
         run.at("softcap")

@@ -193,20 +193,20 @@ def weight_copy(run: Run, weight: Weight) -> tuple[Storage | None, Sink | None]:
 
 
 def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool, *, dtype: str, shared: bool = False,
-           bias_last: bool = False, gathered: int = 1, narrow: Narrow | None = None,
+           more: bool = False, bias_last: bool = False, gathered: int = 1, narrow: Narrow | None = None,
            placeholder: bool = False, matrices: int = 1) -> Tensor:
     """`F.linear`, or Conv1D's `addmm` (`bias_last`: the order of autocast's casts, which is the reverse).
 
     Args:
         dtype: of the weight.
-        shared: the weight is another layer's too.
+        shared, more: the weight is another product's too, or a third one's (`Weight`).
         gathered: slices of the sequence the input is gathered from, in forward and again in backward.
         narrow: the product runs in a dtype of 8 bits or fewer.
         placeholder: what autograd gets for the weight's gradient is there already (`Style.weight_placeholder`).
         matrices: as many weights as that, each for its share of the rows.
     """
     size = matrices * features_in * features_out
-    weight = Weight(size, dtype, shared)
+    weight = Weight(size, dtype, shared, more)
     copy_bias: tuple[Storage | None, Sink | None] | None = None
     if bias and not bias_last:
         copy_bias = weight_copy(run, Weight(features_out, dtype))

@@ -129,7 +129,7 @@ def _before_backward(run: Run, program: Program, out: Tensor) -> tuple[Levels, l
         start = _mark(run)
         return start, [(sink, run.new(0, "fp32"))]  # who called backward holds it (`sim.parallel.activations`)
     out.storage.hand_over()
-    shared = style.tied or (program.layer == "embedding" and style.kind == "encoder-decoder")
+    shared = style.shares_table or (program.layer == "embedding" and style.kind == "encoder-decoder")
     if shared and style.tuned is None and program.layer in ("embedding", "bridge"):
         run.pending.append(run.new(style.vocab * style.hidden, style.weight))
     gradients = [(sink, run.new(out.elements, out.dtype))]
@@ -147,7 +147,7 @@ def _forward(run: Run, program: Program, policy: str, inputs: list[Tensor]) -> T
     if layer == "embedding":
         return embedding(run, style, policy)
     if layer == "head":
-        return head(run, style, inputs.pop())
+        return decoder_head(run, style, inputs.pop(), policy) if style.further else head(run, style, inputs.pop())
     if policy in ("full", "selective-op"):
         return run.checkpoint(lambda run, x: block(run, style, x, "none"), inputs[0], selective=policy != "full",
                               parts=style.checkpoint_parts if policy == "full" else 1)
