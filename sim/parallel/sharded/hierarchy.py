@@ -1,5 +1,5 @@
 """MiCS's gathers in two steps (`mics_hierarchical_params_gather`): among GPUs of one number in the nodes of a shard
-group, then inside every node, so that a node receives every shard once.
+group, then inside every node: as many bytes between nodes as round one ring, in fewer hops.
 
 Source: deepspeed 0.14.4 runtime/zero/mics.py, `_hierarchical_all_gather_params`, mics_utils.py,
 `create_mics_comm_groups`; Zhang et al., VLDB 2022, section 3.3. What the first step brings lies side by side and is
