@@ -134,6 +134,11 @@ class Draft:
         self._told.add((said.file, said.name))
         self._others.append(Note("left", str(said), "", said.value, why))
 
+    def share(self, path: str, value: Any, said: Said) -> None:
+        """A setting that says a part of a field whose whole another one is the origin of."""
+        self._told.add((said.file, said.name))
+        self._others.append(Note("taken", str(said), path, value))
+
     def close(self, settings: Settings) -> None:
         """Notes all that nobody took of a file."""
         self._closed.append(settings)

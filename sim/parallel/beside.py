@@ -12,6 +12,7 @@ from sim.hardware.outside import Outside, outside
 from sim.network.buffers import Connections
 from sim.network.topology import Topology, speeds
 from sim.parallel.layout import Layout, Ranks
+from sim.parallel.sharded.quantised import ACROSS, INSIDE
 from sim.program import ProgramBuilder
 from sim.scenario.cluster import Cluster
 from sim.scenario.schema import Scenario
@@ -72,7 +73,7 @@ def beside(scenario: Scenario, stack: Stack, layout: Layout, groups: Mapping[str
     nccl["version"] = nccl["version"] or stack.nccl_release
     total, calls = 0, _calls(builders)
     for name, ranks in groups.items():
-        exchanges = name == "expert" and not stack.dispatch_once
+        exchanges = (name == "expert" and not stack.dispatch_once) or name in (INSIDE, ACROSS)
         total += place.held(ranks[0], nccl, ranks.shape[1] - 1 if exchanges else 0, calls.get(name, _NONE))
     if peers:
         total += peers * place.held(layout.group("pipeline")[0, :2], nccl, 1, _NONE)

@@ -25,6 +25,9 @@ from sim.parallel.sharded import fsdp, zero3
 from sim.parallel.sharded.fsdp1 import Fsdp1
 from sim.parallel.sharded.fsdp1_sized import Fsdp1Sized, wraps_parts
 from sim.parallel.sharded.fsdp2 import Fsdp2
+from sim.parallel.sharded.hierarchy import NODE, NODES
+from sim.parallel.sharded.quantised import ACROSS, GRADIENTS, INSIDE
+from sim.parallel.sharded.secondary import NEIGHBOURS, neighbours
 from sim.parallel.step import Plan, Technique, micro_steps, write
 from sim.parallel.support import check, like_fsdp, spread_over_some
 from sim.parallel.variety import ALIKE, Variety, variety
@@ -211,6 +214,27 @@ def state_groups(scenario: Scenario, layout: Layout) -> dict[str, Ranks]:
     return groups
 
 
+def zero3_groups(scenario: Scenario, layout: Layout) -> dict[str, Ranks]:
+    """Communicators by name that DeepSpeed's ZeRO-3 has beside that of all shards: of neighbours with a second copy of
+    the parameters, of the two exchanges of quantised gradients, of MiCS's gathers in two steps.
+
+    Source: deepspeed 0.14.4 utils/groups.py, _create_zero_param_parallel_group, _get_local_all_to_all_group;
+    runtime/zero/mics_utils.py, create_mics_comm_groups.
+    """
+    parallel, cluster = scenario.parallel, scenario.cluster
+    found: dict[str, Ranks] = {}
+    if near := neighbours(parallel.reshard_after_forward):
+        found[NEIGHBOURS] = layout.group(REPLICAS, near)
+    if scenario.training.precision.reduce == GRADIENTS and cluster.nodes > 1:
+        inside = cluster.gpus_per_node
+        found |= {INSIDE: layout.group(REPLICAS, inside), ACROSS: layout.group(REPLICAS, cluster.nodes, inside)}
+    if parallel.hierarchical_gather:
+        spanned = parallel.sharding_factor // cluster.gpus_per_node
+        inside = parallel.sharding_factor // spanned
+        found |= {NODE: layout.group(REPLICAS, inside), NODES: layout.group(REPLICAS, spanned, inside)}
+    return found
+
+
 def choose(scenario: Scenario, stack: Stack, architecture: Architecture, layout: Layout) -> Technique:
     """The technique behind `parallel.strategy` in this stack."""
     strategy = scenario.parallel.strategy
@@ -220,7 +244,7 @@ def choose(scenario: Scenario, stack: Stack, architecture: Architecture, layout:
     groups = cut_groups(scenario, layout) | state_groups(scenario, layout)
     if strategy == "zero3":
         every = groups.pop("data")
-        groups = {"shard": every, **groups}  # experts are not spread (see support)
+        groups = {"shard": every, **groups, **zero3_groups(scenario, layout)}  # experts are not spread (see support)
         steps = micro_steps(scenario, tell_last="replicate" in groups)
         return zero3.Zero3(Plan(scenario, stack, architecture, layout, groups, zero3.STREAMS, steps))
     norm = ("tensor",) if "tensor" in groups else ()

@@ -44,9 +44,10 @@ def outside(scenario: Scenario, ipg: bool, hybrid: bool, sharded: bool) -> Itera
         yield Fault("saved tensors of pipeline stages stay on the GPU (megatron-core transformer_config.py refuses "
                     "cpu_offloading with a pipeline)", "parallel.offload.activations",
                     hint="set pipeline: 1, or remove it")
-    if parallel.pipeline > 1 and sharded and (parameters or optimizer):
-        yield Fault("offload of FSDP's stages is understood but not simulated yet", "parallel.offload",
-                    hint="set pipeline: 1, or remove it")
+    if parallel.pipeline > 1 and sharded and (parameters or optimizer) and scenario.software.fsdp != 2:
+        yield Fault("FSDP 1 offloads no gradients that add up outside no_sync (torch 2.13 distributed/fsdp/"
+                    "fully_sharded_data_parallel.py), as those of stages do", "parallel.offload",
+                    hint="set software.fsdp: 2 or pipeline: 1, or remove it")
     if offload.optimizer_fraction < 1 and not (hybrid and optimizer):
         yield Fault("only Megatron's HybridDeviceOptimizer (from 2025 on) leaves part of the optimizer on the GPU",
                     "parallel.offload.optimizer_fraction", hint="remove it, or use optimizer: cpu with megatron")

@@ -96,6 +96,31 @@ def versions_in_vain(scenario: Scenario) -> list[str]:
             f"{', '.join(known)}, and else by the year{f'; {likely}' if likely else ''}"]
 
 
+def zero_plus_plus_in_vain(scenario: Scenario) -> list[str]:
+    """Warnings where ZeRO++ or FSDP's resharding is asked of DeepSpeed's ZeRO and changes nothing, or goes wrong there:
+    deepspeed 0.10.0 to 0.19.8 runtime/zero/stage3.py, __avg_scatter_grads (several nodes), csrc/quantization/
+    pt_binding.cpp, ds_swizzle_quant (__half), partitioned_param_coordinator.py, __params_to_release."""
+    parallel, training, stack = scenario.parallel, scenario.training, stack_of(scenario.software)
+    strategy, reshard, name = parallel.strategy, parallel.reshard_after_forward, scenario.software.framework
+    if stack.gradient_path != "ipg" or training.mode != "train" or scenario.replica_ranks == 1:
+        return []
+    found, said = [], "reshard_after_forward" in parallel.model_fields_set and reshard is not True
+    if said and strategy in ("none", "ddp", "zero1", "zero2"):
+        found.append(f"software: reshard_after_forward {str(reshard).lower()} changes nothing: {strategy} keeps "
+                     "parameters whole")
+    if said and strategy == "zero3" and reshard is False:
+        found.append(f"software: reshard_after_forward false changes nothing: {name}'s ZeRO-3 keeps what is used again "
+                     "within stage3_max_reuse_distance elements")
+    if strategy == "zero3" and training.precision.reduce == "int4":
+        if scenario.cluster.nodes == 1:
+            found.append(f"software: reduce int4 changes nothing: {name} quantises gradients between nodes only, and "
+                         "this is one")
+        elif training.precision.parameters == "bf16":
+            found.append(f"software: {name}'s int4 reductions read bf16 gradients as fp16, so they come out wrong; "
+                         "time and memory are as predicted")
+    return found
+
+
 def algorithm_in_vain(scenario: Scenario) -> list[str]:
     """A warning where `software.nccl.algorithm` is one that nothing of this cluster can run: NCCL itself would refuse
     ("no algorithm/protocol available", 2.29.7 src/enqueue.cc); here it chooses as if nothing were asked."""
@@ -160,8 +185,8 @@ def links_in_vain(scenario: Scenario) -> list[str]:
 _OTHER_SHAPES = ("torus", "ring")
 
 #: What is asked in vain, in the order in which it is said.
-_ASKED = (links_in_vain, overlap_in_vain, prefetch_in_vain, takes_turns, algorithm_in_vain, schedule_of_another,
-          versions_in_vain, autocast_alone, peer_sums_in_vain, protocol_in_vain, budget_in_vain)
+_ASKED = (links_in_vain, overlap_in_vain, prefetch_in_vain, takes_turns, zero_plus_plus_in_vain, algorithm_in_vain,
+          schedule_of_another, versions_in_vain, autocast_alone, peer_sums_in_vain, protocol_in_vain, budget_in_vain)
 
 
 def in_vain(scenario: Scenario) -> list[str]:

@@ -210,7 +210,10 @@ class Parallel(Table):
         bool | int,
         PlainValidator(switch_or_count),
         WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 1}]}),
-    ] = has(True, "false keeps gathered parameters until backward; int = reshard to that many GPUs")
+    ] = has(True, "false keeps gathered parameters until backward; int = reshard to that many GPUs (in DeepSpeed's "
+            "ZeRO-3 zero_hpz_partition_size)")
+    hierarchical_gather: bool = has(
+        False, "MiCS gathers between nodes first, then inside (mics_hierarchical_params_gather)")
     prefetch: Prefetch = late("FSDP's prefetch and rate limiter")
     wrap: Annotated[
         Literal["block"] | int, word_or_number("block", "a number of parameters", 10**13), or_word("block")

@@ -17,7 +17,9 @@ import numpy.typing as npt
 
 from sim.errors import Fault, UserError
 from sim.model.recompute import modules_of
+from sim.parallel.sharded.secondary import neighbours
 from sim.parallel.support import NOT_BESIDE_FURTHER, recomputes_ops, spreads_experts
+from sim.parallel.support_zeropp import able
 from sim.scenario import Scenario
 from sim.scenario.schema import RecomputeLayers
 from sim.software import Stack, stack_of
@@ -133,6 +135,9 @@ class Space:
             sets["parallel.overlap_p2p"] = self.clusters[v["cluster"]].parallel.overlap_p2p
         if staged and strategy in _SHARDED:  # whole from the first micro-batch to the last, as torchtitan has it
             sets["parallel.reshard_after_forward"] = False
+        elif near := neighbours(self.clusters[v["cluster"]].parallel.reshard_after_forward):
+            fits = strategy == "zero3" and v["sharding_factor"] % near == 0
+            sets["parallel.reshard_after_forward"] = near if fits else True
         return sets
 
 
@@ -252,8 +257,9 @@ def _of_count(number: int, scenario: Scenario, nodes: int,
         spreads = [e for e in _divisors(experts) if (replicas * context * tensor) % e == 0 and _in(e, choice.expert)]
         sequences = (0, 1) if tensor > 1 and model.kind == "decoder" and \
             scenario.training.sequence % (tensor * context) == 0 else (0,)
-        plain = {two: _data_parallel(replicas * context, replicas, pipeline, blocks, choice, same,
-                                     _strategies(scenario, pipeline, two, same)) for two in (False, True)}
+        plain = {two: _data_parallel(replicas * context, replicas, pipeline, blocks, choice, same, [
+            name for name in _strategies(scenario, pipeline, two, same) if able(scenario, stack, name, tensor)])
+            for two in (False, True)}
         ways = {spread: {two: _spread(*rows, spread, ipg) for two, rows in plain.items()} for spread in spreads}
         for micro in (m for m in _divisors(share) if _in(m, choice.micro_batch)):
             for virtual, schedule in _schedules(pipeline, share // micro, blocks, choice):

@@ -3,11 +3,16 @@
 Every micro-step gathers each parameter that does not stay whole, and once more for backward what forward has let go:
 all but what is used again within `Limits.reuse` elements, and what the coordinator had in sight just then. Every
 reducing micro-step scatters their gradients.
+
+Of ZeRO++ what its fewer bytes take is counted: gathers in int8; with second shards only the first micro-step's forward
+over all ranks, and nothing of the gathers among neighbours; nothing of quantised reductions.
 """
 
 from __future__ import annotations
 
 from sim.parallel.sharded.coordinator import Limits
+from sim.parallel.sharded.quantised import GRADIENTS, leaves_as
+from sim.parallel.sharded.secondary import neighbours
 from sim.parallel.sharded.uses import PERSISTENCE_THRESHOLD
 from sim.parallel.sharded.zero3 import takes_turns
 from sim.sizing.tables import Table
@@ -33,11 +38,14 @@ def in_turn_s(table: Table, name: str, batches: int) -> float:
         return 0.0
     limits = Limits()
     again = max(0, sum(split) - limits.reuse - limits.prefetch - _IN_SIGHT * max(split))
-    precision = table.precision
+    precision, gathers = table.precision, batches
+    if neighbours(parallel.reshard_after_forward):
+        again, gathers = 0, 1
 
     def moved(kind: str, size_bytes: float) -> float:
         return table.alone.moved_s(table.layout, scenario, "data", kind, size_bytes)
 
     gathered = moved("all_gather", (sum(split) + again) * DTYPE_BYTES[precision.gather])
-    reduced = moved("reduce_scatter", sum(split) * DTYPE_BYTES[precision.reduce])
-    return batches * gathered + (batches if parallel.reduce_every_micro_step else 1) * reduced
+    quantised = precision.reduce == GRADIENTS and scenario.cluster.nodes > 1
+    reduced = 0.0 if quantised else moved("reduce_scatter", sum(split) * DTYPE_BYTES[leaves_as(precision)])
+    return gathers * gathered + (batches if parallel.reduce_every_micro_step else 1) * reduced

@@ -118,6 +118,9 @@ class Stack:
         partition_checkpoints: under ZeRO-3, tensor ranks share the inputs that recomputed blocks keep.
         parameter_coordinator: how DeepSpeed ZeRO-3 fetches and releases parameters: streamed, or blocking (before 0.6).
         coordinator_hides: whether gathers and reductions of the streamed one run beside compute.
+        zero_plus_plus: whether DeepSpeed's ZeRO-3 can quantise gathers and reductions and keep second shards in a node.
+        secondary_waits: the host waits for the copy of every second shard.
+        quantises_bf16: bf16 is cast around the quantised gathers' kernels, which know fp16 alone.
         cpu_optimizer: an optimizer on the CPU: fused (one vectorised pass) or loop (a pass over memory per operator).
         cpu_threads: threads of one rank's optimizer on the CPU; 0 = the ranks of a node share its cores.
         hybrid_offload: an optimizer on the CPU takes whole gradients once their norm is known, and maybe only a part of
@@ -246,6 +249,9 @@ class Stack:
     partition_checkpoints: bool
     parameter_coordinator: str
     coordinator_hides: bool
+    zero_plus_plus: bool
+    secondary_waits: bool
+    quantises_bf16: bool
     cpu_optimizer: str
     cpu_threads: int
     hybrid_offload: bool

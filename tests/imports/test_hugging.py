@@ -354,6 +354,48 @@ def test_mics_shares_shards_among_fewer(read: Read) -> None:
     assert at(found, "parallel.sharding_factor") == 4
 
 
+def test_zero_plus_plus_is_taken(read: Read) -> None:
+    """ZeRO++ in fp16: second shards in a node, gathers in int8, reductions in int4."""
+    found = read(config(), {"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": True}, "zero_optimization": {
+        "stage": 3, "zero_hpz_partition_size": 8, "zero_quantized_weights": True, "zero_quantized_gradients": True}})
+    assert fields(found, "parallel.strategy", "parallel.reshard_after_forward", "software.versions") == [
+        "zero3", 8, None]
+    precision = found.scenario.training.precision
+    assert [precision.parameters, precision.gather, precision.reduce] == ["fp16", "int8", "int4"]
+    assert {note.said.rpartition(".")[2] for note in found.of("taken")} > {
+        "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"}
+    assert not found.of("left") and not found.of("default")
+
+
+def test_quantised_gathers_of_bf16_ask_for_a_release_that_has_them(read: Read) -> None:
+    asked: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True},
+                             "zero_optimization": {"stage": 3, "zero_quantized_weights": True}}
+    assert at(read(config(), asked), "software.versions") == {"deepspeed": "0.19.8"}
+    asked["zero_optimization"] = {"stage": 3, "zero_quantized_gradients": True}
+    assert at(read(config(), asked), "software.versions") is None
+
+
+def test_zero_plus_plus_below_stage_3_changes_nothing(read: Read) -> None:
+    found = read(config(), {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {
+        "stage": 2, "zero_hpz_partition_size": 8, "zero_quantized_weights": True}})
+    assert at(found, "parallel.reshard_after_forward") is None
+    assert found.scenario.training.precision.gather == "fp32"
+    assert [note.text for note in found.of("left")] == ["changes nothing in stage 2: it is ZeRO-3's"] * 2
+
+
+def test_what_is_off_of_zero_plus_plus_is_without_effect(read: Read) -> None:
+    found = read(config(), {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {
+        "stage": 3, "zero_hpz_partition_size": 1, "zero_quantized_weights": False}})
+    assert not found.of("left") and found.scenario.parallel.reshard_after_forward is True
+
+
+def test_mics_gathers_in_two_steps(read: Read) -> None:
+    found = read(config(), {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {
+        "stage": 3, "mics_shard_size": 16, "mics_hierarchical_params_gather": True}},
+        sets=(*ON, "cluster.nodes=4"))
+    assert fields(found, "parallel.sharding_factor", "parallel.hierarchical_gather") == [16, True]
+
+
 def test_a_json_beside_accelerates_file_says_the_stage(read: Read) -> None:
     text = ZERO_2.replace("  zero_stage: 2\n", "")
     found = read(config(), text, {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2})

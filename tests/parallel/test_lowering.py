@@ -204,7 +204,6 @@ def test_unfolded_jobs_simulate_every_rank() -> None:
     ({"pipeline": 3, "reshard_after_forward": 2}, "parallel.reshard_after_forward"),
     ({"offload": {"activations": "paged"}}, "parallel.offload"),
     ({"offload": {"activations": "cpu"}, "pipeline": 3, "strategy": "ddp"}, "parallel.offload.activations"),
-    ({"offload": {"parameters": "cpu", "optimizer": "cpu"}, "pipeline": 3}, "parallel.offload"),
 ])
 def test_what_is_not_simulated_says_so(change: dict[str, Any], field: str) -> None:
     with pytest.raises(UserError) as caught:

@@ -13,6 +13,7 @@ import sim
 from sim.errors import UserError
 from sim.parallel import lower
 from sim.parallel.lower import layout_of, sharded_groups
+from sim.program import Kind
 from sim.report.traffic import traffic_totals
 from sim.scenario import resolve
 
@@ -140,3 +141,52 @@ def test_zero_2_and_3_without_deepspeed_are_fsdp() -> None:
 def test_what_stages_exclude_is_refused(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(UserError, match=match):
         lower(scenario(**changes))
+
+
+def offloaded(stage: int, what: Any) -> tuple[Counter[str], int]:
+    """Bytes of a step's copies by direction, and host memory of one rank of a stage."""
+    lowered = lower(what)
+    program = next(lowered.job.programs[c.program] for c in lowered.job.classes
+                   if layout_of(what).coordinate("pipeline")[c.representative] == stage)
+    found: Counter[str] = Counter()
+    for number in program.section_runs():
+        section = program.sections[number]
+        for kind, payload in zip(section.kind, section.payload, strict=True):
+            if kind == Kind.COPY:
+                found[program.copies[payload].direction] += program.copies[payload].size_bytes
+    return found, sum(size for _, size, _ in program.host_resident)
+
+
+@pytest.mark.parametrize(("frees", "gathers"), [(False, 1), (True, 3 + 6)])
+def test_offloaded_stages_copy_shards_in_front_of_every_gather(frees: bool, gathers: int) -> None:
+    """Stage 1: two blocks over 4 replicas, fp32 both ways, gradients once a step; 16 bytes an element on the host."""
+    places = {"offload": {"parameters": "cpu", "optimizer": "cpu"}}
+    copies, host = offloaded(1, scenario(reshard_after_forward=frees, **places))
+    shard = 2 * BLOCK / 4
+    assert copies == {"h2d": 4 * shard * gathers, "d2h": 4 * shard}
+    assert 16 * shard <= host <= 1.5 * 16 * shard  # pinned memory comes in powers of two
+    assert calls(scenario(reshard_after_forward=frees, **places), 1) == calls(scenario(reshard_after_forward=frees), 1)
+
+
+@pytest.mark.parametrize("parallel", [
+    {}, {"virtual_stages": 2}, {"schedule": "zb-h1"}, {"reshard_after_forward": True}])
+def test_offloaded_stages_hold_no_states_and_wait_for_the_host(parallel: dict[str, Any]) -> None:
+    there = sim.run(scenario(**parallel))
+    away = sim.run(scenario(offload={"parameters": "cpu", "optimizer": "cpu"}, **parallel))
+    assert away.breakdown.offload > 0.0 and away.step_time_s > there.step_time_s
+    states = ("parameters", "optimizer_states", "master_parameters")
+    assert all(away.memory.use.at_peak[name] == 0 for name in states)
+    assert there.memory.use.at_peak["parameters"] > 0
+    assert away.memory.host is not None and away.memory.host.needed_bytes > 0
+
+
+def test_the_host_waits_for_gradients_behind_every_chunk() -> None:
+    what = scenario(virtual_stages=2, offload={"parameters": "cpu", "optimizer": "cpu"})
+    program = lower(what).job.programs[0]
+    waits = [program.labels[label].name for n in program.section_runs() for label in program.sections[n].label]
+    assert waits.count("gradients in host memory") == 2
+
+
+def test_fsdp_1_offloads_no_stages() -> None:
+    with pytest.raises(UserError, match="outside no_sync"):
+        lower(scenario(1, offload={"parameters": "cpu", "optimizer": "cpu"}))

@@ -11,7 +11,7 @@ from sim.scenario import resolve
 from sim.sizing.base import alone, following
 from sim.sizing.bounds import bounds
 from sim.sizing.runner import simulated
-from sim.sizing.space import Choice, build_space
+from sim.sizing.space import STRATEGIES, Choice, build_space
 from sim.sizing.tables import Tables
 from sim.sizing.turns import in_turn_s
 
@@ -65,3 +65,29 @@ def test_inputs_that_only_zero3_shares_out_are_not_gathered_elsewhere(strategy: 
     for row, least_s in enumerate(bounds(space).time_s):
         one = simulated(("", following(base), space.sets(row), 16))
         assert one.outcome == "ok" and 0.9 * one.step_time_s < least_s <= one.step_time_s
+
+
+@pytest.mark.parametrize("narrow", [{}, {"gather": "int8"}, {"reduce": "int4"}, {"gather": "int8", "reduce": "int4"}])
+@pytest.mark.parametrize("reshard", [True, 8])
+def test_no_bound_of_zero_plus_plus_is_above_what_is_simulated(narrow: dict[str, str], reshard: bool | int) -> None:
+    """Every layout of a search on two nodes, three micro-steps and one: seconds and bytes."""
+    asked = resolve({
+        "name": "x", "cluster": {"topology": "dgx-a100-80g", "nodes": 2},
+        "model": {"kind": "decoder", "layers": 4, "hidden": 4096, "heads": 32, "vocab": 32000, "bias": False},
+        "training": {"micro_batch": 1, "global_batch": 48, "sequence": 1024,
+                     "precision": {"name": "mixed-fp16", **narrow}},
+        "parallel": {"strategy": "zero3", "reshard_after_forward": reshard},
+        "software": {"framework": "deepspeed", "year": 2024}})
+    base = alone(asked, None)
+    space = build_space([base], Choice([16], micro_batch=[1, 3], tensor=[1, 2], context=[1], pipeline=[1],
+                                       recompute=["none", "full"], partial_recompute=False))
+    names = [STRATEGIES[i] for i in space.columns["strategy"]]
+    assert "zero3" in names and ("fsdp" in names) is not bool(narrow)
+    below = bounds(space)
+    for row, name in enumerate(names):
+        sets = space.sets(row)
+        assert sets.get("parallel.reshard_after_forward", True) == (reshard if name == "zero3" else True)
+        one = simulated(("", following(base), sets, 16))
+        assert one.outcome == "ok", one
+        assert below.time_s[row] <= one.step_time_s, (name, sets)
+        assert below.memory_bytes[row] <= one.device_used_bytes, (name, sets)

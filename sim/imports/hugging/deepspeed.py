@@ -44,14 +44,14 @@ _USUAL: dict[str, tuple[Any, str]] = {
     "stage3_module_granularity_threshold": (0, "units of gathering are blocks here"),
     "stage3_use_all_reduce_for_fetch_params": (False, "gathers are simulated as DeepSpeed's default has them"),
     "stage3_allgather_sequential": (False, "gathers are simulated as DeepSpeed's default has them"),
-    "zero_hpz_partition_size": (1, "ZeRO++'s second copy of the shards inside a node is not simulated"),
-    "zero_quantized_weights": (False, "ZeRO++'s quantised gathers are not simulated"),
-    "zero_quantized_nontrainable_weights": (False, "ZeRO++'s quantised gathers are not simulated"),
-    "zero_quantized_gradients": (False, "ZeRO++'s quantised reductions are not simulated"),
-    "mics_hierarchical_params_gather": (False, "gathers in two steps are not simulated"),
+    "zero_quantized_nontrainable_weights": (False, "frozen weights that DeepSpeed stores in 8 bits are not simulated"),
     "offload_optimizer.super_offload": (False, "SuperOffload is not simulated"),
     "offload_param.max_in_cpu": (1_000_000_000, "parameters kept in host memory beside NVMe are not simulated"),
 }
+#: Switches of ZeRO-3 alone (engine.py, _configure_zero_optimizer) -> what of the job they are.
+_THIRD = {"zero_quantized_weights": "gather", "zero_quantized_gradients": "reduce",
+          "mics_hierarchical_params_gather": "two steps"}
+_NARROW = {"gather": "int8", "reduce": "int4"}
 _NOT_SIMULATED = ("zenflow", "leaf_module")
 _IDLE = ("scheduler*", "gradient_clipping", "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state",
          "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "checkpoint*", "data_types.buffer_dtype",
@@ -139,12 +139,43 @@ def _stage(settings: Settings, job: Job) -> None:
         job.keep("bucket", said.number(), said)
     if (said := settings.get(f"{_ZERO}.mics_shard_size")) is not None and said.number() > 0:
         draft.take("parallel.sharding_factor", said.whole(), said, "MiCS")
+    _zero_plus_plus(settings, job)
     for name, (usual, why) in _USUAL.items():
         _leave_unusual(settings, job, f"{_ZERO}.{name}", usual, why)
     for name in _NOT_SIMULATED:
         if (said := settings.get(f"{_ZERO}.{name}")) is not None:
             draft.leave(said, "is not simulated")
             take_whole(settings, f"{_ZERO}.{name}")
+
+
+def _zero_plus_plus(settings: Settings, job: Job) -> None:
+    """Keeps what ZeRO++ and MiCS's gathers are asked, which means something in stage 3."""
+    name = f"{_ZERO}.zero_hpz_partition_size"
+    if (said := peek(settings, name)) is not None:
+        if said.whole(0) > 1:
+            job.keep("neighbours", said.whole(), settings.get(name) or said)
+        else:
+            settings.idle(name)
+    for option, fact in _THIRD.items():
+        if (said := switch(settings, f"{_ZERO}.{option}")) is not None:
+            job.keep(fact, True, said)
+
+
+def _settle_plus_plus(job: Job, stage: int) -> None:
+    """Second shards, gathers in two steps, and dtypes that are put in with the others (`hugging.policy`)."""
+    told = {fact: said for fact in ("neighbours", *_THIRD.values()) if (said := job.said(fact)) is not None}
+    for said in told.values() if stage < 3 else ():
+        job.draft.leave(said, f"changes nothing in stage {stage}: it is ZeRO-3's")
+    if stage == 3 and "neighbours" in told:
+        job.draft.take("parallel.reshard_after_forward", job.of("neighbours"), told["neighbours"],
+                       "second shards among so many neighbours")
+    if stage == 3 and "two steps" in told:
+        job.draft.take("parallel.hierarchical_gather", True, told["two steps"])
+    narrow = {name: dtype for name, dtype in _NARROW.items() if name in told and stage == 3}
+    for name, dtype in narrow.items():
+        job.draft.share(f"training.precision.{name}", dtype, told[name])
+    if narrow:
+        job.keep("narrow", narrow, told[next(iter(narrow))])
 
 
 def _leave_unusual(settings: Settings, job: Job, name: str, usual: Any, why: str) -> None:
@@ -239,6 +270,7 @@ def settle_zero(job: Job) -> None:
         draft.take("parallel.strategy", _STRATEGIES[stage], said)
     else:
         draft.assume("parallel.strategy", _STRATEGIES[stage], "no stage of ZeRO is said: all of it on every GPU")
+    _settle_plus_plus(job, stage)
     # zero/config.py, overlap_comm_valid: without a value, stage 3 alone overlaps; without ZeRO the engine reduces
     # behind the whole backward (engine.py, buffered_allreduce_fallback).
     draft.assume("parallel.overlap", stage > 2, "DeepSpeed's default of overlap_comm: stage 3 alone overlaps")

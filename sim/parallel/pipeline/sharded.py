@@ -8,6 +8,9 @@ before it, so it is known when the program is written. Sources:
   reductions behind the last one (`run_post_backward`), beside no backward; gradients are added up unsharded, in the
   reductions' dtype. FSDP 1 runs them under `no_sync`: gradients stay unsharded in the dtype of compute, units are
   freed after backward where they are after forward, and the last backward reduces unit by unit.
+* With CPUOffloadPolicy every gather copies this rank's shards to the device first, every reduction its share of the
+  gradients to the host, which waits for them behind a chunk's last (torch 2.13 `fsdp/_fully_shard/`
+  `_fsdp_param_group.py`, finalize_backward); what is kept from action to action stays on the device.
 * `reshard_after_forward`: false gathers once a step; true frees a unit behind every forward, so that the next action
   gathers again. torchtitan's policy "default" is false with a pipeline (`parallelize_llama.py`, apply_fsdp).
 """
@@ -234,6 +237,9 @@ class ShardedStage(Stage):
             if self._complete(position, chunk):
                 self._reduce(section, self.sharded.units[position], chunk, task)
         self.sharded.finalized(section)
+        if self.plan.offload.moves_optimizer:
+            label = Label(f"chunk{chunk.start}", "backward", "gradients in host memory")
+            section.host(0.0, label, joins=(self.plan.offload.stream("d2h"),))
 
     def _reduce(self, section: SectionBuilder, unit: Unit, chunk: range, task: int) -> None:
         """A unit is freed, its gradient copied into the reduction's buffer and scattered."""

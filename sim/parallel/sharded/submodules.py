@@ -17,12 +17,12 @@ class Submodule:
         parameters: those that are split, trained or not. An operator with several modules (queries, keys and values
             apart, experts) has all of theirs at once.
         operators: in forward order.
-        gradients: elements of every parameter whose gradient backward makes, in the order in which they are ready.
+        gradients: every parameter whose gradient backward makes, in the order in which they are ready.
     """
 
     parameters: tuple[Parameter | Frozen, ...]
     operators: tuple[Operator, ...]
-    gradients: tuple[int, ...]
+    gradients: tuple[Parameter, ...]
 
     @property
     def again(self) -> tuple[Operator, ...]:
@@ -50,5 +50,5 @@ def submodules(layer: Layer, threshold: int) -> tuple[Submodule, ...]:
 
 def _submodule(run: list[Operator], shared: Iterable[Parameter], threshold: int) -> Submodule:
     split = [p for p in (*shared, *(p for op in run for p in op.weights)) if p.numel >= threshold]
-    gradients = tuple(p.numel for op in reversed(run) for p in op.parameters)
+    gradients = tuple(p for op in reversed(run) for p in op.parameters)
     return Submodule(tuple(split), tuple(run), gradients)

@@ -9,6 +9,7 @@ from sim.model.architecture import Layer, Operator, Parameter
 from sim.model.recompute import again_operators
 from sim.model.tuning import Frozen
 from sim.parallel.sharded.coordinator import Wanted
+from sim.parallel.sharded.quantised import arrives_as
 from sim.parallel.sharded.submodules import Submodule, submodules
 from sim.parallel.step import Plan
 from sim.work import DTYPE_BYTES
@@ -54,7 +55,7 @@ class Uses:
         self.owners = {p.name: i for i, layer in enumerate(stack) if layer.kind != "block"
                        for p in layer.weights}
         # what is frozen is gathered as it is stored: packed weights have the gathers' dtype (bnb_4bit_quant_storage)
-        width = DTYPE_BYTES[plan.scenario.training.precision.gather]
+        width = DTYPE_BYTES[arrives_as(plan.scenario.training.precision)]
         self.stored = {f.name: round(f.size_bytes / width) for layer in stack for f in layer.frozen}
 
     def of(self, stack: Sequence[Layer]) -> Iterator[Use]:

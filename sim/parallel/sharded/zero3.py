@@ -15,7 +15,10 @@ is one fact of the stack, `parameter_coordinator`:
 
 Over some of the ranks (`sharding_factor`) it is MiCS (`runtime/zero/mics.py`, `mics_utils.py`; read: 0.14.4; Zhang et
 al., VLDB 2022): gathers and reductions stay among neighbours, parameters of one gather come in one group call, each in
-place, and behind the last micro-step's reductions ranks across sum what they keep.
+place, and behind the last micro-step's reductions ranks across sum what they keep. With `hierarchical_gather` such a
+gather is two (`_hierarchical_all_gather_params`).
+
+What ZeRO++ adds stands in `secondary.py` (hpZ) and `quantised.py` (qwZ, qgZ).
 """
 
 from __future__ import annotations
@@ -23,11 +26,23 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
+from sim.model.architecture import Parameter
+from sim.model.tuning import Frozen
 from sim.parallel.activations import Activations
 from sim.parallel.compute import traffic_kernel
 from sim.parallel.data.buckets import bucket_elements
 from sim.parallel.offload import PARAMETER_BUFFER, PARAMETER_BUFFERS
 from sim.parallel.sharded.coordinator import COORDINATORS, Limits, Wanted
+from sim.parallel.sharded.hierarchy import in_two_steps
+from sim.parallel.sharded.quantised import (
+    ACROSS,
+    WEIGHTS,
+    QuantisedGathers,
+    QuantisedReductions,
+    arrives_as,
+    leaves_as,
+)
+from sim.parallel.sharded.secondary import Secondary
 from sim.parallel.sharded.uses import PERSISTENCE_THRESHOLD, Use, Uses, rerun
 from sim.parallel.step import COMPUTE, MicroStep, Plan, collective, frozen_bytes, state_bytes
 from sim.parallel.update import update
@@ -47,6 +62,11 @@ FETCHES_IN_FLIGHT, REDUCTIONS_IN_FLIGHT = 2, 2
 VIEWS_OF_A_PIECE = 3
 
 
+def elements(bucket: Sequence[Parameter]) -> int:
+    """Of all gradients of a bucket."""
+    return sum(gradient.numel for gradient in bucket)
+
+
 def takes_turns(scenario: Scenario, stack: Stack) -> bool:
     """Whether gathers and reductions run where kernels do: without overlap_comm they are issued on the default stream
     (runtime/zero/stage3.py); with it published steps are as if they were (`Stack.coordinator_hides`)."""
@@ -61,7 +81,9 @@ class Zero3:
         self.ranks = plan.shards()
         self.across = plan.across("data")
         self.precision = plan.scenario.training.precision
-        self.bucket = bucket_elements(plan.scenario.parallel, DTYPE_BYTES[self.precision.reduce], REDUCE_BUCKET)
+        #: Dtypes of gathered parameters and of gradients on their way.
+        self.wide, self.wire = arrives_as(self.precision), leaves_as(self.precision)
+        self.bucket = bucket_elements(plan.scenario.parallel, DTYPE_BYTES[self.wire], REDUCE_BUCKET)
         self.offload = plan.offload
         self.fetching = self.ranks > 1 or self.offload.moves_parameters
         self.blocking = plan.stack.parameter_coordinator == "blocking"
@@ -75,10 +97,15 @@ class Zero3:
                          if p.numel < PERSISTENCE_THRESHOLD]
         trace = [use.wanted for use in self.uses.of(stack)]
         self.decisions = COORDINATORS[plan.stack.parameter_coordinator](trace, Limits())
+        narrow = self.precision.gather == WEIGHTS and self.ranks > 1
+        self.gathers = QuantisedGathers(plan, self.ranks) if narrow else None
+        self.reducer = QuantisedReductions(plan) if ACROSS in plan.groups else None
+        self.secondary = Secondary(plan, self.ranks, self.wide, DTYPE_BYTES[self.wide])
 
     def states(self) -> None:
         """Everything split over all ranks, small parameters whole as well."""
         numel = self.plan.architecture.parameters
+        self.know()
         frozen = frozen_bytes(self.plan.architecture.stack) / self.ranks
         if self.outside("parameters"):
             self.offload.hold("frozen parameters", frozen, "parameters", pinned=True)
@@ -89,10 +116,19 @@ class Zero3:
                 self.plan.resident(category, numel * width / self.ranks, category)
         self.host_states(-(-numel // self.ranks))
         if self.fetching:
-            width = DTYPE_BYTES[self.precision.gather]
+            width = DTYPE_BYTES[self.wide]
             self.plan.resident("persistent parameters", sum(self.resident) * width, "parameters")
             bucket = min(self.bucket, self.plan.architecture.parameters)
-            self.plan.resident("reduce bucket", bucket * DTYPE_BYTES[self.precision.reduce], "buffers")
+            self.plan.resident("reduce bucket", bucket * DTYPE_BYTES[self.wire], "buffers")
+
+    def know(self) -> None:
+        """Second shards of all that is ever let go of, and of what is not trained for good."""
+        uses = list(self.uses.of(self.plan.architecture.stack))
+        frozen = {name for use in uses for p, (name, _) in zip(use.part.parameters, use.wanted, strict=False)
+                  if isinstance(p, Frozen)}
+        wanted = {name: numel for use in uses for name, numel in use.wanted}
+        self.secondary.know([w for w in wanted.items() if w[0] not in frozen],
+                            [w for w in wanted.items() if w[0] in frozen])
 
     def outside(self, category: str) -> bool:
         """Whether a state lives in host memory or on disks: gradients where the optimizer is."""
@@ -123,37 +159,41 @@ class Zero3:
         self.fetches: list[int] = []
         self.reductions: list[int] = []
         self.computed: tuple[int, ...] = ()  # the last kernels
-        bucket: list[int] = []
+        bucket: list[Parameter] = []
         self.first, self.moved = micro.first, None
+        self.secondary.begin(micro.first)
+        if self.gathers is not None:
+            self.gathers.begin()
         reduces = micro.reduce and (self.ranks > 1 or self.offload.moves_optimizer)
         for use, decision in zip(self.uses.of(stack), self.decisions, strict=True):
             self.gather(section, use, decision.fetch, ahead=False)
             waits = tuple(dict.fromkeys(self.arriving.pop(n) for n, _ in use.wanted if n in self.arriving))
+            copies = self.arrived(section, use)
             self.gather(section, use, decision.ahead, ahead=True)
-            computed = self.compute(section, use, waits)
+            computed = self.compute(section, use, waits, copies)
             self.release(section, use, decision.release, computed)
             if use.direction == "backward" and reduces:
-                for numel in use.part.gradients:
-                    if bucket and sum(bucket) + numel > self.bucket:
+                for gradient in use.part.gradients:
+                    if bucket and elements(bucket) + gradient.numel > self.bucket:
                         self.reduce(section, use, bucket, micro.last)
                         bucket = []
-                    bucket.append(numel)
+                    bucket.append(gradient)
         if bucket:
             self.reduce(section, use, bucket, micro.last)
 
     def gather(self, section: SectionBuilder, use: Use, wanted: Sequence[Wanted], ahead: bool) -> None:
         """All-gathers of parameters: one call, or one for each parameter between waits for the device (blocking)."""
-        label, width = self.label(use, "all_gather"), DTYPE_BYTES[self.precision.gather]
-        for together in [[w] for w in wanted] if self.blocking else [wanted] if wanted else []:
+        label, width = self.label(use, "all_gather"), DTYPE_BYTES[self.wide]
+        for together, group in [([w], "shard") for w in wanted] if self.blocking else self.secondary.parted(wanted):
             if self.blocking:
                 self.drained(section, label, self.zeroed(section, label, together[0][1]))
             elif len(self.fetches) > FETCHES_IN_FLIGHT:
                 section.host(0.0, label, waits=(self.fetches[-FETCHES_IN_FLIGHT - 1],))
-            for name, numel in together:
+            for name, numel in together if self.gathers is None else ():
                 self.held[name] = (f"fetched:{name}:{len(self.fetches)}", round(numel * width))
                 section.allocate(*self.held[name], "gathered_parameters", GATHER)
                 self.copies[name] = self.laid_out(numel, alone=len(together) == 1)
-            task = self.fetch(section, label, [numel for _, numel in together])
+            task = self.fetch(section, label, together, group)
             self.fetches.append(task)
             self.moved = task if self.serial else None
             self.arriving.update((name, task) for name, _ in together)
@@ -164,8 +204,8 @@ class Zero3:
         """The blocking coordinator gathers into a tensor of zeros."""
         if self.ranks == 1:
             return ()
-        size = DTYPE_BYTES[self.precision.gather] * numel
-        fill = traffic_kernel("zeros", self.precision.gather, numel, size)
+        size = DTYPE_BYTES[self.wide] * numel
+        fill = traffic_kernel("zeros", self.wide, numel, size)
         return (section.kernels(COMPUTE, self.plan.compute.own((fill,)), label),)
 
     def drained(self, section: SectionBuilder, label: Label, last: tuple[int, ...] = ()) -> None:
@@ -174,8 +214,9 @@ class Zero3:
         if pending:
             section.host(0.0, label, waits=tuple(sorted(pending)))
 
-    def fetch(self, section: SectionBuilder, label: Label, numels: Sequence[int]) -> int:
+    def fetch(self, section: SectionBuilder, label: Label, together: Sequence[Wanted], group: str) -> int:
         """Copy of the partitions from outside the GPU, where they are there, and the all-gather behind it."""
+        numels = [numel for _, numel in together]
         joins: tuple[int, ...] = () if self.fetches and not self.serial else (COMPUTE, REDUCE)
         waits: tuple[int, ...] = ()
         if self.offload.moves_parameters:
@@ -184,8 +225,11 @@ class Zero3:
             if self.ranks == 1:
                 return partition
             waits = (partition,)
-        size = sum(numels) * DTYPE_BYTES[self.precision.gather]
-        call = collective(self.plan, "all_gather", size, self.precision.gather, "shard")
+        if self.gathers is not None:
+            return self.gathers.gather(section, label, together, group, waits, joins)
+        if self.plan.scenario.parallel.hierarchical_gather:
+            return in_two_steps(self.plan, section, label, numels, self.wide, waits, joins)
+        call = collective(self.plan, "all_gather", sum(numels) * DTYPE_BYTES[self.wide], self.wide, group)
         views = 1 if self.blocking else len(numels) if len(numels) > 1 and not self.across else 0
         return section.collective(GATHER, call, self.call_s(views), label, waits, joins)
 
@@ -195,15 +239,21 @@ class Zero3:
         streamed: none for one that came alone, `torch.cat` of all ranks' pieces for one of several. blocking: NCCL's
         wrapper, which is C++ as the backward pass is, copies its result into the listed tensors.
         """
-        moved = 2 * DTYPE_BYTES[self.precision.gather] * numel
-        copy = traffic_kernel("gathered parameter into place", self.precision.gather, numel, moved)
+        moved = 2 * DTYPE_BYTES[self.wide] * numel
+        copy = traffic_kernel("gathered parameter into place", self.wide, numel, moved)
         if self.ranks == 1:
             return ()
         if self.blocking:
             return (replace(copy, launches=self.ranks),)
         return () if alone or self.across else (copy,)
 
-    def compute(self, section: SectionBuilder, use: Use, waits: tuple[int, ...]) -> int:
+    def arrived(self, section: SectionBuilder, use: Use) -> tuple[Kernel, ...]:
+        """Kernels that make what a use waits for fit to be read."""
+        if self.gathers is not None:
+            return self.gathers.arrived(section, [name for name, _ in use.wanted], self.held)
+        return tuple(k for name, _ in use.wanted for k in self.copies.pop(name, ()))
+
+    def compute(self, section: SectionBuilder, use: Use, waits: tuple[int, ...], copies: tuple[Kernel, ...]) -> int:
         """One use with its activations; parameters that have just arrived are laid out first."""
         label = self.label(use, use.layer.kind)
         if self.moved is not None:
@@ -213,7 +263,6 @@ class Zero3:
                 self.memory.forward(use.position, use.layer)
             else:
                 self.memory.backward(use.position, use.layer)
-        copies = tuple(k for name, _ in use.wanted for k in self.copies.pop(name, ()))
         if copies:
             waits = (section.kernels(COMPUTE, self.plan.compute.segment((), copies), label, waits),)
         self.computed = (section.kernels(COMPUTE, self.segment(use), label, waits),)
@@ -240,38 +289,46 @@ class Zero3:
         """Parameters go right after use; the blocking coordinator waits for the GPU."""
         if wanted and self.blocking:
             section.host(0.0, self.label(use, "release"), waits=(computed,))
+        self.secondary.keep(section, self.label(use, "release"), wanted)
         for name, _ in wanted:
             section.free(*self.held.pop(name), "gathered_parameters", GATHER, (COMPUTE,))
 
     # ------------------------------------------------------------------------------------------- reduction
-    def reduce(self, section: SectionBuilder, use: Use, bucket: Sequence[int], last: bool) -> None:
+    def reduce(self, section: SectionBuilder, use: Use, bucket: Sequence[Parameter], last: bool) -> None:
         """Reduce-scatter of the filled bucket: in one call, or every gradient by itself (blocking).
 
         The host waits for reductions in flight: all of them (`reduction_stream.synchronize`), or all but the last two.
         In the `last` micro-step ranks across meet behind it.
         """
-        label, width = self.label(use, "reduce_scatter"), DTYPE_BYTES[self.precision.reduce]
+        label, width = self.label(use, "reduce_scatter"), DTYPE_BYTES[self.wire]
         allowed = 0 if self.blocking else REDUCTIONS_IN_FLIGHT
         if len(self.reductions) > allowed:
             section.host(0.0, label, waits=(self.reductions[-allowed - 1],))
         before = () if self.moved is None else (self.moved,)
-        task = computed = section.kernels(COMPUTE, self.plan.compute.segment((), self.prepared(bucket)), label, before)
-        for together in [] if self.ranks == 1 else [[n] for n in bucket] if self.blocking else [bucket]:
-            call = collective(self.plan, "reduce_scatter", sum(together) * width, self.precision.reduce, "shard")
-            views = 2 if self.blocking else len(together) if len(together) > 1 else 0
-            task = section.collective(REDUCE, call, self.call_s(views), label, (computed,))
+        prepared = self.prepared(bucket)
+        if self.reducer is not None:
+            joins = () if prepared else (COMPUTE,)
+            if prepared:
+                before = (section.kernels(COMPUTE, self.plan.compute.segment((), prepared), label, before),)
+            task = self.reducer.reduce(section, label, bucket, before, joins)
+        else:
+            task = computed = section.kernels(COMPUTE, self.plan.compute.segment((), prepared), label, before)
+            for together in [] if self.ranks == 1 else [[p] for p in bucket] if self.blocking else [bucket]:
+                call = collective(self.plan, "reduce_scatter", elements(together) * width, self.wire, "shard")
+                views = 2 if self.blocking else len(together) if len(together) > 1 else 0
+                task = section.collective(REDUCE, call, self.call_s(views), label, (computed,))
         self.reductions.append(task)
         self.moved = task if self.serial else None
         if self.offload.moves_optimizer:
-            self.store(section, label._replace(name="partition"), sum(bucket), task)
+            self.store(section, label._replace(name="partition"), elements(bucket), task)
         if last:
             self.meet(section, use, bucket)
 
-    def meet(self, section: SectionBuilder, use: Use, bucket: Sequence[int]) -> None:
+    def meet(self, section: SectionBuilder, use: Use, bucket: Sequence[Parameter]) -> None:
         """Ranks across average what they keep of a bucket's gradients (`allreduce_mics_shard_grads`)."""
         if self.across is None:
             return
-        numel, dtype = -(-sum(bucket) // self.ranks), self.precision.gradients
+        numel, dtype = -(-elements(bucket) // self.ranks), self.precision.gradients
         divide = traffic_kernel("gradients averaged", dtype, numel, 2 * DTYPE_BYTES[dtype] * numel)
         label = self.label(use, "all_reduce")
         divided = section.kernels(REDUCE, self.plan.compute.own((replace(divide, launches=len(bucket)),)), label)
@@ -288,16 +345,20 @@ class Zero3:
         self.offload.store(section, size, label, waits)
         section.free("gradient partition", size, "gradients", REDUCE)
 
-    def prepared(self, bucket: Sequence[int]) -> tuple[Kernel, ...]:
+    def prepared(self, bucket: Sequence[Parameter]) -> tuple[Kernel, ...]:
         """Kernels before the reduction of a bucket's gradients: copies into the bucket (if they fit), division by the
-        ranks, and the layout by rank: `torch.cat` of several, or one copy per rank into NCCL's flat tensor."""
-        reduce = self.precision.reduce
+        ranks, and the layout by rank: `torch.cat` of several, or one copy per rank into NCCL's flat tensor. Of those
+        that are quantised the copies alone."""
+        reduce = self.wire
         width, gradient = DTYPE_BYTES[reduce], DTYPE_BYTES[self.precision.gradients]
-        total = sum(bucket)
-        kernels = [traffic_kernel("gradients averaged", reduce, total, 2 * width * total)]
+        total = elements(bucket)
+        kernels = [] if self.reducer is not None else [
+            traffic_kernel("gradients averaged", reduce, total, 2 * width * total)]
         if total < self.bucket:
             copies = traffic_kernel("gradients into bucket", reduce, total, (gradient + width) * total)
             kernels.append(replace(copies, launches=len(bucket)))
+        if self.reducer is not None:
+            return tuple(kernels)
         if self.blocking:
             lists = traffic_kernel("gradients into lists", reduce, total, 2 * width * total)
             kernels.append(replace(lists, launches=self.ranks * len(bucket)))
@@ -318,6 +379,7 @@ class Zero3:
         (`stage3.py`, `_post_step`: all_gather of `persistent_parameters`)."""
         several = self.ranks > 1
         numel = -(-self.plan.architecture.parameters // self.ranks)
+        self.secondary.leave(section, self.resident)
         task = update(self.plan, section, numel, 1, (REDUCE,) if several else (), "shard" if several else None,
                       back_bytes=0.0 if self.offload.moves_parameters else DTYPE_BYTES[self.precision.parameters])
         if several and self.resident:
@@ -326,6 +388,7 @@ class Zero3:
                 shard = sum(self.resident) / self.ranks * DTYPE_BYTES[self.precision.parameters]
                 task = self.offload.fetch(section, shard, label._replace(name="partition"), (task,), ())
             self.whole_again(section, label, task)
+        self.secondary.drop(section)
 
     def whole_again(self, section: SectionBuilder, label: Label, task: int) -> None:
         """All-gathers of the parameters that stay whole (`partition_parameters.py`).
@@ -334,9 +397,9 @@ class Zero3:
         blocking: one call for all, then a copy of every rank's piece of every parameter (`_allgather_params`); the
         pieces are so small that the host's loop is what takes its time.
         """
-        width = DTYPE_BYTES[self.precision.gather]
+        width = DTYPE_BYTES[self.wide]
         for numel in [sum(self.resident)] if self.blocking else self.resident:
-            call = collective(self.plan, "all_gather", numel * width, self.precision.gather, "shard")
+            call = collective(self.plan, "all_gather", numel * width, self.wide, "shard")
             task = section.collective(GATHER, call, self.call_s(0), label, (task,))
         if not self.blocking:
             section.host(0.0, label, waits=(task,))
@@ -344,6 +407,6 @@ class Zero3:
             pieces = self.ranks * len(self.resident)
             piece_s = VIEWS_OF_A_PIECE * self.plan.stack.host_view_s + self.plan.stack.host_forward_s
             section.host(pieces * piece_s, label)
-            copies = traffic_kernel("persistent parameters into place", self.precision.gather, sum(self.resident),
+            copies = traffic_kernel("persistent parameters into place", self.wide, sum(self.resident),
                                     2 * width * sum(self.resident))
             section.kernels(COMPUTE, self.plan.compute.own((copies,)), label, (task,))
