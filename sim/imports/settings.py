@@ -42,9 +42,9 @@ class Said:
         """The value as a whole number of at least `least`. Raises UserError."""
         value = self.value
         if isinstance(value, str) and re.fullmatch(r"[+-]?\d[\d_]{0,30}", value.strip()):
-            value = int(value)
+            value = int(value.strip())
         if isinstance(value, float) and value.is_integer():
-            value = int(value)
+            value = int(value.strip())
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.wrong(f"a whole number of at least {least}")
         return value
