@@ -44,7 +44,7 @@ class Said:
         if isinstance(value, str) and re.fullmatch(r"[+-]?\d[\d_]{0,30}", value.strip()):
             value = int(value.strip())
         if isinstance(value, float) and value.is_integer():
-            value = int(value.strip())
+            value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.wrong(f"a whole number of at least {least}")
         return value

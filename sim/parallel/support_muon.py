@@ -106,6 +106,11 @@ def _owned(scenario: Scenario, stack: Stack, sharded: bool) -> Iterator[Fault]:
     elif parallel.sharding_factor < scenario.replica_ranks:
         yield Fault("torchtitan's DistMuon beside replicas of the shard group is not simulated",
                     "parallel.sharding_factor", hint="write sharding_factor: full")
+    moe = scenario.model.moe
+    if moe is not None and parallel.sharding_factor > moe.experts:
+        yield Fault(f"{parallel.sharding_factor} ranks share {moe.experts} experts, whose matrices torchtitan then "
+                    "cuts: not simulated beside Muon", "parallel.sharding_factor",
+                    hint=f"use at most {moe.experts} GPUs")
     for name in ("tensor", "pipeline"):
         if getattr(parallel, name) > 1:
             yield Fault(f"torchtitan refuses DistMuon beside {name} parallelism", f"parallel.{name}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sim.model import (
     clip_kernels,
@@ -18,10 +18,13 @@ from sim.program import Label, SectionBuilder
 from sim.software import Stack
 from sim.work import DTYPE_BYTES
 
+#: What orthogonalises matrices behind some streams, in a section; returns its last task.
+Muon = Callable[[SectionBuilder, Sequence[int]], int]
+
 
 def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins: Sequence[int] = (),
            ranks: str | None = None, largest: int = 0, back_bytes: float = 0.0, clipped: int = 0,
-           pieces: Sequence[int] = (), share: Share | None = None) -> int:
+           pieces: Sequence[int] = (), share: Share | None = None, muon: Muon | None = None) -> int:
     """Gradient clipping and the optimizer on `numel` local parameters in `tensors` tensors.
 
     Args:
@@ -30,7 +33,8 @@ def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins:
         back_bytes: of an optimizer on the CPU, bytes per parameter it copies to the device.
         clipped: gradients that the norm is taken of, default those of the local parameters.
         pieces: elements of each tensor; what foreach makes for a moment is then counted in the allocator's blocks.
-        share: of Muon, which matrices those parameters are.
+        share: of Muon, which matrices those parameters are, and the others.
+        muon: what orthogonalises them in place of `sim.parallel.muon.orthogonalise`; waits for streams, gives a task.
 
     Returns:
         the optimizer's task.
@@ -42,7 +46,7 @@ def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins:
         joins = _prepared(plan, section, numel, tensors, joins)
         joins = _clipped(plan, section, clipped or numel, tensors, joins, ranks)
     if share is not None:
-        return _orthogonalised(plan, section, share, joins)
+        return _orthogonalised(plan, section, share, joins, muon)
     outside = offload.outside(numel)
     if not outside:
         return _stepped(plan, section, numel, tensors, largest or numel, joins, pieces)
@@ -90,13 +94,18 @@ def _clipped(plan: Plan, section: SectionBuilder, numel: int, tensors: int, join
     return ()
 
 
-def _orthogonalised(plan: Plan, section: SectionBuilder, share: Share, joins: Sequence[int]) -> int:
+def _orthogonalised(plan: Plan, section: SectionBuilder, share: Share, joins: Sequence[int],
+                    muon: Muon | None) -> int:
     """Muon on matrices, then AdamW on everything else; gradients of wider masters are copies until both are done."""
     wide = round(copied_gradient_bytes(sum(matrix.numel for matrix in share.matrices),
                                        plan.scenario.training.precision))
     if wide:
         section.allocate("main gradients", wide, "workspace")
-    task = orthogonalise(plan, section, share.matrices, joins) if share.matrices else -1
+    task = -1
+    if muon is not None:
+        task = muon(section, joins)
+    elif share.matrices:
+        task = orthogonalise(plan, section, share.matrices, joins)
     if share.others:
         behind = joins if task < 0 else ()
         task = _stepped(plan, section, sum(share.others), len(share.others), max(share.others), behind, share.others,
