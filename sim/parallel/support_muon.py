@@ -12,6 +12,22 @@ from sim.work import DTYPE_BYTES
 _WHO = ("use pytorch with torch 2.9 or later (year 2026), megatron from 2026 on, or torchtitan with versions: "
         "{torchtitan: '0.3'}; or optimizer adamw")
 _OPTIMIZER = "training.optimizer"
+#: Strategies of a stack that Muon's code runs with (`Stack.muon`).
+_STRATEGIES = {"torch": ("none", "ddp"), "emerging": ("none", "ddp", "zero1"), "owned": ("fsdp", "zero2", "zero3")}
+
+
+def strategies(scenario: Scenario, stack: Stack, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of `known` that the optimizer leaves."""
+    if scenario.training.optimizer != "muon":
+        return known
+    return tuple(name for name in known if name in _STRATEGIES.get(stack.muon, ()))
+
+
+def cuts(scenario: Scenario, stack: Stack) -> tuple[bool, bool]:
+    """Whether the optimizer leaves tensor ranks, and pipeline stages."""
+    if scenario.training.optimizer != "muon":
+        return True, True
+    return stack.muon == "emerging", stack.muon != "owned"
 
 
 def muon(scenario: Scenario, stack: Stack, sharded: bool) -> Iterator[Fault]:
@@ -103,14 +119,11 @@ def _owned(scenario: Scenario, stack: Stack, sharded: bool) -> Iterator[Fault]:
     if not (sharded and scenario.software.fsdp == 2):
         yield Fault("torchtitan's DistMuon takes parameters that FSDP 2 shards", "parallel.strategy",
                     hint="use strategy fsdp with software.fsdp 2, or framework pytorch with ddp")
-    elif parallel.sharding_factor < scenario.replica_ranks:
-        yield Fault("torchtitan's DistMuon beside replicas of the shard group is not simulated",
-                    "parallel.sharding_factor", hint="write sharding_factor: full")
     moe = scenario.model.moe
     if moe is not None and parallel.sharding_factor > moe.experts:
-        yield Fault(f"{parallel.sharding_factor} ranks share {moe.experts} experts, whose matrices torchtitan then "
-                    "cuts: not simulated beside Muon", "parallel.sharding_factor",
-                    hint=f"use at most {moe.experts} GPUs")
+        yield Fault(f"{parallel.sharding_factor} ranks share {moe.experts} experts: torchtitan then cuts their "
+                    "matrices, which DistMuon refuses", "parallel.sharding_factor",
+                    hint=f"use at most {moe.experts}, beside replicas of such groups")
     for name in ("tensor", "pipeline"):
         if getattr(parallel, name) > 1:
             yield Fault(f"torchtitan refuses DistMuon beside {name} parallelism", f"parallel.{name}",

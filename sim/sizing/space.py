@@ -18,6 +18,7 @@ import numpy.typing as npt
 from sim.errors import Fault, UserError
 from sim.model.recompute import modules_of
 from sim.parallel.support import recomputes_ops, spreads_experts
+from sim.parallel.support_muon import cuts, strategies
 from sim.scenario import Scenario
 from sim.scenario.schema import RecomputeLayers
 from sim.software import Stack, stack_of
@@ -278,7 +279,9 @@ def _spread(rows: Ints, said: int, expert: int, ipg: bool) -> tuple[Ints, int]:
 def _degrees(scenario: Scenario, gpus: int, choice: Choice) -> Iterator[tuple[int, int, int]]:
     """Tensor, context and pipeline degrees that the model and the GPUs allow."""
     model, sequence = scenario.model, scenario.training.sequence
-    plain, cut = model.kind == "layers", not scenario.training.optimizer_in_backward  # which no pipeline has
+    wide, deep = cuts(scenario, _stack(scenario))
+    plain = model.kind == "layers" or not wide
+    cut = not scenario.training.optimizer_in_backward and deep  # in backward, which no pipeline has
     widths = [t for t in _divisors(gpus) if _in(t, choice.tensor) and (t == 1 or (not plain and not (
         model.heads % t or model.ffn % t or (model.kv_heads % t and t % model.kv_heads))))]
     contexts = [c for c in _divisors(gpus) if _in(c, choice.context) and (c == 1 or (
@@ -340,11 +343,10 @@ def _strategies(scenario: Scenario, pipeline: int, held_twice: bool, same: bool)
         held_twice: two ranks hold every stage (dualpipe).
         same: ZeRO-2 and 3 are FSDP over all ranks.
     """
-    if pipeline == 1:
-        return STRATEGIES
-    if held_twice or scenario.model.tied_embeddings:
-        return _PIPELINED
-    return (*_PIPELINED, "fsdp") if same else _PIPELINED
+    known = STRATEGIES if pipeline == 1 else (*_PIPELINED, "fsdp") if same else _PIPELINED
+    if pipeline > 1 and (held_twice or scenario.model.tied_embeddings):
+        known = _PIPELINED
+    return strategies(scenario, _stack(scenario), known)
 
 
 def _data_parallel(ranks: int, replicas: int, pipeline: int, blocks: int, choice: Choice,

@@ -163,7 +163,7 @@ class DistMuon:
     def _send(self, number: int, joins: Sequence[int]) -> int:
         """Momentum on shards, packed, to their owners."""
         bucket = self.buckets[number]
-        if not bucket.owned or self.ranks == 1:
+        if not bucket.owned:
             return -1
         kernels = [kernel for taken in bucket.owned for kernel in owned_shard(taken.shard, self.recipe)[0]]
         task = self.section.kernels(_TRANSFER, self.plan.compute.own(kernels),
@@ -191,7 +191,7 @@ class DistMuon:
     def _bring_back(self, number: int, computed: int) -> int:
         """Updates to their shards, which take them."""
         bucket = self.buckets[number]
-        if not bucket.owned or self.ranks == 1:
+        if not bucket.owned:
             return computed
         task = self._moved(number, "to shards", (computed,))
         kernels = [kernel for taken in bucket.owned for kernel in owned_shard(taken.shard, self.recipe)[1]]
@@ -287,7 +287,7 @@ def _dense(layer: Layer, parameter: Parameter, matrix: Matrix, factor: int) -> _
         whole = style.heads % factor == 0
         own = Matrix(rows, matrix.cols, -(-style.heads // factor))
         return _Taken(own, _shard(parameter, factor) if whole else own.numel, True)
-    return _Taken(matrix, _shard(parameter, factor), False)
+    return _Taken(matrix, _shard(parameter, factor), factor == 1)
 
 
 def _shard(parameter: Parameter, factor: int) -> int:
