@@ -47,29 +47,40 @@ class _Taken(NamedTuple):
     Attributes:
         matrix: whole; of a tensor of several, those that this rank orthogonalises.
         shard: elements of it that this rank keeps.
-        local: it is not sent: this rank has what it orthogonalises.
+        way: owned (sent whole to one rank), spread (sent so that every rank has some whole ones) or local (not sent).
     """
 
     matrix: Matrix
     shard: int
-    local: bool
+    way: str
 
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Matrices that travel together: owned ones with their owners, and those computed where they are."""
+    """Matrices that travel together: owned ones with their owners, spread ones, and those computed where they are."""
 
     owned: tuple[_Taken, ...]
     owners: tuple[int, ...]
+    spread: tuple[_Taken, ...]
     local: tuple[_Taken, ...]
+
+    @property
+    def sent(self) -> tuple[_Taken, ...]:
+        """What travels."""
+        return (*self.owned, *self.spread)
+
+    @property
+    def all(self) -> tuple[_Taken, ...]:
+        """Everything."""
+        return (*self.sent, *self.local)
 
     def of(self, rank: int) -> list[Matrix]:
         """Matrices that a rank owns."""
         return [taken.matrix for taken, owner in zip(self.owned, self.owners, strict=True) if owner == rank]
 
     def loads(self, ranks: int) -> list[int]:
-        """Elements that each rank owns."""
-        found = [0] * ranks
+        """Elements that each rank is sent."""
+        found = [sum(taken.matrix.numel for taken in self.spread)] * ranks
         for taken, owner in zip(self.owned, self.owners, strict=True):
             found[owner] += taken.matrix.numel
         return found
@@ -102,7 +113,7 @@ class DistMuon:
     @property
     def shards(self) -> list[int]:
         """Elements of each matrix's shard."""
-        return [taken.shard for bucket in self.buckets for taken in (*bucket.owned, *bucket.local)]
+        return [taken.shard for bucket in self.buckets for taken in bucket.all]
 
     def state_sizes(self, width: float) -> list[float]:
         """Bytes of each state: momentum of matrices' shards, AdamW's two moments of the rest."""
@@ -114,18 +125,17 @@ class DistMuon:
         found = []
         for slot in range(_SLOTS):
             here = self.buckets[slot::_SLOTS]
-            sent = max((sum(t.shard for t in b.owned) for b in here), default=0)
+            sent = max((sum(t.shard for t in b.sent) for b in here), default=0)
             got = max((max(b.loads(self.ranks)) for b in here), default=0)
-            largest = max((t.matrix.numel for b in here for t in (*b.owned, *b.local)), default=0)
-            shard = max((t.shard for b in here for t in b.owned), default=0)
+            largest = max((t.matrix.numel for b in here for t in b.all), default=0)
+            shard = max((t.shard for b in here for t in b.sent), default=0)
             found += [blocks(n * self.width) for n in (sent, got, largest, shard) if n]
         return found
 
     def run(self, section: SectionBuilder, joins: Sequence[int]) -> int:
         """All buckets; returns the task with which the compute stream goes on, when shards are updated."""
         self.section = section
-        peak = max((muon_update(t.matrix, self.recipe).peak_bytes for b in self.buckets for t in (*b.owned, *b.local)),
-                   default=0)
+        peak = max((muon_update(t.matrix, self.recipe).peak_bytes for b in self.buckets for t in b.all), default=0)
         section.allocate("orthogonalisation", peak, "workspace")
         computed, back = -1, -1
         arrived = self._send(0, joins)
@@ -147,15 +157,16 @@ class DistMuon:
         totals, found = [0.0] * self.ranks, []
         for group in groups:
             taken = [one for block in group for one in block]
-            owned = tuple(one for one in taken if not one.local)
+            owned, spread, local = (tuple(one for one in taken if one.way == way) for way in (
+                "owned", "spread", "local"))
             owners, totals = dealt_in_bucket([(newton_schulz_flops(one.matrix, 1), one.matrix.numel) for one in owned],
                                              totals)
-            found.append(_Bucket(owned, tuple(owners), tuple(one for one in taken if one.local)))
+            found.append(_Bucket(owned, tuple(owners), spread, local))
         return found
 
     def _moved(self, number: int, label: str, waits: Sequence[int], joins: Sequence[int] = ()) -> int:
         bucket = self.buckets[number]
-        size = max(sum(taken.shard for taken in bucket.owned), *bucket.loads(self.ranks))
+        size = max(sum(taken.shard for taken in bucket.sent), *bucket.loads(self.ranks))
         call = collective(self.plan, "all_to_all", size * self.width, self.recipe.parameters, "shard")
         return self.section.collective(_TRANSFER, call, self.plan.stack.host_collective_s,
                                        Label(f"muon{number}", "optimizer", label), waits, joins)
@@ -163,9 +174,9 @@ class DistMuon:
     def _send(self, number: int, joins: Sequence[int]) -> int:
         """Momentum on shards, packed, to their owners."""
         bucket = self.buckets[number]
-        if not bucket.owned:
+        if not bucket.sent:
             return -1
-        kernels = [kernel for taken in bucket.owned for kernel in owned_shard(taken.shard, self.recipe)[0]]
+        kernels = [kernel for taken in bucket.sent for kernel in owned_shard(taken.shard, self.recipe)[0]]
         task = self.section.kernels(_TRANSFER, self.plan.compute.own(kernels),
                                     Label(f"muon{number}", "optimizer", "momentum"), joins=(*joins, COMPUTE)
                                     if number == 0 else ())
@@ -179,7 +190,8 @@ class DistMuon:
         if apart:
             self.section.kernels(COMPUTE, self.plan.compute.own(apart), label, joins=joins)
         kernels: list[Kernel] = []
-        for matrix in bucket.of(rank) if rank >= 0 else ():
+        owned = bucket.of(rank) if rank >= 0 else []
+        for matrix in (*owned, *(taken.matrix for taken in bucket.spread)):
             kernels += _copied(matrix, self.recipe, self.ranks, "unpacked")
             kernels += muon_update(matrix, self.recipe).kernels
             kernels += _copied(matrix, self.recipe, self.ranks, "packed")
@@ -191,10 +203,10 @@ class DistMuon:
     def _bring_back(self, number: int, computed: int) -> int:
         """Updates to their shards, which take them."""
         bucket = self.buckets[number]
-        if not bucket.owned:
+        if not bucket.sent:
             return computed
         task = self._moved(number, "to shards", (computed,))
-        kernels = [kernel for taken in bucket.owned for kernel in owned_shard(taken.shard, self.recipe)[1]]
+        kernels = [kernel for taken in bucket.sent for kernel in owned_shard(taken.shard, self.recipe)[1]]
         return self.section.kernels(_TRANSFER, self.plan.compute.own(kernels),
                                     Label(f"muon{number}", "optimizer", "step"), (task,))
 
@@ -273,21 +285,20 @@ def _split(layer: Layer, factor: int, routed: int) -> tuple[list[_Taken], list[i
             taken.append(_dense(layer, parameter, matrix, factor))
     for (rows, cols, _), held in experts.items():
         own = -(-held // routed)
-        taken.append(_Taken(Matrix(rows, cols, own, routed=True), own * rows * cols, True))
+        taken.append(_Taken(Matrix(rows, cols, own, routed=True), own * rows * cols, "local"))
     return taken, others
 
 
 def _dense(layer: Layer, parameter: Parameter, matrix: Matrix, factor: int) -> _Taken:
     """A matrix that one rank owns; of latent attention's heads each is a matrix, which lie whole on ranks if these
-    divide them."""
+    divide them, else are sent to ranks that have them whole."""
     style = layer.program.style if layer.program is not None else None
     latent = style.latent if style is not None else None
     if style is not None and latent is not None and parameter.name in _BY_HEAD:
         rows = matrix.rows // style.heads
-        whole = style.heads % factor == 0
         own = Matrix(rows, matrix.cols, -(-style.heads // factor))
-        return _Taken(own, _shard(parameter, factor) if whole else own.numel, True)
-    return _Taken(matrix, _shard(parameter, factor), factor == 1)
+        return _Taken(own, _shard(parameter, factor), "spread" if style.heads % factor else "local")
+    return _Taken(matrix, _shard(parameter, factor), "owned" if factor > 1 else "local")
 
 
 def _shard(parameter: Parameter, factor: int) -> int:
