@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from sim.api import run
 from sim.errors import UserError
 from sim.memory.ledger import peak
 from sim.model import build
@@ -244,3 +245,43 @@ def test_settings_of_muon_without_it() -> None:
     with pytest.raises(UserError) as caught:
         scenario(training={"optimizer": "adamw", "muon": {"ns_steps": 6}})
     assert [fault.field for fault in caught.value.faults] == ["training.muon"]
+
+
+def test_a_step_that_is_mostly_muon_is_bound_by_tensor_cores() -> None:
+    """Of 256 tokens; the optimizer's other kernels count as memory traffic."""
+    wide = {**DENSE, "hidden": 4096, "heads": 32, "ffn": 11008}
+    found = {name: run(scenario(model=wide, training={"global_batch": 1, "optimizer": name}))
+             for name in ("muon", "adamw")}
+    parts = found["muon"].breakdown
+    assert parts.compute["optimizer"] > parts.optimizer_products > parts.compute["optimizer"] / 2
+    assert parts.compute["optimizer"] > 2 * (parts.compute["gemm"] + parts.compute["attention"])
+    assert found["muon"].bound == "compute" and found["adamw"].breakdown.optimizer_products == 0
+
+
+# ---------------------------------------------------------------------------------------------------- whole models
+LLAMA: dict[str, Any] = {
+    "kind": "decoder", "gated_mlp": True, "positions": "rotary", "norm": "rmsnorm", "bias": False, "layers": 4,
+    "tied_embeddings": False, "hidden": 4096, "heads": 32, "head_dim": 128, "kv_heads": 32, "ffn": 11008,
+    "vocab": 32000}
+
+
+@pytest.mark.parametrize(("more", "precision", "gpus", "states", "peaks"), [
+    ({}, "pure-bf16", 1, 2667724800, (5373948416, 6958655488, 7478821888)),
+    ({}, "fp32", 1, 5335449600, (10475491840, 13917300736, 14957634560)),
+    ({"kv_heads": 8, "ffn": 14336, "vocab": 128256}, "amp-bf16", 8, 11895341056,
+     (31257629184, 34981242880, 39175693312)),
+])
+def test_memory_is_pytorchs(more: dict[str, Any], precision: str, gpus: int, states: int,
+                            peaks: tuple[int, int, int]) -> None:
+    """Transformers' Llama of four layers on 512 tokens, alone or under DDP, with torch.optim.Muon on its blocks'
+    matrices and foreach AdamW on the rest: PyTorch 2.13.0 on fake tensors (the oracle's way), to the byte. What it does
+    not see is cuBLAS' workspace."""
+    program = lower(scenario(
+        gpus=gpus, model={**LLAMA, **more}, strategy="ddp" if gpus > 1 else "none",
+        training={"precision": precision, "global_batch": gpus, "sequence": 512, "attention": "flash"},
+        software={"framework": "pytorch", "year": 2026, "modules": "transformers"})).job.programs[0]
+    unseen = sum(size for name, size, _ in program.resident if name == "cuBLAS workspaces")
+    program.resident = [row for row in program.resident if row[2] != "context"]
+    found = peak(program)
+    assert found.category_peaks["optimizer_states"] == states
+    assert tuple(round(found.highest[phase] - unseen) for phase in ("forward", "backward", "optimizer")) == peaks
