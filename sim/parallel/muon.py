@@ -133,8 +133,8 @@ def orthogonalise(plan: Plan, section: SectionBuilder, matrices: Sequence[Matrix
     recipe, precision = recipe_of(plan), plan.scenario.training.precision
     updates = [muon_update(matrix, recipe) for matrix in matrices]
     items: list[Kernel | InlineCall] = [
-        item if isinstance(item, Kernel) else _inline(plan, item, matrix)
-        for matrix, update in zip(matrices, updates, strict=True) for item in update.row]
+        item if isinstance(item, Kernel) else _inline(plan, item)
+        for update in updates for item in update.row]
     numel = sum(matrix.numel for matrix in matrices)
     items += master_copy(numel, len(matrices), precision, str(plan.scenario.software.optimizer_kernel))
     peak = max((update.peak_bytes for update in updates), default=0)
@@ -170,7 +170,7 @@ def gather_dealt(plan: Plan, section: SectionBuilder, updated: int) -> None:
         section.free("gathered lists", size + own, "workspace")
 
 
-def _inline(plan: Plan, call: Call, matrix: Matrix) -> InlineCall:
+def _inline(plan: Plan, call: Call) -> InlineCall:
     """A collective of the tensor ranks inside the row of kernels."""
     return InlineCall(collective(plan, call.kind, call.size_bytes, call.dtype, "tensor"))
 
