@@ -42,7 +42,7 @@ class Said:
         """The value as a whole number of at least `least`. Raises UserError."""
         value = self.value
         if isinstance(value, str) and re.fullmatch(r"[+-]?\d[\d_]{0,30}", value.strip()):
-            value = int(value)
+            value = int(value.strip())
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -5,8 +5,10 @@ from sim.model.build import build
 from sim.model.kernels import accumulation_kernels
 from sim.model.optimizer import (
     clip_kernels,
+    copied_gradient_bytes,
     gradient_dtype,
     gradient_kernels,
+    layers_state_bytes,
     optimizer_kernels,
     optimizer_state_bytes,
     optimizer_temporary_bytes,
@@ -14,5 +16,7 @@ from sim.model.optimizer import (
 
 __all__ = [
     "Architecture", "Layer", "Operator", "Parameter", "Tensor", "accumulation_kernels", "build", "clip_kernels",
-    "gradient_dtype", "gradient_kernels", "optimizer_kernels", "optimizer_state_bytes", "optimizer_temporary_bytes",
+    "copied_gradient_bytes",
+    "gradient_dtype", "gradient_kernels", "layers_state_bytes", "optimizer_kernels", "optimizer_state_bytes",
+    "optimizer_temporary_bytes",
 ]

@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from sim.model.architecture import Layer
 from sim.model.kernels import width
+from sim.model.muon import takes
 from sim.work import Kernel
 
 #: Tensors one multi-tensor launch takes, by number of tensor lists (1 to 5), elements per chunk and chunks per launch.
@@ -85,7 +87,7 @@ def optimizer_kernels(
     launched = "loop" if optimizer == "adamw-8bit" else kernel
     launches = sum(_launches(parameters_local, tensors, launched, _lists(step)) for step in steps)
     step = _kernel(parameters_local, per_parameter, kernel, master, launches)
-    return (*clipping, step, *_master_copy(parameters_local, tensors, precision, kernel, on_cpu and kernel == "fused"))
+    return (*clipping, step, *master_copy(parameters_local, tensors, precision, kernel, on_cpu and kernel == "fused"))
 
 
 def gradient_dtype(precision: Any) -> str:
@@ -120,6 +122,16 @@ def gradient_kernels(
         kernels.append(_kernel(parameters_local, 2 * width(wide), "foreach", wide,
                                _launches(parameters_local, tensors, "foreach", 1)))
     return tuple(kernels)
+
+
+def layers_state_bytes(layers: Iterable[Layer], precision: Any, optimizer: str, flat: bool = False) -> int:
+    """Bytes of the states an optimizer keeps of layers' parameters, without allocator rounding; see
+    `optimizer_state_bytes`. Muon keeps momentum of its matrices, and AdamW's two moments of everything else."""
+    if optimizer == "muon":
+        return round(width(precision.optimizer) * sum(
+            p.numel * (1 if takes(layer, p) else 2) for layer in layers for p in layer.parameters))
+    tensors = [(p.shape, layer.kind == "embedding") for layer in layers for p in layer.parameters]
+    return optimizer_state_bytes(tensors, precision, optimizer, flat)
 
 
 def optimizer_state_bytes(
@@ -170,10 +182,14 @@ def optimizer_temporary_bytes(parameters_local: int, largest: int, precision: An
     Args:
         largest: elements of the largest tensor the rank holds.
     """
-    copied = 0.0
-    if precision.master != "none" and width(precision.gradients) < width(precision.master) and optimizer != "none":
-        copied = parameters_local * width(precision.master)
+    copied = copied_gradient_bytes(parameters_local, precision) if optimizer != "none" else 0.0
     return round(copied + _own_temporaries(parameters_local, largest, precision, optimizer, kernel))
+
+
+def copied_gradient_bytes(parameters_local: int, precision: Any) -> float:
+    """Bytes of gradients in the dtype of wider master parameters, beside narrower ones."""
+    narrower = precision.master != "none" and width(precision.gradients) < width(precision.master)
+    return parameters_local * width(precision.master) if narrower else 0.0
 
 
 def _own_temporaries(parameters_local: int, largest: int, precision: Any, optimizer: str, kernel: str) -> float:
@@ -196,9 +212,10 @@ def clip_kernels(parameters_local: int, tensors: int, gradients: str, kernel: st
     return norm, scale
 
 
-def _master_copy(parameters_local: int, tensors: int, precision: Any, kernel: str, inside: bool) -> tuple[Kernel, ...]:
+def master_copy(parameters_local: int, tensors: int, precision: Any, kernel: str,
+                inside: bool = False) -> tuple[Kernel, ...]:
     """Half parameters written from the fp32 master: by a copy of all tensors, or inside the optimizer's pass."""
-    if precision.master == "none" or width(precision.master) == width(precision.parameters):
+    if not parameters_local or precision.master == "none" or width(precision.master) == width(precision.parameters):
         return ()
     half = width(precision.parameters)
     per_parameter = half if inside else half + width(precision.master)

@@ -18,6 +18,7 @@ from sim.parallel.data.pairs import write_pairs
 from sim.parallel.inference import Serving, lower_inference, run_of
 from sim.parallel.layout import REPLICAS, Layout, Ranks, equitable_classes, simulated_ranks
 from sim.parallel.model.expert import pairs
+from sim.parallel.muon import is_muon
 from sim.parallel.pipeline.actions import TWO_CHUNKS
 from sim.parallel.pipeline.lower import lower_pipeline
 from sim.parallel.places import expert_dimensions, meets_others
@@ -276,6 +277,8 @@ def reduction_of(plan: Plan, stack: Stack) -> reductions.Reduction:
             return reductions.deepspeed_stage(plan)
         # an offloading optimizer takes only this rank's gradients
         return reductions.deepspeed(plan, 2 if plan.offload.moves_optimizer else int(strategy[-1]))
+    if path == "grad_buffer" and strategy == "zero1" and is_muon(plan):
+        return reductions.layer_wise(plan)
     if path == "grad_buffer":
         return reductions.megatron(plan, strategy == "zero1")
     if path == "accumulator":

@@ -14,7 +14,7 @@ from typing import Protocol
 from sim.hardware import gpu
 from sim.model import (
     build,
-    optimizer_state_bytes,
+    layers_state_bytes,
 )
 from sim.model.architecture import Architecture, Layer, Parameter
 from sim.model.eager import rounded
@@ -358,7 +358,7 @@ def step_counters(plan: Plan, tensors: int) -> None:
     """The counters of a fused Adam's steps, a block of the allocator for each of its tensors."""
     training, fused = plan.scenario.training, plan.scenario.software.optimizer_kernel == "fused"
     own = fused and plan.stack.fused_counters and not plan.offload.pages_optimizer
-    if own and training.optimizer in ("adam", "adamw"):
+    if own and training.optimizer in ("adam", "adamw", "muon"):
         plan.resident("step counters", tensors * blocks(4), "optimizer_states", [4.0] * tensors)
 
 
@@ -368,8 +368,7 @@ def state_bytes(plan: Plan) -> dict[str, float]:
                                       plan.scenario.parallel)
     flat = parallel.strategy.startswith("zero") or (parallel.strategy == "fsdp" and plan.scenario.software.fsdp == 1)
     layers = plan.architecture.stack
-    tensors = [(p.shape, layer.kind == "embedding") for layer in layers for p in layer.parameters]
-    states = optimizer_state_bytes(tensors, precision, optimizer, flat)
+    states = layers_state_bytes(layers, precision, optimizer, flat)
     return {
         "parameters": DTYPE_BYTES[precision.parameters],
         "master_parameters": 0.0 if precision.master == "none" else DTYPE_BYTES[precision.master],

@@ -9,6 +9,7 @@ from sim.hardware import gpu
 from sim.model.inference import NARROW
 from sim.model.tuning import QUANTISED, cut_both
 from sim.parallel.model.expert import misfit
+from sim.parallel.support_muon import muon
 from sim.parallel.support_outside import outside, paged
 from sim.parallel.support_zeropp import zero_plus_plus
 from sim.scenario.schema import RecomputeModules, Scenario, Training
@@ -76,7 +77,7 @@ def check(scenario: Scenario, stack: Stack) -> None:
     sharded = like_fsdp(scenario.parallel.strategy, ipg)
     faults = [*on_any_ranks(scenario, stack), *_unknown(asked), *_in_backward(scenario),
               *outside(scenario, ipg, stack.hybrid_offload, sharded), *_expert(scenario, ipg), *_stages(scenario, ipg),
-              *_whole_slices(scenario), *_some(scenario, stack),
+              *_whole_slices(scenario), *_some(scenario, stack), *muon(scenario, stack, sharded),
               *zero_plus_plus(scenario, stack, spread_over_some(scenario))]
     if faults:
         raise UserError(faults)

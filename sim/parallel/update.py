@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sim.model import (
     clip_kernels,
+    copied_gradient_bytes,
     gradient_dtype,
     gradient_kernels,
     optimizer_kernels,
     optimizer_temporary_bytes,
 )
+from sim.parallel.muon import Share, orthogonalise
 from sim.parallel.step import COMPUTE, Plan, blocks, collective
 from sim.program import Label, SectionBuilder
 from sim.software import Stack
 from sim.work import DTYPE_BYTES
 
+#: What orthogonalises matrices behind some streams, in a section; returns its last task.
+Muon = Callable[[SectionBuilder, Sequence[int]], int]
+
 
 def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins: Sequence[int] = (),
            ranks: str | None = None, largest: int = 0, back_bytes: float = 0.0, clipped: int = 0,
-           pieces: Sequence[int] = ()) -> int:
+           pieces: Sequence[int] = (), share: Share | None = None, muon: Muon | None = None) -> int:
     """Gradient clipping and the optimizer on `numel` local parameters in `tensors` tensors.
 
     Args:
@@ -28,6 +33,8 @@ def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins:
         back_bytes: of an optimizer on the CPU, bytes per parameter it copies to the device.
         clipped: gradients that the norm is taken of, default those of the local parameters.
         pieces: elements of each tensor; what foreach makes for a moment is then counted in the allocator's blocks.
+        share: of Muon, which matrices those parameters are, and the others.
+        muon: what orthogonalises them in place of `sim.parallel.muon.orthogonalise`; waits for streams, gives a task.
 
     Returns:
         the optimizer's task.
@@ -38,6 +45,8 @@ def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins:
     if plan.scenario.training.optimizer != "none":
         joins = _prepared(plan, section, numel, tensors, joins)
         joins = _clipped(plan, section, clipped or numel, tensors, joins, ranks)
+    if share is not None:
+        return _orthogonalised(plan, section, share, joins, muon)
     outside = offload.outside(numel)
     if not outside:
         return _stepped(plan, section, numel, tensors, largest or numel, joins, pieces)
@@ -85,13 +94,35 @@ def _clipped(plan: Plan, section: SectionBuilder, numel: int, tensors: int, join
     return ()
 
 
+def _orthogonalised(plan: Plan, section: SectionBuilder, share: Share, joins: Sequence[int],
+                    muon: Muon | None) -> int:
+    """Muon on matrices, then AdamW on everything else; gradients of wider masters are copies until both are done."""
+    wide = round(copied_gradient_bytes(sum(matrix.numel for matrix in share.matrices),
+                                       plan.scenario.training.precision))
+    if wide:
+        section.allocate("main gradients", wide, "workspace")
+    task = -1
+    if muon is not None:
+        task = muon(section, joins)
+    elif share.matrices:
+        task = orthogonalise(plan, section, share.matrices, joins)
+    if share.others:
+        behind = joins if task < 0 else ()
+        task = _stepped(plan, section, sum(share.others), len(share.others), max(share.others), behind, share.others,
+                        "adamw")
+    if wide:
+        section.free("main gradients", wide, "workspace")
+    return task
+
+
 def _stepped(plan: Plan, section: SectionBuilder, numel: int, tensors: int, largest: int, joins: Sequence[int],
-             pieces: Sequence[int] = ()) -> int:
-    """The optimizer on the device, and what the host waits for behind it."""
+             pieces: Sequence[int] = (), optimizer: str = "") -> int:
+    """The optimizer (default the scenario's) on the device, and what the host waits for behind it."""
     training, stack, implementation = plan.scenario.training, plan.stack, _implementation(plan)
-    kernels = optimizer_kernels(numel, tensors, training.precision, training.optimizer, implementation, clip=False)
-    label = Label("optimizer", "optimizer", training.optimizer)
-    temporary = optimizer_temporary_bytes(numel, largest, training.precision, training.optimizer, implementation)
+    optimizer = optimizer or training.optimizer
+    kernels = optimizer_kernels(numel, tensors, training.precision, optimizer, implementation, clip=False)
+    label = Label("optimizer", "optimizer", optimizer)
+    temporary = optimizer_temporary_bytes(numel, largest, training.precision, optimizer, implementation)
     if temporary and implementation == "foreach" and pieces:
         width = temporary / sum(pieces)
         temporary = sum(blocks(width * size) for size in pieces)
@@ -100,7 +131,7 @@ def _stepped(plan: Plan, section: SectionBuilder, numel: int, tensors: int, larg
     task = section.kernels(COMPUTE, plan.compute.own(kernels), label, joins=joins)
     if temporary:
         section.free("optimizer temporaries", temporary, "workspace")
-    if reads := _reads(stack, training.optimizer):
+    if reads := _reads(stack, optimizer):
         # the GPU stands until the number is there and the next kernel is launched
         host_s = tensors * reads * (stack.host_read_s + stack.host_forward_s)
         section.host(host_s, Label("optimizer", "optimizer", "numbers read"), waits=(task,))

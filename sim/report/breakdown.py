@@ -38,6 +38,7 @@ class Breakdown:
         offload: waiting for copies between host and device, and for an optimizer on the CPU.
         contention: part of `compute` by which kernels ran longer than alone, because collectives took SMs and memory
             bandwidth; not a row of its own.
+        optimizer_products: part of `compute` in the optimizer's matrix products (Muon's); not a row of its own.
     """
 
     compute: dict[str, float]
@@ -47,6 +48,7 @@ class Breakdown:
     host: float = 0.0
     offload: float = 0.0
     contention: float = 0.0
+    optimizer_products: float = 0.0
 
     @property
     def exposed_s(self) -> float:
@@ -101,6 +103,17 @@ def kernel_shares(program: Program, profiles: Sequence[Profile], kernel_s: Seque
     return shares
 
 
+def product_shares(program: Program, profiles: Sequence[Profile]) -> Floats | None:
+    """Share of each segment's time in matrix products of the optimizer, shape (segments,); None: there are none."""
+    chosen = np.array([k.op == "gemm" and k.category == "optimizer" for k in program.kernels], dtype=np.float64)
+    if not chosen.any():
+        return None
+    column = np.concatenate((chosen, np.zeros(len(program.inlines))))
+    found = [(column[np.array(segment.kernels, dtype=np.int64)] * np.diff(profile.elapsed)).sum() / profile.total_s
+             if profile.total_s else 0.0 for segment, profile in zip(program.segments, profiles, strict=True)]
+    return np.array(found)
+
+
 def _pending(columns: Columns, calls: Ints, key: Ints, rows: Sequence[tuple[str, str]],
              across: Collection[str]) -> list[Spans]:
     """Collectives issued and not begun: those between stages, for which everything behind waits, and others."""
@@ -129,7 +142,7 @@ def _hidden(program: Program, row: int, sums: Floats, row_s: float, category: Se
 
 
 def breakdown(columns: Columns, shares: Floats, alone_s: Floats, inline_s: Floats | None = None,
-              across: Collection[str] = ()) -> Breakdown:
+              across: Collection[str] = (), products: Floats | None = None) -> Breakdown:
     """Split the step of `columns` (see `sim.report.exposure` for the order of precedence).
 
     Inside a segment the GPU may wait for the launch of its next kernel; that part goes to the host.
@@ -139,6 +152,7 @@ def breakdown(columns: Columns, shares: Floats, alone_s: Floats, inline_s: Float
         inline_s: seconds collectives inside segments take by themselves, shape (segments, collectives), or None.
         alone_s: seconds of each segment's kernels running alone, shape (segments,).
         across: groups that span stages of a pipeline; waiting for one of them to begin is waiting for another stage.
+        products: see `product_shares`.
     """
     program = columns.program
     kernels = columns.where(Kind.KERNELS)
@@ -166,6 +180,8 @@ def breakdown(columns: Columns, shares: Floats, alone_s: Floats, inline_s: Float
     inside = np.bincount(named, weights=spent[len(CATEGORIES):], minlength=len(rows)) if keys else np.zeros(0)
     result = Breakdown(dict(zip(CATEGORIES, spent.tolist(), strict=False)), offload=float(copying.sum()),
                        host=rest + float(starved.sum()), contention=_contention_s(columns, main, alone_s))
+    if products is not None:
+        result.optimizer_products = float(busy @ products)
     total = np.zeros(len(rows))
     np.add.at(total, call_key, (columns.end_s[calls] - columns.start_s[calls]) * columns.times[calls])
     if inline_s is not None:
@@ -187,7 +203,7 @@ def of_rank(machine: Machine, columns: Columns, number: int) -> Breakdown:
     profiles = [machine.profile(number, 0, i) for i in range(len(program.segments))]
     return breakdown(columns, kernel_shares(program, profiles, machine.kernel_s(number)),
                      np.array([p.total_s for p in profiles]), inline_seconds(program, machine.lockstep_s(number)),
-                     across(machine, number))
+                     across(machine, number), product_shares(program, profiles))
 
 
 def across(machine: Machine, number: int) -> set[str]:
@@ -231,9 +247,9 @@ def _contention_s(columns: Columns, rows: Ints, alone_s: Floats) -> float:
 def bound(parts: Breakdown) -> str:
     """What limits the step: making a thing 10% faster saves 10% of the seconds spent on it, so the largest wins."""
     seconds: Mapping[str, float] = {
-        "compute": parts.compute["gemm"] + parts.compute["attention"],
+        "compute": parts.compute["gemm"] + parts.compute["attention"] + parts.optimizer_products,
         "communication": parts.exposed_s + parts.offload,
-        "memory_bandwidth": parts.compute["memory_bound"] + parts.compute["optimizer"],
+        "memory_bandwidth": parts.compute["memory_bound"] + parts.compute["optimizer"] - parts.optimizer_products,
         "host": parts.host,
         "pipeline": parts.pipeline_bubble,
     }

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sim.model.kernels import width
-from sim.model.optimizer import optimizer_state_bytes
+from sim.model.optimizer import layers_state_bytes
 from sim.parallel import Lowered
 from sim.parallel.layout import REPLICAS
 from sim.parallel.lower import layout_of
@@ -195,8 +195,7 @@ def checkpoint_bytes(scenario: Scenario, lowered: Lowered) -> float:
     """Bytes of one checkpoint: the full-precision weights once, with the optimizer's states of the trained ones."""
     dtypes = scenario.training.precision
     weights = dtypes.master if dtypes.master != "none" else dtypes.parameters
-    tensors = [(p.shape, layer.kind == "embedding") for layer in lowered.architecture.stack for p in layer.parameters]
-    states = optimizer_state_bytes(tensors, dtypes, scenario.training.optimizer)
+    states = layers_state_bytes(lowered.architecture.stack, dtypes, scenario.training.optimizer)
     return float(lowered.architecture.parameters * width(weights) + states)
 
 

@@ -348,6 +348,8 @@ def _modes(written: Scenario, s: Scenario) -> Iterator[Finding]:
         )
     if s.training.optimizer == "none" and s.training.optimizer_in_backward:
         yield ("training.optimizer_in_backward", "there is no optimizer to run in backward", "remove it")
+    if s.training.optimizer != "muon" and s.training.muon is not None:
+        yield "training.muon", f"settings of Muon, and the optimizer is {s.training.optimizer}", "use optimizer: muon"
     software = s.software
     if s.training.optimizer == "adafactor" and software.optimizer_kernel == "fused" and software.framework != "ideal":
         yield "software.optimizer_kernel", "no library has a fused Adafactor", "use loop, or foreach (torch.optim's)"

@@ -16,6 +16,7 @@ from sim.scenario.schema import (
     FULL,
     Finetune,
     Inference,
+    Muon,
     Nccl,
     Offload,
     Parallel,
@@ -192,6 +193,7 @@ def _training(written: Training, model: Model, cluster: Cluster) -> Training:
             "precision": precision,
             "attention": _or(written.attention, "flash" if flash else "eager"),
             "finetune": _finetune(written.finetune, precision),
+            "muon": Muon() if written.optimizer == "muon" and written.muon is None else written.muon,
         }
     )
 

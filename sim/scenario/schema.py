@@ -39,7 +39,7 @@ DtypeOrNone = Literal["none", "fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mx
 Framework = Literal["pytorch", "megatron", "deepspeed", "composer", "torchtitan", "nanotron", "ideal"]
 Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "dualpipe"]
-Optimizer = Literal["adamw", "adam", "adamw-8bit", "sgd", "sgd-momentum", "adafactor", "lamb", "none"]
+Optimizer = Literal["adamw", "adam", "adamw-8bit", "sgd", "sgd-momentum", "adafactor", "lamb", "muon", "none"]
 Place = Literal["none", "cpu", "nvme", "paged"]
 Axis = Literal["tensor", "context", "expert", "data", "pipeline"]
 Target = Literal["query", "key", "value", "projection", "mlp", "head"]
@@ -113,6 +113,18 @@ class Finetune(Table):
         None, "dropout in front of LoRA's matrices; none = as the framework's scripts have it")
 
 
+class Muon(Table):
+    """How `optimizer: muon` orthogonalises matrices; everything else of the model has AdamW."""
+
+    ns_steps: Annotated[int, count(99)] = has(5, "Newton-Schulz iterations")
+    nesterov: bool | None = has(None, "Nesterov momentum; none given = as the framework has it")
+    split_qkv: bool | None = has(
+        None, "queries, keys and values of one matrix apart; none given = as the framework has it")
+    tensor: Literal["blockwise", "duplicated", "distributed"] | None = has(
+        None, "tensor ranks: each its own slice, all the whole matrix, or together (Megatron's --muon-tp-mode); none "
+        "given = as the framework has it")
+
+
 class InferenceRun(Table):
     """Sizes of an inference run."""
 
@@ -162,6 +174,7 @@ class Training(Table):
     predicted_tokens: Tokens = late("tokens per sequence that reach the vocabulary head")
     precision: Annotated[Precision, BeforeValidator(named_precision)] = late("a name or seven dtypes")
     optimizer: Optimizer = has("adamw", "optimizer")
+    muon: Muon | None = has(None, "of optimizer muon")
     recompute: Recompute = has("none", "activation checkpointing")
     attention: Literal["eager", "flash"] = late("eager materialises the score matrix")
     optimizer_in_backward: bool = has(False, "gradients are freed as they are applied")

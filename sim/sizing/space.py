@@ -19,6 +19,7 @@ from sim.errors import Fault, UserError
 from sim.model.recompute import modules_of
 from sim.parallel.sharded.secondary import neighbours
 from sim.parallel.support import NOT_BESIDE_FURTHER, recomputes_ops, spreads_experts
+from sim.parallel.support_muon import cuts, strategies
 from sim.parallel.support_zeropp import able
 from sim.scenario import Scenario
 from sim.scenario.schema import RecomputeLayers
@@ -284,7 +285,9 @@ def _spread(rows: Ints, said: int, expert: int, ipg: bool) -> tuple[Ints, int]:
 def _degrees(scenario: Scenario, gpus: int, choice: Choice) -> Iterator[tuple[int, int, int]]:
     """Tensor, context and pipeline degrees that the model and the GPUs allow."""
     model, sequence = scenario.model, scenario.training.sequence
-    plain, cut = model.kind == "layers", not scenario.training.optimizer_in_backward  # which no pipeline has
+    wide, deep = cuts(scenario, _stack(scenario))
+    plain = model.kind == "layers" or not wide
+    cut = not scenario.training.optimizer_in_backward and deep  # in backward, which no pipeline has
     widths = [t for t in _divisors(gpus) if _in(t, choice.tensor) and (t == 1 or (not plain and not (
         model.heads % t or model.ffn % t or (model.kv_heads % t and t % model.kv_heads))))]
     contexts = [c for c in _divisors(gpus) if _in(c, choice.context) and (c == 1 or (
@@ -349,7 +352,9 @@ def _strategies(scenario: Scenario, pipeline: int, held_twice: bool, same: bool)
     known = STRATEGIES if pipeline == 1 else (*_PIPELINED, "fsdp") if same else _PIPELINED
     if pipeline > 1 and (held_twice or scenario.model.tied_embeddings):
         known = _PIPELINED
-    return tuple(name for name in known if name not in NOT_BESIDE_FURTHER) if scenario.model.mtp_layers else known
+    if scenario.model.mtp_layers:
+        known = tuple(name for name in known if name not in NOT_BESIDE_FURTHER)
+    return strategies(scenario, _stack(scenario), known)
 
 
 def _data_parallel(ranks: int, replicas: int, pipeline: int, blocks: int, choice: Choice,

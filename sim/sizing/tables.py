@@ -19,7 +19,7 @@ import numpy.typing as npt
 from sim.api import hardware_for
 from sim.hardware import Device, gpu
 from sim.hardware.outside import outside
-from sim.model import build, optimizer_state_bytes
+from sim.model import build, layers_state_bytes
 from sim.model.architecture import Architecture, Layer
 from sim.model.eager import KINDS, layer_profile
 from sim.model.tuning import QUANTISED
@@ -390,11 +390,12 @@ def _held(layer: Layer, name: str) -> tuple[float, float]:
 
 
 def _widths(scenario: Scenario, architecture: Architecture) -> dict[str, float]:
-    """Bytes per parameter by category, at least (factored states differ from matrix to matrix: none are counted)."""
+    """Bytes per parameter by category, at least (factored states differ from matrix to matrix: none are counted; of
+    Muon's, one of every parameter: a stage may hold nothing but matrices)."""
     precision, optimizer = scenario.training.precision, scenario.training.optimizer
-    tensors = [(p.shape, layer.kind == "embedding") for layer in architecture.stack for p in layer.parameters]
+    least = "sgd-momentum" if optimizer == "muon" else optimizer
     states = 0.0 if optimizer == "adafactor" else min(
-        optimizer_state_bytes(tensors, precision, optimizer, flat) for flat in (False, True))
+        layers_state_bytes(architecture.stack, precision, least, flat) for flat in (False, True))
     return {
         "parameters": DTYPE_BYTES[precision.parameters],
         "master_parameters": 0.0 if precision.master == "none" else DTYPE_BYTES[precision.master],

@@ -132,7 +132,8 @@ class Times:
         return self._traffic_s[key]
 
     def _update(self, table: Table, numel: float, shards: int, strategy: str) -> float:
-        """The optimizer's own kernels on one rank's share, or what it takes outside."""
+        """The optimizer's own kernels on one rank's share, or what it takes outside. Of Muon nothing is counted: what
+        a rank orthogonalises depends on which matrices it holds."""
         local = int(numel) // max(1, shards)
         device, training = table.device, table.scenario.training
         if table.scenario.parallel.offload.optimizer in ("cpu", "nvme"):
@@ -142,9 +143,9 @@ class Times:
             return self._outside_s[outer]
         key = (device, local)
         if key not in self._update_s:
-            kernels = optimizer_kernels(local, 1, training.precision, training.optimizer,
-                                        table.scenario.software.optimizer_kernel, clip=False)
-            self._update_s[key] = 0.0 if training.optimizer_in_backward else float(device.times(kernels).sum())
+            self._update_s[key] = 0.0 if training.optimizer_in_backward or training.optimizer == "muon" else float(
+                device.times(optimizer_kernels(local, 1, training.precision, training.optimizer,
+                                               table.scenario.software.optimizer_kernel, clip=False)).sum())
         return self._update_s[key]
 
 

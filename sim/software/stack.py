@@ -110,6 +110,10 @@ class Stack:
         optimizer_kernel: loop, foreach or fused, where the scenario does not say.
         pinned_powers: PyTorch rounds pinned host memory up to powers of two.
         fused_counters: a fused Adam counts the steps of every tensor in a tensor of its own on the GPU.
+        muon: whose code orthogonalises matrices (`sim.model.muon`): none, torch, emerging (Megatron's, of fp32
+            matrices) or owned (torchtitan's, whose ranks exchange shards for whole matrices).
+        muon_nesterov: its momentum is Nesterov's unless told otherwise.
+        muon_splits_qkv: it takes queries, keys and values of one matrix apart unless told otherwise.
         gradient_path: how data parallelism reduces gradients and splits states: reducer (PyTorch's DDP and FSDP), ipg
             (DeepSpeed's independent-parameter-gradient buckets), grad_buffer (one buffer, reduced in place) or
             accumulator (one fp32 buffer that whole half gradients are added to behind each backward).
@@ -244,6 +248,9 @@ class Stack:
     optimizer_kernel: str
     pinned_powers: bool
     fused_counters: bool
+    muon: str
+    muon_nesterov: bool
+    muon_splits_qkv: bool
     gradient_path: str
     parameter_storage: str
     partition_checkpoints: bool

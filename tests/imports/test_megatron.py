@@ -192,6 +192,15 @@ def test_llama_in_fp8() -> None:
      "--moe-shared-expert-intermediate-size 512", "parallel.overlap_experts", "shared"),
     ("--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512", "model.mla.kv_rank", 512),
     ("--multi-latent-attention --qk-layernorm", "model.mla.rope_dim", 64),
+    ("--bf16 --optimizer muon", "training.optimizer", "muon"),
+    ("--bf16 --optimizer muon", "parallel.strategy", "ddp"),
+    ("--bf16 --optimizer dist_muon", "training.optimizer", "muon"),
+    ("--bf16 --optimizer dist_muon", "parallel.strategy", "zero1"),
+    ("--bf16 --optimizer dist_muon --muon-num-ns-steps 8", "training.muon.ns_steps", 8),
+    ("--bf16 --optimizer muon --muon-tp-mode duplicated", "training.muon.tensor", "duplicated"),
+    ("--bf16 --optimizer muon --muon-use-nesterov", "training.muon.nesterov", True),
+    ("--bf16 --optimizer muon", "training.muon.nesterov", None),
+    ("--bf16 --optimizer muon --muon-no-split-qkv", "training.muon.split_qkv", False),
 ])
 def test_one_field(more: str, field: str, value: Any) -> None:
     found: Any = scenario(more)
@@ -203,7 +212,9 @@ def test_one_field(more: str, field: str, value: Any) -> None:
 @pytest.mark.parametrize(("more", "left"), [
     ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 4", "--recompute-num-layers"),
     ("--qk-l2-norm", "--qk-l2-norm"),
-    ("--optimizer muon", "--optimizer"),
+    ("--optimizer soap", "--optimizer"),
+    ("--bf16 --optimizer muon --muon-fp32-matmul-prec high", "--muon-fp32-matmul-prec"),
+    ("--deepspeed --bf16 --optimizer muon", "--optimizer"),
     ("--attention-dropout 0", "--attention-dropout"),
     ("--num-experts 8 --moe-layer-freq [1,0,0,1,1,1,1,1]", "--moe-layer-freq"),
     ("--use-distributed-optimizer --overlap-grad-reduce", "--overlap-grad-reduce"),

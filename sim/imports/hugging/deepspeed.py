@@ -25,7 +25,7 @@ _NEAREST = {
     "lion": ("sgd-momentum", "one state per parameter as here"),
     "adagrad": ("sgd-momentum", "one state per parameter as here"),
     "rmsprop": ("sgd-momentum", "one state per parameter as here"),
-    "muon": ("adamw", "its states and its orthogonalisation are not simulated"),
+    "muon": ("adamw", "DeepSpeed's Muon is not simulated (PyTorch's, Megatron's and torchtitan's are)"),
     "adamax": ("adamw", ""), "nadam": ("adamw", ""), "radam": ("adamw", ""),
 }
 #: Settings whose default is what is simulated -> default, and why another value is not.

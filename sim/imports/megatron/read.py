@@ -19,6 +19,7 @@ from sim.imports.megatron.kernels import read_kernels
 from sim.imports.megatron.launches import ONE_PROCESS, amount, is_idle
 from sim.imports.megatron.layout import read_layout, shards_masters
 from sim.imports.megatron.model import choice, read_model
+from sim.imports.megatron.muon import NAMES, read_muon
 from sim.imports.settings import Said
 
 #: --optimizer -> training.optimizer. FusedAdam decouples weight decay (adam_w_mode); sgd has --sgd-momentum 0.9.
@@ -137,10 +138,12 @@ def _aware(args: Args) -> dict[str, Any]:
 
 def _optimizer(args: Args, draft: Draft) -> None:
     if said := args.get("optimizer"):
-        if said.word() in _OPTIMIZERS:
+        if said.word() in NAMES and not args.on("deepspeed"):
+            read_muon(args, draft, said)
+        elif said.word() in _OPTIMIZERS:
             draft.take("training.optimizer", _OPTIMIZERS[said.word()], said)
         else:
-            draft.leave(said, f"not simulated; known are {', '.join(_OPTIMIZERS)}; adamw is counted")
+            draft.leave(said, f"not simulated; known are {', '.join([*_OPTIMIZERS, *NAMES])}; adamw is counted")
     fraction = args.get("optimizer_offload_fraction")
     if said := args.on("optimizer_cpu_offload", "cpu_offload"):
         if fraction is not None and fraction.number() <= 0:

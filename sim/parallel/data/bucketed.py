@@ -19,6 +19,7 @@ from sim.parallel.data.gathers import Gathers
 from sim.parallel.data.held import Held
 from sim.parallel.data.partition import gather_parameters, look_through
 from sim.parallel.data.reductions import Reduction, sums_wide
+from sim.parallel.muon import gather_dealt, is_muon, shares
 from sim.parallel.step import COMPUTE, MicroStep, Plan, collective, narrow_weights
 from sim.parallel.update import sums_in_master, update, update_in_backward
 from sim.program import Label, SectionBuilder
@@ -264,6 +265,9 @@ class Bucketed(Held):
         numel = self.plan.share(self.reduction.shards > 1)
         split = self.reduction.gradient_shards > 1
         largest = max((p.numel for layer in architecture.stack for p in layer.parameters), default=0)
+        shared = shares(self.plan, self.reduction.dealt).slowest if is_muon(self.plan) else None
+        if shared is not None:
+            numel, tensors = shared.numel, shared.tensors
         checked = self.plan.stack.checks_in_double and self.reduction.shards > 1 and not (
             self.sums_wide or self.offload.moves_optimizer)
         flat = round(numel * self.width) if checked else 0
@@ -272,15 +276,17 @@ class Bucketed(Held):
             section.allocate("flattened gradients", flat, "workspace")
         whole = self.reduction.shards == 1 and not split  # tensors as the model has them
         task = update(self.plan, section, numel, 1 if split else tensors, (NCCL,) if self.reduces else (),
-                      "data" if split else None, 0 if split else min(largest, numel),
+                      "data" if split or self.reduction.dealt else None, 0 if split else min(largest, numel),
                       self.offload.state_widths()["gradients"],
                       architecture.parameters if self.reduction.norm_of_all else 0,
-                      [p.numel for layer in architecture.stack for p in layer.parameters] if whole else ())
+                      [p.numel for layer in architecture.stack for p in layer.parameters] if whole else (), shared)
         if flat:
             section.free("flattened gradients", flat, "workspace")
         for position in range(len(architecture.stack) - 1, -1, -1):
             self.drop_gradients(section, position)
-        if self.reduction.by_rank and self.reduces:
+        if self.reduction.dealt and self.reduces:
+            gather_dealt(self.plan, section, task)
+        elif self.reduction.by_rank and self.reduces:
             gather_by_rank(self.plan, section, task)
         elif self.reduction.gathers == "behind" and self.reduces:
             self.gathers.behind(section, task)

@@ -17,6 +17,7 @@ from sim.parallel.construction import (
 )
 from sim.parallel.data.buckets import fragments
 from sim.parallel.data.reductions import Reduction
+from sim.parallel.muon import is_muon, shares, state_sizes
 from sim.parallel.offload import Offload
 from sim.parallel.outputs import stage_outputs
 from sim.parallel.step import (
@@ -52,6 +53,9 @@ class Held:
         """Parameters whole; master copy and optimizer states split over `shards`."""
         numel = self.plan.architecture.parameters
         part = self.plan.share(self.reduction.shards > 1)
+        shared = shares(self.plan, self.reduction.dealt).fullest if is_muon(self.plan) else None
+        if shared is not None:
+            part = shared.numel
         stack = self.plan.architecture.stack
         frozen = frozen_sizes(self.plan)
         self.plan.resident("frozen parameters", sum(blocks(size) for size in frozen), "parameters", frozen)
@@ -65,6 +69,12 @@ class Held:
             elif category == "gradients":
                 if self.reduction.resident_gradients or self.sums_wide:
                     self.plan.resident(category, numel * width, category)
+            elif shared is not None:
+                sizes = (state_sizes(shared, DTYPE_BYTES[self.precision.optimizer]) if category == "optimizer_states"
+                         else [n * width for n in shared.each])
+                self.plan.resident(category, sum(map(blocks, sizes)), category, sizes)
+                if category == "optimizer_states":
+                    step_counters(self.plan, len(shared.others))
             elif (inside := part - self.offload.outside(part)) > 0:
                 copies, width = state_copies(self.plan, category), width * inside / part
                 sizes = [n * width / copies for n in self.kept(each, part) for _ in range(copies)]

@@ -49,6 +49,7 @@ class Reduction:
             they are not, or by `gather_elements`.
         chunkwise: a chunk's buckets are reduced behind its last backward, not beside it.
         prepared: bytes moved per gradient element just before its bucket is reduced.
+        dealt: `shards` ranks update whole parameters that are dealt out to them (`sim.parallel.muon`), and gather all.
     """
 
     buckets: list[Bucket]
@@ -72,6 +73,7 @@ class Reduction:
     gathers: str = ""
     chunkwise: bool = False
     prepared: float = 0.0
+    dealt: bool = False
 
 
 def sums_wide(plan: Plan, split: bool) -> bool:
@@ -195,6 +197,15 @@ def megatron(plan: Plan, distributed_optimizer: bool) -> Reduction:
         gathers=gathers_of(plan.scenario, plan.stack) if distributed_optimizer else "",
         chunkwise=plan.stack.pipeline_reduction == "aligned" and takes_turns(plan.scenario),
         prepared=0.0 if plan.stack.averaging_collectives else 2 * DTYPE_BYTES[plan.scenario.training.precision.reduce])
+
+
+def layer_wise(plan: Plan) -> Reduction:
+    """Megatron's layer-wise optimizer: gradients are all-reduced as without it, whole parameters are dealt out.
+
+    Source: megatron-core 0.16.1 optimizer/layer_wise_optimizer.py: "keep all megatron distributed-optimizer related
+    options OFF", "Megatron DDP handle allreduce grad".
+    """
+    return replace(megatron(plan, False), shards=plan.shards(), dealt=True)
 
 
 def _flattened(plan: Plan) -> Reduction:

@@ -15,7 +15,9 @@ from sim.model.architecture import Layer
 from sim.model.tuning import QUANTISED, Frozen
 from sim.parallel.activations import GRADIENT_POOL, Activations
 from sim.parallel.compute import traffic_kernel
+from sim.parallel.muon import Share, is_muon
 from sim.parallel.outputs import Outputs
+from sim.parallel.sharded.dist_muon import DistMuon
 from sim.parallel.sharded.units import Unit, pieces, units_of
 from sim.parallel.step import COMPUTE, MicroStep, Plan, blocks, collective, state_bytes, state_copies, step_counters
 from sim.parallel.update import update, update_in_backward
@@ -56,6 +58,7 @@ class Fsdp:
         self.at_once = plan.scenario.training.optimizer_in_backward
         self.kernels: dict[tuple[str, int, float], Kernel] = {}
         self.segments: dict[tuple[str, int, float], int] = {}
+        self.muon = DistMuon(plan, self.factor, self.routed_factor) if is_muon(plan) else None
         self.outlast: list[Buffer] = []  # what replicas reduced, which is held until backward is through
 
     def take(self, units: list[Unit]) -> None:
@@ -77,12 +80,24 @@ class Fsdp:
         for category, width in state_bytes(self.plan).items():
             if category != "gradients" and width:
                 copies = state_copies(self.plan, category)
+                if self.muon and category == "optimizer_states":
+                    self.muon_states()
+                    continue
                 size = sum(n * copies * sum(blocks(numel * width / copies) for numel in tensors)
                            for tensors, n in shards.items())
                 self.plan.resident(category, size, category, [
                     numel * width / copies for u in self.distinct for numel in u.shards for _ in range(copies)])
                 if category == "optimizer_states":
                     step_counters(self.plan, sum(n * len(tensors) for tensors, n in shards.items()))
+
+    def muon_states(self) -> None:
+        """States of Muon and of the AdamW beside it, and what its exchanges reserve."""
+        assert self.muon is not None
+        sizes = self.muon.state_sizes(DTYPE_BYTES[self.plan.scenario.training.precision.optimizer])
+        self.plan.resident("optimizer_states", sum(map(blocks, sizes)), "optimizer_states", sizes)
+        step_counters(self.plan, len(self.muon.others))
+        kept = self.muon.buffers()
+        self.plan.resident("muon exchange", sum(kept), "buffers", kept)
 
     def host_states(self) -> None:
         """With CPUOffload(offload_params=True) or CPUOffloadPolicy all of them are in host memory, parameters and
@@ -102,7 +117,9 @@ class Fsdp:
         tensors = self.optimized()
         largest = max((n for u in self.distinct for n in u.shards), default=0)
         update(self.plan, section, numel, tensors, self.joined(), "shard" if self.factor > 1 else None, largest,
-               pieces=[n for u in self.distinct for n in u.shards])
+               pieces=[n for u in self.distinct for n in u.shards],
+               share=Share((), tuple(self.muon.others)) if self.muon else None,
+               muon=self.muon.run if self.muon else None)
         for unit in () if self.offload.moves_optimizer else self.distinct:
             section.free(f"gradient:{unit.name}", blocks(self.gradient_bytes(unit)), "gradients", REDUCE)
 
