@@ -6,6 +6,9 @@ simulated at the cache length of its middle, which is exact for costs that grow 
 replay tokens; prompts, whose lengths differ, are launched kernel by kernel (gpt-fast generate.py compiles with
 "reduce-overhead" what decodes one token; vLLM 0.6 and TensorRT-LLM 0.5 alike, recalled).
 
+An encoder-decoder's prompt section is the encoder and the decoder's first token; a cache that grows is not there while
+the encoder runs. An encoder alone has no other section, and graphs replay it, as batches of one shape ask for.
+
 Pipeline stages work in sequence on a token. As many parts of the batch as there are stages are on their way at once
 (Pope et al. 2022, arXiv 2211.05102, section 3, leaves it at that: latency is the sum of the stages); the chosen tokens
 travel from the last stage back to the first.
@@ -21,7 +24,9 @@ import numpy as np
 
 from sim.hardware.outside import Outside
 from sim.model.architecture import Architecture, Layer
-from sim.model.inference import NARROW, Items, Rank, Sum, Weights, rank_of
+from sim.model.inference import Items, Rank, Sum
+from sim.model.inference_rank import rank_of
+from sim.model.inference_weights import NARROW, Weights
 from sim.model.style import Style, style_of
 from sim.parallel.beside import beside as beside_tensors
 from sim.parallel.beside import residents
@@ -39,6 +44,7 @@ PIECES = 8
 STREAMS = ("compute", "receive", "send")
 _RECEIVE, _SEND = 1, 2
 _TOKEN_BYTES = 8  # a token's number
+_CACHE, _ENCODED = "cache of keys and values", "encoder's output"
 
 
 class Piece(NamedTuple):
@@ -57,6 +63,7 @@ class Serving:
         pieces: of the generation, the prompt's own token apart; the job's programs have a section for the prompt and
             then one for each piece.
         cache_bytes: of the fullest rank at the end of the generation.
+        crossing_bytes: what of it is of an encoder's output.
         outside: what a rank's GPU holds beside tensors.
     """
 
@@ -64,6 +71,7 @@ class Serving:
     architecture: Architecture
     pieces: tuple[Piece, ...]
     cache_bytes: int
+    crossing_bytes: int
     outside: Outside
 
 
@@ -85,6 +93,12 @@ def pieces_of(prompt: int, generate: int) -> tuple[Piece, ...]:
                  for begin, end in pairwise(cuts))
 
 
+def first_tokens(run: InferenceRun, scenario: Scenario) -> int:
+    """Tokens per sequence of the forward that fills the cache: the prompt's, or the one with which a decoder begins
+    that has an encoder to read the prompt."""
+    return 1 if scenario.model.kind == "encoder-decoder" else run.prompt
+
+
 def lower_inference(scenario: Scenario, stack: Stack) -> Serving:
     """Programs of all pipeline stages; the tensor ranks of a stage are alike, and so are the replicas."""
     run, parallel = run_of(scenario), scenario.parallel
@@ -92,13 +106,13 @@ def lower_inference(scenario: Scenario, stack: Stack) -> Serving:
     depth = parallel.pipeline
     sizes = {"tensor": parallel.tensor, "data": scenario.data_parallel, "pipeline": depth}
     layout = Layout(sizes, tuple(d for d in parallel.order if d in sizes))
-    own_slice = replace(style_of(scenario, stack, run.batch), window=scenario.model.window or 0)
+    own_slice = replace(style_of(scenario, stack, run.batch), window=scenario.model.window or 0, sequence=run.prompt)
     weights = _weights(scenario, stack, run)
-    architecture = rank_of(own_slice, run.batch, run.prompt, 0, weights).architecture()
+    architecture = rank_of(own_slice, run.batch, first_tokens(run, scenario), 0, weights).architecture()
     placed = [[stage] for stage in range(depth)]
     counts = split_of(scenario, stack, len(architecture.stack) - 2, placed)
     own = positions(architecture, counts, placed)
-    pieces = pieces_of(run.prompt, run.generate)
+    pieces = pieces_of(first_tokens(run, scenario), run.generate)
     groups = {"tensor": layout.group("tensor")} if parallel.tensor > 1 else {}
     stages = [_Stage(scenario, stack, own_slice, weights, stage, chunks[0]) for stage, chunks in enumerate(own)]
     for stage in stages:
@@ -106,7 +120,8 @@ def lower_inference(scenario: Scenario, stack: Stack) -> Serving:
     beside = beside_tensors(scenario, stack, layout, groups, 2 * (depth > 1), [stage.builder for stage in stages])
     for stage in stages:
         stage.builder.resident += residents(beside)
-    return Serving(_job(stages, layout), architecture, pieces, max(stage.cache_bytes for stage in stages), beside)
+    return Serving(_job(stages, layout), architecture, pieces, max(stage.cache_bytes for stage in stages),
+                   max(stage.crossing_bytes for stage in stages), beside)
 
 
 def _weights(scenario: Scenario, stack: Stack, run: InferenceRun) -> Weights:
@@ -121,7 +136,8 @@ class _Stage:
 
     Attributes:
         parts: sequences of each part of the batch that is on its way by itself.
-        cache_bytes: of the stage's blocks at the end of the generation.
+        cache_bytes: of the stage's blocks at the end of the generation; crossing_bytes: what of it is of an encoder's
+            output.
     """
 
     def __init__(self, scenario: Scenario, stack: Stack, own_slice: Style, weights: Weights, stage: int,
@@ -129,6 +145,8 @@ class _Stage:
         run = run_of(scenario)
         assert run is not None
         self.run, self.stack, self.slice, self.weights = run, stack, own_slice, weights
+        self.first = first_tokens(run, scenario)
+        self.behind_encoder = scenario.model.kind == "encoder-decoder"
         self.stage, self.own, self.depth = stage, own, scenario.parallel.pipeline
         self.tensor = scenario.parallel.tensor
         self.launching = stack_of(scenario.software.model_copy(update={"cuda_graphs": False}))
@@ -137,24 +155,35 @@ class _Stage:
         self.parts = [run.batch // count + (i < run.batch % count) for i in range(count)]
         names = (*(("tensor",) if self.tensor > 1 else ()), *["pipeline"] * (self.depth if self.depth > 1 else 0))
         self.builder = ProgramBuilder(STREAMS, names, stack.launch_queue)
-        self.cache_bytes = 0
-        self._segments: dict[tuple[Rank, int], int] = {}
+        self.cache_bytes = self.crossing_bytes = 0
+        #: what lasts from the encoder's last norm to the end of the request
+        self.made: list[tuple[str, int, str]] = []
+        self._segments: dict[tuple[Rank, int], int | None] = {}
 
     def write(self, pieces: tuple[Piece, ...]) -> None:
         """All sections and what is held throughout."""
         run = self.run
-        final = self._rank(run.batch, run.prompt, 0)
+        final = self._rank(run.batch, self.first, 0)
         layers = self._layers(final)
         held = sum(final.weight_bytes(layer) for layer in layers)
         if self.depth > 1 and self.stage == self.depth - 1:
             held += final.shared_bytes(layers[-1])
-        self.cache_bytes = final.cache_bytes(run.prompt + run.generate, layers)
+        # a decoder behind an encoder has its start token in the cache, and not its last
+        fed = self.first + run.generate - self.behind_encoder
+        self.cache_bytes = final.cache_bytes(fed, layers)
+        self.crossing_bytes = final.crossing_bytes(layers)
         self.builder.resident += [("weights", round(held), "parameters"),
-                                  ("cache of keys and values", self.cache_bytes, "kv_cache"),
                                   ("tokens", run.batch * (run.prompt + run.generate) * _TOKEN_BYTES, "buffers")]
-        self._section("prompt", run.prompt, 0, first=True, last=not pieces, repeats=1)
+        if self.behind_encoder:
+            self.made.append((_ENCODED, round(final.kept_bytes()), "activations"))
+        if self.behind_encoder and self.weights.appended:
+            tensors = enumerate(final.cache_tensors(fed, layers))
+            self.made += [(f"{_CACHE} {number}", size, "kv_cache") for number, size in tensors]
+        else:
+            self.builder.resident.append((_CACHE, self.cache_bytes, "kv_cache"))
+        self._section("prompt", self.first, 0, first=True, last=not pieces, repeats=1)
         for number, piece in enumerate(pieces):
-            ends = number == len(pieces) - 1 and self.depth > 1
+            ends = number == len(pieces) - 1 and (self.depth > 1 or bool(self.made))
             name = f"token at {piece.cached} cached"
             self._section(name, 1, piece.cached, first=False, last=False, repeats=piece.tokens - ends)
             if ends:
@@ -167,10 +196,13 @@ class _Stage:
             return
         section = self.builder.section(name)
         ranks = [self._rank(part, new, cached) for part in self.parts]
-        size = ranks[0].transient_bytes(self._layers(ranks[0]))
-        section.allocate("transients", size, "activations")
-        for rank in ranks:
-            self._part(section, rank, first)
+        layers = self._layers(ranks[0])
+        encoder = 0 if ranks[0].cached else next((i + 1 for i, layer in enumerate(layers) if layer.kind == "bridge"), 0)
+        if encoder:
+            self._beside(section, ranks, slice(0, encoder), first)
+            for made in self.made:
+                section.allocate(*made)
+        self._beside(section, ranks, slice(encoder, None), first)
         if last and self.depth > 1 and self.stage == 0:
             for rank in ranks:  # the request is over when its last token is back
                 self._receive(section, rank)
@@ -178,19 +210,32 @@ class _Stage:
             # the loop looks at the token: has the sequence ended?
             streams = tuple(range(len(STREAMS))) if last else (COMPUTE,)
             section.host(0.0, Label("token", "forward", "read the token"), joins=streams)
-        section.free("transients", size, "activations")
+        if last:
+            for made in self.made:
+                section.free(*made)
         self.builder.run(section, repeats)
 
-    def _part(self, section: SectionBuilder, rank: Rank, first: bool) -> None:
-        """One part of the batch through this stage's layers."""
+    def _beside(self, section: SectionBuilder, ranks: list[Rank], some: slice, first: bool) -> None:
+        """Every part of the batch through some of this stage's layers, with what they hold at once."""
+        size = ranks[0].transient_bytes(self._layers(ranks[0])[some])
+        section.allocate("transients", size, "activations")
+        for rank in ranks:
+            self._part(section, rank, first, some)
+        section.free("transients", size, "activations")
+
+    def _part(self, section: SectionBuilder, rank: Rank, first: bool, some: slice) -> None:
+        """One part of the batch through some of this stage's layers."""
         waits: tuple[int, ...] = ()
         if self.stage > 0 or (self.depth > 1 and not first):
             waits = (self._receive(section, rank),)
         names = rank.architecture().names
         task = -1
-        for position, layer in zip(self.own, self._layers(rank), strict=True):
+        for position, layer in zip(self.own[some], self._layers(rank)[some], strict=True):
+            segment = self._segment(rank, layer)
+            if segment is None:  # an encoder's, whose output is there
+                continue
             label = Label(names[position], "forward", layer.kind)
-            task = section.kernels(COMPUTE, self._segment(rank, layer), label, waits=waits)
+            task = section.kernels(COMPUTE, segment, label, waits=waits)
             waits = ()
         if self.depth > 1:
             call = CollectiveCall("send", *self._message(rank, self.stage))
@@ -217,17 +262,22 @@ class _Stage:
 
     def _call_s(self, rank: Rank) -> float:
         """Host time of a collective's call; a graph replays it with the kernels."""
-        return 0.0 if self.graphs and rank.cached else self.stack.host_collective_s
+        return 0.0 if self.graphs and self._replayed(rank) else self.stack.host_collective_s
 
-    def _segment(self, rank: Rank, layer: Layer) -> int:
-        """A layer's forward; equal layers share one."""
+    def _replayed(self, rank: Rank) -> bool:
+        """Whether graphs, if any, replay this forward: a token's, and an encoder's, which runs no other."""
+        return rank.cached > 0 or rank.style.kind == "encoder"
+
+    def _segment(self, rank: Rank, layer: Layer) -> int | None:
+        """A layer's forward, None where it has nothing to do; equal layers share one."""
         key = (rank, id(layer))
         if key not in self._segments:
-            self._segments[key] = self._made(rank, rank.forward(layer))
+            items = rank.forward(layer)
+            self._segments[key] = self._made(rank, items) if items else None
         return self._segments[key]
 
     def _made(self, rank: Rank, items: Items) -> int:
-        stack = self.stack if rank.cached else self.launching
+        stack = self.stack if self._replayed(rank) else self.launching
         made: list[Kernel | InlineCall] = []
         host: list[float] = []
         for item in items:

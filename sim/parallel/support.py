@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 
 from sim.errors import Fault, UserError
 from sim.hardware import gpu
-from sim.model.inference import NARROW
+from sim.model.inference_weights import MULTIPLIED, NARROW
 from sim.model.tuning import QUANTISED, cut_both
 from sim.parallel.model.expert import misfit
 from sim.parallel.support_outside import outside, paged
-from sim.scenario.schema import RecomputeModules, Scenario, Training
+from sim.scenario.schema import Inference, RecomputeModules, Scenario, Training
 from sim.software import Stack
 
 #: Compute dtypes below 16 bits.
@@ -69,7 +69,7 @@ def check(scenario: Scenario, stack: Stack) -> None:
     training, ipg = scenario.training, stack.gradient_path == "ipg"  # gradients go through DeepSpeed's buckets
     asked: dict[str, object] = {"parallel.offload": paged(scenario, ipg)}
     if training.mode != "train":
-        asked |= _inference(scenario)
+        asked |= _inference(scenario, stack)
     sharded = like_fsdp(scenario.parallel.strategy, ipg)
     faults = [*on_any_ranks(scenario, stack), *_unknown(asked), *_in_backward(scenario),
               *outside(scenario, ipg, stack.hybrid_offload, sharded), *_expert(scenario, ipg), *_stages(scenario, ipg),
@@ -87,7 +87,8 @@ def on_any_ranks(scenario: Scenario, stack: Stack) -> list[Fault]:
         "training.finetune": _tuned(scenario, stack),
         "training.precision.parameters": training.mode == "train" and training.precision.parameters in NARROW
         and f"training with {training.precision.parameters} weights",
-        "training.precision": training.precision.compute in ("int8", "int4") and training.precision.compute,
+        "training.precision": training.precision.compute in ("int8", "int4") and training.mode == "train"
+        and training.precision.compute,
     }
     return [*_unknown(asked), *_base(scenario), *_narrow(scenario), *_modules(scenario, stack)]
 
@@ -169,10 +170,11 @@ def _narrow(scenario: Scenario) -> Iterator[Fault]:
     precision = scenario.training.precision
     compute, parameters = precision.compute, precision.parameters
     card = gpu(scenario.cluster.topology.gpu)
-    if compute in ("fp8", "mxfp8", "nvfp4") and not card.supports(compute):
-        able = ", ".join(dtype for dtype in card.tflops if not dtype.startswith("int"))
+    if compute in MULTIPLIED and not card.supports(compute):
+        trains = scenario.training.mode == "train"
+        able = ", ".join(dtype for dtype in card.tflops if not (trains and dtype.startswith("int")))
         yield Fault(f"{card.name} has no tensor cores for {compute}", "training.precision", hint=f"it has {able}")
-    elif scenario.training.mode != "train" and compute in ("fp8", "mxfp8", "nvfp4") and compute != parameters:
+    elif scenario.training.mode != "train" and compute in MULTIPLIED and compute != parameters:
         yield Fault(f"inference multiplies in {compute} what is stored in {compute}, not in {parameters}",
                     "training.precision.parameters", hint=f"use parameters: {compute}")
 
@@ -297,19 +299,25 @@ def _in_backward(scenario: Scenario) -> Iterator[Fault]:
         yield Fault("a pipeline's stages apply gradients only after the last micro-batch", field, hint="remove it")
 
 
-def _inference(scenario: Scenario) -> dict[str, object]:
-    """What inference cannot be asked: weights are whole on every tensor and pipeline rank."""
+def _inference(scenario: Scenario, stack: Stack) -> dict[str, object]:
+    """What inference cannot be asked: weights are whole on every tensor and pipeline rank. A cache that is expanded in
+    front of attention is transformers', whose QuantizedCache refuses encoder-decoders (4.56.2 generation/utils.py)."""
     model, parallel, training = scenario.model, scenario.parallel, scenario.training
+    pair, mode = model.kind == "encoder-decoder", training.mode
+    cache = mode.inference.kv_cache if isinstance(mode, Inference) else "same"
     tuned, compute = training.finetune, training.precision.compute
     return {
         "training.finetune": tuned is not None and tuned.method != "full" and f"inference beside {tuned.method}",
         "training.chunked_loss": training.chunked_loss and "inference with a loss",
         "training.optimizer_in_backward": training.optimizer_in_backward and "inference with an optimizer",
-        "training.precision": compute in ("int8", "int4") and f"inference in {compute}",
+        "training.precision": compute == "int4" and "inference in int4",
         "parallel.offload": any(v in ("cpu", "nvme", "paged") for _, v in parallel.offload)
         and "inference with offload",
-        "model.kind": model.kind != "decoder" and f"inference of kind {model.kind}",
-        "model.positions": model.positions == "relative" and "inference with relative positions",
+        "model.kind": model.kind == "layers" and "inference of a table of layers",
+        "training.mode.inference.kv_cache": pair and cache != "same" and stack.quantised_products != "fused"
+        and f"a cache in {cache} of an encoder-decoder by transformers, which refuses it",
+        "parallel.pipeline": parallel.pipeline > 1 and model.kind != "decoder"
+        and f"inference of kind {model.kind} over pipeline stages",
         "parallel.strategy": parallel.strategy not in ("none", "ddp") and f"inference with {parallel.strategy}",
         "parallel.context": parallel.context > 1 and "inference with context parallelism",
         "parallel.expert": parallel.expert not in (1, parallel.tensor)

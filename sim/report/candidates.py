@@ -67,7 +67,7 @@ def _serving(scenario: Scenario, run: InferenceRun) -> Iterator[Candidate]:
     for dtype in ("int8", "int4"):
         if DTYPE_BYTES[dtype] < DTYPE_BYTES.get(precision.parameters, 0.5):
             yield Candidate("weights", f"weights in {dtype}", {**dict.fromkeys(fields, dtype), **products})
-    if run.kv_cache == "same":
+    if run.kv_cache == "same" and run.generate:
         yield Candidate("cache", "a cache of keys and values in fp8", {"training.mode.inference.kv_cache": "fp8"})
     for size in _halves(run.batch):
         yield Candidate("batch", f"{size} sequences at once instead of {run.batch}",

@@ -330,6 +330,7 @@ def _sweep_table(points: Sequence[Result], axes: Sequence[str]) -> Table:
     """One row per point. On a narrow terminal headings wrap; figures never do."""
     scaling = "cluster.nodes" in axes
     serving = all(point.inference is not None for point in points)
+    generating = any(point.scenario.model.kind != "encoder" for point in points)
     tokens = all(has_tokens(point.scenario) for point in points)
     rows: list[list[Text]] = []
     for point in points:
@@ -338,7 +339,7 @@ def _sweep_table(points: Sequence[Result], axes: Sequence[str]) -> Table:
         served = point.inference
         times = [seconds(point.step_time_s)]
         if serving and served is not None:
-            times = [seconds(served.prompt_time_s), seconds(served.time_per_token_s)]
+            times = [seconds(served.prompt_time_s), *([seconds(served.time_per_token_s)] if generating else [])]
         throughput = point.tokens_per_second if tokens else point.samples_per_second
         cells += [str(point.gpus), *times, rate(throughput / point.gpus),
                   f"{100 * point.mfu:.1f}%", f"{100 * point.breakdown.exposed_s / point.step_time_s:.1f}%",
@@ -347,7 +348,7 @@ def _sweep_table(points: Sequence[Result], axes: Sequence[str]) -> Table:
         efficiency = [Text(_efficiency(point, points))] if scaling else []
         rows.append([*map(Text, cells), fits, *efficiency])
     heads = [axis.split(".")[-1].replace("_", " ") for axis in axes]
-    heads += ["GPUs", *(["first token", "per token"] if serving else ["step"])]
+    heads += ["GPUs", *(["first token", "per token"] if serving and generating else ["pass" if serving else "step"])]
     heads += [f"{'tokens' if tokens else 'samples'}/s /GPU", "MFU", "exposed", "memory", "fits"]
     heads += ["scaling"] if scaling else []
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
