@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from sim.model.architecture import Architecture, Layer, Operator
+from sim.model.architecture import Architecture, Layer, Operator, Parameter
 from sim.model.attention_core import core_operator, softmax_dtype, uses_flash
 from sim.model.decoder import decoder
 from sim.model.encoder import pooled_encoder
@@ -27,6 +27,7 @@ from sim.model.inference_weights import Weights, parameter_bytes, stored_product
 from sim.model.kernels import cast, elementwise, width
 from sim.model.relative import bias_forward, table_operator
 from sim.model.style import Style
+from sim.model.tuning import Frozen
 from sim.work import Kernel
 
 #: Kernels of greedy sampling beside the largest logit: tokens appended, masks and stopping criteria updated
@@ -74,9 +75,14 @@ class Rank:
 
     def forward(self, layer: Layer) -> Items:
         """Kernels and exchanges of one layer, in order; the head's end with the choice of the next token."""
-        return tuple(self._items(layer))
+        return tuple(item for _, item in self._items(layer))
 
-    def _items(self, layer: Layer) -> Iterator[Kernel | Sum]:
+    def part(self, layer: Layer, operators: Sequence[Operator]) -> Items:
+        """Those of some of its operators; what ends a layer belongs to its last."""
+        mine = {id(op) for op in operators}
+        return tuple(item for op, item in self._items(layer) if id(op) in mine)
+
+    def _items(self, layer: Layer) -> Iterator[tuple[Operator, Kernel | Sum]]:
         style, cut = self.style, self.tensor > 1
         adds = "post_norm" if style.norms_output else "residual"  # where sums of slices are needed
         last_add = max((i for i, op in enumerate(layer.operators) if op.name.startswith(adds)), default=-1)
@@ -86,15 +92,17 @@ class Rank:
                 continue
             # side by side, attention and MLP are summed up together
             if cut and op.name.startswith(adds) and (number == last_add or not style.parallel_block):
-                yield Sum("all_reduce", style.tokens * style.hidden, style.act)
+                yield op, Sum("all_reduce", style.tokens * style.hidden, style.act)
             for kernel in self._operator(layer, op, attended > 0):
-                yield from (stored_product(style, self.weights, kernel, op.name) if layer.kind == "block" else
-                            (kernel,))
+                for stored in (stored_product(style, self.weights, kernel, op.name) if layer.kind == "block" else
+                               (kernel,)):
+                    yield op, stored
             attended += op.core
+        last = layer.operators[-1]
         if cut and layer.kind in ("embedding", "bridge"):
-            yield Sum("all_reduce", style.tokens * style.hidden, style.weight)
+            yield last, Sum("all_reduce", style.tokens * style.hidden, style.weight)
         if layer.kind == "head" and style.kind != "encoder":
-            yield from self._sample()
+            yield from ((last, item) for item in self._sample())
 
     def _operator(self, layer: Layer, op: Operator, crossing: bool) -> Iterator[Kernel]:
         """Kernels of an operator, the cache's among them.
@@ -179,7 +187,16 @@ class Rank:
 
     def weight_bytes(self, layer: Layer) -> float:
         """Bytes of the slice's weights of a layer, scales included. Norms, embedding and head are not quantised."""
-        return sum(parameter_bytes(self.style, self.weights, p, layer.kind == "block") for p in layer.parameters)
+        return sum(self.parameter_bytes(layer, p) for p in layer.parameters)
+
+    def hooks(self, layer: Layer, parameter: Parameter | Frozen) -> int:
+        """How many hooks of the module of one of a layer's parameters run in this forward: one for each name under
+        which the model has it, none where it does not run."""
+        return 1
+
+    def parameter_bytes(self, layer: Layer, parameter: Parameter | Frozen) -> float:
+        """Bytes of one of a layer's."""
+        return parameter_bytes(self.style, self.weights, parameter, layer.kind == "block")
 
     def shared_bytes(self, layer: Layer) -> float:
         """Bytes of the matrix a tied head needs of the embedding, where that is on another rank."""

@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from sim.model.architecture import Architecture, Layer
+from sim.model.architecture import Architecture, Layer, Operator, Parameter
 from sim.model.attention_core import softmax_dtype, uses_flash
-from sim.model.encoder_decoder import encoder_decoder
+from sim.model.encoder_decoder import CROSS, TABLE, encoder_decoder
 from sim.model.inference import Items, Rank, cache_width
 from sim.model.inference_weights import wide_down
 from sim.model.kernels import width
 from sim.model.style import Style
+from sim.model.tuning import Frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +96,21 @@ class PairRank(Rank):
             return self._decoder.forward(layer)
         return () if self.cached else self._encoder.forward(layer)
 
+    def part(self, layer: Layer, operators: Sequence[Operator]) -> Items:
+        """Those of some of its operators."""
+        mine = {id(op) for op in operators}
+        if layer.kind == "bridge":
+            return self._bridge(replace(layer, operators=tuple(op for op in layer.operators if id(op) in mine)))
+        if _decodes(layer):
+            return self._decoder.part(layer, operators)
+        return () if self.cached else self._encoder.part(layer, operators)
+
     def _bridge(self, layer: Layer) -> Items:
         """The encoder's last norm, and the decoder's embedding."""
-        begin = next(i for i, op in enumerate(layer.operators) if op.name == "embedding")
+        begin = next((i for i, op in enumerate(layer.operators) if op.name == "embedding"), len(layer.operators))
         ends = () if self.cached else tuple(kernel for op in layer.operators[:begin] for kernel in op.forward)
-        return (*ends, *self._decoder.forward(replace(layer, operators=layer.operators[begin:])))
+        begins = replace(layer, operators=layer.operators[begin:])
+        return (*ends, *self._decoder.forward(begins)) if begins.operators else ends
 
     @property
     def _encoder(self) -> _Stack:
@@ -110,6 +121,14 @@ class PairRank(Rank):
         style = self.style
         return _Stack(replace(style, sequence=style.decoder_sequence, layers=style.decoder_layers, causal=True,
                               memory=style.sequence), self.cached, self.weights)
+
+    def hooks(self, layer: Layer, parameter: Parameter | Frozen) -> int:
+        """Once the cache is filled, nothing of the encoder's runs, and no keys and values of its output are made. T5's
+        embedding is one module of three names (modeling_t5.py: shared, encoder.embed_tokens, decoder.embed_tokens)."""
+        made = any(f"{CROSS}.{name}." in parameter.name for name in ("k", "v", "kv"))
+        if self.cached and (made or parameter.name.startswith("encoder.")):
+            return 0
+        return 3 if self.style.biased and parameter.name == TABLE and layer.kind != "head" else 1
 
     def kept_bytes(self) -> float:
         """The encoder's output."""

@@ -10,7 +10,7 @@ from sim.model.architecture import Parameter
 from sim.model.kernels import cast, elementwise, product, width
 from sim.model.relative import TABLE
 from sim.model.style import Style
-from sim.model.tuning import stored_width
+from sim.model.tuning import Frozen, stored_width
 from sim.work import Kernel
 
 #: Bytes per weight and per row of outputs of weights stored in fewer bits, their scales included.
@@ -82,7 +82,7 @@ def wide_down(style: Style, weights: Weights) -> bool:
     return t5 and (quantised or style.act == "fp16")
 
 
-def parameter_bytes(style: Style, weights: Weights, parameter: Parameter, in_block: bool) -> float:
+def parameter_bytes(style: Style, weights: Weights, parameter: Parameter | Frozen, in_block: bool) -> float:
     """Bytes of a slice's parameter, scales included: of a block its matrices are quantised, but no table."""
     if in_block and parameter.name.endswith(".wo.weight") and wide_down(style, weights):
         return parameter.numel * width("fp32")

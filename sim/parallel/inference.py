@@ -16,6 +16,7 @@ travel from the last stage back to the first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -23,26 +24,24 @@ from typing import NamedTuple
 import numpy as np
 
 from sim.hardware.outside import Outside
-from sim.model.architecture import Architecture, Layer
+from sim.model.architecture import Architecture, Layer, Operator
 from sim.model.inference import Items, Rank, Sum
 from sim.model.inference_rank import rank_of
 from sim.model.inference_weights import NARROW, Weights
 from sim.model.style import Style, style_of
 from sim.parallel.beside import beside as beside_tensors
 from sim.parallel.beside import residents
-from sim.parallel.layout import Layout
+from sim.parallel.layout import Layout, Ranks, simulated_ranks
 from sim.parallel.pipeline.stages import positions, split_of
+from sim.parallel.served import RECEIVE, SEND, held_of, serving_groups
 from sim.parallel.step import COMPUTE
-from sim.program import CollectiveCall, Communicator, InlineCall, Job, Label, ProgramBuilder, RankClass, SectionBuilder
+from sim.program import CollectiveCall, Communicator, InlineCall, Job, Label, RankClass, SectionBuilder
 from sim.scenario.schema import Inference, InferenceRun, Scenario
 from sim.software import Stack, stack_of
 from sim.work import DTYPE_BYTES, Kernel
 
 #: Pieces of the generation, each simulated at one cache length.
 PIECES = 8
-#: Streams of every stage: kernels; what arrives from the stage before; what goes to the next.
-STREAMS = ("compute", "receive", "send")
-_RECEIVE, _SEND = 1, 2
 _TOKEN_BYTES = 8  # a token's number
 _CACHE, _ENCODED = "cache of keys and values", "encoder's output"
 
@@ -104,7 +103,7 @@ def lower_inference(scenario: Scenario, stack: Stack) -> Serving:
     run, parallel = run_of(scenario), scenario.parallel
     assert run is not None
     depth = parallel.pipeline
-    sizes = {"tensor": parallel.tensor, "data": scenario.data_parallel, "pipeline": depth}
+    sizes = {"tensor": parallel.tensor, "context": parallel.context, "data": scenario.data_parallel, "pipeline": depth}
     layout = Layout(sizes, tuple(d for d in parallel.order if d in sizes))
     own_slice = replace(style_of(scenario, stack, run.batch), window=scenario.model.window or 0, sequence=run.prompt)
     weights = _weights(scenario, stack, run)
@@ -113,14 +112,15 @@ def lower_inference(scenario: Scenario, stack: Stack) -> Serving:
     counts = split_of(scenario, stack, len(architecture.stack) - 2, placed)
     own = positions(architecture, counts, placed)
     pieces = pieces_of(first_tokens(run, scenario), run.generate)
-    groups = {"tensor": layout.group("tensor")} if parallel.tensor > 1 else {}
-    stages = [_Stage(scenario, stack, own_slice, weights, stage, chunks[0]) for stage, chunks in enumerate(own)]
+    groups = serving_groups(scenario, layout)
+    stages = [_Stage(scenario, stack, own_slice, weights, stage, chunks[0], architecture, layout, groups)
+              for stage, chunks in enumerate(own)]
     for stage in stages:
         stage.write(pieces)
     beside = beside_tensors(scenario, stack, layout, groups, 2 * (depth > 1), [stage.builder for stage in stages])
     for stage in stages:
         stage.builder.resident += residents(beside)
-    return Serving(_job(stages, layout), architecture, pieces, max(stage.cache_bytes for stage in stages),
+    return Serving(_job(stages, layout, groups), architecture, pieces, max(stage.cache_bytes for stage in stages),
                    max(stage.crossing_bytes for stage in stages), beside)
 
 
@@ -141,7 +141,7 @@ class _Stage:
     """
 
     def __init__(self, scenario: Scenario, stack: Stack, own_slice: Style, weights: Weights, stage: int,
-                 own: range) -> None:
+                 own: range, architecture: Architecture, layout: Layout, groups: dict[str, Ranks]) -> None:
         run = run_of(scenario)
         assert run is not None
         self.run, self.stack, self.slice, self.weights = run, stack, own_slice, weights
@@ -153,27 +153,26 @@ class _Stage:
         self.graphs = scenario.software.cuda_graphs
         count = min(self.depth, run.batch)
         self.parts = [run.batch // count + (i < run.batch % count) for i in range(count)]
-        names = (*(("tensor",) if self.tensor > 1 else ()), *["pipeline"] * (self.depth if self.depth > 1 else 0))
-        self.builder = ProgramBuilder(STREAMS, names, stack.launch_queue)
+        self.held = held_of(scenario, stack, architecture, layout, groups, self._segment)
+        self.builder = self.held.builder
         self.cache_bytes = self.crossing_bytes = 0
         #: what lasts from the encoder's last norm to the end of the request
         self.made: list[tuple[str, int, str]] = []
-        self._segments: dict[tuple[Rank, int], int | None] = {}
+        self._segments: dict[tuple[Rank, int, tuple[int, ...], tuple[Kernel, ...]], int | None] = {}
 
     def write(self, pieces: tuple[Piece, ...]) -> None:
         """All sections and what is held throughout."""
         run = self.run
         final = self._rank(run.batch, self.first, 0)
         layers = self._layers(final)
-        held = sum(final.weight_bytes(layer) for layer in layers)
+        self.held.hold(final, layers)
         if self.depth > 1 and self.stage == self.depth - 1:
-            held += final.shared_bytes(layers[-1])
+            self.builder.resident.append(("tied matrix", round(final.shared_bytes(layers[-1])), "parameters"))
         # a decoder behind an encoder has its start token in the cache, and not its last
         fed = self.first + run.generate - self.behind_encoder
         self.cache_bytes = final.cache_bytes(fed, layers)
         self.crossing_bytes = final.crossing_bytes(layers)
-        self.builder.resident += [("weights", round(held), "parameters"),
-                                  ("tokens", run.batch * (run.prompt + run.generate) * _TOKEN_BYTES, "buffers")]
+        self.builder.resident.append(("tokens", run.batch * (run.prompt + run.generate) * _TOKEN_BYTES, "buffers"))
         if self.behind_encoder:
             self.made.append((_ENCODED, round(final.kept_bytes()), "activations"))
         if self.behind_encoder and self.weights.appended:
@@ -208,7 +207,7 @@ class _Stage:
                 self._receive(section, rank)
         if self.stack.step_sync or last:
             # the loop looks at the token: has the sequence ended?
-            streams = tuple(range(len(STREAMS))) if last else (COMPUTE,)
+            streams = tuple(range(len(self.builder.streams))) if last else (COMPUTE,)
             section.host(0.0, Label("token", "forward", "read the token"), joins=streams)
         if last:
             for made in self.made:
@@ -228,23 +227,15 @@ class _Stage:
         waits: tuple[int, ...] = ()
         if self.stage > 0 or (self.depth > 1 and not first):
             waits = (self._receive(section, rank),)
-        names = rank.architecture().names
-        task = -1
-        for position, layer in zip(self.own[some], self._layers(rank)[some], strict=True):
-            segment = self._segment(rank, layer)
-            if segment is None:  # an encoder's, whose output is there
-                continue
-            label = Label(names[position], "forward", layer.kind)
-            task = section.kernels(COMPUTE, segment, label, waits=waits)
-            waits = ()
+        task = self.held.forward(section, rank, self.own[some], waits)
         if self.depth > 1:
             call = CollectiveCall("send", *self._message(rank, self.stage))
-            section.collective(_SEND, call, self._call_s(rank), Label("pipeline", "forward", "send"), waits=(task,))
+            section.collective(SEND, call, self._call_s(rank), Label("pipeline", "forward", "send"), waits=(task,))
 
     def _receive(self, section: SectionBuilder, rank: Rank) -> int:
         """What the stage before sends; the first stage has the chosen tokens from the last."""
         call = CollectiveCall("recv", *self._message(rank, (self.stage - 1) % self.depth))
-        return section.collective(_RECEIVE, call, self._call_s(rank), Label("pipeline", "forward", "receive"))
+        return section.collective(RECEIVE, call, self._call_s(rank), Label("pipeline", "forward", "receive"))
 
     def _message(self, rank: Rank, source: int) -> tuple[int, str, int]:
         """Bytes, dtype and communicator of what a stage passes on; the last one's goes to the first."""
@@ -268,11 +259,13 @@ class _Stage:
         """Whether graphs, if any, replay this forward: a token's, and an encoder's, which runs no other."""
         return rank.cached > 0 or rank.style.kind == "encoder"
 
-    def _segment(self, rank: Rank, layer: Layer) -> int | None:
-        """A layer's forward, None where it has nothing to do; equal layers share one."""
-        key = (rank, id(layer))
+    def _segment(self, rank: Rank, layer: Layer, operators: Sequence[Operator] = (),
+                 before: tuple[Kernel, ...] = ()) -> int | None:
+        """A layer's forward, or of some of its operators, behind other kernels; None where there is nothing to do.
+        Equal layers share one."""
+        key = (rank, id(layer), tuple(map(id, operators)), before)
         if key not in self._segments:
-            items = rank.forward(layer)
+            items = (*before, *(rank.part(layer, operators) if operators else rank.forward(layer)))
             self._segments[key] = self._made(rank, items) if items else None
         return self._segments[key]
 
@@ -283,7 +276,8 @@ class _Stage:
         for item in items:
             if isinstance(item, Sum):
                 size = round(item.elements * DTYPE_BYTES[item.dtype])
-                made.append(InlineCall(CollectiveCall(item.kind, size, item.dtype, 0)))
+                tensor = self.builder.communicators.index("tensor")
+                made.append(InlineCall(CollectiveCall(item.kind, size, item.dtype, tensor)))
                 host.append(self._call_s(rank))
             else:
                 made.append(item)
@@ -291,19 +285,22 @@ class _Stage:
         return self.builder.segment(made, host)
 
 
-def _job(stages: list[_Stage], layout: Layout) -> Job:
+def _job(stages: list[_Stage], layout: Layout, groups: dict[str, Ranks]) -> Job:
     """All stages as one job: a class of ranks per stage."""
     depth = len(stages)
+    if depth == 1:
+        alike, shared = simulated_ranks(np.zeros(layout.ranks, dtype=np.int64), groups)
+        return Job([stages[0].builder.build()], alike, shared, layout.ranks)
     stage_of = layout.coordinate("pipeline")
     edges = [Communicator("pipeline", layout.moved("pipeline", stage, (stage + 1) % depth), 2)
-             for stage in range(depth if depth > 1 else 0)]
+             for stage in range(depth)]
     communicators, classes = list(edges), []
     for number, stage in enumerate(stages):
         mine: tuple[int, ...] = ()
         if stage.tensor > 1:
-            groups = layout.group("tensor")
+            tensor = groups["tensor"]
             mine = (len(communicators),)
-            communicators.append(Communicator("tensor", groups[stage_of[groups[:, 0]] == number], 1))
+            communicators.append(Communicator("tensor", tensor[stage_of[tensor[:, 0]] == number], 1))
         takes = [edge if number in (edge, (edge + 1) % depth) else -1 for edge in range(len(edges))]
         members = np.flatnonzero(stage_of == number)
         classes.append(RankClass(int(members[0]), members, number, 0, (*mine, *takes)))

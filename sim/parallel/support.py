@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from sim.errors import Fault, UserError
 from sim.hardware import gpu
@@ -10,7 +10,9 @@ from sim.model.inference_weights import MULTIPLIED, NARROW
 from sim.model.tuning import QUANTISED, cut_both
 from sim.parallel.model.expert import misfit
 from sim.parallel.support_outside import outside, paged
-from sim.scenario.schema import Inference, RecomputeModules, Scenario, Training
+from sim.parallel.support_served import served
+from sim.parallel.support_unknown import unknown
+from sim.scenario.schema import RecomputeModules, Scenario, Training
 from sim.software import Stack
 
 #: Compute dtypes below 16 bits.
@@ -67,12 +69,13 @@ def _base(scenario: Scenario) -> Iterator[Fault]:
 def check(scenario: Scenario, stack: Stack) -> None:
     """Raise `UserError` naming every field of the scenario that this version cannot simulate."""
     training, ipg = scenario.training, stack.gradient_path == "ipg"  # gradients go through DeepSpeed's buckets
-    asked: dict[str, object] = {"parallel.offload": paged(scenario, ipg)}
-    if training.mode != "train":
-        asked |= _inference(scenario, stack)
     sharded = like_fsdp(scenario.parallel.strategy, ipg)
-    faults = [*on_any_ranks(scenario, stack), *_unknown(asked), *_in_backward(scenario),
-              *outside(scenario, ipg, stack.hybrid_offload, sharded), *_expert(scenario, ipg), *_stages(scenario, ipg),
+    if training.mode == "train":
+        places = [*unknown({"parallel.offload": paged(scenario, ipg)}),
+                  *outside(scenario, ipg, stack.hybrid_offload, sharded), *_stages(scenario, ipg)]
+    else:
+        places = [*served(scenario, stack, sharded)]
+    faults = [*on_any_ranks(scenario, stack), *_in_backward(scenario), *places, *_expert(scenario, ipg),
               *_whole_slices(scenario), *_some(scenario, stack)]
     if faults:
         raise UserError(faults)
@@ -90,7 +93,7 @@ def on_any_ranks(scenario: Scenario, stack: Stack) -> list[Fault]:
         "training.precision": training.precision.compute in ("int8", "int4") and training.mode == "train"
         and training.precision.compute,
     }
-    return [*_unknown(asked), *_base(scenario), *_narrow(scenario), *_modules(scenario, stack)]
+    return [*unknown(asked), *_base(scenario), *_narrow(scenario), *_modules(scenario, stack)]
 
 
 def _modules(scenario: Scenario, stack: Stack) -> Iterator[Fault]:
@@ -104,11 +107,6 @@ def _modules(scenario: Scenario, stack: Stack) -> Iterator[Fault]:
     elif not recomputes_ops(scenario.training):
         yield Fault("recomputation of named modules beside frozen weights is understood but not simulated yet in this "
                     "version", field, hint="write recompute: full or selective")
-
-
-def _unknown(asked: Mapping[str, object]) -> list[Fault]:
-    return [Fault(f"{what} is understood but not simulated yet in this version", field, hint="remove it, or see "
-                  "the README's validity limits") for field, what in asked.items() if what]
 
 
 def like_fsdp(strategy: str, ipg: bool) -> bool:
@@ -297,31 +295,3 @@ def _in_backward(scenario: Scenario) -> Iterator[Fault]:
         yield Fault("the optimizer is offloaded and runs after backward", field, hint="remove one of the two")
     if parallel.pipeline > 1:
         yield Fault("a pipeline's stages apply gradients only after the last micro-batch", field, hint="remove it")
-
-
-def _inference(scenario: Scenario, stack: Stack) -> dict[str, object]:
-    """What inference cannot be asked: weights are whole on every tensor and pipeline rank. A cache that is expanded in
-    front of attention is transformers', whose QuantizedCache refuses encoder-decoders (4.56.2 generation/utils.py)."""
-    model, parallel, training = scenario.model, scenario.parallel, scenario.training
-    pair, mode = model.kind == "encoder-decoder", training.mode
-    cache = mode.inference.kv_cache if isinstance(mode, Inference) else "same"
-    tuned, compute = training.finetune, training.precision.compute
-    return {
-        "training.finetune": tuned is not None and tuned.method != "full" and f"inference beside {tuned.method}",
-        "training.chunked_loss": training.chunked_loss and "inference with a loss",
-        "training.optimizer_in_backward": training.optimizer_in_backward and "inference with an optimizer",
-        "training.precision": compute == "int4" and "inference in int4",
-        "parallel.offload": any(v in ("cpu", "nvme", "paged") for _, v in parallel.offload)
-        and "inference with offload",
-        "model.kind": model.kind == "layers" and "inference of a table of layers",
-        "training.mode.inference.kv_cache": pair and cache != "same" and stack.quantised_products != "fused"
-        and f"a cache in {cache} of an encoder-decoder by transformers, which refuses it",
-        "parallel.pipeline": parallel.pipeline > 1 and model.kind != "decoder"
-        and f"inference of kind {model.kind} over pipeline stages",
-        "parallel.strategy": parallel.strategy not in ("none", "ddp") and f"inference with {parallel.strategy}",
-        "parallel.context": parallel.context > 1 and "inference with context parallelism",
-        "parallel.expert": parallel.expert not in (1, parallel.tensor)
-        and f"inference with experts over other than the {parallel.tensor} tensor ranks",
-        "parallel.sequence_parallel": parallel.sequence_parallel and "inference with sequence parallelism",
-        "parallel.virtual_stages": parallel.virtual_stages > 1 and "inference with several chunks per rank",
-    }

@@ -58,7 +58,7 @@ def candidates(scenario: Scenario) -> Iterator[Candidate]:
 
 
 def _serving(scenario: Scenario, run: InferenceRun) -> Iterator[Candidate]:
-    """Fewer bits per weight, more ranks per replica, fewer sequences at once."""
+    """Fewer bits per weight, fewer sequences at once, more ranks per replica, weights shared out or in host memory."""
     fields = ("training.precision.parameters", "training.finetune.base")  # the second follows the first
     precision = scenario.training.precision
     # products in 8 bits and below go with weights of the same format
@@ -74,6 +74,13 @@ def _serving(scenario: Scenario, run: InferenceRun) -> Iterator[Candidate]:
                         {"training.mode.inference.batch": size})
     for name in ("tensor", "pipeline"):
         yield from _more_ranks(scenario, name)
+    parallel = scenario.parallel
+    if parallel.strategy in ("none", "ddp") and scenario.data_parallel > 1:
+        yield Candidate("sharding", f"weights shared out over {scenario.data_parallel} GPUs, gathered block by block",
+                        {"parallel.strategy": "fsdp"})
+    if parallel.offload.parameters == "none":
+        yield Candidate("offload", "weights in host memory, copied as they are needed",
+                        {"parallel.offload.parameters": "cpu"})
 
 
 def _activations(scenario: Scenario) -> Iterator[Candidate]:

@@ -24,7 +24,7 @@ from sim.report.text_head import has_tokens, headline
 from sim.report.text_run import budget_lines, trouble_lines
 from sim.report.text_stages import stage_lines
 from sim.report.units import rate, seconds, size
-from sim.report.words import BOUNDS, forward_of, term
+from sim.report.words import bound, forward_of, term
 from sim.scenario.change import said
 from sim.work import CATEGORIES as KERNEL_CATEGORIES
 
@@ -157,7 +157,8 @@ def _breakdown(result: Result, width: int) -> list[Any]:
 def _bound(result: Result) -> list[Any]:
     total = sum(s for groups in result.breakdown.communication_total.values() for s in groups.values())
     exposed = result.breakdown.exposed_s
-    lines = [Text.assemble("bound by ", (BOUNDS[felt(result.bound, result.breakdown)], "bold"))]
+    lines = [Text.assemble("bound by ", (bound(felt(result.bound, result.breakdown), result.inference is not None),
+                                           "bold"))]
     if total > 0:
         hidden = 100 * max(0.0, 1 - exposed / total)
         lines.append(Text(f"communication: {seconds(total)} on the wire, {hidden:.0f}% hidden "
