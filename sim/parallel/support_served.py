@@ -70,8 +70,9 @@ def _sharded(scenario: Scenario, stack: Stack, like_fsdp: bool) -> Iterator[Faul
         "parallel.expert": parallel.expert > 1 and f"{what} and experts spread over ranks",
         "parallel.wrap": parallel.wrap != "block" and f"{what} in units of other than blocks",
         "software.cuda_graphs": software.cuda_graphs and f"{what}, whose weights come and go, in CUDA graphs",
-        "software.fsdp": like_fsdp and software.fsdp == 1 and f"{what} by FSDP 1",
     })
+    if like_fsdp and software.fsdp == 1:
+        yield Fault(f"{what} by FSDP 1 is understood but not simulated", "software.fsdp", hint="write fsdp: 2")
     if like_fsdp and parallel.reshard_after_forward is not True:
         yield Fault("a forward without a backward that keeps what it gathered holds whole weights",
                     "parallel.reshard_after_forward", hint="set it to true, or use strategy none or ddp")

@@ -77,7 +77,7 @@ def _serving(scenario: Scenario, run: InferenceRun) -> Iterator[Candidate]:
     parallel = scenario.parallel
     if parallel.strategy in ("none", "ddp") and scenario.data_parallel > 1:
         yield Candidate("sharding", f"weights shared out over {scenario.data_parallel} GPUs, gathered block by block",
-                        {"parallel.strategy": "fsdp"})
+                        {"parallel.strategy": "fsdp", **({"software.fsdp": 2} if scenario.software.fsdp == 1 else {})})
     if parallel.offload.parameters == "none":
         yield Candidate("offload", "weights in host memory, copied as they are needed",
                         {"parallel.offload.parameters": "cpu"})
