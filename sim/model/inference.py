@@ -262,6 +262,9 @@ class Rank:
         style, e = self.style, width(self.style.act)
         projected = style.tokens * (style.query_width + 2 * style.kv_width) * e
         rows = style.heads * style.sequence * keys
+        if not style.causal:  # no cache is made
+            made = style.tokens * style.query_width * e
+            return projected + (made if uses_flash(style) else style.batch * rows * (e + width(softmax_dtype(style))))
         if uses_flash(style):
             return 2 * projected + rows * e * style.biased
         return 2 * projected + style.batch * rows * (e + width(softmax_dtype(style)))

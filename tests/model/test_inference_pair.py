@@ -174,3 +174,16 @@ def test_an_encoder_has_a_pooler_and_no_cache() -> None:
     assert not [k for layer in layers for k in of.forward(layer) if isinstance(k, Kernel) and "cache" in k.variant]
     # BertModel with its pooler: 109,482,240 parameters
     assert sum(of.weight_bytes(layer) for layer in layers) == 2 * 109_482_240
+
+
+@pytest.mark.parametrize(("batch", "prompt", "attention", "peak"), [
+    (8, 512, "flash", 92307456), (32, 128, "flash", 92307456), (8, 512, "eager", 176193536)])
+def test_memory_of_a_pass_is_that_of_pytorch(batch: int, prompt: int, attention: str, peak: int) -> None:
+    """Six blocks of BERT-large (transformers 5.23.0's BertModel) on fake tensors."""
+    scenario = resolve({
+        "name": "t", "cluster": {"topology": "single-a100-80g-sxm"}, "model": {"preset": "bert-large", "layers": 6},
+        "training": {"precision": "pure-bf16", "attention": attention,
+                     "mode": {"inference": {"prompt": prompt, "batch": batch}}},
+        "software": {"year": 2026, "modules": "transformers"}})
+    of = rank_of(style_of(scenario, stack_of(scenario.software), batch), batch, prompt, 0, GROWING)
+    assert of.transient_bytes(of.architecture().stack) + 8 * batch * prompt == pytest.approx(peak, rel=1e-3)
