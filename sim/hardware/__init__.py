@@ -2,6 +2,7 @@
 
 from sim.hardware.device import Device
 from sim.hardware.gpu import Gpu, NVLink, canonical_gpu, gpu, gpu_names
-from sim.hardware.host import HostShare, host_share
+from sim.hardware.host import HostShare, host_share, pageable_bps
 
-__all__ = ["Device", "Gpu", "HostShare", "NVLink", "canonical_gpu", "gpu", "gpu_names", "host_share"]
+__all__ = ["Device", "Gpu", "HostShare", "NVLink", "canonical_gpu", "gpu", "gpu_names", "host_share",
+           "pageable_bps"]

@@ -52,6 +52,11 @@ class HostShare:
         return min(together, threads * float(figures["core"]["gb_s"]) * 1e9) if threads else together
 
 
+def pageable_bps() -> float:
+    """Bytes/s at which the driver copies pageable host memory to pinned buffers, which one core reads and writes."""
+    return float(table(_FIGURES)["core"]["gb_s"]) * 1e9 / 2
+
+
 def host_share(host: Any, gpus: int, below_switch: int = 1) -> HostShare:
     """A GPU's share of a node with `gpus` working GPUs.
 

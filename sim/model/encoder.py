@@ -36,6 +36,27 @@ def encoder(style: Style) -> Architecture:
     return Architecture(layers, style.tied, style.batch, style.sequence)
 
 
+def pooled_encoder(style: Style) -> Architecture:
+    """What serves: embedding, blocks, and the pooler of every sequence's first token, without the head of training.
+
+    Source: transformers 4.56.2 modeling_bert.py (BertModel with its BertPooler, under BertForSequenceClassification,
+    whose classifier of a few labels is not counted).
+    """
+    whole = encoder(style)
+    return replace(whole, stack=(*whole.stack[:-1], _pooler(style)), tied=False)
+
+
+def _pooler(style: Style) -> Layer:
+    """Dense and tanh on one token of every sequence."""
+    first = replace(style, sequence=1, gemm=style.wide)
+    elements = first.tokens * style.hidden
+    dense, parameters = linear_operator(first, "pooler", "bert.pooler.dense", style.hidden, style.hidden,
+                                        source=style.residual)
+    tanh = Operator("pooler_activation", (elementwise("activation", elements, 2 * width(style.act), style.act),), ())
+    stream = Tensor("head_input_stream", style.tokens * style.hidden, style.residual)
+    return Layer("head", (dense, tanh), stream, parameters)
+
+
 def _block(style: Style) -> Layer:
     """Attention, sum, norm; feed-forward, sum, norm."""
     source = style.residual

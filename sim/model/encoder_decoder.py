@@ -20,6 +20,8 @@ from sim.model.relative import table_operator, zero_bias_operator
 from sim.model.residual import dropout_operator, residual_operators
 from sim.model.style import Program, Style
 
+#: Module of cross attention in a block, and the vocabulary's table.
+CROSS, TABLE = "EncDecAttention", "shared.weight"
 _SEPARATE, _FUSED, _CROSS_FUSED = ("q", "k", "v", "o"), ("qkv", "o"), ("q", "kv", "o")
 
 
@@ -71,7 +73,7 @@ def _decoder_block(style: Style, memory: int, first: bool) -> Layer:
 
 def _attend(style: Style, place: int, first: bool) -> tuple[list[Operator], list[Parameter]]:
     """Norm, attention and sum: part `place` of a block. Registered before the norm, as everything but the norm is."""
-    module = f"layer.{place}.{'EncDecAttention' if style.memory else 'SelfAttention'}"
+    module = f"layer.{place}.{CROSS if style.memory else 'SelfAttention'}"
     parts = _SEPARATE if style.separate_qkv else _CROSS_FUSED if style.memory else _FUSED
     norm, norm_parameters = norm_operator(style, f"norm{place + 1}", f"layer.{place}.layer_norm")
     attention, parameters = attention_operators(style, style.residual, [f"{module}.{name}" for name in parts])
@@ -92,7 +94,7 @@ def _feed_forward(style: Style, place: int) -> tuple[list[Operator], list[Parame
 
 
 def _table(style: Style) -> Parameter:
-    return Parameter("shared.weight", (style.vocab, style.hidden))
+    return Parameter(TABLE, (style.vocab, style.hidden))
 
 
 def _embed(style: Style, name: str) -> list[Operator]:

@@ -1,4 +1,6 @@
-"""Forward passes of inference as one tensor rank runs them: the prompt at once, then one token per sequence.
+"""Forward passes of inference as one tensor rank runs them: the prompt at once, then one token per sequence; of an
+encoder nothing but the prompt. Encoder-decoders, which are two stacks, are in `inference_pair.py`; `inference_rank.py`
+makes either from a model's style.
 
 The kernels are those of the training model's forward on a style whose heads, inner widths and vocabulary are cut over
 the tensor ranks; what differs is the cache of keys and values, the attention of one query over it, and weights or
@@ -17,38 +19,20 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from sim.model.architecture import Architecture, Layer, Parameter
+from sim.model.architecture import Architecture, Layer, Operator, Parameter
 from sim.model.attention_core import core_operator, softmax_dtype, uses_flash
 from sim.model.decoder import decoder
-from sim.model.kernels import cast, elementwise, product, width
-from sim.model.mixture import Experts, most
+from sim.model.encoder import pooled_encoder
+from sim.model.inference_weights import Weights, parameter_bytes, stored_product
+from sim.model.kernels import cast, elementwise, width
+from sim.model.relative import bias_forward, table_operator
 from sim.model.style import Style
-from sim.model.tuning import stored_width
-from sim.network import expected_maximum
+from sim.model.tuning import Frozen
 from sim.work import Kernel
-
-#: Bytes per weight and per row of outputs of weights stored in fewer bits, their scales included.
-#: int8: one fp32 scale per row (LLM.int8(), arXiv 2208.07339, section 3.1); fp8 alike (vLLM's per-channel weights).
-#: int4: groups of 128 with a 16-bit scale and a 4-bit zero (GPTQ, arXiv 2210.17323, section 4; AWQ). nf4: as
-#: fine-tuning stores it. mxfp8: a byte of scale per 32 weights (OCP Microscaling Formats 1.0, section 5.3); nvfp4: one
-#: per 16 (cuBLAS 12.9, block scaling). Those of fp8, mxfp8 and nvfp4 are recalled.
-_STORED: dict[str, tuple[float, float]] = {
-    "int8": (1.0, 4.0), "int4": (0.5 + 2.5 / 128, 0.0), "nf4": (stored_width("nf4"), 0.0),
-    "nf4-dq": (stored_width("nf4-dq"), 0.0),
-    "fp8": (1.0, 4.0), "mxfp8": (1.0 + 1 / 32, 0.0), "nvfp4": (0.5 + 1 / 16, 0.0),
-}
-
-#: Formats in which weights can be stored for inference.
-NARROW = tuple(_STORED)
-#: Formats of which a single row is multiplied as they are stored: bitsandbytes' gemv_4bit.
-_SINGLE_ROW = ("int4", "nf4", "nf4-dq")
 
 #: Kernels of greedy sampling beside the largest logit: tokens appended, masks and stopping criteria updated
 #: (transformers generation/utils.py, `_sample`). From memory.
 _SAMPLING_LAUNCHES = 9
-#: Launches by which bitsandbytes' int8 product looks for outlier columns and adds their 16-bit product
-#: (bitsandbytes/autograd/_functions.py, MatMul8bitLt.forward). From memory.
-_OUTLIER_LAUNCHES = 4
 
 
 class Sum(NamedTuple):
@@ -63,39 +47,12 @@ Items = tuple[Kernel | Sum, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """How the blocks' matrices and the cache are stored.
-
-    Attributes:
-        dtype: one of `NARROW`, or "" = as the kernels read them.
-        fused: the product reads them as stored; else a kernel of its own expands them to 16 bits first (int8: the
-            product runs in int8 on quantised activations).
-        appended: the cache grows by concatenation (read and written whole); else new rows are written in place.
-        multiplied: products run in `dtype` on activations quantised before each (vLLM's and TensorRT-LLM's fp8); else
-            in 16 bits.
-        cache: dtype of keys and values in the cache, or "" = as computed. In 8 bits an engine's attention reads them as
-            stored (vLLM's `kv_cache_dtype`, TensorRT-LLM's fp8 and int8 caches: one scale per tensor, recalled); else
-            they are expanded before it (transformers cache_utils.py, QuantizedCache).
-    """
-
-    dtype: str
-    fused: bool
-    appended: bool
-    multiplied: bool = False
-    cache: str = ""
-
-    @property
-    def expanded(self) -> bool:
-        """Whether a matrix stands beside its stored form in 16 bits."""
-        return bool(self.dtype) and not (self.fused or self.multiplied or self.dtype == "int8")
-
-
-@dataclass(frozen=True, slots=True)
 class Rank:
-    """One slice of a decoder in inference.
+    """One slice of a decoder or encoder in inference.
 
     Attributes:
-        style: of the slice, for one forward over `style.sequence` new tokens per sequence.
+        style: of the slice, for one forward over `style.sequence` new tokens per sequence; with `memory`, its blocks
+            attend to as many tokens of an encoder's output too.
         cached: tokens per sequence that are in the cache before; 0 = this is the prompt.
     """
 
@@ -114,30 +71,64 @@ class Rank:
 
     def architecture(self) -> Architecture:
         """The slice's layers."""
-        return _decoder(self.style)
+        return _architecture(self.style)
 
     def forward(self, layer: Layer) -> Items:
         """Kernels and exchanges of one layer, in order; the head's end with the choice of the next token."""
-        return tuple(self._items(layer))
+        return tuple(item for _, item in self._items(layer))
 
-    def _items(self, layer: Layer) -> Iterator[Kernel | Sum]:
+    def part(self, layer: Layer, operators: Sequence[Operator]) -> Items:
+        """Those of some of its operators; what ends a layer belongs to its last."""
+        mine = {id(op) for op in operators}
+        return tuple(item for op, item in self._items(layer) if id(op) in mine)
+
+    def _items(self, layer: Layer) -> Iterator[tuple[Operator, Kernel | Sum]]:
         style, cut = self.style, self.tensor > 1
         adds = "post_norm" if style.norms_output else "residual"  # where sums of slices are needed
         last_add = max((i for i, op in enumerate(layer.operators) if op.name.startswith(adds)), default=-1)
+        attended = 0
         for number, op in enumerate(layer.operators):
             if op.name == "loss":
                 continue
             # side by side, attention and MLP are summed up together
             if cut and op.name.startswith(adds) and (number == last_add or not style.parallel_block):
-                yield Sum("all_reduce", style.tokens * style.hidden, style.act)
-            if op.core:
-                yield from self._cache_update(layer)
-            for kernel in self._core(self.keys(layer)) if op.core and self.cached else op.forward:
-                yield from self._stored_product(kernel) if layer.kind == "block" else (kernel,)
-        if cut and layer.kind == "embedding":
-            yield Sum("all_reduce", style.tokens * style.hidden, style.weight)
-        if layer.kind == "head":
-            yield from self._sample()
+                yield op, Sum("all_reduce", style.tokens * style.hidden, style.act)
+            for kernel in self._operator(layer, op, attended > 0):
+                for stored in (stored_product(style, self.weights, kernel, op.name) if layer.kind == "block" else
+                               (kernel,)):
+                    yield op, stored
+            attended += op.core
+        last = layer.operators[-1]
+        if cut and layer.kind in ("embedding", "bridge"):
+            yield last, Sum("all_reduce", style.tokens * style.hidden, style.weight)
+        if layer.kind == "head" and style.kind != "encoder":
+            yield from ((last, item) for item in self._sample())
+
+    def _operator(self, layer: Layer, op: Operator, crossing: bool) -> Iterator[Kernel]:
+        """Kernels of an operator, the cache's among them.
+
+        Args:
+            crossing: a core of the block is behind it already, so that attention here is to the encoder's output, whose
+                keys and values the first forward made and kept.
+        """
+        crossing = crossing and self.style.memory > 0
+        if op.core and crossing:
+            if not self.cached:
+                yield from self._cache_update(self.style.batch * self.style.memory)
+            yield from self._core(self.style.memory) if self.cached else op.forward
+        elif op.core:
+            if self.style.causal:
+                yield from self._cache_update(self.style.tokens, self.keys(layer) if self.weights.appended else 0)
+            one = self.cached or self.style.memory  # a single query, which has no later keys to be kept from
+            yield from self._core(self.keys(layer), own=True) if one else op.forward
+        elif op.name == "qkv" and crossing and self.cached:
+            yield from _first_product(op.forward)
+        elif op.name == "position_bias" and self.cached:
+            # a token's query meets every key; older code numbers all pairs up to here and takes the last row
+            queries = self.keys(layer) if self.style.stack.relative_bias_anew else self.style.sequence
+            yield from table_operator(replace(self.style, sequence=queries, memory=self.keys(layer)), "").forward
+        else:
+            yield from op.forward
 
     @property
     def _cached(self) -> float:
@@ -149,22 +140,33 @@ class Rank:
         """Whether attention reads a copy of the cache in the width of activations."""
         return bool(self.weights.cache) and not (self.weights.fused and uses_flash(self.style))
 
-    def _cache_update(self, layer: Layer) -> Iterator[Kernel]:
+    def _cache_update(self, rows: int, anew: int = 0) -> Iterator[Kernel]:
+        """`rows` new tokens written to a block's cache.
+
+        Args:
+            anew: tokens per sequence of a cache that is read and written whole, 0 = in place.
+        """
         style, weights = self.style, self.weights
-        new = style.tokens * cache_width(style)
+        new = rows * cache_width(style)
         source = width(style.act)
         if weights.cache and not weights.fused:
             yield cast("quantise_cache", new, style.act, weights.cache)
             source = self._cached
-        if weights.appended:
-            new, source = style.batch * self.keys(layer) * cache_width(style), self._cached
+        if anew:
+            new, source = style.batch * anew * cache_width(style), self._cached
         yield elementwise("cache_update", new, source + self._cached, style.act, 2, "attention")
 
-    def _core(self, keys: int) -> Iterator[Kernel]:
-        """One query per sequence and head over the cache, which is read once."""
+    def _core(self, keys: int, own: bool = False) -> Iterator[Kernel]:
+        """One query per sequence and head over the cache, which is read once.
+
+        Args:
+            own: the keys are the stack's own, whose relative positions a fused kernel reads in a copy.
+        """
         style = replace(self.style, memory=keys, causal=False, window=0)
         wide, elements = width(style.act), style.batch * keys * cache_width(style)
         less = 0.0 if self._expands_cache else elements * (wide - self._cached)
+        if own and style.biased and uses_flash(style):
+            yield from bias_forward(style)
         if style.latent is not None:
             rank, rope = style.latent.kv_rank, style.latent.rope
             style = replace(style, latent=None, kv_heads=1, head_dim=(2 * rank + rope) // 2)
@@ -173,32 +175,6 @@ class Rank:
             yield elementwise("dequantise_cache", elements, self._cached + wide, style.act, 1, "attention")
         for kernel in core_operator(style).forward:
             yield replace(kernel, bytes=kernel.bytes - less) if kernel.op == "attention" else kernel
-
-    def _stored_product(self, kernel: Kernel) -> Iterator[Kernel]:
-        """A product with the weights as stored, and the kernels around it."""
-        dtype = self.weights.dtype
-        if not dtype or kernel.op != "gemm" or kernel.category != "gemm":
-            yield kernel
-            return
-        batch, m, n, k = kernel.shape
-        act, e = self.style.act, width(self.style.act)
-        stored = batch * stored_bytes((n, k), dtype)
-        in_product = replace(kernel, bytes=kernel.bytes - batch * n * k * e + stored)
-        if self.weights.multiplied:
-            yield cast("quantise", batch * m * k, act, dtype)
-            narrow = product(batch, m, n, k, "tn", dtype, dtype, act)
-            yield replace(narrow, bytes=narrow.bytes - batch * n * k * width(dtype) + stored, flops=kernel.flops,
-                          launches=kernel.launches)
-        elif self.weights.fused or (m == 1 and dtype in _SINGLE_ROW):
-            yield in_product
-        elif dtype == "int8":
-            yield cast("quantise", batch * m * k, act, "int8", 1)
-            yield replace(product(batch, m, n, k, "tn", "int8", "int8", "fp32"), flops=kernel.flops,
-                          launches=kernel.launches)
-            yield elementwise("dequantise_outputs", batch * m * n, 4 + e, act, 1 + _OUTLIER_LAUNCHES)
-        else:
-            yield elementwise("dequantise", batch * n * k, stored / (batch * n * k) + e, act, kernel.launches)
-            yield kernel
 
     def _sample(self) -> Iterator[Kernel | Sum]:
         """The largest logit of every sequence's last token."""
@@ -211,16 +187,32 @@ class Rank:
 
     def weight_bytes(self, layer: Layer) -> float:
         """Bytes of the slice's weights of a layer, scales included. Norms, embedding and head are not quantised."""
-        return sum(self._parameter_bytes(p, layer.kind == "block") for p in layer.parameters)
+        return sum(self.parameter_bytes(layer, p) for p in layer.parameters)
+
+    def hooks(self, layer: Layer, parameter: Parameter | Frozen) -> int:
+        """How many hooks of the module of one of a layer's parameters run in this forward: one for each name under
+        which the model has it, none where it does not run."""
+        return 1
+
+    def parameter_bytes(self, layer: Layer, parameter: Parameter | Frozen) -> float:
+        """Bytes of one of a layer's."""
+        return parameter_bytes(self.style, self.weights, parameter, layer.kind == "block")
 
     def shared_bytes(self, layer: Layer) -> float:
         """Bytes of the matrix a tied head needs of the embedding, where that is on another rank."""
-        return sum(self._parameter_bytes(p, False) for p in layer.shared)
+        return sum(parameter_bytes(self.style, self.weights, p, False) for p in layer.shared)
 
-    def _parameter_bytes(self, parameter: Parameter, in_block: bool) -> float:
-        if self.weights.dtype and in_block and len(parameter.shape) > 1:
-            return stored_bytes(parameter.shape, self.weights.dtype)
-        return parameter.numel * width(self.style.weight)
+    def kept_bytes(self) -> float:
+        """Bytes that stay from the first forward to the end of the request, weights and cache apart."""
+        return 0.0
+
+    def crossing_bytes(self, layers: Sequence[Layer]) -> int:
+        """Bytes of the cache that are of an encoder's output."""
+        return 0
+
+    def cache_tensors(self, tokens: int, layers: Sequence[Layer]) -> tuple[int, ...]:
+        """`cache_bytes` tensor by tensor."""
+        return (self.cache_bytes(tokens, layers),)
 
     def cache_bytes(self, tokens: int, layers: Sequence[Layer]) -> int:
         """Bytes of the cache of the blocks among `layers` for `tokens` tokens of each sequence.
@@ -230,7 +222,7 @@ class Rank:
         DynamicSlidingWindowLayer).
         """
         style = self.style
-        kept = sum(_held(tokens, layer) for layer in layers if layer.kind == "block")
+        kept = sum(_held(tokens, layer) for layer in layers if layer.kind == "block") if style.causal else 0
         return round(style.batch * kept * cache_width(style) * self._cached)
 
     def transient_bytes(self, layers: Sequence[Layer]) -> int:
@@ -244,24 +236,38 @@ class Rank:
         if layer.kind == "embedding":
             return stream
         if layer.kind == "head":
-            return 2 * stream + style.batch * style.vocab * self.tensor * (e + e * (self.tensor > 1))
-        expanded = 0.0
-        if style.autocast or self.weights.expanded:
-            expanded = e * max(k.shape[2] * k.shape[3] * k.shape[0] for op in layer.operators for k in op.forward
-                               if k.op == "gemm" and k.category == "gemm")
-        keys = self.keys(layer)
-        old = style.batch * cache_width(style) * keys * (
+            wide = style.hidden if style.kind == "encoder" else style.vocab * self.tensor * (1 + (self.tensor > 1))
+            return 2 * stream + style.batch * wide * e
+        expanded, keys = self._widest(layer), self.keys(layer)
+        old = style.batch * cache_width(style) * keys * style.causal * (
             self._cached * self.weights.appended + e * self._expands_cache)
-        return 2 * stream + max(self._attention_peak(keys) + old, expanded + self._mlp_peak())
+        return 2 * stream + self._bias_bytes(keys) + max(self._attention_peak(keys) + old, expanded + self._mlp_peak())
+
+    def _bias_bytes(self, keys: int) -> float:
+        """The bias of the scores that the first block makes and all read, and with cross attention the zeros of its."""
+        style = self.style
+        if not style.biased:
+            return 0.0
+        queries = keys if self.cached and style.stack.relative_bias_anew else style.sequence
+        return style.heads * (queries * keys * width(style.weight) + style.sequence * style.memory * width(style.act))
+
+    def _widest(self, layer: Layer) -> float:
+        """The largest matrix that stands in 16 bits beside its stored form."""
+        if not (self.style.autocast or self.weights.expanded):
+            return 0.0
+        return width(self.style.act) * max(k.shape[2] * k.shape[3] * k.shape[0] for op in layer.operators
+                                           for k in op.forward if k.op == "gemm" and k.category == "gemm")
 
     def _attention_peak(self, keys: int) -> float:
         style, e = self.style, width(self.style.act)
         projected = style.tokens * (style.query_width + 2 * style.kv_width) * e
-        scores = 0.0
-        if not uses_flash(style):
-            elements = style.batch * style.heads * style.sequence * keys
-            scores = elements * (e + width(softmax_dtype(style)))
-        return 2 * projected + scores
+        rows = style.heads * style.sequence * keys
+        if not style.causal:  # no cache is made
+            made = style.tokens * style.query_width * e
+            return projected + (made if uses_flash(style) else style.batch * rows * (e + width(softmax_dtype(style))))
+        if uses_flash(style):
+            return 2 * projected + rows * e * style.biased
+        return 2 * projected + style.batch * rows * (e + width(softmax_dtype(style)))
 
     def _mlp_peak(self) -> float:
         style, e = self.style, width(self.style.act)
@@ -271,35 +277,14 @@ class Rank:
         return style.tokens * (style.hidden + (3 if style.gated else 2) * wide) * e
 
 
-def rank_of(style: Style, batch: int, new: int, cached: int, weights: Weights) -> Rank:
-    """One slice of a model for `new` tokens of each of `batch` sequences, `cached` of them known already.
-
-    Args:
-        style: of the slice (`style_of`), its `window` that of the model whatever the length of the sequence.
-    """
-    half = replace(style, autocast=False, weight=style.act, residual=style.act) if weights.dtype else style
-    if weights.multiplied:
-        half = replace(half, gemm=style.act)
-    if style.experts is not None and style.expert > 1:
-        half = replace(half, expert=1, experts=_shared_out(style.experts, style.expert, batch * new))
-    return Rank(replace(half, batch=batch, sequence=new, predicted=1, dropout=False), cached, weights)
-
-
-def _shared_out(experts: Experts, slices: int, tokens: int) -> Experts:
-    """Experts over slices that all have the same tokens: each computes its experts' rows, and the sum over slices
-    is the tensor ranks' own. Few tokens ask unevenly by chance: rows of a slice are hypergeometric, and all wait for
-    the largest of them. Source: vLLM's and TensorRT-LLM's expert parallelism over tensor ranks (recalled).
-    """
-    ones = tokens * experts.top_k / slices
-    rest = (1 - 1 / slices) * (experts.count - experts.top_k) / max(1, experts.count - 1)
-    chance = math.sqrt(rest / ones) * expected_maximum(slices)
-    load = 1 + math.hypot(experts.load - 1, chance)
-    return replace(experts, alike=slices, load=min(most(experts.top_k, slices, experts.held), load))
+def _first_product(kernels: Sequence[Kernel]) -> Sequence[Kernel]:
+    """Those of the first of several projections: of cross attention, the queries'."""
+    return kernels[:1 + next(i for i, kernel in enumerate(kernels) if kernel.op == "gemm")]
 
 
 @lru_cache(maxsize=64)
-def _decoder(style: Style) -> Architecture:
-    return decoder(style)
+def _architecture(style: Style) -> Architecture:
+    return pooled_encoder(style) if style.kind == "encoder" else decoder(style)
 
 
 def _held(tokens: int, layer: Layer) -> int:
@@ -310,9 +295,3 @@ def _held(tokens: int, layer: Layer) -> int:
 def cache_width(style: Style) -> int:
     """Elements one token adds to one block's cache."""
     return style.latent.kv_rank + style.latent.rope if style.latent is not None else 2 * style.kv_width
-
-
-def stored_bytes(shape: tuple[int, ...], dtype: str) -> float:
-    """Bytes of a quantised matrix (out, in) with its scales."""
-    per_weight, per_row = _STORED[dtype]
-    return math.prod(shape) * per_weight + shape[0] * per_row

@@ -11,6 +11,8 @@ from sim.model.kernels import elementwise, width
 from sim.model.style import Style
 from sim.work import Kernel
 
+#: Name of the table, in its module.
+TABLE = "relative_attention_bias"
 #: Distances fall into this many buckets (T5Config.relative_attention_num_buckets).
 _BUCKETS = 32
 #: 8-byte integer kernels over all pairs that number the buckets: subtract, compare, abs, compare, float, divide, log,

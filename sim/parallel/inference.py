@@ -6,6 +6,9 @@ simulated at the cache length of its middle, which is exact for costs that grow 
 replay tokens; prompts, whose lengths differ, are launched kernel by kernel (gpt-fast generate.py compiles with
 "reduce-overhead" what decodes one token; vLLM 0.6 and TensorRT-LLM 0.5 alike, recalled).
 
+An encoder-decoder's prompt section is the encoder and the decoder's first token; a cache that grows is not there while
+the encoder runs. An encoder alone has no other section, and graphs replay it, as batches of one shape ask for.
+
 Pipeline stages work in sequence on a token. As many parts of the batch as there are stages are on their way at once
 (Pope et al. 2022, arXiv 2211.05102, section 3, leaves it at that: latency is the sum of the stages); the chosen tokens
 travel from the last stage back to the first.
@@ -13,6 +16,7 @@ travel from the last stage back to the first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -20,25 +24,26 @@ from typing import NamedTuple
 import numpy as np
 
 from sim.hardware.outside import Outside
-from sim.model.architecture import Architecture, Layer
-from sim.model.inference import NARROW, Items, Rank, Sum, Weights, rank_of
+from sim.model.architecture import Architecture, Layer, Operator
+from sim.model.inference import Items, Rank, Sum
+from sim.model.inference_rank import rank_of
+from sim.model.inference_weights import NARROW, Weights
 from sim.model.style import Style, style_of
 from sim.parallel.beside import beside as beside_tensors
 from sim.parallel.beside import residents
-from sim.parallel.layout import Layout
+from sim.parallel.layout import Layout, Ranks, simulated_ranks
 from sim.parallel.pipeline.stages import positions, split_of
+from sim.parallel.served import RECEIVE, SEND, held_of, serving_groups
 from sim.parallel.step import COMPUTE
-from sim.program import CollectiveCall, Communicator, InlineCall, Job, Label, ProgramBuilder, RankClass, SectionBuilder
+from sim.program import CollectiveCall, Communicator, InlineCall, Job, Label, RankClass, SectionBuilder
 from sim.scenario.schema import Inference, InferenceRun, Scenario
 from sim.software import Stack, stack_of
 from sim.work import DTYPE_BYTES, Kernel
 
 #: Pieces of the generation, each simulated at one cache length.
 PIECES = 8
-#: Streams of every stage: kernels; what arrives from the stage before; what goes to the next.
-STREAMS = ("compute", "receive", "send")
-_RECEIVE, _SEND = 1, 2
 _TOKEN_BYTES = 8  # a token's number
+_CACHE, _ENCODED = "cache of keys and values", "encoder's output"
 
 
 class Piece(NamedTuple):
@@ -57,6 +62,7 @@ class Serving:
         pieces: of the generation, the prompt's own token apart; the job's programs have a section for the prompt and
             then one for each piece.
         cache_bytes: of the fullest rank at the end of the generation.
+        crossing_bytes: what of it is of an encoder's output.
         outside: what a rank's GPU holds beside tensors.
     """
 
@@ -64,6 +70,7 @@ class Serving:
     architecture: Architecture
     pieces: tuple[Piece, ...]
     cache_bytes: int
+    crossing_bytes: int
     outside: Outside
 
 
@@ -85,28 +92,36 @@ def pieces_of(prompt: int, generate: int) -> tuple[Piece, ...]:
                  for begin, end in pairwise(cuts))
 
 
+def first_tokens(run: InferenceRun, scenario: Scenario) -> int:
+    """Tokens per sequence of the forward that fills the cache: the prompt's, or the one with which a decoder begins
+    that has an encoder to read the prompt."""
+    return 1 if scenario.model.kind == "encoder-decoder" else run.prompt
+
+
 def lower_inference(scenario: Scenario, stack: Stack) -> Serving:
     """Programs of all pipeline stages; the tensor ranks of a stage are alike, and so are the replicas."""
     run, parallel = run_of(scenario), scenario.parallel
     assert run is not None
     depth = parallel.pipeline
-    sizes = {"tensor": parallel.tensor, "data": scenario.data_parallel, "pipeline": depth}
+    sizes = {"tensor": parallel.tensor, "context": parallel.context, "data": scenario.data_parallel, "pipeline": depth}
     layout = Layout(sizes, tuple(d for d in parallel.order if d in sizes))
-    own_slice = replace(style_of(scenario, stack, run.batch), window=scenario.model.window or 0)
+    own_slice = replace(style_of(scenario, stack, run.batch), window=scenario.model.window or 0, sequence=run.prompt)
     weights = _weights(scenario, stack, run)
-    architecture = rank_of(own_slice, run.batch, run.prompt, 0, weights).architecture()
+    architecture = rank_of(own_slice, run.batch, first_tokens(run, scenario), 0, weights).architecture()
     placed = [[stage] for stage in range(depth)]
     counts = split_of(scenario, stack, len(architecture.stack) - 2, placed)
     own = positions(architecture, counts, placed)
-    pieces = pieces_of(run.prompt, run.generate)
-    groups = {"tensor": layout.group("tensor")} if parallel.tensor > 1 else {}
-    stages = [_Stage(scenario, stack, own_slice, weights, stage, chunks[0]) for stage, chunks in enumerate(own)]
+    pieces = pieces_of(first_tokens(run, scenario), run.generate)
+    groups = serving_groups(scenario, layout)
+    stages = [_Stage(scenario, stack, own_slice, weights, stage, chunks[0], architecture, layout, groups)
+              for stage, chunks in enumerate(own)]
     for stage in stages:
         stage.write(pieces)
     beside = beside_tensors(scenario, stack, layout, groups, 2 * (depth > 1), [stage.builder for stage in stages])
     for stage in stages:
         stage.builder.resident += residents(beside)
-    return Serving(_job(stages, layout), architecture, pieces, max(stage.cache_bytes for stage in stages), beside)
+    return Serving(_job(stages, layout, groups), architecture, pieces, max(stage.cache_bytes for stage in stages),
+                   max(stage.crossing_bytes for stage in stages), beside)
 
 
 def _weights(scenario: Scenario, stack: Stack, run: InferenceRun) -> Weights:
@@ -121,40 +136,53 @@ class _Stage:
 
     Attributes:
         parts: sequences of each part of the batch that is on its way by itself.
-        cache_bytes: of the stage's blocks at the end of the generation.
+        cache_bytes: of the stage's blocks at the end of the generation; crossing_bytes: what of it is of an encoder's
+            output.
     """
 
     def __init__(self, scenario: Scenario, stack: Stack, own_slice: Style, weights: Weights, stage: int,
-                 own: range) -> None:
+                 own: range, architecture: Architecture, layout: Layout, groups: dict[str, Ranks]) -> None:
         run = run_of(scenario)
         assert run is not None
         self.run, self.stack, self.slice, self.weights = run, stack, own_slice, weights
+        self.first = first_tokens(run, scenario)
+        self.behind_encoder = scenario.model.kind == "encoder-decoder"
         self.stage, self.own, self.depth = stage, own, scenario.parallel.pipeline
         self.tensor = scenario.parallel.tensor
         self.launching = stack_of(scenario.software.model_copy(update={"cuda_graphs": False}))
         self.graphs = scenario.software.cuda_graphs
         count = min(self.depth, run.batch)
         self.parts = [run.batch // count + (i < run.batch % count) for i in range(count)]
-        names = (*(("tensor",) if self.tensor > 1 else ()), *["pipeline"] * (self.depth if self.depth > 1 else 0))
-        self.builder = ProgramBuilder(STREAMS, names, stack.launch_queue)
-        self.cache_bytes = 0
-        self._segments: dict[tuple[Rank, int], int] = {}
+        self.held = held_of(scenario, stack, architecture, layout, groups, self._segment)
+        self.builder = self.held.builder
+        self.cache_bytes = self.crossing_bytes = 0
+        #: what lasts from the encoder's last norm to the end of the request
+        self.made: list[tuple[str, int, str]] = []
+        self._segments: dict[tuple[Rank, int, tuple[int, ...], tuple[Kernel, ...]], int | None] = {}
 
     def write(self, pieces: tuple[Piece, ...]) -> None:
         """All sections and what is held throughout."""
         run = self.run
-        final = self._rank(run.batch, run.prompt, 0)
+        final = self._rank(run.batch, self.first, 0)
         layers = self._layers(final)
-        held = sum(final.weight_bytes(layer) for layer in layers)
+        self.held.hold(final, layers)
         if self.depth > 1 and self.stage == self.depth - 1:
-            held += final.shared_bytes(layers[-1])
-        self.cache_bytes = final.cache_bytes(run.prompt + run.generate, layers)
-        self.builder.resident += [("weights", round(held), "parameters"),
-                                  ("cache of keys and values", self.cache_bytes, "kv_cache"),
-                                  ("tokens", run.batch * (run.prompt + run.generate) * _TOKEN_BYTES, "buffers")]
-        self._section("prompt", run.prompt, 0, first=True, last=not pieces, repeats=1)
+            self.builder.resident.append(("tied matrix", round(final.shared_bytes(layers[-1])), "parameters"))
+        # a decoder behind an encoder has its start token in the cache, and not its last
+        fed = self.first + run.generate - self.behind_encoder
+        self.cache_bytes = final.cache_bytes(fed, layers)
+        self.crossing_bytes = final.crossing_bytes(layers)
+        self.builder.resident.append(("tokens", run.batch * (run.prompt + run.generate) * _TOKEN_BYTES, "buffers"))
+        if self.behind_encoder:
+            self.made.append((_ENCODED, round(final.kept_bytes()), "activations"))
+        if self.behind_encoder and self.weights.appended:
+            tensors = enumerate(final.cache_tensors(fed, layers))
+            self.made += [(f"{_CACHE} {number}", size, "kv_cache") for number, size in tensors]
+        else:
+            self.builder.resident.append((_CACHE, self.cache_bytes, "kv_cache"))
+        self._section("prompt", self.first, 0, first=True, last=not pieces, repeats=1)
         for number, piece in enumerate(pieces):
-            ends = number == len(pieces) - 1 and self.depth > 1
+            ends = number == len(pieces) - 1 and (self.depth > 1 or bool(self.made))
             name = f"token at {piece.cached} cached"
             self._section(name, 1, piece.cached, first=False, last=False, repeats=piece.tokens - ends)
             if ends:
@@ -167,39 +195,47 @@ class _Stage:
             return
         section = self.builder.section(name)
         ranks = [self._rank(part, new, cached) for part in self.parts]
-        size = ranks[0].transient_bytes(self._layers(ranks[0]))
-        section.allocate("transients", size, "activations")
-        for rank in ranks:
-            self._part(section, rank, first)
+        layers = self._layers(ranks[0])
+        encoder = 0 if ranks[0].cached else next((i + 1 for i, layer in enumerate(layers) if layer.kind == "bridge"), 0)
+        if encoder:
+            self._beside(section, ranks, slice(0, encoder), first)
+            for made in self.made:
+                section.allocate(*made)
+        self._beside(section, ranks, slice(encoder, None), first)
         if last and self.depth > 1 and self.stage == 0:
             for rank in ranks:  # the request is over when its last token is back
                 self._receive(section, rank)
         if self.stack.step_sync or last:
             # the loop looks at the token: has the sequence ended?
-            streams = tuple(range(len(STREAMS))) if last else (COMPUTE,)
+            streams = tuple(range(len(self.builder.streams))) if last else (COMPUTE,)
             section.host(0.0, Label("token", "forward", "read the token"), joins=streams)
-        section.free("transients", size, "activations")
+        if last:
+            for made in self.made:
+                section.free(*made)
         self.builder.run(section, repeats)
 
-    def _part(self, section: SectionBuilder, rank: Rank, first: bool) -> None:
-        """One part of the batch through this stage's layers."""
+    def _beside(self, section: SectionBuilder, ranks: list[Rank], some: slice, first: bool) -> None:
+        """Every part of the batch through some of this stage's layers, with what they hold at once."""
+        size = ranks[0].transient_bytes(self._layers(ranks[0])[some])
+        section.allocate("transients", size, "activations")
+        for rank in ranks:
+            self._part(section, rank, first, some)
+        section.free("transients", size, "activations")
+
+    def _part(self, section: SectionBuilder, rank: Rank, first: bool, some: slice) -> None:
+        """One part of the batch through some of this stage's layers."""
         waits: tuple[int, ...] = ()
         if self.stage > 0 or (self.depth > 1 and not first):
             waits = (self._receive(section, rank),)
-        names = rank.architecture().names
-        task = -1
-        for position, layer in zip(self.own, self._layers(rank), strict=True):
-            label = Label(names[position], "forward", layer.kind)
-            task = section.kernels(COMPUTE, self._segment(rank, layer), label, waits=waits)
-            waits = ()
+        task = self.held.forward(section, rank, self.own[some], waits)
         if self.depth > 1:
             call = CollectiveCall("send", *self._message(rank, self.stage))
-            section.collective(_SEND, call, self._call_s(rank), Label("pipeline", "forward", "send"), waits=(task,))
+            section.collective(SEND, call, self._call_s(rank), Label("pipeline", "forward", "send"), waits=(task,))
 
     def _receive(self, section: SectionBuilder, rank: Rank) -> int:
         """What the stage before sends; the first stage has the chosen tokens from the last."""
         call = CollectiveCall("recv", *self._message(rank, (self.stage - 1) % self.depth))
-        return section.collective(_RECEIVE, call, self._call_s(rank), Label("pipeline", "forward", "receive"))
+        return section.collective(RECEIVE, call, self._call_s(rank), Label("pipeline", "forward", "receive"))
 
     def _message(self, rank: Rank, source: int) -> tuple[int, str, int]:
         """Bytes, dtype and communicator of what a stage passes on; the last one's goes to the first."""
@@ -217,23 +253,31 @@ class _Stage:
 
     def _call_s(self, rank: Rank) -> float:
         """Host time of a collective's call; a graph replays it with the kernels."""
-        return 0.0 if self.graphs and rank.cached else self.stack.host_collective_s
+        return 0.0 if self.graphs and self._replayed(rank) else self.stack.host_collective_s
 
-    def _segment(self, rank: Rank, layer: Layer) -> int:
-        """A layer's forward; equal layers share one."""
-        key = (rank, id(layer))
+    def _replayed(self, rank: Rank) -> bool:
+        """Whether graphs, if any, replay this forward: a token's, and an encoder's, which runs no other."""
+        return rank.cached > 0 or rank.style.kind == "encoder"
+
+    def _segment(self, rank: Rank, layer: Layer, operators: Sequence[Operator] = (),
+                 before: tuple[Kernel, ...] = ()) -> int | None:
+        """A layer's forward, or of some of its operators, behind other kernels; None where there is nothing to do.
+        Equal layers share one."""
+        key = (rank, id(layer), tuple(map(id, operators)), before)
         if key not in self._segments:
-            self._segments[key] = self._made(rank, rank.forward(layer))
+            items = (*before, *(rank.part(layer, operators) if operators else rank.forward(layer)))
+            self._segments[key] = self._made(rank, items) if items else None
         return self._segments[key]
 
     def _made(self, rank: Rank, items: Items) -> int:
-        stack = self.stack if rank.cached else self.launching
+        stack = self.stack if self._replayed(rank) else self.launching
         made: list[Kernel | InlineCall] = []
         host: list[float] = []
         for item in items:
             if isinstance(item, Sum):
                 size = round(item.elements * DTYPE_BYTES[item.dtype])
-                made.append(InlineCall(CollectiveCall(item.kind, size, item.dtype, 0)))
+                tensor = self.builder.communicators.index("tensor")
+                made.append(InlineCall(CollectiveCall(item.kind, size, item.dtype, tensor)))
                 host.append(self._call_s(rank))
             else:
                 made.append(item)
@@ -241,19 +285,22 @@ class _Stage:
         return self.builder.segment(made, host)
 
 
-def _job(stages: list[_Stage], layout: Layout) -> Job:
+def _job(stages: list[_Stage], layout: Layout, groups: dict[str, Ranks]) -> Job:
     """All stages as one job: a class of ranks per stage."""
     depth = len(stages)
+    if depth == 1:
+        alike, shared = simulated_ranks(np.zeros(layout.ranks, dtype=np.int64), groups)
+        return Job([stages[0].builder.build()], alike, shared, layout.ranks)
     stage_of = layout.coordinate("pipeline")
     edges = [Communicator("pipeline", layout.moved("pipeline", stage, (stage + 1) % depth), 2)
-             for stage in range(depth if depth > 1 else 0)]
+             for stage in range(depth)]
     communicators, classes = list(edges), []
     for number, stage in enumerate(stages):
         mine: tuple[int, ...] = ()
         if stage.tensor > 1:
-            groups = layout.group("tensor")
+            tensor = groups["tensor"]
             mine = (len(communicators),)
-            communicators.append(Communicator("tensor", groups[stage_of[groups[:, 0]] == number], 1))
+            communicators.append(Communicator("tensor", tensor[stage_of[tensor[:, 0]] == number], 1))
         takes = [edge if number in (edge, (edge + 1) % depth) else -1 for edge in range(len(edges))]
         members = np.flatnonzero(stage_of == number)
         classes.append(RankClass(int(members[0]), members, number, 0, (*mine, *takes)))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from sim.errors import Fault, UserError
 from sim.hardware import gpu
-from sim.model.inference import NARROW
+from sim.model.inference_weights import MULTIPLIED, NARROW
 from sim.model.tuning import QUANTISED, cut_both
 from sim.parallel.model.expert import misfit
 from sim.parallel.support_muon import muon
 from sim.parallel.support_outside import outside, paged
+from sim.parallel.support_served import served
+from sim.parallel.support_unknown import unknown
 from sim.parallel.support_zeropp import zero_plus_plus
 from sim.scenario.schema import RecomputeModules, Scenario, Training
 from sim.software import Stack
@@ -71,13 +73,15 @@ def _base(scenario: Scenario) -> Iterator[Fault]:
 def check(scenario: Scenario, stack: Stack) -> None:
     """Raise `UserError` naming every field of the scenario that this version cannot simulate."""
     training, ipg = scenario.training, stack.gradient_path == "ipg"  # gradients go through DeepSpeed's buckets
-    asked: dict[str, object] = {"parallel.offload": paged(scenario, ipg)}
-    if training.mode != "train":
-        asked |= _inference(scenario)
     sharded = like_fsdp(scenario.parallel.strategy, ipg)
-    faults = [*on_any_ranks(scenario, stack), *_unknown(asked), *_in_backward(scenario),
-              *outside(scenario, ipg, stack.hybrid_offload, sharded), *_expert(scenario, ipg), *_stages(scenario, ipg),
-              *_whole_slices(scenario), *_some(scenario, stack), *muon(scenario, stack, sharded),
+    if training.mode == "train":
+        places = [*unknown({"parallel.offload": paged(scenario, ipg)}),
+                  *outside(scenario, ipg, stack.hybrid_offload, sharded), *_stages(scenario, ipg),
+                  *muon(scenario, stack, sharded)]
+    else:
+        places = [*served(scenario, stack, sharded)]
+    faults = [*on_any_ranks(scenario, stack), *_in_backward(scenario), *places, *_expert(scenario, ipg),
+              *_whole_slices(scenario), *_some(scenario, stack),
               *zero_plus_plus(scenario, stack, spread_over_some(scenario))]
     if faults:
         raise UserError(faults)
@@ -92,9 +96,10 @@ def on_any_ranks(scenario: Scenario, stack: Stack) -> list[Fault]:
         "training.finetune": _tuned(scenario, stack),
         "training.precision.parameters": training.mode == "train" and training.precision.parameters in NARROW
         and f"training with {training.precision.parameters} weights",
-        "training.precision": training.precision.compute in ("int8", "int4") and training.precision.compute,
+        "training.precision": training.precision.compute in ("int8", "int4") and training.mode == "train"
+        and training.precision.compute,
     }
-    return [*_unknown(asked), *_base(scenario), *_narrow(scenario), *_modules(scenario, stack),
+    return [*unknown(asked), *_base(scenario), *_narrow(scenario), *_modules(scenario, stack),
             *_further(scenario, stack)]
 
 
@@ -112,6 +117,7 @@ def _further(scenario: Scenario, stack: Stack) -> Iterator[Fault]:
         "weights that are frozen": training.finetune is not None and training.finetune.method != "full",
         "a chunked loss": training.chunked_loss,
         "recompute: selective-op": training.recompute == "selective-op",
+        "Muon": training.optimizer == "muon",
         f"strategy {scenario.parallel.strategy}": scenario.parallel.strategy in NOT_BESIDE_FURTHER,
     }
     yield from (Fault(f"further tokens beside {what} are understood but not simulated yet in this version", field,
@@ -129,11 +135,6 @@ def _modules(scenario: Scenario, stack: Stack) -> Iterator[Fault]:
     elif not recomputes_ops(scenario.training):
         yield Fault("recomputation of named modules beside frozen weights is understood but not simulated yet in this "
                     "version", field, hint="write recompute: full or selective")
-
-
-def _unknown(asked: Mapping[str, object]) -> list[Fault]:
-    return [Fault(f"{what} is understood but not simulated yet in this version", field, hint="remove it, or see "
-                  "the README's validity limits") for field, what in asked.items() if what]
 
 
 def like_fsdp(strategy: str, ipg: bool) -> bool:
@@ -195,10 +196,11 @@ def _narrow(scenario: Scenario) -> Iterator[Fault]:
     precision = scenario.training.precision
     compute, parameters = precision.compute, precision.parameters
     card = gpu(scenario.cluster.topology.gpu)
-    if compute in ("fp8", "mxfp8", "nvfp4") and not card.supports(compute):
-        able = ", ".join(dtype for dtype in card.tflops if not dtype.startswith("int"))
+    if compute in MULTIPLIED and not card.supports(compute):
+        trains = scenario.training.mode == "train"
+        able = ", ".join(dtype for dtype in card.tflops if not (trains and dtype.startswith("int")))
         yield Fault(f"{card.name} has no tensor cores for {compute}", "training.precision", hint=f"it has {able}")
-    elif scenario.training.mode != "train" and compute in ("fp8", "mxfp8", "nvfp4") and compute != parameters:
+    elif scenario.training.mode != "train" and compute in MULTIPLIED and compute != parameters:
         yield Fault(f"inference multiplies in {compute} what is stored in {compute}, not in {parameters}",
                     "training.precision.parameters", hint=f"use parameters: {compute}")
 
@@ -321,25 +323,3 @@ def _in_backward(scenario: Scenario) -> Iterator[Fault]:
         yield Fault("the optimizer is offloaded and runs after backward", field, hint="remove one of the two")
     if parallel.pipeline > 1:
         yield Fault("a pipeline's stages apply gradients only after the last micro-batch", field, hint="remove it")
-
-
-def _inference(scenario: Scenario) -> dict[str, object]:
-    """What inference cannot be asked: weights are whole on every tensor and pipeline rank."""
-    model, parallel, training = scenario.model, scenario.parallel, scenario.training
-    tuned, compute = training.finetune, training.precision.compute
-    return {
-        "training.finetune": tuned is not None and tuned.method != "full" and f"inference beside {tuned.method}",
-        "training.chunked_loss": training.chunked_loss and "inference with a loss",
-        "training.optimizer_in_backward": training.optimizer_in_backward and "inference with an optimizer",
-        "training.precision": compute in ("int8", "int4") and f"inference in {compute}",
-        "parallel.offload": any(v in ("cpu", "nvme", "paged") for _, v in parallel.offload)
-        and "inference with offload",
-        "model.kind": model.kind != "decoder" and f"inference of kind {model.kind}",
-        "model.positions": model.positions == "relative" and "inference with relative positions",
-        "parallel.strategy": parallel.strategy not in ("none", "ddp") and f"inference with {parallel.strategy}",
-        "parallel.context": parallel.context > 1 and "inference with context parallelism",
-        "parallel.expert": parallel.expert not in (1, parallel.tensor)
-        and f"inference with experts over other than the {parallel.tensor} tensor ranks",
-        "parallel.sequence_parallel": parallel.sequence_parallel and "inference with sequence parallelism",
-        "parallel.virtual_stages": parallel.virtual_stages > 1 and "inference with several chunks per rank",
-    }

@@ -165,6 +165,14 @@ def peer_sums_in_vain(scenario: Scenario) -> list[str]:
     return [f"inference: all_reduce peers changes nothing: {why}"] if why else []
 
 
+def cache_in_vain(scenario: Scenario) -> list[str]:
+    """A warning where a narrow cache is asked for and an encoder has none."""
+    mode = scenario.training.mode
+    if not isinstance(mode, Inference) or mode.inference.generate or mode.inference.kv_cache == "same":
+        return []
+    return ["inference: kv_cache changes nothing: an encoder has no cache"]
+
+
 def links_in_vain(scenario: Scenario) -> list[str]:
     """Warnings where fields of a topology describe links that its kind of node or network does not have here."""
     topology = scenario.cluster.topology
@@ -186,7 +194,8 @@ _OTHER_SHAPES = ("torus", "ring")
 
 #: What is asked in vain, in the order in which it is said.
 _ASKED = (links_in_vain, overlap_in_vain, prefetch_in_vain, takes_turns, zero_plus_plus_in_vain, algorithm_in_vain,
-          schedule_of_another, versions_in_vain, autocast_alone, peer_sums_in_vain, protocol_in_vain, budget_in_vain)
+          schedule_of_another, versions_in_vain, autocast_alone, cache_in_vain, peer_sums_in_vain, protocol_in_vain,
+          budget_in_vain)
 
 
 def in_vain(scenario: Scenario) -> list[str]:

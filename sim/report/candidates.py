@@ -58,7 +58,7 @@ def candidates(scenario: Scenario) -> Iterator[Candidate]:
 
 
 def _serving(scenario: Scenario, run: InferenceRun) -> Iterator[Candidate]:
-    """Fewer bits per weight, more ranks per replica, fewer sequences at once."""
+    """Fewer bits per weight, fewer sequences at once, more ranks per replica, weights shared out or in host memory."""
     fields = ("training.precision.parameters", "training.finetune.base")  # the second follows the first
     precision = scenario.training.precision
     # products in 8 bits and below go with weights of the same format
@@ -67,13 +67,20 @@ def _serving(scenario: Scenario, run: InferenceRun) -> Iterator[Candidate]:
     for dtype in ("int8", "int4"):
         if DTYPE_BYTES[dtype] < DTYPE_BYTES.get(precision.parameters, 0.5):
             yield Candidate("weights", f"weights in {dtype}", {**dict.fromkeys(fields, dtype), **products})
-    if run.kv_cache == "same":
+    if run.kv_cache == "same" and run.generate:
         yield Candidate("cache", "a cache of keys and values in fp8", {"training.mode.inference.kv_cache": "fp8"})
     for size in _halves(run.batch):
         yield Candidate("batch", f"{size} sequences at once instead of {run.batch}",
                         {"training.mode.inference.batch": size})
     for name in ("tensor", "pipeline"):
         yield from _more_ranks(scenario, name)
+    parallel = scenario.parallel
+    if parallel.strategy in ("none", "ddp") and scenario.data_parallel > 1:
+        yield Candidate("sharding", f"weights shared out over {scenario.data_parallel} GPUs, gathered block by block",
+                        {"parallel.strategy": "fsdp", **({"software.fsdp": 2} if scenario.software.fsdp == 1 else {})})
+    if parallel.offload.parameters == "none":
+        yield Candidate("offload", "weights in host memory, copied as they are needed",
+                        {"parallel.offload.parameters": "cpu"})
 
 
 def _activations(scenario: Scenario) -> Iterator[Candidate]:

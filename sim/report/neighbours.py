@@ -34,7 +34,7 @@ class Features:
     Attributes:
         model: shape of the model (`model.kind`), "mixture" with experts.
         mode: train, infer (compiled or in graphs), infer-eager, or the method of fine-tuning.
-        strategy: data parallelism of training.
+        strategy: data parallelism of training; of inference "none" where weights are whole.
         splits: other axes that split the model, e.g. "tensor+pipeline"; "" for none.
         offload: whether anything lives outside the GPU.
         generation: chip of the GPU as its kernels know it (volta, ga100, ga102, hopper …).
@@ -126,7 +126,7 @@ def features(scenario: Scenario, lowered: Lowered, generation: str) -> Features:
     return Features(
         model="mixture" if scenario.model.moe is not None else scenario.model.kind,
         mode=method if mode == "train" and method != "full" else mode,
-        strategy=parallel.strategy if mode == "train" else "none",
+        strategy=parallel.strategy if mode == "train" or parallel.strategy != "ddp" else "none",
         splits="+".join(axis for axis in axes if getattr(parallel, axis) > 1),
         offload=any(place != "none" for place in (offload.parameters, offload.optimizer, offload.activations)),
         generation=generation,

@@ -24,7 +24,7 @@ from sim.report.text_head import has_tokens, headline
 from sim.report.text_run import budget_lines, trouble_lines
 from sim.report.text_stages import stage_lines
 from sim.report.units import rate, seconds, size
-from sim.report.words import BOUNDS, forward_of, term
+from sim.report.words import bound, forward_of, term
 from sim.scenario.change import said
 from sim.work import CATEGORIES as KERNEL_CATEGORIES
 
@@ -157,7 +157,8 @@ def _breakdown(result: Result, width: int) -> list[Any]:
 def _bound(result: Result) -> list[Any]:
     total = sum(s for groups in result.breakdown.communication_total.values() for s in groups.values())
     exposed = result.breakdown.exposed_s
-    lines = [Text.assemble("bound by ", (BOUNDS[felt(result.bound, result.breakdown)], "bold"))]
+    lines = [Text.assemble("bound by ", (bound(felt(result.bound, result.breakdown), result.inference is not None),
+                                           "bold"))]
     if total > 0:
         hidden = 100 * max(0.0, 1 - exposed / total)
         lines.append(Text(f"communication: {seconds(total)} on the wire, {hidden:.0f}% hidden "
@@ -330,6 +331,7 @@ def _sweep_table(points: Sequence[Result], axes: Sequence[str]) -> Table:
     """One row per point. On a narrow terminal headings wrap; figures never do."""
     scaling = "cluster.nodes" in axes
     serving = all(point.inference is not None for point in points)
+    generating = any(point.scenario.model.kind != "encoder" for point in points)
     tokens = all(has_tokens(point.scenario) for point in points)
     rows: list[list[Text]] = []
     for point in points:
@@ -338,7 +340,7 @@ def _sweep_table(points: Sequence[Result], axes: Sequence[str]) -> Table:
         served = point.inference
         times = [seconds(point.step_time_s)]
         if serving and served is not None:
-            times = [seconds(served.prompt_time_s), seconds(served.time_per_token_s)]
+            times = [seconds(served.prompt_time_s), *([seconds(served.time_per_token_s)] if generating else [])]
         throughput = point.tokens_per_second if tokens else point.samples_per_second
         cells += [str(point.gpus), *times, rate(throughput / point.gpus),
                   f"{100 * point.mfu:.1f}%", f"{100 * point.breakdown.exposed_s / point.step_time_s:.1f}%",
@@ -347,7 +349,7 @@ def _sweep_table(points: Sequence[Result], axes: Sequence[str]) -> Table:
         efficiency = [Text(_efficiency(point, points))] if scaling else []
         rows.append([*map(Text, cells), fits, *efficiency])
     heads = [axis.split(".")[-1].replace("_", " ") for axis in axes]
-    heads += ["GPUs", *(["first token", "per token"] if serving else ["step"])]
+    heads += ["GPUs", *(["first token", "per token"] if serving and generating else ["pass" if serving else "step"])]
     heads += [f"{'tokens' if tokens else 'samples'}/s /GPU", "MFU", "exposed", "memory", "fits"]
     heads += ["scaling"] if scaling else []
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))

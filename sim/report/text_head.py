@@ -94,27 +94,43 @@ def _request(scenario: Scenario, run: InferenceRun) -> str:
     weights = scenario.training.precision.parameters
     ranks = {"tensor": scenario.parallel.tensor, "pipeline": scenario.parallel.pipeline}
     split = [f"{name} {n}" for name, n in ranks.items() if n > 1]
-    prompts = "1 prompt" if run.batch == 1 else f"{run.batch:,} prompts"
-    cache = "" if run.kv_cache == "same" else f", {run.kv_cache} cache"
-    made = "1 token" if run.generate == 1 else f"{run.generate:,} tokens"
-    return (f"inference: {prompts} of {run.prompt:,} tokens, {made} generated each, "
+    what = "prompt" if run.generate else "sequence"
+    prompts = f"1 {what}" if run.batch == 1 else f"{run.batch:,} {what}s"
+    cache = "" if run.kv_cache == "same" or not run.generate else f", {run.kv_cache} cache"
+    made = "1 token generated" if run.generate == 1 else f"{run.generate:,} tokens generated"
+    made = f"{made} each" if run.generate else "read in one pass"
+    return (f"inference: {prompts} of {run.prompt:,} tokens, {made}, "
             f"{weights} weights{cache} · {' × '.join([*split, _replicas(scenario.data_parallel)])}")
 
 
 def _inference(result: Result, served: InferenceResult) -> list[Any]:
     """What a request takes, and how a token slows down as the cache grows."""
     grid = Table.grid(padding=(0, 3))
+    if result.scenario.model.kind == "encoder":
+        grid.add_row(*(Text.assemble((value, "bold"), f" {unit}") for value, unit in (
+            (seconds(result.step_time_s), "per pass"), (rate(result.samples_per_second), "sequences/s"),
+            (rate(served.tokens_per_second), "tokens/s"))))
+        each = result.samples_per_second / result.gpus
+        grid.add_row(*(Text.assemble((value, "bold"), f" {unit}") for value, unit in (
+            (f"{100 * result.mfu:.1f}%", "MFU"), (rate(each), "sequences/s/GPU"),
+            (rate(result.tokens_per_second_per_gpu), "tokens/s/GPU"))))
+        return [grid]
+    crossing = served.crossing_cache_bytes
     grid.add_row(*(Text.assemble((value, "bold"), f" {unit}") for value, unit in (
         (seconds(served.prompt_time_s), "to the first token"), (seconds(served.time_per_token_s), "per further token"),
         (rate(served.tokens_per_second), "tokens/s"))))
     grid.add_row(*(Text.assemble((value, "bold"), f" {unit}") for value, unit in (
         (seconds(result.step_time_s), "per request"), (size(served.kv_cache_bytes), "cache per GPU"),
         (rate(result.tokens_per_second_per_gpu), "tokens/s/GPU"))))
+    found: list[Any] = [grid]
+    if crossing:
+        found.append(Text(f"of the cache {size(crossing)} is for cross attention: the prompt's, whatever is generated",
+                          style="dim"))
     if len(served.lengths) < 2:
-        return [grid]
+        return found
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 3, 0, 0))
-    for head in ("tokens in the cache", "per token"):
+    for head in ("tokens of the decoder" if crossing else "tokens in the cache", "per token"):
         table.add_column(head, justify="right")
     for at in (served.lengths[0], served.lengths[len(served.lengths) // 2], served.lengths[-1]):
         table.add_row(f"{at.cached_tokens:,}", seconds(at.time_per_token_s))
-    return [grid, Text(), table]
+    return [*found, Text(), table]

@@ -231,7 +231,10 @@ def counted(scenario: Scenario, windows: int) -> tuple[str, str]:
     A pipeline rank's sections are no micro-steps: a section may hold several actions of its schedule, or one.
     """
     if scenario.training.mode != "train":  # the prompt gives the first token, each piece behind it another
-        return f"{scenario.training.mode.inference.generate} tokens", (
+        tokens = scenario.training.mode.inference.generate
+        if not tokens:
+            return "", "pass"
+        return f"{tokens} tokens", (
             "stretch" if scenario.parallel.pipeline > 1 else "token")
     if scenario.parallel.pipeline > 1:
         return f"{scenario.micro_steps} micro-batches", "stretch"

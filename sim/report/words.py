@@ -10,6 +10,11 @@ BOUNDS = {"compute": "the tensor cores", "communication": "communication", "memo
           "host": "the host", "pipeline": "the pipeline's bubble", "offload": "copies to the host and its optimizer"}
 
 
+def bound(name: str, serving: bool) -> str:
+    """What bounds a step, or a request, which has no optimizer: "the tensor cores"."""
+    return "copies of weights from the host" if serving and name == "offload" else BOUNDS[name]
+
+
 def term(name: str) -> str:
     """A term of the breakdown, by its field: "matrix products"."""
     return TERMS.get(name, name.replace("_", " "))

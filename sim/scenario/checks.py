@@ -15,7 +15,7 @@ from sim.scenario.defaults import SHARDED, plain_base
 from sim.scenario.document import Document
 from sim.scenario.findings import Finding, divisors_near
 from sim.scenario.model import Model
-from sim.scenario.schema import FULL, Scenario, Training
+from sim.scenario.schema import FULL, InferenceRun, Scenario, Training
 from sim.scenario.trouble import trouble
 
 #: What a transformer must be told; everything else has a default.
@@ -308,6 +308,19 @@ def _pipeline(written: Scenario, s: Scenario) -> Iterator[Finding]:
         yield ("parallel.split", f"split adds up to {sum(p.split)} blocks but the model has {blocks}", "")
 
 
+def _generated(model: Model, run: InferenceRun) -> Iterator[Finding]:
+    """Tokens that a kind of model does not generate, or has no positions for."""
+    path, kind = "training.mode.inference.generate", model.kind
+    if kind == "encoder" and run.generate:
+        yield path, f"an encoder makes one pass over its prompt and generates nothing, not {run.generate} tokens", (
+            "write generate: 0, or leave it out")
+    if kind != "encoder" and not run.generate:
+        yield path, "generate 0 is for kind encoder", "1 is the prompt and the token that comes of it"
+    both = max(run.prompt, run.generate) if kind == "encoder-decoder" else run.prompt + run.generate
+    if model.positions == "learned" and both > model.max_positions:
+        yield path, f"{both} tokens but the model has {model.max_positions} learned positions", ""
+
+
 def _nccl(written: Scenario, s: Scenario) -> Iterator[Finding]:
     """A release that cannot be read would silently be another."""
     del written
@@ -336,9 +349,8 @@ def _modes(written: Scenario, s: Scenario) -> Iterator[Finding]:
             f"qlora keeps a quantised base, not {tuned.base}",
             "write nf4, or use method lora",
         )
-    run, longest = getattr(s.training.mode, "inference", None), s.model.max_positions
-    if run and s.model.positions == "learned" and (tokens := run.prompt + run.generate) > longest:
-        yield "training.mode.inference.generate", f"{tokens} tokens but the model has {longest} learned positions", ""
+    if (run := getattr(s.training.mode, "inference", None)) is not None:
+        yield from _generated(s.model, run)
     layers = getattr(s.training.recompute, "layers", None)
     if layers is not None and layers > s.model.layers + s.model.decoder_layers:
         yield (

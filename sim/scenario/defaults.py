@@ -34,7 +34,7 @@ SHARDED = frozenset({"zero1", "zero2", "zero3", "fsdp"})
 #: Strategies that reduce gradients in every micro-step unless told otherwise: accumulation happens in the shard.
 _EAGER_REDUCTION = frozenset({"zero2", "zero3", "fsdp"})
 #: Dtypes of matrix products that the fused attention kernels take.
-_FLASH_DTYPES = frozenset({"fp16", "bf16", "fp8", "mxfp8", "nvfp4"})
+_FLASH_DTYPES = frozenset({"fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8"})
 #: Dtypes of matrix products that only TransformerEngine's layers offer.
 _FLOAT_NARROW = frozenset({"fp8", "mxfp8", "nvfp4"})
 _ORDER = ["tensor", "context", "expert", "data", "pipeline"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from sim.errors import Fault, UserError, nearest
 from sim.scenario.cluster import GpuFigures
@@ -33,20 +33,31 @@ def expand(document: Document, faults: list[Fault]) -> dict[str, Any]:
         if model.get("kind") == "layers" and isinstance(training, dict):  # a table counts samples, not tokens
             data["training"] = {"sequence": 1, **training}
     if isinstance(training := data.get("training"), dict):
-        data["training"] = _request(training)
+        data["training"] = _request(training, model.get("kind") if isinstance(model, dict) else None)
     return data
 
 
-def _request(training: dict[str, Any]) -> dict[str, Any]:
-    """A request says its own sizes: batch and sequence of a training step need not be given beside them."""
+def _request(training: dict[str, Any], kind: object) -> dict[str, Any]:
+    """A request says its own sizes: batch and sequence of a training step need not be given beside them; nor what an
+    encoder generates, which is nothing. An encoder-decoder's sequences are one of each stack."""
     mode = training.get("mode")
-    run = mode.get("inference") if isinstance(mode, dict) else None
-    if not isinstance(run, dict):
+    if not isinstance(mode, dict) or not isinstance(run := mode.get("inference"), dict):
         return training
-    tokens = [run.get("prompt"), run.get("generate")]
-    known = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in tokens)
+    if kind == "encoder":
+        run = {"generate": 0, **run}
+        training = {**training, "mode": {**mode, "inference": run}}
+    prompt, generate = run.get("prompt"), run.get("generate")
     steps = {} if "global_batch" in training else {"micro_steps": 1}
-    return {"micro_batch": 1, **steps, **({"sequence": sum(n for n in tokens if n)} if known else {}), **training}
+    sizes = {}
+    if _count(prompt) and prompt > 0 and _count(generate):
+        sizes = {"sequence": prompt + generate}
+        if kind == "encoder-decoder" and generate:
+            sizes = {"sequence": prompt, "decoder_sequence": generate}
+    return {"micro_batch": 1, **steps, **sizes, **training}
+
+
+def _count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _table(model: dict[str, Any], document: Document, faults: list[Fault]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from sim.scenario.tables import (
     Table,
     Text,
     Tokens,
+    TokensOrNone,
     Year,
     count,
     has,
@@ -128,8 +129,8 @@ class Muon(Table):
 class InferenceRun(Table):
     """Sizes of an inference run."""
 
-    prompt: Tokens = needs("tokens of the prompt")
-    generate: Tokens = needs("tokens generated")
+    prompt: Tokens = needs("tokens of the prompt, which is the encoder's where there is one")
+    generate: TokensOrNone = needs("tokens generated; of an encoder none: 0, or left out")
     batch: Sequences = needs("sequences at once")
     all_reduce: Literal["nccl", "peers"] = has(
         "nccl", "small sums of tensor ranks: NCCL's, or a kernel of the engine's own that reads its peers over NVLink")

@@ -349,7 +349,7 @@ def _strategies(scenario: Scenario, pipeline: int, held_twice: bool, same: bool)
         held_twice: two ranks hold every stage (dualpipe).
         same: ZeRO-2 and 3 are FSDP over all ranks.
     """
-    known = STRATEGIES if pipeline == 1 else (*_PIPELINED, "fsdp") if same else _PIPELINED
+    known: tuple[str, ...] = STRATEGIES if pipeline == 1 else (*_PIPELINED, "fsdp") if same else _PIPELINED
     if pipeline > 1 and (held_twice or scenario.model.tied_embeddings):
         known = _PIPELINED
     if scenario.model.mtp_layers:

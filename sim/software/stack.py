@@ -167,6 +167,8 @@ class Stack:
         ring_merges: what the steps of ring attention make is put together by kernels of their own.
         ring_gathers: keys and values of all slices come with one call; sums are kept, and gradients travel, in fp32.
         kv_cache: how inference's cache grows: concatenated (written anew with every token) or in_place.
+        weight_hooks: weights in host memory come module by module, waited for, in front of each forward (accelerate).
+        relative_bias_anew: a token's relative positions are looked up for all queries so far, and the last is used.
         quantised_products: products with weights of fewer than 16 bits: expanded (a kernel of its own makes 16-bit
             weights; int8 runs on quantised activations) or fused (the product reads them as stored).
         vocabulary_multiple: the vocabulary is padded to a multiple of it for every tensor slice.
@@ -295,6 +297,8 @@ class Stack:
     ring_merges: bool
     ring_gathers: bool
     kv_cache: str
+    weight_hooks: bool
+    relative_bias_anew: bool
     quantised_products: str
     vocabulary_multiple: int
 

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from sim.errors import UserError
-from sim.model.inference import Rank, Sum, Weights, cache_width, rank_of, stored_bytes
+from sim.model.inference import Rank, Sum, cache_width
+from sim.model.inference_rank import rank_of
+from sim.model.inference_weights import Weights, stored_bytes
 from sim.model.style import style_of
 from sim.scenario import resolve
 from sim.software import stack_for

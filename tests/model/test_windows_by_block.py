@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sim.model import Architecture, build
-from sim.model.inference import rank_of
+from sim.model.inference_rank import rank_of
 from sim.model.style import style_of
 from sim.parallel.inference import Weights
 from sim.scenario import resolve

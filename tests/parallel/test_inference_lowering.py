@@ -138,7 +138,8 @@ def test_stages_work_in_sequence() -> None:
 def test_tied_head_is_held_by_the_last_stage_too() -> None:
     tied = lower(scenario({**SMALL, "tied_embeddings": True}, gpus=2, pipeline=2)).job
     loose = lower(scenario(gpus=2, pipeline=2)).job
-    held = [[size for name, size, _ in p.resident if name == "weights"] for job in (tied, loose) for p in job.programs]
+    held = [sum(size for _, size, category in p.resident if category == "parameters")
+            for job in (tied, loose) for p in job.programs]
     assert held[:2] == held[2:]
 
 
@@ -215,13 +216,16 @@ def test_an_engine_with_graphs_beats_launching_kernel_by_kernel() -> None:
 
 
 def test_what_is_not_simulated_is_refused() -> None:
-    for fields, field in (({"gpus": 4, "strategy": "fsdp"}, "parallel.strategy"),
-                          ({"model": {"preset": "bert-base"}}, "model.kind"),
+    for fields, field in (({"gpus": 4, "strategy": "zero2"}, "parallel.strategy"),
+                          ({"model": {"preset": "t5-small"}, "gpus": 2, "pipeline": 2}, "parallel.pipeline"),
                           ({"gpus": 2, "tensor": 2, "sequence_parallel": True}, "parallel.sequence_parallel"),
                           ({"offload": {"activations": "cpu"}}, "parallel.offload"),
                           ({"precision": "fp8", "topology": "single-h100-80g-sxm"}, "training.precision.parameters"),
                           ({"precision": weights("fp8") | {"compute": "fp8"}}, "training.precision"),
-                          ({"precision": weights("int8") | {"compute": "int8"}}, "training.precision")):
+                          ({"precision": weights("int8") | {"compute": "int4"}}, "training.precision"),
+                          ({"precision": weights("bf16") | {"compute": "int8"}}, "training.precision.parameters"),
+                          ({"precision": weights("int8") | {"compute": "int8"}, "topology": "dgx-1v-16g"},
+                           "training.precision")):
         with pytest.raises(UserError) as raised:
             lower(scenario(**fields))
         assert field in [fault.field for fault in raised.value.faults]
@@ -247,6 +251,79 @@ def test_weights_in_fp8_halve_what_a_token_reads_and_products_in_fp8_the_prompt(
     assert served(stored).time_per_token_s < 0.75 * served(half).time_per_token_s
     assert served(stored).prompt_time_s == pytest.approx(served(half).prompt_time_s, rel=0.02)
     assert served(narrow).prompt_time_s < 0.75 * served(half).prompt_time_s
+
+
+def test_products_in_int8_shorten_the_prompt() -> None:
+    def run(precision: dict[str, str]) -> Result:
+        return predicted({"preset": "llama-2-7b"}, prompt=2048, software=ENGINE, precision=precision,
+                         topology="single-a100-80g-sxm")
+
+    half, stored, narrow = (run(p) for p in (weights("bf16"), weights("int8"), weights("int8") | {"compute": "int8"}))
+    assert stored.memory.use.at_peak["parameters"] == narrow.memory.use.at_peak["parameters"]
+    assert served(narrow).prompt_time_s < 0.8 * served(half).prompt_time_s < 0.9 * served(stored).prompt_time_s
+    assert served(narrow).time_per_token_s == pytest.approx(served(stored).time_per_token_s, rel=0.1)
+    assert {k.dtype for k in narrow.detail.lowered.job.programs[0].kernels if k.op == "attention"} == {"bf16"}
+    assert narrow.peak_flops_per_gpu == 624e12
+
+
+PAIR = {"preset": "t5-base"}
+
+
+def test_the_encoder_is_gone_when_the_cache_is_made() -> None:
+    """A stack that appends to its cache has none while the encoder runs; one that writes in place has it throughout."""
+    growing, standing = (predicted(PAIR, prompt=512, generate=20, batch=32, software=software).memory.use
+                         for software in ({"modules": "transformers"}, ENGINE))
+    cache = 12 * 2 * 768 * (512 + 20) * 32 * 2
+    assert standing.category_peaks["kv_cache"] == growing.category_peaks["kv_cache"] == cache
+    assert growing.phases["after_init"]["kv_cache"] == 0 and standing.phases["after_init"]["kv_cache"] == cache
+    assert growing.steady and standing.steady
+
+
+@settings(max_examples=20, deadline=None)
+@given(prompt=st.integers(8, 300), generate=st.integers(1, 40), batch=st.integers(1, 8), tensor=st.sampled_from([1, 4]),
+       software=st.sampled_from([{"modules": "transformers"}, ENGINE]))
+def test_requests_of_an_encoder_decoder(prompt: int, generate: int, batch: int, tensor: int,
+                                        software: dict[str, bool]) -> None:
+    run = predicted(PAIR, gpus=4, tensor=tensor, prompt=prompt, generate=generate, batch=batch, software=software)
+    found, replicas = served(run), 4 // tensor
+    assert run.memory.use.steady
+    assert found.kv_cache_bytes * tensor == 12 * 2 * 768 * (prompt + generate) * batch * 2
+    assert found.crossing_cache_bytes * tensor == 12 * 2 * 768 * prompt * batch * 2
+    assert found.prompt_time_s + (generate - 1) * found.time_per_token_s == pytest.approx(run.step_time_s)
+    assert found.tokens_per_second == pytest.approx(replicas * batch * generate / run.step_time_s)
+    assert sum(t.time_per_token_s > 0 for t in found.lengths) == min(PIECES, generate - 1)
+
+
+def test_a_longer_prompt_costs_an_encoder_decoder_once_and_a_little_with_every_token() -> None:
+    short, long = (served(predicted(PAIR, prompt=prompt, batch=32, software=ENGINE)) for prompt in (64, 1024))
+    assert long.prompt_time_s > 4 * short.prompt_time_s
+    assert short.time_per_token_s < long.time_per_token_s < 4 * short.time_per_token_s
+
+
+def test_an_encoder_makes_one_pass() -> None:
+    """BERT-large on 512 tokens: 0.67 GFLOP a token and attention's."""
+    run = predicted({"preset": "bert-large"}, gpus=2, prompt=512, generate=0, batch=8)
+    tokens, found = 8 * 512, served(run)
+    blocks = 24 * (2 * 12 * 1024**2 * tokens + 4 * 8 * 512**2 * 1024)
+    assert run.model_flops == 2 * (blocks + 2 * 8 * 1024**2)
+    assert found.prompt_time_s == run.step_time_s and found.time_per_token_s == found.kv_cache_bytes == 0
+    assert run.samples_per_second == pytest.approx(16 / run.step_time_s)
+    assert found.tokens_per_second == run.tokens_per_second == pytest.approx(512 * run.samples_per_second)
+    halved = predicted({"preset": "bert-large"}, gpus=2, tensor=2, prompt=512, generate=0, batch=8)
+    assert halved.memory.use.at_peak["parameters"] < 0.6 * run.memory.use.at_peak["parameters"]
+
+
+def test_graphs_replay_an_encoder() -> None:
+    slow, fast = (predicted({"preset": "bert-base"}, prompt=32, generate=0, software=software).step_time_s
+                  for software in ({}, {"cuda_graphs": True}))
+    assert fast < 0.3 * slow
+
+
+def test_a_cache_of_transformers_is_refused_in_8_bits_behind_an_encoder() -> None:
+    asked = scenario(PAIR, software={"modules": "transformers"}).model_dump(exclude_none=True)
+    with pytest.raises(UserError) as raised:
+        lower(resolve(asked, "x", {"training.mode.inference.kv_cache": "fp8"}))
+    assert [fault.field for fault in raised.value.faults] == ["training.mode.inference.kv_cache"]
 
 
 def test_a_cache_in_8_bits() -> None:

@@ -36,7 +36,7 @@ TRAINING = {
     "attention": ["eager", "flash"],
     "optimizer_in_backward": [True], "chunked_loss": [True], "precision": NAMES["precisions"],
     "finetune": [{"method": "lora"}, {"method": "qlora"}, {"method": "adapter", "rank": 8}],
-    "mode": [{"inference": {"prompt": 16, "generate": 4, "batch": 2}}],
+    "mode": [{"inference": {"prompt": 16, "generate": 4, "batch": 2}}, {"inference": {"prompt": 16, "batch": 2}}],
 }
 PARALLEL = {
     "strategy": ["ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp"], "sharding_factor": ["full", 1, 4],
@@ -44,7 +44,8 @@ PARALLEL = {
     "overlap": [False], "reduce_every_micro_step": [True, False], "tensor": [2, 4], "sequence_parallel": [True],
     "context": [2], "expert": [2, 4], "pipeline": [2, 4], "virtual_stages": [2], "wrap": [10**6],
     "schedule": ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe"],
-    "offload": [{"parameters": "cpu", "optimizer": "cpu"}, {"activations": "cpu"}, {"optimizer": "nvme"}],
+    "offload": [{"parameters": "cpu", "optimizer": "cpu"}, {"activations": "cpu"}, {"optimizer": "nvme"},
+                {"parameters": "cpu"}],
 }
 SOFTWARE = {
     "framework": ["pytorch", "megatron", "deepspeed", "composer", "torchtitan", "nanotron", "ideal"],

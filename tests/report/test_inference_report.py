@@ -52,6 +52,34 @@ def test_terminal_report_names_the_times() -> None:
         assert words in text
 
 
+def of_kind(preset: str, **fields: Any) -> Any:
+    return api.run(resolve({
+        "name": "asks", "cluster": {"topology": "single-a100-80g-sxm"}, "model": {"preset": preset},
+        "training": {"precision": "pure-bf16", "mode": {"inference": {"prompt": 256, "batch": 4} | fields}}}))
+
+
+def test_an_encoder_decoder_tells_its_two_caches_apart() -> None:
+    result = of_kind("t5-base", generate=33)
+    found = result.to_json()["inference"]
+    assert found["crossing_cache_bytes"] == 12 * 2 * 768 * 256 * 4 * 2
+    assert found["kv_cache_bytes"] == found["crossing_cache_bytes"] // 256 * (256 + 33)
+    text = as_text(result)
+    for words in ("4 prompts of 256 tokens, 33 tokens generated each", "is for cross attention",
+                  "tokens of the decoder"):
+        assert words in text
+    assert "crossing_cache_bytes" not in run().to_json()["inference"]
+
+
+def test_an_encoder_is_told_by_sequences() -> None:
+    result = of_kind("bert-base")
+    assert result.to_json()["inference"]["tokens_per_second"] == pytest.approx(4 * 256 / result.step_time_s)
+    text = as_text(result)
+    for words in ("4 sequences of 256 tokens, read in one pass", "per pass", "sequences/s"):
+        assert words in text
+    assert "first token" not in text and "cache" not in text
+    assert of_kind("bert-base", kv_cache="fp8").warnings[0].startswith("inference: kv_cache changes nothing")
+
+
 def test_training_has_no_inference_fields() -> None:
     result = api.run(resolve({
         "name": "trains", "cluster": {"topology": "single-a100-80g-sxm"}, "model": {"preset": "gpt3-125m"},

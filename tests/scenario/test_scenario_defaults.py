@@ -266,3 +266,26 @@ def test_lora_without_figures_is_pefts() -> None:
     """Rank 8 on query and value (Hugging Face PEFT, LoraConfig.r; Hu et al. 2021, arXiv 2106.09685, section 4.2)."""
     tuned = made(**{"training.finetune": {"method": "lora"}}).training.finetune
     assert (tuned.rank, tuned.targets) == (8, ["query", "value"])
+
+
+@pytest.mark.parametrize(("preset", "run", "sequences"), [
+    ("bert-base", {"prompt": 100}, (100, 100)), ("t5-small", {"prompt": 100, "generate": 28}, (100, 28)),
+    ("gpt2", {"prompt": 100, "generate": 28}, (128, 128))])
+def test_a_request_says_what_each_kind_reads(preset: str, run: dict[str, int], sequences: tuple[int, int]) -> None:
+    found = resolve({"name": "t", "cluster": {"topology": "single-a100-80g-sxm"}, "model": {"preset": preset},
+                     "training": {"mode": {"inference": {"batch": 4} | run}}}).training
+    assert (found.sequence, found.decoder_sequence) == sequences
+    assert found.mode.inference.generate == run.get("generate", 0)
+
+
+@pytest.mark.parametrize(("preset", "generate", "allowed"), [("bert-base", 1, False), ("bert-base", 0, True),
+                                                             ("t5-small", 0, False), ("gpt2", 0, False)])
+def test_only_an_encoder_generates_nothing(preset: str, generate: int, allowed: bool) -> None:
+    asked = {"name": "t", "cluster": {"topology": "single-a100-80g-sxm"}, "model": {"preset": preset},
+             "training": {"mode": {"inference": {"prompt": 8, "generate": generate, "batch": 4}}}}
+    if allowed:
+        assert resolve(asked).training.mode.inference.generate == 0
+        return
+    with pytest.raises(UserError) as raised:
+        resolve(asked)
+    assert [fault.field for fault in raised.value.faults] == ["training.mode.inference.generate"]

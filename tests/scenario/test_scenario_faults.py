@@ -114,6 +114,8 @@ FIELDS = [
     ),
     ("precision: fsdp-bf16", "mode: infer", "training.mode", 11, "not one of train", ""),
     ("precision: fsdp-bf16", "mode: {inference: {prompt: 8}}", "training.mode.inference.generate", 11, "required", ""),
+    ("precision: fsdp-bf16", "mode: {inference: {prompt: 8, generate: 0, batch: 1}}",
+     "training.mode.inference.generate", 11, "for kind encoder", "1 is the prompt"),
     ("precision: fsdp-bf16", "chunked_loss: yes", "training.chunked_loss", 11, "expected true or false", "write true"),
     ("sharding_factor: full", "sharding_factor: ful", "parallel.sharding_factor", 14, "expected 'full' or", "'full'"),
     ("sharding_factor: full", "sharding_factor: 0", "parallel.sharding_factor", 14, "outside 1 to", ""),
