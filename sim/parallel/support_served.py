@@ -76,6 +76,9 @@ def _sharded(scenario: Scenario, stack: Stack, like_fsdp: bool) -> Iterator[Faul
     if like_fsdp and parallel.reshard_after_forward is not True:
         yield Fault("a forward without a backward that keeps what it gathered holds whole weights",
                     "parallel.reshard_after_forward", hint="set it to true, or use strategy none or ddp")
+    if not like_fsdp and parallel.reshard_after_forward is not True:
+        yield Fault(f"second shards of {what} are understood but not simulated yet in this version",
+                    "parallel.reshard_after_forward", hint="remove it")
     if not like_fsdp and parallel.sharding_factor < scenario.replica_ranks:
         yield Fault("MiCS is for training (deepspeed runtime/zero/mics.py)", "parallel.sharding_factor",
                     hint="write sharding_factor: full")
