@@ -92,6 +92,8 @@ class Operator:
             reads what comes before; 0 where it runs ahead.
         buffers: bytes that stand beside what is saved while forward, and beside what flows while backward is at work
             (`sim.model.eager` has them tensor by tensor, of layers that are written down there).
+        turns: of each of its products and of those of branches behind it, when modules run it among them, where that
+            is not the order of `forward`; -1 = it is no `mm` to autograd.
     """
 
     name: str
@@ -107,6 +109,7 @@ class Operator:
     frozen: tuple[Frozen, ...] = ()
     reading_s: float = 0.0
     buffers: tuple[int, int] = (0, 0)
+    turns: tuple[int, ...] = ()
 
     @property
     def weights(self) -> tuple[Parameter | Frozen, ...]:

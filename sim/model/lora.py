@@ -13,6 +13,7 @@ from dataclasses import replace
 from sim.model.architecture import Architecture, Layer, Operator, Parameter
 from sim.model.bottlenecks import bottleneck
 from sim.model.branches import ROUTED, Linear, with_branches
+from sim.model.chunked import output_chunks
 from sim.model.kernels import elementwise, product, width
 from sim.model.narrow_frozen import one_way
 from sim.model.norms import frozen_backward
@@ -221,17 +222,19 @@ def _linears(op: Operator, style: Style) -> list[Linear]:
     if op.name == "qkv":
         return _projections(op, style)
     assert style.tuned is not None
-    targets = _TARGETS.get(op.name, ("",))
+    chunked = ("head",) if style.chunked_loss and style.keeps_chunks else ("",)
+    targets = chunked if op.name == "loss" else _TARGETS.get(op.name, ("",))
     target = next((name for name in targets if name in style.tuned.targets), targets[0])
+    chunks = tuple(output_chunks(style.batch * style.predicted)) if op.name == "loss" and target else ()
     if target == "head" and not any(len(p.shape) > 1 for p in op.parameters):  # the embedding's table
-        return [Linear("lm_head", style.hidden, ((target, style.vocab),))]
+        return [Linear("lm_head", style.hidden, ((target, style.vocab),), chunks=chunks)]
     found: dict[str, Linear] = {}
     for parameter in op.parameters if target else ():
         module, last = parameter.name.rsplit(".", 1)
         if last == "weight":
             outputs, inputs = parameter.shape[::-1] if style.conv1d else parameter.shape
             name = ROUTED.sub(".experts.", module)
-            found[name] = Linear(name, inputs, ((target, outputs),), parameter.routed)
+            found[name] = Linear(name, inputs, ((target, outputs),), parameter.routed, chunks=chunks)
     return list(found.values())
 
 

@@ -10,18 +10,13 @@ from sim.model.inference import NARROW
 from sim.model.tuning import QUANTISED, cut_both
 from sim.parallel.model.expert import misfit
 from sim.parallel.support_outside import outside, paged
-from sim.scenario.schema import RecomputeModules, Scenario, Training
+from sim.scenario.schema import RecomputeModules, Scenario
 from sim.software import Stack
 
 #: Compute dtypes below 16 bits.
 _NARROW = ("fp8", "mxfp8", "nvfp4", "int8", "int4")
 #: Schedules under which both ends of a pipeline hold a stage.
 _BOTH_ENDS = ("dualpipe",)
-
-
-def recomputes_ops(training: Training) -> bool:
-    """Whether recomputation of every second product is simulated: not beside weights that are frozen."""
-    return training.finetune is None or training.finetune.method == "full"
 
 
 def _tuned(scenario: Scenario, stack: Stack) -> str:
@@ -35,19 +30,32 @@ def _tuned(scenario: Scenario, stack: Stack) -> str:
         return "an adapter behind cross attention"
     if finetune.method == "adapter" and (model.moe or model.mla):
         return "an adapter behind a sub-layer that is latent or a mixture"
-    training, by_op = scenario.training, not recomputes_ops(scenario.training)
     narrow = precision.compute in _NARROW
-    for also, asked in (("chunked_loss and the head among its targets",
-                         training.chunked_loss and "head" in finetune.targets),
-                        ("optimizer_in_backward", training.optimizer_in_backward),
-                        ("recompute selective-op", by_op and training.recompute == "selective-op"),
-                        (f"compute in {precision.compute} and {finetune.base} weights",
+    for also, asked in ((f"compute in {precision.compute} and {finetune.base} weights",
                          narrow and finetune.base in QUANTISED),
                         (f"compute in {precision.compute} by torchao, which makes gradients of frozen weights all the "
                          "same", narrow and stack.narrow_keeps_inputs)):
         if asked:
             return f"{finetune.method} with {also}"
     return ""
+
+
+def _chunked_head(scenario: Scenario, stack: Stack) -> Iterator[Fault]:
+    """LoRA at a head whose loss is taken in chunks: torchtune's modules alone pass its branch.
+
+    Source: liger_kernel transformers/model/llama.py (lce_maybe_trainable_lm_head hands `lm_head.weight` to the kernel:
+    the base's, of a module of peft's too).
+    """
+    training, precision = scenario.training, scenario.training.precision
+    tuned, field = training.finetune, "training.finetune.targets"
+    if not training.chunked_loss or tuned.method not in ("lora", "qlora") or "head" not in tuned.targets:
+        return
+    if stack.modules == "transformers" or not stack.chunked_logits_kept:
+        yield Fault("Liger Kernel's loss in chunks reads the head's own weight, so matrices beside it would never be "
+                    "trained", field, hint="leave out head, or set training.chunked_loss: false")
+    elif precision.compute in ("fp16", "bf16") and precision.parameters == "fp32" == precision.gather:
+        yield Fault("the loss in chunks beside a head with LoRA is torchtune's, which has no autocast", field,
+                    hint="use a precision without autocast, or leave out head")
 
 
 def _base(scenario: Scenario) -> Iterator[Fault]:
@@ -89,7 +97,8 @@ def on_any_ranks(scenario: Scenario, stack: Stack) -> list[Fault]:
         and f"training with {training.precision.parameters} weights",
         "training.precision": training.precision.compute in ("int8", "int4") and training.precision.compute,
     }
-    return [*_unknown(asked), *_base(scenario), *_narrow(scenario), *_modules(scenario, stack)]
+    return [*_unknown(asked), *_chunked_head(scenario, stack), *_base(scenario), *_narrow(scenario),
+            *_modules(scenario, stack)]
 
 
 def _modules(scenario: Scenario, stack: Stack) -> Iterator[Fault]:
@@ -100,9 +109,6 @@ def _modules(scenario: Scenario, stack: Stack) -> Iterator[Fault]:
     if stack.modules != "megatron":
         yield Fault("recomputation of named modules is Megatron's", field,
                     hint="use framework megatron, or recompute selective, selective-op or full")
-    elif not recomputes_ops(scenario.training):
-        yield Fault("recomputation of named modules beside frozen weights is understood but not simulated yet in this "
-                    "version", field, hint="write recompute: full or selective")
 
 
 def _unknown(asked: Mapping[str, object]) -> list[Fault]:

@@ -9,9 +9,12 @@ from sim.model.eager.storage import LOGITS, WORKSPACE, Storage
 from sim.model.style import Style
 
 
-def loss(run: Run, style: Style, x: Tensor, rows: int) -> Tensor:
-    """Logits and loss of `rows` rows; a frozen head has no gradient."""
+def loss(run: Run, style: Style, inputs: list[Tensor], rows: int) -> Tensor:
+    """Logits and loss of `rows` rows, the only one of `inputs`; a frozen head has no gradient."""
     run.at("loss")
+    if style.tuned is not None and style.tuned.chosen((("head", 0),)) and style.keeps_chunks:
+        return _branched(run, style, inputs, rows)
+    x = inputs.pop()
     size = style.vocab * style.hidden
     weight = None if style.tuned else Weight(size, style.weight, style.tied)
     copy, cast = op.weight_copy(run, weight or Weight(size, style.tuned.plain if style.tuned else style.weight))
@@ -61,6 +64,62 @@ def _kept(run: Run, style: Style, x: Tensor, rows: int, weight: Sink | None, cop
 
     node = run.node(rule, (x.sink, weight) if weight else (x.sink,))
     run.save(node, x.storage, *([copy] if copy is not None else []))
+    return Tensor(run.new(1, "fp32"), 1, "fp32", node.output())
+
+
+class _Summed:
+    """A weight that every chunk passes: its gradient is added up in the engine, in place."""
+
+    def __init__(self, weight: Weight) -> None:
+        self.weight, self.begun = weight, False
+
+    def receive(self, run: Run, gradient: Storage) -> None:
+        """Take the first; later ones are added to it."""
+        if not self.begun:
+            self.begun = True
+            self.weight.receive(run, gradient)
+
+
+def _branched(run: Run, style: Style, inputs: list[Tensor], rows: int) -> Tensor:
+    """torchtune's with LoRA at the head, whose module takes one chunk after another (0.6.1 modules/peft/lora.py,
+    LoRALinear.forward); then the loss of each."""
+    x, tuned = inputs.pop(), style.tuned
+    assert tuned is not None
+    act, sizes = x.dtype, output_chunks(rows)
+    shapes = (tuned.rank * style.hidden, style.vocab * tuned.rank)
+    first, second = (_Summed(Weight(size, tuned.dtype)) for size in shapes)
+    chunks = op.split(run, x, [size * style.hidden for size in sizes])
+    kind, run.kind = run.kind, LOGITS
+    logits: list[Tensor] = []
+    for chunk in chunks:
+        flat = op.clone(run, chunk, style.batch > 1)  # what `matmul` makes one matrix of
+        base = op.frozen(run, flat, style.hidden, style.vocab)
+        del flat
+        read = op.dropout(run, chunk) if tuned.drops else op.clone(run, chunk, style.batch > 1)
+        down = op.linear(run, read, style.hidden, tuned.rank, False, dtype=tuned.dtype, sink=first)
+        update = op.linear(run, down, tuned.rank, style.vocab, False, dtype=tuned.dtype, sink=second)
+        update = op.scale(run, update)
+        del read, down
+        logits.append(op.add(run, base, update))
+        del base, update
+    del chunks, chunk, x
+    losses = [_cross_entropy(run, style, one, act) for one in logits]
+    run.kind = kind
+    node = run.node(lambda _, gradients: [gradients[0]] * len(losses), [one.sink for one in losses])
+    return Tensor(run.new(1, "fp32"), 1, "fp32", node.output())
+
+
+def _cross_entropy(run: Run, style: Style, logits: Tensor, act: str) -> Tensor:
+    """A chunk's loss in fp32: compiled, one kernel that keeps the logits and two numbers a row."""
+    if style.stack.loss_compiled and act != "fp32":
+        elements = logits.elements
+        node = run.node(lambda run, _: [run.new(elements, act)], (logits.sink,))
+        run.save(node, logits.storage, *(run.new(elements // style.vocab, "fp32") for _ in range(2)))
+        return Tensor(run.new(1, "fp32"), 1, "fp32", node.output())
+    scores = op.softmax(run, logits, "fp32")
+    elements = scores.elements
+    node = run.node(lambda run, _: [run.new(elements, "fp32")], (scores.sink,))
+    run.save(node, scores.storage, run.new(1, "fp32"))
     return Tensor(run.new(1, "fp32"), 1, "fp32", node.output())
 
 

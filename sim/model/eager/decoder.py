@@ -44,6 +44,7 @@ def block(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:
     x = _added(run, x, branch, "1")
     if style.experts is None and "mlp" in modules_of(policy):  # with the norm in front of it, which is its own
         branch = run.checkpoint(lambda run, x: mlp(run, style, norm(run, style, x, "norm2")), x)
+        branch = tuned.behind(run, style, branch, "mlp")
         return residual(run, style, x, branch, "2")
     branch, frame = _normed(run, style, x, "norm2", policy, alone=style.experts is not None)
     fed = _fed(run, style, branch, policy)

@@ -23,7 +23,9 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
     if rows < style.tokens:  # a slice's share of them where the stream is scattered
         x = Tensor(x.storage, x.elements * rows // style.tokens, x.dtype, x.sink)
     if style.chunked_loss:
-        return chunked.loss(run, style, x, rows)
+        inputs = [x]
+        del x  # what is not kept goes with the model's forward
+        return chunked.loss(run, style, inputs, rows)
     run.at("logits")
     run.kind = LOGITS
     if style.tuned is not None and style.stack.tuning_chunk and style.modules == "plain" and not run.autocast:

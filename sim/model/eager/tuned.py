@@ -173,9 +173,10 @@ def _frozen(run: Run, style: Style, x: Tensor, features_in: int, features_out: i
     held = [run.new(rows * features_in, "int8"), run.new(rows * features_out, "fp32")] if eight_bit else weight(run)
     if quantised is not None:
         held += quantised.frozen(run, node, rows * features_in, size)
-    out = Tensor(run.new(rows * features_out, act), rows * features_out, act, node.output())
+    made = run.new(rows * features_out, act) if eight_bit else run.output(rows * features_out, act, product=True)
+    out = Tensor(made, rows * features_out, act, node.output())
     held.clear()
-    del whole
+    del whole, made
     return op.to(run, out, source) if four_bit or eight_bit else out
 
 
