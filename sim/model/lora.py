@@ -66,17 +66,18 @@ def _layer(layer: Layer, style: Style) -> Layer:
     assert tuned is not None
     operators: list[Operator] = []
     owned: list[tuple[Parameter, ...]] = []  # each new operator's parameters before they froze
-    for op in layer.operators:
+    behind = _places(layer, style)
+    for position, op in enumerate(layer.operators):
         linears = _linears(op, style)
         base = _freeze(op, style, bool(linears) or op.name in (_ROUTER, _UNTARGETED), tuned)
         made = with_branches(one_way(base, style, any(tuned.chosen(one.parts) for one in linears)), linears, style)
         operators += made
         owned += [op.parameters, *(() for _ in made[1:])]
-        sublayer = {"projection": "attention", "down": "mlp"}.get(op.name, "")
-        if sublayer and tuned.behind(sublayer):
-            behind = bottleneck(style, tuned, sublayer)
-            operators += behind
-            owned += [() for _ in behind]
+        if position in behind:
+            operators[:] = [replace(one, recomputed=True) for one in operators]  # what the adapter keeps stands on them
+            own = bottleneck(style, tuned, behind[position])
+            operators += own
+            owned += [() for _ in own]
     if style.constant_input and layer.program is not None and layer.program.layer == "first block":
         operators = list(_begun(zip(operators, owned, strict=True), tuned))
     trained = {p.name: p for op in operators for p in op.parameters}
@@ -88,6 +89,25 @@ def _layer(layer: Layer, style: Style) -> Layer:
     added = tuple(p for op in operators for p in reversed(op.parameters) if p not in kept)
     return replace(layer, operators=tuple(operators), parameters=(*kept, *added),
                    frozen=tuple(frozen.values()))
+
+
+def _places(layer: Layer, style: Style) -> dict[int, str]:
+    """Behind which operators of a block adapters stand, and what of: of T5 behind the dropout of a sub-layer's output
+    (adapters 1.3.0 models/t5/modeling_t5.py), of a mixture behind the sum of all experts."""
+    tuned, names = style.tuned, [op.name for op in layer.operators]
+    assert tuned is not None
+    if tuned.method != "adapter" or layer.kind != "block":
+        return {}
+    found: dict[int, str] = {}
+    ends = "shared_add" if "shared_add" in names else "combine" if "combine" in names else "down"
+    attentions = iter(("attention", "cross"))
+    for position, name in enumerate(names):
+        sublayer = next(attentions) if name == "projection" else "mlp" if name == ends else ""
+        if sublayer and tuned.behind(sublayer):
+            dropped = style.kind == "encoder-decoder" and names[position + 1].startswith("dropout") and (
+                not names[position + 1].startswith("dropout_add"))
+            found[position + dropped] = sublayer
+    return found
 
 
 def _dtype_of(parameter: Parameter, layer: Layer, style: Style, tuned: Tuned) -> str:

@@ -218,7 +218,8 @@ class Style:
         """Whether backward ends in the first block, everything in front of it being frozen. A decoder's input gets a
         gradient, as peft's `enable_input_require_grads` asks for it, and so does every block where none is trained."""
         tuned = self.tuned
-        return (tuned is not None and self.kind != "decoder" and not tuned.trains_norms
+        behind_norm = tuned is not None and tuned.trains_norms and self.kind == "encoder"  # which the lookups are in
+        return (tuned is not None and self.kind != "decoder" and not behind_norm
                 and any(target != "head" for target in tuned.targets))
 
     @property

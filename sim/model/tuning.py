@@ -100,7 +100,7 @@ class Tuned:
         return tuple(part for part in parts if part[0] in self.targets) if self.method == "lora" else ()
 
     def behind(self, sublayer: str) -> bool:
-        """Whether a bottleneck sits behind "attention" or "mlp"."""
+        """Whether a bottleneck sits behind "attention", "cross" (attention to an encoder's output) or "mlp"."""
         if self.method != "adapter":
             return False
         return "mlp" in self.targets if sublayer == "mlp" else any(t in self.targets for t in TARGETS[:4])

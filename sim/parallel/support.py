@@ -26,10 +26,6 @@ def _tuned(scenario: Scenario, stack: Stack) -> str:
         return ""
     if model.kind == "layers":
         return f"{finetune.method} of a table of layers, which says nothing of queries, values or their like"
-    if finetune.method == "adapter" and model.kind == "encoder-decoder":
-        return "an adapter behind cross attention"
-    if finetune.method == "adapter" and (model.moe or model.mla):
-        return "an adapter behind a sub-layer that is latent or a mixture"
     narrow = precision.compute in _NARROW
     for also, asked in ((f"compute in {precision.compute} and {finetune.base} weights",
                          narrow and finetune.base in QUANTISED),

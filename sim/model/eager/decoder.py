@@ -101,9 +101,14 @@ def _parallel(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:
     return residual(run, style, x, op.add(run, attended, fed), "2")
 
 
-def residual(run: Run, style: Style, x: Tensor, branch: Tensor, suffix: str) -> Tensor:
-    """Dropout of the branch, and the sum."""
+def residual(run: Run, style: Style, x: Tensor, branch: Tensor, suffix: str, sublayer: str = "") -> Tensor:
+    """Dropout of the branch, the adapter of a sub-layer behind it (in front of it where dropout and sum are one
+    kernel), and the sum."""
+    if sublayer and style.stack.fused_dropout_add:
+        branch = tuned.behind(run, style, branch, sublayer)
     branch = _dropped(run, style, branch, suffix)
+    if sublayer and not style.stack.fused_dropout_add:
+        branch = tuned.behind(run, style, branch, sublayer)
     return _added(run, x, branch, suffix)
 
 

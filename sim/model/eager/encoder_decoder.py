@@ -60,7 +60,7 @@ def block(run: Run, style: Style, x: Tensor, policy: str, *, first: bool, last: 
     run.at("norm3")
     branch = norm(run, style, x)
     branch = _feed_forward(run, style, branch)
-    x = decoder.residual(run, style, x, branch, "3")
+    x = decoder.residual(run, style, x, branch, "3", "mlp")
     del bias
     return x
 
@@ -71,7 +71,7 @@ def _attend(run: Run, style: Style, x: Tensor, memory: Tensor | None, bias: Tens
     run.at(f"norm{suffix}")
     normed = norm(run, style, x)
     branch = attention(run, style, normed, policy, memory, bias, variables=weights)
-    return decoder.residual(run, style, x, branch, suffix)
+    return decoder.residual(run, style, x, branch, suffix, "cross" if style.memory else "attention")
 
 
 def norm(run: Run, style: Style, x: Tensor) -> Tensor:
@@ -81,7 +81,8 @@ def norm(run: Run, style: Style, x: Tensor) -> Tensor:
     variance = op.mean_rows(run, norms.square(run, op.to(run, x, "fp32")), style.tokens)
     x = op.mul_rows(run, x, op.unary(run, op.shift(run, variance), saves_output=True))
     x = op.to(run, x, style.weight)
-    return op.mul_weight(run, x, Weight(style.hidden, style.weight)) if style.tuned is None else op.scale(run, x)
+    trained = style.tuned is None or style.tuned.trains_norms
+    return op.mul_weight(run, x, Weight(style.hidden, style.weight)) if trained else op.scale(run, x)
 
 
 def _own_norm(style: Style) -> bool:
