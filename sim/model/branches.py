@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from sim.model.architecture import Joint, Operator, Parameter, Tensor
 from sim.model.experts import every_expert, expert_rows, loop
-from sim.model.kernels import elementwise, linear, width
+from sim.model.kernels import cast, elementwise, linear, width
 from sim.model.style import Style
 from sim.work import Kernel
 
@@ -72,7 +72,7 @@ def with_branches(op: Operator, linears: Sequence[Linear], style: Style) -> list
         if parts:
             made.append(_cut(op, one, style) if style.cuts_branches and op.joint is not None else
                         _pair(op, one, parts, style))
-    if not tuned.drops and style.residual == style.act:  # they read one input, which is kept once
+    if not (tuned.drops or style.mixes) and style.residual == style.act:  # they read one input, which is kept once
         kept = not style.scattered and any(t.name.endswith("input") for t in op.saved)
         own = [not one.rows for one in linears if tuned.chosen(one.parts)]
         made = [[replace(half, saved=tuple(t for t in half.saved if t.name != "lora_input"))
@@ -132,6 +132,7 @@ def _rows(op: Operator, one: Linear, style: Style) -> int:
 
 def _product(style: Style, one: Linear, rows: int, inputs: int, outputs: int) -> Kernels:
     """A matrix on `rows` rows, or every expert's own on its share of them, or one that several chunks pass."""
+    style = style.branch
     half = replace(style, gemm=style.wide)
     if one.chunks:
         every = [linear(half, size, inputs, outputs, source=style.act, bias=False) for size in one.chunks]
@@ -165,8 +166,10 @@ def _matrices(style: Style, one: Linear, name: str, shape: tuple[int, int]) -> t
 
 
 def _reading(style: Style, one: Linear, rows: int, first: Kernels) -> tuple[list[Kernel], list[Kernel], list[Tensor]]:
-    """Dropout in front of A, the sum of the input's gradients behind it, and what is kept."""
-    e, act, compiled, times = width(style.act), style.act, style.stack.compile, _launches(style, one)
+    """Dropout in front of A, the sum of the input's gradients behind it, and what is kept; where the frozen layer runs
+    in another dtype, the casts of input and gradient."""
+    act, compiled, times = style.branch.act, style.stack.compile, _launches(style, one)
+    e = width(act)
     forward, backward = list(first[0]), list(first[1])
     kept = [Tensor("lora_input", rows * one.inputs, act)]
     if style.tuned is None or style.tuned.drops:
@@ -174,6 +177,10 @@ def _reading(style: Style, one: Linear, rows: int, first: Kernels) -> tuple[list
         if not compiled:  # compiled, it rides in the sum behind it, and the mask is drawn again
             backward.append(elementwise("lora_dropout_backward", rows * one.inputs, 2 * e + 1, act, times))
             kept.append(Tensor("lora_dropout_mask", rows * one.inputs, "int8"))
+    if style.mixes and not compiled:
+        forward.insert(0, cast("lora_input_cast", rows * one.inputs, style.act, act, times))
+        backward.append(cast("lora_input_gradient_cast", rows * one.inputs, act, style.act, times))
+    e, act = width(style.act), style.act
     backward.append(elementwise("lora_gradient_sum", rows * one.inputs, 3 * e, act, times))
     if one.chunks:  # their gradients are joined; of several sequences a chunk is copied to be one matrix
         backward.append(elementwise("chunk_gradient_cat", rows * one.inputs, 2 * e, act))
@@ -186,6 +193,8 @@ def _reading(style: Style, one: Linear, rows: int, first: Kernels) -> tuple[list
 def _adding(style: Style, one: Linear, elements: int, written: int) -> Kernels:
     """Zeros around parts of a fused projection, scale and sum, on `elements` outputs of which `written` are B's."""
     e, act, times = width(style.act), style.act, _launches(style, one)
+    if style.mixes:
+        return _adding_mixed(style, elements, times)
     if style.stack.compile:  # in one kernel; the scaled gradient is written where the gradient is made
         return ([elementwise("lora_add", elements, 2 * e + e * written / elements, act, times)],
                 [elementwise("lora_scale_backward", written, e, act, times)])
@@ -197,6 +206,22 @@ def _adding(style: Style, one: Linear, elements: int, written: int) -> Kernels:
     forward += [elementwise("lora_scale", elements, 2 * e, act, times),
                 elementwise("lora_add", elements, 3 * e, act, times)]
     return forward, backward
+
+
+def _adding_mixed(style: Style, elements: int, times: int) -> Kernels:
+    """Scale, a sum that is as wide as the branch, and the cast back; backward casts the gradient of the sum, and that
+    of the frozen layer again (peft 0.21.2 tuners/lora/layer.py, Linear.forward: `result.to(torch_result_dtype)`)."""
+    narrow, wide = style.act, style.branch.act
+    e, w = width(narrow), width(wide)
+    if style.stack.compile:
+        return ([elementwise("lora_add", elements, 2 * e + w, narrow, times)],
+                [elementwise("lora_scale_backward", elements, e + w, wide, times)])
+    return ([elementwise("lora_scale", elements, 2 * w, wide, times),
+             elementwise("lora_add", elements, e + 2 * w, wide, times),
+             cast("lora_sum_cast", elements, wide, narrow, times)],
+            [cast("lora_sum_gradient_cast", elements, narrow, wide, times),
+             cast("lora_base_gradient_cast", elements, wide, narrow, times),
+             elementwise("lora_scale_backward", elements, 2 * w, wide, times)])
 
 
 def _merged(one: Linear, style: Style) -> bool:
@@ -219,7 +244,7 @@ def _pair(op: Operator, one: Linear, branched: tuple[tuple[str, int], ...], styl
     added, added_back = _adding(style, one, rows * one.outputs, rows * written)
     second = Operator("lora_B", (*(k for f, _ in pairs for k in f), *added),
                       (*added_back, *(k for _, b in reversed(pairs) for k in b)),
-                      saved=(Tensor("lora_rank", rows * down, style.act),))
+                      saved=(Tensor("lora_rank", rows * down, style.branch.act),))
     shapes = (down, one.inputs), (written, tuned.rank)
     return [replace(half, name=f"{op.name}_{half.name}", joint=_beside(op, half, style, rows * down),
                     parameters=_matrices(style, one, half.name, shape))
@@ -233,7 +258,7 @@ def _beside(op: Operator, half: Operator, style: Style, between: int) -> Joint |
     beside one cut by rows A makes partial sums."""
     if op.joint is None or half.name != {"column": "lora_B", "row": "lora_A"}.get(op.joint.kind):
         return None
-    return Joint("read" if op.joint.kind == "column" else "sum", between, style.act)
+    return Joint("read" if op.joint.kind == "column" else "sum", between, style.branch.act)
 
 
 def _cut(op: Operator, one: Linear, style: Style) -> list[Operator]:

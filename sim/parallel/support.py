@@ -54,18 +54,29 @@ def _chunked_head(scenario: Scenario, stack: Stack) -> Iterator[Fault]:
                     hint="use a precision without autocast, or leave out head")
 
 
-def _base(scenario: Scenario) -> Iterator[Fault]:
-    """Frozen weights of another dtype than the adapters', which only autocast brings together."""
-    finetune, precision = scenario.training.finetune, scenario.training.precision
-    if finetune is None or finetune.method == "full":
+def _base(scenario: Scenario, stack: Stack) -> Iterator[Fault]:
+    """Frozen weights of another dtype than the adapters': autocast brings them together, FSDP's mixed precision does
+    when it gathers, and peft's LoRA casts around its matrices."""
+    training, precision = scenario.training, scenario.training.precision
+    tuned, parameters = training.finetune, precision.parameters
+    if tuned is None or tuned.method == "full" or tuned.base not in ("fp32", "bf16", "fp16"):
         return
-    autocast = precision.compute in ("fp16", "bf16") and precision.parameters == precision.gather == "fp32"
-    if finetune.base in ("fp32", "bf16", "fp16") and finetune.base != precision.parameters and not autocast:
-        yield Fault(f"{finetune.method} of {finetune.base} weights beside {precision.parameters} adapters is "
-                    "understood but simulated under autocast only", "training.finetune.base",
-                    hint=f"use base: {precision.parameters}" + (
-                        f", precision: amp-{finetune.base}, or pure-{finetune.base} for adapters of that dtype too"
-                        if finetune.base != "fp32" else ""))
+    autocast = precision.compute in ("fp16", "bf16") and parameters == precision.gather == "fp32"
+    if tuned.base == parameters or autocast:
+        return
+    if parameters == "fp32" and precision.gather == tuned.base == precision.compute and like_fsdp(
+            scenario.parallel.strategy, stack.gradient_path == "ipg"):
+        return
+    field, base = "training.finetune.base", tuned.base
+    hint = f"use base: {parameters}" + (f", precision: amp-{base}, or pure-{base} for adapters of that dtype too"
+                                        if base != "fp32" else "")
+    if parameters != "fp32" or precision.gather != "fp32":
+        yield Fault(f"no code is known that runs {base} weights beside {parameters} adapters gathered in "
+                    f"{precision.gather}", field, hint=hint)
+    elif tuned.method == "adapter" or stack.modules != "transformers":
+        what = "adapters" if tuned.method == "adapter" else f"LoRA of {stack.modules} modules"
+        yield Fault(f"{what} of {parameters} read {base} activations, which PyTorch refuses without autocast (peft's "
+                    "LoRA beside Hugging Face's modules alone casts them)", field, hint=hint)
 
 
 def check(scenario: Scenario, stack: Stack) -> None:
@@ -93,7 +104,7 @@ def on_any_ranks(scenario: Scenario, stack: Stack) -> list[Fault]:
         and f"training with {training.precision.parameters} weights",
         "training.precision": training.precision.compute in ("int8", "int4") and training.precision.compute,
     }
-    return [*_unknown(asked), *_chunked_head(scenario, stack), *_base(scenario), *_narrow(scenario),
+    return [*_unknown(asked), *_chunked_head(scenario, stack), *_base(scenario, stack), *_narrow(scenario),
             *_modules(scenario, stack)]
 
 

@@ -1,4 +1,4 @@
-"""Houlsby's adapters behind every kind of sub-layer: of T5 against PyTorch, of mixtures and latent attention by hand."""
+"""Houlsby's adapters behind every kind of sub-layer: T5's against PyTorch, those of mixtures by hand."""
 
 from __future__ import annotations
 
