@@ -63,6 +63,7 @@ class Joint(NamedTuple):
         dtype: of that tensor.
         gathered: dtype in which it is gathered, where it is cast before; default as it is.
         again: a weight's gradient needs the whole input once more.
+        times: parts of it that meet one after another.
     """
 
     kind: str
@@ -70,6 +71,7 @@ class Joint(NamedTuple):
     dtype: str
     gathered: str = ""
     again: bool = True
+    times: int = 1
 
 
 @dataclass(frozen=True, slots=True)

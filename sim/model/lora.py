@@ -143,7 +143,8 @@ def _freeze(op: Operator, style: Style, is_linear: bool, tuned: Tuned) -> Operat
         return replace(op, backward=kernels, parameters=(), saved=kept)
     if op.name == "loss":  # logits in chunks: the head's product is in it
         kept = tuple(t for t in op.saved if t.name != "head_gradient")
-        idle = ("nt",) if tuned.plain == "fp32" and style.autocast else ("nt", "weight_cast")
+        idle = {"nt", "chunk_weight_gradient_add"} | (
+            set() if tuned.plain == "fp32" and style.autocast else {"weight_cast"})
         forward, backward = ([k for k in way if k.variant not in idle] for way in (op.forward, op.backward))
         return replace(op, forward=tuple(forward), parameters=(), saved=kept, backward=tuple(
             k for k in backward if k.variant not in _WEIGHT_GRADIENT))

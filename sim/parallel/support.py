@@ -54,6 +54,22 @@ def _chunked_head(scenario: Scenario, stack: Stack) -> Iterator[Fault]:
                     hint="use a precision without autocast, or leave out head")
 
 
+def _cut_chunks(scenario: Scenario, stack: Stack) -> Iterator[Fault]:
+    """A loss in chunks of a vocabulary that tensor ranks share, which torchtitan's modules have."""
+    training, field = scenario.training, "training.chunked_loss"
+    if not training.chunked_loss or scenario.parallel.tensor == 1 or scenario.model.kind not in (
+            "decoder", "encoder-decoder"):
+        return
+    if not stack.chunks_cut or stack.modules != "plain" or scenario.model.kind != "decoder":
+        yield Fault("a loss in chunks of a vocabulary that tensor ranks share is that of torchtitan's decoders (Liger "
+                    "Kernel reads one rank's part of the head only, Megatron has none, torchtune brings the logits of "
+                    "the whole vocabulary together, which is not simulated)", field,
+                    hint="use framework torchtitan, tensor: 1, or chunked_loss: false")
+    elif training.finetune.method in ("lora", "qlora") and "head" in training.finetune.targets:
+        yield Fault("the loss in chunks of a cut head with LoRA is not simulated", "training.finetune.targets",
+                    hint="leave out head, or set training.chunked_loss: false")
+
+
 def _base(scenario: Scenario, stack: Stack) -> Iterator[Fault]:
     """Frozen weights of another dtype than the adapters': autocast brings them together, FSDP's mixed precision does
     when it gathers, and peft's LoRA casts around its matrices."""
@@ -95,17 +111,17 @@ def check(scenario: Scenario, stack: Stack) -> None:
 
 def on_any_ranks(scenario: Scenario, stack: Stack) -> list[Fault]:
     """What of a model and its training this version cannot simulate, however they are laid out."""
-    training, uncut = scenario.training, scenario.parallel.tensor == 1
+    training = scenario.training
     asked: dict[str, object] = {
-        "training.chunked_loss": training.chunked_loss and not (scenario.model.kind == "decoder" and uncut)
-        and "chunked loss of other than an uncut decoder",
+        "training.chunked_loss": training.chunked_loss and scenario.model.kind not in ("decoder", "encoder-decoder")
+        and f"chunked loss of kind {scenario.model.kind}",
         "training.finetune": _tuned(scenario, stack),
         "training.precision.parameters": training.mode == "train" and training.precision.parameters in NARROW
         and f"training with {training.precision.parameters} weights",
         "training.precision": training.precision.compute in ("int8", "int4") and training.precision.compute,
     }
-    return [*_unknown(asked), *_chunked_head(scenario, stack), *_base(scenario, stack), *_narrow(scenario),
-            *_modules(scenario, stack)]
+    return [*_unknown(asked), *_chunked_head(scenario, stack), *_cut_chunks(scenario, stack), *_base(scenario, stack),
+            *_narrow(scenario), *_modules(scenario, stack)]
 
 
 def _modules(scenario: Scenario, stack: Stack) -> Iterator[Fault]:

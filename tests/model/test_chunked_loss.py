@@ -9,9 +9,17 @@ import pytest
 
 from sim.errors import UserError
 from sim.memory.ledger import peak
+from sim.model import build
+from sim.model.architecture import Joint
 from sim.model.chunked import chunk_rows, output_chunks
+from sim.model.eager import chunked
+from sim.model.eager.autograd import Boundary, Run
 from sim.parallel import Lowered, lower
+from sim.parallel.model.calls import Calls
+from sim.parallel.model.joints import Joints
+from sim.program import InlineCall
 from sim.scenario import resolve
+from sim.software import stack_of
 from sim.validation.oracle_memory import predicted
 
 
@@ -152,3 +160,95 @@ def test_kernels_of_a_head_with_lora_in_chunks(rows: int, copies: int) -> None:
     assert sum(k.launches for k in loss.backward if k.variant == "chunk_gradient_add") == 2 * 7
     assert sum(k.launches for k in loss.forward if k.variant == "chunk_copy") == copies * 8
     assert {p.name.rsplit(".", 1)[-1]: p.shape for p in loss.parameters} == {"lora_A": (8, 512), "lora_B": (32000, 8)}
+
+
+# ----------------------------------------------------------------------------------- a vocabulary that ranks share, T5
+def titan(tensor: int = 4, batch: int = 2, sequence: int = 512, *, framework: str = "torchtitan",
+          modules: str = "plain", chunked: bool = True, finetune: dict[str, Any] | None = None, **parallel: Any) -> Any:
+    return resolve({
+        "name": "t", "cluster": {"topology": "dgx-a100-80g", "nodes": 1, "gpus_per_node": tensor},
+        "model": {"kind": "decoder", "gated_mlp": True, "activation": "silu", "positions": "rotary", "norm": "rmsnorm",
+                  "bias": False, "tied_embeddings": False, "layers": 2, "hidden": 1024, "heads": 16, "ffn": 4096,
+                  "vocab": 128000},
+        "training": {"micro_batch": batch, "global_batch": batch, "sequence": sequence, "precision": "pure-bf16",
+                     "chunked_loss": chunked} | ({"finetune": finetune} if finetune else {}),
+        "parallel": {"strategy": "none", "tensor": tensor, **parallel},
+        "software": {"framework": framework, "year": 2026, "modules": modules}})
+
+
+#: torchtitan 0.3.0's ChunkedLossWrapper over _LossParallelCrossEntropy on one of 4 ranks (32,000 of 128,000 logits of
+#: 1,024 tokens of width 1,024 in bf16), PyTorch 2.13 on fake tensors: sequences, tokens, highest point above what was
+#: there (with labels' few kilobytes), and what is left: the head's gradient and that of its input.
+CUT = [(2, 512, 154019328), (1, 1024, 151913984)]
+
+
+@pytest.mark.parametrize(("batch", "sequence", "highest"), CUT)
+def test_chunks_of_a_slice_of_the_vocabulary_are_what_pytorch_allocates(
+    batch: int, sequence: int, highest: int,
+) -> None:
+    asked = titan(batch=batch, sequence=sequence)
+    program = build(asked, stack_of(asked.software), batch).stack[-1].program
+    assert program is not None
+    run = Run("", keep_gradients=True, early_stop=False)
+    inputs = [run.tensor(batch * sequence * 1024, "bf16", Boundary())]
+    start = run.memory.total
+    run.memory.mark()
+    chunked.loss(run, program.style, inputs, batch * sequence)
+    assert run.memory.top - start == pytest.approx(highest, abs=16 * 1024)
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_slices_meet_three_times_a_chunk_and_once_for_the_input(scattered: bool) -> None:
+    """By hand: the largest logit, the sum of exponentials and the label's of 128 tokens, 8 times; the gradient of the
+    input of all chunks at once. No product but those of the whole loss, and an eighth of the logits."""
+    whole, chunks = (lower(titan(chunked=c, sequence_parallel=scattered)) for c in (False, True))
+    made, of_whole = build(titan(), stack_of(titan().software), 2).stack[-1], whole.architecture.stack[-1]
+    entry, loss = made.operators[-2:]
+    assert loss.joint == Joint("vocabulary_loss", 1024, "fp32", times=8) and entry.joint is not None
+    assert entry.joint.kind == "column" and entry.joint.elements == 1024 * 1024
+    gemms = [k for k in loss.forward if k.op == "gemm"]
+    assert 4 * sum(k.flops for k in gemms) == of_whole.forward_flops + of_whole.backward_flops
+    adds = [k for k in loss.forward if k.variant == "chunk_weight_gradient_add"]
+    assert len(adds) == 7 and adds[0].bytes == 3 * 2 * 32000 * 1024
+    peaks = [peak(low.job.programs[0]) for low in (whole, chunks)]
+    assert all(one.steady for one in peaks)
+    assert peaks[1].category_peaks["logits"] <= peaks[0].category_peaks["logits"] / 6
+    joints = Joints(Calls(("tensor",)), scattered, hides=False, pipelined=False, keeps=False)
+    calls = Counter(item.call.kind for op in (entry, loss) for item in (*joints.forward(op), *joints.backward(op))
+                    if isinstance(item, InlineCall))
+    assert calls == ({"all_reduce": 24, "reduce_scatter": 1, "all_gather": 1} if scattered else {"all_reduce": 25})
+
+
+@pytest.mark.parametrize(("options", "field"), [
+    ({"framework": "pytorch"}, "training.chunked_loss"), ({"modules": "transformers"}, "training.chunked_loss"),
+    ({"framework": "megatron", "modules": "megatron"}, "training.chunked_loss"),
+    ({"finetune": {"method": "lora", "rank": 8, "targets": ["head"], "base": "bf16"}}, "training.finetune.targets")])
+def test_a_cut_vocabulary_has_chunks_where_code_has_them(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(UserError) as caught:
+        lower(titan(**options))
+    assert [fault.field for fault in caught.value.faults] == [field]
+
+
+def test_a_frozen_head_in_chunks_of_a_cut_vocabulary_has_no_gradient() -> None:
+    lora = {"method": "lora", "rank": 8, "targets": ["query"], "base": "bf16"}
+    program = lower(titan(finetune=lora)).job.programs[0]
+    assert peak(program).steady
+    loss = build(titan(finetune=lora), stack_of(titan().software), 2).stack[-1].operators[-1]
+    assert not [k for k in loss.forward if k.variant in ("nt", "chunk_weight_gradient_add")]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("modules", ["transformers", "plain"])
+def test_an_encoder_decoder_takes_its_loss_in_chunks(modules: str, tied: bool) -> None:
+    """The decoder's tokens reach the head of T5: the same products, and the logits of a chunk, or all in 2 bytes."""
+    t5 = {"kind": "encoder-decoder", "decoder_layers": 2, "positions": "relative", "norm": "rmsnorm", "bias": False}
+    whole, chunks = (lowered(c, tied=tied, modules=modules, **t5) for c in (False, True))
+    flops = [low.architecture.forward_flops + low.architecture.backward_flops for low in (whole, chunks)]
+    assert flops[0] == pytest.approx(flops[1])
+    used = peak(chunks.job.programs[0])
+    logits = 4096 * 32000
+    assert used.steady
+    assert used.category_peaks["logits"] == pytest.approx(
+        2 * 128 * 32000 if modules == "transformers" else 2 * logits + 4 * logits + 4 * logits // 8)
+    scaled = [op.name for op in chunks.architecture.stack[-1].operators]
+    assert ("head_scale" in scaled) == tied

@@ -1,4 +1,4 @@
-"""LoRA in fp32 beside 16-bit weights without autocast, and under FSDP's mixed precision, against PyTorch and by hand."""
+"""LoRA in fp32 beside 16-bit weights without autocast, and under FSDP, against PyTorch and by hand."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_utilization_is_of_the_frozen_weights_products() -> None:
     assert run(asked).peak_flops_per_gpu == 312e12
 
 
-# ------------------------------------------------------------------------------------------------------- what is refused
+# ----------------------------------------------------------------------------------------------------- what is refused
 @pytest.mark.parametrize(("options", "said"), [
     ({"modules": "plain"}, "PyTorch refuses without autocast"),
     ({"method": "adapter"}, "PyTorch refuses without autocast"),

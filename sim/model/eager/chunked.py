@@ -12,6 +12,8 @@ from sim.model.style import Style
 def loss(run: Run, style: Style, inputs: list[Tensor], rows: int) -> Tensor:
     """Logits and loss of `rows` rows, the only one of `inputs`; a frozen head has no gradient."""
     run.at("loss")
+    if style.tensor > 1:
+        return _cut(run, style, inputs, rows)
     if style.tuned is not None and style.tuned.chosen((("head", 0),)) and style.keeps_chunks:
         return _branched(run, style, inputs, rows)
     x = inputs.pop()
@@ -37,6 +39,64 @@ def _forward(run: Run, style: Style, x: Tensor, rows: int, weight: Weight | None
     node = run.node(lambda run, _: [gradients.pop(0) for _ in inputs], inputs)
     del logits
     return Tensor(run.new(1, "fp32"), 1, "fp32", node.output())
+
+
+def _cut(run: Run, style: Style, inputs: list[Tensor], rows: int) -> Tensor:
+    """torchtitan's, of a slice of the vocabulary: `ChunkedLossWrapper.__call__`, whose chunks are detached copies (of
+    one sequence views) and run backward one by one."""
+    x = inputs.pop()
+    x = op.gathered(run, x, style.tensor) if style.scattered else x
+    act, size, trained = x.dtype, style.vocab * style.hidden, style.tuned is None
+    if run.autocast:
+        act = run.autocast
+    weight = Weight(size, style.weight, style.tied)
+    copy, _ = op.weight_copy(run, weight if trained else Weight(size, style.weight))
+    kind, run.kind = run.kind, WORKSPACE
+    sizes = output_chunks(rows)
+    chunks = [run.new(part * style.hidden, x.dtype) for part in sizes] if style.batch > 1 else []
+    buffer, gradients = run.new(rows * style.hidden, "fp32"), list[Storage]()
+    for part in sizes:
+        run.kind = LOGITS
+        logits = run.new(part * style.vocab, act)  # the loop's variable, to the end of its turn
+        gradient = _slice_loss(run, style, part, logits, act)
+        run.kind = WORKSPACE
+        made = run.new(part * style.hidden, act)
+        own = run.new(size, act) if trained else None
+        if own is not None and act != style.weight:
+            own = run.new(size, style.weight)
+        if own is not None and not gradients:
+            gradients.append(own)
+        del gradient, own, logits
+        wide = run.new(part * style.hidden, "fp32") if act != "fp32" else None
+        del made, wide
+    chunks.clear()
+    gradients.insert(0, run.new(rows * style.hidden, x.dtype) if x.dtype != "fp32" else buffer)
+    del buffer, copy
+    run.kind = kind
+    sinks = (x.sink, weight) if trained else (x.sink,)
+    node = run.node(lambda run, _: [gradients.pop(0) for _ in sinks], sinks)
+    return Tensor(run.new(1, "fp32"), 1, "fp32", node.output())
+
+
+def _slice_loss(run: Run, style: Style, rows: int, logits: Storage, act: str) -> Storage:
+    """A chunk's loss and the gradient of its logits (`_LossParallelCrossEntropy`); compiled, one kernel each way."""
+    elements = rows * style.vocab
+    if style.stack.loss_compiled:
+        return run.new(elements, act)
+    wide = run.new(elements, "fp32") if act != "fp32" else logits
+    shifted = run.new(elements, "fp32")
+    exponential = run.new(elements, "fp32")
+    del exponential
+    scores = run.new(elements, "fp32")
+    del shifted, wide
+    zeros, exponential = run.new(elements, "fp32"), run.new(elements, "fp32")
+    both = run.new(elements, "fp32")
+    del exponential
+    gradient = run.new(elements, "fp32")
+    del zeros, both, scores
+    result = run.new(elements, act) if act != "fp32" else gradient
+    del gradient
+    return result
 
 
 def _kept(run: Run, style: Style, x: Tensor, rows: int, weight: Sink | None, copy: Storage | None) -> Tensor:

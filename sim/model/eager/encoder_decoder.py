@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sim.model.attention_core import uses_flash
-from sim.model.eager import decoder, norms, tuned
+from sim.model.eager import chunked, decoder, norms, tuned
 from sim.model.eager import operations as op
 from sim.model.eager.attention import attention
 from sim.model.eager.autograd import Run, Tensor, Weight
 from sim.model.eager.head import loss
 from sim.model.eager.mlp import activated, mlp
 from sim.model.eager.products import linear
-from sim.model.eager.storage import LOGITS, WORKSPACE, Storage
+from sim.model.eager.storage import ACTIVATIONS, LOGITS, WORKSPACE, Storage
 from sim.model.style import Style
 
 #: Distances fall into this many buckets (T5Config.relative_attention_num_buckets).
@@ -206,8 +206,12 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
     if style.dropout:
         x = op.dropout(run, x)
     run.at("logits")
-    run.kind = LOGITS
+    run.kind = ACTIVATIONS if style.chunked_loss else LOGITS
     scaled = op.scale(run, x) if style.tied else x
+    if style.chunked_loss:
+        inputs = [scaled]
+        del x, scaled
+        return chunked.loss(run, style, inputs, rows)
     if style.tuned is not None:
         logits = tuned.linear(run, style, scaled, style.hidden, (("head", style.vocab),))
     else:

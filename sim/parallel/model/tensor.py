@@ -42,7 +42,8 @@ def around(calls: Calls, joint: Joint, kernels: Items, direction: str, style: St
     own = plain(kernels)
     if joint.kind == "vocabulary_loss":
         # the largest logit, the predicted logit and the sum of exponentials of every token
-        scalars = tuple(calls.call("tensor", "all_reduce", joint.elements, joint.dtype) for _ in range(3))
+        scalars = tuple(calls.call("tensor", "all_reduce", joint.elements / joint.times, joint.dtype)
+                        for _ in range(3 * joint.times))
         return (*own, *scalars) if direction == "forward" else own
     if joint.kind in _BETWEEN:
         return _between(calls, joint, own, direction, style)
