@@ -30,13 +30,13 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
     run.kind = LOGITS
     if style.tuned is not None and style.stack.tuning_chunk and style.modules == "plain" and not run.autocast:
         return _by_position(run, style, x, rows)
+    x = entered(run, style, x)
+    slices = style.tensor if style.scattered and not style.stack.gathered_inputs_kept else 1
     if style.tuned is not None:
-        logits = tuned.linear(run, style, x, style.hidden, (("head", style.vocab),))
+        logits = tuned.linear(run, style, x, style.hidden, (("head", style.vocab),), slices)
     else:
-        x = entered(run, style, x)
-        again = style.scattered and not style.stack.gathered_inputs_kept
         logits = op.linear(run, x, style.hidden, style.vocab, False, dtype=style.weight, shared=style.tied,
-                           gathered=style.tensor if again else 1)
+                           gathered=slices)
     if style.logit_softcap:
         run.at("softcap")
         logits = op.scale(run, logits)
