@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from sim.model.architecture import Joint, Layer, Operator, Parameter, Tensor
-from sim.model.chunked import Ways, chunked_cut, chunked_forward, chunked_kept
+from sim.model.chunked import Ways, chunked_cut, chunked_forward, chunked_gathered, chunked_kept
 from sim.model.kernels import cast, elementwise, joint, linear_operator, softcap, width
 from sim.model.norms import norm_operator
 from sim.model.style import Style
@@ -79,6 +79,8 @@ def loss_operator(style: Style, rows: int) -> Operator:
 
 def chunked_loss(style: Style, rows: int, logits: Operator) -> tuple[Operator, ...]:
     """Product and loss, a chunk of rows at a time, in the stack's way."""
+    if style.tensor > 1 and style.stack.chunks_cut == "whole":
+        return chunked_gathered(style, rows, logits, partial(plain_loss, upcast=width(style.act) < 4))
     if style.tensor > 1:
         return chunked_cut(style, rows, logits, partial(plain_loss, upcast=width(style.act) < 4))
     if style.keeps_chunks:

@@ -55,16 +55,17 @@ def _chunked_head(scenario: Scenario, stack: Stack) -> Iterator[Fault]:
 
 
 def _cut_chunks(scenario: Scenario, stack: Stack) -> Iterator[Fault]:
-    """A loss in chunks of a vocabulary that tensor ranks share, which torchtitan's modules have."""
-    training, field = scenario.training, "training.chunked_loss"
-    if not training.chunked_loss or scenario.parallel.tensor == 1 or scenario.model.kind not in (
-            "decoder", "encoder-decoder"):
+    """A loss in chunks of a vocabulary that tensor ranks share, which torchtune's and torchtitan's decoders have."""
+    training, field, parallel = scenario.training, "training.chunked_loss", scenario.parallel
+    if not training.chunked_loss or parallel.tensor == 1 or scenario.model.kind not in ("decoder", "encoder-decoder"):
         return
-    if not stack.chunks_cut or stack.modules != "plain" or scenario.model.kind != "decoder":
-        yield Fault("a loss in chunks of a vocabulary that tensor ranks share is that of torchtitan's decoders (Liger "
-                    "Kernel reads one rank's part of the head only, Megatron has none, torchtune brings the logits of "
-                    "the whole vocabulary together, which is not simulated)", field,
-                    hint="use framework torchtitan, tensor: 1, or chunked_loss: false")
+    if stack.modules != "plain" or scenario.model.kind != "decoder":
+        yield Fault("a loss in chunks of a vocabulary that tensor ranks share is that of torchtune's and torchtitan's "
+                    "decoders (Liger Kernel reads one rank's part of the head only, Megatron has none)", field,
+                    hint="use framework torchtitan or pytorch with modules: plain, tensor: 1, or chunked_loss: false")
+    elif stack.chunks_cut == "whole" and parallel.sequence_parallel:
+        yield Fault("torchtune's loss in chunks over tensor ranks knows no activations that are scattered along the "
+                    "sequence", "parallel.sequence_parallel", hint="set it to false, or use framework torchtitan")
     elif training.finetune.method in ("lora", "qlora") and "head" in training.finetune.targets:
         yield Fault("the loss in chunks of a cut head with LoRA is not simulated", "training.finetune.targets",
                     hint="leave out head, or set training.chunked_loss: false")

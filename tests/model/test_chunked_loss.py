@@ -219,8 +219,29 @@ def test_slices_meet_three_times_a_chunk_and_once_for_the_input(scattered: bool)
     assert calls == ({"all_reduce": 24, "reduce_scatter": 1, "all_gather": 1} if scattered else {"all_reduce": 25})
 
 
+def test_torchtune_gathers_the_logits_of_every_chunk() -> None:
+    """torchtune 0.6.1's chunked_output and CEWithChunkedOutputLoss over ColwiseParallel(output_layouts=Replicate()), 4
+    ranks, PyTorch 2.13 on fake tensors: 854,070,784 bytes at most (labels' few kilobytes in), 526,390,272 from forward
+    to backward. Eight gathers forward, eight sums of a chunk's input gradient backward."""
+    asked = titan(batch=1, sequence=1024, framework="pytorch")
+    layer = build(asked, stack_of(asked.software), 1).stack[-1]
+    assert layer.program is not None and peak(lower(asked).job.programs[0]).steady
+    run = Run("", keep_gradients=True, early_stop=False)
+    inputs = [run.tensor(1024 * 1024, "bf16", Boundary())]
+    run.memory.mark()
+    kept = chunked.loss(run, layer.program.style, inputs, 1024)
+    assert kept.sink is not None
+    assert run.memory.top == pytest.approx(854070784, abs=16 * 1024)
+    assert run.memory.total == pytest.approx(526390272, abs=16 * 1024)
+    joints = Joints(Calls(("tensor",)), sequence=False, hides=False, pipelined=False, keeps=False)
+    calls = Counter((item.call.kind, item.call.size_bytes) for op in layer.operators
+                    for item in (*joints.forward(op), *joints.backward(op)) if isinstance(item, InlineCall))
+    assert calls == {("all_gather", 2 * 128 * 128000): 8, ("all_reduce", 2 * 128 * 1024): 8}
+
+
 @pytest.mark.parametrize(("options", "field"), [
-    ({"framework": "pytorch"}, "training.chunked_loss"), ({"modules": "transformers"}, "training.chunked_loss"),
+    ({"framework": "pytorch", "sequence_parallel": True}, "parallel.sequence_parallel"),
+    ({"modules": "transformers"}, "training.chunked_loss"),
     ({"framework": "megatron", "modules": "megatron"}, "training.chunked_loss"),
     ({"finetune": {"method": "lora", "rank": 8, "targets": ["head"], "base": "bf16"}}, "training.finetune.targets")])
 def test_a_cut_vocabulary_has_chunks_where_code_has_them(options: dict[str, Any], field: str) -> None:

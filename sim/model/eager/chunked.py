@@ -12,7 +12,7 @@ from sim.model.style import Style
 def loss(run: Run, style: Style, inputs: list[Tensor], rows: int) -> Tensor:
     """Logits and loss of `rows` rows, the only one of `inputs`; a frozen head has no gradient."""
     run.at("loss")
-    if style.tensor > 1:
+    if style.tensor > 1 and style.stack.chunks_cut != "whole":
         return _cut(run, style, inputs, rows)
     if style.tuned is not None and style.tuned.chosen((("head", 0),)) and style.keeps_chunks:
         return _branched(run, style, inputs, rows)
@@ -102,16 +102,16 @@ def _slice_loss(run: Run, style: Style, rows: int, logits: Storage, act: str) ->
 def _kept(run: Run, style: Style, x: Tensor, rows: int, weight: Sink | None, copy: Storage | None) -> Tensor:
     """torchtune's: the logits of all chunks, then the loss of each. Compiled, a chunk's loss keeps its logits; eager,
     its fp32 log-softmax. Backward frees chunk by chunk."""
-    act, hidden, vocab = x.dtype, style.hidden, style.vocab
+    act, hidden, own, vocab = x.dtype, style.hidden, style.vocab, style.vocab * style.tensor
     kind, run.kind = run.kind, LOGITS
     sizes = output_chunks(rows)
-    kept = [run.new(size * vocab, act) for size in sizes]
+    kept = [_logits(run, style, size, act) for size in sizes]
     if not style.stack.loss_compiled:
         kept = _widened(run, kept, sizes, vocab, act)
     run.kind = kind
 
     def rule(run: Run, _: Gradients) -> Gradients:
-        made = [run.new(rows * hidden, act), *([run.new(vocab * hidden, act)] if weight else [])]
+        made = [run.new(rows * hidden, act), *([run.new(own * hidden, act)] if weight else [])]
         outer, run.kind = run.kind, LOGITS
         for size in sizes:
             wide = None if style.stack.loss_compiled else run.new(size * vocab, "fp32")
@@ -125,6 +125,17 @@ def _kept(run: Run, style: Style, x: Tensor, rows: int, weight: Sink | None, cop
     node = run.node(rule, (x.sink, weight) if weight else (x.sink,))
     run.save(node, x.storage, *([copy] if copy is not None else []))
     return Tensor(run.new(1, "fp32"), 1, "fp32", node.output())
+
+
+def _logits(run: Run, style: Style, rows: int, act: str) -> Storage:
+    """A chunk's logits; of a cut vocabulary a slice is gathered, and the gathered ones are put side by side."""
+    own = run.new(rows * style.vocab, act)
+    if style.tensor == 1:
+        return own
+    gathered = run.new(rows * style.vocab * style.tensor, act)
+    joined = run.new(rows * style.vocab * style.tensor, act)
+    del own, gathered
+    return joined
 
 
 class _Summed:
