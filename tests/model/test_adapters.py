@@ -13,7 +13,7 @@ import sim.software.stack as stacks
 from sim.memory.ledger import peak
 from sim.model import build
 from sim.model.architecture import Layer
-from sim.model.eager import KINDS, layer_profile
+from sim.model.eager import KINDS, layer_profile, profile
 from sim.parallel import lower
 from sim.scenario import resolve
 from sim.software import stack_for
@@ -142,3 +142,15 @@ def test_cut_adapters_behind_mixtures_and_latent_attention(model: dict[str, Any]
     matrices = [sum(p.numel for p in layer.parameters if "linear" in p.name) for layer in (whole, half)]
     assert matrices[0] == 2 * matrices[1] == 2 * 2 * RANK * HIDDEN
     assert peak(lower(scenario(model, ["query", "mlp"], modules="megatron", tensor=2)).job.programs[0]).steady
+
+
+def test_a_compiled_block_keeps_what_its_last_adapter_reads() -> None:
+    """The output of the last product is dropped if nothing reads it in backward: with an adapter behind it one does."""
+    found = []
+    for targets in (["query", "mlp"], ["query"]):
+        program = block_of(LLAMA, targets, modules="plain").program
+        assert program is not None
+        compiled = replace(program.style, stack=replace(program.style.stack, compile=True))
+        found.append(profile(replace(program, style=compiled), "selective-op", True))
+    both, one = (p.forward.net[KINDS.index("activations")] for p in found)
+    assert both - one == TOKENS * HIDDEN * 2
