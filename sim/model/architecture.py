@@ -63,6 +63,7 @@ class Joint(NamedTuple):
         dtype: of that tensor.
         gathered: dtype in which it is gathered, where it is cast before; default as it is.
         again: a weight's gradient needs the whole input once more.
+        times: parts of it that meet one after another.
     """
 
     kind: str
@@ -70,6 +71,7 @@ class Joint(NamedTuple):
     dtype: str
     gathered: str = ""
     again: bool = True
+    times: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,8 @@ class Operator:
             reads what comes before; 0 where it runs ahead.
         buffers: bytes that stand beside what is saved while forward, and beside what flows while backward is at work
             (`sim.model.eager` has them tensor by tensor, of layers that are written down there).
+        turns: of each of its products and of those of branches behind it, when modules run it among them, where that
+            is not the order of `forward`; -1 = it is no `mm` to autograd.
     """
 
     name: str
@@ -107,6 +111,7 @@ class Operator:
     frozen: tuple[Frozen, ...] = ()
     reading_s: float = 0.0
     buffers: tuple[int, int] = (0, 0)
+    turns: tuple[int, ...] = ()
 
     @property
     def weights(self) -> tuple[Parameter | Frozen, ...]:

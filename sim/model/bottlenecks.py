@@ -22,7 +22,7 @@ from sim.model.tuning import Tuned
 
 
 def bottleneck(style: Style, tuned: Tuned, sublayer: str) -> list[Operator]:
-    """The operators behind a sub-layer ("attention", "mlp")."""
+    """The operators behind a sub-layer ("attention", "cross", "mlp")."""
     if style.modules == "megatron":
         return _cut(style, tuned, f"{sublayer}_adapter")
     return [_whole(style, tuned, f"{sublayer}_adapter")]

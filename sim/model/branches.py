@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from sim.model.architecture import Joint, Operator, Parameter, Tensor
 from sim.model.experts import every_expert, expert_rows, loop
-from sim.model.kernels import elementwise, linear, width
+from sim.model.kernels import cast, elementwise, linear, width
 from sim.model.style import Style
 from sim.work import Kernel
 
@@ -43,6 +43,7 @@ class Linear(NamedTuple):
         inputs: as this slice has them; parts: outputs by target, several if fused.
         routed: every expert that tokens are routed to has one.
         rows: it reads, default those of its operator (keys and values of cross attention are made of others).
+        chunks: rows of each chunk, where it reads them one after another.
     """
 
     module: str
@@ -50,6 +51,7 @@ class Linear(NamedTuple):
     parts: tuple[tuple[str, int], ...]
     routed: bool = False
     rows: int = 0
+    chunks: tuple[int, ...] = ()
 
     @property
     def outputs(self) -> int:
@@ -62,13 +64,15 @@ def with_branches(op: Operator, linears: Sequence[Linear], style: Style) -> list
     behind it, because slices depend on one another there too."""
     tuned = style.tuned
     assert tuned is not None
+    if op.name == "loss":  # torchtune's `chunked_output` is never compiled (`@torch.compiler.disable`)
+        style = replace(style, stack=replace(style.stack, compile=False))
     made: list[list[Operator]] = []
     for one in linears:
         parts = tuned.chosen(one.parts)
         if parts:
             made.append(_cut(op, one, style) if style.cuts_branches and op.joint is not None else
                         _pair(op, one, parts, style))
-    if not tuned.drops and style.residual == style.act:  # they read one input, which is kept once
+    if not (tuned.drops or style.mixes) and style.residual == style.act:  # they read one input, which is kept once
         kept = not style.scattered and any(t.name.endswith("input") for t in op.saved)
         own = [not one.rows for one in linears if tuned.chosen(one.parts)]
         made = [[replace(half, saved=tuple(t for t in half.saved if t.name != "lora_input"))
@@ -78,6 +82,7 @@ def with_branches(op: Operator, linears: Sequence[Linear], style: Style) -> list
     again = op.recomputed or bool(branches) or (op.name == "down" and tuned.behind("mlp"))
     keeps = tuned.quantised and tuned.base != "int8" and style.stack.quantised_keeps_input
     base = replace(op, recomputed=again or keeps)
+    base = replace(base, turns=_turns(op, linears, made, style))
     if style.tensor > 1:
         return [base, *branches]
     reverse = branches[::-1]
@@ -86,6 +91,31 @@ def with_branches(op: Operator, linears: Sequence[Linear], style: Style) -> list
         backward=(*(k for half in reverse for k in half.backward), *op.backward),
         parameters=(*op.parameters, *(p for half in reverse for p in half.parameters)),
         saved=(*op.saved, *(t for half in branches for t in half.saved)))]
+
+
+def _turns(op: Operator, linears: Sequence[Linear], made: Sequence[Sequence[Operator]], style: Style,
+           ) -> tuple[int, ...]:
+    """When each product of an operator and of the branches behind it runs: a linear layer, then its branch. Those of
+    bitsandbytes in int8 are no `mm`, and neither is the grouped convolution of a fused projection's parts."""
+    tuned = style.tuned
+    bases = [kernel for kernel in op.forward if kernel.op == "gemm"]
+    if not linears and any(base.dtype == "int8" for base in bases):
+        return (-1,) * len(bases)
+    if tuned is None or len(bases) != len(linears) or not (made or any(k.dtype == "int8" for k in bases)):
+        return ()
+    of_base: list[int] = []
+    of_branches: list[int] = []
+    turn, branches = 0, iter(made)
+    for base, one in zip(bases, linears, strict=True):
+        of_base.append(-1 if base.dtype == "int8" else turn)
+        turn += base.dtype != "int8"
+        if not tuned.chosen(one.parts):
+            continue
+        products = [kernel for half in next(branches) for kernel in half.forward if kernel.op == "gemm"]
+        grouped = _merged(one, style) and not style.cuts_branches
+        of_branches += [turn, *(-1 for _ in products[1:])] if grouped else range(turn, turn + len(products))
+        turn += 1 if grouped else len(products)
+    return (*of_base, *of_branches)
 
 
 # ---------------------------------------------------------------------------------------------------- what they compute
@@ -97,12 +127,18 @@ def _rows(op: Operator, one: Linear, style: Style) -> int:
         return expert_rows(style, style.experts)
     if op.name in _OWN_TOKENS:
         return style.stream.tokens
-    return style.batch * style.predicted if op.name == "logits" else style.tokens
+    return style.batch * style.predicted if op.name in ("logits", "loss") else style.tokens
 
 
 def _product(style: Style, one: Linear, rows: int, inputs: int, outputs: int) -> Kernels:
-    """A matrix on `rows` rows, or every expert's own on its share of them."""
+    """A matrix on `rows` rows, or every expert's own on its share of them, or one that several chunks pass."""
+    style = style.branch
     half = replace(style, gemm=style.wide)
+    if one.chunks:
+        every = [linear(half, size, inputs, outputs, source=style.act, bias=False) for size in one.chunks]
+        again = elementwise("chunk_gradient_add", inputs * outputs, 3 * width(style.act), style.act)
+        return ([k for forward, _ in every for k in forward],
+                [k for i, (_, backward) in enumerate(every) for k in (*backward, *((again,) if i else ()))])
     if _apart(style, one):
         assert style.experts is not None
         return every_expert(half, style.experts, rows, inputs, outputs, style.act)
@@ -115,7 +151,9 @@ def _apart(style: Style, one: Linear) -> bool:
 
 
 def _launches(style: Style, one: Linear) -> int:
-    """Launches of an element-wise operation on the rows of all experts."""
+    """Launches of an element-wise operation on the rows of all experts, or of all chunks."""
+    if one.chunks:
+        return len(one.chunks)
     return loop(style, style.experts) if _apart(style, one) and style.experts is not None else 1
 
 
@@ -128,8 +166,10 @@ def _matrices(style: Style, one: Linear, name: str, shape: tuple[int, int]) -> t
 
 
 def _reading(style: Style, one: Linear, rows: int, first: Kernels) -> tuple[list[Kernel], list[Kernel], list[Tensor]]:
-    """Dropout in front of A, the sum of the input's gradients behind it, and what is kept."""
-    e, act, compiled, times = width(style.act), style.act, style.stack.compile, _launches(style, one)
+    """Dropout in front of A, the sum of the input's gradients behind it, and what is kept; where the frozen layer runs
+    in another dtype, the casts of input and gradient."""
+    act, compiled, times = style.branch.act, style.stack.compile, _launches(style, one)
+    e = width(act)
     forward, backward = list(first[0]), list(first[1])
     kept = [Tensor("lora_input", rows * one.inputs, act)]
     if style.tuned is None or style.tuned.drops:
@@ -137,13 +177,24 @@ def _reading(style: Style, one: Linear, rows: int, first: Kernels) -> tuple[list
         if not compiled:  # compiled, it rides in the sum behind it, and the mask is drawn again
             backward.append(elementwise("lora_dropout_backward", rows * one.inputs, 2 * e + 1, act, times))
             kept.append(Tensor("lora_dropout_mask", rows * one.inputs, "int8"))
+    if style.mixes and not compiled:
+        forward.insert(0, cast("lora_input_cast", rows * one.inputs, style.act, act, times))
+        backward.append(cast("lora_input_gradient_cast", rows * one.inputs, act, style.act, times))
+    e, act = width(style.act), style.act
     backward.append(elementwise("lora_gradient_sum", rows * one.inputs, 3 * e, act, times))
+    if one.chunks:  # their gradients are joined; of several sequences a chunk is copied to be one matrix
+        backward.append(elementwise("chunk_gradient_cat", rows * one.inputs, 2 * e, act))
+        if style.batch > 1:
+            copies = 1 if style.tuned is not None and style.tuned.drops else 2  # the base's, and A's
+            forward.insert(0, elementwise("chunk_copy", copies * rows * one.inputs, 2 * e, act, copies * times))
     return forward, backward, kept
 
 
 def _adding(style: Style, one: Linear, elements: int, written: int) -> Kernels:
     """Zeros around parts of a fused projection, scale and sum, on `elements` outputs of which `written` are B's."""
     e, act, times = width(style.act), style.act, _launches(style, one)
+    if style.mixes:
+        return _adding_mixed(style, elements, times)
     if style.stack.compile:  # in one kernel; the scaled gradient is written where the gradient is made
         return ([elementwise("lora_add", elements, 2 * e + e * written / elements, act, times)],
                 [elementwise("lora_scale_backward", written, e, act, times)])
@@ -157,12 +208,33 @@ def _adding(style: Style, one: Linear, elements: int, written: int) -> Kernels:
     return forward, backward
 
 
+def _adding_mixed(style: Style, elements: int, times: int) -> Kernels:
+    """Scale, a sum that is as wide as the branch, and the cast back; backward casts the gradient of the sum, and that
+    of the frozen layer again (peft 0.21.2 tuners/lora/layer.py, Linear.forward: `result.to(torch_result_dtype)`)."""
+    narrow, wide = style.act, style.branch.act
+    e, w = width(narrow), width(wide)
+    if style.stack.compile:
+        return ([elementwise("lora_add", elements, 2 * e + w, narrow, times)],
+                [elementwise("lora_scale_backward", elements, e + w, wide, times)])
+    return ([elementwise("lora_scale", elements, 2 * w, wide, times),
+             elementwise("lora_add", elements, e + 2 * w, wide, times),
+             cast("lora_sum_cast", elements, wide, narrow, times)],
+            [cast("lora_sum_gradient_cast", elements, narrow, wide, times),
+             cast("lora_base_gradient_cast", elements, wide, narrow, times),
+             elementwise("lora_scale_backward", elements, 2 * w, wide, times)])
+
+
+def _merged(one: Linear, style: Style) -> bool:
+    """Whether a fused projection has one A for its parts, and one grouped convolution for their Bs."""
+    return len(one.parts) > 1 and style.modules == "plain"
+
+
 def _pair(op: Operator, one: Linear, branched: tuple[tuple[str, int], ...], style: Style) -> list[Operator]:
     """A and B of a whole model, or one of them cut as the base is. Merged modules have one A for their parts and one
     product for each of them."""
     tuned = style.tuned
     assert tuned is not None
-    merged = len(one.parts) > 1 and style.modules == "plain"
+    merged = _merged(one, style)
     parts = branched if merged else one.parts
     rows, down, written = _rows(op, one, style), tuned.rank * (len(branched) if merged else 1), sum(w for _, w in parts)
     forward, backward, kept = _reading(style, one, rows, _product(style, one, rows, one.inputs, down))
@@ -172,7 +244,7 @@ def _pair(op: Operator, one: Linear, branched: tuple[tuple[str, int], ...], styl
     added, added_back = _adding(style, one, rows * one.outputs, rows * written)
     second = Operator("lora_B", (*(k for f, _ in pairs for k in f), *added),
                       (*added_back, *(k for _, b in reversed(pairs) for k in b)),
-                      saved=(Tensor("lora_rank", rows * down, style.act),))
+                      saved=(Tensor("lora_rank", rows * down, style.branch.act),))
     shapes = (down, one.inputs), (written, tuned.rank)
     return [replace(half, name=f"{op.name}_{half.name}", joint=_beside(op, half, style, rows * down),
                     parameters=_matrices(style, one, half.name, shape))
@@ -186,7 +258,7 @@ def _beside(op: Operator, half: Operator, style: Style, between: int) -> Joint |
     beside one cut by rows A makes partial sums."""
     if op.joint is None or half.name != {"column": "lora_B", "row": "lora_A"}.get(op.joint.kind):
         return None
-    return Joint("read" if op.joint.kind == "column" else "sum", between, style.act)
+    return Joint("read" if op.joint.kind == "column" else "sum", between, style.branch.act)
 
 
 def _cut(op: Operator, one: Linear, style: Style) -> list[Operator]:

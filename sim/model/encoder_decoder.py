@@ -12,7 +12,7 @@ from sim.model.architecture import Architecture, Layer, Operator, Parameter, Ten
 from sim.model.attention import attention_operators
 from sim.model.blocks import block_layer
 from sim.model.embedding import lookup, position_lookup
-from sim.model.head import logits_operator, loss_operator
+from sim.model.head import chunked_loss, logits_operator, loss_operator
 from sim.model.kernels import elementwise, width
 from sim.model.mlp import mlp_operators
 from sim.model.norms import norm_operator
@@ -148,5 +148,5 @@ def _head(style: Style) -> Layer:
     logits, weight = logits_operator(style, rows, "shared" if style.tied else "lm_head")
     own = () if style.tied else weight
     stream = Tensor("head_input_stream", style.tokens * style.hidden, style.residual)
-    return Layer("head", (*operators, logits, loss_operator(style, rows)), stream, (*norm_parameters, *own),
-                 weight if style.tied else ())
+    last = chunked_loss(style, rows, logits) if style.chunked_loss else (logits, loss_operator(style, rows))
+    return Layer("head", (*operators, *last), stream, (*norm_parameters, *own), weight if style.tied else ())

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from sim.model.architecture import Joint, Layer, Operator, Parameter, Tensor
-from sim.model.chunked import Ways, chunked_forward, chunked_kept
+from sim.model.chunked import Ways, chunked_cut, chunked_forward, chunked_gathered, chunked_kept
 from sim.model.kernels import cast, elementwise, joint, linear_operator, softcap, width
 from sim.model.norms import norm_operator
 from sim.model.style import Style
@@ -38,7 +38,7 @@ def head_layer(style: Style) -> Layer:
     stream = Tensor("head_input_stream", style.stream.tokens * style.hidden, style.residual)
     own = () if style.tied else weight
     bounded = (_softcap(style, rows),) if style.logit_softcap else ()
-    last = (_chunked(style, rows, logits),) if style.chunked_loss else (logits, *bounded, loss_operator(style, rows))
+    last = chunked_loss(style, rows, logits) if style.chunked_loss else (logits, *bounded, loss_operator(style, rows))
     return Layer("head", (norm, *last), stream, (*norm_parameters, *own),
                  weight if style.tied else ())
 
@@ -77,13 +77,17 @@ def loss_operator(style: Style, rows: int) -> Operator:
     return Operator("loss", (*forward, *metrics), tuple(backward), saved=saved, joint=cut)
 
 
-def _chunked(style: Style, rows: int, logits: Operator) -> Operator:
+def chunked_loss(style: Style, rows: int, logits: Operator) -> tuple[Operator, ...]:
     """Product and loss, a chunk of rows at a time, in the stack's way."""
+    if style.tensor > 1 and style.stack.chunks_cut == "whole":
+        return chunked_gathered(style, rows, logits, partial(plain_loss, upcast=width(style.act) < 4))
+    if style.tensor > 1:
+        return chunked_cut(style, rows, logits, partial(plain_loss, upcast=width(style.act) < 4))
     if style.keeps_chunks:
         forward, backward, saved = chunked_kept(style, rows, logits, partial(plain_loss, upcast=width(style.act) < 4))
     else:
         forward, backward, saved = chunked_forward(style, rows, logits)
-    return Operator("loss", (*forward, *_metrics(style, rows)), tuple(backward), logits.parameters, saved)
+    return (Operator("loss", (*forward, *_metrics(style, rows)), tuple(backward), logits.parameters, saved),)
 
 
 def _upcast(style: Style) -> bool:

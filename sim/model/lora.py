@@ -13,6 +13,7 @@ from dataclasses import replace
 from sim.model.architecture import Architecture, Layer, Operator, Parameter
 from sim.model.bottlenecks import bottleneck
 from sim.model.branches import ROUTED, Linear, with_branches
+from sim.model.chunked import output_chunks
 from sim.model.kernels import elementwise, product, width
 from sim.model.narrow_frozen import one_way
 from sim.model.norms import frozen_backward
@@ -65,17 +66,18 @@ def _layer(layer: Layer, style: Style) -> Layer:
     assert tuned is not None
     operators: list[Operator] = []
     owned: list[tuple[Parameter, ...]] = []  # each new operator's parameters before they froze
-    for op in layer.operators:
+    behind = _places(layer, style)
+    for position, op in enumerate(layer.operators):
         linears = _linears(op, style)
         base = _freeze(op, style, bool(linears) or op.name in (_ROUTER, _UNTARGETED), tuned)
         made = with_branches(one_way(base, style, any(tuned.chosen(one.parts) for one in linears)), linears, style)
         operators += made
         owned += [op.parameters, *(() for _ in made[1:])]
-        sublayer = {"projection": "attention", "down": "mlp"}.get(op.name, "")
-        if sublayer and tuned.behind(sublayer):
-            behind = bottleneck(style, tuned, sublayer)
-            operators += behind
-            owned += [() for _ in behind]
+        if position in behind:
+            operators[:] = [replace(one, recomputed=True) for one in operators]  # what the adapter keeps stands on them
+            own = bottleneck(style, tuned, behind[position])
+            operators += own
+            owned += [() for _ in own]
     if style.constant_input and layer.program is not None and layer.program.layer == "first block":
         operators = list(_begun(zip(operators, owned, strict=True), tuned))
     trained = {p.name: p for op in operators for p in op.parameters}
@@ -87,6 +89,25 @@ def _layer(layer: Layer, style: Style) -> Layer:
     added = tuple(p for op in operators for p in reversed(op.parameters) if p not in kept)
     return replace(layer, operators=tuple(operators), parameters=(*kept, *added),
                    frozen=tuple(frozen.values()))
+
+
+def _places(layer: Layer, style: Style) -> dict[int, str]:
+    """Behind which operators of a block adapters stand, and what of: of T5 behind the dropout of a sub-layer's output
+    (adapters 1.3.0 models/t5/modeling_t5.py), of a mixture behind the sum of all experts."""
+    tuned, names = style.tuned, [op.name for op in layer.operators]
+    assert tuned is not None
+    if tuned.method != "adapter" or layer.kind != "block":
+        return {}
+    found: dict[int, str] = {}
+    ends = "shared_add" if "shared_add" in names else "combine" if "combine" in names else "down"
+    attentions = iter(("attention", "cross"))
+    for position, name in enumerate(names):
+        sublayer = next(attentions) if name == "projection" else "mlp" if name == ends else ""
+        if sublayer and tuned.behind(sublayer):
+            dropped = style.kind == "encoder-decoder" and names[position + 1].startswith("dropout") and (
+                not names[position + 1].startswith("dropout_add"))
+            found[position + dropped] = sublayer
+    return found
 
 
 def _dtype_of(parameter: Parameter, layer: Layer, style: Style, tuned: Tuned) -> str:
@@ -122,7 +143,8 @@ def _freeze(op: Operator, style: Style, is_linear: bool, tuned: Tuned) -> Operat
         return replace(op, backward=kernels, parameters=(), saved=kept)
     if op.name == "loss":  # logits in chunks: the head's product is in it
         kept = tuple(t for t in op.saved if t.name != "head_gradient")
-        idle = ("nt",) if tuned.plain == "fp32" and style.autocast else ("nt", "weight_cast")
+        idle = {"nt", "chunk_weight_gradient_add"} | (
+            set() if tuned.plain == "fp32" and style.autocast else {"weight_cast"})
         forward, backward = ([k for k in way if k.variant not in idle] for way in (op.forward, op.backward))
         return replace(op, forward=tuple(forward), parameters=(), saved=kept, backward=tuple(
             k for k in backward if k.variant not in _WEIGHT_GRADIENT))
@@ -221,17 +243,19 @@ def _linears(op: Operator, style: Style) -> list[Linear]:
     if op.name == "qkv":
         return _projections(op, style)
     assert style.tuned is not None
-    targets = _TARGETS.get(op.name, ("",))
+    chunked = ("head",) if style.chunked_loss and style.keeps_chunks else ("",)
+    targets = chunked if op.name == "loss" else _TARGETS.get(op.name, ("",))
     target = next((name for name in targets if name in style.tuned.targets), targets[0])
+    chunks = tuple(output_chunks(style.batch * style.predicted)) if op.name == "loss" and target else ()
     if target == "head" and not any(len(p.shape) > 1 for p in op.parameters):  # the embedding's table
-        return [Linear("lm_head", style.hidden, ((target, style.vocab),))]
+        return [Linear("lm_head", style.hidden, ((target, style.vocab),), chunks=chunks)]
     found: dict[str, Linear] = {}
     for parameter in op.parameters if target else ():
         module, last = parameter.name.rsplit(".", 1)
         if last == "weight":
             outputs, inputs = parameter.shape[::-1] if style.conv1d else parameter.shape
             name = ROUTED.sub(".experts.", module)
-            found[name] = Linear(name, inputs, ((target, outputs),), parameter.routed)
+            found[name] = Linear(name, inputs, ((target, outputs),), parameter.routed, chunks=chunks)
     return list(found.values())
 
 

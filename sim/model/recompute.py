@@ -48,18 +48,21 @@ def _modules(layer: Layer) -> Iterator[tuple[Operator, frozenset[str]]]:
     latent, mixture = "kv_up" in names, "router" in names
     part: frozenset[str] = frozenset()  # between the second norm and the sum
     for op in layer.operators:
+        name = op.name.split("_lora_")[0]  # a branch is part of what its linear layer is part of
         if op.name == "norm2":
             part = frozenset({"moe"} if mixture else {"mlp"})
             yield op, frozenset({"layernorm"}) if mixture else part
-        elif op.name.startswith(("residual", "dropout")):
+        elif name.startswith(("residual", "dropout")):
             part = frozenset()
             yield op, part
+        elif "_adapter" in name:  # behind the module, outside its checkpoint
+            yield op, frozenset()
         elif part:
             alone = op.name == "activation" and part == {"moe"}
             yield op, part | {"moe_act"} if alone else part - {"shared_experts"} if op.name == "shared_add" else part
             part |= {"shared_experts"} if op.name == "combine" else set()
         else:
-            yield op, frozenset({"core_attn"} if op.core else {"mla_up_proj"} if op.name in _EXPANSION else
+            yield op, frozenset({"core_attn"} if op.core else {"mla_up_proj"} if name in _EXPANSION else
                                 {"layernorm"} if op.name == "norm1" and latent else ())
 
 
@@ -86,10 +89,28 @@ def output_elements(kernel: Kernel) -> int:
 
 def _forward(layer: Layer) -> list[tuple[Kernel, bool]]:
     """Every kernel of forward, and whether its output is kept."""
-    products, marked = 0, []
+    marked: list[tuple[Kernel, bool]] = []
+    kept = iter(_kept_products(layer))
     for op in layer.operators:
         for kernel in op.forward:
-            product = kernel.op == "gemm" and not op.core
-            products += product
-            marked.append((kernel, kernel.op == "attention" or (product and products % 2 == 1)))
+            counted = kernel.op == "gemm" and not op.core
+            marked.append((kernel, kernel.op == "attention" or (counted and next(kept))))
     return marked
+
+
+def _kept_products(layer: Layer) -> list[bool]:
+    """Whether the output of each product of linear layers is kept: of every second one in the order in which modules
+    run them."""
+    turns: list[int] = []
+    covered = 0  # products whose turns an operator before has said
+    for op in layer.operators:
+        own = sum(kernel.op == "gemm" and not op.core for kernel in op.forward)
+        if op.turns:
+            first = 1 + max(turns, default=-1)
+            turns += [first + turn if turn >= 0 else -1 for turn in op.turns]
+            covered = len(op.turns)
+        said = min(own, covered)
+        covered -= said
+        first = 1 + max(turns, default=-1)
+        turns += range(first, first + own - said)
+    return [turn >= 0 and turn % 2 == 0 for turn in turns]

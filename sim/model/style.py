@@ -229,7 +229,8 @@ class Style:
         """Whether backward ends in the first block, everything in front of it being frozen. A decoder's input gets a
         gradient, as peft's `enable_input_require_grads` asks for it, and so does every block where none is trained."""
         tuned = self.tuned
-        return (tuned is not None and self.kind != "decoder" and not tuned.trains_norms
+        behind_norm = tuned is not None and tuned.trains_norms and self.kind == "encoder"  # which the lookups are in
+        return (tuned is not None and self.kind != "decoder" and not behind_norm
                 and any(target != "head" for target in tuned.targets))
 
     @property
@@ -298,6 +299,18 @@ class Style:
         return (self.conv1d or t5 or named) and self.activation == "gelu" and not self.stack.fused_bias_gelu
 
     @property
+    def mixes(self) -> bool:
+        """Whether matrices are trained in another dtype than the frozen ones run in, and no autocast casts either."""
+        return self.tuned is not None and not self.autocast and self.tuned.dtype != self.act
+
+    @property
+    def branch(self) -> Style:
+        """The style as what is trained beside frozen layers sees it."""
+        if self.tuned is None or not self.mixes:
+            return self
+        return replace(self, act=self.tuned.dtype, gemm=self.tuned.gemm, gradient=self.tuned.dtype)
+
+    @property
     def widens_powers(self) -> bool:
         """Whether autocast takes powers in fp32; where the stack makes the whole module half, nothing does."""
         return self.autocast and not self.stack.residual_dtype_follows_autocast
@@ -327,8 +340,9 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
     model, training, precision = scenario.model, scenario.training, scenario.training.precision
     if stack.reentrant and scenario.parallel.strategy != "fsdp":
         stack = replace(stack, early_stop=False)
-    act = "bf16" if precision.compute in _NARROW else "fp32" if precision.compute == "tf32" else precision.compute
-    half = act in _HALF
+    gemm = training.matrix_dtype
+    act = "bf16" if gemm in _NARROW else "fp32" if gemm == "tf32" else gemm
+    half = precision.compute in (*_HALF, *_NARROW)
     cast_on_the_wire = precision.gather in _HALF and scenario.parallel.strategy in _GATHERING
     narrow = precision.gather in _NARROW and scenario.parallel.strategy in ("fsdp", "zero3")
     autocast = half and precision.parameters not in _HALF and not cast_on_the_wire and not narrow
@@ -339,7 +353,7 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
     tied = bool(model.tied_embeddings)
     tuned = tuned_of(training, stack.modules == "plain" and not tied and not training.chunked_loss,
                      stack.modules == "megatron", stack.modules == "transformers" and model.kind == "encoder-decoder",
-                     stack.adapter_dropout)
+                     stack.adapter_dropout, str(precision.gather) if cast_on_the_wire else "")
     weight = tuned.plain if tuned and autocast else "fp32" if autocast else act
     gradient = _gradient(precision, act, autocast)
     whole = stack.gradient_path == "reducer" and scenario.parallel.strategy not in _GATHERING
@@ -357,7 +371,7 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
         dropout=bool(model.dropout), window=_window(model.window, training.sequence),
         parallel_block=bool(model.parallel_block), experts=experts_of(scenario, model.ffn or 4 * hidden),
         latent=_latent(model.mla), attention=training.attention, chunked_loss=bool(training.chunked_loss),
-        gemm=precision.compute, act=act,
+        gemm=gemm, act=act,
         # behind an encoder's norms, which autocast runs in fp32 whatever their weights are
         residual="fp32" if autocast and not follows and (weight == "fp32" or model.kind == "encoder") else act,
         weight=weight, gradient=gradient, autocast=autocast,

@@ -68,6 +68,7 @@ class Tuned:
         trains_norms: the norms are trained too, as they are beside Houlsby's adapters (section 2.1).
         plain_down: the feed-forward part's last layer is never quantised.
         drops: LoRA's matrices read their input through dropout.
+        gemm: dtype of the tensor cores for products with what is trained.
     """
 
     method: str
@@ -80,6 +81,7 @@ class Tuned:
     trains_norms: bool = False
     plain_down: bool = False
     drops: bool = True
+    gemm: str = ""
 
     @property
     def quantised(self) -> bool:
@@ -100,14 +102,14 @@ class Tuned:
         return tuple(part for part in parts if part[0] in self.targets) if self.method == "lora" else ()
 
     def behind(self, sublayer: str) -> bool:
-        """Whether a bottleneck sits behind "attention" or "mlp"."""
+        """Whether a bottleneck sits behind "attention", "cross" (attention to an encoder's output) or "mlp"."""
         if self.method != "adapter":
             return False
         return "mlp" in self.targets if sublayer == "mlp" else any(t in self.targets for t in TARGETS[:4])
 
 
 def tuned_of(training: Any, quantises_head: bool, own_norms: bool = False, plain_down: bool = False,
-             drops: bool = True) -> Tuned | None:
+             drops: bool = True, seen: str = "") -> Tuned | None:
     """What a scenario's `training.finetune` trains; None = everything.
 
     A base of 16 or 32 bits holds every frozen tensor. Beside a quantised base, what is not quantised has the dtype of
@@ -120,17 +122,18 @@ def tuned_of(training: Any, quantises_head: bool, own_norms: bool = False, plain
         plain_down: quantisation leaves out what transformers keeps wide, T5's `wo` (modeling_t5.py,
             `_keep_in_fp32_modules`; quantizers/base.py, get_modules_to_not_convert).
         drops: LoRA's matrices read their input through dropout where the scenario does not say.
+        seen: dtype in which modules see what is trained, where they are gathered in another than they are kept in.
     """
     finetune = training.finetune
     if finetune is None or finetune.method == "full":
         return None
-    dtype = str(training.precision.parameters)
-    plain = dtype if finetune.base in QUANTISED else str(finetune.base)
+    kept = str(training.precision.parameters)
+    plain = kept if finetune.base in QUANTISED else str(finetune.base)
     method = "adapter" if finetune.method == "adapter" else "lora"
     targets = tuple(t for t in TARGETS if t in finetune.targets)
-    return Tuned(method, finetune.rank, targets, str(finetune.base), plain, dtype, quantises_head,
+    return Tuned(method, finetune.rank, targets, str(finetune.base), plain, seen or kept, quantises_head,
                  method == "adapter" and not own_norms, plain_down and finetune.base in QUANTISED,
-                 drops if finetune.dropout is None else finetune.dropout > 0)
+                 drops if finetune.dropout is None else finetune.dropout > 0, str(training.precision.compute))
 
 
 def cut_both(tensor: int, scattered: bool, modules: str) -> bool:

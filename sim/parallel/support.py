@@ -9,25 +9,19 @@ from sim.hardware import gpu
 from sim.model.inference_weights import MULTIPLIED, NARROW
 from sim.model.tuning import QUANTISED, cut_both
 from sim.parallel.model.expert import misfit
+from sim.parallel.support_further import further
 from sim.parallel.support_muon import muon
 from sim.parallel.support_outside import outside, paged
 from sim.parallel.support_served import served
 from sim.parallel.support_unknown import unknown
 from sim.parallel.support_zeropp import zero_plus_plus
-from sim.scenario.schema import RecomputeModules, Scenario, Training
+from sim.scenario.schema import RecomputeModules, Scenario
 from sim.software import Stack
 
 #: Compute dtypes below 16 bits.
 _NARROW = ("fp8", "mxfp8", "nvfp4", "int8", "int4")
-#: Strategies that do not gather the blocks of further tokens yet.
-NOT_BESIDE_FURTHER = ("zero2", "zero3", "fsdp")
 #: Schedules under which both ends of a pipeline hold a stage.
 _BOTH_ENDS = ("dualpipe",)
-
-
-def recomputes_ops(training: Training) -> bool:
-    """Whether recomputation of every second product is simulated: not beside weights that are frozen."""
-    return training.finetune is None or training.finetune.method == "full"
 
 
 def _tuned(scenario: Scenario, stack: Stack) -> str:
@@ -37,17 +31,8 @@ def _tuned(scenario: Scenario, stack: Stack) -> str:
         return ""
     if model.kind == "layers":
         return f"{finetune.method} of a table of layers, which says nothing of queries, values or their like"
-    if finetune.method == "adapter" and model.kind == "encoder-decoder":
-        return "an adapter behind cross attention"
-    if finetune.method == "adapter" and (model.moe or model.mla):
-        return "an adapter behind a sub-layer that is latent or a mixture"
-    training, by_op = scenario.training, not recomputes_ops(scenario.training)
     narrow = precision.compute in _NARROW
-    for also, asked in (("chunked_loss and the head among its targets",
-                         training.chunked_loss and "head" in finetune.targets),
-                        ("optimizer_in_backward", training.optimizer_in_backward),
-                        ("recompute selective-op", by_op and training.recompute == "selective-op"),
-                        (f"compute in {precision.compute} and {finetune.base} weights",
+    for also, asked in ((f"compute in {precision.compute} and {finetune.base} weights",
                          narrow and finetune.base in QUANTISED),
                         (f"compute in {precision.compute} by torchao, which makes gradients of frozen weights all the "
                          "same", narrow and stack.narrow_keeps_inputs)):
@@ -56,18 +41,64 @@ def _tuned(scenario: Scenario, stack: Stack) -> str:
     return ""
 
 
-def _base(scenario: Scenario) -> Iterator[Fault]:
-    """Frozen weights of another dtype than the adapters', which only autocast brings together."""
-    finetune, precision = scenario.training.finetune, scenario.training.precision
-    if finetune is None or finetune.method == "full":
+def _chunked_head(scenario: Scenario, stack: Stack) -> Iterator[Fault]:
+    """LoRA at a head whose loss is taken in chunks: torchtune's modules alone pass its branch.
+
+    Source: liger_kernel transformers/model/llama.py (lce_maybe_trainable_lm_head hands `lm_head.weight` to the kernel:
+    the base's, of a module of peft's too).
+    """
+    training, precision = scenario.training, scenario.training.precision
+    tuned, field = training.finetune, "training.finetune.targets"
+    if not training.chunked_loss or tuned.method not in ("lora", "qlora") or "head" not in tuned.targets:
         return
-    autocast = precision.compute in ("fp16", "bf16") and precision.parameters == precision.gather == "fp32"
-    if finetune.base in ("fp32", "bf16", "fp16") and finetune.base != precision.parameters and not autocast:
-        yield Fault(f"{finetune.method} of {finetune.base} weights beside {precision.parameters} adapters is "
-                    "understood but simulated under autocast only", "training.finetune.base",
-                    hint=f"use base: {precision.parameters}" + (
-                        f", precision: amp-{finetune.base}, or pure-{finetune.base} for adapters of that dtype too"
-                        if finetune.base != "fp32" else ""))
+    if stack.modules == "transformers" or not stack.chunked_logits_kept:
+        yield Fault("Liger Kernel's loss in chunks reads the head's own weight, so matrices beside it would never be "
+                    "trained", field, hint="leave out head, or set training.chunked_loss: false")
+    elif precision.compute in ("fp16", "bf16") and precision.parameters == "fp32" == precision.gather:
+        yield Fault("the loss in chunks beside a head with LoRA is torchtune's, which has no autocast", field,
+                    hint="use a precision without autocast, or leave out head")
+
+
+def _cut_chunks(scenario: Scenario, stack: Stack) -> Iterator[Fault]:
+    """A loss in chunks of a vocabulary that tensor ranks share, which torchtune's and torchtitan's decoders have."""
+    training, field, parallel = scenario.training, "training.chunked_loss", scenario.parallel
+    if not training.chunked_loss or parallel.tensor == 1 or scenario.model.kind not in ("decoder", "encoder-decoder"):
+        return
+    if stack.modules != "plain" or scenario.model.kind != "decoder":
+        yield Fault("a loss in chunks of a vocabulary that tensor ranks share is that of torchtune's and torchtitan's "
+                    "decoders (Liger Kernel reads one rank's part of the head only, Megatron has none)", field,
+                    hint="use framework torchtitan or pytorch with modules: plain, tensor: 1, or chunked_loss: false")
+    elif stack.chunks_cut == "whole" and parallel.sequence_parallel:
+        yield Fault("torchtune's loss in chunks over tensor ranks knows no activations that are scattered along the "
+                    "sequence", "parallel.sequence_parallel", hint="set it to false, or use framework torchtitan")
+    elif training.finetune.method in ("lora", "qlora") and "head" in training.finetune.targets:
+        yield Fault("the loss in chunks of a cut head with LoRA is not simulated", "training.finetune.targets",
+                    hint="leave out head, or set training.chunked_loss: false")
+
+
+def _base(scenario: Scenario, stack: Stack) -> Iterator[Fault]:
+    """Frozen weights of another dtype than the adapters': autocast brings them together, FSDP's mixed precision does
+    when it gathers, and peft's LoRA casts around its matrices."""
+    training, precision = scenario.training, scenario.training.precision
+    tuned, parameters = training.finetune, precision.parameters
+    if tuned is None or tuned.method == "full" or tuned.base not in ("fp32", "bf16", "fp16"):
+        return
+    autocast = precision.compute in ("fp16", "bf16") and parameters == precision.gather == "fp32"
+    if tuned.base == parameters or autocast:
+        return
+    if parameters == "fp32" and precision.gather == tuned.base == precision.compute and like_fsdp(
+            scenario.parallel.strategy, stack.gradient_path == "ipg"):
+        return
+    field, base = "training.finetune.base", tuned.base
+    hint = f"use base: {parameters}" + (f", precision: amp-{base}, or pure-{base} for adapters of that dtype too"
+                                        if base != "fp32" else "")
+    if parameters != "fp32" or precision.gather != "fp32":
+        yield Fault(f"no code is known that runs {base} weights beside {parameters} adapters gathered in "
+                    f"{precision.gather}", field, hint=hint)
+    elif tuned.method == "adapter" or stack.modules != "transformers":
+        what = "adapters" if tuned.method == "adapter" else f"LoRA of {stack.modules} modules"
+        yield Fault(f"{what} of {parameters} read {base} activations, which PyTorch refuses without autocast (peft's "
+                    "LoRA beside Hugging Face's modules alone casts them)", field, hint=hint)
 
 
 def check(scenario: Scenario, stack: Stack) -> None:
@@ -89,39 +120,18 @@ def check(scenario: Scenario, stack: Stack) -> None:
 
 def on_any_ranks(scenario: Scenario, stack: Stack) -> list[Fault]:
     """What of a model and its training this version cannot simulate, however they are laid out."""
-    training, uncut = scenario.training, scenario.parallel.tensor == 1
+    training = scenario.training
     asked: dict[str, object] = {
-        "training.chunked_loss": training.chunked_loss and not (scenario.model.kind == "decoder" and uncut)
-        and "chunked loss of other than an uncut decoder",
+        "training.chunked_loss": training.chunked_loss and scenario.model.kind not in ("decoder", "encoder-decoder")
+        and f"chunked loss of kind {scenario.model.kind}",
         "training.finetune": _tuned(scenario, stack),
         "training.precision.parameters": training.mode == "train" and training.precision.parameters in NARROW
         and f"training with {training.precision.parameters} weights",
         "training.precision": training.precision.compute in ("int8", "int4") and training.mode == "train"
         and training.precision.compute,
     }
-    return [*unknown(asked), *_base(scenario), *_narrow(scenario), *_modules(scenario, stack),
-            *_further(scenario, stack)]
-
-
-def _further(scenario: Scenario, stack: Stack) -> Iterator[Fault]:
-    """Further tokens, which Megatron's code predicts."""
-    training, field = scenario.training, "model.mtp_layers"
-    if not scenario.model.mtp_layers or training.mode != "train":
-        return
-    if stack.modules != "megatron":
-        yield Fault(f"{stack.modules} modules predict no further tokens (Hugging Face's leave them out of a model that "
-                    "was trained with them)", field, hint="set software.modules: megatron, or remove it")
-    beside = {
-        "learned positions": scenario.model.positions == "learned",
-        "relative positions": scenario.model.positions == "relative",
-        "weights that are frozen": training.finetune is not None and training.finetune.method != "full",
-        "a chunked loss": training.chunked_loss,
-        "recompute: selective-op": training.recompute == "selective-op",
-        "Muon": training.optimizer == "muon",
-        f"strategy {scenario.parallel.strategy}": scenario.parallel.strategy in NOT_BESIDE_FURTHER,
-    }
-    yield from (Fault(f"further tokens beside {what} are understood but not simulated yet in this version", field,
-                      hint="remove one of the two") for what, asked in beside.items() if asked)
+    return [*unknown(asked), *_chunked_head(scenario, stack), *_cut_chunks(scenario, stack), *_base(scenario, stack),
+            *_narrow(scenario), *_modules(scenario, stack), *further(scenario, stack)]
 
 
 def _modules(scenario: Scenario, stack: Stack) -> Iterator[Fault]:
@@ -132,9 +142,6 @@ def _modules(scenario: Scenario, stack: Stack) -> Iterator[Fault]:
     if stack.modules != "megatron":
         yield Fault("recomputation of named modules is Megatron's", field,
                     hint="use framework megatron, or recompute selective, selective-op or full")
-    elif not recomputes_ops(scenario.training):
-        yield Fault("recomputation of named modules beside frozen weights is understood but not simulated yet in this "
-                    "version", field, hint="write recompute: full or selective")
 
 
 def like_fsdp(strategy: str, ipg: bool) -> bool:

@@ -55,7 +55,7 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         hardware_flops=hardware_flops, inference=served,
         budget=budget_result(scenario, lowered, step_s, samples * tokens_per_sample(scenario),
                              step_energy_j(lowered, machine, step_s) if scenario.budget is not None else None),
-        peak_flops_per_gpu=gpu.peak_flops(training.precision.compute), breakdown=parts,
+        peak_flops_per_gpu=gpu.peak_flops(training.matrix_dtype), breakdown=parts,
         bound=bound(parts),
         memory=memory, data_loading=loading,
         simulation=Simulation(timeline.events, timeline.tasks, len(job.classes), job.ranks),
@@ -139,7 +139,7 @@ def _warnings(result: Result) -> list[str]:
     detail = result.detail
     for device in sorted({c.device for c in detail.lowered.job.classes}):
         gpu = detail.machine.devices[device].gpu
-        compute = result.scenario.training.precision.compute
+        compute = result.scenario.training.matrix_dtype
         other = {"bf16": "fp16", "fp16": "bf16"}.get(compute)
         if other is not None and gpu.peak_flops(compute) * 2 < gpu.peak_flops(other):
             found.append(f"hardware: {gpu.name} has no tensor cores for {compute} "

@@ -119,7 +119,7 @@ def features(scenario: Scenario, lowered: Lowered, generation: str) -> Features:
     parallel, training = scenario.parallel, scenario.training
     axes = ("tensor", "context", "expert", "pipeline")
     offload = parallel.offload
-    width = DTYPE_BYTES[training.precision.compute]
+    width = DTYPE_BYTES[training.matrix_dtype]
     engine = scenario.software.compile or scenario.software.cuda_graphs
     mode = "train" if isinstance(training.mode, str) else "infer" if engine else "infer-eager"
     method = training.finetune.method if training.finetune is not None else "full"

@@ -26,6 +26,7 @@ from sim.scenario.schema import (
     Software,
     SplitSlots,
     Training,
+    matrix_dtype,
     named_precision,
 )
 
@@ -184,7 +185,7 @@ def _training(written: Training, model: Model, cluster: Cluster) -> Training:
     half = "bf16" if has_bf16(cluster) else "fp16"
     precision = _or(written.precision, Precision.model_construct(**named_precision(f"amp-{half}")))
     decoder_sequence = _or(written.decoder_sequence, written.sequence)
-    flash = has_bf16(cluster) and precision.compute in _FLASH_DTYPES
+    flash = has_bf16(cluster) and matrix_dtype(written.finetune, precision) in _FLASH_DTYPES
     predicting = decoder_sequence if model.kind == "encoder-decoder" else written.sequence
     return written.model_copy(
         update={

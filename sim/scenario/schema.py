@@ -126,6 +126,14 @@ class Muon(Table):
         "given = as the framework has it")
 
 
+def matrix_dtype(finetune: Finetune | None, precision: Precision) -> str:
+    """See `Training.matrix_dtype`."""
+    narrow = finetune is not None and finetune.method != "full" and finetune.base in ("fp16", "bf16")
+    if finetune is not None and narrow and precision.compute in ("fp32", "tf32"):
+        return finetune.base
+    return precision.compute
+
+
 class InferenceRun(Table):
     """Sizes of an inference run."""
 
@@ -183,6 +191,12 @@ class Training(Table):
     sample_bytes: SampleBytes | None = has(None, "read from host.storage per sequence; none = data is in host memory")
     finetune: Finetune = late("what is trained")
     mode: Mode = has("train", "train, or inference")
+
+    @property
+    def matrix_dtype(self) -> str:
+        """Dtype in which the model's matrices are multiplied: the precision's, or that of 16-bit frozen weights beside
+        fp32 adapters, which nothing casts (no autocast: its compute dtype is a 16-bit one)."""
+        return matrix_dtype(self.finetune, self.precision)
 
 
 # ----------------------------------------------------------------------------------------------------------- parallel

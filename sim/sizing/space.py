@@ -18,7 +18,8 @@ import numpy.typing as npt
 from sim.errors import Fault, UserError
 from sim.model.recompute import modules_of
 from sim.parallel.sharded.secondary import neighbours
-from sim.parallel.support import NOT_BESIDE_FURTHER, recomputes_ops, spreads_experts
+from sim.parallel.support import spreads_experts
+from sim.parallel.support_further import NOT_BESIDE_FURTHER
 from sim.parallel.support_muon import cuts, strategies
 from sim.parallel.support_zeropp import able
 from sim.scenario import Scenario
@@ -166,10 +167,10 @@ def possible(name: str, scenario: Scenario, stack: Stack) -> bool:
     """Whether a model has what a policy recomputes, and its stack can."""
     modules, model = modules_of(name), scenario.model
     if name == "selective-op":
-        return recomputes_ops(scenario.training) and not model.mtp_layers
+        return not model.mtp_layers
     if name == "selective" or not modules:
         return True
-    return (stack.modules == "megatron" and recomputes_ops(scenario.training) and model.kind == "decoder"
+    return (stack.modules == "megatron" and model.kind == "decoder"
             and not model.parallel_block and model.positions != "relative" and model.block_norms == "input"
             and ("mla_up_proj" not in modules or model.mla is not None)
             and ("moe_act" not in modules or model.moe is not None))

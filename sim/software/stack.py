@@ -48,6 +48,8 @@ class Stack:
             them, and the model has let go of the narrow ones by then.
         chunked_logits_kept: a loss in chunks keeps the logits of all of them, in the model's dtype; else it makes the
             gradients in forward.
+        chunks_cut: what a loss in chunks takes of a vocabulary that tensor ranks share: its own slice ("slice"), or
+            logits of all slices, which every rank gathers ("whole").
         loss_upcast: logits are cast to fp32 in front of an unfused loss.
         tuning_upcast: fine-tuning casts logits to fp32 in front of it.
         tuning_chunk: fine-tuning makes logits and loss of so many positions at a time and keeps them all; 0 = at once.
@@ -200,6 +202,7 @@ class Stack:
     loss_compiled: bool
     loss_overwrites: bool
     chunked_logits_kept: bool
+    chunks_cut: str
     loss_upcast: bool
     tuning_upcast: bool
     tuning_chunk: int

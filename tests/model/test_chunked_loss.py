@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from sim.errors import UserError
 from sim.memory.ledger import peak
+from sim.model import build
+from sim.model.architecture import Joint
 from sim.model.chunked import chunk_rows, output_chunks
+from sim.model.eager import chunked
+from sim.model.eager.autograd import Boundary, Run
 from sim.parallel import Lowered, lower
+from sim.parallel.model.calls import Calls
+from sim.parallel.model.joints import Joints
+from sim.program import InlineCall
 from sim.scenario import resolve
+from sim.software import stack_of
+from sim.validation.oracle_memory import predicted
 
 
 def lowered(chunked: bool, precision: str = "pure-bf16", tied: bool = False, modules: str = "transformers",
-            compiled: bool = False, finetune: dict[str, Any] | None = None, **model: Any) -> Lowered:
+            compiled: bool = False, finetune: dict[str, Any] | None = None, micro: int = 4, **model: Any) -> Lowered:
     return lower(resolve({
         "name": "t", "cluster": {"topology": "dgx-a100-80g", "gpus_per_node": 1},
         "model": {"kind": "decoder", "layers": 2, "hidden": 512, "heads": 8, "vocab": 32000, "positions": "rotary",
                   "tied_embeddings": tied} | model,
-        "training": {"micro_batch": 4, "global_batch": 4, "sequence": 1024, "precision": precision, "recompute": "full",
-                     "chunked_loss": chunked} | ({"finetune": finetune} if finetune else {}),
+        "training": {"micro_batch": micro, "global_batch": micro, "sequence": 1024, "precision": precision,
+                     "recompute": "full", "chunked_loss": chunked} | ({"finetune": finetune} if finetune else {}),
         "software": {"framework": "pytorch", "year": 2025, "modules": modules, "compile": compiled}}))
 
 
@@ -106,7 +116,160 @@ def test_a_frozen_head_makes_no_weight_gradient(modules: str) -> None:
     assert peak(frozen.job.programs[0]).steady
 
 
-def test_a_head_that_is_trained_beside_is_refused() -> None:
+@pytest.mark.parametrize(("modules", "precision", "said"), [
+    ("transformers", "pure-bf16", "never be trained"), ("plain", "amp-bf16", "no autocast")])
+def test_a_head_that_is_trained_beside_takes_torchtunes_modules(modules: str, precision: str, said: str) -> None:
+    base = "fp32" if precision == "amp-bf16" else "bf16"
+    with pytest.raises(UserError, match=said):
+        lowered(True, precision, modules=modules,
+                finetune={"method": "lora", "rank": 8, "targets": ["query", "head"], "base": base})
+
+
+#: torchtune 0.6.1's LoRALinear and CEWithChunkedOutputLoss behind four frozen blocks of GPT, PyTorch 2.13 on fake
+#: tensors: sequences, tokens, dropout, peak of forward (without the embedding's output, which the script alone keeps).
+LORA_HEAD = [(2, 512, 0.0, 538415616), (1, 1024, 0.0, 539193856), (2, 512, 0.1, 539202048), (1, 1024, 0.1, 539980288)]
+
+
+@pytest.mark.parametrize(("batch", "sequence", "dropout", "forward"), LORA_HEAD)
+def test_chunks_pass_the_branch_of_a_head(batch: int, sequence: int, dropout: float, forward: int) -> None:
+    """Within 10 KB of PyTorch: of several sequences a chunk is copied before A reads it, of one it is a view."""
+    asked = resolve({
+        "name": "t", "cluster": {"topology": "dgx-a100-80g", "gpus_per_node": 1},
+        "model": {"kind": "decoder", "gated_mlp": False, "positions": "learned", "norm": "layernorm", "bias": True,
+                  "tied_embeddings": True, "layers": 4, "hidden": 768, "heads": 12, "ffn": 3072, "vocab": 50304,
+                  "max_positions": sequence, "dropout": 0.0},
+        "training": {"micro_batch": batch, "global_batch": batch, "sequence": sequence, "precision": "pure-bf16",
+                     "chunked_loss": True, "finetune": {"method": "lora", "rank": 8, "targets": ["head"],
+                                                        "base": "bf16", "dropout": dropout}},
+        "software": {"framework": "pytorch", "year": 2026, "modules": "plain", "optimizer_kernel": "foreach"}})
+    low = lower(asked)
+    assert predicted(low, "none", False)["phase_peaks"]["forward"] == pytest.approx(forward, abs=16 * 1024)
+    assert peak(low.job.programs[0]).steady
+
+
+@pytest.mark.parametrize(("rows", "copies"), [(1, 0), (4, 2)])
+def test_kernels_of_a_head_with_lora_in_chunks(rows: int, copies: int) -> None:
+    """By hand, of 8 chunks: three products forward, five backward (the frozen head's own weight has no gradient), seven
+    sums of each matrix' gradient, and copies of a chunk where there are several sequences."""
+    low = lowered(True, modules="plain", micro=rows,
+                  finetune={"method": "lora", "rank": 8, "targets": ["head"], "base": "bf16", "dropout": 0.0})
+    loss = low.architecture.stack[-1].operators[-1]
+    forward, backward = ([k.variant for k in way if k.op == "gemm"] for way in (loss.forward, loss.backward))
+    assert Counter(forward) == {"tn": 3 * 8}
+    assert Counter(backward) == {"nn": 3 * 8, "nt": 2 * 8}
+    assert sum(k.launches for k in loss.backward if k.variant == "chunk_gradient_add") == 2 * 7
+    assert sum(k.launches for k in loss.forward if k.variant == "chunk_copy") == copies * 8
+    assert {p.name.rsplit(".", 1)[-1]: p.shape for p in loss.parameters} == {"lora_A": (8, 512), "lora_B": (32000, 8)}
+
+
+# ----------------------------------------------------------------------------------- a vocabulary that ranks share, T5
+def titan(tensor: int = 4, batch: int = 2, sequence: int = 512, *, framework: str = "torchtitan",
+          modules: str = "plain", chunked: bool = True, finetune: dict[str, Any] | None = None, **parallel: Any) -> Any:
+    return resolve({
+        "name": "t", "cluster": {"topology": "dgx-a100-80g", "nodes": 1, "gpus_per_node": tensor},
+        "model": {"kind": "decoder", "gated_mlp": True, "activation": "silu", "positions": "rotary", "norm": "rmsnorm",
+                  "bias": False, "tied_embeddings": False, "layers": 2, "hidden": 1024, "heads": 16, "ffn": 4096,
+                  "vocab": 128000},
+        "training": {"micro_batch": batch, "global_batch": batch, "sequence": sequence, "precision": "pure-bf16",
+                     "chunked_loss": chunked} | ({"finetune": finetune} if finetune else {}),
+        "parallel": {"strategy": "none", "tensor": tensor, **parallel},
+        "software": {"framework": framework, "year": 2026, "modules": modules}})
+
+
+#: torchtitan 0.3.0's ChunkedLossWrapper over _LossParallelCrossEntropy on one of 4 ranks (32,000 of 128,000 logits of
+#: 1,024 tokens of width 1,024 in bf16), PyTorch 2.13 on fake tensors: sequences, tokens, highest point above what was
+#: there (with labels' few kilobytes), and what is left: the head's gradient and that of its input.
+CUT = [(2, 512, 154019328), (1, 1024, 151913984)]
+
+
+@pytest.mark.parametrize(("batch", "sequence", "highest"), CUT)
+def test_chunks_of_a_slice_of_the_vocabulary_are_what_pytorch_allocates(
+    batch: int, sequence: int, highest: int,
+) -> None:
+    asked = titan(batch=batch, sequence=sequence)
+    program = build(asked, stack_of(asked.software), batch).stack[-1].program
+    assert program is not None
+    run = Run("", keep_gradients=True, early_stop=False)
+    inputs = [run.tensor(batch * sequence * 1024, "bf16", Boundary())]
+    start = run.memory.total
+    run.memory.mark()
+    chunked.loss(run, program.style, inputs, batch * sequence)
+    assert run.memory.top - start == pytest.approx(highest, abs=16 * 1024)
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_slices_meet_three_times_a_chunk_and_once_for_the_input(scattered: bool) -> None:
+    """By hand: the largest logit, the sum of exponentials and the label's of 128 tokens, 8 times; the gradient of the
+    input of all chunks at once. No product but those of the whole loss, and an eighth of the logits."""
+    whole, chunks = (lower(titan(chunked=c, sequence_parallel=scattered)) for c in (False, True))
+    made, of_whole = build(titan(), stack_of(titan().software), 2).stack[-1], whole.architecture.stack[-1]
+    entry, loss = made.operators[-2:]
+    assert loss.joint == Joint("vocabulary_loss", 1024, "fp32", times=8) and entry.joint is not None
+    assert entry.joint.kind == "column" and entry.joint.elements == 1024 * 1024
+    gemms = [k for k in loss.forward if k.op == "gemm"]
+    assert 4 * sum(k.flops for k in gemms) == of_whole.forward_flops + of_whole.backward_flops
+    adds = [k for k in loss.forward if k.variant == "chunk_weight_gradient_add"]
+    assert len(adds) == 7 and adds[0].bytes == 3 * 2 * 32000 * 1024
+    peaks = [peak(low.job.programs[0]) for low in (whole, chunks)]
+    assert all(one.steady for one in peaks)
+    assert peaks[1].category_peaks["logits"] <= peaks[0].category_peaks["logits"] / 6
+    joints = Joints(Calls(("tensor",)), scattered, hides=False, pipelined=False, keeps=False)
+    calls = Counter(item.call.kind for op in (entry, loss) for item in (*joints.forward(op), *joints.backward(op))
+                    if isinstance(item, InlineCall))
+    assert calls == ({"all_reduce": 24, "reduce_scatter": 1, "all_gather": 1} if scattered else {"all_reduce": 25})
+
+
+def test_torchtune_gathers_the_logits_of_every_chunk() -> None:
+    """torchtune 0.6.1's chunked_output and CEWithChunkedOutputLoss over ColwiseParallel(output_layouts=Replicate()), 4
+    ranks, PyTorch 2.13 on fake tensors: 854,070,784 bytes at most (labels' few kilobytes in), 526,390,272 from forward
+    to backward. Eight gathers forward, eight sums of a chunk's input gradient backward."""
+    asked = titan(batch=1, sequence=1024, framework="pytorch")
+    layer = build(asked, stack_of(asked.software), 1).stack[-1]
+    assert layer.program is not None and peak(lower(asked).job.programs[0]).steady
+    run = Run("", keep_gradients=True, early_stop=False)
+    inputs = [run.tensor(1024 * 1024, "bf16", Boundary())]
+    run.memory.mark()
+    kept = chunked.loss(run, layer.program.style, inputs, 1024)
+    assert kept.sink is not None
+    assert run.memory.top == pytest.approx(854070784, abs=16 * 1024)
+    assert run.memory.total == pytest.approx(526390272, abs=16 * 1024)
+    joints = Joints(Calls(("tensor",)), sequence=False, hides=False, pipelined=False, keeps=False)
+    calls = Counter((item.call.kind, item.call.size_bytes) for op in layer.operators
+                    for item in (*joints.forward(op), *joints.backward(op)) if isinstance(item, InlineCall))
+    assert calls == {("all_gather", 2 * 128 * 128000): 8, ("all_reduce", 2 * 128 * 1024): 8}
+
+
+@pytest.mark.parametrize(("options", "field"), [
+    ({"framework": "pytorch", "sequence_parallel": True}, "parallel.sequence_parallel"),
+    ({"modules": "transformers"}, "training.chunked_loss"),
+    ({"framework": "megatron", "modules": "megatron"}, "training.chunked_loss"),
+    ({"finetune": {"method": "lora", "rank": 8, "targets": ["head"], "base": "bf16"}}, "training.finetune.targets")])
+def test_a_cut_vocabulary_has_chunks_where_code_has_them(options: dict[str, Any], field: str) -> None:
     with pytest.raises(UserError) as caught:
-        lowered(True, finetune={"method": "lora", "rank": 8, "targets": ["query", "head"], "base": "bf16"})
-    assert "head among its targets" in str(caught.value)
+        lower(titan(**options))
+    assert [fault.field for fault in caught.value.faults] == [field]
+
+
+def test_a_frozen_head_in_chunks_of_a_cut_vocabulary_has_no_gradient() -> None:
+    lora = {"method": "lora", "rank": 8, "targets": ["query"], "base": "bf16"}
+    program = lower(titan(finetune=lora)).job.programs[0]
+    assert peak(program).steady
+    loss = build(titan(finetune=lora), stack_of(titan().software), 2).stack[-1].operators[-1]
+    assert not [k for k in loss.forward if k.variant in ("nt", "chunk_weight_gradient_add")]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("modules", ["transformers", "plain"])
+def test_an_encoder_decoder_takes_its_loss_in_chunks(modules: str, tied: bool) -> None:
+    """The decoder's tokens reach the head of T5: the same products, and the logits of a chunk, or all in 2 bytes."""
+    t5 = {"kind": "encoder-decoder", "decoder_layers": 2, "positions": "relative", "norm": "rmsnorm", "bias": False}
+    whole, chunks = (lowered(c, tied=tied, modules=modules, **t5) for c in (False, True))
+    flops = [low.architecture.forward_flops + low.architecture.backward_flops for low in (whole, chunks)]
+    assert flops[0] == pytest.approx(flops[1])
+    used = peak(chunks.job.programs[0])
+    logits = 4096 * 32000
+    assert used.steady
+    assert used.category_peaks["logits"] == pytest.approx(
+        2 * 128 * 32000 if modules == "transformers" else 2 * logits + 4 * logits + 4 * logits // 8)
+    scaled = [op.name for op in chunks.architecture.stack[-1].operators]
+    assert ("head_scale" in scaled) == tied

@@ -249,9 +249,8 @@ def test_adapters_behind_both_parts_of_an_encoders_blocks() -> None:
 
 
 @pytest.mark.parametrize(("model", "options", "said"), [
-    (T5, {"method": "adapter"}, "an adapter behind cross attention"),
-    (BERT, {"recompute": "selective-op"}, "recompute selective-op"),
-    (T5, {"precision": "fp32"}, "bf16 weights beside fp32 adapters")])
+    (T5, {"method": "adapter", "precision": "fp32"}, "adapters of fp32 read bf16 activations"),
+    (T5, {"precision": "fsdp-bf16"}, "no code is known that runs bf16 weights beside fp32 adapters")])
 def test_what_is_not_simulated_is_refused(model: dict[str, Any], options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         lower(scenario(model, "bf16", **options))

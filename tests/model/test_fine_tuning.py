@@ -232,7 +232,7 @@ def test_only_what_is_trained_has_a_master_copy(strategy: str, base: str) -> Non
 
 
 @pytest.mark.parametrize(("model", "base", "precision", "said"), [
-    (LLAMA, "bf16", "fp32", "under autocast only")])
+    (LLAMA, "bf16", "fp32", "PyTorch refuses without autocast")])
 def test_fine_tuning_that_is_not_simulated_is_refused(
     model: dict[str, Any], base: str, precision: str, said: str,
 ) -> None:

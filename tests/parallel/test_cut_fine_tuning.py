@@ -260,3 +260,13 @@ def test_a_stage_without_anything_trained(strategy: str) -> None:
     assert states(stages[0]) == 0
     assert states(stages[1]) > 0
     assert all(peak(stage).steady for stage in stages)
+
+
+@pytest.mark.parametrize("targets", [ALL, [*ALL, "head"]])
+def test_scattered_tokens_meet_in_front_of_a_frozen_head(targets: list[str]) -> None:
+    """Each of 4 ranks has its quarter of the vocabulary for all tokens, whether or not it holds all of them before."""
+    apart, whole = (peak(tuned("megatron", targets=targets, tensor=4, sequence_parallel=scattered).job.programs[0])
+                    for scattered in (True, False))
+    quarter = 2 * SEQUENCE * VOCAB // 4
+    assert whole.category_peaks["logits"] >= 4 * quarter  # in fp32
+    assert apart.category_peaks["logits"] >= whole.category_peaks["logits"]

@@ -48,7 +48,7 @@ def test_a_count_that_fills_no_node_says_so() -> None:
 
 
 @pytest.mark.parametrize(("training", "said"), [
-    ({"finetune": {"method": "adapter", "rank": 8}}, "an adapter behind cross attention is understood but not"),
+    ({"chunked_loss": True, "finetune": {"method": "lora", "targets": ["head"]}}, "which has no autocast"),
     ({"precision": "mxfp8"}, "has no tensor cores for mxfp8")])
 def test_what_no_layout_makes_possible_is_refused_before_the_search(training: dict[str, Any], said: str) -> None:
     cross = {"kind": "encoder-decoder", "layers": 2, "hidden": 64, "heads": 2, "vocab": 128}

@@ -169,7 +169,5 @@ def settle_adapters(job: Job, weights: str, half: str | None, why: str) -> None:
         draft.assume("training.finetune.base", half, "frozen weights are cast too")
     elif half is not None and job.engine == "fsdp" and weights != "fp32":
         draft.assume("training.finetune.base", half, why or "the dtype the frozen weights are loaded in")
-        draft.leave(said, f"adapters are fp32 beside {weights} weights there, gathered and reduced in {half}; "
-                          f"simulated as {half} ones with fp32 masters, which take as much memory")
     else:
         draft.assume("training.finetune.base", weights, why or "the dtype the frozen weights are loaded in")

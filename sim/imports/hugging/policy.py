@@ -109,8 +109,11 @@ def _adapters(job: Job, weights: str, half: str | None) -> tuple[str | dict[str,
         return "pure-bf16", "TRL makes adapters bf16 beside quantised weights"
     if half is not None:
         return f"amp-{half}", "peft's adapters are fp32"
-    if weights == "fp32" and job.said("base") is None:
-        return ("tf32", "fp32 products run as TF32") if job.of("tf32") else ("fp32", "no mixed precision is said")
+    if job.said("base") is None:
+        why = "no mixed precision is said" if weights == "fp32" else (
+            f"no mixed precision is said: peft's adapters are fp32 and cast what they read, {weights} weights compute "
+            "in their own dtype")
+        return "tf32" if job.of("tf32") else "fp32", "fp32 products run as TF32" if job.of("tf32") else why
     computes = weights if weights != "fp32" else "bf16"
     return f"amp-{computes}", "peft's adapters are fp32; frozen weights compute in their own dtype"
 
@@ -119,8 +122,6 @@ def _fsdp(job: Job, weights: str, half: str | None) -> tuple[str | dict[str, str
     """Under mixed precision what is trained is fp32, gathered and reduced in the half type."""
     if half is not None and job.of("base") is not None and job.trl:
         return "pure-bf16", "TRL makes adapters bf16 beside quantised weights"
-    if half is not None and job.said("lora") is not None and job.of("base") is None and weights != "fp32":
-        return f"mixed-{half}", "adapters fp32, what is gathered and reduced half"
     if half is not None:
         return f"fsdp-{half}", "accelerate keeps FSDP's trained weights in fp32 and gathers and reduces half ones"
     return _plain(job, weights, None)

@@ -173,6 +173,7 @@ class Run:
     def __init__(self, autocast: str, keep_gradients: bool, early_stop: bool, caches_casts: bool = True,
                  compiled: bool = False, widened: str = "") -> None:
         self.memory, self.widened = Memory(), widened
+        self.last = "down"  # the operator with a block's last product
         self.autocast, self.keep_gradients, self.early_stop = autocast, keep_gradients, early_stop
         self.caches_casts, self.compiled = caches_casts, compiled
         self.kind = ACTIVATIONS
@@ -240,7 +241,7 @@ class Run:
         if frame is None or not frame.selective:
             return self.new(elements, dtype)
         frame.products += product
-        keep = not product or (frame.products % 2 == 1 and not (self.compiled and self.memory.operator == "down"))
+        keep = not product or (frame.products % 2 == 1 and not (self.compiled and self.memory.operator == self.last))
         if keep and self._restoring is not None:
             return frame.kept.pop(0)
         storage = self.new(elements, dtype)

@@ -9,9 +9,14 @@ from sim.model.eager.storage import LOGITS, WORKSPACE, Storage
 from sim.model.style import Style
 
 
-def loss(run: Run, style: Style, x: Tensor, rows: int) -> Tensor:
-    """Logits and loss of `rows` rows; a frozen head has no gradient."""
+def loss(run: Run, style: Style, inputs: list[Tensor], rows: int) -> Tensor:
+    """Logits and loss of `rows` rows, the only one of `inputs`; a frozen head has no gradient."""
     run.at("loss")
+    if style.tensor > 1 and style.stack.chunks_cut != "whole":
+        return _cut(run, style, inputs, rows)
+    if style.tuned is not None and style.tuned.chosen((("head", 0),)) and style.keeps_chunks:
+        return _branched(run, style, inputs, rows)
+    x = inputs.pop()
     size = style.vocab * style.hidden
     weight = None if style.tuned else Weight(size, style.weight, style.tied)
     copy, cast = op.weight_copy(run, weight or Weight(size, style.tuned.plain if style.tuned else style.weight))
@@ -36,19 +41,77 @@ def _forward(run: Run, style: Style, x: Tensor, rows: int, weight: Weight | None
     return Tensor(run.new(1, "fp32"), 1, "fp32", node.output())
 
 
+def _cut(run: Run, style: Style, inputs: list[Tensor], rows: int) -> Tensor:
+    """torchtitan's, of a slice of the vocabulary: `ChunkedLossWrapper.__call__`, whose chunks are detached copies (of
+    one sequence views) and run backward one by one."""
+    x = inputs.pop()
+    x = op.gathered(run, x, style.tensor) if style.scattered else x
+    act, size, trained = x.dtype, style.vocab * style.hidden, style.tuned is None
+    if run.autocast:
+        act = run.autocast
+    weight = Weight(size, style.weight, style.tied)
+    copy, _ = op.weight_copy(run, weight if trained else Weight(size, style.weight))
+    kind, run.kind = run.kind, WORKSPACE
+    sizes = output_chunks(rows)
+    chunks = [run.new(part * style.hidden, x.dtype) for part in sizes] if style.batch > 1 else []
+    buffer, gradients = run.new(rows * style.hidden, "fp32"), list[Storage]()
+    for part in sizes:
+        run.kind = LOGITS
+        logits = run.new(part * style.vocab, act)  # the loop's variable, to the end of its turn
+        gradient = _slice_loss(run, style, part, logits, act)
+        run.kind = WORKSPACE
+        made = run.new(part * style.hidden, act)
+        own = run.new(size, act) if trained else None
+        if own is not None and act != style.weight:
+            own = run.new(size, style.weight)
+        if own is not None and not gradients:
+            gradients.append(own)
+        del gradient, own, logits
+        wide = run.new(part * style.hidden, "fp32") if act != "fp32" else None
+        del made, wide
+    chunks.clear()
+    gradients.insert(0, run.new(rows * style.hidden, x.dtype) if x.dtype != "fp32" else buffer)
+    del buffer, copy
+    run.kind = kind
+    sinks = (x.sink, weight) if trained else (x.sink,)
+    node = run.node(lambda run, _: [gradients.pop(0) for _ in sinks], sinks)
+    return Tensor(run.new(1, "fp32"), 1, "fp32", node.output())
+
+
+def _slice_loss(run: Run, style: Style, rows: int, logits: Storage, act: str) -> Storage:
+    """A chunk's loss and the gradient of its logits (`_LossParallelCrossEntropy`); compiled, one kernel each way."""
+    elements = rows * style.vocab
+    if style.stack.loss_compiled:
+        return run.new(elements, act)
+    wide = run.new(elements, "fp32") if act != "fp32" else logits
+    shifted = run.new(elements, "fp32")
+    exponential = run.new(elements, "fp32")
+    del exponential
+    scores = run.new(elements, "fp32")
+    del shifted, wide
+    zeros, exponential = run.new(elements, "fp32"), run.new(elements, "fp32")
+    both = run.new(elements, "fp32")
+    del exponential
+    gradient = run.new(elements, "fp32")
+    del zeros, both, scores
+    result = run.new(elements, act) if act != "fp32" else gradient
+    del gradient
+    return result
+
+
 def _kept(run: Run, style: Style, x: Tensor, rows: int, weight: Sink | None, copy: Storage | None) -> Tensor:
     """torchtune's: the logits of all chunks, then the loss of each. Compiled, a chunk's loss keeps its logits; eager,
     its fp32 log-softmax. Backward frees chunk by chunk."""
-    act, hidden, vocab = x.dtype, style.hidden, style.vocab
+    act, hidden, own, vocab = x.dtype, style.hidden, style.vocab, style.vocab * style.tensor
     kind, run.kind = run.kind, LOGITS
     sizes = output_chunks(rows)
-    kept = [run.new(size * vocab, act) for size in sizes]
+    kept = [_logits(run, style, size, act) for size in sizes]
     if not style.stack.loss_compiled:
         kept = _widened(run, kept, sizes, vocab, act)
     run.kind = kind
 
     def rule(run: Run, _: Gradients) -> Gradients:
-        made = [run.new(rows * hidden, act), *([run.new(vocab * hidden, act)] if weight else [])]
+        made = [run.new(rows * hidden, act), *([run.new(own * hidden, act)] if weight else [])]
         outer, run.kind = run.kind, LOGITS
         for size in sizes:
             wide = None if style.stack.loss_compiled else run.new(size * vocab, "fp32")
@@ -61,6 +124,73 @@ def _kept(run: Run, style: Style, x: Tensor, rows: int, weight: Sink | None, cop
 
     node = run.node(rule, (x.sink, weight) if weight else (x.sink,))
     run.save(node, x.storage, *([copy] if copy is not None else []))
+    return Tensor(run.new(1, "fp32"), 1, "fp32", node.output())
+
+
+def _logits(run: Run, style: Style, rows: int, act: str) -> Storage:
+    """A chunk's logits; of a cut vocabulary a slice is gathered, and the gathered ones are put side by side."""
+    own = run.new(rows * style.vocab, act)
+    if style.tensor == 1:
+        return own
+    gathered = run.new(rows * style.vocab * style.tensor, act)
+    joined = run.new(rows * style.vocab * style.tensor, act)
+    del own, gathered
+    return joined
+
+
+class _Summed:
+    """A weight that every chunk passes: its gradient is added up in the engine, in place."""
+
+    def __init__(self, weight: Weight) -> None:
+        self.weight, self.begun = weight, False
+
+    def receive(self, run: Run, gradient: Storage) -> None:
+        """Take the first; later ones are added to it."""
+        if not self.begun:
+            self.begun = True
+            self.weight.receive(run, gradient)
+
+
+def _branched(run: Run, style: Style, inputs: list[Tensor], rows: int) -> Tensor:
+    """torchtune's with LoRA at the head, whose module takes one chunk after another (0.6.1 modules/peft/lora.py,
+    LoRALinear.forward); then the loss of each."""
+    x, tuned = inputs.pop(), style.tuned
+    assert tuned is not None
+    act, sizes = x.dtype, output_chunks(rows)
+    shapes = (tuned.rank * style.hidden, style.vocab * tuned.rank)
+    first, second = (_Summed(Weight(size, tuned.dtype)) for size in shapes)
+    chunks = op.split(run, x, [size * style.hidden for size in sizes])
+    kind, run.kind = run.kind, LOGITS
+    logits: list[Tensor] = []
+    for chunk in chunks:
+        flat = op.clone(run, chunk, style.batch > 1)  # what `matmul` makes one matrix of
+        base = op.frozen(run, flat, style.hidden, style.vocab)
+        del flat
+        read = op.dropout(run, chunk) if tuned.drops else op.clone(run, chunk, style.batch > 1)
+        down = op.linear(run, read, style.hidden, tuned.rank, False, dtype=tuned.dtype, sink=first)
+        update = op.linear(run, down, tuned.rank, style.vocab, False, dtype=tuned.dtype, sink=second)
+        update = op.scale(run, update)
+        del read, down
+        logits.append(op.add(run, base, update))
+        del base, update
+    del chunks, chunk, x
+    losses = [_cross_entropy(run, style, one, act) for one in logits]
+    run.kind = kind
+    node = run.node(lambda _, gradients: [gradients[0]] * len(losses), [one.sink for one in losses])
+    return Tensor(run.new(1, "fp32"), 1, "fp32", node.output())
+
+
+def _cross_entropy(run: Run, style: Style, logits: Tensor, act: str) -> Tensor:
+    """A chunk's loss in fp32: compiled, one kernel that keeps the logits and two numbers a row."""
+    if style.stack.loss_compiled and act != "fp32":
+        elements = logits.elements
+        node = run.node(lambda run, _: [run.new(elements, act)], (logits.sink,))
+        run.save(node, logits.storage, *(run.new(elements // style.vocab, "fp32") for _ in range(2)))
+        return Tensor(run.new(1, "fp32"), 1, "fp32", node.output())
+    scores = op.softmax(run, logits, "fp32")
+    elements = scores.elements
+    node = run.node(lambda run, _: [run.new(elements, "fp32")], (scores.sink,))
+    run.save(node, scores.storage, run.new(1, "fp32"))
     return Tensor(run.new(1, "fp32"), 1, "fp32", node.output())
 
 

@@ -44,6 +44,7 @@ def block(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:
     x = _added(run, x, branch, "1")
     if style.experts is None and "mlp" in modules_of(policy):  # with the norm in front of it, which is its own
         branch = run.checkpoint(lambda run, x: mlp(run, style, norm(run, style, x, "norm2")), x)
+        branch = tuned.behind(run, style, branch, "mlp")
         return residual(run, style, x, branch, "2")
     branch, frame = _normed(run, style, x, "norm2", policy, alone=style.experts is not None)
     fed = _fed(run, style, branch, policy)
@@ -100,9 +101,14 @@ def _parallel(run: Run, style: Style, x: Tensor, policy: str) -> Tensor:
     return residual(run, style, x, op.add(run, attended, fed), "2")
 
 
-def residual(run: Run, style: Style, x: Tensor, branch: Tensor, suffix: str) -> Tensor:
-    """Dropout of the branch, and the sum."""
+def residual(run: Run, style: Style, x: Tensor, branch: Tensor, suffix: str, sublayer: str = "") -> Tensor:
+    """Dropout of the branch, the adapter of a sub-layer behind it (in front of it where dropout and sum are one
+    kernel), and the sum."""
+    if sublayer and style.stack.fused_dropout_add:
+        branch = tuned.behind(run, style, branch, sublayer)
     branch = _dropped(run, style, branch, suffix)
+    if sublayer and not style.stack.fused_dropout_add:
+        branch = tuned.behind(run, style, branch, sublayer)
     return _added(run, x, branch, suffix)
 
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sim.model.attention_core import uses_flash
-from sim.model.eager import decoder, norms, tuned
+from sim.model.eager import chunked, decoder, norms, tuned
 from sim.model.eager import operations as op
 from sim.model.eager.attention import attention
 from sim.model.eager.autograd import Run, Tensor, Weight
 from sim.model.eager.head import loss
 from sim.model.eager.mlp import activated, mlp
 from sim.model.eager.products import linear
-from sim.model.eager.storage import LOGITS, WORKSPACE, Storage
+from sim.model.eager.storage import ACTIVATIONS, LOGITS, WORKSPACE, Storage
 from sim.model.style import Style
 
 #: Distances fall into this many buckets (T5Config.relative_attention_num_buckets).
@@ -60,7 +60,7 @@ def block(run: Run, style: Style, x: Tensor, policy: str, *, first: bool, last: 
     run.at("norm3")
     branch = norm(run, style, x)
     branch = _feed_forward(run, style, branch)
-    x = decoder.residual(run, style, x, branch, "3")
+    x = decoder.residual(run, style, x, branch, "3", "mlp")
     del bias
     return x
 
@@ -71,7 +71,7 @@ def _attend(run: Run, style: Style, x: Tensor, memory: Tensor | None, bias: Tens
     run.at(f"norm{suffix}")
     normed = norm(run, style, x)
     branch = attention(run, style, normed, policy, memory, bias, variables=weights)
-    return decoder.residual(run, style, x, branch, suffix)
+    return decoder.residual(run, style, x, branch, suffix, "cross" if style.memory else "attention")
 
 
 def norm(run: Run, style: Style, x: Tensor) -> Tensor:
@@ -81,7 +81,8 @@ def norm(run: Run, style: Style, x: Tensor) -> Tensor:
     variance = op.mean_rows(run, norms.square(run, op.to(run, x, "fp32")), style.tokens)
     x = op.mul_rows(run, x, op.unary(run, op.shift(run, variance), saves_output=True))
     x = op.to(run, x, style.weight)
-    return op.mul_weight(run, x, Weight(style.hidden, style.weight)) if style.tuned is None else op.scale(run, x)
+    trained = style.tuned is None or style.tuned.trains_norms
+    return op.mul_weight(run, x, Weight(style.hidden, style.weight)) if trained else op.scale(run, x)
 
 
 def _own_norm(style: Style) -> bool:
@@ -205,8 +206,12 @@ def head(run: Run, style: Style, x: Tensor) -> Tensor:
     if style.dropout:
         x = op.dropout(run, x)
     run.at("logits")
-    run.kind = LOGITS
+    run.kind = ACTIVATIONS if style.chunked_loss else LOGITS
     scaled = op.scale(run, x) if style.tied else x
+    if style.chunked_loss:
+        inputs = [scaled]
+        del x, scaled
+        return chunked.loss(run, style, inputs, rows)
     if style.tuned is not None:
         logits = tuned.linear(run, style, scaled, style.hidden, (("head", style.vocab),))
     else:

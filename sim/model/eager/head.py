@@ -39,19 +39,20 @@ def _predicted(run: Run, style: Style, x: Tensor, depth: int = 0) -> Tensor:
     if rows < style.tokens:  # a slice's share of them where the stream is scattered
         x = Tensor(x.storage, x.elements * rows // style.tokens, x.dtype, x.sink)
     if style.chunked_loss:
-        return chunked.loss(run, style, x, rows)
+        inputs = [x]
+        del x  # what is not kept goes with the model's forward
+        return chunked.loss(run, style, inputs, rows)
     run.at("logits")
     run.kind = LOGITS
     if style.tuned is not None and style.stack.tuning_chunk and style.modules == "plain" and not run.autocast:
         return _by_position(run, style, x, rows)
+    x = entered(run, style, x)
+    slices = style.tensor if style.scattered and not style.stack.gathered_inputs_kept else 1
     if style.tuned is not None:
-        logits = tuned.linear(run, style, x, style.hidden, (("head", style.vocab),))
+        logits = tuned.linear(run, style, x, style.hidden, (("head", style.vocab),), slices)
     else:
-        x = entered(run, style, x)
-        again = style.scattered and not style.stack.gathered_inputs_kept
         logits = op.linear(run, x, style.hidden, style.vocab, False, dtype=style.weight,
-                           shared=style.tied or style.further > 0, more=0 < depth < style.further,
-                           gathered=style.tensor if again else 1)
+                           shared=style.tied or style.further > 0, more=0 < depth < style.further, gathered=slices)
     if style.logit_softcap:
         run.at("softcap")
         logits = op.scale(run, logits)

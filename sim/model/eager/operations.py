@@ -194,7 +194,7 @@ def weight_copy(run: Run, weight: Weight) -> tuple[Storage | None, Sink | None]:
 
 def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool, *, dtype: str, shared: bool = False,
            more: bool = False, bias_last: bool = False, gathered: int = 1, narrow: Narrow | None = None,
-           placeholder: bool = False, matrices: int = 1) -> Tensor:
+           placeholder: bool = False, matrices: int = 1, sink: Sink | None = None) -> Tensor:
     """`F.linear`, or Conv1D's `addmm` (`bias_last`: the order of autocast's casts, which is the reverse).
 
     Args:
@@ -204,13 +204,14 @@ def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool,
         narrow: the product runs in a dtype of 8 bits or fewer.
         placeholder: what autograd gets for the weight's gradient is there already (`Style.weight_placeholder`).
         matrices: as many weights as that, each for its share of the rows.
+        sink: where the weight's gradient goes, if other products have a share in it.
     """
     size = matrices * features_in * features_out
     weight = Weight(size, dtype, shared, more)
     copy_bias: tuple[Storage | None, Sink | None] | None = None
     if bias and not bias_last:
         copy_bias = weight_copy(run, Weight(features_out, dtype))
-    copy, weight_sink = weight_copy(run, weight)
+    copy, weight_sink = (None, sink) if sink is not None else weight_copy(run, weight)
     x = to(run, x, run.autocast or x.dtype)
     if bias and bias_last:
         copy_bias = weight_copy(run, Weight(features_out, dtype))
@@ -238,6 +239,13 @@ def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool,
     out = run.output(rows * features_out, act, product=True)
     del whole, spare
     return Tensor(out, rows * features_out, act, node.output())
+
+
+def frozen(run: Run, x: Tensor, features_in: int, features_out: int) -> Tensor:
+    """`F.linear` with a weight that needs no gradient: nothing is kept."""
+    elements, dtype = x.elements, x.dtype
+    node = run.node(lambda run, _: [run.new(elements, dtype)], (x.sink,))
+    return _result(run, node, elements // features_in * features_out, dtype)
 
 
 def scattered(run: Run, x: Tensor, parts: int) -> Tensor:

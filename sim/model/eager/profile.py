@@ -72,6 +72,8 @@ def profile(program: Program, policy: str, keep_gradients: bool, caches_casts: b
     style = program.style
     run = Run(style.act if style.autocast else "", keep_gradients, style.stack.early_stop, caches_casts,
               style.stack.compile, style.widened)
+    if style.tuned is not None and style.tuned.behind("mlp"):
+        run.last = "mlp_adapter"
     inputs, boundary = [], Boundary()  # which holds the input's gradient until all is measured
     if program.layer != "embedding":
         constant = style.constant_input and program.layer == "first block"

@@ -37,7 +37,10 @@ def linear(run: Run, style: Style, x: Tensor, features_in: int, parts: Parts, ga
     result = _frozen(run, style, x, features_in, outputs, stored, gathered, matrices, blocks=parts[0][0] != "head")
     if not chosen:
         return result
-    x, own = _read(run, style, x, stored), _branches(style, matrices)
+    own = _branches(style, matrices)
+    if style.mixes and stored not in QUANTISED:
+        return _mixed(run, tuned, x, result, features_in, outputs, own)
+    x = _read(run, style, x, stored)
     if len(parts) > 1 and style.modules == "plain" and not style.cuts_branches:
         update = _merged(run, tuned, x, features_in, chosen, outputs)
     else:
@@ -48,6 +51,19 @@ def linear(run: Run, style: Style, x: Tensor, features_in: int, parts: Parts, ga
         del down
     del x
     return op.add(run, result, op.to(run, update, result.dtype))
+
+
+def _mixed(run: Run, tuned: Tuned, x: Tensor, result: Tensor, features_in: int, outputs: int, matrices: int) -> Tensor:
+    """A branch in another dtype than its base without autocast, as peft 0.21.2 has it (tuners/lora/layer.py,
+    Linear.forward): the copy of the input is a variable to the end, base and branch are added as wide as the branch,
+    and the sum is cast back. (Beside quantised layers, bnb.py, the branch is cast.)"""
+    narrow, x = result.dtype, op.to(run, x, tuned.dtype)
+    made = [op.dropout(run, x) if tuned.drops else x]
+    made = [op.linear(run, made.pop(), features_in, tuned.rank, False, dtype=tuned.dtype, matrices=matrices)]
+    made = [op.linear(run, made.pop(), tuned.rank, outputs, False, dtype=tuned.dtype, matrices=matrices)]
+    made = [op.scale(run, made.pop())]
+    result = op.add(run, result, made.pop())
+    return op.to(run, result, narrow)
 
 
 def row(run: Run, style: Style, x: Tensor, features_in: int, parts: Parts, matrices: int = 1) -> Tensor:
@@ -173,9 +189,10 @@ def _frozen(run: Run, style: Style, x: Tensor, features_in: int, features_out: i
     held = [run.new(rows * features_in, "int8"), run.new(rows * features_out, "fp32")] if eight_bit else weight(run)
     if quantised is not None:
         held += quantised.frozen(run, node, rows * features_in, size)
-    out = Tensor(run.new(rows * features_out, act), rows * features_out, act, node.output())
+    made = run.new(rows * features_out, act) if eight_bit else run.output(rows * features_out, act, product=True)
+    out = Tensor(made, rows * features_out, act, node.output())
     held.clear()
-    del whole
+    del whole, made
     return op.to(run, out, source) if four_bit or eight_bit else out
 
 

@@ -42,7 +42,8 @@ def around(calls: Calls, joint: Joint, kernels: Items, direction: str, style: St
     own = plain(kernels)
     if joint.kind == "vocabulary_loss":
         # the largest logit, the predicted logit and the sum of exponentials of every token
-        scalars = tuple(calls.call("tensor", "all_reduce", joint.elements, joint.dtype) for _ in range(3))
+        scalars = tuple(calls.call("tensor", "all_reduce", joint.elements / joint.times, joint.dtype)
+                        for _ in range(3 * joint.times))
         return (*own, *scalars) if direction == "forward" else own
     if joint.kind in _BETWEEN:
         return _between(calls, joint, own, direction, style)
@@ -62,7 +63,8 @@ def _between(calls: Calls, joint: Joint, own: tuple[Kernel, ...], direction: str
     if joint.kind == "restored" and not forward:  # scattered tokens' gradients come together again
         return (*own, _gather(calls, joint)) if style.sequence else own
     if joint.kind == "whole" or (joint.kind in ("columns", "restored") and forward):
-        return (_gather(calls, joint), *own)
+        part = joint._replace(elements=joint.elements / joint.times)  # type: ignore[arg-type]
+        return (*(_gather(calls, part) for _ in range(joint.times)), *own)
     return own if forward else _column_backward(calls, joint, own, whole)
 
 
@@ -135,7 +137,8 @@ def _column_backward(calls: Calls, joint: Joint, own: tuple[Kernel, ...], style:
     kind = "reduce_scatter" if style.sequence else "all_reduce"
     hides = (style.hides or style.sequence) and data >= 0 and not (style.sequence and style.keeps)
     if not hides:
-        return (*own, calls.call("tensor", kind, joint.elements, joint.dtype))
+        part = joint.elements / joint.times
+        return (*own, *(calls.call("tensor", kind, part, joint.dtype) for _ in range(joint.times)))
     before: Items = own[:data + 1]
     if style.sequence and joint.again:
         before = (*own[:data], _gather(calls, joint, own[data]))

@@ -202,8 +202,10 @@ class Fsdp:
 
     def frozen_bytes(self, unit: Unit, *, routed: bool = False) -> float:
         """What of a unit is not trained, as it is gathered; of routed experts only, if asked."""
-        return sum(f.size_bytes if f.dtype in QUANTISED else f.numel * self.gather_bytes for f in unit.frozen
-                   if f.routed or not routed)
+        precision = self.plan.scenario.training.precision
+        as_stored = precision.gather == precision.parameters  # no mixed precision policy casts anything
+        return sum(f.size_bytes if as_stored or f.dtype in QUANTISED else f.numel * self.gather_bytes
+                   for f in unit.frozen if f.routed or not routed)
 
     def frozen_shard(self, unit: Unit) -> int:
         """This rank's part of what is not trained, as it is stored."""
