@@ -18,6 +18,7 @@ import numpy.typing as npt
 from sim.errors import Fault, UserError
 from sim.model.recompute import modules_of
 from sim.parallel.support import recomputes_ops, spreads_experts
+from sim.parallel.support_context import even_contexts
 from sim.scenario import Scenario
 from sim.scenario.schema import RecomputeLayers
 from sim.software import Stack, stack_of
@@ -285,8 +286,10 @@ def _degrees(scenario: Scenario, gpus: int, choice: Choice) -> Iterator[tuple[in
         model.kind == "decoder" and sequence % c == 0))]
     depths = [p for p in _divisors(gpus) if _in(p, choice.pipeline) and (p == 1 or (
         cut and model.kind in ("decoder", "encoder") and p <= model.layers + 2))]
+    stack = _stack(scenario)
+    exchanges = scenario.parallel.context_exchange == "all-to-all"
     for t in widths:
-        for c in contexts:
+        for c in contexts if not exchanges else [c for c in contexts if even_contexts(scenario, stack, t, c)]:
             for p in depths:
                 if gpus % (t * c * p) == 0:
                     yield t, c, p

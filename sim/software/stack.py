@@ -159,6 +159,9 @@ class Stack:
         overlap_interleaved: the interleaved schedule passes tensors on beside compute unless told otherwise.
         ring_merges: what the steps of ring attention make is put together by kernels of their own.
         ring_gathers: keys and values of all slices come with one call; sums are kept, and gradients travel, in fp32.
+        head_exchange: how context ranks exchange tokens for heads: packed (DeepSpeed's: tensor by tensor, behind or in
+            front of a copy), reordered (TransformerEngine's: beside copies to and from early and late halves; it may
+            stand inside a ring), merged (one call, no copies).
         kv_cache: how inference's cache grows: concatenated (written anew with every token) or in_place.
         quantised_products: products with weights of fewer than 16 bits: expanded (a kernel of its own makes 16-bit
             weights; int8 runs on quantised activations) or fused (the product reads them as stored).
@@ -281,6 +284,7 @@ class Stack:
     overlap_interleaved: bool
     ring_merges: bool
     ring_gathers: bool
+    head_exchange: str
     kv_cache: str
     quantised_products: str
     vocabulary_multiple: int
