@@ -12,13 +12,14 @@ What is copied around the collectives is read off the code; per tensor, in copie
 ==================  ============  ============  ============  ============
 merged              0 + 0         0 + 0         0 + 0         0 + 0
 packed              1 + 0         0 + 1         0 + 1         1 + 0
-packed, modules     1 + 1         b + 1         b + 1         1 + 0
+packed, modules     1 + t         t + 1         t + b + 1     1 + 0
 of transformers
 reordered           1 + 1         1 + 1         1 + 1         1 + 1
 ==================  ============  ============  ============  ============
 
-b: only where a micro-batch has several sequences, which lie beside each other within a token. "To heads" of
-transformers: the second copy puts heads in front of tokens, which a single head of a single sequence does not need.
+b: where a micro-batch has several sequences, which lie beside each other within a token. t: where heads in front of
+tokens are another order than behind them, which one head of one sequence is not: modules of transformers want queries,
+keys and values so, and their flash kernel writes output and gradients in the order of the queries.
 
 Sources (read): Jacobs et al. 2023, "DeepSpeed Ulysses" (arXiv 2309.14509); deepspeed 0.19.8 sequence/layer.py
 (DistributedAttention, single_all_to_all with batch_dim_idx 1, Megatron-DeepSpeed's layout) and
@@ -30,6 +31,7 @@ again).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -53,7 +55,8 @@ class Copies(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Copies of one stack; `turned`: what has come is copied once more when all has come."""
+    """Copies of a tensor in one stack; `turned`: of queries, keys and values one more when all have come, of the output
+    one more before anything else."""
 
     to_heads: Copies
     heads_back: Copies
@@ -62,17 +65,17 @@ class Plan(NamedTuple):
     turned: bool = False
 
 
-def plan(style: Style) -> Plan:
-    """How a stack copies around the exchange."""
+def plan(style: Style, heads: int) -> Plan:
+    """How a stack copies a tensor, of which a rank gets so many heads."""
     way, several = style.stack.head_exchange, style.batch > 1
     none, both = Copies(False, False), Copies(True, True)
     if way == "merged":
         return Plan(none, none, none, none)
     if way == "reordered":
         return Plan(both, both, both, both)
-    turned = style.modules == "transformers"
-    return Plan(Copies(True, False), Copies(turned and several, True), Copies(turned and several, True),
-                Copies(True, False), turned)
+    turned = style.modules == "transformers" and (several or heads > 1)
+    beside = style.modules == "transformers" and several
+    return Plan(Copies(True, False), Copies(turned, True), Copies(beside, True), Copies(True, False), turned)
 
 
 def within(style: Style) -> Style:
@@ -96,11 +99,6 @@ def exchanges_output_again(style: Style) -> bool:
     return style.stack.head_exchange == "reordered" and style.context > style.exchanges
 
 
-def turns(inner: Style, heads: int) -> bool:
-    """Whether heads in front of tokens are another order than behind them."""
-    return inner.batch > 1 or heads > 1
-
-
 def exchanged(style: Style, core: Operator, widths: tuple[int, int] | None = None) -> list[Operator]:
     """Tokens to heads, the core, heads to tokens.
 
@@ -113,42 +111,50 @@ def exchanged(style: Style, core: Operator, widths: tuple[int, int] | None = Non
     query, out = (style.tokens * style.heads * one for one in (of_key, of_value))
     once = (rows * of_key, rows * of_value)
     key, value = (repeats(style) * n for n in once)
-    copied, e, inner = plan(style), width(style.act), within(style)
-    sent = (query, key, value)
-    forward, backward = _kernels(style, sent, copied.to_heads), _kernels(style, sent[::-1], copied.heads_back)
-    if copied.turned:
-        heads = (inner.heads, inner.kv_heads, inner.kv_heads)
-        forward += tuple(elementwise(_TURNED, n, 2 * e, style.act, 1, "attention")
-                         for n, own in zip(sent, heads, strict=True) if turns(inner, own))
-    extra: tuple[Tensor, ...] = ()
+    e, inner = width(style.act), within(style)
+    wide, narrow = plan(style, inner.heads), plan(style, inner.kv_heads)
+    sent = ((query, wide), (key, narrow), (value, narrow))
+    forward = _kernels(style, [(n, one.to_heads) for n, one in sent])
+    forward += tuple(_copy(style, _TURNED, n) for n, one in sent if one.turned)
+    backward = _kernels(style, [(n, one.heads_back) for n, one in sent[::-1]])
     if repeats(style) > 1 and style.stack.head_exchange != "merged":
         moved = (1 + 1 / repeats(style)) * e
         again = tuple(elementwise(_REPEATED, n, moved, style.act, 1, "attention") for n in (key, value))
         forward, backward = (*again, *forward), (*backward, *again)
-    if repeats(style) > 1:
-        extra = (Tensor("repeated_keys_and_values", key + value - sum(once), style.act),)
-    behind = (out, out) if exchanges_output_again(style) else (out,)
+    repeated = Tensor("repeated_keys_and_values", key + value - sum(once), style.act)
     # attention keeps what it made; the projection keeps what has come back
-    kept = () if exchanges_output_again(style) else (Tensor("output_of_heads", out, style.act),)
+    twice = exchanges_output_again(style)
+    kept = () if twice else (Tensor("output_of_heads", out, style.act),)
+    home = (_copy(style, _TURNED, out),) if wide.turned else ()
     return [
-        Operator("to_heads", forward, backward, saved=extra, core=True, joint=Joint("heads", sum(sent), style.act),
-                 buffers=_buffers(style, sent, copied.to_heads, copied.heads_back)),
+        Operator("to_heads", forward, backward, saved=(repeated,) if repeats(style) > 1 else (), core=True,
+                 joint=Joint("heads", query + key + value, style.act),
+                 buffers=_buffers(style, [(n, one.to_heads, one.heads_back) for n, one in sent])),
         replace(core, saved=(*core.saved, *kept)),
-        Operator("to_tokens", _kernels(style, (out,), copied.to_tokens), _kernels(style, behind, copied.tokens_back),
-                 core=True, joint=Joint("heads", out, style.act),
-                 buffers=_buffers(style, (out,), copied.to_tokens, copied.tokens_back))]
+        Operator("to_tokens", (*home, *_kernels(style, [(out, wide.to_tokens)])),
+                 _kernels(style, [(out, wide.tokens_back)] * (2 if twice else 1)), core=True,
+                 joint=Joint("heads", out, style.act),
+                 buffers=_buffers(style, [(out, wide.to_tokens, wide.tokens_back)]))]
 
 
-def _kernels(style: Style, sent: tuple[int, ...], copies: Copies) -> tuple[Kernel, ...]:
+def _kernels(style: Style, sent: Sequence[tuple[int, Copies]]) -> tuple[Kernel, ...]:
     """Copies of tensors of so many elements, one tensor after the other."""
     late = REORDERED if style.stack.head_exchange == "reordered" else UNPACKED
-    early = _TURNED if copies.before and copies.behind and late == UNPACKED else PACKED  # one of a tensor tells of it
-    return tuple(elementwise(name, n, 2 * width(style.act), style.act, 1, "attention") for n in sent
-                 for name, is_made in ((early, copies.before), (late, copies.behind)) if is_made)
+    found: list[Kernel] = []
+    for elements, made in sent:
+        # one of a tensor's copies tells that it travels
+        early = _TURNED if made.before and made.behind and late == UNPACKED else PACKED
+        found += [_copy(style, name, elements) for name, one in ((early, made.before), (late, made.behind)) if one]
+    return tuple(found)
 
 
-def _buffers(style: Style, sent: tuple[int, ...], forward: Copies, backward: Copies) -> tuple[int, int]:
+def _copy(style: Style, name: str, elements: int) -> Kernel:
+    return elementwise(name, elements, 2 * width(style.act), style.act, 1, "attention")
+
+
+def _buffers(style: Style, sent: Sequence[tuple[int, Copies, Copies]]) -> tuple[int, int]:
     """Copies of everything where all go together, else of the largest."""
-    size = (sum if style.stack.head_exchange == "reordered" else max)(sent)
-    one, back = (round((made.before + made.behind) * size * width(style.act)) for made in (forward, backward))
-    return one, back
+    joined = sum if style.stack.head_exchange == "reordered" else max
+    e = width(style.act)
+    return (round(joined(n * sum(made) for n, made, _ in sent) * e),
+            round(joined(n * sum(made) for n, _, made in sent) * e))

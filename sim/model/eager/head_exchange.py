@@ -21,7 +21,7 @@ from sim.model.eager import operations as op
 from sim.model.eager.autograd import Gradients, Run, Tensor
 from sim.model.eager.ring import halves, merged_back, merged_steps, scratch
 from sim.model.eager.storage import Storage
-from sim.model.head_exchange import Copies, plan, repeats, turns, within
+from sim.model.head_exchange import Copies, plan, repeats, within
 from sim.model.style import Style
 
 
@@ -33,13 +33,15 @@ def exchanged(run: Run, style: Style, tensors: Sequence[Tensor], core: Callable[
         core: of the style that sees all tokens of a share of the heads, on such tensors.
     """
     query, key, value = tensors
-    copied, inner = plan(style), within(style)
+    inner = within(style)
+    wide, narrow = plan(style, inner.heads), plan(style, inner.kv_heads)
     key, value = (_repeated(run, t, repeats(style)) for t in (key, value))
-    query, key, value = (_sent(run, t, copied.to_heads, copied.heads_back) for t in (query, key, value))
-    if copied.turned:
-        query = op.clone(run, query, turns(inner, inner.heads))
-        key, value = (op.clone(run, t, turns(inner, inner.kv_heads)) for t in (key, value))
-    return _sent(run, core(inner, query, key, value), copied.to_tokens, copied.tokens_back)
+    query, key, value = (_sent(run, t, made.to_heads, made.heads_back)
+                         for t, made in ((query, wide), (key, narrow), (value, narrow)))
+    query = op.clone(run, query, wide.turned)
+    key, value = (op.clone(run, t, narrow.turned) for t in (key, value))
+    out = op.clone(run, core(inner, query, key, value), wide.turned)
+    return _sent(run, out, wide.to_tokens, wide.tokens_back)
 
 
 def in_one(style: Style) -> bool:
