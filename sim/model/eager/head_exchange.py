@@ -107,23 +107,26 @@ def one_function(run: Run, style: Style, tensors: Sequence[Tensor], rows: int, s
 
     def rule(run: Run, _: Gradients) -> Gradients:
         came = _all_sent(run, [outputs] * (1 if ring == 1 else 2), dtype)  # inside a ring the output too
-        if ring == 1:
-            spare = scratch(run, sizes[0], rows, sums)
-            whole: Gradients = [run.new(n, dtype) for n in sizes]
-            spare.clear()
+        if ring > 1:
+            own = merged_back(run, ring, sizes[0], pair, dtype, rows, sums=sums, half=half, behind=home)
         else:
-            whole = merged_back(run, ring, sizes[0], pair, dtype, rows, sums=sums, half=half)
-        own: Gradients = [*_all_sent(run, sizes, dtype)]
-        whole.clear()
+            spare = scratch(run, sizes[0], rows, sums)
+            whole = [run.new(n, dtype) for n in sizes]
+            spare.clear()
+            own = home()
+            whole.clear()
         came.clear()
         return own
+
+    def home() -> Gradients:
+        return [*_all_sent(run, sizes, dtype)]
 
     node = run.node(rule, tuple(t.sink for t in tensors))
     heads = _all_sent(run, sizes, dtype)
     if ring == 1:
         made = run.new(outputs, dtype)
         kept = [*heads, made]
-        states = [run.new(rows, "fp32"), run.new(1, "fp64"), run.new(1, "fp64")]
+        states = [run.new(rows, "fp32"), run.new(1, "fp64")]
         out = _all_sent(run, [outputs], dtype)[0]
     else:
         buffers, parts = merged_steps(run, ring, pair, outputs, dtype, rows)

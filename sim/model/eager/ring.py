@@ -12,6 +12,8 @@ section 3, for what any ring needs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from sim.model.eager.autograd import Gradients, Node, Run, Tensor
 from sim.model.eager.storage import Storage
 from sim.model.ring import below
@@ -103,14 +105,20 @@ def merged_steps(run: Run, steps: int, pair: int, outputs: int, dtype: str, rows
 
 
 def merged_back(run: Run, steps: int, whole: int, pair: int, dtype: str, rows: int, *, sums: bool, half: bool,
-                ) -> Gradients:
-    """Backward's steps; gradients of keys and values are views of a buffer that holds keys and values too."""
+                behind: Callable[[], Gradients] | None = None) -> Gradients:
+    """Backward's steps; gradients of keys and values are views of a buffer that holds keys and values too.
+
+    Args:
+        behind: makes gradients of these, while what the steps have used still stands.
+    """
     total = run.new(whole, dtype)
     buffers = [run.new(2 * pair, dtype) for _ in range(2)]
     for step in range(steps):
         made = [run.new(whole, dtype), run.new(pair // 2 if half and step < steps - 1 else pair, dtype)]
         spare = scratch(run, whole, rows, sums)
         spare.clear()
+        if behind is not None and step == steps - 1:
+            return behind()
         made.clear()
     last = buffers[steps % 2]
     return [total, last, last]
