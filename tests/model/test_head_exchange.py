@@ -1,5 +1,5 @@
-"""Tokens exchanged for heads: what attention sees, what is copied and sent, and what is alive, by hand and by DeepSpeed's
-and TransformerEngine's own code.
+"""Tokens exchanged for heads: what attention sees, what is copied and sent, and what is alive, by hand and by the own
+code of DeepSpeed and TransformerEngine.
 
 Bytes of half precision: Q of a slice's queries; keys and values of `kv` heads are Q·kv/16 each.
 """
@@ -45,12 +45,13 @@ def core(of: Scenario) -> dict[str, Operator]:
 
 def told(operator: Operator, backward: bool = False) -> list[tuple[str, int]]:
     """Names of copies and elements."""
-    return [(k.variant.removeprefix("heads_"), k.shape[0]) for k in (operator.backward if backward else operator.forward)]
+    kernels = operator.backward if backward else operator.forward
+    return [(k.variant.removeprefix("heads_"), k.shape[0]) for k in kernels]
 
 
 @pytest.mark.parametrize("framework", ["megatron", "deepspeed", "ideal"])
 @pytest.mark.parametrize("model", [{}, {"window": 512}, {"kind": "encoder", "positions": "learned"}])
-def test_attention_is_that_of_the_whole_sequence_and_a_share_of_the_heads(framework: str, model: dict[str, Any]) -> None:
+def test_attention_is_that_of_all_tokens_and_a_share_of_the_heads(framework: str, model: dict[str, Any]) -> None:
     """Kernels as without context parallelism, of a quarter of the heads."""
     shared, whole = (core(exchanging(4, framework, **model))["attention"],
                      core(scenario(1, framework, {"training.sequence": 4 * TOKENS, "training.precision": "pure-bf16"},
@@ -156,8 +157,8 @@ def _without_sums(style: Style) -> Style:
 ])
 def test_what_is_alive_is_what_the_sources_allocate(framework: str, modules: str, slices: int, inner: int | None,
                                                     batch: int, groups: int, expected: tuple[int, int, int]) -> None:
-    """Bytes counted by a dispatch mode over fake cuda tensors while deepspeed 0.19.8's and TransformerEngine 2.8.0's own
-    files ran on PyTorch 2.13 (November 2026), collectives and cuDNN's attention replaced by tensors of their shapes."""
+    """Bytes counted by a dispatch mode over fake cuda tensors while the files of deepspeed 0.19.8 and TransformerEngine
+    2.8.0 ran on PyTorch 2.13 (November 2026), collectives and cuDNN's attention replaced by tensors of their shapes."""
     found = played(exchanging(slices, framework, inner, batch, modules, kv_heads=groups))
     assert found[2] == expected[2]
     left = 1024 if inner else 0

@@ -18,13 +18,15 @@ from sim.parallel.model.calls import Calls, Items
 from sim.program import InlineCall
 from sim.report.traffic import traffic_totals
 from sim.scenario import Scenario, resolve
+from sim.work import Kernel
 
 ULYSSES = {"parallel.context_exchange": "all-to-all"}
 HALF = {"training.precision": "pure-bf16"}
 
 
 def exchanging(slices: int, framework: str = "megatron", sets: dict[str, Any] | None = None, **model: Any) -> Scenario:
-    return scenario(slices, framework, {**ULYSSES, **(HALF if framework != "megatron" else {}), **(sets or {})}, **model)
+    precision = HALF if framework != "megatron" else {}
+    return scenario(slices, framework, {**ULYSSES, **precision, **(sets or {})}, **model)
 
 
 def sent(of: Scenario) -> dict[tuple[str, str, int], tuple[int, float]]:
@@ -94,12 +96,15 @@ def around(framework: str, name: str, direction: str, **sets: Any) -> Items:
 
 
 def told(items: Items) -> list[str]:
-    return [f"send({','.join(k.variant.removeprefix('heads_')[0] for k in item.beside)})" if isinstance(item, InlineCall)
-            else item.variant.removeprefix("heads_")[0] for item in items]
+    """First letters of copies, and of those beside a collective."""
+    def letter(kernel: Kernel) -> str:
+        return kernel.variant.removeprefix("heads_")[0]
+    return [f"send({','.join(map(letter, item.beside))})" if isinstance(item, InlineCall) else letter(item)
+            for item in items]
 
 
 def test_transformer_engine_packs_and_orders_beside_what_travels() -> None:
-    """Of three tensors: the second is packed while the first travels, the first put into order while the second does."""
+    """The second tensor is packed while the first travels, the first put into order while the second does."""
     assert told(around("megatron", "to_heads", "forward")) == ["p", "send(p)", "send(p,r)", "send(r)", "r"]
     assert told(around("megatron", "to_heads", "backward")) == ["p", "send(p)", "send(p,r)", "send(r)", "r"]
     assert told(around("megatron", "to_tokens", "forward")) == ["p", "send()", "r"]
@@ -117,12 +122,14 @@ def test_deepspeed_sends_one_tensor_after_the_other() -> None:
 
 KINDS: list[dict[str, Any]] = [
     {}, {"training.attention": "eager"}, {"training.recompute": "full"}, {"training.recompute": "selective-op"},
-    {"parallel.tensor": 2, "parallel.sequence_parallel": True, "model.kv_heads": 8}, {"parallel.pipeline": 2, "training.global_batch": 32},
+    {"parallel.tensor": 2, "parallel.sequence_parallel": True, "model.kv_heads": 8},
+    {"parallel.pipeline": 2, "training.global_batch": 32},
     {"model.window": 256}, {"model.moe": {"experts": 8, "top_k": 2}, "parallel.expert": 4},
     {"model.mla": {"q_rank": 96, "kv_rank": 64, "nope_dim": 32, "rope_dim": 16, "value_dim": 32},
      "model.kv_heads": HEADS},
     {"model.kind": "encoder", "model.positions": "learned"},
-    {"model.kind": "encoder-decoder", "model.decoder_layers": 2, "model.positions": "relative", "model.kv_heads": HEADS},
+    {"model.kind": "encoder-decoder", "model.decoder_layers": 2, "model.positions": "relative",
+     "model.kv_heads": HEADS},
 ]
 
 
