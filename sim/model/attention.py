@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sim.model.architecture import Operator, Parameter, Tensor
-from sim.model.attention_core import core_operator, repeated, uses_flash
+from sim.model.attention_core import core_operators, repeated, uses_flash
+from sim.model.head_exchange import within
 from sim.model.head_norms import head_norms
 from sim.model.kernels import chain, elementwise, linear, linear_operator, linear_parameters, meeting, width
 from sim.model.style import Style
@@ -48,9 +49,10 @@ def attention_operators(
         operators += norms
     if style.positions == "rotary":
         operators.append(_rotary(style))
-    if style.expands_kv and uses_flash(style):
-        operators.append(_expansion(style))
-    operators.append(core_operator(style))
+    inner = within(style)
+    if inner.expands_kv and uses_flash(inner):
+        operators.append(_expansion(inner))
+    operators += core_operators(style)
     attended = Tensor("attention_output", style.tokens * style.query_width, style.act)
     projection, more = linear_operator(style, "projection", names[-1], style.query_width, style.hidden,
                                        source=style.act, saved=(attended,))

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sim.model.architecture import Joint, Operator, Tensor
+from sim.model.head_exchange import exchanged, within
 from sim.model.kernels import cast, elementwise, product, softcap, width
 from sim.model.relative import bias_backward, bias_forward, kept_bias
 from sim.model.ring import around_the_ring, below
@@ -37,6 +38,12 @@ def core_operator(style: Style) -> Operator:
     if fused and style.stack.ring_gathers:
         return rotated(style, operator, behind, elements)
     return around_the_ring(style, operator, behind, elements, fused and style.stack.ring_merges)
+
+
+def core_operators(style: Style, widths: tuple[int, int] | None = None) -> list[Operator]:
+    """The core with what exchanges tokens for heads around it, where ranks do that (arguments of `exchanged`)."""
+    core = core_operator(within(style))
+    return [core] if style.exchanges == 1 else exchanged(style, core, widths)
 
 
 def _gathered(style: Style) -> Operator:

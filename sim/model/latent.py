@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sim.model.architecture import Operator, Parameter, Tensor
-from sim.model.attention_core import core_operator, uses_flash
+from sim.model.attention_core import core_operators, uses_flash
 from sim.model.kernels import elementwise, joint, linear_operator, width
 from sim.model.norms import norm_operator
 from sim.model.style import Latent, Style
@@ -30,9 +30,11 @@ def latent_operators(style: Style, source: str) -> tuple[list[Operator], list[Pa
     if latent.q_rank and source == style.act:  # both compressions read one input
         values[0] = replace(values[0], saved=())
     # products with the keys have nope + rope columns, those with the values their own: the mean counts both exactly
-    core = core_operator(replace(style, head_dim=(whole + latent.value) // 2, kv_heads=style.heads))
+    core = core_operators(replace(style, head_dim=(whole + latent.value) // 2, kv_heads=style.heads),
+                          (whole, latent.value))
     if uses_flash(style):
-        core = replace(core, backward=tuple(_unequal_backward(k, whole, latent.value) for k in core.backward))
+        core = [replace(op, backward=tuple(_unequal_backward(k, whole, latent.value) for k in op.backward))
+                for op in core]
     attended = Tensor("attention_output", style.tokens * style.heads * latent.value, style.act)
     queries[-1] = replace(queries[-1], joint=joint(style, "column", style.tokens * (latent.q_rank or style.hidden)))
     narrow = latent.kv_rank + latent.rope * style.scattered
@@ -40,7 +42,7 @@ def latent_operators(style: Style, source: str) -> tuple[list[Operator], list[Pa
     output, output_parameters = linear_operator(style, "projection", "self_attn.o_proj", style.heads * latent.value,
                                                 style.hidden, source=style.act, saved=(attended,))
     output = replace(output, joint=joint(style, "row", style.tokens * style.hidden))
-    return ([*queries, *values, _assemble(style, latent), core, output],
+    return ([*queries, *values, _assemble(style, latent), *core, output],
             [*query_parameters, *value_parameters, *output_parameters])
 
 

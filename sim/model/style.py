@@ -63,6 +63,7 @@ class Style:
         tensor, context, expert: slices the width, the sequence, the experts are cut into.
         arrives_narrow: weights are gathered in the products' narrow dtype (torchao's enable_fsdp_float8_all_gather).
         gathers: keys and values of the whole sequence are gathered before attention, else they go round a ring.
+        exchanges: ranks of the context that exchange tokens for heads around attention (`head_exchange`); 1 = none.
         scattered: between the cut regions activations are cut along the sequence (Korthikanti et al. 2022).
         dropout: whether dropout masks exist (their probability changes nothing else).
         qk_norm: norms of queries and keys: "head", "whole" or "" = none.
@@ -117,6 +118,7 @@ class Style:
     expert: int = 1
     arrives_narrow: bool = False
     gathers: bool = False
+    exchanges: int = 1
     scattered: bool = False
     tuned: Tuned | None = None
     widened: str = ""
@@ -376,7 +378,7 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
         residual="fp32" if autocast and not follows and (weight == "fp32" or model.kind == "encoder") else act,
         weight=weight, gradient=gradient, autocast=autocast,
         stack=stack, tensor=tensor, context=context, expert=scenario.parallel.expert, arrives_narrow=narrow,
-        gathers=scenario.parallel.context_exchange == "all-gather" and context > 1,
+        gathers=scenario.parallel.context_exchange == "all-gather" and context > 1, exchanges=scenario.head_ranks,
         scattered=scenario.parallel.sequence_parallel and tensor > 1, tuned=tuned,
         full_every=model.full_every or 0, first_full=model.first_full, chunked=bool(model.chunked_window),
         qk_norm=model.qk_norm or "", block_norms=model.block_norms,

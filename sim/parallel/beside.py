@@ -73,11 +73,18 @@ def beside(scenario: Scenario, stack: Stack, layout: Layout, groups: Mapping[str
     nccl["version"] = nccl["version"] or stack.nccl_release
     total, calls = 0, _calls(builders)
     for name, ranks in groups.items():
-        exchanges = (name == "expert" and not stack.dispatch_once) or name in (INSIDE, ACROSS)
+        exchanges = _exchanges(name, scenario, stack)
         total += place.held(ranks[0], nccl, ranks.shape[1] - 1 if exchanges else 0, calls.get(name, _NONE))
     if peers:
         total += peers * place.held(layout.group("pipeline")[0, :2], nccl, 1, _NONE)
     return outside(gpu(scenario.cluster.topology.gpu).compute_capability, stack.kernel_loading, total)
+
+
+def _exchanges(name: str, scenario: Scenario, stack: Stack) -> bool:
+    """Whether every rank of a communicator sends to every other."""
+    if name == "expert":
+        return not stack.dispatch_once
+    return name in (INSIDE, ACROSS, "context_heads") or (name == "context" and scenario.head_ranks > 1)
 
 
 def _calls(builders: Sequence[ProgramBuilder]) -> dict[str, Calls]:

@@ -255,7 +255,7 @@ class Compute:
             merged = together((timed(self.forward_items(layer.operators), f) for layer in ahead),
                               (timed(self._backward_row(layer, policy, weights), b)
                                for layer, policy in zip(reversed(back), reversed(policies), strict=True)),
-                              is_weight_gradient)
+                              is_weight_gradient, self._joints.expert)
             found = [*timed(before, self._stack.host_forward_s), *merged, *timed(after, b)]
             return self._builder.segment([item for item, _ in found], [launch_s for _, launch_s in found])
         key = ("together", before, tuple(map(id, ahead)), tuple(map(id, back)), tuple(policies), weights, after)

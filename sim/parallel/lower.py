@@ -186,14 +186,25 @@ def cut_groups(scenario: Scenario, layout: Layout) -> dict[str, Ranks]:
     groups = {"data": layout.group(REPLICAS)}
     if parallel.tensor > 1:
         groups["tensor"] = layout.group("tensor")
-    if parallel.context > 1:
-        groups["context"] = layout.group("context")
+    groups |= context_groups(scenario, layout)
     if parallel.expert > 1:
         wide = expert_dimensions(scenario)
         ranks = layout.group(wide).shape[1]
         groups["expert"] = layout.group(wide, parallel.expert)
         groups["expert_data"] = layout.group(wide, ranks // parallel.expert, parallel.expert)
     return groups
+
+
+def context_groups(scenario: Scenario, layout: Layout) -> dict[str, Ranks]:
+    """Communicators of the context by name: all its ranks, or neighbours that exchange tokens for heads and, across
+    them, those of a ring (megatron-core 0.16.1 parallel_state.py, create_hierarchical_groups)."""
+    context, heads = scenario.parallel.context, scenario.head_ranks
+    if context == 1:
+        return {}
+    if heads in (1, context):
+        return {"context": layout.group("context")}
+    return {"context_heads": layout.group("context", heads),
+            "context_ring": layout.group("context", context // heads, heads)}
 
 
 def state_groups(scenario: Scenario, layout: Layout) -> dict[str, Ranks]:

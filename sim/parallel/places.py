@@ -14,7 +14,7 @@ from sim.parallel.layout import REPLICAS, Layout, Ranks, equitable_classes
 from sim.scenario.schema import Scenario
 
 #: Dimensions whose collectives stand between a layer's own kernels.
-CUTS = ("tensor", "context", "expert")
+CUTS = ("tensor", "context", "context_heads", "context_ring", "expert")
 #: Classes that are simulated at most on this account: beyond it all instances of a group move in lockstep, at the pace
 #: of the one that lies worst.
 MOST_CLASSES = 128
@@ -103,6 +103,7 @@ def _blocks(scenario: Scenario, layout: Layout) -> Iterator[int]:
     for part in (parallel.sharding_factor, parallel.reshard_after_forward):
         if part and not isinstance(part, bool):
             yield _block(layout, REPLICAS, part)
+    yield _block(layout, ("context",), scenario.head_ranks)
     yield _block(layout, expert_dimensions(scenario), parallel.expert)
 
 

@@ -9,6 +9,7 @@ from sim.hardware import gpu
 from sim.model.inference_weights import MULTIPLIED, NARROW
 from sim.model.tuning import QUANTISED, cut_both
 from sim.parallel.model.expert import misfit
+from sim.parallel.support_context import context_faults
 from sim.parallel.support_further import further
 from sim.parallel.support_muon import muon
 from sim.parallel.support_outside import outside, paged
@@ -113,7 +114,8 @@ def check(scenario: Scenario, stack: Stack) -> None:
         places = [*served(scenario, stack, sharded)]
     faults = [*on_any_ranks(scenario, stack), *_in_backward(scenario), *places, *_expert(scenario, ipg),
               *_whole_slices(scenario), *_some(scenario, stack),
-              *zero_plus_plus(scenario, stack, spread_over_some(scenario))]
+              *zero_plus_plus(scenario, stack, spread_over_some(scenario)),
+              *(context_faults(scenario, stack) if scenario.parallel.context > 1 else ())]
     if faults:
         raise UserError(faults)
 
@@ -214,8 +216,7 @@ def _narrow(scenario: Scenario) -> Iterator[Fault]:
 
 def _whole_slices(scenario: Scenario) -> Iterator[Fault]:
     """Sizes that the slices of a cut model cannot share evenly."""
-    parallel, model, training = scenario.parallel, scenario.model, scenario.training
-    tuned = training.finetune
+    parallel, model, tuned = scenario.parallel, scenario.model, scenario.training.finetune
     if tuned is not None and tuned.method in ("lora", "qlora") and tuned.rank % parallel.tensor and cut_both(
             parallel.tensor, parallel.sequence_parallel, str(scenario.software.modules)):
         yield Fault(f"tensor {parallel.tensor} does not divide the rank {tuned.rank}, whose columns the tensor ranks "
@@ -234,17 +235,6 @@ def _whole_slices(scenario: Scenario) -> Iterator[Fault]:
         if model.moe.shared_experts * width % parallel.tensor:
             yield Fault(f"tensor {parallel.tensor} does not divide the width {model.moe.shared_experts * width} of the "
                         "shared experts", "model.moe.expert_ffn", hint="use a tensor degree that divides it")
-    if parallel.context == 1:
-        return
-    for field, tokens in (("decoder_sequence", training.decoder_sequence),
-                          ("predicted_tokens", training.predicted_tokens)):
-        if tokens % parallel.context:
-            yield Fault(f"context {parallel.context} does not divide {field} {tokens}", f"training.{field}",
-                        hint=f"use a multiple of {parallel.context}")
-    if model.kind == "decoder" and training.sequence % (2 * parallel.context):
-        yield Fault(f"a causal sequence of {training.sequence} tokens does not divide into {2 * parallel.context} "
-                    f"parts: each of {parallel.context} context ranks takes an early and a late one",
-                    "parallel.context", hint=f"use a sequence that is a multiple of {2 * parallel.context}")
 
 
 def _cut_adapter(scenario: Scenario, rank: int) -> Iterator[Fault]:

@@ -266,6 +266,15 @@ def _context(written: Scenario, s: Scenario) -> Iterator[Finding]:
             f"context {context} does not divide the sequence of {s.training.sequence} tokens",
             divisors_near(s.training.sequence, context),
         )
+    inner = s.parallel.context_all_to_all
+    if inner is None:
+        return
+    if s.parallel.context_exchange != "all-to-all":
+        yield ("parallel.context_all_to_all", f"context_all_to_all is for context_exchange all-to-all, not "
+               f"{s.parallel.context_exchange}", "remove it")
+    elif not _divides(inner, context):
+        yield ("parallel.context_all_to_all", f"context_all_to_all {inner} does not divide context {context}",
+               divisors_near(context, inner))
 
 
 def _pipeline(written: Scenario, s: Scenario) -> Iterator[Finding]:

@@ -254,7 +254,11 @@ class Parallel(Table):
     sequence_parallel: bool = has(False, "Megatron's sequence parallelism")
     async_tensor: bool = late("overlapped tensor parallelism")
     context: Degree = has(1, "context parallelism")
-    context_exchange: Literal["ring", "all-gather"] = has("ring", "keys and values go round a ring, or are gathered")
+    context_exchange: Literal["ring", "all-gather", "all-to-all"] = has(
+        "ring", "keys and values go round a ring, are gathered, or tokens are exchanged for heads (Ulysses)")
+    context_all_to_all: Degree | None = has(
+        None, "context ranks that exchange tokens for heads, with a ring between such sets (Megatron's a2a+p2p); none "
+        "given = all of them")
     expert: Degree = has(1, "expert parallelism")
     overlap_experts: Literal["none", "shared", "batches"] | None = has(
         None, "what hides tokens on their way to experts: nothing, shared experts, another micro-batch's compute; none "
@@ -352,6 +356,14 @@ class Scenario(Table):
     def replica_ranks(self) -> int:
         """Ranks that hold the same parameters, data · context: gradients are summed over them, states sharded."""
         return self.data_parallel * self.parallel.context
+
+    @property
+    def head_ranks(self) -> int:
+        """Context ranks that exchange tokens for heads before attention; 1 = none do."""
+        parallel = self.parallel
+        if parallel.context_exchange != "all-to-all":
+            return 1
+        return min(parallel.context, parallel.context_all_to_all or parallel.context)
 
     @property
     def expert_tensor(self) -> int:

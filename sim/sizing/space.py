@@ -19,6 +19,7 @@ from sim.errors import Fault, UserError
 from sim.model.recompute import modules_of
 from sim.parallel.sharded.secondary import neighbours
 from sim.parallel.support import spreads_experts
+from sim.parallel.support_context import even_contexts
 from sim.parallel.support_further import NOT_BESIDE_FURTHER
 from sim.parallel.support_muon import cuts, strategies
 from sim.parallel.support_zeropp import able
@@ -295,8 +296,10 @@ def _degrees(scenario: Scenario, gpus: int, choice: Choice) -> Iterator[tuple[in
         model.kind == "decoder" and sequence % c == 0))]
     depths = [p for p in _divisors(gpus) if _in(p, choice.pipeline) and (p == 1 or (
         cut and model.kind in ("decoder", "encoder") and p <= model.layers + 2))]
+    stack = _stack(scenario)
+    exchanges = scenario.parallel.context_exchange == "all-to-all"
     for t in widths:
-        for c in contexts:
+        for c in contexts if not exchanges else [c for c in contexts if even_contexts(scenario, stack, t, c)]:
             for p in depths:
                 if gpus % (t * c * p) == 0:
                     yield t, c, p

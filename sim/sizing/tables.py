@@ -25,7 +25,7 @@ from sim.model.eager import KINDS, layer_profile
 from sim.model.tuning import QUANTISED
 from sim.parallel.compute import Compute, is_weight_gradient
 from sim.parallel.layout import Layout
-from sim.parallel.lower import cut_groups, held, layout_of, wired
+from sim.parallel.lower import context_groups, cut_groups, held, layout_of, wired
 from sim.parallel.model.expert import dispatched, overlap_habit, pairs, staying
 from sim.parallel.model.joints import joints
 from sim.parallel.pipeline.weights import kept_for_weights
@@ -127,9 +127,9 @@ class Layers:
         self.spans = [[_span(part, names, known, cost) for part, cost in zip(of, launched, strict=True)]
                       for of in items]
         #: The same without tokens on their way, where another micro-batch may hide them.
-        self.staying = self.spans if hidden != "batches" else [
-            [_span(staying(part), names, known, cost) for part, cost in zip(of, launched, strict=True)]
-            for of in items]
+        self.staying = self.spans if hidden != "batches" or "expert" not in names else [
+            [_span(staying(part, names.index("expert")), names, known, cost)
+             for part, cost in zip(of, launched, strict=True)] for of in items]
         joules = np.array([[span.work_j for span in of] for of in self.spans])[self.index]
         self.blocks = np.array([layer.kind == "block" for layer in row])
         self.work_j = float(joules[:, :2].sum())
@@ -306,7 +306,7 @@ class Tables:
         stack, layout = self.stacks[cluster], layout_of(scenario)
         groups = cut_groups(scenario, layout) if key[5] > 1 else None
         names = tuple(groups) if groups is not None else (
-            "data", *(name for name in ("tensor", "context") if getattr(scenario.parallel, name) > 1))
+            "data", *(["tensor"] if scenario.parallel.tensor > 1 else ()), *context_groups(scenario, layout))
         sent = dispatched(scenario, stack, groups.get("expert") if groups is not None else None)
         same = (key[0], key[2], key[3], key[4], key[5], key[6], key[7] > 1, scenario.expert_tensor, sent,
                 held(scenario).model.tied_embeddings)

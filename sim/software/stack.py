@@ -168,6 +168,9 @@ class Stack:
         overlap_interleaved: the interleaved schedule passes tensors on beside compute unless told otherwise.
         ring_merges: what the steps of ring attention make is put together by kernels of their own.
         ring_gathers: keys and values of all slices come with one call; sums are kept, and gradients travel, in fp32.
+        head_exchange: how context ranks exchange tokens for heads: packed (DeepSpeed's: tensor by tensor, behind or in
+            front of a copy), reordered (TransformerEngine's: beside copies to and from early and late halves; it may
+            stand inside a ring), merged (one call, no copies).
         kv_cache: how inference's cache grows: concatenated (written anew with every token) or in_place.
         weight_hooks: weights in host memory come module by module, waited for, in front of each forward (accelerate).
         relative_bias_anew: a token's relative positions are looked up for all queries so far, and the last is used.
@@ -299,6 +302,7 @@ class Stack:
     overlap_interleaved: bool
     ring_merges: bool
     ring_gathers: bool
+    head_exchange: str
     kv_cache: str
     weight_hooks: bool
     relative_bias_anew: bool

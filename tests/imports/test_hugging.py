@@ -205,6 +205,8 @@ def test_the_mesh_of_accelerate(read: Read) -> None:
         4, 2, "all-gather"]
     other = mesh.replace("cp_size: 2", "cp_size: 2\n  parallelism_config_cp_comm_strategy: alltoall")
     assert at(read(config(), FSDP_2 + other, BATCH), "parallel.context_exchange") == "ring"
+    ulysses = read(config(), FSDP_2 + mesh.replace("cp_size", "sp_size"), BATCH)
+    assert fields(ulysses, "parallel.context", "parallel.context_exchange") == [2, "all-to-all"]
     assert at(read(config(), FSDP_2 + mesh.replace("tp_size: 1", "tp_size: 2").replace("dp_replicate_size: 2",
                                                                                        "dp_replicate_size: 1"), BATCH),
               "parallel.tensor") == 2

@@ -244,8 +244,7 @@ def _rest(settings: Settings, job: Job) -> None:
         if said is not None and said.whole(0) > 1:
             draft.take(path, said.whole(), said)
             if path == "parallel.context":
-                draft.leave(said, "Ulysses exchanges heads all to all; simulated as context parallelism, whose keys "
-                                  "and values go round a ring")
+                draft.take("parallel.context_exchange", "all-to-all", said, "Ulysses")
     for name, why in (("activation_checkpointing.partition_activations", "no field says it"),
                       ("activation_checkpointing.contiguous_memory_optimization", "no field says it"),
                       ("activation_checkpointing.synchronize_checkpoint_boundary", "no field says it"),

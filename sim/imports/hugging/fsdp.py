@@ -203,8 +203,7 @@ def read_mesh(settings: Settings, above: str, job: Job) -> None:
         if name in sizes:
             job.draft.take(path, sizes[name].whole(), sizes[name])
     if "sp_size" in sizes:
-        job.draft.leave(sizes["sp_size"], "Ulysses exchanges heads all to all; simulated as context parallelism, "
-                                          "whose keys and values go round a ring")
+        job.draft.take("parallel.context_exchange", "all-to-all", sizes["sp_size"], "DeepSpeed's Ulysses")
     if "dp_shard_size" in sizes and "dp_replicate_size" in sizes:
         # The shards' mesh is dp_shard and cp flattened (ParallelismConfig.dp_shard_cp_dim_names).
         context = sizes["cp_size"].whole() if "cp_size" in sizes else 1

@@ -7,6 +7,7 @@ transformer/transformer_block.py (get_num_layers_to_build); Megatron-LM's argume
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from sim.imports.draft import Draft
 from sim.imports.megatron.arguments import Args
@@ -18,13 +19,15 @@ _SHARDS = {"no_shard": "ddp", "optim": "zero1", "optim_grads": "zero2", "optim_g
 _STAGES = {"0": "ddp", "1": "zero1", "2": "zero2", "3": "zero3"}
 #: Repetitions in a layout of stages, unrolled in this order; more letters than so many are no layout.
 _REPEATS, _MOST_LETTERS = (r"\(([^)]+)\)\*(\d{1,4})", r"(.)\*(\d{1,4})"), 100_000
-_EXCHANGES = {"p2p": "ring", "all_gather": "all-gather", "allgather": "all-gather"}
+_EXCHANGES = {"p2p": "ring", "all_gather": "all-gather", "allgather": "all-gather", "a2a": "all-to-all",
+              "a2a+p2p": "all-to-all"}
 
 
 def read_layout(args: Args, draft: Draft) -> None:
     """Fields of `parallel`."""
     for path, *names in (("tensor", "tensor_model_parallel_size", "model_parallel_size"),
-                         ("pipeline", "pipeline_model_parallel_size"), ("context", "context_parallel_size"),
+                         ("pipeline", "pipeline_model_parallel_size"),
+                         ("context", "context_parallel_size", "ds_sequence_parallel_size"),
                          ("expert", "expert_model_parallel_size", "moe_expert_parallel_size")):
         said = args.get(*names)
         if said is not None and said.whole() > 1:
@@ -43,16 +46,35 @@ def _tensor(args: Args, draft: Draft) -> None:
         draft.take("parallel.sequence_parallel", True, said)
     if (said := args.on("tp_comm_overlap")) and cut:
         draft.take("parallel.async_tensor", True, said)
-    if said := args.get("cp_comm_type"):
-        kind = said.value[0] if isinstance(said.value, list) and said.value else said.value
-        if draft.value("parallel.context") is None:
-            return
-        if str(kind) in _EXCHANGES:
-            draft.take("parallel.context_exchange", _EXCHANGES[str(kind)], said)
-        else:
-            draft.leave(said, "keys and values that are exchanged by heads (a2a) are not simulated: ring is counted")
+    _context(args, draft)
     if (said := args.on("use_tp_pp_dp_mapping")) is not None:
         draft.take("parallel.order", ["tensor", "context", "expert", "pipeline", "data"], said)
+
+
+def _context(args: Args, draft: Draft) -> None:
+    """How context ranks exchange keys and values, or tokens for heads."""
+    kind, sizes = args.get("cp_comm_type"), args.get("hierarchical_context_parallel_sizes")
+    ulysses = args.get("ds_sequence_parallel_size")
+    if draft.value("parallel.context") is None:
+        return
+    if ulysses is not None and ulysses.whole() > 1:
+        draft.take("parallel.context_exchange", "all-to-all", ulysses, "DeepSpeed's Ulysses")
+    if kind is None:
+        return
+    of_layers = kind.value if isinstance(kind.value, list) else [kind.value]
+    if len(set(map(str, of_layers))) > 1:
+        draft.leave(kind, "layers that exchange differently are not simulated: all are counted like the first")
+    first = str(of_layers[0]) if of_layers else ""
+    if first not in _EXCHANGES:
+        raise kind.wrong(f"one of {', '.join(_EXCHANGES)}")
+    draft.take("parallel.context_exchange", _EXCHANGES[first], kind)
+    if first != "a2a+p2p":
+        return
+    if sizes is None:
+        draft.leave(kind, "hierarchical_context_parallel_sizes is missing: all context ranks exchange heads")
+        return
+    inner = sizes.value[0] if isinstance(sizes.value, list) and sizes.value else sizes.value
+    draft.take("parallel.context_all_to_all", replace(sizes, value=inner).whole(), sizes, "ranks of the inner level")
 
 
 def _pipeline(args: Args, draft: Draft) -> None:

@@ -12,10 +12,12 @@ from dataclasses import replace
 from sim.model.attention_core import softmax_dtype, unequal, uses_flash
 from sim.model.eager import operations as op
 from sim.model.eager.autograd import Gradients, Run, Tensor
+from sim.model.eager.head_exchange import exchanged, in_one, one_function
 from sim.model.eager.norms import norm
 from sim.model.eager.products import column, entered, row
 from sim.model.eager.ring import ring
 from sim.model.eager.storage import Storage
+from sim.model.head_exchange import within
 from sim.model.head_norms import copies_parts
 from sim.model.recompute import modules_of
 from sim.model.style import Style
@@ -51,11 +53,24 @@ def attended(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, 
              bias: Tensor | None = None, *, variables: list[Storage]) -> Tensor:
     """The core, fused or spelled out, of queries, keys and values of every head; arguments as of `attention`."""
     run.at("attention")
-    core: Callable[..., Tensor] = _flash if uses_flash(style) else _eager
+    core: Callable[..., Tensor] = _flash if uses_flash(within(style)) else _eager
+    if style.exchanges > 1:
+        core = _exchanged
     if "core_attn" in modules_of(policy):
         inputs = (query, key, value) if bias is None else (query, key, value, bias)
         return run.checkpoint(lambda run, *tensors: core(run, style, *tensors), *inputs)
     return core(run, style, query, key, value, bias, variables)
+
+
+def _exchanged(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None,
+               weights: list[Storage] | None = None) -> Tensor:
+    """The core with the exchange of tokens for heads around it."""
+    inner = within(style)
+    if uses_flash(inner) and in_one(style) and bias is None:
+        q, k, v = (op.to(run, t, run.autocast or t.dtype) for t in (query, key, value))
+        return one_function(run, style, (q, k, v), style.tokens * style.heads, flash_sums(style))
+    core = _flash if uses_flash(inner) else _eager
+    return exchanged(run, style, (query, key, value), lambda style, q, k, v: core(run, style, q, k, v, bias, weights))
 
 
 def _projections(run: Run, style: Style, x: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,7 +156,7 @@ def _flash(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bi
         key, value = _repeat(run, style, key), _repeat(run, style, value)
     if bias is None:
         q, k, v = (op.to(run, t, run.autocast or t.dtype) for t in (query, key, value))
-        sums = style.stack.attention_kernel in ("flash1", "flash2", "triton") and not unequal(style)
+        sums = flash_sums(style)
         if style.context > 1 and not style.gathers and style.stack.unpadding == "none":
             return ring(run, style, q, k, v, rows, sums)
         if style.stack.unpadding == "none":
@@ -153,6 +168,11 @@ def _flash(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bi
         bias = _bias_mask(run, style, bias)
     half = op.expanded(run, op.to(run, bias, run.autocast or bias.dtype), style.batch)
     return op.attention(run, query, key, value, rows, half, style.batch)
+
+
+def flash_sums(style: Style) -> bool:
+    """Whether the kernel adds the queries' gradient up in fp32, beside row sums (`operations.attention`)."""
+    return style.stack.attention_kernel in ("flash1", "flash2", "triton") and not unequal(style)
 
 
 def _bias_mask(run: Run, style: Style, bias: Tensor) -> Tensor:

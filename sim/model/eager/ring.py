@@ -12,6 +12,8 @@ section 3, for what any ring needs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from sim.model.eager.autograd import Gradients, Node, Run, Tensor
 from sim.model.eager.storage import Storage
 from sim.model.ring import below
@@ -49,7 +51,7 @@ def _finished(run: Run, node: Node, elements: int, dtype: str, kept: list[Storag
     return out
 
 
-def _scratch(run: Run, query: int, rows: int, sums: bool) -> list[Storage]:
+def scratch(run: Run, query: int, rows: int, sums: bool) -> list[Storage]:
     """What a backward kernel needs for itself."""
     return [run.new(query, "fp32"), run.new(rows, "fp32")] if sums else []
 
@@ -61,7 +63,7 @@ def _passed(run: Run, query: Tensor, key: Tensor, value: Tensor, rows: int, sums
     pair = key.elements + value.elements
 
     def rule(run: Run, _: Gradients) -> Gradients:
-        spare = [run.new(pair, dtype), run.new(pair, dtype), *_scratch(run, sizes[0], rows, sums)]
+        spare = [run.new(pair, dtype), run.new(pair, dtype), *scratch(run, sizes[0], rows, sums)]
         made: Gradients = [run.new(n, dtype) for n in sizes]
         spare.clear()
         return made
@@ -81,26 +83,45 @@ def _merged(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, r
     pair, half, outputs = key.elements + value.elements, halves(style), _outputs(query, key, value)
 
     def rule(run: Run, _: Gradients) -> Gradients:
-        total = run.new(whole, dtype)
-        buffers = [run.new(2 * pair, dtype) for _ in range(2)]
-        for step in range(steps):
-            made = [run.new(whole, dtype), run.new(pair // 2 if half and step < steps - 1 else pair, dtype)]
-            spare = _scratch(run, whole, rows, sums)
-            spare.clear()
-            made.clear()
-        last = buffers[steps % 2]
-        return [total, last, last]
+        return merged_back(run, steps, whole, pair, dtype, rows, sums=sums, half=half)
 
     node = run.node(rule, (query.sink, key.sink, value.sink))
+    buffers, parts = merged_steps(run, steps, pair, outputs, dtype, rows)
+    out = _finished(run, node, outputs, dtype, [query.storage, buffers[-1]], rows, steps)
+    buffers.clear()
+    parts.clear()
+    return out
+
+
+def merged_steps(run: Run, steps: int, pair: int, outputs: int, dtype: str, rows: int,
+                 ) -> tuple[list[Storage], list[Storage]]:
+    """Forward's buffers of keys and values, the last of which is kept, and what its steps made."""
     buffers, parts = [run.new(pair, dtype)], list[Storage]()
     for step in range(steps):
         if step < steps - 1:
             buffers.append(run.new(pair, dtype))
         parts += [run.new(outputs, dtype), run.new(rows, "fp32")]
-    out = _finished(run, node, outputs, dtype, [query.storage, buffers[-1]], rows, steps)
-    buffers.clear()
-    parts.clear()
-    return out
+    return buffers, parts
+
+
+def merged_back(run: Run, steps: int, whole: int, pair: int, dtype: str, rows: int, *, sums: bool, half: bool,
+                behind: Callable[[], Gradients] | None = None) -> Gradients:
+    """Backward's steps; gradients of keys and values are views of a buffer that holds keys and values too.
+
+    Args:
+        behind: makes gradients of these, while what the steps have used still stands.
+    """
+    total = run.new(whole, dtype)
+    buffers = [run.new(2 * pair, dtype) for _ in range(2)]
+    for step in range(steps):
+        made = [run.new(whole, dtype), run.new(pair // 2 if half and step < steps - 1 else pair, dtype)]
+        spare = scratch(run, whole, rows, sums)
+        spare.clear()
+        if behind is not None and step == steps - 1:
+            return behind()
+        made.clear()
+    last = buffers[steps % 2]
+    return [total, last, last]
 
 
 def _rotated(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, rows: int, sums: bool) -> Tensor:
@@ -158,7 +179,7 @@ def _rotated_back(run: Run, whole: int, sizes: tuple[int, int], dtype: str, rows
         if 0 < step < steps - 1:
             packed = run.new(pair, dtype)
         part = 2 if half and step else 1
-        made = [run.new(whole, dtype), *(run.new(n // part, dtype) for n in sizes), *_scratch(run, whole, rows, sums)]
+        made = [run.new(whole, dtype), *(run.new(n // part, dtype) for n in sizes), *scratch(run, whole, rows, sums)]
         del made[3:]
         if step:  # gradients that have come take the place of those sent, as views
             own.clear()

@@ -1,5 +1,5 @@
 """Context parallelism. Keys and values travel round a ring while attention runs on those at hand, or all are gathered
-before it.
+before it, or tokens are exchanged for heads around it.
 
 Sources: Liu et al. 2023, "Ring Attention" (arXiv 2310.01889), section 3; TransformerEngine 2.8.0
 pytorch/attention/dot_product_attention/context_parallel.py, AttnFuncWithCPAndKVP2P: c steps of attention, c - 1
@@ -12,6 +12,7 @@ from __future__ import annotations
 from itertools import chain, pairwise
 
 from sim.model.architecture import Joint
+from sim.model.head_exchange import PACKED, REORDERED, UNPACKED
 from sim.model.ring import KEY_GRADIENTS
 from sim.model.rotated_ring import AFTER, ARRIVED, HOME
 from sim.parallel.model.calls import Calls, Items, plain
@@ -21,7 +22,7 @@ from sim.work import Kernel
 
 def around(calls: Calls, joint: Joint, kernels: Items, direction: str) -> Items:
     """Attention in as many steps as slices, passed round a ring or, of kind rotate, as PyTorch does it."""
-    if not calls.has("context"):
+    if _group(calls, "ring") is None:
         return kernels
     own = plain(kernels)
     lead, steps = _steps(own)
@@ -38,7 +39,7 @@ def _passed(calls: Calls, joint: Joint, steps: list[tuple[Kernel, ...]], directi
     the step before with them beside the others, gradients alone beside the last: a rank's own have come round then.
     What adds a step's gradients to them waits for the exchange.
     """
-    last = len(steps) - 1
+    last, ring = len(steps) - 1, _group(calls, "ring") or ""
 
     def beside(number: int) -> Items:
         step = steps[number]
@@ -47,7 +48,7 @@ def _passed(calls: Calls, joint: Joint, steps: list[tuple[Kernel, ...]], directi
             return step
         twice = direction == "backward" and 0 < number < last
         waits = tuple(k for k in step if k.variant == KEY_GRADIENTS)
-        return (calls.call("context", "send", joint.elements * (2 if twice else 1), joint.dtype,
+        return (calls.call(ring, "send", joint.elements * (2 if twice else 1), joint.dtype,
                            tuple(k for k in step if k.variant != KEY_GRADIENTS)), *waits)
     return tuple(chain.from_iterable(beside(number) for number in range(len(steps))))
 
@@ -74,6 +75,41 @@ def _rotated(calls: Calls, joint: Joint, steps: list[tuple[Kernel, ...]], direct
             beside = ()
             passed.append(kernel)
     return (gather, *passed)
+
+
+def exchanged(calls: Calls, joint: Joint, kernels: Items) -> Items:
+    """An all-to-all of each tensor, told by the copies in front of or behind it; of all together where there are none.
+
+    Copies to and from early and late halves run beside the collectives of other tensors (TransformerEngine's
+    flash_attn_a2a_communicate): in front, what packs the next tensor, and what orders the one before.
+    """
+    group = _group(calls, "heads")
+    own = plain(kernels)
+    if group is None:
+        return own
+    packs, ordered = ([k for k in own if k.variant == name] for name in (PACKED, REORDERED))
+    if not ordered:
+        found = list(chain.from_iterable(_sent(calls, joint, group, kernel) for kernel in own))
+        travels = any(isinstance(item, InlineCall) for item in found)
+        return tuple(found) if travels else (calls.call(group, "all_to_all", joint.elements, joint.dtype), *own)
+    rest = tuple(k for k in own if k.variant not in (PACKED, REORDERED))
+    travelling = [calls.call(group, "all_to_all", pack.shape[0], joint.dtype, (*packs[i + 1:i + 2],
+                                                                              *ordered[max(0, i - 1):i]))
+                  for i, pack in enumerate(packs)]
+    return (*rest, packs[0], *travelling, ordered[-1])
+
+
+def _sent(calls: Calls, joint: Joint, group: str, kernel: Kernel) -> Items:
+    """A copy with the collective behind or in front of it, if it is one of a tensor that travels."""
+    if kernel.variant not in (PACKED, UNPACKED):
+        return (kernel,)
+    travels = calls.call(group, "all_to_all", kernel.shape[0], joint.dtype)
+    return (kernel, travels) if kernel.variant == PACKED else (travels, kernel)
+
+
+def _group(calls: Calls, part: str) -> str | None:
+    """The communicator of the whole context, or of a part of it where there are two levels."""
+    return next((name for name in ("context", f"context_{part}") if calls.has(name)), None)
 
 
 def _steps(own: tuple[Kernel, ...]) -> tuple[tuple[Kernel, ...], list[tuple[Kernel, ...]]]:

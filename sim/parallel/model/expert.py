@@ -97,9 +97,10 @@ def misfit(scenario: Scenario, overlap: str) -> tuple[str, str] | None:
     return None
 
 
-def staying(items: Items) -> Items:
-    """Items without tokens on their way, which may travel beside them."""
-    return tuple(item for item in items if not isinstance(item, InlineCall) or item.call.kind != "all_to_all")
+def staying(items: Items, expert: int) -> Items:
+    """Items without tokens on their way on communicator `expert`, which may travel beside them."""
+    return tuple(item for item in items if not isinstance(item, InlineCall) or item.call.kind != "all_to_all"
+                 or item.call.communicator != expert)
 
 
 def around(calls: Calls, joint: Joint, kernels: Items, direction: str) -> Items:

@@ -13,6 +13,7 @@ from itertools import chain
 from sim.model.architecture import Layer, Operator
 from sim.parallel.model import context, expert, overlap, tensor
 from sim.parallel.model.calls import Calls, Items
+from sim.parallel.places import CUTS
 from sim.software import Stack
 
 
@@ -44,6 +45,11 @@ class Joints:
     shared_scale: bool = False
     margin: float = 1.0
 
+    @property
+    def expert(self) -> int | None:
+        """Number of the communicator on which tokens travel to their experts."""
+        return self.calls.communicators.index("expert") if self.calls.has("expert") else None
+
     def forward(self, operator: Operator) -> Items:
         """An operator's forward."""
         return self._turned(operator, operator.forward, "forward")
@@ -69,6 +75,8 @@ class Joints:
 
     def _turned(self, operator: Operator, kernels: Items, direction: str) -> Items:
         joint = operator.joint
+        if joint is not None and joint.kind == "heads":  # which may have no kernels of its own
+            return context.exchanged(self.calls, joint, kernels)
         if joint is None or not kernels:
             return kernels
         if joint.kind in ("dispatch", "combine"):
@@ -84,6 +92,8 @@ class Joints:
 
 class Uncut:
     """A model that is not cut."""
+
+    expert: int | None = None
 
     def forward(self, operator: Operator) -> Items:
         """An operator's forward."""
@@ -110,7 +120,7 @@ def joints(stack: Stack, communicators: Sequence[str], *, sequence: bool, pipeli
            dispatched: float = 1.0, shares: bool = False, parts: int = 1, sms: int = 0) -> Joints | Uncut:
     """Joints of a job whose programs have these communicators; see `Joints` and `Calls`."""
     calls = Calls(tuple(communicators), dispatched)
-    if not any(name in communicators for name in ("tensor", "context", "expert")):
+    if not any(name in communicators for name in CUTS):
         return Uncut()
     return Joints(calls, sequence, stack.tensor_overlap, pipelined, stack.gathered_inputs_kept, shares,
                   stack.tensor_pieces, parts, stack.shared_scale, sms / (sms - stack.tensor_margin_sms) if sms else 1.0)

@@ -40,13 +40,14 @@ def beside_shared(turned: Sequence[tuple[str, Items]]) -> Items:
         if low < place < high:
             continue
         for item in items:
-            hidden = _hidden((item, 0.0), [(k, 0.0) for k in behind[place]]) if _travels(item) else [(item, 0.0)]
+            travels = place in behind and _travels(item)
+            hidden = _hidden((item, 0.0), [(k, 0.0) for k in behind[place]]) if travels else [(item, 0.0)]
             found += [own for own, _ in hidden]
     return tuple(found)
 
 
 def together(forward: Iterable[Sequence[Timed]], backward: Iterable[Sequence[Timed]],
-             weights: Callable[[Kernel], bool]) -> list[Timed]:
+             weights: Callable[[Kernel], bool], expert: int | None = None) -> list[Timed]:
     """Layers of one micro-batch's forward and of another's backward, two by two, each side's tokens travelling while
     the other side computes.
 
@@ -56,11 +57,12 @@ def together(forward: Iterable[Sequence[Timed]], backward: Iterable[Sequence[Tim
     Args:
         forward, backward: items of each layer, in the order in which they run.
         weights: whether nothing of a backward pass waits for a kernel.
+        expert: number of the communicator on which tokens travel, where there are all-to-alls on others too.
     """
     found: list[Timed] = []
     for ahead, back in zip_longest(forward, backward, fillvalue=()):
-        first, dispatch, experts, combine, rest = _parts(ahead, first=True)
-        behind, combined, undone, dispatched, last = _parts(back, first=False)
+        first, dispatch, experts, combine, rest = _parts(ahead, expert, first=True)
+        behind, combined, undone, dispatched, last = _parts(back, expert, first=False)
         loose = [(item, s) for item, s in undone if isinstance(item, Kernel) and weights(item)]
         bound = [(item, s) for item, s in undone if not (isinstance(item, Kernel) and weights(item))]
         found += [*behind, *_beside(combined, first), *_beside(dispatch, bound),
@@ -68,20 +70,21 @@ def together(forward: Iterable[Sequence[Timed]], backward: Iterable[Sequence[Tim
     return found
 
 
-def _parts(items: Sequence[Timed], first: bool) -> tuple[
+def _parts(items: Sequence[Timed], expert: int | None, first: bool) -> tuple[
         Sequence[Timed], Timed | None, Sequence[Timed], Timed | None, Sequence[Timed]]:
     """A layer cut at its two all-to-alls (in backward the last two: those before belong to a recomputation). A dense
     layer is all in front of them in forward (`first`), all behind them in backward."""
-    at = [i for i, (item, _) in enumerate(items) if _travels(item)]
+    at = [i for i, (item, _) in enumerate(items) if _travels(item, expert)]
     if len(at) < 2:
         return (items, None, (), None, ()) if first else ((), None, (), None, items)
     one, two = at[-2:]
     return items[:one], items[one], items[one + 1:two], items[two], items[two + 1:]
 
 
-def _travels(item: Kernel | InlineCall) -> bool:
-    """Whether tokens go to their experts or back."""
-    return isinstance(item, InlineCall) and item.call.kind == "all_to_all"
+def _travels(item: Kernel | InlineCall, expert: int | None = None) -> bool:
+    """Whether tokens go to their experts or back, on communicator `expert` if there are other all-to-alls."""
+    return (isinstance(item, InlineCall) and item.call.kind == "all_to_all"
+            and expert in (None, item.call.communicator))
 
 
 def _beside(call: Timed | None, behind: Sequence[Timed]) -> Sequence[Timed]:
