@@ -94,7 +94,8 @@ def test_advice_names_fewer_bits() -> None:
                      "mode": {"inference": {"prompt": 32, "generate": 8, "batch": 1}}}}))
     assert not result.memory.fits
     assert [c.what for c in result.changes if c.fits] != []
-    assert all("weights in int" in c.what for c in result.changes if c.fits)
+    assert {c.what for c in result.changes if c.fits} == {
+        "weights in int8", "weights in host memory, copied as they are needed"}
 
 
 def test_a_narrow_cache_is_named_and_advised() -> None:
