@@ -253,18 +253,14 @@ class Compute:
             self._kept += (*ahead, *back)
             f, b = self._module_s, self._stack.host_backward_s
             merged = together((timed(self.forward_items(layer.operators), f) for layer in ahead),
-                              (timed(self._backward_row(layer, policy, weights), b)
+                              ([*timed(() if weights == "only" else self.recomputed(layer, policy), f),
+                                *timed(self.backward_items(layer.operators, weights), b)]
                                for layer, policy in zip(reversed(back), reversed(policies), strict=True)),
                               is_weight_gradient, self._joints.expert)
             found = [*timed(before, self._stack.host_forward_s), *merged, *timed(after, b)]
             return self._builder.segment([item for item, _ in found], [launch_s for _, launch_s in found])
         key = ("together", before, tuple(map(id, ahead)), tuple(map(id, back)), tuple(policies), weights, after)
         return self._once(tuple, key, make)
-
-    def _backward_row(self, layer: Layer, policy: str, weights: str) -> Items:
-        """Recomputation and backward of a layer."""
-        again = () if weights == "only" else self.recomputed(layer, policy)
-        return (*again, *self.backward_items(layer.operators, weights))
 
     def _backward_of(self, op: Operator, weights: str) -> Items:
         if weights == "with":
