@@ -165,6 +165,15 @@ def peer_sums_in_vain(scenario: Scenario) -> list[str]:
     return [f"inference: all_reduce peers changes nothing: {why}"] if why else []
 
 
+def fused_bias_in_vain(scenario: Scenario) -> list[str]:
+    """A warning where attention with relative positions is predicted fused and the release has products of its own."""
+    if (scenario.model.positions != "relative" or scenario.training.attention != "flash"
+            or stack_of(scenario.software).biased_attention):
+        return []
+    return ["software: this release's T5 has no fused attention (transformers before 5): training.attention=eager is "
+            "what it runs"]
+
+
 def cache_in_vain(scenario: Scenario) -> list[str]:
     """A warning where a narrow cache is asked for and an encoder has none."""
     mode = scenario.training.mode
@@ -194,8 +203,8 @@ _OTHER_SHAPES = ("torus", "ring")
 
 #: What is asked in vain, in the order in which it is said.
 _ASKED = (links_in_vain, overlap_in_vain, prefetch_in_vain, takes_turns, zero_plus_plus_in_vain, algorithm_in_vain,
-          schedule_of_another, versions_in_vain, autocast_alone, cache_in_vain, peer_sums_in_vain, protocol_in_vain,
-          budget_in_vain)
+          schedule_of_another, versions_in_vain, autocast_alone, fused_bias_in_vain, cache_in_vain, peer_sums_in_vain,
+          protocol_in_vain, budget_in_vain)
 
 
 def in_vain(scenario: Scenario) -> list[str]:

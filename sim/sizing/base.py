@@ -15,7 +15,6 @@ from sim.parallel.sharded.secondary import neighbours
 from sim.scenario import Scenario
 from sim.scenario.change import Changing
 from sim.scenario.dump import dump
-from sim.software import stack_of
 
 #: Fields of `parallel` whose defaults follow from what rows vary.
 _FOLLOWING = ("reduce_every_micro_step", "async_tensor")
@@ -31,8 +30,8 @@ def alone(scenario: Scenario, topology: str | None) -> Scenario:
             "parallel.virtual_stages": 1, "parallel.schedule": "1f1b", "parallel.split": None,
             "training.micro_batch": 1, "training.recompute": "none",
             "training.global_batch": _ANY_NODE * math.gcd(batch, _ODD)}
-    second = _second_shards(scenario)
-    if second:  # they are among more ranks than a node may have
+    second = neighbours(scenario.parallel.reshard_after_forward)
+    if second:  # among more ranks than a node may have; rows take it where they can (`Space.sets`)
         sets["parallel.reshard_after_forward"] = True
     base = change(sets).scenario
     known = dict(zip(_FOLLOWING, (True, _overlaps(change, sets)), strict=True))
@@ -42,12 +41,6 @@ def alone(scenario: Scenario, topology: str | None) -> Scenario:
     return base.model_copy(update={
         "training": base.training.model_copy(update={"global_batch": batch}),
         "parallel": base.parallel.model_copy(update=unsaid)})
-
-
-def _second_shards(scenario: Scenario) -> int:
-    """Neighbours that share a second copy of DeepSpeed's ZeRO-3; rows take it where they can (`Space.sets`)."""
-    deepspeed = stack_of(scenario.software).gradient_path == "ipg"
-    return neighbours(scenario.parallel.reshard_after_forward) if deepspeed else 0
 
 
 #: Sequences that divide over nodes of any number of GPUs that the run's batch divides over, but for odder numbers.

@@ -127,6 +127,7 @@ def layout_of(sets: Mapping[str, Any]) -> str:
     """A row's fields in words; what is off or one is left out, and what is on is named alone."""
     shown = {name.removeprefix("parallel.").removeprefix("training."): value for name, value in sets.items()
              if name != "cluster.nodes" and (value is True or value not in (1, False))
+             and not (name == "parallel.reshard_after_forward" and value is True)  # what goes without saying
              and (value != "none" or "offload" not in name)
              and (name != "parallel.schedule" or sets["parallel.pipeline"] > 1)}
     return " ".join(name if value is True else f"{name}={_said(value)}" for name, value in shown.items())

@@ -139,7 +139,7 @@ class Space:
         if staged and strategy in _SHARDED:  # whole from the first micro-batch to the last, as torchtitan has it
             sets["parallel.reshard_after_forward"] = False
         elif near := neighbours(self.clusters[v["cluster"]].parallel.reshard_after_forward):
-            fits = strategy == "zero3" and v["sharding_factor"] % near == 0
+            fits = strategy in ("zero3", "fsdp") and v["sharding_factor"] % near == 0 and v["expert"] == 1
             sets["parallel.reshard_after_forward"] = near if fits else True
         return sets
 

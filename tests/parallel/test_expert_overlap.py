@@ -105,7 +105,8 @@ def launched_s(program: Program) -> float:
 
 @settings(max_examples=25, deadline=None)
 @given(overlap=st.sampled_from(["shared", "batches"]), schedule=st.sampled_from(["interleaved", "dualpipe"]),
-       tensor=st.sampled_from([1, 2]), first_dense=st.integers(0, 2), recompute=st.sampled_from(["none", "selective", "selective-op"]))
+       tensor=st.sampled_from([1, 2]), first_dense=st.integers(0, 2),
+       recompute=st.sampled_from(["none", "selective", "selective-op"]))
 def test_overlap_changes_neither_work_nor_traffic(overlap: str, schedule: str, tensor: int, first_dense: int,
                                                   recompute: str) -> None:
     asked = {"schedule": schedule, "tensor": tensor, "expert": 2, "sequence_parallel": tensor > 1}

@@ -10,6 +10,7 @@ from sim.report.asked import (
     algorithm_in_vain,
     autocast_alone,
     budget_in_vain,
+    fused_bias_in_vain,
     links_in_vain,
     overlap_in_vain,
     prefetch_in_vain,
@@ -161,3 +162,20 @@ def test_a_budget_that_says_nothing_is_named(budget: dict[str, Any], mode: dict[
         "name": "x", "cluster": {"topology": "single-a100-80g-sxm"}, "model": {"preset": "gpt2"}, "budget": budget,
         "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128, **mode}}))
     assert (said in told[0]) if said else not told
+
+
+@pytest.mark.parametrize(("model", "software", "attention", "told"), [
+    ({"preset": "t5-large"}, {"modules": "transformers", "year": 2024}, "flash", True),
+    ({"preset": "t5-large"}, {"modules": "transformers", "year": 2024}, "eager", False),
+    ({"preset": "t5-large"}, {"modules": "transformers", "year": 2024, "versions": {"transformers": "5.0"}}, "flash",
+     False),
+    ({"preset": "t5-large"}, {"modules": "plain", "year": 2024}, "flash", False),
+    ({"preset": "llama-2-7b"}, {"modules": "transformers", "year": 2024}, "flash", False),
+])
+def test_t5_without_fused_attention_is_told(model: dict[str, Any], software: dict[str, Any], attention: str,
+                                            told: bool) -> None:
+    asked = resolve({
+        "name": "x", "cluster": {"topology": "single-a100-80g-sxm"}, "model": model,
+        "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128, "attention": attention},
+        "software": {"framework": "pytorch", **software}})
+    assert any("no fused attention" in text for text in fused_bias_in_vain(asked)) is told

@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 
 from sim.scenario import Scenario, resolve
+from sim.sizing import Choice
 from sim.sizing.base import alone, following
+from sim.sizing.bounds import bounds
+from sim.sizing.runner import simulated
+from sim.sizing.space import build_space
 
 PLAIN: dict[str, Any] = {
     "name": "small", "cluster": {"topology": "dgx-h100", "nodes": 2}, "model": {"preset": "llama-3-8b"},
@@ -64,3 +68,23 @@ def test_any_batch_has_a_base(batch: int, gpus: int) -> None:
            "training": {**PLAIN["training"], "micro_batch": 1, "global_batch": batch}}
     job["cluster"]["nodes"] = 1 if batch % (2 * gpus) else 2
     assert alone(resolve(job), None).training.global_batch == batch
+
+
+def test_rows_reshard_to_fewer_ranks_where_those_divide_them() -> None:
+    """reshard_after_forward: 4 of the base: taken by FSDP over a multiple of four ranks, off elsewhere."""
+    base = alone(resolve({**PLAIN, "parallel": {"strategy": "fsdp", "reshard_after_forward": 4}}), None)
+    space, plain = build_space([base], Choice([8], strategies=["ddp", "zero2", "fsdp"], tensor=[1], context=[1],
+                                              micro_batch=[1], pipeline=[1, 2], schedules=["1f1b"],
+                                              recompute=["none"], partial_recompute=False)), following(base)
+    below, taken = bounds(space), []
+    for number in range(len(space)):
+        sets = space.sets(number)
+        asked = sets.get("parallel.reshard_after_forward")
+        assert sets["parallel.pipeline"] == 1 or sets["parallel.strategy"] != "fsdp" or asked is False
+        if asked == 4:
+            taken.append((sets["parallel.strategy"], sets["parallel.sharding_factor"] % 4))
+        if number % 2 == 0:
+            one = simulated(("", plain, sets, 8))
+            assert one.outcome == "ok", (sets, one.reason)
+            assert below.time_s[number] <= one.step_time_s and below.memory_bytes[number] <= one.device_used_bytes
+    assert set(taken) == {("fsdp", 0)}
