@@ -116,6 +116,11 @@ class Space:
         """Whether transfers between stages beside compute are an axis."""
         return len({one.parallel.overlap_p2p for one in self.clusters}) > 1
 
+    @cached_property
+    def _resharded(self) -> str:
+        """The strategy that the base's `reshard_after_forward: n` is of: second shards are ZeRO-3's."""
+        return "zero3" if _stack(self.clusters[0]).gradient_path == "ipg" else "fsdp"
+
     def sets(self, row: int) -> dict[str, Any]:
         """A row as dotted fields of its cluster's scenario."""
         v = {name: int(column[row]) for name, column in self.columns.items()}
@@ -139,7 +144,7 @@ class Space:
         if staged and strategy in _SHARDED:  # whole from the first micro-batch to the last, as torchtitan has it
             sets["parallel.reshard_after_forward"] = False
         elif near := neighbours(self.clusters[v["cluster"]].parallel.reshard_after_forward):
-            fits = strategy in ("zero3", "fsdp") and v["sharding_factor"] % near == 0 and v["expert"] == 1
+            fits = strategy == self._resharded and v["sharding_factor"] % near == 0 and v["expert"] == 1
             sets["parallel.reshard_after_forward"] = near if fits else True
         return sets
 
