@@ -15,13 +15,13 @@ from sim.parallel.beside import beside as beside_tensors
 from sim.parallel.beside import residents
 from sim.parallel.data import bucketed, reductions
 from sim.parallel.data.pairs import write_pairs
-from sim.parallel.inference import Serving, lower_inference, run_of
 from sim.parallel.layout import REPLICAS, Layout, Ranks, equitable_classes, simulated_ranks
 from sim.parallel.model.expert import pairs
 from sim.parallel.muon import is_muon
 from sim.parallel.pipeline.actions import TWO_CHUNKS
 from sim.parallel.pipeline.lower import lower_pipeline
 from sim.parallel.places import expert_dimensions, meets_others
+from sim.parallel.serving.request import Serving, lower_inference, run_of
 from sim.parallel.sharded import fsdp, zero3
 from sim.parallel.sharded.fsdp1 import Fsdp1
 from sim.parallel.sharded.fsdp1_sized import Fsdp1Sized, wraps_parts
@@ -30,7 +30,7 @@ from sim.parallel.sharded.hierarchy import NODE, NODES
 from sim.parallel.sharded.quantised import ACROSS, GRADIENTS, INSIDE
 from sim.parallel.sharded.secondary import NEIGHBOURS, neighbours
 from sim.parallel.step import Plan, Technique, micro_steps, write
-from sim.parallel.support import check, like_fsdp, spread_over_some
+from sim.parallel.support.check import check, like_fsdp, spread_over_some
 from sim.parallel.variety import ALIKE, Variety, variety
 from sim.program import Job
 from sim.program.expand import expand

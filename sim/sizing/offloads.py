@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from sim.errors import Fault, UserError, nearest
 from sim.parallel.pipeline.actions import split
-from sim.parallel.support_outside import on_cpu
+from sim.parallel.support.outside import on_cpu
 from sim.scenario import Scenario
 from sim.scenario.schema import Offload
 from sim.sizing.space import STRATEGIES, Choice

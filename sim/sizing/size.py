@@ -15,7 +15,7 @@ import numpy as np
 
 from sim import api
 from sim.errors import Fault, UserError
-from sim.parallel.support import on_any_ranks
+from sim.parallel.support.check import on_any_ranks
 from sim.report.asked import autocast_alone
 from sim.report.troubles import troubled
 from sim.scenario import Loaded, Scenario, resolve

@@ -18,11 +18,11 @@ import numpy.typing as npt
 from sim.errors import Fault, UserError
 from sim.model.recompute import modules_of
 from sim.parallel.sharded.secondary import neighbours
-from sim.parallel.support import spreads_experts
-from sim.parallel.support_context import even_contexts
-from sim.parallel.support_further import NOT_BESIDE_FURTHER
-from sim.parallel.support_muon import cuts, strategies
-from sim.parallel.support_zeropp import able
+from sim.parallel.support.check import spreads_experts
+from sim.parallel.support.context import even_contexts
+from sim.parallel.support.further import NOT_BESIDE_FURTHER
+from sim.parallel.support.muon import cuts, strategies
+from sim.parallel.support.zeropp import able
 from sim.scenario import Scenario
 from sim.scenario.schema import RecomputeLayers
 from sim.software import Stack, stack_of

@@ -29,7 +29,7 @@ from sim.parallel.lower import context_groups, cut_groups, held, layout_of, wire
 from sim.parallel.model.expert import dispatched, overlap_habit, pairs, staying
 from sim.parallel.model.joints import joints
 from sim.parallel.pipeline.weights import kept_for_weights
-from sim.parallel.support import like_fsdp
+from sim.parallel.support.check import like_fsdp
 from sim.program import InlineCall, ProgramBuilder
 from sim.scenario import Scenario
 from sim.sizing.alone import Alone

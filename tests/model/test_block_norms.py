@@ -10,9 +10,9 @@ import pytest
 
 from sim.errors import UserError
 from sim.model import Architecture, build
-from sim.model.inference import Sum
-from sim.model.inference_rank import rank_of
-from sim.model.inference_weights import Weights
+from sim.model.inference.kinds import rank_of
+from sim.model.inference.rank import Sum
+from sim.model.inference.weights import Weights
 from sim.model.style import style_of
 from sim.parallel import lower
 from sim.scenario import resolve

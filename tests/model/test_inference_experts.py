@@ -9,9 +9,9 @@ import pytest
 
 from sim.errors import UserError
 from sim.model.experts import asked, expert_rows
-from sim.model.inference import Rank, Sum
-from sim.model.inference_rank import rank_of
-from sim.model.inference_weights import Weights
+from sim.model.inference.kinds import rank_of
+from sim.model.inference.rank import Rank, Sum
+from sim.model.inference.weights import Weights
 from sim.model.mixture import Experts
 from sim.model.style import style_of
 from sim.network import expected_maximum

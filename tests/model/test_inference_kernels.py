@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from sim.errors import UserError
-from sim.model.inference import Rank, Sum, cache_width
-from sim.model.inference_rank import rank_of
-from sim.model.inference_weights import Weights, stored_bytes
+from sim.model.inference.kinds import rank_of
+from sim.model.inference.rank import Rank, Sum, cache_width
+from sim.model.inference.weights import Weights, stored_bytes
 from sim.model.style import style_of
 from sim.scenario import resolve
 from sim.software import stack_for

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from sim.model.inference import Rank, Sum
-from sim.model.inference_pair import PairRank
-from sim.model.inference_rank import rank_of
-from sim.model.inference_weights import Weights
+from sim.model.inference.kinds import rank_of
+from sim.model.inference.pair import PairRank
+from sim.model.inference.rank import Rank, Sum
+from sim.model.inference.weights import Weights
 from sim.model.style import style_of
 from sim.scenario import resolve
 from sim.software import stack_of

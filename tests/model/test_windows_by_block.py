@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from sim.model import Architecture, build
-from sim.model.inference_rank import rank_of
+from sim.model.inference.kinds import rank_of
 from sim.model.style import style_of
-from sim.parallel.inference import Weights
+from sim.parallel.serving.request import Weights
 from sim.scenario import resolve
 from sim.software import stack_for
 from sim.work import Kernel

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from sim import api
 from sim.engine import simulate
 from sim.errors import UserError
-from sim.parallel import inference, lower
-from sim.parallel.inference import PIECES, pieces_of
+from sim.parallel import lower
+from sim.parallel.serving import request
+from sim.parallel.serving.request import PIECES, pieces_of
 from sim.report.result import Result
 from sim.scenario import resolve
 from sim.scenario.schema import Scenario
@@ -162,7 +163,7 @@ def test_pieces_cover_the_generation(prompt: int, generate: int) -> None:
 
 def test_pieces_stand_for_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
     in_pieces = served(predicted(generate=120, batch=8)).time_per_token_s
-    monkeypatch.setattr(inference, "PIECES", 10_000)
+    monkeypatch.setattr(request, "PIECES", 10_000)
     assert in_pieces == pytest.approx(served(predicted(generate=120, batch=8)).time_per_token_s, rel=1e-3)
 
 

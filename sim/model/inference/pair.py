@@ -18,8 +18,8 @@ from functools import lru_cache
 from sim.model.architecture import Architecture, Layer, Operator, Parameter
 from sim.model.attention_core import softmax_dtype, uses_flash
 from sim.model.encoder_decoder import CROSS, TABLE, encoder_decoder
-from sim.model.inference import Items, Rank, cache_width
-from sim.model.inference_weights import wide_down
+from sim.model.inference.rank import Items, Rank, cache_width
+from sim.model.inference.weights import wide_down
 from sim.model.kernels import width
 from sim.model.style import Style
 from sim.model.tuning import Frozen

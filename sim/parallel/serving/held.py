@@ -1,7 +1,7 @@
 """Where the weights of a request are: whole on the GPU, in host memory, or shared out over ranks.
 
 What is sharded goes through the forward of the techniques of training, FSDP 2's and ZeRO-3's, with the kernels of
-inference in place of training's (`served_sharded.py`). ZeRO-3 whose shards live in host memory or on disks is
+inference in place of training's (`sharded.py`). ZeRO-3 whose shards live in host memory or on disks is
 ZeRO-Inference (Aminabadi et al. 2022, arXiv 2207.00032, section 6; DeepSpeed 0.16.9 runtime/zero/
 partition_parameters.py, NoGatherHandle: on one GPU the prefetched partition is copied and nothing gathered).
 """
@@ -13,10 +13,10 @@ from typing import Protocol
 
 from sim.hardware import pageable_bps
 from sim.model.architecture import Architecture, Layer
-from sim.model.inference import Rank
+from sim.model.inference.rank import Rank
 from sim.parallel.layout import REPLICAS, Layout, Ranks
 from sim.parallel.offload import Offload
-from sim.parallel.served_sharded import Segments, ServedFsdp2, ServedZero3, Shards
+from sim.parallel.serving.sharded import Segments, ServedFsdp2, ServedZero3, Shards
 from sim.parallel.sharded import fsdp, zero3
 from sim.parallel.sharded.submodules import submodules
 from sim.parallel.step import COMPUTE, MicroStep, Plan

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from sim.model.inference import Rank
-from sim.model.inference_pair import PairRank
-from sim.model.inference_weights import Weights
+from sim.model.inference.pair import PairRank
+from sim.model.inference.rank import Rank
+from sim.model.inference.weights import Weights
 from sim.model.mixture import Experts, most
 from sim.model.style import Style
 from sim.network import expected_maximum

@@ -25,15 +25,15 @@ import numpy as np
 
 from sim.hardware.outside import Outside
 from sim.model.architecture import Architecture, Layer, Operator
-from sim.model.inference import Items, Rank, Sum
-from sim.model.inference_rank import rank_of
-from sim.model.inference_weights import NARROW, Weights
+from sim.model.inference.kinds import rank_of
+from sim.model.inference.rank import Items, Rank, Sum
+from sim.model.inference.weights import NARROW, Weights
 from sim.model.style import Style, style_of
 from sim.parallel.beside import beside as beside_tensors
 from sim.parallel.beside import residents
 from sim.parallel.layout import Layout, Ranks, simulated_ranks
 from sim.parallel.pipeline.stages import positions, split_of
-from sim.parallel.served import RECEIVE, SEND, held_of, serving_groups
+from sim.parallel.serving.held import RECEIVE, SEND, held_of, serving_groups
 from sim.parallel.step import COMPUTE
 from sim.program import CollectiveCall, Communicator, InlineCall, Job, Label, RankClass, SectionBuilder
 from sim.scenario.schema import Inference, InferenceRun, Scenario

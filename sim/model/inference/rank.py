@@ -1,5 +1,5 @@
 """Forward passes of inference as one tensor rank runs them: the prompt at once, then one token per sequence; of an
-encoder nothing but the prompt. Encoder-decoders, which are two stacks, are in `inference_pair.py`; `inference_rank.py`
+encoder nothing but the prompt. Encoder-decoders, which are two stacks, are in `pair.py`; `kinds.py`
 makes either from a model's style.
 
 The kernels are those of the training model's forward on a style whose heads, inner widths and vocabulary are cut over
@@ -23,7 +23,7 @@ from sim.model.architecture import Architecture, Layer, Operator, Parameter
 from sim.model.attention_core import core_operator, softmax_dtype, uses_flash
 from sim.model.decoder import decoder
 from sim.model.encoder import pooled_encoder
-from sim.model.inference_weights import Weights, parameter_bytes, stored_product
+from sim.model.inference.weights import Weights, parameter_bytes, stored_product
 from sim.model.kernels import cast, elementwise, width
 from sim.model.relative import bias_forward, table_operator
 from sim.model.style import Style

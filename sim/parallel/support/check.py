@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 from sim.errors import Fault, UserError
 from sim.hardware import gpu
-from sim.model.inference_weights import MULTIPLIED, NARROW
+from sim.model.inference.weights import MULTIPLIED, NARROW
 from sim.model.tuning import QUANTISED, cut_both
 from sim.parallel.model.expert import misfit
-from sim.parallel.support_context import context_faults
-from sim.parallel.support_further import further
-from sim.parallel.support_muon import muon
-from sim.parallel.support_outside import outside, paged
-from sim.parallel.support_served import served
-from sim.parallel.support_unknown import unknown
-from sim.parallel.support_zeropp import zero_plus_plus
+from sim.parallel.support.context import context_faults
+from sim.parallel.support.further import further
+from sim.parallel.support.muon import muon
+from sim.parallel.support.outside import outside, paged
+from sim.parallel.support.served import served
+from sim.parallel.support.unknown import unknown
+from sim.parallel.support.zeropp import zero_plus_plus
 from sim.scenario.schema import RecomputeModules, Scenario
 from sim.software import Stack
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sim.errors import Fault
-from sim.model.inference_weights import NARROW
-from sim.parallel.support_unknown import unknown
+from sim.model.inference.weights import NARROW
+from sim.parallel.support.unknown import unknown
 from sim.scenario.schema import Inference, Scenario
 from sim.software import Stack
 

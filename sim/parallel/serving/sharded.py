@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from sim.model.architecture import Layer, Operator
-from sim.model.inference import Rank
+from sim.model.inference.rank import Rank
 from sim.parallel.sharded.coordinator import COORDINATORS, Limits
 from sim.parallel.sharded.fsdp2 import Fsdp2
 from sim.parallel.sharded.units import Unit

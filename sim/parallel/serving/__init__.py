@@ -1,0 +1,1 @@
+"""A request of inference as a Program."""

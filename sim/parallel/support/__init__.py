@@ -1,0 +1,1 @@
+"""What can be asked but is not simulated: one clear error, never a silent approximation."""
