@@ -39,18 +39,22 @@ def _exchanged(scenario: Scenario, stack: Stack) -> Iterator[Fault]:
     """Heads that the ranks which exchange them cannot share out evenly, and what exchanges of heads do not know."""
     parallel, model, ranks = scenario.parallel, scenario.model, scenario.head_ranks
     field = "parallel.context" if ranks == parallel.context else "parallel.context_all_to_all"
+
+    def hint(count: int) -> str:
+        return (f"use a divisor of {count}, or " if count > 1 else "") + "write parallel.context_exchange: ring"
+
     heads = model.heads // parallel.tensor
     keys = heads if model.mla is not None else max(1, model.kv_heads // parallel.tensor)
     beside = f" of each of {parallel.tensor} tensor ranks" if parallel.tensor > 1 else ""
-    ring = "or write parallel.context_exchange: ring"
     if heads % ranks:
         yield Fault(f"{ranks} context ranks do not share the {heads} heads{beside} out evenly, which they exchange "
-                    "tokens for", field, hint=f"use a divisor of {heads}, {ring}")
+                    "tokens for", field, hint=hint(heads))
     elif keys % ranks and (stack.head_exchange == "reordered" or ranks % keys):
         why = ("TransformerEngine repeats none" if stack.head_exchange == "reordered"
                else "neither divides the other, and some would have more than others")
-        yield Fault(f"{ranks} context ranks do not share the {keys} heads of keys and values{beside} out evenly: {why}",
-                    field, hint=f"use a divisor of {keys}, {ring}")
+        shared = f"{keys} heads" if keys > 1 else "one head"
+        yield Fault(f"{ranks} context ranks do not share the {shared} of keys and values{beside} out evenly: {why}",
+                    field, hint=hint(keys))
     if ranks < parallel.context and stack.head_exchange == "packed":
         yield Fault("an exchange of heads inside a ring is Megatron's (cp_comm_type a2a+p2p)",
                     "parallel.context_all_to_all",
