@@ -10,6 +10,7 @@ from typing import Any
 
 from sim.model.mixture import Experts, experts_of
 from sim.model.tuning import Tuned, cut_both, tuned_of
+from sim.scenario.schema import TWO_CHUNKS
 from sim.software import Stack
 from sim.work import DTYPE_BYTES
 
@@ -18,8 +19,6 @@ _HALF = ("fp16", "bf16")
 _NARROW = ("fp8", "mxfp8", "nvfp4", "int8", "int4")
 #: What activations are called here; nothing said is GELU.
 _GELU = {None: "gelu", "gelu-new": "gelu"}
-#: Schedules whose first and last stage are on one rank.
-_ENDS_MEET = ("zb-v", "dualpipe")
 #: Strategies that gather parameters before they are used; the others have no wire on which to narrow them.
 _GATHERING = ("fsdp", "zero2", "zero3")
 
@@ -393,7 +392,7 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
 
 def _apart(parallel: Any) -> bool:
     """Whether embedding and head are on different ranks."""
-    return bool(parallel.pipeline > 1 and parallel.schedule not in _ENDS_MEET)
+    return bool(parallel.pipeline > 1 and parallel.schedule not in TWO_CHUNKS)
 
 
 def _vocabulary(vocab: int, tensor: int, multiple: int) -> int:

@@ -18,7 +18,6 @@ from sim.parallel.data.pairs import write_pairs
 from sim.parallel.layout import REPLICAS, Layout, Ranks, equitable_classes, simulated_ranks
 from sim.parallel.model.expert import pairs
 from sim.parallel.muon import is_muon
-from sim.parallel.pipeline.actions import TWO_CHUNKS
 from sim.parallel.pipeline.lower import lower_pipeline
 from sim.parallel.places import expert_dimensions, meets_others
 from sim.parallel.serving.request import Serving, lower_inference, run_of
@@ -34,7 +33,7 @@ from sim.parallel.support.check import check, like_fsdp, spread_over_some
 from sim.parallel.variety import ALIKE, Variety, variety
 from sim.program import Job
 from sim.program.expand import expand
-from sim.scenario.schema import Scenario
+from sim.scenario.schema import TWO_CHUNKS, Scenario
 from sim.software import Stack, stack_of
 from sim.work import DTYPE_BYTES
 

@@ -40,6 +40,8 @@ DtypeOrNone = Literal["none", "fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mx
 Framework = Literal["pytorch", "megatron", "deepspeed", "composer", "torchtitan", "nanotron", "ideal"]
 Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "dualpipe"]
+#: Two stages of the model (zb-v), or one stage in each direction (dualpipe), on every rank; one has the first and last.
+TWO_CHUNKS = ("zb-v", "dualpipe")
 Optimizer = Literal["adamw", "adam", "adamw-8bit", "sgd", "sgd-momentum", "adafactor", "lamb", "muon", "none"]
 Place = Literal["none", "cpu", "nvme", "paged"]
 Axis = Literal["tensor", "context", "expert", "data", "pipeline"]

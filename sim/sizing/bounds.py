@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sim.errors import UserError
-from sim.parallel.pipeline.actions import TWO_CHUNKS, placement
+from sim.parallel.pipeline.actions import placement
 from sim.parallel.pipeline.stages import positions, split_of
 from sim.scenario import Scenario
+from sim.scenario.schema import TWO_CHUNKS
 from sim.sizing.held import Places, flight, fullest, least, summed, ways_of
 from sim.sizing.orders import facts
 from sim.sizing.outside import kept_widths, of

@@ -24,7 +24,7 @@ from sim.parallel.support.further import NOT_BESIDE_FURTHER
 from sim.parallel.support.muon import cuts, strategies
 from sim.parallel.support.zeropp import able
 from sim.scenario import Scenario
-from sim.scenario.schema import RecomputeLayers
+from sim.scenario.schema import TWO_CHUNKS, RecomputeLayers
 from sim.software import Stack, stack_of
 
 Ints = npt.NDArray[np.int32]
@@ -33,8 +33,6 @@ Ints = npt.NDArray[np.int32]
 COLUMNS = ("cluster", "nodes", "tensor", "sequence_parallel", "context", "expert", "micro_batch", "pipeline",
            "virtual_stages", "schedule", "strategy", "sharding_factor", "recompute")
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "dualpipe")
-#: Schedules whose chunks are two whatever is asked.
-_TWO_CHUNKS = ("zb-v", "dualpipe")
 STRATEGIES = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp")
 #: Strategies that run under any pipeline, and those that shard the parameters of its stages (`sim.parallel.support`).
 _PIPELINED, _SHARDED = ("none", "ddp", "zero1"), ("zero2", "zero3", "fsdp")
@@ -321,7 +319,7 @@ def _schedules(pipeline: int, micro_steps: int, blocks: int, choice: Choice) -> 
         if name == "interleaved":
             if micro_steps % pipeline == 0:
                 yield from ((v, index) for v in range(2, (blocks + 2) // pipeline + 1) if _in(v, choice.virtual_stages))
-        elif name in _TWO_CHUNKS:
+        elif name in TWO_CHUNKS:
             fits = name == "zb-v" or (pipeline % 2 == 0 and micro_steps % 2 == 0 and micro_steps >= 2 * pipeline)
             if fits and 2 * pipeline <= blocks + 2 and _in(2, choice.virtual_stages):
                 yield 2, index

@@ -426,6 +426,7 @@ DEEP = ("--untie-embeddings-and-output-weights --position-embedding-type rope --
 
 @pytest.mark.parametrize(("layout", "split", "virtual"), [
     ("'Ettt|ttt|tt|mL'", [5, 3], 2), ("'Et*4,|t*4mL'", [4, 4], 1), ("'Et|(tt|)*3tm|L'", [4, 4], 3),
+    ("'E(t)*4|(t)*2t*2mL'", [4, 4], 1),
 ])
 def test_a_layout_of_stages_and_further_tokens(layout: str, split: list[int], virtual: int) -> None:
     s = scenario(f"{DEEP} --pipeline-model-parallel-layout {layout}", "training.micro_steps=8")

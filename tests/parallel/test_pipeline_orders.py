@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 
 from sim.errors import UserError
 from sim.parallel import lower
-from sim.parallel.pipeline.actions import SCHEDULES, TWO_CHUNKS, Action, Chunk, Costs, batches_of, places, split
+from sim.parallel.pipeline.actions import SCHEDULES, Action, Chunk, Costs, batches_of, places, split
 from sim.parallel.pipeline.bubble import activations, bubble_fraction, bubble_time, bubble_together
 from sim.parallel.pipeline.evaluate import evaluate, in_flight, span, step_time
 from sim.parallel.pipeline.orders import order, placement, predecessor, successor
 from sim.parallel.pipeline.stages import blocks_per_stage
 from sim.parallel.pipeline.zero_bubble import overlapped
 from sim.scenario import resolve
+from sim.scenario.schema import TWO_CHUNKS
 
 #: Where ranks agree before the next step, a step lasts from the first action to the last; else steps slide.
 SYNCHRONOUS = ("gpipe", "1f1b", "interleaved")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replayed_steps import asked_twice
 
 from sim.memory.allocator import Allocator, OutOfMemoryError
 from sim.memory.ledger import peak
@@ -58,13 +59,7 @@ jobs = st.fixed_dictionaries({
 @given(jobs)
 def test_the_allocator_is_asked_for_what_the_ledger_counts(job: dict[str, Any]) -> None:
     for program in programs(**job):
-        allocator = Allocator()
-        replay = TensorReplay(program, allocator)
-        replay.construct()
-        replay.step()
-        after_first = allocator.asked
-        replay.step()
-        assert allocator.asked == after_first
+        allocator = asked_twice(program)
         counted = peak(program).peak_allocated_bytes
         assert allocator.top_asked == pytest.approx(counted, rel=0.01)
         assert allocator.top_reserved >= allocator.top_allocated >= allocator.top_asked

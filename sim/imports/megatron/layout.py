@@ -123,15 +123,11 @@ def _spelled(draft: Draft, said: Said, stages: int, layers: int | None) -> None:
     if not isinstance(said.value, str):
         draft.leave(said, "parallel.split, by pipeline rank, says it")
         return
-    text = re.sub(r"[\s,]", "", said.value)
-    for pattern in _REPEATS:
-        if len(text) > _MOST_LETTERS // 100:
-            break
-        text = re.sub(pattern, lambda found: found[1] * int(found[2]), text)[:_MOST_LETTERS]
-    chunks = text.split("|")
+    chunks = _unrolled(re.sub(r"[\s,]", "", said.value)).split("|")
     counts = [sum(chunk.count("t") for chunk in chunks[rank::stages]) for rank in range(stages)]
-    if not set(text) <= set("ELtm|") or len(chunks) % stages or (layers and sum(counts) != layers):
-        raise said.wrong(f"E, t, m and L for the layers of {stages} pipeline ranks, {layers} of them t, such as "
+    if not set("".join(chunks)) <= set("ELtm") or len(chunks) % stages or (layers and sum(counts) != layers):
+        blocks = f", {layers} of them t" if layers else ""
+        raise said.wrong(f"E, t, m and L for the layers of {stages} pipeline ranks{blocks}, such as "
                          "'Et*3|(tt|)*29m|L'")
     virtual = len(chunks) // stages
     if virtual > 1:
@@ -140,8 +136,17 @@ def _spelled(draft: Draft, said: Said, stages: int, layers: int | None) -> None:
                == [count // virtual + (i < count % virtual) for i in range(virtual)]
                for rank, count in enumerate(counts))
     note = "" if even else "the chunks of a rank are filled as evenly as possible"
-    apart = "m" in text and "m" not in chunks[-1]
+    apart = any("m" in chunk for chunk in chunks[:-1])
     draft.take("parallel.split", counts, said, "blocks for further tokens stand with the head" if apart else note)
+
+
+def _unrolled(text: str) -> str:
+    """A layout without its repetitions; as it is from where it would grow too long."""
+    for pattern in _REPEATS:
+        if sum(len(found[1]) * int(found[2]) for found in re.finditer(pattern, text)) > _MOST_LETTERS:
+            break
+        text = re.sub(pattern, lambda found: found[1] * int(found[2]), text)
+    return text
 
 
 def _parts(draft: Draft, said: Said) -> None:

@@ -63,14 +63,14 @@ def _between(calls: Calls, joint: Joint, own: tuple[Kernel, ...], direction: str
     if joint.kind == "restored" and not forward:  # scattered tokens' gradients come together again
         return (*own, _gather(calls, joint)) if style.sequence else own
     if joint.kind == "whole" or (joint.kind in ("columns", "restored") and forward):
-        part = joint._replace(elements=joint.elements / joint.times)  # type: ignore[arg-type]
-        return (*(_gather(calls, part) for _ in range(joint.times)), *own)
+        return (*(_gather(calls, joint) for _ in range(joint.times)), *own)
     return own if forward else _column_backward(calls, joint, own, whole)
 
 
 def _gather(calls: Calls, joint: Joint, *beside: Kernel) -> InlineCall:
-    """The whole of a tensor cut along the sequence, in the dtype its product reads where that is made before."""
-    return calls.call("tensor", "all_gather", joint.elements, joint.gathered or joint.dtype, beside)
+    """The whole of a tensor cut along the sequence, in the dtype its product reads where that is made before; a part of
+    one that travels in several."""
+    return calls.call("tensor", "all_gather", joint.elements / joint.times, joint.gathered or joint.dtype, beside)
 
 
 def _column_forward(calls: Calls, joint: Joint, own: tuple[Kernel, ...], style: Style) -> Items:

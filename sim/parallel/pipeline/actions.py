@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sim.errors import Fault, UserError, nearest
-from sim.scenario.schema import Scenario
+from sim.scenario.schema import TWO_CHUNKS, Scenario
 from sim.software import Stack
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "dualpipe")
-#: Two stages of the model (zb-v), or one stage in each direction (dualpipe), on every rank.
-TWO_CHUNKS = ("zb-v", "dualpipe")
 _WHOLE_BACKWARD = ("gpipe", "1f1b", "interleaved")
 _ONE_CHUNK = ("gpipe", "1f1b")
 
