@@ -13,7 +13,7 @@ from sim.program.columns import Kind, Program, Section, Segment
 from sim.program.job import Job
 
 #: Stream of the collectives that were inside segments, behind the program's own.
-_NAME = "inline"
+_NAME = "between_kernels"
 
 
 def expand(job: Job) -> Job:
