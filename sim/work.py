@@ -48,6 +48,9 @@ def collective_name(spelling: str) -> str:
     return _COLLECTIVE_SPELLINGS.get(name, name)
 
 
+#: Behind the name of an attention kernel whose backward adds up the queries' gradient in a fixed order.
+FIXED_ORDER = "-fixed"
+
 #: Rows of `breakdown_s` that kernels can fall in.
 CATEGORIES = ("gemm", "attention", "memory_bound", "optimizer")
 
@@ -81,7 +84,8 @@ class Kernel:
         category: one of `CATEGORIES`.
         causal: for attention, whether a kernel may skip the upper triangle.
         launches: how many CUDA kernels (and host operator calls) this stands for. 0 = rides inside its neighbour.
-        kernel: implementation where it matters to speed (`flash1`, `flash2`, `flash3`, `triton`, `eager`; of rows
+        kernel: implementation where it matters to speed (`flash1`, `flash2`, `flash3`, `triton`, `eager`, of backward
+            with `FIXED_ORDER` behind; of rows
             those of `row_blocks.py`; of norms `persistent`), else "".
     """
 

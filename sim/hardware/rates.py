@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from sim.catalog import table
-from sim.hardware.gpu import Gpu, merged
+from sim.hardware.gpu import Gpu, gpu, merged
 from sim.hardware.power import Power
+from sim.work import FIXED_ORDER
 
 _FIGURES = "hardware/kernels.yaml"
 _FITTED = "hardware/kernels_fitted.yaml"
@@ -58,7 +60,7 @@ class GemmRates:
 @dataclass(frozen=True, slots=True)
 class AttentionRates:
     """A fused attention kernel: FLOP/s on the work it does with every SM busy; how forward's longest block shows, and
-    whether backward's grid runs over the heads first."""
+    whether backward's grid runs over the heads first; whether each of its blocks adds to a sum of its own (`split`)."""
 
     flops_per_s: float
     block_rows: int
@@ -69,6 +71,7 @@ class AttentionRates:
     overlap: float
     bandwidth_share: float
     flop_j: float
+    split: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +158,21 @@ class Rates:
         return float(self._shared["batched_unaligned"]["value"]) * self._gpu.reached_flops("fp32")
 
     def attention(self, kernel: str, dtype: str, head_dim: int, backward: bool) -> AttentionRates:
-        """Figures of a fused attention kernel; a head dimension between two listed ones takes the nearest."""
+        """Figures of a fused attention kernel; a head dimension between two listed ones takes the nearest.
+
+        Args:
+            kernel: its name, with `FIXED_ORDER` behind where backward adds up in a fixed order. How it does so is
+                `fixed_order` of its figures: "split", or a share of its rate; kernels without it do so anyway.
+        """
         family = self._family["attention"]
         figures = family[self._attention_kernel(kernel)]
         listed = {dim: value for dim, value in figures.items() if isinstance(dim, int)}
         share = listed[min(listed, key=lambda dim: (abs(dim - head_dim), dim))][int(backward)]
         blocks = family["blocks"]
+        order = figures.get("fixed_order", 1.0) if backward and kernel.endswith(FIXED_ORDER) else 1.0
         return AttentionRates(
-            flops_per_s=self._gpu.reached_flops(dtype) * float(share),
+            flops_per_s=self._gpu.reached_flops(dtype) * float(share) * (1.0 if order == "split" else float(order)),
+            split=order == "split",
             block_rows=int(blocks["rows"][0 if not backward else 1 if head_dim <= _WIDE_HEAD else 2]),
             longest_share=float(blocks["longest_share"]),
             balance=float(blocks["balance"]),
@@ -184,14 +194,15 @@ class Rates:
             entry = self._family["memory"]
         own = "gpus" not in entry or self._gpu.name in entry["gpus"]
         confidence, source = str(entry["confidence"]), str(entry["source"])
-        if op == "attention" and (stands_in := self._attention_kernel(kernel)) != kernel:
+        if op == "attention" and (stands_in := self._attention_kernel(kernel)) != kernel.removesuffix(FIXED_ORDER):
             source = f"no figures of {kernel} on this family, {stands_in} stands in: {source}"
         return Basis(confidence if own else {"high": "medium"}.get(confidence, "low"), source,
                      "gpus" in entry and own)
 
     def _attention_kernel(self, kernel: str) -> str:
         """The kernel of this name, or what runs in its place on this family."""
-        name = kernel if kernel in _REPLACEMENT else "flash2"
+        name = kernel.removesuffix(FIXED_ORDER)
+        name = name if name in _REPLACEMENT else "flash2"
         while name not in self._family["attention"]:
             name = _REPLACEMENT[name]
         return name
@@ -207,6 +218,17 @@ class Rates:
         stated_mhz = self._gpu.tensor_clock_mhz
         faster = self._gpu.reached_mhz / float(power.get("at_mhz", stated_mhz))
         return float(energies.get(units, energies["half"])) * 1e-12 * faster**2
+
+
+@lru_cache(maxsize=64)
+def parted_sms(name: str, kernel: str) -> int:
+    """SMs of a GPU on which `kernel` keeps the order of its backward's sums by a tensor for each of its parts; else 0.
+
+    Raises:
+        UserError: no GPU of that name.
+    """
+    card = gpu(name)
+    return card.sms if Rates(card).attention(kernel + FIXED_ORDER, "bf16", 128, True).split else 0
 
 
 def _fed(family: dict[str, Any], gpu: Gpu) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from sim.model.ring import around_the_ring, below
 from sim.model.rotated_ring import rotated
 from sim.model.style import Style
 from sim.software import Stack
-from sim.work import Kernel
+from sim.work import FIXED_ORDER, Kernel
 
 #: FlopCounterMode: a flash backward is five products where the forward is two. (torch/utils/flop_counter.py)
 _FLASH_BACKWARD = 2.5
@@ -118,7 +118,8 @@ def _flash(style: Style) -> Operator:
     learned = style.biased and not style.memory
     trained = learned and style.tuned is None  # fine-tuning freezes the table
     backward = [Kernel("attention", style.act, shape, "backward", _FLASH_BACKWARD * flops,
-                       2 * streams + 8 * row_sums + scores * (1 + trained), "attention", causal, 3, kernel)]
+                       2 * streams + 8 * row_sums + scores * (1 + trained), "attention", causal, 3,
+                       kernel + FIXED_ORDER if style.stack.fixed_order else kernel)]
     if style.stack.unpadding != "none":
         forward, backward = _unpadded(style, forward, backward)
     saved = [Tensor("log_sum_exp", row_sums, "fp32"), Tensor("rng_seed", 1, "fp64"), Tensor("rng_offset", 1, "fp64")]

@@ -9,6 +9,7 @@ from sim.model.architecture import Architecture
 from sim.model.decoder import decoder
 from sim.model.encoder import encoder
 from sim.model.encoder_decoder import encoder_decoder
+from sim.model.filled import filled
 from sim.model.lora import finetuned
 from sim.model.style import Style, style_of
 from sim.model.table import layer_table
@@ -35,4 +36,4 @@ def build(scenario: Any, stack: Stack, batch: int) -> Architecture:
 @lru_cache(maxsize=256)
 def _architecture(style: Style) -> Architecture:
     whole = _SHAPES[style.kind](style)
-    return whole if style.tuned is None else finetuned(whole, style)
+    return filled(whole if style.tuned is None else finetuned(whole, style), style)

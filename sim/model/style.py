@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sim.hardware import gradient_parts, parted_sms
 from sim.model.mixture import Experts, experts_of
 from sim.model.tuning import Tuned, cut_both, tuned_of
 from sim.scenario.schema import TWO_CHUNKS
@@ -74,6 +75,7 @@ class Style:
         further: blocks behind the model that each predict one token further on; copies_table: the head's stage has a
             copy of the embedding for them.
         tuned: what is trained where that is not everything.
+        parted: SMs of the GPU, where each block of attention's backward adds to a sum of its own to keep an order.
     """
 
     kind: str
@@ -133,6 +135,7 @@ class Style:
     parallel_norms: int = 1
     further: int = 0
     copies_table: bool = False
+    parted: int = 0
 
     @property
     def stream(self) -> Style:
@@ -153,6 +156,11 @@ class Style:
     def shares_table(self) -> bool:
         """Whether the head's layer adds to the gradient of the embedding's matrix."""
         return self.tied or (self.further > 0 and not self.copies_table)
+
+    @property
+    def gradient_parts(self) -> int:
+        """Tensors in which the backward of flash attention adds up the gradient of the queries."""
+        return gradient_parts(self.batch * self.heads, self.parted) if self.parted else 1
 
     @property
     def biased(self) -> bool:
@@ -386,6 +394,7 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
         parallel_norms=model.parallel_norms,
         further=model.mtp_layers if training.mode == "train" else 0,
         copies_table=bool(model.mtp_layers) and _apart(scenario.parallel),
+        parted=parted_sms(scenario.cluster.topology.gpu, stack.attention_kernel) if stack.fixed_order else 0,
         widened=gradient if whole and tuned is None and DTYPE_BYTES[gradient] > DTYPE_BYTES[weight] else "",
     )
 

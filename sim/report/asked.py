@@ -144,6 +144,22 @@ def protocol_in_vain(scenario: Scenario) -> list[str]:
     return ["software: nccl.protocol ll128 changes nothing: it needs NVLink between the GPUs of a node"]
 
 
+def determinism(scenario: Scenario) -> list[str]:
+    """What `software.deterministic` leaves out: convolutions and inference; and NCCL's choice, which Megatron's mode
+    wants made (megatron/training/arguments.py, deterministic_mode: NCCL_ALGO has to be set; recalled)."""
+    software = scenario.software
+    if not software.deterministic:
+        return []
+    what = ("a table of layers" if scenario.model.kind == "layers" else
+            "inference" if scenario.training.mode != "train" else "")
+    if what:
+        return [f"software: deterministic changes nothing here: slower kernels of {what} are not simulated"]
+    if stack_of(software).fills == "outputs" and scenario.gpus > 1 and software.nccl.algorithm is None:
+        return ["software: Megatron's --deterministic-mode wants NCCL_ALGO to be set: say which with nccl.algorithm "
+                "(NCCL's own choice is simulated)"]
+    return []
+
+
 def budget_in_vain(scenario: Scenario) -> list[str]:
     """A warning where a `budget` says what a run may take and not how long it is, or is no run of training."""
     asked = scenario.budget
@@ -203,8 +219,8 @@ _OTHER_SHAPES = ("torus", "ring")
 
 #: What is asked in vain, in the order in which it is said.
 _ASKED = (links_in_vain, overlap_in_vain, prefetch_in_vain, takes_turns, zero_plus_plus_in_vain, algorithm_in_vain,
-          schedule_of_another, versions_in_vain, autocast_alone, fused_bias_in_vain, cache_in_vain, peer_sums_in_vain,
-          protocol_in_vain, budget_in_vain)
+          schedule_of_another, versions_in_vain, determinism, autocast_alone, fused_bias_in_vain, cache_in_vain,
+          peer_sums_in_vain, protocol_in_vain, budget_in_vain)
 
 
 def in_vain(scenario: Scenario) -> list[str]:

@@ -295,6 +295,9 @@ class Software(Table):
     compile: bool = has(False, "torch.compile")
     fused: bool = has(True, "fused kernels of the framework")
     cuda_graphs: bool = has(False, "kernels launched as graphs")
+    deterministic: bool = has(
+        False, "kernels that give the same bits every time (torch.use_deterministic_algorithms, Megatron's "
+        "--deterministic-mode)")
     fsdp: Literal[1, 2] = late("FSDP 1 (flat parameters) or 2 (per parameter)")
     modules: Literal["plain", "transformers", "megatron"] = late("whose layers run")
     optimizer_kernel: Literal["loop", "foreach", "fused"] = late("how the optimizer's kernels are launched")

@@ -63,7 +63,7 @@ def is_release(text: str) -> bool:
 
 def facts_of(
     framework: str, year: int, compile_: bool = False, versions: Mapping[str, str] | None = None,
-    fused: bool = True, cuda_graphs: bool = False, modules: str = "plain",
+    fused: bool = True, cuda_graphs: bool = False, modules: str = "plain", deterministic: bool = False,
 ) -> dict[str, Fact]:
     """Every fact of a profile in an era, with unit, source and confidence.
 
@@ -77,7 +77,8 @@ def facts_of(
     releases = _profile(_ROOT)["releases"]
     versions = {name: text for name, text in (versions or {}).items() if is_release(text)}
     known = {name: _release(by_year, year) for name, by_year in releases.items()} | versions
-    switches = {"compile": compile_, "cuda_graphs": cuda_graphs, "fused": fused, f"{modules}_modules": True}
+    switches = {"compile": compile_, "cuda_graphs": cuda_graphs, "fused": fused, f"{modules}_modules": True,
+                "deterministic": deterministic}
     given = {f"{name}_given": True for name in versions}
     lines: dict[str, dict[str, Any]] = {}
     for profile in _lineage(framework):

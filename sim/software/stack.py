@@ -61,6 +61,9 @@ class Stack:
         early_stop: recomputation stops at a block's last saved tensor.
         reentrant: checkpoints are torch's reentrant ones, without early stop, unless FSDP wraps the model.
         attention_kernel: implementation behind `attention: flash`: flash1, flash2, flash3 or triton.
+        fixed_order: its backward adds the queries' gradient up in a fixed order.
+        fills: new tensors that are filled before a kernel writes them: none, own (ATen's, of operators that are not
+            structured) or outputs (those and what TransformerEngine's products make).
         residual_dtype_follows_autocast: the residual stream is half, not fp32, under autocast.
         low_precision_norm: norms run in half under autocast.
         unpadding: how the attention wrapper copies qkv and output between padded and packed form: none, packed (qkv at
@@ -217,6 +220,8 @@ class Stack:
     early_stop: bool
     reentrant: bool
     attention_kernel: str
+    fixed_order: bool
+    fills: str
     residual_dtype_follows_autocast: bool
     low_precision_norm: bool
     unpadding: str
@@ -329,7 +334,7 @@ _GIVEN = ("framework", "modules", "compile")
 
 def stack_for(
     framework: str = "pytorch", year: int = 2026, compile_: bool = False, versions: Mapping[str, str] | None = None,
-    modules: str = "plain", *, fused: bool = True, cuda_graphs: bool = False,
+    modules: str = "plain", *, fused: bool = True, cuda_graphs: bool = False, deterministic: bool = False,
 ) -> Stack:
     """The stack a scenario's `software` asks for; memoised.
 
@@ -341,11 +346,13 @@ def stack_for(
         modules: plain, transformers or megatron.
         fused: false turns off the framework's optional fused kernels.
         cuda_graphs: forward and backward are replayed as graphs.
+        deterministic: kernels give the same bits every time.
 
     Raises:
         UserError: no profile of that name.
     """
-    return _stack(framework, year, compile_, tuple(sorted((versions or {}).items())), modules, fused, cuda_graphs)
+    return _stack(framework, year, compile_, tuple(sorted((versions or {}).items())), modules, fused, cuda_graphs,
+                  deterministic)
 
 
 class Asked(Protocol):
@@ -365,6 +372,8 @@ class Asked(Protocol):
     def fused(self) -> bool: ...
     @property
     def cuda_graphs(self) -> bool: ...
+    @property
+    def deterministic(self) -> bool: ...
 
 
 def stack_of(software: Asked) -> Stack:
@@ -374,15 +383,15 @@ def stack_of(software: Asked) -> Stack:
         UserError: no profile of that name.
     """
     return stack_for(software.framework, software.year, software.compile, software.versions, software.modules,
-                     fused=software.fused, cuda_graphs=software.cuda_graphs)
+                     fused=software.fused, cuda_graphs=software.cuda_graphs, deterministic=software.deterministic)
 
 
 @lru_cache(maxsize=64)
 def _stack(
     framework: str, year: int, compile_: bool, versions: tuple[tuple[str, str], ...], modules: str, fused: bool,
-    cuda_graphs: bool,
+    cuda_graphs: bool, deterministic: bool,
 ) -> Stack:
-    facts = facts_of(framework, year, compile_, dict(versions), fused, cuda_graphs, modules)
+    facts = facts_of(framework, year, compile_, dict(versions), fused, cuda_graphs, modules, deterministic)
     values: dict[str, Any] = {f.name: facts[f.name].value for f in fields(Stack) if f.name not in _GIVEN}
     return Stack(framework=framework, modules=modules, compile=compile_, **values)
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sim.hardware.attention import attention_times, attention_work
+from sim.hardware.attention import attention_times, attention_work, gradient_parts
 from sim.hardware.device import Device
 from sim.hardware.gemm import alignment_bytes, as_products, overlapped, product_times
 from sim.hardware.gpu import gpu, gpu_names
-from sim.hardware.rates import AttentionRates, GemmRates, Rates
+from sim.hardware.rates import AttentionRates, GemmRates, Rates, parted_sms
 from sim.hardware.row_blocks import joined_s
 from sim.work import Kernel
 
@@ -192,6 +192,35 @@ def test_backward_blocks_are_dealt_in_order_of_the_grid(heads_first: bool, steps
     kernel = attention("backward", causal=True, heads=2, queries=384, keys=384)
     times = attention_times(kernel, rates, 2, WIDE_BPS, 100)
     assert times.compute_s[0] == pytest.approx(steps * attention_work(kernel) / 12 / 1e12)
+
+
+@pytest.mark.parametrize(("heads", "sms", "steps"), [
+    (2, 4, 5.0),   # 2 parts a head: blocks 3.5 + 1.5 and 2.5 of three, one SM each; the longer decides
+    (2, 2, 7.5),   # 1 part: a head whole, 3.5 + 2.5 + 1.5
+    (3, 2, 15.0),  # 1 part: three heads on two SMs are two rounds
+])
+def test_a_backward_of_fixed_order_deals_parts_of_heads(heads: int, sms: int, steps: float) -> None:
+    rates = AttentionRates(flops_per_s=sms * 1e12, block_rows=128, longest_share=1.0, balance=2.0, heads_first=False,
+                           start_s=0.0, overlap=3.0, bandwidth_share=0.5, flop_j=1e-12, split=True)
+    kernel = attention("backward", causal=True, heads=heads, queries=384, keys=384)
+    parts = -(-sms // heads)
+    assert gradient_parts(heads, sms) == parts
+    step_s = attention_work(kernel) / (6 * heads) / 1e12
+    sums_s = 2 * 4 * parts * heads * 384 * 128 / 1e12  # each part zeroed, and read where they are added up, in fp32
+    times = attention_times(kernel, rates, sms, 2e12, sms)
+    assert times.compute_s[0] == pytest.approx(steps * step_s + sums_s)
+
+
+def test_only_kernels_that_would_not_keep_an_order_lose_by_one() -> None:
+    def seconds_on(card: str, kernel: str) -> float:
+        return float(Device(gpu(card)).times([attention("backward", True, 32, 8192, 8192, kernel)])[0])
+
+    # 128 blocks of 64 / 4 key blocks are two rounds on the A100's 108 SMs
+    assert seconds_on("a100-80g-sxm", "flash2-fixed") > 1.5 * seconds_on("a100-80g-sxm", "flash2")
+    assert seconds_on("a100-80g-sxm", "flash3-fixed") == seconds_on("a100-80g-sxm", "flash2-fixed")
+    assert seconds_on("h100-80g-sxm", "flash3-fixed") > 1.2 * seconds_on("h100-80g-sxm", "flash3")
+    assert seconds_on("v100-32g-sxm", "flash1-fixed") == seconds_on("v100-32g-sxm", "flash1")
+    assert parted_sms("a100-80g-sxm", "flash2") == 108 and parted_sms("h100-80g-sxm", "flash3") == 0
 
 
 def test_many_heads_are_dealt_as_if_one_by_one() -> None:

@@ -116,6 +116,7 @@ def test_what_lora_cannot_say_is_left(read: Read) -> None:
     ({"torch_compile": True, "torch_compile_mode": "reduce-overhead"},
      {"software.compile": True, "software.cuda_graphs": True}),
     ({"torch_compile_backend": "eager"}, {"software.compile": False}),
+    ({"full_determinism": True}, {"software.deterministic": True}),
     ({"attn_implementation": "eager"}, {"training.attention": "eager"}),
     ({"attn_implementation": "kernels-community/flash-attn2"}, {"training.attention": "flash"}),
     ({"model_init_kwargs": {"attn_implementation": "sdpa", "dtype": "bfloat16"}},

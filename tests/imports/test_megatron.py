@@ -159,6 +159,7 @@ def test_llama_in_fp8() -> None:
     ("--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion", "software.fused", False),
     ("--no-masked-softmax-fusion", "software.fused", True),
     ("--cuda-graph-impl local", "software.cuda_graphs", True),
+    ("--deterministic-mode", "software.deterministic", True),
     ("--swiglu", "model.ffn", 2688),
     ("--swiglu --ffn-hidden-size 4096", "model.ffn", 4096),
     ("--squared-relu", "model.activation", "relu"),

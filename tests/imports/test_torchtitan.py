@@ -126,6 +126,8 @@ def test_what_is_not_said() -> None:
 @pytest.mark.parametrize(("tables", "field", "value"), [
     ({"parallelism": "data_parallel_replicate_degree = 8\ndata_parallel_shard_degree = 8"},
      "parallel.sharding_factor", 8),
+    ({"training": "deterministic = true"}, "software.deterministic", True),
+    ({"debug": "deterministic = true"}, "software.deterministic", True),
     ({"parallelism": "data_parallel_replicate_degree = 2\ndata_parallel_shard_degree = 8\ncontext_parallel_degree = 4"},
      "parallel.sharding_factor", 32),
     ({"parallelism": "data_parallel_replicate_degree = 64\ndata_parallel_shard_degree = 1"},

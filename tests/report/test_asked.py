@@ -10,6 +10,7 @@ from sim.report.asked import (
     algorithm_in_vain,
     autocast_alone,
     budget_in_vain,
+    determinism,
     fused_bias_in_vain,
     links_in_vain,
     overlap_in_vain,
@@ -30,6 +31,22 @@ def scenario(year: int, **parallel: Any) -> Scenario:
         "training": {"micro_batch": 1, "global_batch": 8, "sequence": 128},
         "parallel": {"strategy": "ddp", "pipeline": 2, **parallel},
         "software": {"framework": "megatron", "year": year}})
+
+
+def test_a_deterministic_megatron_is_asked_for_its_algorithm_and_nothing_else_is() -> None:
+    def said(mode: Any = "train", **software: Any) -> list[str]:
+        return determinism(resolve({
+            "name": "x", "cluster": {"topology": "dgx-a100-80g", "nodes": 1, "gpus_per_node": 4},
+            "model": {"kind": "decoder", "layers": 4, "hidden": 256, "heads": 8, "vocab": 1024},
+            "training": {"micro_batch": 1, "global_batch": 4, "sequence": 128, "mode": mode},
+            "software": {"framework": "megatron", "year": 2025, **software}}))
+    assert said() == []
+    (asked,) = said(deterministic=True)
+    assert "NCCL_ALGO" in asked
+    assert said(deterministic=True, nccl={"algorithm": "tree"}) == []
+    assert said(deterministic=True, framework="pytorch") == []
+    (nothing,) = said({"inference": {"prompt": 64, "generate": 8, "batch": 1}}, deterministic=True)
+    assert "inference are not simulated" in nothing
 
 
 def test_an_overlap_that_megatron_of_2021_has_not_is_said_to_change_nothing() -> None:

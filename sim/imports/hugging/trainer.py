@@ -268,9 +268,11 @@ def _rest(settings: Settings, job: Job) -> None:
             draft.take("parallel.tensor", said.whole(), said)
     if (said := switch(settings, "use_cpu", "no_cuda")) is not None:
         raise said.wrong("false: training on CPUs is not simulated")
+    if (said := switch(settings, "full_determinism")) is not None:
+        draft.take("software.deterministic", True, said, "launches that wait for their kernels (CUDA_LAUNCH_BLOCKING) "
+                   "are not simulated")
     for name, why in (("ddp_find_unused_parameters", "the search for unused parameters is not simulated"),
                       ("torch_empty_cache_steps", "emptied caches are not simulated"),
-                      ("full_determinism", "slower deterministic kernels are not simulated"),
                       ("label_smoothing_factor", "the smoothed loss's second pass over the logits is not simulated"),
                       ("sharded_ddp", "fairscale's sharding is not simulated: --set parallel.strategy=zero2 or zero3")):
         said = peek(settings, name)

@@ -43,6 +43,8 @@ def read_kernels(args: Args, draft: Draft, half: bool) -> None:
         draft.take("software.cuda_graphs", True, impl)
     elif graphs is not None:
         draft.take("software.cuda_graphs", True, graphs)
+    if (deterministic := args.on("deterministic_mode")) is not None:
+        draft.take("software.deterministic", True, deterministic)
     if said := args.get("CUDA_DEVICE_MAX_CONNECTIONS"):
         draft.take("software.max_connections", said.whole(), said)
     _mixture(args, draft)

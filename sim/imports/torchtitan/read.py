@@ -46,8 +46,6 @@ _LEFT = {
     "training.disable_loss_parallel": "the loss is counted on tensor ranks' shares of the vocabulary",
     "parallelism.enable_compiled_autograd": "a compiled autograd engine is not simulated",
     "experimental.enable_compiled_autograd": "a compiled autograd engine is not simulated",
-    "training.deterministic": "slower, deterministic kernels are not simulated",
-    "debug.deterministic": "slower, deterministic kernels are not simulated",
     "fault_tolerance.enable": "replicas that come and go (TorchFT) are not simulated",
     "experimental.custom_import": "code of its own is not read",
     "experimental.custom_args_module": "code of its own is not read",
@@ -289,6 +287,8 @@ def _optimizer(settings: Settings, draft: Draft) -> None:
 
 def _software(settings: Settings, draft: Draft) -> None:
     draft.assume("software.framework", "torchtitan", "its file")
+    if said := on(settings, "training.deterministic", "debug.deterministic"):
+        draft.take("software.deterministic", True, said)
     draft.assume("software.fsdp", 2, "torchtitan shards with fully_shard alone")
     for year, release, names in _ERAS:
         hit = next((name for name in names if settings.has(name)), "")

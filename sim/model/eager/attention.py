@@ -156,7 +156,7 @@ def _flash(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bi
         key, value = _repeat(run, style, key), _repeat(run, style, value)
     if bias is None:
         q, k, v = (op.to(run, t, run.autocast or t.dtype) for t in (query, key, value))
-        sums = flash_sums(style)
+        sums = style.gradient_parts if flash_sums(style) else 0
         if style.context > 1 and not style.gathers and style.stack.unpadding == "none":
             return ring(run, style, q, k, v, rows, sums)
         if style.stack.unpadding == "none":

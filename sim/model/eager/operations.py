@@ -371,7 +371,7 @@ def cat(run: Run, parts: Sequence[Tensor]) -> Tensor:
 
 
 def attention(run: Run, query: Tensor, key: Tensor, value: Tensor, rows: int, bias: Tensor | None = None,
-              batch: int = 1, gathered: int = 1, sums: bool = False) -> Tensor:
+              batch: int = 1, gathered: int = 1, sums: int = 0) -> Tensor:
     """A flash or memory-efficient kernel: keeps queries, keys, values, output, log-sum-exp and the random state.
 
     Args:
@@ -379,8 +379,8 @@ def attention(run: Run, query: Tensor, key: Tensor, value: Tensor, rows: int, bi
         gathered: slices of the sequence that keys and values are gathered from. The whole ones live as long as the
             kernel and are gathered again in backward, where their gradients are whole until they are scattered
             (TransformerEngine `AttnFuncWithCPAndKVAllGather`).
-        sums: backward adds the queries' gradient up in fp32 over blocks of keys, beside row sums of output times its
-            gradient (flash-attn 0.2 to 2.4 and its Triton file: dq_accum, delta).
+        sums: tensors in fp32 in which backward adds the queries' gradient up over blocks of keys, beside row sums of
+            output times its gradient (flash-attn 0.2 to 2.8 and its Triton file: dq_accum, delta); 0 = none.
         bias: added to the scores and kept; its gradient is made for every sequence of the batch, then summed.
     """
     shapes = [(t.elements, t.dtype, t.sink is not None) for t in (query, key, value)]
@@ -392,7 +392,7 @@ def attention(run: Run, query: Tensor, key: Tensor, value: Tensor, rows: int, bi
 
     def rule(run: Run, _: Gradients) -> Gradients:
         whole = [run.new(n * gathered, d) for n, d, _ in shapes[1:3] * 2] if gathered > 1 else []
-        whole += [run.new(shapes[0][0], "fp32"), run.new(rows, "fp32")] if sums else []
+        whole += [run.new(sums * shapes[0][0], "fp32"), run.new(rows, "fp32")] if sums else []
         made: Gradients = [run.new(n, d) if needed else None for n, d, needed in shapes]
         whole.clear()
         return made

@@ -20,12 +20,12 @@ from sim.model.ring import below
 from sim.model.style import Style
 
 
-def ring(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, rows: int, sums: bool) -> Tensor:
+def ring(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, rows: int, sums: int) -> Tensor:
     """Attention of a slice's queries on the keys and values of all slices.
 
     Args:
         rows: log-sum-exps of a slice.
-        sums: backward adds the queries' gradient up in fp32, beside row sums (`operations.attention`).
+        sums: tensors in which backward adds the queries' gradient up in fp32, beside row sums (`operations.attention`).
     """
     if style.stack.ring_gathers:
         return _rotated(run, style, query, key, value, rows, sums)
@@ -51,12 +51,12 @@ def _finished(run: Run, node: Node, elements: int, dtype: str, kept: list[Storag
     return out
 
 
-def scratch(run: Run, query: int, rows: int, sums: bool) -> list[Storage]:
+def scratch(run: Run, query: int, rows: int, sums: int) -> list[Storage]:
     """What a backward kernel needs for itself."""
-    return [run.new(query, "fp32"), run.new(rows, "fp32")] if sums else []
+    return [run.new(sums * query, "fp32"), run.new(rows, "fp32")] if sums else []
 
 
-def _passed(run: Run, query: Tensor, key: Tensor, value: Tensor, rows: int, sums: bool) -> Tensor:
+def _passed(run: Run, query: Tensor, key: Tensor, value: Tensor, rows: int, sums: int) -> Tensor:
     """The least a ring needs: keys and values of a neighbour come in beside those at hand, in backward their gradients
     too; nothing is merged by kernels of its own."""
     sizes, dtype = (query.elements, key.elements, value.elements), query.dtype
@@ -75,7 +75,7 @@ def _passed(run: Run, query: Tensor, key: Tensor, value: Tensor, rows: int, sums
     return out
 
 
-def _merged(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, rows: int, sums: bool) -> Tensor:
+def _merged(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, rows: int, sums: int) -> Tensor:
     """TransformerEngine's: a buffer of keys and values for every slice, of which the last is kept, and every step's
     output until all are merged; in backward two buffers of keys, values and their gradients, and gradients leave as
     views of one of them."""
@@ -104,7 +104,7 @@ def merged_steps(run: Run, steps: int, pair: int, outputs: int, dtype: str, rows
     return buffers, parts
 
 
-def merged_back(run: Run, steps: int, whole: int, pair: int, dtype: str, rows: int, *, sums: bool, half: bool,
+def merged_back(run: Run, steps: int, whole: int, pair: int, dtype: str, rows: int, *, sums: int, half: bool,
                 behind: Callable[[], Gradients] | None = None) -> Gradients:
     """Backward's steps; gradients of keys and values are views of a buffer that holds keys and values too.
 
@@ -124,7 +124,7 @@ def merged_back(run: Run, steps: int, whole: int, pair: int, dtype: str, rows: i
     return [total, last, last]
 
 
-def _rotated(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, rows: int, sums: bool) -> Tensor:
+def _rotated(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, rows: int, sums: int) -> Tensor:
     """PyTorch's: contiguous copies of keys and values, the slices of all ranks in one tensor, sums in fp32."""
     steps, whole, dtype, fused = style.context, query.elements, query.dtype, style.stack.compile
     pair = key.elements + value.elements
@@ -161,7 +161,7 @@ def _rotated(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, 
     return out
 
 
-def _rotated_back(run: Run, whole: int, sizes: tuple[int, int], dtype: str, rows: int, steps: int, *, sums: bool,
+def _rotated_back(run: Run, whole: int, sizes: tuple[int, int], dtype: str, rows: int, steps: int, *, sums: int,
                   half: bool, fused: bool) -> Gradients:
     """Gradients of keys and values go round in fp32: what has come, what is added to it, what is packed to be sent and
     what comes next stand beside one another."""
