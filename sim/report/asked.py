@@ -160,6 +160,16 @@ def determinism(scenario: Scenario) -> list[str]:
     return []
 
 
+def accumulation_in_vain(scenario: Scenario) -> list[str]:
+    """A warning where `software.fused_accumulation: false` is written and the stack never fuses it."""
+    software = scenario.software
+    if software.fused_accumulation or scenario.training.mode != "train":
+        return []
+    fuses = stack_of(software.model_copy(update={"fused_accumulation": True})).gradient_accumulation_fusion
+    return [] if fuses else [f"software: fused_accumulation changes nothing: {software.framework} of {software.year} "
+                             "adds gradients up by kernels of their own anyway"]
+
+
 def budget_in_vain(scenario: Scenario) -> list[str]:
     """A warning where a `budget` says what a run may take and not how long it is, or is no run of training."""
     asked = scenario.budget
@@ -219,8 +229,8 @@ _OTHER_SHAPES = ("torus", "ring")
 
 #: What is asked in vain, in the order in which it is said.
 _ASKED = (links_in_vain, overlap_in_vain, prefetch_in_vain, takes_turns, zero_plus_plus_in_vain, algorithm_in_vain,
-          schedule_of_another, versions_in_vain, determinism, autocast_alone, fused_bias_in_vain, cache_in_vain,
-          peer_sums_in_vain, protocol_in_vain, budget_in_vain)
+          schedule_of_another, versions_in_vain, determinism, accumulation_in_vain, autocast_alone, fused_bias_in_vain,
+          cache_in_vain, peer_sums_in_vain, protocol_in_vain, budget_in_vain)
 
 
 def in_vain(scenario: Scenario) -> list[str]:

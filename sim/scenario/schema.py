@@ -294,6 +294,9 @@ class Software(Table):
     year: Year = late("of the stack")
     compile: bool = has(False, "torch.compile")
     fused: bool = has(True, "fused kernels of the framework")
+    fused_accumulation: bool = has(
+        True, "products add weight gradients up themselves, where the framework can (Megatron's "
+        "gradient_accumulation_fusion)")
     cuda_graphs: bool = has(False, "kernels launched as graphs")
     deterministic: bool = has(
         False, "kernels that give the same bits every time (torch.use_deterministic_algorithms, Megatron's "

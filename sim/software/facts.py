@@ -64,6 +64,7 @@ def is_release(text: str) -> bool:
 def facts_of(
     framework: str, year: int, compile_: bool = False, versions: Mapping[str, str] | None = None,
     fused: bool = True, cuda_graphs: bool = False, modules: str = "plain", deterministic: bool = False,
+    fused_accumulation: bool = True,
 ) -> dict[str, Fact]:
     """Every fact of a profile in an era, with unit, source and confidence.
 
@@ -78,7 +79,7 @@ def facts_of(
     versions = {name: text for name, text in (versions or {}).items() if is_release(text)}
     known = {name: _release(by_year, year) for name, by_year in releases.items()} | versions
     switches = {"compile": compile_, "cuda_graphs": cuda_graphs, "fused": fused, f"{modules}_modules": True,
-                "deterministic": deterministic}
+                "deterministic": deterministic, "fused_accumulation": fused_accumulation}
     given = {f"{name}_given": True for name in versions}
     lines: dict[str, dict[str, Any]] = {}
     for profile in _lineage(framework):

@@ -335,6 +335,7 @@ _GIVEN = ("framework", "modules", "compile")
 def stack_for(
     framework: str = "pytorch", year: int = 2026, compile_: bool = False, versions: Mapping[str, str] | None = None,
     modules: str = "plain", *, fused: bool = True, cuda_graphs: bool = False, deterministic: bool = False,
+    fused_accumulation: bool = True,
 ) -> Stack:
     """The stack a scenario's `software` asks for; memoised.
 
@@ -347,12 +348,13 @@ def stack_for(
         fused: false turns off the framework's optional fused kernels.
         cuda_graphs: forward and backward are replayed as graphs.
         deterministic: kernels give the same bits every time.
+        fused_accumulation: false turns off products that add weight gradients up.
 
     Raises:
         UserError: no profile of that name.
     """
     return _stack(framework, year, compile_, tuple(sorted((versions or {}).items())), modules, fused, cuda_graphs,
-                  deterministic)
+                  deterministic, fused_accumulation)
 
 
 class Asked(Protocol):
@@ -374,6 +376,8 @@ class Asked(Protocol):
     def cuda_graphs(self) -> bool: ...
     @property
     def deterministic(self) -> bool: ...
+    @property
+    def fused_accumulation(self) -> bool: ...
 
 
 def stack_of(software: Asked) -> Stack:
@@ -383,15 +387,17 @@ def stack_of(software: Asked) -> Stack:
         UserError: no profile of that name.
     """
     return stack_for(software.framework, software.year, software.compile, software.versions, software.modules,
-                     fused=software.fused, cuda_graphs=software.cuda_graphs, deterministic=software.deterministic)
+                     fused=software.fused, cuda_graphs=software.cuda_graphs, deterministic=software.deterministic,
+                     fused_accumulation=software.fused_accumulation)
 
 
 @lru_cache(maxsize=64)
 def _stack(
     framework: str, year: int, compile_: bool, versions: tuple[tuple[str, str], ...], modules: str, fused: bool,
-    cuda_graphs: bool, deterministic: bool,
+    cuda_graphs: bool, deterministic: bool, fused_accumulation: bool,
 ) -> Stack:
-    facts = facts_of(framework, year, compile_, dict(versions), fused, cuda_graphs, modules, deterministic)
+    facts = facts_of(framework, year, compile_, dict(versions), fused, cuda_graphs, modules, deterministic,
+                     fused_accumulation)
     values: dict[str, Any] = {f.name: facts[f.name].value for f in fields(Stack) if f.name not in _GIVEN}
     return Stack(framework=framework, modules=modules, compile=compile_, **values)
 

@@ -160,6 +160,7 @@ def test_llama_in_fp8() -> None:
     ("--no-masked-softmax-fusion", "software.fused", True),
     ("--cuda-graph-impl local", "software.cuda_graphs", True),
     ("--deterministic-mode", "software.deterministic", True),
+    ("--no-gradient-accumulation-fusion", "software.fused_accumulation", False),
     ("--swiglu", "model.ffn", 2688),
     ("--swiglu --ffn-hidden-size 4096", "model.ffn", 4096),
     ("--squared-relu", "model.activation", "relu"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from sim.report.asked import (
+    accumulation_in_vain,
     algorithm_in_vain,
     autocast_alone,
     budget_in_vain,
@@ -34,17 +35,23 @@ def scenario(year: int, **parallel: Any) -> Scenario:
 
 
 def test_a_deterministic_megatron_is_asked_for_its_algorithm_and_nothing_else_is() -> None:
-    def said(mode: Any = "train", **software: Any) -> list[str]:
-        return determinism(resolve({
+    def asks(mode: Any = "train", **software: Any) -> Scenario:
+        return resolve({
             "name": "x", "cluster": {"topology": "dgx-a100-80g", "nodes": 1, "gpus_per_node": 4},
             "model": {"kind": "decoder", "layers": 4, "hidden": 256, "heads": 8, "vocab": 1024},
             "training": {"micro_batch": 1, "global_batch": 4, "sequence": 128, "mode": mode},
-            "software": {"framework": "megatron", "year": 2025, **software}}))
+            "software": {"framework": "megatron", "year": 2025, **software}})
+
+    def said(mode: Any = "train", **software: Any) -> list[str]:
+        return determinism(asks(mode, **software))
     assert said() == []
     (asked,) = said(deterministic=True)
     assert "NCCL_ALGO" in asked
     assert said(deterministic=True, nccl={"algorithm": "tree"}) == []
     assert said(deterministic=True, framework="pytorch") == []
+    (apart,) = accumulation_in_vain(asks(framework="pytorch", fused_accumulation=False))
+    assert "pytorch of 2025" in apart
+    assert accumulation_in_vain(asks(fused_accumulation=False)) == accumulation_in_vain(asks()) == []
     (nothing,) = said({"inference": {"prompt": 64, "generate": 8, "batch": 1}}, deterministic=True)
     assert "inference are not simulated" in nothing
 

@@ -88,6 +88,8 @@ def _bare(said: Said) -> Said:
 
 
 def _fusions(args: Args, draft: Draft) -> None:
+    if (apart := args.off("gradient_accumulation_fusion", "no_gradient_accumulation_fusion")) is not None:
+        draft.take("software.fused_accumulation", False, apart)
     off = [said for name, stop in _FUSIONS.items() if (said := args.off(name, stop)) is not None]
     gated = draft.value("model.gated_mlp")
     wanted = len(_FUSIONS) - 1  # of the two activations' a model has one
