@@ -154,7 +154,12 @@ def determinism(scenario: Scenario) -> list[str]:
             "inference" if scenario.training.mode != "train" else "")
     if what:
         return [f"software: deterministic changes nothing here: slower kernels of {what} are not simulated"]
-    if stack_of(software).fills == "outputs" and scenario.gpus > 1 and software.nccl.algorithm is None:
+    stack = stack_of(software)
+    reordered = scenario.training.attention == "flash" and stack.attention_kernel in ("flash2", "flash3")
+    if stack.fills == "none" and not reordered:
+        return ["software: deterministic changes nothing here: new tensors are filled from torch 2.2 on, by kernels that "
+                "are not compiled, and flash attention keeps no order from its second release on"]
+    if stack.fills == "outputs" and scenario.gpus > 1 and software.nccl.algorithm is None:
         return ["software: Megatron's --deterministic-mode wants NCCL_ALGO to be set: say which with nccl.algorithm "
                 "(NCCL's own choice is simulated)"]
     return []

@@ -49,6 +49,8 @@ def test_a_deterministic_megatron_is_asked_for_its_algorithm_and_nothing_else_is
     assert "NCCL_ALGO" in asked
     assert said(deterministic=True, nccl={"algorithm": "tree"}) == []
     assert said(deterministic=True, framework="pytorch") == []
+    (early,) = said(deterministic=True, framework="deepspeed", year=2021)
+    assert "from torch 2.2 on" in early
     (apart,) = accumulation_in_vain(asks(framework="pytorch", fused_accumulation=False))
     assert "pytorch of 2025" in apart
     assert accumulation_in_vain(asks(fused_accumulation=False)) == accumulation_in_vain(asks()) == []
