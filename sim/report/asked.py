@@ -157,7 +157,7 @@ def determinism(scenario: Scenario) -> list[str]:
     stack = stack_of(software)
     reordered = scenario.training.attention == "flash" and stack.attention_kernel in ("flash2", "flash3")
     if stack.fills == "none" and not reordered:
-        return ["software: deterministic changes nothing here: new tensors are filled from torch 2.2 on, by kernels that "
+        return ["software: deterministic changes nothing here: new tensors are filled from torch 2.2 on, where kernels "
                 "are not compiled, and flash attention keeps no order from its second release on"]
     if stack.fills == "outputs" and scenario.gpus > 1 and software.nccl.algorithm is None:
         return ["software: Megatron's --deterministic-mode wants NCCL_ALGO to be set: say which with nccl.algorithm "
