@@ -119,8 +119,11 @@ class Stack:
         gradient_path: how data parallelism reduces gradients and splits states: reducer (PyTorch's DDP and FSDP), ipg
             (DeepSpeed's independent-parameter-gradient buckets), grad_buffer (one buffer, reduced in place) or
             accumulator (one fp32 buffer that whole half gradients are added to behind each backward).
-        parameter_storage: apart (each parameter a tensor), flattened (one flat tensor, whose optimizer states are made
-            before the first step) or remapped (views of one buffer, with the distributed optimizer).
+        parameter_storage: apart (each parameter a tensor), flattened (one flat tensor) or remapped (views of one
+            buffer, with the distributed optimizer).
+        moves_empty_cache: DeepSpeed's ZeRO-1 and 2 give cached segments back when parameters have left for the host,
+            on their way into a flat tensor.
+        states_made_first: they make the optimizer's states before the first step.
         partition_checkpoints: under ZeRO-3, tensor ranks share the inputs that recomputed blocks keep.
         parameter_coordinator: how DeepSpeed ZeRO-3 fetches and releases parameters: streamed, or blocking (before 0.6).
         coordinator_hides: whether gathers and reductions of the streamed one run beside compute.
@@ -262,6 +265,8 @@ class Stack:
     muon_splits_qkv: bool
     gradient_path: str
     parameter_storage: str
+    moves_empty_cache: bool
+    states_made_first: bool
     partition_checkpoints: bool
     parameter_coordinator: str
     coordinator_hides: bool
