@@ -138,7 +138,8 @@ class Stack:
         narrow_keeps_inputs: linear layers in fp8 and below keep their inputs and quantise again in backward; else they
             keep the narrow copies of inputs and weights.
         narrow_amax_pass: a tensor's scale comes from its own maximum, found in a pass before the cast.
-        shared_scale: tensor ranks agree on the scale of what they gather in 8 bits, by the largest of their maxima.
+        shared_scale: what tensor ranks scale alike in 8 bits, by the largest of their maxima: none, gathered (what they
+            gather) or every (all that they share out).
         narrow_weights_cached: weights are quantised once per optimizer step, not in every micro-step.
         narrow_parameters: the blocks' matrices are parameters in 8 bits, without a wider copy beside the master.
         narrow_gathers: what sequence parallelism gathers for narrow products travels in their dtype.
@@ -279,7 +280,7 @@ class Stack:
     offload_streams: bool
     narrow_keeps_inputs: bool
     narrow_amax_pass: bool
-    shared_scale: bool
+    shared_scale: str
     narrow_weights_cached: bool
     narrow_parameters: bool
     narrow_gathers: bool
