@@ -78,6 +78,7 @@ class Stack:
             each way), or listed (so, where the width is one that apex's kernel was built for).
         rmsnorm_kernel: torch.nn.RMSNorm is one kernel, which plain modules then use.
         merged_gate: plain modules make gate and up by one product of one matrix, and split what comes out.
+        separate_qkv: plain decoders have three matrices for queries, keys and values; else one.
         expands_kv: plain modules copy grouped keys and values out to every query head in front of fused attention.
         copied_heads: queries, keys and values are copied from (sequence, batch) to (batch, sequence), keys and values
             once more side by side and once more interleaved, in front of rotary positions.
@@ -238,6 +239,7 @@ class Stack:
     fused_softmax: bool
     fused_dropout_add: bool
     merged_gate: bool
+    separate_qkv: bool
     expands_kv: bool
     copied_heads: bool
     fused_permutation: bool

@@ -111,10 +111,10 @@ def again(block: Layer, stack: Stack, scattered: bool = True) -> tuple[list[str]
 
 def test_scattered_sums_are_kept() -> None:
     """PyTorch 2.13 on fake tensors with torchtitan's `_save_list`: no reduce-scatter runs again, gathers and products
-    that are not kept do (here attention's second and the MLP's second); compiled, attention's is dead code."""
-    assert again(*cut()) == (["all_gather"], 2)
-    assert again(*cut(compiled=True)) == (["all_gather"], 1)
-    assert again(*cut(sequence_parallel=False), scattered=False) == (["all_reduce"], 2)
+    that are not kept do: keys, attention's last and the MLP's second; compiled, attention's last is dead code."""
+    assert again(*cut()) == (["all_gather", "all_gather"], 3)
+    assert again(*cut(compiled=True)) == (["all_gather", "all_gather"], 2)
+    assert again(*cut(sequence_parallel=False), scattered=False) == (["all_reduce"], 3)
 
 
 def test_what_is_scattered_lies_in_every_block() -> None:
@@ -125,7 +125,7 @@ def test_what_is_scattered_lies_in_every_block() -> None:
 
     whole = 2048 * 2048 * 2
     assert kept(False) - kept(True) == whole + whole // 4
-    heads = (32 + 8 + 8) * 64 * 2048 * 2 // 4
+    heads = (32 + 8) * 64 * 2048 * 2 // 4  # queries and values
     lse = 32 * 2048 * 4 // 4
     gate = 8192 * 2048 * 2 // 4
     stream, attention, sums = whole // 4, whole // 4, whole // 4

@@ -87,6 +87,8 @@ def test_tensors_of_torchtitan_s_ranks_have_one_scale_each(gather: str) -> None:
 
     weights = 0 if gather == "fp8" else 3
     assert (largest(made.forward), largest(made.backward)) == (2 + weights, 3 + weights)
+    for direction in (made.forward, made.backward):  # no cast but those: inputs come quantised and are kept so
+        assert largest(direction) == sum(told(direction(op)).count("quantise") for op in feed)
     up = next(told(made.forward(op)) for op in feed if op.name != "down")
     assert up[:3] == [("all_reduce", 8, ""), "quantise", ("all_gather", WHOLE, "")] or gather != "fp8"
 

@@ -43,25 +43,14 @@ def around(calls: Calls, joint: Joint, kernels: Items, direction: str, style: St
         return kernels
     met = _around(calls, joint, kernels, direction, style)
     every = style.shared_scale == "every" and joint.kind in ("column", "row") and joint.gathered not in ("", "mxfp8")
-    return _agreed(calls, met, direction) if every else met
+    return _agreed(calls, met) if every else met
 
 
-def _agreed(calls: Calls, items: Items, direction: str) -> Items:
-    """All ranks' maximum in front of every cast of a tensor that they share out. A product's casts are, forward, those
-    of the input, which later products of one operator find narrow, and of the weight; backward, of the output's
-    gradient, of the input, which came narrow, and of the weight."""
+def _agreed(calls: Calls, items: Items) -> Items:
+    """All ranks' maximum in front of every cast of a tensor that they share out."""
     largest = calls.call("tensor", "all_reduce", 1, "fp64")
-    made: list[Kernel | InlineCall] = []
-    products, casts = 0, 0
-    for item in items:
-        if isinstance(item, Kernel) and item.op == "gemm":
-            products, casts = products + 1, 0
-        elif isinstance(item, Kernel) and item.variant == "quantise":
-            narrow = casts == 1 if direction == "backward" else casts == 0 and products > 0
-            made += () if narrow else (largest,)
-            casts += 1
-        made.append(item)
-    return tuple(made)
+    parts = ((largest, item) if isinstance(item, Kernel) and item.variant == "quantise" else (item,) for item in items)
+    return tuple(part for pair in parts for part in pair)
 
 
 def _around(calls: Calls, joint: Joint, kernels: Items, direction: str, style: Style) -> Items:
