@@ -20,6 +20,7 @@ from sim.work import Kernel
 #: Names of the query, key, value and output projections by module style; a fused projection has one name.
 _NAMES: dict[str, tuple[str, ...]] = {
     "plain": ("qkv", "proj"),
+    "plain apart": ("q", "k", "v", "proj"),
     "gpt2": ("attn.c_attn", "attn.c_proj"),
     "transformers": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
     "megatron": ("self_attention.linear_qkv", "self_attention.linear_proj"),
@@ -37,7 +38,8 @@ def attention_operators(
         source: dtype in which the norm's output arrives.
         names: modules of the projections, default those of the module style.
     """
-    names = names or _NAMES["gpt2" if style.conv1d else style.modules]
+    apart = style.modules == "plain" and style.projects_apart
+    names = names or _NAMES["gpt2" if style.conv1d else "plain apart" if apart else style.modules]
     project = _cross_projections if style.memory else _projections
     qkv, parameters = project(replace(style, bias=style.qkv_bias), names[:-1], source)
     operators = [qkv]
@@ -113,7 +115,8 @@ def _separate(
     parameters: list[Parameter] = []
     ready: list[Parameter] = []
     for name, outputs, tokens in zip(names, features, rows, strict=True):
-        one_forward, one_backward = linear(style, tokens, style.hidden, outputs, source=source, bias=style.bias)
+        one_forward, one_backward = linear(style, tokens, style.hidden, outputs, source=source, bias=style.bias,
+                                           sibling=name != names[0] and not style.memory)
         forward += one_forward
         backward = one_backward + backward
         own = linear_parameters(style, name, style.hidden, outputs, style.bias)

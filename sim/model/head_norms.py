@@ -45,4 +45,4 @@ def copies_parts(style: Style) -> bool:
     """Whether queries and keys are copied out of one projection for a norm of one kernel, which reads rows that lie
     together (TransformerEngine's and PyTorch's fused norms: `input.contiguous()`); operators read them where they
     are."""
-    return not (style.separate_qkv or style.spelled_rmsnorm or style.stack.compile)
+    return not (style.projects_apart or style.spelled_rmsnorm or style.stack.compile)

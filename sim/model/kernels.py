@@ -92,13 +92,15 @@ def product(
 
 
 def linear(
-    style: Style, rows: int, features_in: int, features_out: int, *, source: str, bias: bool,
+    style: Style, rows: int, features_in: int, features_out: int, *, source: str, bias: bool, sibling: bool = False,
 ) -> tuple[list[Kernel], list[Kernel]]:
     """Forward and backward kernels of `features_out` outputs on `rows` rows.
 
     Args:
         source: dtype in which the input arrives; autocast casts it, and the data gradient back.
         bias: forward it rides in the product's epilogue; backward sums the output gradient over the rows.
+        sibling: another layer reads the same input. Compiled, that one's quantised copy serves both (torch 2.6.0
+            _functorch/partitioners.py, fx_graph_cse).
 
     Source: torch.nn.functional.linear and its derivative (derivatives.yaml, addmm); autocast's cached_cast;
     Megatron-LM `LinearWithGradAccumulationAndAsyncCommunication` for the fused accumulation.
@@ -113,15 +115,18 @@ def linear(
     if style.autocast:
         forward.append(cast("weight_cast", size, style.weight, act, 1 + bias))
     quantise = width(gemm) < width(act)
+    serves = sibling and style.stack.compile and not _comes_narrow(style)
     if quantise:
-        forward.append(quantisation(style, rows * features_in))
+        if not serves:
+            forward.append(quantisation(style, rows * features_in))
         if not style.stack.narrow_weights_cached and not style.arrives_narrow:
             forward.append(quantisation(style, size))
     forward.append(product(1, rows, features_out, features_in, "tn", gemm, gemm if quantise else act, act))
     if quantise:
         backward.append(quantisation(style, rows * features_out))
         if style.stack.narrow_keeps_inputs:
-            kept = (rows * features_in,) if style.arrives_narrow else (rows * features_in, size)
+            kept = [] if serves else [rows * features_in]
+            kept += [] if style.arrives_narrow else [size]
             backward += [quantisation(style, elements) for elements in kept]
     backward.append(product(1, rows, features_in, features_out, "nn", gemm, gemm if quantise else act, act))
     backward += _weight_gradient(style, rows, features_in, features_out, gemm, gemm if quantise else act)
@@ -132,6 +137,28 @@ def linear(
     if casts:
         backward.append(cast("input_gradient_cast", rows * features_in, act, source))
     return forward, backward
+
+
+def _comes_narrow(style: Style) -> bool:
+    """Whether linear layers of a tensor rank find their inputs quantised, once for all that read one, and keep them so
+    (torchao 0.13.0 float8/float8_tensor_parallel.py, PrepareFloat8ModuleInput, Float8RowwiseParallel; float8_linear.py,
+    matmul_with_hp_or_float8_args: tensor_already_casted_to_fp8)."""
+    return style.tensor > 1 and style.scattered and style.stack.shared_scale == "every"
+
+
+def _cast_once(kernels: Sequence[Kernel], forward: bool) -> tuple[Kernel, ...]:
+    """Kernels of products without casts of an input that came quantised: forward the first cast of every product but
+    the first, backward the second cast of every product, behind that of the output's gradient."""
+    made: list[Kernel] = []
+    products, casts = 0, 0
+    for kernel in kernels:
+        casts += kernel.variant == "quantise"
+        needless = casts == 1 and products > 0 if forward else casts == 2
+        if kernel.variant != "quantise" or not needless:
+            made.append(kernel)
+        if kernel.op == "gemm":
+            products, casts = products + 1, 0
+    return tuple(made)
 
 
 def meeting(style: Style, operator: Operator, kind: str, elements: int) -> Operator:
@@ -145,6 +172,9 @@ def meeting(style: Style, operator: Operator, kind: str, elements: int) -> Opera
     met = replace(operator, joint=joint(style, kind, elements))
     if met.joint is None or not met.joint.gathered or not style.scattered:
         return met
+    if _comes_narrow(style):
+        forward = _cast_once(met.forward, True) if kind == "column" else met.forward
+        met = replace(met, forward=forward, backward=_cast_once(met.backward, False))
     blocks = style.gemm == "mxfp8"
     whole, own = quantisation(style, elements), quantisation(style, elements // style.tensor, copies=1 + blocks)
     turned = () if blocks else (elementwise("transpose", elements, 2 * width(style.gemm), style.gemm),)

@@ -86,14 +86,15 @@ def _gate_and_up(
     style: Style, gate_name: str, up_name: str, source: str, inputs: tuple[Tensor, ...],
 ) -> tuple[Operator, tuple[Parameter, ...]]:
     """Two projections of the same input; the one that runs last in forward has its gradients first."""
-    forward, backward = linear(style, style.tokens, style.hidden, style.ffn, source=source, bias=style.bias)
+    (forward, backward), (also, back) = (linear(style, style.tokens, style.hidden, style.ffn, source=source,
+                                                bias=style.bias, sibling=sibling) for sibling in (False, True))
     gate = linear_parameters(style, gate_name, style.hidden, style.ffn, style.bias)
     up = linear_parameters(style, up_name, style.hidden, style.ffn, style.bias)
     sums = elementwise("input_gradient_sum", style.tokens * style.hidden, 3 * width(source), source)
     ready = (*up, *gate) if style.autocast else (*up[::-1], *gate[::-1])
     saved = inputs * (2 if source != style.act else 1)
     copies = (Tensor("up_weight_copy", 2 * style.hidden * style.ffn, style.act),) if style.autocast else ()
-    operator = Operator("up", (*forward, *forward), (*backward, *backward, sums), ready, saved, weight_copies=copies)
+    operator = Operator("up", (*forward, *also), (*back, *backward, sums), ready, saved, weight_copies=copies)
     return operator, (*gate, *up)
 
 

@@ -3,9 +3,10 @@
 A policy is a word: "none", "full" (every block), "selective" (attention's core), "selective-op", or the names of
 Megatron's modules joined with "+" (Megatron-LM core/transformer/transformer_config.py, `recompute_modules`).
 
-By operator, torchtitan's policy (`torchtitan/distributed/activation_checkpoint.py`, `_get_custom_policy`): outputs of
-fused attention are kept, and of the matrix products of linear layers the first, the third and so on; everything else
-runs again.
+By operator, torchtitan's policy (0.1.0 models/llama3/infra/parallelize.py, `_save_list`, `_get_custom_policy`; later
+`torchtitan/distributed/activation_checkpoint.py`): outputs of fused attention and of reduce-scatters are kept, and of
+the matrix products of linear layers the first, the third and so on; everything else runs again. Compiled, a product
+that a kept reduce-scatter alone reads does not.
 """
 
 from __future__ import annotations

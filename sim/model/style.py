@@ -329,6 +329,11 @@ class Style:
         """Three projections instead of one (Hugging Face's code but GPT-2's)."""
         return self.modules == "transformers" and not self.conv1d
 
+    @property
+    def projects_apart(self) -> bool:
+        """Queries, keys and values come of three matrices, in whoever's code (`Stack.separate_qkv`)."""
+        return self.separate_qkv or (self.stack.separate_qkv and self.modules == "plain" and self.kind == "decoder")
+
 
 @dataclass(frozen=True, slots=True)
 class Program:

@@ -1,9 +1,9 @@
 """Sums of tensors by kernels of an inference engine's own, which read their peers' memory over NVLink.
 
 In one shot every GPU reads all others' tensors and adds them up; in two it sums a slice of them first and then reads
-the other slices' sums. Source, recalled: vLLM csrc/custom_all_reduce.cuh (0.3 on: one shot below 512 KiB on up to four
-GPUs and 256 KiB on up to eight, always on two; beyond 8 MiB NCCL); TensorRT-LLM customAllReduceKernels.cu, gpt-fast's
-ENABLE_INTRA_NODE_COMM alike.
+the other slices' sums. Source: vLLM 0.3.0 and 0.6.3 csrc/custom_all_reduce.cuh (one shot below 512 KiB on up to four
+GPUs and 256 KiB on up to eight, always on two; two, four, six or eight GPUs) and custom_all_reduce.py (beyond 8 MiB
+NCCL; 0.6.3 from there on); TensorRT-LLM customAllReduceKernels.cu, gpt-fast's ENABLE_INTRA_NODE_COMM alike (recalled).
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ _INFINITE = float("inf")
 
 
 def able(site: Site) -> bool:
-    """Whether NVLink joins every GPU of the communicator with every other one, and they are no more than eight."""
-    return (site.place.nodes == 1 and site.place.size <= max(_ONE_SHOT_BYTES) and site.intra_link() == "nvlink"
+    """Whether NVLink joins every GPU of the communicator with every other one, and they are two, four, six or eight."""
+    few = site.place.size <= max(_ONE_SHOT_BYTES) and site.place.size % 2 == 0
+    return (site.place.nodes == 1 and few and site.intra_link() == "nvlink"
             and (site.place.rings < 0 or site.place.rings >= site.place.size - 1))
 
 

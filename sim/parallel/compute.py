@@ -194,10 +194,25 @@ class Compute:
         if policy == "full":
             return (*self.checkpoint(layer), *self.forward_items([op for op in layer.operators if op.recomputed]))
         if policy == "selective-op":
-            return tuple(item for op in again_operators(layer) for item in self._joints.forward(op))
+            return tuple(item for op in again_operators(layer) for item in self._but_sums(op))
         modules = modules_of(policy)
         return self._joints.row([(op.name, self._joints.again(op) if op.core else self._joints.forward(op))
                                  for op in module_operators(layer, modules)]) if modules else ()
+
+    def _but_sums(self, operator: Operator) -> Items:
+        """Forward once more of an operator whose scattered sum is kept; compiled, its product is dead code then."""
+        items = self._joints.forward(operator)
+        if not any(isinstance(item, InlineCall) and item.call.kind == "reduce_scatter" for item in items):
+            return items
+        made: list[Kernel | InlineCall] = []
+        for item in items:
+            if isinstance(item, InlineCall) and item.call.kind != "reduce_scatter":
+                made.append(item)
+                continue
+            kernels = item.beside if isinstance(item, InlineCall) else (item,)
+            made += [kernel for kernel in kernels if kernel.variant != "partial_sums"
+                     and not (self._stack.compile and kernel.op == "gemm")]
+        return tuple(made)
 
     def checkpoint(self, layer: Layer) -> Items:
         """What full recomputation of a layer begins with where ranks share its input."""

@@ -19,7 +19,7 @@ def moved_into_one(sizes: Sequence[int]) -> Events:
     """Parameters that leave for the host one by one and come back as one flat tensor.
 
     Source: DeepSpeed runtime/zero/stage_1_and_2.py (stage2.py before 0.5.3), `move_to_cpu(self.fp16_groups[i])`, then
-    `flatten_dense_tensors_aligned(...).cuda()`.
+    `flatten_dense_tensors_aligned(...).cuda()`; from 0.8 on the cache is emptied in between, which leaves nothing.
 
     Args:
         sizes: bytes of each parameter.
@@ -40,7 +40,8 @@ def cloned_into_one(sizes: Sequence[int]) -> Events:
 def remapped(sizes: Sequence[int]) -> Events:
     """Parameters that become views of one buffer, which is there before the first of them goes.
 
-    Source: megatron/core/distributed/param_and_grad_buffer.py, `param_data`, with the distributed optimizer.
+    Source: megatron/core/distributed/param_and_grad_buffer.py, `param_data`, with the distributed optimizer; deepspeed
+    0.6.7 to 0.14.4 runtime/bf16_optimizer.py, `_update_storage_to_flattened_tensor`.
     """
     return (*_made(sizes, 1), (0, sum(sizes)), *_freed(len(sizes), 1))
 
@@ -60,13 +61,13 @@ def widened(narrow: Sequence[int], wide: Sequence[int]) -> Events:
 def stepped(gradients: int, states: Sequence[int]) -> Events:
     """Optimizer states made by a step with zero gradients before training.
 
-    Source: DeepSpeed `initialize_optimizer_states` of both optimizers.
+    Source: DeepSpeed `initialize_optimizer_states` of all its optimizers (`Stack.states_made_first`).
 
     Args:
-        gradients: bytes of the zero gradients.
+        gradients: bytes of the zero gradients, 0 where there are gradients anyway.
         states: bytes of each state.
     """
-    return ((0, gradients), *_made(states, 1), (0, 0))
+    return ((0, gradients), *_made(states, 1), (0, 0)) if gradients else _made(states, 1)
 
 
 def _made(sizes: Sequence[int], first: int) -> Events:

@@ -81,6 +81,7 @@ class Stack:
             each way), or listed (so, where the width is one that apex's kernel was built for).
         rmsnorm_kernel: torch.nn.RMSNorm is one kernel, which plain modules then use.
         merged_gate: plain modules make gate and up by one product of one matrix, and split what comes out.
+        separate_qkv: plain decoders have three matrices for queries, keys and values; else one.
         expands_kv: plain modules copy grouped keys and values out to every query head in front of fused attention.
         copied_heads: queries, keys and values are copied from (sequence, batch) to (batch, sequence), keys and values
             once more side by side and once more interleaved, in front of rotary positions.
@@ -122,8 +123,11 @@ class Stack:
         gradient_path: how data parallelism reduces gradients and splits states: reducer (PyTorch's DDP and FSDP), ipg
             (DeepSpeed's independent-parameter-gradient buckets), grad_buffer (one buffer, reduced in place) or
             accumulator (one fp32 buffer that whole half gradients are added to behind each backward).
-        parameter_storage: apart (each parameter a tensor), flattened (one flat tensor, whose optimizer states are made
-            before the first step) or remapped (views of one buffer, with the distributed optimizer).
+        parameter_storage: apart (each parameter a tensor), flattened (one flat tensor) or remapped (views of one
+            buffer, with the distributed optimizer).
+        moves_empty_cache: DeepSpeed's ZeRO-1 and 2 give cached segments back when parameters have left for the host,
+            on their way into a flat tensor.
+        states_made_first: they make the optimizer's states before the first step.
         partition_checkpoints: under ZeRO-3, tensor ranks share the inputs that recomputed blocks keep.
         parameter_coordinator: how DeepSpeed ZeRO-3 fetches and releases parameters: streamed, or blocking (before 0.6).
         coordinator_hides: whether gathers and reductions of the streamed one run beside compute.
@@ -138,7 +142,8 @@ class Stack:
         narrow_keeps_inputs: linear layers in fp8 and below keep their inputs and quantise again in backward; else they
             keep the narrow copies of inputs and weights.
         narrow_amax_pass: a tensor's scale comes from its own maximum, found in a pass before the cast.
-        shared_scale: tensor ranks agree on the scale of what they gather in 8 bits, by the largest of their maxima.
+        shared_scale: what tensor ranks scale alike in 8 bits, by the largest of their maxima: none, gathered (what they
+            gather) or every (all that they share out).
         narrow_weights_cached: weights are quantised once per optimizer step, not in every micro-step.
         narrow_parameters: the blocks' matrices are parameters in 8 bits, without a wider copy beside the master.
         narrow_gathers: what sequence parallelism gathers for narrow products travels in their dtype.
@@ -239,6 +244,7 @@ class Stack:
     fused_softmax: bool
     fused_dropout_add: bool
     merged_gate: bool
+    separate_qkv: bool
     expands_kv: bool
     copied_heads: bool
     fused_permutation: bool
@@ -267,6 +273,8 @@ class Stack:
     muon_splits_qkv: bool
     gradient_path: str
     parameter_storage: str
+    moves_empty_cache: bool
+    states_made_first: bool
     partition_checkpoints: bool
     parameter_coordinator: str
     coordinator_hides: bool
@@ -279,7 +287,7 @@ class Stack:
     offload_streams: bool
     narrow_keeps_inputs: bool
     narrow_amax_pass: bool
-    shared_scale: bool
+    shared_scale: str
     narrow_weights_cached: bool
     narrow_parameters: bool
     narrow_gathers: bool

@@ -11,11 +11,20 @@ from typing import Any
 
 import pytest
 
+from sim.model import build
+from sim.model.architecture import Layer
+from sim.model.eager import KINDS, layer_profile
 from sim.model.recompute import again_operators, kept_kernels
 from sim.parallel import Lowered, lower
+from sim.parallel.compute import Compute
+from sim.parallel.model.joints import joints
+from sim.program import InlineCall, ProgramBuilder
 from sim.scenario import resolve
+from sim.software import Stack, stack_for
 from sim.validation.oracle_memory import predicted
+from sim.work import Kernel
 
+ACTIVATIONS = KINDS.index("activations")
 GPT = {"kind": "decoder", "gated_mlp": False, "positions": "learned", "norm": "layernorm", "bias": True,
        "tied_embeddings": True, "layers": 12, "hidden": 768, "heads": 12, "ffn": 3072, "vocab": 50304,
        "max_positions": 512}
@@ -77,3 +86,47 @@ def test_it_lies_between_full_recomputation_and_none() -> None:
         again.append(sum(k.flops for s in low.job.programs[0].segments for k in (
             low.job.programs[0].kernels[row] for row in s.kernels)))
     assert kept[0] > kept[1] > kept[2] and again[0] < again[1] < again[2]
+
+
+def cut(compiled: bool = False, sequence_parallel: bool = True) -> tuple[Layer, Stack]:
+    """A block of a tensor rank, one of four, and its stack."""
+    scenario = resolve({
+        "name": "t", "cluster": {"topology": "dgx-h100", "gpus_per_node": 8}, "model": LLAMA | {"dropout": 0.0},
+        "training": {"global_batch": 2, "micro_batch": 1, "sequence": 2048, "optimizer": "adamw",
+                     "precision": "fsdp-bf16", "recompute": "selective-op", "attention": "flash"},
+        "parallel": {"strategy": "fsdp", "tensor": 4, "sequence_parallel": sequence_parallel},
+        "software": {"framework": "torchtitan", "year": 2025, "compile": compiled}})
+    stack = stack_for("torchtitan", 2025, compile_=compiled)
+    return build(scenario, stack, 1).stack[1], stack
+
+
+def again(block: Layer, stack: Stack, scattered: bool = True) -> tuple[list[str], int]:
+    """What runs again of a block: its collectives, and how many products."""
+    names = ("data", "tensor")
+    met = joints(stack, names, sequence=scattered, pipelined=False, parts=4)
+    items = Compute(ProgramBuilder(("compute",), names), stack, met).recomputed(block, "selective-op")
+    calls = [item.call.kind for item in items if isinstance(item, InlineCall)]
+    return calls, sum(item.op == "gemm" for item in items if isinstance(item, Kernel))
+
+
+def test_scattered_sums_are_kept() -> None:
+    """PyTorch 2.13 on fake tensors with torchtitan's `_save_list`: no reduce-scatter runs again, gathers and products
+    that are not kept do: keys, attention's last and the MLP's second; compiled, attention's last is dead code."""
+    assert again(*cut()) == (["all_gather", "all_gather"], 3)
+    assert again(*cut(compiled=True)) == (["all_gather", "all_gather"], 2)
+    assert again(*cut(sequence_parallel=False), scattered=False) == (["all_reduce"], 3)
+
+
+def test_what_is_scattered_lies_in_every_block() -> None:
+    """Two sums, of attention and of the MLP, of 2048 x 2048 elements of 2 bytes over 4 ranks; compiled the MLP's is
+    not kept, and its product neither."""
+    def kept(compiled: bool) -> float:
+        return layer_profile(cut(compiled)[0], "selective-op", True).forward.net[ACTIVATIONS]
+
+    whole = 2048 * 2048 * 2
+    assert kept(False) - kept(True) == whole + whole // 4
+    heads = (32 + 8) * 64 * 2048 * 2 // 4  # queries and values
+    lse = 32 * 2048 * 4 // 4
+    gate = 8192 * 2048 * 2 // 4
+    stream, attention, sums = whole // 4, whole // 4, whole // 4
+    assert kept(True) == pytest.approx(stream + heads + attention + lse + gate + sums, rel=1e-3)

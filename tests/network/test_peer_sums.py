@@ -53,6 +53,12 @@ def test_elsewhere_nccl_serves(name: str, gpus: int, nodes: int, ranks: int) -> 
     assert own == plain and own.algorithm in ("Ring", "Tree")
 
 
+def test_an_odd_number_of_gpus_is_nccl_s() -> None:
+    """vLLM's kernels are made for 2, 4, 6 and 8."""
+    algorithms = [flow(network("dgx-a100-80g"), 8192, ranks).algorithm for ranks in (5, 6, 7, 8)]
+    assert [one == "OneShot" for one in algorithms] == [False, True, False, True]
+
+
 def test_a_mesh_that_joins_every_pair_will_do() -> None:
     assert flow(network("dgx-1v-32g", 4), 8192, 4).algorithm == "OneShot"
 

@@ -18,12 +18,13 @@ from sim.scenario import resolve
 MIB = 2**20
 
 
-def program(framework: str, strategy: str, year: int = 2025, **parallel: Any) -> Program:
+def program(framework: str, strategy: str, year: int = 2025, precision: Any = None, **parallel: Any) -> Program:
     return lower(resolve({
         "name": "x", "cluster": {"topology": "dgx-a100-80g", "nodes": 1},
         "model": {"kind": "decoder", "layers": 4, "hidden": 2048, "heads": 16, "vocab": 8192},
         "training": {"global_batch": 8, "micro_batch": 1, "sequence": 512, "optimizer": "adam",
-                     "precision": "mixed-fp16" if framework == "deepspeed" else "megatron-bf16", "recompute": "full"},
+                     "precision": precision or ("mixed-fp16" if framework == "deepspeed" else "megatron-bf16"),
+                     "recompute": "full"},
         "parallel": {"strategy": strategy, **parallel},
         "software": {"framework": framework, "year": year}})).job.programs[0]
 
@@ -75,9 +76,27 @@ def test_what_a_stack_does_not_flatten_is_made_as_it_stays() -> None:
     assert not program("megatron", "zero1", year=2022).construction
     assert not program("megatron", "ddp").construction
     assert set(program("megatron", "zero1").construction) == {"parameters"}
-    assert not program("deepspeed", "zero1").construction
-    early = program("deepspeed", "zero1", year=2021).construction
-    assert set(early) == {"parameters", "master_parameters", "optimizer_states"}
+
+
+def test_deepspeed_s_releases_leave_less_and_less_behind() -> None:
+    def made(year: int, strategy: str = "zero1") -> set[str]:
+        return set(program("deepspeed", strategy, year).construction)
+
+    assert made(2021) == made(2022) == {"parameters", "master_parameters", "optimizer_states"}
+    assert made(2023) == {"master_parameters", "optimizer_states"}  # 0.9: the cache is emptied
+    assert made(2024) == {"master_parameters"}                      # 0.14: no step before training
+    assert made(2024, "ddp") == {"parameters", "master_parameters", "optimizer_states"}  # FP16_Optimizer as ever
+
+
+def test_sums_beside_bf16_parameters_are_the_gradients_of_the_first_step() -> None:
+    """BF16_Optimizer flattens on the device and steps with the sums it has: nothing of its size comes and goes."""
+    wide = {"name": "mixed-bf16", "gradients": "fp32"}
+    one = program("deepspeed", "zero1", 2022, precision=wide)
+    sizes = [size for _, size in one.construction["optimizer_states"]]
+    numel = sum(size for name, size, _ in one.resident if name == "parameters") // 2
+    assert sizes and all(sizes) and sum(sizes) == 2 * 4 * numel // 8
+    births = [size for _, size in one.construction["parameters"]]
+    assert max(births) == births[len(births) // 2] == 2 * numel  # the flat tensor, while all others are there
 
 
 @settings(max_examples=30, deadline=None)

@@ -63,6 +63,36 @@ def test_later_ones_go_round_a_ring_and_share_scales() -> None:
         "quantise", largest, ("all_gather", WHOLE, "nn"), "transpose", "nt"]
 
 
+@pytest.mark.parametrize("gather", ["fp8", "bf16"])
+def test_tensors_of_torchtitan_s_ranks_have_one_scale_each(gather: str) -> None:
+    """As counted on fake tensors: a feed-forward with wide weights makes 5 all-reduces of one fp64 forward, 6 back."""
+    scenario = resolve({
+        "name": "x", "cluster": {"topology": "dgx-h100", "nodes": 1},
+        "model": {"kind": "decoder", "layers": 2, "hidden": HIDDEN, "heads": 16, "ffn": FFN, "vocab": 32768,
+                  "positions": "rotary", "bias": False, "dropout": False, "activation": "silu", "gated_mlp": True,
+                  "norm": "rmsnorm"},
+        "training": {"micro_batch": 1, "global_batch": 2, "sequence": TOKENS, "attention": "flash",
+                     "precision": {"compute": "fp8", "parameters": "fp32", "master": "none", "gradients": "fp32",
+                                   "optimizer": "fp32", "gather": gather, "reduce": "fp32"}},
+        "parallel": {"strategy": "fsdp", "tensor": PARTS, "sequence_parallel": True},
+        "software": {"framework": "torchtitan", "year": 2025}})
+    stack = stack_for("torchtitan", 2025)
+    block = next(layer for layer in build(scenario, stack, 1).stack if layer.kind == "block")
+    made = joints(stack, ("data", "tensor"), sequence=True, pipelined=False, parts=PARTS)
+    feed = [op for op in block.operators if op.name in ("up", "gate", "down", "gate_up")]
+
+    def largest(direction: Any) -> int:
+        items = [item for op in feed for item in direction(op)]
+        return sum(isinstance(item, InlineCall) and item.call.size_bytes == 8 for item in items)
+
+    weights = 0 if gather == "fp8" else 3
+    assert (largest(made.forward), largest(made.backward)) == (2 + weights, 3 + weights)
+    for direction in (made.forward, made.backward):  # no cast but those: inputs come quantised and are kept so
+        assert largest(direction) == sum(told(direction(op)).count("quantise") for op in feed)
+    up = next(told(made.forward(op)) for op in feed if op.name != "down")
+    assert up[:3] == [("all_reduce", 8, ""), "quantise", ("all_gather", WHOLE, "")] or gather != "fp8"
+
+
 def test_the_gradient_of_a_row_cut_product_is_gathered_beside_it() -> None:
     made, block = operators(2024)
     assert told(made.backward(block["down"])) == ["quantise", ("all_gather", WHOLE, "nn"), "transpose", "nt"]

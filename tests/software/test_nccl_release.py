@@ -10,7 +10,8 @@ from sim.software import stack_for
 
 
 @pytest.mark.parametrize(("year", "torch", "release"), [
-    (2021, "", "2.7"), (2022, "", "2.10"), (2023, "", "2.14"), (2023, "2.1.2", "2.18"), (2024, "2.5.1", "2.21"),
+    (2020, "", "2.4"), (2020, "1.7.1", "2.7"), (2021, "", "2.7"), (2022, "", "2.10"), (2023, "", "2.14"),
+    (2023, "2.1.2", "2.18"), (2024, "2.5.1", "2.21"),
     (2026, "", "2.27")])
 def test_it_came_with_pytorch(year: int, torch: str, release: str) -> None:
     assert stack_for("pytorch", year, versions={"torch": torch} if torch else {}).nccl_release == release

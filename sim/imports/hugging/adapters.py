@@ -1,7 +1,8 @@
 """peft's adapter_config.json, TRL's LoRA arguments, and quantised weights of bitsandbytes.
 
 Source: transformers 5.24 utils/quantization_config.py (BitsAndBytesConfig), trl 1.16 trainer/model_config.py and
-sft_trainer.py; peft's names are recalled (LoraConfig; constants.py for the matrices it picks by itself).
+sft_trainer.py; peft 0.11.1 and 0.17.1 tuners/lora/config.py, LoraConfig, and utils/constants.py for the matrices it
+picks by itself.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def _projections(run: Run, style: Style, x: Tensor, memory: Tensor | None) -> tu
     parts = tuple(zip(("query", "key", "value"), widths, strict=True))
     x = entered(run, style, x)
     style = replace(style, bias=style.qkv_bias)
-    if style.separate_qkv or memory is not None:
+    if style.projects_apart or memory is not None:
         q = _normed(run, style, column(run, style, x, parts[:1]), "query_norm")
         k = _normed(run, style, column(run, style, memory or x, parts[1:2]), "key_norm")
         v = column(run, style, memory or x, parts[2:])

@@ -131,8 +131,8 @@ class Frame:
     """One checkpointed call: nothing is saved in forward, everything when the first node of it runs backward.
 
     Attributes:
-        selective: outputs of attention and of every second product (the first, the third ...) are kept and not
-            computed again.
+        selective: outputs of attention, of reduce-scatters and of every second product (the first, the third ...) are
+            kept and not computed again.
         kept: those outputs, in order; products: how many products have run.
         parts: ranks that share the inputs; gathered: the whole ones, until the frame has run backward.
         outputs: storages of its outputs, where those are given up; last: its node that runs last in backward.
@@ -235,13 +235,14 @@ class Run:
                 node.saved.append(storage)
 
     def output(self, elements: int, dtype: str, *, product: bool = False) -> Storage:
-        """An output of attention or of a product, which selective recomputation may keep (torch.utils.checkpoint
-        create_selective_checkpoint_contexts with torchtitan's policy)."""
+        """An output of attention, of a reduce-scatter or of a product, which selective recomputation may keep
+        (torch.utils.checkpoint create_selective_checkpoint_contexts with torchtitan's policy)."""
         frame = self._saving or self._restoring
         if frame is None or not frame.selective:
             return self.new(elements, dtype)
         frame.products += product
-        keep = not product or (frame.products % 2 == 1 and not (self.compiled and self.memory.operator == self.last))
+        dead = self.compiled and self.memory.operator == self.last  # nothing reads a block's last output in backward
+        keep = not dead and (not product or frame.products % 2 == 1)
         if keep and self._restoring is not None:
             return frame.kept.pop(0)
         storage = self.new(elements, dtype)

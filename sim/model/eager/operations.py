@@ -252,7 +252,8 @@ def scattered(run: Run, x: Tensor, parts: int) -> Tensor:
     """A reduce-scatter along the sequence; backward gathers."""
     elements, dtype = x.elements, x.dtype
     node = run.node(lambda run, _: [run.new(elements, dtype)], (x.sink,))
-    return _result(run, node, elements // parts, dtype)
+    part = elements // parts
+    return Tensor(run.output(part, dtype), part, dtype, node.output())
 
 
 def gathered(run: Run, x: Tensor, parts: int) -> Tensor:

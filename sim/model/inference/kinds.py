@@ -34,7 +34,8 @@ def rank_of(style: Style, batch: int, new: int, cached: int, weights: Weights) -
 def _shared_out(experts: Experts, slices: int, tokens: int) -> Experts:
     """Experts over slices that all have the same tokens: each computes its experts' rows, and the sum over slices
     is the tensor ranks' own. Few tokens ask unevenly by chance: rows of a slice are hypergeometric, and all wait for
-    the largest of them. Source: vLLM's and TensorRT-LLM's expert parallelism over tensor ranks (recalled).
+    the largest of them. Source: vLLM 0.6.3 model_executor/models/mixtral_quant.py, MixtralMoE (expert_indicies of a
+    rank, then tensor_model_parallel_all_reduce); TensorRT-LLM's over tensor ranks alike (recalled).
     """
     ones = tokens * experts.top_k / slices
     rest = (1 - 1 / slices) * (experts.count - experts.top_k) / max(1, experts.count - 1)

@@ -46,9 +46,10 @@ class Weights:
         appended: the cache grows by concatenation (read and written whole); else new rows are written in place.
         multiplied: products run in `dtype` on activations quantised before each (vLLM's and TensorRT-LLM's fp8, and
             their int8: SmoothQuant, arXiv 2211.10438, with a scale per token and per channel that the product's end
-            applies, vLLM's `cutlass_scaled_mm`, recalled); else in 16 bits.
+            applies: vLLM 0.6.3 quantization/utils/w8a8_utils.py, `cutlass_scaled_mm`); else in 16 bits.
         cache: dtype of keys and values in the cache, or "" = as computed. In 8 bits an engine's attention reads them as
-            stored (vLLM's `kv_cache_dtype`, TensorRT-LLM's fp8 and int8 caches: one scale per tensor, recalled); else
+            stored (vLLM 0.6.3 csrc/cache_kernels.cu, one `k_scale` and `v_scale` a layer; TensorRT-LLM's fp8 and int8
+            caches alike, recalled); else
             they are expanded before it (transformers cache_utils.py, QuantizedCache).
     """
 

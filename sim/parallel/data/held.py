@@ -129,14 +129,21 @@ class Held:
             builder.construction["parameters"] = remapped(whole)
         if storage != FLATTENED:
             return
-        split = self.plan.scenario.parallel.strategy in ("zero1", "zero2")
-        builder.construction["parameters"] = moved_into_one(whole) if split else cloned_into_one(whole)
+        stack, split = self.plan.stack, self.plan.scenario.parallel.strategy in ("zero1", "zero2")
+        if self.sums_wide:
+            builder.construction["parameters"] = remapped(whole)
+        elif not split:
+            builder.construction["parameters"] = cloned_into_one(whole)
+        elif not stack.moves_empty_cache:
+            builder.construction["parameters"] = moved_into_one(whole)
         master, states = (builder.tensors.get(name) for name in ("master_parameters", "optimizer_states"))
         if master:
             builder.construction["master_parameters"] = widened([ceil(n * width / DTYPE_BYTES[self.precision.master])
                                                                  for n in master], master)
-        if states and master and not self.offload.pages_optimizer:
-            builder.construction["optimizer_states"] = stepped(sum(master), states)
+        early = stack.states_made_first or not (split or self.sums_wide)
+        if states and master and early and not self.offload.pages_optimizer:
+            zeros = 0 if self.sums_wide else sum(master)  # sums are there already
+            builder.construction["optimizer_states"] = stepped(zeros, states)
 
     def host_states(self, numel: int) -> None:
         """Host memory of an offloading optimizer; accumulated gradients have a pinned buffer in the model's dtype."""

@@ -31,7 +31,7 @@ class Joints:
         pieces: how such products reduce what they make (`Stack.tensor_pieces`).
         parts: tensor ranks.
         margin: SMs of the GPU over those of a product that is reduced in pieces (`Stack.tensor_margin_sms`).
-        shared_scale: they scale what they gather in 8 bits alike (`Stack.shared_scale`).
+        shared_scale: what in 8 bits they scale alike (`Stack.shared_scale`).
     """
 
     calls: Calls
@@ -42,7 +42,7 @@ class Joints:
     shares: bool = False
     pieces: str = "ring"
     parts: int = 1
-    shared_scale: bool = False
+    shared_scale: str = "none"
     margin: float = 1.0
 
     @property

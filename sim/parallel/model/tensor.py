@@ -4,7 +4,9 @@ Sources: Shoeybi et al. 2019 (arXiv 1909.08053), section 3, f and g; Korthikanti
 4.2, g and its conjugate with sequence parallelism; Megatron-LM `tensor_parallel/layers.py`
 (LinearWithGradAccumulationAndAsyncCommunication: the input is gathered beside the data gradient, the input's gradient
 reduced beside the weight gradient), `mappings.py`, `cross_entropy.py`; Megatron-Bridge `peft/utils.py`
-(ParallelLinearAdapter).
+(ParallelLinearAdapter). Scales of torchtitan's tensors: torchao 0.5.0 and 0.13.0 float8/float8_utils.py,
+tensor_to_scale of a DTensor, run on fake tensors under PyTorch 2.13: ranks that share a tensor out find its maximum by
+an all-reduce of 8 bytes (fp64) in front of each cast, of weights and of what products of rows read too.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class Style(NamedTuple):
     keeps: bool
     pieces: str = "ring"
     parts: int = 1
-    shared_scale: bool = False
+    shared_scale: str = "none"
     margin: float = 1.0
 
 
@@ -39,6 +41,19 @@ def around(calls: Calls, joint: Joint, kernels: Items, direction: str, style: St
     """An operator's kernels with the collectives of its joint."""
     if not calls.has("tensor"):
         return kernels
+    met = _around(calls, joint, kernels, direction, style)
+    every = style.shared_scale == "every" and joint.kind in ("column", "row") and joint.gathered not in ("", "mxfp8")
+    return _agreed(calls, met) if every else met
+
+
+def _agreed(calls: Calls, items: Items) -> Items:
+    """All ranks' maximum in front of every cast of a tensor that they share out."""
+    largest = calls.call("tensor", "all_reduce", 1, "fp64")
+    parts = ((largest, item) if isinstance(item, Kernel) and item.variant == "quantise" else (item,) for item in items)
+    return tuple(part for pair in parts for part in pair)
+
+
+def _around(calls: Calls, joint: Joint, kernels: Items, direction: str, style: Style) -> Items:
     own = plain(kernels)
     if joint.kind == "vocabulary_loss":
         # the largest logit, the predicted logit and the sum of exponentials of every token
@@ -123,7 +138,7 @@ def _row_backward(calls: Calls, joint: Joint, own: tuple[Kernel, ...], style: St
 
 def _scale(calls: Calls, joint: Joint, style: Style) -> Items:
     """The largest element of a tensor cut along the sequence, by which it is scaled before it is gathered."""
-    if not style.shared_scale or joint.gathered in ("", "mxfp8"):
+    if style.shared_scale != "gathered" or joint.gathered in ("", "mxfp8"):
         return ()
     return (calls.call("tensor", "all_reduce", 1, "fp32"),)
 

@@ -4,7 +4,8 @@ A step of the Program is one request of `batch` sequences per replica: a section
 token each that repeat. The cache grows with every token; the generation is cut into pieces of equal length and each is
 simulated at the cache length of its middle, which is exact for costs that grow evenly with the length. CUDA graphs
 replay tokens; prompts, whose lengths differ, are launched kernel by kernel (gpt-fast generate.py compiles with
-"reduce-overhead" what decodes one token; vLLM 0.6 and TensorRT-LLM 0.5 alike, recalled).
+"reduce-overhead" what decodes one token, and TensorRT-LLM 0.5 alike, recalled; vLLM 0.6.3 worker/model_runner.py,
+`_use_captured_graph`: decode_only).
 
 An encoder-decoder's prompt section is the encoder and the decoder's first token; a cache that grows is not there while
 the encoder runs. An encoder alone has no other section, and graphs replay it, as batches of one shape ask for.
