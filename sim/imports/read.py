@@ -14,6 +14,8 @@ _READERS = {
     "hf": ("sim.imports.hugging.files", "read_hf"),
     "accelerate": ("sim.imports.hugging.files", "read_accelerate"),
     "deepspeed": ("sim.imports.hugging.files", "read_deepspeed"),
+    "axolotl": ("sim.imports.hugging.files", "read_axolotl"),
+    "llamafactory": ("sim.imports.hugging.files", "read_factory"),
     "torchtitan": ("sim.imports.torchtitan.read", "read"),
     "megatron": ("sim.imports.megatron.read", "read"),
 }
