@@ -15,7 +15,7 @@ _SAME = {
     "llama-3.1-8b": "llama-3-8b", "llama-3.1-70b": "llama-3-70b", "llama-3.1-405b": "llama-3-405b",
     "llama-3.3-70b": "llama-3-70b", "qwen2-0.5b": "qwen2.5-0.5b", "qwen2-1.5b": "qwen2.5-1.5b",
     "qwen2-7b": "qwen2.5-7b", "qwen2-72b": "qwen2.5-72b", "phi-3.5-mini": "phi-3-mini",
-    "mistral-nemo": "mistral-nemo-12b",
+    "mistral-nemo": "mistral-nemo-12b", "phi-4-14b": "phi-4",
 }
 
 

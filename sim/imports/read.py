@@ -17,6 +17,7 @@ _READERS = {
     "axolotl": ("sim.imports.hugging.files", "read_axolotl"),
     "llamafactory": ("sim.imports.hugging.files", "read_factory"),
     "torchtitan": ("sim.imports.torchtitan.read", "read"),
+    "torchtune": ("sim.imports.torchtune.read", "read"),
     "megatron": ("sim.imports.megatron.read", "read"),
 }
 #: Kinds of the specification that are not read, and why.

@@ -151,6 +151,63 @@ class Settings:
                 yield name, value
 
 
+def peek(settings: Settings, *names: str) -> Said | None:
+    """As `Settings.get`, but nothing counts as read."""
+    return replace(settings, _read=set()).get(*names)
+
+
+def switch(settings: Settings, *names: str) -> Said | None:
+    """A setting that is on; where it is off, it is without effect."""
+    said = peek(settings, *names)
+    if said is None:
+        return None
+    if said.flag():
+        return settings.get(*names)
+    settings.idle(*names)
+    return None
+
+
+def word_of(settings: Settings, *names: str) -> Said | None:
+    """A setting that is a word other than none; none, no and null say nothing."""
+    said = peek(settings, *names)
+    if said is None:
+        return None
+    if said.value is not False and said.word() not in ("", "none", "no", "null", "false"):
+        return settings.get(*names)
+    settings.idle(*names)
+    return None
+
+
+def one_of(said: Said, allowed: Mapping[str, Any]) -> Any:
+    """What a word stands for. Raises UserError with the words allowed."""
+    word = said.word()
+    if word not in allowed:
+        raise said.wrong(f"one of {', '.join(allowed)}")
+    return allowed[word]
+
+
+def mapping_at(settings: Settings, *names: str) -> None:
+    """Raises UserError where one of these names holds something other than a mapping."""
+    for name in names:
+        said = peek(settings, name)
+        if said is not None and not isinstance(said.value, Mapping):
+            raise said.wrong("a mapping")
+
+
+def take_whole(settings: Settings, name: str) -> None:
+    """Takes a setting out, so that none of what stands under it is listed: it is told as one, or others read it."""
+    settings.get(name)
+    settings.data = _without(settings.data, name)
+
+
+def _without(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    first, _, rest = name.partition(".")
+    below = data.get(first)
+    if rest and isinstance(below, Mapping):
+        return {**data, first: _without(below, rest)}
+    return {key: value for key, value in data.items() if key != first}
+
+
 def read_settings(file: str) -> Settings:
     """The settings of a JSON, YAML or TOML file (by its ending; others are tried as JSON, then YAML).
 

@@ -6,8 +6,8 @@ sft_trainer.py; peft's names are recalled (LoraConfig; constants.py for the matr
 
 from __future__ import annotations
 
-from sim.imports.hugging.facts import Job, mapping_at, peek, switch, take_whole, word_of
-from sim.imports.settings import Said, Settings
+from sim.imports.hugging.facts import Job
+from sim.imports.settings import Said, Settings, mapping_at, peek, switch, take_whole, word_of
 
 _QKV, _MLP = ("query", "key", "value"), ("mlp",)
 #: Module names of transformers' models -> which of our matrices they are.

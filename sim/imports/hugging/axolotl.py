@@ -8,22 +8,10 @@ utils/trainer.py (setup_fsdp_envs), utils/distributed.py (_get_parallel_config_k
 from __future__ import annotations
 
 from sim.imports.hugging.adapters import LINEAR
-from sim.imports.hugging.facts import (
-    FP8_GATHER,
-    Job,
-    inner,
-    mapping_at,
-    one_of,
-    peek,
-    renamed,
-    set_apart,
-    switch,
-    take_whole,
-    word_of,
-)
+from sim.imports.hugging.facts import FP8_GATHER, Job, inner, renamed, set_apart
 from sim.imports.hugging.fsdp import read_fsdp, read_mesh
 from sim.imports.hugging.trainer import read_arguments
-from sim.imports.settings import Said, Settings
+from sim.imports.settings import Said, Settings, mapping_at, one_of, peek, switch, take_whole, word_of
 
 #: Any of these makes a file axolotl's.
 MARKS = ("base_model",)

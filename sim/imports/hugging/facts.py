@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from sim.errors import Fault, UserError
 from sim.imports.draft import Draft
-from sim.imports.settings import Said, Settings, read_settings
+from sim.imports.settings import Said, Settings, read_settings, take_whole
 
 #: Who splits the job over GPUs: nobody or DDP, FSDP, ZeRO, Megatron-LM.
 Engine = Literal["plain", "fsdp", "zero", "core"]
@@ -24,8 +24,6 @@ FP8_GATHER = "fp8_enable_fsdp_float8_all_gather"
 
 _DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "half": "fp16", "fp16": "fp16", "float32": "fp32",
            "float": "fp32", "fp32": "fp32"}
-
-
 #: Fact -> fields with which the command line decides it, whatever files say.
 _DECIDED_BY = {"micro": ("training.micro_batch",), "steps": ("training.micro_steps", "training.global_batch"),
                "total": ("training.micro_steps", "training.global_batch"), "engine": ("parallel.strategy",)}
@@ -96,33 +94,6 @@ class Job:
         return engine
 
 
-def peek(settings: Settings, *names: str) -> Said | None:
-    """As `Settings.get`, but nothing counts as read."""
-    return replace(settings, _read=set()).get(*names)
-
-
-def switch(settings: Settings, *names: str) -> Said | None:
-    """A setting that is on; where it is off, it is without effect."""
-    said = peek(settings, *names)
-    if said is None:
-        return None
-    if said.flag():
-        return settings.get(*names)
-    settings.idle(*names)
-    return None
-
-
-def word_of(settings: Settings, *names: str) -> Said | None:
-    """A setting that is a word other than none; none, no and null say nothing."""
-    said = peek(settings, *names)
-    if said is None:
-        return None
-    if said.value is not False and said.word() not in ("", "none", "no", "null", "false"):
-        return settings.get(*names)
-    settings.idle(*names)
-    return None
-
-
 def dtype_of(said: Said) -> str | None:
     """A torch dtype's name as ours; None for "auto"."""
     word = said.word().removeprefix("torch.")
@@ -133,42 +104,12 @@ def dtype_of(said: Said) -> str | None:
     return _DTYPES[word]
 
 
-def one_of(said: Said, allowed: Mapping[str, Any]) -> Any:
-    """What a word stands for. Raises UserError with the words allowed."""
-    word = said.word()
-    if word not in allowed:
-        raise said.wrong(f"one of {', '.join(allowed)}")
-    return allowed[word]
-
-
-def mapping_at(settings: Settings, *names: str) -> None:
-    """Raises UserError where one of these names holds something other than a mapping."""
-    for name in names:
-        said = peek(settings, name)
-        if said is not None and not isinstance(said.value, Mapping):
-            raise said.wrong("a mapping")
-
-
-def take_whole(settings: Settings, name: str) -> None:
-    """Takes a setting out, so that none of what stands under it is listed: it is told as one, or others read it."""
-    settings.get(name)
-    settings.data = _without(settings.data, name)
-
-
 def set_apart(settings: Settings, job: Job, names: Collection[str]) -> Settings:
     """What is left of a file for another reader, which would read these names otherwise; both are closed."""
     rest = replace(settings, data={key: value for key, value in settings.data.items() if key not in names})
     settings.data = {key: value for key, value in settings.data.items() if key in names}
     job.files.append(rest)
     return rest
-
-
-def _without(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    first, _, rest = name.partition(".")
-    below = data.get(first)
-    if rest and isinstance(below, Mapping):
-        return {**data, first: _without(below, rest)}
-    return {key: value for key, value in data.items() if key != first}
 
 
 @dataclass

@@ -18,13 +18,13 @@ from sim.imports.hugging.adapters import read_adapter, read_quantised
 from sim.imports.hugging.axolotl import read_axolotl_yaml
 from sim.imports.hugging.deepspeed import MARKS as ZERO_MARKS
 from sim.imports.hugging.deepspeed import read_deepspeed_json, settle_zero
-from sim.imports.hugging.facts import AUTO, Job, peek
+from sim.imports.hugging.facts import AUTO, Job
 from sim.imports.hugging.fsdp import settle_fsdp
 from sim.imports.hugging.llamafactory import read_llamafactory
 from sim.imports.hugging.optimizers import settle_optimizer
 from sim.imports.hugging.policy import settle_precision
 from sim.imports.hugging.trainer import MARKS, read_arguments, settle_arguments
-from sim.imports.settings import Said, Settings, read_settings
+from sim.imports.settings import Said, Settings, peek, read_settings
 from sim.scenario.precisions import PRECISIONS
 
 Reader = Callable[[Settings, Job], None]

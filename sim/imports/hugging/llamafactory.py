@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from sim.errors import Fault, UserError
 from sim.imports.hugging.adapters import LINEAR, read_lora
-from sim.imports.hugging.facts import FP8_GATHER, Job, one_of, peek, renamed, set_apart, switch, take_whole, word_of
+from sim.imports.hugging.facts import FP8_GATHER, Job, renamed, set_apart
 from sim.imports.hugging.trainer import read_arguments
-from sim.imports.settings import Settings
+from sim.imports.settings import Settings, one_of, peek, switch, take_whole, word_of
 
 #: Any of these makes a file LLaMA-Factory's.
 MARKS = ("finetuning_type", "stage")

@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 from sim.imports.hugging.adapters import settle_adapters
-from sim.imports.hugging.facts import Job, dtype_of, word_of
-from sim.imports.settings import Said
+from sim.imports.hugging.facts import Job, dtype_of
+from sim.imports.settings import Said, word_of
 from sim.scenario.precisions import FIELDS, PRECISIONS
 
 _PATH = "training.precision"

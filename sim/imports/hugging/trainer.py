@@ -10,10 +10,10 @@ from typing import Any
 
 from sim.imports.hugging.adapters import read_lora_arguments, read_quantised
 from sim.imports.hugging.deepspeed import read_deepspeed_json
-from sim.imports.hugging.facts import Job, dtype_of, inner, mapping_at, one_of, peek, switch, word_of
+from sim.imports.hugging.facts import Job, dtype_of, inner
 from sim.imports.hugging.fsdp import read_fsdp, read_mesh
 from sim.imports.hugging.optimizers import read_optimizer
-from sim.imports.settings import Said, Settings
+from sim.imports.settings import Said, Settings, mapping_at, one_of, peek, switch, word_of
 from sim.scenario.presets import preset
 from sim.software.stack import stack_for
 
