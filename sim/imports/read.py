@@ -18,6 +18,7 @@ _READERS = {
     "llamafactory": ("sim.imports.hugging.files", "read_factory"),
     "torchtitan": ("sim.imports.torchtitan.read", "read"),
     "torchtune": ("sim.imports.torchtune.read", "read"),
+    "llm-foundry": ("sim.imports.foundry.read", "read"),
     "megatron": ("sim.imports.megatron.read", "read"),
 }
 #: Kinds of the specification that are not read, and why.

@@ -16,6 +16,8 @@ from sim.scenario.document import Document, parse_document, read_text
 
 _TABLE = re.compile(r"\s*\[([\w.\"' -]+)\]\s*(#.*)?\Z")
 _KEY = re.compile(r"\s*([\w.-]+)\s*=")
+#: A value that is the name of another: dots in front count from the mapping it stands in.
+_NAMED = re.compile(r"\$\{(\.*)([\w-]+(?:\.[\w-]+)*)\}")
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -204,8 +206,34 @@ def _without(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     first, _, rest = name.partition(".")
     below = data.get(first)
     if rest and isinstance(below, Mapping):
-        return {**data, first: _without(below, rest)}
+        left = _without(below, rest)
+        return {**data, first: left} if left or not below else _without(data, first)
     return {key: value for key, value in data.items() if key != first}
+
+
+def resolved(settings: Settings) -> Settings:
+    """The same, a value that is another setting's name (`${max_seq_len}`, OmegaConf's) in the place of the name.
+
+    Names of what is not there, resolvers (`${oc.env:…}`) and parts of texts stay as they are.
+
+    Raises:
+        UserError: names that name each other.
+    """
+    def value_of(name: str, value: Any, seen: tuple[str, ...]) -> Any:
+        if isinstance(value, Mapping):
+            return {key: value_of(f"{name}.{key}" if name else str(key), one, seen) for key, one in value.items()}
+        found = _NAMED.fullmatch(value.strip()) if isinstance(value, str) else None
+        if found is None:
+            return value
+        dots = len(found[1])
+        above = name.split(".")[:-dots] if dots else []
+        wanted = ".".join([*above, found[2]])
+        if wanted in seen:
+            raise Said(settings.file, name, value, settings.line(name)).wrong("a name that leads to a value")
+        there = settings._at(wanted)
+        return value if there is None else value_of(wanted, there, (*seen, wanted))
+
+    return replace(settings, data=value_of("", settings.data, ()))
 
 
 def read_settings(file: str) -> Settings:

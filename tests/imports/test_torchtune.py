@@ -115,7 +115,8 @@ def test_adapters(read: Read, component: str, more: dict[str, Any], tuned: dict[
 @pytest.mark.parametrize(("optimizer", "expected"), [
     ({"_component_": "torch.optim.AdamW"}, ["adamw", "foreach", None, "pure-bf16"]),
     ({"_component_": "torch.optim.AdamW", "fused": True}, ["adamw", "fused", None, "pure-bf16"]),
-    ({"_component_": "torch.optim.SGD", "momentum": 0.9, "foreach": False}, ["sgd-momentum", "loop", None, "pure-bf16"]),
+    ({"_component_": "torch.optim.SGD", "momentum": 0.9, "foreach": False},
+     ["sgd-momentum", "loop", None, "pure-bf16"]),
     ({"_component_": "bitsandbytes.optim.PagedAdamW8bit"}, ["adamw-8bit", None, "paged", "pure-bf16"]),
     ({"_component_": "bitsandbytes.optim.PagedAdamW"}, ["adamw", None, "paged", {"name": "pure-bf16",
                                                                                  "optimizer": "fp32"}]),
