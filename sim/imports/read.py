@@ -19,6 +19,7 @@ _READERS = {
     "torchtitan": ("sim.imports.torchtitan.read", "read"),
     "torchtune": ("sim.imports.torchtune.read", "read"),
     "llm-foundry": ("sim.imports.foundry.read", "read"),
+    "nemo": ("sim.imports.megatron.nemo", "read"),
     "megatron": ("sim.imports.megatron.read", "read"),
 }
 #: Kinds of the specification that are not read, and why.

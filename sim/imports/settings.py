@@ -6,7 +6,7 @@ import fnmatch
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -151,6 +151,31 @@ class Settings:
                 yield from self._leaves(value, name)
             elif value is not None:
                 yield name, value
+
+
+@dataclass
+class Told(Settings):
+    """Settings whose names in their file are others than the ones they are asked for by; the file's are told.
+
+    Attributes:
+        tell: the name asked for -> the file's.
+    """
+
+    tell: Callable[[str], str] = str
+
+    def get(self, *names: str) -> Said | None:
+        said = super().get(*names)
+        return self._full(said) if said is not None else None
+
+    def rest(self) -> Iterator[tuple[Said, bool]]:
+        for said, idle in super().rest():
+            yield self._full(said), idle
+
+    def read(self) -> Iterator[Said]:
+        return map(self._full, super().read())
+
+    def _full(self, said: Said) -> Said:
+        return replace(said, name=self.tell(said.name))
 
 
 def peek(settings: Settings, *names: str) -> Said | None:

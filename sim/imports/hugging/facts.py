@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os.path
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from sim.errors import Fault, UserError
 from sim.imports.draft import Draft
-from sim.imports.settings import Said, Settings, read_settings, take_whole
+from sim.imports.settings import Said, Settings, Told, read_settings, take_whole
 
 #: Who splits the job over GPUs: nobody or DDP, FSDP, ZeRO, Megatron-LM.
 Engine = Literal["plain", "fsdp", "zero", "core"]
@@ -112,31 +112,6 @@ def set_apart(settings: Settings, job: Job, names: Collection[str]) -> Settings:
     return rest
 
 
-@dataclass
-class _Told(Settings):
-    """Settings whose names in their file are others than the ones they are asked for by; the file's are told.
-
-    Attributes:
-        tell: the name asked for -> the file's.
-    """
-
-    tell: Callable[[str], str] = str
-
-    def get(self, *names: str) -> Said | None:
-        said = super().get(*names)
-        return self._full(said) if said is not None else None
-
-    def rest(self) -> Iterator[tuple[Said, bool]]:
-        for said, idle in super().rest():
-            yield self._full(said), idle
-
-    def read(self) -> Iterator[Said]:
-        return map(self._full, super().read())
-
-    def _full(self, said: Said) -> Said:
-        return replace(said, name=self.tell(said.name))
-
-
 def renamed(settings: Settings, names: Mapping[str, str]) -> Settings:
     """The same file under other names, so that one reader does for tools that call a setting otherwise.
 
@@ -153,7 +128,7 @@ def renamed(settings: Settings, names: Mapping[str, str]) -> Settings:
 
     data = {names.get(key, key): value for key, value in settings.data.items() if key in names or key not in back}
     lines = {turned(name, names): line for name, line in settings.lines.items()}
-    return _Told(settings.file, data, lines, tell=lambda name: turned(name, back))
+    return Told(settings.file, data, lines, tell=lambda name: turned(name, back))
 
 
 def inner(settings: Settings, name: str, given: Sequence[Settings] = ()) -> Settings | None:
@@ -178,7 +153,7 @@ def inner(settings: Settings, name: str, given: Sequence[Settings] = ()) -> Sett
         start = f"{name}."
         lines = {key.removeprefix(start): line for key, line in settings.lines.items() if key.startswith(start)}
         take_whole(settings, name)
-        return _Told(settings.file, value, lines or {str(key): said.line for key in value},
+        return Told(settings.file, value, lines or {str(key): said.line for key in value},
                      tell=lambda below: f"{said.name}.{below}")
     if not isinstance(value, str) or not value.strip() or "\0" in value:
         raise said.wrong("a mapping or the path of a file")
