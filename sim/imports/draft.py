@@ -139,6 +139,15 @@ class Draft:
         self._told.add((said.file, said.name))
         self._others.append(Note("taken", str(said), path, value))
 
+    def model_config(self, settings: Settings) -> bool:
+        """Takes a model's config.json, whose sizes `sim.scenario.hf` reads; whether a file is one."""
+        said = settings.get("model_type", "architectures")
+        if said is not None:
+            self.take("model.hf", settings.file, said)
+            settings.elsewhere = True
+            self.close(settings)
+        return said is not None
+
     def close(self, settings: Settings) -> None:
         """Notes all that nobody took of a file."""
         self._closed.append(settings)

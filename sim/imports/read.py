@@ -18,6 +18,7 @@ _READERS = {
     "llamafactory": ("sim.imports.hugging.files", "read_factory"),
     "torchtitan": ("sim.imports.torchtitan.read", "read"),
     "torchtune": ("sim.imports.torchtune.read", "read"),
+    "litgpt": ("sim.imports.litgpt.read", "read"),
     "llm-foundry": ("sim.imports.foundry.read", "read"),
     "nemo": ("sim.imports.megatron.nemo", "read"),
     "megatron": ("sim.imports.megatron.read", "read"),

@@ -14,7 +14,7 @@ from sim.errors import Fault, UserError
 from sim.imports.draft import Draft, Ranks
 from sim.imports.foundry.model import read_model
 from sim.imports.hugging.facts import inner
-from sim.imports.settings import Said, Settings, one_of, peek, read_settings, resolved, switch, take_whole
+from sim.imports.settings import Said, Settings, mapping_at, one_of, peek, read_settings, resolved, switch, take_whole
 from sim.scenario.precisions import PRECISIONS
 
 #: Any of these makes a file LLM Foundry's.
@@ -59,10 +59,7 @@ def read(files: Sequence[str], draft: Draft) -> None:
     """
     for file in files:
         settings = read_settings(file)
-        if said := settings.get("model_type", "architectures"):
-            draft.take("model.hf", file, said)
-            settings.elsewhere = True
-            draft.close(settings)
+        if draft.model_config(settings):
             continue
         if isinstance(settings.data.get("parameters"), Mapping):  # a run file of MosaicML's platform
             gpus = settings.get("compute.gpus", "gpu_num")
@@ -79,6 +76,7 @@ def read(files: Sequence[str], draft: Draft) -> None:
 
 
 def _job(settings: Settings, draft: Draft) -> None:
+    mapping_at(settings, "algorithms", "model", "optimizer", "fsdp_config", "train_loader")
     transformers = read_model(settings, draft)
     draft.assume("software.framework", "composer", "LLM Foundry runs on Composer")
     if transformers:

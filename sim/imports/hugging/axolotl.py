@@ -373,10 +373,15 @@ def _loss(settings: Settings, job: Job) -> None:
     found = [said for name in _LOSSES if (said := switch(settings, name)) is not None]
     if len(found) > 1:
         raise found[1].wrong(f"false beside {found[0].name}")
-    if found:
-        draft.take("training.chunked_loss", True, found[0])
-    elif plugins is not None and not settings.has(_CUT) and any(_CUT in str(one) for one in names):
-        draft.take("training.chunked_loss", True, plugins, "the plugin's default of cut_cross_entropy")
+    by_plugin = plugins is not None and not settings.has(_CUT) and any(_CUT in str(one) for one in names)
+    said = found[0] if found else plugins if by_plugin else None
+    if said is not None:
+        settings.get(said.name)
+    ranks = peek(settings, f"{_MESH}.tp_size")
+    if said is not None and ranks is not None and ranks.whole() > 1:
+        draft.leave(said, "a loss in chunks over tensor ranks is not simulated: whole logits are counted")
+    elif said is not None:
+        draft.take("training.chunked_loss", True, said, "" if found else "the plugin's default of cut_cross_entropy")
     fused = [said for name in _LIGER if (said := switch(settings, name)) is not None]
     for said in fused[:1]:
         draft.leave(said, "Liger's fused norms, rotary positions and MLPs have no field"

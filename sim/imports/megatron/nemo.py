@@ -46,6 +46,8 @@ _NORMS = {"layernorm": "LayerNorm", "layernorm1p": "LayerNorm", "low_precision_l
           "rmsnorm": "RMSNorm"}
 _OPTIMIZERS = {"distributed_fused_adam": "adam", "mcore_distributed_optim": "adam", "fused_adam": "adam",
                "megatron_fused_adam": "adam", "adam": "adam", "adamw": "adam", "sgd": "sgd"}
+#: Tokenizers by Megatron-LM's own names.
+_LIBRARY = "megatron"
 _SHARDED = ("distributed_fused_adam", "mcore_distributed_optim")
 _IDLE = (
     "name", "restore_from_path", "exp_manager.*", "run.*", "trainer.*", "model.data.*", "model.optim.*", "model.*path*",
@@ -166,7 +168,7 @@ def _model(settings: Settings, put: Put) -> None:
     if fused is not None and not fused.flag():
         put(fused, "bias_gelu_fusion", False)
     kind, library = settings.get("model.tokenizer.type"), settings.get("model.tokenizer.library")
-    if kind is not None and library is not None and library.word() == "megatron":
+    if kind is not None and library is not None and library.word() == _LIBRARY:
         put(kind, "tokenizer_type", kind.value)
     elif kind is not None:
         put(kind, "tokenizer_name_or_path", kind.value)

@@ -83,10 +83,7 @@ def read(files: Sequence[str], draft: Draft) -> None:
     """
     for file in files:
         settings = read_settings(file)
-        if said := settings.get("model_type", "architectures"):
-            draft.take("model.hf", file, said)
-            settings.elsewhere = True
-            draft.close(settings)
+        if draft.model_config(settings):
             continue
         _recognise(settings)
         layers = _model(settings, draft)

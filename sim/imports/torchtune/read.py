@@ -93,12 +93,9 @@ def read(files: Sequence[str], draft: Draft) -> None:
     """
     for file in files:
         settings = read_settings(file)
-        if said := settings.get("model_type", "architectures"):
-            draft.take("model.hf", file, said)
-            settings.elsewhere = True
-        else:
+        if not draft.model_config(settings):
             _recipe(settings, draft)
-        draft.close(settings)
+            draft.close(settings)
 
 
 def _recipe(settings: Settings, draft: Draft) -> None:
