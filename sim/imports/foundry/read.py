@@ -14,7 +14,7 @@ from sim.errors import Fault, UserError
 from sim.imports.draft import Draft, Ranks
 from sim.imports.foundry.model import read_model
 from sim.imports.hugging.facts import inner
-from sim.imports.settings import Said, Settings, mapping_at, one_of, peek, read_settings, resolved, switch, take_whole
+from sim.imports.settings import Said, Settings, mapping_at, one_of, peek, resolved, switch, take_whole
 from sim.scenario.precisions import PRECISIONS
 
 #: Any of these makes a file LLM Foundry's.
@@ -57,10 +57,7 @@ def read(files: Sequence[str], draft: Draft) -> None:
     Raises:
         UserError: a file that cannot be read, or a value that cannot be.
     """
-    for file in files:
-        settings = read_settings(file)
-        if draft.model_config(settings):
-            continue
+    for settings in draft.opened(files):
         if isinstance(settings.data.get("parameters"), Mapping):  # a run file of MosaicML's platform
             gpus = settings.get("compute.gpus", "gpu_num")
             if gpus is not None:
@@ -71,7 +68,8 @@ def read(files: Sequence[str], draft: Draft) -> None:
             draft.close(settings)
             settings = part or settings
         if not any(settings.has(mark) for mark in _MARKS):
-            raise UserError(Fault(f"holds none of LLM Foundry's settings ({', '.join(_MARKS[:3])}, …)", "", file, 1))
+            raise UserError(Fault(f"holds none of LLM Foundry's settings ({', '.join(_MARKS[:3])}, …)", "",
+                                  settings.file, 1))
         _job(resolved(settings), draft)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from sim.errors import Fault, UserError
 from sim.imports.draft import Draft, Ranks
 from sim.imports.hub import preset_of
-from sim.imports.settings import Said, Settings, one_of, read_settings, switch
+from sim.imports.settings import Said, Settings, one_of, switch
 
 #: LoRA's switches -> matrices, and whether each is on where a file says nothing.
 _MATRICES = {"lora_query": ("query", True), "lora_key": ("key", False), "lora_value": ("value", True),
@@ -61,11 +61,9 @@ def read(files: Sequence[str], draft: Draft) -> None:
     Raises:
         UserError: a file that cannot be read, or a value that cannot be.
     """
-    for file in files:
-        settings = read_settings(file)
-        if not draft.model_config(settings):
-            _job(settings, draft)
-            draft.close(settings)
+    for settings in draft.opened(files):
+        _job(settings, draft)
+        draft.close(settings)
 
 
 def _job(settings: Settings, draft: Draft) -> None:

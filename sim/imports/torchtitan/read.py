@@ -14,7 +14,7 @@ from sim.catalog import table
 from sim.errors import Fault, UserError
 from sim.imports.draft import Draft
 from sim.imports.hugging.files import kind_of
-from sim.imports.settings import Said, Settings, one_of, read_settings
+from sim.imports.settings import Said, Settings, one_of
 from sim.imports.torchtitan.layout import read_layout
 from sim.scenario.presets import preset
 
@@ -81,10 +81,7 @@ def read(files: Sequence[str], draft: Draft) -> None:
     Raises:
         UserError: a file that cannot be read, or a value that cannot be.
     """
-    for file in files:
-        settings = read_settings(file)
-        if draft.model_config(settings):
-            continue
+    for settings in draft.opened(files):
         _recognise(settings)
         layers = _model(settings, draft)
         sharded = read_layout(settings, draft, layers)

@@ -16,7 +16,7 @@ from typing import Any
 from sim.errors import Fault, UserError
 from sim.imports.draft import Draft
 from sim.imports.hub import preset_of
-from sim.imports.settings import Said, Settings, one_of, read_settings, switch
+from sim.imports.settings import Said, Settings, one_of, switch
 from sim.scenario.document import read_text
 from sim.scenario.presets import preset
 
@@ -91,11 +91,9 @@ def read(files: Sequence[str], draft: Draft) -> None:
     Raises:
         UserError: a file that cannot be read, or a value that cannot be.
     """
-    for file in files:
-        settings = read_settings(file)
-        if not draft.model_config(settings):
-            _recipe(settings, draft)
-            draft.close(settings)
+    for settings in draft.opened(files):
+        _recipe(settings, draft)
+        draft.close(settings)
 
 
 def _recipe(settings: Settings, draft: Draft) -> None:
