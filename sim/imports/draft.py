@@ -140,7 +140,7 @@ class Draft:
         self._others.append(Note("taken", str(said), path, value))
 
     def opened(self, files: Iterable[str]) -> Iterator[Settings]:
-        """The settings of each file but a model's config.json, whose sizes `sim.scenario.hf` reads. Raises UserError."""
+        """The settings of each file but a model's config.json, which `sim.scenario.hf` reads. Raises UserError."""
         for file in files:
             settings = read_settings(file)
             said = settings.get("model_type", "architectures")
