@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from sim.errors import Fault, UserError
-from sim.imports.settings import Said, Settings
+from sim.imports.settings import Said, Settings, read_settings
 from sim.scenario.document import Document
 from sim.scenario.load import resolve_document
 from sim.scenario.paths import apply_sets
@@ -138,6 +138,18 @@ class Draft:
         """A setting that says a part of a field whose whole another one is the origin of."""
         self._told.add((said.file, said.name))
         self._others.append(Note("taken", str(said), path, value))
+
+    def opened(self, files: Iterable[str]) -> Iterator[Settings]:
+        """The settings of each file but a model's config.json, which `sim.scenario.hf` reads. Raises UserError."""
+        for file in files:
+            settings = read_settings(file)
+            said = settings.get("model_type", "architectures")
+            if said is None:
+                yield settings
+                continue
+            self.take("model.hf", file, said)
+            settings.elsewhere = True
+            self.close(settings)
 
     def close(self, settings: Settings) -> None:
         """Notes all that nobody took of a file."""

@@ -14,7 +14,13 @@ _READERS = {
     "hf": ("sim.imports.hugging.files", "read_hf"),
     "accelerate": ("sim.imports.hugging.files", "read_accelerate"),
     "deepspeed": ("sim.imports.hugging.files", "read_deepspeed"),
+    "axolotl": ("sim.imports.hugging.files", "read_axolotl"),
+    "llamafactory": ("sim.imports.hugging.files", "read_factory"),
     "torchtitan": ("sim.imports.torchtitan.read", "read"),
+    "torchtune": ("sim.imports.torchtune.read", "read"),
+    "litgpt": ("sim.imports.litgpt.read", "read"),
+    "llm-foundry": ("sim.imports.foundry.read", "read"),
+    "nemo": ("sim.imports.megatron.nemo", "read"),
     "megatron": ("sim.imports.megatron.read", "read"),
 }
 #: Kinds of the specification that are not read, and why.

@@ -6,7 +6,7 @@ import fnmatch
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from sim.scenario.document import Document, parse_document, read_text
 
 _TABLE = re.compile(r"\s*\[([\w.\"' -]+)\]\s*(#.*)?\Z")
 _KEY = re.compile(r"\s*([\w.-]+)\s*=")
+#: A value that is the name of another: dots in front count from the mapping it stands in.
+_NAMED = re.compile(r"\$\{(\.*)([\w-]+(?:\.[\w-]+)*)\}")
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -149,6 +151,114 @@ class Settings:
                 yield from self._leaves(value, name)
             elif value is not None:
                 yield name, value
+
+
+@dataclass
+class Told(Settings):
+    """Settings whose names in their file are others than the ones they are asked for by; the file's are told.
+
+    Attributes:
+        tell: the name asked for -> the file's.
+    """
+
+    tell: Callable[[str], str] = str
+
+    def get(self, *names: str) -> Said | None:
+        said = super().get(*names)
+        return self._full(said) if said is not None else None
+
+    def rest(self) -> Iterator[tuple[Said, bool]]:
+        for said, idle in super().rest():
+            yield self._full(said), idle
+
+    def read(self) -> Iterator[Said]:
+        return map(self._full, super().read())
+
+    def _full(self, said: Said) -> Said:
+        return replace(said, name=self.tell(said.name))
+
+
+def peek(settings: Settings, *names: str) -> Said | None:
+    """As `Settings.get`, but nothing counts as read."""
+    return replace(settings, _read=set()).get(*names)
+
+
+def switch(settings: Settings, *names: str) -> Said | None:
+    """A setting that is on; where it is off, it is without effect."""
+    said = peek(settings, *names)
+    if said is None:
+        return None
+    if said.flag():
+        return settings.get(*names)
+    settings.idle(*names)
+    return None
+
+
+def word_of(settings: Settings, *names: str) -> Said | None:
+    """A setting that is a word other than none; none, no and null say nothing."""
+    said = peek(settings, *names)
+    if said is None:
+        return None
+    if said.value is not False and said.word() not in ("", "none", "no", "null", "false"):
+        return settings.get(*names)
+    settings.idle(*names)
+    return None
+
+
+def one_of(said: Said, allowed: Mapping[str, Any]) -> Any:
+    """What a word stands for. Raises UserError with the words allowed."""
+    word = said.word()
+    if word not in allowed:
+        raise said.wrong(f"one of {', '.join(allowed)}")
+    return allowed[word]
+
+
+def mapping_at(settings: Settings, *names: str) -> None:
+    """Raises UserError where one of these names holds something other than a mapping."""
+    for name in names:
+        said = peek(settings, name)
+        if said is not None and not isinstance(said.value, Mapping):
+            raise said.wrong("a mapping")
+
+
+def take_whole(settings: Settings, name: str) -> None:
+    """Takes a setting out, so that none of what stands under it is listed: it is told as one, or others read it."""
+    settings.get(name)
+    settings.data = _without(settings.data, name)
+
+
+def _without(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    first, _, rest = name.partition(".")
+    below = data.get(first)
+    if rest and isinstance(below, Mapping):
+        left = _without(below, rest)
+        return {**data, first: left} if left or not below else _without(data, first)
+    return {key: value for key, value in data.items() if key != first}
+
+
+def resolved(settings: Settings) -> Settings:
+    """The same, a value that is another setting's name (`${max_seq_len}`, OmegaConf's) in the place of the name.
+
+    Names of what is not there, resolvers (`${oc.env:…}`) and parts of texts stay as they are.
+
+    Raises:
+        UserError: names that name each other.
+    """
+    def value_of(name: str, value: Any, seen: tuple[str, ...]) -> Any:
+        if isinstance(value, Mapping):
+            return {key: value_of(f"{name}.{key}" if name else str(key), one, seen) for key, one in value.items()}
+        found = _NAMED.fullmatch(value.strip()) if isinstance(value, str) else None
+        if found is None:
+            return value
+        dots = len(found[1])
+        above = name.split(".")[:-dots] if dots else []
+        wanted = ".".join([*above, found[2]])
+        if wanted in seen:
+            raise Said(settings.file, name, value, settings.line(name)).wrong("a name that leads to a value")
+        there = settings._at(wanted)
+        return value if there is None else value_of(wanted, there, (*seen, wanted))
+
+    return replace(settings, data=value_of("", settings.data, ()))
 
 
 def read_settings(file: str) -> Settings:

@@ -50,6 +50,21 @@ def test_scripts_and_toml_are_taken(kind: str, file: str, cluster: str, folder: 
     assert sim.load(folder / "s.yaml").scenario.cluster.nodes == 16
 
 
+@pytest.mark.parametrize(("kind", "file", "cluster"), [
+    ("axolotl", "axolotl_llama_8b_hsdp_tp.yaml", "dgx-h100"),
+    ("llamafactory", "llamafactory_qwen3_qlora.yaml", "single-a100-80g-sxm"),
+    ("torchtune", "torchtune_llama3_1_70b_lora.yaml", "dgx-a100-80g"),
+    ("llm-foundry", "foundry_mpt_7b.yaml", "hgx-h100-3200"), ("nemo", "nemo_gpt_5b.yaml", "dgx-h100"),
+    ("litgpt", "litgpt_llama2_7b_lora.yaml", "single-a10g"),
+])
+def test_yaml_of_other_tools_is_taken_and_runs(kind: str, file: str, cluster: str, folder: Path, drystep: Any) -> None:
+    more = ("--set", "training.sequence=2048") if kind == "torchtune" else ()
+    ran = drystep("import", kind, str(FILES / file), "--cluster", cluster, *more, "--out", "s.yaml")
+    assert ran.code == 0 and "not known here" not in ran.out, ran.err
+    result = drystep("run", "s.yaml", "--json", "-").json
+    assert 0.02 < result["step_time_s"] < 120
+
+
 def test_what_was_written_is_not_overwritten_by_chance(folder: Path, drystep: Any) -> None:
     (folder / "s.yaml").write_text("mine")
     given = ("import", "deepspeed", "ds.json", "--cluster", "dgx-a100-80g", *GPT2, "--out", "s.yaml")

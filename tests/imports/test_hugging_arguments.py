@@ -53,16 +53,16 @@ def test_lora(read: Read, stored: str, arguments: dict[str, Any], precision: str
 
 
 @pytest.mark.parametrize(("arguments", "method"), [
-    ({"finetuning_type": "lora", "lora_rank": 8, "lora_target": "all"}, "lora"),  # LLaMA-Factory
-    ({"adapter": "qlora", "lora_r": 8, "load_in_4bit": True, "lora_target_modules": ["q_proj"]}, "qlora"),  # axolotl
-    ({"finetuning_type": "full"}, None),
+    ({"use_lora": True, "lora_rank": 8, "lora_target": "all"}, "lora"),
+    ({"adapter": "qlora", "lora_r": 8, "load_in_4bit": True, "lora_target_modules": ["q_proj"]}, "qlora"),
+    ({"adapter": "full"}, None),
     ({"use_peft": True, "adapter": "lora", "lora_r": 8, "lora_target_modules": "all-linear"}, "lora"),
 ])
 def test_lora_of_others(read: Read, arguments: dict[str, Any], method: str | None) -> None:
     found = read(config("bfloat16"), {**BATCH, "bf16": True, "cutoff_len": 2048, **arguments}, sets=ON[:1])
     assert fields(found, "training.finetune.method", "training.sequence") == [method, 2048]
     assert not found.of("unknown") and not found.of("left")
-    frozen = read(config("bfloat16"), {**BATCH, "bf16": True, "finetuning_type": "freeze"})
+    frozen = read(config("bfloat16"), {**BATCH, "bf16": True, "adapter": "freeze"})
     assert ["training of all weights" in note.text for note in frozen.of("left")] == [True]
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sim.imports.hugging.deepspeed import read_deepspeed_json
-from sim.imports.hugging.facts import AUTO, Job, inner, mapping_at, one_of, peek, switch, word_of
+from sim.imports.hugging.facts import AUTO, Job, inner
 from sim.imports.hugging.fsdp import read_fsdp, read_mesh
 from sim.imports.hugging.trainer import read_compiler
-from sim.imports.settings import Said, Settings
+from sim.imports.settings import Said, Settings, mapping_at, one_of, peek, switch, word_of
 
 _PRECISIONS = {"no": None, "none": None, "fp32": None, "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
 _PLACES = {"none": "none", "cpu": "cpu", "nvme": "nvme"}

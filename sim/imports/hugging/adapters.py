@@ -7,8 +7,8 @@ picks by itself.
 
 from __future__ import annotations
 
-from sim.imports.hugging.facts import Job, mapping_at, peek, switch, take_whole, word_of
-from sim.imports.settings import Said, Settings
+from sim.imports.hugging.facts import Job
+from sim.imports.settings import Said, Settings, mapping_at, peek, switch, take_whole, word_of
 
 _QKV, _MLP = ("query", "key", "value"), ("mlp",)
 #: Module names of transformers' models -> which of our matrices they are.
@@ -29,7 +29,7 @@ _WHOLE_MLPS = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_pro
                {"dense_h_to_4h", "dense_4h_to_h"}, {"c_fc", "c_proj"}, {"fc_in", "fc_out"}, {"wi", "wo"},
                {"wi_0", "wi_1", "wo"}, {"c_fc", "mlp.c_proj"}, {"lin1", "lin2"})
 _ORDER = ("query", "key", "value", "projection", "mlp", "head")
-_LINEAR = [one for one in _ORDER if one != "head"]  # peft's all-linear leaves the output layer out
+LINEAR = [one for one in _ORDER if one != "head"]  # peft's all-linear leaves the output layer out
 
 
 def read_adapter(settings: Settings, job: Job) -> None:
@@ -37,7 +37,7 @@ def read_adapter(settings: Settings, job: Job) -> None:
     said = settings.get("peft_type")
     if said is not None and said.word() != "lora":
         raise said.wrong("LORA; other kinds of peft are not simulated")
-    _lora(settings, job, said or Said(settings.file, "r", "LORA", settings.line("r")), "")
+    read_lora(settings, job, said or Said(settings.file, "r", "LORA", settings.line("r")), "")
     settings.idle("task_type", "inference_mode", "base_model_name_or_path", "revision", "auto_mapping", "init_lora_*",
                   "fan_in_fan_out", "alpha_pattern*", "megatron_*", "loftq_config*", "corda_config*", "eva_config*",
                   "peft_version", "ensure_weight_tying", "runtime_config*", "lora_alpha", "use_rslora", "qalora_*",
@@ -49,13 +49,13 @@ def read_adapter(settings: Settings, job: Job) -> None:
 def read_lora_arguments(settings: Settings, job: Job) -> None:
     """LoRA among arguments: TRL's ModelConfig, or scripts that name it alike."""
     said = switch(settings, "use_peft", "use_lora", "lora")
-    kind = word_of(settings, "finetuning_type", "adapter")  # LLaMA-Factory, axolotl
+    kind = word_of(settings, "adapter")  # axolotl, and scripts that name it alike
     if kind is not None and kind.word() in ("lora", "qlora"):
         said = said or kind
     elif kind is not None and kind.word() != "full":
         job.draft.leave(kind, "is simulated as training of all weights")
     if said is not None:
-        _lora(settings, job, said, "lora_")
+        read_lora(settings, job, said, "lora_")
         if peek(settings, "lora_r", "lora_rank") is None and job.trl:
             job.draft.assume("training.finetune.rank", 16, "TRL's default of lora_r")
         if peek(settings, "lora_dropout") is None and job.trl:
@@ -63,7 +63,8 @@ def read_lora_arguments(settings: Settings, job: Job) -> None:
     settings.idle("lora_*", "use_rslora", "use_dora")
 
 
-def _lora(settings: Settings, job: Job, said: Said, start: str) -> None:
+def read_lora(settings: Settings, job: Job, said: Said, start: str) -> None:
+    """LoRA's settings, whose names start with `start`; `said` is the one that turns it on."""
     draft = job.draft
     job.keep("lora", True, said)
     rank = settings.get(f"{start}r", f"{start}rank")
@@ -99,14 +100,14 @@ def _targets(said: Said, job: Job) -> None:
     names = said.value
     if isinstance(names, str):
         if names.strip().lower() in ("all-linear", "all"):
-            job.draft.take("training.finetune.targets", list(_LINEAR), said)
+            job.draft.take("training.finetune.targets", list(LINEAR), said)
             return
         names = names.replace(",", " ").split()
     if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
         raise said.wrong("a list of modules' names, or all-linear")
     lower = [one.lower() for one in names]
     if any(one in ("all-linear", "all") for one in lower):
-        job.draft.take("training.finetune.targets", list(_LINEAR), said)
+        job.draft.take("training.finetune.targets", list(LINEAR), said)
         return
     found: set[str] = set()
     strange = []

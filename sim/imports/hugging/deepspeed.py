@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sim.imports.hugging.facts import AUTO, Job, dtype_of, mapping_at, one_of, peek, switch, take_whole, word_of
-from sim.imports.settings import Said, Settings
+from sim.imports.hugging.facts import AUTO, Job, dtype_of
+from sim.imports.settings import Said, Settings, mapping_at, one_of, peek, switch, take_whole, word_of
 
 _ZERO = "zero_optimization"
 #: Any of these makes a file one of DeepSpeed's.

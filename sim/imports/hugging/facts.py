@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import json
 import os.path
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from sim.errors import Fault, UserError
 from sim.imports.draft import Draft
-from sim.imports.settings import Said, Settings, read_settings
+from sim.imports.settings import Said, Settings, Told, read_settings, take_whole
 
 #: Who splits the job over GPUs: nobody or DDP, FSDP, ZeRO, Megatron-LM.
 Engine = Literal["plain", "fsdp", "zero", "core"]
 AUTO = "auto"
+#: What axolotl and LLaMA-Factory call 8-bit gathers of FSDP 2.
+FP8_GATHER = "fp8_enable_fsdp_float8_all_gather"
 
 _DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "half": "fp16", "fp16": "fp16", "float32": "fp32",
            "float": "fp32", "fp32": "fp32"}
-
-
 #: Fact -> fields with which the command line decides it, whatever files say.
 _DECIDED_BY = {"micro": ("training.micro_batch",), "steps": ("training.micro_steps", "training.global_batch"),
                "total": ("training.micro_steps", "training.global_batch"), "engine": ("parallel.strategy",)}
@@ -42,6 +42,9 @@ class Job:
         config: the model's config.json.
         arguments: the Trainer's arguments.
         trl: whether they are those of a script of TRL's, which has other defaults.
+        tool: whose arguments they are where a tool of its own reads them (axolotl), "" elsewhere: its reader has said
+            all that it does otherwise before `trainer` reads the rest.
+        defaults: settings among the facts that no file has.
     """
 
     draft: Draft
@@ -52,6 +55,8 @@ class Job:
     config: Settings | None = None
     arguments: Settings | None = None
     trl: bool = False
+    tool: str = ""
+    defaults: set[Said] = field(default_factory=set)
 
     def keep(self, name: str, value: Any, said: Said) -> None:
         """A fact. Raises UserError where another setting says something else."""
@@ -62,6 +67,12 @@ class Job:
             raise UserError(Fault(f"says {said.value!r}, but {earlier[1]}{line} says {earlier[1].value!r}",
                                   said.name, said.file, said.line))
         self.facts.setdefault(name, (value, said))
+
+    def default(self, settings: Settings, name: str, value: Any) -> Said:
+        """What a tool takes where a file has no setting of this name; fields that follow from it are assumed."""
+        said = Said(settings.file, f"{name} (default)", value)
+        self.defaults.add(said)
+        return said
 
     def of(self, name: str) -> Any:
         """A fact's value, None without one."""
@@ -83,33 +94,6 @@ class Job:
         return engine
 
 
-def peek(settings: Settings, *names: str) -> Said | None:
-    """As `Settings.get`, but nothing counts as read."""
-    return replace(settings, _read=set()).get(*names)
-
-
-def switch(settings: Settings, *names: str) -> Said | None:
-    """A setting that is on; where it is off, it is without effect."""
-    said = peek(settings, *names)
-    if said is None:
-        return None
-    if said.flag():
-        return settings.get(*names)
-    settings.idle(*names)
-    return None
-
-
-def word_of(settings: Settings, *names: str) -> Said | None:
-    """A setting that is a word other than none; none, no and null say nothing."""
-    said = peek(settings, *names)
-    if said is None:
-        return None
-    if said.value is not False and said.word() not in ("", "none", "no", "null", "false"):
-        return settings.get(*names)
-    settings.idle(*names)
-    return None
-
-
 def dtype_of(said: Said) -> str | None:
     """A torch dtype's name as ours; None for "auto"."""
     word = said.word().removeprefix("torch.")
@@ -120,55 +104,31 @@ def dtype_of(said: Said) -> str | None:
     return _DTYPES[word]
 
 
-def one_of(said: Said, allowed: Mapping[str, Any]) -> Any:
-    """What a word stands for. Raises UserError with the words allowed."""
-    word = said.word()
-    if word not in allowed:
-        raise said.wrong(f"one of {', '.join(allowed)}")
-    return allowed[word]
+def set_apart(settings: Settings, job: Job, names: Collection[str]) -> Settings:
+    """What is left of a file for another reader, which would read these names otherwise; both are closed."""
+    rest = replace(settings, data={key: value for key, value in settings.data.items() if key not in names})
+    settings.data = {key: value for key, value in settings.data.items() if key in names}
+    job.files.append(rest)
+    return rest
 
 
-def mapping_at(settings: Settings, *names: str) -> None:
-    """Raises UserError where one of these names holds something other than a mapping."""
-    for name in names:
-        said = peek(settings, name)
-        if said is not None and not isinstance(said.value, Mapping):
-            raise said.wrong("a mapping")
+def renamed(settings: Settings, names: Mapping[str, str]) -> Settings:
+    """The same file under other names, so that one reader does for tools that call a setting otherwise.
 
+    Args:
+        settings: a file of one tool.
+        names: its first parts of dotted names -> the ones they are asked for by. What has such a name already, and is
+            another thing there, cannot be asked for.
+    """
+    back = {new: old for old, new in names.items()}
 
-def take_whole(settings: Settings, name: str) -> None:
-    """Takes a setting out, so that none of what stands under it is listed: it is told as one, or others read it."""
-    settings.get(name)
-    settings.data = _without(settings.data, name)
+    def turned(name: str, by: Mapping[str, str]) -> str:
+        first, dot, rest = name.partition(".")
+        return by[name] if name in by else f"{by.get(first, first)}{dot}{rest}"
 
-
-def _without(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    first, _, rest = name.partition(".")
-    below = data.get(first)
-    if rest and isinstance(below, Mapping):
-        return {**data, first: _without(below, rest)}
-    return {key: value for key, value in data.items() if key != first}
-
-
-@dataclass
-class _Part(Settings):
-    """Settings that stand under a name of a file, which is in front of theirs wherever they are told."""
-
-    above: str = ""
-
-    def get(self, *names: str) -> Said | None:
-        said = super().get(*names)
-        return self._full(said) if said is not None else None
-
-    def rest(self) -> Iterator[tuple[Said, bool]]:
-        for said, idle in super().rest():
-            yield self._full(said), idle
-
-    def read(self) -> Iterator[Said]:
-        return map(self._full, super().read())
-
-    def _full(self, said: Said) -> Said:
-        return replace(said, name=f"{self.above}.{said.name}")
+    data = {names.get(key, key): value for key, value in settings.data.items() if key in names or key not in back}
+    lines = {turned(name, names): line for name, line in settings.lines.items()}
+    return Told(settings.file, data, lines, tell=lambda name: turned(name, back))
 
 
 def inner(settings: Settings, name: str, given: Sequence[Settings] = ()) -> Settings | None:
@@ -193,7 +153,8 @@ def inner(settings: Settings, name: str, given: Sequence[Settings] = ()) -> Sett
         start = f"{name}."
         lines = {key.removeprefix(start): line for key, line in settings.lines.items() if key.startswith(start)}
         take_whole(settings, name)
-        return _Part(settings.file, value, lines or {str(key): said.line for key in value}, above=said.name)
+        return Told(settings.file, value, lines or {str(key): said.line for key in value},
+                     tell=lambda below: f"{said.name}.{below}")
     if not isinstance(value, str) or not value.strip() or "\0" in value:
         raise said.wrong("a mapping or the path of a file")
     path = os.path.expanduser(value)

@@ -9,37 +9,44 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from sim.errors import Fault, UserError, bare
+from sim.errors import Fault, UserError
 from sim.imports.draft import Draft, Ranks
+from sim.imports.hub import preset_of
+from sim.imports.hugging import axolotl, llamafactory
 from sim.imports.hugging.accelerate import read_accelerate_yaml, settle_launched
 from sim.imports.hugging.adapters import read_adapter, read_quantised
+from sim.imports.hugging.axolotl import read_axolotl_yaml
 from sim.imports.hugging.deepspeed import MARKS as ZERO_MARKS
 from sim.imports.hugging.deepspeed import read_deepspeed_json, settle_zero
-from sim.imports.hugging.facts import AUTO, Job, peek
+from sim.imports.hugging.facts import AUTO, Job
 from sim.imports.hugging.fsdp import settle_fsdp
+from sim.imports.hugging.llamafactory import read_llamafactory
 from sim.imports.hugging.optimizers import settle_optimizer
 from sim.imports.hugging.policy import settle_precision
 from sim.imports.hugging.trainer import MARKS, read_arguments, settle_arguments
-from sim.imports.settings import Said, Settings, read_settings
+from sim.imports.settings import Said, Settings, peek, read_settings
 from sim.scenario.precisions import PRECISIONS
-from sim.scenario.presets import preset_names
 
 Reader = Callable[[Settings, Job], None]
 
-_KNOWN = "a model's config.json, the Trainer's arguments, DeepSpeed's JSON, accelerate's YAML or adapter_config.json"
+_KNOWN = ("a model's config.json, the Trainer's arguments, axolotl's or LLaMA-Factory's, DeepSpeed's JSON, "
+          "accelerate's YAML or adapter_config.json")
 
 _ADAPTER_MARKS = ("peft_type",)
 _LAUNCH_MARKS = ("distributed_type", "compute_environment", "num_machines", "num_processes")
 _MODEL_MARKS = ("model_type", "architectures")
 #: Ends of launch scripts' names.
 _SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch", ".py")
-#: What a checkpoint's name adds to its model's.
-_ENDINGS = ("-hf", "-v0.1", "-v0.3", "-instruct", "-chat", "-base", "-it")
-_STARTS = ("meta-", "open-")
 #: Who splits the job -> the stack that runs it.
 _STACKS = {"plain": "pytorch", "fsdp": "pytorch", "zero": "deepspeed", "core": "megatron"}
 _BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 _MIB = 1 << 20
+
+
+#: Tools that have names of their own for the Trainer's arguments.
+_WORDS: dict[Reader, str] = {read_axolotl_yaml: "axolotl's YAML", read_llamafactory: "LLaMA-Factory's arguments"}
+_VIEWS: dict[Reader, Callable[[Settings], Settings]] = {
+    read_axolotl_yaml: axolotl.view, read_llamafactory: llamafactory.view}
 
 
 def read_hf(files: Sequence[str], draft: Draft) -> None:
@@ -57,10 +64,25 @@ def read_deepspeed(files: Sequence[str], draft: Draft) -> None:
     _read(files, Job(draft))
 
 
-def _read(files: Sequence[str], job: Job) -> None:
-    found = [_recognised(file) for file in files]
+def read_axolotl(files: Sequence[str], draft: Draft) -> None:
+    """axolotl's YAML, and files that it names. Raises UserError."""
+    _read(files, Job(draft, hugging=True), read_axolotl_yaml)
+
+
+def read_factory(files: Sequence[str], draft: Draft) -> None:
+    """LLaMA-Factory's YAML or JSON, and files that it names. Raises UserError."""
+    _read(files, Job(draft, hugging=True), read_llamafactory)
+
+
+def _read(files: Sequence[str], job: Job, own: Reader | None = None) -> None:
+    """Reads and settles everything; `own` is the reader of what must be among the files, whatever else is."""
+    found = [_recognised(file, own) for file in files]
+    if own is not None and not any(kind is own for kind, _ in found):
+        raise UserError(Fault(f"is {_kind(found[0][1])[0]}, and none of the files is {_WORDS[own]}", "", files[0], 1,
+                              "'drystep import hf' reads the others by themselves"))
     job.zeros = [settings for kind, settings in found if kind is read_deepspeed_json]
-    for reader in (_config, read_arguments, read_deepspeed_json, read_accelerate_yaml, read_adapter):
+    for reader in (_config, read_axolotl_yaml, read_llamafactory, read_arguments, read_deepspeed_json,
+                   read_accelerate_yaml, read_adapter):
         for kind, settings in found:
             if kind is reader:
                 job.files.append(settings)
@@ -77,7 +99,7 @@ def _read(files: Sequence[str], job: Job) -> None:
         job.draft.close(settings)
 
 
-def _recognised(file: str) -> tuple[Reader, Settings]:
+def _recognised(file: str, own: Reader | None) -> tuple[Reader, Settings]:
     """Which reader a file is for, by what it holds; a folder stands for the config.json in it."""
     path = Path(file).expanduser()
     try:
@@ -91,11 +113,13 @@ def _recognised(file: str) -> tuple[Reader, Settings]:
                               "it names; 'drystep import megatron' reads scripts that launch Megatron-LM"))
     settings = read_settings(file)
     reader = _kind(settings)[1]
+    if own is not None and reader in (None, read_arguments, read_axolotl_yaml, read_llamafactory):
+        reader = own
     if reader is None:
         names = ", ".join(map(str, list(settings.data)[:5]))
         hint = "'drystep import torchtitan' reads torchtitan's TOML" if path.suffix == ".toml" else ""
         raise UserError(Fault(f"expected {_KNOWN}, found {names[:60]!r}", file=file, line=1, hint=hint))
-    return reader, settings
+    return reader, _VIEWS[reader](settings) if reader in _VIEWS else settings
 
 
 def kind_of(settings: Settings) -> str:
@@ -108,6 +132,8 @@ def _kind(settings: Settings) -> tuple[str, Reader | None]:
         ("an adapter_config.json", _ADAPTER_MARKS, read_adapter),
         ("accelerate's YAML", _LAUNCH_MARKS, read_accelerate_yaml),
         ("DeepSpeed's JSON", ZERO_MARKS, read_deepspeed_json),
+        (_WORDS[read_axolotl_yaml], axolotl.MARKS, read_axolotl_yaml),
+        (_WORDS[read_llamafactory], llamafactory.MARKS, read_llamafactory),
         ("a model's config.json", _MODEL_MARKS, _config),
         ("the Trainer's arguments", MARKS, read_arguments))
     if all(isinstance(key, str) for key in settings.data):
@@ -142,16 +168,10 @@ def _model(job: Job) -> None:
     said = job.arguments.get("model_name_or_path") or said
     if not isinstance(said.value, str):
         raise said.wrong("a model's name or path")
-    name = said.value.rstrip("/").rpartition("/")[2].lower()
-    for start in _STARTS:
-        name = name.removeprefix(start)
-    for end in _ENDINGS:
-        name = name.removesuffix(end)
-    presets = [one for one in preset_names() if bare(one) == bare(name)]
     if _holds_config(said.value):
         job.draft.take("model.hf", said.value, said)
-    elif presets:
-        job.draft.take("model.preset", presets[0], said, "by its name; its config.json says more")
+    elif (known := preset_of(said.value)) is not None:
+        job.draft.take("model.preset", known, said, "by its name; its config.json says more")
     else:
         job.draft.leave(said, "its config.json is not here: give that file too")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from sim.imports.hugging.facts import Job, switch
-from sim.imports.settings import Said, Settings
+from sim.imports.hugging.facts import Job
+from sim.imports.settings import Said, Settings, switch
 
 #: Name -> ours, how its kernels are launched ("" = as the stack does).
 _NAMES = {

@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 from sim.imports.hugging.adapters import settle_adapters
-from sim.imports.hugging.facts import Job, dtype_of, word_of
-from sim.imports.settings import Said
+from sim.imports.hugging.facts import Job, dtype_of
+from sim.imports.settings import Said, word_of
 from sim.scenario.precisions import FIELDS, PRECISIONS
 
 _PATH = "training.precision"
@@ -36,9 +36,13 @@ def settle_precision(job: Job) -> None:
         why = f"{why}; bitsandbytes' 32-bit states are fp32 all the same"
     if job.of("amp") == "fp8":
         asked, why = {**_row(asked), "compute": "fp8"}, f"{why}; fp8 for matrix products"
+        narrow = job.said("fp8 gather")
+        if narrow is not None and job.engine == "fsdp":
+            asked["gather"] = "fp8"
+            job.draft.share(f"{_PATH}.gather", "fp8", narrow)
     text = "; ".join(part for part in (why, text) if part)
     said = said or job.said("dtype") or job.said("tf32")
-    if said is not None:
+    if said is not None and said not in job.defaults:
         job.draft.take(_PATH, asked, said, text)
     else:
         job.draft.assume(_PATH, asked, text or "no mixed precision is said: the tools' default")

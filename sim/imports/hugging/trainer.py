@@ -10,10 +10,10 @@ from typing import Any
 
 from sim.imports.hugging.adapters import read_lora_arguments, read_quantised
 from sim.imports.hugging.deepspeed import read_deepspeed_json
-from sim.imports.hugging.facts import Job, dtype_of, inner, mapping_at, one_of, peek, switch, word_of
+from sim.imports.hugging.facts import Job, dtype_of, inner
 from sim.imports.hugging.fsdp import read_fsdp, read_mesh
 from sim.imports.hugging.optimizers import read_optimizer
-from sim.imports.settings import Said, Settings
+from sim.imports.settings import Said, Settings, mapping_at, one_of, peek, switch, word_of
 from sim.scenario.presets import preset
 from sim.software.stack import stack_for
 
@@ -29,8 +29,8 @@ _TRL = ("use_peft", "lora_r", "packing", "dataset_text_field", "max_length", "as
         "completion_only_loss", "dataset_train_split", "dataset_test_split", "use_bnb_nested_quant",
         "chat_template_path", "truncation_mode", "lora_target_modules", "dataset_kwargs", "max_prompt_length",
         "max_completion_length")
-#: And any of these makes them LLaMA-Factory's or axolotl's, which share names with it.
-_NOT_TRL = ("cutoff_len", "finetuning_type", "sequence_len", "sample_packing")
+#: And any of these makes them those of scripts that name theirs as LLaMA-Factory and axolotl do.
+_NOT_TRL = ("cutoff_len", "sequence_len", "sample_packing")
 #: With any of these TRL's tuning by reinforcement generates and scores too, which no field says.
 _GENERATES = ("num_generations", "max_completion_length", "use_vllm", "vllm_mode", "num_ppo_epochs",
               "reward_model_path")
@@ -85,7 +85,7 @@ def read_arguments(settings: Settings, job: Job) -> None:
     """All of the arguments; what they leave out is assumed when everything is read."""
     mapping_at(settings, "quantization_config")
     job.arguments, job.hugging = settings, True
-    if not any(settings.has(name) for name in _NOT_TRL):
+    if not job.tool and not any(settings.has(name) for name in _NOT_TRL):
         job.trl = job.trl or any(settings.has(name) for name in _TRL)
     _batch(settings, job)
     _dtypes(settings, job)
@@ -131,7 +131,8 @@ def _sequence(settings: Settings, job: Job) -> None:
                 job.draft.leave(other, f"{said.name} goes before it")
         if said.name == "max_source_length":
             job.keep("of the source", True, said)
-        bound = packed is None and (job.trl or target is not None or said.name == "max_source_length")
+        short = job.trl or target is not None or said.name == "max_source_length" or job.tool
+        bound = packed is None and job.said("padded") is None and short
         job.draft.take("training.sequence", said.whole(), said,
                        "an upper bound: without packing a batch is as long as its longest sequence" if bound else "")
     elif target is not None:

@@ -155,10 +155,10 @@ def read_arguments(files: Iterable[str], draft: Draft) -> Args:
 def _read(file: str) -> Started:
     path = Path(file)
     if path.suffix in (".yaml", ".yml", ".json", ".toml"):
-        return Started(_flat(read_settings(file)))
+        return Started(flat(read_settings(file)))
     text = read_text(path, file)
     if text.lstrip()[:1] == "{" and '"' in text:
-        return Started(_flat(read_settings(file)))
+        return Started(flat(read_settings(file)))
     logged = [(number, found) for number, line in enumerate(text.splitlines(), 1) if (found := _LOGGED.search(line))]
     if len(logged) >= _FEW_LOGGED:
         values = {found[1]: found[2].strip() for _, found in logged}
@@ -167,7 +167,7 @@ def _read(file: str) -> Started:
     return read_script(text, file)
 
 
-def _flat(settings: Settings) -> Settings:
+def flat(settings: Settings) -> Settings:
     """The same with every setting under its full dotted name."""
     return Settings(settings.file, dict(_leaves(settings.data, "")), settings.lines)
 

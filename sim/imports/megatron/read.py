@@ -37,7 +37,11 @@ def read(files: Sequence[str], draft: Draft) -> None:
     Raises:
         UserError: a file that cannot be read, or a value that cannot be.
     """
-    args = read_arguments(files, draft)
+    read_args(read_arguments(files, draft), draft)
+
+
+def read_args(args: Args, draft: Draft) -> None:
+    """Takes what arguments say together, whichever tool's files hold them. Raises UserError."""
     _hf(args, draft)
     read_model(args, draft)
     read_layout(args, draft)

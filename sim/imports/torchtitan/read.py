@@ -14,7 +14,7 @@ from sim.catalog import table
 from sim.errors import Fault, UserError
 from sim.imports.draft import Draft
 from sim.imports.hugging.files import kind_of
-from sim.imports.settings import Said, Settings, read_settings
+from sim.imports.settings import Said, Settings, one_of
 from sim.imports.torchtitan.layout import read_layout
 from sim.scenario.presets import preset
 
@@ -79,13 +79,7 @@ def read(files: Sequence[str], draft: Draft) -> None:
     Raises:
         UserError: a file that cannot be read, or a value that cannot be.
     """
-    for file in files:
-        settings = read_settings(file)
-        if said := settings.get("model_type", "architectures"):
-            draft.take("model.hf", file, said)
-            settings.elsewhere = True
-            draft.close(settings)
-            continue
+    for settings in draft.opened(files):
         _recognise(settings)
         layers = _model(settings, draft)
         sharded = read_layout(settings, draft, layers)
@@ -155,12 +149,6 @@ def _training(settings: Settings, draft: Draft) -> None:
         draft.take("parallel.offload.optimizer", "cpu", said)
 
 
-def _choice(said: Said, known: Mapping[str, str]) -> str:
-    if said.word() not in known:
-        raise said.wrong(f"one of {', '.join(known)}")
-    return known[said.word()]
-
-
 def _precision(settings: Settings, draft: Draft, sharded: str) -> None:
     """Dtypes of everything.
 
@@ -171,9 +159,9 @@ def _precision(settings: Settings, draft: Draft, sharded: str) -> None:
     """
     param, reduce = settings.get("training.mixed_precision_param"), settings.get("training.mixed_precision_reduce")
     kept = settings.get("training.dtype")
-    compute = _choice(param, _DTYPES) if param is not None else "bf16"
-    wire = _choice(reduce, _DTYPES) if reduce is not None else "fp32"
-    rest = _choice(kept, _DTYPES) if kept is not None else "fp32"
+    compute = one_of(param, _DTYPES) if param is not None else "bf16"
+    wire = one_of(reduce, _DTYPES) if reduce is not None else "fp32"
+    rest = one_of(kept, _DTYPES) if kept is not None else "fp32"
     if sharded == "none beside other ranks" and rest == "fp32":
         compute = "fp32"
     gather = compute if sharded == "fsdp" else rest
@@ -245,7 +233,7 @@ def _recompute(settings: Settings, draft: Draft, layers: int | None) -> None:
     path, mode = "training.recompute", settings.get("activation_checkpoint.mode")
     option = settings.get("activation_checkpoint.selective_ac_option", "activation_checkpoint.selective_ac_type")
     kinds = {one: one for one in ("selective", "full", "none", "memory_budget")}
-    kind = _choice(mode, kinds) if mode is not None else "selective"
+    kind = one_of(mode, kinds) if mode is not None else "selective"
     if kind == "memory_budget" and mode is not None:
         draft.leave(mode, "the compiler's choice of what to keep is not simulated: everything is kept")
         draft.assume(path, "none", "nothing is known of the compiler's choice")
@@ -276,9 +264,9 @@ def _recompute(settings: Settings, draft: Draft, layers: int | None) -> None:
 
 def _optimizer(settings: Settings, draft: Draft) -> None:
     if said := settings.get("optimizer.name"):
-        draft.take("training.optimizer", _choice(said, _OPTIMIZERS), said)
+        draft.take("training.optimizer", one_of(said, _OPTIMIZERS), said)
     if said := settings.get("optimizer.implementation"):
-        draft.take("software.optimizer_kernel", _choice(said, _KERNELS), said)
+        draft.take("software.optimizer_kernel", one_of(said, _KERNELS), said)
     elif said := settings.get("optimizer.fused"):
         draft.take("software.optimizer_kernel", "fused" if said.flag() else "foreach", said)
     if said := on(settings, "optimizer.early_step_in_backward"):

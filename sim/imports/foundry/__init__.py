@@ -1,0 +1,1 @@
+"""LLM Foundry's YAML files as fields of a scenario."""

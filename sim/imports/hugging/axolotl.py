@@ -1,0 +1,401 @@
+"""axolotl's YAML: the Trainer's arguments under names of its own, with other defaults, and what it adds to them.
+
+Source: axolotl 0.19 utils/schemas (config.py, training.py, peft.py, fsdp.py, validation.py, enums.py: names and
+defaults), utils/config/__init__.py (normalize_config, resolve_dtype), core/builders/base.py (the Trainer's arguments),
+utils/trainer.py (setup_fsdp_envs), utils/distributed.py (_get_parallel_config_kwargs), loaders/model.py.
+"""
+
+from __future__ import annotations
+
+from sim.imports.hugging.adapters import LINEAR
+from sim.imports.hugging.facts import FP8_GATHER, Job, inner, renamed, set_apart
+from sim.imports.hugging.fsdp import read_fsdp, read_mesh
+from sim.imports.hugging.trainer import read_arguments
+from sim.imports.settings import Said, Settings, mapping_at, one_of, peek, switch, take_whole, word_of
+
+#: Any of these makes a file axolotl's.
+MARKS = ("base_model",)
+_MESH = "parallelism_config"
+#: axolotl's name -> the Trainer's, accelerate's or peft's.
+_NAMES = {
+    "base_model": "model_name_or_path", "optimizer": "optim", "optim": "optim of another",
+    "peft_layers_to_transform": "lora_layers_to_transform", "peft_layer_replication": "lora_layer_replication",
+    "peft_trainable_token_indices": "lora_trainable_token_indices", "peft_use_dora": "use_dora",
+    "peft_use_rslora": "use_rslora",
+    **{name: f"{_MESH}.{name}" for name in ("dp_shard_size", "dp_replicate_size")},
+    "tensor_parallel_size": f"{_MESH}.tp_size", "context_parallel_size": f"{_MESH}.cp_size",
+    "sequence_parallel_degree": f"{_MESH}.cp_size of old",
+}
+_ATTENTION = {**dict.fromkeys(("sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4",
+                               "flash_attention_torch", "flex_attention", "xformers"), "flash"), "eager": "eager"}
+#: Switches of attention of before attn_implementation (LEGACY_ATTN_FLAG_TO_IMPL), in their order.
+_OLD_ATTENTION = {"xformers_attention": "flash", "flex_attention": "flash", "flash_attention": "flash",
+                  "sdp_attention": "flash", "eager_attention": "eager"}
+_EXCHANGES = {"varlen_llama3": "all-gather", "batch_ring": "ring"}
+#: Losses of which one may be on (check_cross_entropy_conflicts); all compute logits in chunks.
+_LOSSES = ("cut_cross_entropy", "chunked_cross_entropy", "liger_fused_linear_cross_entropy")
+_CUT = "cut_cross_entropy"
+#: Optimizers of its own (core/builders/base.py) -> the nearest of ours, and what it is not.
+_OPTIMIZERS = {
+    **dict.fromkeys(("optimi_adamw", "adopt_adamw", "adamc", "flash_adamw"), ("adamw", "states are taken for AdamW's")),
+    "flash_adam": ("adam", "states are taken for Adam's"), "ao_adamw_8bit": ("adamw-8bit", ""),
+    "ao_adamw_fp8": ("adamw-8bit", "states are as large, scaled otherwise"),
+    "ao_adamw_4bit": ("adamw-8bit", "its states are half as large"),
+    "q_galore_adamw8bit": ("adamw-8bit", "its low-rank states are not simulated"),
+    "came_pytorch": ("adafactor", "its confidence matrix is not counted"), "flash_sgd": ("sgd", ""),
+    "flash_sgdw": ("sgd", ""), "flash_lion": ("sgd-momentum", "one state per parameter, as here"),
+    "muon": ("muon", "PyTorch's Muon is counted"),
+    **dict.fromkeys(("dion", "sinkgd", "polora"), ("muon", "its own orthogonalisation is not simulated")),
+}
+#: Switches that matter and that no field says -> why.
+_LEFT = {
+    "rl": "batches are of pairs or are generated, and a reference model may run them; simulated as plain training",
+    "reward_model": "a head of one score is not simulated; simulated as plain training",
+    "process_reward_model": "a head of scores is not simulated; simulated as plain training",
+    "relora": "restarts of ReLoRA are not simulated; LoRA is",
+    "lisa_n_layers": "blocks that are frozen in turn are not simulated: all weights are trained",
+    "unfrozen_parameters": "some of the weights alone are trained there; simulated as training of all",
+    "selective_checkpointing": "what it keeps is not simulated: whole blocks are counted as recomputed",
+    "layer_offloading": "frozen weights that come from host memory block by block are not simulated",
+    "tiled_mlp": "an MLP in slices of the sequence is not simulated",
+    "quantize_moe_experts": "experts are counted as the other frozen weights are",
+    "qat": "fake quantisation is not simulated", "gptq": "weights quantised so are not simulated",
+    "batch_flattening": "a batch without padding is as long as its documents; it is counted as full",
+    "gemma4_hybrid_attn_impl": "two kernels of attention are counted as one", "ple_cpu_offload": "is not simulated",
+    "flash_attn_fuse_mlp": "fused MLPs have no field", "flash_attn_rms_norm": "fused norms have no field",
+    "flash_attn_cross_entropy": "a fused loss has no field: software.fused says it of Composer and Megatron",
+    "fp32_norms": "norms are counted in the dtype of the other weights",
+    "embeddings_skip_upcast": "embeddings are counted in the dtype of the other weights",
+    "model_quantization_config": "weights quantised so are not simulated",
+    **dict.fromkeys(("use_scattermoe", "use_sonicmoe", "use_dsv4_kernels", "use_glm_dsa_kernels", "fused_attn_kernel",
+                     "large_head_attention", "dsv4_fp4_grouped_mode"), "its kernels have no field"),
+    **dict.fromkeys(("use_onebitllms", "nvfp4_merge_aware"), "weights of so few bits are not simulated"),
+    "lora_on_cpu": "is not simulated", "use_kernels": "kernels of the hub have no field",
+    "experts_implementation": "kernels of experts are those of the stack",
+    "deepcompile": "DeepCompile is not simulated", "torch_compile_options": "inductor's options have no field",
+    "resize_token_embeddings_to_32x": "the vocabulary is counted as the model has it: --set model.vocab=N",
+    "overrides_of_model_config": "the model is counted as its config.json has it: --set model.FIELD=VALUE",
+    "model_config": "the model is counted as its config.json has it: --set model.FIELD=VALUE",
+    "kd_trainer": "a teacher's logits are not simulated", "diffusion": "diffusion's loss is not simulated",
+}
+_LIGER = ("liger_rope", "liger_rms_norm", "liger_rms_norm_gated", "liger_layer_norm", "liger_swiglu",
+          "liger_glu_activation", "liger_cross_entropy", "liger_cross_entropy_loss")
+_LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
+#: What the Trainer's reader would read otherwise.
+_OWN = ("bf16", "bfloat16", "fp16", "float16", "tf32", "load_in_4bit", "load_in_8bit", "gradient_checkpointing",
+        "attn_implementation", "activation_offloading", "fsdp", "fsdp_config", "flash_attention")
+_IDLE = (
+    "fsdp", "datasets", "test_datasets", "test_value", "base_model_ignore_patterns", "llmcompressor*", "center_*",
+    "pretraining_dataset", "shuffle_*", "skip_prepare_dataset", "val_set_size",
+    "evals_per_epoch", "saves_per_epoch", "special_tokens*", "tokens*", "added_tokens*", "eot_tokens", "plugins",
+    "strict", "base_model_config", "type_of_model", "revision_of_model", "train_on_inputs", "mlflow*", "comet*",
+    "use_wandb", "use_mlflow", "use_comet", "use_tensorboard", "use_trackio", "use_swanlab", "swanlab*", "use_otel*",
+    "otel*", "gradio*", "loss_watchdog*", "early_stopping*", "lora_alpha", "lora_model_dir", "lora_fan_in_fan_out",
+    "loraplus*", "relora_*", "jagged_*", "lisa_*", "peft_*", "peft.*", "merge_*", "cosine_*", "lr_*", "eta_min",
+    "dion_*", "qgalore_*", "torchdistx_path", "processor_*", "sample_packing_*", "eval_*", "min_sample_len",
+    "excess_length_strategy", "max_prompt_len", "curriculum_sampling", "multipack_real_batches", "use_pose", "pose_*",
+    "pretrain_multipack_*", "streaming*", "device", "device_map", "world_size", "ddp", "gc_*", "max_memory",
+    "gpu_memory_limit", "default_system_message", "fix_untrained_tokens", "total_*", "is_*_derived_model",
+    "generate_*", "generation_*", "num_generation_samples", "profiler_*", "dynamic_checkpoint*", "resources_per_worker",
+    "ray_run_name", "use_ray", "trl*", "vllm*", "ebft*", "dpo_*", "kto_*", "orpo_*", "cpo_*", "simpo_*", "rl_beta",
+    "do_*", "bench_*", "num_labels", "axolotl_config_path", "heads_k_stride", "experimental_*", "save_*", "bfloat16",
+    "float16", "float32", "fp8_config*", "flex_attn_compile_kwargs*", "flash_optimum", "noisy_*", "use_eaft", "eaft_*",
+    "xformers_attention", "sdp_attention", "flash_attention", "eager_attention", "flex_attention", "s2_attention",
+    "gptq_*", "cls_model_config", "tiled_mlp_*", "chunked_cross_entropy_*", "mean_resizing_embeddings",
+    "shrink_embeddings", "reinit_weights", "trainer_cls", "hf_use_auth_token", "push_dataset_*", "deprecated*",
+    "fsdp_final_state_dict_type", "selective_checkpointing*", "dp_*", "expert_parallel_*", "activation_offloading",
+    "llama4_linearized_experts", "freeze_mm_modules", "bnb_config_kwargs*", "qlora_sharded_*", "cloud*", "volumes",
+    "optim_args*", "batch_size", "group_by_length", "low_cpu_mem_usage", "unfrozen_*", "project_name", "liger_use_*",
+    "image_*", "overrides_of_model_kwargs*", "auto_resume*", "include_tkps", "fsdp_version", "pretraining_sample_*",
+    "secrets", "preprocess*", "lora_target_linear", "quantization*", "resume_*", "debug", "local_rank", "uneven_*",
+)
+
+
+def view(settings: Settings) -> Settings:
+    """A file under the names that the Trainer's reader asks for."""
+    return renamed(settings, _NAMES)
+
+
+def read_axolotl_yaml(settings: Settings, job: Job) -> None:
+    """All of a file (a `view` of it); what it leaves out is assumed as axolotl has it."""
+    mapping_at(settings, "gradient_checkpointing_kwargs", "bnb_config_kwargs", "overrides_of_model_config", _MESH)
+    job.tool = "axolotl"
+    draft = job.draft
+    _dtypes(settings, job)
+    _batch(settings, job)
+    adapted = _adapter(settings, job)
+    _sharding(settings, job)
+    _mesh(settings, job)
+    _recompute(settings, job, adapted)
+    _attention(settings, job, adapted)
+    _loss(settings, job)
+    for name, why in _LEFT.items():
+        said = settings.get(name) if settings.has(name) else None
+        if said is not None and said.value not in (False, "", 0, [], {}):
+            draft.leave(said, why)
+            take_whole(settings, name)
+    apart = [*_OWN, "optim"] if _optimizer(settings, job) else list(_OWN)
+    if adapted and switch(settings, "lora_target_linear") is not None:
+        apart.append("lora_target_modules")
+    compiled = peek(settings, "torch_compile")
+    if compiled is not None and compiled.value == "auto":
+        draft.take("software.compile", True, settings.get("torch_compile") or compiled, "on with torch 2.5.1 and later")
+        apart.append("torch_compile")
+    for name in ("gpu_count", "node_count"):  # of cloud files
+        if (said := settings.get(name)) is not None:
+            draft.leave(said, "--nodes N and --set cluster.gpus_per_node=N say it")
+    if (workers := settings.get("ray_num_workers")) is not None and switch(settings, "use_ray") is not None:
+        workers.whole()
+        draft.gpus = workers
+    settings.idle(*_IDLE)
+    read_arguments(set_apart(settings, job, apart), job)
+    draft.assume("training.micro_batch", 1, "axolotl's default of micro_batch_size")
+    draft.assume("training.micro_steps", 1, "axolotl's default of gradient_accumulation_steps")
+    draft.assume("training.recompute", "none", "axolotl's default of gradient_checkpointing")
+
+
+def _dtypes(settings: Settings, job: Job) -> None:
+    """Autocast, and the dtype weights are loaded in (resolve_dtype): bf16 "auto", the default, is on where a GPU has
+    it; "full" loads weights in it and casts nothing."""
+    said = settings.get("bf16", "bfloat16") or job.default(settings, "bf16", "auto")
+    fp16 = switch(settings, "fp16", "float16")
+    full, auto = (str(said.value).lower() == word for word in ("full", "auto"))
+    on = full or auto or said.flag()
+    if fp16 is not None and on and not auto:
+        job.draft.leave(fp16, "bf16 goes over it")
+        fp16 = None
+    if fp16 is not None:
+        job.keep("amp", "fp16", fp16)
+        job.keep("dtype", "fp16", fp16)
+    elif on:
+        job.keep("dtype", "bf16", said)
+        job.facts["amp off" if full else "amp"] = ("bf16", said)
+    else:
+        job.facts["amp off"] = ("no", said)
+        job.keep("dtype", "fp32", said)
+    if (narrow := switch(settings, "fp8")) is not None:
+        job.facts["amp"] = ("fp8", narrow)
+        recipe = settings.get("fp8_config.recipe")
+        if recipe is not None and recipe.word() != "tensorwise":
+            job.draft.leave(recipe, "scales of rows are counted as one of a whole tensor")
+        if (gather := switch(settings, FP8_GATHER)) is not None:
+            job.keep("fp8 gather", True, gather)
+    wide = settings.get("tf32") or job.default(settings, "tf32", "auto")
+    if wide.value == "auto" or wide.flag():
+        job.keep("tf32", True, wide)
+
+
+def _batch(settings: Settings, job: Job) -> None:
+    """Tokens of a sequence, and the batch size that nothing reads (its steps have a default of 1)."""
+    draft, whole = job.draft, settings.get("batch_size")
+    if whole is not None and settings.has("gradient_accumulation_steps"):
+        raise whole.wrong("nothing beside gradient_accumulation_steps: axolotl refuses both")
+    if whole is not None:
+        draft.leave(whole, "gradient_accumulation_steps goes before it, whose default is 1")
+    draft.assume("training.sequence", 512, "axolotl's default of sequence_len")
+    if (padded := switch(settings, "pad_to_sequence_len")) is not None:
+        job.keep("padded", True, padded)
+
+
+def _adapter(settings: Settings, job: Job) -> bool:
+    """LoRA's matrices and quantised weights; whether anything but all weights is trained."""
+    draft, kind = job.draft, word_of(settings, "adapter")
+    four, eight = switch(settings, "load_in_4bit"), switch(settings, "load_in_8bit")
+    for said in (four, eight):
+        if said is not None and kind is None:
+            raise said.wrong("false without an adapter: axolotl refuses it")
+    quantised = kind is not None and kind.word() == "qlora"
+    if quantised and kind is not None and four is None:
+        raise kind.wrong("load_in_4bit beside qlora: axolotl refuses it without")
+    if four is not None and quantised:  # bnb_config of loaders/model.py
+        options = settings.get("bnb_config_kwargs.bnb_4bit_use_double_quant")
+        job.keep("base", "nf4" if options is not None and not options.flag() else "nf4-dq", four)
+    elif four is not None:
+        draft.leave(four, "axolotl quantises to 4 bits with adapter: qlora alone")
+    elif eight is not None:
+        job.keep("base", "int8", eight)
+    if kind is None:
+        settings.idle("lora_*")
+        return False
+    if (linear := switch(settings, "lora_target_linear")) is not None:
+        draft.take("training.finetune.targets", list(LINEAR), linear)
+        settings.idle("lora_target_modules")
+    draft.assume("training.finetune.dropout", 0.0, "axolotl's default of lora_dropout")
+    asked = [said for name in _LORA_KERNELS if (said := switch(settings, name)) is not None]
+    said_of = asked[0] if asked else kind
+    if asked or not (eight is not None or settings.has("rl") or any(settings.has(one) for one in _LORA_KERNELS)):
+        draft.leave(said_of, "fused kernels of LoRA"
+                    f"{'' if asked else ', which axolotl 0.19 turns on by itself,'} are not simulated")
+    for extra in asked[1:]:
+        draft.leave(extra, "as above")
+    settings.idle(*_LORA_KERNELS)
+    return True
+
+
+def _sharding(settings: Settings, job: Job) -> None:
+    """FSDP: version 1 unless said (check_fsdp_version_in_fsdp_config), with the words of `fsdp` or without."""
+    words, config = peek(settings, "fsdp"), peek(settings, "fsdp_config")
+    said = words if words is not None and words.value not in (False, [], "") else config
+    if said is None or said.value in (False, [], "", {}):
+        return
+    if settings.has("deepspeed"):
+        raise said.wrong("nothing beside deepspeed: axolotl refuses both")
+    said = settings.get("fsdp") if said is words else said
+    number = settings.get("fsdp_version") or peek(settings, "fsdp_config.fsdp_version", "fsdp_config.version")
+    if number is not None and number.whole() > 2:
+        raise number.wrong("1 or 2")
+    version = number.whole() if number is not None else 1
+    assert said is not None
+    job.keep("engine", "fsdp", said)
+    if number is not None:
+        job.draft.take("software.fsdp", version, number)
+    else:
+        job.draft.assume("software.fsdp", 1, "axolotl's default of fsdp_version")
+    part = inner(settings, "fsdp_config") if config is not None else None
+    if part is not None:
+        job.files.append(part)
+    plain = said.value is True or said is config or version > 1
+    read_fsdp(part or Settings(settings.file, {}), "", job, version=version, wrap="transformer_based_wrap",
+              legacy=None if plain else said)
+
+
+def _mesh(settings: Settings, job: Job) -> None:
+    """Degrees of the device mesh: what shards leave of the GPUs replicates, what replicas leave shards."""
+    draft = job.draft
+    old = settings.get(f"{_MESH}.cp_size of old")
+    if old is not None and old.whole() > 1:
+        draft.take("parallel.context", old.whole(), old)
+    context = peek(settings, f"{_MESH}.cp_size") or old
+    if context is not None and context.whole() > 1:
+        way = settings.get("ring_attn_func")
+        packed = peek(settings, "sample_packing")
+        if way is not None:
+            draft.take("parallel.context_exchange", one_of(way, _EXCHANGES), way)
+        elif packed is not None and packed.value is True:
+            draft.assume("parallel.context_exchange", "all-gather", "varlen_llama3, axolotl's default of "
+                                                                    "ring_attn_func with sample_packing")
+        else:
+            draft.assume("parallel.context_exchange", "ring", "batch_ring, axolotl's default of ring_attn_func")
+    experts = settings.get("expert_parallel_size")
+    if experts is not None and experts.whole() > 1:
+        draft.take("parallel.expert", experts.whole(), experts)
+    read_mesh(settings, _MESH, job)
+    shard, copies = peek(settings, f"{_MESH}.dp_shard_size"), peek(settings, f"{_MESH}.dp_replicate_size")
+    if shard is not None and shard.whole() > 1 and job.engine != "fsdp":
+        raise shard.wrong("nothing without fsdp_config: axolotl refuses it")
+    many = copies.whole() if copies is not None else 1
+    degrees = (peek(settings, f"{_MESH}.{name}") for name in ("tp_size", "cp_size", "cp_size of old"))
+    sizes = [said.whole() for said in degrees if said is not None]
+    if shard is not None and shard.whole() > 1:
+        over = shard.whole() * (context.whole() if context is not None else 1)
+        draft.take("parallel.sharding_factor", over, shard, "what is left of the GPUs replicates")
+        if many > 1:
+            product = shard.whole() * many
+            for size in sizes:
+                product *= size
+            draft.gpus = Said(shard.file, shard.name, product, shard.line)
+    elif copies is not None and many > 1 and job.engine == "fsdp":
+        job.facts.pop("sharding_factor", None)
+        draft.take_later("parallel.sharding_factor", lambda ranks: ranks.shared_by(copies), copies,
+                         f"what {many} replicas leave of the GPUs shares the shards")
+
+
+def _recompute(settings: Settings, job: Job, adapted: bool) -> None:
+    """gradient_checkpointing and where activations live: beside an adapter the offloader of TRL stands in the place of
+    recomputation (loaders/model.py, _apply_activation_checkpointing)."""
+    draft, said = job.draft, peek(settings, "gradient_checkpointing")
+    offload = _place(settings)
+    word = str(said.value).lower() if said is not None else ""
+    if said is not None and word in ("offload", "offload_disk", "unsloth"):
+        said = settings.get("gradient_checkpointing") or said
+        offload = offload or said
+        on = True
+    else:
+        on = said is not None and said.flag()
+    if offload is not None and not on:
+        raise offload.wrong("false without gradient_checkpointing: axolotl refuses it")
+    entering = settings.get("gradient_checkpointing_kwargs.use_reentrant")
+    if on and said is not None:
+        job.keep("reentrant", entering is not None and entering.flag(), entering or said)
+    sharded = draft.value("training.recompute") == "full"
+    if offload is not None and said is not None:
+        place = "nvme" if offload.word() in ("disk", "offload_disk") else "cpu"
+        draft.take("parallel.offload.activations", place, offload)
+        kept = adapted and offload.word() != "hidden_states"
+        draft.take("training.recompute", "none" if kept else "full", settings.get("gradient_checkpointing") or said,
+                   "activations are offloaded in its place" if kept else "")
+    elif said is not None and sharded and not on:
+        settings.get("gradient_checkpointing")  # FSDP's activation_checkpointing is another one
+    elif said is not None:
+        draft.take("training.recompute", "full" if on else "none", settings.get("gradient_checkpointing") or said)
+    settings.idle("gradient_checkpointing_kwargs*")
+
+
+def _place(settings: Settings) -> Said | None:
+    """activation_offloading, where it is on; true stands for what is on by that word."""
+    said = peek(settings, "activation_offloading")
+    if said is None or said.value is False:
+        return None
+    said = settings.get("activation_offloading") or said
+    word = "true" if said.value is True else said.word()
+    if word not in ("true", "legacy", "disk", "hidden_states"):
+        raise said.wrong("true, false, legacy, disk or hidden_states")
+    return Said(said.file, said.name, word, said.line)
+
+
+def _attention(settings: Settings, job: Job, adapted: bool) -> None:
+    draft, said = job.draft, settings.get("attn_implementation")
+    kernel = "flash"
+    name = str(said.value).partition("@")[0].partition(":")[0].lower() if said is not None else ""
+    if said is not None and name not in ("sage", "fp8") and "/" not in name:
+        kernel = one_of(Said(said.file, said.name, name, said.line), _ATTENTION)
+    elif said is not None and "/" not in name:
+        draft.leave(said, "8-bit attention is counted in 16 bits")
+    if said is None:
+        for old, ours in _OLD_ATTENTION.items():
+            found = switch(settings, old)
+            if found is not None and said is None:
+                said, kernel = found, ours
+                name = "sdpa" if old == "sdp_attention" else ours
+    if said is not None:
+        draft.take("training.attention", kernel, said)
+    model = peek(settings, "model_name_or_path")
+    half = job.of("dtype") in ("bf16", "fp16")
+    if half and not adapted and job.engine != "fsdp" and name in ("", "sdpa", "eager") and model is not None:
+        # _configure_embedding_dtypes: flash-attn alone has them cast back.
+        draft.leave(said or job.default(settings, "attn_implementation", "sdpa"),
+                    "embeddings and norms stay in fp32 beside it; they are counted in the dtype of the other weights")
+
+
+def _loss(settings: Settings, job: Job) -> None:
+    draft, plugins = job.draft, peek(settings, "plugins")
+    names = plugins.value if plugins is not None and isinstance(plugins.value, list) else []
+    found = [said for name in _LOSSES if (said := switch(settings, name)) is not None]
+    if len(found) > 1:
+        raise found[1].wrong(f"false beside {found[0].name}")
+    by_plugin = plugins is not None and not settings.has(_CUT) and any(_CUT in str(one) for one in names)
+    said = found[0] if found else plugins if by_plugin else None
+    if said is not None:
+        settings.get(said.name)
+    ranks = peek(settings, f"{_MESH}.tp_size")
+    if said is not None and ranks is not None and ranks.whole() > 1:
+        draft.leave(said, "a loss in chunks over tensor ranks is not simulated: whole logits are counted")
+    elif said is not None:
+        draft.take("training.chunked_loss", True, said, "" if found else "the plugin's default of cut_cross_entropy")
+    fused = [said for name in _LIGER if (said := switch(settings, name)) is not None]
+    for said in fused[:1]:
+        draft.leave(said, "Liger's fused norms, rotary positions and MLPs have no field"
+                    + (f" ({', '.join(one.name for one in fused)})" if len(fused) > 1 else ""))
+
+
+def _optimizer(settings: Settings, job: Job) -> bool:
+    """Whether it is one of axolotl's own, which is taken then."""
+    said = peek(settings, "optim")
+    if said is None or said.word() not in _OPTIMIZERS:
+        return False
+    said = settings.get("optim") or said
+    ours, why = _OPTIMIZERS[said.word()]
+    job.draft.take("training.optimizer", ours, said)
+    if why:
+        job.draft.leave(said, f"simulated as {ours}: {why}")
+    return True

@@ -1,0 +1,1 @@
+"""LitGPT's YAML files as fields of a scenario."""

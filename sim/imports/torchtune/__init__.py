@@ -1,0 +1,1 @@
+"""torchtune's YAML files as fields of a scenario."""
