@@ -25,6 +25,7 @@ from sim.parallel.support.muon import cuts, strategies
 from sim.parallel.support.zeropp import able
 from sim.scenario import Scenario
 from sim.scenario.schema import TWO_CHUNKS, RecomputeLayers
+from sim.sizing.wish import Request
 from sim.software import Stack, stack_of
 
 Ints = npt.NDArray[np.int32]
@@ -50,6 +51,7 @@ class Choice:
         strategies, schedules: names; schedules left empty are those that the stack has (`with_schedules`).
         recompute: policies; `partial_recompute`: whether the first k blocks are tried for every k.
         tensor, context, expert, pipeline, virtual_stages, micro_batch: values.
+        batch, weights, kv_cache: of requests (`sim.sizing.served_space`).
     """
 
     gpus: Sequence[int]
@@ -63,6 +65,9 @@ class Choice:
     pipeline: Sequence[int] = ()
     virtual_stages: Sequence[int] = ()
     micro_batch: Sequence[int] = ()
+    batch: Sequence[int] = ()
+    weights: Sequence[str] = ()
+    kv_cache: Sequence[str] = ()
 
 
 def with_schedules(choice: Choice, scenario: Scenario) -> Choice:
@@ -88,6 +93,10 @@ class Space:
 
     def __len__(self) -> int:
         return len(self.columns["cluster"])
+
+    def request(self, rows: Any, prompt_s: Any, token_s: Any) -> Request | None:
+        """What rows ask of a wish beside a step; None: they train."""
+        return None
 
     @cached_property
     def gpus(self) -> npt.NDArray[np.int64]:
