@@ -62,27 +62,35 @@ def complete(space: Space, bounds: Floats, value: Callable[[Sequence[int]], Sequ
     return True
 
 
-def complete_served(bounds: Floats, values: Callable[[Sequence[int]], Floats], stop: Stopped) -> bool:
+def complete_served(bounds: Callable[[], Floats], values: Callable[[Sequence[int]], Floats], stop: Stopped,
+                    tighten: Callable[[Sequence[int]], bool]) -> bool:
     """Simulate what the front of a space of requests needs: until every row left is beaten, whatever it takes beyond
     its bounds, by a row that was simulated.
 
     Args:
         bounds: of the front's axes, never above the truth, inf for rows ruled out; shape (rows, axes).
         values: of rows simulated, inf for what breaks a limit, does not fit or is refused; shape (rows asked, axes).
+        tighten: makes bounds of rows finer; whether any were.
 
     Returns:
         Whether the search came to its end.
     """
-    left = np.isfinite(bounds).all(axis=1)
-    while left.any():
+    least, done, found = bounds(), np.zeros(len(bounds()), dtype=bool), np.zeros((0, bounds().shape[1]))
+    while True:
+        left = np.isfinite(least).all(axis=1) & ~done
+        for value in found:
+            left &= ~(value <= least).all(axis=1)
+        rows = np.flatnonzero(left)
+        if not len(rows):
+            return True
         if stop():
             return False
-        rows = np.flatnonzero(left)
-        first = rows[_unbeaten(bounds[rows])][:ROUND]
-        left[first] = False
-        for value in values(first.tolist()):
-            left &= ~(value <= bounds).all(axis=1)
-    return True
+        first = rows[_unbeaten(least[rows])][:ROUND].tolist()
+        if tighten(first):
+            least = bounds()
+            continue
+        done[first] = True
+        found = np.concatenate((found, values(first)))
 
 
 def _unbeaten(values: Floats) -> list[int]:

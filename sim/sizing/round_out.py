@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sim.sizing.ranking import Ranking
+from sim.sizing.ranking import Floats, Ranking
 from sim.sizing.runner import Runner
 from sim.sizing.search import search
 from sim.sizing.why import kinds_of
@@ -31,7 +31,12 @@ def round_out(ranking: Ranking, runner: Runner, stop: Callable[[], bool]) -> Non
 def best_of_each(ranking: Ranking, runner: Runner, stop: Callable[[], bool]) -> None:
     """Simulates of each family what its best takes, where bounds are so close that this is little."""
     for mine in kinds_of(ranking.space).values():
-        search(np.where(mine, ranking.values, np.inf), runner.values, 1, stop=stop)
+        search(np.where(mine, ranking.values, np.inf), runner.values, 1, stop=stop,
+               tighten=lambda rows, mine=mine: _within(ranking.tighten(rows), mine))
+
+
+def _within(values: Floats | None, mine: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Floats | None:
+    return None if values is None else np.where(mine, values, np.inf)
 
 
 def _first_fitting(ranking: Ranking, runner: Runner, mine: np.ndarray[tuple[int], np.dtype[np.int64]],

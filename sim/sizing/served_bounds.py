@@ -4,12 +4,15 @@ Of every forward of a request (the prompt's, and one token's in each piece of th
 a simulation runs (`sim.model.inference`), each alone on the GPU; what is left out is waiting. A stage works through all
 parts of the batch in every forward, and a part through all stages, so both bound a token. Weights that are elsewhere
 have to arrive in every forward. Memory counts what is held throughout, and the most a forward needs beside it.
+
+In two passes: a row first gets a token without attention, which alone depends on what is in the cache, and all pieces
+of the generation once a search comes to it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -62,7 +65,7 @@ class ServedBounds:
         time_s, prompt_s, token_s: seconds of a request, to its first token and of each further one at least.
         memory_bytes, capacity_bytes: of the fullest rank at least, and its capacity. What does not fit has no times.
         work_j: energy of a request's kernels on all GPUs at least, beside the GPUs' constant power.
-        coarse: no row's bounds can be made finer.
+        coarse: rows whose tokens are still without attention.
     """
 
     def __init__(self, space: ServedSpace) -> None:
@@ -74,20 +77,23 @@ class ServedBounds:
         known = _Known({}, {})
         devices = _devices(space)
         of, batches = space.columns["layout"], space.columns["batch"]
+        self._layouts: list[_Layout] = []
         for number, scenario in enumerate(space.layouts):
             rows = np.flatnonzero(of == number)
             base = int(space.columns["cluster"][rows[0]])
             one = _Layout(scenario, devices[base], known, _alike(space.clusters[base]))
+            self._layouts.append(one)
             self.capacity_bytes[rows] = gpu(scenario.cluster.topology.gpu, None if scenario.cluster.gpu is None else
                                             scenario.cluster.gpu.model_dump()).usable_memory_bytes
             self._constant_w[rows] = devices[base].energy_j((), (), 1.0)
-            for row in rows.tolist():
-                batch = int(batches[row])
-                self.memory_bytes[row] = one.memory_bytes(batch) * _SURE
-                if self.memory_bytes[row] <= self.capacity_bytes[row]:
-                    self._bound(row, one.seconds(batch))
+            self.memory_bytes[rows] = [one.memory_bytes(batch) * _SURE for batch in batches[rows].tolist()]
+        self.coarse = self.memory_bytes <= self.capacity_bytes
+        for row in np.flatnonzero(self.coarse).tolist():
+            self._bound(row, fine=False)
 
-    def _bound(self, row: int, found: _Seconds) -> None:
+    def _bound(self, row: int, fine: bool) -> None:
+        columns = self.space.columns
+        found = self._layouts[columns["layout"][row]].seconds(int(columns["batch"][row]), fine)
         self.prompt_s[row], self.token_s[row] = found.prompt_s * _SURE, found.token_s * _SURE
         self.time_s[row], self.work_j[row] = found.request_s * _SURE, found.work_j * _SURE
 
@@ -100,13 +106,17 @@ class ServedBounds:
         """Latencies and tokens of rows."""
         return self.space.request(rows, self.prompt_s[rows], self.token_s[rows])
 
-    def refine(self, _level_s: float, _among: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-        """There are no finer bounds."""
-        return np.zeros(0, dtype=np.int64)
+    def refine(self, _level_s: float, among: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+        """Bound finely what is asked for; the rows whose bounds have changed."""
+        return self.refine_at(np.flatnonzero(among & self.coarse).tolist())
 
-    def refine_at(self, _rows: object) -> npt.NDArray[np.int64]:
-        """There are no finer bounds."""
-        return np.zeros(0, dtype=np.int64)
+    def refine_at(self, rows: Sequence[int]) -> npt.NDArray[np.int64]:
+        """The same of rows by number."""
+        coarse = [row for row in rows if self.coarse[row]]
+        for row in coarse:
+            self._bound(row, fine=True)
+        self.coarse[coarse] = False
+        return np.array(coarse, dtype=np.int64)
 
 
 def _alike(base: Scenario) -> str:
@@ -165,17 +175,22 @@ class _Layout:
         self._elsewhere_s = self._arriving_s()
 
     # ---------------------------------------------------------------------------------------------------------- time
-    def seconds(self, batch: int) -> _Seconds:
-        """Bounds of a request of `batch` sequences."""
+    def seconds(self, batch: int, fine: bool) -> _Seconds:
+        """Bounds of a request of `batch` sequences.
+
+        Args:
+            fine: with the attention of every piece of the generation, else without any.
+        """
         parts = parts_of(batch, self.scenario.parallel.pipeline)
         prompt_s, prompt_j = self._prompt(parts)
         steps = sum(piece.tokens for piece in self.pieces)
-        tokens = [self._token(parts, piece.cached) for piece in self.pieces]
-        whole_s = sum(piece.tokens * one[0] for piece, one in zip(self.pieces, tokens, strict=True))
+        pieces = self.pieces if fine else [piece._replace(tokens=steps) for piece in self.pieces[:1]]
+        tokens = [self._token(parts, piece.cached, fine) for piece in pieces]
+        whole_s = sum(piece.tokens * one[0] for piece, one in zip(pieces, tokens, strict=True))
         if steps and self._staged:  # of a stage's first forward all parts but one may run beside the prompt's last
-            busy = sum(piece.tokens * one[1] for piece, one in zip(self.pieces, tokens, strict=True))
+            busy = sum(piece.tokens * one[1] for piece, one in zip(pieces, tokens, strict=True))
             whole_s = max(whole_s, float((busy - tokens[0][1]).max()))
-        joules = prompt_j + sum(piece.tokens * one[2] for piece, one in zip(self.pieces, tokens, strict=True))
+        joules = prompt_j + sum(piece.tokens * one[2] for piece, one in zip(pieces, tokens, strict=True))
         ranks = self.layout.ranks / self.scenario.parallel.pipeline
         return _Seconds(prompt_s, whole_s / steps if steps else 0.0, prompt_s + whole_s, joules * ranks)
 
@@ -192,9 +207,9 @@ class _Layout:
         host_s = float(self._by_stage(sum(one.host_s for one in found)).max())
         return self._with_arriving(max(least_s, host_s)), float(sum(one.work_j.sum() for one in found))
 
-    def _token(self, parts: list[int], cached: int) -> tuple[float, Floats, float]:
+    def _token(self, parts: list[int], cached: int, fine: bool) -> tuple[float, Floats, float]:
         """Of one token of every sequence: seconds of a part's way through all stages, seconds of each stage, joules."""
-        found = [self._forward(part, 1, cached) for part in parts]
+        found = [self._forward(part, 1, cached, fine) for part in parts]
         stages = np.array([self._by_stage(self._seconds_of(one)) for one in found])
         each_s, joules = float(stages.sum(axis=1).min()), float(sum(one.work_j.sum() for one in found))
         if self._staged:
@@ -219,15 +234,17 @@ class _Layout:
         parallel = self.scenario.parallel.model_copy(update={"expert": 1})
         return self.scenario.model_copy(update={"parallel": parallel})
 
-    def _forward(self, part: int, new: int, cached: int) -> Forward:
-        key = (self._alike, part, new, cached)
+    def _forward(self, part: int, new: int, cached: int, attends: bool = True) -> Forward:
+        key = (self._alike, part, new, cached, attends)
         if key not in self._forwards:
-            self._forwards[key] = self._made(rank_of(self.cut.style, part, new, cached, self.cut.weights))
+            self._forwards[key] = self._made(rank_of(self.cut.style, part, new, cached, self.cut.weights), attends)
         return self._forwards[key]
 
-    def _made(self, rank: Rank) -> Forward:
+    def _made(self, rank: Rank, attends: bool) -> Forward:
         stack = rank.architecture().stack
-        items = {name: rank.forward(layer) for name, layer in {id(layer): layer for layer in stack}.items()}
+        items = {name: [item for item in rank.forward(layer)
+                        if attends or isinstance(item, Sum) or item.category != "attention"]
+                 for name, layer in {id(layer): layer for layer in stack}.items()}
         kernels = list(dict.fromkeys(item for of in items.values() for item in of if not isinstance(item, Sum)))
         seconds = dict(zip(kernels, self.device.times(kernels).tolist(), strict=True))
         joules = dict(zip(kernels, self.device.work_j(kernels).tolist(), strict=True))

@@ -67,6 +67,11 @@ class ServedSpace(Space):
         """A request's stages have no order to choose."""
         return []
 
+    @property
+    def batches(self) -> list[int]:
+        """Those that are tried."""
+        return [int(one) for one in np.unique(self.columns["batch"])]
+
     def replicas(self, row: int) -> int:
         """Copies of the model that work side by side."""
         return self.layouts[self.columns["layout"][row]].data_parallel

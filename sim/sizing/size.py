@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -69,7 +70,7 @@ class Sizing:
         not_offloaded: what was asked to be tried on the host and no technique of the framework keeps there.
         hints: of the precision that all layouts have, where hardly a run has it.
         seconds: of wall clock, by part.
-        served: whether rows are requests: GPU-hours, cost and energy are then of a million tokens.
+        served: whether rows are requests: GPU-hours, cost and energy are then of a million tokens; batches: tried.
     """
 
     wish: Wish
@@ -99,6 +100,7 @@ class Sizing:
     hints: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     served: bool = False
+    batches: list[int] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -173,7 +175,7 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
     store = Store(out, {"clusters": plain}, resume)
     found = Sizing(wish, raw=space.raw, covered=len(space), price_origin=origin, not_offloaded=dropped,
                    schedules=space.schedules, hints=autocast_alone(scenario) if request is None else [],
-                   served=request is not None)
+                   served=request is not None, batches=space.batches)
     with ExitStack() as stack:
         stack.callback(store.close)
         pool = stack.enter_context(started_workers(workers, dask))
@@ -250,16 +252,19 @@ def _served_front_proven(space: ServedSpace, ranking: Ranking, runner: Runner, s
     """Whether no row left out is on the front over latency, GPUs and cost, within the limits."""
     of, cost = ranking.of, replace(runner.wish, objective="cost")
     assert isinstance(of, ServedBounds)
-    latency_s = of.time_s if _one_pass(space) else of.token_s
-    bounds = np.stack([np.where(np.isfinite(ranking.values), axis, np.inf) for axis in (
-        latency_s, space.gpus.astype(np.float64), Ranking(space, of, cost).values)], axis=1)
+
+    def bounds() -> Floats:
+        latency_s = of.time_s if _one_pass(space) else of.token_s
+        left = np.isfinite(ranking.values)
+        return np.stack([np.where(left, axis, np.inf) for axis in (
+            latency_s, space.gpus.astype(np.float64), Ranking(space, of, cost).values)], axis=1)
 
     def values(rows: Sequence[int]) -> Floats:
         fits = np.isfinite(runner.values(rows))
         told = [table_row(space, runner, row, cost) for row in rows]
         return np.where(fits[:, None], [[float(one[axis]) for axis in _axes(space)] for one in told], np.inf)
 
-    return complete_served(bounds, values, stop)
+    return complete_served(bounds, values, stop, ranking.tighten_only)
 
 
 def _one_pass(space: ServedSpace) -> bool:
@@ -311,9 +316,15 @@ def _fill(found: Sizing, space: Space, result: Found, runner: Runner, own: int |
 def _why(found: Sizing, space: Space, result: Found, runner: Runner, bound: Floats) -> Why:
     """The best against others: they are simulated once more, for their terms."""
     values = {row: runner.value(row) for row in runner.rows}
-    ranks = {scenario.cluster.topology.name: i for i, scenario in enumerate(space.clusters)}
+    bases = {_name(space, row): int(space.columns["cluster"][row]) for row in values}
     kinds = families(space, bound, values, lambda row: table_row(space, runner, row, found.wish),
                      result.best[0][1] if result.best else None)
     second = [row for row in sorted(values, key=lambda row: (values[row], row)) if math.isfinite(values[row])][:2]
     ordered = [table_row(space, runner, row, found.wish) for row in second]
-    return explain(ordered, kinds, lambda row: api.run(resolve(runner.plain[ranks[row["cluster"]]], "", row["set"])))
+    return explain(ordered, kinds, lambda row: api.run(resolve(
+        runner.plain[bases[row["cluster"], json.dumps(row["set"])]], "", row["set"])))
+
+
+def _name(space: Space, row: int) -> tuple[str, str]:
+    """What tells a row of a table from all others."""
+    return space.clusters[int(space.columns["cluster"][row])].cluster.topology.name, json.dumps(space.sets(row))

@@ -94,6 +94,11 @@ class Space:
     def __len__(self) -> int:
         return len(self.columns["cluster"])
 
+    @property
+    def batches(self) -> list[int]:
+        """Of requests, those that are tried."""
+        return []
+
     def request(self, rows: Any, prompt_s: Any, token_s: Any) -> Request | None:
         """What rows ask of a wish beside a step; None: they train."""
         return None
