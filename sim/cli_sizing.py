@@ -49,13 +49,15 @@ if TYPE_CHECKING:
               "parallel.tensor=4,8 or training.recompute=none,full; repeatable.")
 @click.option("--offload", help="What to try on the host, separated by commas: none, activations, optimizer, states, "
               "everything; of inference none, parameters; default what the scenario says.")
-@click.option("--weights", help="Inference: how to store weights, separated by commas: bf16, fp16, int8, int4, nf4, fp8, "
-              "..., and fp8-products, int8-products, ... to multiply in it too; default what the scenario says.")
-@click.option("--kv-cache", help="Inference: caches to try, separated by commas: same, fp8, int8; default the scenario's.")
+@click.option("--weights", help="Inference: how to store weights, separated by commas: bf16, fp16, int8, int4, nf4, "
+              "fp8, ..., and fp8-products, int8-products, ... to multiply in it too; default what the scenario says.")
+@click.option("--kv-cache", help="Inference: caches to try, separated by commas: same, fp8, int8; default what the "
+              "scenario says.")
 @click.option("--overlap-p2p", is_flag=True, help="Try pipelines whose transfers overlap with compute, too.")
 @click.option("--deadline", help="Longest run, e.g. '30 days'; needs tokens in the scenario's budget.")
 @click.option("--budget", type=Finite(min=0), help="Most money for the run, USD.")
-@click.option("--latency", metavar="TIME", help="Inference: longest mean time of a token behind the first, e.g. '30 ms'.")
+@click.option("--latency", metavar="TIME", help="Inference: longest time of a token behind the first, their mean, e.g. "
+              "'30 ms'.")
 @click.option("--first-token", metavar="TIME", help="Inference: longest time to the first token, e.g. '2 s'.")
 @click.option("--throughput", type=Finite(min=0, min_open=True), metavar="TOKENS/S",
               help="Inference: fewest tokens per second of all replicas.")
@@ -81,10 +83,9 @@ if TYPE_CHECKING:
 def size(ctx: click.Context, scenario: str, sets: tuple[str, ...], gpus: str, clusters: str | None,
          narrow: tuple[str, ...], offload: str | None, weights: str | None, kv_cache: str | None, overlap_p2p: bool,
          deadline: str | None, budget: float | None, latency: str | None, first_token: str | None,
-         throughput: float | None, objective: str | None, top: int, out: str | None, resume: bool, seconds: float | None, workers: int | None,
-         dask: str | None, price: str | None,
-         memory_margin: float, json_to: str | None, csv_to: str | None, parquet_to: str | None,
-         report_to: str | None) -> None:
+         throughput: float | None, objective: str | None, top: int, out: str | None, resume: bool,
+         seconds: float | None, workers: int | None, dask: str | None, price: str | None, memory_margin: float,
+         json_to: str | None, csv_to: str | None, parquet_to: str | None, report_to: str | None) -> None:
     """Search layouts, clusters and numbers of GPUs for the best configuration."""
     started = time.monotonic()
     from sim import sizing
@@ -154,6 +155,9 @@ def _wish(scenario: Scenario, deadline: bool, budget: float | None, objective: s
                 asked.deadline if asked is not None and steps is not None else None, budget)
 
 
+_TIMES = "write '30 ms' or '2 s'"
+
+
 def _time(option: str, text: str | None) -> float | None:
     """Seconds of an option whose numbers have a unit: without one 50 would be read as seconds, and meant in ms."""
     from pydantic_core import PydanticCustomError
@@ -165,9 +169,9 @@ def _time(option: str, text: str | None) -> float | None:
     try:
         value = SECONDS.read(text)
     except PydanticCustomError as error:
-        raise UserError(Fault(f"'{text}' is no time: {error.message()}", option, hint="write '30 ms' or '2 s'")) from None
+        raise UserError(Fault(f"'{text}' is no time: {error.message()}", option, hint=_TIMES)) from None
     if text.strip()[-1:].isdigit() or not 0 < value < math.inf:
-        raise UserError(Fault(f"'{text}' is no time above 0 with its unit", option, hint="write '30 ms' or '2 s'"))
+        raise UserError(Fault(f"'{text}' is no time above 0 with its unit", option, hint=_TIMES))
     return value
 
 

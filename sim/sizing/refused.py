@@ -27,7 +27,8 @@ def refuse(scenario: Scenario, choice: Choice, wish: Wish, overlap_p2p: bool) ->
     training = run_of(scenario) is None
     faults = [*(_of_requests if training else _of_training)(scenario, choice, wish)]
     if overlap_p2p and not training:
-        faults.append(Fault("transfers between stages are waited for in inference", "--overlap-p2p", hint="leave it out"))
+        faults.append(Fault("transfers between stages are waited for in inference", "--overlap-p2p",
+                            hint="leave it out"))
     if faults:
         raise UserError(faults)
 

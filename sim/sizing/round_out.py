@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from sim.sizing.ranking import Floats, Ranking
 from sim.sizing.runner import Runner
@@ -31,12 +32,11 @@ def round_out(ranking: Ranking, runner: Runner, stop: Callable[[], bool]) -> Non
 def best_of_each(ranking: Ranking, runner: Runner, stop: Callable[[], bool]) -> None:
     """Simulates of each family what its best takes, where bounds are so close that this is little."""
     for mine in kinds_of(ranking.space).values():
-        search(np.where(mine, ranking.values, np.inf), runner.values, 1, stop=stop,
-               tighten=lambda rows, mine=mine: _within(ranking.tighten(rows), mine))
+        def tighten(rows: Sequence[int], mine: npt.NDArray[np.bool_] = mine) -> Floats | None:
+            values = ranking.tighten(rows)
+            return None if values is None else np.where(mine, values, np.inf)
 
-
-def _within(values: Floats | None, mine: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Floats | None:
-    return None if values is None else np.where(mine, values, np.inf)
+        search(np.where(mine, ranking.values, np.inf), runner.values, 1, stop=stop, tighten=tighten)
 
 
 def _first_fitting(ranking: Ranking, runner: Runner, mine: np.ndarray[tuple[int], np.dtype[np.int64]],

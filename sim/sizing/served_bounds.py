@@ -171,7 +171,8 @@ class _Layout:
         self.layout: Layout = layout_of(scenario)
         network = hardware_for(scenario, self.stack.rank_jitter_s)[1]
         self.alone = Alone(network)
-        self._forwards, self._sizes, self._alike = known.forwards, known.sizes, (alike, scenario.parallel.tensor, scenario.parallel.expert)
+        self._forwards, self._sizes = known.forwards, known.sizes
+        self._alike = alike, scenario.parallel.tensor, scenario.parallel.expert
         self._elsewhere_s = self._arriving_s()
 
     # ---------------------------------------------------------------------------------------------------------- time
@@ -204,7 +205,7 @@ class _Layout:
         stages = np.array([self._by_stage(self._seconds_of(one)) for one in found])  # (parts, stages)
         behind = stages[-1][::-1].cumsum()[::-1] - stages[-1]
         least_s = float((stages[0].cumsum() - stages[0] + stages.sum(axis=0) + behind).max())
-        host_s = float(self._by_stage(sum(one.host_s for one in found)).max())
+        host_s = float(self._by_stage(np.sum([one.host_s for one in found], axis=0)).max())
         return self._with_arriving(max(least_s, host_s)), float(sum(one.work_j.sum() for one in found))
 
     def _token(self, parts: list[int], cached: int, fine: bool) -> tuple[float, Floats, float]:
@@ -314,7 +315,8 @@ class _Layout:
             return np.zeros(len(self.cut.architecture.stack))
         found = self._layers("weights", self.run.batch, self.first, 0) / int(parallel.sharding_factor)
         if self._staged:
-            found[-1] += rank_of(self.cut.style, 1, 1, 0, self.cut.weights).shared_bytes(self.cut.architecture.stack[-1])
+            head = self.cut.architecture.stack[-1]
+            found[-1] += rank_of(self.cut.style, 1, 1, 0, self.cut.weights).shared_bytes(head)
         return found
 
     def _layers(self, what: str, batch: int, new: int, cached: int) -> Floats:

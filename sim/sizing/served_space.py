@@ -24,7 +24,7 @@ from sim.scenario import Scenario, resolve
 from sim.scenario.change import Changing
 from sim.scenario.dump import dump
 from sim.scenario.schema import InferenceRun
-from sim.sizing.space import Choice, Space, part_of_a_node
+from sim.sizing.space import Choice, Space, not_whole, part_of_a_node
 from sim.sizing.wish import Request
 from sim.software import stack_of
 
@@ -74,7 +74,7 @@ class ServedSpace(Space):
 
     def replicas(self, row: int) -> int:
         """Copies of the model that work side by side."""
-        return self.layouts[self.columns["layout"][row]].data_parallel
+        return int(self.layouts[self.columns["layout"][row]].data_parallel)
 
     def sets(self, row: int) -> dict[str, Any]:
         """A row as dotted fields of its cluster's scenario."""
@@ -82,12 +82,14 @@ class ServedSpace(Space):
         own = self.clusters[v["cluster"]]
         told = {path: value for path in _TOLD if len({str(_at(one, path)) for one in self.clusters}) > 1
                 and (value := _at(own, path)) is not None}
-        return {"cluster.nodes": v["nodes"], **{f"parallel.{name}": v[name] for name in ("tensor", "pipeline", "expert")},
+        degrees = {f"parallel.{name}": v[name] for name in ("tensor", "pipeline", "expert")}
+        return {"cluster.nodes": v["nodes"], **degrees,
                 "parallel.strategy": self.layouts[v["layout"]].parallel.strategy,
                 "parallel.sharding_factor": v["sharding_factor"], "training.mode.inference.batch": v["batch"], **told}
 
     def kinds(self) -> dict[str, npt.NDArray[np.bool_]]:
-        """Rows of each family: of cuts and places, then of what weights and cache are stored in where that varies."""
+        """Rows of each family: of cuts and places, then of clusters and of what weights and cache are stored in, where
+        these vary."""
         of = self.columns["layout"]
         t, p, e = (self.columns[name] > 1 for name in ("tensor", "pipeline", "expert"))
         sharded = np.array([one.parallel.strategy in _SHARDED for one in self.layouts])[of]
@@ -96,6 +98,9 @@ class ServedSpace(Space):
         found = {"tensor + pipeline": whole & t & p, "tensor": whole & t & ~p & ~e, "whole experts": whole & e & ~p,
                  "pipeline": whole & p & ~t, "one GPU": whole & ~t & ~p, "weights shared out": sharded & ~outside,
                  "weights outside": outside}
+        names = [one.cluster.topology.name for one in self.clusters]
+        for name in dict.fromkeys(names) if len(set(names)) > 1 else ():
+            found[name] = np.array([one == name for one in names])[self.columns["cluster"]]
         for path, told in ((_TOLD[0], "weights"), (_TOLD[2], "cache")):
             stored = [str(_at(one, path)) for one in self.clusters]
             products = [told == "weights" and multiplied(one) for one in self.clusters]
@@ -237,7 +242,8 @@ def _layouts(base: Scenario, gpus: int, choice: Choice, replicas: bool) -> Itera
             factors = [] if pipeline > 1 else [ranks] if ipg else _among(ranks, ())
             ways = [("ddp", 1), *((sharding, factor) for factor in factors if factor > 1 or (ipg and places))]
             for strategy, factor in ways:
-                if choice.strategies and not {strategy, "none" if strategy == "ddp" else strategy} & {*choice.strategies}:
+                named = ("ddp", "none") if strategy == "ddp" else (strategy,)
+                if choice.strategies and not {*named} & {*choice.strategies}:
                     continue
                 if any(count % (tensor * pipeline * factor) == 0 for count in fewer):
                     continue
@@ -252,12 +258,9 @@ def _among(whole: int, allowed: Sequence[int]) -> list[int]:
 
 
 def _nothing(clusters: Sequence[Scenario], choice: Choice) -> Fault:
-    nodes = sorted({one.cluster.gpus_per_node for one in clusters if not part_of_a_node(one, clusters)})
-    if all(gpus % size for gpus in choice.gpus for size in nodes):
-        return Fault(f"{' or '.join(map(str, choice.gpus))} GPUs are neither part of a node nor whole nodes of "
-                     f"{' or '.join(map(str, nodes))}", "--gpus", hint=f"give a multiple of {nodes[0]}")
-    return Fault("no layout of this model that --only leaves divides the GPUs", "--only",
-                 hint="give other numbers of GPUs, or other values of --only")
+    return not_whole(clusters, choice) or Fault(
+        "no layout of this model that --only leaves divides the GPUs", "--only",
+        hint="give other numbers of GPUs, or other values of --only")
 
 
 def own_served(space: ServedSpace, scenario: Scenario) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sim.report.units import seconds
@@ -16,6 +16,8 @@ Row = Mapping[str, Any]
 BATCH = "training.mode.inference.batch"
 _GIB = 2.0**30
 _J_PER_KWH, _MILLION = 3.6e6, 1e6
+#: Share of its latency by which a dearer row of the front is to be faster, to be shown.
+_APART = 0.05
 #: The column that an objective is about; more of a throughput is better.
 _COLUMN = {"time": "step_time_s", "latency": "time_per_token_s", "first-token": "prompt_time_s", "cost": "cost",
            "throughput": "tokens_per_second", "energy": "energy_kwh", "gpus": "gpus"}
@@ -36,21 +38,42 @@ def titles(found: Sizing) -> tuple[str, str]:
     proven = "no other way beats them in latency, GPUs and cost" if found.front_proven else (
         "of those simulated, by latency, GPUs and cost")
     within = " within the limits" if found.wish.served_limits else ""
-    return (f"best by {found.wish.objective}{within} (tokens/s of all replicas; GPU-hours, energy and cost of a million "
-            "tokens; memory of the fullest GPU)", f"Pareto front{within} ({proven})")
+    left_out = len(found.front) - len(apart(found.front))
+    less = f"; {left_out} left out that are less than {100 * _APART:.0f}% faster than a cheaper one shown"
+    return (f"best by {found.wish.objective}{within} (tokens/s of all replicas; GPU-hours and cost of a million "
+            "tokens; memory of the fullest GPU)", f"Pareto front{within} ({proven}{less * bool(left_out)})")
+
+
+def apart(front: Sequence[Row]) -> list[Row]:
+    """Of the front what differs enough to choose from, the cheapest first kept; in the front's order."""
+    name = "time_per_token_s" if any(row["time_per_token_s"] for row in front) else "step_time_s"
+    kept: list[int] = []
+    for i in sorted(range(len(front)), key=lambda i: float(front[i]["cost"])):
+        if not any(front[k]["gpus"] <= front[i]["gpus"] and front[k][name] <= (1 + _APART) * front[i][name]
+                   for k in kept):
+            kept.append(i)
+    return [front[i] for i in sorted(kept)]
 
 
 def columns(found: Sizing, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Heads and cells of requests; without tokens behind the first the request is all there is."""
-    priced = any(row["usd"] is not None for row in rows)
     further = any(row["time_per_token_s"] for row in [*rows, *found.rows])
-    heads = [*(["per token", "first token"] if further else ["request"]), "tokens/s", "GPUs", "replicas", "GPU-hours/M",
-             "J/token", *(["USD/M"] if priced else []), "memory"]
-    return heads, [[*([seconds(row["time_per_token_s"]), seconds(row["prompt_time_s"])] if further else
-                      [seconds(row["step_time_s"])]), figure(row["tokens_per_second"]), f"{row['gpus']:,}",
-                    f"{row['replicas']:,}", figure(row["gpu_hours"]), figure(row["energy_kwh"] * _J_PER_KWH / _MILLION),
-                    *(["–" if row["usd"] is None else figure(row["usd"])] if priced else []),
-                    f"{row['device_used_bytes'] / _GIB:.1f} GiB"] for row in rows]
+    of: dict[str, Callable[[Row], str]] = {
+        "per token": lambda row: seconds(row["time_per_token_s"]),
+        "first token": lambda row: seconds(row["prompt_time_s"]),
+        "request": lambda row: seconds(row["step_time_s"]),
+        "tokens/s": lambda row: figure(row["tokens_per_second"]),
+        "GPUs": lambda row: f"{row['gpus']:,}",
+        "replicas": lambda row: f"{row['replicas']:,}",
+        "GPU-hours/M": lambda row: figure(row["gpu_hours"]),
+        "J/token": lambda row: figure(row["energy_kwh"] * _J_PER_KWH / _MILLION),
+        "USD/M": lambda row: "–" if row["usd"] is None else figure(row["usd"]),
+        "memory": lambda row: f"{row['device_used_bytes'] / _GIB:.1f} GiB"}
+    unsaid = {*(["request"] if further else ["per token", "first token"]),
+              *([] if any(row["replicas"] > 1 for row in rows) else ["replicas"]),
+              *([] if any(row["usd"] is not None for row in rows) else ["USD/M"])}
+    heads = [head for head in of if head not in unsaid]
+    return heads, [[of[head](row) for head in heads] for row in rows]
 
 
 def latencies(row: Row) -> str:
@@ -82,6 +105,8 @@ def notes(found: Sizing) -> Iterator[str]:
     """What the table's rows have in common, and where the best lies at the edge of what was tried."""
     yield ("\na replica is tensor × pipeline GPUs and takes a batch of its own, all its sequences in step: arrivals, "
            "queues and continuous batching are not simulated")
+    if not found.wish.priced and len({row["cluster"] for row in found.rows}) > 1:
+        yield "not every cluster has a known price, so GPU-hours of all count alike: --price A=2.5,B=1.2 says it"
     best, tried = found.best[0]["set"][BATCH], found.batches
     if best == max(tried) and len(tried) > 1:
         yield f"the best has the largest batch that was tried; larger ones: --only batch={2 * best},{4 * best}"

@@ -7,34 +7,27 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sim import api
-from sim.errors import Fault, UserError
+from sim.errors import UserError
 from sim.parallel.serving.request import run_of
 from sim.parallel.support.check import on_any_ranks
 from sim.report.asked import autocast_alone
 from sim.scenario import Loaded, Scenario, resolve
-from sim.sizing.base import alone, following
-from sim.sizing.bounds import Bounds
-from sim.sizing.front import AXES, SERVED_AXES, complete, complete_served, pareto
-from sim.sizing.nearby import Nearby, own_row
-from sim.sizing.offloads import both_ways, narrowed, nowhere, variants
+from sim.sizing.front import pareto
+from sim.sizing.modes import aside_of, axes_of, bases_of, bounds_of, front_proven, listed_space, own_of
 from sim.sizing.ranking import Floats, Ranking
 from sim.sizing.refused import refuse
 from sim.sizing.round_out import best_of_each, round_out
 from sim.sizing.rows import kept_row, table_row
 from sim.sizing.runner import Runner
 from sim.sizing.search import Found, search
-from sim.sizing.served_bounds import ServedBounds
-from sim.sizing.served_space import ServedSpace, build_served, own_served, served, served_bases
-from sim.sizing.served_space import plain as plain_served
-from sim.sizing.space import Choice, Space, build_space, with_parts, with_schedules
+from sim.sizing.space import Choice, Space
 from sim.sizing.store import Store
 from sim.sizing.why import Why, explain, families
 from sim.sizing.wish import SERVED_DEFAULT, Wish, priced
@@ -113,7 +106,13 @@ class Sizing:
                 "first_fault": self.first_fault, "gap": self.gap, "best_proven": self.best_proven,
                 "proven": self.proven,
                 "schedules": self.schedules, "not_offloaded": self.not_offloaded, "hints": self.hints,
-                "seconds": self.seconds}
+                "seconds": self.seconds, **(self._of_requests() if self.served else {})}
+
+    def _of_requests(self) -> dict[str, Any]:
+        wish = self.wish
+        return {"inference": {"batches": self.batches, "limits": {
+            "time_per_token_s": wish.latency_s, "prompt_time_s": wish.first_token_s,
+            "tokens_per_second": wish.throughput}}}
 
     def told(self, value: float) -> str:
         """A value of the objective with its unit."""
@@ -163,28 +162,26 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
     started = time.monotonic()
     loaded = source if isinstance(source, Scenario | Loaded) else api.load(source)
     scenario = loaded if isinstance(loaded, Scenario) else loaded.scenario
-    request = run_of(scenario)
-    wish = wish or Wish("time" if request is None else SERVED_DEFAULT)
+    served = run_of(scenario) is not None
+    wish = wish or Wish(SERVED_DEFAULT if served else "time")
     refuse(scenario, choice, wish, overlap_p2p)
-    bases = [alone(scenario, name) for name in clusters] or [alone(scenario, None)] if request is None else (
-        served_bases(scenario, clusters or (None,), choice, offload))
+    bases = bases_of(scenario, clusters or (None,), choice, offload)
     _refuse_never_simulated(bases, None if isinstance(loaded, Scenario) else loaded)
     wish, origin = priced(wish, bases, price)
-    space, plain, dropped = _listed(scenario, bases, choice, wish, offload, overlap_p2p)
+    space, plain, dropped = listed_space(scenario, bases, choice, wish, offload, overlap_p2p)
     listed = time.monotonic()
     store = Store(out, {"clusters": plain}, resume)
     found = Sizing(wish, raw=space.raw, covered=len(space), price_origin=origin, not_offloaded=dropped,
-                   schedules=space.schedules, hints=autocast_alone(scenario) if request is None else [],
-                   served=request is not None, batches=space.batches)
+                   schedules=space.schedules, hints=[] if served else autocast_alone(scenario),
+                   served=served, batches=space.batches)
     with ExitStack() as stack:
         stack.callback(store.close)
         pool = stack.enter_context(started_workers(workers, dask))
-        of = ServedBounds(space) if isinstance(space, ServedSpace) else Bounds(
-            space, pool.executor if dask is None else None, workers)
+        of = bounds_of(space, pool.executor if dask is None else None, workers)
         bounded = time.monotonic()
         ranking, runner = Ranking(space, of, wish), Runner(space, plain, wish, store, pool)
         free = Runner(space, plain, wish.unlimited, store, pool)
-        own = own_served(space, scenario) if isinstance(space, ServedSpace) else own_row(space, scenario)
+        own = own_of(space, scenario)
 
         def stop() -> bool:
             if progress is not None:
@@ -193,10 +190,10 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
             return interrupted() or (begun and time.monotonic() - started > seconds)
 
         result = search(ranking.values, runner.values, top, stop=stop, tighten=ranking.tighten,
-                        first=[] if own is None else [own], aside=None if found.served else Nearby(space, ranking))
+                        first=[] if own is None else [own], aside=aside_of(space, ranking))
         if result.complete and not result.best and free.wish != wish:
             found.nearest, found.nearest_cut = _nearest(space, Ranking(space, of, free.wish), free, stop)
-        found.front_proven = _front_proven(space, ranking, runner, stop)
+        found.front_proven = front_proven(space, ranking, runner, stop)
         if result.complete and result.best:
             (best_of_each if found.served else round_out)(ranking, runner, stop)
     found.impossible, found.pruned = ranking.impossible, ranking.pruned()
@@ -205,26 +202,6 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
     found.why = _why(found, space, result, runner, ranking.values)
     found.seconds = {"space": listed - started, "bounds": bounded - listed, "simulation": time.monotonic() - bounded}
     return found
-
-
-def _listed(scenario: Scenario, bases: list[Scenario], choice: Choice, wish: Wish, offload: Sequence[str],
-            overlap_p2p: bool) -> tuple[Space, list[dict[str, Any]], list[str]]:
-    """The space, each of its clusters as plain data that rows are put on top of, and what of `offload` is not tried."""
-    if run_of(scenario) is not None:
-        several = wish.throughput is not None or wish.objective == "throughput"
-        space: Space = build_served(with_parts(bases, choice), choice, several)
-        return space, [plain_served(base) for base in space.clusters], []
-    choice = with_schedules(choice, scenario)
-    bases, dropped = _varied(with_parts(bases, choice), choice, offload, overlap_p2p)
-    return build_space(bases, choice, partial(narrowed, both=overlap_p2p)), [following(base) for base in bases], dropped
-
-
-def _varied(bases: list[Scenario], choice: Choice, offload: Sequence[str],
-            overlap_p2p: bool) -> tuple[list[Scenario], list[str]]:
-    """Bases with what is to be tried beside layouts, and what of `offload` is not tried."""
-    dropped = nowhere(bases, offload, choice)
-    varied = variants(bases, [name for name in offload if name not in dropped])
-    return both_ways(varied) if overlap_p2p else varied, dropped
 
 
 def _refuse_never_simulated(bases: Sequence[Scenario], loaded: Loaded | None) -> None:
@@ -236,47 +213,6 @@ def _refuse_never_simulated(bases: Sequence[Scenario], loaded: Loaded | None) ->
     faults = dict.fromkeys(fault for base in bases for fault in on_any_ranks(base, stack_of(base.software)))
     if faults:
         raise UserError([fault if loaded is None else api.placed(fault, loaded) for fault in faults])
-
-
-def _front_proven(space: Space, ranking: Ranking, runner: Runner, stop: Callable[[], bool]) -> bool:
-    """Whether no row left out is on the front, which energy counts for where it is the objective."""
-    if isinstance(space, ServedSpace):
-        return _served_front_proven(space, ranking, runner, stop)
-    proven = complete(space, ranking.times, runner.steps, stop, ranking.tighten_times)
-    if runner.wish.objective == "energy":
-        proven &= complete(space, ranking.values, runner.values, stop, ranking.tighten)
-    return proven
-
-
-def _served_front_proven(space: ServedSpace, ranking: Ranking, runner: Runner, stop: Callable[[], bool]) -> bool:
-    """Whether no row left out is on the front over latency, GPUs and cost, within the limits."""
-    of, cost = ranking.of, replace(runner.wish, objective="cost")
-    assert isinstance(of, ServedBounds)
-
-    def bounds() -> Floats:
-        latency_s = of.time_s if _one_pass(space) else of.token_s
-        left = np.isfinite(ranking.values)
-        return np.stack([np.where(left, axis, np.inf) for axis in (
-            latency_s, space.gpus.astype(np.float64), Ranking(space, of, cost).values)], axis=1)
-
-    def values(rows: Sequence[int]) -> Floats:
-        fits = np.isfinite(runner.values(rows))
-        told = [table_row(space, runner, row, cost) for row in rows]
-        return np.where(fits[:, None], [[float(one[axis]) for axis in _axes(space)] for one in told], np.inf)
-
-    return complete_served(bounds, values, stop, ranking.tighten_only)
-
-
-def _one_pass(space: ServedSpace) -> bool:
-    """Whether no token is generated behind the first."""
-    return served(space.clusters[0]).generate < 2
-
-
-def _axes(space: Space) -> tuple[str, ...]:
-    """What the front trades off."""
-    if not isinstance(space, ServedSpace):
-        return AXES
-    return ("step_time_s", *SERVED_AXES[1:]) if _one_pass(space) else SERVED_AXES
 
 
 def _nearest(space: Space, ranking: Ranking, runner: Runner,
@@ -309,7 +245,7 @@ def _fill(found: Sizing, space: Space, result: Found, runner: Runner, own: int |
     found.rows = [kept_row(table_row(space, runner, row, found.wish), runner.rows[row]) for row in sorted(runner.rows)]
     fitting = [table_row(space, runner, row, found.wish) for row in sorted(runner.rows)
                if math.isfinite(runner.value(row))]
-    found.front = [fitting[i] for i in pareto(fitting, _axes(space))]
+    found.front = [fitting[i] for i in pareto(fitting, axes_of(space))]
     found.front_proven = found.front_proven and not found.faults
 
 

@@ -23,7 +23,8 @@ _NARROW = 0.03
 def lines(found: Sizing, again: str | None = None) -> Iterator[str]:
     """The whole answer for a terminal; `again` is the command that runs the best."""
     yield from _covered(found)
-    for title, rows in zip(_titles(found), (found.best, found.front), strict=True):
+    front = served_text.apart(found.front) if found.served else found.front
+    for title, rows in zip(_titles(found), (found.best, front), strict=True):
         if rows:
             yield f"\n{title}:"
             yield from _table(found, rows)
@@ -118,8 +119,9 @@ def _columns(found: Sizing, rows: Sequence[Row]) -> tuple[list[str], list[list[s
     """Heads and cells of steps."""
     priced, whole = any(row["usd"] is not None for row in rows), found.wish.steps > 1
     heads = ["step", "GPUs", *(["days"] if whole else []), "GPU-hours", "kWh", *(["USD"] if priced else []), "memory"]
-    return heads, [[seconds(row["step_time_s"]), f"{row['gpus']:,}", *([f"{row['run_s'] / _DAY_S:.4g}"] if whole else []),
-                    figure(row["gpu_hours"]), figure(row["energy_kwh"]),
+    return heads, [[seconds(row["step_time_s"]), f"{row['gpus']:,}",
+                    *([f"{row['run_s'] / _DAY_S:.4g}"] if whole else []), figure(row["gpu_hours"]),
+                    figure(row["energy_kwh"]),
                     *(["–" if row["usd"] is None else figure(row["usd"])] if priced else []),
                     f"{row['device_used_bytes'] / _GIB:.1f} GiB"] for row in rows]
 
@@ -127,7 +129,7 @@ def _columns(found: Sizing, rows: Sequence[Row]) -> tuple[list[str], list[list[s
 def brief(row: Row) -> str:
     """A row in words."""
     what = served_text.latencies(row) if "replicas" in row else f"{row['step_time_s']:.4g} s"
-    return f"{what} on {row['gpus']:,} GPUs of {row['cluster']}, {layout_of(row['set'])}"
+    return f"{what} on {row['gpus']:,} GPU{'s' * (row['gpus'] > 1)} of {row['cluster']}, {layout_of(row['set'])}"
 
 
 def _own(found: Sizing, row: Row, best: Row | None) -> str:

@@ -244,12 +244,19 @@ def build_space(clusters: Sequence[Scenario], choice: Choice,
     return Space(list(clusters), columns, raw)
 
 
+def not_whole(clusters: Sequence[Scenario], choice: Choice) -> Fault | None:
+    """What is wrong where no number of GPUs asked for is whole nodes, or part of one."""
+    if not all(gpus % one.cluster.gpus_per_node for gpus in choice.gpus for one in clusters):
+        return None
+    nodes = sorted({one.cluster.gpus_per_node for one in clusters if not part_of_a_node(one, clusters)})
+    return Fault(f"{' or '.join(map(str, choice.gpus))} GPUs are neither part of a node nor whole nodes of "
+                 f"{' or '.join(map(str, nodes))}", "--gpus", hint=f"give a multiple of {nodes[0]}")
+
+
 def _nothing(clusters: Sequence[Scenario], choice: Choice) -> Fault:
     """Why no layout is possible: no cluster has whole nodes of that many GPUs, or nothing divides them."""
-    nodes = sorted({one.cluster.gpus_per_node for one in clusters if not part_of_a_node(one, clusters)})
-    if all(gpus % size for gpus in choice.gpus for size in nodes):
-        return Fault(f"{' or '.join(map(str, choice.gpus))} GPUs are neither part of a node nor whole nodes of "
-                     f"{' or '.join(map(str, nodes))}", "--gpus", hint=f"give a multiple of {nodes[0]}")
+    if (uneven := not_whole(clusters, choice)) is not None:
+        return uneven
     narrow = any((choice.strategies, choice.tensor, choice.context, choice.expert, choice.pipeline,
                   choice.virtual_stages, choice.micro_batch)) or choice.recompute != POLICIES
     return Fault(f"no layout of this model{' that --only leaves' if narrow else ''} divides the GPUs and the global "

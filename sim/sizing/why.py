@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from sim.report.result import Result
 from sim.sizing.compare import Comparison, compare
-from sim.sizing.compare_text import moved_lines, seconds_of, words
+from sim.sizing.compare_text import change_of, moved_lines, seconds_of, words
 from sim.sizing.served_space import ServedSpace
 from sim.sizing.space import STRATEGIES, Space
 
@@ -176,10 +176,11 @@ def why_lines(why: Why, tell: Callable[[Row], str], unit: Callable[[float], str]
 
 
 def _behind(one: Contrast) -> str:
-    winner, other = one.found.step_time_s
+    winner, other = one.found.whole_s
     if abs(other - winner) < 1e-9 * winner:
         return "takes the same time"
-    return f"step {seconds_of(other - winner)} ({100 * (other / winner - 1):+.1f}%)"
+    what = "" if one.found.served else "step "
+    return f"{what}{change_of(one.found, other - winner)} ({100 * (other / winner - 1):+.1f}%)"
 
 
 def _free(one: Contrast) -> str:

@@ -82,7 +82,8 @@ class Wish:
         """Of one GPU-hour on a scenario's cluster."""
         return self.prices.get(scenario.cluster.topology.name, self.price_per_gpu_hour)
 
-    def value(self, step_s: Any, gpus: Any, price: Any = None, step_j: Any = 0.0, request: Request | None = None) -> Any:
+    def value(self, step_s: Any, gpus: Any, price: Any = None, step_j: Any = 0.0,
+              request: Request | None = None) -> Any:
         """The objective at a price per GPU-hour (None = `price_per_gpu_hour`), inf where a limit is broken.
 
         It never falls when `step_s`, `step_j` (energy of a step) or a request's seconds rise, so bounds keep bounding.
@@ -108,7 +109,8 @@ class Wish:
         each_s = np.asarray(step_s, dtype=np.float64) / tokens
         limits = [(prompt_s, self.first_token_s), (token_s, self.latency_s),
                   (each_s, None if self.throughput is None else 1.0 / self.throughput)]
-        excess = np.max([np.ones(np.shape(each_s)), *(part / most for part, most in limits if most is not None)], axis=0)
+        broken = [part / most for part, most in limits if most is not None]
+        excess = np.max([np.ones(np.shape(each_s)), *broken], axis=0)
         if self.objective == EXCESS:
             return excess
         gpu_s = each_s * gpus
