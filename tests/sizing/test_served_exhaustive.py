@@ -17,7 +17,7 @@ from sim.sizing.store import Outcome
 from sim.sizing.wish import SERVED_OBJECTIVES
 
 TOP = 5
-CHOICE = Choice([1, 2, 4, 8], batch=[1, 3, 16, 64], weights=["bf16", "int4"], kv_cache=["same", "fp8"])
+CHOICE = Choice([1, 2, 4, 8], batch=[1, 3, 48], weights=["bf16", "int4"], kv_cache=["same", "fp8"])
 CLUSTERS = ("dgx-h100", "dgx-a100-40g")
 
 
@@ -25,7 +25,7 @@ def scenario(**model: Any) -> Scenario:
     return resolve({"name": "small", "cluster": {"topology": "dgx-h100"},
                     "model": {"preset": "llama-3-8b", "layers": 4, **model},
                     "training": {"micro_batch": 1, "sequence": 512, "precision": "pure-bf16",
-                                 "mode": {"inference": {"prompt": 200, "generate": 9, "batch": 2}}},
+                                 "mode": {"inference": {"prompt": 200, "generate": 4, "batch": 2}}},
                     "software": {"year": 2024, "compile": True, "cuda_graphs": True}}, "small")
 
 
