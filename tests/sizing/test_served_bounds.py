@@ -85,9 +85,10 @@ def test_no_bound_is_above_what_is_simulated(seed: int) -> None:
 
 
 def _one(batch: int, **parallel: int) -> tuple[ServedSpace, ServedBounds]:
-    scenario = resolve({"name": "one", "cluster": {"topology": "dgx-h100"}, "model": {"preset": "llama-2-7b"}, "training": {
-        "micro_batch": 1, "sequence": 512, "precision": "pure-bf16",
-        "mode": {"inference": {"prompt": 100, "generate": 28, "batch": 1}}},
+    training = {"micro_batch": 1, "sequence": 512, "precision": "pure-bf16",
+                "mode": {"inference": {"prompt": 100, "generate": 28, "batch": 1}}}
+    scenario = resolve({
+        "name": "one", "cluster": {"topology": "dgx-h100"}, "model": {"preset": "llama-2-7b"}, "training": training,
         "software": {"year": 2024, "compile": True, "cuda_graphs": True}}, "one")
     choice = Choice([8], batch=[batch], tensor=[parallel["tensor"]], pipeline=[parallel["pipeline"]])
     space = build_served(served_bases(scenario, (None,), choice, ()), choice, True)

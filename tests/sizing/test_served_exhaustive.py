@@ -32,7 +32,8 @@ def scenario(**model: Any) -> Scenario:
 def every(one: Scenario, choice: Choice, replicas: bool, once: Once) -> tuple[ServedSpace, list[Outcome]]:
     space = build_served(with_parts(served_bases(one, CLUSTERS, choice, ()), choice), choice, replicas)
     data = [plain(base) for base in space.clusters]
-    jobs = [("", data[space.columns["cluster"][row]], space.sets(row), int(space.gpus[row])) for row in range(len(space))]
+    jobs = [("", data[space.columns["cluster"][row]], space.sets(row), int(space.gpus[row]))
+            for row in range(len(space))]
     return space, once.on_two_cores(jobs)
 
 
@@ -108,4 +109,5 @@ def test_workers_change_nothing_and_a_search_goes_on_where_it_was(tmp_path: Any)
     again = size(scenario(), choice, Wish("throughput"), out=file, resume=True)
     assert two.best == alone.best and two.front == alone.front and two.simulated == alone.simulated
     assert again.best[0]["tokens_per_second"] == max(row["tokens_per_second"] for row in again.rows if row["fits"])
-    assert {"prompt_time_s", "time_per_token_s"} <= set(again.rows[0]) and again.to_json()["inference"]["batches"] == [1, 8]
+    assert {"prompt_time_s", "time_per_token_s"} <= set(again.rows[0])
+    assert again.to_json()["inference"]["batches"] == [1, 8]

@@ -19,8 +19,9 @@ ENGINE: dict[str, Any] = {"year": 2024, "compile": True, "cuda_graphs": True}
 def scenario(**changes: Any) -> Scenario:
     training = {"micro_batch": 1, "sequence": 512, "precision": "pure-bf16",
                 "mode": {"inference": {"prompt": 64, "generate": 8, "batch": 5}}} | changes.pop("training", {})
-    return resolve({"name": "small", "cluster": {"topology": "dgx-h100"}, "model": {"preset": "llama-3-8b", "layers": 4},
-                    "training": training, "software": ENGINE} | changes, "small")
+    small = {"name": "small", "cluster": {"topology": "dgx-h100"}, "model": {"preset": "llama-3-8b", "layers": 4},
+             "training": training, "software": ENGINE}
+    return resolve(small | changes, "small")
 
 
 def space_of(one: Scenario, choice: Choice, replicas: bool = False, clusters: tuple[str | None, ...] = (None,),

@@ -48,8 +48,8 @@ def told(*arguments: str) -> tuple[str, int]:
 
 # -------------------------------------------------------------------------------------------------------------- wishes
 @pytest.mark.parametrize(("objective", "value"), [
-    ("time", 2.0), ("latency", 0.02), ("first-token", 0.4), ("throughput", 2 / 400), ("cost", 8 * 2 / 400 / 3600 * 3 * 1e6),
-    ("energy", 1000 / 400), ("gpus", 8 + 0.04 / 1.04)])
+    ("time", 2.0), ("latency", 0.02), ("first-token", 0.4), ("throughput", 2 / 400),
+    ("cost", 8 * 2 / 400 / 3600 * 3 * 1e6), ("energy", 1000 / 400), ("gpus", 8 + 0.04 / 1.04)])
 def test_a_wish_of_a_request(objective: str, value: float) -> None:
     """Eight GPUs at 3 USD an hour make 400 tokens in 2 s and 1,000 J; the first comes after 0.4 s."""
     got = Wish(objective).value(2.0, 8, 3.0, 1000.0, Request(0.4, 0.02, 400.0))
@@ -73,7 +73,8 @@ def test_the_table_says_what_a_user_of_the_service_sees(file: str) -> None:
     assert code == 0 and "the best is proven" in text
     for head in ("per token", "first token", "tokens/s", "GPU-hours/M", "J/token", "USD/M", "memory"):
         assert head in text
-    assert "best by cost within the limits" in text and "Pareto front within the limits (no other way beats them" in text
+    assert "best by cost within the limits" in text
+    assert "Pareto front within the limits (no other way beats them" in text
     assert "continuous batching are not simulated" in text and "batches tried: 1, 16" not in text
     assert "the best has the largest batch that was tried; larger ones: --only batch=32,64" in text
     assert "the scenario's own layout" not in text  # its batch of four was not asked for
@@ -84,8 +85,8 @@ def test_the_table_says_what_a_user_of_the_service_sees(file: str) -> None:
 
 def test_the_command_that_is_told_runs_the_best(file: str, tmp_path: Path) -> None:
     found = size(file, Choice([1, 2, 4], batch=[3, 16], weights=["bf16", "fp8-products"], kv_cache=["fp8"]))
-    text, _ = told("size", file, "--gpus", "1..4", "--only", "batch=3,16", "--weights", "bf16,fp8-products", "--kv-cache",
-                   "fp8", "--workers", "1")
+    text, _ = told("size", file, "--gpus", "1..4", "--only", "batch=3,16", "--weights", "bf16,fp8-products",
+                   "--kv-cache", "fp8", "--workers", "1")
     command = shlex.split(next(line for line in text.splitlines() if line.startswith("  drystep run")))
     again = tmp_path / "again.json"
     assert told(*command[1:], "--json", str(again))[1] == 0
@@ -112,8 +113,8 @@ def test_the_scenarios_own_layout_is_held_against_the_limits(file: str) -> None:
 
 def test_numbers_for_other_programs(file: str, tmp_path: Path) -> None:
     out, table = tmp_path / "found.json", tmp_path / "rows.csv"
-    assert told("size", file, "--gpus", "2,4", "--only", "batch=1,8", "--first-token", "1 s", "--workers", "1", "--json",
-                str(out), "--csv", str(table), "--report", str(tmp_path / "report"))[1] == 0
+    assert told("size", file, "--gpus", "2,4", "--only", "batch=1,8", "--first-token", "1 s", "--workers", "1",
+                "--json", str(out), "--csv", str(table), "--report", str(tmp_path / "report"))[1] == 0
     found = json.loads(out.read_text())
     assert found["objective"] == "cost" and found["inference"] == {"batches": [1, 8], "limits": {
         "time_per_token_s": None, "prompt_time_s": 1.0, "tokens_per_second": None}}
@@ -127,8 +128,10 @@ def test_numbers_for_other_programs(file: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (("--latency", "30"), "--latency: '30' is no time"), (("--latency", "0 ms"), "--latency: '0 ms' is no time above 0"),
-    (("--first-token", "soon"), "--first-token: 'soon' is no time"), (("--budget", "5"), "--deadline / --budget: a deadline"),
+    (("--latency", "30"), "--latency: '30' is no time"),
+    (("--latency", "0 ms"), "--latency: '0 ms' is no time above 0"),
+    (("--first-token", "soon"), "--first-token: 'soon' is no time"),
+    (("--budget", "5"), "--deadline / --budget: a deadline"),
     (("--deadline", "3 days"), "--deadline / --budget: a deadline"), (("--overlap-p2p",), "--overlap-p2p: transfers"),
     (("--offload", "optimizer"), "--offload: 'optimizer' is not one of none, parameters")])
 def test_options_that_say_nothing_of_a_request(arguments: tuple[str, ...], said: str, file: str) -> None:
@@ -156,7 +159,8 @@ def test_a_comparison_counts_a_gpus_time_for_a_token(file: str) -> None:
     assert not [path for path in found.differs if "global_batch" in path]
     text = "\n".join(comparison_lines(found))
     assert " to the first, " in text and "of GPU time a token (-" in text and "work per token x1" in text
-    assert found.to_json()["inference"][0]["time_per_token_s"] == one.inference.time_per_token_s  # type: ignore[union-attr]
+    assert one.inference is not None
+    assert found.to_json()["inference"][0]["time_per_token_s"] == one.inference.time_per_token_s
     assert {"prompt_time_s", "time_per_token_s"} <= set(one.row)
 
 
