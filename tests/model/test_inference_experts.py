@@ -98,8 +98,8 @@ def test_a_graph_s_sums_wait_for_no_host() -> None:
 
 
 def test_narrow_weights_of_experts_asked_now_and_then_are_fewer_bytes_and_more_than_none() -> None:
-    """Of eight slices with an expert each a token asks two: a slice reads part of its expert on average, in nf4 as in 16
-    bits, though its product's shape is that of a whole one."""
+    """Of eight slices with an expert each a token asks two: a slice reads part of its expert on average, in nf4 as in
+    16 bits, though its product's shape is that of a whole one."""
     style = style_of(scenario(1, 8, 8, kv_heads=8), stack_for("pytorch", modules="transformers"), 1)
     found = {}
     for dtype in ("", "nf4"):
