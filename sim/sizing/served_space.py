@@ -22,8 +22,8 @@ from sim.parallel.serving.request import run_of
 from sim.parallel.support.check import check
 from sim.scenario import Scenario, resolve
 from sim.scenario.change import Changing
-from sim.scenario.dump import dump
 from sim.scenario.schema import InferenceRun
+from sim.sizing.base import following
 from sim.sizing.space import Choice, Space, not_whole, part_of_a_node
 from sim.sizing.wish import Request
 from sim.software import stack_of
@@ -186,7 +186,7 @@ def _stored(scenario: Scenario, weights: str) -> dict[str, Any]:
 def plain(base: Scenario) -> dict[str, Any]:
     """A base as plain data that rows are put on top of. The batch of training, which no request has, follows the
     replicas."""
-    found = dump(base)
+    found = following(base)
     del found["training"]["global_batch"]
     return found
 

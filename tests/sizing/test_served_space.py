@@ -108,6 +108,9 @@ def test_the_scenarios_own_layout_is_found() -> None:
     assert row is not None and space.sets(row)["parallel.tensor"] == 4
     assert space.sets(row)["training.precision.parameters"] == "bf16" and space.columns["batch"][row] == 5
     assert own_served(space_of(one, Choice([2, 4], weights=["int4"])), one) is None
+    sharded = scenario(parallel={"strategy": "zero3"}, software={"framework": "deepspeed", "year": 2024})
+    row = own_served(space := space_of(sharded, Choice([4, 8])), sharded)
+    assert row is not None and space.sets(row)["parallel.strategy"] == "zero3" and space.gpus[row] == 8
 
 
 @pytest.mark.parametrize(("choice", "wish", "said"), [
