@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from sim.engine import Machine, simulate
+from sim.engine import Machine, Timeline, simulate
 from sim.errors import Fault, UserError
 from sim.garbage import seldom_searched
 from sim.hardware import Device, gpu, host_share
@@ -27,6 +27,7 @@ from sim.parallel import Lowered, lower
 from sim.parallel.variety import GpuKind
 from sim.report.advice import advise
 from sim.report.build import build_result, step_energy_j, timed
+from sim.report.inference import InferenceResult, inference_result
 from sim.report.largest import largest
 from sim.report.memory import MemoryResult, by_class, fullest
 from sim.report.memory_plan import MemoryPlan, StageMemory
@@ -196,9 +197,30 @@ class Trial:
         """What the job runs on."""
         return machine_for(self.scenario, self.lowered)
 
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Its steady step."""
+        return simulate(self.lowered.job, self.machine)
+
     def step_time_s(self) -> float:
         """Seconds of a step, as `run` predicts them."""
-        return timed(self.scenario, self.memory, simulate(self.lowered.job, self.machine)).step_s
+        return timed(self.scenario, self.memory, self.timeline).step_s
+
+
+class Measured(NamedTuple):
+    """What a search asks of a scenario.
+
+    Attributes:
+        memory: of the fullest rank.
+        step_s, step_j: seconds of a step (of a request) and its energy on all GPUs' boards, joules; None where it does
+            not fit.
+        served: of a request that fits, its latencies.
+    """
+
+    memory: MemoryResult
+    step_s: float | None = None
+    step_j: float | None = None
+    served: InferenceResult | None = None
 
 
 @seldom_searched()
@@ -311,17 +333,18 @@ def _predict(scenario: Scenario, sets: Mapping[str, Any], fold: bool = True) -> 
 
 
 @seldom_searched()
-def measure(scenario: Scenario) -> tuple[MemoryResult, float | None, float | None]:
-    """Memory of the fullest rank, seconds of a step and its energy in joules; what does not fit is not simulated.
+def measure(scenario: Scenario) -> Measured:
+    """Memory, step and energy alone; what does not fit is not simulated.
 
     Raises:
         UserError: the scenario asks for what is not simulated.
     """
     trial = Trial(scenario)
     if not trial.memory.fits:
-        return trial.memory, None, None
+        return Measured(trial.memory)
     step_s = trial.step_time_s()
-    return trial.memory, step_s, step_energy_j(trial.lowered, trial.machine, step_s)
+    return Measured(trial.memory, step_s, step_energy_j(trial.lowered, trial.machine, step_s),
+                    inference_result(scenario, trial.lowered, trial.timeline))
 
 
 def _advised(result: Result) -> Result:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -29,11 +30,17 @@ from sim.cli_output import (
 )
 from sim.errors import Fault, UserError
 
+if TYPE_CHECKING:
+    from sim.scenario import Scenario
+    from sim.sizing import Wish
+
 
 @click.command(short_help="Search for the best layout, cluster and number of GPUs.", epilog=examples(
     "drystep size scenario.yaml --gpus 32", "drystep size scenario.yaml --gpus 8..64 --cluster dgx-a100-80g,dgx-h100",
     "drystep size scenario.yaml --gpus 64 --only parallel.tensor=1,2 --only strategy=zero1,fsdp",
-    "drystep size scenario.yaml --gpus 64 --objective cost --price 2.5 --seconds 60 --out runs.db"))
+    "drystep size scenario.yaml --gpus 64 --objective cost --price 2.5 --seconds 60 --out runs.db",
+    "drystep size inference.yaml --gpus 1..8 --weights bf16,int8,int4 --latency '30 ms' --first-token '2 s'",
+    "drystep size inference.yaml --gpus 1..8 --cluster dgx-h100,dgx-a100-40g --objective gpus --throughput 2000"))
 @click.argument("scenario", metavar="SCENARIO")
 @set_option()
 @click.option("--gpus", required=True, help="Numbers of GPUs: 8..512 (powers of two and both ends) or 8,16,24.")
@@ -41,13 +48,24 @@ from sim.errors import Fault, UserError
 @click.option("--only", "narrow", multiple=True, metavar="FIELD=V[,V...]", help="Values that an axis may have, e.g. "
               "parallel.tensor=4,8 or training.recompute=none,full; repeatable.")
 @click.option("--offload", help="What to try on the host, separated by commas: none, activations, optimizer, states, "
-              "everything; default what the scenario says.")
+              "everything; of inference none, parameters; default what the scenario says.")
+@click.option("--weights", help="Inference: how to store weights, separated by commas: bf16, fp16, int8, int4, nf4, "
+              "fp8, ..., and fp8-products, int8-products, ... to multiply in it too; default what the scenario says.")
+@click.option("--kv-cache", help="Inference: caches to try, separated by commas: same, fp8, int8; default what the "
+              "scenario says.")
 @click.option("--overlap-p2p", is_flag=True, help="Try pipelines whose transfers overlap with compute, too.")
 @click.option("--deadline", help="Longest run, e.g. '30 days'; needs tokens in the scenario's budget.")
 @click.option("--budget", type=Finite(min=0), help="Most money for the run, USD.")
+@click.option("--latency", metavar="TIME", help="Inference: longest time of a token behind the first, their mean, e.g. "
+              "'30 ms'.")
+@click.option("--first-token", metavar="TIME", help="Inference: longest time to the first token, e.g. '2 s'.")
+@click.option("--throughput", type=Finite(min=0, min_open=True), metavar="TOKENS/S",
+              help="Inference: fewest tokens per second of all replicas.")
 @click.option("--price", help="USD per GPU-hour, or a kind of cloud instance: 2.5, p5, or A=2.5,B=p5 by cluster.")
-@click.option("--objective", type=click.Choice(["time", "cost", "gpus", "energy"]), default="time", show_default=True,
-              help="What is best.")
+@click.option("--objective", type=click.Choice(["time", "cost", "gpus", "energy", "latency", "first-token",
+                                                "throughput"]),
+              help="What is best: default time, of inference cost (both per million tokens, as energy is); the last "
+              "three are of inference.")
 @click.option("--memory-margin", type=Finite(min=0), default=0.0, metavar="GIB",
               help="GiB of every GPU's memory that are to stay free.")
 @click.option("--top", type=click.IntRange(1, 1000), default=10, show_default=True, help="How many of the best.")
@@ -63,11 +81,11 @@ from sim.errors import Fault, UserError
 @click.option("--report", "report_to", metavar="DIR", help="Write the text and a picture of the front there.")
 @click.pass_context
 def size(ctx: click.Context, scenario: str, sets: tuple[str, ...], gpus: str, clusters: str | None,
-         narrow: tuple[str, ...], offload: str | None, overlap_p2p: bool, deadline: str | None, budget: float | None,
-         objective: str, top: int, out: str | None, resume: bool, seconds: float | None, workers: int | None,
-         dask: str | None, price: str | None,
-         memory_margin: float, json_to: str | None, csv_to: str | None, parquet_to: str | None,
-         report_to: str | None) -> None:
+         narrow: tuple[str, ...], offload: str | None, weights: str | None, kv_cache: str | None, overlap_p2p: bool,
+         deadline: str | None, budget: float | None, latency: str | None, first_token: str | None,
+         throughput: float | None, objective: str | None, top: int, out: str | None, resume: bool,
+         seconds: float | None, workers: int | None, dask: str | None, price: str | None, memory_margin: float,
+         json_to: str | None, csv_to: str | None, parquet_to: str | None, report_to: str | None) -> None:
     """Search layouts, clusters and numbers of GPUs for the best configuration."""
     started = time.monotonic()
     from sim import sizing
@@ -77,7 +95,6 @@ def size(ctx: click.Context, scenario: str, sets: tuple[str, ...], gpus: str, cl
     from sim.sizing.only import only
     from sim.sizing.rerun import command
     from sim.sizing.size_text import lines
-    from sim.sizing.wish import steps_of
 
     writable("--json", json_to)
     writable("--out", out)
@@ -91,16 +108,14 @@ def size(ctx: click.Context, scenario: str, sets: tuple[str, ...], gpus: str, cl
         raise UserError(Fault("there is nothing to resume", "--resume", hint="name the file with --out"))
     with _renaming("budget.deadline", "--deadline"):
         loaded = load(scenario, [*sets, *([] if deadline is None else [f"budget.deadline={deadline}"])])
-    asked, steps = loaded.scenario.budget, steps_of(loaded.scenario)
-    if (deadline or budget is not None) and steps is None:
-        raise UserError(Fault("a deadline or a budget needs the tokens of the run", "budget.tokens",
-                              hint="give budget.tokens in the scenario"))
-    wish = sizing.Wish(objective, 1.0 if steps is None else steps,
-                       asked.deadline if asked is not None and steps is not None else None, budget,
-                       memory_margin * 2**30)
+    wish = replace(_wish(loaded.scenario, deadline is not None, budget, objective), margin_bytes=memory_margin * 2**30,
+                   latency_s=_time("--latency", latency), first_token_s=_time("--first-token", first_token),
+                   throughput=throughput)
+    choice = replace(only(sizing.Choice(sizing.counts(gpus)), narrow), weights=_listed(weights),
+                     kv_cache=_listed(kv_cache))
     longest_s = math.inf if seconds is None else seconds - (time.monotonic() - started)
     with _first_interrupt() as interrupted:
-        found = sizing.size(loaded, only(sizing.Choice(sizing.counts(gpus)), narrow), wish,
+        found = sizing.size(loaded, choice, wish,
                             clusters=_clusters(clusters), offload=_listed(offload), overlap_p2p=overlap_p2p,
                             top=top, out=Path(out) if out else None, resume=resume, price=price,
                             workers=workers or _cpus(), dask=dask, seconds=longest_s, interrupted=interrupted,
@@ -122,6 +137,42 @@ def size(ctx: click.Context, scenario: str, sets: tuple[str, ...], gpus: str, cl
     _deliver(text, json_to, report_to, "sizing.txt", lambda folder: write_front(folder, found))
     if interrupted():
         ctx.exit(INTERRUPTED)
+
+
+def _wish(scenario: Scenario, deadline: bool, budget: float | None, objective: str | None) -> Wish:
+    """What is asked of a scenario's run; a request is asked for by itself."""
+    from sim.sizing.wish import SERVED_DEFAULT, Wish, steps_of
+
+    asked = scenario.budget
+    if scenario.training.mode != "train":
+        asked_s = asked.deadline if asked is not None and deadline else None
+        return Wish(objective or SERVED_DEFAULT, deadline_s=asked_s, budget=budget)
+    steps = steps_of(scenario)
+    if (deadline or budget is not None) and steps is None:
+        raise UserError(Fault("a deadline or a budget needs the tokens of the run", "budget.tokens",
+                              hint="give budget.tokens in the scenario"))
+    return Wish(objective or "time", 1.0 if steps is None else steps,
+                asked.deadline if asked is not None and steps is not None else None, budget)
+
+
+_TIMES = "write '30 ms' or '2 s'"
+
+
+def _time(option: str, text: str | None) -> float | None:
+    """Seconds of an option whose numbers have a unit: without one 50 would be read as seconds, and meant in ms."""
+    from pydantic_core import PydanticCustomError
+
+    from sim.scenario.units import SECONDS
+
+    if text is None:
+        return None
+    try:
+        value = SECONDS.read(text)
+    except PydanticCustomError as error:
+        raise UserError(Fault(f"'{text}' is no time: {error.message()}", option, hint=_TIMES)) from None
+    if text.strip()[-1:].isdigit() or not 0 < value < math.inf:
+        raise UserError(Fault(f"'{text}' is no time above 0 with its unit", option, hint=_TIMES))
+    return value
 
 
 @contextmanager

@@ -51,6 +51,12 @@ class InferenceResult:
                             for t in self.lengths]}
 
 
+def latency_row(served: InferenceResult) -> dict[str, float]:
+    """Latencies and cache as columns of a table."""
+    return {"prompt_time_s": served.prompt_time_s, "time_per_token_s": served.time_per_token_s,
+            "kv_cache_bytes": served.kv_cache_bytes}
+
+
 def inference_result(scenario: Scenario, lowered: Lowered, timeline: Timeline) -> InferenceResult | None:
     """Read off a timeline; None for a training step."""
     mode, serving = scenario.training.mode, lowered.serving

@@ -12,7 +12,7 @@ from sim.parallel import Lowered
 from sim.report.advice import Change
 from sim.report.breakdown import Breakdown
 from sim.report.budget import BudgetResult
-from sim.report.inference import InferenceResult
+from sim.report.inference import InferenceResult, latency_row
 from sim.report.largest import Largest
 from sim.report.loading import DataLoading
 from sim.report.memory import MemoryResult
@@ -134,6 +134,7 @@ class Result:
         return {
             **{path: _plain(value) for path, value in self.set.items()},
             "name": self.scenario.name, "gpus": self.gpus, "gpu": self.gpu, "step_time_s": self.step_time_s,
+            **({} if self.inference is None else latency_row(self.inference)),
             "tokens_per_second": self.tokens_per_second,
             "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
             "model_tflops_per_gpu": self.model_tflops_per_gpu, "mfu": self.mfu, "hfu": self.hfu,

@@ -79,11 +79,12 @@ class Alone:
         where = (*layout.sizes.values(), scenario.cluster.nodes, scenario.parallel.expert, group)
         key = (where, kind, "rate")
         if key not in self._known:
-            self._known[key] = 1.0 / max(self._fastest_bps(kind, ranks)
+            self._known[key] = 1.0 / max(self.fastest_bps(kind, ranks)
                                          for ranks in self._stages(where, layout, scenario, group))
         return self._known[key] * size_bytes
 
-    def _fastest_bps(self, kind: str, ranks: npt.NDArray[np.int64]) -> float:
+    def fastest_bps(self, kind: str, ranks: npt.NDArray[np.int64]) -> float:
+        """Bytes per second of the fastest of NCCL's choices for a collective on these ranks, inf for one rank."""
         place = self.network.placement(ranks)
         if place.size < 2:
             return math.inf

@@ -26,6 +26,7 @@ from sim.sizing.outside import kept_widths, of
 from sim.sizing.space import SCHEDULES, STRATEGIES, Space
 from sim.sizing.tables import SLICE, Floats, Ints, Table, Tables
 from sim.sizing.times import Times
+from sim.sizing.wish import Request
 
 #: Numbers of rows.
 Rows = npt.NDArray[np.int64] | slice
@@ -94,6 +95,10 @@ class Bounds:
         found: Floats = self.work_j[rows] + self._constant_w[self.space.columns["cluster"][rows]] * (
             self.space.gpus[rows] * self.time_s[rows] * _SURE)
         return found
+
+    def request(self, rows: Rows) -> Request | None:
+        """What training has none of."""
+        return None
 
     def refine(self, level_s: float = np.inf, among: npt.NDArray[np.bool_] | None = None) -> Rows:
         """Bound finely what may take `level_s` or less, and some more at once.

@@ -8,6 +8,8 @@ from typing import Any
 
 from sim.api import Source, run
 from sim.errors import Fault, UserError
+from sim.parallel.serving.request import run_of
+from sim.report.inference import InferenceResult, latency_row
 from sim.report.result import Result
 from sim.report.tables import Frame, as_table
 from sim.report.units import seconds
@@ -24,7 +26,9 @@ class Comparison:
     Attributes:
         names: of the runs.
         step_time_s, gpus: of each.
-        terms: term of the breakdown to its seconds in each run; they sum to the step.
+        served: latencies and throughput of each, where all are inference; else empty.
+        terms: term of the breakdown to its seconds in each run; they sum to the step (`whole_s`). Of inference, whose
+            requests differ in tokens, seconds of a GPU for each token that is generated (by an encoder: read).
         moved: for each run but the first, terms by how far they moved, the farthest first: (term, seconds).
         why: for each run but the first, what stands behind each term that moved, in words.
         differs: field to its value in each run, where runs differ.
@@ -45,10 +49,19 @@ class Comparison:
     memory: dict[str, list[float]] = field(default_factory=dict)
     memory_moved: list[list[tuple[str, float]]] = field(default_factory=list)
     bound: list[str] = field(default_factory=list)
+    served: list[InferenceResult] = field(default_factory=list)
+
+    @property
+    def whole_s(self) -> list[float]:
+        """What the terms of each run sum to."""
+        if not self.served:
+            return self.step_time_s
+        return [gpus / one.tokens_per_second for gpus, one in zip(self.gpus, self.served, strict=True)]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return {"names": self.names, "step_time_s": self.step_time_s, "gpus": self.gpus, "bound": self.bound,
+                **({"inference": [one.to_json() for one in self.served]} if self.served else {}),
                 "terms_s": self.terms, "moved_s": [dict(row) for row in self.moved], "why": self.why,
                 "memory_bytes": self.memory, "memory_moved_bytes": [dict(row) for row in self.memory_moved],
                 "differs": self.differs, "scaling": self.scaling}
@@ -56,7 +69,8 @@ class Comparison:
     def table(self) -> Frame:
         """One row per run: name, GPUs, step, what bounds it, scaling, and every term's seconds."""
         return as_table([
-            {"name": name, "gpus": self.gpus[i], "step_time_s": self.step_time_s[i], "bound": self.bound[i],
+            {"name": name, "gpus": self.gpus[i], "step_time_s": self.step_time_s[i],
+             **(latency_row(self.served[i]) if self.served else {}), "bound": self.bound[i],
              "scaling": self.scaling[i], **{f"{term}_s": values[i] for term, values in self.terms.items()},
              **{f"memory_{part}_bytes": values[i] for part, values in self.memory.items()}}
             for i, name in enumerate(self.names)])
@@ -65,6 +79,9 @@ class Comparison:
 #: What a scenario says about itself, and not of the run.
 _SAID = ("name", "expect", "claim", "sweep", "cluster.topology.name", "cluster.topology.source",
          "cluster.topology.notes")
+#: What no request depends on, and follows from other fields.
+_TRAINED = ("training.global_batch", "training.micro_batch", "training.sequence", "training.decoder_sequence",
+            "training.predicted_tokens", "training.finetune.base", "parallel.reduce_every_micro_step")
 #: Fields told beside the name of a run that is called as another one.
 _TOLD = 2
 
@@ -81,7 +98,11 @@ def compare(runs: Sequence[Result | Source]) -> Comparison:
     if not runs:
         raise UserError(Fault("there is nothing to compare", "runs"))
     results = [one if isinstance(one, Result) else run(one) for one in runs]
-    terms = _side_by_side([dict(_terms(r.breakdown.to_json())) for r in results])
+    served = [r.inference for r in results if r.inference is not None]
+    served = served if len(served) == len(results) else []
+    shares = [_gpus_per_token(r) if served else 1.0 for r in results]
+    terms = _side_by_side([{name: seconds * share for name, seconds in _terms(r.breakdown.to_json())}
+                           for r, share in zip(results, shares, strict=True)])
     memory = _side_by_side([{name: float(held) for name, held in r.memory.at_peak.items()} for r in results])
     moved = _moved(terms, 1e-12)
     why = [{term: reason for term, _ in row if (reason := _reason(term, results[0], results[i]))}
@@ -89,13 +110,18 @@ def compare(runs: Sequence[Result | Source]) -> Comparison:
     fields = [dict(_leaves(dump(r.scenario))) for r in results]
     paths = list(dict.fromkeys(path for one in fields for path in one))
     differs = {path: [one.get(path) for one in fields] for path in paths
-               if not any(path == said or path.startswith(f"{said}.") for said in _SAID)
+               if not any(path == said or path.startswith(f"{said}.") for said in (*_SAID, *_TRAINED * bool(served)))
                and any(one.get(path) != fields[0].get(path) for one in fields)}
     first = _throughput(results[0])
     names = _names([r.scenario.name for r in results], differs)
     return Comparison(names, [r.step_time_s for r in results], [r.gpus for r in results],
                       terms, moved, differs, [_throughput(r) / first for r in results], why, memory,
-                      _moved(memory, 0.5), [r.bound for r in results])
+                      _moved(memory, 0.5), [r.bound for r in results], served)
+
+
+def _gpus_per_token(result: Result) -> float:
+    """GPUs over the tokens of a request."""
+    return result.gpus / (result.tokens_per_second * result.step_time_s)
 
 
 def _names(given: Sequence[str], differs: Mapping[str, Sequence[Any]]) -> list[str]:
@@ -142,7 +168,7 @@ def _reason(term: str, before: Result, after: Result) -> str:
         return f"optimizer states of a GPU {states[0]:.3g} -> {states[1]:.3g} GiB" if states[0] != states[1] else ""
     if term == "pipeline_bubble":
         return _bubble(before, after)
-    if term == "compute.memory_bound":
+    if term == "compute.memory_bound" and before.inference is None:
         tokens = [r.scenario.training.sequence * r.scenario.training.global_batch / r.gpus for r in (before, after)]
         return _times("tokens per GPU and step", *tokens)
     if term == "host":
@@ -154,6 +180,11 @@ def _reason(term: str, before: Result, after: Result) -> str:
 def _arithmetic(category: str, before: Result, after: Result) -> str:
     """Time = work / pace: FLOP of one GPU, and what is left for the FLOP/s (the category's share of them unchanged)."""
     work = (after.hardware_flops / after.gpus) / (before.hardware_flops / before.gpus)
+    if before.inference is not None and after.inference is not None:
+        made = [_gpus_per_token(r) * r.hardware_flops / r.gpus for r in (before, after)]
+        pace = work / (after.breakdown.compute[category] / max(before.breakdown.compute[category], 1e-30))
+        gpus = "" if before.gpu == after.gpu else f", {before.gpu} -> {after.gpu}"
+        return f"work per token x{made[1] / made[0]:.3g}, pace x{pace:.3g}{gpus}"
     seconds = after.breakdown.compute[category] / max(before.breakdown.compute[category], 1e-30)
     gpus = "" if before.gpu == after.gpu else f", {before.gpu} -> {after.gpu}"
     return f"work per GPU x{work:.3g}, pace x{work / seconds:.3g}{gpus}"
@@ -181,6 +212,9 @@ def _bubble(before: Result, after: Result) -> str:
     said = []
     for result in (before, after):
         parallel, micro = result.scenario.parallel, result.scenario.micro_steps
+        if (run := run_of(result.scenario)) is not None:
+            said.append(f"{parallel.pipeline} stages, {min(parallel.pipeline, run.batch)} parts of the batch")
+            continue
         said.append(f"{parallel.pipeline} stages x {parallel.virtual_stages} chunks, {micro} micro-batches, "
                     f"{parallel.schedule}")
     return " -> ".join(dict.fromkeys(said))

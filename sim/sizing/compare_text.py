@@ -7,6 +7,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
 
+from sim.report.units import seconds as seconds_of_run
 from sim.report.words import BOUNDS
 from sim.report.words import term as said
 from sim.sizing.compare import Comparison
@@ -25,18 +26,34 @@ def lines(found: Comparison) -> Iterator[str]:
     """The comparison for a terminal: the runs, what moved in each and why, what they differ in."""
     widest = max(map(len, found.names))
     for i, name in enumerate(found.names):
-        yield (f"{name:{widest}}  {found.step_time_s[i]:.4g} s on {found.gpus[i]:,} GPUs, bound by "
+        yield (f"{name:{widest}}  {_figures(found, i)} on {found.gpus[i]:,} GPU{'s' * (found.gpus[i] > 1)}, bound by "
                f"{BOUNDS[found.bound[i]]}, {100 * found.scaling[i]:.1f}% of the first's throughput per GPU")
     for i in range(1, len(found.names)):
-        change = found.step_time_s[i] - found.step_time_s[0]
+        change = found.whole_s[i] - found.whole_s[0]
         yield ""
-        percent = 100 * change / found.step_time_s[0]
-        yield f"{found.names[i]} against {found.names[0]}: {seconds_of(change)} ({percent:+.1f}%)"
+        percent = 100 * change / found.whole_s[0]
+        yield f"{found.names[i]} against {found.names[0]}: {change_of(found, change)} ({percent:+.1f}%)"
         yield from moved_lines(found, i)
     yield ""
     yield "fields that differ:" if found.differs else "no field differs"
     for path, values in found.differs.items():
         yield f"  {path}: {' | '.join(map(_plain, values))}"
+
+
+def _figures(found: Comparison, i: int) -> str:
+    """The main figures of a run."""
+    if not found.served:
+        return f"{found.step_time_s[i]:.4g} s"
+    one = found.served[i]
+    if not one.time_per_token_s:
+        return f"{seconds_of_run(found.step_time_s[i])} a request, {one.tokens_per_second:,.4g} tokens/s"
+    return (f"{seconds_of_run(one.time_per_token_s)} a token, {seconds_of_run(one.prompt_time_s)} to the first, "
+            f"{one.tokens_per_second:,.4g} tokens/s")
+
+
+def change_of(found: Comparison, change_s: float) -> str:
+    """A change of what the terms sum to."""
+    return f"{seconds_of(change_s)} of GPU time a token" if found.served else seconds_of(change_s)
 
 
 def _plain(value: object) -> str:
@@ -47,7 +64,7 @@ def _plain(value: object) -> str:
 def moved_lines(found: Comparison, i: int) -> Iterator[str]:
     """What moved in run `i` (1 or later) against the first, each with what stands behind it, and its memory."""
     moved = found.moved[i - 1]
-    shown = [m for m in moved if abs(m[1]) > _LEAST * found.step_time_s[0]][:_MOST]
+    shown = [m for m in moved if abs(m[1]) > _LEAST * found.whole_s[0]][:_MOST]
     for term, seconds in shown:
         reason = found.why[i - 1].get(term, "")
         yield f"  {words(term):42} {seconds_of(seconds):>11}" + (f"   {reason}" if reason else "")
@@ -91,7 +108,8 @@ def write_picture(folder: Path, found: Comparison) -> Path:
         bar = max(0.45, 0.16 * max(name.count("\n") + 2 for name in names))
         height = 1.6 + bar * len(names)
         made = look.figure(height)
-        look.heading(made, "Where the step goes", f"{len(names)} runs side by side")
+        look.heading(made, "Where the GPU time of a token goes" if found.served else "Where the step goes",
+                     f"{len(names)} runs side by side")
         ax = plot_comparison(found, made.add_axes((0.5, 0.5 / height, 0.47, (height - 1.6) / height)))
         labels = ax.set_yticklabels(names)
         widest = max(label.get_window_extent().width for label in labels) / made.bbox.width

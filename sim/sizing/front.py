@@ -9,13 +9,15 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from sim.sizing.search import Tighten, search
+from sim.sizing.search import ROUND, Tighten, search
 from sim.sizing.space import Space
 
 Floats = npt.NDArray[np.float64]
 
 #: Columns of a row that the front trades off, less of each is better.
 AXES = ("step_time_s", "gpus", "cost", "energy_kwh")
+#: Of requests, whose cost is that of a million tokens; of those without a further token the first axis is the step.
+SERVED_AXES = ("time_per_token_s", "gpus", "cost")
 
 
 class Stopped(Protocol):
@@ -60,13 +62,51 @@ def complete(space: Space, bounds: Floats, value: Callable[[Sequence[int]], Sequ
     return True
 
 
-def pareto(rows: Sequence[Mapping[str, Any]], axes: Sequence[str] = AXES) -> list[int]:
-    """Indices of rows that no other row equals or beats in all axes; of equal rows the first. Fewest GPUs first."""
-    values = np.array([[float(row[axis]) for axis in axes] for row in rows]).reshape(len(rows), len(axes))
+def complete_served(bounds: Callable[[], Floats], values: Callable[[Sequence[int]], Floats], stop: Stopped,
+                    tighten: Callable[[Sequence[int]], bool]) -> bool:
+    """Simulate what the front of a space of requests needs: until every row left is beaten, whatever it takes beyond
+    its bounds, by a row that was simulated.
+
+    Args:
+        bounds: of the front's axes, never above the truth, inf for rows ruled out; shape (rows, axes).
+        values: of rows simulated, inf for what breaks a limit, does not fit or is refused; shape (rows asked, axes).
+        tighten: makes bounds of rows finer; whether any were.
+
+    Returns:
+        Whether the search came to its end.
+    """
+    least, done, found = bounds(), np.zeros(len(bounds()), dtype=bool), np.zeros((0, bounds().shape[1]))
+    while True:
+        left = np.isfinite(least).all(axis=1) & ~done
+        for value in found:
+            left &= ~(value <= least).all(axis=1)
+        rows = np.flatnonzero(left)
+        if not len(rows):
+            return True
+        if stop():
+            return False
+        first = rows[_unbeaten(least[rows])][:ROUND].tolist()
+        if tighten(first):
+            least = bounds()
+            continue
+        done[first] = True
+        found = np.concatenate((found, values(first)))
+
+
+def _unbeaten(values: Floats) -> list[int]:
+    """Rows that no other row equals or beats in all axes, the lowest of the first axis first; of equal rows the
+    first."""
     # what beats a row stands before it in this order, so each row needs to be held against the front so far alone
-    order = np.lexsort((np.arange(len(rows)), *values.T[::-1]))
+    order = np.lexsort((np.arange(len(values)), *values.T[::-1]))
     front: list[int] = []
     for row in order.tolist():
         if not front or not bool((values[front] <= values[row]).all(axis=1).any()):
             front.append(row)
-    return sorted(front, key=lambda row: (rows[row]["gpus"], rows[row]["step_time_s"], row))
+    return front
+
+
+def pareto(rows: Sequence[Mapping[str, Any]], axes: Sequence[str] = AXES) -> list[int]:
+    """Indices of rows that no other row equals or beats in all axes; of equal rows the first. Fewest GPUs first."""
+    values = np.array([[float(row[axis]) for axis in axes] for row in rows]).reshape(len(rows), len(axes))
+    front = _unbeaten(values)
+    return sorted(front, key=lambda row: (rows[row]["gpus"], rows[row][axes[0]], row))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sim.sizing import served_picture
 from sim.sizing.size import Sizing
 
 if TYPE_CHECKING:
@@ -18,7 +19,8 @@ _FLAT = 1.1
 
 
 def plot_front(found: Sizing, ax: Axes | None = None) -> Axes:
-    """Step time of the front over its GPUs, one line per cluster, the best ringed.
+    """Step time of the front over its GPUs, one line per cluster, the best ringed; of requests the time of a token over
+    the cost of a million.
 
     Args:
         ax: where to draw; None makes a figure.
@@ -27,6 +29,9 @@ def plot_front(found: Sizing, ax: Axes | None = None) -> Axes:
         from matplotlib import pyplot
 
         ax = pyplot.subplots(figsize=(8.0, 3.4), layout="constrained")[1]
+    if found.served:
+        served_picture.draw(ax, found)
+        return ax
     _draw(ax, found, "gpus", "step_time_s", labels=True)
     ax.set_xlabel("GPUs")
     ax.set_ylabel("step, s")
@@ -43,8 +48,10 @@ def write_front(folder: Path, found: Sizing) -> Path:
 
     folder.mkdir(parents=True, exist_ok=True)
     path, height = folder / "front.png", 4.2
-    if len({(row["cluster"], row["gpus"]) for row in found.front}) <= 1:
+    if len(found.front if found.served else {(row["cluster"], row["gpus"]) for row in found.front}) <= 1:
         return _write_best(path, found)  # nothing to trade off: the best side by side say more than one point
+    if found.served:
+        return served_picture.write(path, found)
     with look.style():
         made = look.figure(height)
         proven = "no other layout beats them" if found.front_proven else "of the layouts simulated"

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sim.sizing.bounds import Bounds, Rows
+from sim.sizing.served_bounds import ServedBounds
 from sim.sizing.space import Space
 from sim.sizing.wish import Wish
 
@@ -22,7 +23,7 @@ class Ranking:
         times: of a step in seconds, inf likewise.
     """
 
-    def __init__(self, space: Space, of: Bounds, wish: Wish) -> None:
+    def __init__(self, space: Space, of: Bounds | ServedBounds, wish: Wish) -> None:
         self.space, self.of, self.wish = space, of, wish
         self.gpus, self._prices = space.gpus, np.array([wish.price(one) for one in space.clusters])
         self.alive = np.zeros(len(space), dtype=bool)
@@ -36,7 +37,8 @@ class Ranking:
         alive = np.isfinite(step_s) & (of.memory_bytes[rows] <= of.capacity_bytes[rows] - self.wish.margin_bytes)
         energy = of.energy_j(rows) if self.wish.objective == "energy" else 0.0
         price = self._prices[self.space.columns["cluster"][rows]]
-        value = np.where(alive, self.wish.value(np.where(alive, step_s, 0.0), self.gpus[rows], price, energy), np.inf)
+        value = np.where(alive, self.wish.value(np.where(alive, step_s, 0.0), self.gpus[rows], price, energy,
+                                                of.request(rows)), np.inf)
         self.alive[rows], self.values[rows] = alive, value
         self.times[rows] = np.where(np.isfinite(value), step_s, np.inf)
 
@@ -81,6 +83,8 @@ class Ranking:
             price = self._prices[self.space.columns["cluster"]]
             dear = alive & (run_s / 3600 * self.gpus * price > wish.budget)
             found["budget"] = int(dear.sum())
+        if wish.served_limits:
+            found["limits"] = int((alive & ~np.isfinite(self.values)).sum())
         found["time"] = int(np.isfinite(self.values).sum())
         return found
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from sim.sizing.ranking import Ranking
+from sim.sizing.ranking import Floats, Ranking
 from sim.sizing.runner import Runner
-from sim.sizing.why import FAMILIES, families_of
+from sim.sizing.search import search
+from sim.sizing.why import kinds_of
 
 #: Bytes by which the lower bound of a row's memory stays below a GPU's, tried in turn: its simulation adds to it.
 _SLACKS = tuple(gib * 2.0**30 for gib in (0, 1, 2, 4, 8, 16))
@@ -22,11 +24,19 @@ def round_out(ranking: Ranking, runner: Runner, stop: Callable[[], bool]) -> Non
     The best and its proof do not change: no row here has a bound below the best. What is found is not the best of its
     family, since others of it stay as they are.
     """
-    index = families_of(ranking.space)
-    for number in range(len(FAMILIES)):
-        mine = np.flatnonzero(index == number)
-        if len(mine) and not any(index[row] == number and np.isfinite(runner.value(row)) for row in runner.rows):
-            _first_fitting(ranking, runner, mine, stop)
+    for mine in kinds_of(ranking.space).values():
+        if not any(mine[row] and np.isfinite(runner.value(row)) for row in runner.rows):
+            _first_fitting(ranking, runner, np.flatnonzero(mine), stop)
+
+
+def best_of_each(ranking: Ranking, runner: Runner, stop: Callable[[], bool]) -> None:
+    """Simulates of each family what its best takes, where bounds are so close that this is little."""
+    for mine in kinds_of(ranking.space).values():
+        def tighten(rows: Sequence[int], mine: npt.NDArray[np.bool_] = mine) -> Floats | None:
+            values = ranking.tighten(rows)
+            return None if values is None else np.where(mine, values, np.inf)
+
+        search(np.where(mine, ranking.values, np.inf), runner.values, 1, stop=stop, tighten=tighten)
 
 
 def _first_fitting(ranking: Ranking, runner: Runner, mine: np.ndarray[tuple[int], np.dtype[np.int64]],

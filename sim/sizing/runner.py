@@ -51,7 +51,8 @@ class Runner:
         one = self.rows[row]
         if not self.fits(row):
             return math.inf
-        return float(self.wish.value(one.step_time_s, one.gpus, self.price(row), one.step_energy_j))
+        return float(self.wish.value(one.step_time_s, one.gpus, self.price(row), one.step_energy_j,
+                                     self.space.request(row, one.prompt_time_s, one.time_per_token_s)))
 
     def fits(self, row: int) -> bool:
         """Whether a row that was simulated fits, with the memory that is to stay free."""
@@ -74,8 +75,9 @@ def simulated(job: tuple[str, dict[str, Any], dict[str, Any], int]) -> Outcome:
         return Outcome(key, gpus, "refused", math.inf, False, 0, math.inf, str(error)[:500])
     except (ValueError, ArithmeticError, AssertionError, LookupError) as error:  # one fault of ours spoils no search
         return Outcome(key, gpus, "fault", math.inf, False, 0, math.inf, f"{type(error).__name__}: {error}"[:500])
-    memory, step_s, step_j = found
-    if step_s is None or step_j is None:
+    memory, served = found.memory, found.served
+    if found.step_s is None or found.step_j is None:
         used = memory.use.peak_allocated_bytes + memory.use.at_peak["context"]
         return Outcome(key, gpus, "ok", math.inf, False, used, math.inf)
-    return Outcome(key, gpus, "ok", step_s, True, memory.device_used_bytes, step_j)
+    latencies = (0.0, 0.0) if served is None else (served.prompt_time_s, served.time_per_token_s)
+    return Outcome(key, gpus, "ok", found.step_s, True, memory.device_used_bytes, found.step_j, "", *latencies)

@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sim import api
-from sim.errors import Fault, UserError
+from sim.errors import UserError
+from sim.parallel.serving.request import run_of
 from sim.parallel.support.check import on_any_ranks
 from sim.report.asked import autocast_alone
-from sim.report.troubles import troubled
 from sim.scenario import Loaded, Scenario, resolve
-from sim.sizing.base import alone, following
-from sim.sizing.bounds import Bounds
-from sim.sizing.front import complete, pareto
-from sim.sizing.nearby import Nearby, own_row
-from sim.sizing.offloads import both_ways, narrowed, nowhere, variants
+from sim.sizing.front import pareto
+from sim.sizing.modes import aside_of, axes_of, bases_of, bounds_of, front_proven, listed_space, own_of
 from sim.sizing.ranking import Floats, Ranking
-from sim.sizing.round_out import round_out
+from sim.sizing.refused import refuse
+from sim.sizing.round_out import best_of_each, round_out
+from sim.sizing.rows import kept_row, table_row
 from sim.sizing.runner import Runner
 from sim.sizing.search import Found, search
-from sim.sizing.space import Choice, Space, build_space, with_parts, with_schedules
-from sim.sizing.store import Outcome, Store
+from sim.sizing.space import Choice, Space
+from sim.sizing.store import Store
 from sim.sizing.why import Why, explain, families
-from sim.sizing.wish import Wish, priced
+from sim.sizing.wish import SERVED_DEFAULT, Wish, priced
 from sim.sizing.workers import workers as started_workers
 from sim.software import stack_of
 
@@ -41,7 +40,7 @@ class Sizing:
     """What `size` found.
 
     Attributes:
-        best: rows of a table, the best first: fields, step time, run time, GPUs, GPU-hours, cost, energy, memory.
+        best: rows of a table (`sim.sizing.rows`), the best first.
         nearest: where the deadline or the budget leaves nothing, the best row without them; None if there is none, or
             none was proven in time.
         own: row of the scenario's own layout where it is among those covered, as in `rows`.
@@ -64,6 +63,7 @@ class Sizing:
         not_offloaded: what was asked to be tried on the host and no technique of the framework keeps there.
         hints: of the precision that all layouts have, where hardly a run has it.
         seconds: of wall clock, by part.
+        served: whether rows are requests: GPU-hours, cost and energy are then of a million tokens; batches: tried.
     """
 
     wish: Wish
@@ -92,6 +92,8 @@ class Sizing:
     not_offloaded: list[str] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    served: bool = False
+    batches: list[int] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -104,7 +106,17 @@ class Sizing:
                 "first_fault": self.first_fault, "gap": self.gap, "best_proven": self.best_proven,
                 "proven": self.proven,
                 "schedules": self.schedules, "not_offloaded": self.not_offloaded, "hints": self.hints,
-                "seconds": self.seconds}
+                "seconds": self.seconds, **(self._of_requests() if self.served else {})}
+
+    def _of_requests(self) -> dict[str, Any]:
+        wish = self.wish
+        return {"inference": {"batches": self.batches, "limits": {
+            "time_per_token_s": wish.latency_s, "prompt_time_s": wish.first_token_s,
+            "tokens_per_second": wish.throughput}}}
+
+    def told(self, value: float) -> str:
+        """A value of the objective with its unit."""
+        return self.wish.served_told(value) if self.served else self.wish.told(value)
 
     @property
     def proven(self) -> bool:
@@ -147,28 +159,29 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
     Raises:
         UserError: the scenario is wrong, or nothing is possible.
     """
-    wish, started = wish or Wish(), time.monotonic()
+    started = time.monotonic()
     loaded = source if isinstance(source, Scenario | Loaded) else api.load(source)
     scenario = loaded if isinstance(loaded, Scenario) else loaded.scenario
-    _refuse(scenario)
-    choice = with_schedules(choice, scenario)
-    bases = [alone(scenario, name) for name in clusters] or [alone(scenario, None)]
+    served = run_of(scenario) is not None
+    wish = wish or Wish(SERVED_DEFAULT if served else "time")
+    refuse(scenario, choice, wish, overlap_p2p)
+    bases = bases_of(scenario, clusters or (None,), choice, offload)
     _refuse_never_simulated(bases, None if isinstance(loaded, Scenario) else loaded)
     wish, origin = priced(wish, bases, price)
-    bases, dropped = _varied(with_parts(bases, choice), choice, offload, overlap_p2p)
-    space = build_space(bases, choice, partial(narrowed, both=overlap_p2p))
+    space, plain, dropped = listed_space(scenario, bases, choice, wish, offload, overlap_p2p)
     listed = time.monotonic()
-    plain = [following(base) for base in bases]
     store = Store(out, {"clusters": plain}, resume)
     found = Sizing(wish, raw=space.raw, covered=len(space), price_origin=origin, not_offloaded=dropped,
-                   schedules=space.schedules, hints=autocast_alone(scenario))
+                   schedules=space.schedules, hints=[] if served else autocast_alone(scenario),
+                   served=served, batches=space.batches)
     with ExitStack() as stack:
         stack.callback(store.close)
         pool = stack.enter_context(started_workers(workers, dask))
-        of = Bounds(space, pool.executor if dask is None else None, workers)
+        of = bounds_of(space, pool.executor if dask is None else None, workers)
         bounded = time.monotonic()
         ranking, runner = Ranking(space, of, wish), Runner(space, plain, wish, store, pool)
-        free, own = Runner(space, plain, wish.unlimited, store, pool), own_row(space, scenario)
+        free = Runner(space, plain, wish.unlimited, store, pool)
+        own = own_of(space, scenario)
 
         def stop() -> bool:
             if progress is not None:
@@ -177,42 +190,18 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
             return interrupted() or (begun and time.monotonic() - started > seconds)
 
         result = search(ranking.values, runner.values, top, stop=stop, tighten=ranking.tighten,
-                        first=[] if own is None else [own], aside=Nearby(space, ranking))
+                        first=[] if own is None else [own], aside=aside_of(space, ranking))
         if result.complete and not result.best and free.wish != wish:
             found.nearest, found.nearest_cut = _nearest(space, Ranking(space, of, free.wish), free, stop)
-        found.front_proven = _front_proven(space, ranking, runner, stop)
+        found.front_proven = front_proven(space, ranking, runner, stop)
         if result.complete and result.best:
-            round_out(ranking, runner, stop)
+            (best_of_each if found.served else round_out)(ranking, runner, stop)
     found.impossible, found.pruned = ranking.impossible, ranking.pruned()
     found.pruned["time"] -= int(np.isfinite(ranking.values[list(runner.rows)]).sum())  # the scenario's own may be late
     _fill(found, space, result, runner, own)
     found.why = _why(found, space, result, runner, ranking.values)
     found.seconds = {"space": listed - started, "bounds": bounded - listed, "simulation": time.monotonic() - bounded}
     return found
-
-
-def _varied(bases: list[Scenario], choice: Choice, offload: Sequence[str],
-            overlap_p2p: bool) -> tuple[list[Scenario], list[str]]:
-    """Bases with what is to be tried beside layouts, and what of `offload` is not tried."""
-    dropped = nowhere(bases, offload, choice)
-    varied = variants(bases, [name for name in offload if name not in dropped])
-    return both_ways(varied) if overlap_p2p else varied, dropped
-
-
-def _refuse(scenario: Scenario) -> None:
-    """What the bounds of a search are not made for.
-
-    Raises:
-        UserError: inference, or a cluster with troubles.
-    """
-    if scenario.training.mode != "train":
-        raise UserError(Fault("sizing looks for layouts of a training step, and this scenario is inference",
-                              "training.mode", hint="sweep over parallel.tensor and parallel.pipeline with "
-                              "'drystep run', a second each"))
-    if troubled(scenario):
-        raise UserError(Fault("sizing looks for layouts of a cluster whose GPUs and links are alike: its bounds do not "
-                              "hold where some differ", "cluster", hint="take slow_gpus, other_gpus, clock_spread and "
-                              "degraded out, size, then 'drystep run' the best with them"))
 
 
 def _refuse_never_simulated(bases: Sequence[Scenario], loaded: Loaded | None) -> None:
@@ -226,27 +215,19 @@ def _refuse_never_simulated(bases: Sequence[Scenario], loaded: Loaded | None) ->
         raise UserError([fault if loaded is None else api.placed(fault, loaded) for fault in faults])
 
 
-def _front_proven(space: Space, ranking: Ranking, runner: Runner, stop: Callable[[], bool]) -> bool:
-    """Whether no row left out is on the front, which energy counts for where it is the objective."""
-    proven = complete(space, ranking.times, runner.steps, stop, ranking.tighten_times)
-    if runner.wish.objective == "energy":
-        proven &= complete(space, ranking.values, runner.values, stop, ranking.tighten)
-    return proven
-
-
 def _nearest(space: Space, ranking: Ranking, runner: Runner,
              stop: Callable[[], bool]) -> tuple[dict[str, Any] | None, bool]:
     """The best row of a wish without limits, if the search for it came to its end, and whether it was ended before."""
     result = search(ranking.values, runner.values, 1, stop=stop, tighten=ranking.tighten)
     if not result.complete or not result.best:
         return None, not result.complete
-    return _row(space, runner, result.best[0][1], runner.wish), False
+    return table_row(space, runner, result.best[0][1], runner.wish), False
 
 
 def _fill(found: Sizing, space: Space, result: Found, runner: Runner, own: int | None) -> None:
     """Tables of the result."""
     if own is not None:
-        found.own = _kept(_row(space, runner, own, found.wish), runner.rows[own])
+        found.own = kept_row(table_row(space, runner, own, found.wish), runner.rows[own])
     found.first_fault = next(({"set": space.sets(row), "reason": one.reason} for row, one in runner.rows.items()
                               if one.outcome == "fault"), None)
     outcomes = [one.outcome for one in runner.rows.values()]
@@ -255,42 +236,31 @@ def _fill(found: Sizing, space: Space, result: Found, runner: Runner, own: int |
     if not result.complete:
         found.pruned.pop("time")
         found.gap = min(1.0, result.gap)
-    found.best = [_row(space, runner, row, found.wish) for _, row in result.best]
+    found.best = [table_row(space, runner, row, found.wish) for _, row in result.best]
     found.best_proven = result.proven
     if result.best:
         number = int(space.columns["cluster"][result.best[0][1]])
         found.winner = resolve(runner.plain[number], "", found.best[0]["set"])
         found.free_bytes = runner.capacity[number] - found.best[0]["device_used_bytes"]
-    found.rows = [_kept(_row(space, runner, row, found.wish), runner.rows[row]) for row in sorted(runner.rows)]
-    fitting = [_row(space, runner, row, found.wish) for row in sorted(runner.rows)
+    found.rows = [kept_row(table_row(space, runner, row, found.wish), runner.rows[row]) for row in sorted(runner.rows)]
+    fitting = [table_row(space, runner, row, found.wish) for row in sorted(runner.rows)
                if math.isfinite(runner.value(row))]
-    found.front = [fitting[i] for i in pareto(fitting)]
+    found.front = [fitting[i] for i in pareto(fitting, axes_of(space))]
     found.front_proven = found.front_proven and not found.faults
 
 
 def _why(found: Sizing, space: Space, result: Found, runner: Runner, bound: Floats) -> Why:
     """The best against others: they are simulated once more, for their terms."""
     values = {row: runner.value(row) for row in runner.rows}
-    ranks = {scenario.cluster.topology.name: i for i, scenario in enumerate(space.clusters)}
-    kinds = families(space, bound, values, lambda row: _row(space, runner, row, found.wish),
+    bases = {_name(space, row): int(space.columns["cluster"][row]) for row in values}
+    kinds = families(space, bound, values, lambda row: table_row(space, runner, row, found.wish),
                      result.best[0][1] if result.best else None)
     second = [row for row in sorted(values, key=lambda row: (values[row], row)) if math.isfinite(values[row])][:2]
-    ordered = [_row(space, runner, row, found.wish) for row in second]
-    return explain(ordered, kinds, lambda row: api.run(resolve(runner.plain[ranks[row["cluster"]]], "", row["set"])))
+    ordered = [table_row(space, runner, row, found.wish) for row in second]
+    return explain(ordered, kinds, lambda row: api.run(resolve(
+        runner.plain[bases[row["cluster"], json.dumps(row["set"])]], "", row["set"])))
 
 
-def _kept(row: dict[str, Any], one: Outcome) -> dict[str, Any]:
-    """A row of `Sizing.rows`; what is not finite is None."""
-    plain = {name: None if value == math.inf else value for name, value in row.items()}
-    return {**plain, "fits": one.fits, "outcome": one.outcome, "reason": one.reason}
-
-
-def _row(space: Space, runner: Runner, row: int, wish: Wish) -> dict[str, Any]:
-    one = runner.rows[row]
-    run_s = one.step_time_s * wish.steps
-    return {"cluster": space.clusters[int(space.columns["cluster"][row])].cluster.topology.name, "gpus": one.gpus,
-            "step_time_s": one.step_time_s, "run_s": run_s, "gpu_hours": run_s / 3600 * one.gpus,
-            "cost": run_s / 3600 * one.gpus * runner.price(row),
-            "usd": run_s / 3600 * one.gpus * runner.price(row) if wish.priced else None,
-            "energy_kwh": one.step_energy_j * wish.steps / 3.6e6, "step_energy_j": one.step_energy_j,
-            "device_used_bytes": one.device_used_bytes, "set": space.sets(row)}
+def _name(space: Space, row: int) -> tuple[str, str]:
+    """What tells a row of a table from all others."""
+    return space.clusters[int(space.columns["cluster"][row])].cluster.topology.name, json.dumps(space.sets(row))

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sim.report.units import seconds
+from sim.sizing import served_text
 from sim.sizing.offloads import KEEPERS
+from sim.sizing.served_text import figure
 from sim.sizing.why import why_lines
 
 if TYPE_CHECKING:
@@ -21,34 +23,50 @@ _NARROW = 0.03
 def lines(found: Sizing, again: str | None = None) -> Iterator[str]:
     """The whole answer for a terminal; `again` is the command that runs the best."""
     yield from _covered(found)
-    proven = "no layout beats them in time, GPUs and cost; by energy of those simulated" if found.front_proven else (
-        "of those simulated, by time, GPUs, cost and energy")
-    if found.front_proven and found.wish.objective == "energy":
-        proven = "the fastest and the least energy of every number of GPUs; of those simulated between them"
-    whole = found.wish.steps > 1
-    spent = f"of the whole run of {found.wish.steps:,.0f} steps" if whole else "of one step"
-    titles = (f"best by {found.wish.objective} (GPU-hours, energy and cost {spent}; memory of the fullest GPU)",
-              f"Pareto front ({proven})")
-    for title, rows in zip(titles, (found.best, found.front), strict=True):
+    front = served_text.apart(found.front) if found.served else found.front
+    for title, rows in zip(_titles(found), (found.best, front), strict=True):
         if rows:
             yield f"\n{title}:"
-            yield from _table(rows, whole)
+            yield from _table(found, rows)
+    if found.served and found.best:
+        yield from served_text.notes(found)
     if found.own is not None:
-        yield f"\nthe scenario's own layout{_own(found.own, found.best[0] if found.best else None)}"
+        yield f"\nthe scenario's own layout{_own(found, found.own, found.best[0] if found.best else None)}"
     if again is not None:
         yield f"\nrun the best:\n  {again}"
     if found.free_bytes is not None and found.free_bytes < _NARROW * found.best[0]["device_used_bytes"]:
         yield ("\nthe best nearly fills its GPUs, and predictions of memory miss by some percent "
                "(reports/validation.md): --memory-margin GIB asks for layouts that leave room")
     if found.nearest is not None:
-        yield f"\nbest by {found.wish.objective} without the limits ({spent}):"
-        yield from _table([found.nearest], whole)
+        yield f"\n{served_text.nearest_title(found, found.nearest) if found.served else _without(found)}:"
+        yield from _table(found, [found.nearest])
     elif found.nearest_cut:
-        yield "\nthe search for the best without the limits was ended before it proved one"
+        yield f"\nthe search for {'what is nearest to' if found.served else 'the best without'} the limits was ended " \
+            "before it proved one"
     for name, origin in found.price_origin.items():
         yield f"\n{name}: {found.wish.prices[name]:g} USD per GPU-hour ({origin})"
     yield ""
-    yield from why_lines(found.why, _brief, found.wish.told)
+    yield from why_lines(found.why, brief, found.told)
+
+
+def _spent(found: Sizing) -> str:
+    return f"of the whole run of {found.wish.steps:,.0f} steps" if found.wish.steps > 1 else "of one step"
+
+
+def _without(found: Sizing) -> str:
+    return f"best by {found.wish.objective} without the limits ({_spent(found)})"
+
+
+def _titles(found: Sizing) -> tuple[str, str]:
+    """Of the tables of the best and of the front."""
+    if found.served:
+        return served_text.titles(found)
+    proven = "no layout beats them in time, GPUs and cost; by energy of those simulated" if found.front_proven else (
+        "of those simulated, by time, GPUs, cost and energy")
+    if found.front_proven and found.wish.objective == "energy":
+        proven = "the fastest and the least energy of every number of GPUs; of those simulated between them"
+    return (f"best by {found.wish.objective} (GPU-hours, energy and cost {_spent(found)}; memory of the fullest GPU)",
+            f"Pareto front ({proven})")
 
 
 def _covered(found: Sizing) -> Iterator[str]:
@@ -56,9 +74,10 @@ def _covered(found: Sizing) -> Iterator[str]:
     if found.not_offloaded:
         yield (f"not tried: --offload {','.join(found.not_offloaded)}, which nothing of this framework keeps on the "
                f"host ({KEEPERS})")
-    yield f"{found.raw:,} configurations can be written, {found.covered:,} of them differ in effect"
+    yield served_text.covered(found) if found.served else (
+        f"{found.raw:,} configurations can be written, {found.covered:,} of them differ in effect")
     ruled = {"memory": "do not fit", "time": "cannot be among the best", "deadline": "miss the deadline",
-             "budget": "cost more than the budget"}
+             "budget": "cost more than the budget", "limits": "break the limits"}
     counts = {"are impossible": found.impossible,
               **{ruled.get(name, f"are ruled out by {name}"): count for name, count in found.pruned.items()}}
     parts = [f"{count:,} {said}" for said, count in counts.items() if count]
@@ -84,14 +103,9 @@ def _covered(found: Sizing) -> Iterator[str]:
     yield from (f"! {hint}" for hint in found.hints)
 
 
-def _table(rows: Sequence[Row], whole: bool) -> Iterator[str]:
+def _table(found: Sizing, rows: Sequence[Row]) -> Iterator[str]:
     """Rows under their heads, columns as wide as they must be."""
-    priced = any(row["usd"] is not None for row in rows)
-    heads = ["step", "GPUs", *(["days"] if whole else []), "GPU-hours", "kWh", *(["USD"] if priced else []), "memory"]
-    cells = [[seconds(row["step_time_s"]), f"{row['gpus']:,}", *([f"{row['run_s'] / _DAY_S:.4g}"] if whole else []),
-              _figure(row["gpu_hours"]), _figure(row["energy_kwh"]),
-              *(["–" if row["usd"] is None else _figure(row["usd"])] if priced else []),
-              f"{row['device_used_bytes'] / _GIB:.1f} GiB"] for row in rows]
+    heads, cells = served_text.columns(found, rows) if found.served else _columns(found, rows)
     widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
     clusters = max(map(len, ["cluster", *(row["cluster"] for row in rows)]))
     yield "  " + "  ".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)) + (
@@ -101,15 +115,24 @@ def _table(rows: Sequence[Row], whole: bool) -> Iterator[str]:
             f"  {row['cluster']:{clusters}}  {layout_of(row['set'])}")
 
 
-def _figure(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+def _columns(found: Sizing, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Heads and cells of steps."""
+    priced, whole = any(row["usd"] is not None for row in rows), found.wish.steps > 1
+    heads = ["step", "GPUs", *(["days"] if whole else []), "GPU-hours", "kWh", *(["USD"] if priced else []), "memory"]
+    return heads, [[seconds(row["step_time_s"]), f"{row['gpus']:,}",
+                    *([f"{row['run_s'] / _DAY_S:.4g}"] if whole else []), figure(row["gpu_hours"]),
+                    figure(row["energy_kwh"]),
+                    *(["–" if row["usd"] is None else figure(row["usd"])] if priced else []),
+                    f"{row['device_used_bytes'] / _GIB:.1f} GiB"] for row in rows]
 
 
-def _brief(row: Row) -> str:
-    return f"{row['step_time_s']:.4g} s on {row['gpus']:,} GPUs of {row['cluster']}, {layout_of(row['set'])}"
+def brief(row: Row) -> str:
+    """A row in words."""
+    what = served_text.latencies(row) if "replicas" in row else f"{row['step_time_s']:.4g} s"
+    return f"{what} on {row['gpus']:,} GPU{'s' * (row['gpus'] > 1)} of {row['cluster']}, {layout_of(row['set'])}"
 
 
-def _own(row: Row, best: Row | None) -> str:
+def _own(found: Sizing, row: Row, best: Row | None) -> str:
     """What became of the scenario's own layout, against the best where that is on the same GPUs."""
     if row["outcome"] != "ok":
         return f" was refused: {row['reason']}"
@@ -119,12 +142,16 @@ def _own(row: Row, best: Row | None) -> str:
     alike = best is not None and all(row[name] == best[name] for name in ("gpus", "cluster"))
     if best is not None and alike and row["set"] == best["set"]:
         return " is the best"
+    if found.served:
+        return f": {brief(row)}{served_text.behind(found, row, best)}"
     slower = f", {100 * (row['step_time_s'] / best['step_time_s'] - 1):.1f}% above the best" if alike and best else ""
-    return f": {_brief(row)}{slower}"
+    return f": {brief(row)}{slower}"
 
 
 def layout_of(sets: Mapping[str, Any]) -> str:
     """A row's fields in words; what is off or one is left out, and what is on is named alone."""
+    if served_text.BATCH in sets:
+        return served_text.layout(sets)
     shown = {name.removeprefix("parallel.").removeprefix("training."): value for name, value in sets.items()
              if name != "cluster.nodes" and (value is True or value not in (1, False))
              and not (name == "parallel.reshard_after_forward" and value is True)  # what goes without saying

@@ -25,6 +25,7 @@ from sim.parallel.support.muon import cuts, strategies
 from sim.parallel.support.zeropp import able
 from sim.scenario import Scenario
 from sim.scenario.schema import TWO_CHUNKS, RecomputeLayers
+from sim.sizing.wish import Request
 from sim.software import Stack, stack_of
 
 Ints = npt.NDArray[np.int32]
@@ -50,6 +51,7 @@ class Choice:
         strategies, schedules: names; schedules left empty are those that the stack has (`with_schedules`).
         recompute: policies; `partial_recompute`: whether the first k blocks are tried for every k.
         tensor, context, expert, pipeline, virtual_stages, micro_batch: values.
+        batch, weights, kv_cache: of requests (`sim.sizing.served_space`).
     """
 
     gpus: Sequence[int]
@@ -63,6 +65,9 @@ class Choice:
     pipeline: Sequence[int] = ()
     virtual_stages: Sequence[int] = ()
     micro_batch: Sequence[int] = ()
+    batch: Sequence[int] = ()
+    weights: Sequence[str] = ()
+    kv_cache: Sequence[str] = ()
 
 
 def with_schedules(choice: Choice, scenario: Scenario) -> Choice:
@@ -88,6 +93,15 @@ class Space:
 
     def __len__(self) -> int:
         return len(self.columns["cluster"])
+
+    @property
+    def batches(self) -> list[int]:
+        """Of requests, those that are tried."""
+        return []
+
+    def request(self, rows: Any, prompt_s: Any, token_s: Any) -> Request | None:
+        """What rows ask of a wish beside a step; None: they train."""
+        return None
 
     @cached_property
     def gpus(self) -> npt.NDArray[np.int64]:
@@ -230,12 +244,19 @@ def build_space(clusters: Sequence[Scenario], choice: Choice,
     return Space(list(clusters), columns, raw)
 
 
+def not_whole(clusters: Sequence[Scenario], choice: Choice) -> Fault | None:
+    """What is wrong where no number of GPUs asked for is whole nodes, or part of one."""
+    if not all(gpus % one.cluster.gpus_per_node for gpus in choice.gpus for one in clusters):
+        return None
+    nodes = sorted({one.cluster.gpus_per_node for one in clusters if not part_of_a_node(one, clusters)})
+    return Fault(f"{' or '.join(map(str, choice.gpus))} GPUs are neither part of a node nor whole nodes of "
+                 f"{' or '.join(map(str, nodes))}", "--gpus", hint=f"give a multiple of {nodes[0]}")
+
+
 def _nothing(clusters: Sequence[Scenario], choice: Choice) -> Fault:
     """Why no layout is possible: no cluster has whole nodes of that many GPUs, or nothing divides them."""
-    nodes = sorted({one.cluster.gpus_per_node for one in clusters if not part_of_a_node(one, clusters)})
-    if all(gpus % size for gpus in choice.gpus for size in nodes):
-        return Fault(f"{' or '.join(map(str, choice.gpus))} GPUs are neither part of a node nor whole nodes of "
-                     f"{' or '.join(map(str, nodes))}", "--gpus", hint=f"give a multiple of {nodes[0]}")
+    if (uneven := not_whole(clusters, choice)) is not None:
+        return uneven
     narrow = any((choice.strategies, choice.tensor, choice.context, choice.expert, choice.pipeline,
                   choice.virtual_stages, choice.micro_batch)) or choice.recompute != POLICIES
     return Fault(f"no layout of this model{' that --only leaves' if narrow else ''} divides the GPUs and the global "

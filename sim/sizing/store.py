@@ -10,7 +10,8 @@ Tables:
     - `gpus integer`; `outcome text`: ok, refused or fault; `reason text`: why not, else empty;
     - `step_time_s real`: null where there is none: what does not fit is not simulated; `fits integer`: 0 or 1;
     - `device_used_bytes integer`: of what does not fit, without what the allocator's blocks would waste;
-    - `step_energy_j real`: of all GPUs' boards over a step, joules; null where there is no step.
+    - `step_energy_j real`: of all GPUs' boards over a step, joules; null where there is no step;
+    - `prompt_time_s real`, `time_per_token_s real`: of a request; 0 in training, null where there is no step.
 
 Which rows there are, and what they say, does not depend on the workers; only their order does. Write-ahead logging,
 one transaction per configuration, on disk before the next (https://sqlite.org/wal.html).
@@ -38,6 +39,7 @@ class Outcome:
         key: cluster and fields as canonical JSON: the same configuration has the same key in every search.
         gpus, step_time_s (inf where there is none), fits, device_used_bytes: see result.md; step_energy_j: of all GPUs'
             boards, joules, inf where there is no step.
+        prompt_time_s, time_per_token_s: of a request, see result.md; inf where there is none, 0 in training.
         outcome: ok, refused (by a rule of a technique) or fault (of ours); reason: why not.
     """
 
@@ -49,12 +51,15 @@ class Outcome:
     device_used_bytes: int
     step_energy_j: float
     reason: str = ""
+    prompt_time_s: float = 0.0
+    time_per_token_s: float = 0.0
 
 
 _SCHEMA = """
 create table if not exists meta(key text primary key, value text);
 create table if not exists runs(key text primary key, gpus integer, outcome text, step_time_s real, fits integer,
-                                device_used_bytes integer, step_energy_j real, reason text);
+                                device_used_bytes integer, step_energy_j real, reason text,
+                                prompt_time_s real, time_per_token_s real);
 """
 _COLUMNS = tuple(f.name for f in fields(Outcome))
 #: What a file is marked with: the version, and the columns it has.

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from sim.report.result import Result
 from sim.sizing.compare import Comparison, compare
-from sim.sizing.compare_text import moved_lines, seconds_of, words
+from sim.sizing.compare_text import change_of, moved_lines, seconds_of, words
+from sim.sizing.served_space import ServedSpace
 from sim.sizing.space import STRATEGIES, Space
 
 Floats = npt.NDArray[np.float64]
@@ -100,6 +101,14 @@ def families_of(space: Space) -> npt.NDArray[np.int64]:
     return both
 
 
+def kinds_of(space: Space) -> dict[str, npt.NDArray[np.bool_]]:
+    """Rows of each family that a space has, by its name."""
+    if isinstance(space, ServedSpace):
+        return space.kinds()
+    index = families_of(space)
+    return {name: index == number for number, name in enumerate(FAMILIES) if (index == number).any()}
+
+
 def families(space: Space, bounds: Floats, values: Mapping[int, float], row_of: Callable[[int], Row],
              winner: int | None) -> list[Family]:
     """The families of a space after a search.
@@ -110,22 +119,17 @@ def families(space: Space, bounds: Floats, values: Mapping[int, float], row_of: 
         row_of: a row for a table.
         winner: row of the best, None where nothing fits.
     """
-    index, found = families_of(space), []
-    winning = -1 if winner is None else int(index[winner])
+    found = []
     left = bounds.copy()
     left[list(values)] = np.inf
-    for number, name in enumerate(FAMILIES):
-        mine = index == number
-        covered = int(mine.sum())
-        if not covered:
-            continue
-        simulated = [row for row in values if index[row] == number]
+    for name, mine in kinds_of(space).items():
+        simulated = [row for row in values if mine[row]]
         others = sorted((values[row], row) for row in simulated if row != winner and np.isfinite(values[row]))
         nearest = float(left[mine].min())
         settled = not np.isfinite(nearest) or bool(others and others[0][0] <= nearest)
-        found.append(Family(name, covered, len(simulated), row_of(others[0][1]) if others else None,
+        found.append(Family(name, int(mine.sum()), len(simulated), row_of(others[0][1]) if others else None,
                             nearest if np.isfinite(nearest) else None, settled,
-                            int((mine & ~np.isfinite(bounds)).sum()), winning == number))
+                            int((mine & ~np.isfinite(bounds)).sum()), winner is not None and bool(mine[winner])))
     return found
 
 
@@ -172,10 +176,11 @@ def why_lines(why: Why, tell: Callable[[Row], str], unit: Callable[[float], str]
 
 
 def _behind(one: Contrast) -> str:
-    winner, other = one.found.step_time_s
+    winner, other = one.found.whole_s
     if abs(other - winner) < 1e-9 * winner:
         return "takes the same time"
-    return f"step {seconds_of(other - winner)} ({100 * (other / winner - 1):+.1f}%)"
+    what = "" if one.found.served else "step "
+    return f"{what}{change_of(one.found, other - winner)} ({100 * (other / winner - 1):+.1f}%)"
 
 
 def _free(one: Contrast) -> str:

@@ -11,7 +11,7 @@ from sim.errors import UserError
 from sim.model.experts import asked, expert_rows
 from sim.model.inference.kinds import rank_of
 from sim.model.inference.rank import Rank, Sum
-from sim.model.inference.weights import Weights
+from sim.model.inference.weights import Weights, stored_bytes
 from sim.model.mixture import Experts
 from sim.model.style import style_of
 from sim.network import expected_maximum
@@ -95,3 +95,21 @@ def test_other_spreads_are_refused() -> None:
 def test_a_graph_s_sums_wait_for_no_host() -> None:
     assert stack_for("pytorch", cuda_graphs=True).rank_jitter_s == 0
     assert stack_for("pytorch").rank_jitter_s > 0
+
+
+def test_narrow_weights_of_experts_asked_now_and_then_are_fewer_bytes_and_more_than_none() -> None:
+    """Of eight slices with an expert each a token asks two: a slice reads part of its expert on average, in nf4 as in
+    16 bits, though its product's shape is that of a whole one."""
+    style = style_of(scenario(1, 8, 8, kv_heads=8), stack_for("pytorch", modules="transformers"), 1)
+    found = {}
+    for dtype in ("", "nf4"):
+        one = rank_of(style, 1, 1, 16, Weights(dtype, False, False))
+        block = next(layer for layer in one.architecture().stack if layer.kind == "block")
+        found[dtype] = [item for item in one.forward(block) if isinstance(item, Kernel) and item.op == "gemm"]
+    shares = []
+    for wide, narrow in zip(found[""], found["nf4"], strict=True):
+        experts, m, n, k = wide.shape
+        shares.append(wide.bytes / (2 * experts * (m * k + k * n + m * n)))  # two bytes of every row and weight
+        less = experts * (2 * n * k - stored_bytes((n, k), "nf4"))
+        assert 0 < narrow.bytes < wide.bytes and narrow.bytes == pytest.approx(wide.bytes - shares[-1] * less)
+    assert sum(share == 1 for share in shares) > 2 and any(0.1 < share < 0.9 for share in shares)

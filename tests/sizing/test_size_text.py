@@ -86,7 +86,7 @@ def test_seconds_count_from_the_start_and_one_round_is_always_simulated(
     def tick(done: int, *_: float) -> None:
         clock[0] += done / ROUND - (clock[0] - 100.0)
 
-    monkeypatch.setattr(module, "Bounds", Slow)
+    monkeypatch.setattr(import_module("sim.sizing.modes"), "Bounds", Slow)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     found = size(resolve(PLAIN), CHOICE, top=10**6, seconds=seconds, progress=tick)
     assert found.simulated == 1 + rounds * ROUND and not found.proven  # the scenario's own layout before all

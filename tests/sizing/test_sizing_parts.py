@@ -54,9 +54,3 @@ def test_what_no_layout_makes_possible_is_refused_before_the_search(training: di
     cross = {"kind": "encoder-decoder", "layers": 2, "hidden": 64, "heads": 2, "vocab": 128}
     with pytest.raises(UserError, match=said):
         size(scenario(model=cross, training={**PLAIN["training"], **training}), Choice([4]))
-
-
-def test_inference_is_refused() -> None:
-    serving = scenario(training={**PLAIN["training"], "mode": {"inference": {"prompt": 8, "generate": 4, "batch": 1}}})
-    with pytest.raises(UserError, match=r"this scenario is inference.*sweep over parallel.tensor"):
-        size(serving, Choice([8]))

@@ -282,7 +282,7 @@ def _first_product(kernels: Sequence[Kernel]) -> Sequence[Kernel]:
     return kernels[:1 + next(i for i, kernel in enumerate(kernels) if kernel.op == "gemm")]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _architecture(style: Style) -> Architecture:
     return pooled_encoder(style) if style.kind == "encoder" else decoder(style)
 

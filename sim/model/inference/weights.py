@@ -111,7 +111,9 @@ def stored_product(style: Style, weights: Weights, kernel: Kernel, operator: str
         yield kernel
         return
     stored = batch * stored_bytes((n, k), dtype)
-    in_product = replace(kernel, bytes=kernel.bytes - batch * n * k * e + stored)
+    # of experts asked now and then a product stands for less than a whole one, weights and all
+    read = kernel.bytes / product(batch, m, n, k, "tn", act, act).bytes
+    in_product = replace(kernel, bytes=kernel.bytes - read * (batch * n * k * e - stored))
     if weights.multiplied:
         yield cast("quantise", batch * m * k, act, dtype)
         narrow = product(batch, m, n, k, "tn", dtype, dtype, act)

@@ -93,6 +93,12 @@ def pieces_of(prompt: int, generate: int) -> tuple[Piece, ...]:
                  for begin, end in pairwise(cuts))
 
 
+def parts_of(batch: int, depth: int) -> list[int]:
+    """Sequences of each part of a batch that is on its way by itself through so many pipeline stages."""
+    count = min(depth, batch)
+    return [batch // count + (i < batch % count) for i in range(count)]
+
+
 def first_tokens(run: InferenceRun, scenario: Scenario) -> int:
     """Tokens per sequence of the forward that fills the cache: the prompt's, or the one with which a decoder begins
     that has an encoder to read the prompt."""
@@ -106,16 +112,11 @@ def lower_inference(scenario: Scenario, stack: Stack) -> Serving:
     depth = parallel.pipeline
     sizes = {"tensor": parallel.tensor, "context": parallel.context, "data": scenario.data_parallel, "pipeline": depth}
     layout = Layout(sizes, tuple(d for d in parallel.order if d in sizes))
-    own_slice = replace(style_of(scenario, stack, run.batch), window=scenario.model.window or 0, sequence=run.prompt)
-    weights = _weights(scenario, stack, run)
-    architecture = rank_of(own_slice, run.batch, first_tokens(run, scenario), 0, weights).architecture()
-    placed = [[stage] for stage in range(depth)]
-    counts = split_of(scenario, stack, len(architecture.stack) - 2, placed)
-    own = positions(architecture, counts, placed)
+    own_slice, weights, architecture, own = cut_of(scenario, stack)
     pieces = pieces_of(first_tokens(run, scenario), run.generate)
     groups = serving_groups(scenario, layout)
-    stages = [_Stage(scenario, stack, own_slice, weights, stage, chunks[0], architecture, layout, groups)
-              for stage, chunks in enumerate(own)]
+    stages = [_Stage(scenario, stack, own_slice, weights, stage, mine, architecture, layout, groups)
+              for stage, mine in enumerate(own)]
     for stage in stages:
         stage.write(pieces)
     beside = beside_tensors(scenario, stack, layout, groups, 2 * (depth > 1), [stage.builder for stage in stages])
@@ -125,11 +126,28 @@ def lower_inference(scenario: Scenario, stack: Stack) -> Serving:
                    max(stage.crossing_bytes for stage in stages), beside)
 
 
-def _weights(scenario: Scenario, stack: Stack, run: InferenceRun) -> Weights:
-    precision = scenario.training.precision
-    return Weights(precision.parameters if precision.parameters in NARROW else "",
-                   stack.quantised_products == "fused", stack.kv_cache == "concatenated",
-                   precision.compute == precision.parameters, "" if run.kv_cache == "same" else run.kv_cache)
+class Cut(NamedTuple):
+    """A replica's model in pieces: a tensor slice as it reads prompts, how weights and cache are stored, the layers of
+    the slice, and which of them each pipeline stage holds."""
+
+    style: Style
+    weights: Weights
+    architecture: Architecture
+    own: tuple[range, ...]
+
+
+def cut_of(scenario: Scenario, stack: Stack) -> Cut:
+    """How an inference run is cut."""
+    run, precision = run_of(scenario), scenario.training.precision
+    assert run is not None
+    style = replace(style_of(scenario, stack, run.batch), window=scenario.model.window or 0, sequence=run.prompt)
+    weights = Weights(precision.parameters if precision.parameters in NARROW else "",
+                      stack.quantised_products == "fused", stack.kv_cache == "concatenated",
+                      precision.compute == precision.parameters, "" if run.kv_cache == "same" else run.kv_cache)
+    architecture = rank_of(style, run.batch, first_tokens(run, scenario), 0, weights).architecture()
+    placed = [[stage] for stage in range(scenario.parallel.pipeline)]
+    counts = split_of(scenario, stack, len(architecture.stack) - 2, placed)
+    return Cut(style, weights, architecture, tuple(own[0] for own in positions(architecture, counts, placed)))
 
 
 class _Stage:
@@ -152,8 +170,7 @@ class _Stage:
         self.tensor = scenario.parallel.tensor
         self.launching = stack_of(scenario.software.model_copy(update={"cuda_graphs": False}))
         self.graphs = scenario.software.cuda_graphs
-        count = min(self.depth, run.batch)
-        self.parts = [run.batch // count + (i < run.batch % count) for i in range(count)]
+        self.parts = parts_of(run.batch, self.depth)
         self.held = held_of(scenario, stack, architecture, layout, groups, self._segment)
         self.builder = self.held.builder
         self.cache_bytes = self.crossing_bytes = 0
