@@ -26,7 +26,10 @@ def lines(found: Comparison) -> Iterator[str]:
     widest = max(map(len, found.names))
     for i, name in enumerate(found.names):
         yield (f"{name:{widest}}  {found.step_time_s[i]:.4g} s on {found.gpus[i]:,} GPUs, bound by "
-               f"{BOUNDS[found.bound[i]]}, {100 * found.scaling[i]:.1f}% of the first's throughput per GPU")
+               f"{BOUNDS[found.bound[i]]}, {100 * found.scaling[i]:.1f}% of the first's throughput per GPU"
+               + ("" if found.fits[i] else "; DOES NOT FIT in memory"))
+    if not all(found.fits):
+        yield "the step of what does not fit is what it would take; 'drystep memory' says what would make it fit"
     for i in range(1, len(found.names)):
         change = found.step_time_s[i] - found.step_time_s[0]
         yield ""
