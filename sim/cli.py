@@ -371,3 +371,7 @@ def _leave(code: int, message: str = "") -> NoReturn:
     if message:
         click.echo(message, err=True)
     sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

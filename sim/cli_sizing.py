@@ -72,7 +72,8 @@ if TYPE_CHECKING:
 @click.option("--out", type=click.Path(dir_okay=False), help="SQLite file that results stream into.")
 @click.option("--resume", is_flag=True, help="Go on with the file of --out.")
 @click.option("--seconds", type=Finite(min=0), help="From the start of the command: then stop simulating and tell the "
-              "best so far, with its gap.")
+              "best so far, with its gap. Bounding (minutes for millions of layouts), one round of simulations and the "
+              "reasons why the best wins are not cut short.")
 @click.option("--workers", type=click.IntRange(1, 1024), help="Processes; default one for each CPU.")
 @click.option("--dask", metavar="ADDRESS", help="Dask scheduler whose workers simulate instead, tcp://host:port.")
 @json_option("the result")
@@ -114,6 +115,8 @@ def size(ctx: click.Context, scenario: str, sets: tuple[str, ...], gpus: str, cl
     choice = replace(only(sizing.Choice(sizing.counts(gpus)), narrow), weights=_listed(weights),
                      kv_cache=_listed(kv_cache))
     longest_s = math.inf if seconds is None else seconds - (time.monotonic() - started)
+    if sys.stderr.isatty():
+        click.echo("listing layouts and bounding them", nl=False, err=True)
     with _first_interrupt() as interrupted:
         found = sizing.size(loaded, choice, wish,
                             clusters=_clusters(clusters), offload=_listed(offload), overlap_p2p=overlap_p2p,

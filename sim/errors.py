@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -44,7 +45,8 @@ class UserError(Exception):
 
 def closest(name: str, allowed: Iterable[str]) -> list[str]:
     """The allowed name that differs in hyphens and the like alone (`llama2-7b`), else those that `name` is part of
-    where they are few (`dgx-a100` or `dgxa100`: both its sizes), else the most alike."""
+    where they are few (`dgx-a100` or `dgxa100`: both its sizes), else the most alike, of those that begin with it if
+    there are any (`gpt3`)."""
     given, known = name.lower(), list(allowed)
     same = [one for one in known if bare(one) == bare(given)]
     if same and bare(given):
@@ -55,7 +57,10 @@ def closest(name: str, allowed: Iterable[str]) -> list[str]:
     parts = sorted((one for one in known if bare(given) in bare(one)), key=lambda one: (len(one), one))
     if len(bare(given)) >= _TELLING and 0 < len(parts) <= _FEW:
         return parts
-    return difflib.get_close_matches(given, known, n=1, cutoff=0.6)
+    begins = re.compile("[^a-z0-9]*".join(bare(given)) + r"(?![0-9])" if len(bare(given)) >= _TELLING else r"(?!)")
+    begun = [one for one in known if begins.match(one.lower())]
+    return difflib.get_close_matches(given, begun, n=1, cutoff=0.6) or difflib.get_close_matches(
+        given, known, n=1, cutoff=0.6)
 
 
 def bare(name: str) -> str:

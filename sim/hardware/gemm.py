@@ -6,6 +6,7 @@ of small tiles, a pipeline fill, a fixed start and the part of its output traffi
 picks tile and number of slices of K (split K, whose partial sums cost traffic) by a heuristic that takes one of the
 nearly fastest: the expected time over those. Compute and memory overlap, imperfectly where they are about equal.
 Batched fp32 products come in one kernel on some generations: whole tiles of rows, whole slices of K (`batched_slice`).
+Products of a few rows by weights stored in fewer bits have no tiles to fill: SMs expand the weights (`expanded`).
 
 Source: tile and wave quantisation, NVIDIA "Matrix Multiplication Background User's Guide" (DU-09799), sections 2 and 3;
 tiles of CUTLASS's default list. Figures: `kernels.yaml`.
@@ -31,7 +32,8 @@ _LARGEST = (256.0, 128.0)  # the tile `flops_per_s` is stated for
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """Matrix products of one dtype as columns: sizes, bytes of both inputs, bytes in all, rate by alignment."""
+    """Matrix products of one dtype as columns: sizes, bytes of both inputs, bytes in all, rate by alignment; whether
+    they are bound by expanding stored weights (`Kernel.kernel`)."""
 
     batch: Array
     m: Array
@@ -40,6 +42,7 @@ class Products:
     input_bytes: Array
     total_bytes: Array
     aligned: Array
+    expanding: NDArray[np.bool_]
 
     @property
     def flops(self) -> Array:
@@ -77,7 +80,8 @@ def as_products(kernels: Sequence[Kernel], rates: GemmRates) -> Products:
     width = np.array([DTYPE_BYTES[kernel.dtype] for kernel in kernels])
     return Products(batch, m, n, k, width * batch * (m * k + k * n),
                     np.array([kernel.bytes for kernel in kernels]),
-                    np.array([_rate(kernel, rates) for kernel in kernels]))
+                    np.array([_rate(kernel, rates) for kernel in kernels]),
+                    np.array([kernel.kernel == "expanding" for kernel in kernels]))
 
 
 def product_times(products: Products, rates: GemmRates, sms: int, sms_total: int, bandwidth_bps: float,
@@ -119,8 +123,17 @@ def product_times(products: Products, rates: GemmRates, sms: int, sms_total: int
         else:
             held = _waves(blocks, sms, rates.held_wave_loss) * block_s + partial_s
         alone = np.maximum(alone, held)
-    return ProductTimes(compute_s=(weights * alone).sum(axis=1), memory_s=products.total_bytes / reachable_bps,
-                        block_s=(weights * block_s).sum(axis=1))
+    tiled_s, expanding_s = (weights * alone).sum(axis=1), _expanding_s(products, rates) * sms_total / sms
+    return ProductTimes(compute_s=np.where(products.expanding, expanding_s, tiled_s),
+                        memory_s=products.total_bytes / reachable_bps,
+                        block_s=np.minimum((weights * block_s).sum(axis=1),
+                                           np.where(products.expanding, expanding_s, np.inf)))
+
+
+def _expanding_s(products: Products, rates: GemmRates) -> Array:
+    """Seconds in which all SMs expand the weights of each product, which every one of its few rows is multiplied by."""
+    found: Array = products.batch * products.n * products.k / rates.expanded_per_s
+    return found
 
 
 def overlapped(first_s: Array, second_s: Array, exponent: float) -> Array:

@@ -54,6 +54,7 @@ class GemmRates:
     alignment: Mapping[int, float] | None
     batched_unaligned: float
     flop_j: float
+    expanded_per_s: float
     gradient_rate: float = 1.0
 
 
@@ -151,6 +152,7 @@ class Rates:
             alignment=None if units == "fp32" else {key: float(alignment[key]) for key in (16, 8, 4, 2, 1)},
             batched_unaligned=min(1.0, self._on_fp32_units() / rate),
             flop_j=self._flop_j(units),
+            expanded_per_s=float(self._shared["expanded"]["value"]) * self._gpu.sms * self._gpu.reached_mhz * 1e6,
             gradient_rate=float(figures.get("gradient_rate", 1.0)),
         )
 

@@ -155,7 +155,9 @@ def _warnings(result: Result) -> list[str]:
     if not result.validated.count or result.validated.generations:
         kind = result.features
         what = "inference" if kind.mode.startswith("infer") else kind.strategy
-        found.append(f"validation: no published run of this kind ({what}, {kind.generation}, "
+        others = result.validated.generations
+        told = f"what the record holds is of other GPUs ({', '.join(others)}); " if others else ""
+        found.append(f"validation: {told}no published run of this kind ({what}, {kind.generation}, "
                      f"{kind.framework}, {kind.gpus:,} GPU{'s' * (kind.gpus > 1)}) has been "
                      "compared: the error is not known")
     return found

@@ -21,23 +21,25 @@ def described(scenario: Scenario, gpu: str) -> list[Any]:
     return [
         Text(scenario.name, style="bold"),
         Text(f"{scenario.gpus} × {_card(scenario, gpu)} ({cluster.nodes} × {cluster.topology.name}) · "
-             f"{layout(scenario)} · {_precision(training.precision)}", style="dim"),
+             + " · ".join(part for part in (layout(scenario), _precision(training.precision)) if part), style="dim"),
         Text(_request(scenario, training.mode.inference) if isinstance(training.mode, Inference) else _batch(scenario),
              style="dim"),
     ]
 
 
 def layout(scenario: Scenario) -> str:
-    """How the model is cut and what keeps its replicas alike: "tensor 8 × pipeline 4 · zero1 over 2"."""
+    """How the model is cut and what keeps its replicas alike: "tensor 8 × pipeline 4 · zero1 over 2"; "" on one GPU.
+    Replicas of a request have nothing to keep alike."""
     parallel = scenario.parallel
     cuts = [f"{axis} {degree}" for axis in ("tensor", "context", "expert", "pipeline")
             if (degree := int(getattr(parallel, axis))) > 1]
-    data: str = parallel.strategy
+    data: str = "" if parallel.strategy == "none" or (
+        parallel.strategy == "ddp" and isinstance(scenario.training.mode, Inference)) else parallel.strategy
     if parallel.strategy in ("fsdp", "zero1", "zero2", "zero3"):
         data += f" over {parallel.sharding_factor}"
     if 1 < parallel.sharding_factor < scenario.replica_ranks:
         data += f" × {_replicas(scenario.replica_ranks // parallel.sharding_factor)}"
-    return " · ".join([*([" × ".join(cuts)] if cuts else []), data])
+    return " · ".join(part for part in (" × ".join(cuts), data) if part)
 
 
 def has_tokens(scenario: Scenario) -> bool:

@@ -340,14 +340,16 @@ def _closest(communication: Sequence[float]) -> int:
 
 def _streams(program: Program, columns: dict[str, npt.NDArray[np.generic]],
              keys: Sequence[str]) -> tuple[list[str], list[Bars]]:
-    names, bars = [], []
+    """Streams as rows; those to other stages that are told alike (one for each chunk of a rank) share a row."""
+    shown: dict[str, Ints] = {}
     lasts = np.asarray(columns["end_s"], dtype=np.float64) > np.asarray(columns["start_s"], dtype=np.float64)
     for number, name in enumerate(program.streams):
         rows = np.flatnonzero((columns["stream"] == number) & (columns["kind"] != Kind.HOST))
         if number == COMPUTE_STREAM or lasts[rows].any():
-            names.append(name if program.streams.count(name) == 1 else _told(columns, rows, keys))
-            bars.append(_bars(columns, rows, columns["start_s"], columns["end_s"], columns["starved_s"]))
-    return names, bars
+            told = name if program.streams.count(name) == 1 else _told(columns, rows, keys)
+            shown[told] = np.sort(np.concatenate((shown[told], rows))) if told in shown else rows
+    return list(shown), [_bars(columns, rows, columns["start_s"], columns["end_s"], columns["starved_s"])
+                         for rows in shown.values()]
 
 
 def _told(columns: dict[str, npt.NDArray[np.generic]], rows: Ints, keys: Sequence[str]) -> str:

@@ -94,15 +94,19 @@ def beside(folder: Path, written: str) -> Path:
     return folder / os.path.expanduser(written)
 
 
+#: Paths in a scenario are relative to its file, so there has to be one.
+_FROM_A_FILE = "standard input and pipes are not read: save it to a file"
+
+
 def read_text(path: Path, shown: str) -> str:
     """The UTF-8 text of a user's file of at most 1 MiB; raises UserError with what is wrong with it."""
     try:
         if path.is_dir():
             _refuse("is a folder, not a file", shown, hint="name a file inside it")
         if not path.exists():
-            _refuse("no such file", shown, hint=_similar_file(path))
+            _refuse("no such file", shown, hint=_FROM_A_FILE if shown == "-" else _similar_file(path))
         if not path.is_file():
-            _refuse("is not a regular file", shown)
+            _refuse("is not a regular file", shown, hint=_FROM_A_FILE)
         with open(path, "rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -120,11 +120,22 @@ def _sentence(
         return f"{message}, not {describe(value)}", ""
     if kind == "range":
         return _range(value, ctx["low"], ctx["high"])
+    if kind in ("model_type", "model_attributes_type") and (hint := _table_with(value, name, model)):
+        return f"expected a mapping of fields, not {describe(value)}", hint
     for test in (_wrong_type, _out_of_range):
         found = test(kind, ctx, value)
         if found:
             return found[0], found[1] or _few_numbers(kind, name, model)
     return f"{describe(value)} cannot be used here", ""
+
+
+def _table_with(value: Any, name: str, model: type[BaseModel] | None) -> str:
+    """How the table of field `name` is written where `value`, a word in its place, is one that a field of it takes."""
+    field = model.model_fields.get(name) if model is not None and isinstance(value, str) else None
+    inner = next(tables_of(field.annotation), None) if field is not None else None
+    fields = inner.model_fields.items() if inner is not None else ()
+    return next((f"write {{{key}: {value}}}" for key, one in fields
+                 if get_origin(one.annotation) is Literal and value in get_args(one.annotation)), "")
 
 
 def _missing(name: str, model: type[BaseModel] | None) -> tuple[str, str]:
@@ -139,11 +150,10 @@ def _unknown_field(name: str, path: str, model: type[BaseModel] | None) -> tuple
     if "." in name:
         head, _, rest = name.partition(".")
         return message, f"dotted fields are for sweep and --set: write '{head}:' and '{rest}: …' below it"
-    meant = other_field(name, path.rpartition(".")[0]) or nearest(name, known)
-    if not meant:
-        elsewhere = _elsewhere(name)
-        meant = f"did you mean '{elsewhere}'?" if elsewhere else f"known here: {', '.join(known)}"
-    return message, meant
+    meant = other_field(name, path.rpartition(".")[0])
+    if not meant and (elsewhere := _elsewhere(name)):
+        meant = f"did you mean '{elsewhere}'?"
+    return message, meant or nearest(name, known) or f"known here: {', '.join(known)}"
 
 
 def _elsewhere(name: str) -> str:

@@ -36,6 +36,7 @@ class Comparison:
         memory: category to its bytes at the peak of the fullest rank in each run.
         memory_moved: as `moved`, in bytes.
         bound: what bounds each run.
+        fits: whether each run fits in memory: the step of one that does not is what it would take.
     """
 
     names: list[str]
@@ -50,6 +51,7 @@ class Comparison:
     memory_moved: list[list[tuple[str, float]]] = field(default_factory=list)
     bound: list[str] = field(default_factory=list)
     served: list[InferenceResult] = field(default_factory=list)
+    fits: list[bool] = field(default_factory=list)
 
     @property
     def whole_s(self) -> list[float]:
@@ -62,15 +64,16 @@ class Comparison:
         """Plain data."""
         return {"names": self.names, "step_time_s": self.step_time_s, "gpus": self.gpus, "bound": self.bound,
                 **({"inference": [one.to_json() for one in self.served]} if self.served else {}),
+                "fits": self.fits,
                 "terms_s": self.terms, "moved_s": [dict(row) for row in self.moved], "why": self.why,
                 "memory_bytes": self.memory, "memory_moved_bytes": [dict(row) for row in self.memory_moved],
                 "differs": self.differs, "scaling": self.scaling}
 
     def table(self) -> Frame:
-        """One row per run: name, GPUs, step, what bounds it, scaling, and every term's seconds."""
+        """One row per run: name, GPUs, step, what bounds it, whether it fits, scaling, and every term's seconds."""
         return as_table([
             {"name": name, "gpus": self.gpus[i], "step_time_s": self.step_time_s[i],
-             **(latency_row(self.served[i]) if self.served else {}), "bound": self.bound[i],
+             **(latency_row(self.served[i]) if self.served else {}), "bound": self.bound[i], "fits": self.fits[i],
              "scaling": self.scaling[i], **{f"{term}_s": values[i] for term, values in self.terms.items()},
              **{f"memory_{part}_bytes": values[i] for part, values in self.memory.items()}}
             for i, name in enumerate(self.names)])
@@ -116,7 +119,7 @@ def compare(runs: Sequence[Result | Source]) -> Comparison:
     names = _names([r.scenario.name for r in results], differs)
     return Comparison(names, [r.step_time_s for r in results], [r.gpus for r in results],
                       terms, moved, differs, [_throughput(r) / first for r in results], why, memory,
-                      _moved(memory, 0.5), [r.bound for r in results], served)
+                      _moved(memory, 0.5), [r.bound for r in results], served, [r.memory.fits for r in results])
 
 
 def _gpus_per_token(result: Result) -> float:
@@ -130,10 +133,17 @@ def _names(given: Sequence[str], differs: Mapping[str, Sequence[Any]]) -> list[s
     for i, name in enumerate(given):
         alike = [j for j, other in enumerate(given) if other == name]
         apart = [path for path, values in differs.items() if any(values[j] != values[alike[0]] for j in alike)]
-        told = ", ".join(f"{path.rpartition('.')[2].replace('_', ' ')} {_value(differs[path][i])}"
-                         for path in apart[:_TOLD])
+        heads = [path for path in apart if not any(path.startswith(f"{other}.") for other in apart)]
+        told = ", ".join(_told(path, {p: differs[p][i] for p in apart if f"{p}.".startswith(f"{path}.")})
+                         for path in heads[:_TOLD])
         found.append(name if len(alike) == 1 else f"{name} ({told})" if told else f"{name} ({alike.index(i) + 1})")
     return found
+
+
+def _told(path: str, values: Mapping[str, Any]) -> str:
+    """What one run says of a field, as a word or as fields of a mapping: "recompute full", "recompute layers 14"."""
+    given = [f"{name[len(path) + 1:]} {_value(value)}".strip() for name, value in values.items() if value is not None]
+    return f"{path.rpartition('.')[2]} {' '.join(given) or _value(None)}".replace("_", " ")
 
 
 def _value(value: Any) -> str:

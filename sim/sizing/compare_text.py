@@ -27,7 +27,10 @@ def lines(found: Comparison) -> Iterator[str]:
     widest = max(map(len, found.names))
     for i, name in enumerate(found.names):
         yield (f"{name:{widest}}  {_figures(found, i)} on {found.gpus[i]:,} GPU{'s' * (found.gpus[i] > 1)}, bound by "
-               f"{BOUNDS[found.bound[i]]}, {100 * found.scaling[i]:.1f}% of the first's throughput per GPU")
+               f"{BOUNDS[found.bound[i]]}, {100 * found.scaling[i]:.1f}% of the first's throughput per GPU"
+               + ("" if found.fits[i] else "; DOES NOT FIT in memory"))
+    if not all(found.fits):
+        yield "the step of what does not fit is what it would take; 'drystep memory' says what would make it fit"
     for i in range(1, len(found.names)):
         change = found.whole_s[i] - found.whole_s[0]
         yield ""

@@ -36,9 +36,9 @@ pipeline stages keep of all micro-batches and which forwards they run first."""
 _REQUESTS = """## Requests of inference engines
 
 From `scenarios/runs/requests` (`drystep validate scenarios/runs/requests`): a request is the prompt and all tokens
-behind it. Figures are recalled; no figure of drystep rests on them. Changed after a first look: the cache in fp8 on
-H100 and gpt-fast's own kernel for small sums (`kv_cache` and `all_reduce`, fields of the scenario since then; +52% and
-+69% at worst without)."""
+behind it. Figures are recalled; how fast an SM expands weights of few bits rests on the two of int4, no other figure
+of drystep on any. Changed after a first look: the cache in fp8 on H100 and gpt-fast's own kernel for small sums
+(`kv_cache` and `all_reduce`, fields of the scenario since then; +52% and +69% at worst without)."""
 
 #: What follows the name of a source in the record of errors where its figures are recalled.
 MARK = RECALLED

@@ -332,3 +332,8 @@ def test_an_option_of_size_that_says_nothing_is_wrong_input(folder: Path, dryste
     ran = drystep("size", "small.yaml", "--gpus", "8", option, value)
     assert ran.code == 2
     assert message in ran.err
+
+
+def test_the_module_is_a_command_too() -> None:
+    done = subprocess.run([sys.executable, "-m", "sim.cli", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("drystep")

@@ -21,7 +21,8 @@ PLAIN = GemmRates(flops_per_s=100e12, fill_k=0, batched_slice=1, batched_tile=No
                   tiles=((128, 128),), splits=(1,), idle_wave_loss=1.0, held_wave_loss=1.0, persistent=False,
                   partial_tile=1.0,
                   spread=0.0, overlap=np.inf, bandwidth_share=1.0,
-                  alignment={16: 1.0, 8: 0.5, 4: 0.5, 2: 0.25, 1: 0.25}, batched_unaligned=0.1, flop_j=1e-12)
+                  alignment={16: 1.0, 8: 0.5, 4: 0.5, 2: 0.25, 1: 0.25}, batched_unaligned=0.1, flop_j=1e-12,
+                  expanded_per_s=1e12)
 WIDE_BPS = 1e18
 
 
@@ -44,6 +45,27 @@ def seconds(kernel: Kernel, rates: GemmRates = PLAIN, sms: int = 100, bandwidth_
 def test_a_tile_costs_its_products_over_one_sm() -> None:
     # 128·128·1024 multiply-adds on 1 TFLOP/s: 2·2^24 / 1e12 s.
     assert seconds(product(128, 128, 1024)) == pytest.approx(2**25 / 1e12)
+
+
+def test_a_few_rows_by_stored_weights_wait_for_their_expansion_and_not_for_a_tile() -> None:
+    # 8192·8192 weights at 1e12 a second: 67 us; as a tile of 128 rows the row would take 64 tiles' time, 2.1 ms.
+    one = product(1, 8192, 8192)
+    assert seconds(one) == pytest.approx(2 * 128 * 128 * 8192 / 1e12)
+    assert seconds(replace(one, kernel="expanding")) == pytest.approx(8192**2 / 1e12)
+    assert seconds(replace(one, kernel="expanding"), sms=50) == pytest.approx(2 * 8192**2 / 1e12)
+    # int4 with its scales is read at 50 GB/s in 0.7 ms, which is then what it takes
+    stored = replace(one, kernel="expanding", bytes=8192**2 * 0.52)
+    assert seconds(stored, bandwidth_bps=50e9) == pytest.approx(8192**2 * 0.52 / 50e9)
+
+
+def test_a_halved_tensor_peak_does_not_slow_a_row_by_stored_weights() -> None:
+    # A GeForce card sums in fp32 at half its chip's rate, and expands weights at the whole one.
+    ga102 = gpu("rtx3090")
+    row = replace(product(1, 8192, 8192), kernel="expanding", bytes=8192**2 * 0.52)
+    whole = Device(replace(ga102, tflops={name: 2 * peak for name, peak in ga102.tflops.items()}))
+    assert Device(ga102).times([row]) == pytest.approx(whole.times([row]), rel=0.03)
+    (tile, alone), (tile_whole, _) = (one.times([replace(row, kernel=""), row]) for one in (Device(ga102), whole))
+    assert tile > 1.4 * tile_whole and tile > 1.8 * alone  # filled up to 64 rows it would be
 
 
 def test_waves_are_whole() -> None:

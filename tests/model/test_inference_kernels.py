@@ -77,12 +77,19 @@ def test_fused_products_read_weights_as_stored() -> None:
     assert [k.flops for k in plain] == [k.flops for k in small]
 
 
+@pytest.mark.parametrize(("rows", "kernel"), [(1, "expanding"), (16, "expanding"), (17, "")])
+def test_a_few_rows_of_a_fused_product_are_no_tile(rows: int, kernel: str) -> None:
+    assert {k.kernel for k in products(rank(Weights("int4", True, False), batch=rows))} == {kernel}
+    assert {k.kernel for k in products(rank(batch=rows))} == {""}
+
+
 def test_expanded_weights_are_written_and_read_in_16_bits() -> None:
     of = rank(Weights("nf4", False, False), batch=2)
     count = sum(k.shape[2] * k.shape[3] for k in products(of))
     assert sum(k.bytes for k in named(of, "dequantise")) == pytest.approx(count * (0.5625 + 2))
     assert [k.bytes for k in products(of)] == [k.bytes for k in products(rank(batch=2))]
-    assert not named(rank(Weights("nf4", False, False)), "dequantise")  # a single row: gemv_4bit
+    alone = rank(Weights("nf4", False, False))  # a single row: gemv_4bit
+    assert not named(alone, "dequantise") and {k.kernel for k in products(alone)} == {"expanding"}
 
 
 def test_int8_runs_in_int8_between_quantised_activations() -> None:

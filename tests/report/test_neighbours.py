@@ -139,6 +139,18 @@ def test_a_result_carries_its_record_and_warns_without_one() -> None:
     assert [w for w in elsewhere.warnings if w.startswith("validation:")]
 
 
+def test_a_record_of_other_gpus_and_the_warning_do_not_contradict_each_other() -> None:
+    result = sim.run(resolve({
+        "name": "x", "cluster": {"topology": "pcie-8x-l40s", "gpus_per_node": 4}, "model": {"preset": "gpt2"},
+        "training": {"micro_batch": 1, "global_batch": 4, "sequence": 1024, "precision": "fsdp-bf16"},
+        "parallel": {"strategy": "fsdp"}, "software": {"framework": "pytorch", "year": 2025}}))
+    assert result.validated.count and result.validated.generations
+    (said,) = [text for text in result.warnings if text.startswith("validation: ")]
+    others = ", ".join(result.validated.generations)
+    assert said.startswith(f"validation: what the record holds is of other GPUs ({others}); no published run")
+    assert said.endswith("the error is not known")
+
+
 def test_requests_of_inference_have_a_recalled_record_of_their_own() -> None:
     def result(**software: object) -> sim.Result:
         return sim.run(resolve({

@@ -203,6 +203,22 @@ def test_the_close_look_at_a_pipeline_is_where_its_schedule_is_steady(staged: Re
         assert "turns into" not in panel["title"] or {"forward", "backward"} <= shown
 
 
+def test_transfers_of_all_chunks_of_a_rank_share_rows() -> None:
+    """Each chunk has streams of its own to the stages beside it: four rows, not four for every chunk."""
+    result = sim.run(resolve({
+        "name": "four chunks", "cluster": {"topology": "dgx-a100-80g", "gpus_per_node": 4},
+        "model": {"kind": "decoder", "layers": 8, "hidden": 1024, "heads": 8, "vocab": 4096, "tied_embeddings": False},
+        "training": {"micro_batch": 1, "global_batch": 8, "sequence": 1024, "precision": "megatron-bf16"},
+        "parallel": {"strategy": "zero1", "pipeline": 2, "virtual_stages": 4, "schedule": "interleaved"},
+        "software": {"framework": "megatron", "year": 2023}}))
+    rows = rows_of(result)
+    assert len(set(rows.names)) == len(rows.names)
+    ways = [name for name in rows.names if name.startswith(("recv", "send"))]
+    assert sorted(ways) == ["recv, backward", "recv, forward", "send, backward", "send, forward"]
+    drawn = sum(len(rows.bars[rows.names.index(name)].within(0.0, rows.step_time_s).key) for name in ways)
+    assert drawn == result.scenario.micro_steps * 14  # each goes 7 hops forth and 7 back, of which a rank has one end
+
+
 def test_a_request_is_called_so_and_its_pieces_tokens() -> None:
     """Slivers of waiting that nobody can tell from each other are neither drawn nor named."""
     result = sim.run(resolve({

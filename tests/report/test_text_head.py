@@ -31,6 +31,15 @@ def test_one_replica_is_one() -> None:
     assert lines[1].endswith("tensor 8 · ddp · amp-bf16") and "= 1 replica × 1 × 64 micro-steps" in lines[2]
 
 
+def test_what_keeps_nothing_alike_is_not_named() -> None:
+    one = small(1024, 1, "amp-bf16", "none", **{"cluster.gpus_per_node": 1})
+    assert layout(one) == "" and str(described(one, "a100")[1]).endswith(f"{one.cluster.topology.name}) · amp-bf16")
+    request = resolve({"name": "x", "cluster": {"topology": "dgx-a100-80g", "gpus_per_node": 2},
+                       "model": {"preset": "gpt2"}, "parallel": {"tensor": 2},
+                       "training": {"mode": {"inference": {"prompt": 8, "generate": 2, "batch": 1}}}})
+    assert layout(request) == "tensor 2"
+
+
 @pytest.mark.parametrize(("micro", "batch", "said"), [
     (2, 64, "= 8 replicas × 2 × 4 micro-steps"), (8, 64, "= 8 replicas × 8"),
     (3, 64, "= 8 replicas × (3 × 2 + 2), 3 micro-steps"), (5, 64, "= 8 replicas × (5 + 3), 2 micro-steps")])

@@ -12,6 +12,7 @@ from sim.report.fields import field_rows
 from sim.scenario import resolve
 from sim.scenario.other_names import other_field, other_value
 from sim.scenario.precisions import PRECISIONS
+from sim.scenario.presets import preset_names
 from sim.scenario.topologies import topology_names
 
 NAMES = table("scenario/other_names.yaml")
@@ -21,8 +22,8 @@ def test_every_field_and_value_pointed_at_exists() -> None:
     takes = {row["field"]: row["takes"] for row in field_rows()}
     assert set(NAMES["fields"]) | set(NAMES["values"]) <= set(takes)
     for path, values in NAMES["values"].items():
-        words = set(PRECISIONS) if path == "training.precision" else set(topology_names()) if path == (
-            "cluster.topology") else set(takes[path].replace(",", "").split())
+        lists = {"training.precision": PRECISIONS, "cluster.topology": topology_names(), "model.preset": preset_names()}
+        words = set(lists.get(path, takes[path].replace(",", "").split()))
         for ours in map(str, values):  # quoted ones stand in a sentence, which may name fields too
             named = re.findall(r"'([^']+)'", ours) or ours.replace(",", "").replace(" or ", " ").split()
             assert set(named) <= words
@@ -68,3 +69,29 @@ def test_an_error_names_ours_instead_of_listing_everything() -> None:
     assert faults["training.recompute"] == "did you mean 'full'?"
     assert faults["parallel.pp"] == "did you mean 'pipeline'?"
     assert faults["parallel.tensor"].startswith("dotted fields are for sweep and --set: write 'parallel:'")
+
+
+@pytest.mark.parametrize(("field", "value", "hint"), [
+    ("nodes", 8, "did you mean 'cluster.nodes'?"),  # and not 'model', which looks like it
+    ("training.finetune", "lora", "write {method: lora}"),
+    ("parallel", "fsdp", "write {strategy: fsdp}"),
+    ("parallel", "tensor", "write its fields indented below it"),
+    ("parallel.strategy", "fsdp2", "did you mean 'fsdp' with software.fsdp: 2?"),
+    ("training.precision", "bfloat16", "did you mean 'amp-bf16' (autocast), 'fsdp-bf16' (MixedPrecision of FSDP), "
+                                       "'mixed-bf16' (fp32 master weights) or 'pure-bf16'?"),
+    ("model.preset", "ViT-L-16", "did you mean 'bert-large' with its own layers, hidden, heads and a sequence of its "
+                                 "patches: vision transformers have no preset?"),
+    ("model.preset", "gpt3", "did you mean 'gpt3-13b'?"),  # and not 'gpt2'
+    ("model.preset", "llama3", "did you mean 'llama-3-8b'?"),  # and not 'llama-33b'
+])
+def test_a_hint_leads_on(field: str, value: object, hint: str) -> None:
+    said: dict[str, object] = {
+        "name": "x", "cluster": {"topology": "dgx-h100"}, "model": {"preset": "llama-3-8b"},
+        "training": {"micro_batch": 1, "global_batch": 8, "sequence": 128}, "parallel": {}}
+    head, _, rest = field.rpartition(".")
+    inner = said[head] if head else said
+    assert isinstance(inner, dict)
+    inner[rest] = value
+    with pytest.raises(UserError) as error:
+        resolve(said, "x.yaml")
+    assert {fault.field: fault.hint for fault in error.value.faults}[field] == hint

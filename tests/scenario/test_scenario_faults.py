@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -603,3 +604,10 @@ def test_parts_of_a_transformer_beside_a_table_of_layers(field: str, tmp_path: P
     (fault,) = faults_of(text, tmp_path)
     assert (fault.field, fault.line) == (f"model.{field.split(':')[0]}", 7)
     assert "is of a transformer, and the model is a table of layers" in fault.message
+
+
+@pytest.mark.parametrize("name", ["-", "pipe"])
+def test_what_is_no_file_is_to_be_saved_to_one(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="standard input and pipes are not read: save it to a file"):
+        load_scenario("-" if name == "-" else tmp_path / name)

@@ -89,3 +89,21 @@ def test_names_say_what_is_not_set() -> None:
     assert _names(["a", "a"], {"cluster.inter_gbps_per_node": [None, 100.0], "training.recompute": ["none", "full"]}) \
         == ["a (inter gbps per node not set, recompute none)", "a (inter gbps per node 100, recompute full)"]
     assert _names(["a", "b"], {"training.recompute": ["none", "full"]}) == ["a", "b"]
+
+
+def test_a_word_and_a_mapping_of_one_field_are_told_as_one() -> None:
+    from sim.sizing.compare import _names
+
+    assert _names(["a", "a", "a"], {"training.micro_batch": [1, 2, 2], "training.recompute.layers": [14, None, None],
+                                    "training.recompute": [None, "full", None]}) \
+        == ["a (micro batch 1, recompute layers 14)", "a (micro batch 2, recompute full)",
+            "a (micro batch 2, recompute not set)"]
+
+
+def test_a_run_that_does_not_fit_is_told_apart() -> None:
+    large = {"model": {"preset": "gpt3-13b"}}
+    found = against(**large)
+    assert found.fits == [True, False] and found.to_json()["fits"] == [True, False]
+    first, second, note, *_ = lines(found)
+    assert "DOES NOT FIT" in second and "DOES NOT FIT" not in first and "drystep memory" in note
+    assert "does not fit" not in "\n".join(lines(against(training={"recompute": "full"}))).lower()
