@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sim.model.architecture import Operator, Parameter, Tensor
-from sim.model.attention_core import core_operators, repeated, uses_flash
+from sim.model.attention_core import core_operators
+from sim.model.core_choice import core_dtype, expands, in_math, repeated, uses_flash
 from sim.model.head_exchange import within
 from sim.model.head_norms import head_norms
 from sim.model.kernels import chain, elementwise, linear, linear_operator, linear_parameters, meeting, width
@@ -50,7 +51,7 @@ def attention_operators(
     if style.positions == "rotary":
         operators.append(_rotary(style))
     inner = within(style)
-    if inner.expands_kv and uses_flash(inner):
+    if expands(inner) and uses_flash(inner):
         operators.append(_expansion(inner))
     operators += core_operators(style)
     attended = Tensor("attention_output", style.tokens * style.query_width, style.act)
@@ -124,14 +125,19 @@ def _separate(
 
 
 def _kept_queries_and_keys(style: Style) -> list[Tensor]:
-    keys = style.query_width if repeated(style) else style.kv_width
-    return [Tensor("queries", style.tokens * style.query_width, style.act),
-            Tensor("keys", style.batch * style.keys * keys, style.act)]
+    return [Tensor("queries", style.tokens * style.query_width, core_dtype(style)),
+            Tensor("keys", style.batch * style.keys * _kept_width(style), core_dtype(style))]
 
 
 def _kept_values(style: Style) -> Tensor:
-    values = style.query_width if repeated(style) else style.kv_width
-    return Tensor("values", style.batch * style.keys * values, style.act)
+    return Tensor("values", style.batch * style.keys * _kept_width(style), core_dtype(style))
+
+
+def _kept_width(style: Style) -> int:
+    """Width of keys, and of values, as the core keeps them: one head that is broadcast is copied for several
+    sequences only."""
+    once = in_math(style) and style.broadcasts_keys and style.batch == 1
+    return style.query_width if repeated(style) and not once else style.kv_width
 
 
 def _expansion(style: Style) -> Operator:

@@ -10,7 +10,8 @@ from sim.model.decoder import decoder
 from sim.model.encoder import encoder
 from sim.model.encoder_decoder import encoder_decoder
 from sim.model.lora import finetuned
-from sim.model.style import Style, style_of
+from sim.model.scenario_style import style_of
+from sim.model.style import Style
 from sim.model.table import layer_table
 from sim.software import Stack
 

@@ -61,6 +61,14 @@ class Stack:
         early_stop: recomputation stops at a block's last saved tensor.
         reentrant: checkpoints are torch's reentrant ones, without early stop, unless FSDP wraps the model.
         attention_kernel: implementation behind `attention: flash`: flash1, flash2, flash3 or triton.
+        sdpa_kernels: fused kernels of scaled_dot_product_attention in the order tried, each with the compute
+            capabilities that have it, or none; sdpa_flash: its flash kernel's implementation.
+        sdpa_head, sdpa_head_small: widest head of its flash kernel; on cards of 8.6 and 8.9 where a gradient is asked.
+        sdpa_masks: its memory-efficient kernel takes masks, biases and dropout.
+        sdpa_groups: Hugging Face's modules leave grouped heads to it where they can; else they copy keys and values.
+        sdpa_math_widens: without a fused kernel it computes halves in fp32.
+        sdpa_mask_each: every call makes its mask of numbers from the model's booleans; else the model made one.
+        sdpa_mask_always: Falcon's modules give it a mask where plain causality would do.
         residual_dtype_follows_autocast: the residual stream is half, not fp32, under autocast.
         low_precision_norm: norms run in half under autocast.
         unpadding: how the attention wrapper copies qkv and output between padded and packed form: none, packed (qkv at
@@ -217,6 +225,15 @@ class Stack:
     early_stop: bool
     reentrant: bool
     attention_kernel: str
+    sdpa_kernels: str
+    sdpa_flash: str
+    sdpa_head: int
+    sdpa_head_small: int
+    sdpa_masks: bool
+    sdpa_groups: bool
+    sdpa_math_widens: bool
+    sdpa_mask_each: bool
+    sdpa_mask_always: bool
     residual_dtype_follows_autocast: bool
     low_precision_norm: bool
     unpadding: str

@@ -9,10 +9,12 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from sim.model.attention_core import softmax_dtype, unequal, uses_flash
+from sim.model.attention_core import softmax_dtype
+from sim.model.core_choice import expands, fused_kernel, in_math, masked, unequal, uses_flash
 from sim.model.eager import operations as op
 from sim.model.eager.autograd import Gradients, Run, Tensor
 from sim.model.eager.head_exchange import exchanged, in_one, one_function
+from sim.model.eager.math_core import in_math_run, repeat
 from sim.model.eager.norms import norm
 from sim.model.eager.products import column, entered, row
 from sim.model.eager.ring import ring
@@ -53,13 +55,17 @@ def attended(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, 
              bias: Tensor | None = None, *, variables: list[Storage]) -> Tensor:
     """The core, fused or spelled out, of queries, keys and values of every head; arguments as of `attention`."""
     run.at("attention")
-    core: Callable[..., Tensor] = _flash if uses_flash(within(style)) else _eager
+    core: Callable[..., Tensor] = _core(within(style))
     if style.exchanges > 1:
         core = _exchanged
     if "core_attn" in modules_of(policy):
         inputs = (query, key, value) if bias is None else (query, key, value, bias)
         return run.checkpoint(lambda run, *tensors: core(run, style, *tensors), *inputs)
     return core(run, style, query, key, value, bias, variables)
+
+
+def _core(style: Style) -> Callable[..., Tensor]:
+    return _flash if uses_flash(style) else in_math_run if in_math(style) else _eager
 
 
 def _exchanged(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None,
@@ -69,7 +75,7 @@ def _exchanged(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor
     if uses_flash(inner) and in_one(style) and bias is None:
         q, k, v = (op.to(run, t, run.autocast or t.dtype) for t in (query, key, value))
         return one_function(run, style, (q, k, v), style.tokens * style.heads, flash_sums(style))
-    core = _flash if uses_flash(inner) else _eager
+    core = _core(inner)
     return exchanged(run, style, (query, key, value), lambda style, q, k, v: core(run, style, q, k, v, bias, weights))
 
 
@@ -148,13 +154,16 @@ def _rotate_half(run: Run, x: Tensor) -> Tensor:
 def _flash(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None,
            _weights: list[Storage] | None = None) -> Tensor:
     # flash has neither a bias nor fp32
-    efficient = bias is not None or unequal(style) or (not run.autocast and query.dtype == "fp32")
+    kernel, half = fused_kernel(style), run.autocast or query.dtype
+    efficient = kernel == "efficient" or half == "fp32"
     rows = style.tokens * style.heads
     if efficient:  # sums are kept of a multiple of 32 queries (ATen _efficient_attention_forward, kAlignLSE)
         rows = style.batch * style.heads * (math.ceil(style.sequence / 32) * 32)
-    if style.expands_kv:
-        key, value = _repeat(run, style, key), _repeat(run, style, value)
-    if bias is None:
+    if expands(style):
+        key, value = repeat(run, style, key), repeat(run, style, value)
+    if masked(style):
+        bias = _window_mask(run, style, half)
+    elif bias is None:
         q, k, v = (op.to(run, t, run.autocast or t.dtype) for t in (query, key, value))
         sums = flash_sums(style)
         if style.context > 1 and not style.gathers and style.stack.unpadding == "none":
@@ -164,15 +173,25 @@ def _flash(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bi
         # bert_padding.unpad_input and pad_input make new tensors both ways and keep row numbers only
         q, k, v = (op.relayout(run, op.clone(run, t)) for t in (q, k, v))
         return op.relayout(run, op.clone(run, op.attention(run, q, k, v, rows, sums=sums)))
-    if not style.memory:
-        bias = _bias_mask(run, style, bias)
-    half = op.expanded(run, op.to(run, bias, run.autocast or bias.dtype), style.batch)
-    return op.attention(run, query, key, value, rows, half, style.batch)
+    else:
+        bias = bias if style.memory else _bias_mask(run, style, bias)
+        bias = op.expanded(run, op.to(run, bias, run.autocast or bias.dtype), style.batch)
+        return op.attention(run, query, key, value, rows, bias, style.batch)
+    query, key, value = (op.to(run, t, half) for t in (query, key, value))
+    return op.attention(run, query, key, value, rows, bias)
 
 
 def flash_sums(style: Style) -> bool:
     """Whether the kernel adds the queries' gradient up in fp32, beside row sums (`operations.attention`)."""
+    if style.attention == "sdpa":
+        return fused_kernel(style) == "flash"
     return style.stack.attention_kernel in ("flash1", "flash2", "triton") and not unequal(style)
+
+
+def _window_mask(run: Run, style: Style, dtype: str) -> Tensor:
+    """The mask as the kernel reads it: made of booleans, or there already."""
+    pairs = style.batch * style.sequence * style.keys * style.stack.sdpa_mask_each
+    return run.tensor(pairs, dtype)
 
 
 def _bias_mask(run: Run, style: Style, bias: Tensor) -> Tensor:
@@ -191,7 +210,7 @@ def _eager(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bi
     whole, repeated = style.positions == "rotary" or style.latent is not None, style.heads != style.kv_heads
     copies, slices = b > 1 and style.modules != "megatron", style.context if style.gathers else 1
     if repeated:
-        key, value = _repeat(run, style, key), _repeat(run, style, value)
+        key, value = repeat(run, style, key), repeat(run, style, value)
     weights = _softmax(run, style, op.matmul(
         run, op.clone(run, query, copies and not whole), op.clone(run, key, copies and not whole and not repeated),
         scores, slices), value.dtype, bias)
@@ -242,10 +261,3 @@ def _biased(run: Run, weights: Tensor, bias: Tensor) -> Tensor:
 def _mask(style: Style, like: Tensor) -> Tensor:
     """The additive mask, which the embedding layer made: only its dtype matters here."""
     return Tensor(like.storage, 0, style.residual, None)
-
-
-def _repeat(run: Run, style: Style, x: Tensor) -> Tensor:
-    """repeat_kv: copied out to every query head; the gradient is summed over the copies."""
-    elements, source, dtype = style.batch * style.keys * style.query_width, x.elements, x.dtype
-    node = run.node(lambda run, _: [run.new(source, dtype)], (x.sink,))
-    return Tensor(run.new(elements, dtype), elements, dtype, node.output())
