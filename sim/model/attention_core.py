@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sim.model.architecture import Joint, Operator, Tensor
-from sim.model.core_choice import in_math, kernel_name, masked, repeated, uses_flash
+from sim.model.core_choice import copies_output, in_math, kernel_name, masked, repeated, uses_flash
 from sim.model.head_exchange import exchanged, within
 from sim.model.kernels import cast, elementwise, product, softcap, width
 from sim.model.math_core import in_math_operator
@@ -118,6 +118,10 @@ def _flash(style: Style) -> Operator:
         pairs = style.batch * style.sequence * style.keys
         forward = [elementwise("mask", pairs, 1.0 + e, style.act, 1, "attention"), *forward]
         saved.append(Tensor("score_mask", pairs, style.act))
+    if copies_output(style):
+        made = style.tokens * style.query_width
+        forward.append(elementwise("output_transpose", made, 2 * e, style.act, 1, "attention"))
+        saved.append(Tensor("attention_made", made, style.act))
     return Operator("attention", tuple(forward), tuple(backward), saved=tuple(saved), core=True,
                     reading_s=_reading_s(style.stack))
 

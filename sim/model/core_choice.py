@@ -12,6 +12,8 @@ integrations/sdpa_attention.py (use_gqa_in_sdpa) and masking_utils.py (_ignore_c
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sim.model.style import Style
 from sim.work import DTYPE_BYTES
 
@@ -75,7 +77,7 @@ def masked(style: Style) -> bool:
     modules of a release that always makes one."""
     if style.attention != "sdpa" or not style.causal or style.memory or style.biased:
         return False
-    return style.window > 0 or (style.fused_qkv == "groups" and style.stack.sdpa_mask_always)
+    return style.window > 0 or (style.joint_qkv == "groups" and style.stack.sdpa_mask_always)
 
 
 def _grouped(style: Style) -> bool:
@@ -96,10 +98,22 @@ def expands(style: Style) -> bool:
     return not style.stack.sdpa_groups or masked(style) or style.head_dim > _GROUPED_HEAD
 
 
+def spread_groups(style: Style) -> Style:
+    """The style behind a projection whose module copies keys and values of a group out to all its queries' heads:
+    Falcon's with several groups."""
+    return replace(style, kv_heads=style.heads) if style.joint_qkv == "groups" and style.kv_heads > 1 else style
+
+
 def repeated(style: Style) -> bool:
     """Whether keys and values are copied out to every query head before the scores (Hugging Face's repeat_kv, LitGPT's
     and torchtune's expand and reshape)."""
     return style.heads != style.kv_heads and (expands(style) or not uses_flash(style))
+
+
+def copies_output(style: Style) -> bool:
+    """Whether attention's output is copied from heads to tokens: flash kernels write it as queries lie, which are heads
+    in front of tokens once cut heads were joined (Hugging Face's `transpose(1, 2).contiguous()`)."""
+    return style.cut_heads and fused_kernel(style) in ("flash", "cudnn") and DTYPE_BYTES[style.act] <= 2
 
 
 def in_math(style: Style) -> bool:

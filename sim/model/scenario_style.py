@@ -76,6 +76,7 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
         qkv_bias=bool(model.qkv_bias) or bool(model.bias), new_gelu=model.activation == "gelu-new",
         parallel_norms=model.parallel_norms, sdpa=fused, sdpa_head=widest,
         fused_qkv=model.fused_qkv or "", fused_gate=model.fused_gate,
+        turned=round((model.rotary_share or 0.0) * (model.head_dim or hidden // max(1, heads))),
         further=model.mtp_layers if training.mode == "train" else 0,
         copies_table=bool(model.mtp_layers) and _apart(scenario.parallel),
         widened=gradient if whole and tuned is None and DTYPE_BYTES[gradient] > DTYPE_BYTES[weight] else "",

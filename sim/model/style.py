@@ -66,7 +66,8 @@ class Style:
         sdpa: fused kernels that scaled_dot_product_attention has here, in the order tried; sdpa_head: the widest head
             that its flash kernel takes.
         fused_qkv: how Hugging Face's module lays queries, keys and values out that one product makes (parts, heads,
-            groups), "" = three do; fused_gate: one makes gate and up.
+            groups), "" = three do; fused_gate: one makes gate and up; turned: elements of a head that it cuts out
+            for rotary positions, 0 = it turns whole heads.
     """
 
     kind: str
@@ -130,6 +131,7 @@ class Style:
     sdpa_head: int = 0
     fused_qkv: str = ""
     fused_gate: bool = False
+    turned: int = 0
 
     @property
     def stream(self) -> Style:
@@ -235,7 +237,8 @@ class Style:
     def merges_gate(self) -> bool:
         """Whether gate and up are one product of one matrix."""
         stacked = self.modules == "transformers" and self.experts is not None and not self.takes_turns
-        return self.modules == "megatron" or stacked or (
+        joint = self.fused_gate and self.modules == "transformers" and self.experts is None and self.tuned is None
+        return self.modules == "megatron" or stacked or joint or (
             self.stack.merged_gate and self.modules == "plain" and self.tuned is None and self.experts is None)
 
     @property
@@ -247,8 +250,18 @@ class Style:
     @property
     def broadcasts_keys(self) -> bool:
         """Whether attention gets one head of keys for all queries and no word of groups: Falcon's `multi_query`."""
-        return (self.fused_qkv == "groups" and self.kv_heads == 1 and self.heads > 1 and self.attention == "sdpa"
-                and self.modules == "transformers")
+        return self.joint_qkv == "groups" and self.kv_heads == 1 < self.heads and self.attention == "sdpa"
+
+    @property
+    def joint_qkv(self) -> str:
+        """How one product of Hugging Face's module lays queries, keys and values out, "" where three make them; beside
+        frozen weights they are taken for three."""
+        return self.fused_qkv if self.separate_qkv and self.kind == "decoder" and self.tuned is None else ""
+
+    @property
+    def cut_heads(self) -> bool:
+        """Whether rotary positions turn a part of every head that is cut out and joined again."""
+        return self.turned > 0 and self.modules == "transformers" and not (self.stack.fused_rope or self.stack.compile)
 
     @property
     def copies_heads(self) -> bool:

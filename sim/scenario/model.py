@@ -95,6 +95,9 @@ class Model(Table):
         None, "Hugging Face's module makes queries, keys and values by one product: parts = one behind another "
         "(Phi-3), heads = head by head (GPT-NeoX), groups = group by group (Falcon); none = by three, but GPT-2's")
     fused_gate: bool = has(False, "Hugging Face's module makes gate and up by one product (Phi-3)")
+    rotary_share: Annotated[float, Field(gt=0, le=1)] | None = has(
+        None, "Hugging Face's module cuts this share of every head out, turns it and joins it to the rest (GPT-NeoX, "
+        "Phi); none = it turns whole heads where they are")
     qkv_bias: bool = has(False, "biases of queries, keys and values, whatever `bias` says (Qwen2)")
     tied_embeddings: bool = has(True, "the head multiplies by the embedding's matrix")
     dropout: Probability = has(0.0, "probability; true = 0.1")

@@ -10,10 +10,20 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from sim.model.attention_core import softmax_dtype
-from sim.model.core_choice import expands, fused_kernel, in_math, masked, unequal, uses_flash
+from sim.model.core_choice import (
+    copies_output,
+    expands,
+    fused_kernel,
+    in_math,
+    masked,
+    spread_groups,
+    unequal,
+    uses_flash,
+)
 from sim.model.eager import operations as op
 from sim.model.eager.autograd import Gradients, Run, Tensor
 from sim.model.eager.head_exchange import exchanged, in_one, one_function
+from sim.model.eager.joint import joint_parts
 from sim.model.eager.math_core import in_math_run, repeat
 from sim.model.eager.norms import norm
 from sim.model.eager.products import column, entered, row
@@ -36,8 +46,10 @@ def attention(run: Run, style: Style, x: Tensor, policy: str, memory: Tensor | N
             that are spelled out (`hidden_states, _ = self.self_attn(...)`); others: `Style.one_forward`.
     """
     run.at("qkv")
-    query, key, value = _projections(run, style, x, memory)
+    joint: list[Storage] = []  # until attention is done: variables of modules with one product
+    query, key, value = _projections(run, style, x, memory, joint)
     del x
+    style = spread_groups(style)
     if style.copies_heads and memory is None:
         run.at("rotary")
         query, key, value = _copied(run, style, query, key, value)
@@ -79,18 +91,22 @@ def _exchanged(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor
     return exchanged(run, style, (query, key, value), lambda style, q, k, v: core(run, style, q, k, v, bias, weights))
 
 
-def _projections(run: Run, style: Style, x: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _projections(run: Run, style: Style, x: Tensor, memory: Tensor | None, joint: list[Storage],
+                 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values. Plain modules view them as (3, b, a, s, d), so their gradients are copied twice."""
     widths = (style.query_width, style.kv_width, style.kv_width)
     parts = tuple(zip(("query", "key", "value"), widths, strict=True))
     x = entered(run, style, x)
     style = replace(style, bias=style.qkv_bias)
-    if style.separate_qkv or memory is not None:
+    if (style.separate_qkv and not style.joint_qkv) or memory is not None:
         q = _normed(run, style, column(run, style, x, parts[:1]), "query_norm")
         k = _normed(run, style, column(run, style, memory or x, parts[1:2]), "key_norm")
         v = column(run, style, memory or x, parts[2:])
         return q, k, v
     fused = column(run, style, x, parts)
+    if style.joint_qkv:
+        joint.append(fused.storage)
+        return joint_parts(run, style, fused)
     if style.modules == "plain" and not style.stack.compile:
         fused = op.relayout(run, op.clone(run, fused, style.copies_heads))
     q, k, v = op.split(run, fused, [style.tokens * width for width in widths])
@@ -126,7 +142,16 @@ def _rotary(run: Run, style: Style, query: Tensor, key: Tensor) -> tuple[Tensor,
     """apply_rotary_pos_emb; cos and sin are the embedding layer's and in the residual stream's dtype."""
     if style.stack.fused_rope or style.stack.compile:
         return op.unary(run, query), op.unary(run, key)
-    return rotated(run, style, query), rotated(run, style, key)
+    return _turned(run, style, query), _turned(run, style, key)
+
+
+def _turned(run: Run, style: Style, x: Tensor) -> Tensor:
+    """Rotary positions of whole heads, or of a part that is cut out and joined to the rest again."""
+    if not style.cut_heads:
+        return rotated(run, style, x)
+    part = x.elements // style.head_dim * style.turned
+    turned, rest = op.slices(run, x, [part, x.elements - part])
+    return op.cat(run, [rotated(run, style, turned), rest])
 
 
 def rotated(run: Run, style: Style, x: Tensor) -> Tensor:
@@ -147,7 +172,7 @@ def times_table(run: Run, style: Style, x: Tensor) -> Tensor:
 
 
 def _rotate_half(run: Run, x: Tensor) -> Tensor:
-    first, second = op.halves(run, x)
+    first, second = op.slices(run, x, [x.elements // 2] * 2)
     return op.cat(run, [op.unary(run, second), first])
 
 
@@ -169,7 +194,8 @@ def _flash(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bi
         if style.context > 1 and not style.gathers and style.stack.unpadding == "none":
             return ring(run, style, q, k, v, rows, sums)
         if style.stack.unpadding == "none":
-            return op.attention(run, q, k, v, rows, gathered=style.context if style.gathers else 1, sums=sums)
+            out = op.attention(run, q, k, v, rows, gathered=style.context if style.gathers else 1, sums=sums)
+            return op.clone(run, out, copies_output(style))
         # bert_padding.unpad_input and pad_input make new tensors both ways and keep row numbers only
         q, k, v = (op.relayout(run, op.clone(run, t)) for t in (q, k, v))
         return op.relayout(run, op.clone(run, op.attention(run, q, k, v, rows, sums=sums)))

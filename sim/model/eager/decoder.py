@@ -161,7 +161,7 @@ def _lookup(run: Run, style: Style, rows: int, table: int, shared: bool = False)
 def _held_by_model(run: Run, style: Style, dtype: str, policy: str) -> None:
     keep = run.held if policy == "none" else run.retained
     if style.positions == "rotary":
-        turned = style.head_dim if style.latent is None else style.latent.rope
+        turned = (style.turned or style.head_dim) if style.latent is None else style.latent.rope
         run.retained += [run.new(style.sequence * turned, dtype) for _ in range(2)]
         keep.append(run.new(style.sequence, "fp64"))  # position numbers
     if not (uses_flash(style) or in_math(style)):

@@ -31,7 +31,8 @@ def _in_math(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, 
     q_acc, k_acc, v_acc = (op.to(run, t, wide) for t in (query, key, value))
     scaled = op.scale(run, q_acc)
     pairs = style.sequence * style.keys
-    mask = run.new(pairs * style.batch ** masked(style), wide) if style.causal or masked(style) else None
+    apart = masked(style)  # made in front of this function, in the call's dtype
+    mask = run.new(pairs * (style.batch if apart else 1), act if apart else wide) if style.causal or apart else None
     grouped = style.heads != style.kv_heads and not style.broadcasts_keys
     keys, values = (repeat(run, style, t) if grouped else t for t in (k_acc, v_acc))
     weights = op.matmul(run, op.clone(run, scaled, several), _broadcast(run, style, op.scale(run, keys)),
