@@ -32,8 +32,10 @@ def not_flash(scenario: Scenario) -> list[str]:
 def _of_mask(style: Style, kernel: str) -> str:
     what = f"the window of {style.window} tokens" if style.window else "causality (Falcon's modules always do so)"
     size = _size(style.batch * style.sequence * style.keys * DTYPE_BYTES[style.act])
-    runs = {"efficient": "the memory-efficient kernel", "cudnn": "cuDNN's kernel"}.get(kernel, "no fused kernel")
-    return (f"attention: {_NAME} gets {what} as a mask of {size}: {runs} runs and skips nothing; attention: flash "
+    runs = {"efficient": "the memory-efficient kernel runs and skips nothing",
+            "cudnn": "cuDNN's kernel runs and skips nothing"}
+    return (f"attention: {_NAME} gets {what} as a mask of {size}: "
+            f"{runs.get(kernel, 'no fused kernel takes it, the scores are materialised')}; attention: flash "
             "(flash_attention_2) needs no mask")
 
 
@@ -53,3 +55,13 @@ def _why(style: Style) -> str:
 
 def _size(count: float) -> str:
     return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
+
+
+def joint_beside_frozen(scenario: Scenario) -> list[str]:
+    """A warning where adapters stand beside projections that the model has in one."""
+    model, software = scenario.model, scenario.software
+    joint = model.fused_qkv is not None or model.fused_gate
+    if not joint or software.modules != "transformers" or scenario.training.finetune.method == "full":
+        return []
+    return ["model: fine-tuning is predicted as beside separate projections, each with matrices of its own; this model "
+            "has them in one (fused_qkv, fused_gate)"]
