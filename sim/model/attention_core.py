@@ -197,9 +197,15 @@ def _eager(style: Style) -> Operator:
 
 
 def softmax_dtype(style: Style) -> str:
-    """Autocast runs softmax in fp32, and so does Hugging Face's Llama; otherwise it follows the activations."""
+    """Autocast runs softmax in fp32, and so do Hugging Face's Llama and its older T5; otherwise it follows the
+    activations."""
     llama = style.separate_qkv and style.kind == "decoder"
-    return "fp32" if style.autocast or llama else style.act
+    return "fp32" if style.autocast or llama or widens_biased(style) else style.act
+
+
+def widens_biased(style: Style) -> bool:
+    """Whether scores with relative positions are cast to fp32 in front of softmax, and its result back."""
+    return style.biased and style.stack.biased_softmax_wide
 
 
 def _kept_scores(style: Style) -> list[Tensor]:

@@ -182,6 +182,7 @@ class Stack:
         kv_cache: how inference's cache grows: concatenated (written anew with every token) or in_place.
         weight_hooks: weights in host memory come module by module, waited for, in front of each forward (accelerate).
         biased_attention: fused attention takes scores that relative positions are added to.
+        biased_softmax_wide: softmax of scores that relative positions were added to is taken in fp32.
         relative_bias_anew: a token's relative positions are looked up for all queries so far, and the last is used.
         quantised_products: products with weights of fewer than 16 bits: expanded (a kernel of its own makes 16-bit
             weights; int8 runs on quantised activations) or fused (the product reads them as stored).
@@ -324,6 +325,7 @@ class Stack:
     kv_cache: str
     weight_hooks: bool
     biased_attention: bool
+    biased_softmax_wide: bool
     relative_bias_anew: bool
     quantised_products: str
     vocabulary_multiple: int

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from sim.model.attention_core import softmax_dtype
+from sim.model.attention_core import softmax_dtype, widens_biased
 from sim.model.core_choice import (
     copies_output,
     expands,
@@ -271,8 +271,8 @@ def _softmax(run: Run, style: Style, weights: Tensor, dtype: str, bias: Tensor |
         if style.causal and not style.memory:
             weights = op.add(run, weights, _mask(style, weights))
         weights = op.softmax(run, weights, soft)
-        if style.modules != "transformers" or style.kind == "decoder":
-            weights = op.to(run, weights, dtype)  # BERT's and T5's go through dropout as softmax left them
+        if style.modules != "transformers" or style.kind == "decoder" or widens_biased(style):
+            weights = op.to(run, weights, dtype)  # BERT's and today's T5's go through dropout as softmax left them
     return op.dropout(run, weights) if style.dropout else weights
 
 
