@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sim.model.architecture import Operator, Parameter, Tensor
-from sim.model.attention_core import core_operators, repeated, uses_flash
+from sim.model.attention_core import core_operators
+from sim.model.core_choice import core_dtype, expands, in_math, repeated, spread_groups, uses_flash
 from sim.model.head_exchange import within
 from sim.model.head_norms import head_norms
 from sim.model.kernels import chain, elementwise, linear, linear_operator, linear_parameters, meeting, width
@@ -24,6 +25,11 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "gpt2": ("attn.c_attn", "attn.c_proj"),
     "transformers": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
     "megatron": ("self_attention.linear_qkv", "self_attention.linear_proj"),
+}
+#: Of Hugging Face's modules with one product, by how it lays out what it makes.
+_JOINT_NAMES = {
+    "parts": ("self_attn.qkv_proj", "self_attn.o_proj"), "heads": ("attention.query_key_value", "attention.dense"),
+    "groups": ("self_attention.query_key_value", "self_attention.dense"),
 }
 
 
@@ -39,10 +45,12 @@ def attention_operators(
         names: modules of the projections, default those of the module style.
     """
     apart = style.modules == "plain" and style.projects_apart
-    names = names or _NAMES["gpt2" if style.conv1d else "plain apart" if apart else style.modules]
+    usual = "gpt2" if style.conv1d else "plain apart" if apart else style.modules
+    names = names or _JOINT_NAMES.get(style.joint_qkv) or _NAMES[usual]
     project = _cross_projections if style.memory else _projections
     qkv, parameters = project(replace(style, bias=style.qkv_bias), names[:-1], source)
     operators = [qkv]
+    style = spread_groups(style)
     if style.copies_heads:
         operators.append(_head_copies(style))
     normed: list[Parameter] = []
@@ -52,7 +60,7 @@ def attention_operators(
     if style.positions == "rotary":
         operators.append(_rotary(style))
     inner = within(style)
-    if inner.expands_kv and uses_flash(inner):
+    if expands(inner) and uses_flash(inner):
         operators.append(_expansion(inner))
     operators += core_operators(style)
     attended = Tensor("attention_output", style.tokens * style.query_width, style.act)
@@ -67,16 +75,16 @@ def attention_operators(
 def _projections(style: Style, names: Sequence[str], source: str) -> tuple[Operator, list[Parameter]]:
     """Query, key and value projections of one input, fused or not, and the tensors attention will need."""
     outputs = style.query_width + 2 * style.kv_width
-    kept = [] if style.positions == "rotary" else _kept_queries_and_keys(style)
-    kept.append(_kept_values(style))
+    behind = spread_groups(style)
+    kept = [] if style.positions == "rotary" else _kept_queries_and_keys(behind)
+    kept.append(_kept_values(behind))
     inputs = Tensor("qkv_input", style.stream.tokens * style.hidden, style.act)
     if len(names) == 1:
         operator, fused = linear_operator(style, "qkv", names[0], style.hidden, outputs, source=source,
                                           saved=(inputs, *kept))
-        # the gradients of q, k and v are written side by side again (unbind's, split's backward: stack or cat)
-        gather = elementwise("qkv_gradient_cat", style.tokens * outputs, 2 * width(style.act), style.act)
         if not style.stack.compile:
-            operator = replace(operator, backward=(gather, *operator.backward))
+            apart, gather = _taken_apart(style, outputs)
+            operator = replace(operator, forward=(*operator.forward, *apart), backward=(gather, *operator.backward))
         return operator, list(fused)
     features = (style.query_width, style.kv_width, style.kv_width)
     tokens = (style.tokens,) * 3
@@ -84,6 +92,26 @@ def _projections(style: Style, names: Sequence[str], source: str) -> tuple[Opera
     # under autocast every projection casts its input for itself
     saved = (inputs,) * (3 if source != style.act else 1)
     return _separate(style, names, features, tokens, source, (*saved, *kept), [sums])
+
+
+def _taken_apart(style: Style, outputs: int) -> tuple[list[Kernel], Kernel]:
+    """Copies behind a product of queries, keys and values, and what its gradient is put together by.
+
+    Parts of a split are written side by side (unbind's, chunk's: stack or cat). A slice, and an index by a list, fill a
+    zeroed whole each, two of which are added to the first (Phi-3, Falcon). Falcon's lists of one index copy keys and
+    values, which several groups then have copied out to every query head.
+    """
+    elements, e = style.tokens * outputs, width(style.act)
+    if style.joint_qkv not in ("parts", "groups"):
+        return [], elementwise("qkv_gradient_cat", elements, 2 * e, style.act)
+    gather = elementwise("qkv_gradient_slices", elements, (3 + 2 + 2 * 3) * e, style.act, 8)
+    if style.joint_qkv == "parts":
+        return [], gather
+    pair = 2 * style.tokens * style.kv_width
+    copies = [elementwise("key_value_index", pair, 2 * e, style.act, 2)]
+    if style.kv_heads > 1:
+        copies.append(elementwise("key_value_heads", 3 * style.tokens * style.query_width, 2 * e, style.act, 3))
+    return copies, gather
 
 
 def _cross_projections(style: Style, names: Sequence[str], source: str) -> tuple[Operator, list[Parameter]]:
@@ -127,14 +155,23 @@ def _separate(
 
 
 def _kept_queries_and_keys(style: Style) -> list[Tensor]:
-    keys = style.query_width if repeated(style) else style.kv_width
-    return [Tensor("queries", style.tokens * style.query_width, style.act),
-            Tensor("keys", style.batch * style.keys * keys, style.act)]
+    return [Tensor("queries", style.tokens * style.query_width, core_dtype(style)),
+            Tensor("keys", style.batch * style.keys * _kept_width(style), core_dtype(style))]
 
 
 def _kept_values(style: Style) -> Tensor:
-    values = style.query_width if repeated(style) else style.kv_width
-    return Tensor("values", style.batch * style.keys * values, style.act)
+    """Values; a view of what one product made keeps all of it."""
+    whole = style.joint_qkv in ("parts", "heads") and not repeated(style) and core_dtype(style) == style.act
+    if whole and (uses_flash(style) or style.batch == 1):
+        return Tensor("values", style.tokens * (style.query_width + 2 * style.kv_width), style.act)
+    return Tensor("values", style.batch * style.keys * _kept_width(style), core_dtype(style))
+
+
+def _kept_width(style: Style) -> int:
+    """Width of keys, and of values, as the core keeps them: one head that is broadcast is copied for several
+    sequences only."""
+    once = in_math(style) and style.broadcasts_keys and style.batch == 1
+    return style.query_width if repeated(style) and not once else style.kv_width
 
 
 def _expansion(style: Style) -> Operator:
@@ -170,7 +207,8 @@ def _rotary(style: Style) -> Operator:
     Hugging Face: q*cos, rotate_half (neg, cat), *sin, add, for q and k each; backward the products, rotate_half's
     slices (zero fill and copy of both halves), neg, and three sums. Source: transformers modeling_llama.py.
     """
-    elements = style.tokens * (style.query_width + style.kv_width)
+    whole = style.tokens * (style.query_width + style.kv_width)
+    elements = whole * style.turned // style.head_dim if style.cut_heads else whole
     e, wide = width(style.act), width(style.residual)
     compiled = style.stack.compile
     if style.stack.fused_rope:
@@ -188,4 +226,8 @@ def _rotary(style: Style) -> Operator:
             for k in (chain("rotary", elements, steps, 2 * e, style.act, compiled),
                       chain("rotary_backward", elements, back, 2 * e, style.act, compiled))
         )
+        if style.cut_heads:  # cat; two slices that fill a zeroed whole each, and their sum
+            joined = elementwise("rotary_cat", whole, e + wide, style.act, 2)
+            cut = elementwise("rotary_cut_backward", whole, (2 + 1 + 1 + 3) * e, style.act, 10)
+            return Operator("rotary", (forward, joined), (cut, backward), saved=tuple(_kept_queries_and_keys(style)))
     return Operator("rotary", (forward,), (backward,), saved=tuple(_kept_queries_and_keys(style)))

@@ -7,8 +7,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sim.model.architecture import Joint, Operator, Tensor
+from sim.model.core_choice import copies_output, in_math, kernel_name, masked, repeated, uses_flash
 from sim.model.head_exchange import exchanged, within
 from sim.model.kernels import cast, elementwise, product, softcap, width
+from sim.model.math_core import in_math_operator
 from sim.model.relative import bias_backward, bias_forward, kept_bias
 from sim.model.ring import around_the_ring, below
 from sim.model.rotated_ring import rotated
@@ -29,7 +31,7 @@ def core_operator(style: Style) -> Operator:
     if style.gathers:
         return _gathered(style)
     fused = uses_flash(style)
-    operator = _flash(style) if fused else _eager(style)
+    operator = _flash(style) if fused else in_math_operator(style) if in_math(style) else _eager(style)
     if style.context == 1:
         return operator
     other = below(style) if fused else None
@@ -73,46 +75,32 @@ def _gathered(style: Style) -> Operator:
                     attended(early, "backward") + attended(late, "backward"), saved=saved, core=True, joint=joint)
 
 
-def uses_flash(style: Style) -> bool:
-    """Whether one kernel computes attention: torch's memory-efficient kernel serves fp32, but not grouped heads."""
-    return style.attention == "flash" and not (width(style.act) > 2 and style.heads != style.kv_heads)
-
-
-def unequal(style: Style) -> bool:
-    """Whether values are not as wide as keys, which PyTorch's flash kernel refuses: its memory-efficient one serves
-    latent attention (ATen native/transformers/cuda/sdp_utils.cpp, check_head_dim_size_flash). Megatron has
-    TransformerEngine's kernels, which take both widths."""
-    latent = style.latent
-    return latent is not None and latent.nope + latent.rope != latent.value and style.modules != "megatron"
-
-
-def repeated(style: Style) -> bool:
-    """Whether keys and values are copied out to every query head before the scores (Hugging Face's repeat_kv, LitGPT's
-    and torchtune's expand and reshape)."""
-    return style.heads != style.kv_heads and (style.expands_kv or not uses_flash(style))
-
-
 def _flash(style: Style) -> Operator:
     """One kernel forward, three backward (row sums of out*dout, the kernel itself, conversion of dq).
 
     Keeps the log-sum-exp (fp32, one per head and token) and the random state (two 8-byte scalars). FLOPs count the
     attended square in full; `causal` lets the device skip half. With a window every query meets at most that many keys
-    and the band's exact area is counted instead. A bias of the scores takes the memory-efficient kernel, which reads it
-    for every sequence and skips nothing, since the mask is part of it.
+    and the band's exact area is counted instead. A bias of the scores, or a mask, is read for every sequence and head,
+    and nothing is skipped, since causality is part of it.
     """
-    seq_k, causal = style.keys, style.causal and not style.biased
+    met = seq_k = style.keys
+    causal, apart = style.causal and not style.biased, masked(style)
     whole = style.sequence * style.context
     if 0 < style.window < whole and causal:
         pairs = _chunks(whole, style.window) if style.chunked else _band(whole, style.window)
-        seq_k, causal = round(pairs / (whole * style.context)), False
+        met, causal = round(pairs / (whole * style.context)), False
+    if apart:
+        causal = False
+    else:
+        seq_k = met
     groups, keys_width = (style.heads, style.query_width) if repeated(style) else (style.kv_heads, style.kv_width)
     shape = (style.batch, style.heads, groups, style.sequence, seq_k, style.head_dim)
-    flops = 4.0 * style.batch * style.sequence * seq_k * style.query_width
+    flops = 4.0 * style.batch * style.sequence * met * style.query_width
     e = width(style.act)
     row_sums = style.tokens * style.heads
     streams = (2 * style.tokens * style.query_width + 2 * style.batch * style.keys * keys_width) * e
-    scores = style.batch * style.heads * style.sequence * style.keys * e if style.biased else 0.0
-    kernel = "efficient" if style.biased or unequal(style) else style.stack.attention_kernel
+    scores = style.batch * style.heads * style.sequence * style.keys * e if style.biased or apart else 0.0
+    kernel = kernel_name(style)
     forward = [Kernel("attention", style.act, shape, "forward", flops, streams + 4 * row_sums + scores, "attention",
                       causal, 1, kernel)]
     learned = style.biased and not style.memory
@@ -127,6 +115,14 @@ def _flash(style: Style) -> Operator:
         forward = [*bias_forward(style), *forward]
         backward = [*backward, *(bias_backward(style) if trained else ())]
         saved += kept_bias(style)
+    if apart and style.stack.sdpa_mask_each:
+        pairs = style.batch * style.sequence * style.keys
+        forward = [elementwise("mask", pairs, 1.0 + e, style.act, 1, "attention"), *forward]
+        saved.append(Tensor("score_mask", pairs, style.act))
+    if copies_output(style):
+        made = style.tokens * style.query_width
+        forward.append(elementwise("output_transpose", made, 2 * e, style.act, 1, "attention"))
+        saved.append(Tensor("attention_made", made, style.act))
     return Operator("attention", tuple(forward), tuple(backward), saved=tuple(saved), core=True,
                     reading_s=_reading_s(style.stack))
 
@@ -202,9 +198,15 @@ def _eager(style: Style) -> Operator:
 
 
 def softmax_dtype(style: Style) -> str:
-    """Autocast runs softmax in fp32, and so does Hugging Face's Llama; otherwise it follows the activations."""
+    """Autocast runs softmax in fp32, and so do Hugging Face's Llama and its older T5; otherwise it follows the
+    activations."""
     llama = style.separate_qkv and style.kind == "decoder"
-    return "fp32" if style.autocast or llama else style.act
+    return "fp32" if style.autocast or llama or widens_biased(style) else style.act
+
+
+def widens_biased(style: Style) -> bool:
+    """Whether scores with relative positions are cast to fp32 in front of softmax, and its result back."""
+    return style.biased and style.stack.biased_softmax_wide
 
 
 def _kept_scores(style: Style) -> list[Tensor]:

@@ -11,7 +11,8 @@ from sim.model.encoder import encoder
 from sim.model.encoder_decoder import encoder_decoder
 from sim.model.filled import filled
 from sim.model.lora import finetuned
-from sim.model.style import Style, style_of
+from sim.model.scenario_style import style_of
+from sim.model.style import Style
 from sim.model.table import layer_table
 from sim.software import Stack
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sim.model.architecture import Operator, Parameter, Tensor
-from sim.model.attention_core import core_operators, uses_flash
+from sim.model.attention_core import core_operators
+from sim.model.core_choice import uses_flash
 from sim.model.kernels import elementwise, joint, linear_operator, width
 from sim.model.norms import norm_operator
 from sim.model.style import Latent, Style

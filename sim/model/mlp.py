@@ -29,6 +29,8 @@ def mlp_operators(
         names: modules of the up, gate and down projections, default those of the module style.
     """
     up_name, gate_name, down_name = names or _NAMES["gpt2" if style.conv1d else style.modules]
+    if style.modules == "transformers" and style.merges_gate and names is None:
+        up_name = "mlp.gate_up_proj"
     # side by side with attention both read one norm's output, which the query projection has kept already
     shared = style.parallel_block and style.parallel_norms == 1 and source == style.act
     inputs = () if shared else (Tensor("up_input", style.stream.tokens * style.hidden, style.act),)

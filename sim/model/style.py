@@ -1,27 +1,16 @@
-"""What decides the kernels of a model: shapes, dtypes and the stack's fusions, as one hashable value.
-
-`style_of` is the only place of this room that reads a scenario.
-"""
+"""What decides the kernels of a model: shapes, dtypes and the stack's fusions, as one hashable value."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
-from sim.hardware import gradient_parts, parted_sms
-from sim.model.mixture import Experts, experts_of
-from sim.model.tuning import Tuned, cut_both, tuned_of
-from sim.scenario.schema import TWO_CHUNKS
+from sim.hardware import gradient_parts
+from sim.model.mixture import Experts
+from sim.model.tuning import Tuned, cut_both
 from sim.software import Stack
 from sim.work import DTYPE_BYTES
 
 _HALF = ("fp16", "bf16")
-#: Compute dtypes below 16 bits run their matrix products in them and everything else in bf16 (TransformerEngine).
-_NARROW = ("fp8", "mxfp8", "nvfp4", "int8", "int4")
-#: What activations are called here; nothing said is GELU.
-_GELU = {None: "gelu", "gelu-new": "gelu"}
-#: Strategies that gather parameters before they are used; the others have no wire on which to narrow them.
-_GATHERING = ("fsdp", "zero2", "zero3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +65,11 @@ class Style:
             copy of the embedding for them.
         tuned: what is trained where that is not everything.
         parted: SMs of the GPU, where each block of attention's backward adds to a sum of its own to keep an order.
+        sdpa: fused kernels that scaled_dot_product_attention has here, in the order tried; sdpa_head: the widest head
+            that its flash kernel takes.
+        fused_qkv: how Hugging Face's module lays queries, keys and values out that one product makes (parts, heads,
+            groups), "" = three do; fused_gate: one makes gate and up; turned: elements of a head that it cuts out
+            for rotary positions, 0 = it turns whole heads.
     """
 
     kind: str
@@ -136,6 +130,11 @@ class Style:
     further: int = 0
     copies_table: bool = False
     parted: int = 0
+    sdpa: tuple[str, ...] = ()
+    sdpa_head: int = 0
+    fused_qkv: str = ""
+    fused_gate: bool = False
+    turned: int = 0
 
     @property
     def stream(self) -> Style:
@@ -246,7 +245,8 @@ class Style:
     def merges_gate(self) -> bool:
         """Whether gate and up are one product of one matrix."""
         stacked = self.modules == "transformers" and self.experts is not None and not self.takes_turns
-        return self.modules == "megatron" or stacked or (
+        joint = self.fused_gate and self.modules == "transformers" and self.experts is None and self.tuned is None
+        return self.modules == "megatron" or stacked or joint or (
             self.stack.merged_gate and self.modules == "plain" and self.tuned is None and self.experts is None)
 
     @property
@@ -256,10 +256,20 @@ class Style:
         return self.modules == "transformers" and (self.stack.experts_in_turns or self.tuned is not None)
 
     @property
-    def expands_kv(self) -> bool:
-        """Whether grouped keys and values are copied out to every query head in front of fused attention."""
-        return (self.stack.expands_kv and self.modules == "plain" and self.heads != self.kv_heads
-                and self.latent is None and not self.gathers and not self.memory)
+    def broadcasts_keys(self) -> bool:
+        """Whether attention gets one head of keys for all queries and no word of groups: Falcon's `multi_query`."""
+        return self.joint_qkv == "groups" and self.kv_heads == 1 < self.heads and self.attention == "sdpa"
+
+    @property
+    def joint_qkv(self) -> str:
+        """How one product of Hugging Face's module lays queries, keys and values out, "" where three make them; beside
+        frozen weights they are taken for three."""
+        return self.fused_qkv if self.separate_qkv and self.kind == "decoder" and self.tuned is None else ""
+
+    @property
+    def cut_heads(self) -> bool:
+        """Whether rotary positions turn a part of every head that is cut out and joined again."""
+        return self.turned > 0 and self.modules == "transformers" and not (self.stack.fused_rope or self.stack.compile)
 
     @property
     def copies_heads(self) -> bool:
@@ -347,87 +357,3 @@ class Program:
 
     layer: str
     style: Style
-
-
-def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
-    """The style of a scenario's model (the encoder's, of an encoder-decoder; a table of layers has sizes of 0)."""
-    model, training, precision = scenario.model, scenario.training, scenario.training.precision
-    if stack.reentrant and scenario.parallel.strategy != "fsdp":
-        stack = replace(stack, early_stop=False)
-    gemm = training.matrix_dtype
-    act = "bf16" if gemm in _NARROW else "fp32" if gemm == "tf32" else gemm
-    half = precision.compute in (*_HALF, *_NARROW)
-    cast_on_the_wire = precision.gather in _HALF and scenario.parallel.strategy in _GATHERING
-    narrow = precision.gather in _NARROW and scenario.parallel.strategy in ("fsdp", "zero3")
-    autocast = half and precision.parameters not in _HALF and not cast_on_the_wire and not narrow
-    follows = stack.residual_dtype_follows_autocast or stack.low_precision_norm
-    hidden, heads = model.hidden, model.heads
-    tensor, context = scenario.parallel.tensor, scenario.parallel.context
-    predicting = training.decoder_sequence if model.kind == "encoder-decoder" else training.sequence
-    tied = bool(model.tied_embeddings)
-    tuned = tuned_of(training, stack.modules == "plain" and not tied and not training.chunked_loss,
-                     stack.modules == "megatron", stack.modules == "transformers" and model.kind == "encoder-decoder",
-                     stack.adapter_dropout, str(precision.gather) if cast_on_the_wire else "")
-    weight = tuned.plain if tuned and autocast else "fp32" if autocast else act
-    gradient = _gradient(precision, act, autocast)
-    whole = stack.gradient_path == "reducer" and scenario.parallel.strategy not in _GATHERING
-    return Style(
-        kind=model.kind, batch=batch, sequence=training.sequence // context,
-        decoder_sequence=(training.decoder_sequence or training.sequence) // context,
-        decoder_layers=model.decoder_layers or 0,
-        memory=0, causal=model.kind == "decoder", predicted=(training.predicted_tokens or predicting) // context,
-        hidden=hidden, heads=max(1, heads // tensor), kv_heads=max(1, (model.kv_heads or heads) // tensor),
-        head_dim=model.head_dim or hidden // max(1, heads), ffn=(model.ffn or 4 * hidden) // tensor,
-        vocab=_vocabulary(model.vocab, tensor, stack.vocabulary_multiple),
-        max_positions=model.max_positions or training.sequence,
-        layers=model.layers, gated=bool(model.gated_mlp), activation=_GELU.get(model.activation, model.activation),
-        positions=model.positions, norm=model.norm, bias=bool(model.bias), tied=tied,
-        dropout=bool(model.dropout), window=_window(model.window, training.sequence),
-        parallel_block=bool(model.parallel_block), experts=experts_of(scenario, model.ffn or 4 * hidden),
-        latent=_latent(model.mla), attention=training.attention, chunked_loss=bool(training.chunked_loss),
-        gemm=gemm, act=act,
-        # behind an encoder's norms, which autocast runs in fp32 whatever their weights are
-        residual="fp32" if autocast and not follows and (weight == "fp32" or model.kind == "encoder") else act,
-        weight=weight, gradient=gradient, autocast=autocast,
-        stack=stack, tensor=tensor, context=context, expert=scenario.parallel.expert, arrives_narrow=narrow,
-        gathers=scenario.parallel.context_exchange == "all-gather" and context > 1, exchanges=scenario.head_ranks,
-        scattered=scenario.parallel.sequence_parallel and tensor > 1, tuned=tuned,
-        full_every=model.full_every or 0, first_full=model.first_full, chunked=bool(model.chunked_window),
-        qk_norm=model.qk_norm or "", block_norms=model.block_norms,
-        score_softcap=bool(model.score_softcap), logit_softcap=bool(model.logit_softcap),
-        qkv_bias=bool(model.qkv_bias) or bool(model.bias), new_gelu=model.activation == "gelu-new",
-        parallel_norms=model.parallel_norms,
-        further=model.mtp_layers if training.mode == "train" else 0,
-        copies_table=bool(model.mtp_layers) and _apart(scenario.parallel),
-        parted=parted_sms(scenario.cluster.topology.gpu, stack.attention_kernel) if stack.fixed_order else 0,
-        widened=gradient if whole and tuned is None and DTYPE_BYTES[gradient] > DTYPE_BYTES[weight] else "",
-    )
-
-
-def _apart(parallel: Any) -> bool:
-    """Whether embedding and head are on different ranks."""
-    return bool(parallel.pipeline > 1 and parallel.schedule not in TWO_CHUNKS)
-
-
-def _vocabulary(vocab: int, tensor: int, multiple: int) -> int:
-    """Rows of the vocabulary a slice holds, padded so that all slices are equal multiples."""
-    unit = multiple * tensor
-    return -(-vocab // unit) * multiple
-
-
-def _gradient(precision: Any, act: str, autocast: bool) -> str:
-    """Dtype the weight gradient of one micro-step ends in: fp32 `main_grad` beside half weights, else the weights'."""
-    if autocast:
-        return "fp32"
-    main_grad = precision.parameters in _HALF and DTYPE_BYTES[precision.gradients] > DTYPE_BYTES[act]
-    return str(precision.gradients) if main_grad else act
-
-
-def _window(window: int | None, sequence: int) -> int:
-    return window if window and window < sequence else 0
-
-
-def _latent(mla: Any) -> Latent | None:
-    if mla is None:
-        return None
-    return Latent(mla.q_rank, mla.kv_rank, mla.nope_dim, mla.rope_dim, mla.value_dim)

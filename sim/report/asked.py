@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from sim.errors import nearest
 from sim.network import Topology
+from sim.report.attention import joint_beside_frozen, not_flash
 from sim.report.candidates import own_half
 from sim.scenario import Scenario
 from sim.scenario.schema import Inference
@@ -198,7 +199,7 @@ def peer_sums_in_vain(scenario: Scenario) -> list[str]:
 
 def fused_bias_in_vain(scenario: Scenario) -> list[str]:
     """A warning where attention with relative positions is predicted fused and the release has products of its own."""
-    if (scenario.model.positions != "relative" or scenario.training.attention != "flash"
+    if (scenario.model.positions != "relative" or scenario.training.attention == "eager"
             or stack_of(scenario.software).biased_attention):
         return []
     return ["software: this release's T5 has no fused attention (transformers before 5): training.attention=eager is "
@@ -235,7 +236,7 @@ _OTHER_SHAPES = ("torus", "ring")
 #: What is asked in vain, in the order in which it is said.
 _ASKED = (links_in_vain, overlap_in_vain, prefetch_in_vain, takes_turns, zero_plus_plus_in_vain, algorithm_in_vain,
           schedule_of_another, versions_in_vain, determinism, accumulation_in_vain, autocast_alone, fused_bias_in_vain,
-          cache_in_vain, peer_sums_in_vain, protocol_in_vain, budget_in_vain)
+          cache_in_vain, peer_sums_in_vain, protocol_in_vain, budget_in_vain, not_flash, joint_beside_frozen)
 
 
 def in_vain(scenario: Scenario) -> list[str]:

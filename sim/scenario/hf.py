@@ -163,6 +163,7 @@ def _olmo_2(c: Config) -> dict[str, Any]:
 
 def _stablelm(c: Config) -> dict[str, Any]:
     return {**_llama(c), "norm": "layernorm", "parallel_block": c.flag("use_parallel_residual", False),
+            "rotary_share": c.rotary_share(default=0.25),
             **({"qk_norm": "head"} if c.flag("qk_layernorm", False) else {})}
 
 
@@ -216,6 +217,7 @@ def _bloom(c: Config) -> dict[str, Any]:
         "heads": c.whole("n_head", "num_attention_heads"),
         "vocab": c.whole("vocab_size"),
         "positions": "alibi",
+        "fused_qkv": "heads",
         "tied_embeddings": True,
     }
 
@@ -235,6 +237,7 @@ def _falcon(c: Config) -> dict[str, Any]:
         "max_positions": c.whole("max_position_embeddings", default=2048),
         "ffn": c.whole("ffn_hidden_size", default=4 * hidden),
         "positions": "alibi" if c.flag("alibi", False) else "rotary",
+        "fused_qkv": "groups" if newer or several == 1 else "heads",
         "bias": c.flag("bias", False),
         "parallel_block": newer or c.flag("parallel_attn", True),
         **({"parallel_norms": 2} if newer and c.whole("num_ln_in_parallel_attn", default=2) == 2 else {}),
@@ -254,6 +257,7 @@ def _mpt(c: Config) -> dict[str, Any]:
         "max_positions": c.whole("max_seq_len", default=2048),
         "ffn": c.whole("expansion_ratio", default=4) * hidden,
         "positions": "alibi" if alibi else "learned",
+        "fused_qkv": "parts",
         "bias": not c.flag("no_bias", True),
         "tied_embeddings": True,
     }
@@ -262,11 +266,17 @@ def _mpt(c: Config) -> dict[str, Any]:
 def _phi(c: Config) -> dict[str, Any]:
     return {
         **_sizes(c),
-        "activation": c.activation("hidden_act", default="gelu"),
+        "activation": c.activation("hidden_act", default="gelu-new"),
         "positions": "rotary",
+        "rotary_share": c.rotary_share(default=0.5),
         "parallel_block": True,
         "tied_embeddings": c.flag("tie_word_embeddings", False),
     }
+
+
+def _phi3(c: Config) -> dict[str, Any]:
+    return {**_windowed(c, always=True), "fused_qkv": "parts", "fused_gate": True,
+            "rotary_share": c.rotary_share(default=1.0)}
 
 
 def _gpt2(c: Config) -> dict[str, Any]:
@@ -288,6 +298,8 @@ def _gpt_neox(c: Config) -> dict[str, Any]:
         **_sizes(c),
         "activation": c.activation("hidden_act", default="gelu"),
         "positions": "rotary",
+        "fused_qkv": "heads",
+        "rotary_share": c.rotary_share("rotary_pct", default=0.25),
         "parallel_block": c.flag("use_parallel_residual", True),
         **({"parallel_norms": 2} if c.flag("use_parallel_residual", True) else {}),
         "tied_embeddings": c.flag("tie_word_embeddings", False),
@@ -331,7 +343,7 @@ _FAMILIES: dict[str, Callable[[Config], dict[str, Any]]] = {
     "gpt_oss": _gpt_oss,
     "llama4_text": _llama_4,
     "phi": _phi,
-    "phi3": lambda c: _windowed(c, always=True),
+    "phi3": _phi3,
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
     "bert": _bert,

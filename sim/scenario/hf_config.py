@@ -52,6 +52,20 @@ class Config:
             return default
         return value
 
+    def rotary_share(self, *keys: str, default: float) -> float:
+        """The share of a head that rotary positions turn, in `rope_parameters` (transformers 5) or under one of
+        `keys`."""
+        nested = self.values.get("rope_parameters")
+        found = nested.get("partial_rotary_factor") if isinstance(nested, dict) else None
+        for key in ("partial_rotary_factor", *keys):
+            found = self.values.get(key) if found is None else found
+        if found is None:
+            return default
+        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found <= 1:
+            self._fault("partial_rotary_factor", f"expected a share above 0 and up to 1, not {describe(found)}")
+            return default
+        return float(found)
+
     def activation(self, *keys: str, default: str) -> str:
         """Our name of the activation under the first of `keys` that is there."""
         for key in keys:

@@ -91,6 +91,13 @@ class Model(Table):
         False, "a tanh bounds the scores of attention (Gemma-2); no time is counted for it in a fused kernel")
     logit_softcap: bool = has(False, "a tanh bounds the logits (Gemma-2)")
     bias: bool = has(True, "biases in linear layers and norms")
+    fused_qkv: Literal["parts", "heads", "groups"] | None = has(
+        None, "Hugging Face's module makes queries, keys and values by one product: parts = one behind another "
+        "(Phi-3), heads = head by head (GPT-NeoX), groups = group by group (Falcon); none = by three, but GPT-2's")
+    fused_gate: bool = has(False, "Hugging Face's module makes gate and up by one product (Phi-3)")
+    rotary_share: Annotated[float, Field(gt=0, le=1)] | None = has(
+        None, "Hugging Face's module cuts this share of every head out, turns it and joins it to the rest (GPT-NeoX, "
+        "Phi); none = it turns whole heads where they are")
     qkv_bias: bool = has(False, "biases of queries, keys and values, whatever `bias` says (Qwen2)")
     tied_embeddings: bool = has(True, "the head multiplies by the embedding's matrix")
     dropout: Probability = has(0.0, "probability; true = 0.1")

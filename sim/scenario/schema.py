@@ -187,9 +187,10 @@ class Training(Table):
     optimizer: Optimizer = has("adamw", "optimizer")
     muon: Muon | None = has(None, "of optimizer muon")
     recompute: Recompute = has("none", "activation checkpointing")
-    attention: Literal["eager", "flash"] = late(
-        "eager materialises the score matrix; none given = flash where the GPU has bf16 and products are in 16 bits, "
-        "whatever the year")
+    attention: Literal["eager", "flash", "sdpa"] = late(
+        "eager materialises the score matrix, flash is a kernel that takes windows and grouped heads, sdpa PyTorch's "
+        "scaled_dot_product_attention with whichever of its kernels takes the call; none given = flash where the GPU "
+        "has bf16 and products are in 16 bits, whatever the year")
     optimizer_in_backward: bool = has(False, "gradients are freed as they are applied")
     chunked_loss: bool = has(False, "logits and loss in chunks")
     sample_bytes: SampleBytes | None = has(None, "read from host.storage per sequence; none = data is in host memory")

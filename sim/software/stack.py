@@ -6,13 +6,7 @@ read from `profiles/*.yaml` (value, unit, source and confidence of each).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from functools import lru_cache
-from typing import Any, Protocol
-
-from sim.software.facts import TRIED, facts_of
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +58,14 @@ class Stack:
         fixed_order: its backward adds the queries' gradient up in a fixed order.
         fills: new tensors that are filled before a kernel writes them: none, own (ATen's, of operators that are not
             structured) or outputs (those and what TransformerEngine's products make).
+        sdpa_kernels: fused kernels of scaled_dot_product_attention in the order tried, each with the compute
+            capabilities that have it, or none; sdpa_flash: its flash kernel's implementation.
+        sdpa_head, sdpa_head_small: widest head of its flash kernel; on cards of 8.6 and 8.9 where a gradient is asked.
+        sdpa_masks: its memory-efficient kernel takes masks, biases and dropout.
+        sdpa_groups: Hugging Face's modules leave grouped heads to it where they can; else they copy keys and values.
+        sdpa_math_widens: without a fused kernel it computes halves in fp32.
+        sdpa_mask_each: every call makes its mask of numbers from the model's booleans; else the model made one.
+        sdpa_mask_always: Falcon's modules give it a mask where plain causality would do.
         residual_dtype_follows_autocast: the residual stream is half, not fp32, under autocast.
         low_precision_norm: norms run in half under autocast.
         unpadding: how the attention wrapper copies qkv and output between padded and packed form: none, packed (qkv at
@@ -182,6 +184,7 @@ class Stack:
         kv_cache: how inference's cache grows: concatenated (written anew with every token) or in_place.
         weight_hooks: weights in host memory come module by module, waited for, in front of each forward (accelerate).
         biased_attention: fused attention takes scores that relative positions are added to.
+        biased_softmax_wide: softmax of scores that relative positions were added to is taken in fp32.
         relative_bias_anew: a token's relative positions are looked up for all queries so far, and the last is used.
         quantised_products: products with weights of fewer than 16 bits: expanded (a kernel of its own makes 16-bit
             weights; int8 runs on quantised activations) or fused (the product reads them as stored).
@@ -227,6 +230,15 @@ class Stack:
     attention_kernel: str
     fixed_order: bool
     fills: str
+    sdpa_kernels: str
+    sdpa_flash: str
+    sdpa_head: int
+    sdpa_head_small: int
+    sdpa_masks: bool
+    sdpa_groups: bool
+    sdpa_math_widens: bool
+    sdpa_mask_each: bool
+    sdpa_mask_always: bool
     residual_dtype_follows_autocast: bool
     low_precision_norm: bool
     unpadding: str
@@ -320,6 +332,7 @@ class Stack:
     kv_cache: str
     weight_hooks: bool
     biased_attention: bool
+    biased_softmax_wide: bool
     relative_bias_anew: bool
     quantised_products: str
     vocabulary_multiple: int
@@ -334,89 +347,3 @@ class Stack:
         """Whether products add weight gradients into a buffer of the weights' own width."""
         fuses = self.gradient_accumulation_fusion and self.half_accumulation_fusion
         return self.gradient_path == "grad_buffer" and fuses
-
-
-#: Fields of `Stack` that are not facts of a profile.
-_GIVEN = ("framework", "modules", "compile")
-
-
-def stack_for(
-    framework: str = "pytorch", year: int = 2026, compile_: bool = False, versions: Mapping[str, str] | None = None,
-    modules: str = "plain", *, fused: bool = True, cuda_graphs: bool = False, deterministic: bool = False,
-    fused_accumulation: bool = True,
-) -> Stack:
-    """The stack a scenario's `software` asks for; memoised.
-
-    Args:
-        framework: profile name (`profile_names`).
-        year: selects the release where `versions` is silent.
-        compile_: torch.compile.
-        versions: released versions by package, e.g. {"torch": "2.1.0", "flash_attn": "triton"}.
-        modules: plain, transformers or megatron.
-        fused: false turns off the framework's optional fused kernels.
-        cuda_graphs: forward and backward are replayed as graphs.
-        deterministic: kernels give the same bits every time.
-        fused_accumulation: false turns off products that add weight gradients up.
-
-    Raises:
-        UserError: no profile of that name.
-    """
-    return _stack(framework, year, compile_, tuple(sorted((versions or {}).items())), modules, fused, cuda_graphs,
-                  deterministic, fused_accumulation)
-
-
-class Asked(Protocol):
-    """What names a stack, as a scenario's `software` has it."""
-
-    @property
-    def framework(self) -> str: ...
-    @property
-    def year(self) -> int: ...
-    @property
-    def compile(self) -> bool: ...
-    @property
-    def versions(self) -> Mapping[str, str]: ...
-    @property
-    def modules(self) -> str: ...
-    @property
-    def fused(self) -> bool: ...
-    @property
-    def cuda_graphs(self) -> bool: ...
-    @property
-    def deterministic(self) -> bool: ...
-    @property
-    def fused_accumulation(self) -> bool: ...
-
-
-def stack_of(software: Asked) -> Stack:
-    """`stack_for` with everything that a scenario's `software` says.
-
-    Raises:
-        UserError: no profile of that name.
-    """
-    return stack_for(software.framework, software.year, software.compile, software.versions, software.modules,
-                     fused=software.fused, cuda_graphs=software.cuda_graphs, deterministic=software.deterministic,
-                     fused_accumulation=software.fused_accumulation)
-
-
-@lru_cache(maxsize=64)
-def _stack(
-    framework: str, year: int, compile_: bool, versions: tuple[tuple[str, str], ...], modules: str, fused: bool,
-    cuda_graphs: bool, deterministic: bool, fused_accumulation: bool,
-) -> Stack:
-    facts = facts_of(framework, year, compile_, dict(versions), fused, cuda_graphs, modules, deterministic,
-                     fused_accumulation)
-    values: dict[str, Any] = {f.name: facts[f.name].value for f in fields(Stack) if f.name not in _GIVEN}
-    return Stack(framework=framework, modules=modules, compile=compile_, **values)
-
-
-@contextmanager
-def trial(values: Mapping[tuple[str, str], float]) -> Iterator[None]:
-    """Stacks with other values of `free_figures`, for as long as the context lasts."""
-    TRIED.update(values)
-    _stack.cache_clear()
-    try:
-        yield
-    finally:
-        TRIED.clear()
-        _stack.cache_clear()

@@ -13,7 +13,7 @@ from sim.model import Architecture, build
 from sim.model.inference.kinds import rank_of
 from sim.model.inference.rank import Sum
 from sim.model.inference.weights import Weights
-from sim.model.style import style_of
+from sim.model.scenario_style import style_of
 from sim.parallel import lower
 from sim.scenario import resolve
 from sim.scenario.schema import Scenario

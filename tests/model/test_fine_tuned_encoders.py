@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import sim.software.stack as stacks
+import sim.software.choice as stacks
 from sim.errors import UserError
 from sim.memory.ledger import peak
 from sim.model.architecture import Architecture, Layer

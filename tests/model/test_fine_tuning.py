@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import sim.software.stack as stacks
+import sim.software.choice as stacks
 from sim.errors import UserError
 from sim.model import build, optimizer_state_bytes
 from sim.model.architecture import Architecture

@@ -19,7 +19,8 @@ from sim.model.eager.attention import attended
 from sim.model.eager.autograd import Boundary, Run
 from sim.model.eager.estimate import estimate
 from sim.model.head_exchange import within
-from sim.model.style import Style, style_of
+from sim.model.scenario_style import style_of
+from sim.model.style import Style
 from sim.scenario import Scenario
 
 Q = 2 * TOKENS * HEADS * WIDE

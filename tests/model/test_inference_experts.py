@@ -13,7 +13,7 @@ from sim.model.inference.kinds import rank_of
 from sim.model.inference.rank import Rank, Sum
 from sim.model.inference.weights import Weights, stored_bytes
 from sim.model.mixture import Experts
-from sim.model.style import style_of
+from sim.model.scenario_style import style_of
 from sim.network import expected_maximum
 from sim.parallel import lower
 from sim.scenario import resolve

@@ -11,7 +11,7 @@ from sim.errors import UserError
 from sim.model.inference.kinds import rank_of
 from sim.model.inference.rank import Rank, Sum, cache_width
 from sim.model.inference.weights import Weights, stored_bytes
-from sim.model.style import style_of
+from sim.model.scenario_style import style_of
 from sim.scenario import resolve
 from sim.software import stack_for
 from sim.work import Kernel

@@ -11,7 +11,7 @@ from sim.model.inference.kinds import rank_of
 from sim.model.inference.pair import PairRank
 from sim.model.inference.rank import Rank, Sum
 from sim.model.inference.weights import Weights
-from sim.model.style import style_of
+from sim.model.scenario_style import style_of
 from sim.scenario import resolve
 from sim.software import stack_of
 from sim.work import Kernel

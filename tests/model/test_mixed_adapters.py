@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import sim.software.stack as stacks
+import sim.software.choice as stacks
 from sim.api import run
 from sim.errors import UserError
 from sim.memory.ledger import peak

@@ -19,7 +19,8 @@ from sim.model.eager.estimate import estimate
 from sim.model.eager.profile import Profile
 from sim.model.eager.ring import ring
 from sim.model.eager.storage import Storage
-from sim.model.style import Style, style_of
+from sim.model.scenario_style import style_of
+from sim.model.style import Style
 from sim.scenario import Scenario
 from sim.software import stack_for
 

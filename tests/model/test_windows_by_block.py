@@ -8,7 +8,7 @@ import pytest
 
 from sim.model import Architecture, build
 from sim.model.inference.kinds import rank_of
-from sim.model.style import style_of
+from sim.model.scenario_style import style_of
 from sim.parallel.serving.request import Weights
 from sim.scenario import resolve
 from sim.software import stack_for

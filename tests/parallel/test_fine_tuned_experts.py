@@ -16,7 +16,7 @@ from sim.model.architecture import Architecture
 from sim.model.eager import layer_profile
 from sim.model.eager.autograd import Boundary, Run
 from sim.model.eager.experts import experts
-from sim.model.style import style_of
+from sim.model.scenario_style import style_of
 from sim.parallel import Lowered, lower
 from sim.parallel.model.overlap import beside_shared
 from sim.program import CollectiveCall, InlineCall

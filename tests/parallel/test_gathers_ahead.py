@@ -16,7 +16,7 @@ from sim.program import Kind, Program, Section
 from sim.report.traffic import traffic_totals
 from sim.scenario import resolve
 from sim.software import stack_for
-from sim.software.stack import trial
+from sim.software import trial
 
 HIDDEN, LAYERS, VOCAB = 2048, 8, 32768
 BLOCK = 4 * HIDDEN**2 + 2 * HIDDEN * 4 * HIDDEN  # matrices of a block; there are no biases

@@ -37,6 +37,8 @@ _LAUNCH_MARKS = ("distributed_type", "compute_environment", "num_machines", "num
 _MODEL_MARKS = ("model_type", "architectures")
 #: Ends of launch scripts' names.
 _SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch", ".py")
+#: model_type of what transformers has no scaled_dot_product_attention for (`_supports_sdpa`, 5.24.0).
+_WITHOUT_SDPA = ("bloom", "mpt", "gemma2", "gpt_oss")
 #: Who splits the job -> the stack that runs it.
 _STACKS = {"plain": "pytorch", "fsdp": "pytorch", "zero": "deepspeed", "core": "megatron"}
 _BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
@@ -195,7 +197,11 @@ def _stack(job: Job) -> None:
         draft.assume("software.modules", "megatron", "accelerate builds Megatron-LM's model")
     elif job.hugging:
         draft.assume("software.modules", "transformers", "Hugging Face's files")
-        draft.assume("training.attention", "flash", "transformers' default is sdpa")
+        spelled = peek(job.config, "model_type") if job.config is not None else None
+        if spelled is not None and spelled.value in _WITHOUT_SDPA:
+            draft.assume("training.attention", "eager", f"transformers has no sdpa for {spelled.value}")
+        else:
+            draft.assume("training.attention", "sdpa", "transformers' default")
     if engine == "fsdp":
         settle_fsdp(job)
     elif engine == "zero":

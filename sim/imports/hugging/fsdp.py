@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sim.imports.hugging.facts import Job
 from sim.imports.settings import Said, Settings, mapping_at, one_of, peek, switch
-from sim.software.stack import stack_for
+from sim.software import stack_for
 
 #: Strategy of FSDP 1, or its number -> what shares a set of shards, and whether forward frees what it gathered.
 _STRATEGIES = {

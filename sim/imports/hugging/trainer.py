@@ -15,7 +15,7 @@ from sim.imports.hugging.fsdp import read_fsdp, read_mesh
 from sim.imports.hugging.optimizers import read_optimizer
 from sim.imports.settings import Said, Settings, mapping_at, one_of, peek, switch, word_of
 from sim.scenario.presets import preset
-from sim.software.stack import stack_for
+from sim.software import stack_for
 
 #: Any of these makes a file one of arguments.
 MARKS = ("per_device_train_batch_size", "gradient_accumulation_steps", "model_name_or_path", "output_dir", "optim",
@@ -46,7 +46,7 @@ _SOURCE, _TARGET = 1024, 128
 #: model_type of encoder-decoders.
 _BOTH = ("t5", "mt5", "umt5", "longt5", "bart", "mbart", "pegasus", "marian", "m2m_100", "blenderbot", "led",
          "prophetnet")
-_ATTENTION = {"eager": "eager", "sdpa": "flash", "flash_attention_2": "flash", "flash_attention_3": "flash",
+_ATTENTION = {"eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash", "flash_attention_3": "flash",
               "flash_attention_4": "flash", "flex_attention": "flash"}
 _COMPILERS = {"inductor": True, "eager": False, "aot_eager": False, "no": False, "cudagraphs": False}
 _GRAPHS = ("reduce_overhead", "max_autotune")

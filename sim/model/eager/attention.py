@@ -9,10 +9,22 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from sim.model.attention_core import softmax_dtype, unequal, uses_flash
+from sim.model.attention_core import softmax_dtype, widens_biased
+from sim.model.core_choice import (
+    copies_output,
+    expands,
+    fused_kernel,
+    in_math,
+    masked,
+    spread_groups,
+    unequal,
+    uses_flash,
+)
 from sim.model.eager import operations as op
 from sim.model.eager.autograd import Gradients, Run, Tensor
 from sim.model.eager.head_exchange import exchanged, in_one, one_function
+from sim.model.eager.joint import joint_parts
+from sim.model.eager.math_core import in_math_run, repeat
 from sim.model.eager.norms import norm
 from sim.model.eager.products import column, entered, row
 from sim.model.eager.ring import ring
@@ -34,8 +46,10 @@ def attention(run: Run, style: Style, x: Tensor, policy: str, memory: Tensor | N
             that are spelled out (`hidden_states, _ = self.self_attn(...)`); others: `Style.one_forward`.
     """
     run.at("qkv")
-    query, key, value = _projections(run, style, x, memory)
+    joint: list[Storage] = []  # until attention is done: variables of modules with one product
+    query, key, value = _projections(run, style, x, memory, joint)
     del x
+    style = spread_groups(style)
     if style.copies_heads and memory is None:
         run.at("rotary")
         query, key, value = _copied(run, style, query, key, value)
@@ -53,13 +67,17 @@ def attended(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, 
              bias: Tensor | None = None, *, variables: list[Storage]) -> Tensor:
     """The core, fused or spelled out, of queries, keys and values of every head; arguments as of `attention`."""
     run.at("attention")
-    core: Callable[..., Tensor] = _flash if uses_flash(within(style)) else _eager
+    core: Callable[..., Tensor] = _core(within(style))
     if style.exchanges > 1:
         core = _exchanged
     if "core_attn" in modules_of(policy):
         inputs = (query, key, value) if bias is None else (query, key, value, bias)
         return run.checkpoint(lambda run, *tensors: core(run, style, *tensors), *inputs)
     return core(run, style, query, key, value, bias, variables)
+
+
+def _core(style: Style) -> Callable[..., Tensor]:
+    return _flash if uses_flash(style) else in_math_run if in_math(style) else _eager
 
 
 def _exchanged(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None,
@@ -69,22 +87,26 @@ def _exchanged(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor
     if uses_flash(inner) and in_one(style) and bias is None:
         q, k, v = (op.to(run, t, run.autocast or t.dtype) for t in (query, key, value))
         return one_function(run, style, (q, k, v), style.tokens * style.heads, flash_sums(style))
-    core = _flash if uses_flash(inner) else _eager
+    core = _core(inner)
     return exchanged(run, style, (query, key, value), lambda style, q, k, v: core(run, style, q, k, v, bias, weights))
 
 
-def _projections(run: Run, style: Style, x: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _projections(run: Run, style: Style, x: Tensor, memory: Tensor | None, joint: list[Storage],
+                 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values. Plain modules view them as (3, b, a, s, d), so their gradients are copied twice."""
     widths = (style.query_width, style.kv_width, style.kv_width)
     parts = tuple(zip(("query", "key", "value"), widths, strict=True))
     x = entered(run, style, x)
     style = replace(style, bias=style.qkv_bias)
-    if style.projects_apart or memory is not None:
+    if (style.projects_apart and not style.joint_qkv) or memory is not None:
         q = _normed(run, style, column(run, style, x, parts[:1]), "query_norm")
         k = _normed(run, style, column(run, style, memory or x, parts[1:2]), "key_norm")
         v = column(run, style, memory or x, parts[2:])
         return q, k, v
     fused = column(run, style, x, parts)
+    if style.joint_qkv:
+        joint.append(fused.storage)
+        return joint_parts(run, style, fused)
     if style.modules == "plain" and not style.stack.compile:
         fused = op.relayout(run, op.clone(run, fused, style.copies_heads))
     q, k, v = op.split(run, fused, [style.tokens * width for width in widths])
@@ -120,7 +142,16 @@ def _rotary(run: Run, style: Style, query: Tensor, key: Tensor) -> tuple[Tensor,
     """apply_rotary_pos_emb; cos and sin are the embedding layer's and in the residual stream's dtype."""
     if style.stack.fused_rope or style.stack.compile:
         return op.unary(run, query), op.unary(run, key)
-    return rotated(run, style, query), rotated(run, style, key)
+    return _turned(run, style, query), _turned(run, style, key)
+
+
+def _turned(run: Run, style: Style, x: Tensor) -> Tensor:
+    """Rotary positions of whole heads, or of a part that is cut out and joined to the rest again."""
+    if not style.cut_heads:
+        return rotated(run, style, x)
+    part = x.elements // style.head_dim * style.turned
+    turned, rest = op.slices(run, x, [part, x.elements - part])
+    return op.cat(run, [rotated(run, style, turned), rest])
 
 
 def rotated(run: Run, style: Style, x: Tensor) -> Tensor:
@@ -141,38 +172,52 @@ def times_table(run: Run, style: Style, x: Tensor) -> Tensor:
 
 
 def _rotate_half(run: Run, x: Tensor) -> Tensor:
-    first, second = op.halves(run, x)
+    first, second = op.slices(run, x, [x.elements // 2] * 2)
     return op.cat(run, [op.unary(run, second), first])
 
 
 def _flash(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None,
            _weights: list[Storage] | None = None) -> Tensor:
     # flash has neither a bias nor fp32
-    efficient = bias is not None or unequal(style) or (not run.autocast and query.dtype == "fp32")
+    kernel, half = fused_kernel(style), run.autocast or query.dtype
+    efficient = kernel == "efficient" or half == "fp32"
     rows = style.tokens * style.heads
     if efficient:  # sums are kept of a multiple of 32 queries (ATen _efficient_attention_forward, kAlignLSE)
         rows = style.batch * style.heads * (math.ceil(style.sequence / 32) * 32)
-    if style.expands_kv:
-        key, value = _repeat(run, style, key), _repeat(run, style, value)
-    if bias is None:
+    if expands(style):
+        key, value = repeat(run, style, key), repeat(run, style, value)
+    if masked(style):
+        bias = _window_mask(run, style, half)
+    elif bias is None:
         q, k, v = (op.to(run, t, run.autocast or t.dtype) for t in (query, key, value))
         sums = style.gradient_parts if flash_sums(style) else 0
         if style.context > 1 and not style.gathers and style.stack.unpadding == "none":
             return ring(run, style, q, k, v, rows, sums)
         if style.stack.unpadding == "none":
-            return op.attention(run, q, k, v, rows, gathered=style.context if style.gathers else 1, sums=sums)
+            out = op.attention(run, q, k, v, rows, gathered=style.context if style.gathers else 1, sums=sums)
+            return op.clone(run, out, copies_output(style))
         # bert_padding.unpad_input and pad_input make new tensors both ways and keep row numbers only
         q, k, v = (op.relayout(run, op.clone(run, t)) for t in (q, k, v))
         return op.relayout(run, op.clone(run, op.attention(run, q, k, v, rows, sums=sums)))
-    if not style.memory:
-        bias = _bias_mask(run, style, bias)
-    half = op.expanded(run, op.to(run, bias, run.autocast or bias.dtype), style.batch)
-    return op.attention(run, query, key, value, rows, half, style.batch)
+    else:
+        bias = bias if style.memory else _bias_mask(run, style, bias)
+        bias = op.expanded(run, op.to(run, bias, run.autocast or bias.dtype), style.batch)
+        return op.attention(run, query, key, value, rows, bias, style.batch)
+    query, key, value = (op.to(run, t, half) for t in (query, key, value))
+    return op.attention(run, query, key, value, rows, bias)
 
 
 def flash_sums(style: Style) -> bool:
     """Whether the kernel adds the queries' gradient up in fp32, beside row sums (`operations.attention`)."""
+    if style.attention == "sdpa":
+        return fused_kernel(style) == "flash"
     return style.stack.attention_kernel in ("flash1", "flash2", "triton") and not unequal(style)
+
+
+def _window_mask(run: Run, style: Style, dtype: str) -> Tensor:
+    """The mask as the kernel reads it: made of booleans, or there already."""
+    pairs = style.batch * style.sequence * style.keys * style.stack.sdpa_mask_each
+    return run.tensor(pairs, dtype)
 
 
 def _bias_mask(run: Run, style: Style, bias: Tensor) -> Tensor:
@@ -191,7 +236,7 @@ def _eager(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bi
     whole, repeated = style.positions == "rotary" or style.latent is not None, style.heads != style.kv_heads
     copies, slices = b > 1 and style.modules != "megatron", style.context if style.gathers else 1
     if repeated:
-        key, value = _repeat(run, style, key), _repeat(run, style, value)
+        key, value = repeat(run, style, key), repeat(run, style, value)
     weights = _softmax(run, style, op.matmul(
         run, op.clone(run, query, copies and not whole), op.clone(run, key, copies and not whole and not repeated),
         scores, slices), value.dtype, bias)
@@ -226,8 +271,8 @@ def _softmax(run: Run, style: Style, weights: Tensor, dtype: str, bias: Tensor |
         if style.causal and not style.memory:
             weights = op.add(run, weights, _mask(style, weights))
         weights = op.softmax(run, weights, soft)
-        if style.modules != "transformers" or style.kind == "decoder":
-            weights = op.to(run, weights, dtype)  # BERT's and T5's go through dropout as softmax left them
+        if style.modules != "transformers" or style.kind == "decoder" or widens_biased(style):
+            weights = op.to(run, weights, dtype)  # BERT's and today's T5's go through dropout as softmax left them
     return op.dropout(run, weights) if style.dropout else weights
 
 
@@ -242,10 +287,3 @@ def _biased(run: Run, weights: Tensor, bias: Tensor) -> Tensor:
 def _mask(style: Style, like: Tensor) -> Tensor:
     """The additive mask, which the embedding layer made: only its dtype matters here."""
     return Tensor(like.storage, 0, style.residual, None)
-
-
-def _repeat(run: Run, style: Style, x: Tensor) -> Tensor:
-    """repeat_kv: copied out to every query head; the gradient is summed over the copies."""
-    elements, source, dtype = style.batch * style.keys * style.query_width, x.elements, x.dtype
-    node = run.node(lambda run, _: [run.new(source, dtype)], (x.sink,))
-    return Tensor(run.new(elements, dtype), elements, dtype, node.output())

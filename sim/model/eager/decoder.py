@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sim.model.attention_core import uses_flash
+from sim.model.core_choice import in_math, masked, uses_flash
 from sim.model.eager import operations as op
 from sim.model.eager import tuned
 from sim.model.eager.attention import attention
@@ -161,8 +161,20 @@ def _lookup(run: Run, style: Style, rows: int, table: int, shared: bool = False)
 def _held_by_model(run: Run, style: Style, dtype: str, policy: str) -> None:
     keep = run.held if policy == "none" else run.retained
     if style.positions == "rotary":
-        turned = style.head_dim if style.latent is None else style.latent.rope
+        turned = (style.turned or style.head_dim) if style.latent is None else style.latent.rope
         run.retained += [run.new(style.sequence * turned, dtype) for _ in range(2)]
         keep.append(run.new(style.sequence, "fp64"))  # position numbers
-    if not uses_flash(style):
+    if not (uses_flash(style) or in_math(style)):
         keep.append(run.new(style.batch * style.sequence**2, dtype))
+    _mask_of_calls(run, style, keep)
+
+
+def _mask_of_calls(run: Run, style: Style, keep: list[object]) -> None:
+    """The mask of calls of `scaled_dot_product_attention`: of booleans for all sequences, of which every block makes
+    one of numbers (transformers 5.24.0 masking_utils.py, sdpa_mask), or of numbers, which all blocks keep."""
+    if not masked(style):
+        return
+    if style.stack.sdpa_mask_each:
+        keep.append(run.new(style.sequence**2, "int8"))
+    else:
+        run.retained.append(run.new(style.batch * style.sequence**2, style.act))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sim.model.attention_core import unequal, uses_flash
+from sim.model.core_choice import unequal, uses_flash
 from sim.model.eager import operations as op
 from sim.model.eager.attention import attended, rotated, times_table
 from sim.model.eager.autograd import Gradients, Run, Tensor
@@ -89,7 +89,7 @@ def _copied_into(run: Run, base: Tensor, part: Tensor) -> Tensor:
 
 def _interleaved(run: Run, style: Style, x: Tensor) -> Tensor:
     """`apply_rotary_pos_emb_interleave` of queries or keys: even and odd columns are views."""
-    even, odd = op.halves(run, x)
+    even, odd = op.slices(run, x, [x.elements // 2] * 2)
     return op.cat(run, [op.subtract(run, times_table(run, style, even), times_table(run, style, odd)),
                         op.add(run, times_table(run, style, odd), times_table(run, style, even))])
 
@@ -169,7 +169,7 @@ def _written(run: Run, style: Style, latent: Latent, kv: Tensor, k_pos_emb: Tens
 
 def _turned(run: Run, style: Style, t: Tensor) -> Tensor:
     """`_apply_rotary_pos_emb_bshd` of all columns: even and odd ones put side by side, turned, and joined with none."""
-    t = op.cat(run, op.halves(run, t))
+    t = op.cat(run, op.slices(run, t, [t.elements // 2] * 2))
     return op.cat(run, [rotated(run, style, t)])
 
 

@@ -357,11 +357,11 @@ def split(run: Run, x: Tensor, parts: Sequence[int]) -> list[Tensor]:
     return [Tensor(x.storage, part, dtype, node.output(i)) for i, part in enumerate(parts)]
 
 
-def halves(run: Run, x: Tensor) -> list[Tensor]:
-    """The two halves of the last dimension, as two slices: each fills a zeroed gradient of the whole."""
+def slices(run: Run, x: Tensor, parts: Sequence[int]) -> list[Tensor]:
+    """Slices of the last dimension: each fills a zeroed gradient of the whole."""
     elements, dtype = x.elements, x.dtype
-    nodes = [run.node(lambda run, _: [run.new(elements, dtype)], (x.sink,)) for _ in range(2)]
-    return [Tensor(x.storage, elements // 2, dtype, node.output()) for node in nodes]
+    nodes = [run.node(lambda run, _: [run.new(elements, dtype)], (x.sink,)) for _ in parts]
+    return [Tensor(x.storage, part, dtype, node.output()) for part, node in zip(parts, nodes, strict=True)]
 
 
 def cat(run: Run, parts: Sequence[Tensor]) -> Tensor:

@@ -20,7 +20,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from sim.model.architecture import Architecture, Layer, Operator, Parameter
-from sim.model.attention_core import core_operator, softmax_dtype, uses_flash
+from sim.model.attention_core import core_operator, softmax_dtype
+from sim.model.core_choice import uses_flash
 from sim.model.decoder import decoder
 from sim.model.encoder import pooled_encoder
 from sim.model.inference.weights import Weights, parameter_bytes, stored_product

@@ -29,7 +29,8 @@ from sim.model.architecture import Architecture, Layer, Operator
 from sim.model.inference.kinds import rank_of
 from sim.model.inference.rank import Items, Rank, Sum
 from sim.model.inference.weights import NARROW, Weights
-from sim.model.style import Style, style_of
+from sim.model.scenario_style import style_of
+from sim.model.style import Style
 from sim.parallel.beside import beside as beside_tensors
 from sim.parallel.beside import residents
 from sim.parallel.layout import Layout, Ranks, simulated_ranks

@@ -9,6 +9,7 @@ from sim.hardware import gpu
 from sim.model.inference.weights import MULTIPLIED, NARROW
 from sim.model.tuning import QUANTISED, cut_both
 from sim.parallel.model.expert import misfit
+from sim.parallel.support.attention import attention_faults
 from sim.parallel.support.context import context_faults
 from sim.parallel.support.further import further
 from sim.parallel.support.muon import muon
@@ -133,7 +134,8 @@ def on_any_ranks(scenario: Scenario, stack: Stack) -> list[Fault]:
         and training.precision.compute,
     }
     return [*unknown(asked), *_chunked_head(scenario, stack), *_cut_chunks(scenario, stack), *_base(scenario, stack),
-            *_narrow(scenario), *_modules(scenario, stack), *further(scenario, stack)]
+            *_narrow(scenario), *_modules(scenario, stack), *further(scenario, stack),
+            *attention_faults(scenario, stack)]
 
 
 def _modules(scenario: Scenario, stack: Stack) -> Iterator[Fault]:

@@ -1,0 +1,42 @@
+"""What is said of `attention: sdpa` where it is no flash kernel."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from sim.report.asked import in_vain
+from sim.scenario import resolve
+
+
+def said(gpu: str, precision: str, attention: str = "sdpa", **model: Any) -> list[str]:
+    return [text for text in in_vain(resolve({
+        "name": "x", "cluster": {"topology": f"single-{gpu}"},
+        "model": {"preset": "llama-3-8b", "layers": 2, **model},
+        "training": {"micro_batch": 1, "global_batch": 1, "sequence": 8192, "precision": precision,
+                     "attention": attention},
+        "software": {"framework": "pytorch", "year": 2026, "modules": "transformers"}}))
+        if text.startswith("attention")]
+
+
+@pytest.mark.parametrize(("gpu", "precision", "model", "words"), [
+    ("a100-80g-sxm", "pure-bf16", {"window": 4096}, "the window of 4096 tokens as a mask of 134 MB: the memory-eff"),
+    ("h100-80g-sxm", "pure-bf16", {"window": 4096}, "as a mask of 134 MB: cuDNN's kernel runs"),
+    ("v100-32g-sxm", "pure-fp16", {}, r"materialises the scores \(8.59 GB a block\).*this GPU has no flash kernel"),
+    ("v100-32g-sxm", "pure-fp16", {"kv_heads": 32}, "memory-efficient kernel: this GPU has no flash kernel"),
+    ("a100-80g-sxm", "fp32", {}, "materialises the scores.*fp32, and heads of keys that are shared"),
+    ("a100-80g-sxm", "fp32", {"kv_heads": 32}, "memory-efficient kernel: fp32 has no flash kernel"),
+    ("a100-80g-sxm", "pure-bf16", {"head_dim": 320}, "memory-efficient kernel: heads of 320 elements"),
+    ("a100-80g-sxm", "pure-bf16", {"kv_heads": 1, "fused_qkv": "groups"},
+     r"causality \(Falcon's.*no fused kernel takes it, the scores are mat"),
+])
+def test_what_runs_instead_is_said(gpu: str, precision: str, model: dict[str, Any], words: str) -> None:
+    (text,) = said(gpu, precision, **model)
+    assert re.search(words, text), text
+
+
+def test_flash_kernels_need_no_word() -> None:
+    assert said("a100-80g-sxm", "pure-bf16") == said("h100-80g-sxm", "pure-bf16") == []
+    assert said("a100-80g-sxm", "pure-bf16", "flash", window=4096) == []
