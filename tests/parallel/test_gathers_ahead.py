@@ -15,8 +15,7 @@ from sim.parallel import Lowered, lower
 from sim.program import Kind, Program, Section
 from sim.report.traffic import traffic_totals
 from sim.scenario import resolve
-from sim.software import stack_for
-from sim.software import trial
+from sim.software import stack_for, trial
 
 HIDDEN, LAYERS, VOCAB = 2048, 8, 32768
 BLOCK = 4 * HIDDEN**2 + 2 * HIDDEN * 4 * HIDDEN  # matrices of a block; there are no biases
