@@ -35,6 +35,8 @@ SUB_GROUP = 1_000_000_000
 #: bitsandbytes optim/optimizer.py, get_state_buffer: states of smaller parameters are ordinary tensors.
 PAGED_LEAST = 100_000
 _DISKS = "nvme"
+#: Optimizers of which PyTorch has a fused kernel for the CPU (torch 2.4.0 optim/adam.py, adamw.py, sgd.py).
+_FUSED_ON_CPU = ("adam", "adamw", "sgd", "sgd-momentum")
 
 
 class Offload:
@@ -224,11 +226,15 @@ class Offload:
         scenario, stack = self._scenario, self._stack
         training = scenario.training
         precision = training.precision.model_copy(update={"gradients": self._gradient_dtype()})
-        kernels = optimizer_kernels(numel, tensors, precision, training.optimizer, stack.cpu_optimizer, clip=False,
-                                    on_cpu=True)
+        fuses = stack.cpu_fuses and training.optimizer in _FUSED_ON_CPU
+        kind = "fused" if fuses and scenario.software.optimizer_kernel == "fused" else stack.cpu_optimizer
+        parts = [(kind, optimizer_kernels(numel, tensors, precision, training.optimizer, kind, clip=False,
+                                          on_cpu=True))]
         if clip and stack.clip_gradients and training.optimizer != "none":
-            kernels += clip_kernels(numel, tensors, precision.gradients, stack.cpu_optimizer)
-        return sum(k.bytes for k in kernels) / self._share().optimizer_bps(stack.cpu_optimizer, stack.cpu_threads)
+            parts.append((stack.cpu_optimizer, clip_kernels(numel, tensors, precision.gradients, stack.cpu_optimizer)))
+        share = self._share()
+        return sum(sum(k.bytes for k in kernels) / share.optimizer_bps(name, stack.cpu_threads)
+                   for name, kernels in parts)
 
     def add_s(self, numel: int) -> float:
         """Seconds of adding a gradient of `numel` elements to one in host memory."""

@@ -21,6 +21,9 @@ from sim.report.queues import unusual_queues
 from sim.report.result import Detail, Result, Simulation, tokens_per_sample
 from sim.scenario.schema import Inference, Scenario
 
+#: From this part of the FLOPs on, attention that causal kernels skip makes MFU another figure than most expect.
+_MUCH_SKIPPED = 0.2
+
 
 def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timeline: Timeline) -> Result:
     """Read every number of result.md off one simulated step.
@@ -122,6 +125,16 @@ def _critical(lowered: Lowered, timeline: Timeline) -> tuple[int, Columns]:
     return chosen
 
 
+def _skipped_share(result: Result) -> float:
+    """Share of a training step's model FLOPs that causal attention kernels do not do: half of theirs."""
+    if result.scenario.training.mode != "train":
+        return 0.0
+    whole = result.detail.lowered.architecture
+    causal = sum(k.flops for layer in whole.stack for operator in layer.operators
+                 for k in (*operator.forward, *operator.backward) if k.causal)
+    return causal / 2 / max(whole.forward_flops + whole.backward_flops, 1.0)
+
+
 def _warnings(result: Result) -> list[str]:
     memory = result.memory
     found = [f"memory: {text}" for text in memory.warnings]
@@ -133,6 +146,9 @@ def _warnings(result: Result) -> list[str]:
     if loading.waiting_s > 0:
         found.append(f"data: training needs {loading.bytes_per_step / loading.work_s / 1e9:.3g} GB/s per node and "
                      f"storage reads {loading.storage_bytes_per_s / 1e9:.3g} GB/s: it bounds the step")
+    if (skipped := _skipped_share(result)) >= _MUCH_SKIPPED:
+        found.append(f"mfu: attention is counted in full, as PyTorch's FlopCounterMode does; without the half that "
+                     f"causal kernels skip MFU is {100 * result.mfu * (1 - skipped):.1f}%")
     if (own := result.scenario.cluster.gpu) is not None and any(v is not None for v in own.model_dump().values()):
         found.append(f"hardware: figures of this GPU are the scenario's own; how much of them kernels reach is taken "
                      f"from {result.gpu}, and so are published runs like this")

@@ -137,6 +137,7 @@ class Stack:
         secondary_waits: the host waits for the copy of every second shard.
         quantises_bf16: bf16 is cast around the quantised gathers' kernels, which know fp16 alone.
         cpu_optimizer: an optimizer on the CPU: fused (one vectorised pass) or loop (a pass over memory per operator).
+        cpu_fuses: it is fused there too where the scenario asks for fused kernels.
         cpu_threads: threads of one rank's optimizer on the CPU; 0 = the ranks of a node share its cores.
         hybrid_offload: an optimizer on the CPU takes whole gradients once their norm is known, and maybe only a part of
             them (Megatron's HybridDeviceOptimizer).
@@ -294,6 +295,7 @@ class Stack:
     secondary_waits: bool
     quantises_bf16: bool
     cpu_optimizer: str
+    cpu_fuses: bool
     cpu_threads: int
     hybrid_offload: bool
     offload_streams: bool

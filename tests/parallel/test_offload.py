@@ -118,6 +118,17 @@ def test_the_optimizer_on_the_cpu_takes_its_bytes_through_host_memory() -> None:
     assert p.streams.index("d2h") in section.joins[task]
 
 
+@pytest.mark.parametrize(("year", "kernel", "bytes_", "share"), [
+    (2025, "fused", 28, 0.47), (2025, "foreach", 88, 0.24), (2023, "fused", 88, 0.24)])
+def test_pytorch_fuses_adam_on_the_cpu_where_it_is_asked_to(year: int, kernel: str, bytes_: int, share: float) -> None:
+    p = program(resolve(dump(fsdp(CPU, year=year)), "", {"software.optimizer_kernel": kernel}))
+    section = p.sections[-1]
+    task = next(t for t, label in enumerate(section.label) if p.labels[label].name.endswith("on the CPU"))
+    numel = held(p)["optimizer_states"] / 8
+    rate_bps = min(share * 256e9 / 8, 12e9)  # torchrun leaves a rank one thread
+    assert section.host_s[task] == pytest.approx(bytes_ * numel / rate_bps, rel=0.02)
+
+
 def test_states_on_disks_are_read_and_written_back() -> None:
     s = scenario("zero3", {"parameters": "nvme", "optimizer": "nvme"})
     share, moved = parameters(s) / 8, copied(program(s))

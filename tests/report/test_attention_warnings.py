@@ -1,4 +1,4 @@
-"""What is said of `attention: sdpa` where it is no flash kernel."""
+"""What is said of `attention: sdpa` where it is no flash kernel, and of attention that is counted in full."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from sim.api import run
 from sim.report.asked import in_vain
 from sim.scenario import resolve
 
@@ -40,3 +41,19 @@ def test_what_runs_instead_is_said(gpu: str, precision: str, model: dict[str, An
 def test_flash_kernels_need_no_word() -> None:
     assert said("a100-80g-sxm", "pure-bf16") == said("h100-80g-sxm", "pure-bf16") == []
     assert said("a100-80g-sxm", "pure-bf16", "flash", window=4096) == []
+
+
+@pytest.mark.parametrize(("sequence", "told"), [(2048, False), (16384, True)])
+def test_attention_counted_in_full_is_said_where_it_is_much_of_the_step(sequence: int, told: bool) -> None:
+    result = run(resolve({
+        "name": "x", "cluster": {"topology": "dgx-h100", "gpus_per_node": 1},
+        "model": {"kind": "decoder", "layers": 2, "hidden": 1024, "heads": 8, "ffn": 4096, "vocab": 1024,
+                  "bias": False, "tied_embeddings": False},
+        "training": {"micro_batch": 1, "global_batch": 1, "sequence": sequence, "precision": "pure-bf16",
+                     "attention": "flash"}}))
+    # of a token and block: 12 h² products at 6 FLOPs, and 14 s h of attention, half of them causal; a head of 1024 rows
+    linear, attention = 6 * (2 * 12 * 1024**2 + 1024**2), 2 * 14 * sequence * 1024
+    real = 100 * result.mfu * (1 - attention / 2 / (linear + attention))
+    found = [text for text in result.warnings if text.startswith("mfu:")]
+    assert (len(found) == 1) == told
+    assert not found or f"MFU is {real:.1f}%" in found[0]
