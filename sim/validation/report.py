@@ -1,10 +1,12 @@
 """`python -m sim.validation.report`: writes reports/validation.md with its pictures, and the record of errors.
 
-    python -m sim.validation.report [FILE ...] [--out reports] [--readme README.md] [--check] [--workers N]
+    python -m sim.validation.report [FILE ...] [--out reports] [--readme README.md] [--check] [--bounds FILE]
+                                    [--workers N]
 
 Without files: all shipped published cases; then the record of errors that ships with the package (`sim/report/
 record.yaml`) and the README's accuracy table, between two comment lines, are rewritten too. `--check` writes nothing
-and exits with 3 when a text or a picture is not current.
+and exits with 3 when a text or a picture is not current. `--bounds` also does what `sim.validation.regression` does, on
+the same predictions, and exits with 3 when a figure is worse than its bound.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sim.validation import pictures, recalled, record, table
+from sim.errors import UserError
+from sim.validation import pictures, recalled, record, regression, table
 from sim.validation.corrections import effects
 from sim.validation.misses import LIMIT, misses
-from sim.validation.runner import Validation, published
+from sim.validation.runner import WRONG_INPUT, Validation, published
 from sim.validation.statistics import MEMORY_KEYS, worst
 
 _COMMAND = "python -m sim.validation.report"
@@ -92,11 +95,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of validation.md")
     parser.add_argument("--readme", type=Path, default=Path("README.md"), help="file with the accuracy table")
     parser.add_argument("--check", action="store_true", help="only say whether the texts are current")
+    parser.add_argument("--bounds", type=Path, help="also hold the figures against this file")
     parser.add_argument("--workers", type=int)
     given = parser.parse_args(arguments)
+    try:
+        bounds = None if given.bounds is None else regression.load(given.bounds)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return WRONG_INPUT
     validation = published(given.files, given.workers)
     if isinstance(validation, int):
         return validation
+    worse = bounds is not None and regression.say(validation, bounds, whole=not given.files)
     texts = {given.out / "validation.md": markdown(validation) + "\n"}
     if given.readme.is_file():
         texts[given.readme] = readme_with(given.readme.read_text(encoding="utf-8"), validation)
@@ -109,13 +119,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.check:
         behind = stale + ([] if drawn else [given.out / name for name in pictures.PICTURES])
         print("\n".join(f"{path}: not current; run {_COMMAND}" for path in behind) or "reports are current")
-        return 3 if behind else 0
+        return 3 if behind or worse else 0
     given.out.mkdir(parents=True, exist_ok=True)
     for path in stale:
         path.write_text(texts[path], encoding="utf-8")
     stale += [] if drawn else pictures.draw(given.out, validation.records)
     print(f"{len(validation.records)} cases; written: {', '.join(map(str, stale)) or 'nothing, all was current'}")
-    return 0
+    return 3 if worse else 0
 
 
 if __name__ == "__main__":

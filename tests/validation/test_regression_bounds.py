@@ -9,7 +9,7 @@ import pytest
 from sim.errors import UserError
 from sim.validation import Validation
 from sim.validation.regression import broken, load, save, tightened
-from sim.validation.report import markdown, readme_with
+from sim.validation.report import main, markdown, readme_with
 
 BOUNDS = {"a.yaml": {"coverage": 0.9, "mean": 0.2, "p90": 0.4}}
 
@@ -59,3 +59,14 @@ def test_the_readme_table_is_renewed_in_place() -> None:
     assert once.startswith("before\n<!-- accuracy:begin (note) -->\n")
     assert readme_with(once, Validation((), (record,))) == once
     assert "| a | x | 1 | 1.1 | +10.0% |" in markdown(Validation((), (record,)))
+
+
+@pytest.mark.parametrize(("mean", "code"), [(0.5, 0), (0.001, 3)])
+def test_the_report_holds_the_same_predictions_against_bounds(tmp_path: Path, mean: float, code: int,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:
+    bounds = tmp_path / "bounds.yaml"
+    save(bounds, {"megatron_readme_gpt3.yaml": {"mean": mean}, "another.yaml": {"mean": 0.1}})
+    source = Path(__file__).parents[2] / "scenarios/published/megatron_readme_gpt3.yaml"
+    assert main([str(source), "--out", str(tmp_path), "--readme", str(tmp_path / "none.md"), "--workers", "1",
+                 "--bounds", str(bounds)]) == code
+    assert ("1 sources within their bounds" in capsys.readouterr().out) == (code == 0)
