@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from sim.catalog import table
-from sim.hardware.gpu import Gpu, gpu, merged
+from sim.hardware.gpu import Gpu, merged
 from sim.hardware.power import Power
 from sim.work import FIXED_ORDER
 
@@ -222,14 +221,9 @@ class Rates:
         return float(energies.get(units, energies["half"])) * 1e-12 * faster**2
 
 
-@lru_cache(maxsize=64)
-def parted_sms(name: str, kernel: str) -> int:
-    """SMs of a GPU on which `kernel` keeps the order of its backward's sums by a tensor for each of its parts; else 0.
-
-    Raises:
-        UserError: no GPU of that name.
-    """
-    card = gpu(name)
+def parted_sms(card: Gpu, kernel: str) -> int:
+    """SMs of a GPU on which `kernel` keeps the order of its backward's sums by a tensor for each of its parts; else
+    0."""
     return card.sms if Rates(card).attention(kernel + FIXED_ORDER, "bf16", 128, True).split else 0
 
 

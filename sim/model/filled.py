@@ -19,7 +19,8 @@ from sim.work import Kernel
 #: Element-wise kernels that are clones, copies or dropout, and bytes of other tensors they make for an element.
 _COPIES = {
     "repeat_kv": 0, "expand_kv": 0, "head_copies": 0, "output_transpose": 0, "heads_first": 0, "heads_last": 0,
-    "layout": 0, "input_gradient_copy": 0, "dropout": 1, "attention_dropout": 1,
+    "layout": 0, "input_gradient_copy": 0, "math_casts": 0, "math_casts_backward": 0, "dropout": 1,
+    "attention_dropout": 1,
 }
 #: How the names of others end that make one new tensor.
 _ENDINGS = ("_cast", "_contiguous")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from sim.hardware import parted_sms
+from sim.hardware import gpu, parted_sms
 from sim.model.mixture import experts_of
 from sim.model.style import Latent, Style
 from sim.model.tuning import tuned_of
@@ -99,7 +99,7 @@ def _sdpa(scenario: Any, stack: Stack) -> tuple[tuple[str, ...], int]:
 def _parted(scenario: Any, stack: Stack) -> int:
     """SMs of the GPU where flash attention's backward keeps an order by a sum for each of its blocks, else 0."""
     kernel = stack.sdpa_flash if scenario.training.attention == "sdpa" else stack.attention_kernel
-    return parted_sms(scenario.cluster.topology.gpu, kernel) if stack.fixed_order else 0
+    return parted_sms(gpu(scenario.cluster.topology.gpu), kernel) if stack.fixed_order else 0
 
 
 def _apart(parallel: Any) -> bool:

@@ -146,8 +146,8 @@ def protocol_in_vain(scenario: Scenario) -> list[str]:
 
 
 def determinism(scenario: Scenario) -> list[str]:
-    """What `software.deterministic` leaves out: convolutions and inference; and NCCL's choice, which Megatron's mode
-    wants made (megatron/training/arguments.py, deterministic_mode: NCCL_ALGO has to be set; recalled)."""
+    """What `software.deterministic` leaves out: convolutions and inference; and NCCL's choice, where the stack's mode
+    wants it made (the fact `names_algorithm`)."""
     software = scenario.software
     if not software.deterministic:
         return []
@@ -160,9 +160,9 @@ def determinism(scenario: Scenario) -> list[str]:
     if stack.fills == "none" and not reordered:
         return ["software: deterministic changes nothing here: new tensors are filled from torch 2.2 on, where kernels "
                 "are not compiled, and flash attention keeps no order from its second release on"]
-    if stack.fills == "outputs" and scenario.gpus > 1 and software.nccl.algorithm is None:
-        return ["software: Megatron's --deterministic-mode wants NCCL_ALGO to be set: say which with nccl.algorithm "
-                "(NCCL's own choice is simulated)"]
+    if stack.names_algorithm and scenario.gpus > 1 and software.nccl.algorithm is None:
+        return [f"software: {software.framework}'s deterministic mode wants NCCL_ALGO to be set: say which with "
+                "nccl.algorithm (NCCL's own choice is simulated)"]
     return []
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sim.catalog import table
 from sim.errors import Fault, UserError, nearest
@@ -61,10 +61,30 @@ def is_release(text: str) -> bool:
     return bool(_version(text)) or text in _NAMED
 
 
+class Switches(NamedTuple):
+    """What a scenario's `software` turns on or off, by its fields' names, which eras of profiles go by.
+
+    Attributes:
+        compile: torch.compile.
+        fused: false turns off the framework's optional fused kernels.
+        cuda_graphs: forward and backward are replayed as graphs.
+        deterministic: kernels give the same bits every time.
+        fused_accumulation: false turns off products that add weight gradients up.
+    """
+
+    compile: bool = False
+    fused: bool = True
+    cuda_graphs: bool = False
+    deterministic: bool = False
+    fused_accumulation: bool = True
+
+
+_USUAL = Switches()
+
+
 def facts_of(
-    framework: str, year: int, compile_: bool = False, versions: Mapping[str, str] | None = None,
-    fused: bool = True, cuda_graphs: bool = False, modules: str = "plain", deterministic: bool = False,
-    fused_accumulation: bool = True,
+    framework: str, year: int, versions: Mapping[str, str] | None = None, modules: str = "plain",
+    switches: Switches = _USUAL,
 ) -> dict[str, Fact]:
     """Every fact of a profile in an era, with unit, source and confidence.
 
@@ -78,14 +98,13 @@ def facts_of(
     releases = _profile(_ROOT)["releases"]
     versions = {name: text for name, text in (versions or {}).items() if is_release(text)}
     known = {name: _release(by_year, year) for name, by_year in releases.items()} | versions
-    switches = {"compile": compile_, "cuda_graphs": cuda_graphs, "fused": fused, f"{modules}_modules": True,
-                "deterministic": deterministic, "fused_accumulation": fused_accumulation}
     given = {f"{name}_given": True for name in versions}
+    on = switches._asdict() | given | {f"{modules}_modules": True}
     lines: dict[str, dict[str, Any]] = {}
     for profile in _lineage(framework):
         _override(lines, profile["facts"])
         for era in profile.get("eras", ()):
-            if all(_holds(key, wanted, year, known, switches | given) for key, wanted in era["when"].items()):
+            if all(_holds(key, wanted, year, known, on) for key, wanted in era["when"].items()):
                 _override(lines, era["facts"])
     return {name: _fact(line) for name, line in lines.items()}
 

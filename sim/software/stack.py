@@ -56,6 +56,7 @@ class Stack:
         reentrant: checkpoints are torch's reentrant ones, without early stop, unless FSDP wraps the model.
         attention_kernel: implementation behind `attention: flash`: flash1, flash2, flash3 or triton.
         fixed_order: its backward adds the queries' gradient up in a fixed order.
+        names_algorithm: a deterministic run has to name NCCL's algorithm.
         fills: new tensors that are filled before a kernel writes them: none, own (ATen's, of operators that are not
             structured) or outputs (those and what TransformerEngine's products make).
         sdpa_kernels: fused kernels of scaled_dot_product_attention in the order tried, each with the compute
@@ -230,6 +231,7 @@ class Stack:
     reentrant: bool
     attention_kernel: str
     fixed_order: bool
+    names_algorithm: bool
     fills: str
     sdpa_kernels: str
     sdpa_flash: str

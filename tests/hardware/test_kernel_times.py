@@ -242,7 +242,7 @@ def test_only_kernels_that_would_not_keep_an_order_lose_by_one() -> None:
     assert seconds_on("a100-80g-sxm", "flash3-fixed") == seconds_on("a100-80g-sxm", "flash2-fixed")
     assert seconds_on("h100-80g-sxm", "flash3-fixed") > 1.2 * seconds_on("h100-80g-sxm", "flash3")
     assert seconds_on("v100-32g-sxm", "flash1-fixed") == seconds_on("v100-32g-sxm", "flash1")
-    assert parted_sms("a100-80g-sxm", "flash2") == 108 and parted_sms("h100-80g-sxm", "flash3") == 0
+    assert parted_sms(gpu("a100-80g-sxm"), "flash2") == 108 and parted_sms(gpu("h100-80g-sxm"), "flash3") == 0
 
 
 def test_many_heads_are_dealt_as_if_one_by_one() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sim.model import filled
 from sim.model.architecture import Layer
 from sim.parallel import lower
 from sim.scenario import resolve
@@ -45,9 +47,25 @@ def test_megatron_fills_what_its_products_make_too() -> None:
     assert fills(layer("head", framework="megatron"), "forward") == norm + wide_logits
 
 
+def test_every_copy_that_is_filled_is_a_kernel_that_somebody_makes() -> None:
+    room = Path(filled.__file__).parent
+    code = "".join(path.read_text(encoding="utf-8") for path in room.glob("*.py") if path.name != "filled.py")
+    assert [name for name in filled._COPIES if f'"{name}"' not in code] == []
+
+
 @pytest.mark.parametrize("software", [{"deterministic": False}, {"compile": True}, {"year": 2023}])
 def test_nothing_is_filled(software: dict[str, Any]) -> None:
     assert fills(layer(**software), "forward") == fills(layer(**software), "backward") == 0.0
+
+
+def test_a_gpu_of_ones_own_has_its_own_number_of_parts() -> None:
+    own = {"name": "own", "gpu": {"like": "a100-80g-sxm", "name": "mine", "sms": 60}, "gpus_per_node": 1,
+           "intra": {"kind": "none"}, "inter": {"kind": "none"}}
+    found = lower(resolve({
+        "name": "x", "cluster": {"topology": own}, "model": {"preset": "gpt3-1.3b"},
+        "training": {"micro_batch": 1, "global_batch": 1, "sequence": 256, "attention": "flash"},
+        "software": {"year": 2025, "deterministic": True}})).architecture.stack[1].program
+    assert found is not None and found.style.gradient_parts == -(-60 // found.style.heads)
 
 
 def test_sums_of_a_fixed_order_stand_in_parts_while_backward_runs() -> None:
