@@ -1,6 +1,6 @@
-"""Runs the README's examples: every ```sh block but those that install, which CI's own steps are.
+"""Runs the examples of the README and of the guide: every ```sh block but those that install, which are CI's own steps.
 
-    python .ci/readme_examples.py README.md
+    python .ci/readme_examples.py README.md scenarios/README.md
 
 They run in a scratch folder that links to the checkout's .venv, scenarios and topologies, so that what they write stays
 out of the checkout. Exits with 1 when an example fails or there is none.
@@ -14,16 +14,18 @@ import sys
 import tempfile
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"```sh\n(.*?)```", re.DOTALL)
 
 
-def main(readme: Path) -> int:
+def main(texts: list[Path]) -> int:
     """Run every block; the number of failures decides the exit code."""
-    blocks = [b for b in BLOCK.findall(readme.read_text(encoding="utf-8")) if "pip install" not in b]
+    found = [BLOCK.findall(text.read_text(encoding="utf-8")) for text in texts]
+    blocks = [block for of in found for block in of if "pip install" not in block]
     failed = 0
     with tempfile.TemporaryDirectory() as scratch:
         for name in (".venv", "scenarios", "topologies"):
-            (Path(scratch) / name).symlink_to(readme.resolve().parent / name)
+            (Path(scratch) / name).symlink_to(ROOT / name)
         for block in blocks:
             print(block.strip(), flush=True)
             done = subprocess.run(["bash", "-euo", "pipefail", "-c", block], cwd=scratch, text=True,
@@ -31,9 +33,9 @@ def main(readme: Path) -> int:
             if done.returncode:
                 failed += 1
                 print(done.stdout, done.stderr, f"-> exit {done.returncode}", sep="\n")
-    print(f"{len(blocks)} README examples, {failed} failed")
-    return 1 if failed or not blocks else 0
+    print(f"{len(blocks)} examples, {failed} failed")
+    return 1 if failed or not all(found) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main([Path(name) for name in sys.argv[1:]]))

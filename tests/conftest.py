@@ -1,7 +1,8 @@
 """Hypothesis: CI draws the same examples every time, so that what fails there fails here; elsewhere they are fresh.
 
 On several processes (`pytest -n`) each takes whole files, so that what the tests of a file share (fixtures, caches) is
-made once; the file that takes longest goes first, or at the end all wait for it.
+made once; the file that takes longest goes first, or at the end all wait for it. Tests marked `whole` are left to a
+step of their own in CI (`pytest -m whole`), so that the others stay a matter of minutes.
 """
 
 from __future__ import annotations

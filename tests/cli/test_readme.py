@@ -1,4 +1,4 @@
-"""What the README shows is what the product takes: its scenarios load, its commands and links exist."""
+"""What the README and the guide show is what the product takes: its scenarios load, its commands and links exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from sim.cli import cli
 from sim.scenario import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+TEXTS = ["README.md", "scenarios/README.md"]
+README = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in TEXTS)
 BASE: dict[str, Any] = {"name": "base", "cluster": {"topology": "dgx-a100-80g"}, "model": {"preset": "gpt2"},
                         "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128}}
 BLOCKS = [block for block in re.findall(r"```yaml\n(.*?)```", README, re.DOTALL) if "cases:" not in block]
@@ -36,11 +37,23 @@ def test_commands_and_options_exist() -> None:
         assert set(options) <= known, (name, rest)
 
 
-@pytest.mark.parametrize("name", ["README.md", "reports/provenance.md"])
+@pytest.mark.parametrize("name", [*TEXTS, "reports/provenance.md", "reports/limits.md"])
 def test_links_lead_somewhere(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if not link.startswith("http")]
     assert links and [link for link in links if not (ROOT / name).parent.joinpath(link).exists()] == []
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_links_to_sections_lead_to_one(name: str) -> None:
+    """GitHub's anchors: words of a heading in lower case, joined by hyphens."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#]*)#([^)]+)\)", text)
+    assert links
+    for file, section in links:
+        target = (ROOT / name).parent / file if file else ROOT / name
+        headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+        assert section in {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}, (file, section)
 
 
 def test_the_place_of_every_judged_figure_exists() -> None:

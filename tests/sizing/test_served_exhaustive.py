@@ -52,6 +52,7 @@ ASKED = [*((objective, {}) for objective in ("time", "cost", "gpus", "energy", *
          ("cost", {"latency_s": -0.1})]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("objective", "shares"), ASKED)
 def test_the_answer_is_that_of_simulating_everything(objective: str, shares: dict[str, float], once: Once) -> None:
     one, replicas = scenario(), objective == "throughput" or "throughput" in shares

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from sizing_once import Once
 
 from sim.scenario import resolve
@@ -16,6 +17,7 @@ SMALL = {"name": "small", "cluster": {"topology": "dgx-a100-80g"}, "model": {"pr
          "training": {"micro_batch": 1, "global_batch": 16, "sequence": 128}}
 
 
+@pytest.mark.whole
 def test_the_answer_is_that_of_simulating_everything(once: Once) -> None:
     small = resolve(SMALL, "small")
     base, choice = alone(small, None), Choice([GPUS], schedules=SCHEDULES)

@@ -31,6 +31,7 @@ def test_every_topic_has_its_claims() -> None:
         assert any(name.startswith(start) for name in names), start
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_claim_is_complete_and_its_bounds_hold(path: Path) -> None:
     claim = load_scenario(path).scenario.claim
@@ -44,6 +45,7 @@ def test_a_claim_is_complete_and_its_bounds_hold(path: Path) -> None:
     assert "{" not in one.why
 
 
+@pytest.mark.whole
 def test_the_texts_are_current() -> None:
     every = [checked(path) for path in FILES]
     command = "run python -m sim.validation.claims"

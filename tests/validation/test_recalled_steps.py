@@ -8,6 +8,8 @@ from sim.report.text_run import LONGER
 from sim.validation import runs
 from sim.validation.recalled import markdown, requests, steps
 
+pytestmark = pytest.mark.whole
+
 
 @pytest.fixture(scope="module")
 def found():  # type: ignore[no-untyped-def]

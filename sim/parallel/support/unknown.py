@@ -10,4 +10,4 @@ from sim.errors import Fault
 def unknown(asked: Mapping[str, object]) -> list[Fault]:
     """One error for every field that asks for something, in words, that is not simulated."""
     return [Fault(f"{what} is understood but not simulated yet in this version", field, hint="remove it, or see "
-                  "the README's validity limits") for field, what in asked.items() if what]
+                  "reports/limits.md") for field, what in asked.items() if what]
