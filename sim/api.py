@@ -206,6 +206,10 @@ class Trial:
         """Seconds of a step, as `run` predicts them."""
         return timed(self.scenario, self.memory, self.timeline).step_s
 
+    def work_s(self) -> float:
+        """Seconds of a step that waits for neither data nor retries of the allocator."""
+        return self.timeline.step_time_s
+
 
 class Measured(NamedTuple):
     """What a search asks of a scenario.

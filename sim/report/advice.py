@@ -1,7 +1,7 @@
 """What would make a job fit: every single change worth trying, and what it costs in step time, the cheapest first.
 
 Memory follows the host's order, so that what a change frees is known without simulating a step; only changes after
-which the job fits are simulated for their step time.
+which the job fits are simulated for their step time, and where two are needed those that may be one of them.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Trial(Protocol):
     @property
     def memory(self) -> MemoryResult: ...
     def step_time_s(self) -> float: ...
+    def work_s(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,40 +84,35 @@ def advise(scenario: Scenario, memory: MemoryResult, trial: Callable[[Scenario],
 
     Args:
         memory: of the scenario as it is; `now_s`: its step.
-        trial: lowers a scenario; only the steps of those that fit are asked for.
+        trial: lowers a scenario; only steps of those that fit are asked for, and what each of two adds for a pair.
     """
-    change = Changing(scenario)
+    trials = _Trials(Changing(scenario), trial, now_s, scenario.gpus)
     found: dict[str, _Tried] = {}
-
-    def tried(group: str, what: str, sets: Sets) -> bool:
-        """Whether the job fits with a change, which is kept if it frees anything."""
-        try:
-            other, said = change(sets)
-            one = trial(other)
-        except UserError:
-            return False
-        after = one.memory
-        frees = (after.use.peak_allocated_bytes < memory.use.peak_allocated_bytes if not memory.fits_device else
-                 after.fits_device and after.host_missing_bytes < memory.host_missing_bytes)
-        if after.fits or frees:
-            found[group] = _Tried(what, said, other, one, after)
-        return after.fits
-
     for group, what, sets in candidates(scenario):
         if not (group in found and found[group].after.fits):
-            tried(group, what, sets)
+            one = trials.one(what, sets)
+            if one is not None and (one.after.fits or _frees(one.after, memory)):
+                found[group] = one
     if "recompute" in found and found["recompute"].after.fits:
-        _fewest_blocks(scenario, lambda what, sets: tried("blocks", what, sets), found)
-    tries = [one._replace(sets=change.fewest(Changed(one.scenario, one.sets))) for one in found.values()]
-    priced = [_change(one, now_s, scenario.gpus) for one in tries]
+        fewest = _fewest_blocks(scenario, trials.one)
+        if fewest is not None:
+            found["blocks"] = fewest
+    priced = [trials.priced(one) for one in found.values()]
     cheapest = min((c.gpu_time for c in priced if c.gpu_time is not None), default=math.inf)
     if not memory.fits and cheapest > DEAR:
-        pairs = _pairs([one for one in tries if not one.after.fits or one.after.short],
-                       change, trial, scenario.gpus)
-        two = [_change(one._replace(sets=change.fewest(Changed(one.scenario, one.sets))), now_s, scenario.gpus)
-               for one in pairs]
+        pairs = _pairs([one for one in found.values() if not one.after.fits or one.after.short], trials)
+        two = [trials.priced(one) for one in pairs]
+        if two and (milder := _milder(scenario, min(zip(two, pairs, strict=True), key=_gpu_time)[1], trials)):
+            two.append(trials.priced(milder))
         priced += [c for c in two if (c.gpu_time or 0.0) < cheapest]
     return sorted(priced, key=lambda c: (not c.fits, c.gpu_time or 0.0, c.missing_bytes, c.host_missing_bytes))
+
+
+def _frees(after: MemoryResult, before: MemoryResult) -> bool:
+    """Whether a change frees anything of what is too much."""
+    if not before.fits_device:
+        return after.use.peak_allocated_bytes < before.use.peak_allocated_bytes
+    return after.fits_device and after.host_missing_bytes < before.host_missing_bytes
 
 
 class _Tried(NamedTuple):
@@ -130,57 +126,83 @@ class _Tried(NamedTuple):
     changes: int = 1
 
 
-def _pairs(tries: list[_Tried], change: Changing, trial: Callable[[Scenario], Trial],
-           gpus: int) -> list[_Tried]:
-    """Two changes at once with which the job fits, of those that free most by themselves; without more GPUs before
-    with more, and each with the mildest partner that suffices first."""
+class _Trials(NamedTuple):
+    """How changes are tried and priced, against a step of `now_s` on `gpus`."""
+
+    change: Changing
+    lowered: Callable[[Scenario], Trial]
+    now_s: float
+    gpus: int
+
+    def one(self, what: str, sets: Sets, changes: int = 1) -> _Tried | None:
+        """The scenario with a change; None where it is ruled out."""
+        try:
+            other, said = self.change(sets)
+            one = self.lowered(other)
+        except UserError:
+            return None
+        return _Tried(what, said, other, one, one.memory, changes)
+
+    def gpu_time(self, step_s: float, one: _Tried) -> float:
+        """GPU time of a step, over the job's own."""
+        return step_s / self.now_s * one.scenario.gpus / self.gpus
+
+    def priced(self, one: _Tried) -> Change:
+        """What is said of a change, with its step if the job fits with it."""
+        plain = Change(dict(self.change.fewest(Changed(one.scenario, one.sets))), one.what, one.after.fits,
+                       one.after.headroom_bytes, one.scenario.gpus, count=one.changes,
+                       missing_bytes=one.after.missing_bytes, host_missing_bytes=one.after.host_missing_bytes)
+        if not one.after.fits:
+            return plain
+        step_s = one.trial.step_time_s()
+        return replace(plain, step_time_s=step_s, slowdown=step_s / self.now_s, gpu_time=self.gpu_time(step_s, one))
+
+
+def _pairs(tries: list[_Tried], trials: _Trials) -> list[_Tried]:
+    """Two changes at once with which the job fits, of those that free most by themselves: the cheapest by what each of
+    the two costs alone, those that leave the allocator room before those that may not."""
     strongest = sorted(tries, key=lambda one: one.after.use.peak_allocated_bytes)[:_STRONGEST]
+    alone = {one.what: trials.gpu_time(one.trial.work_s(), one) for one in strongest}
     found = []
     for first, second in combinations(strongest, 2):
         if any(first.sets[field] != second.sets[field] for field in set(first.sets) & set(second.sets)):
             continue
-        try:
-            other, sets = change({**first.sets, **second.sets})
-            both = trial(other)
-        except UserError:
-            continue
-        after = both.memory
-        if after.fits:
-            found.append(_Tried(f"{first.what} and {second.what}", sets, other, both, after, 2))
+        both = trials.one(f"{first.what} and {second.what}", {**first.sets, **second.sets}, 2)
+        if both is not None and both.after.fits:
+            found.append((alone[first.what] * alone[second.what], both))
     # whether the allocator would run short is a replay each; what takes little more than it holds is likely to
-    found.sort(key=lambda one: (one.scenario.gpus > gpus, one.after.use.peak_allocated_bytes
-                                > _ROOMY * one.after.capacity_bytes, -one.after.use.peak_allocated_bytes))
-    return found[:_PRICED]
+    found.sort(key=lambda pair: (pair[1].after.use.peak_allocated_bytes > _ROOMY * pair[1].after.capacity_bytes,
+                                 pair[0]))
+    return [one for _, one in found[:_PRICED]]
 
 
-def _change(one: _Tried, now_s: float, gpus: int) -> Change:
-    plain = Change(dict(one.sets), one.what, one.after.fits, one.after.headroom_bytes, one.scenario.gpus,
-                   count=one.changes, missing_bytes=one.after.missing_bytes,
-                   host_missing_bytes=one.after.host_missing_bytes)
-    if not one.after.fits:
-        return plain
-    step_s = one.trial.step_time_s()
-    return replace(plain, step_time_s=step_s, slowdown=step_s / now_s,
-                   gpu_time=step_s / now_s * one.scenario.gpus / gpus)
+def _gpu_time(pair: tuple[Change, _Tried]) -> float:
+    return pair[0].gpu_time or 0.0
 
 
-def _fewest_blocks(scenario: Scenario, tried: Callable[[str, Sets], bool], found: dict[str, _Tried]) -> None:
+def _milder(scenario: Scenario, pair: _Tried, trials: _Trials) -> _Tried | None:
+    """The same two changes with as few recomputed blocks as suffice, where full recomputation is one of them."""
+    if pair.sets.get("training.recompute") != "full":
+        return None
+    rest = {field: value for field, value in pair.sets.items() if field != "training.recompute"}
+    other = pair.what.replace("full recomputation and ", "").replace(" and full recomputation", "")
+    return _fewest_blocks(scenario, lambda what, sets: trials.one(f"{what} and {other}", {**rest, **sets}, 2))
+
+
+def _fewest_blocks(scenario: Scenario, tried: Callable[[str, Sets], _Tried | None]) -> _Tried | None:
     """The fewest recomputed blocks that suffice without the allocator running short, where all of them suffice."""
     blocks = scenario.model.layers + (scenario.model.decoder_layers or 0)
     sufficient: list[_Tried] = []  # the last that did, which is the one with the fewest
 
     def suffice(count: int) -> bool:
-        what = f"full recomputation of {count} of {blocks} blocks"
-        enough = tried(what, {"training.recompute": {"layers": count}}) and (
-            found["blocks"].after.headroom_bytes > 0 and not found["blocks"].after.short)
-        if enough:
-            sufficient[:] = [found["blocks"]]
+        one = tried(f"full recomputation of {count} of {blocks} blocks", {"training.recompute": {"layers": count}})
+        enough = one is not None and one.after.fits and one.after.headroom_bytes > 0 and not one.after.short
+        if one is not None and enough:
+            sufficient[:] = [one]
         return enough
 
     next_above(0, blocks, suffice)
-    found.pop("blocks", None)  # the last one tried
-    if sufficient:
-        found["blocks"] = sufficient[0]
+    return sufficient[0] if sufficient else None
 
 
 def next_above(low: int, high: int, suffices: Callable[[int], bool]) -> int:
