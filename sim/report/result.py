@@ -120,6 +120,14 @@ class Result:
         return [] if self.predictor is None else troubles(self.scenario, self.step_time_s, self.predictor)
 
     @property
+    def waits(self) -> dict[str, float]:
+        """Seconds of the breakdown's `host` by what is waited for: training data (`data`), cached memory that the
+        allocator gives back and takes again (`allocator`), and the host itself (`host`)."""
+        data = self.data_loading.waiting_s
+        allocator = self.memory.reserved.seconds if self.memory.short else 0.0
+        return {"host": max(0.0, self.breakdown.host - data - allocator), "data": data, "allocator": allocator}
+
+    @property
     def row(self) -> dict[str, Any]:
         """The main numbers, one column each; those of a sweep's point begin with its `set`.
 

@@ -138,7 +138,8 @@ def _rows(result: Result) -> Iterable[tuple[str, float, str]]:
             yield words, exposed, _COLOURS["communication"]
     yield term("pipeline_bubble"), parts.pipeline_bubble, _COLOURS["pipeline_bubble"]
     yield term("offload"), parts.offload, _COLOURS["offload"]
-    yield term("host"), parts.host, _COLOURS["host"]
+    for name, waited in result.waits.items():
+        yield term(name), waited, _COLOURS["host"]
 
 
 def _breakdown(result: Result, width: int) -> list[Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 #: Terms of the breakdown whose field says it in another way.
 TERMS = {"gemm": "matrix products", "memory_bound": "memory-bound kernels", "host": "waiting for the host",
-         "offload": "waiting for offload"}
+         "offload": "waiting for offload", "data": "waiting for training data",
+         "allocator": "the allocator's retries"}
 #: What bounds a step (`bound` of result.md).
 BOUNDS = {"compute": "the tensor cores", "communication": "communication", "memory_bandwidth": "memory bandwidth",
           "host": "the host", "pipeline": "the pipeline's bubble", "offload": "copies to the host and its optimizer"}

@@ -9,6 +9,7 @@ from typing import Any
 from sim.api import Source, run
 from sim.errors import Fault, UserError
 from sim.parallel.serving.request import run_of
+from sim.report import words
 from sim.report.inference import InferenceResult, latency_row
 from sim.report.result import Result
 from sim.report.tables import Frame, as_table
@@ -182,9 +183,19 @@ def _reason(term: str, before: Result, after: Result) -> str:
         tokens = [r.scenario.training.sequence * r.scenario.training.global_batch / r.gpus for r in (before, after)]
         return _times("tokens per GPU and step", *tokens)
     if term == "host":
-        busy = [r.breakdown.compute_s / r.detail.timeline.tasks for r in (before, after)]
-        return f"mean task of kernels and calls {seconds(busy[0])} -> {seconds(busy[1])}"
+        return _waits(before, after)
     return ""
+
+
+def _waits(before: Result, after: Result) -> str:
+    """What of the host's term moved: its own time behind each task, training data, the allocator's retries."""
+    waits, later = before.waits, after.waits
+    said = [f"{words.term(name)} {seconds(waits[name])} -> {seconds(later[name])}" for name in ("data", "allocator")
+            if waits[name] != later[name]]
+    if abs(later["host"] - waits["host"]) > 1e-3 * before.step_time_s or not said:
+        busy = [r.breakdown.compute_s / r.detail.timeline.tasks for r in (before, after)]
+        said.append(f"mean task of kernels and calls {seconds(busy[0])} -> {seconds(busy[1])}")
+    return ", ".join(said)
 
 
 def _arithmetic(category: str, before: Result, after: Result) -> str:
