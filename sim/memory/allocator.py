@@ -11,79 +11,40 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-#: kMinBlockSize: every request is a multiple of it.
-ROUND_BYTES = 512
-#: kSmallSize: requests up to it are served from the small pool, from segments of kSmallBuffer.
-SMALL_BYTES, SMALL_SEGMENT_BYTES = 2**20, 2 * 2**20
-#: kMinLargeAlloc: requests below it share segments of kLargeBuffer; others have their own, a multiple of kRoundLarge.
-LARGE_BYTES, SHARED_SEGMENT_BYTES, SEGMENT_ROUND_BYTES = 10 * 2**20, 20 * 2**20, 2 * 2**20
-
-#: A free block is found by one number, its bytes above its address: integers compare several times as fast as tuples.
-_ADDRESS_BITS = 50
-#: Address space of an expandable segment, which grows in place: more than any device holds.
-_EXPANDABLE_BYTES = 2**42
+from sim.memory.allocator_parts import (
+    ADDRESS_BITS,
+    LARGE_BYTES,
+    ROUND_BYTES,
+    SEGMENT_ROUND_BYTES,
+    SHARED_SEGMENT_BYTES,
+    SMALL_BYTES,
+    SMALL_SEGMENT_BYTES,
+    Block,
+    Pool,
+    Segment,
+)
+from sim.memory.expandable import SPACE_BYTES, Expandable
 
 
 class OutOfMemoryError(Exception):
     """The device is full even after every cached block that can be given back has been."""
 
 
-class Block:
-    """A piece of a segment.
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What PYTORCH_CUDA_ALLOC_CONF asks for.
 
     Attributes:
-        previous, following: neighbours in the segment.
-        pool: list of free blocks it belongs to while free.
-        free: whether the cache has it.
-        segment: number of its segment.
-        asked: bytes of the tensor in it, rounded to `ROUND_BYTES`; the rest of `size` is lost.
+        expandable_segments: see `sim.memory.expandable`.
+        max_split_bytes: blocks of at least so much are not split (max_split_size_mb); None for no limit.
     """
 
-    __slots__ = ("address", "asked", "following", "free", "pool", "previous", "segment", "size")
-
-    def __init__(self, address: int, size: int, pool: Pool, segment: int) -> None:
-        self.address, self.size, self.pool, self.segment = address, size, pool, segment
-        self.previous: Block | None = None
-        self.following: Block | None = None
-        self.free = False
-        self.asked = 0
+    expandable_segments: bool = False
+    max_split_bytes: int | None = None
 
 
-class Pool:
-    """Free blocks of one stream and size class, by bytes and address ascending: the first large enough fits best.
-
-    Attributes:
-        keys, blocks: bytes and address in one number, and the block, in the same order.
-    """
-
-    __slots__ = ("blocks", "keys", "small", "stream")
-
-    def __init__(self, stream: int, small: bool) -> None:
-        self.stream, self.small = stream, small
-        self.keys: list[int] = []
-        self.blocks: list[Block] = []
-
-    def put(self, block: Block) -> None:
-        """A block becomes free."""
-        key = block.size << _ADDRESS_BITS | block.address
-        at = bisect_left(self.keys, key)
-        self.keys.insert(at, key)
-        self.blocks.insert(at, block)
-
-    def take(self, block: Block) -> None:
-        """A free block that is merged or grows."""
-        at = bisect_left(self.keys, block.size << _ADDRESS_BITS | block.address)
-        del self.keys[at], self.blocks[at]
-
-
-@dataclass(slots=True)
-class Segment:
-    """What one cudaMalloc gave."""
-
-    address: int
-    size: int
-    stream: int
-    small: bool
+#: PyTorch's defaults.
+PLAIN = Settings()
 
 
 class Allocator:
@@ -98,14 +59,11 @@ class Allocator:
 
     Args:
         limit_bytes: what cudaMalloc can give; None for no limit.
-        expandable: one growing segment per stream and size class, so that free blocks at its end are always of use
-            (PYTORCH_CUDA_ALLOC_CONF expandable_segments).
-        max_split_bytes: blocks of at least so much are not split (max_split_size_mb); None for no limit.
+        settings: what differs from PyTorch's defaults.
     """
 
-    def __init__(self, limit_bytes: int | None = None, *, expandable: bool = False,
-                 max_split_bytes: int | None = None) -> None:
-        self.limit, self.expandable, self.max_split = limit_bytes, expandable, max_split_bytes
+    def __init__(self, limit_bytes: int | None = None, settings: Settings = PLAIN) -> None:
+        self.limit, self.settings, self.max_split = limit_bytes, settings, settings.max_split_bytes
         self.allocated = self.reserved = self.top_allocated = self.top_reserved = 0
         self.asked = self.top_asked = 0
         self.retries = self.released = self.released_bytes = 0
@@ -113,7 +71,8 @@ class Allocator:
         self._pools: dict[int, Pool] = {}
         self._end = 0
         self._numbers = 0
-        self._tails: dict[int, Block] = {}  # expandable: last block of each pool's segment
+        self._growing = (Expandable(self.segments, self._new_space, self._remapped) if settings.expandable_segments
+                         else None)
         #: Frees what waits for another stream: `release_cached_blocks` waits for those events first.
         self.settle: Callable[[], None] = lambda: None
 
@@ -130,7 +89,9 @@ class Allocator:
         if pool is None:
             pool = self._pools[key] = Pool(stream, small)
         keys = pool.keys
-        at = bisect_left(keys, size << _ADDRESS_BITS)
+        at = bisect_left(keys, size << ADDRESS_BITS)
+        if self._growing is not None:
+            at = self._growing.fitting(pool.blocks, at)
         if at < len(keys) and (self.max_split is None or not self._unfit(size, pool.blocks[at].size)):
             del keys[at]
             block = pool.blocks.pop(at)
@@ -151,7 +112,8 @@ class Allocator:
 
     def state(self) -> object:
         """What all answers to come depend on, beside the blocks in use, and the level."""
-        return self.free_blocks(), self.asked, self.allocated
+        holes = () if self._growing is None else self._growing.state()
+        return self.free_blocks(), self.asked, self.allocated, holes
 
     def free_blocks(self) -> tuple[tuple[int, ...], ...]:
         """What the cache has, by stream and size class: as long as it is the same, and tensors lie where they lay, the
@@ -165,7 +127,7 @@ class Allocator:
             live: blocks by the tensor's number; changed in place.
             events: (number, bytes as `rounded` makes them); 0 bytes frees the tensor, if it is there.
         """
-        if self.expandable or self.max_split is not None:
+        if self.settings != PLAIN:
             for number, size in events:
                 if size:
                     live[number] = self.allocate(size)
@@ -181,7 +143,7 @@ class Allocator:
     def _play(self, live: dict[int, Block], events: Sequence[tuple[int, int]], counts: list[int]) -> None:
         pools = [self._pools.setdefault(key, Pool(0, bool(key))) for key in (0, 1)]
         allocated, asked, top_allocated, top_asked = counts
-        find, bits = bisect_left, _ADDRESS_BITS
+        find, bits = bisect_left, ADDRESS_BITS
         for number, size in events:
             if size:
                 pool = pools[size <= SMALL_BYTES]
@@ -272,8 +234,6 @@ class Allocator:
             if behind.following is not None:
                 behind.following.previous = block
         block.free = True
-        if self.expandable and block.following is None:
-            self._tails[2 * block.pool.stream + block.pool.small] = block
         block.pool.put(block)
 
     def cached(self) -> list[Block]:
@@ -289,7 +249,7 @@ class Allocator:
         return (size < limit <= found) or (size >= limit and found >= size + SHARED_SEGMENT_BYTES)
 
     def _splits(self, size: int, rest: int, small: bool) -> bool:
-        if small or self.expandable:
+        if small or self._growing is not None:
             return rest >= ROUND_BYTES
         return rest > SMALL_BYTES and (self.max_split is None or size < self.max_split)
 
@@ -300,14 +260,12 @@ class Allocator:
             block.following.previous = rest
         block.following, block.size = rest, size
         rest.free = True
-        if self.expandable and rest.following is None:
-            self._tails[2 * rest.pool.stream + rest.pool.small] = rest
         rest.pool.put(rest)
 
     def _grow(self, size: int, pool: Pool) -> Block:
-        """cudaMalloc, or pages mapped behind an expandable segment."""
-        if self.expandable:
-            return self._extend(size, pool)
+        """cudaMalloc, or pages mapped into an expandable segment."""
+        if self._growing is not None:
+            return self._extend(size, pool, self._growing)
         wanted = segment_bytes(size)
         self._make_room(wanted, size, pool)
         block = Block(self._end, wanted, pool, self._numbers)
@@ -317,7 +275,7 @@ class Allocator:
     def _new_segment(self, size: int, pool: Pool) -> None:
         self.segments[self._numbers] = Segment(self._end, size, pool.stream, pool.small)
         self._numbers += 1
-        self._end += _EXPANDABLE_BYTES if self.expandable else size
+        self._end += size
         self._reserve(size)
 
     def _reserve(self, size: int) -> None:
@@ -325,31 +283,36 @@ class Allocator:
         if self.reserved > self.top_reserved:
             self.top_reserved = self.reserved
 
-    def _extend(self, size: int, pool: Pool) -> Block:
-        page = SMALL_SEGMENT_BYTES if pool.small else SHARED_SEGMENT_BYTES
-        tail = self._tails.get(2 * pool.stream + pool.small)
-        have = tail.size if tail is not None and tail.free else 0
-        more = -(-(size - have) // page) * page
-        self._make_room(more, size, pool)
-        if tail is None:
-            block = Block(self._end, more, pool, self._numbers)
-            self._new_segment(more, pool)
-        elif tail.free:
-            tail.pool.take(tail)
-            tail.size, tail.free, block = tail.size + more, False, tail
-        else:
-            block = Block(tail.address + tail.size, more, pool, tail.segment)
-            block.previous, tail.following = tail, block
-        if tail is not None:
-            self.segments[tail.segment].size += more
-            self._reserve(more)
-        self._tails[2 * pool.stream + pool.small] = block
+    def _extend(self, size: int, pool: Pool, growing: Expandable) -> Block:
+        room = growing.room(size, pool)
+        self._make_room(room.pages_bytes, size, pool)
+        room = growing.room(size, pool)  # what was given back may have been a part of it
+        if self.limit is not None and self.reserved + room.pages_bytes > self.limit:
+            raise OutOfMemoryError(f"{room.pages_bytes:,} bytes of pages asked for")
+        block = growing.map(room.first, size, pool)
+        block.free = False
         return block
+
+    def _new_space(self, pool: Pool) -> int:
+        """An expandable segment without any pages."""
+        self.segments[self._numbers] = Segment(self._end, 0, pool.stream, pool.small)
+        self._numbers += 1
+        self._end += SPACE_BYTES
+        return self._numbers - 1
+
+    def _remapped(self, address: int, size: int, pool: Pool) -> None:
+        """Pages came (positive) or went."""
+        if size > 0:
+            self._reserve(size)
+        else:
+            self.reserved += size
+            self.released += 1
+            self.released_bytes -= size
 
     def _make_room(self, wanted: int, size: int, pool: Pool) -> None:
         if self.limit is None or self.reserved + wanted <= self.limit:
             return
-        if (self.max_split is not None and not self.expandable and self._release_oversize(size, pool, self.max_split)
+        if (self.max_split is not None and self._growing is None and self._release_oversize(size, pool, self.max_split)
                 and self.reserved + wanted <= self.limit):
             return
         self.retries += 1
@@ -364,7 +327,7 @@ class Allocator:
         ones until they are together; no event is waited for, and it does not count as a retry
         (`release_available_cached_blocks`)."""
         wanted, given = max(size, least), 0
-        at = bisect_left(pool.keys, wanted << _ADDRESS_BITS)
+        at = bisect_left(pool.keys, wanted << ADDRESS_BITS)
         if at < len(pool.blocks):
             self._release(pool.blocks[at])
             return True
@@ -376,14 +339,15 @@ class Allocator:
         return given >= wanted
 
     def _release(self, block: Block) -> None:
-        """Give back a cached segment, if the block is all of one."""
-        if block.previous is None and block.following is None:
+        """Give back a cached segment, if the block is all of one, or the pages it covers of one that can shrink."""
+        if self._growing is not None:
+            self._growing.unmap(block)
+        elif block.previous is None and block.following is None:
             block.pool.take(block)
             self.reserved -= block.size
             self.released += 1
             self.released_bytes += block.size
             del self.segments[block.segment]
-            self._tails.pop(2 * block.pool.stream + block.pool.small, None)
 
 
 def rounded(size: int) -> int:

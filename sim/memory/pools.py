@@ -12,7 +12,8 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sim.memory.allocator import ROUND_BYTES, SMALL_BYTES, rounded, segment_bytes
+from sim.memory.allocator import rounded, segment_bytes
+from sim.memory.allocator_parts import ROUND_BYTES, SMALL_BYTES
 
 #: What is left of a large block without being split off, at most (`should_split`).
 _SLACK = SMALL_BYTES // ROUND_BYTES

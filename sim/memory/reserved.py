@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from sim.catalog import table
-from sim.memory.allocator import Allocator, Block, OutOfMemoryError
+from sim.memory.allocator import PLAIN, Allocator, OutOfMemoryError, Settings
+from sim.memory.allocator_parts import Block
 from sim.memory.pools import Pools
-from sim.memory.tensors import TensorReplay
+from sim.memory.tensors import B, Cache, TensorReplay
 from sim.program import Program
 
 _FIGURES = "memory/retries.yaml"
@@ -53,13 +54,14 @@ class Reserved:
         return waiting_s + self.released_bytes / 2**30 * float(figures["remapped_per_gib"]["value"])
 
 
-def replayed(program: Program, limit_bytes: int, allocated_bytes: int) -> Reserved:
+def replayed(program: Program, limit_bytes: int, allocated_bytes: int, settings: Settings = PLAIN) -> Reserved:
     """The allocator's answer on a device of which it can have `limit_bytes`, more or less (`_MARGINS`).
 
     Args:
         allocated_bytes: the program's highest sum of tensors (`sim.memory.ledger.peak`).
+        settings: of the allocator.
     """
-    free = fragmentation_bytes(program)
+    free = fragmentation_bytes(program, settings)
     if allocated_bytes > limit_bytes:
         return Reserved(free, None)
     held = min(free, limit_bytes - allocated_bytes)
@@ -71,40 +73,43 @@ def replayed(program: Program, limit_bytes: int, allocated_bytes: int) -> Reserv
     answers: list[Reserved] = []
     for margin in _MARGINS:  # from the least memory on: what needs no retry there is taken to need none with more
         fits = allocated_bytes + free <= limit_bytes + margin or bool(answers and answers[-1].retries == 0)
-        answers.append(Reserved(free) if fits else under_pressure(program, limit_bytes + margin))
+        answers.append(Reserved(free) if fits else under_pressure(program, limit_bytes + margin, settings))
     going = [answer for answer in answers if answer.retries is not None] or [
-        _with_more(program, limit_bytes, allocated_bytes + free)]
+        _with_more(program, limit_bytes, allocated_bytes + free, settings)]
     return Reserved(held, fmean(answer.retries or 0.0 for answer in going),
                     fmean(answer.released_bytes for answer in going))
 
 
-def _with_more(program: Program, limit_bytes: int, enough_bytes: int) -> Reserved:
+def _with_more(program: Program, limit_bytes: int, enough_bytes: int, settings: Settings) -> Reserved:
     """The answer with the least memory above the margins that saves the step, to half as much again: 1, 1.5, 2, 3 …
     GiB; with `enough_bytes` nothing is given back."""
     more = 2**30
     while limit_bytes + more < enough_bytes:
         for extra in (more, more * 3 // 2):
-            answer = under_pressure(program, limit_bytes + extra)
+            answer = under_pressure(program, limit_bytes + extra, settings)
             if answer.retries is not None:
                 return answer
         more *= 2
     return Reserved(0)
 
 
-def fragmentation_bytes(program: Program) -> int:
+def fragmentation_bytes(program: Program, settings: Settings = PLAIN) -> int:
     """Reserved over allocated at most, on a device without limit."""
-    pools = Pools()
-    replay = TensorReplay(program, pools)
+    return _fragmentation(program, Pools()) if settings == PLAIN else _fragmentation(program, Allocator(None, settings))
+
+
+def _fragmentation(program: Program, cache: Cache[B]) -> int:
+    replay = TensorReplay(program, cache)
     replay.construct()
     for _ in range(_STEPS):
         replay.step()
-    return pools.reserved - pools.top_asked
+    return cache.reserved - cache.top_asked
 
 
-def under_pressure(program: Program, limit_bytes: int) -> Reserved:
+def under_pressure(program: Program, limit_bytes: int, settings: Settings = PLAIN) -> Reserved:
     """The whole model replayed on a device whose allocator can have `limit_bytes`: whether giving back cached segments
     saves the step, and how often each steady step does so."""
-    allocator = Allocator(limit_bytes)
+    allocator = Allocator(limit_bytes, settings)
     replay = _Pressed(program, allocator)
     allocator.settle = replay.settle
     try:

@@ -9,6 +9,7 @@ from typing import Any
 
 from sim.hardware import Device, host_share
 from sim.hardware.outside import Outside
+from sim.memory.allocator import PLAIN, Settings
 from sim.memory.ledger import MemoryUse, peak
 from sim.memory.reserved import Reserved, replayed
 from sim.parallel import Lowered
@@ -55,6 +56,7 @@ class MemoryResult:
         outside: what the device holds beside tensors, or None where it is not counted.
         host: host memory of an offloading job, of the fullest node.
         paging: optimizer states in unified memory, None without.
+        settings: of the caching allocator.
     """
 
     use: MemoryUse
@@ -65,6 +67,7 @@ class MemoryResult:
     outside: Outside | None = None
     host: HostMemory | None = None
     paging: Paging | None = None
+    settings: Settings = PLAIN
 
     @property
     def limit_bytes(self) -> int:
@@ -74,7 +77,7 @@ class MemoryResult:
     @cached_property
     def reserved(self) -> Reserved:
         """The caching allocator's replay, which is asked for when first needed: it costs more than all else here."""
-        return replayed(self.program, self.limit_bytes, self.use.peak_allocated_bytes)
+        return replayed(self.program, self.limit_bytes, self.use.peak_allocated_bytes, self.settings)
 
     @property
     def short(self) -> bool:
@@ -155,7 +158,9 @@ class MemoryResult:
         if self.short and self.fits:
             found.append(f"the allocator runs short {self.reserved.retries:.3g} times a step, a mean over what the "
                          f"driver may take: {self.reserved.released_bytes / gib:.3g} GiB of cached blocks go back and "
-                         f"are taken again, which adds {1e3 * self.reserved.seconds:.0f} ms to it")
+                         f"are taken again, which adds {1e3 * self.reserved.seconds:.0f} ms to it"
+                         + ("" if self.settings.expandable_segments else
+                            " (expandable segments waste less: --set software.allocator.expandable_segments=true)"))
         elif near and self.fits_device and not self.headroom_bytes and self.reserved.fragmentation_bytes:
             cached = self.reserved.fragmentation_bytes / gib
             found.append(f"the allocator's cache has filled the GPU: {cached:.3g} GiB of it hold no tensor at the "
@@ -212,10 +217,12 @@ def by_class(scenario: Scenario, lowered: Lowered, devices: Sequence[Device]) ->
     """
     job = lowered.job
     uses = tuple(peak(program) for program in job.programs)
-    host = _host_memory(scenario, job)
+    host, asked = _host_memory(scenario, job), scenario.software.allocator
+    split = None if asked.max_split_size_mb is None else asked.max_split_size_mb * 2**20
     found = [MemoryResult(uses[c.program], uses, int(devices[c.device].gpu.usable_memory_bytes),
                           lowered.memory_complete, job.programs[c.program],
-                          lowered.outside[c.program] if lowered.outside else None, host) for c in job.classes]
+                          lowered.outside[c.program] if lowered.outside else None, host,
+                          settings=Settings(asked.expandable_segments, split)) for c in job.classes]
     return [_paged(scenario, one) if one.program.managed_bytes else one for one in found]
 
 

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sim.memory.allocator import Allocator, Block, OutOfMemoryError, Pool
+from sim.memory.allocator import PLAIN, Allocator, OutOfMemoryError, Settings
+from sim.memory.allocator_parts import Block, Pool
 from sim.memory.order import Buffers
 from sim.memory.tensors import TensorReplay
 from sim.program import MemoryOp, Program, Section
@@ -26,9 +27,8 @@ _BASE = 0x7F0000000000
 _TICK_US = 1
 #: A protocol that readers in JavaScript know too.
 _PROTOCOL = 4
-#: PyTorch's defaults, which the replay follows.
-_SETTINGS = {"PYTORCH_CUDA_ALLOC_CONF": "", "max_split_size": -1, "garbage_collection_threshold": 0.0,
-             "expandable_segments": False, "pinned_num_register_threads": 1, "release_lock_on_cudamalloc": False,
+#: PyTorch's defaults of what the replay does not know.
+_DEFAULTS = {"garbage_collection_threshold": 0.0, "pinned_num_register_threads": 1, "release_lock_on_cudamalloc": False,
              "pinned_use_cuda_host_register": False, "roundup_power2_divisions": {}}
 
 Frames = list[dict[str, Any]]
@@ -43,10 +43,12 @@ def write_snapshot(path: Path, memory: MemoryResult, layers: Sequence[str]) -> N
         OSError: the file cannot be written.
     """
     with path.open("wb") as file:
-        pickle.dump(snapshot(memory.program, layers, memory.limit_bytes if memory.pressed else None), file, _PROTOCOL)
+        pickle.dump(snapshot(memory.program, layers, memory.limit_bytes if memory.pressed else None,
+                             memory.settings), file, _PROTOCOL)
 
 
-def snapshot(program: Program, layers: Sequence[str], limit_bytes: int | None = None) -> dict[str, Any]:
+def snapshot(program: Program, layers: Sequence[str], limit_bytes: int | None = None,
+             settings: Settings = PLAIN) -> dict[str, Any]:
     """Construction, first step and one steady step of a rank, as the caching allocator sees them.
 
     Frames name, innermost first, the category, the operator or tensor, the layer, the phase, the section and the step.
@@ -55,8 +57,9 @@ def snapshot(program: Program, layers: Sequence[str], limit_bytes: int | None = 
     Args:
         layers: names of the model's layers, by position.
         limit_bytes: what the allocator can have of the device; None for no limit.
+        settings: of the allocator.
     """
-    recorder = _Recorder(limit_bytes)
+    recorder = _Recorder(limit_bytes, settings)
     replay = _NamedReplay(program, recorder, layers)
     try:
         replay.construct()
@@ -66,7 +69,15 @@ def snapshot(program: Program, layers: Sequence[str], limit_bytes: int | None = 
     except OutOfMemoryError:
         pass
     return {"segments": recorder.blocks(), "device_traces": [recorder.events], "external_annotations": [],
-            "allocator_settings": _SETTINGS}
+            "allocator_settings": _told(settings)}
+
+
+def _told(settings: Settings) -> dict[str, Any]:
+    split = settings.max_split_bytes
+    said = ["expandable_segments:True"] * settings.expandable_segments
+    said += [] if split is None else [f"max_split_size_mb:{split // 2**20}"]
+    return {"PYTORCH_CUDA_ALLOC_CONF": ",".join(said), "max_split_size": -1 if split is None else split,
+            "expandable_segments": settings.expandable_segments, **_DEFAULTS}
 
 
 class _Recorder(Allocator):
@@ -77,8 +88,8 @@ class _Recorder(Allocator):
         within: what the host is at.
     """
 
-    def __init__(self, limit_bytes: int | None) -> None:
-        super().__init__(limit_bytes)
+    def __init__(self, limit_bytes: int | None, settings: Settings = PLAIN) -> None:
+        super().__init__(limit_bytes, settings)
         self.events: list[dict[str, Any]] = []
         self.within: Named = ()
         self._known: dict[Named, Frames] = {}  # lists that are shared are pickled once
@@ -117,6 +128,10 @@ class _Recorder(Allocator):
         self._event("segment_alloc", _BASE + self._end, size, pool.stream)
         super()._new_segment(size, pool)
 
+    def _remapped(self, address: int, size: int, pool: Pool) -> None:
+        super()._remapped(address, size, pool)
+        self._event("segment_map" if size > 0 else "segment_unmap", _BASE + address, abs(size), pool.stream)
+
     def _release(self, block: Block) -> None:
         segment = self.segments[block.segment]
         super()._release(block)
@@ -134,26 +149,31 @@ class _Recorder(Allocator):
         return self._known[self.within]
 
     def blocks(self) -> list[dict[str, Any]]:
-        """Segments as they are now, each with its blocks in order of address."""
+        """Segments as they are now, each with its blocks in order of address; of one that grows every stretch that has
+        pages."""
         held = [block for block, _, _ in self._held.values()]
-        of_segment: dict[int, list[Block]] = {}
+        stretches: list[list[Block]] = []
         for block in sorted([*held, *self.cached()], key=lambda b: b.address):
-            of_segment.setdefault(block.segment, []).append(block)
-        found = []
-        for number, segment in self.segments.items():
-            blocks = [self._block(block) for block in of_segment[number]]
+            last = stretches[-1][-1] if stretches else None
+            if last is not None and last.segment == block.segment and last.address + last.size == block.address:
+                stretches[-1].append(block)
+            else:
+                stretches.append([block])
+        return [self._segment(row) for row in stretches]
 
-            def total(*states: str, of: str = "size", blocks: list[dict[str, Any]] = blocks) -> int:
-                return sum(block[of] for block in blocks if block["state"] in states)
+    def _segment(self, row: Sequence[Block]) -> dict[str, Any]:
+        segment, blocks = self.segments[row[0].segment], [self._block(block) for block in row]
 
-            found.append({
-                "device": 0, "address": _BASE + segment.address, "total_size": segment.size, "stream": segment.stream,
-                "allocated_size": total("active_allocated"),
-                "active_size": total("active_allocated", "active_pending_free"),
-                "requested_size": total("active_allocated", "active_pending_free", of="requested_size"),
-                "segment_type": "small" if segment.small else "large", "segment_pool_id": (0, 0),
-                "is_expandable": False, "frames": [], "blocks": blocks})
-        return found
+        def total(*states: str, of: str = "size") -> int:
+            return sum(block[of] for block in blocks if block["state"] in states)
+
+        return {
+            "device": 0, "address": _BASE + row[0].address, "total_size": sum(block.size for block in row),
+            "stream": segment.stream, "allocated_size": total("active_allocated"),
+            "active_size": total("active_allocated", "active_pending_free"),
+            "requested_size": total("active_allocated", "active_pending_free", of="requested_size"),
+            "segment_type": "small" if segment.small else "large", "segment_pool_id": (0, 0),
+            "is_expandable": self.settings.expandable_segments, "frames": [], "blocks": blocks}
 
     def _block(self, block: Block) -> dict[str, Any]:
         _, size, frames = self._held.get(block.address, (block, 0, []))

@@ -86,7 +86,7 @@ def check(written: Scenario, scenario: Scenario, document: Document) -> list[Fau
     findings: list[Finding] = [*cluster(written, scenario), *_layout(written, scenario)]
     laid_out = not findings  # else the number of replicas means nothing
     rules = (trouble, _model, mixture, of_decoders, of_transformers, norms, windows, modules, _tensor, _context,
-             _pipeline, _modes, _tokens, _nccl)
+             _pipeline, _modes, _tokens, _nccl, _allocator)
     for rule in (*rules, _batch, _sharding, spread) if laid_out else rules:
         findings += rule(written, scenario)
     return [document.fault(path, message, hint) for path, message, hint in findings]
@@ -336,6 +336,16 @@ def _nccl(written: Scenario, s: Scenario) -> Iterator[Finding]:
     version = s.software.nccl.version
     if version is not None and re.match(r"\s*v?\d+\.\d+", version) is None:
         yield "software.nccl.version", f"'{version[:40]}' is no release of NCCL", "write it as 2.21, or remove it"
+
+
+def _allocator(written: Scenario, s: Scenario) -> Iterator[Finding]:
+    """Expandable segments came with PyTorch 2.1, in October 2023."""
+    del written
+    version = re.match(r"v?(\d+)\.(\d+)", s.software.versions.get("torch", ""))
+    known = tuple(map(int, version.groups())) >= (2, 1) if version else s.software.year >= 2023
+    if s.software.allocator.expandable_segments and not known:
+        yield ("software.allocator.expandable_segments", "PyTorch has expandable segments from 2.1 on (2023)",
+               "use a later software.year or software.versions, or remove it")
 
 
 def _modes(written: Scenario, s: Scenario) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from sim.scenario.gpus import gpu_facts
 from sim.scenario.model import Model
 from sim.scenario.schema import (
     FULL,
+    AllocatorConf,
     Finetune,
     Inference,
     Muon,
@@ -279,6 +280,7 @@ def _software(written: Software, model: Model, optimizer: str) -> Software:
             "optimizer_kernel": _or(written.optimizer_kernel, launched or _since(by["optimizer_kernel"][name], year)),
             "versions": _or(written.versions, {}),
             "nccl": _or(written.nccl, Nccl.model_construct()),
+            "allocator": _or(written.allocator, AllocatorConf.model_construct()),
             "max_connections": _or(written.max_connections, usual_connections(name)),
         }
     )

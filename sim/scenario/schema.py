@@ -290,6 +290,14 @@ class Nccl(Table):
     channels: Annotated[int, count(64)] | None = has(None, "forces a number of channels")
 
 
+class AllocatorConf(Table):
+    """What PYTORCH_CUDA_ALLOC_CONF asks of PyTorch's caching allocator."""
+
+    expandable_segments: bool = has(False, "segments that grow by pages and waste less (PyTorch 2.1 on)")
+    max_split_size_mb: Annotated[int, Field(gt=20, le=2**20)] | None = has(
+        None, "blocks of so many MiB are not split; none = all may be")
+
+
 class Software(Table):
     """Which stack runs the job."""
 
@@ -309,6 +317,7 @@ class Software(Table):
     optimizer_kernel: Literal["loop", "foreach", "fused"] = late("how the optimizer's kernels are launched")
     versions: dict[str, Text] = late("package -> version")
     nccl: Nccl = late("settings of the collective library")
+    allocator: AllocatorConf = late("settings of PyTorch's caching allocator (PYTORCH_CUDA_ALLOC_CONF)")
     max_connections: Annotated[int, count(32)] = late(
         "CUDA_DEVICE_MAX_CONNECTIONS; changes no prediction, and a result says so where it is not the framework's own")
 

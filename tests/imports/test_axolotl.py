@@ -87,6 +87,7 @@ def test_defaults_of_axolotl_are_assumed(read: Read) -> None:
     found = read({"base_model": "Qwen/Qwen2.5-7B", "attn_implementation": "flash_attention_2"})
     assert fields(found, "training.micro_batch", "training.micro_steps", "training.sequence", "training.recompute",
                   "training.precision", "training.optimizer") == [1, 1, 512, "none", "pure-bf16", "adamw"]
+    assert found.scenario.software.allocator.expandable_segments
     assert {"training.micro_batch", "training.micro_steps", "training.sequence", "training.recompute"} <= {
         note.field for note in found.of("assumed")}
 

@@ -107,6 +107,8 @@ def test_it_is_the_published_row_with_its_batch(read: Read) -> None:
      {"parallel.prefetch": {"backward": "pre", "forward": True}}),
     ({"global_train_batch_size": 64}, {"training.micro_batch": 8}),  # 64 / 8 GPUs, less than 16
     ({"compile_config": {}}, {"software.compile": True}),
+    ({"expandable_segments": True, "max_split_size_mb": 512},
+     {"software.allocator": {"expandable_segments": True, "max_split_size_mb": 512}}),
 ])
 def test_fields(read: Read, more: dict[str, Any], expected: dict[str, Any]) -> None:
     found = read(job(**more))

@@ -51,6 +51,18 @@ def scenario(more: str = "", *sets: str) -> Scenario:
     return imported(LEAST + more, "cluster.nodes=1", *sets).scenario
 
 
+def test_settings_of_the_allocator() -> None:
+    found = imported("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True,garbage_collection_threshold:0.8,"
+                     f"max_split_size_mb:512 {LEAST}", "cluster.nodes=1")
+    asked = found.scenario.software.allocator
+    assert (asked.expandable_segments, asked.max_split_size_mb) == (True, 512)
+    (left,) = [note for note in found.of("left") if "ALLOC_CONF" in note.said]
+    assert left.text.startswith("garbage_collection_threshold:")
+    for wrong in ("expandable_segments:yes", "max_split_size_mb:20"):
+        with pytest.raises(UserError, match="PYTORCH_CUDA_ALLOC_CONF: expected"):
+            imported(f"export PYTORCH_CUDA_ALLOC_CONF={wrong}\n{LEAST}", "cluster.nodes=1")
+
+
 def test_gpt_175b() -> None:
     found = imported(GPT)
     s = found.scenario

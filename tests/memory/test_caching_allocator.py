@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.memory.allocator import Allocator, Block, OutOfMemoryError, rounded, segment_bytes
+from sim.memory.allocator import Allocator, OutOfMemoryError, Settings, rounded, segment_bytes
+from sim.memory.allocator_parts import Block
 
 KIB, MIB = 2**10, 2**20
 
@@ -21,6 +22,7 @@ def test_segments_are_of_the_sizes_pytorch_asks_for(asked: int, segment: int) ->
     allocator = Allocator()
     allocator.allocate(asked)
     assert allocator.reserved == segment == segment_bytes(-(-asked // 512) * 512)
+GROWING = Settings(expandable_segments=True)
 
 
 def test_small_requests_share_a_segment_and_are_rounded_to_512_bytes() -> None:
@@ -73,7 +75,7 @@ def test_a_full_device_gives_back_whole_segments_and_tries_again() -> None:
 
 
 def test_expandable_segments_grow_where_fixed_ones_leave_holes() -> None:
-    fixed, growing = Allocator(), Allocator(expandable=True)
+    fixed, growing = Allocator(), Allocator(settings=GROWING)
     for allocator in (fixed, growing):
         for size in (40, 60, 80):
             allocator.free(allocator.allocate(size * MIB))
@@ -81,7 +83,7 @@ def test_expandable_segments_grow_where_fixed_ones_leave_holes() -> None:
 
 
 def test_oversize_blocks_are_neither_split_nor_wasted() -> None:
-    allocator = Allocator(max_split_bytes=32 * MIB)
+    allocator = Allocator(settings=Settings(max_split_bytes=32 * MIB))
     allocator.free(allocator.allocate(64 * MIB))
     allocator.allocate(16 * MIB)
     assert allocator.reserved == 80 * MIB
@@ -98,7 +100,7 @@ requests = st.lists(st.tuples(st.integers(1, 30 * MIB), st.integers(0, 2), st.in
 @given(requests, st.booleans())
 def test_blocks_never_overlap_and_reserved_is_never_below_allocated(
         wanted: list[tuple[int, int, int]], expandable: bool) -> None:
-    allocator = Allocator(expandable=expandable)
+    allocator = Allocator(settings=Settings(expandable))
     live: list[Block] = []
     for size, stream, gone in wanted:
         live.append(allocator.allocate(size, stream))
@@ -219,13 +221,13 @@ def test_events_in_a_row_do_what_one_request_after_another_does(wishes: list[tup
 
 def test_oversize_blocks_go_first_and_without_a_retry() -> None:
     """Only as much as is asked for, of the same stream; blocks below the limit stay."""
-    allocator = Allocator(200 * MIB, max_split_bytes=32 * MIB)
+    allocator = Allocator(200 * MIB, Settings(max_split_bytes=32 * MIB))
     held = [allocator.allocate(size * MIB) for size in (100, 60, 20)]
     for block in held:
         allocator.free(block)
     allocator.allocate(90 * MIB, 1)  # another stream's: nothing of its own to give back
     assert (allocator.retries, allocator.released) == (1, 3)
-    allocator = Allocator(200 * MIB, max_split_bytes=32 * MIB)
+    allocator = Allocator(200 * MIB, Settings(max_split_bytes=32 * MIB))
     held = [allocator.allocate(size * MIB) for size in (100, 60, 20)]
     for block in held:
         allocator.free(block)

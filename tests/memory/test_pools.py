@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.memory.allocator import ROUND_BYTES, Allocator, Block, rounded
+from sim.memory.allocator import Allocator, rounded
+from sim.memory.allocator_parts import ROUND_BYTES, Block
 from sim.memory.pools import Held, Pools
 
 MIB = 2**20

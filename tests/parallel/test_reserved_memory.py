@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from replayed_steps import asked_twice
 
-from sim.memory.allocator import Allocator, OutOfMemoryError
+import sim
+from sim.memory.allocator import Allocator, OutOfMemoryError, Settings
 from sim.memory.ledger import peak
 from sim.memory.reserved import fragmentation_bytes, replayed, under_pressure
 from sim.memory.tensors import TensorReplay
@@ -85,6 +86,31 @@ def test_reserved_grows_with_the_work(field: str, values: tuple[int, ...]) -> No
         allocated = peak(program).peak_allocated_bytes
         found.append(allocated + replayed(program, 2**40, allocated).fragmentation_bytes)
     assert found == sorted(found)
+
+
+def test_expandable_segments_waste_less_and_need_no_retries_where_fixed_ones_do() -> None:
+    program = programs({"strategy": "fsdp"}, sequence=1024, batch=4)[0]
+    allocated = peak(program).peak_allocated_bytes
+    growing, split = Settings(expandable_segments=True), Settings(max_split_bytes=64 * 2**20)
+    fixed, less = (fragmentation_bytes(program, one) for one in (Settings(), growing))
+    assert 0 < less < fixed and fragmentation_bytes(program, split) != fixed
+    assert under_pressure(program, allocated + less, growing).retries == 0
+    assert replayed(program, 2**40, allocated, growing).fragmentation_bytes == less
+
+
+def test_expandable_segments_end_the_retries_of_a_job_whose_cache_is_too_large() -> None:
+    """Llama-2-13B sharded over 8 of 32 A100s of 40 GB: 34 GiB of tensors, and 6 GiB of blocks that fit none of them."""
+    def waits_s(grows: bool) -> float:
+        memory = sim.plan_memory(resolve({
+            "name": "x", "cluster": {"topology": "dgx-a100-40g", "nodes": 4}, "model": {"preset": "llama-2-13b"},
+            "training": {"micro_batch": 2, "global_batch": 384, "sequence": 4096, "precision": "fsdp-bf16",
+                         "recompute": "full"},
+            "parallel": {"strategy": "fsdp", "sharding_factor": 8},
+            "software": {"allocator": {"expandable_segments": grows}}})).memory
+        assert memory.fits
+        return memory.reserved.seconds
+
+    assert waits_s(False) > 1.0 and waits_s(True) == 0.0
 
 
 def test_short_of_memory_cached_blocks_are_given_back_before_a_job_is_lost() -> None:

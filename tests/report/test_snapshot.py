@@ -89,6 +89,20 @@ def test_events_lead_to_the_segments_at_the_end(changes: dict[str, Any], tmp_pat
                                                 if b["state"] == "active_allocated")
 
 
+def test_segments_that_grow_are_told_page_by_page(tmp_path: Path) -> None:
+    one = plan(**{"software.allocator": {"expandable_segments": True, "max_split_size_mb": 64}})
+    write_snapshot(tmp_path / "s.pickle", one.memory, one.fullest.layers)
+    found = read(tmp_path / "s.pickle")
+    (events,) = found["device_traces"]
+    mapped = sum(event["size"] * {"segment_map": 1, "segment_unmap": -1}.get(event["action"], 0) for event in events)
+    assert mapped == sum(s["total_size"] for s in found["segments"]) == one.memory.reserved_bytes > 0
+    assert all(s["is_expandable"] and s["allocated_size"] <= s["total_size"] for s in found["segments"])
+    told = found["allocator_settings"]
+    assert told["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True,max_split_size_mb:64"
+    assert told["expandable_segments"] and told["max_split_size"] == 64 * 2**20
+    assert one.memory.reserved_bytes < plan().memory.reserved_bytes
+
+
 def test_recording_changes_nothing() -> None:
     one = plan()
     allocator = Allocator()

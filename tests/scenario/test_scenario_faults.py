@@ -211,6 +211,10 @@ FIELDS = [
         "not one of pytorch",
         "pytorch",
     ),
+    ("name: base", "name: base\nsoftware: {year: 2022, allocator: {expandable_segments: true}}",
+     "software.allocator.expandable_segments", 2, "from 2.1 on", "a later software.year"),
+    ("name: base", "name: base\nsoftware: {allocator: {max_split_size_mb: 20}}",
+     "software.allocator.max_split_size_mb", 2, "too small", ""),
     ("name: base", "name: base\nsoftware: {fsdp: 3}", "software.fsdp", 2, "3 is not one of 1, 2", ""),
     ("name: base", "name: base\nsoftware: {year: 1999}", "software.year", 2, "too small", ""),
     (

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sim.errors import Fault, UserError
+from sim.imports.allocator import EXPANDABLE, SPLIT
 from sim.imports.draft import Draft, Ranks
 from sim.imports.foundry.model import read_model
 from sim.imports.hugging.facts import inner
@@ -43,7 +44,7 @@ _IDLE = (
     "max_duration", "eval_*", "train_loader.*", "train_loaders*", "device_eval_*", "icl_*", "loggers.*", "progress_bar",
     "log_*", "python_log_level", "console_log_interval", "callbacks.*", "save_*", "load_*", "only_*", "autoresume",
     "spin_dataloaders", "train_subset_*", "dist_timeout", "metadata.*", "flatten_metadata", "code_paths", "profiler.*",
-    "variables.*", "max_split_size_mb", "expandable_segments", "cuda_load_lazy", "accumulate_train_batch_on_tokens",
+    "variables.*", "cuda_load_lazy", "accumulate_train_batch_on_tokens",
     "optimizer.*", "algorithms.gradient_clipping.*", "algorithms.low_precision_layernorm*", "n_gpus", "fsdp_config.*",
     "device_train_grad_accum", "device_train_batch_size", "models.*", "model_name*", "local_rank", "version",
     "name", "image", "integrations*", "command", "scheduling.*", "compute.*", "env_variables*", "cluster",
@@ -96,6 +97,10 @@ def _job(settings: Settings, draft: Draft) -> None:
             draft.leave(Said(settings.file, f"algorithms.{name}", value, settings.line(f"algorithms.{name}")),
                         "what this algorithm does is not simulated")
             take_whole(settings, f"algorithms.{name}")
+    if (grows := settings.get("expandable_segments")) is not None:
+        draft.take(EXPANDABLE, grows.flag(), grows)
+    if (split := settings.get("max_split_size_mb")) is not None:
+        draft.take(SPLIT, split.whole(21), split)
     for name in ("train_loader.dataset.packing_ratio", "train_loader.packing_ratio"):
         if (said := settings.get(name)) is not None:
             draft.leave(said, "documents are packed: attention is counted over the whole sequence")

@@ -7,6 +7,7 @@ utils/trainer.py (setup_fsdp_envs), utils/distributed.py (_get_parallel_config_k
 
 from __future__ import annotations
 
+from sim.imports.allocator import EXPANDABLE
 from sim.imports.hugging.adapters import LINEAR
 from sim.imports.hugging.facts import FP8_GATHER, Job, inner, renamed, set_apart
 from sim.imports.hugging.fsdp import read_fsdp, read_mesh
@@ -152,6 +153,7 @@ def read_axolotl_yaml(settings: Settings, job: Job) -> None:
     draft.assume("training.micro_batch", 1, "axolotl's default of micro_batch_size")
     draft.assume("training.micro_steps", 1, "axolotl's default of gradient_accumulation_steps")
     draft.assume("training.recompute", "none", "axolotl's default of gradient_checkpointing")
+    draft.assume(EXPANDABLE, True, "axolotl sets PYTORCH_CUDA_ALLOC_CONF itself (0.19.0 utils/__init__.py)")
 
 
 def _dtypes(settings: Settings, job: Job) -> None:

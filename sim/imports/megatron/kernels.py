@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sim.catalog import table
 from sim.errors import UserError
+from sim.imports.allocator import VARIABLES, read_conf
 from sim.imports.draft import Draft
 from sim.imports.megatron.arguments import Args, given
 from sim.imports.megatron.model import choice
@@ -47,6 +48,8 @@ def read_kernels(args: Args, draft: Draft, half: bool) -> None:
         draft.take("software.deterministic", True, deterministic)
     if said := args.get("CUDA_DEVICE_MAX_CONNECTIONS"):
         draft.take("software.max_connections", said.whole(), said)
+    if said := args.get(*VARIABLES):
+        read_conf(said, draft)
     _mixture(args, draft)
 
 

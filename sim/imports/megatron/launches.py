@@ -10,7 +10,7 @@ from typing import Any
 
 from sim.catalog import table
 from sim.errors import Fault, UserError
-from sim.imports.script.shell import Launch, Script
+from sim.imports.script.shell import TELLING, Launch, Script
 from sim.imports.script.variables import Word, unresolved
 from sim.imports.settings import Said, Settings
 
@@ -25,7 +25,6 @@ _PRINTS = ("echo", "printf", "cat", "tee")
 _OF_SLURM = {"SLURM_NNODES": "--nodes", "SLURM_JOB_NUM_NODES": "--nodes", "SLURM_NTASKS": "--ntasks",
              "SLURM_NTASKS_PER_NODE": "--ntasks-per-node", "SLURM_GPUS_PER_NODE": "--gpus-per-node",
              "SLURM_GPUS_ON_NODE": "--gpus-per-node"}
-_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 #: The setting of a launcher that starts one process, since it is told of no more.
 ONE_PROCESS = "without --nproc-per-node"
 
@@ -81,7 +80,8 @@ class _Command:
 def read_script(text: str, file: str) -> Started:
     """The arguments of the command that trains: a program named so before others, of several the one with most.
 
-    `#SBATCH` lines are settings too, by the name `#SBATCH --nodes`, and so is CUDA_DEVICE_MAX_CONNECTIONS.
+    `#SBATCH` lines are settings too, by the name `#SBATCH --nodes`, and so are variables that
+    no argument holds.
 
     Raises:
         UserError: nothing in it has arguments, or it cannot be followed.
@@ -100,8 +100,9 @@ def read_script(text: str, file: str) -> Started:
         data[ONE_PROCESS], lines[ONE_PROCESS] = 1, chosen.words[0].line
     data |= slurm
     lines |= slurm_lines
-    for value in script.variables.values.get(_CONNECTIONS, [])[:1]:
-        data[_CONNECTIONS], lines[_CONNECTIONS] = value.text, value.line
+    for name in TELLING:
+        for value in script.variables.values.get(name, [])[:1]:
+            data[name], lines[name] = value.text, value.line
     remarks = [*script.remarks, *chosen.launch.loops]
     told = [(Said(file, one.name, f"line {one.line}", one.line), one.why) for one in remarks]
     return Started(Settings(file, data, lines), chosen.program, told + _skipped(chosen, others, file))

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from sim.errors import Fault, UserError
+from sim.imports.allocator import VARIABLES
 from sim.imports.script.conditions import TESTS, UNKNOWN, Verdict, judge
 from sim.imports.script.grammar import (
     Body,
@@ -42,7 +43,7 @@ _ASKS = ("grep", "egrep", "which", "command", "type", "hash", "cmp", "diff", "pg
 _ASIDE = ("echo", "printf", "mkdir", "pip", "pip3", "apt", "apt-get", "wget", "curl", "git", "rm", "cp", "mv", "ls",
           "cat", "tar", "conda", "module", "huggingface-cli", "rsync", "sed", "awk", "chmod", "ln", "sleep", "exit")
 #: Variables that matter though no argument holds them.
-_TELLING = ("CUDA_DEVICE_MAX_CONNECTIONS",)
+TELLING = ("CUDA_DEVICE_MAX_CONNECTIONS", *VARIABLES)
 #: Rounds of a loop, commands and calls within calls: more is no launch script.
 _ROUNDS, _MOST, _DEEPEST = 100, 20_000, 30
 
@@ -344,7 +345,7 @@ class Script:
     def _uses(self, name: str) -> bool:
         """Whether a variable matters: the script has its name elsewhere than in front of `=`."""
         if not self._used:
-            self._used = {*_TELLING, *re.findall(r"\b[A-Za-z_]\w*\b(?!\+?=)", self._text)}
+            self._used = {*TELLING, *re.findall(r"\b[A-Za-z_]\w*\b(?!\+?=)", self._text)}
         return name in self._used
 
     def _remark(self, word: str, condition: Body, verdict: Verdict) -> None:
