@@ -153,8 +153,15 @@ def _sharding(scenario: Scenario) -> Iterator[Candidate]:
         precision = scenario.training.precision
         if precision.compute in ("bf16", "fp16") and precision.parameters == "fp32" and _full(scenario):
             name = f"fsdp-{precision.compute}"
-            yield Candidate("FSDP", f"FSDP over all ranks, gathers in {precision.compute} ({name})",
-                            {**fsdp, "training.precision": name})
+            fsdp = {**fsdp, "training.precision": name}
+            yield Candidate("FSDP", f"FSDP over all ranks, gathers in {precision.compute} ({name})", fsdp)
+        # without sharding parameters stay where they are, so that neither alone is a change to combine with the other
+        outside = {"parallel.offload.parameters": "cpu", "parallel.offload.optimizer": "cpu"}
+        if scenario.parallel.offload.parameters == "none":
+            yield Candidate("FSDP outside", "FSDP over all ranks, parameters and optimizer in host memory",
+                            {**fsdp, **outside})
+            yield Candidate("ZeRO outside", "ZeRO-3, parameters and optimizer in host memory",
+                            {"parallel.strategy": "zero3", **whole, **outside})
     if strategy not in ("none", "ddp"):
         factor = parallel.sharding_factor
         for wider in dict.fromkeys((2 * factor, replicas)):

@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 
 from sim.errors import UserError
 from sim.garbage import seldom_searched
-from sim.report.advice import Measure, next_above
+from sim.report.combined import next_above
 from sim.report.memory import MemoryResult
 from sim.scenario import Scenario
 from sim.scenario.change import Changing
 from sim.scenario.schema import Inference
+
+Measure = Callable[[Scenario], MemoryResult]
 
 #: Where the search stops: more sequences or tokens than any published run has had.
 _MOST_SEQUENCES, _MOST_TOKENS = 2**17, 2**24

@@ -9,7 +9,6 @@ from typing import Any
 
 from sim.engine import Machine, Timeline, simulate
 from sim.parallel import Lowered
-from sim.report.advice import Change
 from sim.report.breakdown import Breakdown
 from sim.report.budget import BudgetResult
 from sim.report.inference import InferenceResult, latency_row
@@ -20,6 +19,7 @@ from sim.report.neighbours import Features, Validated, validated
 from sim.report.stages import StageUse, stages_of
 from sim.report.tables import Frame, as_table
 from sim.report.traffic import traffic_list
+from sim.report.trials import Change
 from sim.report.troubles import Trouble, troubles
 from sim.scenario.dump import dump
 from sim.scenario.schema import Scenario

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sim.memory.ledger import CATEGORIES
-from sim.report.advice import DEAR, Change
 from sim.report.breakdown import felt
+from sim.report.combined import DEAR
 from sim.report.largest import GPU_ALONE, Largest
 from sim.report.memory import TIGHT_HEADROOM, MemoryResult
 from sim.report.result import Result
@@ -23,6 +23,7 @@ from sim.report.scaling import scaling
 from sim.report.text_head import has_tokens, headline
 from sim.report.text_run import budget_lines, trouble_lines
 from sim.report.text_stages import stage_lines
+from sim.report.trials import Change
 from sim.report.units import rate, seconds, size
 from sim.report.words import bound, forward_of, term
 from sim.scenario.change import said
@@ -32,6 +33,8 @@ from sim.work import CATEGORIES as KERNEL_CATEGORIES
 _WASTE = 0.02
 #: Changes listed for a job that does not fit.
 _CHANGES = 5
+#: Of them, how many on more GPUs stand beside those on as many.
+_ON_MORE = 2
 #: Characters of options on a line, the least a terminal has less the indent.
 _OPTIONS_WIDTH = 76
 _SEARCH = "'drystep size' searches whole layouts"
@@ -248,17 +251,34 @@ def changes_lines(changes: Sequence[Change], most: int = _CHANGES, searchable: b
     if not fitting:
         return [Text(f"no single change makes it fit; closest is {c.what}, {_still_lacking(c)}"
                      + (f" ({_SEARCH})" if searchable else "")) for c in changes[:1]]
-    lines: list[Any] = []
-    for c in fitting[:most]:
-        free = f"{size(c.headroom_bytes)} free" if c.headroom_bytes > 0 else "only just (the allocator runs short)"
-        lines += [Text(f"  {c.what}: {free}, {_cost(c)}"),
-                  *(Padding(Text(line, style="dim"), (0, 0, 0, 4), expand=False) for line in _options(c.set))]
+    here, more = ([c for c in fitting if c.more_gpus == wanted] for wanted in (False, True))
+    shown = here[:most - min(len(more), _ON_MORE)]
+    lines = [Text(_head(here), style="bold")] if here else []
+    for c in shown:
+        lines += _change_lines(c)
+    if more:
+        lines.append(Text("on more GPUs it would fit with" if here else
+                          "nothing that was tried makes it fit on as many GPUs; on more it would with", style="bold"))
+    for c in more[:most - len(shown)]:
+        lines += _change_lines(c)
     rest = len(fitting) - most
-    alone = any(change.count == 1 for change in fitting)
-    head = "it would fit with" if alone else "no single change makes it fit; two at once would"
     below = [f"  and {rest} more, dearer ones (--json has all)"] if rest > 0 else []
     below += [f"  {_SEARCH}"] if searchable and min(c.gpu_time or 1.0 for c in fitting) > DEAR else []
-    return [Text(head, style="bold"), *lines, *(Text(line, style="dim") for line in below)]
+    return [*lines, *(Text(line, style="dim") for line in below)]
+
+
+def _head(here: Sequence[Change]) -> str:
+    counts = sorted({change.count for change in here})
+    if counts[0] == 1:
+        return "it would fit with"
+    many = " or ".join({2: "two", 3: "three"}[count] for count in counts)
+    return f"no single change makes it fit; {many} at once would"
+
+
+def _change_lines(c: Change) -> list[Any]:
+    free = f"{size(c.headroom_bytes)} free" if c.headroom_bytes > 0 else "only just (the allocator runs short)"
+    return [Text(f"  {c.what}: {free}, {_cost(c)}"),
+            *(Padding(Text(line, style="dim"), (0, 0, 0, 4), expand=False) for line in _options(c.set))]
 
 
 def _options(sets: Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from report_scenarios import small
 
 from sim.api import memory_of
-from sim.report.advice import next_above
+from sim.report.combined import next_above
 from sim.report.largest import largest, search
 
 scenario = partial(small, 2048, 2, "fsdp-bf16", "fsdp")
