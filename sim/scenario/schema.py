@@ -136,6 +136,13 @@ def matrix_dtype(finetune: Finetune | None, precision: Precision) -> str:
     return precision.compute
 
 
+class Documents(Table):
+    """Documents that are packed into a sequence and between which attention does not cross."""
+
+    mean: Tokens = needs("mean tokens of a document within its sequence")
+    spread: Annotated[float, Field(ge=0, le=1000)] = has(0.0, "standard deviation of their lengths over the mean")
+
+
 class InferenceRun(Table):
     """Sizes of an inference run."""
 
@@ -171,6 +178,7 @@ Recompute = Annotated[
     | Annotated[RecomputeModules, Tag("modules")],
     Discriminator(_name_layers_or_modules),
 ]
+Document = Annotated[Annotated[Tokens, Tag("name")] | Annotated[Documents, Tag("table")], _BY_KIND]
 Mode = Annotated[Annotated[Literal["train"], Tag("name")] | Annotated[Inference, Tag("table")], _BY_KIND]
 
 
@@ -181,6 +189,9 @@ class Training(Table):
     global_batch: Sequences = late("sequences per optimizer step over the whole job")
     micro_steps: Annotated[int, count(1_000_000)] | None = has(None, "instead of global_batch: micro-steps per step")
     sequence: Tokens = needs("tokens per sequence")
+    document: Document | None = has(
+        None, "mean tokens of the documents packed into a sequence, whose attention keeps to them; with their spread "
+        "{mean: 500, spread: 1.2}; none = attention sees the whole sequence")
     decoder_sequence: Tokens = late("tokens per decoder sequence")
     predicted_tokens: Tokens = late("tokens per sequence that reach the vocabulary head")
     precision: Annotated[Precision, BeforeValidator(named_precision)] = late("a name or seven dtypes")
@@ -202,6 +213,24 @@ class Training(Table):
         """Dtype in which the model's matrices are multiplied: the precision's, or that of 16-bit frozen weights beside
         fp32 adapters, which nothing casts (no autocast: its compute dtype is a 16-bit one)."""
         return matrix_dtype(self.finetune, self.precision)
+
+    @property
+    def documents(self) -> Documents | None:
+        """The documents inside a sequence; a number is their mean alone."""
+        return Documents(mean=self.document) if isinstance(self.document, int) else self.document
+
+    @property
+    def attended(self) -> float:
+        """Tokens of the document in which a mean token stands: squares of the documents' lengths, over tokens. Work of
+        attention goes by that, E[length^2] / E[length] = mean (1 + spread^2), and not by the mean; without documents
+        it is the sequence."""
+        documents = self.documents
+        return float(self.sequence) if documents is None else documents.mean * (1.0 + documents.spread**2)
+
+    @property
+    def packed(self) -> bool:
+        """Whether a sequence holds several documents, so that attention sees less than all of it."""
+        return self.documents is not None and self.attended < self.sequence
 
 
 # ----------------------------------------------------------------------------------------------------------- parallel
