@@ -137,7 +137,7 @@ class Draft:
 
     def packs(self, said: Said) -> None:
         """A setting that keeps attention to the documents packed into a sequence, whose lengths lie with the data."""
-        if self.overridden(_DOCUMENT):
+        if self.overridden(f"{_DOCUMENT}.mean"):
             self.share(_DOCUMENT, said.value, said)
             return
         self.leave(said, "attention keeps to the documents packed into a sequence, and how long these are no setting "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sim.model.architecture import Architecture
 from sim.model.build import build
-from sim.model.core_choice import core_dtype, fused_kernel, masked
+from sim.model.core_choice import core_dtype, fused_kernel, masked, uses_flash
 from sim.model.scenario_style import style_of
 from sim.model.style import Style
 from sim.scenario import Scenario
@@ -63,10 +63,12 @@ def _size(count: float) -> str:
 def documents_in_vain(scenario: Scenario) -> list[str]:
     """A warning where attention is spelled out, so that documents are a mask and nothing is skipped."""
     training = scenario.training
-    if not training.packed or training.attention != "eager":
+    if not training.packed or training.attention == "sdpa":
         return []
-    return ["attention: document changes neither time nor FLOPs: eager attention computes all pairs of the sequence "
-            "under a mask; attention: flash skips those of two documents"]
+    if uses_flash(style_of(scenario, stack_of(scenario.software), training.micro_batch)):
+        return []
+    return ["attention: document changes neither time nor FLOPs: products and softmax spelled out compute all pairs "
+            "of the sequence under a mask; flash kernels in 16 bits skip those of two documents"]
 
 
 def of_whole_sequences(scenario: Scenario, architecture: Architecture) -> float:

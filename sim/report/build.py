@@ -24,6 +24,8 @@ from sim.scenario.schema import Inference, Scenario
 
 #: From this part of the FLOPs on, attention that causal kernels skip makes MFU another figure than most expect.
 _MUCH_SKIPPED = 0.2
+#: And from this part on what is between documents does.
+_MUCH_BETWEEN = 0.05
 
 
 def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timeline: Timeline) -> Result:
@@ -152,7 +154,7 @@ def _warnings(result: Result) -> list[str]:
                      f"causal kernels skip MFU is {100 * result.mfu * (1 - skipped):.1f}%")
     if result.scenario.training.packed:
         more = of_whole_sequences(result.scenario, result.detail.lowered.architecture)
-        if more > 1.0:
+        if more >= 1.0 + _MUCH_BETWEEN:
             found.append("mfu: attention is counted within documents, as FlopCounterMode does with cumulative lengths; "
                          f"counted over whole sequences, as torchtitan does, MFU is {100 * result.mfu * more:.1f}%")
     if (own := result.scenario.cluster.gpu) is not None and any(v is not None for v in own.model_dump().values()):
