@@ -148,7 +148,8 @@ def test_spelled_out_attention_computes_all_pairs() -> None:
 def test_memory_keeps_a_mask_where_one_is_made_and_nothing_else() -> None:
     def kept(document: Any, attention: str) -> float:
         made = built(document, attention=attention, software={"framework": "pytorch", "modules": "transformers"})
-        return sum(t.elements * DTYPE_BYTES[t.dtype] for layer in made.stack for op in layer.operators for t in op.saved)
+        return sum(t.elements * DTYPE_BYTES[t.dtype]
+                   for layer in made.stack for op in layer.operators for t in op.saved)
 
     assert kept(512, "flash") == kept(None, "flash")
     assert kept(512, "sdpa") == kept(None, "sdpa") + 2 * 8192**2
