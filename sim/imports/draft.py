@@ -21,6 +21,7 @@ Kind = Literal["taken", "assumed", "left", "default", "idle", "unknown"]
 
 #: Settings that were not taken, told where something is missing: one of them may say why.
 _FEW = 5
+_DOCUMENT = "training.document"
 #: What a scenario cannot do without, and how a user who has no file that says it can say it.
 _WANTED = {
     "cluster.topology": "--cluster NAME, a name of 'drystep list topologies' or a path",
@@ -133,6 +134,15 @@ class Draft:
         """A setting that matters, which no field says or which is not simulated."""
         self._told.add((said.file, said.name))
         self._others.append(Note("left", str(said), "", said.value, why))
+
+    def packs(self, said: Said) -> None:
+        """A setting that keeps attention to the documents packed into a sequence, whose lengths lie with the data."""
+        if self.overridden(f"{_DOCUMENT}.mean"):
+            self.share(_DOCUMENT, said.value, said)
+            return
+        self.leave(said, "attention keeps to the documents packed into a sequence, and how long these are no setting "
+                         "says: it is counted over the whole sequence, which is too much; "
+                         f"--set {_DOCUMENT}=N, their mean tokens, or {_DOCUMENT}='{{mean: N, spread: S}}'")
 
     def share(self, path: str, value: Any, said: Said) -> None:
         """A setting that says a part of a field whose whole another one is the origin of."""

@@ -11,6 +11,7 @@ from sim.model.core_choice import copies_output, in_math, kernel_name, masked, r
 from sim.model.head_exchange import exchanged, within
 from sim.model.kernels import cast, elementwise, product, softcap, width
 from sim.model.math_core import in_math_operator
+from sim.model.pairs import span
 from sim.model.relative import bias_backward, bias_forward, kept_bias
 from sim.model.ring import around_the_ring, below
 from sim.model.rotated_ring import rotated
@@ -61,8 +62,9 @@ def _gathered(style: Style) -> Operator:
     if not uses_flash(style):
         return replace(_eager(every), joint=joint)
     saved = _flash(style).saved
-    if not style.causal or style.window or style.biased:  # a window's band has one size wherever it is
-        one = _flash(style if style.window else every)
+    near = style.window or style.document  # a window's band has one size wherever it is, and documents in the mean
+    if not style.causal or near or style.biased:
+        one = _flash(style if near else every)
         return replace(one, saved=saved, joint=joint)
     half = style.sequence // 2
     early, late = (_flash(replace(every, sequence=half, memory=keys)) for keys in (half, whole))
@@ -79,22 +81,15 @@ def _flash(style: Style) -> Operator:
     """One kernel forward, three backward (row sums of out*dout, the kernel itself, conversion of dq).
 
     Keeps the log-sum-exp (fp32, one per head and token) and the random state (two 8-byte scalars). FLOPs count the
-    attended square in full; `causal` lets the device skip half. With a window every query meets at most that many keys
-    and the band's exact area is counted instead. A bias of the scores, or a mask, is read for every sequence and head,
+    attended square in full (of documents each one's own, as FlopCounterMode does with cumulative lengths); `causal`
+    lets the device skip half. With a window every query meets at most that many keys and the band's exact area is
+    counted instead. A bias of the scores, or a mask, is read for every sequence and head,
     and nothing is skipped, since causality is part of it.
     """
-    met = seq_k = style.keys
-    causal, apart = style.causal and not style.biased, masked(style)
-    whole = style.sequence * style.context
-    if 0 < style.window < whole and causal:
-        pairs = _chunks(whole, style.window) if style.chunked else _band(whole, style.window)
-        met, causal = round(pairs / (whole * style.context)), False
-    if apart:
-        causal = False
-    else:
-        seq_k = met
+    apart = masked(style)
+    pieces, queries, keys, met, causal = span(style)
     groups, keys_width = (style.heads, style.query_width) if repeated(style) else (style.kv_heads, style.kv_width)
-    shape = (style.batch, style.heads, groups, style.sequence, seq_k, style.head_dim)
+    shape = (pieces, style.heads, groups, queries, keys, style.head_dim)
     flops = 4.0 * style.batch * style.sequence * met * style.query_width
     e = width(style.act)
     row_sums = style.tokens * style.heads
@@ -151,17 +146,6 @@ def _reading_s(stack: Stack) -> float:
     """
     times = {"packed": 1, "apart": 3}.get(stack.unpadding, 0)
     return times * (_READS * stack.host_read_s + _LAUNCHES * stack.host_forward_s + _VIEWS * stack.host_view_s)
-
-
-def _band(sequence: int, window: int) -> int:
-    """Pairs (query, key) of a causal band: query i meets min(i + 1, window) keys."""
-    return sequence * window - window * (window - 1) // 2
-
-
-def _chunks(sequence: int, chunk: int) -> int:
-    """Pairs (query, key) of causal attention within chunks, the last of which may be shorter."""
-    whole, rest = divmod(sequence, chunk)
-    return whole * chunk * (chunk + 1) // 2 + rest * (rest + 1) // 2
 
 
 def _eager(style: Style) -> Operator:

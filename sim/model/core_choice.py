@@ -1,8 +1,9 @@
 """What computes the core of attention: one fused kernel, and which, or products and softmax of their own.
 
-`attention: flash` is a kernel that takes whatever a block is (windows, grouped heads), `sdpa` is PyTorch's
-`scaled_dot_product_attention`, which takes the first of its kernels that takes the call: an explicit mask (a window),
-heads of different widths, fp32 or keys that are broadcast over the queries' heads leave fewer, or none ("math").
+`attention: flash` is a kernel that takes whatever a block is (windows, documents, grouped heads), `sdpa` is PyTorch's
+`scaled_dot_product_attention`, which takes the first of its kernels that takes the call: an explicit mask (a window,
+documents), heads of different widths, fp32 or keys that are broadcast over the queries' heads leave fewer, or none
+("math").
 
 Sources: ATen native/transformers/sdp_utils_cpp.h (torch 2.4.1 to 2.13.0: check_for_attn_mask,
 check_batch_size_and_num_heads_dense, check_for_dropout), cuda/sdp_utils.cpp (use_flash_attention,
@@ -73,11 +74,11 @@ def unequal(style: Style) -> bool:
 
 
 def masked(style: Style) -> bool:
-    """Whether the call has a mask: for a window, which `scaled_dot_product_attention` has no word for, and in Falcon's
-    modules of a release that always makes one."""
+    """Whether the call has a mask: for a window or documents, which `scaled_dot_product_attention` has no word for, and
+    in Falcon's modules of a release that always makes one."""
     if style.attention != "sdpa" or not style.causal or style.memory or style.biased:
         return False
-    return style.window > 0 or (style.joint_qkv == "groups" and style.stack.sdpa_mask_always)
+    return style.window > 0 or style.document > 0 or (style.joint_qkv == "groups" and style.stack.sdpa_mask_always)
 
 
 def _grouped(style: Style) -> bool:

@@ -2,7 +2,8 @@
 
 A causal mask is balanced by giving every slice an early and a late part of the sequence: a rank attends to its own keys
 under the mask, to those of slices before it with all of its queries on their early half, to those of slices behind it
-with its late queries on all of them. Each step is half a square. The last rank, which has only slices before it, puts
+with its late queries on all of them. Each step is half a square. Documents packed into the sequence are cut so one by
+one, so that every rank has the same share of each. The last rank, which has only slices before it, puts
 together most; all wait for it, so its are the kernels here.
 
 Sources: Liu et al. 2023, "Ring Attention" (arXiv 2310.01889); TransformerEngine 2.8.0
@@ -27,7 +28,7 @@ def below(style: Style) -> Style | None:
     """All queries of a slice on the early half of another's keys; None where all steps are alike."""
     if not style.causal or style.window or style.biased or style.sequence % 2:
         return None
-    return replace(style, memory=style.sequence // 2, context=1, causal=False)
+    return replace(style, memory=style.sequence // 2, context=1, causal=False, document=style.document / style.context)
 
 
 def around_the_ring(style: Style, own: Operator, other: Operator | None, elements: int, merges: bool) -> Operator:

@@ -72,6 +72,7 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
         gathers=scenario.parallel.context_exchange == "all-gather" and context > 1, exchanges=scenario.head_ranks,
         scattered=scenario.parallel.sequence_parallel and tensor > 1, tuned=tuned,
         full_every=model.full_every or 0, first_full=model.first_full, chunked=bool(model.chunked_window),
+        document=training.attended if training.packed else 0.0,
         qk_norm=model.qk_norm or "", block_norms=model.block_norms,
         score_softcap=bool(model.score_softcap), logit_softcap=bool(model.logit_softcap),
         qkv_bias=bool(model.qkv_bias) or bool(model.bias), new_gelu=model.activation == "gelu-new",

@@ -49,6 +49,7 @@ class Style:
         autocast: weights are fp32 and cast to `act` where they are used.
         window: keys each query sees, 0 = all; of a chunk of the sequence, if `chunked`.
         full_every, first_full: one block of so many behind the first so many sees all keys, and so do these.
+        document: tokens of the document that a mean token stands in (`Training.attended`), 0 = a sequence is one.
         tensor, context, expert: slices the width, the sequence, the experts are cut into.
         arrives_narrow: weights are gathered in the products' narrow dtype (torchao's enable_fsdp_float8_all_gather).
         gathers: keys and values of the whole sequence are gathered before attention, else they go round a ring.
@@ -120,6 +121,7 @@ class Style:
     full_every: int = 0
     first_full: int = 0
     chunked: bool = False
+    document: float = 0.0
     qk_norm: str = ""
     block_norms: str = "input"
     score_softcap: bool = False
@@ -157,9 +159,20 @@ class Style:
         return self.tied or (self.further > 0 and not self.copies_table)
 
     @property
+    def slices(self) -> int:
+        """Parts in which a query meets its keys: one by one round a ring, or all at once."""
+        return 1 if self.gathers else self.context
+
+    @property
+    def pieces(self) -> int:
+        """Sequences of the micro-batch, or documents in them, that a fused kernel is launched over one by one. Round a
+        ring every document is cut over the context ranks."""
+        return max(self.batch, round(self.tokens * self.slices / self.document)) if self.document else self.batch
+
+    @property
     def gradient_parts(self) -> int:
         """Tensors in which the backward of flash attention adds up the gradient of the queries."""
-        return gradient_parts(self.batch * self.heads, self.parted) if self.parted else 1
+        return gradient_parts(self.pieces * self.heads, self.parted) if self.parted else 1
 
     @property
     def biased(self) -> bool:

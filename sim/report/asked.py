@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from sim.errors import nearest
 from sim.network import Topology
-from sim.report.attention import joint_beside_frozen, not_flash
+from sim.report.attention import documents_in_vain, joint_beside_frozen, not_flash
 from sim.report.candidates import own_half
 from sim.scenario import Scenario
 from sim.scenario.schema import Inference
@@ -236,7 +236,8 @@ _OTHER_SHAPES = ("torus", "ring")
 #: What is asked in vain, in the order in which it is said.
 _ASKED = (links_in_vain, overlap_in_vain, prefetch_in_vain, takes_turns, zero_plus_plus_in_vain, algorithm_in_vain,
           schedule_of_another, versions_in_vain, determinism, accumulation_in_vain, autocast_alone, fused_bias_in_vain,
-          cache_in_vain, peer_sums_in_vain, protocol_in_vain, budget_in_vain, not_flash, joint_beside_frozen)
+          cache_in_vain, peer_sums_in_vain, protocol_in_vain, budget_in_vain, not_flash, documents_in_vain,
+          joint_beside_frozen)
 
 
 def in_vain(scenario: Scenario) -> list[str]:

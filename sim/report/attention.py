@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from sim.model.core_choice import core_dtype, fused_kernel, masked
+from sim.model.architecture import Architecture
+from sim.model.build import build
+from sim.model.core_choice import core_dtype, fused_kernel, masked, uses_flash
 from sim.model.scenario_style import style_of
 from sim.model.style import Style
 from sim.scenario import Scenario
@@ -30,7 +32,8 @@ def not_flash(scenario: Scenario) -> list[str]:
 
 
 def _of_mask(style: Style, kernel: str) -> str:
-    what = f"the window of {style.window} tokens" if style.window else "causality (Falcon's modules always do so)"
+    what = ("documents" if style.document else f"the window of {style.window} tokens" if style.window else
+            "causality (Falcon's modules always do so)")
     size = _size(style.batch * style.sequence * style.keys * DTYPE_BYTES[style.act])
     runs = {"efficient": "the memory-efficient kernel runs and skips nothing",
             "cudnn": "cuDNN's kernel runs and skips nothing"}
@@ -55,6 +58,26 @@ def _why(style: Style) -> str:
 
 def _size(count: float) -> str:
     return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
+
+
+def documents_in_vain(scenario: Scenario) -> list[str]:
+    """A warning where attention is spelled out, so that documents are a mask and nothing is skipped."""
+    training = scenario.training
+    if not training.packed or training.attention == "sdpa":
+        return []
+    if uses_flash(style_of(scenario, stack_of(scenario.software), training.micro_batch)):
+        return []
+    return ["attention: document changes neither time nor FLOPs: products and softmax spelled out compute all pairs "
+            "of the sequence under a mask; flash kernels in 16 bits skip those of two documents"]
+
+
+def of_whole_sequences(scenario: Scenario, architecture: Architecture) -> float:
+    """FLOPs of a model whose sequences are one document each, over those with documents inside."""
+    training = scenario.training.model_copy(update={"document": None})
+    parallel = scenario.parallel.model_copy(update={"tensor": 1, "context": 1, "expert": 1})
+    whole = build(scenario.model_copy(update={"training": training, "parallel": parallel}),
+                  stack_of(scenario.software), architecture.batch)
+    return (whole.forward_flops + whole.backward_flops) / (architecture.forward_flops + architecture.backward_flops)
 
 
 def joint_beside_frozen(scenario: Scenario) -> list[str]:

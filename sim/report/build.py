@@ -10,6 +10,7 @@ from sim.network import Topology
 from sim.parallel import Lowered
 from sim.program import Kind
 from sim.report.asked import in_vain
+from sim.report.attention import of_whole_sequences
 from sim.report.breakdown import COMPUTE_STREAM, bound, kernel_counts, of_rank, step_flops
 from sim.report.budget import budget_result
 from sim.report.columns import Columns, of_class
@@ -23,6 +24,8 @@ from sim.scenario.schema import Inference, Scenario
 
 #: From this part of the FLOPs on, attention that causal kernels skip makes MFU another figure than most expect.
 _MUCH_SKIPPED = 0.2
+#: And from this part on what is between documents does.
+_MUCH_BETWEEN = 0.05
 
 
 def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timeline: Timeline) -> Result:
@@ -149,6 +152,11 @@ def _warnings(result: Result) -> list[str]:
     if (skipped := _skipped_share(result)) >= _MUCH_SKIPPED:
         found.append(f"mfu: attention is counted in full, as PyTorch's FlopCounterMode does; without the half that "
                      f"causal kernels skip MFU is {100 * result.mfu * (1 - skipped):.1f}%")
+    if result.scenario.training.packed:
+        more = of_whole_sequences(result.scenario, result.detail.lowered.architecture)
+        if more >= 1.0 + _MUCH_BETWEEN:
+            found.append("mfu: attention is counted within documents, as FlopCounterMode does with cumulative lengths; "
+                         f"counted over whole sequences, as torchtitan does, MFU is {100 * result.mfu * more:.1f}%")
     if (own := result.scenario.cluster.gpu) is not None and any(v is not None for v in own.model_dump().values()):
         found.append(f"hardware: figures of this GPU are the scenario's own; how much of them kernels reach is taken "
                      f"from {result.gpu}, and so are published runs like this")

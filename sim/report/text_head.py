@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sim.report.units import rate, seconds, size
-from sim.scenario.schema import Inference, InferenceRun, Precision, Scenario
+from sim.scenario.schema import Inference, InferenceRun, Precision, Scenario, Training
 
 if TYPE_CHECKING:
     from sim.report.inference import InferenceResult
@@ -80,7 +80,17 @@ def _batch(scenario: Scenario) -> str:
         whole = f"{training.micro_batch} × {steps - 1}" if steps > 2 else f"{training.micro_batch}"
         each = f"({whole} + {last}), {steps} micro-steps"
     what = f"sequences of {training.sequence:,} tokens" if has_tokens(scenario) else "samples"
+    what += _documents(training)
     return (f"{training.global_batch:,} {what} per step = {_replicas(scenario.data_parallel)} × {each}")
+
+
+def _documents(training: Training) -> str:
+    """Their mean, and what attention goes by where they differ."""
+    documents = training.documents
+    if documents is None:
+        return ""
+    spread = f" (a mean token's has {training.attended:,.0f})" if documents.spread else ""
+    return f" in documents of {documents.mean:,}{spread}"
 
 
 def _precision(of: Precision) -> str:

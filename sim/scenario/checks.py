@@ -10,7 +10,7 @@ from sim.catalog import table
 from sim.errors import Fault, nearest
 from sim.scenario.checks_cluster import cluster
 from sim.scenario.checks_experts import mixture, spread
-from sim.scenario.checks_kinds import modules, norms, of_decoders, of_transformers, windows
+from sim.scenario.checks_kinds import documents, modules, norms, of_decoders, of_transformers, windows
 from sim.scenario.defaults import SHARDED, plain_base
 from sim.scenario.document import Document
 from sim.scenario.findings import Finding, divisors_near
@@ -85,8 +85,8 @@ def check(written: Scenario, scenario: Scenario, document: Document) -> list[Fau
     """Every impossible combination of a scenario whose fields are each well-formed."""
     findings: list[Finding] = [*cluster(written, scenario), *_layout(written, scenario)]
     laid_out = not findings  # else the number of replicas means nothing
-    rules = (trouble, _model, mixture, of_decoders, of_transformers, norms, windows, modules, _tensor, _context,
-             _pipeline, _modes, _tokens, _nccl, _allocator)
+    rules = (trouble, _model, mixture, of_decoders, of_transformers, norms, windows, documents, modules, _tensor,
+             _context, _pipeline, _modes, _tokens, _nccl, _allocator)
     for rule in (*rules, _batch, _sharding, spread) if laid_out else rules:
         findings += rule(written, scenario)
     return [document.fault(path, message, hint) for path, message, hint in findings]

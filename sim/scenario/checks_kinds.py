@@ -1,7 +1,9 @@
-"""What only some kinds of models have, and what cannot be of windows among blocks that attend to all tokens."""
+"""What only some kinds of models have, and what cannot be of windows among blocks that attend to all tokens, or of
+documents inside a sequence."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from sim.scenario.findings import Finding
@@ -97,3 +99,26 @@ def windows(written: Scenario, s: Scenario) -> Iterator[Finding]:
             yield f"model.{name}", f"{name} is for kind decoder, and the model is of kind {m.kind}", "remove it"
     if m.first_full > (m.layers or 0):
         yield "model.first_full", f"first_full {m.first_full} is more than layers {m.layers}", f"at most {m.layers}"
+
+
+def documents(written: Scenario, s: Scenario) -> Iterator[Finding]:
+    """Documents that are longer than what holds them, or of a model or run that has none."""
+    del written
+    t, m, field = s.training, s.model, "training.document"
+    documents = t.documents
+    if documents is None:
+        return
+    if t.mode != "train":
+        yield field, "documents are packed into sequences of training, and this is inference", "remove it"
+    elif m.kind != "decoder" or m.positions == "relative":
+        whose = f"models of kind {m.kind}" if m.kind != "decoder" else "relative positions"
+        yield field, f"attention within documents is for decoders and not simulated with {whose}", (
+            "remove it: attention is then counted over the whole sequence")
+    elif documents.mean > t.sequence:
+        yield (field, f"documents of {documents.mean} tokens are longer than the sequence of {t.sequence}, and what a "
+               "sequence cuts off is a document of its own", f"at most {t.sequence}")
+    elif t.attended > t.sequence:  # no lengths up to the sequence have a larger second moment
+        most = math.floor(100 * math.sqrt(t.sequence / documents.mean - 1)) / 100
+        yield (f"{field}.spread", f"documents of {documents.mean} tokens on average do not spread by "
+               f"{documents.spread:g} of that within a sequence of {t.sequence}: a mean token would stand in one of "
+               f"{t.attended:,.0f}", f"at most {most:g}")

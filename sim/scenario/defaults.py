@@ -9,22 +9,20 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from sim.catalog import table
+from sim.scenario.asked_stack import AllocatorConf, Nccl, Software
 from sim.scenario.cluster import Cluster, Host, Inter, Intra, TopologySpec
 from sim.scenario.gpus import gpu_facts
 from sim.scenario.model import Model
 from sim.scenario.schema import (
     FULL,
-    AllocatorConf,
     Finetune,
     Inference,
     Muon,
-    Nccl,
     Offload,
     Parallel,
     Precision,
     Prefetch,
     Scenario,
-    Software,
     SplitSlots,
     Training,
     matrix_dtype,

@@ -22,7 +22,8 @@ _QUOTED = re.compile(r"'([^']*)'")
 _TAGS = frozenset({"name", "table", "modules"})
 #: Fields that take a name or a table, and how the table is written.
 _OR_TABLE = {"recompute": "or {layers: 4}, or {modules: [core_attn]}",
-             "mode": "or {inference: {prompt: 512, generate: 128, batch: 8}}"}
+             "mode": "or {inference: {prompt: 512, generate: 128, batch: 8}}",
+             "document": "or {mean: 500, spread: 1.0}"}
 
 
 def explain(error: ValidationError, root: type[BaseModel], document: Document, inside: str = "") -> list[Fault]:

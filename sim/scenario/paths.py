@@ -55,6 +55,8 @@ def assign(document: Document, path: str, value: Any, place: Place, faults: list
         inner = here.get(part)
         if isinstance(inner, str):
             inner = _opened(walked, inner, document)
+        elif isinstance(inner, int) and walked == "training.document":
+            inner = {"mean": inner}
         elif isinstance(inner, dict):
             inner = dict(inner)
         elif inner is None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, PlainValidator, PrivateAttr, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from sim.scenario.asked_stack import Software
 from sim.scenario.claim import Claim
 from sim.scenario.cluster import Cluster, Dtype
 from sim.scenario.model import Model, Probability
@@ -25,7 +26,6 @@ from sim.scenario.tables import (
     Text,
     Tokens,
     TokensOrNone,
-    Year,
     count,
     has,
     late,
@@ -37,7 +37,6 @@ from sim.scenario.tables import (
 from sim.scenario.units import BytesPerSecond, Mib, SampleBytes, Seconds
 
 DtypeOrNone = Literal["none", "fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8", "int4"]
-Framework = Literal["pytorch", "megatron", "deepspeed", "composer", "torchtitan", "nanotron", "ideal"]
 Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "dualpipe"]
 #: Two stages of the model (zb-v), or one stage in each direction (dualpipe), on every rank; one has the first and last.
@@ -136,6 +135,13 @@ def matrix_dtype(finetune: Finetune | None, precision: Precision) -> str:
     return precision.compute
 
 
+class Documents(Table):
+    """Documents that are packed into a sequence and between which attention does not cross."""
+
+    mean: Tokens = needs("mean tokens of a document within its sequence")
+    spread: Annotated[float, Field(ge=0, le=1000)] = has(0.0, "standard deviation of their lengths over the mean")
+
+
 class InferenceRun(Table):
     """Sizes of an inference run."""
 
@@ -171,6 +177,7 @@ Recompute = Annotated[
     | Annotated[RecomputeModules, Tag("modules")],
     Discriminator(_name_layers_or_modules),
 ]
+Document = Annotated[Annotated[Tokens, Tag("name")] | Annotated[Documents, Tag("table")], _BY_KIND]
 Mode = Annotated[Annotated[Literal["train"], Tag("name")] | Annotated[Inference, Tag("table")], _BY_KIND]
 
 
@@ -181,6 +188,9 @@ class Training(Table):
     global_batch: Sequences = late("sequences per optimizer step over the whole job")
     micro_steps: Annotated[int, count(1_000_000)] | None = has(None, "instead of global_batch: micro-steps per step")
     sequence: Tokens = needs("tokens per sequence")
+    document: Document | None = has(
+        None, "mean tokens of the documents packed into a sequence, whose attention keeps to them; with their spread "
+        "{mean: 500, spread: 1.2}; none = attention sees the whole sequence")
     decoder_sequence: Tokens = late("tokens per decoder sequence")
     predicted_tokens: Tokens = late("tokens per sequence that reach the vocabulary head")
     precision: Annotated[Precision, BeforeValidator(named_precision)] = late("a name or seven dtypes")
@@ -202,6 +212,24 @@ class Training(Table):
         """Dtype in which the model's matrices are multiplied: the precision's, or that of 16-bit frozen weights beside
         fp32 adapters, which nothing casts (no autocast: its compute dtype is a 16-bit one)."""
         return matrix_dtype(self.finetune, self.precision)
+
+    @property
+    def documents(self) -> Documents | None:
+        """The documents inside a sequence; a number is their mean alone."""
+        return Documents(mean=self.document) if isinstance(self.document, int) else self.document
+
+    @property
+    def attended(self) -> float:
+        """Tokens of the document in which a mean token stands: squares of the documents' lengths, over tokens. Work of
+        attention goes by that, E[length^2] / E[length] = mean (1 + spread^2), and not by the mean; without documents
+        it is the sequence."""
+        documents = self.documents
+        return float(self.sequence) if documents is None else documents.mean * (1.0 + documents.spread**2)
+
+    @property
+    def packed(self) -> bool:
+        """Whether a sequence holds several documents, so that attention sees less than all of it."""
+        return self.documents is not None and self.attended < self.sequence
 
 
 # ----------------------------------------------------------------------------------------------------------- parallel
@@ -280,48 +308,7 @@ class Parallel(Table):
     offload: Offload = late("what lives outside the GPU")
 
 
-# ------------------------------------------------------------------------------------------------- software and budget
-class Nccl(Table):
-    """Settings of the collective library."""
-
-    version: Text | None = has(None, "version")
-    algorithm: Literal["ring", "tree", "collnet", "nvls", "nvls-tree"] | None = has(None, "forces an algorithm")
-    protocol: Literal["simple", "ll", "ll128"] | None = has(None, "forces a protocol")
-    channels: Annotated[int, count(64)] | None = has(None, "forces a number of channels")
-
-
-class AllocatorConf(Table):
-    """What PYTORCH_CUDA_ALLOC_CONF asks of PyTorch's caching allocator."""
-
-    expandable_segments: bool = has(False, "segments that grow by pages and waste less (PyTorch 2.1 on)")
-    max_split_size_mb: Annotated[int, Field(gt=20, le=2**20)] | None = has(
-        None, "blocks of so many MiB are not split; none = all may be")
-
-
-class Software(Table):
-    """Which stack runs the job."""
-
-    framework: Framework = has("pytorch", "framework")
-    year: Year = late("of the stack")
-    compile: bool = has(False, "torch.compile")
-    fused: bool = has(True, "fused kernels of the framework")
-    fused_accumulation: bool = has(
-        True, "products add weight gradients up themselves, where the framework can (Megatron's "
-        "gradient_accumulation_fusion)")
-    cuda_graphs: bool = has(False, "kernels launched as graphs")
-    deterministic: bool = has(
-        False, "kernels that give the same bits every time (torch.use_deterministic_algorithms, Megatron's "
-        "--deterministic-mode)")
-    fsdp: Literal[1, 2] = late("FSDP 1 (flat parameters) or 2 (per parameter)")
-    modules: Literal["plain", "transformers", "megatron"] = late("whose layers run")
-    optimizer_kernel: Literal["loop", "foreach", "fused"] = late("how the optimizer's kernels are launched")
-    versions: dict[str, Text] = late("package -> version")
-    nccl: Nccl = late("settings of the collective library")
-    allocator: AllocatorConf = late("settings of PyTorch's caching allocator (PYTORCH_CUDA_ALLOC_CONF)")
-    max_connections: Annotated[int, count(32)] = late(
-        "CUDA_DEVICE_MAX_CONNECTIONS; changes no prediction, and a result says so where it is not the framework's own")
-
-
+# --------------------------------------------------------------------------------------------------------------- budget
 class Budget(Table):
     """Length of the run and money; times in seconds once read."""
 

@@ -321,9 +321,9 @@ def _degrees(scenario: Scenario, gpus: int, choice: Choice) -> Iterator[tuple[in
     depths = [p for p in _divisors(gpus) if _in(p, choice.pipeline) and (p == 1 or (
         cut and model.kind in ("decoder", "encoder") and p <= model.layers + 2))]
     stack = _stack(scenario)
-    exchanges = scenario.parallel.context_exchange == "all-to-all"
+    asks = scenario.parallel.context_exchange == "all-to-all" or scenario.training.packed
     for t in widths:
-        for c in contexts if not exchanges else [c for c in contexts if even_contexts(scenario, stack, t, c)]:
+        for c in contexts if not asks else [c for c in contexts if even_contexts(scenario, stack, t, c)]:
             for p in depths:
                 if gpus % (t * c * p) == 0:
                     yield t, c, p

@@ -183,6 +183,7 @@ class Stack:
         head_exchange: how context ranks exchange tokens for heads: packed (DeepSpeed's: tensor by tensor, behind or in
             front of a copy), reordered (TransformerEngine's: beside copies to and from early and late halves; it may
             stand inside a ring), merged (one call, no copies).
+        document_exchanges: ways of `parallel.context_exchange` that take documents inside a sequence.
         kv_cache: how inference's cache grows: concatenated (written anew with every token) or in_place.
         weight_hooks: weights in host memory come module by module, waited for, in front of each forward (accelerate).
         biased_attention: fused attention takes scores that relative positions are added to.
@@ -333,6 +334,7 @@ class Stack:
     ring_merges: bool
     ring_gathers: bool
     head_exchange: str
+    document_exchanges: str
     kv_cache: str
     weight_hooks: bool
     biased_attention: bool

@@ -162,7 +162,7 @@ def test_fields(read: Read, more: dict[str, Any], expected: dict[str, Any]) -> N
     ({"attn_implementation": "sdpa"}, "attn_implementation", "stay in fp32"),
     ({"attn_implementation": "fp8", **FSDP}, "attn_implementation", "counted in 16 bits"),
     ({"unfrozen_parameters": ["lm_head"]}, "unfrozen_parameters", "training of all"),
-    ({"sample_packing": True}, "sample_packing", "whatever documents"),
+    ({"sample_packing": True}, "sample_packing", "training.document=N"),
     ({"liger_rms_norm": True}, "liger_rms_norm", "no field"),
     ({**LORA, "lora_mlp_kernel": True}, "lora_mlp_kernel", "not simulated"),
     ({**LORA, "lora_mlp_kernel": None}, "adapter", "turns on by itself"),

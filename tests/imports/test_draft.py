@@ -247,3 +247,14 @@ def test_paths_are_written_as_the_new_file_has_to_have_them(tmp_path: Path, monk
     assert "hf: ../model/config.json" in out.read_text()
     assert load_scenario(out).scenario.model.hidden == 256
     assert found.beside(None) is found
+
+
+def test_packing_is_left_unless_the_command_line_says_how_long_documents_are() -> None:
+    """No setting says it; said beside them, packing is taken."""
+    for sets, kind in (((), "left"), (("training.document=100",), "taken"), (("training.document.mean=9",), "taken"),
+                       (("training.sequence=9",), "left")):
+        made = draft()
+        made.sets = sets
+        made.packs(said("sample_packing", True))
+        (note,) = [one for one in made.finish(ON).notes if "sample_packing" in one.said]
+        assert note.kind == kind and ("--set training.document=N" in note.text) == (kind == "left")

@@ -146,12 +146,26 @@ def test_a_run_file_of_the_platform(read: Read) -> None:
     ({"algorithms": {"alibi": {"max_sequence_length": 2048}}}, "algorithms.alibi", "not simulated"),
     ({"optimizer__name": "decoupled_lionw"}, "optimizer.name", "one state"),
     ({"fsdp_config__te_checkpoint_wrapper": True}, "fsdp_config.te_checkpoint_wrapper", "torch's"),
-    ({"train_loader__dataset__packing_ratio": 4.0}, "train_loader.dataset.packing_ratio", "packed"),
+    ({"train_loader__dataset__packing_ratio": 4.0}, "train_loader.dataset.packing_ratio", "attention crosses"),
+    ({"model__attn_config__attn_uses_sequence_id": True}, "model.attn_config.attn_uses_sequence_id",
+     "training.document=N"),
 ])
 def test_what_no_field_says_is_left_with_a_reason(read: Read, more: dict[str, Any], setting: str, why: str) -> None:
     found = read(job(**more))
     assert {note.said.rpartition(": ")[2]: why in note.text for note in found.of("left")} == {setting: True}
     assert not found.of("unknown")
+
+
+@pytest.mark.parametrize(("more", "document", "left"), [
+    ({"packing_ratio": 4.0}, 512, []), ({"packing_ratio": 3.3}, 621, []), ({"packing_ratio": 1.0}, 2048, []),
+    ({"packing_ratio": "auto"}, None, ["model.attn_config.attn_uses_sequence_id", "train_loader.packing_ratio"])])
+def test_documents_are_as_long_as_so_many_fill_a_sequence(read: Read, more: dict[str, Any], document: int | None,
+                                                          left: list[str]) -> None:
+    """2,048 tokens over the documents that are packed into a sequence."""
+    found = read(job(model__attn_config__attn_uses_sequence_id=True, **{f"train_loader__{k}": v
+                                                                        for k, v in more.items()}))
+    assert found.scenario.training.document == document
+    assert [note.said.rpartition(": ")[2] for note in found.of("left")] == left and not found.of("unknown")
 
 
 def test_an_automatic_micro_batch_has_to_be_said(read: Read) -> None:

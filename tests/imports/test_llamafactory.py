@@ -120,7 +120,7 @@ def test_fields(read: Read, more: dict[str, Any], expected: dict[str, Any]) -> N
     ({"stage": "dpo"}, "stage", "reference model"), ({"stage": "rm"}, "stage", "pairs"),
     ({"finetuning_type": "freeze"}, "finetuning_type", "training of all weights"),
     ({"use_badam": True}, "use_badam", "in turn"), ({"use_galore": True}, "use_galore", "low-rank"),
-    ({"neat_packing": True}, "neat_packing", "whatever documents"), ({"shift_attn": True}, "shift_attn", "whole"),
+    ({"neat_packing": True}, "neat_packing", "training.document=N"), ({"shift_attn": True}, "shift_attn", "whole"),
     ({"finetuning_type": "lora", "additional_target": "embed_tokens"}, "additional_target", "the targets name alone"),
     ({"enable_liger_kernel": True}, "enable_liger_kernel", "no field"),
     ({"finetuning_type": "lora", "quantization_bit": 4, "quantization_method": "hqq"}, "quantization_method", "bits"),

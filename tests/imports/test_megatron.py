@@ -247,7 +247,8 @@ def test_one_field(more: str, field: str, value: Any) -> None:
     ("--num-experts 8", "--moe-grouped-gemm"),
     ("--num-experts 8 --moe-grouped-gemm", "--moe-permute-fusion"),
     ("--num-experts 8 --expert-model-parallel-size 2", "--moe-enable-deepep"),
-    ("--embed-layernorm", "--embed-layernorm"),
+    ("--embed-layernorm", "--embed-layernorm"), ("--sft", "--sft"),
+    ("--reset-attention-mask", "--reset-attention-mask"),
     ("--no-masked-softmax-fusion --attention-backend unfused", "--no-masked-softmax-fusion"),
     ("--use-distributed-optimizer --bf16 --fp8-format hybrid --fp8-recipe blockwise", "--fp8-recipe"),
 ])

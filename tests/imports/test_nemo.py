@@ -127,6 +127,7 @@ def test_fp8_without_o2(read: Read) -> None:
     ({"fp8_params": True}, "model.fp8_params"),
     ({"mcore_customization_config": {"moe_aux_loss": 1}}, "model.mcore_customization_config.moe_aux_loss"),
     ({"cpu_offloading": True}, "model.cpu_offloading"), ({"peft": {"peft_scheme": "lora"}}, "model.peft.peft_scheme"),
+    ({"data": {"train_ds": {"packed_sequence": True}}}, "model.data.train_ds.packed_sequence"),
 ])
 def test_what_no_field_says_is_left_with_a_reason(read: Read, more: dict[str, Any], setting: str) -> None:
     assert left(read(job(**more))) == {setting}

@@ -207,6 +207,7 @@ def test_one_field(tables: dict[str, str], field: str, value: Any) -> None:
     ({"model": "converters = ['own']"}, "model.converters"),
     ({"compile": "enable = true\ncomponents = ['model']"}, "compile.components"),
     ({"experimental": "custom_import = 'mine'"}, "experimental.custom_import"),
+    ({"model": "attn_mask_type = 'block_causal'\nuse_flex_attn = true"}, "model.attn_mask_type"),
 ])
 def test_what_no_field_says(tables: dict[str, str], left: str) -> None:
     assert left in names(imported(job(**tables)), "left")

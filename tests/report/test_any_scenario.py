@@ -79,6 +79,8 @@ def drawn(draw: random.Random) -> dict[str, Any]:
         "parallel": some(draw, PARALLEL, 0.2), "software": some(draw, SOFTWARE, 0.4)}
     # what came later is drawn last, so that earlier seeds are still what they were
     mapping["model"] = {**mapping["model"], **some(draw, {"mtp_layers": [1, 2]}, 0.1)}
+    if draw.random() < 0.2:
+        mapping["training"]["document"] = draw.choice([10, 60, 128, {"mean": 30, "spread": 1.0}])
     return mapping
 
 

@@ -113,6 +113,18 @@ FIELDS = [
         "not one of adamw",
         "did you mean 'adamw'?",
     ),
+    ("precision: fsdp-bf16", "document: 0", "training.document", 11, "0 is too small: at least 1", ""),
+    ("precision: fsdp-bf16", "document: long", "training.document", 11, "expected a whole number", ""),
+    ("precision: fsdp-bf16", "document: 4097", "training.document", 11, "documents of 4097 tokens are longer than the "
+     "sequence of 4096", "at most 4096"),
+    ("precision: fsdp-bf16", "document: {spread: 1}", "training.document.mean", 11, "'mean' is required", ""),
+    ("precision: fsdp-bf16", "document: {mean: 500, std: 1}", "training.document.std", 11, "no field 'std'", ""),
+    ("precision: fsdp-bf16", "document: {mean: 500, spread: -1}", "training.document.spread", 11, "too small", ""),
+    ("precision: fsdp-bf16", "document: {mean: 1024, spread: 2}", "training.document.spread", 11, "a mean token would "
+     "stand in one of 5,120", "at most 1.73"),
+    ("precision: fsdp-bf16", "document: 500\n  mode: {inference: {prompt: 8, generate: 1, batch: 1}}",
+     "training.document", 11, "this is inference", "remove it"),
+    ("precision: fsdp-bf16", "packing: true", "training.packing", 11, "no field", "did you mean 'document'?"),
     ("precision: fsdp-bf16", "mode: infer", "training.mode", 11, "not one of train", ""),
     ("precision: fsdp-bf16", "mode: {inference: {prompt: 8}}", "training.mode.inference.generate", 11, "required", ""),
     ("precision: fsdp-bf16", "mode: {inference: {prompt: 8, generate: 0, batch: 1}}",

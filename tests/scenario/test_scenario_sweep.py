@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from sim.errors import UserError
 from sim.scenario import Scenario, load_scenario
+from sim.scenario.asked_stack import Software
 from sim.scenario.document import parse_document
 from sim.scenario.json_schema import json_schema
 from sim.scenario.load import load_document
 from sim.scenario.model import Model
-from sim.scenario.schema import Parallel, Software, Training
+from sim.scenario.schema import Parallel, Training
 
 BASE = """\
 name: base

@@ -227,9 +227,11 @@ def test_a_schedule_that_the_scenario_runs_is_proposed_too() -> None:
     assert with_schedules(asked, scenario(software={"framework": "megatron"})) == asked
 
 
-def test_bounds_hold_where_blocks_with_a_window_alternate_with_others(once: Once) -> None:
+@pytest.mark.parametrize("training", [{}, {"document": {"mean": 100, "spread": 1.0}}])
+def test_bounds_hold_where_blocks_with_a_window_alternate_with_others(training: dict[str, Any], once: Once) -> None:
     """Stages and recomputed blocks are not alike: the first blocks of a pair are the quick ones."""
-    of = scenario(model={"preset": "gpt2", "layers": 6, "window": 64, "full_every": 2})
+    of = scenario(model={"preset": "gpt2", "layers": 6, "window": 64, "full_every": 2},
+                  training={**PLAIN["training"], **training})
     choice = Choice([8], micro_batch=[1], context=[1], tensor=[1, 2], strategies=["ddp", "fsdp"], schedules=["1f1b"])
     base = alone(of, None)
     space, plain = build_space([base], choice), following(base)

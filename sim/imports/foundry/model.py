@@ -22,7 +22,6 @@ _FFNS = {"mptmlp": False, "mptglu": True, "mptgeglu": True, "te_ln_mlp": False}
 _ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "silu": "silu", "quick_gelu": "gelu"}
 _LEFT = {
     "attn_config.clip_qkv": "clipped queries, keys and values are one small kernel a block that is not counted",
-    "attn_config.attn_uses_sequence_id": "attention is counted over the whole sequence, whatever documents it holds",
     "block_overrides": "blocks are counted as all alike: --set model.window, full_every and the like",
     "logit_scale": "is not simulated", "config_overrides": "the model is counted as its config.json has it",
     "embedding_fraction": "is not simulated", "final_logit_softcapping": "--set model.logit_softcap=true",

@@ -101,11 +101,29 @@ def _job(settings: Settings, draft: Draft) -> None:
         draft.take(EXPANDABLE, grows.flag(), grows)
     if (split := settings.get("max_split_size_mb")) is not None:
         draft.take(SPLIT, split.whole(21), split)
-    for name in ("train_loader.dataset.packing_ratio", "train_loader.packing_ratio"):
-        if (said := settings.get(name)) is not None:
-            draft.leave(said, "documents are packed: attention is counted over the whole sequence")
+    _documents(settings, draft)
     settings.idle(*_IDLE)
     draft.close(settings)
+
+
+def _documents(settings: Settings, draft: Draft) -> None:
+    """Documents that attention keeps to, as many a sequence as are packed (llm-foundry 0.18.0 data/packing.py: a
+    batch of packing_ratio times as many examples fills as many sequences as it should hold)."""
+    apart = switch(settings, "model.attn_config.attn_uses_sequence_id")
+    ratio = settings.get("train_loader.dataset.packing_ratio", "train_loader.packing_ratio")
+    length = peek(settings, "max_seq_len")
+    if apart is None:
+        if ratio is not None:
+            draft.leave(ratio, "attention crosses the documents that are packed, without attn_uses_sequence_id, and is "
+                               "counted over the whole sequence")
+    elif ratio is None or ratio.value == "auto" or length is None:
+        draft.packs(apart)
+        if ratio is not None:
+            draft.leave(ratio, "how many documents a sequence holds is found out from the data")
+    else:
+        of_each = max(1, round(length.whole() / max(1.0, ratio.number())))
+        draft.take("training.document", of_each, ratio, "max_seq_len over packing_ratio, as if nothing were padded; "
+                                                        "their spread no setting says")
 
 
 def _sharding(settings: Settings, draft: Draft) -> str:

@@ -121,9 +121,9 @@ def _sequence(settings: Settings, job: Job) -> None:
     packed, way = next((said for said in switches if said is not None), None), peek(settings, "packing_strategy")
     apart = any(said is not None for said in switches[:2])
     if packed is not None and (apart or (job.trl and (way is None or way.value != "wrapped"))):
-        # trl 1.16 sft_trainer.py: bfd packing is without padding, and attention within documents alone; LLaMA-Factory's
-        # neat_packing and axolotl's sample_packing do the same.
-        job.draft.leave(packed, "attention is counted over the whole sequence, whatever documents it holds")
+        # trl 0.24 and 1.16 sft_trainer.py: bfd packing is without padding, and attention within documents alone;
+        # LLaMA-Factory's neat_packing and axolotl's sample_packing do the same.
+        job.draft.packs(packed)
     if lengths:
         said = lengths[0]
         for other in lengths[1:]:

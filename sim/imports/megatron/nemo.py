@@ -116,6 +116,8 @@ def _translated(settings: Settings, draft: Draft) -> Settings:
     _machine(settings, draft, put)
     if (said := switch(settings, "model.fsdp")) is not None:
         raise said.wrong("false: NeMo's FSDP is not read")
+    if (said := switch(settings, "model.data.train_ds.packed_sequence")) is not None:
+        draft.packs(said)
     for pattern, why in _LEFT.items():
         for key in settings.data:
             said = settings.get(key) if key == pattern or key.startswith(f"{pattern}.") else None

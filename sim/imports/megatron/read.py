@@ -261,6 +261,9 @@ def _refuse_others(args: Args) -> None:
 def _close(args: Args, draft: Draft) -> None:
     """What no field took."""
     known = table("imports/megatron/names.yaml")
+    for name in known["documents"]:
+        if (said := args.get(name)) is not None and not _says_nothing(said):
+            draft.packs(said)
     for name in args.names():
         why = next((text for one, text in known["left"].items() if fnmatch.fnmatchcase(name, one)), None)
         if why is None:

@@ -51,7 +51,6 @@ _LEFT = {
     "experimental.custom_args_module": "code of its own is not read",
     "experimental.custom_model_path": "code of its own is not read",
     "job.custom_config_module": "code of its own is not read",
-    "model.use_flex_attn": "attention is counted over the whole sequence, whatever documents it holds",
     "float8.emulate": "emulated 8-bit products are not simulated",
     "quantize.linear.float8.emulate": "emulated 8-bit products are not simulated",
     "parallelism.pipeline_parallel_schedule_csv": "a schedule of the user's own is not simulated",
@@ -115,6 +114,9 @@ def _model(settings: Settings, draft: Draft) -> int | None:
     name, flavor = settings.get("model.name"), settings.get("model.flavor")
     family = name.word() if name is not None else "llama3"
     said = flavor or name
+    mask, _ = settings.get("model.attn_mask_type"), settings.get("model.use_flex_attn")  # which is counted as flash
+    if mask is not None and mask.word() == "block_causal":
+        draft.packs(mask)
     if norm := settings.get("model.norm_type"):
         if norm.word() in _NORMS:
             draft.take("model.norm", _NORMS[norm.word()], norm)
@@ -131,7 +133,7 @@ def _model(settings: Settings, draft: Draft) -> int | None:
         draft.leave(said, f"the sizes of {family} {wanted} are not known here, {of_family}: --set model.preset=NAME")
         return None
     if fields.get("mask") == "block_causal":
-        draft.leave(said, "attention is counted over the whole sequence, whatever documents it holds")
+        draft.packs(said)
     for field, value in fields.items():
         if field != "mask":
             draft.take(f"model.{field}", value, said)

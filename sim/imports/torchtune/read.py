@@ -273,7 +273,7 @@ def _batch(settings: Settings, draft: Draft) -> None:
         draft.take("training.sequence", length.whole(), length, "" if packed is not None else
                    "an upper bound: without packing a batch is as long as its longest sequence")
     if packed is not None:
-        draft.leave(packed, "attention is counted over the whole sequence, whatever documents it holds")
+        draft.packs(packed)
 
 
 def _recompute(settings: Settings, draft: Draft, layers: int | None) -> None:

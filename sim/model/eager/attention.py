@@ -34,6 +34,9 @@ from sim.model.head_norms import copies_parts
 from sim.model.recompute import modules_of
 from sim.model.style import Style
 
+#: Rows of a block of flash attention's backward.
+_BLOCK_ROWS = 128
+
 
 def attention(run: Run, style: Style, x: Tensor, policy: str, memory: Tensor | None = None,
               bias: Tensor | None = None, *, variables: list[Storage]) -> Tensor:
@@ -194,11 +197,12 @@ def _flash(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bi
         if style.context > 1 and not style.gathers and style.stack.unpadding == "none":
             return ring(run, style, q, k, v, rows, sums)
         if style.stack.unpadding == "none":
-            out = op.attention(run, q, k, v, rows, gathered=style.context if style.gathers else 1, sums=sums)
+            out = op.attention(run, q, k, v, rows, gathered=style.context if style.gathers else 1, sums=sums,
+                               spare=_spare(style))
             return op.clone(run, out, copies_output(style))
         # bert_padding.unpad_input and pad_input make new tensors both ways and keep row numbers only
         q, k, v = (op.relayout(run, op.clone(run, t)) for t in (q, k, v))
-        return op.relayout(run, op.clone(run, op.attention(run, q, k, v, rows, sums=sums)))
+        return op.relayout(run, op.clone(run, op.attention(run, q, k, v, rows, sums=sums, spare=_spare(style))))
     else:
         bias = bias if style.memory else _bias_mask(run, style, bias)
         bias = op.expanded(run, op.to(run, bias, run.autocast or bias.dtype), style.batch)
@@ -212,6 +216,12 @@ def flash_sums(style: Style) -> bool:
     if style.attention == "sdpa":
         return fused_kernel(style) == "flash"
     return style.stack.attention_kernel in ("flash1", "flash2", "triton") and not unequal(style)
+
+
+def _spare(style: Style) -> int:
+    """Queries' gradients that backward keeps room for beside those of tokens: a block of rows for every document
+    (flash-attn 2 csrc/flash_attn/flash_api.cpp, mha_varlen_bwd: total_q + 128 * batch_size; recalled)."""
+    return _BLOCK_ROWS * style.pieces * style.query_width if style.document else 0
 
 
 def _window_mask(run: Run, style: Style, dtype: str) -> Tensor:

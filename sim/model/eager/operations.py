@@ -372,7 +372,7 @@ def cat(run: Run, parts: Sequence[Tensor]) -> Tensor:
 
 
 def attention(run: Run, query: Tensor, key: Tensor, value: Tensor, rows: int, bias: Tensor | None = None,
-              batch: int = 1, gathered: int = 1, sums: int = 0) -> Tensor:
+              batch: int = 1, gathered: int = 1, sums: int = 0, spare: int = 0) -> Tensor:
     """A flash or memory-efficient kernel: keeps queries, keys, values, output, log-sum-exp and the random state.
 
     Args:
@@ -382,6 +382,7 @@ def attention(run: Run, query: Tensor, key: Tensor, value: Tensor, rows: int, bi
             (TransformerEngine `AttnFuncWithCPAndKVAllGather`).
         sums: tensors in fp32 in which backward adds the queries' gradient up over blocks of keys, beside row sums of
             output times its gradient (flash-attn 0.2 to 2.8 and its Triton file: dq_accum, delta); 0 = none.
+        spare: elements that each of these is larger than the queries.
         bias: added to the scores and kept; its gradient is made for every sequence of the batch, then summed.
     """
     shapes = [(t.elements, t.dtype, t.sink is not None) for t in (query, key, value)]
@@ -393,7 +394,7 @@ def attention(run: Run, query: Tensor, key: Tensor, value: Tensor, rows: int, bi
 
     def rule(run: Run, _: Gradients) -> Gradients:
         whole = [run.new(n * gathered, d) for n, d, _ in shapes[1:3] * 2] if gathered > 1 else []
-        whole += [run.new(sums * shapes[0][0], "fp32"), run.new(rows, "fp32")] if sums else []
+        whole += [run.new(sums * (shapes[0][0] + spare), "fp32"), run.new(rows, "fp32")] if sums else []
         made: Gradients = [run.new(n, d) if needed else None for n, d, needed in shapes]
         whole.clear()
         return made

@@ -35,4 +35,5 @@ def attention_faults(scenario: Scenario, stack: Stack) -> Iterator[Fault]:
         style = style_of(scenario, stack, scenario.training.micro_batch)
         if masked(style) or fused_kernel(style) not in ("flash", "cudnn"):
             yield Fault("a sequence cut over context ranks is simulated with flash kernels, which take no mask (a "
-                        "window's), no fp32 and not every GPU's call", _FIELD, hint="use flash, or parallel.context: 1")
+                        "window's, documents'), no fp32 and not every GPU's call", _FIELD,
+                        hint="use flash, or parallel.context: 1")

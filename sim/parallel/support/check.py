@@ -11,6 +11,7 @@ from sim.model.tuning import QUANTISED, cut_both
 from sim.parallel.model.expert import misfit
 from sim.parallel.support.attention import attention_faults
 from sim.parallel.support.context import context_faults
+from sim.parallel.support.documents import document_faults
 from sim.parallel.support.further import further
 from sim.parallel.support.muon import muon
 from sim.parallel.support.outside import outside, paged
@@ -135,7 +136,7 @@ def on_any_ranks(scenario: Scenario, stack: Stack) -> list[Fault]:
     }
     return [*unknown(asked), *_chunked_head(scenario, stack), *_cut_chunks(scenario, stack), *_base(scenario, stack),
             *_narrow(scenario), *_modules(scenario, stack), *further(scenario, stack),
-            *attention_faults(scenario, stack)]
+            *attention_faults(scenario, stack), *document_faults(scenario, stack)]
 
 
 def _modules(scenario: Scenario, stack: Stack) -> Iterator[Fault]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sim.errors import Fault
+from sim.parallel.support.documents import context_document_faults
 from sim.scenario.schema import Scenario
 from sim.software import Stack
 
@@ -22,6 +23,7 @@ def context_faults(scenario: Scenario, stack: Stack) -> Iterator[Fault]:
         yield Fault(f"a causal sequence of {training.sequence} tokens does not divide into {parts} "
                     f"parts: each of {parts // 2} context ranks takes an early and a late one",
                     "parallel.context", hint=f"use a sequence that is a multiple of {parts}")
+    yield from context_document_faults(scenario, stack)
     if scenario.head_ranks > 1:
         yield from _exchanged(scenario, stack)
 
