@@ -3,11 +3,14 @@
 In two passes. A slice of the model (`tables.SLICE`) first gets a coarse bound, what its layers alone take a mean rank;
 rows of the slices that a search comes to are then bounded finely, schedule by schedule (`held`: bytes, `times`:
 seconds). Where one micro-batch of a size is too much for any layout of a slice, larger ones are not looked at. Slices
-may be shared out over processes: what comes out is the same.
+may be shared out over processes: what comes out is the same. Where time is limited, slices that it did not suffice for
+have no bound yet; they are taken in an order that spreads them over the space.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import Any, NamedTuple
@@ -57,16 +60,19 @@ class Bounds:
 
     Args:
         executor: processes that work out a share each, where there is enough to do; shares: how many of them.
+        until: of `time.monotonic`, when there is no time left to bound anything; the coarse pass takes half of it.
 
     Attributes:
         time_s, memory_bytes, capacity_bytes: of every row, shape (rows,): seconds of a step at least (inf: lowering
             refuses it), bytes of the fullest rank at least, its capacity. Memory is 0 where the fine pass has not been.
         work_j: energy of a step's kernels on all GPUs at least, beside the GPUs' constant power.
         coarse: rows where it has not.
+        unbounded: rows that not even the coarse pass has been at; their bounds are 0.
     """
 
-    def __init__(self, space: Space, executor: Executor | None = None, shares: int = 1) -> None:
-        self.space, self.executor, self.shares = space, executor, shares
+    def __init__(self, space: Space, executor: Executor | None = None, shares: int = 1,
+                 until: float = math.inf) -> None:
+        self.space, self.executor, self.shares, self.until = space, executor, shares, until
         columns = space.columns
         self.clusters = _least(space)
         starts = np.flatnonzero(_changes(space, (*SLICE, *_STAGED)))  # rows of a group lie together
@@ -74,16 +80,32 @@ class Bounds:
         keys = np.stack([columns[name][starts] for name in (*SLICE, *_STAGED)], axis=1)
         self._keys = [tuple(key) for key in keys.tolist()]
         slices, of = np.unique(keys[:, :len(SLICE)], axis=0, return_inverse=True)
-        found = self._shared(_coarse, [tuple(key) for key in slices.tolist()])
-        self._group_s, group_j = np.array(found).T[:, of.reshape(-1)]
-        self._left = np.isfinite(self._group_s)
-        sizes = np.diff(self.edges)
-        self.time_s, self.coarse = np.repeat(self._group_s, sizes), np.repeat(self._left, sizes)
-        self.memory_bytes, self.work_j = np.zeros(len(space)), np.repeat(group_j, sizes)
+        self._slices, self._slice_of = [tuple(key) for key in slices.tolist()], of.reshape(-1)
+        self._unknown = np.ones(len(self._slices), dtype=bool)
+        self._group_s, self._left = np.zeros(len(starts)), np.zeros(len(starts), dtype=bool)
+        self.time_s, self.memory_bytes, self.work_j = (np.zeros(len(space)) for _ in range(3))
+        self.coarse, self.unbounded = np.zeros(len(space), dtype=bool), np.ones(len(space), dtype=bool)
+        self.go_on()
         devices = _tables(self.clusters).devices
         self._constant_w = np.array([device.energy_j((), (), 1.0) for device in devices])
         capacity = [device.gpu.usable_memory_bytes for device in devices]
         self.capacity_bytes = np.array(capacity, dtype=np.float64)[columns["cluster"]]
+
+    def go_on(self) -> None:
+        """Coarse bounds of slices that have none, as many as half of the time is enough for; one at least."""
+        todo, now = np.flatnonzero(self._unknown), time.monotonic()
+        found = self._shared(_coarse, [self._slices[number] for number in todo.tolist()], now + (self.until - now) / 2)
+        reached = np.array([one is not None for one in found], dtype=bool)
+        figures = np.zeros((len(self._slices), 2))
+        figures[todo[reached]] = [one for one in found if one is not None]
+        self._unknown[todo[reached]] = False
+        new = np.isin(self._slice_of, todo[reached])
+        seconds, joules = figures[self._slice_of].T
+        self._group_s[new], self._left[new] = seconds[new], np.isfinite(seconds[new])
+        sizes = np.diff(self.edges)
+        rows = np.repeat(new, sizes)
+        self.time_s[rows], self.work_j[rows] = np.repeat(seconds, sizes)[rows], np.repeat(joules, sizes)[rows]
+        self.coarse[rows], self.unbounded[rows] = np.isfinite(self.time_s[rows]), False
 
     @property
     def fits(self) -> npt.NDArray[np.bool_]:
@@ -116,11 +138,13 @@ class Bounds:
             left & (self._group_s <= max(level_s, self._group_s[left].min() * _STRIDE))))
 
     def _refined(self, chosen: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Bound groups finely; the rows that they are."""
+        """Bound groups finely, as many as there is time for; the rows that they are."""
         if not len(chosen):
             return np.zeros(0, dtype=np.int64)
-        found = self._shared(_fine, [self._group(number) for number in chosen.tolist()])
-        for number, (seconds, size_bytes, joules) in zip(chosen.tolist(), found, strict=True):
+        found = self._shared(_fine, [self._group(number) for number in chosen.tolist()], self.until)
+        chosen = chosen[[one is not None for one in found]]
+        figures = [one for one in found if one is not None]
+        for number, (seconds, size_bytes, joules) in zip(chosen.tolist(), figures, strict=True):
             rows = slice(self.edges[number], self.edges[number + 1])
             self.time_s[rows], self.memory_bytes[rows], self.work_j[rows] = seconds, size_bytes, joules
             self.coarse[rows] = False
@@ -144,19 +168,20 @@ class Bounds:
         return _Group(self._keys[number], strategy[::width].astype(whole), factor[::width].astype(whole),
                       recompute[:width].astype(whole))
 
-    def _shared(self, work: Callable[[Any], list[Any]], items: list[Any]) -> list[Any]:
-        """What `work` makes of items, slices or groups, in their order."""
+    def _shared(self, work: Callable[[Any], list[Any]], items: list[Any], until: float) -> list[Any]:
+        """What `work` makes of items, slices or groups, in their order; None of those it had no time for."""
         if self.executor is None or self.shares < 2 or len(items) < _MANY:
-            return work((self.clusters, items))
+            return work((self.clusters, items, until))
         cuts: dict[tuple[int, ...], list[int]] = {}
         for number, item in enumerate(items):
             key = item.key if isinstance(item, _Group) else item
             cuts.setdefault(key[:_CUT], []).append(number)
-        parts: list[list[int]] = [[] for _ in range(4 * self.shares)]
+        many = 4 if math.isinf(until) else 1  # parts behind the first of a process would find the time over
+        parts: list[list[int]] = [[] for _ in range(many * self.shares)]
         for numbers in sorted(cuts.values(), key=len, reverse=True):  # the largest to whom has least
             min(parts, key=len).extend(numbers)
         found: list[Any] = [None] * len(items)
-        jobs = [(self.clusters, [items[number] for number in part]) for part in parts]
+        jobs = [(self.clusters, [items[number] for number in part], until) for part in parts]
         for part, done in zip(parts, self.executor.map(work, jobs), strict=True):
             for number, one in zip(part, done, strict=True):
                 found[number] = one
@@ -207,13 +232,29 @@ def _in_turn(keys: Sequence[tuple[int, ...]]) -> list[int]:
     return sorted(range(len(keys)), key=lambda number: keys[number])
 
 
-def _coarse(job: tuple[Sequence[Scenario], list[tuple[int, ...]]]) -> list[tuple[float, float]]:
+def _spread(keys: Sequence[tuple[int, ...]]) -> list[int]:
+    """The same, but what has layers in common in an order of which every beginning is spread over all: that of numbers
+    with their bits read backwards (van der Corput's)."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for number in _in_turn(keys):
+        *cut, pipeline = keys[number]
+        alike.setdefault((*cut, pipeline > 1), []).append(number)
+    own = list(alike.values())
+    width = max(1, (len(own) - 1).bit_length())
+    backwards = sorted(range(len(own)), key=lambda number: f"{number:0{width}b}"[::-1])
+    return [number for place in backwards for number in own[place]]
+
+
+def _coarse(job: tuple[Sequence[Scenario], list[tuple[int, ...]], float]) -> list[tuple[float, float] | None]:
     """What all layers alone take a mean rank, in every slice: the slowest rank takes no less. inf: refused. Their
     energy beside it."""
-    clusters, slices = job
-    tables, found = _tables(clusters), [(np.inf, 0.0)] * len(slices)
-    for number in _in_turn(slices):
+    clusters, slices, until = job
+    tables, found = _tables(clusters), list[tuple[float, float] | None]([None] * len(slices))
+    for done, number in enumerate(_in_turn(slices) if math.isinf(until) else _spread(slices)):
+        if done and time.monotonic() > until:
+            break
         key = slices[number]
+        found[number] = np.inf, 0.0
         try:
             table = tables.table(key)
         except UserError:
@@ -236,12 +277,15 @@ def _energy(table: Table, work_j: float) -> float:
 _Figures = tuple[Floats | float, Floats | float, Floats | float]
 
 
-def _fine(job: tuple[Sequence[Scenario], list[_Group]]) -> list[_Figures]:
+def _fine(job: tuple[Sequence[Scenario], list[_Group], float]) -> list[_Figures | None]:
     """Figures of every group."""
-    clusters, groups = job
+    clusters, groups, until = job
     bounding = _Bounding(_tables(clusters))
-    found: list[_Figures] = [(np.inf, 0.0, 0.0)] * len(groups)
-    for number in _in_turn([group.key for group in groups]):
+    found = list[_Figures | None]([None] * len(groups))
+    for done, number in enumerate(_in_turn([group.key for group in groups])):
+        if done and time.monotonic() > until:
+            break
+        found[number] = np.inf, 0.0, 0.0
         try:
             found[number] = bounding.group(groups[number])
         except UserError:

@@ -8,6 +8,7 @@ from typing import Any
 
 from sim.api import Source, run
 from sim.errors import Fault, UserError
+from sim.network.figures import catalogue
 from sim.parallel.serving.request import run_of
 from sim.report import words
 from sim.report.inference import InferenceResult, latency_row
@@ -18,6 +19,8 @@ from sim.scenario.dump import dump
 
 _EXPOSED = "exposed_communication"
 _GIB = 2.0**30
+#: Where a cluster has figures of its own, as `drystep calibrate` writes them, in place of the catalogue's.
+_LINKS = "cluster.topology.links"
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,7 @@ def compare(runs: Sequence[Result | Source]) -> Comparison:
                and any(one.get(path) != fields[0].get(path) for one in fields)}
     first = _throughput(results[0])
     names = _names([r.scenario.name for r in results], differs)
+    differs = {path: _in_force(path, values) for path, values in differs.items()}
     return Comparison(names, [r.step_time_s for r in results], [r.gpus for r in results],
                       terms, moved, differs, [_throughput(r) / first for r in results], why, memory,
                       _moved(memory, 0.5), [r.bound for r in results], served, [r.memory.fits for r in results])
@@ -128,6 +132,12 @@ def _gpus_per_token(result: Result) -> float:
     return result.gpus / (result.tokens_per_second * result.step_time_s)
 
 
+def _in_force(path: str, values: Sequence[Any]) -> list[Any]:
+    """Values of a field; figures of links that a cluster has none of its own of are the catalogue's."""
+    figure = catalogue().get(path.removeprefix(f"{_LINKS}."))
+    return [figure if value is None and figure is not None else value for value in values]
+
+
 def _names(given: Sequence[str], differs: Mapping[str, Sequence[Any]]) -> list[str]:
     """Names that tell the runs apart: those called alike get the first fields in which they differ, or a number."""
     found: list[str] = []
@@ -135,6 +145,7 @@ def _names(given: Sequence[str], differs: Mapping[str, Sequence[Any]]) -> list[s
         alike = [j for j, other in enumerate(given) if other == name]
         apart = [path for path, values in differs.items() if any(values[j] != values[alike[0]] for j in alike)]
         heads = [path for path in apart if not any(path.startswith(f"{other}.") for other in apart)]
+        heads = list(dict.fromkeys(_LINKS if path.startswith(_LINKS) else path for path in heads))
         told = ", ".join(_told(path, {p: differs[p][i] for p in apart if f"{p}.".startswith(f"{path}.")})
                          for path in heads[:_TOLD])
         found.append(name if len(alike) == 1 else f"{name} ({told})" if told else f"{name} ({alike.index(i) + 1})")
@@ -142,7 +153,12 @@ def _names(given: Sequence[str], differs: Mapping[str, Sequence[Any]]) -> list[s
 
 
 def _told(path: str, values: Mapping[str, Any]) -> str:
-    """What one run says of a field, as a word or as fields of a mapping: "recompute full", "recompute layers 14"."""
+    """What one run says of a field, as a word or as fields of a mapping: "recompute full", "recompute layers 14". Of
+    figures of links, by dozens, whose they are, and the first."""
+    if path == _LINKS:
+        own = {name.removeprefix(f"{_LINKS}."): value for name, value in values.items() if value is not None}
+        return next((f"links as measured: {name} {_value(value)}{' and more' * (len(own) > 1)}"
+                     for name, value in own.items()), "links as in the catalogue")
     given = [f"{name[len(path) + 1:]} {_value(value)}".strip() for name, value in values.items() if value is not None]
     return f"{path.rpartition('.')[2]} {' '.join(given) or _value(None)}".replace("_", " ")
 

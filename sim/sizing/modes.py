@@ -65,9 +65,9 @@ def _varied(bases: list[Scenario], choice: Choice, offload: Sequence[str],
     return both_ways(varied) if overlap_p2p else varied, dropped
 
 
-def bounds_of(space: Space, executor: Executor | None, shares: int) -> Bounds | ServedBounds:
+def bounds_of(space: Space, executor: Executor | None, shares: int, until: float) -> Bounds | ServedBounds:
     """Lower bounds of all rows; see `Bounds` for the arguments."""
-    return ServedBounds(space) if isinstance(space, ServedSpace) else Bounds(space, executor, shares)
+    return ServedBounds(space, until) if isinstance(space, ServedSpace) else Bounds(space, executor, shares, until)
 
 
 def own_of(space: Space, scenario: Scenario) -> int | None:

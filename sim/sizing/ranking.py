@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -34,13 +34,27 @@ class Ranking:
     def _renew(self, rows: Rows) -> None:
         """Take over what the bounds of rows have become."""
         of, step_s = self.of, self.of.time_s[rows]
-        alive = np.isfinite(step_s) & (of.memory_bytes[rows] <= of.capacity_bytes[rows] - self.wish.margin_bytes)
+        bounded = np.isfinite(step_s) & ~of.unbounded[rows]
+        alive = bounded & (of.memory_bytes[rows] <= of.capacity_bytes[rows] - self.wish.margin_bytes)
         energy = of.energy_j(rows) if self.wish.objective == "energy" else 0.0
         price = self._prices[self.space.columns["cluster"][rows]]
         value = np.where(alive, self.wish.value(np.where(alive, step_s, 0.0), self.gpus[rows], price, energy,
                                                 of.request(rows)), np.inf)
         self.alive[rows], self.values[rows] = alive, value
         self.times[rows] = np.where(np.isfinite(value), step_s, np.inf)
+
+    def go_on(self) -> None:
+        """Bound more rows of those that have no bound yet, as many as there is time for."""
+        self.of.go_on()
+        self._renew(slice(None))
+
+    def at_hand(self, count: int, besides: Collection[int]) -> list[int]:
+        """The rows with the lowest values of those that are bounded finely and may fit; if there are none, of all."""
+        values = self.values.copy()
+        values[list(besides)] = np.inf
+        fine = np.where(self.of.coarse, np.inf, values)
+        values = fine if np.isfinite(fine).any() else values
+        return [int(row) for row in np.argsort(values, kind="stable")[:count] if np.isfinite(values[row])]
 
     @property
     def impossible(self) -> int:
@@ -72,7 +86,7 @@ class Ranking:
     def pruned(self) -> dict[str, int]:
         """Rows that were ruled out, by what did it; "time": those a search may leave."""
         of, wish = self.of, self.wish
-        possible = np.isfinite(of.time_s)
+        possible = np.isfinite(of.time_s) & ~of.unbounded
         alive = self.alive
         found = {"memory": int(possible.sum() - alive.sum())}
         run_s = of.time_s * wish.steps

@@ -11,6 +11,8 @@ of the generation once a search comes to it.
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -66,10 +68,12 @@ class ServedBounds:
         memory_bytes, capacity_bytes: of the fullest rank at least, and its capacity. What does not fit has no times.
         work_j: energy of a request's kernels on all GPUs at least, beside the GPUs' constant power.
         coarse: rows whose tokens are still without attention.
+        unbounded: rows that not even that is known of yet.
     """
 
-    def __init__(self, space: ServedSpace) -> None:
-        self.space, count = space, len(space)
+    def __init__(self, space: ServedSpace, until: float = math.inf) -> None:
+        """See `sim.sizing.bounds.Bounds` for `until`."""
+        self.space, self.until, count = space, until, len(space)
         self.time_s, self.prompt_s, self.token_s = np.zeros(count), np.zeros(count), np.zeros(count)
         self.memory_bytes, self.capacity_bytes, self.work_j = np.zeros(count), np.zeros(count), np.zeros(count)
         self.coarse = np.zeros(count, dtype=bool)
@@ -87,9 +91,17 @@ class ServedBounds:
                                             scenario.cluster.gpu.model_dump()).usable_memory_bytes
             self._constant_w[rows] = devices[base].energy_j((), (), 1.0)
             self.memory_bytes[rows] = [one.memory_bytes(batch) * _SURE for batch in batches[rows].tolist()]
-        self.coarse = self.memory_bytes <= self.capacity_bytes
-        for row in np.flatnonzero(self.coarse).tolist():
+        self.unbounded, self.coarse = self.memory_bytes <= self.capacity_bytes, np.zeros(count, dtype=bool)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Bound rows that have none yet, as many as half of the time is enough for; one at least."""
+        now = time.monotonic()
+        for done, row in enumerate(np.flatnonzero(self.unbounded).tolist()):
+            if done and time.monotonic() > now + (self.until - now) / 2:
+                break
             self._bound(row, fine=False)
+            self.unbounded[row], self.coarse[row] = False, True
 
     def _bound(self, row: int, fine: bool) -> None:
         columns = self.space.columns

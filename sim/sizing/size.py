@@ -26,7 +26,7 @@ from sim.sizing.refused import refuse
 from sim.sizing.round_out import best_of_each, round_out
 from sim.sizing.rows import kept_row, table_row
 from sim.sizing.runner import Runner
-from sim.sizing.search import Found, search
+from sim.sizing.search import ROUND, Found, search
 from sim.sizing.space import Choice, Space
 from sim.sizing.store import Store
 from sim.sizing.why import Why, explain, families
@@ -55,6 +55,7 @@ class Sizing:
         why: what the best has ahead of the runner-up and of the best of each family.
         refused, faults: of those simulated, rows a technique refused, and rows the simulation failed on (ours).
         first_fault: `{set, reason}` of the first row that the simulation failed on; the store has all.
+        unbounded: of those covered, for which there was no time to bound them: they were not looked at.
         gap: how much better than the best an unsimulated row could be; `best_proven`: rows of `best`, from the first
             on, above which no such row can come.
         rows: every simulated row, with its outcome and why it has no time, in the order of the space.
@@ -75,6 +76,7 @@ class Sizing:
     covered: int = 0
     impossible: int = 0
     simulated: int = 0
+    unbounded: int = 0
     refused: int = 0
     faults: int = 0
     first_fault: dict[str, Any] | None = None
@@ -102,6 +104,7 @@ class Sizing:
                 "nearest_cut": self.nearest_cut, "own": self.own, "front": self.front,
                 "front_proven": self.front_proven, "why": self.why.to_json(), "raw": self.raw, "covered": self.covered,
                 "impossible": self.impossible, "pruned": self.pruned, "simulated": self.simulated,
+                "unbounded": self.unbounded,
                 "refused": self.refused, "faults": self.faults,
                 "first_fault": self.first_fault, "gap": self.gap, "best_proven": self.best_proven,
                 "proven": self.proven,
@@ -150,8 +153,8 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
         out: SQLite file of outcomes (see `sim.sizing.store`); `resume` goes on with one that is there.
         workers: processes; they do not change what is found or simulated.
         dask: address of a Dask scheduler, whose workers simulate instead.
-        seconds: of wall clock from this call: then stop simulating; what is found by then is the best so far, with its
-            gap. Listing layouts and bounding them cannot be cut short, nor can a round of simulations; one always runs.
+        seconds: of wall clock from this call: then stop; what is found by then is the best so far, with its gap. Half
+            is for bounding layouts, others come later or not at all. Listing and a round of simulations are not cut.
         price: what a GPU-hour costs, as `--price` says it (`sim.sizing.prices`); a wish with a price keeps its own.
         interrupted: asked between rounds of simulations; True ends the search as `seconds` does.
         progress: told (simulated, next bound, best value) after every round.
@@ -177,7 +180,7 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
     with ExitStack() as stack:
         stack.callback(store.close)
         pool = stack.enter_context(started_workers(workers, dask))
-        of = bounds_of(space, pool.executor if dask is None else None, workers)
+        of = bounds_of(space, pool.executor if dask is None else None, workers, started + seconds)
         bounded = time.monotonic()
         ranking, runner = Ranking(space, of, wish), Runner(space, plain, wish, store, pool)
         free = Runner(space, plain, wish.unlimited, store, pool)
@@ -186,22 +189,44 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
         def stop() -> bool:
             if progress is not None:
                 progress(len(runner.rows), math.nan, math.nan)
-            begun = len(runner.rows) + len(free.rows) > (own is not None)
-            return interrupted() or (begun and time.monotonic() - started > seconds)
+            return interrupted() or time.monotonic() - started > seconds
 
-        result = search(ranking.values, runner.values, top, stop=stop, tighten=ranking.tighten,
-                        first=[] if own is None else [own], aside=aside_of(space, ranking))
+        result = _searched(space, ranking, runner, own, top, stop)
+        if not (runner.rows.keys() - {own}) and not interrupted():
+            _one_round(ranking, runner, result, top)
         if result.complete and not result.best and free.wish != wish:
             found.nearest, found.nearest_cut = _nearest(space, Ranking(space, of, free.wish), free, stop)
         found.front_proven = front_proven(space, ranking, runner, stop)
         if result.complete and result.best:
             (best_of_each if found.served else round_out)(ranking, runner, stop)
-    found.impossible, found.pruned = ranking.impossible, ranking.pruned()
+    found.impossible, found.pruned, found.unbounded = ranking.impossible, ranking.pruned(), int(of.unbounded.sum())
     found.pruned["time"] -= int(np.isfinite(ranking.values[list(runner.rows)]).sum())  # the scenario's own may be late
     _fill(found, space, result, runner, own)
-    found.why = _why(found, space, result, runner, ranking.values)
+    found.why = _why(found, space, result, runner, np.where(of.unbounded, 0.0, ranking.values))
     found.seconds = {"space": listed - started, "bounds": bounded - listed, "simulation": time.monotonic() - bounded}
     return found
+
+
+def _searched(space: Space, ranking: Ranking, runner: Runner, own: int | None, top: int,
+              stop: Callable[[], bool]) -> Found:
+    """The search over what is bounded, and again over more of it while there is time and any is left."""
+    while True:
+        result = search(ranking.values, runner.values, top, stop=stop, tighten=ranking.tighten,
+                        first=[] if own is None else [own], aside=aside_of(space, ranking))
+        if not ranking.of.unbounded.any():
+            return result
+        if not result.complete or stop():
+            result.complete, result.next_bound = False, 0.0
+            return result
+        ranking.go_on()
+
+
+def _one_round(ranking: Ranking, runner: Runner, result: Found, top: int) -> None:
+    """What is best by the bounds that there are, where there was no time for a search."""
+    rows = ranking.at_hand(ROUND, runner.rows)
+    values = np.full(len(ranking.values), np.inf)
+    values[rows] = ranking.values[rows]
+    result.best = search(values, runner.values, top, first=list(runner.rows)).best
 
 
 def _refuse_never_simulated(bases: Sequence[Scenario], loaded: Loaded | None) -> None:

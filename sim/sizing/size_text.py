@@ -78,7 +78,8 @@ def _covered(found: Sizing) -> Iterator[str]:
         f"{found.raw:,} configurations can be written, {found.covered:,} of them differ in effect")
     ruled = {"memory": "do not fit", "time": "cannot be among the best", "deadline": "miss the deadline",
              "budget": "cost more than the budget", "limits": "break the limits"}
-    counts = {"are impossible": found.impossible,
+    counts = {"were not looked at (there was no time to bound them)": found.unbounded,
+              "are impossible": found.impossible,
               **{ruled.get(name, f"are ruled out by {name}"): count for name, count in found.pruned.items()}}
     parts = [f"{count:,} {said}" for said, count in counts.items() if count]
     refused = f" ({found.refused:,} of them refused)" if found.refused else ""
@@ -98,6 +99,8 @@ def _covered(found: Sizing) -> Iterator[str]:
             rest if found.best_proven < len(found.best) else "")
     elif not found.best:
         yield "not proven: the search ended before anything that fits was simulated"
+    elif found.unbounded:
+        yield "not proven: how good those are that were not looked at is not known"
     else:
         yield f"not proven: a configuration not yet simulated may be up to {100 * found.gap:.1f}% better"
     yield from (f"! {hint}" for hint in found.hints)

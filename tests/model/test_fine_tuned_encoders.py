@@ -236,6 +236,19 @@ def test_memory_balances_under_every_strategy(model: str, strategy: str, base: s
     assert peak(lower(asked).job.programs[0]).steady
 
 
+@pytest.mark.parametrize("base", ["nf4-dq", "int8"])
+def test_autocast_casts_what_biased_attention_reads(base: str) -> None:
+    """Products with quantised weights come back in fp32, the dtype of T5's norms there; the kernel reads, keeps and
+    returns halves. So a stream of halves stays one, and each attention keeps q, k, v and out at two bytes."""
+    asked = {"base": base, "precision": "amp-bf16", "framework": "megatron"}
+    lowered = lower(scenario(SMALL["T5"], **asked))
+    assert peak(lowered.job.programs[0]).steady
+    tuned = architecture(SMALL["T5"], base, precision="amp-bf16", sequence=64)
+    trace = layer_profile(blocks(tuned)[0][1], "none", True).trace
+    made = [size for number, size in trace.forward if size and trace.made[number][0] == "attention"]
+    assert made.count(4 * 64 * 256 * 2) == 4
+
+
 def test_a_stage_in_front_of_the_first_block_is_steady() -> None:
     stages = lower(scenario(SMALL["BERT"], gpus=2, pipeline=2, split=[0, 2])).job.programs
     assert all(peak(stage).steady for stage in stages)

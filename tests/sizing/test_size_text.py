@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from sim.sizing import Choice, Wish, compare, size
 from sim.sizing.bounds import Bounds
 from sim.sizing.search import ROUND
 from sim.sizing.size_text import lines
+from sim.sizing.space import build_space
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = """\
@@ -80,7 +82,7 @@ def test_seconds_count_from_the_start_and_one_round_is_always_simulated(
 
     class Slow(Bounds):
         def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
+            super().__init__(*given[:3])  # by no clock
             clock[0] += 100.0
 
     def tick(done: int, *_: float) -> None:
@@ -91,6 +93,44 @@ def test_seconds_count_from_the_start_and_one_round_is_always_simulated(
     found = size(resolve(PLAIN), CHOICE, top=10**6, seconds=seconds, progress=tick)
     assert found.simulated == 1 + rounds * ROUND and not found.proven  # the scenario's own layout before all
     assert found.seconds["bounds"] == 100.0
+
+
+@pytest.mark.parametrize(("late", "bounded"), [(0, 1), (10, 11)])
+def test_what_there_is_no_time_to_bound_is_told_of_and_not_looked_at(
+    late: int, bounded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that says `late` times that it is early: as many slices and one more are bounded, spread over all."""
+    asked = [0]
+
+    def clock() -> float:
+        asked[0] += 1
+        return 0.0 if asked[0] <= late + 1 else 9.0
+
+    monkeypatch.setattr(import_module("sim.sizing.size"), "time", SimpleNamespace(monotonic=lambda: 0.0))
+    module = import_module("sim.sizing.bounds")
+    seen: list[Any] = []
+    coarse = module._coarse
+    monkeypatch.setattr(module, "_coarse", lambda job: seen.append(coarse(job)) or seen[-1])
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
+    found = size(resolve(PLAIN), CHOICE, top=3, seconds=5.0, interrupted=lambda: bool(seen) and asked[0] > late + 3)
+    assert sum(one is not None for one in seen[0]) == bounded < len(seen[0])
+    assert 0 < found.unbounded < found.covered and not found.proven and found.gap == 1.0
+    said = "\n".join(lines(found))
+    assert f"{found.unbounded:,} were not looked at" in said and "not looked at is not known" in said
+
+
+def test_bounds_that_are_cut_short_go_on_to_what_they_would_have_been() -> None:
+    space = build_space([resolve(PLAIN)], CHOICE)
+    whole, cut = Bounds(space), Bounds(space, until=0.0)
+    assert cut.unbounded.any() and not (cut.time_s[cut.unbounded] > 0).any()
+    while cut.unbounded.any():
+        cut.go_on()
+    cut.until = math.inf
+    for one in (whole, cut):
+        one.refine()
+    assert not whole.unbounded.any()
+    for name in ("time_s", "memory_bytes", "work_j", "coarse"):
+        assert (getattr(whole, name) == getattr(cut, name)).all()
 
 
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="process groups are needed")

@@ -182,7 +182,7 @@ def _rotate_half(run: Run, x: Tensor) -> Tensor:
 def _flash(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None,
            _weights: list[Storage] | None = None) -> Tensor:
     # flash has neither a bias nor fp32
-    kernel, half = fused_kernel(style), run.autocast or query.dtype
+    kernel, half, shared = fused_kernel(style), run.autocast or query.dtype, 1
     efficient = kernel == "efficient" or half == "fp32"
     rows = style.tokens * style.heads
     if efficient:  # sums are kept of a multiple of 32 queries (ATen _efficient_attention_forward, kAlignLSE)
@@ -204,11 +204,10 @@ def _flash(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, bi
         q, k, v = (op.relayout(run, op.clone(run, t)) for t in (q, k, v))
         return op.relayout(run, op.clone(run, op.attention(run, q, k, v, rows, sums=sums, spare=_spare(style))))
     else:
-        bias = bias if style.memory else _bias_mask(run, style, bias)
-        bias = op.expanded(run, op.to(run, bias, run.autocast or bias.dtype), style.batch)
-        return op.attention(run, query, key, value, rows, bias, style.batch)
-    query, key, value = (op.to(run, t, half) for t in (query, key, value))
-    return op.attention(run, query, key, value, rows, bias)
+        bias, shared = bias if style.memory else _bias_mask(run, style, bias), style.batch
+    # autocast casts every argument of the call: products with weights of 4 and 8 bits came back as wide as their input
+    query, key, value, bias = (op.to(run, t, run.autocast or t.dtype) for t in (query, key, value, bias))
+    return op.attention(run, query, key, value, rows, op.expanded(run, bias, shared), shared)
 
 
 def flash_sums(style: Style) -> bool:
