@@ -212,6 +212,8 @@ def test_llama_in_fp8() -> None:
     ("--num-experts 8 --moe-expert-capacity-factor 1.25", "model.moe.capacity", 1.25),
     ("--num-experts 8 --expert-model-parallel-size 4 --moe-ffn-hidden-size 512 --moe-shared-expert-overlap "
      "--moe-shared-expert-intermediate-size 512", "parallel.overlap_experts", "shared"),
+    ("--num-experts 8 --expert-model-parallel-size 4 --tensor-model-parallel-size 2 --sequence-parallel "
+     "--expert-tensor-parallel-size 1", "parallel.expert_tensor", 1),
     ("--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512", "model.mla.kv_rank", 512),
     ("--multi-latent-attention --qk-layernorm", "model.mla.rope_dim", 64),
     ("--bf16 --optimizer muon", "training.optimizer", "muon"),

@@ -129,6 +129,31 @@ def test_a_tensor_rank_sends_its_own_tokens(tensor: int, expert: int) -> None:
     assert moved(what, "all_to_all")[expert] == 2 * 4 * LAYERS * rows * HIDDEN * 2
 
 
+def test_whole_experts_can_be_asked_for_where_they_could_be_cut() -> None:
+    """Megatron's --expert-tensor-parallel-size 1: two experts whole on each rank, where they would be halves."""
+    what = scenario(expert=4, tensor=2, sequence_parallel=True, expert_tensor=1)
+    cut = scenario(expert=4, tensor=2, sequence_parallel=True)
+    assert (what.expert_tensor, cut.expert_tensor) == (1, 2)
+    groups = cut_groups(what, layout_of(what))
+    assert groups["expert"][0].tolist() == [0, 1, 2, 3] and groups["expert_data"][0].tolist() == [0, 4]
+    assert resident(what, "parameters") - resident(cut, "parameters") == 2 * LAYERS * EXPERT
+    # two ranks hold the same two experts; halves of an expert are on one data rank alone
+    assert moved(what, "all_reduce")[2] - moved(cut, "all_reduce")[2] == 2 * LAYERS * 2 * EXPERT
+    assert sim.run(what).model_flops == sim.run(cut).model_flops
+
+
+@pytest.mark.parametrize(("changes", "match"), [
+    ({"expert": 4, "tensor": 4, "expert_tensor": 2}, "set it to 1 or 4"),
+    ({"expert": 8, "tensor": 2, "expert_tensor": 2}, "does not divide data 4"),
+    ({"expert": 1, "tensor": 2, "expert_tensor": 1}, "unless they are spread"),
+    ({"expert": 4, "tensor": 2, "expert_tensor": 1}, "sequence_parallel"),
+    ({"expert_tensor": 1, "model": {"moe": None}}, "has no experts"),
+])
+def test_slices_of_experts_that_cannot_be(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(UserError, match=match):
+        lower(scenario(**changes))
+
+
 def test_cut_experts_gather_the_tokens_of_their_tensor_ranks() -> None:
     def gathers(expert: int) -> int:
         rows = traffic_totals(lower(scenario(expert=expert, tensor=2, sequence_parallel=True)).job)
