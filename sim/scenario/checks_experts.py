@@ -73,5 +73,5 @@ def _cut(s: Scenario) -> Iterator[Finding]:
         yield field, f"whole experts on all {p.tensor} tensor ranks are not simulated unless they are spread", (
             "give parallel.expert, or remove expert_tensor")
     elif cut == p.tensor > 1 and s.replica_ranks % p.expert:
-        yield field, (f"cut experts are spread over ranks of other tensor groups, and expert {p.expert} does not divide "
-                      f"data {s.data_parallel} · context {p.context}"), "set it to 1, or use a smaller expert"
+        yield field, (f"cut experts are spread over ranks of other tensor groups, and expert {p.expert} does not "
+                      f"divide data {s.data_parallel} · context {p.context}"), "set it to 1, or use a smaller expert"

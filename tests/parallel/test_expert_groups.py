@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sim
+from sim.api import hardware_for
 from sim.errors import UserError
 from sim.model.mixture import busiest
 from sim.parallel import lower
@@ -231,6 +232,25 @@ def test_stacks_that_send_a_token_once_send_less() -> None:
     # one node: places are the four ranks, two experts a token: 4 (1 - (3/4)^2) = 1.75 copies instead of two
     often, once = (moved(scenario(expert=4, year=year), "all_to_all")[4] for year in (2024, 2025))
     assert once == pytest.approx(often * 1.75 / 2, rel=1e-4)
+
+
+@pytest.mark.parametrize(("framework", "year"), [("megatron", 2024), ("megatron", 2026), ("torchtitan", 2026)])
+def test_a_dispatcher_that_is_asked_for_is_had(framework: str, year: int) -> None:
+    """As many bytes, and the same way over the links, whatever the release has of itself."""
+    def of(dispatcher: str) -> Any:
+        what = scenario(expert=4, framework=framework, year=year)
+        return what.model_copy(update={"software": what.software.model_copy(update={"dispatcher": dispatcher})})
+    often, once = of("alltoall"), of("flex")
+    assert moved(once, "all_to_all")[4] == pytest.approx(moved(often, "all_to_all")[4] * 1.75 / 2, rel=1e-4)
+    assert not hardware_for(often)[1].one_sided and hardware_for(once)[1].one_sided
+
+
+def test_shared_experts_run_beside_plain_all_to_alls_alone() -> None:
+    assert scenario(expert=4, moe={"shared_experts": 1}, overlap_experts="shared").software.dispatcher == "alltoall"
+    what = scenario(expert=4, moe={"shared_experts": 1}, overlap_experts="shared")
+    flex = what.model_copy(update={"software": what.software.model_copy(update={"dispatcher": "flex"})})
+    with pytest.raises(UserError, match="does not run beside shared experts"):
+        lower(flex)
 
 
 def test_dense_and_routed_gradients_never_share_a_bucket() -> None:

@@ -86,8 +86,8 @@ def _experts(settings: Settings, draft: Draft, sizes: dict[str, int]) -> None:
     said = cut or degree(settings, "expert_parallel_degree")
     if said is not None and sizes["tensor"] > 1:
         draft.take("parallel.expert_tensor", cut.whole() if cut is not None else 1, said)
-    if backend is not None and backend.word() != "standard":
-        draft.leave(backend, "all-to-alls of NCCL are counted")
+    if backend is not None:
+        draft.take("software.dispatcher", "alltoall" if backend.word() == "standard" else "flex", backend)
 
 
 def _sharding(settings: Settings, draft: Draft, sizes: dict[str, int]) -> str:

@@ -79,6 +79,9 @@ def misfit(scenario: Scenario, overlap: str) -> tuple[str, str] | None:
     parallel, moe = scenario.parallel, scenario.model.moe
     if overlap == "none" or parallel.expert == 1 or moe is None:
         return None
+    if overlap == "shared" and scenario.software.dispatcher == "flex":
+        return ("a dispatcher that sends tokens once does not run beside shared experts (megatron-core "
+                "token_dispatcher.py, MoEFlexTokenDispatcher)", "use software.dispatcher alltoall, or remove it")
     if overlap == "shared":
         return None if moe.shared_experts else ("the model has no shared experts to hide the all-to-alls behind",
                                                 "remove it")
