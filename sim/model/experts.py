@@ -44,6 +44,7 @@ def experts_operators(style: Style, source: str) -> tuple[list[Operator], list[P
     down, down_parameters = _product(
         spread, experts, "down", "down_proj", experts.ffn, style.hidden, arrives,
         (Tensor("expert_down_input", rows * experts.ffn, style.act),))
+    up, down = _sorted(style, spread, experts, up, down)
     if experts.tensor > 1:
         up, down = (replace(operator, joint=joint(style, kind, rows * style.hidden)) for operator, kind in (
             (up, "column"), (down, "row")))
@@ -86,7 +87,28 @@ def _travels(style: Style, experts: Experts, kind: str, dtype: str) -> Joint | N
     """Rows that leave for their experts or come back, those of the busiest slice."""
     if style.expert == 1:
         return None
-    return Joint(kind, round(style.tokens * style.hidden * experts.top_k * experts.load), dtype)
+    rows = style.tokens * experts.top_k * experts.load
+    apart = kind == "dispatch" and not style.stack.dispatch_once
+    scores = round(rows) if apart and style.stack.fused_permutation else 0  # which then weigh the activation
+    return Joint(kind, round(rows * style.hidden), dtype, scores=scores,
+                 counts=experts.count * style.expert if apart else 0)
+
+
+def _sorted(style: Style, spread: Style, experts: Experts, up: Operator, down: Operator) -> tuple[Operator, Operator]:
+    """Products of experts between two copies: rows come rank by rank and are sorted by expert, and back. A dispatcher
+    that sends a token once copies it to its rows where it arrives, so that one permutation is all there is."""
+    if not sorts(style, experts):
+        return up, down
+    def copy(name: str) -> Kernel:
+        return elementwise(name, spread.tokens * spread.hidden, 2 * width(spread.act), spread.act)
+    return (replace(up, forward=(copy("sort_rows"), *up.forward), backward=(*up.backward, copy("unsort_rows"))),
+            replace(down, forward=(*down.forward, copy("unsort_rows")), backward=(copy("sort_rows"), *down.backward)))
+
+
+def sorts(style: Style, experts: Experts) -> bool:
+    """Whether rows that have come from other ranks are sorted by expert (Megatron-LM `moe/token_dispatcher.py`,
+    MoEAlltoAllTokenDispatcher: sort_chunks_by_idxs where a rank has several; torchtitan models/moe likewise)."""
+    return style.expert > 1 and experts.held > 1 and not style.stack.dispatch_once and not style.takes_turns
 
 
 def _dispatch(style: Style, experts: Experts, source: str) -> Operator:

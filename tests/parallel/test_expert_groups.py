@@ -91,6 +91,7 @@ def test_distributed_optimizer_splits_each_kind_over_its_own_ranks(expert: int) 
     assert resident(what, "optimizer_states") == pytest.approx(2 * 2 * elements, rel=1e-3)
     assert resident(what, "parameters") == pytest.approx(2 * (dense(what) + ROUTED / expert), rel=1e-3)
     gathered = moved(what, "all_gather")
+    gathered[expert] -= 2 * LAYERS * 8 * EXPERTS * expert if expert > 1 else 0  # rows of each expert, told to all
     assert gathered[8] == pytest.approx(2 * (dense(what) + (ROUTED if expert == 1 else 0)), rel=1e-3)
     if 1 < expert < 8:
         assert gathered[8 // expert] == 2 * ROUTED // expert
@@ -241,8 +242,34 @@ def test_a_dispatcher_that_is_asked_for_is_had(framework: str, year: int) -> Non
         what = scenario(expert=4, framework=framework, year=year)
         return what.model_copy(update={"software": what.software.model_copy(update={"dispatcher": dispatcher})})
     often, once = of("alltoall"), of("flex")
-    assert moved(once, "all_to_all")[4] == pytest.approx(moved(often, "all_to_all")[4] * 1.75 / 2, rel=1e-4)
+    scores = 2 * 2 * LAYERS * 2 * SEQUENCE * TOP_K * 4 if (framework, year) == ("megatron", 2026) else 0
+    rows = moved(often, "all_to_all")[4] - scores
+    assert moved(once, "all_to_all")[4] == pytest.approx(rows * 1.75 / 2, rel=1e-4)
     assert not hardware_for(often)[1].one_sided and hardware_for(once)[1].one_sided
+
+
+@pytest.mark.parametrize(("expert", "dispatcher", "copies"), [(4, "alltoall", 4), (8, "alltoall", 0), (4, "flex", 0)])
+def test_rows_that_come_rank_by_rank_are_sorted_by_expert(expert: int, dispatcher: str, copies: int) -> None:
+    """Of several experts a rank: behind the way there and in front of the way back, and likewise their gradients."""
+    what = scenario(expert=expert, year=2026)
+    what = what.model_copy(update={"software": what.software.model_copy(update={"dispatcher": dispatcher})})
+    program = lower(what).job.programs[0]
+    sorting = {row for row, kernel in enumerate(program.kernels) if kernel.variant.endswith("sort_rows")}
+    one = next(seg for seg in program.segments if sorting & set(seg.kernels)) if sorting else None
+    assert (sum(row in sorting for row in one.kernels) if one else 0) == copies // 2
+    for row in sorting:  # what two nodes' micro-batch sends and gets, read and written in bf16
+        assert program.kernels[row].bytes == 2 * SEQUENCE * TOP_K * HIDDEN * 4
+
+
+def test_plain_dispatch_tells_counts_and_sends_scores() -> None:
+    """Megatron's MoEAlltoAllTokenDispatcher: an all-gather of int64 counts forward; scores in fp32 both ways."""
+    what = scenario(expert=4, year=2026)
+    what = what.model_copy(update={"software": what.software.model_copy(update={"dispatcher": "alltoall"})})
+    rows = [r for r in traffic_totals(lower(what).job) if r["ranks"] == 4]
+    assert sum(r["bytes"] for r in rows if r["kind"] == "all_gather") == 2 * LAYERS * 8 * EXPERTS * 4
+    assert sum(r["count"] for r in rows if r["kind"] == "all_to_all") == 2 * LAYERS * 6
+    flex = what.model_copy(update={"software": what.software.model_copy(update={"dispatcher": "flex"})})
+    assert sum(r["count"] for r in traffic_totals(lower(flex).job) if r["kind"] == "all_to_all") == 2 * LAYERS * 4
 
 
 def test_shared_experts_run_beside_plain_all_to_alls_alone() -> None:
