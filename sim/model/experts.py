@@ -44,7 +44,7 @@ def experts_operators(style: Style, source: str) -> tuple[list[Operator], list[P
     down, down_parameters = _product(
         spread, experts, "down", "down_proj", experts.ffn, style.hidden, arrives,
         (Tensor("expert_down_input", rows * experts.ffn, style.act),))
-    up, down = _sorted(style, spread, experts, up, down)
+    up, down = _copied(style, spread, experts, up, down)
     if experts.tensor > 1:
         up, down = (replace(operator, joint=joint(style, kind, rows * style.hidden)) for operator, kind in (
             (up, "column"), (down, "row")))
@@ -94,15 +94,21 @@ def _travels(style: Style, experts: Experts, kind: str, dtype: str) -> Joint | N
                  counts=experts.count * style.expert if apart else 0)
 
 
-def _sorted(style: Style, spread: Style, experts: Experts, up: Operator, down: Operator) -> tuple[Operator, Operator]:
-    """Products of experts between two copies: rows come rank by rank and are sorted by expert, and back. A dispatcher
-    that sends a token once copies it to its rows where it arrives, so that one permutation is all there is."""
-    if not sorts(style, experts):
-        return up, down
+def _copied(style: Style, spread: Style, experts: Experts, up: Operator, down: Operator) -> tuple[Operator, Operator]:
+    """Products of experts between copies: rows come rank by rank and are sorted by expert, are padded to what narrow
+    products take, and back. A dispatcher that sends a token once copies it to its rows where it arrives, so that one
+    permutation is all there is."""
     def copy(name: str) -> Kernel:
         return elementwise(name, spread.tokens * spread.hidden, 2 * width(spread.act), spread.act)
-    return (replace(up, forward=(copy("sort_rows"), *up.forward), backward=(*up.backward, copy("unsort_rows"))),
-            replace(down, forward=(*down.forward, copy("unsort_rows")), backward=(copy("sort_rows"), *down.backward)))
+    names = [("sort_rows", "unsort_rows")] * sorts(style, experts) + [("pad_rows", "unpad_rows")] * pads(spread)
+    there, back = (tuple(copy(pair[way]) for pair in names) for way in (0, 1))
+    return (replace(up, forward=(*there, *up.forward), backward=(*up.backward, *back[::-1])),
+            replace(down, forward=(*down.forward, *back[::-1]), backward=(*there, *down.backward)))
+
+
+def pads(spread: Style) -> bool:
+    """Whether each expert's rows are padded for its products, which are narrow (16 rows, of mxfp8 32)."""
+    return spread.stack.pads_rows and not spread.takes_turns and width(spread.gemm) < width(spread.act)
 
 
 def sorts(style: Style, experts: Experts) -> bool:

@@ -261,6 +261,20 @@ def test_rows_that_come_rank_by_rank_are_sorted_by_expert(expert: int, dispatche
         assert program.kernels[row].bytes == 2 * SEQUENCE * TOP_K * HIDDEN * 4
 
 
+@pytest.mark.parametrize(("year", "dispatcher", "copies"), [
+    (2025, None, 4), (2026, None, 0), (2026, "alltoall", 4), (2026, "flex", 0)])
+def test_rows_are_padded_for_narrow_products(year: int, dispatcher: str | None, copies: int) -> None:
+    """Megatron's TEGroupedMLP in 8 bits, unless HybridEP has padded them on their way; never in bf16."""
+    for precision, count in (("fp8", copies), ("megatron-bf16", 0)):
+        what = resolve(scenario(expert=4, year=year, precision=precision).model_dump(mode="json", exclude_none=True) | {
+            "cluster": {"topology": "dgx-h100"}})
+        what = what.model_copy(update={"software": what.software.model_copy(update={"dispatcher": dispatcher})})
+        program = lower(what).job.programs[0]
+        rows = {row for row, kernel in enumerate(program.kernels) if kernel.variant.endswith("pad_rows")}
+        found = [sum(row in rows for row in seg.kernels) for seg in program.segments]
+        assert max(found) in (count // 2, count * LAYERS // 2), (precision, found)
+
+
 def test_plain_dispatch_tells_counts_and_sends_scores() -> None:
     """Megatron's MoEAlltoAllTokenDispatcher: an all-gather of int64 counts forward; scores in fp32 both ways."""
     what = scenario(expert=4, year=2026)

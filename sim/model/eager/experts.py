@@ -15,7 +15,7 @@ from sim.model.eager.mlp import activation, inner, mlp
 from sim.model.eager.narrow import keeping
 from sim.model.eager.products import linear, router, row
 from sim.model.eager.storage import Storage
-from sim.model.experts import expert_rows, sorts
+from sim.model.experts import expert_rows, pads, sorts
 from sim.model.mixture import Experts
 from sim.model.recompute import modules_of
 from sim.model.style import Style
@@ -111,6 +111,8 @@ def _one(run: Run, spread: Style, x: Tensor, matrices: int, *, again: bool = Fal
     made = spread.experts
     assert made is not None
     run.at("up")
+    padded = pads(spread)
+    x = _moved(run, x, padded)
     if again:
         both = linear(run, spread, x, spread.hidden, (("mlp", made.ffn * (2 if spread.gated else 1)),),
                       matrices=matrices)
@@ -119,11 +121,11 @@ def _one(run: Run, spread: Style, x: Tensor, matrices: int, *, again: bool = Fal
         run.at("down")
         out = row(run, keeping(spread), hidden, made.ffn, (("mlp", spread.hidden),), matrices)
         run.discard(frame, out)
-        return out
+        return _moved(run, out, padded)
     hidden = inner(run, spread, made.ffn, lambda outputs: linear(
         run, spread, x, spread.hidden, (("mlp", outputs),), matrices=matrices))
     run.at("down")
-    return row(run, spread, hidden, made.ffn, (("mlp", spread.hidden),), matrices)
+    return _moved(run, row(run, spread, hidden, made.ffn, (("mlp", spread.hidden),), matrices), padded)
 
 
 # ------------------------------------------------------------------------------------------------------------ in turns
