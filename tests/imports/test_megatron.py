@@ -211,6 +211,8 @@ def test_llama_in_fp8() -> None:
     ("--num-experts 8 --moe-layer-freq [1,0,1,0,1,0,1,0]", "model.moe.every", 2),
     ("--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2", "model.moe.top_groups", 2),
     ("--num-experts 8 --moe-expert-capacity-factor 1.25", "model.moe.capacity", 1.25),
+    ("--num-experts 8 --moe-expert-capacity-factor 1.25", "model.moe.padded", False),
+    ("--num-experts 8 --moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity", "model.moe.padded", True),
     ("--num-experts 8 --expert-model-parallel-size 4 --moe-ffn-hidden-size 512 --moe-shared-expert-overlap "
      "--moe-shared-expert-intermediate-size 512", "parallel.overlap_experts", "shared"),
     ("--num-experts 8 --expert-model-parallel-size 4 --moe-token-dispatcher-type flex", "software.dispatcher", "flex"),

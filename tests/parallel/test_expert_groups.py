@@ -188,6 +188,9 @@ def test_the_busiest_slice_is_waited_for() -> None:
 def test_a_capacity_is_computed_full_or_empty() -> None:
     sent = [moved(scenario(expert=4, moe=moe), "all_to_all")[4] for moe in ({}, {"capacity": 1.25, "imbalance": 9})]
     assert sent[1] == pytest.approx(1.25 * sent[0])
+    loads = [busiest(Moe(experts=8, top_k=2, capacity=1.25, padded=False, imbalance=spread), 4, 2)
+             for spread in (0, 0.1, 9)]
+    assert loads[0] == 1.0 < loads[1] < loads[2] == 1.25  # without padding it only bounds what imbalance asks for
 
 
 @settings(max_examples=50, deadline=None)
