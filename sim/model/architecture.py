@@ -64,6 +64,8 @@ class Joint(NamedTuple):
         gathered: dtype in which it is gathered, where it is cast before; default as it is.
         again: a weight's gradient needs the whole input once more.
         times: parts of it that meet one after another.
+        scores: of a dispatch, rows whose scores travel in a call of their own.
+        counts: of a dispatch, rows per expert that every slice tells every other before, elements of all slices.
     """
 
     kind: str
@@ -72,6 +74,8 @@ class Joint(NamedTuple):
     gathered: str = ""
     again: bool = True
     times: int = 1
+    scores: int = 0
+    counts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ def experts_operators(style: Style, source: str) -> tuple[list[Operator], list[P
     down, down_parameters = _product(
         spread, experts, "down", "down_proj", experts.ffn, style.hidden, arrives,
         (Tensor("expert_down_input", rows * experts.ffn, style.act),))
+    up, down = _copied(style, spread, experts, up, down)
     if experts.tensor > 1:
         up, down = (replace(operator, joint=joint(style, kind, rows * style.hidden)) for operator, kind in (
             (up, "column"), (down, "row")))
@@ -86,7 +87,34 @@ def _travels(style: Style, experts: Experts, kind: str, dtype: str) -> Joint | N
     """Rows that leave for their experts or come back, those of the busiest slice."""
     if style.expert == 1:
         return None
-    return Joint(kind, round(style.tokens * style.hidden * experts.top_k * experts.load), dtype)
+    rows = style.tokens * experts.top_k * experts.load
+    apart = kind == "dispatch" and not style.stack.dispatch_once
+    scores = round(rows) if apart and style.stack.fused_permutation else 0  # which then weigh the activation
+    return Joint(kind, round(rows * style.hidden), dtype, scores=scores,
+                 counts=experts.count * style.expert if apart else 0)
+
+
+def _copied(style: Style, spread: Style, experts: Experts, up: Operator, down: Operator) -> tuple[Operator, Operator]:
+    """Products of experts between copies: rows come rank by rank and are sorted by expert, are padded to what narrow
+    products take, and back. A dispatcher that sends a token once copies it to its rows where it arrives, so that one
+    permutation is all there is."""
+    def copy(name: str) -> Kernel:
+        return elementwise(name, spread.tokens * spread.hidden, 2 * width(spread.act), spread.act)
+    names = [("sort_rows", "unsort_rows")] * sorts(style, experts) + [("pad_rows", "unpad_rows")] * pads(spread)
+    there, back = (tuple(copy(pair[way]) for pair in names) for way in (0, 1))
+    return (replace(up, forward=(*there, *up.forward), backward=(*up.backward, *back[::-1])),
+            replace(down, forward=(*down.forward, *back[::-1]), backward=(*there, *down.backward)))
+
+
+def pads(spread: Style) -> bool:
+    """Whether each expert's rows are padded for its products, which are narrow (16 rows, of mxfp8 32)."""
+    return spread.stack.pads_rows and not spread.takes_turns and width(spread.gemm) < width(spread.act)
+
+
+def sorts(style: Style, experts: Experts) -> bool:
+    """Whether rows that have come from other ranks are sorted by expert (Megatron-LM `moe/token_dispatcher.py`,
+    MoEAlltoAllTokenDispatcher: sort_chunks_by_idxs where a rank has several; torchtitan models/moe likewise)."""
+    return style.expert > 1 and experts.held > 1 and not style.stack.dispatch_once and not style.takes_turns
 
 
 def _dispatch(style: Style, experts: Experts, source: str) -> Operator:

@@ -52,11 +52,12 @@ def busiest(moe: Any, slices: int, held: int) -> float:
     Loads of experts are taken as independent, with a standard deviation of `imbalance` means; a slice of `held` of them
     varies by a share of sqrt(held) less, and the slowest of `slices` is the expected maximum of that many, or the most
     there is (`most`). With a capacity every expert computes as many rows, empty or not (Lepikhin et al.
-    2020, arXiv 2006.16668, section 2.2).
+    2020, arXiv 2006.16668, section 2.2), or at most as many (`padded`).
     """
-    if moe.capacity:
+    if moe.capacity and moe.padded:
         return float(moe.capacity)
-    return min(most(moe.top_k, slices, held), 1.0 + float(moe.imbalance) / math.sqrt(held) * expected_maximum(slices))
+    asked = min(most(moe.top_k, slices, held), 1.0 + float(moe.imbalance) / math.sqrt(held) * expected_maximum(slices))
+    return min(asked, float(moe.capacity)) if moe.capacity else asked
 
 
 def most(top_k: int, slices: int, held: int) -> float:

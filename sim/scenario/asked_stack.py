@@ -39,6 +39,9 @@ class Software(Table):
         True, "products add weight gradients up themselves, where the framework can (Megatron's "
         "gradient_accumulation_fusion)")
     cuda_graphs: bool = has(False, "kernels launched as graphs")
+    dispatcher: Literal["alltoall", "flex"] | None = has(
+        None, "how tokens go to spread experts: alltoall = a row to each expert, by NCCL; flex = once to every node or "
+        "GPU that holds some (DeepEP, HybridEP); none given = what the stack does")
     deterministic: bool = has(
         False, "kernels that give the same bits every time (torch.use_deterministic_algorithms, Megatron's "
         "--deterministic-mode)")

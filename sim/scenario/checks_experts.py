@@ -34,6 +34,7 @@ def spread(written: Scenario, s: Scenario) -> Iterator[Finding]:
     if p.overlap_experts is not None and moe is None:
         yield ("parallel.overlap_experts", "overlap_experts hides all-to-alls of experts, and the model has none",
                "give model.moe, or remove it")
+    yield from _cut(s)
     if p.expert == 1:
         return
     ranks = s.replica_ranks * p.tensor
@@ -52,3 +53,25 @@ def spread(written: Scenario, s: Scenario) -> Iterator[Finding]:
             f"{p.tensor} = {ranks} ranks",
             divisors_near(ranks, p.expert),
         )
+
+
+def _cut(s: Scenario) -> Iterator[Finding]:
+    """Slices of an expert that the ranks cannot hold."""
+    p, field = s.parallel, "parallel.expert_tensor"
+    cut = p.expert_tensor
+    if cut is None:
+        return
+    if s.model.moe is None:
+        yield field, f"expert_tensor {cut} but the model has no experts", "give model.moe, or remove it"
+    elif s.training.mode != "train":
+        yield field, "in inference experts are cut over tensor ranks, or whole where parallel.expert spreads them", (
+            "remove it")
+    elif cut not in (1, p.tensor):
+        yield field, (f"experts are whole on every rank or cut over all {p.tensor} tensor ranks, and expert_tensor is "
+                      f"{cut}"), "set it to 1" if p.tensor == 1 else f"set it to 1 or {p.tensor}"
+    elif cut == 1 < p.tensor and p.expert == 1:
+        yield field, f"whole experts on all {p.tensor} tensor ranks are not simulated unless they are spread", (
+            "give parallel.expert, or remove expert_tensor")
+    elif cut == p.tensor > 1 and s.replica_ranks % p.expert:
+        yield field, (f"cut experts are spread over ranks of other tensor groups, and expert {p.expert} does not "
+                      f"divide data {s.data_parallel} · context {p.context}"), "set it to 1, or use a smaller expert"

@@ -50,7 +50,7 @@ def fill(written: Scenario) -> Scenario:
     training = _training(written.training, written.model, cluster)
     gpus = cluster.nodes * cluster.gpus_per_node
     software = _software(written.software if written.software is not None else Software.model_construct(),
-                         written.model, training.optimizer)
+                         written.model, training.optimizer, parallel.overlap_experts == "shared")
     if training.global_batch is None:
         replicas = max(1, gpus // (parallel.tensor * parallel.context * parallel.pipeline))
         whole = training.micro_batch * replicas * (training.micro_steps or 1)
@@ -265,7 +265,7 @@ def _modules(framework: str, model: Model) -> str:
     return str(by["encoder_modules"].get(framework, usual) if model.kind == "encoder" else usual)
 
 
-def _software(written: Software, model: Model, optimizer: str) -> Software:
+def _software(written: Software, model: Model, optimizer: str, shared: bool) -> Software:
     by = table("scenario/defaults.yaml")
     year = _or(written.year, by["year"])
     name = written.framework
@@ -277,6 +277,7 @@ def _software(written: Software, model: Model, optimizer: str) -> Software:
             "modules": _or(written.modules, _modules(name, model)),
             "optimizer_kernel": _or(written.optimizer_kernel, launched or _since(by["optimizer_kernel"][name], year)),
             "versions": _or(written.versions, {}),
+            "dispatcher": _or(written.dispatcher, "alltoall" if shared and name in by["shared_by_alltoall"] else None),
             "nccl": _or(written.nccl, Nccl.model_construct()),
             "allocator": _or(written.allocator, AllocatorConf.model_construct()),
             "max_connections": _or(written.max_connections, usual_connections(name)),

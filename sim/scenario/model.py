@@ -48,6 +48,8 @@ class Moe(Table):
     first_dense: LayersOrNone = has(0, "blocks at the start that are not")
     capacity: Annotated[float, Field(ge=0, le=1000)] = has(
         0.0, "rows an expert computes over its mean share, the rest is dropped; 0 = dropless")
+    padded: bool = has(True, "with a capacity every expert computes so many rows, empty or not (Megatron's "
+                       "moe_pad_expert_input_to_capacity); false = at most so many")
     imbalance: Annotated[float, Field(ge=0, le=100)] = has(
         0.0, "standard deviation of the experts' loads over their mean; 0 = balanced")
 

@@ -293,6 +293,9 @@ class Parallel(Table):
         None, "context ranks that exchange tokens for heads, with a ring between such sets (Megatron's a2a+p2p); none "
         "given = all of them")
     expert: Degree = has(1, "expert parallelism")
+    expert_tensor: Degree | None = has(
+        None, "slices an expert's width is cut into (Megatron's expert_tensor_parallel_size): 1 or as many as tensor; "
+        "none given = the tensor ranks where expert divides data · context, else 1")
     overlap_experts: Literal["none", "shared", "batches"] | None = has(
         None, "what hides tokens on their way to experts: nothing, shared experts, another micro-batch's compute; none "
         "given = what the stack does")
@@ -374,11 +377,13 @@ class Scenario(Table):
 
     @property
     def expert_tensor(self) -> int:
-        """Slices an expert's width is cut into: the tensor ranks, unless the experts are spread over these too, as they
-        always are in inference."""
+        """Slices an expert's width is cut into: what is asked for, else the tensor ranks, unless the experts are spread
+        over these too, as they always are in inference."""
         parallel = self.parallel
-        if self.training.mode != "train":
+        if self.training.mode != "train" or parallel.expert == 1:
             return parallel.tensor if parallel.expert == 1 else 1
+        if parallel.expert_tensor is not None:
+            return parallel.expert_tensor
         return parallel.tensor if self.replica_ranks % parallel.expert == 0 else 1
 
     @property

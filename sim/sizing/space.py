@@ -272,6 +272,7 @@ def _of_count(number: int, scenario: Scenario, nodes: int,
     assert batch is not None
     blocks = model.layers + model.decoder_layers
     experts = model.moe.experts if model.moe is not None else 1
+    whole = scenario.parallel.expert_tensor == 1  # which only experts that are spread can be
     same, ipg = _same_sharding(scenario), _stack(scenario).gradient_path == "ipg"
     states = scenario.parallel.offload.optimizer in ("cpu", "nvme")  # of shards, which one rank has none of
     stack = _stack(scenario)
@@ -281,7 +282,8 @@ def _of_count(number: int, scenario: Scenario, nodes: int,
         if batch % replicas or (states and replicas * context == 1):
             continue
         share = batch // replicas
-        spreads = [e for e in _divisors(experts) if (replicas * context * tensor) % e == 0 and _in(e, choice.expert)]
+        spreads = [e for e in _divisors(experts) if (replicas * context * tensor) % e == 0 and _in(e, choice.expert)
+                   and not (whole and e == 1 < tensor)]
         sequences = (0, 1) if tensor > 1 and model.kind == "decoder" and \
             scenario.training.sequence % (tensor * context) == 0 else (0,)
         plain = {two: _data_parallel(replicas * context, replicas, pipeline, blocks, choice, same, [
@@ -294,7 +296,8 @@ def _of_count(number: int, scenario: Scenario, nodes: int,
                     rows, said = ways[spread][SCHEDULES[schedule] == "dualpipe"]
                     if not rows.shape[1]:
                         continue
-                    own_tokens = (replicas * context) % spread > 0  # experts over tensor ranks, too, ask for that
+                    # experts over tensor ranks, too, ask for tokens of one's own
+                    own_tokens = (replicas * context) % spread > 0 or (tensor > 1 and whole)
                     for sequence in (s for s in sequences if s or not own_tokens):
                         yield ((number, nodes, tensor, sequence, context, spread, micro, pipeline, virtual, schedule),
                                rows, said)

@@ -17,7 +17,7 @@ _GIVEN = ("framework", "modules", "compile")
 
 def stack_for(
     framework: str = "pytorch", year: int = 2026, compile_: bool = False, versions: Mapping[str, str] | None = None,
-    modules: str = "plain", **others: bool,
+    modules: str = "plain", **others: Any,
 ) -> Stack:
     """The stack a scenario's `software` asks for; memoised.
 

@@ -70,6 +70,8 @@ class Switches(NamedTuple):
         cuda_graphs: forward and backward are replayed as graphs.
         deterministic: kernels give the same bits every time.
         fused_accumulation: false turns off products that add weight gradients up.
+        dispatcher: how tokens go to spread experts, alltoall or flex; None = what the stack does. Eras call it
+            `alltoall_dispatcher`, `flex_dispatcher`.
     """
 
     compile: bool = False
@@ -77,6 +79,7 @@ class Switches(NamedTuple):
     cuda_graphs: bool = False
     deterministic: bool = False
     fused_accumulation: bool = True
+    dispatcher: str | None = None
 
 
 _USUAL = Switches()
@@ -99,7 +102,8 @@ def facts_of(
     versions = {name: text for name, text in (versions or {}).items() if is_release(text)}
     known = {name: _release(by_year, year) for name, by_year in releases.items()} | versions
     given = {f"{name}_given": True for name in versions}
-    on = switches._asdict() | given | {f"{modules}_modules": True}
+    on = {name: value for name, value in switches._asdict().items() if isinstance(value, bool)} | given | {
+        f"{modules}_modules": True, f"{switches.dispatcher}_dispatcher": True}
     lines: dict[str, dict[str, Any]] = {}
     for profile in _lineage(framework):
         _override(lines, profile["facts"])

@@ -90,6 +90,7 @@ class Stack:
             once more side by side and once more interleaved, in front of rotary positions.
         fused_permutation: tokens are copied to their experts and added up again by one kernel each, and the experts'
             scores weigh the activation instead of the output.
+        pads_rows: rows of experts whose products are narrow are copied to as many as such products take, and back.
         experts_in_turns: Hugging Face's modules run expert by expert, each a module of its own; else all at once.
         experts_looped: each expert's products are launched by themselves; else one grouped kernel is.
         dispatch_once: a token travels once to every node (within a node: GPU) that holds some of its experts, and is
@@ -264,6 +265,7 @@ class Stack:
     expands_kv: bool
     copied_heads: bool
     fused_permutation: bool
+    pads_rows: bool
     experts_in_turns: bool
     experts_looped: bool
     dispatch_once: bool

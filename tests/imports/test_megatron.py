@@ -92,7 +92,8 @@ def test_mixtral() -> None:
     assert not s.parallel.sequence_parallel  # one tensor rank
     assert s.training.precision.name == "megatron-bf16"
     assert names(found, "unknown") == set()
-    assert names(found, "left") == {"--moe-permute-fusion", "--moe-enable-deepep"}  # off, where today's stack has both
+    assert names(found, "left") == {"--moe-permute-fusion"}  # off, where today's stack has it
+    assert s.software.dispatcher == "alltoall"
     assert names(imported(MIXTRAL, "software.year=2024"), "left") == set()
 
 
@@ -210,8 +211,17 @@ def test_llama_in_fp8() -> None:
     ("--num-experts 8 --moe-layer-freq [1,0,1,0,1,0,1,0]", "model.moe.every", 2),
     ("--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2", "model.moe.top_groups", 2),
     ("--num-experts 8 --moe-expert-capacity-factor 1.25", "model.moe.capacity", 1.25),
+    ("--num-experts 8 --moe-expert-capacity-factor 1.25", "model.moe.padded", False),
+    ("--num-experts 8 --moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity", "model.moe.padded", True),
     ("--num-experts 8 --expert-model-parallel-size 4 --moe-ffn-hidden-size 512 --moe-shared-expert-overlap "
      "--moe-shared-expert-intermediate-size 512", "parallel.overlap_experts", "shared"),
+    ("--num-experts 8 --expert-model-parallel-size 4 --moe-token-dispatcher-type flex", "software.dispatcher", "flex"),
+    ("--num-experts 8 --expert-model-parallel-size 4 --moe-enable-deepep", "software.dispatcher", "flex"),
+    ("--num-experts 8 --expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall", "software.dispatcher",
+     "alltoall"),
+    ("--num-experts 8 --expert-model-parallel-size 4", "software.dispatcher", "alltoall"),
+    ("--num-experts 8 --expert-model-parallel-size 4 --tensor-model-parallel-size 2 --sequence-parallel "
+     "--expert-tensor-parallel-size 1", "parallel.expert_tensor", 1),
     ("--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512", "model.mla.kv_rank", 512),
     ("--multi-latent-attention --qk-layernorm", "model.mla.rope_dim", 64),
     ("--bf16 --optimizer muon", "training.optimizer", "muon"),
@@ -246,7 +256,6 @@ def test_one_field(more: str, field: str, value: Any) -> None:
     ("--pipeline-model-parallel-size 2 --pp-partition-method parameters", "--pp-partition-method"),
     ("--num-experts 8", "--moe-grouped-gemm"),
     ("--num-experts 8 --moe-grouped-gemm", "--moe-permute-fusion"),
-    ("--num-experts 8 --expert-model-parallel-size 2", "--moe-enable-deepep"),
     ("--embed-layernorm", "--embed-layernorm"), ("--sft", "--sft"),
     ("--reset-attention-mask", "--reset-attention-mask"),
     ("--no-masked-softmax-fusion --attention-backend unfused", "--no-masked-softmax-fusion"),

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sim
+from sim.api import hardware_for
 from sim.errors import UserError
 from sim.model.mixture import busiest
 from sim.parallel import lower
@@ -90,6 +91,7 @@ def test_distributed_optimizer_splits_each_kind_over_its_own_ranks(expert: int) 
     assert resident(what, "optimizer_states") == pytest.approx(2 * 2 * elements, rel=1e-3)
     assert resident(what, "parameters") == pytest.approx(2 * (dense(what) + ROUTED / expert), rel=1e-3)
     gathered = moved(what, "all_gather")
+    gathered[expert] -= 2 * LAYERS * 8 * EXPERTS * expert if expert > 1 else 0  # rows of each expert, told to all
     assert gathered[8] == pytest.approx(2 * (dense(what) + (ROUTED if expert == 1 else 0)), rel=1e-3)
     if 1 < expert < 8:
         assert gathered[8 // expert] == 2 * ROUTED // expert
@@ -129,6 +131,31 @@ def test_a_tensor_rank_sends_its_own_tokens(tensor: int, expert: int) -> None:
     assert moved(what, "all_to_all")[expert] == 2 * 4 * LAYERS * rows * HIDDEN * 2
 
 
+def test_whole_experts_can_be_asked_for_where_they_could_be_cut() -> None:
+    """Megatron's --expert-tensor-parallel-size 1: two experts whole on each rank, where they would be halves."""
+    what = scenario(expert=4, tensor=2, sequence_parallel=True, expert_tensor=1)
+    cut = scenario(expert=4, tensor=2, sequence_parallel=True)
+    assert (what.expert_tensor, cut.expert_tensor) == (1, 2)
+    groups = cut_groups(what, layout_of(what))
+    assert groups["expert"][0].tolist() == [0, 1, 2, 3] and groups["expert_data"][0].tolist() == [0, 4]
+    assert resident(what, "parameters") - resident(cut, "parameters") == 2 * LAYERS * EXPERT
+    # two ranks hold the same two experts; halves of an expert are on one data rank alone
+    assert moved(what, "all_reduce")[2] - moved(cut, "all_reduce")[2] == 2 * LAYERS * 2 * EXPERT
+    assert sim.run(what).model_flops == sim.run(cut).model_flops
+
+
+@pytest.mark.parametrize(("changes", "match"), [
+    ({"expert": 4, "tensor": 4, "expert_tensor": 2}, "set it to 1 or 4"),
+    ({"expert": 8, "tensor": 2, "expert_tensor": 2}, "does not divide data 4"),
+    ({"expert": 1, "tensor": 2, "expert_tensor": 1}, "unless they are spread"),
+    ({"expert": 4, "tensor": 2, "expert_tensor": 1}, "sequence_parallel"),
+    ({"expert_tensor": 1, "model": {"moe": None}}, "has no experts"),
+])
+def test_slices_of_experts_that_cannot_be(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(UserError, match=match):
+        lower(scenario(**changes))
+
+
 def test_cut_experts_gather_the_tokens_of_their_tensor_ranks() -> None:
     def gathers(expert: int) -> int:
         rows = traffic_totals(lower(scenario(expert=expert, tensor=2, sequence_parallel=True)).job)
@@ -161,6 +188,9 @@ def test_the_busiest_slice_is_waited_for() -> None:
 def test_a_capacity_is_computed_full_or_empty() -> None:
     sent = [moved(scenario(expert=4, moe=moe), "all_to_all")[4] for moe in ({}, {"capacity": 1.25, "imbalance": 9})]
     assert sent[1] == pytest.approx(1.25 * sent[0])
+    loads = [busiest(Moe(experts=8, top_k=2, capacity=1.25, padded=False, imbalance=spread), 4, 2)
+             for spread in (0, 0.1, 9)]
+    assert loads[0] == 1.0 < loads[1] < loads[2] == 1.25  # without padding it only bounds what imbalance asks for
 
 
 @settings(max_examples=50, deadline=None)
@@ -206,6 +236,65 @@ def test_stacks_that_send_a_token_once_send_less() -> None:
     # one node: places are the four ranks, two experts a token: 4 (1 - (3/4)^2) = 1.75 copies instead of two
     often, once = (moved(scenario(expert=4, year=year), "all_to_all")[4] for year in (2024, 2025))
     assert once == pytest.approx(often * 1.75 / 2, rel=1e-4)
+
+
+@pytest.mark.parametrize(("framework", "year"), [("megatron", 2024), ("megatron", 2026), ("torchtitan", 2026)])
+def test_a_dispatcher_that_is_asked_for_is_had(framework: str, year: int) -> None:
+    """As many bytes, and the same way over the links, whatever the release has of itself."""
+    def of(dispatcher: str) -> Any:
+        what = scenario(expert=4, framework=framework, year=year)
+        return what.model_copy(update={"software": what.software.model_copy(update={"dispatcher": dispatcher})})
+    often, once = of("alltoall"), of("flex")
+    scores = 2 * 2 * LAYERS * 2 * SEQUENCE * TOP_K * 4 if (framework, year) == ("megatron", 2026) else 0
+    rows = moved(often, "all_to_all")[4] - scores
+    assert moved(once, "all_to_all")[4] == pytest.approx(rows * 1.75 / 2, rel=1e-4)
+    assert not hardware_for(often)[1].one_sided and hardware_for(once)[1].one_sided
+
+
+@pytest.mark.parametrize(("expert", "dispatcher", "copies"), [(4, "alltoall", 4), (8, "alltoall", 0), (4, "flex", 0)])
+def test_rows_that_come_rank_by_rank_are_sorted_by_expert(expert: int, dispatcher: str, copies: int) -> None:
+    """Of several experts a rank: behind the way there and in front of the way back, and likewise their gradients."""
+    what = scenario(expert=expert, year=2026)
+    what = what.model_copy(update={"software": what.software.model_copy(update={"dispatcher": dispatcher})})
+    program = lower(what).job.programs[0]
+    sorting = {row for row, kernel in enumerate(program.kernels) if kernel.variant.endswith("sort_rows")}
+    one = next(seg for seg in program.segments if sorting & set(seg.kernels)) if sorting else None
+    assert (sum(row in sorting for row in one.kernels) if one else 0) == copies // 2
+    for row in sorting:  # what two nodes' micro-batch sends and gets, read and written in bf16
+        assert program.kernels[row].bytes == 2 * SEQUENCE * TOP_K * HIDDEN * 4
+
+
+@pytest.mark.parametrize(("year", "dispatcher", "copies"), [
+    (2025, None, 4), (2026, None, 0), (2026, "alltoall", 4), (2026, "flex", 0)])
+def test_rows_are_padded_for_narrow_products(year: int, dispatcher: str | None, copies: int) -> None:
+    """Megatron's TEGroupedMLP in 8 bits, unless HybridEP has padded them on their way; never in bf16."""
+    for precision, count in (("fp8", copies), ("megatron-bf16", 0)):
+        what = resolve(scenario(expert=4, year=year, precision=precision).model_dump(mode="json", exclude_none=True) | {
+            "cluster": {"topology": "dgx-h100"}})
+        what = what.model_copy(update={"software": what.software.model_copy(update={"dispatcher": dispatcher})})
+        program = lower(what).job.programs[0]
+        rows = {row for row, kernel in enumerate(program.kernels) if kernel.variant.endswith("pad_rows")}
+        found = [sum(row in rows for row in seg.kernels) for seg in program.segments]
+        assert max(found) in (count // 2, count * LAYERS // 2), (precision, found)
+
+
+def test_plain_dispatch_tells_counts_and_sends_scores() -> None:
+    """Megatron's MoEAlltoAllTokenDispatcher: an all-gather of int64 counts forward; scores in fp32 both ways."""
+    what = scenario(expert=4, year=2026)
+    what = what.model_copy(update={"software": what.software.model_copy(update={"dispatcher": "alltoall"})})
+    rows = [r for r in traffic_totals(lower(what).job) if r["ranks"] == 4]
+    assert sum(r["bytes"] for r in rows if r["kind"] == "all_gather") == 2 * LAYERS * 8 * EXPERTS * 4
+    assert sum(r["count"] for r in rows if r["kind"] == "all_to_all") == 2 * LAYERS * 6
+    flex = what.model_copy(update={"software": what.software.model_copy(update={"dispatcher": "flex"})})
+    assert sum(r["count"] for r in traffic_totals(lower(flex).job) if r["kind"] == "all_to_all") == 2 * LAYERS * 4
+
+
+def test_shared_experts_run_beside_plain_all_to_alls_alone() -> None:
+    assert scenario(expert=4, moe={"shared_experts": 1}, overlap_experts="shared").software.dispatcher == "alltoall"
+    what = scenario(expert=4, moe={"shared_experts": 1}, overlap_experts="shared")
+    flex = what.model_copy(update={"software": what.software.model_copy(update={"dispatcher": "flex"})})
+    with pytest.raises(UserError, match="does not run beside shared experts"):
+        lower(flex)
 
 
 def test_dense_and_routed_gradients_never_share_a_bucket() -> None:

@@ -68,6 +68,16 @@ def test_two_micro_batches_hide_each_other_s_tokens() -> None:
         "attention", "all_to_all", "experts", "all_to_all", "after"]
 
 
+def test_scores_travel_beside_the_last_kernel() -> None:
+    scores = InlineCall(CollectiveCall("all_to_all", 2, "fp32", 0))
+    forward = [(i, 0.0) for i in (kernel("a"), TRAVEL, scores, kernel("experts"), TRAVEL, kernel("after"))]
+    backward = [(i, 0.0) for i in (kernel("b"), TRAVEL, kernel("data"), kernel("more"), scores, TRAVEL, kernel("c"))]
+    found = together([forward], [backward], lambda k: False)
+    assert told(item for item, _ in found) == [
+        "b", "all_to_all:a", "all_to_all:data", "all_to_all:more", "all_to_all:experts", "all_to_all", "all_to_all:c",
+        "after"]
+
+
 def scenario(overlap: str | None, year: int = 2024, **changes: Any) -> dict[str, Any]:
     parallel = {"strategy": "zero1", "pipeline": 4, "expert": 4, "schedule": "interleaved", "virtual_stages": 2,
                 "order": ["tensor", "context", "pipeline", "expert", "data"],  # experts over nodes

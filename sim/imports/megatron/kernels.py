@@ -127,9 +127,14 @@ def _mixture(args: Args, draft: Draft) -> None:
     if stack.fused_permutation != (permuted is not None):
         _tell(draft, permuted or number, "--moe-permute-fusion", permuted is not None,
               "whether tokens are sorted by one kernel follows software.year")
-    if draft.value("parallel.expert") is not None and stack.dispatch_once != (once is not None):
-        _tell(draft, once or number, "--moe-enable-deepep", once is not None,
-              "whether a token is sent once to a node (DeepEP) or once to an expert follows software.year")
+    if draft.value("parallel.expert") is not None:
+        if once is not None:
+            draft.take("software.dispatcher", "flex", once)
+        elif kind is not None and kind.word() == "alltoall":
+            draft.take("software.dispatcher", "alltoall", kind)
+        else:
+            draft.assume("software.dispatcher", "alltoall", "all-gathers, moe_token_dispatcher_type's default, are not "
+                                                            "simulated")
 
 
 def _tell(draft: Draft, said: Said, name: str, value: bool, why: str) -> None:

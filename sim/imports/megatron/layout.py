@@ -237,8 +237,10 @@ def _experts(args: Args, draft: Draft) -> None:
     if draft.value("parallel.expert") is None:
         return
     tensor = draft.value("parallel.tensor") or 1
-    if cut is not None and cut.whole() != tensor:
-        draft.leave(cut, "experts are cut over the tensor ranks unless parallel.expert does not divide the data ranks")
+    if cut is not None and cut.whole() in (1, tensor):
+        draft.take("parallel.expert_tensor", cut.whole(), cut)
+    elif cut is not None:
+        draft.leave(cut, "experts are whole on every rank or cut over all tensor ranks")
     if kind is not None and kind.word() == "allgather":
         draft.leave(kind, "tokens go to experts by all-to-all")
     if batches is not None:

@@ -195,6 +195,8 @@ def _experts(args: Args, draft: Draft) -> None:
         draft.take("model.moe.top_groups", best.whole(), best)
     if capacity is not None and capacity.number() > 0:
         draft.take("model.moe.capacity", capacity.number(), capacity)
+        padded = args.on("moe_pad_expert_input_to_capacity")
+        draft.take("model.moe.padded", padded is not None, padded or capacity)
     if pattern is not None:
         _pattern(pattern, draft)
 

@@ -84,11 +84,10 @@ def _experts(settings: Settings, draft: Draft, sizes: dict[str, int]) -> None:
     if sizes["expert"] == 1:
         return
     said = cut or degree(settings, "expert_parallel_degree")
-    if said is not None and sizes["tensor"] > 1 and (cut is None or cut.whole() == 1):
-        draft.leave(said, "experts are whole on every rank there; they are counted as cut over the tensor ranks where "
-                          "parallel.expert divides the data and context ranks")
-    if backend is not None and backend.word() != "standard":
-        draft.leave(backend, "all-to-alls of NCCL are counted")
+    if said is not None and sizes["tensor"] > 1:
+        draft.take("parallel.expert_tensor", cut.whole() if cut is not None else 1, said)
+    if backend is not None:
+        draft.take("software.dispatcher", "alltoall" if backend.word() == "standard" else "flex", backend)
 
 
 def _sharding(settings: Settings, draft: Draft, sizes: dict[str, int]) -> str:

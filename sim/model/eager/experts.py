@@ -15,7 +15,7 @@ from sim.model.eager.mlp import activation, inner, mlp
 from sim.model.eager.narrow import keeping
 from sim.model.eager.products import linear, router, row
 from sim.model.eager.storage import Storage
-from sim.model.experts import expert_rows
+from sim.model.experts import expert_rows, pads, sorts
 from sim.model.mixture import Experts
 from sim.model.recompute import modules_of
 from sim.model.style import Style
@@ -93,6 +93,15 @@ def _sent(run: Run, style: Style, x: Tensor, elements: int) -> Tensor:
     return Tensor(run.new(elements, dtype), elements, dtype, node.output())
 
 
+def _moved(run: Run, x: Tensor, moves: bool) -> Tensor:
+    """Rows in another order, and their gradient: copies both."""
+    if not moves:
+        return x
+    elements, dtype = x.elements, x.dtype
+    node = run.node(lambda run, _: [run.new(elements, dtype)], (x.sink,))
+    return Tensor(run.new(elements, dtype), elements, dtype, node.output())
+
+
 def _one(run: Run, spread: Style, x: Tensor, matrices: int, *, again: bool = False) -> Tensor:
     """Products and activation of an expert, or of `matrices` of them on their rows, side by side.
 
@@ -102,6 +111,8 @@ def _one(run: Run, spread: Style, x: Tensor, matrices: int, *, again: bool = Fal
     made = spread.experts
     assert made is not None
     run.at("up")
+    padded = pads(spread)
+    x = _moved(run, x, padded)
     if again:
         both = linear(run, spread, x, spread.hidden, (("mlp", made.ffn * (2 if spread.gated else 1)),),
                       matrices=matrices)
@@ -110,11 +121,11 @@ def _one(run: Run, spread: Style, x: Tensor, matrices: int, *, again: bool = Fal
         run.at("down")
         out = row(run, keeping(spread), hidden, made.ffn, (("mlp", spread.hidden),), matrices)
         run.discard(frame, out)
-        return out
+        return _moved(run, out, padded)
     hidden = inner(run, spread, made.ffn, lambda outputs: linear(
         run, spread, x, spread.hidden, (("mlp", outputs),), matrices=matrices))
     run.at("down")
-    return row(run, spread, hidden, made.ffn, (("mlp", spread.hidden),), matrices)
+    return _moved(run, row(run, spread, hidden, made.ffn, (("mlp", spread.hidden),), matrices), padded)
 
 
 # ------------------------------------------------------------------------------------------------------------ in turns
@@ -161,8 +172,11 @@ def _grouped(run: Run, style: Style, spread: Style, x: Tensor, scores: Tensor, *
     run.at("dispatch")
     which = run.new(leaving, "fp64")
     own = _sent(run, style, _copied(run, x, leaving * style.hidden, which), arriving * style.hidden)
-    out = _one(run, spread, _whole(run, spread, own), made.held, again=again)
+    moves = sorts(style, made)
+    arrived = _moved(run, _whole(run, spread, own), moves)
     del own
+    out = _moved(run, _one(run, spread, arrived, made.held, again=again), moves)
+    del arrived
     run.at("combine")
     out = _sent(run, style, out, leaving * style.hidden)
     if not style.stack.fused_permutation:

@@ -79,6 +79,9 @@ def misfit(scenario: Scenario, overlap: str) -> tuple[str, str] | None:
     parallel, moe = scenario.parallel, scenario.model.moe
     if overlap == "none" or parallel.expert == 1 or moe is None:
         return None
+    if overlap == "shared" and scenario.software.dispatcher == "flex":
+        return ("a dispatcher that sends tokens once does not run beside shared experts (megatron-core "
+                "token_dispatcher.py, MoEFlexTokenDispatcher)", "use software.dispatcher alltoall, or remove it")
     if overlap == "shared":
         return None if moe.shared_experts else ("the model has no shared experts to hide the all-to-alls behind",
                                                 "remove it")
@@ -104,9 +107,19 @@ def staying(items: Items, expert: int) -> Items:
 
 
 def around(calls: Calls, joint: Joint, kernels: Items, direction: str) -> Items:
-    """Dispatch sends behind its kernels, combine receives before its own; backward the other way round."""
+    """Dispatch sends behind its kernels, combine receives before its own; backward the other way round.
+
+    NCCL's all-to-all wants to know how many rows come from whom: all ranks' counts are gathered before, as int64.
+    Scores follow their rows, and their gradients come before those of the rows (Megatron-LM `moe/token_dispatcher.py`,
+    preprocess and token_dispatch).
+    """
     if not calls.has("expert"):
         return kernels
-    travel = calls.call("expert", "all_to_all", joint.elements * calls.dispatched, joint.dtype)
-    behind = (joint.kind == "dispatch") == (direction == "forward")
-    return (*kernels, travel) if behind else (travel, *kernels)
+    travel: Items = (calls.call("expert", "all_to_all", joint.elements * calls.dispatched, joint.dtype),)
+    scores: Items = (calls.call("expert", "all_to_all", joint.scores, "fp32"),) if joint.scores else ()
+    if joint.kind == "combine":
+        return (*kernels, *travel) if direction == "backward" else (*travel, *kernels)
+    if direction == "backward":
+        return (*scores, *travel, *kernels)
+    counts: Items = (calls.call("expert", "all_gather", 8 * joint.counts, "int8"),) if joint.counts else ()
+    return (*counts, *kernels, *travel, *scores)

@@ -39,10 +39,13 @@ def beside_shared(turned: Sequence[tuple[str, Items]]) -> Items:
     for place, (_, items) in enumerate(turned):
         if low < place < high:
             continue
-        for item in items:
-            travels = place in behind and _travels(item)
-            hidden = _hidden((item, 0.0), [(k, 0.0) for k in behind[place]]) if travels else [(item, 0.0)]
-            found += [own for own, _ in hidden]
+        if place not in behind:
+            found += items
+            continue
+        timed = [(item, 0.0) for item in items]
+        (begin, end), = _journeys(timed, None)
+        hidden = _beside(timed[begin:end], [(k, 0.0) for k in behind[place]])
+        found += [own for own, _ in (*timed[:begin], *hidden, *timed[end:])]
     return tuple(found)
 
 
@@ -70,15 +73,22 @@ def together(forward: Iterable[Sequence[Timed]], backward: Iterable[Sequence[Tim
     return found
 
 
-def _parts(items: Sequence[Timed], expert: int | None, first: bool) -> tuple[
-        Sequence[Timed], Timed | None, Sequence[Timed], Timed | None, Sequence[Timed]]:
-    """A layer cut at its two all-to-alls (in backward the last two: those before belong to a recomputation). A dense
-    layer is all in front of them in forward (`first`), all behind them in backward."""
-    at = [i for i, (item, _) in enumerate(items) if _travels(item, expert)]
+def _parts(items: Sequence[Timed], expert: int | None, first: bool) -> tuple[Sequence[Timed], ...]:
+    """A layer cut at its two journeys of tokens (in backward the last two: those before belong to a recomputation):
+    what comes before, the first, what is between, the second, what comes behind. A dense layer is all in front of them
+    in forward (`first`), all behind them in backward."""
+    at = _journeys(items, expert)
     if len(at) < 2:
-        return (items, None, (), None, ()) if first else ((), None, (), None, items)
+        return (items, (), (), (), ()) if first else ((), (), (), (), items)
     one, two = at[-2:]
-    return items[:one], items[one], items[one + 1:two], items[two], items[two + 1:]
+    return items[:one[0]], items[slice(*one)], items[one[1]:two[0]], items[slice(*two)], items[two[1]:]
+
+
+def _journeys(items: Sequence[Timed], expert: int | None) -> list[tuple[int, int]]:
+    """Begin and end of each run of all-to-alls in which tokens travel, with their scores."""
+    at = [i for i, (item, _) in enumerate(items) if _travels(item, expert)]
+    begins = [i for i in at if i - 1 not in at]
+    return [(i, next(j for j in range(i, len(items) + 1) if j not in at)) for i in begins]
 
 
 def _travels(item: Kernel | InlineCall, expert: int | None = None) -> bool:
@@ -87,8 +97,21 @@ def _travels(item: Kernel | InlineCall, expert: int | None = None) -> bool:
             and expert in (None, item.call.communicator))
 
 
-def _beside(call: Timed | None, behind: Sequence[Timed]) -> Sequence[Timed]:
-    return behind if call is None else _hidden(call, behind)
+def _beside(calls: Sequence[Timed], behind: Sequence[Timed]) -> Sequence[Timed]:
+    """A journey beside kernels: of its calls that of the tokens has them all, but for a last one beside the scores."""
+    if len(calls) < 2:
+        return _hidden(calls[0], behind) if calls else behind
+    kernels = [(item, s) for item, s in behind if isinstance(item, Kernel)]
+    most = max(range(len(calls)), key=lambda i: _size(calls[i]))
+    found: list[Timed] = [(item, s) for item, s in behind if not isinstance(item, Kernel)]
+    for i, call in enumerate(calls):
+        found += _hidden(call, kernels[:-1] if i == most else kernels[-1:])
+    return found
+
+
+def _size(call: Timed) -> int:
+    assert isinstance(call[0], InlineCall)
+    return call[0].call.size_bytes
 
 
 def _hidden(call: Timed, behind: Sequence[Timed]) -> list[Timed]:
