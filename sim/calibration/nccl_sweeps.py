@@ -31,8 +31,8 @@ class Sweep:
         id, site, kind: name, cluster it was measured on, a name of `sim.work.COLLECTIVES`.
         nodes, ranks: of the communicator, which is the first ranks of the machine.
         sizes, measured_us: shape (rows,).
-        noisy_below: bytes below which the source calls its rows noise; noise_waits: that noise is waiting for ranks that
-            come late, so it only adds.
+        noisy_below: bytes below which the source calls its rows noise; noise_waits: that noise is waiting for late
+            ranks, which only adds.
         choices: NCCL's algorithm and protocol of each row, as an index into `options()`.
     """
 

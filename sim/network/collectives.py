@@ -86,9 +86,10 @@ def _messages(site: Site, protocol: str, steps: int, opens_bytes: float) -> tupl
     """Least time of a ring of `steps` over a fabric whose NICs pass one message at a time: `Candidate.floors`.
 
     The proxy beside a NIC serves its channels in turn (nccl src/proxy.cc, progressOps), of which a call opens one per
-    `opens_bytes`. The first `NCCL_STEPS` messages fill a buffer's slots without waiting. Where a plugin passes them to
-    libfabric, messages beyond its eager limit take a rendezvous, as all of Simple do; NCCL's own transports write into
-    announced addresses whatever the size (src/transport/net_ib/p2p.cc). A Simple step of `_TWO_SLICES` is two.
+    `opens_bytes`. The first messages fill a buffer's slots without waiting: eight in LL, four slices in Simple. Where a
+    plugin passes them to libfabric, messages beyond its eager limit take a rendezvous, as all of Simple do; NCCL's own
+    transports write into announced addresses whatever the size (src/transport/net_ib/p2p.cc). A Simple step of
+    `_TWO_SLICES` is two.
     """
     if site.place.nodes == 1:
         return ()
@@ -99,7 +100,7 @@ def _messages(site: Site, protocol: str, steps: int, opens_bytes: float) -> tupl
     if protocol == "Simple":
         slots = _SLOTS // _SLICE_SLOTS
         each = max(0, steps - slots) * slow_s
-        full = _TWO_SLICES * cells, most * max(0, 2 * steps - slots) * slow_s
+        full = float(_TWO_SLICES * cells), most * max(0, 2 * steps - slots) * slow_s
     else:
         waiting = max(0, steps - _SLOTS)
         each, full = waiting * small_s, (_EAGER_BYTES / WIRE[protocol] * cells, most * waiting * slow_s)
@@ -133,7 +134,8 @@ def _ring(kind: str, site: Site, protocol: str) -> Candidate:
         "Ring", protocol, judge(kind, "Ring", protocol, site), (figures[f"base_us.{protocol}"] + walk) * _US,
         0.0, 1.0, opens_bytes, site.channel_bps(protocol) / volume,
         () if rooted else _messages(site, protocol, steps, opens_bytes), ring_loads(site.place, channels),
-        volume * WIRE[protocol], cap / volume, channels, 3 * volume, slices, OPENS[protocol] * n if protocol == "LL" else 0.0)
+        volume * WIRE[protocol], cap / volume, channels, 3 * volume, slices,
+        OPENS[protocol] * n if protocol == "LL" else 0.0)
 
 
 def _tree(site: Site, protocol: str) -> Candidate:
