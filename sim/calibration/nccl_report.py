@@ -225,7 +225,7 @@ from the others; what belongs to a fabric stays with the fabric.
 
   | sweeps | in sample | site left out | reason |
   |---|---|---|---|
-  | Polaris 2 nodes, first setting | +12/12, +1/15, +1/2 | +17/17, +3/20, -4/5 | Slingshot's hop; a tie of choices at 4 MiB |
+  | Polaris 2 nodes, first setting | +12/12, +1/15, +1/2 | +17/17, +3/20, -4/5 | Slingshot's hop; a tie at 4 MiB |
   | the same, second setting | -37/41, -39/40, -1/3 | -35/40, -41/41, -6/6 | software matching: in no topology |
   | Polaris all-to-all | +4/14, -15/20, -1/5 | -14/17, -32/32, -24/24 | exchange_share, p2p_net_us, copy_us |
   | Polaris 128, 256 nodes, gather | -1/4, -1/19, +13/13 | -26/26, -10/19, +4/4 | message_us |
