@@ -31,7 +31,8 @@ class Sweep:
         id, site, kind: name, cluster it was measured on, a name of `sim.work.COLLECTIVES`.
         nodes, ranks: of the communicator, which is the first ranks of the machine.
         sizes, measured_us: shape (rows,).
-        noisy_below: bytes below which the source calls its rows noise.
+        noisy_below: bytes below which the source calls its rows noise; noise_waits: that noise is waiting for late
+            ranks, which only adds.
         choices: NCCL's algorithm and protocol of each row, as an index into `options()`.
     """
 
@@ -46,12 +47,18 @@ class Sweep:
     harness: Harness
     members: npt.NDArray[np.int64]
     noisy_below: int = 0
+    noise_waits: bool = False
     choices: list[int] = field(default_factory=list)
 
     @property
     def fitted(self) -> npt.NDArray[np.bool_]:
-        """Rows a fit looks at: the counted ones that their source does not call noise."""
-        return np.array(self.sizes) >= max(LEAST_BYTES, self.noisy_below)
+        """Rows a fit looks at: the counted ones that their source does not call noise, and of those whose noise waits
+        the ones that no larger call undercuts."""
+        quiet = np.array(self.sizes) >= self.noisy_below
+        if self.noise_waits:
+            least_after = np.append(np.minimum.accumulate(self.measured_us[::-1])[::-1][1:], np.inf)
+            quiet |= self.measured_us <= least_after
+        return self.counted & quiet
 
     @property
     def counted(self) -> npt.NDArray[np.bool_]:
@@ -146,7 +153,8 @@ def sweep_of(entry: Mapping[str, Any], mapping: Mapping[str, Any] | None = None)
         nodes=-(-ranks // per_node), ranks=ranks, sizes=[int(row[0]) for row in rows],
         measured_us=np.array([float(row[1]) for row in rows]),
         network=network, harness=harness_of(said, topology.generation),
-        members=np.arange(ranks, dtype=np.int64).reshape(1, -1), noisy_below=int(entry.get("noisy_below", 0)))
+        members=np.arange(ranks, dtype=np.int64).reshape(1, -1), noisy_below=int(entry.get("noisy_below", 0)),
+        noise_waits=bool(entry.get("noise_waits", False)))
 
 
 def load() -> list[Sweep]:

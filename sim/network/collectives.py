@@ -21,8 +21,9 @@ _US = 1e-6
 _GB = 1e9
 #: Compute capability (times ten) of GPUs from which nothing is flushed.
 _UNFLUSHED = 90
-#: Slots of a connection's buffer (NCCL_STEPS, nccl src/include/device.h).
-_SLOTS = 8
+#: Messages of a connection on the way at once: slots of its buffer (NCCL_STEPS, nccl src/include/device.h), of which a
+#: slice of a Simple ring takes two (ALLREDUCE_SLICESTEPS, src/include/collectives.h).
+_SLOTS, _SLICE_SLOTS = 8, 2
 #: Bytes per rank and channel from which a Simple step is two slices, hence two messages (nccl: least slice 32 KiB).
 _TWO_SLICES = 65536
 #: Bytes of a message from which libfabric providers take a rendezvous (fi_cxi: 16 KiB receive buffers for two).
@@ -85,19 +86,24 @@ def _messages(site: Site, protocol: str, steps: int, opens_bytes: float) -> tupl
     """Least time of a ring of `steps` over a fabric whose NICs pass one message at a time: `Candidate.floors`.
 
     The proxy beside a NIC serves its channels in turn (nccl src/proxy.cc, progressOps), of which a call opens one per
-    `opens_bytes`. The first `NCCL_STEPS` messages fill a buffer's slots without waiting. Where a plugin passes them to
-    libfabric, messages beyond its eager limit take a rendezvous, as all of Simple do; NCCL's own transports write into
-    announced addresses whatever the size (src/transport/net_ib/p2p.cc). A Simple step of `_TWO_SLICES` is two.
+    `opens_bytes`. The first messages fill a buffer's slots without waiting: eight in LL, four slices in Simple. Where a
+    plugin passes them to libfabric, messages beyond its eager limit take a rendezvous, as all of Simple do; NCCL's own
+    transports write into announced addresses whatever the size (src/transport/net_ib/p2p.cc). A Simple step of
+    `_TWO_SLICES` is two.
     """
     if site.place.nodes == 1:
         return ()
     figures, nics, channels = site.figures, int(site.place.groups.max()), site.channel_count()
-    small = max(0, steps - _SLOTS) * figures[f"message_us.{site.fabric}"] * _US
-    slow = small * (max(1.0, figures["rendezvous.all"]) if site.transport() == "libfabric" else 1.0)
+    small_s = figures[f"message_us.{site.fabric}"] * _US
+    slow_s = small_s * (max(1.0, figures["rendezvous.all"]) if site.transport() == "libfabric" else 1.0)
     cells, most = site.place.size * channels, -(-channels // nics)
-    full = (_TWO_SLICES * cells, 2 * most * slow) if protocol == "Simple" else (
-        _EAGER_BYTES / WIRE[protocol] * cells, most * slow)
-    each = slow if protocol == "Simple" else small
+    if protocol == "Simple":
+        slots = _SLOTS // _SLICE_SLOTS
+        each = max(0, steps - slots) * slow_s
+        full = float(_TWO_SLICES * cells), most * max(0, 2 * steps - slots) * slow_s
+    else:
+        waiting = max(0, steps - _SLOTS)
+        each, full = waiting * small_s, (_EAGER_BYTES / WIRE[protocol] * cells, most * waiting * slow_s)
     opened = [(opens_bytes * (1 + nics * (beside - 1)) if beside > 1 else 0.0, beside * each)
               for beside in range(most, 0, -1)]
     return full, *opened
@@ -126,9 +132,10 @@ def _ring(kind: str, site: Site, protocol: str) -> Candidate:
     opens_bytes = float(OPENS[protocol] * (n if protocol == "LL" else 1))
     return Candidate(
         "Ring", protocol, judge(kind, "Ring", protocol, site), (figures[f"base_us.{protocol}"] + walk) * _US,
-        0.0, 1.0, opens_bytes, site.channel_bps(protocol) / volume, _messages(site, protocol, steps, opens_bytes),
-        ring_loads(site.place, channels), volume * WIRE[protocol], cap / volume, channels,
-        3 * volume, slices, OPENS[protocol] * n if protocol == "LL" else 0.0)
+        0.0, 1.0, opens_bytes, site.channel_bps(protocol) / volume,
+        () if rooted else _messages(site, protocol, steps, opens_bytes), ring_loads(site.place, channels),
+        volume * WIRE[protocol], cap / volume, channels, 3 * volume, slices,
+        OPENS[protocol] * n if protocol == "LL" else 0.0)
 
 
 def _tree(site: Site, protocol: str) -> Candidate:

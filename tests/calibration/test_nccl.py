@@ -11,7 +11,7 @@ import yaml
 from sim.calibration.nccl_command import bus_factor, collective_command, network_for, sizes
 from sim.calibration.nccl_figures import Parameters
 from sim.calibration.nccl_left_out import without
-from sim.calibration.nccl_sweeps import load, summary
+from sim.calibration.nccl_sweeps import load, summary, sweep_of
 from sim.calibration.nccl_text import parse
 from sim.calibration.nccl_user import calibrate_nccl
 from sim.errors import UserError
@@ -237,3 +237,22 @@ def test_one_size_needs_no_factor() -> None:
     assert sizes(8, 8, 1.0) == [8] and sizes(8, 32, 2.0) == [8, 16, 32]
     with pytest.raises(UserError, match="above 1"):
         sizes(8, 32, 1.0)
+
+
+def test_rows_no_larger_call_undercuts_are_fitted_where_noise_only_adds() -> None:
+    """Waiting for late ranks adds to a row: 46 us at 10 KiB are some of it where 2 MiB take 30."""
+    entry = {"id": "x", "op": "all_reduce", "ranks": 2, "cluster": {"topology": "dgx-a100-80g", "gpus_per_node": 2},
+             "noisy_below": 1 << 21,
+             "rows": [[512, 9], [2048, 10], [10240, 46], [1 << 20, 30], [1 << 21, 45], [1 << 22, 40]]}
+    assert sweep_of(entry).fitted.tolist() == [False, False, False, False, True, True]
+    assert sweep_of({**entry, "noise_waits": True}).fitted.tolist() == [False, True, False, True, True, True]
+
+
+def test_machines_with_the_same_cards_tell_one_another_their_latency() -> None:
+    """p3dn and p4d have EFA's first generation: what one shows moves the other, not p5."""
+    parameters = Parameters()
+    volta, ampere, hopper = (set(parameters.shifts_of(f"fabric_us.efa.{name}"))
+                             for name in ("volta", "ampere", "hopper"))
+    assert volta & ampere and not volta & hopper
+    spreads = dict(zip(parameters.names, parameters.spreads, strict=True))
+    assert spreads["fabric_us.efa.ampere"] < spreads["fabric_us.efa"] / 2

@@ -106,11 +106,21 @@ def test_a_nic_passes_the_messages_of_its_channels_in_turn(machines: Machines, f
 
 
 def test_full_slices_are_two_messages_a_step(machines: Machines) -> None:
-    """Simple: 16 channels open one per 32 KiB; from 64 KiB of each rank and channel on a step is two."""
+    """Simple: 16 channels open one per 32 KiB; from 64 KiB of each rank and channel on a step is two. A slice takes two
+    of the eight slots, so four messages are on the way before one is waited for."""
     way, _ = options(machines["dgx-a100"], "all_gather", 64, algorithm="Ring", protocol="Simple")
-    one_s = (511 - 8) * F["message_us.infiniband"] * 1e-6
-    expected = [(65536 * 512 * 16, 4 * one_s), (32768 * 9, 2 * one_s), (0, one_s)]
+    each_s = F["message_us.infiniband"] * 1e-6
+    one_s, two_s = (511 - 4) * each_s, (2 * 511 - 4) * each_s
+    expected = [(65536 * 512 * 16, 2 * two_s), (32768 * 9, 2 * one_s), (0, one_s)]
     assert way.floors == tuple((size, pytest.approx(time)) for size, time in expected)
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "reduce"])
+def test_an_edge_from_a_root_passes_each_chunk_once(machines: Machines, kind: str) -> None:
+    """As many messages as the call has chunks, not one a step: none waits for another of a small call."""
+    for protocol in ("LL", "Simple"):
+        way, _ = options(machines["dgx-a100"], kind, 64, algorithm="Ring", protocol=protocol)
+        assert way.floors == ()
 
 
 def test_hopper_and_staged_messages_are_not_flushed(machines: Machines) -> None:
