@@ -56,6 +56,7 @@ def test_a_change_does_what_it_says() -> None:
     assert again.step_time_s == change.step_time_s
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("strategy", "written"), [
     ("ddp", {}), ("zero1", {}), ("fsdp", {"parallel.context": 2}),
     ("zero3", {"training.global_batch": None, "training.micro_steps": 4})])
@@ -199,6 +200,7 @@ def test_fewer_bits_than_fp8_are_multiplied_in_16() -> None:
     assert sim.run(resolve(dump(scenario), "x", sets)).memory.fits
 
 
+@pytest.mark.whole
 def test_where_no_single_change_suffices_two_at_once_do() -> None:
     result = job(**{"training.micro_batch": 32, "model.layers": 96, "training.sequence": 4096})
     assert not result.memory.fits

@@ -20,6 +20,7 @@ software: {framework: pytorch, year: 2024}
 """
 
 
+@pytest.mark.whole
 def test_every_family_with_room_shows_one_that_fits(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(_SCENARIO, encoding="utf-8")

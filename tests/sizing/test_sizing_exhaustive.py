@@ -41,6 +41,7 @@ def test_the_answer_is_that_of_simulating_everything(once: Once) -> None:
         assert [row["step_time_s"] for row in found.best] == [outcomes[row].step_time_s for _, row in every[:TOP]]
 
 
+@pytest.mark.whole
 def test_sharded_stages_and_stages_that_straddle_nodes_too(once: Once) -> None:
     """FSDP inside pipelines; three nodes of four GPUs, so that two stages share a node."""
     model = {"preset": "gpt2", "layers": 6, "tied_embeddings": False}
