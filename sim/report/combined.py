@@ -83,11 +83,13 @@ def _of(trials: Trials, *singles: Tried) -> Tried | None:
 
 def fewer_nodes(scenario: Scenario, one: Tried, trials: Trials) -> Tried | None:
     """The same changes on the fewest nodes that suffice, halved step by step, where more nodes are one of them."""
-    rest = [part for part in one.parts if _NODES not in part[1]]
     found, now = None, scenario.cluster.nodes
-    for _, sets in one.parts:
+    for part in one.parts:
+        sets, rest = part[1], [other for other in one.parts if other is not part]
+        if set(sets) - {_NODES, _SHARDS}:  # nodes that the cut itself needs
+            continue
         nodes = int(sets.get(_NODES, 0)) // 2
-        while len(rest) < len(one.parts) and nodes > now and "parallel." not in "".join(sets).replace(_SHARDS, ""):
+        while nodes > now:
             less = trials.one((f"{nodes} nodes instead of {now}", {**sets, _NODES: nodes}), *rest)
             if less is None or not less.after.fits or less.after.short:
                 break
