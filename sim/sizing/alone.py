@@ -31,7 +31,7 @@ class Alone:
 
     def group_s(self, layout: Layout, scenario: Scenario, group: str, kind: str, size_bytes: int) -> float:
         """Seconds of a collective on the communicator named `group`, of the pipeline stage where it is fastest."""
-        where = (*layout.sizes.values(), scenario.cluster.nodes, scenario.parallel.expert, group)
+        where = _where(layout, scenario, group)
         key = (where, kind, size_bytes)
         if key not in self._known:
             self._known[key] = min(self.seconds(kind, size_bytes, ranks)
@@ -76,7 +76,7 @@ class Alone:
     def moved_s(self, layout: Layout, scenario: Scenario, group: str, kind: str, size_bytes: float) -> float:
         """Seconds in which collectives that move so much together are through at best, into however many they are cut
         and whatever NCCL chooses: at the rate of its fastest choice, without latencies."""
-        where = (*layout.sizes.values(), scenario.cluster.nodes, scenario.parallel.expert, group)
+        where = _where(layout, scenario, group)
         key = (where, kind, "rate")
         if key not in self._known:
             self._known[key] = 1.0 / max(self.fastest_bps(kind, ranks)
@@ -106,6 +106,11 @@ class Alone:
                 for own in pairs])
         found: Floats = self._groups[key]
         return found
+
+
+def _where(layout: Layout, scenario: Scenario, group: str) -> tuple[Any, ...]:
+    """What decides where the ranks of a group lie."""
+    return (*layout.sizes.values(), scenario.cluster.nodes, scenario.parallel.expert, scenario.expert_tensor, group)
 
 
 def _of_stages(layout: Layout, scenario: Scenario, group: str) -> list[npt.NDArray[np.int64]]:

@@ -27,7 +27,7 @@ def alone(scenario: Scenario, topology: str | None) -> Scenario:
     cluster = {"cluster.nodes": 1} if topology is None else {"cluster": {"topology": topology, "nodes": 1}}
     sets = {**cluster, "parallel.strategy": "ddp", "parallel.sharding_factor": 1, "parallel.tensor": 1,
             "parallel.sequence_parallel": False, "parallel.context": 1, "parallel.expert": 1, "parallel.pipeline": 1,
-            "parallel.expert_tensor": 1 if scenario.parallel.expert_tensor == 1 else None,
+            "parallel.expert_tensor": None,
             "parallel.virtual_stages": 1, "parallel.schedule": "1f1b", "parallel.split": None,
             "training.micro_batch": 1, "training.recompute": "none",
             "training.global_batch": _ANY_NODE * math.gcd(batch, _ODD)}

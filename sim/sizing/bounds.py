@@ -302,9 +302,10 @@ class _Bounding:
 
     def group(self, group: _Group) -> _Figures:
         """Figures of a group; 0 seconds where memory rules all rows out."""
-        key, pipeline, (virtual, scheduled) = group.key[:len(SLICE)], group.key[7], group.key[len(SLICE):]
+        key, (virtual, scheduled) = group.key[:len(SLICE)], group.key[len(SLICE):]
+        *cut, _, pipeline = key  # whatever the micro-batch
         kinds = frozenset(STRATEGIES[i] for i in group.strategy.tolist())
-        family = (*key[:6], pipeline), kinds
+        family = (*cut, pipeline), kinds
         if family in self.hopeless:
             return 0.0, self.hopeless[family], 0.0
         schedule = SCHEDULES[scheduled] if pipeline > 1 else ""

@@ -22,8 +22,8 @@ from sim.sizing.space import SCHEDULES, STRATEGIES, Space, policy_index
 Rows = npt.NDArray[np.int64]
 
 #: What is changed at once: columns that have a meaning together.
-_AXES = (("cluster",), ("nodes",), ("tensor", "sequence_parallel"), ("context",), ("expert",), ("micro_batch",),
-         ("pipeline", "virtual_stages", "schedule"), ("strategy", "sharding_factor"), ("recompute",))
+_AXES = (("cluster",), ("nodes",), ("tensor", "sequence_parallel"), ("context",), ("expert", "expert_tensor"),
+         ("micro_batch",), ("pipeline", "virtual_stages", "schedule"), ("strategy", "sharding_factor"), ("recompute",))
 #: How many things, of how many of the best.
 _TURNS = ((1, 4), (2, 1))
 
@@ -62,12 +62,13 @@ class Nearby:
 
     @cached_property
     def _columns(self) -> dict[str, npt.NDArray[np.integer[Any]]]:
-        """The space's, with the copies of every shard in place of the sharding factor: what shards over all ranks does
-        so whatever else cuts the model."""
+        """The space's, with the copies of every shard in place of the sharding factor, and whether experts are whole in
+        place of their slices: what shards over all ranks, or cuts over all tensor ranks, does so whatever else cuts the
+        model."""
         columns = self.space.columns
         ranks = self.space.gpus // (columns["tensor"] * columns["pipeline"])
         copies = np.where(columns["sharding_factor"] > 1, ranks // columns["sharding_factor"], 0)
-        return {**columns, "sharding_factor": copies}
+        return {**columns, "sharding_factor": copies, "expert_tensor": columns["expert_tensor"] < columns["tensor"]}
 
     def _apart(self, row: int, changes: int) -> list[Rows]:
         """Rows that differ from `row` in so many things, those that differ in the same ones together."""
@@ -93,7 +94,8 @@ def own_row(space: Space, scenario: Scenario) -> int | None:
     mine = np.isin(space.columns["cluster"], [i for i, one in enumerate(space.clusters) if _same(one, scenario)])
     wanted = {"nodes": scenario.cluster.nodes, "tensor": parallel.tensor, "context": parallel.context,
               "sequence_parallel": parallel.sequence_parallel, "expert": parallel.expert,
-              "micro_batch": training.micro_batch, "pipeline": parallel.pipeline,
+              "expert_tensor": scenario.expert_tensor, "micro_batch": training.micro_batch,
+              "pipeline": parallel.pipeline,
               "virtual_stages": parallel.virtual_stages if staged else 1,
               "schedule": SCHEDULES.index(parallel.schedule) if staged else 0,
               "sharding_factor": parallel.sharding_factor, "recompute": -1 if kept is None else kept}

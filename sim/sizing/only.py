@@ -11,7 +11,8 @@ from sim.sizing.space import POLICIES, SCHEDULES, STRATEGIES, Choice
 
 _OPTION = "--only"
 #: Fields whose values are numbers, and those whose values are names: the axis, and the names it has.
-_NUMBERS = {f"parallel.{name}": name for name in ("tensor", "context", "expert", "pipeline", "virtual_stages")} | {
+_NUMBERS = {f"parallel.{name}": name for name in ("tensor", "context", "expert", "expert_tensor", "pipeline",
+                                                         "virtual_stages")} | {
     "training.micro_batch": "micro_batch", "training.mode.inference.batch": "batch"}
 #: What stands for recomputation of the first k blocks, for every k.
 BLOCKS = "blocks"

@@ -55,8 +55,9 @@ def _of_training(scenario: Scenario, choice: Choice, wish: Wish) -> Iterator[Fau
     if wish.deadline_s is not None or wish.budget is not None:
         yield Fault("a deadline and a budget bound a training run, and this scenario is inference",
                     "--deadline / --budget", hint="use --latency, --first-token, --throughput, or --objective cost")
-    axes = {"parallel.context": choice.context, "parallel.virtual_stages": choice.virtual_stages,
-            "training.micro_batch": choice.micro_batch, "parallel.schedule": choice.schedules,
+    axes = {"parallel.context": choice.context, "parallel.expert_tensor": choice.expert_tensor,
+            "parallel.virtual_stages": choice.virtual_stages, "training.micro_batch": choice.micro_batch,
+            "parallel.schedule": choice.schedules,
             "training.recompute": choice.recompute if tuple(choice.recompute) != POLICIES else ()}
     for field, values in axes.items():
         if values:

@@ -66,6 +66,7 @@ def _read(path: str, texts: Sequence[str]) -> dict[str, Any] | None:
 def _essence(scenario: Scenario) -> dict[str, Any]:
     """Everything that a step depends on."""
     plain = {name: part for name, part in dump(scenario).items() if name not in _ASIDE}
+    plain["parallel"]["expert_tensor"] = scenario.expert_tensor  # said or come of itself
     if scenario.parallel.strategy not in _GATHERING:
         plain["parallel"].pop("reshard_after_forward")
     return plain

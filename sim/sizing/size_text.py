@@ -152,11 +152,13 @@ def _own(found: Sizing, row: Row, best: Row | None) -> str:
 
 
 def layout_of(sets: Mapping[str, Any]) -> str:
-    """A row's fields in words; what is off or one is left out, and what is on is named alone."""
+    """A row's fields in words; what is off or one is left out (but whole experts on tensor ranks, which are not what
+    comes of itself), and what is on is named alone."""
     if served_text.BATCH in sets:
         return served_text.layout(sets)
     shown = {name.removeprefix("parallel.").removeprefix("training."): value for name, value in sets.items()
-             if name != "cluster.nodes" and (value is True or value not in (1, False))
+             if name != "cluster.nodes" and value is not None
+             and (value is True or value not in (1, False) or name == "parallel.expert_tensor")
              and not (name == "parallel.reshard_after_forward" and value is True)  # what goes without saying
              and (value != "none" or "offload" not in name)
              and (name != "parallel.schedule" or sets["parallel.pipeline"] > 1)}

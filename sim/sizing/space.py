@@ -25,14 +25,15 @@ from sim.parallel.support.muon import cuts, strategies
 from sim.parallel.support.zeropp import able
 from sim.scenario import Scenario
 from sim.scenario.schema import TWO_CHUNKS, RecomputeLayers
+from sim.sizing.experts import spreads
 from sim.sizing.wish import Request
 from sim.software import Stack, stack_of
 
 Ints = npt.NDArray[np.int32]
 
 #: Columns of a space, in order; `cluster`, `schedule`, `strategy` and `recompute` index the names of their choices.
-COLUMNS = ("cluster", "nodes", "tensor", "sequence_parallel", "context", "expert", "micro_batch", "pipeline",
-           "virtual_stages", "schedule", "strategy", "sharding_factor", "recompute")
+COLUMNS = ("cluster", "nodes", "tensor", "sequence_parallel", "context", "expert", "expert_tensor", "micro_batch",
+           "pipeline", "virtual_stages", "schedule", "strategy", "sharding_factor", "recompute")
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "dualpipe")
 STRATEGIES = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp")
 #: Strategies that run under any pipeline, and those that shard the parameters of its stages (`sim.parallel.support`).
@@ -50,7 +51,7 @@ class Choice:
         gpus: numbers of GPUs, whole nodes or parts of one.
         strategies, schedules: names; schedules left empty are those that the stack has (`with_schedules`).
         recompute: policies; `partial_recompute`: whether the first k blocks are tried for every k.
-        tensor, context, expert, pipeline, virtual_stages, micro_batch: values.
+        tensor, context, expert, expert_tensor, pipeline, virtual_stages, micro_batch: values.
         batch, weights, kv_cache: of requests (`sim.sizing.served_space`).
     """
 
@@ -62,6 +63,7 @@ class Choice:
     tensor: Sequence[int] = ()
     context: Sequence[int] = ()
     expert: Sequence[int] = ()
+    expert_tensor: Sequence[int] = ()
     pipeline: Sequence[int] = ()
     virtual_stages: Sequence[int] = ()
     micro_batch: Sequence[int] = ()
@@ -137,12 +139,14 @@ class Space:
         """A row as dotted fields of its cluster's scenario."""
         v = {name: int(column[row]) for name, column in self.columns.items()}
         strategy, staged = STRATEGIES[v["strategy"]], v["pipeline"] > 1
+        slices = {} if self.clusters[0].model.moe is None else {  # said where it has a meaning
+            "parallel.expert_tensor": v["expert_tensor"] if v["expert"] > 1 < v["tensor"] else None}
         sets: dict[str, Any] = {
             "cluster.nodes": v["nodes"], "training.micro_batch": v["micro_batch"],
             "training.recompute": policy(v["recompute"]), "parallel.strategy": strategy,
             "parallel.sharding_factor": v["sharding_factor"], "parallel.tensor": v["tensor"],
             "parallel.sequence_parallel": bool(v["sequence_parallel"]), "parallel.context": v["context"],
-            "parallel.expert": v["expert"], "parallel.pipeline": v["pipeline"],
+            "parallel.expert": v["expert"], **slices, "parallel.pipeline": v["pipeline"],
             "parallel.virtual_stages": v["virtual_stages"],
             "parallel.schedule": SCHEDULES[v["schedule"]] if staged else "1f1b",
         }
@@ -257,8 +261,8 @@ def _nothing(clusters: Sequence[Scenario], choice: Choice) -> Fault:
     """Why no layout is possible: no cluster has whole nodes of that many GPUs, or nothing divides them."""
     if (uneven := not_whole(clusters, choice)) is not None:
         return uneven
-    narrow = any((choice.strategies, choice.tensor, choice.context, choice.expert, choice.pipeline,
-                  choice.virtual_stages, choice.micro_batch)) or choice.recompute != POLICIES
+    narrow = any((choice.strategies, choice.tensor, choice.context, choice.expert, choice.expert_tensor,
+                  choice.pipeline, choice.virtual_stages, choice.micro_batch)) or choice.recompute != POLICIES
     return Fault(f"no layout of this model{' that --only leaves' if narrow else ''} divides the GPUs and the global "
                  "batch", "--only" if narrow else "--gpus",
                  hint=f"give other numbers of GPUs, or another global_batch{', or other values of --only' * narrow}")
@@ -271,8 +275,6 @@ def _of_count(number: int, scenario: Scenario, nodes: int,
     gpus, model, batch = nodes * scenario.cluster.gpus_per_node, scenario.model, scenario.training.global_batch
     assert batch is not None
     blocks = model.layers + model.decoder_layers
-    experts = model.moe.experts if model.moe is not None else 1
-    whole = scenario.parallel.expert_tensor == 1  # which only experts that are spread can be
     same, ipg = _same_sharding(scenario), _stack(scenario).gradient_path == "ipg"
     states = scenario.parallel.offload.optimizer in ("cpu", "nvme")  # of shards, which one rank has none of
     stack = _stack(scenario)
@@ -282,25 +284,22 @@ def _of_count(number: int, scenario: Scenario, nodes: int,
         if batch % replicas or (states and replicas * context == 1):
             continue
         share = batch // replicas
-        spreads = [e for e in _divisors(experts) if (replicas * context * tensor) % e == 0 and _in(e, choice.expert)
-                   and not (whole and e == 1 < tensor)]
+        spread = spreads(scenario, tensor, replicas * context, choice.expert, choice.expert_tensor)
         sequences = (0, 1) if tensor > 1 and model.kind == "decoder" and \
             scenario.training.sequence % (tensor * context) == 0 else (0,)
         plain = {two: _data_parallel(replicas * context, replicas, pipeline, blocks, choice, same, [
             name for name in _strategies(scenario, pipeline, two, same) if able(scenario, stack, name, tensor)])
             for two in (False, True)}
-        ways = {spread: {two: _spread(*rows, spread, ipg) for two, rows in plain.items()} for spread in spreads}
+        ways = {one.expert: {two: _spread(*rows, one.expert, ipg) for two, rows in plain.items()} for one in spread}
         for micro in (m for m in _divisors(share) if _in(m, choice.micro_batch)):
             for virtual, schedule in _schedules(pipeline, share // micro, blocks, choice):
-                for spread in spreads:
-                    rows, said = ways[spread][SCHEDULES[schedule] == "dualpipe"]
+                for expert, slices, own_tokens in spread:
+                    rows, said = ways[expert][SCHEDULES[schedule] == "dualpipe"]
                     if not rows.shape[1]:
                         continue
-                    # experts over tensor ranks, too, ask for tokens of one's own
-                    own_tokens = (replicas * context) % spread > 0 or (tensor > 1 and whole)
                     for sequence in (s for s in sequences if s or not own_tokens):
-                        yield ((number, nodes, tensor, sequence, context, spread, micro, pipeline, virtual, schedule),
-                               rows, said)
+                        yield ((number, nodes, tensor, sequence, context, expert, slices, micro, pipeline, virtual,
+                                schedule), rows, said)
 
 
 def _spread(rows: Ints, said: int, expert: int, ipg: bool) -> tuple[Ints, int]:

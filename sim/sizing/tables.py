@@ -43,7 +43,8 @@ Ints = npt.NDArray[np.int64]
 _KEPT = [KINDS.index(kind) for kind in ("activations", "gathered_parameters")]
 
 #: Columns that decide a table of layers.
-SLICE = ("cluster", "nodes", "tensor", "sequence_parallel", "context", "expert", "micro_batch", "pipeline")
+SLICE = ("cluster", "nodes", "tensor", "sequence_parallel", "context", "expert", "expert_tensor", "micro_batch",
+         "pipeline")
 #: Parts of a layer that take time: forward, backward, its inputs' and its weights' part where a schedule splits it.
 _PARTS = 4
 
@@ -304,12 +305,12 @@ class Tables:
         """
         cluster, scenario = key[0], self._scenario(key, schedule)
         stack, layout = self.stacks[cluster], layout_of(scenario)
-        groups = cut_groups(scenario, layout) if key[5] > 1 else None
+        groups = cut_groups(scenario, layout) if scenario.parallel.expert > 1 else None
         names = tuple(groups) if groups is not None else (
             "data", *(["tensor"] if scenario.parallel.tensor > 1 else ()), *context_groups(scenario, layout))
         sent = dispatched(scenario, stack, groups.get("expert") if groups is not None else None)
-        same = (key[0], key[2], key[3], key[4], key[5], key[6], key[7] > 1, scenario.expert_tensor, sent,
-                held(scenario).model.tied_embeddings)
+        cut = (cluster, *key[2:-1], key[-1] > 1)  # all but how many nodes and stages
+        same = (cut, sent, held(scenario).model.tied_embeddings)
         if same not in self._layers:
             if len(self._layers) > 4096:
                 self._layers.pop(next(iter(self._layers)))
@@ -321,11 +322,12 @@ class Tables:
         return Table(scenario, stack, layout, self.devices[cluster], alone, layers, seconds, staying)
 
     def _scenario(self, key: Sequence[int], schedule: str) -> Scenario:
-        cluster, nodes, tensor, sequence, context, expert, micro, pipeline = key
+        cluster, nodes, tensor, sequence, context, expert, slices, micro, pipeline = key
         base = self.clusters[cluster]
         parallel = base.parallel.model_copy(update={
             "strategy": "ddp", "sharding_factor": 1, "tensor": tensor, "sequence_parallel": bool(sequence),
-            "context": context, "expert": expert, "pipeline": pipeline, "virtual_stages": 1, "schedule": schedule})
+            "context": context, "expert": expert, "expert_tensor": slices if expert > 1 else None,
+            "pipeline": pipeline, "virtual_stages": 1, "schedule": schedule})
         return base.model_copy(update={
             "cluster": base.cluster.model_copy(update={"nodes": nodes}), "parallel": parallel,
             "training": base.training.model_copy(update={"micro_batch": micro})})

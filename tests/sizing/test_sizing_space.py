@@ -359,16 +359,6 @@ def test_tokens_on_their_way_count_where_no_other_micro_batch_hides_them() -> No
     assert seen["hidden"] >= 1 and seen["shown"] >= 6
 
 
-def test_layouts_keep_whole_experts_that_are_asked_for() -> None:
-    base = alone(scenario(model={"preset": "deepseek-v2-lite"}, software={"framework": "megatron", "year": 2026},
-                          training={"micro_batch": 1, "global_batch": 256, "sequence": 4096, "precision": "fp8"},
-                          cluster={"topology": "hgx-b200"}, parallel={"expert_tensor": 1}), None)
-    found = [(sets["parallel.expert"], sets["parallel.sequence_parallel"]) for sets, seconds, size in _rows(
-        base, tensor=[2], context=[1], pipeline=[1], expert=[1, 8], micro_batch=[1], recompute=["none"],
-        strategies=["zero1"]) if not seconds > 1.0 and size <= 1.0]
-    assert found == [(8, True)]
-
-
 def test_autocasts_copies_of_weights_count_for_every_micro_batch_in_flight() -> None:
     base = alone(scenario(model={"preset": "llama-7b"}, software={"framework": "megatron", "year": 2024},
                           training={"micro_batch": 1, "global_batch": 64, "sequence": 1024, "precision": "amp-bf16"}),
