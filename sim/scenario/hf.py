@@ -110,7 +110,25 @@ def _mixtral(c: Config) -> dict[str, Any]:
 def _deepseek(c: Config) -> dict[str, Any]:
     fields = _llama(c)
     fields.pop("head_dim", None)
-    moe = {
+    mla = {
+        "q_rank": c.whole("q_lora_rank", default=0),
+        "kv_rank": c.whole("kv_lora_rank"),
+        "nope_dim": c.whole("qk_nope_head_dim"),
+        "rope_dim": c.whole("qk_rope_head_dim"),
+        "value_dim": c.whole("v_head_dim"),
+    }
+    return {**fields, "moe": _routed(c), "mla": mla}
+
+
+def _glm_4_moe(c: Config) -> dict[str, Any]:
+    """DeepSeek's experts beside grouped heads (transformers 5.24.0 modeling_glm4_moe.py)."""
+    return {**_llama(c), "qkv_bias": c.flag("attention_bias", False), "moe": _routed(c),
+            **({"qk_norm": "head"} if c.flag("use_qk_norm", False) else {})}
+
+
+def _routed(c: Config) -> dict[str, Any]:
+    """Experts as DeepSeek's configs have them."""
+    return {
         "experts": c.whole("n_routed_experts"),
         "top_k": c.whole("num_experts_per_tok"),
         "expert_ffn": c.whole("moe_intermediate_size"),
@@ -120,14 +138,6 @@ def _deepseek(c: Config) -> dict[str, Any]:
         "first_dense": c.whole("first_k_dense_replace", default=0),
         "every": c.whole("moe_layer_freq", default=1),
     }
-    mla = {
-        "q_rank": c.whole("q_lora_rank", default=0),
-        "kv_rank": c.whole("kv_lora_rank"),
-        "nope_dim": c.whole("qk_nope_head_dim"),
-        "rope_dim": c.whole("qk_rope_head_dim"),
-        "value_dim": c.whole("v_head_dim"),
-    }
-    return {**fields, "moe": moe, "mla": mla}
 
 
 def _qwen_2_moe(c: Config) -> dict[str, Any]:
@@ -353,6 +363,8 @@ _FAMILIES: dict[str, Callable[[Config], dict[str, Any]]] = {
     "qwen3_moe": lambda c: {**_qwen_moe(c, _windowed(c, always=False)), "qk_norm": "head"},
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
+    "kimi_k2": _deepseek,  # whose class its config names (recalled)
+    "glm4_moe": _glm_4_moe,
     "granite": lambda c: _llama(c, tied=True),
     "olmo": _olmo,
     "olmo2": _olmo_2,

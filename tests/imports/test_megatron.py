@@ -256,6 +256,14 @@ def test_one_field(more: str, field: str, value: Any) -> None:
     ("--pipeline-model-parallel-size 2 --pp-partition-method parameters", "--pp-partition-method"),
     ("--num-experts 8", "--moe-grouped-gemm"),
     ("--num-experts 8 --moe-grouped-gemm", "--moe-permute-fusion"),
+    ("--num-experts 8 --moe-router-dtype fp32", "--moe-router-dtype"),
+    ("--num-experts 8 --moe-router-fusion", "--moe-router-fusion"),
+    ("--num-experts 8 --moe-router-padding-for-fp8", "--moe-router-padding-for-fp8"),
+    ("--num-experts 8 --moe-router-padding-for-quantization", "--moe-router-padding-for-quantization"),
+    ("--cuda-graph-impl transformer_engine --cuda-graph-scope attn mlp", "--cuda-graph-scope"),
+    ("--enable-cuda-graph --cuda-graph-scope attn", "--cuda-graph-scope"),
+    ("--num-experts 8 --expert-model-parallel-size 4 --moe-token-dispatcher-type flex --moe-shared-expert-overlap "
+     "--moe-ffn-hidden-size 512 --moe-shared-expert-intermediate-size 512", "--moe-shared-expert-overlap"),
     ("--embed-layernorm", "--embed-layernorm"), ("--sft", "--sft"),
     ("--reset-attention-mask", "--reset-attention-mask"),
     ("--no-masked-softmax-fusion --attention-backend unfused", "--no-masked-softmax-fusion"),
@@ -263,6 +271,15 @@ def test_one_field(more: str, field: str, value: Any) -> None:
 ])
 def test_what_no_field_says(more: str, left: str) -> None:
     assert left in names(imported(LEAST + more, "cluster.nodes=1"), "left")
+
+
+@pytest.mark.parametrize("more", [
+    "--cuda-graph-impl local --cuda-graph-scope full_iteration", "--cuda-graph-impl transformer_engine",
+    "--cuda-graph-impl none --cuda-graph-scope attn", "--cuda-graph-impl local --cuda-graph-scope full"])
+def test_graphs_of_whole_layers_leave_nothing(more: str) -> None:
+    found = imported(LEAST + more, "cluster.nodes=1")
+    assert "--cuda-graph-scope" not in names(found, "left") | names(found, "unknown")
+    assert found.scenario.software.cuda_graphs == ("none" not in more)
 
 
 @pytest.mark.parametrize(("more", "words"), [

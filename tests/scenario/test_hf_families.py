@@ -26,6 +26,14 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
          "n_shared_experts": 2, "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers":
          27, "num_key_value_heads": 16, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim":
          64, "tie_word_embeddings": False, "topk_group": 1, "v_head_dim": 128, "vocab_size": 102400}),
+    # embedding, head, a dense block, 45 of experts; its module for a further token (3.7e9) is not among them
+    "glm-4.5-air": (106_852_000_000,
+        {"model_type": "glm4_moe", "attention_bias": True, "first_k_dense_replace": 1, "head_dim": 128,
+         "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 10944, "max_position_embeddings": 131072,
+         "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1,
+         "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 46, "num_key_value_heads": 8,
+         "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "tie_word_embeddings": False, "topk_group": 1,
+         "use_qk_norm": False, "vocab_size": 151552}),
     "gpt-oss-20b": (20_914_757_184,
         {"model_type": "gpt_oss", "attention_bias": True, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu",
          "hidden_size": 2880, "intermediate_size": 2880, "max_position_embeddings": 131072, "num_attention_heads": 64,

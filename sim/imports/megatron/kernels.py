@@ -29,6 +29,8 @@ _OLD = ("checkpoint_activations", "checkpoint_num_layers", "activations_checkpoi
         "scaled_upper_triang_masked_softmax_fusion")
 _YEARS = range(2016, 2101)
 _GRAPHS = {"none": False, "local": True, "transformer_engine": True, "full_iteration": True}
+#: Scopes of graphs that hold whole layers.
+_WHOLE = {"full", "full_iteration"}
 #: Switches of fused kernels: all off are `software.fused: false`.
 _FUSIONS = {"masked_softmax_fusion": "no_masked_softmax_fusion", "bias_gelu_fusion": "no_bias_gelu_fusion",
             "bias_swiglu_fusion": "no_bias_swiglu_fusion", "bias_dropout_fusion": "no_bias_dropout_fusion"}
@@ -39,11 +41,12 @@ def read_kernels(args: Args, draft: Draft, half: bool) -> None:
     _attention(args, draft, half)
     _fusions(args, draft)
     impl = args.get("cuda_graph_impl")
-    graphs = args.on("enable_cuda_graph", "external_cuda_graph")
-    if impl is not None and choice(impl, _GRAPHS):
-        draft.take("software.cuda_graphs", True, impl)
-    elif graphs is not None:
-        draft.take("software.cuda_graphs", True, graphs)
+    graphs, scope = args.on("enable_cuda_graph", "external_cuda_graph"), args.get("cuda_graph_scope")
+    asked = impl if impl is not None and choice(impl, _GRAPHS) else graphs
+    if asked is not None:
+        draft.take("software.cuda_graphs", True, asked)
+        if scope is not None:
+            _scope(scope, draft)
     if (deterministic := args.on("deterministic_mode")) is not None:
         draft.take("software.deterministic", True, deterministic)
     if said := args.get("CUDA_DEVICE_MAX_CONNECTIONS"):
@@ -51,6 +54,14 @@ def read_kernels(args: Args, draft: Draft, half: bool) -> None:
     if said := args.get(*VARIABLES):
         read_conf(said, draft)
     _mixture(args, draft)
+
+
+def _scope(scope: Said, draft: Draft) -> None:
+    """What of a layer is in graphs (transformer_config.py, cuda_graph_scope: full or an empty list is all of it)."""
+    said = scope.value if isinstance(scope.value, list) else str(scope.value).replace(",", " ").split()
+    if not {str(part).rpartition(".")[2] for part in said} <= _WHOLE:
+        draft.leave(scope, "parts of layers in graphs are not simulated: the host is counted as launching nothing, "
+                           "which is too fast where it is behind (software.cuda_graphs: false has it launch all)")
 
 
 def _attention(args: Args, draft: Draft, half: bool) -> None:

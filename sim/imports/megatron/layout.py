@@ -231,7 +231,8 @@ def _overlap(args: Args, draft: Draft) -> None:
 
 
 def _experts(args: Args, draft: Draft) -> None:
-    """What experts' parallelism adds; a model without experts ignores it."""
+    """What experts' parallelism adds; a model without experts ignores it. Shared experts run beside all-to-alls alone
+    (transformer_config.py, __post_init__: moe_shared_expert_overlap only works with alltoall token dispatcher)."""
     cut, kind = args.get("expert_tensor_parallel_size"), args.get("moe_token_dispatcher_type")
     shared, batches = args.on("moe_shared_expert_overlap"), args.on("overlap_moe_expert_parallel_comm")
     if draft.value("parallel.expert") is None:
@@ -245,5 +246,12 @@ def _experts(args: Args, draft: Draft) -> None:
         draft.leave(kind, "tokens go to experts by all-to-all")
     if batches is not None:
         draft.take("parallel.overlap_experts", "batches", batches)
+    elif shared is not None and _sends_once(args, kind):
+        draft.leave(shared, "Megatron runs shared experts beside all-to-alls alone, and refuses this dispatcher")
     elif shared is not None and draft.value("model.moe.shared_experts"):
         draft.take("parallel.overlap_experts", "shared", shared)
+
+
+def _sends_once(args: Args, kind: Said | None) -> bool:
+    """Whether the dispatcher sends a token once to a place (flex), not a row to each of its experts."""
+    return args.on("moe_enable_deepep") is not None or (kind is not None and kind.word() == "flex")
