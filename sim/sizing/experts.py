@@ -22,10 +22,12 @@ class Spread(NamedTuple):
     own_tokens: bool
 
 
-def spreads(scenario: Scenario, tensor: int, ranks: int, expert: Sequence[int], slices: Sequence[int]) -> list[Spread]:
+def spreads(scenario: Scenario, scattered: bool, tensor: int, ranks: int, expert: Sequence[int],
+            slices: Sequence[int]) -> list[Spread]:
     """Every way to spread experts.
 
     Args:
+        scattered: the stack has no mixture on tensor ranks with the same tokens (`Stack.experts_scattered`).
         ranks: replicas and their context ranks.
         expert, slices: values asked for, of a mixture; every one if empty.
     """
@@ -33,7 +35,7 @@ def spreads(scenario: Scenario, tensor: int, ranks: int, expert: Sequence[int], 
     if moe is None:
         return [Spread(1, tensor, False)] if not expert or 1 in expert else []
     width = moe.expert_ffn or scenario.model.ffn or 0
-    found = [Spread(e, cut, cut < tensor) for e in range(1, moe.experts + 1)
+    found = [Spread(e, cut, cut < tensor or (scattered and tensor > 1)) for e in range(1, moe.experts + 1)
              if moe.experts % e == 0 and (ranks * tensor) % e == 0
              for cut in dict.fromkeys((tensor, 1))
              if (cut < tensor and e > 1) or (cut == tensor and ranks % e == 0 and width % cut == 0)]

@@ -284,7 +284,8 @@ def _of_count(number: int, scenario: Scenario, nodes: int,
         if batch % replicas or (states and replicas * context == 1):
             continue
         share = batch // replicas
-        spread = spreads(scenario, tensor, replicas * context, choice.expert, choice.expert_tensor)
+        spread = spreads(scenario, stack.experts_scattered, tensor, replicas * context, choice.expert,
+                         choice.expert_tensor)
         sequences = (0, 1) if tensor > 1 and model.kind == "decoder" and \
             scenario.training.sequence % (tensor * context) == 0 else (0,)
         plain = {two: _data_parallel(replicas * context, replicas, pipeline, blocks, choice, same, [

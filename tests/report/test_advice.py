@@ -34,6 +34,16 @@ def test_a_job_that_fits_needs_no_advice() -> None:
     assert job(**{"training.micro_batch": 1}).changes == []
 
 
+def test_tensor_ranks_of_a_mixture_cut_the_sequence() -> None:
+    """Megatron trains it in no other way; a dense model is cut as it was before."""
+    for preset, cut in (("mixtral-8x7b", True), ("llama-2-7b", None)):
+        of = resolve({"name": "x", "cluster": {"topology": "dgx-h100"}, "model": {"preset": preset}, "training": {
+            "micro_batch": 8, "global_batch": 64, "sequence": 4096, "precision": "megatron-bf16"},
+            "parallel": {"strategy": "zero1"}, "software": {"framework": "megatron", "year": 2025}}, "")
+        wider = [one.set for one in candidates(of) if one.group == "tensor"]
+        assert wider and all(sets.get("parallel.sequence_parallel") is cut for sets in wider)
+
+
 def test_changes_that_help_come_cheapest_first() -> None:
     result = job()
     assert not result.memory.fits

@@ -81,13 +81,15 @@ def test_an_error_names_ours_instead_of_listing_everything() -> None:
                                        "'mixed-bf16' (fp32 master weights) or 'pure-bf16'?"),
     ("model.preset", "ViT-L-16", "did you mean 'bert-large' with its own layers, hidden, heads and a sequence of its "
                                  "patches: vision transformers have no preset?"),
+    ("training.mode", "lora", "did you mean 'train', and what is trained with training.finetune: {method: lora}?"),
+    ("software.dispatcher", "DeepEP", "did you mean 'flex'?"),
     ("model.preset", "gpt3", "did you mean 'gpt3-13b'?"),  # and not 'gpt2'
     ("model.preset", "llama3", "did you mean 'llama-3-8b'?"),  # and not 'llama-33b'
 ])
 def test_a_hint_leads_on(field: str, value: object, hint: str) -> None:
     said: dict[str, object] = {
         "name": "x", "cluster": {"topology": "dgx-h100"}, "model": {"preset": "llama-3-8b"},
-        "training": {"micro_batch": 1, "global_batch": 8, "sequence": 128}, "parallel": {}}
+        "training": {"micro_batch": 1, "global_batch": 8, "sequence": 128}, "parallel": {}, "software": {}}
     head, _, rest = field.rpartition(".")
     inner = said[head] if head else said
     assert isinstance(inner, dict)
