@@ -222,6 +222,9 @@ def test_llama_in_fp8() -> None:
     ("--num-experts 8 --expert-model-parallel-size 4", "software.dispatcher", "alltoall"),
     ("--num-experts 8 --expert-model-parallel-size 4 --tensor-model-parallel-size 2 --sequence-parallel "
      "--expert-tensor-parallel-size 1", "parallel.expert_tensor", 1),
+    ("--num-experts 8 --expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+     "parallel.expert_tensor", 2),
+    ("--num-experts 8 --expert-model-parallel-size 4", "parallel.expert_tensor", None),
     ("--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512", "model.mla.kv_rank", 512),
     ("--multi-latent-attention --qk-layernorm", "model.mla.rope_dim", 64),
     ("--bf16 --optimizer muon", "training.optimizer", "muon"),

@@ -242,6 +242,9 @@ def _experts(args: Args, draft: Draft) -> None:
         draft.take("parallel.expert_tensor", cut.whole(), cut)
     elif cut is not None:
         draft.leave(cut, "experts are whole on every rank or cut over all tensor ranks")
+    elif tensor > 1:
+        draft.assume("parallel.expert_tensor", tensor, "expert_tensor_parallel_size is the tensor ranks' unless given "
+                                                       "(model_parallel_config.py)")
     if kind is not None and kind.word() == "allgather":
         draft.leave(kind, "tokens go to experts by all-to-all")
     if batches is not None:
