@@ -33,6 +33,6 @@ def test_a_step_takes_at_least_as_long_as_its_launches(strategy: str, share: flo
 
 
 def test_graphs_that_were_recorded_are_launched_at_once() -> None:
-    launched, recorded = (Tables([job(**written)]).table((0, 1, 1, 0, 1, 1, 1, 1)).layers.host.forward[-1]
+    launched, recorded = (Tables([job(**written)]).table((0, 1, 1, 0, 1, 1, 1, 1, 1)).layers.host.forward[-1]
                           for written in ({}, {"cuda_graphs": True}))
     assert recorded < 0.2 * launched

@@ -24,7 +24,7 @@ def job(overlap: bool = True, year: int = 2023, framework: str = "deepspeed", **
 
 
 def added(scenario: Any, name: str = "zero3") -> float:
-    return in_turn_s(Tables([scenario]).table((0, 2, 1, 0, 1, 1, 1, 1)), name, 2)
+    return in_turn_s(Tables([scenario]).table((0, 2, 1, 0, 1, 1, 1, 1, 1)), name, 2)
 
 
 def test_it_is_below_what_shows_and_not_by_much() -> None:
