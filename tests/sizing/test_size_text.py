@@ -174,6 +174,20 @@ def test_compare_holds_a_scenario_against_itself_with_other_values(
     out = capsys.readouterr().out
     assert "cluster.nodes: 1 | 2" in out and "matrix products" in out and "gemm" not in out
     assert leave() == 2 and leave(str(file), "--set", "cluster.nodes=2") == 2
+    capsys.readouterr()
+    one_of_each = ("--set", "training.micro_batch=1", "--set", "cluster.nodes=2", "--set", "cluster.nodes=1")
+    assert leave(*one_of_each) == 0
+    assert "cluster.nodes: 1 | 2 | 1" in capsys.readouterr().out
+
+
+def test_elsewhere_two_values_of_a_field_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text(SMALL, encoding="utf-8")
+    for second, code in (("cluster.nodes=2", 2), ("cluster.nodes = 1", 0)):
+        with pytest.raises(SystemExit) as left:
+            main(["memory", str(file), "--set", "cluster.nodes=1", "--set", second])
+        assert left.value.code == code
+    assert "cluster.nodes is given two values, 1 and 2" in capsys.readouterr().err
 
 
 def test_size_takes_values_on_top(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
