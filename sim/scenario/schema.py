@@ -80,9 +80,9 @@ def named_precision(value: Any) -> Any:
 
 
 class RecomputeLayers(Table):
-    """Full recomputation of the first blocks only."""
+    """Full recomputation of the first blocks only, in a pipeline of each rank's first ones, its chunks together."""
 
-    layers: LayersOrNone = needs("blocks recomputed")
+    layers: LayersOrNone = needs("blocks recomputed, of a pipeline on each rank")
 
 
 #: Megatron-LM's `--recompute-modules` (core/transformer/transformer_config.py).

@@ -12,6 +12,7 @@ from rich.console import Console
 import sim
 from sim.api import Trial
 from sim.report.candidates import candidates
+from sim.report.combined import fewest_blocks
 from sim.report.largest import GPU_ALONE
 from sim.report.result import Result
 from sim.report.text import changes_lines, render
@@ -294,6 +295,23 @@ def test_the_fewest_blocks_leave_the_allocator_at_rest() -> None:
     assert not fewer.memory.fits or fewer.memory.short
     full = next(c for c in large().changes if c.set.get("training.recompute") == "full")
     assert change.gpu_time is not None and full.gpu_time is not None and change.gpu_time < full.gpu_time
+
+
+def test_of_a_pipeline_blocks_are_counted_on_each_rank() -> None:
+    """`training.recompute.layers` is of each rank (Megatron's --recompute-num-layers of each of its chunks)."""
+    def asked(**parallel: Any) -> list[tuple[str, int]]:
+        tries: list[tuple[str, int]] = []
+
+        def tried(what: str, sets: Any) -> None:
+            tries.append((what, sets["training.recompute"]["layers"]))
+
+        fewest_blocks(job(**{"training.micro_batch": 1, **parallel}).scenario, tried)
+        return tries
+
+    assert asked()[0] == ("full recomputation of 12 of 24 blocks", 12)
+    ranks = asked(**{"parallel.pipeline": 4, "parallel.strategy": "ddp", "software.framework": "megatron"})
+    assert ranks[0] == ("full recomputation of 6 of each pipeline rank's blocks", 6)
+    assert max(count for _, count in ranks) < 2 * 24 // 4
 
 
 def test_two_lesser_changes_stand_beside_a_dear_one() -> None:
