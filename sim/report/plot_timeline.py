@@ -245,10 +245,10 @@ def _texts(ax: Axes, rows: Rows, bars: Bars, colour: str, number: int, window: W
 def _bands(ax: Axes, rows: Rows, window: Window, factor: float) -> None:
     """A tint through all rows wherever the rank waits for communication for long enough to be seen."""
     least = (window[1] - window[0]) / _TELLABLE
-    for s, e in rows.exposed.tolist():
-        if e > window[0] and s < window[1] and e - s > least:
-            ax.axvspan(max(s, window[0]) * factor, min(e, window[1]) * factor, color=look.VERMILION, alpha=0.13, lw=0,
-                       zorder=1)
+    start, end = rows.exposed.T
+    for s, e in rows.exposed[(end > window[0]) & (start < window[1]) & (end - start > least)].tolist():
+        ax.axvspan(max(s, window[0]) * factor, min(e, window[1]) * factor, color=look.VERMILION, alpha=0.13, lw=0,
+                   zorder=1)
 
 
 def _bracket(ax: Axes, inner: Sequence[float], window: Window, factor: float) -> None:
