@@ -275,6 +275,7 @@ def test_control_c_while_the_command_loads_leaves_no_traceback() -> None:
              "    def find_spec(self, name, path=None, target=None):\n"
              "        if name == 'sim.cli': os.kill(os.getpid(), signal.SIGINT)\n"
              "sys.meta_path.insert(0, Stop())\n"
+             "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a script's background has it ignored
              "from sim.__main__ import main\n"
              "main()\n")
     done = subprocess.run([sys.executable, "-c", stops], capture_output=True, text=True, cwd=ROOT, check=False)
