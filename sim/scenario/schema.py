@@ -111,6 +111,9 @@ class Finetune(Table):
         WithJsonSchema({"anyOf": [{"const": "all"}, {"type": "array", "items": {"enum": list(Target.__args__)}}]}),
     ] = late("matrices that get one")
     base: Literal["fp32", "bf16", "fp16", "int8", "int4", "nf4", "nf4-dq"] = late("dtype of the frozen weights")
+    unquantised: Literal["fp32", "bf16", "fp16"] | None = has(
+        None, "dtype of what a quantised base leaves as it is (embeddings, norms, head); none = that of the trained "
+        "weights, as peft's prepare_model_for_kbit_training has it")
     dropout: Probability | None = has(
         None, "dropout in front of LoRA's matrices; none = as the framework's scripts have it")
 
