@@ -31,6 +31,7 @@ from sim.sizing.runner import Runner
 from sim.sizing.search import PATIENCE, ROUND, Found, search
 from sim.sizing.space import Choice, Space
 from sim.sizing.store import Store
+from sim.sizing.usual import with_usual_half
 from sim.sizing.why import Why, explain, families
 from sim.sizing.wish import SERVED_DEFAULT, Wish, priced
 from sim.sizing.workers import workers as started_workers
@@ -178,7 +179,7 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
     listed = time.monotonic()
     store = Store(out, {"clusters": plain}, resume)
     found = Sizing(wish, raw=space.raw, covered=len(space), price_origin=origin, not_offloaded=dropped, served=served,
-                   schedules=space.schedules, hints=_hints(scenario, clusters, choice), batches=space.batches)
+                   schedules=space.schedules, hints=_whole_nodes(scenario, clusters, choice), batches=space.batches)
     with ExitStack() as stack:
         stack.callback(store.close)
         pool = stack.enter_context(started_workers(workers, dask))
@@ -204,7 +205,7 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
             (best_of_each if found.served else round_out)(ranking, runner, stop)
     found.impossible, found.pruned, found.unbounded = ranking.impossible, ranking.pruned(), int(of.unbounded.sum())
     found.pruned["time"] -= int(np.isfinite(ranking.values[list(runner.rows)]).sum())  # the scenario's own may be late
-    _fill(found, space, result, runner, own)
+    _fill(found, space, result, runner, own, scenario)
     found.why = _why(found, space, result, runner, np.where(of.unbounded, 0.0, ranking.values))
     found.seconds = {"space": listed - started, "bounds": bounded - listed, "simulation": time.monotonic() - bounded}
     return found
@@ -236,13 +237,13 @@ def _one_round(ranking: Ranking, runner: Runner, result: Found, top: int, soon: 
     result.best = search(values, runner.values, top, first=list(runner.rows)).best
 
 
-def _hints(scenario: Scenario, clusters: Sequence[str], choice: Choice) -> list[str]:
-    """Where more GPUs are searched than the part of one node that the file takes, and of its precision."""
-    cluster, precision = scenario.cluster, autocast_alone(scenario)
+def _whole_nodes(scenario: Scenario, clusters: Sequence[str], choice: Choice) -> list[str]:
+    """A hint where more GPUs are searched than the part of one node that the file takes."""
+    cluster = scenario.cluster
     if clusters or not part_of_one(scenario, choice.gpus):
-        return precision
+        return []
     return [f"cluster: the file takes {cluster.gpus_per_node} of the {cluster.topology.gpus_per_node} GPUs of one "
-            f"{cluster.topology.name}; the search has whole ones", *precision]
+            f"{cluster.topology.name}; the search has whole ones"]
 
 
 def _refuse_never_simulated(bases: Sequence[Scenario], loaded: Loaded | None) -> None:
@@ -265,8 +266,8 @@ def _nearest(space: Space, ranking: Ranking, runner: Runner,
     return table_row(space, runner, result.best[0][1], runner.wish), False
 
 
-def _fill(found: Sizing, space: Space, result: Found, runner: Runner, own: int | None) -> None:
-    """Tables of the result."""
+def _fill(found: Sizing, space: Space, result: Found, runner: Runner, own: int | None, scenario: Scenario) -> None:
+    """Tables of the result, and what the best would gain by its kind's precision."""
     if own is not None:
         found.own = kept_row(table_row(space, runner, own, found.wish), runner.rows[own])
     found.first_fault = next(({"set": space.sets(row), "reason": one.reason} for row, one in runner.rows.items()
@@ -283,6 +284,7 @@ def _fill(found: Sizing, space: Space, result: Found, runner: Runner, own: int |
         number = int(space.columns["cluster"][result.best[0][1]])
         found.winner = resolve(runner.plain[number], "", found.best[0]["set"])
         found.free_bytes = runner.capacity[number] - found.best[0]["device_used_bytes"]
+    found.hints += autocast_alone(scenario) if found.winner is None else with_usual_half(found.winner, found.best[0])
     found.rows = [kept_row(table_row(space, runner, row, found.wish), runner.rows[row]) for row in sorted(runner.rows)]
     fitting = [table_row(space, runner, row, found.wish) for row in sorted(runner.rows)
                if math.isfinite(runner.value(row))]
