@@ -339,6 +339,9 @@ for _command in (*COMMANDS, *DIFF_COMMANDS, *IMPORT_COMMANDS, *MEMORY_COMMANDS, 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: whatever happens, no traceback (unless DRYSTEP_DEBUG=1 and the fault is ours)."""
     search_seldom()  # start-up alone would be searched some fifty times
+    # Python has None for a stream that was closed when the process started
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (open to the end)
+                              for stream in (sys.stdout, sys.stderr))
     try:
         # not cli.main(): it would turn a broken pipe into exit code 1, which here means a fault of ours
         with cli.make_context("drystep", sys.argv[1:] if arguments is None else list(arguments)) as context:

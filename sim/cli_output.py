@@ -28,9 +28,21 @@ def json_option(what: str) -> Callable[[Any], Any]:
                         help=f"Write {what} as JSON; - is standard output.")
 
 
-def set_option(help_text: str = "Put a value on top, e.g. cluster.nodes=64; repeatable.") -> Callable[[Any], Any]:
-    """`--set PATH=VALUE`."""
-    return click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help=help_text)
+def set_option(help_text: str = "Put a value on top, e.g. cluster.nodes=64; repeatable.", *,
+               several: bool = False) -> Callable[[Any], Any]:
+    """`--set PATH=VALUE`; `several`: whether one field may be given more than one value."""
+    return click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help=help_text,
+                        callback=None if several else _once)
+
+
+def _once(ctx: click.Context, param: click.Parameter, sets: tuple[str, ...]) -> tuple[str, ...]:
+    """Refuse two values of one field, of which one would be dropped without a word."""
+    said: dict[str, str] = {}
+    for path, _, value in (one.partition("=") for one in sets):
+        if said.setdefault(path.strip(), value.strip()) != value.strip():
+            raise UserError(Fault(f"{path.strip()} is given two values, {said[path.strip()]} and {value.strip()}",
+                                  "--set", hint="give one; a sweep or 'drystep compare' runs both"))
+    return sets
 
 
 def examples(*lines: str) -> str:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -271,9 +272,11 @@ def _progress(seconds: float) -> Callable[[int, float, float], None]:
 
 @click.command(short_help="Runs side by side: what moved, and why.", epilog=examples(
     "drystep compare before.yaml after.yaml",
-    "drystep compare scenario.yaml --set cluster.nodes=24 --report comparison"))
+    "drystep compare scenario.yaml --set cluster.nodes=24 --report comparison",
+    "drystep compare scenario.yaml --set cluster.topology=p5 --set cluster.topology=hgx-h200"))
 @click.argument("scenarios", nargs=-1, required=True, metavar="A [B...]")
-@set_option("With one scenario: hold it against itself with these values on top; repeatable.")
+@set_option("With one scenario: hold it against itself with these values on top; repeatable, each value of a field "
+            "is a run.", several=True)
 @json_option("the comparison")
 @click.option("--report", "report_to", metavar="DIR", help="Write the comparison and its picture into a directory.")
 def compare(scenarios: tuple[str, ...], sets: tuple[str, ...], json_to: str | None, report_to: str | None) -> None:
@@ -291,12 +294,20 @@ def compare(scenarios: tuple[str, ...], sets: tuple[str, ...], json_to: str | No
     if not sets and len(scenarios) < 2:
         raise UserError(Fault("one scenario cannot be compared", "A [B...]",
                               hint="give two or more, or one with --set PATH=VALUE"))
-    loaded = [load(name) for name in scenarios] + ([load(scenarios[0], sets)] if sets else [])
+    loaded = [load(name) for name in scenarios] + [load(scenarios[0], each) for each in _variants(sets)]
     found = sizing.compare([run(one) for one in loaded])
     with json_output(json_to, many=False) as to:
         if to is not None:
             to.document(found.to_json())
     _deliver("\n".join(lines(found)), json_to, report_to, "comparison.txt", lambda folder: write_picture(folder, found))
+
+
+def _variants(sets: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """What to put on top for each further run: of a field with several values each of them in turn."""
+    values: dict[str, dict[str, None]] = {}
+    for one in sets:
+        values.setdefault(one.partition("=")[0].strip(), {})[one] = None
+    return list(product(*values.values())) if sets else []
 
 
 COMMANDS = (size, compare)

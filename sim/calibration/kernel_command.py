@@ -120,17 +120,17 @@ def _integers(op: str, shape: Sequence[int] | str) -> tuple[int, ...]:
     try:
         sizes = tuple(int(part) for part in parts)
     except ValueError as error:
-        raise UserError(Fault(f"shape {shape!r} is not a row of integers", "shape")) from error
+        raise UserError(Fault(f"shape {shape!r} is not a row of integers", "SHAPE")) from error
     known = op in _SHAPES or op in ROW_WISE
     allowed = {"gemm": (3, 4), "attention": (6,), "optimizer": (1,)}.get(op, (2,))
     if known and (len(sizes) not in allowed or min(sizes) < 1):
         wanted = _SHAPES.get(op, _SHAPES[""])
-        raise UserError(Fault(f"{op} wants the shape {wanted} in positive integers, not {shape!r}", "shape"))
+        raise UserError(Fault(f"{op} wants the shape {wanted} in positive integers, not {shape!r}", "SHAPE"))
     if not known:
         names = ["gemm", "attention", "optimizer", *ROW_WISE]
         raise UserError(Fault(f"no operator '{op[:40]}'; known are {', '.join(names)}", "OP", hint=nearest(op, names)))
     if op == "attention" and sizes[1] % sizes[2]:
-        raise UserError(Fault(f"{sizes[1]} heads are no multiple of {sizes[2]} kv_heads", "shape"))
+        raise UserError(Fault(f"{sizes[1]} heads are no multiple of {sizes[2]} kv_heads", "SHAPE"))
     return sizes
 
 

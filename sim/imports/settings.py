@@ -268,7 +268,7 @@ def read_settings(file: str) -> Settings:
         UserError: it cannot be read, is no such file, or its root is no mapping.
     """
     path = Path(file)
-    text = _text(path, file)
+    text = read_text(path, file)
     if not text.strip():
         raise UserError(Fault("is empty", "", file))
     if path.suffix == ".toml":
@@ -279,22 +279,9 @@ def read_settings(file: str) -> Settings:
     return Settings(file, document.data, {name: line for name, (_, line) in document.places.items()})
 
 
-def _text(path: Path, file: str) -> str:
-    """The text of a file of settings. Raises UserError."""
-    try:
-        return read_text(path, file)
-    except UserError as error:
-        raise UserError(replace(fault, message=fault.message.removesuffix(": not a scenario"))
-                        for fault in error.faults) from None
-
-
 def _yaml(text: str, file: str) -> Document:
     """YAML whose root is a mapping. Raises UserError."""
-    try:
-        document = parse_document(text, file, Path(file).parent)
-    except UserError as error:
-        raise UserError(replace(fault, hint="" if "scenario" in fault.hint else fault.hint)
-                        for fault in error.faults) from None
+    document = parse_document(text, file, Path(file).parent, "settings")
     if document.faults:
         raise UserError(document.faults)
     return document

@@ -112,8 +112,9 @@ def tuned_of(training: Any, quantises_head: bool, own_norms: bool = False, plain
              drops: bool = True, seen: str = "") -> Tuned | None:
     """What a scenario's `training.finetune` trains; None = everything.
 
-    A base of 16 or 32 bits holds every frozen tensor. Beside a quantised base, what is not quantised has the dtype of
-    the trained parameters: fp32 under autocast, which is what peft's `prepare_model_for_kbit_training` casts it to.
+    A base of 16 or 32 bits holds every frozen tensor. Beside a quantised base, what is not quantised has the dtype that
+    the scenario says, else that of the trained parameters: fp32 under autocast, which is what peft's
+    `prepare_model_for_kbit_training` casts it to.
 
     Args:
         quantises_head: Lightning's BitsandbytesPrecision replaces every linear layer; transformers leaves the head
@@ -128,7 +129,7 @@ def tuned_of(training: Any, quantises_head: bool, own_norms: bool = False, plain
     if finetune is None or finetune.method == "full":
         return None
     kept = str(training.precision.parameters)
-    plain = kept if finetune.base in QUANTISED else str(finetune.base)
+    plain = str(finetune.unquantised or kept) if finetune.base in QUANTISED else str(finetune.base)
     method = "adapter" if finetune.method == "adapter" else "lora"
     targets = tuple(t for t in TARGETS if t in finetune.targets)
     return Tuned(method, finetune.rank, targets, str(finetune.base), plain, seen or kept, quantises_head,

@@ -26,7 +26,7 @@ def advise(scenario: Scenario, memory: MemoryResult, trial: Callable[[Scenario],
     """Single changes that free memory: those that make the job fit first, the cheapest in GPU time before the others,
     then the rest by what they free on the GPU. Where none suffices on as many GPUs, or the cheapest is dear, two or
     three of those that free most and alone leave the job without room may; beside single changes several at once are
-    there only where they are cheaper.
+    there only where they are cheaper, those that leave memory free than the single ones that do.
 
     Of changes of one group (micro-batches of 8, 4, 2 ...) only the mildest that suffices is there, else the strongest;
     one that the scenario rules out, or that frees nothing, is left out.
@@ -48,9 +48,7 @@ def advise(scenario: Scenario, memory: MemoryResult, trial: Callable[[Scenario],
             found["blocks"] = fewest
     tries = [one._replace(sets=trials.fewest(one)) for one in found.values()]
     priced = [trials.priced(one) for one in tries]
-    cheapest = min((c.gpu_time for c in priced if c.gpu_time is not None), default=math.inf)
-    here = min((c.gpu_time for c in priced if c.gpu_time is not None and not c.more_gpus), default=math.inf)
-    if not memory.fits and here > DEAR:
+    if not memory.fits and _cheapest(priced, more=False, roomy=True) > DEAR:
         several = together([one for one in tries if not one.after.fits or one.after.short], trials)
         costs = [trials.priced(one) for one in several]
         for of, more in ((milder, False), (fewer_nodes, True)):
@@ -59,8 +57,15 @@ def advise(scenario: Scenario, memory: MemoryResult, trial: Callable[[Scenario],
             less = (of(scenario, several[place], trials) for _, place in cheap[:_MADE_MILDER])
             first = next((one for one in less if one is not None), None)
             costs += [trials.priced(first)] if first is not None else []
-        priced += [c for c in costs if (c.gpu_time or 0.0) < (cheapest if c.more_gpus else here)]
+        priced += [c for c in costs if (c.gpu_time or 0.0) < _cheapest(priced, more=c.more_gpus,
+                                                                       roomy=c.headroom_bytes > 0)]
     return sorted(priced, key=lambda c: (not c.fits, c.gpu_time or 0.0, c.missing_bytes, c.host_missing_bytes))
+
+
+def _cheapest(singles: list[Change], *, more: bool, roomy: bool) -> float:
+    """GPU time of the cheapest with which the job fits, on as many GPUs unless `more`, with memory left if `roomy`."""
+    return min((c.gpu_time for c in singles if c.gpu_time is not None and (more or not c.more_gpus)
+                and (c.headroom_bytes > 0 or not roomy)), default=math.inf)
 
 
 def _frees(after: MemoryResult, before: MemoryResult) -> bool:

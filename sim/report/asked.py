@@ -59,16 +59,24 @@ def autocast_alone(scenario: Scenario) -> list[str]:
     Sources: torchtitan, Composer and Hugging Face's Trainer give FSDP its MixedPrecision(Policy) (param_dtype
     bfloat16); the fact `half_policy` for frameworks.
     """
-    training, precision, own = scenario.training, scenario.training.precision, own_half(scenario)
-    if training.mode != "train" or training.finetune.method != "full" or precision.compute not in ("bf16", "fp16"):
-        return []
-    if scenario.parallel.strategy == "fsdp" and precision.gather == "fp32":
+    precision, usual = scenario.training.precision, usual_half(scenario)
+    if usual and scenario.parallel.strategy == "fsdp":
         return [f"precision: {precision.name} gathers parameters in fp32; FSDP's own mixed precision "
-                f"(fsdp-{precision.compute}), which most runs have, sends half as much"]
-    if own and precision.gather == "fp32":
+                f"({usual}), which most runs have, sends half as much"]
+    if usual:
         return [f"precision: {precision.name} is torch's autocast, under which every micro-batch casts the weights and "
-                f"keeps the copies until its backward; {scenario.software.framework}'s own training is {own}"]
+                f"keeps the copies until its backward; {scenario.software.framework}'s own training is {usual}"]
     return []
+
+
+def usual_half(scenario: Scenario) -> str:
+    """The precision that most runs of its kind have where it trains under autocast alone; "" elsewhere."""
+    training, precision = scenario.training, scenario.training.precision
+    if training.mode != "train" or training.finetune.method != "full" or precision.compute not in ("bf16", "fp16"):
+        return ""
+    if precision.gather != "fp32":
+        return ""
+    return f"fsdp-{precision.compute}" if scenario.parallel.strategy == "fsdp" else own_half(scenario)
 
 
 def prefetch_in_vain(scenario: Scenario) -> list[str]:

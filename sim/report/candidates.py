@@ -123,8 +123,10 @@ def _optimizer(scenario: Scenario) -> Iterator[Candidate]:
 def _dtypes(scenario: Scenario) -> Iterator[Candidate]:
     precision, tuned = scenario.training.precision, scenario.training.finetune
     if tuned.method == "lora":
+        # what is not quantised as it is: peft's function for k bits makes it fp32, the residual stream with it
+        rest: Sets = {"training.finetune.unquantised": tuned.base} if tuned.base in ("bf16", "fp16") else {}
         yield Candidate("base", "a frozen base in 4 bits (QLoRA)",
-                        {"training.finetune.method": "qlora", "training.finetune.base": "nf4"})
+                        {"training.finetune.method": "qlora", "training.finetune.base": "nf4", **rest})
     if precision.compute in ("fp32", "tf32"):
         sharded = scenario.parallel.strategy in ("fsdp", "zero3")
         for half in ("bf16", "fp16"):

@@ -106,18 +106,21 @@ def milder(scenario: Scenario, one: Tried, trials: Trials) -> Tried | None:
 
 
 def fewest_blocks(scenario: Scenario, tried: Callable[[str, Sets], Tried | None]) -> Tried | None:
-    """The fewest recomputed blocks that suffice without the allocator running short, where all of them suffice."""
-    blocks = scenario.model.layers + (scenario.model.decoder_layers or 0)
+    """The fewest recomputed blocks that suffice without the allocator running short, where all of them suffice. They
+    are counted on each pipeline rank (`training.recompute`), of which none is taken to hold twice its even share."""
+    blocks, ranks = scenario.model.layers + (scenario.model.decoder_layers or 0), scenario.parallel.pipeline
+    of = f"of {blocks}" if ranks == 1 else "of each pipeline rank's"
+    most = blocks if ranks == 1 else min(blocks, 2 * -(-blocks // ranks))
     sufficient: list[Tried] = []  # the last that did, which is the one with the fewest
 
     def suffice(count: int) -> bool:
-        one = tried(f"full recomputation of {count} of {blocks} blocks", {"training.recompute": {"layers": count}})
+        one = tried(f"full recomputation of {count} {of} blocks", {"training.recompute": {"layers": count}})
         enough = one is not None and one.after.fits and one.after.headroom_bytes > 0 and not one.after.short
         if one is not None and enough:
             sufficient[:] = [one]
         return enough
 
-    next_above(0, blocks, suffice)
+    next_above(0, most, suffice)
     return sufficient[0] if sufficient else None
 
 

@@ -230,7 +230,9 @@ def _paged(scenario: Scenario, memory: MemoryResult) -> MemoryResult:
     """With the pages of unified memory, those that find no room on the device in the node's host memory."""
     cluster = scenario.cluster
     share = host_share(cluster.topology.host, cluster.gpus_per_node, cluster.topology.intra.gpus_per_switch or 1)
-    paging = Paging(memory.program.managed_bytes, memory.limit_bytes - memory.reserved_bytes, share)
+    # without room for the tensors there is none for pages, which needs no replay to know
+    room = memory.limit_bytes - memory.reserved_bytes if memory.fits_device else 0
+    paging = Paging(memory.program.managed_bytes, room, share)
     held = dict(memory.host.by_category) if memory.host is not None else {}
     if paging.host_bytes:
         held["optimizer_states"] = held.get("optimizer_states", 0) + paging.host_bytes * cluster.gpus_per_node

@@ -237,13 +237,13 @@ def _ribbons(ax: Axes, view: MemoryView, window: tuple[float, float], factor: fl
         high = (-0.03 - row * _RIBBON) * per_inch
         low = high - (_RIBBON - 0.02) * per_inch
         ax.text(-0.008, (low + high) / 2, who, transform=ax.transAxes, fontsize=7, ha="right", va="center_baseline")
-        for start, end, phase in spans:
-            s, e = max(start, window[0]), min(end, window[1])
-            name = _PHASES[phase]
-            if e <= s:
-                continue
-            ax.axvspan(s * factor, e * factor, ymin=low, ymax=high, color=look.RIBBON[name], lw=0, clip_on=False,
+        seen = [(max(start, window[0]), min(end, window[1]), _PHASES[phase]) for start, end, phase in spans
+                if min(end, window[1]) > max(start, window[0])]
+        # one artist for all: a pipeline's step may have a hundred thousand
+        ax.broken_barh([(s * factor, (e - s) * factor) for s, e, _ in seen], (low, high - low), lw=0, clip_on=False,
+                       facecolors=[look.RIBBON[name] for _, _, name in seen], transform=ax.get_xaxis_transform(),
                        zorder=6)
+        for s, e, name in seen:
             if (e - s) / (window[1] - window[0]) > _NAMED_RIBBON:
                 ax.text((s + e) / 2 * factor, (low + high) / 2, name, transform=ax.get_xaxis_transform(), fontsize=7,
                         ha="center", va="center_baseline", zorder=7, color=look.legible(look.RIBBON[name]))

@@ -31,10 +31,17 @@ _NUMBERED = re.compile(r"^(block|encoder|decoder)(?=\d+$)")
 _WORTH_NUMBERING = 0.5
 #: Points: the outline of narrow bars, so that none is thinner than a screen can show.
 _HAIR = 0.5
-#: Of more bars of a colour none is widened, or they would fill what they take a part of.
+#: Of more bars of a colour none is widened, or they would fill what they take a part of; a row of communication with
+#: more is drawn as the share of time that each kind takes.
 _MANY = 300
+#: Stretches of the panel over which those shares are taken.
+_SHARES = 150
+#: Half the height of a row's bars, in rows.
+_HALF = 0.4
 #: Height of the lowest bar.
 _LOW = 0.06
+#: Height of the lowest stack of a crowded row, so that its colours are seen, and the least share that it stands for.
+_LOW_STACK, _LEAST = 0.12, 1e-3
 #: Waits that nobody can tell from one another are drawn if they take as much as so many that one can.
 _HATCHED = 4
 #: Beyond so many micro-steps their boundaries would be a grey field.
@@ -145,8 +152,10 @@ def _row(ax: Axes, rows: Rows, bars: Bars, number: int, window: Window) -> set[s
     tellable = (end - start) / _TELLABLE
     host = number == 0
     bars = _told_apart(rows, bars, number, tellable)
+    if number > 1 and len(bars.key) > _MANY:
+        return _crowded(ax, rows, bars, number, window)
     seen: set[str] = set()
-    half = 0.22 if host else 0.4
+    half = 0.22 if host else _HALF
     per_inch = ax.bbox.width / look.DOTS_PER_INCH / (end - start)
     for index in sorted(set(bars.key.tolist())):
         name = rows.keys[index]
@@ -174,6 +183,23 @@ def _row(ax: Axes, rows: Rows, bars: Bars, number: int, window: Window) -> set[s
     return seen
 
 
+def _crowded(ax: Axes, rows: Rows, bars: Bars, number: int, window: Window) -> set[str]:
+    """A row of more bars than can be told apart: what share of the time each kind takes, one upon the other."""
+    _, factor = look.scale(rows.step_time_s)
+    edges = np.linspace(*window, _SHARES + 1)
+    shares = {rows.keys[index]: bars.take((bars.key == index).nonzero()[0]).shares(edges)
+              for index in sorted(set(bars.key.tolist()))}
+    total = np.sum(list(shares.values()), axis=0)
+    visible = np.maximum(_LOW_STACK / np.maximum(total, _LEAST), 1.0)
+    base = np.full(_SHARES, number + _HALF)
+    for name, share in shares.items():
+        top = base - 2 * _HALF * share * visible
+        ax.fill_between(edges * factor, np.append(base, base[-1]), np.append(top, top[-1]), step="post", lw=0,
+                        color=look.BARS.get(name, look.GREY), zorder=3)
+        base = top
+    return set(shares)
+
+
 def _told_apart(rows: Rows, bars: Bars, number: int, tellable: float) -> Bars:
     """Bars that stand too close as one. Of communication, and of waits for it, that is as high as the share of time
     that they take."""
@@ -196,7 +222,10 @@ def _late(ax: Axes, bars: Bars, number: int, half: float, factor: float) -> None
 
 def _texts(ax: Axes, rows: Rows, bars: Bars, colour: str, number: int, window: Window, per_inch: float) -> None:
     """Names of layers on bars that have the room."""
+    from matplotlib.patheffects import withStroke
+
     _, factor = look.scale(rows.step_time_s)
+    halo = withStroke(linewidth=2, foreground=colour)  # where waits are drawn over the bar
     whole, numbers = [], []
     for s, e, text in zip(bars.start_s.tolist(), bars.end_s.tolist(), bars.text.tolist(), strict=True):
         left, right = max(s, window[0]), min(e, window[1])
@@ -209,16 +238,17 @@ def _texts(ax: Axes, rows: Rows, bars: Bars, colour: str, number: int, window: W
             numbers.append(((left + right) / 2 * factor, short))
     most = len(whole) + len(numbers) >= len(bars.text) * _WORTH_NUMBERING
     for x, shown in [*whole, *(numbers if most else [])]:
-        ax.text(x, number, shown, ha="center", va="center_baseline", fontsize=7.5, color=look.legible(colour), zorder=5)
+        ax.text(x, number, shown, ha="center", va="center_baseline", fontsize=7.5, color=look.legible(colour), zorder=5,
+                path_effects=[halo])
 
 
 def _bands(ax: Axes, rows: Rows, window: Window, factor: float) -> None:
     """A tint through all rows wherever the rank waits for communication for long enough to be seen."""
     least = (window[1] - window[0]) / _TELLABLE
-    for s, e in rows.exposed.tolist():
-        if e > window[0] and s < window[1] and e - s > least:
-            ax.axvspan(max(s, window[0]) * factor, min(e, window[1]) * factor, color=look.VERMILION, alpha=0.13, lw=0,
-                       zorder=1)
+    start, end = rows.exposed.T
+    for s, e in rows.exposed[(end > window[0]) & (start < window[1]) & (end - start > least)].tolist():
+        ax.axvspan(max(s, window[0]) * factor, min(e, window[1]) * factor, color=look.VERMILION, alpha=0.13, lw=0,
+                   zorder=1)
 
 
 def _bracket(ax: Axes, inner: Sequence[float], window: Window, factor: float) -> None:

@@ -18,7 +18,7 @@ from sim.report.memory import MemoryResult
 from sim.report.neighbours import Features, Validated, validated
 from sim.report.stages import StageUse, stages_of
 from sim.report.tables import Frame, as_table
-from sim.report.traffic import traffic_list
+from sim.report.traffic import traffic_count, traffic_list
 from sim.report.trials import Change
 from sim.report.troubles import Trouble, troubles
 from sim.scenario.dump import dump
@@ -219,13 +219,22 @@ class Result:
         detail = self.detail
         return traffic_list(detail.lowered.job, detail.timeline, detail.critical)
 
+    @property
+    def collectives(self) -> int:
+        """How many those are."""
+        return traffic_count(self.detail.lowered.job, self.detail.critical)
+
     def _changes(self) -> dict[str, Any]:
         found = {"changes": [change.to_json() for change in self.changes],
                  "largest": [one.to_json() for one in self.largest]}
         return {name: rows for name, rows in found.items() if rows}
 
-    def to_json(self) -> dict[str, Any]:
-        """The object `drystep run --json` writes (result.md)."""
+    def to_json(self, traffic: bool = True) -> dict[str, Any]:
+        """The object `drystep run --json` writes (result.md).
+
+        Args:
+            traffic: with `traffic`, which in a pipeline of many micro-batches has hundreds of thousands of entries.
+        """
         sets = {"set": dict(self.set)} if self.set else {}
         return {
             **sets,
@@ -248,7 +257,7 @@ class Result:
             **({} if self.sensitivity is None else {"sensitivity": dict(self.sensitivity)}),
             **({"troubles": [one.to_json() for one in self.troubles]} if self.troubles else {}),
             "memory": self.memory.to_json() | self._changes(),
-            "traffic": self.traffic,
+            **({"traffic": self.traffic} if traffic else {}),
             **({"stages": [stage.to_json() for stage in self.stages]} if self.stages else {}),
             "data_loading": self.data_loading.to_json(),
             "validated": self.validated.to_json(),

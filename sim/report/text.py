@@ -58,10 +58,11 @@ def console(file: IO[str] | None = None, width: int | None = None) -> Console:
 
 
 def render(result: Result, to: Console) -> None:
-    """Print the report of one run."""
-    to.print(Group(*headline(result), Text(), *_breakdown(result, to.width), Text(), *_bound(result),
-                   *trouble_lines(result), Text(), *_memory(result, to.width), *stage_lines(result),
-                   *budget_lines(result), *_notes(result)))
+    """Print the report of one run, each part before what the next one has to simulate: advice takes the longest."""
+    to.print(Group(*headline(result), Text(), *_breakdown(result, to.width), Text()))
+    to.print(Group(*_bound(result), *trouble_lines(result), Text(), *_memory(result, to.width)))
+    to.print(Group(*changes_lines(result.changes, searchable=result.scenario.training.mode == "train"),
+                   *largest_lines(result.largest), *stage_lines(result), *budget_lines(result), *_notes(result)))
 
 
 def as_text(result: Result, width: int = 100) -> str:
@@ -188,9 +189,7 @@ def _memory(result: Result, width: int) -> list[Any]:
     parts = sorted(((memory.at_peak[name], name.replace("_", " ")) for name in CATEGORIES), reverse=True)
     detail = ", ".join(f"{name} {size(held)}" for held, name in parts if held)
     return [memory_bar(memory, width), *host_line(memory), Text.assemble(memory_verdict(memory), place),
-            Text(detail, style="dim"),
-            *changes_lines(result.changes, searchable=result.scenario.training.mode == "train"),
-            *largest_lines(result.largest)]
+            Text(detail, style="dim")]
 
 
 def memory_bar(memory: MemoryResult, width: int) -> Text:

@@ -110,7 +110,9 @@ def _why(rule: Rule, scenario: Scenario, memory: MemoryResult, per_parameter: fl
         narrow, wide = scenario.training.precision.parameters, scenario.training.precision.gradients
         if narrow in ("bf16", "fp16") and wide == "fp32":
             return "the right one for these dtypes, and as blind to everything but model states as 16"
-        return f"meant for 16-bit weights with fp32 gradients; here weights are {narrow} and gradients {wide}"
+        tuned = scenario.training.finetune
+        stored = narrow if tuned.method == "full" else f"{narrow} where they are trained and {tuned.base} where not"
+        return f"meant for 16-bit weights with fp32 gradients; here weights are {stored}, gradients {wide}"
     if rule.bytes_per_parameter == 20:
         copies = {name: held[name] for name in ("buffers", "workspace", "gathered_parameters")}
         total = sum(copies.values()) / per_parameter

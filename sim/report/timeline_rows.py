@@ -80,6 +80,14 @@ class Bars:
         return Bars(bars.start_s[first], ends, bars.key[first],
                     np.where(first == last, bars.text[first], -1), work)
 
+    def shares(self, edges_s: Floats) -> Floats:
+        """The share of each stretch between neighbouring edges that bars, none over another, are at work."""
+        order = np.argsort(self.start_s, kind="stable")
+        knots = np.column_stack((self.start_s, self.end_s))[order].ravel()
+        done = np.cumsum(((self.end_s - self.start_s) * self.share)[order])
+        reached = np.interp(edges_s, knots, np.repeat(np.append(0.0, done), 2)[1:-1])
+        return np.asarray(np.diff(reached) / np.diff(edges_s), dtype=np.float64)
+
 
 @dataclass(slots=True)
 class Rows:

@@ -35,6 +35,12 @@ def traffic_list(job: Job, timeline: Timeline, rank_class: int) -> list[dict[str
     return entries
 
 
+def traffic_count(job: Job, rank_class: int) -> int:
+    """How many entries `traffic_list` has."""
+    program = job.programs[job.classes[rank_class].program]
+    return sum(repeats * sum(1 for _ in _calls_of(program, number)) for number, repeats in program.schedule)
+
+
 def _stretch(machine: Machine, rank_class: int, segment: int, place: int) -> tuple[float, float]:
     """Begin and end of row `place` of a segment as shares of its time; the whole for a task of its own."""
     if segment < 0:

@@ -29,7 +29,7 @@ class Change:
     Attributes:
         set: dotted fields and their new values.
         what: in words.
-        fits: whether the job fits with it; headroom_bytes: by how much (negative: not).
+        fits: whether the job fits with it; headroom_bytes: by how much (negative: what the tensors lack).
         missing_bytes, host_missing_bytes: what tensors lack on the GPU, and what is offloaded on the host of a node.
         gpus: GPUs of the changed job.
         step_time_s, slowdown: the step with it, and over the step without; None where the job still does not fit.
@@ -104,11 +104,12 @@ class Trials(NamedTuple):
 
     def priced(self, one: Tried) -> Change:
         """What is said of a change, with its step if the job fits with it."""
-        plain = Change(self.fewest(one), one.what, one.after.fits,
-                       one.after.headroom_bytes, one.scenario.gpus, count=len(one.parts),
-                       more_gpus=one.scenario.gpus > self.gpus, missing_bytes=one.after.missing_bytes,
-                       host_missing_bytes=one.after.host_missing_bytes)
-        if not one.after.fits:
+        after = one.after  # what the allocator adds is a replay, and no answer for tensors that have no room alone
+        headroom = after.headroom_bytes if after.fits_device else -after.missing_bytes
+        plain = Change(self.fewest(one), one.what, after.fits, headroom, one.scenario.gpus, count=len(one.parts),
+                       more_gpus=one.scenario.gpus > self.gpus, missing_bytes=after.missing_bytes,
+                       host_missing_bytes=after.host_missing_bytes)
+        if not after.fits:
             return plain
         step_s = one.trial.step_time_s()
         return replace(plain, step_time_s=step_s, slowdown=step_s / self.now_s, gpu_time=self.gpu_time(step_s, one))

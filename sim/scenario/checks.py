@@ -368,6 +368,9 @@ def _modes(written: Scenario, s: Scenario) -> Iterator[Finding]:
             f"qlora keeps a quantised base, not {tuned.base}",
             "write nf4, or use method lora",
         )
+    if tuned.unquantised is not None and (tuned.method == "full" or tuned.base in ("fp32", "bf16", "fp16")):
+        yield ("training.finetune.unquantised", f"is for a quantised base, not {tuned.base}",
+               "remove it: base holds every frozen weight")
     if (run := getattr(s.training.mode, "inference", None)) is not None:
         yield from _generated(s.model, run)
     layers = getattr(s.training.recompute, "layers", None)

@@ -80,13 +80,24 @@ class Document:
         return Fault(message, field=path, file=file, line=line, hint=hint)
 
 
-def read_document(path: Path, shown: str) -> Document:
+#: What a file of a kind holds, for who gave an empty one or another.
+_NEEDS = {
+    "scenario": "a scenario needs at least name, cluster, model and training",
+    "topology": "a topology needs at least gpu and gpus_per_node",
+    "gpu": "a GPU's profile needs at least 'like', the GPU of the catalogue it resembles",
+}
+
+
+def read_document(path: Path, shown: str, kind: str = "scenario") -> Document:
     """Read a YAML file whose root is a mapping.
+
+    Args:
+        kind: scenario, topology or gpu; of others nothing is said that they need.
 
     Raises:
         UserError: when it cannot be read, is too large or is not YAML; lesser faults are collected in the document.
     """
-    return parse_document(read_text(path, shown), shown, path.parent)
+    return parse_document(read_text(path, shown), shown, path.parent, kind)
 
 
 def beside(folder: Path, written: str) -> Path:
@@ -112,7 +123,7 @@ def read_text(path: Path, shown: str) -> str:
     except (OSError, ValueError) as error:
         _refuse(f"cannot be read: {getattr(error, 'strerror', None) or error}", shown)
     if len(raw) > MAX_FILE_BYTES:
-        _refuse("is larger than 1 MiB: not a scenario", shown)
+        _refuse("is larger than 1 MiB", shown)
     if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
         _refuse("is UTF-16 text", shown, hint="save it as UTF-8")
     try:
@@ -122,7 +133,7 @@ def read_text(path: Path, shown: str) -> str:
         _refuse("is not UTF-8 text", shown, line, "save it as UTF-8")
 
 
-def parse_document(text: str, file: str, folder: Path) -> Document:
+def parse_document(text: str, file: str, folder: Path, kind: str = "scenario") -> Document:
     """Parse YAML text whose root must be a mapping. Raises UserError where there is nothing to go on with."""
     builder = _Builder(file)
     try:
@@ -135,16 +146,11 @@ def parse_document(text: str, file: str, folder: Path) -> Document:
     except yaml.YAMLError as error:
         _refuse(f"is not YAML: {_first_line(error)}", file)
     if data is None and not builder.faults:
-        _refuse("is empty", file, hint="a scenario needs at least name, cluster, model and training")
+        _refuse("is empty", file, hint=_NEEDS.get(kind, ""))
     if not isinstance(data, dict):
         if builder.faults:
             raise UserError(builder.faults)
-        _refuse(
-            f"holds {describe(data)} where a mapping of fields was expected",
-            file,
-            1,
-            "a scenario starts with 'name: …'",
-        )
+        _refuse(f"holds {describe(data)} where a mapping of fields was expected", file, 1, _NEEDS.get(kind, ""))
     return Document(data, builder.places, file, folder, builder.faults)
 
 

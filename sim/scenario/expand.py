@@ -134,7 +134,7 @@ def _gpu(cluster: dict[str, Any], topology: dict[str, Any], document: Document, 
     gpu = topology.get("gpu")
     if isinstance(gpu, str) and is_profile(gpu):
         try:
-            found = read_document(beside(folder, gpu), gpu)
+            found = read_document(beside(folder, gpu), gpu, "gpu")
         except UserError as error:
             faults += _told(PLACE, error, document)
             topology["gpu"] = _STANDIN["gpu"]

@@ -26,7 +26,7 @@ def read_profile(path: Path, shown: str) -> dict[str, Any]:
     Raises:
         UserError: no such file, not YAML, or a figure that is unknown or impossible.
     """
-    document = read_document(path, shown)
+    document = read_document(path, shown, "gpu")
     faults = [*document.faults]
     checked = check_profile(document.data, document, "", faults)
     if faults or checked is None:

@@ -80,9 +80,9 @@ def named_precision(value: Any) -> Any:
 
 
 class RecomputeLayers(Table):
-    """Full recomputation of the first blocks only."""
+    """Full recomputation of the first blocks only, in a pipeline of each rank's first ones, its chunks together."""
 
-    layers: LayersOrNone = needs("blocks recomputed")
+    layers: LayersOrNone = needs("blocks recomputed, of a pipeline on each rank")
 
 
 #: Megatron-LM's `--recompute-modules` (core/transformer/transformer_config.py).
@@ -96,7 +96,8 @@ class RecomputeModules(Table):
 
 
 def _all_targets(value: Any) -> Any:
-    return ["query", "key", "value", "projection", "mlp", "head"] if value == "all" else value
+    linear = ["query", "key", "value", "projection", "mlp"]  # of every block, as peft's all-linear
+    return linear if value == "all-linear" else [*linear, "head"] if value == "all" else value
 
 
 class Finetune(Table):
@@ -108,9 +109,13 @@ class Finetune(Table):
         list[Target],
         BeforeValidator(_all_targets),
         Field(max_length=20),
-        WithJsonSchema({"anyOf": [{"const": "all"}, {"type": "array", "items": {"enum": list(Target.__args__)}}]}),
-    ] = late("matrices that get one")
+        WithJsonSchema({"anyOf": [{"enum": ["all", "all-linear"]},
+                                  {"type": "array", "items": {"enum": list(Target.__args__)}}]}),
+    ] = late("matrices that get one; all-linear = all but the head, as peft's")
     base: Literal["fp32", "bf16", "fp16", "int8", "int4", "nf4", "nf4-dq"] = late("dtype of the frozen weights")
+    unquantised: Literal["fp32", "bf16", "fp16"] | None = has(
+        None, "dtype of what a quantised base leaves as it is (embeddings, norms, head); none = that of the trained "
+        "weights, as peft's prepare_model_for_kbit_training has it")
     dropout: Probability | None = has(
         None, "dropout in front of LoRA's matrices; none = as the framework's scripts have it")
 

@@ -34,4 +34,4 @@ def find_topology(name: str, base: Path) -> Document:
         hint = other_value("cluster.topology", name) or nearest(name, known) or (
             "see 'drystep list topologies', give the path of a file, or write the mapping here")
         raise UserError(Fault(f"there is no topology named '{name[:80]}'", hint=hint))
-    return read_document(beside(base, name), name)
+    return read_document(beside(base, name), name, "topology")

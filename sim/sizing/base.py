@@ -8,6 +8,7 @@ cut the sequence.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from sim.errors import UserError
@@ -20,14 +21,32 @@ from sim.scenario.dump import dump
 _FOLLOWING = ("reduce_every_micro_step", "async_tensor")
 
 
-def alone(scenario: Scenario, topology: str | None) -> Scenario:
-    """The scenario on one node of a topology, or of its own."""
+def one_node(scenario: Scenario, topology: str | None, gpus: Sequence[int]) -> dict[str, Any]:
+    """Fields that put a scenario on one node of a topology, or of its own: a whole one where `part_of_one`.
+
+    Args:
+        gpus: numbers of GPUs that are searched.
+    """
+    if topology is not None:
+        return {"cluster": {"topology": topology, "nodes": 1}}
+    return {"cluster.nodes": 1, **({"cluster.gpus_per_node": None} if part_of_one(scenario, gpus) else {})}
+
+
+def part_of_one(scenario: Scenario, gpus: Sequence[int]) -> bool:
+    """Whether a scenario takes a part of a single node, and a search asks for more that whole nodes can be: the part
+    then says how much of one the scenario uses, not that nodes are so small."""
+    part, whole = scenario.cluster.gpus_per_node, scenario.cluster.topology.gpus_per_node
+    return scenario.cluster.nodes == 1 and part < min(whole, max(gpus, default=0)) and all(
+        number <= whole or number % whole == 0 for number in gpus)
+
+
+def alone(scenario: Scenario, topology: str | None, gpus: Sequence[int] = ()) -> Scenario:
+    """The scenario on one node of a topology, or of its own (`one_node`)."""
     change, batch = Changing(scenario), scenario.training.global_batch
     assert batch is not None
-    cluster = {"cluster.nodes": 1} if topology is None else {"cluster": {"topology": topology, "nodes": 1}}
-    sets = {**cluster, "parallel.strategy": "ddp", "parallel.sharding_factor": 1, "parallel.tensor": 1,
-            "parallel.sequence_parallel": False, "parallel.context": 1, "parallel.expert": 1, "parallel.pipeline": 1,
-            "parallel.expert_tensor": None,
+    sets = {**one_node(scenario, topology, gpus), "parallel.strategy": "ddp", "parallel.sharding_factor": 1,
+            "parallel.tensor": 1, "parallel.sequence_parallel": False, "parallel.context": 1, "parallel.expert": 1,
+            "parallel.pipeline": 1, "parallel.expert_tensor": None,
             "parallel.virtual_stages": 1, "parallel.schedule": "1f1b", "parallel.split": None,
             "training.micro_batch": 1, "training.recompute": "none",
             "training.global_batch": _ANY_NODE * math.gcd(batch, _ODD)}

@@ -234,14 +234,14 @@ def _in_turn(keys: Sequence[tuple[int, ...]]) -> list[int]:
 
 def _spread(keys: Sequence[tuple[int, ...]]) -> list[int]:
     """The same, but what has layers in common in an order of which every beginning is spread over all: that of numbers
-    with their bits read backwards (van der Corput's)."""
+    with their bits read backwards (van der Corput's). What cuts the sequence, which few jobs need, comes behind."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for number in _in_turn(keys):
         *cut, pipeline = keys[number]
         alike.setdefault((*cut, pipeline > 1), []).append(number)
-    own = list(alike.values())
+    own, cuts = list(alike.values()), [cut[SLICE.index("context")] > 1 for cut in alike]
     width = max(1, (len(own) - 1).bit_length())
-    backwards = sorted(range(len(own)), key=lambda number: f"{number:0{width}b}"[::-1])
+    backwards = sorted(range(len(own)), key=lambda number: (cuts[number], f"{number:0{width}b}"[::-1]))
     return [number for place in backwards for number in own[place]]
 
 

@@ -38,7 +38,7 @@ def bases_of(scenario: Scenario, topologies: Sequence[str | None], choice: Choic
     """
     if run_of(scenario) is not None:
         return served_bases(scenario, topologies, choice, offload)
-    return [alone(scenario, name) for name in topologies]
+    return [alone(scenario, name, choice.gpus) for name in topologies]
 
 
 def listed_space(scenario: Scenario, bases: list[Scenario], choice: Choice, wish: Wish, offload: Sequence[str],

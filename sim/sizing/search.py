@@ -68,7 +68,8 @@ class Found:
 
 def search(bounds: Floats, evaluate: Evaluate, top: int = 1, *, known: dict[int, float] | None = None,
            stop: Callable[[], bool] = lambda: False, limit: float = math.inf, round_size: int = ROUND,
-           tighten: Tighten = lambda rows: None, first: Sequence[int] = (), aside: Aside | None = None) -> Found:
+           tighten: Tighten = lambda rows: None, first: Sequence[int] = (), aside: Aside | None = None,
+           patience: int = PATIENCE) -> Found:
     """The `top` best rows.
 
     Args:
@@ -79,7 +80,7 @@ def search(bounds: Floats, evaluate: Evaluate, top: int = 1, *, known: dict[int,
         limit: rows of higher value are of no interest.
         tighten: bounds that cost more to work out, asked for only where the search comes to.
         first: rows evaluated before all others, whatever their bounds.
-        aside: rows to evaluate between rounds, from round `PATIENCE` on.
+        aside: rows to evaluate between rounds, from round `patience` on.
     """
     values = known if known is not None else {}
     found, at, rounds = Found(), 0, 0
@@ -115,7 +116,7 @@ def search(bounds: Floats, evaluate: Evaluate, top: int = 1, *, known: dict[int,
             continue
         take(rows)
         at, rounds = at + len(batch), rounds + 1
-        if aside is not None and rounds >= PATIENCE:
+        if aside is not None and rounds >= patience:
             out_of_turn, anew = aside(found)
             take(list(out_of_turn))
             if anew is not None:

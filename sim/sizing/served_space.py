@@ -23,7 +23,7 @@ from sim.parallel.support.check import check
 from sim.scenario import Scenario, resolve
 from sim.scenario.change import Changing
 from sim.scenario.schema import InferenceRun
-from sim.sizing.base import following
+from sim.sizing.base import following, one_node
 from sim.sizing.space import Choice, Space, not_whole, part_of_a_node
 from sim.sizing.wish import Request
 from sim.software import stack_of
@@ -149,7 +149,7 @@ def served_bases(scenario: Scenario, topologies: Sequence[str | None], choice: C
             for cache in dict.fromkeys(choice.kv_cache or ("",)):
                 for place in dict.fromkeys(offload or ("",)):
                     try:
-                        found.append(change({**_alone(name), **_stored(scenario, weights), **(
+                        found.append(change({**_alone(scenario, name, choice), **_stored(scenario, weights), **(
                             {"training.mode.inference.kv_cache": cache} if cache else {}), **(
                             {"parallel.offload.parameters": PLACES[place]} if place else {})}).scenario)
                     except UserError as error:
@@ -166,11 +166,11 @@ def _known(option: str, names: Sequence[str], allowed: Sequence[str]) -> None:
                          for name in wrong])
 
 
-def _alone(topology: str | None) -> dict[str, Any]:
-    cluster = {"cluster.nodes": 1} if topology is None else {"cluster": {"topology": topology, "nodes": 1}}
-    return {**cluster, "parallel.strategy": "ddp", "parallel.sharding_factor": 1, "parallel.tensor": 1,
-            "parallel.expert": 1, "parallel.pipeline": 1, "parallel.split": None, "training.global_batch": None,
-            "training.micro_steps": None, "training.micro_batch": 1}
+def _alone(scenario: Scenario, topology: str | None, choice: Choice) -> dict[str, Any]:
+    return {**one_node(scenario, topology, choice.gpus), "parallel.strategy": "ddp",
+            "parallel.sharding_factor": 1, "parallel.tensor": 1, "parallel.expert": 1, "parallel.pipeline": 1,
+            "parallel.split": None, "training.global_batch": None, "training.micro_steps": None,
+            "training.micro_batch": 1}
 
 
 def _stored(scenario: Scenario, weights: str) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from sim.parallel.serving.request import run_of
 from sim.parallel.support.check import on_any_ranks
 from sim.report.asked import autocast_alone
 from sim.scenario import Loaded, Scenario, resolve
+from sim.sizing.base import part_of_one
+from sim.sizing.early import early
 from sim.sizing.front import pareto
 from sim.sizing.modes import aside_of, axes_of, bases_of, bounds_of, front_proven, listed_space, own_of
 from sim.sizing.ranking import Floats, Ranking
@@ -26,9 +28,10 @@ from sim.sizing.refused import refuse
 from sim.sizing.round_out import best_of_each, round_out
 from sim.sizing.rows import kept_row, table_row
 from sim.sizing.runner import Runner
-from sim.sizing.search import ROUND, Found, search
+from sim.sizing.search import PATIENCE, ROUND, Found, search
 from sim.sizing.space import Choice, Space
 from sim.sizing.store import Store
+from sim.sizing.usual import with_usual_half
 from sim.sizing.why import Why, explain, families
 from sim.sizing.wish import SERVED_DEFAULT, Wish, priced
 from sim.sizing.workers import workers as started_workers
@@ -62,7 +65,8 @@ class Sizing:
         price_origin: where the price of each cluster comes from.
         schedules: of pipelines, those that were tried.
         not_offloaded: what was asked to be tried on the host and no technique of the framework keeps there.
-        hints: of the precision that all layouts have, where hardly a run has it.
+        hints: of the nodes that are searched in place of the file's, and of the precision that all layouts have, where
+            hardly a run has it.
         seconds: of wall clock, by part.
         served: whether rows are requests: GPU-hours, cost and energy are then of a million tokens; batches: tried.
     """
@@ -153,8 +157,8 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
         out: SQLite file of outcomes (see `sim.sizing.store`); `resume` goes on with one that is there.
         workers: processes; they do not change what is found or simulated.
         dask: address of a Dask scheduler, whose workers simulate instead.
-        seconds: of wall clock from this call: then stop; what is found by then is the best so far, with its gap. Half
-            is for bounding layouts, others come later or not at all. Listing and a round of simulations are not cut.
+        seconds: of wall clock from this call, half for bounding layouts: then stop; what is found is the best so
+            far, with its gap. Listing and a round of simulations are not cut.
         price: what a GPU-hour costs, as `--price` says it (`sim.sizing.prices`); a wish with a price keeps its own.
         interrupted: asked between rounds of simulations; True ends the search as `seconds` does.
         progress: told (simulated, next bound, best value) after every round.
@@ -174,9 +178,8 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
     space, plain, dropped = listed_space(scenario, bases, choice, wish, offload, overlap_p2p)
     listed = time.monotonic()
     store = Store(out, {"clusters": plain}, resume)
-    found = Sizing(wish, raw=space.raw, covered=len(space), price_origin=origin, not_offloaded=dropped,
-                   schedules=space.schedules, hints=[] if served else autocast_alone(scenario),
-                   served=served, batches=space.batches)
+    found = Sizing(wish, raw=space.raw, covered=len(space), price_origin=origin, not_offloaded=dropped, served=served,
+                   schedules=space.schedules, hints=_whole_nodes(scenario, clusters, choice), batches=space.batches)
     with ExitStack() as stack:
         stack.callback(store.close)
         pool = stack.enter_context(started_workers(workers, dask))
@@ -184,16 +187,17 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
         bounded = time.monotonic()
         ranking, runner = Ranking(space, of, wish), Runner(space, plain, wish, store, pool)
         free = Runner(space, plain, wish.unlimited, store, pool)
-        own = own_of(space, scenario)
+        own, hurried = own_of(space, scenario), not served and math.isfinite(seconds)
 
         def stop() -> bool:
             if progress is not None:
                 progress(len(runner.rows), math.nan, math.nan)
             return interrupted() or time.monotonic() - started > seconds
 
-        result = _searched(space, ranking, runner, own, top, stop)
+        first = [*([] if own is None else [own]), *(early(ranking, stop) if hurried and not stop() else [])]
+        result = _searched(space, ranking, runner, first, top, stop, 1 if hurried else PATIENCE)
         if not (runner.rows.keys() - {own}) and not interrupted():
-            _one_round(ranking, runner, result, top)
+            _one_round(ranking, runner, result, top, [] if served else early(ranking, stop))
         if result.complete and not result.best and free.wish != wish:
             found.nearest, found.nearest_cut = _nearest(space, Ranking(space, of, free.wish), free, stop)
         found.front_proven = front_proven(space, ranking, runner, stop)
@@ -201,18 +205,22 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
             (best_of_each if found.served else round_out)(ranking, runner, stop)
     found.impossible, found.pruned, found.unbounded = ranking.impossible, ranking.pruned(), int(of.unbounded.sum())
     found.pruned["time"] -= int(np.isfinite(ranking.values[list(runner.rows)]).sum())  # the scenario's own may be late
-    _fill(found, space, result, runner, own)
+    _fill(found, space, result, runner, own, scenario)
     found.why = _why(found, space, result, runner, np.where(of.unbounded, 0.0, ranking.values))
     found.seconds = {"space": listed - started, "bounds": bounded - listed, "simulation": time.monotonic() - bounded}
     return found
 
 
-def _searched(space: Space, ranking: Ranking, runner: Runner, own: int | None, top: int,
-              stop: Callable[[], bool]) -> Found:
-    """The search over what is bounded, and again over more of it while there is time and any is left."""
+def _searched(space: Space, ranking: Ranking, runner: Runner, first: Sequence[int], top: int,
+              stop: Callable[[], bool], patience: int) -> Found:
+    """The search over what is bounded, and again over more of it while there is time and any is left.
+
+    Args:
+        first: rows that are evaluated before all others; patience: rounds before some are tried out of turn.
+    """
     while True:
         result = search(ranking.values, runner.values, top, stop=stop, tighten=ranking.tighten,
-                        first=[] if own is None else [own], aside=aside_of(space, ranking))
+                        first=list(dict.fromkeys(first)), aside=aside_of(space, ranking), patience=patience)
         if not ranking.of.unbounded.any():
             return result
         if not result.complete or stop():
@@ -221,12 +229,21 @@ def _searched(space: Space, ranking: Ranking, runner: Runner, own: int | None, t
         ranking.go_on()
 
 
-def _one_round(ranking: Ranking, runner: Runner, result: Found, top: int) -> None:
-    """What is best by the bounds that there are, where there was no time for a search."""
-    rows = ranking.at_hand(ROUND, runner.rows)
+def _one_round(ranking: Ranking, runner: Runner, result: Found, top: int, soon: Sequence[int]) -> None:
+    """What is best by the bounds that there are, where there was no time for a search; `soon` where that is any."""
+    rows = list(soon) or ranking.at_hand(ROUND, runner.rows)
     values = np.full(len(ranking.values), np.inf)
     values[rows] = ranking.values[rows]
     result.best = search(values, runner.values, top, first=list(runner.rows)).best
+
+
+def _whole_nodes(scenario: Scenario, clusters: Sequence[str], choice: Choice) -> list[str]:
+    """A hint where more GPUs are searched than the part of one node that the file takes."""
+    cluster = scenario.cluster
+    if clusters or not part_of_one(scenario, choice.gpus):
+        return []
+    return [f"cluster: the file takes {cluster.gpus_per_node} of the {cluster.topology.gpus_per_node} GPUs of one "
+            f"{cluster.topology.name}; the search has whole ones"]
 
 
 def _refuse_never_simulated(bases: Sequence[Scenario], loaded: Loaded | None) -> None:
@@ -249,8 +266,8 @@ def _nearest(space: Space, ranking: Ranking, runner: Runner,
     return table_row(space, runner, result.best[0][1], runner.wish), False
 
 
-def _fill(found: Sizing, space: Space, result: Found, runner: Runner, own: int | None) -> None:
-    """Tables of the result."""
+def _fill(found: Sizing, space: Space, result: Found, runner: Runner, own: int | None, scenario: Scenario) -> None:
+    """Tables of the result, and what the best would gain by its kind's precision."""
     if own is not None:
         found.own = kept_row(table_row(space, runner, own, found.wish), runner.rows[own])
     found.first_fault = next(({"set": space.sets(row), "reason": one.reason} for row, one in runner.rows.items()
@@ -267,6 +284,7 @@ def _fill(found: Sizing, space: Space, result: Found, runner: Runner, own: int |
         number = int(space.columns["cluster"][result.best[0][1]])
         found.winner = resolve(runner.plain[number], "", found.best[0]["set"])
         found.free_bytes = runner.capacity[number] - found.best[0]["device_used_bytes"]
+    found.hints += autocast_alone(scenario) if found.winner is None else with_usual_half(found.winner, found.best[0])
     found.rows = [kept_row(table_row(space, runner, row, found.wish), runner.rows[row]) for row in sorted(runner.rows)]
     fitting = [table_row(space, runner, row, found.wish) for row in sorted(runner.rows)
                if math.isfinite(runner.value(row))]

@@ -121,8 +121,11 @@ def _table(found: Sizing, rows: Sequence[Row]) -> Iterator[str]:
 def _columns(found: Sizing, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Heads and cells of steps."""
     priced, whole = any(row["usd"] is not None for row in rows), found.wish.steps > 1
-    heads = ["step", "GPUs", *(["days"] if whole else []), "GPU-hours", "kWh", *(["USD"] if priced else []), "memory"]
-    return heads, [[seconds(row["step_time_s"]), f"{row['gpus']:,}",
+    unit, rate = ("samples/s", "samples_per_second") if any(row["tokens_per_second"] is None for row in rows) else (
+        "tokens/s", "tokens_per_second")
+    heads = ["step", unit, "GPUs", *(["days"] if whole else []), "GPU-hours", "kWh", *(["USD"] if priced else []),
+             "memory"]
+    return heads, [[seconds(row["step_time_s"]), figure(row[rate]), f"{row['gpus']:,}",
                     *([f"{row['run_s'] / _DAY_S:.4g}"] if whole else []), figure(row["gpu_hours"]),
                     figure(row["energy_kwh"]),
                     *(["–" if row["usd"] is None else figure(row["usd"])] if priced else []),

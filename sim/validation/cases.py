@@ -173,7 +173,20 @@ def _read_yaml(path: Path, text: str) -> CaseFile:
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """YAML 1.2's numbers, as in scenario files: `5.2e10` is one, which PyYAML takes for text."""
+    """YAML 1.2's numbers, as in scenario files: `5.2e10` is one, which PyYAML takes for text; and no key given twice,
+    whose first value PyYAML drops without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """See PyYAML."""
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in lines:
+                said = f"'{key.value[:60]}' is given twice (first on line {lines[key.value]})"
+                raise yaml.MarkedYAMLError(problem=said, problem_mark=key.start_mark)
+            lines[key.value] = key.start_mark.line + 1
+        return dict(super().construct_mapping(node, deep=deep))
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+\Z"),

@@ -26,6 +26,8 @@ from sim.web.faults import EDITED
 
 #: Predictions kept in memory for comparisons; the reports of all stay on disk.
 _KEPT = 50
+#: Collectives that a file of a prediction lists one by one; some 200 bytes each.
+_COLLECTIVES = 100_000
 #: Characters of a title in the history, and in a comparison.
 _TITLE, _NAME = 160, 60
 #: Seconds that the end of the server waits for a picture that is being drawn.
@@ -170,28 +172,34 @@ class Desk:
     def _run(self, loaded: Loaded, title: str, watch: Watch) -> Entry:
         result = run(loaded)
         watch.enter("running")
-        text = _noted(loaded) + as_text(result)
+        listed = _Listed()
+        as_json = listed.to_json(result)
+        text = _noted(loaded) + as_text(result) + listed.note
         memory = result.memory
         fits = "fits" if memory.fits else "does not fit"
-        line = f"{seconds(result.step_time_s)} a step, {size(memory.device_used_bytes)} a GPU, {fits}"
+        line = f"{seconds(result.step_time_s)} a step, {size(memory.shown_bytes)} a GPU, {fits}"
         with self._writing:
             watch.enter("drawing")
             number = len(self.entries) + 1
-            written = write_run(self._folder(number), result, text, result.to_json())
+            written = write_run(self._folder(number), result, text, as_json)
             self._results[number] = result
             for old in sorted(self._results)[:-_KEPT]:
                 del self._results[old]
             return self._enter(number, title, line, text, written, comparable=True)
 
     def _sweep(self, loaded: Loaded, title: str, watch: Watch) -> Entry:
-        sweep = run_sweep(loaded, progress=watch.progress)
-        text, line = _noted(loaded) + sweep_as_text(sweep.points, sweep.skipped, sweep.axes), _line(sweep, watch.total)
+        listed = _Listed()
+        points: list[dict[str, Any]] = []
+        sweep = run_sweep(loaded, progress=watch.progress, each=lambda one: points.append(listed.to_json(one)))
+        text = _noted(loaded) + sweep_as_text(sweep.points, sweep.skipped, sweep.axes) + listed.note
+        line = _line(sweep, watch.total)
         if sweep.interrupted:
             text = f"{line}\n\n{text}"
         with self._writing:
             watch.state = "drawing"
             number = len(self.entries) + 1
-            written = write_sweep(self._folder(number), sweep.points, sweep.axes, text, sweep.to_json())
+            written = write_sweep(self._folder(number), sweep.points, sweep.axes, text,
+                                  {"points": points, **sweep.summary()})
             return self._enter(number, title, line, text, written, comparable=False)
 
     def _enter(self, number: int, title: str, line: str, text: str, written: Sequence[Path], comparable: bool) -> Entry:
@@ -203,6 +211,30 @@ class Desk:
 
     def _folder(self, number: int) -> Path:
         return self.reports / str(number)
+
+
+class _Listed:
+    """Results as result.json has them, collectives one by one while those are not too many: the page would not answer
+    while millions are written."""
+
+    def __init__(self) -> None:
+        self._room, self._left_out = _COLLECTIVES, 0
+
+    def to_json(self, result: Result) -> dict[str, Any]:
+        """One result as plain data."""
+        count = result.collectives
+        listed = count <= self._room
+        if listed:
+            self._room -= count
+        else:
+            self._left_out += count
+        return result.to_json(traffic=listed)
+
+    @property
+    def note(self) -> str:
+        """What is left out, as a line of the report; "" where nothing is."""
+        said = f"\nresult.json lacks {self._left_out:,} collectives, which drystep run --json lists\n"
+        return said if self._left_out else ""
 
 
 def _noted(loaded: Loaded) -> str:

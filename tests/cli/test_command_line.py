@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -259,6 +260,26 @@ def test_a_reader_that_goes_away_is_no_fault(folder: Path) -> None:
                           stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_closed_standard_output_is_no_fault() -> None:
+    """As of a service, or after `>&-`: Python has no stream there at all."""
+    done = subprocess.run([sys.executable, "-m", "sim", "list", "topologies"], stderr=subprocess.PIPE, text=True,
+                          cwd=ROOT, check=False, preexec_fn=lambda: os.close(1))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_control_c_while_the_command_loads_leaves_no_traceback() -> None:
+    stops = ("import os, signal, sys\n"
+             "class Stop:\n"
+             "    def find_spec(self, name, path=None, target=None):\n"
+             "        if name == 'sim.cli': os.kill(os.getpid(), signal.SIGINT)\n"
+             "sys.meta_path.insert(0, Stop())\n"
+             "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a script's background has it ignored
+             "from sim.__main__ import main\n"
+             "main()\n")
+    done = subprocess.run([sys.executable, "-c", stops], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_the_examples_run_and_hold_their_bounds(drystep: Any) -> None:

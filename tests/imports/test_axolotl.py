@@ -45,7 +45,7 @@ def test_quantised_lora_of_70b_under_fsdp(read: Read) -> None:
         "training.precision": "fsdp-bf16", "training.recompute": "full", "parallel.strategy": "fsdp",
         "parallel.sharding_factor": "full", "parallel.offload": {"parameters": "cpu", "optimizer": "cpu"},
         "software.fsdp": 1, "software.optimizer_kernel": "fused",
-        "training.finetune": {"method": "qlora", "base": "nf4-dq", "rank": 8, "dropout": 0.05,
+        "training.finetune": {"method": "qlora", "base": "nf4-dq", "unquantised": "bf16", "rank": 8, "dropout": 0.05,
                               "targets": ["query", "key", "value", "projection", "mlp"]}}
     assert {path: at(found, path) for path in expected} == expected
     assert not found.of("unknown")
@@ -112,8 +112,9 @@ def test_dtypes(read: Read, more: dict[str, Any], precision: str) -> None:
 def test_frozen_weights(read: Read, more: dict[str, Any], base: str) -> None:
     found = read({**PLAIN, **LORA, **more})
     tuned = at(found, "training.finetune")
-    assert tuned == {"method": "lora" if base == "bf16" else "qlora", "base": base, "rank": 16, "dropout": 0.0,
-                     "targets": ["query", "key", "value", "projection", "mlp"]}
+    quantised = {} if base == "bf16" else {"unquantised": "bf16"}  # cast back from fp32 (loaders/model.py)
+    assert tuned == {"method": "qlora" if quantised else "lora", "base": base, "rank": 16, "dropout": 0.0,
+                     "targets": ["query", "key", "value", "projection", "mlp"], **quantised}
     assert names(found, "left") == ({"load_in_4bit"} if base == "bf16" and "load_in_4bit" in more else set())
 
 
@@ -132,7 +133,7 @@ def test_recomputation_and_where_activations_live(read: Read, more: dict[str, An
 
 
 @pytest.mark.parametrize(("more", "expected"), [
-    ({"sdp_attention": True, "attn_implementation": None}, {"training.attention": "flash"}),
+    ({"sdp_attention": True, "attn_implementation": None}, {"training.attention": "sdpa"}),
     ({"eager_attention": True, "attn_implementation": None}, {"training.attention": "eager"}),
     ({"attn_implementation": "kernels-community/flash-attn3@v2"}, {"training.attention": "flash"}),
     ({"optimizer": "muon"}, {"training.optimizer": "muon"}),
@@ -204,7 +205,7 @@ def test_without_its_file(read: Read) -> None:
     ({"fsdp_version": 3, "fsdp_config": {"offload_params": True}}, r"file0.json:\d: fsdp_version: expected 1 or 2"),
     ({"dp_shard_size": 4}, "dp_shard_size: expected nothing without fsdp_config"),
     ({"deepspeed": "x.json", **FSDP}, "expected nothing beside deepspeed"),
-    ({"attn_implementation": "magic"}, "attn_implementation: expected one of sdpa, flash_attention_2"),
+    ({"attn_implementation": "magic"}, "attn_implementation: expected one of flash_attention_2"),
     ({"context_parallel_size": 2, "ring_attn_func": "zigzag"}, "ring_attn_func: expected one of varlen_llama3"),
     ({"cut_cross_entropy": True, "chunked_cross_entropy": True}, "expected false beside cut_cross_entropy"),
     ({"optimizer": "adamm"}, "optimizer: expected one of adamw_torch"),

@@ -178,8 +178,9 @@ def test_original_parameters_of_fsdp_1(read: Read) -> None:
 
 @pytest.mark.parametrize(("policy", "wrap"), [
     ("  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n  fsdp_min_num_params: 20000000\n", 20_000_000),
-    ("  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n", 10**13), ("  fsdp_auto_wrap_policy: NO_WRAP\n", 10**13),
-    ("", 10**13),
+    ("  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n", 10**8),
+    ("  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n  fsdp_min_num_params: 0\n", 10**13),
+    ("  fsdp_auto_wrap_policy: NO_WRAP\n", 10**13), ("", 10**13),
 ])
 def test_units_of_fsdp(read: Read, policy: str, wrap: int) -> None:
     text = FSDP_2.replace("  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n", policy)

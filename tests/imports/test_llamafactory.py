@@ -56,9 +56,26 @@ def test_all_weights_under_zero_3(read: Read) -> None:
     assert plan_memory(found.scenario).stages
 
 
+def test_a_bucket_of_auto_is_the_square_of_the_preset_s_width(read: Read) -> None:
+    """transformers' integrations/deepspeed.py, trainer_config_finalize: hidden_size * hidden_size elements, in bf16."""
+    found = read(LORA, ZERO)
+    assert at(found, "parallel.bucket_mb") == 3584**2 * 2 / 2**20
+    assert not left(found)
+    unknown = read({**LORA, "model_name_or_path": "unknown/of-own"}, ZERO, sets=(*ON, "model.preset=qwen2.5-7b"))
+    assert "config.json" in left(unknown)["zero_optimization.reduce_bucket_size"]
+
+
+def test_quantised_weights_leave_the_rest_in_the_half_type(read: Read) -> None:
+    """checkpointing.py, prepare_model_for_training casts nothing, where peft's function for k bits makes it fp32."""
+    assert at(read({**LORA, "quantization_bit": 4}), "training.finetune.unquantised") == "bf16"
+    assert at(read({**LORA, "quantization_bit": 4}, ZERO), "training.finetune.unquantised") is None  # casts all itself
+    assert at(read(LORA), "training.finetune.unquantised") is None
+
+
 def test_quantised_lora(read: Read) -> None:
     found = read(QLORA)
-    assert at(found, "training.finetune") == {"method": "qlora", "base": "nf4-dq", "rank": 8, "dropout": 0.0,
+    assert at(found, "training.finetune") == {"method": "qlora", "base": "nf4-dq", "unquantised": "bf16", "rank": 8,
+                                              "dropout": 0.0,
                                               "targets": ["query", "key", "value", "projection", "mlp"]}
     assert fields(found, "training.precision", "training.recompute", "training.sequence") == ["amp-bf16", "full", 2048]
     assert not found.of("unknown") and not left(found)
@@ -104,7 +121,8 @@ def test_fp8_products_and_gathers(read: Read) -> None:
     ({"disable_gradient_checkpointing": True}, {"training.recompute": "none"}),
     ({"use_unsloth_gc": True}, {"training.recompute": "full", "parallel.offload.activations": "cpu"}),
     ({"flash_attn": "disabled"}, {"training.attention": "eager"}),
-    ({"flash_attn": "fa2"}, {"training.attention": "flash"}),
+    ({"flash_attn": "fa2"}, {"training.attention": "flash"}), ({"flash_attn": "sdpa"}, {"training.attention": "sdpa"}),
+    ({"flash_attn": "auto"}, {"training.attention": "sdpa"}),  # as transformers chooses
     ({"use_muon": True}, {"training.optimizer": "muon"}),
     ({"finetuning_type": "lora", "lora_target": "q_proj,v_proj", "lora_rank": 4},
      {"training.finetune.targets": ["query", "value"], "training.finetune.rank": 4}),

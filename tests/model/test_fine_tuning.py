@@ -33,14 +33,14 @@ LINEARS = ["query", "key", "value", "projection", "mlp"]
 def scenario(model: dict[str, Any], base: str = "bf16", targets: Any = ("query", "value"), *,
              precision: str = "pure-bf16", batch: int = 2, sequence: int = 512, recompute: str = "none",
              rank: int = 8, method: str = "", modules: str = "plain", framework: str = "pytorch",
-             **parallel: Any) -> Any:
+             rest: str | None = None, **parallel: Any) -> Any:
     return resolve({
         "name": "test", "cluster": {"topology": "dgx-a100-80g", "nodes": 1, "gpus_per_node": parallel.pop("gpus", 1)},
         "model": model,
         "training": {"micro_batch": batch, "global_batch": batch * parallel.pop("ranks", 1), "sequence": sequence,
                      "precision": precision, "recompute": recompute, "attention": "flash",
                      "finetune": {"method": method or ("qlora" if base[:3] in ("nf4", "int") else "lora"), "rank": rank,
-                                  "targets": list(targets), "base": base}},
+                                  "targets": list(targets), "base": base, "unquantised": rest}},
         "parallel": {"strategy": "none", **parallel},
         "software": {"framework": framework, "year": 2026, "modules": modules, "optimizer_kernel": "foreach"}})
 
@@ -66,6 +66,18 @@ def test_bits_of_quantised_weights() -> None:
 def test_storage_falls_with_the_bits(numel: int, rows: int) -> None:
     sizes = [sum(stored(numel * 64 * 256, rows, dtype)) for dtype in ("fp32", "bf16", "int8", "nf4", "nf4-dq")]
     assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize(("rest", "width"), [(None, 4), ("fp32", 4), ("bf16", 2)])
+def test_what_a_quantised_base_leaves_has_a_dtype_of_its_own(rest: str | None, width: int) -> None:
+    """Beside fp32 adapters: peft's prepare_model_for_kbit_training makes it fp32, axolotl and LLaMA-Factory do not."""
+    tuned = architecture({**LLAMA, "tied_embeddings": False}, "nf4", precision="amp-bf16", modules="transformers",
+                         rest=rest)
+    embedding, head = (next(f for f in layer.frozen if f.numel == 128256 * 2048)
+                       for layer in (tuned.stack[0], tuned.stack[-1]))
+    assert embedding.size_bytes == head.size_bytes == width * 128256 * 2048
+    copies = [k for op in tuned.stack[-1].operators for k in op.forward if k.variant == "weight_cast"]
+    assert len(copies) == (width == 4)  # autocast's copy of the head's weight
 
 
 # ------------------------------------------------------------------------------------------------------ what is trained

@@ -28,8 +28,9 @@ TOKENS, HIDDEN, RANK = 1024, 1024, 8
 
 def scenario(targets: list[str] = QV, precision: Any = "fp32", *, base: str = "bf16", dropout: float = 0.0,
              recompute: str = "none", method: str = "lora", modules: str = "transformers", ranks: int = 1,
-             framework: str = "pytorch", fsdp: int = 2, compiled: bool = False, **parallel: Any) -> Any:
-    tuned = {"method": method, "rank": RANK, "targets": targets, "base": base,
+             framework: str = "pytorch", fsdp: int = 2, compiled: bool = False, rest: str | None = None,
+             **parallel: Any) -> Any:
+    tuned = {"method": method, "rank": RANK, "targets": targets, "base": base, "unquantised": rest,
              **({"dropout": dropout} if method == "lora" else {})}
     return resolve({
         "name": "t", "cluster": {"topology": "dgx-a100-80g", "nodes": 1, "gpus_per_node": ranks}, "model": LLAMA,
@@ -147,8 +148,11 @@ def test_utilization_is_of_the_frozen_weights_products() -> None:
     ({"base": "fp32", "precision": "pure-bf16"}, "no code is known"),
     ({"base": "fp16", "precision": "fsdp-bf16", "strategy": "fsdp", "ranks": 4}, "no code is known"),
     ({"precision": "fsdp-bf16"}, "no code is known"),
+    ({"method": "qlora", "base": "nf4", "rest": "bf16"}, "no code is known"),
+    ({"method": "qlora", "base": "nf4", "rest": "fp32", "precision": "pure-bf16"}, "no code is known"),
 ])
 def test_what_no_code_runs_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said) as caught:
         lower(scenario(QV, **{"precision": "fp32", **options}))
-    assert caught.value.faults[0].field == "training.finetune.base"
+    field = "unquantised" if "rest" in options else "base"
+    assert caught.value.faults[0].field == f"training.finetune.{field}"

@@ -128,6 +128,8 @@ def test_adam_with_autocast_has_the_sixteen_bytes() -> None:
     ({}, 2, "meant for 16-bit weights"),
     ({"training.optimizer": "adamw-8bit"}, 1, "the optimizer is adamw-8bit"),
     ({"training.finetune": {"method": "lora"}, "training.precision": "pure-bf16"}, 1, "trains few of the parameters"),
+    ({"training.finetune": {"method": "lora", "base": "bf16"}, "training.precision": "amp-bf16",
+      "software.modules": "transformers"}, 2, "here weights are fp32 where they are trained and bf16 where not"),
     ({"training.mode": {"inference": {"prompt": 8, "generate": 8, "batch": 1}}}, 1, "no gradients and no optimizer"),
     ({}, 4, "grow with tokens"),
     ({}, 0, "weights are 4 B here"),

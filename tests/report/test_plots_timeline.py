@@ -16,9 +16,9 @@ import sim
 from sim.report import plot_style as look
 from sim.report.folder import rounded, write_overview, write_run
 from sim.report.plot_memory import memory_digest, memory_figure, memory_view
-from sim.report.plot_timeline import timeline_digest, timeline_figure
+from sim.report.plot_timeline import _panel, timeline_digest, timeline_figure
 from sim.report.result import Result
-from sim.report.timeline_rows import BUBBLE, EXPOSED, Bars, rows_of
+from sim.report.timeline_rows import BUBBLE, EXPOSED, Bars, Rows, rows_of
 from sim.scenario import resolve
 from sim.work import COLLECTIVES
 
@@ -126,6 +126,33 @@ def test_narrow_neighbours_of_one_key_are_drawn_as_one() -> None:
     assert merged.text.tolist() == [-1, 7, 8]
     assert merged.share.tolist() == pytest.approx([0.75, 1.0, 1.0])
     assert bars.merged(gap_s=0.2, narrow_s=0.5).text.tolist() == [5, 6, 7, 8]
+
+
+def test_shares_of_stretches_are_those_of_the_bars_in_them() -> None:
+    bars = Bars(np.array([6.0, 1.0, 3.5]), np.array([8.0, 3.0, 4.5]), np.zeros(3, dtype=int), np.zeros(3, dtype=int),
+                np.array([1.0, 0.5, 1.0]))
+    assert bars.shares(np.array([0.0, 2.0, 4.0, 6.0, 10.0])).tolist() == pytest.approx([0.25, 0.5, 0.25, 0.5])
+
+
+def test_a_crowded_row_stacks_the_shares_of_its_kinds() -> None:
+    """Once, few bars of one kind were widened and hid many of another, which were not."""
+    from matplotlib.collections import FillBetweenPolyCollection
+
+    count = 3000
+    start = np.arange(count) / count
+    kind = np.where(np.arange(count) % 10 == 0, 0, 1)  # 300 gathers, 2,700 exchanges
+    length = np.where(kind == 0, 0.1, 0.5) / count
+    none = Bars(*(np.zeros(0, dtype=t) for t in (float, float, int, int, float)))
+    rows = Rows(["host", "compute", "expert"], [none, none, Bars(start, start + length, kind, np.full(count, -1),
+                                                                 np.ones(count))],
+                ["all_gather", "all_to_all"], [], *(np.zeros((0, 2)) for _ in range(4)), "", "micro-step", -1, 1.0)
+    with look.style():
+        made = look.figure(2.0)
+        ax = made.add_axes((0.1, 0.1, 0.8, 0.8))
+        assert _panel(ax, rows, (0.0, 1.0), "", None) == {"all_gather", "all_to_all"}
+        drawn = [one for one in ax.collections if isinstance(one, FillBetweenPolyCollection)]
+    heights = [2.4 - float(one.get_paths()[0].vertices[:, 1].min()) for one in drawn]
+    assert heights == pytest.approx([0.8 * 0.1 * 0.1, 0.8 * (0.9 * 0.5 + 0.1 * 0.1)], rel=0.01)
 
 
 def test_memory_view_reaches_the_results_peak(result_of: Make) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from sim.report.result import Result
 from sim.report.text import as_text, bar, console, render, sweep_as_text
+from sim.report.trials import Change
 from sim.report.units import seconds, size
 
 Make = Callable[..., Result]
@@ -32,6 +33,18 @@ def test_no_colour_when_not_on_a_terminal(result_of: Make) -> None:
     buffer = io.StringIO()
     render(result_of(1), console(buffer))
     assert "\x1b" not in buffer.getvalue()
+
+
+def test_the_verdict_is_read_while_advice_is_simulated(result_of: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer, read = io.StringIO(), []
+
+    def advice(result: Result) -> list[Change]:
+        read.append(buffer.getvalue())
+        return []
+
+    monkeypatch.setattr(Result, "changes", property(advice))
+    render(result_of(1), console(buffer))
+    assert read[0].index("21 ms per step") < read[0].index("bound by") < read[0].index("75.9 GiB free")
 
 
 def test_out_of_memory_says_by_how_much(result_of: Make) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from sim.program import CollectiveCall, Communicator, Job, Label, ProgramBuilder, RankClass
-from sim.report.traffic import traffic_order, traffic_totals
+from sim.report.traffic import traffic_count, traffic_order, traffic_totals
 
 
 def two_micro_steps() -> Job:
@@ -30,6 +30,7 @@ def test_totals_are_per_phase_kind_dtype_and_ranks() -> None:
     assert rows == {
         ("forward", "all_gather", "bfloat16", 4): (4, 40), ("backward", "reduce_scatter", "float32", 4): (2, 20),
         ("backward", "all_reduce", "float32", 2): (2, 6), ("optimizer", "all_gather", "float16", 4): (1, 7)}
+    assert traffic_count(two_micro_steps(), 0) == 4 + 2 + 2 + 1
 
 
 def test_order_folds_equal_neighbours_and_counts_micro_steps() -> None:

@@ -399,6 +399,8 @@ COMBINATIONS = [
     ("precision: fsdp-bf16", "decoder_sequence: 50", "training.decoder_sequence", 11, "encoder-decoder", "remove"),
     ("precision: fsdp-bf16", "finetune: {method: full, rank: 8}", "training.finetune.rank", 11, "method is full", ""),
     ("precision: fsdp-bf16", "finetune: {method: qlora, base: bf16}", "training.finetune.base", 11, "quantised", "nf4"),
+    ("precision: fsdp-bf16", "finetune: {method: lora, base: bf16, unquantised: fp32}", "training.finetune.unquantised",
+     11, "for a quantised base", "remove"),
     ("precision: fsdp-bf16", "recompute: {layers: 33}", "training.recompute.layers", 11, "33 recomputed blocks", ""),
 ]
 

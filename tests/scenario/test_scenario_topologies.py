@@ -142,3 +142,15 @@ def test_a_generation_of_pcie_is_said_either_way() -> None:
             for way in ({"link": "gen3x16"}, {"gen": 3}, {"link": "gen3x16", "gen": 3})]
     assert {(intra.link, intra.gen) for intra in said} == {("gen3x16", 3)}
     assert on({"gpu": "gb200", "gpus_per_node": 2}).cluster.topology.intra.link == "nvlink-c2c"
+
+
+@pytest.mark.parametrize(("topology", "gpu", "said"), [
+    ("", "like: t4", "is empty (a topology needs at least gpu and gpus_per_node)"),
+    ("{gpu: card.yaml, gpus_per_node: 2}", "- t4", "holds a list where a mapping of fields was expected (a GPU's pro"),
+])
+def test_what_a_file_lacks_is_said_of_its_own_kind(tmp_path: Path, topology: str, gpu: str, said: str) -> None:
+    (tmp_path / "mine.yaml").write_text(topology, encoding="utf-8")
+    (tmp_path / "card.yaml").write_text(gpu, encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        on("mine.yaml", tmp_path)
+    assert said in str(caught.value.faults[0])

@@ -43,12 +43,17 @@ def test_the_best_stand_under_heads() -> None:
     said = list(lines(found))
     at = next(i for i, line in enumerate(said) if line.startswith("\nbest by time"))
     assert "of one step" in said[at]
-    assert said[at + 1].split() == ["step", "GPUs", "GPU-hours", "kWh", "memory", "cluster", "layout"]
+    assert said[at + 1].split() == [
+        "step", "tokens/s", "GPUs", "GPU-hours", "kWh", "memory", "cluster", "layout"]
     assert {line.index("dgx-a100-80g") for line in said[at + 2:at + 5]} == {said[at + 1].index("cluster")}
-    whole = list(lines(size(resolve(PLAIN), CHOICE, Wish(steps=1000.0, priced=True, price_per_gpu_hour=2.0), top=3)))
+    whole_found = size(resolve(PLAIN), CHOICE, Wish(steps=1000.0, priced=True, price_per_gpu_hour=2.0), top=3)
+    whole = list(lines(whole_found))
     at = next(i for i, line in enumerate(whole) if line.startswith("\nbest by time"))
     assert "of the whole run of 1,000 steps" in whole[at]
-    assert whole[at + 1].split() == ["step", "GPUs", "days", "GPU-hours", "kWh", "USD", "memory", "cluster", "layout"]
+    assert whole[at + 1].split() == [
+        "step", "tokens/s", "GPUs", "days", "GPU-hours", "kWh", "USD", "memory", "cluster", "layout"]
+    row = whole_found.best[0]
+    assert row["tokens_per_second"] == pytest.approx(8 * 128 / row["step_time_s"])
 
 
 def test_a_search_that_nothing_passes_says_so_once() -> None:
@@ -91,7 +96,9 @@ def test_seconds_count_from_the_start_and_one_round_is_always_simulated(
     monkeypatch.setattr(import_module("sim.sizing.modes"), "Bounds", Slow)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     found = size(resolve(PLAIN), CHOICE, top=10**6, seconds=seconds, progress=tick)
-    assert found.simulated == 1 + rounds * ROUND and not found.proven  # the scenario's own layout before all
+    # the scenario's own layout before all; in a round without time those of each family that leave room alone
+    assert 1 + (rounds - 1) * ROUND < found.simulated <= 1 + rounds * ROUND and not found.proven
+    assert found.best and found.own is not None
     assert found.seconds["bounds"] == 100.0
 
 
@@ -174,6 +181,20 @@ def test_compare_holds_a_scenario_against_itself_with_other_values(
     out = capsys.readouterr().out
     assert "cluster.nodes: 1 | 2" in out and "matrix products" in out and "gemm" not in out
     assert leave() == 2 and leave(str(file), "--set", "cluster.nodes=2") == 2
+    capsys.readouterr()
+    one_of_each = ("--set", "training.micro_batch=1", "--set", "cluster.nodes=2", "--set", "cluster.nodes=1")
+    assert leave(*one_of_each) == 0
+    assert "cluster.nodes: 1 | 2 | 1" in capsys.readouterr().out
+
+
+def test_elsewhere_two_values_of_a_field_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text(SMALL, encoding="utf-8")
+    for second, code in (("cluster.nodes=2", 2), ("cluster.nodes = 1", 0)):
+        with pytest.raises(SystemExit) as left:
+            main(["memory", str(file), "--set", "cluster.nodes=1", "--set", second])
+        assert left.value.code == code
+    assert "cluster.nodes is given two values, 1 and 2" in capsys.readouterr().err
 
 
 def test_size_takes_values_on_top(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,6 +53,8 @@ def test_a_case_keeps_defaults_changes_and_lines(tmp_path: Path) -> None:
     ("set: {cluster.nodes: 2, training.micro_batch: 4}", "set: [1]", "cases.yaml:7: a.set:"),
     ("title: A source", "kind: oracle-flop", "did you mean 'oracle-flops'"),
     ("cases:", "cases: [", "is not valid YAML"),
+    ("cases:", "title: Another\ncases:", "is not valid YAML: 'title' is given twice (first on line 1)"),
+    ("oom: false", "step_time_s: 2", "cases.yaml:7: is not valid YAML: 'step_time_s' is given twice"),
     ("title: A source", "title: !!python/object:os.system x", "cases.yaml:1: is not valid YAML"),
 ])
 def test_faults_name_file_line_and_field(tmp_path: Path, old: str, new: str, expected: str) -> None:

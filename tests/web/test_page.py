@@ -125,6 +125,22 @@ def test_a_sweep_is_run_whole(client: FlaskClient) -> None:
     assert refused.status_code == 404 and "is a sweep" in refused.json["error"]
 
 
+def test_too_many_collectives_are_left_out_of_the_file_and_counted(client: FlaskClient,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pipelines of many micro-batches have millions: the page did not answer for minutes, and could not be stopped."""
+    text = SMALL + "sweep: {training.micro_steps: [1, 2]}\nparallel: {strategy: fsdp}\n"
+    whole = predict(client, text).json["entry"]
+    few, many = own(client, "report/1/result.json").get_json(force=True)["points"]
+    assert "lacks" not in whole["text"] and len(many["traffic"]) > len(few["traffic"]) > 0
+    monkeypatch.setattr(desk_module, "_COLLECTIVES", len(few["traffic"]))
+    cut = predict(client, text).json["entry"]
+    points = own(client, "report/2/result.json").get_json(force=True)["points"]
+    assert points[0]["traffic"] == few["traffic"] and "traffic" not in points[1]
+    assert f"\nresult.json lacks {len(many['traffic'])} collectives, " in cut["text"]
+    single = predict(client, text, ["sweep={}", "training.micro_steps=2"]).json["entry"]
+    assert f"\nresult.json lacks {len(many['traffic'])} collectives, " in single["text"]
+
+
 def test_two_predictions_side_by_side(client: FlaskClient, jobs: Jobs) -> None:
     predict(client)
     predict(client, sets=["", " training.recompute=full "])
@@ -194,11 +210,11 @@ def held(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
         progress(done, total)
         assert go.wait(PATIENCE)
 
-    def slow(loaded: Any, progress: Any = None) -> Any:
+    def slow(loaded: Any, progress: Any = None, each: Any = None) -> Any:
         if name == "run":
             assert go.wait(PATIENCE)
             return real(loaded)
-        return run_sweep(loaded, progress=lambda done, total: held_up(progress, done, total))
+        return run_sweep(loaded, progress=lambda done, total: held_up(progress, done, total), each=each)
 
     monkeypatch.setattr(desk_module, name, slow)
     try:

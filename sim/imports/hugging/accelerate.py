@@ -17,6 +17,8 @@ from sim.imports.settings import Said, Settings, mapping_at, one_of, peek, switc
 _PRECISIONS = {"no": None, "none": None, "fp32": None, "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
 _PLACES = {"none": "none", "cpu": "cpu", "nvme": "nvme"}
 _GRANULARITIES = {"full": "full", "selective": "selective"}
+#: `accelerate launch --fsdp_min_num_params`, which a size_based_wrap without a size goes by.
+_SMALLEST = 10**8
 _ZERO, _CORE = "deepspeed_config", "megatron_lm_config"
 _IDLE = ("compute_environment", "debug", "downcast_bf16", "machine_rank", "main_process_ip", "main_process_port",
          "main_training_function", "gpu_ids", "rdzv_*", "same_network", "tpu_*", "use_cpu", "enable_cpu_affinity",
@@ -87,7 +89,7 @@ def _replicas(settings: Settings, job: Job, said: Said) -> None:
 def _sharded(settings: Settings, job: Job, said: Said) -> None:
     _gpus(settings, job)
     job.keep("engine", "fsdp", said)
-    read_fsdp(settings, "fsdp_config.", job, version=1, wrap="no_wrap")
+    read_fsdp(settings, "fsdp_config.", job, version=1, wrap="no_wrap", smallest=_SMALLEST)
 
 
 def _zero(settings: Settings, job: Job, said: Said) -> None:

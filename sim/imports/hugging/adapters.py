@@ -164,6 +164,10 @@ def settle_adapters(job: Job, weights: str, half: str | None, why: str) -> None:
     if base is not None:
         draft.take("training.finetune.method", "qlora", said)
         draft.take("training.finetune.base", job.of("base"), base)
+        stays = job.of("unquantised")
+        if stays in ("bf16", "fp16") and job.engine != "zero":  # which casts everything
+            draft.assume("training.finetune.unquantised", stays,
+                         f"{job.tool} leaves what is not quantised in the dtype it loads")
         return
     draft.take("training.finetune.method", "lora", said)
     if half is not None and job.engine in ("zero", "core"):

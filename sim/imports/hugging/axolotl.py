@@ -27,11 +27,12 @@ _NAMES = {
     "tensor_parallel_size": f"{_MESH}.tp_size", "context_parallel_size": f"{_MESH}.cp_size",
     "sequence_parallel_degree": f"{_MESH}.cp_size of old",
 }
-_ATTENTION = {**dict.fromkeys(("sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4",
-                               "flash_attention_torch", "flex_attention", "xformers"), "flash"), "eager": "eager"}
+_ATTENTION = {**dict.fromkeys(("flash_attention_2", "flash_attention_3", "flash_attention_4",
+                               "flash_attention_torch", "flex_attention", "xformers"), "flash"),
+              "eager": "eager", "sdpa": "sdpa"}
 #: Switches of attention of before attn_implementation (LEGACY_ATTN_FLAG_TO_IMPL), in their order.
 _OLD_ATTENTION = {"xformers_attention": "flash", "flex_attention": "flash", "flash_attention": "flash",
-                  "sdp_attention": "flash", "eager_attention": "eager"}
+                  "sdp_attention": "sdpa", "eager_attention": "eager"}
 _EXCHANGES = {"varlen_llama3": "all-gather", "batch_ring": "ring"}
 #: Losses of which one may be on (check_cross_entropy_conflicts); all compute logits in chunks.
 _LOSSES = ("cut_cross_entropy", "chunked_cross_entropy", "liger_fused_linear_cross_entropy")
@@ -216,6 +217,9 @@ def _adapter(settings: Settings, job: Job) -> bool:
         draft.leave(four, "axolotl quantises to 4 bits with adapter: qlora alone")
     elif eight is not None:
         job.keep("base", "int8", eight)
+    if kind is not None and "dtype" in job.facts:
+        # _configure_embedding_dtypes: back from fp32 beside LoRA; sharded 4-bit models were never cast
+        job.facts["unquantised"] = job.facts["dtype"]
     if kind is None:
         settings.idle("lora_*")
         return False
@@ -358,7 +362,7 @@ def _attention(settings: Settings, job: Job, adapted: bool) -> None:
             found = switch(settings, old)
             if found is not None and said is None:
                 said, kernel = found, ours
-                name = "sdpa" if old == "sdp_attention" else ours
+                name = ours
     if said is not None:
         draft.take("training.attention", kernel, said)
     model = peek(settings, "model_name_or_path")

@@ -9,6 +9,7 @@ from sim.imports.hugging.facts import AUTO, Job, dtype_of
 from sim.imports.settings import Said, Settings, mapping_at, one_of, peek, switch, take_whole, word_of
 
 _ZERO = "zero_optimization"
+_BUCKET = "reduce_bucket_size"
 #: Any of these makes a file one of DeepSpeed's.
 MARKS = (_ZERO, "train_micro_batch_size_per_gpu", "train_batch_size", "bf16.enabled", "fp16.enabled", "steps_per_print",
          "zero_allow_untested_optimizer")
@@ -274,9 +275,11 @@ def settle_zero(job: Job) -> None:
     # behind the whole backward (engine.py, buffered_allreduce_fallback).
     draft.assume("parallel.overlap", stage > 2, "DeepSpeed's default of overlap_comm: stage 3 alone overlaps")
     for name, (_, auto) in job.facts.items():
-        if name.startswith("auto ") and _unfilled(job, name.removeprefix("auto ")):
-            draft.leave(auto, "'auto' is filled by the Trainer's arguments or accelerate's YAML: give that file too, "
-                              "or --set the field")
+        if not name.startswith("auto ") or not _unfilled(job, name.removeprefix("auto ")):
+            continue
+        by = "the width in the model's config.json" if name.endswith(_BUCKET) else "the Trainer's arguments or "\
+            "accelerate's YAML"
+        draft.leave(auto, f"'auto' is filled by {by}: give that file too, or --set the field")
 
 
 def _unfilled(job: Job, name: str) -> bool:
@@ -286,6 +289,6 @@ def _unfilled(job: Job, name: str) -> bool:
         return job.of(fact) is None and job.arguments is None
     if name in ("bf16", "fp16"):
         return job.of("amp") is None and job.of("half") is None and job.arguments is None
-    if name.endswith("reduce_bucket_size"):
-        return job.config is None
+    if name.endswith(_BUCKET):
+        return job.config is None and job.draft.value("model.preset") is None
     return not name.endswith(("train_batch_size", "overlap_comm"))

@@ -26,6 +26,7 @@ from sim.imports.hugging.policy import settle_precision
 from sim.imports.hugging.trainer import MARKS, read_arguments, settle_arguments
 from sim.imports.settings import Said, Settings, peek, read_settings
 from sim.scenario.precisions import PRECISIONS
+from sim.scenario.presets import preset
 
 Reader = Callable[[Settings, Job], None]
 
@@ -223,15 +224,22 @@ def _bucket(job: Job) -> None:
         return
     said, size = job.said("bucket"), job.of("bucket")
     auto = job.said(f"auto {_BUCKET}")
-    if said is None and auto is not None and job.config is not None:
-        width = peek(job.config, "hidden_size", "n_embd", "d_model", "text_config.hidden_size")
-        if width is not None:
-            said, size = Said(auto.file, auto.name, AUTO, auto.line), width.whole() ** 2
+    if said is None and auto is not None and (width := _width(job)):
+        said, size = Said(auto.file, auto.name, AUTO, auto.line), width ** 2
     precision = job.draft.value("training.precision")
     row = PRECISIONS.get(precision, {}) if isinstance(precision, str) else precision
     if said is not None and isinstance(row, Mapping) and not job.draft.has("parallel.bucket_mb"):
         mib = size * _BYTES.get(row.get("parameters", ""), 4) / _MIB
         job.draft.take("parallel.bucket_mb", round(mib, 3), said, f"{size:,.0f} elements")
+
+
+def _width(job: Job) -> int | None:
+    """Elements of a token between blocks, by config.json or the preset."""
+    if job.config is None:
+        fields = preset(str(job.draft.value("model.preset"))) or {}
+        return fields.get("hidden")
+    width = peek(job.config, "hidden_size", "n_embd", "d_model", "text_config.hidden_size")
+    return width.whole() if width is not None else None
 
 
 _BUCKET = "zero_optimization.reduce_bucket_size"

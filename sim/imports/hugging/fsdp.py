@@ -27,7 +27,8 @@ _WRAPS = {"transformer_based_wrap": "block", "size_based_wrap": "size", "no_wrap
 WHOLE = 10**13
 
 
-def read_fsdp(settings: Settings, above: str, job: Job, *, version: int, wrap: str, legacy: Said | None = None) -> None:
+def read_fsdp(settings: Settings, above: str, job: Job, *, version: int, wrap: str, smallest: int = 0,
+              legacy: Said | None = None) -> None:
     """FSDP's settings.
 
     Args:
@@ -35,7 +36,7 @@ def read_fsdp(settings: Settings, above: str, job: Job, *, version: int, wrap: s
         above: name of the mapping they stand in with a dot, "" for the root; names may start with `fsdp_`.
         job: what is known so far.
         version: FSDP's version where no setting says it.
-        wrap: the tool's default of `auto_wrap_policy`.
+        wrap: the tool's default of `auto_wrap_policy`; smallest: and of `min_num_params`.
         legacy: the Trainer's `fsdp`, where it is words: strategies, `offload`, `auto_wrap`.
     """
     draft = job.draft
@@ -50,7 +51,7 @@ def read_fsdp(settings: Settings, above: str, job: Job, *, version: int, wrap: s
         # The optimizer steps where the shards are (torch: CPUOffload, CPUOffloadPolicy).
         draft.take("parallel.offload.parameters", "cpu", said)
         draft.take("parallel.offload.optimizer", "cpu", said, "the optimizer steps where the shards are")
-    _wrap(settings, above, job, wrap)
+    _wrap(settings, above, job, wrap, smallest)
     if (said := switch(settings, *_names(above, "activation_checkpointing"))) is not None:
         draft.take("training.recompute", "full", said)
     if (said := switch(settings, *_names(above, "activation_checkpointing_offload"))) is not None:
@@ -155,14 +156,17 @@ def _prefetch(settings: Settings, above: str, job: Job, version: int) -> None:
     settings.idle(*limit)
 
 
-def _wrap(settings: Settings, above: str, job: Job, default: str) -> None:
+def _wrap(settings: Settings, above: str, job: Job, default: str, smallest: int) -> None:
     policy = settings.get(*_names(above, "auto_wrap_policy"))
     kind = one_of(policy, _WRAPS) if policy is not None else _WRAPS[default]
-    smallest = _names(above, "min_num_params")
-    size = peek(settings, *smallest)
+    names = _names(above, "min_num_params")
+    size = peek(settings, *names)
     if kind == "size" and size is not None and size.whole(0) > 0:
-        settings.get(*smallest)
+        settings.get(*names)
         job.draft.take("parallel.wrap", size.whole(0), size)
+        return
+    if policy is not None and kind == "size" and size is None and smallest:
+        job.draft.take("parallel.wrap", smallest, policy, "the tool's default of min_num_params")
         return
     unit = "block" if kind == "block" else WHOLE
     text = "" if kind == "block" else "one unit: the whole model is gathered at once"

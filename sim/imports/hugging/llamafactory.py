@@ -16,7 +16,7 @@ from sim.imports.settings import Settings, one_of, peek, switch, take_whole, wor
 #: Any of these makes a file LLaMA-Factory's.
 MARKS = ("finetuning_type", "stage")
 _NAMES = {"enable_liger_kernel": "use_liger_kernel", "additional_target": "lora_modules_to_save"}
-_ATTENTION = {"auto": "flash", "sdpa": "flash", "fa2": "flash", "fa3": "flash", "disabled": "eager"}
+_ATTENTION = {"auto": "", "sdpa": "sdpa", "fa2": "flash", "fa3": "flash", "disabled": "eager"}
 _STAGES = {"sft": "", "pt": "", "rm": "batches are of pairs, of which a head of one score is trained",
            "dpo": "batches are of pairs, and a reference model runs them too",
            "kto": "a reference model runs the batches too", "ppo": "sequences are generated and scored between steps"}
@@ -86,7 +86,7 @@ def read_llamafactory(settings: Settings, job: Job) -> None:
     _recompute(settings, job)
     _data(settings, job)
     said = settings.get("flash_attn")
-    if said is not None:
+    if said is not None and said.value != "auto":  # which leaves it to transformers
         draft.take("training.attention", one_of(said, _ATTENTION), said)
     _optimizer(settings, job)
     for name, why in _LEFT.items():
@@ -150,6 +150,7 @@ def _dtypes(settings: Settings, job: Job, tuned: bool) -> None:
             job.facts["amp off"] = ("no", pure)
     elif tuned and half is not None:
         job.facts["dtype"] = (half.name, half)
+        job.facts["unquantised"] = (half.name, half)  # its prepare_model_for_training, not peft's for k bits
     elif not tuned:
         job.facts["dtype"] = ("fp32", half or job.default(settings, "pure_bf16", False))
 

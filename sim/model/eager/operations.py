@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sim.model.eager.autograd import Gradients, Node, Run, Sink, Tensor, Weight
+from sim.model.eager.autograd import Gradients, Node, Rule, Run, Sink, Tensor, Weight
 from sim.model.eager.narrow import Narrow
 from sim.model.eager.storage import COPIES, Storage
 from sim.work import DTYPE_BYTES
@@ -138,25 +138,25 @@ def mul(run: Run, x: Tensor, y: Tensor) -> Tensor:
 
 def mul_rows(run: Run, x: Tensor, rows: Tensor) -> Tensor:
     """A product with one fp32 number per row; that number's gradient is a full product, then a sum."""
-    elements, source, dtype, count = x.elements, x.dtype, promote(x.dtype, rows.dtype), rows.elements
-
-    def rule(run: Run, _: Gradients) -> Gradients:
-        gradient, full = run.new(elements, dtype), run.new(elements, dtype)
-        run.function_returned()
-        gradient = _fit(run, gradient, elements, dtype, source)
-        total = run.new(count, dtype)
-        del full
-        return [gradient, total]
-
-    node = run.node(rule, (x.sink, rows.sink))
+    dtype = promote(x.dtype, rows.dtype)
+    node = run.node(_product_rule(x, dtype, rows.elements, dtype), (x.sink, rows.sink))
     run.save(node, x.storage, rows.storage)
-    return _result(run, node, elements, dtype)
+    return _result(run, node, x.elements, dtype)
 
 
 def mul_weight(run: Run, x: Tensor, weight: Weight, wide: str = "") -> Tensor:
     """A product with one parameter per column, in dtype `wide`, default the input's."""
-    elements, source, dtype, count = x.elements, x.dtype, wide or x.dtype, weight.elements
+    dtype = wide or x.dtype
     narrow = weight.dtype if DTYPE_BYTES[weight.dtype] < DTYPE_BYTES[dtype] else dtype
+    node = run.node(_product_rule(x, dtype, weight.elements, narrow), (x.sink, weight))
+    run.save(node, x.storage)
+    return _result(run, node, x.elements, dtype)
+
+
+def _product_rule(x: Tensor, dtype: str, count: int, narrow: str) -> Rule:
+    """Backward of a broadcast product in `dtype`: the input's gradient, and a full product summed to `count` numbers,
+    which are `narrow` in the end."""
+    elements, source = x.elements, x.dtype
 
     def rule(run: Run, _: Gradients) -> Gradients:
         gradient, full = run.new(elements, dtype), run.new(elements, dtype)
@@ -166,9 +166,7 @@ def mul_weight(run: Run, x: Tensor, weight: Weight, wide: str = "") -> Tensor:
         del full
         return [gradient, _fit(run, total, count, dtype, narrow)]
 
-    node = run.node(rule, (x.sink, weight))
-    run.save(node, x.storage)
-    return _result(run, node, elements, dtype)
+    return rule
 
 
 def mean_rows(run: Run, x: Tensor, rows: int) -> Tensor:

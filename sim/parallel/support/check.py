@@ -84,18 +84,20 @@ def _base(scenario: Scenario, stack: Stack) -> Iterator[Fault]:
     when it gathers, and peft's LoRA casts around its matrices."""
     training, precision = scenario.training, scenario.training.precision
     tuned, parameters = training.finetune, precision.parameters
-    if tuned is None or tuned.method == "full" or tuned.base not in ("fp32", "bf16", "fp16"):
+    if tuned is None or tuned.method == "full":
         return
+    field, base = "training.finetune.base", str(tuned.base)
+    if base in QUANTISED:
+        field, base = "training.finetune.unquantised", tuned.unquantised or parameters
     autocast = precision.compute in ("fp16", "bf16") and parameters == precision.gather == "fp32"
-    if tuned.base == parameters or autocast:
+    if base == parameters or autocast:
         return
-    if parameters == "fp32" and precision.gather == tuned.base == precision.compute and like_fsdp(
+    if parameters == "fp32" and precision.gather == base == precision.compute and like_fsdp(
             scenario.parallel.strategy, stack.gradient_path == "ipg"):
         return
-    field, base = "training.finetune.base", tuned.base
-    hint = f"use base: {parameters}" + (f", precision: amp-{base}, or pure-{base} for adapters of that dtype too"
-                                        if base != "fp32" else "")
-    if parameters != "fp32" or precision.gather != "fp32":
+    wider = f", precision: amp-{base}, or pure-{base} for adapters of that dtype too" if base != "fp32" else ""
+    hint = f"use {field.rpartition('.')[2]}: {parameters}{wider}"
+    if tuned.base in QUANTISED or parameters != "fp32" or precision.gather != "fp32":
         yield Fault(f"no code is known that runs {base} weights beside {parameters} adapters gathered in "
                     f"{precision.gather}", field, hint=hint)
     elif tuned.method == "adapter" or stack.modules != "transformers":
