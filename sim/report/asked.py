@@ -52,6 +52,17 @@ def schedule_of_another(scenario: Scenario) -> list[str]:
             "step is that of a fork which has it"]
 
 
+def same_tokens(scenario: Scenario) -> list[str]:
+    """A warning where a mixture trains over tensor ranks that all hold the same tokens and its stack refuses that (the
+    fact `experts_scattered` of its profile)."""
+    parallel, software = scenario.parallel, scenario.software
+    if (scenario.model.moe is None or scenario.training.mode != "train" or parallel.tensor == 1
+            or parallel.sequence_parallel or not stack_of(software).experts_scattered):
+        return []
+    return [f"software: {software.framework} of {software.year} trains mixtures over tensor ranks only where these cut "
+            "the sequence (parallel.sequence_parallel=true): the step is that of a fork without this check"]
+
+
 def autocast_alone(scenario: Scenario) -> list[str]:
     """A hint where FSDP or a framework with 16-bit parameters of its own trains under autocast alone: the default
     precision, and seldom what a run does that is meant.
@@ -243,9 +254,9 @@ _OTHER_SHAPES = ("torus", "ring")
 
 #: What is asked in vain, in the order in which it is said.
 _ASKED = (links_in_vain, overlap_in_vain, prefetch_in_vain, takes_turns, zero_plus_plus_in_vain, algorithm_in_vain,
-          schedule_of_another, versions_in_vain, determinism, accumulation_in_vain, autocast_alone, fused_bias_in_vain,
-          cache_in_vain, peer_sums_in_vain, protocol_in_vain, budget_in_vain, not_flash, documents_in_vain,
-          joint_beside_frozen)
+          schedule_of_another, same_tokens, versions_in_vain, determinism, accumulation_in_vain, autocast_alone,
+          fused_bias_in_vain, cache_in_vain, peer_sums_in_vain, protocol_in_vain, budget_in_vain, not_flash,
+          documents_in_vain, joint_beside_frozen)
 
 
 def in_vain(scenario: Scenario) -> list[str]:

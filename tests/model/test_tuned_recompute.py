@@ -123,7 +123,7 @@ def test_megatrons_modules_run_again_beside_frozen_weights(
         or (name == "mla_up_proj" and not latent) or (name == "layernorm" and not (mixture or latent))
         or (name in ("moe_act", "shared_experts") and "moe" in named))] or ["core_attn"]
     asked = scenario({"modules": modules}, targets, model=model, modules="megatron", tensor=tensor,
-                     sequence_parallel=(scattered or mixture) and tensor > 1)
+                     sequence_parallel=scattered and tensor > 1)
     assert peak(lower(asked).job.programs[0]).steady
     block, policy = block_of(asked), joined(modules)
     kept = [layer_profile(block, one, True).forward.net[ACTIVATIONS] for one in (policy, "none")]

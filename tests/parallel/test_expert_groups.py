@@ -19,7 +19,7 @@ from sim.parallel.data.buckets import Bucket, apart
 from sim.parallel.lower import cut_groups, layout_of
 from sim.parallel.model.expert import sent_once
 from sim.report.traffic import traffic_totals
-from sim.scenario import Scenario, resolve
+from sim.scenario import resolve
 from sim.scenario.model import Moe
 
 LAYERS, HIDDEN, SEQUENCE, FFN, EXPERTS, TOP_K = 4, 256, 128, 384, 8, 2
@@ -328,18 +328,3 @@ def test_what_cannot_be_spread_is_refused(changes: dict[str, Any], match: str) -
 def test_flops_are_those_that_are_routed_whatever_the_load(imbalance: float) -> None:
     made = [lower(scenario(expert=4, moe={"imbalance": one})).architecture for one in (0.0, imbalance)]
     assert made[0].forward_flops == pytest.approx(made[1].forward_flops, rel=1e-12)
-
-
-def test_megatron_trains_no_mixture_on_tensor_ranks_with_the_same_tokens() -> None:
-    """moe_layer.py raises from 0.7.0 on (2024); experts need not be spread for it, and other code does not ask."""
-    def asked(year: int, framework: str = "megatron", **parallel: Any) -> Scenario:
-        return resolve({"name": "x", "cluster": {"topology": "dgx-h100"}, "software": {"framework": framework,
-                        "year": year}, "model": {"preset": "mixtral-8x7b", "layers": 2}, "parallel": {
-                        "strategy": "zero1", "tensor": 2, **parallel}, "training": {
-                        "micro_batch": 1, "global_batch": 8, "sequence": 1024, "precision": "megatron-bf16"}}, "")
-    for more in ({}, {"expert": 4}):
-        with pytest.raises(UserError, match=r"parallel\.sequence_parallel: Megatron trains mixtures") as raised:
-            lower(asked(2025, **more))
-        assert "set it to true" in str(raised.value)
-        assert lower(asked(2025, sequence_parallel=True, **more)) and lower(asked(2023, **more))
-    assert lower(asked(2025, "pytorch", strategy="ddp"))

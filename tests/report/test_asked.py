@@ -17,6 +17,7 @@ from sim.report.asked import (
     overlap_in_vain,
     prefetch_in_vain,
     protocol_in_vain,
+    same_tokens,
     schedule_of_another,
     takes_turns,
     versions_in_vain,
@@ -128,6 +129,21 @@ def test_a_schedule_that_the_release_has_not_is_said_to_be_a_fork_s() -> None:
                     "the step is that of a fork which has it")
     (said,) = schedule_of_another(scenario(2019))
     assert "(nor any other)" in said
+
+
+@pytest.mark.parametrize(("preset", "framework", "year", "parallel", "said"), [
+    ("mixtral-8x7b", "megatron", 2025, {"tensor": 2}, True), ("mixtral-8x7b", "megatron", 2023, {"tensor": 2}, False),
+    ("mixtral-8x7b", "megatron", 2025, {"tensor": 2, "sequence_parallel": True}, False),
+    ("mixtral-8x7b", "megatron", 2025, {"expert": 4}, False), ("llama-2-7b", "megatron", 2025, {"tensor": 2}, False),
+    ("mixtral-8x7b", "pytorch", 2025, {"tensor": 2, "strategy": "ddp"}, False)])
+def test_a_mixture_on_tensor_ranks_with_the_same_tokens_is_a_fork_s(
+        preset: str, framework: str, year: int, parallel: dict[str, Any], said: bool) -> None:
+    """moe_layer.py raises in training from megatron-core 0.7.0 on (2024)."""
+    told = same_tokens(resolve({
+        "name": "x", "cluster": {"topology": "dgx-h100"}, "model": {"preset": preset, "layers": 2},
+        "training": {"micro_batch": 1, "global_batch": 8, "sequence": 1024, "precision": "megatron-bf16"},
+        "parallel": {"strategy": "zero1", **parallel}, "software": {"framework": framework, "year": year}}))
+    assert ["mixtures over tensor ranks" in text for text in told] == ([True] if said else [])
 
 
 @pytest.mark.parametrize("other", [scenario(2024), scenario(2024, virtual_stages=2), scenario(2019, pipeline=1)])

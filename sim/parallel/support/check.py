@@ -117,7 +117,6 @@ def check(scenario: Scenario, stack: Stack) -> None:
     else:
         places = [*served(scenario, stack, sharded)]
     faults = [*on_any_ranks(scenario, stack), *_in_backward(scenario), *places, *_expert(scenario, ipg),
-              *_scattered(scenario, stack),
               *_whole_slices(scenario), *_some(scenario, stack),
               *zero_plus_plus(scenario, stack, spread_over_some(scenario)),
               *(context_faults(scenario, stack) if scenario.parallel.context > 1 else ())]
@@ -309,15 +308,6 @@ def _expert(scenario: Scenario, ipg: bool) -> Iterator[Fault]:
         elif parallel.reshard_after_forward not in (True, False):
             yield Fault("experts that are spread are not resharded to fewer GPUs", "parallel.reshard_after_forward",
                         hint="use true or false")
-
-
-def _scattered(scenario: Scenario, stack: Stack) -> Iterator[Fault]:
-    """Mixtures on tensor ranks that all hold the same tokens, which Megatron does not train."""
-    parallel = scenario.parallel
-    if (scenario.model.moe is not None and scenario.training.mode == "train" and stack.experts_scattered
-            and parallel.tensor > 1 and not parallel.sequence_parallel):
-        yield Fault("Megatron trains mixtures over tensor ranks only where these cut the sequence (moe_layer.py)",
-                    "parallel.sequence_parallel", hint="set it to true")
 
 
 def _in_backward(scenario: Scenario) -> Iterator[Fault]:
