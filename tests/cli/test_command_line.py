@@ -282,6 +282,7 @@ def test_control_c_while_the_command_loads_leaves_no_traceback() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
+@pytest.mark.whole
 def test_the_examples_run_and_hold_their_bounds(drystep: Any) -> None:
     examples = sorted(str(p) for p in (ROOT / "scenarios").glob("*.yaml"))
     assert len(examples) >= 6

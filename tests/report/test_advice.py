@@ -238,6 +238,7 @@ def test_pairs_are_the_cheapest_not_the_mildest() -> None:
     assert "full recomputation of" in fewest.what and " and gathers in bf16" in fewest.what
 
 
+@pytest.mark.whole
 def test_three_changes_where_two_leave_no_room() -> None:
     """13B with eight sequences on eight A100-40GB: two changes that fit make the allocator run short all the time."""
     result = sim.run(resolve({
@@ -252,6 +253,7 @@ def test_three_changes_where_two_leave_no_room() -> None:
     assert "no single change makes it fit; two or three at once would" in str(changes_lines(result.changes)[0])
 
 
+@pytest.mark.whole
 def test_beside_another_change_as_few_nodes_as_suffice_are_asked_for() -> None:
     """70B on eight H100: alone eight times the nodes do not suffice; with full recomputation fewer do."""
     result = sim.run(resolve({
