@@ -212,6 +212,7 @@ def test_a_dry_run_measures_every_part_on_the_cpu(tmp_path: Path) -> None:
         assert rows and all(None not in row and None not in row.values() for row in rows), path.name
 
 
+@pytest.mark.whole
 def test_fitting_twice_gives_the_same_figures() -> None:
     """Nothing fitted before enters a fit: the shipped B200 figures, energy included, come out again."""
     keyed = fit_kernels.by_key(groups())

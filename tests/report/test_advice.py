@@ -224,6 +224,7 @@ def test_where_no_single_change_suffices_two_at_once_do() -> None:
     assert [c.gpu_time for c in fitting] == sorted(c.gpu_time or 0.0 for c in fitting)
 
 
+@pytest.mark.whole
 def test_pairs_are_the_cheapest_not_the_mildest() -> None:
     """13B on 32 A100-40GB: gathers in bf16 cost nothing and recomputation a quarter of compute; eight tensor ranks in
     place of the latter fit more closely and cost a third more."""
@@ -347,6 +348,7 @@ def test_lora_without_room_is_told_of_qlora_and_of_what_leaves_room() -> None:
     assert with_it.step_time_s == pytest.approx(best.step_time_s)
 
 
+@pytest.mark.whole
 def test_two_lesser_changes_stand_beside_a_dear_one() -> None:
     def predicted(**changes: Any) -> Result:
         return sim.run(resolve({

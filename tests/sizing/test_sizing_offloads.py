@@ -34,6 +34,7 @@ def spread(framework: str, **model: Any) -> Space:
     return build_space(variants([alone(scenario(framework, **model), None)], list(OFFLOADS)), CHOICE, narrowed)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("framework", ["pytorch", "deepspeed"])
 def test_the_answer_is_that_of_simulating_everything(framework: str, once: Once) -> None:
     space = spread(framework, layers=4)

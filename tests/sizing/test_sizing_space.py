@@ -39,6 +39,7 @@ def scenario(**changes: Any) -> Scenario:
     return resolve({**PLAIN, **changes}, "small")
 
 
+@pytest.mark.whole
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 10**6), model=st.sampled_from(["gpt2", "llama-7b", "bert-large", "mixtral-8x7b"]),
        framework=st.sampled_from(["pytorch", "megatron", "deepspeed", "torchtitan"]), tensor=st.sampled_from([1, 2, 4]),
@@ -77,6 +78,7 @@ def test_bounds_never_exceed_what_is_simulated(seed: int, model: str, framework:
             assert finetune or of.time_s[row] > (0.05 if model == "mixtral-8x7b" else 0.1) * got.step_time_s
 
 
+@pytest.mark.whole
 def test_search_agrees_with_simulating_everything(once: Once) -> None:
     choice = Choice([8], micro_batch=[1, 2], context=[1], recompute=["none", "full"], partial_recompute=False,
                     schedules=["1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v"], tensor=[1, 2], pipeline=[1, 2],

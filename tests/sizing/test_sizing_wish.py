@@ -68,6 +68,7 @@ def test_memory_that_is_to_stay_free_rules_layouts_out() -> None:
     assert not size(model, choice, Wish(margin_bytes=whole), top=1).best
 
 
+@pytest.mark.whole
 def test_least_energy_is_what_simulating_all_says() -> None:
     everything = size(resolve(PLAIN), NARROW, top=10**6)
     least = sorted(everything.best, key=lambda row: row["step_energy_j"])[:3]
