@@ -199,7 +199,7 @@ def test_check(folder: Path, drystep: Any) -> None:
 
 
 def test_check_fails_when_memory_runs_out_unless_that_is_expected(folder: Path, drystep: Any) -> None:
-    tight = ["run", "small.yaml", "--set", "cluster.gpu.memory=300 MB"]
+    tight = ["run", "small.yaml", "--set", "model.layers=1", "--set", "cluster.gpu.memory=300 MB"]
     assert drystep(*tight).code == 0
     ran = drystep(*tight, "--check")
     assert ran.code == 3

@@ -101,7 +101,7 @@ def test_any_scenario_is_refused_or_runs_well(seed: int) -> None:
 
 
 @pytest.mark.whole
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_scenario_is_advised_well(seed: int) -> None:
     runs_well(seed, advice=True)

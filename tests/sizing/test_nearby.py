@@ -112,6 +112,7 @@ def test_rows_out_of_turn_are_found_early_and_change_no_answer() -> None:
     assert sorted(found.evaluated) == sorted(plain.evaluated) == list(range(3000))
 
 
+@pytest.mark.whole
 def test_a_search_reports_the_scenarios_own_layout() -> None:
     of = resolve({**SMALL, "model": {"preset": "gpt2"}, "parallel": {"strategy": "ddp"}}, "")
     found = size(of, Choice([16], context=[1], tensor=[1], pipeline=[1]), Wish())

@@ -140,6 +140,7 @@ def test_bounds_that_are_cut_short_go_on_to_what_they_would_have_been() -> None:
         assert (getattr(whole, name) == getattr(cut, name)).all()
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="process groups are needed")
 def test_control_c_on_a_terminal_reaches_every_process_and_none_shows_a_traceback(tmp_path: Path) -> None:
     """A terminal sends SIGINT to the whole group: workers leave it to the search, which tells what it has."""

@@ -36,6 +36,7 @@ def test_chinchilla_is_twenty_tokens_per_parameter() -> None:
     assert steps_of(resolve({**PLAIN, "budget": {"tokens": 65536 * 7}})) == 7
 
 
+@pytest.mark.whole
 def test_a_deadline_for_chinchilla_tokens(tmp_path: Path) -> None:
     file, told = tmp_path / "s.yaml", tmp_path / "f.json"
     file.write_text(json.dumps({**PLAIN, "cluster": {"topology": "dgx-a100-80g", "gpus_per_node": 2},

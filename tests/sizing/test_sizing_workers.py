@@ -40,6 +40,7 @@ def table(path: Path) -> list[Any]:
         return file.execute("select * from runs order by key").fetchall()
 
 
+@pytest.mark.whole
 def test_one_two_or_eight_workers_give_one_table(tmp_path: Path) -> None:
     found: list[Sizing] = []
     for count in (1, 2, 8):
@@ -149,6 +150,7 @@ def cluster(tmp_path: Path) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]
             one.wait()
 
 
+@pytest.mark.whole
 def test_a_killed_worker_changes_nothing(cluster: tuple[str, list[subprocess.Popen[bytes]]], tmp_path: Path,
                                          monkeypatch: pytest.MonkeyPatch) -> None:
     address, started = cluster
