@@ -207,8 +207,9 @@ def _more_ranks(scenario: Scenario, name: str) -> Iterator[Candidate]:
     for factor in _FACTORS:
         sets: dict[str, Any] = {f"parallel.{name}": factor * now}
         again = {} if name == "expert" else dict(_resharded(scenario))
-        if name == "tensor" and scenario.model.moe is not None and scenario.training.mode == "train":
-            again["parallel.sequence_parallel"] = True  # Megatron trains mixtures in no other way
+        if (name == "tensor" and scenario.model.moe is not None and scenario.training.mode == "train"
+                and stack_of(scenario.software).experts_scattered):
+            again["parallel.sequence_parallel"] = True
         if name == "expert" or scenario.data_parallel % factor == 0:
             yield Candidate(name, f"{factor * now} {words} instead of {now}", {**sets, **again})
         else:

@@ -24,6 +24,8 @@ _TAGS = frozenset({"name", "table", "modules"})
 _OR_TABLE = {"recompute": "or {layers: 4}, or {modules: [core_attn]}",
              "mode": "or {inference: {prompt: 512, generate: 128, batch: 8}}",
              "document": "or {mean: 500, spread: 1.0}"}
+#: Fields that take a list or one of some words.
+_OR_WORDS = {"targets": ("all", "all-linear")}
 
 
 def explain(error: ValidationError, root: type[BaseModel], document: Document, inside: str = "") -> list[Fault]:
@@ -115,6 +117,8 @@ def _sentence(
         word = ctx["word"]
         hint = (nearest(value, [word]) or _number_hint(value)) if isinstance(value, str) else ""
         return f"expected '{word}' or {ctx['or']}, not {describe(value)}", hint
+    if kind == "list_type" and isinstance(value, str) and (words := _OR_WORDS.get(name)):
+        return f"expected a list, {' or '.join(words)}, not {describe(value)}", nearest(value, words)
     if kind == "unit":
         return message, f"write {ctx['examples']}"
     if kind == "plain":

@@ -29,11 +29,11 @@ def spreads(scenario: Scenario, scattered: bool, tensor: int, ranks: int, expert
     Args:
         scattered: the stack has no mixture on tensor ranks with the same tokens (`Stack.experts_scattered`).
         ranks: replicas and their context ranks.
-        expert, slices: values asked for, of a mixture; every one if empty.
+        expert, slices: values asked for; every one if empty. A model without experts has no slices of them.
     """
     moe = scenario.model.moe
     if moe is None:
-        return [Spread(1, tensor, False)] if not expert or 1 in expert else []
+        return [Spread(1, tensor, False)] if (not expert or 1 in expert) and not slices else []
     width = moe.expert_ffn or scenario.model.ffn or 0
     found = [Spread(e, cut, cut < tensor or (scattered and tensor > 1)) for e in range(1, moe.experts + 1)
              if moe.experts % e == 0 and (ranks * tensor) % e == 0

@@ -401,6 +401,8 @@ COMBINATIONS = [
     ("precision: fsdp-bf16", "finetune: {method: qlora, base: bf16}", "training.finetune.base", 11, "quantised", "nf4"),
     ("precision: fsdp-bf16", "finetune: {method: lora, base: bf16, unquantised: fp32}", "training.finetune.unquantised",
      11, "for a quantised base", "remove"),
+    ("precision: fsdp-bf16", "finetune: {method: lora, targets: all-linar}", "training.finetune.targets", 11,
+     "a list, all or all-linear, not the text 'all-linar'", "all-linear"),
     ("precision: fsdp-bf16", "recompute: {layers: 33}", "training.recompute.layers", 11, "33 recomputed blocks", ""),
 ]
 

@@ -62,6 +62,8 @@ def test_only_one_way_may_be_asked_for() -> None:
     assert {c for *_, c, _ in _cuts(build_space([alone(small(), None)], only(CHOICE, ["expert_tensor=1"])))} == {1}
     dense = resolve({**SMALL, "model": {"preset": "gpt2"}}, "dense")  # nothing to choose
     assert not any("expert_tensor" in name for name in build_space([alone(dense, None)], CHOICE).sets(0))
+    with pytest.raises(UserError, match="--only: no layout of this model"):
+        build_space([alone(dense, None)], only(CHOICE, ["expert_tensor=2"]))
     asked = resolve({**SMALL, "training": {"mode": {"inference": {"prompt": 8, "generate": 8, "batch": 1}}}}, "asked")
     with pytest.raises(UserError, match=r"parallel\.expert_tensor is of training"):
         size(asked, Choice([8], expert_tensor=[1]))
