@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sim.api import load, plan_memory, run, run_sweep
     from sim.imports.read import import_files
-    from sim.report.axes import plot_breakdown, plot_memory, plot_scaling, plot_sweep
+    from sim.report.pictures.axes import plot_breakdown, plot_memory, plot_scaling, plot_sweep
     from sim.sizing import compare, size
-    from sim.sizing.compare_text import plot_comparison
+    from sim.sizing.words.compare import plot_comparison
     from sim.traces.diff import diff
     from sim.validation import validate
 
@@ -32,7 +32,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(api, name)
     if name in ("plot_breakdown", "plot_memory", "plot_scaling", "plot_sweep"):
-        from sim.report import axes
+        from sim.report.pictures import axes
 
         return getattr(axes, name)
     if name in ("size", "compare", "plot_comparison"):

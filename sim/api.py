@@ -25,12 +25,12 @@ from sim.hardware.whatif import with_products
 from sim.network import Network, Topology, expected_maximum
 from sim.parallel import Lowered, lower
 from sim.parallel.variety import GpuKind
-from sim.report.advice import advise
+from sim.report.advice.largest import largest
+from sim.report.advice.single import advise
 from sim.report.build import build_result, step_energy_j, timed
-from sim.report.inference import InferenceResult, inference_result
-from sim.report.largest import largest
-from sim.report.memory import MemoryResult, by_class, fullest
 from sim.report.memory_plan import MemoryPlan, StageMemory
+from sim.report.numbers.inference import InferenceResult, inference_result
+from sim.report.numbers.memory import MemoryResult, by_class, fullest
 from sim.report.result import Result
 from sim.report.tables import Frame, as_table
 from sim.scenario import Loaded, Scenario, load_scenario

@@ -154,12 +154,12 @@ def _run_one(loaded: Loaded, out: JsonOutput | None, text: bool, folder: Path | 
         with writing("--trace", trace_to):
             write_trace(result, trace_to)
     if text:
-        from sim.report.text import console, render
+        from sim.report.terminal.render import console, render
 
         render(result, console())
     if folder is not None:
         from sim.report.folder import write_run
-        from sim.report.text import as_text
+        from sim.report.terminal.render import as_text
 
         with reporting(folder) as written:
             written += write_run(folder, result, as_text(result), as_json)
@@ -191,12 +191,12 @@ def _run_sweep(loaded: Loaded, out: JsonOutput | None, text: bool, folder: Path 
     if out is not None:
         out.end_sweep(rest)
     if text:
-        from sim.report.text import console, render_sweep
+        from sim.report.terminal.render import console, render_sweep
 
         render_sweep(sweep.points, sweep.skipped, sweep.axes, console())
     if folder is not None:
         from sim.report.folder import write_sweep
-        from sim.report.text import sweep_as_text
+        from sim.report.terminal.render import sweep_as_text
 
         with reporting(folder) as written:
             written += write_sweep(folder, sweep.points, sweep.axes,
@@ -254,7 +254,7 @@ def validate(ctx: click.Context, cases: tuple[str, ...], json_to: str | None, se
         if out is not None:
             out.document(found.to_json())
     if json_to != "-":
-        from sim.report.text import console
+        from sim.report.terminal.render import console
 
         render(found, console())
     if found.interrupted:
@@ -300,7 +300,7 @@ def fit(cases: tuple[str, ...], figures: tuple[str, ...], sample: int, workers: 
         with writing("--out", out):
             Path(out).write_text(markdown(found), encoding="utf-8")
     if json_to != "-":
-        from sim.report.text import console
+        from sim.report.terminal.render import console
 
         render_fit(found, console())
 
@@ -325,7 +325,7 @@ def list_(what: str, json_to: str | None) -> None:
     found = rows(what)
     if write_json(json_to, found):
         return
-    from sim.report.text import console, render_catalogue
+    from sim.report.terminal.render import console, render_catalogue
 
     render_catalogue([{k: v for k, v in row.items() if k != "source"} for row in found], console())
 

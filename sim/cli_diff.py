@@ -34,7 +34,7 @@ def diff(trace: str, scenario: str, sets: tuple[str, ...], steps: int | None, pr
     compared shape by shape.
     """
     from sim.api import load, run
-    from sim.report.text import console
+    from sim.report.terminal.render import console
     from sim.traces.diff import compare
     from sim.traces.kineto import read_trace
     from sim.traces.text import products_csv, render

@@ -70,8 +70,8 @@ def _one(loaded: Loaded, out: JsonOutput | None, text: bool, stages: bool, snaps
         with writing("--snapshot", snapshot_to):
             write_snapshot(Path(snapshot_to), plan.memory, plan.fullest.layers)
     if text:
-        from sim.report.text import console
-        from sim.report.text_memory import render_memory
+        from sim.report.terminal.memory import render_memory
+        from sim.report.terminal.render import console
 
         render_memory(plan, console(), stages)
 
@@ -96,8 +96,8 @@ def _sweep(loaded: Loaded, out: JsonOutput | None, text: bool) -> None:
     if out is not None:
         out.end_sweep({"skipped": skipped, "axes": loaded.sweep})
     if text:
-        from sim.report.text import console
-        from sim.report.text_memory import render_memory_sweep
+        from sim.report.terminal.memory import render_memory_sweep
+        from sim.report.terminal.render import console
 
         render_memory_sweep(plans, skipped, list(loaded.sweep), console())
 

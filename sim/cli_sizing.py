@@ -92,11 +92,11 @@ def size(ctx: click.Context, scenario: str, sets: tuple[str, ...], gpus: str, cl
     started = time.monotonic()
     from sim import sizing
     from sim.api import load
-    from sim.sizing import export
-    from sim.sizing.front_picture import write_front
-    from sim.sizing.only import only
-    from sim.sizing.rerun import command
-    from sim.sizing.size_text import lines
+    from sim.sizing.space.only import only
+    from sim.sizing.words import export
+    from sim.sizing.words.front_picture import write_front
+    from sim.sizing.words.rerun import command
+    from sim.sizing.words.size import lines
 
     writable("--json", json_to)
     writable("--out", out)
@@ -283,7 +283,7 @@ def compare(scenarios: tuple[str, ...], sets: tuple[str, ...], json_to: str | No
     """Runs side by side: which term of the step and of memory moved, why, and which fields differ."""
     from sim import sizing
     from sim.api import load, run
-    from sim.sizing.compare_text import lines, write_picture
+    from sim.sizing.words.compare import lines, write_picture
 
     writable("--json", json_to)
     writable("--report", report_to and os.path.join(report_to, "comparison.png"), parents=True)

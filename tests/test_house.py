@@ -116,6 +116,23 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert [sorted(one) for one in tied if one != ACTORS] == []
 
 
+def test_no_rooms_within_a_room_import_each_other_in_a_circle() -> None:
+    """A folder inside a room is one thing to the files beside it: it stands above them or below, never both."""
+    known = modules()
+    arrows: dict[str, set[str]] = {}
+    for name, path in known.items():
+        if name not in ACTORS and path.name != "__init__.py":
+            arrows.setdefault(place(name), set()).update(
+                place(other) for other in imported_modules(name, tree(path), known)
+                if known[other].name != "__init__.py" and room(known[other]) == room(path))
+    assert [sorted(one) for one in circles({here: others - {here} for here, others in arrows.items()})] == []
+
+
+def place(name: str) -> str:
+    """`sim.room.folder` of a file within a folder of a room, else the file's own name."""
+    return ".".join(name.split(".")[:3])
+
+
 @pytest.mark.parametrize(("files", "tied"), [
     ({"sim.a": "from sim.b import x", "sim.b": "import sim.c", "sim.c": ""}, []),
     ({"sim.a": "from sim.b import x", "sim.b": "def f():\n    from sim import a"}, [{"sim.a", "sim.b"}]),

@@ -1,4 +1,4 @@
-"""Reads a Timeline, changes nothing: numbers (`result`), terminal (`text`), Perfetto (`trace`), bounds (`expect`)."""
+"""Reads a Timeline, changes nothing: the result, what it says and its pictures."""
 
 from sim.report.build import build_result
 from sim.report.result import Result

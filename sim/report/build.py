@@ -9,17 +9,17 @@ from sim.engine import Machine, Timeline
 from sim.network import Topology
 from sim.parallel import Lowered
 from sim.program import Kind
-from sim.report.asked import in_vain
-from sim.report.attention import of_whole_sequences
-from sim.report.breakdown import COMPUTE_STREAM, bound, kernel_counts, of_rank, step_flops
-from sim.report.budget import budget_result
-from sim.report.columns import Columns, of_class
-from sim.report.inference import inference_result, waits_for_memory
-from sim.report.loading import DataLoading
-from sim.report.memory import MemoryResult, by_class, fullest
-from sim.report.neighbours import features
-from sim.report.queues import unusual_queues
+from sim.report.numbers.breakdown import COMPUTE_STREAM, bound, kernel_counts, of_rank, step_flops
+from sim.report.numbers.budget import budget_result
+from sim.report.numbers.columns import Columns, of_class
+from sim.report.numbers.inference import inference_result, waits_for_memory
+from sim.report.numbers.loading import DataLoading
+from sim.report.numbers.memory import MemoryResult, by_class, fullest
+from sim.report.numbers.neighbours import features
 from sim.report.result import Detail, Result, Simulation, tokens_per_sample
+from sim.report.warned.asked import in_vain
+from sim.report.warned.attention import of_whole_sequences
+from sim.report.warned.queues import unusual_queues
 from sim.scenario.schema import Inference, Scenario
 
 #: From this part of the FLOPs on, attention that causal kernels skip makes MFU another figure than most expect.

@@ -43,11 +43,11 @@ def write_run(folder: Path, result: Result, text: str, as_json: Mapping[str, Any
     Raises:
         OSError: the folder or a file cannot be written.
     """
-    from sim.report import plot_style as look
-    from sim.report.pipeline_rows import boxes_of, chunk_names, merges
-    from sim.report.plot_memory import fullest, memory_digest, memory_figure
-    from sim.report.plot_pipeline import pipeline_digest, pipeline_figure
-    from sim.report.plot_timeline import timeline_digest, timeline_figure
+    from sim.report.pictures import style as look
+    from sim.report.pictures.memory import fullest, memory_digest, memory_figure
+    from sim.report.pictures.pipeline import pipeline_digest, pipeline_figure
+    from sim.report.pictures.pipeline_rows import boxes_of, chunk_names, merges
+    from sim.report.pictures.timeline import timeline_digest, timeline_figure
     from sim.report.snapshot import write_snapshot
 
     written = _begin(folder, text, as_json)
@@ -77,8 +77,8 @@ def write_sweep(folder: Path, points: Sequence[Result], axes: Mapping[str, Seque
     Held-fast values of a third axis get a picture each: sweep-2.png and so on. Arguments, result and errors as in
     `write_run`; the points may have been released.
     """
-    from sim.report import plot_style as look
-    from sim.report.plot_sweep import scales, scaling_figure, sweep_digest, sweep_figure, sweeps
+    from sim.report.pictures import style as look
+    from sim.report.pictures.sweep import scales, scaling_figure, sweep_digest, sweep_figure, sweeps
 
     written = _begin(folder, text, as_json)
     digest: dict[str, Any] = {}

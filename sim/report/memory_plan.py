@@ -10,10 +10,10 @@ from typing import Any
 from sim.model import build
 from sim.parallel import Lowered
 from sim.parallel.lower import with_parallel
-from sim.report.largest import Largest
-from sim.report.memory import MemoryResult, fullest
+from sim.report.advice.largest import Largest
+from sim.report.advice.trials import Change
+from sim.report.numbers.memory import MemoryResult, fullest
 from sim.report.thumb import Thumb, rules_of_thumb
-from sim.report.trials import Change
 from sim.scenario.dump import dump
 from sim.scenario.schema import Scenario
 

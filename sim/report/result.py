@@ -9,18 +9,18 @@ from typing import Any
 
 from sim.engine import Machine, Timeline, simulate
 from sim.parallel import Lowered
-from sim.report.breakdown import Breakdown
-from sim.report.budget import BudgetResult
-from sim.report.inference import InferenceResult, latency_row
-from sim.report.largest import Largest
-from sim.report.loading import DataLoading
-from sim.report.memory import MemoryResult
-from sim.report.neighbours import Features, Validated, validated
-from sim.report.stages import StageUse, stages_of
+from sim.report.advice.largest import Largest
+from sim.report.advice.trials import Change
+from sim.report.numbers.breakdown import Breakdown
+from sim.report.numbers.budget import BudgetResult
+from sim.report.numbers.inference import InferenceResult, latency_row
+from sim.report.numbers.loading import DataLoading
+from sim.report.numbers.memory import MemoryResult
+from sim.report.numbers.neighbours import Features, Validated, validated
+from sim.report.numbers.stages import StageUse, stages_of
+from sim.report.numbers.traffic import traffic_count, traffic_list
+from sim.report.numbers.troubles import Trouble, troubles
 from sim.report.tables import Frame, as_table
-from sim.report.traffic import traffic_count, traffic_list
-from sim.report.trials import Change
-from sim.report.troubles import Trouble, troubles
 from sim.scenario.dump import dump
 from sim.scenario.schema import Scenario
 
@@ -206,7 +206,7 @@ class Result:
 
     def ask_sensitivity(self) -> dict[str, float]:
         """Work out `sensitivity`, one simulation per resource; `bound` then follows from it."""
-        from sim.report.sensitivity import bound_by, sensitivity
+        from sim.report.numbers.sensitivity import bound_by, sensitivity
 
         detail, step_s = self.detail, self.step_time_s
         self.sensitivity = sensitivity(detail.lowered.job, detail.machine, step_s, self.data_loading.reading_s)

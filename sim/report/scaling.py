@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sim.report.breakdown import felt
-from sim.report.plot_sweep import sweeps
+from sim.report.numbers.breakdown import felt
+from sim.report.pictures.sweep import sweeps
 from sim.report.result import Result
 
 

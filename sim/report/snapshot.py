@@ -18,7 +18,7 @@ from sim.memory.allocator_parts import Block, Pool
 from sim.memory.order import Buffers
 from sim.memory.tensors import TensorReplay
 from sim.program import MemoryOp, Program, Section
-from sim.report.memory import MemoryResult
+from sim.report.numbers.memory import MemoryResult
 from sim.tensor_trace import LayerMemory
 
 #: Where the first segment lies: the viewer takes an address of 0 for none.

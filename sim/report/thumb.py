@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sim.report.memory import MemoryResult
+from sim.report.numbers.memory import MemoryResult
 from sim.report.units import size
 from sim.scenario.schema import Inference, Scenario
 from sim.work import DTYPE_BYTES

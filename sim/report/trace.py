@@ -3,10 +3,10 @@
 Format: "Trace Event Format" (Google, 2016), JSON object form: complete events (`ph: X`) with times in microseconds, and
 metadata events that name processes and threads. One process per simulated rank; its threads are the host, the device
 streams and one track per communicator; a task of kernels is a slice with its kernels inside, and collectives that a
-chain of kernels waits for are drawn on their communicators' tracks (`sim.report.inside`), as far as the number of
-events allows; its counters (`ph: C`) are the bytes it holds, by category and in all
-("allocated"), at the times at which the host allocates and frees, and what the allocator reserves. Of a pipeline every
-stage is a process, and what it does carries the number of its micro-batch.
+chain of kernels waits for are drawn on their communicators' tracks (`sim.report.numbers.inside`), as far as the number
+of events allows; its counters (`ph: C`) are the bytes it holds, by category and in all ("allocated"), at the times at
+which the host allocates and frees, and what the allocator reserves. Of a pipeline every stage is a process, and what it
+does carries the number of its micro-batch.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from sim.engine import SectionRun
 from sim.memory.curve import Replay
 from sim.memory.ledger import CATEGORIES, TENSORS
 from sim.program import Job, Kind, Program, Section
-from sim.report.inside import Inside, Parts
-from sim.report.memory import MemoryResult, by_class
-from sim.report.pipeline_rows import MicroBatches
+from sim.report.numbers.inside import Inside, Parts
+from sim.report.numbers.memory import MemoryResult, by_class
+from sim.report.pictures.pipeline_rows import MicroBatches
 from sim.report.result import Result
 
 #: Beyond so many events a viewer turns slow; runs that repeat are then shown once, with a mark saying how often.

@@ -11,7 +11,7 @@ from sim.errors import Fault, UserError
 from sim.network.figures import catalogue
 from sim.parallel.serving.request import run_of
 from sim.report import words
-from sim.report.inference import InferenceResult, latency_row
+from sim.report.numbers.inference import InferenceResult, latency_row
 from sim.report.result import Result
 from sim.report.tables import Frame, as_table
 from sim.report.units import seconds

@@ -13,19 +13,19 @@ import numpy as np
 
 from sim.parallel.serving.request import run_of
 from sim.scenario import Scenario
-from sim.sizing.base import alone, following
-from sim.sizing.bounds import Bounds
-from sim.sizing.front import AXES, SERVED_AXES, complete, complete_served
-from sim.sizing.nearby import Nearby, own_row
-from sim.sizing.offloads import both_ways, narrowed, nowhere, variants
-from sim.sizing.ranking import Floats, Ranking
-from sim.sizing.rows import table_row
-from sim.sizing.runner import Runner
-from sim.sizing.search import Aside
-from sim.sizing.served_bounds import ServedBounds
-from sim.sizing.served_space import ServedSpace, build_served, own_served, served, served_bases
-from sim.sizing.served_space import plain as plain_served
-from sim.sizing.space import Choice, Space, build_space, with_parts, with_schedules
+from sim.sizing.bounds.requests import ServedBounds
+from sim.sizing.bounds.steps import Bounds
+from sim.sizing.search.best_first import Aside
+from sim.sizing.search.front import AXES, SERVED_AXES, complete, complete_served
+from sim.sizing.search.nearby import Nearby, own_row
+from sim.sizing.search.ranking import Floats, Ranking
+from sim.sizing.search.rows import table_row
+from sim.sizing.search.runner import Runner
+from sim.sizing.space.base import alone, following
+from sim.sizing.space.layouts import Choice, Space, build_space, with_parts, with_schedules
+from sim.sizing.space.offloads import both_ways, narrowed, nowhere, variants
+from sim.sizing.space.requests import ServedSpace, build_served, own_served, served, served_bases
+from sim.sizing.space.requests import plain as plain_served
 from sim.sizing.wish import Wish
 
 

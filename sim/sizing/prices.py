@@ -8,7 +8,7 @@ from typing import Any
 
 from sim.catalog import table
 from sim.errors import Fault, UserError
-from sim.report.budget import price_per_gpu_hour
+from sim.report.numbers.budget import price_per_gpu_hour
 from sim.scenario import Scenario
 
 

@@ -17,24 +17,24 @@ from sim import api
 from sim.errors import UserError
 from sim.parallel.serving.request import run_of
 from sim.parallel.support.check import on_any_ranks
-from sim.report.asked import autocast_alone
+from sim.report.warned.asked import autocast_alone
 from sim.scenario import Loaded, Scenario, resolve
-from sim.sizing.base import part_of_one
-from sim.sizing.early import early
-from sim.sizing.front import pareto
 from sim.sizing.modes import aside_of, axes_of, bases_of, bounds_of, front_proven, listed_space, own_of
-from sim.sizing.ranking import Floats, Ranking
 from sim.sizing.refused import refuse
-from sim.sizing.round_out import best_of_each, round_out
-from sim.sizing.rows import kept_row, table_row
-from sim.sizing.runner import Runner
-from sim.sizing.search import PATIENCE, ROUND, Found, search
-from sim.sizing.space import Choice, Space
-from sim.sizing.store import Store
-from sim.sizing.usual import with_usual_half
-from sim.sizing.why import Why, explain, families
+from sim.sizing.search.best_first import PATIENCE, ROUND, Found, search
+from sim.sizing.search.early import early
+from sim.sizing.search.front import pareto
+from sim.sizing.search.ranking import Floats, Ranking
+from sim.sizing.search.round_out import best_of_each, round_out
+from sim.sizing.search.rows import kept_row, table_row
+from sim.sizing.search.runner import Runner
+from sim.sizing.search.store import Store
+from sim.sizing.search.usual import with_usual_half
+from sim.sizing.search.why import Why, explain, families
+from sim.sizing.search.workers import workers as started_workers
+from sim.sizing.space.base import part_of_one
+from sim.sizing.space.layouts import Choice, Space
 from sim.sizing.wish import SERVED_DEFAULT, Wish, priced
-from sim.sizing.workers import workers as started_workers
 from sim.software import stack_of
 
 
@@ -43,7 +43,7 @@ class Sizing:
     """What `size` found.
 
     Attributes:
-        best: rows of a table (`sim.sizing.rows`), the best first.
+        best: rows of a table (`sim.sizing.search.rows`), the best first.
         nearest: where the deadline or the budget leaves nothing, the best row without them; None if there is none, or
             none was proven in time.
         own: row of the scenario's own layout where it is among those covered, as in `rows`.
@@ -151,10 +151,10 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
         source: gives the model, batch and precision; its own layout, if it is among those asked for, is simulated
             first and reported, and changes nothing else.
         clusters: topologies, default the scenario's.
-        offload: of `sim.sizing.offloads.OFFLOADS`, what to try outside the GPUs; default what the scenario says.
+        offload: of `sim.sizing.space.offloads.OFFLOADS`, what to try outside the GPUs; default what the scenario says.
         overlap_p2p: whether to try transfers between stages beside compute too; default what the scenario says.
         top: how many of the best are proven and returned.
-        out: SQLite file of outcomes (see `sim.sizing.store`); `resume` goes on with one that is there.
+        out: SQLite file of outcomes (see `sim.sizing.search.store`); `resume` goes on with one that is there.
         workers: processes; they do not change what is found or simulated.
         dask: address of a Dask scheduler, whose workers simulate instead.
         seconds: of wall clock from this call, half for bounding layouts: then stop; what is found is the best so

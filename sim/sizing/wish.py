@@ -12,7 +12,7 @@ import numpy as np
 from sim.errors import Fault, UserError
 from sim.model import build
 from sim.parallel.lower import with_parallel
-from sim.report.budget import tokens_of
+from sim.report.numbers.budget import tokens_of
 from sim.report.result import tokens_per_sample
 from sim.report.units import seconds
 from sim.scenario import Scenario

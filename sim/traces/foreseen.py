@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from sim.report.breakdown import Breakdown, kernel_counts, of_rank
-from sim.report.columns import of_class
+from sim.report.numbers.breakdown import Breakdown, kernel_counts, of_rank
+from sim.report.numbers.columns import of_class
+from sim.report.numbers.traffic import traffic_list
 from sim.report.result import Result
-from sim.report.traffic import traffic_list
 from sim.traces.classes import ATTENTION
 from sim.traces.steps import Shape, Step, Sum
 from sim.work import Kernel

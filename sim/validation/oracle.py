@@ -38,7 +38,7 @@ def compare_exact(case: Case) -> Record:
     if case.kind == "oracle-flops":
         predicted.update(flops(lowered))
     else:
-        from sim.report.traffic import traffic_order, traffic_totals
+        from sim.report.numbers.traffic import traffic_order, traffic_totals
 
         predicted.update(traffic=traffic_totals(lowered.job), order=traffic_order(lowered.job))
     return verdict(case.measured, predicted)
@@ -71,7 +71,7 @@ def flops(lowered: Lowered) -> dict[str, int]:
 
 
 def _section_flops(program: Program, number: int) -> Iterable[tuple[str, float]]:
-    from sim.report.breakdown import segment_flops
+    from sim.report.numbers.breakdown import segment_flops
 
     section = program.sections[number]
     flops = segment_flops(program)

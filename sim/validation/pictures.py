@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sim.report import plot_style as look
+from sim.report.pictures import style as look
 from sim.validation.statistics import Record
 
 if TYPE_CHECKING:

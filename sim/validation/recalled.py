@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from sim.catalog import folder
-from sim.report.neighbours import RECALLED
+from sim.report.numbers.neighbours import RECALLED
 from sim.validation.runner import Validation, validate
 from sim.validation.statistics import Record
 from sim.validation.table import HEADLINE, headline, percent

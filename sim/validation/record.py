@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import sim
-from sim.report.neighbours import RECORD, Features, row
+from sim.report.numbers.neighbours import RECORD, Features, row
 from sim.validation.statistics import Record
 
 #: Where the record is.

@@ -15,13 +15,13 @@ from sim.catalog import folder, names
 from sim.errors import Fault, UserError
 from sim.report.folder import write_run, write_sweep
 from sim.report.result import Result
-from sim.report.text import as_text, sweep_as_text
+from sim.report.terminal.render import as_text, sweep_as_text
 from sim.report.units import seconds, size
 from sim.scenario import Loaded
 from sim.scenario.document import parse_document, read_text
 from sim.scenario.load import load_document
 from sim.sizing.compare import compare
-from sim.sizing.compare_text import lines, write_picture
+from sim.sizing.words.compare import lines, write_picture
 from sim.web.faults import EDITED
 
 #: Predictions kept in memory for comparisons; the reports of all stay on disk.

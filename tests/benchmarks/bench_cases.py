@@ -26,8 +26,8 @@ from sim.engine import simulate
 from sim.memory.ledger import peak
 from sim.memory.reserved import fragmentation_bytes
 from sim.parallel import lower
-from sim.report.advice import advise
-from sim.report.largest import largest
+from sim.report.advice.largest import largest
+from sim.report.advice.single import advise
 from sim.report.result import Result
 from sim.scenario import Scenario, resolve
 from sim.validation.cases import read

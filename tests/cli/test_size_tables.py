@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sim.cli import main
-from sim.sizing.store import Store
+from sim.sizing.search.store import Store
 
 SMALL = """\
 name: small

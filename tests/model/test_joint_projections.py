@@ -8,7 +8,7 @@ import pytest
 
 from sim.model.architecture import Layer
 from sim.parallel import lower
-from sim.report.attention import joint_beside_frozen
+from sim.report.warned.attention import joint_beside_frozen
 from sim.scenario import resolve
 
 BATCH, SEQUENCE, HIDDEN, HEADS, GROUPS, FFN = 2, 512, 1024, 16, 4, 2816

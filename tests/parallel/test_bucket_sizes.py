@@ -9,7 +9,7 @@ import pytest
 from sim.errors import UserError
 from sim.parallel import Lowered, lower
 from sim.parallel.data.buckets import bucket_elements
-from sim.report.traffic import traffic_totals
+from sim.report.numbers.traffic import traffic_totals
 from sim.scenario import resolve
 
 MIB = 2**20

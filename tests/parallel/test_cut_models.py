@@ -16,7 +16,7 @@ from sim.parallel import lower
 from sim.parallel.pipeline.bubble import bubble_time
 from sim.parallel.pipeline.orders import Costs
 from sim.program.expand import expand
-from sim.report.traffic import traffic_totals
+from sim.report.numbers.traffic import traffic_totals
 from sim.scenario import resolve
 
 LAYERS, HIDDEN, SEQUENCE, VOCAB = 8, 512, 256, 1024

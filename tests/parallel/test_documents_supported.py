@@ -10,8 +10,8 @@ from sim.errors import UserError
 from sim.parallel import lower
 from sim.scenario import Scenario, resolve
 from sim.sizing import Choice
-from sim.sizing.base import alone
-from sim.sizing.space import build_space
+from sim.sizing.space.base import alone
+from sim.sizing.space.layouts import build_space
 
 HALF = {"precision": "pure-bf16"}
 

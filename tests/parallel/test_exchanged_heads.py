@@ -16,7 +16,7 @@ from sim.parallel import lower
 from sim.parallel.model import context
 from sim.parallel.model.calls import Calls, Items
 from sim.program import InlineCall
-from sim.report.traffic import traffic_totals
+from sim.report.numbers.traffic import traffic_totals
 from sim.scenario import Scenario, resolve
 from sim.work import Kernel
 

@@ -18,7 +18,7 @@ from sim.parallel import lower
 from sim.parallel.data.buckets import Bucket, apart
 from sim.parallel.lower import cut_groups, layout_of
 from sim.parallel.model.expert import sent_once
-from sim.report.traffic import traffic_totals
+from sim.report.numbers.traffic import traffic_totals
 from sim.scenario import resolve
 from sim.scenario.model import Moe
 

@@ -18,7 +18,7 @@ from sim.parallel.model.expert import hidden_by
 from sim.parallel.model.overlap import beside_shared, together
 from sim.parallel.pipeline.orders import order
 from sim.program import CollectiveCall, InlineCall, Program
-from sim.report.traffic import traffic_totals
+from sim.report.numbers.traffic import traffic_totals
 from sim.scenario import resolve
 from sim.work import Kernel
 

@@ -12,7 +12,7 @@ from sim.memory.ledger import peak
 from sim.parallel import lower
 from sim.parallel.lower import Lowered
 from sim.program.columns import Kind
-from sim.report.traffic import traffic_totals
+from sim.report.numbers.traffic import traffic_totals
 from sim.scenario import resolve
 
 #: qkv, o, gate and up as one, down, two norms; embedding, head, last norm.

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sim.api import run
 from sim.parallel import Lowered, lower
 from sim.program import Kind, Program, Section
-from sim.report.traffic import traffic_totals
+from sim.report.numbers.traffic import traffic_totals
 from sim.scenario import resolve
 from sim.software import stack_for, trial
 

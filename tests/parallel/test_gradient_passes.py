@@ -9,7 +9,7 @@ import pytest
 from sim.parallel import lower
 from sim.parallel.lower import Lowered
 from sim.program import Kind
-from sim.report.traffic import traffic_totals
+from sim.report.numbers.traffic import traffic_totals
 from sim.scenario import resolve
 
 

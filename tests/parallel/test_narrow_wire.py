@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sim.parallel import Lowered, lower
-from sim.report.traffic import traffic_totals
+from sim.report.numbers.traffic import traffic_totals
 from sim.scenario import resolve
 
 HIDDEN, FFN, VOCAB = 1024, 4096, 32768

@@ -14,7 +14,7 @@ from sim.hardware import pageable_bps
 from sim.parallel import lower
 from sim.program import Kind
 from sim.report.result import Result
-from sim.report.text import as_text
+from sim.report.terminal.render import as_text
 from sim.scenario import resolve
 from sim.scenario.schema import Scenario
 

@@ -14,7 +14,7 @@ from sim.errors import UserError
 from sim.parallel import lower
 from sim.parallel.lower import layout_of, sharded_groups
 from sim.program import Kind
-from sim.report.traffic import traffic_totals
+from sim.report.numbers.traffic import traffic_totals
 from sim.scenario import resolve
 
 LAYERS, HIDDEN, SEQUENCE, VOCAB, STAGES, MICRO = 8, 256, 128, 1024, 4, 8

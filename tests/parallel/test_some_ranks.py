@@ -9,7 +9,7 @@ import pytest
 import sim
 from sim.errors import UserError
 from sim.parallel import Lowered, lower
-from sim.report.traffic import traffic_totals
+from sim.report.numbers.traffic import traffic_totals
 from sim.scenario import Scenario, resolve
 
 MIB = 2**20

@@ -12,7 +12,7 @@ from sim.api import machine_for
 from sim.engine import simulate
 from sim.errors import UserError
 from sim.parallel import Lowered, lower
-from sim.report.pipeline_rows import boxes_of
+from sim.report.pictures.pipeline_rows import boxes_of
 from sim.scenario import Scenario
 from sim.scenario.load import resolve
 

@@ -18,7 +18,7 @@ from sim.parallel import Lowered, lower
 from sim.parallel.sharded.coordinator import Limits
 from sim.parallel.sharded.quantised import scales
 from sim.program import Kind
-from sim.report.asked import in_vain
+from sim.report.warned.asked import in_vain
 from sim.scenario import Scenario, resolve
 
 #: Four blocks of 12 · 1024² elements, no biases; norms are the only vectors.

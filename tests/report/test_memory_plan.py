@@ -12,8 +12,8 @@ from report_scenarios import small
 import sim
 from sim.memory.ledger import allocated_bytes
 from sim.report.memory_plan import MemoryPlan
-from sim.report.text import console
-from sim.report.text_memory import render_memory
+from sim.report.terminal.memory import render_memory
+from sim.report.terminal.render import console
 from sim.report.thumb import RULES, rules_of_thumb
 from sim.scenario import resolve
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from sim.report.breakdown import breakdown, leaves
-from sim.report.columns import of_class
+from sim.report.numbers.breakdown import breakdown, leaves
+from sim.report.numbers.columns import of_class
 from sim.report.result import Result
 
 Make = Callable[..., Result]

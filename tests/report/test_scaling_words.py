@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sim.report import plot_style as look
+from sim.report.pictures import style as look
 from sim.report.scaling import Scaling
 
 COMM, WORK = "communication", "compute"

@@ -13,5 +13,5 @@ _ONCE = Once()
 @pytest.fixture
 def once(monkeypatch: pytest.MonkeyPatch) -> Once:
     """What tests simulate with, searches in this process too."""
-    monkeypatch.setattr(sys.modules["sim.sizing.runner"], "simulated", _ONCE)
+    monkeypatch.setattr(sys.modules["sim.sizing.search.runner"], "simulated", _ONCE)
     return _ONCE

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from sim.garbage import search_seldom
-from sim.sizing.runner import simulated
-from sim.sizing.store import Outcome
+from sim.sizing.search.runner import simulated
+from sim.sizing.search.store import Outcome
 
 #: Key, cluster, configuration and number of GPUs, as `simulated` takes them.
 Job = tuple[str, dict[str, Any], dict[str, Any], int]

@@ -14,8 +14,8 @@ from sim.hardware import gpu
 from sim.parallel import lower
 from sim.scenario import resolve
 from sim.sizing import Choice, Wish, size
-from sim.sizing.base import alone, following
-from sim.sizing.space import STRATEGIES, build_space
+from sim.sizing.space.base import alone, following
+from sim.sizing.space.layouts import STRATEGIES, build_space
 from sim.sizing.wish import steps_of
 
 PLAIN: dict[str, Any] = {

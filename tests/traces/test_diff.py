@@ -19,7 +19,7 @@ from kineto_of import NAMES, SMALL, kineto_of
 import sim
 from sim.errors import UserError
 from sim.report.result import Result
-from sim.report.text import console
+from sim.report.terminal.render import console
 from sim.scenario import resolve
 from sim.traces.diff import Difference, compare
 from sim.traces.foreseen import class_of_rank, foresee

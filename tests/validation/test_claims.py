@@ -9,7 +9,7 @@ import pytest
 
 from sim import api
 from sim.errors import UserError
-from sim.report.breakdown import leaves
+from sim.report.numbers.breakdown import leaves
 from sim.scenario import load_scenario, resolve
 from sim.scenario.claim import Claim, Figure
 from sim.scenario.dump import dump

@@ -14,7 +14,7 @@ from sim.engine import longest_path, simulate
 from sim.memory.ledger import peak
 from sim.parallel import lower
 from sim.report import Result
-from sim.report.traffic import traffic_totals
+from sim.report.numbers.traffic import traffic_totals
 from sim.scenario import resolve
 
 #: Kernel times have steps (tiles, waves): more work of a smaller shape may be this much faster.

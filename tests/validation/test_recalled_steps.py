@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sim.report.text_run import LONGER
+from sim.report.terminal.run import LONGER
 from sim.validation import runs
 from sim.validation.recalled import markdown, requests, steps
 

@@ -1,0 +1,1 @@
+"""What would make a job fit, and what each change costs."""

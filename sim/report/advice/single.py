@@ -1,0 +1,75 @@
+"""What would make a job fit: every single change worth trying, and what it costs in step time, the cheapest first.
+
+Memory follows the host's order, so that what a change frees is known without simulating a step; only changes after
+which the job fits are simulated for their step time, and where two are needed those that may be one of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from sim.garbage import seldom_searched
+from sim.report.advice.candidates import candidates
+from sim.report.advice.combined import DEAR, fewer_nodes, fewest_blocks, milder, together
+from sim.report.advice.trials import Change, Trial, Trials, Tried
+from sim.report.numbers.memory import MemoryResult
+from sim.scenario import Scenario
+from sim.scenario.change import Changing
+
+#: The cheapest of several changes at once that are tried in a lesser degree.
+_MADE_MILDER = 3
+
+
+@seldom_searched()
+def advise(scenario: Scenario, memory: MemoryResult, trial: Callable[[Scenario], Trial], now_s: float) -> list[Change]:
+    """Single changes that free memory: those that make the job fit first, the cheapest in GPU time before the others,
+    then the rest by what they free on the GPU. Where none suffices on as many GPUs, or the cheapest is dear, two or
+    three of those that free most and alone leave the job without room may; beside single changes several at once are
+    there only where they are cheaper, those that leave memory free than the single ones that do.
+
+    Of changes of one group (micro-batches of 8, 4, 2 ...) only the mildest that suffices is there, else the strongest;
+    one that the scenario rules out, or that frees nothing, is left out.
+
+    Args:
+        memory: of the scenario as it is; `now_s`: its step.
+        trial: lowers a scenario; only steps of those that fit are asked for, and what each of two adds for a pair.
+    """
+    trials = Trials(Changing(scenario), trial, now_s, scenario.gpus)
+    found: dict[str, Tried] = {}
+    for group, what, sets in candidates(scenario):
+        if not (group in found and found[group].after.fits):
+            one = trials.one((what, sets))
+            if one is not None and (one.after.fits or _frees(one.after, memory)):
+                found[group] = one
+    if "recompute" in found and found["recompute"].after.fits:
+        fewest = fewest_blocks(scenario, lambda what, sets: trials.one((what, sets)))
+        if fewest is not None:
+            found["blocks"] = fewest
+    tries = [one._replace(sets=trials.fewest(one)) for one in found.values()]
+    priced = [trials.priced(one) for one in tries]
+    if not memory.fits and _cheapest(priced, more=False, roomy=True) > DEAR:
+        several = together([one for one in tries if not one.after.fits or one.after.short], trials)
+        costs = [trials.priced(one) for one in several]
+        for of, more in ((milder, False), (fewer_nodes, True)):
+            cheap = sorted((c.gpu_time or 0.0, place) for place, c in enumerate(costs[:len(several)])
+                           if c.more_gpus == more)
+            less = (of(scenario, several[place], trials) for _, place in cheap[:_MADE_MILDER])
+            first = next((one for one in less if one is not None), None)
+            costs += [trials.priced(first)] if first is not None else []
+        priced += [c for c in costs if (c.gpu_time or 0.0) < _cheapest(priced, more=c.more_gpus,
+                                                                       roomy=c.headroom_bytes > 0)]
+    return sorted(priced, key=lambda c: (not c.fits, c.gpu_time or 0.0, c.missing_bytes, c.host_missing_bytes))
+
+
+def _cheapest(singles: list[Change], *, more: bool, roomy: bool) -> float:
+    """GPU time of the cheapest with which the job fits, on as many GPUs unless `more`, with memory left if `roomy`."""
+    return min((c.gpu_time for c in singles if c.gpu_time is not None and (more or not c.more_gpus)
+                and (c.headroom_bytes > 0 or not roomy)), default=math.inf)
+
+
+def _frees(after: MemoryResult, before: MemoryResult) -> bool:
+    """Whether a change frees anything of what is too much."""
+    if not before.fits_device:
+        return after.use.peak_allocated_bytes < before.use.peak_allocated_bytes
+    return after.fits_device and after.host_missing_bytes < before.host_missing_bytes

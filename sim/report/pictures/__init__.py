@@ -1,0 +1,1 @@
+"""Pictures of a step, of memory, of pipelines and of sweeps. Knows matplotlib; import it when something is drawn."""

@@ -1,0 +1,388 @@
+"""The terminal report. The only file that knows rich; import it when something is printed, not before."""
+
+from __future__ import annotations
+
+import io
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import IO, Any
+
+from rich.console import Console, Group
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from sim.memory.ledger import CATEGORIES
+from sim.report.advice.combined import DEAR
+from sim.report.advice.largest import GPU_ALONE, Largest
+from sim.report.advice.trials import Change
+from sim.report.numbers.breakdown import felt
+from sim.report.numbers.memory import TIGHT_HEADROOM, MemoryResult
+from sim.report.result import Result
+from sim.report.scaling import scaling
+from sim.report.terminal.head import has_tokens, headline
+from sim.report.terminal.run import budget_lines, trouble_lines
+from sim.report.terminal.stages import stage_lines
+from sim.report.units import rate, seconds, size
+from sim.report.words import bound, forward_of, term
+from sim.scenario.change import said
+from sim.work import CATEGORIES as KERNEL_CATEGORIES
+
+#: Share of the GPU from which on what the allocator wastes is told apart.
+_WASTE = 0.02
+#: Changes listed for a job that does not fit.
+_CHANGES = 5
+#: Of them, how many on more GPUs stand beside those on as many.
+_ON_MORE = 2
+#: Characters of options on a line, the least a terminal has less the indent.
+_OPTIONS_WIDTH = 76
+_SEARCH = "'drystep size' searches whole layouts"
+_COLOURS = {"gemm": "green", "attention": "bright_green", "memory_bound": "cyan", "optimizer": "blue",
+            "communication": "red", "pipeline_bubble": "magenta", "host": "yellow", "offload": "bright_red"}
+#: Rows with less of the step than this would print as 0.0% and are left out.
+_SMALLEST_SHARE = 0.0005
+#: Columns of catalogues whose names are too long for a table head.
+_HEADS = {"architecture": "arch", "half_tflops": "half TF", "fp8_tflops": "fp8 TF", "memory_gib": "GiB",
+          "bandwidth_gb_s": "GB/s", "power_limit_w": "W", "gpus_per_node": "GPUs", "sms": "SMs",
+          "host_forward_us": "fwd µs", "host_backward_us": "bwd µs", "host_collective_us": "call µs",
+          "clips_gradients": "clips", "parameters_b": "10⁹ params"}
+_PIPE_WIDTH = 200
+_UNBOUND = 10_000
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def console(file: IO[str] | None = None, width: int | None = None) -> Console:
+    """A console on `file` (default standard output); colour only on a terminal that wants it."""
+    return Console(file=file, width=width, highlight=False, soft_wrap=False)
+
+
+def render(result: Result, to: Console) -> None:
+    """Print the report of one run, each part before what the next one has to simulate: advice takes the longest."""
+    to.print(Group(*headline(result), Text(), *_breakdown(result, to.width), Text()))
+    to.print(Group(*_bound(result), *trouble_lines(result), Text(), *_memory(result, to.width)))
+    to.print(Group(*changes_lines(result.changes, searchable=result.scenario.training.mode == "train"),
+                   *largest_lines(result.largest), *stage_lines(result), *budget_lines(result), *_notes(result)))
+
+
+def as_text(result: Result, width: int = 100) -> str:
+    """The report without colour, for a file."""
+    buffer = io.StringIO()
+    render(result, Console(file=buffer, width=width, highlight=False, color_system=None))
+    return buffer.getvalue()
+
+
+def render_sweep(points: Sequence[Result], skipped: Sequence[Mapping[str, Any]], axes: Mapping[str, Sequence[Any]],
+                 to: Console) -> None:
+    """Print one row per predicted point of a sweep, and the reasons of those that are impossible."""
+    if points:
+        to.print(Text(points[0].scenario.name, style="bold"))
+        _print_whole(_sweep_table(points, list(axes)), to)
+        for line in scaling(points, axes):
+            to.print(Text(str(line), style="dim"))
+    for point in skipped:
+        sets = ", ".join(f"{k}={v}" for k, v in point["set"].items())
+        to.print(Text.assemble(("skipped ", "yellow"), f"{sets}: {point['reason']}"))
+    warnings = dict.fromkeys(w for p in points for w in p.warnings)
+    to.print(Group(*(_warning(w) for w in warnings), *(_claim(points[0]) if points else [])))
+
+
+def _print_whole(table: Table, to: Console) -> None:
+    """A table whose columns have least widths: as narrow as these where its heads do not fit on one line, closer
+    together where that is too wide still, never cut."""
+    width = to.width
+    least = sum(column.min_width or 0 for column in table.columns)
+    if Measurement.get(to, to.options.update(max_width=_UNBOUND), table).maximum > width:
+        for column in table.columns:  # rich by itself shares out what is left and may be one off
+            column.width = column.min_width
+        if least + 2 * len(table.columns) > width:
+            table.padding = (0, 1, 0, 0)
+        to.width = max(width, least + 2 * len(table.columns))
+    to.print(table)
+    to.width = width
+
+
+def sweep_as_text(points: Sequence[Result], skipped: Sequence[Mapping[str, Any]], axes: Mapping[str, Sequence[Any]],
+                  width: int = 160) -> str:
+    """The sweep's table without colour, for a file."""
+    buffer = io.StringIO()
+    render_sweep(points, skipped, axes, Console(file=buffer, width=width, highlight=False, color_system=None))
+    return buffer.getvalue()
+
+
+def render_catalogue(rows: Sequence[Mapping[str, Any]], to: Console) -> None:
+    """Print the rows of a catalogue as a table; columns are the first row's keys. A pipe gets one line per row."""
+    if not to.is_terminal:
+        to.width = max(to.width, _PIPE_WIDTH)
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for key in rows[0]:
+        table.add_column(_HEADS.get(key, key.replace("_", " ")), overflow="fold", no_wrap=key == "name")
+    for row in rows:
+        table.add_row(*("-" if value in (None, "") else f"{value:g}" if isinstance(value, float) else str(value)
+                        for value in row.values()))
+    to.print(table)
+
+
+def bar(share: float, width: int) -> str:
+    """A bar of `share` of `width` columns, to an eighth of a column."""
+    eighths = round(max(0.0, min(1.0, share)) * width * 8)
+    full, part = divmod(eighths, 8)
+    return "█" * full + (_EIGHTHS[part].strip() if part else "")
+
+
+def _rows(result: Result) -> Iterable[tuple[str, float, str]]:
+    parts = result.breakdown
+    for name in KERNEL_CATEGORIES:
+        yield term(name), parts.compute[name], _COLOURS[name]
+    for kind, groups in parts.exposed_communication.items():
+        for group, exposed in groups.items():
+            if group not in result.group_ranks:  # a stage between the first and the last ties no embedding
+                continue
+            words = f"exposed {kind.replace('_', '-')} ({group}, {result.group_ranks[group]} ranks)"
+            yield words, exposed, _COLOURS["communication"]
+    yield term("pipeline_bubble"), parts.pipeline_bubble, _COLOURS["pipeline_bubble"]
+    yield term("offload"), parts.offload, _COLOURS["offload"]
+    for name, waited in result.waits.items():
+        yield term(name), waited, _COLOURS["host"]
+
+
+def _breakdown(result: Result, width: int) -> list[Any]:
+    step = result.step_time_s
+    rows = [row for row in _rows(result) if row[1] > _SMALLEST_SHARE * step]
+    name_width = max((len(name) for name, _, _ in rows), default=0)
+    room = max(6, min(48, width - name_width - 19))
+    grid = Table.grid(padding=(0, 1))
+    for column in range(4):
+        grid.add_column(justify="right" if column in (1, 2) else "left", no_wrap=True)
+    for name, value, colour in rows:
+        grid.add_row(name, seconds(value), f"{100 * value / step:.1f}%", Text(bar(value / step, room), style=colour))
+    return [Text("where the step goes", style="bold"), grid]
+
+
+def _bound(result: Result) -> list[Any]:
+    total = sum(s for groups in result.breakdown.communication_total.values() for s in groups.values())
+    exposed = result.breakdown.exposed_s
+    lines = [Text.assemble("bound by ", (bound(felt(result.bound, result.breakdown), result.inference is not None),
+                                           "bold"))]
+    if total > 0:
+        hidden = 100 * max(0.0, 1 - exposed / total)
+        lines.append(Text(f"communication: {seconds(total)} on the wire, {hidden:.0f}% hidden "
+                          f"behind compute; {result.slowdown:.3f}× the step on an infinitely fast network"))
+        if result.breakdown.contention > _SMALLEST_SHARE * result.step_time_s:
+            longer = seconds(result.breakdown.contention)
+            lines.append(Text(f"kernels take {longer} longer because collectives hold SMs and memory bandwidth"))
+    if result.sensitivity is not None:
+        lines.append(Text("10% more of: " + ", ".join(
+            f"{name.replace('_', ' ')} {round(100 * change, 1) + 0.0:+.1f}%"  # no -0.0
+            for name, change in result.sensitivity.items())))
+    if result.validated.count:
+        lines.append(Text(str(result.validated), style="dim"))
+    return list(lines)
+
+
+def _memory(result: Result, width: int) -> list[Any]:
+    memory = result.memory
+    where = memory.use.where
+    operator = f" ({where.operator})" if where is not None and where.operator not in ("", where.layer) else ""
+    reached = "" if where is None else forward_of(where.section) or f"{where.phase} of {where.layer}{operator}"
+    place = reached and f", reached in {reached}"
+    parts = sorted(((memory.at_peak[name], name.replace("_", " ")) for name in CATEGORIES), reverse=True)
+    detail = ", ".join(f"{name} {size(held)}" for held, name in parts if held)
+    return [memory_bar(memory, width), *host_line(memory), Text.assemble(memory_verdict(memory), place),
+            Text(detail, style="dim")]
+
+
+def memory_bar(memory: MemoryResult, width: int) -> Text:
+    """The device's memory as a bar."""
+    share = memory.shown_bytes / memory.capacity_bytes
+    room = max(10, min(48, width - 32))
+    return Text.assemble(("memory ", "bold"), (bar(share, room).ljust(room, "·"), _colour(memory)),
+                         f" {size(memory.shown_bytes)} of {size(memory.capacity_bytes)}")
+
+
+def memory_verdict(memory: MemoryResult) -> Text:
+    """Whether it fits, and by how much."""
+    counted = "fits" if memory.complete else "fits by estimate"
+    if memory.fits:
+        cached = memory.reserved.fragmentation_bytes
+        needed = f"{size(memory.capacity_bytes - cached)} are needed, and the allocator's cache takes the other"
+        free = f", {size(memory.headroom_bytes)} free" if memory.headroom_bytes > 0 else (
+            f": {needed} {size(cached)}" if cached > 0 else ", to the last byte")
+        return Text(f"{counted}{free}", style=_colour(memory))
+    if memory.fits_device:
+        return Text(f"fits the GPU but not the host, which lacks {size(memory.host_missing_bytes)}", style="bold red")
+    most = max(CATEGORIES, key=lambda name: memory.at_peak[name] if name != "fragmentation" else 0)
+    return Text(f"does not fit: {lacking(memory)}, most of it {most.replace('_', ' ')}", style="bold red")
+
+
+def lacking(memory: MemoryResult) -> str:
+    """By how much tensors do not fit the GPU, and blocks around them where those waste much."""
+    blocks = memory.missing_bytes + memory.reserved.fragmentation_bytes
+    wasteful = memory.reserved.fragmentation_bytes > _WASTE * memory.capacity_bytes
+    return f"{size(memory.missing_bytes)} too much" + (
+        f" ({size(blocks)} with what the allocator's blocks waste)" if wasteful else "")
+
+
+def _colour(memory: MemoryResult) -> str:
+    share = memory.device_used_bytes / memory.capacity_bytes
+    return "red" if not memory.fits else "yellow" if share > 1 - TIGHT_HEADROOM else "green"
+
+
+def host_line(memory: MemoryResult) -> list[Any]:
+    """Host memory of a node, where anything is offloaded."""
+    host = memory.host
+    if host is None:
+        return []
+    parts = sorted(((held, name.replace("_", " ")) for name, held in host.by_category.items()), reverse=True)
+    detail = ", ".join(f"{name} {size(held)}" for held, name in parts)
+    colour = "red" if host.needed_bytes > host.capacity_bytes else "green"
+    used = f"{size(host.needed_bytes)} of {size(host.capacity_bytes)} of a node"
+    return [Text.assemble(("host ", "bold"), (used, colour), (f": {detail}", "dim"))]
+
+
+def changes_lines(changes: Sequence[Change], most: int = _CHANGES, searchable: bool = True) -> list[Any]:
+    """What would make a job fit that does not, cheapest first; else what comes closest.
+
+    Args:
+        searchable: whether it is a job that `drystep size` has layouts for.
+    """
+    fitting = [change for change in changes if change.fits]
+    if not fitting:
+        return [Text(f"no single change makes it fit; closest is {c.what}, {_still_lacking(c)}"
+                     + (f" ({_SEARCH})" if searchable else "")) for c in changes[:1]]
+    here, more = ([c for c in fitting if c.more_gpus == wanted] for wanted in (False, True))
+    shown = here[:most - min(len(more), _ON_MORE)]
+    lines = [Text(_head(here), style="bold")] if here else []
+    for c in shown:
+        lines += _change_lines(c)
+    if more:
+        lines.append(Text("on more GPUs it would fit with" if here else
+                          "nothing that was tried makes it fit on as many GPUs; on more it would with", style="bold"))
+    for c in more[:most - len(shown)]:
+        lines += _change_lines(c)
+    rest = len(fitting) - most
+    below = [f"  and {rest} more, dearer ones (--json has all)"] if rest > 0 else []
+    below += [f"  {_SEARCH}"] if searchable and min(c.gpu_time or 1.0 for c in fitting) > DEAR else []
+    return [*lines, *(Text(line, style="dim") for line in below)]
+
+
+def _head(here: Sequence[Change]) -> str:
+    counts = sorted({change.count for change in here})
+    if counts[0] == 1:
+        return "it would fit with"
+    many = " or ".join({2: "two", 3: "three"}[count] for count in counts)
+    return f"no single change makes it fit; {many} at once would"
+
+
+def _change_lines(c: Change) -> list[Any]:
+    free = f"{size(c.headroom_bytes)} free" if c.headroom_bytes > 0 else "only just (the allocator runs short)"
+    return [Text(f"  {c.what}: {free}, {_cost(c)}"),
+            *(Padding(Text(line, style="dim"), (0, 0, 0, 4), expand=False) for line in _options(c.set))]
+
+
+def _options(sets: Mapping[str, Any]) -> list[str]:
+    """The command line's options for a change, as few lines as hold them; a line ends where an option does."""
+    lines = [""]
+    for text in said(sets):
+        option = f"--set {shlex.quote(text)}"
+        if lines[-1] and len(lines[-1]) + len(option) >= _OPTIONS_WIDTH:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {option}".strip()
+    return lines
+
+
+def largest_lines(found: Sequence[Largest]) -> list[Any]:
+    """The largest sizes that fit, and why not more."""
+    return [Text.assemble(*_largest(one)) for one in found]
+
+
+def _largest(one: Largest) -> Iterator[tuple[str, str] | str]:
+    yield f"largest {one.what} " if one.what != "sequence" else "longest sequence "
+    yield (f"{one.value:,}" if one.value else f"none (not even {one.step:,})", "bold green" if one.value >= one.now
+           else "bold red")
+    tokens = " tokens" if one.what in ("sequence", "prompt") and one.value else ""
+    yield f"{tokens}, now {one.now:,}"
+    if one.what == "micro-batch" and one.value not in (0, one.now):
+        yield ", with as many micro-steps as now"
+    if one.ends == GPU_ALONE:
+        yield f", by {one.ends}"
+    elif one.value and one.ends != "memory":
+        yield f"; beyond it: {one.ends}"
+
+
+def _still_lacking(change: Change) -> str:
+    if change.missing_bytes:
+        return f"{size(change.missing_bytes)} too much"
+    return f"with which the host of a node lacks {size(change.host_missing_bytes)}"
+
+
+def _cost(change: Change) -> str:
+    """Step time with a change against without it, and GPU time where the number of GPUs changes."""
+    slowdown, gpu_time = change.slowdown or 1.0, change.gpu_time or 1.0
+    more = f", GPU time {100 * (gpu_time - 1):+.0f}%" if gpu_time != slowdown else ""
+    return f"step {100 * (slowdown - 1):+.0f}%{more}"
+
+
+def _warning(text: str) -> Text:
+    return Text.assemble(("! ", "bold yellow"), text)
+
+
+def _claim(result: Result) -> list[Any]:
+    """What the scenario puts to the test."""
+    claim = result.scenario.claim
+    if claim is None:
+        return []
+    return [Text.assemble("claim: ", (" ".join(claim.text.split()), "italic"), " ", (claim.verdict, "bold"))]
+
+
+def _notes(result: Result) -> list[Any]:
+    done = result.simulation
+    lines: list[Any] = [Text()] if result.warnings else []
+    lines += [_warning(w) for w in result.warnings]
+    lines += _claim(result)
+    lines.append(Text())
+    lines.append(Text(
+        f"simulated {done.ranks_simulated} of {done.ranks_represented:,} ranks, {done.tasks:,} tasks, "
+        f"{done.events:,} events in {seconds(done.wall_s)}", style="dim"))
+    return lines
+
+
+def _sweep_table(points: Sequence[Result], axes: Sequence[str]) -> Table:
+    """One row per point. On a narrow terminal headings wrap; figures never do."""
+    scaling = "cluster.nodes" in axes
+    serving = all(point.inference is not None for point in points)
+    generating = any(point.scenario.model.kind != "encoder" for point in points)
+    tokens = all(has_tokens(point.scenario) for point in points)
+    rows: list[list[Text]] = []
+    for point in points:
+        memory = point.memory
+        cells = [str(point.set[axis]) for axis in axes]
+        served = point.inference
+        times = [seconds(point.step_time_s)]
+        if serving and served is not None:
+            times = [seconds(served.prompt_time_s), *([seconds(served.time_per_token_s)] if generating else [])]
+        throughput = point.tokens_per_second if tokens else point.samples_per_second
+        cells += [str(point.gpus), *times, rate(throughput / point.gpus),
+                  f"{100 * point.mfu:.1f}%", f"{100 * point.breakdown.exposed_s / point.step_time_s:.1f}%",
+                  size(memory.device_used_bytes)]
+        fits = Text("yes", style="green") if memory.fits else Text("no", style="bold red")
+        efficiency = [Text(_efficiency(point, points))] if scaling else []
+        rows.append([*map(Text, cells), fits, *efficiency])
+    heads = [axis.split(".")[-1].replace("_", " ") for axis in axes]
+    heads += ["GPUs", *(["first token", "per token"] if serving and generating else ["pass" if serving else "step"])]
+    heads += [f"{'tokens' if tokens else 'samples'}/s /GPU", "MFU", "exposed", "memory", "fits"]
+    heads += ["scaling"] if scaling else []
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for i, head in enumerate(heads):
+        widest = max([row[i].cell_len for row in rows] + [len(word) for word in head.split()])
+        table.add_column(head, justify="left" if i < len(axes) else "right", min_width=widest)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _efficiency(point: Result, points: Sequence[Result]) -> str:
+    """Throughput per GPU over that of the smallest cluster among the points that differ in nothing else."""
+    alike = [p for p in points if all(p.set[k] == v for k, v in point.set.items() if k != "cluster.nodes")]
+    first = min(alike, key=lambda p: p.set["cluster.nodes"])
+    return f"{100 * point.tokens_per_second_per_gpu / first.tokens_per_second_per_gpu:.1f}%"

@@ -1,0 +1,85 @@
+"""Lines of the terminal report about the cluster's troubles and about the whole run (budget)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from sim.report.numbers.budget import BudgetResult
+
+if TYPE_CHECKING:
+    from sim.report.result import Result
+
+_TROUBLES = 8
+#: Published runs of weeks whose layout is known (OPT, BLOOM, GPT-NeoX, Pythia, StarCoder, DeepSeek-V2 and V3, Skywork:
+#: reports/runs.md), and by how much their average step was longer than predicted, percent. A test holds them to it.
+LONGER = (8, 9, 18)
+#: Steps that differ by less, relative to one another, are as long: sums of doubles in another order.
+_SAME = 1e-6
+
+
+def trouble_lines(result: Result) -> list[Text]:
+    """What each trouble of the cluster costs, the dearest first."""
+    if not result.troubles:
+        return []
+    lines = [Text(), Text("trouble", style="bold")]
+    for one in result.troubles[:_TROUBLES]:
+        cost = _percent(one.slowdown) if abs(one.slowdown - 1) > _SAME else "as long"
+        lines.append(Text(f"{one.what}: step {cost}, {one.without_s:.4g} s without it"))
+    return lines
+
+
+def budget_lines(result: Result) -> list[Text]:
+    """The whole run."""
+    found = result.budget
+    if found is None:
+        return []
+    lines = [Text(), Text("the whole run", style="bold")]
+    head = f"{_big(found.tokens)} tokens in {found.steps:,} steps"
+    if found.days is None:
+        return [*lines, Text(head), Text("failures leave no time for work: it never ends", style="bold red")]
+    assert found.gpu_hours is not None, "days and GPU-hours come together"
+    parts = [f"{found.days:.4g} days", f"{found.gpu_hours:,.0f} GPU-hours"]
+    if found.cost is not None:
+        parts.append(f"{found.cost:,.0f} USD")
+    if found.energy_kwh is not None:
+        parts.append(f"{found.energy_kwh / 1000:,.4g} MWh of the GPUs alone")
+    lines += [Text(head), Text(" · ".join(parts))]
+    asked = result.scenario.budget
+    if found.in_time is not None and asked is not None and asked.deadline is not None:
+        lines.append(Text(f"the deadline of {_time(asked.deadline)} is {'kept' if found.in_time else 'missed'}",
+                          style="green" if found.in_time else "bold red"))
+    if not result.memory.fits:
+        lines.append(Text("this is what it would take if it fitted: as it stands the job runs out of memory",
+                          style="bold red"))
+    said = "steady steps: {} published runs of weeks took {} to {}% longer a step".format(*LONGER)
+    lines.append(Text(said, style="dim"))
+    return [*lines, *_failures(found)]
+
+
+def _failures(found: BudgetResult) -> list[Text]:
+    if found.mtbf_s is None or found.checkpoint_every_s is None or found.checkpoint_s is None:
+        return []
+    lost = ", ".join(f"{name.replace('_', ' ')} {100 * share:.2g}%" for name, share in found.overhead.items())
+    return [Text(f"a failure every {_time(found.mtbf_s)}: goodput {100 * found.goodput:.1f}% with a checkpoint of "
+                 f"{_time(found.checkpoint_s)} every {_time(found.checkpoint_every_s)}"),
+            Text(f"lost: {lost}", style="dim")]
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.3g}%"
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
+        if seconds >= 2 * size or unit == "s":
+            return f"{seconds / size:.3g} {unit}"
+    return ""
+
+
+def _big(value: float) -> str:
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if value >= size:
+            return f"{value / size:.4g} {unit}"
+    return f"{value:,.0f}"

@@ -1,0 +1,1 @@
+"""What the user is warned of: asked for in words, and not what will be run."""

@@ -1,0 +1,1 @@
+"""How a space is searched: rows by their bounds, the best first; where they are simulated and what is kept."""

@@ -1,0 +1,1 @@
+"""What a search or a comparison found, in words, tables and pictures."""

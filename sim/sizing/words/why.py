@@ -1,0 +1,60 @@
+"""Why the best wins, in words: the runner-up term by term, and the best of each family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from sim.sizing.search.why import Contrast, Family, Row, Why
+from sim.sizing.words.compare import change_of, moved_lines, seconds_of, words
+
+_GIB = 2.0**30
+
+
+def why_lines(why: Why, tell: Callable[[Row], str], unit: Callable[[float], str]) -> Iterator[str]:
+    """For a terminal: the runner-up term by term, then a line and the largest terms of each family.
+
+    Args:
+        tell: a row in words.
+        unit: a value of the objective in words.
+    """
+    if (second := why.runner_up) is not None:
+        yield f"why the best wins: what the runner-up ({tell(second.row)}) has more or less of:"
+        yield f"  {_behind(second)}"
+        yield from moved_lines(second.found, 1)
+        yield f"  memory left free: {second.margin_bytes[0] / _GIB:.1f} GiB, runner-up {_free(second)}"
+        yield ""
+    if why.families:
+        yield "the best simulated layout of each family, held against the best (of the best's own family, the next):"
+    for one in why.families:
+        yield f"  {one.name:18} {_family(one, tell, unit)}"
+        if (other := why.contrasts.get(one.name)) is not None:
+            terms = "; ".join(f"{words(term)} {seconds_of(value)}" for term, value in other.found.moved[0][:3])
+            yield f"  {'':18} {_behind(other)}: {terms or 'no term moved'}; {_free(other)} left free"
+
+
+def _behind(one: Contrast) -> str:
+    winner, other = one.found.whole_s
+    if abs(other - winner) < 1e-9 * winner:
+        return "takes the same time"
+    what = "" if one.found.served else "step "
+    return f"{what}{change_of(one.found, other - winner)} ({100 * (other / winner - 1):+.1f}%)"
+
+
+def _free(one: Contrast) -> str:
+    return f"{one.margin_bytes[1] / _GIB:.1f} GiB"
+
+
+def _family(one: Family, tell: Callable[[Row], str], unit: Callable[[float], str]) -> str:
+    if one.best is not None:
+        more = "" if one.settled or one.nearest is None else \
+            f" (others not simulated, none below {unit(one.nearest)})"
+        return ("(has the best) next " if one.holds_best else "") + tell(one.best) + more
+    if one.ruled_out == one.covered:
+        return f"none simulated: all {one.covered:,} ruled out by memory, limits or rules"
+    if one.holds_best:
+        return "only the best was simulated" + ("" if one.nearest is None else f", none below {unit(one.nearest)}")
+    if one.simulated:
+        return f"none of the {one.simulated:,} simulated fits" + (
+            "" if one.nearest is None else f"; of the others none is below {unit(one.nearest)}")
+    bound = "" if one.nearest is None else f", none can be below {unit(one.nearest)}"
+    return f"none simulated of {one.covered:,}, {one.ruled_out:,} ruled out{bound}"

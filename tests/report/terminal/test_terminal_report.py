@@ -1,0 +1,95 @@
+"""The terminal report says what matters, at any width, and is plain when it is not on a terminal."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from sim.report.advice.trials import Change
+from sim.report.result import Result
+from sim.report.terminal.render import as_text, bar, console, render, sweep_as_text
+from sim.report.units import seconds, size
+
+Make = Callable[..., Result]
+
+
+def test_the_report_says_what_matters(result_of: Make) -> None:
+    text = as_text(result_of(1))
+    for words in ("by hand", "21 ms per step", "MFU", "exposed all-gather (shard, 8 ranks)", "exposed reduce-scatter",
+                  "matrix products", "waiting for the host", "bound by the tensor cores", "1.615× the step",
+                  "3.25 GiB", "optimizer states 2 GiB", "estimated from what", "simulated 1 of 8 ranks"):
+        assert words in text, words
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_no_line_is_wider_than_the_terminal(result_of: Make, width: int) -> None:
+    assert max(len(line) for line in as_text(result_of(2), width).splitlines()) <= width
+
+
+def test_no_colour_when_not_on_a_terminal(result_of: Make) -> None:
+    buffer = io.StringIO()
+    render(result_of(1), console(buffer))
+    assert "\x1b" not in buffer.getvalue()
+
+
+def test_the_verdict_is_read_while_advice_is_simulated(result_of: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer, read = io.StringIO(), []
+
+    def advice(result: Result) -> list[Change]:
+        read.append(buffer.getvalue())
+        return []
+
+    monkeypatch.setattr(Result, "changes", property(advice))
+    render(result_of(1), console(buffer))
+    assert read[0].index("21 ms per step") < read[0].index("bound by") < read[0].index("75.9 GiB free")
+
+
+def test_out_of_memory_says_by_how_much(result_of: Make) -> None:
+    result = result_of(1)
+    use = result.memory.use
+    result.memory = type(result.memory)(use, (use,), 2**30, True, result.memory.program)
+    text = as_text(result)
+    assert "does not fit: 2.25 GiB too much" in text
+    assert "optimizer states" in text
+
+
+def test_a_sweep_has_a_row_per_point_and_its_scaling_efficiency(result_of: Make) -> None:
+    points = []
+    for nodes in (1, 2):
+        result = result_of(nodes)
+        result.set = {"cluster.nodes": nodes}
+        result.tokens_per_second, result.gpus = 800.0 if nodes == 1 else 1200.0, 8 * nodes
+        points.append(result)
+    skipped = [{"set": {"cluster.nodes": 3}, "reason": "8 sequences do not divide over 24 ranks"}]
+    lines = sweep_as_text(points, skipped, {"cluster.nodes": [1, 2, 3]}).splitlines()
+    rows = [line.split() for line in lines if line.startswith(("1 ", "2 "))]
+    assert rows[0][-1] == "100.0%"
+    assert rows[1][-1] == "75.0%"
+    assert any("skipped cluster.nodes=3" in line for line in lines)
+
+
+@pytest.mark.parametrize(("value", "text"), [(1.23456, "1.235 s"), (0.0123, "12.3 ms"), (4.2e-5, "42 µs"), (0.0, "0")])
+def test_seconds(value: float, text: str) -> None:
+    assert seconds(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (80 * 2**30, "80 GiB"), (-2**30, "-1 GiB")])
+def test_sizes(value: float, text: str) -> None:
+    assert size(value) == text
+
+
+def test_bars() -> None:
+    assert bar(0.5, 10) == "█" * 5
+    assert bar(2.0, 4) == "████"
+    assert bar(0.0, 4) == ""
+
+
+def test_no_cell_of_a_sweep_is_cut_at_any_width(result_of: Make) -> None:
+    """At exactly the width that its words need, rich's own columns came out one too wide and the last lost a letter."""
+    points = [replace(result_of(nodes), set={"cluster.nodes": nodes, "training.micro_batch": 1}) for nodes in (1, 2)]
+    for width in (*range(60, 100), 160):
+        text = sweep_as_text(points, [], {"cluster.nodes": [1, 2], "training.micro_batch": [1]}, width)
+        assert "scaling" in text and "100.0%" in text and "fits" in text, width

@@ -1,0 +1,124 @@
+"""compare: every moved term adds up to the change of the step, and has what stands behind it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sim
+from sim.calibration.nccl_sweeps import topology_mapping
+from sim.cli import main
+from sim.network.figures import catalogue
+from sim.scenario.load import resolve
+from sim.sizing import Comparison, compare
+from sim.sizing.words.compare import lines
+
+PLAIN: dict[str, Any] = {
+    "name": "plain", "cluster": {"topology": "dgx-a100-80g", "nodes": 2}, "model": {"preset": "gpt3-1.3b"},
+    "training": {"micro_batch": 4, "global_batch": 64, "sequence": 1024}, "parallel": {"strategy": "ddp"}}
+
+
+def against(**changes: Any) -> Comparison:
+    other = {**PLAIN, "name": "other", **{k: {**PLAIN[k], **v} for k, v in changes.items()}}
+    return compare([sim.run(resolve(PLAIN)), sim.run(resolve(other))])
+
+
+@pytest.mark.parametrize("changes", [
+    {"training": {"recompute": "full"}}, {"parallel": {"strategy": "fsdp"}}, {"cluster": {"inter_gbps_per_node": 100}},
+    {"parallel": {"pipeline": 2}}, {"training": {"sequence": 512}}], ids=str)
+def test_moved_terms_sum_to_the_change(changes: dict[str, Any]) -> None:
+    found = against(**changes)
+    change = found.step_time_s[1] - found.step_time_s[0]
+    assert sum(seconds for _, seconds in found.moved[0]) == pytest.approx(change, abs=1e-9)
+    assert sum(v[0] for v in found.terms.values()) == pytest.approx(found.step_time_s[0])
+    assert abs(found.moved[0][0][1]) == max(abs(s) for _, s in found.moved[0])
+
+
+def test_full_recomputation_is_more_work_at_the_same_pace() -> None:
+    found = against(training={"recompute": "full"})
+    reason = found.why[0]["compute.gemm"]
+    work = float(reason.split("work per GPU x")[1].split(",")[0])
+    # blocks are forwarded again, but for their last product (a third of a block's), whose output nothing needs: PyTorch
+    # stops there. Head and embedding (8% of the work) are not: 1 + 0.92 / 3 * 2 / 3
+    assert work == pytest.approx(1.204, abs=0.015)
+    assert dict(found.memory_moved[0])["activations"] < 0
+    assert found.differs == {"training.recompute": ["none", "full"]}
+
+
+def test_slower_links_are_more_on_the_wire_and_less_hidden() -> None:
+    found = against(cluster={"inter_gbps_per_node": 50})
+    reason = found.why[0]["exposed_communication.all_reduce.data"]
+    units = {"s": 1.0, "ms": 1e-3}
+    before, after = (float(value) * units[unit] for value, unit in (
+        said.split() for said in reason.split("wire ")[1].split(",")[0].split(" -> ")))
+    assert "e+" not in reason  # seconds are no thousands of milliseconds
+    assert after > 4 * before and "16 ranks" in reason
+
+
+def test_sharding_explains_the_optimizer_and_new_collectives() -> None:
+    why = against(parallel={"strategy": "fsdp"}).why[0]
+    assert "optimizer states of a GPU" in why["compute.optimizer"]
+    assert why["exposed_communication.all_gather.shard"].startswith("new: ")
+
+
+def test_the_command_tells_the_reasons_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, recompute in (("a", "none"), ("b", "full")):
+        training = {**PLAIN["training"], "recompute": recompute}
+        (tmp_path / f"{name}.yaml").write_text(json.dumps({**PLAIN, "name": name, "training": training}))
+    with pytest.raises(SystemExit) as done:
+        main(["compare", str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml"), "--report", str(tmp_path / "out")])
+    assert done.value.code == 0
+    said = capsys.readouterr().out
+    assert "work per GPU x1.2" in said and "training.recompute: none | full" in said and "memory: activations -" in said
+    assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out" / "comparison.txt").read_text() == said
+
+
+def test_runs_that_are_alike_differ_in_nothing() -> None:
+    same = sim.run(resolve(PLAIN))
+    other = sim.run(resolve({**PLAIN, "name": "by another name", "expect": {"mfu": {"min": 0.1}}}))
+    found = compare([same, other])
+    assert found.moved == [[]] and found.differs == {} and found.scaling == [1.0, 1.0]
+    assert any("memory: the same" in line for line in lines(found))
+
+
+def test_figures_of_links_are_measured_or_the_catalogues() -> None:
+    """`drystep calibrate` writes some of them into a topology; of others the catalogue's are in force."""
+    measured = {**topology_mapping("dgx-a100-80g"), "links": {"base_us.LL": 5.25, "base_us.Simple": 8.0}}
+    runs = [sim.run(resolve({"name": "one", "cluster": {"topology": topology, "gpus_per_node": 2},
+                             "model": {"preset": "gpt2", "layers": 2}, "parallel": {"strategy": "ddp"},
+                             "training": {"micro_batch": 1, "global_batch": 2, "sequence": 128}}))
+            for topology in ("dgx-a100-80g", measured)]
+    found = compare(runs)
+    assert found.names == ["one (links as in the catalogue)", "one (links as measured: base_us.LL 5.25 and more)"]
+    assert found.differs == {f"cluster.topology.links.{name}": [catalogue()[name], value]
+                             for name, value in measured["links"].items()}
+
+
+def test_names_say_what_is_not_set() -> None:
+    from sim.sizing.compare import _names
+
+    assert _names(["a", "a"], {"cluster.inter_gbps_per_node": [None, 100.0], "training.recompute": ["none", "full"]}) \
+        == ["a (inter gbps per node not set, recompute none)", "a (inter gbps per node 100, recompute full)"]
+    assert _names(["a", "b"], {"training.recompute": ["none", "full"]}) == ["a", "b"]
+
+
+def test_a_word_and_a_mapping_of_one_field_are_told_as_one() -> None:
+    from sim.sizing.compare import _names
+
+    assert _names(["a", "a", "a"], {"training.micro_batch": [1, 2, 2], "training.recompute.layers": [14, None, None],
+                                    "training.recompute": [None, "full", None]}) \
+        == ["a (micro batch 1, recompute layers 14)", "a (micro batch 2, recompute full)",
+            "a (micro batch 2, recompute not set)"]
+
+
+def test_a_run_that_does_not_fit_is_told_apart() -> None:
+    large = {"model": {"preset": "gpt3-13b"}}
+    found = against(**large)
+    assert found.fits == [True, False] and found.to_json()["fits"] == [True, False]
+    first, second, note, *_ = lines(found)
+    assert "DOES NOT FIT" in second and "DOES NOT FIT" not in first and "drystep memory" in note
+    assert "does not fit" not in "\n".join(lines(against(training={"recompute": "full"}))).lower()
