@@ -130,7 +130,7 @@ def _stretches(phases: Ints) -> list[Ints]:
 
 
 def memory_figure(result: Result) -> Figure:
-    """Draw it; call within `plot_style.style()`."""
+    """Draw it; call within `look.style()`."""
     view = memory_view(result)
     windows = _windows(view)
     height = 4.4 if len(windows) == 1 else 6.2

@@ -82,7 +82,7 @@ def bubble_share(boxes: Boxes, step_time_s: float | None = None) -> float:
 
 def pipeline_figure(title: str, boxes: Boxes, subtitle: str = "", chunk_names: Sequence[str] = (),
                     step_time_s: float | None = None) -> Figure:
-    """Draw a step's pipeline; call within `plot_style.style()`.
+    """Draw a step's pipeline; call within `look.style()`.
 
     Where boxes are too narrow for their numbers, a second and a third panel show how the pipeline fills and empties.
 

@@ -100,7 +100,7 @@ def sweeps(points: Sequence[Result], axes: Mapping[str, Sequence[Any]]) -> list[
 
 
 def sweep_figure(sweep: Sweep) -> Figure:
-    """Step time, throughput per GPU and memory over the axis; call within `plot_style.style()`."""
+    """Step time, throughput per GPU and memory over the axis; call within `look.style()`."""
     foot = 0.58 + _slant(sweep) + _LEGEND_ROW * _legend_rows(sweep)
     height = 2.85 + foot
     made = look.figure(height)

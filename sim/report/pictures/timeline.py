@@ -54,7 +54,7 @@ Window = tuple[float, float]
 
 
 def timeline_figure(result: Result) -> Figure:
-    """Draw the critical rank's step; call within `plot_style.style()`."""
+    """Draw the critical rank's step; call within `look.style()`."""
     rows = rows_of(result)
     panels = _panels(rows, whole(result.scenario))
     left = 0.2 + _LETTER * max(len(_spelt(name)) for name in rows.names)
