@@ -34,7 +34,7 @@ from sim.report.numbers.memory import MemoryResult, by_class, fullest
 from sim.report.result import Result
 from sim.report.tables import Frame, as_table
 from sim.scenario import Loaded, Scenario, load_scenario
-from sim.scenario.schema import Inference
+from sim.scenario.fields.schema import Inference
 from sim.software import Stack, stack_of
 
 if TYPE_CHECKING:

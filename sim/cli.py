@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from sim import __version__
-from sim.cli_diff import COMMANDS as DIFF_COMMANDS
-from sim.cli_import import COMMANDS as IMPORT_COMMANDS
-from sim.cli_machine import COMMANDS
-from sim.cli_memory import COMMANDS as MEMORY_COMMANDS
-from sim.cli_output import (
+from sim.commands.diff import COMMANDS as DIFF_COMMANDS
+from sim.commands.imports import COMMANDS as IMPORT_COMMANDS
+from sim.commands.machine import COMMANDS
+from sim.commands.memory import COMMANDS as MEMORY_COMMANDS
+from sim.commands.output import (
     INTERRUPTED,
     JsonCommand,
     JsonOutput,
@@ -39,8 +39,8 @@ from sim.cli_output import (
     write_overview,
     writing,
 )
-from sim.cli_sizing import COMMANDS as SIZING_COMMANDS
-from sim.cli_ui import COMMANDS as UI_COMMANDS
+from sim.commands.sizing import COMMANDS as SIZING_COMMANDS
+from sim.commands.ui import COMMANDS as UI_COMMANDS
 from sim.errors import Fault, UserError, nearest
 from sim.garbage import search_seldom
 

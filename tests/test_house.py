@@ -26,8 +26,7 @@ FLOORS = {
     "report": 4, "measured": 3,
     "api": 5, "": 5,
     "validation": 6, "sizing": 6, "calibration": 6, "imports": 6, "traces": 6,
-    "web": 7, "cli_output": 7, "cli_machine": 8, "cli_sizing": 8, "cli_memory": 8, "cli_import": 8, "cli_diff": 8,
-    "cli_ui": 8, "cli": 9, "__main__": 10,
+    "web": 7, "commands": 8, "cli": 9, "__main__": 10,
 }
 #: Names of training stacks: facts about them live in sim/software, what a user may say in sim/scenario.
 FRAMEWORKS = {"pytorch", "megatron", "deepspeed", "composer", "torchtitan", "nanotron", "ideal"}

@@ -12,9 +12,9 @@ from typing import Any, Literal
 from sim.errors import Fault, UserError
 from sim.imports.settings import Said, Settings, read_settings
 from sim.scenario.document import Document
+from sim.scenario.fields.schema import Scenario
 from sim.scenario.load import resolve_document
 from sim.scenario.paths import apply_sets
-from sim.scenario.schema import Scenario
 from sim.scenario.topologies import find_topology
 
 Kind = Literal["taken", "assumed", "left", "default", "idle", "unknown"]

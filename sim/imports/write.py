@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from sim.imports.draft import Imported, Kind, Note
-from sim.scenario.schema import Scenario
+from sim.scenario.fields.schema import Scenario
 
 _SECTIONS = ("name", "cluster", "model", "training", "parallel", "software")
 _WIDTH = 120

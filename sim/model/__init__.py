@@ -3,7 +3,7 @@
 from sim.model.architecture import Architecture, Layer, Operator, Parameter, Tensor
 from sim.model.build import build
 from sim.model.kernels import accumulation_kernels
-from sim.model.optimizer import (
+from sim.model.update.optimizer import (
     clip_kernels,
     copied_gradient_bytes,
     gradient_dtype,

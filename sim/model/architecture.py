@@ -154,7 +154,7 @@ class Layer:
 
     @property
     def further(self) -> bool:
-        """Whether it is a head that holds blocks for further tokens (`sim.model.further`)."""
+        """Whether it is a head that holds blocks for further tokens (`sim.model.layers.further`)."""
         return self.kind == "head" and self.program is not None and self.program.style.further > 0
 
     @cached_property

@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+from sim.model.adapters.lora import finetuned
 from sim.model.architecture import Architecture
 from sim.model.decoder import decoder
 from sim.model.encoder import encoder
 from sim.model.encoder_decoder import encoder_decoder
 from sim.model.filled import filled
-from sim.model.lora import finetuned
 from sim.model.scenario_style import style_of
 from sim.model.style import Style
 from sim.model.table import layer_table

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sim.model.architecture import Architecture, Layer, Operator, Parameter
-from sim.model.attention import attention_operators
+from sim.model.attention.latent import latent_operators
+from sim.model.attention.layer import attention_operators
+from sim.model.attention.relative import table_operator
 from sim.model.blocks import block_layer
-from sim.model.embedding import embedding_layer
-from sim.model.experts import experts_operators
-from sim.model.further import with_further_tokens
-from sim.model.head import head_layer
-from sim.model.latent import latent_operators
+from sim.model.layers.embedding import embedding_layer
+from sim.model.layers.experts import experts_operators
+from sim.model.layers.further import with_further_tokens
+from sim.model.layers.head import head_layer
+from sim.model.layers.mlp import mlp_operators
+from sim.model.layers.norms import norm_operator
+from sim.model.layers.residual import residual_operators
 from sim.model.mixture import Experts
-from sim.model.mlp import mlp_operators
-from sim.model.norms import norm_operator
-from sim.model.relative import table_operator
-from sim.model.residual import residual_operators
 from sim.model.style import Program, Style
 
 #: Modules of a block's norms by module style: of what attention and MLP read, and of what they add.

@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sim.model.architecture import Architecture, Layer, Operator, Parameter, Tensor
-from sim.model.attention import attention_operators
+from sim.model.attention.layer import attention_operators
 from sim.model.blocks import block_layer
-from sim.model.embedding import lookup, position_lookup
-from sim.model.head import loss_operator
 from sim.model.kernels import elementwise, linear_operator, width
-from sim.model.mlp import mlp_operators
-from sim.model.norms import norm_operator
-from sim.model.residual import dropout_operator, residual_operators
+from sim.model.layers.embedding import lookup, position_lookup
+from sim.model.layers.head import loss_operator
+from sim.model.layers.mlp import mlp_operators
+from sim.model.layers.norms import norm_operator
+from sim.model.layers.residual import dropout_operator, residual_operators
 from sim.model.style import Program, Style
 from sim.work import Kernel
 

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from sim.model.architecture import Architecture, Layer, Operator, Parameter, Tensor
-from sim.model.attention import attention_operators
+from sim.model.attention.layer import attention_operators
+from sim.model.attention.relative import table_operator, zero_bias_operator
 from sim.model.blocks import block_layer
-from sim.model.embedding import lookup, position_lookup
-from sim.model.head import chunked_loss, logits_operator, loss_operator
 from sim.model.kernels import elementwise, width
-from sim.model.mlp import mlp_operators
-from sim.model.norms import norm_operator
-from sim.model.relative import table_operator, zero_bias_operator
-from sim.model.residual import dropout_operator, residual_operators
+from sim.model.layers.embedding import lookup, position_lookup
+from sim.model.layers.head import chunked_loss, logits_operator, loss_operator
+from sim.model.layers.mlp import mlp_operators
+from sim.model.layers.norms import norm_operator
+from sim.model.layers.residual import dropout_operator, residual_operators
 from sim.model.style import Program, Style
 
 #: Module of cross attention in a block, and the vocabulary's table.

@@ -9,8 +9,8 @@ from sim.hardware import gpu, parted_sms
 from sim.model.mixture import experts_of
 from sim.model.style import Latent, Style
 from sim.model.tuning import tuned_of
+from sim.scenario.fields.schema import TWO_CHUNKS
 from sim.scenario.gpus import gpu_facts
-from sim.scenario.schema import TWO_CHUNKS
 from sim.software import Stack, sdpa_kernels
 from sim.work import DTYPE_BYTES
 

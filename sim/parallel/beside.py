@@ -14,8 +14,8 @@ from sim.network.topology import Topology, speeds
 from sim.parallel.layout import Layout, Ranks
 from sim.parallel.sharded.quantised import ACROSS, INSIDE
 from sim.program import ProgramBuilder
-from sim.scenario.cluster import Cluster
-from sim.scenario.schema import Scenario
+from sim.scenario.fields.cluster import Cluster
+from sim.scenario.fields.schema import Scenario
 from sim.software import Stack
 
 #: Name of what cuBLAS holds in the allocator's memory, in a Program's resident tensors.

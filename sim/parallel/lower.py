@@ -33,7 +33,7 @@ from sim.parallel.support.check import check, like_fsdp, spread_over_some
 from sim.parallel.variety import ALIKE, Variety, variety
 from sim.program import Job
 from sim.program.expand import expand
-from sim.scenario.schema import TWO_CHUNKS, Scenario
+from sim.scenario.fields.schema import TWO_CHUNKS, Scenario
 from sim.software import Stack, stack_of
 from sim.work import DTYPE_BYTES
 

@@ -16,9 +16,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from sim.model.architecture import Layer
-from sim.model.muon import Matrix, Recipe, matrices_of, newton_schulz_flops
-from sim.model.newton_schulz import Call, muon_update
-from sim.model.optimizer import gradient_dtype, master_copy
+from sim.model.update.muon import Matrix, Recipe, matrices_of, newton_schulz_flops
+from sim.model.update.newton_schulz import Call, muon_update
+from sim.model.update.optimizer import gradient_dtype, master_copy
 from sim.parallel.compute import traffic_kernel
 from sim.parallel.step import COMPUTE, Plan, collective
 from sim.program import InlineCall, Label, SectionBuilder

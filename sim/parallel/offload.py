@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from sim.hardware import HostShare, host_share
 from sim.model import clip_kernels, optimizer_kernels
 from sim.program import ON_CPU, Copy, Label, ProgramBuilder, SectionBuilder
-from sim.scenario.schema import Scenario
+from sim.scenario.fields.schema import Scenario
 from sim.software import Stack
 from sim.work import DTYPE_BYTES
 

@@ -11,7 +11,7 @@ import numpy as np
 from sim.network.rings import ring_count
 from sim.network.topology import Topology, speeds
 from sim.parallel.layout import REPLICAS, Layout, Ranks, equitable_classes
-from sim.scenario.schema import Scenario
+from sim.scenario.fields.schema import Scenario
 
 #: Dimensions whose collectives stand between a layer's own kernels.
 CUTS = ("tensor", "context", "context_heads", "context_ring", "expert")

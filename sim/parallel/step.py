@@ -29,7 +29,7 @@ from sim.parallel.model.expert import dispatched, hidden_by
 from sim.parallel.model.joints import joints
 from sim.parallel.offload import STREAMS, Offload
 from sim.program import CollectiveCall, Label, ProgramBuilder, SectionBuilder
-from sim.scenario.schema import RecomputeModules, Scenario
+from sim.scenario.fields.schema import RecomputeModules, Scenario
 from sim.software import Stack
 from sim.work import DTYPE_BYTES
 

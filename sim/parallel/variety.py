@@ -17,7 +17,7 @@ from sim.network.topology import Topology, speeds
 from sim.network.trouble import link_colours
 from sim.parallel.layout import Layout, Ranks, equitable_classes
 from sim.parallel.places import place_colours
-from sim.scenario.schema import Scenario
+from sim.scenario.fields.schema import Scenario
 
 #: Classes of ranks that are simulated at most: trouble in very many places at once costs minutes beyond it.
 MOST_CLASSES = 1024

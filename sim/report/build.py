@@ -20,7 +20,7 @@ from sim.report.result import Detail, Result, Simulation, tokens_per_sample
 from sim.report.warned.asked import in_vain
 from sim.report.warned.attention import of_whole_sequences
 from sim.report.warned.queues import unusual_queues
-from sim.scenario.schema import Inference, Scenario
+from sim.scenario.fields.schema import Inference, Scenario
 
 #: From this part of the FLOPs on, attention that causal kernels skip makes MFU another figure than most expect.
 _MUCH_SKIPPED = 0.2

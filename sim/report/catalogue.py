@@ -103,6 +103,6 @@ def software() -> list[Row]:
 
 def precisions() -> list[Row]:
     """Every named precision and its seven dtypes."""
-    from sim.scenario.precisions import PRECISIONS
+    from sim.scenario.fields.precisions import PRECISIONS
 
     return [{"name": name, **dtypes} for name, dtypes in PRECISIONS.items()]

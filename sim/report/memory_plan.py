@@ -15,7 +15,7 @@ from sim.report.advice.trials import Change
 from sim.report.numbers.memory import MemoryResult, fullest
 from sim.report.thumb import Thumb, rules_of_thumb
 from sim.scenario.dump import dump
-from sim.scenario.schema import Scenario
+from sim.scenario.fields.schema import Scenario
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from sim.report.numbers.traffic import traffic_count, traffic_list
 from sim.report.numbers.troubles import Trouble, troubles
 from sim.report.tables import Frame, as_table
 from sim.scenario.dump import dump
-from sim.scenario.schema import Scenario
+from sim.scenario.fields.schema import Scenario
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from sim.report.numbers.memory import MemoryResult
 from sim.report.units import size
-from sim.scenario.schema import Inference, Scenario
+from sim.scenario.fields.schema import Inference, Scenario
 from sim.work import DTYPE_BYTES
 
 _STATES = ("parameters", "gradients", "optimizer_states", "master_parameters")

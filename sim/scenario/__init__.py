@@ -7,7 +7,7 @@ or raise `UserError` with all faults at once.
 from __future__ import annotations
 
 from sim.scenario.expect import Bound
+from sim.scenario.fields.schema import Scenario
 from sim.scenario.load import Loaded, load_scenario, resolve
-from sim.scenario.schema import Scenario
 
 __all__ = ["Bound", "Loaded", "Scenario", "load_scenario", "resolve"]

@@ -11,8 +11,8 @@ import yaml
 
 from sim.errors import UserError
 from sim.scenario.dump import dump
+from sim.scenario.fields.schema import Scenario
 from sim.scenario.load import resolve
-from sim.scenario.schema import Scenario
 
 Sets = Mapping[str, Any]
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from sim.catalog import table
-from sim.scenario.asked_stack import AllocatorConf, Nccl, Software
-from sim.scenario.cluster import Cluster, Host, Inter, Intra, TopologySpec
-from sim.scenario.gpus import gpu_facts
-from sim.scenario.model import Model
-from sim.scenario.schema import (
+from sim.scenario.fields.asked_stack import AllocatorConf, Nccl, Software
+from sim.scenario.fields.cluster import Cluster, Host, Inter, Intra, TopologySpec
+from sim.scenario.fields.model import Model
+from sim.scenario.fields.schema import (
     FULL,
     Finetune,
     Inference,
@@ -28,6 +27,7 @@ from sim.scenario.schema import (
     matrix_dtype,
     named_precision,
 )
+from sim.scenario.gpus import gpu_facts
 
 #: Strategies that split something over the data ranks; the others keep whole copies.
 SHARDED = frozenset({"zero1", "zero2", "zero3", "fsdp"})

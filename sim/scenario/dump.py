@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from sim.scenario.schema import Prefetch, Scenario
+from sim.scenario.fields.schema import Prefetch, Scenario
 
 
 def dump(scenario: Scenario) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from sim.errors import Fault, UserError, nearest
-from sim.scenario.cluster import GpuFigures
 from sim.scenario.document import Document, beside, read_document
+from sim.scenario.fields.cluster import GpuFigures
 from sim.scenario.gpus import canonical_gpu, gpu_names, is_profile, resembled
 from sim.scenario.other_names import other_value
 from sim.scenario.presets import preset, preset_names
@@ -186,7 +186,7 @@ def _model(model: dict[str, Any], document: Document, faults: list[Fault]) -> di
             return model
         return _over(fields, model)
     if isinstance(config, str):
-        from sim.scenario.hf import read_config
+        from sim.scenario.hf.families import read_config
 
         try:
             return _over(read_config(document.folder, config), model)

@@ -163,7 +163,7 @@ def _unknown_field(name: str, path: str, model: type[BaseModel] | None) -> tuple
 
 def _elsewhere(name: str) -> str:
     """The dotted path of a field of that name in another table."""
-    from sim.scenario.schema import Scenario
+    from sim.scenario.fields.schema import Scenario
 
     for table_name, field in Scenario.model_fields.items():
         for model in tables_of(field.annotation):

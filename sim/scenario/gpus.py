@@ -39,7 +39,7 @@ def is_profile(spec: Any) -> bool:
 def resembled(figures: Mapping[str, Any]) -> str | None:
     """The GPU of the catalogue whose 16-bit products and memory bandwidth are nearest, in ratio, to those given; None
     where neither is."""
-    from sim.scenario.units import BYTES_PER_S
+    from sim.scenario.fields.units import BYTES_PER_S
 
     tflops = figures.get("tflops")
     halves = [tflops.get(name) for name in ("bf16", "fp16")] if isinstance(tflops, Mapping) else []

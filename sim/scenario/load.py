@@ -10,16 +10,16 @@ from typing import Any
 from pydantic import ValidationError
 
 from sim.errors import Fault, UserError
-from sim.scenario.checks import check, check_names
+from sim.scenario.checks.whole import check, check_names
 from sim.scenario.defaults import fill
 from sim.scenario.document import Document, read_document
 from sim.scenario.expand import expand
 from sim.scenario.expect import Bound, read_bounds
 from sim.scenario.explain import explain
+from sim.scenario.fields.schema import Scenario
+from sim.scenario.fields.tables import Given
 from sim.scenario.paths import apply_sets, assign
-from sim.scenario.schema import Scenario
 from sim.scenario.sweep import fix_axes, points, read_axes
-from sim.scenario.tables import Given
 
 
 @dataclass(frozen=True)

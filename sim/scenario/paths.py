@@ -8,7 +8,7 @@ from typing import Any
 
 from sim.errors import Fault, UserError
 from sim.scenario.document import Document, Place, parse_value, walk
-from sim.scenario.precisions import PRECISIONS
+from sim.scenario.fields.precisions import PRECISIONS
 from sim.scenario.presets import preset
 from sim.scenario.topologies import find_topology
 

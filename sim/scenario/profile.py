@@ -11,9 +11,9 @@ from pydantic import ValidationError
 
 from sim.catalog import table
 from sim.errors import Fault, UserError, nearest
-from sim.scenario.cluster import GpuFigures, GpuProfile
 from sim.scenario.document import Document, describe, read_document
 from sim.scenario.explain import explain
+from sim.scenario.fields.cluster import GpuFigures, GpuProfile
 from sim.scenario.gpus import canonical_gpu, gpu_facts, gpu_names
 
 #: Where a profile stands in a scenario.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sim.errors import nearest
+from sim.scenario.fields.schema import Scenario
 from sim.scenario.gpus import canonical_gpu, gpu_names
-from sim.scenario.schema import Scenario
 
 
 def trouble(written: Scenario, s: Scenario) -> Iterator[tuple[str, str, str]]:

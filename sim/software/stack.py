@@ -121,7 +121,7 @@ class Stack:
         optimizer_kernel: loop, foreach or fused, where the scenario does not say.
         pinned_powers: PyTorch rounds pinned host memory up to powers of two.
         fused_counters: a fused Adam counts the steps of every tensor in a tensor of its own on the GPU.
-        muon: whose code orthogonalises matrices (`sim.model.muon`): none, torch, emerging (Megatron's, of fp32
+        muon: whose code orthogonalises matrices (`sim.model.update.muon`): none, torch, emerging (Megatron's, of fp32
             matrices) or owned (torchtitan's, whose ranks exchange shards for whole matrices).
         muon_nesterov: its momentum is Nesterov's unless told otherwise.
         muon_splits_qkv: it takes queries, keys and values of one matrix apart unless told otherwise.

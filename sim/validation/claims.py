@@ -22,7 +22,7 @@ from sim.catalog import folder
 from sim.errors import Fault, UserError, nearest
 from sim.report.expect import Broken, Point, judge, where
 from sim.report.result import Result
-from sim.scenario.claim import Claim, Figure
+from sim.scenario.fields.claim import Claim, Figure
 
 _COMMAND = "python -m sim.validation.claims"
 _README = re.compile(r"(<!-- claims:begin[^\n]*-->).*?(<!-- claims:end -->)", re.DOTALL)

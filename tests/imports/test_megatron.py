@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sim.errors import UserError
 from sim.imports.draft import Draft, Imported
 from sim.imports.megatron.read import read
-from sim.scenario.schema import Scenario
+from sim.scenario.fields.schema import Scenario
 
 FILES = Path(__file__).parent / "files"
 #: examples/gpt3/train_gpt3_175b_distributed.sh of Megatron-LM, as remembered.

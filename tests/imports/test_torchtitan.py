@@ -16,7 +16,7 @@ from sim.catalog import table
 from sim.errors import UserError
 from sim.imports.draft import Draft, Imported
 from sim.imports.torchtitan.read import read
-from sim.scenario.schema import Scenario
+from sim.scenario.fields.schema import Scenario
 
 FILES = Path(__file__).parent / "files"
 #: torchtitan/models/llama3/train_configs/llama3_8b.toml of torchtitan 0.1, as remembered.

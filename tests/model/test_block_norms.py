@@ -16,7 +16,7 @@ from sim.model.inference.weights import Weights
 from sim.model.scenario_style import style_of
 from sim.parallel import lower
 from sim.scenario import resolve
-from sim.scenario.schema import Scenario
+from sim.scenario.fields.schema import Scenario
 from sim.software import stack_for
 from sim.validation.cases import Case, read
 from sim.validation.oracle import compare_exact

@@ -11,9 +11,9 @@ from sim.errors import UserError
 from sim.memory.ledger import peak
 from sim.model import build
 from sim.model.architecture import Joint
-from sim.model.chunked import chunk_rows, output_chunks
 from sim.model.eager import chunked
 from sim.model.eager.autograd import Boundary, Run
+from sim.model.layers.chunked import chunk_rows, output_chunks
 from sim.parallel import Lowered, lower
 from sim.parallel.model.calls import Calls
 from sim.parallel.model.joints import Joints

@@ -8,7 +8,7 @@ import pytest
 
 from sim.errors import UserError
 from sim.model.architecture import Layer
-from sim.model.core_choice import fused_kernel, kernel_name, masked
+from sim.model.attention.core_choice import fused_kernel, kernel_name, masked
 from sim.model.scenario_style import style_of
 from sim.model.style import Style
 from sim.parallel import lower

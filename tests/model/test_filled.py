@@ -49,7 +49,7 @@ def test_megatron_fills_what_its_products_make_too() -> None:
 
 def test_every_copy_that_is_filled_is_a_kernel_that_somebody_makes() -> None:
     room = Path(filled.__file__).parent
-    code = "".join(path.read_text(encoding="utf-8") for path in room.glob("*.py") if path.name != "filled.py")
+    code = "".join(path.read_text(encoding="utf-8") for path in room.rglob("*.py") if path.name != "filled.py")
     assert [name for name in filled._COPIES if f'"{name}"' not in code] == []
 
 

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from sim.errors import UserError
-from sim.model.experts import asked, expert_rows
 from sim.model.inference.kinds import rank_of
 from sim.model.inference.rank import Rank, Sum
 from sim.model.inference.weights import Weights, stored_bytes
+from sim.model.layers.experts import asked, expert_rows
 from sim.model.mixture import Experts
 from sim.model.scenario_style import style_of
 from sim.network import expected_maximum
 from sim.parallel import lower
 from sim.scenario import resolve
-from sim.scenario.schema import Scenario
+from sim.scenario.fields.schema import Scenario
 from sim.software import stack_for
 from sim.work import Kernel
 

@@ -15,7 +15,7 @@ from sim.memory.ledger import peak
 from sim.model import build
 from sim.parallel import lower
 from sim.scenario import resolve
-from sim.scenario.precisions import PRECISIONS
+from sim.scenario.fields.precisions import PRECISIONS
 from sim.software import stack_for, stack_of
 from sim.validation.oracle_memory import predicted
 

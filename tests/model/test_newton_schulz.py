@@ -10,8 +10,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.model.muon import Matrix, Recipe, newton_schulz_flops
-from sim.model.newton_schulz import Call, muon_update, owned_shard
+from sim.model.update.muon import Matrix, Recipe, newton_schulz_flops
+from sim.model.update.newton_schulz import Call, muon_update, owned_shard
 from sim.work import Kernel
 
 PEAKS: dict[str, list[list[Any]]] = yaml.safe_load(

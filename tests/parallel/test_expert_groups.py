@@ -20,7 +20,7 @@ from sim.parallel.lower import cut_groups, layout_of
 from sim.parallel.model.expert import sent_once
 from sim.report.numbers.traffic import traffic_totals
 from sim.scenario import resolve
-from sim.scenario.model import Moe
+from sim.scenario.fields.model import Moe
 
 LAYERS, HIDDEN, SEQUENCE, FFN, EXPERTS, TOP_K = 4, 256, 128, 384, 8, 2
 

@@ -17,7 +17,7 @@ from sim.parallel.serving import request
 from sim.parallel.serving.request import PIECES, pieces_of
 from sim.report.result import Result
 from sim.scenario import resolve
-from sim.scenario.schema import Scenario
+from sim.scenario.fields.schema import Scenario
 
 SMALL = {"kind": "decoder", "layers": 4, "hidden": 1024, "heads": 8, "vocab": 8192, "positions": "rotary",
          "norm": "rmsnorm", "bias": False, "tied_embeddings": False}

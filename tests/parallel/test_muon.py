@@ -11,7 +11,7 @@ from sim.api import run
 from sim.errors import UserError
 from sim.memory.ledger import peak
 from sim.model import build
-from sim.model.muon import newton_schulz_flops, takes
+from sim.model.update.muon import newton_schulz_flops, takes
 from sim.parallel import Lowered, lower
 from sim.parallel import muon as of_ranks
 from sim.parallel.lower import choose, layout_of
@@ -19,7 +19,7 @@ from sim.parallel.sharded.dist_muon import critical, dealt_in_bucket
 from sim.parallel.sharded.fsdp2 import Fsdp2
 from sim.program import Kind
 from sim.scenario import resolve
-from sim.scenario.schema import Scenario
+from sim.scenario.fields.schema import Scenario
 from sim.software import stack_of
 
 DENSE: dict[str, Any] = {"kind": "decoder", "layers": 4, "hidden": 512, "heads": 8, "kv_heads": 4, "ffn": 1024,

@@ -15,7 +15,7 @@ from sim.parallel.pipeline.orders import order, placement, predecessor, successo
 from sim.parallel.pipeline.stages import blocks_per_stage
 from sim.parallel.pipeline.zero_bubble import overlapped
 from sim.scenario import resolve
-from sim.scenario.schema import TWO_CHUNKS
+from sim.scenario.fields.schema import TWO_CHUNKS
 
 #: Where ranks agree before the next step, a step lasts from the first action to the last; else steps slide.
 SYNCHRONOUS = ("gpipe", "1f1b", "interleaved")

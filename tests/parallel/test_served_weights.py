@@ -16,7 +16,7 @@ from sim.program import Kind
 from sim.report.result import Result
 from sim.report.terminal.render import as_text
 from sim.scenario import resolve
-from sim.scenario.schema import Scenario
+from sim.scenario.fields.schema import Scenario
 
 #: Blocks of 2 · 4 · 1024² + 2 · 2 · 1024 · 4096 = 25.2 MB in bf16.
 SMALL = {"kind": "decoder", "layers": 4, "hidden": 1024, "heads": 8, "vocab": 8192, "positions": "rotary",

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from sim.errors import UserError
 from sim.model import build
 from sim.scenario import Scenario, resolve
-from sim.scenario.hf import read_config
-from sim.scenario.hf_windows import _pattern
+from sim.scenario.hf.families import read_config
+from sim.scenario.hf.windows import _pattern
 from sim.software import stack_for
 
 SIZES = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1000,

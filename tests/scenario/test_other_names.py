@@ -10,8 +10,8 @@ from sim.catalog import table
 from sim.errors import UserError, bare
 from sim.report.fields import field_rows
 from sim.scenario import resolve
+from sim.scenario.fields.precisions import PRECISIONS
 from sim.scenario.other_names import other_field, other_value
-from sim.scenario.precisions import PRECISIONS
 from sim.scenario.presets import preset_names
 from sim.scenario.topologies import topology_names
 

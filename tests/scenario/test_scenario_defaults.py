@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sim.errors import UserError
 from sim.scenario import Scenario, resolve
 from sim.scenario.dump import dump
-from sim.scenario.precisions import PRECISIONS
+from sim.scenario.fields.precisions import PRECISIONS
 
 MINIMAL: dict[str, Any] = {
     "name": "m",

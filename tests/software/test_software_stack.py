@@ -10,7 +10,7 @@ import yaml
 
 import sim.software
 from sim.errors import UserError
-from sim.scenario.schema import Schedule
+from sim.scenario.fields.schema import Schedule
 from sim.software import facts_of, profile_names, stack_for
 
 PROFILES = Path(sim.software.__file__).parent / "profiles"

@@ -11,8 +11,8 @@ from sim import api
 from sim.errors import UserError
 from sim.report.numbers.breakdown import leaves
 from sim.scenario import load_scenario, resolve
-from sim.scenario.claim import Claim, Figure
 from sim.scenario.dump import dump
+from sim.scenario.fields.claim import Claim, Figure
 from sim.validation import claims
 
 ROOT = Path(__file__).resolve().parents[2]

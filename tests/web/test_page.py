@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
-from sim import cli_ui
 from sim.api import run_sweep
+from sim.commands import ui as cli_ui
 from sim.errors import Fault, UserError
 from sim.web import desk as desk_module
 from sim.web.app import make_app

@@ -16,7 +16,7 @@ from sim.imports.draft import Draft, Ranks
 from sim.imports.foundry.model import read_model
 from sim.imports.hugging.facts import inner
 from sim.imports.settings import Said, Settings, mapping_at, one_of, peek, resolved, switch, take_whole
-from sim.scenario.precisions import PRECISIONS
+from sim.scenario.fields.precisions import PRECISIONS
 
 #: Any of these makes a file LLM Foundry's.
 _MARKS = ("global_train_batch_size", "device_train_microbatch_size", "train_loader", "max_seq_len", "fsdp_config")

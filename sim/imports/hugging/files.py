@@ -25,7 +25,7 @@ from sim.imports.hugging.optimizers import settle_optimizer
 from sim.imports.hugging.policy import settle_precision
 from sim.imports.hugging.trainer import MARKS, read_arguments, settle_arguments
 from sim.imports.settings import Said, Settings, peek, read_settings
-from sim.scenario.precisions import PRECISIONS
+from sim.scenario.fields.precisions import PRECISIONS
 from sim.scenario.presets import preset
 
 Reader = Callable[[Settings, Job], None]
@@ -152,7 +152,7 @@ def _arguments(settings: Settings, reader: Reader) -> bool:
 
 
 def _config(settings: Settings, job: Job) -> None:
-    """A model's config.json: sizes are read by `sim.scenario.hf`, what it says of dtypes here."""
+    """A model's config.json: sizes are read by `sim.scenario.hf.families`, what it says of dtypes here."""
     written = settings.file
     job.draft.take("model.hf", written, peek(settings, *_MODEL_MARKS) or Said(written, "", None))
     job.config, job.hugging = settings, True

@@ -15,7 +15,7 @@ from typing import Any
 from sim.imports.hugging.adapters import settle_adapters
 from sim.imports.hugging.facts import Job, dtype_of
 from sim.imports.settings import Said, word_of
-from sim.scenario.precisions import FIELDS, PRECISIONS
+from sim.scenario.fields.precisions import FIELDS, PRECISIONS
 
 _PATH = "training.precision"
 

@@ -20,7 +20,7 @@ from sim.imports.draft import Draft
 from sim.imports.megatron.arguments import Args, flat, is_config
 from sim.imports.megatron.read import read_args
 from sim.imports.settings import Said, Settings, Told, one_of, read_settings, resolved, switch
-from sim.scenario.precisions import PRECISIONS
+from sim.scenario.fields.precisions import PRECISIONS
 
 _PRODUCT, _NAME = re.compile(r"\$\{multiply:(.+)\}"), re.compile(r"\$\{\.?([\w.]+)\}")
 #: Numbers of more digits are none of a model's sizes.

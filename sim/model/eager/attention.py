@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from sim.model.attention_core import softmax_dtype, widens_biased
-from sim.model.core_choice import (
+from sim.model.attention.core import softmax_dtype, widens_biased
+from sim.model.attention.core_choice import (
     copies_output,
     expands,
     fused_kernel,
@@ -20,6 +20,8 @@ from sim.model.core_choice import (
     unequal,
     uses_flash,
 )
+from sim.model.attention.head_exchange import within
+from sim.model.attention.head_norms import copies_parts
 from sim.model.eager import operations as op
 from sim.model.eager.autograd import Gradients, Run, Tensor
 from sim.model.eager.head_exchange import exchanged, in_one, one_function
@@ -29,8 +31,6 @@ from sim.model.eager.norms import norm
 from sim.model.eager.products import column, entered, row
 from sim.model.eager.ring import ring
 from sim.model.eager.storage import Storage
-from sim.model.head_exchange import within
-from sim.model.head_norms import copies_parts
 from sim.model.recompute import modules_of
 from sim.model.style import Style
 

@@ -1,11 +1,11 @@
-"""The loss in chunks, as allocations; see `sim.model.chunked` for the two ways and their sources."""
+"""The loss in chunks, as allocations; see `sim.model.layers.chunked` for the two ways and their sources."""
 
 from __future__ import annotations
 
-from sim.model.chunked import chunk_rows, output_chunks
 from sim.model.eager import operations as op
 from sim.model.eager.autograd import Gradients, Run, Sink, Tensor, Weight
 from sim.model.eager.storage import LOGITS, WORKSPACE, Storage
+from sim.model.layers.chunked import chunk_rows, output_chunks
 from sim.model.style import Style
 
 

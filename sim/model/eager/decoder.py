@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sim.model.core_choice import in_math, masked, uses_flash
+from sim.model.attention.core_choice import in_math, masked, uses_flash
 from sim.model.eager import operations as op
 from sim.model.eager import tuned
 from sim.model.eager.attention import attention

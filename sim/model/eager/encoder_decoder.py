@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sim.model.core_choice import uses_flash
+from sim.model.attention.core_choice import uses_flash
 from sim.model.eager import chunked, decoder, norms, tuned
 from sim.model.eager import operations as op
 from sim.model.eager.attention import attention

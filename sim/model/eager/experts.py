@@ -1,6 +1,6 @@
 """Mixtures of experts as PyTorch modules run them: a loop over experts, or grouped products on permuted rows.
 
-Rows are shared out evenly over the experts of a slice, as `sim.model.experts` has them. Sources: transformers
+Rows are shared out evenly over the experts of a slice, as `sim.model.layers.experts` has them. Sources: transformers
 modeling_mixtral.py (4.36 to 4.57: MixtralSparseMoeBlock loops over its experts); Megatron-LM core/transformer/moe:
 router.py, token_dispatcher.py (MoEAlltoAllTokenDispatcher), experts.py (TEGroupedMLP).
 """
@@ -15,7 +15,7 @@ from sim.model.eager.mlp import activation, inner, mlp
 from sim.model.eager.narrow import keeping
 from sim.model.eager.products import linear, router, row
 from sim.model.eager.storage import Storage
-from sim.model.experts import expert_rows, pads, sorts
+from sim.model.layers.experts import expert_rows, pads, sorts
 from sim.model.mixture import Experts
 from sim.model.recompute import modules_of
 from sim.model.style import Style

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sim.model.core_choice import unequal, uses_flash
+from sim.model.attention.core_choice import unequal, uses_flash
 from sim.model.eager import operations as op
 from sim.model.eager.attention import attended, rotated, times_table
 from sim.model.eager.autograd import Gradients, Run, Tensor

@@ -41,7 +41,7 @@ class Narrow:
 
     def frozen(self, run: Run, node: Node, inputs: int, weights: int) -> list[Storage]:
         """The same of a weight that is not trained: nobody reads the transposed input, so it is not made, let alone
-        kept (`sim.model.narrow_frozen`)."""
+        kept (`sim.model.adapters.narrow_frozen`)."""
         spare = [self.once(run, inputs)]
         kind, run.kind = run.kind, COPIES
         weight = [] if self.caches_weights else self.copies(run, weights)

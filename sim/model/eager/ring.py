@@ -1,8 +1,8 @@
 """Ring attention's tensors: what each stack's loop over slices holds, saves and makes in backward.
 
 Local variables are those of the sources, because they decide how long a buffer lives. A rank's own part in a causal
-sequence decides how many of its steps see half a slice; as for kernels it is the last rank's (`sim.model.ring`), which
-keeps the largest outputs.
+sequence decides how many of its steps see half a slice; as for kernels it is the last rank's
+(`sim.model.attention.ring`), which keeps the largest outputs.
 
 Sources (read): TransformerEngine 2.3.0 and 2.8.0 pytorch/attention/dot_product_attention/context_parallel.py,
 AttnFuncWithCPAndKVP2P (sbhd, 16 bits); torch 2.6.0 distributed/tensor/experimental/_attention.py
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from sim.model.attention.ring import below
 from sim.model.eager.autograd import Gradients, Node, Run, Tensor
 from sim.model.eager.storage import Storage
-from sim.model.ring import below
 from sim.model.style import Style
 
 
@@ -40,7 +40,7 @@ def _outputs(query: Tensor, key: Tensor, value: Tensor) -> int:
 
 
 def halves(style: Style) -> bool:
-    """Whether steps on another's slice see half of its keys (`sim.model.ring.below`)."""
+    """Whether steps on another's slice see half of its keys (`sim.model.attention.ring.below`)."""
     return below(style) is not None
 
 

@@ -198,7 +198,7 @@ def _frozen(run: Run, style: Style, x: Tensor, features_in: int, features_out: i
 
 def bottleneck(run: Run, style: Style, x: Tensor) -> Tensor:
     """Houlsby's adapter: down, activation, up, and the sum with its input; NeMo's has a norm in front of the sum, and
-    of a cut model a share of the inner columns (`sim.model.bottlenecks`)."""
+    of a cut model a share of the inner columns (`sim.model.adapters.bottlenecks`)."""
     tuned = style.tuned
     assert tuned is not None
     if style.modules == "megatron":

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from sim.model.architecture import Architecture, Layer, Operator, Parameter
-from sim.model.attention_core import softmax_dtype
-from sim.model.core_choice import uses_flash
+from sim.model.attention.core import softmax_dtype
+from sim.model.attention.core_choice import uses_flash
 from sim.model.encoder_decoder import CROSS, TABLE, encoder_decoder
 from sim.model.inference.rank import Items, Rank, cache_width
 from sim.model.inference.weights import wide_down

@@ -20,13 +20,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from sim.model.architecture import Architecture, Layer, Operator, Parameter
-from sim.model.attention_core import core_operator, softmax_dtype
-from sim.model.core_choice import uses_flash
+from sim.model.attention.core import core_operator, softmax_dtype
+from sim.model.attention.core_choice import uses_flash
+from sim.model.attention.relative import bias_forward, table_operator
 from sim.model.decoder import decoder
 from sim.model.encoder import pooled_encoder
 from sim.model.inference.weights import Weights, parameter_bytes, stored_product
 from sim.model.kernels import cast, elementwise, width
-from sim.model.relative import bias_forward, table_operator
 from sim.model.style import Style
 from sim.model.tuning import Frozen
 from sim.work import Kernel

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from sim.model.architecture import Parameter
+from sim.model.attention.relative import TABLE
 from sim.model.kernels import cast, elementwise, product, width
-from sim.model.relative import TABLE
 from sim.model.style import Style
 from sim.model.tuning import Frozen, stored_width
 from sim.work import Kernel

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from sim.model.architecture import Architecture, Layer, Parameter
-from sim.scenario.schema import Parallel
+from sim.scenario.fields.schema import Parallel
 
 _MIB = 2**20
 #: DDP's `bucket_cap_mb` and the field's default: it asks nothing of stacks that count their buckets otherwise.

@@ -30,7 +30,7 @@ from sim.parallel.step import (
     step_counters,
     weight_placeholders,
 )
-from sim.scenario.schema import Precision
+from sim.scenario.fields.schema import Precision
 from sim.work import DTYPE_BYTES
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from sim.parallel.data.buckets import Bucket, Chosen, Routed, apart, bucket_elements, fill, fill_before, joined
 from sim.parallel.step import Plan, is_matrix, narrow_only
-from sim.scenario.schema import Scenario
+from sim.scenario.fields.schema import Scenario
 from sim.software import Stack
 from sim.work import DTYPE_BYTES
 

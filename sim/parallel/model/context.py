@@ -12,9 +12,9 @@ from __future__ import annotations
 from itertools import chain, pairwise
 
 from sim.model.architecture import Joint
-from sim.model.head_exchange import PACKED, REORDERED, UNPACKED
-from sim.model.ring import KEY_GRADIENTS
-from sim.model.rotated_ring import AFTER, ARRIVED, HOME
+from sim.model.attention.head_exchange import PACKED, REORDERED, UNPACKED
+from sim.model.attention.ring import KEY_GRADIENTS
+from sim.model.attention.rotated_ring import AFTER, ARRIVED, HOME
 from sim.parallel.model.calls import Calls, Items, plain
 from sim.program import InlineCall
 from sim.work import Kernel

@@ -14,7 +14,7 @@ from sim.model.architecture import Joint
 from sim.parallel.layout import Ranks
 from sim.parallel.model.calls import Calls, Items
 from sim.program import InlineCall
-from sim.scenario.schema import RecomputeLayers, Scenario
+from sim.scenario.fields.schema import RecomputeLayers, Scenario
 from sim.software import Stack
 
 

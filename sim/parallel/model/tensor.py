@@ -20,7 +20,7 @@ from sim.parallel.model.calls import Calls, Items, plain
 from sim.program import InlineCall
 from sim.work import DTYPE_BYTES, Kernel
 
-#: Joints of `sim.model.branches` and `bottlenecks`.
+#: Joints of `sim.model.adapters.branches` and `bottlenecks`.
 _BETWEEN = ("read", "sum", "columns", "whole", "restored")
 
 

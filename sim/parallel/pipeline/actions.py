@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sim.errors import Fault, UserError, nearest
-from sim.scenario.schema import TWO_CHUNKS, Scenario
+from sim.scenario.fields.schema import TWO_CHUNKS, Scenario
 from sim.software import Stack
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "dualpipe")

@@ -33,7 +33,7 @@ from sim.parallel.sharded.fsdp import Fsdp
 from sim.parallel.step import Plan
 from sim.parallel.variety import Variety
 from sim.program import Communicator, Job, Program, RankClass
-from sim.scenario.schema import Scenario
+from sim.scenario.fields.schema import Scenario
 from sim.software import Stack
 
 #: Streams of every stage: kernels, data-parallel collectives; one per pipeline edge follows.

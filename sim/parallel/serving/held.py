@@ -21,7 +21,7 @@ from sim.parallel.sharded import fsdp, zero3
 from sim.parallel.sharded.submodules import submodules
 from sim.parallel.step import COMPUTE, MicroStep, Plan
 from sim.program import ON_CPU, Label, ProgramBuilder, SectionBuilder
-from sim.scenario.schema import Scenario
+from sim.scenario.fields.schema import Scenario
 from sim.software import Stack
 
 #: Streams of a stage that holds its weights: kernels; what arrives from the stage before; what goes to the next.

@@ -38,7 +38,7 @@ from sim.parallel.pipeline.stages import positions, split_of
 from sim.parallel.serving.held import RECEIVE, SEND, held_of, serving_groups
 from sim.parallel.step import COMPUTE
 from sim.program import CollectiveCall, Communicator, InlineCall, Job, Label, RankClass, SectionBuilder
-from sim.scenario.schema import Inference, InferenceRun, Scenario
+from sim.scenario.fields.schema import Inference, InferenceRun, Scenario
 from sim.software import Stack, stack_of
 from sim.work import DTYPE_BYTES, Kernel
 

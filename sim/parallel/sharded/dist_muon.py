@@ -25,8 +25,8 @@ from typing import NamedTuple
 import numpy as np
 
 from sim.model.architecture import Layer, Parameter
-from sim.model.muon import Matrix, Recipe, matrices_of, newton_schulz_flops
-from sim.model.newton_schulz import muon_update, owned_shard
+from sim.model.update.muon import Matrix, Recipe, matrices_of, newton_schulz_flops
+from sim.model.update.newton_schulz import muon_update, owned_shard
 from sim.parallel.compute import traffic_kernel
 from sim.parallel.muon import recipe_of
 from sim.parallel.step import COMPUTE, Plan, blocks, collective

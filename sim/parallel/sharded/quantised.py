@@ -29,7 +29,7 @@ from sim.parallel.compute import traffic_kernel
 from sim.parallel.sharded.coordinator import Wanted
 from sim.parallel.step import COMPUTE, Plan, blocks, collective
 from sim.program import Label, SectionBuilder
-from sim.scenario.schema import Precision
+from sim.scenario.fields.schema import Precision
 from sim.work import DTYPE_BYTES, Kernel
 
 #: Streams of gathers and reductions (`sim.parallel.sharded.zero3.STREAMS`).

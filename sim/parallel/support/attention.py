@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sim.errors import Fault
-from sim.model.core_choice import fused_kernel, masked
+from sim.model.attention.core_choice import fused_kernel, masked
 from sim.model.scenario_style import style_of
-from sim.scenario.schema import Scenario
+from sim.scenario.fields.schema import Scenario
 from sim.software import Stack
 
 _FIELD = "training.attention"

@@ -18,7 +18,7 @@ from sim.parallel.support.outside import outside, paged
 from sim.parallel.support.served import served
 from sim.parallel.support.unknown import unknown
 from sim.parallel.support.zeropp import zero_plus_plus
-from sim.scenario.schema import RecomputeModules, Scenario
+from sim.scenario.fields.schema import RecomputeModules, Scenario
 from sim.software import Stack
 
 #: Compute dtypes below 16 bits.

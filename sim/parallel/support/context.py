@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from sim.errors import Fault
 from sim.parallel.support.documents import context_document_faults
-from sim.scenario.schema import Scenario
+from sim.scenario.fields.schema import Scenario
 from sim.software import Stack
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sim.errors import Fault
-from sim.scenario.schema import Scenario
+from sim.scenario.fields.schema import Scenario
 from sim.software import Stack
 from sim.work import DTYPE_BYTES
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sim.errors import Fault
-from sim.scenario.schema import Scenario
+from sim.scenario.fields.schema import Scenario
 
 #: Optimizers that bitsandbytes keeps in unified memory where asked (optim/adamw.py, adam.py).
 _PAGED = ("adamw", "adam", "adamw-8bit")

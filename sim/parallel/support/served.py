@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from sim.errors import Fault
 from sim.model.inference.weights import NARROW
 from sim.parallel.support.unknown import unknown
-from sim.scenario.schema import Inference, Scenario
+from sim.scenario.fields.schema import Inference, Scenario
 from sim.software import Stack
 
 #: Strategies whose ranks share weights out in a forward.

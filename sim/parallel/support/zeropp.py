@@ -14,7 +14,7 @@ from sim.errors import Fault
 from sim.model.tuning import QUANTISED
 from sim.parallel.sharded.quantised import GRADIENTS, WEIGHTS
 from sim.parallel.sharded.secondary import neighbours
-from sim.scenario.schema import Scenario
+from sim.scenario.fields.schema import Scenario
 from sim.software import Stack
 from sim.work import DTYPE_BYTES
 

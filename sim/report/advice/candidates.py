@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from sim.scenario.schema import Inference, InferenceRun, Scenario
+from sim.scenario.fields.schema import Inference, InferenceRun, Scenario
 from sim.software import stack_of
 from sim.work import DTYPE_BYTES
 

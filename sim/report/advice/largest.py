@@ -13,7 +13,7 @@ from sim.report.advice.combined import next_above
 from sim.report.numbers.memory import MemoryResult
 from sim.scenario import Scenario
 from sim.scenario.change import Changing
-from sim.scenario.schema import Inference
+from sim.scenario.fields.schema import Inference
 
 Measure = Callable[[Scenario], MemoryResult]
 

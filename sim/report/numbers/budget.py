@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from sim.model.kernels import width
-from sim.model.optimizer import layers_state_bytes
+from sim.model.update.optimizer import layers_state_bytes
 from sim.parallel import Lowered
 from sim.parallel.layout import REPLICAS
 from sim.parallel.lower import layout_of
-from sim.scenario.schema import Inference, Scenario
+from sim.scenario.fields.schema import Inference, Scenario
 
 #: Training tokens per parameter at the compute-optimal point (Hoffmann et al. 2022, table 3: 20.0 to 21.6).
 CHINCHILLA_TOKENS_PER_PARAMETER = 20

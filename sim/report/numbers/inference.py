@@ -10,7 +10,7 @@ from sim.hardware import Device
 from sim.hardware.whatif import scaled
 from sim.parallel import Lowered
 from sim.program import Kind, Program
-from sim.scenario.schema import Inference, Scenario
+from sim.scenario.fields.schema import Inference, Scenario
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from sim.memory.reserved import Reserved, replayed
 from sim.parallel import Lowered
 from sim.program import Job, Program
 from sim.report.numbers.paging import Paging
-from sim.scenario.schema import Scenario
+from sim.scenario.fields.schema import Scenario
 
 #: Below this share of free memory PyTorch's allocator starts to retry (result.md, `warnings`).
 TIGHT_HEADROOM = 0.05

@@ -14,7 +14,7 @@ from typing import Any
 from sim.catalog import table
 from sim.model import build
 from sim.parallel import Lowered
-from sim.scenario.schema import Scenario
+from sim.scenario.fields.schema import Scenario
 from sim.work import DTYPE_BYTES
 
 RECORD = "report/record.yaml"

@@ -12,7 +12,7 @@ from sim.parallel import Lowered
 from sim.program import Job
 from sim.report.numbers.breakdown import POINT_TO_POINT, of_rank
 from sim.report.numbers.columns import of_class
-from sim.scenario.schema import Scenario
+from sim.scenario.fields.schema import Scenario
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sim.scenario.cluster import Cluster, Degraded
-from sim.scenario.schema import Scenario
+from sim.scenario.fields.cluster import Cluster, Degraded
+from sim.scenario.fields.schema import Scenario
 
 #: More entries than this are not taken away one by one but all of a field at once.
 _SINGLY = 6

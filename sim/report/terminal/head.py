@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sim.report.units import rate, seconds, size
-from sim.scenario.schema import Inference, InferenceRun, Precision, Scenario, Training
+from sim.scenario.fields.schema import Inference, InferenceRun, Precision, Scenario, Training
 
 if TYPE_CHECKING:
     from sim.report.numbers.inference import InferenceResult

@@ -8,7 +8,7 @@ from sim.network import Topology
 from sim.report.advice.candidates import own_half
 from sim.report.warned.attention import documents_in_vain, joint_beside_frozen, not_flash
 from sim.scenario import Scenario
-from sim.scenario.schema import Inference
+from sim.scenario.fields.schema import Inference
 from sim.software import is_release, packages, stack_of
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from sim.model.architecture import Architecture
+from sim.model.attention.core_choice import core_dtype, fused_kernel, masked, uses_flash
 from sim.model.build import build
-from sim.model.core_choice import core_dtype, fused_kernel, masked, uses_flash
 from sim.model.scenario_style import style_of
 from sim.model.style import Style
 from sim.scenario import Scenario

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sim.scenario.defaults import usual_connections
-from sim.scenario.schema import Scenario
+from sim.scenario.fields.schema import Scenario
 
 
 def unusual_queues(scenario: Scenario) -> list[str]:

@@ -22,7 +22,7 @@ from sim.errors import UserError
 from sim.parallel.pipeline.actions import placement
 from sim.parallel.pipeline.stages import positions, split_of
 from sim.scenario import Scenario
-from sim.scenario.schema import TWO_CHUNKS
+from sim.scenario.fields.schema import TWO_CHUNKS
 from sim.sizing.bounds.held import Places, flight, fullest, least, summed, ways_of
 from sim.sizing.bounds.orders import facts
 from sim.sizing.bounds.outside import kept_widths, of

@@ -24,7 +24,7 @@ from sim.parallel.support.further import NOT_BESIDE_FURTHER
 from sim.parallel.support.muon import cuts, strategies
 from sim.parallel.support.zeropp import able
 from sim.scenario import Scenario
-from sim.scenario.schema import TWO_CHUNKS, RecomputeLayers
+from sim.scenario.fields.schema import TWO_CHUNKS, RecomputeLayers
 from sim.sizing.space.experts import spreads
 from sim.sizing.wish import Request
 from sim.software import Stack, stack_of

@@ -11,7 +11,7 @@ from sim.errors import Fault, UserError, nearest
 from sim.parallel.pipeline.actions import split
 from sim.parallel.support.outside import on_cpu
 from sim.scenario import Scenario
-from sim.scenario.schema import Offload
+from sim.scenario.fields.schema import Offload
 from sim.sizing.space.layouts import STRATEGIES, Choice
 from sim.software import Stack, stack_of
 

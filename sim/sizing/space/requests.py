@@ -22,7 +22,7 @@ from sim.parallel.serving.request import run_of
 from sim.parallel.support.check import check
 from sim.scenario import Scenario, resolve
 from sim.scenario.change import Changing
-from sim.scenario.schema import InferenceRun
+from sim.scenario.fields.schema import InferenceRun
 from sim.sizing.space.base import following, one_node
 from sim.sizing.space.layouts import Choice, Space, not_whole, part_of_a_node
 from sim.sizing.wish import Request

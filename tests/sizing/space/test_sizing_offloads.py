@@ -11,7 +11,7 @@ from sizing_once import Once
 from sim.errors import UserError
 from sim.scenario import resolve
 from sim.scenario.dump import dump
-from sim.scenario.schema import Offload
+from sim.scenario.fields.schema import Offload
 from sim.sizing import Choice, size
 from sim.sizing.bounds.steps import bounds
 from sim.sizing.space.base import alone, following

@@ -1,0 +1,1 @@
+"""Fine-tuning by branches and bottlenecks beside frozen layers."""

@@ -1,0 +1,1 @@
+"""Layers beside attention: norms, residuals, embeddings, MLPs, experts, heads and their losses."""

@@ -1,0 +1,159 @@
+"""The head layer: final norm, logits, loss and the metrics some stacks evaluate on the training logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from sim.model.architecture import Joint, Layer, Operator, Parameter, Tensor
+from sim.model.kernels import cast, elementwise, joint, linear_operator, softcap, width
+from sim.model.layers.chunked import Ways, chunked_cut, chunked_forward, chunked_gathered, chunked_kept
+from sim.model.layers.norms import norm_operator
+from sim.model.style import Style
+from sim.work import Kernel
+
+_NAMES = {"plain": ("ln_f", "head"), "gpt2": ("transformer.ln_f", "lm_head"),
+          "transformers": ("model.norm", "lm_head"), "megatron": ("decoder.final_layernorm", "output_layer")}
+
+#: Bytes per logit of one evaluation of an unfused cross-entropy as a metric: log-softmax in fp32 reads and writes.
+_METRIC_BYTES = 8
+
+#: Bytes per logit of PyTorch's cross-entropy on a cut vocabulary, in elements read and written: maximum (1), difference
+#: (2), exponential (2), sum (1), difference (2); backward fills with zeros (1), takes the exponential (2), adds (3),
+#: multiplies (2). Source: torch 2.6.0 distributed/tensor/parallel/loss.py.
+_SPLIT = ((1, 2, 2, 1, 2), (1, 2, 3, 2))
+
+#: Bytes per logit of Megatron's vocab-parallel cross-entropy on fp32 logits: maximum (4), subtraction in place (8),
+#: exp in place (8), sum (4), division in place (8); backward scales the kept softmax in place (8).
+#: Source: megatron/core/tensor_parallel/cross_entropy.py.
+_VOCAB_PARALLEL = ((4, 8, 8, 4, 8), 8)
+
+
+def head_layer(style: Style) -> Layer:
+    """Final norm, product with the vocabulary, loss. Tied, the product's weight belongs to the embedding layer."""
+    norm_name, head_name = _NAMES["gpt2" if style.conv1d else style.modules]
+    norm, norm_parameters = norm_operator(style.stream, "final_norm", norm_name)
+    rows = style.batch * style.predicted
+    logits, weight = logits_operator(style, rows, head_name)
+    stream = Tensor("head_input_stream", style.stream.tokens * style.hidden, style.residual)
+    own = () if style.tied else weight
+    bounded = (_softcap(style, rows),) if style.logit_softcap else ()
+    last = chunked_loss(style, rows, logits) if style.chunked_loss else (logits, *bounded, loss_operator(style, rows))
+    return Layer("head", (norm, *last), stream, (*norm_parameters, *own),
+                 weight if style.tied else ())
+
+
+def logits_operator(style: Style, rows: int, module: str) -> tuple[Operator, tuple[Parameter, ...]]:
+    """The product of `rows` tokens with the vocabulary, and its matrix (which is not its own where tied)."""
+    kept = rows // style.tensor if style.scattered else rows
+    inputs = Tensor("head_input", kept * style.hidden, style.act)
+    plain_linear = replace(style, gemm=style.wide)  # narrow formats leave the head alone
+    logits, weight = linear_operator(plain_linear, "logits", module, style.hidden, style.vocab,
+                                     source=style.residual, saved=(inputs,), rows=rows, bias=False)
+    weight = (Parameter(weight[0].name, (style.vocab, style.hidden)),)
+    cut = joint(plain_linear, "column", rows * style.hidden)
+    return replace(logits, parameters=() if style.tied else weight, joint=cut), weight
+
+
+def _softcap(style: Style, rows: int) -> Operator:
+    """A bound on the logits, which keeps the tanh."""
+    elements = rows * style.vocab
+    forward, backward = softcap("softcap", elements, style.act, style.stack.compile, "memory_bound")
+    return Operator("softcap", (forward,), (backward,), saved=(Tensor("bounded", elements, style.act),))
+
+
+def loss_operator(style: Style, rows: int) -> Operator:
+    """Cross-entropy over the vocabulary in the stack's way, and its metrics (forward only)."""
+    metrics = _metrics(style, rows)
+    if style.stack.loss == "fused":
+        forward, backward, saved = _fused(style, rows)
+    elif style.stack.loss == "fused_in_place":
+        forward, backward, saved = _in_place(style, rows)
+    elif style.stack.loss == "vocab_parallel":
+        forward, backward, saved = _vocab_parallel(style, rows)
+    else:
+        forward, backward, saved = plain_loss(style, rows, upcast=_upcast(style))
+    cut = Joint("vocabulary_loss", rows, "fp32") if style.tensor > 1 else None
+    return Operator("loss", (*forward, *metrics), tuple(backward), saved=saved, joint=cut)
+
+
+def chunked_loss(style: Style, rows: int, logits: Operator) -> tuple[Operator, ...]:
+    """Product and loss, a chunk of rows at a time, in the stack's way."""
+    if style.tensor > 1 and style.stack.chunks_cut == "whole":
+        return chunked_gathered(style, rows, logits, partial(plain_loss, upcast=width(style.act) < 4))
+    if style.tensor > 1:
+        return chunked_cut(style, rows, logits, partial(plain_loss, upcast=width(style.act) < 4))
+    if style.keeps_chunks:
+        forward, backward, saved = chunked_kept(style, rows, logits, partial(plain_loss, upcast=width(style.act) < 4))
+    else:
+        forward, backward, saved = chunked_forward(style, rows, logits)
+    return (Operator("loss", (*forward, *_metrics(style, rows)), tuple(backward), logits.parameters, saved),)
+
+
+def _upcast(style: Style) -> bool:
+    """Whether the loss runs in fp32: autocast's cross_entropy does, others call logits.float()."""
+    return width(style.act) < 4 and (style.autocast or style.widens_logits)
+
+
+def plain_loss(style: Style, rows: int, *, upcast: bool) -> Ways:
+    """log_softmax (read, write) and nll forward; nll's zero-filled gradient and log_softmax's (two reads, a write).
+
+    Args:
+        upcast: whether it runs in fp32 on narrower logits.
+    """
+    elements = rows * style.vocab
+    dtype = "fp32" if upcast else style.act
+    e = width(dtype)
+    shape = (rows, style.vocab)
+    forward = [Kernel("cross_entropy", dtype, shape, "forward", 0.0, 2 * e * elements, "memory_bound", launches=2)]
+    backward = [Kernel("cross_entropy", dtype, shape, "backward", 0.0, 4 * e * elements, "memory_bound", launches=2)]
+    if upcast and style.stack.loss_compiled:  # as `sim.model.eager.head.loss` keeps it
+        forward = [replace(forward[0], bytes=width(style.act) * elements)]
+        backward = [replace(backward[0], bytes=2 * width(style.act) * elements)]
+        return forward, backward, (Tensor("logits", elements, style.act), Tensor("loss_statistics", 2 * rows, "fp32"))
+    if style.splits_loss:
+        (forward, backward) = ([replace(one, bytes=sum(steps) * e * elements, launches=len(steps))]
+                               for one, steps in zip((*forward, *backward), _SPLIT, strict=True))
+    if upcast:
+        forward.insert(0, cast("logits_cast", elements, style.act, dtype))
+        backward.append(cast("logits_gradient_cast", elements, dtype, style.act))
+    return forward, backward, (Tensor("log_softmax", elements, dtype),)
+
+
+def _fused(style: Style, rows: int) -> tuple[list[Kernel], list[Kernel], tuple[Tensor, ...]]:
+    """flash-attn's cross-entropy: one kernel reads the logits, one reads them again and writes their gradient."""
+    elements, e, shape = rows * style.vocab, width(style.act), (rows, style.vocab)
+    forward = Kernel("cross_entropy", style.act, shape, "forward", 0.0, e * elements, "memory_bound")
+    backward = Kernel("cross_entropy", style.act, shape, "backward", 0.0, 2 * e * elements, "memory_bound")
+    return [forward], [backward], (Tensor("logits", elements, style.act), Tensor("loss_statistics", rows, "fp32"))
+
+
+def _in_place(style: Style, rows: int) -> tuple[list[Kernel], list[Kernel], tuple[Tensor, ...]]:
+    """TransformerEngine's cross-entropy: a pass for each row's maximum and sum, one that writes the gradient over the
+    logits; backward scales it (transformer_engine 2.8.0 pytorch/triton/cross_entropy.py: online_softmax_kernel,
+    cross_entropy_kernel, element_mul_kernel)."""
+    elements, e, shape = rows * style.vocab, width(style.act), (rows, style.vocab)
+    forward = Kernel("cross_entropy", style.act, shape, "forward", 0.0, 3 * e * elements, "memory_bound", launches=2)
+    backward = Kernel("cross_entropy", style.act, shape, "backward", 0.0, 2 * e * elements, "memory_bound")
+    return [forward], [backward], (Tensor("logits", elements, style.act),)
+
+
+def _vocab_parallel(style: Style, rows: int) -> tuple[list[Kernel], list[Kernel], tuple[Tensor, ...]]:
+    """Megatron's chain of kernels on fp32 logits; the softmax is kept."""
+    elements = rows * style.vocab
+    steps, back = _VOCAB_PARALLEL
+    forward = [elementwise("vocab_parallel_cross_entropy", elements, sum(steps), "fp32", len(steps))]
+    backward = [elementwise("vocab_parallel_cross_entropy_backward", elements, back, "fp32")]
+    if width(style.act) < 4:
+        forward.insert(0, cast("logits_cast", elements, style.act, "fp32"))
+        backward.append(cast("logits_gradient_cast", elements, "fp32", style.act))
+    return forward, backward, (Tensor("softmax", elements, "fp32"),)
+
+
+def _metrics(style: Style, rows: int) -> list[Kernel]:
+    """Losses evaluated again as training metrics, without gradients, under autocast's fp32 rule."""
+    if not style.stack.metric_losses:
+        return []
+    per_logit = _METRIC_BYTES + (width(style.act) + 4 if width(style.act) < 4 else 0)
+    count = style.stack.metric_losses
+    return [elementwise("metric_loss", rows * style.vocab, count * per_logit, "fp32", 3 * count)]

@@ -1,0 +1,1 @@
+"""What fields together must say, and the errors where they do not."""

@@ -1,0 +1,1 @@
+"""The fields of a scenario: names, kinds, units and what each allows."""
