@@ -8,7 +8,8 @@ from sim.errors import Fault, UserError
 from sim.parallel.serving.request import run_of
 from sim.report.numbers.troubles import troubled
 from sim.scenario import Scenario
-from sim.sizing.space.layouts import POLICIES, Choice
+from sim.sizing.space.layouts import Choice
+from sim.sizing.space.policies import POLICIES
 from sim.sizing.wish import OBJECTIVES, SERVED_OBJECTIVES, Wish
 
 _SERVED_AXES = "parallel.tensor, parallel.pipeline, parallel.expert, parallel.strategy, training.mode.inference.batch"

@@ -22,7 +22,8 @@ from sim.scenario import Loaded, Scenario, resolve
 from sim.sizing.modes import aside_of, axes_of, bases_of, bounds_of, front_proven, listed_space, own_of
 from sim.sizing.refused import refuse
 from sim.sizing.search.best_first import PATIENCE, ROUND, Found, search
-from sim.sizing.search.early import early
+from sim.sizing.search.early import climb, early
+from sim.sizing.search.finer import finer
 from sim.sizing.search.front import pareto
 from sim.sizing.search.ranking import Floats, Ranking
 from sim.sizing.search.round_out import best_of_each, round_out
@@ -34,6 +35,7 @@ from sim.sizing.search.why import Why, explain, families
 from sim.sizing.search.workers import workers as started_workers
 from sim.sizing.space.base import part_of_one
 from sim.sizing.space.layouts import Choice, Space
+from sim.sizing.space.requests import ServedSpace
 from sim.sizing.wish import SERVED_DEFAULT, Wish, priced
 from sim.software import stack_of
 
@@ -48,7 +50,7 @@ class Sizing:
             none was proven in time.
         own: row of the scenario's own layout where it is among those covered, as in `rows`.
         nearest_cut: whether the search for `nearest` was ended before it proved one.
-        raw: configurations as they can be written; covered: those that differ in effect.
+        raw: configurations as they can be written; covered: those that are searched (`sim.sizing.space`).
         impossible, simulated: those that lowering refuses, those simulated.
         pruned: configurations ruled out, by the bound that did it.
         front: rows that no simulated row beats in time, GPUs, cost and energy; `front_proven`: nor any row left out in
@@ -157,7 +159,7 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
         out: SQLite file of outcomes (see `sim.sizing.search.store`); `resume` goes on with one that is there.
         workers: processes; they do not change what is found or simulated.
         dask: address of a Dask scheduler, whose workers simulate instead.
-        seconds: of wall clock from this call, half for bounding layouts: then stop; what is found is the best so
+        seconds: of wall clock from this call, a third for bounding layouts: then stop; what is found is the best so
             far, with its gap. Listing and a round of simulations are not cut.
         price: what a GPU-hour costs, as `--price` says it (`sim.sizing.prices`); a wish with a price keeps its own.
         interrupted: asked between rounds of simulations; True ends the search as `seconds` does.
@@ -178,7 +180,7 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
     space, plain, dropped = listed_space(scenario, bases, choice, wish, offload, overlap_p2p)
     listed = time.monotonic()
     store = Store(out, {"clusters": plain}, resume)
-    found = Sizing(wish, raw=space.raw, covered=len(space), price_origin=origin, not_offloaded=dropped, served=served,
+    found = Sizing(wish, raw=space.raw, price_origin=origin, not_offloaded=dropped, served=served,
                    schedules=space.schedules, hints=_whole_nodes(scenario, clusters, choice), batches=space.batches)
     with ExitStack() as stack:
         stack.callback(store.close)
@@ -194,10 +196,10 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
                 progress(len(runner.rows), math.nan, math.nan)
             return interrupted() or time.monotonic() - started > seconds
 
-        first = [*([] if own is None else [own]), *(early(ranking, stop) if hurried and not stop() else [])]
+        first = _first(space, ranking, runner, own, started + seconds, hurried, stop)
         result = _searched(space, ranking, runner, first, top, stop, 1 if hurried else PATIENCE)
-        if not (runner.rows.keys() - {own}) and not interrupted():
-            _one_round(ranking, runner, result, top, [] if served else early(ranking, stop))
+        if not interrupted():
+            _round_off(space, ranking, runner, result, top, stop, own, choice.partial_recompute and not served)
         if result.complete and not result.best and free.wish != wish:
             found.nearest, found.nearest_cut = _nearest(space, Ranking(space, of, free.wish), free, stop)
         found.front_proven = front_proven(space, ranking, runner, stop)
@@ -209,6 +211,19 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
     found.why = _why(found, space, result, runner, np.where(of.unbounded, 0.0, ranking.values))
     found.seconds = {"space": listed - started, "bounds": bounded - listed, "simulation": time.monotonic() - bounded}
     return found
+
+
+def _first(space: Space, ranking: Ranking, runner: Runner, own: int | None, until: float, hurried: bool,
+           stop: Callable[[], bool]) -> list[int]:
+    """Rows that come before a search: the scenario's own; under a time limit, which ends at `until`, also what half of
+    the time that is left is enough for, or all where not all rows are bounded and nothing can be proven."""
+    rows, near, now = [] if own is None else [own], aside_of(space, ranking), time.monotonic()
+    if not hurried or near is None:
+        return rows
+    rows += [] if stop() else early(ranking, stop)
+    climb_s = (until - now) / (1 if ranking.of.unbounded.any() else 2)
+    climb(ranking, runner, near, rows, lambda: stop() or time.monotonic() > now + climb_s)
+    return list(runner.rows)
 
 
 def _searched(space: Space, ranking: Ranking, runner: Runner, first: Sequence[int], top: int,
@@ -229,12 +244,18 @@ def _searched(space: Space, ranking: Ranking, runner: Runner, first: Sequence[in
         ranking.go_on()
 
 
-def _one_round(ranking: Ranking, runner: Runner, result: Found, top: int, soon: Sequence[int]) -> None:
-    """What is best by the bounds that there are, where there was no time for a search; `soon` where that is any."""
-    rows = list(soon) or ranking.at_hand(ROUND, runner.rows)
-    values = np.full(len(ranking.values), np.inf)
-    values[rows] = ranking.values[rows]
-    result.best = search(values, runner.values, top, first=list(runner.rows)).best
+def _round_off(space: Space, ranking: Ranking, runner: Runner, result: Found, top: int, stop: Callable[[], bool],
+               own: int | None, partial: bool) -> None:
+    """What is best by the bounds that there are, where there was no time for a search; then numbers of recomputed
+    blocks next to the best, where any are tried."""
+    if not runner.rows.keys() - {own}:
+        served = isinstance(space, ServedSpace)
+        rows = ([] if served else early(ranking, stop)) or ranking.at_hand(ROUND, runner.rows)
+        values = np.full(len(ranking.values), np.inf)
+        values[rows] = ranking.values[rows]
+        result.best = search(values, runner.values, top, first=list(runner.rows)).best
+    if result.best and partial:
+        finer(space, ranking, runner, result, top, stop)
 
 
 def _whole_nodes(scenario: Scenario, clusters: Sequence[str], choice: Choice) -> list[str]:
@@ -274,7 +295,7 @@ def _fill(found: Sizing, space: Space, result: Found, runner: Runner, own: int |
                               if one.outcome == "fault"), None)
     outcomes = [one.outcome for one in runner.rows.values()]
     found.refused, found.faults = outcomes.count("refused"), outcomes.count("fault")
-    found.simulated = len(runner.rows)
+    found.covered, found.simulated = len(space), len(runner.rows)
     if not result.complete:
         found.pruned.pop("time")
         found.gap = min(1.0, result.gap)

@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from sim.sizing.bounds.orders import Facts
 from sim.sizing.bounds.tables import Floats, Kept, Layers, Table
-from sim.sizing.space.layouts import POLICIES, STRATEGIES
+from sim.sizing.space.layouts import STRATEGIES
+from sim.sizing.space.policies import POLICIES
 from sim.work import DTYPE_BYTES
 
 Ints = npt.NDArray[np.int64]

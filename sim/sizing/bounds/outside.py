@@ -15,7 +15,7 @@ from sim.parallel.offload import Offload
 from sim.program import ProgramBuilder
 from sim.sizing.bounds.held import Places, summed
 from sim.sizing.bounds.tables import Floats, Ints, Table, before
-from sim.sizing.space.layouts import POLICIES
+from sim.sizing.space.policies import POLICIES
 from sim.work import DTYPE_BYTES
 
 _SAVED = KINDS.index("activations")

@@ -19,7 +19,7 @@ from sim.parallel.layout import REPLICAS
 from sim.parallel.sharded.units import Unit, units_of
 from sim.sizing.bounds.held import Places, summed
 from sim.sizing.bounds.tables import Floats, Ints, Table
-from sim.sizing.space.layouts import POLICIES
+from sim.sizing.space.policies import POLICIES
 from sim.work import DTYPE_BYTES, Kernel
 
 #: Memory bandwidth that collectives hold is rounded down to multiples of this, bytes/s: few states are asked for.

@@ -60,7 +60,7 @@ class Bounds:
 
     Args:
         executor: processes that work out a share each, where there is enough to do; shares: how many of them.
-        until: of `time.monotonic`, when there is no time left to bound anything; the coarse pass takes half of it.
+        until: of `time.monotonic`, when there is no time left to bound anything; the coarse pass takes a third of it.
 
     Attributes:
         time_s, memory_bytes, capacity_bytes: of every row, shape (rows,): seconds of a step at least (inf: lowering
@@ -92,9 +92,9 @@ class Bounds:
         self.capacity_bytes = np.array(capacity, dtype=np.float64)[columns["cluster"]]
 
     def go_on(self) -> None:
-        """Coarse bounds of slices that have none, as many as half of the time is enough for; one at least."""
+        """Coarse bounds of slices that have none, as many as a third of the time is enough for; one at least."""
         todo, now = np.flatnonzero(self._unknown), time.monotonic()
-        found = self._shared(_coarse, [self._slices[number] for number in todo.tolist()], now + (self.until - now) / 2)
+        found = self._shared(_coarse, [self._slices[number] for number in todo.tolist()], now + (self.until - now) / 3)
         reached = np.array([one is not None for one in found], dtype=bool)
         figures = np.zeros((len(self._slices), 2))
         figures[todo[reached]] = [one for one in found if one is not None]
@@ -106,6 +106,15 @@ class Bounds:
         rows = np.repeat(new, sizes)
         self.time_s[rows], self.work_j[rows] = np.repeat(seconds, sizes)[rows], np.repeat(joules, sizes)[rows]
         self.coarse[rows], self.unbounded[rows] = np.isfinite(self.time_s[rows]), False
+
+    def add(self, fewer: int, more: int, count: int) -> None:
+        """So many rows between two that recompute fewer and more: they take as long as the one, and hold as much as the
+        other, at least."""
+        for name, row in (("time_s", fewer), ("work_j", fewer), ("memory_bytes", more), ("capacity_bytes", more),
+                          ("unbounded", more)):
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate((column, np.repeat(column[row], count))))
+        self.coarse = np.concatenate((self.coarse, np.zeros(count, dtype=bool)))
 
     @property
     def fits(self) -> npt.NDArray[np.bool_]:
@@ -232,14 +241,21 @@ def _in_turn(keys: Sequence[tuple[int, ...]]) -> list[int]:
     return sorted(range(len(keys)), key=lambda number: keys[number])
 
 
-def _spread(keys: Sequence[tuple[int, ...]]) -> list[int]:
+def _spread(keys: Sequence[tuple[int, ...]], nodes: Sequence[int]) -> list[int]:
     """The same, but what has layers in common in an order of which every beginning is spread over all: that of numbers
-    with their bits read backwards (van der Corput's). What cuts the sequence, which few jobs need, comes behind."""
+    with their bits read backwards (van der Corput's). What cuts the sequence, which few jobs need, and tensor ranks of
+    several nodes come behind.
+
+    Args:
+        nodes: GPUs of a node of each cluster.
+    """
     alike: dict[tuple[int, ...], list[int]] = {}
     for number in _in_turn(keys):
         *cut, pipeline = keys[number]
         alike.setdefault((*cut, pipeline > 1), []).append(number)
-    own, cuts = list(alike.values()), [cut[SLICE.index("context")] > 1 for cut in alike]
+    own = list(alike.values())
+    cuts = [cut[SLICE.index("context")] > 1 or cut[SLICE.index("tensor")] > nodes[cut[SLICE.index("cluster")]]
+            for cut in alike]
     width = max(1, (len(own) - 1).bit_length())
     backwards = sorted(range(len(own)), key=lambda number: (cuts[number], f"{number:0{width}b}"[::-1]))
     return [number for place in backwards for number in own[place]]
@@ -250,7 +266,8 @@ def _coarse(job: tuple[Sequence[Scenario], list[tuple[int, ...]], float]) -> lis
     energy beside it."""
     clusters, slices, until = job
     tables, found = _tables(clusters), list[tuple[float, float] | None]([None] * len(slices))
-    for done, number in enumerate(_in_turn(slices) if math.isinf(until) else _spread(slices)):
+    for done, number in enumerate(_in_turn(slices) if math.isinf(until) else _spread(
+            slices, [one.cluster.gpus_per_node for one in clusters])):
         if done and time.monotonic() > until:
             break
         key = slices[number]

@@ -33,7 +33,7 @@ from sim.parallel.support.check import like_fsdp
 from sim.program import InlineCall, ProgramBuilder
 from sim.scenario import Scenario
 from sim.sizing.bounds.alone import Alone
-from sim.sizing.space.layouts import POLICIES, possible
+from sim.sizing.space.policies import POLICIES, possible
 from sim.software import Stack, stack_of
 from sim.work import DTYPE_BYTES, Kernel
 

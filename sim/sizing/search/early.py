@@ -1,4 +1,5 @@
-"""Layouts to simulate first where time is limited: of every family the one with the lowest bound that leaves room.
+"""Layouts to simulate first where time is limited: of every family the one with the lowest bound that leaves room, and
+then what is near the best of them.
 
 A best-first search begins with the lowest bounds of time, and bounds of memory are so far below the truth that its
 first rounds may hold nothing that fits; without limit that costs a few rounds, under one it may be all there is time
@@ -7,19 +8,22 @@ for. These rows change no proof: they are rows like others, evaluated before the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from sim.sizing.search.best_first import ROUND
+from sim.sizing.search.best_first import ROUND, Aside, Found
 from sim.sizing.search.ranking import Ranking
+from sim.sizing.search.runner import Runner
 from sim.sizing.space.families import kinds_of
 
 #: Shares of a GPU's memory that a row may take by its lower bound, tried in turn: of the first most rows fit.
 _ROOMY = (0.6, 0.75, 0.9)
 #: Times that a family's lowest rows are bounded finely before what is at hand is taken: with time, and without.
 _TURNS, _AT_LEAST = 20, 2
+#: Families whose best is so many times the best are not looked at closely.
+_FAR = 2.0
 #: More sequences than any micro-batch has.
 _MANY = np.iinfo(np.int32).max
 
@@ -38,6 +42,28 @@ def early(ranking: Ranking, stop: Callable[[], bool]) -> list[int]:
         found = (_roomy(ranking, some, share, stop) for share in _ROOMY for some in (mine, small))
         rows.append(next((row for row in found if row is not None), None))
     return sorted((row for row in rows if row is not None), key=lambda row: (ranking.values[row], row))[:ROUND]
+
+
+def climb(ranking: Ranking, runner: Runner, near: Aside, first: Sequence[int], stop: Callable[[], bool]) -> None:
+    """Simulates `first`, then what is near the best of every family, a round of each in turn, while any of it may be
+    better: where bounds are loose, one family's best says nothing of another's.
+
+    Args:
+        near: as of a search, asked for rows.
+        stop: whether the time for this is over.
+    """
+    known = dict(zip(first, runner.values(first), strict=True))
+    left = list(kinds_of(ranking.space).values())
+    while left and not stop():
+        kind = left.pop(0)
+        best = sorted((value, row) for row, value in known.items() if np.isfinite(value))
+        mine = [(value, row) for value, row in best if kind[row]]
+        if not mine or mine[0][0] > _FAR * best[0][0]:
+            continue
+        rows = near(Found(mine, list(known), known))[0]
+        known.update(zip(rows, runner.values(rows), strict=True))
+        if rows:
+            left.append(kind)
 
 
 def _roomy(ranking: Ranking, mine: npt.NDArray[np.intp], share: float, stop: Callable[[], bool]) -> int | None:

@@ -17,7 +17,8 @@ import numpy.typing as npt
 from sim.scenario import Scenario
 from sim.sizing.search.best_first import ROUND, Found
 from sim.sizing.search.ranking import Floats, Ranking
-from sim.sizing.space.layouts import SCHEDULES, STRATEGIES, Space, policy_index
+from sim.sizing.space.layouts import SCHEDULES, STRATEGIES, Space
+from sim.sizing.space.policies import policy_index
 
 Rows = npt.NDArray[np.int64]
 

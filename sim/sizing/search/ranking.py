@@ -43,6 +43,18 @@ class Ranking:
         self.alive[rows], self.values[rows] = alive, value
         self.times[rows] = np.where(np.isfinite(value), step_s, np.inf)
 
+    def add(self, row: int, fewer: int, recompute: Sequence[int]) -> list[int]:
+        """Rows of the space like one, which recompute less than it and more than another; their numbers."""
+        count = len(recompute)
+        assert isinstance(self.of, Bounds)
+        rows = self.space.add(row, recompute)
+        self.of.add(fewer, row, count)
+        self.gpus = self.space.gpus
+        self.alive = np.concatenate((self.alive, np.zeros(count, dtype=bool)))
+        self.values, self.times = (np.concatenate((one, np.full(count, np.inf))) for one in (self.values, self.times))
+        self._renew(np.array(rows, dtype=np.int64))
+        return rows
+
     def go_on(self) -> None:
         """Bound more rows of those that have no bound yet, as many as there is time for."""
         self.of.go_on()

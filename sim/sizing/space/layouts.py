@@ -2,7 +2,7 @@
 
 Options without effect are not repeated: a schedule has no meaning without stages, sequence parallelism none without
 tensor ranks, k recomputed blocks on stages of k blocks are full recomputation, and ZeRO-3 is FSDP over all ranks where
-one code does both. Stages and chunks may differ by a block.
+one code does both. Nor is every value of long axes tried (`thinned`). Stages and chunks may differ by a block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from sim.errors import Fault, UserError
-from sim.model.recompute import modules_of
 from sim.parallel.sharded.secondary import neighbours
 from sim.parallel.support.check import spreads_experts
 from sim.parallel.support.context import even_contexts
@@ -24,8 +23,10 @@ from sim.parallel.support.further import NOT_BESIDE_FURTHER
 from sim.parallel.support.muon import cuts, strategies
 from sim.parallel.support.zeropp import able
 from sim.scenario import Scenario
-from sim.scenario.fields.schema import TWO_CHUNKS, RecomputeLayers
+from sim.scenario.fields.schema import TWO_CHUNKS
 from sim.sizing.space.experts import spreads
+from sim.sizing.space.policies import POLICIES, policy, possible
+from sim.sizing.space.thinned import Own, chunks, contexts, numbers, own_of
 from sim.sizing.wish import Request
 from sim.software import Stack, stack_of
 
@@ -38,9 +39,6 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-1p", "zb-2p",
 STRATEGIES = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp")
 #: Strategies that run under any pipeline, and those that shard the parameters of its stages (`sim.parallel.support`).
 _PIPELINED, _SHARDED = ("none", "ddp", "zero1"), ("zero2", "zero3", "fsdp")
-#: Recomputation other than "the first k blocks": index k + len - 1 of the column stands for k blocks.
-POLICIES = ("none", "selective", "selective-op", "full", "mla_up_proj", "layernorm+moe_act",
-            "layernorm+mla_up_proj+moe_act")
 
 
 @dataclass(frozen=True)
@@ -50,9 +48,10 @@ class Choice:
     Attributes:
         gpus: numbers of GPUs, whole nodes or parts of one.
         strategies, schedules: names; schedules left empty are those that the stack has (`with_schedules`).
-        recompute: policies; `partial_recompute`: whether the first k blocks are tried for every k.
+        recompute: policies; `partial_recompute`: whether the first k blocks are tried, for so many k (`thinned`).
         tensor, context, expert, expert_tensor, pipeline, virtual_stages, micro_batch: values.
         batch, weights, kv_cache: of requests (`sim.sizing.space.requests`).
+        own: what the scenario has of the axes of which not every value is tried.
     """
 
     gpus: Sequence[int]
@@ -70,13 +69,15 @@ class Choice:
     batch: Sequence[int] = ()
     weights: Sequence[str] = ()
     kv_cache: Sequence[str] = ()
+    own: Own | None = None
 
 
 def with_schedules(choice: Choice, scenario: Scenario) -> Choice:
     """A choice that leaves schedules open, with those of the scenario's stack and that of its own pipeline: who writes
-    another runs a fork that has it."""
+    another runs a fork that has it. And with what else is the scenario's own, unless that is known."""
     own = [scenario.parallel.schedule] if scenario.parallel.pipeline > 1 else []
-    return replace(choice, schedules=choice.schedules or tuple(dict.fromkeys([*_stack(scenario).schedules, *own])))
+    return replace(choice, schedules=choice.schedules or tuple(dict.fromkeys([*_stack(scenario).schedules, *own])),
+                   own=choice.own or own_of(scenario))
 
 
 @dataclass
@@ -86,7 +87,7 @@ class Space:
     Attributes:
         clusters: scenario of each cluster, resolved, at one node.
         columns: name to integers, each of shape (rows,).
-        raw: configurations as they can be written, of which rows are those that differ in effect.
+        raw: configurations as they can be written, for which the rows stand.
     """
 
     clusters: list[Scenario]
@@ -95,6 +96,15 @@ class Space:
 
     def __len__(self) -> int:
         return len(self.columns["cluster"])
+
+    def add(self, row: int, recompute: Sequence[int]) -> list[int]:
+        """Rows like one, but for what they recompute; their numbers."""
+        before, count = len(self), len(recompute)
+        self.columns = {name: np.concatenate((column, recompute if name == "recompute" else [column[row]] * count),
+                                             dtype=column.dtype, casting="same_kind")
+                        for name, column in self.columns.items()}
+        self.__dict__.pop("gpus", None)
+        return list(range(before, before + count))
 
     @property
     def batches(self) -> list[int]:
@@ -163,39 +173,6 @@ class Space:
             fits = strategy == self._resharded and v["sharding_factor"] % near == 0 and v["expert"] == 1
             sets["parallel.reshard_after_forward"] = near if fits else True
         return sets
-
-
-def policy(index: int) -> Any:
-    """A value of the recompute column as `training.recompute`."""
-    if index >= len(POLICIES):
-        return {"layers": index - len(POLICIES) + 1}
-    modules = modules_of(POLICIES[index])
-    return POLICIES[index] if POLICIES[index] == "selective" or not modules else {"modules": sorted(modules)}
-
-
-def policy_index(recompute: Any, blocks: int) -> int | None:
-    """The value of the recompute column that stands for `training.recompute` on stages of so many blocks; None if none
-    does: other modules by name."""
-    if isinstance(recompute, str):
-        return POLICIES.index(recompute)
-    if isinstance(recompute, RecomputeLayers):
-        layers = int(recompute.layers)
-        return POLICIES.index("full") if layers >= blocks else POLICIES.index("none") if not layers else (
-            len(POLICIES) + layers - 1)
-    return next((i for i, name in enumerate(POLICIES) if modules_of(name) == frozenset(recompute.modules)), None)
-
-
-def possible(name: str, scenario: Scenario, stack: Stack) -> bool:
-    """Whether a model has what a policy recomputes, and its stack can."""
-    modules, model = modules_of(name), scenario.model
-    if name == "selective-op":
-        return not model.mtp_layers
-    if name == "selective" or not modules:
-        return True
-    return (stack.modules == "megatron" and model.kind == "decoder"
-            and not model.parallel_block and model.positions != "relative" and model.block_norms == "input"
-            and ("mla_up_proj" not in modules or model.mla is not None)
-            and ("moe_act" not in modules or model.moe is not None))
 
 
 def per_node(clusters: Sequence[Scenario]) -> npt.NDArray[np.int64]:
@@ -293,14 +270,14 @@ def _of_count(number: int, scenario: Scenario, nodes: int,
             for two in (False, True)}
         ways = {one.expert: {two: _spread(*rows, one.expert, ipg) for two, rows in plain.items()} for one in spread}
         for micro in (m for m in _divisors(share) if _in(m, choice.micro_batch)):
-            for virtual, schedule in _schedules(pipeline, share // micro, blocks, choice):
+            for virtual, schedule, alike in _schedules(pipeline, share // micro, blocks, choice):
                 for expert, slices, own_tokens in spread:
                     rows, said = ways[expert][SCHEDULES[schedule] == "dualpipe"]
                     if not rows.shape[1]:
                         continue
                     for sequence in (s for s in sequences if s or not own_tokens):
                         yield ((number, nodes, tensor, sequence, context, expert, slices, micro, pipeline, virtual,
-                                schedule), rows, said)
+                                schedule), rows, said * alike)
 
 
 def _spread(rows: Ints, said: int, expert: int, ipg: bool) -> tuple[Ints, int]:
@@ -319,46 +296,49 @@ def _degrees(scenario: Scenario, gpus: int, choice: Choice) -> Iterator[tuple[in
     cut = not scenario.training.optimizer_in_backward and deep  # in backward, which no pipeline has
     widths = [t for t in _divisors(gpus) if _in(t, choice.tensor) and (t == 1 or (not plain and not (
         model.heads % t or model.ffn % t or (model.kv_heads % t and t % model.kv_heads))))]
-    contexts = [c for c in _divisors(gpus) if _in(c, choice.context) and (c == 1 or (
-        model.kind == "decoder" and sequence % c == 0))]
+    degrees = [c for c in _divisors(gpus) if c == 1 or (model.kind == "decoder" and sequence % c == 0)]
+    shared = contexts(degrees, sequence, choice.own or Own(), choice.context)
     depths = [p for p in _divisors(gpus) if _in(p, choice.pipeline) and (p == 1 or (
         cut and model.kind in ("decoder", "encoder") and p <= model.layers + 2))]
     stack = _stack(scenario)
     asks = scenario.parallel.context_exchange == "all-to-all" or scenario.training.packed
     for t in widths:
-        for c in contexts if not asks else [c for c in contexts if even_contexts(scenario, stack, t, c)]:
+        for c in shared if not asks else [c for c in shared if even_contexts(scenario, stack, t, c)]:
             for p in depths:
                 if gpus % (t * c * p) == 0:
                     yield t, c, p
 
 
-def _schedules(pipeline: int, micro_steps: int, blocks: int, choice: Choice) -> Iterator[tuple[int, int]]:
-    """Chunks and schedule of a pipeline that can order this many micro-batches."""
+def _schedules(pipeline: int, micro_steps: int, blocks: int, choice: Choice) -> Iterator[tuple[int, int, int]]:
+    """Chunks and schedule of a pipeline that can order this many micro-batches, and how many numbers of chunks these
+    stand for."""
     if pipeline == 1:
-        yield 1, 0
+        yield 1, 0, 1
         return
     for index, name in enumerate(SCHEDULES):
         if name not in choice.schedules:
             continue
         if name == "interleaved":
             if micro_steps % pipeline == 0:
-                yield from ((v, index) for v in range(2, (blocks + 2) // pipeline + 1) if _in(v, choice.virtual_stages))
+                yield from ((count, index, alike) for count, alike in chunks(
+                    blocks, pipeline, choice.own or Own(), choice.virtual_stages))
         elif name in TWO_CHUNKS:
             fits = name == "zb-v" or (pipeline % 2 == 0 and micro_steps % 2 == 0 and micro_steps >= 2 * pipeline)
             if fits and 2 * pipeline <= blocks + 2 and _in(2, choice.virtual_stages):
-                yield 2, index
+                yield 2, index, 1
         elif _in(1, choice.virtual_stages):
-            yield 1, index
+            yield 1, index, 1
 
 
 def _policies(blocks: int, pipeline: int, choice: Choice) -> tuple[list[int], int]:
     """Recomputation: named policies, and the first k blocks of each pipeline rank below all of them; and how many more
-    can be written that are the same as full recomputation."""
+    can be written: for other k, or the same as full recomputation."""
     found = [POLICIES.index(name) for name in choice.recompute]
     if not choice.partial_recompute:
         return found, 0
     most = -(-blocks // pipeline)
-    return found + [len(POLICIES) + k - 1 for k in range(1, most)], blocks - most + 1
+    tried = numbers(most, choice.own or Own())
+    return found + [len(POLICIES) + k - 1 for k in tried], blocks - len(tried)
 
 
 def _stack(scenario: Scenario) -> Stack:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from sim.errors import Fault, UserError, nearest
-from sim.sizing.space.layouts import POLICIES, SCHEDULES, STRATEGIES, Choice
+from sim.sizing.space.layouts import SCHEDULES, STRATEGIES, Choice
+from sim.sizing.space.policies import POLICIES
 
 _OPTION = "--only"
 #: Fields whose values are numbers, and those whose values are names: the axis, and the names it has.

@@ -75,7 +75,8 @@ def _covered(found: Sizing) -> Iterator[str]:
         yield (f"not tried: --offload {','.join(found.not_offloaded)}, which nothing of this framework keeps on the "
                f"host ({KEEPERS})")
     yield served_text.covered(found) if found.served else (
-        f"{found.raw:,} configurations can be written, {found.covered:,} of them differ in effect")
+        f"{found.raw:,} configurations can be written, {found.covered:,} are searched (of those alike in effect one; "
+        "recomputed blocks in steps, finer next to the best)")
     ruled = {"memory": "do not fit", "time": "cannot be among the best", "deadline": "miss the deadline",
              "budget": "cost more than the budget", "limits": "break the limits"}
     counts = {"were not looked at (there was no time to bound them)": found.unbounded,

@@ -9,8 +9,8 @@ import numpy as np
 from sim.scenario import resolve
 from sim.sizing import Choice, size
 from sim.sizing.bounds.steps import Bounds
-from sim.sizing.search.best_first import ROUND
-from sim.sizing.search.early import early
+from sim.sizing.search.best_first import ROUND, Found
+from sim.sizing.search.early import climb, early
 from sim.sizing.search.ranking import Ranking
 from sim.sizing.space.base import alone
 from sim.sizing.space.families import kinds_of
@@ -47,3 +47,35 @@ def test_a_search_that_is_over_at_once_tells_something_that_fits_and_is_no_worse
     assert found.best and found.own is not None and not found.proven
     assert found.simulated > 1 and all(row["fits"] for row in found.rows)  # none was simulated in vain
     assert found.best[0]["step_time_s"] <= found.own["step_time_s"]
+
+
+class _Counted:
+    """A runner whose values are given."""
+
+    def __init__(self, values: dict[int, float]) -> None:
+        self.given, self.asked = values, list[int]()
+
+    def values(self, rows: list[int]) -> list[float]:
+        self.asked += rows
+        return [self.given[row] for row in rows]
+
+
+def test_every_family_is_climbed_in_turn_unless_it_is_far_from_the_best() -> None:
+    of = ranking()
+    kinds = kinds_of(of.space)
+    fsdp, pipeline, tensor = (np.flatnonzero(kinds[name])[:2].tolist() for name in ("FSDP", "pipeline", "tensor"))
+    runner = _Counted({fsdp[0]: 3.0, fsdp[1]: 2.0, pipeline[0]: 4.0, pipeline[1]: 3.5, tensor[0]: 9.0, tensor[1]: 1.0})
+    seen = list[tuple[float, int]]()
+
+    def near(found: Found) -> tuple[list[int], None]:
+        seen.append(found.best[0])
+        rows = next(rows for rows in (fsdp, pipeline, tensor) if found.best[0][1] in rows)
+        return [row for row in rows if row not in found.values], None
+
+    climb(of, runner, near, [fsdp[0], pipeline[0], tensor[0]], lambda: False)  # type: ignore[arg-type]
+    assert tensor[1] not in runner.asked  # its family's best is three times the best: not looked at closely
+    assert {fsdp[1], pipeline[1]} <= set(runner.asked) and len(runner.asked) == len(set(runner.asked))
+    assert set(seen) == {(3.0, fsdp[0]), (2.0, fsdp[1]), (4.0, pipeline[0]), (3.5, pipeline[1])}
+    stopped = _Counted(runner.given)
+    climb(of, stopped, near, [fsdp[0]], lambda: True)  # type: ignore[arg-type]
+    assert stopped.asked == [fsdp[0]]

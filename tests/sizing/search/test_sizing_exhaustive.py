@@ -20,7 +20,7 @@ SMALL = {"name": "small", "cluster": {"topology": "dgx-a100-80g"}, "model": {"pr
 @pytest.mark.whole
 def test_the_answer_is_that_of_simulating_everything(once: Once) -> None:
     small = resolve(SMALL, "small")
-    base, choice = alone(small, None), Choice([GPUS], schedules=SCHEDULES)
+    base, choice = alone(small, None), Choice([GPUS], schedules=SCHEDULES, context=[1, 2, 4, 8])
     space, plain = build_space([base], choice), following(base)
     factor, pipeline = space.columns["sharding_factor"], space.columns["pipeline"]
     assert len(space) >= 5000 and (pipeline > 1).any()

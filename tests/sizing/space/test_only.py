@@ -14,8 +14,9 @@ from sim.errors import UserError
 from sim.scenario import resolve
 from sim.sizing import Choice
 from sim.sizing.space.base import alone
-from sim.sizing.space.layouts import POLICIES, STRATEGIES, build_space
+from sim.sizing.space.layouts import STRATEGIES, build_space
 from sim.sizing.space.only import only
+from sim.sizing.space.policies import POLICIES
 
 SMALL = """
 name: small

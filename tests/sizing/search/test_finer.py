@@ -1,0 +1,39 @@
+"""Numbers of recomputed blocks between those that a space tries, next to the best found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sim import api
+from sim.scenario import resolve
+from sim.sizing import Choice, size
+from sim.sizing.space.thinned import stride
+
+#: 40 blocks on eight GPUs of 80 GB, whose activations do not fit whole.
+FULL: dict[str, Any] = {
+    "name": "full", "cluster": {"topology": "dgx-a100-80g"}, "model": {"preset": "llama-2-13b"},
+    "training": {"micro_batch": 1, "global_batch": 64, "sequence": 4096, "precision": "fsdp-bf16"},
+    "parallel": {"strategy": "fsdp"}, "software": {"framework": "pytorch", "year": 2024}}
+NARROW: dict[str, Any] = {"tensor": [1], "context": [1], "pipeline": [1], "micro_batch": [4], "strategies": ["fsdp"]}
+
+
+def recomputed(row: dict[str, Any]) -> int:
+    found = row["set"]["training.recompute"]
+    return int(found["layers"]) if isinstance(found, dict) else {"none": 0, "full": 40}[found]
+
+
+def test_the_best_is_that_of_trying_every_number() -> None:
+    found = size(resolve(FULL, ""), Choice([8], recompute=["none", "full"], **NARROW), top=3)
+    best = found.best[0]
+    assert recomputed(best) % stride(40), "else the space has it anyway"
+    every = {blocks: api.measure(resolve(FULL, "", {**best["set"], "training.recompute": {"layers": blocks}}))
+             for blocks in range(recomputed(best) - 4, recomputed(best) + 4)}
+    assert best["step_time_s"] == min(one.step_s for one in every.values() if one.step_s is not None)
+    assert not all(one.memory.fits for one in every.values()) and found.proven
+    assert found.covered == found.impossible + sum(found.pruned.values()) + found.simulated
+    assert found.winner is not None and len(found.rows) == found.simulated
+
+
+def test_named_policies_alone_stay_alone() -> None:
+    found = size(resolve(FULL, ""), Choice([8], recompute=["none", "full"], partial_recompute=False, **NARROW), top=3)
+    assert {recomputed(row) for row in found.best} == {40} and found.covered == 2 * 3  # sharded over 2, 4 and 8
