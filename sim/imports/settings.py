@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sim.errors import Fault, UserError
+from sim.errors import Fault, UserError, nearest
 from sim.scenario.document import Document, parse_document, read_text
 
 _TABLE = re.compile(r"\s*\[([\w.\"' -]+)\]\s*(#.*)?\Z")
@@ -73,9 +73,10 @@ class Said:
             raise self.wrong("a word")
         return str(self.value).strip().lower().replace("-", "_")
 
-    def wrong(self, wanted: str) -> UserError:
+    def wrong(self, wanted: str, hint: str = "") -> UserError:
         """The error of a value that is not what is wanted."""
-        return UserError(Fault(f"expected {wanted}, found {str(self.value)[:60]!r}", self.name, self.file, self.line))
+        return UserError(Fault(f"expected {wanted}, found {str(self.value)[:60]!r}", self.name, self.file, self.line,
+                               hint))
 
 
 @dataclass
@@ -209,7 +210,7 @@ def one_of(said: Said, allowed: Mapping[str, Any]) -> Any:
     """What a word stands for. Raises UserError with the words allowed."""
     word = said.word()
     if word not in allowed:
-        raise said.wrong(f"one of {', '.join(allowed)}")
+        raise said.wrong(f"one of {', '.join(allowed)}", nearest(word, allowed))
     return allowed[word]
 
 
