@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sim.errors import Fault, UserError
+from sim.errors import Fault, UserError, nearest
 from sim.imports.hugging.adapters import LINEAR, read_lora
 from sim.imports.hugging.facts import FP8_GATHER, Job, dtype_of, renamed, set_apart
 from sim.imports.hugging.trainer import read_arguments
@@ -112,7 +112,7 @@ def _tuned(settings: Settings, job: Job) -> bool:
     draft, kind = job.draft, settings.get("finetuning_type")
     word = kind.word() if kind is not None else "lora"
     if kind is not None and word not in ("lora", "full", "freeze", "oft"):
-        raise kind.wrong("one of lora, full, freeze, oft")
+        raise kind.wrong("one of lora, full, freeze, oft", nearest(word, ("lora", "full", "freeze", "oft")))
     if kind is not None and word in ("freeze", "oft"):
         draft.leave(kind, "is simulated as training of all weights")
     bits = settings.get("quantization_bit")
