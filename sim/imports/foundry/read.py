@@ -83,7 +83,8 @@ def read(files: Sequence[str], draft: Draft) -> None:
 
 
 def _job(settings: Settings, draft: Draft) -> None:
-    mapping_at(settings, "algorithms", "model", "optimizer", "fsdp_config", "train_loader")
+    mapping_at(settings, "algorithms", "model", "model.attn_config", "model.ffn_config", "optimizer", "fsdp_config",
+               "train_loader")
     transformers = read_model(settings, draft)
     draft.assume("software.framework", "composer", "LLM Foundry runs on Composer")
     if transformers:

@@ -26,11 +26,11 @@ _WORDS = {"True": True, "False": False}
 class Open(Said):
     """A setting whose value only a running shell knows (`$1`)."""
 
-    def wrong(self, wanted: str) -> UserError:
+    def wrong(self, wanted: str, hint: str = "") -> UserError:
         """The error of such a value, and how to go on."""
         path = table("imports/megatron/names.yaml")["fields"].get(plain(self.name))
         kind = "N" if "number" in wanted else "VALUE"
-        hint = "give the variable a value in the script" + (f", or --set {path}={kind}" if path else "")
+        hint = hint or "give the variable a value in the script" + (f", or --set {path}={kind}" if path else "")
         return UserError(replace(fault, hint=hint) for fault in super().wrong(wanted).faults)
 
 

@@ -175,8 +175,9 @@ def _model(settings: Settings, put: Put) -> None:
     elif kind is not None:
         put(kind, "tokenizer_name_or_path", kind.value)
     engine, core = switch(settings, "model.transformer_engine"), switch(settings, "model.mcore_gpt")
-    if engine is None and core is None:
-        put(settings.get("model.transformer_engine", "model.mcore_gpt"), "transformer_impl", "local")
+    whose = engine or core
+    put(whose or settings.get("model.transformer_engine", "model.mcore_gpt"), "transformer_impl",
+        "local" if whose is None else "transformer_engine")
 
 
 def _optimizer(settings: Settings, draft: Draft, put: Put) -> None:

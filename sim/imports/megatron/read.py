@@ -169,6 +169,9 @@ def _recompute(args: Args, draft: Draft) -> None:
     modules = args.get("recompute_modules")
     old = args.on("checkpoint_activations", "deepspeed_activation_checkpointing")
     short = args.on("recompute_activations")
+    kept = args.on("checkpoint_in_cpu")  # Megatron-DeepSpeed: what blocks start from waits in host memory
+    if kept is not None and (old is not None or kind is not None):
+        draft.take("parallel.offload.activations", "cpu", kept)
     if kind is None or str(kind.value) in ("", "None"):
         if old is not None:
             draft.take(path, "full", old)
