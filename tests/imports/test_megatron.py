@@ -542,3 +542,13 @@ def test_misspelt_arguments_are_told_where_something_is_missing() -> None:
         imported(LEAST.replace("--micro-batch-size", "--micro-batch-sz"), "cluster.nodes=1")
     with pytest.raises(UserError, match="did you mean 'full'"):
         scenario("--recompute-granularity ful")
+
+
+@pytest.mark.parametrize(("more", "left", "states"), [
+    ("", {"--use-precision-aware-optimizer"}, "fp32"),
+    ("--exp-avg-dtype bf16", {"--use-precision-aware-optimizer", "--exp-avg-dtype"}, "bf16"),
+    ("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --main-params-dtype fp16", set(), "bf16")])
+def test_states_and_masters_of_the_aware_optimizer(more: str, left: set[str], states: str) -> None:
+    found = imported(f"{LEAST}--bf16 --use-distributed-optimizer --use-precision-aware-optimizer {more}",
+                     "cluster.nodes=1")
+    assert names(found, "left") == left and found.scenario.training.precision.optimizer == states

@@ -110,10 +110,11 @@ def _form(args: Args, draft: Draft) -> None:
         draft.take("model.tied_embeddings", False, said)
     elif said := args.get("share_embeddings_and_output_weights"):
         draft.take("model.tied_embeddings", said.flag(), said)
+    rotary = args.on("use_rotary_position_embeddings")
     if said := args.get("position_embedding_type"):
         draft.take("model.positions", choice(said, _POSITIONS), said)
-    elif said := args.on("use_rotary_position_embeddings"):
-        draft.take("model.positions", "rotary", said)
+    elif rotary is not None:
+        draft.take("model.positions", "rotary", rotary)
 
 
 def _vocabulary(args: Args, draft: Draft) -> None:
