@@ -317,3 +317,11 @@ def test_the_optimizer_s_kernels_of_each_era(tables: dict[str, str], kernel: str
 def test_ddp_by_the_type_of_spring_2024() -> None:
     found = scenario(training="data_parallel_degree = -1\ndata_parallel_type = 'ddp'")
     assert (found.parallel.strategy, found.parallel.bucket_mb) == ("ddp", 100)
+
+
+@pytest.mark.parametrize(("tables", "left"), [
+    ({"model": "converters = ['mx']"}, set()), ({"model": "converters = ['float8']"}, {"model.converters"}),
+    ({"model": "converters = ['mx']", "mx": "filter_fqns = ['output', 'wq']"}, {"mx.filter_fqns"})])
+def test_layers_that_stay_in_16_bits(tables: dict[str, str], left: set[str]) -> None:
+    """mx.filter_fqns is ["output"] unless said, float8's is empty (job_config.py)."""
+    assert names(imported(job(**tables)), "left") == left

@@ -25,8 +25,10 @@ _NORMS = {"layernorm": "layernorm", "rmsnorm": "rmsnorm", "fused_rmsnorm": "rmsn
 #: Converters of linear layers (model.converters) -> compute.
 _LINEAR = {"float8": "fp8", "quantize.linear.float8": "fp8", "mx": "mxfp8", "quantize.linear.mx": "mxfp8"}
 _GROUPED = ("quantize.grouped_mm.float8", "quantize.grouped_mm.mx")
+_MX = ("quantize.linear.mx", "mx")
 #: Tables of float8, newest first.
 _FLOAT8 = ("quantize.linear.float8", "quantize.dense.float8", "float8")
+#: Release whose names are those of 2024.
 _OLD = "0.0.2"
 #: What a file says that only an era knows -> its year and release.
 _ERAS = (
@@ -208,10 +210,11 @@ def _narrow(settings: Settings, draft: Draft) -> tuple[Said | None, Said | None]
             draft.leave(converters, f"what the converter {str(one)[:40]} does is not known here")
     gather = on(settings, *(f"{where}.enable_fsdp_float8_all_gather" for where in _FLOAT8))
     recipe = settings.get(*(f"{where}.recipe_name" for where in _FLOAT8))
-    mx = settings.get("quantize.linear.mx.recipe_name", "mx.recipe_name")
+    mx = settings.get(*(f"{where}.recipe_name" for where in _MX))
     if found is not None and mx is not None and "fp4" in mx.word():
         draft.leave(mx, "products of 4 bits are counted as mxfp8's")
-    skipped = settings.get(*(f"{where}.filter_fqns" for where in _FLOAT8))
+    scaled = found is not None and _LINEAR.get(str(found.value)) == "mxfp8"
+    skipped = settings.get(*(f"{where}.filter_fqns" for where in (_MX if scaled else _FLOAT8)))
     settings.get(*(f"{where}.precompute_float8_dynamic_scale_for_fsdp" for where in _FLOAT8))
     again = on(settings, *(f"{where}.force_recompute_fp8_weight_in_bwd" for where in _FLOAT8))
     if found is None:
@@ -220,7 +223,7 @@ def _narrow(settings: Settings, draft: Draft) -> tuple[Said | None, Said | None]
         draft.leave(recipe, "scales of rows are counted as one of a whole tensor")
     if skipped is not None and skipped.value not in ([], ["output"], "output", ""):
         draft.leave(skipped, "all linear layers but the head are counted in 8 bits")
-    elif skipped is None or not skipped.value:
+    elif (skipped is None and not scaled) or (skipped is not None and not skipped.value):  # mx skips it by default
         draft.leave(found, "the head is counted in 16 bits")
     if again is not None:
         draft.leave(again, "weights in 8 bits are counted as kept until backward")
