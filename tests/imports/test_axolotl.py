@@ -252,7 +252,7 @@ def test_adapters_kept_in_their_own_dtype_are_told(read: Read) -> None:
     assert "peft_autocast_adapter_dtype" in names(found, "left")
 
 
-@pytest.mark.parametrize("name", ["s2_attention", "sage_attention"])
+@pytest.mark.parametrize("name", ["s2_attention", "sage_attention", "flash_attn_fuse_qkv", "unsloth_rope"])
 def test_other_attention_is_told(read: Read, name: str) -> None:
     plain = {key: value for key, value in PLAIN.items() if key != "attn_implementation"}
     assert name in names(read({**plain, name: True}), "left")

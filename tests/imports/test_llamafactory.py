@@ -206,3 +206,9 @@ def test_badam_leaves_weights_in_half(read: Read) -> None:
                                             ({"do_predict": True, "do_train": True}, False)])
 def test_a_file_that_trains_nothing_is_told(read: Read, more: dict[str, Any], told: bool) -> None:
     assert any("nothing is trained" in why for why in left(read({**LORA, **more})).values()) is told
+
+
+@pytest.mark.parametrize("name", ["packing", "sft_packing"])
+def test_packed_sequences_are_full(read: Read, name: str) -> None:
+    (note,) = [one for one in read({**LORA, name: True}).of("taken") if one.field == "training.sequence"]
+    assert "upper bound" not in note.text

@@ -53,7 +53,8 @@ _CORE = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_m
          "context_parallel_size", "virtual_pipeline_model_parallel_size", "sequence_parallel",
          "use_distributed_optimizer", "recompute_granularity")
 #: What the Trainer's reader would read otherwise.
-_OWN = ("bf16", "fp16", "pure_bf16", "gradient_checkpointing", "finetuning_type", "quantization_bit", "packing")
+_OWN = ("bf16", "fp16", "pure_bf16", "gradient_checkpointing", "finetuning_type", "quantization_bit", "packing",
+        "sft_packing")
 _IDLE = (
     "template", "max_samples", "overwrite_cache", "media_dir", "train_on_prompt", "mask_history", "mix_strategy",
     "interleave_probs", "buffer_size", "val_size", "eval_on_each_dataset", "tool_format", "default_system",
@@ -68,6 +69,7 @@ _IDLE = (
     "double_quantization", "quantization_*", "fp8_*", "use_reentrant_gc", "disable_gradient_checkpointing", "do_*",
     "use_unsloth_gc", "oft_*", "module_dropout", "kto_*", "device_map", "gradient_checkpointing", "resume_*",
     "ignore_pad_token_for_loss", "preprocessing_*", "top_*", "max_new_tokens", "num_beams", "neat_packing",
+    "reserved_label_len", "efficient_eos", "visual_inputs",
 )
 
 
@@ -189,7 +191,8 @@ def _data(settings: Settings, job: Job) -> None:
     if stage is not None and why:
         draft.leave(stage, f"{why}; simulated as plain training")
     draft.assume("training.sequence", 2048, "LLaMA-Factory's default of cutoff_len since 0.9 (before: 1024)")
-    packed, apart = settings.get("packing"), switch(settings, "neat_packing")
+    packed = settings.get("packing", "sft_packing")  # of releases before 0.7.1 (recalled)
+    apart = switch(settings, "neat_packing")
     first = stage is not None and stage.word() == "pt"
     if apart is not None or (packed.flag() if packed is not None else first):
         job.keep("padded", True, apart or packed or stage or job.default(settings, "packing", True))
