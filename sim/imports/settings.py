@@ -18,6 +18,8 @@ _TABLE = re.compile(r"\s*\[([\w.\"' -]+)\]\s*(#.*)?\Z")
 _KEY = re.compile(r"\s*([\w.-]+)\s*=")
 #: A value that is the name of another: dots in front count from the mapping it stands in.
 _NAMED = re.compile(r"\$\{(\.*)([\w-]+(?:\.[\w-]+)*)\}")
+#: Larger whole numbers are no setting's: readers count ranks and blocks out.
+_MOST = 10**15
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -49,6 +51,8 @@ class Said:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.wrong(f"a whole number of at least {least}")
+        if value > _MOST:
+            raise self.wrong(f"a whole number of at most {_MOST:,}")
         return value
 
     def number(self) -> float:

@@ -261,3 +261,11 @@ def test_other_attention_is_told(read: Read, name: str) -> None:
 def test_a_misspelt_optimizer_gets_the_nearest_name(read: Read) -> None:
     with pytest.raises(UserError, match="did you mean 'adamw_torch_fused'"):
         read({**PLAIN, "optimizer": "adamw_torch_fuzed"})
+
+
+@pytest.mark.parametrize(("dequantised", "told"), [(True, False), (False, True)])
+def test_weights_that_a_checkpoint_alone_has_in_4_bits(read: Read, dequantised: bool, told: bool) -> None:
+    """examples/gpt-oss: Mxfp4Config with dequantize computes in bf16."""
+    found = read({**PLAIN, "model_quantization_config": "Mxfp4Config",
+                  "model_quantization_config_kwargs": {"dequantize": dequantised}})
+    assert ("model_quantization_config" in names(found, "left")) is told

@@ -552,3 +552,12 @@ def test_states_and_masters_of_the_aware_optimizer(more: str, left: set[str], st
     found = imported(f"{LEAST}--bf16 --use-distributed-optimizer --use-precision-aware-optimizer {more}",
                      "cluster.nodes=1")
     assert names(found, "left") == left and found.scenario.training.precision.optimizer == states
+
+
+@pytest.mark.parametrize("size", ["1e300", "1" + "0" * 12])
+def test_absurdly_many_pipeline_ranks(size: str) -> None:
+    """Blocks are counted out rank by rank."""
+    text = ("--num-layers: 8\n--hidden-size: 64\n--num-attention-heads: 2\n--seq-length: 64\n--micro-batch-size: 1\n"
+            f"--pipeline-model-parallel-size: {size}\n--pipeline-model-parallel-layout: Et*8|L\n--vocab-size: 100\n")
+    with pytest.raises(UserError, match="pipeline-model-parallel-size: expected a whole number"):
+        imported(text, "cluster.nodes=1", name="a.yaml")

@@ -77,7 +77,12 @@ def read_axolotl_yaml(settings: Settings, job: Job) -> None:
     _recompute(settings, job, adapted)
     _attention(settings, job, adapted)
     _loss(settings, job)
-    for name, why in LEFT.items():
+    if switch(settings, "model_quantization_config_kwargs.dequantize") is not None:  # weights are those of `bf16` then
+        settings.get("model_quantization_config")
+        left = {name: why for name, why in LEFT.items() if name != "model_quantization_config"}
+    else:
+        left = LEFT
+    for name, why in left.items():
         said = settings.get(name) if settings.has(name) else None
         if said is not None and said.value not in (False, "", 0, [], {}):
             draft.leave(said, why)

@@ -19,6 +19,7 @@ _SHARDS = {"no_shard": "ddp", "optim": "zero1", "optim_grads": "zero2", "optim_g
 _STAGES = {"0": "ddp", "1": "zero1", "2": "zero2", "3": "zero3"}
 #: Repetitions in a layout of stages, unrolled in this order; more letters than so many are no layout.
 _REPEATS, _MOST_LETTERS = (r"\(([^)]+)\)\*(\d{1,4})", r"(.)\*(\d{1,4})"), 100_000
+_MOST_RANKS = 1_000_000
 _EXCHANGES = {"p2p": "ring", "all_gather": "all-gather", "allgather": "all-gather", "a2a": "all-to-all",
               "a2a+p2p": "all-to-all"}
 
@@ -30,6 +31,8 @@ def read_layout(args: Args, draft: Draft) -> None:
                          ("context", "context_parallel_size", "ds_sequence_parallel_size"),
                          ("expert", "expert_model_parallel_size", "moe_expert_parallel_size")):
         said = args.get(*names)
+        if said is not None and said.whole() > _MOST_RANKS:
+            raise said.wrong(f"a whole number of at most {_MOST_RANKS:,}")
         if said is not None and said.whole() > 1:
             draft.take(f"parallel.{path}", said.whole(), said)
     _tensor(args, draft)

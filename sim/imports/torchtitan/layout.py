@@ -27,6 +27,7 @@ _SCHEDULES: dict[str, tuple[str, int, str]] = {
     "zbvzerobubble": ("zb-v", 2, ""),
     "dualpipev": ("zb-v", 2, "forwards beside backwards are not simulated: ZB-V, folded alike, is counted"),
 }
+_MOST_RANKS = 1_000_000
 _RESHARD = {"default": None, "always": True, "never": False}
 
 
@@ -52,6 +53,8 @@ def read_layout(settings: Settings, draft: Draft, layers: int | None) -> str:
     ranks = {axis: degree(settings, f"{axis}_parallel_degree") for axis in ("tensor", "context", "pipeline", "expert")}
     sizes = {axis: said.whole() if said is not None else 1 for axis, said in ranks.items()}
     for axis, said in ranks.items():
+        if said is not None and sizes[axis] > _MOST_RANKS:
+            raise said.wrong(f"a whole number of at most {_MOST_RANKS:,}")
         if said is not None and sizes[axis] > 1:
             draft.take(f"parallel.{axis}", sizes[axis], said)
     if ranks["tensor"] is not None and sizes["tensor"] > 1:
