@@ -269,3 +269,9 @@ def test_weights_that_a_checkpoint_alone_has_in_4_bits(read: Read, dequantised: 
     found = read({**PLAIN, "model_quantization_config": "Mxfp4Config",
                   "model_quantization_config_kwargs": {"dequantize": dequantised}})
     assert ("model_quantization_config" in names(found, "left")) is told
+
+
+def test_segments_of_before_they_could_grow(read: Read) -> None:
+    """utils/__init__.py asks for them from torch 2.2 on: a year before it is no fault."""
+    assert at(read(PLAIN), "software.allocator") == {"expandable_segments": True}
+    assert at(read(PLAIN, sets=(*ON, "software.year=2022")), "software.allocator") is None

@@ -46,9 +46,9 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
             text = content if isinstance(content, str) else (
                 json.dumps(content) if "model_type" in content else yaml.safe_dump(content, sort_keys=False))
             Path(names[-1]).write_text(text, encoding="utf-8")
-        draft = Draft()
+        draft = Draft("", (*ON, *sets))
         read_foundry(names, draft)
-        return draft.finish((*ON, *sets))
+        return draft.finish()
 
     return run
 
@@ -147,6 +147,10 @@ def test_attention_of_a_model_of_the_hub(read: Read, more: dict[str, Any], kerne
     found = read(job(model={"name": "hf_causal_lm", "pretrained_model_name_or_path": "meta-llama/Llama-2-7b-hf",
                             **more}))
     assert at(found, "training.attention") == kernel
+
+
+def test_segments_of_before_they_could_grow(read: Read) -> None:
+    assert at(read(job(), sets=("software.year=2023",)), "software.allocator") is None
 
 
 def test_experts_of_megablocks(read: Read) -> None:

@@ -108,7 +108,7 @@ def _job(settings: Settings, draft: Draft) -> None:
             take_whole(settings, f"algorithms.{name}")
     if (grows := settings.get("expandable_segments")) is not None:
         draft.take(EXPANDABLE, grows.flag(), grows)
-    elif not draft.has("software.versions"):  # of releases that had none
+    elif not draft.has("software.versions") and not draft.before(2024):  # earlier releases had none
         draft.assume(EXPANDABLE, True, "LLM Foundry's default of expandable_segments (TrainConfig, 0.22)")
     if (split := settings.get("max_split_size_mb")) is not None:
         draft.take(SPLIT, split.whole(21), split)

@@ -105,8 +105,9 @@ def read_axolotl_yaml(settings: Settings, job: Job) -> None:
     draft.assume("training.micro_batch", 1, "axolotl's default of micro_batch_size")
     draft.assume("training.micro_steps", 1, "axolotl's default of gradient_accumulation_steps")
     draft.assume("training.recompute", "none", "axolotl's default of gradient_checkpointing")
-    draft.assume(EXPANDABLE, True, "axolotl sets PYTORCH_CUDA_ALLOC_CONF itself (0.19.0 utils/__init__.py; before "
-                 "torch 2.9 with roundup_power2_divisions too, which is not simulated)")
+    if not draft.before(2024):  # which needs torch 2.2
+        draft.assume(EXPANDABLE, True, "axolotl sets PYTORCH_CUDA_ALLOC_CONF itself (0.19.0 utils/__init__.py; before "
+                     "torch 2.9 with roundup_power2_divisions too, which is not simulated)")
 
 
 def _dtypes(settings: Settings, job: Job) -> None:

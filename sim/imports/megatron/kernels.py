@@ -11,7 +11,7 @@ from pathlib import Path
 from sim.catalog import table
 from sim.errors import UserError
 from sim.imports.draft import Draft
-from sim.imports.megatron.arguments import Args, given
+from sim.imports.megatron.arguments import Args
 from sim.imports.megatron.environment import read_environment, unfused
 from sim.imports.megatron.model import choice
 from sim.imports.settings import Said
@@ -78,7 +78,7 @@ def _attention(args: Args, draft: Draft, half: bool) -> None:
         draft.assume(path, "eager", "Megatron-DeepSpeed without --use-flash-attn-v2 or another of its switches")
     elif old is not None:
         draft.assume(path, "eager", f"{old.name} is of releases before TransformerEngine, and --use-flash-attn is off")
-    elif layers is None and _before_engine(draft):
+    elif layers is None and draft.before(_ENGINE_SINCE):
         draft.assume(path, "eager", "--transformer-impl was local before 2024, and --use-flash-attn is off (recalled)")
     elif not half:
         draft.assume(path, "eager", "no fused kernel of TransformerEngine takes fp32")
@@ -88,15 +88,9 @@ def _attention(args: Args, draft: Draft, half: bool) -> None:
         draft.assume(path, "flash", "TransformerEngine chooses a fused kernel (--attention-backend auto)")
 
 
-def _before_engine(draft: Draft) -> bool:
-    """Whether the command line names a year before TransformerEngine's layers were the default."""
-    when = given(draft, "software.year")
-    return isinstance(when, int) and not isinstance(when, bool) and when < _ENGINE_SINCE
-
-
 def _lacks_bf16(draft: Draft) -> bool:
     """Whether the command line names a cluster whose GPU is too old for flash attention."""
-    named = given(draft, "cluster.topology")
+    named = draft.given("cluster.topology")
     try:
         gpu = find_topology(named, Path()).data.get("gpu") if isinstance(named, str) else None
         return gpu is not None and "bf16" not in gpu_facts(gpu)["tflops"]
@@ -136,7 +130,7 @@ def _mixture(args: Args, draft: Draft) -> None:
         return
     flex = (backend or kind) if kind is not None and kind.word() == "flex" else None
     once = deep if deep is not None else flex
-    when = given(draft, "software.year")
+    when = draft.given("software.year")
     known = isinstance(when, int) and when in _YEARS
     stack = stack_for(draft.value("software.framework"), when if known else table("scenario/defaults.yaml")["year"],
                       fused=draft.value("software.fused") is not False)
