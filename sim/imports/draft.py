@@ -199,7 +199,7 @@ class Draft:
         if not faults:
             faults += [fault for fault in _missing(document) if fault.field not in self._later]
             faults += [Fault(f"was not taken: {note.text}" if note.text else "is not known here", file=note.said)
-                       for note in self._others if faults and note.kind in ("left", "unknown")][:_FEW]
+                       for kind in ("left", "unknown") for note in self._others if faults and note.kind == kind][:_FEW]
         if faults:
             raise UserError(faults)
         dropped = _drop_batch(document, done)
