@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from sim.errors import Fault, UserError
 from sim.imports.settings import Said, Settings, read_settings
-from sim.scenario.document import Document
+from sim.scenario.document import Document, parse_value
 from sim.scenario.fields.schema import Scenario
 from sim.scenario.load import resolve_document
 from sim.scenario.paths import apply_sets
@@ -130,6 +130,17 @@ class Draft:
         names = [text.partition("=")[0].strip() for text in self.sets]
         return any(path == one or path.startswith(f"{one}.") for one in names)
 
+    def given(self, path: str) -> Any:
+        """What the command line sets a field to, None where it does not. Raises UserError."""
+        values = [parse_value(value, "") for name, _, value in (text.partition("=") for text in self.sets)
+                  if name.strip() == path]
+        return values[-1] if values else None
+
+    def before(self, since: int) -> bool:
+        """Whether the command line says that the stack is of before a year. Raises UserError."""
+        when = self.given("software.year")
+        return isinstance(when, int) and not isinstance(when, bool) and when < since
+
     def leave(self, said: Said, why: str) -> None:
         """A setting that matters, which no field says or which is not simulated."""
         self._told.add((said.file, said.name))
@@ -187,8 +198,8 @@ class Draft:
         document.data.setdefault("name", self.name or "imported")
         if not faults:
             faults += [fault for fault in _missing(document) if fault.field not in self._later]
-            faults += [Fault(f"was not taken: {note.text}", file=note.said) for note in self._others
-                       if faults and note.kind == "left"][:_FEW]
+            faults += [Fault(f"was not taken: {note.text}" if note.text else "is not known here", file=note.said)
+                       for kind in ("left", "unknown") for note in self._others if faults and note.kind == kind][:_FEW]
         if faults:
             raise UserError(faults)
         dropped = _drop_batch(document, done)

@@ -11,13 +11,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sim.errors import Fault, UserError
+from sim.errors import Fault, UserError, nearest
 from sim.scenario.document import Document, parse_document, read_text
 
 _TABLE = re.compile(r"\s*\[([\w.\"' -]+)\]\s*(#.*)?\Z")
 _KEY = re.compile(r"\s*([\w.-]+)\s*=")
 #: A value that is the name of another: dots in front count from the mapping it stands in.
 _NAMED = re.compile(r"\$\{(\.*)([\w-]+(?:\.[\w-]+)*)\}")
+#: Larger whole numbers are no setting's: readers count ranks and blocks out.
+_MOST = 10**15
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -49,6 +51,8 @@ class Said:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.wrong(f"a whole number of at least {least}")
+        if value > _MOST:
+            raise self.wrong(f"a whole number of at most {_MOST:,}")
         return value
 
     def number(self) -> float:
@@ -73,9 +77,10 @@ class Said:
             raise self.wrong("a word")
         return str(self.value).strip().lower().replace("-", "_")
 
-    def wrong(self, wanted: str) -> UserError:
+    def wrong(self, wanted: str, hint: str = "") -> UserError:
         """The error of a value that is not what is wanted."""
-        return UserError(Fault(f"expected {wanted}, found {str(self.value)[:60]!r}", self.name, self.file, self.line))
+        return UserError(Fault(f"expected {wanted}, found {str(self.value)[:60]!r}", self.name, self.file, self.line,
+                               hint))
 
 
 @dataclass
@@ -209,7 +214,7 @@ def one_of(said: Said, allowed: Mapping[str, Any]) -> Any:
     """What a word stands for. Raises UserError with the words allowed."""
     word = said.word()
     if word not in allowed:
-        raise said.wrong(f"one of {', '.join(allowed)}")
+        raise said.wrong(f"one of {', '.join(allowed)}", nearest(word, allowed))
     return allowed[word]
 
 

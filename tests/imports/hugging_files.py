@@ -104,9 +104,9 @@ def reader(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
             names.append(name)
         for name, content in (beside or {}).items():
             Path(name).write_text(json.dumps(content, indent=1), encoding="utf-8")
-        draft = Draft()
+        draft = Draft("", sets)
         by(names, draft)
-        return draft.finish(sets)
+        return draft.finish()
 
     return run
 

@@ -49,7 +49,7 @@ def test_quantised_lora_of_70b_under_fsdp(read: Read) -> None:
                               "targets": ["query", "key", "value", "projection", "mlp"]}}
     assert {path: at(found, path) for path in expected} == expected
     assert not found.of("unknown")
-    assert names(found, "left") == {"adapter", "gradient_checkpointing_kwargs.use_reentrant"}
+    assert names(found, "left") == {"gradient_checkpointing_kwargs.use_reentrant"}
     assert plan_memory(found.scenario).stages
 
 
@@ -215,3 +215,63 @@ def test_without_its_file(read: Read) -> None:
 def test_refusals(read: Read, more: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         read({**PLAIN, **more})
+
+
+# ------------------------------------------------------- what axolotl 0.19 decides where a file says nothing
+@pytest.mark.parametrize(("more", "told"), [
+    ({}, True), ({"gradient_checkpointing_kwargs": {"use_reentrant": False}}, False), ({"rl": "dpo"}, False),
+    ({"activation_offloading": True}, False)])
+def test_checkpoints_are_reentrant_unless_told_otherwise(read: Read, more: dict[str, Any], told: bool) -> None:
+    """normalize_config fills gradient_checkpointing_kwargs; recomputation is counted as not reentrant, and told."""
+    found = read({**PLAIN, "gradient_checkpointing": True, **more})
+    assert any("reentrant" in note.text for note in found.of("left")) is told
+
+
+@pytest.mark.parametrize(("more", "told"), [
+    ({}, True), (FSDP, True), ({**FSDP, "fsdp_version": 1}, False), ({"trust_remote_code": True}, False),
+    ({"load_in_8bit": True}, False)])
+def test_kernels_of_lora_that_turn_themselves_on(read: Read, more: dict[str, Any], told: bool) -> None:
+    lora = {key: value for key, value in LORA.items() if key != "lora_mlp_kernel"}
+    found = read({**PLAIN, **lora, **more})
+    assert any("turns on by itself" in note.text for note in found.of("left")) is told
+
+
+def test_8_bit_weights_without_bf16_compute_in_fp16(read: Read) -> None:
+    found = read({**PLAIN, **LORA, "load_in_8bit": True, "bf16": False})
+    assert fields(found, "training.precision") == ["amp-fp16"]
+
+
+def test_expert_ranks_count_among_the_gpus(read: Read) -> None:
+    found = read({**PLAIN, **FSDP, "base_model": "mistralai/Mixtral-8x7B-v0.1", "expert_parallel_size": 4,
+                  "dp_shard_size": 2, "dp_replicate_size": 2})
+    assert fields(found, "cluster.nodes", "software.dispatcher", "parallel.sharding_factor") == [2, "flex", 8]
+
+
+def test_adapters_kept_in_their_own_dtype_are_told(read: Read) -> None:
+    found = read({**PLAIN, **LORA, "peft_autocast_adapter_dtype": False})
+    assert "peft_autocast_adapter_dtype" in names(found, "left")
+
+
+@pytest.mark.parametrize("name", ["s2_attention", "sage_attention", "flash_attn_fuse_qkv", "unsloth_rope"])
+def test_other_attention_is_told(read: Read, name: str) -> None:
+    plain = {key: value for key, value in PLAIN.items() if key != "attn_implementation"}
+    assert name in names(read({**plain, name: True}), "left")
+
+
+def test_a_misspelt_optimizer_gets_the_nearest_name(read: Read) -> None:
+    with pytest.raises(UserError, match="did you mean 'adamw_torch_fused'"):
+        read({**PLAIN, "optimizer": "adamw_torch_fuzed"})
+
+
+@pytest.mark.parametrize(("dequantised", "told"), [(True, False), (False, True)])
+def test_weights_that_a_checkpoint_alone_has_in_4_bits(read: Read, dequantised: bool, told: bool) -> None:
+    """examples/gpt-oss: Mxfp4Config with dequantize computes in bf16."""
+    found = read({**PLAIN, "model_quantization_config": "Mxfp4Config",
+                  "model_quantization_config_kwargs": {"dequantize": dequantised}})
+    assert ("model_quantization_config" in names(found, "left")) is told
+
+
+def test_segments_of_before_they_could_grow(read: Read) -> None:
+    """utils/__init__.py asks for them from torch 2.2 on: a year before it is no fault."""
+    assert at(read(PLAIN), "software.allocator") == {"expandable_segments": True}
+    assert at(read(PLAIN, sets=(*ON, "software.year=2022")), "software.allocator") is None

@@ -258,3 +258,12 @@ def test_packing_is_left_unless_the_command_line_says_how_long_documents_are() -
         made.packs(said("sample_packing", True))
         (note,) = [one for one in made.finish(ON).notes if "sample_packing" in one.said]
         assert note.kind == kind and ("--set training.document=N" in note.text) == (kind == "left")
+
+
+@pytest.mark.parametrize(("sets", "value", "before"), [
+    ((), None, False), (("software.year=2022",), 2022, True),
+    (("software.year=2022", "software.year=2025"), 2025, False),
+    (("software.year=now",), "now", False)])
+def test_what_the_command_line_says_of_a_field(sets: tuple[str, ...], value: object, before: bool) -> None:
+    made = Draft("mine", sets)
+    assert (made.given("software.year"), made.before(2024)) == (value, before)

@@ -46,9 +46,9 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
             text = content if isinstance(content, str) else (
                 json.dumps(content) if "model_type" in content else yaml.safe_dump(content, sort_keys=False))
             Path(names[-1]).write_text(text, encoding="utf-8")
-        draft = Draft()
+        draft = Draft("", (*ON, *sets))
         read_foundry(names, draft)
-        return draft.finish((*ON, *sets))
+        return draft.finish()
 
     return run
 
@@ -101,12 +101,18 @@ def test_it_is_the_published_row_with_its_batch(read: Read) -> None:
     ({"fsdp_config__sharding_strategy": "HYBRID_SHARD"}, {"parallel.sharding_factor": 8}),
     ({"fsdp_config__sharding_strategy": "SHARD_GRAD_OP"}, {"parallel.reshard_after_forward": False}),
     ({"fsdp_config__data_parallel_replicate_degree": 2}, {"parallel.sharding_factor": 4}),
-    ({"fsdp_config__activation_checkpointing": True, "fsdp_config__activation_cpu_offload": True},
+    ({"fsdp_config__activation_checkpointing": True, "fsdp_config__activation_checkpointing_reentrant": False,
+      "fsdp_config__activation_cpu_offload": True},
      {"training.recompute": "full", "parallel.offload.activations": "cpu"}),
     ({"fsdp_config__backward_prefetch": "BACKWARD_PRE", "fsdp_config__forward_prefetch": True},
      {"parallel.prefetch": {"backward": "pre", "forward": True}}),
     ({"global_train_batch_size": 64}, {"training.micro_batch": 8}),  # 64 / 8 GPUs, less than 16
     ({"compile_config": {}}, {"software.compile": True}),
+    ({"model__loss_fn": "torch_crossentropy"}, {"software.fused": False}),
+    ({"model__loss_fn": "fused_crossentropy"}, {"software.fused": None}),
+    ({"model__expansion_ratio": None, "model__ffn_config": {"ffn_type": "mptglu"}}, {"model.ffn": 16384}),
+    ({}, {"software.allocator": {"expandable_segments": True}}),
+    ({"model__attn_config": {"attn_impl": "triton"}}, {"software.allocator": None}),
     ({"expandable_segments": True, "max_split_size_mb": 512},
      {"software.allocator": {"expandable_segments": True, "max_split_size_mb": 512}}),
 ])
@@ -133,6 +139,31 @@ def test_a_model_of_the_hub_with_lora(read: Read) -> None:
     assert at(read(config(), data), "model.hf") == "job0.json"
 
 
+@pytest.mark.parametrize(("more", "kernel"), [
+    ({}, "eager"), ({"attn_implementation": "sdpa"}, "sdpa"), ({"use_flash_attention_2": True}, "flash"),
+    ({"attn_implementation": "flash_attention_2"}, "flash")])
+def test_attention_of_a_model_of_the_hub(read: Read, more: dict[str, Any], kernel: str) -> None:
+    """hf_base.py: eager unless told otherwise (0.5.0 too)."""
+    found = read(job(model={"name": "hf_causal_lm", "pretrained_model_name_or_path": "meta-llama/Llama-2-7b-hf",
+                            **more}))
+    assert at(found, "training.attention") == kernel
+
+
+def test_segments_of_before_they_could_grow(read: Read) -> None:
+    assert at(read(job(), sets=("software.year=2023",)), "software.allocator") is None
+
+
+def test_experts_of_megablocks(read: Read) -> None:
+    found = read(job(model__ffn_config={"ffn_type": "mb_dmoe", "moe_num_experts": 8, "moe_top_k": 2, "mlp_type": "glu",
+                                        "moe_world_size": 4, "moe_loss_weight": 0.05, "mlp_impl": "grouped"}))
+    assert fields(found, "model.moe", "model.gated_mlp", "parallel.expert") == [
+        {"experts": 8, "top_k": 2, "expert_ffn": 16384}, True, 4]
+    assert not found.of("unknown") and not found.of("left")
+    dropped = read(job(model__ffn_config={"ffn_type": "mb_moe", "moe_num_experts": 8}))
+    assert at(dropped, "model.moe.capacity") == 1.0
+    assert plan_memory(found.scenario).stages
+
+
 def test_a_run_file_of_the_platform(read: Read) -> None:
     found = read({"name": "run", "image": "x", "compute": {"gpus": 16, "cluster": "c"}, "command": "composer train.py",
                   "parameters": yaml.safe_load(FILE)})
@@ -143,6 +174,13 @@ def test_a_run_file_of_the_platform(read: Read) -> None:
 
 @pytest.mark.parametrize(("more", "setting", "why"), [
     ({"model__attn_config": {"clip_qkv": 6}}, "model.attn_config.clip_qkv", "not counted"),
+    ({"fsdp_config__activation_checkpointing": True, "fsdp_config__activation_checkpointing_reentrant": None},
+     "fsdp_config.activation_checkpointing_reentrant (default)", "not reentrant"),
+    ({"fsdp_config__use_orig_params": False}, "fsdp_config.use_orig_params", "parameter by parameter"),
+    ({"fsdp_config__auto_wrap": False}, "fsdp_config.auto_wrap", "unit of its own"),
+    ({"model__use_train_metrics": False}, "model.use_train_metrics", "losses of metrics"),
+    ({"optimizer__name": "decoupled_lionw_8b"}, "optimizer.name", "8 bits"),
+    ({"train_loader__dataset__allow_pad_trimming": True}, "train_loader.dataset.allow_pad_trimming", "longest"),
     ({"algorithms": {"alibi": {"max_sequence_length": 2048}}}, "algorithms.alibi", "not simulated"),
     ({"optimizer__name": "decoupled_lionw"}, "optimizer.name", "one state"),
     ({"fsdp_config__te_checkpoint_wrapper": True}, "fsdp_config.te_checkpoint_wrapper", "torch's"),
@@ -180,7 +218,7 @@ def test_an_automatic_micro_batch_has_to_be_said(read: Read) -> None:
     ({"tp_config": {"strategy": "ffn", "tensor_parallel_degree": 2}}, "tp_config: expected nothing"),
     ({"fsdp_config__cpu_offload": True}, "cpu_offload: expected false"),
     ({"fsdp_config__sharding_strategy": "SOME"}, r"job0.yaml:\d+: fsdp_config.sharding_strategy: expected one of"),
-    ({"model__ffn_config": {"ffn_type": "mb_dmoe"}}, "experts of MegaBlocks are not read"),
+    ({"model__ffn_config": {"ffn_type": "mb_dmo"}}, "ffn_type: expected one of mptmlp"),
     ({"model__name": "openai_chat"}, "model.name: expected one of mpt_causal_lm"),
     ({"device_train_microbatch_size": 0.5}, "parts of a sequence"), ({"optimizer__name": "magic"}, "expected one of"),
     ({"max_seq_len": "${variables.length}", "variables": {"length": "${max_seq_len}"}}, "leads to a value"),

@@ -93,7 +93,7 @@ def test_defaults_of_llama_factory_are_assumed(read: Read) -> None:
         found = read({"model_name_or_path": "Qwen/Qwen3-8B", "stage": "sft"}, by=by)
         assert fields(found, "training.micro_batch", "training.sequence", "training.recompute",
                       "training.finetune") == [8, 2048, "full", {
-                          "method": "lora", "rank": 8, "dropout": 0.0, "base": "fp32",
+                          "method": "lora", "rank": 8, "dropout": 0.0, "base": "bf16",
                           "targets": ["query", "key", "value", "projection", "mlp"]}]
 
 
@@ -175,3 +175,40 @@ def test_a_sequence_is_an_upper_bound_unless_packed(read: Read, more: dict[str, 
 def test_refusals(read: Read, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         read(arguments)
+
+
+# ---------------------------------------------------------------------- what LLaMA-Factory decides beside the settings
+@pytest.mark.parametrize(("said", "kernel"), [("off", "eager"), (True, "flash"), (False, "eager"), ("fa2", "flash")])
+def test_attention_as_older_releases_name_it(read: Read, said: Any, kernel: str) -> None:
+    assert at(read({**PLAIN, "flash_attn": said}), "training.attention") == kernel
+
+
+def test_liger_has_no_chunked_loss_where_a_stage_needs_logits(read: Read) -> None:
+    """apply_liger_kernel: require_logits of every stage but pt and sft."""
+    assert at(read({**PLAIN, "enable_liger_kernel": True}), "training.chunked_loss") is True
+    found = read({**PLAIN, "enable_liger_kernel": True, "stage": "dpo"})
+    assert at(found, "training.chunked_loss") is None and "stage dpo" in left(found)["enable_liger_kernel"]
+
+
+@pytest.mark.parametrize(("stored", "base"), [(None, "bf16"), ("bfloat16", "bf16"), ("float32", "fp16")])
+def test_frozen_weights_without_mixed_precision(read: Read, stored: str | None, base: str) -> None:
+    """infer_optim_dtype goes by the checkpoint's dtype."""
+    more = {} if stored is None else {"torch_dtype": stored}
+    found = read({key: value for key, value in LORA.items() if key != "bf16"}, config(**more))
+    assert at(found, "training.finetune.base") == base
+
+
+def test_badam_leaves_weights_in_half(read: Read) -> None:
+    assert at(read({**PLAIN, "use_badam": True}), "training.precision") == "pure-bf16"
+
+
+@pytest.mark.parametrize(("more", "told"), [({"export_dir": "out"}, True), ({"do_predict": True}, True), ({}, False),
+                                            ({"do_predict": True, "do_train": True}, False)])
+def test_a_file_that_trains_nothing_is_told(read: Read, more: dict[str, Any], told: bool) -> None:
+    assert any("nothing is trained" in why for why in left(read({**LORA, **more})).values()) is told
+
+
+@pytest.mark.parametrize("name", ["packing", "sft_packing"])
+def test_packed_sequences_are_full(read: Read, name: str) -> None:
+    (note,) = [one for one in read({**LORA, name: True}).of("taken") if one.field == "training.sequence"]
+    assert "upper bound" not in note.text

@@ -481,3 +481,83 @@ def test_a_layout_of_stages_and_further_tokens(layout: str, split: list[int], vi
 def test_a_layout_that_is_none(layout: str) -> None:
     with pytest.raises(UserError, match="E, t, m and L for the layers of 2 pipeline ranks, 8 of them t"):
         scenario(f"{DEEP} --pipeline-model-parallel-layout \"{layout}\"")
+
+
+# ------------------------------------------------------------------------------------------- what scripts export
+def test_variables_of_nccl() -> None:
+    nccl = imported("export NCCL_ALGO=Tree NCCL_PROTO=LL128 NCCL_MIN_NCHANNELS=8 NCCL_MAX_NCHANNELS=8\n" + LEAST,
+                    "cluster.nodes=1").scenario.software.nccl
+    assert (nccl.algorithm, nccl.protocol, nccl.channels) == ("tree", "ll128", 8)
+    found = imported("export NCCL_ALGO=^NVLS NCCL_MAX_NCHANNELS=8 NCCL_IB_DISABLE=1 NCCL_P2P_DISABLE=0\n"
+                     f"export CUDA_LAUNCH_BLOCKING=1 NCCL_NVLS_ENABLE=0\n{LEAST}", "cluster.nodes=1")
+    assert {name for name in names(found, "left") if name.isupper()} == {
+        "NCCL_ALGO", "NCCL_MAX_NCHANNELS", "NCCL_IB_DISABLE", "CUDA_LAUNCH_BLOCKING", "NCCL_NVLS_ENABLE"}
+    with pytest.raises(UserError, match="NCCL_MIN_NCHANNELS: expected a whole number"):
+        imported(f"export NCCL_MIN_NCHANNELS=x NCCL_MAX_NCHANNELS=x\n{LEAST}", "cluster.nodes=1")
+
+
+@pytest.mark.parametrize(("exported", "more", "kernel"), [
+    ("NVTE_FLASH_ATTN=0 NVTE_FUSED_ATTN=0", "--bf16", "eager"),
+    ("NVTE_FLASH_ATTN=1 NVTE_FUSED_ATTN=0", "--bf16", "flash"),
+    ("NVTE_FLASH_ATTN=0 NVTE_FUSED_ATTN=0", "--bf16 --attention-backend flash", "flash")])
+def test_attention_without_the_engine_s_kernels(exported: str, more: str, kernel: str) -> None:
+    found = imported(f"export {exported}\n{LEAST}{more}", "cluster.nodes=1")
+    assert found.scenario.training.attention == kernel
+
+
+@pytest.mark.parametrize(("year", "more", "kernel"), [
+    (2023, "--bf16", "eager"), (2023, "--bf16 --use-flash-attn", "flash"), (2025, "--bf16", "flash"),
+    (2023, "--bf16 --transformer-impl transformer_engine", "flash")])
+def test_scripts_of_before_the_engine_s_layers(year: int, more: str, kernel: str) -> None:
+    """--transformer-impl was local by default until the end of 2023 (recalled)."""
+    assert scenario(more, f"software.year={year}").training.attention == kernel
+
+
+def test_pytorch_s_ddp_overlaps() -> None:
+    assert scenario("--DDP-impl torch").parallel.overlap is True
+    assert scenario("--DDP-impl local").parallel.overlap is False
+
+
+def test_checkpoints_in_host_memory() -> None:
+    found = scenario("--deepspeed --zero-stage 1 --checkpoint-activations --checkpoint-in-cpu --bf16")
+    assert (found.training.recompute, found.parallel.offload.activations) == ("full", "cpu")
+
+
+@pytest.mark.parametrize("more", ["--use-checkpoint-args", "--no-async-tensor-model-parallel-allreduce",
+                                  "--make-vocab-size-divisible-by 1", "--distribute-checkpointed-activations"])
+def test_settings_that_had_no_word(more: str) -> None:
+    found = imported(f"{LEAST}{more}", "cluster.nodes=1")
+    assert more.split()[0] in names(found, "left")
+
+
+def test_blocks_of_the_first_rank_by_the_config_s_name() -> None:
+    text = "num_layers: 8\nhidden_size: 1024\nnum_attention_heads: 16\nseq_length: 512\nmicro_batch_size: 1\n" \
+           "pipeline_model_parallel_size: 4\nnum_layers_in_first_pipeline_stage: 1\n" \
+           "num_layers_in_last_pipeline_stage: 1\nvocab_size: 1000\nglobal_batch_size: 8\n"
+    assert imported(text, "cluster.nodes=1", name="a.yaml").scenario.parallel.split == [1, 3, 3, 1]
+
+
+def test_misspelt_arguments_are_told_where_something_is_missing() -> None:
+    with pytest.raises(UserError, match="--micro-batch-sz: is not known here"):
+        imported(LEAST.replace("--micro-batch-size", "--micro-batch-sz"), "cluster.nodes=1")
+    with pytest.raises(UserError, match="did you mean 'full'"):
+        scenario("--recompute-granularity ful")
+
+
+@pytest.mark.parametrize(("more", "left", "states"), [
+    ("", {"--use-precision-aware-optimizer"}, "fp32"),
+    ("--exp-avg-dtype bf16", {"--use-precision-aware-optimizer", "--exp-avg-dtype"}, "bf16"),
+    ("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --main-params-dtype fp16", set(), "bf16")])
+def test_states_and_masters_of_the_aware_optimizer(more: str, left: set[str], states: str) -> None:
+    found = imported(f"{LEAST}--bf16 --use-distributed-optimizer --use-precision-aware-optimizer {more}",
+                     "cluster.nodes=1")
+    assert names(found, "left") == left and found.scenario.training.precision.optimizer == states
+
+
+@pytest.mark.parametrize("size", ["1e300", "1" + "0" * 12])
+def test_absurdly_many_pipeline_ranks(size: str) -> None:
+    """Blocks are counted out rank by rank."""
+    text = ("--num-layers: 8\n--hidden-size: 64\n--num-attention-heads: 2\n--seq-length: 64\n--micro-batch-size: 1\n"
+            f"--pipeline-model-parallel-size: {size}\n--pipeline-model-parallel-layout: Et*8|L\n--vocab-size: 100\n")
+    with pytest.raises(UserError, match="pipeline-model-parallel-size: expected a whole number"):
+        imported(text, "cluster.nodes=1", name="a.yaml")

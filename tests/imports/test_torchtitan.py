@@ -205,6 +205,7 @@ def test_one_field(tables: dict[str, str], field: str, value: Any) -> None:
     ({"activation_checkpoint": "mode = 'memory_budget'"}, "activation_checkpoint.mode"),
     ({"model": "converters = ['float8']", "float8": "recipe_name = 'rowwise'"}, "float8.recipe_name"),
     ({"model": "converters = ['own']"}, "model.converters"),
+    ({"model": "converters = ['mx']", "mx": "recipe_name = 'mxfp4_cutlass'"}, "mx.recipe_name"),
     ({"compile": "enable = true\ncomponents = ['model']"}, "compile.components"),
     ({"experimental": "custom_import = 'mine'"}, "experimental.custom_import"),
     ({"model": "attn_mask_type = 'block_causal'\nuse_flex_attn = true"}, "model.attn_mask_type"),
@@ -235,6 +236,7 @@ def test_settings_of_unknown_names_are_listed() -> None:
     ({"training": "mixed_precision_param = 'int8'"}, "one of bfloat16"),
     ({"activation_checkpoint": "mode = 'all'"}, "one of selective, full, none"),
     ({"activation_checkpoint": "selective_ac_option = 'ops'"}, "'op', or a whole number"),
+    ({"activation_checkpoint": "selective_ac_option = '0'"}, "'op', or a whole number"),
     ({"optimizer": "name = 'Lion'"}, "one of adamw, adam"),
     ({"model": "converters = 3"}, "a list of names"),
     ({"parallelism": "data_parallel_shard_degree = 7"}, "7 GPUs do not go over"),
@@ -296,3 +298,30 @@ def test_shards_of_replicas_follow_the_cluster() -> None:
     assert scenario("parallel.sharding_factor=2", parallelism=layout).parallel.sharding_factor == 2
     with pytest.raises(UserError, match="data_parallel_replicate_degree: expected a number that divides 64 GPUs"):
         scenario(parallelism="data_parallel_replicate_degree = 3")
+
+
+def test_replicas_reduce_in_every_micro_step() -> None:
+    """train.py accumulates without no_sync, under DDP as under FSDP."""
+    found = scenario(parallelism="data_parallel_replicate_degree = 64\ndata_parallel_shard_degree = 1")
+    assert found.parallel.strategy == "ddp" and found.parallel.reduce_every_micro_step is True
+
+
+@pytest.mark.parametrize(("tables", "kernel"), [
+    ({"training": "tensor_parallel_degree = 1"}, "foreach"),
+    ({"training": "tensor_parallel_degree = 1", "optimizer": "fused = true"}, "fused"), ({"parallelism": ""}, "fused")])
+def test_the_optimizer_s_kernels_of_each_era(tables: dict[str, str], kernel: str) -> None:
+    """2024: optimizer.fused is a flag, off by default; 0.1.0: optimizer.implementation, fused."""
+    assert scenario(**tables).software.optimizer_kernel == kernel
+
+
+def test_ddp_by_the_type_of_spring_2024() -> None:
+    found = scenario(training="data_parallel_degree = -1\ndata_parallel_type = 'ddp'")
+    assert (found.parallel.strategy, found.parallel.bucket_mb) == ("ddp", 100)
+
+
+@pytest.mark.parametrize(("tables", "left"), [
+    ({"model": "converters = ['mx']"}, set()), ({"model": "converters = ['float8']"}, {"model.converters"}),
+    ({"model": "converters = ['mx']", "mx": "filter_fqns = ['output', 'wq']"}, {"mx.filter_fqns"})])
+def test_layers_that_stay_in_16_bits(tables: dict[str, str], left: set[str]) -> None:
+    """mx.filter_fqns is ["output"] unless said, float8's is empty (job_config.py)."""
+    assert names(imported(job(**tables)), "left") == left

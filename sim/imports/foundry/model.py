@@ -16,7 +16,9 @@ from sim.imports.settings import Said, Settings, one_of, peek, switch, take_whol
 _SIZES = {"d_model": ("hidden", 2048), "n_heads": ("heads", 16), "n_layers": ("layers", 24),
           "vocab_size": ("vocab", 50368)}
 _KERNELS = {"flash": "flash", "triton": "flash", "flex": "flash", "torch": "eager"}
+_WAYS = {"eager": "eager", "sdpa": "sdpa"}
 _HEADS = ("multihead_attention", "multiquery_attention", "grouped_query_attention")
+_EXPERTS = ("mb_dmoe", "torch_dmoe", "mb_moe")
 #: Kinds of MLP -> gated.
 _FFNS = {"mptmlp": False, "mptglu": True, "mptgeglu": True, "te_ln_mlp": False}
 _ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "silu": "silu", "quick_gelu": "gelu"}
@@ -30,8 +32,8 @@ _LEFT = {
 _IDLE = ("init_config*", "init_device", "name", "norm_eps", "use_cache", "max_seq_len", "attn_config.softmax_scale",
          "attn_config.alibi_bias_max", "attn_config.rope_*", "attn_config.fused_qkv", "attn_config.attn_temperature*",
          "attn_config.prefix_lm", "attn_config.nope", "attn_config.kv_dim", "use_pad_tok_in_ffn", "pretrained*",
-         "use_auth_token", "trust_remote_code", "use_train_metrics", "additional_*", "should_save_*", "load_in_8bit",
-         "ffn_config.fc_type*", "verbose", "loss_fn", "attention_bias", "tokenizer_name", "attn_config.attn_type")
+         "use_auth_token", "trust_remote_code", "additional_*", "should_save_*", "ffn_config.fc_type*", "verbose",
+         "attention_bias", "tokenizer_name", "attn_config.attn_type", "config_overrides")
 
 
 def read_model(settings: Settings, draft: Draft) -> bool:
@@ -39,6 +41,9 @@ def read_model(settings: Settings, draft: Draft) -> bool:
     name = settings.get("model.name")
     word = name.word() if name is not None else "mpt_causal_lm"
     settings.idle(*(f"model.{one}" for one in _IDLE))
+    metrics = settings.get("model.use_train_metrics")
+    if metrics is not None and not metrics.flag():
+        draft.leave(metrics, "losses of metrics, which every micro-batch computes beside its own, are counted")
     for setting, why in _LEFT.items():
         said = peek(settings, f"model.{setting}")
         if said is not None and said.value not in (False, {}, 1.0, []):
@@ -50,6 +55,7 @@ def read_model(settings: Settings, draft: Draft) -> bool:
     if name is not None and word not in ("hf_causal_lm", "hf_t5"):
         raise name.wrong("one of mpt_causal_lm, hf_causal_lm, hf_t5")
     _named(settings, draft)
+    settings.idle("model.loss_fn")  # its model computes its own
     return True
 
 
@@ -63,10 +69,14 @@ def _named(settings: Settings, draft: Draft) -> None:
             draft.leave(said, "its config.json is not here: give that file too")
     way = settings.get("model.attn_implementation")
     old = switch(settings, "model.use_flash_attention_2")
-    if way is not None:
-        draft.take("training.attention", "eager" if way.word() == "eager" else "flash", way)
-    elif old is not None:
+    if old is not None:  # which goes over the other
         draft.take("training.attention", "flash", old)
+    elif way is not None:
+        draft.take("training.attention", _WAYS.get(way.word(), "flash"), way)
+    else:
+        draft.assume("training.attention", "eager", "hf_base.py, where attn_implementation is not said")
+    if (eight := switch(settings, "model.load_in_8bit")) is not None:
+        draft.leave(eight, "weights are counted in training.precision")
     if settings.has("model.peft_config"):
         part = inner(settings, "model.peft_config")
         if part is not None:
@@ -102,6 +112,9 @@ def _mpt(settings: Settings, draft: Draft) -> None:
              if (said := settings.get(f"model.{one}")) is not None and said.number() > 0]
     if drops:
         draft.take("model.dropout", max(said.number() for said in drops), drops[0])
+    loss = settings.get("model.loss_fn")
+    if loss is not None and one_of(loss, {"fused_crossentropy": False, "torch_crossentropy": True}):
+        draft.take("software.fused", False, loss)
     engine = settings.get("model.fc_type.name", "model.fc_type")
     if engine is not None and engine.word() != "torch":
         draft.leave(engine, "TransformerEngine's linear layers are counted as torch's")
@@ -153,18 +166,53 @@ def _positions(settings: Settings, draft: Draft) -> None:
 
 
 def _mlp(settings: Settings, draft: Draft, width: int) -> None:
-    kind = settings.get("model.ffn_config.ffn_type")
-    if kind is not None and kind.word() not in _FFNS:
-        raise kind.wrong(f"one of {', '.join(_FFNS)}; experts of MegaBlocks are not read")
-    if kind is not None:
-        draft.take("model.gated_mlp", _FFNS[kind.word()], kind)
-    if kind is not None and kind.word().startswith("te_"):
+    above = "model.ffn_config."
+    kind = settings.get(f"{above}ffn_type")
+    word = kind.word() if kind is not None else "mptmlp"
+    if kind is not None and word not in (*_FFNS, *_EXPERTS):
+        raise kind.wrong(f"one of {', '.join((*_FFNS, *_EXPERTS))}")
+    if kind is not None and word in _FFNS:
+        draft.take("model.gated_mlp", _FFNS[word], kind)
+    if kind is not None and word.startswith("te_"):
         draft.leave(kind, "TransformerEngine's fused MLP is counted as torch's")
-    act = settings.get("model.ffn_config.ffn_act_fn.name")
+    act = settings.get(f"{above}ffn_act_fn.name")
     if act is not None:
         draft.take("model.activation", one_of(act, _ACTIVATIONS), act)
-    inner_width, ratio = settings.get("model.ffn_config.ffn_hidden_size"), settings.get("model.expansion_ratio")
-    if inner_width is not None:
-        draft.take("model.ffn", inner_width.whole(), inner_width)
+    given, ratio = settings.get(f"{above}ffn_hidden_size"), settings.get("model.expansion_ratio")
+    if given is not None:
+        said, inner_width = given, given.whole()
     elif ratio is not None:
-        draft.take("model.ffn", int(width * ratio.number()), ratio)
+        said, inner_width = ratio, int(width * ratio.number())
+    else:
+        said, inner_width = None, 4 * width
+    if said is not None:
+        draft.take("model.ffn", inner_width, said)
+    else:
+        draft.assume("model.ffn", inner_width, "MPTConfig's default of expansion_ratio: 4")
+    if kind is not None and word in _EXPERTS:
+        _experts(settings, draft, kind, inner_width)
+
+
+def _experts(settings: Settings, draft: Draft, kind: Said, width: int) -> None:
+    """Experts as wide as an MLP, by the names of MegaBlocks' Arguments (megablocks 0.5: one expert, the first of one,
+    without gates; mb_moe drops what is over moe_capacity_factor 1)."""
+    above = "model.ffn_config."
+    many = {}
+    for name, field in (("moe_num_experts", "experts"), ("moe_top_k", "top_k")):
+        said = settings.get(f"{above}{name}")
+        many[field] = said.whole() if said is not None else 1
+    room = settings.get(f"{above}moe_capacity_factor")
+    drops = {"capacity": room.number() if room is not None else 1.0} if kind.word() == "mb_moe" else {}
+    draft.take("model.moe", {**many, "expert_ffn": width, **drops}, kind)
+    gated = settings.get(f"{above}mlp_type")
+    if gated is not None:
+        draft.take("model.gated_mlp", one_of(gated, {"mlp": False, "glu": True}), gated)
+    spread = settings.get(f"{above}moe_world_size")
+    if spread is not None and spread.whole() > 1:
+        draft.take("parallel.expert", spread.whole(), spread)
+    if (cut := switch(settings, f"{above}moe_weight_parallelism")) is not None:
+        draft.leave(cut, "experts whose weights are shared out and gathered are not simulated")
+    if (share := switch(settings, f"{above}shared_expert")) is not None:
+        draft.leave(share, "an expert that sees every token is counted where --set model.moe.shared_experts says so")
+    settings.idle(f"{above}moe_*", f"{above}mlp_impl", f"{above}shared_expert*", f"{above}uniform_expert_assignment",
+                  f"{above}parallelism_degree", f"{above}fp16", f"{above}bf16")

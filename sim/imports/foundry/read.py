@@ -31,6 +31,7 @@ _OPTIMIZERS = {
     "decoupled_adamw": ("adamw", ""), "adamw": ("adamw", ""), "adam": ("adam", ""), "no_op": ("none", ""),
     "decoupled_sgdw": ("sgd-momentum", ""), **dict.fromkeys(
         ("decoupled_lionw", "clip_lion", "adalr_lion"), ("sgd-momentum", "one state per parameter, as here")),
+    "decoupled_lionw_8b": ("adamw-8bit", "it keeps one state of 8 bits per parameter, not two"),  # 0.5.0 builders.py
 }
 _LEFT = {
     "activation_checkpointing_target": "parts of blocks that run again are not read: whole blocks are counted",
@@ -39,6 +40,13 @@ _LEFT = {
     "keep_low_precision_grads": "gradients are counted in fp32", "ignored_modules": "all blocks are counted as sharded",
     "process_group": "--set parallel.sharding_factor=N says which GPUs share shards",
 }
+#: Setting, its default that is counted, and what else is not.
+_OTHER_THAN = (
+    ("auto_wrap", True, "every block is counted as a unit of its own"),
+    ("forward_prefetch_limit", 1, "one unit is gathered ahead"),
+    ("backward_prefetch_limit", 1, "one unit is gathered ahead"),
+    ("use_orig_params", True, "kernels of the optimizer are counted parameter by parameter"),
+)
 _IDLE = (
     "data_local", "data_remote", "tokenizer*", "tokenizer_name", "global_seed", "seed", "run_name", "scheduler.*",
     "max_duration", "eval_*", "train_loader.*", "train_loaders*", "device_eval_*", "icl_*", "loggers.*", "progress_bar",
@@ -75,7 +83,8 @@ def read(files: Sequence[str], draft: Draft) -> None:
 
 
 def _job(settings: Settings, draft: Draft) -> None:
-    mapping_at(settings, "algorithms", "model", "optimizer", "fsdp_config", "train_loader")
+    mapping_at(settings, "algorithms", "model", "model.attn_config", "model.ffn_config", "optimizer", "fsdp_config",
+               "train_loader")
     transformers = read_model(settings, draft)
     draft.assume("software.framework", "composer", "LLM Foundry runs on Composer")
     if transformers:
@@ -99,6 +108,8 @@ def _job(settings: Settings, draft: Draft) -> None:
             take_whole(settings, f"algorithms.{name}")
     if (grows := settings.get("expandable_segments")) is not None:
         draft.take(EXPANDABLE, grows.flag(), grows)
+    elif not draft.has("software.versions") and not draft.before(2024):  # earlier releases had none
+        draft.assume(EXPANDABLE, True, "LLM Foundry's default of expandable_segments (TrainConfig, 0.22)")
     if (split := settings.get("max_split_size_mb")) is not None:
         draft.take(SPLIT, split.whole(21), split)
     _documents(settings, draft)
@@ -153,8 +164,16 @@ def _sharding(settings: Settings, draft: Draft) -> str:
         raise one.wrong("false: Composer refuses it")
     if (one := settings.get(f"{above}activation_checkpointing")) is not None:
         draft.take("training.recompute", "full" if one.flag() else "none", one)
+        again = settings.get(f"{above}activation_checkpointing_reentrant")
+        if one.flag() and (again is None or again.flag()):
+            draft.leave(again or Said(settings.file, f"{above}activation_checkpointing_reentrant (default)", True),
+                        "recomputation is counted as not reentrant, which stops early")
     if (one := switch(settings, f"{above}activation_cpu_offload")) is not None:
         draft.take("parallel.offload.activations", "cpu", one)
+    for name, usual, why in _OTHER_THAN:
+        one = settings.get(f"{above}{name}")
+        if one is not None and one.value != usual:
+            draft.leave(one, why)
     for name, why in _LEFT.items():
         one = peek(settings, f"{above}{name}")
         if one is not None and one.value not in (False, [], {}):
@@ -226,6 +245,9 @@ def _batch(settings: Settings, draft: Draft) -> None:
     length = settings.get("max_seq_len")
     if length is not None:
         draft.take("training.sequence", length.whole(), length)
+    trimmed = switch(settings, "train_loader.dataset.allow_pad_trimming")
+    if trimmed is not None:
+        draft.leave(trimmed, "batches end with their longest sequence; they are counted as max_seq_len long")
     if whole is not None:
         draft.take("training.global_batch", whole.whole(), whole)
     if micro is None or micro.value == "auto":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from sim.imports.allocator import EXPANDABLE
 from sim.imports.hugging.adapters import LINEAR
+from sim.imports.hugging.axolotl_names import IDLE, LEFT
 from sim.imports.hugging.facts import FP8_GATHER, Job, inner, renamed, set_apart
 from sim.imports.hugging.fsdp import read_fsdp, read_mesh
 from sim.imports.hugging.trainer import read_arguments
@@ -17,6 +18,7 @@ from sim.imports.settings import Said, Settings, mapping_at, one_of, peek, switc
 #: Any of these makes a file axolotl's.
 MARKS = ("base_model",)
 _MESH = "parallelism_config"
+_VERSIONS = ("fsdp_version", "fsdp_config.fsdp_version", "fsdp_config.version")
 #: axolotl's name -> the Trainer's, accelerate's or peft's.
 _NAMES = {
     "base_model": "model_name_or_path", "optimizer": "optim", "optim": "optim of another",
@@ -31,8 +33,8 @@ _ATTENTION = {**dict.fromkeys(("flash_attention_2", "flash_attention_3", "flash_
                                "flash_attention_torch", "flex_attention", "xformers"), "flash"),
               "eager": "eager", "sdpa": "sdpa"}
 #: Switches of attention of before attn_implementation (LEGACY_ATTN_FLAG_TO_IMPL), in their order.
-_OLD_ATTENTION = {"xformers_attention": "flash", "flex_attention": "flash", "flash_attention": "flash",
-                  "sdp_attention": "sdpa", "eager_attention": "eager"}
+_OLD_ATTENTION = {"xformers_attention": "flash", "sage_attention": "flash", "flex_attention": "flash",
+                  "flash_attention": "flash", "sdp_attention": "sdpa", "eager_attention": "eager"}
 _EXCHANGES = {"varlen_llama3": "all-gather", "batch_ring": "ring"}
 #: Losses of which one may be on (check_cross_entropy_conflicts); all compute logits in chunks.
 _LOSSES = ("cut_cross_entropy", "chunked_cross_entropy", "liger_fused_linear_cross_entropy")
@@ -49,68 +51,12 @@ _OPTIMIZERS = {
     "muon": ("muon", "PyTorch's Muon is counted"),
     **dict.fromkeys(("dion", "sinkgd", "polora"), ("muon", "its own orthogonalisation is not simulated")),
 }
-#: Switches that matter and that no field says -> why.
-_LEFT = {
-    "rl": "batches are of pairs or are generated, and a reference model may run them; simulated as plain training",
-    "reward_model": "a head of one score is not simulated; simulated as plain training",
-    "process_reward_model": "a head of scores is not simulated; simulated as plain training",
-    "relora": "restarts of ReLoRA are not simulated; LoRA is",
-    "lisa_n_layers": "blocks that are frozen in turn are not simulated: all weights are trained",
-    "unfrozen_parameters": "some of the weights alone are trained there; simulated as training of all",
-    "selective_checkpointing": "what it keeps is not simulated: whole blocks are counted as recomputed",
-    "layer_offloading": "frozen weights that come from host memory block by block are not simulated",
-    "tiled_mlp": "an MLP in slices of the sequence is not simulated",
-    "quantize_moe_experts": "experts are counted as the other frozen weights are",
-    "qat": "fake quantisation is not simulated", "gptq": "weights quantised so are not simulated",
-    "batch_flattening": "a batch without padding is as long as its documents; it is counted as full",
-    "gemma4_hybrid_attn_impl": "two kernels of attention are counted as one", "ple_cpu_offload": "is not simulated",
-    "flash_attn_fuse_mlp": "fused MLPs have no field", "flash_attn_rms_norm": "fused norms have no field",
-    "flash_attn_cross_entropy": "a fused loss has no field: software.fused says it of Composer and Megatron",
-    "fp32_norms": "norms are counted in the dtype of the other weights",
-    "embeddings_skip_upcast": "embeddings are counted in the dtype of the other weights",
-    "model_quantization_config": "weights quantised so are not simulated",
-    **dict.fromkeys(("use_scattermoe", "use_sonicmoe", "use_dsv4_kernels", "use_glm_dsa_kernels", "fused_attn_kernel",
-                     "large_head_attention", "dsv4_fp4_grouped_mode"), "its kernels have no field"),
-    **dict.fromkeys(("use_onebitllms", "nvfp4_merge_aware"), "weights of so few bits are not simulated"),
-    "lora_on_cpu": "is not simulated", "use_kernels": "kernels of the hub have no field",
-    "experts_implementation": "kernels of experts are those of the stack",
-    "deepcompile": "DeepCompile is not simulated", "torch_compile_options": "inductor's options have no field",
-    "resize_token_embeddings_to_32x": "the vocabulary is counted as the model has it: --set model.vocab=N",
-    "overrides_of_model_config": "the model is counted as its config.json has it: --set model.FIELD=VALUE",
-    "model_config": "the model is counted as its config.json has it: --set model.FIELD=VALUE",
-    "kd_trainer": "a teacher's logits are not simulated", "diffusion": "diffusion's loss is not simulated",
-}
 _LIGER = ("liger_rope", "liger_rms_norm", "liger_rms_norm_gated", "liger_layer_norm", "liger_swiglu",
           "liger_glu_activation", "liger_cross_entropy", "liger_cross_entropy_loss")
 _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 #: What the Trainer's reader would read otherwise.
 _OWN = ("bf16", "bfloat16", "fp16", "float16", "tf32", "load_in_4bit", "load_in_8bit", "gradient_checkpointing",
         "attn_implementation", "activation_offloading", "fsdp", "fsdp_config", "flash_attention")
-_IDLE = (
-    "fsdp", "datasets", "test_datasets", "test_value", "base_model_ignore_patterns", "llmcompressor*", "center_*",
-    "pretraining_dataset", "shuffle_*", "skip_prepare_dataset", "val_set_size",
-    "evals_per_epoch", "saves_per_epoch", "special_tokens*", "tokens*", "added_tokens*", "eot_tokens", "plugins",
-    "strict", "base_model_config", "type_of_model", "revision_of_model", "train_on_inputs", "mlflow*", "comet*",
-    "use_wandb", "use_mlflow", "use_comet", "use_tensorboard", "use_trackio", "use_swanlab", "swanlab*", "use_otel*",
-    "otel*", "gradio*", "loss_watchdog*", "early_stopping*", "lora_alpha", "lora_model_dir", "lora_fan_in_fan_out",
-    "loraplus*", "relora_*", "jagged_*", "lisa_*", "peft_*", "peft.*", "merge_*", "cosine_*", "lr_*", "eta_min",
-    "dion_*", "qgalore_*", "torchdistx_path", "processor_*", "sample_packing_*", "eval_*", "min_sample_len",
-    "excess_length_strategy", "max_prompt_len", "curriculum_sampling", "multipack_real_batches", "use_pose", "pose_*",
-    "pretrain_multipack_*", "streaming*", "device", "device_map", "world_size", "ddp", "gc_*", "max_memory",
-    "gpu_memory_limit", "default_system_message", "fix_untrained_tokens", "total_*", "is_*_derived_model",
-    "generate_*", "generation_*", "num_generation_samples", "profiler_*", "dynamic_checkpoint*", "resources_per_worker",
-    "ray_run_name", "use_ray", "trl*", "vllm*", "ebft*", "dpo_*", "kto_*", "orpo_*", "cpo_*", "simpo_*", "rl_beta",
-    "do_*", "bench_*", "num_labels", "axolotl_config_path", "heads_k_stride", "experimental_*", "save_*", "bfloat16",
-    "float16", "float32", "fp8_config*", "flex_attn_compile_kwargs*", "flash_optimum", "noisy_*", "use_eaft", "eaft_*",
-    "xformers_attention", "sdp_attention", "flash_attention", "eager_attention", "flex_attention", "s2_attention",
-    "gptq_*", "cls_model_config", "tiled_mlp_*", "chunked_cross_entropy_*", "mean_resizing_embeddings",
-    "shrink_embeddings", "reinit_weights", "trainer_cls", "hf_use_auth_token", "push_dataset_*", "deprecated*",
-    "fsdp_final_state_dict_type", "selective_checkpointing*", "dp_*", "expert_parallel_*", "activation_offloading",
-    "llama4_linearized_experts", "freeze_mm_modules", "bnb_config_kwargs*", "qlora_sharded_*", "cloud*", "volumes",
-    "optim_args*", "batch_size", "group_by_length", "low_cpu_mem_usage", "unfrozen_*", "project_name", "liger_use_*",
-    "image_*", "overrides_of_model_kwargs*", "auto_resume*", "include_tkps", "fsdp_version", "pretraining_sample_*",
-    "secrets", "preprocess*", "lora_target_linear", "quantization*", "resume_*", "debug", "local_rank", "uneven_*",
-)
 
 
 def view(settings: Settings) -> Settings:
@@ -131,7 +77,12 @@ def read_axolotl_yaml(settings: Settings, job: Job) -> None:
     _recompute(settings, job, adapted)
     _attention(settings, job, adapted)
     _loss(settings, job)
-    for name, why in _LEFT.items():
+    if switch(settings, "model_quantization_config_kwargs.dequantize") is not None:  # weights are those of `bf16` then
+        settings.get("model_quantization_config")
+        left = {name: why for name, why in LEFT.items() if name != "model_quantization_config"}
+    else:
+        left = LEFT
+    for name, why in left.items():
         said = settings.get(name) if settings.has(name) else None
         if said is not None and said.value not in (False, "", 0, [], {}):
             draft.leave(said, why)
@@ -149,12 +100,14 @@ def read_axolotl_yaml(settings: Settings, job: Job) -> None:
     if (workers := settings.get("ray_num_workers")) is not None and switch(settings, "use_ray") is not None:
         workers.whole()
         draft.gpus = workers
-    settings.idle(*_IDLE)
+    settings.idle(*IDLE)
     read_arguments(set_apart(settings, job, apart), job)
     draft.assume("training.micro_batch", 1, "axolotl's default of micro_batch_size")
     draft.assume("training.micro_steps", 1, "axolotl's default of gradient_accumulation_steps")
     draft.assume("training.recompute", "none", "axolotl's default of gradient_checkpointing")
-    draft.assume(EXPANDABLE, True, "axolotl sets PYTORCH_CUDA_ALLOC_CONF itself (0.19.0 utils/__init__.py)")
+    if not draft.before(2024):  # which needs torch 2.2
+        draft.assume(EXPANDABLE, True, "axolotl sets PYTORCH_CUDA_ALLOC_CONF itself (0.19.0 utils/__init__.py; before "
+                     "torch 2.9 with roundup_power2_divisions too, which is not simulated)")
 
 
 def _dtypes(settings: Settings, job: Job) -> None:
@@ -175,7 +128,8 @@ def _dtypes(settings: Settings, job: Job) -> None:
         job.facts["amp off" if full else "amp"] = ("bf16", said)
     else:
         job.facts["amp off"] = ("no", said)
-        job.keep("dtype", "fp32", said)
+        eight = switch(settings, "load_in_8bit")
+        job.keep("dtype", "fp32" if eight is None else "fp16", eight or said)
     if (narrow := switch(settings, "fp8")) is not None:
         job.facts["amp"] = ("fp8", narrow)
         recipe = settings.get("fp8_config.recipe")
@@ -223,19 +177,34 @@ def _adapter(settings: Settings, job: Job) -> bool:
     if kind is None:
         settings.idle("lora_*")
         return False
+    wide = settings.get("peft_autocast_adapter_dtype")
+    if wide is not None and not wide.flag():
+        draft.leave(wide, "adapters are counted in fp32, as peft makes them by default")
     if (linear := switch(settings, "lora_target_linear")) is not None:
         draft.take("training.finetune.targets", list(LINEAR), linear)
         settings.idle("lora_target_modules")
     draft.assume("training.finetune.dropout", 0.0, "axolotl's default of lora_dropout")
     asked = [said for name in _LORA_KERNELS if (said := switch(settings, name)) is not None]
     said_of = asked[0] if asked else kind
-    if asked or not (eight is not None or settings.has("rl") or any(settings.has(one) for one in _LORA_KERNELS)):
+    # check_auto_enable_lora_kernels, on several GPUs
+    without = eight is not None or any(settings.has(one) for one in ("rl", *_LORA_KERNELS)) or any(
+        switch(settings, one) is not None for one in ("trust_remote_code", "nvfp4_merge_aware"))
+    old = bool(peek(settings, "fsdp_config")) and _version(settings) != 2
+    if asked or not (without or old):
         draft.leave(said_of, "fused kernels of LoRA"
                     f"{'' if asked else ', which axolotl 0.19 turns on by itself,'} are not simulated")
     for extra in asked[1:]:
         draft.leave(extra, "as above")
     settings.idle(*_LORA_KERNELS)
     return True
+
+
+def _version(settings: Settings) -> int:
+    """FSDP's version. Raises UserError where there is no such."""
+    number = peek(settings, *_VERSIONS)
+    if number is not None and number.whole() > 2:
+        raise number.wrong("1 or 2")
+    return number.whole() if number is not None else 1
 
 
 def _sharding(settings: Settings, job: Job) -> None:
@@ -247,10 +216,8 @@ def _sharding(settings: Settings, job: Job) -> None:
     if settings.has("deepspeed"):
         raise said.wrong("nothing beside deepspeed: axolotl refuses both")
     said = settings.get("fsdp") if said is words else said
-    number = settings.get("fsdp_version") or peek(settings, "fsdp_config.fsdp_version", "fsdp_config.version")
-    if number is not None and number.whole() > 2:
-        raise number.wrong("1 or 2")
-    version = number.whole() if number is not None else 1
+    settings.get("fsdp_version")
+    number, version = peek(settings, *_VERSIONS), _version(settings)
     assert said is not None
     job.keep("engine", "fsdp", said)
     if number is not None:
@@ -285,7 +252,9 @@ def _mesh(settings: Settings, job: Job) -> None:
     experts = settings.get("expert_parallel_size")
     if experts is not None and experts.whole() > 1:
         draft.take("parallel.expert", experts.whole(), experts)
-    read_mesh(settings, _MESH, job)
+        draft.assume("software.dispatcher", "flex", "deep_ep, the one expert_parallel_backend there is")
+    spread = experts.whole() if experts is not None else 1
+    read_mesh(settings, _MESH, job, spread)
     shard, copies = peek(settings, f"{_MESH}.dp_shard_size"), peek(settings, f"{_MESH}.dp_replicate_size")
     if shard is not None and shard.whole() > 1 and job.engine != "fsdp":
         raise shard.wrong("nothing without fsdp_config: axolotl refuses it")
@@ -293,11 +262,12 @@ def _mesh(settings: Settings, job: Job) -> None:
     degrees = (peek(settings, f"{_MESH}.{name}") for name in ("tp_size", "cp_size", "cp_size of old"))
     sizes = [said.whole() for said in degrees if said is not None]
     if shard is not None and shard.whole() > 1:
-        over = shard.whole() * (context.whole() if context is not None else 1)
+        # monkeypatch/accelerate/parallelism_config.py: shards lie over ep, dp_shard and cp
+        over = shard.whole() * spread * (context.whole() if context is not None else 1)
         draft.take("parallel.sharding_factor", over, shard, "what is left of the GPUs replicates")
         if many > 1:
             product = shard.whole() * many
-            for size in sizes:
+            for size in [*sizes, spread]:
                 product *= size
             draft.gpus = Said(shard.file, shard.name, product, shard.line)
     elif copies is not None and many > 1 and job.engine == "fsdp":
@@ -322,7 +292,9 @@ def _recompute(settings: Settings, job: Job, adapted: bool) -> None:
         raise offload.wrong("false without gradient_checkpointing: axolotl refuses it")
     entering = settings.get("gradient_checkpointing_kwargs.use_reentrant")
     if on and said is not None:
-        job.keep("reentrant", entering is not None and entering.flag(), entering or said)
+        # reentrant unless told otherwise (normalize_config), and offloads wrap blocks by a checkpoint that is not
+        alone = offload is None and not any(settings.has(name) for name in ("rl", "unfrozen_parameters"))
+        job.keep("reentrant", entering.flag() if entering is not None else alone, entering or said)
     sharded = draft.value("training.recompute") == "full"
     if offload is not None and said is not None:
         place = "nvme" if offload.word() in ("disk", "offload_disk") else "cpu"
@@ -363,6 +335,8 @@ def _attention(settings: Settings, job: Job, adapted: bool) -> None:
             if found is not None and said is None:
                 said, kernel = found, ours
                 name = ours
+            if found is not None and old == "sage_attention":
+                draft.leave(found, "8-bit attention is counted in 16 bits")
     if said is not None:
         draft.take("training.attention", kernel, said)
     model = peek(settings, "model_name_or_path")

@@ -193,8 +193,12 @@ def settle_fsdp(job: Job) -> None:
     draft.take_later("parallel.sharding_factor", lambda ranks: ranks.of_node, by, "shards stay inside a node")
 
 
-def read_mesh(settings: Settings, above: str, job: Job) -> None:
-    """accelerate's ParallelismConfig (parallelism_config.py): sizes of its mesh."""
+def read_mesh(settings: Settings, above: str, job: Job, spread: int = 1) -> None:
+    """accelerate's ParallelismConfig (parallelism_config.py): sizes of its mesh.
+
+    Args:
+        spread: ranks over which experts are spread, which share the shards too (axolotl's patch of that file).
+    """
     mapping_at(settings, above)
     start = (f"{above}.{above}_", f"{above}.")
     sizes: dict[str, Said] = {}
@@ -212,7 +216,8 @@ def read_mesh(settings: Settings, above: str, job: Job) -> None:
         # The shards' mesh is dp_shard and cp flattened (ParallelismConfig.dp_shard_cp_dim_names).
         context = sizes["cp_size"].whole() if "cp_size" in sizes else 1
         said = sizes["dp_shard_size"]
-        job.draft.take("parallel.sharding_factor", said.whole() * context, said, "a replica's GPUs share the shards")
+        over = said.whole() * context * spread
+        job.draft.take("parallel.sharding_factor", over, said, "a replica's GPUs share the shards")
     way = settings.get(*(f"{one}cp_comm_strategy" for one in start))
     if "cp_size" in sizes and way is not None:
         job.draft.take("parallel.context_exchange", one_of(way, {"allgather": "all-gather", "alltoall": "ring"}), way)

@@ -7,16 +7,20 @@ quantization.py, attention.py, liger_kernel.py), train/trainer_utils.py (create_
 
 from __future__ import annotations
 
-from sim.errors import Fault, UserError
+from dataclasses import replace
+
+from sim.errors import Fault, UserError, nearest
 from sim.imports.hugging.adapters import LINEAR, read_lora
-from sim.imports.hugging.facts import FP8_GATHER, Job, renamed, set_apart
+from sim.imports.hugging.facts import FP8_GATHER, Job, dtype_of, renamed, set_apart
 from sim.imports.hugging.trainer import read_arguments
 from sim.imports.settings import Settings, one_of, peek, switch, take_whole, word_of
 
 #: Any of these makes a file LLaMA-Factory's.
 MARKS = ("finetuning_type", "stage")
 _NAMES = {"enable_liger_kernel": "use_liger_kernel", "additional_target": "lora_modules_to_save"}
-_ATTENTION = {"auto": "", "sdpa": "sdpa", "fa2": "flash", "fa3": "flash", "disabled": "eager"}
+#: `off` and `true` are of releases before 0.8.3 (recalled); YAML reads a bare off as false.
+_ATTENTION = {"auto": "", "sdpa": "sdpa", "fa2": "flash", "fa3": "flash", "disabled": "eager", "off": "eager",
+              "true": "flash", "false": "eager"}
 _STAGES = {"sft": "", "pt": "", "rm": "batches are of pairs, of which a head of one score is trained",
            "dpo": "batches are of pairs, and a reference model runs them too",
            "kto": "a reference model runs the batches too", "ppo": "sequences are generated and scored between steps"}
@@ -49,7 +53,8 @@ _CORE = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_m
          "context_parallel_size", "virtual_pipeline_model_parallel_size", "sequence_parallel",
          "use_distributed_optimizer", "recompute_granularity")
 #: What the Trainer's reader would read otherwise.
-_OWN = ("bf16", "fp16", "pure_bf16", "gradient_checkpointing", "finetuning_type", "quantization_bit", "packing")
+_OWN = ("bf16", "fp16", "pure_bf16", "gradient_checkpointing", "finetuning_type", "quantization_bit", "packing",
+        "sft_packing")
 _IDLE = (
     "template", "max_samples", "overwrite_cache", "media_dir", "train_on_prompt", "mask_history", "mix_strategy",
     "interleave_probs", "buffer_size", "val_size", "eval_on_each_dataset", "tool_format", "default_system",
@@ -64,6 +69,7 @@ _IDLE = (
     "double_quantization", "quantization_*", "fp8_*", "use_reentrant_gc", "disable_gradient_checkpointing", "do_*",
     "use_unsloth_gc", "oft_*", "module_dropout", "kto_*", "device_map", "gradient_checkpointing", "resume_*",
     "ignore_pad_token_for_loss", "preprocessing_*", "top_*", "max_new_tokens", "num_beams", "neat_packing",
+    "reserved_label_len", "efficient_eos", "visual_inputs",
 )
 
 
@@ -87,8 +93,10 @@ def read_llamafactory(settings: Settings, job: Job) -> None:
     _data(settings, job)
     said = settings.get("flash_attn")
     if said is not None and said.value != "auto":  # which leaves it to transformers
-        draft.take("training.attention", one_of(said, _ATTENTION), said)
+        draft.take("training.attention", one_of(replace(said, value=str(said.value).lower()), _ATTENTION), said)
     _optimizer(settings, job)
+    own = [*_OWN, *_logits(settings, job)]
+    _untrained(settings, job)
     for name, why in _LEFT.items():
         found = peek(settings, name)
         if found is not None and found.value not in (False, "", "auto"):
@@ -98,7 +106,7 @@ def read_llamafactory(settings: Settings, job: Job) -> None:
     if workers is not None and workers.whole() > 1:
         draft.gpus = workers
     settings.idle(*_IDLE)
-    read_arguments(set_apart(settings, job, _OWN), job)
+    read_arguments(set_apart(settings, job, own), job)
 
 
 def _tuned(settings: Settings, job: Job) -> bool:
@@ -106,7 +114,7 @@ def _tuned(settings: Settings, job: Job) -> bool:
     draft, kind = job.draft, settings.get("finetuning_type")
     word = kind.word() if kind is not None else "lora"
     if kind is not None and word not in ("lora", "full", "freeze", "oft"):
-        raise kind.wrong("one of lora, full, freeze, oft")
+        raise kind.wrong("one of lora, full, freeze, oft", nearest(word, ("lora", "full", "freeze", "oft")))
     if kind is not None and word in ("freeze", "oft"):
         draft.leave(kind, "is simulated as training of all weights")
     bits = settings.get("quantization_bit")
@@ -135,6 +143,8 @@ def _dtypes(settings: Settings, job: Job, tuned: bool) -> None:
     """Frozen weights are loaded in the half type, trained ones cast to fp32 (init_adapter) unless pure_bf16."""
     halves = [said for name in ("bf16", "fp16") if (said := switch(settings, name)) is not None]
     pure, narrow = switch(settings, "pure_bf16"), switch(settings, "fp8")
+    if pure is None and not tuned:
+        pure = switch(settings, "use_badam")  # init_adapter leaves its weights in the half type too
     if len(halves) > 1:
         raise halves[1].wrong("one of bf16 and fp16")
     half = halves[0] if halves else None
@@ -145,13 +155,19 @@ def _dtypes(settings: Settings, job: Job, tuned: bool) -> None:
         if (gather := switch(settings, FP8_GATHER)) is not None:
             job.keep("fp8 gather", True, gather)
     if pure is not None:
-        job.facts["dtype"] = ("bf16", pure)
+        job.facts["dtype"] = (half.name if half is not None else "bf16", pure)
         if half is None:
             job.facts["amp off"] = ("no", pure)
     elif tuned and half is not None:
         job.facts["dtype"] = (half.name, half)
         job.facts["unquantised"] = (half.name, half)  # its prepare_model_for_training, not peft's for k bits
-    elif not tuned:
+    elif tuned:
+        # infer_optim_dtype: bf16 for a checkpoint in bf16 or in no dtype that it names, fp16 for others
+        stored = word_of(job.config, "dtype", "torch_dtype") if job.config is not None else None
+        loaded = "bf16" if stored is None or dtype_of(stored) in ("bf16", None) else "fp16"
+        job.facts["dtype"] = (loaded, job.default(settings, "bf16", False))
+        job.facts["unquantised"] = job.facts["dtype"]
+    else:
         job.facts["dtype"] = ("fp32", half or job.default(settings, "pure_bf16", False))
 
 
@@ -174,11 +190,32 @@ def _data(settings: Settings, job: Job) -> None:
     why = one_of(stage, _STAGES) if stage is not None else ""
     if stage is not None and why:
         draft.leave(stage, f"{why}; simulated as plain training")
-    draft.assume("training.sequence", 2048, "LLaMA-Factory's default of cutoff_len")
-    packed, apart = settings.get("packing"), switch(settings, "neat_packing")
+    draft.assume("training.sequence", 2048, "LLaMA-Factory's default of cutoff_len since 0.9 (before: 1024)")
+    packed = settings.get("packing", "sft_packing")  # of releases before 0.7.1 (recalled)
+    apart = switch(settings, "neat_packing")
     first = stage is not None and stage.word() == "pt"
     if apart is not None or (packed.flag() if packed is not None else first):
         job.keep("padded", True, apart or packed or stage or job.default(settings, "packing", True))
+
+
+def _logits(settings: Settings, job: Job) -> list[str]:
+    """Liger without its chunked loss, where a stage needs logits (apply_liger_kernel); names that are settled so."""
+    stage, liger = peek(settings, "stage"), switch(settings, "use_liger_kernel")
+    if liger is None or stage is None or stage.word() in ("pt", "sft"):
+        return []
+    job.draft.leave(liger, "Liger's fused norms, rotary positions and MLPs have no field; its chunked loss is off in "
+                           f"stage {stage.word()}")
+    return ["use_liger_kernel"]
+
+
+def _untrained(settings: Settings, job: Job) -> None:
+    """Tells where a file exports, predicts or chats, for what is simulated is a training step."""
+    training = peek(settings, "do_train")
+    other = next((said for name in ("export_dir", "do_predict", "do_eval", "infer_backend")
+                  if (said := peek(settings, name)) is not None and said.value is not False), None)
+    if other is not None and (training is None or not training.flag()):
+        job.draft.leave(other, "nothing says do_train: true, so that nothing is trained here; a training step is "
+                               "simulated all the same")
 
 
 def _optimizer(settings: Settings, job: Job) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from sim.errors import nearest
 from sim.imports.hugging.facts import Job
 from sim.imports.settings import Said, Settings, switch
 
@@ -70,7 +71,7 @@ def read_optimizer(settings: Settings, job: Job) -> None:
         if kernel:
             job.keep("kernel", kernel, said)
     else:
-        raise said.wrong(f"one of {', '.join([*_NAMES, *_NEAREST])}")
+        raise said.wrong(f"one of {', '.join([*_NAMES, *_NEAREST])}", nearest(name, [*_NAMES, *_NEAREST]))
     if name in _WIDE:
         job.keep("wide states", True, said)
     if name.startswith("paged_"):

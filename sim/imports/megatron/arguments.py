@@ -14,7 +14,7 @@ from sim.imports.draft import Draft
 from sim.imports.megatron.launches import Started, read_script
 from sim.imports.script.variables import unresolved
 from sim.imports.settings import Said, Settings, read_settings
-from sim.scenario.document import parse_value, read_text
+from sim.scenario.document import read_text
 
 #: A line of the list that Megatron-LM prints when it starts (arguments.py, _print_args).
 _LOGGED = re.compile(r"(?:^|\s)([a-z]\w*) \.{3,} ?(.*)")
@@ -26,11 +26,11 @@ _WORDS = {"True": True, "False": False}
 class Open(Said):
     """A setting whose value only a running shell knows (`$1`)."""
 
-    def wrong(self, wanted: str) -> UserError:
+    def wrong(self, wanted: str, hint: str = "") -> UserError:
         """The error of such a value, and how to go on."""
         path = table("imports/megatron/names.yaml")["fields"].get(plain(self.name))
         kind = "N" if "number" in wanted else "VALUE"
-        hint = "give the variable a value in the script" + (f", or --set {path}={kind}" if path else "")
+        hint = hint or "give the variable a value in the script" + (f", or --set {path}={kind}" if path else "")
         return UserError(replace(fault, hint=hint) for fault in super().wrong(wanted).faults)
 
 
@@ -92,7 +92,7 @@ class Args:
         if said not in self._open:
             self.draft.leave(said, f"has no value in the script; the command line says {path}")
             self._open.append(said)
-        value = given(self.draft, path)
+        value = self.draft.given(path)
         return replace(said, value=value) if isinstance(value, int) and not isinstance(value, bool) else None
 
     def on(self, *names: str) -> Said | None:
@@ -113,12 +113,6 @@ class Args:
     def names(self) -> list[str]:
         """All names, with underscores."""
         return list(self._keys)
-
-
-def given(draft: Draft, path: str) -> Any:
-    """What the command line sets a field to, None where it does not. Raises UserError."""
-    values = [parse_value(text.partition("=")[2], "") for text in draft.sets if text.partition("=")[0].strip() == path]
-    return values[-1] if values else None
 
 
 def plain(key: str) -> str:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from sim.catalog import table
 from sim.errors import UserError
-from sim.imports.allocator import VARIABLES, read_conf
 from sim.imports.draft import Draft
-from sim.imports.megatron.arguments import Args, given
+from sim.imports.megatron.arguments import Args
+from sim.imports.megatron.environment import read_environment, unfused
 from sim.imports.megatron.model import choice
 from sim.imports.settings import Said
 from sim.scenario.gpus import gpu_facts
@@ -28,6 +28,7 @@ _OLD = ("checkpoint_activations", "checkpoint_num_layers", "activations_checkpoi
         "activations_checkpoint_num_layers", "DDP_impl", "model_parallel_size", "batch_size",
         "scaled_upper_triang_masked_softmax_fusion")
 _YEARS = range(2016, 2101)
+_ENGINE_SINCE = 2024
 _GRAPHS = {"none": False, "local": True, "transformer_engine": True, "full_iteration": True}
 #: Scopes of graphs that hold whole layers.
 _WHOLE = {"full", "full_iteration"}
@@ -49,10 +50,7 @@ def read_kernels(args: Args, draft: Draft, half: bool) -> None:
             _scope(scope, draft)
     if (deterministic := args.on("deterministic_mode")) is not None:
         draft.take("software.deterministic", True, deterministic)
-    if said := args.get("CUDA_DEVICE_MAX_CONNECTIONS"):
-        draft.take("software.max_connections", said.whole(), said)
-    if said := args.get(*VARIABLES):
-        read_conf(said, draft)
+    read_environment(args, draft)
     _mixture(args, draft)
 
 
@@ -67,17 +65,21 @@ def _scope(scope: Said, draft: Draft) -> None:
 def _attention(args: Args, draft: Draft, half: bool) -> None:
     path = "training.attention"
     flash, backend, layers = args.on(*_FLASH), args.get("attention_backend"), args.get("transformer_impl")
-    old = next((said for name in _OLD if (said := args.get(name)) is not None), None)
+    old, bare = next((said for name in _OLD if (said := args.get(name)) is not None), None), unfused(args)
     if backend is not None and (attention := choice(_bare(backend), _BACKENDS)) is not None:
         draft.take(path, attention, backend)
     elif flash is not None:
         draft.take(path, "flash", flash)
+    elif bare is not None:
+        draft.take(path, "eager", bare, "neither of TransformerEngine's fused kernels")
     elif layers is not None and layers.word() == "local":
         draft.take(path, "eager", layers, "core/transformer/dot_product_attention.py")
     elif args.on("deepspeed"):
         draft.assume(path, "eager", "Megatron-DeepSpeed without --use-flash-attn-v2 or another of its switches")
     elif old is not None:
         draft.assume(path, "eager", f"{old.name} is of releases before TransformerEngine, and --use-flash-attn is off")
+    elif layers is None and draft.before(_ENGINE_SINCE):
+        draft.assume(path, "eager", "--transformer-impl was local before 2024, and --use-flash-attn is off (recalled)")
     elif not half:
         draft.assume(path, "eager", "no fused kernel of TransformerEngine takes fp32")
     elif _lacks_bf16(draft):
@@ -88,7 +90,7 @@ def _attention(args: Args, draft: Draft, half: bool) -> None:
 
 def _lacks_bf16(draft: Draft) -> bool:
     """Whether the command line names a cluster whose GPU is too old for flash attention."""
-    named = given(draft, "cluster.topology")
+    named = draft.given("cluster.topology")
     try:
         gpu = find_topology(named, Path()).data.get("gpu") if isinstance(named, str) else None
         return gpu is not None and "bf16" not in gpu_facts(gpu)["tflops"]
@@ -128,7 +130,7 @@ def _mixture(args: Args, draft: Draft) -> None:
         return
     flex = (backend or kind) if kind is not None and kind.word() == "flex" else None
     once = deep if deep is not None else flex
-    when = given(draft, "software.year")
+    when = draft.given("software.year")
     known = isinstance(when, int) and when in _YEARS
     stack = stack_for(draft.value("software.framework"), when if known else table("scenario/defaults.yaml")["year"],
                       fused=draft.value("software.fused") is not False)

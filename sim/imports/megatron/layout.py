@@ -19,6 +19,7 @@ _SHARDS = {"no_shard": "ddp", "optim": "zero1", "optim_grads": "zero2", "optim_g
 _STAGES = {"0": "ddp", "1": "zero1", "2": "zero2", "3": "zero3"}
 #: Repetitions in a layout of stages, unrolled in this order; more letters than so many are no layout.
 _REPEATS, _MOST_LETTERS = (r"\(([^)]+)\)\*(\d{1,4})", r"(.)\*(\d{1,4})"), 100_000
+_MOST_RANKS = 1_000_000
 _EXCHANGES = {"p2p": "ring", "all_gather": "all-gather", "allgather": "all-gather", "a2a": "all-to-all",
               "a2a+p2p": "all-to-all"}
 
@@ -30,6 +31,8 @@ def read_layout(args: Args, draft: Draft) -> None:
                          ("context", "context_parallel_size", "ds_sequence_parallel_size"),
                          ("expert", "expert_model_parallel_size", "moe_expert_parallel_size")):
         said = args.get(*names)
+        if said is not None and said.whole() > _MOST_RANKS:
+            raise said.wrong(f"a whole number of at most {_MOST_RANKS:,}")
         if said is not None and said.whole() > 1:
             draft.take(f"parallel.{path}", said.whole(), said)
     _tensor(args, draft)
@@ -80,7 +83,8 @@ def _context(args: Args, draft: Draft) -> None:
 def _pipeline(args: Args, draft: Draft) -> None:
     per_chunk = args.get("num_layers_per_virtual_pipeline_stage")
     chunks = args.get("num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size")
-    first, last = args.get("decoder_first_pipeline_num_layers"), args.get("decoder_last_pipeline_num_layers")
+    first, last = (args.get(f"decoder_{end}_pipeline_num_layers", f"num_layers_in_{end}_pipeline_stage")
+                   for end in ("first", "last"))
     embedding = args.on("account_for_embedding_in_pipeline_split")
     head = args.on("account_for_loss_in_pipeline_split")
     parts = args.get("pp_partition_method")
@@ -213,7 +217,7 @@ def _overlap(args: Args, draft: Draft) -> None:
     otherwise (distributed_data_parallel_config.py); Megatron's FSDP, PyTorch's and DeepSpeed overlap of themselves."""
     reduces, gathers = args.on("overlap_grad_reduce"), args.on("overlap_param_gather")
     no_reduce = args.off("overlap_grad_reduce", "no_overlap_grad_reduce")
-    size = args.get("ddp_bucket_size", "bucket_size")
+    size, old = args.get("ddp_bucket_size", "bucket_size"), args.get("DDP_impl")
     strategy = draft.value("parallel.strategy")
     of_itself = args.on("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp", "deepspeed")
     if reduces is not None:
@@ -223,6 +227,8 @@ def _overlap(args: Args, draft: Draft) -> None:
                                  "would ask for")
     elif no_reduce is not None:
         draft.take("parallel.overlap", False, no_reduce)
+    elif old is not None and old.word() == "torch":
+        draft.take("parallel.overlap", True, old, "PyTorch's DDP")
     elif of_itself is None:
         draft.assume("parallel.overlap", False, "without --overlap-grad-reduce")
     if size is not None:

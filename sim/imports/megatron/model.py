@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sim.catalog import table
+from sim.errors import nearest
 from sim.imports.draft import Draft
 from sim.imports.megatron.arguments import Args
 from sim.imports.settings import Said
@@ -30,7 +31,7 @@ def choice(said: Said, known: Mapping[str, Any]) -> Any:
     """What a word stands for. Raises UserError."""
     word = said.word()
     if word not in known:
-        raise said.wrong(f"one of {', '.join(known)}")
+        raise said.wrong(f"one of {', '.join(known)}", nearest(word, known))
     return known[word]
 
 
@@ -109,10 +110,11 @@ def _form(args: Args, draft: Draft) -> None:
         draft.take("model.tied_embeddings", False, said)
     elif said := args.get("share_embeddings_and_output_weights"):
         draft.take("model.tied_embeddings", said.flag(), said)
+    rotary = args.on("use_rotary_position_embeddings")
     if said := args.get("position_embedding_type"):
         draft.take("model.positions", choice(said, _POSITIONS), said)
-    elif said := args.on("use_rotary_position_embeddings"):
-        draft.take("model.positions", "rotary", said)
+    elif rotary is not None:
+        draft.take("model.positions", "rotary", rotary)
 
 
 def _vocabulary(args: Args, draft: Draft) -> None:
@@ -132,9 +134,13 @@ def _vocabulary(args: Args, draft: Draft) -> None:
         size += more if size else 0
     elif kind is not None and kind.value == "NullTokenizer":
         size += 1  # _NullTokenizer: one more for the end of a document
-    if multiple is not None and multiple.whole() > _MULTIPLE:
-        step = multiple.whole() * (cut.whole() if cut is not None else 1)
-        size = -(-size // step) * step
+    ranks = cut.whole() if cut is not None else 1
+    if multiple is not None and size:
+        step, usual = multiple.whole() * ranks, _MULTIPLE * ranks
+        if multiple.whole() > _MULTIPLE:
+            size = -(-size // step) * step
+        elif -(-size // step) * step != -(-size // usual) * usual:
+            draft.leave(multiple, f"rows are counted up to a multiple of {_MULTIPLE} for each tensor rank")
     added = f"with {more} of --vocab-extra-ids" if more else ""
     if rows is not None:
         draft.take("model.vocab", size, rows, added)

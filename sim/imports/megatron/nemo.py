@@ -19,7 +19,7 @@ from sim.errors import Fault, UserError
 from sim.imports.draft import Draft
 from sim.imports.megatron.arguments import Args, flat, is_config
 from sim.imports.megatron.read import read_args
-from sim.imports.settings import Said, Settings, Told, one_of, read_settings, resolved, switch
+from sim.imports.settings import Said, Settings, Told, one_of, peek, read_settings, resolved, switch
 from sim.scenario.fields.precisions import PRECISIONS
 
 _PRODUCT, _NAME = re.compile(r"\$\{multiply:(.+)\}"), re.compile(r"\$\{\.?([\w.]+)\}")
@@ -48,28 +48,37 @@ _OPTIMIZERS = {"distributed_fused_adam": "adam", "mcore_distributed_optim": "ada
                "megatron_fused_adam": "adam", "adam": "adam", "adamw": "adam", "sgd": "sgd"}
 #: Tokenizers by Megatron-LM's own names.
 _LIBRARY = "megatron"
+_FUSED = "model.gradient_accumulation_fusion"
 _SHARDED = ("distributed_fused_adam", "mcore_distributed_optim")
 _IDLE = (
     "name", "restore_from_path", "exp_manager.*", "run.*", "trainer.*", "model.data.*", "model.optim.*", "model.*path*",
     "model.nsys_profile*", "model.resume_from_checkpoint", "model.tokenizer.*", "model.precision",
     "model.gc_interval",
-    "model.native_amp_*", "model.hysteresis", "model.fp32_residual_connection", "model.fp16_lm_cross_entropy",
+    "model.native_amp_*", "model.hysteresis", "model.fp16_lm_cross_entropy",
     "model.*_log_level", "model.layernorm_epsilon", "model.init_method_std", "model.use_scaled_init_method",
     "model.seed",
     "model.do_layer_norm_weight_decay", "model.grad_div_ar_fusion", "model.*timer*", "model.persist_layer_norm",
-    "model.masked_softmax_fusion", "model.get_attention_mask_from_fusion", "model.fp8_*", "model.reduce_amax",
-    "model.use_emha", "model.seq_len_interpolation_factor", "model.normalize_attention_scores", "model.headscale",
-    "model.apply_query_key_layer_scaling", "model.use_cpu_initialization", "model.transformer_block_type",
+    "model.masked_softmax_fusion", "model.get_attention_mask_from_fusion", "model.ffn_dropout", "model.fp8_*",
+    "model.reduce_amax", "model.use_emha", "model.seq_len_interpolation_factor", "model.normalize_attention_scores",
+    "model.apply_query_key_layer_scaling", "model.use_cpu_initialization",
     "model.pre_process", "model.post_process", "model.rotary_*", "model.grad_allreduce_chunk_size_mb",
     "model.onnx_safe",
-    "model.sync_batch_comm", "model.attention_type", "model.apply_rope_fusion", "model.mcore_gpt", "model.target",
+    "model.sync_batch_comm", "model.apply_rope_fusion", "model.mcore_gpt", "model.target",
     "model.transformer_engine", "model.nccl_communicator_config_path", "model.batch_p2p_comm", "model.overlap_p2p_comm",
     "model.async_grad_allreduce", "model.gradient_as_bucket_view", "model.openai_gelu", "model.megatron_legacy",
-    "model.rampup_batch_size", "model.bias_activation_fusion", "model.gradient_accumulation_fusion", "hydra*",
+    "model.bias_activation_fusion", "model.gradient_accumulation_fusion", "hydra*",
     "cluster*", "env_vars*", "model.tp_comm_*", "model.ub_tp_comm_overlap_cfg",
+)
+#: Setting, the word that is counted, and what another one would be.
+_OTHER_THAN = (
+    ("transformer_block_type", "pre_ln", "blocks are counted with a norm in front of attention and MLP"),
+    ("attention_type", "multihead", "attention is counted with as many keys and values as num_query_groups says"),
 )
 #: Switches that matter and that no field says -> why.
 _LEFT = {
+    "model.rampup_batch_size": "the batch grows at the start of a run; the full one is simulated",
+    "model.fp32_residual_connection": "the residual stream is counted in the compute dtype",
+    "model.headscale": "scales of heads are not simulated",
     "model.mcore_customization_config": "settings of megatron-core itself are not read here",
     "model.fp8_params": "gathers of parameters are counted in 16 bits: --set training.precision.gather=fp8",
     "model.num_micro_batches_with_partial_activation_checkpoints":
@@ -110,10 +119,15 @@ def _translated(settings: Settings, draft: Draft) -> Settings:
     for theirs, ours in _SAME.items():
         if (said := settings.get(theirs)) is not None:
             put(said, ours, said.value)
-    _model(settings, put)
+    _model(settings, draft, put)
+    longest = settings.get("model.data.train_ds.max_seq_length")
+    if longest is not None and not settings.has("model.encoder_seq_length"):  # of finetuning
+        put(longest, "seq_length", longest.value)
     _optimizer(settings, draft, put)
     _precision(settings, draft, put)
     _machine(settings, draft, put)
+    _pipeline(settings, draft, put)
+    _accumulation(settings, draft)
     if (said := switch(settings, "model.fsdp")) is not None:
         raise said.wrong("false: NeMo's FSDP is not read")
     if (said := switch(settings, "model.data.train_ds.packed_sequence")) is not None:
@@ -155,7 +169,7 @@ def _computed(settings: Settings) -> Settings:
 Put = Callable[[Said | None, str, Any], None]
 
 
-def _model(settings: Settings, put: Put) -> None:
+def _model(settings: Settings, draft: Draft, put: Put) -> None:
     norm, form = settings.get("model.normalization"), settings.get("model.activation")
     if norm is not None:
         put(norm, "normalization", one_of(norm, _NORMS))
@@ -166,6 +180,15 @@ def _model(settings: Settings, put: Put) -> None:
         put(bias, "disable_bias_linear", True)
     tied = settings.get("model.share_embeddings_and_output_weights")
     put(tied, "share_embeddings_and_output_weights", tied is not None and tied.flag())
+    if (old := switch(settings, "model.openai_gelu")) is not None:
+        put(old, "openai_gelu", True)
+    for name, usual, why in _OTHER_THAN:
+        if (said := settings.get(f"model.{name}")) is not None and said.word() != usual:
+            draft.leave(said, why)
+    width = settings.get("model.hidden_size")
+    put(width, "hidden_size", width.value if width is not None else None)
+    if width is not None and not settings.has("model.ffn_hidden_size"):
+        draft.assume("model.ffn", 4 * width.whole(), "ffn_hidden_size of TransformerConfig: 4 x hidden, gated or not")
     fused = settings.get("model.bias_activation_fusion")
     if fused is not None and not fused.flag():
         put(fused, "bias_gelu_fusion", False)
@@ -175,8 +198,9 @@ def _model(settings: Settings, put: Put) -> None:
     elif kind is not None:
         put(kind, "tokenizer_name_or_path", kind.value)
     engine, core = switch(settings, "model.transformer_engine"), switch(settings, "model.mcore_gpt")
-    if engine is None and core is None:
-        put(settings.get("model.transformer_engine", "model.mcore_gpt"), "transformer_impl", "local")
+    whose = engine or core
+    put(whose or settings.get("model.transformer_engine", "model.mcore_gpt"), "transformer_impl",
+        "local" if whose is None else "transformer_engine")
 
 
 def _optimizer(settings: Settings, draft: Draft, put: Put) -> None:
@@ -189,6 +213,10 @@ def _optimizer(settings: Settings, draft: Draft, put: Put) -> None:
     if said.word() in _SHARDED:
         draft.take("parallel.strategy", "zero1", said)
         draft.assume("parallel.overlap", True, "overlap_grad_sync of distributed_fused_adam")
+        gathers = peek(settings, "model.optim.overlap_param_sync")
+        if not settings.has("model.optim.overlap_grad_sync") and (gathers is None or not gathers.flag()):
+            draft.leave(gathers or Said(settings.file, "model.optim.overlap_param_sync (default)", False),
+                        "gathers of parameters are counted as overlapped")
         if (size := settings.get("model.optim.bucket_cap_mb")) is not None and size.number() > 0:
             draft.take("parallel.bucket_mb", size.number(), size)
         draft.leave(said, "masters are counted in fp32, of which it keeps the remainders to 16-bit parameters alone")
@@ -198,11 +226,40 @@ def _optimizer(settings: Settings, draft: Draft, put: Put) -> None:
         return
     behind = [switch(settings, f"model.{name}") for name in ("sequence_parallel", "gradient_accumulation_fusion")]
     stages, off = settings.get("model.pipeline_model_parallel_size"), settings.get("model.async_grad_allreduce")
-    alone = (stages is None or stages.whole() == 1) and not any(behind) and (off is None or off.flag())
+    whole = switch(settings, "model.megatron_amp_O2")
+    alone = (stages is None or stages.whole() == 1) and not any(behind) and (off is None or off.flag()) and whole
     for name, one in zip(("sequence_parallel", "pipeline_model_parallel_size"), (behind[0], stages), strict=True):
         put(one, name, one.value if one is not None else None)
-    draft.assume("parallel.overlap", alone, "async_grad_allreduce"
-                 + ("" if alone else ", which is off beside pipelines, sequence parallelism and fused accumulation"))
+    draft.assume("parallel.overlap", bool(alone), "async_grad_allreduce"
+                 + ("" if alone else ", which is off without megatron_amp_O2, and beside pipelines, sequence "
+                    "parallelism and fused accumulation"))
+
+
+def _pipeline(settings: Settings, draft: Draft, put: Put) -> None:
+    """Transfers beside compute: ModelParallelConfig's own default is off, where Megatron-LM's arguments ask for it."""
+    chunks = settings.get("model.virtual_pipeline_model_parallel_size")
+    beside = peek(settings, "model.overlap_p2p_comm")
+    put(chunks, "virtual_pipeline_model_parallel_size", chunks.value if chunks is not None else None)
+    if chunks is None or chunks.whole() == 1:
+        return
+    if beside is not None:
+        draft.take("parallel.overlap_p2p", beside.flag(), settings.get("model.overlap_p2p_comm") or beside)
+    else:
+        draft.assume("parallel.overlap_p2p", False, "overlap_p2p_comm of ModelParallelConfig")
+
+
+def _accumulation(settings: Settings, draft: Draft) -> None:
+    """Products that add weight gradients up: where asked for, and not everywhere (_validate_and_override_config)."""
+    said, whole = peek(settings, _FUSED), switch(settings, "model.megatron_amp_O2")
+    name, stages = settings.get("model.optim.name"), peek(settings, "model.pipeline_model_parallel_size")
+    possible = whole is not None and ((name is not None and name.word() in _SHARDED)
+                                      or (stages is not None and stages.whole() > 1))
+    if said is None:
+        draft.assume("software.fused_accumulation", False, "NeMo's default of gradient_accumulation_fusion")
+    elif not said.flag() or not possible:
+        draft.take("software.fused_accumulation", False, settings.get(_FUSED) or said, "" if not said.flag() else
+                   "NeMo switches it off without megatron_amp_O2, and without pipelines beside other optimizers than "
+                   "distributed_fused_adam")
 
 
 def _precision(settings: Settings, draft: Draft, put: Put) -> None:

@@ -105,7 +105,7 @@ def _precision(args: Args, draft: Draft) -> None:
     hybrid, recipe = args.on("fp8_hybrid", "fp8_e4m3"), args.get("fp8_recipe")
     whole, narrow_sum = args.on("accumulate_allreduce_grads_in_fp32"), args.on("grad_reduce_in_bf16")
     gathered = args.on("fp8_param_gather", "fp8_param")
-    changes = _aware(args)
+    changes = _aware(args, draft)
     own = args.on("use_torch_fsdp2", "deepspeed")
     name = f"{'mixed' if own is not None else 'megatron'}-{half}" if half != "fp32" else "fp32"
     if (narrow := fp4 or fp8 or hybrid) is not None:
@@ -126,15 +126,23 @@ def _precision(args: Args, draft: Draft) -> None:
         draft.take("training.precision", {"name": name, **changes} if changes else name, said)
 
 
-def _aware(args: Args) -> dict[str, Any]:
+def _aware(args: Args, draft: Draft) -> dict[str, Any]:
     """Dtypes that --use-precision-aware-optimizer changes."""
     on = args.on("use_precision_aware_optimizer")
-    found: dict[str, Any] = {}
-    for field, *names in (("optimizer", "exp_avg_dtype"), ("optimizer", "exp_avg_sq_dtype"),
-                          ("master", "main_params_dtype"), ("gradients", "main_grads_dtype")):
-        said = args.get(*names)
-        if on is not None and said is not None and (dtype := choice(said, _DTYPES)) != "fp32":
-            found[field] = dtype
+    names = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "main_grads_dtype")
+    said = {name: args.get(name) for name in names}
+    if on is None:
+        return {}
+    dtype = {name: choice(one, _DTYPES) if one is not None else "fp32" for name, one in said.items()}
+    first, second = dtype["exp_avg_dtype"], dtype["exp_avg_sq_dtype"]
+    found = {"optimizer": first, "master": dtype["main_params_dtype"], "gradients": dtype["main_grads_dtype"]}
+    if first != second:
+        draft.leave(said["exp_avg_dtype"] or said["exp_avg_sq_dtype"] or on,
+                    f"both states are counted in {first}, that of --exp-avg-dtype")
+    if dtype["main_params_dtype"] == "fp32" and args.on("bf16") and not args.on("optimizer_cpu_offload"):
+        # optimizer_config.py: store_param_remainders is on
+        draft.leave(on, "masters are counted in fp32, of which it keeps the remainders to bf16 parameters alone")
+    found = {field: one for field, one in found.items() if one != "fp32"}
     if "gradients" in found:  # arguments.py: bf16 sums are made fp32 unless --main-grads-dtype says otherwise
         found["reduce"] = found["gradients"]
     return found
@@ -169,6 +177,9 @@ def _recompute(args: Args, draft: Draft) -> None:
     modules = args.get("recompute_modules")
     old = args.on("checkpoint_activations", "deepspeed_activation_checkpointing")
     short = args.on("recompute_activations")
+    kept = args.on("checkpoint_in_cpu")  # Megatron-DeepSpeed: what blocks start from waits in host memory
+    if kept is not None and (old is not None or kind is not None):
+        draft.take("parallel.offload.activations", "cpu", kept)
     if kind is None or str(kind.value) in ("", "None"):
         if old is not None:
             draft.take(path, "full", old)

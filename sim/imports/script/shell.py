@@ -43,7 +43,9 @@ _ASKS = ("grep", "egrep", "which", "command", "type", "hash", "cmp", "diff", "pg
 _ASIDE = ("echo", "printf", "mkdir", "pip", "pip3", "apt", "apt-get", "wget", "curl", "git", "rm", "cp", "mv", "ls",
           "cat", "tar", "conda", "module", "huggingface-cli", "rsync", "sed", "awk", "chmod", "ln", "sleep", "exit")
 #: Variables that matter though no argument holds them.
-TELLING = ("CUDA_DEVICE_MAX_CONNECTIONS", *VARIABLES)
+TELLING = ("CUDA_DEVICE_MAX_CONNECTIONS", *VARIABLES, "NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_NCHANNELS",
+           "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE",
+           "NCCL_SHM_DISABLE", "NCCL_NVLS_ENABLE", "CUDA_LAUNCH_BLOCKING", "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN")
 #: Rounds of a loop, commands and calls within calls: more is no launch script.
 _ROUNDS, _MOST, _DEEPEST = 100, 20_000, 30
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from sim.imports.draft import Draft
-from sim.imports.settings import Said, Settings
+from sim.imports.settings import Said, Settings, one_of
 
 #: Tables that have had the settings of parallelism, newest first.
 _TABLES = ("parallelism", "experimental", "training")
@@ -27,6 +27,7 @@ _SCHEDULES: dict[str, tuple[str, int, str]] = {
     "zbvzerobubble": ("zb-v", 2, ""),
     "dualpipev": ("zb-v", 2, "forwards beside backwards are not simulated: ZB-V, folded alike, is counted"),
 }
+_MOST_RANKS = 1_000_000
 _RESHARD = {"default": None, "always": True, "never": False}
 
 
@@ -52,6 +53,8 @@ def read_layout(settings: Settings, draft: Draft, layers: int | None) -> str:
     ranks = {axis: degree(settings, f"{axis}_parallel_degree") for axis in ("tensor", "context", "pipeline", "expert")}
     sizes = {axis: said.whole() if said is not None else 1 for axis, said in ranks.items()}
     for axis, said in ranks.items():
+        if said is not None and sizes[axis] > _MOST_RANKS:
+            raise said.wrong(f"a whole number of at most {_MOST_RANKS:,}")
         if said is not None and sizes[axis] > 1:
             draft.take(f"parallel.{axis}", sizes[axis], said)
     if ranks["tensor"] is not None and sizes["tensor"] > 1:
@@ -99,6 +102,11 @@ def _sharding(settings: Settings, draft: Draft, sizes: dict[str, int]) -> str:
         raise shard.wrong("-1, or a whole number of at least 1")
     over = shard.whole(-1) if shard is not None else -1
     replicas = copies.whole() if copies is not None else 1
+    kind = settings.get("training.data_parallel_type")  # of spring 2024 (recalled)
+    if kind is not None and one_of(kind, {"fsdp": False, "ddp": True}):
+        if over > 0 and shard is not None:
+            draft.gpus = Said(shard.file, shard.name, over * sizes["tensor"] * sizes["pipeline"], shard.line)
+        return _copies(draft, kind, None, over, sizes)
     if shard is not None and over > 0:
         product = over * replicas * sizes["tensor"] * sizes["context"] * sizes["pipeline"]
         draft.gpus = Said(shard.file, shard.name, product, shard.line)
@@ -123,12 +131,13 @@ def _sharding(settings: Settings, draft: Draft, sizes: dict[str, int]) -> str:
 
 
 def _copies(draft: Draft, shard: Said | None, copies: Said | None, replicas: int, sizes: dict[str, int]) -> str:
-    """Nothing is sharded: DDP with buckets of 100 MB (apply_ddp), or one replica."""
+    """Nothing is sharded: DDP with buckets of 100 MB (apply_ddp), or one replica; -1 = as many as there are."""
     said = copies if copies is not None and replicas > 1 else shard
     assert said is not None
-    draft.take("parallel.strategy", "ddp" if replicas > 1 else "none", said)
-    if replicas > 1:
+    draft.take("parallel.strategy", "none" if replicas == 1 else "ddp", said)
+    if replicas != 1:
         draft.assume("parallel.bucket_mb", 100, "bucket_cap_mb of apply_ddp")
+        draft.assume("parallel.reduce_every_micro_step", True, "train.py accumulates without no_sync")
     return "none beside other ranks" if max(sizes["tensor"], sizes["pipeline"]) > 1 else "autocast"
 
 

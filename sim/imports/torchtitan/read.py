@@ -25,8 +25,11 @@ _NORMS = {"layernorm": "layernorm", "rmsnorm": "rmsnorm", "fused_rmsnorm": "rmsn
 #: Converters of linear layers (model.converters) -> compute.
 _LINEAR = {"float8": "fp8", "quantize.linear.float8": "fp8", "mx": "mxfp8", "quantize.linear.mx": "mxfp8"}
 _GROUPED = ("quantize.grouped_mm.float8", "quantize.grouped_mm.mx")
+_MX = ("quantize.linear.mx", "mx")
 #: Tables of float8, newest first.
 _FLOAT8 = ("quantize.linear.float8", "quantize.dense.float8", "float8")
+#: Release whose names are those of 2024.
+_OLD = "0.0.2"
 #: What a file says that only an era knows -> its year and release.
 _ERAS = (
     (2026, "0.2.2", ("debug", "training.dataloader", "parallelism.expert_parallel_comm_backend", "job.save_config_file",
@@ -35,7 +38,7 @@ _ERAS = (
     (2025, "0.2.0", ("compile", "quantize", "validation", "checkpoint.enable", "parallelism.expert_parallel_degree",
                      "model.hf_assets_path", "lr_scheduler.min_lr_factor")),
     (2025, "0.1.0", ("parallelism",)),
-    (2024, "0.0.2", ("training.tensor_parallel_degree", "training.data_parallel_degree", "training.batch_size",
+    (2024, _OLD, ("training.tensor_parallel_degree", "training.data_parallel_degree", "training.batch_size",
                      "training.data_parallel_shard_degree", "experimental.pipeline_parallel_degree",
                      "experimental.context_parallel_degree", "training.enable_float8_linear", "training.fp8_linear",
                      "float8.enable_float8_linear")),
@@ -65,7 +68,7 @@ _IDLE = (
     "job.*", "profiling.*", "metrics.*", "checkpoint.*", "lr_scheduler.*", "comm.*", "memory_estimation.*",
     "fault_tolerance.*", "validation.*", "debug.*", "optimizer.lr", "optimizer.beta?", "optimizer.eps",
     "optimizer.weight_decay", "training.dataset*", "training.steps", "training.max_norm", "training.warmup_steps",
-    "training.gc_*", "training.seed", "training.dataloader.*", "training.data_parallel_type", "model.*path",
+    "training.gc_*", "training.seed", "training.dataloader.*", "model.*path",
     "model.print_after_conversion", "activation_checkpoint.*", "experimental.*", "compile.fullgraph",
     "mx.*", "quantize.*.mx.*", "quantize.grouped_mm.*", "parallelism.pipeline_parallel_schedule_csv",
     "parallelism.pipeline_parallel_expert_parallel_overlap", "parallelism.context_parallel_load_balancer",
@@ -207,7 +210,11 @@ def _narrow(settings: Settings, draft: Draft) -> tuple[Said | None, Said | None]
             draft.leave(converters, f"what the converter {str(one)[:40]} does is not known here")
     gather = on(settings, *(f"{where}.enable_fsdp_float8_all_gather" for where in _FLOAT8))
     recipe = settings.get(*(f"{where}.recipe_name" for where in _FLOAT8))
-    skipped = settings.get(*(f"{where}.filter_fqns" for where in _FLOAT8))
+    mx = settings.get(*(f"{where}.recipe_name" for where in _MX))
+    if found is not None and mx is not None and "fp4" in mx.word():
+        draft.leave(mx, "products of 4 bits are counted as mxfp8's")
+    scaled = found is not None and _LINEAR.get(str(found.value)) == "mxfp8"
+    skipped = settings.get(*(f"{where}.filter_fqns" for where in (_MX if scaled else _FLOAT8)))
     settings.get(*(f"{where}.precompute_float8_dynamic_scale_for_fsdp" for where in _FLOAT8))
     again = on(settings, *(f"{where}.force_recompute_fp8_weight_in_bwd" for where in _FLOAT8))
     if found is None:
@@ -216,7 +223,7 @@ def _narrow(settings: Settings, draft: Draft) -> tuple[Said | None, Said | None]
         draft.leave(recipe, "scales of rows are counted as one of a whole tensor")
     if skipped is not None and skipped.value not in ([], ["output"], "output", ""):
         draft.leave(skipped, "all linear layers but the head are counted in 8 bits")
-    elif skipped is None or not skipped.value:
+    elif (skipped is None and not scaled) or (skipped is not None and not skipped.value):  # mx skips it by default
         draft.leave(found, "the head is counted in 16 bits")
     if again is not None:
         draft.leave(again, "weights in 8 bits are counted as kept until backward")
@@ -245,7 +252,7 @@ def _recompute(settings: Settings, draft: Draft, layers: int | None) -> None:
         return
     said = option or mode
     which = option.word() if option is not None else "2"
-    if which != "op" and not (which.isdecimal() and len(which) < 6):
+    if which != "op" and not (which.isdecimal() and 0 < len(which) < 6 and int(which)):
         assert option is not None
         raise option.wrong("'op', or a whole number: one block of so many")
     value: Any = "selective-op"
@@ -282,6 +289,8 @@ def _software(settings: Settings, draft: Draft) -> None:
     draft.assume("software.fsdp", 2, "torchtitan shards with fully_shard alone")
     for year, release, names in _ERAS:
         hit = next((name for name in names if settings.has(name)), "")
+        if hit and release == _OLD:
+            draft.assume("software.optimizer_kernel", "foreach", "optimizer.fused of 2024's config_manager.py is false")
         if hit:
             draft.assume("software.year", year, f"the name {hit} is of torchtitan {release}")
             draft.assume("software.versions", {"torchtitan": release}, f"the name {hit}")
