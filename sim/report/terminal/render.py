@@ -17,7 +17,7 @@ from sim.memory.ledger import CATEGORIES
 from sim.report.advice.combined import DEAR
 from sim.report.advice.largest import GPU_ALONE, Largest
 from sim.report.advice.trials import Change
-from sim.report.numbers.breakdown import felt
+from sim.report.numbers.bounding import felt
 from sim.report.numbers.memory import TIGHT_HEADROOM, MemoryResult
 from sim.report.result import Result
 from sim.report.scaling import scaling
