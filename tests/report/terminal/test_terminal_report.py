@@ -63,12 +63,14 @@ def test_a_sweep_has_a_row_per_point_and_its_scaling_efficiency(result_of: Make)
         result.set = {"cluster.nodes": nodes}
         result.tokens_per_second, result.gpus = 800.0 if nodes == 1 else 1200.0, 8 * nodes
         points.append(result)
+    points[1].warnings = ["memory: nearly full"]
     skipped = [{"set": {"cluster.nodes": 3}, "reason": "8 sequences do not divide over 24 ranks"}]
     lines = sweep_as_text(points, skipped, {"cluster.nodes": [1, 2, 3]}).splitlines()
     rows = [line.split() for line in lines if line.startswith(("1 ", "2 "))]
     assert rows[0][-1] == "100.0%"
     assert rows[1][-1] == "75.0%"
     assert any("skipped cluster.nodes=3" in line for line in lines)
+    assert "! memory: nearly full (nodes 2)" in lines
 
 
 @pytest.mark.parametrize(("value", "text"), [(1.23456, "1.235 s"), (0.0123, "12.3 ms"), (4.2e-5, "42 µs"), (0.0, "0")])
