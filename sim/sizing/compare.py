@@ -98,6 +98,8 @@ _SAID = ("name", "expect", "claim", "sweep", "cluster.topology.name", "cluster.t
 #: What no request depends on, and follows from other fields.
 _TRAINED = ("training.global_batch", "training.micro_batch", "training.sequence", "training.decoder_sequence",
             "training.predicted_tokens", "training.finetune.base", "parallel.reduce_every_micro_step")
+#: What only strategies that gather parameters read; whether it is on by default follows from the pipeline.
+_GATHERED, _GATHERING = "parallel.reshard_after_forward", ("fsdp", "zero3")
 #: Fields told beside the name of a run that is called as another one.
 _TOLD = 2
 
@@ -125,8 +127,10 @@ def compare(runs: Sequence[Result | Source]) -> Comparison:
            for i, row in enumerate(moved, 1)]
     fields = [dict(_leaves(dump(r.scenario))) for r in results]
     paths = list(dict.fromkeys(path for one in fields for path in one))
+    gathers = any(r.scenario.parallel.strategy in _GATHERING for r in results)
+    untold = (*_SAID, *_TRAINED * bool(served), *(() if gathers else (_GATHERED,)))
     differs = {path: [one.get(path) for one in fields] for path in paths
-               if not any(path == said or path.startswith(f"{said}.") for said in (*_SAID, *_TRAINED * bool(served)))
+               if not any(path == said or path.startswith(f"{said}.") for said in untold)
                and any(one.get(path) != fields[0].get(path) for one in fields)}
     first = _throughput(results[0])
     names = _names([r.scenario.name for r in results], differs)

@@ -71,6 +71,14 @@ def test_what_bounds_a_run_is_told_as_its_own_report_tells_it() -> None:
     assert found.bound == ["communication"] and "bound by copies to the host and its optimizer" in next(lines(found))
 
 
+def test_fields_that_only_follow_from_others_are_not_told() -> None:
+    pipelined = against(parallel={"pipeline": 2})
+    assert "parallel.reshard_after_forward" not in pipelined.differs and "parallel.pipeline" in pipelined.differs
+    machine = {"cluster": {"topology": "hgx-h20", "nodes": 2, "inter_gbps_per_node": 200}}
+    named = compare([sim.run(resolve(PLAIN)), sim.run(resolve(PLAIN | machine))]).names[1]
+    assert "gpu h20" in named and "nvme" not in named  # of what comes with a machine its GPU tells most
+
+
 def test_slower_links_are_more_on_the_wire_and_less_hidden() -> None:
     found = against(cluster={"inter_gbps_per_node": 50})
     reason = found.why[0]["exposed_communication.all_reduce.data"]
