@@ -7,6 +7,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
 
+from sim.report.units import figure
 from sim.report.units import seconds as seconds_of_run
 from sim.report.warned.together import together
 from sim.report.words import term as said
@@ -150,8 +151,8 @@ def words(term: str) -> str:
 
 def seconds_of(value: float) -> str:
     """A change of time, signed."""
-    return f"{value:+.3f} s" if abs(value) >= 1 else f"{1e3 * value:+.3g} ms"
+    return f"{value:+.3f} s" if abs(value) >= 0.9995 else f"{1e3 * value:+.3g} ms"
 
 
 def _gib(size: float) -> str:
-    return f"{size / _GIB:+.3g} GiB"
+    return f"{figure(size / _GIB, '+')} GiB"
