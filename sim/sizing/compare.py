@@ -233,13 +233,17 @@ def _waits(before: Result, after: Result) -> str:
 
 def _arithmetic(category: str, before: Result, after: Result) -> str:
     """Time = work / pace: FLOP of one GPU, and what is left for the FLOP/s (the category's share of them unchanged)."""
+    if not after.breakdown.compute[category]:
+        return "none of it any more"
+    if not before.breakdown.compute[category]:
+        return "new"
     work = (after.hardware_flops / after.gpus) / (before.hardware_flops / before.gpus)
     if before.inference is not None and after.inference is not None:
         made = [_gpus_per_token(r) * r.hardware_flops / r.gpus for r in (before, after)]
-        pace = work / (after.breakdown.compute[category] / max(before.breakdown.compute[category], 1e-30))
+        pace = work / (after.breakdown.compute[category] / before.breakdown.compute[category])
         gpus = "" if before.gpu == after.gpu else f", {before.gpu} -> {after.gpu}"
         return f"work per token x{made[1] / made[0]:.3g}, pace x{pace:.3g}{gpus}"
-    seconds = after.breakdown.compute[category] / max(before.breakdown.compute[category], 1e-30)
+    seconds = after.breakdown.compute[category] / before.breakdown.compute[category]
     gpus = "" if before.gpu == after.gpu else f", {before.gpu} -> {after.gpu}"
     return f"work per GPU x{work:.3g}, pace x{work / seconds:.3g}{gpus}"
 

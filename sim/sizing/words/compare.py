@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
@@ -44,7 +44,7 @@ def lines(found: Comparison) -> Iterator[str]:
     yield "fields that differ:" if found.differs else "no field differs"
     for path, values in found.differs.items():
         yield f"  {path}: {' | '.join(map(_plain, values))}"
-    for warning in together(list(zip(found.names, found.warnings, strict=True))):
+    for warning in together(list(zip(_apart(found.names), found.warnings, strict=True))):
         yield f"! {warning}"
 
 
@@ -83,6 +83,14 @@ def moved_lines(found: Comparison, i: int) -> Iterator[str]:
     parts = [f"{name.replace('_', ' ')} {_gib(size)}" for name, size in found.memory_moved[i - 1]
              if abs(size) > _LEAST * sum(values[0] for values in found.memory.values())][:_MOST]
     yield f"  memory: {', '.join(parts) or 'the same'}"
+
+
+def _apart(names: Sequence[str]) -> list[str]:
+    """What tells runs of one name apart, without the name: "nodes 24" of "my run (nodes 24)"."""
+    head = f"{names[0].partition(' (')[0]} ("
+    if not all(name.startswith(head) and name.endswith(")") for name in names):
+        return list(names)
+    return [name.removeprefix(head).removesuffix(")") for name in names]
 
 
 def _held_up(found: Comparison, i: int) -> Iterator[str]:

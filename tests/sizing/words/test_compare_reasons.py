@@ -59,7 +59,7 @@ def test_what_collectives_cost_kernels_and_warnings_are_told() -> None:
     text = list(lines(found))
     held = next(line for line in text if "kernels beside collectives" in line)
     assert "the SMs and memory bandwidth that these hold cost" in held
-    assert text[-1] == f"! memory: nearly full ({found.names[1]})"
+    assert text[-1] == "! memory: nearly full (inter gbps per node 200)"
     assert not any("kernels beside collectives" in line for line in lines(compare([results[0], results[0]])))
 
 
@@ -69,6 +69,14 @@ def test_what_bounds_a_run_is_told_as_its_own_report_tells_it() -> None:
              "parallel": {"strategy": "zero2", "offload": {"optimizer": "cpu"}}, "software": {"framework": "deepspeed"}}
     found = compare([sim.run(resolve(asked))])
     assert found.bound == ["communication"] and "bound by copies to the host and its optimizer" in next(lines(found))
+
+
+def test_a_model_without_attention_is_compared_with_one_that_has_it() -> None:
+    layers = {"name": "layers", "cluster": {"topology": "dgx-a100-80g"}, "model": {"preset": "resnet-50"},
+              "training": {"micro_batch": 8, "micro_steps": 1}, "parallel": {"strategy": "ddp"}}
+    results = [sim.run(resolve(one)) for one in (PLAIN, layers)]
+    assert compare(results).why[0]["compute.attention"] == "none of it any more"
+    assert compare(results[::-1]).why[0]["compute.attention"] == "new"
 
 
 def test_fields_that_only_follow_from_others_are_not_told() -> None:
