@@ -81,7 +81,7 @@ def lower(scenario: Scenario, *, fold: bool = True) -> Lowered:
     if run_of(scenario) is not None:
         serving = lower_inference(scenario, stack)
         return Lowered(serving.job, serving.architecture, stack, True, (serving.outside,) * len(serving.job.programs),
-                       serving)
+                       serving, layers=serving.layers)
     scenario = wired(scenario, stack)
     if scenario.parallel.strategy in ("fsdp", "zero3"):  # gathered weights come and go, narrow copies with them
         stack = replace(stack, narrow_weights_cached=False)

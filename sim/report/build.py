@@ -9,10 +9,10 @@ from sim.engine import Machine, Timeline
 from sim.network import Topology
 from sim.parallel import Lowered
 from sim.program import Kind
-from sim.report.numbers.breakdown import COMPUTE_STREAM, bound, kernel_counts, of_rank, step_flops
+from sim.report.numbers.breakdown import COMPUTE_STREAM, kernel_counts, of_rank, step_flops
 from sim.report.numbers.budget import budget_result
 from sim.report.numbers.columns import Columns, of_class
-from sim.report.numbers.inference import inference_result, waits_for_memory
+from sim.report.numbers.inference import inference_result
 from sim.report.numbers.loading import DataLoading
 from sim.report.numbers.memory import MemoryResult, by_class, fullest
 from sim.report.numbers.neighbours import features
@@ -62,16 +62,12 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         budget=budget_result(scenario, lowered, step_s, samples * tokens_per_sample(scenario),
                              step_energy_j(lowered, machine, step_s) if scenario.budget is not None else None),
         peak_flops_per_gpu=gpu.peak_flops(training.matrix_dtype), breakdown=parts,
-        bound=bound(parts),
         memory=memory, data_loading=loading,
         simulation=Simulation(timeline.events, timeline.tasks, len(job.classes), job.ranks),
         group_ranks={name: job.communicators[c].size
                      for name, c in zip(program.communicators, simulated.communicators, strict=True) if c >= 0},
         features=features(scenario, lowered, gpu.kernels),
         _detail=Detail(lowered, machine, timeline, critical))
-    if served is not None and result.bound == "compute" and waits_for_memory(
-            program, machine.devices[simulated.device]):
-        result.bound = "memory_bandwidth"
     result.warnings = _warnings(result)
     return result
 

@@ -11,9 +11,10 @@ from sim.engine import Machine, Timeline, simulate
 from sim.parallel import Lowered
 from sim.report.advice.largest import Largest
 from sim.report.advice.trials import Change
+from sim.report.numbers.bounding import bound_of
 from sim.report.numbers.breakdown import Breakdown
 from sim.report.numbers.budget import BudgetResult
-from sim.report.numbers.inference import InferenceResult, latency_row
+from sim.report.numbers.inference import InferenceResult, latency_row, waits_for_memory
 from sim.report.numbers.loading import DataLoading
 from sim.report.numbers.memory import MemoryResult
 from sim.report.numbers.neighbours import Features, Validated, validated
@@ -75,7 +76,6 @@ class Result:
     hardware_flops: float
     peak_flops_per_gpu: float
     breakdown: Breakdown
-    bound: str
     memory: MemoryResult
     data_loading: DataLoading
     simulation: Simulation
@@ -158,6 +158,7 @@ class Result:
 
     def release(self) -> None:
         """Drop Program, machine and timeline: a long sweep keeps its numbers only. No trace or JSON after this."""
+        _ = self.bound  # a sweep's table tells it
         self._detail = None
 
     @property
@@ -184,6 +185,19 @@ class Result:
     def hfu(self) -> float:
         """Hardware FLOP/s over the dense peak of the compute dtype."""
         return self.hardware_tflops_per_gpu * 1e12 / self.peak_flops_per_gpu
+
+    @cached_property
+    def bound(self) -> str:
+        """Where the next 10% would help most (`bound` of result.md), worked out when first asked for: it may take two
+        simulations more."""
+        detail = self.detail
+        job, machine = detail.lowered.job, detail.machine
+        found = bound_of(self.breakdown, job, machine, detail.timeline.step_time_s)
+        if found == "compute" and self.inference is not None:
+            critical = job.classes[detail.critical]
+            if waits_for_memory(job.programs[critical.program], machine.devices[critical.device]):
+                return "memory_bandwidth"
+        return found
 
     @cached_property
     def slowdown(self) -> float:

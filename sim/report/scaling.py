@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sim.report.numbers.breakdown import felt
+from sim.report.numbers.bounding import felt
 from sim.report.pictures.sweep import sweeps
 from sim.report.result import Result
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sim.report.numbers.memory import MemoryResult
-from sim.report.units import size
+from sim.report.units import figure, size
 from sim.scenario.fields.schema import Inference, Scenario
 from sim.work import DTYPE_BYTES
 
@@ -117,11 +117,11 @@ def _why(rule: Rule, scenario: Scenario, memory: MemoryResult, per_parameter: fl
         copies = {name: held[name] for name in ("buffers", "workspace", "gathered_parameters")}
         total = sum(copies.values()) / per_parameter
         return (f"its 4 B more stand for a copy that lives for a moment; what there is of that at the peak, "
-                f"{_listed(copies, 2)}, is {total:.3g} B here" if total >= _FEW_BYTES else
+                f"{_listed(copies, 2)}, is {figure(total)} B here" if total >= _FEW_BYTES else
                 "its 4 B more stand for a copy that lives for a moment; at the peak there is none")
     spent = held["activations"] + held["logits"]
-    return (f"activations and logits are {spent / per_parameter:.3g} B at the peak here, not 8: they grow with tokens, "
-            "not with parameters")
+    return (f"activations and logits are {figure(spent / per_parameter)} B at the peak here, not 8: they grow with "
+            "tokens, not with parameters")
 
 
 def _weights(held: Mapping[str, int], own: Mapping[str, float], device_bytes: int) -> str:
@@ -136,7 +136,7 @@ def _states(scenario: Scenario, own: Mapping[str, float]) -> str:
     """What the states take here, per parameter of the share, and why it is not 16."""
     said = ", ".join(f"{_name(name)} {value:.3g}" for name, value in own.items() if value > _FEW_BYTES)
     total = sum(own.values())
-    text = f"model states take up to {total:.3g} B here ({said or 'all of it elsewhere'})"
+    text = f"model states take up to {figure(total)} B here ({said or 'all of it elsewhere'})"
     return text if abs(total - 16) < _CLOSE_BYTES else f"{text}: {_reason(scenario, own)}"
 
 

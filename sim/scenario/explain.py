@@ -134,11 +134,18 @@ def _sentence(
     return f"{describe(value)} cannot be used here", ""
 
 
+#: Tables that a word in their place most likely names, by the field that takes such a name.
+_NAMED = {"model": "preset", "cluster": "topology"}
+
+
 def _table_with(value: Any, name: str, model: type[BaseModel] | None) -> str:
     """How the table of field `name` is written where `value`, a word in its place, is one that a field of it takes."""
     field = model.model_fields.get(name) if model is not None and isinstance(value, str) else None
     inner = next(tables_of(field.annotation), None) if field is not None else None
     fields = inner.model_fields.items() if inner is not None else ()
+    if inner is not None and name in _NAMED and value and " " not in value:
+        key = "hf" if name == "model" and value.endswith(".json") else _NAMED[name]
+        return f"write {{{key}: {value}}}"
     return next((f"write {{{key}: {value}}}" for key, one in fields
                  if get_origin(one.annotation) is Literal and value in get_args(one.annotation)), "")
 

@@ -11,6 +11,7 @@ from sim.errors import Fault, UserError
 from sim.network.figures import catalogue
 from sim.parallel.serving.request import run_of
 from sim.report import words
+from sim.report.numbers.bounding import felt
 from sim.report.numbers.inference import InferenceResult, latency_row
 from sim.report.result import Result
 from sim.report.tables import Frame, as_table
@@ -39,8 +40,10 @@ class Comparison:
         scaling: throughput per GPU of each over the first's.
         memory: category to its bytes at the peak of the fullest rank in each run.
         memory_moved: as `moved`, in bytes.
-        bound: what bounds each run.
+        bound: what bounds each run; `bound_by` in words.
         fits: whether each run fits in memory: the step of one that does not is what it would take.
+        contention_s: part of the compute terms of each by which collectives slow kernels down, in their unit.
+        warnings: of each run.
     """
 
     names: list[str]
@@ -56,6 +59,9 @@ class Comparison:
     bound: list[str] = field(default_factory=list)
     served: list[InferenceResult] = field(default_factory=list)
     fits: list[bool] = field(default_factory=list)
+    contention_s: list[float] = field(default_factory=list)
+    warnings: list[list[str]] = field(default_factory=list)
+    bound_by: list[str] = field(default_factory=list)
 
     @property
     def whole_s(self) -> list[float]:
@@ -71,7 +77,8 @@ class Comparison:
                 "fits": self.fits,
                 "terms_s": self.terms, "moved_s": [dict(row) for row in self.moved], "why": self.why,
                 "memory_bytes": self.memory, "memory_moved_bytes": [dict(row) for row in self.memory_moved],
-                "differs": self.differs, "scaling": self.scaling}
+                "contention_s": self.contention_s, "differs": self.differs, "scaling": self.scaling,
+                "warnings": self.warnings}
 
     def table(self) -> Frame:
         """One row per run: name, GPUs, step, what bounds it, whether it fits, scaling, and every term's seconds."""
@@ -83,12 +90,16 @@ class Comparison:
             for i, name in enumerate(self.names)])
 
 
+#: What comes with a machine: told last of what tells runs apart.
+_HOST = "cluster.topology.host."
 #: What a scenario says about itself, and not of the run.
 _SAID = ("name", "expect", "claim", "sweep", "cluster.topology.name", "cluster.topology.source",
          "cluster.topology.notes")
 #: What no request depends on, and follows from other fields.
 _TRAINED = ("training.global_batch", "training.micro_batch", "training.sequence", "training.decoder_sequence",
             "training.predicted_tokens", "training.finetune.base", "parallel.reduce_every_micro_step")
+#: What only strategies that gather parameters read; whether it is on by default follows from the pipeline.
+_GATHERED, _GATHERING = "parallel.reshard_after_forward", ("fsdp", "zero3")
 #: Fields told beside the name of a run that is called as another one.
 _TOLD = 2
 
@@ -116,15 +127,20 @@ def compare(runs: Sequence[Result | Source]) -> Comparison:
            for i, row in enumerate(moved, 1)]
     fields = [dict(_leaves(dump(r.scenario))) for r in results]
     paths = list(dict.fromkeys(path for one in fields for path in one))
+    gathers = any(r.scenario.parallel.strategy in _GATHERING for r in results)
+    untold = (*_SAID, *_TRAINED * bool(served), *(() if gathers else (_GATHERED,)))
     differs = {path: [one.get(path) for one in fields] for path in paths
-               if not any(path == said or path.startswith(f"{said}.") for said in (*_SAID, *_TRAINED * bool(served)))
+               if not any(path == said or path.startswith(f"{said}.") for said in untold)
                and any(one.get(path) != fields[0].get(path) for one in fields)}
     first = _throughput(results[0])
     names = _names([r.scenario.name for r in results], differs)
     differs = {path: _in_force(path, values) for path, values in differs.items()}
     return Comparison(names, [r.step_time_s for r in results], [r.gpus for r in results],
                       terms, moved, differs, [_throughput(r) / first for r in results], why, memory,
-                      _moved(memory, 0.5), [r.bound for r in results], served, [r.memory.fits for r in results])
+                      _moved(memory, 0.5), [r.bound for r in results], served, [r.memory.fits for r in results],
+                      [r.breakdown.contention * share for r, share in zip(results, shares, strict=True)],
+                      [r.warnings for r in results],
+                      [words.bound(felt(r.bound, r.breakdown), r.inference is not None) for r in results])
 
 
 def _gpus_per_token(result: Result) -> float:
@@ -146,6 +162,7 @@ def _names(given: Sequence[str], differs: Mapping[str, Sequence[Any]]) -> list[s
         apart = [path for path, values in differs.items() if any(values[j] != values[alike[0]] for j in alike)]
         heads = [path for path in apart if not any(path.startswith(f"{other}.") for other in apart)]
         heads = list(dict.fromkeys(_LINKS if path.startswith(_LINKS) else path for path in heads))
+        heads.sort(key=lambda path: path.startswith(_HOST))
         told = ", ".join(_told(path, {p: differs[p][i] for p in apart if f"{p}.".startswith(f"{path}.")})
                          for path in heads[:_TOLD])
         found.append(name if len(alike) == 1 else f"{name} ({told})" if told else f"{name} ({alike.index(i) + 1})")
@@ -216,13 +233,17 @@ def _waits(before: Result, after: Result) -> str:
 
 def _arithmetic(category: str, before: Result, after: Result) -> str:
     """Time = work / pace: FLOP of one GPU, and what is left for the FLOP/s (the category's share of them unchanged)."""
+    if not after.breakdown.compute[category]:
+        return "none of it any more"
+    if not before.breakdown.compute[category]:
+        return "new"
     work = (after.hardware_flops / after.gpus) / (before.hardware_flops / before.gpus)
     if before.inference is not None and after.inference is not None:
         made = [_gpus_per_token(r) * r.hardware_flops / r.gpus for r in (before, after)]
-        pace = work / (after.breakdown.compute[category] / max(before.breakdown.compute[category], 1e-30))
+        pace = work / (after.breakdown.compute[category] / before.breakdown.compute[category])
         gpus = "" if before.gpu == after.gpu else f", {before.gpu} -> {after.gpu}"
         return f"work per token x{made[1] / made[0]:.3g}, pace x{pace:.3g}{gpus}"
-    seconds = after.breakdown.compute[category] / max(before.breakdown.compute[category], 1e-30)
+    seconds = after.breakdown.compute[category] / before.breakdown.compute[category]
     gpus = "" if before.gpu == after.gpu else f", {before.gpu} -> {after.gpu}"
     return f"work per GPU x{work:.3g}, pace x{work / seconds:.3g}{gpus}"
 

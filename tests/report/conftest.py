@@ -30,6 +30,9 @@ class MilliDevice:
     def times(self, kernels: Sequence[Kernel], sms_taken: int = 0, hbm_taken_bps: float = 0.0) -> Any:
         return np.array([k.bytes * MS for k in kernels])
 
+    def like(self, gpu: Any, clock_share: float = 1.0) -> MilliDevice:
+        return self
+
     def drain_s(self, kernel: Kernel) -> float:
         return 0.0
 
@@ -39,6 +42,9 @@ class MilliDevice:
 
 class MilliNetwork:
     """A collective takes one ms per byte and shares nothing."""
+
+    def scaled(self, intra: float = 1.0, inter: float = 1.0, latency: float = 1.0) -> MilliNetwork:
+        return self
 
     def coflow(self, kind: str, size_bytes: int, ranks: Any, dtype: str = "bf16") -> Coflow:
         return Coflow(0.0, float(size_bytes), (), (), 1 / MS, 0, 0.0, 1.0, "Ring", "Simple")

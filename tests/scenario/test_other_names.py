@@ -42,6 +42,12 @@ def test_no_name_means_two_things() -> None:
     ("tp", "training", "did you mean 'parallel.tensor'?"),
     ("Gradient-Accumulation-Steps", "training", "did you mean 'micro_steps'?"),
     ("dp", "parallel", "it follows: GPUs over tensor x pipeline x context"),
+    ("max_grad_norm", "training", "gradients are clipped where the framework does it by itself ('drystep list "
+                                  "software' says which), always or never"),
+    ("compression", "training", "gradients go over the wire as training.precision.reduce says; compressing them "
+                                "(PowerSGD, 1-bit Adam) is not simulated"),
+    ("lr", "training", "no prediction depends on it: leave it out"),
+    ("num_train_epochs", "training", "write the tokens of the run: budget.tokens"),
     ("nothing_known", "parallel", ""),
 ])
 def test_fields(name: str, inside: str, hint: str) -> None:
@@ -75,6 +81,8 @@ def test_an_error_names_ours_instead_of_listing_everything() -> None:
     ("nodes", 8, "did you mean 'cluster.nodes'?"),  # and not 'model', which looks like it
     ("training.finetune", "lora", "write {method: lora}"),
     ("parallel", "fsdp", "write {strategy: fsdp}"),
+    ("model", "llama-2-7b", "write {preset: llama-2-7b}"), ("model", "a/config.json", "write {hf: a/config.json}"),
+    ("cluster", "p4d", "write {topology: p4d}"),
     ("parallel", "tensor", "write its fields indented below it"),
     ("parallel.strategy", "fsdp2", "did you mean 'fsdp' with software.fsdp: 2?"),
     ("training.precision", "bfloat16", "did you mean 'amp-bf16' (autocast), 'fsdp-bf16' (MixedPrecision of FSDP), "

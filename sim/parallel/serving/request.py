@@ -66,6 +66,7 @@ class Serving:
         cache_bytes: of the fullest rank at the end of the generation.
         crossing_bytes: what of it is of an encoder's output.
         outside: what a rank's GPU holds beside tensors.
+        layers: names of those that each pipeline stage holds.
     """
 
     job: Job
@@ -74,6 +75,7 @@ class Serving:
     cache_bytes: int
     crossing_bytes: int
     outside: Outside
+    layers: tuple[tuple[str, ...], ...]
 
 
 def run_of(scenario: Scenario) -> InferenceRun | None:
@@ -124,7 +126,8 @@ def lower_inference(scenario: Scenario, stack: Stack) -> Serving:
     for stage in stages:
         stage.builder.resident += residents(beside)
     return Serving(_job(stages, layout, groups), architecture, pieces, max(stage.cache_bytes for stage in stages),
-                   max(stage.crossing_bytes for stage in stages), beside)
+                   max(stage.crossing_bytes for stage in stages), beside,
+                   tuple(tuple(architecture.names[i] for i in mine) for mine in own))
 
 
 class Cut(NamedTuple):

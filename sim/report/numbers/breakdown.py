@@ -244,24 +244,6 @@ def _contention_s(columns: Columns, rows: Ints, alone_s: Floats) -> float:
     return float((np.maximum(longer, 0.0) * columns.times[rows]).sum())
 
 
-def bound(parts: Breakdown) -> str:
-    """What limits the step: making a thing 10% faster saves 10% of the seconds spent on it, so the largest wins."""
-    seconds: Mapping[str, float] = {
-        "compute": parts.compute["gemm"] + parts.compute["attention"] + parts.optimizer_products,
-        "communication": parts.exposed_s + parts.offload,
-        "memory_bandwidth": parts.compute["memory_bound"] + parts.compute["optimizer"] - parts.optimizer_products,
-        "host": parts.host,
-        "pipeline": parts.pipeline_bubble,
-    }
-    return max(seconds, key=lambda name: seconds[name])
-
-
-def felt(found: str, parts: Breakdown) -> str:
-    """A bound as a person reads it: "offload" for communication that is mostly waiting for the host's copies and its
-    optimizer (result.md has one word for both)."""
-    return "offload" if found == "communication" and parts.offload > parts.exposed_s else found
-
-
 def inline_seconds(program: Program, of_collective: Sequence[float]) -> Floats | None:
     """Seconds that collectives inside each segment take by themselves, shape (segments, collectives); None: none are.
 

@@ -11,9 +11,8 @@ from dataclasses import replace
 from sim.engine import Machine, simulate
 from sim.hardware.whatif import scaled
 from sim.program import Job, Program
+from sim.report.numbers.bounding import MORE
 
-#: More of a resource, as result.md asks.
-MORE = 1.1
 #: Keys of `sensitivity`, in order. Latency grows too: its change is positive.
 RESOURCES = ("tensor_cores", "memory_bandwidth", "intra_node", "network", "latency", "host")
 

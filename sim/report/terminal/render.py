@@ -17,7 +17,7 @@ from sim.memory.ledger import CATEGORIES
 from sim.report.advice.combined import DEAR
 from sim.report.advice.largest import GPU_ALONE, Largest
 from sim.report.advice.trials import Change
-from sim.report.numbers.breakdown import felt
+from sim.report.numbers.bounding import felt
 from sim.report.numbers.memory import TIGHT_HEADROOM, MemoryResult
 from sim.report.result import Result
 from sim.report.scaling import scaling
@@ -25,6 +25,7 @@ from sim.report.terminal.head import has_tokens, headline
 from sim.report.terminal.run import budget_lines, trouble_lines
 from sim.report.terminal.stages import stage_lines
 from sim.report.units import rate, seconds, size
+from sim.report.warned.together import together
 from sim.report.words import bound, forward_of, term
 from sim.scenario.change import said
 from sim.work import CATEGORIES as KERNEL_CATEGORIES
@@ -83,8 +84,13 @@ def render_sweep(points: Sequence[Result], skipped: Sequence[Mapping[str, Any]],
     for point in skipped:
         sets = ", ".join(f"{k}={v}" for k, v in point["set"].items())
         to.print(Text.assemble(("skipped ", "yellow"), f"{sets}: {point['reason']}"))
-    warnings = dict.fromkeys(w for p in points for w in p.warnings)
+    warnings = together([(_point(p, axes), p.warnings) for p in points])
     to.print(Group(*(_warning(w) for w in warnings), *(_claim(points[0]) if points else [])))
+
+
+def _point(point: Result, axes: Iterable[str]) -> str:
+    """A point of a sweep by its axes, in the words of the table's heads: "sequence 8192, recompute full"."""
+    return ", ".join(f"{axis.rpartition('.')[2].replace('_', ' ')} {point.set[axis]}" for axis in axes)
 
 
 def _print_whole(table: Table, to: Console) -> None:

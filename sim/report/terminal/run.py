@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from sim.report.numbers.budget import BudgetResult
+from sim.report.units import figure
 
 if TYPE_CHECKING:
     from sim.report.result import Result
@@ -68,13 +69,13 @@ def _failures(found: BudgetResult) -> list[Text]:
 
 
 def _percent(ratio: float) -> str:
-    return f"{100 * (ratio - 1):+.3g}%"
+    return f"{figure(100 * (ratio - 1), '+')}%"
 
 
 def _time(seconds: float) -> str:
     for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
         if seconds >= 2 * size or unit == "s":
-            return f"{seconds / size:.3g} {unit}"
+            return f"{figure(seconds / size)} {unit}"
     return ""
 
 

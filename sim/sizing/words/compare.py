@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
 
+from sim.report.units import figure
 from sim.report.units import seconds as seconds_of_run
-from sim.report.words import BOUNDS
+from sim.report.warned.together import together
 from sim.report.words import term as said
 from sim.sizing.compare import Comparison
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 #: Terms and categories told of each run, and the least share of the step or of memory that is worth a line.
 _MOST, _LEAST = 8, 0.002
+#: Share of the step below which what else moved is rounding.
+_NOTHING = 1e-5
 _GIB = 2.0**30
 #: Characters of a line of a run's name beside its bar.
 _LABEL_CHARACTERS = 34
@@ -27,7 +30,7 @@ def lines(found: Comparison) -> Iterator[str]:
     widest = max(map(len, found.names))
     for i, name in enumerate(found.names):
         yield (f"{name:{widest}}  {_figures(found, i)} on {found.gpus[i]:,} GPU{'s' * (found.gpus[i] > 1)}, bound by "
-               f"{BOUNDS[found.bound[i]]}, {100 * found.scaling[i]:.1f}% of the first's throughput per GPU"
+               f"{found.bound_by[i]}, {100 * found.scaling[i]:.1f}% of the first's throughput per GPU"
                + ("" if found.fits[i] else "; DOES NOT FIT in memory"))
     if not all(found.fits):
         yield "the step of what does not fit is what it would take; 'drystep memory' says what would make it fit"
@@ -41,6 +44,8 @@ def lines(found: Comparison) -> Iterator[str]:
     yield "fields that differ:" if found.differs else "no field differs"
     for path, values in found.differs.items():
         yield f"  {path}: {' | '.join(map(_plain, values))}"
+    for warning in together(list(zip(_apart(found.names), found.warnings, strict=True))):
+        yield f"! {warning}"
 
 
 def _figures(found: Comparison, i: int) -> str:
@@ -72,11 +77,29 @@ def moved_lines(found: Comparison, i: int) -> Iterator[str]:
         reason = found.why[i - 1].get(term, "")
         yield f"  {words(term):42} {seconds_of(seconds):>11}" + (f"   {reason}" if reason else "")
     rest = sum(seconds for _, seconds in moved) - sum(seconds for _, seconds in shown)
-    if len(moved) > len(shown):
+    if abs(rest) > _NOTHING * found.whole_s[0]:
         yield f"  {'everything else':42} {seconds_of(rest):>11}"
+    yield from _held_up(found, i)
     parts = [f"{name.replace('_', ' ')} {_gib(size)}" for name, size in found.memory_moved[i - 1]
              if abs(size) > _LEAST * sum(values[0] for values in found.memory.values())][:_MOST]
     yield f"  memory: {', '.join(parts) or 'the same'}"
+
+
+def _apart(names: Sequence[str]) -> list[str]:
+    """What tells runs of one name apart, without the name: "nodes 24" of "my run (nodes 24)"."""
+    head = f"{names[0].partition(' (')[0]} ("
+    if not all(name.startswith(head) and name.endswith(")") for name in names):
+        return list(names)
+    return [name.removeprefix(head).removesuffix(")") for name in names]
+
+
+def _held_up(found: Comparison, i: int) -> Iterator[str]:
+    """What of the kernels' terms moved because collectives hold SMs and memory bandwidth for longer, or shorter: behind
+    a slower network matrix products are slower too."""
+    before, after = found.contention_s[0], found.contention_s[i]
+    if abs(after - before) > _LEAST * found.whole_s[0]:
+        yield (f"  {'of these, kernels beside collectives':42} {seconds_of(after - before):>11}   the SMs and memory "
+               f"bandwidth that these hold cost {seconds_of_run(before)} -> {seconds_of_run(after)}")
 
 
 def plot_comparison(found: Comparison, ax: Axes | None = None) -> Axes:
@@ -136,8 +159,8 @@ def words(term: str) -> str:
 
 def seconds_of(value: float) -> str:
     """A change of time, signed."""
-    return f"{value:+.3f} s" if abs(value) >= 1 else f"{1e3 * value:+.3g} ms"
+    return f"{value:+.3f} s" if abs(value) >= 0.9995 else f"{1e3 * value:+.3g} ms"
 
 
 def _gib(size: float) -> str:
-    return f"{size / _GIB:+.3g} GiB"
+    return f"{figure(size / _GIB, '+')} GiB"

@@ -80,6 +80,15 @@ def test_an_encoder_is_told_by_sequences() -> None:
     assert of_kind("bert-base", kv_cache="fp8").warnings[0].startswith("inference: kv_cache changes nothing")
 
 
+def test_the_stages_of_a_request_hold_its_blocks() -> None:
+    result = api.run(resolve({
+        "name": "cut", "cluster": {"topology": "dgx-a100-80g", "gpus_per_node": 2}, "model": {"preset": "gpt3-125m"},
+        "training": {"precision": "pure-bf16", "mode": {"inference": {"prompt": 32, "generate": 2, "batch": 2}}},
+        "parallel": {"pipeline": 2}}))
+    assert [stage.blocks for stage in result.stages] == [6, 6]
+    assert result.detail.lowered.layers_of(1)[-1] == "head"
+
+
 def test_training_has_no_inference_fields() -> None:
     result = api.run(resolve({
         "name": "trains", "cluster": {"topology": "single-a100-80g-sxm"}, "model": {"preset": "gpt3-125m"},

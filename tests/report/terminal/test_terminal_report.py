@@ -11,7 +11,8 @@ import pytest
 from sim.report.advice.trials import Change
 from sim.report.result import Result
 from sim.report.terminal.render import as_text, bar, console, render, sweep_as_text
-from sim.report.units import seconds, size
+from sim.report.units import figure, rate, seconds, size
+from sim.sizing.words.compare import seconds_of
 
 Make = Callable[..., Result]
 
@@ -63,22 +64,32 @@ def test_a_sweep_has_a_row_per_point_and_its_scaling_efficiency(result_of: Make)
         result.set = {"cluster.nodes": nodes}
         result.tokens_per_second, result.gpus = 800.0 if nodes == 1 else 1200.0, 8 * nodes
         points.append(result)
+    points[1].warnings = ["memory: nearly full"]
     skipped = [{"set": {"cluster.nodes": 3}, "reason": "8 sequences do not divide over 24 ranks"}]
     lines = sweep_as_text(points, skipped, {"cluster.nodes": [1, 2, 3]}).splitlines()
     rows = [line.split() for line in lines if line.startswith(("1 ", "2 "))]
     assert rows[0][-1] == "100.0%"
     assert rows[1][-1] == "75.0%"
     assert any("skipped cluster.nodes=3" in line for line in lines)
+    assert "! memory: nearly full (nodes 2)" in lines
 
 
-@pytest.mark.parametrize(("value", "text"), [(1.23456, "1.235 s"), (0.0123, "12.3 ms"), (4.2e-5, "42 µs"), (0.0, "0")])
+@pytest.mark.parametrize(("value", "text"), [(1.23456, "1.235 s"), (0.0123, "12.3 ms"), (4.2e-5, "42 µs"), (0.0, "0"),
+                                             (0.9998, "0.9998 s"), (0.9994, "999 ms"), (9.998e-4, "1 ms")])
 def test_seconds(value: float, text: str) -> None:
     assert seconds(value) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (80 * 2**30, "80 GiB"), (-2**30, "-1 GiB")])
+@pytest.mark.parametrize(("value", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (80 * 2**30, "80 GiB"), (-2**30, "-1 GiB"),
+                                             (999.7 * 2**20, "1,000 MiB"), (999.2 * 2**20, "999 MiB")])
 def test_sizes(value: float, text: str) -> None:
     assert size(value) == text
+
+
+def test_rates_and_changes_of_about_a_thousand_have_no_exponent() -> None:
+    assert [rate(value) for value in (999.7, 999.2, 12.34)] == ["1,000", "999", "12.3"]
+    assert [figure(value, "+") for value in (1250.0, -3.14159)] == ["+1,250", "-3.14"]
+    assert [seconds_of(value) for value in (-0.9998, -0.9994)] == ["-1.000 s", "-999 ms"]
 
 
 def test_bars() -> None:

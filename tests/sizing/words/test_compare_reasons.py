@@ -48,6 +48,45 @@ def test_full_recomputation_is_more_work_at_the_same_pace() -> None:
     assert found.differs == {"training.recompute": ["none", "full"]}
 
 
+def test_what_collectives_cost_kernels_and_warnings_are_told() -> None:
+    asked = {**PLAIN, "parallel": {"strategy": "fsdp"}, "cluster": {"topology": "dgx-h100", "nodes": 2},
+             "training": {**PLAIN["training"], "precision": "fsdp-bf16"}}
+    slower = {**asked, "cluster": {**asked["cluster"], "inter_gbps_per_node": 200}}
+    results = [sim.run(resolve(one)) for one in (asked, slower)]
+    results[1].warnings = ["memory: nearly full"]
+    found = compare(results)
+    assert found.contention_s == [r.breakdown.contention for r in results]
+    text = list(lines(found))
+    held = next(line for line in text if "kernels beside collectives" in line)
+    assert "the SMs and memory bandwidth that these hold cost" in held
+    assert text[-1] == "! memory: nearly full (inter gbps per node 200)"
+    assert not any("kernels beside collectives" in line for line in lines(compare([results[0], results[0]])))
+
+
+def test_what_bounds_a_run_is_told_as_its_own_report_tells_it() -> None:
+    asked = {"name": "t", "cluster": {"topology": "single-a100-40g-sxm"}, "model": {"preset": "gpt3-1.3b"},
+             "training": {"micro_batch": 1, "global_batch": 1, "sequence": 512, "precision": "mixed-fp16"},
+             "parallel": {"strategy": "zero2", "offload": {"optimizer": "cpu"}}, "software": {"framework": "deepspeed"}}
+    found = compare([sim.run(resolve(asked))])
+    assert found.bound == ["communication"] and "bound by copies to the host and its optimizer" in next(lines(found))
+
+
+def test_a_model_without_attention_is_compared_with_one_that_has_it() -> None:
+    layers = {"name": "layers", "cluster": {"topology": "dgx-a100-80g"}, "model": {"preset": "resnet-50"},
+              "training": {"micro_batch": 8, "micro_steps": 1}, "parallel": {"strategy": "ddp"}}
+    results = [sim.run(resolve(one)) for one in (PLAIN, layers)]
+    assert compare(results).why[0]["compute.attention"] == "none of it any more"
+    assert compare(results[::-1]).why[0]["compute.attention"] == "new"
+
+
+def test_fields_that_only_follow_from_others_are_not_told() -> None:
+    pipelined = against(parallel={"pipeline": 2})
+    assert "parallel.reshard_after_forward" not in pipelined.differs and "parallel.pipeline" in pipelined.differs
+    machine = {"cluster": {"topology": "hgx-h20", "nodes": 2, "inter_gbps_per_node": 200}}
+    named = compare([sim.run(resolve(PLAIN)), sim.run(resolve(PLAIN | machine))]).names[1]
+    assert "gpu h20" in named and "nvme" not in named  # of what comes with a machine its GPU tells most
+
+
 def test_slower_links_are_more_on_the_wire_and_less_hidden() -> None:
     found = against(cluster={"inter_gbps_per_node": 50})
     reason = found.why[0]["exposed_communication.all_reduce.data"]
