@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 @click.option("--out", type=click.Path(dir_okay=False), help="SQLite file that results stream into.")
 @click.option("--resume", is_flag=True, help="Go on with the file of --out.")
 @click.option("--seconds", type=Finite(min=0), help="From the start of the command: then stop and tell the best so "
-              "far, with its gap. At most half of it is for bounding all layouts: of millions some may not be looked "
+              "far, with its gap. A third of it is for bounding all layouts: of millions some may not be looked "
               "at, and it is told how many. One round of simulations and the reasons are not cut short.")
 @click.option("--workers", type=click.IntRange(1, 1024), help="Processes; default one for each CPU.")
 @click.option("--dask", metavar="ADDRESS", help="Dask scheduler whose workers simulate instead, tcp://host:port.")

@@ -15,7 +15,7 @@ _OPTION = "--only"
 _NUMBERS = {f"parallel.{name}": name for name in ("tensor", "context", "expert", "expert_tensor", "pipeline",
                                                          "virtual_stages")} | {
     "training.micro_batch": "micro_batch", "training.mode.inference.batch": "batch"}
-#: What stands for recomputation of the first k blocks, for every k.
+#: What stands for recomputation of the first k blocks, for every k that is tried (`thinned`).
 BLOCKS = "blocks"
 _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "parallel.strategy": ("strategies", STRATEGIES), "parallel.schedule": ("schedules", SCHEDULES),
