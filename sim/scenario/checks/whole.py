@@ -167,10 +167,10 @@ def _batch(written: Scenario, s: Scenario) -> Iterator[Finding]:
             f"{near} would",
         )
     elif t.micro_batch > t.global_batch // replicas:
-        share = t.global_batch // replicas
+        share, what = t.global_batch // replicas, "samples" if s.model.kind == "layers" else "sequences"
         yield (
             "training.micro_batch",
-            f"micro_batch {t.micro_batch} is more than the {share} sequences each of {replicas} "
+            f"micro_batch {t.micro_batch} is more than the {share} {what} each of {replicas} "
             f"replicas has of global_batch {t.global_batch}",
             f"at most {share}",
         )

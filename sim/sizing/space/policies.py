@@ -34,8 +34,10 @@ def policy_index(recompute: Any, blocks: int) -> int | None:
 
 
 def possible(name: str, scenario: Scenario, stack: Stack) -> bool:
-    """Whether a model has what a policy recomputes, and its stack can."""
+    """Whether a model has what a policy recomputes, and its stack can. The layers of a table are recomputed whole."""
     modules, model = modules_of(name), scenario.model
+    if model.kind == "layers":
+        return name in ("none", "full")
     if name == "selective-op":
         return not model.mtp_layers
     if name == "selective" or not modules:

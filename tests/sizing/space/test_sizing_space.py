@@ -322,7 +322,8 @@ def test_modules_are_recomputed_by_name_where_a_model_and_its_code_have_them() -
     for model, training, framework, tried in (
             ("deepseek-v3", {}, "megatron", {*plain, expansion, cheap, both}), ("deepseek-v3", {}, "pytorch", plain),
             ("mixtral-8x7b", {}, "megatron", {*plain, cheap}), ("llama-7b", {}, "megatron", plain),
-            ("mixtral-8x7b", {"finetune": {"method": "lora", "rank": 8}}, "megatron", {*plain, cheap})):
+            ("mixtral-8x7b", {"finetune": {"method": "lora", "rank": 8}}, "megatron", {*plain, cheap}),
+            ("resnet-50", {"sequence": 1}, "pytorch", {"none", "full"})):
         assert _policies_tried({"preset": model}, training, framework=framework) == tried, (model, framework)
 
 
