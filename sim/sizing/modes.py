@@ -22,7 +22,7 @@ from sim.sizing.search.ranking import Floats, Ranking
 from sim.sizing.search.rows import table_row
 from sim.sizing.search.runner import Runner
 from sim.sizing.space.base import alone, following
-from sim.sizing.space.layouts import Choice, Space, build_space, with_parts, with_schedules
+from sim.sizing.space.layouts import Choice, Space, build_space, with_own, with_parts
 from sim.sizing.space.offloads import both_ways, narrowed, nowhere, variants
 from sim.sizing.space.requests import ServedSpace, build_served, own_served, served, served_bases
 from sim.sizing.space.requests import plain as plain_served
@@ -52,7 +52,7 @@ def listed_space(scenario: Scenario, bases: list[Scenario], choice: Choice, wish
         several = wish.throughput is not None or wish.objective == "throughput"
         space: Space = build_served(with_parts(bases, choice), choice, several)
         return space, [plain_served(base) for base in space.clusters], []
-    choice = with_schedules(choice, scenario)
+    choice = with_own(choice, scenario)
     bases, dropped = _varied(with_parts(bases, choice), choice, offload, overlap_p2p)
     return build_space(bases, choice, partial(narrowed, both=overlap_p2p)), [following(base) for base in bases], dropped
 

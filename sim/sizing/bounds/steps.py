@@ -107,13 +107,14 @@ class Bounds:
         self.time_s[rows], self.work_j[rows] = np.repeat(seconds, sizes)[rows], np.repeat(joules, sizes)[rows]
         self.coarse[rows], self.unbounded[rows] = np.isfinite(self.time_s[rows]), False
 
-    def add(self, fewer: int, more: int, count: int) -> None:
+    def add(self, fewer: int | None, more: int, count: int) -> None:
         """So many rows between two that recompute fewer and more: they take as long as the one, and hold as much as the
-        other, at least."""
+        other, at least. Without one that recomputes fewer nothing is said of their time."""
         for name, row in (("time_s", fewer), ("work_j", fewer), ("memory_bytes", more), ("capacity_bytes", more),
                           ("unbounded", more)):
             column = getattr(self, name)
-            setattr(self, name, np.concatenate((column, np.repeat(column[row], count))))
+            value = np.zeros(1, dtype=column.dtype) if row is None else column[row]
+            setattr(self, name, np.concatenate((column, np.repeat(value, count))))
         self.coarse = np.concatenate((self.coarse, np.zeros(count, dtype=bool)))
 
     @property

@@ -30,8 +30,8 @@ def finer(space: Space, ranking: Ranking, runner: Runner, found: Found, top: int
         if turn and stop():
             break
         fewer = _fewer(space, row)
-        between = [] if fewer is None else range(_blocks(space, fewer) + 1, _blocks(space, row))
-        if fewer is not None and between:
+        between = range((0 if fewer is None else _blocks(space, fewer)) + 1, _blocks(space, row))
+        if between:
             tried = _fewest(runner, ranking.add(row, fewer, [of_blocks(blocks) for blocks in between]))
             fewest = min(tried, default=None)
             for one in tried:  # of what fits the others only led to it
@@ -56,7 +56,7 @@ def _fewest(runner: Runner, rows: Sequence[int]) -> list[tuple[float, int]]:
 
 
 def _fewer(space: Space, row: int) -> int | None:
-    """The row of a row's layout with the next fewer recomputed blocks; None where it has another policy, or none."""
+    """The row of a row's layout with the next fewer recomputed blocks; None if there is none."""
     blocks = _blocks(space, row)
     alike = np.ones(len(space), dtype=bool)
     for name, column in space.columns.items():

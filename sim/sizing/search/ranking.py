@@ -43,7 +43,7 @@ class Ranking:
         self.alive[rows], self.values[rows] = alive, value
         self.times[rows] = np.where(np.isfinite(value), step_s, np.inf)
 
-    def add(self, row: int, fewer: int, recompute: Sequence[int]) -> list[int]:
+    def add(self, row: int, fewer: int | None, recompute: Sequence[int]) -> list[int]:
         """Rows of the space like one, which recompute less than it and more than another; their numbers."""
         count = len(recompute)
         assert isinstance(self.of, Bounds)

@@ -47,7 +47,7 @@ class Choice:
 
     Attributes:
         gpus: numbers of GPUs, whole nodes or parts of one.
-        strategies, schedules: names; schedules left empty are those that the stack has (`with_schedules`).
+        strategies, schedules: names; schedules left empty are those that the stack has (`with_own`).
         recompute: policies; `partial_recompute`: whether the first k blocks are tried, for so many k (`thinned`).
         tensor, context, expert, expert_tensor, pipeline, virtual_stages, micro_batch: values.
         batch, weights, kv_cache: of requests (`sim.sizing.space.requests`).
@@ -72,7 +72,7 @@ class Choice:
     own: Own | None = None
 
 
-def with_schedules(choice: Choice, scenario: Scenario) -> Choice:
+def with_own(choice: Choice, scenario: Scenario) -> Choice:
     """A choice that leaves schedules open, with those of the scenario's stack and that of its own pipeline: who writes
     another runs a fork that has it. And with what else is the scenario's own, unless that is known."""
     own = [scenario.parallel.schedule] if scenario.parallel.pipeline > 1 else []
@@ -205,7 +205,7 @@ def build_space(clusters: Sequence[Scenario], choice: Choice,
     """
     heads: list[tuple[int, ...]] = []
     parts: list[Ints] = []
-    raw, choice = 0, with_schedules(choice, clusters[0])
+    raw, choice = 0, with_own(choice, clusters[0])
     for number, scenario in enumerate(clusters):
         mine = narrowed(scenario, choice)
         for gpus in choice.gpus if mine is not None else ():

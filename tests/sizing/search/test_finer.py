@@ -34,6 +34,12 @@ def test_the_best_is_that_of_trying_every_number() -> None:
     assert found.winner is not None and len(found.rows) == found.simulated
 
 
+def test_blocks_alone_are_tried_down_to_the_first() -> None:
+    """None of them has a row with fewer blocks below it; one sequence a GPU fits without recomputation."""
+    found = size(resolve(FULL, ""), Choice([8], recompute=[], **{**NARROW, "micro_batch": [1]}), top=1)
+    assert recomputed(found.best[0]) == 1 < stride(40)
+
+
 def test_named_policies_alone_stay_alone() -> None:
     found = size(resolve(FULL, ""), Choice([8], recompute=["none", "full"], partial_recompute=False, **NARROW), top=3)
     assert {recomputed(row) for row in found.best} == {40} and found.covered == 2 * 3  # sharded over 2, 4 and 8

@@ -28,7 +28,7 @@ from sim.sizing import Choice, Wish, counts, size
 from sim.sizing.bounds.steps import Bounds, bounds
 from sim.sizing.search.runner import simulated
 from sim.sizing.space.base import alone, following
-from sim.sizing.space.layouts import SCHEDULES, build_space, with_schedules
+from sim.sizing.space.layouts import SCHEDULES, build_space, with_own
 from sim.sizing.space.policies import POLICIES, policy
 from sim.sizing.space.thinned import Own
 from sim.sizing.words.size import layout_of
@@ -214,7 +214,7 @@ def test_a_cluster_with_trouble_is_not_sized() -> None:
 def proposed(framework: str, year: int, **parallel: Any) -> set[str]:
     of = scenario(software={"framework": framework, "year": year}, cluster={"topology": "dgx-a100-80g"},
                   parallel={"strategy": "ddp", **parallel})
-    space = build_space([alone(of, None)], with_schedules(Choice([8], micro_batch=[1]), of))
+    space = build_space([alone(of, None)], with_own(Choice([8], micro_batch=[1]), of))
     return {SCHEDULES[i] for i in space.columns["schedule"][space.columns["pipeline"] > 1]}
 
 
@@ -229,7 +229,7 @@ def test_only_schedules_that_the_stack_has_are_proposed(framework: str, year: in
 def test_a_schedule_that_the_scenario_runs_is_proposed_too() -> None:
     assert proposed("megatron", 2024, pipeline=2, schedule="zb-v") == {"1f1b", "interleaved", "zb-v"}
     asked = Choice([8], schedules=["zb-h1"])
-    assert with_schedules(asked, scenario(software={"framework": "megatron"})) == replace(asked, own=Own())
+    assert with_own(asked, scenario(software={"framework": "megatron"})) == replace(asked, own=Own())
 
 
 @pytest.mark.parametrize("training", [{}, {"document": {"mean": 100, "spread": 1.0}}])

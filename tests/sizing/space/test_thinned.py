@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sim.scenario import resolve
 from sim.sizing import Choice
 from sim.sizing.space.base import alone
-from sim.sizing.space.layouts import build_space, with_schedules
+from sim.sizing.space.layouts import build_space, with_own
 from sim.sizing.space.thinned import NUMBERS, Own, chunks, contexts, numbers, stride
 
 #: 96 blocks: 48 on each of two stages.
@@ -56,6 +56,6 @@ def test_ranks_of_context_keep_a_flash_kernels_queries_unless_asked_for() -> Non
 def test_what_the_scenario_has_is_tried(changed: dict[str, Any], column: str, value: int) -> None:
     of = resolve({**DEEP, **changed, "training": {**DEEP["training"], **changed.get("training", {})}}, "")
     axes = Choice([8], tensor=[4], context=[1], micro_batch=[1])
-    own, other = (build_space([alone(of, None)], with_schedules(axes, one)) for one in (of, resolve(DEEP, "")))
+    own, other = (build_space([alone(of, None)], with_own(axes, one)) for one in (of, resolve(DEEP, "")))
     assert (own.columns[column] == value).any() and not (other.columns[column] == value).any()
     assert own.raw == other.raw  # as many can be written
