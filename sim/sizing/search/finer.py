@@ -1,8 +1,9 @@
 """Numbers of recomputed blocks between those that a space tries, next to the best found.
 
-A step takes the longer the more blocks are recomputed, and holds the less memory, so of the numbers between two of the
-space the fewest blocks that fit are looked for, by bisection. They become rows of the space: their bounds are those of
-their neighbours, of time the one with fewer blocks, of memory the one with more.
+A step takes the longer the more blocks are recomputed, and holds the less memory, until what is left is so little that
+the allocator runs short and steps take longer again. So of the numbers between two of the space the fewest blocks are
+looked for with which a step is quicker than with the more of the two, by bisection. They become rows of the space:
+their bounds are those of their neighbours, of time the one with fewer blocks, of memory the one with more.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ def finer(space: Space, ranking: Ranking, runner: Runner, found: Found, top: int
     """Simulates what is between the best rows and those of their layouts with fewer recomputed blocks; next to the
     first row whatever `stop` says."""
     new: list[tuple[float, int]] = []
-    for turn, row in enumerate([row for value, row in found.best if value <= found.best[0][0] * _WITHIN]):
+    near = [(value, row) for value, row in found.best if value <= found.best[0][0] * _WITHIN]
+    for turn, (value, row) in enumerate(near):
         if turn and stop():
             break
         fewer = _fewer(space, row)
         between = range((0 if fewer is None else _blocks(space, fewer)) + 1, _blocks(space, row))
         if between:
-            tried = _fewest(runner, ranking.add(row, fewer, [of_blocks(blocks) for blocks in between]))
+            tried = _fewest(runner, ranking.add(row, fewer, [of_blocks(blocks) for blocks in between]), value)
             fewest = min(tried, default=None)
             for one in tried:  # of what fits the others only led to it
                 if one != fewest and math.isfinite(one[0]):
@@ -43,15 +45,16 @@ def finer(space: Space, ranking: Ranking, runner: Runner, found: Found, top: int
     found.best = sorted([*found.best, *(one for one in new if math.isfinite(one[0]))])[:top]
 
 
-def _fewest(runner: Runner, rows: Sequence[int]) -> list[tuple[float, int]]:
-    """Values of what was simulated to find the first of rows that fits, each with more blocks than the one before."""
+def _fewest(runner: Runner, rows: Sequence[int], above: float) -> list[tuple[float, int]]:
+    """Values of what was simulated to find the first of rows, each with more blocks than the one before, that is better
+    than the value of the row above them."""
     tried: list[tuple[float, int]] = []
     low, high = 0, len(rows)
     while low < high:
         middle = (low + high) // 2
         value = runner.values([rows[middle]])[0]
         tried.append((value, rows[middle]))
-        low, high = (low, middle) if math.isfinite(value) else (middle + 1, high)
+        low, high = (low, middle) if value < above else (middle + 1, high)
     return tried
 
 
