@@ -158,7 +158,7 @@ _NOTES = """## What is in the model
 
 NCCL's choice is made by NCCL's own estimates, which know nothing of the figures below: the tables and formulas of the
 release a sweep was made with (`sim/network/tuner.yaml`, read in NCCL 2.29.7 and in the binaries of 2.4 to 2.27), the
-channels and speeds of its graph search (`sim/network/search.py`). What the choice takes is another matter: base +
+channels and speeds of its graph search (`sim/network/nccl/search.py`). What the choice takes is another matter: base +
 steps + what the pipeline adds + bytes over the slowest link, at the rate of the channels the call opens. Fitted
 figures start at NCCL's constants or a datasheet and are shrunk towards them; members without data follow their family.
 Families that describe NCCL itself are wide as a whole and narrow between members, so that a site left out gets them

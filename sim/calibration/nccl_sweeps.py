@@ -13,8 +13,8 @@ import yaml
 from sim.catalog import folder, table
 from sim.measured.harness import Harness, harness_of, nccl_version
 from sim.network import Network, Topology
-from sim.network.candidate import Candidate
 from sim.network.figures import Figures
+from sim.network.nccl.candidate import Candidate
 from sim.network.network import choose
 
 Floats = npt.NDArray[np.float64]

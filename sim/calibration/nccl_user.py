@@ -18,7 +18,7 @@ from sim.calibration.nccl_sweeps import LEAST_BYTES, Sweep, sweep_of, topology_m
 from sim.calibration.nccl_text import Run, parse
 from sim.errors import Fault, UserError
 from sim.network.figures import catalogue
-from sim.network.site import TODAY
+from sim.network.nccl.site import TODAY
 
 #: A figure that moved less than this (relative) stays the catalogue's.
 _MOVED = 0.01

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sim.network.candidate import Candidate
+from sim.network.fabric.routes import place
+from sim.network.fabric.topology import Speeds, Topology, staged_channels
+from sim.network.nccl.candidate import Candidate
+from sim.network.nccl.site import Site, power_of_two
 from sim.network.network import allowed, choose, release
-from sim.network.routes import place
-from sim.network.site import Site, power_of_two
-from sim.network.topology import Speeds, Topology, staged_channels
 
 _MIB = 2**20
 #: Buffers of one connection: LL 8 lines x 512 threads x 8 steps x 16 B, LL128 120 elements x 640 threads x 8 steps x

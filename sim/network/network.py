@@ -12,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from sim.errors import Fault, UserError
-from sim.network.candidate import Candidate, Coflow, build
-from sim.network.collectives import candidates
-from sim.network.fair_share import LinkId, fair_share
+from sim.network.fabric.fair_share import LinkId, fair_share
+from sim.network.fabric.routes import Placement, place
+from sim.network.fabric.topology import Topology, speeds, staged_channels
+from sim.network.fabric.trouble import check_links, detours, links_of
 from sim.network.jitter import rendezvous_s
-from sim.network.routes import Placement, place
-from sim.network.site import TODAY, Site
-from sim.network.topology import Topology, speeds, staged_channels
-from sim.network.trouble import check_links, detours, links_of
+from sim.network.nccl.candidate import Candidate, Coflow, build
+from sim.network.nccl.collectives import candidates
+from sim.network.nccl.site import TODAY, Site
 
 __all__ = ["Coflow", "LinkId", "Network", "fair_share"]
 
@@ -33,7 +33,7 @@ class Network:
         jitter_s: standard deviation of a rank's arrival; a collective of n ranks waits for the expected latest.
         nccl: forced choices: `algorithm` (Ring, Tree, NVLS ...), `protocol` (LL, LL128, Simple), `channels`; `version`.
         one_sided: all-to-alls are one-sided kernels (DeepEP), not NCCL's grouped sends.
-        peer_sums: small all-reduces are kernels of an inference engine's own (`sim.network.peer_sums`).
+        peer_sums: small all-reduces are kernels of an inference engine's own (`sim.network.nccl.peer_sums`).
 
     Raises:
         UserError: several nodes but no link between them.

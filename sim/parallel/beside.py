@@ -10,7 +10,7 @@ import numpy as np
 from sim.hardware import gpu
 from sim.hardware.outside import Outside, outside
 from sim.network.buffers import Connections
-from sim.network.topology import Topology, speeds
+from sim.network.fabric.topology import Topology, speeds
 from sim.parallel.layout import Layout, Ranks
 from sim.parallel.sharded.quantised import ACROSS, INSIDE
 from sim.program import ProgramBuilder

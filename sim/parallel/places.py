@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from sim.network.rings import ring_count
-from sim.network.topology import Topology, speeds
+from sim.network.fabric.rings import ring_count
+from sim.network.fabric.topology import Topology, speeds
 from sim.parallel.layout import REPLICAS, Layout, Ranks, equitable_classes
 from sim.scenario.fields.schema import Scenario
 

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sim.errors import Fault, UserError
-from sim.network.topology import Topology, speeds
-from sim.network.trouble import link_colours
+from sim.network.fabric.topology import Topology, speeds
+from sim.network.fabric.trouble import link_colours
 from sim.parallel.layout import Layout, Ranks, equitable_classes
 from sim.parallel.places import place_colours
 from sim.scenario.fields.schema import Scenario

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.network.buffers import Connections
-from sim.network.topology import Topology, speeds
+from sim.network.fabric.topology import Topology, speeds
 
 MIB = 2**20
 SWITCH: dict[str, Any] = {"kind": "nvswitch", "link": "nvlink3", "links_per_gpu": 12}

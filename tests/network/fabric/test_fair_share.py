@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.network.fair_share import LinkId, fair_share
+from sim.network.fabric.fair_share import LinkId, fair_share
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from sim.errors import UserError
 from sim.network import Coflow, Network, Topology, fair_share
-from sim.network.candidate import WHOLE_SLICE, Slices
 from sim.network.figures import Figures
+from sim.network.nccl.candidate import WHOLE_SLICE, Slices
+from sim.network.nccl.site import Site
 from sim.network.network import release
-from sim.network.site import Site
 
 GIB = 1 << 30
 SIMPLE = {"algorithm": "Ring", "protocol": "Simple"}

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from sim.network import Coflow, Network, Topology, fair_share
-from sim.network.candidate import Candidate
+from sim.network.fabric.topology import facts
 from sim.network.figures import Figures
-from sim.network.topology import facts
+from sim.network.nccl.candidate import Candidate
 
 GIB = 1 << 30
 F = Figures()

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sim.network.candidate import Candidate
-from sim.network.routes import ring_loads
-from sim.network.site import Site
-from sim.network.tuner import Judgement
+from sim.network.fabric.routes import ring_loads
+from sim.network.nccl.candidate import Candidate
+from sim.network.nccl.site import Site
+from sim.network.nccl.tuner import Judgement
 
 #: The largest tensor that is summed so, bytes, and the largest in one shot on up to so many GPUs.
 MOST_BYTES = 8 << 20

@@ -7,10 +7,10 @@ from math import ceil
 from typing import Any
 
 from sim.catalog import table
+from sim.network.fabric.routes import Placement
+from sim.network.fabric.topology import Speeds, Topology, facts
 from sim.network.figures import Figures
-from sim.network.routes import Placement
-from sim.network.search import Graph, compute_channels, era, search, speeds
-from sim.network.topology import Speeds, Topology, facts
+from sim.network.nccl.search import Graph, compute_channels, era, search, speeds
 
 PROTOCOLS = ("LL", "LL128", "Simple")
 _GB = 1e9

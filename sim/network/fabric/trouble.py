@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sim.errors import Fault, UserError
-from sim.network.fair_share import LinkId
-from sim.network.topology import Speeds, Topology
+from sim.network.fabric.fair_share import LinkId
+from sim.network.fabric.topology import Speeds, Topology
 
 Ints = npt.NDArray[np.int64]
 

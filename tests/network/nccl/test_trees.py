@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sim.network import Network, Topology
-from sim.network.candidate import Candidate, Chunks
 from sim.network.figures import Figures
+from sim.network.nccl.candidate import Candidate, Chunks
 
 KIB, MIB = 1 << 10, 1 << 20
 F = Figures()

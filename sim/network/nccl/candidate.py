@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt
 
-from sim.network.fair_share import LinkId
-from sim.network.routes import Loads
-from sim.network.tuner import Judgement
+from sim.network.fabric.fair_share import LinkId
+from sim.network.fabric.routes import Loads
+from sim.network.nccl.tuner import Judgement
 
 #: Bytes on the wire per byte of payload: LL 8 of 16, LL128 120 of 128 (nccl src/include/device.h).
 WIRE = {"LL": 2.0, "LL128": 128 / 120, "Simple": 1.0}

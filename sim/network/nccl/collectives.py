@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import log2
 
-from sim.network.candidate import LEAST_SLICE, OPENS, WHOLE_SLICE, WIRE, Candidate, Chunks, Slices
-from sim.network.peer_sums import able, peer_sums
-from sim.network.routes import multicast_loads, ring_loads, tree_loads
-from sim.network.sends import sends
-from sim.network.site import PROTOCOLS, Site
-from sim.network.topology import staged_channels
-from sim.network.tuner import judge
+from sim.network.fabric.routes import multicast_loads, ring_loads, tree_loads
+from sim.network.fabric.topology import staged_channels
+from sim.network.nccl.candidate import LEAST_SLICE, OPENS, WHOLE_SLICE, WIRE, Candidate, Chunks, Slices
+from sim.network.nccl.peer_sums import able, peer_sums
+from sim.network.nccl.sends import sends
+from sim.network.nccl.site import PROTOCOLS, Site
+from sim.network.nccl.tuner import judge
 
 _US = 1e-6
 _GB = 1e9

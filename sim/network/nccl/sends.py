@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from sim.network.candidate import OPENS, WIRE, Ahead, Candidate
-from sim.network.routes import Loads, exchange_loads, shift_loads
-from sim.network.site import Site, power_of_two
-from sim.network.topology import facts
-from sim.network.tuner import Judgement
+from sim.network.fabric.routes import Loads, exchange_loads, shift_loads
+from sim.network.fabric.topology import facts
+from sim.network.nccl.candidate import OPENS, WIRE, Ahead, Candidate
+from sim.network.nccl.site import Site, power_of_two
+from sim.network.nccl.tuner import Judgement
 
 _US = 1e-6
 _INFINITE = float("inf")

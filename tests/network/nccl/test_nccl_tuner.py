@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from sim.network.search import Graph
-from sim.network.site import Site
-from sim.network.topology import facts
-from sim.network.tuner import judge, tree_until
+from sim.network.fabric.topology import facts
+from sim.network.nccl.search import Graph
+from sim.network.nccl.site import Site
+from sim.network.nccl.tuner import judge, tree_until
 
 GB = 1e9
 

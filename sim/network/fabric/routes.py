@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from sim.network.fair_share import LinkId
-from sim.network.hashing import collision_loss
-from sim.network.rings import ring_count
-from sim.network.topology import Speeds, Topology
+from sim.network.fabric.fair_share import LinkId
+from sim.network.fabric.hashing import collision_loss
+from sim.network.fabric.rings import ring_count
+from sim.network.fabric.topology import Speeds, Topology
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

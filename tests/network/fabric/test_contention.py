@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from sim.errors import UserError
 from sim.network import Network, Topology, fair_share
+from sim.network.fabric.hashing import collision_loss, expected_most
 from sim.network.figures import Figures
-from sim.network.hashing import collision_loss, expected_most
 
 GIB = 1 << 30
 SIMPLE = {"algorithm": "Ring", "protocol": "Simple"}

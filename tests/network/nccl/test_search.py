@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sim.network.search import Graph, compute_channels, search, speeds
+from sim.network.nccl.search import Graph, compute_channels, search, speeds
 
 NOW, OLD = (2, 29), (2, 16)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sim.network import Network, Topology
-from sim.network.rings import ring_count
+from sim.network.fabric.rings import ring_count
 
 
 @pytest.mark.parametrize(("gpus", "rings"), [(2, 1), (4, 4), (7, 4), (8, 6)])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import log2
 
 from sim.catalog import table
-from sim.network.site import PROTOCOLS, Site
+from sim.network.nccl.site import PROTOCOLS, Site
 
 _GB = 1e9
 _INFINITE = float("inf")
