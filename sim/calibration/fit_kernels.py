@@ -18,7 +18,7 @@ import sim.hardware
 from sim.calibration import gemm_fit, row_fit
 from sim.calibration.tables import Group, groups
 from sim.catalog import table
-from sim.hardware.rates import UNITS
+from sim.hardware.kernels.rates import UNITS
 
 FITTED = Path(sim.hardware.__file__).parent / "kernels_fitted.yaml"
 #: Families in order of generation: without a table of its own a family takes the figures of the nearest one with memory

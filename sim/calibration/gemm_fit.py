@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from sim.calibration.optimise import Vector, minimise
 from sim.calibration.tables import Group
 from sim.catalog import table
-from sim.hardware.gemm import Products, as_products, overlapped, product_times
 from sim.hardware.gpu import merged
+from sim.hardware.kernels.gemm import Products, as_products, overlapped, product_times
+from sim.hardware.kernels.rates import UNITS, GemmRates, Rates
 from sim.hardware.power import Power
-from sim.hardware.rates import UNITS, GemmRates, Rates
 
 #: Figure, lowest and highest physical value, value expected before any data.
 FIGURES: dict[str, tuple[float, float, float]] = {

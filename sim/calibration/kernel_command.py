@@ -16,9 +16,9 @@ from sim.calibration.optimise import Vector
 from sim.calibration.tables import PRODUCT_COLUMNS, Group, read_csv
 from sim.errors import Fault, UserError, nearest
 from sim.hardware import Device, Gpu, gpu
-from sim.hardware.attention import attention_work
-from sim.hardware.operators import ROW_WISE, attention_kernel, product_kernel, row_wise_kernel
-from sim.hardware.rates import UNITS
+from sim.hardware.kernels.attention import attention_work
+from sim.hardware.kernels.operators import ROW_WISE, attention_kernel, product_kernel, row_wise_kernel
+from sim.hardware.kernels.rates import UNITS
 from sim.measured.rows import table_kernel
 from sim.measured.timing import Timing
 from sim.work import DTYPE_BYTES, Kernel

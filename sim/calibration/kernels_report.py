@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from sim.calibration.fit_kernels import Outcome, assess
 from sim.calibration.tables import groups
 from sim.hardware import Device, gpu
-from sim.hardware.operators import attention_kernel, product_kernel, row_wise_kernel
+from sim.hardware.kernels.operators import attention_kernel, product_kernel, row_wise_kernel
 
 REPORTS = Path(__file__).resolve().parents[2] / "reports"
 _COMMAND = "python -m sim.calibration.kernels_report"

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from sim.errors import Fault, UserError
 from sim.hardware import Gpu, gpu
-from sim.hardware.operators import attention_kernel
+from sim.hardware.kernels.operators import attention_kernel
 from sim.measured.rows import table_kernel
 from sim.measured.timing import SOURCES, Timing, card, timing
 from sim.work import Kernel

@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.catalog import table
-from sim.hardware.attention import attention_times, attention_work
-from sim.hardware.gemm import Array, ProductTimes, as_products, overlapped, product_times
 from sim.hardware.gpu import Gpu
 from sim.hardware.host import HostShare
-from sim.hardware.memory_bound import memory_time
-from sim.hardware.rates import AttentionRates, Basis, GemmRates, Rates
+from sim.hardware.kernels.attention import attention_times, attention_work
+from sim.hardware.kernels.gemm import Array, ProductTimes, as_products, overlapped, product_times
+from sim.hardware.kernels.memory_bound import memory_time
+from sim.hardware.kernels.rates import AttentionRates, Basis, GemmRates, Rates
 from sim.work import Kernel
 
 #: What is left free: SMs, and memory bandwidth in bytes/s.

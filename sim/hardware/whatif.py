@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from sim.hardware.device import Device
 from sim.hardware.gpu import Gpu, merged
-from sim.hardware.rates import UNITS, Rates
+from sim.hardware.kernels.rates import UNITS, Rates
 
 
 def with_arithmetic(gpu: Gpu, factor: float) -> Gpu:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from sim.hardware.operators import RowWise, product_kernel, row_wise_kernel
+from sim.hardware.kernels.operators import RowWise, product_kernel, row_wise_kernel
 from sim.work import Kernel
 
 _LAYOUT = re.compile(r"\b(TN|NN|NT)\b")  # forward, data gradient, weight gradient, in a table's `source`

@@ -17,7 +17,7 @@ from sim.calibration.tables import PRODUCT_COLUMNS, Group, groups
 from sim.catalog import table as catalogue
 from sim.errors import UserError
 from sim.hardware import Device, gpu
-from sim.hardware.operators import product_kernel, row_wise_kernel
+from sim.hardware.kernels.operators import product_kernel, row_wise_kernel
 from sim.measured.rows import table_kernel
 from sim.measured.timing import Timing, card, reported_s, source_of, timing
 

@@ -13,7 +13,7 @@ import yaml
 import sim
 from sim.errors import UserError
 from sim.hardware import Device, gpu
-from sim.hardware.operators import product_kernel
+from sim.hardware.kernels.operators import product_kernel
 from sim.network.figures import Figures
 
 SCENARIO = """\

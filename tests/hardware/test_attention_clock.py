@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from sim.hardware import Device, gpu
-from sim.hardware.operators import attention_kernel, product_kernel
+from sim.hardware.kernels.operators import attention_kernel, product_kernel
 
 
 def forward_rate(device: Device, kernel: str) -> float:

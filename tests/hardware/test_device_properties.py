@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.hardware.attention import attention_work
 from sim.hardware.device import Device
 from sim.hardware.gpu import gpu
+from sim.hardware.kernels.attention import attention_work
 from sim.work import DTYPE_BYTES, Kernel
 
 NAMES = ("v100-32g-sxm", "a100-80g-sxm", "h100-80g-sxm", "b200", "t4", "mi300x")

@@ -7,7 +7,7 @@ import pytest
 
 from sim.hardware.device import Device
 from sim.hardware.gpu import gpu
-from sim.hardware.operators import product_kernel, row_wise_kernel
+from sim.hardware.kernels.operators import product_kernel, row_wise_kernel
 from sim.hardware.power import Power
 
 ONE = np.ones(1)

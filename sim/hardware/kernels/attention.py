@@ -8,8 +8,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from sim.hardware.gemm import ProductTimes
-from sim.hardware.rates import AttentionRates
+from sim.hardware.kernels.gemm import ProductTimes
+from sim.hardware.kernels.rates import AttentionRates
 from sim.work import Kernel
 
 _DIAGONAL_ROWS = 128  # a causal kernel works in blocks of 64 or 128 keys (FlashAttention-2, section 3.3)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 
 from sim.hardware.gpu import Gpu
-from sim.hardware.rates import Rates
-from sim.hardware.row_blocks import block_of, joined_s, resident
+from sim.hardware.kernels.rates import Rates
+from sim.hardware.kernels.row_blocks import block_of, joined_s, resident
 from sim.work import DTYPE_BYTES, Kernel
 
 #: Class of access pattern by operation and direction; a direction that is not listed is as fast as "forward".

@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass
 
 from sim.hardware.gpu import Gpu
-from sim.hardware.rates import Rates
+from sim.hardware.kernels.rates import Rates
 from sim.work import DTYPE_BYTES, Kernel
 
 _WARP = 32

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sim.hardware.attention import attention_times, attention_work, gradient_parts
 from sim.hardware.device import Device
-from sim.hardware.gemm import alignment_bytes, as_products, overlapped, product_times
 from sim.hardware.gpu import gpu, gpu_names
-from sim.hardware.rates import AttentionRates, GemmRates, Rates, parted_sms
-from sim.hardware.row_blocks import joined_s
+from sim.hardware.kernels.attention import attention_times, attention_work, gradient_parts
+from sim.hardware.kernels.gemm import alignment_bytes, as_products, overlapped, product_times
+from sim.hardware.kernels.rates import AttentionRates, GemmRates, Rates, parted_sms
+from sim.hardware.kernels.row_blocks import joined_s
 from sim.work import Kernel
 
 #: 100 SMs of 1 TFLOP/s, one 128 x 128 tile, nothing lost anywhere.

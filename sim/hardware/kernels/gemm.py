@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.hardware.rates import GemmRates
+from sim.hardware.kernels.rates import GemmRates
 from sim.work import DTYPE_BYTES, Kernel
 
 Array = NDArray[np.float64]
