@@ -244,7 +244,7 @@ def validate(ctx: click.Context, cases: tuple[str, ...], json_to: str | None, se
     wrong.
     """
     from sim import validation
-    from sim.validation.text import progress_bar, render
+    from sim.validation.words.text import progress_bar, render
 
     writable("--json", json_to)
     apart(cases, {"--json": json_to})
@@ -283,9 +283,10 @@ def fit(cases: tuple[str, ...], figures: tuple[str, ...], sample: int, workers: 
 
     CASES are case files; default all that are shipped, which takes some minutes. Profiles are not changed.
     """
-    from sim.validation import fit as fitting
-    from sim.validation.fit_report import markdown
-    from sim.validation.text import progress_bar, render_fit
+    from sim.validation.fit import fit as fitting
+    from sim.validation.fit.report import markdown
+    from sim.validation.fit.text import render_fit
+    from sim.validation.words.text import progress_bar
 
     writable("--json", json_to)
     writable("--out", out)

@@ -16,8 +16,8 @@ from statistics import fmean
 from typing import Any
 
 from sim.catalog import folder, table
-from sim.validation.cases import Case, CaseFile
-from sim.validation.predict import predict
+from sim.validation.cases.files import Case, CaseFile
+from sim.validation.cases.predict import predict
 from sim.validation.statistics import MEMORY_KEYS, Record
 
 _KEYS = ("step_time_s", *MEMORY_KEYS)

@@ -17,7 +17,7 @@ from sim.catalog import folder
 from sim.report.numbers.neighbours import RECALLED
 from sim.validation.runner import Validation, validate
 from sim.validation.statistics import Record
-from sim.validation.table import HEADLINE, headline, percent
+from sim.validation.words.table import HEADLINE, headline, percent
 
 _HEAD = """## Steps of papers outside the collection
 

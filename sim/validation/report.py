@@ -18,11 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sim.errors import UserError
-from sim.validation import pictures, recalled, record, regression, table
+from sim.validation import recalled, record, regression
 from sim.validation.corrections import effects
-from sim.validation.misses import LIMIT, misses
 from sim.validation.runner import WRONG_INPUT, Validation, published
 from sim.validation.statistics import MEMORY_KEYS, worst
+from sim.validation.words import pictures, table
+from sim.validation.words.misses import LIMIT, misses
 
 _COMMAND = "python -m sim.validation.report"
 _HEAD = f"""# Predictions held against published measurements

@@ -19,9 +19,9 @@ from typing import Any
 from sim.catalog import folder
 from sim.errors import Fault, UserError
 from sim.garbage import search_seldom
-from sim.validation.cases import Case, CaseFile, expand, read, selects
+from sim.validation.cases.files import Case, CaseFile, expand, read, selects
+from sim.validation.cases.predict import predict, settle
 from sim.validation.corrections import corrected
-from sim.validation.predict import predict, settle
 from sim.validation.statistics import Record, overall
 
 #: Cases below which starting processes (about half a second each) costs more than it saves.

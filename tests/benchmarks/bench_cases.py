@@ -30,7 +30,7 @@ from sim.report.advice.largest import largest
 from sim.report.advice.single import advise
 from sim.report.result import Result
 from sim.scenario import Scenario, resolve
-from sim.validation.cases import read
+from sim.validation.cases.files import read
 
 #: Deep pipelines with many micro-batches, many virtual stages, thousands of units: file and id of a published case.
 CASES = (

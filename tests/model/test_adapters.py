@@ -17,7 +17,7 @@ from sim.model.eager import KINDS, layer_profile, profile
 from sim.parallel import lower
 from sim.scenario import resolve
 from sim.software import stack_for
-from sim.validation.oracle_memory import predicted
+from sim.validation.cases.oracle_memory import predicted
 
 T5 = {"kind": "encoder-decoder", "gated_mlp": False, "activation": "relu", "positions": "relative", "norm": "rmsnorm",
       "bias": False, "tied_embeddings": True, "layers": 4, "decoder_layers": 4, "hidden": 1024, "heads": 16,

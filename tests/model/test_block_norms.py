@@ -18,8 +18,8 @@ from sim.parallel import lower
 from sim.scenario import resolve
 from sim.scenario.fields.schema import Scenario
 from sim.software import stack_for
-from sim.validation.cases import Case, read
-from sim.validation.oracle import compare_exact
+from sim.validation.cases.files import Case, read
+from sim.validation.cases.oracle import compare_exact
 
 #: Four query heads of 16 on two of keys and values; 64 tokens.
 HIDDEN, HEADS, KV, HEAD, FFN, VOCAB, TOKENS = 48, 4, 2, 16, 96, 128, 64

@@ -20,7 +20,7 @@ from sim.parallel.model.joints import Joints
 from sim.program import InlineCall
 from sim.scenario import resolve
 from sim.software import stack_of
-from sim.validation.oracle_memory import predicted
+from sim.validation.cases.oracle_memory import predicted
 
 
 def lowered(chunked: bool, precision: str = "pure-bf16", tied: bool = False, modules: str = "transformers",

@@ -16,8 +16,8 @@ from sim.model.architecture import Architecture, Layer
 from sim.model.eager import KINDS, layer_profile
 from sim.parallel import lower
 from sim.scenario import resolve
-from sim.validation.oracle import flops
-from sim.validation.oracle_memory import predicted
+from sim.validation.cases.oracle import flops
+from sim.validation.cases.oracle_memory import predicted
 
 BERT = {"kind": "encoder", "gated_mlp": False, "positions": "learned", "norm": "layernorm", "bias": True,
         "tied_embeddings": True, "vocab": 30522, "max_positions": 512, "layers": 12, "hidden": 768, "heads": 12,

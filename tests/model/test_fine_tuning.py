@@ -19,7 +19,7 @@ from sim.model.tuning import Frozen, stored, stored_width
 from sim.parallel import lower
 from sim.scenario import resolve
 from sim.software import stack_for
-from sim.validation.oracle_memory import predicted
+from sim.validation.cases.oracle_memory import predicted
 
 GPT = {"kind": "decoder", "gated_mlp": False, "positions": "learned", "norm": "layernorm", "bias": True,
        "tied_embeddings": True, "layers": 12, "hidden": 768, "heads": 12, "ffn": 3072, "vocab": 50304,

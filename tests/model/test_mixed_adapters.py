@@ -17,7 +17,7 @@ from sim.parallel import lower
 from sim.scenario import resolve
 from sim.scenario.fields.precisions import PRECISIONS
 from sim.software import stack_for, stack_of
-from sim.validation.oracle_memory import predicted
+from sim.validation.cases.oracle_memory import predicted
 
 LLAMA = {"kind": "decoder", "gated_mlp": True, "activation": "silu", "positions": "rotary", "norm": "rmsnorm",
          "bias": False, "tied_embeddings": False, "layers": 4, "hidden": 1024, "heads": 16, "kv_heads": 8,

@@ -21,7 +21,7 @@ from sim.parallel.model.joints import joints
 from sim.program import InlineCall, ProgramBuilder
 from sim.scenario import resolve
 from sim.software import Stack, stack_for
-from sim.validation.oracle_memory import predicted
+from sim.validation.cases.oracle_memory import predicted
 from sim.work import Kernel
 
 ACTIVATIONS = KINDS.index("activations")

@@ -18,7 +18,7 @@ from sim.model.recompute import joined, kept_kernels, module_operators, modules_
 from sim.parallel import lower
 from sim.scenario import resolve
 from sim.software import stack_for
-from sim.validation.oracle_memory import predicted
+from sim.validation.cases.oracle_memory import predicted
 
 LLAMA = {"kind": "decoder", "gated_mlp": True, "activation": "silu", "positions": "rotary", "norm": "rmsnorm",
          "bias": False, "tied_embeddings": False, "layers": 4, "hidden": 1024, "heads": 16, "kv_heads": 8,

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from sim.catalog import folder
-from sim.validation.cases import CaseFile, read
+from sim.validation.cases.files import CaseFile, read
+from sim.validation.cases.predict import predict
 from sim.validation.corrections import Correction, corrected, corrections, effects
-from sim.validation.predict import predict
 
 
 def _file(correction: Correction) -> CaseFile:

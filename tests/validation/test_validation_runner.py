@@ -15,10 +15,11 @@ from rich.console import Console
 
 from sim.cli import main
 from sim.errors import Fault, UserError
-from sim.validation import predict as predict_module
-from sim.validation import text, validate
-from sim.validation.cases import Case
-from sim.validation.predict import compare, settle
+from sim.validation import validate
+from sim.validation.cases import predict as predict_module
+from sim.validation.cases.files import Case
+from sim.validation.cases.predict import compare, settle
+from sim.validation.words import text
 
 CASES = """defaults: {speed: 1.0}
 cases:

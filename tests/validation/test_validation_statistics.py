@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sim.validation.statistics import overall, spread, summarize, worst
-from sim.validation.table import wrong_verdicts
+from sim.validation.words.table import wrong_verdicts
 
 
 def record(name: str, step_error: float | None, quality: str | None = None, **more: Any) -> dict[str, Any]:

@@ -9,10 +9,11 @@ import pytest
 import yaml
 
 from sim.catalog import folder
-from sim.validation import misses, pictures, record, table
-from sim.validation.cases import read
+from sim.validation import record
+from sim.validation.cases.files import read
 from sim.validation.runner import validate
 from sim.validation.statistics import Record
+from sim.validation.words import misses, pictures, table
 
 FEATURES = {"model": "decoder", "mode": "train", "strategy": "fsdp", "splits": "", "offload": False,
             "generation": "ga100", "compute": "half", "framework": "composer", "gpus": 8, "parameters": 7e9}

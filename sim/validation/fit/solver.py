@@ -1,7 +1,7 @@
 """The arithmetic of `drystep fit`: robust least squares on slopes, what is left out, what a figure gains.
 
 Errors depend on free figures almost linearly within their ranges, so everything here works on the errors' slopes; what
-the figures found really give is simulated by `sim.validation.fit`.
+the figures found really give is simulated by `sim.validation.fit.fit`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.validation.fit_trials import Array, Row
+from sim.validation.fit.trials import Array, Row
 
 #: Errors from which a residual counts less and less (soft L1's scale): memory pressure and bad runs are no host's time.
 SCALE = 0.03

@@ -13,7 +13,7 @@ from sim.measured.harness import harness_of, nccl_version
 from sim.measured.rows import table_kernel
 from sim.measured.timing import card, reported_s, source_of, timing
 from sim.network import Coflow, Network, Topology
-from sim.validation.cases import Case
+from sim.validation.cases.files import Case
 from sim.validation.statistics import Record
 from sim.work import COLLECTIVES, DTYPE_BYTES, collective_name, dtype_name
 

@@ -12,12 +12,12 @@ from sim.api import run
 from sim.cli import main
 from sim.scenario import resolve
 from sim.software import trial
-from sim.validation import fit_trials
-from sim.validation.cases import Case
-from sim.validation.fit import chosen, fit
-from sim.validation.fit_trials import First, Trials, again, first
+from sim.validation.cases.files import Case
+from sim.validation.fit.fit import chosen, fit
+from sim.validation.fit.trials import First, Trials, again, first
 
 pytest.importorskip("scipy")
+AGAIN = "sim.validation.fit.trials._again_of"
 FORWARD, MEGATRON = ("pytorch", "host_forward_s"), ("megatron", "host_step_s")
 
 #: A run near the limit of its memory, whose step holds retries of the allocator.
@@ -48,7 +48,7 @@ def first_held(case: Case) -> float:
 
 def test_only_what_a_figure_changes_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(fit_trials, "_again_of", lambda job: seen.append(job[0].row.source) or job[0].step_s * 2)
+    monkeypatch.setattr(AGAIN, lambda job: seen.append(job[0].row.source) or job[0].step_s * 2)
     with Trials(cases(), 1) as trials:
         trials.start()
         asked = [(place, {MEGATRON: 9e-3}) for place in range(4)]
@@ -71,7 +71,7 @@ def test_one_trial_tells_which_hosts_are_late(monkeypatch: pytest.MonkeyPatch) -
         return known.step_s * (1.01 if known.row.name in late else 1.0)
 
     late = {cases()[1].id, cases()[3].id}
-    monkeypatch.setattr(fit_trials, "_again_of", slower)
+    monkeypatch.setattr(AGAIN, slower)
     found = fit(cases(), workers=1, only=["pytorch.host_forward_s", "pytorch.host_backward_s"])
     alone = [name for name, count in seen if count == 1]
     assert set(alone) == late and len(alone) == 4
@@ -143,6 +143,6 @@ def test_ctrl_c_ends_with_its_code(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     def stop(job: object) -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fit_trials, "_again_of", stop)
+    monkeypatch.setattr(AGAIN, stop)
     assert command("megatron_2020", "--workers", "1", "--figure", "megatron.host_step_s") == 130
     assert "interrupted" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sim.errors import UserError
-from sim.validation.cases import Case
+from sim.validation.cases.files import Case
 from sim.validation.statistics import Record
 
 #: Why a memory key is not compared while the result does not say that its memory is complete.
@@ -136,19 +136,19 @@ def settle(record: Record, step_times: Mapping[str, float]) -> None:
 
 
 def _oracle(case: Case) -> Record:
-    from sim.validation.oracle import compare_exact
+    from sim.validation.cases.oracle import compare_exact
 
     return compare_exact(case)
 
 
 def _collectives(case: Case) -> Record:
-    from sim.validation.micro import collective_rows
+    from sim.validation.cases.micro import collective_rows
 
     return collective_rows(case)
 
 
 def _kernels(case: Case) -> Record:
-    from sim.validation.micro import kernel_rows
+    from sim.validation.cases.micro import kernel_rows
 
     return kernel_rows(case)
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from sim.catalog import table
-from sim.validation.fit import WORTH, Estimate, Fit
-from sim.validation.fit_solve import SURE
-from sim.validation.fit_trials import MOST_EVENTS, Array
-from sim.validation.table import percent
+from sim.validation.fit.fit import WORTH, Estimate, Fit
+from sim.validation.fit.solver import SURE
+from sim.validation.fit.trials import MOST_EVENTS, Array
+from sim.validation.words.table import percent
 
 _HEAD = """# Free figures of software profiles, estimated from published step times
 

@@ -20,11 +20,11 @@ import numpy as np
 from sim.catalog import folder
 from sim.errors import Fault, UserError, nearest
 from sim.software import free_figures, profile_names
-from sim.validation import fit_solve
-from sim.validation.cases import Case, expand, read
+from sim.validation.cases.files import Case, expand, read
 from sim.validation.corrections import corrected
-from sim.validation.fit_solve import Problem
-from sim.validation.fit_trials import Array, Figure, Progress, Row, Trials, sample
+from sim.validation.fit import solver
+from sim.validation.fit.solver import Problem
+from sim.validation.fit.trials import Array, Figure, Progress, Row, Trials, sample
 from sim.validation.runner import worker_count
 
 #: Step of a slope, as a share of the figure's range.
@@ -67,7 +67,7 @@ class Estimate:
     @property
     def at_end(self) -> bool:
         """Whether the range found it, not the data."""
-        return fit_solve.at_end(self.found, self.low, self.high)
+        return solver.at_end(self.found, self.low, self.high)
 
     @property
     def recommended(self) -> bool:
@@ -77,7 +77,7 @@ class Estimate:
     @property
     def sure(self) -> bool:
         """Whether the gain is more than noise."""
-        return fit_solve.sure(self.gain, self.gain_error, self.sources, self.tests)
+        return solver.sure(self.gain, self.gain_error, self.sources, self.tests)
 
 
 @dataclass(frozen=True)
@@ -240,11 +240,11 @@ class _Fitting:
     def _found(self) -> Array:
         """The figures: the slopes' solution, and that after the errors which it gives; the better of both."""
         best, at = self.problem, self.problem
-        least = fit_solve.cost(best.errors, best.rows)
+        least = solver.cost(best.errors, best.rows)
         for _ in range(2):
-            x = fit_solve.solve(at)
+            x = solver.solve(at)
             at = replace(at, errors=self._drawn_errors("check", x), at=x)
-            now = fit_solve.cost(at.errors, at.rows)
+            now = solver.cost(at.errors, at.rows)
             if now < least:
                 best, least = at, now
         self.problem = best
@@ -255,7 +255,7 @@ class _Fitting:
         found, mistake = {}, 0.0
         spread = np.zeros(len(self.figures))
         for by in GROUPS:
-            groups = fit_solve.folds(self.problem, by)
+            groups = solver.folds(self.problem, by)
             asked, places = [], []
             for out, x in groups.values():
                 values = self._values(x)
@@ -269,13 +269,13 @@ class _Fitting:
             mistake = max(mistake, float(np.abs(errors - said).max()))
             found[by] = errors
             if by == "source":
-                spread = fit_solve.jackknife([x for _, x in groups.values()])
+                spread = solver.jackknife([x for _, x in groups.values()])
         return found, mistake, spread
 
     def _estimate(self, i: int, found: float, error: float) -> Estimate:
         touched = self.problem.touched(i)
         sources = {row.source for row, yes in zip(self.problem.rows, touched, strict=True) if yes}
-        fall, noise = fit_solve.gain_alone(self.problem, i)
+        fall, noise = solver.gain_alone(self.problem, i)
         return Estimate(self.figures[i], self.units[i], float(self.problem.start[i]), float(self.problem.low[i]),
                         float(self.problem.high[i]), float(found), float(error), int(touched.sum()), len(sources), fall,
                         noise)
@@ -286,9 +286,9 @@ class _Fitting:
             return {}, self.trials.own, self.trials.own[self.drawn]
         problem = self.problem.free(which)
         names = [self.figures[i] for i in which]
-        values = dict(zip(names, fit_solve.solve(problem).tolist(), strict=True))
+        values = dict(zip(names, solver.solve(problem).tolist(), strict=True))
         asked, places = [], []
-        for out, x in fit_solve.folds(problem, "source").values():
+        for out, x in solver.folds(problem, "source").values():
             given = dict(zip(names, x.tolist(), strict=True))
             asked += [(self.drawn[i], given) for i in np.flatnonzero(out)]
             places += np.flatnonzero(out).tolist()

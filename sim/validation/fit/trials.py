@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from sim.errors import Fault, UserError
 from sim.scenario import Scenario
 from sim.software import Stack, stack_of, trial
-from sim.validation.cases import Case
+from sim.validation.cases.files import Case
 from sim.validation.runner import as_worker
 
 Array = NDArray[np.float64]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sim.errors import UserError
-from sim.validation.cases import Case, expand, read, selects
+from sim.validation.cases.files import Case, expand, read, selects
 
 GOOD = """title: A source
 source: {cite: somebody}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sim.validation.misses import Miss
 from sim.validation.statistics import MEMORY_KEYS, Record
+from sim.validation.words.misses import Miss
 
 HEADLINE = ("source", "cases", "coverage", "compared", "mean", "median", "p90", "worst", "bias")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sim.program import Kind, Program
-from sim.validation.cases import Case
+from sim.validation.cases.files import Case
 from sim.validation.statistics import Record
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def compare_exact(case: Case) -> Record:
     scenario = resolve(case.given, case.path, case.sets, Path(case.path).parent)
     lowered = lower(scenario)
     if case.kind == "oracle-memory":
-        from sim.validation import oracle_memory
+        from sim.validation.cases import oracle_memory
 
         policy = scenario.training.recompute
         return oracle_memory.compare(case.measured, oracle_memory.predicted(

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from sim.catalog import folder
-from sim.validation.cases import expand, read
+from sim.validation.cases.files import expand, read
 
 PUBLISHED = folder("scenarios") / "published"
 DIGESTS = {

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from sim.errors import UserError
 from sim.software import facts_of, free_figures, profile_names, stack_for, trial
-from sim.validation import fit_solve
-from sim.validation.fit import Estimate, Fit, chosen, free
-from sim.validation.fit_report import (
+from sim.validation.fit import solver
+from sim.validation.fit.fit import Estimate, Fit, chosen, free
+from sim.validation.fit.report import (
     beyond,
     error_table,
     judged,
@@ -24,8 +24,8 @@ from sim.validation.fit_report import (
     verdict,
     worse_sources,
 )
-from sim.validation.fit_solve import Problem, at_end, cost, folds, gain, gain_alone, jackknife, solve, weights_of
-from sim.validation.fit_trials import Row, sample
+from sim.validation.fit.solver import Problem, at_end, cost, folds, gain, gain_alone, jackknife, solve, weights_of
+from sim.validation.fit.trials import Row, sample
 
 pytest.importorskip("scipy")
 LOW, HIGH = np.array([0.0, 1.0]), np.array([1.0, 3.0])
@@ -150,9 +150,9 @@ def test_one_figure_alone_stands_on_the_others_own_values() -> None:
 
 
 def test_two_sources_must_agree_far_better_than_eight() -> None:
-    assert not fit_solve.sure(0.02, 0.002, 2) and fit_solve.sure(0.02, 0.002, 8)
-    assert fit_solve.sure(0.02, 0.007, 8) and not fit_solve.sure(0.02, 0.007, 8, tests=10)
-    assert not fit_solve.sure(0.02, 0.0, 1) and not fit_solve.sure(-0.01, 0.0, 8)
+    assert not solver.sure(0.02, 0.002, 2) and solver.sure(0.02, 0.002, 8)
+    assert solver.sure(0.02, 0.007, 8) and not solver.sure(0.02, 0.007, 8, tests=10)
+    assert not solver.sure(0.02, 0.0, 1) and not solver.sure(-0.01, 0.0, 8)
 
 
 def test_an_end_is_judged_in_orders_of_magnitude() -> None:
@@ -227,4 +227,4 @@ def test_cases_are_unmarked_step_times() -> None:
     found = chosen(["resnet50", "llm_foundry_v1_a100_40g"])
     assert {case.file for case in found} == {"resnet50.yaml", "llm_foundry_v1_a100_40g.yaml"}
     assert all(c.quality is None and "step_time_s" in c.measured for c in found)
-    assert 0.9 < fit_solve.SURE < 1
+    assert 0.9 < solver.SURE < 1

@@ -8,12 +8,12 @@ import pytest
 
 from sim.catalog import folder
 from sim.memory.ledger import CATEGORIES
-from sim.validation.cases import Case, read
-from sim.validation.oracle import compare_exact, unfold, verdict
-from sim.validation.oracle_memory import GROUPS, grouped, oracle_categories
+from sim.validation.cases.files import Case, read
+from sim.validation.cases.oracle import compare_exact, unfold, verdict
+from sim.validation.cases.oracle_memory import GROUPS, grouped, oracle_categories
 
 FILES = [*sorted((folder("scenarios") / "published" / "oracle").glob("*.yaml")),
-         *sorted((Path(__file__).parent / "data").glob("oracle_*.yaml"))]
+         *sorted((Path(__file__).parents[1] / "data").glob("oracle_*.yaml"))]
 
 
 CASES = [case for path in FILES for case in read(path).cases]
