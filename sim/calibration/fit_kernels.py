@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import sim.hardware
-from sim.calibration import gemm_fit, row_fit
-from sim.calibration.tables import Group, groups
+from sim.calibration.kernels import gemm_fit, row_fit
+from sim.calibration.kernels.tables import Group, groups
 from sim.catalog import table
 from sim.hardware.kernels.rates import UNITS
 

@@ -7,15 +7,14 @@ the sweeps ask. With `--check`, whole sites are left out in turn and predicted f
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from sim.calibration.nccl_figures import Floats, Parameters
-from sim.calibration.nccl_left_out import left_out
-from sim.calibration.nccl_solver import residuals, solve
-from sim.calibration.nccl_sweeps import Sweep, load, summary
+from sim.calibration.nccl.figures import Floats, Parameters
+from sim.calibration.nccl.left_out import left_out
+from sim.calibration.nccl.solver import influence, residuals, solve
+from sim.calibration.nccl.sweeps import load, summary
 
 FILE = Path(__file__).resolve().parents[1] / "network" / "figures.yaml"
 ORIGINS = FILE.with_name("figures_origin.yaml")
@@ -27,23 +26,6 @@ _ORIGINS_HEAD = f"""# Where the figures of figures.yaml come from. {_BY}
 # prior: where the fit began, and its source; sites: clusters of sim/calibration/data/collectives.yaml whose sweeps the
 # figure moves; confidence: high from 3 sites on, medium from 1, low without data (the family's shift of its prior).
 """
-
-
-def influence(sweeps: Sequence[Sweep], parameters: Parameters, shifts: Floats) -> dict[str, set[str]]:
-    """Sites whose predictions a figure moves noticeably (a quarter of a percent on average for ten percent of it)."""
-    found: dict[str, set[str]] = {}
-    parameters.apply(shifts)
-    base = residuals(sweeps)
-    edges = np.cumsum([0, *(int(s.fitted.sum()) for s in sweeps)])
-    for name in parameters.figures():
-        moved = shifts.copy()
-        moved[parameters.shifts_of(name)[0]] += 0.1
-        parameters.apply(moved)
-        change = np.abs(residuals(sweeps) - base)
-        found[name] = {s.site for s, a, b in zip(sweeps, edges[:-1], edges[1:], strict=True)
-                       if b > a and change[a:b].mean() > 0.0025}
-    parameters.apply(shifts)
-    return found
 
 
 def write(parameters: Parameters, shifts: Floats, sites: dict[str, set[str]], path: Path = FILE) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.calibration.fit_kernels import Outcome, assess
-from sim.calibration.tables import groups
+from sim.calibration.kernels.tables import groups
 from sim.hardware import Device, gpu
 from sim.hardware.kernels.operators import attention_kernel, product_kernel, row_wise_kernel
 

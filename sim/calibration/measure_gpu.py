@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sim.calibration.tables import PRODUCT_COLUMNS, ROW_WISE_COLUMNS
+from sim.calibration.kernels.tables import PRODUCT_COLUMNS, ROW_WISE_COLUMNS
 
 ATTENTION_COLUMNS = ("gpu", "dtype", "batch", "heads", "kv_heads", "seq", "head_dim", "causal", "direction", "time_us",
                      "source")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from sim.calibration.nccl_left_out import left_out
-from sim.calibration.nccl_sweeps import Sweep, load
+from sim.calibration.nccl.left_out import left_out
+from sim.calibration.nccl.sweeps import Sweep, load
 from sim.network.figures import catalogue, origins
 
 _FOLDER = Path(__file__).resolve().parents[2] / "reports"

@@ -73,7 +73,7 @@ def kernel(ctx: click.Context, gpu: str, op: str, shape: str, dtype: str, layout
     m,n,k or batch,m,n,k; attention batch,heads,kv_heads,queries,keys,head_dim; optimizer parameters; or a row-wise
     operator (softmax, ln, gelu, add, ...) rows,cols.
     """
-    from sim.calibration.kernel_command import kernel_command
+    from sim.calibration.kernels.command import kernel_command
 
     if any(len(part) > 11 or int(part) > _LARGEST_SIDE for part in re.findall(r"\d+", shape)):
         raise UserError(Fault(f"a side of {shape[:80]} is absurdly large: at most {_LARGEST_SIDE:,}", "SHAPE"))
@@ -117,7 +117,7 @@ def collective(op: str, topology: str, nodes: int, gpus_per_node: int | None, mi
 
     OP is all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce or send_recv.
     """
-    from sim.calibration.nccl_command import collective_command
+    from sim.calibration.nccl.command import collective_command
 
     if not factor >= 1 or (factor > 1 and math.log(max_bytes / min_bytes) > _MOST_ROWS * math.log(factor)):
         raise UserError(Fault(f"a factor of {factor:g} makes more than {_MOST_ROWS} sizes", "--factor"))
@@ -186,7 +186,7 @@ def calibrate(nccl: str | None, topology: str | None, gemm: str | None, gpu: str
 
 def _fit_nccl(text_file: str, topology: str) -> tuple[dict[str, Any], dict[str, Any], str]:
     """The topology as its file says, with the links' figures of this cluster; how good they are, as data and text."""
-    from sim.calibration.nccl_user import calibrate_nccl
+    from sim.calibration.nccl.own_cluster import calibrate_nccl
     from sim.scenario.gpus import is_profile
     from sim.scenario.topologies import find_topology
 
@@ -202,7 +202,7 @@ def _fit_nccl(text_file: str, topology: str) -> tuple[dict[str, Any], dict[str, 
 
 def _fit_gemm(table: str, gpu: str) -> tuple[dict[str, Any], dict[str, Any], str]:
     """The GPU's profile, how good it is, and that as text."""
-    from sim.calibration.kernel_command import calibrate_gemm
+    from sim.calibration.kernels.command import calibrate_gemm
 
     with _reading("--gemm", table):
         _check_products(Path(table))
@@ -214,7 +214,7 @@ def _fit_gemm(table: str, gpu: str) -> tuple[dict[str, Any], dict[str, Any], str
 
 def _check_products(path: Path) -> None:
     """Refuse rows that lack a cell, or whose numbers are none a product can have."""
-    from sim.calibration.tables import PRODUCT_COLUMNS, read_csv
+    from sim.calibration.kernels.tables import PRODUCT_COLUMNS, read_csv
 
     limits: Mapping[str, Callable[[str], float]] = {"m": int, "n": int, "k": int, "batch": int, "time_us": float}
     for line, row in enumerate(read_csv(path, PRODUCT_COLUMNS), 2):

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sim.calibration import fit_kernels, gemm_fit, measure_gpu, row_fit
-from sim.calibration.kernel_command import calibrate_gemm, kernel_command
+from sim.calibration import fit_kernels, measure_gpu
+from sim.calibration.kernels import gemm_fit, row_fit
+from sim.calibration.kernels.command import calibrate_gemm, kernel_command
+from sim.calibration.kernels.optimise import minimise
+from sim.calibration.kernels.tables import PRODUCT_COLUMNS, Group, groups
 from sim.calibration.kernels_report import Line, contention, lines, markdown
-from sim.calibration.optimise import minimise
-from sim.calibration.tables import PRODUCT_COLUMNS, Group, groups
 from sim.catalog import table as catalogue
 from sim.errors import UserError
 from sim.hardware import Device, gpu
@@ -226,7 +227,7 @@ def test_fitting_twice_gives_the_same_figures() -> None:
 
 @pytest.mark.parametrize(("left_out", "confidence"), [(0.04, "high"), (0.15, "medium"), (1.2, "low")])
 def test_a_profile_is_as_sure_as_its_fit(left_out: float, confidence: str) -> None:
-    from sim.calibration.kernel_command import Calibration, _confidence
+    from sim.calibration.kernels.command import Calibration, _confidence
 
     fit = {"dtype": "bf16", "rows": 20, "before": 0.3, "median": 0.03, "p90": 0.1, "left_out": left_out}
     assert _confidence([fit]) == confidence

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import yaml
 
-from sim.calibration.nccl_command import bus_factor, collective_command, network_for, sizes
-from sim.calibration.nccl_figures import Parameters
-from sim.calibration.nccl_left_out import without
-from sim.calibration.nccl_sweeps import load, summary, sweep_of
-from sim.calibration.nccl_text import parse
-from sim.calibration.nccl_user import calibrate_nccl
+from sim.calibration.nccl.command import bus_factor, collective_command, network_for, sizes
+from sim.calibration.nccl.figures import Parameters
+from sim.calibration.nccl.left_out import without
+from sim.calibration.nccl.own_cluster import calibrate_nccl
+from sim.calibration.nccl.printed import parse
+from sim.calibration.nccl.sweeps import load, summary, sweep_of
 from sim.errors import UserError
 from sim.measured.harness import Harness, harness_of, nccl_version
 from sim.network.figures import Figures, catalogue

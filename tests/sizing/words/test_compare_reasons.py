@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import sim
-from sim.calibration.nccl_sweeps import topology_mapping
+from sim.calibration.nccl.sweeps import topology_mapping
 from sim.cli import main
 from sim.network.figures import catalogue
 from sim.scenario.load import resolve

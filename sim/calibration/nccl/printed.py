@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from sim.calibration.nccl_command import bus_factor
+from sim.calibration.nccl.command import bus_factor
 from sim.errors import Fault, UserError
 
 _PROGRAM = re.compile(r"\b(all_reduce|all_gather|reduce_scatter|alltoall|broadcast|reduce|sendrecv|scatter|gather|"

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from sim.calibration import gemm_fit
-from sim.calibration.optimise import Vector
-from sim.calibration.tables import PRODUCT_COLUMNS, Group, read_csv
+from sim.calibration.kernels import gemm_fit
+from sim.calibration.kernels.optimise import Vector
+from sim.calibration.kernels.tables import PRODUCT_COLUMNS, Group, read_csv
 from sim.errors import Fault, UserError, nearest
 from sim.hardware import Device, Gpu, gpu
 from sim.hardware.kernels.attention import attention_work

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.calibration.optimise import Vector, minimise
-from sim.calibration.tables import Group
+from sim.calibration.kernels.optimise import Vector, minimise
+from sim.calibration.kernels.tables import Group
 from sim.catalog import table
 from sim.hardware.gpu import merged
 from sim.hardware.kernels.gemm import Products, as_products, overlapped, product_times

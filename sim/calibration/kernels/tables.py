@@ -23,7 +23,7 @@ from sim.measured.rows import table_kernel
 from sim.measured.timing import SOURCES, Timing, card, timing
 from sim.work import Kernel
 
-DATA = Path(__file__).resolve().parent / "data"
+DATA = Path(__file__).resolve().parents[1] / "data"
 PRODUCT_COLUMNS = ("gpu", "dtype", "m", "n", "k", "batch", "time_us", "source")
 ROW_WISE_COLUMNS = ("gpu", "dtype", "op", "rows", "cols", "time_us", "source")
 

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import yaml
 
-from sim.calibration.fit_nccl import influence
-from sim.calibration.nccl_command import OPERATIONS, bus_factor
-from sim.calibration.nccl_figures import Floats, Parameters
-from sim.calibration.nccl_solver import residuals, solve
-from sim.calibration.nccl_sweeps import LEAST_BYTES, Sweep, sweep_of, topology_mapping
-from sim.calibration.nccl_text import Run, parse
+from sim.calibration.nccl.command import OPERATIONS, bus_factor
+from sim.calibration.nccl.figures import Floats, Parameters
+from sim.calibration.nccl.printed import Run, parse
+from sim.calibration.nccl.solver import influence, residuals, solve
+from sim.calibration.nccl.sweeps import LEAST_BYTES, Sweep, sweep_of, topology_mapping
 from sim.errors import Fault, UserError
 from sim.network.figures import catalogue
 from sim.network.nccl.site import TODAY
@@ -105,7 +104,7 @@ def calibrate_nccl(text_file: str | Path, topology: str | Path | Mapping[str, An
 
 
 def _mapping(topology: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
-    from sim.calibration.nccl_command import read_topology
+    from sim.calibration.nccl.command import read_topology
 
     return topology_mapping(topology) if isinstance(topology, Mapping) else read_topology(str(topology))
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from sim.calibration.optimise import Vector, minimise
-from sim.calibration.tables import Group
+from sim.calibration.kernels.optimise import Vector, minimise
+from sim.calibration.kernels.tables import Group
 from sim.measured.timing import reported_s
 
 #: Figure of `memory`, lowest and highest physical value, value expected before any data.

@@ -10,9 +10,9 @@ from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 
-from sim.calibration.nccl_figures import Parameters
-from sim.calibration.nccl_solver import solve
-from sim.calibration.nccl_sweeps import Sweep, load
+from sim.calibration.nccl.figures import Parameters
+from sim.calibration.nccl.solver import solve
+from sim.calibration.nccl.sweeps import Sweep, load
 from sim.network.figures import catalogue
 
 #: Sites fitted at a time, each by a process of one thread.
