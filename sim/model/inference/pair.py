@@ -30,7 +30,7 @@ from sim.model.tuning import Frozen
 class _Stack(Rank):
     """One of the two stacks. What T5's module code holds at once: the embeddings (a variable of the stack), the block's
     input (one of the loop), behind attention its output too, what a norm made, and an operator's own tensors: PyTorch
-    2.13.0's on fake tensors to 0.1% of the request's peak (`tests/model/test_inference_pair.py`)."""
+    2.13.0's on fake tensors to 0.1% of the request's peak (`tests/model/inference/test_inference_pair.py`)."""
 
     def _layer_peak(self, layer: Layer) -> float:
         style, e = self.style, width(self.style.act)

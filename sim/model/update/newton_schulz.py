@@ -6,8 +6,8 @@ copies what it adds to into its result first (aten/src/ATen/native/cuda/Blas.cpp
 multiplies on top of it.
 
 Read, and replayed operator by operator: torch 2.13.0 optim/_muon.py (held against fake tensors:
-tests/model/test_newton_schulz.py); emerging-optimizers 0.3.0 orthogonalized_optimizers/orthogonalized_optimizer.py and
-muon_utils.py as megatron-core 0.16.1 optimizer/muon.py calls them (likewise); torchtitan 0.3.0
+tests/model/update/test_newton_schulz.py); emerging-optimizers 0.3.0 orthogonalized_optimizer.py and muon_utils.py of
+orthogonalized_optimizers/ as megatron-core 0.16.1 optimizer/muon.py calls them (likewise); torchtitan 0.3.0
 distributed/flex_shard/dist_muon.py.
 """
 

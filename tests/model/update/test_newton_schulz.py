@@ -15,7 +15,7 @@ from sim.model.update.newton_schulz import Call, muon_update, owned_shard
 from sim.work import Kernel
 
 PEAKS: dict[str, list[list[Any]]] = yaml.safe_load(
-    (Path(__file__).parent / "data" / "muon_peaks.yaml").read_text(encoding="utf-8"))
+    (Path(__file__).parents[1] / "data" / "muon_peaks.yaml").read_text(encoding="utf-8"))
 TORCH, EMERGING = Recipe("torch", 5, True), Recipe("emerging", 5, False)
 
 

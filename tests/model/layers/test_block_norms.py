@@ -23,7 +23,7 @@ from sim.validation.cases.oracle import compare_exact
 
 #: Four query heads of 16 on two of keys and values; 64 tokens.
 HIDDEN, HEADS, KV, HEAD, FFN, VOCAB, TOKENS = 48, 4, 2, 16, 96, 128, 64
-GEMMA = read(Path(__file__).parent / "data" / "gemma_memory.yaml").cases
+GEMMA = read(Path(__file__).parents[1] / "data" / "gemma_memory.yaml").cases
 
 
 def scenario(parallel: dict[str, Any] | None = None, training: dict[str, Any] | None = None,
