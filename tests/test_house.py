@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 import zipfile
@@ -225,6 +226,18 @@ def test_public_functions_and_modules_say_what_they_do() -> None:
             long = (node.end_lineno or 0) - node.lineno + 1 > 8
             if long and not ast.get_docstring(node):
                 wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}")
+    assert not wrong, found(wrong)
+
+
+def test_the_files_that_notes_name_are_there() -> None:
+    """Paths are from `sim/` or from the note's room, as each note says; a name alone stands somewhere in it."""
+    wrong = []
+    for note in sorted(SIM.rglob("README.md")):
+        for number, line in enumerate(note.read_text(encoding="utf-8").splitlines(), 1):
+            for name in re.findall(r"`([\w./-]+(?:\.py|\.yaml|/))`", line):
+                here = (home / name for home in (SIM, note.parent, ROOT))
+                if not any(path.exists() for path in here) and not any(note.parent.rglob(name.rstrip("/"))):
+                    wrong.append(f"{note.relative_to(ROOT)}:{number}: {name}")
     assert not wrong, found(wrong)
 
 
