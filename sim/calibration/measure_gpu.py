@@ -5,6 +5,7 @@ Writes CSVs that `drystep calibrate` reads and that can join `sim/calibration/da
 * gemm.csv (gpu,dtype,m,n,k,batch,time_us,source): products by shape and layout; `alone` = median of single calls with
   the host's gaps between, `sequence` = mean within a queue of some seconds, which is at the sustained clock.
 * rows.csv (gpu,dtype,op,rows,cols,time_us,source): row-wise operators, cross-entropy, optimizers (rows = parameters).
+* spelled.csv: norms and rotary positions as models spell them in operators.
 * attention.csv, host.csv, beside.csv (a product beside a kernel that holds k SMs), memory.csv (context), steps.csv
   (steps of small transformers with peak allocated and reserved memory).
 
@@ -149,6 +150,51 @@ def rows(bench: Bench) -> Iterator[Row]:
             yield bench.gpu, dtype, "cross_entropy", len(logits), vocab, round(forward, 3), "measure_gpu alone"
             yield bench.gpu, dtype, "cross_entropy_both", len(logits), vocab, round(both, 3), "measure_gpu alone"
     yield from _optimizers(bench)
+
+
+def spelled(bench: Bench) -> Iterator[Row]:
+    """Norms and rotary positions as models spell them in operators: products with broadcast or strided operands, which
+    ATen runs without wide loads (CUDALoops.cuh, launch_legacy_kernel), and casts. No published table has these.
+
+    Sources, as recalled: transformers modeling_llama.py (LlamaRMSNorm, apply_rotary_pos_emb), Meta's llama model.py
+    (complex products), foundation-model-stack modules/positions.py (2 x 2 matrices)."""
+    torch, dtype, head = bench.torch, bench.dtypes[0], 8 if bench.tiny else 128
+    for tokens, heads in ((4, 2),) if bench.tiny else ((2048, 32), (8192, 32), (8192, 64)):
+        x = bench.tensor(tokens, heads * head, dtype=dtype, grad=True)
+        weight = bench.tensor(heads * head, dtype=dtype, grad=True)
+        angle = bench.tensor(tokens, head // 2)
+        cos, sin = (torch.cat((part, part), -1).to(bench.kind(dtype))[:, None] for part in (angle.cos(), angle.sin()))
+        turns = torch.polar(torch.ones_like(angle), angle)[:, None]
+        matrices = torch.stack((angle.cos(), -angle.sin(), angle.sin(), angle.cos()), -1).view(tokens, 1, -1, 2, 2)
+
+        def norm(x: Any = x, weight: Any = weight) -> Any:
+            wide = x.float()
+            return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+        def halves(x: Any = x, cos: Any = cos, sin: Any = sin) -> Any:
+            q = x.view(len(x), -1, head)
+            early, late = q.chunk(2, -1)
+            return q * cos + torch.cat((-late, early), -1) * sin
+
+        def complex_products(x: Any = x, turns: Any = turns) -> Any:
+            pairs = torch.view_as_complex(x.float().view(len(x), -1, head // 2, 2))
+            return torch.view_as_real(pairs * turns).flatten(2).type_as(x)
+
+        def in_matrices(x: Any = x, matrices: Any = matrices) -> Any:
+            pairs = x.float().view(len(x), -1, head // 2, 1, 2)
+            return matrices.mul(pairs).sum(-1).flatten(2).type_as(x)
+
+        calls: dict[str, Callable[[], Any]] = {
+            "cast": partial(torch.Tensor.float, x), "mul_row": partial(torch.mul, x, weight), "rmsnorm": norm,
+            "rotary_halves": halves, "rotary_complex": complex_products, "rotary_matrices": in_matrices}
+        for op, call in calls.items():
+            gradient = torch.ones_like(call())
+
+            def both(call: Callable[[], Any] = call, gradient: Any = gradient, inputs: Any = (x, weight)) -> None:
+                torch.autograd.grad(call(), inputs, gradient, allow_unused=True)  # none is added to what is there
+
+            for name, timed in ((op, call), (f"{op}_both", both)):
+                yield bench.gpu, dtype, name, tokens, heads * head, round(bench.alone_us(timed), 3), "measure_gpu alone"
 
 
 def _optimizers(bench: Bench) -> Iterator[Row]:
@@ -309,8 +355,8 @@ def steps(bench: Bench) -> Iterator[Row]:
 
 PARTS: dict[str, tuple[Sequence[str], Callable[[Bench], Iterable[Row]]]] = {
     "memory": (MEMORY_COLUMNS, memory), "gemm": (PRODUCT_COLUMNS, products), "rows": (ROW_WISE_COLUMNS, rows),
-    "attention": (ATTENTION_COLUMNS, attention), "host": (HOST_COLUMNS, host), "beside": (BESIDE_COLUMNS, beside),
-    "steps": (STEP_COLUMNS, steps),
+    "spelled": (ROW_WISE_COLUMNS, spelled), "attention": (ATTENTION_COLUMNS, attention), "host": (HOST_COLUMNS, host),
+    "beside": (BESIDE_COLUMNS, beside), "steps": (STEP_COLUMNS, steps),
 }
 
 
