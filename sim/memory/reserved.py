@@ -54,17 +54,25 @@ class Reserved:
         return waiting_s + self.released_bytes / 2**30 * float(figures["remapped_per_gib"]["value"])
 
 
-def replayed(program: Program, limit_bytes: int, allocated_bytes: int, settings: Settings = PLAIN) -> Reserved:
+def held_bytes(fragmentation: int, limit_bytes: int, allocated_bytes: int) -> int:
+    """What is reserved at most beyond tensors, of what would be on a device without limit (`fragmentation`): there is
+    no more than the device has, where the tensors find room at all."""
+    return fragmentation if allocated_bytes > limit_bytes else min(fragmentation, limit_bytes - allocated_bytes)
+
+
+def replayed(program: Program, limit_bytes: int, allocated_bytes: int, settings: Settings = PLAIN,
+             fragmentation: int | None = None) -> Reserved:
     """The allocator's answer on a device of which it can have `limit_bytes`, more or less (`_MARGINS`).
 
     Args:
         allocated_bytes: the program's highest sum of tensors (`sim.memory.ledger.peak`).
         settings: of the allocator.
+        fragmentation: `fragmentation_bytes` where it is known already.
     """
-    free = fragmentation_bytes(program, settings)
+    free = fragmentation_bytes(program, settings) if fragmentation is None else fragmentation
+    held = held_bytes(free, limit_bytes, allocated_bytes)
     if allocated_bytes > limit_bytes:
-        return Reserved(free, None)
-    held = min(free, limit_bytes - allocated_bytes)
+        return Reserved(held, None)
     if allocated_bytes + free <= limit_bytes + _MARGINS[0]:
         return Reserved(held)
     # The replay's fragmentation is an estimate: published runs went through that it would stop, so what PyTorch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -101,6 +102,15 @@ def test_whether_it_fits_needs_no_replay() -> None:
     for size in (1, 8, 64, 256):
         memory = sim.plan_memory(scenario(**{"training.micro_batch": size, "training.global_batch": 8 * size})).memory
         assert memory.fits_device == (memory.reserved.retries is not None)
+
+
+def test_what_is_left_needs_no_replay_near_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay that runs short costs seconds for each of many changes that advice tries; only its retries need one."""
+    peak = sim.plan_memory(scenario()).memory
+    tight = replace(peak, capacity_bytes=peak.capacity_bytes - peak.headroom_bytes - 2**20)
+    monkeypatch.setattr("sim.memory.reserved.under_pressure", lambda *_: pytest.fail("replayed with a limit"))
+    assert tight.fits_device and tight.headroom_bytes == 0
+    assert tight.fragmentation_bytes == peak.fragmentation_bytes - 2**20
 
 
 # ------------------------------------------------------------------------------------------------------ rules of thumb

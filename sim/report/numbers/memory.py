@@ -11,7 +11,7 @@ from sim.hardware import Device, host_share
 from sim.hardware.outside import Outside
 from sim.memory.allocator import PLAIN, Settings
 from sim.memory.ledger import MemoryUse, peak
-from sim.memory.reserved import Reserved, replayed
+from sim.memory.reserved import Reserved, fragmentation_bytes, held_bytes, replayed
 from sim.parallel import Lowered
 from sim.program import Job, Program
 from sim.report.numbers.paging import Paging
@@ -75,9 +75,20 @@ class MemoryResult:
         return self.capacity_bytes - self.use.at_peak["context"]
 
     @cached_property
+    def _unlimited_bytes(self) -> int:
+        return fragmentation_bytes(self.program, self.settings)
+
+    @property
+    def fragmentation_bytes(self) -> int:
+        """What the allocator's blocks waste at most. The replay it takes is one without a limit."""
+        return held_bytes(self._unlimited_bytes, self.limit_bytes, self.use.peak_allocated_bytes)
+
+    @cached_property
     def reserved(self) -> Reserved:
-        """The caching allocator's replay, which is asked for when first needed: it costs more than all else here."""
-        return replayed(self.program, self.limit_bytes, self.use.peak_allocated_bytes, self.settings)
+        """The caching allocator's replay, which is asked for when first needed: near the end of the device's memory it
+        costs more than all else here."""
+        return replayed(self.program, self.limit_bytes, self.use.peak_allocated_bytes, self.settings,
+                        self._unlimited_bytes)
 
     @property
     def short(self) -> bool:
@@ -93,12 +104,12 @@ class MemoryResult:
     @property
     def at_peak(self) -> dict[str, int]:
         """Bytes by category at the highest point, with what the allocator's blocks waste."""
-        return {**self.use.at_peak, "fragmentation": self.reserved.fragmentation_bytes}
+        return {**self.use.at_peak, "fragmentation": self.fragmentation_bytes}
 
     @property
     def reserved_bytes(self) -> int:
         """Blocks the caching allocator holds at most."""
-        return self.use.peak_allocated_bytes + self.reserved.fragmentation_bytes
+        return self.use.peak_allocated_bytes + self.fragmentation_bytes
 
     @property
     def device_used_bytes(self) -> int:
@@ -161,8 +172,8 @@ class MemoryResult:
                          f"are taken again, which adds {1e3 * self.reserved.seconds:.0f} ms to it"
                          + ("" if self.settings.expandable_segments else
                             " (expandable segments waste less: --set software.allocator.expandable_segments=true)"))
-        elif near and self.fits_device and not self.headroom_bytes and self.reserved.fragmentation_bytes:
-            cached = self.reserved.fragmentation_bytes / gib
+        elif near and self.fits_device and not self.headroom_bytes and self.fragmentation_bytes:
+            cached = self.fragmentation_bytes / gib
             found.append(f"the allocator's cache has filled the GPU: {cached:.3g} GiB of it hold no tensor at the "
                          "peak. Blocks that are wholly free go back when more is asked for; with little more to hold, "
                          "that happens in every step and costs time")

@@ -210,7 +210,7 @@ def memory_verdict(memory: MemoryResult) -> Text:
     """Whether it fits, and by how much."""
     counted = "fits" if memory.complete else "fits by estimate"
     if memory.fits:
-        cached = memory.reserved.fragmentation_bytes
+        cached = memory.fragmentation_bytes
         needed = f"{size(memory.capacity_bytes - cached)} are needed, and the allocator's cache takes the other"
         free = f", {size(memory.headroom_bytes)} free" if memory.headroom_bytes > 0 else (
             f": {needed} {size(cached)}" if cached > 0 else ", to the last byte")
@@ -223,8 +223,8 @@ def memory_verdict(memory: MemoryResult) -> Text:
 
 def lacking(memory: MemoryResult) -> str:
     """By how much tensors do not fit the GPU, and blocks around them where those waste much."""
-    blocks = memory.missing_bytes + memory.reserved.fragmentation_bytes
-    wasteful = memory.reserved.fragmentation_bytes > _WASTE * memory.capacity_bytes
+    blocks = memory.missing_bytes + memory.fragmentation_bytes
+    wasteful = memory.fragmentation_bytes > _WASTE * memory.capacity_bytes
     return f"{size(memory.missing_bytes)} too much" + (
         f" ({size(blocks)} with what the allocator's blocks waste)" if wasteful else "")
 
