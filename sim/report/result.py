@@ -22,6 +22,7 @@ from sim.report.numbers.stages import StageUse, stages_of
 from sim.report.numbers.traffic import traffic_count, traffic_list
 from sim.report.numbers.troubles import Trouble, troubles
 from sim.report.tables import Frame, as_table
+from sim.report.words import written
 from sim.scenario.dump import dump
 from sim.scenario.fields.schema import Scenario
 
@@ -287,7 +288,12 @@ class Result:
 
 
 def _plain(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | bool) or value is None else str(value)
+    return value if isinstance(value, str | int | float | bool) or value is None else written(value)
+
+
+def has_tokens(scenario: Scenario) -> bool:
+    """Whether a sample is a sequence of tokens; one of a table of layers is whatever the table counts."""
+    return scenario.model.kind != "layers"
 
 
 def tokens_per_sample(scenario: Scenario) -> int:

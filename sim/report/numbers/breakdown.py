@@ -280,6 +280,15 @@ def step_flops(program: Program) -> float:
     return total
 
 
+def category_flops(program: Program) -> dict[str, float]:
+    """Matrix-product FLOPs one rank executes in a step, recomputation included, by the category of its kernels."""
+    found: dict[str, float] = {}
+    for kernel, often in zip(program.kernels, kernel_counts(program), strict=True):
+        if kernel.flops and often:
+            found[kernel.category] = found.get(kernel.category, 0.0) + float(often) * kernel.flops
+    return found
+
+
 def kernel_counts(program: Program) -> Floats:
     """How often each distinct kernel of a program runs in a step, those beside inline collectives included."""
     of_segment = np.zeros(len(program.segments))
