@@ -9,8 +9,9 @@ A technique asks `Offload` at the points where its framework does:
 * `update` for the optimizer step: the host waits for the last gradient, then runs the optimizer itself, then copies
   updated parameters to the device where they live there.
 
-On disks (ZeRO-Infinity, Rajbhandari et al. 2021) every fetch is read and every store written first, and the optimizer
-swaps its states in and out, one after the other: DeepSpeed's `pipeline_read` and `pipeline_write` are off by default.
+On disks (ZeRO-Infinity, Rajbhandari et al. 2021) every fetch is read first, gradients are added up in host memory and
+written once a step, and the optimizer swaps its states in and out, one after the other: DeepSpeed's `pipeline_read` and
+`pipeline_write` are off by default.
 """
 
 from __future__ import annotations
@@ -84,6 +85,11 @@ class Offload:
     def stream(self, name: str) -> int:
         """Number of one of `STREAMS`."""
         return self._builder.streams.index(name)
+
+    @property
+    def on_disks(self) -> bool:
+        """Whether the optimizer's states are on disks."""
+        return self.optimizer == _DISKS
 
     def outside(self, numel: int) -> int:
         """How many of `numel` parameters have their optimizer outside."""

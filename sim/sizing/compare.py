@@ -249,6 +249,8 @@ def _reason(term: str, before: Result, after: Result) -> str:
         return _times(f"{of} per GPU and step", each, later) if of == of_later else ""
     if term == "host":
         return _waits(before, after)
+    if term == "offload":
+        return " -> ".join(dict.fromkeys(str(r.copied or "nothing outside the GPU") for r in (before, after)))
     return ""
 
 

@@ -132,8 +132,15 @@ def test_pytorch_fuses_adam_on_the_cpu_where_it_is_asked_to(year: int, kernel: s
 def test_states_on_disks_are_read_and_written_back() -> None:
     s = scenario("zero3", {"parameters": "nvme", "optimizer": "nvme"})
     share, moved = parameters(s) / 8, copied(program(s))
-    assert moved["nvme_write"] == pytest.approx((2 + 12) * share, rel=0.01)
+    assert moved["nvme_write"] == pytest.approx((4 + 12) * share, rel=0.01)
     assert moved["nvme_read"] == pytest.approx(16 * share + moved["h2d"], rel=0.01)
+
+
+def test_gradients_are_added_up_in_host_memory_and_written_to_disks_once() -> None:
+    s = scenario("zero3", {"parameters": "none", "optimizer": "nvme"}, steps=3)
+    share, moved = parameters(s) / 8, copied(program(s))
+    assert moved["nvme_write"] == pytest.approx((4 + 12) * share, rel=0.01)
+    assert moved["d2h"] == pytest.approx((3 * 2 + 4) * share, rel=0.01)  # every micro-step's, and once as floats
 
 
 @pytest.mark.parametrize("year", [2022, 2025])

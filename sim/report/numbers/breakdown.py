@@ -158,7 +158,7 @@ def breakdown(columns: Columns, shares: Floats, alone_s: Floats, inline_s: Float
     kernels = columns.where(Kind.KERNELS)
     on_compute = columns.stream[kernels] == COMPUTE_STREAM
     main, aside = kernels[on_compute], kernels[~on_compute]
-    calls, copies = columns.where(Kind.COLLECTIVE), np.concatenate((columns.where(Kind.COPY), _on_cpu(columns)))
+    calls, copies = columns.where(Kind.COLLECTIVE), np.concatenate((columns.where(Kind.COPY), on_cpu(columns)))
     keys = [(c.kind, program.communicators[c.communicator]) for c in program.collectives]
     rows = sorted(set(keys))
     named = np.array([rows.index(key) for key in keys], dtype=np.int64)
@@ -221,7 +221,7 @@ def across(machine: Machine, number: int) -> set[str]:
             and any(c in other.communicators and other.program != simulated.program for other in job.classes)}
 
 
-def _on_cpu(columns: Columns) -> Ints:
+def on_cpu(columns: Columns) -> Ints:
     """Rows of an optimizer that runs on the CPU."""
     rows = columns.where(Kind.HOST)
     labels = columns.program.labels

@@ -177,6 +177,10 @@ def _bound(result: Result) -> list[Any]:
         if result.breakdown.contention > _SMALLEST_SHARE * result.step_time_s:
             longer = seconds(result.breakdown.contention)
             lines.append(Text(f"kernels take {longer} longer because collectives hold SMs and memory bandwidth"))
+    if result.copied is not None:
+        left = result.breakdown.offload
+        shown = f"; {seconds(left)} of it not hidden" if left > 1e-3 * result.step_time_s else "; hidden"
+        lines.append(Text(f"offload: {result.copied}{shown}"))
     if result.sensitivity is not None:
         lines.append(Text("10% more of: " + ", ".join(
             f"{name.replace('_', ' ')} {round(100 * change, 1) + 0.0:+.1f}%"  # no -0.0
