@@ -59,7 +59,7 @@ FIELDS = [
     ("nodes: 2", "nodes: 2.0", "cluster.nodes", 4, "expected a whole number, not 2.0", "write 2"),
     ("nodes: 2", "nodes: 2.5", "cluster.nodes", 4, "expected a whole number, not 2.5", ""),
     ("nodes: 2", "nodes: true", "cluster.nodes", 4, "expected a whole number, not true", ""),
-    ("nodes: 2", "nodes: [2]", "cluster.nodes", 4, "expected a whole number, not a list", ""),
+    ("nodes: 2", "nodes: [2]", "cluster.nodes", 4, "expected a whole number, not a list", "write 2"),
     ("nodes: 2", 'nodes: "2"', "cluster.nodes", 4, "expected a whole number", "write 2 without quotes"),
     ("sequence: 4096", "sequence: 128k", "training.sequence", 10, "expected a whole number",
      "write 128000 or, in powers of two, 131072"),
@@ -208,7 +208,7 @@ FIELDS = [
     ),
     ("topology: dgx-a100-80g", "topology: 8", "cluster.topology", 3, "expected a mapping", ""),
     ("preset: llama-2-7b", "preset: llama2-7b", "model.preset", 6, "no model named", "did you mean 'llama-2-7b'?"),
-    ("preset: llama-2-7b", "preset: [x]", "model.preset", 6, "expected text, not a list", ""),
+    ("preset: llama-2-7b", "preset: [x]", "model.preset", 6, "expected text, not a list", "write x"),
     ("preset: llama-2-7b", "preset: llama-2-7b\n  hf: config.json", "model.hf", 7, "both name", "keep one"),
     ("preset: llama-2-7b", "hf: nofile.json", "model.hf", 6, "no such file", ""),
     ("preset: llama-2-7b", "kind: layers", "model", 5, "needs 'table'", "table:"),
@@ -586,7 +586,7 @@ def test_faults_inside_a_topology_file_name_that_file_and_line(tmp_path: Path) -
         ("[]", 1, "holds a list"),
         ('{"hidden_size": 8}', 0, "no 'model_type'"),
         ('{"model_type": "llama4"}', 0, "known: llama, mistral"),  # not typed by hand: another family, not a slip
-        ('{"model_type": "mamba"}', 0, "known: llama, mistral"),
+        ('{"model_type": "flux"}', 0, "known: llama, mistral"),
         ('{"model_type": "llama", "num_hidden_layers": 2}', 0, "no 'hidden_size'"),
         (
             '{\n"model_type": "gpt2",\n"n_layer": "x", "n_embd": 8, "n_head": 2, "vocab_size": 9}',
