@@ -18,6 +18,8 @@ _TROUBLES = 8
 LONGER = (8, 9, 18)
 #: Steps that differ by less, relative to one another, are as long: sums of doubles in another order.
 _SAME = 1e-6
+#: Shares of a run below which one figure is as good as another.
+_LEAST = 1e-5
 
 
 def trouble_lines(result: Result) -> list[Text]:
@@ -56,16 +58,22 @@ def budget_lines(result: Result) -> list[Text]:
                           style="bold red"))
     said = "steady steps: {} published runs of weeks took {} to {}% longer a step".format(*LONGER)
     lines.append(Text(said, style="dim"))
-    return [*lines, *_failures(found)]
+    return [*lines, *_failures(found, result)]
 
 
-def _failures(found: BudgetResult) -> list[Text]:
+def _failures(found: BudgetResult, result: Result) -> list[Text]:
     if found.mtbf_s is None or found.checkpoint_every_s is None or found.checkpoint_s is None:
         return []
-    lost = ", ".join(f"{name.replace('_', ' ')} {100 * share:.2g}%" for name, share in found.overhead.items())
+    lost = ", ".join(f"{name.replace('_', ' ')} {_share(share)}" for name, share in found.overhead.items())
+    if (asked := result.scenario.budget) is not None and asked.restart is None:
+        lost += "; no budget.restart is given: of a restart only the checkpoint's reading counts"
     return [Text(f"a failure every {_time(found.mtbf_s)}: goodput {100 * found.goodput:.1f}% with a checkpoint of "
                  f"{_time(found.checkpoint_s)} every {_time(found.checkpoint_every_s)}"),
             Text(f"lost: {lost}", style="dim")]
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:.2g}%" if share >= _LEAST or not share else f"under {100 * _LEAST:g}%"
 
 
 def _percent(ratio: float) -> str:
