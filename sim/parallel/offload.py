@@ -27,6 +27,8 @@ from sim.work import DTYPE_BYTES
 
 #: Every technique's stream of kernels (`sim.parallel.step.COMPUTE`).
 _COMPUTE = 0
+#: Name of saved tensors in host memory.
+_SAVED = "saved tensors"
 #: Streams an offloading job has beside its technique's.
 STREAMS = ("h2d", "d2h", "nvme")
 #: DeepSpeed `offload_config.py`: host buffers through which states and parameters on disks pass, and their elements.
@@ -117,6 +119,16 @@ class Offload:
             return
         for category, width in self.state_widths().items():
             self.hold(category, numel * width, category, pinned=category == "gradients")
+
+    def hold_saved(self, size_bytes: float) -> None:
+        """Host memory for a micro-step's saved tensors, the largest micro-step's: what the rounding of pinned blocks
+        adds depends on single tensors and is not counted."""
+        if self.activations != "cpu":
+            return
+        resident = self._builder.host_resident
+        before = next((held for held in resident if held[0] == _SAVED), (_SAVED, 0, ""))
+        resident[:] = [held for held in resident if held[0] != _SAVED]
+        resident.append((_SAVED, max(before[1], round(size_bytes)), "activations"))
 
     def state_widths(self) -> dict[str, float]:
         """Bytes per parameter of what the optimizer on the CPU reads beside the parameters themselves."""

@@ -231,3 +231,14 @@ def test_memory_balances_and_offload_never_needs_more_of_the_gpu(
     assert with_it.steady and without.steady
     states = ("parameters", "master_parameters", "optimizer_states")
     assert sum(with_it.category_peaks[c] for c in states) <= sum(without.category_peaks[c] for c in states)
+
+
+def test_saved_tensors_take_host_memory() -> None:
+    """With full recomputation a block keeps its input alone: tokens x width in 16 bits."""
+    s = scenario("zero3", {"optimizer": "none", "activations": "cpu"}, steps=2, recompute="full")
+    model, tokens = s.model, 2 * 128
+    held = {name: size for name, size, _ in program(s).host_resident}
+    assert held == {"saved tensors": model.layers * tokens * model.hidden * 2}
+    small = resolve(dump(s), "test", {"cluster.topology.host.memory": f"{8 * held['saved tensors'] - 1} B"})
+    memory = sim.run(small).memory
+    assert memory.host is not None and memory.fits_device and not memory.fits and memory.host_missing_bytes == 1
