@@ -124,9 +124,9 @@ def _inference(result: Result, served: InferenceResult) -> list[Any]:
             (rate(result.tokens_per_second_per_gpu), "tokens/s/GPU"))))
         return [grid]
     crossing = served.crossing_cache_bytes
+    further = [(seconds(served.time_per_token_s), "per further token")] if served.time_per_token_s else []
     grid.add_row(*(Text.assemble((value, "bold"), f" {unit}") for value, unit in (
-        (seconds(served.prompt_time_s), "to the first token"), (seconds(served.time_per_token_s), "per further token"),
-        (rate(served.tokens_per_second), "tokens/s"))))
+        (seconds(served.prompt_time_s), "to the first token"), *further, (rate(served.tokens_per_second), "tokens/s"))))
     grid.add_row(*(Text.assemble((value, "bold"), f" {unit}") for value, unit in (
         (seconds(result.step_time_s), "per request"), (size(served.kv_cache_bytes), "cache per GPU"),
         (rate(result.tokens_per_second_per_gpu), "tokens/s/GPU"))))

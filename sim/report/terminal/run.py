@@ -29,7 +29,8 @@ def trouble_lines(result: Result) -> list[Text]:
     lines = [Text(), Text("trouble", style="bold")]
     for one in result.troubles[:_TROUBLES]:
         cost = _percent(one.slowdown) if abs(one.slowdown - 1) > _SAME else "as long"
-        lines.append(Text(f"{one.what}: step {cost}, {one.without_s:.4g} s without it"))
+        usual = ", with what chips of a kind usually differ by" if one.field == "cluster.clock_spread" else ""
+        lines.append(Text(f"{one.what}: step {cost}, {one.without_s:.4g} s without it{usual}"))
     return lines
 
 
