@@ -77,6 +77,21 @@ def test_small_shares_have_no_exponents_and_a_restart_that_is_not_given_is_said(
     assert "no budget.restart" not in as_text(predicted(tmp_path, ", mtbf_per_gpu: 50000 h, restart: 10 min"))
 
 
+def test_a_short_run_of_images_is_told_in_minutes_samples_and_kilowatt_hours(tmp_path: Path) -> None:
+    file = tmp_path / "images.yaml"
+    file.write_text("""
+name: images
+cluster: {topology: dgx-a100-40g}
+model: {preset: resnet-50}
+training: {micro_batch: 256, global_batch: 2048, precision: amp-fp16, optimizer: sgd-momentum}
+parallel: {strategy: ddp}
+budget: {tokens: 100000000}
+""", encoding="utf-8")
+    text = as_text(sim.run(file))
+    assert "100 M samples in 48,829 steps" in text  # of 2,048
+    assert " min · " in text and " kWh of the GPUs alone" in text and "0.0" not in text.split("whole run")[1][:120]
+
+
 def test_a_run_that_never_ends_has_no_length(tmp_path: Path) -> None:
     found = predicted(tmp_path, ", mtbf_per_gpu: 1 s, checkpoint_every: 100 h").to_json()["budget"]
     assert found["goodput"] == 0.0 and found["in_time"] is False

@@ -64,6 +64,8 @@ FIELDS = [
     ("sequence: 4096", "sequence: 128k", "training.sequence", 10, "expected a whole number",
      "write 128000 or, in powers of two, 131072"),
     ("  nodes: 2", "  nodes: 2\nbudget: {tokens: 1.5T}", "budget.tokens", 5, "expected 'chinchilla'", "write 1.5e+12"),
+    ("  nodes: 2", "  nodes: 2\nbudget: {mtbf_per_gpu: 50000}", "budget.mtbf_per_gpu", 5,
+     "a plain number is in seconds", "write '50000 h'"),
     ("  nodes: 2", "  nodes: 2\nbudget: {price_per_gpu_hour: $2.5}", "budget.price_per_gpu_hour", 5,
      "expected a number", "write 2.5"),
     ("  topology: dgx-a100-80g", "  topology: dgxa100", "cluster.topology", 3, "no topology named",
