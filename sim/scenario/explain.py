@@ -118,7 +118,8 @@ def _sentence(
         hint = (nearest(value, [word]) or _number_hint(value)) if isinstance(value, str) else ""
         return f"expected '{word}' or {ctx['or']}, not {describe(value)}", hint
     if kind == "list_type" and isinstance(value, str) and (words := _OR_WORDS.get(name)):
-        return f"expected a list, {' or '.join(words)}, not {describe(value)}", nearest(value, words)
+        hint = nearest(value, words) or other_value(path, value)
+        return f"expected a list, {' or '.join(words)}, not {describe(value)}", hint
     if kind == "unit":
         return message, f"write {ctx['examples']}"
     if kind == "plain":
@@ -191,7 +192,8 @@ def _elsewhere(name: str) -> str:
 
 def _not_allowed(path: str, value: Any, allowed: list[str]) -> tuple[str, str]:
     shown = ", ".join(allowed)
-    hint = other_value(path, str(value).lower()) if isinstance(value, (str, bool)) else ""
+    of_list = re.sub(r"\.\d+\Z", "", path)
+    hint = other_value(of_list, str(value).lower()) if isinstance(value, (str, bool)) else ""
     if not hint and isinstance(value, str):
         hint = nearest(value, allowed)
     return f"{describe(value)} is not one of {shown}", hint

@@ -124,3 +124,19 @@ def test_a_hint_leads_on(field: str, value: object, hint: str) -> None:
     with pytest.raises(UserError) as error:
         resolve(said, "x.yaml")
     assert {fault.field: fault.hint for fault in error.value.faults}[field] == hint
+
+
+@pytest.mark.parametrize(("field", "value", "at", "hint"), [
+    ("training.finetune", {"method": "lora", "rank": 8, "targets": "q_proj"}, ".targets", "did you mean 'query'?"),
+    ("training.finetune", {"method": "lora", "rank": 8, "targets": ["mlp", "down_proj"]}, ".targets.1",
+     "did you mean 'mlp'?"),
+    ("training.precision", {"name": "pure-bf16", "parameters": "mxfp4"}, ".parameters",
+     "did you mean 'int4' or 'nvfp4', which take as much memory within 6%?"),
+    ("training.precision", {"name": "pure-bf16", "parameters": "bnb"}, ".parameters", "did you mean 'nf4'?")], ids=str)
+def test_words_of_peft_and_of_quantisers_are_one_fault_each(field: str, value: object, at: str, hint: str) -> None:
+    said = {"name": "x", "cluster": {"topology": "dgx-h100"}, "model": {"preset": "llama-3-8b"},
+            "training": {"micro_batch": 1, "global_batch": 8, "sequence": 128}}
+    with pytest.raises(UserError) as error:
+        resolve(said, "x.yaml", {field: value})
+    (fault,) = error.value.faults
+    assert (fault.field, fault.hint) == (field + at, hint)

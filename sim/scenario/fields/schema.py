@@ -56,7 +56,7 @@ class Precision(Table):
 
     name: str = has("custom", "")
     compute: Dtype = needs("of matrix products")
-    parameters: Dtype | Literal["nf4", "nf4-dq"] = needs("of the parameters the model computes with")
+    parameters: Literal[Dtype, "nf4", "nf4-dq"] = needs("of the parameters the model computes with")
     master: DtypeOrNone = needs("of the optimizer's copy of the parameters")
     gradients: Dtype = needs("of stored gradients")
     optimizer: Dtype = needs("of optimizer states")
