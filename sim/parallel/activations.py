@@ -176,6 +176,7 @@ class SavedTensors:
             self._gone(*self._leaving.pop(0))
         if size_bytes > 0:
             self._sizes[position] = size_bytes
+            self._offload.hold_saved(sum(self._sizes.values()))
         self._last = position
 
     def backward(self, position: int) -> None:

@@ -256,7 +256,7 @@ def choose(scenario: Scenario, stack: Stack, architecture: Architecture, layout:
     if strategy == "zero3":
         every = groups.pop("data")
         groups = {"shard": every, **groups, **zero3_groups(scenario, layout)}  # experts are not spread (see support)
-        steps = micro_steps(scenario, tell_last="replicate" in groups)
+        steps = micro_steps(scenario, tell_last="replicate" in groups or scenario.parallel.offload.optimizer == "nvme")
         return zero3.Zero3(Plan(scenario, stack, architecture, layout, groups, zero3.STREAMS, steps))
     norm = ("tensor",) if "tensor" in groups else ()
     plan = Plan(scenario, stack, architecture, layout, groups, bucketed.STREAMS, micro_steps(scenario),

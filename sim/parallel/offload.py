@@ -9,8 +9,9 @@ A technique asks `Offload` at the points where its framework does:
 * `update` for the optimizer step: the host waits for the last gradient, then runs the optimizer itself, then copies
   updated parameters to the device where they live there.
 
-On disks (ZeRO-Infinity, Rajbhandari et al. 2021) every fetch is read and every store written first, and the optimizer
-swaps its states in and out, one after the other: DeepSpeed's `pipeline_read` and `pipeline_write` are off by default.
+On disks (ZeRO-Infinity, Rajbhandari et al. 2021) every fetch is read first, gradients are added up in host memory and
+written once a step, and the optimizer swaps its states in and out, one after the other: DeepSpeed's `pipeline_read` and
+`pipeline_write` are off by default.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from sim.work import DTYPE_BYTES
 
 #: Every technique's stream of kernels (`sim.parallel.step.COMPUTE`).
 _COMPUTE = 0
+#: Name of saved tensors in host memory.
+_SAVED = "saved tensors"
 #: Streams an offloading job has beside its technique's.
 STREAMS = ("h2d", "d2h", "nvme")
 #: DeepSpeed `offload_config.py`: host buffers through which states and parameters on disks pass, and their elements.
@@ -85,6 +88,11 @@ class Offload:
         """Number of one of `STREAMS`."""
         return self._builder.streams.index(name)
 
+    @property
+    def on_disks(self) -> bool:
+        """Whether the optimizer's states are on disks."""
+        return self.optimizer == _DISKS
+
     def outside(self, numel: int) -> int:
         """How many of `numel` parameters have their optimizer outside."""
         if not self.moves_optimizer:
@@ -111,6 +119,16 @@ class Offload:
             return
         for category, width in self.state_widths().items():
             self.hold(category, numel * width, category, pinned=category == "gradients")
+
+    def hold_saved(self, size_bytes: float) -> None:
+        """Host memory for a micro-step's saved tensors, the largest micro-step's: what the rounding of pinned blocks
+        adds depends on single tensors and is not counted."""
+        if self.activations != "cpu":
+            return
+        resident = self._builder.host_resident
+        before = next((held for held in resident if held[0] == _SAVED), (_SAVED, 0, ""))
+        resident[:] = [held for held in resident if held[0] != _SAVED]
+        resident.append((_SAVED, max(before[1], round(size_bytes)), "activations"))
 
     def state_widths(self) -> dict[str, float]:
         """Bytes per parameter of what the optimizer on the CPU reads beside the parameters themselves."""

@@ -12,6 +12,7 @@ from sim.program import Kind
 from sim.report.numbers.breakdown import COMPUTE_STREAM, kernel_counts, of_rank, step_flops
 from sim.report.numbers.budget import budget_result
 from sim.report.numbers.columns import Columns, of_class
+from sim.report.numbers.copied import copied
 from sim.report.numbers.inference import inference_result
 from sim.report.numbers.loading import DataLoading
 from sim.report.numbers.memory import MemoryResult, by_class, fullest
@@ -66,7 +67,7 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         simulation=Simulation(timeline.events, timeline.tasks, len(job.classes), job.ranks),
         group_ranks={name: job.communicators[c].size
                      for name, c in zip(program.communicators, simulated.communicators, strict=True) if c >= 0},
-        features=features(scenario, lowered, gpu.kernels),
+        features=features(scenario, lowered, gpu.kernels), copied=copied(columns),
         _detail=Detail(lowered, machine, timeline, critical))
     result.warnings = _warnings(result)
     return result

@@ -14,6 +14,7 @@ from sim.report.advice.trials import Change
 from sim.report.numbers.bounding import bound_of
 from sim.report.numbers.breakdown import Breakdown
 from sim.report.numbers.budget import BudgetResult
+from sim.report.numbers.copied import Copied
 from sim.report.numbers.inference import InferenceResult, latency_row, waits_for_memory
 from sim.report.numbers.loading import DataLoading
 from sim.report.numbers.memory import MemoryResult
@@ -22,6 +23,7 @@ from sim.report.numbers.stages import StageUse, stages_of
 from sim.report.numbers.traffic import traffic_count, traffic_list
 from sim.report.numbers.troubles import Trouble, troubles
 from sim.report.tables import Frame, as_table
+from sim.report.words import written
 from sim.scenario.dump import dump
 from sim.scenario.fields.schema import Scenario
 
@@ -60,6 +62,7 @@ class Result:
         inference: of an inference run; its step is one request of every replica, its model FLOPs the kernels' own.
         group_ranks: size of each communicator of the critical class's program, by name.
         features: what makes published runs like this one.
+        copied: what is copied to and from what lives outside the GPU; None where nothing is.
         sensitivity: change of the step for 10% more of each resource, where it was asked for.
         set: the sweep point's dotted fields; empty for a plain run.
         advisor: works out what would make the job fit; searcher: the largest sizes that do.
@@ -83,6 +86,7 @@ class Result:
     features: Features
     inference: InferenceResult | None = None
     budget: BudgetResult | None = None
+    copied: Copied | None = None
     sensitivity: dict[str, float] | None = None
     warnings: list[str] = field(default_factory=list)
     set: dict[str, Any] = field(default_factory=dict)
@@ -273,6 +277,7 @@ class Result:
             "memory": self.memory.to_json() | self._changes(),
             **({"traffic": self.traffic} if traffic else {}),
             **({"stages": [stage.to_json() for stage in self.stages]} if self.stages else {}),
+            **({} if self.copied is None else {"copies": self.copied.to_json()}),
             "data_loading": self.data_loading.to_json(),
             "validated": self.validated.to_json(),
             **({} if self.inference is None else {"inference": self.inference.to_json()}),
@@ -287,7 +292,12 @@ class Result:
 
 
 def _plain(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | bool) or value is None else str(value)
+    return value if isinstance(value, str | int | float | bool) or value is None else written(value)
+
+
+def has_tokens(scenario: Scenario) -> bool:
+    """Whether a sample is a sequence of tokens; one of a table of layers is whatever the table counts."""
+    return scenario.model.kind != "layers"
 
 
 def tokens_per_sample(scenario: Scenario) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from sim.report.numbers.bounding import felt
 from sim.report.pictures.sweep import sweeps
 from sim.report.result import Result
+from sim.report.words import written
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,8 @@ class Scaling:
 
     def __str__(self) -> str:
         start = self.communication_from
-        where = "".join(f"{path.rpartition('.')[2].replace('_', ' ')} = {value}: " for path, value in self.held.items())
-        name = self.axis.rpartition(".")[2].replace("_", " ")
+        where = "".join(f"{_last(path)} = {written(value)}: " for path, value in self.held.items())
+        name = _last(self.axis)
         if start is None and "communication" in self.bound:
             return f"{where}{self._begins(name)}"
         if start is None:
@@ -57,7 +58,7 @@ class Scaling:
             there = _percent(self.exposed[last])
             return (f"bound by communication up to {name} = {self.values[last]} ({there} there), not from "
                     f"{self.values[last + 1]} on")
-        at = ", ".join(str(value) for value, one in zip(self.values, bound, strict=True) if one)
+        at = ", ".join(written(value) for value, one in zip(self.values, bound, strict=True) if one)
         return f"bound by communication at {name} = {at}, not at {self.values[-1]} ({_percent(self.exposed[-1])})"
 
 
@@ -94,3 +95,7 @@ def scaling(points: Sequence[Result], axes: Mapping[str, Sequence[Any]]) -> list
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f}% exposed"
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2].replace("_", " ")

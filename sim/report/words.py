@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 #: Terms of the breakdown whose field says it in another way.
 TERMS = {"gemm": "matrix products", "memory_bound": "memory-bound kernels", "host": "waiting for the host",
          "offload": "waiting for offload", "data": "waiting for training data",
@@ -19,6 +21,21 @@ def bound(name: str, serving: bool) -> str:
 def term(name: str) -> str:
     """A term of the breakdown, by its field: "matrix products"."""
     return TERMS.get(name, name.replace("_", " "))
+
+
+def written(value: object, nothing: str = "none") -> str:
+    """A value of a field as a scenario has it: true, {layers: 4}, [1, 2].
+
+    Args:
+        nothing: what stands for a field that is not given.
+    """
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name}: {written(one)}' for name, one in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(written, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return nothing if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def forward_of(section: str) -> str:

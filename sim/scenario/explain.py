@@ -109,7 +109,7 @@ def _sentence(
     if kind == "literal_error":
         allowed = _QUOTED.findall(ctx["expected"]) or re.findall(r"\d+", ctx["expected"])
         message, hint = _not_allowed(path, value, allowed)
-        return message, hint or _OR_TABLE.get(name, "")
+        return message, hint or _swept(path, value) or _OR_TABLE.get(name, "")
     if kind == "choice":
         said, hint = _not_allowed(path, ctx["value"], ctx["allowed"].split(","))
         return said, f"write {{name: pure-bf16, parameters: {value}}}" if value in _WEIGHTS else hint
@@ -118,7 +118,8 @@ def _sentence(
         hint = (nearest(value, [word]) or _number_hint(value)) if isinstance(value, str) else ""
         return f"expected '{word}' or {ctx['or']}, not {describe(value)}", hint
     if kind == "list_type" and isinstance(value, str) and (words := _OR_WORDS.get(name)):
-        return f"expected a list, {' or '.join(words)}, not {describe(value)}", nearest(value, words)
+        hint = nearest(value, words) or other_value(path, value)
+        return f"expected a list, {' or '.join(words)}, not {describe(value)}", hint
     if kind == "unit":
         return message, f"write {ctx['examples']}"
     if kind == "plain":
@@ -130,12 +131,22 @@ def _sentence(
     for test in (_wrong_type, _out_of_range):
         found = test(kind, ctx, value)
         if found:
-            return found[0], found[1] or _few_numbers(kind, name, model)
+            return found[0], found[1] or _swept(path, value) or _few_numbers(kind, name, model)
     return f"{describe(value)} cannot be used here", ""
 
 
+def _swept(path: str, values: Any) -> str:
+    """How a field is given several values, where that is what `values` is for one that takes one."""
+    if not isinstance(values, list) or not all(isinstance(one, str | int | float) for one in values) or not values:
+        return ""
+    if any(part.isdigit() for part in path.split(".")) or path.startswith("sweep"):
+        return ""
+    said = [str(one).lower() if isinstance(one, bool) else str(one) for one in values]
+    return f"write {said[0]}" if len(said) == 1 else f"to run each, 'sweep: {{{path}: [{', '.join(said)}]}}'"
+
+
 #: Tables that a word in their place most likely names, by the field that takes such a name.
-_NAMED = {"model": "preset", "cluster": "topology"}
+_NAMED = {"model": "preset", "cluster": "topology", "finetune": "method"}
 
 
 def _table_with(value: Any, name: str, model: type[BaseModel] | None) -> str:
@@ -181,7 +192,8 @@ def _elsewhere(name: str) -> str:
 
 def _not_allowed(path: str, value: Any, allowed: list[str]) -> tuple[str, str]:
     shown = ", ".join(allowed)
-    hint = other_value(path, str(value).lower()) if isinstance(value, (str, bool)) else ""
+    of_list = re.sub(r"\.\d+\Z", "", path)
+    hint = other_value(of_list, str(value).lower()) if isinstance(value, (str, bool)) else ""
     if not hint and isinstance(value, str):
         hint = nearest(value, allowed)
     return f"{describe(value)} is not one of {shown}", hint
@@ -191,6 +203,12 @@ def _number_hint(value: Any, whole: bool = False) -> str:
     """How a number that was written as text is written, e.g. 128k, 1T or $2."""
     if not isinstance(value, str):
         return ""
+    several = re.fullmatch(r"\d+(?:\.\d+)?(?: *, *\d+(?:\.\d+)?)+", value.strip())
+    if several is not None and not re.fullmatch(r"\d{1,3}(?:,\d{3})+", value.strip()):
+        return f"to run each, a sweep with the list [{value.strip()}]"
+    ratio = re.fullmatch(r"(\d+(?:\.\d+)?) ?: ?1", value.strip())
+    if ratio is not None:
+        return f"write {ratio[1]}"
     bare = value.replace("_", "").replace(",", "").strip()
     if re.fullmatch(r"[-+]?\d+(\.\d*)?", bare):
         return f"write {bare} without quotes, commas or underscores"

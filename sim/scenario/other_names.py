@@ -23,7 +23,7 @@ def other_field(name: str, inside: str) -> str:
 def other_value(path: str, value: str) -> str:
     """A hint at what field `path` calls `value` here, "" if unknown."""
     own = _values().get((path, bare(value)), "")
-    return f"did you mean {own}?" if own else ""
+    return f"did you mean {own}?" if own else _answers().get((path, bare(value)), "")
 
 
 @cache
@@ -34,6 +34,12 @@ def _fields() -> Mapping[str, str]:
 @cache
 def _follows() -> Mapping[str, str]:
     return {bare(str(name)): reason for reason, names in table(_FILE)["follows"].items() for name in names}
+
+
+@cache
+def _answers() -> Mapping[tuple[str, str], str]:
+    return {(path, bare(str(name))): answer
+            for path, answers in table(_FILE)["answers"].items() for answer, names in answers.items() for name in names}
 
 
 @cache

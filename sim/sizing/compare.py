@@ -12,8 +12,9 @@ from sim.network.figures import catalogue
 from sim.parallel.serving.request import run_of
 from sim.report import words
 from sim.report.numbers.bounding import felt
+from sim.report.numbers.breakdown import category_flops
 from sim.report.numbers.inference import InferenceResult, latency_row
-from sim.report.result import Result
+from sim.report.result import Result, has_tokens, tokens_per_sample
 from sim.report.tables import Frame, as_table
 from sim.report.units import seconds
 from sim.scenario.dump import dump
@@ -37,7 +38,9 @@ class Comparison:
         moved: for each run but the first, terms by how far they moved, the farthest first: (term, seconds).
         why: for each run but the first, what stands behind each term that moved, in words.
         differs: field to its value in each run, where runs differ.
-        scaling: throughput per GPU of each over the first's.
+        scaling: throughput per GPU of each over the first's; None of a run whose samples are not of the first's kind
+            (sequences of tokens, or what a table of layers counts).
+        rates: throughput per GPU of each, and what it counts: (2016.5, "samples/s").
         memory: category to its bytes at the peak of the fullest rank in each run.
         memory_moved: as `moved`, in bytes.
         bound: what bounds each run; `bound_by` in words.
@@ -52,7 +55,7 @@ class Comparison:
     terms: dict[str, list[float]]
     moved: list[list[tuple[str, float]]]
     differs: dict[str, list[Any]]
-    scaling: list[float]
+    scaling: list[float | None]
     why: list[dict[str, str]] = field(default_factory=list)
     memory: dict[str, list[float]] = field(default_factory=dict)
     memory_moved: list[list[tuple[str, float]]] = field(default_factory=list)
@@ -62,6 +65,7 @@ class Comparison:
     contention_s: list[float] = field(default_factory=list)
     warnings: list[list[str]] = field(default_factory=list)
     bound_by: list[str] = field(default_factory=list)
+    rates: list[tuple[float, str]] = field(default_factory=list)
 
     @property
     def whole_s(self) -> list[float]:
@@ -100,8 +104,10 @@ _TRAINED = ("training.global_batch", "training.micro_batch", "training.sequence"
             "training.predicted_tokens", "training.finetune.base", "parallel.reduce_every_micro_step")
 #: What only strategies that gather parameters read; whether it is on by default follows from the pipeline.
 _GATHERED, _GATHERING = "parallel.reshard_after_forward", ("fsdp", "zero3")
-#: Fields told beside the name of a run that is called as another one.
-_TOLD = 2
+#: A topology's name, and its figures, which are told by it where runs have other topologies.
+_TOPOLOGY, _FIGURES = "cluster.topology.name", "cluster.topology"
+#: Fields told beside the name of a run that is called as another one: so many, and more where these leave two alike.
+_TOLD, _TOLD_AT_MOST = 2, 6
 
 
 def compare(runs: Sequence[Result | Source]) -> Comparison:
@@ -132,15 +138,16 @@ def compare(runs: Sequence[Result | Source]) -> Comparison:
     differs = {path: [one.get(path) for one in fields] for path in paths
                if not any(path == said or path.startswith(f"{said}.") for said in untold)
                and any(one.get(path) != fields[0].get(path) for one in fields)}
-    first = _throughput(results[0])
-    names = _names([r.scenario.name for r in results], differs)
+    rates = [_rate(r) for r in results]
+    names = _names([r.scenario.name for r in results], differs, [one.get(_TOPOLOGY) for one in fields])
     differs = {path: _in_force(path, values) for path, values in differs.items()}
+    scaling = [each / rates[0][0] if of == rates[0][1] else None for each, of in rates]
     return Comparison(names, [r.step_time_s for r in results], [r.gpus for r in results],
-                      terms, moved, differs, [_throughput(r) / first for r in results], why, memory,
+                      terms, moved, differs, scaling, why, memory,
                       _moved(memory, 0.5), [r.bound for r in results], served, [r.memory.fits for r in results],
                       [r.breakdown.contention * share for r, share in zip(results, shares, strict=True)],
                       [r.warnings for r in results],
-                      [words.bound(felt(r.bound, r.breakdown), r.inference is not None) for r in results])
+                      [words.bound(felt(r.bound, r.breakdown), r.inference is not None) for r in results], rates)
 
 
 def _gpus_per_token(result: Result) -> float:
@@ -154,19 +161,35 @@ def _in_force(path: str, values: Sequence[Any]) -> list[Any]:
     return [figure if value is None and figure is not None else value for value in values]
 
 
-def _names(given: Sequence[str], differs: Mapping[str, Sequence[Any]]) -> list[str]:
+def _names(given: Sequence[str], differs: Mapping[str, Sequence[Any]],
+           topologies: Sequence[Any] | None = None) -> list[str]:
     """Names that tell the runs apart: those called alike get the first fields in which they differ, or a number."""
-    found: list[str] = []
-    for i, name in enumerate(given):
+    found = list(given)
+    for name in dict.fromkeys(given):
         alike = [j for j, other in enumerate(given) if other == name]
-        apart = [path for path, values in differs.items() if any(values[j] != values[alike[0]] for j in alike)]
-        heads = [path for path in apart if not any(path.startswith(f"{other}.") for other in apart)]
-        heads = list(dict.fromkeys(_LINKS if path.startswith(_LINKS) else path for path in heads))
-        heads.sort(key=lambda path: path.startswith(_HOST))
-        told = ", ".join(_told(path, {p: differs[p][i] for p in apart if f"{p}.".startswith(f"{path}.")})
-                         for path in heads[:_TOLD])
-        found.append(name if len(alike) == 1 else f"{name} ({told})" if told else f"{name} ({alike.index(i) + 1})")
+        if len(alike) == 1:
+            continue
+        differ = {path: values for path, values in differs.items()
+                  if any(values[j] != values[alike[0]] for j in alike)}
+        if topologies is not None and len({topologies[j] for j in alike}) > 1:
+            differ = {_FIGURES: topologies} | {path: values for path, values in differ.items()
+                                               if not path.startswith(f"{_FIGURES}.")}
+        told = [_fields_told(differ, i) for i in alike]
+        for most in range(_TOLD, _TOLD_AT_MOST + 1):
+            said = [", ".join(one[:most]) for one in told]
+            if len(set(said)) == len(alike):
+                break
+        for number, i in enumerate(alike):
+            found[i] = f"{name} ({said[number] if said.count(said[number]) == 1 else number + 1})"
     return found
+
+
+def _fields_told(differ: Mapping[str, Sequence[Any]], run: int) -> list[str]:
+    """What one run says of each field by which runs differ."""
+    heads = [path for path in differ if not any(path.startswith(f"{other}.") for other in differ)]
+    heads = list(dict.fromkeys(_LINKS if path.startswith(_LINKS) else path for path in heads))
+    heads.sort(key=lambda path: path.startswith(_HOST))
+    return [_told(path, {p: differ[p][run] for p in differ if f"{p}.".startswith(f"{path}.")}) for path in heads]
 
 
 def _told(path: str, values: Mapping[str, Any]) -> str:
@@ -181,12 +204,21 @@ def _told(path: str, values: Mapping[str, Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    return "not set" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return words.written(value, "not set")
 
 
-def _throughput(result: Result) -> float:
-    """Of one GPU: tokens, or steps where samples are no tokens, per second."""
-    return result.tokens_per_second_per_gpu or 1 / result.step_time_s
+def _samples(result: Result) -> tuple[float, str]:
+    """What a GPU takes in a training step, and what that counts."""
+    scenario = result.scenario
+    samples = scenario.training.global_batch / result.gpus
+    return (samples * tokens_per_sample(scenario), "tokens") if has_tokens(scenario) else (samples, "samples")
+
+
+def _rate(result: Result) -> tuple[float, str]:
+    """Throughput of one GPU and what it counts."""
+    if has_tokens(result.scenario):
+        return result.tokens_per_second_per_gpu, "tokens/s"
+    return result.samples_per_second / result.gpus, "samples/s"
 
 
 def _side_by_side(columns: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
@@ -213,10 +245,12 @@ def _reason(term: str, before: Result, after: Result) -> str:
     if term == "pipeline_bubble":
         return _bubble(before, after)
     if term == "compute.memory_bound" and before.inference is None:
-        tokens = [r.scenario.training.sequence * r.scenario.training.global_batch / r.gpus for r in (before, after)]
-        return _times("tokens per GPU and step", *tokens)
+        (each, of), (later, of_later) = (_samples(r) for r in (before, after))
+        return _times(f"{of} per GPU and step", each, later) if of == of_later else ""
     if term == "host":
         return _waits(before, after)
+    if term == "offload":
+        return " -> ".join(dict.fromkeys(str(r.copied or "nothing outside the GPU") for r in (before, after)))
     return ""
 
 
@@ -232,20 +266,26 @@ def _waits(before: Result, after: Result) -> str:
 
 
 def _arithmetic(category: str, before: Result, after: Result) -> str:
-    """Time = work / pace: FLOP of one GPU, and what is left for the FLOP/s (the category's share of them unchanged)."""
+    """Time = work / pace: the category's FLOPs on one GPU, and what is left for the FLOP/s."""
     if not after.breakdown.compute[category]:
         return "none of it any more"
     if not before.breakdown.compute[category]:
         return "new"
-    work = (after.hardware_flops / after.gpus) / (before.hardware_flops / before.gpus)
-    if before.inference is not None and after.inference is not None:
-        made = [_gpus_per_token(r) * r.hardware_flops / r.gpus for r in (before, after)]
-        pace = work / (after.breakdown.compute[category] / before.breakdown.compute[category])
-        gpus = "" if before.gpu == after.gpu else f", {before.gpu} -> {after.gpu}"
-        return f"work per token x{made[1] / made[0]:.3g}, pace x{pace:.3g}{gpus}"
-    seconds = after.breakdown.compute[category] / before.breakdown.compute[category]
+    each = [_flops(r, category) for r in (before, after)]
+    if not all(each):
+        return ""
+    pace = (each[1] / each[0]) / (after.breakdown.compute[category] / before.breakdown.compute[category])
     gpus = "" if before.gpu == after.gpu else f", {before.gpu} -> {after.gpu}"
-    return f"work per GPU x{work:.3g}, pace x{work / seconds:.3g}{gpus}"
+    per = "GPU"
+    if before.inference is not None and after.inference is not None:
+        each, per = [_gpus_per_token(r) * one for r, one in zip((before, after), each, strict=True)], "token"
+    return f"work per {per} x{each[1] / each[0]:.3g}, pace x{pace:.3g}{gpus}"
+
+
+def _flops(result: Result, category: str) -> float:
+    """FLOPs of the kernels of one category on the GPU whose seconds the breakdown tells."""
+    job = result.detail.lowered.job
+    return category_flops(job.programs[job.classes[result.detail.critical].program]).get(category, 0.0)
 
 
 def _communication(path: Sequence[str], before: Result, after: Result) -> str:

@@ -28,8 +28,8 @@ from sim.web.faults import EDITED
 _KEPT = 50
 #: Collectives that a file of a prediction lists one by one; some 200 bytes each.
 _COLLECTIVES = 100_000
-#: Characters of a title in the history, and in a comparison.
-_TITLE, _NAME = 160, 60
+#: Characters of a title in the history.
+_TITLE = 160
 #: Seconds that the end of the server waits for a picture that is being drawn.
 _LAST_PICTURE_S = 5.0
 
@@ -150,11 +150,11 @@ class Desk:
         """
         with self._writing:
             found = compare([self._result(first), self._result(second)])
-            titles = [f"{one}: {_short(self.entries[one].title, _NAME)}" for one in (first, second)]
+            titles = [f"{one}: {name}" for one, name in zip((first, second), found.names, strict=True)]
             found = replace(found, names=titles)
             picture = write_picture(self.reports / f"{first}-{second}", found)
-        title = " against ".join(f"{one}: {self.entries[one].title}" for one in (second, first))
-        return {"title": title, "text": "\n".join(lines(found)), "picture": f"{picture.parent.name}/{picture.name}"}
+        return {"title": " against ".join(reversed(titles)), "text": "\n".join(lines(found)),
+                "picture": f"{picture.parent.name}/{picture.name}"}
 
     def close(self) -> None:
         """Write nothing from now on."""

@@ -16,6 +16,7 @@ from sim.report.memory_plan import MemoryPlan
 from sim.report.terminal.memory import render_memory
 from sim.report.terminal.render import console
 from sim.report.thumb import RULES, rules_of_thumb
+from sim.report.units import size as in_units
 from sim.scenario import resolve
 
 PIPELINE: dict[str, Any] = {
@@ -171,5 +172,5 @@ def test_a_cache_that_fills_the_gpu_is_no_need() -> None:
     lines = " ".join(printed(plan).split())
     needed = memory.capacity_bytes - cached
     assert f"fits: {needed / gib:.3g} GiB are needed, and the allocator's cache takes the other" in lines
-    assert f"cache has filled the GPU: {cached / gib:.3g} GiB of it hold no tensor at the peak" in lines
+    assert f"cache has filled the GPU: {in_units(cached)} of it hold no tensor at the peak" in lines
     assert "0.0%" not in lines and "nothing to spare" not in lines

@@ -62,6 +62,20 @@ def test_values() -> None:
     assert other_value("training.precision", "bf16").startswith("did you mean 'amp-bf16' (autocast), 'fsdp-bf16'")
     assert other_value("parallel.strategy", "deepspeed") == "did you mean zero1, zero2 or zero3?"
     assert other_value("model.norm", "deepspeed") == ""
+    assert other_value("training.optimizer", "paged_adamw_8bit") == (
+        "did you mean 'adamw-8bit' with parallel.offload.optimizer: paged?")
+
+
+@pytest.mark.parametrize("method", ["dpo", "GRPO", "orpo", "knowledge-distillation"])
+def test_what_is_no_single_step_is_answered_with_its_parts(method: str) -> None:
+    for path in ("training.finetune.method", "training.mode"):
+        said = other_value(path, method)
+        assert "did you mean" not in said and ("the policy's step" in said or "the student's step" in said
+                                               or "it is the step of full or lora" in said)
+    assert set(NAMES["answers"]) <= {row["field"] for row in field_rows()}
+    for answers, values in ((NAMES["answers"][path], NAMES["values"][path]) for path in NAMES["answers"]):
+        told = [bare(str(name)) for names in (*answers.values(), *values.values()) for name in names]
+        assert len(told) == len(set(told))
 
 
 def test_an_error_names_ours_instead_of_listing_everything() -> None:
@@ -80,6 +94,11 @@ def test_an_error_names_ours_instead_of_listing_everything() -> None:
 @pytest.mark.parametrize(("field", "value", "hint"), [
     ("nodes", 8, "did you mean 'cluster.nodes'?"),  # and not 'model', which looks like it
     ("training.finetune", "lora", "write {method: lora}"),
+    ("training.finetune", "dpo", "write {method: dpo}"),
+    ("training.micro_batch", [1, 2], "to run each, 'sweep: {training.micro_batch: [1, 2]}'"),
+    ("training.recompute", ["none", "full"], "to run each, 'sweep: {training.recompute: [none, full]}'"),
+    ("training.micro_batch", "1,2,4", "to run each, a sweep with the list [1,2,4]"),
+    ("training.sequence", "131,072", "write 131072 without quotes, commas or underscores"),
     ("parallel", "fsdp", "write {strategy: fsdp}"),
     ("model", "llama-2-7b", "write {preset: llama-2-7b}"), ("model", "a/config.json", "write {hf: a/config.json}"),
     ("cluster", "p4d", "write {topology: p4d}"),
@@ -105,3 +124,19 @@ def test_a_hint_leads_on(field: str, value: object, hint: str) -> None:
     with pytest.raises(UserError) as error:
         resolve(said, "x.yaml")
     assert {fault.field: fault.hint for fault in error.value.faults}[field] == hint
+
+
+@pytest.mark.parametrize(("field", "value", "at", "hint"), [
+    ("training.finetune", {"method": "lora", "rank": 8, "targets": "q_proj"}, ".targets", "did you mean 'query'?"),
+    ("training.finetune", {"method": "lora", "rank": 8, "targets": ["mlp", "down_proj"]}, ".targets.1",
+     "did you mean 'mlp'?"),
+    ("training.precision", {"name": "pure-bf16", "parameters": "mxfp4"}, ".parameters",
+     "did you mean 'int4' or 'nvfp4', which take as much memory within 6%?"),
+    ("training.precision", {"name": "pure-bf16", "parameters": "bnb"}, ".parameters", "did you mean 'nf4'?")], ids=str)
+def test_words_of_peft_and_of_quantisers_are_one_fault_each(field: str, value: object, at: str, hint: str) -> None:
+    said = {"name": "x", "cluster": {"topology": "dgx-h100"}, "model": {"preset": "llama-3-8b"},
+            "training": {"micro_batch": 1, "global_batch": 8, "sequence": 128}}
+    with pytest.raises(UserError) as error:
+        resolve(said, "x.yaml", {field: value})
+    (fault,) = error.value.faults
+    assert (fault.field, fault.hint) == (field + at, hint)

@@ -142,11 +142,12 @@ def test_too_many_collectives_are_left_out_of_the_file_and_counted(client: Flask
 
 
 def test_two_predictions_side_by_side(client: FlaskClient, jobs: Jobs) -> None:
-    predict(client)
-    predict(client, sets=["", " training.recompute=full "])
+    long = f"a scenario whose {'very ' * 12}long name is told whole"
+    predict(client, SMALL.replace("small", long))
+    predict(client, SMALL.replace("small", long), ["", " training.recompute=full "])
     found = own(client, "compare/1/2").json
-    assert found["title"] == "2: small (training.recompute=full) against 1: small"
-    assert "2: small (training.recompute=full) against 1: small: " in found["text"]
+    assert found["title"] == f"2: {long} (recompute full) against 1: {long} (recompute none)"
+    assert f"{found['title']}: " in found["text"]
     assert own(client, f"report/{found['picture']}").status_code == 200
     assert own(client, "compare/1/7").json == {"error": "there is no prediction 7"}
     del jobs.desk._results[1]

@@ -320,7 +320,7 @@ class Zero3:
         self.reductions.append(task)
         self.moved = task if self.serial else None
         if self.offload.moves_optimizer:
-            self.store(section, label._replace(name="partition"), elements(bucket), task)
+            self.store(section, label._replace(name="partition"), elements(bucket), task, last)
         if last:
             self.meet(section, use, bucket)
 
@@ -337,12 +337,17 @@ class Zero3:
         self.reductions[-1] = task
         self.moved = task if self.serial else None
 
-    def store(self, section: SectionBuilder, label: Label, numel: int, task: int) -> None:
-        """A reduced partition goes to the host, added to what is there on the device."""
+    def store(self, section: SectionBuilder, label: Label, numel: int, task: int, last: bool) -> None:
+        """A reduced partition goes to the host, added to what is there on the device; in the `last` micro-step, where
+        the optimizer is on disks, it is written there as the optimizer reads it (stage3.py `partition_grads`:
+        `offload_fp32_gradients`, at the accumulation's boundary alone)."""
         size = round(numel / self.ranks * DTYPE_BYTES[self.precision.gradients])
         section.allocate("gradient partition", size, "gradients", REDUCE)
         waits = (task,) if self.first else (task, self.offload.fetch(section, size, label, (task,), place="cpu"))
-        self.offload.store(section, size, label, waits)
+        self.offload.store(section, size, label, waits, place="cpu")
+        if last and self.offload.on_disks:
+            width = self.offload.state_widths()["gradients"]
+            self.offload.store(section, numel / self.ranks * width, label._replace(name="swapped out"), (task,))
         section.free("gradient partition", size, "gradients", REDUCE)
 
     def prepared(self, bucket: Sequence[Parameter]) -> tuple[Kernel, ...]:

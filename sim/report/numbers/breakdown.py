@@ -158,7 +158,7 @@ def breakdown(columns: Columns, shares: Floats, alone_s: Floats, inline_s: Float
     kernels = columns.where(Kind.KERNELS)
     on_compute = columns.stream[kernels] == COMPUTE_STREAM
     main, aside = kernels[on_compute], kernels[~on_compute]
-    calls, copies = columns.where(Kind.COLLECTIVE), np.concatenate((columns.where(Kind.COPY), _on_cpu(columns)))
+    calls, copies = columns.where(Kind.COLLECTIVE), np.concatenate((columns.where(Kind.COPY), on_cpu(columns)))
     keys = [(c.kind, program.communicators[c.communicator]) for c in program.collectives]
     rows = sorted(set(keys))
     named = np.array([rows.index(key) for key in keys], dtype=np.int64)
@@ -221,7 +221,7 @@ def across(machine: Machine, number: int) -> set[str]:
             and any(c in other.communicators and other.program != simulated.program for other in job.classes)}
 
 
-def _on_cpu(columns: Columns) -> Ints:
+def on_cpu(columns: Columns) -> Ints:
     """Rows of an optimizer that runs on the CPU."""
     rows = columns.where(Kind.HOST)
     labels = columns.program.labels
@@ -278,6 +278,15 @@ def step_flops(program: Program) -> float:
         payload = np.array(section.payload, dtype=np.int64)
         total += repeats * float(flops[payload[kind == Kind.KERNELS]].sum())
     return total
+
+
+def category_flops(program: Program) -> dict[str, float]:
+    """Matrix-product FLOPs one rank executes in a step, recomputation included, by the category of its kernels."""
+    found: dict[str, float] = {}
+    for kernel, often in zip(program.kernels, kernel_counts(program), strict=True):
+        if kernel.flops and often:
+            found[kernel.category] = found.get(kernel.category, 0.0) + float(often) * kernel.flops
+    return found
 
 
 def kernel_counts(program: Program) -> Floats:

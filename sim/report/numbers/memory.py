@@ -15,6 +15,7 @@ from sim.memory.reserved import Reserved, fragmentation_bytes, held_bytes, repla
 from sim.parallel import Lowered
 from sim.program import Job, Program
 from sim.report.numbers.paging import Paging
+from sim.report.units import size as in_units
 from sim.scenario.fields.schema import Scenario
 
 #: Below this share of free memory PyTorch's allocator starts to retry (result.md, `warnings`).
@@ -173,10 +174,10 @@ class MemoryResult:
                          + ("" if self.settings.expandable_segments else
                             " (expandable segments waste less: --set software.allocator.expandable_segments=true)"))
         elif near and self.fits_device and not self.headroom_bytes and self.fragmentation_bytes:
-            cached = self.fragmentation_bytes / gib
-            found.append(f"the allocator's cache has filled the GPU: {cached:.3g} GiB of it hold no tensor at the "
-                         "peak. Blocks that are wholly free go back when more is asked for; with little more to hold, "
-                         "that happens in every step and costs time")
+            cached = in_units(self.fragmentation_bytes)
+            found.append(f"the allocator's cache has filled the GPU: {cached} of it hold no tensor at the peak. Blocks "
+                         "that are wholly free go back when more is asked for; with little more to hold, that happens "
+                         "in every step and costs time")
         elif 0 <= share < TIGHT_HEADROOM:
             found.append(f"only {100 * share:.1f}% of the GPU's memory is left; allocator retries are likely")
         return found

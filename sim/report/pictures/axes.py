@@ -15,6 +15,7 @@ from sim.report.pictures import style as look
 from sim.report.pictures.sweep import sweeps
 from sim.report.result import Result
 from sim.report.words import term as said
+from sim.report.words import written
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -138,7 +139,7 @@ def _lines(sweep: Swept, values: Any, label: str, ax: Axes | None) -> Axes:
         ax.set_xticks(sorted(map(float, shown.values)), [f"{v:g}" for v in sorted(map(float, shown.values))])
         ax.xaxis.set_minor_locator(NullLocator())
     elif not shown.numeric:
-        ax.set_xticks(range(len(shown.values)), [str(v) for v in shown.values])
+        ax.set_xticks(range(len(shown.values)), [written(v) for v in shown.values])
     ax.set_xlabel(shown.axis)
     ax.set_ylabel(label)
     ax.set_ylim(bottom=0)

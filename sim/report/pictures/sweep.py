@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sim.report.pictures import style as look
 from sim.report.result import Result
+from sim.report.words import written
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -315,13 +316,13 @@ def _number(value: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     """A value that can be compared and put into a set: mappings of a sweep become their text."""
-    return value if isinstance(value, str | int | float | bool) or value is None else str(value)
+    return value if isinstance(value, str | int | float | bool) or value is None else written(value)
 
 
 def _say(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return written(value)
 
 
 def _short(path: str) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
+from sim.report.result import has_tokens
 from sim.report.units import rate, seconds, size
 from sim.scenario.fields.schema import Inference, InferenceRun, Precision, Scenario, Training
 
@@ -40,11 +41,6 @@ def layout(scenario: Scenario) -> str:
     if 1 < parallel.sharding_factor < scenario.replica_ranks:
         data += f" × {_replicas(scenario.replica_ranks // parallel.sharding_factor)}"
     return " · ".join(part for part in (" × ".join(cuts), data) if part)
-
-
-def has_tokens(scenario: Scenario) -> bool:
-    """Whether a sample is a sequence of tokens; one of a table of layers is whatever the table counts."""
-    return scenario.model.kind != "layers"
 
 
 def headline(result: Result) -> list[Any]:
@@ -128,9 +124,9 @@ def _inference(result: Result, served: InferenceResult) -> list[Any]:
             (rate(result.tokens_per_second_per_gpu), "tokens/s/GPU"))))
         return [grid]
     crossing = served.crossing_cache_bytes
+    further = [(seconds(served.time_per_token_s), "per further token")] if served.time_per_token_s else []
     grid.add_row(*(Text.assemble((value, "bold"), f" {unit}") for value, unit in (
-        (seconds(served.prompt_time_s), "to the first token"), (seconds(served.time_per_token_s), "per further token"),
-        (rate(served.tokens_per_second), "tokens/s"))))
+        (seconds(served.prompt_time_s), "to the first token"), *further, (rate(served.tokens_per_second), "tokens/s"))))
     grid.add_row(*(Text.assemble((value, "bold"), f" {unit}") for value, unit in (
         (seconds(result.step_time_s), "per request"), (size(served.kv_cache_bytes), "cache per GPU"),
         (rate(result.tokens_per_second_per_gpu), "tokens/s/GPU"))))

@@ -15,7 +15,7 @@ from sim.report.numbers.memory import MemoryResult
 from sim.report.terminal.head import described
 from sim.report.terminal.render import changes_lines, host_line, largest_lines, memory_bar, memory_verdict
 from sim.report.units import size
-from sim.report.words import forward_of
+from sim.report.words import forward_of, written
 
 #: Stages whose tables by phase are all printed; of more only the fullest's, unless asked for.
 FEW_STAGES = 4
@@ -59,13 +59,13 @@ def render_memory_sweep(plans: Sequence[MemoryPlan], skipped: Sequence[Mapping[s
         for plan in plans:
             memory = plan.memory
             most = max(CATEGORIES, key=lambda name: memory.at_peak[name])
-            table.add_row(*(str(plan.set[axis]) for axis in axes), size(memory.use.peak_allocated_bytes),
+            table.add_row(*(written(plan.set[axis]) for axis in axes), size(memory.use.peak_allocated_bytes),
                           size(memory.reserved_bytes), size(memory.device_used_bytes), size(memory.headroom_bytes),
                           Text("yes", style="green") if memory.fits else Text("no", style="bold red"),
                           most.replace("_", " "))
         to.print(Text(plans[0].scenario.name, style="bold"), table)
     for point in skipped:
-        sets = ", ".join(f"{k}={v}" for k, v in point["set"].items())
+        sets = ", ".join(f"{k}={written(v)}" for k, v in point["set"].items())
         to.print(Text.assemble(("skipped ", "yellow"), f"{sets}: {point['reason']}"))
 
 

@@ -19,14 +19,14 @@ from sim.report.advice.largest import GPU_ALONE, Largest
 from sim.report.advice.trials import Change
 from sim.report.numbers.bounding import felt
 from sim.report.numbers.memory import TIGHT_HEADROOM, MemoryResult
-from sim.report.result import Result
+from sim.report.result import Result, has_tokens
 from sim.report.scaling import scaling
-from sim.report.terminal.head import has_tokens, headline
+from sim.report.terminal.head import headline
 from sim.report.terminal.run import budget_lines, trouble_lines
 from sim.report.terminal.stages import stage_lines
 from sim.report.units import rate, seconds, size
 from sim.report.warned.together import together
-from sim.report.words import bound, forward_of, term
+from sim.report.words import bound, forward_of, term, written
 from sim.scenario.change import said
 from sim.work import CATEGORIES as KERNEL_CATEGORIES
 
@@ -82,7 +82,7 @@ def render_sweep(points: Sequence[Result], skipped: Sequence[Mapping[str, Any]],
         for line in scaling(points, axes):
             to.print(Text(str(line), style="dim"))
     for point in skipped:
-        sets = ", ".join(f"{k}={v}" for k, v in point["set"].items())
+        sets = ", ".join(f"{k}={written(v)}" for k, v in point["set"].items())
         to.print(Text.assemble(("skipped ", "yellow"), f"{sets}: {point['reason']}"))
     warnings = together([(_point(p, axes), p.warnings) for p in points])
     to.print(Group(*(_warning(w) for w in warnings), *(_claim(points[0]) if points else [])))
@@ -90,7 +90,7 @@ def render_sweep(points: Sequence[Result], skipped: Sequence[Mapping[str, Any]],
 
 def _point(point: Result, axes: Iterable[str]) -> str:
     """A point of a sweep by its axes, in the words of the table's heads: "sequence 8192, recompute full"."""
-    return ", ".join(f"{axis.rpartition('.')[2].replace('_', ' ')} {point.set[axis]}" for axis in axes)
+    return ", ".join(f"{axis.rpartition('.')[2].replace('_', ' ')} {written(point.set[axis])}" for axis in axes)
 
 
 def _print_whole(table: Table, to: Console) -> None:
@@ -177,6 +177,10 @@ def _bound(result: Result) -> list[Any]:
         if result.breakdown.contention > _SMALLEST_SHARE * result.step_time_s:
             longer = seconds(result.breakdown.contention)
             lines.append(Text(f"kernels take {longer} longer because collectives hold SMs and memory bandwidth"))
+    if result.copied is not None:
+        left = result.breakdown.offload
+        shown = f"; {seconds(left)} of it not hidden" if left > 1e-3 * result.step_time_s else "; hidden"
+        lines.append(Text(f"offload: {result.copied}{shown}"))
     if result.sensitivity is not None:
         lines.append(Text("10% more of: " + ", ".join(
             f"{name.replace('_', ' ')} {round(100 * change, 1) + 0.0:+.1f}%"  # no -0.0
@@ -362,7 +366,7 @@ def _sweep_table(points: Sequence[Result], axes: Sequence[str]) -> Table:
     rows: list[list[Text]] = []
     for point in points:
         memory = point.memory
-        cells = [str(point.set[axis]) for axis in axes]
+        cells = [written(point.set[axis]) for axis in axes]
         served = point.inference
         times = [seconds(point.step_time_s)]
         if serving and served is not None:

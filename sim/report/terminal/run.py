@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from sim.report.numbers.budget import BudgetResult
+from sim.report.result import has_tokens
 from sim.report.units import figure
+from sim.report.units import seconds as in_units
 
 if TYPE_CHECKING:
     from sim.report.result import Result
@@ -18,6 +20,10 @@ _TROUBLES = 8
 LONGER = (8, 9, 18)
 #: Steps that differ by less, relative to one another, are as long: sums of doubles in another order.
 _SAME = 1e-6
+#: Kilowatt-hours from which on energy is told in thousands of them.
+_MEGA = 1000
+#: Shares of a run below which one figure is as good as another.
+_LEAST = 1e-5
 
 
 def trouble_lines(result: Result) -> list[Text]:
@@ -27,7 +33,8 @@ def trouble_lines(result: Result) -> list[Text]:
     lines = [Text(), Text("trouble", style="bold")]
     for one in result.troubles[:_TROUBLES]:
         cost = _percent(one.slowdown) if abs(one.slowdown - 1) > _SAME else "as long"
-        lines.append(Text(f"{one.what}: step {cost}, {one.without_s:.4g} s without it"))
+        usual = ", with what chips of a kind usually differ by" if one.field == "cluster.clock_spread" else ""
+        lines.append(Text(f"{one.what}: step {cost}, {one.without_s:.4g} s without it{usual}"))
     return lines
 
 
@@ -37,15 +44,18 @@ def budget_lines(result: Result) -> list[Text]:
     if found is None:
         return []
     lines = [Text(), Text("the whole run", style="bold")]
-    head = f"{_big(found.tokens)} tokens in {found.steps:,} steps"
+    of = "tokens" if has_tokens(result.scenario) else "samples"
+    head = f"{_big(found.tokens)} {of} in {found.steps:,} steps"
     if found.days is None:
         return [*lines, Text(head), Text("failures leave no time for work: it never ends", style="bold red")]
     assert found.gpu_hours is not None, "days and GPU-hours come together"
-    parts = [f"{found.days:.4g} days", f"{found.gpu_hours:,.0f} GPU-hours"]
+    length = f"{found.days:.4g} days" if found.days >= 1 else _time(86400 * found.days)
+    parts = [length, f"{found.gpu_hours:,.0f} GPU-hours"]
     if found.cost is not None:
         parts.append(f"{found.cost:,.0f} USD")
     if found.energy_kwh is not None:
-        parts.append(f"{found.energy_kwh / 1000:,.4g} MWh of the GPUs alone")
+        energy = f"{found.energy_kwh / 1000:,.4g} MWh" if found.energy_kwh >= _MEGA else f"{found.energy_kwh:.4g} kWh"
+        parts.append(f"{energy} of the GPUs alone")
     lines += [Text(head), Text(" · ".join(parts))]
     asked = result.scenario.budget
     if found.in_time is not None and asked is not None and asked.deadline is not None:
@@ -56,16 +66,22 @@ def budget_lines(result: Result) -> list[Text]:
                           style="bold red"))
     said = "steady steps: {} published runs of weeks took {} to {}% longer a step".format(*LONGER)
     lines.append(Text(said, style="dim"))
-    return [*lines, *_failures(found)]
+    return [*lines, *_failures(found, result)]
 
 
-def _failures(found: BudgetResult) -> list[Text]:
+def _failures(found: BudgetResult, result: Result) -> list[Text]:
     if found.mtbf_s is None or found.checkpoint_every_s is None or found.checkpoint_s is None:
         return []
-    lost = ", ".join(f"{name.replace('_', ' ')} {100 * share:.2g}%" for name, share in found.overhead.items())
+    lost = ", ".join(f"{name.replace('_', ' ')} {_share(share)}" for name, share in found.overhead.items())
+    if (asked := result.scenario.budget) is not None and asked.restart is None:
+        lost += "; no budget.restart is given: of a restart only the checkpoint's reading counts"
     return [Text(f"a failure every {_time(found.mtbf_s)}: goodput {100 * found.goodput:.1f}% with a checkpoint of "
                  f"{_time(found.checkpoint_s)} every {_time(found.checkpoint_every_s)}"),
             Text(f"lost: {lost}", style="dim")]
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:.2g}%" if share >= _LEAST or not share else f"under {100 * _LEAST:g}%"
 
 
 def _percent(ratio: float) -> str:
@@ -73,10 +89,10 @@ def _percent(ratio: float) -> str:
 
 
 def _time(seconds: float) -> str:
-    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
-        if seconds >= 2 * size or unit == "s":
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
             return f"{figure(seconds / size)} {unit}"
-    return ""
+    return in_units(seconds)
 
 
 def _big(value: float) -> str:

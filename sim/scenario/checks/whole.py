@@ -142,7 +142,7 @@ def _layout(written: Scenario, s: Scenario) -> Iterator[Finding]:
         yield (
             f"parallel.{path}",
             f"tensor {p.tensor} · context {p.context} · pipeline {p.pipeline} = {group} does not "
-            f"divide {s.gpus} GPUs ({s.cluster.nodes} nodes of {s.cluster.gpus_per_node})",
+            f"divide {s.gpus} GPUs ({s.cluster.nodes} node{'s' * (s.cluster.nodes > 1)} of {s.cluster.gpus_per_node})",
             divisors_near(s.gpus, group),
         )
         return

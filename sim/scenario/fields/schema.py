@@ -34,7 +34,7 @@ from sim.scenario.fields.tables import (
     switch_or_count,
     word_or_number,
 )
-from sim.scenario.fields.units import BytesPerSecond, Mib, SampleBytes, Seconds
+from sim.scenario.fields.units import BetweenFailures, BytesPerSecond, Mib, SampleBytes, Seconds
 
 DtypeOrNone = Literal["none", "fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "int8", "int4"]
 Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp"]
@@ -56,7 +56,7 @@ class Precision(Table):
 
     name: str = has("custom", "")
     compute: Dtype = needs("of matrix products")
-    parameters: Dtype | Literal["nf4", "nf4-dq"] = needs("of the parameters the model computes with")
+    parameters: Literal[Dtype, "nf4", "nf4-dq"] = needs("of the parameters the model computes with")
     master: DtypeOrNone = needs("of the optimizer's copy of the parameters")
     gradients: Dtype = needs("of stored gradients")
     optimizer: Dtype = needs("of optimizer states")
@@ -330,7 +330,7 @@ class Budget(Table):
     ) = has(None, "tokens")
     price_per_gpu_hour: Annotated[float, Field(ge=0, le=1e6)] | None = has(None, "USD")
     deadline: Seconds | None = has(None, "longest run allowed")
-    mtbf_per_gpu: Seconds | None = has(None, "mean time between failures of one GPU")
+    mtbf_per_gpu: BetweenFailures | None = has(None, "mean time between failures of one GPU")
     checkpoint_every: Seconds | None = has(None, "work between two checkpoints; none = the best")
     restart: Seconds | None = has(None, "from a failure to reading the last checkpoint: spare node, start of the job")
     storage: BytesPerSecond | None = has(None, "checkpoints of the whole job, no faster than this; none = nodes' disks")

@@ -50,7 +50,8 @@ _SECONDS = {
 class Unit:
     """A kind of quantity: its units as factors to the unit a plain number is in, and examples for messages.
 
-    `least` is what no machine goes below: a smaller number was meant in a larger unit (`memory: 80`).
+    `least` is what no machine goes below: a smaller number was meant in a larger unit (`memory: 80`). With `written` a
+    text that says its unit may.
     """
 
     kind: str
@@ -59,6 +60,7 @@ class Unit:
     factors: dict[str, float]
     si: str
     least: float = 0.0
+    written: bool = False
 
     def read(self, value: Any) -> float:
         """The value in the kind's own unit. Raises PydanticCustomError, which `explain` passes on as it is."""
@@ -77,7 +79,7 @@ class Unit:
             raise PydanticCustomError(
                 "unit", "'{value}' has the unit '{unit}', which is not {kind}", self._context(value, unit)
             )
-        return self._enough(number * factor, value)
+        return number * factor if self.written else self._enough(number * factor, value)
 
     def _enough(self, value: float, written: str) -> float:
         if 0 < value < self.least:
@@ -118,6 +120,8 @@ GBPS = Unit(
     "b/s",
 )
 SECONDS = Unit("a time", "seconds", "'30 days', '1 h' or '5 us'", _SECONDS, "s")
+BETWEEN_FAILURES = replace(SECONDS, kind="a time between failures", examples="'50000 h' or '2000 days'",
+                           least=1e5, written=True)
 MIB = Unit("a size in MiB", "MiB", "25 (meaning MiB) or '25 MiB'", {u: f / 2**20 for u, f in _BYTES.items()}, "")
 WATTS = Unit("a power", "W", "400 (meaning W) or '400 W'", {"W": 1.0, "kW": 1e3}, "W", least=10.0)
 
@@ -141,5 +145,7 @@ SampleBytes = Annotated[float, BeforeValidator(_SAMPLE.read), Field(gt=0, le=1e1
 BytesPerSecond = Annotated[float, BeforeValidator(BYTES_PER_S.read), Field(gt=0, le=1e18), _schema(BYTES_PER_S)]
 Gbps = Annotated[float, BeforeValidator(GBPS.read), Field(gt=0, le=1e7), _schema(GBPS)]
 Seconds = Annotated[float, BeforeValidator(SECONDS.read), Field(gt=0, le=1e12), _schema(SECONDS)]
+BetweenFailures = Annotated[float, BeforeValidator(BETWEEN_FAILURES.read), Field(gt=0, le=1e12),
+                            _schema(BETWEEN_FAILURES)]
 Mib = Annotated[float, BeforeValidator(MIB.read), Field(gt=0, le=1e6), _schema(MIB)]
 Watts = Annotated[float, BeforeValidator(WATTS.read), Field(gt=0, le=1e5), _schema(WATTS)]

@@ -15,6 +15,7 @@ from typing import Any
 from sim.errors import Fault, UserError
 from sim.scenario.document import beside, describe, read_text
 from sim.scenario.hf.config import Config
+from sim.scenario.hf.unknown import instead_of
 from sim.scenario.hf.windows import MOST_BLOCKS, patterned, window_of
 
 
@@ -380,6 +381,8 @@ _FAMILIES: dict[str, Callable[[Config], dict[str, Any]]] = {
     "falcon": _falcon,
     "mpt": _mpt,
     "roberta": _bert,
+    "xlm-roberta": _bert,
+    "camembert": _bert,
 }
 
 
@@ -405,7 +408,8 @@ def read_config(folder: Path, written: str) -> dict[str, Any]:
         raise UserError(Fault(f"holds {describe(values)} where a config was expected", file=shown, line=1))
     family = values.get("model_type")
     if not isinstance(family, str) or family not in _FAMILIES:
-        hint = f"known: {', '.join(_FAMILIES)}; for another give kind, layers, hidden, heads … in place of hf"
+        hint = instead_of(values) or (
+            f"known: {', '.join(_FAMILIES)}; for another give kind, layers, hidden, heads … in place of hf")
         inner = values.get("text_config")
         if isinstance(inner, dict) and inner.get("model_type") in _FAMILIES:
             hint = (f"its language model is: write 'text_config' ({inner['model_type']}) into a file of its own; what "

@@ -11,6 +11,7 @@ from sim.report.units import figure
 from sim.report.units import seconds as seconds_of_run
 from sim.report.warned.together import together
 from sim.report.words import term as said
+from sim.report.words import written
 from sim.sizing.compare import Comparison
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def lines(found: Comparison) -> Iterator[str]:
     widest = max(map(len, found.names))
     for i, name in enumerate(found.names):
         yield (f"{name:{widest}}  {_figures(found, i)} on {found.gpus[i]:,} GPU{'s' * (found.gpus[i] > 1)}, bound by "
-               f"{found.bound_by[i]}, {100 * found.scaling[i]:.1f}% of the first's throughput per GPU"
+               f"{found.bound_by[i]}, {_throughput(found, i)}"
                + ("" if found.fits[i] else "; DOES NOT FIT in memory"))
     if not all(found.fits):
         yield "the step of what does not fit is what it would take; 'drystep memory' says what would make it fit"
@@ -59,6 +60,15 @@ def _figures(found: Comparison, i: int) -> str:
             f"{one.tokens_per_second:,.4g} tokens/s")
 
 
+def _throughput(found: Comparison, i: int) -> str:
+    """Throughput of a run against the first's; by itself where they do not count the same."""
+    share = found.scaling[i]
+    if share is None or None in found.scaling:
+        value, of = found.rates[i]
+        return f"{figure(value)} {of}/GPU"
+    return f"{100 * share:.1f}% of the first's throughput per GPU"
+
+
 def change_of(found: Comparison, change_s: float) -> str:
     """A change of what the terms sum to."""
     return f"{seconds_of(change_s)} of GPU time a token" if found.served else seconds_of(change_s)
@@ -66,7 +76,7 @@ def change_of(found: Comparison, change_s: float) -> str:
 
 def _plain(value: object) -> str:
     """A value as the scenario would write it."""
-    return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return written(value, "–")
 
 
 def moved_lines(found: Comparison, i: int) -> Iterator[str]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import sim
 from sim.parallel import lower
 from sim.report.numbers.budget import best_interval_s, checkpoint_bytes, goodput, writing_nodes
+from sim.report.terminal.render import as_text
 from sim.scenario import resolve
 
 SCENARIO = """
@@ -68,6 +69,27 @@ def test_failures_cost_time(tmp_path: Path) -> None:
     assert found["checkpoint_every_s"] == 3600
     assert 0 < found["goodput"] < 1
     assert found["days"] == pytest.approx(calm["days"] / found["goodput"])
+
+
+def test_small_shares_have_no_exponents_and_a_restart_that_is_not_given_is_said(tmp_path: Path) -> None:
+    text = as_text(predicted(tmp_path, ", mtbf_per_gpu: 50000 h"))
+    assert "restarts under 0.001%" in text and "e-" not in text and "no budget.restart is given" in text
+    assert "no budget.restart" not in as_text(predicted(tmp_path, ", mtbf_per_gpu: 50000 h, restart: 10 min"))
+
+
+def test_a_short_run_of_images_is_told_in_minutes_samples_and_kilowatt_hours(tmp_path: Path) -> None:
+    file = tmp_path / "images.yaml"
+    file.write_text("""
+name: images
+cluster: {topology: dgx-a100-40g}
+model: {preset: resnet-50}
+training: {micro_batch: 256, global_batch: 2048, precision: amp-fp16, optimizer: sgd-momentum}
+parallel: {strategy: ddp}
+budget: {tokens: 100000000}
+""", encoding="utf-8")
+    text = as_text(sim.run(file))
+    assert "100 M samples in 48,829 steps" in text  # of 2,048
+    assert " min · " in text and " kWh of the GPUs alone" in text and "0.0" not in text.split("whole run")[1][:120]
 
 
 def test_a_run_that_never_ends_has_no_length(tmp_path: Path) -> None:

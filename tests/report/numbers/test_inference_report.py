@@ -50,6 +50,7 @@ def test_terminal_report_names_the_times() -> None:
     text = as_text(run())
     for words in ("to the first token", "per further token", "cache per GPU", "tokens in the cache"):
         assert words in text
+    assert "per further token" not in as_text(run(generate=1))  # there is none
 
 
 def of_kind(preset: str, **fields: Any) -> Any:

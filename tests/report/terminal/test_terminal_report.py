@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from report_scenarios import small
 
+import sim
 from sim.report.advice.trials import Change
 from sim.report.result import Result
 from sim.report.terminal.render import as_text, bar, console, render, sweep_as_text
@@ -104,3 +106,9 @@ def test_no_cell_of_a_sweep_is_cut_at_any_width(result_of: Make) -> None:
     for width in (*range(60, 100), 160):
         text = sweep_as_text(points, [], {"cluster.nodes": [1, 2], "training.micro_batch": [1]}, width)
         assert "scaling" in text and "100.0%" in text and "fits" in text, width
+
+
+def test_clocks_that_are_spread_are_held_against_what_chips_usually_differ_by() -> None:
+    """H100 under their power limit wait for the hungriest of them: clocks that are given stand in place of that."""
+    spread = small(1024, 1, "amp-bf16", "ddp", **{"cluster.clock_spread": {"sigma": 0.001, "seed": 1}})
+    assert "without it, with what chips of a kind usually differ by" in " ".join(as_text(sim.run(spread)).split())

@@ -84,7 +84,7 @@ def test_fields_that_only_follow_from_others_are_not_told() -> None:
     assert "parallel.reshard_after_forward" not in pipelined.differs and "parallel.pipeline" in pipelined.differs
     machine = {"cluster": {"topology": "hgx-h20", "nodes": 2, "inter_gbps_per_node": 200}}
     named = compare([sim.run(resolve(PLAIN)), sim.run(resolve(PLAIN | machine))]).names[1]
-    assert "gpu h20" in named and "nvme" not in named  # of what comes with a machine its GPU tells most
+    assert "topology hgx-h20" in named and "nvme" not in named  # what comes with a machine its name tells
 
 
 def test_slower_links_are_more_on_the_wire_and_less_hidden() -> None:
@@ -161,3 +161,33 @@ def test_a_run_that_does_not_fit_is_told_apart() -> None:
     first, second, note, *_ = lines(found)
     assert "DOES NOT FIT" in second and "DOES NOT FIT" not in first and "drystep memory" in note
     assert "does not fit" not in "\n".join(lines(against(training={"recompute": "full"}))).lower()
+
+
+def test_work_is_that_of_the_terms_own_kernels() -> None:
+    """Half the sequence is half the products and a quarter of attention's pairs of queries and keys."""
+    why = against(training={"sequence": 512}).why[0]
+    assert why["compute.gemm"].startswith("work per GPU x0.5, pace x")
+    assert why["compute.attention"].startswith("work per GPU x0.25, pace x")
+
+
+def test_images_and_tokens_have_no_ratio() -> None:
+    images = {"name": "images", "cluster": {"topology": "dgx-a100-80g"}, "model": {"preset": "resnet-50"},
+              "training": {"micro_batch": 64, "global_batch": 512, "precision": "amp-fp16"},
+              "parallel": {"strategy": "ddp"}}
+    found = compare([sim.run(resolve(one)) for one in (PLAIN, images)])
+    assert found.scaling == [1.0, None] and [of for _, of in found.rates] == ["tokens/s", "samples/s"]
+    text = list(lines(found))
+    assert text[0].endswith(" tokens/s/GPU") and text[1].endswith(" samples/s/GPU")
+    assert "compute.memory_bound" not in found.why[0]  # so many tokens are no samples
+
+
+def test_runs_on_two_machines_are_called_by_them_and_told_apart() -> None:
+    machines = ("p4d", "dgx-a100-40g", "dgx-a100-40g", "dgx-a100-40g")
+    batches, views = (64, 64, 64, 128), (False, False, True, True)
+    found = compare([sim.run(resolve({**PLAIN, "cluster": {"topology": machine},
+                                      "training": {**PLAIN["training"], "global_batch": batch},
+                                      "parallel": {"strategy": "ddp", "gradient_as_bucket_view": view}}))
+                     for machine, batch, view in zip(machines, batches, views, strict=True)])
+    assert found.names[0] == "plain (topology p4d, global batch 64, gradient as bucket view false)"
+    assert len(set(found.names)) == 4 and found.names[3].endswith("view true)")
+    assert any("gradient_as_bucket_view: false | false | true | true" in line for line in lines(found))
