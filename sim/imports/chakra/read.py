@@ -1,0 +1,140 @@
+"""Execution traces of PyTorch and Chakra as scenarios: one file of each rank, and a model's config.json beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sim.errors import Fault, UserError
+from sim.imports.chakra.files import Trace, is_trace, read_trace
+from sim.imports.chakra.groups import Group, collectives, degrees, groups_of, world_of
+from sim.imports.chakra.layout import Counts, read_framework, read_ranks, read_strategy
+from sim.imports.chakra.model import Told, read_model
+from sim.imports.chakra.nodes import Node
+from sim.imports.chakra.operators import Pass, most_common, sort_calls, token_embedding
+from sim.imports.chakra.work import (
+    compiler_in,
+    optimizer_steps,
+    read_batch,
+    read_kernels,
+    read_optimizer,
+    read_precision,
+    read_recompute,
+)
+from sim.imports.draft import Draft
+
+_STEP = "record a whole training step, from its first forward to the optimizer's step"
+_LAST = 2**62
+
+
+@dataclass
+class _Rank:
+    """A rank's trace, sorted: its groups, forward and what runs again, the embedding's calls, what is counted."""
+
+    trace: Trace
+    groups: list[Group]
+    forward: Pass
+    again: Pass
+    embeddings: list[Node]
+    steps: list[Node]
+    counts: Counts
+
+    @property
+    def first(self) -> Pass:
+        """Calls of the first forward."""
+        starts = self._starts()
+        return self.forward.between(starts[0], starts[1] if len(starts) > 1 else _LAST)
+
+    def _starts(self) -> list[int]:
+        if self.embeddings:
+            return [node.id for node in self.embeddings]
+        first = self.forward.products[0]
+        same = [one.node.id for one in self.forward.products if first.place is not None and one.place == first.place]
+        return [0, *same[1:]]
+
+
+def read(files: Sequence[str], draft: Draft) -> None:
+    """Takes what execution traces say.
+
+    Raises:
+        UserError: a file that is no such trace or holds no training step, or ranks that do not belong together.
+    """
+    traces = [file for file in files if is_trace(file)]
+    for _ in draft.opened([file for file in files if file not in traces]):
+        raise UserError(Fault("is no execution trace and no model's config.json", "", _.file))
+    if not traces:
+        raise UserError(Fault("is a model's config.json alone", "", files[0], 0, "name an execution trace too"))
+    ranks: list[_Rank] = []
+    for file in traces:
+        rank = _sorted(read_trace(file))
+        if ranks:
+            _belongs(rank, ranks[0], len(traces))
+            rank.trace.nodes = []
+        ranks.append(rank)
+    _read(ranks, draft)
+
+
+def _sorted(trace: Trace) -> _Rank:
+    forward, again = sort_calls(trace.nodes)
+    if not forward.products and not again.products:
+        raise UserError(Fault("holds no product with weights that tells its sizes", "", trace.file, 0, _STEP))
+    if not any(node.backward for node in trace.nodes):
+        raise UserError(Fault("holds no backward: it is of inference, or of less than a step", "", trace.file, 0,
+                              _STEP))
+    if not forward.products or not forward.attention:
+        lacking = "attention" if forward.products else "forward"
+        raise UserError(Fault(f"holds no {lacking} that tells its sizes", "", trace.file, 0, _STEP))
+    embeddings = token_embedding(forward)
+    steps = optimizer_steps(trace)
+    rank = _Rank(trace, groups_of(trace), forward, again, embeddings, steps, Counts(0, 0))
+    named = [sum(one.name == node.name for one in steps) for node in steps]
+    rank.counts = Counts(max(named, default=1), max(1, len(rank._starts())))
+    return rank
+
+
+def _belongs(rank: _Rank, first: _Rank, files: int) -> None:
+    """Raises UserError where a rank's trace is not of the job of the first."""
+    def differ(what: str, mine: object, other: object) -> None:
+        if mine != other:
+            raise UserError(Fault(f"has {what} {mine}, but {first.trace.file} has {other}: not of one job", "",
+                                  rank.trace.file, 0, "give files of one job's ranks"))
+
+    worlds = [world_of(one.groups) for one in (rank, first)]
+    sizes = [world.size if world is not None else 0 for world in worlds]
+    differ("ranks in all", *sizes)
+    if 0 < sizes[0] < files or not sizes[0]:
+        raise UserError(Fault(f"is one of {files} files, but of a job of {sizes[0] or 1} ranks", "", rank.trace.file))
+    differ("forwards", rank.counts.passes, first.counts.passes)
+    shapes = [next((node.shape(1) for node in one.embeddings), None) for one in (rank, first)]
+    if None not in shapes:
+        differ("tokens", *("x".join(map(str, shape or ())) for shape in shapes))
+    differ("heads of attention", *(one.forward.attention[0].heads for one in (rank, first)))
+
+
+def _read(ranks: Sequence[_Rank], draft: Draft) -> None:
+    rank = ranks[0]
+    trace, counts, one = rank.trace, rank.counts, rank.first
+    along = degrees(trace, rank.groups)
+    told = Told(draft, trace.file, along["tensor"].size if "tensor" in along else 1, draft.has("model.hf"))
+    calls = collectives(trace)
+    replicas = read_ranks(told, rank.groups, along, calls, len(ranks))
+    if not one.attention:
+        raise UserError(Fault("holds no whole forward: attention comes before its first embedding", "", trace.file, 0,
+                              _STEP))
+    embedding = rank.embeddings[0] if rank.embeddings else None
+    layers = len(one.attention)
+    stages = draft.value("parallel.pipeline") or 1
+    told.take("model.layers", layers * stages, one.attention[0].node,
+              f"{layers} calls of attention in a forward" + (f" of one of {stages} stages" if stages > 1 else ""))
+    read_model(told, one, embedding)
+    read_batch(told, one, embedding, counts, draft.value("parallel.context") or 1)
+    strategy = read_strategy(told, trace, calls, counts, replicas)
+    compiled = compiler_in(trace) is not None
+    read_framework(told, trace, rank.groups, one, compiled)
+    states = read_optimizer(told, trace, rank.steps)
+    gradients = most_common([node.dtype(0) for node in trace.nodes if node.name == "torch::autograd::AccumulateGrad"])
+    read_precision(told, rank.forward, calls, strategy, states, gradients)
+    read_recompute(told, rank.again, layers, counts.passes, compiled)
+    read_kernels(told, trace, one)
+    if not rank.steps:
+        told.leave("Optimizer.step", 0, "no optimizer's step is in the trace: all of it is taken as one step")
