@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from sim.imports.chakra.nodes import Node
 from sim.imports.chakra.operators import Pass, Product
-
-if TYPE_CHECKING:
-    from sim.imports.chakra.model import Told
+from sim.imports.chakra.told import Told
 
 
 def read_experts(told: Told, one: Pass, behind: Sequence[Sequence[Product]], stream: int) -> bool:

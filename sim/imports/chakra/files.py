@@ -21,6 +21,8 @@ MOST_NODES, _MOST_TEXT = 4_000_000, 16 * 2**30
 _CHUNK, _HEAD = 4 * 2**20, 2**20
 #: Characters of one node at most: the list of groups of a large job is the largest there is.
 _MOST_OF_A_NODE = 256 * 2**20
+#: Characters of the longest word of JSON, of which a part may be left.
+_SHORT = 8
 _NODES = re.compile(r'"nodes"\s*:\s*\[')
 _AGAIN = "record one training step with torch.profiler.ExecutionTraceObserver"
 
@@ -117,12 +119,13 @@ def _objects(text: io.TextIOWrapper, buffer: str, file: str) -> Iterator[dict[st
         try:
             one, at = decoder.raw_decode(buffer, at)
         except ValueError as error:
+            # Wrong to its end: it may go on; wrong before that, it never will.
+            cut = getattr(error, "pos", at) >= len(buffer.rstrip()) - _SHORT or "Unterminated" in str(error)
             more = text.read(max(_CHUNK, len(buffer) - at))
             read += len(more)
             buffer, at = buffer[at:] + more, 0
             if not more:
-                where = f"behind {count:,} nodes"
-                _refuse(f"is cut off {where}" if _cut(error, buffer) else f"is not JSON {where}: {error}", file, _AGAIN)
+                _refuse(f"is {'cut off' if cut else 'not JSON'} behind {count:,} nodes", file, _AGAIN)
             if len(buffer) > _MOST_OF_A_NODE + _CHUNK or read > _MOST_TEXT:
                 _refuse(f"is not JSON that can be read, behind {count:,} nodes", file)
             continue
@@ -131,12 +134,6 @@ def _objects(text: io.TextIOWrapper, buffer: str, file: str) -> Iterator[dict[st
             _refuse(f"holds more than {MOST_NODES:,} nodes", file, _AGAIN)
         if isinstance(one, dict):
             yield one
-
-
-def _cut(error: ValueError, buffer: str) -> bool:
-    """Whether a text is not wrong but ends too early."""
-    where = getattr(error, "pos", 0)
-    return not buffer.strip() or where >= len(buffer.rstrip()) - 8 or "Unterminated" in str(error)
 
 
 def _protobuf(raw: BinaryIO, file: str) -> Trace:

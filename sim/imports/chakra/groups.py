@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from sim.errors import Fault, UserError
 from sim.imports.chakra.files import Trace
-from sim.imports.chakra.nodes import Node
+from sim.imports.chakra.nodes import Node, readable
 
 _INIT = "## process_group:init ##"
 #: What a group's description is called -> the axis it goes along; the first that fits.
@@ -148,7 +148,7 @@ def _listed(node: Node) -> Iterator[Group]:
         listed = tuple(one for one in ranks if isinstance(one, int)) if isinstance(ranks, list) else ()
         size = row.get("group_size", len(listed))
         if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-            yield Group(row["pg_name"], str(row.get("pg_desc") or "")[:80], size, listed)
+            yield Group(readable(row["pg_name"])[:80], readable(str(row.get("pg_desc") or ""))[:80], size, listed)
 
 
 def _recorded(node: Node) -> Iterator[Group]:
@@ -165,4 +165,4 @@ def _recorded(node: Node) -> Iterator[Group]:
     except ValueError:
         count = 0
     if isinstance(name, str) and name and 0 < count < 10**7:
-        yield Group(name, str(about or "")[:80], count, (), node.name)
+        yield Group(readable(name)[:80], readable(str(about or ""))[:80], count, (), node.name)

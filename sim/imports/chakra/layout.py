@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from sim.imports.chakra.files import Trace
 from sim.imports.chakra.groups import Collective, Group, world_of
-from sim.imports.chakra.model import Told
 from sim.imports.chakra.nodes import Node
 from sim.imports.chakra.operators import Pass
+from sim.imports.chakra.told import Told
 from sim.imports.settings import Said
 
 _FSDP_1, _FSDP_2, _DDP = "FullyShardedDataParallel.forward", "FSDP::", "DistributedDataParallel.forward"

@@ -10,43 +10,11 @@ from itertools import pairwise
 from sim.imports.chakra.experts import read_experts
 from sim.imports.chakra.nodes import Node
 from sim.imports.chakra.operators import Norm, Pass, Product
-from sim.imports.draft import Draft
-from sim.imports.settings import Said
+from sim.imports.chakra.told import Told
 
 _ACTIVATIONS = {"aten::silu": "silu", "aten::relu": "relu", "aten::gelu": "gelu"}
 #: A position's angles: transformers and others take cosines of them, Meta's code complex numbers.
 _ROTARY = ("aten::cos", "aten::polar", "aten::view_as_complex")
-
-
-@dataclass
-class Told:
-    """What takes fields of a draft with calls of a trace as their origin.
-
-    Attributes:
-        draft, file: where they go, and the trace; tensor: ranks that share a block's products; overall: whether
-            nothing is taken, since a model's config.json is at hand.
-    """
-
-    draft: Draft
-    file: str
-    tensor: int = 1
-    overall: bool = False
-
-    def take(self, path: str, value: object, origin: Node | str, text: str = "") -> None:
-        """A field's value, and the call that says it."""
-        if self.overall and path.startswith("model."):
-            return
-        name = origin if isinstance(origin, str) else f"{origin.name} {_sizes(origin)}".rstrip()
-        self.draft.take(path, value, Said(self.file, name, value), text)
-
-    def assume(self, path: str, value: object, why: str) -> None:
-        """A field's value where the trace says none."""
-        if not (self.overall and path.startswith("model.")):
-            self.draft.assume(path, value, why)
-
-    def leave(self, name: str, value: object, why: str) -> None:
-        """What the trace says and no field."""
-        self.draft.leave(Said(self.file, name, value), why)
 
 
 @dataclass(frozen=True)
@@ -268,9 +236,3 @@ def _dropout(told: Told, one: Pass) -> None:
     if calls:
         node, rate = calls[-1]
         told.take("model.dropout", round(rate, 6), node)
-
-
-def _sizes(node: Node) -> str:
-    """Sizes of a call's first inputs, as `2x32x64, 64x64`."""
-    shapes = ["x".join(map(str, node.shape(index))) for index in range(min(3, len(node.shapes)))]
-    return ", ".join(shape for shape in shapes if shape)

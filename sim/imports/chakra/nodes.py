@@ -106,7 +106,8 @@ def node_of(raw: Mapping[str, Any]) -> Node | None:
     parent = raw.get("ctrl_deps", raw.get("parent"))
     if not isinstance(number, int) or isinstance(number, bool) or not isinstance(name, str):
         return None
-    node = Node(number, name, parent if isinstance(parent, int) and not isinstance(parent, bool) else -1)
+    parent = parent if isinstance(parent, int) and not isinstance(parent, bool) else -1
+    node = Node(number, name if name.isascii() else readable(name), parent)
     attrs = [one for one in _list(raw.get("attrs")) if isinstance(one, Mapping)]
     thread = next((one.get("value") for one in attrs if one.get("name") == "tid"), raw.get("tid"))
     node.thread = thread if isinstance(thread, int) else 0
@@ -125,6 +126,11 @@ def node_of(raw: Mapping[str, Any]) -> Node | None:
     if name == "record_param_comms":
         node.attrs = {one["name"]: one.get("value") for one in attrs if isinstance(one.get("name"), str)}
     return node
+
+
+def readable(text: str) -> str:
+    """Text that can be printed: JSON may hold halves of characters."""
+    return text.encode("utf-8", "replace").decode("utf-8")[:300]
 
 
 def in_order(found: Iterable[Node]) -> list[Node]:

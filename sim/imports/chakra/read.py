@@ -9,9 +9,10 @@ from sim.errors import Fault, UserError
 from sim.imports.chakra.files import Trace, is_trace, read_trace
 from sim.imports.chakra.groups import Group, collectives, degrees, groups_of, world_of
 from sim.imports.chakra.layout import Counts, read_framework, read_ranks, read_strategy
-from sim.imports.chakra.model import Told, read_model
+from sim.imports.chakra.model import read_model
 from sim.imports.chakra.nodes import Node
 from sim.imports.chakra.operators import Pass, most_common, sort_calls, token_embedding
+from sim.imports.chakra.told import Told
 from sim.imports.chakra.work import (
     compiler_in,
     optimizer_steps,

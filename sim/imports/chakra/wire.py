@@ -123,14 +123,14 @@ def _node(fields: list[tuple[int, int | bytes]]) -> Node | None:
         elif number == _CTRL:  # one by itself, or packed
             first = value if isinstance(value, int) else _varint(value, 0)[0] if value else -1
             raw.setdefault("ctrl_deps", first)
+        elif number == _ATTR and isinstance(value, bytes):
+            raw["attrs"].append(_attribute(value))
     if not telling(str(raw.get("name", ""))):
         return node_of(raw)
     for number, value in fields:
         if number in (_INPUTS, _OUTPUTS) and isinstance(value, bytes):
             raw["inputs" if number == _INPUTS else "outputs"] = {
                 _IO[key]: _lists(one) for key, one in _fields(value) if key in _IO and isinstance(one, bytes)}
-        elif number == _ATTR and isinstance(value, bytes):
-            raw["attrs"].append(_attribute(value))
     return node_of(raw)
 
 

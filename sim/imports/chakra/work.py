@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from sim.imports.chakra.files import Trace
 from sim.imports.chakra.groups import Collective
 from sim.imports.chakra.layout import Counts
-from sim.imports.chakra.model import Told
 from sim.imports.chakra.nodes import Node
 from sim.imports.chakra.operators import Pass, most_common
+from sim.imports.chakra.told import Told
 from sim.scenario.fields.precisions import FIELDS, PRECISIONS
 
 _STEP = re.compile(r"Optimizer\.step#(\w+)\.step")
