@@ -8,7 +8,7 @@ value of a tensor is [tensor, storage, offset, elements, bytes of one, device].
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -26,6 +26,7 @@ _TELLING = frozenset(f"aten::{name}" for name in (
     "add_", "sqrt"))
 _FAMILIES = ("aten::_scaled_dot_product", "aten::scaled_dot_product", "aten::_flash_attention", "aten::_fused_ad",
              "aten::_fused_sgd", "aten::_foreach_", "aten::_efficient_attention")
+_NONE: Mapping[str, Any] = {}
 _ENGINE = "autograd::engine::evaluate_function"
 #: Calls around a call that are kept; wrappers of modules are few.
 _DEEPEST = 40
@@ -47,12 +48,12 @@ class Node:
     id: int
     name: str
     parent: int
-    shapes: list[Any] = field(default_factory=list)
-    types: list[Any] = field(default_factory=list)
-    values: list[Any] = field(default_factory=list)
-    out: list[Any] = field(default_factory=list)
-    out_types: list[Any] = field(default_factory=list)
-    attrs: Mapping[str, Any] = field(default_factory=dict)
+    shapes: Sequence[Any] = ()
+    types: Sequence[Any] = ()
+    values: Sequence[Any] = ()
+    out: Sequence[Any] = ()
+    out_types: Sequence[Any] = ()
+    attrs: Mapping[str, Any] = field(default_factory=lambda: _NONE)
     thread: int = 0
     backward: bool = False
     updating: bool = False
@@ -168,7 +169,7 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _shape(shapes: list[Any], index: int) -> Shape:
+def _shape(shapes: Sequence[Any], index: int) -> Shape:
     value = shapes[index] if index < len(shapes) else None
     if isinstance(value, list) and all(_size(one) for one in value):
         return tuple(value)
@@ -187,7 +188,7 @@ def _nested(value: Any, depth: int = 0) -> Iterator[Shape]:
             yield from _nested(one, depth + 1)
 
 
-def _dtype(types: list[Any], index: int) -> str:
+def _dtype(types: Sequence[Any], index: int) -> str:
     text = types[index] if index < len(types) else ""
     found = _TENSOR.search(text) if isinstance(text, str) else None
     return _DTYPES.get(found[1], "") if found else ""

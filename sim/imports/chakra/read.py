@@ -9,7 +9,8 @@ from sim.errors import Fault, UserError
 from sim.imports.chakra.files import Trace, is_trace, read_trace
 from sim.imports.chakra.groups import Group, collectives, degrees, groups_of, world_of
 from sim.imports.chakra.layout import Counts, read_framework, read_ranks, read_strategy
-from sim.imports.chakra.model import read_model
+from sim.imports.chakra.lora import Pair, read_pairs, take_pairs
+from sim.imports.chakra.model import read_model, split_blocks
 from sim.imports.chakra.nodes import Node
 from sim.imports.chakra.operators import Pass, most_common, sort_calls, token_embedding
 from sim.imports.chakra.told import Told
@@ -26,6 +27,9 @@ from sim.imports.draft import Draft
 
 _STEP = "record a whole training step, from its first forward to the optimizer's step"
 _LAST = 2**62
+_OTHER_AXES = ("tensor", "pipeline", "context", "expert", "expert tensor")
+#: What tensor ranks (DTensor) and norms of gradients sum by; DDP and FSDP do not.
+_FUNCTIONAL = "_c10d_functional::all_reduce"
 
 
 @dataclass
@@ -39,14 +43,16 @@ class _Rank:
     embeddings: list[Node]
     steps: list[Node]
     counts: Counts
+    pairs: list[Pair]
 
     @property
     def first(self) -> Pass:
         """Calls of the first forward."""
-        starts = self._starts()
+        starts = self.starts()
         return self.forward.between(starts[0], starts[1] if len(starts) > 1 else _LAST)
 
-    def _starts(self) -> list[int]:
+    def starts(self) -> list[int]:
+        """Numbers of the calls that each forward begins with."""
         if self.embeddings:
             return [node.id for node in self.embeddings]
         first = self.forward.products[0]
@@ -65,14 +71,10 @@ def read(files: Sequence[str], draft: Draft) -> None:
         raise UserError(Fault("is no execution trace and no model's config.json", "", _.file))
     if not traces:
         raise UserError(Fault("is a model's config.json alone", "", files[0], 0, "name an execution trace too"))
-    ranks: list[_Rank] = []
-    for file in traces:
-        rank = _sorted(read_trace(file))
-        if ranks:
-            _belongs(rank, ranks[0], len(traces))
-            rank.trace.nodes = []
-        ranks.append(rank)
-    _read(ranks, draft)
+    first = _sorted(read_trace(traces[0]))
+    for file in traces[1:]:
+        _belongs(_sorted(read_trace(file)), first, len(traces))
+    _read(first, len(traces), draft)
 
 
 def _sorted(trace: Trace) -> _Rank:
@@ -85,11 +87,13 @@ def _sorted(trace: Trace) -> _Rank:
     if not forward.products or not forward.attention:
         lacking = "attention" if forward.products else "forward"
         raise UserError(Fault(f"holds no {lacking} that tells its sizes", "", trace.file, 0, _STEP))
+    pairs = take_pairs(forward)
+    take_pairs(again)
     embeddings = token_embedding(forward)
     steps = optimizer_steps(trace)
-    rank = _Rank(trace, groups_of(trace), forward, again, embeddings, steps, Counts(0, 0))
+    rank = _Rank(trace, groups_of(trace), forward, again, embeddings, steps, Counts(0, 0), pairs)
     named = [sum(one.name == node.name for one in steps) for node in steps]
-    rank.counts = Counts(max(named, default=1), max(1, len(rank._starts())))
+    rank.counts = Counts(max(named, default=1), max(1, len(rank.starts())))
     return rank
 
 
@@ -112,13 +116,15 @@ def _belongs(rank: _Rank, first: _Rank, files: int) -> None:
     differ("heads of attention", *(one.forward.attention[0].heads for one in (rank, first)))
 
 
-def _read(ranks: Sequence[_Rank], draft: Draft) -> None:
-    rank = ranks[0]
+def _read(rank: _Rank, files: int, draft: Draft) -> None:
     trace, counts, one = rank.trace, rank.counts, rank.first
     along = degrees(trace, rank.groups)
     told = Told(draft, trace.file, along["tensor"].size if "tensor" in along else 1, draft.has("model.hf"))
-    calls = collectives(trace)
-    replicas = read_ranks(told, rank.groups, along, calls, len(ranks))
+    # Sums and gathers of tensor ranks and the like are no data parallelism's.
+    others = {group.name for group in rank.groups if group.axis in _OTHER_AXES}
+    everything = collectives(trace)
+    calls = [call for call in everything if call.group not in others and _FUNCTIONAL not in call.node.above]
+    replicas = read_ranks(told, rank.groups, along, everything, files)
     if not one.attention:
         raise UserError(Fault("holds no whole forward: attention comes before its first embedding", "", trace.file, 0,
                               _STEP))
@@ -128,6 +134,7 @@ def _read(ranks: Sequence[_Rank], draft: Draft) -> None:
     told.take("model.layers", layers * stages, one.attention[0].node,
               f"{layers} calls of attention in a forward" + (f" of one of {stages} stages" if stages > 1 else ""))
     read_model(told, one, embedding)
+    read_pairs(told, rank.pairs, split_blocks(one))
     read_batch(told, one, embedding, counts, draft.value("parallel.context") or 1)
     strategy = read_strategy(told, trace, calls, counts, replicas)
     compiled = compiler_in(trace) is not None
