@@ -49,6 +49,11 @@ TRUTH: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] = {
     "llama_tp2.0": (LLAMA, {"precision": PRECISE}, {"strategy": "fsdp", "sharding_factor": 2, "tensor": 2}, 4),
     "llama_ddp_fused_pg.0": (LLAMA, {"precision": "amp-bf16", "micro_steps": 1}, {"strategy": "ddp"}, 2),
     "llama_eager.0": (LLAMA, {"attention": "eager", "precision": "amp-bf16"}, {"strategy": "none"}, 1),
+    "zero1.0": (LLAMA, {"micro_steps": 2, "precision": "mixed-bf16"}, {"strategy": "zero1"}, 2),
+    "zero2.0": (LLAMA, {"micro_steps": 2, "precision": "mixed-bf16"}, {"strategy": "zero2"}, 2),
+    "zero3.0": (LLAMA, {"micro_steps": 2, "precision": "mixed-bf16"}, {"strategy": "zero3"}, 2),
+    "llama_loraqv.0": (LLAMA, {"precision": "amp-bf16", "finetune": {
+        "method": "lora", "rank": 4, "targets": ["query", "value"], "dropout": 0.05, "base": "fp32"}}, {}, 1),
     "qwen.0": (QWEN, {"attention": "sdpa"}, {}, 1),
     "mixtral.0": ({**SMALL, "kv_heads": 2, "gated_mlp": True, "moe": {"experts": 4, "top_k": 2, "expert_ffn": 96}},
                   {"optimizer": "adamw"}, {}, 1),
@@ -155,6 +160,60 @@ def test_wrong_files_are_told(tmp_path: Path) -> None:
     for file in (str(tmp_path / "t.gz"), str(tmp_path), str(tmp_path / "none.json")):
         with pytest.raises(UserError):
             import_files("chakra", [file], ON)
+
+
+def call(number: int, name: str, parent: int, *inputs: tuple[Any, Any, str], **attrs: Any) -> dict[str, Any]:
+    values, shapes, types = ([one[at] for one in inputs] for at in range(3))
+    told = [{"name": key, "value": value} for key, value in {"tid": 1, **attrs}.items()]
+    return {"id": number, "name": name, "ctrl_deps": parent, "attrs": told, "outputs": {},
+            "inputs": {"values": values, "shapes": shapes, "types": types}}
+
+
+def test_groups_of_nccls_record_say_degrees_and_keep_tensor_ranks_sums_apart(tmp_path: Path) -> None:
+    data = raw("gpt2_sgd.0")
+    nodes = list(data["nodes"])
+    top = max(one["id"] for one in nodes)
+    tensor = {"pg_name": "3", "pg_desc": "TENSOR_MODEL_PARALLEL_GROUP", "pg_size": 2}
+    added = []
+    for at, (group, dtype) in enumerate(((tensor, "c10::BFloat16"), ({"pg_name": "1", "pg_desc": "DATA_PARALLEL_GROUP",
+                                                                      "pg_size": 4}, "float"))):
+        mine = (("", [[2048]], f"GenericList[Tensor({dtype})]"),)
+        number = top + 10 * at + 1
+        added += [call(number + 1, "record_param_comms", number, *mine, **group),
+                  call(number, "c10d::allreduce_", -1, *mine)]
+    world = [{"pg_name": "0", "pg_desc": "default_pg", "ranks": [], "group_size": 8}]
+    added.append(call(top + 50, "## process_group:init ##", -1, (json.dumps(world), [], "String")))
+    found = import_files("chakra", [write(tmp_path, {"nodes": nodes + added})], ON)
+    assert (found.data["parallel"]["tensor"], found.scenario.gpus) == (2, 8)
+    assert (found.data["model"]["heads"], found.data["model"]["ffn"]) == (8, 384)  # of two ranks
+    assert found.data["parallel"]["strategy"] == "ddp" and found.data["training"]["precision"] == "fp32"
+    assert found.data["software"]["framework"] == "megatron"
+
+
+def test_what_one_backward_cannot_say_is_assumed(tmp_path: Path) -> None:
+    data = raw("zero1.0")
+    second = [one["id"] for one in data["nodes"] if one["name"] == "aten::embedding"][1]
+    half = {**data, "nodes": [one for one in data["nodes"] if one["id"] >= second or "process_group" in one["name"]]}
+    found = import_files("chakra", [write(tmp_path, half)], ON)
+    assert found.data["parallel"]["strategy"] == "zero1"
+    assert "parallel.strategy" in [note.field for note in found.of("assumed")]
+
+
+def test_weights_without_gradients_are_told(tmp_path: Path) -> None:
+    found = import_files("chakra", [write(tmp_path, {"nodes": [
+        one for at, one in enumerate(raw()["nodes"])
+        if at % 5 == 0 or one["name"] != "torch::autograd::AccumulateGrad"]})], ON)
+    assert any("not all weights are trained" in note.text for note in found.of("left"))
+
+
+def test_an_optimizer_on_the_cpu_beside_a_model_on_a_gpu_is_offloaded(tmp_path: Path) -> None:
+    text = json.dumps(raw("gpt_fsdp1.0")["nodes"])
+    nodes = json.loads(text)
+    for one in nodes:
+        if one["name"] == "aten::linear":
+            one["inputs"]["values"] = json.loads(json.dumps(one["inputs"]["values"]).replace('"cpu"', '"cuda:0"'))
+    found = import_files("chakra", [write(tmp_path, {"nodes": nodes})], ON)
+    assert found.data["parallel"]["offload"] == {"optimizer": "cpu", "parameters": "cpu"}
 
 
 def test_a_trace_without_an_optimizers_step_is_taken_as_one(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Who holds what in the job of a trace: ranks, degrees of the layout, and what data parallelism does.
 
 Sources: names that torch 2.13.0 writes (DistributedDataParallel, FullyShardedDataParallel, fully_shard's `FSDP::` and
-`fsdp::`, seen in traces); deepspeed runtime/zero/parameter_offload.py and linear.py (autograd functions of stage 3),
-Megatron core tensor_parallel/layers.py (recalled).
+`fsdp::`) and deepspeed 0.19.8 has (autograd functions of stage 3 in runtime/zero/parameter_offload.py and linear.py),
+seen in traces; Megatron core tensor_parallel/layers.py (recalled).
 """
 
 from __future__ import annotations
@@ -186,8 +186,13 @@ def _bare(told: Told, trace: Trace, calls: Sequence[Collective], counts: Counts,
     if gathers and (scatters or sums):
         often = counts.micro_steps > 1 and len(scatters or sums) % counts.passes == 0
         stage = "zero2" if often else "zero1"
-        why = "reduced in every backward" if often else "ZeRO-2 looks alike where one backward is all of a step"
-        told.take("parallel.strategy", stage, gathers[0].node, f"gathers behind the optimizer's step; {why}")
+        how = "gradients are reduced in every backward" if often else "gradients are reduced once a step"
+        if counts.micro_steps > 1:
+            told.take("parallel.strategy", stage, gathers[0].node, f"gathers behind the optimizer's step; {how}")
+        else:
+            told.assume("parallel.strategy", stage, f"{gathers[0].node.name} behind the optimizer's step; ZeRO-2 looks "
+                        "alike where one backward is all of a step")
+        told.assume("software.framework", "deepspeed", "its ZeRO, since nothing is named as Megatron's")
         return stage
     told.take("parallel.strategy", "ddp", (sums or scatters)[0].node, "gradients are summed and nothing is gathered")
     return "ddp"

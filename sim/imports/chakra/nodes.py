@@ -86,9 +86,11 @@ class Node:
             return tuple(value[1:4])
         return None
 
-    def device(self, index: int) -> str:
-        """Device of an input tensor, "" if unknown."""
+    def first_device(self, index: int) -> str:
+        """Device of an input tensor, or of the first of a list, as `cpu` or `cuda:0`; "" if unknown."""
         value = self.value(index)
+        if isinstance(value, list) and value and isinstance(value[0], list):
+            value = value[0]
         return value[5] if isinstance(value, list) and len(value) > 5 and isinstance(value[5], str) else ""
 
     def sizes(self, index: int) -> list[Shape]:

@@ -119,7 +119,9 @@ def _belongs(rank: _Rank, first: _Rank, files: int) -> None:
 def _read(rank: _Rank, files: int, draft: Draft) -> None:
     trace, counts, one = rank.trace, rank.counts, rank.first
     along = degrees(trace, rank.groups)
-    told = Told(draft, trace.file, along["tensor"].size if "tensor" in along else 1, draft.has("model.hf"))
+    devices = [product.node.first_device(index) for product in rank.forward.products[:9] for index in range(3)]
+    told = Told(draft, trace.file, along["tensor"].size if "tensor" in along else 1, draft.has("model.hf"),
+                next((device.partition(":")[0] for device in devices if device), ""))
     # Sums and gathers of tensor ranks and the like are no data parallelism's.
     others = {group.name for group in rank.groups if group.axis in _OTHER_AXES}
     everything = collectives(trace)
@@ -144,5 +146,16 @@ def _read(rank: _Rank, files: int, draft: Draft) -> None:
     read_precision(told, rank.forward, calls, strategy, states, gradients)
     read_recompute(told, rank.again, layers, counts.passes, compiled)
     read_kernels(told, trace, one)
+    _frozen(told, rank, strategy)
     if not rank.steps:
         told.leave("Optimizer.step", 0, "no optimizer's step is in the trace: all of it is taken as one step")
+
+
+def _frozen(told: Told, rank: _Rank, strategy: str) -> None:
+    """Tells of weights that get no gradient, where the trace says so and no pairs of LoRA do."""
+    gathered = sum(node.name == "torch::autograd::AccumulateGrad" for node in rank.trace.nodes)
+    weights = len({product.place for product in rank.first.products if product.place is not None})
+    flat = strategy == "fsdp" and told.draft.value("software.fsdp") == 1  # a gradient a unit
+    if not rank.pairs and not flat and 0 < gathered < weights * rank.counts.passes:
+        told.leave("AccumulateGrad", gathered, f"{weights} matrices and {rank.counts.passes} backwards: not all "
+                   "weights are trained, and all are counted as if")

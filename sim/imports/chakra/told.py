@@ -16,12 +16,14 @@ class Told:
     Attributes:
         draft, file: where they go, and the trace; tensor: ranks that share a block's products; overall: whether
             nothing is taken, since a model's config.json is at hand.
+        device: kind of device that the model's products run on, "" if unknown.
     """
 
     draft: Draft
     file: str
     tensor: int = 1
     overall: bool = False
+    device: str = ""
 
     def take(self, path: str, value: object, origin: Node | str, text: str = "") -> None:
         """A field's value, and the call that says it."""

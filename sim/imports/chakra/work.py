@@ -69,6 +69,7 @@ def read_optimizer(told: Told, trace: Trace, steps: Sequence[Node]) -> str:
     else:
         told.leave(steps[0].name, classes[0], f"not simulated; known are {', '.join(_OPTIMIZERS)}")
         told.assume("training.optimizer", "adamw", f"{classes[0]} is not known here")
+    _offload(told, steps, inside)
     fused = [node for node in inside if node.name.startswith("aten::_fused_")]
     # Counters of steps are added to together even where the rest is one kernel each.
     each = [node for node in inside if node.name.startswith("aten::_foreach_") and "add_" not in node.name]
@@ -80,6 +81,19 @@ def read_optimizer(told: Told, trace: Trace, steps: Sequence[Node]) -> str:
     if fused:
         return fused[0].dtype(2) or fused[0].dtype(0)
     return most_common([node.dtype(0) for node in states])
+
+
+def _offload(told: Told, steps: Sequence[Node], inside: Sequence[Node]) -> None:
+    """An optimizer that steps on the CPU beside a model on a GPU."""
+    native = next((node for node in steps if "CPUAdam" in node.name), None)
+    places = [node for node in inside if node.name in ("aten::lerp_", "aten::addcdiv_") or "_foreach_lerp" in node.name
+              or node.name.startswith("aten::_fused_")]
+    there = [node for node in places if node.first_device(0).startswith("cpu")]
+    if native is not None or (there and told.device not in ("", "cpu")):
+        origin = native or there[0]
+        told.take("parallel.offload.optimizer", "cpu", origin, "the optimizer steps on the CPU")
+        if told.draft.value("parallel.strategy") == "fsdp":
+            told.take("parallel.offload.parameters", "cpu", origin, "FSDP's optimizer steps where its shards are")
 
 
 def read_precision(told: Told, forward: Pass, calls: Sequence[Collective], strategy: str, states: str,
@@ -170,7 +184,5 @@ def read_kernels(told: Told, trace: Trace, one: Pass) -> None:
         told.take("software.cuda_graphs", True, graphs.name)
     if trace.year:
         told.take("software.year", trace.year, "time")
-    device = next((where for product in one.products for index in range(3) if (where := product.node.device(index))),
-                  "")
-    if device.startswith("cpu"):
-        told.leave("device", device, "recorded on the CPU: which kernels ran tells nothing of a GPU's")
+    if told.device == "cpu":
+        told.leave("device", told.device, "recorded on the CPU: which kernels ran tells nothing of a GPU's")
