@@ -46,7 +46,7 @@ TRUTH: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] = {
     "llama_fsdp2_ckpt_acc.0": (LLAMA, {"micro_steps": 3, "precision": PRECISE, "recompute": "full"},
                                {"strategy": "fsdp", "sharding_factor": 2, "reshard_after_forward": True,
                                 "reduce_every_micro_step": False}, 2),
-    "llama_tp2.0": (LLAMA, {"precision": PRECISE}, {"strategy": "fsdp", "sharding_factor": 2, "tensor": 2}, 4),
+    "llama_tp2_vocab.0": (LLAMA, {"precision": PRECISE}, {"strategy": "fsdp", "sharding_factor": 2, "tensor": 2}, 4),
     "llama_ddp_fused_pg.0": (LLAMA, {"precision": "amp-bf16", "micro_steps": 1}, {"strategy": "ddp"}, 2),
     "llama_eager.0": (LLAMA, {"attention": "eager", "precision": "amp-bf16"}, {"strategy": "none"}, 1),
     "zero1.0": (LLAMA, {"micro_steps": 2, "precision": "mixed-bf16"}, {"strategy": "zero1"}, 2),
@@ -83,7 +83,7 @@ def test_what_was_recorded_is_what_is_read(name: str) -> None:
 
 
 def test_every_field_says_which_call_told_it_and_what_is_assumed_is_told() -> None:
-    found = imported("llama_tp2.0")
+    found = imported("llama_tp2_vocab.0")
     by = {note.field: note for note in found.of("taken")}
     assert by["model.hidden"].said.endswith("aten::embedding 512x64, 2x32")
     assert by["parallel.tensor"].said.endswith("## process_group:init ## mesh_tp")
@@ -109,7 +109,7 @@ def test_a_models_config_beside_a_trace_says_the_model(tmp_path: Path) -> None:
     config.write_text(json.dumps({
         "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8,
         "num_key_value_heads": 4, "intermediate_size": 176, "vocab_size": 512}))
-    found = import_files("chakra", [str(FILES / "llama_tp2.0.json.gz"), str(config)], ON)
+    found = import_files("chakra", [str(FILES / "llama_tp2_vocab.0.json.gz"), str(config)], ON)
     assert found.data["model"] == {"hf": str(config)} and found.scenario.model.layers == 3
 
 
@@ -254,8 +254,8 @@ def chakra(data: dict[str, Any]) -> bytes:
 
 def test_chakras_protobuf_says_the_same(tmp_path: Path) -> None:
     path = tmp_path / "rank.0.et"
-    path.write_bytes(chakra(raw("llama_tp2.0")))
-    mine, other = import_files("chakra", [str(path)], ON).data, imported("llama_tp2.0").data
+    path.write_bytes(chakra(raw("llama_tp2_vocab.0")))
+    mine, other = import_files("chakra", [str(path)], ON).data, imported("llama_tp2_vocab.0").data
     assert {key: mine[key] for key in ("model", "training", "parallel")} == {
         key: other[key] for key in ("model", "training", "parallel")}
 

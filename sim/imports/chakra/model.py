@@ -141,6 +141,8 @@ def _vocabulary(told: Told, one: Pass, blocks: Blocks, embedding: Node | None) -
         told.assume("model.tied_embeddings", False, "the trace has not both embedding and head on this rank")
         return
     mine, other = head.place, embedding.place(0)
+    if mine is not None and mine[0] == "tensor" and other is not None:
+        other = ("tensor", *embedding.value(0)[:1])
     if mine is None or other is None:
         told.assume("model.tied_embeddings", False, "the trace does not tell tensors apart")
     else:

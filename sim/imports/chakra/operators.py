@@ -123,7 +123,20 @@ def sort_calls(nodes: Sequence[Node]) -> tuple[Pass, Pass]:
         else:
             kind.others.append(node)
     again.products = [one for one in again.products if _of_forward(one)]
+    for kind in (forward, again):
+        _tell_apart(kind.products)
     return forward, again
+
+
+def _tell_apart(products: Sequence[Product]) -> None:
+    """Weights by their tensor where many of them seem to lie at one place, as DTensors do, which hold no memory."""
+    sizes: dict[tuple[object, ...], set[object]] = {}
+    for product in products:
+        if product.place is not None:
+            sizes.setdefault(product.place[:2], set()).add(product.place[2])
+    for product in products:
+        if product.place is not None and len(sizes[product.place[:2]]) > 1:
+            product.place = ("tensor", *product.node.value(_FACTORS.get(product.node.name, (0, 1))[1])[:1])
 
 
 def token_embedding(forward: Pass) -> list[Node]:

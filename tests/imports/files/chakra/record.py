@@ -267,6 +267,12 @@ def build(name, rank, world):
             drop=0.1 if "drop" in base else 0.0,
             ckpt="reent" if "reent" in base else "op" if "selop" in base else "ckpt" in base,
         )
+    if "lora" in base:
+        from peft import LoraConfig, get_peft_model
+
+        tg = ["q_proj", "v_proj"] if "loraqv" in base else "all-linear"
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=tg, task_type="CAUSAL_LM", lora_dropout=0.05))
+        model.enable_input_require_grads()
     if "acc" in base:
         acc = 3
     if "fused" in base:
@@ -298,6 +304,17 @@ def build(name, rank, world):
                         "mlp.gate_proj": ColwiseParallel(),
                         "mlp.up_proj": ColwiseParallel(),
                         "mlp.down_proj": RowwiseParallel(),
+                    },
+                )
+            if "vocab" in base:
+                from torch.distributed.tensor import Replicate
+
+                parallelize_module(
+                    model,
+                    whole["tp"],
+                    {
+                        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+                        "lm_head": ColwiseParallel(output_layouts=Replicate()),
                     },
                 )
             mesh = whole["dp_shard"]
