@@ -55,7 +55,8 @@ def test_scripts_and_toml_are_taken(kind: str, file: str, cluster: str, folder: 
     ("llamafactory", "llamafactory_qwen3_qlora.yaml", "single-a100-80g-sxm"),
     ("torchtune", "torchtune_llama3_1_70b_lora.yaml", "dgx-a100-80g"),
     ("llm-foundry", "foundry_mpt_7b.yaml", "hgx-h100-3200"), ("nemo", "nemo_gpt_5b.yaml", "dgx-h100"),
-    ("litgpt", "litgpt_llama2_7b_lora.yaml", "single-a10g"), ("chakra", "chakra/llama_tp2_vocab.0.json.gz", "dgx-a100-80g"),
+    ("litgpt", "litgpt_llama2_7b_lora.yaml", "single-a10g"),
+    ("chakra", "chakra/llama_tp2_vocab.0.json.gz", "dgx-a100-80g"),
 ])
 def test_files_of_other_tools_are_taken_and_run(kind: str, file: str, cluster: str, folder: Path, drystep: Any) -> None:
     more = ("--set", "training.sequence=2048") if kind == "torchtune" else ()

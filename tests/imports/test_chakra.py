@@ -97,7 +97,7 @@ def test_software_is_told_by_names_and_kernels() -> None:
     assert (software["compile"], software["optimizer_kernel"], software["year"]) == (True, "loop", 2026)
     assert imported("llama_ddp_fused_pg.0").data["software"]["optimizer_kernel"] == "fused"
     assert imported("gpt_pure_for.0").data["software"]["optimizer_kernel"] == "foreach"
-    assert [imported(f"{name}.0").data["software"]["fsdp"] for name in ("gpt_fsdp1", "llama_tp2")] == [1, 2]
+    assert [imported(f"{name}.0").data["software"]["fsdp"] for name in ("gpt_fsdp1", "llama_tp2_vocab")] == [1, 2]
 
 
 def test_an_imported_trace_runs() -> None:
