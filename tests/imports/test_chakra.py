@@ -111,6 +111,15 @@ def test_a_models_config_beside_a_trace_says_the_model(tmp_path: Path) -> None:
         "num_key_value_heads": 4, "intermediate_size": 176, "vocab_size": 512}))
     found = import_files("chakra", [str(FILES / "llama_tp2_vocab.0.json.gz"), str(config)], ON)
     assert found.data["model"] == {"hf": str(config)} and found.scenario.model.layers == 3
+    config.write_text(config.read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 4'))
+    found = import_files("chakra", [str(FILES / "llama_tp2_vocab.0.json.gz"), str(config)], ON)
+    assert any("is it this model's?" in note.text for note in found.of("left"))
+
+
+def test_products_that_transformers_joins_are_told() -> None:
+    assert any("model.fused_qkv" in note.text for note in imported("neox.0").of("left"))
+    assert not any("model.fused_qkv" in note.text for name in ("gpt2_sgd.0", "gpt_fsdp1.0", "qwen.0")
+                   for note in imported(name).of("left"))
 
 
 def raw(name: str = "qwen.0") -> dict[str, Any]:

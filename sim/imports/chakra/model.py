@@ -94,6 +94,19 @@ def read_latent(told: Told, blocks: Blocks, width: int, value_width: int, tensor
     return True
 
 
+def read_joined(told: Told, one: Pass) -> None:
+    """Products that transformers' modules make of several, which its own fields say; others do not matter."""
+    blocks = split_blocks(one)
+    if told.overall or told.draft.value("software.modules") != "transformers":
+        return
+    if len(blocks.qkv) == 1 and blocks.qkv[0].node.name == "aten::linear":  # GPT-2's own calls addmm
+        told.leave(blocks.qkv[0].node.name, f"{blocks.qkv[0].in_} x {blocks.qkv[0].out}",
+                   "queries, keys and values by one product, parted in a way that no call tells: --set "
+                   "model.fused_qkv=parts, heads or groups")
+    if told.draft.value("model.gated_mlp") and not told.draft.has("model.moe") and len(blocks.behind[0]) == 3:
+        told.take("model.fused_gate", True, blocks.behind[0][1].node)
+
+
 def _alike(one: Product, other: Product) -> bool:
     return (one.in_, one.out) == (other.in_, other.out)
 

@@ -10,7 +10,7 @@ from sim.imports.chakra.files import Trace, is_trace, read_trace
 from sim.imports.chakra.groups import Group, collectives, degrees, groups_of, world_of
 from sim.imports.chakra.layout import Counts, read_framework, read_ranks, read_strategy
 from sim.imports.chakra.lora import Pair, read_pairs, take_pairs
-from sim.imports.chakra.model import read_model, split_blocks
+from sim.imports.chakra.model import read_joined, read_model, split_blocks
 from sim.imports.chakra.nodes import Node
 from sim.imports.chakra.operators import Pass, most_common, sort_calls, token_embedding
 from sim.imports.chakra.told import Told
@@ -24,6 +24,7 @@ from sim.imports.chakra.work import (
     read_recompute,
 )
 from sim.imports.draft import Draft
+from sim.imports.settings import Said, read_settings
 
 _STEP = "record a whole training step, from its first forward to the optimizer's step"
 _LAST = 2**62
@@ -67,14 +68,17 @@ def read(files: Sequence[str], draft: Draft) -> None:
         UserError: a file that is no such trace or holds no training step, or ranks that do not belong together.
     """
     traces = [file for file in files if is_trace(file)]
-    for _ in draft.opened([file for file in files if file not in traces]):
-        raise UserError(Fault("is no execution trace and no model's config.json", "", _.file))
+    blocks = None
+    for file in (one for one in files if one not in traces):
+        blocks = read_settings(file).get("num_hidden_layers", "n_layer", "num_layers")
+        for settings in draft.opened([file]):
+            raise UserError(Fault("is no execution trace and no model's config.json", "", settings.file))
     if not traces:
         raise UserError(Fault("is a model's config.json alone", "", files[0], 0, "name an execution trace too"))
     first = _sorted(read_trace(traces[0]))
     for file in traces[1:]:
         _belongs(_sorted(read_trace(file)), first, len(traces))
-    _read(first, len(traces), draft)
+    _read(first, len(traces), draft, blocks)
 
 
 def _sorted(trace: Trace) -> _Rank:
@@ -116,7 +120,7 @@ def _belongs(rank: _Rank, first: _Rank, files: int) -> None:
     differ("heads of attention", *(one.forward.attention[0].heads for one in (rank, first)))
 
 
-def _read(rank: _Rank, files: int, draft: Draft) -> None:
+def _read(rank: _Rank, files: int, draft: Draft, blocks: Said | None) -> None:
     trace, counts, one = rank.trace, rank.counts, rank.first
     along = degrees(trace, rank.groups)
     devices = [product.node.first_device(index) for product in rank.forward.products[:9] for index in range(3)]
@@ -133,6 +137,8 @@ def _read(rank: _Rank, files: int, draft: Draft) -> None:
     embedding = rank.embeddings[0] if rank.embeddings else None
     layers = len(one.attention)
     stages = draft.value("parallel.pipeline") or 1
+    if blocks is not None and blocks.value != layers * stages:
+        draft.leave(blocks, f"{trace.file} has {layers * stages} calls of attention in a forward: is it this model's?")
     told.take("model.layers", layers * stages, one.attention[0].node,
               f"{layers} calls of attention in a forward" + (f" of one of {stages} stages" if stages > 1 else ""))
     read_model(told, one, embedding)
@@ -141,6 +147,7 @@ def _read(rank: _Rank, files: int, draft: Draft) -> None:
     strategy = read_strategy(told, trace, calls, counts, replicas)
     compiled = compiler_in(trace) is not None
     read_framework(told, trace, rank.groups, one, compiled)
+    read_joined(told, one)
     states = read_optimizer(told, trace, rank.steps)
     gradients = most_common([node.dtype(0) for node in trace.nodes if node.name == "torch::autograd::AccumulateGrad"])
     read_precision(told, rank.forward, calls, strategy, states, gradients)
