@@ -54,6 +54,7 @@ TRUTH: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] = {
     "zero3.0": (LLAMA, {"micro_steps": 2, "precision": "mixed-bf16"}, {"strategy": "zero3"}, 2),
     "llama_loraqv.0": (LLAMA, {"precision": "amp-bf16", "finetune": {
         "method": "lora", "rank": 4, "targets": ["query", "value"], "dropout": 0.05, "base": "fp32"}}, {}, 1),
+    "gpt_bmm.0": (GPT, {"attention": "eager"}, {}, 1),
     "qwen.0": (QWEN, {"attention": "sdpa"}, {}, 1),
     "mixtral.0": ({**SMALL, "kv_heads": 2, "gated_mlp": True, "moe": {"experts": 4, "top_k": 2, "expert_ffn": 96}},
                   {"optimizer": "adamw"}, {}, 1),

@@ -70,6 +70,11 @@ class Attention:
     dropout: float = 0.0
     ran: bool = False
 
+    def part(self, batch: int) -> None:
+        """Tells batch and heads apart where the call has them as one."""
+        if not self.batch and batch and self.heads % batch == 0:
+            self.batch, self.heads, self.kv_heads = batch, self.heads // batch, self.kv_heads // batch
+
 
 @dataclass(slots=True)
 class Norm:

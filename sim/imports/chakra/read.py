@@ -94,6 +94,9 @@ def _sorted(trace: Trace) -> _Rank:
     pairs = take_pairs(forward)
     take_pairs(again)
     embeddings = token_embedding(forward)
+    batch = next((node.shape(1)[0] for node in embeddings if len(node.shape(1)) == 2), 0)
+    for call in (*forward.attention, *again.attention):
+        call.part(batch)
     steps = optimizer_steps(trace)
     rank = _Rank(trace, groups_of(trace), forward, again, embeddings, steps, Counts(0, 0), pairs)
     named = [sum(one.name == node.name for one in steps) for node in steps]

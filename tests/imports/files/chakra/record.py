@@ -11,6 +11,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch.profiler import ExecutionTraceObserver, profile
 from torch.utils.checkpoint import checkpoint
 
+JOINED = "bmm" in sys.argv[1] if len(sys.argv) > 1 else False
+
 
 class Block(nn.Module):
     def __init__(self, h, a, f, drop):
@@ -23,7 +25,16 @@ class Block(nn.Module):
     def forward(self, x):
         b, s, h = x.shape
         q, k, v = (t.view(b, s, self.a, -1).transpose(1, 2) for t in self.qkv(self.n1(x)).split(h, dim=2))
+        if JOINED:  # batch and heads as one, as older code has it
+            q, k, v = (t.reshape(b * self.a, s, -1) for t in (q, k, v))
+            scores = torch.baddbmm(torch.zeros(1, s, s), q, k.transpose(1, 2)).softmax(-1)
+            y = torch.bmm(scores, v).view(b, self.a, s, -1)
+            return self.rest(x, y)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.drop if self.training else 0.0)
+        return self.rest(x, y)
+
+    def rest(self, x, y):
+        b, s, h = x.shape
         x = x + F.dropout(self.proj(y.transpose(1, 2).reshape(b, s, h)), self.drop)
         return x + F.dropout(self.down(F.gelu(self.up(self.n2(x)))), self.drop)
 
