@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from sim.imports.chakra.nodes import Node
 from sim.imports.chakra.operators import Pass, Product
@@ -18,6 +19,7 @@ def read_experts(told: Told, one: Pass, behind: Sequence[Sequence[Product]], str
     experts, best = product.out, pick.shape_out()[-1]
     told.take("model.moe.experts", experts, product.node, "what the router makes")
     told.take("model.moe.top_k", best, pick)
+    _limits(told, one, experts)
     layers = len(one.attention)
     mixed = [index for _, _, index in routers]
     if len(mixed) < layers and mixed == list(range(layers - len(mixed), layers)):
@@ -52,6 +54,17 @@ def _routers(one: Pass, behind: Sequence[Sequence[Product]]) -> list[tuple[Node,
                 found.append((node, made[-1], index))
                 break
     return found
+
+
+def _limits(told: Told, one: Pass, experts: int) -> None:
+    """Groups of experts that are chosen first (DeepSeek-V3): the best of each group, then the best groups."""
+    picks = [node for node in one.others if node.name == "aten::topk" and node.shape_out()]
+    for inner, outer in pairwise(picks):
+        sizes = inner.shape(0)
+        if len(sizes) == 3 and sizes[1] * sizes[2] == experts and outer.shape(0)[-1:] == sizes[1:2] and sizes[1] > 1:
+            told.take("model.moe.groups", sizes[1], inner)
+            told.take("model.moe.top_groups", outer.shape_out()[-1], outer)
+            return
 
 
 def _grouped(one: Pass) -> list[Node]:

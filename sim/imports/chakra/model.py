@@ -191,6 +191,8 @@ def _norms(told: Told, one: Pass, layers: int, stream: int) -> None:
     each = len(of_stream) // layers
     if layers > 1:
         each = sum(first < norm.node.id < one.attention[1].node.id for norm in of_stream)
+    if told.draft.has("model.mla") and kind == "rmsnorm" and of_stream[0].node.name == "aten::rsqrt":
+        each -= 1 + bool(told.draft.value("model.mla.q_rank"))  # norms of what is compressed, whose width it hides
     if each >= 4 and not of_heads:
         told.take("model.block_norms", "both", of_stream[0].node, f"{each} norms of each block")
     elif each == 1 and layers > 1:

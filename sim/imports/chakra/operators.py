@@ -19,6 +19,7 @@ _NORMS = {"aten::layer_norm": "layernorm", "aten::native_layer_norm": "layernorm
 _ATTENTION = re.compile(r"scaled_dot_product|flash_?attn|flash_attention|efficient_attention|flex_attention", re.I)
 #: Libraries' kernels take tokens before heads, PyTorch's operator heads before tokens.
 _TOKENS_FIRST = re.compile(r"flash_?attn|aten::_flash_attention|aten::_efficient_attention", re.I)
+_GROUPED = "aten::_grouped_mm"
 #: What stands between a call and the kernel where a dispatch mode looks at it.
 MODE = "PythonDispatchMode"
 _SOFTMAX = re.compile(r"softmax", re.I)
@@ -114,8 +115,8 @@ def sort_calls(nodes: Sequence[Node]) -> tuple[Pass, Pass]:
         if _ATTENTION.search(node.name) and "ackward" not in node.name:
             if not _same_call(kind, node) and (found := _attention(node)) is not None:
                 kind.attention.append(found)
-        elif any(_ATTENTION.search(one) for one in node.above):
-            continue
+        elif _GROUPED in node.above or any(_ATTENTION.search(one) for one in node.above):
+            continue  # the CPU multiplies expert by expert inside
         elif node.name in _PRODUCTS:
             _product(kind, factors, node)
         elif _SOFTMAX.search(node.name) and "ackward" not in node.name:

@@ -225,6 +225,33 @@ def build(name, rank, world):
                 use_cache=False,
             )
         ).train()
+    elif base.startswith("deepseek"):
+        from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+        hf, vocab, auto = True, 256, True
+        model = DeepseekV3ForCausalLM(
+            DeepseekV3Config(
+                num_hidden_layers=3,
+                hidden_size=64,
+                num_attention_heads=4,
+                num_key_value_heads=4,
+                intermediate_size=160,
+                moe_intermediate_size=48,
+                n_routed_experts=8,
+                num_experts_per_tok=2,
+                n_shared_experts=1,
+                n_group=2,
+                topk_group=1,
+                first_k_dense_replace=1,
+                q_lora_rank=24,
+                kv_lora_rank=16,
+                qk_rope_head_dim=8,
+                qk_nope_head_dim=16,
+                v_head_dim=12,
+                vocab_size=256,
+                use_cache=False,
+            )
+        ).train()
     elif base.startswith("qwen"):
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
