@@ -23,7 +23,7 @@ _TELLING = frozenset(f"aten::{name}" for name in (
     "linear", "addmm", "mm", "matmul", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "embedding", "softmax",
     "_softmax", "layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm", "rsqrt", "dropout", "native_dropout",
     "topk", "gelu", "silu", "relu", "tanh", "cos", "polar", "view_as_complex", "lt", "ge", "lerp_", "addcdiv_", "mul_",
-    "add_", "sqrt"))
+    "add_"))
 _FAMILIES = ("aten::_scaled_dot_product", "aten::scaled_dot_product", "aten::_flash_attention", "aten::_fused_ad",
              "aten::_fused_sgd", "aten::_foreach_", "aten::_efficient_attention")
 _NONE: Mapping[str, Any] = {}

@@ -18,8 +18,8 @@ def trim(file: str) -> None:
         name = node["name"]
         if not telling(name) and "evaluate_function" not in name:
             continue
-        if name == "detach":
-            continue
+        if name == "detach" or (name in ("aten::mul_", "aten::add_", "aten::addcdiv_") and node["id"] % 4):
+            continue  # one of four tells as much
         kept = {"id": node["id"], "name": name, "ctrl_deps": node["ctrl_deps"]}
         if telling(name):
             kept["inputs"] = {key: node["inputs"][key] for key in ("values", "shapes", "types")}
