@@ -26,7 +26,8 @@ from sim.errors import Fault, UserError
                    "drystep import deepspeed ds_config.json config.json --cluster p4d --nodes 4 --out scenario.yaml",
                    "drystep import megatron train_gpt3_175b.sh --cluster dgx-h100 --out scenario.yaml",
                    "drystep import torchtitan llama3_8b.toml --cluster dgx-h100 --nodes 2 --out scenario.yaml",
-                   "drystep import axolotl qlora.yaml --cluster p4d --out scenario.yaml"))
+                   "drystep import axolotl qlora.yaml --cluster p4d --out scenario.yaml",
+                   "drystep import chakra rank0.json --cluster dgx-h100 --out scenario.yaml"))
 @click.argument("kind", metavar="KIND")
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @click.option("--cluster", "cluster", metavar="T", help="What it runs on: a topology's name, or a path.")
@@ -39,11 +40,11 @@ def import_command(kind: str, files: tuple[str, ...], cluster: str | None, nodes
                    out: str | None, overwrite: bool, json_to: str | None) -> None:
     """Turn what you already have into a scenario.
 
-    KIND is one of hf, deepspeed, accelerate, axolotl, llamafactory, megatron, nemo, torchtitan, torchtune, litgpt and
-    llm-foundry. hf, deepspeed and accelerate take any mix of a model's config.json, the Trainer's arguments (JSON or
-    YAML), DeepSpeed's JSON, accelerate's YAML and peft's adapter_config.json; axolotl and llamafactory theirs beside
-    those; megatron a launch script or its arguments; torchtitan a TOML file; the others their YAML. Whatever was not
-    taken is listed.
+    KIND is one of hf, deepspeed, accelerate, axolotl, llamafactory, megatron, nemo, torchtitan, torchtune, litgpt, llm-
+    foundry and chakra. hf, deepspeed and accelerate take any mix of a model's config.json, the Trainer's arguments
+    (JSON or YAML), DeepSpeed's JSON, accelerate's YAML and peft's adapter_config.json; axolotl and llamafactory theirs
+    beside those; megatron a launch script or its arguments; torchtitan a TOML file; chakra execution traces of PyTorch
+    (JSON) or Chakra (.et), a file a rank; the others their YAML. Whatever was not taken is listed.
     """
     from sim.imports.read import import_files
     from sim.imports.write import to_json, to_text, to_yaml

@@ -22,11 +22,7 @@ _READERS = {
     "llm-foundry": ("sim.imports.foundry.read", "read"),
     "nemo": ("sim.imports.megatron.nemo", "read"),
     "megatron": ("sim.imports.megatron.read", "read"),
-}
-#: Kinds of the specification that are not read, and why.
-_REFUSED = {
-    "chakra": "an execution trace holds the kernels and collectives of one run, not the model and the layout that a "
-              "scenario is made of",
+    "chakra": ("sim.imports.chakra.read", "read"),
 }
 #: Kinds that are read.
 KINDS = tuple(_READERS)
@@ -36,7 +32,7 @@ def import_files(kind: str, files: Sequence[str], sets: Sequence[str] = ()) -> I
     """The scenario that files of another tool say.
 
     Args:
-        kind: one of `KINDS`; others are refused.
+        kind: one of `KINDS`.
         files: paths; which of them is what is told from what they hold.
         sets: texts `dotted.path=value`, put on top.
 
@@ -44,9 +40,6 @@ def import_files(kind: str, files: Sequence[str], sets: Sequence[str] = ()) -> I
         UserError: a file that cannot be read or understood, settings that contradict each other, or something a
             scenario needs that is said nowhere.
     """
-    if kind in _REFUSED:
-        raise UserError(Fault(f"'{kind}' is not read in this version: {_REFUSED[kind]}",
-                              hint=f"what is read: {', '.join(_READERS)}"))
     if kind not in _READERS:
         raise UserError(Fault(f"'{kind[:40]}' is nothing that can be imported; known are {', '.join(KINDS)}", "KIND",
                               hint=nearest(kind, KINDS)))

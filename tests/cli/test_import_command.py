@@ -56,13 +56,14 @@ def test_scripts_and_toml_are_taken(kind: str, file: str, cluster: str, folder: 
     ("torchtune", "torchtune_llama3_1_70b_lora.yaml", "dgx-a100-80g"),
     ("llm-foundry", "foundry_mpt_7b.yaml", "hgx-h100-3200"), ("nemo", "nemo_gpt_5b.yaml", "dgx-h100"),
     ("litgpt", "litgpt_llama2_7b_lora.yaml", "single-a10g"),
+    ("chakra", "chakra/llama_tp2_vocab.0.json.gz", "dgx-a100-80g"),
 ])
-def test_yaml_of_other_tools_is_taken_and_runs(kind: str, file: str, cluster: str, folder: Path, drystep: Any) -> None:
+def test_files_of_other_tools_are_taken_and_run(kind: str, file: str, cluster: str, folder: Path, drystep: Any) -> None:
     more = ("--set", "training.sequence=2048") if kind == "torchtune" else ()
     ran = drystep("import", kind, str(FILES / file), "--cluster", cluster, *more, "--out", "s.yaml")
     assert ran.code == 0 and "not known here" not in ran.out, ran.err
     result = drystep("run", "s.yaml", "--json", "-").json
-    assert 0.02 < result["step_time_s"] < 120
+    assert (0.001 if kind == "chakra" else 0.02) < result["step_time_s"] < 120
 
 
 def test_what_was_written_is_not_overwritten_by_chance(folder: Path, drystep: Any) -> None:
@@ -74,7 +75,7 @@ def test_what_was_written_is_not_overwritten_by_chance(folder: Path, drystep: An
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    (["deepseed", "ds.json"], "did you mean 'deepspeed'?"), (["chakra", "ds.json"], "is not read in this version"),
+    (["deepseed", "ds.json"], "did you mean 'deepspeed'?"), (["chakra", "ds.json"], "is no execution trace"),
     (["deepspeed", "none.json"], "no such file"), (["deepspeed", "bad.json"], "bad.json:1: zero_optimization.stage"),
     (["deepspeed", "ds.json"], "cluster.topology: is said in none of the files (--cluster NAME"),
     (["deepspeed", "ds.json", "--cluster", "dgx-a100", *GPT2], "did you mean 'dgx-a100-40g' or 'dgx-a100-80g'?"),

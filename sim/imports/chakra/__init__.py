@@ -1,0 +1,1 @@
+"""Readers of execution traces: PyTorch's JSON and MLCommons Chakra's protobuf."""
