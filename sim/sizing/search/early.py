@@ -9,6 +9,7 @@ for. These rows change no proof: they are rows like others, evaluated before the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +47,8 @@ def early(ranking: Ranking, stop: Callable[[], bool]) -> list[int]:
 
 def climb(ranking: Ranking, runner: Runner, near: Aside, first: Sequence[int], stop: Callable[[], bool]) -> None:
     """Simulates `first`, then what is near the best of every family, a round of each in turn, while any of it may be
-    better: where bounds are loose, one family's best says nothing of another's.
+    better: where bounds are loose, one family's best says nothing of another's. Every other round is of the family that
+    has the best.
 
     Args:
         near: as of a search, asked for rows.
@@ -54,9 +56,12 @@ def climb(ranking: Ranking, runner: Runner, near: Aside, first: Sequence[int], s
     """
     known = dict(zip(first, runner.values(first), strict=True))
     left = list(kinds_of(ranking.space).values())
-    while left and not stop():
-        kind = left.pop(0)
+    for turn in count():
+        if not left or stop():
+            return
         best = sorted((value, row) for row, value in known.items() if np.isfinite(value))
+        leads = [place for place, one in enumerate(left) if best and one[best[0][1]]] if turn % 2 else []
+        kind = left.pop(leads[0] if leads else 0)
         mine = [(value, row) for value, row in best if kind[row]]
         if not mine or mine[0][0] > _FAR * best[0][0]:
             continue
