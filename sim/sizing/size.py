@@ -32,7 +32,7 @@ from sim.sizing.search.rows import kept_row, table_row
 from sim.sizing.search.runner import Runner
 from sim.sizing.search.store import Store
 from sim.sizing.search.usual import with_usual_half
-from sim.sizing.search.why import Why, explain, families
+from sim.sizing.search.why import Why, explain, families, same_layout
 from sim.sizing.search.workers import workers as started_workers
 from sim.sizing.space.base import part_of_one
 from sim.sizing.space.layouts import Choice, Space
@@ -328,10 +328,19 @@ def _why(found: Sizing, space: Space, result: Found, runner: Runner, bound: Floa
     bases = {_name(space, row): int(space.columns["cluster"][row]) for row in values}
     kinds = families(space, bound, values, lambda row: table_row(space, runner, row, found.wish),
                      result.best[0][1] if result.best else None)
-    second = [row for row in sorted(values, key=lambda row: (values[row], row)) if math.isfinite(values[row])][:2]
-    ordered = [table_row(space, runner, row, found.wish) for row in second]
+    fitting = [row for row in sorted(values, key=lambda row: (values[row], row)) if math.isfinite(values[row])]
+    ordered = [table_row(space, runner, row, found.wish) for row in _to_another(space, fitting)]
     return explain(ordered, kinds, lambda row: api.run(resolve(
         runner.plain[bases[row["cluster"], json.dumps(row["set"])]], "", row["set"])))
+
+
+def _to_another(space: Space, rows: Sequence[int]) -> Sequence[int]:
+    """Rows up to the first whose layout is not that of the first; the first two where there is none."""
+    for place, row in enumerate(rows):
+        if space.columns["cluster"][row] != space.columns["cluster"][rows[0]] or not same_layout(
+                space.sets(row), space.sets(rows[0])):
+            return rows[:place + 1]
+    return rows[:2]
 
 
 def _name(space: Space, row: int) -> tuple[str, str]:

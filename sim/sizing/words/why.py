@@ -18,7 +18,11 @@ def why_lines(why: Why, tell: Callable[[Row], str], unit: Callable[[float], str]
         unit: a value of the objective in words.
     """
     if (second := why.runner_up) is not None:
-        yield f"why the best wins: what the runner-up ({tell(second.row)}) has more or less of:"
+        yield f"why the best wins: what the {'next layout' if why.between else 'runner-up'} ({tell(second.row)}) has " \
+            "more or less of:"
+        if why.between:
+            yield (f"  (between them {len(why.between)} with the best's layout but other recomputation or chunks; of "
+                   f"these the first: {tell(why.between[0])})")
         yield f"  {_behind(second)}"
         yield from moved_lines(second.found, 1)
         yield f"  memory left free: {second.margin_bytes[0] / _GIB:.1f} GiB, runner-up {_free(second)}"
