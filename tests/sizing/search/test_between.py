@@ -58,16 +58,15 @@ def test_what_is_added_is_bounded_as_a_space_that_has_it() -> None:
 @pytest.mark.whole
 def test_of_every_small_layout_the_best_is_hardly_missed(once: Once) -> None:
     """Pipelines and tensor ranks: where all fits, what lies between two micro-batches is worth next to nothing."""
-    for batch in (24, 60):
-        small = resolve({"name": "small", "cluster": {"topology": "dgx-a100-80g"},
-                         "model": {"preset": "gpt2", "layers": 4},
-                         "parallel": {"pipeline": 4, "strategy": "ddp"},
-                         "training": {"micro_batch": 1, "global_batch": batch, "sequence": 128}}, "")
-        base = alone(small, None)
-        axes: dict[str, Any] = {"context": [1], "partial_recompute": False, "schedules": ("1f1b", "interleaved")}
-        space = build_space([base], Choice([8], **axes, micro_batch=range(1, batch + 1)))
-        plain = following(base)
-        outcomes = once.on_two_cores([("", plain, space.sets(row), 8) for row in range(len(space))])
-        best_s = min(one.step_time_s for one in outcomes if one.fits)
-        found = size(small, Choice([8], **axes), top=3)
-        assert found.stepped and found.best[0]["step_time_s"] <= 1.005 * best_s
+    batch = 60
+    small = resolve({"name": "small", "cluster": {"topology": "dgx-a100-80g"}, "model": {"preset": "gpt2", "layers": 4},
+                     "parallel": {"pipeline": 4, "strategy": "ddp"},
+                     "training": {"micro_batch": 1, "global_batch": batch, "sequence": 128}}, "")
+    base = alone(small, None)
+    axes: dict[str, Any] = {"context": [1], "tensor": [1, 2], "recompute": ["none", "full"],
+                            "partial_recompute": False, "schedules": ("1f1b", "interleaved")}
+    space, plain = build_space([base], Choice([8], **axes, micro_batch=range(1, batch + 1))), following(base)
+    outcomes = once.on_two_cores([("", plain, space.sets(row), 8) for row in range(len(space))])
+    best_s = min(one.step_time_s for one in outcomes if one.fits)
+    found = size(small, Choice([8], **axes), top=3)
+    assert found.stepped and found.covered < len(space) and found.best[0]["step_time_s"] <= 1.005 * best_s
