@@ -255,7 +255,12 @@ def _plan(scenario: Scenario, sets: Mapping[str, Any]) -> MemoryPlan:
 
     most = fullest(memories)
     return MemoryPlan(scenario, devices[0].gpu.name, lowered, stages, lambda: largest(scenario, memory_of, most),
-                      lambda: advise(scenario, most, Trial, Trial(scenario).step_time_s()), dict(sets))
+                      lambda: advise(scenario, most, Trial, _step_s(scenario, lowered, most)), dict(sets))
+
+
+def _step_s(scenario: Scenario, lowered: Lowered, memory: MemoryResult) -> float:
+    """Seconds of a step of what is lowered and measured."""
+    return timed(scenario, memory, simulate(lowered.job, machine_for(scenario, lowered))).step_s
 
 
 def machine_for(scenario: Scenario, lowered: Lowered) -> Machine:

@@ -20,7 +20,7 @@ SIM = ROOT / "sim"
 
 #: Room (or module) of `sim` to floor, as in sim/README.md. `sim` itself only re-exports the API.
 FLOORS = {
-    "work": 0, "catalog": 0, "errors": 0, "garbage": 0,
+    "work": 0, "catalog": 0, "errors": 0, "garbage": 0, "beside": 0,
     "tensor_trace": 0, "program": 1, "scenario": 1, "software": 1, "hardware": 1, "network": 1,
     "engine": 2, "model": 2,
     "parallel": 3, "memory": 3,

@@ -92,6 +92,7 @@ def size(ctx: click.Context, scenario: str, sets: tuple[str, ...], gpus: str, cl
     started = time.monotonic()
     from sim import sizing
     from sim.api import load
+    from sim.beside import processors
     from sim.sizing.space.only import only
     from sim.sizing.words import export
     from sim.sizing.words.front_picture import write_front
@@ -122,7 +123,7 @@ def size(ctx: click.Context, scenario: str, sets: tuple[str, ...], gpus: str, cl
         found = sizing.size(loaded, choice, wish,
                             clusters=_clusters(clusters), offload=_listed(offload), overlap_p2p=overlap_p2p,
                             top=top, out=Path(out) if out else None, resume=resume, price=price,
-                            workers=workers or _cpus(), dask=dask, seconds=longest_s, interrupted=interrupted,
+                            workers=workers or processors(), dask=dask, seconds=longest_s, interrupted=interrupted,
                             progress=_progress(longest_s) if sys.stderr.isatty() else None)
     if sys.stderr.isatty():
         click.echo(err=True)
@@ -238,11 +239,6 @@ def _renaming(field: str, option: str) -> Iterator[None]:
     except UserError as error:
         raise UserError([replace(f, field=option, file="") if f.field == field and f.file in ("", "--set") else f
                          for f in error.faults]) from None
-
-
-def _cpus() -> int:
-    """CPUs this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _deliver(text: str, json_to: str | None, report_to: str | None, name: str, picture: Callable[[Path], Path]) -> None:

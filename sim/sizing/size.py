@@ -22,6 +22,7 @@ from sim.scenario import Loaded, Scenario, resolve
 from sim.sizing.modes import aside_of, axes_of, bases_of, bounds_of, front_proven, listed_space, own_of
 from sim.sizing.refused import refuse
 from sim.sizing.search.best_first import PATIENCE, ROUND, Found, search
+from sim.sizing.search.between import between
 from sim.sizing.search.early import climb, early
 from sim.sizing.search.finer import finer
 from sim.sizing.search.front import pareto
@@ -31,7 +32,7 @@ from sim.sizing.search.rows import kept_row, table_row
 from sim.sizing.search.runner import Runner
 from sim.sizing.search.store import Store
 from sim.sizing.search.usual import with_usual_half
-from sim.sizing.search.why import Why, explain, families
+from sim.sizing.search.why import Why, explain, families, same_layout
 from sim.sizing.search.workers import workers as started_workers
 from sim.sizing.space.base import part_of_one
 from sim.sizing.space.layouts import Choice, Space
@@ -50,7 +51,8 @@ class Sizing:
             none was proven in time.
         own: row of the scenario's own layout where it is among those covered, as in `rows`.
         nearest_cut: whether the search for `nearest` was ended before it proved one.
-        raw: configurations as they can be written; covered: those that are searched (`sim.sizing.space`).
+        raw: configurations as they can be written; covered: those that are searched (`sim.sizing.space`); stepped:
+            whether of the micro-batches that divide only some are among them.
         impossible, simulated: those that lowering refuses, those simulated.
         pruned: configurations ruled out, by the bound that did it.
         front: rows that no simulated row beats in time, GPUs, cost and energy; `front_proven`: nor any row left out in
@@ -80,6 +82,7 @@ class Sizing:
     own: dict[str, Any] | None = None
     raw: int = 0
     covered: int = 0
+    stepped: bool = False
     impossible: int = 0
     simulated: int = 0
     unbounded: int = 0
@@ -109,9 +112,9 @@ class Sizing:
                 "price_origin": self.price_origin, "best": self.best, "nearest": self.nearest,
                 "nearest_cut": self.nearest_cut, "own": self.own, "front": self.front,
                 "front_proven": self.front_proven, "why": self.why.to_json(), "raw": self.raw, "covered": self.covered,
-                "impossible": self.impossible, "pruned": self.pruned, "simulated": self.simulated,
-                "unbounded": self.unbounded,
-                "refused": self.refused, "faults": self.faults,
+                "stepped": self.stepped, "impossible": self.impossible, "pruned": self.pruned,
+                "simulated": self.simulated, "unbounded": self.unbounded, "refused": self.refused,
+                "faults": self.faults,
                 "first_fault": self.first_fault, "gap": self.gap, "best_proven": self.best_proven,
                 "proven": self.proven,
                 "schedules": self.schedules, "not_offloaded": self.not_offloaded, "hints": self.hints,
@@ -223,6 +226,10 @@ def _first(space: Space, ranking: Ranking, runner: Runner, own: int | None, unti
     rows += [] if stop() else early(ranking, stop)
     climb_s = (until - now) / (1 if ranking.of.unbounded.any() else 2)
     climb(ranking, runner, near, rows, lambda: stop() or time.monotonic() > now + climb_s)
+    if space.stepped:
+        now = time.monotonic()
+        share_s = (until - now) / 4
+        between(space, ranking, runner, lambda: stop() or time.monotonic() > now + share_s)
     return list(runner.rows)
 
 
@@ -246,14 +253,16 @@ def _searched(space: Space, ranking: Ranking, runner: Runner, first: Sequence[in
 
 def _round_off(space: Space, ranking: Ranking, runner: Runner, result: Found, top: int, stop: Callable[[], bool],
                own: int | None, partial: bool) -> None:
-    """What is best by the bounds that there are, where there was no time for a search; then numbers of recomputed
-    blocks next to the best, where any are tried."""
+    """What is best by the bounds that there are, where there was no time for a search; then what lies between the
+    micro-batches and, where any are tried, the numbers of recomputed blocks next to the best."""
     if not runner.rows.keys() - {own}:
         served = isinstance(space, ServedSpace)
         rows = ([] if served else early(ranking, stop)) or ranking.at_hand(ROUND, runner.rows)
         values = np.full(len(ranking.values), np.inf)
         values[rows] = ranking.values[rows]
         result.best = search(values, runner.values, top, first=list(runner.rows)).best
+    if result.best and space.stepped:
+        result.add(between(space, ranking, runner, stop), top)
     if result.best and partial:
         finer(space, ranking, runner, result, top, stop)
 
@@ -295,7 +304,7 @@ def _fill(found: Sizing, space: Space, result: Found, runner: Runner, own: int |
                               if one.outcome == "fault"), None)
     outcomes = [one.outcome for one in runner.rows.values()]
     found.refused, found.faults = outcomes.count("refused"), outcomes.count("fault")
-    found.covered, found.simulated = len(space), len(runner.rows)
+    found.covered, found.stepped, found.simulated = len(space), space.stepped, len(runner.rows)
     if not result.complete:
         found.pruned.pop("time")
         found.gap = min(1.0, result.gap)
@@ -319,10 +328,19 @@ def _why(found: Sizing, space: Space, result: Found, runner: Runner, bound: Floa
     bases = {_name(space, row): int(space.columns["cluster"][row]) for row in values}
     kinds = families(space, bound, values, lambda row: table_row(space, runner, row, found.wish),
                      result.best[0][1] if result.best else None)
-    second = [row for row in sorted(values, key=lambda row: (values[row], row)) if math.isfinite(values[row])][:2]
-    ordered = [table_row(space, runner, row, found.wish) for row in second]
+    fitting = [row for row in sorted(values, key=lambda row: (values[row], row)) if math.isfinite(values[row])]
+    ordered = [table_row(space, runner, row, found.wish) for row in _to_another(space, fitting)]
     return explain(ordered, kinds, lambda row: api.run(resolve(
         runner.plain[bases[row["cluster"], json.dumps(row["set"])]], "", row["set"])))
+
+
+def _to_another(space: Space, rows: Sequence[int]) -> Sequence[int]:
+    """Rows up to the first whose layout is not that of the first; the first two where there is none."""
+    for place, row in enumerate(rows):
+        if space.columns["cluster"][row] != space.columns["cluster"][rows[0]] or not same_layout(
+                space.sets(row), space.sets(rows[0])):
+            return rows[:place + 1]
+    return rows[:2]
 
 
 def _name(space: Space, row: int) -> tuple[str, str]:

@@ -25,7 +25,8 @@ def together(tries: Sequence[Tried], trials: Trials) -> list[Tried]:
     twos on as many GPUs leave the allocator no room or are dear. The cheapest by what each costs alone, those that
     leave room before those that may not, without more GPUs before with more."""
     strongest = sorted(tries, key=lambda one: one.after.use.peak_allocated_bytes)[:_STRONGEST]
-    alone = {one.what: trials.gpu_time(one.trial.work_s(), one) for one in strongest}
+    alone = {one.what: trials.gpu_time(work_s, one)
+             for one, work_s in zip(strongest, trials.works(strongest), strict=True)}
 
     def cost(one: Tried) -> float:
         return math.prod(alone[what] for what, _ in one.parts)

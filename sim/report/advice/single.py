@@ -47,16 +47,16 @@ def advise(scenario: Scenario, memory: MemoryResult, trial: Callable[[Scenario],
         if fewest is not None:
             found["blocks"] = fewest
     tries = [one._replace(sets=trials.fewest(one)) for one in found.values()]
-    priced = [trials.priced(one) for one in tries]
+    priced = trials.priced(tries)
     if not memory.fits and _cheapest(priced, more=False, roomy=True) > DEAR:
         several = together([one for one in tries if not one.after.fits or one.after.short], trials)
-        costs = [trials.priced(one) for one in several]
+        costs = trials.priced(several)
         for of, more in ((milder, False), (fewer_nodes, True)):
             cheap = sorted((c.gpu_time or 0.0, place) for place, c in enumerate(costs[:len(several)])
                            if c.more_gpus == more)
             less = (of(scenario, several[place], trials) for _, place in cheap[:_MADE_MILDER])
             first = next((one for one in less if one is not None), None)
-            costs += [trials.priced(first)] if first is not None else []
+            costs += trials.priced([first] if first is not None else [])
         priced += [c for c in costs if (c.gpu_time or 0.0) < _cheapest(priced, more=c.more_gpus,
                                                                        roomy=c.headroom_bytes > 0)]
     return sorted(priced, key=lambda c: (not c.fits, c.gpu_time or 0.0, c.missing_bytes, c.host_missing_bytes))

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
+from sim.beside import each
 from sim.errors import UserError
 from sim.report.advice.candidates import Sets
 from sim.report.numbers.memory import MemoryResult
 from sim.scenario import Scenario
 from sim.scenario.change import Changed, Changing
+
+#: Seconds that lowering what is to be simulated took, from which on processes are started for it: simulating takes ten
+#: and more times as long, and a process some hundredths of a second.
+_LONG_S = 0.3
 
 
 class Trial(Protocol):
@@ -61,7 +67,7 @@ class Change:
 
 class Tried(NamedTuple):
     """A change and the scenario and memory with it; `parts` are the single changes it consists of, in words and as they
-    were asked for (`sets` is what of them has to be said)."""
+    were asked for (`sets` is what of them has to be said); `lowered_s`: wall-clock seconds that lowering it took."""
 
     what: str
     sets: Sets
@@ -69,6 +75,7 @@ class Tried(NamedTuple):
     trial: Trial
     after: MemoryResult
     parts: tuple[tuple[str, Sets], ...]
+    lowered_s: float = 0.0
 
     @property
     def order(self) -> tuple[int, int]:
@@ -76,23 +83,29 @@ class Tried(NamedTuple):
         return self.after.missing_bytes, self.after.host_missing_bytes
 
 
-class Trials(NamedTuple):
-    """How changes are tried and priced, against a step of `now_s` on `gpus`."""
+@dataclass(frozen=True)
+class Trials:
+    """How changes are tried and priced, against a step of `now_s` on `gpus`; what was simulated in another process is
+    kept in `work`, seconds as of `Trial.work_s`."""
 
     change: Changing
     lowered: Callable[[Scenario], Trial]
     now_s: float
     gpus: int
+    work: dict[Trial, float] = field(default_factory=dict)
 
     def one(self, *parts: tuple[str, Sets]) -> Tried | None:
         """The scenario with changes, each in words and as fields; None where that is ruled out."""
         try:
-            other, said = self.change({field: value for _, sets in parts for field, value in sets.items()})
+            other, said = self.change({name: value for _, sets in parts for name, value in sets.items()})
+            started = time.perf_counter()
             one = self.lowered(other)
         except UserError:
             return None
+        lowered_s = time.perf_counter() - started
         *most, last = (what for what, _ in parts)
-        return Tried(f"{', '.join(most)} and {last}" if most else last, said, other, one, one.memory, parts)
+        return Tried(f"{', '.join(most)} and {last}" if most else last, said, other, one, one.memory, parts,
+                     lowered_s)
 
     def fewest(self, one: Tried) -> dict[str, Any]:
         """The fields that have to be said for it."""
@@ -102,14 +115,32 @@ class Trials(NamedTuple):
         """GPU time of a step, over the job's own."""
         return step_s / self.now_s * one.scenario.gpus / self.gpus
 
-    def priced(self, one: Tried) -> Change:
-        """What is said of a change, with its step if the job fits with it."""
+    def priced(self, tries: Sequence[Tried]) -> list[Change]:
+        """What is said of changes, with the step of each with which the job fits."""
+        fitting = [one for one in tries if one.after.fits]
+        seconds = each(lambda one: (one.trial.step_time_s(), one.trial.work_s()), fitting, _long(fitting))
+        steps = {one.trial: step_s for one, (step_s, _) in zip(fitting, seconds, strict=True)}
+        self.work.update((one.trial, work_s) for one, (_, work_s) in zip(fitting, seconds, strict=True))
+        return [self._said(one, steps.get(one.trial)) for one in tries]
+
+    def works(self, tries: Sequence[Tried]) -> list[float]:
+        """Seconds of the step of each, whether it fits or not (`Trial.work_s`)."""
+        new = [one for one in tries if one.trial not in self.work]
+        self.work.update(zip((one.trial for one in new), each(lambda one: one.trial.work_s(), new, _long(new)),
+                             strict=True))
+        return [self.work[one.trial] for one in tries]
+
+    def _said(self, one: Tried, step_s: float | None) -> Change:
         after = one.after  # what the allocator adds is a replay, and no answer for tensors that have no room alone
         headroom = after.headroom_bytes if after.fits_device else -after.missing_bytes
         plain = Change(self.fewest(one), one.what, after.fits, headroom, one.scenario.gpus, count=len(one.parts),
                        more_gpus=one.scenario.gpus > self.gpus, missing_bytes=after.missing_bytes,
                        host_missing_bytes=after.host_missing_bytes)
-        if not after.fits:
+        if step_s is None:
             return plain
-        step_s = one.trial.step_time_s()
         return replace(plain, step_time_s=step_s, slowdown=step_s / self.now_s, gpu_time=self.gpu_time(step_s, one))
+
+
+def _long(tries: Sequence[Tried]) -> bool:
+    """Whether simulating them is worth processes of their own."""
+    return sum(one.lowered_s for one in tries) > _LONG_S

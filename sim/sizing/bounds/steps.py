@@ -40,8 +40,10 @@ _STAGED = ("virtual_stages", "schedule")
 _CUT = 5
 #: Sums of floats in another order differ by rounding; a bound stays below by this much.
 _SURE = 1.0 - 1e-9
-#: Groups from which sharing out is worth it.
-_MANY = 500
+#: Groups from which sharing out is worth it, and slices of which few have layers in common.
+_MANY, _SEVERAL = 500, 20
+#: Tokens of a micro-batch on one rank beyond which kernels have long had all they gain, and little fits.
+_MANY_TOKENS = 65_536
 #: A step of the fine pass goes at least this far beyond the lowest coarse bound that is left.
 _STRIDE = 1.04
 
@@ -93,8 +95,17 @@ class Bounds:
 
     def go_on(self) -> None:
         """Coarse bounds of slices that have none, as many as a third of the time is enough for; one at least."""
-        todo, now = np.flatnonzero(self._unknown), time.monotonic()
-        found = self._shared(_coarse, [self._slices[number] for number in todo.tolist()], now + (self.until - now) / 3)
+        now = time.monotonic()
+        self._coarsely(np.flatnonzero(self._unknown), now + (self.until - now) / 3)
+
+    def bound_at(self, rows: npt.NDArray[np.int64]) -> None:
+        """Coarse bounds of the slices of some rows alone, as many as there is time for."""
+        groups = np.unique(np.searchsorted(self.edges, rows[self.unbounded[rows]], side="right") - 1)
+        self._coarsely(np.unique(self._slice_of[groups]), self.until, _SEVERAL, len(SLICE) - 1)
+
+    def _coarsely(self, todo: npt.NDArray[np.intp], until: float, shared: int = _MANY, cut: int = _CUT) -> None:
+        """Bound slices; so many are shared out, those alike in the first columns together."""
+        found = self._shared(_coarse, [self._slices[number] for number in todo.tolist()], until, shared, cut)
         reached = np.array([one is not None for one in found], dtype=bool)
         figures = np.zeros((len(self._slices), 2))
         figures[todo[reached]] = [one for one in found if one is not None]
@@ -103,9 +114,20 @@ class Bounds:
         seconds, joules = figures[self._slice_of].T
         self._group_s[new], self._left[new] = seconds[new], np.isfinite(seconds[new])
         sizes = np.diff(self.edges)
-        rows = np.repeat(new, sizes)
+        rows = np.flatnonzero(np.repeat(new, sizes))
         self.time_s[rows], self.work_j[rows] = np.repeat(seconds, sizes)[rows], np.repeat(joules, sizes)[rows]
         self.coarse[rows], self.unbounded[rows] = np.isfinite(self.time_s[rows]), False
+
+    def bound(self, rows: Sequence[int]) -> None:
+        """Bound finely rows that were added, which differ in what they recompute alone."""
+        columns = self.space.columns
+        strategy, factor, recompute = (columns[name][list(rows)].astype(np.int64)
+                                       for name in ("strategy", "sharding_factor", "recompute"))
+        key = tuple(int(columns[name][rows[0]]) for name in (*SLICE, *_STAGED))
+        found = _fine((self.clusters, [_Group(key, strategy[:1], factor[:1], recompute)], math.inf))[0]
+        assert found is not None
+        self.time_s[rows], self.memory_bytes[rows], self.work_j[rows] = found
+        self.unbounded[rows] = False
 
     def add(self, fewer: int | None, more: int, count: int) -> None:
         """So many rows between two that recompute fewer and more: they take as long as the one, and hold as much as the
@@ -178,14 +200,15 @@ class Bounds:
         return _Group(self._keys[number], strategy[::width].astype(whole), factor[::width].astype(whole),
                       recompute[:width].astype(whole))
 
-    def _shared(self, work: Callable[[Any], list[Any]], items: list[Any], until: float) -> list[Any]:
+    def _shared(self, work: Callable[[Any], list[Any]], items: list[Any], until: float,
+                shared: int = _MANY, cut: int = _CUT) -> list[Any]:
         """What `work` makes of items, slices or groups, in their order; None of those it had no time for."""
-        if self.executor is None or self.shares < 2 or len(items) < _MANY:
+        if self.executor is None or self.shares < 2 or len(items) < shared:
             return work((self.clusters, items, until))
         cuts: dict[tuple[int, ...], list[int]] = {}
         for number, item in enumerate(items):
             key = item.key if isinstance(item, _Group) else item
-            cuts.setdefault(key[:_CUT], []).append(number)
+            cuts.setdefault(key[:cut], []).append(number)
         many = 4 if math.isinf(until) else 1  # parts behind the first of a process would find the time over
         parts: list[list[int]] = [[] for _ in range(many * self.shares)]
         for numbers in sorted(cuts.values(), key=len, reverse=True):  # the largest to whom has least
@@ -242,20 +265,19 @@ def _in_turn(keys: Sequence[tuple[int, ...]]) -> list[int]:
     return sorted(range(len(keys)), key=lambda number: keys[number])
 
 
-def _spread(keys: Sequence[tuple[int, ...]], nodes: Sequence[int]) -> list[int]:
+def _spread(keys: Sequence[tuple[int, ...]], clusters: Sequence[Scenario]) -> list[int]:
     """The same, but what has layers in common in an order of which every beginning is spread over all: that of numbers
-    with their bits read backwards (van der Corput's). What cuts the sequence, which few jobs need, and tensor ranks of
-    several nodes come behind.
-
-    Args:
-        nodes: GPUs of a node of each cluster.
-    """
+    with their bits read backwards (van der Corput's). What cuts the sequence, which few jobs need, tensor ranks of
+    several nodes and micro-batches of very many tokens come behind."""
+    nodes = [one.cluster.gpus_per_node for one in clusters]
+    sequences = [_MANY_TOKENS // max(1, one.training.sequence) for one in clusters]
     alike: dict[tuple[int, ...], list[int]] = {}
     for number in _in_turn(keys):
         *cut, pipeline = keys[number]
         alike.setdefault((*cut, pipeline > 1), []).append(number)
     own = list(alike.values())
-    cuts = [cut[SLICE.index("context")] > 1 or cut[SLICE.index("tensor")] > nodes[cut[SLICE.index("cluster")]]
+    cluster, context, tensor, micro = (SLICE.index(name) for name in ("cluster", "context", "tensor", "micro_batch"))
+    cuts = [cut[context] > 1 or cut[tensor] > nodes[cut[cluster]] or cut[micro] > max(1, sequences[cut[cluster]])
             for cut in alike]
     width = max(1, (len(own) - 1).bit_length())
     backwards = sorted(range(len(own)), key=lambda number: (cuts[number], f"{number:0{width}b}"[::-1]))
@@ -267,8 +289,7 @@ def _coarse(job: tuple[Sequence[Scenario], list[tuple[int, ...]], float]) -> lis
     energy beside it."""
     clusters, slices, until = job
     tables, found = _tables(clusters), list[tuple[float, float] | None]([None] * len(slices))
-    for done, number in enumerate(_in_turn(slices) if math.isinf(until) else _spread(
-            slices, [one.cluster.gpus_per_node for one in clusters])):
+    for done, number in enumerate(_in_turn(slices) if math.isinf(until) else _spread(slices, clusters)):
         if done and time.monotonic() > until:
             break
         key = slices[number]

@@ -53,6 +53,12 @@ class Found:
     next_bound: float = math.inf
     complete: bool = True
 
+    def add(self, new: Sequence[tuple[float, int]], top: int) -> None:
+        """Take in values and rows that were found in another way."""
+        self.evaluated += [row for _, row in new]
+        self.values.update((row, value) for value, row in new)
+        self.best = sorted([*self.best, *(one for one in new if math.isfinite(one[0]))])[:top]
+
     @property
     def gap(self) -> float:
         """How much better than the best an unevaluated row could be, as a share of the best."""

@@ -8,7 +8,9 @@ for. These rows change no proof: they are rows like others, evaluated before the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +24,8 @@ from sim.sizing.space.families import kinds_of
 _ROOMY = (0.6, 0.75, 0.9)
 #: Times that a family's lowest rows are bounded finely before what is at hand is taken: with time, and without.
 _TURNS, _AT_LEAST = 20, 2
+#: Rounds near a family's best that bring nothing, after which it is left.
+_IN_VAIN = 2
 #: Families whose best is so many times the best are not looked at closely.
 _FAR = 2.0
 #: More sequences than any micro-batch has.
@@ -46,24 +50,31 @@ def early(ranking: Ranking, stop: Callable[[], bool]) -> list[int]:
 
 def climb(ranking: Ranking, runner: Runner, near: Aside, first: Sequence[int], stop: Callable[[], bool]) -> None:
     """Simulates `first`, then what is near the best of every family, a round of each in turn, while any of it may be
-    better: where bounds are loose, one family's best says nothing of another's.
+    better: where bounds are loose, one family's best says nothing of another's. Every other round is of the family that
+    has the best. Where all rows are bounded a family is left after a few rounds that brought it nothing: the search
+    that follows then proves more than they would.
 
     Args:
         near: as of a search, asked for rows.
         stop: whether the time for this is over.
     """
     known = dict(zip(first, runner.values(first), strict=True))
-    left = list(kinds_of(ranking.space).values())
-    while left and not stop():
-        kind = left.pop(0)
+    left = [(kind, 0) for kind in kinds_of(ranking.space).values()]  # with its rounds in vain
+    patience = math.inf if ranking.of.unbounded.any() else _IN_VAIN
+    for turn in count():
+        if not left or stop():
+            return
         best = sorted((value, row) for row, value in known.items() if np.isfinite(value))
+        leads = [place for place, one in enumerate(left) if best and one[0][best[0][1]]] if turn % 2 else []
+        kind, vain = left.pop(leads[0] if leads else 0)
         mine = [(value, row) for value, row in best if kind[row]]
         if not mine or mine[0][0] > _FAR * best[0][0]:
             continue
         rows = near(Found(mine, list(known), known))[0]
         known.update(zip(rows, runner.values(rows), strict=True))
-        if rows:
-            left.append(kind)
+        vain = 0 if min((known[row] for row in rows), default=np.inf) < mine[0][0] else vain + 1
+        if rows and vain < patience:
+            left.append((kind, vain))
 
 
 def _roomy(ranking: Ranking, mine: npt.NDArray[np.intp], share: float, stop: Callable[[], bool]) -> int | None:

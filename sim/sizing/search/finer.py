@@ -40,9 +40,7 @@ def finer(space: Space, ranking: Ranking, runner: Runner, found: Found, top: int
                 if one != fewest and math.isfinite(one[0]):
                     del runner.rows[one[1]]
             new += [one for one in tried if one[1] in runner.rows]
-    found.evaluated += [row for _, row in new]
-    found.values.update((row, value) for value, row in new)
-    found.best = sorted([*found.best, *(one for one in new if math.isfinite(one[0]))])[:top]
+    found.add(new, top)
 
 
 def _fewest(runner: Runner, rows: Sequence[int], above: float) -> list[tuple[float, int]]:

@@ -1,8 +1,10 @@
 """Layouts close to the best found: where bounds are loose, a better one is sooner found there than by their order.
 
-A round of them changes one thing of the best each: of every axis the row with the lowest bound that is left. Only when
-none of these can be better are two things changed at once. (Local search beside best-first branch and bound, as mixed
-integer solvers' neighbourhood heuristics do: Danna, Rothberg and Le Pape, Math. Programming 102(1), 2005.)
+A round of them changes one thing of the best each, and what is recomputed with it where need be, since every other cut
+leaves other room: of every axis the row with the lowest bound that is left, and once one of an axis did not fit, of
+those that hold less. Only when none of these can be better are two things changed at once. What no time sufficed to
+bound is bounded when it is one thing away. (Local search beside best-first branch and bound, as mixed integer solvers'
+neighbourhood heuristics do: Danna, Rothberg and Le Pape, Math. Programming 102(1), 2005.)
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from sim.sizing.space.policies import policy_index
 
 Rows = npt.NDArray[np.int64]
 
-#: What is changed at once: columns that have a meaning together.
+#: What is changed at once: columns that have a meaning together; recomputation last, which changes with others too.
 _AXES = (("cluster",), ("nodes",), ("tensor", "sequence_parallel"), ("context",), ("expert", "expert_tensor"),
          ("micro_batch",), ("pipeline", "virtual_stages", "schedule"), ("strategy", "sharding_factor"), ("recompute",))
 #: How many things, of how many of the best.
@@ -42,6 +44,8 @@ class Nearby:
         turns = ((row, changes) for changes, best in _TURNS for _, row in found.best[:best])
         tightened = False
         for row, changes in turns:
+            if changes == 1:  # of two there are too many
+                tightened |= self.ranking.bound_at(np.concatenate([[row], *self._apart(row, changes)]).astype(np.int64))
             rows = self._near(row, changes, found)
             while self.ranking.tighten_only(rows):
                 tightened, rows = True, self._near(row, changes, found)
@@ -55,11 +59,17 @@ class Nearby:
 
     def _lowest(self, row: int, changes: int, found: Found) -> Iterator[int]:
         for rows in self._apart(row, changes):
-            values = self.ranking.values[rows]
+            values = self._roomier(rows, found)
             for one in rows[np.argsort(values, kind="stable")[:np.count_nonzero(values < found.best[0][0])]].tolist():
                 if one not in found.values:
                     yield one
                     break
+
+    def _roomier(self, rows: Rows, found: Found) -> Floats:
+        """Bounds of rows, of those inf that hold at least what one of them did for which there was no room."""
+        held = self.ranking.of.memory_bytes[rows]
+        failed = [found.values.get(row) == np.inf for row in rows.tolist()]
+        return np.where(held < held[failed].min(initial=np.inf), self.ranking.values[rows], np.inf)
 
     @cached_property
     def _columns(self) -> dict[str, npt.NDArray[np.integer[Any]]]:
@@ -72,7 +82,8 @@ class Nearby:
         return {**columns, "sharding_factor": copies, "expert_tensor": columns["expert_tensor"] < columns["tensor"]}
 
     def _apart(self, row: int, changes: int) -> list[Rows]:
-        """Rows that differ from `row` in so many things, those that differ in the same ones together."""
+        """Rows that differ from `row` in so many things, and in what they recompute or not, those that differ in the
+        same ones together."""
         if (row, changes) not in self._known:
             columns = self._columns
             differs = np.zeros(len(self.space), dtype=np.int32)
@@ -81,9 +92,12 @@ class Nearby:
                 for name in names:
                     other |= columns[name] != columns[name][row]
                 differs |= np.where(other, np.int32(1 << number), np.int32(0))
-            sets = [1 << a | 1 << b for a in range(len(_AXES)) for b in range(a if changes == 1 else 0, a + 1)
-                    if (a == b) == (changes == 1)]
-            self._known[row, changes] = [rows for one in sets if len(rows := np.flatnonzero(differs == one))]
+            others = range(len(_AXES) - 1)
+            sets = [1 << a | 1 << b for a in others for b in others[:a + 1] if (a == b) == (changes == 1)]
+            again = np.int32(1 << len(others))
+            found = [np.flatnonzero((differs & ~again) == one) for one in sets]
+            found += [np.flatnonzero(differs == again)] if changes == 1 else []
+            self._known[row, changes] = [rows for rows in found if len(rows)]
         return self._known[row, changes]
 
 

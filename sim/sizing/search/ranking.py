@@ -45,10 +45,21 @@ class Ranking:
 
     def add(self, row: int, fewer: int | None, recompute: Sequence[int]) -> list[int]:
         """Rows of the space like one, which recompute less than it and more than another; their numbers."""
-        count = len(recompute)
         assert isinstance(self.of, Bounds)
         rows = self.space.add(row, recompute)
-        self.of.add(fewer, row, count)
+        self.of.add(fewer, row, len(rows))
+        return self._added(rows)
+
+    def add_micro_batch(self, row: int, micro_batch: int, recompute: Sequence[int]) -> list[int]:
+        """Rows of the space like one, with another micro-batch and each of some policies; their numbers."""
+        assert isinstance(self.of, Bounds)
+        rows = self.space.add(row, recompute, micro_batch)
+        self.of.add(None, row, len(rows))
+        self.of.bound(rows)
+        return self._added(rows)
+
+    def _added(self, rows: list[int]) -> list[int]:
+        count = len(rows)
         self.gpus = self.space.gpus
         self.alive = np.concatenate((self.alive, np.zeros(count, dtype=bool)))
         self.values, self.times = (np.concatenate((one, np.full(count, np.inf))) for one in (self.values, self.times))
@@ -59,6 +70,15 @@ class Ranking:
         """Bound more rows of those that have no bound yet, as many as there is time for."""
         self.of.go_on()
         self._renew(slice(None))
+
+    def bound_at(self, rows: npt.NDArray[np.int64]) -> bool:
+        """Bound those of some rows that have no bound yet, and what goes with them; whether there were any."""
+        if not isinstance(self.of, Bounds) or not self.of.unbounded[rows].any():
+            return False
+        before = self.of.unbounded.copy()
+        self.of.bound_at(rows)
+        self._renew(np.flatnonzero(before & ~self.of.unbounded))
+        return True
 
     def at_hand(self, count: int, besides: Collection[int]) -> list[int]:
         """The rows with the lowest values of those that are bounded finely and may fit; if there are none, of all."""

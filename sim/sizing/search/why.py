@@ -1,4 +1,8 @@
-"""Why the best wins: its terms against the runner-up's, and the best simulated layout of each family beside it."""
+"""Why the best wins: its terms against the runner-up's, and the best simulated layout of each family beside it.
+
+What differs from the best in what it recomputes and in its numbers of chunks alone says that these cost what they cost:
+the runner-up is the next layout that differs in something else, where one was simulated.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,8 @@ from sim.sizing.space.layouts import Space
 
 Floats = npt.NDArray[np.float64]
 Row = Mapping[str, Any]
-
+#: Fields that make no other layout.
+_FINE = ("training.recompute", "parallel.virtual_stages")
 
 
 @dataclass(frozen=True)
@@ -71,16 +76,19 @@ class Family:
 
 @dataclass(frozen=True)
 class Why:
-    """Attributes: runner_up: the best against the second, None without one; families: in the order of `FAMILIES` of
-    `space.families`; contrasts: the best against the best of other families, by name."""
+    """Attributes: runner_up: the best against the next layout, None without one; between: rows between them, which are
+    the best's layout; families: in the order of `FAMILIES` of `space.families`; contrasts: the best against the best of
+    other families, by name."""
 
     runner_up: Contrast | None = None
+    between: list[Row] = field(default_factory=list)
     families: list[Family] = field(default_factory=list)
     contrasts: dict[str, Contrast] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return {"runner_up": None if self.runner_up is None else self.runner_up.to_json(),
+                "between": [dict(row) for row in self.between],
                 "families": [one.to_json() for one in self.families],
                 "contrasts": {name: one.to_json() for name, one in self.contrasts.items()}}
 
@@ -101,6 +109,8 @@ def families(space: Space, bounds: Floats, values: Mapping[int, float], row_of: 
     for name, mine in kinds_of(space).items():
         simulated = [row for row in values if mine[row]]
         others = sorted((values[row], row) for row in simulated if row != winner and np.isfinite(values[row]))
+        if winner is not None and mine[winner]:  # another layout, where there is one
+            others = [one for one in others if not same_layout(space.sets(one[1]), space.sets(winner))] or others
         nearest = float(left[mine].min())
         settled = not np.isfinite(nearest) or bool(others and others[0][0] <= nearest)
         found.append(Family(name, int(mine.sum()), len(simulated), row_of(others[0][1]) if others else None,
@@ -109,11 +119,16 @@ def families(space: Space, bounds: Floats, values: Mapping[int, float], row_of: 
     return found
 
 
+def same_layout(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether the fields of two rows of one cluster differ in what is recomputed and in numbers of chunks alone."""
+    return all(value == other.get(name) for name, value in one.items() if name not in _FINE)
+
+
 def explain(best: Sequence[Row], found: list[Family], run: Callable[[Row], Result]) -> Why:
     """Why the first of `best` wins; it and what it is held against are simulated once more, for their terms.
 
     Args:
-        best: rows, the best first.
+        best: rows, the best first, those of its layout behind it, the runner-up last.
         run: simulates a row.
     """
     if not best:
@@ -126,4 +141,4 @@ def explain(best: Sequence[Row], found: list[Family], run: Callable[[Row], Resul
         return Contrast(row, compare([first, other]), (free[0], free[1]))
 
     others = {one.name: against(one.best) for one in found if one.best is not None and not one.holds_best}
-    return Why(against(best[1]) if len(best) > 1 else None, found, others)
+    return Why(against(best[-1]) if len(best) > 1 else None, list(best[1:-1]), found, others)

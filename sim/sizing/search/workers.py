@@ -7,10 +7,7 @@ finished is kept even when the rest is lost. Dask runs the jobs of a lost worker
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -18,14 +15,13 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeVar
 
+from sim.beside import as_worker
 from sim.errors import Fault, UserError
 from sim.garbage import search_seldom
 
 Job = TypeVar("Job")
 Done = TypeVar("Done")
 
-#: Linux `sys/prctl.h`: the signal a process gets when its parent dies.
-_PDEATHSIG = 1
 #: Seconds to wait for a scheduler: it answers at once where there is one.
 CONNECT_S = 10.0
 
@@ -87,14 +83,8 @@ def workers(processes: int = 1, dask: str | None = None) -> Iterator[Workers]:
 
 
 def _as_worker(parent: int) -> None:
-    """Ctrl-C is the parent's business. A process of a search that was killed ends too, where the system can see to it
-    (Linux prctl(2), PR_SET_PDEATHSIG)."""
     search_seldom()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # killed before the call
-            os._exit(1)
+    as_worker(parent)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from sim.scenario import Scenario
 from sim.scenario.fields.schema import TWO_CHUNKS
 from sim.sizing.space.experts import spreads
 from sim.sizing.space.policies import POLICIES, policy, possible
-from sim.sizing.space.thinned import Own, chunks, contexts, numbers, own_of
+from sim.sizing.space.thinned import Own, chunks, contexts, micro_batches, numbers, own_of
 from sim.sizing.wish import Request
 from sim.software import Stack, stack_of
 
@@ -87,21 +87,24 @@ class Space:
     Attributes:
         clusters: scenario of each cluster, resolved, at one node.
         columns: name to integers, each of shape (rows,).
-        raw: configurations as they can be written, for which the rows stand.
+        raw: configurations as they can be written, for which the rows stand; stepped: whether not every micro-batch
+            that divides is among them.
     """
 
     clusters: list[Scenario]
     columns: dict[str, Ints] = field(default_factory=dict)
     raw: int = 0
+    stepped: bool = False
 
     def __len__(self) -> int:
         return len(self.columns["cluster"])
 
-    def add(self, row: int, recompute: Sequence[int]) -> list[int]:
-        """Rows like one, but for what they recompute; their numbers."""
+    def add(self, row: int, recompute: Sequence[int], micro_batch: int | None = None) -> list[int]:
+        """Rows like one, but for what they recompute, and their micro-batch where one is given; their numbers."""
         before, count = len(self), len(recompute)
-        self.columns = {name: np.concatenate((column, recompute if name == "recompute" else [column[row]] * count),
-                                             dtype=column.dtype, casting="same_kind")
+        new: dict[str, Sequence[int]] = {name: [int(column[row])] * count for name, column in self.columns.items()}
+        new |= {"recompute": recompute} | ({} if micro_batch is None else {"micro_batch": [micro_batch] * count})
+        self.columns = {name: np.concatenate((column, new[name]), dtype=column.dtype, casting="same_kind")
                         for name, column in self.columns.items()}
         self.__dict__.pop("gpus", None)
         return list(range(before, before + count))
@@ -205,24 +208,24 @@ def build_space(clusters: Sequence[Scenario], choice: Choice,
     """
     heads: list[tuple[int, ...]] = []
     parts: list[Ints] = []
-    raw, choice = 0, with_own(choice, clusters[0])
+    raw, stepped, choice = 0, False, with_own(choice, clusters[0])
     for number, scenario in enumerate(clusters):
         mine = narrowed(scenario, choice)
         for gpus in choice.gpus if mine is not None else ():
             whole = scenario.cluster.gpus_per_node
             if mine is None or gpus % whole or (gpus > whole and part_of_a_node(scenario, clusters)):
                 continue
-            for head, rows, said in _of_count(number, scenario, gpus // whole, mine):
+            for head, rows, said, alike in _of_count(number, scenario, gpus // whole, mine):
                 heads.append(head)
                 parts.append(rows)
-                raw += said
+                raw, stepped = raw + said * alike, stepped or alike > 1
     if not parts:
         raise UserError(_nothing(clusters, choice))
     counts = [rows.shape[1] for rows in parts]
     fixed = np.array(heads, dtype=np.int32)
     columns = {name: np.repeat(fixed[:, i], counts) for i, name in enumerate(COLUMNS[:fixed.shape[1]])}
     columns |= {name: np.concatenate([rows[i] for rows in parts]) for i, name in enumerate(COLUMNS[fixed.shape[1]:])}
-    return Space(list(clusters), columns, raw)
+    return Space(list(clusters), columns, raw, stepped)
 
 
 def not_whole(clusters: Sequence[Scenario], choice: Choice) -> Fault | None:
@@ -246,9 +249,9 @@ def _nothing(clusters: Sequence[Scenario], choice: Choice) -> Fault:
 
 
 def _of_count(number: int, scenario: Scenario, nodes: int,
-              choice: Choice) -> Iterator[tuple[tuple[int, ...], Ints, int]]:
-    """Blocks of rows: fixed columns, (strategy, sharding factor, recompute) of each row, and how many configurations
-    they stand for."""
+              choice: Choice) -> Iterator[tuple[tuple[int, ...], Ints, int, int]]:
+    """Blocks of rows: fixed columns, (strategy, sharding factor, recompute) of each row, how many configurations they
+    stand for with this micro-batch, and how many micro-batches this one does."""
     gpus, model, batch = nodes * scenario.cluster.gpus_per_node, scenario.model, scenario.training.global_batch
     assert batch is not None
     blocks = model.layers + model.decoder_layers
@@ -269,15 +272,34 @@ def _of_count(number: int, scenario: Scenario, nodes: int,
             name for name in _strategies(scenario, pipeline, two, same) if able(scenario, stack, name, tensor)])
             for two in (False, True)}
         ways = {one.expert: {two: _spread(*rows, one.expert, ipg) for two, rows in plain.items()} for one in spread}
-        for micro in (m for m in _divisors(share) if _in(m, choice.micro_batch)):
-            for virtual, schedule, alike in _schedules(pipeline, share // micro, blocks, choice):
-                for expert, slices, own_tokens in spread:
-                    rows, said = ways[expert][SCHEDULES[schedule] == "dualpipe"]
-                    if not rows.shape[1]:
-                        continue
-                    for sequence in (s for s in sequences if s or not own_tokens):
-                        yield ((number, nodes, tensor, sequence, context, expert, slices, micro, pipeline, virtual,
-                                schedule), rows, said * alike)
+        for micro, alike, virtual, schedule, chunked in _orders(share, pipeline, blocks, choice):
+            for expert, slices, own_tokens in spread:
+                rows, said = ways[expert][SCHEDULES[schedule] == "dualpipe"]
+                if not rows.shape[1]:
+                    continue
+                for sequence in (s for s in sequences if s or not own_tokens):
+                    yield ((number, nodes, tensor, sequence, context, expert, slices, micro, pipeline, virtual,
+                            schedule), rows, said * chunked, alike)
+
+
+def _orders(share: int, pipeline: int, blocks: int, choice: Choice) -> list[tuple[int, int, int, int, int]]:
+    """Micro-batches that are tried of a replica's `share` of sequences, and how many each stands for, with each way of
+    `_schedules` to order them; the smallest first."""
+    able: dict[tuple[int, int, int], list[int]] = {}
+    for micro in divisors(share):
+        for way in _schedules(pipeline, share // micro, blocks, choice):
+            able.setdefault(way, []).append(micro)
+    return sorted(((micro, alike, *way) for way, micros in able.items()
+                   for micro, alike in micro_batches(micros, choice.own or Own(), choice.micro_batch)),
+                  key=lambda one: one[0])
+
+
+def ordered(schedule: str, pipeline: int, micro_steps: int) -> bool:
+    """Whether a schedule can order so many micro-batches."""
+    if schedule == "interleaved":
+        return micro_steps % pipeline == 0
+    return schedule not in TWO_CHUNKS or schedule == "zb-v" or (
+        pipeline % 2 == 0 and micro_steps % 2 == 0 and micro_steps >= 2 * pipeline)
 
 
 def _spread(rows: Ints, said: int, expert: int, ipg: bool) -> tuple[Ints, int]:
@@ -294,11 +316,11 @@ def _degrees(scenario: Scenario, gpus: int, choice: Choice) -> Iterator[tuple[in
     wide, deep = cuts(scenario, _stack(scenario))
     plain = model.kind == "layers" or not wide
     cut = not scenario.training.optimizer_in_backward and deep  # in backward, which no pipeline has
-    widths = [t for t in _divisors(gpus) if _in(t, choice.tensor) and (t == 1 or (not plain and not (
+    widths = [t for t in divisors(gpus) if _in(t, choice.tensor) and (t == 1 or (not plain and not (
         model.heads % t or model.ffn % t or (model.kv_heads % t and t % model.kv_heads))))]
-    degrees = [c for c in _divisors(gpus) if c == 1 or (model.kind == "decoder" and sequence % c == 0)]
+    degrees = [c for c in divisors(gpus) if c == 1 or (model.kind == "decoder" and sequence % c == 0)]
     shared = contexts(degrees, sequence, choice.own or Own(), choice.context)
-    depths = [p for p in _divisors(gpus) if _in(p, choice.pipeline) and (p == 1 or (
+    depths = [p for p in divisors(gpus) if _in(p, choice.pipeline) and (p == 1 or (
         cut and model.kind in ("decoder", "encoder") and p <= model.layers + 2))]
     stack = _stack(scenario)
     asks = scenario.parallel.context_exchange == "all-to-all" or scenario.training.packed
@@ -316,15 +338,13 @@ def _schedules(pipeline: int, micro_steps: int, blocks: int, choice: Choice) -> 
         yield 1, 0, 1
         return
     for index, name in enumerate(SCHEDULES):
-        if name not in choice.schedules:
+        if name not in choice.schedules or not ordered(name, pipeline, micro_steps):
             continue
         if name == "interleaved":
-            if micro_steps % pipeline == 0:
-                yield from ((count, index, alike) for count, alike in chunks(
-                    blocks, pipeline, choice.own or Own(), choice.virtual_stages))
+            yield from ((count, index, alike) for count, alike in chunks(
+                blocks, pipeline, choice.own or Own(), choice.virtual_stages))
         elif name in TWO_CHUNKS:
-            fits = name == "zb-v" or (pipeline % 2 == 0 and micro_steps % 2 == 0 and micro_steps >= 2 * pipeline)
-            if fits and 2 * pipeline <= blocks + 2 and _in(2, choice.virtual_stages):
+            if 2 * pipeline <= blocks + 2 and _in(2, choice.virtual_stages):
                 yield 2, index, 1
         elif _in(1, choice.virtual_stages):
             yield 1, index, 1
@@ -387,7 +407,7 @@ def _data_parallel(ranks: int, replicas: int, pipeline: int, blocks: int, choice
         elif name == "zero3" and same and _in("fsdp", choice.strategies):
             merged += 1
         elif name == "fsdp":
-            pairs += [(index, factor) for factor in _divisors(ranks) if factor > 1]
+            pairs += [(index, factor) for factor in divisors(ranks) if factor > 1]
         else:
             pairs.append((index, 1 if name == "ddp" else ranks))
     if not pairs and ranks == 1:
@@ -404,5 +424,6 @@ def _in(value: Any, allowed: Sequence[Any]) -> bool:
     return not allowed or value in allowed
 
 
-def _divisors(whole: int) -> list[int]:
+def divisors(whole: int) -> list[int]:
+    """Ascending."""
     return [d for d in range(1, whole + 1) if whole % d == 0]

@@ -228,7 +228,8 @@ def build_served(clusters: Sequence[Scenario], choice: Choice, replicas: bool) -
     if not rows:
         raise refusal or UserError(_nothing(clusters, choice))
     columns = dict(zip(COLUMNS, np.array(rows, dtype=np.int32).T, strict=True))
-    return ServedSpace(list(clusters), columns, len(rows), layouts, np.array(tokens, dtype=np.float64))
+    return ServedSpace(list(clusters), columns, len(rows), layouts=layouts,
+                       tokens=np.array(tokens, dtype=np.float64))
 
 
 def _layouts(base: Scenario, gpus: int, choice: Choice, replicas: bool) -> Iterator[dict[str, Any]]:

@@ -76,7 +76,7 @@ def _covered(found: Sizing) -> Iterator[str]:
                f"host ({KEEPERS})")
     yield served_text.covered(found) if found.served else (
         f"{found.raw:,} configurations can be written, {found.covered:,} are searched (of those alike in effect one; "
-        "recomputed blocks in steps, finer next to the best)")
+        f"recomputed blocks{' and micro-batches' * found.stepped} in steps, finer next to the best)")
     ruled = {"memory": "do not fit", "time": "cannot be among the best", "deadline": "miss the deadline",
              "budget": "cost more than the budget", "limits": "break the limits"}
     counts = {"were not looked at (there was no time to bound them)": found.unbounded,

@@ -18,10 +18,14 @@ def why_lines(why: Why, tell: Callable[[Row], str], unit: Callable[[float], str]
         unit: a value of the objective in words.
     """
     if (second := why.runner_up) is not None:
-        yield f"why the best wins: what the runner-up ({tell(second.row)}) has more or less of:"
+        named = "next layout" if why.between else "runner-up"
+        yield f"why the best wins: what the {named} ({tell(second.row)}) has more or less of:"
+        if why.between:
+            yield (f"  (between them {len(why.between)} with the best's layout but other recomputation or chunks; of "
+                   f"these the first: {tell(why.between[0])})")
         yield f"  {_behind(second)}"
         yield from moved_lines(second.found, 1)
-        yield f"  memory left free: {second.margin_bytes[0] / _GIB:.1f} GiB, runner-up {_free(second)}"
+        yield f"  memory left free: {second.margin_bytes[0] / _GIB:.1f} GiB, {named} {_free(second)}"
         yield ""
     if why.families:
         yield "the best simulated layout of each family, held against the best (of the best's own family, the next):"
@@ -47,14 +51,19 @@ def _free(one: Contrast) -> str:
 def _family(one: Family, tell: Callable[[Row], str], unit: Callable[[float], str]) -> str:
     if one.best is not None:
         more = "" if one.settled or one.nearest is None else \
-            f" (others not simulated, none below {unit(one.nearest)})"
+            f" (others not simulated{_below(one, unit, ', none below')})"
         return ("(has the best) next " if one.holds_best else "") + tell(one.best) + more
     if one.ruled_out == one.covered:
         return f"none simulated: all {one.covered:,} ruled out by memory, limits or rules"
     if one.holds_best:
-        return "only the best was simulated" + ("" if one.nearest is None else f", none below {unit(one.nearest)}")
+        return "only the best was simulated" + _below(one, unit, ", none below")
     if one.simulated:
-        return f"none of the {one.simulated:,} simulated fits" + (
-            "" if one.nearest is None else f"; of the others none is below {unit(one.nearest)}")
-    bound = "" if one.nearest is None else f", none can be below {unit(one.nearest)}"
-    return f"none simulated of {one.covered:,}, {one.ruled_out:,} ruled out{bound}"
+        return f"none of the {one.simulated:,} simulated fits" + _below(one, unit, "; of the others none is below")
+    return f"none simulated of {one.covered:,}, {one.ruled_out:,} ruled out{_below(one, unit, ', none can be below')}"
+
+
+def _below(one: Family, unit: Callable[[float], str], said: str) -> str:
+    """The lowest bound of what was not simulated; 0 is that of rows without one."""
+    if one.nearest is None:
+        return ""
+    return f"{said} {unit(one.nearest)}" if one.nearest > 0 else ", and not all were looked at"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -187,6 +190,25 @@ def test_every_change_is_lowered_once_and_only_what_fits_is_simulated(monkeypatc
     before = len(lowered)
     assert result.largest
     assert all(one != result.scenario for one in lowered[before:])
+
+
+@pytest.mark.whole
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
+def test_simulated_side_by_side_the_advice_is_the_same() -> None:
+    code = f"""
+import json, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from sim import beside
+from sim.report.advice import trials
+from test_advice import job
+result, found = job(), []
+for count, trials._LONG_S in ((1, 0.3), (2, 0.0)):
+    beside.processors = lambda: count
+    found.append(json.dumps([change.to_json() for change in result.advisor()]))
+print(found[0] == found[1], len(found[0]) > 500)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["True", "True"], done.stderr
 
 
 def test_candidates_are_real_changes() -> None:

@@ -65,6 +65,7 @@ def test_zero3_is_found_as_what_it_equals_and_what_is_not_covered_is_not_found()
 
 
 def test_rows_near_the_best_differ_in_one_thing_until_none_is_left_that_could_be_better() -> None:
+    """And in what they recompute, which changes with any other where that takes too much room."""
     of = scenario(strategy="zero1")
     space = space_of(of)
     wish, _ = priced(Wish(), [alone(of, None)], None)
@@ -83,15 +84,39 @@ def test_rows_near_the_best_differ_in_one_thing_until_none_is_left_that_could_be
                            for name, value in space.sets(row).items() if own.get(name, value) != value
                            and name != "parallel.sharding_factor")  # it follows the ranks that are left
                  for row in rows]
+        apart = [one - {("training.recompute",)} or one for one in apart]
         if not rows or any(len(one) > 1 for one in apart):
             break
         assert len(set(apart)) == len(rows) <= 8 and not set(rows) & set(found.values)
         assert all(ranking.values[row] < found.best[0][0] and not ranking.of.coarse[row] for row in rows)
         kinds |= set(apart)
         seen += len(rows)
-        found.values |= dict.fromkeys(rows, float("inf"))
+        found.values |= dict.fromkeys(rows, 2.0)
     assert seen > 20 and len(kinds) >= 5
     assert all(len(one) == 2 for one in apart)  # then two things at once
+
+
+def test_once_one_did_not_fit_only_what_holds_less_is_tried_of_its_axis() -> None:
+    of = scenario(strategy="zero1")
+    space = space_of(of)
+    wish, _ = priced(Wish(), [alone(of, None)], None)
+    ranking = Ranking(space, Bounds(space), wish)
+    near, best = Nearby(space, ranking), own_row(space, of)
+    assert best is not None
+    found = Found(best=[(float(ranking.values[best]) * 3, best)], values={best: 1.0})
+    last: dict[int, float] = {}
+    sizes, names = space.columns["micro_batch"], [name for name in space.columns if name not in (
+        "micro_batch", "recompute")]
+    for _ in range(6):
+        rows, _ = near(found)
+        mine = [row for row in rows if sizes[row] != sizes[best] and all(
+            space.columns[name][row] == space.columns[name][best] for name in names)]
+        for row in mine:
+            held = float(ranking.of.memory_bytes[row])
+            assert held < min(last.values(), default=np.inf)
+            last[row] = held
+        found.values |= dict.fromkeys(rows, float("inf"))
+    assert len(last) > 2 and len({int(space.columns["recompute"][row]) for row in last}) > 1
 
 
 def test_rows_out_of_turn_are_found_early_and_change_no_answer() -> None:

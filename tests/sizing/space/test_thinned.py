@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from sim.scenario import resolve
 from sim.sizing import Choice
 from sim.sizing.space.base import alone
-from sim.sizing.space.layouts import build_space, with_own
-from sim.sizing.space.thinned import NUMBERS, Own, chunks, contexts, numbers, stride
+from sim.sizing.space.layouts import SCHEDULES, build_space, with_own
+from sim.sizing.space.thinned import NUMBERS, Own, chunks, contexts, micro_batches, numbers, stride
 
 #: 96 blocks: 48 on each of two stages.
 DEEP: dict[str, Any] = {
@@ -41,6 +42,32 @@ def test_of_chunks_that_are_as_large_the_fewest_stand_for_all() -> None:
     assert sum(alike for _, alike in found) == 47  # of 2 to 48
     assert (9, 1) in list(chunks(94, 2, Own(chunks=9), ()))
     assert list(chunks(94, 2, Own(), (9, 11, 90))) == [(9, 1), (11, 1)] and list(chunks(4, 4, Own(), ())) == []
+
+
+def test_of_micro_batches_there_is_one_for_each_doubling_and_they_stand_for_all() -> None:
+    for share in (960, 48, 30, 105, 7, 1):
+        able = [size for size in range(1, share + 1) if share % size == 0]
+        found = micro_batches(able, Own(), ())
+        tried = [size for size, _ in found]
+        assert tried[0] == 1 and tried[-1] == share and sum(alike for _, alike in found) == len(able)
+        assert all(after <= 2 * before or able.index(after) == able.index(before) + 1 for before, after in
+                   pairwise(tried))
+        assert all(after > 2 * before for before, after in zip(tried, tried[2:], strict=False))
+    assert [size for size, _ in micro_batches([1, 2, 3, 4, 6, 12], Own(micro_batch=3), ())] == [1, 2, 3, 4, 6, 12]
+    assert micro_batches([1, 2, 3, 4, 6, 12], Own(), (3, 5)) == [(3, 1)]
+
+
+def test_thinned_micro_batches_are_written_as_often_and_of_what_a_schedule_can_order() -> None:
+    of = resolve({**DEEP, "training": {**DEEP["training"], "global_batch": 96}}, "")
+    axes: dict[str, Any] = {"tensor": [1], "context": [1], "pipeline": [4], "strategies": ["zero1"],
+                            "recompute": ["none"], "partial_recompute": False, "schedules": ["1f1b", "interleaved"]}
+    some, every = (build_space([alone(of, None)], Choice([8], **axes, micro_batch=sizes))
+                   for sizes in ((), range(1, 97)))
+    assert some.raw == every.raw and some.stepped and not every.stepped and len(some) < len(every)
+    found = {SCHEDULES[number]: set(some.columns["micro_batch"][some.columns["schedule"] == number].tolist())
+             for number in np.unique(some.columns["schedule"])}
+    # of 48 sequences, and of the 12 that leave each of four stages one
+    assert found == {"1f1b": {1, 2, 4, 8, 16, 24, 48}, "interleaved": {1, 2, 4, 6, 12}}
 
 
 def test_ranks_of_context_keep_a_flash_kernels_queries_unless_asked_for() -> None:

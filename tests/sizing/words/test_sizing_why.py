@@ -42,6 +42,23 @@ def test_terms_against_the_runner_up_sum_to_the_difference(found: Sizing) -> Non
         found.best[1]["device_used_bytes"] - found.best[0]["device_used_bytes"]
 
 
+def test_what_recomputes_otherwise_alone_is_not_held_against_the_best() -> None:
+    axes: dict[str, Any] = {**NARROW, "tensor": [1, 4], "pipeline": [1], "strategies": ["ddp"],
+                            "recompute": ["none", "selective", "full"]}
+    found = size(resolve(SMALL), Choice([8], **axes), top=10**6)
+    second, own = found.why.runner_up, found.best[0]["set"]
+    assert second is not None
+    between = [row for row in found.best if row["step_time_s"] < second.row["step_time_s"]][1:]
+    assert found.why.between == between and between
+    assert all({**row["set"], "training.recompute": own["training.recompute"]} == own for row in between)
+    assert {**second.row["set"], "training.recompute": own["training.recompute"]} != own
+    text = "\n".join(why_lines(found.why, lambda row: str(row["set"]["training.recompute"]), found.wish.told))
+    assert f"the next layout ({second.row['set']['training.recompute']})" in text
+    assert f"(between them {len(between)} with the best's layout" in text
+    alike = size(resolve(SMALL), Choice([8], **{**axes, "tensor": [1]}), top=10**6)
+    assert alike.why.runner_up is not None and alike.why.runner_up.row == alike.best[1] and not alike.why.between
+
+
 def test_families_cover_the_space_and_are_told(found: Sizing) -> None:
     assert sum(one.covered for one in found.why.families) == found.covered
     assert sum(one.simulated for one in found.why.families) == found.simulated
