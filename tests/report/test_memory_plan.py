@@ -12,6 +12,7 @@ from report_scenarios import small
 
 import sim
 from sim.memory.ledger import allocated_bytes
+from sim.memory.reserved import Reserved
 from sim.report.memory_plan import MemoryPlan
 from sim.report.terminal.memory import render_memory
 from sim.report.terminal.render import console
@@ -112,6 +113,16 @@ def test_what_is_left_needs_no_replay_near_the_end(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("sim.memory.reserved.under_pressure", lambda *_: pytest.fail("replayed with a limit"))
     assert tight.fits_device and tight.headroom_bytes == 0
     assert tight.fragmentation_bytes == peak.fragmentation_bytes - 2**20
+
+
+def test_a_replay_made_elsewhere_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Advice has changes simulated in processes of their own, which hand the allocator's answer back."""
+    memory = sim.plan_memory(scenario()).memory
+    memory = replace(memory, capacity_bytes=memory.capacity_bytes - memory.headroom_bytes - 2**20)
+    assert memory.known is None
+    monkeypatch.setattr("sim.memory.reserved.under_pressure", lambda *_: pytest.fail("replayed again"))
+    memory.remember(Reserved(7, 2.0, 2.0**30))
+    assert memory.short and memory.known == memory.reserved == Reserved(7, 2.0, 2.0**30)
 
 
 # ------------------------------------------------------------------------------------------------------ rules of thumb

@@ -118,9 +118,14 @@ class Trials:
     def priced(self, tries: Sequence[Tried]) -> list[Change]:
         """What is said of changes, with the step of each with which the job fits."""
         fitting = [one for one in tries if one.after.fits]
-        seconds = each(lambda one: (one.trial.step_time_s(), one.trial.work_s()), fitting, _long(fitting))
-        steps = {one.trial: step_s for one, (step_s, _) in zip(fitting, seconds, strict=True)}
-        self.work.update((one.trial, work_s) for one, (_, work_s) in zip(fitting, seconds, strict=True))
+        # where cached blocks fill the GPU the allocator's replay takes longer than the step
+        filled = sum(not one.after.headroom_bytes for one in fitting)
+        found = each(lambda one: (one.trial.step_time_s(), one.trial.work_s(), one.after.known), fitting,
+                     _long(fitting) or filled > 1)
+        steps = dict[Trial, float]()
+        for one, (step_s, work_s, reserved) in zip(fitting, found, strict=True):
+            steps[one.trial], self.work[one.trial] = step_s, work_s
+            one.after.remember(reserved)
         return [self._said(one, steps.get(one.trial)) for one in tries]
 
     def works(self, tries: Sequence[Tried]) -> list[float]:

@@ -92,6 +92,16 @@ class MemoryResult:
                         self._unlimited_bytes)
 
     @property
+    def known(self) -> Reserved | None:
+        """The replay, where it was asked for."""
+        return vars(self).get("reserved")
+
+    def remember(self, reserved: Reserved | None) -> None:
+        """Takes the replay as it was made of the same job in another process."""
+        if reserved is not None:
+            vars(self)["reserved"] = reserved
+
+    @property
     def short(self) -> bool:
         """Whether the allocator has to give back cached blocks in every step. No allocator holds twice what it hands
         out, so that small jobs need no replay to know."""
