@@ -184,6 +184,7 @@ def test_every_change_is_lowered_once_and_only_what_fits_is_simulated(monkeypatc
             return super().step_time_s()
 
     monkeypatch.setattr("sim.api.Trial", Counted)
+    monkeypatch.setattr("sim.beside.processors", lambda: 1)  # what other processes simulate is not counted here
     changes = result.changes
     assert len(simulated) == sum(change.fits for change in changes)
     assert all(one != other for i, one in enumerate(lowered) for other in lowered[:i])

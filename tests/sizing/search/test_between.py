@@ -28,6 +28,7 @@ NARROW: dict[str, Any] = {"gpus": [32], "tensor": [1], "context": [1], "pipeline
 EVERY = [1, 2, 3, 4, 6, 8, 12, 24]
 
 
+@pytest.mark.whole
 def test_the_best_is_that_of_trying_every_micro_batch() -> None:
     found, whole = (size(resolve(FULL, ""), Choice(**NARROW, micro_batch=axis), top=3) for axis in ((), EVERY))
     best = found.best[0]

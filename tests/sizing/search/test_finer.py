@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from sim import api
 from sim.scenario import resolve
 from sim.sizing import Choice, size
@@ -34,6 +36,7 @@ def test_the_best_is_that_of_trying_every_number() -> None:
     assert found.winner is not None and len(found.rows) == found.simulated
 
 
+@pytest.mark.whole
 def test_blocks_alone_are_tried_down_to_the_first() -> None:
     """None of them has a row with fewer blocks below it; one sequence a GPU fits without recomputation."""
     found = size(resolve(FULL, ""), Choice([8], recompute=[], **{**NARROW, "micro_batch": [1]}), top=1)
