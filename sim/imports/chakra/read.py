@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from sim.errors import Fault, UserError
 from sim.imports.chakra.files import Trace, is_trace, read_trace
@@ -127,7 +128,7 @@ def _read(rank: _Rank, files: int, draft: Draft, blocks: Said | None) -> None:
     trace, counts, one = rank.trace, rank.counts, rank.first
     along = degrees(trace, rank.groups)
     devices = [product.node.first_device(index) for product in rank.forward.products[:9] for index in range(3)]
-    told = Told(draft, trace.file, along["tensor"].size if "tensor" in along else 1, draft.has("model.hf"),
+    told = Told(draft, Path(trace.file).name, along["tensor"].size if "tensor" in along else 1, draft.has("model.hf"),
                 next((device.partition(":")[0] for device in devices if device), ""))
     # Sums and gathers of tensor ranks and the like are no data parallelism's.
     others = {group.name for group in rank.groups if group.axis in _OTHER_AXES}
