@@ -14,8 +14,8 @@ class Told:
     """What takes fields of a draft with calls of a trace as their origin.
 
     Attributes:
-        draft, file: where they go, and the trace by its name; tensor: ranks that share a block's products; overall: whether
-            nothing is taken, since a model's config.json is at hand.
+        draft, file: where they go, and the trace's name; tensor: ranks that share a block's products; overall:
+            whether nothing is taken of the model, since its config.json is at hand.
         device: kind of device that the model's products run on, "" if unknown.
     """
 
