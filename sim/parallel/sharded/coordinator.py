@@ -15,8 +15,10 @@ Parameters below the persistence threshold are whole at all times and are not in
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 #: A parameter of the trace and its elements.
 Wanted = tuple[Hashable, int]
@@ -55,6 +57,7 @@ class Decision:
 def streamed(trace: Sequence[Sequence[Wanted]], limits: Limits) -> list[Decision]:
     """Decisions of the coordinator since 0.6 for every use of the trace."""
     queue = [(wanted, step) for step, use in enumerate(trace) for wanted in use]
+    later = _Later(trace)
     place, live = 0, 0
     held: set[Hashable] = set()
     seen: dict[Hashable, int] = {}  # the last use a parameter was fetched or passed over for
@@ -78,7 +81,7 @@ def streamed(trace: Sequence[Sequence[Wanted]], limits: Limits) -> list[Decision
                 ahead.append((name, numel))
                 coming += numel
         live += coming
-        release = tuple(w for w in use if seen.get(w[0], -1) <= step and not _reused(trace, step, w, limits.reuse))
+        release = tuple(w for w in use if seen.get(w[0], -1) <= step and not later.reused(step, w, limits.reuse))
         held.difference_update(name for name, _ in release)
         live -= sum(numel for _, numel in release)
         decisions.append(Decision(fetch, tuple(ahead), release))
@@ -87,7 +90,7 @@ def streamed(trace: Sequence[Sequence[Wanted]], limits: Limits) -> list[Decision
 
 def blocking(trace: Sequence[Sequence[Wanted]], limits: Limits) -> list[Decision]:
     """Decisions of the coordinator before 0.6 for every use of the trace."""
-    live = 0
+    live, later = 0, _Later(trace)
     held: set[Hashable] = set()
     decisions = []
     for step, use in enumerate(trace):
@@ -98,7 +101,7 @@ def blocking(trace: Sequence[Sequence[Wanted]], limits: Limits) -> list[Decision
         held.update(name for name, _ in ahead)
         live += sum(numel for _, numel in ahead)
         numel_of_use = sum(numel for _, numel in use)
-        release = tuple(w for w in use if not _reused(trace, step, w, limits.reuse - numel_of_use))
+        release = tuple(w for w in use if not later.reused(step, w, limits.reuse - numel_of_use))
         held.difference_update(name for name, _ in release)
         live -= sum(numel for _, numel in release)
         decisions.append(Decision(fetch, ahead, release))
@@ -119,17 +122,21 @@ def _fitting(trace: Sequence[Sequence[Wanted]], step: int, held: set[Hashable], 
     return tuple(found.items())
 
 
-def _reused(trace: Sequence[Sequence[Wanted]], step: int, wanted: Wanted, distance: int) -> bool:
-    """Whether a parameter is used again before `distance` elements of later uses have passed."""
-    passed = 0
-    for use in trace[step + 1:]:
-        if passed >= distance:
-            return False
-        for later in use:
-            if later[0] == wanted[0]:
-                return True
-            passed += later[1]
-    return False
+class _Later:
+    """Where each parameter of a trace is used, and how many elements uses hold together."""
+
+    def __init__(self, trace: Sequence[Sequence[Wanted]]) -> None:
+        self._before = [0, *accumulate(sum(numel for _, numel in use) for use in trace)]
+        self._uses: dict[Hashable, list[int]] = {}
+        for step, use in enumerate(trace):
+            for name, _ in use:
+                self._uses.setdefault(name, []).append(step)
+
+    def reused(self, step: int, wanted: Wanted, distance: int) -> bool:
+        """Whether a parameter is used again before `distance` elements of later uses have passed."""
+        uses = self._uses[wanted[0]]
+        at = bisect_right(uses, step)
+        return at < len(uses) and self._before[uses[at]] - self._before[step + 1] < distance
 
 
 #: By the fact `parameter_coordinator` of the software profiles.

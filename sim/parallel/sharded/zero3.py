@@ -160,6 +160,7 @@ class Zero3:
         self.reductions: list[int] = []
         self.computed: tuple[int, ...] = ()  # the last kernels
         bucket: list[Parameter] = []
+        filled = 0
         self.first, self.moved = micro.first, None
         self.secondary.begin(micro.first)
         if self.gathers is not None:
@@ -174,10 +175,12 @@ class Zero3:
             self.release(section, use, decision.release, computed)
             if use.direction == "backward" and reduces:
                 for gradient in use.part.gradients:
-                    if bucket and elements(bucket) + gradient.numel > self.bucket:
+                    numel = gradient.numel
+                    if bucket and filled + numel > self.bucket:
                         self.reduce(section, use, bucket, micro.last)
-                        bucket = []
+                        bucket, filled = [], 0
                     bucket.append(gradient)
+                    filled += numel
         if bucket:
             self.reduce(section, use, bucket, micro.last)
 
