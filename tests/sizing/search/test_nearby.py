@@ -64,15 +64,21 @@ def test_zero3_is_found_as_what_it_equals_and_what_is_not_covered_is_not_found()
     assert own_row(space_of(named), named) is None
 
 
-def test_rows_near_the_best_differ_in_one_thing_until_none_is_left_that_could_be_better() -> None:
-    """And in what they recompute, which changes with any other where that takes too much room."""
+def around_own() -> tuple[Space, Ranking, Nearby, int, Found]:
+    """A space, and the search around the scenario's own row, which has taken three times its bound."""
     of = scenario(strategy="zero1")
     space = space_of(of)
     wish, _ = priced(Wish(), [alone(of, None)], None)
     ranking = Ranking(space, Bounds(space), wish)
-    near, best = Nearby(space, ranking), own_row(space, of)
+    best = own_row(space, of)
     assert best is not None
     found = Found(best=[(float(ranking.values[best]) * 3, best)], values={best: 1.0})
+    return space, ranking, Nearby(space, ranking), best, found
+
+
+def test_rows_near_the_best_differ_in_one_thing_until_none_is_left_that_could_be_better() -> None:
+    """And in what they recompute, which changes with any other where that takes too much room."""
+    space, ranking, near, best, found = around_own()
     own = space.sets(best)
     together = [("parallel.tensor", "parallel.sequence_parallel"),
                 ("parallel.pipeline", "parallel.virtual_stages", "parallel.schedule",
@@ -97,13 +103,7 @@ def test_rows_near_the_best_differ_in_one_thing_until_none_is_left_that_could_be
 
 
 def test_once_one_did_not_fit_only_what_holds_less_is_tried_of_its_axis() -> None:
-    of = scenario(strategy="zero1")
-    space = space_of(of)
-    wish, _ = priced(Wish(), [alone(of, None)], None)
-    ranking = Ranking(space, Bounds(space), wish)
-    near, best = Nearby(space, ranking), own_row(space, of)
-    assert best is not None
-    found = Found(best=[(float(ranking.values[best]) * 3, best)], values={best: 1.0})
+    space, ranking, near, best, found = around_own()
     last: dict[int, float] = {}
     sizes, names = space.columns["micro_batch"], [name for name in space.columns if name not in (
         "micro_batch", "recompute")]
