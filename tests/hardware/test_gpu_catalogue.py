@@ -17,7 +17,7 @@ SPEC_NAMES = [
 VARIANTS = ["v100-32g-sxm3", "v100-32g-sxm3-450w"]
 #: And cards that engineers have, by their siblings' kernels.
 SIBLINGS = ["a800-80g-sxm", "h100-94g-nvl", "h20", "gh200", "b300", "a10", "a40", "rtx-a6000", "l40", "rtx-6000-ada",
-            "mi325x", "gb300", "rtx5090", "rtx-pro-6000"]
+            "mi325x", "gb300", "rtx5090", "rtx-pro-6000", "a100-64g-sxm"]
 
 
 def test_every_gpu_of_the_scenario_specification_is_there() -> None:

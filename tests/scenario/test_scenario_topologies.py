@@ -40,6 +40,9 @@ NAMED = [
     "hgx-b200",
     "gb200-nvl72",
 ]
+#: Clusters beyond the spec's list: newer cloud instances, and machines that research groups apply for. Gb/s of a node.
+BEYOND = {"p5e": 3200, "p5en": 3200, "p6-b200": 3200, "a3-ultra": 3200, "a4": 3200,
+          "juwels-booster": 800, "leonardo": 400, "alps": 800, "jupiter": 800}
 #: Gb/s between nodes, from the spec's own list.
 GBPS_PER_NODE = {
     "dgx-1v-32g": 400,
@@ -79,7 +82,7 @@ def test_every_topology_resolves_with_sources_and_all_figures(name: str) -> None
 
 def test_names_of_the_spec_are_all_there() -> None:
     assert set(NAMED) | {f"single-{gpu}" for gpu in gpu_names()} <= set(topology_names())
-    for name, gbps in GBPS_PER_NODE.items():
+    for name, gbps in (GBPS_PER_NODE | BEYOND).items():
         inter = on(name).cluster.topology.inter
         assert inter.nics_per_node * inter.gbps_per_nic == gbps
 
