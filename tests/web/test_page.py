@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -115,6 +116,20 @@ def test_a_prediction_has_text_pictures_and_files(client: FlaskClient) -> None:
     assert own(client, "report/1/../../secret").status_code == 404
     start = client.get("/start").json
     assert start is not None and start["entries"] == [made]
+
+
+def test_advice_can_be_told_from_the_rest_of_a_report(client: FlaskClient) -> None:
+    """The page's own patterns find every change that makes a job fit, in the form that the box of changes takes."""
+    script = client.get("/static/page.js").text
+    advised, setting = (re.search(rf"^const {name} = /(.*)/[mg];", script, re.MULTILINE)[1]  # type: ignore[index]
+                        for name in ("ADVISED", "SETTING"))
+    sets = ["training.micro_batch=256"]
+    answer = predict(client, sets=sets).json["entry"]
+    lines = re.findall(advised, answer["text"], re.MULTILINE)
+    assert len(lines) > 1 and "".join(lines).count("--set ") == answer["text"].count("--set ") > len(lines)
+    for found in lines:
+        changes = [quoted or plain for quoted, plain in re.findall(setting, found)]
+        assert "does not fit" not in predict(client, sets=[*sets, *changes]).json["entry"]["line"]
 
 
 def test_a_sweep_is_run_whole(client: FlaskClient) -> None:

@@ -3,6 +3,8 @@
 const BEFORE = "*before"; // the choice that holds the text of a server that was started with another one
 const MOST_FAULTS = 50;
 const MOST_BYTES = 1 << 20;
+const ADVISED = /((?:^ +--set .*\n?)+)/m; // lines of a report that say how to make one change
+const SETTING = /--set (?:'([^']*)'|(\S+))/g;
 
 const at = (id) => document.getElementById(id);
 const made = new Map(); // predictions by number
@@ -149,6 +151,28 @@ function picture(path, alt) {
     element("img", { src: path, alt }));
 }
 
+function change(settings) {
+  const field = (line) => line.split("=")[0].trim();
+  const replaced = settings.map(field);
+  const others = at("sets").value.split("\n").filter((line) => line.trim() && !replaced.includes(field(line)));
+  const lines = [...others, ...settings];
+  at("sets").value = keep.sets = lines.join("\n");
+  at("sets").rows = Math.max(at("sets").rows, Math.min(lines.length, 8));
+  saveSoon();
+  at("predict").focus();
+  say("put among the changes: Predict tries it");
+}
+
+function withAdvice(text) {
+  return text.split(ADVISED).flatMap((piece, i) => {
+    if (i % 2 === 0) return piece;
+    const settings = [...piece.matchAll(SETTING)].map((found) => found[1] ?? found[2]);
+    const chosen = link(piece.trim(), () => change(settings));
+    chosen.title = "put among the changes on top";
+    return ["    ", chosen, "\n"];
+  });
+}
+
 function put(number, ...inside) {
   old(false);
   at("report").replaceChildren(...inside);
@@ -159,7 +183,7 @@ function show(entry) {
   const report = (name) => own(`report/${entry.number}/${name}`);
   const files = entry.files.flatMap((name, i) => [i ? ", " : "", element("a", { href: report(name), textContent: name })]);
   put(entry.number, element("h2", { textContent: `${entry.number}: ${entry.title}` }),
-    element("pre", { textContent: entry.text }),
+    element("pre", {}, ...withAdvice(entry.text)),
     ...entry.pictures.map((name) => picture(report(name), `${name.replace(".png", "")} of ${entry.title}`)),
     element("p", {}, "Files: ", ...files));
 }
