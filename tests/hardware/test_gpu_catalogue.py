@@ -17,7 +17,9 @@ SPEC_NAMES = [
 VARIANTS = ["v100-32g-sxm3", "v100-32g-sxm3-450w"]
 #: And cards that engineers have, by their siblings' kernels.
 SIBLINGS = ["a800-80g-sxm", "h100-94g-nvl", "h20", "gh200", "b300", "a10", "a40", "rtx-a6000", "l40", "rtx-6000-ada",
-            "mi325x", "gb300", "rtx5090", "rtx-pro-6000", "a100-64g-sxm"]
+            "mi325x", "gb300", "rtx5090", "rtx-pro-6000", "a100-64g-sxm", "rtx2080ti", "rtx3060", "rtx3070", "rtx3080",
+            "rtx3080ti", "rtx4060ti", "rtx4070", "rtx4070ti-super", "rtx4080", "rtx4080-super",
+            "rtx5070ti", "rtx5080", "rtx-a4000", "rtx-a5000", "rtx-5000-ada"]
 
 
 def test_every_gpu_of_the_scenario_specification_is_there() -> None:
