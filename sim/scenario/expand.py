@@ -9,6 +9,7 @@ from sim.errors import Fault, UserError, nearest
 from sim.scenario.document import Document, beside, read_document
 from sim.scenario.fields.cluster import GpuFigures
 from sim.scenario.gpus import canonical_gpu, gpu_names, is_profile, resembled
+from sim.scenario.hub import preset_of
 from sim.scenario.other_names import other_value
 from sim.scenario.presets import preset, preset_names
 from sim.scenario.profile import PLACE, check_profile
@@ -181,7 +182,9 @@ def _model(model: dict[str, Any], document: Document, faults: list[Fault]) -> di
     if isinstance(name, str):
         fields = preset(name)
         if fields is None:
-            hint = other_value("model.preset", name) or nearest(name, preset_names()) or "see 'drystep list models'"
+            known = preset_of(name)
+            hint = (f"did you mean '{known}'?" if known else other_value("model.preset", name)
+                    or nearest(name, preset_names()) or "see 'drystep list models', or give hf: its config.json")
             faults.append(document.fault("model.preset", f"there is no model named '{name[:80]}'", hint))
             return model
         return _over(fields, model)

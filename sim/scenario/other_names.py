@@ -26,6 +26,12 @@ def other_value(path: str, value: str) -> str:
     return f"did you mean {own}?" if own else _answers().get((path, bare(value)), "")
 
 
+def same_sizes(model: str) -> str:
+    """The preset with the sizes of a model of another name, "" if unknown."""
+    own = _values().get(("model.preset", bare(model)), "").strip("'")
+    return own if " " not in own else ""
+
+
 @cache
 def _fields() -> Mapping[str, str]:
     return {bare(str(name)): path for path, names in table(_FILE)["fields"].items() for name in names}

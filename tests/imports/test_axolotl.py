@@ -56,7 +56,7 @@ def test_quantised_lora_of_70b_under_fsdp(read: Read) -> None:
 def test_shards_replicas_and_tensor_ranks(read: Read) -> None:
     found = read(MESH)
     assert fields(found, "model.preset", "parallel.sharding_factor", "parallel.tensor", "training.chunked_loss",
-                  "cluster.nodes", "training.precision") == ["llama-3-8b", 4, 2, None, 2, "fsdp-bf16"]
+                  "cluster.nodes", "training.precision") == ["llama-3.1-8b", 4, 2, None, 2, "fsdp-bf16"]
     assert not found.of("unknown") and names(found, "left") == {"sample_packing", "plugins"}
     whole = read({**PLAIN, **FSDP, "plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]})
     assert at(whole, "training.chunked_loss") is True

@@ -89,7 +89,7 @@ def test_lora_over_two_gpus(read: Read) -> None:
 def test_pretraining(read: Read) -> None:
     found = read(PRETRAIN)
     expected = {
-        "model.preset": "llama-3-8b", "cluster.nodes": 2, "parallel.strategy": "fsdp", "parallel.sharding_factor": 8,
+        "model.preset": "llama-3.1-8b", "cluster.nodes": 2, "parallel.strategy": "fsdp", "parallel.sharding_factor": 8,
         "training.recompute": "none", "training.global_batch": 512, "training.micro_batch": 4,
         "software.compile": True, "software.optimizer_kernel": "fused", "training.sequence": 4096}
     assert {path: at(found, path) for path in expected} == expected

@@ -56,7 +56,7 @@ def left(found: Imported) -> list[str]:
 def test_lora_over_eight_gpus(read: Read) -> None:
     found = read(LORA)
     expected = {
-        "model.preset": "llama-3-70b", "cluster.gpus_per_node": 8, "parallel.strategy": "fsdp", "software.fsdp": 2,
+        "model.preset": "llama-3.1-70b", "cluster.gpus_per_node": 8, "parallel.strategy": "fsdp", "software.fsdp": 2,
         "training.precision": "pure-bf16", "training.recompute": "full", "training.chunked_loss": True,
         "training.micro_batch": 2, "training.micro_steps": 1, "parallel.reduce_every_micro_step": True,
         "software.optimizer_kernel": "fused", "training.finetune": {
@@ -71,15 +71,15 @@ def test_all_weights_on_one_gpu(read: Read) -> None:
     found = read(ONE)
     assert fields(found, "model.preset", "cluster.gpus_per_node", "parallel.strategy", "training.optimizer",
                   "training.optimizer_in_backward", "parallel.offload.optimizer") == [
-                      "llama-3-8b", 1, "none", "adamw-8bit", True, None]
+                      "llama-3.1-8b", 1, "none", "adamw-8bit", True, None]
     assert not found.of("unknown") and left(found) == ["optimizer._component_"]
     assert plan_memory(found.scenario).stages
 
 
 @pytest.mark.parametrize(("component", "preset", "vocab"), [
     ("llama2.llama2_7b", "llama-2-7b", None), ("llama3.llama3_70b", "llama-3-70b", None),
-    ("llama3_1.llama3_1_405b", "llama-3-405b", None), ("llama3_2.llama3_2_1b", "llama-3.2-1b", None),
-    ("llama3_3.llama3_3_70b", "llama-3-70b", None), ("qwen2.qwen2_0_5b", "qwen2.5-0.5b", None),
+    ("llama3_1.llama3_1_405b", "llama-3.1-405b", None), ("llama3_2.llama3_2_1b", "llama-3.2-1b", None),
+    ("llama3_3.llama3_3_70b", "llama-3.3-70b", None), ("qwen2.qwen2_0_5b", "qwen2.5-0.5b", None),
     ("qwen2_5.qwen2_5_7b_instruct", "qwen2.5-7b", None), ("qwen2_5.qwen2_5_14b_base", "qwen2.5-14b", None),
     ("gemma.gemma_2b", "gemma-2b", None), ("gemma2.gemma2_9b", "gemma-2-9b", None),
     ("mistral.mistral_7b", "mistral-7b", None), ("phi3.phi3_mini", "phi-3-mini", None),

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from sim.errors import Fault, UserError
 from sim.imports.draft import Draft, Ranks
-from sim.imports.hub import preset_of
 from sim.imports.hugging import axolotl, llamafactory
 from sim.imports.hugging.accelerate import read_accelerate_yaml, settle_launched
 from sim.imports.hugging.adapters import read_adapter, read_quantised
@@ -26,6 +25,7 @@ from sim.imports.hugging.policy import settle_precision
 from sim.imports.hugging.trainer import MARKS, read_arguments, settle_arguments
 from sim.imports.settings import Said, Settings, peek, read_settings
 from sim.scenario.fields.precisions import PRECISIONS
+from sim.scenario.hub import preset_of
 from sim.scenario.presets import preset
 
 Reader = Callable[[Settings, Job], None]

@@ -15,9 +15,9 @@ from typing import Any
 
 from sim.errors import Fault, UserError
 from sim.imports.draft import Draft
-from sim.imports.hub import preset_of
 from sim.imports.settings import Said, Settings, one_of, switch
 from sim.scenario.document import read_text
+from sim.scenario.hub import preset_of
 from sim.scenario.presets import preset
 
 #: How a file's comments say it is run.

@@ -26,6 +26,13 @@ class Config:
         self.values, self.shown, self._text = values, shown, text
         self.faults: list[Fault] = []
 
+    def inside(self, key: str) -> Config:
+        """The object under `key`, an empty one where there is none; its faults are this config's."""
+        value = self.values.get(key)
+        nested = Config(value if isinstance(value, dict) else {}, self.shown, self._text)
+        nested.faults = self.faults
+        return nested
+
     def whole(self, *keys: str, default: int | None = None) -> int:
         """A whole number under the first of `keys` that is there."""
         for key in keys:

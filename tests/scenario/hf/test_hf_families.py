@@ -17,6 +17,8 @@ from sim.model import build
 from sim.scenario import Scenario, resolve
 from sim.software import stack_for
 
+#: By family: a small config, and how many parameters transformers 5.24.0 makes of it (on meta tensors).
+SMALL: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "small_configs.json").read_text())
 #: Name of the checkpoint: its parameters and its config, without what no field here follows from.
 CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
     "dsv2lite": (15_706_484_224,
@@ -111,6 +113,33 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
         {"model_type": "roberta", "hidden_act": "gelu", "hidden_size": 768, "intermediate_size": 3072,
          "max_position_embeddings": 514, "num_attention_heads": 12, "num_hidden_layers": 12, "vocab_size":
          50265}),
+    "dbrx": (131_596_523_520,
+        {"model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 40, "max_seq_len": 32768,
+         "vocab_size": 100352, "attn_config": {"kv_n_heads": 8, "clip_qkv": 8}, "ffn_config":
+         {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4}}),
+    "glm-4-9b": (9_399_951_360,
+        {"model_type": "chatglm", "add_qkv_bias": True, "add_bias_linear": False, "ffn_hidden_size": 13696,
+         "hidden_size": 4096, "kv_channels": 128, "multi_query_attention": True, "multi_query_group_num": 2,
+         "num_attention_heads": 32, "num_layers": 40, "padded_vocab_size": 151552, "rmsnorm": True,
+         "seq_length": 131072, "tie_word_embeddings": False}),
+    "chatglm3-6b": (6_243_584_000,
+        {"model_type": "chatglm", "add_qkv_bias": True, "add_bias_linear": False, "ffn_hidden_size": 13696,
+         "hidden_size": 4096, "kv_channels": 128, "multi_query_attention": True, "multi_query_group_num": 2,
+         "num_attention_heads": 32, "num_layers": 28, "padded_vocab_size": 65024, "rmsnorm": True,
+         "seq_length": 8192, "tie_word_embeddings": False}),
+    "baichuan2-13b": (13_896_668_160,
+        {"model_type": "baichuan", "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 13696,
+         "model_max_length": 4096, "num_attention_heads": 40, "num_hidden_layers": 40, "tie_word_embeddings":
+         False, "vocab_size": 125696}),
+    "baichuan2-7b": (7_505_973_248,
+        {"model_type": "baichuan", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008,
+         "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
+         "tie_word_embeddings": False, "vocab_size": 125696}),
+    "internlm2-7b": (7_737_708_544,
+        {"model_type": "internlm2", "bias": False, "hidden_act": "silu", "hidden_size": 4096,
+         "intermediate_size": 14336, "max_position_embeddings": 32768, "num_attention_heads": 32,
+         "num_hidden_layers": 32, "num_key_value_heads": 8, "tie_word_embeddings": False, "vocab_size":
+         92544}),
 }
 
 
@@ -128,15 +157,25 @@ def test_a_config_has_the_parameters_of_its_checkpoint(name: str, tmp_path: Path
     assert built.parameters == pytest.approx(count, rel=2e-3)
 
 
+@pytest.mark.parametrize("family", SMALL)
+def test_a_small_config_has_the_parameters_that_transformers_gives_it(family: str, tmp_path: Path) -> None:
+    scenario = read(SMALL[family]["config"], tmp_path)
+    built = build(scenario, stack_for(scenario.software.framework, scenario.software.year), 1)
+    assert built.parameters == pytest.approx(SMALL[family]["parameters"], rel=3e-4)  # biases of a head or router alone
+
+
 @pytest.mark.parametrize(("name", "change", "words"), [
     ("qwen15-moe-a2.7b", {"mlp_only_layers": [3]}, "mlp_only_layers: blocks without experts"),
     ("qwen15-moe-a2.7b", {"shared_expert_intermediate_size": 5000}, "a shared expert of 5000 beside experts of 1408"),
     ("qwen15-moe-a2.7b", {"moe_intermediate_size": 0}, "moe_intermediate_size: experts of no width"),
     ("opt-6.7b", {"word_embed_proj_dim": 512}, "word_embed_proj_dim: embeddings of another width"),
-    ("starcoder2-7b", {"mlp_type": "gated"}, "mlp_type: a gated MLP")])
+    ("starcoder2-7b", {"mlp_type": "gated"}, "mlp_type: a gated MLP"),
+    ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list: linear attention"),
+    ("seed_oss", {"attention_out_bias": True}, "attention_out_bias: a bias of the output alone"),
+    ("ernie4_5_moe", {"moe_layer_end_index": 3}, "moe_layer_end_index: blocks without experts behind")])
 def test_what_cannot_be_said_is_refused(name: str, change: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as found:
-        read({**CONFIGS[name][1], **change}, tmp_path)
+        read({**(CONFIGS[name][1] if name in CONFIGS else SMALL[name]["config"]), **change}, tmp_path)
     assert words in str(found.value) and "in place of hf" in str(found.value)
 
 
