@@ -315,15 +315,17 @@ def schema() -> None:
 
 
 @cli.command("list", cls=JsonCommand, short_help="Print a catalogue, or every field of a scenario.", epilog=examples(
-    "drystep list models", "drystep list fields"))
+    "drystep list models", "drystep list topologies h100 infiniband", "drystep list fields"))
 @click.argument("what", type=click.Choice(["gpus", "topologies", "models", "software", "precisions", "fields"]))
+@click.argument("words", nargs=-1)
 @json_option("the catalogue")
-def list_(what: str, json_to: str | None) -> None:
-    """Print a catalogue: gpus, topologies, models, software, precisions; or fields, what a scenario may say."""
+def list_(what: str, words: tuple[str, ...], json_to: str | None) -> None:
+    """Print a catalogue: gpus, topologies, models, software, precisions; or fields, what a scenario may say. With WORDS
+    only the rows that have them all."""
     from sim.report.catalogue import rows
 
     writable("--json", json_to)
-    found = rows(what)
+    found = rows(what, words)
     if write_json(json_to, found):
         return
     from sim.report.terminal.render import console, render_catalogue

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from sim.catalog import names, table
+from sim.errors import Fault, UserError, bare, nearest
 from sim.report.fields import field_rows
 
 Row = dict[str, Any]
 
 
-def rows(what: str) -> list[Row]:
+def rows(what: str, words: Sequence[str] = ()) -> list[Row]:
     """The rows of a catalogue; every row of one has the same keys.
 
     Args:
         what: gpus, topologies, models, software, precisions or fields.
+        words: each must be in a row's cells, whatever its hyphens and capitals.
+
+    Raises:
+        UserError: no row has them all.
     """
-    return {"gpus": gpus, "topologies": topologies, "models": models, "software": software,
-            "precisions": precisions, "fields": field_rows}[what]()
+    every = {"gpus": gpus, "topologies": topologies, "models": models, "software": software,
+             "precisions": precisions, "fields": field_rows}[what]()
+    found = [row for row in every if all(any(bare(word) in bare(str(cell)) for cell in row.values()) for word in words)]
+    if not found:
+        named = [str(next(iter(row.values()))) for row in every]
+        hint = nearest(words[0], named) if len(words) == 1 else ""
+        raise UserError(Fault(f"no row of {what} has {' and '.join(repr(word[:80]) for word in words)}", hint=hint))
+    return found
 
 
 def gpus() -> list[Row]:

@@ -183,6 +183,15 @@ def test_catalogues(what: str, drystep: Any) -> None:
     assert all(name in text for name in names)
 
 
+def test_a_catalogue_is_searched(drystep: Any) -> None:
+    every = {row["name"]: row for row in drystep("list", "topologies", "--json").json}
+    found = [row["name"] for row in drystep("list", "topologies", "H100", "infini-band", "--json").json]
+    assert found == [name for name, row in every.items() if "h100" in name + row["gpu"]
+                     and "infiniband" in row["between_nodes"]] and 1 < len(found) < len(every)
+    done = drystep("list", "models", "qwen3-8c")
+    assert done.code == 2 and "no row of models has 'qwen3-8c' (did you mean 'qwen3-8b'?)" in done.err
+
+
 def test_check(folder: Path, drystep: Any) -> None:
     good = "expect: {mfu: {min: 0.001, max: 1}, step_time_s: {relative_to: sweep1.yaml, ratio: 1, within: 90%}}\n"
     (folder / "sweep1.yaml").write_text(SCENARIO)
