@@ -9,7 +9,7 @@ import pytest
 
 from sim.model import Architecture, build
 from sim.model.eager import layer_profile
-from sim.model.eager.storage import KINDS
+from sim.model.eager.tensors.storage import KINDS
 from sim.scenario import resolve
 from sim.software import stack_for
 

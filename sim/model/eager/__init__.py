@@ -5,7 +5,7 @@ from __future__ import annotations
 from sim.model.architecture import Layer
 from sim.model.eager.estimate import estimate
 from sim.model.eager.profile import NOTHING, Levels, Pass, Profile, profile
-from sim.model.eager.storage import KINDS, rounded
+from sim.model.eager.tensors.storage import KINDS, rounded
 
 __all__ = ["KINDS", "NOTHING", "Levels", "Pass", "Profile", "layer_profile", "profile", "rounded"]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sim.model.eager import operations as op
-from sim.model.eager.autograd import Gradients, Run, Sink, Tensor, Weight
-from sim.model.eager.storage import LOGITS, WORKSPACE, Storage
+from sim.model.eager.tensors import operations as op
+from sim.model.eager.tensors.autograd import Gradients, Run, Sink, Tensor, Weight
+from sim.model.eager.tensors.storage import LOGITS, WORKSPACE, Storage
 from sim.model.layers.chunked import chunk_rows, output_chunks
 from sim.model.style import Style
 

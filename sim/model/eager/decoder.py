@@ -9,16 +9,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sim.model.attention.core_choice import in_math, masked, uses_flash
-from sim.model.eager import operations as op
 from sim.model.eager import tuned
-from sim.model.eager.attention import attention
-from sim.model.eager.autograd import Frame, Run, Tensor, Weight
+from sim.model.eager.attention.latent import latent_attention
+from sim.model.eager.attention.modules import attention
 from sim.model.eager.experts import experts
-from sim.model.eager.latent import latent_attention
 from sim.model.eager.mlp import mlp
 from sim.model.eager.norms import norm
 from sim.model.eager.products import row_cut
-from sim.model.eager.storage import Storage
+from sim.model.eager.tensors import operations as op
+from sim.model.eager.tensors.autograd import Frame, Run, Tensor, Weight
+from sim.model.eager.tensors.storage import Storage
 from sim.model.recompute import modules_of
 from sim.model.style import Style
 from sim.work import DTYPE_BYTES

@@ -5,13 +5,13 @@ Source: transformers modeling_bert.py.
 
 from __future__ import annotations
 
-from sim.model.eager import operations as op
 from sim.model.eager import tuned
-from sim.model.eager.attention import attention
-from sim.model.eager.autograd import Run, Tensor, Weight
+from sim.model.eager.attention.modules import attention
 from sim.model.eager.head import loss
 from sim.model.eager.mlp import mlp
-from sim.model.eager.storage import LOGITS, Storage
+from sim.model.eager.tensors import operations as op
+from sim.model.eager.tensors.autograd import Run, Tensor, Weight
+from sim.model.eager.tensors.storage import LOGITS, Storage
 from sim.model.style import Style
 
 #: Sentence A or B (BertConfig.type_vocab_size).

@@ -12,13 +12,13 @@ from dataclasses import replace
 
 from sim.model.attention.core_choice import uses_flash
 from sim.model.eager import chunked, decoder, norms, tuned
-from sim.model.eager import operations as op
-from sim.model.eager.attention import attention
-from sim.model.eager.autograd import Run, Tensor, Weight
+from sim.model.eager.attention.modules import attention
 from sim.model.eager.head import loss
 from sim.model.eager.mlp import activated, mlp
 from sim.model.eager.products import linear
-from sim.model.eager.storage import ACTIVATIONS, LOGITS, WORKSPACE, Storage
+from sim.model.eager.tensors import operations as op
+from sim.model.eager.tensors.autograd import Run, Tensor, Weight
+from sim.model.eager.tensors.storage import ACTIVATIONS, LOGITS, WORKSPACE, Storage
 from sim.model.style import Style
 
 #: Distances fall into this many buckets (T5Config.relative_attention_num_buckets).

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from sim.model.architecture import Layer, Operator, Tensor
 from sim.model.eager.profile import NOTHING, Levels, Pass, Profile
-from sim.model.eager.storage import ACTIVATIONS, COPIES, GRADIENTS, KINDS, LOGITS, WORKSPACE, rounded
+from sim.model.eager.tensors.storage import ACTIVATIONS, COPIES, GRADIENTS, KINDS, LOGITS, WORKSPACE, rounded
 from sim.model.recompute import kept_kernels, modules_of, output_elements
 from sim.tensor_trace import Trace
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sim.model.eager import operations as op
-from sim.model.eager.autograd import Gradients, Run, Tensor
 from sim.model.eager.mlp import activation, inner, mlp
-from sim.model.eager.narrow import keeping
 from sim.model.eager.products import linear, router, row
-from sim.model.eager.storage import Storage
+from sim.model.eager.tensors import operations as op
+from sim.model.eager.tensors.autograd import Gradients, Run, Tensor
+from sim.model.eager.tensors.narrow import keeping
+from sim.model.eager.tensors.storage import Storage
 from sim.model.layers.experts import expert_rows, pads, sorts
 from sim.model.mixture import Experts
 from sim.model.recompute import modules_of

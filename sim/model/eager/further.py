@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from sim.model.eager import operations as op
-from sim.model.eager.autograd import Run, Tensor, Weight
 from sim.model.eager.decoder import block
-from sim.model.eager.narrow import narrow
 from sim.model.eager.norms import norm
 from sim.model.eager.products import entered, row_cut
+from sim.model.eager.tensors import operations as op
+from sim.model.eager.tensors.autograd import Run, Tensor, Weight
+from sim.model.eager.tensors.narrow import narrow
 from sim.model.style import Style
 
 

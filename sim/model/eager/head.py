@@ -7,11 +7,11 @@ core/tensor_parallel/cross_entropy.py.
 from __future__ import annotations
 
 from sim.model.eager import chunked, further, tuned
-from sim.model.eager import operations as op
-from sim.model.eager.autograd import Gradients, Run, Tensor
 from sim.model.eager.norms import norm
 from sim.model.eager.products import entered
-from sim.model.eager.storage import ACTIVATIONS, LOGITS, Storage
+from sim.model.eager.tensors import operations as op
+from sim.model.eager.tensors.autograd import Gradients, Run, Tensor
+from sim.model.eager.tensors.storage import ACTIVATIONS, LOGITS, Storage
 from sim.model.kernels import width
 from sim.model.style import Style
 

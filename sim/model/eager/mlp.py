@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sim.model.eager import operations as op
-from sim.model.eager.autograd import Run, Tensor
-from sim.model.eager.narrow import keeping
 from sim.model.eager.products import column, entered, row
+from sim.model.eager.tensors import operations as op
+from sim.model.eager.tensors.autograd import Run, Tensor
+from sim.model.eager.tensors.narrow import keeping
 from sim.model.style import Style
 
 #: silu_backward as PyTorch composes it from sigmoid, ones, products and a sum: five tensors beside the gradient. That

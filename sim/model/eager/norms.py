@@ -5,8 +5,8 @@ Sources: transformers modeling_llama.py (LlamaRMSNorm), modeling_t5.py (T5LayerN
 
 from __future__ import annotations
 
-from sim.model.eager import operations as op
-from sim.model.eager.autograd import Run, Tensor, Weight
+from sim.model.eager.tensors import operations as op
+from sim.model.eager.tensors.autograd import Run, Tensor, Weight
 from sim.model.style import Style
 
 

@@ -5,10 +5,10 @@ Sources: Megatron-LM core/tensor_parallel/layers.py, transformers pytorch_utils.
 
 from __future__ import annotations
 
-from sim.model.eager import operations as op
 from sim.model.eager import tuned
-from sim.model.eager.autograd import Run, Tensor
-from sim.model.eager.narrow import narrow
+from sim.model.eager.tensors import operations as op
+from sim.model.eager.tensors.autograd import Run, Tensor
+from sim.model.eager.tensors.narrow import narrow
 from sim.model.style import Style
 
 

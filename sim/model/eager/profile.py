@@ -13,9 +13,9 @@ from typing import Any
 
 from sim.garbage import undisturbed
 from sim.model.eager import decoder, encoder, encoder_decoder
-from sim.model.eager.autograd import Boundary, Run, Sink, Tensor
 from sim.model.eager.head import head as decoder_head
-from sim.model.eager.storage import KINDS, WORKSPACE, Storage, rounded
+from sim.model.eager.tensors.autograd import Boundary, Run, Sink, Tensor
+from sim.model.eager.tensors.storage import KINDS, WORKSPACE, Storage, rounded
 from sim.model.style import Program, Style
 from sim.tensor_trace import INPUT, OUTPUT_GRADIENT, TIED, Trace
 

@@ -8,10 +8,10 @@ autograd/_functions.py (MatMul4Bit, MatMul8bitLt), nn/modules.py (Linear4bit); L
 
 from __future__ import annotations
 
-from sim.model.eager import operations as op
-from sim.model.eager.autograd import Dropped, Gradients, Run, Tensor, Weight
-from sim.model.eager.narrow import narrow
-from sim.model.eager.storage import COPIES, Storage
+from sim.model.eager.tensors import operations as op
+from sim.model.eager.tensors.autograd import Dropped, Gradients, Run, Tensor, Weight
+from sim.model.eager.tensors.narrow import narrow
+from sim.model.eager.tensors.storage import COPIES, Storage
 from sim.model.style import Style
 from sim.model.tuning import BLOCK, QUANTISED, Tuned
 

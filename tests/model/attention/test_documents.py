@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sim.model import Architecture, build
-from sim.model.eager.attention import attended
-from sim.model.eager.autograd import Boundary, Run
+from sim.model.eager.attention.modules import attended
+from sim.model.eager.tensors.autograd import Boundary, Run
 from sim.model.scenario_style import style_of
 from sim.model.style import Style
 from sim.scenario import Scenario, resolve

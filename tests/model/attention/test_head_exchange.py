@@ -16,9 +16,9 @@ from sim.model import build
 from sim.model.architecture import Layer, Operator
 from sim.model.attention.head_exchange import within
 from sim.model.eager import layer_profile
-from sim.model.eager.attention import attended
-from sim.model.eager.autograd import Boundary, Run
+from sim.model.eager.attention.modules import attended
 from sim.model.eager.estimate import estimate
+from sim.model.eager.tensors.autograd import Boundary, Run
 from sim.model.scenario_style import style_of
 from sim.model.style import Style
 from sim.scenario import Scenario

@@ -14,11 +14,11 @@ from ring_slices import GROUPS, HEADS, TOKENS, WIDE, attention, scenario, stack_
 from sim.model import build
 from sim.model.architecture import Layer, Operator
 from sim.model.eager import layer_profile
-from sim.model.eager.autograd import Boundary, Run
+from sim.model.eager.attention.ring import ring
 from sim.model.eager.estimate import estimate
 from sim.model.eager.profile import Profile
-from sim.model.eager.ring import ring
-from sim.model.eager.storage import Storage
+from sim.model.eager.tensors.autograd import Boundary, Run
+from sim.model.eager.tensors.storage import Storage
 from sim.model.scenario_style import style_of
 from sim.model.style import Style
 from sim.scenario import Scenario

@@ -9,9 +9,9 @@ import pytest
 
 from sim.model import build
 from sim.model.eager import KINDS, layer_profile
-from sim.model.eager import operations as op
-from sim.model.eager.autograd import Boundary, Run, Tensor
-from sim.model.eager.storage import ACTIVATIONS, GRADIENTS, WORKSPACE, Storage, rounded
+from sim.model.eager.tensors import operations as op
+from sim.model.eager.tensors.autograd import Boundary, Run, Tensor
+from sim.model.eager.tensors.storage import ACTIVATIONS, GRADIENTS, WORKSPACE, Storage, rounded
 from sim.scenario import resolve
 from sim.software import stack_for
 

@@ -12,7 +12,7 @@ from sim.memory.ledger import peak
 from sim.model import build
 from sim.model.architecture import Joint
 from sim.model.eager import chunked
-from sim.model.eager.autograd import Boundary, Run
+from sim.model.eager.tensors.autograd import Boundary, Run
 from sim.model.layers.chunked import chunk_rows, output_chunks
 from sim.parallel import Lowered, lower
 from sim.parallel.model.calls import Calls

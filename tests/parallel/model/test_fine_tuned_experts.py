@@ -14,8 +14,8 @@ from sim.memory.ledger import peak
 from sim.model import build
 from sim.model.architecture import Architecture
 from sim.model.eager import layer_profile
-from sim.model.eager.autograd import Boundary, Run
 from sim.model.eager.experts import experts
+from sim.model.eager.tensors.autograd import Boundary, Run
 from sim.model.scenario_style import style_of
 from sim.parallel import Lowered, lower
 from sim.parallel.model.overlap import beside_shared

@@ -14,13 +14,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sim.model.attention.core_choice import unequal, uses_flash
-from sim.model.eager import operations as op
-from sim.model.eager.attention import attended, rotated, times_table
-from sim.model.eager.autograd import Gradients, Run, Tensor
-from sim.model.eager.narrow import keeping
+from sim.model.eager.attention.modules import attended, rotated, times_table
 from sim.model.eager.norms import norm
 from sim.model.eager.products import column, entered, linear, row
-from sim.model.eager.storage import Storage
+from sim.model.eager.tensors import operations as op
+from sim.model.eager.tensors.autograd import Gradients, Run, Tensor
+from sim.model.eager.tensors.narrow import keeping
+from sim.model.eager.tensors.storage import Storage
 from sim.model.recompute import modules_of
 from sim.model.style import Latent, Style
 

@@ -6,9 +6,9 @@ Sources: transformers 5.24.0 modeling_phi3.py (slices), modeling_gpt_neox.py (ch
 
 from __future__ import annotations
 
-from sim.model.eager import operations as op
-from sim.model.eager.autograd import Run, Tensor
-from sim.model.eager.math_core import repeat
+from sim.model.eager.attention.math_core import repeat
+from sim.model.eager.tensors import operations as op
+from sim.model.eager.tensors.autograd import Run, Tensor
 from sim.model.style import Style
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sim.model.eager.autograd import Node, Run
-from sim.model.eager.storage import COPIES, Storage
+from sim.model.eager.tensors.autograd import Node, Run
+from sim.model.eager.tensors.storage import COPIES, Storage
 from sim.model.style import Style
 from sim.work import DTYPE_BYTES
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from sim.model.eager.storage import ACTIVATIONS, GRADIENTS, LOGITS, WORKSPACE, Memory, Storage, rounded
+from sim.model.eager.tensors.storage import ACTIVATIONS, GRADIENTS, LOGITS, WORKSPACE, Memory, Storage, rounded
 
 
 class Sink(Protocol):

@@ -22,15 +22,15 @@ from sim.model.attention.core_choice import (
 )
 from sim.model.attention.head_exchange import within
 from sim.model.attention.head_norms import copies_parts
-from sim.model.eager import operations as op
-from sim.model.eager.autograd import Gradients, Run, Tensor
-from sim.model.eager.head_exchange import exchanged, in_one, one_function
-from sim.model.eager.joint import joint_parts
-from sim.model.eager.math_core import in_math_run, repeat
+from sim.model.eager.attention.head_exchange import exchanged, in_one, one_function
+from sim.model.eager.attention.joint import joint_parts
+from sim.model.eager.attention.math_core import in_math_run, repeat
+from sim.model.eager.attention.ring import ring
 from sim.model.eager.norms import norm
 from sim.model.eager.products import column, entered, row
-from sim.model.eager.ring import ring
-from sim.model.eager.storage import Storage
+from sim.model.eager.tensors import operations as op
+from sim.model.eager.tensors.autograd import Gradients, Run, Tensor
+from sim.model.eager.tensors.storage import Storage
 from sim.model.recompute import modules_of
 from sim.model.style import Style
 

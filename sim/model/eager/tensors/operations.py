@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sim.model.eager.autograd import Gradients, Node, Rule, Run, Sink, Tensor, Weight
-from sim.model.eager.narrow import Narrow
-from sim.model.eager.storage import COPIES, Storage
+from sim.model.eager.tensors.autograd import Gradients, Node, Rule, Run, Sink, Tensor, Weight
+from sim.model.eager.tensors.narrow import Narrow
+from sim.model.eager.tensors.storage import COPIES, Storage
 from sim.work import DTYPE_BYTES
 
 

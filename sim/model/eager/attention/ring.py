@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sim.model.attention.ring import below
-from sim.model.eager.autograd import Gradients, Node, Run, Tensor
-from sim.model.eager.storage import Storage
+from sim.model.eager.tensors.autograd import Gradients, Node, Run, Tensor
+from sim.model.eager.tensors.storage import Storage
 from sim.model.style import Style
 
 

@@ -7,9 +7,9 @@ Source: ATen native/transformers/attention.cpp, _scaled_dot_product_attention_ma
 from __future__ import annotations
 
 from sim.model.attention.core_choice import core_dtype, masked
-from sim.model.eager import operations as op
-from sim.model.eager.autograd import Run, Tensor
-from sim.model.eager.storage import Storage
+from sim.model.eager.tensors import operations as op
+from sim.model.eager.tensors.autograd import Run, Tensor
+from sim.model.eager.tensors.storage import Storage
 from sim.model.style import Style
 
 

@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from sim.model.attention.head_exchange import Copies, plan, repeats, within
-from sim.model.eager import operations as op
-from sim.model.eager.autograd import Gradients, Run, Tensor
-from sim.model.eager.ring import halves, merged_back, merged_steps, scratch
-from sim.model.eager.storage import Storage
+from sim.model.eager.attention.ring import halves, merged_back, merged_steps, scratch
+from sim.model.eager.tensors import operations as op
+from sim.model.eager.tensors.autograd import Gradients, Run, Tensor
+from sim.model.eager.tensors.storage import Storage
 from sim.model.style import Style
 
 

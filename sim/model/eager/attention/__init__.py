@@ -1,0 +1,1 @@
+"""Attention, tensor by tensor: as modules run it, its core, and what passes between ranks around it."""

@@ -1,0 +1,1 @@
+"""PyTorch's eager autograd in small: storages, graph, operators as allocations."""
