@@ -250,6 +250,7 @@ def test_control_c_in_a_sweep_keeps_what_was_finished(
     assert ran.code == 130
     assert len(ran.json["points"]) == 1
     assert ran.json["interrupted"] is True
+    assert ran.err.strip().splitlines()[-1] == "interrupted: 1 of 3 points"
 
 
 def test_a_reader_that_goes_away_is_no_fault(folder: Path) -> None:
