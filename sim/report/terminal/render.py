@@ -53,9 +53,16 @@ _UNBOUND = 10_000
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
+class _Printed(Console):
+    """Leaves a reader that went away to the command line: rich would exit with 1, which there is a fault of ours."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def console(file: IO[str] | None = None, width: int | None = None) -> Console:
     """A console on `file` (default standard output); colour only on a terminal that wants it."""
-    return Console(file=file, width=width, highlight=False, soft_wrap=False)
+    return _Printed(file=file, width=width, highlight=False, soft_wrap=False)
 
 
 def render(result: Result, to: Console) -> None:
