@@ -24,6 +24,12 @@ _SAME = 1e-6
 _MEGA = 1000
 #: Shares of a run below which one figure is as good as another.
 _LEAST = 1e-5
+#: Shares that two digits would round to all of a run, as 1e+02.
+_ALL = 0.995
+#: Lengths that no one waits for, a thousand years, where failures and not the work are why: goodput below which.
+_FOREVER_DAYS, _HARDLY = 365_000.0, 0.01
+#: Numbers from which on parts of one are not told.
+_MANY = 100
 
 
 def trouble_lines(result: Result) -> list[Text]:
@@ -45,14 +51,17 @@ def budget_lines(result: Result) -> list[Text]:
         return []
     lines = [Text(), Text("the whole run", style="bold")]
     of = "tokens" if has_tokens(result.scenario) else "samples"
-    head = f"{_big(found.tokens)} {of} in {found.steps:,} steps"
+    head = f"{_big(found.tokens)} {of} in {found.steps:,} step{'' if found.steps == 1 else 's'}"
     if found.days is None:
         return [*lines, Text(head), Text("failures leave no time for work: it never ends", style="bold red")]
+    if found.days > _FOREVER_DAYS and found.goodput < _HARDLY:
+        return [*lines, Text(head), Text("failures leave hardly any time for work: it would take more than a thousand "
+                                         "years", style="bold red"), *_failures(found, result)]
     assert found.gpu_hours is not None, "days and GPU-hours come together"
     length = f"{found.days:.4g} days" if found.days >= 1 else _time(86400 * found.days)
-    parts = [length, f"{found.gpu_hours:,.0f} GPU-hours"]
+    parts = [length, f"{_count(found.gpu_hours)} GPU-hours"]
     if found.cost is not None:
-        parts.append(f"{found.cost:,.0f} USD")
+        parts.append(f"{_count(found.cost)} USD")
     if found.energy_kwh is not None:
         energy = f"{found.energy_kwh / 1000:,.4g} MWh" if found.energy_kwh >= _MEGA else f"{found.energy_kwh:.4g} kWh"
         parts.append(f"{energy} of the GPUs alone")
@@ -75,13 +84,23 @@ def _failures(found: BudgetResult, result: Result) -> list[Text]:
     lost = ", ".join(f"{name.replace('_', ' ')} {_share(share)}" for name, share in found.overhead.items())
     if (asked := result.scenario.budget) is not None and asked.restart is None:
         lost += "; no budget.restart is given: of a restart only the checkpoint's reading counts"
-    return [Text(f"a failure every {_time(found.mtbf_s)}: goodput {100 * found.goodput:.1f}% with a checkpoint of "
+    return [Text(f"a failure every {_time(found.mtbf_s)}: goodput {_kept(found.goodput)} with a checkpoint of "
                  f"{_time(found.checkpoint_s)} every {_time(found.checkpoint_every_s)}"),
             Text(f"lost: {lost}", style="dim")]
 
 
 def _share(share: float) -> str:
-    return f"{100 * share:.2g}%" if share >= _LEAST or not share else f"under {100 * _LEAST:g}%"
+    if 0 < share < _LEAST:
+        return f"under {100 * _LEAST:g}%"
+    return f"{100 * share:.{2 if share < _ALL else 3}g}%"
+
+
+def _kept(share: float) -> str:
+    return f"{100 * share:.1f}%" if share >= _HARDLY / 10 else "under 0.1%"
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if value >= _MANY or not value else figure(value)
 
 
 def _percent(ratio: float) -> str:
