@@ -8,7 +8,7 @@ from typing import NamedTuple
 from sim.engine import Machine, Timeline
 from sim.network import Topology
 from sim.parallel import Lowered
-from sim.program import Kind
+from sim.program import Job, Kind
 from sim.report.numbers.breakdown import COMPUTE_STREAM, kernel_counts, of_rank, step_flops
 from sim.report.numbers.budget import budget_result
 from sim.report.numbers.columns import Columns, of_class
@@ -62,7 +62,7 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         hardware_flops=hardware_flops, inference=served,
         budget=budget_result(scenario, lowered, step_s, samples * tokens_per_sample(scenario),
                              step_energy_j(lowered, machine, step_s) if scenario.budget is not None else None),
-        peak_flops_per_gpu=gpu.peak_flops(training.matrix_dtype), breakdown=parts,
+        peak_flops_per_gpu=_peak_flops(job, machine, training.matrix_dtype), breakdown=parts,
         memory=memory, data_loading=loading,
         simulation=Simulation(timeline.events, timeline.tasks, len(job.classes), job.ranks),
         group_ranks={name: job.communicators[c].size
@@ -71,6 +71,14 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         _detail=Detail(lowered, machine, timeline, critical))
     result.warnings = _warnings(result)
     return result
+
+
+def _peak_flops(job: Job, machine: Machine, dtype: str) -> float:
+    """Dense peak of a GPU, FLOP/s; of a mixed cluster the mean over its GPUs."""
+    peaks = [(machine.devices[c.device].gpu.peak_flops(dtype), len(c.members)) for c in job.classes]
+    if len({peak for peak, _ in peaks}) == 1:
+        return peaks[0][0]
+    return sum(peak * members for peak, members in peaks) / job.ranks
 
 
 class Timed(NamedTuple):

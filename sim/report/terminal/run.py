@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from sim.report.numbers.budget import BudgetResult
+from sim.report.numbers.troubles import ALL
 from sim.report.result import has_tokens
 from sim.report.units import figure
 from sim.report.units import seconds as in_units
@@ -14,7 +15,6 @@ from sim.report.units import seconds as in_units
 if TYPE_CHECKING:
     from sim.report.result import Result
 
-_TROUBLES = 8
 #: Published runs of weeks whose layout is known (OPT, BLOOM, GPT-NeoX, Pythia, StarCoder, DeepSeek-V2 and V3, Skywork:
 #: reports/runs.md), and by how much their average step was longer than predicted, percent. A test holds them to it.
 LONGER = (8, 9, 18)
@@ -37,10 +37,11 @@ def trouble_lines(result: Result) -> list[Text]:
     if not result.troubles:
         return []
     lines = [Text(), Text("trouble", style="bold")]
-    for one in result.troubles[:_TROUBLES]:
+    for one in result.troubles:
         cost = _percent(one.slowdown) if abs(one.slowdown - 1) > _SAME else "as long"
         usual = ", with what chips of a kind usually differ by" if one.field == "cluster.clock_spread" else ""
-        lines.append(Text(f"{one.what}: step {cost}, {one.without_s:.4g} s without it{usual}"))
+        them = "them" if one.field == ALL else "it"
+        lines.append(Text(f"{one.what}: step {cost}, {one.without_s:.4g} s without {them}{usual}"))
     return lines
 
 
