@@ -155,6 +155,16 @@ def test_a_mixed_cluster_has_the_mean_of_its_peaks_and_both_names() -> None:
     assert "h100-80g-sxm on node 1: step " in text
 
 
+def test_a_spread_of_nothing_is_chips_that_are_all_alike() -> None:
+    """Where the power limit binds, a job otherwise waits for the hungriest of its chips."""
+    def step(**cluster: Any) -> float:
+        return sim.run(scenario({"strategy": "ddp"}, topology="dgx-h100", **cluster)).step_time_s
+
+    alike = step(clock_spread={"sigma": 0})
+    assert alike < step()
+    assert alike <= step(clock_spread={"sigma": 0.02})
+
+
 def test_spread_clocks_are_drawn_by_seed() -> None:
     def clocks(seed: int) -> tuple[list[float], list[int]]:
         low = lower(scenario({"strategy": "ddp"}, clock_spread={"sigma": 0.02, "seed": seed}))

@@ -119,7 +119,7 @@ class OtherGpus(Table):
 class ClockSpread(Table):
     """GPUs of one kind do not run at one clock: each draws its own, normally distributed around its kind's."""
 
-    sigma: Annotated[float, Field(gt=0, le=0.1)] = needs("standard deviation, share of the clock")
+    sigma: Annotated[float, Field(ge=0, le=0.1)] = needs("standard deviation, share of the clock; 0 = all are alike")
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = has(0, "of the draws: the same seed, the same GPUs")
 
 
