@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from sim.report.lengths import length, never, time
 from sim.report.numbers.budget import BudgetResult
 from sim.report.numbers.troubles import ALL
 from sim.report.result import has_tokens
 from sim.report.units import figure
-from sim.report.units import seconds as in_units
 
 if TYPE_CHECKING:
     from sim.report.result import Result
@@ -20,16 +20,11 @@ if TYPE_CHECKING:
 LONGER = (8, 9, 18)
 #: Steps that differ by less, relative to one another, are as long: sums of doubles in another order.
 _SAME = 1e-6
-#: Kilowatt-hours from which on energy is told in thousands of them.
-_MEGA = 1000
 #: Shares of a run below which one figure is as good as another.
 _LEAST = 1e-5
+_LEAST_KEPT = 1e-3
 #: Shares that two digits would round to all of a run, as 1e+02.
 _ALL = 0.995
-#: Lengths that no one waits for, a thousand years, where failures and not the work are why: goodput below which.
-_FOREVER_DAYS, _HARDLY = 365_000.0, 0.01
-#: Numbers from which on parts of one are not told.
-_MANY = 100
 
 
 def trouble_lines(result: Result) -> list[Text]:
@@ -53,23 +48,12 @@ def budget_lines(result: Result) -> list[Text]:
     lines = [Text(), Text("the whole run", style="bold")]
     of = "tokens" if has_tokens(result.scenario) else "samples"
     head = f"{_big(found.tokens)} {of} in {found.steps:,} step{'' if found.steps == 1 else 's'}"
-    if found.days is None:
-        return [*lines, Text(head), Text("failures leave no time for work: it never ends", style="bold red")]
-    if found.days > _FOREVER_DAYS and found.goodput < _HARDLY:
-        return [*lines, Text(head), Text("failures leave hardly any time for work: it would take more than a thousand "
-                                         "years", style="bold red"), *_failures(found, result)]
-    assert found.gpu_hours is not None, "days and GPU-hours come together"
-    length = f"{found.days:.4g} days" if found.days >= 1 else _time(86400 * found.days)
-    parts = [length, f"{_count(found.gpu_hours)} GPU-hours"]
-    if found.cost is not None:
-        parts.append(f"{_count(found.cost)} USD")
-    if found.energy_kwh is not None:
-        energy = f"{found.energy_kwh / 1000:,.4g} MWh" if found.energy_kwh >= _MEGA else f"{found.energy_kwh:.4g} kWh"
-        parts.append(f"{energy} of the GPUs alone")
-    lines += [Text(head), Text(" · ".join(parts))]
+    if why := never(found):
+        return [*lines, Text(head), Text(why, style="bold red"), *_failures(found, result)]
+    lines += [Text(head), Text(" · ".join(length(found)))]
     asked = result.scenario.budget
     if found.in_time is not None and asked is not None and asked.deadline is not None:
-        lines.append(Text(f"the deadline of {_time(asked.deadline)} is {'kept' if found.in_time else 'missed'}",
+        lines.append(Text(f"the deadline of {time(asked.deadline)} is {'kept' if found.in_time else 'missed'}",
                           style="green" if found.in_time else "bold red"))
     if not result.memory.fits:
         lines.append(Text("this is what it would take if it fitted: as it stands the job runs out of memory",
@@ -85,9 +69,9 @@ def _failures(found: BudgetResult, result: Result) -> list[Text]:
     lost = ", ".join(f"{name.replace('_', ' ')} {_share(share)}" for name, share in found.overhead.items())
     if (asked := result.scenario.budget) is not None and asked.restart is None:
         lost += "; no budget.restart is given: of a restart only the checkpoint's reading counts"
-    return [Text(f"a failure every {_time(found.mtbf_s)}: goodput {_kept(found.goodput)} with a checkpoint of "
-                 f"{_time(found.checkpoint_s)} every {_time(found.checkpoint_every_s)}"),
-            Text(f"lost: {lost}", style="dim")]
+    return [Text(f"a failure every {time(found.mtbf_s)}: goodput {_kept(found.goodput)} with a checkpoint of "
+                 f"{time(found.checkpoint_s)} every {time(found.checkpoint_every_s)}"),
+            *([Text(f"lost: {lost}", style="dim")] if found.overhead else [])]
 
 
 def _share(share: float) -> str:
@@ -97,22 +81,11 @@ def _share(share: float) -> str:
 
 
 def _kept(share: float) -> str:
-    return f"{100 * share:.1f}%" if share >= _HARDLY / 10 else "under 0.1%"
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}" if value >= _MANY or not value else figure(value)
+    return f"{100 * share:.1f}%" if share >= _LEAST_KEPT else "under 0.1%"
 
 
 def _percent(ratio: float) -> str:
     return f"{figure(100 * (ratio - 1), '+')}%"
-
-
-def _time(seconds: float) -> str:
-    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * size:
-            return f"{figure(seconds / size)} {unit}"
-    return in_units(seconds)
 
 
 def _big(value: float) -> str:
