@@ -119,7 +119,7 @@ def run(source: Source, *, fold: bool = True) -> Result:
         raise UserError(placed(fault, loaded) for fault in error.faults) from None
     if loaded.scenario.sweep:
         result.warnings.append(f"sweep: the file sweeps {', '.join(loaded.scenario.sweep)}, and this is the point it "
-                               "writes itself: run_sweep predicts them all")
+                               "writes itself: 'drystep run' (in Python run_sweep) predicts them all")
     return result
 
 

@@ -39,6 +39,15 @@ def length(found: BudgetResult) -> list[str]:
     return parts
 
 
+def cells(found: BudgetResult | None) -> tuple[str, str]:
+    """A run's length and its cost for a table, "-" for what is not known and "never" for the length of one without."""
+    if found is None:
+        return "-", "-"
+    if never(found) or found.days is None:
+        return "never", "-"
+    return length(found)[0], "-" if found.cost is None else f"{_count(found.cost)}"
+
+
 def time(seconds: float) -> str:
     """A time in the largest unit of which it has two."""
     for unit, size in (("days", _DAY_S), ("h", 3600.0), ("min", 60.0)):

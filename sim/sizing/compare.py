@@ -94,7 +94,8 @@ class Comparison:
         return as_table([
             {"name": name, "gpus": self.gpus[i], "step_time_s": self.step_time_s[i],
              **(latency_row(self.served[i]) if self.served else {}), "bound": self.bound[i], "fits": self.fits[i],
-             "scaling": self.scaling[i], **_length(self.budgets[i]), **{f"{term}_s": values[i] for term, values in self.terms.items()},
+             "scaling": self.scaling[i], **_length(self.budgets[i]),
+             **{f"{term}_s": values[i] for term, values in self.terms.items()},
              **{f"memory_{part}_bytes": values[i] for part, values in self.memory.items()}}
             for i, name in enumerate(self.names)])
 

@@ -101,5 +101,5 @@ def test_one_run_of_a_file_that_sweeps_warns_that_it_is_one_point(tmp_path: Path
     file.write_text("name: swept\ncluster: {topology: p4d}\nmodel: {preset: gpt2}\n"
                     "training: {micro_batch: 1, micro_steps: 1, sequence: 128}\n"
                     "sweep: {training.micro_batch: [1, 2]}\n")
-    assert any("run_sweep predicts them all" in warning for warning in sim.run(file).warnings)
+    assert any("'drystep run' (in Python run_sweep) predicts them all" in warning for warning in sim.run(file).warnings)
     assert not any("run_sweep" in warning for point in sim.run_sweep(file).points for warning in point.warnings)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import sim
+from sim.report.terminal.render import sweep_as_text
 from sim.report.terminal.run import budget_lines
 from sim.scenario import resolve
 
@@ -34,3 +36,19 @@ def test_a_run_that_failures_never_let_end_has_no_figures_of_seventy_digits() ->
     assert "goodput under 0.1%" in text
     assert "lost work 100%" in text
     assert "e+" not in text
+
+
+def test_a_sweep_with_a_budget_tells_the_length_and_price_of_every_point() -> None:
+    points = []
+    for nodes in (1, 2):
+        point = sim.run(resolve({
+            "name": "run", "cluster": {"topology": "dgx-a100-80g", "nodes": nodes}, "model": {"preset": "gpt2"},
+            "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 1024, "precision": "fsdp-bf16"},
+            "parallel": {"strategy": "fsdp"}, "budget": {"tokens": 1e12, "price_per_gpu_hour": 2}}))
+        points.append(replace(point, set={"cluster.nodes": nodes}))
+    lines = sweep_as_text(points, [], {"cluster.nodes": [1, 2]}).splitlines()
+    assert lines[1].split()[-3:] == ["whole", "run", "USD"]
+    for line, point in zip(lines[2:4], points, strict=True):
+        assert point.budget is not None and point.budget.days is not None and point.budget.cost is not None
+        assert line.split()[-3:] == [f"{point.budget.days:.4g}", "days", f"{point.budget.cost:,.0f}"]
+    assert "whole run" not in sweep_as_text([replace(p, budget=None) for p in points], [], {"cluster.nodes": [1, 2]})

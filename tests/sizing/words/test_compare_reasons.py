@@ -117,9 +117,9 @@ def test_the_command_tells_the_reasons_and_draws(tmp_path: Path, capsys: pytest.
 
 
 def test_a_budget_is_compared_in_days_and_money() -> None:
-    found = compare(
-        [sim.run(resolve({**PLAIN, "name": name, "cluster": {"topology": "dgx-a100-80g", "nodes": nodes},
-                          "budget": {"tokens": 1e10, "price_per_gpu_hour": 2}})) for name, nodes in (("a", 2), ("b", 1))])
+    found = compare([sim.run(resolve({
+        **PLAIN, "name": name, "cluster": {"topology": "dgx-a100-80g", "nodes": nodes},
+        "budget": {"tokens": 1e10, "price_per_gpu_hour": 2}})) for name, nodes in (("a", 2), ("b", 1))])
     text = "\n".join(lines(found))
     first, second = found.to_json()["budget"]
     assert first["days"] < second["days"]
