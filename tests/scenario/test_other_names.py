@@ -59,15 +59,15 @@ def test_fields(name: str, inside: str, hint: str) -> None:
 
 @pytest.mark.parametrize(("name", "inside", "part"), [
     ("spare_nodes", "cluster", "budget.restart"), ("rampup_batch_size", "training", "predict the first and the last"),
-    ("diloco", "parallel", "drystep collective all_reduce"), ("oversubscription", "cluster", "inter.oversubscription=4"),
-    ("nics", "cluster", "inter_gbps_per_node")])
+    ("diloco", "parallel", "drystep collective all_reduce"),
+    ("oversubscription", "cluster", "inter.oversubscription=4"), ("nics", "cluster", "inter_gbps_per_node")])
 def test_fields_that_stand_elsewhere_are_answered_with_how(name: str, inside: str, part: str) -> None:
     assert part in other_field(name, inside)
 
 
 @pytest.mark.parametrize(("path", "value", "part"), [
     ("parallel.strategy", "mics", "'zero3' with sharding_factor"), ("parallel.strategy", "tp", "fields of their own"),
-    ("parallel.strategy", "localsgd", "one worker by itself"), ("training.precision", "fp64", "compute: fp64"),
+    ("parallel.strategy", "localsgd", "one worker by itself"), ("training.precision", "fp64", "fp32 is the widest"),
     ("training.optimizer", "shampoo", "not simulated"), ("software.framework", "jax", "not simulated"),
     ("software.framework", "vllm", "cuda_graphs: true"), ("parallel.schedule", "zero-bubble", "'zb-h1'"),
     ("parallel.schedule", "DualPipeV", "'zb-v'"), ("model.preset", "mamba", "only transformers")])
@@ -125,6 +125,7 @@ def test_an_error_names_ours_instead_of_listing_everything() -> None:
 @pytest.mark.parametrize(("field", "value", "hint"), [
     ("nodes", 8, "did you mean 'cluster.nodes'?"),  # and not 'model', which looks like it
     ("training.finetune", "lora", "write {method: lora}"),
+    ("cluster.gpu", "h200", "single figures such as memory stand here; another GPU: --set cluster.topology.gpu=h200"),
     ("training.finetune", "dpo", "write {method: dpo}"),
     ("training.micro_batch", [1, 2], "to run each, 'sweep: {training.micro_batch: [1, 2]}'"),
     ("training.recompute", ["none", "full"], "to run each, 'sweep: {training.recompute: [none, full]}'"),
