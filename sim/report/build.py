@@ -21,6 +21,7 @@ from sim.report.result import Detail, Result, Simulation, tokens_per_sample
 from sim.report.warned.asked import in_vain
 from sim.report.warned.attention import of_whole_sequences
 from sim.report.warned.queues import unusual_queues
+from sim.report.warned.widths import uneven
 from sim.scenario.fields.schema import Inference, Scenario
 
 #: From this part of the FLOPs on, attention that causal kernels skip makes MFU another figure than most expect.
@@ -181,6 +182,10 @@ def _warnings(result: Result) -> list[str]:
     if cluster.gpus_per_node > 1 and not Topology.from_mapping(cluster.template()).intra.peers:
         found.append(f"network: GPUs of this kind of node ({result.gpu}) do not reach one another over PCIe: what goes "
                      "between them takes the way through the host, whose pace has not been measured")
+    critical = detail.lowered.job.classes[detail.critical]
+    program = detail.lowered.job.programs[critical.program]
+    found += uneven(result.scenario, detail.machine.devices[critical.device], program.kernels,
+                    kernel_counts(program).tolist(), result.step_time_s)
     if not result.validated.count or result.validated.generations:
         kind = result.features
         what = "inference" if kind.mode.startswith("infer") else kind.strategy
