@@ -158,8 +158,8 @@ def compare(runs: Sequence[Result | Source]) -> Comparison:
                       _moved(memory, 0.5), [r.bound for r in results], served, [r.memory.fits for r in results],
                       [r.breakdown.contention * share for r, share in zip(results, shares, strict=True)],
                       [r.warnings for r in results],
-                      [words.bound(felt(r.bound, r.breakdown), r.inference is not None) for r in results], rates,
-                      [r.budget for r in results])
+                      [words.bound(felt(r.bound, r.breakdown, r.waits), r.inference is not None) for r in results],
+                      rates, [r.budget for r in results])
 
 
 def _gpus_per_token(result: Result) -> float:

@@ -176,8 +176,8 @@ def _breakdown(result: Result, width: int) -> list[Any]:
 def _bound(result: Result) -> list[Any]:
     total = sum(s for groups in result.breakdown.communication_total.values() for s in groups.values())
     exposed = result.breakdown.exposed_s
-    lines = [Text.assemble("bound by ", (bound(felt(result.bound, result.breakdown), result.inference is not None),
-                                           "bold"))]
+    by = felt(result.bound, result.breakdown, result.waits)
+    lines = [Text.assemble("bound by ", (bound(by, result.inference is not None), "bold"))]
     if total > 0:
         hidden = 100 * max(0.0, 1 - exposed / total)
         lines.append(Text(f"communication: {seconds(total)} on the wire, {hidden:.0f}% hidden "
