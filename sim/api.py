@@ -65,6 +65,11 @@ class Sweep:
     skipped: list[dict[str, Any]] = field(default_factory=list)
     interrupted: bool = False
 
+    def __repr__(self) -> str:
+        """One line, for notebooks: `table()` has the figures."""
+        skipped = f", {len(self.skipped):,} skipped" if self.skipped else ""
+        return f"<Sweep over {', '.join(self.axes) or 'nothing'}: {len(self.points):,} points{skipped}>"
+
     def table(self) -> Frame:
         """One row per point: its `set`, then the columns of `Result.table`; a DataFrame where pandas is installed."""
         return as_table([point.row for point in self.points])

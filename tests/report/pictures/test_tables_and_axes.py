@@ -103,3 +103,21 @@ def test_one_run_of_a_file_that_sweeps_warns_that_it_is_one_point(tmp_path: Path
                     "sweep: {training.micro_batch: [1, 2]}\n")
     assert any("'drystep run' (in Python run_sweep) predicts them all" in warning for warning in sim.run(file).warnings)
     assert not any("run_sweep" in warning for point in sim.run_sweep(file).points for warning in point.warnings)
+
+
+def test_what_a_notebook_shows_of_a_result_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text("name: small\ncluster: {topology: dgx-h100}\nmodel: {preset: gpt2}\n"
+                    "training: {micro_batch: 1, micro_steps: 1, sequence: 1024}\nparallel: {strategy: ddp}\n"
+                    "sweep: {cluster.gpus_per_node: [1, 2]}\n")
+    sweep = sim.run_sweep(file)
+    assert repr(sweep) == "<Sweep over cluster.gpus_per_node: 2 points>"
+    assert repr(sweep.points[1]).startswith("<Result 'small': ")
+    assert "on 2 × h100-80g-sxm, MFU " in repr(sweep.points[1])
+    assert repr(sim.plan_memory(file)).startswith("<MemoryPlan 'small' on h100-80g-sxm: ")
+    assert all(len(repr(one)) < 120 for one in (sweep, *sweep.points))
+
+
+def test_a_wrong_scenario_is_caught_by_name(tmp_path: Path) -> None:
+    with pytest.raises(sim.UserError, match="no such file"):
+        sim.run(tmp_path / "none.yaml")
