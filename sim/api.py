@@ -33,15 +33,15 @@ from sim.report.numbers.inference import InferenceResult, inference_result
 from sim.report.numbers.memory import MemoryResult, by_class, fullest
 from sim.report.result import Result
 from sim.report.tables import Frame, as_table
-from sim.scenario import Loaded, Scenario, load_scenario
+from sim.scenario import Loaded, Scenario, load_mapping, load_scenario
 from sim.scenario.fields.schema import Inference
 from sim.software import Stack, stack_of
 
 if TYPE_CHECKING:
     from sim.report.scaling import Scaling
 
-#: What `run` accepts: a resolved scenario, what `load` returned, or the path of a file.
-Source = Scenario | Loaded | str | Path
+#: What `run` accepts: a resolved scenario, what `load` returned, the path of a file, or what one holds.
+Source = Scenario | Loaded | str | Path | Mapping[str, Any]
 
 #: Ranks that are simulated one by one at most: each takes as long as a whole class of them does folded.
 MOST_UNFOLDED = 4096
@@ -91,17 +91,22 @@ class Sweep:
         return {"skipped": self.skipped, "axes": self.axes, **lines, **early}
 
 
-def load(path: str | Path, sets: Sequence[str] = ()) -> Loaded:
-    """Read and resolve a scenario file.
+def load(source: str | Path | Mapping[str, Any], sets: Sequence[str] = ()) -> Loaded:
+    """Read and resolve a scenario.
 
     Args:
-        path: the YAML file.
+        source: the YAML file, or what one would hold, as a mapping.
         sets: `dotted.path=value` texts put on top, as `--set` on the command line.
 
     Raises:
         UserError: with every fault of the file.
     """
-    return load_scenario(path, sets)
+    if isinstance(source, Mapping):
+        return load_mapping(source, sets)
+    if not isinstance(source, str | Path):
+        raise UserError(Fault(f"a scenario is the path of a file, or a mapping such as one holds, not a "
+                              f"{type(source).__name__}"))
+    return load_scenario(source, sets)
 
 
 def run(source: Source, *, fold: bool = True) -> Result:
@@ -128,7 +133,7 @@ def run(source: Source, *, fold: bool = True) -> Result:
     return result
 
 
-def run_sweep(source: Loaded | str | Path, *, progress: Callable[[int, int], None] | None = None,
+def run_sweep(source: Loaded | str | Path | Mapping[str, Any], *, progress: Callable[[int, int], None] | None = None,
               each: Callable[[Result], None] | None = None) -> Sweep:
     """Predict every point of a scenario's `sweep`; points that are impossible are listed with their reason.
 
@@ -386,5 +391,5 @@ def placed(fault: Fault, loaded: Loaded) -> Fault:
     return replace(fault, file=file, line=line)
 
 
-def _loaded(source: Loaded | str | Path) -> Loaded:
+def _loaded(source: Loaded | str | Path | Mapping[str, Any]) -> Loaded:
     return source if isinstance(source, Loaded) else load(source)

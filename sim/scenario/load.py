@@ -71,6 +71,15 @@ def load_scenario(path: str | Path, sets: Sequence[str] = ()) -> Loaded:
     return load_document(document, sets)
 
 
+def load_mapping(data: Mapping[str, Any], sets: Sequence[str] = ()) -> Loaded:
+    """As `load_scenario`, of what a file would hold; paths inside are relative to the working folder.
+
+    Raises:
+        UserError: with every fault found.
+    """
+    return load_document(Document(_copy(data), {}, "", Path()), sets)
+
+
 def load_document(document: Document, sets: Sequence[str] = ()) -> Loaded:
     """As `load_scenario`, from text already parsed (the document is changed by `sets`)."""
     faults: list[Fault] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from sim.api import Source, run
@@ -18,6 +19,7 @@ from sim.report.numbers.inference import InferenceResult, latency_row
 from sim.report.result import Result, has_tokens, tokens_per_sample
 from sim.report.tables import Frame, as_table
 from sim.report.units import seconds
+from sim.scenario import Loaded, Scenario
 from sim.scenario.dump import dump
 
 _EXPOSED = "exposed_communication"
@@ -121,15 +123,16 @@ _TOPOLOGY, _FIGURES = "cluster.topology.name", "cluster.topology"
 _TOLD, _TOLD_AT_MOST = 2, 6
 
 
-def compare(runs: Sequence[Result | Source]) -> Comparison:
+def compare(runs: Result | Source | Sequence[Result | Source]) -> Comparison:
     """Lay runs side by side; the first is what the others are held against.
 
     Args:
-        runs: results, or what `run` takes: it is run first.
+        runs: results, or what `run` takes: it is run first. One alone has nothing that moved.
 
     Raises:
         UserError: nothing to compare, or a scenario is wrong.
     """
+    runs = [runs] if isinstance(runs, Result | Scenario | Loaded | str | Path | Mapping) else runs
     if not runs:
         raise UserError(Fault("there is nothing to compare", "runs"))
     results = [one if isinstance(one, Result) else run(one) for one in runs]
