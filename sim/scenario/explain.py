@@ -131,6 +131,8 @@ def _sentence(
     if kind in ("model_type", "model_attributes_type") and (
             hint := (_ELSEWHERE.get(path, "") if isinstance(value, str) else "") or _table_with(value, name, model)):
         return f"expected a mapping of fields, not {describe(value)}", hint
+    if kind == "dict_type" and name == "tflops" and isinstance(value, int | float):
+        return f"expected figures by dtype, not {describe(value)}", f"write {{bf16: {value}}}"
     for test in (_wrong_type, _out_of_range):
         found = test(kind, ctx, value)
         if found:

@@ -97,6 +97,13 @@ def test_values() -> None:
         "did you mean 'adamw-8bit' with parallel.offload.optimizer: paged?")
 
 
+def test_one_figure_in_place_of_figures_by_dtype() -> None:
+    with pytest.raises(UserError) as caught:
+        resolve({"name": "x", "cluster": {"topology": "dgx-h100", "gpu": {"tflops": 989}}, "model": {"preset": "gpt2"},
+                 "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128}}, "x.yaml")
+    assert [(f.field, f.hint) for f in caught.value.faults] == [("cluster.gpu.tflops", "write {bf16: 989}")]
+
+
 @pytest.mark.parametrize("method", ["dpo", "GRPO", "orpo", "knowledge-distillation"])
 def test_what_is_no_single_step_is_answered_with_its_parts(method: str) -> None:
     for path in ("training.finetune.method", "training.mode"):

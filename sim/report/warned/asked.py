@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from sim.errors import nearest
 from sim.network import Topology
+from sim.network.fabric.topology import speeds
 from sim.report.advice.candidates import own_half
 from sim.report.warned.attention import documents_in_vain, joint_beside_frozen, not_flash
 from sim.scenario import Scenario
@@ -252,11 +253,29 @@ def links_in_vain(scenario: Scenario) -> list[str]:
 #: all, and `oversubscription` says what leaves a group.
 _OTHER_SHAPES = ("torus", "ring")
 
+#: How near to twice is twice.
+_ALIKE = 0.02
+
+
+def both_directions(scenario: Scenario) -> list[str]:
+    """A warning where a GPU's links inside a node are given twice the speed that the topology's have: vendors state
+    both directions together (NVLink 4: 900 GB/s, 450 each way), `intra_gbps_per_gpu` is one."""
+    cluster = scenario.cluster
+    asked = cluster.intra_gbps_per_gpu
+    if asked is None or cluster.gpus_per_node == 1:
+        return []
+    topology = Topology.from_mapping(cluster.template())
+    if abs(speeds(topology, asked).gpu / speeds(topology).gpu - 2) > _ALIKE:
+        return []
+    return [f"network: intra_gbps_per_gpu {asked:g} Gb/s ({asked / 8:g} GB/s) is twice what {cluster.topology.name} "
+            f"has: it is one direction, and vendors state both together ({asked / 2:g} is its own)"]
+
+
 #: What is asked in vain, in the order in which it is said.
-_ASKED = (links_in_vain, overlap_in_vain, prefetch_in_vain, takes_turns, zero_plus_plus_in_vain, algorithm_in_vain,
-          schedule_of_another, same_tokens, versions_in_vain, determinism, accumulation_in_vain, autocast_alone,
-          fused_bias_in_vain, cache_in_vain, peer_sums_in_vain, protocol_in_vain, budget_in_vain, not_flash,
-          documents_in_vain, joint_beside_frozen)
+_ASKED = (links_in_vain, both_directions, overlap_in_vain, prefetch_in_vain, takes_turns, zero_plus_plus_in_vain,
+          algorithm_in_vain, schedule_of_another, same_tokens, versions_in_vain, determinism, accumulation_in_vain,
+          autocast_alone, fused_bias_in_vain, cache_in_vain, peer_sums_in_vain, protocol_in_vain, budget_in_vain,
+          not_flash, documents_in_vain, joint_beside_frozen)
 
 
 def in_vain(scenario: Scenario) -> list[str]:

@@ -10,6 +10,7 @@ from sim.report.warned.asked import (
     accumulation_in_vain,
     algorithm_in_vain,
     autocast_alone,
+    both_directions,
     budget_in_vain,
     determinism,
     fused_bias_in_vain,
@@ -221,3 +222,13 @@ def test_t5_without_fused_attention_is_told(model: dict[str, Any], software: dic
         "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128, "attention": attention},
         "software": {"framework": "pytorch", **software}})
     assert any("no fused attention" in text for text in fused_bias_in_vain(asked)) is told
+
+
+@pytest.mark.parametrize(("speed", "told"), [("900 GB/s", True), ("450 GB/s", False), ("600 GB/s", False)])
+def test_links_at_twice_their_speed_are_most_likely_both_directions(speed: str, told: bool) -> None:
+    found = both_directions(resolve({
+        "name": "t", "cluster": {"topology": "dgx-h100", "intra_gbps_per_gpu": speed}, "model": {"preset": "gpt2"},
+        "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128}, "parallel": {"strategy": "ddp"}}))
+    assert bool(found) == told
+    if told:
+        assert "7200 Gb/s (900 GB/s) is twice what dgx-h100 has" in found[0] and "(3600 is its own)" in found[0]
