@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from sim.errors import nearest
 from sim.network import Topology
-from sim.network.fabric.topology import speeds
+from sim.network.fabric.topology import facts, speeds
 from sim.report.advice.candidates import own_half
 from sim.report.warned.attention import documents_in_vain, joint_beside_frozen, not_flash
 from sim.scenario import Scenario
@@ -271,11 +271,23 @@ def both_directions(scenario: Scenario) -> list[str]:
             f"has: it is one direction, and vendors state both together ({asked / 2:g} is its own)"]
 
 
+def direct_over_sockets(scenario: Scenario) -> list[str]:
+    """A warning where a topology says that its cards read GPU memory over a fabric that stages messages through the
+    host, as one does whose fabric alone was changed."""
+    cluster = scenario.cluster
+    inter = cluster.topology.inter
+    if cluster.nodes == 1 or not inter.gpu_direct_rdma or facts()["fabrics"][inter.fabric]["rdma"]:
+        return []
+    return [f"network: {inter.fabric} is counted with gpu_direct_rdma true, as the topology says, which it does not "
+            "have: --set cluster.topology.inter.gpu_direct_rdma=false counts messages through the host"]
+
+
 #: What is asked in vain, in the order in which it is said.
-_ASKED = (links_in_vain, both_directions, overlap_in_vain, prefetch_in_vain, takes_turns, zero_plus_plus_in_vain,
-          algorithm_in_vain, schedule_of_another, same_tokens, versions_in_vain, determinism, accumulation_in_vain,
-          autocast_alone, fused_bias_in_vain, cache_in_vain, peer_sums_in_vain, protocol_in_vain, budget_in_vain,
-          not_flash, documents_in_vain, joint_beside_frozen)
+_ASKED = (links_in_vain, both_directions, direct_over_sockets, overlap_in_vain, prefetch_in_vain, takes_turns,
+          zero_plus_plus_in_vain, algorithm_in_vain, schedule_of_another, same_tokens, versions_in_vain,
+          determinism, accumulation_in_vain, autocast_alone, fused_bias_in_vain, cache_in_vain,
+          peer_sums_in_vain, protocol_in_vain, budget_in_vain, not_flash, documents_in_vain,
+          joint_beside_frozen)
 
 
 def in_vain(scenario: Scenario) -> list[str]:

@@ -45,7 +45,8 @@ class Inter(Table):
     rail_optimized: bool = has(False, "card i of every node on the same leaf switch")
     oversubscription: Annotated[float, Field(ge=1, le=1000)] = has(1.0, "leaf down-links over up-links")
     nodes_per_leaf: Annotated[int, count(100_000)] = has(16, "nodes below one leaf switch")
-    gpu_direct_rdma: bool = has(True, "cards read and write GPU memory")
+    gpu_direct_rdma: bool | None = late("cards read and write GPU memory; none given = as the fabric has it: not over "
+                                        "Ethernet's sockets, nor on Omni-Path")
     routing: Literal["adaptive", "ecmp"] = has("adaptive", "how flows choose their path")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from sim.network import Topology
 from sim.report.warned.asked import (
     accumulation_in_vain,
     algorithm_in_vain,
@@ -13,6 +14,7 @@ from sim.report.warned.asked import (
     both_directions,
     budget_in_vain,
     determinism,
+    direct_over_sockets,
     fused_bias_in_vain,
     links_in_vain,
     overlap_in_vain,
@@ -232,3 +234,25 @@ def test_links_at_twice_their_speed_are_most_likely_both_directions(speed: str, 
     assert bool(found) == told
     if told:
         assert "7200 Gb/s (900 GB/s) is twice what dgx-h100 has" in found[0] and "(3600 is its own)" in found[0]
+
+
+def on_fabric(fabric: str, **inter: Any) -> Scenario:
+    return resolve({
+        "name": "t", "cluster": {"nodes": 2, "topology": {
+            "gpu": "h100-80g-sxm", "gpus_per_node": 8,
+            "intra": {"kind": "nvswitch", "link": "nvlink4", "links_per_gpu": 18},
+            "inter": {"kind": "fat-tree", "fabric": fabric, "nics_per_node": 8, "gbps_per_nic": 400, **inter}}},
+        "model": {"preset": "gpt2"}, "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128},
+        "parallel": {"strategy": "ddp"}})
+
+
+@pytest.mark.parametrize(("fabric", "direct"), [
+    ("infiniband", True), ("roce", True), ("efa", True), ("ethernet", False), ("omni-path", False)])
+def test_whether_cards_read_gpu_memory_is_the_fabrics_where_a_topology_says_nothing(fabric: str, direct: bool) -> None:
+    plain = on_fabric(fabric)
+    assert Topology.from_mapping(plain.cluster.template()).inter.rdma is direct
+    assert not direct_over_sockets(plain)
+    for told in (True, False):
+        asked = on_fabric(fabric, gpu_direct_rdma=told)
+        assert Topology.from_mapping(asked.cluster.template()).inter.rdma is told
+        assert bool(direct_over_sockets(asked)) is (told and not direct)
