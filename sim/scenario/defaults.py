@@ -92,6 +92,10 @@ def _cluster(written: Cluster) -> Cluster:
     )
 
 
+#: Cards of sixteen lanes that one PCIe switch has room for, beside its uplink.
+_ONE_SWITCH = 4
+
+
 def _intra(topology: TopologySpec) -> Intra:
     written = topology.intra
     if written is None:
@@ -106,6 +110,7 @@ def _intra(topology: TopologySpec) -> Intra:
             "link": link,
             "gen": _or(written.gen, int(link[3]) if link.startswith("gen") else None),
             "links_per_gpu": _or(written.links_per_gpu, 1),
+            "gpus_per_switch": _or(written.gpus_per_switch, _below_one_cpu(topology.gpus_per_node)),
         }
     elif written.kind == "none":
         update = {"link": _or(written.link, "none"), "links_per_gpu": _or(written.links_per_gpu, 0)}
@@ -117,6 +122,15 @@ def _intra(topology: TopologySpec) -> Intra:
         if mesh:
             update["links_per_pair"] = _or(written.links_per_pair, update["links_per_gpu"] // peers)
     return written.model_copy(update=update)
+
+
+def _below_one_cpu(gpus: int) -> int | None:
+    """GPUs below one PCIe switch of a node that says nothing of them: of more than four half, for two CPUs.
+
+    A switch has about a hundred lanes, sixteen of which a card takes (Broadcom PEX88096: 98, from memory), and all
+    nodes of the catalogue with eight such cards have four on each. Fewer stand in slots of their own.
+    """
+    return gpus // 2 if gpus > _ONE_SWITCH and gpus % 2 == 0 else None
 
 
 def _nvlink_name(nvlink: dict[str, Any]) -> str:

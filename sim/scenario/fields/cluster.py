@@ -27,7 +27,8 @@ class Intra(Table):
     links_per_gpu: Annotated[int, Field(ge=0, le=1000)] = late("links of one GPU")
     links_per_pair: Annotated[int, Field(ge=0, le=1000)] | None = has(None, "links between every pair of a mesh")
     matrix: list[list[Annotated[int, Field(ge=0, le=1000)]]] | None = has(None, "links between each pair of a mesh")
-    gpus_per_switch: NodeGpus | None = has(None, "GPUs below one PCIe switch")
+    gpus_per_switch: NodeGpus | None = late("GPUs below one PCIe switch; none given = up to four have slots of their "
+                                            "own, of more half are on each of two CPUs")
     peer_copies: bool | None = has(None, "GPUs reach one another over PCIe, else through the host; none given = as the "
                                          "GPU's driver has it")
     gen: Annotated[int, Field(ge=3, le=5)] | None = has(None, "PCIe generation")
