@@ -10,6 +10,7 @@ from sim.report.advice.candidates import own_half
 from sim.report.warned.attention import documents_in_vain, joint_beside_frozen, not_flash
 from sim.scenario import Scenario
 from sim.scenario.fields.schema import Inference
+from sim.scenario.gpus import gpu_facts
 from sim.software import is_release, packages, stack_of
 
 
@@ -282,11 +283,30 @@ def direct_over_sockets(scenario: Scenario) -> list[str]:
             "have: --set cluster.topology.inter.gpu_direct_rdma=false counts messages through the host"]
 
 
+def links_of_other_cards(scenario: Scenario) -> list[str]:
+    """Warnings where a node joins its GPUs by links that these do not have, or by PCIe although they have NVLinks to
+    all, as a topology does that says nothing of `intra`, or whose GPU alone was changed."""
+    cluster = scenario.cluster
+    topology = cluster.topology
+    kind, own = topology.intra.kind, gpu_facts(topology.gpu).get("nvlink")
+    name = topology.gpu if isinstance(topology.gpu, str) else topology.gpu["like"]
+    if cluster.gpus_per_node == 1:
+        return []
+    if kind == "pcie" and own and not own["bridge_pairs_only"]:
+        return [f"network: the {cluster.gpus_per_node} GPUs of a node are joined by PCIe alone, though {name} has "
+                "links of its own: intra: {kind: nvswitch}, or nvlink-mesh, joins them by these"]
+    if (kind == "nvlink-mesh" and not own) or (kind == "nvswitch" and (not own or own["bridge_pairs_only"])):
+        has = "has NVLink between two cards at most" if own else "has no NVLink"
+        return [f"network: {name} {has}, and {topology.name} joins GPUs by {topology.intra.link}: it is sold with "
+                "intra: {kind: pcie}"]
+    return []
+
+
 #: What is asked in vain, in the order in which it is said.
-_ASKED = (links_in_vain, both_directions, direct_over_sockets, overlap_in_vain, prefetch_in_vain, takes_turns,
-          zero_plus_plus_in_vain, algorithm_in_vain, schedule_of_another, same_tokens, versions_in_vain,
-          determinism, accumulation_in_vain, autocast_alone, fused_bias_in_vain, cache_in_vain,
-          peer_sums_in_vain, protocol_in_vain, budget_in_vain, not_flash, documents_in_vain,
+_ASKED = (links_in_vain, links_of_other_cards, both_directions, direct_over_sockets, overlap_in_vain,
+          prefetch_in_vain, takes_turns, zero_plus_plus_in_vain, algorithm_in_vain, schedule_of_another,
+          same_tokens, versions_in_vain, determinism, accumulation_in_vain, autocast_alone, fused_bias_in_vain,
+          cache_in_vain, peer_sums_in_vain, protocol_in_vain, budget_in_vain, not_flash, documents_in_vain,
           joint_beside_frozen)
 
 

@@ -17,6 +17,7 @@ from sim.report.warned.asked import (
     direct_over_sockets,
     fused_bias_in_vain,
     links_in_vain,
+    links_of_other_cards,
     overlap_in_vain,
     prefetch_in_vain,
     protocol_in_vain,
@@ -256,3 +257,19 @@ def test_whether_cards_read_gpu_memory_is_the_fabrics_where_a_topology_says_noth
         asked = on_fabric(fabric, gpu_direct_rdma=told)
         assert Topology.from_mapping(asked.cluster.template()).inter.rdma is told
         assert bool(direct_over_sockets(asked)) is (told and not direct)
+
+
+@pytest.mark.parametrize(("gpu", "intra", "said"), [
+    ("h100-80g-sxm", None, "joined by PCIe alone, though h100-80g-sxm has links of its own"),
+    ("h100-80g-sxm", {"kind": "nvswitch"}, ""), ("h100-80g-pcie", None, ""), ("l40s", {"kind": "pcie"}, ""),
+    ("l40s", {"kind": "nvswitch", "link": "nvlink4"}, "l40s has no NVLink, and inline joins GPUs by nvlink4"),
+    ("h100-80g-pcie", {"kind": "nvswitch"}, "has NVLink between two cards at most"),
+    ("a100-80g-pcie", {"kind": "nvlink-mesh"}, ""),
+    ({"like": "h200", "name": "mine"}, {"kind": "pcie"}, "though h200 has")])
+def test_links_that_a_card_does_not_have_are_told_and_those_it_has(gpu: Any, intra: Any, said: str) -> None:
+    node = {"gpu": gpu, "gpus_per_node": 8, **({"intra": intra} if intra else {})}
+    found = links_of_other_cards(resolve({
+        "name": "t", "cluster": {"topology": node}, "model": {"preset": "gpt2"},
+        "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128}, "parallel": {"strategy": "ddp"}}))
+    assert bool(found) == bool(said)
+    assert not said or said in found[0]
