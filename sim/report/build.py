@@ -164,8 +164,10 @@ def _warnings(result: Result) -> list[str]:
             found.append("mfu: attention is counted within documents, as FlopCounterMode does with cumulative lengths; "
                          f"counted over whole sequences, as torchtitan does, MFU is {100 * result.mfu * more:.1f}%")
     if (own := result.scenario.cluster.gpu) is not None and any(v is not None for v in own.model_dump().values()):
+        card = result.scenario.cluster.topology.gpu
+        like = result.gpu if isinstance(card, str) else card["like"]
         found.append(f"hardware: figures of this GPU are the scenario's own; how much of them kernels reach is taken "
-                     f"from {result.gpu}, and so are published runs like this")
+                     f"from {like}, and so are published runs like this")
     detail = result.detail
     for device in sorted({c.device for c in detail.lowered.job.classes}):
         gpu = detail.machine.devices[device].gpu
