@@ -267,6 +267,15 @@ def test_many_gpus_over_pcie_are_on_two_cpus(gpus: int, below: int | None) -> No
     assert plain.cluster.topology.intra.gpus_per_switch == 1
 
 
+@pytest.mark.parametrize(("bridged", "below"), [(True, 4), (False, None)])
+def test_bridged_pairs_over_pcie_are_on_two_cpus(bridged: bool, below: int | None) -> None:
+    """What goes from pair to pair crosses PCIe; of a mesh that joins all nothing does."""
+    matrix = [[int(i != j and (i // 2 == j // 2 or not bridged)) for j in range(8)] for i in range(8)]
+    node = {"gpu": "a100-80g-pcie", "gpus_per_node": 8, "intra": {"kind": "nvlink-mesh", "matrix": matrix}}
+    s = resolve(MINIMAL, sets={"cluster.topology": node, "cluster.nodes": 1, "training.global_batch": 32})
+    assert s.cluster.topology.intra.gpus_per_switch == below
+
+
 def test_links_of_a_mesh_follow_from_those_of_a_pair() -> None:
     mesh = {"gpu": "a100-80g-sxm", "gpus_per_node": 4, "intra": {"kind": "nvlink-mesh", "links_per_pair": 2}}
     intra = resolve(MINIMAL, sets={"cluster.topology": mesh, "cluster.nodes": 1}).cluster.topology.intra
