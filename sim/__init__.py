@@ -2,9 +2,9 @@
 
 The Python API is the command line's verbs: `load`, `plan_memory`, `run`, `run_sweep`, `size`, `compare`, `validate`,
 `diff`, `import_files`.
-They are imported when first used, so `import sim` costs nothing. `.table()` of a result, a sweep or a comparison is a
-pandas DataFrame where pandas is installed; `plot_breakdown`, `plot_memory`, `plot_sweep`, `plot_scaling` and
-`plot_comparison` draw on matplotlib axes.
+What is wrong with a scenario they raise as `UserError`, with every fault. They are imported when first used, so
+`import sim` costs nothing. `.table()` of a result, a sweep or a comparison is a pandas DataFrame where pandas is
+installed; `plot_breakdown`, `plot_memory`, `plot_sweep`, `plot_scaling` and `plot_comparison` draw on matplotlib axes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sim.api import load, plan_memory, run, run_sweep
+    from sim.errors import UserError
     from sim.imports.read import import_files
     from sim.report.pictures.axes import plot_breakdown, plot_memory, plot_scaling, plot_sweep
     from sim.sizing import compare, size
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from sim.validation import validate
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "compare", "diff", "import_files", "load", "plan_memory", "plot_breakdown", "plot_comparison",
-           "plot_memory", "plot_scaling", "plot_sweep", "run", "run_sweep", "size", "validate"]
+__all__ = ["UserError", "__version__", "compare", "diff", "import_files", "load", "plan_memory", "plot_breakdown",
+           "plot_comparison", "plot_memory", "plot_scaling", "plot_sweep", "run", "run_sweep", "size", "validate"]
 
 
 def __getattr__(name: str) -> Any:
@@ -39,6 +40,10 @@ def __getattr__(name: str) -> Any:
         from sim import sizing
 
         return getattr(sizing, name)
+    if name == "UserError":
+        from sim.errors import UserError
+
+        return UserError
     if name == "diff":
         from sim.traces.diff import diff
 

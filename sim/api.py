@@ -33,15 +33,15 @@ from sim.report.numbers.inference import InferenceResult, inference_result
 from sim.report.numbers.memory import MemoryResult, by_class, fullest
 from sim.report.result import Result
 from sim.report.tables import Frame, as_table
-from sim.scenario import Loaded, Scenario, load_scenario
+from sim.scenario import Loaded, Scenario, load_mapping, load_scenario
 from sim.scenario.fields.schema import Inference
 from sim.software import Stack, stack_of
 
 if TYPE_CHECKING:
     from sim.report.scaling import Scaling
 
-#: What `run` accepts: a resolved scenario, what `load` returned, or the path of a file.
-Source = Scenario | Loaded | str | Path
+#: What `run` accepts: a resolved scenario, what `load` returned, the path of a file, or what one holds.
+Source = Scenario | Loaded | str | Path | Mapping[str, Any]
 
 #: Ranks that are simulated one by one at most: each takes as long as a whole class of them does folded.
 MOST_UNFOLDED = 4096
@@ -65,6 +65,11 @@ class Sweep:
     skipped: list[dict[str, Any]] = field(default_factory=list)
     interrupted: bool = False
 
+    def __repr__(self) -> str:
+        """One line, for notebooks: `table()` has the figures."""
+        skipped = f", {len(self.skipped):,} skipped" if self.skipped else ""
+        return f"<Sweep over {', '.join(self.axes) or 'nothing'}: {len(self.points):,} points{skipped}>"
+
     def table(self) -> Frame:
         """One row per point: its `set`, then the columns of `Result.table`; a DataFrame where pandas is installed."""
         return as_table([point.row for point in self.points])
@@ -86,17 +91,22 @@ class Sweep:
         return {"skipped": self.skipped, "axes": self.axes, **lines, **early}
 
 
-def load(path: str | Path, sets: Sequence[str] = ()) -> Loaded:
-    """Read and resolve a scenario file.
+def load(source: str | Path | Mapping[str, Any], sets: Sequence[str] = ()) -> Loaded:
+    """Read and resolve a scenario.
 
     Args:
-        path: the YAML file.
+        source: the YAML file, or what one would hold, as a mapping.
         sets: `dotted.path=value` texts put on top, as `--set` on the command line.
 
     Raises:
         UserError: with every fault of the file.
     """
-    return load_scenario(path, sets)
+    if isinstance(source, Mapping):
+        return load_mapping(source, sets)
+    if not isinstance(source, str | Path):
+        raise UserError(Fault(f"a scenario is the path of a file, or a mapping such as one holds, not a "
+                              f"{type(source).__name__}"))
+    return load_scenario(source, sets)
 
 
 def run(source: Source, *, fold: bool = True) -> Result:
@@ -119,11 +129,11 @@ def run(source: Source, *, fold: bool = True) -> Result:
         raise UserError(placed(fault, loaded) for fault in error.faults) from None
     if loaded.scenario.sweep:
         result.warnings.append(f"sweep: the file sweeps {', '.join(loaded.scenario.sweep)}, and this is the point it "
-                               "writes itself: run_sweep predicts them all")
+                               "writes itself: 'drystep run' (in Python run_sweep) predicts them all")
     return result
 
 
-def run_sweep(source: Loaded | str | Path, *, progress: Callable[[int, int], None] | None = None,
+def run_sweep(source: Loaded | str | Path | Mapping[str, Any], *, progress: Callable[[int, int], None] | None = None,
               each: Callable[[Result], None] | None = None) -> Sweep:
     """Predict every point of a scenario's `sweep`; points that are impossible are listed with their reason.
 
@@ -381,5 +391,5 @@ def placed(fault: Fault, loaded: Loaded) -> Fault:
     return replace(fault, file=file, line=line)
 
 
-def _loaded(source: Loaded | str | Path) -> Loaded:
+def _loaded(source: Loaded | str | Path | Mapping[str, Any]) -> Loaded:
     return source if isinstance(source, Loaded) else load(source)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -187,6 +188,9 @@ def _run_sweep(loaded: Loaded, out: JsonOutput | None, text: bool, folder: Path 
         out.begin_sweep()
     with progress() as advance:
         sweep = api.run_sweep(loaded, progress=advance, each=each)
+    if sweep.interrupted:
+        done, count = len(sweep.points) + len(sweep.skipped), math.prod(len(v) for v in sweep.axes.values())
+        click.echo(f"interrupted: {done} of {count} points", err=True)
     rest = sweep.summary()
     if out is not None:
         out.end_sweep(rest)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from sim.engine import Machine, Timeline
 from sim.network import Topology
 from sim.parallel import Lowered
-from sim.program import Kind
+from sim.program import Job, Kind
 from sim.report.numbers.breakdown import COMPUTE_STREAM, kernel_counts, of_rank, step_flops
 from sim.report.numbers.budget import budget_result
 from sim.report.numbers.columns import Columns, of_class
@@ -21,6 +21,7 @@ from sim.report.result import Detail, Result, Simulation, tokens_per_sample
 from sim.report.warned.asked import in_vain
 from sim.report.warned.attention import of_whole_sequences
 from sim.report.warned.queues import unusual_queues
+from sim.report.warned.widths import uneven
 from sim.scenario.fields.schema import Inference, Scenario
 
 #: From this part of the FLOPs on, attention that causal kernels skip makes MFU another figure than most expect.
@@ -62,7 +63,7 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         hardware_flops=hardware_flops, inference=served,
         budget=budget_result(scenario, lowered, step_s, samples * tokens_per_sample(scenario),
                              step_energy_j(lowered, machine, step_s) if scenario.budget is not None else None),
-        peak_flops_per_gpu=gpu.peak_flops(training.matrix_dtype), breakdown=parts,
+        peak_flops_per_gpu=_peak_flops(job, machine, training.matrix_dtype), breakdown=parts,
         memory=memory, data_loading=loading,
         simulation=Simulation(timeline.events, timeline.tasks, len(job.classes), job.ranks),
         group_ranks={name: job.communicators[c].size
@@ -71,6 +72,14 @@ def build_result(scenario: Scenario, lowered: Lowered, machine: Machine, timelin
         _detail=Detail(lowered, machine, timeline, critical))
     result.warnings = _warnings(result)
     return result
+
+
+def _peak_flops(job: Job, machine: Machine, dtype: str) -> float:
+    """Dense peak of a GPU, FLOP/s; of a mixed cluster the mean over its GPUs."""
+    peaks = [(machine.devices[c.device].gpu.peak_flops(dtype), len(c.members)) for c in job.classes]
+    if len({peak for peak, _ in peaks}) == 1:
+        return peaks[0][0]
+    return sum(peak * members for peak, members in peaks) / job.ranks
 
 
 class Timed(NamedTuple):
@@ -155,8 +164,10 @@ def _warnings(result: Result) -> list[str]:
             found.append("mfu: attention is counted within documents, as FlopCounterMode does with cumulative lengths; "
                          f"counted over whole sequences, as torchtitan does, MFU is {100 * result.mfu * more:.1f}%")
     if (own := result.scenario.cluster.gpu) is not None and any(v is not None for v in own.model_dump().values()):
+        card = result.scenario.cluster.topology.gpu
+        like = result.gpu if isinstance(card, str) else card["like"]
         found.append(f"hardware: figures of this GPU are the scenario's own; how much of them kernels reach is taken "
-                     f"from {result.gpu}, and so are published runs like this")
+                     f"from {like}, and so are published runs like this")
     detail = result.detail
     for device in sorted({c.device for c in detail.lowered.job.classes}):
         gpu = detail.machine.devices[device].gpu
@@ -173,6 +184,10 @@ def _warnings(result: Result) -> list[str]:
     if cluster.gpus_per_node > 1 and not Topology.from_mapping(cluster.template()).intra.peers:
         found.append(f"network: GPUs of this kind of node ({result.gpu}) do not reach one another over PCIe: what goes "
                      "between them takes the way through the host, whose pace has not been measured")
+    critical = detail.lowered.job.classes[detail.critical]
+    program = detail.lowered.job.programs[critical.program]
+    found += uneven(result.scenario, detail.machine.devices[critical.device], program.kernels,
+                    kernel_counts(program).tolist(), result.step_time_s)
     if not result.validated.count or result.validated.generations:
         kind = result.features
         what = "inference" if kind.mode.startswith("infer") else kind.strategy

@@ -14,6 +14,7 @@ from sim.report.advice.largest import Largest
 from sim.report.advice.trials import Change
 from sim.report.numbers.memory import MemoryResult, fullest
 from sim.report.thumb import Thumb, rules_of_thumb
+from sim.report.units import size
 from sim.scenario.dump import dump
 from sim.scenario.fields.schema import Scenario
 
@@ -53,6 +54,12 @@ class MemoryPlan:
     searched: Callable[[], list[Largest]]
     advised: Callable[[], list[Change]]
     set: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """One line, for notebooks."""
+        used, held = size(self.memory.shown_bytes), size(self.memory.capacity_bytes)
+        return (f"<MemoryPlan '{self.scenario.name}' on {self.gpu}: {used} of {held}"
+                f"{'' if self.memory.fits else ', does not fit'}>")
 
     @cached_property
     def memory(self) -> MemoryResult:

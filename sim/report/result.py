@@ -9,6 +9,7 @@ from typing import Any
 
 from sim.engine import Machine, Timeline, simulate
 from sim.parallel import Lowered
+from sim.report import units
 from sim.report.advice.largest import Largest
 from sim.report.advice.trials import Change
 from sim.report.numbers.bounding import bound_of
@@ -130,6 +131,12 @@ class Result:
         data = self.data_loading.waiting_s
         allocator = self.memory.reserved.seconds if self.memory.short else 0.0
         return {"host": max(0.0, self.breakdown.host - data - allocator), "data": data, "allocator": allocator}
+
+    def __repr__(self) -> str:
+        """One line: what a notebook shows of a result that is not printed otherwise."""
+        used, held = units.size(self.memory.shown_bytes), units.size(self.memory.capacity_bytes)
+        return (f"<Result '{self.scenario.name}': {units.seconds(self.step_time_s)} on {self.gpus:,} × {self.gpu}, "
+                f"MFU {100 * self.mfu:.1f}%, {used} of {held}{'' if self.memory.fits else ', does not fit'}>")
 
     @property
     def row(self) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def scaling(points: Sequence[Result], axes: Mapping[str, Sequence[Any]]) -> list
             if picture.other:
                 held[picture.other] = along[0].set[picture.other]
             first = along[0].tokens_per_second_per_gpu
-            bound = tuple(felt(p.bound, p.breakdown) for p in along)
+            bound = tuple(felt(p.bound, p.breakdown, p.waits) for p in along)
             begin = len(bound)
             while begin and bound[begin - 1] == "communication":
                 begin -= 1

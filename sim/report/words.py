@@ -10,7 +10,8 @@ TERMS = {"gemm": "matrix products", "memory_bound": "memory-bound kernels", "hos
          "allocator": "the allocator's retries"}
 #: What bounds a step (`bound` of result.md).
 BOUNDS = {"compute": "the tensor cores", "communication": "communication", "memory_bandwidth": "memory bandwidth",
-          "host": "the host", "pipeline": "the pipeline's bubble", "offload": "copies to the host and its optimizer"}
+          "host": "the host", "pipeline": "the pipeline's bubble", "offload": "copies to the host and its optimizer",
+          "data": "reading training data", "allocator": "the allocator, which runs short of memory"}
 
 
 def bound(name: str, serving: bool) -> str:

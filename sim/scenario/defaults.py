@@ -6,6 +6,7 @@ Nothing is checked here: impossible combinations are `checks`' business, so divi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, get_args
 
 from sim.catalog import table
@@ -92,6 +93,10 @@ def _cluster(written: Cluster) -> Cluster:
     )
 
 
+#: Cards of sixteen lanes that one PCIe switch has room for, beside its uplink.
+_ONE_SWITCH = 4
+
+
 def _intra(topology: TopologySpec) -> Intra:
     written = topology.intra
     if written is None:
@@ -106,6 +111,7 @@ def _intra(topology: TopologySpec) -> Intra:
             "link": link,
             "gen": _or(written.gen, int(link[3]) if link.startswith("gen") else None),
             "links_per_gpu": _or(written.links_per_gpu, 1),
+            "gpus_per_switch": _or(written.gpus_per_switch, _below_one_cpu(topology.gpus_per_node)),
         }
     elif written.kind == "none":
         update = {"link": _or(written.link, "none"), "links_per_gpu": _or(written.links_per_gpu, 0)}
@@ -114,9 +120,31 @@ def _intra(topology: TopologySpec) -> Intra:
         mesh = written.kind == "nvlink-mesh" and written.matrix is None
         links = written.links_per_pair * peers if mesh and written.links_per_pair else _links(written, nvlink)
         update = {"link": _or(written.link, _nvlink_name(nvlink)), "links_per_gpu": _or(written.links_per_gpu, links)}
+        if written.matrix and _islands(written.matrix):
+            update["gpus_per_switch"] = _or(written.gpus_per_switch, _below_one_cpu(topology.gpus_per_node))
         if mesh:
             update["links_per_pair"] = _or(written.links_per_pair, update["links_per_gpu"] // peers)
     return written.model_copy(update=update)
+
+
+def _below_one_cpu(gpus: int) -> int | None:
+    """GPUs below one PCIe switch of a node that says nothing of them: of more than four half, for two CPUs.
+
+    A switch has about a hundred lanes, sixteen of which a card takes (Broadcom PEX88096: 98, from memory), and all
+    nodes of the catalogue with eight such cards have four on each. Fewer stand in slots of their own.
+    """
+    return gpus // 2 if gpus > _ONE_SWITCH and gpus % 2 == 0 else None
+
+
+def _islands(matrix: Sequence[Sequence[int]]) -> bool:
+    """Whether links join some GPUs of a node but not all: what goes between the others crosses PCIe."""
+    reached, found = {0}, [0]
+    while found:
+        row = matrix[found.pop()][:len(matrix)]  # one that is no square is refused later
+        near = [i for i, count in enumerate(row) if count and i not in reached]
+        reached.update(near)
+        found += near
+    return len(reached) < len(matrix)
 
 
 def _nvlink_name(nvlink: dict[str, Any]) -> str:

@@ -19,6 +19,17 @@ from sim.scenario.topologies import find_topology
 _PRESET_FOLDER = Path(__file__).parent
 
 
+def _near_model(name: str) -> str:
+    """A hint at the model that a name, or its last part on Hugging Face's Hub, is close to."""
+    whose, _, tail = name.rpartition("/")
+    known = preset_of(name)
+    if known:
+        return f"did you mean '{known}'?"
+    near = nearest(name, preset_names()) or nearest(tail.lower().removeprefix("meta-"), preset_names())
+    of_hub = "any other model: hf: the path of its config.json, in place of preset" if whose else ""
+    return "; ".join(part for part in (near, of_hub) if part)
+
+
 def expand(document: Document, faults: list[Fault]) -> dict[str, Any]:
     """The document's data with names replaced; faults of the names are added to `faults`.
 
@@ -182,9 +193,8 @@ def _model(model: dict[str, Any], document: Document, faults: list[Fault]) -> di
     if isinstance(name, str):
         fields = preset(name)
         if fields is None:
-            known = preset_of(name)
-            hint = (f"did you mean '{known}'?" if known else other_value("model.preset", name)
-                    or nearest(name, preset_names()) or "see 'drystep list models', or give hf: its config.json")
+            hint = other_value("model.preset", name) or _near_model(name) or (
+                "see 'drystep list models', or give hf: the path of its config.json, in place of preset")
             faults.append(document.fault("model.preset", f"there is no model named '{name[:80]}'", hint))
             return model
         return _over(fields, model)

@@ -24,6 +24,8 @@ _TAGS = frozenset({"name", "table", "modules"})
 _OR_TABLE = {"recompute": "or {layers: 4}, or {modules: [core_attn]}",
              "mode": "or {inference: {prompt: 512, generate: 128, batch: 8}}",
              "document": "or {mean: 500, spread: 1.0}"}
+#: Tables in whose place a word stands that another field takes, and how.
+_ELSEWHERE = {"cluster.gpu": "single figures such as memory stand here; another GPU: --set cluster.topology.gpu=h200"}
 #: Fields that take a list or one of some words.
 _OR_WORDS = {"targets": ("all", "all-linear")}
 
@@ -126,8 +128,11 @@ def _sentence(
         return f"{message}, not {describe(value)}", ""
     if kind == "range":
         return _range(value, ctx["low"], ctx["high"])
-    if kind in ("model_type", "model_attributes_type") and (hint := _table_with(value, name, model)):
+    if kind in ("model_type", "model_attributes_type") and (
+            hint := (_ELSEWHERE.get(path, "") if isinstance(value, str) else "") or _table_with(value, name, model)):
         return f"expected a mapping of fields, not {describe(value)}", hint
+    if kind == "dict_type" and name == "tflops" and isinstance(value, int | float):
+        return f"expected figures by dtype, not {describe(value)}", f"write {{bf16: {value}}}"
     for test in (_wrong_type, _out_of_range):
         found = test(kind, ctx, value)
         if found:

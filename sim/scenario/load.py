@@ -18,6 +18,7 @@ from sim.scenario.expect import Bound, read_bounds
 from sim.scenario.explain import explain
 from sim.scenario.fields.schema import Scenario
 from sim.scenario.fields.tables import Given
+from sim.scenario.other_files import what_else
 from sim.scenario.paths import apply_sets, assign
 from sim.scenario.sweep import fix_axes, points, read_axes
 
@@ -64,10 +65,19 @@ def load_scenario(path: str | Path, sets: Sequence[str] = ()) -> Loaded:
         UserError: with every fault found in the file and in the sets.
     """
     document = read_document(Path(path), str(path))
-    if isinstance(document.data.get("cases"), list) and "cluster" not in document.data:
-        raise UserError([document.fault("cases", "is a file of measured cases, not a scenario",
-                                        f"drystep validate {path}")])
+    if found := what_else(document):
+        field, what, hint = found
+        raise UserError([document.fault(field, f"{what}, not a scenario", hint.format(path=path))])
     return load_document(document, sets)
+
+
+def load_mapping(data: Mapping[str, Any], sets: Sequence[str] = ()) -> Loaded:
+    """As `load_scenario`, of what a file would hold; paths inside are relative to the working folder.
+
+    Raises:
+        UserError: with every fault found.
+    """
+    return load_document(Document(_copy(data), {}, "", Path()), sets)
 
 
 def load_document(document: Document, sets: Sequence[str] = ()) -> Loaded:

@@ -16,7 +16,7 @@ def other_field(name: str, inside: str) -> str:
     """A hint at what another tool's field `name`, written in the table `inside`, is here; "" if it says nothing."""
     path = _fields().get(bare(name), "")
     if not path or path == f"{inside}.{name}":
-        return _follows().get(bare(name), "")
+        return _follows().get(bare(f"{inside}.{name}")) or _follows().get(bare(name), "")
     return f"did you mean '{path.removeprefix(f'{inside}.')}'?"
 
 

@@ -21,7 +21,9 @@ def trouble(written: Scenario, s: Scenario) -> Iterator[tuple[str, str, str]]:
         elif slow.gpu in taken:
             yield f"{field}.gpu", f"GPU {slow.gpu} is named twice", "say what is slow about it in one entry"
         taken.add(slow.gpu)
+    other_nodes: set[int] = set()
     for i, other in enumerate(cluster.other_gpus or ()):
+        nodes = set(range(other.first_node, min(other.first_node + other.nodes, cluster.nodes)))
         field = f"cluster.other_gpus.{i}"
         if canonical_gpu(other.gpu) is None:
             yield (f"{field}.gpu", f"unknown GPU '{other.gpu[:40]}'",
@@ -29,6 +31,9 @@ def trouble(written: Scenario, s: Scenario) -> Iterator[tuple[str, str, str]]:
         if other.first_node + other.nodes > cluster.nodes:
             yield (f"{field}.nodes", f"nodes {other.first_node} to {other.first_node + other.nodes - 1} have other "
                    f"GPUs, but the last of {cluster.nodes} nodes is {cluster.nodes - 1}", "")
+        elif both := sorted(nodes & other_nodes):
+            yield f"{field}.first_node", f"node {both[0]} has other GPUs already", "name each node once"
+        other_nodes |= nodes
     if s.training.mode != "train":
         for name in ("slow_gpus", "other_gpus", "clock_spread"):
             if getattr(cluster, name):

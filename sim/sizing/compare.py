@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from sim.api import Source, run
@@ -13,10 +14,12 @@ from sim.parallel.serving.request import run_of
 from sim.report import words
 from sim.report.numbers.bounding import felt
 from sim.report.numbers.breakdown import category_flops
+from sim.report.numbers.budget import BudgetResult
 from sim.report.numbers.inference import InferenceResult, latency_row
 from sim.report.result import Result, has_tokens, tokens_per_sample
 from sim.report.tables import Frame, as_table
 from sim.report.units import seconds
+from sim.scenario import Loaded, Scenario
 from sim.scenario.dump import dump
 
 _EXPOSED = "exposed_communication"
@@ -47,6 +50,7 @@ class Comparison:
         fits: whether each run fits in memory: the step of one that does not is what it would take.
         contention_s: part of the compute terms of each by which collectives slow kernels down, in their unit.
         warnings: of each run.
+        budgets: of each run, its length and price; None of one without `budget.tokens`.
     """
 
     names: list[str]
@@ -66,6 +70,7 @@ class Comparison:
     warnings: list[list[str]] = field(default_factory=list)
     bound_by: list[str] = field(default_factory=list)
     rates: list[tuple[float, str]] = field(default_factory=list)
+    budgets: list[BudgetResult | None] = field(default_factory=list)
 
     @property
     def whole_s(self) -> list[float]:
@@ -82,6 +87,8 @@ class Comparison:
                 "terms_s": self.terms, "moved_s": [dict(row) for row in self.moved], "why": self.why,
                 "memory_bytes": self.memory, "memory_moved_bytes": [dict(row) for row in self.memory_moved],
                 "contention_s": self.contention_s, "differs": self.differs, "scaling": self.scaling,
+                **({"budget": [None if one is None else one.to_json() for one in self.budgets]}
+                   if any(self.budgets) else {}),
                 "warnings": self.warnings}
 
     def table(self) -> Frame:
@@ -89,9 +96,15 @@ class Comparison:
         return as_table([
             {"name": name, "gpus": self.gpus[i], "step_time_s": self.step_time_s[i],
              **(latency_row(self.served[i]) if self.served else {}), "bound": self.bound[i], "fits": self.fits[i],
-             "scaling": self.scaling[i], **{f"{term}_s": values[i] for term, values in self.terms.items()},
+             "scaling": self.scaling[i], **_length(self.budgets[i]),
+             **{f"{term}_s": values[i] for term, values in self.terms.items()},
              **{f"memory_{part}_bytes": values[i] for part, values in self.memory.items()}}
             for i, name in enumerate(self.names)])
+
+
+def _length(budget: BudgetResult | None) -> dict[str, Any]:
+    """Columns of a run's length and price."""
+    return {} if budget is None else {"days": budget.days, "gpu_hours": budget.gpu_hours, "cost": budget.cost}
 
 
 #: What comes with a machine: told last of what tells runs apart.
@@ -110,15 +123,16 @@ _TOPOLOGY, _FIGURES = "cluster.topology.name", "cluster.topology"
 _TOLD, _TOLD_AT_MOST = 2, 6
 
 
-def compare(runs: Sequence[Result | Source]) -> Comparison:
+def compare(runs: Result | Source | Sequence[Result | Source]) -> Comparison:
     """Lay runs side by side; the first is what the others are held against.
 
     Args:
-        runs: results, or what `run` takes: it is run first.
+        runs: results, or what `run` takes: it is run first. One alone has nothing that moved.
 
     Raises:
         UserError: nothing to compare, or a scenario is wrong.
     """
+    runs = [runs] if isinstance(runs, Result | Scenario | Loaded | str | Path | Mapping) else runs
     if not runs:
         raise UserError(Fault("there is nothing to compare", "runs"))
     results = [one if isinstance(one, Result) else run(one) for one in runs]
@@ -147,7 +161,8 @@ def compare(runs: Sequence[Result | Source]) -> Comparison:
                       _moved(memory, 0.5), [r.bound for r in results], served, [r.memory.fits for r in results],
                       [r.breakdown.contention * share for r, share in zip(results, shares, strict=True)],
                       [r.warnings for r in results],
-                      [words.bound(felt(r.bound, r.breakdown), r.inference is not None) for r in results], rates)
+                      [words.bound(felt(r.bound, r.breakdown, r.waits), r.inference is not None) for r in results],
+                      rates, [r.budget for r in results])
 
 
 def _gpus_per_token(result: Result) -> float:

@@ -59,12 +59,12 @@ class Validation:
         return {"cases": list(self.records), "summary": self.summary}
 
 
-def validate(paths: Sequence[str | Path], *, select: str | None = None, workers: int | None = None,
+def validate(paths: str | Path | Sequence[str | Path], *, select: str | None = None, workers: int | None = None,
              progress: Progress | None = None) -> Validation:
     """Predict every case of the files and compare it with what was measured.
 
     Args:
-        paths: case files, folders of them, or names of shipped sources.
+        paths: case files, folders of them, or names of shipped sources; one or several.
         select: only cases whose `file/id` holds this text, or matches it where it is a glob.
         workers: processes; default the cores this process may use. The result does not depend on it. A script that
             calls this with several workers needs the usual `if __name__ == "__main__":`.
@@ -75,7 +75,7 @@ def validate(paths: Sequence[str | Path], *, select: str | None = None, workers:
     """
     if workers is not None and workers < 1:
         raise UserError(Fault(f"must be at least 1, not {workers}", "--workers"))
-    files = _read_all(expand(paths))
+    files = _read_all(expand([paths] if isinstance(paths, str | Path) else paths))
     chosen = [c for f in files for c in f.cases if selects(select, c)]
     if select is not None and not chosen:
         raise UserError(Fault(f"no case matches {select!r}", "--select"))

@@ -259,13 +259,16 @@ def test_control_c_in_a_sweep_keeps_what_was_finished(
     assert ran.code == 130
     assert len(ran.json["points"]) == 1
     assert ran.json["interrupted"] is True
+    assert ran.err.strip().splitlines()[-1] == "interrupted: 1 of 3 points"
 
 
-def test_a_reader_that_goes_away_is_no_fault(folder: Path) -> None:
+@pytest.mark.parametrize("arguments", [
+    ("list", "topologies", "--json"), ("list", "topologies"), ("run", "scenarios/gpt2-large-ddp.yaml")])
+def test_a_reader_that_goes_away_is_no_fault(arguments: tuple[str, ...]) -> None:
     """The process writes into a pipe whose reading end is closed already."""
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run([sys.executable, "-m", "sim", "list", "topologies", "--json"], stdout=writing,
+    done = subprocess.run([sys.executable, "-m", "sim", *arguments], stdout=writing,
                           stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")

@@ -13,6 +13,7 @@ from sim.engine import simulate
 from sim.errors import UserError
 from sim.parallel import Lowered, lower
 from sim.report.pictures.pipeline_rows import boxes_of
+from sim.report.terminal.render import as_text
 from sim.scenario import Scenario
 from sim.scenario.load import resolve
 
@@ -126,13 +127,42 @@ def test_the_slowdown_of_each_trouble_is_reported() -> None:
     of = scenario({"strategy": "ddp"}, slow_gpus=[{"gpu": 3, "clock": 0.5}],
                   degraded=[{"link": "nic", "index": 1, "share": 0.5}])
     result = sim.run(of)
-    slow, link = result.troubles
-    assert (slow.field, link.field) == ("cluster.slow_gpus.0", "cluster.degraded.0")
+    slow, link, both = result.troubles
+    assert (slow.field, link.field, both.field) == ("cluster.slow_gpus.0", "cluster.degraded.0", "cluster")
+    assert both.without_s == sim.run(scenario({"strategy": "ddp"})).step_time_s
     without = sim.run(scenario({"strategy": "ddp"}, degraded=[{"link": "nic", "index": 1, "share": 0.5}]))
     assert slow.without_s == without.step_time_s
     assert slow.slowdown == result.step_time_s / without.step_time_s > 1.3
     assert result.to_json()["troubles"][0]["what"] == "GPU 3 at 50% of its clock"
     assert sim.run(scenario({"strategy": "ddp"})).troubles == []
+
+
+def test_two_slow_gpus_cost_together_what_either_hides() -> None:
+    result = sim.run(scenario({"strategy": "ddp"}, slow_gpus=[{"gpu": 3, "clock": 0.5}, {"gpu": 9, "clock": 0.5}]))
+    one, other, both = result.troubles
+    assert one.slowdown == other.slowdown == pytest.approx(1, rel=1e-3)
+    assert both.slowdown > 1.3
+    text = as_text(result)
+    assert "all of these: step +" in text and "s without them" in text
+
+
+def test_a_mixed_cluster_has_the_mean_of_its_peaks_and_both_names() -> None:
+    result = sim.run(scenario({"strategy": "ddp"}, other_gpus=[{"gpu": "h100-80g-sxm", "first_node": 1}]))
+    assert result.peak_flops_per_gpu == pytest.approx((312e12 + 989e12) / 2)
+    assert result.mfu == pytest.approx(result.model_flops / result.step_time_s / (8 * 312e12 + 8 * 989e12))
+    text = as_text(result)
+    assert "8 × a100-80g-sxm + 8 × h100-80g-sxm (2 × dgx-a100-80g)" in text
+    assert "h100-80g-sxm on node 1: step " in text
+
+
+def test_a_spread_of_nothing_is_chips_that_are_all_alike() -> None:
+    """Where the power limit binds, a job otherwise waits for the hungriest of its chips."""
+    def step(**cluster: Any) -> float:
+        return sim.run(scenario({"strategy": "ddp"}, topology="dgx-h100", **cluster)).step_time_s
+
+    alike = step(clock_spread={"sigma": 0})
+    assert alike < step()
+    assert alike <= step(clock_spread={"sigma": 0.02})
 
 
 def test_spread_clocks_are_drawn_by_seed() -> None:
@@ -166,6 +196,8 @@ def test_sixteen_thousand_gpus_with_a_slow_one_stay_few_classes() -> None:
     ({"slow_gpus": [{"gpu": 1, "clock": 0.5}, {"gpu": 1, "clock": 0.6}]}, "cluster.slow_gpus.1.gpu"),
     ({"other_gpus": [{"gpu": "a100-80g-sxn", "first_node": 0}]}, "cluster.other_gpus.0.gpu"),
     ({"other_gpus": [{"gpu": "v100-32g-sxm", "first_node": 1, "nodes": 2}]}, "cluster.other_gpus.0.nodes"),
+    ({"other_gpus": [{"gpu": "v100-32g-sxm", "first_node": 1}, {"gpu": "h200", "first_node": 0, "nodes": 2}]},
+     "cluster.other_gpus.1.first_node"),
     ({"slow_gpus": [{"gpu": 1, "clock": 0}]}, "cluster.slow_gpus.0.clock"),
 ])
 def test_trouble_that_cannot_be_is_refused(cluster: dict[str, Any], field: str) -> None:

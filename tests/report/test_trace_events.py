@@ -94,6 +94,21 @@ def test_collectives_that_chains_of_kernels_wait_for_have_a_track() -> None:
     assert 0 < len(least["communicator tensor"]) < len(tracks["communicator tensor"])
 
 
+def test_the_traffic_of_a_result_is_where_the_trace_has_it() -> None:
+    """Also of transfers that are over long before the attention that runs beside them."""
+    result = sim.run(resolve({
+        "name": "ring", "cluster": {"topology": "dgx-h100"}, "model": {"preset": "llama-3-8b", "layers": 2},
+        "training": {"micro_batch": 1, "micro_steps": 3, "sequence": 16384, "precision": "fsdp-bf16"},
+        "parallel": {"strategy": "fsdp", "context": 4}, "software": {"framework": "torchtitan", "year": 2025}}))
+    events = [e for e in trace(result)["traceEvents"] if e.get("cat") == "communication"]
+    drawn = sorted((e["args"]["group"], e["ts"], e["dur"]) for e in events)
+    listed = sorted((t["group"], t["start_s"] * 1e6, (t["end_s"] - t["start_s"]) * 1e6) for t in result.traffic)
+    assert len(drawn) == len(listed)
+    for (group, start_us, length_us), (same, begin_us, time_us) in zip(drawn, listed, strict=True):
+        assert same == group
+        assert (start_us, length_us) == pytest.approx((begin_us, time_us), rel=1e-6, abs=2e-3)
+
+
 def test_beyond_the_limit_repeats_are_marked(result_of: Make) -> None:
     result = result_of(40)
     events = [e for e in trace(result, event_limit=20)["traceEvents"] if e["ph"] == "X"]

@@ -48,10 +48,41 @@ def test_no_name_means_two_things() -> None:
                                 "(PowerSGD, 1-bit Adam) is not simulated"),
     ("lr", "training", "no prediction depends on it: leave it out"),
     ("num_train_epochs", "training", "write the tokens of the run: budget.tokens"),
+    ("data", "parallel", "it follows: GPUs over tensor x pipeline x context"),
+    ("data", "training", ""),
+    ("no_sync", "parallel", "write reduce_every_micro_step: false is no_sync, true sums gradients in every micro-step"),
     ("nothing_known", "parallel", ""),
 ])
 def test_fields(name: str, inside: str, hint: str) -> None:
     assert other_field(name, inside) == hint
+
+
+@pytest.mark.parametrize(("name", "inside", "part"), [
+    ("spare_nodes", "cluster", "budget.restart"), ("rampup_batch_size", "training", "predict the first and the last"),
+    ("diloco", "parallel", "drystep collective all_reduce"),
+    ("oversubscription", "cluster", "inter.oversubscription=4"), ("nics", "cluster", "inter_gbps_per_node")])
+def test_fields_that_stand_elsewhere_are_answered_with_how(name: str, inside: str, part: str) -> None:
+    assert part in other_field(name, inside)
+
+
+@pytest.mark.parametrize(("path", "value", "part"), [
+    ("parallel.strategy", "mics", "'zero3' with sharding_factor"), ("parallel.strategy", "tp", "fields of their own"),
+    ("parallel.strategy", "localsgd", "one worker by itself"), ("training.precision", "fp64", "fp32 is the widest"),
+    ("training.optimizer", "shampoo", "not simulated"), ("software.framework", "jax", "not simulated"),
+    ("software.framework", "vllm", "cuda_graphs: true"), ("parallel.schedule", "zero-bubble", "'zb-h1'"),
+    ("parallel.schedule", "DualPipeV", "'zb-v'"), ("model.preset", "mamba", "only transformers")])
+def test_values_that_are_none_of_ours_are_answered(path: str, value: str, part: str) -> None:
+    assert part in other_value(path, value)
+
+
+@pytest.mark.parametrize(("name", "ours"), [
+    ("meta-llama/Meta-Llama-3.1-70B-Instruct", "'llama-3.1-70b'"), ("mistralai/Mistral-7B-v0.1", "'mistral-7b'"),
+    ("tiiuae/falcon-rw", "hf: the path of its config.json")])
+def test_a_model_of_the_hub_is_found_by_the_end_of_its_name(name: str, ours: str) -> None:
+    with pytest.raises(UserError) as caught:
+        resolve({"name": "x", "cluster": {"topology": "dgx-h100"}, "model": {"preset": name},
+                 "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128}}, "x.yaml")
+    assert ours in caught.value.faults[0].hint
 
 
 def test_values() -> None:
@@ -64,6 +95,13 @@ def test_values() -> None:
     assert other_value("model.norm", "deepspeed") == ""
     assert other_value("training.optimizer", "paged_adamw_8bit") == (
         "did you mean 'adamw-8bit' with parallel.offload.optimizer: paged?")
+
+
+def test_one_figure_in_place_of_figures_by_dtype() -> None:
+    with pytest.raises(UserError) as caught:
+        resolve({"name": "x", "cluster": {"topology": "dgx-h100", "gpu": {"tflops": 989}}, "model": {"preset": "gpt2"},
+                 "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128}}, "x.yaml")
+    assert [(f.field, f.hint) for f in caught.value.faults] == [("cluster.gpu.tflops", "write {bf16: 989}")]
 
 
 @pytest.mark.parametrize("method", ["dpo", "GRPO", "orpo", "knowledge-distillation"])
@@ -94,6 +132,7 @@ def test_an_error_names_ours_instead_of_listing_everything() -> None:
 @pytest.mark.parametrize(("field", "value", "hint"), [
     ("nodes", 8, "did you mean 'cluster.nodes'?"),  # and not 'model', which looks like it
     ("training.finetune", "lora", "write {method: lora}"),
+    ("cluster.gpu", "h200", "single figures such as memory stand here; another GPU: --set cluster.topology.gpu=h200"),
     ("training.finetune", "dpo", "write {method: dpo}"),
     ("training.micro_batch", [1, 2], "to run each, 'sweep: {training.micro_batch: [1, 2]}'"),
     ("training.recompute", ["none", "full"], "to run each, 'sweep: {training.recompute: [none, full]}'"),

@@ -256,6 +256,26 @@ def test_a_dump_reads_back_where_a_default_follows_from_another(sets: dict[str, 
     assert resolve(dump(s)) == s
 
 
+@pytest.mark.parametrize(("gpus", "below"), [(2, None), (4, None), (6, 3), (7, None), (8, 4)])
+def test_many_gpus_over_pcie_are_on_two_cpus(gpus: int, below: int | None) -> None:
+    node = {"gpu": "a40", "gpus_per_node": gpus, "intra": {"kind": "pcie"}}
+    s = resolve(MINIMAL, sets={"cluster.topology": node, "cluster.nodes": 1, "training.global_batch": 4 * gpus})
+    assert s.cluster.topology.intra.gpus_per_switch == below
+    assert resolve(dump(s)) == s
+    plain = resolve(MINIMAL, sets={"cluster.topology": {**node, "intra": {"kind": "pcie", "gpus_per_switch": 1}},
+                                   "cluster.nodes": 1, "training.global_batch": 4 * gpus})
+    assert plain.cluster.topology.intra.gpus_per_switch == 1
+
+
+@pytest.mark.parametrize(("bridged", "below"), [(True, 4), (False, None)])
+def test_bridged_pairs_over_pcie_are_on_two_cpus(bridged: bool, below: int | None) -> None:
+    """What goes from pair to pair crosses PCIe; of a mesh that joins all nothing does."""
+    matrix = [[int(i != j and (i // 2 == j // 2 or not bridged)) for j in range(8)] for i in range(8)]
+    node = {"gpu": "a100-80g-pcie", "gpus_per_node": 8, "intra": {"kind": "nvlink-mesh", "matrix": matrix}}
+    s = resolve(MINIMAL, sets={"cluster.topology": node, "cluster.nodes": 1, "training.global_batch": 32})
+    assert s.cluster.topology.intra.gpus_per_switch == below
+
+
 def test_links_of_a_mesh_follow_from_those_of_a_pair() -> None:
     mesh = {"gpu": "a100-80g-sxm", "gpus_per_node": 4, "intra": {"kind": "nvlink-mesh", "links_per_pair": 2}}
     intra = resolve(MINIMAL, sets={"cluster.topology": mesh, "cluster.nodes": 1}).cluster.topology.intra

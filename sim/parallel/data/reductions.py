@@ -95,20 +95,25 @@ def ddp(plan: Plan, sharded_optimizer: bool) -> Reduction:
 
     Without `gradient_as_bucket_view` a gradient is scaled into its bucket (read, write) and copied back after
     backward (read, write), and the buckets are a second copy of all gradients. With it the division is in place.
+
+    Gradients that go over the wire in another dtype are what a communication hook makes of buckets that stay as they
+    are: it casts a bucket and divides the cast before the sum, which it copies back into the bucket (torch 2.2.2
+    distributed/algorithms/ddp_comm_hooks/default_hooks.py, bf16_compress_hook). The casts' own memory is not counted.
     """
     parallel, precision = plan.scenario.parallel, plan.scenario.training.precision
     width, wire = DTYPE_BYTES[precision.gradients], DTYPE_BYTES[precision.reduce]
-    view = parallel.gradient_as_bucket_view
-    limit = parallel.bucket_mb * MIB / wire
+    view, hooked = parallel.gradient_as_bucket_view, precision.reduce != precision.gradients
+    limit = parallel.bucket_mb * MIB / width
     buckets = apart(lambda routed, group: fill(
-        plan.architecture, limit if routed else FIRST_BUCKET_BYTES / wire, limit, routed, group), _spread(plan))
+        plan.architecture, limit if routed else FIRST_BUCKET_BYTES / width, limit, routed, group), _spread(plan))
     wrapped = plan.replicas > 1 or parallel.strategy == "ddp"
     return Reduction(
         buckets=buckets, kind="all_reduce", shards=plan.shards() if sharded_optimizer else 1,
-        gradient_shards=1, copy_in=width + wire, copy_out=0.0 if view else width + wire,
-        buffer_bytes=plan.architecture.parameters * wire if wrapped else 0.0, transient=False,
+        gradient_shards=1, copy_in=2 * width,
+        copy_out=(0.0 if view else 2 * width) + (wire + width if hooked else 0.0),
+        buffer_bytes=plan.architecture.parameters * width if wrapped else 0.0, transient=False,
         gather_elements=plan.architecture.parameters if sharded_optimizer else 0, resident_gradients=False,
-        views=view and wrapped)
+        views=view and wrapped, prepared=width + 3 * wire if hooked else 0.0)
 
 
 def deepspeed(plan: Plan, stage: int) -> Reduction:

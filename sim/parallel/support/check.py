@@ -133,8 +133,8 @@ def on_any_ranks(scenario: Scenario, stack: Stack) -> list[Fault]:
         "training.finetune": _tuned(scenario, stack),
         "training.precision.parameters": training.mode == "train" and training.precision.parameters in NARROW
         and f"training with {training.precision.parameters} weights",
-        "training.precision": training.precision.compute in ("int8", "int4") and training.mode == "train"
-        and training.precision.compute,
+        "training.precision": (training.precision.compute == "fp64" and "compute in fp64") or (
+            training.precision.compute in ("int8", "int4") and training.mode == "train" and training.precision.compute),
     }
     return [*unknown(asked), *_chunked_head(scenario, stack), *_cut_chunks(scenario, stack), *_base(scenario, stack),
             *_narrow(scenario), *_modules(scenario, stack), *further(scenario, stack),

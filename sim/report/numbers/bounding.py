@@ -45,9 +45,15 @@ def bound_of(parts: Breakdown, job: Job, machine: Machine, step_s: float) -> str
     return max(saved_s, key=lambda name: saved_s[name])
 
 
-def felt(found: str, parts: Breakdown) -> str:
-    """A bound as a person reads it: "offload" for communication that is mostly waiting for the host's copies and its
-    optimizer (result.md has one word for both)."""
+def felt(found: str, parts: Breakdown, waits: Mapping[str, float]) -> str:
+    """A bound as a person reads it, where result.md has one word for several: "offload" for communication that is
+    mostly waiting for the host's copies and its optimizer; "data" and "allocator" for two kinds of waits of the host.
+
+    Args:
+        waits: seconds of the breakdown's `host` by what is waited for.
+    """
+    if found == "host":
+        return max(waits, key=lambda name: waits[name])
     return "offload" if found == "communication" and parts.offload > parts.exposed_s + parts.contention else found
 
 

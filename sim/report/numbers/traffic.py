@@ -6,32 +6,32 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-from sim.engine import Machine, Timeline
+from sim.engine import Timeline
 from sim.program import Job, Kind, Program
+from sim.report.numbers.inside import Inside
 from sim.work import TORCH_DTYPES
 
 
 def traffic_list(job: Job, timeline: Timeline, rank_class: int) -> list[dict[str, Any]]:
     """One entry per collective of a class's step, in issue order, as result.md says.
 
-    A collective inside a segment is placed by its share of the segment's own time.
+    A collective inside a segment is where `Inside` has it, as in the trace; kernels beside it that take longer are no
+    part of it.
     """
     program, sizes = _program(job, rank_class)
-    fixed: dict[int, list[tuple[int, float, float, dict[str, Any]]]] = {}
+    inside = Inside(timeline.machine, rank_class)
+    fixed: dict[int, list[tuple[int, int, dict[str, Any]]]] = {}
     entries: list[dict[str, Any]] = []
-    machine = timeline.machine
     for run in timeline.classes[rank_class]:
+        parts = inside.of(run.section).collectives
         if run.section not in fixed:
-            fixed[run.section] = [
-                (task, *_stretch(machine, rank_class, segment, place), entry)
-                for task, segment, place, entry in _described(program, run.section, sizes)]
-        calls = fixed[run.section]
+            fixed[run.section] = list(_placed(program, run.section, sizes, parts.task.tolist()))
+        begin, over, _, _ = parts.placed(run)
+        calls = [(float(run.start_s[task]), float(run.end_s[task]), entry) if part < 0
+                 else (float(begin[part]), float(over[part]), entry) for task, part, entry in fixed[run.section]]
         for again in range(run.repeats):
             shift = again * run.delta_s
-            for task, begin, end, entry in calls:
-                start = float(run.start_s[task]) + shift
-                length = float(run.end_s[task]) + shift - start
-                entries.append({**entry, "start_s": start + begin * length, "end_s": start + end * length})
+            entries += [{**entry, "start_s": start + shift, "end_s": end + shift} for start, end, entry in calls]
     return entries
 
 
@@ -41,32 +41,37 @@ def traffic_count(job: Job, rank_class: int) -> int:
     return sum(repeats * sum(1 for _ in _calls_of(program, number)) for number, repeats in program.schedule)
 
 
-def _stretch(machine: Machine, rank_class: int, segment: int, place: int) -> tuple[float, float]:
-    """Begin and end of row `place` of a segment as shares of its time; the whole for a task of its own."""
-    if segment < 0:
-        return 0.0, 1.0
-    elapsed = machine.profile(rank_class, 0, segment).elapsed
-    total = elapsed[-1] or 1.0
-    return elapsed[place] / total, elapsed[place + 1] / total
+def _placed(program: Program, number: int, sizes: list[int], tasks: list[int]) -> Iterator[
+        tuple[int, int, dict[str, Any]]]:
+    """(task, its place among the collectives inside segments or -1, fields without times) of a section's collectives.
+
+    Args:
+        tasks: tasks of the collectives inside segments, in order; those of a segment that takes no time are not there.
+    """
+    timed, place = set(tasks), 0
+    for task, segment, entry in _described(program, number, sizes):
+        within = segment >= 0 and task in timed
+        yield task, place if within else -1, entry
+        place += within
 
 
-def _calls_of(program: Program, number: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """(task, segment or -1, place in it, collective, label) of every collective of a section, in issue order."""
+def _calls_of(program: Program, number: int) -> Iterator[tuple[int, int, int, int]]:
+    """(task, segment or -1, collective, label) of every collective of a section, in issue order."""
     section = program.sections[number]
     for task, (kind, payload, label) in enumerate(zip(section.kind, section.payload, section.label, strict=True)):
         if kind == Kind.COLLECTIVE:
-            yield task, -1, 0, payload, label
+            yield task, -1, payload, label
         elif kind == Kind.KERNELS and program.inlines:
-            for place, row in enumerate(program.segments[payload].kernels):
+            for row in program.segments[payload].kernels:
                 if row < 0:
-                    yield task, payload, place, program.inlines[-1 - row].collective, label
+                    yield task, payload, program.inlines[-1 - row].collective, label
 
 
-def _described(program: Program, number: int, sizes: list[int]) -> Iterator[tuple[int, int, int, dict[str, Any]]]:
-    """(task, segment, place in it, fields without times) of every collective of a section."""
-    for task, segment, place, collective, label in _calls_of(program, number):
+def _described(program: Program, number: int, sizes: list[int]) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """(task, segment or -1, fields without times) of every collective of a section."""
+    for task, segment, collective, label in _calls_of(program, number):
         call, names = program.collectives[collective], program.labels[label]
-        yield task, segment, place, {
+        yield task, segment, {
             "kind": call.kind, "group": program.communicators[call.communicator], "ranks": sizes[call.communicator],
             "bytes": call.size_bytes, "dtype": call.dtype, "layer": names.layer, "phase": names.phase}
 
@@ -115,7 +120,7 @@ def _trains(program: Program, section: int) -> bool:
 
 
 def _calls(program: Program, number: int, sizes: list[int]) -> Iterator[tuple[str, str, str, int, int]]:
-    for _, _, _, collective, label in _calls_of(program, number):
+    for _, _, collective, label in _calls_of(program, number):
         call = program.collectives[collective]
         yield (program.labels[label].phase, call.kind, TORCH_DTYPES.get(call.dtype, call.dtype),
                sizes[call.communicator], call.size_bytes)

@@ -11,6 +11,8 @@ from sim.scenario.fields.schema import Scenario
 
 #: More entries than this are not taken away one by one but all of a field at once.
 _SINGLY = 6
+#: The field of all troubles together.
+ALL = "cluster"
 _LINKS = {"gpu": "link of GPU", "nic": "NIC", "leaf": "leaf", "pcie": "PCIe switch"}
 
 
@@ -20,7 +22,7 @@ class Trouble:
 
     Attributes:
         what: in words.
-        field: of the scenario that tells it.
+        field: of the scenario that tells it; `ALL` of all of them.
         without_s: the step without it, everything else as it is.
         slowdown: the step with it over that.
     """
@@ -36,17 +38,27 @@ class Trouble:
 
 
 def troubles(scenario: Scenario, step_s: float, predict: Callable[[Scenario], float]) -> list[Trouble]:
-    """Every trouble of a scenario with what it costs, the dearest first.
+    """Every trouble of a scenario with what it costs, the dearest first; of several, all together last.
 
     Args:
         step_s: the step with all of them.
         predict: step time of another scenario, seconds.
     """
     found = []
-    for what, field, cluster in _taken_away(scenario.cluster):
+    each = list(_taken_away(scenario.cluster))
+    if len(each) > 1:  # two of a kind cost nothing one by one: either holds the job up as long as the other
+        each.append(("all of these", ALL, _well(scenario.cluster)))
+    for what, field, cluster in each:
         without_s = predict(scenario.model_copy(update={"cluster": cluster}))
         found.append(Trouble(what, field, without_s, step_s / without_s))
-    return sorted(found, key=lambda trouble: -trouble.slowdown)
+    return sorted(found, key=lambda trouble: (trouble.field == ALL, -trouble.slowdown))
+
+
+def _well(cluster: Cluster) -> Cluster:
+    """The cluster without any of its troubles."""
+    plain = cluster.topology.model_copy(update={"degraded": None})
+    return cluster.model_copy(update={"topology": plain, "slow_gpus": None, "other_gpus": None, "degraded": None,
+                                      "clock_spread": None})
 
 
 def troubled(scenario: Scenario) -> bool:
@@ -57,8 +69,7 @@ def troubled(scenario: Scenario) -> bool:
 def _taken_away(cluster: Cluster) -> Iterator[tuple[str, str, Cluster]]:
     """(trouble in words, its field, the cluster without it)."""
     lists = {"slow_gpus": [_slow(s.gpu, s.clock, s.memory_bandwidth) for s in cluster.slow_gpus or ()],
-             "other_gpus": [f"{o.gpu} from node {o.first_node} to {o.first_node + o.nodes - 1}"
-                            for o in cluster.other_gpus or ()],
+             "other_gpus": [f"{o.gpu} on {_nodes(o.first_node, o.nodes)}" for o in cluster.other_gpus or ()],
              "degraded": [_link(d) for d in cluster.degraded or ()]}
     whole = sum(map(len, lists.values())) > _SINGLY
     for field, words in lists.items():
@@ -79,6 +90,10 @@ def _taken_away(cluster: Cluster) -> Iterator[tuple[str, str, Cluster]]:
     if spread is not None:
         yield (f"clocks {100 * spread.sigma:g}% apart (seed {spread.seed})", "cluster.clock_spread",
                cluster.model_copy(update={"clock_spread": None}))
+
+
+def _nodes(first: int, count: int) -> str:
+    return f"node {first}" if count == 1 else f"nodes {first} to {first + count - 1}"
 
 
 def _slow(number: int, clock: float, memory: float) -> str:

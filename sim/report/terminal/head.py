@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
+from sim import hardware
 from sim.report.result import has_tokens
 from sim.report.units import rate, seconds, size
 from sim.scenario.fields.schema import Inference, InferenceRun, Precision, Scenario, Training
@@ -21,7 +23,7 @@ def described(scenario: Scenario, gpu: str) -> list[Any]:
     training, cluster = scenario.training, scenario.cluster
     return [
         Text(scenario.name, style="bold"),
-        Text(f"{scenario.gpus} × {_card(scenario, gpu)} ({cluster.nodes} × {cluster.topology.name}) · "
+        Text(f"{_cards(scenario, gpu)} ({cluster.nodes} × {cluster.topology.name}) · "
              + " · ".join(part for part in (layout(scenario), _precision(training.precision)) if part), style="dim"),
         Text(_request(scenario, training.mode.inference) if isinstance(training.mode, Inference) else _batch(scenario),
              style="dim"),
@@ -60,6 +62,19 @@ def headline(result: Result) -> list[Any]:
         (f"{result.model_tflops_per_gpu:.1f}", f"of {result.peak_flops_per_gpu / 1e12:.0f} TFLOP/s/GPU"),
         (f"{100 * result.hfu:.1f}%", "HFU"))))
     return [*lines, grid]
+
+
+def _cards(scenario: Scenario, gpu: str) -> str:
+    """How many of which GPU; of a mixed cluster every kind."""
+    cluster = scenario.cluster
+    if not cluster.other_gpus:
+        return f"{scenario.gpus} × {_card(scenario, gpu)}"
+    own = hardware.gpu(cluster.topology.gpu).name
+    nodes = [own] * cluster.nodes
+    for other in cluster.other_gpus:
+        nodes[other.first_node:other.first_node + other.nodes] = [hardware.gpu(other.gpu).name] * other.nodes
+    return " + ".join(f"{count * cluster.gpus_per_node} × {_card(scenario, name) if name == own else name}"
+                      for name, count in Counter(nodes).items())
 
 
 def _card(scenario: Scenario, gpu: str) -> str:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sim.memory.ledger import CATEGORIES
+from sim.report import lengths
 from sim.report.advice.combined import DEAR
 from sim.report.advice.largest import GPU_ALONE, Largest
 from sim.report.advice.trials import Change
@@ -53,9 +54,16 @@ _UNBOUND = 10_000
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
+class _Printed(Console):
+    """Leaves a reader that went away to the command line: rich would exit with 1, which there is a fault of ours."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def console(file: IO[str] | None = None, width: int | None = None) -> Console:
     """A console on `file` (default standard output); colour only on a terminal that wants it."""
-    return Console(file=file, width=width, highlight=False, soft_wrap=False)
+    return _Printed(file=file, width=width, highlight=False, soft_wrap=False)
 
 
 def render(result: Result, to: Console) -> None:
@@ -168,8 +176,8 @@ def _breakdown(result: Result, width: int) -> list[Any]:
 def _bound(result: Result) -> list[Any]:
     total = sum(s for groups in result.breakdown.communication_total.values() for s in groups.values())
     exposed = result.breakdown.exposed_s
-    lines = [Text.assemble("bound by ", (bound(felt(result.bound, result.breakdown), result.inference is not None),
-                                           "bold"))]
+    by = felt(result.bound, result.breakdown, result.waits)
+    lines = [Text.assemble("bound by ", (bound(by, result.inference is not None), "bold"))]
     if total > 0:
         hidden = 100 * max(0.0, 1 - exposed / total)
         lines.append(Text(f"communication: {seconds(total)} on the wire, {hidden:.0f}% hidden "
@@ -363,6 +371,8 @@ def _sweep_table(points: Sequence[Result], axes: Sequence[str]) -> Table:
     serving = all(point.inference is not None for point in points)
     generating = any(point.scenario.model.kind != "encoder" for point in points)
     tokens = all(has_tokens(point.scenario) for point in points)
+    budgets = [point.budget for point in points if point.budget is not None]
+    told = slice(0, any(b.cost is not None for b in budgets) + 1 if budgets else 0)
     rows: list[list[Text]] = []
     for point in points:
         memory = point.memory
@@ -377,11 +387,11 @@ def _sweep_table(points: Sequence[Result], axes: Sequence[str]) -> Table:
                   size(memory.device_used_bytes)]
         fits = Text("yes", style="green") if memory.fits else Text("no", style="bold red")
         efficiency = [Text(_efficiency(point, points))] if scaling else []
-        rows.append([*map(Text, cells), fits, *efficiency])
+        rows.append([*map(Text, cells), fits, *efficiency, *map(Text, lengths.cells(point.budget)[told])])
     heads = [axis.split(".")[-1].replace("_", " ") for axis in axes]
     heads += ["GPUs", *(["first token", "per token"] if serving and generating else ["pass" if serving else "step"])]
     heads += [f"{'tokens' if tokens else 'samples'}/s /GPU", "MFU", "exposed", "memory", "fits"]
-    heads += ["scaling"] if scaling else []
+    heads += [*(["scaling"] if scaling else []), *("whole run", "USD")[told]]
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for i, head in enumerate(heads):
         widest = max([row[i].cell_len for row in rows] + [len(word) for word in head.split()])

@@ -6,24 +6,25 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from sim.report.lengths import length, never, time
 from sim.report.numbers.budget import BudgetResult
+from sim.report.numbers.troubles import ALL
 from sim.report.result import has_tokens
 from sim.report.units import figure
-from sim.report.units import seconds as in_units
 
 if TYPE_CHECKING:
     from sim.report.result import Result
 
-_TROUBLES = 8
 #: Published runs of weeks whose layout is known (OPT, BLOOM, GPT-NeoX, Pythia, StarCoder, DeepSeek-V2 and V3, Skywork:
 #: reports/runs.md), and by how much their average step was longer than predicted, percent. A test holds them to it.
 LONGER = (8, 9, 18)
 #: Steps that differ by less, relative to one another, are as long: sums of doubles in another order.
 _SAME = 1e-6
-#: Kilowatt-hours from which on energy is told in thousands of them.
-_MEGA = 1000
 #: Shares of a run below which one figure is as good as another.
 _LEAST = 1e-5
+_LEAST_KEPT = 1e-3
+#: Shares that two digits would round to all of a run, as 1e+02.
+_ALL = 0.995
 
 
 def trouble_lines(result: Result) -> list[Text]:
@@ -31,10 +32,11 @@ def trouble_lines(result: Result) -> list[Text]:
     if not result.troubles:
         return []
     lines = [Text(), Text("trouble", style="bold")]
-    for one in result.troubles[:_TROUBLES]:
+    for one in result.troubles:
         cost = _percent(one.slowdown) if abs(one.slowdown - 1) > _SAME else "as long"
         usual = ", with what chips of a kind usually differ by" if one.field == "cluster.clock_spread" else ""
-        lines.append(Text(f"{one.what}: step {cost}, {one.without_s:.4g} s without it{usual}"))
+        them = "them" if one.field == ALL else "it"
+        lines.append(Text(f"{one.what}: step {cost}, {one.without_s:.4g} s without {them}{usual}"))
     return lines
 
 
@@ -45,21 +47,13 @@ def budget_lines(result: Result) -> list[Text]:
         return []
     lines = [Text(), Text("the whole run", style="bold")]
     of = "tokens" if has_tokens(result.scenario) else "samples"
-    head = f"{_big(found.tokens)} {of} in {found.steps:,} steps"
-    if found.days is None:
-        return [*lines, Text(head), Text("failures leave no time for work: it never ends", style="bold red")]
-    assert found.gpu_hours is not None, "days and GPU-hours come together"
-    length = f"{found.days:.4g} days" if found.days >= 1 else _time(86400 * found.days)
-    parts = [length, f"{found.gpu_hours:,.0f} GPU-hours"]
-    if found.cost is not None:
-        parts.append(f"{found.cost:,.0f} USD")
-    if found.energy_kwh is not None:
-        energy = f"{found.energy_kwh / 1000:,.4g} MWh" if found.energy_kwh >= _MEGA else f"{found.energy_kwh:.4g} kWh"
-        parts.append(f"{energy} of the GPUs alone")
-    lines += [Text(head), Text(" · ".join(parts))]
+    head = f"{_big(found.tokens)} {of} in {found.steps:,} step{'' if found.steps == 1 else 's'}"
+    if why := never(found):
+        return [*lines, Text(head), Text(why, style="bold red"), *_failures(found, result)]
+    lines += [Text(head), Text(" · ".join(length(found)))]
     asked = result.scenario.budget
     if found.in_time is not None and asked is not None and asked.deadline is not None:
-        lines.append(Text(f"the deadline of {_time(asked.deadline)} is {'kept' if found.in_time else 'missed'}",
+        lines.append(Text(f"the deadline of {time(asked.deadline)} is {'kept' if found.in_time else 'missed'}",
                           style="green" if found.in_time else "bold red"))
     if not result.memory.fits:
         lines.append(Text("this is what it would take if it fitted: as it stands the job runs out of memory",
@@ -75,24 +69,23 @@ def _failures(found: BudgetResult, result: Result) -> list[Text]:
     lost = ", ".join(f"{name.replace('_', ' ')} {_share(share)}" for name, share in found.overhead.items())
     if (asked := result.scenario.budget) is not None and asked.restart is None:
         lost += "; no budget.restart is given: of a restart only the checkpoint's reading counts"
-    return [Text(f"a failure every {_time(found.mtbf_s)}: goodput {100 * found.goodput:.1f}% with a checkpoint of "
-                 f"{_time(found.checkpoint_s)} every {_time(found.checkpoint_every_s)}"),
-            Text(f"lost: {lost}", style="dim")]
+    return [Text(f"a failure every {time(found.mtbf_s)}: goodput {_kept(found.goodput)} with a checkpoint of "
+                 f"{time(found.checkpoint_s)} every {time(found.checkpoint_every_s)}"),
+            *([Text(f"lost: {lost}", style="dim")] if found.overhead else [])]
 
 
 def _share(share: float) -> str:
-    return f"{100 * share:.2g}%" if share >= _LEAST or not share else f"under {100 * _LEAST:g}%"
+    if 0 < share < _LEAST:
+        return f"under {100 * _LEAST:g}%"
+    return f"{100 * share:.{2 if share < _ALL else 3}g}%"
+
+
+def _kept(share: float) -> str:
+    return f"{100 * share:.1f}%" if share >= _LEAST_KEPT else "under 0.1%"
 
 
 def _percent(ratio: float) -> str:
     return f"{figure(100 * (ratio - 1), '+')}%"
-
-
-def _time(seconds: float) -> str:
-    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * size:
-            return f"{figure(seconds / size)} {unit}"
-    return in_units(seconds)
 
 
 def _big(value: float) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from sim.errors import nearest
 from sim.network import Topology
+from sim.network.fabric.topology import facts, speeds
 from sim.report.advice.candidates import own_half
 from sim.report.warned.attention import documents_in_vain, joint_beside_frozen, not_flash
 from sim.scenario import Scenario
 from sim.scenario.fields.schema import Inference
+from sim.scenario.gpus import gpu_facts
 from sim.software import is_release, packages, stack_of
 
 
@@ -252,11 +254,60 @@ def links_in_vain(scenario: Scenario) -> list[str]:
 #: all, and `oversubscription` says what leaves a group.
 _OTHER_SHAPES = ("torus", "ring")
 
+#: How near to twice is twice.
+_ALIKE = 0.02
+
+
+def both_directions(scenario: Scenario) -> list[str]:
+    """A warning where a GPU's links inside a node are given twice the speed that the topology's have: vendors state
+    both directions together (NVLink 4: 900 GB/s, 450 each way), `intra_gbps_per_gpu` is one."""
+    cluster = scenario.cluster
+    asked = cluster.intra_gbps_per_gpu
+    if asked is None or cluster.gpus_per_node == 1:
+        return []
+    topology = Topology.from_mapping(cluster.template())
+    if abs(speeds(topology, asked).gpu / speeds(topology).gpu - 2) > _ALIKE:
+        return []
+    return [f"network: intra_gbps_per_gpu {asked:g} Gb/s ({asked / 8:g} GB/s) is twice what {cluster.topology.name} "
+            f"has: it is one direction, and vendors state both together ({asked / 2:g} is its own)"]
+
+
+def direct_over_sockets(scenario: Scenario) -> list[str]:
+    """A warning where a topology says that its cards read GPU memory over a fabric that stages messages through the
+    host, as one does whose fabric alone was changed."""
+    cluster = scenario.cluster
+    inter = cluster.topology.inter
+    if cluster.nodes == 1 or not inter.gpu_direct_rdma or facts()["fabrics"][inter.fabric]["rdma"]:
+        return []
+    return [f"network: {inter.fabric} is counted with gpu_direct_rdma true, as the topology says, which it does not "
+            "have: --set cluster.topology.inter.gpu_direct_rdma=false counts messages through the host"]
+
+
+def links_of_other_cards(scenario: Scenario) -> list[str]:
+    """Warnings where a node joins its GPUs by links that these do not have, or by PCIe although they have NVLinks to
+    all, as a topology does that says nothing of `intra`, or whose GPU alone was changed."""
+    cluster = scenario.cluster
+    topology = cluster.topology
+    kind, own = topology.intra.kind, gpu_facts(topology.gpu).get("nvlink")
+    name = topology.gpu if isinstance(topology.gpu, str) else topology.gpu["like"]
+    if cluster.gpus_per_node == 1:
+        return []
+    if kind == "pcie" and own and not own["bridge_pairs_only"]:
+        return [f"network: the {cluster.gpus_per_node} GPUs of a node are joined by PCIe alone, though {name} has "
+                "links of its own: intra: {kind: nvswitch}, or nvlink-mesh, joins them by these"]
+    if (kind == "nvlink-mesh" and not own) or (kind == "nvswitch" and (not own or own["bridge_pairs_only"])):
+        has = "has NVLink between two cards at most" if own else "has no NVLink"
+        return [f"network: {name} {has}, and {topology.name} joins GPUs by {topology.intra.link}: it is sold with "
+                "intra: {kind: pcie}"]
+    return []
+
+
 #: What is asked in vain, in the order in which it is said.
-_ASKED = (links_in_vain, overlap_in_vain, prefetch_in_vain, takes_turns, zero_plus_plus_in_vain, algorithm_in_vain,
-          schedule_of_another, same_tokens, versions_in_vain, determinism, accumulation_in_vain, autocast_alone,
-          fused_bias_in_vain, cache_in_vain, peer_sums_in_vain, protocol_in_vain, budget_in_vain, not_flash,
-          documents_in_vain, joint_beside_frozen)
+_ASKED = (links_in_vain, links_of_other_cards, both_directions, direct_over_sockets, overlap_in_vain,
+          prefetch_in_vain, takes_turns, zero_plus_plus_in_vain, algorithm_in_vain, schedule_of_another,
+          same_tokens, versions_in_vain, determinism, accumulation_in_vain, autocast_alone, fused_bias_in_vain,
+          cache_in_vain, peer_sums_in_vain, protocol_in_vain, budget_in_vain, not_flash, documents_in_vain,
+          joint_beside_frozen)
 
 
 def in_vain(scenario: Scenario) -> list[str]:

@@ -311,7 +311,7 @@ def _pipeline(written: Scenario, s: Scenario) -> Iterator[Finding]:
         yield (
             "parallel.split",
             f"split has {len(p.split)} entries for {p.pipeline} pipeline ranks",
-            f"give {p.pipeline} numbers",
+            f"give {p.pipeline} numbers" if p.pipeline > 1 else f"give parallel.pipeline: {len(p.split)}",
         )
     elif sum(p.split) != blocks:
         yield ("parallel.split", f"split adds up to {sum(p.split)} blocks but the model has {blocks}", "")

@@ -31,7 +31,8 @@ class AllocatorConf(Table):
 class Software(Table):
     """Which stack runs the job."""
 
-    framework: Framework = has("pytorch", "framework")
+    framework: Framework = has("pytorch", "whose code trains; ideal = nobody's: no host time, kernels fused, gradients "
+                                          "reduced as PyTorch's DDP does")
     year: Year = late("of the stack")
     compile: bool = has(False, "torch.compile")
     fused: bool = has(True, "fused kernels of the framework")

@@ -27,7 +27,8 @@ class Intra(Table):
     links_per_gpu: Annotated[int, Field(ge=0, le=1000)] = late("links of one GPU")
     links_per_pair: Annotated[int, Field(ge=0, le=1000)] | None = has(None, "links between every pair of a mesh")
     matrix: list[list[Annotated[int, Field(ge=0, le=1000)]]] | None = has(None, "links between each pair of a mesh")
-    gpus_per_switch: NodeGpus | None = has(None, "GPUs below one PCIe switch")
+    gpus_per_switch: NodeGpus | None = late("GPUs below one PCIe switch; none given = up to four have slots of their "
+                                            "own, of more half are on each of two CPUs")
     peer_copies: bool | None = has(None, "GPUs reach one another over PCIe, else through the host; none given = as the "
                                          "GPU's driver has it")
     gen: Annotated[int, Field(ge=3, le=5)] | None = has(None, "PCIe generation")
@@ -45,7 +46,8 @@ class Inter(Table):
     rail_optimized: bool = has(False, "card i of every node on the same leaf switch")
     oversubscription: Annotated[float, Field(ge=1, le=1000)] = has(1.0, "leaf down-links over up-links")
     nodes_per_leaf: Annotated[int, count(100_000)] = has(16, "nodes below one leaf switch")
-    gpu_direct_rdma: bool = has(True, "cards read and write GPU memory")
+    gpu_direct_rdma: bool | None = late("cards read and write GPU memory; none given = as the fabric has it: not over "
+                                        "Ethernet's sockets, nor on Omni-Path")
     routing: Literal["adaptive", "ecmp"] = has("adaptive", "how flows choose their path")
 
 
@@ -119,7 +121,7 @@ class OtherGpus(Table):
 class ClockSpread(Table):
     """GPUs of one kind do not run at one clock: each draws its own, normally distributed around its kind's."""
 
-    sigma: Annotated[float, Field(gt=0, le=0.1)] = needs("standard deviation, share of the clock")
+    sigma: Annotated[float, Field(ge=0, le=0.1)] = needs("standard deviation, share of the clock; 0 = all are alike")
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = has(0, "of the draws: the same seed, the same GPUs")
 
 

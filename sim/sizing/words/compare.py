@@ -7,6 +7,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
 
+from sim.report.lengths import length
 from sim.report.units import figure
 from sim.report.units import seconds as seconds_of_run
 from sim.report.warned.together import together
@@ -35,6 +36,7 @@ def lines(found: Comparison) -> Iterator[str]:
                + ("" if found.fits[i] else "; DOES NOT FIT in memory"))
     if not all(found.fits):
         yield "the step of what does not fit is what it would take; 'drystep memory' says what would make it fit"
+    yield from _lengths(found)
     for i in range(1, len(found.names)):
         change = found.whole_s[i] - found.whole_s[0]
         yield ""
@@ -47,6 +49,16 @@ def lines(found: Comparison) -> Iterator[str]:
         yield f"  {path}: {' | '.join(map(_plain, values))}"
     for warning in together(list(zip(_apart(found.names), found.warnings, strict=True))):
         yield f"! {warning}"
+
+
+def _lengths(found: Comparison) -> Iterator[str]:
+    """How long each run takes and what it costs, where a budget says of how many tokens."""
+    if any(found.budgets):
+        yield ""
+        yield "the whole run"
+        widest = max(map(len, found.names))
+        for name, budget in zip(found.names, found.budgets, strict=True):
+            yield f"  {name:{widest}}  {' · '.join(length(budget)) if budget else 'no budget.tokens'}"
 
 
 def _figures(found: Comparison, i: int) -> str:

@@ -13,8 +13,8 @@ from sim.report.numbers.traffic import traffic_totals
 from sim.scenario import resolve
 
 
-def lowered(framework: str = "megatron", year: int = 2022, precision: str = "megatron-fp16", micro_steps: int = 2,
-            strategy: str = "ddp", optimizer: str = "adam", **parallel: Any) -> Lowered:
+def lowered(framework: str = "megatron", year: int = 2022, precision: str | dict[str, str] = "megatron-fp16",
+            micro_steps: int = 2, strategy: str = "ddp", optimizer: str = "adam", **parallel: Any) -> Lowered:
     nodes = 2 if strategy != "none" else 1
     ranks = 8 * nodes if strategy != "none" else 1
     cluster = {"topology": "dgx-a100-80g", "nodes": nodes} | ({"gpus_per_node": 1} if strategy == "none" else {})
@@ -45,6 +45,20 @@ def test_megatron_s_buffers_are_divided_before_they_are_reduced_and_zeroed_after
     found = lowered()
     assert own(found, "prepared bucket") == pytest.approx([0, 4, 0])
     assert own(found, "zero") == pytest.approx([0, 0, 2])
+
+
+def test_ddp_s_hook_casts_buckets_that_stay_as_they_are() -> None:
+    """bf16_compress_hook: the fp32 bucket is read and its cast written (4 + 2), divided in place (2 + 2); the sum is
+    copied back (2 + 4), and with the rest of the buckets into the gradients (4 + 4)."""
+    plain, hooked = (lowered("pytorch", 2024, {"name": "amp-bf16", "reduce": wire}, 1) for wire in ("fp32", "bf16"))
+    assert own(plain, "prepared bucket")[:1] == pytest.approx([0])
+    assert own(hooked, "prepared bucket")[:1] == pytest.approx([10])
+    assert own(hooked, "bucket copy-out")[:1] == pytest.approx([own(plain, "bucket copy-out")[0] + 6])
+    assert own(hooked, "gradient")[:1] == pytest.approx(own(plain, "gradient")[:1])
+    totals = [[row for row in traffic_totals(found.job) if row["kind"] == "all_reduce"] for found in (plain, hooked)]
+    assert totals[0][0]["count"] == totals[1][0]["count"]
+    assert totals[0][0]["bytes"] == 2 * totals[1][0]["bytes"]
+    assert plain.job.programs[0].tensors["gradient buckets"] == hooked.job.programs[0].tensors["gradient buckets"]
 
 
 def test_collectives_that_average_need_no_division() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from report_scenarios import small
 
 import sim
 from sim.report.numbers.bounding import bound, felt
 from sim.report.numbers.breakdown import Breakdown
+from sim.report.terminal.render import as_text
 from sim.scenario import resolve
 
 
@@ -39,6 +41,18 @@ def test_what_collectives_cost_kernels_is_the_collectives() -> None:
 def test_waiting_for_the_host_is_offload_unless_collectives_cost_more() -> None:
     compute = dict.fromkeys(("gemm", "attention", "memory_bound", "optimizer"), 1.0)
     waits = Breakdown(compute, {"all_gather": {"shard": 3.0}}, offload=4.0)
-    assert felt("communication", waits) == "offload" and felt("compute", waits) == "compute"
+    assert felt("communication", waits, {}) == "offload" and felt("compute", waits, {}) == "compute"
     waits.contention = 2.0
-    assert felt("communication", waits) == "communication"
+    assert felt("communication", waits, {}) == "communication"
+
+
+def test_of_the_host_it_is_said_what_is_waited_for() -> None:
+    parts = Breakdown({"gemm": 1.0}, host=3.0)
+    assert felt("host", parts, {"host": 1.0, "data": 0.5, "allocator": 1.5}) == "allocator"
+    assert felt("host", parts, {"host": 0.0, "data": 3.0, "allocator": 0.0}) == "data"
+    assert felt("host", parts, {"host": 3.0, "data": 0.0, "allocator": 0.0}) == "host"
+
+
+def test_a_report_names_the_reading_of_data() -> None:
+    text = as_text(sim.run(small(1024, 1, "amp-bf16", "ddp", **{"training.sample_bytes": 1e12})))
+    assert "bound by reading training data" in text

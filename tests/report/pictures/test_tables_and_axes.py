@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -101,5 +102,45 @@ def test_one_run_of_a_file_that_sweeps_warns_that_it_is_one_point(tmp_path: Path
     file.write_text("name: swept\ncluster: {topology: p4d}\nmodel: {preset: gpt2}\n"
                     "training: {micro_batch: 1, micro_steps: 1, sequence: 128}\n"
                     "sweep: {training.micro_batch: [1, 2]}\n")
-    assert any("run_sweep predicts them all" in warning for warning in sim.run(file).warnings)
+    assert any("'drystep run' (in Python run_sweep) predicts them all" in warning for warning in sim.run(file).warnings)
     assert not any("run_sweep" in warning for point in sim.run_sweep(file).points for warning in point.warnings)
+
+
+def test_what_a_notebook_shows_of_a_result_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text("name: small\ncluster: {topology: dgx-h100}\nmodel: {preset: gpt2}\n"
+                    "training: {micro_batch: 1, micro_steps: 1, sequence: 1024}\nparallel: {strategy: ddp}\n"
+                    "sweep: {cluster.gpus_per_node: [1, 2]}\n")
+    sweep = sim.run_sweep(file)
+    assert repr(sweep) == "<Sweep over cluster.gpus_per_node: 2 points>"
+    assert repr(sweep.points[1]).startswith("<Result 'small': ")
+    assert "on 2 × h100-80g-sxm, MFU " in repr(sweep.points[1])
+    assert repr(sim.plan_memory(file)).startswith("<MemoryPlan 'small' on h100-80g-sxm: ")
+    assert all(len(repr(one)) < 120 for one in (sweep, *sweep.points))
+
+
+def test_a_wrong_scenario_is_caught_by_name(tmp_path: Path) -> None:
+    with pytest.raises(sim.UserError, match="no such file"):
+        sim.run(tmp_path / "none.yaml")
+
+
+def test_a_mapping_is_a_scenario_too_and_what_is_neither_is_refused(tmp_path: Path) -> None:
+    data: dict[str, Any] = {
+        "name": "small", "cluster": {"topology": "dgx-h100"}, "model": {"preset": "gpt2"},
+        "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 1024}, "parallel": {"strategy": "ddp"}}
+    result = sim.run(data)
+    file = tmp_path / "small.yaml"
+    file.write_text(json.dumps(data))
+    assert result.step_time_s == sim.run(file).step_time_s
+    assert len(sim.run_sweep({**data, "sweep": {"cluster.gpus_per_node": [1, 2]}}).points) == 2
+    assert sim.plan_memory(data).memory.fits
+    assert sim.load(data, ["training.micro_batch=2"]).scenario.training.micro_batch == 2
+    assert data["training"]["micro_batch"] == 1
+    assert sim.compare(result).names == ["small"]
+    with pytest.raises(sim.UserError, match="there is no topology named"):
+        sim.run({**data, "cluster": {"topology": "dgx-h1000"}})
+    for wrong in (None, 3, b"small.yaml"):
+        with pytest.raises(sim.UserError, match="the path of a file, or a mapping"):
+            sim.run(wrong)  # type: ignore[arg-type]
+    with pytest.raises(sim.UserError, match="nope: no such case file"):
+        sim.validate("nope")

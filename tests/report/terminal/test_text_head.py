@@ -98,3 +98,12 @@ def test_a_dtype_without_tensor_cores_is_warned_of() -> None:
 def test_models_are_listed_with_their_parameters() -> None:
     found = {row["name"]: row["parameters_b"] for row in rows("models")}
     assert (found["llama-2-7b"], found["llama-3-70b"], found["mixtral-8x7b"]) == (6.74, 70.6, 46.7)
+
+
+def test_a_card_of_ones_own_is_told_by_the_one_it_is_like() -> None:
+    own = {"gpu": {"name": "mine", "memory": "96 GB", "memory_bandwidth": "4 TB/s", "tflops": {"bf16": 148}, "sms": 78},
+           "gpus_per_node": 8, "intra": {"kind": "nvswitch", "link": "nvlink4", "links_per_gpu": 18}}
+    result = sim.run(resolve({"name": "own", "cluster": {"topology": own}, "model": {"preset": "gpt2"},
+                              "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 256},
+                              "parallel": {"strategy": "ddp"}}))
+    assert any("is taken from h20, and so are published runs" in warning for warning in result.warnings)

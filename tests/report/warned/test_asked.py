@@ -6,14 +6,18 @@ from typing import Any
 
 import pytest
 
+from sim.network import Topology
 from sim.report.warned.asked import (
     accumulation_in_vain,
     algorithm_in_vain,
     autocast_alone,
+    both_directions,
     budget_in_vain,
     determinism,
+    direct_over_sockets,
     fused_bias_in_vain,
     links_in_vain,
+    links_of_other_cards,
     overlap_in_vain,
     prefetch_in_vain,
     protocol_in_vain,
@@ -221,3 +225,51 @@ def test_t5_without_fused_attention_is_told(model: dict[str, Any], software: dic
         "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128, "attention": attention},
         "software": {"framework": "pytorch", **software}})
     assert any("no fused attention" in text for text in fused_bias_in_vain(asked)) is told
+
+
+@pytest.mark.parametrize(("speed", "told"), [("900 GB/s", True), ("450 GB/s", False), ("600 GB/s", False)])
+def test_links_at_twice_their_speed_are_most_likely_both_directions(speed: str, told: bool) -> None:
+    found = both_directions(resolve({
+        "name": "t", "cluster": {"topology": "dgx-h100", "intra_gbps_per_gpu": speed}, "model": {"preset": "gpt2"},
+        "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128}, "parallel": {"strategy": "ddp"}}))
+    assert bool(found) == told
+    if told:
+        assert "7200 Gb/s (900 GB/s) is twice what dgx-h100 has" in found[0] and "(3600 is its own)" in found[0]
+
+
+def on_fabric(fabric: str, **inter: Any) -> Scenario:
+    return resolve({
+        "name": "t", "cluster": {"nodes": 2, "topology": {
+            "gpu": "h100-80g-sxm", "gpus_per_node": 8,
+            "intra": {"kind": "nvswitch", "link": "nvlink4", "links_per_gpu": 18},
+            "inter": {"kind": "fat-tree", "fabric": fabric, "nics_per_node": 8, "gbps_per_nic": 400, **inter}}},
+        "model": {"preset": "gpt2"}, "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128},
+        "parallel": {"strategy": "ddp"}})
+
+
+@pytest.mark.parametrize(("fabric", "direct"), [
+    ("infiniband", True), ("roce", True), ("efa", True), ("ethernet", False), ("omni-path", False)])
+def test_whether_cards_read_gpu_memory_is_the_fabrics_where_a_topology_says_nothing(fabric: str, direct: bool) -> None:
+    plain = on_fabric(fabric)
+    assert Topology.from_mapping(plain.cluster.template()).inter.rdma is direct
+    assert not direct_over_sockets(plain)
+    for told in (True, False):
+        asked = on_fabric(fabric, gpu_direct_rdma=told)
+        assert Topology.from_mapping(asked.cluster.template()).inter.rdma is told
+        assert bool(direct_over_sockets(asked)) is (told and not direct)
+
+
+@pytest.mark.parametrize(("gpu", "intra", "said"), [
+    ("h100-80g-sxm", None, "joined by PCIe alone, though h100-80g-sxm has links of its own"),
+    ("h100-80g-sxm", {"kind": "nvswitch"}, ""), ("h100-80g-pcie", None, ""), ("l40s", {"kind": "pcie"}, ""),
+    ("l40s", {"kind": "nvswitch", "link": "nvlink4"}, "l40s has no NVLink, and inline joins GPUs by nvlink4"),
+    ("h100-80g-pcie", {"kind": "nvswitch"}, "has NVLink between two cards at most"),
+    ("a100-80g-pcie", {"kind": "nvlink-mesh"}, ""),
+    ({"like": "h200", "name": "mine"}, {"kind": "pcie"}, "though h200 has")])
+def test_links_that_a_card_does_not_have_are_told_and_those_it_has(gpu: Any, intra: Any, said: str) -> None:
+    node = {"gpu": gpu, "gpus_per_node": 8, **({"intra": intra} if intra else {})}
+    found = links_of_other_cards(resolve({
+        "name": "t", "cluster": {"topology": node}, "model": {"preset": "gpt2"},
+        "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128}, "parallel": {"strategy": "ddp"}}))
+    assert bool(found) == bool(said)
+    assert not said or said in found[0]

@@ -116,6 +116,17 @@ def test_the_command_tells_the_reasons_and_draws(tmp_path: Path, capsys: pytest.
     assert (tmp_path / "out" / "comparison.txt").read_text() == said
 
 
+def test_a_budget_is_compared_in_days_and_money() -> None:
+    found = compare([sim.run(resolve({
+        **PLAIN, "name": name, "cluster": {"topology": "dgx-a100-80g", "nodes": nodes},
+        "budget": {"tokens": 1e10, "price_per_gpu_hour": 2}})) for name, nodes in (("a", 2), ("b", 1))])
+    text = "\n".join(lines(found))
+    first, second = found.to_json()["budget"]
+    assert first["days"] < second["days"]
+    assert f"a  {24 * first['days']:.3g} h · {first['gpu_hours']:,.0f} GPU-hours · {first['cost']:,.0f} USD" in text
+    assert "the whole run" not in "\n".join(lines(against()))
+
+
 def test_runs_that_are_alike_differ_in_nothing() -> None:
     same = sim.run(resolve(PLAIN))
     other = sim.run(resolve({**PLAIN, "name": "by another name", "expect": {"mfu": {"min": 0.1}}}))
