@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sim.report.units import seconds
 from sim.sizing.space.offloads import KEEPERS
 from sim.sizing.words import requests as served_text
+from sim.sizing.words.layout import layout_of
 from sim.sizing.words.requests import figure
 from sim.sizing.words.why import why_lines
 
@@ -153,23 +154,3 @@ def _own(found: Sizing, row: Row, best: Row | None) -> str:
         return f": {brief(row)}{served_text.behind(found, row, best)}"
     slower = f", {100 * (row['step_time_s'] / best['step_time_s'] - 1):.1f}% above the best" if alike and best else ""
     return f": {brief(row)}{slower}"
-
-
-def layout_of(sets: Mapping[str, Any]) -> str:
-    """A row's fields in words; what is off or one is left out (but whole experts on tensor ranks, which are not what
-    comes of itself), and what is on is named alone."""
-    if served_text.BATCH in sets:
-        return served_text.layout(sets)
-    shown = {name.removeprefix("parallel.").removeprefix("training."): value for name, value in sets.items()
-             if name != "cluster.nodes" and value is not None
-             and (value is True or value not in (1, False) or name == "parallel.expert_tensor")
-             and not (name == "parallel.reshard_after_forward" and value is True)  # what goes without saying
-             and (value != "none" or "offload" not in name)
-             and (name != "parallel.schedule" or sets["parallel.pipeline"] > 1)}
-    return " ".join(name if value is True else f"{name}={_said(value)}" for name, value in shown.items())
-
-
-def _said(value: Any) -> str:
-    if not isinstance(value, dict):
-        return str(value)
-    return f"first-{value['layers']}-blocks" if "layers" in value else "+".join(value["modules"])
