@@ -26,6 +26,7 @@ from sim.sizing.search.between import between
 from sim.sizing.search.early import climb, early
 from sim.sizing.search.finer import finer
 from sim.sizing.search.front import pareto
+from sim.sizing.search.precisions import OfPrecision, of_each
 from sim.sizing.search.ranking import Floats, Ranking
 from sim.sizing.search.round_out import best_of_each, round_out
 from sim.sizing.search.rows import kept_row, table_row
@@ -36,6 +37,7 @@ from sim.sizing.search.why import Why, explain, families, same_layout
 from sim.sizing.search.workers import workers as started_workers
 from sim.sizing.space.base import part_of_one
 from sim.sizing.space.layouts import Choice, Space
+from sim.sizing.space.precisions import Untried
 from sim.sizing.space.requests import ServedSpace
 from sim.sizing.wish import SERVED_DEFAULT, Wish, priced
 from sim.software import stack_of
@@ -69,6 +71,8 @@ class Sizing:
         price_origin: where the price of each cluster comes from.
         schedules: of pipelines, those that were tried.
         not_offloaded: what was asked to be tried on the host and no technique of the framework keeps there.
+        precisions: where several are tried, each as `sim.sizing.search.precisions` says it; untried: those asked for
+            that a cluster has not, or that others equal.
         hints: of the nodes that are searched in place of the file's, and of the precision that all layouts have, where
             hardly a run has it.
         seconds: of wall clock, by part.
@@ -101,6 +105,8 @@ class Sizing:
     best_proven: int = 0
     schedules: list[str] = field(default_factory=list)
     not_offloaded: list[str] = field(default_factory=list)
+    precisions: list[dict[str, Any]] = field(default_factory=list)
+    untried: list[Untried] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     served: bool = False
@@ -117,7 +123,8 @@ class Sizing:
                 "faults": self.faults,
                 "first_fault": self.first_fault, "gap": self.gap, "best_proven": self.best_proven,
                 "proven": self.proven,
-                "schedules": self.schedules, "not_offloaded": self.not_offloaded, "hints": self.hints,
+                "schedules": self.schedules, "not_offloaded": self.not_offloaded,
+                "precisions": self.precisions, "untried": [one._asdict() for one in self.untried], "hints": self.hints,
                 "seconds": self.seconds, **(self._of_requests() if self.served else {})}
 
     def _of_requests(self) -> dict[str, Any]:
@@ -177,13 +184,13 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
     served = run_of(scenario) is not None
     wish = wish or Wish(SERVED_DEFAULT if served else "time")
     refuse(scenario, choice, wish, overlap_p2p)
-    bases = bases_of(scenario, clusters or (None,), choice, offload)
+    bases, untried = bases_of(scenario, clusters or (None,), choice, offload)
     _refuse_never_simulated(bases, None if isinstance(loaded, Scenario) else loaded)
     wish, origin = priced(wish, bases, price)
     space, plain, dropped = listed_space(scenario, bases, choice, wish, offload, overlap_p2p)
     listed = time.monotonic()
     store = Store(out, {"clusters": plain}, resume)
-    found = Sizing(wish, raw=space.raw, price_origin=origin, not_offloaded=dropped, served=served,
+    found = Sizing(wish, raw=space.raw, price_origin=origin, not_offloaded=dropped, served=served, untried=untried,
                    schedules=space.schedules, hints=_whole_nodes(scenario, clusters, choice), batches=space.batches)
     with ExitStack() as stack:
         stack.callback(store.close)
@@ -203,14 +210,14 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
         result = _searched(space, ranking, runner, first, top, stop, 1 if hurried else PATIENCE)
         if not interrupted():
             _round_off(space, ranking, runner, result, top, stop, own, choice.partial_recompute and not served)
+        kinds = of_each(space, ranking, runner, result, top, stop, choice.partial_recompute)
         if result.complete and not result.best and free.wish != wish:
             found.nearest, found.nearest_cut = _nearest(space, Ranking(space, of, free.wish), free, stop)
         found.front_proven = front_proven(space, ranking, runner, stop)
         if result.complete and result.best:
             (best_of_each if found.served else round_out)(ranking, runner, stop)
-    found.impossible, found.pruned, found.unbounded = ranking.impossible, ranking.pruned(), int(of.unbounded.sum())
-    found.pruned["time"] -= int(np.isfinite(ranking.values[list(runner.rows)]).sum())  # the scenario's own may be late
-    _fill(found, space, result, runner, own, scenario)
+    _count(found, ranking, runner)
+    _fill(found, space, result, runner, own, scenario, kinds)
     found.why = _why(found, space, result, runner, np.where(of.unbounded, 0.0, ranking.values))
     found.seconds = {"space": listed - started, "bounds": bounded - listed, "simulation": time.monotonic() - bounded}
     return found
@@ -296,8 +303,18 @@ def _nearest(space: Space, ranking: Ranking, runner: Runner,
     return table_row(space, runner, result.best[0][1], runner.wish), False
 
 
-def _fill(found: Sizing, space: Space, result: Found, runner: Runner, own: int | None, scenario: Scenario) -> None:
+def _count(found: Sizing, ranking: Ranking, runner: Runner) -> None:
+    """What became of the configurations that were not simulated."""
+    found.impossible, found.pruned = ranking.impossible, ranking.pruned()
+    found.unbounded = int(ranking.of.unbounded.sum())
+    found.pruned["time"] -= int(np.isfinite(ranking.values[list(runner.rows)]).sum())  # the scenario's own may be late
+
+
+def _fill(found: Sizing, space: Space, result: Found, runner: Runner, own: int | None, scenario: Scenario,
+          kinds: Sequence[OfPrecision]) -> None:
     """Tables of the result, and what the best would gain by its kind's precision."""
+    found.precisions = [one.to_json(lambda row: table_row(space, runner, row, found.wish),
+                                    scenario.training.precision.name) for one in kinds]
     if own is not None:
         found.own = kept_row(table_row(space, runner, own, found.wish), runner.rows[own])
     found.first_fault = next(({"set": space.sets(row), "reason": one.reason} for row, one in runner.rows.items()
@@ -314,7 +331,8 @@ def _fill(found: Sizing, space: Space, result: Found, runner: Runner, own: int |
         number = int(space.columns["cluster"][result.best[0][1]])
         found.winner = resolve(runner.plain[number], "", found.best[0]["set"])
         found.free_bytes = runner.capacity[number] - found.best[0]["device_used_bytes"]
-    found.hints += autocast_alone(scenario) if found.winner is None else with_usual_half(found.winner, found.best[0])
+    found.hints += autocast_alone(scenario) if found.winner is None else with_usual_half(
+        found.winner, found.best[0], [one["precision"] for one in found.precisions])
     found.rows = [kept_row(table_row(space, runner, row, found.wish), runner.rows[row]) for row in sorted(runner.rows)]
     fitting = [table_row(space, runner, row, found.wish) for row in sorted(runner.rows)
                if math.isfinite(runner.value(row))]

@@ -45,7 +45,7 @@ def early(ranking: Ranking, stop: Callable[[], bool]) -> list[int]:
         small = mine[sizes == sizes.min(initial=_MANY)]
         found = (_roomy(ranking, some, share, stop) for share in _ROOMY for some in (mine, small))
         rows.append(next((row for row in found if row is not None), None))
-    return sorted((row for row in rows if row is not None), key=lambda row: (ranking.values[row], row))[:ROUND]
+    return sorted({row for row in rows if row is not None}, key=lambda row: (ranking.values[row], row))[:ROUND]
 
 
 def climb(ranking: Ranking, runner: Runner, near: Aside, first: Sequence[int], stop: Callable[[], bool]) -> None:

@@ -40,8 +40,8 @@ def part_of_one(scenario: Scenario, gpus: Sequence[int]) -> bool:
         number <= whole or number % whole == 0 for number in gpus)
 
 
-def alone(scenario: Scenario, topology: str | None, gpus: Sequence[int] = ()) -> Scenario:
-    """The scenario on one node of a topology, or of its own (`one_node`)."""
+def alone(scenario: Scenario, topology: str | None, gpus: Sequence[int] = (), precision: str | None = None) -> Scenario:
+    """The scenario on one node of a topology, or of its own (`one_node`), in a precision by name, or in its own."""
     change, batch = Changing(scenario), scenario.training.global_batch
     assert batch is not None
     sets = {**one_node(scenario, topology, gpus), "parallel.strategy": "ddp", "parallel.sharding_factor": 1,
@@ -49,7 +49,8 @@ def alone(scenario: Scenario, topology: str | None, gpus: Sequence[int] = ()) ->
             "parallel.pipeline": 1, "parallel.expert_tensor": None,
             "parallel.virtual_stages": 1, "parallel.schedule": "1f1b", "parallel.split": None,
             "training.micro_batch": 1, "training.recompute": "none",
-            "training.global_batch": _ANY_NODE * math.gcd(batch, _ODD)}
+            "training.global_batch": _ANY_NODE * math.gcd(batch, _ODD),
+            **({} if precision is None else {"training.precision": precision})}
     second = neighbours(scenario.parallel.reshard_after_forward)
     if second:  # among more ranks than a node may have; rows take it where they can (`Space.sets`)
         sets["parallel.reshard_after_forward"] = True

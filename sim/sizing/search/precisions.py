@@ -1,0 +1,135 @@
+"""The best of each precision beside the best of all, and what the best's layout takes in each.
+
+A search over several precisions proves the best of all, whatever is slower left as it is. Here the best of each is
+looked for as a search of its own would: best first, then between micro-batches and numbers of recomputed blocks. None
+of it changes what was proven. Where a search was ended early, the layout of the best is simulated in every precision
+all the same, so that no precision goes without a figure, and none is ahead for its layout alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from sim.sizing.search.best_first import Found, search
+from sim.sizing.search.between import between
+from sim.sizing.search.finer import finer
+from sim.sizing.search.nearby import Nearby
+from sim.sizing.search.ranking import Floats, Ranking
+from sim.sizing.search.runner import Runner
+from sim.sizing.search.store import Outcome
+from sim.sizing.space.layouts import Space
+from sim.sizing.space.precisions import clusters_of, twin
+from sim.sizing.space.variants import PRECISION
+
+
+@dataclass(frozen=True)
+class OfPrecision:
+    """A precision of a search.
+
+    Attributes:
+        name: of the precision.
+        best: number of its best row; None where nothing that fits was found.
+        proven: whether nothing better of it can be among what was covered (of no best: that nothing fits).
+        alike: what the layout of the best of all comes to in it; None where that has no such variant, or there is no
+            best.
+    """
+
+    name: str
+    best: int | None
+    proven: bool
+    alike: Outcome | None
+
+    def to_json(self, row_of: Callable[[int], dict[str, Any]], own: str) -> dict[str, Any]:
+        """Plain data.
+
+        Args:
+            row_of: a row for a table; own: the scenario's own precision.
+        """
+        alike = None if self.alike is None else {
+            "step_time_s": self.alike.step_time_s if np.isfinite(self.alike.step_time_s) else None,
+            "fits": self.alike.fits, "device_used_bytes": self.alike.device_used_bytes,
+            "outcome": self.alike.outcome, "reason": self.alike.reason}
+        return {"precision": self.name, "own": self.name == own, "proven": self.proven,
+                "best": None if self.best is None else row_of(self.best), "with_the_best_layout": alike}
+
+
+def of_each(space: Space, ranking: Ranking, runner: Runner, result: Found, top: int, stop: Callable[[], bool],
+            partial: bool) -> list[OfPrecision]:
+    """Every precision of a search that has several, as they were asked for; `result` takes in what is found for it.
+
+    Args:
+        top: rows of `result.best`; partial: whether the first k recomputed blocks are tried.
+    """
+    clusters = clusters_of(space)
+    while clusters and result.best:  # until the best has no better twin
+        leads = result.best[0][1]
+        rows = [row for name in clusters if (row := _twin_row(space, leads, name)) is not None]
+        _take_in(result, dict(zip(rows, runner.values(rows), strict=True)), top)
+        if result.best[0][1] == leads:
+            break
+    proven = {}
+    for name, numbers in clusters.items():
+        mine = _search(space, ranking, runner, numbers, stop)
+        if mine.best and space.stepped:
+            mine.add(between(space, ranking, runner, stop, numbers), 1)
+        if mine.best and partial and not stop():
+            finer(space, ranking, runner, mine, 1, stop)
+        _take_in(result, {row: value for row, value in mine.values.items() if row in runner.rows}, top)
+        proven[name] = mine.complete and not ranking.of.unbounded.any()
+    return [OfPrecision(name, _best(space, runner, numbers), proven[name], _alike(space, runner, result, name))
+            for name, numbers in clusters.items()]
+
+
+def _take_in(result: Found, values: dict[int, float], top: int) -> None:
+    result.add([(value, row) for row, value in values.items() if row not in result.values], top)
+
+
+def _search(space: Space, ranking: Ranking, runner: Runner, numbers: Sequence[int],
+            stop: Callable[[], bool]) -> Found:
+    """The best row of some clusters, what is known of them first."""
+    mine = np.isin(space.columns["cluster"], numbers)
+    known = [row for row in runner.rows if mine[row]]
+    near = Nearby(space, ranking)
+
+    def masked(values: Floats | None) -> Floats | None:
+        return None if values is None else np.where(mine, values, np.inf)
+
+    def aside(found: Found) -> tuple[Sequence[int], Floats | None]:
+        rows, values = near(found)
+        return [row for row in rows if mine[row]], masked(values)
+
+    return search(np.where(mine, ranking.values, np.inf), runner.values, 1, stop=stop, first=known, aside=aside,
+                  tighten=lambda rows: masked(ranking.tighten(rows)))
+
+
+def _best(space: Space, runner: Runner, numbers: Sequence[int]) -> int | None:
+    rows = [row for row in runner.rows if int(space.columns["cluster"][row]) in numbers]
+    return min(((value, row) for row in rows if np.isfinite(value := runner.value(row))), default=(0.0, None))[1]
+
+
+def _twin_row(space: Space, row: int, name: str) -> int | None:
+    """The row that differs from one in its precision alone; None if there is none."""
+    other = twin(space, int(space.columns["cluster"][row]), name)
+    if other is None:
+        return None
+    same = space.columns["cluster"] == other
+    for column in (values for field, values in space.columns.items() if field != "cluster"):
+        same &= column == column[row]
+    rows = np.flatnonzero(same)
+    return int(rows[0]) if len(rows) else None
+
+
+def _alike(space: Space, runner: Runner, result: Found, name: str) -> Outcome | None:
+    """The outcome of the best's layout in a precision, also where that is no row of it."""
+    if not result.best:
+        return None
+    row = result.best[0][1]
+    if (other := twin(space, int(space.columns["cluster"][row]), name)) is None:
+        return None
+    sets = {**space.sets(row), PRECISION: space.told[other][PRECISION]}
+    one = runner.outcomes([(other, sets, int(space.gpus[row]))])[0]
+    return replace(one, fits=runner.has_room(one, other))
