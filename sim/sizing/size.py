@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ from sim.sizing.modes import aside_of, axes_of, bases_of, bounds_of, front_prove
 from sim.sizing.refused import refuse
 from sim.sizing.search.best_first import PATIENCE, ROUND, Found, search
 from sim.sizing.search.between import between
-from sim.sizing.search.early import climb, early
+from sim.sizing.search.early import early
 from sim.sizing.search.finer import finer
 from sim.sizing.search.front import pareto
-from sim.sizing.search.precisions import OfPrecision, of_each
+from sim.sizing.search.precisions import OfPrecision, climb_in, of_each
 from sim.sizing.search.ranking import Floats, Ranking
 from sim.sizing.search.round_out import best_of_each, round_out
 from sim.sizing.search.rows import kept_row, table_row
@@ -37,7 +38,7 @@ from sim.sizing.search.why import Why, explain, families, same_layout
 from sim.sizing.search.workers import workers as started_workers
 from sim.sizing.space.base import part_of_one
 from sim.sizing.space.layouts import Choice, Space
-from sim.sizing.space.precisions import Untried
+from sim.sizing.space.precisions import Untried, clusters_of
 from sim.sizing.space.requests import ServedSpace
 from sim.sizing.wish import SERVED_DEFAULT, Wish, priced
 from sim.software import stack_of
@@ -210,7 +211,7 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
         result = _searched(space, ranking, runner, first, top, stop, 1 if hurried else PATIENCE)
         if not interrupted():
             _round_off(space, ranking, runner, result, top, stop, own, choice.partial_recompute and not served)
-        kinds = of_each(space, ranking, runner, result, top, stop, choice.partial_recompute)
+        kinds = of_each(space, ranking, runner, result, top, stop, choice.partial_recompute and not interrupted())
         if result.complete and not result.best and free.wish != wish:
             found.nearest, found.nearest_cut = _nearest(space, Ranking(space, of, free.wish), free, stop)
         found.front_proven = front_proven(space, ranking, runner, stop)
@@ -227,16 +228,20 @@ def _first(space: Space, ranking: Ranking, runner: Runner, own: int | None, unti
            stop: Callable[[], bool]) -> list[int]:
     """Rows that come before a search: the scenario's own; under a time limit, which ends at `until`, also what half of
     the time that is left is enough for, or all where not all rows are bounded and nothing can be proven."""
-    rows, near, now = [] if own is None else [own], aside_of(space, ranking), time.monotonic()
-    if not hurried or near is None:
+    rows, now = [] if own is None else [own], time.monotonic()
+    if not hurried:
         return rows
-    rows += [] if stop() else early(ranking, stop)
+    each = clusters_of(space) or {"": list(range(len(space.clusters)))}
     climb_s = (until - now) / (1 if ranking.of.unbounded.any() else 2)
-    climb(ranking, runner, near, rows, lambda: stop() or time.monotonic() > now + climb_s)
-    if space.stepped:
+
+    def over(ends: float) -> bool:
+        return stop() or time.monotonic() > ends
+
+    for turn, (name, numbers) in enumerate(each.items(), 1):
+        climb_in(space, ranking, runner, name, numbers, rows, stop, partial(over, now + climb_s * turn / len(each)))
+    for turn, numbers in enumerate(each.values() if space.stepped else ()):
         now = time.monotonic()
-        share_s = (until - now) / 4
-        between(space, ranking, runner, lambda: stop() or time.monotonic() > now + share_s)
+        between(space, ranking, runner, partial(over, now + (until - now) / 4 / (len(each) - turn)), numbers)
     return list(runner.rows)
 
 
@@ -259,7 +264,7 @@ def _searched(space: Space, ranking: Ranking, runner: Runner, first: Sequence[in
 
 
 def _round_off(space: Space, ranking: Ranking, runner: Runner, result: Found, top: int, stop: Callable[[], bool],
-               own: int | None, partial: bool) -> None:
+               own: int | None, blocks: bool) -> None:
     """What is best by the bounds that there are, where there was no time for a search; then what lies between the
     micro-batches and, where any are tried, the numbers of recomputed blocks next to the best."""
     if not runner.rows.keys() - {own}:
@@ -270,7 +275,7 @@ def _round_off(space: Space, ranking: Ranking, runner: Runner, result: Found, to
         result.best = search(values, runner.values, top, first=list(runner.rows)).best
     if result.best and space.stepped:
         result.add(between(space, ranking, runner, stop), top)
-    if result.best and partial:
+    if result.best and blocks:
         finer(space, ranking, runner, result, top, stop)
 
 

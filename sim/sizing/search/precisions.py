@@ -13,14 +13,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from sim.sizing.search.best_first import Found, search
+from sim.sizing.search.best_first import Aside, Found, search
 from sim.sizing.search.between import between
+from sim.sizing.search.early import climb, early
 from sim.sizing.search.finer import finer
 from sim.sizing.search.nearby import Nearby
 from sim.sizing.search.ranking import Floats, Ranking
 from sim.sizing.search.runner import Runner
 from sim.sizing.search.store import Outcome
+from sim.sizing.space.families import layouts_of
 from sim.sizing.space.layouts import Space
 from sim.sizing.space.precisions import clusters_of, twin
 from sim.sizing.space.variants import PRECISION
@@ -58,11 +61,12 @@ class OfPrecision:
 
 
 def of_each(space: Space, ranking: Ranking, runner: Runner, result: Found, top: int, stop: Callable[[], bool],
-            partial: bool) -> list[OfPrecision]:
+            blocks: bool) -> list[OfPrecision]:
     """Every precision of a search that has several, as they were asked for; `result` takes in what is found for it.
 
     Args:
-        top: rows of `result.best`; partial: whether the first k recomputed blocks are tried.
+        top: rows of `result.best`; blocks: whether the first k recomputed blocks are looked at between those of the
+            space, whatever `stop` says.
     """
     clusters = clusters_of(space)
     while clusters and result.best:  # until the best has no better twin
@@ -76,12 +80,30 @@ def of_each(space: Space, ranking: Ranking, runner: Runner, result: Found, top: 
         mine = _search(space, ranking, runner, numbers, stop)
         if mine.best and space.stepped:
             mine.add(between(space, ranking, runner, stop, numbers), 1)
-        if mine.best and partial and not stop():
+        if mine.best and blocks:
             finer(space, ranking, runner, mine, 1, stop)
         _take_in(result, {row: value for row, value in mine.values.items() if row in runner.rows}, top)
         proven[name] = mine.complete and not ranking.of.unbounded.any()
     return [OfPrecision(name, _best(space, runner, numbers), proven[name], _alike(space, runner, result, name))
             for name, numbers in clusters.items()]
+
+
+def climb_in(space: Space, ranking: Ranking, runner: Runner, name: str, numbers: Sequence[int], own: Sequence[int],
+             stop: Callable[[], bool], over: Callable[[], bool]) -> None:
+    """The climb of a search under a time limit, of one precision for itself: the families of one that is slower would
+    be left early, and what is told of it would be no more than that.
+
+    Args:
+        name, numbers: of the precision and its clusters; own: rows before all others.
+        stop: whether the time of the search is over; over: that of this climb.
+    """
+    mine = np.isin(space.columns["cluster"], numbers)
+    kinds = {family: both for family, rows in layouts_of(space).items() if (both := rows & mine).any()}
+    best = min(((value, row) for row in runner.rows if np.isfinite(value := runner.value(row))), default=None)
+    like_best = None if best is None else _twin_row(space, best[1], name)
+    rows = [*(row for row in own if mine[row]), *([] if like_best is None else [like_best]),
+            *([] if stop() else early(ranking, stop, kinds))]
+    climb(ranking, runner, _within(Nearby(space, ranking), mine), list(dict.fromkeys(rows)), over, kinds)
 
 
 def _take_in(result: Found, values: dict[int, float], top: int) -> None:
@@ -93,17 +115,22 @@ def _search(space: Space, ranking: Ranking, runner: Runner, numbers: Sequence[in
     """The best row of some clusters, what is known of them first."""
     mine = np.isin(space.columns["cluster"], numbers)
     known = [row for row in runner.rows if mine[row]]
-    near = Nearby(space, ranking)
+    near = _within(Nearby(space, ranking), mine)
+    return search(np.where(mine, ranking.values, np.inf), runner.values, 1, stop=stop, first=known, aside=near,
+                  tighten=lambda rows: _masked(ranking.tighten(rows), mine))
 
-    def masked(values: Floats | None) -> Floats | None:
-        return None if values is None else np.where(mine, values, np.inf)
 
+def _within(near: Aside, mine: npt.NDArray[np.bool_]) -> Aside:
+    """Of what is worth a try those rows that are among some."""
     def aside(found: Found) -> tuple[Sequence[int], Floats | None]:
         rows, values = near(found)
-        return [row for row in rows if mine[row]], masked(values)
+        return [row for row in rows if mine[row]], _masked(values, mine)
 
-    return search(np.where(mine, ranking.values, np.inf), runner.values, 1, stop=stop, first=known, aside=aside,
-                  tighten=lambda rows: masked(ranking.tighten(rows)))
+    return aside
+
+
+def _masked(values: Floats | None, mine: npt.NDArray[np.bool_]) -> Floats | None:
+    return None if values is None else np.where(mine, values, np.inf)
 
 
 def _best(space: Space, runner: Runner, numbers: Sequence[int]) -> int | None:

@@ -29,7 +29,11 @@ def kinds_of(space: Space) -> dict[str, npt.NDArray[np.bool_]]:
     """Rows of each family that a space has, by its name; then of each precision, where there are several."""
     if isinstance(space, ServedSpace):
         return space.kinds()
+    return {**layouts_of(space), **{f"in {name}": np.isin(space.columns["cluster"], numbers)
+                                    for name, numbers in clusters_of(space).items()}}
+
+
+def layouts_of(space: Space) -> dict[str, npt.NDArray[np.bool_]]:
+    """Rows of each family of layouts that a space of training steps has, by its name."""
     index = families_of(space)
-    return {**{name: index == number for number, name in enumerate(FAMILIES) if (index == number).any()},
-            **{f"in {name}": np.isin(space.columns["cluster"], numbers)
-               for name, numbers in clusters_of(space).items()}}
+    return {name: index == number for number, name in enumerate(FAMILIES) if (index == number).any()}
