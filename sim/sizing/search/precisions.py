@@ -39,12 +39,14 @@ class OfPrecision:
         proven: whether nothing better of it can be among what was covered (of no best: that nothing fits).
         alike: what the layout of the best of all comes to in it; None where that has no such variant, or there is no
             best.
+        back: what the layout of its best comes to in the precision of the best of all; None likewise.
     """
 
     name: str
     best: int | None
     proven: bool
     alike: Outcome | None
+    back: Outcome | None
 
     def to_json(self, row_of: Callable[[int], dict[str, Any]], own: str) -> dict[str, Any]:
         """Plain data.
@@ -52,12 +54,15 @@ class OfPrecision:
         Args:
             row_of: a row for a table; own: the scenario's own precision.
         """
-        alike = None if self.alike is None else {
-            "step_time_s": self.alike.step_time_s if np.isfinite(self.alike.step_time_s) else None,
-            "fits": self.alike.fits, "device_used_bytes": self.alike.device_used_bytes,
-            "outcome": self.alike.outcome, "reason": self.alike.reason}
         return {"precision": self.name, "own": self.name == own, "proven": self.proven,
-                "best": None if self.best is None else row_of(self.best), "with_the_best_layout": alike}
+                "best": None if self.best is None else row_of(self.best),
+                "with_the_best_layout": _plain(self.alike), "its_layout_in_the_best_precision": _plain(self.back)}
+
+
+def _plain(one: Outcome | None) -> dict[str, Any] | None:
+    return None if one is None else {
+        "step_time_s": one.step_time_s if np.isfinite(one.step_time_s) else None, "fits": one.fits,
+        "device_used_bytes": one.device_used_bytes, "outcome": one.outcome, "reason": one.reason}
 
 
 def of_each(space: Space, ranking: Ranking, runner: Runner, result: Found, top: int, stop: Callable[[], bool],
@@ -84,8 +89,12 @@ def of_each(space: Space, ranking: Ranking, runner: Runner, result: Found, top: 
             finer(space, ranking, runner, mine, 1, stop)
         _take_in(result, {row: value for row, value in mine.values.items() if row in runner.rows}, top)
         proven[name] = mine.complete and not ranking.of.unbounded.any()
-    return [OfPrecision(name, _best(space, runner, numbers), proven[name], _alike(space, runner, result, name))
-            for name, numbers in clusters.items()]
+    first = result.best[0][1] if result.best else None
+    leading = next((name for name, numbers in clusters.items() if first is not None
+                    and int(space.columns["cluster"][first]) in numbers), "")
+    best = {name: _best(space, runner, numbers) for name, numbers in clusters.items()}
+    return [OfPrecision(name, row, proven[name], _alike(space, runner, first, name),
+                        _alike(space, runner, row, leading)) for name, row in best.items()]
 
 
 def climb_in(space: Space, ranking: Ranking, runner: Runner, name: str, numbers: Sequence[int], own: Sequence[int],
@@ -150,12 +159,9 @@ def _twin_row(space: Space, row: int, name: str) -> int | None:
     return int(rows[0]) if len(rows) else None
 
 
-def _alike(space: Space, runner: Runner, result: Found, name: str) -> Outcome | None:
-    """The outcome of the best's layout in a precision, also where that is no row of it."""
-    if not result.best:
-        return None
-    row = result.best[0][1]
-    if (other := twin(space, int(space.columns["cluster"][row]), name)) is None:
+def _alike(space: Space, runner: Runner, row: int | None, name: str) -> Outcome | None:
+    """The outcome of a row's layout in a precision, also where that is no row of it."""
+    if row is None or (other := twin(space, int(space.columns["cluster"][row]), name)) is None:
         return None
     sets = {**space.sets(row), PRECISION: space.told[other][PRECISION]}
     one = runner.outcomes([(other, sets, int(space.gpus[row]))])[0]

@@ -64,7 +64,12 @@ def _label(one: Mapping[str, Any]) -> str:
 def _heads(found: Sizing) -> list[str]:
     spent = {"cost": "USD" if found.wish.priced else "GPU-hours", "energy": "kWh"}.get(found.wish.objective)
     return ["precision", "step", *([spent] if spent else []), "change", "memory", *_where(found, None),
-            "the best's layout with it", "its best layout"]
+            "the best's layout with it", f"its layout in {_leading(found)}", "its best layout"]
+
+
+def _leading(found: Sizing) -> str:
+    """The precision of the best."""
+    return name_of(found.best[0]["set"]) if found.best else ""
 
 
 def _where(found: Sizing, row: Row | None) -> list[str]:
@@ -78,18 +83,18 @@ def _where(found: Sizing, row: Row | None) -> list[str]:
 def _cells(found: Sizing, one: Mapping[str, Any], base: Mapping[str, Any] | None, first: Row | None,
            column: str) -> list[str]:
     row, name = one["best"], str(one["precision"])
-    alike = _alike(one["with_the_best_layout"], first)
+    alike, back = (_alike(one[name], first) for name in ("with_the_best_layout", "its_layout_in_the_best_precision"))
     if row is None or base is None:
         nothing = "no layout does what is asked" if one["proven"] else "none was found in time"
-        blank = [""] * (len(_heads(found)) - 3)
-        return [name, "–", *blank[:-1], alike, nothing]
+        return [name, "–", *[""] * (len(_heads(found)) - 5), alike, "", nothing]
     change = "" if one is base else f"{100 * (row[column] / base['best'][column] - 1):+.1f}%"
     spent = [figure(row[column])] if column not in ("step_time_s",) else []
     same = first is not None and _fields(row) == _fields(first)
     layout = "the best" if first is not None and same and name == name_of(first["set"]) else (
         "the same" if same else layout_of(without(row["set"])))
     return [name, seconds(row["step_time_s"]), *spent, change, f"{row['device_used_bytes'] / _GIB:.1f} GiB",
-            *_where(found, row), "" if same else alike, layout + ("" if one["proven"] else " (not proven)")]
+            *_where(found, row), *(["", ""] if same else [alike, back]),
+            layout + ("" if one["proven"] else " (not proven)")]
 
 
 def _fields(row: Row) -> tuple[str, int, dict[str, Any]]:

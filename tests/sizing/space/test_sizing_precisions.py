@@ -221,6 +221,9 @@ def test_the_layout_of_the_best_is_told_in_every_precision(once: Once) -> None:
         assert alike["fits"] and alike["outcome"] == "ok"
         assert alike["step_time_s"] == pytest.approx(same.step_time_s, rel=1e-12)
         assert alike["device_used_bytes"] == same.memory.device_used_bytes
+        back = sim.run(resolve({**PLAIN}, "", {**one["best"]["set"],
+                                               "training.precision": best["set"]["training.precision"]}))
+        assert one["its_layout_in_the_best_precision"]["step_time_s"] == pytest.approx(back.step_time_s, rel=1e-12)
 
 
 def test_where_nothing_fits_in_a_precision_that_is_said() -> None:

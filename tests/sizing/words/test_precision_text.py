@@ -14,6 +14,7 @@ import pytest
 import sim
 from sim.api import load
 from sim.cli import main
+from sim.report.units import seconds
 from sim.sizing import Choice, Sizing, Wish, size
 from sim.sizing.words.precisions import lines as precision_lines
 from sim.sizing.words.rerun import command
@@ -115,13 +116,17 @@ def test_what_does_not_fit_or_was_not_found_is_said(path: Path) -> None:
         **other["best"], "set": {**other["best"]["set"], "parallel.sharding_factor": 4}}},
         {**third, "best": None, "with_the_best_layout": alike}]
     said = list(precision_lines(found))
+    assert "its layout in pure-bf16" in said[1]
+    back = other["its_layout_in_the_best_precision"]
+    assert f"{seconds(back['step_time_s'])}, {back['device_used_bytes'] / 2**30:.1f} GiB" in said[3]
     assert "does not fit (90.0 GiB)" in said[3] and said[3].endswith("(not proven)")
     assert "–" in said[4] and said[4].endswith("no layout does what is asked")
     found.precisions[2] = {**found.precisions[2], "proven": False,
                            "with_the_best_layout": {**alike, "outcome": "refused"}}
     said = list(precision_lines(found))
     assert said[4].endswith("none was found in time") and "cannot be simulated" in said[4]
-    found.precisions = [{**one, "best": None, "with_the_best_layout": None} for one in found.precisions]
+    found.precisions = [{**one, "best": None, "with_the_best_layout": None,
+                         "its_layout_in_the_best_precision": None} for one in found.precisions]
     assert "change against" not in next(iter(precision_lines(replace(found, best=[]))))
 
 
