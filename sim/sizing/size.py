@@ -272,7 +272,8 @@ def _round_off(space: Space, ranking: Ranking, runner: Runner, result: Found, to
         rows = ([] if served else early(ranking, stop)) or ranking.at_hand(ROUND, runner.rows)
         values = np.full(len(ranking.values), np.inf)
         values[rows] = ranking.values[rows]
-        result.best = search(values, runner.values, top, first=list(runner.rows)).best
+        some = search(values, runner.values, top, first=list(runner.rows))
+        result.best, result.values = some.best, some.values
     if result.best and space.stepped:
         result.add(between(space, ranking, runner, stop), top)
     if result.best and blocks:

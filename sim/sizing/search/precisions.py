@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sim.sizing.search.best_first import Aside, Found, search
+from sim.sizing.search.best_first import ROUND, Aside, Found, search
 from sim.sizing.search.between import between
 from sim.sizing.search.early import climb, early
 from sim.sizing.search.finer import finer
@@ -73,13 +73,17 @@ def of_each(space: Space, ranking: Ranking, runner: Runner, result: Found, top: 
         top: rows of `result.best`; blocks: whether the first k recomputed blocks are looked at between those of the
             space, whatever `stop` says.
     """
-    clusters = clusters_of(space)
+    clusters, rows = clusters_of(space), list[int]()
     while clusters and result.best:  # until the best has no better twin
         leads = result.best[0][1]
         rows = [row for name in clusters if (row := _twin_row(space, leads, name)) is not None]
         _take_in(result, dict(zip(rows, runner.values(rows), strict=True)), top)
         if result.best[0][1] == leads:
             break
+        rows = []
+    if not result.complete:
+        for row in rows:
+            _take_in(result, _roomier(space, ranking, runner, row), top)
     proven = {}
     for name, numbers in clusters.items():
         mine = _search(space, ranking, runner, numbers, stop)
@@ -100,7 +104,8 @@ def of_each(space: Space, ranking: Ranking, runner: Runner, result: Found, top: 
 def climb_in(space: Space, ranking: Ranking, runner: Runner, name: str, numbers: Sequence[int], own: Sequence[int],
              stop: Callable[[], bool], over: Callable[[], bool]) -> None:
     """The climb of a search under a time limit, of one precision for itself: the families of one that is slower would
-    be left early, and what is told of it would be no more than that.
+    be left early, and what is told of it would be no more than that. It begins with the layouts that are the best of
+    their families in the precisions before it.
 
     Args:
         name, numbers: of the precision and its clusters; own: rows before all others.
@@ -108,11 +113,43 @@ def climb_in(space: Space, ranking: Ranking, runner: Runner, name: str, numbers:
     """
     mine = np.isin(space.columns["cluster"], numbers)
     kinds = {family: both for family, rows in layouts_of(space).items() if (both := rows & mine).any()}
-    best = min(((value, row) for row in runner.rows if np.isfinite(value := runner.value(row))), default=None)
-    like_best = None if best is None else _twin_row(space, best[1], name)
-    rows = [*(row for row in own if mine[row]), *([] if like_best is None else [like_best]),
-            *([] if stop() else early(ranking, stop, kinds))]
+    rows, known = [row for row in own if mine[row]], _leaders(space, runner)
+    if not stop():
+        twins = {family: row for family, one in known.items() if (row := _twin_row(space, one, name)) is not None}
+        rows += [*twins.values(), *early(ranking, stop, {family: kind for family, kind in kinds.items()
+                                                         if family not in twins})]
     climb(ranking, runner, _within(Nearby(space, ranking), mine), list(dict.fromkeys(rows)), over, kinds)
+
+
+def _leaders(space: Space, runner: Runner) -> dict[str, int]:
+    """The best row so far of each family of layouts, whatever its precision."""
+    values = sorted((value, row) for row in runner.rows if np.isfinite(value := runner.value(row)))
+    found = {family: next((row for _, row in values if kind[row]), None) for family, kind in layouts_of(space).items()}
+    return {family: row for family, row in found.items() if row is not None}
+
+
+def _roomier(space: Space, ranking: Ranking, runner: Runner, row: int) -> dict[int, float]:
+    """Values of a row and, where it does not fit, of its layout with as much recomputed as need be: a round at most,
+    lowest bounds first, each holding less than the one before, since what just fits may be slow for that."""
+    found = {row: runner.value(row)}
+    alike = space.columns["cluster"] == space.columns["cluster"][row]
+    for column in (values for field, values in space.columns.items() if field not in ("cluster", "recompute")):
+        alike &= column == column[row]
+    rows, of = np.flatnonzero(alike), ranking.of
+    if np.isfinite(found[row]):
+        return found
+    ranking.bound_at(rows)
+    while len(found) <= ROUND:
+        while ranking.tighten_only(rows[np.isfinite(ranking.values[rows])].tolist()):
+            pass
+        best = min(found.values())
+        able = [one for one in rows.tolist() if one not in found and of.memory_bytes[one] < of.memory_bytes[row]
+                and ranking.values[one] < best and not of.coarse[one]]
+        if not able:
+            break
+        row = min(able, key=lambda one: (float(ranking.values[one]), one))
+        found[row] = runner.values([row])[0]
+    return found
 
 
 def _take_in(result: Found, values: dict[int, float], top: int) -> None:

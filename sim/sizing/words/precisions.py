@@ -49,6 +49,9 @@ def lines(found: Sizing) -> Iterator[str]:
            "memory of the fullest GPU):")
     first = found.best[0] if found.best else None
     yield from _aligned([_heads(found), *(_cells(found, one, base, first, column) for one in ranked)])
+    if not all(one["proven"] for one in found.precisions):
+        yield ("! where not proven, a difference may be that of how far the search got, not of the precision: give it "
+               "more time")
     yield ("! a precision changes what training computes, not only how fast: whether the loss still falls as well is "
            "not judged here")
 
