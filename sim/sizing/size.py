@@ -211,7 +211,7 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
         result = _searched(space, ranking, runner, first, top, stop, 1 if hurried else PATIENCE)
         if not interrupted():
             _round_off(space, ranking, runner, result, top, stop, own, choice.partial_recompute and not served)
-        kinds = of_each(space, ranking, runner, result, top, stop, choice.partial_recompute and not interrupted())
+        kinds = of_each(space, ranking, runner, result, top, stop, choice.partial_recompute, interrupted)
         if result.complete and not result.best and free.wish != wish:
             found.nearest, found.nearest_cut = _nearest(space, Ranking(space, of, free.wish), free, stop)
         found.front_proven = front_proven(space, ranking, runner, stop)

@@ -8,7 +8,7 @@ all the same, so that no precision goes without a figure, and none is ahead for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,39 +66,54 @@ def _plain(one: Outcome | None) -> dict[str, Any] | None:
 
 
 def of_each(space: Space, ranking: Ranking, runner: Runner, result: Found, top: int, stop: Callable[[], bool],
-            blocks: bool) -> list[OfPrecision]:
+            blocks: bool, interrupted: Callable[[], bool] = lambda: False) -> list[OfPrecision]:
     """Every precision of a search that has several, as they were asked for; `result` takes in what is found for it.
 
     Args:
-        top: rows of `result.best`; blocks: whether the first k recomputed blocks are looked at between those of the
-            space, whatever `stop` says.
+        top: rows of `result.best`.
+        stop: whether the time is over; a few simulations of each precision are not cut short.
+        blocks: whether the first k recomputed blocks are looked at between those of the space.
+        interrupted: whether those few are not wanted either.
     """
-    clusters, rows = clusters_of(space), list[int]()
-    while clusters and result.best:  # until the best has no better twin
-        leads = result.best[0][1]
-        rows = [row for name in clusters if (row := _twin_row(space, leads, name)) is not None]
-        _take_in(result, dict(zip(rows, runner.values(rows), strict=True)), top)
-        if result.best[0][1] == leads:
-            break
-        rows = []
-    if not result.complete:
-        for row in rows:
+    clusters = clusters_of(space)
+    for row in _twins(space, runner, result, clusters, top):
+        if not result.complete and not interrupted():
             _take_in(result, _roomier(space, ranking, runner, row), top)
     proven = {}
     for name, numbers in clusters.items():
         mine = _search(space, ranking, runner, numbers, stop)
         if mine.best and space.stepped:
             mine.add(between(space, ranking, runner, stop, numbers), 1)
-        if mine.best and blocks:
+        if mine.best and blocks and not interrupted():
             finer(space, ranking, runner, mine, 1, stop)
         _take_in(result, {row: value for row, value in mine.values.items() if row in runner.rows}, top)
         proven[name] = mine.complete and not ranking.of.unbounded.any()
+    _twins(space, runner, result, clusters, top)
     first = result.best[0][1] if result.best else None
-    leading = next((name for name, numbers in clusters.items() if first is not None
-                    and int(space.columns["cluster"][first]) in numbers), "")
     best = {name: _best(space, runner, numbers) for name, numbers in clusters.items()}
     return [OfPrecision(name, row, proven[name], _alike(space, runner, first, name),
-                        _alike(space, runner, row, leading)) for name, row in best.items()]
+                        _alike(space, runner, row, _leading(space, result))) for name, row in best.items()]
+
+
+def _twins(space: Space, runner: Runner, result: Found, clusters: Mapping[str, Sequence[int]], top: int) -> list[int]:
+    """The best's layout in every precision, and that of the best of each in the precision of the best, as far as they
+    are rows: taken in until the best has none that is better. Returns the former."""
+    while clusters and result.best:
+        first, leading = result.best[0][1], _leading(space, result)
+        like_best = [_twin_row(space, first, name) for name in clusters]
+        others = [_best(space, runner, numbers) for numbers in clusters.values()]
+        back = [None if row is None else _twin_row(space, row, leading) for row in others]
+        new = {row for row in (*like_best, *back) if row is not None and row not in result.values}
+        if not new:
+            return [row for row in like_best if row is not None]
+        _take_in(result, dict(zip(sorted(new), runner.values(sorted(new)), strict=True)), top)
+    return []
+
+
+def _leading(space: Space, result: Found) -> str:
+    """The precision of the best; "" where there is none."""
+    return space.clusters[int(space.columns["cluster"][result.best[0][1]])].training.precision.name if (
+        result.best) else ""
 
 
 def climb_in(space: Space, ranking: Ranking, runner: Runner, name: str, numbers: Sequence[int], own: Sequence[int],
