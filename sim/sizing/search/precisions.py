@@ -87,7 +87,8 @@ def of_each(space: Space, ranking: Ranking, runner: Runner, result: Found, top: 
         if mine.best and blocks and not interrupted():
             finer(space, ranking, runner, mine, 1, stop)
         _take_in(result, {row: value for row, value in mine.values.items() if row in runner.rows}, top)
-        proven[name] = mine.complete and not ranking.of.unbounded.any()
+        proven[name] = mine.complete and not ranking.of.unbounded.any() and all(
+            one.outcome != "fault" for row, one in runner.rows.items() if space.columns["cluster"][row] in numbers)
     _twins(space, runner, result, clusters, top)
     first = result.best[0][1] if result.best else None
     best = {name: _best(space, runner, numbers) for name, numbers in clusters.items()}

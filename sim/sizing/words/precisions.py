@@ -39,12 +39,16 @@ def name_of(sets: Mapping[str, Any]) -> str:
 
 
 def lines(found: Sizing) -> Iterator[str]:
-    """A table of the precisions that were tried, the best first, and what it does not say."""
+    """A table of the precisions that were tried, the best first, and what it does not say; nothing where none has a
+    layout that does what is asked."""
+    if all(one["best"] is None for one in found.precisions):
+        return
     column = _COLUMN[found.wish.objective]
     ranked = sorted(found.precisions, key=lambda one: (one["best"] is None, one["best"] and _rank(found, one["best"])))
     own = next((one for one in ranked if one["own"] and one["best"] is not None), None)
     base = own or next((one for one in ranked if one["best"] is not None), None)
-    against = "" if base is None else f"; change against {_label(base)}"
+    several = sum(one["best"] is not None for one in ranked) > 1
+    against = f"; change against {_label(base)}" if base is not None and several else ""
     yield (f"\nby precision, the best layout of each ({'cost' if column == 'cost' else found.wish.objective}{against}; "
            "memory of the fullest GPU):")
     first = found.best[0] if found.best else None

@@ -248,6 +248,21 @@ def test_a_search_that_ends_early_has_a_figure_of_every_precision(seconds: float
     assert len(sets) == len(set(sets))
 
 
+def test_a_row_that_fails_leaves_its_precision_unproven(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = sim.api.measure
+
+    def failing(one: Scenario) -> Any:
+        if one.training.precision.name == "fp8" and one.parallel.strategy == "zero1":
+            raise ValueError("ranks disagree")
+        return measure(one)
+
+    monkeypatch.setattr("sim.api.measure", failing)
+    found = size(scenario(), replace(CHOICE, tensor=[1], pipeline=[1], micro_batch=[1], recompute=["none"]))
+    assert found.faults and not found.proven
+    assert {one["precision"]: one["proven"] for one in found.precisions} == {
+        "megatron-bf16": True, "fp8": False, "pure-bf16": True}
+
+
 def test_offload_and_parts_of_nodes_are_varied_in_every_precision(once: Once) -> None:
     of = scenario(software={"framework": "pytorch", "year": 2024})
     choice = Choice([4, 8], tensor=[1], context=[1], pipeline=[1], micro_batch=[1], recompute=["none"],
