@@ -17,7 +17,6 @@ import numpy as np
 from sim import api
 from sim.errors import UserError
 from sim.parallel.serving.request import run_of
-from sim.parallel.support.check import on_any_ranks
 from sim.report.warned.asked import autocast_alone
 from sim.scenario import Loaded, Scenario, resolve
 from sim.sizing.modes import aside_of, axes_of, bases_of, bounds_of, front_proven, listed_space, own_of
@@ -36,12 +35,11 @@ from sim.sizing.search.store import Store
 from sim.sizing.search.usual import with_usual_half
 from sim.sizing.search.why import Why, explain, families, same_layout
 from sim.sizing.search.workers import workers as started_workers
-from sim.sizing.space.base import part_of_one
+from sim.sizing.space.base import never_simulated, part_of_one
 from sim.sizing.space.layouts import Choice, Space
 from sim.sizing.space.precisions import Untried, clusters_of
 from sim.sizing.space.requests import ServedSpace
 from sim.sizing.wish import SERVED_DEFAULT, Wish, priced
-from sim.software import stack_of
 
 
 @dataclass
@@ -295,7 +293,7 @@ def _refuse_never_simulated(bases: Sequence[Scenario], loaded: Loaded | None) ->
     Raises:
         UserError: as `sim.parallel.support.check` says it.
     """
-    faults = dict.fromkeys(fault for base in bases for fault in on_any_ranks(base, stack_of(base.software)))
+    faults = dict.fromkeys(fault for base in bases for fault in never_simulated(base))
     if faults:
         raise UserError([fault if loaded is None else api.placed(fault, loaded) for fault in faults])
 

@@ -11,11 +11,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from sim.errors import UserError
+from sim.errors import Fault, UserError
 from sim.parallel.sharded.secondary import neighbours
+from sim.parallel.support.check import on_any_ranks
 from sim.scenario import Scenario
 from sim.scenario.change import Changing
 from sim.scenario.dump import dump
+from sim.software import stack_of
 
 #: Fields of `parallel` whose defaults follow from what rows vary.
 _FOLLOWING = ("reduce_every_micro_step", "async_tensor")
@@ -62,6 +64,24 @@ def alone(scenario: Scenario, topology: str | None, gpus: Sequence[int] = (), pr
     return base.model_copy(update={
         "training": base.training.model_copy(update={"global_batch": batch}),
         "parallel": base.parallel.model_copy(update=unsaid)})
+
+
+def never_simulated(base: Scenario) -> list[Fault]:
+    """What of a base no strategy makes possible (`sim.parallel.support.check`): frozen weights of another dtype than
+    their adapters' are brought together by FSDP's mixed precision and by none beside it."""
+    sharded = _of_strategy(base, "fsdp")
+    return [fault for fault in _of_strategy(base, "ddp") if fault in sharded]
+
+
+def refused_strategies(base: Scenario, names: Sequence[str]) -> set[str]:
+    """Strategies of some that are refused for what `never_simulated` leaves to others."""
+    always = never_simulated(base)
+    return {name for name in names if any(fault not in always for fault in _of_strategy(base, name))}
+
+
+def _of_strategy(base: Scenario, name: str) -> list[Fault]:
+    parallel = base.parallel.model_copy(update={"strategy": name})
+    return on_any_ranks(base.model_copy(update={"parallel": parallel}), stack_of(base.software))
 
 
 #: Sequences that divide over nodes of any number of GPUs that the run's batch divides over, but for odder numbers.

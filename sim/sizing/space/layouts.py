@@ -24,6 +24,7 @@ from sim.parallel.support.muon import cuts, strategies
 from sim.parallel.support.zeropp import able
 from sim.scenario import Scenario
 from sim.scenario.fields.schema import TWO_CHUNKS
+from sim.sizing.space.base import refused_strategies
 from sim.sizing.space.experts import spreads
 from sim.sizing.space.policies import POLICIES, policy, possible
 from sim.sizing.space.thinned import Own, chunks, contexts, micro_batches, numbers, own_of
@@ -239,7 +240,7 @@ def _of_count(number: int, scenario: Scenario, nodes: int,
     blocks = model.layers + model.decoder_layers
     same, ipg = _same_sharding(scenario), _stack(scenario).gradient_path == "ipg"
     states = scenario.parallel.offload.optimizer in ("cpu", "nvme")  # of shards, which one rank has none of
-    stack = _stack(scenario)
+    stack, refused = _stack(scenario), refused_strategies(scenario, STRATEGIES)
     choice = replace(choice, recompute=tuple(name for name in choice.recompute if possible(name, scenario, stack)))
     for tensor, context, pipeline in _degrees(scenario, gpus, choice):
         replicas = gpus // (tensor * context * pipeline)
@@ -251,7 +252,8 @@ def _of_count(number: int, scenario: Scenario, nodes: int,
         sequences = (0, 1) if tensor > 1 and model.kind == "decoder" and \
             scenario.training.sequence % (tensor * context) == 0 else (0,)
         plain = {two: _data_parallel(replicas * context, replicas, pipeline, blocks, choice, same, [
-            name for name in _strategies(scenario, pipeline, two, same) if able(scenario, stack, name, tensor)])
+            name for name in _strategies(scenario, pipeline, two, same)
+            if name not in refused and able(scenario, stack, name, tensor)])
             for two in (False, True)}
         ways = {one.expert: {two: _spread(*rows, one.expert, ipg) for two, rows in plain.items()} for one in spread}
         for micro, alike, virtual, schedule, chunked in _orders(share, pipeline, blocks, choice):

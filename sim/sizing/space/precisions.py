@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from sim.errors import Fault, UserError, nearest
-from sim.parallel.support.check import check, on_any_ranks
+from sim.parallel.support.check import check
 from sim.scenario import Scenario
 from sim.scenario.fields.precisions import PRECISIONS
-from sim.sizing.space.base import alone
+from sim.sizing.space.base import alone, never_simulated
 from sim.sizing.space.layouts import Choice, Space
 from sim.sizing.space.variants import PRECISION
 from sim.software import stack_of
@@ -90,10 +90,9 @@ def _based(scenario: Scenario, topology: str | None, choice: Choice,
         base = alone(scenario, topology, choice.gpus, asked)
     except UserError as error:
         return None, error.faults
-    stack = stack_of(base.software)
-    faults = on_any_ranks(base, stack)
+    faults = never_simulated(base)
     try:
-        check(base, stack)
+        check(base, stack_of(base.software))
     except UserError as error:  # of what depends on the layout, what no layout changes
         faults += [one for one in error.faults if one.field.startswith(PRECISION) and one not in faults
                    and asked is not None]

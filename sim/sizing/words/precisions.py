@@ -113,7 +113,7 @@ def _alike(one: Mapping[str, Any] | None, first: Row | None) -> str:
     if one is None:
         return "" if first is None else "cannot have it"
     if one["outcome"] != "ok":
-        return "cannot be simulated"
+        return "is refused" if one["outcome"] == "refused" else "failed, a fault of ours"
     memory = f"{one['device_used_bytes'] / _GIB:.1f} GiB"
     if one["step_time_s"] is None or not one["fits"]:
         return f"does not fit ({memory})"

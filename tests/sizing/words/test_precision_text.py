@@ -124,7 +124,7 @@ def test_what_does_not_fit_or_was_not_found_is_said(path: Path) -> None:
     found.precisions[2] = {**found.precisions[2], "proven": False,
                            "with_the_best_layout": {**alike, "outcome": "refused"}}
     said = list(precision_lines(found))
-    assert said[4].endswith("none was found in time") and "cannot be simulated" in said[4]
+    assert said[4].endswith("none was found in time") and "is refused" in said[4]
     found.precisions = [best, *({**one, "best": None} for one in (other, third))]
     assert "change against" not in next(precision_lines(found))  # there is but one
     found.precisions = [{**one, "best": None} for one in found.precisions]
