@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from sizing_once import Once
 
 from sim.scenario import resolve
-from sim.sizing import Choice
+from sim.sizing import Choice, size
 from sim.sizing.bounds.steps import Bounds
 from sim.sizing.search.best_first import Found
 from sim.sizing.search.precisions import climb_in, of_each
@@ -63,6 +64,21 @@ def test_a_layout_that_does_not_fit_in_a_precision_is_tried_with_more_recomputed
     values = [runner.value(one) for one in runner.rows]
     assert runner.value(own.best) < 0.75 * max(value for value in values if np.isfinite(value))
     assert len(runner.rows) <= 10  # the best's layout, its own, and back
+
+
+def test_the_slower_precision_is_looked_at_as_closely_as_alone(once: Once) -> None:
+    """Numbers of recomputed blocks between those of the space, next to the best of each."""
+    job = {**TIGHT, "training": {**TIGHT["training"], "sequence": 2560}}
+    choice = replace(CHOICE, micro_batch=[2], recompute=["none", "full"])
+    found = size(resolve(job, ""), choice, top=3)
+    for one in found.precisions:
+        training = {**job["training"], "precision": one["precision"]}
+        alone = size(resolve({**job, "training": training}, ""), replace(choice, precision=[]), top=1)
+        said = {name: value for name, value in one["best"]["set"].items() if name != "training.precision"}
+        assert one["proven"] and alone.proven and said == alone.best[0]["set"]
+    own, fsdp = (one["best"] for one in found.precisions)
+    assert own["step_time_s"] > fsdp["step_time_s"]
+    assert own["set"]["training.recompute"] == {"layers": 22}  # of the space are 21 and 24
 
 
 def test_no_layout_that_is_told_of_beats_the_best(search: tuple[Any, Ranking, Runner]) -> None:

@@ -90,6 +90,7 @@ def _block(found: Sizing) -> list[str]:
 
 def test_the_precisions_stand_side_by_side(path: Path) -> None:
     found = size(load(path), CHOICE, top=3)
+    assert found.own is not None and found.own["set"]["training.precision"] == "fsdp-bf16"
     head, names, *rows, warning = _block(found)
     assert "change against fsdp-bf16, the scenario's own" in head and warning.startswith("! a precision changes")
     assert names.split()[:4] == ["precision", "step", "change", "memory"]
