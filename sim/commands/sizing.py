@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 @click.command(short_help="Search for the best layout, cluster and number of GPUs.", epilog=examples(
     "drystep size scenario.yaml --gpus 32", "drystep size scenario.yaml --gpus 8..64 --cluster dgx-a100-80g,dgx-h100",
     "drystep size scenario.yaml --gpus 64 --only parallel.tensor=1,2 --only strategy=zero1,fsdp",
+    "drystep size scenario.yaml --gpus 64 --precision megatron-bf16,fp8",
     "drystep size scenario.yaml --gpus 64 --objective cost --price 2.5 --seconds 60 --out runs.db",
     "drystep size inference.yaml --gpus 1..8 --weights bf16,int8,int4 --latency '30 ms' --first-token '2 s'",
     "drystep size inference.yaml --gpus 1..8 --cluster dgx-h100,dgx-a100-40g --objective gpus --throughput 2000"))
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
               "parallel.tensor=4,8 or training.recompute=none,full; repeatable.")
 @click.option("--offload", help="What to try on the host, separated by commas: none, activations, optimizer, states, "
               "everything; of inference none, parameters; default what the scenario says.")
+@click.option("--precision", help="Training: precisions to try beside the scenario's own, separated by commas, e.g. "
+              "megatron-bf16,fp8 (see 'drystep list precisions'); default the scenario's own alone.")
 @click.option("--weights", help="Inference: how to store weights, separated by commas: bf16, fp16, int8, int4, nf4, "
               "fp8, ..., and fp8-products, int8-products, ... to multiply in it too; default what the scenario says.")
 @click.option("--kv-cache", help="Inference: caches to try, separated by commas: same, fp8, int8; default what the "
@@ -83,11 +86,12 @@ if TYPE_CHECKING:
 @click.option("--report", "report_to", metavar="DIR", help="Write the text and a picture of the front there.")
 @click.pass_context
 def size(ctx: click.Context, scenario: str, sets: tuple[str, ...], gpus: str, clusters: str | None,
-         narrow: tuple[str, ...], offload: str | None, weights: str | None, kv_cache: str | None, overlap_p2p: bool,
-         deadline: str | None, budget: float | None, latency: str | None, first_token: str | None,
-         throughput: float | None, objective: str | None, top: int, out: str | None, resume: bool,
-         seconds: float | None, workers: int | None, dask: str | None, price: str | None, memory_margin: float,
-         json_to: str | None, csv_to: str | None, parquet_to: str | None, report_to: str | None) -> None:
+         narrow: tuple[str, ...], offload: str | None, precision: str | None, weights: str | None,
+         kv_cache: str | None, overlap_p2p: bool, deadline: str | None, budget: float | None, latency: str | None,
+         first_token: str | None, throughput: float | None, objective: str | None, top: int, out: str | None,
+         resume: bool, seconds: float | None, workers: int | None, dask: str | None, price: str | None,
+         memory_margin: float, json_to: str | None, csv_to: str | None, parquet_to: str | None,
+         report_to: str | None) -> None:
     """Search layouts, clusters and numbers of GPUs for the best configuration."""
     started = time.monotonic()
     from sim import sizing
@@ -114,8 +118,8 @@ def size(ctx: click.Context, scenario: str, sets: tuple[str, ...], gpus: str, cl
     wish = replace(_wish(loaded.scenario, deadline is not None, budget, objective), margin_bytes=memory_margin * 2**30,
                    latency_s=_time("--latency", latency), first_token_s=_time("--first-token", first_token),
                    throughput=throughput)
-    choice = replace(only(sizing.Choice(sizing.counts(gpus)), narrow), weights=_listed(weights),
-                     kv_cache=_listed(kv_cache))
+    choice = replace(only(sizing.Choice(sizing.counts(gpus)), narrow), precision=_listed(precision),
+                     weights=_listed(weights), kv_cache=_listed(kv_cache))
     longest_s = math.inf if seconds is None else seconds - (time.monotonic() - started)
     if sys.stderr.isatty():
         click.echo("listing layouts and bounding them", nl=False, err=True)

@@ -21,24 +21,26 @@ from sim.sizing.search.nearby import Nearby, own_row
 from sim.sizing.search.ranking import Floats, Ranking
 from sim.sizing.search.rows import table_row
 from sim.sizing.search.runner import Runner
-from sim.sizing.space.base import alone, following
+from sim.sizing.space.base import following
 from sim.sizing.space.layouts import Choice, Space, build_space, with_own, with_parts
 from sim.sizing.space.offloads import both_ways, narrowed, nowhere, variants
+from sim.sizing.space.precisions import Untried, with_precisions
 from sim.sizing.space.requests import ServedSpace, build_served, own_served, served, served_bases
 from sim.sizing.space.requests import plain as plain_served
 from sim.sizing.wish import Wish
 
 
 def bases_of(scenario: Scenario, topologies: Sequence[str | None], choice: Choice,
-             offload: Sequence[str]) -> list[Scenario]:
-    """The scenario on one node of every topology (None: its own); of a request also with all that is varied of it.
+             offload: Sequence[str]) -> tuple[list[Scenario], list[Untried]]:
+    """The scenario on one node of every topology (None: its own), in every precision that is tried there, and those
+    that are not; of a request also with all that is varied of it.
 
     Raises:
         UserError: one is not possible.
     """
     if run_of(scenario) is not None:
-        return served_bases(scenario, topologies, choice, offload)
-    return [alone(scenario, name, choice.gpus) for name in topologies]
+        return served_bases(scenario, topologies, choice, offload), []
+    return with_precisions(scenario, topologies, choice)
 
 
 def listed_space(scenario: Scenario, bases: list[Scenario], choice: Choice, wish: Wish, offload: Sequence[str],

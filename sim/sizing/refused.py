@@ -64,6 +64,9 @@ def _of_training(scenario: Scenario, choice: Choice, wish: Wish) -> Iterator[Fau
         if values:
             yield Fault(f"{field} is of training, and this scenario is inference", "--only",
                         hint=f"the axes are {_SERVED_AXES}")
+    if choice.precision:
+        yield Fault("precisions are those of training steps, and this scenario is inference", "--precision",
+                    hint="--weights names formats of weights and of products, --kv-cache those of the cache")
     wrong = [name for name in choice.strategies if name not in ("none", "ddp", "fsdp", "zero3")]
     if wrong:
         yield Fault(f"strategy {wrong[0]} is of training, and this scenario is inference", "--only",

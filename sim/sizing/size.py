@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,16 @@ import numpy as np
 from sim import api
 from sim.errors import UserError
 from sim.parallel.serving.request import run_of
-from sim.parallel.support.check import on_any_ranks
 from sim.report.warned.asked import autocast_alone
 from sim.scenario import Loaded, Scenario, resolve
 from sim.sizing.modes import aside_of, axes_of, bases_of, bounds_of, front_proven, listed_space, own_of
 from sim.sizing.refused import refuse
 from sim.sizing.search.best_first import PATIENCE, ROUND, Found, search
 from sim.sizing.search.between import between
-from sim.sizing.search.early import climb, early
+from sim.sizing.search.early import early
 from sim.sizing.search.finer import finer
 from sim.sizing.search.front import pareto
+from sim.sizing.search.precisions import OfPrecision, climb_in, of_each
 from sim.sizing.search.ranking import Floats, Ranking
 from sim.sizing.search.round_out import best_of_each, round_out
 from sim.sizing.search.rows import kept_row, table_row
@@ -34,11 +35,11 @@ from sim.sizing.search.store import Store
 from sim.sizing.search.usual import with_usual_half
 from sim.sizing.search.why import Why, explain, families, same_layout
 from sim.sizing.search.workers import workers as started_workers
-from sim.sizing.space.base import part_of_one
+from sim.sizing.space.base import never_simulated, part_of_one
 from sim.sizing.space.layouts import Choice, Space
+from sim.sizing.space.precisions import Untried, clusters_of
 from sim.sizing.space.requests import ServedSpace
 from sim.sizing.wish import SERVED_DEFAULT, Wish, priced
-from sim.software import stack_of
 
 
 @dataclass
@@ -69,6 +70,8 @@ class Sizing:
         price_origin: where the price of each cluster comes from.
         schedules: of pipelines, those that were tried.
         not_offloaded: what was asked to be tried on the host and no technique of the framework keeps there.
+        precisions: where several are tried, each as `sim.sizing.search.precisions` says it; untried: those asked for
+            that a cluster has not, or that others equal.
         hints: of the nodes that are searched in place of the file's, and of the precision that all layouts have, where
             hardly a run has it.
         seconds: of wall clock, by part.
@@ -101,6 +104,8 @@ class Sizing:
     best_proven: int = 0
     schedules: list[str] = field(default_factory=list)
     not_offloaded: list[str] = field(default_factory=list)
+    precisions: list[dict[str, Any]] = field(default_factory=list)
+    untried: list[Untried] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     served: bool = False
@@ -117,7 +122,8 @@ class Sizing:
                 "faults": self.faults,
                 "first_fault": self.first_fault, "gap": self.gap, "best_proven": self.best_proven,
                 "proven": self.proven,
-                "schedules": self.schedules, "not_offloaded": self.not_offloaded, "hints": self.hints,
+                "schedules": self.schedules, "not_offloaded": self.not_offloaded,
+                "precisions": self.precisions, "untried": [one._asdict() for one in self.untried], "hints": self.hints,
                 "seconds": self.seconds, **(self._of_requests() if self.served else {})}
 
     def _of_requests(self) -> dict[str, Any]:
@@ -177,13 +183,13 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
     served = run_of(scenario) is not None
     wish = wish or Wish(SERVED_DEFAULT if served else "time")
     refuse(scenario, choice, wish, overlap_p2p)
-    bases = bases_of(scenario, clusters or (None,), choice, offload)
+    bases, untried = bases_of(scenario, clusters or (None,), choice, offload)
     _refuse_never_simulated(bases, None if isinstance(loaded, Scenario) else loaded)
     wish, origin = priced(wish, bases, price)
     space, plain, dropped = listed_space(scenario, bases, choice, wish, offload, overlap_p2p)
     listed = time.monotonic()
     store = Store(out, {"clusters": plain}, resume)
-    found = Sizing(wish, raw=space.raw, price_origin=origin, not_offloaded=dropped, served=served,
+    found = Sizing(wish, raw=space.raw, price_origin=origin, not_offloaded=dropped, served=served, untried=untried,
                    schedules=space.schedules, hints=_whole_nodes(scenario, clusters, choice), batches=space.batches)
     with ExitStack() as stack:
         stack.callback(store.close)
@@ -203,14 +209,14 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
         result = _searched(space, ranking, runner, first, top, stop, 1 if hurried else PATIENCE)
         if not interrupted():
             _round_off(space, ranking, runner, result, top, stop, own, choice.partial_recompute and not served)
+        kinds = of_each(space, ranking, runner, result, top, stop, choice.partial_recompute, interrupted)
         if result.complete and not result.best and free.wish != wish:
             found.nearest, found.nearest_cut = _nearest(space, Ranking(space, of, free.wish), free, stop)
         found.front_proven = front_proven(space, ranking, runner, stop)
         if result.complete and result.best:
             (best_of_each if found.served else round_out)(ranking, runner, stop)
-    found.impossible, found.pruned, found.unbounded = ranking.impossible, ranking.pruned(), int(of.unbounded.sum())
-    found.pruned["time"] -= int(np.isfinite(ranking.values[list(runner.rows)]).sum())  # the scenario's own may be late
-    _fill(found, space, result, runner, own, scenario)
+    _count(found, ranking, runner)
+    _fill(found, space, result, runner, own, scenario, kinds)
     found.why = _why(found, space, result, runner, np.where(of.unbounded, 0.0, ranking.values))
     found.seconds = {"space": listed - started, "bounds": bounded - listed, "simulation": time.monotonic() - bounded}
     return found
@@ -220,16 +226,20 @@ def _first(space: Space, ranking: Ranking, runner: Runner, own: int | None, unti
            stop: Callable[[], bool]) -> list[int]:
     """Rows that come before a search: the scenario's own; under a time limit, which ends at `until`, also what half of
     the time that is left is enough for, or all where not all rows are bounded and nothing can be proven."""
-    rows, near, now = [] if own is None else [own], aside_of(space, ranking), time.monotonic()
-    if not hurried or near is None:
+    rows, now = [] if own is None else [own], time.monotonic()
+    if not hurried:
         return rows
-    rows += [] if stop() else early(ranking, stop)
+    each = clusters_of(space) or {"": list(range(len(space.clusters)))}
     climb_s = (until - now) / (1 if ranking.of.unbounded.any() else 2)
-    climb(ranking, runner, near, rows, lambda: stop() or time.monotonic() > now + climb_s)
-    if space.stepped:
+
+    def over(ends: float) -> bool:
+        return stop() or time.monotonic() > ends
+
+    for turn, (name, numbers) in enumerate(each.items(), 1):
+        climb_in(space, ranking, runner, name, numbers, rows, stop, partial(over, now + climb_s * turn / len(each)))
+    for turn, numbers in enumerate(each.values() if space.stepped else ()):
         now = time.monotonic()
-        share_s = (until - now) / 4
-        between(space, ranking, runner, lambda: stop() or time.monotonic() > now + share_s)
+        between(space, ranking, runner, partial(over, now + (until - now) / 4 / (len(each) - turn)), numbers)
     return list(runner.rows)
 
 
@@ -252,7 +262,7 @@ def _searched(space: Space, ranking: Ranking, runner: Runner, first: Sequence[in
 
 
 def _round_off(space: Space, ranking: Ranking, runner: Runner, result: Found, top: int, stop: Callable[[], bool],
-               own: int | None, partial: bool) -> None:
+               own: int | None, blocks: bool) -> None:
     """What is best by the bounds that there are, where there was no time for a search; then what lies between the
     micro-batches and, where any are tried, the numbers of recomputed blocks next to the best."""
     if not runner.rows.keys() - {own}:
@@ -260,10 +270,11 @@ def _round_off(space: Space, ranking: Ranking, runner: Runner, result: Found, to
         rows = ([] if served else early(ranking, stop)) or ranking.at_hand(ROUND, runner.rows)
         values = np.full(len(ranking.values), np.inf)
         values[rows] = ranking.values[rows]
-        result.best = search(values, runner.values, top, first=list(runner.rows)).best
+        some = search(values, runner.values, top, first=list(runner.rows))
+        result.best, result.values = some.best, some.values
     if result.best and space.stepped:
         result.add(between(space, ranking, runner, stop), top)
-    if result.best and partial:
+    if result.best and blocks:
         finer(space, ranking, runner, result, top, stop)
 
 
@@ -282,7 +293,7 @@ def _refuse_never_simulated(bases: Sequence[Scenario], loaded: Loaded | None) ->
     Raises:
         UserError: as `sim.parallel.support.check` says it.
     """
-    faults = dict.fromkeys(fault for base in bases for fault in on_any_ranks(base, stack_of(base.software)))
+    faults = dict.fromkeys(fault for base in bases for fault in never_simulated(base))
     if faults:
         raise UserError([fault if loaded is None else api.placed(fault, loaded) for fault in faults])
 
@@ -296,8 +307,18 @@ def _nearest(space: Space, ranking: Ranking, runner: Runner,
     return table_row(space, runner, result.best[0][1], runner.wish), False
 
 
-def _fill(found: Sizing, space: Space, result: Found, runner: Runner, own: int | None, scenario: Scenario) -> None:
+def _count(found: Sizing, ranking: Ranking, runner: Runner) -> None:
+    """What became of the configurations that were not simulated."""
+    found.impossible, found.pruned = ranking.impossible, ranking.pruned()
+    found.unbounded = int(ranking.of.unbounded.sum())
+    found.pruned["time"] -= int(np.isfinite(ranking.values[list(runner.rows)]).sum())  # the scenario's own may be late
+
+
+def _fill(found: Sizing, space: Space, result: Found, runner: Runner, own: int | None, scenario: Scenario,
+          kinds: Sequence[OfPrecision]) -> None:
     """Tables of the result, and what the best would gain by its kind's precision."""
+    found.precisions = [one.to_json(lambda row: table_row(space, runner, row, found.wish),
+                                    scenario.training.precision.name) for one in kinds]
     if own is not None:
         found.own = kept_row(table_row(space, runner, own, found.wish), runner.rows[own])
     found.first_fault = next(({"set": space.sets(row), "reason": one.reason} for row, one in runner.rows.items()
@@ -314,7 +335,8 @@ def _fill(found: Sizing, space: Space, result: Found, runner: Runner, own: int |
         number = int(space.columns["cluster"][result.best[0][1]])
         found.winner = resolve(runner.plain[number], "", found.best[0]["set"])
         found.free_bytes = runner.capacity[number] - found.best[0]["device_used_bytes"]
-    found.hints += autocast_alone(scenario) if found.winner is None else with_usual_half(found.winner, found.best[0])
+    found.hints += autocast_alone(scenario) if found.winner is None else with_usual_half(
+        found.winner, found.best[0], [one["precision"] for one in found.precisions])
     found.rows = [kept_row(table_row(space, runner, row, found.wish), runner.rows[row]) for row in sorted(runner.rows)]
     fitting = [table_row(space, runner, row, found.wish) for row in sorted(runner.rows)
                if math.isfinite(runner.value(row))]

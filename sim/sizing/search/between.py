@@ -10,7 +10,7 @@ simulated while any may be better.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -30,21 +30,23 @@ _CUT_OFF, _LOOKED_AT = 16, 64
 _BESIDE = ("recompute", "micro_batch")
 
 
-def between(space: Space, ranking: Ranking, runner: Runner, stop: Callable[[], bool]) -> list[tuple[float, int]]:
+def between(space: Space, ranking: Ranking, runner: Runner, stop: Callable[[], bool],
+            clusters: Sequence[int] | None = None) -> list[tuple[float, int]]:
     """Values and rows, new ones of the space, of micro-batches between those that the space has.
 
     Args:
         stop: asked before each layout and each round of simulations.
+        clusters: numbers of those whose layouts are looked at, all if not given.
     """
-    simulated = {row: runner.value(row) for row in runner.rows}
+    mine = np.isin(space.columns["cluster"], range(len(space.clusters)) if clusters is None else clusters)
+    simulated = {row: runner.value(row) for row in runner.rows if mine[row]}
     best = min(simulated.values(), default=np.inf)
     new: list[int] = []
-    tried = set[tuple[tuple[int, ...], int]]()
-    for row, low, high in (*_near(space, simulated), *_cut_off(space, ranking, simulated)):
-        policies = np.unique(space.columns["recompute"][_alike(space, row)]).tolist()
+    for row, low, high in (*_near(space, simulated), *_cut_off(space, ranking, simulated, mine)):
+        alike = _alike(space, row)
+        policies, tried = (np.unique(space.columns[name][alike]).tolist() for name in _BESIDE)
         for micro in _able(space, row):
-            if low < micro < high and (name := (_layout(space, row), micro)) not in tried and not stop():
-                tried.add(name)
+            if low < micro < high and micro not in tried and not stop():
                 new += ranking.add_micro_batch(row, micro, policies)
     if not new:
         return []
@@ -63,12 +65,13 @@ def _near(space: Space, simulated: dict[int, float]) -> list[tuple[int, int, int
     return list(found.values())
 
 
-def _cut_off(space: Space, ranking: Ranking, simulated: dict[int, float]) -> Iterator[tuple[int, int, int]]:
+def _cut_off(space: Space, ranking: Ranking, simulated: dict[int, float],
+             mine: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int, int]]:
     """Rows that may fit, the lowest bounds first, whose layout with the next micro-batch does not, with both."""
     values = ranking.values.copy()
     values[list(simulated)] = list(simulated.values())
     best = min(simulated.values(), default=np.inf)
-    rows = np.flatnonzero((values < 2 * best) & np.isfinite(values) & ~ranking.of.coarse)
+    rows = np.flatnonzero((values < 2 * best) & np.isfinite(values) & ~ranking.of.coarse & mine)
     seen, found = set[tuple[tuple[int, ...], int]](), 0
     for row in rows[np.argsort(values[rows], kind="stable")].tolist():
         own, (_, high) = int(space.columns["micro_batch"][row]), _sides(space, row)

@@ -9,7 +9,7 @@ for. These rows change no proof: they are rows like others, evaluated before the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
 import numpy as np
@@ -20,6 +20,8 @@ from sim.sizing.search.ranking import Ranking
 from sim.sizing.search.runner import Runner
 from sim.sizing.space.families import kinds_of
 
+#: Rows of families, by name.
+Kinds = Mapping[str, npt.NDArray[np.bool_]]
 #: Shares of a GPU's memory that a row may take by its lower bound, tried in turn: of the first most rows fit.
 _ROOMY = (0.6, 0.75, 0.9)
 #: Times that a family's lowest rows are bounded finely before what is at hand is taken: with time, and without.
@@ -32,23 +34,25 @@ _FAR = 2.0
 _MANY = np.iinfo(np.int32).max
 
 
-def early(ranking: Ranking, stop: Callable[[], bool]) -> list[int]:
+def early(ranking: Ranking, stop: Callable[[], bool], kinds: Kinds | None = None) -> list[int]:
     """At most a round of rows, the lowest bounds first.
 
     Args:
         stop: whether the time is over, after which little is bounded.
+        kinds: families, all of the space if not given.
     """
     rows = []
-    for kind in kinds_of(ranking.space).values():
+    for kind in (kinds_of(ranking.space) if kinds is None else kinds).values():
         mine = np.flatnonzero(kind & np.isfinite(ranking.values))
         sizes = ranking.space.columns["micro_batch"][mine]
         small = mine[sizes == sizes.min(initial=_MANY)]
         found = (_roomy(ranking, some, share, stop) for share in _ROOMY for some in (mine, small))
         rows.append(next((row for row in found if row is not None), None))
-    return sorted((row for row in rows if row is not None), key=lambda row: (ranking.values[row], row))[:ROUND]
+    return sorted({row for row in rows if row is not None}, key=lambda row: (ranking.values[row], row))[:ROUND]
 
 
-def climb(ranking: Ranking, runner: Runner, near: Aside, first: Sequence[int], stop: Callable[[], bool]) -> None:
+def climb(ranking: Ranking, runner: Runner, near: Aside, first: Sequence[int], stop: Callable[[], bool],
+          kinds: Kinds | None = None) -> None:
     """Simulates `first`, then what is near the best of every family, a round of each in turn, while any of it may be
     better: where bounds are loose, one family's best says nothing of another's. Every other round is of the family that
     has the best. Where all rows are bounded a family is left after a few rounds that brought it nothing: the search
@@ -57,9 +61,10 @@ def climb(ranking: Ranking, runner: Runner, near: Aside, first: Sequence[int], s
     Args:
         near: as of a search, asked for rows.
         stop: whether the time for this is over.
+        kinds: families, all of the space if not given.
     """
     known = dict(zip(first, runner.values(first), strict=True))
-    left = [(kind, 0) for kind in kinds_of(ranking.space).values()]  # with its rounds in vain
+    left = [(kind, 0) for kind in (kinds_of(ranking.space) if kinds is None else kinds).values()]  # its rounds in vain
     patience = math.inf if ranking.of.unbounded.any() else _IN_VAIN
     for turn in count():
         if not left or stop():

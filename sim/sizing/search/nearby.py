@@ -123,8 +123,10 @@ def own_row(space: Space, scenario: Scenario) -> int | None:
 
 
 def _same(one: Scenario, scenario: Scenario) -> bool:
-    """Whether a base of the search is what a scenario runs on, and keeps on the host what it keeps there."""
+    """Whether a base of the search is what a scenario runs on, in its precision, and keeps on the host what it keeps
+    there."""
     return (one.cluster.topology == scenario.cluster.topology
+            and one.training.precision == scenario.training.precision
             and one.cluster.gpus_per_node == scenario.cluster.gpus_per_node
             and one.parallel.offload == scenario.parallel.offload
             and one.parallel.overlap_p2p == scenario.parallel.overlap_p2p)

@@ -31,16 +31,19 @@ class Runner:
 
     def values(self, rows: Sequence[int]) -> list[float]:
         """The objective of rows; inf for what does not fit or is refused."""
-        jobs = []
-        for row in rows:
-            cluster, sets = int(self.space.columns["cluster"][row]), self.space.sets(row)
-            key = f"{self.heads[cluster]} {json.dumps(sets, sort_keys=True)}"
-            jobs.append((key, self.plain[cluster], sets, int(self.space.gpus[row])))
+        found = self.outcomes([(int(self.space.columns["cluster"][row]), self.space.sets(row),
+                                int(self.space.gpus[row])) for row in rows])
+        self.rows.update(zip(rows, found, strict=True))
+        return [self.value(row) for row in rows]
+
+    def outcomes(self, asked: Sequence[tuple[int, dict[str, Any], int]]) -> list[Outcome]:
+        """Outcomes of configurations, which need not be rows: number of the cluster, dotted fields, GPUs."""
+        jobs = [(f"{self.heads[cluster]} {json.dumps(sets, sort_keys=True)}", self.plain[cluster], sets, gpus)
+                for cluster, sets, gpus in asked]
         new = [job for job in jobs if job[0] not in self.store.known]
         for one in self.pool.each(simulated, new):
             self.store.add([one])
-        self.rows.update((row, self.store.known[job[0]]) for row, job in zip(rows, jobs, strict=True))
-        return [self.value(row) for row in rows]
+        return [self.store.known[job[0]] for job in jobs]
 
     def price(self, row: int) -> float:
         """Of one GPU-hour of a row's cluster."""
@@ -56,7 +59,10 @@ class Runner:
 
     def fits(self, row: int) -> bool:
         """Whether a row that was simulated fits, with the memory that is to stay free."""
-        one, cluster = self.rows[row], int(self.space.columns["cluster"][row])
+        return self.has_room(self.rows[row], int(self.space.columns["cluster"][row]))
+
+    def has_room(self, one: Outcome, cluster: int) -> bool:
+        """The same of an outcome on a cluster."""
         return one.fits and one.device_used_bytes <= self.capacity[cluster] - self.wish.margin_bytes if (
             self.wish.margin_bytes) else one.fits
 

@@ -11,11 +11,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from sim.errors import UserError
+from sim.errors import Fault, UserError
 from sim.parallel.sharded.secondary import neighbours
+from sim.parallel.support.check import on_any_ranks
 from sim.scenario import Scenario
 from sim.scenario.change import Changing
 from sim.scenario.dump import dump
+from sim.software import stack_of
 
 #: Fields of `parallel` whose defaults follow from what rows vary.
 _FOLLOWING = ("reduce_every_micro_step", "async_tensor")
@@ -40,8 +42,8 @@ def part_of_one(scenario: Scenario, gpus: Sequence[int]) -> bool:
         number <= whole or number % whole == 0 for number in gpus)
 
 
-def alone(scenario: Scenario, topology: str | None, gpus: Sequence[int] = ()) -> Scenario:
-    """The scenario on one node of a topology, or of its own (`one_node`)."""
+def alone(scenario: Scenario, topology: str | None, gpus: Sequence[int] = (), precision: str | None = None) -> Scenario:
+    """The scenario on one node of a topology, or of its own (`one_node`), in a precision by name, or in its own."""
     change, batch = Changing(scenario), scenario.training.global_batch
     assert batch is not None
     sets = {**one_node(scenario, topology, gpus), "parallel.strategy": "ddp", "parallel.sharding_factor": 1,
@@ -49,7 +51,8 @@ def alone(scenario: Scenario, topology: str | None, gpus: Sequence[int] = ()) ->
             "parallel.pipeline": 1, "parallel.expert_tensor": None,
             "parallel.virtual_stages": 1, "parallel.schedule": "1f1b", "parallel.split": None,
             "training.micro_batch": 1, "training.recompute": "none",
-            "training.global_batch": _ANY_NODE * math.gcd(batch, _ODD)}
+            "training.global_batch": _ANY_NODE * math.gcd(batch, _ODD),
+            **({} if precision is None else {"training.precision": precision})}
     second = neighbours(scenario.parallel.reshard_after_forward)
     if second:  # among more ranks than a node may have; rows take it where they can (`Space.sets`)
         sets["parallel.reshard_after_forward"] = True
@@ -61,6 +64,24 @@ def alone(scenario: Scenario, topology: str | None, gpus: Sequence[int] = ()) ->
     return base.model_copy(update={
         "training": base.training.model_copy(update={"global_batch": batch}),
         "parallel": base.parallel.model_copy(update=unsaid)})
+
+
+def never_simulated(base: Scenario) -> list[Fault]:
+    """What of a base no strategy makes possible (`sim.parallel.support.check`): frozen weights of another dtype than
+    their adapters' are brought together by FSDP's mixed precision and by none beside it."""
+    sharded = _of_strategy(base, "fsdp")
+    return [fault for fault in _of_strategy(base, "ddp") if fault in sharded]
+
+
+def refused_strategies(base: Scenario, names: Sequence[str]) -> set[str]:
+    """Strategies of some that are refused for what `never_simulated` leaves to others."""
+    always = never_simulated(base)
+    return {name for name in names if any(fault not in always for fault in _of_strategy(base, name))}
+
+
+def _of_strategy(base: Scenario, name: str) -> list[Fault]:
+    parallel = base.parallel.model_copy(update={"strategy": name})
+    return on_any_ranks(base.model_copy(update={"parallel": parallel}), stack_of(base.software))
 
 
 #: Sequences that divide over nodes of any number of GPUs that the run's batch divides over, but for odder numbers.

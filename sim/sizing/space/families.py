@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sim.sizing.space.layouts import STRATEGIES, Space
+from sim.sizing.space.precisions import clusters_of
 from sim.sizing.space.requests import ServedSpace
 
 #: Families of layouts, by the first of them that a layout uses: cuts of the model before how its states are kept.
@@ -25,8 +26,14 @@ def families_of(space: Space) -> npt.NDArray[np.int64]:
 
 
 def kinds_of(space: Space) -> dict[str, npt.NDArray[np.bool_]]:
-    """Rows of each family that a space has, by its name."""
+    """Rows of each family that a space has, by its name; then of each precision, where there are several."""
     if isinstance(space, ServedSpace):
         return space.kinds()
+    return {**layouts_of(space), **{f"in {name}": np.isin(space.columns["cluster"], numbers)
+                                    for name, numbers in clusters_of(space).items()}}
+
+
+def layouts_of(space: Space) -> dict[str, npt.NDArray[np.bool_]]:
+    """Rows of each family of layouts that a space of training steps has, by its name."""
     index = families_of(space)
     return {name: index == number for number, name in enumerate(FAMILIES) if (index == number).any()}

@@ -24,9 +24,11 @@ from sim.parallel.support.muon import cuts, strategies
 from sim.parallel.support.zeropp import able
 from sim.scenario import Scenario
 from sim.scenario.fields.schema import TWO_CHUNKS
+from sim.sizing.space.base import refused_strategies
 from sim.sizing.space.experts import spreads
 from sim.sizing.space.policies import POLICIES, policy, possible
 from sim.sizing.space.thinned import Own, chunks, contexts, micro_batches, numbers, own_of
+from sim.sizing.space.variants import part_of_a_node, told_of
 from sim.sizing.wish import Request
 from sim.software import Stack, stack_of
 
@@ -50,6 +52,7 @@ class Choice:
         strategies, schedules: names; schedules left empty are those that the stack has (`with_own`).
         recompute: policies; `partial_recompute`: whether the first k blocks are tried, for so many k (`thinned`).
         tensor, context, expert, expert_tensor, pipeline, virtual_stages, micro_batch: values.
+        precision: names of those to try beside the scenario's own (`sim.sizing.space.precisions`).
         batch, weights, kv_cache: of requests (`sim.sizing.space.requests`).
         own: what the scenario has of the axes of which not every value is tried.
     """
@@ -66,6 +69,7 @@ class Choice:
     pipeline: Sequence[int] = ()
     virtual_stages: Sequence[int] = ()
     micro_batch: Sequence[int] = ()
+    precision: Sequence[str] = ()
     batch: Sequence[int] = ()
     weights: Sequence[str] = ()
     kv_cache: Sequence[str] = ()
@@ -89,12 +93,14 @@ class Space:
         columns: name to integers, each of shape (rows,).
         raw: configurations as they can be written, for which the rows stand; stepped: whether not every micro-batch
             that divides is among them.
+        by_precision: whether rows say their precision, of which clusters may have several.
     """
 
     clusters: list[Scenario]
     columns: dict[str, Ints] = field(default_factory=dict)
     raw: int = 0
     stepped: bool = False
+    by_precision: bool = False
 
     def __len__(self) -> int:
         return len(self.columns["cluster"])
@@ -129,19 +135,9 @@ class Space:
         return [SCHEDULES[i] for i in np.unique(self.columns["schedule"][self.columns["pipeline"] > 1])]
 
     @cached_property
-    def _varies_offload(self) -> bool:
-        """Whether what is kept on the host is an axis."""
-        return any(one.parallel.offload != self.clusters[0].parallel.offload for one in self.clusters)
-
-    @cached_property
-    def _has_parts(self) -> bool:
-        """Whether parts of nodes are among the clusters."""
-        return any(part_of_a_node(one, self.clusters) for one in self.clusters)
-
-    @cached_property
-    def _varies_transfers(self) -> bool:
-        """Whether transfers between stages beside compute are an axis."""
-        return len({one.parallel.overlap_p2p for one in self.clusters}) > 1
+    def told(self) -> list[dict[str, Any]]:
+        """Fields by which each cluster's scenario is told from its variants."""
+        return told_of(self.clusters, self.by_precision)
 
     @cached_property
     def _resharded(self) -> str:
@@ -163,13 +159,7 @@ class Space:
             "parallel.virtual_stages": v["virtual_stages"],
             "parallel.schedule": SCHEDULES[v["schedule"]] if staged else "1f1b",
         }
-        if self._varies_offload:
-            sets |= {f"parallel.offload.{name}": place for name, place in
-                     self.clusters[v["cluster"]].parallel.offload if isinstance(place, str)}
-        if self._has_parts:
-            sets["cluster.gpus_per_node"] = self.clusters[v["cluster"]].cluster.gpus_per_node
-        if self._varies_transfers:
-            sets["parallel.overlap_p2p"] = self.clusters[v["cluster"]].parallel.overlap_p2p
+        sets |= self.told[v["cluster"]]
         if staged and strategy in _SHARDED:  # whole from the first micro-batch to the last, as torchtitan has it
             sets["parallel.reshard_after_forward"] = False
         elif near := neighbours(self.clusters[v["cluster"]].parallel.reshard_after_forward):
@@ -187,13 +177,6 @@ def with_parts(bases: Sequence[Scenario], choice: Choice) -> list[Scenario]:
     """The bases, and each cut to its node's first GPUs for every number of GPUs that fills no node."""
     return [*bases, *(base.model_copy(update={"cluster": base.cluster.model_copy(update={"gpus_per_node": gpus})})
                       for base in bases for gpus in choice.gpus if gpus < base.cluster.gpus_per_node)]
-
-
-def part_of_a_node(scenario: Scenario, clusters: Sequence[Scenario]) -> bool:
-    """Whether another of `clusters` has larger nodes of this kind: this one is then part of a single such node."""
-    own = scenario.cluster
-    return any(other.topology == own.topology and other.gpus_per_node > own.gpus_per_node
-               for other in (one.cluster for one in clusters))
 
 
 def build_space(clusters: Sequence[Scenario], choice: Choice,
@@ -225,7 +208,7 @@ def build_space(clusters: Sequence[Scenario], choice: Choice,
     fixed = np.array(heads, dtype=np.int32)
     columns = {name: np.repeat(fixed[:, i], counts) for i, name in enumerate(COLUMNS[:fixed.shape[1]])}
     columns |= {name: np.concatenate([rows[i] for rows in parts]) for i, name in enumerate(COLUMNS[fixed.shape[1]:])}
-    return Space(list(clusters), columns, raw, stepped)
+    return Space(list(clusters), columns, raw, stepped, bool(choice.precision))
 
 
 def not_whole(clusters: Sequence[Scenario], choice: Choice) -> Fault | None:
@@ -257,7 +240,7 @@ def _of_count(number: int, scenario: Scenario, nodes: int,
     blocks = model.layers + model.decoder_layers
     same, ipg = _same_sharding(scenario), _stack(scenario).gradient_path == "ipg"
     states = scenario.parallel.offload.optimizer in ("cpu", "nvme")  # of shards, which one rank has none of
-    stack = _stack(scenario)
+    stack, refused = _stack(scenario), refused_strategies(scenario, STRATEGIES)
     choice = replace(choice, recompute=tuple(name for name in choice.recompute if possible(name, scenario, stack)))
     for tensor, context, pipeline in _degrees(scenario, gpus, choice):
         replicas = gpus // (tensor * context * pipeline)
@@ -269,7 +252,8 @@ def _of_count(number: int, scenario: Scenario, nodes: int,
         sequences = (0, 1) if tensor > 1 and model.kind == "decoder" and \
             scenario.training.sequence % (tensor * context) == 0 else (0,)
         plain = {two: _data_parallel(replicas * context, replicas, pipeline, blocks, choice, same, [
-            name for name in _strategies(scenario, pipeline, two, same) if able(scenario, stack, name, tensor)])
+            name for name in _strategies(scenario, pipeline, two, same)
+            if name not in refused and able(scenario, stack, name, tensor)])
             for two in (False, True)}
         ways = {one.expert: {two: _spread(*rows, one.expert, ipg) for two, rows in plain.items()} for one in spread}
         for micro, alike, virtual, schedule, chunked in _orders(share, pipeline, blocks, choice):

@@ -9,6 +9,7 @@ from typing import Any
 from sim.errors import Fault, UserError, nearest
 from sim.sizing.space.layouts import SCHEDULES, STRATEGIES, Choice
 from sim.sizing.space.policies import POLICIES
+from sim.sizing.space.variants import PRECISION
 
 _OPTION = "--only"
 #: Fields whose values are numbers, and those whose values are names: the axis, and the names it has.
@@ -52,6 +53,9 @@ def only(choice: Choice, asked: Sequence[str]) -> Choice:
 
 
 def _field(name: str, complete: bool) -> str:
+    if name in (PRECISION, PRECISION.rpartition(".")[2]):
+        raise UserError(Fault(f"'{name}' is the scenario's in all layouts, unless others are tried beside it", _OPTION,
+                              hint="give --precision NAME,NAME to try others, or --set training.precision=NAME"))
     fields = [*_NUMBERS, *_NAMES]
     by_name = {field.rpartition(".")[2]: field for field in fields} | {field: field for field in fields}
     if name not in by_name:

@@ -24,7 +24,8 @@ from sim.scenario import Scenario, resolve
 from sim.scenario.change import Changing
 from sim.scenario.fields.schema import InferenceRun
 from sim.sizing.space.base import following, one_node
-from sim.sizing.space.layouts import Choice, Space, not_whole, part_of_a_node
+from sim.sizing.space.layouts import Choice, Space, not_whole
+from sim.sizing.space.variants import part_of_a_node
 from sim.sizing.wish import Request
 from sim.software import stack_of
 

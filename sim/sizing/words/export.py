@@ -9,13 +9,27 @@ from pathlib import Path
 from typing import Any
 
 from sim.errors import Fault, UserError
+from sim.sizing.words.layout import said
 
 
 def flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row with one column per field of its layout; a recomputation of the first k blocks is `layers:k`."""
-    sets = {name: f"layers:{value['layers']}" if isinstance(value, Mapping) else value
-            for name, value in row["set"].items()}
+    """A row with one column per field of its layout; a recomputation of the first k blocks is `layers:k`, of modules
+    their names joined by +, and a precision without a name `custom`."""
+    sets = {name: _plain(value) for name, value in row["set"].items()}
     return {**{name: value for name, value in row.items() if name != "set"}, **sets}
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return f"layers:{value['layers']}" if "layers" in value else said(value)
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Flat rows with the columns that any of them has; None where one has none."""
+    table = [flat(row) for row in rows]
+    names = dict.fromkeys(name for row in table for name in row)
+    return [{name: row.get(name) for name in names} for row in table]
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -29,7 +43,7 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     part = path.with_name(f".{path.name}.part")
     try:
         with part.open("w", encoding="utf-8", newline="") as file:
-            table = [flat(row) for row in rows]
+            table = _table(rows)
             writer = csv.DictWriter(file, list(table[0]) if table else ["cluster"], lineterminator="\n")
             writer.writeheader()
             writer.writerows(table)
@@ -64,7 +78,7 @@ def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
     part = path.with_name(f".{path.name}.part")
     try:
-        parquet.write_table(pyarrow.Table.from_pylist([flat(row) for row in rows]), part, compression="zstd")
+        parquet.write_table(pyarrow.Table.from_pylist(_table(rows)), part, compression="zstd")
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

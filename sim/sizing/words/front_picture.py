@@ -72,7 +72,7 @@ def write_front(folder: Path, found: Sizing) -> Path:
 def _write_best(path: Path, found: Sizing) -> Path:
     """The best as bars of their step, each with its layout and what it takes of a GPU's memory."""
     from sim.report.pictures import style as look
-    from sim.sizing.words.size import layout_of
+    from sim.sizing.words.layout import layout_of
 
     rows = found.best or ([found.nearest] if found.nearest is not None else [])
     covered = f"{found.covered:,} layouts covered, {found.simulated:,} simulated"

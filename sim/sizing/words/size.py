@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from sim.report.units import seconds
 from sim.sizing.space.offloads import KEEPERS
+from sim.sizing.words import precisions as precision_text
 from sim.sizing.words import requests as served_text
+from sim.sizing.words.layout import layout_of
 from sim.sizing.words.requests import figure
 from sim.sizing.words.why import why_lines
 
@@ -30,6 +32,8 @@ def lines(found: Sizing, again: str | None = None) -> Iterator[str]:
             yield from _table(found, rows)
     if found.served and found.best:
         yield from served_text.notes(found)
+    if found.precisions:
+        yield from precision_text.lines(found)
     if found.own is not None:
         yield f"\nthe scenario's own layout{_own(found, found.own, found.best[0] if found.best else None)}"
     if again is not None:
@@ -74,6 +78,7 @@ def _covered(found: Sizing) -> Iterator[str]:
     if found.not_offloaded:
         yield (f"not tried: --offload {','.join(found.not_offloaded)}, which nothing of this framework keeps on the "
                f"host ({KEEPERS})")
+    yield from precision_text.untried(found)
     yield served_text.covered(found) if found.served else (
         f"{found.raw:,} configurations can be written, {found.covered:,} are searched (of those alike in effect one; "
         f"recomputed blocks{' and micro-batches' * found.stepped} in steps, finer next to the best)")
@@ -110,13 +115,17 @@ def _covered(found: Sizing) -> Iterator[str]:
 def _table(found: Sizing, rows: Sequence[Row]) -> Iterator[str]:
     """Rows under their heads, columns as wide as they must be."""
     heads, cells = served_text.columns(found, rows) if found.served else _columns(found, rows)
+    several = bool(found.precisions)
+    told = [{"cluster": row["cluster"], **({"precision": precision_text.name_of(row["set"])} if several else {})}
+            for row in rows]
     widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
-    clusters = max(map(len, ["cluster", *(row["cluster"] for row in rows)]))
+    names = {name: max(map(len, [name, *(one[name] for one in told)])) for name in told[0]}
     yield "  " + "  ".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)) + (
-        f"  {'cluster':{clusters}}  layout")
-    for row, line in zip(rows, cells, strict=True):
+        "".join(f"  {name:{width}}" for name, width in names.items())) + "  layout"
+    for row, line, of in zip(rows, cells, told, strict=True):
+        layout = layout_of(precision_text.without(row["set"]) if several else row["set"])
         yield "  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) + (
-            f"  {row['cluster']:{clusters}}  {layout_of(row['set'])}")
+            "".join(f"  {of[name]:{width}}" for name, width in names.items())) + f"  {layout}"
 
 
 def _columns(found: Sizing, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -153,23 +162,3 @@ def _own(found: Sizing, row: Row, best: Row | None) -> str:
         return f": {brief(row)}{served_text.behind(found, row, best)}"
     slower = f", {100 * (row['step_time_s'] / best['step_time_s'] - 1):.1f}% above the best" if alike and best else ""
     return f": {brief(row)}{slower}"
-
-
-def layout_of(sets: Mapping[str, Any]) -> str:
-    """A row's fields in words; what is off or one is left out (but whole experts on tensor ranks, which are not what
-    comes of itself), and what is on is named alone."""
-    if served_text.BATCH in sets:
-        return served_text.layout(sets)
-    shown = {name.removeprefix("parallel.").removeprefix("training."): value for name, value in sets.items()
-             if name != "cluster.nodes" and value is not None
-             and (value is True or value not in (1, False) or name == "parallel.expert_tensor")
-             and not (name == "parallel.reshard_after_forward" and value is True)  # what goes without saying
-             and (value != "none" or "offload" not in name)
-             and (name != "parallel.schedule" or sets["parallel.pipeline"] > 1)}
-    return " ".join(name if value is True else f"{name}={_said(value)}" for name, value in shown.items())
-
-
-def _said(value: Any) -> str:
-    if not isinstance(value, dict):
-        return str(value)
-    return f"first-{value['layers']}-blocks" if "layers" in value else "+".join(value["modules"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from typing import Any
 
@@ -23,8 +25,9 @@ FULL: dict[str, Any] = {
     "name": "full", "cluster": {"topology": "p4d"}, "model": {"preset": "llama-2-7b"},
     "training": {"micro_batch": 1, "global_batch": 768, "sequence": 1536, "precision": "fsdp-bf16"},
     "parallel": {"strategy": "fsdp"}, "software": {"framework": "pytorch", "year": 2024}}
-NARROW: dict[str, Any] = {"gpus": [32], "tensor": [1], "context": [1], "pipeline": [1], "strategies": ["fsdp"],
-                          "recompute": ["none", "full"], "partial_recompute": False}
+AXES: dict[str, Any] = {"tensor": [1], "context": [1], "pipeline": [1], "strategies": ["fsdp"],
+                        "recompute": ["none", "full"], "partial_recompute": False}
+NARROW: dict[str, Any] = {"gpus": [32], **AXES}
 EVERY = [1, 2, 3, 4, 6, 8, 12, 24]
 
 
@@ -37,6 +40,15 @@ def test_the_best_is_that_of_trying_every_micro_batch() -> None:
     assert best == whole.best[0] and found.proven
     assert found.covered == found.impossible + sum(found.pruned.values()) + found.simulated
     assert found.winner is not None and api.measure(found.winner).step_s == best["step_time_s"]
+
+
+def test_what_was_added_under_a_time_limit_is_not_added_again() -> None:
+    """The climb under a limit looks between micro-batches, and so does the end of every search."""
+    found, whole = (size(resolve(FULL, ""), Choice([32], **{**AXES, "recompute": ["none"]}), top=10, seconds=limit)
+                    for limit in (1e6, math.inf))
+    told = [json.dumps(row["set"], sort_keys=True) for row in found.best]
+    assert found.proven and len(told) == len(set(told)) and found.best[0]["set"]["training.micro_batch"] == 3
+    assert found.best == whole.best and found.covered == whole.covered
 
 
 def test_what_is_added_is_bounded_as_a_space_that_has_it() -> None:

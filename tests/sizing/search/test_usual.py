@@ -26,7 +26,7 @@ def test_the_best_of_fsdp_is_simulated_with_its_own_mixed_precision(strategy: st
     (hint,) = found.hints
     other = sim.run(resolve({**JOB}, "", {**found.best[0]["set"], "training.precision": "fsdp-bf16"}))
     share = other.step_time_s / found.best[0]["step_time_s"] - 1
-    assert share < -0.01 and f", {100 * share:+.0f}% (--set training.precision=fsdp-bf16 searches with it)" in hint
+    assert share < -0.01 and f", {100 * share:+.0f}% (--precision fsdp-bf16 tries all layouts with it too)" in hint
     assert "gathers parameters in fp32" in hint
 
 

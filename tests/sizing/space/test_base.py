@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from sizing_once import Once
 
+from sim.errors import UserError
 from sim.scenario import Scenario, resolve
-from sim.sizing import Choice
+from sim.sizing import Choice, size
 from sim.sizing.bounds.steps import bounds
 from sim.sizing.search.runner import simulated
-from sim.sizing.space.base import alone, following
-from sim.sizing.space.layouts import build_space
+from sim.sizing.space.base import alone, following, never_simulated, refused_strategies
+from sim.sizing.space.layouts import STRATEGIES, build_space
 
 PLAIN: dict[str, Any] = {
     "name": "small", "cluster": {"topology": "dgx-h100", "nodes": 2}, "model": {"preset": "llama-3-8b"},
@@ -88,3 +90,33 @@ def test_rows_reshard_to_fewer_ranks_where_those_divide_them() -> None:
             assert one.outcome == "ok", (sets, one.reason)
             assert below.time_s[number] <= one.step_time_s and below.memory_bytes[number] <= one.device_used_bytes
     assert set(taken) == {("fsdp", 0)}
+
+
+def test_what_one_strategy_alone_makes_possible_is_searched_with_it(once: Once) -> None:
+    """LoRA's fp32 matrices beside bf16 weights: FSDP's mixed precision brings them together, nothing beside it does."""
+    of = resolve({**PLAIN, "model": {"preset": "llama-3-8b", "layers": 4}, "parallel": {"strategy": "fsdp"},
+                  "training": {"micro_batch": 1, "global_batch": 32, "sequence": 512, "precision": "fsdp-bf16",
+                               "finetune": {"method": "lora", "base": "bf16"}},
+                  "software": {"framework": "torchtitan", "year": 2025}})
+    base, choice = alone(of, None), Choice([8], context=[1], tensor=[1, 2], pipeline=[1, 2], micro_batch=[1, 2],
+                                           recompute=["none", "full"], partial_recompute=False, schedules=["1f1b"])
+    assert not never_simulated(base) and refused_strategies(base, STRATEGIES) == {"none", "ddp", "zero1"}
+    space, plain = build_space([base], choice), following(base)
+    below = bounds(space)
+    assert {STRATEGIES[number] for number in space.columns["strategy"]} == {"zero2", "fsdp"}
+    for number in range(0, len(space), 3):
+        one = once(("", plain, space.sets(number), 8))
+        assert one.outcome == "ok", (space.sets(number), one.reason)
+        assert below.time_s[number] <= one.step_time_s and below.memory_bytes[number] <= one.device_used_bytes
+    found = size(of, choice)
+    assert found.proven and found.best and not found.refused
+    wide = resolve({**PLAIN, "training": {**PLAIN["training"], "precision": "amp-bf16"}})
+    assert not refused_strategies(alone(wide, None), STRATEGIES)
+
+
+def test_what_no_strategy_makes_possible_is_refused() -> None:
+    of = resolve({**PLAIN, "training": {**PLAIN["training"], "precision": "pure-bf16",
+                                        "finetune": {"method": "lora", "base": "fp32"}}})
+    assert never_simulated(alone(of, None)) and not refused_strategies(alone(of, None), STRATEGIES)
+    with pytest.raises(UserError, match="no code is known"):
+        size(of, Choice([8]))

@@ -53,7 +53,7 @@ def test_a_file_with_part_of_one_node_is_searched_on_whole_ones(
     of = scenario(cluster={"topology": "dgx-a100-80g", **cluster}, training={**PLAIN["training"], "global_batch": 48})
     choice = Choice(gpus, strategies=["ddp"], recompute=["none"], tensor=[1], context=[1], pipeline=[1],
                     micro_batch=[1])
-    space, _, _ = listed_space(of, bases_of(of, [None], choice, ()), choice, Wish(), (), False)
+    space, _, _ = listed_space(of, bases_of(of, [None], choice, ())[0], choice, Wish(), (), False)
     assert {(int(space.gpus[row]), space.clusters[space.columns["cluster"][row]].cluster.gpus_per_node,
              space.sets(row)["cluster.nodes"]) for row in range(len(space))} == nodes
 
