@@ -89,8 +89,8 @@ def kernel(ctx: click.Context, gpu: str, op: str, shape: str, dtype: str, layout
 def _gpu(name: str) -> str | dict[str, Any]:
     """A name as it is; the checked mapping of a profile's file."""
     from sim.hardware.gpu import canonical_gpu
-    from sim.scenario.gpus import is_profile
-    from sim.scenario.profile import read_profile
+    from sim.scenario.named.gpus import is_profile
+    from sim.scenario.named.profile import read_profile
 
     try:
         return read_profile(Path(name), name) if is_profile(name) else canonical_gpu(name)
@@ -187,8 +187,8 @@ def calibrate(nccl: str | None, topology: str | None, gemm: str | None, gpu: str
 def _fit_nccl(text_file: str, topology: str) -> tuple[dict[str, Any], dict[str, Any], str]:
     """The topology as its file says, with the links' figures of this cluster; how good they are, as data and text."""
     from sim.calibration.nccl.own_cluster import calibrate_nccl
-    from sim.scenario.gpus import is_profile
-    from sim.scenario.topologies import find_topology
+    from sim.scenario.named.gpus import is_profile
+    from sim.scenario.named.topologies import find_topology
 
     mapping = _topology(topology, 1)
     with _reading("--nccl", text_file):

@@ -212,7 +212,7 @@ def _first_interrupt() -> Iterator[Callable[[], bool]]:
 
 def _clusters(text: str | None) -> list[str]:
     """The topologies that --cluster names, each one that exists; none asked for is the scenario's own."""
-    from sim.scenario.topologies import find_topology
+    from sim.scenario.named.topologies import find_topology
 
     names = [] if text is None else [name.strip() for name in text.split(",") if name.strip()]
     if text is not None and not names:
@@ -225,7 +225,7 @@ def _clusters(text: str | None) -> list[str]:
 
 def _named(text: str | None, name: str) -> str | None:
     """What --cluster called the topology of this name; None where the scenario's own was kept."""
-    from sim.scenario.topologies import find_topology
+    from sim.scenario.named.topologies import find_topology
 
     return next((asked for asked in _clusters(text) if find_topology(asked, Path()).data.get("name") == name), None)
 

@@ -36,7 +36,7 @@ def ui(scenario: str | None, port: int, no_browser: bool) -> None:
         from sim.web.app import make_app
     except ImportError:
         raise UserError(Fault("the page needs Flask", "ui", hint="pip install 'drystep[ui]'")) from None
-    from sim.scenario.document import read_text
+    from sim.scenario.text.document import read_text
     from sim.web.desk import Desk, example
     from sim.web.door import Door
     from sim.web.jobs import Jobs

@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 from sim.errors import Fault, UserError
 from sim.imports.settings import Said, Settings, read_settings
-from sim.scenario.document import Document, parse_value
 from sim.scenario.fields.schema import Scenario
 from sim.scenario.load import resolve_document
+from sim.scenario.named.topologies import find_topology
 from sim.scenario.paths import apply_sets
-from sim.scenario.topologies import find_topology
+from sim.scenario.text.document import Document, parse_value
 
 Kind = Literal["taken", "assumed", "left", "default", "idle", "unknown"]
 

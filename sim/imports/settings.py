@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sim.errors import Fault, UserError, nearest
-from sim.scenario.document import Document, parse_document, read_text
+from sim.scenario.text.document import Document, parse_document, read_text
 
 _TABLE = re.compile(r"\s*\[([\w.\"' -]+)\]\s*(#.*)?\Z")
 _KEY = re.compile(r"\s*([\w.-]+)\s*=")

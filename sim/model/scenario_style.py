@@ -10,7 +10,7 @@ from sim.model.mixture import experts_of
 from sim.model.style import Latent, Style
 from sim.model.tuning import tuned_of
 from sim.scenario.fields.schema import TWO_CHUNKS
-from sim.scenario.gpus import gpu_facts
+from sim.scenario.named.gpus import gpu_facts
 from sim.software import Stack, sdpa_kernels
 from sim.work import DTYPE_BYTES
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from sim.model.architecture import Architecture, Layer, Operator, Parameter, Tensor
 from sim.model.kernels import cast, elementwise, gradient_ready, width
 from sim.model.style import Style
-from sim.scenario.layer_table import LayerRow, read_table
+from sim.scenario.named.layer_table import LayerRow, read_table
 from sim.work import Kernel
 
 #: Bytes per element in the table's own sizes (activation_bytes, output_bytes).

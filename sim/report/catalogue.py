@@ -70,14 +70,14 @@ def table_of_topology(name: str) -> Row:
     """The mapping that a topology file holds."""
     from pathlib import Path
 
-    from sim.scenario.topologies import find_topology
+    from sim.scenario.named.topologies import find_topology
 
     return dict(find_topology(name, Path()).data)
 
 
 def models() -> list[Row]:
     """Every preset with its parameters (10^9, experts and embeddings included) and its source."""
-    catalogue = table("scenario/models.yaml")
+    catalogue = table("scenario/named/models.yaml")
     keys = ("kind", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
     return [{"name": name, "parameters_b": _billions(name),
              **{key: fields.get(key, "decoder" if key == "kind" else None) for key in keys},

@@ -28,7 +28,7 @@ from sim.scenario.fields.schema import (
     matrix_dtype,
     named_precision,
 )
-from sim.scenario.gpus import gpu_facts
+from sim.scenario.named.gpus import gpu_facts
 
 #: Strategies that split something over the data ranks; the others keep whole copies.
 SHARDED = frozenset({"zero1", "zero2", "zero3", "fsdp"})

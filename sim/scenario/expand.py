@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from sim.errors import Fault, UserError, nearest
-from sim.scenario.document import Document, beside, read_document
 from sim.scenario.fields.cluster import GpuFigures
-from sim.scenario.gpus import canonical_gpu, gpu_names, is_profile, resembled
-from sim.scenario.hub import preset_of
-from sim.scenario.other_names import other_value
-from sim.scenario.presets import preset, preset_names
-from sim.scenario.profile import PLACE, check_profile
-from sim.scenario.topologies import find_topology
+from sim.scenario.named.gpus import canonical_gpu, gpu_names, is_profile, resembled
+from sim.scenario.named.hub import preset_of
+from sim.scenario.named.presets import preset, preset_names
+from sim.scenario.named.profile import PLACE, check_profile
+from sim.scenario.named.topologies import find_topology
+from sim.scenario.text.document import Document, beside, read_document
+from sim.scenario.text.other_names import other_value
 
 #: Where presets keep their tables of layers.
-_PRESET_FOLDER = Path(__file__).parent
+_PRESET_FOLDER = Path(__file__).parent / "named"
 
 
 def _near_model(name: str) -> str:
@@ -78,7 +78,7 @@ def _table(model: dict[str, Any], document: Document, faults: list[Fault]) -> di
     written = model.get("table")
     if not isinstance(written, str) or model.get("kind") != "layers":
         return model
-    from sim.scenario.layer_table import read_table
+    from sim.scenario.named.layer_table import read_table
 
     asked = document.data.get("model")
     own = isinstance(asked, dict) and "table" in asked

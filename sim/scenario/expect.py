@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from sim.errors import Fault, nearest
-from sim.scenario.document import Document, beside, describe
 from sim.scenario.sweep import check_path
+from sim.scenario.text.document import Document, beside, describe
 
 #: Fields of a result that hold one figure (result.md); below the second group any dotted path may follow.
 SCALARS = (

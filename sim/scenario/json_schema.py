@@ -7,9 +7,9 @@ from typing import Any
 from sim.scenario.fields.cluster import GpuProfile
 from sim.scenario.fields.precisions import PRECISIONS
 from sim.scenario.fields.schema import Scenario
-from sim.scenario.gpus import gpu_names
-from sim.scenario.presets import preset_names
-from sim.scenario.topologies import topology_names
+from sim.scenario.named.gpus import gpu_names
+from sim.scenario.named.presets import preset_names
+from sim.scenario.named.topologies import topology_names
 
 _POINT = {"type": "object", "description": "dotted field -> value: one point of the sweep", "minProperties": 1}
 

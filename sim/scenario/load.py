@@ -12,15 +12,15 @@ from pydantic import ValidationError
 from sim.errors import Fault, UserError
 from sim.scenario.checks.whole import check, check_names
 from sim.scenario.defaults import fill
-from sim.scenario.document import Document, read_document
 from sim.scenario.expand import expand
 from sim.scenario.expect import Bound, read_bounds
-from sim.scenario.explain import explain
 from sim.scenario.fields.schema import Scenario
 from sim.scenario.fields.tables import Given
-from sim.scenario.other_files import what_else
 from sim.scenario.paths import apply_sets, assign
 from sim.scenario.sweep import fix_axes, points, read_axes
+from sim.scenario.text.document import Document, read_document
+from sim.scenario.text.explain import explain
+from sim.scenario.text.other_files import what_else
 
 
 @dataclass(frozen=True)

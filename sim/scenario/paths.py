@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from sim.errors import Fault, UserError
-from sim.scenario.document import Document, Place, parse_value, walk
 from sim.scenario.fields.precisions import PRECISIONS
-from sim.scenario.presets import preset
-from sim.scenario.topologies import find_topology
+from sim.scenario.named.presets import preset
+from sim.scenario.named.topologies import find_topology
+from sim.scenario.text.document import Document, Place, parse_value, walk
 
 _PATH = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*\Z")
 #: Tables whose keys are themselves dotted paths.

@@ -10,11 +10,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from sim.errors import Fault, closest
-from sim.scenario.document import MAX_FAULTS, Document, describe
 from sim.scenario.expand import expand
-from sim.scenario.explain import explain, field_table, tables_of
 from sim.scenario.fields.cluster import GpuFigures, GpuProfile
 from sim.scenario.fields.schema import Scenario
+from sim.scenario.text.document import MAX_FAULTS, Document, describe
+from sim.scenario.text.explain import explain, field_table, tables_of
 
 #: Largest sweep that is run.
 MAX_POINTS = 100_000

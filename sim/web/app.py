@@ -8,7 +8,7 @@ from flask import Blueprint, Flask, Response, abort, g, jsonify, request, send_f
 from werkzeug.exceptions import HTTPException
 
 from sim.errors import UserError
-from sim.scenario.document import MAX_FILE_BYTES
+from sim.scenario.text.document import MAX_FILE_BYTES
 from sim.web.desk import example, examples
 from sim.web.door import Door
 from sim.web.jobs import Jobs, told

@@ -18,8 +18,8 @@ from sim.report.result import Result
 from sim.report.terminal.render import as_text, sweep_as_text
 from sim.report.units import seconds, size
 from sim.scenario import Loaded
-from sim.scenario.document import parse_document, read_text
 from sim.scenario.load import load_document
+from sim.scenario.text.document import parse_document, read_text
 from sim.sizing.compare import compare
 from sim.sizing.words.compare import lines, write_picture
 from sim.web.faults import EDITED

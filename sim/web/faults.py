@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from sim.errors import Fault, UserError
-from sim.scenario.document import Document
 from sim.scenario.paths import apply_sets
+from sim.scenario.text.document import Document
 
 #: The editor's text, as the file of faults; the changes are the command line's `--set`.
 EDITED, CHANGES = "scenario", "--set"

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from sim.errors import UserError
 from sim.scenario import Scenario, load_scenario
-from sim.scenario.document import parse_document
 from sim.scenario.fields.asked_stack import Software
 from sim.scenario.fields.model import Model
 from sim.scenario.fields.schema import Parallel, Training
 from sim.scenario.json_schema import json_schema
 from sim.scenario.load import load_document
+from sim.scenario.text.document import parse_document
 
 BASE = """\
 name: base

@@ -10,7 +10,7 @@ from sim.imports.draft import Draft
 from sim.imports.hugging.adapters import read_adapter
 from sim.imports.hugging.facts import Job, inner
 from sim.imports.settings import Said, Settings, one_of, peek, switch, take_whole
-from sim.scenario.hub import preset_of
+from sim.scenario.named.hub import preset_of
 
 #: Setting -> field, and MPTConfig's default.
 _SIZES = {"d_model": ("hidden", 2048), "n_heads": ("heads", 16), "n_layers": ("layers", 24),

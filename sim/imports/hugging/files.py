@@ -25,8 +25,8 @@ from sim.imports.hugging.policy import settle_precision
 from sim.imports.hugging.trainer import MARKS, read_arguments, settle_arguments
 from sim.imports.settings import Said, Settings, peek, read_settings
 from sim.scenario.fields.precisions import PRECISIONS
-from sim.scenario.hub import preset_of
-from sim.scenario.presets import preset
+from sim.scenario.named.hub import preset_of
+from sim.scenario.named.presets import preset
 
 Reader = Callable[[Settings, Job], None]
 

@@ -14,7 +14,7 @@ from sim.imports.hugging.facts import Job, dtype_of, inner
 from sim.imports.hugging.fsdp import read_fsdp, read_mesh
 from sim.imports.hugging.optimizers import read_optimizer
 from sim.imports.settings import Said, Settings, mapping_at, one_of, peek, switch, word_of
-from sim.scenario.presets import preset
+from sim.scenario.named.presets import preset
 from sim.software import stack_for
 
 #: Any of these makes a file one of arguments.

@@ -14,7 +14,7 @@ from typing import Any
 from sim.errors import Fault, UserError
 from sim.imports.draft import Draft, Ranks
 from sim.imports.settings import Said, Settings, one_of, switch
-from sim.scenario.hub import preset_of
+from sim.scenario.named.hub import preset_of
 
 #: LoRA's switches -> matrices, and whether each is on where a file says nothing.
 _MATRICES = {"lora_query": ("query", True), "lora_key": ("key", False), "lora_value": ("value", True),

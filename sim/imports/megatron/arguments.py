@@ -14,7 +14,7 @@ from sim.imports.draft import Draft
 from sim.imports.megatron.launches import Started, read_script
 from sim.imports.script.variables import unresolved
 from sim.imports.settings import Said, Settings, read_settings
-from sim.scenario.document import read_text
+from sim.scenario.text.document import read_text
 
 #: A line of the list that Megatron-LM prints when it starts (arguments.py, _print_args).
 _LOGGED = re.compile(r"(?:^|\s)([a-z]\w*) \.{3,} ?(.*)")

@@ -15,8 +15,8 @@ from sim.imports.megatron.arguments import Args
 from sim.imports.megatron.environment import read_environment, unfused
 from sim.imports.megatron.model import choice
 from sim.imports.settings import Said
-from sim.scenario.gpus import gpu_facts
-from sim.scenario.topologies import find_topology
+from sim.scenario.named.gpus import gpu_facts
+from sim.scenario.named.topologies import find_topology
 from sim.software import stack_for
 
 #: --attention-backend -> training.attention.

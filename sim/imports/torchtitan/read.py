@@ -16,7 +16,7 @@ from sim.imports.draft import Draft
 from sim.imports.hugging.files import kind_of
 from sim.imports.settings import Said, Settings, one_of
 from sim.imports.torchtitan.layout import read_layout
-from sim.scenario.presets import preset
+from sim.scenario.named.presets import preset
 
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
 _OPTIMIZERS = {"adamw": "adamw", "adam": "adam"}

@@ -16,9 +16,9 @@ from typing import Any
 from sim.errors import Fault, UserError
 from sim.imports.draft import Draft
 from sim.imports.settings import Said, Settings, one_of, switch
-from sim.scenario.document import read_text
-from sim.scenario.hub import preset_of
-from sim.scenario.presets import preset
+from sim.scenario.named.hub import preset_of
+from sim.scenario.named.presets import preset
+from sim.scenario.text.document import read_text
 
 #: How a file's comments say it is run.
 _RUN = re.compile(r"^#.*\btune run\b(?P<flags>(?: +--\S+ +\d+)*) +(?P<recipe>[\w/]+) +--config", re.MULTILINE)

@@ -10,7 +10,7 @@ from sim.report.advice.candidates import own_half
 from sim.report.warned.attention import documents_in_vain, joint_beside_frozen, not_flash
 from sim.scenario import Scenario
 from sim.scenario.fields.schema import Inference
-from sim.scenario.gpus import gpu_facts
+from sim.scenario.named.gpus import gpu_facts
 from sim.software import is_release, packages, stack_of
 
 

@@ -12,11 +12,11 @@ from sim.scenario.checks.cluster import cluster
 from sim.scenario.checks.experts import mixture, spread
 from sim.scenario.checks.findings import Finding, divisors_near
 from sim.scenario.checks.kinds import documents, modules, norms, of_decoders, of_transformers, windows
+from sim.scenario.checks.trouble import trouble
 from sim.scenario.defaults import SHARDED, plain_base
-from sim.scenario.document import Document
 from sim.scenario.fields.model import Model
 from sim.scenario.fields.schema import FULL, InferenceRun, Scenario, Training
-from sim.scenario.trouble import trouble
+from sim.scenario.text.document import Document
 
 #: What a transformer must be told; everything else has a default.
 _TRANSFORMER_SIZES = ("layers", "hidden", "heads", "vocab")

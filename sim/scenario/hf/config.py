@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sim.errors import Fault, nearest
-from sim.scenario.document import describe
+from sim.scenario.text.document import describe
 
 _ACTIVATIONS = {
     "silu": "silu",

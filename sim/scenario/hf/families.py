@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from sim.errors import Fault, UserError
-from sim.scenario.document import beside, describe, read_text
 from sim.scenario.hf.config import Config
 from sim.scenario.hf.llamas import LLAMAS, sizes
 from sim.scenario.hf.mixtures import MIXTURES
 from sim.scenario.hf.unknown import instead_of
+from sim.scenario.text.document import beside, describe, read_text
 
 
 def _bigcode(c: Config) -> dict[str, Any]:

@@ -16,8 +16,8 @@ import sim
 from sim.api import Sweep
 from sim.report.pictures.axes import terms_of
 from sim.report.scaling import scaling
-from sim.scenario.document import Document
 from sim.scenario.load import Loaded, load_document
+from sim.scenario.text.document import Document
 
 PLAIN: dict[str, Any] = {
     "name": "tables", "cluster": {"topology": "p4d", "nodes": 1}, "model": {"preset": "gpt2"},

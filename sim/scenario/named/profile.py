@@ -11,10 +11,10 @@ from pydantic import ValidationError
 
 from sim.catalog import table
 from sim.errors import Fault, UserError, nearest
-from sim.scenario.document import Document, describe, read_document
-from sim.scenario.explain import explain
 from sim.scenario.fields.cluster import GpuFigures, GpuProfile
-from sim.scenario.gpus import canonical_gpu, gpu_facts, gpu_names
+from sim.scenario.named.gpus import canonical_gpu, gpu_facts, gpu_names
+from sim.scenario.text.document import Document, describe, read_document
+from sim.scenario.text.explain import explain
 
 #: Where a profile stands in a scenario.
 PLACE = "cluster.topology.gpu"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sim.scenario.document import Document
+from sim.scenario.text.document import Document
 
 #: Fields that files of a kind have, the telling one first; what such a file is; the hint, in which {path} is its own.
 _KINDS: tuple[tuple[tuple[str, ...], str, str], ...] = (

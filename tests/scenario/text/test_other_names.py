@@ -11,11 +11,11 @@ from sim.errors import UserError, bare
 from sim.report.fields import field_rows
 from sim.scenario import resolve
 from sim.scenario.fields.precisions import PRECISIONS
-from sim.scenario.other_names import other_field, other_value
-from sim.scenario.presets import preset_names
-from sim.scenario.topologies import topology_names
+from sim.scenario.named.presets import preset_names
+from sim.scenario.named.topologies import topology_names
+from sim.scenario.text.other_names import other_field, other_value
 
-NAMES = table("scenario/other_names.yaml")
+NAMES = table("scenario/text/other_names.yaml")
 
 
 def test_every_field_and_value_pointed_at_exists() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from sim.errors import bare
-from sim.scenario.other_names import same_sizes
-from sim.scenario.presets import preset_names
+from sim.scenario.named.presets import preset_names
+from sim.scenario.text.other_names import same_sizes
 
 #: What a maker writes in front of a model's name, and what a checkpoint's name adds to it: none of it changes sizes.
 _START = re.compile(r"\A(meta-|open-)")

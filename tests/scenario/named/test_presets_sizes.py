@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from sim.scenario import Scenario, resolve
-from sim.scenario.layer_table import read_table
-from sim.scenario.presets import preset, preset_names, preset_source
+from sim.scenario.named.layer_table import read_table
+from sim.scenario.named.presets import preset, preset_names, preset_source
 
 
 def resolved(model: dict[str, Any], base: Path | str = ".") -> Scenario:

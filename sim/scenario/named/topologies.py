@@ -7,8 +7,8 @@ from pathlib import Path
 
 from sim.catalog import folder, names
 from sim.errors import Fault, UserError, nearest
-from sim.scenario.document import Document, beside, read_document
-from sim.scenario.other_names import other_value
+from sim.scenario.text.document import Document, beside, read_document
+from sim.scenario.text.other_names import other_value
 
 
 def topology_names() -> list[str]:

@@ -9,8 +9,8 @@ import pytest
 
 from sim.errors import UserError
 from sim.scenario import Scenario, resolve
-from sim.scenario.gpus import gpu_names
-from sim.scenario.topologies import topology_names
+from sim.scenario.named.gpus import gpu_names
+from sim.scenario.named.topologies import topology_names
 
 NAMED = [
     "dgx-1v-16g",

@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from sim.errors import Fault, nearest
-from sim.scenario.document import Document, describe
-from sim.scenario.other_names import other_field, other_value
+from sim.scenario.text.document import Document, describe
+from sim.scenario.text.other_names import other_field, other_value
 
 #: Dtypes of weights alone, which are no precision of a whole run.
 _WEIGHTS = ("int8", "int4")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sim.errors import Fault, UserError, closest
-from sim.scenario.document import read_text
+from sim.scenario.text.document import read_text
 
 COLUMNS = ("name", "parameters", "forward_flops", "activation_bytes", "output_bytes")
 MAX_ROWS = 10_000

@@ -9,7 +9,7 @@ from typing import Any
 from sim.catalog import table
 from sim.errors import bare
 
-_FILE = "scenario/other_names.yaml"
+_FILE = "scenario/text/other_names.yaml"
 
 
 def other_field(name: str, inside: str) -> str:

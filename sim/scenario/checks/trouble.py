@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from sim.errors import nearest
 from sim.scenario.fields.schema import Scenario
-from sim.scenario.gpus import canonical_gpu, gpu_names
+from sim.scenario.named.gpus import canonical_gpu, gpu_names
 
 
 def trouble(written: Scenario, s: Scenario) -> Iterator[tuple[str, str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sim.scenario.hub import preset_of
+from sim.scenario.named.hub import preset_of
 
 
 @pytest.mark.parametrize(("name", "preset"), [
