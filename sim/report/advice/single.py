@@ -28,28 +28,20 @@ def advise(scenario: Scenario, memory: MemoryResult, trial: Callable[[Scenario],
     three of those that free most and alone leave the job without room may; beside single changes several at once are
     there only where they are cheaper, those that leave memory free than the single ones that do.
 
-    Of changes of one group (micro-batches of 8, 4, 2 ...) only the mildest that suffices is there, else the strongest;
-    one that the scenario rules out, or that frees nothing, is left out.
+    Of changes of one group (micro-batches of 8, 4, 2 ...) the mildest that suffices is there, and where it leaves no
+    room the mildest that does; where none suffices the strongest. One that the scenario rules out, or that frees
+    nothing, is left out.
 
     Args:
         memory: of the scenario as it is; `now_s`: its step.
         trial: lowers a scenario; only steps of those that fit are asked for, and what each of two adds for a pair.
     """
-    trials = Trials(Changing(scenario), trial, now_s, scenario.gpus)
-    found: dict[str, Tried] = {}
-    for group, what, sets in candidates(scenario):
-        if not (group in found and found[group].after.fits):
-            one = trials.one((what, sets))
-            if one is not None and (one.after.fits or _frees(one.after, memory)):
-                found[group] = one
-    if "recompute" in found and found["recompute"].after.fits:
-        fewest = fewest_blocks(scenario, lambda what, sets: trials.one((what, sets)))
-        if fewest is not None:
-            found["blocks"] = fewest
-    tries = [one._replace(sets=trials.fewest(one)) for one in found.values()]
+    trials = Trials(Changing(scenario), trial, now_s, scenario)
+    found = _singles(scenario, memory, trials)
+    tries = [one._replace(sets=trials.fewest(one)) for group in found.values() for one in group]
     priced = trials.priced(tries)
     if not memory.fits and _cheapest(priced, more=False, roomy=True) > DEAR:
-        several = together([one for one in tries if not one.after.fits or one.after.short], trials)
+        several = together([one for one in tries if not one.after.roomy], trials)
         costs = trials.priced(several)
         for of, more in ((milder, False), (fewer_nodes, True)):
             cheap = sorted((c.gpu_time or 0.0, place) for place, c in enumerate(costs[:len(several)])
@@ -57,15 +49,35 @@ def advise(scenario: Scenario, memory: MemoryResult, trial: Callable[[Scenario],
             less = (of(scenario, several[place], trials) for _, place in cheap[:_MADE_MILDER])
             first = next((one for one in less if one is not None), None)
             costs += trials.priced([first] if first is not None else [])
-        priced += [c for c in costs if (c.gpu_time or 0.0) < _cheapest(priced, more=c.more_gpus,
-                                                                       roomy=c.headroom_bytes > 0)]
+        priced += [c for c in costs if (c.gpu_time or 0.0) < _cheapest(priced, more=c.more_gpus, roomy=c.roomy)]
     return sorted(priced, key=lambda c: (not c.fits, c.gpu_time or 0.0, c.missing_bytes, c.host_missing_bytes))
+
+
+def _singles(scenario: Scenario, memory: MemoryResult, trials: Trials) -> dict[str, list[Tried]]:
+    """Single changes by group, the mildest first."""
+    found: dict[str, list[Tried]] = {}
+    for group, what, sets in candidates(scenario):
+        before = found.get(group, [])
+        if before and before[-1].after.roomy:
+            continue
+        one = trials.one((what, sets))
+        if one is None:
+            continue
+        if before and before[-1].after.fits:
+            found[group] += [one] if one.after.roomy else []
+        elif one.after.fits or _frees(one.after, memory):
+            found[group] = [one]
+    if "recompute" in found and found["recompute"][0].after.fits:
+        fewest = fewest_blocks(scenario, lambda what, sets: trials.one((what, sets)))
+        if fewest is not None:
+            found["blocks"] = [fewest]
+    return found
 
 
 def _cheapest(singles: list[Change], *, more: bool, roomy: bool) -> float:
     """GPU time of the cheapest with which the job fits, on as many GPUs unless `more`, with memory left if `roomy`."""
     return min((c.gpu_time for c in singles if c.gpu_time is not None and (more or not c.more_gpus)
-                and (c.headroom_bytes > 0 or not roomy)), default=math.inf)
+                and (c.roomy or not roomy)), default=math.inf)
 
 
 def _frees(after: MemoryResult, before: MemoryResult) -> bool:

@@ -135,6 +135,26 @@ class MemoryResult:
         return self.capacity_bytes - self.device_used_bytes
 
     @property
+    def free_bytes(self) -> int:
+        """Capacity that is left where pages of unified memory, which give way, take none of it."""
+        return self.headroom_bytes + (0 if self.paging is None else self.paging.resident_bytes)
+
+    @property
+    def filled(self) -> str:
+        """What leaves no memory free of a job that fits: "short" = the allocator has to give cached blocks back in
+        every step, "cache" = they fill the device, "pages" = those of unified memory do, which give way; "" = none."""
+        if not self.fits:
+            return ""
+        if self.short:
+            return "short"
+        return "" if self.headroom_bytes > 0 else "pages" if self.free_bytes > 0 else "cache"
+
+    @property
+    def roomy(self) -> bool:
+        """Whether the job fits and leaves memory free, with an allocator that does not run short."""
+        return self.fits and self.free_bytes > 0 and not self.short
+
+    @property
     def fits(self) -> bool:
         """Whether every step gets through, if need be by giving back cached blocks, and the host's memory suffices."""
         return self.fits_device and not self.host_missing_bytes
@@ -175,8 +195,7 @@ class MemoryResult:
                          f"tensors: they travel to the device and back in every step, which adds "
                          f"{self.paging.seconds:.3g} s to it")
         near = 2 * self.use.peak_allocated_bytes > self.limit_bytes
-        pages = 0 if self.paging is None else self.paging.resident_bytes  # which give way
-        share = (self.headroom_bytes + pages) / self.capacity_bytes if near else 1.0
+        share = self.free_bytes / self.capacity_bytes if near else 1.0
         if self.short and self.fits:
             found.append(f"the allocator runs short {self.reserved.retries:.3g} times a step, a mean over what the "
                          f"driver may take: {self.reserved.released_bytes / gib:.3g} GiB of cached blocks go back and "

@@ -19,7 +19,8 @@ from sim.report.advice.combined import fewest_blocks
 from sim.report.advice.largest import GPU_ALONE
 from sim.report.advice.trials import Change
 from sim.report.result import Result
-from sim.report.terminal.render import changes_lines, render
+from sim.report.terminal.changes import changes_lines
+from sim.report.terminal.render import render
 from sim.report.units import size
 from sim.scenario import Scenario, resolve
 from sim.scenario.dump import dump
@@ -163,9 +164,80 @@ def test_a_line_of_options_ends_where_an_option_does() -> None:
 def test_what_only_a_search_would_find_says_so() -> None:
     change = Change({}, "8 stages", True, 1, 8, 1.0, 2.0, 2.0)
     assert "drystep size" in str(changes_lines([change])[-1])
-    assert "drystep size" not in str(changes_lines([change], searchable=False)[-1])
+    assert "ways to serve" in str(changes_lines([change], request=True)[-1])
     assert "drystep size" not in str(changes_lines([replace(change, gpu_time=1.1)])[-1])
     assert "drystep size" in str(changes_lines([replace(change, fits=False)])[0])
+
+
+def gpt2(**changes: Any) -> Result:
+    return sim.run(resolve({
+        "name": "gpt2", "cluster": {"topology": "single-t4"}, "model": {"preset": "gpt2"},
+        "training": {"micro_batch": 16, "global_batch": 64, "sequence": 1024, "precision": "amp-fp16"}}, "", changes))
+
+
+def test_of_a_group_the_mildest_with_room_stands_beside_one_without() -> None:
+    """On a GPU that tensors of eight sequences fit and what the allocator caches for them does not, four are told
+    of too."""
+    eight = gpt2(**{"training.micro_batch": 8}).memory
+    filled = eight.device_used_bytes - eight.fragmentation_bytes // 2
+    small = {"cluster.topology.gpu": {"like": "t4", "usable_memory_gib": filled / 2**30}}
+    sizes = {change.set["training.micro_batch"]: change for change in gpt2(**small).changes
+             if change.fits and "training.micro_batch" in change.set and change.count == 1}
+    assert set(sizes) == {8, 4}
+    assert not sizes[8].roomy and sizes[8].headroom_bytes == 0
+    assert sizes[4].roomy and sizes[4].headroom_bytes > 0
+
+
+def test_words_say_what_takes_the_rest() -> None:
+    """An allocator whose cache fills the GPU does not run short for that; pages of unified memory give way."""
+    def line(filled: str, headroom_bytes: int = 0) -> str:
+        change = Change({}, "8 stages", True, headroom_bytes, 8, 1.0, 1.0, 1.0, filled=filled)
+        return str(changes_lines([change])[1])
+
+    assert "short" not in line("cache") and "allocator's cache takes what is left" in line("cache")
+    assert "short" not in line("pages") and "unified memory" in line("pages")
+    assert "runs short" in line("short") and "may run short" in line("short", 2**20)
+    assert line("", 2**30) == "  8 stages: 1 GiB free, step +0%"
+
+
+def test_the_cheapest_with_room_is_told_and_nothing_tighter_behind_it() -> None:
+    def told(*changes: Change) -> str:
+        return "\n".join(str(line) for line in changes_lines(changes))
+
+    def change(what: str, gpu_time: float, filled: str = "") -> Change:
+        return Change({}, what, True, 0 if filled else 2**30, 8, 1.0, 1.0, gpu_time, filled=filled)
+
+    tight = [change(f"change {number}", 1.0 + number / 10, "cache") for number in range(7)]
+    text = told(*tight, change("one with room", 1.9), change("a tighter one", 1.95, "short"))
+    assert "one with room: 1 GiB free" in text and "change 3" in text and "change 4" not in text
+    assert "a tighter one" not in text and "and 4 more, dearer ones or such that leave nothing free" in text
+    text = told(change("one with room", 0.9), *tight)
+    assert "change" not in text and "and 7 more" in text
+
+
+def test_what_a_request_costs_is_told_by_the_token() -> None:
+    """A quarter of the sequences take half as long, twice as long each; and tensor ranks that take replicas' GPUs."""
+    def served(**changes: Any) -> Result:
+        return sim.run(resolve({
+            "name": "served", "cluster": {"topology": "pcie-8x-rtx4090", "gpus_per_node": 2},
+            "model": {"preset": "llama-3-8b"}, "training": {
+                "precision": "pure-bf16", "mode": {"inference": {"prompt": 1024, "generate": 64, "batch": 64}}},
+            "parallel": {"strategy": "ddp"}, "software": {"year": 2024, "compile": True}}, "", changes))
+
+    result = served()
+    fitting = [change for change in result.changes if change.fits]
+    by_fields = {tuple(change.set): change for change in fitting}
+    for fields, replicas in ((("training.mode.inference.batch",), 2), (("parallel.tensor",), 1)):
+        change = by_fields[fields]
+        again = served(**change.set)
+        run = again.scenario.training.mode.inference  # type: ignore[union-attr]
+        assert change.step_time_s == again.step_time_s and again.scenario.data_parallel == replicas
+        per_token = again.step_time_s / (replicas * run.batch) / (result.step_time_s / (2 * 64))
+        assert change.gpu_time == pytest.approx(per_token)
+    assert (by_fields["training.mode.inference.batch",].gpu_time or 0.0) > 1.0
+    assert [c.gpu_time for c in fitting] == sorted(c.gpu_time or 0.0 for c in fitting)
+    text = "\n".join(str(line) for line in changes_lines(result.changes, request=True))
+    assert "request -" in text and "GPU time of a token +" in text
 
 
 def test_every_change_is_lowered_once_and_only_what_fits_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
