@@ -77,12 +77,17 @@ def _threes(pairs: Sequence[Tried], strongest: Sequence[Tried], trials: Trials) 
 
 
 def _of(trials: Trials, *singles: Tried) -> Tried | None:
-    """Changes at once; None where two of them say a field otherwise, or they are ruled out."""
+    """Changes at once; None where two of them say a field otherwise, one says nothing that the others do not, or they
+    are ruled out."""
     said: dict[str, object] = {}
     for one in singles:
         if any(said.get(field, value) != value for field, value in one.sets.items()):
             return None
         said.update(one.sets)
+    for one in singles:
+        others = {field for other in singles if other is not one for field in other.sets}
+        if others.issuperset(one.sets):
+            return None
     return trials.one(*((one.what, one.sets) for one in singles))
 
 

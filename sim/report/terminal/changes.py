@@ -36,7 +36,8 @@ def changes_lines(changes: Sequence[Change], most: int = _CHANGES, request: bool
     fitting = [change for change in changes if change.fits]
     search = _SEARCHES[request]
     if not fitting:
-        return [Text(f"no single change makes it fit; closest is {c.what}, {_still_lacking(c)} ({search})")
+        return [Text(f"nothing that was tried makes it fit, neither alone nor up to three at once; closest alone is "
+                     f"{c.what}, {_still_lacking(c)} ({search})")
                 for c in changes[:1]]
     here, more = (_telling([c for c in fitting if c.more_gpus == wanted]) for wanted in (False, True))
     shown = _first(here, most - min(len(more), _ON_MORE))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,14 +16,15 @@ from rich.console import Console
 import sim
 from sim.api import Trial
 from sim.report.advice.candidates import candidates
-from sim.report.advice.combined import fewest_blocks
+from sim.report.advice.combined import fewest_blocks, together
 from sim.report.advice.largest import GPU_ALONE
-from sim.report.advice.trials import Change
+from sim.report.advice.trials import Change, Trials
 from sim.report.result import Result
 from sim.report.terminal.changes import changes_lines
 from sim.report.terminal.render import render
 from sim.report.units import size
 from sim.scenario import Scenario, resolve
+from sim.scenario.change import Changed
 from sim.scenario.dump import dump
 
 
@@ -167,6 +169,7 @@ def test_what_only_a_search_would_find_says_so() -> None:
     assert "ways to serve" in str(changes_lines([change], request=True)[-1])
     assert "drystep size" not in str(changes_lines([replace(change, gpu_time=1.1)])[-1])
     assert "drystep size" in str(changes_lines([replace(change, fits=False)])[0])
+    assert "neither alone nor up to three at once" in str(changes_lines([replace(change, fits=False)])[0])
 
 
 def gpt2(**changes: Any) -> Result:
@@ -308,6 +311,30 @@ def test_fewer_bits_than_fp8_are_multiplied_in_16() -> None:
     (sets,) = [one.set for one in candidates(scenario) if one.group == "weights"]
     assert sets["training.precision.parameters"] == "int4" and sets["training.precision.compute"] == "bf16"
     assert sim.run(resolve(dump(scenario), "x", sets)).memory.fits
+
+
+def test_what_says_nothing_beside_another_is_no_part_of_several() -> None:
+    """FSDP is part of FSDP with its parameters in host memory: the two at once are the latter."""
+    scenario, tried = job(**{"training.micro_batch": 1}).scenario, []
+
+    def changed(sets: Any) -> Any:
+        tried.append(dict(sets))
+        return Changed(scenario, sets)
+
+    class Short:
+        memory = SimpleNamespace(use=SimpleNamespace(peak_allocated_bytes=1), fits=False, missing_bytes=1,
+                                 host_missing_bytes=0)
+
+        def work_s(self) -> float:
+            return 1.0
+
+    trials = Trials(changed, lambda _: Short(), 1.0, scenario)  # type: ignore[arg-type, return-value]
+    fsdp, offload, half = {"strategy": "fsdp"}, {"offload": "cpu"}, {"precision": "fsdp-bf16"}
+    singles = [trials.one((str(len(sets)) + str(place), sets)) for place, sets in
+               enumerate((fsdp, {**fsdp, **offload}, half))]
+    tried.clear()
+    together([one for one in singles if one is not None], trials)
+    assert tried == [{**fsdp, **half}, {**fsdp, **offload, **half}]
 
 
 @pytest.mark.whole
