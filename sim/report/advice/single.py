@@ -25,8 +25,9 @@ _MADE_MILDER = 3
 def advise(scenario: Scenario, memory: MemoryResult, trial: Callable[[Scenario], Trial], now_s: float) -> list[Change]:
     """Single changes that free memory: those that make the job fit first, the cheapest in GPU time before the others,
     then the rest by what they free on the GPU. Where none suffices on as many GPUs, or the cheapest is dear, two or
-    three of those that free most and alone leave the job without room may; beside single changes several at once are
-    there only where they are cheaper, those that leave memory free than the single ones that do.
+    three of those that free most and alone leave the job without room may; several at once are there only where they
+    are cheaper than single ones, those that leave memory free than the single ones that do; those that leave none also
+    only where they are cheaper than several that do.
 
     Of changes of one group (micro-batches of 8, 4, 2 ...) the mildest that suffices is there, and where it leaves no
     room the mildest that does; where none suffices the strongest. One that the scenario rules out, or that frees
@@ -42,14 +43,16 @@ def advise(scenario: Scenario, memory: MemoryResult, trial: Callable[[Scenario],
     priced = trials.priced(tries)
     if not memory.fits and _cheapest(priced, more=False, roomy=True) > DEAR:
         several = together([one for one in tries if not one.after.roomy], trials)
-        costs = trials.priced(several)
+        several, costs = _worth_it(several, priced, trials)
         for of, more in ((milder, False), (fewer_nodes, True)):
             cheap = sorted((c.gpu_time or 0.0, place) for place, c in enumerate(costs[:len(several)])
                            if c.more_gpus == more)
             less = (of(scenario, several[place], trials) for _, place in cheap[:_MADE_MILDER])
             first = next((one for one in less if one is not None), None)
             costs += trials.priced([first] if first is not None else [])
-        priced += [c for c in costs if (c.gpu_time or 0.0) < _cheapest(priced, more=c.more_gpus, roomy=c.roomy)]
+        free = [c for c in costs if c.roomy]
+        priced += [c for c in costs if (c.gpu_time or 0.0) < _cheapest(
+            priced if c.roomy else [*priced, *free], more=c.more_gpus, roomy=c.roomy)]
     return sorted(priced, key=lambda c: (not c.fits, c.gpu_time or 0.0, c.missing_bytes, c.host_missing_bytes))
 
 
@@ -72,6 +75,18 @@ def _singles(scenario: Scenario, memory: MemoryResult, trials: Trials) -> dict[s
         if fewest is not None:
             found["blocks"] = [fewest]
     return found
+
+
+def _worth_it(several: list[Tried], singles: list[Change], trials: Trials) -> tuple[list[Tried], list[Change]]:
+    """Several changes at once with their prices, first those that leave memory free. Of the others, near the end of
+    memory, the allocator's replay takes longer than all else: those that without its retries are dearer are left out.
+    """
+    roomy = [one for one in several if one.after.roomy]
+    costs = trials.priced(roomy)
+    tight = [one for one in several if not one.after.roomy]
+    cheaper = [one for one, work_s in zip(tight, trials.works(tight), strict=True) if trials.gpu_time(work_s, one)
+               < _cheapest([*singles, *costs], more=one.scenario.gpus > trials.gpus, roomy=False)]
+    return [*roomy, *cheaper], costs + trials.priced(cheaper)
 
 
 def _cheapest(singles: list[Change], *, more: bool, roomy: bool) -> float:

@@ -346,6 +346,9 @@ def test_where_no_single_change_suffices_two_at_once_do() -> None:
     assert {change.count for change in fitting} == {2, 3}  # two alone are dear
     assert all(" and " in change.what and change.step_time_s for change in fitting)
     assert [c.gpu_time for c in fitting] == sorted(c.gpu_time or 0.0 for c in fitting)
+    here = [change for change in fitting if not change.more_gpus]
+    roomy = min(c.gpu_time or 0.0 for c in here if c.roomy)
+    assert all(c.roomy or (c.gpu_time or 0.0) < roomy for c in here), "dearer without room than with it"
 
 
 @pytest.mark.whole
@@ -372,10 +375,10 @@ def test_three_changes_where_two_leave_no_room() -> None:
     best = result.changes[0]
     assert best.count == 3 and best.fits and not best.more_gpus and (best.slowdown or 9.0) < 1.4
     assert best.set == {"training.recompute": "full", "training.precision": "fsdp-bf16", "training.micro_batch": 1}
-    assert all((c.slowdown or 0.0) > 5 for c in result.changes if c.fits and c.count == 2)
+    assert not [c for c in result.changes if c.fits and c.count == 2], "five times the step, without room"
     again = sim.run(resolve(dump(result.scenario), "13b", best.set))
     assert again.memory.fits and again.step_time_s == best.step_time_s
-    assert "no single change makes it fit; two or three at once would" in str(changes_lines(result.changes)[0])
+    assert "no single change makes it fit; three at once would" in str(changes_lines(result.changes)[0])
 
 
 @pytest.mark.whole
