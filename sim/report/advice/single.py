@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from sim.garbage import seldom_searched
-from sim.report.advice.candidates import candidates
+from sim.report.advice.candidates import Sets, candidates, few_trained
 from sim.report.advice.combined import DEAR, fewer_nodes, fewest_blocks, milder, together
 from sim.report.advice.trials import Change, Trial, Trials, Tried
 from sim.report.numbers.memory import MemoryResult
@@ -31,7 +31,7 @@ def advise(scenario: Scenario, memory: MemoryResult, trial: Callable[[Scenario],
 
     Of changes of one group (micro-batches of 8, 4, 2 ...) the mildest that suffices is there, and where it leaves no
     room the mildest that does; where none suffices the strongest. One that the scenario rules out, or that frees
-    nothing, is left out.
+    nothing, is left out. Where nothing makes it fit on as many GPUs, what trains fewer weights is told.
 
     Args:
         memory: of the scenario as it is; `now_s`: its step.
@@ -53,6 +53,8 @@ def advise(scenario: Scenario, memory: MemoryResult, trial: Callable[[Scenario],
         free = [c for c in costs if c.roomy]
         priced += [c for c in costs if (c.gpu_time or 0.0) < _cheapest(
             priced if c.roomy else [*priced, *free], more=c.more_gpus, roomy=c.roomy)]
+    if not memory.fits and not any(c.fits and not c.more_gpus for c in priced):
+        priced += trials.priced([one._replace(sets=trials.fewest(one)) for one in _few_trained(scenario, trials)])
     return sorted(priced, key=lambda c: (not c.fits, c.gpu_time or 0.0, c.missing_bytes, c.host_missing_bytes))
 
 
@@ -74,6 +76,20 @@ def _singles(scenario: Scenario, memory: MemoryResult, trials: Trials) -> dict[s
         fewest = fewest_blocks(scenario, lambda what, sets: trials.one((what, sets)))
         if fewest is not None:
             found["blocks"] = [fewest]
+    return found
+
+
+def _few_trained(scenario: Scenario, trials: Trials) -> list[Tried]:
+    """LoRA and QLoRA, each with as little beside it as leaves room: nothing, full recomputation, micro-batches of 1."""
+    found, training = [], scenario.training
+    steps: list[tuple[str, Sets]] = []
+    if training.recompute != "full":
+        steps.append(("full recomputation", {"training.recompute": "full"}))
+    if training.micro_batch > 1:
+        steps.append((f"micro-batches of 1 instead of {training.micro_batch}", {"training.micro_batch": 1}))
+    for _, what, sets in few_trained(scenario):
+        tries = (trials.one((what, sets), *steps[:count]) for count in range(len(steps) + 1))
+        found += [one for one in tries if one is not None and one.after.roomy][:1]
     return found
 
 

@@ -476,6 +476,23 @@ def test_lora_without_room_is_told_of_qlora_and_of_what_leaves_room() -> None:
     assert with_it.step_time_s == pytest.approx(best.step_time_s)
 
 
+def test_what_trains_few_weights_is_told_where_nothing_else_fits() -> None:
+    """7B in full on a GPU of 24 GB: its states alone are 114 GB."""
+    def predicted(**changes: Any) -> Result:
+        return sim.run(resolve({
+            "name": "7b", "cluster": {"topology": "single-rtx4090"}, "model": {"preset": "qwen2.5-7b"},
+            "training": {"micro_batch": 4, "global_batch": 64, "sequence": 2048},
+            "software": {"year": 2025, "modules": "transformers"}}, "", changes))
+
+    lora, qlora = (change for change in predicted().changes if change.fits)
+    assert (lora.set["training.finetune.method"], qlora.set["training.finetune.method"]) == ("lora", "qlora")
+    assert lora.what.startswith("LoRA of rank 16 instead of training all weights") and "frozen weights" in qlora.what
+    for change in (lora, qlora):
+        again = predicted(**change.set)
+        assert again.memory.roomy and again.step_time_s == change.step_time_s
+    assert not [c for c in job().changes if "training.finetune.method" in c.set], "others make that one fit"
+
+
 @pytest.mark.whole
 def test_two_lesser_changes_stand_beside_a_dear_one() -> None:
     def predicted(**changes: Any) -> Result:
