@@ -108,6 +108,8 @@ def test_an_error_names_ours_instead_of_listing_everything() -> None:
     ("training.finetune", "dpo", "write {method: dpo}"),
     ("training.micro_batch", [1, 2], "to run each, 'sweep: {training.micro_batch: [1, 2]}'"),
     ("training.recompute", ["none", "full"], "to run each, 'sweep: {training.recompute: [none, full]}'"),
+    ("training.recompute", "none, full", "to run each, 'sweep: {training.recompute: [none, full]}'; drystep compare "
+                                         "takes a --set for each"),
     ("training.micro_batch", "1,2,4", "to run each, a sweep with the list [1,2,4]"),
     ("training.sequence", "131,072", "write 131072 without quotes, commas or underscores"),
     ("parallel", "fsdp", "write {strategy: fsdp}"),
