@@ -72,7 +72,7 @@ def _serving(scenario: Scenario, run: InferenceRun) -> Iterator[Candidate]:
     if run.kv_cache == "same" and run.generate:
         yield Candidate("cache", "a cache of keys and values in fp8", {"training.mode.inference.kv_cache": "fp8"})
     for size in _halves(run.batch):
-        yield Candidate("batch", f"{size} sequences at once instead of {run.batch}",
+        yield Candidate("batch", f"{size} sequence{'s' if size > 1 else ''} at once instead of {run.batch}",
                         {"training.mode.inference.batch": size})
     for name in ("tensor", "pipeline"):
         yield from _more_ranks(scenario, name)

@@ -301,6 +301,14 @@ def test_candidates_are_real_changes() -> None:
             assert not any(one for path, one in zip(sets, same, strict=True) if not path.startswith("parallel.")), sets
 
 
+def test_one_sequence_is_no_sequences() -> None:
+    scenario = resolve({
+        "name": "x", "cluster": {"topology": "single-h100-80g-sxm"}, "model": {"preset": "llama-2-7b"},
+        "training": {"precision": "pure-bf16", "mode": {"inference": {"prompt": 64, "generate": 4, "batch": 4}}}})
+    assert [one.what for one in candidates(scenario) if one.group == "batch"] == [
+        "2 sequences at once instead of 4", "1 sequence at once instead of 4"]
+
+
 def test_fewer_bits_than_fp8_are_multiplied_in_16() -> None:
     """Products in fp8 go with weights in fp8: the change to 4 bits says both, and lowers."""
     scenario = resolve({
