@@ -97,6 +97,7 @@ def _worth_it(several: list[Tried], singles: list[Change], trials: Trials) -> tu
     """Several changes at once with their prices, first those that leave memory free. Of the others, near the end of
     memory, the allocator's replay takes longer than all else: those that without its retries are dearer are left out.
     """
+    trials.replay(several)
     roomy = [one for one in several if one.after.roomy]
     costs = trials.priced(roomy)
     tight = [one for one in several if not one.after.roomy]

@@ -133,15 +133,23 @@ class Trials:
     def priced(self, tries: Sequence[Tried]) -> list[Change]:
         """What is said of changes, with the step of each with which the job fits."""
         fitting = [one for one in tries if one.after.fits]
+        self.replay(fitting)
         # where cached blocks fill the GPU the allocator's replay takes longer than the step
         filled = sum(not one.after.headroom_bytes for one in fitting)
         found = each(lambda one: (one.trial.step_time_s(), one.trial.work_s(), one.after.known), fitting,
                      _long(fitting) or filled > 1)
         steps = dict[Trial, float]()
-        for one, (step_s, work_s, reserved) in zip(fitting, found, strict=True):
+        for one, (step_s, work_s, known) in zip(fitting, found, strict=True):
             steps[one.trial], self.work[one.trial] = step_s, work_s
-            one.after.remember(reserved)
+            one.after.remember(known)
         return [self._said(one, steps.get(one.trial)) for one in tries]
+
+    def replay(self, tries: Sequence[Tried]) -> None:
+        """Finds out whether changes with which the job fits leave memory free, side by side."""
+        new = [one for one in tries if not one.after.known]
+        found = each(lambda one: (one.after.roomy, one.after.known), new, _long(new))
+        for one, (_, known) in zip(new, found, strict=True):
+            one.after.remember(known)
 
     def works(self, tries: Sequence[Tried]) -> list[float]:
         """Seconds of the step of each, whether it fits or not (`Trial.work_s`)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -92,14 +92,13 @@ class MemoryResult:
                         self._unlimited_bytes)
 
     @property
-    def known(self) -> Reserved | None:
-        """The replay, where it was asked for."""
-        return vars(self).get("reserved")
+    def known(self) -> Mapping[str, Any]:
+        """What was asked of the allocator so far."""
+        return {name: vars(self)[name] for name in ("_unlimited_bytes", "reserved") if name in vars(self)}
 
-    def remember(self, reserved: Reserved | None) -> None:
-        """Takes the replay as it was made of the same job in another process."""
-        if reserved is not None:
-            vars(self)["reserved"] = reserved
+    def remember(self, known: Mapping[str, Any]) -> None:
+        """Takes the allocator's answers as they were made of the same job in another process."""
+        vars(self).update(known)
 
     @property
     def short(self) -> bool:
