@@ -178,8 +178,9 @@ def update_in_backward(plan: Plan, section: SectionBuilder, name: str, shards: S
         shards: elements of each parameter's part on this rank.
     """
     training, implementation = plan.scenario.training, plan.scenario.software.optimizer_kernel
-    kernels = tuple(kernel for numel in shards for kernel in optimizer_kernels(
-        numel, 1, training.precision, training.optimizer, implementation, clip=False))
+    of = {numel: optimizer_kernels(numel, 1, training.precision, training.optimizer, implementation, clip=False)
+          for numel in set(shards)}
+    kernels = tuple(kernel for numel in shards for kernel in of[numel])
     largest = max(shards, default=0)
     temporary = optimizer_temporary_bytes(largest, largest, training.precision, training.optimizer, implementation)
     if temporary:

@@ -119,10 +119,10 @@ def test_a_replay_made_elsewhere_is_not_made_again(monkeypatch: pytest.MonkeyPat
     """Advice has changes simulated in processes of their own, which hand the allocator's answer back."""
     memory = sim.plan_memory(scenario()).memory
     memory = replace(memory, capacity_bytes=memory.capacity_bytes - memory.headroom_bytes - 2**20)
-    assert memory.known is None
+    assert not memory.known
     monkeypatch.setattr("sim.memory.reserved.under_pressure", lambda *_: pytest.fail("replayed again"))
-    memory.remember(Reserved(7, 2.0, 2.0**30))
-    assert memory.short and memory.known == memory.reserved == Reserved(7, 2.0, 2.0**30)
+    memory.remember({"reserved": Reserved(7, 2.0, 2.0**30)})
+    assert memory.short and memory.reserved == Reserved(7, 2.0, 2.0**30)
 
 
 # ------------------------------------------------------------------------------------------------------ rules of thumb

@@ -6,7 +6,8 @@ of small tiles, a pipeline fill, a fixed start and the part of its output traffi
 picks tile and number of slices of K (split K, whose partial sums cost traffic) by a heuristic that takes one of the
 nearly fastest: the expected time over those. Compute and memory overlap, imperfectly where they are about equal.
 Batched fp32 products come in one kernel on some generations: whole tiles of rows, whole slices of K (`batched_slice`).
-Products of a few rows by weights stored in fewer bits have no tiles to fill: SMs expand the weights (`expanded`).
+Products by weights stored in fewer bits take no less than SMs take to expand these (`expanded`); those of a few rows
+have no tiles to fill beside.
 
 Source: tile and wave quantisation, NVIDIA "Matrix Multiplication Background User's Guide" (DU-09799), sections 2 and 3;
 tiles of CUTLASS's default list. Figures: `kernels.yaml`.
@@ -28,12 +29,15 @@ Array = NDArray[np.float64]
 
 _ACCUMULATOR_BYTES = 4  # partial sums of split K are written and read in fp32
 _LARGEST = (256.0, 128.0)  # the tile `flops_per_s` is stated for
+#: Rows up to which a product that reads weights as stored fills up no tile of many rows: one instruction of the tensor
+#: cores (m16n8k16), which tinygemm and Marlin are built on; one row is a gemv.
+_FEW_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Products:
     """Matrix products of one dtype as columns: sizes, bytes of both inputs, bytes in all, rate by alignment; whether
-    they are bound by expanding stored weights (`Kernel.kernel`)."""
+    they expand stored weights (`Kernel.kernel`)."""
 
     batch: Array
     m: Array
@@ -124,15 +128,16 @@ def product_times(products: Products, rates: GemmRates, sms: int, sms_total: int
             held = _waves(blocks, sms, rates.held_wave_loss) * block_s + partial_s
         alone = np.maximum(alone, held)
     tiled_s, expanding_s = (weights * alone).sum(axis=1), _expanding_s(products, rates) * sms_total / sms
-    return ProductTimes(compute_s=np.where(products.expanding, expanding_s, tiled_s),
+    few = products.expanding & (products.m <= _FEW_ROWS)
+    return ProductTimes(compute_s=np.where(few, expanding_s, np.maximum(tiled_s, expanding_s)),
                         memory_s=products.total_bytes / reachable_bps,
-                        block_s=np.minimum((weights * block_s).sum(axis=1),
-                                           np.where(products.expanding, expanding_s, np.inf)))
+                        block_s=np.minimum((weights * block_s).sum(axis=1), np.where(few, expanding_s, np.inf)))
 
 
 def _expanding_s(products: Products, rates: GemmRates) -> Array:
-    """Seconds in which all SMs expand the weights of each product, which every one of its few rows is multiplied by."""
-    found: Array = products.batch * products.n * products.k / rates.expanded_per_s
+    """Seconds in which all SMs expand the stored weights of each product once, for all its rows; 0 of other products.
+    Tiles of rows that expand them again hide that behind their multiplications (Marlin, arXiv 2408.11743, recalled)."""
+    found: Array = products.expanding * products.batch * products.n * products.k / rates.expanded_per_s
     return found
 
 

@@ -30,9 +30,6 @@ NARROW = tuple(_STORED)
 MULTIPLIED = ("fp8", "mxfp8", "nvfp4", "int8")
 #: Formats of which a single row is multiplied as they are stored: bitsandbytes' gemv_4bit.
 _SINGLE_ROW = ("int4", "nf4", "nf4-dq")
-#: Rows up to which a product that reads weights as stored waits for their expansion, and fills up no tile of many rows:
-#: one instruction of the tensor cores (m16n8k16), which tinygemm and Marlin are built on; one row is a gemv.
-_FEW_ROWS = 16
 #: Launches by which bitsandbytes' int8 product looks for outlier columns and adds their 16-bit product
 #: (bitsandbytes/autograd/_functions.py, MatMul8bitLt.forward). From memory.
 _OUTLIER_LAUNCHES = 4
@@ -116,8 +113,7 @@ def stored_product(style: Style, weights: Weights, kernel: Kernel, operator: str
     stored = batch * stored_bytes((n, k), dtype)
     # of experts asked now and then a product stands for less than a whole one, weights and all
     read = kernel.bytes / product(batch, m, n, k, "tn", act, act).bytes
-    in_product = replace(kernel, bytes=kernel.bytes - read * (batch * n * k * e - stored),
-                         kernel="expanding" if m <= _FEW_ROWS else kernel.kernel)
+    in_product = replace(kernel, bytes=kernel.bytes - read * (batch * n * k * e - stored), kernel="expanding")
     if weights.multiplied:
         yield cast("quantise", batch * m * k, act, dtype)
         narrow = product(batch, m, n, k, "tn", dtype, dtype, act)

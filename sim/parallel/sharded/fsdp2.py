@@ -13,6 +13,7 @@ Order and waits (PyTorch, `_fully_shard/_fsdp_param_group.py`, `_fsdp_collective
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 
 from sim.model.architecture import Layer
@@ -152,13 +153,15 @@ class Fsdp2(Fsdp):
         """A unit's parameters as modules see them, or a part of each: tensors of their own, views of padded ones (torch
         2.13 distributed/fsdp/_fully_shard/_fsdp_param.py: init_all_gather_outputs, init_unsharded_param,
         to_sharded_post_forward)."""
-        trained = sum(blocks(numel * self.gather_bytes / parts) for numel in unit.wholes)
+        # a unit of hundreds of experts has thousands of tensors in a few sizes, and is asked about again and again
+        sizes = Counter(unit.wholes)
+        trained = sum(times * blocks(numel * self.gather_bytes / parts) for numel, times in sizes.items())
         beside = self.whole_bytes(unit, unit.padded) - unit.padded * self.gather_bytes
         return trained + round(beside / parts)
 
     def accumulated_bytes(self, unit: Unit) -> int:
         """Whole gradients in the dtype of reductions, where micro-steps add up before they reduce."""
-        return sum(blocks(numel * self.reduce_bytes) for numel in unit.numels)
+        return sum(times * blocks(numel * self.reduce_bytes) for numel, times in Counter(unit.numels).items())
 
     def free_buffer(self, section: SectionBuilder, unit: Unit | None) -> None:
         """In forward a gather buffer lives until the next unit's copy-out."""

@@ -216,7 +216,8 @@ def _narrow(scenario: Scenario) -> Iterator[Fault]:
         yield Fault(f"{card.name} has no tensor cores for {compute}", "training.precision", hint=f"it has {able}")
     elif scenario.training.mode != "train" and compute in MULTIPLIED and compute != parameters:
         yield Fault(f"inference multiplies in {compute} what is stored in {compute}, not in {parameters}",
-                    "training.precision.parameters", hint=f"use parameters: {compute}")
+                    "training.precision.parameters",
+                    hint=f"write 'parameters: {compute}' too, or --set training.precision.parameters={compute}")
 
 
 def _whole_slices(scenario: Scenario) -> Iterator[Fault]:

@@ -15,6 +15,8 @@ from sim.work import DTYPE_BYTES
 
 Sets = Mapping[str, Any]
 
+#: Rank of LoRA's matrices where a user asked for none: peft's examples have 8 to 64.
+_RANK = 16
 #: Degrees to which a number of ranks is raised.
 _FACTORS = (2, 4, 8)
 #: Schedules that hold fewer micro-batches than others do.
@@ -70,7 +72,7 @@ def _serving(scenario: Scenario, run: InferenceRun) -> Iterator[Candidate]:
     if run.kv_cache == "same" and run.generate:
         yield Candidate("cache", "a cache of keys and values in fp8", {"training.mode.inference.kv_cache": "fp8"})
     for size in _halves(run.batch):
-        yield Candidate("batch", f"{size} sequences at once instead of {run.batch}",
+        yield Candidate("batch", f"{size} sequence{'s' if size > 1 else ''} at once instead of {run.batch}",
                         {"training.mode.inference.batch": size})
     for name in ("tensor", "pipeline"):
         yield from _more_ranks(scenario, name)
@@ -238,6 +240,19 @@ def _offload(scenario: Scenario) -> Iterator[Candidate]:
         yield Candidate("back", f"{what} on the GPU", {f"{field}.{name}": "none" for name in states})
     if places.activations != "none":
         yield Candidate("kept", "activations kept on the GPU", {f"{field}.activations": "none"})
+
+
+def few_trained(scenario: Scenario) -> Iterator[Candidate]:
+    """LoRA in place of training all weights, then with its frozen weights in 4 bits: another training, for a job that
+    nothing else makes fit."""
+    half, field = scenario.training.precision.compute, "training.finetune"
+    if not _full(scenario) or half not in ("bf16", "fp16") or scenario.model.kind == "layers":
+        return
+    rank = {f"{field}.rank": _RANK, f"{field}.targets": "all-linear"}
+    yield Candidate("LoRA", f"LoRA of rank {_RANK} instead of training all weights",
+                    {f"{field}.method": "lora", f"{field}.base": half, **rank})
+    yield Candidate("QLoRA", f"QLoRA of rank {_RANK} (frozen weights in 4 bits) instead of training all weights",
+                    {f"{field}.method": "qlora", f"{field}.base": "nf4", f"{field}.unquantised": half, **rank})
 
 
 def _full(scenario: Scenario) -> bool:

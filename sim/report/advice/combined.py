@@ -33,8 +33,10 @@ def together(tries: Sequence[Tried], trials: Trials) -> list[Tried]:
 
     pairs = list(_pairs(strongest, trials))
     found = [one for one in pairs if one.after.fits]
-    if not any(one.scenario.gpus <= trials.gpus and not _tight(one) and cost(one) <= DEAR for one in found):
-        found += _threes([one for one in pairs if not one.after.fits or _tight(one)], strongest, trials)
+    easy = [one for one in found if one.scenario.gpus <= trials.gpus and not _tight(one)]
+    if not any(cost(one) <= DEAR and one.after.free_bytes > 0 for one in easy):
+        found += _threes([one for one in pairs if not one.after.fits or _tight(one)],
+                         [one for one in strongest if not one.after.fits], trials)
     found.sort(key=lambda one: (one.scenario.gpus > trials.gpus, _tight(one), cost(one)))
     here = [one for one in found if one.scenario.gpus <= trials.gpus]
     more = found[len(here):][:_ON_MORE if here else _PRICED]
@@ -56,10 +58,12 @@ def _pairs(strongest: Sequence[Tried], trials: Trials) -> Iterator[Tried]:
 
 
 def _threes(pairs: Sequence[Tried], strongest: Sequence[Tried], trials: Trials) -> Iterator[Tried]:
-    """A third change beside the two that lack least, all on as many GPUs."""
+    """A third change beside the two that lack least, all on as many GPUs and of those that alone do not fit: with one
+    that does, another leaves room."""
     seen = set()
-    lacking = sorted((one for one in pairs if one.scenario.gpus <= trials.gpus), key=lambda one: one.order)
     by_words = {one.what: one for one in strongest}
+    lacking = sorted((one for one in pairs if one.scenario.gpus <= trials.gpus
+                      and all(what in by_words for what, _ in one.parts)), key=lambda one: one.order)
     for pair in lacking[:_EXTENDED]:
         two = [by_words[what] for what, _ in pair.parts]
         for third in strongest:
@@ -73,12 +77,17 @@ def _threes(pairs: Sequence[Tried], strongest: Sequence[Tried], trials: Trials) 
 
 
 def _of(trials: Trials, *singles: Tried) -> Tried | None:
-    """Changes at once; None where two of them say a field otherwise, or they are ruled out."""
+    """Changes at once; None where two of them say a field otherwise, one says nothing that the others do not, or they
+    are ruled out."""
     said: dict[str, object] = {}
     for one in singles:
         if any(said.get(field, value) != value for field, value in one.sets.items()):
             return None
         said.update(one.sets)
+    for one in singles:
+        others = {field for other in singles if other is not one for field in other.sets}
+        if others.issuperset(one.sets):
+            return None
     return trials.one(*((one.what, one.sets) for one in singles))
 
 
@@ -116,7 +125,7 @@ def fewest_blocks(scenario: Scenario, tried: Callable[[str, Sets], Tried | None]
 
     def suffice(count: int) -> bool:
         one = tried(f"full recomputation of {count} {of} blocks", {"training.recompute": {"layers": count}})
-        enough = one is not None and one.after.fits and one.after.headroom_bytes > 0 and not one.after.short
+        enough = one is not None and one.after.roomy
         if one is not None and enough:
             sufficient[:] = [one]
         return enough

@@ -13,6 +13,7 @@ from sim.report.advice.candidates import Sets
 from sim.report.numbers.memory import MemoryResult
 from sim.scenario import Scenario
 from sim.scenario.change import Changed, Changing
+from sim.scenario.fields.schema import Inference
 
 #: Seconds that lowering what is to be simulated took, from which on processes are started for it: simulating takes ten
 #: and more times as long, and a process some hundredths of a second.
@@ -39,9 +40,11 @@ class Change:
         missing_bytes, host_missing_bytes: what tensors lack on the GPU, and what is offloaded on the host of a node.
         gpus: GPUs of the changed job.
         step_time_s, slowdown: the step with it, and over the step without; None where the job still does not fit.
-        gpu_time: GPU-seconds of a step over those without the change: what a change to more GPUs costs.
+        gpu_time: GPU-seconds of a sequence over those without the change: what a change costs that takes more GPUs, or
+            answers fewer sequences at once.
         count: single changes it takes, two where no one suffices or each that does is dear, three where no two do.
         more_gpus: whether it takes more GPUs than the job has.
+        filled: what of a job that fits leaves no memory free (`MemoryResult.filled`).
     """
 
     set: dict[str, Any]
@@ -56,13 +59,19 @@ class Change:
     missing_bytes: int = 0
     host_missing_bytes: int = 0
     more_gpus: bool = False
+    filled: str = ""
+
+    @property
+    def roomy(self) -> bool:
+        """Whether the job fits and leaves memory free (`MemoryResult.roomy`)."""
+        return self.fits and self.filled in ("", "pages")
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return {"set": dict(self.set), "what": self.what, "fits": self.fits, "headroom_bytes": self.headroom_bytes,
                 "gpus": self.gpus, "step_time_s": self.step_time_s, "slowdown": self.slowdown,
                 "gpu_time": self.gpu_time, "count": self.count, "missing_bytes": self.missing_bytes,
-                "host_missing_bytes": self.host_missing_bytes}
+                "host_missing_bytes": self.host_missing_bytes, "filled": self.filled}
 
 
 class Tried(NamedTuple):
@@ -85,14 +94,19 @@ class Tried(NamedTuple):
 
 @dataclass(frozen=True)
 class Trials:
-    """How changes are tried and priced, against a step of `now_s` on `gpus`; what was simulated in another process is
-    kept in `work`, seconds as of `Trial.work_s`."""
+    """How changes are tried and priced, against a step of `now_s` of the scenario `now`; what was simulated in another
+    process is kept in `work`, seconds as of `Trial.work_s`."""
 
     change: Changing
     lowered: Callable[[Scenario], Trial]
     now_s: float
-    gpus: int
+    now: Scenario
     work: dict[Trial, float] = field(default_factory=dict)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the job without a change."""
+        return self.now.gpus
 
     def one(self, *parts: tuple[str, Sets]) -> Tried | None:
         """The scenario with changes, each in words and as fields; None where that is ruled out."""
@@ -112,21 +126,30 @@ class Trials:
         return dict(self.change.fewest(Changed(one.scenario, one.sets)))
 
     def gpu_time(self, step_s: float, one: Tried) -> float:
-        """GPU time of a step, over the job's own."""
-        return step_s / self.now_s * one.scenario.gpus / self.gpus
+        """GPU time of a sequence, over the job's own."""
+        work = one.scenario.gpus / self.gpus * _sequences(self.now) / _sequences(one.scenario)
+        return step_s / self.now_s * work
 
     def priced(self, tries: Sequence[Tried]) -> list[Change]:
         """What is said of changes, with the step of each with which the job fits."""
         fitting = [one for one in tries if one.after.fits]
+        self.replay(fitting)
         # where cached blocks fill the GPU the allocator's replay takes longer than the step
         filled = sum(not one.after.headroom_bytes for one in fitting)
         found = each(lambda one: (one.trial.step_time_s(), one.trial.work_s(), one.after.known), fitting,
                      _long(fitting) or filled > 1)
         steps = dict[Trial, float]()
-        for one, (step_s, work_s, reserved) in zip(fitting, found, strict=True):
+        for one, (step_s, work_s, known) in zip(fitting, found, strict=True):
             steps[one.trial], self.work[one.trial] = step_s, work_s
-            one.after.remember(reserved)
+            one.after.remember(known)
         return [self._said(one, steps.get(one.trial)) for one in tries]
+
+    def replay(self, tries: Sequence[Tried]) -> None:
+        """Finds out whether changes with which the job fits leave memory free, side by side."""
+        new = [one for one in tries if not one.after.known]
+        found = each(lambda one: (one.after.roomy, one.after.known), new, _long(new))
+        for one, (_, known) in zip(new, found, strict=True):
+            one.after.remember(known)
 
     def works(self, tries: Sequence[Tried]) -> list[float]:
         """Seconds of the step of each, whether it fits or not (`Trial.work_s`)."""
@@ -140,10 +163,18 @@ class Trials:
         headroom = after.headroom_bytes if after.fits_device else -after.missing_bytes
         plain = Change(self.fewest(one), one.what, after.fits, headroom, one.scenario.gpus, count=len(one.parts),
                        more_gpus=one.scenario.gpus > self.gpus, missing_bytes=after.missing_bytes,
-                       host_missing_bytes=after.host_missing_bytes)
+                       host_missing_bytes=after.host_missing_bytes, filled=after.filled)
         if step_s is None:
             return plain
         return replace(plain, step_time_s=step_s, slowdown=step_s / self.now_s, gpu_time=self.gpu_time(step_s, one))
+
+
+def _sequences(scenario: Scenario) -> int:
+    """Sequences of a step, or of the requests that all replicas answer at once."""
+    mode = scenario.training.mode
+    if isinstance(mode, Inference):
+        return scenario.data_parallel * mode.inference.batch
+    return scenario.training.global_batch
 
 
 def _long(tries: Sequence[Tried]) -> bool:

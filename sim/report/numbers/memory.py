@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -92,14 +92,13 @@ class MemoryResult:
                         self._unlimited_bytes)
 
     @property
-    def known(self) -> Reserved | None:
-        """The replay, where it was asked for."""
-        return vars(self).get("reserved")
+    def known(self) -> Mapping[str, Any]:
+        """What was asked of the allocator so far."""
+        return {name: vars(self)[name] for name in ("_unlimited_bytes", "reserved") if name in vars(self)}
 
-    def remember(self, reserved: Reserved | None) -> None:
-        """Takes the replay as it was made of the same job in another process."""
-        if reserved is not None:
-            vars(self)["reserved"] = reserved
+    def remember(self, known: Mapping[str, Any]) -> None:
+        """Takes the allocator's answers as they were made of the same job in another process."""
+        vars(self).update(known)
 
     @property
     def short(self) -> bool:
@@ -133,6 +132,26 @@ class MemoryResult:
     def headroom_bytes(self) -> int:
         """Capacity that is left; negative when the job does not fit."""
         return self.capacity_bytes - self.device_used_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Capacity that is left where pages of unified memory, which give way, take none of it."""
+        return self.headroom_bytes + (0 if self.paging is None else self.paging.resident_bytes)
+
+    @property
+    def filled(self) -> str:
+        """What leaves no memory free of a job that fits: "short" = the allocator has to give cached blocks back in
+        every step, "cache" = they fill the device, "pages" = those of unified memory do, which give way; "" = none."""
+        if not self.fits:
+            return ""
+        if self.short:
+            return "short"
+        return "" if self.headroom_bytes > 0 else "pages" if self.free_bytes > 0 else "cache"
+
+    @property
+    def roomy(self) -> bool:
+        """Whether the job fits and leaves memory free, with an allocator that does not run short."""
+        return self.fits and self.free_bytes > 0 and not self.short
 
     @property
     def fits(self) -> bool:
@@ -175,8 +194,7 @@ class MemoryResult:
                          f"tensors: they travel to the device and back in every step, which adds "
                          f"{self.paging.seconds:.3g} s to it")
         near = 2 * self.use.peak_allocated_bytes > self.limit_bytes
-        pages = 0 if self.paging is None else self.paging.resident_bytes  # which give way
-        share = (self.headroom_bytes + pages) / self.capacity_bytes if near else 1.0
+        share = self.free_bytes / self.capacity_bytes if near else 1.0
         if self.short and self.fits:
             found.append(f"the allocator runs short {self.reserved.retries:.3g} times a step, a mean over what the "
                          f"driver may take: {self.reserved.released_bytes / gib:.3g} GiB of cached blocks go back and "

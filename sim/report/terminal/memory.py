@@ -12,8 +12,9 @@ from rich.text import Text
 from sim.memory.ledger import CATEGORIES, PHASES, allocated_bytes
 from sim.report.memory_plan import MemoryPlan, StageMemory
 from sim.report.numbers.memory import MemoryResult
+from sim.report.terminal.changes import changes_lines
 from sim.report.terminal.head import described
-from sim.report.terminal.render import changes_lines, host_line, largest_lines, memory_bar, memory_verdict
+from sim.report.terminal.render import host_line, largest_lines, memory_bar, memory_verdict
 from sim.report.units import size
 from sim.report.words import forward_of, written
 
@@ -37,7 +38,7 @@ def render_memory(plan: MemoryPlan, to: Console, every_stage: bool = False) -> N
     memory = plan.memory
     to.print(Group(*described(plan.scenario, plan.gpu), Text(), memory_bar(memory, to.width), *host_line(memory),
                    memory_verdict(memory), *_peak(plan),
-                   *changes_lines(plan.changes, _CHANGES, plan.scenario.training.mode == "train"), Text()))
+                   *changes_lines(plan.changes, _CHANGES, plan.scenario.training.mode != "train"), Text()))
     if len(plan.stages) > 1:
         to.print(_stages_table(plan, every_stage), Text())
     every = every_stage or len(plan.stages) <= FEW_STAGES

@@ -3,43 +3,32 @@
 from __future__ import annotations
 
 import io
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from rich.console import Console, Group
 from rich.measure import Measurement
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from sim.memory.ledger import CATEGORIES
 from sim.report import lengths
-from sim.report.advice.combined import DEAR
 from sim.report.advice.largest import GPU_ALONE, Largest
-from sim.report.advice.trials import Change
 from sim.report.numbers.bounding import felt
 from sim.report.numbers.memory import TIGHT_HEADROOM, MemoryResult
 from sim.report.result import Result, has_tokens
 from sim.report.scaling import scaling
+from sim.report.terminal.changes import changes_lines
 from sim.report.terminal.head import headline
 from sim.report.terminal.run import budget_lines, trouble_lines
 from sim.report.terminal.stages import stage_lines
 from sim.report.units import rate, seconds, size
 from sim.report.warned.together import together
 from sim.report.words import bound, forward_of, term, written
-from sim.scenario.change import said
 from sim.work import CATEGORIES as KERNEL_CATEGORIES
 
 #: Share of the GPU from which on what the allocator wastes is told apart.
 _WASTE = 0.02
-#: Changes listed for a job that does not fit.
-_CHANGES = 5
-#: Of them, how many on more GPUs stand beside those on as many.
-_ON_MORE = 2
-#: Characters of options on a line, the least a terminal has less the indent.
-_OPTIONS_WIDTH = 76
-_SEARCH = "'drystep size' searches whole layouts"
 _COLOURS = {"gemm": "green", "attention": "bright_green", "memory_bound": "cyan", "optimizer": "blue",
             "communication": "red", "pipeline_bubble": "magenta", "host": "yellow", "offload": "bright_red"}
 #: Rows with less of the step than this would print as 0.0% and are left out.
@@ -70,7 +59,7 @@ def render(result: Result, to: Console) -> None:
     """Print the report of one run, each part before what the next one has to simulate: advice takes the longest."""
     to.print(Group(*headline(result), Text(), *_breakdown(result, to.width), Text()))
     to.print(Group(*_bound(result), *trouble_lines(result), Text(), *_memory(result, to.width)))
-    to.print(Group(*changes_lines(result.changes, searchable=result.scenario.training.mode == "train"),
+    to.print(Group(*changes_lines(result.changes, request=result.scenario.training.mode != "train"),
                    *largest_lines(result.largest), *stage_lines(result), *budget_lines(result), *_notes(result)))
 
 
@@ -258,57 +247,6 @@ def host_line(memory: MemoryResult) -> list[Any]:
     return [Text.assemble(("host ", "bold"), (used, colour), (f": {detail}", "dim"))]
 
 
-def changes_lines(changes: Sequence[Change], most: int = _CHANGES, searchable: bool = True) -> list[Any]:
-    """What would make a job fit that does not, cheapest first; else what comes closest.
-
-    Args:
-        searchable: whether it is a job that `drystep size` has layouts for.
-    """
-    fitting = [change for change in changes if change.fits]
-    if not fitting:
-        return [Text(f"no single change makes it fit; closest is {c.what}, {_still_lacking(c)}"
-                     + (f" ({_SEARCH})" if searchable else "")) for c in changes[:1]]
-    here, more = ([c for c in fitting if c.more_gpus == wanted] for wanted in (False, True))
-    shown = here[:most - min(len(more), _ON_MORE)]
-    lines = [Text(_head(here), style="bold")] if here else []
-    for c in shown:
-        lines += _change_lines(c)
-    if more:
-        lines.append(Text("on more GPUs it would fit with" if here else
-                          "nothing that was tried makes it fit on as many GPUs; on more it would with", style="bold"))
-    for c in more[:most - len(shown)]:
-        lines += _change_lines(c)
-    rest = len(fitting) - most
-    below = [f"  and {rest} more, dearer ones (--json has all)"] if rest > 0 else []
-    below += [f"  {_SEARCH}"] if searchable and min(c.gpu_time or 1.0 for c in fitting) > DEAR else []
-    return [*lines, *(Text(line, style="dim") for line in below)]
-
-
-def _head(here: Sequence[Change]) -> str:
-    counts = sorted({change.count for change in here})
-    if counts[0] == 1:
-        return "it would fit with"
-    many = " or ".join({2: "two", 3: "three"}[count] for count in counts)
-    return f"no single change makes it fit; {many} at once would"
-
-
-def _change_lines(c: Change) -> list[Any]:
-    free = f"{size(c.headroom_bytes)} free" if c.headroom_bytes > 0 else "only just (the allocator runs short)"
-    return [Text(f"  {c.what}: {free}, {_cost(c)}"),
-            *(Padding(Text(line, style="dim"), (0, 0, 0, 4), expand=False) for line in _options(c.set))]
-
-
-def _options(sets: Mapping[str, Any]) -> list[str]:
-    """The command line's options for a change, as few lines as hold them; a line ends where an option does."""
-    lines = [""]
-    for text in said(sets):
-        option = f"--set {shlex.quote(text)}"
-        if lines[-1] and len(lines[-1]) + len(option) >= _OPTIONS_WIDTH:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {option}".strip()
-    return lines
-
-
 def largest_lines(found: Sequence[Largest]) -> list[Any]:
     """The largest sizes that fit, and why not more."""
     return [Text.assemble(*_largest(one)) for one in found]
@@ -326,19 +264,6 @@ def _largest(one: Largest) -> Iterator[tuple[str, str] | str]:
         yield f", by {one.ends}"
     elif one.value and one.ends != "memory":
         yield f"; beyond it: {one.ends}"
-
-
-def _still_lacking(change: Change) -> str:
-    if change.missing_bytes:
-        return f"{size(change.missing_bytes)} too much"
-    return f"with which the host of a node lacks {size(change.host_missing_bytes)}"
-
-
-def _cost(change: Change) -> str:
-    """Step time with a change against without it, and GPU time where the number of GPUs changes."""
-    slowdown, gpu_time = change.slowdown or 1.0, change.gpu_time or 1.0
-    more = f", GPU time {100 * (gpu_time - 1):+.0f}%" if gpu_time != slowdown else ""
-    return f"step {100 * (slowdown - 1):+.0f}%{more}"
 
 
 def _warning(text: str) -> Text:

@@ -203,7 +203,8 @@ def budget_in_vain(scenario: Scenario) -> list[str]:
     if asked is None:
         return []
     if isinstance(scenario.training.mode, Inference):
-        return ["budget: changes nothing: it is of a run of training"]
+        return ["budget: changes nothing: it is of a run of training; what a million tokens of requests cost, "
+                "'drystep size --gpus N --price USD' tells"]
     return [] if asked.tokens is not None else [
         "budget: changes nothing without tokens: write how many the run takes (budget.tokens, a number or chinchilla)"]
 

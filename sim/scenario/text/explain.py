@@ -197,6 +197,9 @@ def _elsewhere(name: str) -> str:
 
 def _not_allowed(path: str, value: Any, allowed: list[str]) -> tuple[str, str]:
     shown = ", ".join(allowed)
+    several = [part.strip() for part in value.split(",")] if isinstance(value, str) else []
+    if len(several) > 1 and set(several) <= set(allowed) and (swept := _swept(path, several)):
+        return f"{describe(value)} is not one of {shown}", f"{swept}; drystep compare takes a --set for each"
     of_list = re.sub(r"\.\d+\Z", "", path)
     hint = other_value(of_list, str(value).lower()) if isinstance(value, (str, bool)) else ""
     if not hint and isinstance(value, str):

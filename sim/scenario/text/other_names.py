@@ -14,7 +14,7 @@ _FILE = "scenario/text/other_names.yaml"
 
 def other_field(name: str, inside: str) -> str:
     """A hint at what another tool's field `name`, written in the table `inside`, is here; "" if it says nothing."""
-    path = _fields().get(bare(name), "")
+    path = _inside().get((inside, bare(name))) or _fields().get(bare(name), "")
     if not path or path == f"{inside}.{name}":
         return _follows().get(bare(f"{inside}.{name}")) or _follows().get(bare(name), "")
     return f"did you mean '{path.removeprefix(f'{inside}.')}'?"
@@ -35,6 +35,12 @@ def same_sizes(model: str) -> str:
 @cache
 def _fields() -> Mapping[str, str]:
     return {bare(str(name)): path for path, names in table(_FILE)["fields"].items() for name in names}
+
+
+@cache
+def _inside() -> Mapping[tuple[str, str], str]:
+    return {(inside, bare(str(name))): f"{inside}.{ours}"
+            for inside, fields in table(_FILE)["inside"].items() for ours, names in fields.items() for name in names}
 
 
 @cache

@@ -20,7 +20,8 @@ NAMES = table("scenario/text/other_names.yaml")
 
 def test_every_field_and_value_pointed_at_exists() -> None:
     takes = {row["field"]: row["takes"] for row in field_rows()}
-    assert set(NAMES["fields"]) | set(NAMES["values"]) <= set(takes)
+    inside = {f"{place}.{ours}" for place, fields in NAMES["inside"].items() for ours in fields}
+    assert set(NAMES["fields"]) | set(NAMES["values"]) | inside <= set(takes)
     for path, values in NAMES["values"].items():
         lists = {"training.precision": PRECISIONS, "cluster.topology": topology_names(), "model.preset": preset_names()}
         words = set(lists.get(path, takes[path].replace(",", "").split()))
@@ -51,6 +52,13 @@ def test_no_name_means_two_things() -> None:
     ("data", "parallel", "it follows: GPUs over tensor x pipeline x context"),
     ("data", "training", ""),
     ("no_sync", "parallel", "write reduce_every_micro_step: false is no_sync, true sums gradients in every micro-step"),
+    ("max_new_tokens", "training.mode.inference", "did you mean 'generate'?"),
+    ("input_len", "training", "did you mean 'mode.inference.prompt'?"),
+    ("batch_size", "training.mode.inference", "did you mean 'batch'?"),
+    ("batch_size", "training", "did you mean 'micro_batch'?"),
+    ("kv_cache_dtype", "training.mode.inference", "did you mean 'kv_cache'?"),
+    ("target_modules", "training.finetune", "did you mean 'targets'?"),
+    ("lora_alpha", "training.finetune", "no prediction depends on it: leave it out"),
     ("nothing_known", "parallel", ""),
 ])
 def test_fields(name: str, inside: str, hint: str) -> None:
@@ -93,6 +101,9 @@ def test_values() -> None:
     assert other_value("training.precision", "bf16").startswith("did you mean 'amp-bf16' (autocast), 'fsdp-bf16'")
     assert other_value("parallel.strategy", "deepspeed") == "did you mean zero1, zero2 or zero3?"
     assert other_value("model.norm", "deepspeed") == ""
+    assert other_value("software.framework", "vLLM") == (
+        "did you mean 'pytorch' with compile: true and cuda_graphs: true, which engines of inference have?")
+    assert other_value("training.mode.inference.kv_cache", "auto") == "did you mean 'same'?"
     assert other_value("training.optimizer", "paged_adamw_8bit") == (
         "did you mean 'adamw-8bit' with parallel.offload.optimizer: paged?")
 
@@ -136,6 +147,8 @@ def test_an_error_names_ours_instead_of_listing_everything() -> None:
     ("training.finetune", "dpo", "write {method: dpo}"),
     ("training.micro_batch", [1, 2], "to run each, 'sweep: {training.micro_batch: [1, 2]}'"),
     ("training.recompute", ["none", "full"], "to run each, 'sweep: {training.recompute: [none, full]}'"),
+    ("training.recompute", "none, full", "to run each, 'sweep: {training.recompute: [none, full]}'; drystep compare "
+                                         "takes a --set for each"),
     ("training.micro_batch", "1,2,4", "to run each, a sweep with the list [1,2,4]"),
     ("training.sequence", "131,072", "write 131072 without quotes, commas or underscores"),
     ("parallel", "fsdp", "write {strategy: fsdp}"),
@@ -171,6 +184,7 @@ def test_a_hint_leads_on(field: str, value: object, hint: str) -> None:
      "did you mean 'mlp'?"),
     ("training.precision", {"name": "pure-bf16", "parameters": "mxfp4"}, ".parameters",
      "did you mean 'int4' or 'nvfp4', which take as much memory within 6%?"),
+    ("training.precision", {"name": "pure-bf16", "parameters": "q4_k_m"}, ".parameters", "did you mean 'int4'?"),
     ("training.precision", {"name": "pure-bf16", "parameters": "bnb"}, ".parameters", "did you mean 'nf4'?")], ids=str)
 def test_words_of_peft_and_of_quantisers_are_one_fault_each(field: str, value: object, at: str, hint: str) -> None:
     said = {"name": "x", "cluster": {"topology": "dgx-h100"}, "model": {"preset": "llama-3-8b"},
