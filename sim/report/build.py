@@ -163,7 +163,8 @@ def _warnings(result: Result) -> list[str]:
         if more >= 1.0 + _MUCH_BETWEEN:
             found.append("mfu: attention is counted within documents, as FlopCounterMode does with cumulative lengths; "
                          f"counted over whole sequences, as torchtitan does, MFU is {100 * result.mfu * more:.1f}%")
-    if (own := result.scenario.cluster.gpu) is not None and any(v is not None for v in own.model_dump().values()):
+    own = result.scenario.cluster.gpu
+    if own is not None and any(v is not None for v in own.model_dump().values()):
         card = result.scenario.cluster.topology.gpu
         like = result.gpu if isinstance(card, str) else card["like"]
         found.append(f"hardware: figures of this GPU are the scenario's own; how much of them kernels reach is taken "
@@ -173,7 +174,8 @@ def _warnings(result: Result) -> list[str]:
         gpu = detail.machine.devices[device].gpu
         compute = result.scenario.training.matrix_dtype
         other = {"bf16": "fp16", "fp16": "bf16"}.get(compute)
-        if other is not None and gpu.peak_flops(compute) * 2 < gpu.peak_flops(other):
+        given = own is not None and own.tflops is not None and compute in own.tflops  # the other is the catalogue's
+        if other is not None and not given and gpu.peak_flops(compute) * 2 < gpu.peak_flops(other):
             found.append(f"hardware: {gpu.name} has no tensor cores for {compute} "
                          f"({gpu.peak_flops(compute) / 1e12:.3g} TFLOP/s; {other}: "
                          f"{gpu.peak_flops(other) / 1e12:.3g})")

@@ -77,6 +77,8 @@ def scaling(points: Sequence[Result], axes: Mapping[str, Sequence[Any]]) -> list
             along = sorted(line.points, key=lambda p: float(p.set[picture.axis]))
             if len(along) < 2 or not along[0].tokens_per_second_per_gpu:
                 continue
+            if all(p.gpus == 1 for p in along):  # nobody to communicate with
+                continue
             held = dict(picture.fixed)
             if picture.other:
                 held[picture.other] = along[0].set[picture.other]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import sim
 from sim.report.pictures import style as look
 from sim.report.scaling import Scaling
 
@@ -21,6 +22,15 @@ def test_every_pattern_is_told_as_it_is(bound: tuple[str, ...], said: str) -> No
     from_ = next((i + 1 for i in range(3) if set(bound[i:]) == {COMM}), None)
     line = Scaling("training.sequence", (1, 2, 3), {}, (1.0, 1.0, 1.0), (0.1, 0.2, 0.3), bound, from_)
     assert str(line) == said
+
+
+@pytest.mark.parametrize(("gpus", "lines"), [(1, 0), (2, 1)])
+def test_one_gpu_has_nobody_to_communicate_with(gpus: int, lines: int) -> None:
+    swept = sim.run_sweep({
+        "name": "alone", "cluster": {"topology": "dgx-a100-80g", "gpus_per_node": gpus}, "model": {"preset": "gpt2"},
+        "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 256}, "parallel": {"strategy": "ddp"},
+        "sweep": {"training.micro_batch": [1, 2]}})
+    assert len(swept.scaling()) == lines
 
 
 @pytest.mark.parametrize(("title", "whole"), [("Short", True), ("A name of words " * 15, False), ("W" * 300, False)])

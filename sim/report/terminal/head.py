@@ -90,7 +90,9 @@ def _batch(scenario: Scenario) -> str:
     if last != training.micro_batch and steps > 1:  # the last micro-step is smaller
         whole = f"{training.micro_batch} × {steps - 1}" if steps > 2 else f"{training.micro_batch}"
         each = f"({whole} + {last}), {steps} micro-steps"
-    what = f"sequences of {training.sequence:,} tokens" if has_tokens(scenario) else "samples"
+    what = "sequence" if has_tokens(scenario) else "sample"
+    what += "s" if training.global_batch != 1 else ""
+    what += f" of {training.sequence:,} tokens" if has_tokens(scenario) else ""
     what += _documents(training)
     return (f"{training.global_batch:,} {what} per step = {_replicas(scenario.data_parallel)} × {each}")
 

@@ -93,6 +93,16 @@ def test_a_dtype_without_tensor_cores_is_warned_of() -> None:
     assert any("no tensor cores for bf16" in w and "fp16: 125" in w for w in sim.run(resolve(plain)).warnings)
     half = {**plain, "training": {**plain["training"], "precision": "amp-fp16"}}
     assert not any("tensor cores" in w for w in sim.run(resolve(half)).warnings)
+    # Given bf16 alone, fp16 stays the catalogue's: that says nothing of the tensor cores.
+    card = {"topology": {"gpu": {"like": "h100-80g-sxm", "tflops": {"bf16": 148}}, "gpus_per_node": 1}}
+    own = sim.run(resolve({**plain, "cluster": card}))
+    assert own.peak_flops_per_gpu == 148e12 and not any("tensor cores" in w for w in own.warnings)
+
+
+def test_one_sequence_is_one() -> None:
+    assert "\n1 sequence of 1,024 tokens per step" in as_text(sim.run(resolve(
+        {"name": "one", "cluster": {"topology": "single-a100-80g-sxm"}, "model": {"preset": "gpt2"},
+         "training": {"micro_batch": 1, "global_batch": 1, "sequence": 1024}})))
 
 
 def test_models_are_listed_with_their_parameters() -> None:
