@@ -3,9 +3,9 @@
     python .ci/readme_examples.py README.md scenarios/README.md
 
 Every ```sh block but those that install, which are CI's own steps; every ```yaml block (the first whole scenario is
-my.yaml, a part of one is put in its place there); and the commands on my.yaml that stand in tables, but for searches, which take
-as long as they are told to. They run in a scratch folder that links to the checkout's .venv, scenarios and topologies,
-so that what they write stays out of the checkout. Exits with 1 when an example fails or a text has none.
+my.yaml, a part of one is put in its place there); and the commands on my.yaml that stand in tables, but for searches,
+which take as long as they are told to. They run in a scratch folder that links to the checkout's .venv, scenarios and
+topologies, so that what they write stays out of the checkout. Exits with 1 when an example fails or a text has none.
 """
 
 from __future__ import annotations
