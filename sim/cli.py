@@ -233,7 +233,7 @@ def _checked(name: str, loaded: Loaded, points: Sequence[Point]) -> bool:
 # ----------------------------------------------------------------------------------------------------- other commands
 @cli.command(short_help="Hold predictions against measured runs.", epilog=examples(
     "drystep validate ours.yaml",
-    "drystep validate scenarios/published/nemo.yaml --select 'nemo/*llama*' --json out.json"))
+    "drystep validate scenarios/published/nemo.yaml --select '*llama*' --json out.json"))
 @click.argument("cases", nargs=-1, required=True, metavar="CASES...")
 @json_option("all records")
 @click.option("--select", metavar="PATTERN", help="Only cases whose file/id holds this text, or matches this glob.")

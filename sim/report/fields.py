@@ -14,7 +14,7 @@ _MOST_NAMES = 14
 #: Fields whose names are a catalogue's, and the command that lists it.
 _CATALOGUES = {"cluster.topology": "topologies", "cluster.topology.gpu": "gpus", "model.preset": "models",
                "training.precision": "precisions"}
-#: What the scenario says about itself has a section of its own in the README, and no fields below it here.
+#: What the scenario says about itself has a paragraph in the guide, and no fields below it here.
 _CLOSED = ("expect", "claim.figures")
 
 

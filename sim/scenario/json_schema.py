@@ -57,7 +57,7 @@ def _names(tables: dict[str, Any]) -> None:
             "type": "object",
             "properties": {
                 **profile["properties"],
-                "like": {"enum": gpu_names()},
+                "like": profile["properties"]["like"] | {"enum": gpu_names()},
                 **tables["GpuFigures"]["properties"],
             },
             "required": ["like"],

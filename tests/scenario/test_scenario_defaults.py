@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.errors import UserError
+from sim.report.fields import field_rows
 from sim.scenario import Scenario, resolve
 from sim.scenario.dump import dump
 from sim.scenario.fields.precisions import PRECISIONS
@@ -23,6 +24,20 @@ MINIMAL: dict[str, Any] = {
 
 def made(**sets: Any) -> Scenario:
     return resolve(MINIMAL, sets={name.replace("__", "."): value for name, value in sets.items()})
+
+
+def test_defaults_are_those_that_list_fields_tells() -> None:
+    says = {row["field"]: row["meaning"].rpartition("none given = ")[2] for row in field_rows()}
+    plain, alone, megatron = made(), made(cluster__gpus_per_node=1), made(software__framework="megatron")
+    bert = resolve({**MINIMAL, "model": {"preset": "bert-large"}, "training": {**MINIMAL["training"], "sequence": 128}})
+    chunks = made(parallel__pipeline=2, parallel__virtual_stages=2)
+    assert says["parallel.strategy"] == f"{plain.parallel.strategy}, on one GPU {alone.parallel.strategy}"
+    assert says["parallel.order"] == ", ".join(plain.parallel.order)
+    assert says["parallel.schedule"] == (f"{plain.parallel.schedule}, with virtual_stages {chunks.parallel.schedule}")
+    assert says["parallel.sharding_factor"] == "full" and made(parallel__strategy="fsdp").parallel.sharding_factor == 8
+    assert says["software.year"] == str(plain.software.year)
+    assert says["software.modules"] == (f"{megatron.software.modules} under megatron and deepspeed, "
+                                        f"{bert.software.modules} of pytorch's encoders, else {plain.software.modules}")
 
 
 def test_defaults_of_the_paragraph() -> None:

@@ -33,7 +33,7 @@ class Software(Table):
 
     framework: Framework = has("pytorch", "whose code trains; ideal = nobody's: no host time, kernels fused, gradients "
                                           "reduced as PyTorch's DDP does")
-    year: Year = late("of the stack")
+    year: Year = late("of the stack; none given = 2026")
     compile: bool = has(False, "torch.compile")
     fused: bool = has(True, "fused kernels of the framework")
     fused_accumulation: bool = has(
@@ -46,9 +46,13 @@ class Software(Table):
     deterministic: bool = has(
         False, "kernels that give the same bits every time (torch.use_deterministic_algorithms, Megatron's "
         "--deterministic-mode)")
-    fsdp: Literal[1, 2] = late("FSDP 1 (flat parameters) or 2 (per parameter)")
-    modules: Literal["plain", "transformers", "megatron"] = late("whose layers run")
-    optimizer_kernel: Literal["loop", "foreach", "fused"] = late("how the optimizer's kernels are launched")
+    fsdp: Literal[1, 2] = late(
+        "FSDP 1 (flat parameters) or 2 (per parameter); none given = 2 from 2025 on")
+    modules: Literal["plain", "transformers", "megatron"] = late(
+        "whose layers run; none given = megatron under megatron and deepspeed, transformers of pytorch's encoders, "
+        "else plain")
+    optimizer_kernel: Literal["loop", "foreach", "fused"] = late(
+        "how the optimizer's kernels are launched; none given = what the stack does")
     versions: dict[str, Text] = late("package -> version")
     nccl: Nccl = late("settings of the collective library")
     allocator: AllocatorConf = late("settings of PyTorch's caching allocator (PYTORCH_CUDA_ALLOC_CONF)")

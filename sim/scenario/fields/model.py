@@ -40,7 +40,7 @@ class Moe(Table):
 
     experts: Experts = needs("routed experts of a block")
     top_k: Experts = needs("experts a token is sent to")
-    expert_ffn: Width = late("inner width of one expert")
+    expert_ffn: Width = late("inner width of one expert; none given = ffn")
     shared_experts: Annotated[int, Field(ge=0, le=100_000)] = has(0, "experts that see every token")
     groups: Experts = has(1, "groups of neighbouring experts; a token's experts come from the best top_groups of them")
     top_groups: Experts = has(1, "groups a token's experts come from; with 1 group there is no limit")
@@ -71,18 +71,21 @@ class Model(Table):
     hf: Text | None = has(None, "path of a Hugging Face config.json")
     kind: Literal["decoder", "encoder", "encoder-decoder", "layers"] = has("decoder", "shape of the transformer")
     layers: Layers = late("blocks; encoder blocks of an encoder-decoder")
-    decoder_layers: LayersOrNone = late("decoder blocks of an encoder-decoder")
+    decoder_layers: LayersOrNone = late("decoder blocks of an encoder-decoder; none given = layers")
     hidden: Width = late("width of the residual stream")
     heads: Heads = late("attention heads")
-    kv_heads: Heads = late("heads of keys and values")
-    head_dim: Width = late("width of one head")
-    ffn: Width = late("inner width of the MLP")
+    kv_heads: Heads = late("heads of keys and values; none given = heads")
+    head_dim: Width = late("width of one head; none given = hidden / heads")
+    ffn: Width = late("inner width of the MLP; none given = 4 · hidden")
     gated_mlp: bool = has(False, "three matrices: SwiGLU, GEGLU")
     activation: Literal["gelu", "gelu-new", "relu", "silu"] = late(
-        "activation of the MLP; gelu-new = the tanh form that Hugging Face's modules spell out")
+        "activation of the MLP; gelu-new = the tanh form that Hugging Face's modules spell out; none given = gelu, "
+        "of a gated MLP silu, of an encoder-decoder relu")
     vocab: Vocab = late("rows of the embedding")
-    max_positions: Tokens = late("rows of a learned position embedding, longest sequence")
-    positions: Literal["learned", "rotary", "alibi", "relative", "none"] = late("position encoding")
+    max_positions: Tokens = late(
+        "rows of a learned position embedding, longest sequence; none given = the longest that the job has")
+    positions: Literal["learned", "rotary", "alibi", "relative", "none"] = late(
+        "position encoding; none given = learned, of an encoder-decoder relative")
     norm: Literal["layernorm", "rmsnorm", "rmsnorm-fp32"] = has(
         "layernorm", "normalisation; rmsnorm-fp32 = weights multiply before the result is half again (Gemma, OLMo-2)")
     qk_norm: Literal["head", "whole"] | None = has(

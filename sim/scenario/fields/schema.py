@@ -54,7 +54,7 @@ FULL = 0
 class Precision(Table):
     """Seven dtypes; `gather` and `reduce` are those on the wire for parameters and gradients."""
 
-    name: str = has("custom", "")
+    name: str = has("custom", "one of the named precisions, whose dtypes hold where none stands beside it")
     compute: Dtype = needs("of matrix products")
     parameters: Literal[Dtype, "nf4", "nf4-dq"] = needs("of the parameters the model computes with")
     master: DtypeOrNone = needs("of the optimizer's copy of the parameters")
@@ -104,15 +104,17 @@ class Finetune(Table):
     """What is trained: everything, or small matrices beside frozen weights."""
 
     method: Literal["full", "lora", "qlora", "adapter"] = has("full", "method")
-    rank: Annotated[int, Field(ge=0, le=100_000)] = late("rank of LoRA's matrices, or width of an adapter")
+    rank: Annotated[int, Field(ge=0, le=100_000)] = late(
+        "rank of LoRA's matrices, or width of an adapter; none given = 8")
     targets: Annotated[
         list[Target],
         BeforeValidator(_all_targets),
         Field(max_length=20),
         WithJsonSchema({"anyOf": [{"enum": ["all", "all-linear"]},
                                   {"type": "array", "items": {"enum": list(Target.__args__)}}]}),
-    ] = late("matrices that get one; all-linear = all but the head, as peft's")
-    base: Literal["fp32", "bf16", "fp16", "int8", "int4", "nf4", "nf4-dq"] = late("dtype of the frozen weights")
+    ] = late("matrices that get one; all-linear = all but the head, as peft's; none given = query and value")
+    base: Literal["fp32", "bf16", "fp16", "int8", "int4", "nf4", "nf4-dq"] = late(
+        "dtype of the frozen weights; none given = the parameters', of qlora nf4")
     unquantised: Literal["fp32", "bf16", "fp16"] | None = has(
         None, "dtype of what a quantised base leaves as it is (embeddings, norms, head); none = that of the trained "
         "weights, as peft's prepare_model_for_kbit_training has it")
@@ -190,15 +192,16 @@ class Training(Table):
     """Batch, dtypes, optimizer and what saves memory."""
 
     micro_batch: Sequences = needs("sequences one replica takes through one forward and backward")
-    global_batch: Sequences = late("sequences per optimizer step over the whole job")
+    global_batch: Sequences = late("sequences per optimizer step over the whole job; none given = of micro_steps")
     micro_steps: Annotated[int, count(1_000_000)] | None = has(None, "instead of global_batch: micro-steps per step")
     sequence: Tokens = needs("tokens per sequence")
     document: Document | None = has(
         None, "mean tokens of the documents packed into a sequence, whose attention keeps to them; with their spread "
         "{mean: 500, spread: 1.2}; none = attention sees the whole sequence")
-    decoder_sequence: Tokens = late("tokens per decoder sequence")
-    predicted_tokens: Tokens = late("tokens per sequence that reach the vocabulary head")
-    precision: Annotated[Precision, BeforeValidator(named_precision)] = late("a name or seven dtypes")
+    decoder_sequence: Tokens = late("tokens per decoder sequence; none given = sequence")
+    predicted_tokens: Tokens = late("tokens per sequence that reach the vocabulary head; none given = all")
+    precision: Annotated[Precision, BeforeValidator(named_precision)] = late(
+        "a name or seven dtypes; none given = amp-bf16, where the GPU has no bf16 amp-fp16")
     optimizer: Optimizer = has("adamw", "optimizer")
     muon: Muon | None = has(None, "of optimizer muon")
     recompute: Recompute = has("none", "activation checkpointing")
@@ -268,10 +271,10 @@ class Offload(Table):
 class Parallel(Table):
     """How the job is laid out on the GPUs."""
 
-    strategy: Strategy = late("data parallelism")
+    strategy: Strategy = late("data parallelism; none given = ddp, on one GPU none")
     sharding_factor: Annotated[
         int, word_or_number("full", "a whole number of GPUs", 1_000_000, result=FULL), or_word("full")
-    ] = late("GPUs over which each parameter is split, or full")
+    ] = late("GPUs over which each parameter is split, or full (all that hold the same slice); none given = full")
     reshard_after_forward: Annotated[
         bool | int,
         PlainValidator(switch_or_count),
@@ -286,11 +289,12 @@ class Parallel(Table):
     ] = has("block", "unit of gathering: a block, or so many parameters")
     bucket_mb: Mib = has(25.0, "MiB of a gradient bucket; 25 is DDP's, and where a framework counts otherwise its own")
     gradient_as_bucket_view: bool = has(False, "DDP's gradients are views of its buckets")
-    reduce_every_micro_step: bool = late("gradient accumulation without no_sync")
+    reduce_every_micro_step: bool = late(
+        "gradient accumulation without no_sync; none given = true of fsdp, zero2 and zero3")
     overlap: bool = has(True, "reduce gradients and gather parameters during compute")
     tensor: Degree = has(1, "tensor parallelism")
     sequence_parallel: bool = has(False, "Megatron's sequence parallelism")
-    async_tensor: bool = late("overlapped tensor parallelism")
+    async_tensor: bool = late("overlapped tensor parallelism; none given = what the stack does")
     context: Degree = has(1, "context parallelism")
     context_exchange: Literal["ring", "all-gather", "all-to-all"] = has(
         "ring", "keys and values go round a ring, are gathered, or tokens are exchanged for heads (Ulysses)")
@@ -305,14 +309,18 @@ class Parallel(Table):
         None, "what hides tokens on their way to experts: nothing, shared experts, another micro-batch's compute; none "
         "given = what the stack does")
     pipeline: Degree = has(1, "pipeline stages")
-    virtual_stages: Annotated[int, count(10_000)] = late("chunks of each pipeline rank")
-    schedule: Schedule = late("order of the pipeline's micro-batches")
-    split: Annotated[list[LayersOrNone], Field(max_length=100_000)] | None = has(None, "blocks per pipeline rank")
+    virtual_stages: Annotated[int, count(10_000)] = late(
+        "chunks of each pipeline rank; none given = 1, of zb-v and dualpipe 2")
+    schedule: Schedule = late(
+        "order of the pipeline's micro-batches; none given = 1f1b, with virtual_stages interleaved")
+    split: Annotated[list[LayersOrNone], Field(max_length=100_000)] | None = has(
+        None, "blocks per pipeline rank; none given = as evenly as they go")
     overlap_p2p: bool | None = has(
         None, "transfers between stages overlap with compute; none given = what the stack does")
     split_slots: SplitSlots = late("work of embedding and head when splitting evenly")
-    pipeline_scatter: bool = late("each tensor rank sends its share between stages")
-    order: list[Axis] = late("which ranks are neighbours, first = same node")
+    pipeline_scatter: bool = late("each tensor rank sends its share between stages; none given = what the stack does")
+    order: list[Axis] = late(
+        "which ranks are neighbours, first = same node; none given = tensor, context, expert, data, pipeline")
     offload: Offload = late("what lives outside the GPU")
 
 
