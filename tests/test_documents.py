@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from click.testing import CliRunner
+
+from sim.cli import cli
+from sim.imports.read import KINDS
 from sim.scenario.named.gpus import gpu_names
 from sim.scenario.named.presets import preset_names
 from sim.scenario.named.topologies import topology_names
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "scenarios" / "README.md").read_text(encoding="utf-8")
 REPORT = (ROOT / "reports" / "validation.md").read_text(encoding="utf-8")
 
 
@@ -47,3 +52,9 @@ def test_the_catalogue_holds_what_is_said_of_it() -> None:
         assert name in said and name in topology_names()
     for name in ("rtx2080ti", "rtx5090", "v100-16g-sxm", "gb300", "mi300x"):
         assert name in gpu_names()
+
+
+def test_every_kind_that_can_be_imported_is_named() -> None:
+    told = CliRunner().invoke(cli, ["import", "--help"]).output.replace("\n", " ")
+    for kind in KINDS:
+        assert re.search(rf"\b{kind}\b", told) and f"`{kind}`" in GUIDE, kind

@@ -40,8 +40,8 @@ def import_command(kind: str, files: tuple[str, ...], cluster: str | None, nodes
                    out: str | None, overwrite: bool, json_to: str | None) -> None:
     """Turn what you already have into a scenario.
 
-    KIND is one of hf, deepspeed, accelerate, axolotl, llamafactory, megatron, nemo, torchtitan, torchtune, litgpt, llm-
-    foundry and chakra. hf, deepspeed and accelerate take any mix of a model's config.json, the Trainer's arguments
+    KIND is one of hf, deepspeed, accelerate, axolotl, llamafactory, megatron, nemo, torchtitan, torchtune, litgpt,
+    llm-foundry and chakra. hf, deepspeed and accelerate take any mix of a model's config.json, the Trainer's arguments
     (JSON or YAML), DeepSpeed's JSON, accelerate's YAML and peft's adapter_config.json; axolotl and llamafactory theirs
     beside those; megatron a launch script or its arguments; torchtitan a TOML file; chakra execution traces of PyTorch
     (JSON) or Chakra (.et), a file a rank; the others their YAML. Whatever was not taken is listed.

@@ -35,6 +35,7 @@ def json_schema() -> dict[str, Any]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "drystep scenario",
         **{key: value for key, value in schema.items() if key != "title"},
+        "description": "a distributed training step, or a request: what runs, on what, and how",
     }
 
 
