@@ -49,8 +49,10 @@ class Bench:
     """A device to time on: CUDA events on a GPU, the wall clock on a CPU."""
 
     def __init__(self, dry_run: bool) -> None:
-        import torch
-
+        try:
+            import torch
+        except ImportError:
+            raise SystemExit("PyTorch is not installed here: measure where the training runs") from None
         self.torch: Any = torch
         self.tiny = dry_run
         if not dry_run and not torch.cuda.is_available():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -203,6 +204,12 @@ def test_measuring_writes_rows_as_they_come(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(measure_gpu.PARTS, "gemm", (PRODUCT_COLUMNS, lambda bench: [row]))
     (path,) = measure_gpu.measure(tmp_path / "out", ("gemm",), dry_run=True)
     assert path.read_text(encoding="utf-8") == ",".join(PRODUCT_COLUMNS) + "\ng,bf16,1,2,3,1,4.5,s\n"
+
+
+def test_without_pytorch_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # an import of it fails then
+    with pytest.raises(SystemExit, match="PyTorch is not installed here"):
+        measure_gpu.measure(tmp_path, dry_run=True)
 
 
 def test_a_dry_run_measures_every_part_on_the_cpu(tmp_path: Path) -> None:

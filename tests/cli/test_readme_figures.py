@@ -13,7 +13,7 @@ from sim.scenario.named.gpus import gpu_names
 from sim.scenario.named.presets import preset_names
 from sim.scenario.named.topologies import topology_names
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 GUIDE = (ROOT / "scenarios" / "README.md").read_text(encoding="utf-8")
 REPORT = (ROOT / "reports" / "validation.md").read_text(encoding="utf-8")
