@@ -80,7 +80,7 @@ def _cluster(written: Cluster) -> Cluster:
     topology = topology.model_copy(
         update={
             "intra": _intra(topology),
-            "inter": topology.inter if topology.inter is not None else Inter.model_construct(kind="none"),
+            "inter": _inter(topology.inter),
             "host": _host(topology),
         }
     )
@@ -122,6 +122,9 @@ def _intra(topology: TopologySpec) -> Intra:
         update = {"link": _or(written.link, _nvlink_name(nvlink)), "links_per_gpu": _or(written.links_per_gpu, links)}
         if written.matrix and _islands(written.matrix):
             update["gpus_per_switch"] = _or(written.gpus_per_switch, _below_one_cpu(topology.gpus_per_node))
+        elif str(update["link"]).startswith("nvlink"):
+            pcie = topology.host.pcie if topology.host is not None and topology.host.pcie is not None else pcie
+            update["gpus_per_switch"] = _or(written.gpus_per_switch, _on_one_uplink(topology.gpus_per_node, pcie))
         if mesh:
             update["links_per_pair"] = _or(written.links_per_pair, update["links_per_gpu"] // peers)
     return written.model_copy(update=update)
@@ -136,6 +139,19 @@ def _below_one_cpu(gpus: int) -> int | None:
     return gpus // 2 if gpus > _ONE_SWITCH and gpus % 2 == 0 else None
 
 
+#: PCIe uplinks of a node of more GPUs, joined by NVLink, where not every GPU has one of its own.
+_UPLINKS = 4
+
+
+def _on_one_uplink(gpus: int, pcie: str) -> int | None:
+    """GPUs behind one PCIe uplink of an NVLink node that says nothing of it: what they copy to and from the host shares
+    it. Up to gen 4 eight GPUs have four (DGX-1, HGX A100), and so have the sixteen of a DGX-2, where each copies 3 GB/s
+    when all do and 12 alone (Rajbhandari et al. 2021, figure 2b; recalled); from gen 5 on each has its own.
+    """
+    shared = pcie in ("gen3x16", "gen4x16") and gpus > _UPLINKS and gpus % _UPLINKS == 0
+    return gpus // _UPLINKS if shared else None
+
+
 def _islands(matrix: Sequence[Sequence[int]]) -> bool:
     """Whether links join some GPUs of a node but not all: what goes between the others crosses PCIe."""
     reached, found = {0}, [0]
@@ -145,6 +161,13 @@ def _islands(matrix: Sequence[Sequence[int]]) -> bool:
         reached.update(near)
         found += near
     return len(reached) < len(matrix)
+
+
+def _inter(written: Inter | None) -> Inter:
+    """The network between nodes; how flows choose their path is the fabric's, unless the topology says."""
+    inter = written if written is not None else Inter.model_construct(kind="none")
+    hashed = bool(table("network/links.yaml")["fabrics"][inter.fabric]["ecmp"])
+    return inter.model_copy(update={"routing": _or(inter.routing, "ecmp" if hashed else "adaptive")})
 
 
 def _nvlink_name(nvlink: dict[str, Any]) -> str:
@@ -164,7 +187,11 @@ def _links(written: Intra, nvlink: dict[str, Any]) -> int:
 def _host(topology: TopologySpec) -> Host:
     written = topology.host if topology.host is not None else Host.model_construct()
     pcie = written.pcie if written.pcie is not None else gpu_facts(topology.gpu)["pcie"]
-    return written.model_copy(update={"pcie": pcie, "storage": _or(written.storage, written.nvme_read)})
+    name = topology.gpu if isinstance(topology.gpu, str) else topology.gpu["like"]
+    own = table("hardware/host.yaml")["memory_bandwidth_of_gpu"].get(name)
+    memory = own["gb_s"] * 1e9 * topology.gpus_per_node if own and pcie == gpu_facts(name)["pcie"] else None
+    return written.model_copy(update={"pcie": pcie, "storage": _or(written.storage, written.nvme_read),
+                                      "memory_bandwidth": _or(written.memory_bandwidth, memory)})
 
 
 def _model(written: Model, training: Training) -> Model:

@@ -28,7 +28,8 @@ class Intra(Table):
     links_per_pair: Annotated[int, Field(ge=0, le=1000)] | None = has(None, "links between every pair of a mesh")
     matrix: list[list[Annotated[int, Field(ge=0, le=1000)]]] | None = has(None, "links between each pair of a mesh")
     gpus_per_switch: NodeGpus | None = late("GPUs below one PCIe switch; none given = up to four have slots of their "
-                                            "own, of more half are on each of two CPUs")
+                                            "own, of more half are on each of two CPUs; of a node joined by NVLink, "
+                                            "a quarter up to PCIe gen 4")
     peer_copies: bool | None = has(None, "GPUs reach one another over PCIe, else through the host; none given = as the "
                                          "GPU's driver has it")
     gen: Annotated[int, Field(ge=3, le=5)] | None = has(None, "PCIe generation")
@@ -48,7 +49,8 @@ class Inter(Table):
     nodes_per_leaf: Annotated[int, count(100_000)] = has(16, "nodes below one leaf switch")
     gpu_direct_rdma: bool | None = late("cards read and write GPU memory; none given = as the fabric has it: not over "
                                         "Ethernet's sockets, nor on Omni-Path")
-    routing: Literal["adaptive", "ecmp"] = has("adaptive", "how flows choose their path")
+    routing: Literal["adaptive", "ecmp"] = late("how flows choose their path; none given = as the fabric has it: ecmp "
+                                                "on RoCE, Ethernet, TCPX and Omni-Path, else adaptive")
 
 
 class Host(Table):
@@ -59,7 +61,8 @@ class Host(Table):
     nvme_read: BytesPerSecond = has(12e9, "sequential read of a node's disks")
     nvme_write: BytesPerSecond = has(6e9, "sequential write of a node's disks")
     storage: BytesPerSecond = late("reading of training data by a node, default nvme_read")
-    memory_bandwidth: BytesPerSecond | None = has(None, "host memory of a node, default by its PCIe generation")
+    memory_bandwidth: BytesPerSecond | None = has(None, "host memory of a node, default by its PCIe generation "
+                                                          "or its superchips")
 
 
 class GpuFigures(Table):
