@@ -101,9 +101,8 @@ def _intra(topology: TopologySpec) -> Intra:
     written = topology.intra
     if written is None:
         written = Intra.model_construct(kind="pcie" if topology.gpus_per_node > 1 else "none")
-    facts = gpu_facts(topology.gpu)
-    pcie = str(facts["pcie"])
-    nvlink = facts.get("nvlink") or {}
+    pcie = _pcie(topology)
+    nvlink = gpu_facts(topology.gpu).get("nvlink") or {}
     update: dict[str, Any] = {}
     if written.kind == "pcie":
         link = written.link or (f"gen{written.gen}x16" if written.gen else pcie)
@@ -123,11 +122,21 @@ def _intra(topology: TopologySpec) -> Intra:
         if written.matrix and _islands(written.matrix):
             update["gpus_per_switch"] = _or(written.gpus_per_switch, _below_one_cpu(topology.gpus_per_node))
         elif str(update["link"]).startswith("nvlink"):
-            pcie = topology.host.pcie if topology.host is not None and topology.host.pcie is not None else pcie
             update["gpus_per_switch"] = _or(written.gpus_per_switch, _on_one_uplink(topology.gpus_per_node, pcie))
         if mesh:
             update["links_per_pair"] = _or(written.links_per_pair, update["links_per_gpu"] // peers)
     return written.model_copy(update=update)
+
+
+def _pcie(topology: TopologySpec) -> str:
+    """Link of a GPU to its host: what the topology says of it, of its PCIe generation, or of the PCIe that joins its
+    GPUs, which is the same slots; else the GPU's own. A superchip's stays NVLink-C2C, whatever PCIe it has beside."""
+    own, intra, host = str(gpu_facts(topology.gpu)["pcie"]), topology.intra, topology.host
+    if host is not None and host.pcie is not None:
+        return host.pcie
+    if intra is None or not own.startswith("gen"):
+        return own
+    return f"gen{intra.gen}x16" if intra.gen else intra.link if str(intra.link).startswith("gen") else own
 
 
 def _below_one_cpu(gpus: int) -> int | None:
@@ -186,7 +195,7 @@ def _links(written: Intra, nvlink: dict[str, Any]) -> int:
 
 def _host(topology: TopologySpec) -> Host:
     written = topology.host if topology.host is not None else Host.model_construct()
-    pcie = written.pcie if written.pcie is not None else gpu_facts(topology.gpu)["pcie"]
+    pcie = _pcie(topology)
     name = topology.gpu if isinstance(topology.gpu, str) else topology.gpu["like"]
     own = table("hardware/host.yaml")["memory_bandwidth_of_gpu"].get(name)
     memory = own["gb_s"] * 1e9 * topology.gpus_per_node if own and pcie == gpu_facts(name)["pcie"] else None

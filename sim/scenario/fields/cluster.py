@@ -57,7 +57,8 @@ class Host(Table):
     """The host side of a node."""
 
     memory: Bytes = has(1e12, "host memory of a node")
-    pcie: Literal["gen3x16", "gen4x16", "gen5x16", "nvlink-c2c"] = late("link of a GPU to its host")
+    pcie: Literal["gen3x16", "gen4x16", "gen5x16", "nvlink-c2c"] = late(
+        "link of a GPU to its host; none given = as intra says of PCIe, else the GPU's own")
     nvme_read: BytesPerSecond = has(12e9, "sequential read of a node's disks")
     nvme_write: BytesPerSecond = has(6e9, "sequential write of a node's disks")
     storage: BytesPerSecond = late("reading of training data by a node, default nvme_read")

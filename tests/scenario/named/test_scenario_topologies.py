@@ -149,6 +149,18 @@ def test_a_generation_of_pcie_is_said_either_way() -> None:
     assert on({"gpu": "gb200", "gpus_per_node": 2}).cluster.topology.intra.link == "nvlink-c2c"
 
 
+@pytest.mark.parametrize(("gpu", "intra", "host", "links"), [
+    ("a40", {"gen": 3}, {}, ("gen3x16", "gen3x16")), ("a40", {"link": "gen3x16"}, {}, ("gen3x16", "gen3x16")),
+    ("a40", {}, {"pcie": "gen3x16"}, ("gen3x16", "gen3x16")), ("a40", {}, {}, ("gen4x16", "gen4x16")),
+    ("a40", {"gen": 4}, {"pcie": "gen3x16"}, ("gen4x16", "gen3x16")),
+    ("a100-80g-sxm", {"kind": "nvswitch", "gen": 3}, {}, ("nvlink3", "gen3x16")),
+    ("gh200", {"kind": "nvlink-mesh", "gen": 4}, {}, ("nvlink4", "nvlink-c2c"))])
+def test_slots_are_of_one_generation_whether_said_of_gpus_or_of_the_host(
+        gpu: str, intra: dict[str, Any], host: dict[str, Any], links: tuple[str, str]) -> None:
+    topology = on({"gpu": gpu, "gpus_per_node": 4, "intra": {"kind": "pcie", **intra}, "host": host}).cluster.topology
+    assert (topology.intra.link, topology.host.pcie) == links
+
+
 @pytest.mark.parametrize(("topology", "gpu", "said"), [
     ("", "like: t4", "is empty (a topology needs at least gpu and gpus_per_node)"),
     ("{gpu: card.yaml, gpus_per_node: 2}", "- t4", "holds a list where a mapping of fields was expected (a GPU's pro"),
