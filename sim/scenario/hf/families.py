@@ -20,7 +20,9 @@ from sim.scenario.text.document import beside, describe, read_text
 
 
 def _bigcode(c: Config) -> dict[str, Any]:
-    return {**_gpt2(c), **({"kv_heads": 1} if c.flag("multi_query", True) else {})}
+    shared: dict[str, Any] = {"kv_heads": 1, "fused_qkv": "parts"}
+    fields = shared if c.flag("multi_query", True) else {"fused_qkv": "heads"}
+    return {**_gpt2(c), "activation": c.activation("activation_function", default="gelu"), **fields}
 
 
 def _gptj(c: Config) -> dict[str, Any]:
