@@ -391,6 +391,16 @@ CONFIGS = {
         "first_k_dense_replace": 1,
         "moe_layer_freq": 1,
     },
+    "mt5-small": {
+        "model_type": "mt5",
+        "num_layers": 8,
+        "num_decoder_layers": 8,
+        "d_model": 512,
+        "vocab_size": 250112,
+        "num_heads": 6,
+        "d_kv": 64,
+        "d_ff": 1024,
+    },
     "starcoder2-3b": {
         "model_type": "starcoder2",
         "num_hidden_layers": 30,
