@@ -48,7 +48,7 @@ class Inter(Table):
     oversubscription: Annotated[float, Field(ge=1, le=1000)] = has(1.0, "leaf down-links over up-links")
     nodes_per_leaf: Annotated[int, count(100_000)] = has(16, "nodes below one leaf switch")
     gpu_direct_rdma: bool | None = late("cards read and write GPU memory; none given = as the fabric has it: not over "
-                                        "Ethernet's sockets, nor on Omni-Path")
+                                        "Ethernet's sockets, on Omni-Path, nor with V100 on EFA")
     routing: Literal["adaptive", "ecmp"] = late("how flows choose their path; none given = as the fabric has it: ecmp "
                                                 "on RoCE, Ethernet, TCPX and Omni-Path, else adaptive")
 

@@ -174,13 +174,13 @@ def test_what_a_file_lacks_is_said_of_its_own_kind(tmp_path: Path, topology: str
 
 
 #: What clusters of the catalogue have and their kind does not lead to expect: without the field they are others.
-PARTICULAR = {"intra.gpus_per_switch": {"jean-zay-v100-16g", "jean-zay-v100-32g"},   # four V100 in two pairs
-              "inter.gpu_direct_rdma": {"p3dn"},                                     # EFA before it had RDMA reads
-              # assumed of clusters of PCIe cards, whatever their fabric, and of the first EFA
-              "inter.routing": {"p3dn", "pcie-8x-a10g", "pcie-8x-l40s", "pcie-8x-a10", "pcie-8x-a100-40g-pcie",
-                                "pcie-8x-a100-80g-pcie", "pcie-8x-a40", "pcie-8x-h100-80g-pcie", "pcie-8x-h100-94g-nvl",
-                                "pcie-8x-l40", "pcie-8x-rtx-6000-ada", "pcie-8x-rtx-a6000", "pcie-8x-rtx-pro-6000",
-                                "pcie-8x-v100-16g-pcie", "pcie-8x-v100-32g-pcie"}}
+PARTICULAR: dict[str, set[str]] = {
+    "intra.gpus_per_switch": {"jean-zay-v100-16g", "jean-zay-v100-32g"},   # four V100 in two pairs
+    "inter.gpu_direct_rdma": set(),
+    "inter.routing": {   # assumed of clusters of PCIe cards, whatever their fabric, and of the first EFA
+        "p3dn", "pcie-8x-a10g", "pcie-8x-l40s", "pcie-8x-a10", "pcie-8x-a100-40g-pcie", "pcie-8x-a100-80g-pcie",
+        "pcie-8x-a40", "pcie-8x-h100-80g-pcie", "pcie-8x-h100-94g-nvl", "pcie-8x-l40", "pcie-8x-rtx-6000-ada",
+        "pcie-8x-rtx-a6000", "pcie-8x-rtx-pro-6000", "pcie-8x-v100-16g-pcie", "pcie-8x-v100-32g-pcie"}}
 
 
 @pytest.mark.parametrize("field", PARTICULAR)
