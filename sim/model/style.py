@@ -318,9 +318,11 @@ class Style:
 
     @property
     def conv1d(self) -> bool:
-        """Hugging Face's GPT-2 code: fused `c_attn`, weights stored (in, out), gelu_new spelled out in operators."""
+        """Hugging Face's GPT-2 code: fused `c_attn`, weights stored (in, out), gelu_new spelled out in operators. OPT
+        (relu) and GPT-BigCode (heads share keys) have linear layers (modeling_opt.py, modeling_gpt_bigcode.py)."""
         gpt2 = self.kind == "decoder" and self.positions == "learned" and not self.gated
-        return self.modules == "transformers" and gpt2
+        own = self.activation == "gelu" and self.kv_heads == self.heads and not self.fused_qkv
+        return self.modules == "transformers" and gpt2 and own
 
     @property
     def spells_gelu(self) -> bool:

@@ -21,6 +21,7 @@ from sim.report.result import Detail, Result, Simulation, tokens_per_sample
 from sim.report.warned.asked import in_vain
 from sim.report.warned.attention import of_whole_sequences
 from sim.report.warned.queues import unusual_queues
+from sim.report.warned.unsaid import unsaid_host, unsaid_network
 from sim.report.warned.widths import uneven
 from sim.scenario.fields.schema import Inference, Scenario
 
@@ -150,7 +151,8 @@ def _warnings(result: Result) -> list[str]:
     if not memory.use.steady:
         leaks = {name: size for name, size in memory.use.net_bytes.items() if size}
         found.append(f"memory: the step does not return to the level at which it began ({leaks})")
-    found += [*unusual_queues(result.scenario), *in_vain(result.scenario)]
+    found += [*unusual_queues(result.scenario), *unsaid_network(result.scenario), *unsaid_host(result.scenario),
+              *in_vain(result.scenario)]
     loading = result.data_loading
     if loading.waiting_s > 0:
         found.append(f"data: training needs {loading.bytes_per_step / loading.work_s / 1e9:.3g} GB/s per node and "

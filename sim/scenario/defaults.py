@@ -80,7 +80,7 @@ def _cluster(written: Cluster) -> Cluster:
     topology = topology.model_copy(
         update={
             "intra": _intra(topology),
-            "inter": topology.inter if topology.inter is not None else Inter.model_construct(kind="none"),
+            "inter": _inter(topology.inter),
             "host": _host(topology),
         }
     )
@@ -101,9 +101,8 @@ def _intra(topology: TopologySpec) -> Intra:
     written = topology.intra
     if written is None:
         written = Intra.model_construct(kind="pcie" if topology.gpus_per_node > 1 else "none")
-    facts = gpu_facts(topology.gpu)
-    pcie = str(facts["pcie"])
-    nvlink = facts.get("nvlink") or {}
+    pcie = _pcie(topology)
+    nvlink = gpu_facts(topology.gpu).get("nvlink") or {}
     update: dict[str, Any] = {}
     if written.kind == "pcie":
         link = written.link or (f"gen{written.gen}x16" if written.gen else pcie)
@@ -122,9 +121,22 @@ def _intra(topology: TopologySpec) -> Intra:
         update = {"link": _or(written.link, _nvlink_name(nvlink)), "links_per_gpu": _or(written.links_per_gpu, links)}
         if written.matrix and _islands(written.matrix):
             update["gpus_per_switch"] = _or(written.gpus_per_switch, _below_one_cpu(topology.gpus_per_node))
+        elif str(update["link"]).startswith("nvlink"):
+            update["gpus_per_switch"] = _or(written.gpus_per_switch, _on_one_uplink(topology.gpus_per_node, pcie))
         if mesh:
             update["links_per_pair"] = _or(written.links_per_pair, update["links_per_gpu"] // peers)
     return written.model_copy(update=update)
+
+
+def _pcie(topology: TopologySpec) -> str:
+    """Link of a GPU to its host: what the topology says of it, of its PCIe generation, or of the PCIe that joins its
+    GPUs, which is the same slots; else the GPU's own. A superchip's stays NVLink-C2C, whatever PCIe it has beside."""
+    own, intra, host = str(gpu_facts(topology.gpu)["pcie"]), topology.intra, topology.host
+    if host is not None and host.pcie is not None:
+        return host.pcie
+    if intra is None or not own.startswith("gen"):
+        return own
+    return f"gen{intra.gen}x16" if intra.gen else intra.link if str(intra.link).startswith("gen") else own
 
 
 def _below_one_cpu(gpus: int) -> int | None:
@@ -136,6 +148,19 @@ def _below_one_cpu(gpus: int) -> int | None:
     return gpus // 2 if gpus > _ONE_SWITCH and gpus % 2 == 0 else None
 
 
+#: PCIe uplinks of a node of more GPUs, joined by NVLink, where not every GPU has one of its own.
+_UPLINKS = 4
+
+
+def _on_one_uplink(gpus: int, pcie: str) -> int | None:
+    """GPUs behind one PCIe uplink of an NVLink node that says nothing of it: what they copy to and from the host shares
+    it. Up to gen 4 eight GPUs have four (DGX-1, HGX A100), and so have the sixteen of a DGX-2, where each copies 3 GB/s
+    when all do and 12 alone (Rajbhandari et al. 2021, figure 2b; recalled); from gen 5 on each has its own.
+    """
+    shared = pcie in ("gen3x16", "gen4x16") and gpus > _UPLINKS and gpus % _UPLINKS == 0
+    return gpus // _UPLINKS if shared else None
+
+
 def _islands(matrix: Sequence[Sequence[int]]) -> bool:
     """Whether links join some GPUs of a node but not all: what goes between the others crosses PCIe."""
     reached, found = {0}, [0]
@@ -145,6 +170,13 @@ def _islands(matrix: Sequence[Sequence[int]]) -> bool:
         reached.update(near)
         found += near
     return len(reached) < len(matrix)
+
+
+def _inter(written: Inter | None) -> Inter:
+    """The network between nodes; how flows choose their path is the fabric's, unless the topology says."""
+    inter = written if written is not None else Inter.model_construct(kind="none")
+    hashed = bool(table("network/links.yaml")["fabrics"][inter.fabric]["ecmp"])
+    return inter.model_copy(update={"routing": _or(inter.routing, "ecmp" if hashed else "adaptive")})
 
 
 def _nvlink_name(nvlink: dict[str, Any]) -> str:
@@ -163,8 +195,12 @@ def _links(written: Intra, nvlink: dict[str, Any]) -> int:
 
 def _host(topology: TopologySpec) -> Host:
     written = topology.host if topology.host is not None else Host.model_construct()
-    pcie = written.pcie if written.pcie is not None else gpu_facts(topology.gpu)["pcie"]
-    return written.model_copy(update={"pcie": pcie, "storage": _or(written.storage, written.nvme_read)})
+    pcie = _pcie(topology)
+    name = topology.gpu if isinstance(topology.gpu, str) else topology.gpu["like"]
+    own = table("hardware/host.yaml")["memory_bandwidth_of_gpu"].get(name)
+    memory = own["gb_s"] * 1e9 * topology.gpus_per_node if own and pcie == gpu_facts(name)["pcie"] else None
+    return written.model_copy(update={"pcie": pcie, "storage": _or(written.storage, written.nvme_read),
+                                      "memory_bandwidth": _or(written.memory_bandwidth, memory)})
 
 
 def _model(written: Model, training: Training) -> Model:

@@ -90,6 +90,16 @@ def test_conv1d_registers_input_first() -> None:
     assert shapes["mlp.c_proj.weight"] == (256, 64)
 
 
+@pytest.mark.parametrize(("changes", "products"), [
+    ({}, 1), ({"activation": "relu"}, 3),                  # GPT-2's Conv1D; OPT's q_proj, k_proj and v_proj
+    ({"kv_heads": 1, "fused_qkv": "parts"}, 1), ({"fused_qkv": "heads"}, 1)])   # GPT-BigCode's linear layer, two ways
+def test_only_gpt_2s_own_code_stores_weights_input_first(changes: dict[str, Any], products: int) -> None:
+    layer = block(made({**GPT, **changes}, software={"modules": "transformers"}))
+    assert ("attn.c_attn.weight" in {p.name for p in layer.parameters}) == (not changes)
+    qkv = next(op for op in layer.operators if op.name == "qkv")
+    assert [k.op for k in qkv.forward] == ["gemm"] * products
+
+
 def test_gradients_arrive_backwards() -> None:
     order = [p.name for p in block(made(LLAMA, software={"modules": "transformers"})).gradient_order]
     assert order == [

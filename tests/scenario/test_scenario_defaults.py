@@ -282,13 +282,38 @@ def test_many_gpus_over_pcie_are_on_two_cpus(gpus: int, below: int | None) -> No
     assert plain.cluster.topology.intra.gpus_per_switch == 1
 
 
-@pytest.mark.parametrize(("bridged", "below"), [(True, 4), (False, None)])
-def test_bridged_pairs_over_pcie_are_on_two_cpus(bridged: bool, below: int | None) -> None:
-    """What goes from pair to pair crosses PCIe; of a mesh that joins all nothing does."""
+@pytest.mark.parametrize(("bridged", "below"), [(True, 4), (False, 2)])
+def test_bridged_pairs_over_pcie_are_on_two_cpus(bridged: bool, below: int) -> None:
+    """What goes from pair to pair crosses PCIe; of a mesh that joins all only what is copied to the host does."""
     matrix = [[int(i != j and (i // 2 == j // 2 or not bridged)) for j in range(8)] for i in range(8)]
     node = {"gpu": "a100-80g-pcie", "gpus_per_node": 8, "intra": {"kind": "nvlink-mesh", "matrix": matrix}}
     s = resolve(MINIMAL, sets={"cluster.topology": node, "cluster.nodes": 1, "training.global_batch": 32})
     assert s.cluster.topology.intra.gpus_per_switch == below
+
+
+@pytest.mark.parametrize(("gpu", "gpus", "kind", "below"), [
+    ("a100-80g-sxm", 8, "nvswitch", 2), ("v100-32g-sxm3", 16, "nvswitch", 4), ("a100-40g-sxm", 6, "nvswitch", None),
+    ("a100-40g-sxm", 4, "nvlink-mesh", None), ("h100-80g-sxm", 8, "nvswitch", None),
+    ("mi300x", 8, "nvlink-mesh", None)])
+def test_gpus_joined_by_nvlink_share_four_uplinks_up_to_pcie_gen_4(gpu: str, gpus: int, kind: str,
+                                                                   below: int | None) -> None:
+    mesh = {"links_per_pair": 1} if kind == "nvlink-mesh" else {}
+    node = {"gpu": gpu, "gpus_per_node": gpus, "intra": {"kind": kind, **mesh}}
+    s = resolve(MINIMAL, sets={"cluster.topology": node, "cluster.nodes": 1, "training.global_batch": 4 * gpus})
+    assert s.cluster.topology.intra.gpus_per_switch == below
+    assert resolve(dump(s)) == s
+    newer = resolve(MINIMAL, sets={"cluster.topology": {**node, "host": {"pcie": "gen5x16"}}, "cluster.nodes": 1,
+                                   "training.global_batch": 4 * gpus})
+    assert newer.cluster.topology.intra.gpus_per_switch is None
+
+
+@pytest.mark.parametrize(("gpu", "link", "memory"), [
+    ("gh200", None, 4 * 512e9), ({"like": "gh200", "memory": "144 GB"}, None, 4 * 512e9), ("gh200", "gen5x16", None),
+    ("gb200", None, None), ("h100-80g-sxm", None, None)])
+def test_a_superchip_of_one_gpu_has_a_grace_to_itself(gpu: Any, link: str | None, memory: float | None) -> None:
+    node: dict[str, Any] = {"gpu": gpu, "gpus_per_node": 4, "intra": {"kind": "nvlink-mesh", "links_per_pair": 6}}
+    s = resolve(MINIMAL, sets={"cluster.topology": node | {"host": {"pcie": link}}, "cluster.nodes": 1})
+    assert s.cluster.topology.host.memory_bandwidth == memory
 
 
 def test_links_of_a_mesh_follow_from_those_of_a_pair() -> None:

@@ -108,7 +108,8 @@ class Topology:
             gpus_per_node=gpus_per_node, nodes=int(mapping.get("nodes") or 1),
             intra=_intra(mapping.get("intra") or {}, gpus_per_node, str(host.get("pcie") or "gen4x16"),
                          mapping.get("gpu")),
-            inter=_inter(mapping.get("inter") or {}), figures=Figures(mapping.get("links")),
+            inter=_inter(mapping.get("inter") or {}, generation_of(mapping.get("gpu"))),
+            figures=Figures(mapping.get("links")),
             degraded=_degraded(mapping.get("degraded") or ()))
 
 
@@ -171,7 +172,13 @@ def _intra(m: Mapping[str, Any], gpus: int, host_pcie: str, gpu: Any) -> Intra:
                  pcie=_pcie_key(pcie), peers=peers, through_host=not peers and bool(m.get("gpus_per_switch")))
 
 
-def _inter(m: Mapping[str, Any]) -> Inter:
+def reads_gpus(fabric: str, generation: str) -> bool:
+    """Whether cards of a fabric read and write memory of a generation's GPUs (GPUDirect RDMA)."""
+    rdma: bool | dict[str, bool] = facts()["fabrics"][fabric]["rdma"]
+    return rdma[generation] if isinstance(rdma, dict) else rdma
+
+
+def _inter(m: Mapping[str, Any], generation: str) -> Inter:
     fabric = str(m.get("fabric") or "infiniband")
     fabric = fabric if fabric in facts()["fabrics"] else "ethernet"
     rdma = m.get("gpu_direct_rdma")
@@ -179,7 +186,7 @@ def _inter(m: Mapping[str, Any]) -> Inter:
         kind=str(m.get("kind") or "none"), fabric=fabric, nics_per_node=int(m.get("nics_per_node") or 1),
         gbps_per_nic=float(m.get("gbps_per_nic") or 0.0), rail_optimized=bool(m.get("rail_optimized") or False),
         oversubscription=float(m.get("oversubscription") or 1.0), nodes_per_leaf=int(m.get("nodes_per_leaf") or 16),
-        rdma=bool(facts()["fabrics"][fabric]["rdma"]) if rdma is None else bool(rdma),
+        rdma=reads_gpus(fabric, generation) if rdma is None else bool(rdma),
         routing=str(m.get("routing") or "adaptive"))
 
 

@@ -79,7 +79,7 @@ def passing(scenario: Scenario, stack: Stack, schedule: str | None = None) -> st
     schedule = schedule or scenario.parallel.schedule
     asked = scenario.parallel.overlap_p2p
     if asked is None:
-        asked = stack.overlap_interleaved and schedule == "interleaved"
+        asked = stack.overlap_interleaved and schedule == "interleaved" and scenario.parallel.virtual_stages > 1
     if asked or split(schedule):
         return "overlapped"
     in_turn = stack.pipeline_p2p == "in turn"

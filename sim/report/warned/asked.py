@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from sim.errors import nearest
 from sim.network import Topology
-from sim.network.fabric.topology import facts, speeds
+from sim.network.fabric.topology import generation_of, reads_gpus, speeds
 from sim.report.advice.candidates import own_half
 from sim.report.warned.attention import documents_in_vain, joint_beside_frozen, not_flash
 from sim.scenario import Scenario
@@ -278,7 +278,8 @@ def direct_over_sockets(scenario: Scenario) -> list[str]:
     host, as one does whose fabric alone was changed."""
     cluster = scenario.cluster
     inter = cluster.topology.inter
-    if cluster.nodes == 1 or not inter.gpu_direct_rdma or facts()["fabrics"][inter.fabric]["rdma"]:
+    generation = generation_of(cluster.topology.gpu)
+    if cluster.nodes == 1 or not inter.gpu_direct_rdma or reads_gpus(inter.fabric, generation):
         return []
     return [f"network: {inter.fabric} is counted with gpu_direct_rdma true, as the topology says, which it does not "
             "have: --set cluster.topology.inter.gpu_direct_rdma=false counts messages through the host"]

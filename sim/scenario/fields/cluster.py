@@ -28,7 +28,8 @@ class Intra(Table):
     links_per_pair: Annotated[int, Field(ge=0, le=1000)] | None = has(None, "links between every pair of a mesh")
     matrix: list[list[Annotated[int, Field(ge=0, le=1000)]]] | None = has(None, "links between each pair of a mesh")
     gpus_per_switch: NodeGpus | None = late("GPUs below one PCIe switch; none given = up to four have slots of their "
-                                            "own, of more half are on each of two CPUs")
+                                            "own, of more half are on each of two CPUs; of a node joined by NVLink, "
+                                            "a quarter up to PCIe gen 4")
     peer_copies: bool | None = has(None, "GPUs reach one another over PCIe, else through the host; none given = as the "
                                          "GPU's driver has it")
     gen: Annotated[int, Field(ge=3, le=5)] | None = has(None, "PCIe generation")
@@ -47,19 +48,22 @@ class Inter(Table):
     oversubscription: Annotated[float, Field(ge=1, le=1000)] = has(1.0, "leaf down-links over up-links")
     nodes_per_leaf: Annotated[int, count(100_000)] = has(16, "nodes below one leaf switch")
     gpu_direct_rdma: bool | None = late("cards read and write GPU memory; none given = as the fabric has it: not over "
-                                        "Ethernet's sockets, nor on Omni-Path")
-    routing: Literal["adaptive", "ecmp"] = has("adaptive", "how flows choose their path")
+                                        "Ethernet's sockets, on Omni-Path, nor with V100 on EFA")
+    routing: Literal["adaptive", "ecmp"] = late("how flows choose their path; none given = as the fabric has it: ecmp "
+                                                "on RoCE, Ethernet, TCPX and Omni-Path, else adaptive")
 
 
 class Host(Table):
     """The host side of a node."""
 
     memory: Bytes = has(1e12, "host memory of a node")
-    pcie: Literal["gen3x16", "gen4x16", "gen5x16", "nvlink-c2c"] = late("link of a GPU to its host")
+    pcie: Literal["gen3x16", "gen4x16", "gen5x16", "nvlink-c2c"] = late(
+        "link of a GPU to its host; none given = as intra says of PCIe, else the GPU's own")
     nvme_read: BytesPerSecond = has(12e9, "sequential read of a node's disks")
     nvme_write: BytesPerSecond = has(6e9, "sequential write of a node's disks")
     storage: BytesPerSecond = late("reading of training data by a node, default nvme_read")
-    memory_bandwidth: BytesPerSecond | None = has(None, "host memory of a node, default by its PCIe generation")
+    memory_bandwidth: BytesPerSecond | None = has(None, "host memory of a node, default by its PCIe generation "
+                                                          "or its superchips")
 
 
 class GpuFigures(Table):

@@ -20,7 +20,9 @@ from sim.scenario.text.document import beside, describe, read_text
 
 
 def _bigcode(c: Config) -> dict[str, Any]:
-    return {**_gpt2(c), **({"kv_heads": 1} if c.flag("multi_query", True) else {})}
+    shared: dict[str, Any] = {"kv_heads": 1, "fused_qkv": "parts"}
+    fields = shared if c.flag("multi_query", True) else {"fused_qkv": "heads"}
+    return {**_gpt2(c), "activation": c.activation("activation_function", default="gelu"), **fields}
 
 
 def _gptj(c: Config) -> dict[str, Any]:
@@ -140,8 +142,13 @@ def _bert(c: Config) -> dict[str, Any]:
     return {**sizes(c), "kind": "encoder", "activation": c.activation("hidden_act", default="gelu")}
 
 
-def _t5(c: Config) -> dict[str, Any]:
-    projection = str(c.values.get("feed_forward_proj", "relu"))
+def _mt5(c: Config) -> dict[str, Any]:
+    """T5's blocks, gated and with a head of its own where the config does not say (MT5Config)."""
+    return _t5(c, "gated-gelu", tied=False)
+
+
+def _t5(c: Config, usual: str = "relu", tied: bool = True) -> dict[str, Any]:
+    projection = str(c.values.get("feed_forward_proj", usual))
     layers = c.whole("num_layers")
     return {
         "kind": "encoder-decoder",
@@ -158,7 +165,7 @@ def _t5(c: Config) -> dict[str, Any]:
         "positions": "relative",
         "norm": "rmsnorm",
         "bias": False,
-        "tied_embeddings": c.flag("tie_word_embeddings", True),
+        "tied_embeddings": c.flag("tie_word_embeddings", tied),
     }
 
 
@@ -179,6 +186,7 @@ _FAMILIES: dict[str, Callable[[Config], dict[str, Any]]] = {
     "xlm-roberta": _bert,
     "camembert": _bert,
     "t5": _t5,
+    "mt5": _mt5,
 }
 
 

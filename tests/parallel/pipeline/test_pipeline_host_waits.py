@@ -49,6 +49,7 @@ def test_interleaved_stages_overlap_since_2024_unless_told_otherwise() -> None:
     assert host_tasks(job("interleaved", 2024))["synchronise"] == 0
     assert host_tasks(job("interleaved", 2024, overlap_p2p=False))["synchronise"] > 0
     assert host_tasks(job("1f1b", 2024))["synchronise"] > 0
+    assert host_tasks(job("interleaved", 2024, virtual_stages=1)) == host_tasks(job("1f1b", 2024))
     assert host_tasks(job("1f1b", 2023, overlap_p2p=True))["synchronise"] == 0
 
 

@@ -73,7 +73,7 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
          "num_hidden_layers": 32, "num_key_value_heads": 4, "sliding_window": 4096, "use_bias": True,
          "vocab_size": 49152, "mlp_type": "default"}),
     "starcoder": (15_517_456_384,
-        {"model_type": "gpt_bigcode", "activation_function": "gelu", "n_embd": 6144, "n_head": 48,
+        {"model_type": "gpt_bigcode", "activation_function": "gelu_pytorch_tanh", "n_embd": 6144, "n_head": 48,
          "n_inner": 24576, "n_layer": 40, "n_positions": 8192, "multi_query": True, "vocab_size": 49152}),
     "olmo-7b": (6_888_095_744,
         {"model_type": "olmo", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008,
@@ -185,3 +185,10 @@ def test_falcons_differ_in_their_heads_of_keys(tmp_path: Path) -> None:
              "new_decoder_architecture": True}
     assert read(small, tmp_path).model.kv_heads == 1
     assert read(large, tmp_path).model.kv_heads == 8
+
+
+@pytest.mark.parametrize(("shared", "fields"), [(True, (1, "parts", "gelu")), (False, (48, "heads", "gelu"))])
+def test_gpt_bigcode_is_not_gpt_2s_code(shared: bool, fields: tuple[int, str, str], tmp_path: Path) -> None:
+    """A linear layer of its own layout, and PyTorch's GELU where the config names that."""
+    model = read({**CONFIGS["starcoder"][1], "multi_query": shared}, tmp_path).model
+    assert (model.kv_heads, model.fused_qkv, model.activation) == fields

@@ -391,6 +391,29 @@ CONFIGS = {
         "first_k_dense_replace": 1,
         "moe_layer_freq": 1,
     },
+    "mt5-small": {
+        "model_type": "mt5",
+        "num_layers": 8,
+        "num_decoder_layers": 8,
+        "d_model": 512,
+        "vocab_size": 250112,
+        "num_heads": 6,
+        "d_kv": 64,
+        "d_ff": 1024,
+    },
+    "starcoder2-3b": {
+        "model_type": "starcoder2",
+        "num_hidden_layers": 30,
+        "hidden_size": 3072,
+        "vocab_size": 49152,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 2,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 16384,
+        "hidden_act": "gelu_pytorch_tanh",
+        "use_bias": True,
+        "sliding_window": 4096,
+    },
 }
 
 

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from sim.errors import UserError
+from sim.hardware import host_share
+from sim.network import Topology
 from sim.scenario import Scenario, resolve
 from sim.scenario.named.gpus import gpu_names
-from sim.scenario.named.topologies import topology_names
+from sim.scenario.named.topologies import find_topology, topology_names
 
 NAMED = [
     "dgx-1v-16g",
@@ -147,6 +149,18 @@ def test_a_generation_of_pcie_is_said_either_way() -> None:
     assert on({"gpu": "gb200", "gpus_per_node": 2}).cluster.topology.intra.link == "nvlink-c2c"
 
 
+@pytest.mark.parametrize(("gpu", "intra", "host", "links"), [
+    ("a40", {"gen": 3}, {}, ("gen3x16", "gen3x16")), ("a40", {"link": "gen3x16"}, {}, ("gen3x16", "gen3x16")),
+    ("a40", {}, {"pcie": "gen3x16"}, ("gen3x16", "gen3x16")), ("a40", {}, {}, ("gen4x16", "gen4x16")),
+    ("a40", {"gen": 4}, {"pcie": "gen3x16"}, ("gen4x16", "gen3x16")),
+    ("a100-80g-sxm", {"kind": "nvswitch", "gen": 3}, {}, ("nvlink3", "gen3x16")),
+    ("gh200", {"kind": "nvlink-mesh", "gen": 4}, {}, ("nvlink4", "nvlink-c2c"))])
+def test_slots_are_of_one_generation_whether_said_of_gpus_or_of_the_host(
+        gpu: str, intra: dict[str, Any], host: dict[str, Any], links: tuple[str, str]) -> None:
+    topology = on({"gpu": gpu, "gpus_per_node": 4, "intra": {"kind": "pcie", **intra}, "host": host}).cluster.topology
+    assert (topology.intra.link, topology.host.pcie) == links
+
+
 @pytest.mark.parametrize(("topology", "gpu", "said"), [
     ("", "like: t4", "is empty (a topology needs at least gpu and gpus_per_node)"),
     ("{gpu: card.yaml, gpus_per_node: 2}", "- t4", "holds a list where a mapping of fields was expected (a GPU's pro"),
@@ -157,3 +171,31 @@ def test_what_a_file_lacks_is_said_of_its_own_kind(tmp_path: Path, topology: str
     with pytest.raises(UserError) as caught:
         on("mine.yaml", tmp_path)
     assert said in str(caught.value.faults[0])
+
+
+#: What clusters of the catalogue have and their kind does not lead to expect: without the field they are others.
+PARTICULAR: dict[str, set[str]] = {
+    "intra.gpus_per_switch": {"jean-zay-v100-16g", "jean-zay-v100-32g"},   # four V100 in two pairs
+    "inter.gpu_direct_rdma": set(),
+    "inter.routing": {   # assumed of clusters of PCIe cards, whatever their fabric, and of the first EFA
+        "p3dn", "pcie-8x-a10g", "pcie-8x-l40s", "pcie-8x-a10", "pcie-8x-a100-40g-pcie", "pcie-8x-a100-80g-pcie",
+        "pcie-8x-a40", "pcie-8x-h100-80g-pcie", "pcie-8x-h100-94g-nvl", "pcie-8x-l40", "pcie-8x-rtx-6000-ada",
+        "pcie-8x-rtx-a6000", "pcie-8x-rtx-pro-6000", "pcie-8x-v100-16g-pcie", "pcie-8x-v100-32g-pcie"}}
+
+
+@pytest.mark.parametrize("field", PARTICULAR)
+def test_a_topology_that_leaves_out_a_field_has_what_the_catalogue_writes(field: str) -> None:
+    differing = set()
+    section, name = field.split(".")
+    for topology in topology_names():
+        told = find_topology(topology, Path()).data
+        if name not in told[section]:
+            continue
+        less = {**told, section: {key: value for key, value in told[section].items() if key != name}}
+        found = [on(one).cluster for one in (told, less)]
+        ways = [(Topology.from_mapping(one.template()).inter,
+                 host_share(one.topology.host, one.topology.gpus_per_node, one.topology.intra.gpus_per_switch or 1))
+                for one in found]
+        if ways[0] != ways[1]:
+            differing.add(topology)
+    assert differing == PARTICULAR[field]
