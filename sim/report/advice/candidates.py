@@ -145,15 +145,22 @@ def _dtypes(scenario: Scenario) -> Iterator[Candidate]:
         yield Candidate("fp8", "products in fp8", {"training.precision": "fp8"})
 
 
+#: Strategies under which every replica holds all parameters.
+WHOLE = ("none", "ddp", "zero1", "zero2")
+#: Parameters, gradients and states on one rank alone each, gathered again in backward.
+FSDP_OVER_ALL = Candidate("FSDP", "FSDP over all ranks", {
+    "parallel.strategy": "fsdp", "parallel.reshard_after_forward": True, "parallel.sharding_factor": "full"})
+
+
 def _sharding(scenario: Scenario) -> Iterator[Candidate]:
     parallel, whole = scenario.parallel, {"parallel.sharding_factor": "full"}
     strategy, replicas = parallel.strategy, scenario.replica_ranks
-    if strategy in ("none", "ddp", "zero1", "zero2") and replicas > 1:
+    if strategy in WHOLE and replicas > 1:
         at = int(strategy[-1]) if strategy.startswith("zero") else 0
         for stage in range(at + 1, 4):
             yield Candidate("ZeRO", f"ZeRO-{stage}", {"parallel.strategy": f"zero{stage}", **whole})
-        fsdp = {"parallel.strategy": "fsdp", "parallel.reshard_after_forward": True, **whole}
-        yield Candidate("FSDP", "FSDP over all ranks", fsdp)
+        fsdp = dict(FSDP_OVER_ALL.set)
+        yield FSDP_OVER_ALL
         precision = scenario.training.precision
         if precision.compute in ("bf16", "fp16") and precision.parameters == "fp32" and _full(scenario):
             name = f"fsdp-{precision.compute}"

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from sim.garbage import seldom_searched
-from sim.report.advice.candidates import Sets, candidates, few_trained
+from sim.report.advice.candidates import FSDP_OVER_ALL, WHOLE, Sets, candidates, few_trained
 from sim.report.advice.combined import DEAR, fewer_nodes, fewest_blocks, milder, together
 from sim.report.advice.trials import Change, Trial, Trials, Tried
 from sim.report.numbers.memory import MemoryResult
@@ -80,15 +80,19 @@ def _singles(scenario: Scenario, memory: MemoryResult, trials: Trials) -> dict[s
 
 
 def _few_trained(scenario: Scenario, trials: Trials) -> list[Tried]:
-    """LoRA and QLoRA, each with as little beside it as leaves room: nothing, full recomputation, micro-batches of 1."""
+    """LoRA and QLoRA, each with as little beside it as leaves room: nothing, full recomputation, micro-batches of 1,
+    then the same under FSDP where ranks hold whole parameters."""
     found, training = [], scenario.training
     steps: list[tuple[str, Sets]] = []
     if training.recompute != "full":
         steps.append(("full recomputation", {"training.recompute": "full"}))
     if training.micro_batch > 1:
         steps.append((f"micro-batches of 1 instead of {training.micro_batch}", {"training.micro_batch": 1}))
+    beside = [steps[:count] for count in range(len(steps) + 1)]
+    if scenario.replica_ranks > 1 and scenario.parallel.strategy in WHOLE:
+        beside += [[(FSDP_OVER_ALL.what, FSDP_OVER_ALL.set), *some] for some in beside]
     for _, what, sets in few_trained(scenario):
-        tries = (trials.one((what, sets), *steps[:count]) for count in range(len(steps) + 1))
+        tries = (trials.one((what, sets), *some) for some in beside)
         found += [one for one in tries if one is not None and one.after.roomy][:1]
     return found
 

@@ -501,6 +501,20 @@ def test_what_trains_few_weights_is_told_where_nothing_else_fits() -> None:
     assert not [c for c in job().changes if "training.finetune.method" in c.set], "others make that one fit"
 
 
+def test_few_weights_under_fsdp_are_told_where_no_gpu_holds_the_frozen_ones() -> None:
+    """32B over two cards of 24 GB, as answer.ai's FSDP-QLoRA: 16 GB of weights in 4 bits, half of them on each."""
+    def predicted(**changes: Any) -> Result:
+        return sim.run(resolve({
+            "name": "32b", "cluster": {"topology": "pcie-8x-rtx3090", "gpus_per_node": 2},
+            "model": {"preset": "qwen2.5-32b"}, "training": {"micro_batch": 1, "global_batch": 16, "sequence": 1024,
+                                                            "recompute": "full"},
+            "software": {"year": 2025, "modules": "transformers"}}, "", changes))
+
+    (best, *_) = (change for change in predicted().changes if change.fits and not change.more_gpus)
+    assert best.set["training.finetune.method"] == "qlora" and best.set["parallel.strategy"] == "fsdp"
+    assert predicted(**best.set).memory.roomy
+
+
 @pytest.mark.whole
 def test_two_lesser_changes_stand_beside_a_dear_one() -> None:
     def predicted(**changes: Any) -> Result:
