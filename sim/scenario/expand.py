@@ -21,11 +21,10 @@ _PRESET_FOLDER = Path(__file__).parent / "named"
 
 def _near_model(name: str) -> str:
     """A hint at the model that a name, or its last part on Hugging Face's Hub, is close to."""
-    whose, _, tail = name.rpartition("/")
-    known = preset_of(name)
-    if known:
+    if known := preset_of(name):
         return f"did you mean '{known}'?"
-    near = nearest(name, preset_names()) or nearest(tail.lower().removeprefix("meta-"), preset_names())
+    whose, _, tail = name.rpartition("/")
+    near = nearest(name, preset_names()) or nearest(tail, preset_names())
     of_hub = "any other model: hf: the path of its config.json, in place of preset" if whose else ""
     return "; ".join(part for part in (near, of_hub) if part)
 

@@ -29,6 +29,8 @@ class Config:
     def inside(self, key: str) -> Config:
         """The object under `key`, an empty one where there is none; its faults are this config's."""
         value = self.values.get(key)
+        if value is not None and not isinstance(value, dict):
+            self._fault(key, f"expected an object, not {describe(value)}")
         nested = Config(value if isinstance(value, dict) else {}, self.shown, self._text)
         nested.faults = self.faults
         return nested

@@ -106,7 +106,8 @@ def _local(c: Config, experts: int, top_k: int) -> dict[str, Any]:
 
 def _minimax_m2(c: Config) -> dict[str, Any]:
     kinds = c.values.get("attn_type_list")
-    c.must(not kinds or set(kinds) == {1}, "attn_type_list", "linear attention")
+    softmax = not kinds or (isinstance(kinds, list) and all(kind == 1 for kind in kinds))
+    c.must(softmax, "attn_type_list", "linear attention")
     turned, head = c.whole("rotary_dim", default=64), c.whole("head_dim", default=128)
     return {**llama(c, head=128), "rotary_share": min(1.0, turned / max(1, head)), "moe": _local(c, 256, 8),
             **({"qk_norm": "whole"} if c.flag("use_qk_norm", True) else {})}

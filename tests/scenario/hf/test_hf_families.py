@@ -7,6 +7,7 @@ are a thousandth of them at most.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,17 @@ def test_what_cannot_be_said_is_refused(name: str, change: dict[str, Any], words
     with pytest.raises(UserError) as found:
         read({**(CONFIGS[name][1] if name in CONFIGS else SMALL[name]["config"]), **change}, tmp_path)
     assert words in str(found.value) and "in place of hf" in str(found.value)
+
+
+@pytest.mark.parametrize(("name", "change", "words"), [
+    ("minimax_m2", {"attn_type_list": 5}, "attn_type_list: linear attention cannot"),
+    ("minimax_m2", {"attn_type_list": [[1]]}, "attn_type_list: linear attention cannot"),
+    ("dbrx", {"attn_config": 5}, "attn_config: expected an object, not 5"),
+    ("exaone4", {"sliding_window_pattern": [1]}, "sliding_window_pattern: expected a whole number")])
+def test_values_of_another_type_are_faults_at_their_key(name: str, change: dict[str, Any], words: str,
+                                                        tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=re.escape(f"config.json:1: {words}")):
+        read({**(CONFIGS[name][1] if name in CONFIGS else SMALL[name]["config"]), **change}, tmp_path)
 
 
 def test_falcons_differ_in_their_heads_of_keys(tmp_path: Path) -> None:
