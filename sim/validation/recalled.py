@@ -83,8 +83,8 @@ def markdown(found: Validation, head: str = _HEAD, least: float = 0.0) -> str:
     rest = [f"The other {len(every) - len(ordered)} are within {least:.0%}.", ""] if len(ordered) < len(every) else []
     sources = [_about(Path(file.path)) for file in found.files]
     memory = _memory(found)
-    return "\n".join([head, "", *_rows(HEADLINE, headline(found.summary)), "",
-                      *_rows(("step", "published s", "predicted s", "error"), [_row(one) for one in ordered]), "", *rest,
+    steps_ = _rows(("step", "published s", "predicted s", "error"), [_row(one) for one in ordered])
+    return "\n".join([head, "", *_rows(HEADLINE, headline(found.summary)), "", *steps_, "", *rest,
                       *([*_rows(("memory", "figure", "published GiB", "predicted GiB", "error"), memory), ""]
                         if memory else []), *sources, ""])
 

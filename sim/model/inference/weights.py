@@ -138,9 +138,7 @@ def _quantised(style: Style, elements: int, dtype: str, operator: str, number: i
     Source: torch 2.6.0 _functorch/partitioners.py (fx_graph_cse); vLLM 0.6.3 compilation/fusion.py
     (rms_norm_static_fp8_quant), TensorRT-LLM's fused norms likewise (recalled).
     """
-    if not style.stack.compile:
-        yield cast("quantise", elements, style.act, dtype)
-    elif operator == "projection" and not number:
+    if not style.stack.compile or (operator == "projection" and not number):
         yield cast("quantise", elements, style.act, dtype)
     elif not number:
         yield elementwise("quantise", elements, width(dtype), dtype, 0)
