@@ -40,7 +40,8 @@ def expand(document: Document, faults: list[Fault]) -> dict[str, Any]:
         data["cluster"] = cluster = dict(cluster)
         _topology(cluster, document, faults)
     if isinstance(model, dict):
-        data["model"] = model = _table(_model(model, document, faults), document, faults)
+        known = _undone(_model(model, document, faults), document.data["model"])
+        data["model"] = model = _table(known, document, faults)
         training = data.get("training")
         if model.get("kind") == "layers" and isinstance(training, dict):  # a table counts samples, not tokens
             data["training"] = {"sequence": 1, **training}
@@ -98,6 +99,11 @@ def _over(known: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
         if isinstance(known.get(name), dict) and isinstance(written.get(name), dict)
     }
     return {**known, **written, **nested}
+
+
+def _undone(known: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
+    """An architecture without the fields that are written as null: what a preset or config says of them is undone."""
+    return {name: value for name, value in known.items() if written.get(name, value) is not None}
 
 
 def _told(path: str, error: UserError, document: Document) -> list[Fault]:
