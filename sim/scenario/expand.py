@@ -91,6 +91,10 @@ def _table(model: dict[str, Any], document: Document, faults: list[Fault]) -> di
     return {**model, "table": str(path.resolve()), "layers": len(rows)}
 
 
+#: Fields without which there is no model: null leaves them out as anywhere.
+_SIZES = ("kind", "layers", "hidden", "heads", "vocab")
+
+
 def _over(known: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
     """A known architecture with the user's fields put over it; inside `moe` and `mla` field by field."""
     nested = {
@@ -98,12 +102,13 @@ def _over(known: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
         for name in ("moe", "mla")
         if isinstance(known.get(name), dict) and isinstance(written.get(name), dict)
     }
-    return {**known, **written, **nested}
+    return {**known, **{name: value for name, value in written.items() if value is not None}, **nested}
 
 
 def _undone(known: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
-    """An architecture without the fields that are written as null: what a preset or config says of them is undone."""
-    return {name: value for name, value in known.items() if written.get(name, value) is not None}
+    """An architecture without the fields that are written as null: what a preset or config says of them is undone, but
+    for sizes that every model has."""
+    return {name: value for name, value in known.items() if name in _SIZES or written.get(name, value) is not None}
 
 
 def _told(path: str, error: UserError, document: Document) -> list[Fault]:
