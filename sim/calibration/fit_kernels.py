@@ -23,9 +23,12 @@ from sim.hardware.kernels.rates import UNITS
 FITTED = Path(sim.hardware.__file__).parent / "kernels_fitted.yaml"
 #: Families in order of generation: without a table of its own a family takes the figures of the nearest one with memory
 #: of the same kind. Streams reach another share of stacked memory than of graphics memory.
-GENERATIONS = ("volta", "turing", "ga100", "ga102", "ada", "hopper", "blackwell")
+GENERATIONS = ("volta", "turing", "ga100", "ga102", "ada", "hopper", "blackwell", "gb202")
 _STACKED = ("volta", "ga100", "hopper", "blackwell")
 _FIFTH = 5
+#: Tables that are only compared, (benchmark, family, units): on A100 and Hopper the figures rest on products of the
+#: libraries that the published steps ran with (2021 to 2025), and 8 bits on long loops; aic's are of 2026's libraries.
+COMPARED = (("aic", "ga100", "half"), ("aic", "hopper", "half"), ("aic", "hopper", "fp8"))
 
 Figures = dict[str, Any]
 #: What is fitted together: kind ("gemm", "memory", "sdp_fwd", "sdp_bwd"), family, units ("" for memory).
@@ -34,7 +37,8 @@ Key = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Relative errors of one group: fitted with its rows, without them, and without its GPU."""
+    """Relative errors of one group: fitted with its rows, without them, and without its GPU. Of one that is only
+    compared (`compared`) the first alone, by the shipped figures."""
 
     group: Group
     inside: NDArray[np.float64]
@@ -42,6 +46,13 @@ class Outcome:
     out_rows: NDArray[np.intp]
     gpu_out: NDArray[np.float64]
     stand_in: str
+    compared: bool = False
+
+
+def compared(group: Group) -> bool:
+    """Whether a group is held against the figures and gives none."""
+    kind, family, units = key_of(group)
+    return kind == "gemm" and (group.file.split("_")[0], family, units) in COMPARED
 
 
 def key_of(group: Group) -> Key:
@@ -73,9 +84,11 @@ def predict(group: Group, figures: Mapping[str, float]) -> NDArray[np.float64]:
 
 
 def by_key(members: Sequence[Group]) -> dict[Key, list[Group]]:
-    """Groups that are fitted together."""
+    """Groups that are fitted together; those that are only compared are in none."""
     found: dict[Key, list[Group]] = {}
     for group in members:
+        if compared(group):
+            continue
         found.setdefault(key_of(group), []).append(group)
     return found
 
@@ -91,6 +104,10 @@ def assess(members: Sequence[Group], say: Callable[[str], None] = lambda _: None
     others: dict[tuple[Key, str], tuple[Figures, str]] = {}
     for group in members:
         key = key_of(group)
+        if compared(group):
+            outcomes.append(Outcome(group, _errors(group, {}), np.empty(0), np.empty(0, dtype=np.intp), np.empty(0), "",
+                                    compared=True))
+            continue
         if (key, group.gpu.name) not in others:
             others[key, group.gpu.name] = _without_gpu(key, group.gpu.name, keyed, inside)
         stand_in, name = others[key, group.gpu.name]
@@ -154,7 +171,8 @@ def document(fitted: Mapping[Key, Figures], keyed: Mapping[Key, Sequence[Group]]
             entry.setdefault("gemm", {})[units] = rounded | origin
             if energy is not None:
                 stated = gemm_fit.stated_energy_pj(members[0])
-                entry["power"] = {"pj_per_flop": {units: float(f"{energy * stated:.3g}")}}
+                energies = entry.setdefault("power", {"pj_per_flop": {}})["pj_per_flop"]
+                energies[units] = float(f"{energy * stated:.3g}")
         elif kind == "memory":
             entry["memory"] = rounded | origin
         else:

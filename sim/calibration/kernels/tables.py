@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from sim.errors import Fault, UserError
 from sim.hardware import Gpu, gpu
 from sim.hardware.kernels.operators import attention_kernel
-from sim.measured.rows import table_kernel
+from sim.measured.rows import quantising_kernel, table_kernel
 from sim.measured.timing import SOURCES, Timing, card, timing
 from sim.work import Kernel
 
@@ -41,6 +41,7 @@ class Group:
     kernels: tuple[Kernel, ...]
     measured_s: NDArray[np.float64]
     hosts: tuple[str, ...]  # the operator as the host calls it, for the benchmark's floor
+    beside: tuple[Kernel | None, ...] = ()  # what a row timed together with its kernel; () = nothing anywhere
 
     @property
     def name(self) -> str:
@@ -51,7 +52,7 @@ class Group:
         """The same group with some of its rows."""
         return Group(self.file, self.label, self.dtype, self.op, self.gpu, self.timing,
                      tuple(self.kernels[row] for row in rows), self.measured_s[rows],
-                     tuple(self.hosts[row] for row in rows))
+                     tuple(self.hosts[row] for row in rows), tuple(self.beside[row] for row in rows if self.beside))
 
 
 def read_csv(path: Path, columns: Iterable[str]) -> list[dict[str, str]]:
@@ -93,10 +94,12 @@ def _group(path: Path, source: str) -> Iterator[Group]:
     for row in rows:
         by_group.setdefault((row["gpu"], row["dtype"], row.get("op", "gemm")), []).append(row)
     for (label, dtype, op), members in by_group.items():
-        kernels = tuple(table_kernel(row) for row in members)
+        card_, method = gpu(card(source, label)), timing(source, label)
+        kernels = tuple(method.found(table_kernel(row), card_.l2_bytes) for row in members)
+        beside = () if row_wise else tuple(quantising_kernel(row) for row in members)
         hosts = tuple(op if row_wise else row["source"].split("-")[0] for row in members)
-        yield Group(path.name.split(".")[0], label, dtype, op, gpu(card(source, label)), timing(source, label), kernels,
-                    np.array([float(row["time_us"]) for row in members]) * 1e-6, hosts)
+        yield Group(path.name.split(".")[0], label, dtype, op, card_, method, kernels,
+                    np.array([float(row["time_us"]) for row in members]) * 1e-6, hosts, beside if any(beside) else ())
 
 
 def _attention(path: Path) -> Iterator[Group]:
