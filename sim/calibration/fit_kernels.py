@@ -28,10 +28,12 @@ _STACKED = ("volta", "ga100", "hopper", "blackwell")
 _FIFTH = 5
 #: Tables that are only compared, (benchmark, family, units): on A100 and Hopper the figures rest on products of the
 #: libraries that the published steps ran with (2021 to 2025), and 8 bits on long loops; aic's are of 2026's libraries.
-COMPARED = (("aic", "ga100", "half"), ("aic", "hopper", "half"), ("aic", "hopper", "fp8"))
+#: Attention on A100 as vLLM 0.14 calls it gathers keys from pages and writes to the cache, training's kernel does not.
+COMPARED = (("aic", "ga100", "half"), ("aic", "ga100", "flash2"), ("aic", "hopper", "half"), ("aic", "hopper", "fp8"))
 
 Figures = dict[str, Any]
-#: What is fitted together: kind ("gemm", "memory", "sdp_fwd", "sdp_bwd"), family, units ("" for memory).
+#: What is fitted together: kind ("gemm", "memory", "sdp_fwd", "sdp_bwd", "sdp_decode"), family, units of products or
+#: name of an attention kernel.
 Key = tuple[str, str, str]
 
 
@@ -51,36 +53,44 @@ class Outcome:
 
 def compared(group: Group) -> bool:
     """Whether a group is held against the figures and gives none."""
-    kind, family, units = key_of(group)
-    return kind == "gemm" and (group.file.split("_")[0], family, units) in COMPARED
+    _, family, units = key_of(group)
+    return (group.file.split("_")[0], family, units) in COMPARED
 
 
 def key_of(group: Group) -> Key:
     """What a group is fitted together with."""
     if group.op == "gemm":
         return "gemm", group.gpu.kernels, UNITS[group.gpu.arithmetic(group.dtype)]
-    return (group.op, group.gpu.kernels, "half") if group.op.startswith("sdp") else ("memory", group.gpu.kernels, "")
+    if group.op == "sdp_decode":
+        return group.op, group.gpu.kernels, ""
+    if group.op.startswith("sdp"):
+        return group.op, group.gpu.kernels, group.kernels[0].kernel
+    return "memory", group.gpu.kernels, ""
 
 
 def fit(key: Key, members: Sequence[Group]) -> Figures:
     """The figures of one key from its groups."""
-    kind, family, _ = key
+    kind, family, name = key
     if kind == "gemm":
         return gemm_fit.fit([gemm_fit.sample(group) for group in members])
     if kind == "memory":
         return row_fit.fit_memory(members)
+    if kind == "sdp_decode":
+        return row_fit.fit_decoding(members)
     dims = sorted({kernel.shape[-1] for group in members for kernel in group.kernels})
-    return row_fit.fit_attention(members, kind == "sdp_bwd", dims, _shares(family))
+    return row_fit.fit_attention(members, kind == "sdp_bwd", dims, _shares(family, name))
 
 
 def predict(group: Group, figures: Mapping[str, float]) -> NDArray[np.float64]:
     """Seconds the benchmark would report, with these figures."""
-    kind, family, _ = key_of(group)
+    kind, family, name = key_of(group)
     if kind == "gemm":
         return gemm_fit.sample(group, None).predict(figures)
     if kind == "memory":
         return row_fit.predict(group, {"memory": dict(figures)})
-    return row_fit.predict(group, row_fit.attention_figures(figures, kind == "sdp_bwd", _shares(family)))
+    if kind == "sdp_decode":
+        return row_fit.predict(group, row_fit.decoding_figures(figures))
+    return row_fit.predict(group, row_fit.attention_figures(figures, kind == "sdp_bwd", _shares(family, name), name))
 
 
 def by_key(members: Sequence[Group]) -> dict[Key, list[Group]]:
@@ -150,8 +160,8 @@ def _kept(group: Group) -> NDArray[np.intp]:
     return np.array([row for row, kernel in enumerate(group.kernels) if rank[kernel.shape] % _FIFTH], dtype=np.intp)
 
 
-def _shares(family: str) -> dict[int, Sequence[float]]:
-    figures = table("hardware/kernels.yaml")["families"][family]["attention"]["flash2"]
+def _shares(family: str, kernel: str) -> dict[int, Sequence[float]]:
+    figures = table("hardware/kernels.yaml")["families"][family]["attention"].get(kernel, {})
     return {dim: value for dim, value in figures.items() if isinstance(dim, int)}
 
 
@@ -175,18 +185,26 @@ def document(fitted: Mapping[Key, Figures], keyed: Mapping[Key, Sequence[Group]]
                 energies[units] = float(f"{energy * stated:.3g}")
         elif kind == "memory":
             entry["memory"] = rounded | origin
+        elif kind == "sdp_decode":
+            entry.setdefault("attention", {})["decoding"] = rounded | origin
         else:
-            _attention(entry.setdefault("attention", {}), kind == "sdp_bwd", rounded, origin)
+            other = {} if kind == "sdp_bwd" else _shares(family, units)
+            _attention(entry.setdefault("attention", {}), kind == "sdp_bwd", rounded, origin, units, other)
     return {"families": families}
 
 
-def _attention(entry: dict[str, Any], backward: bool, figures: Figures, origin: dict[str, Any]) -> None:
-    if not backward:
-        entry["blocks"] = {name: figures[name] for name in ("longest_share", "balance")}
-    shares = entry.setdefault("flash2", dict(origin))
-    for name, value in figures.items():
-        if name.startswith("share_"):
-            shares.setdefault(int(name.removeprefix("share_")), [value, value])[int(backward)] = value
+def _attention(entry: dict[str, Any], backward: bool, figures: Figures, origin: dict[str, Any], kernel: str,
+               other: Mapping[int, Sequence[float]]) -> None:
+    """Writes what one direction of a kernel gave; the other direction stays where nothing gave it."""
+    shaped = row_fit.attention_figures(figures, backward, other, kernel)["attention"]
+    if not backward and "blocks" in shaped:
+        entry["blocks"] = shaped["blocks"]
+    shares = entry.setdefault(kernel, dict(origin))
+    for name, value in shaped[kernel].items():
+        if isinstance(name, int) and name in shares:
+            shares[name][int(backward)] = value[int(backward)]
+        else:
+            shares[name] = value
 
 
 def write(path: Path = FITTED) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The kernel tables that ship with the project (`data/*.csv.gz`, thinned) and any CSV of the same columns.
 
 Matrix products: gpu,dtype,m,n,k,batch,time_us,source. Row-wise operators: gpu,dtype,op,rows,cols,time_us,source.
-Attention: SimuMax's efficiency table, whose times are computed back.
+Attention: SimuMax's efficiency table, whose times are computed back; AIConfigurator's, as engines of inference call it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from sim.measured.rows import quantising_kernel, table_kernel
 from sim.measured.timing import SOURCES, Timing, card, timing
 from sim.work import Kernel
 
+#: The engine whose calls write to the cache too.
+_WRITES = "vllm-0.14.0"
 DATA = Path(__file__).resolve().parents[1] / "data"
 PRODUCT_COLUMNS = ("gpu", "dtype", "m", "n", "k", "batch", "time_us", "source")
+ATTENTION_COLUMNS = ("gpu", "software", "kernel", "batch", "heads", "kv_heads", "queries", "keys", "head_dim", "time_us")
 ROW_WISE_COLUMNS = ("gpu", "dtype", "op", "rows", "cols", "time_us", "source")
 
 
@@ -82,6 +85,8 @@ def groups(folder: Path = DATA) -> list[Group]:
             continue
         if path.name.startswith("simumax_other"):
             found += _attention(path)
+        elif path.name.startswith("aic_attention"):
+            found += _engine_attention(path)
         else:
             found += _group(path, source)
     return found
@@ -118,3 +123,19 @@ def _attention(path: Path) -> Iterator[Group]:
         kernels, seconds_ = zip(*members, strict=True)
         yield Group(path.name.split(".")[0], label, "bf16", op, gpu(card("simumax", label)), timing("simumax", label),
                     kernels, np.array(seconds_), (op,) * len(members))
+
+
+def _engine_attention(path: Path) -> Iterator[Group]:
+    """Forward kernels, causal, and those of one query a sequence (`sdp_decode`)."""
+    by_group: dict[tuple[str, str], list[tuple[Kernel, float, str]]] = {}
+    for row in read_csv(path, ATTENTION_COLUMNS):
+        batch, heads, kv_heads, queries, keys, dim = (int(row[name]) for name in ATTENTION_COLUMNS[3:9])
+        kernel = attention_kernel(batch, heads, kv_heads, queries, keys, dim, "bf16", causal=queries > 1,
+                                  kernel=row["kernel"])
+        before = "planned" if row["kernel"] == "flash3" else "written" if row["software"] == _WRITES else "alone"
+        by_group.setdefault((row["gpu"], "sdp_fwd" if queries > 1 else "sdp_decode"), []).append(
+            (kernel, float(row["time_us"]) * 1e-6, before))
+    for (label, op), members in by_group.items():
+        kernels, seconds, hosts = zip(*members, strict=True)
+        yield Group(path.name.split(".")[0], label, "bf16", op, gpu(card("aic-vllm", label)),
+                    timing("aic-vllm", label), kernels, np.array(seconds), hosts)

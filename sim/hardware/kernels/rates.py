@@ -25,6 +25,9 @@ UNITS = {
 #: kernels (Dao, FlashAttention-2, 2023, figure 4).
 _REPLACEMENT = {"flash3": "flash2", "flash2": "flash1", "triton": "flash1", "efficient": "flash1", "flash1": "flash2"}
 
+#: How forward blocks show: a kernel's own where it was measured, else its family's.
+_OWN_BLOCKS = ("longest_share", "balance", "block_start_s")
+
 #: Head dimension beyond which a block of backward holds fewer keys (flash_bwd_launch_template.h of FlashAttention-2).
 _WIDE_HEAD = 128
 
@@ -58,9 +61,21 @@ class GemmRates:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodingRates:
+    """Attention of one query a sequence: what a block waits for beside its keys, and for each 128 keys of 128 elements;
+    the time of an SM that a block takes where many follow each other; share of the stated bandwidth they reach."""
+
+    wait_s: float
+    step_s: float
+    block_start_s: float
+    bandwidth_share: float
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionRates:
-    """A fused attention kernel: FLOP/s on the work it does with every SM busy; how forward's longest block shows, and
-    whether backward's grid runs over the heads first; whether each of its blocks adds to a sum of its own (`split`)."""
+    """A fused attention kernel: FLOP/s on the work it does with every SM busy; what a forward block takes beside its
+    products, how the longest one shows, and whether backward's grid runs over the heads first; whether each of its
+    blocks adds to a sum of its own (`split`)."""
 
     flops_per_s: float
     block_rows: int
@@ -71,6 +86,8 @@ class AttentionRates:
     overlap: float
     bandwidth_share: float
     flop_j: float
+    decoding: DecodingRates
+    block_start_s: float = 0.0
     split: bool = False
 
 
@@ -169,12 +186,13 @@ class Rates:
         figures = family[self._attention_kernel(kernel)]
         listed = {dim: value for dim, value in figures.items() if isinstance(dim, int)}
         share = listed[min(listed, key=lambda dim: (abs(dim - head_dim), dim))][int(backward)]
-        blocks = family["blocks"]
+        blocks = family["blocks"] | {name: figures[name] for name in _OWN_BLOCKS if name in figures}
         order = figures.get("fixed_order", 1.0) if backward and kernel.endswith(FIXED_ORDER) else 1.0
         return AttentionRates(
             flops_per_s=self._gpu.reached_flops(dtype) * float(share) * (1.0 if order == "split" else float(order)),
             split=order == "split",
             block_rows=int(blocks["rows"][0 if not backward else 1 if head_dim <= _WIDE_HEAD else 2]),
+            block_start_s=float(blocks.get("block_start_s", 0.0)),
             longest_share=float(blocks["longest_share"]),
             balance=float(blocks["balance"]),
             heads_first=bool(blocks["heads_first"]),
@@ -182,7 +200,13 @@ class Rates:
             overlap=float(self._shared["products"]["tensor"]["overlap"]),
             bandwidth_share=self.memory_share("gemm"),
             flop_j=self._flop_j(UNITS[self._gpu.arithmetic(dtype)]) * float(figures.get("energy", 1.0)),
+            decoding=self._decoding(family),
         )
+
+    def _decoding(self, family: Mapping[str, Any]) -> DecodingRates:
+        """Of this family, or of those measured where it was not."""
+        figures = {**self._shared["decoding"], **family.get("decoding", {})}
+        return DecodingRates(*(float(figures[name]) for name in ("wait_s", "step_s", "block_start_s", "bandwidth_share")))
 
     def basis(self, op: str, dtype: str, kernel: str = "") -> Basis:
         """Where the figures for `op` in `dtype` come from; inherited ones are a step less certain than their source."""
