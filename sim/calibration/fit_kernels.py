@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 import sim.hardware
 from sim.calibration.kernels import gemm_fit, row_fit
 from sim.calibration.kernels.tables import Group, groups
-from sim.catalog import table
-from sim.hardware.kernels.rates import UNITS
+from sim.hardware.kernels.rates import UNITS, family_figures
 
 FITTED = Path(sim.hardware.__file__).parent / "kernels_fitted.yaml"
 #: Families in order of generation: without a table of its own a family takes the figures of the nearest one with memory
@@ -161,7 +160,7 @@ def _kept(group: Group) -> NDArray[np.intp]:
 
 
 def _shares(family: str, kernel: str) -> dict[int, Sequence[float]]:
-    figures = table("hardware/kernels.yaml")["families"][family]["attention"].get(kernel, {})
+    figures = family_figures(family, fitted=False)["attention"].get(kernel, {})
     return {dim: value for dim, value in figures.items() if isinstance(dim, int)}
 
 

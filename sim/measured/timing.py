@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.catalog import table
+from sim.catalog import merged, table
 from sim.hardware.device import Device
-from sim.hardware.gpu import Gpu, canonical_gpu, merged
+from sim.hardware.gpu import Gpu, canonical_gpu
 from sim.work import DTYPE_BYTES, Kernel
 
 #: Benchmarks whose tables are named after them.

@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 
 from sim.calibration.kernels.optimise import Vector, minimise
 from sim.calibration.kernels.tables import Group
-from sim.catalog import table
+from sim.catalog import merged
 from sim.hardware.device import Device
-from sim.hardware.gpu import merged
 from sim.hardware.kernels.gemm import Products, as_products, overlapped, product_times
-from sim.hardware.kernels.rates import UNITS, GemmRates, Rates
+from sim.hardware.kernels.rates import UNITS, GemmRates, Rates, family_figures, fed_share
 from sim.hardware.power import Power
 
 #: Figure, lowest and highest physical value, value expected before any data.
@@ -59,7 +58,9 @@ class Sample:
         values: dict[str, Any] = {name: float(figures[name]) for name in named}
         values |= {name: figures[name] for name in _LIBRARY if name in figures}
         if "eta" in figures:
-            values["flops_per_s"] = self.group.gpu.reached_flops(self.group.dtype) * float(figures["eta"])
+            card, dtype = self.group.gpu, self.group.dtype
+            share = fed_share(card, UNITS[card.arithmetic(dtype)], float(figures["eta"]))
+            values["flops_per_s"] = card.reached_flops(dtype) * share
         if "energy" in figures:
             values["flop_j"] = 1e-12 * stated_energy_pj(self.group) * float(figures["energy"])
         rates = replace(rates, **values)
@@ -85,7 +86,7 @@ def library(group: Group) -> dict[str, Any]:
 
 def stated_energy_pj(group: Group) -> float:
     """Energy of a FLOP that `kernels.yaml` states for the units a group uses, before any fit."""
-    energies = table("hardware/kernels.yaml")["families"][group.gpu.kernels]["power"]["pj_per_flop"]
+    energies = family_figures(group.gpu.kernels, fitted=False)["power"]["pj_per_flop"]
     return float(energies[UNITS[group.gpu.arithmetic(group.dtype)]])
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sim.catalog import table
-from sim.hardware.gpu import Gpu, merged
+from sim.catalog import inherited, merged, table
+from sim.hardware.gpu import Gpu
 from sim.hardware.power import Power
 from sim.work import FIXED_ORDER
 
@@ -102,6 +102,19 @@ class Basis:
 
 #: Datasheets round: from this part of a chip's full rate on a card has all of it.
 _WHOLE = 0.95
+#: fp4 over half of a whole chip (B200, RTX PRO 6000); B300 and GB300 have one and a half times that, fed alike.
+_FP4_OVER_HALF = 4.0
+
+
+def family_figures(name: str, fitted: bool = True) -> dict[str, Any]:
+    """Figures of a family of GPUs, with those of the family it is `like` where it gives none; `fitted`: as fitted to
+    tables where they are, else as `kernels.yaml` judges them."""
+    entries = table(_FIGURES)["families"]
+    if not fitted:
+        return inherited(entries, name)
+    like = entries[name].get("like")
+    own = merged(family_figures(like), entries[name]) if like else entries[name]
+    return merged(own, table(_FITTED)["families"].get(name, {}))
 
 
 class Rates:
@@ -111,9 +124,7 @@ class Rates:
         figures = table(_FIGURES)
         self._gpu = gpu
         self._shared = figures
-        fitted = table(_FITTED)["families"].get(gpu.kernels, {})
-        family = _fed(merged(figures["families"][gpu.kernels], fitted), gpu)
-        self._family: dict[str, Any] = merged(family, gpu.kernel_figures)
+        self._family: dict[str, Any] = merged(_fed(family_figures(gpu.kernels), gpu), gpu.kernel_figures)
         memory, power = self._family["memory"], self._family["power"]
         self.start_s = float(self._family["start_s"]["value"])
         self.bandwidth_floor = float(figures["bandwidth_floor"]["value"])
@@ -251,25 +262,34 @@ def parted_sms(card: Gpu, kernel: str) -> int:
     return card.sms if Rates(card).attention(kernel + FIXED_ORDER, "bf16", 128, True).split else 0
 
 
-def _fed(family: dict[str, Any], gpu: Gpu) -> dict[str, Any]:
-    """`family` with the shares of the peak that `gpu` reaches where its tensor units are slower than the chip's.
+def fed_share(gpu: Gpu, units: str, share: float) -> float:
+    """Share of its peak that products on `units` of `gpu` reach where those of the whole chip reach `share`.
 
     GeForce cards sum halves in fp32 at half the rate, export variants are cut further. What feeds the units (loads from
     L2 and shared memory, softmax beside the products) is as fast as on the whole chip, so what a product takes beyond
     its arithmetic stays: of a share s at the full rate, 1 / (1 + f (1 / s - 1)) is left at the part f of it.
     """
+    part = _part(family_figures(gpu.kernels), gpu, units)
+    return share if part == 1.0 else 1.0 / (1.0 + part * (1.0 / share - 1.0))
+
+
+def _part(family: dict[str, Any], gpu: Gpu, units: str) -> float:
+    """Rate of `units` over the one of the family's whole chip; of fp4, beyond 1 where the chip has more of it."""
     half = max(gpu.tflops.get("fp16", 0.0), gpu.tflops.get("bf16", 0.0)) * 1e12
-    if "full_rate" not in family or not half:
-        return family
-    part = half / (float(family["full_rate"]["value"]) * gpu.sms * gpu.tensor_clock_mhz * 1e6)
-    if part > _WHOLE:
-        return family
+    part = 1.0
+    if "full_rate" in family and half:
+        part = half / (float(family["full_rate"]["value"]) * gpu.sms * gpu.tensor_clock_mhz * 1e6)
+        part = 1.0 if part > _WHOLE else part
+    if units == "fp4" and half and "nvfp4" in gpu.tflops:
+        part *= gpu.tflops["nvfp4"] * 1e12 / (_FP4_OVER_HALF * half)
+        part = 1.0 if _WHOLE < part < 1.0 / _WHOLE else part
+    return part
 
-    def fed(share: float) -> float:
-        return 1.0 / (1.0 + part * (1.0 / share - 1.0))
 
-    gemm = {name: {**row, "eta": fed(row["eta"])} if "eta" in row and name != "fp32" else row
+def _fed(family: dict[str, Any], gpu: Gpu) -> dict[str, Any]:
+    """`family` with the shares of the peak that `gpu` reaches where its tensor units are not as fast as the chip's."""
+    gemm = {name: {**row, "eta": fed_share(gpu, name, row["eta"])} if "eta" in row and name != "fp32" else row
             for name, row in family["gemm"].items()}
-    attention = {name: {key: [fed(share) for share in value] if isinstance(key, int) else value
+    attention = {name: {key: [fed_share(gpu, "half", share) for share in value] if isinstance(key, int) else value
                         for key, value in row.items()} for name, row in family["attention"].items()}
     return {**family, "gemm": gemm, "attention": attention}
