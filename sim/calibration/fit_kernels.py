@@ -25,6 +25,7 @@ FITTED = Path(sim.hardware.__file__).parent / "kernels_fitted.yaml"
 GENERATIONS = ("volta", "turing", "ga100", "ga102", "ada", "hopper", "blackwell", "gb202")
 _STACKED = ("volta", "ga100", "hopper", "blackwell")
 _FIFTH = 5
+_SURE = 0.12  # median error up to which a fit to many rows is called sure
 #: Tables that are only compared, (benchmark, family, units): on A100 and Hopper the figures rest on products of the
 #: libraries that the published steps ran with (2021 to 2025), and 8 bits on long loops; aic's are of 2026's libraries.
 #: Attention on A100 as vLLM 0.14 calls it gathers keys from pages and writes to the cache, training's kernel does not.
@@ -171,9 +172,9 @@ def document(fitted: Mapping[Key, Figures], keyed: Mapping[Key, Sequence[Group]]
         members = keyed[kind, family, units]
         rounded = {name: float(f"{value:.3g}") for name, value in figures.items()}
         rows = sum(len(group.kernels) for group in members)
-        origin = {"source": "fit_kernels: " + ", ".join(sorted({f"{group.file} {group.label}" for group in members})),
+        origin = {"source": _source(members),
                   "gpus": sorted({group.gpu.name for group in members}), "rows": rows,
-                  "confidence": "high" if rows >= 300 else "medium"}
+                  "confidence": "high" if rows >= 300 and (kind != "gemm" or _sure(members, figures)) else "medium"}
         entry = families.setdefault(family, {})
         if kind == "gemm":
             energy = rounded.pop("energy", None)
@@ -190,6 +191,19 @@ def document(fitted: Mapping[Key, Figures], keyed: Mapping[Key, Sequence[Group]]
             other = {} if kind == "sdp_bwd" else _shares(family, units)
             _attention(entry.setdefault("attention", {}), kind == "sdp_bwd", rounded, origin, units, other)
     return {"families": families}
+
+
+def _source(members: Sequence[Group]) -> str:
+    """Tables behind a fit: each file once, with what it calls its GPUs."""
+    files = sorted({group.file for group in members})
+    labels = {file: sorted({group.label for group in members if group.file == file}) for file in files}
+    return "fit_kernels: " + "; ".join(f"{file} {', '.join(labels[file])}" for file in files)
+
+
+def _sure(members: Sequence[Group], figures: Figures) -> bool:
+    """Whether products of all sizes, a few rows included, come out within `_SURE` on average."""
+    errors = np.concatenate([np.abs(_errors(group, figures)) for group in members])
+    return float(np.median(errors)) <= _SURE
 
 
 def _attention(entry: dict[str, Any], backward: bool, figures: Figures, origin: dict[str, Any], kernel: str,

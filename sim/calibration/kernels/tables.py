@@ -27,7 +27,8 @@ from sim.work import Kernel
 _WRITES = "vllm-0.14.0"
 DATA = Path(__file__).resolve().parents[1] / "data"
 PRODUCT_COLUMNS = ("gpu", "dtype", "m", "n", "k", "batch", "time_us", "source")
-ATTENTION_COLUMNS = ("gpu", "software", "kernel", "batch", "heads", "kv_heads", "queries", "keys", "head_dim", "time_us")
+ATTENTION_COLUMNS = ("gpu", "software", "kernel", "batch", "heads", "kv_heads", "queries", "keys", "head_dim",
+                     "time_us")
 ROW_WISE_COLUMNS = ("gpu", "dtype", "op", "rows", "cols", "time_us", "source")
 
 

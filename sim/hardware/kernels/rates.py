@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from sim.catalog import inherited, merged, table
@@ -217,7 +217,7 @@ class Rates:
     def _decoding(self, family: Mapping[str, Any]) -> DecodingRates:
         """Of this family, or of those measured where it was not."""
         figures = {**self._shared["decoding"], **family.get("decoding", {})}
-        return DecodingRates(*(float(figures[name]) for name in ("wait_s", "step_s", "block_start_s", "bandwidth_share")))
+        return DecodingRates(**{field.name: float(figures[field.name]) for field in fields(DecodingRates)})
 
     def basis(self, op: str, dtype: str, kernel: str = "") -> Basis:
         """Where the figures for `op` in `dtype` come from; inherited ones are a step less certain than their source."""
