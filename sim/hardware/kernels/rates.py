@@ -86,7 +86,7 @@ class AttentionRates:
     overlap: float
     bandwidth_share: float
     flop_j: float
-    decoding: DecodingRates
+    decoding: DecodingRates = DecodingRates(0.0, 0.0, 0.0, 1.0)
     block_start_s: float = 0.0
     split: bool = False
 
