@@ -48,6 +48,9 @@ _WEAK_SPOTS = """## Weak spots
 * A100's batched fp32 products step by whole 128 rows and 128 of K in the tables; why the library has but that kernel is
   not known, nor whether other releases do. Batches of 2 to 4 take twice as long as predicted there.
 * fp32 softmax of 1600, 3072 and 10240 columns on A100 is 14-19% slower than its blocks' rounds explain.
+* Attention as engines call it (pages, ragged batches) may start its blocks slower than training's kernels do: of an
+  A5000's FlashAttention-2 as much is published at 512 tokens as at 8192.
+* One query on Blackwell: a block of heads of 256 starts half as fast as one of 128; one figure stands for both.
 * Which order cuDNN deals its backward blocks in on Blackwell is inferred from 19 rows; sequences of 32k and 131k there
   run 14-31% faster than predicted.
 """

@@ -36,9 +36,16 @@ def test_a_block_waits_for_its_start_and_for_its_keys() -> None:
 def test_few_sequences_are_split_along_the_keys_and_a_kernel_joins_the_parts() -> None:
     # 4 blocks on 100 SMs: 25 parts of 4 x 128 keys, and a second start
     assert waiting_s(one_query(1, 4, 4, 12800)) == pytest.approx(4e-6 + 4 * 2e-6 + 3e-6)
-    # no more parts than pieces of 128 keys, no more than 128
-    assert waiting_s(one_query(1, 4, 4, 256)) == pytest.approx(4e-6 + 2e-6 + 3e-6)
+    # no more parts than pieces of 128 keys, no more than 128; none where the second kernel takes longer than is saved
+    assert waiting_s(one_query(1, 4, 4, 384)) == pytest.approx(4e-6 + 2e-6 + 3e-6)
+    assert waiting_s(one_query(1, 4, 4, 256)) == pytest.approx(4e-6 + 2 * 2e-6)
     assert waiting_s(one_query(1, 1, 1, 256 * 128), sms=1000) == pytest.approx(4e-6 + 2 * 2e-6 + 3e-6)
+
+
+def test_fewer_sms_are_never_faster() -> None:
+    kernel = one_query(3, 16, 8, 700)
+    taken = [waiting_s(kernel, sms=sms) for sms in (200, 132, 100, 60, 47, 24, 10)]
+    assert taken == sorted(taken)
 
 
 def test_heads_that_share_keys_are_one_block() -> None:
