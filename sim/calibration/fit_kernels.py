@@ -174,7 +174,7 @@ def document(fitted: Mapping[Key, Figures], keyed: Mapping[Key, Sequence[Group]]
         rows = sum(len(group.kernels) for group in members)
         origin = {"source": _source(members),
                   "gpus": sorted({group.gpu.name for group in members}), "rows": rows,
-                  "confidence": "high" if rows >= 300 and (kind != "gemm" or _sure(members, figures)) else "medium"}
+                  "confidence": "high" if rows >= 300 and _sure(kind, members, figures) else "medium"}
         entry = families.setdefault(family, {})
         if kind == "gemm":
             energy = rounded.pop("energy", None)
@@ -200,8 +200,11 @@ def _source(members: Sequence[Group]) -> str:
     return "fit_kernels: " + "; ".join(f"{file} {', '.join(labels[file])}" for file in files)
 
 
-def _sure(members: Sequence[Group], figures: Figures) -> bool:
-    """Whether products of all sizes, a few rows included, come out within `_SURE` on average."""
+def _sure(kind: str, members: Sequence[Group], figures: Figures) -> bool:
+    """Whether products of all sizes, a few rows included, come out within `_SURE` on average. Attention never: how engines
+    of inference call it is not how training does."""
+    if kind != "gemm":
+        return kind == "memory"
     errors = np.concatenate([np.abs(_errors(group, figures)) for group in members])
     return float(np.median(errors)) <= _SURE
 
