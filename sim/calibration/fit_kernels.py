@@ -201,8 +201,8 @@ def _source(members: Sequence[Group]) -> str:
 
 
 def _sure(kind: str, members: Sequence[Group], figures: Figures) -> bool:
-    """Whether products of all sizes, a few rows included, come out within `_SURE` on average. Attention never: how engines
-    of inference call it is not how training does."""
+    """Whether products of all sizes, a few rows included, come out within `_SURE` on average. Attention never: how
+    engines of inference call it is not how training does."""
     if kind != "gemm":
         return kind == "memory"
     errors = np.concatenate([np.abs(_errors(group, figures)) for group in members])
