@@ -9,6 +9,7 @@ from __future__ import annotations
 import marshal
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -47,6 +48,21 @@ def table(relative: str) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise TypeError(f"{relative}: expected a mapping")
     return loaded
+
+
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with single figures of nested mappings replaced."""
+    result = dict(base)
+    for key, value in changes.items():
+        nested = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = merged(result[key], value) if nested else value
+    return result
+
+
+def inherited(entries: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, Any]:
+    """An entry of a catalogue, with what the one it names as `like` says where it says nothing."""
+    own = {key: value for key, value in entries[name].items() if key != "like"}
+    return merged(inherited(entries, entries[name]["like"]), own) if "like" in entries[name] else own
 
 
 def _compiled(path: Path) -> Any:

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sim.catalog import plain_spelling, table
+from sim.catalog import merged, plain_spelling, table
 from sim.errors import Fault, UserError, nearest
 
 _CATALOGUE = "hardware/gpus.yaml"
@@ -238,12 +238,3 @@ def _build(name: str, entry: Mapping[str, Any]) -> Gpu:
         kernel_figures=entry.get("kernel_figures", {}),
         reached_mhz=float(entry.get("reached_mhz", 0.0)),
     )
-
-
-def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with single figures of nested mappings replaced."""
-    result = dict(base)
-    for key, value in changes.items():
-        nested = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
-        result[key] = merged(result[key], value) if nested else value
-    return result

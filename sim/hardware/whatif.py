@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from sim.catalog import merged
 from sim.hardware.device import Device
-from sim.hardware.gpu import Gpu, merged
+from sim.hardware.gpu import Gpu
 from sim.hardware.kernels.rates import UNITS, Rates
 
 

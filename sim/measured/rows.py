@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sim.hardware.kernels.operators import RowWise, product_kernel, row_wise_kernel
-from sim.work import Kernel
+from sim.work import DTYPE_BYTES, Kernel
 
 _LAYOUT = re.compile(r"\b(TN|NN|NT)\b")  # forward, data gradient, weight gradient, in a table's `source`
 
@@ -20,6 +20,16 @@ VARIANTS: dict[tuple[str, str], RowWise | str] = {
     # Keys are an eighth to a quarter of the queries; a quarter in what the tables hold.
     ("attn_rope", "Llama-3"): RowWise("rows", 2.5, 1, "rotary_grouped_scalar", 1.25),
 }
+
+
+def quantising_kernel(row: Mapping[str, Any]) -> Kernel | None:
+    """The kernel that a row of a product table timed beside the product, where its `source` says `with quantisation`:
+    it reads the input in 16 bits and writes it in the row's `dtype`."""
+    if "with quantisation" not in str(row["source"]):
+        return None
+    elements = int(row["m"]) * int(row["k"])
+    size_bytes = elements * (DTYPE_BYTES["bf16"] + DTYPE_BYTES[row["dtype"]])
+    return Kernel("elementwise", "bf16", (elements,), "quantise", 0.0, size_bytes, "memory_bound")
 
 
 def table_kernel(row: Mapping[str, Any]) -> Kernel:

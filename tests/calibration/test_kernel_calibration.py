@@ -20,7 +20,7 @@ from sim.catalog import table as catalogue
 from sim.errors import UserError
 from sim.hardware import Device, gpu
 from sim.hardware.kernels.operators import product_kernel, row_wise_kernel
-from sim.measured.rows import table_kernel
+from sim.measured.rows import quantising_kernel, table_kernel
 from sim.measured.timing import Timing, card, reported_s, source_of, timing
 
 SHAPES = [(m, n, k) for m in (256, 640, 1024, 2048, 4096)
@@ -93,6 +93,9 @@ def test_the_kernel_command_answers_in_text_and_json() -> None:
     other = kernel_command("A100", "attention", "1,32,8,4096,4096,128", kernel="flash3")
     assert "no figures of flash3 on this family, flash2 stands in" in other.to_text()
     assert kernel_command("RTX-4090", "gemm", "512,512,512").confidence == "low"
+    measured, sibling = (kernel_command(name, "gemm", "512,512,512") for name in ("L40S", "L40"))
+    assert "confidence high, measured on this GPU: fit_kernels: aic_bf16" in measured.to_text()
+    assert sibling.confidence == "medium" and "measured on this GPU" not in sibling.to_text()
     assert kernel_command("A100", "optimizer", "1000000").gb_s > 500
 
 
@@ -153,6 +156,56 @@ def test_a_benchmark_of_zeros_knows_no_power_limit() -> None:
     assert wide_s[0] == wide_s[1]
 
 
+def test_operands_that_stay_in_the_cache_move_no_bytes() -> None:
+    """Five copies of weights and output and one input: 5 x 4 x 2 + 2 MiB of 1024 x 1024 products, 96 MiB of L2 on L40S."""
+    method, l2_bytes = timing("aic", "l40s"), gpu("l40s").l2_bytes
+    small, beyond = (product_kernel(m, 1024, 1024, 1, "bf16") for m in (1024, 8192))
+    assert method.found(small, l2_bytes).bytes == 0.0 and method.found(small, l2_bytes).flops == small.flops
+    assert method.found(beyond, l2_bytes) == beyond
+    assert method.found(small, 21 * 2**20).bytes == small.bytes and method.found(small, 22 * 2**20).bytes == 0.0
+    assert timing("vidur", "H100-80GB").found(small, l2_bytes) == small
+
+
+def test_boards_are_held_back_sooner_than_modules() -> None:
+    assert timing("aic", "l40s").gap_s < timing("aic", "h100_sxm").gap_s == timing("aic", "b200_sxm").gap_s
+
+
+def test_a_quantising_kernel_is_counted_where_a_row_holds_it() -> None:
+    row = {"m": "128", "n": "64", "k": "256", "batch": "1", "dtype": "nvfp4", "source": "scaled-x with quantisation"}
+    beside = quantising_kernel(row)
+    assert beside is not None and beside.bytes == 128 * 256 * 2.5 and not beside.flops
+    assert quantising_kernel({**row, "source": "scaled-x less quantisation"}) is None
+    found = {group.file: group for group in groups() if group.gpu.name == "b200"}
+    held, without = (gemm_fit.sample(found[file], None).beside_s for file in ("aic_nvfp4_trtllm", "aic_fp8_trtllm"))
+    assert (held > 0).all() and not without.any()
+    assert len(found["aic_nvfp4_trtllm"].pick(np.array([3, 5])).beside) == 2
+
+
+def test_a_table_that_is_only_compared_gives_no_figure() -> None:
+    found = groups()
+    held_out = [group for group in found if fit_kernels.compared(group)]
+    assert {group.gpu.name for group in held_out} == {"a100-80g-sxm", "h100-80g-sxm", "h200"}
+    assert all(group not in members for members in fit_kernels.by_key(found).values() for group in held_out)
+    (outcome,) = fit_kernels.assess(held_out[:1])
+    assert outcome.compared and not len(outcome.shapes_out) and len(outcome.inside) == len(held_out[0].kernels)
+    text = markdown(lines([outcome]))
+    assert "0 of 0 aims" in text and "## Only compared" in text and "m < 128" in text.split("## Only compared")[1]
+
+
+def test_every_benchmark_weighs_the_same_however_many_tables_it_has() -> None:
+    """Three tables of one benchmark and one of another that runs twice as fast: the fit lies between, not by the three."""
+    card_, kernels = gpu("A100"), tuple(product_kernel(m, 4096, 4096, 1, "bf16") for m in range(2048, 8192, 512))
+    true_s = Device(card_, sustained=False, gap_s=0.0).times(kernels)
+
+    def one(file: str, factor: float) -> Group:
+        return Group(file, "a", "bf16", "gemm", card_, Timing(0.0, 0.0, 0.0, 1.0, None), kernels, factor * true_s,
+                     ("gemm",) * len(kernels))
+
+    slow = [gemm_fit.sample(one(f"one_{name}", 1.3)) for name in "abc"]
+    alone, both = (gemm_fit.fit(some, 40)["eta"] for some in (slow, [*slow, *[gemm_fit.sample(one("two_a", 1.0))] * 1]))
+    assert alone < both
+
+
 def test_a_table_of_an_unknown_benchmark_is_read_as_a_loop() -> None:
     assert source_of("vidur_fp16_h100.csv") == "vidur" and source_of("mine.csv") == "loop"
     assert timing("loop", "H200").read("gemm", np.array([1e-6]))[0] == 1e-6
@@ -163,7 +216,11 @@ def test_shipped_figures_are_those_of_the_fit_within_the_aims() -> None:
     """The V100 half-precision fit is small enough to repeat; large tables are checked with the shipped figures."""
     found = {group.name: group for group in groups()}
     aims = {"vidur_fp16_a100 A100-80GB fp16 gemm": 0.05, "vidur_fp16_h100 H100-80GB fp16 gemm": 0.05,
-            "deepbench_v100 V100-SXM2 (DGX-1) fp16 gemm": 0.06, "simumax_bf16 A100-PCIe-80GB bf16 gemm": 0.05}
+            "deepbench_v100 V100-SXM2 (DGX-1) fp16 gemm": 0.06, "simumax_bf16 A100-PCIe-80GB bf16 gemm": 0.05,
+            "aic_bf16_trtllm l40s bf16 gemm": 0.07, "aic_fp8_trtllm l40s fp8 gemm": 0.06,
+            "aic_bf16_trtllm rtx_pro_6000_server bf16 gemm": 0.05, "aic_bf16_trtllm b200_sxm bf16 gemm": 0.08,
+            "aic_fp8_trtllm b200_sxm fp8 gemm": 0.06, "simumax_bf16 B200-SXM bf16 gemm": 0.07,
+            "aic_fp8_trtllm h100_sxm fp8 gemm": 0.07}
     for name, aim in aims.items():
         sample = gemm_fit.sample(found[name], None)
         big = gemm_fit.large(sample.products)

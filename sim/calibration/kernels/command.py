@@ -49,6 +49,7 @@ class KernelAnswer:
     confidence: str
     rests_on: str
     arithmetic: str = ""  # the dtype whose units do the work
+    own_data: bool = False  # whether tables measured on this very GPU gave the figures
 
     def to_json(self) -> str:
         """The answer as one JSON object."""
@@ -61,7 +62,7 @@ class KernelAnswer:
                 f"  alone                {self.time_us:12.2f} us   {rate}{self.gb_s:.0f} GB/s\n"
                 f"  in a long run        {self.sustained_us:12.2f} us   at the clock the power limit allows\n"
                 f"  beside a collective  {self.beside_24_channels_us:12.2f} us   of 24 channels\n"
-                f"  confidence {self.confidence}: {self.rests_on}"
+                f"  confidence {self.confidence}{', measured on this GPU' if self.own_data else ''}: {self.rests_on}"
                 + (f"\n  {self.gpu} has no arithmetic for {self.dtype}: these are the times of {self.arithmetic} units"
                    if self.arithmetic not in ("", self.dtype) else ""))
 
@@ -97,7 +98,7 @@ def kernel_command(gpu_name: str | dict[str, Any] | Path, op: str, shape: Sequen
     return KernelAnswer(card.name, op, dtype, asked.shape, 1e6 * short, 1e6 * long, 1e6 * beside,
                         work / short / 1e12 if work else None, asked.bytes / short / 1e9,
                         work / short / card.peak_flops(dtype) if work else None, confidence, source,
-                        units if work else "")
+                        units if work else "", own or basis.own_data)
 
 
 def _kernel(op: str, sizes: tuple[int, ...], dtype: str, layout: str, backward: bool, causal: bool,

@@ -52,33 +52,65 @@ def fit_memory(groups: Sequence[Group], rounds: int = 150) -> dict[str, float]:
     return _fit(used, figures, lambda values: {"memory": values}, rounds, _EXPECTED_WEIGHT)
 
 
+#: How forward blocks show.
+BLOCKS = ("longest_share", "balance", "block_start_s")
+#: Figure of `decoding`, likewise.
+DECODING: dict[str, tuple[float, float, float]] = {
+    "wait_s": (0.5e-6, 10e-6, 3e-6),
+    "block_start_s": (0.5e-6, 8e-6, 3e-6),
+    "bandwidth_share": (0.6, 0.97, 0.85),
+}
+#: Fewest rows that say how a forward block's start shows.
+_MANY = 100
+
+
 def fit_attention(groups: Sequence[Group], backward: bool, dims: Sequence[int], other: Mapping[int, Sequence[float]],
                   rounds: int = 120) -> dict[str, float]:
-    """Share of peak by head dimension of one direction of flash attention; forward, how the longest block shows.
+    """Share of peak by head dimension of one direction of a fused kernel; forward, how blocks show.
 
     Args:
         groups: tables of that direction.
         dims: head dimensions they hold.
         other: the family's shares (forward, backward) by head dimension, whose other direction stays.
     """
+    used = [thinned(group) for group in groups]
     figures = {f"share_{dim}": (0.1, 0.95, 0.5) for dim in dims}
     if not backward:
         figures |= {"longest_share": (0.3, 2.0, 1.0), "balance": (1.0, 4.0, 2.0)}
-    return _fit(list(groups), figures, lambda values: attention_figures(values, backward, other), rounds,
+        if sum(len(group.kernels) for group in used) >= _MANY:
+            figures["block_start_s"] = (0.0, 10e-6, 3e-6)
+    kernel = used[0].kernels[0].kernel
+    return _fit(used, figures, lambda values: attention_figures(values, backward, other, kernel), rounds,
                 _FEW_ROWS_WEIGHT)
 
 
-def attention_figures(values: Mapping[str, float], backward: bool,
-                      other: Mapping[int, Sequence[float]]) -> dict[str, Any]:
+def fit_decoding(groups: Sequence[Group], rounds: int = 120) -> dict[str, float]:
+    """The figures of attention of one query a sequence but for `step_s`, which waits where few blocks run: stated."""
+    return _fit([thinned(group) for group in groups], DECODING, decoding_figures, rounds, _EXPECTED_WEIGHT)
+
+
+def decoding_figures(values: Mapping[str, float]) -> dict[str, Any]:
     """Fitted values in the shape of `kernels.yaml`."""
-    shares: dict[int, list[float]] = {}
+    return {"attention": {"decoding": dict(values)}}
+
+
+def attention_figures(values: Mapping[str, float], backward: bool, other: Mapping[int, Sequence[float]],
+                      kernel: str = "flash2") -> dict[str, Any]:
+    """Fitted values in the shape of `kernels.yaml`.
+
+    Where blocks' starts are among them they are the kernel's own, else the family's. A head dimension that no table
+    showed before takes its other direction from the nearest.
+    """
+    shares: dict[Any, Any] = {}
     for name, value in values.items():
         if name.startswith("share_"):
             dim = int(name.removeprefix("share_"))
-            shares[dim] = list(other.get(dim, (value, value)))
+            shares[dim] = list(other[min(other, key=lambda known: abs(known - dim))] if other else (value, value))
             shares[dim][int(backward)] = value
-    blocks = {name: values[name] for name in ("longest_share", "balance") if name in values}
-    return {"attention": {"flash2": shares, "blocks": blocks}}
+    blocks = {name: values[name] for name in BLOCKS if name in values}
+    if "block_start_s" in values:
+        return {"attention": {kernel: shares | blocks}}
+    return {"attention": {kernel: shares, "blocks": blocks}}
 
 
 def _fit(groups: Sequence[Group], figures: Mapping[str, tuple[float, float, float]], shape: Any,

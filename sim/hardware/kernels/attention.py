@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from sim.hardware.kernels.decoding import decoding, decoding_times
 from sim.hardware.kernels.gemm import ProductTimes
 from sim.hardware.kernels.rates import AttentionRates
 from sim.work import Kernel
@@ -26,12 +27,20 @@ def attention_work(kernel: Kernel) -> float:
     Causal work of s queries on s keys is s·(s + 128)/2 of the s² scores: half, plus the rest of the diagonal blocks.
     """
     batch, heads, _, queries, keys, dim = kernel.shape
-    full = queries * keys
-    scores: float = full
-    if kernel.causal:
-        corner = min(queries, keys)
-        scores = min(full, corner * (corner + _DIAGONAL_ROWS) / 2 + max(0, keys - queries) * queries)
+    scores = _scores(queries, keys, kernel.causal)
     return 4.0 * batch * heads * scores * dim * (_BACKWARD_WORK if kernel.variant == "backward" else 1.0)
+
+
+def _scores(queries: int, keys: int, causal: bool) -> float:
+    full = queries * keys
+    if not causal:
+        return full
+    corner = min(queries, keys)
+    return min(full, corner * (corner + _DIAGONAL_ROWS) / 2 + max(0, keys - queries) * queries)
+
+
+def _filled(length: int, tile: int) -> int:
+    return math.ceil(length / tile) * tile
 
 
 def gradient_parts(heads: int, sms: int) -> int:
@@ -52,7 +61,9 @@ def attention_times(kernel: Kernel, rates: AttentionRates, sms: int, bandwidth_b
     Each of batch · heads · ceil(s / `block_rows`) blocks takes one SM; backward puts its blocks over the keys, forward
     over the queries. Backward fills an SM with one block, so a launch lasts until the last of them ends (`_dealt`).
     Forward, of which an SM holds several, lasts as long as its work spread evenly over the SMs, or as its longest block
-    (causal: twice the average one), joined by the exponent `balance`: the more blocks per SM, the less it shows.
+    (causal: twice the average one), joined by the exponent `balance`: the more blocks per SM, the less it shows. Each
+    of its blocks takes `block_start_s` of an SM beside its products: it waits for its first queries and keys, and for
+    its output to be written, so short sequences run slower. One query a sequence: `decoding.py`.
     A backward of fixed order (`split`) has `gradient_parts` blocks a head, each of which takes every so manieth one of
     keys; the parts' tensors are zeroed before and summed behind (flash_bwd_launch_template.h, convert_dQ).
     """
@@ -66,13 +77,19 @@ def attention_times(kernel: Kernel, rates: AttentionRates, sms: int, bandwidth_b
     sm_rate = rates.flops_per_s / sms_total
     average_s = work / blocks / sm_rate
     memory_s = kernel.bytes / (bandwidth_bps * rates.bandwidth_share)
+    if not backward and decoding(kernel):
+        return decoding_times(kernel, rates, sms, bandwidth_bps)
     if backward:
         seconds = average_s * _dealt(batch * heads, each, kernel.causal, sms, rates.heads_first, parts)
         seconds += 2 * parts * batch * heads * queries * dim * _PART_BYTES / (bandwidth_bps * rates.bandwidth_share)
     else:
-        unmasked = 4.0 * batch * heads * rows * columns * kernel.shape[-1]
-        longest_s = rates.longest_share * unmasked / blocks / sm_rate
-        even_s = max(work / sms / sm_rate, average_s)
+        # tiles of keys and of queries are multiplied as a whole, whatever stands in them
+        rows, columns = _filled(rows, rates.block_rows), _filled(columns, _DIAGONAL_ROWS)
+        unmasked = 4.0 * batch * heads * rows * columns * dim
+        average_s = unmasked * _scores(rows, columns, kernel.causal) / (rows * columns) / blocks / sm_rate
+        average_s += rates.block_start_s
+        longest_s = rates.longest_share * unmasked / blocks / sm_rate + rates.block_start_s
+        even_s = max(blocks / sms, 1.0) * average_s
         ratio = min(even_s, longest_s) / max(even_s, longest_s)
         seconds = max(even_s, longest_s) * float((1.0 + ratio**rates.balance) ** (1.0 / rates.balance))
     return ProductTimes(np.array([seconds]), np.array([memory_s]), np.array([average_s]))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from sim.catalog import table
-from sim.hardware.gpu import Gpu, merged
+from sim.catalog import inherited, merged, table
+from sim.hardware.gpu import Gpu
 from sim.hardware.power import Power
 from sim.work import FIXED_ORDER
 
@@ -24,6 +24,9 @@ UNITS = {
 #: `efficient` is PyTorch's memory-efficient kernel (CUTLASS), which takes a bias; about as fast as the first flash
 #: kernels (Dao, FlashAttention-2, 2023, figure 4).
 _REPLACEMENT = {"flash3": "flash2", "flash2": "flash1", "triton": "flash1", "efficient": "flash1", "flash1": "flash2"}
+
+#: How forward blocks show: a kernel's own where it was measured, else its family's.
+_OWN_BLOCKS = ("longest_share", "balance", "block_start_s")
 
 #: Head dimension beyond which a block of backward holds fewer keys (flash_bwd_launch_template.h of FlashAttention-2).
 _WIDE_HEAD = 128
@@ -58,9 +61,21 @@ class GemmRates:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodingRates:
+    """Attention of one query a sequence: what a block waits for beside its keys, and for each 128 keys of 128 elements;
+    the time of an SM that a block takes where many follow each other; share of the stated bandwidth they reach."""
+
+    wait_s: float
+    step_s: float
+    block_start_s: float
+    bandwidth_share: float
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionRates:
-    """A fused attention kernel: FLOP/s on the work it does with every SM busy; how forward's longest block shows, and
-    whether backward's grid runs over the heads first; whether each of its blocks adds to a sum of its own (`split`)."""
+    """A fused attention kernel: FLOP/s on the work it does with every SM busy; what a forward block takes beside its
+    products, how the longest one shows, and whether backward's grid runs over the heads first; whether each of its
+    blocks adds to a sum of its own (`split`)."""
 
     flops_per_s: float
     block_rows: int
@@ -71,6 +86,8 @@ class AttentionRates:
     overlap: float
     bandwidth_share: float
     flop_j: float
+    decoding: DecodingRates = DecodingRates(0.0, 0.0, 0.0, 1.0)
+    block_start_s: float = 0.0
     split: bool = False
 
 
@@ -85,6 +102,19 @@ class Basis:
 
 #: Datasheets round: from this part of a chip's full rate on a card has all of it.
 _WHOLE = 0.95
+#: fp4 over half of a whole chip (B200, RTX PRO 6000); B300 and GB300 have one and a half times that, fed alike.
+_FP4_OVER_HALF = 4.0
+
+
+def family_figures(name: str, fitted: bool = True) -> dict[str, Any]:
+    """Figures of a family of GPUs, with those of the family it is `like` where it gives none; `fitted`: as fitted to
+    tables where they are, else as `kernels.yaml` judges them."""
+    entries = table(_FIGURES)["families"]
+    if not fitted:
+        return inherited(entries, name)
+    like = entries[name].get("like")
+    own = merged(family_figures(like), entries[name]) if like else entries[name]
+    return merged(own, table(_FITTED)["families"].get(name, {}))
 
 
 class Rates:
@@ -94,9 +124,7 @@ class Rates:
         figures = table(_FIGURES)
         self._gpu = gpu
         self._shared = figures
-        fitted = table(_FITTED)["families"].get(gpu.kernels, {})
-        family = _fed(merged(figures["families"][gpu.kernels], fitted), gpu)
-        self._family: dict[str, Any] = merged(family, gpu.kernel_figures)
+        self._family: dict[str, Any] = merged(_fed(family_figures(gpu.kernels), gpu), gpu.kernel_figures)
         memory, power = self._family["memory"], self._family["power"]
         self.start_s = float(self._family["start_s"]["value"])
         self.bandwidth_floor = float(figures["bandwidth_floor"]["value"])
@@ -169,12 +197,13 @@ class Rates:
         figures = family[self._attention_kernel(kernel)]
         listed = {dim: value for dim, value in figures.items() if isinstance(dim, int)}
         share = listed[min(listed, key=lambda dim: (abs(dim - head_dim), dim))][int(backward)]
-        blocks = family["blocks"]
+        blocks = family["blocks"] | {name: figures[name] for name in _OWN_BLOCKS if name in figures}
         order = figures.get("fixed_order", 1.0) if backward and kernel.endswith(FIXED_ORDER) else 1.0
         return AttentionRates(
             flops_per_s=self._gpu.reached_flops(dtype) * float(share) * (1.0 if order == "split" else float(order)),
             split=order == "split",
             block_rows=int(blocks["rows"][0 if not backward else 1 if head_dim <= _WIDE_HEAD else 2]),
+            block_start_s=float(blocks.get("block_start_s", 0.0)),
             longest_share=float(blocks["longest_share"]),
             balance=float(blocks["balance"]),
             heads_first=bool(blocks["heads_first"]),
@@ -182,7 +211,13 @@ class Rates:
             overlap=float(self._shared["products"]["tensor"]["overlap"]),
             bandwidth_share=self.memory_share("gemm"),
             flop_j=self._flop_j(UNITS[self._gpu.arithmetic(dtype)]) * float(figures.get("energy", 1.0)),
+            decoding=self._decoding(family),
         )
+
+    def _decoding(self, family: Mapping[str, Any]) -> DecodingRates:
+        """Of this family, or of those measured where it was not."""
+        figures = {**self._shared["decoding"], **family.get("decoding", {})}
+        return DecodingRates(**{field.name: float(figures[field.name]) for field in fields(DecodingRates)})
 
     def basis(self, op: str, dtype: str, kernel: str = "") -> Basis:
         """Where the figures for `op` in `dtype` come from; inherited ones are a step less certain than their source."""
@@ -227,25 +262,34 @@ def parted_sms(card: Gpu, kernel: str) -> int:
     return card.sms if Rates(card).attention(kernel + FIXED_ORDER, "bf16", 128, True).split else 0
 
 
-def _fed(family: dict[str, Any], gpu: Gpu) -> dict[str, Any]:
-    """`family` with the shares of the peak that `gpu` reaches where its tensor units are slower than the chip's.
+def fed_share(gpu: Gpu, units: str, share: float) -> float:
+    """Share of its peak that products on `units` of `gpu` reach where those of the whole chip reach `share`.
 
     GeForce cards sum halves in fp32 at half the rate, export variants are cut further. What feeds the units (loads from
     L2 and shared memory, softmax beside the products) is as fast as on the whole chip, so what a product takes beyond
     its arithmetic stays: of a share s at the full rate, 1 / (1 + f (1 / s - 1)) is left at the part f of it.
     """
+    part = _part(family_figures(gpu.kernels), gpu, units)
+    return share if part == 1.0 else 1.0 / (1.0 + part * (1.0 / share - 1.0))
+
+
+def _part(family: dict[str, Any], gpu: Gpu, units: str) -> float:
+    """Rate of `units` over the one of the family's whole chip; of fp4, beyond 1 where the chip has more of it."""
     half = max(gpu.tflops.get("fp16", 0.0), gpu.tflops.get("bf16", 0.0)) * 1e12
-    if "full_rate" not in family or not half:
-        return family
-    part = half / (float(family["full_rate"]["value"]) * gpu.sms * gpu.tensor_clock_mhz * 1e6)
-    if part > _WHOLE:
-        return family
+    part = 1.0
+    if "full_rate" in family and half:
+        part = half / (float(family["full_rate"]["value"]) * gpu.sms * gpu.tensor_clock_mhz * 1e6)
+        part = 1.0 if part > _WHOLE else part
+    if units == "fp4" and half and "nvfp4" in gpu.tflops:
+        part *= gpu.tflops["nvfp4"] * 1e12 / (_FP4_OVER_HALF * half)
+        part = 1.0 if _WHOLE < part < 1.0 / _WHOLE else part
+    return part
 
-    def fed(share: float) -> float:
-        return 1.0 / (1.0 + part * (1.0 / share - 1.0))
 
-    gemm = {name: {**row, "eta": fed(row["eta"])} if "eta" in row and name != "fp32" else row
+def _fed(family: dict[str, Any], gpu: Gpu) -> dict[str, Any]:
+    """`family` with the shares of the peak that `gpu` reaches where its tensor units are not as fast as the chip's."""
+    gemm = {name: {**row, "eta": fed_share(gpu, name, row["eta"])} if "eta" in row and name != "fp32" else row
             for name, row in family["gemm"].items()}
-    attention = {name: {key: [fed(share) for share in value] if isinstance(key, int) else value
+    attention = {name: {key: [fed_share(gpu, "half", share) for share in value] if isinstance(key, int) else value
                         for key, value in row.items()} for name, row in family["attention"].items()}
     return {**family, "gemm": gemm, "attention": attention}

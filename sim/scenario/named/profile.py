@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sim.catalog import table
+from sim.catalog import inherited, table
 from sim.errors import Fault, UserError, nearest
 from sim.scenario.fields.cluster import GpuFigures, GpuProfile
 from sim.scenario.named.gpus import canonical_gpu, gpu_facts, gpu_names
@@ -97,8 +97,7 @@ def _figure_faults(fields: dict[str, Any], document: Document) -> list[Fault]:
 
 def _family(name: str) -> dict[str, Any]:
     """Figures of a family of GPUs; those that a fit wrote have the same names."""
-    family: dict[str, Any] = table("hardware/kernels.yaml")["families"][name]
-    return family
+    return inherited(table("hardware/kernels.yaml")["families"], name)
 
 
 def _unlike(given: Mapping[str, Any], known: Mapping[str, Any], path: str, document: Document) -> Iterator[Fault]:

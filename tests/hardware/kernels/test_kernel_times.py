@@ -12,7 +12,7 @@ from sim.hardware.device import Device
 from sim.hardware.gpu import gpu, gpu_names
 from sim.hardware.kernels.attention import attention_times, attention_work, gradient_parts
 from sim.hardware.kernels.gemm import alignment_bytes, as_products, overlapped, product_times
-from sim.hardware.kernels.rates import AttentionRates, GemmRates, Rates, parted_sms
+from sim.hardware.kernels.rates import AttentionRates, GemmRates, Rates, family_figures, parted_sms
 from sim.hardware.kernels.row_blocks import joined_s
 from sim.work import Kernel
 
@@ -445,7 +445,7 @@ def test_an_sm_frees_after_half_a_block_on_average() -> None:
 
 
 @pytest.mark.parametrize(("name", "whole", "dtype"), [
-    ("rtx3090", "rtx-a6000", "bf16"), ("rtx4090", "rtx-6000-ada", "fp8"), ("a10g", "a40", "fp16"),
+    ("rtx3090", "rtx-a6000", "bf16"), ("l40", "l40s", "fp8"), ("a10g", "a40", "fp16"),
 ])
 def test_tensor_units_at_half_the_rate_lose_half_as_much_to_what_feeds_them(name: str, whole: str, dtype: str) -> None:
     def share(card: str) -> float:
@@ -455,6 +455,27 @@ def test_tensor_units_at_half_the_rate_lose_half_as_much_to_what_feeds_them(name
     half = gpu(name).peak_flops("fp16") / (1024 * gpu(name).sms * gpu(name).tensor_clock_mhz * 1e6)
     assert half == pytest.approx(0.5, rel=3e-3)
     assert share(name) == pytest.approx(1 / (1 + half * (1 / share(whole) - 1)))
+
+
+def test_half_as_many_fp4_units_more_are_fed_as_fast() -> None:
+    """B300: 1.5 times B200's rate in fp4 beside the same one in half: 1 / (1 + 1.5 (1/s - 1)) of it are left."""
+    def share(card: str, dtype: str) -> float:
+        return Rates(gpu(card)).gemm(dtype).flops_per_s / gpu(card).reached_flops(dtype)
+    whole = share("b200", "nvfp4")
+    for faster in ("b300", "gb300"):
+        assert share(faster, "nvfp4") == pytest.approx(1 / (1 + 1.5 * (1 / whole - 1)))
+        assert share(faster, "bf16") == pytest.approx(share("b200", "bf16"))
+    assert share("gb200", "nvfp4") == pytest.approx(whole)
+    assert share("rtx5090", "nvfp4") == pytest.approx(share("rtx-pro-6000", "nvfp4"), rel=0.01)  # only halves are cut
+
+
+def test_a_family_has_what_the_one_it_is_like_has() -> None:
+    """GeForce cards of Ada: products judged, all else as fitted to the L4 and L40S."""
+    ada, geforce, judged = family_figures("ada"), family_figures("ada_geforce"), family_figures("ada", fitted=False)
+    assert geforce["memory"] == ada["memory"] != judged["memory"] and geforce["attention"] == ada["attention"]
+    assert geforce["gemm"]["half"]["eta"] == 0.8 != ada["gemm"]["half"]["eta"]
+    assert geforce["gemm"]["start_s"] == ada["gemm"]["start_s"] and "like" not in family_figures("gb202", fitted=False)
+    assert gpu("rtx4090").kernels == "ada_geforce" and gpu("rtx5080").kernels == gpu("rtx-pro-6000").kernels == "gb202"
 
 
 def test_an_export_variants_attention_is_what_was_measured_on_it() -> None:
