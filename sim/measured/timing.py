@@ -15,7 +15,7 @@ from sim.hardware.gpu import Gpu, canonical_gpu, merged
 from sim.work import Kernel
 
 #: Benchmarks whose tables are named after them.
-SOURCES = ("vidur", "simumax", "deepbench", "neusight")
+SOURCES = ("vidur", "simumax", "deepbench", "neusight", "aic")
 
 
 @dataclass(frozen=True, slots=True)
