@@ -222,9 +222,9 @@ def _repeated(experts: int, scale: float, read: float, loop: bool, differ: bool)
     only sum over more or fewer of them."""
     def all_experts(kernel: Kernel) -> Kernel:
         shape = (kernel.shape[0] * experts, *kernel.shape[1:])
-        uneven = differ and kernel.op == "gemm" and kernel.variant != "nt"
+        runs_as = "uneven" if differ and kernel.op == "gemm" and kernel.variant != "nt" else kernel.kernel
         return replace(kernel, shape=shape, flops=kernel.flops * experts * scale, bytes=kernel.bytes * experts * read,
-                       launches=kernel.launches * (experts if loop else 1), kernel="uneven" if uneven else kernel.kernel)
+                       launches=kernel.launches * (experts if loop else 1), kernel=runs_as)
     return all_experts
 
 

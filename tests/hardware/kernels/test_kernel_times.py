@@ -142,6 +142,16 @@ def test_batches_share_waves() -> None:
     assert seconds(product(128, 128, 512, batch=100)) == pytest.approx(seconds(product(1280, 1280, 512)))
 
 
+def test_members_of_a_batch_whose_rows_differ_end_in_the_middle_of_a_tile() -> None:
+    """Of 128 rows a tile: 4 tiles each where all have 512 rows, 4.5 on average where they have about as many; one at
+    least."""
+    def more(rows: int) -> float:
+        even = product(rows, 128, 1024, batch=400)
+        return seconds(replace(even, kernel="uneven")) / seconds(even)
+    assert more(512) == pytest.approx(4.5 / 4)
+    assert more(64) == more(1) == 1.0
+
+
 def test_a_tile_pays_its_start_its_fill_and_its_exposed_output() -> None:
     # Fill worth 128 of K on top of 512; half of 128·128·8 bytes at 1/100 of 1 TB/s; 1 us to start.
     rates = replace(PLAIN, fill_k=128, exposed_output=0.5, block_start_s=1e-6)
