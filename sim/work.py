@@ -87,7 +87,7 @@ class Kernel:
         kernel: implementation where it matters to speed (`flash1`, `flash2`, `flash3`, `triton`, `eager`, of backward
             with `FIXED_ORDER` behind; of rows those of `row_blocks.py`; of norms `persistent`; of products `expanding`:
             by weights that the main loop expands from fewer bits; `uneven`: a batch whose members differ in m, their
-            mean), else "".
+            mean; `streamed`: of one row, a sum over weights), else "".
     """
 
     op: str

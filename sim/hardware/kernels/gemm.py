@@ -38,7 +38,8 @@ _FEW_ROWS = 16
 @dataclass(frozen=True, slots=True)
 class Products:
     """Matrix products of one dtype as columns: sizes, bytes of both inputs, bytes in all, rate by alignment; whether
-    they expand stored weights, and whether a batch's members differ in rows (`Kernel.kernel`)."""
+    they expand stored weights, whether a batch's members differ in rows, and whether a single row is a sum over the
+    weights as they stream by (`Kernel.kernel`)."""
 
     batch: Array
     m: Array
@@ -49,6 +50,7 @@ class Products:
     aligned: Array
     expanding: NDArray[np.bool_]
     uneven: NDArray[np.bool_]
+    streamed: NDArray[np.bool_]
 
     @property
     def flops(self) -> Array:
@@ -88,7 +90,9 @@ def as_products(kernels: Sequence[Kernel], rates: GemmRates) -> Products:
                     np.array([kernel.bytes for kernel in kernels]),
                     np.array([_rate(kernel, rates) for kernel in kernels]),
                     np.array([kernel.kernel == "expanding" for kernel in kernels]),
-                    np.array([kernel.kernel == "uneven" for kernel in kernels]))
+                    np.array([kernel.kernel == "uneven" for kernel in kernels]),
+                    np.array([kernel.kernel == "streamed" or (kernel.kernel == "expanding" and kernel.shape[1] == 1)
+                              for kernel in kernels]))
 
 
 def product_times(products: Products, rates: GemmRates, sms: int, sms_total: int, bandwidth_bps: float,
@@ -134,7 +138,8 @@ def product_times(products: Products, rates: GemmRates, sms: int, sms_total: int
     tiled_s, expanding_s = (weights * alone).sum(axis=1), _expanding_s(products, rates) * sms_total / sms
     few = products.expanding & (products.m <= _FEW_ROWS)
     return ProductTimes(compute_s=np.where(few, expanding_s, np.maximum(tiled_s, expanding_s)),
-                        memory_s=products.total_bytes / reachable_bps,
+                        memory_s=products.total_bytes / bandwidth_bps / np.where(
+                            products.streamed, rates.streamed_share, rates.bandwidth_share),
                         block_s=np.minimum((weights * block_s).sum(axis=1), np.where(few, expanding_s, np.inf)))
 
 

@@ -20,14 +20,14 @@ PLAIN = Weights("", True, False)
 
 
 def rank(weights: Weights = PLAIN, batch: int = 1, new: int = 1, cached: int = 100, tensor: int = 1,
-         **model: Any) -> Rank:
+         compiled: bool = False, **model: Any) -> Rank:
     scenario = resolve({
         "name": "t", "cluster": {"topology": "dgx-a100-80g", "gpus_per_node": tensor},
         "parallel": {"tensor": tensor},
         "model": {"kind": "decoder", "layers": 2, "hidden": 512, "heads": 8, "kv_heads": 2, "ffn": 2048, "vocab": 1000,
                   "positions": "rotary", "norm": "rmsnorm", "bias": False, "gated_mlp": True} | model,
         "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 64, "precision": "pure-bf16"}})
-    style = replace(style_of(scenario, stack_for(), 1), window=scenario.model.window or 0)
+    style = replace(style_of(scenario, stack_for(compile_=compiled), 1), window=scenario.model.window or 0)
     return rank_of(style, batch, new, cached, weights)
 
 
@@ -37,6 +37,17 @@ def block(of: Rank) -> tuple[Kernel | Sum, ...]:
 
 def products(of: Rank) -> list[Kernel]:
     return [k for k in block(of) if isinstance(k, Kernel) and k.op == "gemm"]
+
+
+def test_a_single_row_streams_weights_by_where_it_is_compiled() -> None:
+    """Several rows are cuBLAS's, and so is one in eager code; weights in fewer bits are another kernel's."""
+    def kinds(**how: Any) -> set[str]:
+        of = rank(**how)
+        head = [k for k in of.forward(of.architecture().stack[-1]) if isinstance(k, Kernel) and k.op == "gemm"]
+        return {k.kernel for k in (*products(of), *head)}
+    assert kinds(compiled=True) == {"streamed"}
+    assert kinds(compiled=True, batch=2) == kinds() == {""}
+    assert {k.kernel for k in products(rank(Weights("int4", True, False), compiled=True))} == {"expanding"}
 
 
 def named(of: Rank, name: str) -> list[Kernel]:
