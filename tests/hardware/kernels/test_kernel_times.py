@@ -79,24 +79,6 @@ def test_a_streamed_row_reaches_what_a_pass_over_memory_does() -> None:
     assert seconds(several, rates, bandwidth_bps=50e9) == pytest.approx(several.bytes / 0.8 / 50e9, rel=0.03)
 
 
-#: K, us of 8 rows by 512 and by 4096 columns in nvfp4, their quantisation included (NVIDIA aiconfigurator 0.10.0,
-#: b200_sxm, vllm 0.19.0, gemm_perf.parquet).
-NARROW_ROWS = [(1024, 6.3, 6.3), (2048, 7.0, 7.0), (4096, 8.3, 8.6), (8192, 10.7, 12.8), (16384, 16.0, 19.6)]
-
-
-def test_few_rows_in_four_bits_take_as_long_as_k_and_not_as_their_columns() -> None:
-    """On a B200: tiles of 128 rows and K in one piece, so that a tile for every SM takes as long as one."""
-    b200 = Device(gpu("b200"), sustained=False)
-
-    def taken_us(n: int, k: int) -> float:
-        row = Kernel("gemm", "nvfp4", (1, 8, n, k), "tn", 16.0 * n * k, 0.5625 * (8 * k + n * k) + 16 * n, "gemm")
-        return 1e6 * float(b200.times([row])[0]) + 2.5  # the quantisation's start
-    for k, few, many in NARROW_ROWS:
-        assert taken_us(512, k) == pytest.approx(few, rel=0.3) and taken_us(4096, k) == pytest.approx(many, rel=0.3)
-    assert taken_us(4096, 8192) == pytest.approx(taken_us(512, 8192), rel=0.15)
-    assert taken_us(512, 16384) - taken_us(512, 8192) == pytest.approx(5.3, rel=0.4)
-
-
 def test_a_halved_tensor_peak_does_not_slow_a_row_by_stored_weights() -> None:
     # A GeForce card sums in fp32 at half its chip's rate, and expands weights at the whole one.
     ga102 = gpu("rtx3090")
