@@ -22,7 +22,7 @@ from sim.errors import Fault, UserError
 from sim.garbage import seldom_searched
 from sim.hardware import Device, gpu, host_share
 from sim.hardware.whatif import with_products
-from sim.network import Network, Topology, expected_maximum
+from sim.network import Network, Pushing, Topology, expected_maximum
 from sim.parallel import Lowered, lower
 from sim.parallel.variety import GpuKind
 from sim.report.advice.largest import largest
@@ -305,7 +305,7 @@ def hardware_for(scenario: Scenario, jitter_s: float = 0.0) -> tuple[Device, Net
     software, peers = scenario.software, _peer_sums(scenario)
     stack = stack_of(software)
     key = (f"{scenario.cluster.model_dump_json()}{software.nccl.model_dump_json()}{jitter_s} {stack.product_rate} "
-           f"{stack.dispatch_once} {stack.nccl_release} {peers}")
+           f"{_pushing(scenario, stack)} {stack.nccl_release} {peers}")
     if key not in _HARDWARE:
         if len(_HARDWARE) >= 16:
             _HARDWARE.pop(next(iter(_HARDWARE)))
@@ -315,6 +315,12 @@ def hardware_for(scenario: Scenario, jitter_s: float = 0.0) -> tuple[Device, Net
 
 #: Devices and networks of the last clusters: they remember kernel and link answers, never a run's.
 _HARDWARE: dict[str, tuple[Device, Network]] = {}
+
+
+def _pushing(scenario: Scenario, stack: Stack) -> Pushing | None:
+    """What all-to-alls are beside NCCL's."""
+    moe = scenario.model.moe
+    return Pushing(stack.dispatch_kernel, moe.top_k) if moe is not None and stack.dispatch_once else None
 
 
 def _peer_sums(scenario: Scenario) -> bool:
@@ -329,7 +335,8 @@ def _hardware(scenario: Scenario, jitter_s: float, stack: Stack) -> tuple[Device
     asked = scenario.software.nccl.model_dump()
     network = Network(Topology.from_mapping(cluster.template()), cluster.nodes, cluster.gpus_per_node,
                       cluster.intra_gbps_per_gpu, cluster.inter_gbps_per_node,
-                      asked | {"version": asked["version"] or stack.nccl_release}, jitter_s, stack.dispatch_once,
+                      asked | {"version": asked["version"] or stack.nccl_release}, jitter_s,
+                      _pushing(scenario, stack),
                       _peer_sums(scenario))
     share = host_share(cluster.topology.host, cluster.gpus_per_node, cluster.topology.intra.gpus_per_switch or 1)
     drawn = 1 if cluster.clock_spread else cluster.nodes * cluster.gpus_per_node  # else their clocks are known

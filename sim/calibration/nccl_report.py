@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sim.calibration.nccl import dispatch
 from sim.calibration.nccl.left_out import left_out
 from sim.calibration.nccl.sweeps import Sweep, load
 from sim.network.figures import catalogue, origins
@@ -302,7 +303,7 @@ def main() -> None:
         "sizes of 1 KiB and more; tables give median / 90th percentile of sweeps.", "", *_table(sweeps, kept), "",
         *(f"![{name}]({name})" for name in pictures), "", "## Every sweep, worst first", "",
         *_sweep_table(sweeps, kept), "", "## By site", "",
-        *_site_table(sweeps, kept), "", _NOTES, "## Every figure", "", *_figure_table()]
+        *_site_table(sweeps, kept), "", *dispatch.section(), _NOTES, "## Every figure", "", *_figure_table()]
     (_FOLDER / "collectives.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

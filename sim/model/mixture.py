@@ -20,6 +20,7 @@ class Experts:
         tensor: slices an expert's width is cut into (1 where the experts are spread over the tensor ranks too).
         load: rows of the slice that is asked most, over the mean of all.
         alike: slices of the experts that all have the same tokens; each computes its own experts' rows of them.
+        padded: whether every expert computes as many rows as any other, empty or not.
     """
 
     count: int
@@ -33,6 +34,7 @@ class Experts:
     tensor: int = 1
     load: float = 1.0
     alike: int = 1
+    padded: bool = False
 
 
 def experts_of(scenario: Any, ffn: int) -> Experts | None:
@@ -43,7 +45,7 @@ def experts_of(scenario: Any, ffn: int) -> Experts | None:
     width, held = moe.expert_ffn or ffn, moe.experts // parallel.expert
     return Experts(moe.experts, moe.top_k, width // scenario.expert_tensor, moe.shared_experts, moe.every,
                    moe.first_dense, held, moe.shared_experts * width // parallel.tensor, scenario.expert_tensor,
-                   busiest(moe, parallel.expert, held))
+                   busiest(moe, parallel.expert, held), padded=bool(moe.capacity and moe.padded))
 
 
 def busiest(moe: Any, slices: int, held: int) -> float:

@@ -8,6 +8,8 @@ from sim.network.fabric.fair_share import LinkId, fair_share
 from sim.network.fabric.topology import Topology
 from sim.network.jitter import expected_maximum, latest, rendezvous_s
 from sim.network.nccl.candidate import Coflow
+from sim.network.nccl.site import Pushing
 from sim.network.network import Network
 
-__all__ = ["Coflow", "LinkId", "Network", "Topology", "expected_maximum", "fair_share", "latest", "rendezvous_s"]
+__all__ = ["Coflow", "LinkId", "Network", "Pushing", "Topology", "expected_maximum", "fair_share", "latest",
+           "rendezvous_s"]

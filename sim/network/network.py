@@ -19,7 +19,7 @@ from sim.network.fabric.trouble import check_links, detours, links_of
 from sim.network.jitter import rendezvous_s
 from sim.network.nccl.candidate import Candidate, Coflow, build
 from sim.network.nccl.collectives import candidates
-from sim.network.nccl.site import TODAY, Site
+from sim.network.nccl.site import TODAY, Pushing, Site
 
 __all__ = ["Coflow", "LinkId", "Network", "fair_share"]
 
@@ -32,7 +32,7 @@ class Network:
         intra_gbps_per_gpu, inter_gbps_per_node: nominal Gb/s, one direction, in the place of the topology's.
         jitter_s: standard deviation of a rank's arrival; a collective of n ranks waits for the expected latest.
         nccl: forced choices: `algorithm` (Ring, Tree, NVLS ...), `protocol` (LL, LL128, Simple), `channels`; `version`.
-        one_sided: all-to-alls are one-sided kernels (DeepEP), not NCCL's grouped sends.
+        one_sided: the one-sided kernels (DeepEP) that all-to-alls are, if they are not NCCL's grouped sends.
         peer_sums: small all-reduces are kernels of an inference engine's own (`sim.network.nccl.peer_sums`).
 
     Raises:
@@ -41,7 +41,7 @@ class Network:
 
     def __init__(self, topology: Topology, nodes: int, gpus_per_node: int, intra_gbps_per_gpu: float | None = None,
                  inter_gbps_per_node: float | None = None, nccl: Mapping[str, Any] | None = None,
-                 jitter_s: float = 0.0, one_sided: bool = False, peer_sums: bool = False) -> None:
+                 jitter_s: float = 0.0, one_sided: Pushing | None = None, peer_sums: bool = False) -> None:
         self.topology = topology
         self.jitter_s = jitter_s
         self.one_sided, self.peer_sums = one_sided, peer_sums

@@ -95,6 +95,7 @@ class Stack:
         experts_looped: each expert's products are launched by themselves; else one grouped kernel is.
         dispatch_once: a token travels once to every node (within a node: GPU) that holds some of its experts, and is
             copied there; else once to each expert.
+        dispatch_kernel: whose kernels do so: deepep, hybridep.
         experts_scattered: mixtures train over tensor ranks only where these cut the sequence.
         expert_overlap: what hides tokens on their way to experts: none, shared (experts), batches (a forward and a
             backward of two micro-batches run as one), where the layout allows it.
@@ -270,6 +271,7 @@ class Stack:
     experts_in_turns: bool
     experts_looped: bool
     dispatch_once: bool
+    dispatch_kernel: str
     experts_scattered: bool
     expert_overlap: str
     expert_overlap_blocks: str

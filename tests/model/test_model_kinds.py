@@ -196,6 +196,16 @@ def test_a_few_tokens_never_make_more_work_than_is_routed() -> None:
     assert sum(k.flops for k in up.forward) == 2 * (3 * 2) * 2 * 64 * 32
 
 
+def test_rows_differ_from_expert_to_expert_unless_each_is_padded_to_its_capacity() -> None:
+    """A weight gradient sums over more or fewer rows, in tiles of its own size."""
+    def differing(**moe: Any) -> set[str]:
+        found = made(MIXTURE | {"moe": {"experts": 8, "top_k": 2, "expert_ffn": 32, **moe}})
+        experts = [op for op in found.stack[1].operators if op.name in ("up", "down")]
+        return {k.variant for op in experts for k in (*op.forward, *op.backward) if k.kernel == "uneven"}
+    assert differing() == differing(capacity=1.25, padded=False) == {"tn", "nn"}
+    assert differing(capacity=1.25) == set()
+
+
 def test_one_block_of_every_so_many_is_a_mixture_after_the_dense_ones() -> None:
     moe = {"experts": 8, "top_k": 2, "expert_ffn": 32, "every": 2, "first_dense": 2}
     stack = made(MIXTURE | {"layers": 6, "moe": moe}).stack[1:-1]

@@ -6,6 +6,7 @@ of small tiles, a pipeline fill, a fixed start and the part of its output traffi
 picks tile and number of slices of K (split K, whose partial sums cost traffic) by a heuristic that takes one of the
 nearly fastest: the expected time over those. Compute and memory overlap, imperfectly where they are about equal.
 Batched fp32 products come in one kernel on some generations: whole tiles of rows, whole slices of K (`batched_slice`).
+Experts' products are one batch whose members differ in rows (`_whole_tiles`).
 Products by weights stored in fewer bits take no less than SMs take to expand these (`expanded`); those of a few rows
 have no tiles to fill beside.
 
@@ -37,7 +38,8 @@ _FEW_ROWS = 16
 @dataclass(frozen=True, slots=True)
 class Products:
     """Matrix products of one dtype as columns: sizes, bytes of both inputs, bytes in all, rate by alignment; whether
-    they expand stored weights (`Kernel.kernel`)."""
+    they expand stored weights, whether a batch's members differ in rows, and whether a single row is a sum over the
+    weights as they stream by (`Kernel.kernel`)."""
 
     batch: Array
     m: Array
@@ -47,6 +49,8 @@ class Products:
     total_bytes: Array
     aligned: Array
     expanding: NDArray[np.bool_]
+    uneven: NDArray[np.bool_]
+    streamed: NDArray[np.bool_]
 
     @property
     def flops(self) -> Array:
@@ -89,7 +93,10 @@ def as_products(kernels: Sequence[Kernel], rates: GemmRates) -> Products:
     return Products(batch, m, n, k, width * batch * (m * k + k * n),
                     np.array([kernel.bytes for kernel in kernels]),
                     np.array([_rate(kernel, rates) for kernel in kernels]),
-                    np.array([kernel.kernel == "expanding" for kernel in kernels]))
+                    np.array([kernel.kernel == "expanding" for kernel in kernels]),
+                    np.array([kernel.kernel == "uneven" for kernel in kernels]),
+                    np.array([kernel.kernel == "streamed" or (kernel.kernel == "expanding" and kernel.shape[1] == 1)
+                              for kernel in kernels]))
 
 
 def product_times(products: Products, rates: GemmRates, sms: int, sms_total: int, bandwidth_bps: float,
@@ -105,10 +112,11 @@ def product_times(products: Products, rates: GemmRates, sms: int, sms_total: int
     batch, m, n, k = (column[:, None] for column in (products.batch, products.m, products.n, products.k))
     reachable_bps = bandwidth_bps * rates.bandwidth_share
     whole_bps = (bandwidth_total_bps or bandwidth_bps) * rates.bandwidth_share
-    blocks = batch * np.ceil(m / tile_m) * np.ceil(n / tile_n) * split
-    filled = _filled(m / tile_m, rates.partial_tile) * _filled(n / tile_n, rates.partial_tile)
+    high, wide = _whole_tiles(m / tile_m, products.uneven[:, None]), np.ceil(n / tile_n)
+    blocks = batch * high * wide * split
+    filled = _filled(n / tile_n, wide, rates.partial_tile)
     fixed = (batch > 1) & (rates.batched_tile is not None)
-    filled = np.where(fixed, _filled(n / tile_n, rates.partial_tile), filled)
+    filled = np.where(fixed, filled, filled * _filled(m / tile_m, high, rates.partial_tile))
     area = tile_m * tile_n
     output_bytes = np.maximum(products.total_bytes - products.input_bytes, 0.0)[:, None]
     rate = _tile_rate(tile_m, tile_n, rates.operand_cost) * products.aligned[:, None] * rates.flops_per_s / sms_total
@@ -134,7 +142,8 @@ def product_times(products: Products, rates: GemmRates, sms: int, sms_total: int
     tiled_s, expanding_s = (weights * alone).sum(axis=1), _expanding_s(products, rates) * sms_total / sms
     few = products.expanding & (products.m <= _FEW_ROWS)
     return ProductTimes(compute_s=np.where(few, expanding_s, np.maximum(tiled_s, expanding_s)),
-                        memory_s=products.total_bytes / reachable_bps,
+                        memory_s=products.total_bytes / bandwidth_bps / np.where(
+                            products.streamed, rates.streamed_share, rates.bandwidth_share),
                         block_s=np.minimum((weights * block_s).sum(axis=1), np.where(few, expanding_s, np.inf)))
 
 
@@ -164,9 +173,17 @@ def _tile_rate(tile_m: Array, tile_n: Array, operand_cost: float) -> Array:
     return np.minimum(1.0, largest / (1.0 + operand_cost * (128 / tile_m + 128 / tile_n)))
 
 
-def _filled(tiles: Array, partial: float) -> Array:
-    """Work of an average tile over a full one: an edge tile costs `partial` of what it lacks."""
-    return partial + (1.0 - partial) * tiles / np.ceil(tiles)
+def _whole_tiles(tiles: Array, uneven: NDArray[np.bool_]) -> Array:
+    """Tiles that cover as many rows as `tiles` are. Members of a batch whose rows differ (experts, by what a router
+    gives them) end anywhere in their last tile, so half of one is empty on average; each has one at least."""
+    found: Array = np.where(uneven, np.maximum(1.0, tiles + 0.5), np.ceil(tiles))
+    return found
+
+
+def _filled(tiles: Array, whole: Array, partial: float) -> Array:
+    """Work of an average tile over a full one, of `tiles` in `whole` ones: an edge tile costs `partial` of what it
+    lacks."""
+    return partial + (1.0 - partial) * tiles / whole
 
 
 def _waves(blocks: Array, sms: int, idle_loss: float) -> Array:

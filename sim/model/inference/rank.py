@@ -25,7 +25,7 @@ from sim.model.attention.core_choice import uses_flash
 from sim.model.attention.relative import bias_forward, table_operator
 from sim.model.decoder import decoder
 from sim.model.encoder import pooled_encoder
-from sim.model.inference.weights import Weights, parameter_bytes, stored_product
+from sim.model.inference.weights import Weights, parameter_bytes, single_row, stored_product
 from sim.model.kernels import cast, elementwise, width
 from sim.model.style import Style
 from sim.model.tuning import Frozen
@@ -98,7 +98,7 @@ class Rank:
             for kernel in self._operator(layer, op, attended > 0):
                 for stored in (stored_product(style, self.weights, kernel, op.name, products) if layer.kind == "block"
                                else (kernel,)):
-                    yield op, stored
+                    yield op, single_row(style, stored)
                 products += kernel.op == "gemm"
             attended += op.core
         last = layer.operators[-1]

@@ -92,6 +92,18 @@ def parameter_bytes(style: Style, weights: Weights, parameter: Parameter | Froze
     return parameter.numel * width(style.weight)
 
 
+def single_row(style: Style, kernel: Kernel) -> Kernel:
+    """A product as the stack runs it where it has one row: compiled, multiplications summed over the weights as they
+    stream by, in Inductor's own kernel.
+
+    Source: torch/_inductor/decomposition.py, mm and addmm of one row under coordinate_descent_tuning, which gpt-fast
+    asks for; Accelerating Generative AI with PyTorch II (2023): faster than cuBLAS there. From memory.
+    """
+    single = kernel.op == "gemm" and kernel.category == "gemm" and kernel.shape[1] == 1
+    own = kernel.kernel in ("", "uneven") and width(kernel.dtype) == width(style.act)
+    return replace(kernel, kernel="streamed") if single and own and style.stack.compile else kernel
+
+
 def stored_product(style: Style, weights: Weights, kernel: Kernel, operator: str, number: int) -> Iterator[Kernel]:
     """A block's product with the weights as stored, and the kernels around it; other kernels as they are.
 

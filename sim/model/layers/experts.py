@@ -200,7 +200,8 @@ def every_expert(style: Style, experts: Experts, rows: int, features_in: int, fe
     stack, scale = style.stack, (round(mean) if experts.alike == 1 else mean) / (busy * share)
     each = style.takes_turns or stack.experts_looped
     loops = {True: each, False: each and (style.takes_turns or stack.narrow_amax_pass)}
-    times = {product: _repeated(busy, scale, expected / busy, looped) for product, looped in loops.items()}
+    differ = not experts.padded and busy > 1
+    times = {product: _repeated(busy, scale, expected / busy, looped, differ) for product, looped in loops.items()}
     forward, backward = linear(style, share, features_in, features_out, source=source, bias=False)
     return [times[k.op == "gemm"](k) for k in forward], [times[k.op == "gemm"](k) for k in backward]
 
@@ -214,13 +215,16 @@ def asked(experts: Experts, rows: int) -> float:
     return min(float(rows), experts.held * (1 - missed))
 
 
-def _repeated(experts: int, scale: float, read: float, loop: bool) -> Callable[[Kernel], Kernel]:
+def _repeated(experts: int, scale: float, read: float, loop: bool, differ: bool) -> Callable[[Kernel], Kernel]:
     """One expert's kernel as that of all: a grouped product, or as many launches; FLOPs as routed on average, `scale`
-    corrects the share's rounding and the load of a slice that computes more, `read` the rounding of their number."""
+    corrects the share's rounding and the load of a slice that computes more, `read` the rounding of their number.
+    Where experts' rows `differ`, products on rows cover each expert's with tiles of its own; those of weight gradients
+    only sum over more or fewer of them."""
     def all_experts(kernel: Kernel) -> Kernel:
         shape = (kernel.shape[0] * experts, *kernel.shape[1:])
+        runs_as = "uneven" if differ and kernel.op == "gemm" and kernel.variant != "nt" else kernel.kernel
         return replace(kernel, shape=shape, flops=kernel.flops * experts * scale, bytes=kernel.bytes * experts * read,
-                       launches=kernel.launches * (experts if loop else 1))
+                       launches=kernel.launches * (experts if loop else 1), kernel=runs_as)
     return all_experts
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 from sim.network.fabric.routes import Loads, exchange_loads, shift_loads
 from sim.network.fabric.topology import facts
 from sim.network.nccl.candidate import OPENS, WIRE, Ahead, Candidate
-from sim.network.nccl.site import Site, power_of_two
+from sim.network.nccl.site import Pushing, Site, power_of_two
 from sim.network.nccl.tuner import Judgement
 
-_US = 1e-6
+_US, _GB = 1e-6, 1e9
 _INFINITE = float("inf")
 #: Bytes of a send up to which it goes in LL (nccl src/enqueue.cc, NCCL_P2P_LL_THRESHOLD).
 _P2P_LL_BYTES = 16384
@@ -23,17 +24,14 @@ _BUFFER_BYTES = 1 << 22
 _PEERS_AT_ONCE = 8
 #: A chunk of a send inside a node over NVLink and over PCIe (nccl src/init.cc, NCCL_P2P_NVL_CHUNKSIZE, _PCI_CHUNKSIZE).
 _SEND_CHUNK = {"nvlink": 1 << 19, "pcie": 1 << 17}
-#: SMs of a one-sided all-to-all (megatron-core 0.14.0 to 0.16.0 transformer_config.py: moe_deepep_num_sms 20,
-#: moe_hybridep_num_sms 16; Megatron-Bridge 0.6.0 perf_recipes/_common.py: 32 for the latter).
-_PUSHING_SMS = 20
 
 
 def sends(kind: str, site: Site) -> Iterator[Candidate]:
     """All ways to serve sends (`send`, `recv`, `send_recv`) or an `all_to_all` on `site`."""
     if kind != "all_to_all":
         yield from (_send(site, protocol) for protocol in (_SENT if site.place.nodes == 1 else _SENT[1:]))
-    elif site.one_sided:
-        yield _pushed(site)
+    elif site.one_sided is not None:
+        yield _pushed(site, site.one_sided)
     else:
         yield from (_exchange(site, protocol) for protocol in _SENT)
 
@@ -88,22 +86,36 @@ def _copies(site: Site, sends: int, parts: int) -> tuple[float, float]:
     return least * parts, sends * site.figures[f"copy_us.{site.fabric}"] * _US if least else 0.0
 
 
-def _pushed(site: Site) -> Candidate:
+def _pushed(site: Site, kernels: Pushing) -> Candidate:
     """An all-to-all whose kernels write tokens into their peers' memory (DeepEP, HybridEP).
 
     All peers are served beside one another, by thread blocks and NIC queues of their own, so what grouped sends pay per
-    peer is not paid: one step in which ranks tell each other their counts, one in which the last token's flag arrives.
-    The rate is the links': README of github.com/deepseek-ai/DeepEP, normal kernels on H800, 153-158 of 160 GB/s over
-    NVLink on 8 ranks, 43-58 of 50 GB/s over InfiniBand on 16 to 64 (recalled).
+    peer is not paid. Its latency is one step in which ranks tell each other their counts and one in which the last
+    token's flag arrives, or what was measured (`start_us`, and `double_us` more with every doubling of the nodes). The
+    rate is the links', and of kernels that were measured what their thread blocks copy: every token to each GPU it goes
+    to, and between nodes once more to and from the NIC.
     """
     place, crosses = site.place, site.place.nodes > 1
-    step = site.figures[f"p2p_net_us.{site.fabric}"] + site.fabric_us() if crosses else site.step_us("LL")
-    latency = site.figures["base_us.Simple"] + 2 * step
+    figures = facts()["one_sided"][kernels.kernel]
+    if "start_us" in figures:
+        latency = figures["start_us"] + figures["double_us"] * math.log2(place.nodes)
+    else:
+        step = site.figures[f"p2p_net_us.{site.fabric}"] + site.fabric_us() if crosses else site.step_us("LL")
+        latency = site.figures["base_us.Simple"] + 2 * step
     share = (place.per_node - 1) / place.size
     cap = site.inside_bps() / share if share > 0 else _INFINITE
+    if "gpu_copy" in figures:
+        copying = _spread(place.size, kernels.top_k) / _spread(place.nodes if crosses else place.size, kernels.top_k)
+        sm_s = copying / (figures["gpu_copy"] * _GB) + (1.0 / (figures["node_copy"] * _GB) if crosses else 0.0)
+        cap = min(cap, figures["sms"] / sm_s)
     return Candidate(
         "one-sided", "Simple", None, latency * _US, 0.0, 1.0, 1.0, _INFINITE, (),
-        exchange_loads(place, site.speeds.p2p), 1.0, cap, _PUSHING_SMS, 3.0)
+        exchange_loads(place, figures.get("nic_share", site.speeds.p2p)), 1.0, cap, figures["sms"], 3.0)
+
+
+def _spread(places: int, top_k: int) -> float:
+    """Of so many places with as many experts each, those that hold one of a token's `top_k`, drawn evenly."""
+    return places * (1.0 - (1.0 - 1.0 / places) ** top_k)
 
 
 def _direct(site: Site, protocol: str, latency_us: float, loads: Loads, cap_bps: float, channels: int,

@@ -31,6 +31,15 @@ _PAIR_CHANNELS, _NIC_PER_CHANNEL = 32, 14
 
 
 @dataclass(frozen=True, slots=True)
+class Pushing:
+    """Kernels that write tokens into their peers' memory: `kernel`, a key of `one_sided` in links.yaml, and the experts
+    `top_k` each token is for."""
+
+    kernel: str
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True)
 class Site:
     """One communicator on one machine.
 
@@ -39,7 +48,7 @@ class Site:
             of faster links keeps the choices and can never come out slower.
         channels: forced by the user, None for NCCL's own count.
         version: NCCL's, (major, minor).
-        one_sided: all-to-alls are kernels that write into their peers' memory, not NCCL's grouped sends.
+        one_sided: what all-to-alls are where they are not NCCL's grouped sends.
         peer_sums: small all-reduces are kernels that read their peers' memory, where NVLink joins all.
     """
 
@@ -50,7 +59,7 @@ class Site:
     judged: Speeds
     channels: int | None = None
     version: tuple[int, ...] = TODAY
-    one_sided: bool = False
+    one_sided: Pushing | None = None
     peer_sums: bool = False
 
     @property

@@ -21,7 +21,7 @@ PLAIN = GemmRates(flops_per_s=100e12, fill_k=0, batched_slice=1, batched_tile=No
                   operand_cost=0.0, exposed_output=0.0, start_s=0.0,
                   tiles=((128, 128),), splits=(1,), idle_wave_loss=1.0, held_wave_loss=1.0, persistent=False,
                   partial_tile=1.0,
-                  spread=0.0, overlap=np.inf, bandwidth_share=1.0,
+                  spread=0.0, overlap=np.inf, bandwidth_share=1.0, streamed_share=1.0,
                   alignment={16: 1.0, 8: 0.5, 4: 0.5, 2: 0.25, 1: 0.25}, batched_unaligned=0.1, flop_j=1e-12,
                   expanded_per_s=1e12)
 WIDE_BPS = 1e18
@@ -68,6 +68,15 @@ def test_more_rows_by_stored_weights_take_no_less_than_few() -> None:
     assert all(more >= less * (1 - 1e-9) for less, more in pairwise(taken))
     # where tiles take longer they are all there is to it
     assert seconds(replace(product(1024, 8192, 8192), kernel="expanding")) == seconds(product(1024, 8192, 8192))
+
+
+def test_a_streamed_row_reaches_what_a_pass_over_memory_does() -> None:
+    rates = replace(PLAIN, bandwidth_share=0.8, streamed_share=0.85)
+    one = product(1, 8192, 8192)
+    for row, share in ((one, 0.8), (replace(one, kernel="streamed"), 0.85), (replace(one, kernel="expanding"), 0.85)):
+        assert seconds(row, rates, bandwidth_bps=50e9) == pytest.approx(one.bytes / share / 50e9, rel=0.03)
+    several = replace(product(2, 8192, 8192), kernel="expanding")
+    assert seconds(several, rates, bandwidth_bps=50e9) == pytest.approx(several.bytes / 0.8 / 50e9, rel=0.03)
 
 
 def test_a_halved_tensor_peak_does_not_slow_a_row_by_stored_weights() -> None:
@@ -140,6 +149,16 @@ def test_batched_products_may_come_in_whole_tiles_and_slices() -> None:
 
 def test_batches_share_waves() -> None:
     assert seconds(product(128, 128, 512, batch=100)) == pytest.approx(seconds(product(1280, 1280, 512)))
+
+
+def test_members_of_a_batch_whose_rows_differ_end_in_the_middle_of_a_tile() -> None:
+    """Of 128 rows a tile: 4 tiles each where all have 512 rows, 4.5 on average where they have about as many; one at
+    least."""
+    def more(rows: int) -> float:
+        even = product(rows, 128, 1024, batch=400)
+        return seconds(replace(even, kernel="uneven")) / seconds(even)
+    assert more(512) == pytest.approx(4.5 / 4)
+    assert more(64) == more(1) == 1.0
 
 
 def test_a_tile_pays_its_start_its_fill_and_its_exposed_output() -> None:

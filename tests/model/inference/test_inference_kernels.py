@@ -40,6 +40,17 @@ def products(of: Rank) -> list[Kernel]:
     return [k for k in block(of) if isinstance(k, Kernel) and k.op == "gemm"]
 
 
+def test_a_single_row_streams_weights_by_where_it_is_compiled() -> None:
+    """Several rows are cuBLAS's, and so is one in eager code; weights in fewer bits are another kernel's."""
+    def kinds(**how: Any) -> set[str]:
+        of = rank(**how)
+        head = [k for k in of.forward(of.architecture().stack[-1]) if isinstance(k, Kernel) and k.op == "gemm"]
+        return {k.kernel for k in (*products(of), *head)}
+    assert kinds(compiled=True) == {"streamed"}
+    assert kinds(compiled=True, batch=2) == kinds() == {""}
+    assert {k.kernel for k in products(rank(Weights("int4", True, False), compiled=True))} == {"expanding"}
+
+
 def named(of: Rank, name: str) -> list[Kernel]:
     return [k for k in block(of) if isinstance(k, Kernel) and k.variant == name]
 

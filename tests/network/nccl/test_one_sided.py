@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.network import Coflow, Network, Topology, fair_share
+from sim.network import Coflow, Network, Pushing, Topology, fair_share
 from sim.network.figures import Figures
+from sim.parallel.model.expert import sent_once
 
 F = Figures()
 NVL72 = {"name": "nvl72", "gpu": "gb200", "gpus_per_node": 72, "nodes": 4,
@@ -17,9 +20,16 @@ NVL72 = {"name": "nvl72", "gpu": "gb200", "gpus_per_node": 72, "nodes": 4,
          "inter": {"kind": "fat-tree", "fabric": "infiniband", "nics_per_node": 72, "gbps_per_nic": 400,
                    "rail_optimized": True, "oversubscription": 1.0, "nodes_per_leaf": 16}}
 
+HGX: dict[str, Any] = {
+    "name": "hgx", "gpu": "h100-80g-sxm", "gpus_per_node": 8, "nodes": 8,
+    "intra": {"kind": "nvswitch", "link": "nvlink4", "links_per_gpu": 18},
+    "inter": {"kind": "fat-tree", "fabric": "infiniband", "nics_per_node": 8, "gbps_per_nic": 400,
+              "rail_optimized": True, "oversubscription": 1.0, "nodes_per_leaf": 32}}
 
-def network(nodes: int, gpus: int, one_sided: bool) -> Network:
-    return Network(Topology.from_mapping(NVL72), nodes, gpus, one_sided=one_sided)
+
+def network(nodes: int, gpus: int, one_sided: bool, kernel: str = "hybridep") -> Network:
+    pushing = Pushing(kernel, 8) if one_sided else None
+    return Network(Topology.from_mapping(NVL72), nodes, gpus, one_sided=pushing)
 
 
 def world(n: int) -> npt.NDArray[np.int64]:
@@ -58,6 +68,42 @@ def test_never_slower_than_grouped_sends_of_large_messages(size: int, ranks: int
     one, grouped = (taken_s(network(1, 72, way), size, ranks) for way in (True, False))
     assert one <= grouped * (1 + 1e-9)
     assert one >= size * (ranks - 1) / ranks / 900e9  # NVLink 5: 18 links of 50 GB/s
+
+
+#: Tokens of 7168 elements, each for 8 of 256 experts, dispatched in fp8 with scales and combined in bf16 by DeepEP on
+#: nodes of 8 H100 beside 400 Gb/s NICs, 20 SMs: nodes, tokens, both calls with their notices, us (NVIDIA aiconfigurator
+#: 0.10.0, h100_sxm/sglang/0.5.6.post2, wideep_deepep_normal_perf.parquet). On 8 nodes that fabric lost two thirds.
+MEASURED = [(1, 1024, 464), (1, 4096, 1464), (1, 16384, 5444), (2, 4096, 3043), (2, 16384, 11018), (4, 1024, 1613),
+            (4, 4096, 5494), (4, 16384, 20836)]
+
+
+@pytest.mark.parametrize(("nodes", "tokens", "took_us"), MEASURED)
+def test_deepep_takes_as_long_as_it_took(nodes: int, tokens: int, took_us: float) -> None:
+    """2 nodes are where thread blocks bound it, 4 where NICs do."""
+    net = Network(Topology.from_mapping(HGX), nodes, 8, one_sided=Pushing("deepep", 8))
+    groups = (1, 1) if nodes == 1 else (nodes, nodes)
+    once = sent_once(8, 8 if nodes == 1 else nodes, *groups)
+    found = sum(taken_s(net, int(tokens * 8 * 7168 * width * once), 8 * nodes) for width in (1 + 4 / 128, 2))
+    assert found == pytest.approx(took_us * 1e-6, rel=0.14)
+
+
+def test_thread_blocks_bound_deepep_but_no_kernels_that_were_not_measured() -> None:
+    """Inside a node 20 SMs copy 332 GB/s, of which an eighth stays; NVLink 5 carries twice that."""
+    size = 1 << 30
+    deepep, hybridep = (taken_s(network(1, 8, True, kernel), size, 8) for kernel in ("deepep", "hybridep"))
+    assert deepep == pytest.approx(43e-6 + size / (20 * 16.6e9), rel=1e-6)
+    assert hybridep < 0.6 * deepep
+
+
+def test_experts_that_more_gpus_of_a_node_hold_cost_more_copies() -> None:
+    """A token for one expert goes to one GPU of a node, one for 8 to more than three of each of two nodes."""
+    def rate(top_k: int) -> float:
+        net = Network(Topology.from_mapping(HGX | {"inter": HGX["inter"] | {"gbps_per_nic": 4000}}), 2, 8,
+                      one_sided=Pushing("deepep", top_k))
+        flow = net.coflow("all_to_all", 1 << 30, world(16))
+        return fair_share([flow], net.capacity)[0]
+    assert rate(1) == pytest.approx(20e9 / (1 / 16.6 + 1 / 11.3), rel=1e-6)
+    assert rate(8) == pytest.approx(20e9 / (6.453 / 1.992 / 16.6 + 1 / 11.3), rel=1e-3)
 
 
 def test_other_collectives_are_nccls() -> None:
